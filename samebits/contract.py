@@ -1,0 +1,193 @@
+"""What may change the bits of a result, as frozen data.
+
+A :class:`Contract` names every rule that decides an output bit, and nothing else: it never sees the number
+of rows, the batch, the memory layout, or how large or busy a GPU is. Whatever is free to look at those (tile
+sizes, pipeline depth, instruction) is a backend's schedule, which may never change a bit.
+``docs/contract.md`` spells the same rules out for a reader who wants to re-implement them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import local
+from typing import Any, Literal
+
+import torch
+
+__all__ = ["AMPERE", "FMA", "HOPPER", "TENSOR_CORE", "Contract", "MmaModel", "use_mma_model"]
+
+GROUP = 16
+"""Terms in one step of a tensor-core chain; a sequence of tokens always starts a new group of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class MmaModel:
+    """The fused dot-product-add of one family of tensor cores.
+
+    One fused sum takes ``group`` products and the f32 accumulator. Every term is truncated toward zero to a
+    multiple of ``2**(emax - fraction_bits)``, where ``emax`` is the largest exponent of all terms, the
+    truncated terms are added exactly, and the sum is rounded toward zero to f32.
+
+    Attributes:
+        name: what the family is called.
+        group: products in one fused sum. A group of 16 consecutive k takes ``16 // group`` sums in turn.
+        fraction_bits: fraction bits kept below ``emax``.
+        zero_exponent: the exponent that a term equal to zero takes part with in ``emax``.
+
+    Source: Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores" (arXiv 2512.07004), and vectors
+    recorded for this project on an H200.
+    """
+
+    name: str
+    group: int
+    fraction_bits: int
+    zero_exponent: int
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and self.name.isidentifier()):
+            raise ValueError(f"MmaModel.name: expected an identifier, got {self.name!r}")
+        if type(self.group) is not int or self.group not in (4, 8, 16):
+            raise ValueError(f"MmaModel.group: expected 4, 8 or 16, got {self.group!r}")
+        # The upper bound keeps a sum of 17 terms, each below 2**(fraction_bits + 2), exact in float64.
+        if type(self.fraction_bits) is not int or not 23 <= self.fraction_bits <= 46:
+            raise ValueError(f"MmaModel.fraction_bits: expected an int in [23, 46], got {self.fraction_bits!r}")
+        if type(self.zero_exponent) is not int or not -252 <= self.zero_exponent <= -126:
+            raise ValueError(
+                f"MmaModel.zero_exponent: expected an int in [-252, -126], got {self.zero_exponent!r}"
+            )
+
+
+AMPERE = MmaModel("AMPERE", group=8, fraction_bits=24, zero_exponent=-132)
+"""Tensor cores of sm_80, sm_86 and sm_89 (A100, A2, L40S, Ada)."""
+
+HOPPER = MmaModel("HOPPER", group=16, fraction_bits=25, zero_exponent=-133)
+"""Tensor cores of sm_90, sm_100, sm_103 and sm_120 (H100, H200, B200)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """Everything that may change an output bit of a product.
+
+    Every output element is one chain over ascending k with one f32 accumulator, which starts from +0 or from
+    the f32 value carried in. K is never split. Then bias, if any, is added in f32 with one rounding to
+    nearest even, and the result is rounded to nearest even once to the output dtype. Every NaN result is the
+    canonical one: 0x7FFFFFFF in f32, 0x7FFF in bf16 and f16.
+
+    Attributes:
+        name: what the contract is called.
+        step: how one step joins its terms to the accumulator. ``"mma"``: 16 products at a time, as the tensor
+            core sums them (see :class:`MmaModel`). ``"fma"``: one IEEE 754 f32 fused multiply-add per k,
+            rounding to nearest even, subnormals kept.
+        mma: for ``"mma"``, the tensor-core family whose bits these are. ``None`` leaves it to the device: a
+            GPU follows its own family, CPU tensors follow :func:`use_mma_model`.
+    """
+
+    name: str
+    step: Literal["mma", "fma"]
+    mma: MmaModel | None = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and self.name.isidentifier()):
+            raise ValueError(f"Contract.name: expected an identifier, got {self.name!r}")
+        if self.step not in ("mma", "fma"):
+            raise ValueError(f'Contract.step: expected "mma" or "fma", got {self.step!r}')
+        if self.mma is not None and not isinstance(self.mma, MmaModel):
+            raise TypeError(f"Contract.mma: expected an MmaModel or None, got {type(self.mma).__name__}")
+        if self.step == "fma" and self.mma is not None:
+            raise ValueError(f'Contract.mma: step "fma" takes no MmaModel, got {self.mma.name}')
+
+    @property
+    def input_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes that the operands may have."""
+        half = (torch.bfloat16, torch.float16)
+        return half if self.step == "mma" else (torch.float32, *half)
+
+    def on(self, mma: MmaModel) -> Contract:
+        """This contract, bound to the tensor-core family ``mma``."""
+        return dataclasses.replace(self, mma=mma)
+
+    @property
+    def key(self) -> str:
+        """All of this contract's data as canonical JSON; :meth:`from_key` reads it back."""
+        return _key(self)
+
+    @staticmethod
+    def from_key(key: str) -> Contract:
+        """The contract whose :attr:`key` is ``key``."""
+        return _from_key(key)
+
+    def digest(self) -> str:
+        """A SHA-256 over everything that may change an output bit, names excluded: 16 hex digits.
+
+        Stable over processes, machines and Python versions, so that a result can say which bits it has.
+        """
+        data = json.loads(self.key)
+        data.pop("name")
+        if data["mma"] is not None:
+            data["mma"].pop("name")
+        data["revision"] = _REVISION
+        text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        if self.mma is None:
+            return self.name
+        m = self.mma
+        return f"{self.name}[{m.name}: group {m.group}, {m.fraction_bits} fraction bits, zero 2**{m.zero_exponent}]"
+
+
+# Raised when docs/contract.md changes in a way that the fields above do not show.
+_REVISION = 1
+
+
+@functools.lru_cache(maxsize=64)
+def _key(contract: Contract) -> str:
+    return json.dumps(dataclasses.asdict(contract), separators=(",", ":"))
+
+
+@functools.lru_cache(maxsize=64)
+def _from_key(key: str) -> Contract:
+    data: dict[str, Any] = json.loads(key)
+    mma = data.pop("mma")
+    return Contract(**data, mma=None if mma is None else MmaModel(**mma))
+
+
+TENSOR_CORE = Contract("TENSOR_CORE", step="mma")
+"""The tensor core's own chain: the default for bf16 and f16."""
+
+FMA = Contract("FMA", step="fma")
+"""A chain of IEEE fused multiply-adds: the default for f32. The same bits on any IEEE machine."""
+
+
+class _ThreadState(local):
+    mma: MmaModel = HOPPER
+
+
+_state = _ThreadState()
+
+
+@contextmanager
+def use_mma_model(model: MmaModel) -> Iterator[None]:
+    """Choose the tensor-core family whose bits CPU tensors get under ``TENSOR_CORE``, for this thread.
+
+    The choice is read when an operation runs forward; its backward follows the same family. GPU tensors
+    always follow the GPU they are on.
+
+    Args:
+        model: ``samebits.HOPPER`` (the default outside this context), ``samebits.AMPERE``, or a model of
+            your own.
+    """
+    if not isinstance(model, MmaModel):
+        raise TypeError(f"use_mma_model: model: expected an MmaModel, got {type(model).__name__}")
+    before = _state.mma
+    _state.mma = model
+    try:
+        yield
+    finally:
+        _state.mma = before
