@@ -1,0 +1,225 @@
+// D[m, n] = one chain over ascending k of A[m, k] B[k, n], on Hopper.
+//
+// One warp copies tiles of A and B into a ring of shared-memory stages (TMA, shared between the blocks of a
+// cluster); warpgroups multiply them (wgmma) and write D out while the ring fills again. Blocks stay and take
+// tile after tile. K is never split, so the tile shape, and all else the host chooses, leaves the bits alone:
+//
+//   A_MN, B_MN           operand contiguous along m (n) rather than k
+//   BLOCK_M, _N, _K      tile of one block; a warpgroup has BLOCK_M / SHARE rows of it
+//   WARPGROUPS           warpgroups that multiply
+//   SHARE                warpgroups on one tile: all of them, or 1: each its own tile, one writing out while
+//                        the other multiplies
+//   CLUSTER_M, _N        tiles of a cluster: those in a row share A, those in a column share B
+//   STAGES, BLOCKS       length of the ring; blocks on one multiprocessor
+//   TRANSPOSED           write D^T: for few rows, where the weights take the 64-row side
+//   OUTPUT, BIAS         F32, BF16 or F16; BIAS also NONE
+//   ACCUMULATE           start the chains from the output
+//   ALIGNED              the output's rows allow vector stores
+//   RAGGED               K holds sequences, each starting a new group of 16
+#include "ragged.cuh"
+#include "tile.cuh"
+#include "wgmma.cuh"
+
+constexpr u32 PRODUCER_WARP = WARPGROUPS * 4;
+constexpr u32 THREADS = PRODUCER_WARP * 32 + 32;
+constexpr u32 CLUSTER = CLUSTER_M * CLUSTER_N;
+constexpr u32 TEAMS = WARPGROUPS / SHARE;
+
+constexpr u32 ROWS = BLOCK_M / SHARE;             // of a warpgroup
+constexpr u32 BANDS = (ROWS + 63) / 64;           // 64-row matrix products of a warpgroup
+constexpr u32 A_BYTES = BLOCK_M * BLOCK_K * 2;    // of a stage
+constexpr u32 B_BYTES = BLOCK_N * BLOCK_K * 2;
+constexpr u32 PANEL_BYTES = 64 * 64 * 2;          // of the output, 64 columns at a time
+
+constexpr bool COPY_OUT = ALIGNED && OUTPUT != F32 && !TRANSPOSED;
+static_assert(!COPY_OUT || (ROWS % 64 == 0 && BLOCK_N % 64 == 0), "the output leaves in 64 x 64 panels");
+static_assert(!A_MN || ROWS % 64 == 0, "A contiguous along m comes in columns of 64");
+static_assert(!B_MN || BLOCK_N % 64 == 0, "B contiguous along n comes in columns of 64");
+static_assert(!RAGGED || (A_MN && B_MN), "sequences lie along the rows of both operands");
+
+using ATile = Tile<A_MN, BLOCK_M, BLOCK_K, CLUSTER_N>;
+using BTile = Tile<B_MN, BLOCK_N, BLOCK_K, CLUSTER_M>;
+
+struct Problem {
+    TensorMap a, b, out_map;
+    void* out;
+    const void* bias;
+    const void* bounds;  // of the sequences, one more than there are of them
+    long long row_stride, batch_stride;  // of the output
+    int m, n, k, batch;
+    int a_batch, b_batch;  // 0 where one matrix serves the whole batch
+    int sequences;
+    int group;  // rows of tiles walked together, so that their operands stay in L2
+};
+
+struct Place {
+    int m, n, batch;
+};
+
+// The tiles of this cluster in the order in which it takes them.
+struct Walk {
+    u32 rows, columns, per_matrix, count, group;
+
+    __device__ explicit Walk(const Problem& p)
+        : rows((p.m + BLOCK_M * CLUSTER_M - 1) / (BLOCK_M * CLUSTER_M)),
+          columns((p.n + BLOCK_N * CLUSTER_N - 1) / (BLOCK_N * CLUSTER_N)),
+          per_matrix(rows * columns), count(per_matrix * p.batch), group(p.group) {}
+
+    __device__ Place at(u32 index, u32 rank) const {
+        u32 batch = index / per_matrix;
+        index -= batch * per_matrix;
+        u32 band = index / (group * columns);
+        index -= band * group * columns;
+        u32 height = min(group, rows - band * group);
+        u32 column = index / height;
+        u32 row = band * group + index - column * height;
+        return {int((row * CLUSTER_M + rank % CLUSTER_M) * BLOCK_M),
+                int((column * CLUSTER_N + rank / CLUSTER_M) * BLOCK_N), int(batch)};
+    }
+};
+
+// Position in the ring of stages.
+struct Ring {
+    u32 stage = 0, parity = 0;
+
+    __device__ void step() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    __device__ void skip(u32 steps) {
+        stage += steps;
+        parity ^= stage / STAGES & 1;
+        stage %= STAGES;
+    }
+};
+
+struct Shared {
+    u32 a, b, panels, full, empty;
+    int* valid;  // of each stage: rows of k inside their sequence
+
+    __device__ explicit Shared(unsigned char* raw) {
+        u32 start = shared_address(raw);
+        u32 base = (start + 1023) & ~1023u;  // a whole period of the swizzle
+        a = base;
+        b = a + STAGES * A_BYTES;
+        panels = b + STAGES * B_BYTES;
+        full = panels + (COPY_OUT ? WARPGROUPS * 2 * PANEL_BYTES : 0);
+        empty = full + STAGES * 8;
+        valid = reinterpret_cast<int*>(raw + (empty + STAGES * 8 - start));
+    }
+};
+
+__device__ __forceinline__ void produce(const Shared& shared, const Problem& p, const Walk& walk, u32 rank) {
+    constexpr u32 bytes = A_BYTES + B_BYTES;
+    Ring ring;
+    for (u32 index = blockIdx.x / CLUSTER; index < walk.count; index += gridDim.x / CLUSTER) {
+        Place place = walk.at(index, rank);
+        KBlocks blocks(p.k, p.bounds, p.sequences);
+        while (blocks.next()) {
+            u32 full = shared.full + ring.stage * 8;
+            barrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
+            if constexpr (RAGGED) shared.valid[ring.stage] = blocks.valid();
+            barrier_expect(full, bytes);
+            ATile::load(shared.a + ring.stage * A_BYTES, p.a, full, place.m, blocks.start(),
+                        place.batch * p.a_batch, rank / CLUSTER_M, CLUSTER_M, rank % CLUSTER_M);
+            BTile::load(shared.b + ring.stage * B_BYTES, p.b, full, place.n, blocks.start(),
+                        place.batch * p.b_batch, rank % CLUSTER_M, 1, rank - rank % CLUSTER_M);
+            ring.step();
+        }
+    }
+}
+
+using Accumulators = float[BANDS][BLOCK_N / 2];
+
+#include "output_sm90.cuh"
+
+__device__ __forceinline__ void release(const Shared& shared, u32 stage, u32 thread) {
+    u32 empty = shared.empty + stage * 8;
+    if constexpr (CLUSTER == 1) {
+        if (thread == 0) barrier_arrive(empty);
+    } else {
+        if (thread < CLUSTER) barrier_arrive_at(empty, thread);
+    }
+}
+
+__device__ __forceinline__ void consume(const Shared& shared, const Problem& p, const Walk& walk, u32 rank) {
+    u32 warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
+    u32 team = warpgroup / SHARE, member = warpgroup % SHARE;
+    u32 k_blocks = KBlocks::count(p.k, p.bounds, p.sequences);
+    u32 clusters = gridDim.x / CLUSTER;
+    Ring ring;
+    ring.skip(team * k_blocks);
+    for (u32 index = blockIdx.x / CLUSTER + team * clusters; index < walk.count; index += TEAMS * clusters) {
+        Place place = walk.at(index, rank);
+        place.m += member * ROWS;
+        Accumulators acc;
+        start(acc, p, place, thread);
+
+        u32 previous = STAGES;
+        for (u32 block = 0; block < k_blocks; ++block) {
+            barrier_wait(shared.full + ring.stage * 8, ring.parity);
+            u32 a = shared.a + ring.stage * A_BYTES, b = shared.b + ring.stage * B_BYTES;
+            if constexpr (RAGGED) {
+                int valid = shared.valid[ring.stage];
+                if (valid < BLOCK_K) {
+                    ATile::clear(a, valid, member * 128 + thread, SHARE * 128);
+                    BTile::clear(b, valid, member * 128 + thread, SHARE * 128);
+                    async_proxy_fence();
+                    named_barrier(1 + WARPGROUPS + team, SHARE * 128);
+                }
+            }
+            wgmma_begin();
+#pragma unroll
+            for (u32 k = 0; k < BLOCK_K; k += 16) {
+#pragma unroll
+                for (u32 band = 0; band < BANDS; ++band) {
+                    Wgmma<BLOCK_N, A_MN, B_MN>::step(acc[band], ATile::step(a, member * ROWS + band * 64, k),
+                                                     BTile::step(b, 0, k));
+                }
+            }
+            wgmma_commit();
+            wgmma_wait<1>();  // the block before this one is done with its stage
+            if (previous != STAGES) release(shared, previous, thread);
+            previous = ring.stage;
+            ring.step();
+        }
+        wgmma_wait<0>();
+        if (previous != STAGES) release(shared, previous, thread);
+        ring.skip((TEAMS - 1) * k_blocks);
+
+        finish(acc, shared.panels + warpgroup * 2 * PANEL_BYTES, p, place, warpgroup, thread);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul_sm90(const __grid_constant__ Problem p) {
+    extern __shared__ unsigned char raw[];
+    Shared shared(raw);
+    u32 rank = CLUSTER == 1 ? 0 : cluster_rank();
+    Walk walk(p);
+
+    if (threadIdx.x == PRODUCER_WARP * 32) {
+        prefetch_map(p.a);
+        prefetch_map(p.b);
+        if constexpr (COPY_OUT) prefetch_map(p.out_map);
+        for (u32 stage = 0; stage < STAGES; ++stage) {
+            barrier_init(shared.full + stage * 8, 1);
+            barrier_init(shared.empty + stage * 8, SHARE * CLUSTER);
+        }
+        barrier_init_fence();
+    }
+    let_next_kernel_start();
+    if constexpr (CLUSTER == 1) {
+        __syncthreads();
+    } else {
+        cluster_sync();
+    }
+    wait_for_previous_kernel();
+
+    if (threadIdx.x / 32 == PRODUCER_WARP) {
+        if (threadIdx.x % 32 == 0) produce(shared, p, walk, rank);
+        __syncwarp();
+    } else {
+        consume(shared, p, walk, rank);
+    }
+    // A block must outlive the copies and arrivals that the others send it.
+    if constexpr (CLUSTER > 1) cluster_sync();
+}

@@ -1,0 +1,55 @@
+"""How a product is run on a GPU: pure data, free to look at anything, and never able to change a bit."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+__all__ = ["Schedule", "choose"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One way to run ``matmul_sm90``.
+
+    Attributes:
+        block_m: rows of a block's tile.
+        block_n: columns of it.
+        block_k: depth of one stage of the ring.
+        stages: length of the ring.
+        warpgroups: warpgroups that multiply.
+        share: how many of them work on one tile; with 1 of 2, one writes out while the other multiplies.
+        cluster_m: blocks of a cluster one below the other, which share a tile of B.
+        cluster_n: blocks of a cluster side by side, which share a tile of A.
+        group: rows of tiles walked together.
+        blocks: blocks on one multiprocessor.
+        swap: compute the transpose, so that B's columns take the tall side of the tile.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    warpgroups: int
+    share: int
+    cluster_m: int = 1
+    cluster_n: int = 1
+    group: int = 8
+    blocks: int = 1
+    swap: bool = False
+
+    @property
+    def cluster(self) -> int:
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def threads(self) -> int:
+        return self.warpgroups * 128 + 32
+
+    def smem(self, panels: bool) -> int:
+        """Bytes of shared memory, with or without panels for the output."""
+        ring = self.stages * (self.block_m + self.block_n) * self.block_k * 2
+        # Rows past a tile of fewer than 64 are read too, and their results dropped.
+        reach = max(0, -(-self.block_m // self.share // 64) * 64 - self.block_m // self.share) * 128
+        return 1024 + ring + (self.warpgroups * 2 * 8192 if panels else 0) + self.stages * 20 + reach
