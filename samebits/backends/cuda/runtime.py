@@ -264,7 +264,7 @@ def compile(spec: KernelSpec, arch: str) -> Cubin:
 def nvrtc_version() -> str:
     """Full version of the NVRTC in use, such as ``13.0.88``, asked of the compiler itself."""
     _require_compiler()
-    from cuda.core import Program, ProgramOptions  # type: ignore[import-untyped]
+    from cuda.core import Program, ProgramOptions
 
     log = io.StringIO()
     source = (
@@ -518,7 +518,7 @@ def _load(spec: KernelSpec, device: int) -> Kernel:
         )
     if spec.smem > info.max_smem:
         raise LaunchError(
-            f"{spec.source} needs {spec.smem} bytes of shared memory in a block, {info.name} has {info.max_smem}"
+            f"{spec.source} needs {spec.smem} bytes of shared memory, {info.name} has {info.max_smem}"
         )
     code = cached_cubin(spec, info.arch)
     from cuda.core import ObjectCode
@@ -530,7 +530,7 @@ def _load(spec: KernelSpec, device: int) -> Kernel:
             kernel = library.get_kernel(spec.entry)
         except Exception as error:
             raise UnavailableError(
-                f"the driver does not load {spec.source} for {info.arch} from NVRTC {nvrtc_version()}: {error} — "
+                f"the driver rejects {spec.source} for {info.arch}, NVRTC {nvrtc_version()}: {error} — "
                 "update the driver, or install the nvidia-cuda-nvrtc of the driver's own CUDA version"
             ) from error
         _check_params(spec, [size for _, size in kernel.arguments_info])
