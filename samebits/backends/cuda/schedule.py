@@ -45,7 +45,7 @@ class Schedule:
 
     @property
     def threads(self) -> int:
-        return self.warpgroups * 128 + 32
+        return self.warpgroups * 128 + (128 if self.warpgroups > 1 else 32)
 
     def smem(self, panels: bool) -> int:
         """Bytes of shared memory, with or without panels for the output."""
@@ -53,3 +53,9 @@ class Schedule:
         # Rows past a tile of fewer than 64 are read too, and their results dropped.
         reach = max(0, -(-self.block_m // self.share // 64) * 64 - self.block_m // self.share) * 128
         return 1024 + ring + (self.warpgroups * 2 * 8192 if panels else 0) + self.stages * 20 + reach
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(m: int, n: int, k: int, batch: int, a_mn: bool, b_mn: bool, sms: int, ragged: bool) -> Schedule:
+    """The schedule for a product of [m, k] and [k, n]."""
+    return Schedule(128, 256, 64, 4, 2, 2, cluster_m=2)

@@ -16,12 +16,15 @@
 //   ACCUMULATE           start the chains from the output
 //   ALIGNED              the output's rows allow vector stores
 //   RAGGED               K holds sequences, each starting a new group of 16
+#include "convert.cuh"
 #include "ragged.cuh"
 #include "tile.cuh"
 #include "wgmma.cuh"
 
-constexpr u32 PRODUCER_WARP = WARPGROUPS * 4;
-constexpr u32 THREADS = PRODUCER_WARP * 32 + 32;
+// Registers move from the copying warp to the multiplying ones, whole warpgroups at a time.
+constexpr bool MOVE_REGISTERS = WARPGROUPS > 1;
+constexpr u32 CONSUMERS = WARPGROUPS * 128;
+constexpr u32 THREADS = CONSUMERS + (MOVE_REGISTERS ? 128 : 32);
 constexpr u32 CLUSTER = CLUSTER_M * CLUSTER_N;
 constexpr u32 TEAMS = WARPGROUPS / SHARE;
 
@@ -186,7 +189,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const Problem& p, 
         if (previous != STAGES) release(shared, previous, thread);
         ring.skip((TEAMS - 1) * k_blocks);
 
-        finish(acc, shared.panels + warpgroup * 2 * PANEL_BYTES, p, place, warpgroup, thread);
+        finish<BIAS, OUTPUT>(acc, shared.panels + warpgroup * 2 * PANEL_BYTES, p, place, warpgroup, thread);
     }
 }
 
@@ -196,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul_sm90(const 
     u32 rank = CLUSTER == 1 ? 0 : cluster_rank();
     Walk walk(p);
 
-    if (threadIdx.x == PRODUCER_WARP * 32) {
+    if (threadIdx.x == CONSUMERS) {
         prefetch_map(p.a);
         prefetch_map(p.b);
         if constexpr (COPY_OUT) prefetch_map(p.out_map);
@@ -214,10 +217,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul_sm90(const 
     }
     wait_for_previous_kernel();
 
-    if (threadIdx.x / 32 == PRODUCER_WARP) {
-        if (threadIdx.x % 32 == 0) produce(shared, p, walk, rank);
+    if (threadIdx.x >= CONSUMERS) {
+        if constexpr (MOVE_REGISTERS) give_registers<WARPGROUPS == 2 ? 40 : 32>();
+        if (threadIdx.x == CONSUMERS) produce(shared, p, walk, rank);
         __syncwarp();
     } else {
+        if constexpr (MOVE_REGISTERS) take_registers<WARPGROUPS == 2 ? 232 : 160>();
         consume(shared, p, walk, rank);
     }
     // A block must outlive the copies and arrivals that the others send it.

@@ -4,8 +4,6 @@
 // column / 8 * 4 + row % 16 / 8 * 2 + column % 2.
 #pragma once
 
-#include "convert.cuh"
-
 // f(accumulator, row, column) for each pair of columns of this thread, rows and columns counted in the whole D.
 template <typename F>
 __device__ __forceinline__ void for_each_pair(Accumulators& acc, const Place& place, u32 thread, F f) {
@@ -46,9 +44,10 @@ __device__ __forceinline__ void start(Accumulators& acc, const Problem& p, const
     });
 }
 
+template <int type>
 __device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
-    using Bias = Element<BIAS>;
-    const Bias::Stored* bias = static_cast<const Bias::Stored*>(p.bias);
+    using Bias = Element<type>;
+    const auto* bias = static_cast<const typename Bias::Stored*>(p.bias);
     for_each_pair(acc, place, thread, [&](float* pair, int row, int column) {
         int first = TRANSPOSED ? row : column, second = TRANSPOSED ? row : column + 1;
         int end = TRANSPOSED ? p.m : p.n;
@@ -58,10 +57,11 @@ __device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, co
 }
 
 // Straight from the registers.
+template <int type>
 __device__ __forceinline__ void store(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
-    using Out = Element<OUTPUT>;
+    using Out = Element<type>;
     for_each_pair(acc, place, thread, [&](float* pair, int row, int column) {
-        Out::Stored* to = static_cast<Out::Stored*>(p.out) + out_index(p, place.batch, row, column);
+        auto* to = static_cast<typename Out::Stored*>(p.out) + out_index(p, place.batch, row, column);
         if (row < p.m && column + 1 < p.n && ALIGNED && !TRANSPOSED) {
             Out::store_pair(to, pair[0], pair[1]);
         } else if (row < p.m) {
@@ -72,9 +72,10 @@ __device__ __forceinline__ void store(Accumulators& acc, const Problem& p, const
 }
 
 // Through shared memory in panels of 64 x 64, each copied out while the next is written.
+template <int type>
 __device__ __forceinline__ void copy_panels(Accumulators& acc, u32 panels, const Problem& p, const Place& place,
                                             u32 warpgroup, u32 thread) {
-    using Out = Element<OUTPUT>;
+    using Out = Element<type>;
     u32 warp = thread / 32, lane = thread % 32;
     u32 line = warp * 16 + lane % 16;  // that this lane addresses for stmatrix
     u32 buffer = 0;
@@ -102,12 +103,13 @@ __device__ __forceinline__ void copy_panels(Accumulators& acc, u32 panels, const
     }
 }
 
+template <int bias, int output>
 __device__ __forceinline__ void finish(Accumulators& acc, u32 panels, const Problem& p, const Place& place,
                                        u32 warpgroup, u32 thread) {
-    if constexpr (BIAS != NONE) add_bias(acc, p, place, thread);
+    if constexpr (bias != NONE) add_bias<bias>(acc, p, place, thread);
     if constexpr (COPY_OUT) {
-        copy_panels(acc, panels, p, place, warpgroup, thread);
+        copy_panels<output>(acc, panels, p, place, warpgroup, thread);
     } else {
-        store(acc, p, place, thread);
+        store<output>(acc, p, place, thread);
     }
 }
