@@ -45,7 +45,13 @@ class Schedule:
 
     @property
     def threads(self) -> int:
-        return self.warpgroups * 128 + (128 if self.warpgroups > 1 else 32)
+        return self.warpgroups * 128 + (128 if self.warpgroups > 1 and self.blocks == 1 else 32)
+
+    def fits(self, a_mn: bool, b_mn: bool) -> bool:
+        """Whether it can read these layouts: contiguous along m or n, tiles come in columns of 64."""
+        if self.swap:
+            a_mn, b_mn = b_mn, a_mn
+        return not (a_mn and self.block_m // self.share % 64 or b_mn and self.block_n % 64)
 
     def smem(self, panels: bool) -> int:
         """Bytes of shared memory, with or without panels for the output."""

@@ -22,7 +22,7 @@
 #include "wgmma.cuh"
 
 // Registers move from the copying warp to the multiplying ones, whole warpgroups at a time.
-constexpr bool MOVE_REGISTERS = WARPGROUPS > 1;
+constexpr bool MOVE_REGISTERS = WARPGROUPS > 1 && BLOCKS == 1;
 constexpr u32 CONSUMERS = WARPGROUPS * 128;
 constexpr u32 THREADS = CONSUMERS + (MOVE_REGISTERS ? 128 : 32);
 constexpr u32 CLUSTER = CLUSTER_M * CLUSTER_N;

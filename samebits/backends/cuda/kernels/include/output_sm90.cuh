@@ -4,41 +4,48 @@
 // column / 8 * 4 + row % 16 / 8 * 2 + column % 2.
 #pragma once
 
-// f(accumulator, row, column) for each pair of columns of this thread, rows and columns counted in the whole D.
-template <typename F>
-__device__ __forceinline__ void for_each_pair(Accumulators& acc, const Place& place, u32 thread, F f) {
-    u32 warp = thread / 32, lane = thread % 32;
+// This thread's place in a band, and where that is in the output.
+struct Fragment {
+    int row, column;  // the first of its elements
+    long long right;  // from one column to the next in the output
+
+    __device__ Fragment(const Problem& p, const Place& place, u32 thread)
+        : row(place.m + thread / 32 * 16 + thread % 32 / 4), column(place.n + thread % 4 * 2),
+          right(TRANSPOSED ? p.row_stride : 1) {}
+
+    // f(accumulators, offset in the output, columns left) for each row, its pairs of columns lying 8 apart.
+    template <typename F>
+    __device__ __forceinline__ void for_each_row(Accumulators& acc, const Problem& p, const Place& place, F f) const {
 #pragma unroll
-    for (u32 band = 0; band < BANDS; ++band) {
+        for (int band = 0; band < BANDS; ++band) {
 #pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-            u32 row = band * 64 + warp * 16 + half * 8 + lane / 4;
-            if (ROWS % 64 != 0 && row >= ROWS) continue;
-#pragma unroll
-            for (u32 i = 0; i < BLOCK_N / 8; ++i) {
-                f(&acc[band][i * 4 + half * 2], place.m + int(row), place.n + int(i * 8 + lane % 4 * 2));
+            for (int half = 0; half < 2; ++half) {
+                int at = row + band * 64 + half * 8;
+                bool inside = at < p.m && (ROWS % 64 == 0 || at < place.m + int(ROWS));
+                long long down = TRANSPOSED ? 1 : p.row_stride;
+                f(&acc[band][half * 2], place.batch * p.batch_stride + at * down + column * right,
+                  inside ? p.n - column : 0);
             }
         }
     }
-}
-
-__device__ __forceinline__ long long out_index(const Problem& p, int batch, int row, int column) {
-    long long at = TRANSPOSED ? column * p.row_stride + row : row * p.row_stride + column;
-    return batch * p.batch_stride + at;
-}
+};
 
 __device__ __forceinline__ void start(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
-    for_each_pair(acc, place, thread, [&](float* pair, int row, int column) {
-        pair[0] = pair[1] = 0;
-        if constexpr (ACCUMULATE) {
-            const float* from = static_cast<const float*>(p.out) + out_index(p, place.batch, row, column);
-            if (row < p.m && column + 1 < p.n && ALIGNED && !TRANSPOSED) {
-                float2 both = *reinterpret_cast<const float2*>(from);
-                pair[0] = both.x;
-                pair[1] = both.y;
-            } else if (row < p.m) {
-                if (column < p.n) pair[0] = from[0];
-                if (column + 1 < p.n) pair[1] = from[TRANSPOSED ? p.row_stride : 1];
+    Fragment fragment(p, place, thread);
+    fragment.for_each_row(acc, p, place, [&](float* d, long long offset, int left) {
+        const float* from = static_cast<const float*>(p.out) + offset;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N; i += 8, d += 4) {
+            d[0] = d[1] = 0;
+            if constexpr (ACCUMULATE) {
+                if (ALIGNED && !TRANSPOSED && i + 1 < left) {
+                    float2 both = *reinterpret_cast<const float2*>(from + i);
+                    d[0] = both.x;
+                    d[1] = both.y;
+                } else {
+                    if (i < left) d[0] = from[i * fragment.right];
+                    if (i + 1 < left) d[1] = from[(i + 1) * fragment.right];
+                }
             }
         }
     });
@@ -47,26 +54,35 @@ __device__ __forceinline__ void start(Accumulators& acc, const Problem& p, const
 template <int type>
 __device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
     using Bias = Element<type>;
-    const auto* bias = static_cast<const typename Bias::Stored*>(p.bias);
-    for_each_pair(acc, place, thread, [&](float* pair, int row, int column) {
-        int first = TRANSPOSED ? row : column, second = TRANSPOSED ? row : column + 1;
-        int end = TRANSPOSED ? p.m : p.n;
-        if (first < end) pair[0] = __fadd_rn(pair[0], Bias::widen(bias[first]));
-        if (second < end) pair[1] = __fadd_rn(pair[1], Bias::widen(bias[second]));
-    });
+    Fragment fragment(p, place, thread);
+    const auto* bias = static_cast<const typename Bias::Stored*>(p.bias) + (TRANSPOSED ? fragment.row : fragment.column);
+    int left = TRANSPOSED ? p.m - fragment.row : p.n - fragment.column;
+    auto at = [&](int i) { return i < left ? Bias::widen(bias[i]) : 0; };
+#pragma unroll
+    for (int band = 0; band < BANDS; ++band) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) {
+            int index = TRANSPOSED ? band * 64 + i % 4 / 2 * 8 : i / 4 * 8 + i % 2;
+            acc[band][i] = __fadd_rn(acc[band][i], at(index));
+        }
+    }
 }
 
 // Straight from the registers.
 template <int type>
 __device__ __forceinline__ void store(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
     using Out = Element<type>;
-    for_each_pair(acc, place, thread, [&](float* pair, int row, int column) {
-        auto* to = static_cast<typename Out::Stored*>(p.out) + out_index(p, place.batch, row, column);
-        if (row < p.m && column + 1 < p.n && ALIGNED && !TRANSPOSED) {
-            Out::store_pair(to, pair[0], pair[1]);
-        } else if (row < p.m) {
-            if (column < p.n) to[0] = Out::narrow(pair[0]);
-            if (column + 1 < p.n) to[TRANSPOSED ? p.row_stride : 1] = Out::narrow(pair[1]);
+    Fragment fragment(p, place, thread);
+    fragment.for_each_row(acc, p, place, [&](const float* d, long long offset, int left) {
+        auto* to = static_cast<typename Out::Stored*>(p.out) + offset;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N; i += 8, d += 4) {
+            if (ALIGNED && !TRANSPOSED && i + 1 < left) {
+                Out::store_pair(to + i, d[0], d[1]);
+            } else {
+                if (i < left) to[i * fragment.right] = Out::narrow(d[0]);
+                if (i + 1 < left) to[(i + 1) * fragment.right] = Out::narrow(d[1]);
+            }
         }
     });
 }
