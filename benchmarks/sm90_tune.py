@@ -48,7 +48,7 @@ def dense() -> list[Schedule]:
     """For many rows."""
     found = []
     for m, n, warpgroups, share in ((128, 256, 2, 2), (256, 128, 2, 2), (128, 192, 2, 2), (128, 128, 2, 2), (192, 128, 3, 3),
-                                    (192, 192, 3, 3), (192, 256, 3, 3), (128, 128, 2, 1), (64, 256, 2, 1),
+                                    (192, 192, 3, 3), (128, 128, 2, 1), (64, 256, 2, 1),
                                     (64, 192, 2, 1), (128, 64, 2, 2)):
         for cluster in ((1, 1), (2, 1), (1, 2)):
             for group in (8,):
@@ -57,37 +57,47 @@ def dense() -> list[Schedule]:
     return found
 
 
-def swapped(m: int | None = None) -> list[Schedule]:
+def swapped(m: int | None = None, n: int | None = None) -> list[Schedule]:
     """For few rows: the columns of the product take the tall side."""
     found = []
+
+    def balance(rows: int, split: int) -> float:
+        """How full the last round of tiles leaves the multiprocessors."""
+        tiles = -(-(n or 0) // rows) * split
+        return tiles / (132 * -(-tiles // 132))
+
     for tokens in (8, 16, 32, 64, 128, 256):
-        if m is not None and not (tokens * 4 >= m and tokens < 2 * max(m, 8)):
-            continue
-        for rows, warpgroups in ((16, 1), (32, 1), (48, 1), (64, 1), (128, 2)):
-            for blocks in (1, 2):
-                for depth in (64, 128, 256):
-                    for cluster in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)):
-                        split = tokens * cluster[1]
-                        if m is not None and not (m <= split or cluster == (1, 1)) or cluster[1] > 1 and tokens < 32:
+        for cluster_n in (1, 2, 4):
+            split = tokens * cluster_n
+            if cluster_n > 1 and tokens < 32 or m is not None and (split < m or split >= 2 * max(m, 8)):
+                continue
+            tall = [8, 16, 24, 32, 48, 56, 64, 96, 128]
+            if n is not None:
+                tall = sorted(sorted(tall, key=lambda rows: balance(rows, cluster_n))[-3:])
+                tall += [64] if 64 not in tall and cluster_n == 1 and n >= 2048 else []
+            for rows in tall:
+                warpgroups = 2 if rows > 64 else 1
+                if rows // cluster_n % 8:
+                    continue
+                for cluster_m in (1, 2, 4):
+                    if cluster_m > 1 and tokens < 16 * cluster_m or cluster_m * cluster_n > 4:
+                        continue
+                    depth = 256 if rows + tokens <= 48 else 128 if rows + tokens <= 160 else 64
+                    for blocks in (1, 2):
+                        stages = (MAX_SMEM // blocks - 2048 - 8192) // ((rows + tokens) * depth * 2 + 20)
+                        if stages < 3:
                             continue
-                        if m is not None and split >= 2 * max(m, 8):
-                            continue
-                        if cluster[0] > 1 and (tokens < 32 or tokens // cluster[0] % 8) or rows // cluster[1] % 8:
-                            continue
-                        stage = (rows + tokens) * depth * 2
-                        stages = (MAX_SMEM // blocks - 2048 - 8192) // (stage + 20)
-                        if stages < 3 or stages > 24 or depth == 64 and rows + tokens < 128 or depth == 256 and rows + tokens > 64:
-                            continue
-                        found.append(Schedule(rows, tokens, depth, stages, warpgroups, warpgroups, *cluster,
-                                              blocks=blocks, swap=True))
+                        for ahead in (0, stages, 3 * stages) if cluster_m == 1 else (0, stages):
+                            found.append(Schedule(rows, tokens, depth, stages, warpgroups, warpgroups, cluster_m,
+                                                  cluster_n, blocks=blocks, ahead=ahead, swap=True))
     return found
 
 
 def suitable(m: int, n: int, k: int, a_mn: bool, b_mn: bool) -> list[Schedule]:
     if m <= 128:
-        found = swapped(m)
+        found = swapped(m, n)
     elif m <= 256:
-        found = swapped(m) + dense()
+        found = swapped(m, n) + dense()
     else:
         found = dense()
     return [s for s in found if s.fits(a_mn, b_mn)]
@@ -295,7 +305,7 @@ def name_of(s: Schedule | None) -> str:
     if s is None:
         return "default"
     return (f"{s.block_m}x{s.block_n}x{s.block_k}s{s.stages}w{s.warpgroups}/{s.share}c{s.cluster_m}x{s.cluster_n}"
-            f"g{s.group}b{s.blocks}{'T' if s.swap else ''}")
+            f"g{s.group}b{s.blocks}{f'T{s.ahead}' if s.swap else ''}")
 
 
 # ---- jobs, and a child process that does them
@@ -360,6 +370,8 @@ def child(path: str, begin: int) -> None:
                 result = {"job": "check", "name": name_of(s), "checks": count, "bad": bad}
             else:
                 result = run_speed(job["kind"], job["m"], job["k"], job["n"], schedules_for(job), say)
+        except runtime.CompileError as error:
+            result = {"error": str(error)[-300:], "job": job}
         except Exception as error:
             result = {"error": f"{type(error).__name__}: {error}"[:600], "job": job}
             print(json.dumps({"at": i, "result": result}), flush=True)

@@ -49,6 +49,7 @@ def spec(case: Case, schedule: Schedule) -> runtime.KernelSpec:
         "CLUSTER_M": s.cluster_m,
         "CLUSTER_N": s.cluster_n,
         "BLOCKS": s.blocks,
+        "AHEAD": s.ahead,
         "TRANSPOSED": int(s.swap),
         "OUTPUT": _TYPES[case.out_dtype],
         "BIAS": _TYPES[case.bias_dtype],

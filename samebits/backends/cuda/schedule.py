@@ -24,6 +24,7 @@ class Schedule:
         cluster_n: blocks of a cluster side by side, which share a tile of A.
         group: rows of tiles walked together.
         blocks: blocks on one multiprocessor.
+        ahead: stages of the tall side that are brought into L2 while the kernel before this one ends.
         swap: compute the transpose, so that B's columns take the tall side of the tile.
     """
 
@@ -37,6 +38,7 @@ class Schedule:
     cluster_n: int = 1
     group: int = 8
     blocks: int = 1
+    ahead: int = 0
     swap: bool = False
 
     @property

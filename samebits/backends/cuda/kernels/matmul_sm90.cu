@@ -11,6 +11,7 @@
 //                        the other multiplies
 //   CLUSTER_M, _N        tiles of a cluster: those in a row share A, those in a column share B
 //   STAGES, BLOCKS       length of the ring; blocks on one multiprocessor
+//   AHEAD                stages of A brought into L2 while the kernel before this one ends
 //   TRANSPOSED           write D^T: for few rows, where the weights take the 64-row side
 //   OUTPUT, BIAS         F32, BF16 or F16; BIAS also NONE
 //   ACCUMULATE           start the chains from the output
@@ -33,6 +34,9 @@ constexpr u32 BANDS = (ROWS + 63) / 64;           // 64-row matrix products of a
 constexpr u32 A_BYTES = BLOCK_M * BLOCK_K * 2;    // of a stage
 constexpr u32 B_BYTES = BLOCK_N * BLOCK_K * 2;
 constexpr u32 PANEL_BYTES = 64 * 64 * 2;          // of the output, 64 columns at a time
+
+// Named barriers: a warpgroup's own, then a team's.
+enum : u32 { OUT = 1, CLEARED = OUT + WARPGROUPS, TURN = CLEARED + TEAMS };
 
 constexpr bool COPY_OUT = ALIGNED && OUTPUT != F32 && !TRANSPOSED;
 static_assert(!COPY_OUT || (ROWS % 64 == 0 && BLOCK_N % 64 == 0), "the output leaves in 64 x 64 panels");
@@ -111,6 +115,16 @@ struct Shared {
     }
 };
 
+// A is read before what the previous kernel wrote is known to be there. That is safe: L2 is where it will be
+// written, and nothing but L2 is filled here.
+__device__ __forceinline__ void prefetch(const Problem& p, const Walk& walk, u32 rank) {
+    u32 index = blockIdx.x / CLUSTER;
+    Place place = walk.at(index, rank);
+    for (u32 i = 0; i < AHEAD && i * BLOCK_K < p.k; ++i) {
+        ATile::prefetch(p.a, place.m, i * BLOCK_K, place.batch * p.a_batch, rank / CLUSTER_M);
+    }
+}
+
 __device__ __forceinline__ void produce(const Shared& shared, const Problem& p, const Walk& walk, u32 rank) {
     constexpr u32 bytes = A_BYTES + B_BYTES;
     Ring ring;
@@ -144,9 +158,10 @@ __device__ __forceinline__ void release(const Shared& shared, u32 stage, u32 thr
     }
 }
 
-__device__ __forceinline__ void consume(const Shared& shared, const Problem& p, const Walk& walk, u32 rank) {
-    u32 warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
-    u32 team = warpgroup / SHARE, member = warpgroup % SHARE;
+__device__ __forceinline__ void consume(const Shared& shared, const Problem& p, const Walk& walk, u32 rank,
+                                        u32 warpgroup) {
+    u32 team = TEAMS == 1 ? 0 : warpgroup / SHARE, member = warpgroup % SHARE;
+    u32 thread = threadIdx.x % 128;
     u32 k_blocks = KBlocks::count(p.k, p.bounds, p.sequences);
     u32 clusters = gridDim.x / CLUSTER;
     Ring ring;
@@ -157,6 +172,8 @@ __device__ __forceinline__ void consume(const Shared& shared, const Problem& p, 
         Accumulators acc;
         start(acc, p, place, thread);
 
+        // Teams take the ring in turns: a barrier can be waited for only one round ahead.
+        if (TEAMS > 1 && index >= clusters) named_barrier(TURN + team, 2 * SHARE * 128);
         u32 previous = STAGES;
         for (u32 block = 0; block < k_blocks; ++block) {
             barrier_wait(shared.full + ring.stage * 8, ring.parity);
@@ -167,16 +184,18 @@ __device__ __forceinline__ void consume(const Shared& shared, const Problem& p, 
                     ATile::clear(a, valid, member * 128 + thread, SHARE * 128);
                     BTile::clear(b, valid, member * 128 + thread, SHARE * 128);
                     async_proxy_fence();
-                    named_barrier(1 + WARPGROUPS + team, SHARE * 128);
+                    named_barrier(CLEARED + team, SHARE * 128);
                 }
             }
+            Descriptor a_tile = ATile::descriptor(a + ATile::step(member * ROWS, 0));
+            Descriptor b_tile = BTile::descriptor(b);
             wgmma_begin();
 #pragma unroll
             for (u32 k = 0; k < BLOCK_K; k += 16) {
 #pragma unroll
                 for (u32 band = 0; band < BANDS; ++band) {
-                    Wgmma<BLOCK_N, A_MN, B_MN>::step(acc[band], ATile::step(a, member * ROWS + band * 64, k),
-                                                     BTile::step(b, 0, k));
+                    Wgmma<BLOCK_N, A_MN, B_MN>::step(acc[band], a_tile.at(ATile::step(band * 64, k)),
+                                                     b_tile.at(BTile::step(0, k)));
                 }
             }
             wgmma_commit();
@@ -185,6 +204,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const Problem& p, 
             previous = ring.stage;
             ring.step();
         }
+        if constexpr (TEAMS > 1) named_barrier_arrive(TURN + (team + 1) % TEAMS, 2 * SHARE * 128);
         wgmma_wait<0>();
         if (previous != STAGES) release(shared, previous, thread);
         ring.skip((TEAMS - 1) * k_blocks);
@@ -215,15 +235,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul_sm90(const 
     } else {
         cluster_sync();
     }
+    if (AHEAD > 0 && threadIdx.x == CONSUMERS) prefetch(p, walk, rank);
     wait_for_previous_kernel();
 
-    if (threadIdx.x >= CONSUMERS) {
+    // Read from one lane, so that the compiler knows it, and all addresses made of it, to be uniform in a warp.
+    u32 warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+    if (warpgroup == WARPGROUPS) {
         if constexpr (MOVE_REGISTERS) give_registers<WARPGROUPS == 2 ? 40 : 32>();
         if (threadIdx.x == CONSUMERS) produce(shared, p, walk, rank);
         __syncwarp();
     } else {
         if constexpr (MOVE_REGISTERS) take_registers<WARPGROUPS == 2 ? 232 : 160>();
-        consume(shared, p, walk, rank);
+        consume(shared, p, walk, rank, WARPGROUPS == 1 ? 0 : warpgroup);
     }
     // A block must outlive the copies and arrivals that the others send it.
     if constexpr (CLUSTER > 1) cluster_sync();

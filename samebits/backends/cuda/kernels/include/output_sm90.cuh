@@ -101,7 +101,7 @@ __device__ __forceinline__ void copy_panels(Accumulators& acc, u32 panels, const
         for (u32 column = 0; column < BLOCK_N; column += 64) {
             u32 panel = panels + buffer * PANEL_BYTES;
             if (thread == 0) copy_out_wait_read<1>();
-            named_barrier(1 + warpgroup, 128);
+            named_barrier(OUT + warpgroup, 128);
 #pragma unroll
             for (u32 chunk = 0; chunk < 8; chunk += 2) {
                 float* d = &acc[band][(column / 8 + chunk) * 4];
@@ -112,7 +112,7 @@ __device__ __forceinline__ void copy_panels(Accumulators& acc, u32 panels, const
                              : "memory");
             }
             async_proxy_fence();
-            named_barrier(1 + warpgroup, 128);
+            named_barrier(OUT + warpgroup, 128);
             if (thread == 0) copy_out(p.out_map, panel, place.n + column, place.m + band * 64, place.batch);
             buffer ^= 1;
         }

@@ -32,13 +32,15 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the same barrier of another block of the cluster.
+// Arrives at the same barrier of another block of the cluster. No wider scope than the block's: what it reports
+// is that the tensor cores have read a stage, which they had before this thread went on, and a release to the
+// cluster would cost a memory fence.
 __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 block) {
     asm volatile(
         "{\n"
         ".reg .b32 remote;\n"
         "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
         "}\n" ::"r"(barrier), "r"(block)
         : "memory");
 }
@@ -48,7 +50,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         "{\n"
         ".reg .pred done;\n"
         "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@done bra finished;\n"
         "bra again;\n"
         "finished:\n"
@@ -59,6 +61,11 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 // Hardware barrier `id` among `threads` threads of the block.
 __device__ __forceinline__ void named_barrier(u32 id, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// The first half of a named barrier: does not wait.
+__device__ __forceinline__ void named_barrier_arrive(u32 id, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- tensor copies

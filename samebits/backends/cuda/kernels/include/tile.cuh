@@ -33,6 +33,16 @@ struct Tile {
         }
     }
 
+    // Brings this block's slice into L2.
+    static __device__ __forceinline__ void prefetch(const TensorMap& map, int row, int k, int batch, u32 slice) {
+#pragma unroll
+        for (u32 box = 0; box < boxes; ++box) {
+            int x = mn_major ? row + box * 64 : k + box * 64;
+            int y = mn_major ? k + slice * lines : row + slice * lines;
+            prefetch_to_l2(map, x, y, batch);
+        }
+    }
+
     // Zeroes all k from `valid` on; the swizzle moves nothing out of a line. Contiguous along m or n only.
     static __device__ __forceinline__ void clear(u32 tile, u32 valid, u32 thread, u32 threads) {
         u32 chunks = (depth - valid) * 8;
@@ -46,11 +56,12 @@ struct Tile {
         }
     }
 
-    static __device__ __forceinline__ u64 step(u32 tile, u32 row, u32 k) {
-        if constexpr (mn_major) {
-            return tile_descriptor(tile + row / 64 * box_bytes + k * 128, box_bytes, 1024);
-        } else {
-            return tile_descriptor(tile + k / 64 * box_bytes + row * 128 + k % 64 * 2, 16, 1024);
-        }
+    static __device__ __forceinline__ Descriptor descriptor(u32 tile) {
+        return Descriptor(tile, mn_major ? box_bytes : 16);
+    }
+
+    // Where in the tile a k16 step begins.
+    static __device__ __forceinline__ constexpr u32 step(u32 row, u32 k) {
+        return mn_major ? row / 64 * box_bytes + k * 128 : k / 64 * box_bytes + row * 128 + k % 64 * 2;
     }
 };

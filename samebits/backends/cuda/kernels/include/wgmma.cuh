@@ -9,13 +9,20 @@
 #define INPUT "bf16"
 #endif
 
-// A tile in shared memory as `wgmma` sees it, in the 128-byte swizzle that the copy engine wrote. Rows of 128
-// bytes come in blocks of eight, `stride` bytes apart; `leading` is the distance between 64-element columns of
-// blocks and counts only where the contiguous dimension is not k.
-__device__ __forceinline__ u64 tile_descriptor(u32 address, u32 leading, u32 stride) {
-    constexpr u64 swizzle_128 = 1;
-    return swizzle_128 << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | (address >> 4 & 0x3FFF);
-}
+// A tile in shared memory as `wgmma` sees it, in the 128-byte swizzle that the copy engine wrote: lines of 128
+// bytes in blocks of eight, 1024 bytes from one block to the next. `leading` is the distance between 64-element
+// columns of blocks and counts only where the contiguous dimension is not k. An offset into the tile only adds to
+// the low word, so that one descriptor serves a whole stage.
+struct Descriptor {
+    u32 low;
+
+    __device__ Descriptor(u32 address, u32 leading) : low(leading >> 4 << 16 | address >> 4) {}
+
+    __device__ __forceinline__ u64 at(u32 offset) const {
+        constexpr u64 swizzle_128 = 1ull << 62, block_stride = 1024ull >> 4 << 32;
+        return swizzle_128 | block_stride | (low + (offset >> 4));
+    }
+};
 
 __device__ __forceinline__ void wgmma_begin() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
