@@ -48,56 +48,59 @@ def dense() -> list[Schedule]:
     """For many rows."""
     found = []
     for m, n, warpgroups, share in ((128, 256, 2, 2), (256, 128, 2, 2), (128, 192, 2, 2), (128, 128, 2, 2), (192, 128, 3, 3),
-                                    (192, 192, 3, 3), (128, 128, 2, 1), (64, 256, 2, 1),
-                                    (64, 192, 2, 1), (128, 64, 2, 2)):
+                                    (192, 192, 3, 3), (128, 192, 2, 1), (192, 128, 2, 1), (128, 128, 2, 1),
+                                    (64, 256, 2, 1), (64, 192, 2, 1), (64, 128, 2, 1), (128, 64, 2, 2)):
         for cluster in ((1, 1), (2, 1), (1, 2)):
-            for group in (8,):
+            for group in (8, 16) if (m, n, share) in ((128, 128, 1), (128, 192, 1), (192, 128, 1)) else (8,):
                 stages = (MAX_SMEM - 1200 - warpgroups * 16384) // ((m + n) * 128 + 20)
                 found.append(Schedule(m, n, 64, min(stages, 8), warpgroups, share, *cluster, group=group))
     return found
 
 
-def swapped(m: int | None = None, n: int | None = None) -> list[Schedule]:
+STEP = {8: 18, 16: 20, 32: 24, 64: 32, 128: 64, 256: 128}
+
+
+def estimate(m: int, n: int, k: int, rows: int, tokens: int) -> float:
+    """Seconds of a swapped schedule: the chain, a multiprocessor's intake, L2's and HBM's output."""
+    tiles = -(-n // rows) * -(-m // tokens)
+    intake = (rows + tokens) * k * 2
+    tile = max(k / 16 * STEP[tokens] * -(-rows // 64) / 1.75e9, intake / 110e9)
+    bounds = -(-tiles // 132) * tile, tiles * intake / 9e12, n * k * 2 / 4.2e12
+    return max(bounds) + 0.15 * sum(bounds)
+
+
+def swapped(m: int | None = None, n: int = 0, k: int = 0) -> list[Schedule]:
     """For few rows: the columns of the product take the tall side."""
+    shapes = [(r, t) for r in (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128) for t in STEP
+              if (r + t) * 128 * 4 < MAX_SMEM and (m is None or t < 2 * max(m, 8) and t * 16 >= m)]
+    if m is not None:
+        shapes = sorted(shapes, key=lambda s: estimate(m, n, k, *s))[:8]
     found = []
-
-    def balance(rows: int, split: int) -> float:
-        """How full the last round of tiles leaves the multiprocessors."""
-        tiles = -(-(n or 0) // rows) * split
-        return tiles / (132 * -(-tiles // 132))
-
-    for tokens in (8, 16, 32, 64, 128, 256):
-        for cluster_n in (1, 2, 4):
-            split = tokens * cluster_n
-            if cluster_n > 1 and tokens < 32 or m is not None and (split < m or split >= 2 * max(m, 8)):
+    for rows, tokens in shapes:
+        warpgroups = 2 if rows > 64 else 1
+        for cluster in ((1, 1), (2, 1), (1, 2)):
+            if cluster[0] > 1 and tokens < 32 or cluster[1] > 1 and (rows < 16 or m is not None and tokens >= m):
                 continue
-            tall = [8, 16, 24, 32, 48, 56, 64, 96, 128]
-            if n is not None:
-                tall = sorted(sorted(tall, key=lambda rows: balance(rows, cluster_n))[-3:])
-                tall += [64] if 64 not in tall and cluster_n == 1 and n >= 2048 else []
-            for rows in tall:
-                warpgroups = 2 if rows > 64 else 1
-                if rows // cluster_n % 8:
+            for depth in (64, 128, 256):
+                if depth == 64 and rows + tokens < 96 or depth == 256 and rows + tokens > 64:
                     continue
-                for cluster_m in (1, 2, 4):
-                    if cluster_m > 1 and tokens < 16 * cluster_m or cluster_m * cluster_n > 4:
+                if (tokens // cluster[0]) % 8 or (rows // cluster[1]) % 8:
+                    continue
+                for blocks in (1, 2):
+                    stages = (MAX_SMEM // blocks - 2048 - 8192) // ((rows + tokens) * depth * 2 + 20)
+                    if stages < 3:
                         continue
-                    depth = 256 if rows + tokens <= 48 else 128 if rows + tokens <= 160 else 64
-                    for blocks in (1, 2):
-                        stages = (MAX_SMEM // blocks - 2048 - 8192) // ((rows + tokens) * depth * 2 + 20)
-                        if stages < 3:
-                            continue
-                        for ahead in (0, stages, 3 * stages) if cluster_m == 1 else (0, stages):
-                            found.append(Schedule(rows, tokens, depth, stages, warpgroups, warpgroups, cluster_m,
-                                                  cluster_n, blocks=blocks, ahead=ahead, swap=True))
+                    for ahead in (0, stages) if blocks == 2 else (0,):
+                        found.append(Schedule(rows, tokens, depth, stages, warpgroups, warpgroups, *cluster,
+                                              blocks=blocks, ahead=ahead, swap=True))
     return found
 
 
 def suitable(m: int, n: int, k: int, a_mn: bool, b_mn: bool) -> list[Schedule]:
     if m <= 128:
-        found = swapped(m, n)
+        found = swapped(m, n, k)
     elif m <= 256:
-        found = swapped(m, n) + dense()
+        found = swapped(m, n, k) + dense()
     else:
         found = dense()
     return [s for s in found if s.fits(a_mn, b_mn)]
@@ -406,13 +409,13 @@ def main() -> None:
                 specs.add(matmul_sm90.spec(matmul_sm90.Case(
                     getattr(torch, c.dtype), F32 if c.out == "f32" else getattr(torch, c.dtype), c.a_mn, c.b_mn,
                     getattr(torch, c.dtype) if c.bias else None, c.accumulate,
-                    (c.pitch or c.n) % (2 if c.out == "f32" else 8) == 0,
+                    (c.pitch or c.n) % (2 if c.out == "f32" else 8) == 0, c.k % 64 == 0,
                     (torch.int64 if c.int64 else torch.int32) if c.lengths else None), s))
         else:
             kind = job["kind"]
             for s in schedules_for(job):
                 if s is not None:
-                    specs.add(matmul_sm90.spec(matmul_sm90.Case(BF16, BF16, kind == "dw", kind != "fwd"), s))
+                    specs.add(matmul_sm90.spec(matmul_sm90.Case(BF16, BF16, kind == "dw", kind != "fwd", folded=True), s))
     began = time.monotonic()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         failed = [e for e in pool.map(compile_one, specs, chunksize=1) if e]

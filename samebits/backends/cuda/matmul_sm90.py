@@ -28,6 +28,7 @@ class Case:
     bias_dtype: torch.dtype | None = None
     accumulate: bool = False
     aligned: bool = True
+    folded: bool = False
     bounds_dtype: torch.dtype | None = None
 
 
@@ -49,6 +50,7 @@ def spec(case: Case, schedule: Schedule) -> runtime.KernelSpec:
         "CLUSTER_M": s.cluster_m,
         "CLUSTER_N": s.cluster_n,
         "BLOCKS": s.blocks,
+        "FOLDED": int(case.folded and s.block_k > 64),
         "AHEAD": s.ahead,
         "TRANSPOSED": int(s.swap),
         "OUTPUT": _TYPES[case.out_dtype],
@@ -102,14 +104,22 @@ class _Side:
     __slots__ = ("box", "dtype", "shape", "strides")
 
     def __init__(self, dtype: torch.dtype, layout: tuple[int, int, int, int, int], batch: int, mn: bool,
-                 lines: int) -> None:
+                 block: int, depth: int, sharers: int, folded: bool) -> None:
         rows, k, batch_stride, row_stride, k_stride = layout
         inner, outer, stride = (rows, k, k_stride) if mn else (k, rows, row_stride)
         stride = stride if outer > 1 else -(-inner // 8) * 8
+        batch_stride = batch_stride or -(-stride * outer // 8) * 8
         self.dtype = dtype
-        self.shape = (inner, outer, batch if batch_stride else 1)
-        self.strides = (stride * 2, batch_stride * 2 or -(-stride * outer // 8) * 16)
-        self.box = (64, lines, 1)
+        batch = batch if layout[2] else 1
+        columns = depth // 64
+        if folded and not mn and columns % sharers == 0:
+            self.shape: tuple[int, ...] = (64, outer, inner // 64, batch)
+            self.strides: tuple[int, ...] = (stride * 2, 128, batch_stride * 2)
+            self.box: tuple[int, ...] = (64, block, columns // sharers, 1)
+        else:
+            self.shape = (inner, outer, 1, batch)
+            self.strides = (stride * 2, batch_stride * 2, batch_stride * 2)
+            self.box = (64, (depth if mn else block) // sharers, 1, 1)
 
     def map(self, address: int) -> bytes:
         return runtime.tensor_map(address, self.dtype, self.shape, self.strides, self.box)
@@ -125,10 +135,11 @@ class _Plan:
         (m, k, a_batch, *_), (n, _, b_batch, *_) = a, b
         info = runtime.device_info(device)
         s = schedule or choose(m, n, k, batch, case.a_mn, case.b_mn, info.sm_count, sequences > 0)
-        a_depth, b_depth = (s.cluster_m, s.cluster_n) if s.swap else (s.cluster_n, s.cluster_m)
         a_block, b_block = (s.block_n, s.block_m) if s.swap else (s.block_m, s.block_n)
-        self.a = _Side(case.dtype, a, batch, case.a_mn, (s.block_k if case.a_mn else a_block) // a_depth)
-        self.b = _Side(case.dtype, b, batch, case.b_mn, (s.block_k if case.b_mn else b_block) // b_depth)
+        a_sharers, b_sharers = (s.cluster_m, s.cluster_n) if s.swap else (s.cluster_n, s.cluster_m)
+        folded = case.folded and s.block_k > 64
+        self.a = _Side(case.dtype, a, batch, case.a_mn, a_block, s.block_k, a_sharers, folded)
+        self.b = _Side(case.dtype, b, batch, case.b_mn, b_block, s.block_k, b_sharers, folded)
         self.swap = s.swap
         self.out: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None = None
         row_stride, batch_stride = out
@@ -136,7 +147,7 @@ class _Plan:
             self.out = (case.out_dtype, (n, m, batch), (row_stride * 2, batch_stride * 2))
         rows, columns = (n, m) if s.swap else (m, n)
         tiles = -(-rows // (s.block_m * s.cluster_m)) * -(-columns // (s.block_n * s.cluster_n)) * batch
-        clusters = min(tiles, info.sm_count * s.blocks // s.cluster)
+        clusters = min(tiles, s.resident(info.sm_count))
         self.grid = (clusters * s.cluster, 1, 1)
         flags = (int(a_batch != 0), int(b_batch != 0))
         self.rest = (row_stride, batch_stride, rows, columns, k, batch, *(flags[::-1] if s.swap else flags),
@@ -190,6 +201,7 @@ def matmul(
         None if bias is None else bias.dtype,
         accumulate,
         aligned,
+        a_layout[1] % 64 == 0,
         None if cu_seqlens is None else cu_seqlens.dtype,
     )
     sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1

@@ -49,6 +49,10 @@ class Schedule:
     def threads(self) -> int:
         return self.warpgroups * 128 + (128 if self.warpgroups > 1 and self.blocks == 1 else 32)
 
+    def resident(self, sms: int) -> int:
+        """Clusters at work at once. Those of four leave multiprocessors of some GPCs over (30 run on an H200)."""
+        return sms * self.blocks // self.cluster if self.cluster <= 2 else sms * 10 // 11 * self.blocks // self.cluster
+
     def fits(self, a_mn: bool, b_mn: bool) -> bool:
         """Whether it can read these layouts: contiguous along m or n, tiles come in columns of 64."""
         if self.swap:

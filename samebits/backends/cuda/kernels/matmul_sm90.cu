@@ -9,6 +9,7 @@
 //   WARPGROUPS           warpgroups that multiply
 //   SHARE                warpgroups on one tile: all of them, or 1: each its own tile, one writing out while
 //                        the other multiplies
+//   FOLDED               k is a multiple of 64: maps along k may be folded into columns (tile.cuh)
 //   CLUSTER_M, _N        tiles of a cluster: those in a row share A, those in a column share B
 //   STAGES, BLOCKS       length of the ring; blocks on one multiprocessor
 //   AHEAD                stages of A brought into L2 while the kernel before this one ends
@@ -44,8 +45,8 @@ static_assert(!A_MN || ROWS % 64 == 0, "A contiguous along m comes in columns of
 static_assert(!B_MN || BLOCK_N % 64 == 0, "B contiguous along n comes in columns of 64");
 static_assert(!RAGGED || (A_MN && B_MN), "sequences lie along the rows of both operands");
 
-using ATile = Tile<A_MN, BLOCK_M, BLOCK_K, CLUSTER_N>;
-using BTile = Tile<B_MN, BLOCK_N, BLOCK_K, CLUSTER_M>;
+using ATile = Tile<A_MN, FOLDED && !A_MN && BLOCK_K / 64 % CLUSTER_N == 0, BLOCK_M, BLOCK_K, CLUSTER_N>;
+using BTile = Tile<B_MN, FOLDED && !B_MN && BLOCK_K / 64 % CLUSTER_M == 0, BLOCK_N, BLOCK_K, CLUSTER_M>;
 
 struct Problem {
     TensorMap a, b, out_map;
@@ -143,6 +144,8 @@ __device__ __forceinline__ void produce(const Shared& shared, const Problem& p, 
             ring.step();
         }
     }
+    // Late, so that what it prefetches fills the gap between the two kernels and not this one's time.
+    let_next_kernel_start();
 }
 
 using Accumulators = float[BANDS][BLOCK_N / 2];
@@ -175,8 +178,9 @@ __device__ __forceinline__ void consume(const Shared& shared, const Problem& p, 
         // Teams take the ring in turns: a barrier can be waited for only one round ahead.
         if (TEAMS > 1 && index >= clusters) named_barrier(TURN + team, 2 * SHARE * 128);
         u32 previous = STAGES;
+        bool ready = false;
         for (u32 block = 0; block < k_blocks; ++block) {
-            barrier_wait(shared.full + ring.stage * 8, ring.parity);
+            if (!ready) barrier_wait(shared.full + ring.stage * 8, ring.parity);
             u32 a = shared.a + ring.stage * A_BYTES, b = shared.b + ring.stage * B_BYTES;
             if constexpr (RAGGED) {
                 int valid = shared.valid[ring.stage];
@@ -189,6 +193,8 @@ __device__ __forceinline__ void consume(const Shared& shared, const Problem& p, 
             }
             Descriptor a_tile = ATile::descriptor(a + ATile::step(member * ROWS, 0));
             Descriptor b_tile = BTile::descriptor(b);
+            Ring next = ring;
+            next.step();
             wgmma_begin();
 #pragma unroll
             for (u32 k = 0; k < BLOCK_K; k += 16) {
@@ -199,10 +205,12 @@ __device__ __forceinline__ void consume(const Shared& shared, const Problem& p, 
                 }
             }
             wgmma_commit();
+            // Asked while the tensor cores are busy; the block that is not there may be another team's.
+            ready = block + 1 < k_blocks && barrier_try(shared.full + next.stage * 8, next.parity);
             wgmma_wait<1>();  // the block before this one is done with its stage
             if (previous != STAGES) release(shared, previous, thread);
             previous = ring.stage;
-            ring.step();
+            ring = next;
         }
         if constexpr (TEAMS > 1) named_barrier_arrive(TURN + (team + 1) % TEAMS, 2 * SHARE * 128);
         wgmma_wait<0>();
@@ -229,7 +237,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul_sm90(const 
         }
         barrier_init_fence();
     }
-    let_next_kernel_start();
     if constexpr (CLUSTER == 1) {
         __syncthreads();
     } else {

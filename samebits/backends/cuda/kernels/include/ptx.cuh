@@ -45,6 +45,21 @@ __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 block) {
         : "memory");
 }
 
+// Whether the phase of this parity is over; does not wait long.
+__device__ __forceinline__ bool barrier_try(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
+}
+
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n"
@@ -74,32 +89,32 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-__device__ __forceinline__ void copy_in(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
+__device__ __forceinline__ void copy_in(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z, int batch) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(batch)
         : "memory");
 }
 
 // Writes the same shared-memory offset, and signals the same barrier, in every block whose bit `blocks` has.
 __device__ __forceinline__ void copy_in_multicast(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z,
-                                                  u16 blocks) {
+                                                  int batch, u16 blocks) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z),
-        "h"(blocks)
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z),
+        "r"(batch), "h"(blocks)
         : "memory");
 }
 
-__device__ __forceinline__ void prefetch_to_l2(const TensorMap& map, int x, int y, int z) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(&map), "r"(x), "r"(y),
-                 "r"(z)
+__device__ __forceinline__ void prefetch_to_l2(const TensorMap& map, int x, int y, int z, int batch) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(x), "r"(y),
+                 "r"(z), "r"(batch)
                  : "memory");
 }
 
-__device__ __forceinline__ void copy_out(const TensorMap& map, u32 from, int x, int y, int z) {
+__device__ __forceinline__ void copy_out(const TensorMap& map, u32 from, int x, int y, int batch) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
-                 "r"(from), "r"(x), "r"(y), "r"(z)
+                 "r"(from), "r"(x), "r"(y), "r"(batch)
                  : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

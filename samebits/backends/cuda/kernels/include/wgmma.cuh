@@ -16,7 +16,8 @@
 struct Descriptor {
     u32 low;
 
-    __device__ Descriptor(u32 address, u32 leading) : low(leading >> 4 << 16 | address >> 4) {}
+    // The address within the block: in a cluster its upper bits name the block.
+    __device__ Descriptor(u32 address, u32 leading) : low(leading >> 4 << 16 | (address >> 4 & 0x3FFF)) {}
 
     __device__ __forceinline__ u64 at(u32 offset) const {
         constexpr u64 swizzle_128 = 1ull << 62, block_stride = 1024ull >> 4 << 32;
