@@ -47,11 +47,15 @@ MAX_SMEM = 227 * 1024
 def dense() -> list[Schedule]:
     """For many rows."""
     found = []
-    for m, n, warpgroups, share in ((128, 256, 2, 2), (256, 128, 2, 2), (128, 192, 2, 2), (128, 128, 2, 2), (192, 128, 3, 3),
-                                    (192, 192, 3, 3), (128, 192, 2, 1), (192, 128, 2, 1), (128, 128, 2, 1),
-                                    (64, 256, 2, 1), (64, 192, 2, 1), (64, 128, 2, 1), (128, 64, 2, 2)):
-        for cluster in ((1, 1), (2, 1), (1, 2)):
-            for group in (8, 16) if (m, n, share) in ((128, 128, 1), (128, 192, 1), (192, 128, 1)) else (8,):
+    one, two, row = (1, 1), (2, 1), (1, 2)
+    for m, n, warpgroups, share, clusters in (
+        (128, 256, 2, 2, (two,)), (256, 128, 2, 2, (row,)), (128, 192, 2, 2, (two,)), (128, 224, 2, 2, (one, two)),
+        (128, 192, 2, 1, (one,)), (192, 128, 2, 1, (one,)), (128, 160, 2, 1, (one,)), (128, 128, 2, 1, (one, two, row)),
+        (64, 256, 2, 1, (one,)), (64, 192, 2, 1, (one,)), (64, 224, 2, 1, (one,)), (64, 128, 2, 1, (one, row)),
+        (128, 96, 2, 1, (one,)), (128, 64, 2, 2, (one, two)),
+    ):
+        for cluster in clusters:
+            for group in (8, 16) if (m, n, cluster) == (128, 128, one) else (8,):
                 stages = (MAX_SMEM - 1200 - warpgroups * 16384) // ((m + n) * 128 + 20)
                 found.append(Schedule(m, n, 64, min(stages, 8), warpgroups, share, *cluster, group=group))
     return found
@@ -74,35 +78,38 @@ def swapped(m: int | None = None, n: int = 0, k: int = 0) -> list[Schedule]:
     shapes = [(r, t) for r in (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128) for t in STEP
               if (r + t) * 128 * 4 < MAX_SMEM and (m is None or t < 2 * max(m, 8) and t * 16 >= m)]
     if m is not None:
-        shapes = sorted(shapes, key=lambda s: estimate(m, n, k, *s))[:8]
+        shapes = sorted(shapes, key=lambda s: estimate(m, n, k, *s))[:6]
     found = []
     for rows, tokens in shapes:
         warpgroups = 2 if rows > 64 else 1
         for cluster in ((1, 1), (2, 1), (1, 2)):
-            if cluster[0] > 1 and tokens < 32 or cluster[1] > 1 and (rows < 16 or m is not None and tokens >= m):
+            if cluster[0] > 1 and tokens < 32 or cluster[1] > 1 and (rows < 32 or m is not None and tokens >= m):
                 continue
-            for depth in (64, 128, 256):
-                if depth == 64 and rows + tokens < 96 or depth == 256 and rows + tokens > 64:
+            for depth in (64, 128, 256, 512):
+                size = rows + tokens
+                if not (depth == 64 and size >= 96 or depth == 128 or depth == 256 and size <= 80 or depth == 512 and size <= 32):
                     continue
-                if (tokens // cluster[0]) % 8 or (rows // cluster[1]) % 8:
+                if depth == 128 and size < 40:
                     continue
                 for blocks in (1, 2):
-                    stages = (MAX_SMEM // blocks - 2048 - 8192) // ((rows + tokens) * depth * 2 + 20)
+                    stages = (MAX_SMEM // blocks - 2048 - 8192) // (size * depth * 2 + 20)
                     if stages < 3:
                         continue
-                    for ahead in (0, stages) if blocks == 2 else (0,):
-                        found.append(Schedule(rows, tokens, depth, stages, warpgroups, warpgroups, *cluster,
-                                              blocks=blocks, ahead=ahead, swap=True))
+                    s = Schedule(rows, tokens, depth, stages, warpgroups, warpgroups, *cluster, blocks=blocks, swap=True)
+                    for ahead, early in ((0, 0), (0, 1000), (stages, 0), (stages, stages // 2), (stages, 1000)):
+                        if size > 80 and (ahead and early != 0):
+                            continue
+                        found.append(dataclasses.replace(s, ahead=ahead, early=early))
     return found
 
 
 def suitable(m: int, n: int, k: int, a_mn: bool, b_mn: bool) -> list[Schedule]:
     if m <= 128:
         found = swapped(m, n, k)
-    elif m <= 256:
+    elif -(-m // 128) * -(-n // 128) <= 66:
         found = swapped(m, n, k) + dense()
     else:
-        found = dense()
+        found = dense() + ([s for s in swapped(m, n, k) if not s.early] if m <= 256 else [])
     return [s for s in found if s.fits(a_mn, b_mn)]
 
 
@@ -279,17 +286,23 @@ def run_speed(kind: str, m: int, k: int, n: int, schedules: list[Schedule | None
     one = 2 * (m * k + k * n + m * n)
     sets = [operands(kind, m, k, n) for _ in range(max(1, min(48, math.ceil(400e6 / one))))]
     a, b, out = sets[0]
+    seqs = None
+    if kind == "dwr":
+        cuts = torch.randperm(m - 1)[: m // 512 - 1].add(1).sort().values
+        seqs = torch.cat([torch.tensor([0]), cuts, torch.tensor([m])]).int().cuda()
     flops = 2 * m * n * k
     estimate = max(flops / 650e12, one / 4e12, 3e-6)
     timer = Timer(max(2, min(200, math.ceil(1.5e-3 / estimate))))
     timer.add("torch", lambda a, b, out: torch.mm(a, b, out=out), sets)
     want = torch.mm(a, b)
     reference, wrong = None, {}
+    if seqs is not None:
+        reference = want = naive(a, b, BF16, cu_seqlens=seqs)
     for s in schedules:
         name = name_of(s)
         say(name)
         out.fill_(math.nan)
-        matmul_sm90.matmul(a, b, out, schedule=s)
+        matmul_sm90.matmul(a, b, out, cu_seqlens=seqs, schedule=s)
         torch.cuda.synchronize()
         if differing(out, want):
             if reference is None:
@@ -298,7 +311,7 @@ def run_speed(kind: str, m: int, k: int, n: int, schedules: list[Schedule | None
             if problem:
                 wrong[name] = problem
                 continue
-        timer.add(name, lambda a, b, out, s=s: matmul_sm90.matmul(a, b, out, schedule=s), sets)
+        timer.add(name, lambda a, b, out, s=s: matmul_sm90.matmul(a, b, out, cu_seqlens=seqs, schedule=s), sets)
     rounds = 7 if estimate * timer.calls < 4e-3 else 5
     times = timer.run(rounds)
     return {"kind": kind, "m": m, "k": k, "n": n, "us": times, "wrong": wrong, "cublas_chain": reference is None}
@@ -308,7 +321,7 @@ def name_of(s: Schedule | None) -> str:
     if s is None:
         return "default"
     return (f"{s.block_m}x{s.block_n}x{s.block_k}s{s.stages}w{s.warpgroups}/{s.share}c{s.cluster_m}x{s.cluster_n}"
-            f"g{s.group}b{s.blocks}{f'T{s.ahead}' if s.swap else ''}")
+            f"g{s.group}b{s.blocks}{f'T{s.ahead},{s.early}' if s.swap else ''}")
 
 
 # ---- jobs, and a child process that does them
@@ -337,8 +350,8 @@ def schedules_for(job: dict[str, Any]) -> list[Schedule | None]:
     if job["mode"] == "default":
         return [None]
     m, k, n, kind = job["m"], job["k"], job["n"], job["kind"]
-    rows, depth, columns = {"fwd": (m, k, n), "dx": (m, n, k), "dw": (n, m, k)}[kind]
-    a_mn, b_mn = kind == "dw", kind != "fwd"
+    rows, depth, columns = {"fwd": (m, k, n), "dx": (m, n, k)}.get(kind, (n, m, k))
+    a_mn, b_mn = kind.startswith("dw"), kind != "fwd"
     return [None, *(s for s in suitable(rows, columns, depth, a_mn, b_mn))]
 
 
@@ -415,7 +428,8 @@ def main() -> None:
             kind = job["kind"]
             for s in schedules_for(job):
                 if s is not None:
-                    specs.add(matmul_sm90.spec(matmul_sm90.Case(BF16, BF16, kind == "dw", kind != "fwd", folded=True), s))
+                    specs.add(matmul_sm90.spec(matmul_sm90.Case(BF16, BF16, kind.startswith("dw"), kind != "fwd", folded=True,
+                                                                bounds_dtype=torch.int32 if kind == "dwr" else None), s))
     began = time.monotonic()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         failed = [e for e in pool.map(compile_one, specs, chunksize=1) if e]
@@ -477,7 +491,7 @@ def summary(r: dict[str, Any]) -> str:
 def report(results: list[dict[str, Any]]) -> None:
     """Speed against torch: the default schedule's, and that of the best one."""
     print("\nratio to torch.mm    default: geomean worst | best schedule: geomean worst")
-    for kind in ("fwd", "dx", "dw"):
+    for kind in ("fwd", "dx", "dw", "dwr"):
         for low, high in ((1, 128), (256, 256), (512, 1 << 30)):
             rows = [r for r in results if r.get("kind") == kind and low <= r["m"] <= high and len(r["us"]) > 1]
             if not rows:

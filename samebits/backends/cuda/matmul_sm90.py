@@ -52,6 +52,7 @@ def spec(case: Case, schedule: Schedule) -> runtime.KernelSpec:
         "BLOCKS": s.blocks,
         "FOLDED": int(case.folded and s.block_k > 64),
         "AHEAD": s.ahead,
+        "EARLY": s.early,
         "TRANSPOSED": int(s.swap),
         "OUTPUT": _TYPES[case.out_dtype],
         "BIAS": _TYPES[case.bias_dtype],
@@ -128,7 +129,7 @@ class _Side:
 class _Plan:
     """Everything about a call but its addresses."""
 
-    __slots__ = ("a", "b", "grid", "kernel", "out", "rest", "swap")
+    __slots__ = ("a", "b", "grid", "kernel", "out", "panel", "rest", "swap")
 
     def __init__(self, case: Case, a: tuple[int, ...], b: tuple[int, ...], out: tuple[int, int], batch: int,
                  sequences: int, device: int, schedule: Schedule | None) -> None:
@@ -145,6 +146,7 @@ class _Plan:
         row_stride, batch_stride = out
         if case.aligned and case.out_dtype != torch.float32 and not s.swap:
             self.out = (case.out_dtype, (n, m, batch), (row_stride * 2, batch_stride * 2))
+        self.panel = 64 if s.block_n % 64 == 0 else 32
         rows, columns = (n, m) if s.swap else (m, n)
         tiles = -(-rows // (s.block_m * s.cluster_m)) * -(-columns // (s.block_n * s.cluster_n)) * batch
         clusters = min(tiles, s.resident(info.sm_count))
@@ -211,7 +213,7 @@ def matmul(
         a_map, b_map = b_map, a_map
     out_map = _NO_MAP
     if plan.out is not None:
-        out_map = runtime.tensor_map(address, *plan.out, (64, 64, 1))
+        out_map = runtime.tensor_map(address, *plan.out, (plan.panel, 64, 1), plan.panel * 2)
     plan.kernel.launch(
         plan.grid,
         a_map,

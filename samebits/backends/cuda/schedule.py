@@ -25,6 +25,7 @@ class Schedule:
         group: rows of tiles walked together.
         blocks: blocks on one multiprocessor.
         ahead: stages of the tall side that are brought into L2 while the kernel before this one ends.
+        early: blocks of k before its last that a block lets the next kernel start.
         swap: compute the transpose, so that B's columns take the tall side of the tile.
     """
 
@@ -39,6 +40,7 @@ class Schedule:
     group: int = 8
     blocks: int = 1
     ahead: int = 0
+    early: int = 0
     swap: bool = False
 
     @property

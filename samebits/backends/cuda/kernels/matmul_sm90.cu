@@ -13,6 +13,7 @@
 //   CLUSTER_M, _N        tiles of a cluster: those in a row share A, those in a column share B
 //   STAGES, BLOCKS       length of the ring; blocks on one multiprocessor
 //   AHEAD                stages of A brought into L2 while the kernel before this one ends
+//   EARLY                blocks of k before its last that let the next kernel start
 //   TRANSPOSED           write D^T: for few rows, where the weights take the 64-row side
 //   OUTPUT, BIAS         F32, BF16 or F16; BIAS also NONE
 //   ACCUMULATE           start the chains from the output
@@ -34,13 +35,14 @@ constexpr u32 ROWS = BLOCK_M / SHARE;             // of a warpgroup
 constexpr u32 BANDS = (ROWS + 63) / 64;           // 64-row matrix products of a warpgroup
 constexpr u32 A_BYTES = BLOCK_M * BLOCK_K * 2;    // of a stage
 constexpr u32 B_BYTES = BLOCK_N * BLOCK_K * 2;
-constexpr u32 PANEL_BYTES = 64 * 64 * 2;          // of the output, 64 columns at a time
+constexpr u32 PANEL = BLOCK_N % 64 == 0 ? 64 : 32;  // columns of the output that are copied out at a time
+constexpr u32 PANEL_BYTES = 64 * 64 * 2;
 
 // Named barriers: a warpgroup's own, then a team's.
 enum : u32 { OUT = 1, CLEARED = OUT + WARPGROUPS, TURN = CLEARED + TEAMS };
 
 constexpr bool COPY_OUT = ALIGNED && OUTPUT != F32 && !TRANSPOSED;
-static_assert(!COPY_OUT || (ROWS % 64 == 0 && BLOCK_N % 64 == 0), "the output leaves in 64 x 64 panels");
+static_assert(!COPY_OUT || (ROWS % 64 == 0 && BLOCK_N % 32 == 0), "the output leaves in panels of 64 rows");
 static_assert(!A_MN || ROWS % 64 == 0, "A contiguous along m comes in columns of 64");
 static_assert(!B_MN || BLOCK_N % 64 == 0, "B contiguous along n comes in columns of 64");
 static_assert(!RAGGED || (A_MN && B_MN), "sequences lie along the rows of both operands");
@@ -131,6 +133,7 @@ __device__ __forceinline__ void produce(const Shared& shared, const Problem& p, 
     Ring ring;
     for (u32 index = blockIdx.x / CLUSTER; index < walk.count; index += gridDim.x / CLUSTER) {
         Place place = walk.at(index, rank);
+        bool last = index + gridDim.x / CLUSTER >= walk.count;
         KBlocks blocks(p.k, p.bounds, p.sequences);
         while (blocks.next()) {
             u32 full = shared.full + ring.stage * 8;
@@ -142,10 +145,10 @@ __device__ __forceinline__ void produce(const Shared& shared, const Problem& p, 
             BTile::load(shared.b + ring.stage * B_BYTES, p.b, full, place.n, blocks.start(),
                         place.batch * p.b_batch, rank % CLUSTER_M, 1, rank - rank % CLUSTER_M);
             ring.step();
+            // Late, so that what it prefetches fills the gap between the two kernels and not this one's time.
+            if (last && blocks.start() + EARLY * BLOCK_K >= p.k) let_next_kernel_start();
         }
     }
-    // Late, so that what it prefetches fills the gap between the two kernels and not this one's time.
-    let_next_kernel_start();
 }
 
 using Accumulators = float[BANDS][BLOCK_N / 2];
@@ -177,7 +180,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const Problem& p, 
 
         // Teams take the ring in turns: a barrier can be waited for only one round ahead.
         if (TEAMS > 1 && index >= clusters) named_barrier(TURN + team, 2 * SHARE * 128);
-        u32 previous = STAGES;
+        u32 previous = 0;
         bool ready = false;
         for (u32 block = 0; block < k_blocks; ++block) {
             if (!ready) barrier_wait(shared.full + ring.stage * 8, ring.parity);
@@ -198,6 +201,13 @@ __device__ __forceinline__ void consume(const Shared& shared, const Problem& p, 
             wgmma_begin();
 #pragma unroll
             for (u32 k = 0; k < BLOCK_K; k += 16) {
+                // In the middle of a block, so that the tensor cores have work meanwhile.
+                if (k == BLOCK_K / 32 * 16) {
+                    wgmma_commit();
+                    wgmma_wait<1>();  // for the block before this one
+                    if (block > 0) release(shared, previous, thread);
+                    ready = block + 1 < k_blocks && barrier_try(shared.full + next.stage * 8, next.parity);
+                }
 #pragma unroll
                 for (u32 band = 0; band < BANDS; ++band) {
                     Wgmma<BLOCK_N, A_MN, B_MN>::step(acc[band], a_tile.at(ATile::step(band * 64, k)),
@@ -205,16 +215,12 @@ __device__ __forceinline__ void consume(const Shared& shared, const Problem& p, 
                 }
             }
             wgmma_commit();
-            // Asked while the tensor cores are busy; the block that is not there may be another team's.
-            ready = block + 1 < k_blocks && barrier_try(shared.full + next.stage * 8, next.parity);
-            wgmma_wait<1>();  // the block before this one is done with its stage
-            if (previous != STAGES) release(shared, previous, thread);
             previous = ring.stage;
             ring = next;
         }
         if constexpr (TEAMS > 1) named_barrier_arrive(TURN + (team + 1) % TEAMS, 2 * SHARE * 128);
         wgmma_wait<0>();
-        if (previous != STAGES) release(shared, previous, thread);
+        if (k_blocks > 0) release(shared, previous, thread);
         ring.skip((TEAMS - 1) * k_blocks);
 
         finish<BIAS, OUTPUT>(acc, shared.panels + warpgroup * 2 * PANEL_BYTES, p, place, warpgroup, thread);

@@ -87,7 +87,7 @@ __device__ __forceinline__ void store(Accumulators& acc, const Problem& p, const
     });
 }
 
-// Through shared memory in panels of 64 x 64, each copied out while the next is written.
+// Through shared memory in panels of 64 rows, each copied out while the next is written.
 template <int type>
 __device__ __forceinline__ void copy_panels(Accumulators& acc, u32 panels, const Problem& p, const Place& place,
                                             u32 warpgroup, u32 thread) {
@@ -98,14 +98,15 @@ __device__ __forceinline__ void copy_panels(Accumulators& acc, u32 panels, const
 #pragma unroll
     for (u32 band = 0; band < BANDS; ++band) {
 #pragma unroll
-        for (u32 column = 0; column < BLOCK_N; column += 64) {
+        for (u32 column = 0; column < BLOCK_N; column += PANEL) {
             u32 panel = panels + buffer * PANEL_BYTES;
             if (thread == 0) copy_out_wait_read<1>();
             named_barrier(OUT + warpgroup, 128);
 #pragma unroll
-            for (u32 chunk = 0; chunk < 8; chunk += 2) {
+            for (u32 chunk = 0; chunk < PANEL / 8; chunk += 2) {
                 float* d = &acc[band][(column / 8 + chunk) * 4];
-                u32 to = panel + line * 128 + ((chunk + lane / 16) ^ (line % 8)) * 16;
+                u32 swizzle = PANEL == 64 ? line % 8 : line / 2 % 4;
+                u32 to = panel + line * PANEL * 2 + ((chunk + lane / 16) ^ swizzle) * 16;
                 asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
                              "r"(Out::pack(d[0], d[1])), "r"(Out::pack(d[2], d[3])), "r"(Out::pack(d[4], d[5])),
                              "r"(Out::pack(d[6], d[7]))
