@@ -61,7 +61,7 @@ def dense() -> list[Schedule]:
     return found
 
 
-STEP = {8: 18, 16: 20, 32: 24, 64: 32, 128: 64, 256: 128}
+STEP = {8: 18, 16: 20, 32: 24, 64: 32, 128: 64}
 
 
 def estimate(m: int, n: int, k: int, rows: int, tokens: int) -> float:
@@ -83,7 +83,7 @@ def swapped(m: int | None = None, n: int = 0, k: int = 0) -> list[Schedule]:
     for rows, tokens in shapes:
         warpgroups = 2 if rows > 64 else 1
         for cluster in ((1, 1), (2, 1), (1, 2)):
-            if cluster[0] > 1 and tokens < 32 or cluster[1] > 1 and (rows < 32 or m is not None and tokens >= m):
+            if cluster[0] > 1 and tokens < 32 or cluster[1] > 1 and (rows % 16 or m is not None and tokens >= m):
                 continue
             for depth in (64, 128, 256, 512):
                 size = rows + tokens

@@ -123,7 +123,7 @@ struct Shared {
 __device__ __forceinline__ void prefetch(const Problem& p, const Walk& walk, u32 rank) {
     u32 index = blockIdx.x / CLUSTER;
     Place place = walk.at(index, rank);
-    for (u32 i = 0; i < AHEAD && i * BLOCK_K < p.k; ++i) {
+    for (int i = 0; i < AHEAD && i * BLOCK_K < p.k; ++i) {
         ATile::prefetch(p.a, place.m, i * BLOCK_K, place.batch * p.a_batch, rank / CLUSTER_M);
     }
 }
