@@ -78,7 +78,7 @@ def swapped(m: int | None = None, n: int = 0, k: int = 0) -> list[Schedule]:
     shapes = [(r, t) for r in (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128) for t in STEP
               if (r + t) * 128 * 4 < MAX_SMEM and (m is None or t < 2 * max(m, 8) and t * 16 >= m)]
     if m is not None:
-        shapes = sorted(shapes, key=lambda s: estimate(m, n, k, *s))[:6]
+        shapes = sorted(shapes, key=lambda s: estimate(m, n, k, *s))[: 9 if 32 < m <= 128 else 6]
     found = []
     for rows, tokens in shapes:
         warpgroups = 2 if rows > 64 else 1
@@ -95,21 +95,35 @@ def swapped(m: int | None = None, n: int = 0, k: int = 0) -> list[Schedule]:
                     stages = (MAX_SMEM // blocks - 2048 - 8192) // (size * depth * 2 + 20)
                     if stages < 3:
                         continue
-                    s = Schedule(rows, tokens, depth, stages, warpgroups, warpgroups, *cluster, blocks=blocks, swap=True)
-                    for ahead, early in ((0, 0), (0, 1000), (stages, 0), (stages, stages // 2), (stages, 1000)):
-                        if size > 80 and (ahead and early != 0):
-                            continue
-                        found.append(dataclasses.replace(s, ahead=ahead, early=early))
+                    for ahead in (0, stages) if size <= 80 and n <= 4096 else (0,):
+                        found.append(Schedule(rows, tokens, depth, stages, warpgroups, warpgroups, *cluster,
+                                              blocks=blocks, ahead=ahead, swap=True))
+    return found
+
+
+def narrow(m: int) -> list[Schedule]:
+    """Small tiles, of one warpgroup."""
+    found = []
+    for n in (16, 24, 32, 48, 64, 96, 128, 192):
+        for cluster in ((1, 1), (2, 1)) if m > 64 and n % 16 == 0 else ((1, 1),):
+            for depth in (64, 128, 256):
+                if not (depth == 64 and n >= 64 or depth == 128 and n <= 128 or depth == 256 and n <= 32):
+                    continue
+                for blocks in (1, 2):
+                    stages = (MAX_SMEM // blocks - 1200 - 16384) // ((64 + n) * depth * 2 + 20)
+                    if stages >= 3:
+                        found.append(Schedule(64, n, depth, stages, 1, 1, *cluster, blocks=blocks))
     return found
 
 
 def suitable(m: int, n: int, k: int, a_mn: bool, b_mn: bool) -> list[Schedule]:
-    if m <= 128:
-        found = swapped(m, n, k)
-    elif -(-m // 128) * -(-n // 128) <= 66:
-        found = swapped(m, n, k) + dense()
-    else:
-        found = dense() + ([s for s in swapped(m, n, k) if not s.early] if m <= 256 else [])
+    found = []
+    if m <= 128 or -(-m // 128) * -(-n // 128) <= 66:
+        found += swapped(m, n, k)
+    if 32 < m and -(-m // 64) * -(-n // 64) <= 264 * 2 or 32 < m <= 128:
+        found += narrow(m)
+    if m > 128:
+        found += dense()
     return [s for s in found if s.fits(a_mn, b_mn)]
 
 
@@ -321,7 +335,7 @@ def name_of(s: Schedule | None) -> str:
     if s is None:
         return "default"
     return (f"{s.block_m}x{s.block_n}x{s.block_k}s{s.stages}w{s.warpgroups}/{s.share}c{s.cluster_m}x{s.cluster_n}"
-            f"g{s.group}b{s.blocks}{f'T{s.ahead},{s.early}' if s.swap else ''}")
+            f"g{s.group}b{s.blocks}{f'T{s.ahead}' if s.swap else ''}")
 
 
 # ---- jobs, and a child process that does them
@@ -329,7 +343,7 @@ def name_of(s: Schedule | None) -> str:
 def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
     todo: list[dict[str, Any]] = []
     if args.check:
-        seen = dense() + swapped()
+        seen = dense() + narrow(128) + swapped()
         if args.check != "all":
             seen = seen[:: int(args.check)]
         todo += [{"job": "check", "schedule": dataclasses.asdict(s)} for s in seen]

@@ -36,7 +36,7 @@ def spec(case: Case, schedule: Schedule) -> runtime.KernelSpec:
     """The kernel of ``case`` under ``schedule``."""
     s = schedule
     a_mn, b_mn = (case.b_mn, case.a_mn) if s.swap else (case.a_mn, case.b_mn)
-    panels = case.aligned and case.out_dtype != torch.float32 and not s.swap
+    panel = s.panel if case.aligned and case.out_dtype != torch.float32 else 0
     constants: dict[str, int | str] = {
         "INPUT_F16": int(case.dtype == torch.float16),
         "A_MN": int(a_mn),
@@ -52,12 +52,12 @@ def spec(case: Case, schedule: Schedule) -> runtime.KernelSpec:
         "BLOCKS": s.blocks,
         "FOLDED": int(case.folded and s.block_k > 64),
         "AHEAD": s.ahead,
-        "EARLY": s.early,
         "TRANSPOSED": int(s.swap),
         "OUTPUT": _TYPES[case.out_dtype],
         "BIAS": _TYPES[case.bias_dtype],
         "ACCUMULATE": int(case.accumulate),
         "ALIGNED": int(case.aligned),
+        "PANEL": panel,
         "RAGGED": int(case.bounds_dtype is not None),
         "BOUND": "long long" if case.bounds_dtype == torch.int64 else "int",
     }
@@ -67,7 +67,7 @@ def spec(case: Case, schedule: Schedule) -> runtime.KernelSpec:
         params=_PARAMS,
         constants=tuple(constants.items()),
         block=s.threads,
-        smem=s.smem(panels),
+        smem=s.smem(panel),
         cluster=(s.cluster, 1, 1),
         programmatic=True,
     )
@@ -144,9 +144,9 @@ class _Plan:
         self.swap = s.swap
         self.out: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None = None
         row_stride, batch_stride = out
-        if case.aligned and case.out_dtype != torch.float32 and not s.swap:
+        self.panel = s.panel
+        if case.aligned and case.out_dtype != torch.float32 and s.panel:
             self.out = (case.out_dtype, (n, m, batch), (row_stride * 2, batch_stride * 2))
-        self.panel = 64 if s.block_n % 64 == 0 else 32
         rows, columns = (n, m) if s.swap else (m, n)
         tiles = -(-rows // (s.block_m * s.cluster_m)) * -(-columns // (s.block_n * s.cluster_n)) * batch
         clusters = min(tiles, s.resident(info.sm_count))

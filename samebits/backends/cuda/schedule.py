@@ -25,7 +25,6 @@ class Schedule:
         group: rows of tiles walked together.
         blocks: blocks on one multiprocessor.
         ahead: stages of the tall side that are brought into L2 while the kernel before this one ends.
-        early: blocks of k before its last that a block lets the next kernel start.
         swap: compute the transpose, so that B's columns take the tall side of the tile.
     """
 
@@ -40,7 +39,6 @@ class Schedule:
     group: int = 8
     blocks: int = 1
     ahead: int = 0
-    early: int = 0
     swap: bool = False
 
     @property
@@ -61,12 +59,19 @@ class Schedule:
             a_mn, b_mn = b_mn, a_mn
         return not (a_mn and self.block_m // self.share % 64 or b_mn and self.block_n % 64)
 
-    def smem(self, panels: bool) -> int:
-        """Bytes of shared memory, with or without panels for the output."""
+    @property
+    def panel(self) -> int:
+        """Columns of a 16-bit output that leave at a time through shared memory; 0 where they cannot."""
+        if self.swap or self.block_m // self.share % 64 or self.block_n % 32:
+            return 0
+        return 32 if self.block_n % 64 else 64
+
+    def smem(self, panel: int) -> int:
+        """Bytes of shared memory, the output leaving in panels of so many columns."""
         ring = self.stages * (self.block_m + self.block_n) * self.block_k * 2
         # Rows past a tile of fewer than 64 are read too, and their results dropped.
         reach = max(0, -(-self.block_m // self.share // 64) * 64 - self.block_m // self.share) * 128
-        return 1024 + ring + (self.warpgroups * 2 * 8192 if panels else 0) + self.stages * 20 + reach
+        return 1024 + ring + self.warpgroups * 2 * 128 * panel + self.stages * 20 + reach
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,19 +9,19 @@
 //   WARPGROUPS           warpgroups that multiply
 //   SHARE                warpgroups on one tile: all of them, or 1: each its own tile, one writing out while
 //                        the other multiplies
-//   FOLDED               k is a multiple of 64: maps along k may be folded into columns (tile.cuh)
+//   FOLDED               k is a multiple of 64: maps along k may be folded into columns (tile_sm90.cuh)
 //   CLUSTER_M, _N        tiles of a cluster: those in a row share A, those in a column share B
 //   STAGES, BLOCKS       length of the ring; blocks on one multiprocessor
 //   AHEAD                stages of A brought into L2 while the kernel before this one ends
-//   EARLY                blocks of k before its last that let the next kernel start
 //   TRANSPOSED           write D^T: for few rows, where the weights take the 64-row side
 //   OUTPUT, BIAS         F32, BF16 or F16; BIAS also NONE
 //   ACCUMULATE           start the chains from the output
 //   ALIGNED              the output's rows allow vector stores
+//   PANEL                columns of the output that leave at a time through shared memory; 0: from registers
 //   RAGGED               K holds sequences, each starting a new group of 16
 #include "convert.cuh"
 #include "ragged.cuh"
-#include "tile.cuh"
+#include "tile_sm90.cuh"
 #include "wgmma.cuh"
 
 // Registers move from the copying warp to the multiplying ones, whole warpgroups at a time.
@@ -35,14 +35,13 @@ constexpr u32 ROWS = BLOCK_M / SHARE;             // of a warpgroup
 constexpr u32 BANDS = (ROWS + 63) / 64;           // 64-row matrix products of a warpgroup
 constexpr u32 A_BYTES = BLOCK_M * BLOCK_K * 2;    // of a stage
 constexpr u32 B_BYTES = BLOCK_N * BLOCK_K * 2;
-constexpr u32 PANEL = BLOCK_N % 64 == 0 ? 64 : 32;  // columns of the output that are copied out at a time
-constexpr u32 PANEL_BYTES = 64 * 64 * 2;
+constexpr u32 PANEL_BYTES = 64 * PANEL * 2;
 
 // Named barriers: a warpgroup's own, then a team's.
 enum : u32 { OUT = 1, CLEARED = OUT + WARPGROUPS, TURN = CLEARED + TEAMS };
 
-constexpr bool COPY_OUT = ALIGNED && OUTPUT != F32 && !TRANSPOSED;
-static_assert(!COPY_OUT || (ROWS % 64 == 0 && BLOCK_N % 32 == 0), "the output leaves in panels of 64 rows");
+static_assert(PANEL == 0 || (ALIGNED && OUTPUT != F32 && !TRANSPOSED && ROWS % 64 == 0 && BLOCK_N % PANEL == 0),
+              "panels are whole, of 16-bit elements, and aligned");
 static_assert(!A_MN || ROWS % 64 == 0, "A contiguous along m comes in columns of 64");
 static_assert(!B_MN || BLOCK_N % 64 == 0, "B contiguous along n comes in columns of 64");
 static_assert(!RAGGED || (A_MN && B_MN), "sequences lie along the rows of both operands");
@@ -112,7 +111,7 @@ struct Shared {
         a = base;
         b = a + STAGES * A_BYTES;
         panels = b + STAGES * B_BYTES;
-        full = panels + (COPY_OUT ? WARPGROUPS * 2 * PANEL_BYTES : 0);
+        full = panels + WARPGROUPS * 2 * PANEL_BYTES;
         empty = full + STAGES * 8;
         valid = reinterpret_cast<int*>(raw + (empty + STAGES * 8 - start));
     }
@@ -133,7 +132,6 @@ __device__ __forceinline__ void produce(const Shared& shared, const Problem& p, 
     Ring ring;
     for (u32 index = blockIdx.x / CLUSTER; index < walk.count; index += gridDim.x / CLUSTER) {
         Place place = walk.at(index, rank);
-        bool last = index + gridDim.x / CLUSTER >= walk.count;
         KBlocks blocks(p.k, p.bounds, p.sequences);
         while (blocks.next()) {
             u32 full = shared.full + ring.stage * 8;
@@ -145,8 +143,6 @@ __device__ __forceinline__ void produce(const Shared& shared, const Problem& p, 
             BTile::load(shared.b + ring.stage * B_BYTES, p.b, full, place.n, blocks.start(),
                         place.batch * p.b_batch, rank % CLUSTER_M, 1, rank - rank % CLUSTER_M);
             ring.step();
-            // Late, so that what it prefetches fills the gap between the two kernels and not this one's time.
-            if (last && blocks.start() + EARLY * BLOCK_K >= p.k) let_next_kernel_start();
         }
     }
 }
@@ -236,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul_sm90(const 
     if (threadIdx.x == CONSUMERS) {
         prefetch_map(p.a);
         prefetch_map(p.b);
-        if constexpr (COPY_OUT) prefetch_map(p.out_map);
+        if constexpr (PANEL > 0) prefetch_map(p.out_map);
         for (u32 stage = 0; stage < STAGES; ++stage) {
             barrier_init(shared.full + stage * 8, 1);
             barrier_init(shared.empty + stage * 8, SHARE * CLUSTER);
@@ -250,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul_sm90(const 
     }
     if (AHEAD > 0 && threadIdx.x == CONSUMERS) prefetch(p, walk, rank);
     wait_for_previous_kernel();
+    let_next_kernel_start();
 
     // Read from one lane, so that the compiler knows it, and all addresses made of it, to be uniform in a warp.
     u32 warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);

@@ -124,7 +124,7 @@ template <int bias, int output>
 __device__ __forceinline__ void finish(Accumulators& acc, u32 panels, const Problem& p, const Place& place,
                                        u32 warpgroup, u32 thread) {
     if constexpr (bias != NONE) add_bias<bias>(acc, p, place, thread);
-    if constexpr (COPY_OUT) {
+    if constexpr (PANEL > 0) {
         copy_panels<output>(acc, panels, p, place, warpgroup, thread);
     } else {
         store<output>(acc, p, place, thread);
