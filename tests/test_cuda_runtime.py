@@ -67,10 +67,7 @@ def entries(kernels):
 
 
 def test_import_needs_no_cuda():
-    code = (
-        "import sys, samebits.backends.cuda.runtime; "
-        "sys.exit(any(m in sys.modules for m in ('cuda.core', 'cuda.bindings')))"
-    )
+    code = "import sys, samebits.backends.cuda.runtime; sys.exit('cuda.core' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -83,7 +80,7 @@ def test_compile_reports_resources(kernels):
     (kernels / "fill.cu").write_text(
         "struct Params { float* x; long long n; int add; };\n"
         'extern "C" __global__ void fill(const __grid_constant__ Params p)\n'
-        "{ float v[64]; for (int i = 0; i < 64; i++) v[i] = p.x[i * p.n]; p.x[0] = v[p.add]; }\n"
+        "{ float v[64]; for (int i = 0; i < 64; i++) v[(i * p.add) % 64] = p.x[i]; p.x[0] = v[p.n]; }\n"
     )
     assert runtime.compile(spec(), "sm_90a").local_bytes >= 256
 
