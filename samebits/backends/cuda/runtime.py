@@ -236,7 +236,7 @@ def compile(spec: KernelSpec, arch: str) -> Cubin:
         arch=arch,
         std="c++17",
         include_path=[str(INCLUDE)],
-        define_macro=[(name, str(value)) for name, value in spec.constants],
+        define_macro=[(name, str(value)) for name, value in spec.constants] or None,
         ptxas_options=["-v"],
         **_FLOAT_OPTIONS,
     )
