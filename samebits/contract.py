@@ -58,7 +58,9 @@ class MmaModel:
             raise ValueError(f"MmaModel.group: expected 4, 8 or 16, got {self.group!r}")
         # The upper bound keeps a sum of 17 terms, each below 2**(fraction_bits + 2), exact in float64.
         if type(self.fraction_bits) is not int or not 23 <= self.fraction_bits <= 46:
-            raise ValueError(f"MmaModel.fraction_bits: expected an int in [23, 46], got {self.fraction_bits!r}")
+            raise ValueError(
+                f"MmaModel.fraction_bits: expected an int in [23, 46], got {self.fraction_bits!r}"
+            )
         if type(self.zero_exponent) is not int or not -252 <= self.zero_exponent <= -126:
             raise ValueError(
                 f"MmaModel.zero_exponent: expected an int in [-252, -126], got {self.zero_exponent!r}"

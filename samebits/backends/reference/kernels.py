@@ -32,7 +32,14 @@ def _njit(*signature: Any) -> Callable[[_F], _F]:
     return numba.njit(*signature, nogil=True, cache=True, error_model="numpy")  # type: ignore[no-any-return]
 
 
-_OPERANDS = (f32[:, :, :, :], f32[:, :, :, :], f32[:, :, :], i64[:, :], i64, i64)  # a, b, out, spans, first, last
+_OPERANDS = (
+    f32[:, :, :, :],
+    f32[:, :, :, :],
+    f32[:, :, :],
+    i64[:, :],
+    i64,
+    i64,
+)  # a, b, out, spans, first, last
 
 
 # A product of two exponents below this cannot be mistaken for a real one, nor decide emax.

@@ -32,9 +32,9 @@ def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype,
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
     if b.ndim == 2 and a.ndim > 2:  # one tall product: the rows of every batch share b
-        return matmul(
-            a.reshape(-1, K), b, bias=bias, out_dtype=out_dtype, contract=contract
-        ).reshape(*batch, M, N)
+        return matmul(a.reshape(-1, K), b, bias=bias, out_dtype=out_dtype, contract=contract).reshape(
+            *batch, M, N
+        )
     a4 = a.expand(*batch, M, K).reshape(-1, 1, M, K)
     b4 = b.expand(*batch, K, N).reshape(-1, 1, K, N)
     acc = np.zeros((a4.shape[0], M, N), np.float32)
