@@ -135,7 +135,8 @@ class Contract:
         if self.mma is None:
             return self.name
         m = self.mma
-        return f"{self.name}[{m.name}: group {m.group}, {m.fraction_bits} fraction bits, zero 2**{m.zero_exponent}]"
+        data = f"group {m.group}, {m.fraction_bits} fraction bits, zero exponent {m.zero_exponent}"
+        return f"{self.name}[{m.name}: {data}]"
 
 
 # Raised when docs/contract.md changes in a way that the fields above do not show.

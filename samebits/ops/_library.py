@@ -7,7 +7,7 @@ from torch import Tensor
 
 from samebits.contract import Contract, resolve
 
-library = torch.library.Library("samebits", "DEF")  # noqa: TOR901
+library = torch.library.Library("samebits", "DEF")
 
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -56,12 +56,12 @@ def check_operands(op: str, contract: Contract | None, **operands: Tensor | None
     if contract is not None:
         if not isinstance(contract, Contract):
             raise TypeError(
-                f"samebits.{op}: contract: expected a samebits.Contract or None, got {type(contract).__name__}"
+                f"samebits.{op}: contract: expected a samebits.Contract, got {type(contract).__name__}"
             )
         if lead.dtype not in contract.input_dtypes:
             raise TypeError(
-                f"samebits.{op}: {first}: contract {contract.name} takes bfloat16 or float16, got {lead.dtype}"
-                " (float32 runs under samebits.FMA, never as TF32)"
+                f"samebits.{op}: {first}: contract {contract.name} takes bfloat16 or float16,"
+                f" got {lead.dtype} (float32 runs under samebits.FMA, never as TF32)"
             )
     return resolve(contract, lead.dtype, lead.device.type)
 

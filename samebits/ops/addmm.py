@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ from samebits.contract import Contract
 from samebits.ops._library import autocast, check_device, check_operands, library, shape
 from samebits.ops.matmul import operand
 
-# The chain over sequences: out[B, M, N] = acc[B, M, N] + a[B, S, M, K] @ b[B, S, K, N] over s, then k. Every s,
-# or with cu_seqlens (and S = 1) every span of K, is a sequence.
+# The chain over sequences: out[B, M, N] = acc[B, M, N] + a[B, S, M, K] @ b[B, S, K, N] over s, then k. Every
+# s, or with cu_seqlens (and S = 1) every span of K, is a sequence.
 library.define(
-    "addbmm(Tensor? acc, Tensor a, Tensor b, Tensor? cu_seqlens, ScalarType out_dtype, str contract) -> Tensor",
+    "addbmm(Tensor? acc, Tensor a, Tensor b, Tensor? cu_seqlens, ScalarType out_dtype, str contract)"
+    " -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
@@ -74,6 +76,10 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
     return acc
 
 
+# Effort after which two memory layouts count as overlapping. numpy's stub knows of its two names only.
+_OVERLAP_WORK: Any = 1 << 20
+
+
 def check_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int) -> None:
     """Refuse offsets that do not cut `tokens` tokens into consecutive spans. Reads the values."""
     if cu_seqlens.numel() == 0:
@@ -84,7 +90,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int) -> None:
             f"samebits.{op}: cu_seqlens: expected to run from 0 to {tokens} (the number of tokens),"
             f" got {ends[0]} to {ends[-1]}"
         )
-    for i, (start, stop) in enumerate(zip(ends, ends[1:], strict=False)):
+    for i, (start, stop) in enumerate(itertools.pairwise(ends)):
         if stop < start:
             raise ValueError(
                 f"samebits.{op}: cu_seqlens: expected non-decreasing offsets, got {start} then {stop}"
@@ -124,7 +130,7 @@ def _refuse_overlap(acc: Tensor, **operands: Tensor) -> None:
             extent += stride * (size - 1)
     for name, t in operands.items():
         try:
-            overlaps = np.shares_memory(_memory(acc), _memory(t), max_work=1 << 20)
+            overlaps = np.shares_memory(_memory(acc), _memory(t), max_work=_OVERLAP_WORK)
         except np.exceptions.TooHardError:
             overlaps = True
         if overlaps:

@@ -77,7 +77,8 @@ def check_batch(op: str, a: Tensor, b: Tensor) -> None:
     for i, j in zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False):
         if i != j and i != 1 and j != 1:
             raise ValueError(
-                f"samebits.{op}: a, b: batch dimensions must be equal or 1, got shapes {shape(a)} and {shape(b)}"
+                f"samebits.{op}: a, b: batch dimensions must be equal or 1,"
+                f" got shapes {shape(a)} and {shape(b)}"
             )
 
 

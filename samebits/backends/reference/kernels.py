@@ -27,9 +27,9 @@ TILE_M, TILE_N, GROUP = 16, 64, 16
 
 
 def _njit(*signature: Any) -> Callable[[_F], _F]:
-    # No fastmath: LLVM may neither reorder nor contract. nogil: threads share the tiles. A signature takes any
-    # strides, where numba would compile anew for every kind of layout it meets.
-    return numba.njit(*signature, nogil=True, cache=True, error_model="numpy")  # type: ignore[no-any-return]
+    # No fastmath: LLVM may neither reorder nor contract. nogil: threads share the tiles. A signature takes
+    # any strides, where numba would compile anew for every kind of layout it meets.
+    return numba.njit(*signature, nogil=True, cache=True, error_model="numpy")
 
 
 _OPERANDS = (
@@ -53,15 +53,13 @@ def _exponent(x: Any, minimum: Any) -> Any:
 
 
 def _fused_sum(group: int) -> Any:
-    """One fused dot-product-add of `group` products for each column j, carried in `acc`, as an MmaModel has it."""
+    """One fused sum of `group` products for each column j, carried in `acc`: an MmaModel at work."""
 
     @_njit()
-    def fused_sum(  # type: ignore[no-untyped-def]
-        a, a_exponent, a_zero, b, b_exponent, b_zero, acc, width, fraction_bits, zero_exponent
-    ):
-        # Arithmetic is in float64, which holds every intermediate exactly: a product has at most 48 bits, and
-        # the sum is of integers below 2**(fraction_bits + 2). Infinities and NaN take IEEE's own course, which
-        # is the contract's. The loop over j is the SIMD one; the loops over i unroll.
+    def fused_sum(a, a_exponent, a_zero, b, b_exponent, b_zero, acc, width, fraction_bits, zero_exponent):
+        # Arithmetic is in float64, which holds every intermediate exactly: a product has at most 48 bits,
+        # and the sum is of integers below 2**(fraction_bits + 2). Infinities and NaN take IEEE's own course,
+        # which is the contract's. The loop over j is the SIMD one; the loops over i unroll.
         for j in range(width):
             c = acc[j]
             c_exponent = min(max(((f64_to_bits(c) >> 52) & 0x7FF) - 1023, -126), 128)
@@ -91,7 +89,7 @@ _fused_sum_4, _fused_sum_8, _fused_sum_16 = _fused_sum(4), _fused_sum(8), _fused
 
 
 @_njit()
-def _load_columns(b, k0, n0, terms, width, value):  # type: ignore[no-untyped-def]
+def _load_columns(b, k0, n0, terms, width, value):
     """``value[i, j] = b[k0 + i, n0 + j]``, and zero past the last term, reading along the closer stride."""
     if b.strides[0] < b.strides[1]:
         for j in range(width):
@@ -107,9 +105,7 @@ def _load_columns(b, k0, n0, terms, width, value):  # type: ignore[no-untyped-de
 
 
 @_njit(void(*_OPERANDS, i64, i64, i64, i64, i64))
-def mma_chain_tiles(  # type: ignore[no-untyped-def]
-    a, b, out, spans, first, last, group, fraction_bits, zero_exponent, a_minimum, b_minimum
-):
+def mma_chain_tiles(a, b, out, spans, first, last, group, fraction_bits, zero_exponent, a_minimum, b_minimum):
     """The TENSOR_CORE chain; `a_minimum` and `b_minimum` are the operands' smallest normal exponents."""
     M, N = out.shape[1], out.shape[2]
     tiles_m, tiles_n = (M + TILE_M - 1) // TILE_M, (N + TILE_N - 1) // TILE_N
@@ -162,7 +158,7 @@ def mma_chain_tiles(  # type: ignore[no-untyped-def]
 
 
 @_njit()
-def _fma_terms(a, b, acc, terms, width):  # type: ignore[no-untyped-def]
+def _fma_terms(a, b, acc, terms, width):
     if terms == GROUP:
         for j in range(width):
             c = acc[j]
@@ -176,7 +172,7 @@ def _fma_terms(a, b, acc, terms, width):  # type: ignore[no-untyped-def]
 
 
 @_njit(void(*_OPERANDS, boolean))
-def fma_chain_tiles(a, b, out, spans, first, last, closing_zero):  # type: ignore[no-untyped-def]
+def fma_chain_tiles(a, b, out, spans, first, last, closing_zero):
     """The FMA chain. With `closing_zero`, every span ends with the term 0 * 0, which turns -0 into +0."""
     M, N = out.shape[1], out.shape[2]
     tiles_m, tiles_n = (M + TILE_M - 1) // TILE_M, (N + TILE_N - 1) // TILE_N
@@ -210,13 +206,13 @@ def fma_chain_tiles(a, b, out, spans, first, last, closing_zero):  # type: ignor
 
 
 @_njit()
-def _f32_result(x, bias, j):  # type: ignore[no-untyped-def]
+def _f32_result(x, bias, j):
     y = x + bias[j] if bias.size else x
     return np.uint32(0x7FFFFFFF) if y != y else f32_to_bits(y)
 
 
 @_njit()
-def _f16_from_f32_bits(x):  # type: ignore[no-untyped-def]
+def _f16_from_f32_bits(x):
     sign = (x >> 16) & np.uint32(0x8000)
     magnitude = np.int64(x & np.uint32(0x7FFFFFFF))
     if magnitude > 0x7F800000:
@@ -240,15 +236,15 @@ def _f16_from_f32_bits(x):  # type: ignore[no-untyped-def]
 
 
 @_njit(void(f32[:, :], f32[:], u32[:, :]))
-def finish_f32(acc, bias, out):  # type: ignore[no-untyped-def]
-    """``out = acc + bias`` over rows, one rounding; NaN becomes 0x7FFFFFFF. Arrays of f32, `out` of uint32."""
+def finish_f32(acc, bias, out):
+    """``out = acc + bias`` over rows, one rounding; NaN becomes 0x7FFFFFFF. f32 arrays, `out` of uint32."""
     for i in range(acc.shape[0]):
         for j in range(acc.shape[1]):
             out[i, j] = _f32_result(acc[i, j], bias, j)
 
 
 @_njit(void(f32[:, :], f32[:], u16[:, :]))
-def finish_bf16(acc, bias, out):  # type: ignore[no-untyped-def]
+def finish_bf16(acc, bias, out):
     """As `finish_f32`, then rounded to nearest even to bf16 in `out`, uint16; NaN becomes 0x7FFF."""
     for i in range(acc.shape[0]):
         for j in range(acc.shape[1]):
@@ -258,7 +254,7 @@ def finish_bf16(acc, bias, out):  # type: ignore[no-untyped-def]
 
 
 @_njit(void(f32[:, :], f32[:], u16[:, :]))
-def finish_f16(acc, bias, out):  # type: ignore[no-untyped-def]
+def finish_f16(acc, bias, out):
     """As `finish_f32`, then rounded to nearest even to f16 in `out`, uint16; NaN becomes 0x7FFF."""
     for i in range(acc.shape[0]):
         for j in range(acc.shape[1]):
@@ -266,6 +262,6 @@ def finish_f16(acc, bias, out):  # type: ignore[no-untyped-def]
 
 
 @_njit(boolean(f32[:]))
-def keeps_subnormals(probe):  # type: ignore[no-untyped-def]
+def keeps_subnormals(probe):
     """Whether this thread's arithmetic keeps subnormals; `probe` is [2**-126, 0.5] in f32, from memory."""
     return probe[0] * probe[1] != np.float32(0)

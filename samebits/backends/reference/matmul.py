@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from samebits.backends.reference import kernels
-from samebits.contract import GROUP, HOPPER, contract_from_key
+from samebits.contract import HOPPER, contract_from_key
 
 _F32 = npt.NDArray[np.float32]
 
 _MINIMUM_EXPONENT = {torch.float16: -14, torch.bfloat16: -126, torch.float32: -126}
-_FINISH = {
+_FINISH: dict[torch.dtype, tuple[Callable[..., None], torch.dtype, type[np.unsignedinteger[Any]]]] = {
     torch.float32: (kernels.finish_f32, torch.int32, np.uint32),
     torch.bfloat16: (kernels.finish_bf16, torch.int16, np.uint16),
     torch.float16: (kernels.finish_f16, torch.int16, np.uint16),
@@ -57,11 +57,8 @@ def addbmm(
     spans = [(s, 0, K) for s in range(S)]
     if cu_seqlens is not None:
         ends = cu_seqlens.tolist()
-        spans = [(0, start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
-    if acc is None:
-        chain = np.zeros((B, M, N), np.float32)
-    else:
-        chain = acc.detach().contiguous().clone().numpy()
+        spans = [(0, start, stop) for start, stop in itertools.pairwise(ends)]
+    chain = np.zeros((B, M, N), np.float32) if acc is None else acc.detach().numpy().copy()
     _chain(a, b, chain, np.array(spans, np.int64).reshape(-1, 3), contract, closing_zero=True)
     if acc is not None and out_dtype == torch.float32 and not any(start < stop for _, start, stop in spans):
         return torch.from_numpy(chain)  # no term was added: not even a NaN changes its bits
