@@ -157,6 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_sm80(co
 
     wait_copies<0>();
     __syncthreads();  // the strips take the stages' memory
+    const int out_kind = steps == 0 && !p.bias && p.out_kind == F32 ? F32_AS_IS : p.out_kind;
     float bias[4] = {};
     if (p.bias)
 #pragma unroll
@@ -181,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_sm80(co
 #pragma unroll
                 for (int e = 0; e < 4; ++e) value[e] = __fadd_rn(value[e], bias[e]);
             const i64 index = batch * p.out_batch + row * p.out_row + col * p.out_col;
-            store_four(p.out, index, p.out_col, value, columns, p.out_kind, p.out_together);
+            store_four(p.out, index, p.out_col, value, columns, out_kind, p.out_together);
         }
         __syncwarp();
     }

@@ -3,7 +3,7 @@
 
 #include "mma.cuh"
 
-enum Kind { F32, BF16, F16 };
+enum Kind { F32, BF16, F16, F32_AS_IS };  // the last: no term was added, not even a NaN changes
 
 __device__ __forceinline__ float widen(const void* p, i64 index, int kind)
 {
@@ -18,6 +18,7 @@ __device__ __forceinline__ float widen(const void* p, i64 index, int kind)
 // The bits of `value` rounded once, to nearest even, to `kind`; NaN is 0x7FFFFFFF, 0x7FFF in 16 bits.
 __device__ __forceinline__ u32 round_bits(float value, int kind)
 {
+    if (kind == F32_AS_IS) return __float_as_uint(value);
     if (kind == F32) return value != value ? 0x7FFFFFFFu : __float_as_uint(value);
     u16 bits;
     if (kind == BF16) {
@@ -34,11 +35,12 @@ __device__ __forceinline__ u32 round_bits(float value, int kind)
 __device__ __forceinline__ void store_four(
     void* out, i64 index, i64 stride, const float (&value)[4], int count, int kind, bool together)
 {
+    const bool wide = kind == F32 || kind == F32_AS_IS;
     u32 bits[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) bits[i] = round_bits(value[i], kind);
     if (together && count == 4) {
-        if (kind == F32)
+        if (wide)
             *reinterpret_cast<uint4*>(static_cast<u32*>(out) + index) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
         else
             *reinterpret_cast<uint2*>(static_cast<u16*>(out) + index) =
@@ -48,7 +50,7 @@ __device__ __forceinline__ void store_four(
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         if (i >= count) break;
-        if (kind == F32)
+        if (wide)
             static_cast<u32*>(out)[index + i * stride] = bits[i];
         else
             static_cast<u16*>(out)[index + i * stride] = static_cast<u16>(bits[i]);
