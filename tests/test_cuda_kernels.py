@@ -20,7 +20,7 @@ HALF = (torch.bfloat16, torch.float16)
 K_VECTOR, ROW_VECTOR, K_GATHER, ROW_GATHER = (
     Layout(k_major, vector, (0, 0, 0, 0)) for vector in (True, False) for k_major in (True, False)
 )
-schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.tile_m}x{s.tile_n}")
+schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.tile_m}x{s.tile_n}x{s.tile_k}")
 
 
 @schedules

@@ -50,8 +50,9 @@ class Schedule:
 SCHEDULES = (
     Schedule(128, 256, 32, 2, 4, 4, 1, rate=1.0),
     Schedule(128, 128, 32, 2, 2, 4, 2, rate=0.95),
+    Schedule(128, 128, 64, 2, 4, 3, 1, rate=0.9),
     Schedule(64, 64, 64, 2, 2, 3, 3, rate=0.6),
-    Schedule(16, 32, 64, 1, 2, 8, 1, rate=0.12),
+    Schedule(16, 32, 128, 1, 2, 5, 1, rate=0.12),
     Schedule(64, 16, 64, 4, 1, 4, 2, rate=0.2),
 )
 

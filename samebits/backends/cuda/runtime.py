@@ -397,7 +397,9 @@ _buffer = _LaunchBuffer()
 @functools.cache
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    driver.cuLaunchKernelEx.argtypes = [pointer] * 4
+    driver.cuTensorMapEncodeTiled.argtypes = [pointer, number, number] + [pointer] * 5 + [number] * 4
     return driver
 
 
@@ -563,6 +565,7 @@ def _check_params(spec: KernelSpec, sizes: list[int]) -> None:
 _MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _MAP_BYTES = {0: 0, 32: 1, 64: 2, 128: 3}
 _L2_BYTES = {0: 0, 64: 1, 128: 2, 256: 3}
+_MAP_SIZES = struct.Struct("@5Q4Q5I5I")  # shape, strides, box, element strides
 
 
 @functools.lru_cache(maxsize=4096)
@@ -586,23 +589,27 @@ def tensor_map(
         swizzle: 0, 32, 64 or 128 bytes.
         l2_promotion: 0, 64, 128 or 256 bytes.
     """
-    rank = len(shape)
-    memory = ctypes.create_string_buffer(128 + 128)
-    offset = -ctypes.addressof(memory) % 128
+    buffer, rank = _buffer, len(shape)
+    more = (0,) * (5 - rank)
+    _MAP_SIZES.pack_into(
+        buffer.memory, buffer.offset + 128, *shape, *more, *strides, *more, *box, *more, *(1,) * rank, *more
+    )
+    sizes = buffer.config + 128
     result = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(ctypes.addressof(memory) + offset),
+        buffer.config,
         _MAP_DTYPES[dtype],
         rank,
-        ctypes.c_void_p(address),
-        (ctypes.c_uint64 * rank)(*shape),
-        (ctypes.c_uint64 * max(rank - 1, 1))(*strides),
-        (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*(1,) * rank),
+        address,
+        sizes,
+        sizes + 40,
+        sizes + 72,
+        sizes + 92,
         0,
         _MAP_BYTES[swizzle],
         _L2_BYTES[l2_promotion],
         0,
     )
-    what = f"cuTensorMapEncodeTiled({address:#x}, {dtype}, {shape}, strides {strides}, box {box}, {swizzle})"
-    _check(result, what)
-    return memory.raw[offset : offset + 128]
+    if result:
+        what = f"{address:#x}, {dtype}, shape {shape}, strides {strides}, box {box}, swizzle {swizzle}"
+        raise LaunchError(f"cuTensorMapEncodeTiled({what}): {_error_name(result)}")
+    return ctypes.string_at(buffer.config, 128)
