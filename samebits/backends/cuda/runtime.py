@@ -397,9 +397,10 @@ _buffer = _LaunchBuffer()
 @functools.cache
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
-    pointer, number = ctypes.c_void_p, ctypes.c_int
+    pointer: Any = ctypes.c_void_p
+    number: Any = ctypes.c_int
     driver.cuLaunchKernelEx.argtypes = [pointer] * 4
-    driver.cuTensorMapEncodeTiled.argtypes = [pointer, number, number] + [pointer] * 5 + [number] * 4
+    driver.cuTensorMapEncodeTiled.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 4]
     return driver
 
 
