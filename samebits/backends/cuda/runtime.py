@@ -536,30 +536,36 @@ def _load(spec: KernelSpec, device: int) -> Kernel:
                 f"the driver rejects {spec.source} for {info.arch}, NVRTC {nvrtc_version()}: {error} — "
                 "update the driver, or install the nvidia-cuda-nvrtc of the driver's own CUDA version"
             ) from error
-        _check_params(spec, [size for _, size in kernel.arguments_info])
-        handle, function, ordinal = int(kernel.handle), ctypes.c_void_p(), ctypes.c_int()
         driver = _driver()
+        handle, function, ordinal = ctypes.c_void_p(int(kernel.handle)), ctypes.c_void_p(), ctypes.c_int()
+        _check_params(spec, handle)
         _check(driver.cuDeviceGet(ctypes.byref(ordinal), device), "cuDeviceGet")
         settings = {_MAX_DYNAMIC_SMEM: spec.smem}
         x, y, z = spec.cluster
         if x * y * z > 8:
             settings[_NON_PORTABLE_CLUSTER] = 1
         for attribute, value in settings.items():
-            result = driver.cuKernelSetAttribute(attribute, value, ctypes.c_void_p(handle), ordinal)
+            result = driver.cuKernelSetAttribute(attribute, value, handle, ordinal)
             _check(result, f"cuKernelSetAttribute({attribute}, {value}) of {spec.source}")
-        result = driver.cuKernelGetFunction(ctypes.byref(function), ctypes.c_void_p(handle))
+        result = driver.cuKernelGetFunction(ctypes.byref(function), handle)
         _check(result, f"cuKernelGetFunction of {spec.source}")
     _libraries.append((library, kernel))  # unloading is never safe while a graph may replay the kernel
     assert function.value is not None
     return Kernel(spec, device, function.value)
 
 
-def _check_params(spec: KernelSpec, sizes: list[int]) -> None:
+def _check_params(spec: KernelSpec, kernel: ctypes.c_void_p) -> None:
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    result = _driver().cuKernelGetParamInfo(
+        kernel, ctypes.c_size_t(0), ctypes.byref(offset), ctypes.byref(size)
+    )
+    _check(result, f"cuKernelGetParamInfo of {spec.source}")
     packed = struct.calcsize("@" + spec.params)
-    fits = len(sizes) == 1 and sizes[0] in {-(-packed // align) * align for align in (4, 8, 16, 64, 128)}
-    if not fits or packed > _PARAMS_MAX:
+    if packed > _PARAMS_MAX or size.value not in {
+        -(-packed // align) * align for align in (4, 8, 16, 64, 128)
+    }:
         raise LaunchError(
-            f"{spec.source} takes parameters of {sizes} bytes, KernelSpec.params packs one of {packed}"
+            f"{spec.source} takes parameters of {size.value} bytes, KernelSpec.params packs {packed}"
         )
 
 
