@@ -50,21 +50,21 @@ class Schedule:
 
 
 SCHEDULES = (
-    Schedule(128, 256, 32, 2, 4, 4, 1, alone=86, busy=86),
-    Schedule(128, 128, 32, 2, 2, 4, 2, alone=55, busy=43),
-    Schedule(128, 128, 64, 2, 4, 3, 1, alone=48, busy=48),
+    Schedule(128, 256, 32, 2, 4, 4, 1, alone=86, busy=89),
+    Schedule(128, 128, 32, 2, 2, 4, 2, alone=55, busy=42),
     Schedule(64, 64, 64, 2, 2, 3, 3, alone=30, busy=14.5),
     Schedule(16, 32, 128, 1, 2, 5, 1, alone=14.5, busy=6),
     Schedule(64, 16, 64, 4, 1, 4, 2, alone=20, busy=8.5),
 )
 
 
-def choose_schedule(m: int, n: int, batch: int, sm_count: int) -> Schedule:
+def choose_schedule(m: int, n: int, batch: int, info: runtime.DeviceInfo) -> Schedule:
     """The schedule that should be fastest for ``batch`` matrices of ``[m, n]``."""
 
     def time(s: Schedule) -> float:
         tiles = -(-m // s.tile_m) * -(-n // s.tile_n) * batch
-        return max(s.alone, -(-tiles // sm_count) * s.busy)
+        shared = 2 * s.smem <= info.max_smem  # blocks hide each other's waiting only if two fit
+        return max(s.alone, -(-tiles // info.sm_count) * (s.busy if shared else max(s.alone, s.busy)))
 
     # The times are of tiles full of output; in one that is mostly padding, loads are as well.
     full = [s for s in SCHEDULES if s.tile_m <= 2 * max(m, 8) and s.tile_n <= 2 * max(n, 8)]
@@ -194,7 +194,7 @@ def _make_plan(
     info = runtime.device_info(out.device.index)
     layout_a = _layout(a, -2, -1, ragged=cu_seqlens is not None)
     layout_b = _layout(b, -1, -2, ragged=cu_seqlens is not None)
-    schedule = schedule or choose_schedule(m, n, batch, info.sm_count)
+    schedule = schedule or choose_schedule(m, n, batch, info)
     tiles_m, tiles_n = -(-m // schedule.tile_m), -(-n // schedule.tile_n)
     tiles = tiles_m * tiles_n * batch
     largest = 2**31 - 512
