@@ -457,3 +457,16 @@ def test_wrong_operands_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             matmul(**({"a": a, "b": b, "out": out} | wrong))
+
+
+@pytest.mark.gpu
+def test_follows_the_operands_device():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    a, b = values("normal", (33, 40), HALF[0], 1), values("normal", (40, 20), HALF[0], 2)
+    outs = [
+        matmul(a.to(d), b.to(d), out=torch.empty(33, 20, device=d)) for d in ("cuda:0", "cuda:1", "cuda:0")
+    ]
+    assert torch.cuda.current_device() == 0
+    for out in outs[1:]:
+        assert_same_bits(out.cpu(), outs[0].cpu())
