@@ -514,11 +514,12 @@ def _load(spec: KernelSpec, device: int) -> Kernel:
     _require_gpu()
     info = device_info(device)
     _require_capability(info)
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{spec.source} is not loaded on cuda:{device} yet, and none may be loaded while a CUDA graph is "
-            "captured: call samebits.prepare(...) first, or run the operation once before the capture"
-        )
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{spec.source} is not loaded on cuda:{device} yet, and none may be loaded while a CUDA graph is "
+                "captured: call samebits.prepare(...) first, or run the operation once before the capture"
+            )
     if spec.smem > info.max_smem:
         raise LaunchError(
             f"{spec.source} needs {spec.smem} bytes of shared memory, {info.name} has {info.max_smem}"
