@@ -517,7 +517,7 @@ def _load(spec: KernelSpec, device: int) -> Kernel:
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{spec.source} is not loaded on cuda:{device} yet, and none may be loaded while a CUDA graph is "
+                f"{spec.source} is not loaded on cuda:{device}, and no kernel may be while a CUDA graph is "
                 "captured: call samebits.prepare(...) first, or run the operation once before the capture"
             )
     if spec.smem > info.max_smem:
