@@ -14,9 +14,9 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import local
-from typing import Any, Literal
+from typing import Literal, cast
 
 import torch
 
@@ -48,6 +48,8 @@ class MmaModel:
     group: int
     fraction_bits: int
     zero_exponent: int
+    key: str = field(init=False, repr=False, compare=False)
+    """All the data above as one string, the form in which it passes through ``torch.library``."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name.isidentifier()):
@@ -56,11 +58,15 @@ class MmaModel:
             raise ValueError(f"MmaModel.group: expected 4, 8 or 16, got {self.group!r}")
         # The upper bound keeps a sum of 17 terms, each below 2**(fraction_bits + 2), exact in float64.
         if type(self.fraction_bits) is not int or not 23 <= self.fraction_bits <= 46:
-            raise ValueError(f"MmaModel.fraction_bits: expected an int in [23, 46], got {self.fraction_bits!r}")
+            raise ValueError(
+                f"MmaModel.fraction_bits: expected an int in [23, 46], got {self.fraction_bits!r}"
+            )
         if type(self.zero_exponent) is not int or not -252 <= self.zero_exponent <= -126:
             raise ValueError(
                 f"MmaModel.zero_exponent: expected an int in [-252, -126], got {self.zero_exponent!r}"
             )
+        key = f"{self.name}:{self.group}:{self.fraction_bits}:{self.zero_exponent}"
+        object.__setattr__(self, "key", key)
 
 
 AMPERE = MmaModel("AMPERE", group=8, fraction_bits=24, zero_exponent=-132)
@@ -91,6 +97,8 @@ class Contract:
     name: str
     step: Literal["mma", "fma"]
     mma: MmaModel | None = None
+    key: str = field(init=False, repr=False, compare=False)
+    """All the data above as one string; :func:`contract_from_key` reads it back."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name.isidentifier()):
@@ -101,6 +109,8 @@ class Contract:
             raise TypeError(f"Contract.mma: expected an MmaModel or None, got {type(self.mma).__name__}")
         if self.step == "fma" and self.mma is not None:
             raise ValueError(f'Contract.mma: step "fma" takes no MmaModel, got {self.mma.name}')
+        key = f"{self.name}:{self.step}" if self.mma is None else f"{self.name}:{self.step}:{self.mma.key}"
+        object.__setattr__(self, "key", key)
 
     @property
     def input_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -112,34 +122,21 @@ class Contract:
         """This contract, bound to the tensor-core family ``mma``."""
         return dataclasses.replace(self, mma=mma)
 
-    @property
-    def key(self) -> str:
-        """All of this contract's data as canonical JSON; :meth:`from_key` reads it back."""
-        return _key(self)
-
-    @staticmethod
-    def from_key(key: str) -> Contract:
-        """The contract whose :attr:`key` is ``key``."""
-        return _from_key(key)
-
     def digest(self) -> str:
         """A SHA-256 over everything that may change an output bit, names excluded: 16 hex digits.
 
         Stable over processes, machines and Python versions, so that a result can say which bits it has.
         """
-        data = json.loads(self.key)
-        data.pop("name")
-        if data["mma"] is not None:
-            data["mma"].pop("name")
-        data["revision"] = _REVISION
-        text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+        mma = self.mma and [self.mma.group, self.mma.fraction_bits, self.mma.zero_exponent]
+        text = json.dumps([_REVISION, self.step, mma])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         if self.mma is None:
             return self.name
         m = self.mma
-        return f"{self.name}[{m.name}: group {m.group}, {m.fraction_bits} fraction bits, zero 2**{m.zero_exponent}]"
+        data = f"group {m.group}, {m.fraction_bits} fraction bits, zero exponent {m.zero_exponent}"
+        return f"{self.name}[{m.name}: {data}]"
 
 
 # Raised when docs/contract.md changes in a way that the fields above do not show.
@@ -147,15 +144,11 @@ _REVISION = 1
 
 
 @functools.lru_cache(maxsize=64)
-def _key(contract: Contract) -> str:
-    return json.dumps(dataclasses.asdict(contract), separators=(",", ":"))
-
-
-@functools.lru_cache(maxsize=64)
-def _from_key(key: str) -> Contract:
-    data: dict[str, Any] = json.loads(key)
-    mma = data.pop("mma")
-    return Contract(**data, mma=None if mma is None else MmaModel(**mma))
+def contract_from_key(key: str) -> Contract:
+    """The contract whose :attr:`Contract.key` is ``key``."""
+    name, step, *model = key.split(":")
+    mma = MmaModel(model[0], *map(int, model[1:])) if model else None
+    return Contract(name, cast(Literal["mma", "fma"], step), mma)
 
 
 TENSOR_CORE = Contract("TENSOR_CORE", step="mma")
@@ -165,11 +158,21 @@ FMA = Contract("FMA", step="fma")
 """A chain of IEEE fused multiply-adds: the default for f32. The same bits on any IEEE machine."""
 
 
-class _ThreadState(local):
+class _CpuFamily(local):
+    # A plain thread-local attribute, because torch.compile can read and guard it.
     mma: MmaModel = HOPPER
 
 
-_state = _ThreadState()
+_cpu_family = _CpuFamily()
+
+
+def resolve(contract: Contract | None, dtype: torch.dtype, device_type: str) -> str:
+    """The key of the contract that an operation on ``dtype`` tensors of ``device_type`` follows."""
+    if contract is None:
+        contract = FMA if dtype == torch.float32 else TENSOR_CORE
+    if contract.step == "mma" and contract.mma is None and device_type == "cpu":
+        return f"{contract.key}:{_cpu_family.mma.key}"
+    return contract.key
 
 
 @contextmanager
@@ -185,9 +188,9 @@ def use_mma_model(model: MmaModel) -> Iterator[None]:
     """
     if not isinstance(model, MmaModel):
         raise TypeError(f"use_mma_model: model: expected an MmaModel, got {type(model).__name__}")
-    before = _state.mma
-    _state.mma = model
+    before = _cpu_family.mma
+    _cpu_family.mma = model
     try:
         yield
     finally:
-        _state.mma = before
+        _cpu_family.mma = before

@@ -67,10 +67,7 @@ def entries(kernels):
 
 
 def test_import_needs_no_cuda():
-    code = (
-        "import sys, samebits.backends.cuda.runtime; "
-        "sys.exit(any(m in sys.modules for m in ('cuda.core', 'cuda.bindings')))"
-    )
+    code = "import sys, samebits.backends.cuda.runtime; sys.exit('cuda.core' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -83,7 +80,7 @@ def test_compile_reports_resources(kernels):
     (kernels / "fill.cu").write_text(
         "struct Params { float* x; long long n; int add; };\n"
         'extern "C" __global__ void fill(const __grid_constant__ Params p)\n'
-        "{ float v[64]; for (int i = 0; i < 64; i++) v[i] = p.x[i * p.n]; p.x[0] = v[p.add]; }\n"
+        "{ float v[64]; for (int i = 0; i < 64; i++) v[(i * p.add) % 64] = p.x[i]; p.x[0] = v[p.n]; }\n"
     )
     assert runtime.compile(spec(), "sm_90a").local_bytes >= 256
 
@@ -315,7 +312,7 @@ def test_launch_errors_surface(loaded):
 
 @pytest.mark.gpu
 def test_what_cannot_run_is_refused_at_load(kernels):
-    with pytest.raises(runtime.LaunchError, match=r"takes parameters of \[24\] bytes.*packs one of 16"):
+    with pytest.raises(runtime.LaunchError, match=r"takes parameters of 24 bytes.*packs 16"):
         runtime.load(spec(params="Pq"), 0)
     with pytest.raises(runtime.LaunchError, match="needs 1000000 bytes of shared memory"):
         runtime.load(spec(smem=1_000_000), 0)

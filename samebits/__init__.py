@@ -1,0 +1,23 @@
+"""Matrix products whose every output row has the same bits whatever batch it rides in."""
+
+from samebits._version import __version__
+from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, MmaModel, use_mma_model
+from samebits.ops.addmm import addmm_
+from samebits.ops.bmm import bmm
+from samebits.ops.linear import linear
+from samebits.ops.matmul import matmul
+
+__all__ = [
+    "AMPERE",
+    "FMA",
+    "HOPPER",
+    "TENSOR_CORE",
+    "Contract",
+    "MmaModel",
+    "__version__",
+    "addmm_",
+    "bmm",
+    "linear",
+    "matmul",
+    "use_mma_model",
+]

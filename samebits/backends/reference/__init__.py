@@ -1,0 +1,1 @@
+"""The CPU backend: executes a Contract literally, and is its definition."""

@@ -1,0 +1,267 @@
+"""The chains of ``docs/contract.md`` as scalar loops, which LLVM turns into SIMD over the columns of a tile.
+
+``chain_tiles`` functions compute output tiles ``first <= t < last`` of ``out[B, M, N]``, float32, in place:
+each element is carried on from the value it holds, over every span ``(s, start, stop)`` in turn, with
+``a[B, S, M, K]`` and ``b[B, S, K, N]`` widened to float32. Tiles only divide the work: no element's value
+depends on its tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from numba import boolean, void
+from numba import float32 as f32
+from numba import int64 as i64
+from numba import uint16 as u16
+from numba import uint32 as u32
+
+from samebits.backends.reference._bits import bits_to_f64, f32_to_bits, f64_to_bits, fma, trunc
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+TILE_M, TILE_N, GROUP = 16, 64, 16
+
+
+def _njit(*signature: Any) -> Callable[[_F], _F]:
+    # No fastmath: LLVM may neither reorder nor contract. nogil: threads share the tiles. A signature takes
+    # any strides, where numba would compile anew for every kind of layout it meets.
+    return numba.njit(*signature, nogil=True, cache=True, error_model="numpy")
+
+
+_OPERANDS = (
+    f32[:, :, :, :],
+    f32[:, :, :, :],
+    f32[:, :, :],
+    i64[:, :],
+    i64,
+    i64,
+)  # a, b, out, spans, first, last
+
+
+# A product of two exponents below this cannot be mistaken for a real one, nor decide emax.
+_NO_EXPONENT = -(1 << 20)
+
+
+@_njit()
+def _exponent(x: Any, minimum: Any) -> Any:
+    """The e of x = s * 2**e with 1 <= |s| < 2, or `minimum` with |s| < 1 where e would be smaller."""
+    return max(np.int64((f32_to_bits(x) >> 23) & 0xFF) - 127, minimum)
+
+
+def _fused_sum(group: int) -> Any:
+    """One fused sum of `group` products for each column j, carried in `acc`: an MmaModel at work."""
+
+    @_njit()
+    def fused_sum(a, a_exponent, a_zero, b, b_exponent, b_zero, acc, width, fraction_bits, zero_exponent):
+        # Arithmetic is in float64, which holds every intermediate exactly: a product has at most 48 bits,
+        # and the sum is of integers below 2**(fraction_bits + 2). Infinities and NaN take IEEE's own course,
+        # which is the contract's. The loop over j is the SIMD one; the loops over i unroll.
+        for j in range(width):
+            c = acc[j]
+            c_exponent = min(max(((f64_to_bits(c) >> 52) & 0x7FF) - 1023, -126), 128)
+            c_exponent = zero_exponent if c == 0.0 else c_exponent
+            emax = float(max(c_exponent, max(a_zero, b_zero[j])))
+            for i in range(group):
+                e = a_exponent[i] + b_exponent[i, j]
+                emax = e if e > emax else emax
+            shift = fraction_bits - np.int64(emax)
+            to_integer = bits_to_f64((1023 + shift) << 52)
+            total = trunc(c * to_integer)
+            for i in range(group):
+                total += trunc(a[i] * b[i, j] * to_integer)
+            exact = total * bits_to_f64((1023 - shift) << 52)
+            magnitude = abs(exact)
+            subnormal = trunc(exact * 2.0**149) * 2.0**-149
+            normal = bits_to_f64(f64_to_bits(exact) & -0x20000000)  # 24 significant bits
+            rounded = subnormal if magnitude < 2.0**-126 else normal
+            rounded = exact * np.inf if magnitude >= 2.0**128 else rounded
+            acc[j] = rounded + 0.0  # -0 becomes +0
+
+    return fused_sum
+
+
+# The group is a constant of each, so that LLVM unrolls it.
+_fused_sum_4, _fused_sum_8, _fused_sum_16 = _fused_sum(4), _fused_sum(8), _fused_sum(16)
+
+
+@_njit()
+def _load_columns(b, k0, n0, terms, width, value):
+    """``value[i, j] = b[k0 + i, n0 + j]``, and zero past the last term, reading along the closer stride."""
+    if b.strides[0] < b.strides[1]:
+        for j in range(width):
+            for i in range(terms):
+                value[i, j] = b[k0 + i, n0 + j]
+    else:
+        for i in range(terms):
+            for j in range(width):
+                value[i, j] = b[k0 + i, n0 + j]
+    for i in range(terms, GROUP):
+        for j in range(width):
+            value[i, j] = 0
+
+
+@_njit(void(*_OPERANDS, i64, i64, i64, i64, i64))
+def mma_chain_tiles(a, b, out, spans, first, last, group, fraction_bits, zero_exponent, a_minimum, b_minimum):
+    """The TENSOR_CORE chain; `a_minimum` and `b_minimum` are the operands' smallest normal exponents."""
+    M, N = out.shape[1], out.shape[2]
+    tiles_m, tiles_n = (M + TILE_M - 1) // TILE_M, (N + TILE_N - 1) // TILE_N
+    a_value, a_exponent = np.empty(GROUP), np.empty(GROUP)
+    b_f32 = np.empty((GROUP, TILE_N), np.float32)
+    b_value, b_exponent = np.empty((GROUP, TILE_N)), np.empty((GROUP, TILE_N))
+    a_zero, b_zero = np.empty(4, np.int64), np.empty((4, TILE_N), np.int64)
+    acc = np.empty((TILE_M, TILE_N))
+    for tile in range(first, last):
+        batch, rest = tile // (tiles_m * tiles_n), tile % (tiles_m * tiles_n)
+        n0, m0 = (rest // tiles_m) * TILE_N, (rest % tiles_m) * TILE_M
+        height, width = min(TILE_M, M - m0), min(TILE_N, N - n0)
+        for i in range(height):
+            for j in range(width):
+                acc[i, j] = out[batch, m0 + i, n0 + j]
+        for p in range(spans.shape[0]):
+            s, start, stop = spans[p, 0], spans[p, 1], spans[p, 2]
+            for k0 in range(start, stop, GROUP):
+                terms = min(GROUP, stop - k0)
+                _load_columns(b[batch, s], k0, n0, terms, width, b_f32)
+                b_zero[:] = _NO_EXPONENT
+                for i in range(GROUP):
+                    for j in range(width):
+                        x = b_f32[i, j]
+                        zero = x == 0
+                        b_value[i, j] = x
+                        b_exponent[i, j] = _NO_EXPONENT if zero else _exponent(x, b_minimum)
+                        b_zero[i // group, j] = zero_exponent if zero else b_zero[i // group, j]
+                for m in range(height):
+                    a_zero[:] = _NO_EXPONENT
+                    for i in range(GROUP):
+                        x = a[batch, s, m0 + m, k0 + i] if i < terms else np.float32(0)
+                        a_value[i] = x
+                        a_exponent[i] = _NO_EXPONENT if x == 0 else _exponent(x, a_minimum)
+                        if x == 0:
+                            a_zero[i // group] = zero_exponent
+                    for i in range(0, GROUP, group):
+                        g = i // group
+                        a_terms = a_value[i:], a_exponent[i:], a_zero[g]
+                        b_terms = b_value[i:], b_exponent[i:], b_zero[g]
+                        if group == 16:
+                            _fused_sum_16(*a_terms, *b_terms, acc[m], width, fraction_bits, zero_exponent)
+                        elif group == 8:
+                            _fused_sum_8(*a_terms, *b_terms, acc[m], width, fraction_bits, zero_exponent)
+                        else:
+                            _fused_sum_4(*a_terms, *b_terms, acc[m], width, fraction_bits, zero_exponent)
+        for i in range(height):
+            for j in range(width):
+                out[batch, m0 + i, n0 + j] = acc[i, j]
+
+
+@_njit()
+def _fma_terms(a, b, acc, terms, width):
+    if terms == GROUP:
+        for j in range(width):
+            c = acc[j]
+            for i in range(GROUP):
+                c = fma(a[i], b[i, j], c)
+            acc[j] = c
+    else:
+        for i in range(terms):
+            for j in range(width):
+                acc[j] = fma(a[i], b[i, j], acc[j])
+
+
+@_njit(void(*_OPERANDS, boolean))
+def fma_chain_tiles(a, b, out, spans, first, last, closing_zero):
+    """The FMA chain. With `closing_zero`, every span ends with the term 0 * 0, which turns -0 into +0."""
+    M, N = out.shape[1], out.shape[2]
+    tiles_m, tiles_n = (M + TILE_M - 1) // TILE_M, (N + TILE_N - 1) // TILE_N
+    a_value = np.empty(GROUP, np.float32)
+    b_value = np.empty((GROUP, TILE_N), np.float32)
+    acc = np.empty((TILE_M, TILE_N), np.float32)
+    for tile in range(first, last):
+        batch, rest = tile // (tiles_m * tiles_n), tile % (tiles_m * tiles_n)
+        n0, m0 = (rest // tiles_m) * TILE_N, (rest % tiles_m) * TILE_M
+        height, width = min(TILE_M, M - m0), min(TILE_N, N - n0)
+        for i in range(height):
+            for j in range(width):
+                acc[i, j] = out[batch, m0 + i, n0 + j]
+        for p in range(spans.shape[0]):
+            s, start, stop = spans[p, 0], spans[p, 1], spans[p, 2]
+            for k0 in range(start, stop, GROUP):
+                terms = min(GROUP, stop - k0)
+                _load_columns(b[batch, s], k0, n0, terms, width, b_value)
+                for m in range(height):
+                    for i in range(terms):
+                        a_value[i] = a[batch, s, m0 + m, k0 + i]
+                    _fma_terms(a_value, b_value, acc[m], terms, width)
+            if closing_zero and start < stop:
+                zero = np.float32(0)
+                for i in range(height):
+                    for j in range(width):
+                        acc[i, j] = fma(zero, zero, acc[i, j])
+        for i in range(height):
+            for j in range(width):
+                out[batch, m0 + i, n0 + j] = acc[i, j]
+
+
+@_njit()
+def _f32_result(x, bias, j):
+    y = x + bias[j] if bias.size else x
+    return np.uint32(0x7FFFFFFF) if y != y else f32_to_bits(y)
+
+
+@_njit()
+def _f16_from_f32_bits(x):
+    sign = (x >> 16) & np.uint32(0x8000)
+    magnitude = np.int64(x & np.uint32(0x7FFFFFFF))
+    if magnitude > 0x7F800000:
+        return np.uint32(0x7FFF)
+    if magnitude >= 0x47800000:  # 2**16 and above, infinity included
+        return sign | np.uint32(0x7C00)
+    exponent = (magnitude >> 23) - 127
+    if exponent < -25:  # below half the smallest subnormal
+        return sign
+    # The result in units of its last place, which is 2**-24 for subnormals. A carry out of the fraction moves
+    # into the exponent field by itself, up to infinity.
+    significand = (magnitude & 0x7FFFFF) | 0x800000
+    drop = 13 if exponent >= -14 else -1 - exponent
+    kept = significand >> drop
+    remainder, half = significand & ((1 << drop) - 1), 1 << (drop - 1)
+    if remainder > half or (remainder == half and kept & 1):
+        kept += 1
+    if exponent >= -14:
+        kept += (exponent + 14) << 10
+    return sign | np.uint32(kept)
+
+
+@_njit(void(f32[:, :], f32[:], u32[:, :]))
+def finish_f32(acc, bias, out):
+    """``out = acc + bias`` over rows, one rounding; NaN becomes 0x7FFFFFFF. f32 arrays, `out` of uint32."""
+    for i in range(acc.shape[0]):
+        for j in range(acc.shape[1]):
+            out[i, j] = _f32_result(acc[i, j], bias, j)
+
+
+@_njit(void(f32[:, :], f32[:], u16[:, :]))
+def finish_bf16(acc, bias, out):
+    """As `finish_f32`, then rounded to nearest even to bf16 in `out`, uint16; NaN becomes 0x7FFF."""
+    for i in range(acc.shape[0]):
+        for j in range(acc.shape[1]):
+            x = _f32_result(acc[i, j], bias, j)
+            rounded = (x + np.uint32(0x7FFF) + ((x >> 16) & np.uint32(1))) >> 16
+            out[i, j] = 0x7FFF if x == 0x7FFFFFFF else rounded
+
+
+@_njit(void(f32[:, :], f32[:], u16[:, :]))
+def finish_f16(acc, bias, out):
+    """As `finish_f32`, then rounded to nearest even to f16 in `out`, uint16; NaN becomes 0x7FFF."""
+    for i in range(acc.shape[0]):
+        for j in range(acc.shape[1]):
+            out[i, j] = _f16_from_f32_bits(_f32_result(acc[i, j], bias, j))
+
+
+@_njit(boolean(f32[:]))
+def keeps_subnormals(probe):
+    """Whether this thread's arithmetic keeps subnormals; `probe` is [2**-126, 0.5] in f32, from memory."""
+    return probe[0] * probe[1] != np.float32(0)

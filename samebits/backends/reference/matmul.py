@@ -1,0 +1,116 @@
+"""Products on CPU tensors: hands tiles of the output to threads that run the chains of `kernels`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from samebits.backends.reference import kernels
+from samebits.contract import HOPPER, contract_from_key
+
+_F32 = npt.NDArray[np.float32]
+
+_MINIMUM_EXPONENT = {torch.float16: -14, torch.bfloat16: -126, torch.float32: -126}
+_FINISH: dict[torch.dtype, tuple[Callable[..., None], torch.dtype, type[np.unsignedinteger[Any]]]] = {
+    torch.float32: (kernels.finish_f32, torch.int32, np.uint32),
+    torch.bfloat16: (kernels.finish_bf16, torch.int16, np.uint16),
+    torch.float16: (kernels.finish_f16, torch.int16, np.uint16),
+}
+_TERMS_WORTH_A_THREAD = 1 << 17
+_SUBNORMAL_PROBE = np.array([2.0**-126, 0.5], np.float32)
+
+
+def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:
+    """``a[*A, M, K] @ b[*B, K, N] (+ bias[N])`` with batch dimensions broadcast as in ``torch.matmul``."""
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
+    if b.ndim == 2 and a.ndim > 2:  # one tall product: the rows of every batch share b
+        return matmul(a.reshape(-1, K), b, bias=bias, out_dtype=out_dtype, contract=contract).reshape(
+            *batch, M, N
+        )
+    a4 = a.expand(*batch, M, K).reshape(-1, 1, M, K)
+    b4 = b.expand(*batch, K, N).reshape(-1, 1, K, N)
+    acc = np.zeros((a4.shape[0], M, N), np.float32)
+    _chain(a4, b4, acc, np.array([[0, 0, K]]), contract, closing_zero=False)
+    return _finish(acc, bias, out_dtype).reshape(*batch, M, N)
+
+
+def addbmm(
+    acc: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    out_dtype: torch.dtype,
+    contract: str,
+) -> Tensor:
+    """``acc[B, M, N] + sum over s, k of a[B, S, M, K] * b[B, S, K, N]``: a chain over sequences."""
+    B, S, M, K = a.shape
+    N = b.shape[-1]
+    spans = [(s, 0, K) for s in range(S)]
+    if cu_seqlens is not None:
+        ends = cu_seqlens.tolist()
+        spans = [(0, start, stop) for start, stop in itertools.pairwise(ends)]
+    chain = np.zeros((B, M, N), np.float32) if acc is None else acc.detach().numpy().copy()
+    _chain(a, b, chain, np.array(spans, np.int64).reshape(-1, 3), contract, closing_zero=True)
+    if acc is not None and out_dtype == torch.float32 and not any(start < stop for _, start, stop in spans):
+        return torch.from_numpy(chain)  # no term was added: not even a NaN changes its bits
+    return _finish(chain, None, out_dtype)
+
+
+def _chain(
+    a: Tensor, b: Tensor, out: _F32, spans: npt.NDArray[np.int64], contract: str, *, closing_zero: bool
+) -> None:
+    """Carry ``out[B, M, N]`` on over all `spans` of ``a[B, S, M, K]`` and ``b[B, S, K, N]``."""
+    if not kernels.keeps_subnormals(_SUBNORMAL_PROBE):
+        raise RuntimeError(
+            "this thread flushes subnormals to zero, which changes bits; call torch.set_flush_denormal(False)"
+        )
+    model = contract_from_key(contract)
+    if out.size == 0:
+        return
+    if out.shape[2] < kernels.TILE_N and out.shape[2] < out.shape[1]:
+        # SIMD runs over columns. Products commute and a fused sum has no order, so C^T = B^T A^T bit for bit.
+        a, b, out = b.transpose(-1, -2), a.transpose(-1, -2), out.transpose(0, 2, 1)
+    arrays = _widen(a), _widen(b), out, spans
+    if model.step == "fma":
+        run: Callable[[int, int], Any] = lambda first, last: kernels.fma_chain_tiles(  # noqa: E731
+            *arrays, first, last, closing_zero
+        )
+    else:
+        mma = model.mma or HOPPER
+        data = mma.group, mma.fraction_bits, mma.zero_exponent
+        minima = _MINIMUM_EXPONENT[a.dtype], _MINIMUM_EXPONENT[b.dtype]
+        run = lambda first, last: kernels.mma_chain_tiles(*arrays, first, last, *data, *minima)  # noqa: E731
+    B, M, N = out.shape
+    tiles = B * -(-M // kernels.TILE_M) * -(-N // kernels.TILE_N)
+    terms = out.size * int((spans[:, 2] - spans[:, 1]).sum())
+    threads = min(torch.get_num_threads(), tiles, 1 + terms // _TERMS_WORTH_A_THREAD)
+    if threads == 1:
+        run(0, tiles)
+        return
+    bounds = np.linspace(0, tiles, min(tiles, 8 * threads) + 1).astype(int).tolist()
+    # A pool for each product costs 0.1 ms, and leaves nothing behind for a fork to break.
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(run, bounds[:-1], bounds[1:]))
+
+
+def _widen(x: Tensor) -> _F32:
+    return x.detach().to(torch.float32).numpy()
+
+
+def _finish(acc: _F32, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Add the bias in f32 and round once to `out_dtype`."""
+    finish, bits, unsigned = _FINISH[out_dtype]
+    out = torch.empty(acc.shape, dtype=out_dtype)
+    rows = acc.reshape(-1, acc.shape[-1])
+    out_bits = out.view(bits).numpy().view(unsigned).reshape(rows.shape)
+    finish(rows, np.empty(0, np.float32) if bias is None else _widen(bias), out_bits)
+    return out

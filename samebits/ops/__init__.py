@@ -1,0 +1,1 @@
+"""The public operations: one file each, with its maths, validation, autograd and registration."""

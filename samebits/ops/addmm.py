@@ -1,0 +1,193 @@
+"""``samebits.addmm_``: accumulate a product into float32, and the chain over sequences under it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samebits.contract import Contract
+from samebits.ops._library import autocast, check_device, check_operands, library, shape
+from samebits.ops.matmul import operand
+
+# The chain over sequences: out[B, M, N] = acc[B, M, N] + a[B, S, M, K] @ b[B, S, K, N] over s, then k. Every
+# s, or with cu_seqlens (and S = 1) every span of K, is a sequence.
+library.define(
+    "addbmm(Tensor? acc, Tensor a, Tensor b, Tensor? cu_seqlens, ScalarType out_dtype, str contract)"
+    " -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.define(
+    "addbmm_(Tensor(a!) acc, Tensor a, Tensor b, Tensor? cu_seqlens, str contract) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = None) -> Tensor:
+    """Carry the chains that ``acc`` holds on over ``a @ b``, in place.
+
+    ``acc[m, n] = acc[m, n] + sum over k of a[m, k] * b[k, n]``
+
+    One chain over ascending k that starts from the value in ``acc`` and is never rounded to less than
+    float32, so accumulating one micro-batch after another gives the bits of all of them at once, wherever
+    the cuts between them start a new group of 16 tokens (see ``docs/contract.md``, "Sequences").
+
+    Args:
+        acc: float32 ``[M, N]``, any strides; may not overlap itself, ``a`` or ``b`` in memory.
+        a: ``[M, K]``; bfloat16, float16 or float32.
+        b: ``[K, N]``; same dtype and device.
+        contract: as in :func:`samebits.matmul`.
+
+    Returns:
+        ``acc``. With K = 0 it keeps its bits.
+
+    Raises:
+        TypeError: ``acc`` is not float32, or ``a`` and ``b`` are not what :func:`samebits.matmul` takes.
+        ValueError: shapes or devices do not match, or ``acc`` overlaps. Nothing has been written then.
+    """
+    key = check_operands("addmm_", contract, a=a, b=b)
+    if not isinstance(acc, Tensor) or acc.dtype != torch.float32 or acc.layout is not torch.strided:
+        got = acc.dtype if isinstance(acc, Tensor) else type(acc).__name__
+        raise TypeError(f"samebits.addmm_: acc: expected a dense float32 tensor, got {got}")
+    check_device("addmm_", "acc", acc, "a", a)
+    if a.ndim != 2 or b.ndim != 2:
+        raise ValueError(f"samebits.addmm_: a, b: expected 2-D, got shapes {shape(a)} and {shape(b)}")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(
+            "samebits.addmm_: a, b: inner dimensions must be equal, got"
+            f" {a.shape[1]} and {b.shape[0]} of shapes {shape(a)} and {shape(b)}"
+        )
+    if acc.ndim != 2 or acc.shape[0] != a.shape[0] or acc.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"samebits.addmm_: acc: expected shape {(a.shape[0], b.shape[1])}, got {shape(acc)}"
+            f" with a {shape(a)} and b {shape(b)}"
+        )
+    if torch.is_autocast_enabled(a.device.type):
+        a, b = autocast(a, b)
+        key = check_operands("addmm_", contract, a=a, b=b)
+    a4, b4 = a[None, None], b[None, None]
+    if torch.is_grad_enabled() and (acc.requires_grad or a.requires_grad or b.requires_grad):
+        chain = torch.ops.samebits.addbmm(acc[None], a4, b4, None, torch.float32, key)
+        return acc.copy_(chain[0])
+    torch.ops.samebits.addbmm_(acc[None], a4, b4, None, key)
+    return acc
+
+
+# Effort after which two memory layouts count as overlapping. numpy's stub knows of its two names only.
+_OVERLAP_WORK: Any = 1 << 20
+
+
+def check_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int) -> None:
+    """Refuse offsets that do not cut `tokens` tokens into consecutive spans. Reads the values."""
+    if cu_seqlens.numel() == 0:
+        raise ValueError(f"samebits.{op}: cu_seqlens: expected at least one offset, got none")
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or ends[-1] != tokens:
+        raise ValueError(
+            f"samebits.{op}: cu_seqlens: expected to run from 0 to {tokens} (the number of tokens),"
+            f" got {ends[0]} to {ends[-1]}"
+        )
+    for i, (start, stop) in enumerate(itertools.pairwise(ends)):
+        if stop < start:
+            raise ValueError(
+                f"samebits.{op}: cu_seqlens: expected non-decreasing offsets, got {start} then {stop}"
+                f" at positions {i} and {i + 1}"
+            )
+
+
+def _cpu(
+    acc: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    cu_seqlens: Tensor | None,
+    out_dtype: torch.dtype,
+    contract: str,
+) -> Tensor:
+    from samebits.backends.reference import matmul as reference
+
+    if cu_seqlens is not None:
+        check_cu_seqlens("addbmm", cu_seqlens, a.shape[-1])
+    return reference.addbmm(acc, a, b, cu_seqlens, out_dtype=out_dtype, contract=contract)
+
+
+def _cpu_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, contract: str) -> None:
+    _refuse_overlap(acc, a=a, b=b)
+    acc.copy_(_cpu(acc, a, b, cu_seqlens, torch.float32, contract))
+
+
+def _refuse_overlap(acc: Tensor, **operands: Tensor) -> None:
+    extent = 1
+    for stride, size in sorted(zip(acc.stride(), acc.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                raise ValueError(
+                    "samebits.addmm_: acc: expected elements that do not overlap, got shape"
+                    f" {tuple(acc.shape)} with strides {acc.stride()}"
+                )
+            extent += stride * (size - 1)
+    for name, t in operands.items():
+        try:
+            overlaps = np.shares_memory(_memory(acc), _memory(t), max_work=_OVERLAP_WORK)
+        except np.exceptions.TooHardError:
+            overlaps = True
+        if overlaps:
+            raise ValueError(
+                f"samebits.addmm_: acc: expected memory of its own, got memory that {name} shares"
+            )
+
+
+def _memory(t: Tensor) -> Any:
+    """An array over the addresses of `t`, on any device, to reason about and never to read."""
+    size = t.element_size()
+    strides = tuple(s * size for s in t.stride())
+    interface = {
+        "version": 3,
+        "typestr": f"|V{size}",
+        "shape": tuple(t.shape),
+        "strides": strides,
+        "data": (t.data_ptr(), True),
+    }
+    holder = type("Addresses", (), {"__array_interface__": interface})
+    return np.asarray(holder())
+
+
+def _fake(
+    acc: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    cu_seqlens: Tensor | None,
+    out_dtype: torch.dtype,
+    contract: str,
+) -> Tensor:
+    return a.new_empty((a.shape[0], a.shape[2], b.shape[3]), dtype=out_dtype)
+
+
+def _fake_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, contract: str) -> None:
+    pass
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, a, b, _, _, ctx.contract = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, b = ctx.saved_tensors
+    grad_acc = grad.to(torch.float32) if ctx.needs_input_grad[0] else None
+    grad = operand(grad, a.dtype, ctx.contract).unsqueeze(1)
+    grad_a = grad_b = None
+    if ctx.needs_input_grad[1]:
+        grad_a = torch.ops.samebits.matmul(grad, b.mT, None, a.dtype, ctx.contract)
+    if ctx.needs_input_grad[2]:
+        grad_b = torch.ops.samebits.matmul(a.mT, grad, None, b.dtype, ctx.contract)
+    return grad_acc, grad_a, grad_b, None, None, None
+
+
+library.impl("addbmm", _cpu, "CPU")
+library.impl("addbmm_", _cpu_inplace, "CPU")
+torch.library.register_fake("samebits::addbmm", _fake, lib=library)
+torch.library.register_fake("samebits::addbmm_", _fake_inplace, lib=library)
+torch.library.register_autograd("samebits::addbmm", _backward, setup_context=_setup_context, lib=library)

@@ -1,0 +1,144 @@
+"""``samebits.linear``: the product at the heart of a model, whose weight gradients are chains over tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.contract import Contract
+from samebits.ops._library import autocast, check_device, check_operands, library, shape
+from samebits.ops.addmm import check_cu_seqlens
+
+library.define(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, str contract) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    contract: Contract | None = None,
+) -> Tensor:
+    """``y = x @ weight.T + bias``, as :func:`torch.nn.functional.linear`.
+
+    Every output element is one chain over ascending input features; then the bias is added in float32 with
+    one rounding, and the sum is rounded once to the dtype of ``x``.
+
+    Args:
+        x: ``[..., in_features]``; bfloat16, float16 or float32, any strides.
+        weight: ``[out_features, in_features]``; same dtype and device.
+        bias: ``[out_features]``; same dtype and device.
+        cu_seqlens: int32 or int64 ``[sequences + 1]`` on the same device, for sequences packed one after the
+            other into ``x`` of ``[tokens, in_features]`` or ``[1, tokens, in_features]``: offsets that start
+            at 0, never decrease, and end at ``tokens``. It changes no bit of the output, only where the
+            weight gradient's chain starts new groups.
+        contract: as in :func:`samebits.matmul`.
+
+    Gradients:
+        * of ``x``: a chain over output features, for each token by itself;
+        * of ``weight`` and ``bias``: one chain over all tokens, in order, with a float32 accumulator, rounded
+          once at the end. Every sequence starts a new group of 16 tokens, its tail padded with zeros. A
+          sequence is a row of a batch ``x[B, T, ...]``, or a span of ``cu_seqlens``; a 2-D ``x`` is one
+          sequence. So these gradients have the same bits however a batch is padded at the end of its
+          sequences (with zero output gradients there) or packed.
+
+    Raises:
+        TypeError: a tensor is not dense bfloat16, float16 or float32, dtypes differ, ``cu_seqlens`` is not
+            int32 or int64, or the contract does not take the dtype.
+        ValueError: shapes or devices do not match, or ``cu_seqlens`` does not cut the tokens into spans.
+    """
+    key = check_operands("linear", contract, x=x, weight=weight, bias=bias)
+    if x.ndim == 0:
+        raise ValueError("samebits.linear: x: expected at least 1-D, got a 0-D tensor")
+    if weight.ndim != 2:
+        raise ValueError(
+            f"samebits.linear: weight: expected [out_features, in_features], got shape {shape(weight)}"
+        )
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            "samebits.linear: x, weight: in_features must be equal, got"
+            f" {x.shape[-1]} and {weight.shape[1]} of shapes {shape(x)} and {shape(weight)}"
+        )
+    if bias is not None and (bias.ndim != 1 or bias.shape[0] != weight.shape[0]):
+        raise ValueError(
+            f"samebits.linear: bias: expected shape {(weight.shape[0],)} for weight {shape(weight)},"
+            f" got {shape(bias)}"
+        )
+    if cu_seqlens is not None:
+        _check_cu_seqlens_form(x, cu_seqlens)
+    if torch.is_autocast_enabled(x.device.type):
+        x, weight = autocast(x, weight)
+        bias = None if bias is None else autocast(bias)[0]
+        key = check_operands("linear", contract, x=x, weight=weight, bias=bias)
+    return torch.ops.samebits.linear(x, weight, bias, cu_seqlens, key)  # type: ignore[no-any-return]
+
+
+def _check_cu_seqlens_form(x: Tensor, cu_seqlens: Tensor) -> None:
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"samebits.linear: cu_seqlens: expected a Tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"samebits.linear: cu_seqlens: expected int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.ndim != 1:
+        raise ValueError(f"samebits.linear: cu_seqlens: expected 1-D, got shape {shape(cu_seqlens)}")
+    check_device("linear", "cu_seqlens", cu_seqlens, "x", x)
+    if x.ndim != 2 and not (x.ndim == 3 and x.shape[0] == 1):
+        raise ValueError(
+            "samebits.linear: x: with cu_seqlens expected [tokens, in_features] or [1, tokens, in_features],"
+            f" got shape {shape(x)}"
+        )
+
+
+def _cpu(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, contract: str) -> Tensor:
+    from samebits.backends.reference import matmul as reference
+
+    if cu_seqlens is not None:
+        check_cu_seqlens("linear", cu_seqlens, x.shape[-2])
+    rows = x if x.ndim > 1 else x.unsqueeze(0)
+    out = reference.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=contract)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, contract: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, cu_seqlens, ctx.contract = inputs
+    ctx.save_for_backward(x, weight, cu_seqlens)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, cu_seqlens = ctx.saved_tensors
+    grad_x = grad_weight = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        rows = grad if grad.ndim > 1 else grad.unsqueeze(0)
+        grad_x = torch.ops.samebits.matmul(rows, weight, None, x.dtype, ctx.contract).reshape(x.shape)
+    columns = _sequences(grad).mT
+    if ctx.needs_input_grad[1]:
+        out = torch.ops.samebits.addbmm(None, columns, _sequences(x), cu_seqlens, weight.dtype, ctx.contract)
+        grad_weight = out[0]
+    if ctx.needs_input_grad[2]:
+        ones = grad.new_ones(()).expand(*columns.shape[:2], columns.shape[3], 1)
+        out = torch.ops.samebits.addbmm(None, columns, ones, cu_seqlens, ctx.bias_dtype, ctx.contract)
+        grad_bias = out[0, :, 0]
+    return grad_x, grad_weight, grad_bias, None, None
+
+
+def _sequences(t: Tensor) -> Tensor:
+    """``t[B, T, ..., features]`` as ``[1, B, tokens, features]``; 1-D and 2-D tensors are one sequence."""
+    leading = t.shape[:-1]
+    count = leading[0] if len(leading) > 1 else 1
+    tokens = leading[1:].numel() if len(leading) > 1 else leading.numel()
+    return t.reshape(1, count, tokens, t.shape[-1])
+
+
+library.impl("linear", _cpu, "CPU")
+torch.library.register_fake("samebits::linear", _fake, lib=library)
+torch.library.register_autograd("samebits::linear", _backward, setup_context=_setup_context, lib=library)
