@@ -53,9 +53,9 @@ class Schedule:
     @property
     def panel(self) -> int:
         """Columns of a 16-bit output that leave at a time through shared memory; 0 where they cannot."""
-        if self.swap or self.block_m // self.share % 64 or self.block_n % 32:
+        if self.swap or self.block_m // self.share % 64:
             return 0
-        return 32 if self.block_n % 64 else 64
+        return next((columns for columns in (64, 32, 16) if self.block_n % columns == 0), 0)
 
     def fits(self, a_mn: bool, b_mn: bool) -> bool:
         """Whether it can read these layouts: contiguous along m, a warpgroup's rows come in columns of 64."""
@@ -64,7 +64,11 @@ class Schedule:
 
     def resident(self, sms: int) -> int:
         """Clusters at work at once. Those of four leave multiprocessors of some GPCs over (30 run on an H200)."""
-        return sms * self.blocks // self.cluster if self.cluster <= 2 else sms * 10 // 11 * self.blocks // self.cluster
+        return (
+            sms * self.blocks // self.cluster
+            if self.cluster <= 2
+            else sms * 10 // 11 * self.blocks // self.cluster
+        )
 
     def smem(self, panel: int, a_mn: bool, b_mn: bool) -> int:
         """Bytes of shared memory, operands laid out so (as the kernel sees them), the output in such panels."""
@@ -108,11 +112,15 @@ _GAP = 1.6  # microseconds between kernels
 def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]:
     """Microseconds that multiplying, taking operands in, and HBM need at least."""
     p = product.turned() if s.swap else product
-    tiles = _round(p.m, s.block_m * s.cluster_m) * _round(p.n, s.block_n * s.cluster_n) // (s.block_m * s.block_n)
+    tiles = (
+        _round(p.m, s.block_m * s.cluster_m) * _round(p.n, s.block_n * s.cluster_n) // (s.block_m * s.block_n)
+    )
     full, last = divmod(tiles * p.batch / sms, 1)
     rounds = full + (0 if last == 0 else 1 if full == 0 else 0.8 + 0.2 * last)
     bands = _round(s.block_m // s.share, 64) // 64 * s.share
     multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2)
+    if p.b_mn and s.block_n % 64:  # the last column of 64 is copied in whole (measured)
+        multiply *= 1.35 if p.a_mn else 1.15
     intake = (s.block_m + (_round(s.block_n, 64) if p.b_mn else s.block_n)) * p.k * 2 / _INTAKE
     # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
     write = 1500 if s.share > 1 else 0 if s.panel or s.swap else 3000
@@ -126,8 +134,16 @@ def estimate(s: Schedule, product: Product, sms: int) -> float:
     return _GAP + max(work) + 0.05 * sum(work) + s.block_m * s.block_n / 16384
 
 
-def _schedule(p: Product, block_m: int, block_n: int, block_k: int, warpgroups: int = 1, share: int = 1,
-              swap: bool = False, blocks: int = 1) -> Schedule:
+def _schedule(
+    p: Product,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warpgroups: int = 1,
+    share: int = 1,
+    swap: bool = False,
+    blocks: int = 1,
+) -> Schedule:
     """With as long a ring as fits."""
     a_mn, b_mn = (p.b_mn, p.a_mn) if swap else (p.a_mn, p.b_mn)
     s = Schedule(block_m, block_n, block_k, 0, warpgroups, share, blocks=blocks, swap=swap)
@@ -135,8 +151,8 @@ def _schedule(p: Product, block_m: int, block_n: int, block_k: int, warpgroups: 
     return replace(s, stages=room // (replace(s, stages=1).smem(0, a_mn, b_mn) - s.smem(0, a_mn, b_mn)))
 
 
-_LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (128, 144), (128, 96), (64, 192), (64, 128))
-_NARROW = (24, 32, 48, 64, 96, 128)
+_LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (128, 96), (64, 192), (64, 128))
+_NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160)
 
 
 def menu(p: Product, sms: int) -> list[Schedule]:
@@ -170,9 +186,9 @@ def choose(p: Product, sms: int) -> Schedule:
     """The schedule for ``p`` on a GPU of so many multiprocessors."""
     best = min(menu(p, sms), key=lambda s: estimate(s, p, sms))
     multiply, intake, hbm = _work(best, p, sms)
-    # An early start scatters neighbouring tiles over the GPU: bad where the intake of shared operands decides.
-    early = best.cluster > 1 or intake <= 1.1 * max(multiply, hbm)
-    ahead = best.stages if best.swap and hbm < multiply else 0
+    # An early start scatters neighbouring tiles over the GPU: bad where many rows share the intake that decides.
+    early = best.cluster > 1 or p.m <= 128 or intake <= max(multiply, hbm)
+    ahead = best.stages if best.swap and early and p.m <= best.block_n and hbm < multiply else 0
     return replace(best, early=early, ahead=ahead)
 
 
@@ -183,5 +199,7 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
         for n in (*range(2048, 8449, 1024), 3 * 8448):
             for s in menu(Product(m, n, 4096, 1, a_mn, b_mn), 132):
                 found[s] = None
-    return [replace(s, early=i % 2 == 0, ahead=s.stages * (i % 3 == 0) if s.swap else 0)
-            for i, s in enumerate(found)]
+    return [
+        replace(s, early=i % 2 == 0, ahead=s.stages * (i % 3 == 0) if s.swap else 0)
+        for i, s in enumerate(found)
+    ]

@@ -87,14 +87,14 @@ __device__ __forceinline__ void store(Accumulators& acc, const Problem& p, const
     });
 }
 
-// Through shared memory in panels of 64 rows, each copied out while the next is written.
+// Through shared memory in panels of 64 rows, each copied out while the next is written. The two buffers take
+// turns from tile to tile too: the copy before last has then read the buffer that is written.
 template <int type>
 __device__ __forceinline__ void copy_panels(Accumulators& acc, u32 panels, const Problem& p, const Place& place,
-                                            u32 warpgroup, u32 thread) {
+                                            u32 warpgroup, u32 thread, u32& buffer) {
     using Out = Element<type>;
     u32 warp = thread / 32, lane = thread % 32;
     u32 line = warp * 16 + lane % 16;  // that this lane addresses for stmatrix
-    u32 buffer = 0;
 #pragma unroll
     for (u32 band = 0; band < BANDS; ++band) {
 #pragma unroll
@@ -105,7 +105,7 @@ __device__ __forceinline__ void copy_panels(Accumulators& acc, u32 panels, const
 #pragma unroll
             for (u32 chunk = 0; chunk < PANEL / 8; chunk += 2) {
                 float* d = &acc[band][(column / 8 + chunk) * 4];
-                u32 swizzle = PANEL == 64 ? line % 8 : line / 2 % 4;
+                u32 swizzle = line / (64 / PANEL) % (PANEL / 8);
                 u32 to = panel + line * PANEL * 2 + ((chunk + lane / 16) ^ swizzle) * 16;
                 asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
                              "r"(Out::pack(d[0], d[1])), "r"(Out::pack(d[2], d[3])), "r"(Out::pack(d[4], d[5])),
@@ -122,10 +122,10 @@ __device__ __forceinline__ void copy_panels(Accumulators& acc, u32 panels, const
 
 template <int bias, int output>
 __device__ __forceinline__ void finish(Accumulators& acc, u32 panels, const Problem& p, const Place& place,
-                                       u32 warpgroup, u32 thread) {
+                                       u32 warpgroup, u32 thread, u32& buffer) {
     if constexpr (bias != NONE) add_bias<bias>(acc, p, place, thread);
     if constexpr (PANEL > 0) {
-        copy_panels<output>(acc, panels, p, place, warpgroup, thread);
+        copy_panels<output>(acc, panels, p, place, warpgroup, thread, buffer);
     } else {
         store<output>(acc, p, place, thread);
     }
