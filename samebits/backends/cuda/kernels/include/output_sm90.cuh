@@ -58,12 +58,24 @@ __device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, co
     const auto* bias = static_cast<const typename Bias::Stored*>(p.bias) + (TRANSPOSED ? fragment.row : fragment.column);
     int left = TRANSPOSED ? p.m - fragment.row : p.n - fragment.column;
     auto at = [&](int i) { return i < left ? Bias::widen(bias[i]) : 0; };
+    auto add = [](float* d, float first, float second) {
+        d[0] = __fadd_rn(d[0], first);
+        d[1] = __fadd_rn(d[1], second);
+    };
+    // Each value is used up before the next is loaded: registers are scarce.
+    if constexpr (TRANSPOSED) {
 #pragma unroll
-    for (int band = 0; band < BANDS; ++band) {
+        for (int half = 0; half < 2 * BANDS; ++half) {
+            float value = at(half / 2 * 64 + half % 2 * 8);
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) {
-            int index = TRANSPOSED ? band * 64 + i % 4 / 2 * 8 : i / 4 * 8 + i % 2;
-            acc[band][i] = __fadd_rn(acc[band][i], at(index));
+            for (int i = 0; i < BLOCK_N / 8; ++i) add(&acc[half / 2][i * 4 + half % 2 * 2], value, value);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 8; ++i) {
+            float first = at(i * 8), second = at(i * 8 + 1);
+#pragma unroll
+            for (int half = 0; half < 2 * BANDS; ++half) add(&acc[half / 2][i * 4 + half % 2 * 2], first, second);
         }
     }
 }
