@@ -103,7 +103,7 @@ def supports(a: Tensor, b: Tensor, *, cu_seqlens: Tensor | None = None) -> bool:
 class _Side:
     """One operand as the kernel's tensor map sees it, all but its address."""
 
-    __slots__ = ("box", "dtype", "shape", "strides", "width")
+    __slots__ = ("box", "dtype", "shape", "strides")
 
     def __init__(
         self,
@@ -123,7 +123,6 @@ class _Side:
         self.dtype = dtype
         batch = batch if layout[2] else 1
         columns = depth // 64
-        self.width = 32 if mn and block % 64 else 64
         if folded and not mn and columns % sharers == 0:
             self.shape: tuple[int, ...] = (64, outer, inner // 64, batch)
             self.strides: tuple[int, ...] = (stride * 2, 128, batch_stride * 2)
@@ -131,10 +130,10 @@ class _Side:
         else:
             self.shape = (inner, outer, 1, batch)
             self.strides = (stride * 2, batch_stride * 2, batch_stride * 2)
-            self.box = (self.width, (depth if mn else block) // sharers, 1, 1)
+            self.box = (64, (depth if mn else block) // sharers, 1, 1)
 
     def map(self, address: int) -> bytes:
-        return runtime.tensor_map(address, self.dtype, self.shape, self.strides, self.box, self.width * 2)
+        return runtime.tensor_map(address, self.dtype, self.shape, self.strides, self.box)
 
 
 class _Plan:

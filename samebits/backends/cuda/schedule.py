@@ -72,8 +72,8 @@ class Schedule:
 
     def smem(self, panel: int, a_mn: bool, b_mn: bool) -> int:
         """Bytes of shared memory, operands laid out so (as the kernel sees them), the output in such panels."""
-        rows = _round(self.block_m, 32) if a_mn else self.block_m
-        columns = _round(self.block_n, 32) if b_mn else self.block_n
+        rows = _round(self.block_m, 64) if a_mn else self.block_m
+        columns = _round(self.block_n, 64) if b_mn else self.block_n
         # Rows past a warpgroup's own, up to 64, are read too, and their results dropped.
         reach = _round(self.block_m // self.share, 64) - self.block_m // self.share
         ring = self.stages * ((rows + columns) * self.block_k * 2 + 20)
@@ -120,9 +120,9 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     rounds = full + (0 if last == 0 else 1 if full == 0 else 0.8 + 0.2 * last)
     bands = _round(s.block_m // s.share, 64) // 64 * s.share
     multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2)
-    if p.b_mn and s.block_n % 64:  # copied in columns of 32, twice as many
-        multiply *= 1.1
-    columns = _round(s.block_n, 32) if p.b_mn else s.block_n
+    if p.b_mn and s.block_n % 64:  # its last column of 64 is copied in whole (measured)
+        multiply *= 1.35 if p.a_mn else 1.15
+    columns = _round(s.block_n, 64) if p.b_mn else s.block_n
     intake = (s.block_m + columns) * p.k * 2 / _INTAKE
     l2 = tiles * p.batch * (s.block_m / s.cluster_n + columns / s.cluster_m) * p.k * 2 / _L2
     # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
@@ -195,8 +195,9 @@ def choose(p: Product, sms: int) -> Schedule:
     # An early start scatters neighbouring tiles over the GPU: bad where many rows share the intake that decides.
     early = best.cluster > 1 or p.m <= 128 or intake <= max(multiply, hbm)
     ahead = best.stages if best.swap and early and p.m <= best.block_n and hbm < multiply else 0
-    # Neighbouring tiles, which run side by side, should share the larger operand, if the other stays in L2.
-    group = 1 if best.block_m > best.block_n and not best.swap and p.n * p.k * 2 <= 24 << 20 else best.group
+    # Neighbouring tiles, which run side by side, should share the much larger operand, if the other stays in L2.
+    tall = not best.swap and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
+    group = 1 if tall and p.n * p.k * 2 <= 24 << 20 else best.group
     return replace(best, early=early, ahead=ahead, group=group)
 
 
