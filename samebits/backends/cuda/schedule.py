@@ -173,16 +173,18 @@ def menu(p: Product, sms: int) -> list[Schedule]:
     # Few rows: as many blocks as multiprocessors, each with its share of B's columns.
     for tokens in (8, 16, 32, 64):
         splits = -(-p.m // tokens)
-        if splits > 32 or tokens >= 2 * max(p.m, 8) or (splits > 1 and p.m <= 16):
+        if splits > 32 or tokens >= 2 * max(p.m, 8):
             continue
         rounds = -(-p.n * splits // (64 * sms))
         for share in (1, 2) if splits > 1 and rounds == 1 else (1,):
             rows = 64 if p.b_mn else min(64, max(16, _round(-(-p.n * splits * share // (sms * rounds)), 8)))
             size = rows + (64 if p.a_mn else tokens)
+            # One long chain, its operands already on their way into L2: the fewest waits.
+            deep = splits == 1 and size <= 24
             # Half of the shared memory is left to the next kernel's blocks where that is enough.
-            blocks = 2 if rounds > 2 or tokens == 8 else 1
-            depth = 512 if size <= 32 else 256 if size <= 64 else 128 if size <= 112 else 64
-            depth = min(depth, 256 // blocks if p.a_mn or size > 40 else 512 // blocks)
+            blocks = 2 if rounds > 2 or (tokens == 8 and size <= 40 and not deep) else 1
+            depth = 512 if deep else 256 if size <= 64 else 128 if size <= 112 else 64
+            depth = min(depth, 128 if blocks == 2 and size > 40 else 256 if p.a_mn else 512)
             found.append(_schedule(p, rows, tokens, depth, swap=True, blocks=blocks))
     return [s for s in found if s.fits(p.a_mn, p.b_mn)]
 
