@@ -201,20 +201,20 @@ def _on_text(
     limit = min(tokenizer.model_max_length, _MAX_SEQUENCE)
     encoder_decoder = bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
     inputs: list[Any] = []
-    tokens = 0
-    paragraphs = [" ".join(p.split()) for p in text.split("\n\n") if p.strip()]
-    for paragraph in paragraphs:
-        ids = tokenizer(paragraph, truncation=True, max_length=limit, return_overflowing_tokens=True)["input_ids"]
-        for window in ids if ids and isinstance(ids[0], list) else [ids]:
-            window = window[: max_tokens - tokens]
-            if window:
-                tensor = torch.tensor([window])
-                inputs.append({"input_ids": tensor, "attention_mask": torch.ones_like(tensor)})
-                if encoder_decoder:
-                    inputs[-1]["decoder_input_ids"] = tensor
-                tokens += len(window)
+    tokens, complete = 0, True
+    for paragraph in text.split("\n\n"):
+        ids = tokenizer(" ".join(paragraph.split()))["input_ids"] if paragraph.strip() else []
+        complete = complete and len(ids) <= max_tokens - tokens
+        ids = ids[: max_tokens - tokens]
+        tokens += len(ids)
+        for start in range(0, len(ids), limit):
+            window = torch.tensor([ids[start : start + limit]])
+            inputs.append({"input_ids": window, "attention_mask": torch.ones_like(window)})
+            if encoder_decoder:
+                inputs[-1]["decoder_input_ids"] = window
+        if not complete:
+            notes = (*notes, f"only the first {tokens} tokens of the text were used (--max-tokens)")
+            break
     if not inputs:
         raise AuditError(f"--text: {source}: the model's tokenizer makes no tokens of it")
-    if tokens == max_tokens:
-        notes = (*notes, f"only the first {tokens} tokens of the text were used (--max-tokens)")
     return Subject(module, inputs, name, f"{tokens} tokens in {len(inputs)} sequences of {source}", notes)
