@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
@@ -105,6 +106,7 @@ def test_gradients_by_finite_differences(name: str) -> None:
     [*((name, "aot_eager") for name in PUBLIC), ("linear", "inductor"), ("addmm_", "inductor")],
 )
 def test_compile(name: str, backend: str) -> None:
+    torch._dynamo.reset()
     op, leaves = public(name)
     compiled = torch.compile(lambda *args: op(*args), fullgraph=True, backend=backend)
     eager_out, compiled_out = op(*leaves), compiled(*leaves)
@@ -119,8 +121,13 @@ def test_compile(name: str, backend: str) -> None:
 
 
 def test_compile_follows_the_mma_model_and_does_not_recompile_for_new_sizes() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
-        lambda a, b: samebits.matmul(a, b, out_dtype=torch.float32), fullgraph=True, dynamic=True
+        lambda a, b: samebits.matmul(a, b, out_dtype=torch.float32),
+        fullgraph=True,
+        dynamic=True,
+        backend=counter,
     )
     b = values("normal", (64, 32), torch.bfloat16, 1)
     for m in (7, 8, 100):
@@ -128,6 +135,7 @@ def test_compile_follows_the_mma_model_and_does_not_recompile_for_new_sizes() ->
         assert_same_bits(compiled(a, b), samebits.matmul(a, b, out_dtype=torch.float32))
         with samebits.use_mma_model(AMPERE):
             assert_same_bits(compiled(a, b), samebits.matmul(a, b, out_dtype=torch.float32))
+    assert counter.frame_count == 2
 
 
 def test_backward_follows_the_family_of_its_forward() -> None:
