@@ -1,0 +1,17 @@
+"""Examples in README and docs run, and their figures are those of the committed results."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_examples_run(page: str) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    scope: dict[str, object] = {}
+    for block in blocks:  # one page is one program
+        exec(compile(block, page, "exec"), scope)
