@@ -68,7 +68,7 @@ def _transformers() -> Any:
     # Also for the parts of transformers that ask the network whatever `local_files_only` says.
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        import transformers
+        transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise AuditError(
             f"a Hugging Face model needs the package transformers ({one_line(error)}): {_INSTALL_DEMO}"
@@ -86,24 +86,29 @@ def _from_checkpoint(
     try:
         config = transformers.AutoConfig.from_pretrained(where, local_files_only=True)
         # The class that the weights were saved from, so that a language model keeps its head.
-        architecture = getattr(transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
+        architecture = getattr(
+            transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel
+        )
         module, loading = architecture.from_pretrained(
             where, local_files_only=True, dtype=dtype or "auto", output_loading_info=True
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(where, local_files_only=True)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError, ...
-        if Path(where).is_dir():
-            missing = "" if (Path(where) / "config.json").is_file() else " (the folder has no config.json)"
-            raise AuditError(f"{where}: not a model that transformers can load{missing}: {one_line(error)}") from error
-        raise AuditError(
-            f"{where}: neither a folder nor a model in the Hugging Face cache, and samebits downloads nothing;"
-            f" fetch it with `hf download {where}`, or give a folder, package.module:function, or demo"
-        ) from error
+        if not Path(where).is_dir():
+            raise AuditError(
+                f"{where}: neither a folder nor a model in the Hugging Face cache, and samebits downloads"
+                f" nothing: `hf download {where}` first, or give a folder, package.module:function, or demo"
+            ) from error
+        if not (Path(where) / "config.json").is_file():
+            raise AuditError(
+                f"{where}: the folder has no config.json; expected a Hugging Face model"
+            ) from error
+        raise AuditError(f"{where}: transformers cannot load this model: {one_line(error)}") from error
     notes = []
-    missing = sorted(loading["missing_keys"])
-    if missing:
+    absent = sorted(loading["missing_keys"])
+    if absent:
         notes.append(
-            f"{len(missing)} weights are not in the checkpoint and were set at random, {missing[0]} among them"
+            f"{len(absent)} weights are not in the checkpoint and were set at random: {absent[0]}, ..."
         )
     return _on_text(module, tokenizer, prose, name, source, max_tokens, tuple(notes))
 
@@ -121,7 +126,9 @@ def _from_function(path: str, text: Path | None, dtype: torch.dtype | None, max_
             raise AuditError(
                 f"{path}: no module named {error.name} in this folder or this Python's packages"
             ) from error
-        raise AuditError(f"{path}: importing {module_name} raised ModuleNotFoundError: {one_line(error)}") from error
+        raise AuditError(
+            f"{path}: importing {module_name} raised ModuleNotFoundError: {one_line(error)}"
+        ) from error
     except Exception as error:
         raise AuditError(
             f"{path}: importing {module_name} raised {type(error).__name__}: {one_line(error)}"
@@ -140,7 +147,9 @@ def _from_function(path: str, text: Path | None, dtype: torch.dtype | None, max_
     if isinstance(made, nn.Module):
         checkpoint = getattr(getattr(made, "config", None), "name_or_path", "")
         if not checkpoint:
-            raise AuditError(f"{path}: {expected}; got a {type(made).__name__} alone, and no tokenizer for text")
+            raise AuditError(
+                f"{path}: {expected}; got a {type(made).__name__} alone, and no tokenizer for text"
+            )
         prose, source = _read(text)
         try:
             tokenizer = _transformers().AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
@@ -174,7 +183,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _read(text: Path | None) -> tuple[str, str]:
     """The text, and what to call it."""
     if text is None:
-        return (files("samebits") / "data" / "harbour.txt").read_text("utf-8"), "the text that comes with samebits"
+        return (files("samebits") / "data" / "harbour.txt").read_text(
+            "utf-8"
+        ), "the text that comes with samebits"
     try:
         prose = text.read_text("utf-8")
     except UnicodeDecodeError as error:

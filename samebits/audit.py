@@ -1,9 +1,9 @@
 """Which layers' rows change their bits with the batch they ride in, and by how much.
 
-An *operator* is a function from rows to rows: ``F.linear`` with a layer's weights, or ``samebits.linear`` with
-the same. :func:`plan` writes down ways in which the same rows can be batched; :func:`measure` runs an operator
-over all of them and compares raw bits; :func:`audit_linears` does so for every linear layer of a model, on
-the activations that reach the layer in a real forward pass. ``docs/audit.md`` explains how to read the result.
+An *operator* is a function from rows to rows: ``F.linear`` with a layer's weights, or ``samebits.linear``
+with the same. :func:`plan` writes down ways in which the same rows can be batched; :func:`measure` runs an
+operator over all of them and compares raw bits; :func:`audit_linears` does so for every linear layer of a
+model, on the activations that reach it in a real forward pass. ``docs/audit.md`` tells how to read the result.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Variation:
     """One way to batch the same rows.
 
     Attributes:
-        kind: what is varied: ``repeat``, ``batch size``, ``position``, ``padding``, ``neighbours``, ``chunks``.
+        kind: ``repeat``, ``batch size``, ``position``, ``padding``, ``neighbours`` or ``chunks``.
         name: in words.
         batches: what each batch holds, as indices into the rows; the three indices after the last row stand
             for a row of zeros, of NaN and of infinities.
@@ -173,7 +173,8 @@ class Drift:
         ulp: the largest difference in units in the last place: how many values of the dtype apart, with -0
             and +0 one apart and NaN beyond infinity. 0 means that no bit changed.
         relative: the largest ``|got - expected| / max(|got|, |expected|)``; infinite if NaN or infinity
-            appeared or vanished.
+            appeared or vanished. Large, as ``ulp`` is, where a sum cancels to nearly nothing.
+        of_row: the largest ``|got - expected|`` in terms of the largest magnitude in its row.
         first: the first element that changed, in the order of the plan.
         variations: the same counts for each variation.
     """
@@ -182,6 +183,7 @@ class Drift:
     changed: int
     ulp: int
     relative: float
+    of_row: float
     first: Difference | None
     variations: tuple[VariationCount, ...]
 
@@ -275,7 +277,8 @@ class Report:
             if first is not None:
                 first |= {k: float(first[k]) for k in ("expected", "got")}
                 first = Difference(**first)
-            return Drift(**{**d, "relative": float(d["relative"])}, first=first, variations=counts)
+            numbers = {k: float(d[k]) for k in ("relative", "of_row")}
+            return Drift(**{**d, **numbers}, first=first, variations=counts)
 
         layers = (
             Layer(**{**d, "torch": drift(d["torch"]), "samebits": drift(d["samebits"])})
@@ -295,6 +298,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
+_TINY = torch.finfo(torch.float64).tiny
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
@@ -327,10 +331,11 @@ def measure(
     expected = operator(rows)
     width = 8 * expected.element_size()
     expected_bits = _bits(expected)
+    row_scale = expected.double().nan_to_num(0, 0, 0).abs().amax(1).clamp(min=_TINY)
     progress(count)
 
     changed = torch.zeros(count, dtype=torch.bool)
-    counts, first, ulp, relative = [], None, 0, 0.0
+    counts, first, ulp, relative, of_row = [], None, 0, 0.0, 0.0
     for variation in variations:
         index = torch.cat(variation.batches)
         got = torch.cat([operator(pool[batch]) for batch in variation.batches])
@@ -346,9 +351,10 @@ def measure(
             was, now = expected_bits[row, column], _bits(got)[at, column]
             ulp = max(ulp, int((_ordered(was, width) - _ordered(now, width)).abs().max()))
             x, y = expected[row, column].double(), got[at, column].double()
-            scale = torch.maximum(x.abs(), y.abs()).clamp(min=torch.finfo(torch.float64).tiny)
-            distance = ((x - y).abs() / scale).nan_to_num(nan=math.inf)
-            relative = max(relative, float(distance.max()))
+            distance = (x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+            scale = torch.maximum(x.abs(), y.abs()).nan_to_num(0, 0).clamp(min=_TINY)
+            relative = max(relative, float((distance / scale).max()))
+            of_row = max(of_row, float((distance / row_scale[row]).max()))
             if first is None:
                 batch_rows, position = _place(variation.batches, int(at[0]))
                 first = Difference(
@@ -364,7 +370,7 @@ def measure(
                 )
         changed |= here
         counts.append(VariationCount(variation.kind, variation.name, count, int(here.sum())))
-    return Drift(count, int(changed.sum()), ulp, relative, first, tuple(counts))
+    return Drift(count, int(changed.sum()), ulp, relative, of_row, first, tuple(counts))
 
 
 def _place(batches: Sequence[Tensor], at: int) -> tuple[int, int]:
@@ -406,7 +412,9 @@ def _target(name: str, module: nn.Module) -> _Target | None:
         run = partial(torch.addmm, bias, mat2=weight)
     else:
         return None
-    return _Target(name, module, operator, transposed, run, partial(_run_samebits, weight=transposed, bias=bias))
+    return _Target(
+        name, module, operator, transposed, run, partial(_run_samebits, weight=transposed, bias=bias)
+    )
 
 
 def _run_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -460,8 +468,7 @@ def _capture(
                 model(item)
     except Exception as error:
         raise AuditError(
-            f"the model's forward pass raised {type(error).__name__}: {one_line(error)}; it must run on the given"
-            " inputs by itself"
+            f"the model's forward pass on the given inputs raised {type(error).__name__}: {one_line(error)}"
         ) from error
     finally:
         model.train(training)
@@ -486,7 +493,7 @@ def audit_linears(
     model: nn.Module,
     inputs: Sequence[Any],
     *,
-    max_rows: int = 128,
+    max_rows: int = 96,
     only: str | None = None,
     name: str | None = None,
     source: str = "inputs given by the caller",
@@ -510,13 +517,17 @@ def audit_linears(
         AuditError: nothing to audit, or the model does not run on the inputs.
     """
     if max_rows < 2:
-        raise AuditError(f"max_rows: expected at least 2, got {max_rows}: one row alone has no batch to depend on")
+        raise AuditError(
+            f"max_rows: expected at least 2, got {max_rows}: one row alone has no batch to depend on"
+        )
     if not inputs:
         raise AuditError("no inputs: the model needs at least one forward pass")
     start = time.perf_counter()
     found = [t for t in (_target(n, m) for n, m in model.named_modules()) if t is not None]
     if not found:
-        raise AuditError(f"{type(model).__name__} has no linear layer (torch.nn.Linear, transformers' Conv1D)")
+        raise AuditError(
+            f"{type(model).__name__} has no linear layer (torch.nn.Linear, transformers' Conv1D)"
+        )
     if only is not None:
         found = [t for t in found if re.search(only, t.name)]
         if not found:

@@ -16,7 +16,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -51,7 +58,7 @@ def audit(
         typer.Argument(
             metavar="MODEL",
             help="A Hugging Face folder, or the name of a model in its cache (nothing is downloaded);"
-            " package.module:function, which returns (module, inputs); or demo, the MiniLM of samebits\\[demo].",
+            " package.module:function, which returns (module, inputs); or demo: MiniLM, of samebits\\[demo].",
         ),
     ],
     text: Annotated[
@@ -60,7 +67,7 @@ def audit(
     dtype: Annotated[Dtype, typer.Option(help="Cast the model to this before anything runs.")] = Dtype.loaded,
     max_rows: Annotated[
         int, typer.Option(min=2, help="Audit this many rows of each layer, evenly spaced over all of them.")
-    ] = 128,
+    ] = 96,
     max_tokens: Annotated[int, typer.Option(min=2, help="Use this much of the text.")] = 4096,
     only: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Audit only the layers whose name matches.")
@@ -72,23 +79,27 @@ def audit(
 ) -> None:
     """Which of a model's linear layers change their bits with the batch: PyTorch's, and samebits'.
 
-    Runs the model on real text, catches what reaches each linear layer, and runs the layer again on those rows
-    in other batch sizes, positions, paddings, neighbours and chunks. Exit code: 0, samebits kept every bit;
-    1, it did not; 2, the audit could not run.
+    Runs the model on real text, catches what reaches each linear layer, and runs the layer again on those
+    rows in other batch sizes, positions, paddings, neighbours and chunks. Exit code: 0, samebits kept every
+    bit; 1, it did not; 2, the audit could not run.
     """
     out = Console(stderr=json_to == "-", highlight=False)
     with _errors("audit"):
         from samebits.audit import AuditError, audit_linears
 
         if device != "cpu":
-            raise AuditError(f"--device {device}: this version of samebits computes on CPU tensors only; use cpu")
+            raise AuditError(
+                f"--device {device}: this version of samebits computes on CPU tensors only; use cpu"
+            )
         if only is not None:
             try:
                 re.compile(only)
             except re.error as error:
                 raise AuditError(f"--only {only}: not a regular expression: {error}") from error
-        if json_to not in (None, "-") and not Path(str(json_to)).absolute().parent.is_dir():
-            raise AuditError(f"--json {json_to}: no such folder; create it, or give another file")
+        if json_to not in (None, "-"):
+            file = Path(str(json_to)).absolute()
+            if file.is_dir() or not file.parent.is_dir():
+                raise AuditError(f"--json {json_to}: expected a file in a folder that exists")
         with _progress() as show:
             show(0, f"loading {model}")
             import torch
@@ -175,28 +186,18 @@ def _show_report(report: Report, out: Console) -> None:
     layers = report.layers
     out.print(_layer_table(layers, out.width))
     out.print(_variation_table(layers))
-    worst = max(layers, key=lambda layer: layer.torch.ulp)
-    if worst.torch.first is not None:
-        first = worst.torch.first
-        # Fixed width for the names, so that the two bit patterns stand above each other.
-        out.print(
-            f"First bits to change in the layer that PyTorch changes most, [bold]{escape(worst.name)}[/], "
-            f"row {first.row}, column {first.column}:"
-        )
-        out.print(f"  {'in the batch of all rows':26}{first.expected:<24.9g}{first.expected_bits}")
-        out.print(f"  {'in ' + first.variation:26}{first.got:<24.9g}{first.got_bits}\n")
-    for layer in layers:
-        if layer.samebits.first is not None:
-            out.print(f"[red bold]samebits drifts in {escape(layer.name)}:[/] {layer.samebits.first}")
+    for who, drifts in (("PyTorch", [x.torch for x in layers]), ("samebits", [x.samebits for x in layers])):
+        i = max(range(len(drifts)), key=lambda i: drifts[i].of_row)
+        if drifts[i].first is not None:
+            _show_first(who, layers[i], drifts[i], out)
     for skipped in report.skipped:
         out.print(f"[yellow]not audited:[/] {escape(skipped.name)}: {escape(skipped.reason)}")
     for note in report.notes:
         out.print(f"[yellow]note:[/] {escape(note)}")
-    most = max(layer.torch.rows for layer in layers)
     dtypes = " and ".join(sorted({f"{layer.dtype} under {layer.contract.split('[')[0]}" for layer in layers}))
     out.print(
-        f"{escape(report.model)}, {dtypes}; {escape(report.inputs)}; {len(layers)} linear layers, up to {most} rows"
-        f" of each, evenly spaced (--max-rows); {report.threads} CPU threads; PyTorch {report.torch_version};"
+        f"{escape(report.model)}, {dtypes}. {escape(report.inputs)}; at most {report.max_rows} rows of a"
+        f" layer audited, evenly spaced (--max-rows). PyTorch {report.torch_version}, {report.threads} CPU threads,"
         f" {report.seconds:.0f} s.\n",
         style="dim",
     )
@@ -204,64 +205,87 @@ def _show_report(report: Report, out: Console) -> None:
     out.print(_verdict("samebits", "red", [layer.samebits for layer in layers]))
 
 
+def _show_first(who: str, layer: Layer, drift: Drift, out: Console) -> None:
+    first = drift.first
+    assert first is not None
+    out.print(
+        f"{who} changes [bold]{escape(layer.name)}[/] most. First at row {first.row}, column {first.column}:"
+    )
+    table = Table(box=None, padding=(0, 2, 0, 2), show_header=False)
+    table.add_row("in the batch of all rows", f"{first.expected:.9g}", first.expected_bits)
+    table.add_row(f"in {first.variation}", f"{first.got:.9g}", first.got_bits)
+    out.print(table)
+    out.print()
+
+
 def _verdict(who: str, alarm: str, drifts: list[Drift]) -> Text:
     layers, rows = sum(d.changed > 0 for d in drifts), sum(d.rows for d in drifts)
-    changed, ulp = sum(d.changed for d in drifts), max(d.ulp for d in drifts)
-    text = Text(f"{who:10}", style="bold")
-    if not changed:
-        text.append(f"0 of {len(drifts)} layers, 0 of {rows:,} rows changed with their batch", style="green bold")
-    else:
-        text.append(
-            f"{layers} of {len(drifts)} layers, {changed:,} of {rows:,} rows changed with their batch",
-            style=f"{alarm} bold",
-        )
-        text.append(f", by up to {_short(ulp)} ulp", style=alarm)
+    changed = sum(d.changed for d in drifts)
+    text = Text(f"{who:9} ", style="bold")
+    text.append(
+        f"{layers:>{len(str(len(drifts)))}} of {len(drifts)} layers change bits with the batch:"
+        f" {changed:>{len(f'{rows:,}')},} of {rows:,} rows",
+        style=f"{alarm if changed else 'green'} bold",
+    )
     return text
 
 
 def _layer_table(layers: tuple[Layer, ...], width: int) -> Padding:
-    wide = width >= 100
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title_justify="left", title_style="bold")
-    table.title = "Rows of each layer whose bits changed in some batch"
-    prefix = _common_prefix([layer.name for layer in layers])
-    table.add_column(f"layer ({prefix}...)" if prefix else "layer", overflow="fold")
+    wide = width >= 110
+    table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), header_style="dim", title_justify="left")
+    table.title = Text("Rows of each layer whose bits changed in some batch", style="bold not italic")
+    table.add_column("layer", overflow="fold")
     if wide:
         table.add_column("K → N", no_wrap=True, justify="right")
-    for name in ("PyTorch", "ulp", "relative"):
-        table.add_column(name, no_wrap=True, justify="right")
-    table.add_column("first place" if wide else "first (row, col)", no_wrap=True)
     table.add_column("samebits", no_wrap=True, justify="right")
+    table.add_column("PyTorch", no_wrap=True, justify="right")
+    table.add_column("ulp", no_wrap=True, justify="right")
+    table.add_column("relative", no_wrap=True, justify="right")
+    if wide:
+        table.add_column("of row", no_wrap=True, justify="right")
+    table.add_column("first place" if wide else "first (row, col)", no_wrap=True)
+    block = ""
     for layer in layers:
-        drift = layer.torch
-        name = layer.name.removeprefix(prefix) or "(the module itself)"
-        shape = [f"{layer.in_features} → {layer.out_features}"] if wide else []
-        table.add_row(
-            Text(name),
-            *shape,
-            _count(drift, "yellow"),
-            _short(drift.ulp),
-            f"{drift.relative:.0e}" if drift.changed else "0",
-            _first(drift, wide),
-            _count(layer.samebits, "red bold"),
-        )
+        above, name = _split(layer.name)
+        if above and above != block:
+            table.add_row(Text(above, style="dim"))
+        block = above
+        drift, first = layer.torch, layer.torch.first
+        cells = [Text(f"  {name}" if above else name)]
+        if wide:
+            cells.append(Text(f"{layer.in_features} → {layer.out_features}"))
+        cells += [
+            _fraction(d.changed, d.rows, c) for d, c in ((layer.samebits, "red bold"), (drift, "yellow"))
+        ]
+        cells += [Text(_short(drift.ulp)), Text(_magnitude(drift.relative))]
+        if wide:
+            cells.append(Text(_magnitude(drift.of_row)))
+        if first is not None and wide:
+            cells.append(Text(f"{first.variation}: row {first.row}, column {first.column}"))
+        elif first is not None:
+            cells.append(Text(f"{first.row}, {first.column}"))
+        table.add_row(*cells)
     return Padding(table, (1, 0))
 
 
-def _first(drift: Drift, wide: bool) -> Text:
-    first = drift.first
-    if first is None:
-        return Text("")
-    if wide:
-        return Text(f"{first.variation}: row {first.row}, column {first.column}")
-    return Text(f"{first.row}, {first.column} of {first.batch_rows}")
+def _split(name: str) -> tuple[str, str]:
+    """The block of a model that a layer is in, which ends with a number, and the layer's name in it."""
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts[:-1]) if part.isdecimal()]
+    cut = numbers[-1] + 1 if numbers else 0
+    return ".".join(parts[:cut]), ".".join(parts[cut:]) or "(the module itself)"
+
+
+def _magnitude(number: float) -> str:
+    return f"{number:.0e}" if number else "0"
 
 
 def _variation_table(layers: tuple[Layer, ...]) -> Padding:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title_justify="left", title_style="bold")
-    table.title = "The same, over all layers, by what was done to the batch"
-    table.add_column("variation")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", title_justify="left")
+    table.title = Text("The same over all layers, by what was done to the batch", style="bold not italic")
     table.add_column("")
-    for name in ("PyTorch", "samebits"):
+    table.add_column("")
+    for name in ("samebits", "PyTorch"):
         table.add_column(name, no_wrap=True, justify="right")
     totals: dict[tuple[str, str], list[int]] = {}
     for layer in layers:
@@ -274,35 +298,20 @@ def _variation_table(layers: tuple[Layer, ...]) -> Padding:
         table.add_row(
             "" if kind == shown else Text(kind, style="dim"),
             name,
-            _fraction(theirs_changed, rows, "yellow"),
             _fraction(ours_changed, rows, "red bold"),
+            _fraction(theirs_changed, rows, "yellow"),
         )
         shown = kind
     return Padding(table, (0, 0, 1, 0))
 
 
-def _count(drift: Drift, alarm: str) -> Text:
-    return _fraction(drift.changed, drift.rows, alarm)
-
-
 def _fraction(changed: int, rows: int, alarm: str) -> Text:
-    return Text(f"{changed} of {rows}", style=alarm if changed else "green")
+    return Text(f"{changed:,} of {rows:,}", style=alarm if changed else "green")
 
 
 def _short(number: int) -> str:
     """At most 6 characters."""
     return str(number) if number < 100_000 else f"{number:.0e}".replace("e+0", "e").replace("e+", "e")
-
-
-def _common_prefix(names: list[str]) -> str:
-    """The dotted parts that all names start with."""
-    parts = [name.split(".")[:-1] for name in names]
-    shared: list[str] = []
-    for column in zip(*parts, strict=False):
-        if len(set(column)) > 1:
-            break
-        shared.append(column[0])
-    return "".join(f"{part}." for part in shared)
 
 
 def _show_info(found: Info, out: Console) -> None:
@@ -325,8 +334,12 @@ def _show_info(found: Info, out: Console) -> None:
     section("Contracts (equal digests promise equal bits)", list(found.contracts.items()))
     backends: list[tuple[str, str | Text]] = []
     for backend in found.backends:
-        state = Text("works", style="green bold") if backend.works else Text("does not work", style="yellow bold")
-        state.append(f" on {backend.computes}: " if backend.works else f" ({backend.computes}): ", style="dim")
+        state = (
+            Text("works", style="green bold") if backend.works else Text("does not work", style="yellow bold")
+        )
+        state.append(
+            f" on {backend.computes}: " if backend.works else f" ({backend.computes}): ", style="dim"
+        )
         state.append(backend.why, style="default not bold")
         if backend.remedy:
             state.append(f"\n→ {backend.remedy}", style="default not bold")

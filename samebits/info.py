@@ -146,7 +146,9 @@ _REPORT_IT = "please report it, with this output"
 
 def _cuda() -> Backend:
     if not _exists("samebits.backends.cuda.runtime"):
-        return Backend("cuda", "NVIDIA GPUs, sm_80 and newer", False, "not in this version of samebits", _USE_CPU)
+        return Backend(
+            "cuda", "NVIDIA GPUs, sm_80 and newer", False, "not in this version of samebits", _USE_CPU
+        )
     runtime = importlib.import_module("samebits.backends.cuda.runtime")
     status = runtime.status()
     why = f"NVRTC {status.nvrtc}, kernels cached in {status.cache}" if status.available else status.reason
@@ -154,7 +156,9 @@ def _cuda() -> Backend:
 
 
 def _triton() -> Backend:
-    return Backend("triton", "GPUs that Triton compiles for", False, "not in this version of samebits", _USE_CPU)
+    return Backend(
+        "triton", "GPUs that Triton compiles for", False, "not in this version of samebits", _USE_CPU
+    )
 
 
 _USE_CPU = "use CPU tensors"
