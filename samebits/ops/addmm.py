@@ -146,6 +146,8 @@ def _refuse_overlap(acc: Tensor, **operands: Tensor) -> None:
                 )
             extent += stride * (size - 1)
     for name, t in operands.items():
+        if _span(acc)[0] >= _span(t)[1] or _span(t)[0] >= _span(acc)[1]:
+            continue
         try:
             overlaps = np.shares_memory(_memory(acc), _memory(t), max_work=_OVERLAP_WORK)
         except np.exceptions.TooHardError:
@@ -154,6 +156,15 @@ def _refuse_overlap(acc: Tensor, **operands: Tensor) -> None:
             raise ValueError(
                 f"samebits.addmm_: acc: expected memory of its own, got memory that {name} shares"
             )
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """First address of a tensor's elements, and the one past its last."""
+    start = t.data_ptr()
+    if t.numel() == 0:
+        return start, start
+    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return start, start + (reach + 1) * t.element_size()
 
 
 def _memory(t: Tensor) -> Any:
