@@ -133,6 +133,7 @@ def _cuda_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, 
 
     _refuse_overlap(acc, a=a, b=b)
     cuda.addbmm_(acc, a, b, cu_seqlens, contract=contract)
+    torch.autograd.graph.increment_version(acc)  # the kernel wrote where autograd cannot see
 
 
 def _refuse_overlap(acc: Tensor, **operands: Tensor) -> None:
