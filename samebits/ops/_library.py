@@ -40,10 +40,8 @@ def check_operands(
             )
     tensors = list(operands.values())
     kind = tensors[0].device.type
-    if kind not in ("cpu", "meta"):
-        raise ValueError(
-            f"samebits.{op}: this version computes on CPU tensors only, got one on {tensors[0].device}"
-        )
+    if kind not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"samebits.{op}: expected tensors on a CPU or CUDA device, got {tensors[0].device}")
     if torch.is_autocast_enabled(kind):
         tensors = [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
     dtype, first = tensors[0].dtype, next(iter(operands))

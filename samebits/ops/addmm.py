@@ -115,6 +115,27 @@ def _cpu_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, c
     acc.copy_(_cpu(acc, a, b, cu_seqlens, torch.float32, contract))
 
 
+def _cuda(
+    acc: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    cu_seqlens: Tensor | None,
+    out_dtype: torch.dtype,
+    contract: str,
+) -> Tensor:
+    from samebits.backends.cuda import matmul as cuda
+
+    return cuda.addbmm(acc, a, b, cu_seqlens, out_dtype=out_dtype, contract=contract)
+
+
+def _cuda_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, contract: str) -> None:
+    from samebits.backends.cuda import matmul as cuda
+
+    _refuse_overlap(acc, a=a, b=b)
+    cuda.addbmm_(acc, a, b, cu_seqlens, contract=contract)
+    torch.autograd.graph.increment_version(acc)  # the kernel wrote where autograd cannot see
+
+
 def _refuse_overlap(acc: Tensor, **operands: Tensor) -> None:
     extent = 1
     for stride, size in sorted(zip(acc.stride(), acc.shape, strict=True)):
@@ -195,7 +216,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 library.impl("addbmm", _cpu, "CPU")
+library.impl("addbmm", _cuda, "CUDA")
 library.impl("addbmm_", _cpu_inplace, "CPU")
+library.impl("addbmm_", _cuda_inplace, "CUDA")
 torch.library.register_fake("samebits::addbmm", _fake, lib=library)
 torch.library.register_fake("samebits::addbmm_", _fake_inplace, lib=library)
 torch.library.register_autograd("samebits::addbmm", _backward, setup_context=_setup_context, lib=library)

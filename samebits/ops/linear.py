@@ -102,6 +102,14 @@ def _cpu(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | No
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def _cuda(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, contract: str) -> Tensor:
+    from samebits.backends.cuda import matmul as cuda
+
+    rows = x if x.ndim > 1 else x.unsqueeze(0)
+    out = cuda.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=contract)
+    return out if x.ndim > 1 else out[0]
+
+
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, contract: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
@@ -138,5 +146,6 @@ def _sequences(t: Tensor) -> Tensor:
 
 
 library.impl("linear", _cpu, "CPU")
+library.impl("linear", _cuda, "CUDA")
 torch.library.register_fake("samebits::linear", _fake, lib=library)
 torch.library.register_autograd("samebits::linear", _backward, setup_context=_setup_context, lib=library)

@@ -80,6 +80,12 @@ def _cpu(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, cont
     return reference.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=contract)
 
 
+def _cuda(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:
+    from samebits.backends.cuda import matmul as cuda
+
+    return cuda.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=contract)
+
+
 def _fake(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=out_dtype)
@@ -134,5 +140,6 @@ def _over_broadcast(a: Tensor, b: Tensor, like: Tensor, contract: str) -> Tensor
 
 
 library.impl("matmul", _cpu, "CPU")
+library.impl("matmul", _cuda, "CUDA")
 torch.library.register_fake("samebits::matmul", _fake, lib=library)
 torch.library.register_autograd("samebits::matmul", _backward, setup_context=_setup_context, lib=library)

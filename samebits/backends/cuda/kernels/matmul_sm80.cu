@@ -1,0 +1,189 @@
+// The universal tensor-core product: every layout, stride, alignment and size, on sm_80 and newer.
+//
+// Every output element is one chain over ascending groups of 16 k with one f32 accumulator, in one thread: the tile,
+// the stages and the order of tiles are free, and change no bit.
+
+#include "epilogue.cuh"
+#include "tile.cuh"
+
+constexpr int THREADS = WARPS_M * WARPS_N * 32;
+constexpr int WARP_M = TILE_M / WARPS_M, WARP_N = TILE_N / WARPS_N;
+constexpr int GROUPS = TILE_K / 16;
+constexpr int BAND = 8;  // rows of tiles walked together, so that their operands stay in L2
+
+using TileA = Tile<TILE_M, TILE_K, A_K_MAJOR, A_VECTOR, THREADS>;
+using TileB = Tile<TILE_N, TILE_K, B_K_MAJOR, B_VECTOR, THREADS>;
+constexpr int STAGE_BYTES = TileA::BYTES + TileB::BYTES;
+constexpr int STRIP = WARP_N + 8;  // floats in a row of the epilogue's strip, padded against bank conflicts
+static_assert(WARPS_M * WARPS_N * 16 * STRIP * 4 <= STAGES * STAGE_BYTES);
+
+struct Params {
+    Operand a, b;
+    void* out;
+    i64 out_batch, out_row, out_col;
+    const float* acc;
+    i64 acc_batch, acc_row, acc_col;
+    const void* bias;
+    i64 bias_stride;
+    const void* spans;  // segments + 1 ascending bounds in k; null: `segments` segments of k each
+    int m, n, k, segments, tiles_m, tiles_n;
+    int out_kind, out_together, bias_kind, spans_wide;
+};
+
+// Walks the groups of all segments in order.
+struct Walk {
+    int segment = -1, k = 0, end = 0;
+
+    __device__ __forceinline__ static int bound(const Params& p, int i)
+    {
+        const i64 at = p.spans_wide ? static_cast<const i64*>(p.spans)[i] : static_cast<const int*>(p.spans)[i];
+        return static_cast<int>(min(max(at, 0ll), static_cast<i64>(p.k)));  // wrong bounds may not read elsewhere
+    }
+
+    __device__ __forceinline__ static int groups_in(const Params& p, int i)
+    {
+        return (max(bound(p, i + 1) - bound(p, i), 0) + 15) / 16;
+    }
+
+    __device__ __forceinline__ Group next(const Params& p)
+    {
+        while (k >= end && segment < p.segments) {
+            if (++segment == p.segments) break;
+            k = p.spans ? bound(p, segment) : 0;
+            end = p.spans ? bound(p, segment + 1) : p.k;
+        }
+        const Group g{p.spans ? 0 : segment, k, min(max(end - k, 0), 16)};
+        k += 16;
+        return g;
+    }
+};
+
+// Groups in all segments together. Every thread gets the sum.
+__device__ __forceinline__ int total_groups(const Params& p, int* shared)
+{
+    if (!p.spans) return (p.k + 15) / 16 * p.segments;
+    int sum = 0;
+    for (int i = threadIdx.x; i < p.segments; i += THREADS) sum += Walk::groups_in(p, i);
+    if (threadIdx.x == 0) *shared = 0;
+    __syncthreads();
+    atomicAdd(shared, sum);
+    __syncthreads();
+    sum = *shared;
+    __syncthreads();
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_sm80(const __grid_constant__ Params p)
+{
+    extern __shared__ __align__(128) unsigned char memory[];
+    const u32 stages = shared_address(memory);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    const u32 tiles = static_cast<u32>(p.tiles_m) * p.tiles_n;
+    const u32 batch = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+    const u32 band = tile / (BAND * p.tiles_n), band_rows = min(p.tiles_m - band * BAND, static_cast<u32>(BAND));
+    const u32 in_band = tile % (BAND * p.tiles_n);
+    const int tile_m = (band * BAND + in_band % band_rows) * TILE_M, tile_n = in_band / band_rows * TILE_N;
+    const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
+
+    const u16* a = p.a.data + batch * p.a.batch;
+    const u16* b = p.b.data + batch * p.b.batch;
+    const int steps = (total_groups(p, reinterpret_cast<int*>(memory)) + GROUPS - 1) / GROUPS;
+    Walk walk;
+
+    const auto load = [&](int step) {
+        if (step < steps) {
+            Group groups[GROUPS];
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) groups[g] = walk.next(p);
+            const u32 to = stages + step % STAGES * STAGE_BYTES;
+            TileA::load(to, a, p.a, tile_m, p.m, groups);
+            TileB::load(to + TileA::BYTES, b, p.b, tile_n, p.n, groups);
+        }
+        commit_copies();  // empty ones too, so that their number tells which stage is complete
+    };
+    // The warp's accumulators go between registers and global memory sixteen rows at a time, through shared memory:
+    // there a thread has four neighbours of a row.
+    float c[WARP_M / 16][WARP_N / 8][4] = {};
+    float* strip = reinterpret_cast<float*>(memory) + warp * 16 * STRIP;
+    float* fragment = strip + lane / 4 * STRIP + lane % 4 * 2;
+    constexpr int LANES = WARP_N / 4;  // that share a row
+    const int lane_row = lane / LANES, lane_col = lane % LANES * 4;
+    const int row0 = tile_m + warp_m + lane_row, col = tile_n + warp_n + lane_col, columns = min(p.n - col, 4);
+
+    if (p.acc) {
+        const float* acc = p.acc + batch * p.acc_batch + col * p.acc_col;
+#pragma unroll
+        for (int i = 0; i < WARP_M / 16; ++i) {
+#pragma unroll 1
+            for (int r = 0; r < 16; r += 32 / LANES)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    if (row0 + i * 16 + r < p.m && e < columns)
+                        strip[(lane_row + r) * STRIP + lane_col + e] = acc[(row0 + i * 16 + r) * p.acc_row + e * p.acc_col];
+            __syncwarp();
+#pragma unroll
+            for (int j = 0; j < WARP_N / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) c[i][j][e] = fragment[e / 2 * 8 * STRIP + j * 8 + e % 2];
+            __syncwarp();
+        }
+        __syncthreads();  // the stages take this memory
+    }
+
+#pragma unroll 1
+    for (int step = 0; step < STAGES - 1; ++step) load(step);
+
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+        wait_copies<STAGES - 2>();
+        __syncthreads();  // this step's tiles are whole, and all are done with the stage that is loaded next
+        load(step + STAGES - 1);
+        const u32 tile_a = stages + step % STAGES * STAGE_BYTES, tile_b = tile_a + TileA::BYTES;
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+            u32 fa[WARP_M / 16][4], fb[WARP_N / 8][2];
+#pragma unroll
+            for (int i = 0; i < WARP_M / 16; ++i) TileA::fragment_a(fa[i], tile_a, warp_m + i * 16, g);
+#pragma unroll
+            for (int j = 0; j < WARP_N / 8; j += 2)
+                TileB::fragment_b(reinterpret_cast<u32(&)[2][2]>(fb[j]), tile_b, warp_n + j * 8, g);
+#pragma unroll
+            for (int i = 0; i < WARP_M / 16; ++i)
+#pragma unroll
+                for (int j = 0; j < WARP_N / 8; ++j) mma_step<INPUT_BF16>(c[i][j], fa[i], fb[j]);
+        }
+    }
+
+    wait_copies<0>();
+    __syncthreads();  // the strips take the stages' memory
+    const int out_kind = steps == 0 && !p.bias && p.out_kind == F32 ? F32_AS_IS : p.out_kind;
+    float bias[4] = {};
+    if (p.bias)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            if (e < columns) bias[e] = widen(p.bias, (col + e) * p.bias_stride, p.bias_kind);
+#pragma unroll
+    for (int i = 0; i < WARP_M / 16; ++i) {
+#pragma unroll
+        for (int j = 0; j < WARP_N / 8; ++j)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                *reinterpret_cast<float2*>(fragment + half * 8 * STRIP + j * 8) =
+                    make_float2(c[i][j][half * 2], c[i][j][half * 2 + 1]);
+        __syncwarp();
+#pragma unroll 1
+        for (int r = 0; r < 16; r += 32 / LANES) {
+            const int row = row0 + i * 16 + r;
+            if (row >= p.m) break;
+            const float4 x = *reinterpret_cast<const float4*>(strip + (lane_row + r) * STRIP + lane_col);
+            float value[4] = {x.x, x.y, x.z, x.w};
+            if (p.bias)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) value[e] = __fadd_rn(value[e], bias[e]);
+            const i64 index = batch * p.out_batch + row * p.out_row + col * p.out_col;
+            store_four(p.out, index, p.out_col, value, columns, out_kind, p.out_together);
+        }
+        __syncwarp();
+    }
+}

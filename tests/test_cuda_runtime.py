@@ -1,0 +1,362 @@
+"""The CUDA runtime: compiling and caching need no GPU; loading and launching do."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.core")
+
+from samebits.backends.cuda import runtime
+from samebits.backends.cuda.runtime import KernelSpec
+
+SOURCE = """
+#include "value.cuh"
+struct Params { float* x; long long n; int add; };
+extern "C" __global__ void fill(const __grid_constant__ Params p)
+{
+    extern __shared__ float shared[];
+    for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < p.n; i += gridDim.x * blockDim.x) {
+        shared[threadIdx.x] = p.add + VALUE + HEADER_VALUE;
+        p.x[i] = shared[threadIdx.x];
+    }
+}
+"""
+
+
+def spec(value=1, params="Pqi", smem=256, **changes):
+    return KernelSpec("fill.cu", "fill", params, (("VALUE", value),), block=64, smem=smem, **changes)
+
+
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    """A folder of kernels and an empty cache of our own."""
+    include = tmp_path / "kernels" / "include"
+    include.mkdir(parents=True)
+    (tmp_path / "kernels" / "fill.cu").write_text(SOURCE)
+    (include / "value.cuh").write_text("#define HEADER_VALUE 0\n")
+    monkeypatch.setattr(runtime, "KERNELS", include.parent)
+    monkeypatch.setattr(runtime, "INCLUDE", include)
+    monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(runtime, "_warned", threading.Event())
+    monkeypatch.setattr(runtime, "_kernels", {})
+    return include.parent
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The specs that were really compiled, in order."""
+    calls = []
+    real = runtime.compile
+
+    def counting(spec, arch):
+        calls.append(spec)
+        return real(spec, arch)
+
+    monkeypatch.setattr(runtime, "compile", counting)
+    return calls
+
+
+def entries(kernels):
+    return sorted((kernels.parent / "cache").iterdir())
+
+
+def test_import_needs_no_cuda():
+    code = "import sys, samebits.backends.cuda.runtime; sys.exit('cuda.core' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_compile_reports_resources(kernels):
+    cubin = runtime.compile(spec(), "sm_90a")
+    assert cubin.code[:4] == b"\x7fELF"
+    assert cubin.registers > 0
+    assert cubin.spill_bytes == cubin.local_bytes == 0
+
+    (kernels / "fill.cu").write_text(
+        "struct Params { float* x; long long n; int add; };\n"
+        'extern "C" __global__ void fill(const __grid_constant__ Params p)\n'
+        "{ float v[64]; for (int i = 0; i < 64; i++) v[(i * p.add) % 64] = p.x[i]; p.x[0] = v[p.n]; }\n"
+    )
+    assert runtime.compile(spec(), "sm_90a").local_bytes >= 256
+
+
+def test_compile_error_carries_the_log(kernels):
+    (kernels / "fill.cu").write_text("not C++")
+    with pytest.raises(
+        runtime.CompileError, match=r"fill.cu for sm_80 with .*VALUE(.|\n)*fill.cu\(1\): error"
+    ):
+        runtime.compile(spec(), "sm_80")
+
+
+def test_nvrtc_version_is_full():
+    assert len(runtime.nvrtc_version().split(".")) == 3
+
+
+def test_cache_hit(kernels, compiled):
+    assert runtime.cached_cubin(spec(), "sm_90a") == runtime.cached_cubin(spec(), "sm_90a")
+    assert len(compiled) == 1
+
+
+def test_cache_key_covers_what_changes_code(kernels, compiled, monkeypatch):
+    base = runtime.cached_cubin(spec(), "sm_90a")
+    assert runtime.cached_cubin(spec(value=2), "sm_90a") != base
+    assert runtime.cached_cubin(spec(), "sm_80") != base
+    (kernels / "include" / "value.cuh").write_text("#define HEADER_VALUE 5\n")
+    assert runtime.cached_cubin(spec(), "sm_90a") != base
+    (kernels / "fill.cu").write_text(SOURCE + "\n// another source\n")
+    runtime.cached_cubin(spec(), "sm_90a")
+    monkeypatch.setattr(runtime, "nvrtc_version", lambda: "13.9.99")
+    runtime.cached_cubin(spec(), "sm_90a")
+    monkeypatch.setattr(runtime, "_FLOAT_OPTIONS", runtime._FLOAT_OPTIONS | {"fma": True})
+    runtime.cached_cubin(spec(), "sm_90a")
+    assert len(compiled) == 7
+    assert len(entries(kernels)) == 7
+
+
+@pytest.mark.parametrize("size", [0, 5, 30, 60, 1000])
+def test_truncated_entry_is_compiled_again(kernels, compiled, size):
+    code = runtime.cached_cubin(spec(), "sm_90a")
+    (entry,) = entries(kernels)
+    whole = entry.read_bytes()
+    entry.write_bytes(whole[:size])
+    assert runtime.cached_cubin(spec(), "sm_90a") == code
+    assert entry.read_bytes() == whole
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("at", [0, 20, 60, -1])
+def test_damaged_entry_is_compiled_again(kernels, compiled, at):
+    code = runtime.cached_cubin(spec(), "sm_90a")
+    (entry,) = entries(kernels)
+    damaged = bytearray(entry.read_bytes())
+    damaged[at] ^= 1
+    entry.write_bytes(damaged)
+    assert runtime.cached_cubin(spec(), "sm_90a") == code
+    assert len(compiled) == 2
+
+
+def test_unwritable_cache_warns_once(kernels, compiled, monkeypatch):
+    blocked = kernels.parent / "file"
+    blocked.write_text("a file where the folder should be")
+    monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(blocked))
+    with pytest.warns(RuntimeWarning, match="SAMEBITS_CACHE_DIR"):
+        runtime.cached_cubin(spec(), "sm_90a")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runtime.cached_cubin(spec(), "sm_90a")
+    assert len(compiled) == 2
+
+
+def test_full_disk_leaves_no_rubbish(kernels, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        assert runtime.cached_cubin(spec(), "sm_90a")
+    assert entries(kernels) == []
+
+
+def test_read_only_cache_is_still_read(kernels, compiled, monkeypatch):
+    code = runtime.cached_cubin(spec(), "sm_90a")
+
+    def denied(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(runtime.tempfile, "mkstemp", denied)
+    assert runtime.cached_cubin(spec(), "sm_90a") == code
+    assert len(compiled) == 1
+    with pytest.warns(RuntimeWarning, match="Permission denied"):
+        runtime.cached_cubin(spec(value=2), "sm_90a")
+
+
+def test_no_home_directory(kernels, monkeypatch):
+    def none():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("SAMEBITS_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(runtime.Path, "home", none)
+    with pytest.warns(RuntimeWarning, match="no home directory"):
+        assert runtime.cached_cubin(spec(), "sm_90a")
+
+
+def _compile_in_child(folder, results):
+    runtime.KERNELS, runtime.INCLUDE = folder, folder / "include"
+    results.put(runtime.cached_cubin(spec(), "sm_90a"))
+
+
+def test_many_processes_share_one_cache(kernels):
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    children = [context.Process(target=_compile_in_child, args=(kernels, results)) for _ in range(4)]
+    for child in children:
+        child.start()
+    codes = {results.get(timeout=120) for _ in children}
+    for child in children:
+        child.join(60)
+        assert child.exitcode == 0
+    assert len(codes) == 1
+    assert len(entries(kernels)) == 1
+
+
+def test_status_says_why_and_what_to_do(kernels, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = runtime.status()
+    assert not found.available
+    assert found.reason
+    assert found.remedy
+
+    def missing(_):
+        raise ModuleNotFoundError("cuda")
+
+    monkeypatch.setattr(runtime.importlib.util, "find_spec", missing)
+    with pytest.raises(runtime.UnavailableError, match=r"cuda-core — pip install 'samebits\[cuda\]'"):
+        runtime.load(spec(), 0)
+
+
+def test_old_gpu_is_refused():
+    info = runtime.DeviceInfo(0, "Tesla V100", (7, 0), 80, 98304, 6 << 20)
+    with pytest.raises(runtime.UnavailableError, match=r"Tesla V100 is sm_70.*sm_80"):
+        runtime._require_capability(info)
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"), [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((12, 0), "sm_120a")]
+)
+def test_arch(capability, arch):
+    assert runtime.DeviceInfo(0, "", capability, 1, 1, 1).arch == arch
+
+
+# Below: on a GPU.
+
+
+def fill(kernel, x, add, grid=(2, 1, 1)):
+    kernel.launch(grid, x.data_ptr(), x.numel(), add)
+
+
+@pytest.fixture
+def loaded(kernels):
+    return runtime.load(spec(), 0)
+
+
+@pytest.mark.gpu
+def test_launch(loaded):
+    x = torch.full((1000,), float("nan"), device="cuda")
+    fill(loaded, x, 41)
+    assert (x == 42).all()
+    assert runtime.load(spec(), 0) is loaded
+
+
+@pytest.mark.gpu
+def test_launch_follows_the_current_stream(loaded):
+    x = torch.zeros(1000, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        x.fill_(7)
+        fill(loaded, x, 1)
+        y = x.clone()
+    side.synchronize()
+    assert (y == 2).all()
+
+
+@pytest.mark.gpu
+def test_launch_from_a_fresh_thread(loaded):
+    x = torch.zeros(1000, device="cuda")
+    failures = []
+
+    def work():
+        try:
+            for _ in range(200):
+                fill(loaded, x, 1)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert (x == 2).all()
+
+
+@pytest.mark.gpu
+def test_capture_needs_a_loaded_kernel(loaded):
+    x = torch.zeros(1000, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fill(loaded, x, 9)
+        with pytest.raises(RuntimeError, match=r"samebits.prepare"):
+            runtime.load(spec(value=77), 0)
+    x.zero_()
+    graph.replay()
+    assert (x == 10).all()
+
+
+@pytest.mark.gpu
+def test_launch_errors_surface(loaded):
+    x = torch.zeros(10, device="cuda")
+    with pytest.raises(runtime.LaunchError, match="CUDA_ERROR_INVALID_VALUE"):
+        fill(loaded, x, 1, grid=(0, 1, 1))
+    fill(loaded, x, 1)
+    assert (x == 2).all()
+
+
+@pytest.mark.gpu
+def test_what_cannot_run_is_refused_at_load(kernels):
+    with pytest.raises(runtime.LaunchError, match=r"takes parameters of \[24\] bytes.*packs one of 16"):
+        runtime.load(spec(params="Pq"), 0)
+    with pytest.raises(runtime.LaunchError, match="needs 1000000 bytes of shared memory"):
+        runtime.load(spec(smem=1_000_000), 0)
+
+
+@pytest.mark.gpu
+def test_cluster_and_programmatic_launch(kernels):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("clusters need sm_90")
+    kernel = runtime.load(spec(value=5, cluster=(2, 1, 1), programmatic=True), 0)
+    x = torch.zeros(1000, device="cuda")
+    fill(kernel, x, 1)
+    assert (x == 6).all()
+    with pytest.raises(runtime.LaunchError, match="CUDA_ERROR"):
+        fill(kernel, x, 1, grid=(3, 1, 1))
+
+
+@pytest.mark.gpu
+def test_tensor_map():
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("tensor maps need sm_90")
+    x = torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16)
+    encoded = runtime.tensor_map(x.data_ptr(), x.dtype, (64, 64), (128,), (64, 32))
+    assert len(encoded) == 128
+    assert any(encoded)
+    assert runtime.tensor_map(x.data_ptr(), x.dtype, (64, 64), (128,), (64, 32)) is encoded
+    with pytest.raises(runtime.LaunchError, match=r"cuTensorMapEncodeTiled.*CUDA_ERROR_INVALID_VALUE"):
+        runtime.tensor_map(x.data_ptr() + 2, x.dtype, (64, 64), (128,), (64, 32))
+
+
+@pytest.mark.gpu
+def test_second_device(kernels):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    kernel = runtime.load(spec(value=6), 1)
+    x = torch.zeros(1000, device="cuda:1")
+    fill(kernel, x, 1)
+    assert (x == 7).all()
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+def test_status_on_a_gpu():
+    found = runtime.status()
+    assert found.available, found
+    assert found.devices[0].sm_count > 0
+    assert found.devices[0].max_smem >= 64 << 10
