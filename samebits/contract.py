@@ -159,8 +159,9 @@ FMA = Contract("FMA", step="fma")
 
 
 class _CpuFamily(local):
-    # A plain thread-local attribute, because torch.compile can read and guard it.
-    mma: MmaModel = HOPPER
+    # An attribute of a thread-local object, because torch.compile reads and guards that (no ContextVar).
+    def __init__(self) -> None:
+        self.mma = HOPPER
 
 
 _cpu_family = _CpuFamily()

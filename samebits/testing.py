@@ -41,6 +41,6 @@ def assert_same_bits(actual: Tensor, expected: Tensor, message: str = "") -> Non
     mask = (1 << (4 * width)) - 1
     raise AssertionError(
         f"{head}{len(different)} of {got.numel()} elements differ, first at {at}:"
-        f" got {actual[at].item()!r} (0x{got[at].item() & mask:0{width}X}),"
-        f" expected {expected[at].item()!r} (0x{want[at].item() & mask:0{width}X})"
+        f" got {actual[at].item()!r} (0x{int(got[at]) & mask:0{width}X}),"
+        f" expected {expected[at].item()!r} (0x{int(want[at]) & mask:0{width}X})"
     )

@@ -102,7 +102,9 @@ def finish(acc: float, out: str, bias: float | None = None) -> int:
     """The bits of the result in the output format."""
     if bias is not None:
         if math.isfinite(acc) and math.isfinite(bias):
-            both_negative_zero = acc == 0 and bias == 0 and math.copysign(1, acc) + math.copysign(1, bias) == -2
+            both_negative_zero = (
+                acc == 0 and bias == 0 and math.copysign(1, acc) + math.copysign(1, bias) == -2
+            )
             exact = Fraction(acc) + Fraction(bias)
             acc = round_to(exact, "f32", negative_zero=both_negative_zero)
         else:

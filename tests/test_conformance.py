@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +102,7 @@ class TestOperations:
         weight.requires_grad_()
         y = samebits.linear(x, weight, cu_seqlens=torch.tensor(ends, dtype=torch.int32), contract=contract)
         (actual,) = torch.autograd.grad(y, weight, grad)
-        spans = list(zip(ends, ends[1:], strict=False))
+        spans = list(itertools.pairwise(ends))
         assert_same_bits(actual, expected(grad.mT, x, contract, sequences=spans))
 
     def test_bmm_backward_of_a_broadcast_operand(

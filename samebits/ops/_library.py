@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from samebits.contract import Contract, resolve
 
@@ -12,25 +16,16 @@ library = torch.library.Library("samebits", "DEF")
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as ``torch.autocast`` wants a matrix product's operands, if it is on for their device."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) if t.dtype in SUPPORTED else t for t in tensors)
-
-
-def check_operands(op: str, contract: Contract | None, **operands: Tensor | None) -> str:
+def check_operands(
+    op: str, contract: Contract | None, operands: dict[str, Tensor]
+) -> tuple[list[Tensor], str]:
     """Refuse operands that are not dense tensors of one supported dtype on one device.
 
     Returns:
-        The key of the contract to run under.
+        The operands, in the dtype that ``torch.autocast`` wants them in if it is on, and the key of the
+        contract to run under.
     """
-    first = ""
     for name, t in operands.items():
-        if t is None:
-            continue
         if not isinstance(t, Tensor):
             raise TypeError(f"samebits.{op}: {name}: expected a Tensor, got {type(t).__name__}")
         if t.layout is not torch.strided:
@@ -39,31 +34,42 @@ def check_operands(op: str, contract: Contract | None, **operands: Tensor | None
             )
         if t.dtype not in SUPPORTED:
             raise TypeError(f"samebits.{op}: {name}: expected bfloat16, float16 or float32, got {t.dtype}")
-        if not first:
-            first = name
-            continue
-        lead = operands[first]
-        assert lead is not None
-        if t.dtype != lead.dtype:
-            raise TypeError(f"samebits.{op}: {name}: expected {lead.dtype} like {first}, got {t.dtype}")
-        check_device(op, name, t, first, lead)
-    lead = operands[first]
-    assert lead is not None
-    if lead.device.type not in ("cpu", "meta"):
-        raise ValueError(
-            f"samebits.{op}: {first}: this version computes on CPU tensors only, got one on {lead.device}"
-        )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(
+                f"samebits.{op}: {name}: forward-mode derivatives are not implemented, backward ones are"
+            )
+    tensors = list(operands.values())
+    kind = tensors[0].device.type
+    if kind not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"samebits.{op}: expected tensors on a CPU or CUDA device, got {tensors[0].device}")
+    if torch.is_autocast_enabled(kind):
+        tensors = [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
+    dtype, first = tensors[0].dtype, next(iter(operands))
+    for name, t in zip(operands, tensors, strict=True):
+        if t.dtype != dtype:
+            raise TypeError(f"samebits.{op}: {name}: expected {dtype} like {first}, got {t.dtype}")
+        check_device(op, name, t, first, tensors[0])
     if contract is not None:
         if not isinstance(contract, Contract):
             raise TypeError(
                 f"samebits.{op}: contract: expected a samebits.Contract, got {type(contract).__name__}"
             )
-        if lead.dtype not in contract.input_dtypes:
+        if dtype not in contract.input_dtypes:
             raise TypeError(
-                f"samebits.{op}: {first}: contract {contract.name} takes bfloat16 or float16,"
-                f" got {lead.dtype} (float32 runs under samebits.FMA, never as TF32)"
+                f"samebits.{op}: {first}: contract {contract.name} takes bfloat16 or float16, got {dtype}"
+                " (float32 runs under samebits.FMA, never as TF32)"
             )
-    return resolve(contract, lead.dtype, lead.device.type)
+    return tensors, resolve(contract, dtype, kind)
+
+
+def call(operator: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Call a registered operator, past autograd's Python layer (half of its cost) if nothing asks for it."""
+    if torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args)
+    ):
+        return operator(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*args)
 
 
 def check_device(op: str, name: str, t: Tensor, lead_name: str, lead: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samebits.contract import Contract
-from samebits.ops._library import autocast, check_device, check_operands, library, shape
+from samebits.ops._library import check_device, check_operands, library, shape
 from samebits.ops.matmul import operand
 
 # The chain over sequences: out[B, M, N] = acc[B, M, N] + a[B, S, M, K] @ b[B, S, K, N] over s, then k. Every
@@ -48,7 +48,7 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
         TypeError: ``acc`` is not float32, or ``a`` and ``b`` are not what :func:`samebits.matmul` takes.
         ValueError: shapes or devices do not match, or ``acc`` overlaps. Nothing has been written then.
     """
-    key = check_operands("addmm_", contract, a=a, b=b)
+    (a, b), key = check_operands("addmm_", contract, {"a": a, "b": b})
     if not isinstance(acc, Tensor) or acc.dtype != torch.float32 or acc.layout is not torch.strided:
         got = acc.dtype if isinstance(acc, Tensor) else type(acc).__name__
         raise TypeError(f"samebits.addmm_: acc: expected a dense float32 tensor, got {got}")
@@ -65,9 +65,6 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
             f"samebits.addmm_: acc: expected shape {(a.shape[0], b.shape[1])}, got {shape(acc)}"
             f" with a {shape(a)} and b {shape(b)}"
         )
-    if torch.is_autocast_enabled(a.device.type):
-        a, b = autocast(a, b)
-        key = check_operands("addmm_", contract, a=a, b=b)
     a4, b4 = a[None, None], b[None, None]
     if torch.is_grad_enabled() and (acc.requires_grad or a.requires_grad or b.requires_grad):
         chain = torch.ops.samebits.addbmm(acc[None], a4, b4, None, torch.float32, key)
@@ -118,6 +115,27 @@ def _cpu_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, c
     acc.copy_(_cpu(acc, a, b, cu_seqlens, torch.float32, contract))
 
 
+def _cuda(
+    acc: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    cu_seqlens: Tensor | None,
+    out_dtype: torch.dtype,
+    contract: str,
+) -> Tensor:
+    from samebits.backends.cuda import matmul as cuda
+
+    return cuda.addbmm(acc, a, b, cu_seqlens, out_dtype=out_dtype, contract=contract)
+
+
+def _cuda_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, contract: str) -> None:
+    from samebits.backends.cuda import matmul as cuda
+
+    _refuse_overlap(acc, a=a, b=b)
+    cuda.addbmm_(acc, a, b, cu_seqlens, contract=contract)
+    torch.autograd.graph.increment_version(acc)  # the kernel wrote where autograd cannot see
+
+
 def _refuse_overlap(acc: Tensor, **operands: Tensor) -> None:
     extent = 1
     for stride, size in sorted(zip(acc.stride(), acc.shape, strict=True)):
@@ -129,6 +147,8 @@ def _refuse_overlap(acc: Tensor, **operands: Tensor) -> None:
                 )
             extent += stride * (size - 1)
     for name, t in operands.items():
+        if _span(acc)[0] >= _span(t)[1] or _span(t)[0] >= _span(acc)[1]:
+            continue
         try:
             overlaps = np.shares_memory(_memory(acc), _memory(t), max_work=_OVERLAP_WORK)
         except np.exceptions.TooHardError:
@@ -137,6 +157,15 @@ def _refuse_overlap(acc: Tensor, **operands: Tensor) -> None:
             raise ValueError(
                 f"samebits.addmm_: acc: expected memory of its own, got memory that {name} shares"
             )
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """First address of a tensor's elements, and the one past its last."""
+    start = t.data_ptr()
+    if t.numel() == 0:
+        return start, start
+    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return start, start + (reach + 1) * t.element_size()
 
 
 def _memory(t: Tensor) -> Any:
@@ -187,7 +216,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 library.impl("addbmm", _cpu, "CPU")
+library.impl("addbmm", _cuda, "CUDA")
 library.impl("addbmm_", _cpu_inplace, "CPU")
+library.impl("addbmm_", _cuda_inplace, "CUDA")
 torch.library.register_fake("samebits::addbmm", _fake, lib=library)
 torch.library.register_fake("samebits::addbmm_", _fake_inplace, lib=library)
 torch.library.register_autograd("samebits::addbmm", _backward, setup_context=_setup_context, lib=library)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from samebits.contract import Contract
-from samebits.ops._library import check_operands, shape
-from samebits.ops.matmul import matmul
+from samebits.ops._library import call, check_operands, check_out_dtype, shape
 
 
 def bmm(
@@ -33,7 +32,8 @@ def bmm(
         TypeError: as in :func:`samebits.matmul`.
         ValueError: shapes or devices do not match.
     """
-    check_operands("bmm", contract, a=a, b=b)
+    (a, b), key = check_operands("bmm", contract, {"a": a, "b": b})
+    dtype = check_out_dtype("bmm", out_dtype, a.dtype)
     if {a.ndim, b.ndim} not in ({3}, {2, 3}):
         raise ValueError(
             "samebits.bmm: a, b: expected 3-D, or one 3-D and one 2-D that broadcasts, got shapes"
@@ -49,4 +49,4 @@ def bmm(
             "samebits.bmm: a, b: inner dimensions must be equal, got"
             f" {a3.shape[2]} and {b3.shape[1]} of shapes {shape(a)} and {shape(b)}"
         )
-    return matmul(a3, b3, out_dtype=out_dtype, contract=contract)
+    return call(torch.ops.samebits.matmul.default, a3, b3, None, dtype, key)

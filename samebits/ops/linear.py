@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from samebits.contract import Contract
-from samebits.ops._library import autocast, check_device, check_operands, library, shape
+from samebits.ops._library import call, check_device, check_operands, library, shape
 from samebits.ops.addmm import check_cu_seqlens
 
 library.define(
@@ -53,7 +53,9 @@ def linear(
             int32 or int64, or the contract does not take the dtype.
         ValueError: shapes or devices do not match, or ``cu_seqlens`` does not cut the tokens into spans.
     """
-    key = check_operands("linear", contract, x=x, weight=weight, bias=bias)
+    operands = {"x": x, "weight": weight} if bias is None else {"x": x, "weight": weight, "bias": bias}
+    (x, weight, *biases), key = check_operands("linear", contract, operands)
+    bias = biases[0] if biases else None
     if x.ndim == 0:
         raise ValueError("samebits.linear: x: expected at least 1-D, got a 0-D tensor")
     if weight.ndim != 2:
@@ -72,11 +74,7 @@ def linear(
         )
     if cu_seqlens is not None:
         _check_cu_seqlens_form(x, cu_seqlens)
-    if torch.is_autocast_enabled(x.device.type):
-        x, weight = autocast(x, weight)
-        bias = None if bias is None else autocast(bias)[0]
-        key = check_operands("linear", contract, x=x, weight=weight, bias=bias)
-    return torch.ops.samebits.linear(x, weight, bias, cu_seqlens, key)  # type: ignore[no-any-return]
+    return call(torch.ops.samebits.linear.default, x, weight, bias, cu_seqlens, key)
 
 
 def _check_cu_seqlens_form(x: Tensor, cu_seqlens: Tensor) -> None:
@@ -102,6 +100,14 @@ def _cpu(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | No
     rows = x if x.ndim > 1 else x.unsqueeze(0)
     out = reference.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=contract)
     return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _cuda(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, contract: str) -> Tensor:
+    from samebits.backends.cuda import matmul as cuda
+
+    rows = x if x.ndim > 1 else x.unsqueeze(0)
+    out = cuda.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=contract)
+    return out if x.ndim > 1 else out[0]
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, contract: str) -> Tensor:
@@ -140,5 +146,6 @@ def _sequences(t: Tensor) -> Tensor:
 
 
 library.impl("linear", _cpu, "CPU")
+library.impl("linear", _cuda, "CUDA")
 torch.library.register_fake("samebits::linear", _fake, lib=library)
 torch.library.register_autograd("samebits::linear", _backward, setup_context=_setup_context, lib=library)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from samebits.contract import Contract, contract_from_key
-from samebits.ops._library import autocast, check_operands, check_out_dtype, library, shape
+from samebits.ops._library import call, check_operands, check_out_dtype, library, shape
 
 library.define(
     "matmul(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str contract) -> Tensor",
@@ -44,7 +44,8 @@ def matmul(
             ``out_dtype`` or ``contract`` do not fit them.
         ValueError: shapes or devices do not match.
     """
-    key = check_operands("matmul", contract, a=a, b=b)
+    (a, b), key = check_operands("matmul", contract, {"a": a, "b": b})
+    dtype = check_out_dtype("matmul", out_dtype, a.dtype)
     if a.ndim == 0 or b.ndim == 0:
         raise ValueError(
             f"samebits.matmul: a, b: expected at least 1-D, got shapes {shape(a)} and {shape(b)}"
@@ -56,16 +57,16 @@ def matmul(
             "samebits.matmul: a, b: inner dimensions must be equal, got"
             f" {rows.shape[-1]} and {columns.shape[-2]} of shapes {shape(a)} and {shape(b)}"
         )
-    check_batch("matmul", rows, columns)
-    if torch.is_autocast_enabled(a.device.type):
-        rows, columns = autocast(rows, columns)
-        key = check_operands("matmul", contract, a=rows, b=columns)
-    dtype = check_out_dtype("matmul", out_dtype, rows.dtype)
-
+    for i, j in zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False):
+        if i != j and i != 1 and j != 1:
+            raise ValueError(
+                "samebits.matmul: a, b: batch dimensions must be equal or 1,"
+                f" got shapes {shape(a)} and {shape(b)}"
+            )
     leading = rows.shape[:-1]
     if columns.ndim == 2 and rows.ndim > 3:
         rows = rows.reshape(leading[0], leading[1:].numel(), rows.shape[-1])
-    out: Tensor = torch.ops.samebits.matmul(rows, columns, None, dtype, key)
+    out = call(torch.ops.samebits.matmul.default, rows, columns, None, dtype, key)
     if columns.ndim == 2:
         out = out.reshape(*leading, columns.shape[-1])
     if a.ndim == 1:
@@ -73,19 +74,16 @@ def matmul(
     return out if b.ndim > 1 else out.squeeze(-1)
 
 
-def check_batch(op: str, a: Tensor, b: Tensor) -> None:
-    for i, j in zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False):
-        if i != j and i != 1 and j != 1:
-            raise ValueError(
-                f"samebits.{op}: a, b: batch dimensions must be equal or 1,"
-                f" got shapes {shape(a)} and {shape(b)}"
-            )
-
-
 def _cpu(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:
     from samebits.backends.reference import matmul as reference
 
     return reference.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=contract)
+
+
+def _cuda(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:
+    from samebits.backends.cuda import matmul as cuda
+
+    return cuda.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=contract)
 
 
 def _fake(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:
@@ -111,7 +109,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[1]:
         grad_b = _over_broadcast(a.mT, grad, b, ctx.contract)
     if ctx.needs_input_grad[2]:
-        rows = grad.reshape(1, -1, *grad.shape[-2:])
+        rows = grad.reshape(1, grad.shape[:-2].numel(), *grad.shape[-2:])
         ones = rows.new_ones(()).expand(*rows.shape[:-1], 1)
         out = torch.ops.samebits.addbmm(None, rows.mT, ones, None, ctx.bias_dtype, ctx.contract)
         grad_bias = out[0, :, 0]
@@ -142,5 +140,6 @@ def _over_broadcast(a: Tensor, b: Tensor, like: Tensor, contract: str) -> Tensor
 
 
 library.impl("matmul", _cpu, "CPU")
+library.impl("matmul", _cuda, "CUDA")
 torch.library.register_fake("samebits::matmul", _fake, lib=library)
 torch.library.register_autograd("samebits::matmul", _backward, setup_context=_setup_context, lib=library)

@@ -31,13 +31,13 @@ def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype,
     """``a[*A, M, K] @ b[*B, K, N] (+ bias[N])`` with batch dimensions broadcast as in ``torch.matmul``."""
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
+    B = batch.numel()
     if b.ndim == 2 and a.ndim > 2:  # one tall product: the rows of every batch share b
-        return matmul(a.reshape(-1, K), b, bias=bias, out_dtype=out_dtype, contract=contract).reshape(
-            *batch, M, N
-        )
-    a4 = a.expand(*batch, M, K).reshape(-1, 1, M, K)
-    b4 = b.expand(*batch, K, N).reshape(-1, 1, K, N)
-    acc = np.zeros((a4.shape[0], M, N), np.float32)
+        tall = matmul(a.reshape(B * M, K), b, bias=bias, out_dtype=out_dtype, contract=contract)
+        return tall.reshape(*batch, M, N)
+    a4 = a.expand(*batch, M, K).reshape(B, 1, M, K)
+    b4 = b.expand(*batch, K, N).reshape(B, 1, K, N)
+    acc = np.zeros((B, M, N), np.float32)
     _chain(a4, b4, acc, np.array([[0, 0, K]]), contract, closing_zero=False)
     return _finish(acc, bias, out_dtype).reshape(*batch, M, N)
 
@@ -110,7 +110,7 @@ def _finish(acc: _F32, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Add the bias in f32 and round once to `out_dtype`."""
     finish, bits, unsigned = _FINISH[out_dtype]
     out = torch.empty(acc.shape, dtype=out_dtype)
-    rows = acc.reshape(-1, acc.shape[-1])
+    rows = acc.reshape(acc.shape[0] * acc.shape[1], acc.shape[2])
     out_bits = out.view(bits).numpy().view(unsigned).reshape(rows.shape)
     finish(rows, np.empty(0, np.float32) if bias is None else _widen(bias), out_bits)
     return out

@@ -1,0 +1,130 @@
+"""Products on CUDA tensors: which kernel runs them. Every kernel gives the same bits."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from samebits.backends.cuda import matmul_sm80, matmul_sm90, runtime
+from samebits.contract import AMPERE, HOPPER, MmaModel, contract_from_key
+
+_FAMILIES: dict[tuple[int, int], MmaModel] = {
+    (8, 0): AMPERE,
+    (8, 6): AMPERE,
+    (8, 9): AMPERE,
+    (9, 0): HOPPER,
+    (10, 0): HOPPER,
+    (10, 3): HOPPER,
+    (12, 0): HOPPER,
+}
+
+
+@functools.cache
+def _check_contract(key: str, device: int) -> None:
+    """Refuse a contract that the tensor cores of `device` do not follow."""
+    contract = contract_from_key(key)
+    if contract.step != "mma":
+        raise NotImplementedError(
+            f"samebits: contract {contract.name} has no CUDA kernel in this version; use CPU tensors"
+        )
+    info = runtime.device_info(device)
+    family = _FAMILIES.get(info.capability)
+    if family is None:
+        major, minor = info.capability
+        raise runtime.UnavailableError(
+            f"samebits: it is not known which bits the tensor cores of {info.name} (sm_{major}{minor}) give;"
+            f" known are {', '.join(f'sm_{a}{b}' for a, b in _FAMILIES)}"
+        )
+    if contract.mma is not None and contract.mma != family:
+        raise ValueError(
+            f"samebits: contract {contract}: expected the family of {info.name}, {family.name};"
+            f" CPU tensors follow any family"
+        )
+
+
+def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:
+    """``a[*A, M, K] @ b[*B, K, N] (+ bias[N])`` with batch dimensions broadcast as in ``torch.matmul``."""
+    _check_contract(contract, a.get_device())
+    M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
+    if a.ndim == 2 and b.ndim == 2:
+        out = a.new_empty((M, N), dtype=out_dtype)
+        _run(a, b, out, bias=bias)
+        return out
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    out = a.new_empty((*batch, M, N), dtype=out_dtype)
+    if b.ndim == 2:  # one tall product: the rows of every batch share b
+        _run(a.reshape(batch.numel() * M, K), b, out.view(batch.numel() * M, N), bias=bias)
+        return out
+    a3 = a.expand(*batch, M, K).reshape(batch.numel(), M, K)
+    b3 = b.expand(*batch, K, N).reshape(batch.numel(), K, N)
+    _run(a3, b3, out.view(batch.numel(), M, N), bias=bias)
+    return out
+
+
+def addbmm(
+    acc: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    out_dtype: torch.dtype,
+    contract: str,
+) -> Tensor:
+    """``acc[B, M, N] + sum over s, k of a[B, S, M, K] * b[B, S, K, N]``: a chain over sequences."""
+    _check_contract(contract, a.get_device())
+    shape = (a.shape[0], a.shape[2], b.shape[3])
+    if acc is not None:
+        chain = torch.empty(shape, dtype=torch.float32, device=a.device).copy_(acc)
+        addbmm_(chain, a, b, cu_seqlens, contract=contract)
+        if out_dtype == torch.float32:
+            return chain
+        acc, a, b, cu_seqlens = chain, a[..., :0], b[..., :0, :], None
+    out = a.new_empty(shape, dtype=out_dtype)
+    _run_sequences(a, b, out, acc=acc, cu_seqlens=cu_seqlens)
+    return out
+
+
+def addbmm_(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
+    """`addbmm` in place of ``acc``."""
+    _check_contract(contract, a.get_device())
+    _run_sequences(a, b, acc, acc=acc, cu_seqlens=cu_seqlens)
+
+
+def _run_sequences(
+    a: Tensor, b: Tensor, out: Tensor, *, acc: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    B, S, M, K = a.shape
+    if cu_seqlens is None and S > 1 and B == 1 and _one_axis(a, 3) and _one_axis(b, 2):
+        # The sequences lie end to end in memory, so they are spans of one K axis.
+        if K % 16:
+            cu_seqlens = torch.arange(0, S * K + 1, K, dtype=torch.int32, device=a.device)
+        a = a.as_strided((1, 1, M, S * K), (0, 0, a.stride(2), a.stride(3)))
+        b = b.as_strided((1, 1, S * K, b.shape[3]), (0, 0, b.stride(2), b.stride(3)))
+        S = 1
+    if S == 1:
+        a, b = a[:, 0], b[:, 0]
+        if B == 1:
+            a, b, out, acc = a[0], b[0], out[0], None if acc is None else acc[0]
+    _run(a, b, out, acc=acc, cu_seqlens=cu_seqlens)
+
+
+def _one_axis(t: Tensor, k: int) -> bool:
+    return t.stride(1) == t.shape[k] * t.stride(k)
+
+
+def _run(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    acc: Tensor | None = None,
+    bias: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    """Run the fastest kernel that takes these operands; `acc`, if any, is `out` itself or of its shape."""
+    if matmul_sm90.supports(a, b, out, acc=acc, cu_seqlens=cu_seqlens):
+        matmul_sm90.matmul(a, b, out, bias=bias, accumulate=acc is not None, cu_seqlens=cu_seqlens)
+    else:
+        matmul_sm80.matmul(a, b, acc=acc, bias=bias, cu_seqlens=cu_seqlens, out=out)

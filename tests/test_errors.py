@@ -1,0 +1,175 @@
+"""Bad input is refused before any work, by an error that names the argument, the wish and what came."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import samebits
+from samebits import FMA, TENSOR_CORE
+
+f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def t(*shape: int, dtype: torch.dtype = f32, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(shape, device=device).to(dtype)
+
+
+matmul, addmm_, linear, bmm = samebits.matmul, samebits.addmm_, samebits.linear, samebits.bmm
+cu = torch.tensor
+
+CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    # ranks and shapes
+    (matmul, (t(), t(3)), {}, ValueError, "a, b: expected at least 1-D, got shapes () and (3,)"),
+    (matmul, (t(2, 3), t(4, 5)), {}, ValueError, "got 3 and 4 of shapes (2, 3) and (4, 5)"),
+    (matmul, (t(3), t(4)), {}, ValueError, "inner dimensions must be equal, got 3 and 4"),
+    (matmul, (t(2, 2, 3), t(3, 3, 4)), {}, ValueError, "batch dimensions must be equal or 1"),
+    (bmm, (t(2, 3), t(3, 4)), {}, ValueError, "expected 3-D, or one 3-D and one 2-D"),
+    (bmm, (t(2, 2, 3, 3), t(2, 3, 4)), {}, ValueError, "expected 3-D"),
+    (bmm, (t(2, 2, 3), t(3, 3, 4)), {}, ValueError, "got shapes (2, 2, 3) and (3, 3, 4)"),
+    (bmm, (t(2, 2, 3), t(2, 4, 4)), {}, ValueError, "inner dimensions must be equal, got 3 and 4"),
+    (linear, (t(), t(4, 3)), {}, ValueError, "x: expected at least 1-D"),
+    (linear, (t(2, 3), t(3)), {}, ValueError, "weight: expected [out_features, in_features], got shape (3,)"),
+    (linear, (t(2, 3), t(3, 4)), {}, ValueError, "got 3 and 4 of shapes (2, 3) and (3, 4)"),
+    (linear, (t(2, 3), t(4, 3), t(3)), {}, ValueError, "bias: expected shape (4,)"),
+    (linear, (t(2, 3), t(4, 3), t(4, 1)), {}, ValueError, "bias: expected shape (4,)"),
+    (addmm_, (t(2, 4), t(2, 3), t(5, 4)), {}, ValueError, "inner dimensions must be equal, got 3 and 5"),
+    (addmm_, (t(2, 5), t(2, 3), t(3, 4)), {}, ValueError, "acc: expected shape (2, 4), got (2, 5)"),
+    (addmm_, (t(4), t(2, 3), t(3, 4)), {}, ValueError, "acc: expected shape (2, 4), got (4,)"),
+    (addmm_, (t(1, 2, 4), t(1, 2, 3), t(3, 4)), {}, ValueError, "a, b: expected 2-D"),
+    # kinds of tensors
+    (matmul, ([[1.0]], t(1, 1)), {}, TypeError, "a: expected a Tensor, got list"),
+    (linear, (t(2, 3), None), {}, TypeError, "weight: expected a Tensor, got NoneType"),
+    (matmul, (t(2, 2).to_sparse(), t(2, 2)), {}, TypeError, "a: expected a dense (strided) tensor"),
+    (matmul, (t(2, 2, dtype=torch.float64),) * 2, {}, TypeError, "got torch.float64"),
+    (matmul, (t(2, 2, dtype=torch.int32),) * 2, {}, TypeError, "got torch.int32"),
+    (matmul, (t(2, 2, dtype=torch.float8_e4m3fn),) * 2, {}, TypeError, "got torch.float8_e4m3fn"),
+    (matmul, (t(2, 2, dtype=torch.complex64),) * 2, {}, TypeError, "got torch.complex64"),
+    (matmul, (t(2, 2), t(2, 2, dtype=bf16)), {}, TypeError, "b: expected torch.float32 like a, got torch.bf"),
+    (linear, (t(2, 3, dtype=f16), t(4, 3, dtype=f16), t(4)), {}, TypeError, "bias: expected torch.float16"),
+    (matmul, (t(2, 2), t(2, 2, device="meta")), {}, ValueError, "b: expected device cpu like a, got meta"),
+    (addmm_, (t(2, 2, device="meta"), t(2, 2), t(2, 2)), {}, ValueError, "acc: expected device cpu like a"),
+    (addmm_, (t(2, 2, dtype=bf16), t(2, 2), t(2, 2)), {}, TypeError, "acc: expected a dense float32 tensor"),
+    (addmm_, (None, t(2, 2), t(2, 2)), {}, TypeError, "acc: expected a dense float32 tensor, got NoneType"),
+    # contract and output dtype
+    (matmul, (t(2, 2),) * 2, {"contract": TENSOR_CORE}, TypeError, "never as TF32"),
+    (
+        matmul,
+        (t(2, 2),) * 2,
+        {"contract": "FMA"},
+        TypeError,
+        "contract: expected a samebits.Contract, got str",
+    ),
+    (matmul, (t(2, 2),) * 2, {"out_dtype": bf16}, TypeError, "out_dtype: expected torch.float32 or"),
+    (bmm, (t(1, 2, 2, dtype=f16),) * 2, {"out_dtype": bf16}, TypeError, "out_dtype: expected torch.float16"),
+    # cu_seqlens
+    (
+        linear,
+        (t(4, 3), t(4, 3)),
+        {"cu_seqlens": [0, 4]},
+        TypeError,
+        "cu_seqlens: expected a Tensor, got list",
+    ),
+    (
+        linear,
+        (t(4, 3), t(4, 3)),
+        {"cu_seqlens": t(2)},
+        TypeError,
+        "expected int32 or int64, got torch.float32",
+    ),
+    (linear, (t(4, 3), t(4, 3)), {"cu_seqlens": cu([[0, 4]])}, ValueError, "expected 1-D, got shape (1, 2)"),
+    (linear, (t(4, 3), t(4, 3)), {"cu_seqlens": cu([0, 4], device="meta")}, ValueError, "device cpu like x"),
+    (linear, (t(2, 2, 3), t(4, 3)), {"cu_seqlens": cu([0, 4])}, ValueError, "x: with cu_seqlens expected"),
+    (linear, (t(3), t(4, 3)), {"cu_seqlens": cu([0, 1])}, ValueError, "x: with cu_seqlens expected"),
+    (
+        linear,
+        (t(4, 3), t(4, 3)),
+        {"cu_seqlens": cu([], dtype=torch.int32)},
+        ValueError,
+        "at least one offset",
+    ),
+    (linear, (t(4, 3), t(4, 3)), {"cu_seqlens": cu([1, 4])}, ValueError, "from 0 to 4"),
+    (linear, (t(4, 3), t(4, 3)), {"cu_seqlens": cu([0, 3])}, ValueError, "got 0 to 3"),
+    (linear, (t(4, 3), t(4, 3)), {"cu_seqlens": cu([0, 5])}, ValueError, "got 0 to 5"),
+    (linear, (t(4, 3), t(4, 3)), {"cu_seqlens": cu([0, 3, 2, 4])}, ValueError, "got 3 then 2 at positions 1"),
+    (linear, (t(4, 3), t(4, 3)), {"cu_seqlens": cu([0, -1, 4])}, ValueError, "got 0 then -1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs", "error", "message"),
+    CASES,
+    ids=[f"{case[0].__name__}-{case[4][:40]}" for case in CASES],
+)
+def test_refused(
+    op: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=re.escape(message)) as caught:
+        op(*args, **kwargs)
+    assert str(caught.value).startswith(f"samebits.{op.__name__}: ")
+
+
+def overlapping(what: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    buffer = torch.arange(64.0)
+    a, b = torch.ones(3, 5), torch.ones(5, 4)
+    if what == "expanded":
+        return torch.zeros(4).expand(3, 4), a, b
+    if what == "itself":
+        return buffer.as_strided((3, 4), (2, 1)), a, b
+    if what == "a":
+        return buffer[:12].view(3, 4), buffer[11:26].view(3, 5), b
+    return buffer[:12].view(3, 4), a, buffer[8:28].view(5, 4)
+
+
+@pytest.mark.parametrize("what", ["expanded", "itself", "a", "b"])
+def test_addmm_refuses_overlap_and_writes_nothing(what: str) -> None:
+    acc, a, b = overlapping(what)
+    before = acc.clone()
+    with pytest.raises(ValueError, match="acc: expected"):
+        samebits.addmm_(acc, a, b)
+    assert torch.equal(acc, before)
+
+
+def test_addmm_takes_interleaved_memory_that_does_not_overlap() -> None:
+    buffer = torch.randn(3, 10)
+    acc, a = buffer[:, ::2], buffer[:, 1::2]
+    want = samebits.addmm_(acc.clone(), a.clone(), torch.eye(5))
+    samebits.addmm_(acc, a, torch.eye(5))
+    assert torch.equal(acc, want)
+
+
+def test_flushing_subnormals_is_refused() -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormals")
+    try:
+        with pytest.raises(RuntimeError, match="set_flush_denormal"):
+            samebits.matmul(torch.ones(2, 2), torch.ones(2, 2))
+        with pytest.raises(RuntimeError, match="set_flush_denormal"):
+            samebits.addmm_(torch.zeros(2, 2), torch.ones(2, 2), torch.ones(2, 2))
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_forward_mode_derivatives_are_refused() -> None:
+    """torch.library would drop the tangents in silence."""
+    x, weight = torch.randn(3, 4), torch.randn(5, 4)
+    with forward_ad.dual_level():
+        samebits.linear(x, weight)
+        with pytest.raises(NotImplementedError, match="x: forward-mode"):
+            samebits.linear(forward_ad.make_dual(x, x), weight)
+    with pytest.raises(NotImplementedError, match="weight: forward-mode"):
+        torch.func.jvp(lambda w: samebits.linear(x, w), (weight,), (weight,))
+
+
+def test_nothing_runs_under_tf32() -> None:
+    """FMA is the default for float32 whatever the precision flags say."""
+    assert samebits.contract.resolve(None, f32, "cuda") == FMA.key

@@ -1,0 +1,235 @@
+"""The operations within PyTorch: autograd, torch.library, torch.compile, autocast, threads, imports."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import samebits
+from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
+from samebits.testing import assert_same_bits
+from tests.data_kinds import values
+
+CU = torch.tensor([0, 3, 3, 8])
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return values("normal", shape, dtype, seed + sum(shape)).requires_grad_()
+
+
+CONTRACT_KEYS = {torch.float32: FMA.key, torch.bfloat16: TENSOR_CORE.on(HOPPER).key}
+OPERATORS: dict[str, Callable[[torch.dtype, str], tuple[Any, ...]]] = {
+    "matmul": lambda d, c: (leaf(3, 5, dtype=d), leaf(5, 4, dtype=d), leaf(4, dtype=d), d, c),
+    "matmul f32 out": lambda d, c: (leaf(3, 5, dtype=d), leaf(5, 4, dtype=d), None, torch.float32, c),
+    "matmul batched": lambda d, c: (leaf(2, 1, 3, 5, dtype=d), leaf(4, 5, 4, dtype=d), None, d, c),
+    "linear": lambda d, c: (leaf(2, 8, 5, dtype=d), leaf(4, 5, dtype=d), leaf(4, dtype=d), None, c),
+    "linear packed": lambda d, c: (leaf(8, 5, dtype=d), leaf(4, 5, dtype=d), None, CU, c),
+    "addbmm": lambda d, c: (leaf(2, 3, 4), leaf(2, 6, 3, 5, dtype=d), leaf(2, 6, 5, 4, dtype=d), None, d, c),
+    "addbmm packed": lambda d, c: (None, leaf(1, 1, 3, 8, dtype=d), leaf(1, 1, 8, 4, dtype=d), CU, d, c),
+    "addbmm_": lambda d, c: (
+        torch.zeros(2, 3, 4),
+        leaf(2, 6, 3, 5, dtype=d).detach(),
+        leaf(2, 6, 5, 4, dtype=d).detach(),
+        None,
+        c,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", CONTRACT_KEYS, ids=str)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_opcheck(name: str, dtype: torch.dtype) -> None:
+    operator = getattr(torch.ops.samebits, name.split()[0])
+    torch.library.opcheck(operator, OPERATORS[name](dtype, CONTRACT_KEYS[dtype]))
+
+
+def public(name: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    return {
+        "matmul": (samebits.matmul, [leaf(2, 3, 5), leaf(5, 4)]),
+        "matmul vectors": (samebits.matmul, [leaf(5), leaf(5)]),
+        "matmul matrix vector": (samebits.matmul, [leaf(2, 3, 5), leaf(5)]),
+        "matmul broadcast": (samebits.matmul, [leaf(3, 1, 2, 5), leaf(4, 5, 3)]),
+        "bmm": (samebits.bmm, [leaf(3, 2, 5), leaf(1, 5, 4)]),
+        "linear": (samebits.linear, [leaf(2, 3, 5), leaf(4, 5), leaf(4)]),
+        "linear vector": (samebits.linear, [leaf(5), leaf(4, 5), leaf(4)]),
+        "linear packed": (lambda *a: samebits.linear(*a, cu_seqlens=CU), [leaf(8, 5), leaf(4, 5), leaf(4)]),
+        "addmm_": (lambda c, a, b: samebits.addmm_(c * 1, a, b), [leaf(3, 4), leaf(3, 5), leaf(5, 4)]),
+    }[name]
+
+
+PUBLIC = [
+    "matmul",
+    "matmul vectors",
+    "matmul matrix vector",
+    "matmul broadcast",
+    "bmm",
+    "linear",
+    "linear vector",
+    "linear packed",
+    "addmm_",
+]
+TORCH: dict[str, Callable[..., Tensor]] = {
+    "matmul": torch.matmul,
+    "bmm": lambda a, b: torch.bmm(a, b.expand(a.shape[0], -1, -1)),
+    "linear": F.linear,
+    "addmm_": torch.addmm,
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_gradients_by_finite_differences(name: str) -> None:
+    """The maths is torch's: forward, first and second derivatives, in f32 against f64 steps."""
+    op, leaves = public(name)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+
+    def f(*args: Tensor) -> Tensor:
+        return op(*(t.float() for t in args)).double()
+
+    tolerance = {"eps": 1e-2, "atol": 2e-3, "rtol": 2e-3}
+    assert torch.autograd.gradcheck(f, wide, **tolerance)
+    assert torch.autograd.gradgradcheck(f, wide, **tolerance)
+    torch.testing.assert_close(op(*leaves), TORCH[name.split()[0]](*leaves))
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, "aot_eager") for name in PUBLIC), ("linear", "inductor"), ("addmm_", "inductor")],
+)
+def test_compile(name: str, backend: str) -> None:
+    torch._dynamo.reset()
+    op, leaves = public(name)
+    compiled = torch.compile(lambda *args: op(*args), fullgraph=True, backend=backend)
+    eager_out, compiled_out = op(*leaves), compiled(*leaves)
+    assert_same_bits(compiled_out, eager_out)
+    grad = torch.ones_like(eager_out)
+    for got, want in zip(
+        torch.autograd.grad(compiled_out, leaves, grad),
+        torch.autograd.grad(eager_out, leaves, grad),
+        strict=True,
+    ):
+        assert_same_bits(got, want)
+
+
+def test_compile_follows_the_mma_model_and_does_not_recompile_for_new_sizes() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda a, b: samebits.matmul(a, b, out_dtype=torch.float32),
+        fullgraph=True,
+        dynamic=True,
+        backend=counter,
+    )
+    b = values("normal", (64, 32), torch.bfloat16, 1)
+    for m in (7, 8, 100):
+        a = values("normal", (m, 64), torch.bfloat16, m)
+        assert_same_bits(compiled(a, b), samebits.matmul(a, b, out_dtype=torch.float32))
+        with samebits.use_mma_model(AMPERE):
+            assert_same_bits(compiled(a, b), samebits.matmul(a, b, out_dtype=torch.float32))
+    assert counter.frame_count == 2
+
+
+def test_backward_follows_the_family_of_its_forward() -> None:
+    x, weight = leaf(40, 64, dtype=torch.bfloat16), leaf(64, 64, dtype=torch.bfloat16)
+    with samebits.use_mma_model(AMPERE):
+        y = samebits.matmul(x, weight, out_dtype=torch.float32)
+    (actual,) = torch.autograd.grad(y, weight, torch.ones_like(y))
+    want = samebits.matmul(x.mT, torch.ones_like(y).bfloat16(), contract=TENSOR_CORE.on(AMPERE))
+    assert_same_bits(actual, want.detach())
+
+
+@pytest.mark.parametrize("name", ["matmul", "bmm", "linear", "addmm_"])
+def test_autocast(name: str) -> None:
+    op, leaves = public(name)
+    if name == "addmm_":
+        acc, a, b = leaves[0].detach(), leaves[1], leaves[2]
+        want = samebits.addmm_(acc.clone(), a.bfloat16(), b.bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_same_bits(samebits.addmm_(acc.clone(), a, b), want)
+        return
+    want = op(*(t.bfloat16() for t in leaves))
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = op(*leaves)
+        assert actual.dtype == torch.bfloat16
+        assert_same_bits(actual, want)
+        mixed = op(leaves[0].detach().bfloat16(), *leaves[1:])
+        assert_same_bits(mixed, want)
+    actual.sum().backward()
+    assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in leaves)
+
+
+def test_no_grad_and_partial_requires_grad() -> None:
+    x, weight = leaf(2, 3), leaf(4, 3)
+    with torch.no_grad():
+        assert not samebits.linear(x, weight).requires_grad
+    y = samebits.linear(x.detach(), weight)
+    y.sum().backward()
+    assert x.grad is None
+    assert weight.grad is not None
+
+
+def test_addmm_accumulates_in_place_with_and_without_gradients() -> None:
+    acc, a, b = torch.ones(3, 4), leaf(3, 5), leaf(5, 4)
+    want = samebits.addmm_(acc.clone(), a.detach(), b.detach())
+    out = samebits.addmm_(acc, a, b)
+    assert out is acc
+    assert out.requires_grad
+    assert_same_bits(out.detach(), want)
+    with pytest.raises(RuntimeError, match="leaf"):
+        samebits.addmm_(torch.ones(3, 4).requires_grad_(), a, b)
+
+
+def test_concurrent_calls() -> None:
+    a, b = values("normal", (200, 300), torch.bfloat16, 0), values("normal", (300, 200), torch.bfloat16, 1)
+    want = samebits.matmul(a, b)
+    results: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: results.append(samebits.matmul(a, b))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    for got in results:
+        assert_same_bits(got, want)
+
+
+def _in_child(a: Tensor, queue: Any) -> None:
+    queue.put(samebits.matmul(a, a.mT).tolist())
+
+
+def test_after_fork() -> None:
+    a = values("normal", (200, 300), torch.float32, 0)
+    want = samebits.matmul(a, a.mT).tolist()
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_in_child, args=(a, queue))
+    child.start()
+    got = queue.get(timeout=120)
+    child.join()
+    assert got == want
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import samebits;"
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) <= {"samebits"} | set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("name", samebits.__all__)
+def test_public_names_are_documented(name: str) -> None:
+    value = getattr(samebits, name)
+    if callable(value):
+        assert value.__doc__ is not None
+        assert len(value.__doc__) > 80
