@@ -207,7 +207,7 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
     """Every kind of schedule that :func:`choose` can return for these layouts: for proving that none changes a bit."""
     found: dict[Schedule, None] = {}
     for m in (8, 16, 32, 64, 128, 4096):
-        for n in (*range(2048, 8449, 1024), 3 * 8448):
+        for n in (1024, *range(2048, 8449, 1024), 3 * 8448):
             for s in menu(Product(m, n, 4096, 1, a_mn, b_mn), 132):
                 found[s] = None
     return [
