@@ -5,8 +5,6 @@ It takes every layout, stride, alignment and size on sm_80 and newer, and is wha
 
 from __future__ import annotations
 
-import functools
-import itertools
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -144,23 +142,13 @@ def matmul(
         schedule: one of :data:`SCHEDULES`; by default :func:`choose_schedule`'s.
     """
     key = (
-        a.shape,
-        a.stride(),
-        a.dtype,
-        a.data_ptr() % 16,
-        b.shape,
-        b.stride(),
-        b.dtype,
-        b.data_ptr() % 16,
-        out.shape,
-        out.stride(),
-        out.dtype,
-        out.data_ptr() % 16,
-        out.device,
-        None if acc is None else acc.stride(),
-        None if bias is None else (bias.dtype, bias.stride()),
-        None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape),
         schedule,
+        (a.shape, a.stride(), a.dtype, a.data_ptr() % 16, a.get_device()),
+        (b.shape, b.stride(), b.dtype, b.data_ptr() % 16, b.get_device()),
+        (out.shape, out.stride(), out.dtype, out.data_ptr() % 16, out.get_device()),
+        None if acc is None else (acc.shape, acc.stride(), acc.dtype, acc.get_device()),
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
+        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype, cu_seqlens.get_device()),
     )
     plan = _plans.get(key)
     if plan is None:
