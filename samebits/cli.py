@@ -1,0 +1,347 @@
+"""The command line: ``samebits audit`` and ``samebits info``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from samebits.audit import Drift, Layer, Report
+    from samebits.info import Info
+
+app = typer.Typer(
+    help="Matrix products whose every output row has the same bits whatever batch it rides in.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+class Dtype(StrEnum):
+    loaded = "loaded"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@app.callback()
+def main() -> None:
+    """Matrix products whose every output row has the same bits whatever batch it rides in."""
+
+
+@app.command()
+def audit(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A Hugging Face folder, or the name of a model in its cache (nothing is downloaded);"
+            " package.module:function, which returns (module, inputs); or demo: MiniLM, of samebits\\[demo].",
+        ),
+    ],
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 text to run the model on, instead of the one that comes along.")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Cast the model to this before anything runs.")] = Dtype.loaded,
+    max_rows: Annotated[
+        int, typer.Option(min=2, help="Audit this many rows of each layer, evenly spaced over all of them.")
+    ] = 96,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Use this much of the text.")] = 4096,
+    only: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="Audit only the layers whose name matches.")
+    ] = None,
+    json_to: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the full report there; - is stdout.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to run; this version takes cpu.")] = "cpu",
+) -> None:
+    """Which of a model's linear layers change their bits with the batch: PyTorch's, and samebits'.
+
+    Runs the model on real text, catches what reaches each linear layer, and runs the layer again on those
+    rows in other batch sizes, positions, paddings, neighbours and chunks. Exit code: 0, samebits kept every
+    bit; 1, it did not; 2, the audit could not run.
+    """
+    out = Console(stderr=json_to == "-", highlight=False)
+    with _errors("audit"):
+        from samebits.audit import AuditError, audit_linears
+
+        if device != "cpu":
+            raise AuditError(
+                f"--device {device}: this version of samebits computes on CPU tensors only; use cpu"
+            )
+        if only is not None:
+            try:
+                re.compile(only)
+            except re.error as error:
+                raise AuditError(f"--only {only}: not a regular expression: {error}") from error
+        if json_to not in (None, "-"):
+            file = Path(str(json_to)).absolute()
+            if file.is_dir() or not file.parent.is_dir():
+                raise AuditError(f"--json {json_to}: expected a file in a folder that exists")
+        with _progress() as show:
+            show(0, f"loading {model}")
+            import torch
+
+            from samebits._models import load
+
+            cast = None if dtype is Dtype.loaded else getattr(torch, dtype.value)
+            subject = load(model, text, cast, max_tokens)
+            report = audit_linears(
+                subject.module,
+                subject.inputs,
+                max_rows=max_rows,
+                only=only,
+                name=subject.name,
+                source=subject.source,
+                notes=subject.notes,
+                progress=show,
+            )
+        if json_to is not None:
+            _write(report.to_json(), json_to)
+    _show_report(report, out)
+    raise typer.Exit(1 if report.samebits_drifts else 0)
+
+
+@app.command()
+def info(
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """What this machine has, which backends work, and for each that does not: why, and what to do."""
+    from samebits.info import gather
+
+    found = gather()
+    if json_:
+        print(json.dumps(dataclasses.asdict(found), indent=2))
+    else:
+        _show_info(found, Console(highlight=False))
+
+
+@contextmanager
+def _errors(command: str) -> Iterator[None]:
+    """Errors of the user's on one line of stderr, with exit code 2."""
+    from samebits.audit import AuditError
+
+    try:
+        yield
+    except AuditError as error:
+        print(f"samebits {command}: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[float, str], None]]:
+    """A bar on stderr, gone when done."""
+    columns = (
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("[dim]{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def show(done: float, what: str) -> None:
+            bar.update(task, completed=done, description=escape(what))
+
+        yield show
+
+
+def _write(text: str, where: str) -> None:
+    from samebits.audit import AuditError
+
+    if where == "-":
+        print(text)
+        return
+    try:
+        Path(where).write_text(text + "\n", "utf-8")
+    except OSError as error:
+        raise AuditError(f"--json {where}: {error.strerror or error}") from error
+
+
+def _show_report(report: Report, out: Console) -> None:
+    layers = report.layers
+    out.print(_layer_table(layers, out.width))
+    out.print(_variation_table(layers))
+    for who, drifts in (("PyTorch", [x.torch for x in layers]), ("samebits", [x.samebits for x in layers])):
+        i = max(range(len(drifts)), key=lambda i: drifts[i].of_row)
+        if drifts[i].first is not None:
+            _show_first(who, layers[i], drifts[i], out)
+    for skipped in report.skipped:
+        out.print(f"[yellow]not audited:[/] {escape(skipped.name)}: {escape(skipped.reason)}")
+    for note in report.notes:
+        out.print(f"[yellow]note:[/] {escape(note)}")
+    dtypes = " and ".join(sorted({f"{layer.dtype} under {layer.contract.split('[')[0]}" for layer in layers}))
+    out.print(
+        f"{escape(report.model)}, {dtypes}. {escape(report.inputs)}; at most {report.max_rows} rows of a"
+        f" layer audited, evenly spaced (--max-rows). PyTorch {report.torch_version}, {report.threads} CPU threads,"
+        f" {report.seconds:.0f} s.\n",
+        style="dim",
+    )
+    out.print(_verdict("PyTorch", "yellow", [layer.torch for layer in layers]))
+    out.print(_verdict("samebits", "red", [layer.samebits for layer in layers]))
+
+
+def _show_first(who: str, layer: Layer, drift: Drift, out: Console) -> None:
+    first = drift.first
+    assert first is not None
+    out.print(
+        f"{who} changes [bold]{escape(layer.name)}[/] most. First at row {first.row}, column {first.column}:"
+    )
+    table = Table(box=None, padding=(0, 2, 0, 2), show_header=False)
+    table.add_row("in the batch of all rows", f"{first.expected:.9g}", first.expected_bits)
+    table.add_row(f"in {first.variation}", f"{first.got:.9g}", first.got_bits)
+    out.print(table)
+    out.print()
+
+
+def _verdict(who: str, alarm: str, drifts: list[Drift]) -> Text:
+    layers, rows = sum(d.changed > 0 for d in drifts), sum(d.rows for d in drifts)
+    changed = sum(d.changed for d in drifts)
+    text = Text(f"{who:9} ", style="bold")
+    text.append(
+        f"{layers:>{len(str(len(drifts)))}} of {len(drifts)} layers change bits with the batch:"
+        f" {changed:>{len(f'{rows:,}')},} of {rows:,} rows",
+        style=f"{alarm if changed else 'green'} bold",
+    )
+    return text
+
+
+def _layer_table(layers: tuple[Layer, ...], width: int) -> Padding:
+    wide = width >= 110
+    table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), header_style="dim", title_justify="left")
+    table.title = Text("Rows of each layer whose bits changed in some batch", style="bold not italic")
+    table.add_column("layer", overflow="fold")
+    if wide:
+        table.add_column("K → N", no_wrap=True, justify="right")
+    table.add_column("samebits", no_wrap=True, justify="right")
+    table.add_column("PyTorch", no_wrap=True, justify="right")
+    table.add_column("ulp", no_wrap=True, justify="right")
+    table.add_column("relative", no_wrap=True, justify="right")
+    if wide:
+        table.add_column("of row", no_wrap=True, justify="right")
+    table.add_column("first place" if wide else "first (row, col)", no_wrap=True)
+    block = ""
+    for layer in layers:
+        above, name = _split(layer.name)
+        if above and above != block:
+            table.add_row(Text(above, style="dim"))
+        block = above
+        drift, first = layer.torch, layer.torch.first
+        cells = [Text(f"  {name}" if above else name)]
+        if wide:
+            cells.append(Text(f"{layer.in_features} → {layer.out_features}"))
+        cells += [
+            _fraction(d.changed, d.rows, c) for d, c in ((layer.samebits, "red bold"), (drift, "yellow"))
+        ]
+        cells += [Text(_short(drift.ulp)), Text(_magnitude(drift.relative))]
+        if wide:
+            cells.append(Text(_magnitude(drift.of_row)))
+        if first is not None and wide:
+            cells.append(Text(f"{first.variation}: row {first.row}, column {first.column}"))
+        elif first is not None:
+            cells.append(Text(f"{first.row}, {first.column}"))
+        table.add_row(*cells)
+    return Padding(table, (1, 0))
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The block of a model that a layer is in, which ends with a number, and the layer's name in it."""
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts[:-1]) if part.isdecimal()]
+    cut = numbers[-1] + 1 if numbers else 0
+    return ".".join(parts[:cut]), ".".join(parts[cut:]) or "(the module itself)"
+
+
+def _magnitude(number: float) -> str:
+    return f"{number:.0e}" if number else "0"
+
+
+def _variation_table(layers: tuple[Layer, ...]) -> Padding:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", title_justify="left")
+    table.title = Text("The same over all layers, by what was done to the batch", style="bold not italic")
+    table.add_column("")
+    table.add_column("")
+    for name in ("samebits", "PyTorch"):
+        table.add_column(name, no_wrap=True, justify="right")
+    totals: dict[tuple[str, str], list[int]] = {}
+    for layer in layers:
+        for theirs, ours in zip(layer.torch.variations, layer.samebits.variations, strict=True):
+            total = totals.setdefault((theirs.kind, theirs.name), [0, 0, 0])
+            for i, add in enumerate((theirs.changed, ours.changed, theirs.rows)):
+                total[i] += add
+    shown = ""
+    for (kind, name), (theirs_changed, ours_changed, rows) in totals.items():
+        table.add_row(
+            "" if kind == shown else Text(kind, style="dim"),
+            name,
+            _fraction(ours_changed, rows, "red bold"),
+            _fraction(theirs_changed, rows, "yellow"),
+        )
+        shown = kind
+    return Padding(table, (0, 0, 1, 0))
+
+
+def _fraction(changed: int, rows: int, alarm: str) -> Text:
+    return Text(f"{changed:,} of {rows:,}", style=alarm if changed else "green")
+
+
+def _short(number: int) -> str:
+    """At most 6 characters."""
+    return str(number) if number < 100_000 else f"{number:.0e}".replace("e+0", "e").replace("e+", "e")
+
+
+def _show_info(found: Info, out: Console) -> None:
+    def section(title: str, rows: list[tuple[str, str | Text]]) -> None:
+        table = Table(box=None, padding=(0, 2, 0, 2), show_header=False)
+        table.add_column(no_wrap=True, style="dim", min_width=19)
+        table.add_column(overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        out.print(f"[bold]{title}[/]")
+        out.print(table)
+        out.print()
+
+    versions: list[tuple[str, str | Text]] = [("samebits", found.samebits), ("Python", found.python)]
+    versions += [(name, version or "not installed") for name, version in found.packages.items()]
+    section("Versions", versions)
+    gpus = [f"{gpu.name}, {gpu.capability}, {gpu.memory_gib} GiB" for gpu in found.gpus]
+    machine = f"{found.cpu}, {found.cores} cores, {found.threads} threads"
+    section("Machine", [("CPU", machine), ("GPUs", "\n".join(gpus) or "none that PyTorch can use")])
+    section("Contracts (equal digests promise equal bits)", list(found.contracts.items()))
+    backends: list[tuple[str, str | Text]] = []
+    for backend in found.backends:
+        state = (
+            Text("works", style="green bold") if backend.works else Text("does not work", style="yellow bold")
+        )
+        state.append(
+            f" on {backend.computes}: " if backend.works else f" ({backend.computes}): ", style="dim"
+        )
+        state.append(backend.why, style="default not bold")
+        if backend.remedy:
+            state.append(f"\n→ {backend.remedy}", style="default not bold")
+        backends.append((backend.name, state))
+    section("Backends", backends)

@@ -1,0 +1,171 @@
+"""What this machine has, which backends work on it, and for each that does not: why, and what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samebits._version import __version__
+from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE
+
+__all__ = ["Backend", "Gpu", "Info", "gather"]
+
+_PACKAGES = ("torch", "numpy", "numba", "cuda-core", "nvidia-cuda-nvrtc", "triton", "transformers")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Whether a backend works here.
+
+    Attributes:
+        name: ``reference``, ``cuda`` or ``triton``.
+        computes: on what.
+        works: whether it does.
+        why: what it was found to do, or why it does not work.
+        remedy: what to do about that; empty if nothing is to be done.
+    """
+
+    name: str
+    computes: str
+    works: bool
+    why: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that PyTorch sees."""
+
+    name: str
+    capability: str
+    memory_gib: float
+
+
+@dataclass(frozen=True)
+class Info:
+    """Everything that ``samebits info`` shows.
+
+    Attributes:
+        samebits: its version.
+        python: Python's version.
+        packages: version of each package that samebits can use, None where it is not installed.
+        cpu: the processor's name.
+        cores: CPUs that this process may use.
+        threads: CPU threads of PyTorch, and of samebits.
+        gpus: GPUs that PyTorch sees.
+        contracts: digest of each contract: equal digests promise equal bits.
+        backends: in the order in which a reader meets them.
+    """
+
+    samebits: str
+    python: str
+    packages: dict[str, str | None]
+    cpu: str
+    cores: int
+    threads: int
+    gpus: tuple[Gpu, ...]
+    contracts: dict[str, str]
+    backends: tuple[Backend, ...]
+
+
+def gather() -> Info:
+    """Look around. Raises nothing for what is missing or broken: that is what it reports."""
+    return Info(
+        samebits=__version__,
+        python=platform.python_version(),
+        packages={name: _version(name) for name in _PACKAGES},
+        cpu=_cpu(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        gpus=_gpus(),
+        contracts={
+            "FMA": FMA.digest(),
+            "TENSOR_CORE, HOPPER": TENSOR_CORE.on(HOPPER).digest(),
+            "TENSOR_CORE, AMPERE": TENSOR_CORE.on(AMPERE).digest(),
+        },
+        backends=(_reference(), _cuda(), _triton()),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    found: list[Any] = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return tuple(Gpu(p.name, f"sm_{p.major}{p.minor}", round(p.total_memory / 2**30, 1)) for p in found)
+
+
+def _reference() -> Backend:
+    """Runs both contracts, on values that only their own order of sums gives."""
+    try:
+        start = time.perf_counter()
+        from samebits.ops.matmul import matmul
+
+        # 1 + 2**-24 + 2**-24 is 1 as a chain from the left, and more than 1 in any other order.
+        a = torch.tensor([[1.0, 2.0**-24, 2.0**-24]])
+        fma = matmul(a, torch.ones(3, 1)).item()
+        # 2**-25 is kept below 1 by the fused sum of a Hopper tensor core, and 2**-26 cut off.
+        b = torch.tensor([[1.0, *[2.0**-25] * 4, *[2.0**-26] * 8]], dtype=torch.bfloat16)
+        ones = torch.ones(b.shape[1], 1, dtype=torch.bfloat16)
+        mma = matmul(b, ones, out_dtype=torch.float32, contract=TENSOR_CORE.on(HOPPER)).item()
+        if (fma, mma) != (1.0, 1.0 + 2.0**-23):
+            return Backend("reference", "CPU", False, f"gives wrong bits here ({fma!r}, {mma!r})", _REPORT_IT)
+    except Exception as error:  # a broken numba or llvmlite raises all kinds
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return Backend("reference", "CPU", False, why, "pip install --upgrade --force-reinstall numba")
+    seconds = time.perf_counter() - start
+    return Backend("reference", "CPU", True, f"both contracts ran, bits as specified ({seconds:.1f} s)", "")
+
+
+_REPORT_IT = "please report it, with this output"
+
+
+def _cuda() -> Backend:
+    if not _exists("samebits.backends.cuda.runtime"):
+        return Backend(
+            "cuda", "NVIDIA GPUs, sm_80 and newer", False, "not in this version of samebits", _USE_CPU
+        )
+    runtime = importlib.import_module("samebits.backends.cuda.runtime")
+    status = runtime.status()
+    why = f"NVRTC {status.nvrtc}, kernels cached in {status.cache}" if status.available else status.reason
+    return Backend("cuda", "NVIDIA GPUs, sm_80 and newer", status.available, why, status.remedy)
+
+
+def _triton() -> Backend:
+    return Backend(
+        "triton", "GPUs that Triton compiles for", False, "not in this version of samebits", _USE_CPU
+    )
+
+
+_USE_CPU = "use CPU tensors"
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
