@@ -1,0 +1,1 @@
+"""Benchmarks: cases as data, measurements to JSON, pictures and tables from JSON."""

@@ -1,0 +1,57 @@
+"""What is measured, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import samebits
+
+
+@dataclass(frozen=True)
+class Product:
+    """One ``[m, k] @ [k, n]`` product under one contract.
+
+    Attributes:
+        contract: what samebits runs under.
+        dtype: of both operands; samebits and mmasim return float32.
+        m, k, n: the shape.
+        mmasim: PTX instruction whose mmasim model computes the same chain, and the GPU family it names; None
+            where mmasim has none.
+        mmasim_m, mmasim_n: rows and columns that mmasim computes; all of them would take minutes.
+    """
+
+    contract: samebits.Contract
+    dtype: torch.dtype
+    m: int = 512
+    k: int = 4096
+    n: int = 1024
+    mmasim: tuple[str, str] | None = None
+    mmasim_m: int = 64
+    mmasim_n: int = 512
+
+
+REFERENCE = (
+    Product(
+        samebits.TENSOR_CORE.on(samebits.HOPPER),
+        torch.bfloat16,
+        mmasim=("Hopper", "m16n8k16.f32.bf16.bf16.f32"),
+    ),
+    Product(
+        samebits.TENSOR_CORE.on(samebits.HOPPER),
+        torch.float16,
+        mmasim=("Hopper", "m16n8k16.f32.f16.f16.f32"),
+    ),
+    Product(
+        samebits.TENSOR_CORE.on(samebits.AMPERE),
+        torch.bfloat16,
+        mmasim=("Ampere", "m16n8k16.f32.bf16.bf16.f32"),
+    ),
+    Product(
+        samebits.TENSOR_CORE.on(samebits.AMPERE),
+        torch.float16,
+        mmasim=("Ampere", "m16n8k16.f32.f16.f16.f32"),
+    ),
+    Product(samebits.FMA, torch.float32),
+)

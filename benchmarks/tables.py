@@ -1,0 +1,123 @@
+"""Write figures from benchmarks/results between the markers of README.md and docs; --check only compares.
+
+A block starts with ``<!-- begin: NAME -->`` and ends with ``<!-- end: NAME -->``, each on its own line.
+
+python -m benchmarks.tables [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from benchmarks.record import RESULTS, ROOT
+
+BLOCK = re.compile(
+    r"(?<=^<!-- begin: )([a-z-]+)( -->\n)(.*?)(?=^<!-- end: \1 -->$)", re.DOTALL | re.MULTILINE
+)
+
+
+def load(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *(list(row) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def made_with(data: dict[str, Any]) -> str:
+    e = data["environment"]
+    versions = ", ".join(f"{name} {v}" for name, v in e["versions"].items())
+    return (
+        f"Measured {e['date']} at commit `{e['commit'][:10]}` on {e['cpu']}, {e['threads']} threads,"
+        f" Python {e['python']}; {versions}."
+    )
+
+
+def reference_speed() -> str:
+    data = load("cpu/reference.json")
+    rows, shape, share = [], "", ""
+    for case in data["cases"]:
+        by_library = {r["library"]: r for r in case["results"]}
+        ours, theirs, oracle = by_library["samebits"], by_library["torch.matmul"], by_library.get("mmasim")
+        shape = f"{ours['m']} x {ours['k']} x {ours['n']}"
+        row = [
+            f"`{case['name']}`" + (f", `{case['model']}`" if case["model"] else ""),
+            case["dtype"],
+            f"{ours['gmac_per_s']:.3g}",
+        ]
+        if oracle:
+            share = f"{oracle['m']} x {oracle['k']} x {oracle['n']}"
+            row += [f"{oracle['gmac_per_s']:.2g}", f"{ours['gmac_per_s'] / oracle['gmac_per_s']:.0f}x"]
+        else:
+            row += ["", ""]
+        rows.append([*row, f"{theirs['gmac_per_s']:.3g}", f"`{case['digest']}`"])
+    head = ["contract", "inputs", "samebits", "mmasim", "samebits / mmasim", "torch.matmul", "digest"]
+    return "\n\n".join(
+        (
+            table(head, rows),
+            f"GMAC/s, medians, M x K x N = {shape}; samebits and mmasim write float32. mmasim computes"
+            f" {share} of it, to the same bits; torch.matmul computes other bits, in the inputs' dtype.",
+            made_with(data),
+        )
+    )
+
+
+def drift() -> str:
+    data = load("cpu/drift.json")
+    layers = data["layers"]
+    kinds: dict[str, dict[str, int]] = {}
+    for v in data["variations"]:
+        kind = kinds.setdefault(v["kind"], {"ways": 0, "rows": 0, "torch": 0, "samebits": 0})
+        kind["ways"] += 1
+        for key in ("rows", "torch", "samebits"):
+            kind[key] += v[key]
+    rows = [
+        [name, str(k["ways"]), f"{k['rows']:,}", f"{k['torch']:,}", f"{k['samebits']:,}"]
+        for name, k in kinds.items()
+    ]
+    changed = sum(1 for layer in layers if layer["torch"]["changed"])
+    ulp = max(layer["torch"]["ulp"] for layer in layers)
+    return "\n\n".join(
+        (
+            table(["what is varied", "ways", "rows compared", "changed: PyTorch", "changed: samebits"], rows),
+            f"{data['model']} on {data['inputs']}: PyTorch changed rows of {changed} of {len(layers)} linear"
+            f" layers, by up to {ulp:,} units in the last place.",
+            made_with(data),
+        )
+    )
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"reference-speed": reference_speed, "drift": drift}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a block is out of date")
+    options = parser.parse_args()
+    stale, used = [], set()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+
+        def block(match: re.Match[str]) -> str:
+            used.add(match[1])
+            return f"{match[1]}{match[2]}{BLOCKS[match[1]]()}\n"
+
+        text = path.read_text()
+        if (new := BLOCK.sub(block, text)) != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if not options.check:
+                path.write_text(new)
+                print(f"wrote {path}")
+    if unused := BLOCKS.keys() - used:
+        raise SystemExit(f"no page has a block for {', '.join(sorted(unused))}")
+    if options.check and stale:
+        raise SystemExit(f"out of date: {', '.join(stale)}; run python -m benchmarks.tables")
+
+
+if __name__ == "__main__":
+    main()
