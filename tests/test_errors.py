@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import samebits
 from samebits import FMA, TENSOR_CORE
@@ -156,6 +157,17 @@ def test_flushing_subnormals_is_refused() -> None:
             samebits.addmm_(torch.zeros(2, 2), torch.ones(2, 2), torch.ones(2, 2))
     finally:
         torch.set_flush_denormal(False)
+
+
+def test_forward_mode_derivatives_are_refused() -> None:
+    """torch.library would drop the tangents in silence."""
+    x, weight = torch.randn(3, 4), torch.randn(5, 4)
+    with forward_ad.dual_level():
+        samebits.linear(x, weight)
+        with pytest.raises(NotImplementedError, match="x: forward-mode"):
+            samebits.linear(forward_ad.make_dual(x, x), weight)
+    with pytest.raises(NotImplementedError, match="weight: forward-mode"):
+        torch.func.jvp(lambda w: samebits.linear(x, w), (weight,), (weight,))
 
 
 def test_nothing_runs_under_tf32() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from samebits.contract import Contract, resolve
 
@@ -30,17 +34,18 @@ def check_operands(
             )
         if t.dtype not in SUPPORTED:
             raise TypeError(f"samebits.{op}: {name}: expected bfloat16, float16 or float32, got {t.dtype}")
-    first, *others = operands
-    device = operands[first].device
-    if device.type not in ("cpu", "meta"):
-        raise ValueError(
-            f"samebits.{op}: {first}: this version computes on CPU tensors only, got one on {device}"
-        )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(
+                f"samebits.{op}: {name}: forward-mode derivatives are not implemented, backward ones are"
+            )
     tensors = list(operands.values())
-    if torch.is_autocast_enabled(device.type):
-        tensors = [t.to(torch.get_autocast_dtype(device.type)) for t in tensors]
-    dtype = tensors[0].dtype
-    for name, t in zip(others, tensors[1:], strict=True):
+    kind = tensors[0].device.type
+    if kind not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"samebits.{op}: expected tensors on a CPU or CUDA device, got {tensors[0].device}")
+    if torch.is_autocast_enabled(kind):
+        tensors = [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
+    dtype, first = tensors[0].dtype, next(iter(operands))
+    for name, t in zip(operands, tensors, strict=True):
         if t.dtype != dtype:
             raise TypeError(f"samebits.{op}: {name}: expected {dtype} like {first}, got {t.dtype}")
         check_device(op, name, t, first, tensors[0])
@@ -54,7 +59,17 @@ def check_operands(
                 f"samebits.{op}: {first}: contract {contract.name} takes bfloat16 or float16, got {dtype}"
                 " (float32 runs under samebits.FMA, never as TF32)"
             )
-    return tensors, resolve(contract, dtype, device.type)
+    return tensors, resolve(contract, dtype, kind)
+
+
+def call(operator: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Call a registered operator, past autograd's Python layer (half of its cost) if nothing asks for it."""
+    if torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args)
+    ):
+        return operator(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*args)
 
 
 def check_device(op: str, name: str, t: Tensor, lead_name: str, lead: Tensor) -> None:

@@ -133,6 +133,7 @@ def _cuda_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, 
 
     _refuse_overlap(acc, a=a, b=b)
     cuda.addbmm_(acc, a, b, cu_seqlens, contract=contract)
+    torch.autograd.graph.increment_version(acc)  # the kernel wrote where autograd cannot see
 
 
 def _refuse_overlap(acc: Tensor, **operands: Tensor) -> None:
@@ -146,6 +147,8 @@ def _refuse_overlap(acc: Tensor, **operands: Tensor) -> None:
                 )
             extent += stride * (size - 1)
     for name, t in operands.items():
+        if _span(acc)[0] >= _span(t)[1] or _span(t)[0] >= _span(acc)[1]:
+            continue
         try:
             overlaps = np.shares_memory(_memory(acc), _memory(t), max_work=_OVERLAP_WORK)
         except np.exceptions.TooHardError:
@@ -154,6 +157,15 @@ def _refuse_overlap(acc: Tensor, **operands: Tensor) -> None:
             raise ValueError(
                 f"samebits.addmm_: acc: expected memory of its own, got memory that {name} shares"
             )
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """First address of a tensor's elements, and the one past its last."""
+    start = t.data_ptr()
+    if t.numel() == 0:
+        return start, start
+    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return start, start + (reach + 1) * t.element_size()
 
 
 def _memory(t: Tensor) -> Any:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from samebits.contract import Contract
-from samebits.ops._library import check_operands, check_out_dtype, shape
+from samebits.ops._library import call, check_operands, check_out_dtype, shape
 
 
 def bmm(
@@ -49,4 +49,4 @@ def bmm(
             "samebits.bmm: a, b: inner dimensions must be equal, got"
             f" {a3.shape[2]} and {b3.shape[1]} of shapes {shape(a)} and {shape(b)}"
         )
-    return torch.ops.samebits.matmul(a3, b3, None, dtype, key)  # type: ignore[no-any-return]
+    return call(torch.ops.samebits.matmul.default, a3, b3, None, dtype, key)

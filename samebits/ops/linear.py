@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from samebits.contract import Contract
-from samebits.ops._library import check_device, check_operands, library, shape
+from samebits.ops._library import call, check_device, check_operands, library, shape
 from samebits.ops.addmm import check_cu_seqlens
 
 library.define(
@@ -74,7 +74,7 @@ def linear(
         )
     if cu_seqlens is not None:
         _check_cu_seqlens_form(x, cu_seqlens)
-    return torch.ops.samebits.linear(x, weight, bias, cu_seqlens, key)  # type: ignore[no-any-return]
+    return call(torch.ops.samebits.linear.default, x, weight, bias, cu_seqlens, key)
 
 
 def _check_cu_seqlens_form(x: Tensor, cu_seqlens: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from samebits.contract import Contract, contract_from_key
-from samebits.ops._library import check_operands, check_out_dtype, library, shape
+from samebits.ops._library import call, check_operands, check_out_dtype, library, shape
 
 library.define(
     "matmul(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str contract) -> Tensor",
@@ -66,7 +66,7 @@ def matmul(
     leading = rows.shape[:-1]
     if columns.ndim == 2 and rows.ndim > 3:
         rows = rows.reshape(leading[0], leading[1:].numel(), rows.shape[-1])
-    out: Tensor = torch.ops.samebits.matmul(rows, columns, None, dtype, key)
+    out = call(torch.ops.samebits.matmul.default, rows, columns, None, dtype, key)
     if columns.ndim == 2:
         out = out.reshape(*leading, columns.shape[-1])
     if a.ndim == 1:
