@@ -1,9 +1,10 @@
-"""The command line: ``samebits audit`` and ``samebits info``."""
+"""The command line: ``samebits audit``, ``bench``, ``info`` and ``verify``."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -136,6 +137,36 @@ def info(
         print(json.dumps(dataclasses.asdict(found), indent=2))
     else:
         _show_info(found, Console(highlight=False))
+
+
+@app.command()
+def verify(
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Every combination, and large products.")
+    ] = False,
+    json_to: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the full report there; - is stdout.")
+    ] = None,
+    device: Annotated[int, typer.Option(min=0, help="Index of the CUDA device.")] = 0,
+) -> None:
+    """Prove the kernels on this GPU: every kernel and schedule against the CPU reference, bit for bit.
+
+    Exit code: 0, every value has the bits specified; 1, some have not, or a kernel failed; 2, no GPU was
+    verified (the CPU reference's known answers were).
+    """
+    out = Console(stderr=json_to == "-", highlight=False)
+    with _errors("verify"):
+        from samebits import verify as verification
+
+        with _progress() as show:
+            report = verification.verify(thorough=thorough, device=device, progress=show)
+        out.print(verification.show(report))
+        if json_to is not None:
+            _write(report.to_json(), json_to)
+    if report.hung:  # the driver would wait for the kernel at a usual exit
+        sys.stdout.flush()
+        os._exit(report.exit_code)
+    raise typer.Exit(report.exit_code)
 
 
 @contextmanager
