@@ -1,8 +1,7 @@
 """``samebits bench``: speed beside PyTorch (cuBLAS) on the shapes of common models, with the right bits.
 
 Times are medians over replays of CUDA graphs, which take turns and rotate over enough operands to defeat the
-L2 cache. No time is taken of a case whose sampled rows have other bits than the universal kernel's and the CPU
-reference's.
+L2 cache. No time is taken of a case whose sampled rows differ from the universal kernel's or the reference's.
 """
 
 from __future__ import annotations
