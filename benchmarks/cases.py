@@ -19,7 +19,7 @@ class Product:
         m, k, n: the shape.
         mmasim: PTX instruction whose mmasim model computes the same chain, and the GPU family it names; None
             where mmasim has none.
-        mmasim_m, mmasim_n: rows and columns that mmasim computes; all of them would take minutes.
+        mmasim_m, mmasim_n: rows and columns that mmasim computes; all of them would take hours.
     """
 
     contract: samebits.Contract
@@ -28,8 +28,8 @@ class Product:
     k: int = 4096
     n: int = 1024
     mmasim: tuple[str, str] | None = None
-    mmasim_m: int = 64
-    mmasim_n: int = 512
+    mmasim_m: int = 32
+    mmasim_n: int = 64
 
 
 REFERENCE = (

