@@ -20,7 +20,7 @@ HALF = (torch.bfloat16, torch.float16)
 K_VECTOR, ROW_VECTOR, K_GATHER, ROW_GATHER = (
     Layout(k_major, vector, (0, 0, 0, 0)) for vector in (True, False) for k_major in (True, False)
 )
-schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.tile_m}x{s.tile_n}")
+schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.tile_m}x{s.tile_n}x{s.tile_k}")
 
 
 @schedules
@@ -47,12 +47,29 @@ def test_schedules_fit_every_architecture(schedule):
     assert schedule.smem <= 99 << 10, "sm_86, sm_89 and sm_120 have 99 KiB a block"
 
 
-def test_choose_schedule():
-    assert choose_schedule(1, 4096, 1, 132).tile_m == 16
-    assert choose_schedule(4096, 1, 1, 132).tile_n == 16
-    assert choose_schedule(8192, 8192, 1, 132).tile_n >= 128
-    for m, n, batch in itertools.product((1, 2, 7, 16, 64, 1000), (1, 8, 33, 5000), (1, 3000)):
-        assert choose_schedule(m, n, batch, 108) in SCHEDULES
+H200 = runtime.DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 227 << 10, 60 << 20)
+L40S = runtime.DeviceInfo(0, "NVIDIA L40S", (8, 9), 142, 99 << 10, 96 << 20)
+
+
+@pytest.mark.parametrize(
+    ("info", "m", "n", "tile"),
+    [
+        (H200, 1, 4096, (16, 32)),
+        (H200, 64, 4096, (64, 16)),
+        (H200, 4096, 1, (64, 16)),
+        (H200, 8192, 8192, (128, 128)),
+        (L40S, 8192, 8192, (128, 256)),
+        (H200, 1, 1, (16, 32)),
+    ],
+)
+def test_choose_schedule(info, m, n, tile):
+    schedule = choose_schedule(m, n, 1, info)
+    assert (schedule.tile_m, schedule.tile_n) == tile
+
+
+def test_every_shape_has_a_schedule():
+    for m, n, batch in itertools.product((0, 1, 2, 7, 16, 64, 1000), (1, 8, 33, 5000), (0, 1, 3000)):
+        assert choose_schedule(m, n, batch, H200) in SCHEDULES
 
 
 def empty(shape, strides, offset=0):
@@ -440,3 +457,16 @@ def test_wrong_operands_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             matmul(**({"a": a, "b": b, "out": out} | wrong))
+
+
+@pytest.mark.gpu
+def test_follows_the_operands_device():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    a, b = values("normal", (33, 40), HALF[0], 1), values("normal", (40, 20), HALF[0], 2)
+    outs = [
+        matmul(a.to(d), b.to(d), out=torch.empty(33, 20, device=d)) for d in ("cuda:0", "cuda:1", "cuda:0")
+    ]
+    assert torch.cuda.current_device() == 0
+    for out in outs[1:]:
+        assert_same_bits(out.cpu(), outs[0].cpu())
