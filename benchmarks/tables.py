@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks.record import RESULTS, ROOT
+from samebits.bench import ratio, summary
 
 BLOCK = re.compile(
     r"(?<=^<!-- begin: )([a-z-]+)( -->\n)(.*?)(?=^<!-- end: \1 -->$)", re.DOTALL | re.MULTILINE
@@ -93,7 +94,77 @@ def drift() -> str:
     )
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"reference-speed": reference_speed, "drift": drift}
+def _measured_on_gpu(data: dict[str, Any]) -> str:
+    e = data["environment"]
+    versions = ", ".join(f"{name} {v}" for name, v in e["versions"].items())
+    return (
+        f"Measured {e['date']} at commit `{e['commit'][:10]}` on one {e['gpu']}, driver {e['driver']};"
+        f" {versions}; contract digest `{e['digest']}`."
+    )
+
+
+def gpu_summary() -> str:
+    data = load("nvidia-h200/bench.json")
+    rows = []
+    for (dtype, band), s in summary(data["cases"]).items():
+        worst = s.worst_case
+        at = f"{worst['work']} M {worst['m']}, K {worst['k']}, N {worst['n']}"
+        rows.append([band, dtype, str(s.cases), f"{s.mean:.3f}", f"{s.worst:.3f}", at])
+    head = ["work", "dtype", "cases", "geometric mean", "worst", "worst at"]
+    said = (
+        "Speed relative to torch (cuBLAS) in the same run, above 1 is faster; ragged dW relative to samebits'"
+        " own dense dW. CUDA graphs that rotate over operands larger than the L2 cache, in turns; medians."
+    )
+    return "\n\n".join((table(head, rows), said, _measured_on_gpu(data)))
+
+
+def gpu_forward() -> str:
+    data = load("nvidia-h200/bench.json")
+    cases = [c for c in data["cases"] if c["work"] == "forward" and c["dtype"] == "bfloat16"]
+    sizes = sorted({c["m"] for c in cases})
+    by_shape: dict[tuple[int, int], dict[int, float]] = {}
+    for c in cases:
+        by_shape.setdefault((c["k"], c["n"]), {})[c["m"]] = ratio(c)
+    rows = [[f"{k}, {n}", *(f"{r[m]:.2f}" for m in sizes)] for (k, n), r in by_shape.items()]
+    return table(["K, N", *(f"M {m}" for m in sizes)], rows)
+
+
+def gpu_backward() -> str:
+    data = load("nvidia-h200/bench.json")
+    cases = [c for c in data["cases"] if c["work"] in ("dX", "dW") and c["dtype"] == "bfloat16"]
+    sizes = sorted({c["m"] for c in cases})
+    by_shape: dict[tuple[str, int, int], dict[int, float]] = {}
+    for c in cases:
+        by_shape.setdefault((c["work"], c["k"], c["n"]), {})[c["m"]] = ratio(c)
+    rows = [[work, f"{k}, {n}", *(f"{r[m]:.2f}" for m in sizes)] for (work, k, n), r in by_shape.items()]
+    return table(["work", "K, N", *(f"M {m}" for m in sizes)], rows)
+
+
+def gpu_host() -> str:
+    rows = []
+    for line in load("nvidia-h200/bench.json")["host"]:
+        us = line["us"]
+        shape = f"{line['m']}, {line['k']}, {line['n']}"
+        ours, theirs = us["samebits"], us["torch"]
+        rows.append([line["operation"], shape, f"{ours:.1f}", f"{theirs:.1f}", f"{ours / theirs:.2f}"])
+    return table(["eager call", "M, K, N", "samebits, µs", "torch, µs", "ratio"], rows)
+
+
+def gpu_drift() -> str:
+    drifts = load("nvidia-h200/bench.json")["drift"]
+    changing = [d for d in drifts if any(d["changed"]["torch"])]
+    ours = sum(sum(d["changed"]["samebits"]) for d in drifts)
+    where = ", ".join(f"({d['k']}, {d['n']})" for d in changing)
+    return (
+        f"`torch.mm` gives rows other bits at some M than in a batch of {drifts[0]['rows'][-1]} rows at"
+        f" {len(changing)} of {len(drifts)} shapes (K, N): {where or 'none'}. samebits: {ours} rows."
+    )
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "reference-speed": reference_speed,
+    "drift": drift,
+}
 
 
 def main() -> None:

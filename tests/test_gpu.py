@@ -1,4 +1,4 @@
-"""The operations on CUDA tensors: the CPU's bits at every shape and layout, graphs, streams, compile, errors."""
+"""The operations on CUDA tensors: bits of the CPU at every shape and layout, graphs, streams, compile."""
 
 from __future__ import annotations
 
