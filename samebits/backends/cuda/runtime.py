@@ -397,7 +397,10 @@ _buffer = _LaunchBuffer()
 @functools.cache
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    pointer: Any = ctypes.c_void_p
+    number: Any = ctypes.c_int
+    driver.cuLaunchKernelEx.argtypes = [pointer] * 4
+    driver.cuTensorMapEncodeTiled.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 4]
     return driver
 
 
@@ -511,11 +514,12 @@ def _load(spec: KernelSpec, device: int) -> Kernel:
     _require_gpu()
     info = device_info(device)
     _require_capability(info)
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{spec.source} is not loaded on cuda:{device} yet, and none may be loaded while a CUDA graph is "
-            "captured: call samebits.prepare(...) first, or run the operation once before the capture"
-        )
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{spec.source} is not loaded on cuda:{device}, and no kernel may be while a CUDA graph is "
+                "captured: call samebits.prepare(...) first, or run the operation once before the capture"
+            )
     if spec.smem > info.max_smem:
         raise LaunchError(
             f"{spec.source} needs {spec.smem} bytes of shared memory, {info.name} has {info.max_smem}"
@@ -533,36 +537,43 @@ def _load(spec: KernelSpec, device: int) -> Kernel:
                 f"the driver rejects {spec.source} for {info.arch}, NVRTC {nvrtc_version()}: {error} — "
                 "update the driver, or install the nvidia-cuda-nvrtc of the driver's own CUDA version"
             ) from error
-        _check_params(spec, [size for _, size in kernel.arguments_info])
-        handle, function, ordinal = int(kernel.handle), ctypes.c_void_p(), ctypes.c_int()
         driver = _driver()
+        handle, function, ordinal = ctypes.c_void_p(int(kernel.handle)), ctypes.c_void_p(), ctypes.c_int()
+        _check_params(spec, handle)
         _check(driver.cuDeviceGet(ctypes.byref(ordinal), device), "cuDeviceGet")
         settings = {_MAX_DYNAMIC_SMEM: spec.smem}
         x, y, z = spec.cluster
         if x * y * z > 8:
             settings[_NON_PORTABLE_CLUSTER] = 1
         for attribute, value in settings.items():
-            result = driver.cuKernelSetAttribute(attribute, value, ctypes.c_void_p(handle), ordinal)
+            result = driver.cuKernelSetAttribute(attribute, value, handle, ordinal)
             _check(result, f"cuKernelSetAttribute({attribute}, {value}) of {spec.source}")
-        result = driver.cuKernelGetFunction(ctypes.byref(function), ctypes.c_void_p(handle))
+        result = driver.cuKernelGetFunction(ctypes.byref(function), handle)
         _check(result, f"cuKernelGetFunction of {spec.source}")
     _libraries.append((library, kernel))  # unloading is never safe while a graph may replay the kernel
     assert function.value is not None
     return Kernel(spec, device, function.value)
 
 
-def _check_params(spec: KernelSpec, sizes: list[int]) -> None:
+def _check_params(spec: KernelSpec, kernel: ctypes.c_void_p) -> None:
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    result = _driver().cuKernelGetParamInfo(
+        kernel, ctypes.c_size_t(0), ctypes.byref(offset), ctypes.byref(size)
+    )
+    _check(result, f"cuKernelGetParamInfo of {spec.source}")
     packed = struct.calcsize("@" + spec.params)
-    fits = len(sizes) == 1 and sizes[0] in {-(-packed // align) * align for align in (4, 8, 16, 64, 128)}
-    if not fits or packed > _PARAMS_MAX:
+    if packed > _PARAMS_MAX or size.value not in {
+        -(-packed // align) * align for align in (4, 8, 16, 64, 128)
+    }:
         raise LaunchError(
-            f"{spec.source} takes parameters of {sizes} bytes, KernelSpec.params packs one of {packed}"
+            f"{spec.source} takes parameters of {size.value} bytes, KernelSpec.params packs {packed}"
         )
 
 
 _MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _MAP_BYTES = {0: 0, 32: 1, 64: 2, 128: 3}
 _L2_BYTES = {0: 0, 64: 1, 128: 2, 256: 3}
+_MAP_SIZES = struct.Struct("@5Q4Q5I5I")  # shape, strides, box, element strides
 
 
 @functools.lru_cache(maxsize=4096)
@@ -586,23 +597,27 @@ def tensor_map(
         swizzle: 0, 32, 64 or 128 bytes.
         l2_promotion: 0, 64, 128 or 256 bytes.
     """
-    rank = len(shape)
-    memory = ctypes.create_string_buffer(128 + 128)
-    offset = -ctypes.addressof(memory) % 128
+    buffer, rank = _buffer, len(shape)
+    more = (0,) * (5 - rank)
+    _MAP_SIZES.pack_into(
+        buffer.memory, buffer.offset + 128, *shape, *more, *strides, *more, *box, *more, *(1,) * rank, *more
+    )
+    sizes = buffer.config + 128
     result = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(ctypes.addressof(memory) + offset),
+        buffer.config,
         _MAP_DTYPES[dtype],
         rank,
-        ctypes.c_void_p(address),
-        (ctypes.c_uint64 * rank)(*shape),
-        (ctypes.c_uint64 * max(rank - 1, 1))(*strides),
-        (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*(1,) * rank),
+        address,
+        sizes,
+        sizes + 40,
+        sizes + 72,
+        sizes + 92,
         0,
         _MAP_BYTES[swizzle],
         _L2_BYTES[l2_promotion],
         0,
     )
-    what = f"cuTensorMapEncodeTiled({address:#x}, {dtype}, {shape}, strides {strides}, box {box}, {swizzle})"
-    _check(result, what)
-    return memory.raw[offset : offset + 128]
+    if result:
+        what = f"{address:#x}, {dtype}, shape {shape}, strides {strides}, box {box}, swizzle {swizzle}"
+        raise LaunchError(f"cuTensorMapEncodeTiled({what}): {_error_name(result)}")
+    return ctypes.string_at(buffer.config, 128)

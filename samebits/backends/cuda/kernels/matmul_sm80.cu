@@ -14,6 +14,7 @@ constexpr int BAND = 8;  // rows of tiles walked together, so that their operand
 using TileA = Tile<TILE_M, TILE_K, A_K_MAJOR, A_VECTOR, THREADS>;
 using TileB = Tile<TILE_N, TILE_K, B_K_MAJOR, B_VECTOR, THREADS>;
 constexpr int STAGE_BYTES = TileA::BYTES + TileB::BYTES;
+constexpr int LAST_STAGE = (STAGES - 1) * STAGE_BYTES;
 constexpr int STRIP = WARP_N + 8;  // floats in a row of the epilogue's strip, padded against bank conflicts
 static_assert(WARPS_M * WARPS_N * 16 * STRIP * 4 <= STAGES * STAGE_BYTES);
 
@@ -32,7 +33,16 @@ struct Params {
 
 // Walks the groups of all segments in order.
 struct Walk {
-    int segment = -1, k = 0, end = 0;
+    int segment = 0, k = 0, end = 0;
+
+    __device__ __forceinline__ explicit Walk(const Params& p) { start(p); }
+
+    __device__ __forceinline__ void start(const Params& p)
+    {
+        if (segment == p.segments) return;
+        k = p.spans ? bound(p, segment) : 0;
+        end = p.spans ? bound(p, segment + 1) : p.k;
+    }
 
     __device__ __forceinline__ static int bound(const Params& p, int i)
     {
@@ -48,12 +58,21 @@ struct Walk {
     __device__ __forceinline__ Group next(const Params& p)
     {
         while (k >= end && segment < p.segments) {
-            if (++segment == p.segments) break;
-            k = p.spans ? bound(p, segment) : 0;
-            end = p.spans ? bound(p, segment + 1) : p.k;
+            ++segment;
+            start(p);
         }
         const Group g{p.spans ? 0 : segment, k, min(max(end - k, 0), 16)};
         k += 16;
+        return g;
+    }
+
+    // Whether the next GROUPS groups are full ones of this segment; then skip() gives the first of them.
+    __device__ __forceinline__ bool whole() const { return k + GROUPS * 16 <= end; }
+
+    __device__ __forceinline__ Group skip(const Params& p)
+    {
+        const Group g{p.spans ? 0 : segment, k, 16};
+        k += GROUPS * 16;
         return g;
     }
 };
@@ -89,19 +108,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_sm80(co
     const u16* a = p.a.data + batch * p.a.batch;
     const u16* b = p.b.data + batch * p.b.batch;
     const int steps = (total_groups(p, reinterpret_cast<int*>(memory)) + GROUPS - 1) / GROUPS;
-    Walk walk;
+    Walk walk(p);
+    u32 write_at = 0;
 
     const auto load = [&](int step) {
         if (step < steps) {
+            const u32 to = stages + write_at;
+            write_at = write_at == LAST_STAGE ? 0 : write_at + STAGE_BYTES;
             Group groups[GROUPS];
+            if (A_VECTOR && B_VECTOR && walk.whole()) {
+                groups[0] = walk.skip(p);
+                TileA::load<true>(to, a, p.a, tile_m, p.m, groups);
+                TileB::load<true>(to + TileA::BYTES, b, p.b, tile_n, p.n, groups);
+            } else {
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g) groups[g] = walk.next(p);
-            const u32 to = stages + step % STAGES * STAGE_BYTES;
-            TileA::load(to, a, p.a, tile_m, p.m, groups);
-            TileB::load(to + TileA::BYTES, b, p.b, tile_n, p.n, groups);
+                for (int g = 0; g < GROUPS; ++g) groups[g] = walk.next(p);
+                TileA::load<false>(to, a, p.a, tile_m, p.m, groups);
+                TileB::load<false>(to + TileA::BYTES, b, p.b, tile_n, p.n, groups);
+            }
         }
         commit_copies();  // empty ones too, so that their number tells which stage is complete
     };
+
     // The warp's accumulators go between registers and global memory sixteen rows at a time, through shared memory:
     // there a thread has four neighbours of a row.
     float c[WARP_M / 16][WARP_N / 8][4] = {};
@@ -134,25 +162,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_sm80(co
 #pragma unroll 1
     for (int step = 0; step < STAGES - 1; ++step) load(step);
 
+    // Fragments are read one group ahead of their products, across stages too. Gathering leaves no registers for that.
+    constexpr int AHEAD = A_VECTOR && B_VECTOR;
+    u32 fa[1 + AHEAD][WARP_M / 16][4], fb[1 + AHEAD][WARP_N / 16][4];
+    const u32 lane_a = TileA::lane_offset<true>(warp_m), lane_b = TileA::BYTES + TileB::lane_offset<false>(warp_n);
+    u32 read_at = 0;
+    const auto read = [&](int g) {
+        const u32 from = stages + read_at;
+#pragma unroll
+        for (int i = 0; i < WARP_M / 16; ++i)
+            load_matrices<!A_K_MAJOR>(fa[g % (1 + AHEAD)][i], from + TileA::at(lane_a, i, g));
+#pragma unroll
+        for (int j = 0; j < WARP_N / 16; ++j)
+            load_matrices<!B_K_MAJOR>(fb[g % (1 + AHEAD)][j], from + TileB::at(lane_b, j, g));
+        if (g == GROUPS - 1) read_at = read_at == LAST_STAGE ? 0 : read_at + STAGE_BYTES;
+    };
+    const auto next_stage = [&] {  // it is whole, and all warps have read the stage before the one before it
+        wait_copies<STAGES - 2>();
+        __syncthreads();
+    };
+    static_assert(GROUPS % 2 == 0);  // so that every step begins with the first buffer
+    next_stage();
+    if (AHEAD) read(0);
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-        wait_copies<STAGES - 2>();
-        __syncthreads();  // this step's tiles are whole, and all are done with the stage that is loaded next
-        load(step + STAGES - 1);
-        const u32 tile_a = stages + step % STAGES * STAGE_BYTES, tile_b = tile_a + TileA::BYTES;
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
-            u32 fa[WARP_M / 16][4], fb[WARP_N / 8][2];
-#pragma unroll
-            for (int i = 0; i < WARP_M / 16; ++i) TileA::fragment_a(fa[i], tile_a, warp_m + i * 16, g);
-#pragma unroll
-            for (int j = 0; j < WARP_N / 8; j += 2)
-                TileB::fragment_b(reinterpret_cast<u32(&)[2][2]>(fb[j]), tile_b, warp_n + j * 8, g);
+            if (g + AHEAD == GROUPS) next_stage();
+            read((g + AHEAD) % GROUPS);
+            if (g == 0) load(step + STAGES - 1);
 #pragma unroll
             for (int i = 0; i < WARP_M / 16; ++i)
 #pragma unroll
-                for (int j = 0; j < WARP_N / 8; ++j) mma_step<INPUT_BF16>(c[i][j], fa[i], fb[j]);
+                for (int j = 0; j < WARP_N / 8; ++j)
+                    mma_step<INPUT_BF16>(c[i][j], fa[g % (1 + AHEAD)][i], fb[g % (1 + AHEAD)][j / 2] + j % 2 * 2);
         }
+        if (!AHEAD) next_stage();
     }
 
     wait_copies<0>();

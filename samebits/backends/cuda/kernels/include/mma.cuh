@@ -8,7 +8,7 @@ using i64 = long long;
 
 // One chain step: c = step(c, 16 products), the sum that the contract names. a: 16x16, b: 16x8, c: 16x8.
 template <bool BF16>
-__device__ __forceinline__ void mma_step(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2])
+__device__ __forceinline__ void mma_step(float (&c)[4], const u32 (&a)[4], const u32* b)
 {
     if constexpr (BF16)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

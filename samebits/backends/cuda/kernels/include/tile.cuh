@@ -14,16 +14,6 @@ struct Group {
     int segment, k, count;
 };
 
-template <int N>
-__device__ __forceinline__ Group pick(const Group (&groups)[N], int i)
-{
-    Group g = groups[0];
-#pragma unroll
-    for (int j = 1; j < N; ++j)
-        if (i == j) g = groups[j];
-    return g;
-}
-
 // Lines of 16-byte chunks, permuted so that eight lines' equal chunks, as ldmatrix reads them, meet no bank twice.
 template <int CHUNKS>
 __device__ __forceinline__ int swizzled(int line, int chunk)
@@ -45,33 +35,56 @@ struct Tile {
     static constexpr int LINES = K_MAJOR ? ROWS : DEPTH;
     static constexpr int STEP = THREADS / CHUNKS;  // lines that all threads cover in one pass
     static constexpr int PASSES = (LINES + STEP - 1) / STEP;
+    static constexpr int UNROLL = VECTOR ? PASSES : 2;  // a gathered chunk takes registers until it is stored
     static_assert(THREADS % CHUNKS == 0 && (CHUNKS & (CHUNKS - 1)) == 0);
 
     // `data` is at the operand's batch; rows first_row .. rows - 1 exist, others read as zeros.
+    // WHOLE: the groups are full and follow one another in one segment, as all but a few do.
+    template <bool WHOLE>
     __device__ static __forceinline__ void load(
         u32 to, const u16* data, const Operand& x, int first_row, int rows, const Group (&groups)[DEPTH / 16])
     {
+        const i64 row_stride = VECTOR && !K_MAJOR ? 1 : x.row, k_stride = VECTOR && K_MAJOR ? 1 : x.k;
         const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
-        if constexpr (K_MAJOR) {
-            const Group g = pick(groups, chunk / 2);
-            const int k = chunk % 2 * 8, count = min(max(g.count - k, 0), 8);
-            const u16* from = data + g.segment * x.segment + (g.k + k) * x.k + (first_row + first) * x.row;
+        const int row = first_row + (K_MAJOR ? first : chunk * 8);
+        const auto group = [&](int i) {
+            Group g = groups[0];
+            if constexpr (WHOLE) {
+                g.k += i * 16;
+            } else {
 #pragma unroll
-            for (int pass = 0; pass < PASSES; ++pass, from += STEP * x.row) {
+                for (int j = 1; j < DEPTH / 16; ++j)
+                    if (i == j) g = groups[j];
+            }
+            return g;
+        };
+        const auto address = [&](const Group& g, int k) {
+            return data + g.segment * x.segment + (g.k + k) * k_stride + row * row_stride;
+        };
+        if constexpr (K_MAJOR) {
+            const Group g = group(chunk / 2);
+            const int k = chunk % 2 * 8, count = WHOLE ? 8 : min(max(g.count - k, 0), 8);
+            const u16* from = address(g, k);
+#pragma unroll UNROLL
+            for (int pass = 0; pass < PASSES; ++pass, from += STEP * row_stride) {
                 const int line = first + pass * STEP;
                 if (LINES % STEP != 0 && line >= LINES) break;
-                copy(to + swizzled<CHUNKS>(line, chunk), from, x.k, first_row + line < rows ? count : 0);
+                copy(to + swizzled<CHUNKS>(line, chunk), from, k_stride, first_row + line < rows ? count : 0);
             }
         } else {
-            const int row = first_row + chunk * 8, count = min(max(rows - row, 0), 8);
-#pragma unroll
-            for (int pass = 0; pass < PASSES; ++pass) {
+            const int count = min(max(rows - row, 0), 8);
+            const u16* from = address(groups[0], first);
+#pragma unroll UNROLL
+            for (int pass = 0; pass < PASSES; ++pass, from += STEP * k_stride) {
                 const int line = first + pass * STEP;
                 if (LINES % STEP != 0 && line >= LINES) break;
-                // Where a pass lies inside one group, saying so spares the choice at run time.
-                const Group g = STEP <= 16 ? groups[pass * STEP / 16] : pick(groups, line / 16);
-                const u16* from = data + g.segment * x.segment + (g.k + line % 16) * x.k + row * x.row;
-                copy(to + swizzled<CHUNKS>(line, chunk), from, x.row, line % 16 < g.count ? count : 0);
+                if constexpr (WHOLE) {
+                    copy(to + swizzled<CHUNKS>(line, chunk), from, row_stride, count);
+                } else {
+                    const Group g = group(line / 16);
+                    const bool exists = line % 16 < g.count;
+                    copy(to + swizzled<CHUNKS>(line, chunk), address(g, line % 16), row_stride, exists ? count : 0);
+                }
             }
         }
     }
@@ -85,33 +98,32 @@ struct Tile {
             u32 v[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const u32 low = 2 * i < count ? from[2 * i * stride] : 0;
-                const u32 high = 2 * i + 1 < count ? from[(2 * i + 1) * stride] : 0;
+                const u32 low = 2 * i < count ? __ldg(from + 2 * i * stride) : 0;
+                const u32 high = 2 * i + 1 < count ? __ldg(from + (2 * i + 1) * stride) : 0;
                 v[i] = low | high << 16;
             }
             store_shared_16(to, v);
         }
     }
 
-    // The mma fragment of 16 rows (as the 16x16 operand a) at group `g`.
-    __device__ static __forceinline__ void fragment_a(u32 (&r)[4], u32 tile, int row, int g)
+    // Where this lane reads fragments that begin at `row`, a multiple of the rows that a warp reads, in group 0; as
+    // the 16x16 operand a if A, else as two 16x8 operands b. at() moves it on, by XOR since chunks are permuted.
+    template <bool A>
+    __device__ static __forceinline__ u32 lane_offset(int row)
     {
         const int lane = threadIdx.x % 32;
+        const int r = A ? lane % 16 : lane % 8 + lane / 16 * 8;  // row and chunk of k, if lines are rows
+        const int c = A ? lane / 16 : lane / 8 % 2;
         if constexpr (K_MAJOR)
-            load_matrices<false>(r, tile + swizzled<CHUNKS>(row + lane % 16, g * 2 + lane / 16));
+            return swizzled<CHUNKS>(row + r, c);
         else
-            load_matrices<true>(r, tile + swizzled<CHUNKS>(g * 16 + lane % 8 + lane / 16 * 8, row / 8 + lane / 8 % 2));
+            return swizzled<CHUNKS>(c * 8 + lane % 8, row / 8 + r / 8);
     }
 
-    // The mma fragments of 16 rows (as two 16x8 operands b) at group `g`.
-    __device__ static __forceinline__ void fragment_b(u32 (&r)[2][2], u32 tile, int row, int g)
+    // The offset `i` times 16 rows further, in group `g`.
+    __device__ static __forceinline__ u32 at(u32 offset, int i, int g)
     {
-        const int lane = threadIdx.x % 32;
-        u32 v[4];
-        if constexpr (K_MAJOR)
-            load_matrices<false>(v, tile + swizzled<CHUNKS>(row + lane % 8 + lane / 16 * 8, g * 2 + lane / 8 % 2));
-        else
-            load_matrices<true>(v, tile + swizzled<CHUNKS>(g * 16 + lane % 16, row / 8 + lane / 16));
-        r[0][0] = v[0], r[0][1] = v[1], r[1][0] = v[2], r[1][1] = v[3];
+        const int lines = K_MAJOR ? i : g, chunks = K_MAJOR ? g : i;
+        return (offset ^ chunks * 32) + lines * 16 * CHUNKS * 16;
     }
 };

@@ -1,0 +1,472 @@
+"""The universal CUDA kernel: compiles everywhere without spills; on a GPU, has the reference's bits."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cuda.core")
+
+from samebits.backends.cuda import matmul_sm80, runtime
+from samebits.backends.cuda.matmul_sm80 import SCHEDULES, Layout, choose_schedule, kernel_spec, matmul
+from samebits.backends.reference import matmul as reference
+from samebits.contract import AMPERE, HOPPER, TENSOR_CORE
+from samebits.testing import assert_same_bits
+from tests.data_kinds import KINDS, values
+
+HALF = (torch.bfloat16, torch.float16)
+K_VECTOR, ROW_VECTOR, K_GATHER, ROW_GATHER = (
+    Layout(k_major, vector, (0, 0, 0, 0)) for vector in (True, False) for k_major in (True, False)
+)
+schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.tile_m}x{s.tile_n}x{s.tile_k}")
+
+
+@schedules
+@pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("a", "b", "dtype"),
+    [
+        (K_VECTOR, K_VECTOR, torch.bfloat16),
+        (ROW_VECTOR, ROW_VECTOR, torch.float16),
+        (K_GATHER, ROW_GATHER, torch.bfloat16),
+        (ROW_GATHER, K_GATHER, torch.float16),
+    ],
+    ids=["NT", "TN", "gather-NN", "gather-TT"],
+)
+def test_compiles_without_spills(schedule, arch, a, b, dtype):
+    cubin = runtime.compile(kernel_spec(schedule, dtype, a, b), arch)
+    assert cubin.spill_bytes == 0
+    assert cubin.local_bytes == 0
+    assert cubin.registers * schedule.threads * schedule.min_blocks <= 65536
+
+
+@schedules
+def test_schedules_fit_every_architecture(schedule):
+    assert schedule.smem <= 99 << 10, "sm_86, sm_89 and sm_120 have 99 KiB a block"
+
+
+H200 = runtime.DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 227 << 10, 60 << 20)
+L40S = runtime.DeviceInfo(0, "NVIDIA L40S", (8, 9), 142, 99 << 10, 96 << 20)
+
+
+@pytest.mark.parametrize(
+    ("info", "m", "n", "tile"),
+    [
+        (H200, 1, 4096, (16, 32)),
+        (H200, 64, 4096, (64, 16)),
+        (H200, 4096, 1, (64, 16)),
+        (H200, 8192, 8192, (128, 128)),
+        (L40S, 8192, 8192, (128, 256)),
+        (H200, 1, 1, (16, 32)),
+    ],
+)
+def test_choose_schedule(info, m, n, tile):
+    schedule = choose_schedule(m, n, 1, info)
+    assert (schedule.tile_m, schedule.tile_n) == tile
+
+
+def test_every_shape_has_a_schedule():
+    for m, n, batch in itertools.product((0, 1, 2, 7, 16, 64, 1000), (1, 8, 33, 5000), (0, 1, 3000)):
+        assert choose_schedule(m, n, batch, H200) in SCHEDULES
+
+
+def empty(shape, strides, offset=0):
+    storage = torch.empty(
+        offset + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)), dtype=HALF[0]
+    )
+    return storage.as_strided(shape, strides, offset)
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        (empty((64, 32), (32, 1)), (True, True)),
+        (empty((64, 32), (1, 64)), (False, True)),
+        (empty((64, 32), (32, 1), offset=8), (True, True)),
+        (empty((64, 32), (32, 1), offset=1), (True, False)),
+        (empty((64, 32), (36, 1)), (True, False)),
+        (empty((64, 31), (32, 1)), (True, True)),
+        (empty((64, 31), (31, 1)), (True, False)),
+        (empty((64, 32), (1, 65)), (False, False)),
+        (empty((64, 32), (64, 2)), (True, False)),
+        (empty((1, 32), (5, 1)), (True, True)),
+        (empty((64, 1), (1, 1)), (False, True)),
+        (empty((64, 32), (0, 1)), (True, True)),
+        (empty((64, 32), (1, 0)), (False, True)),
+        (empty((3, 64, 32), (2048, 32, 1)), (True, True)),
+        (empty((3, 64, 32), (2052, 32, 1)), (True, False)),
+    ],
+)
+def test_layout(x, expected):
+    layout = matmul_sm80._layout(x, -2, -1, ragged=False)
+    assert layout[:2] == expected
+
+
+def test_ragged_layout_never_assumes_where_a_span_begins():
+    assert matmul_sm80._layout(empty((64, 32), (32, 1)), -2, -1, ragged=True)[:2] == (True, False)
+    assert matmul_sm80._layout(empty((64, 32), (1, 64)), -2, -1, ragged=True)[:2] == (False, True)
+
+
+# Below: on a GPU.
+
+
+def family():
+    return TENSOR_CORE.on(HOPPER if torch.cuda.get_device_capability() >= (9, 0) else AMPERE)
+
+
+def poison(shape, dtype):
+    return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
+
+
+def k_contiguous(x):
+    return x.contiguous()
+
+
+def row_contiguous(x):
+    return x.mT.contiguous().mT
+
+
+def _inside(x, shape, place):
+    """x as a view into a larger tensor of NaN."""
+    view = place(poison(shape, x.dtype))
+    return view.copy_(x)
+
+
+def misaligned(x):
+    *batch, m, k = x.shape
+    return _inside(x, (*batch, m + 2, k + 3), lambda big: big[..., 1 : m + 1, 1 : k + 1])
+
+
+def row_misaligned(x):
+    return misaligned(x.mT).mT
+
+
+def aligned_inside(x):
+    *batch, m, k = x.shape
+    return _inside(x, (*batch, m + 1, -(-k // 8) * 8 + 8), lambda big: big[..., :m, :k])
+
+
+def spread(x):
+    *batch, m, k = x.shape
+    return _inside(x, (*batch, m, k * 2), lambda big: big[..., ::2])
+
+
+LAYOUTS = (k_contiguous, row_contiguous, misaligned, row_misaligned, aligned_inside, spread)
+layouts = pytest.mark.parametrize(
+    ("place_a", "place_b"), list(itertools.product(LAYOUTS, LAYOUTS)), ids=lambda f: f.__name__
+)
+
+
+def golden():
+    data = np.load(Path(__file__).parent / "data" / "tensor_core_chain_sm90.npz")
+    for case in sorted({key.rpartition("/")[0] for key in data.files}):
+        dtype = torch.bfloat16 if case.startswith("bf16") else torch.float16
+        a, b = (torch.from_numpy(data[f"{case}/{x}"].view(np.int16)).view(dtype) for x in "ab")
+        acc, out = (
+            torch.from_numpy(data[f"{case}/{x}"].view(np.float32)) if f"{case}/{x}" in data.files else None
+            for x in ("c0", "out")
+        )
+        yield case, a, b.mT, acc, out
+
+
+def on_gpu(x):
+    return None if x is None else x.cuda()
+
+
+@pytest.mark.gpu
+@schedules
+@layouts
+def test_golden(schedule, place_a, place_b):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("recorded on sm_90")
+    for case, a, b, acc, expected in golden():
+        out = poison(expected.shape, torch.float32)
+        matmul(place_a(a.cuda()), place_b(b.mT.cuda()).mT, acc=on_gpu(acc), out=out, schedule=schedule)
+        assert_same_bits(out, expected, case)
+
+
+def check(a, b, *, acc=None, bias=None, cu_seqlens=None, out_dtype=torch.float32, schedule=None):
+    """One product on the GPU, poisoned around and inside, against the reference."""
+    contract = family().key
+    batch = max((x.shape[0] for x in (a, b) if x.ndim > 2), default=None)
+    m, n = a.shape[-2], b.shape[-1]
+    shape = (m, n) if batch is None else (batch, m, n)
+    if acc is None and cu_seqlens is None and a.ndim < 4:
+        expected = reference.matmul(
+            a.cpu(),
+            b.cpu(),
+            bias=None if bias is None else bias.cpu(),
+            out_dtype=out_dtype,
+            contract=contract,
+        )
+    else:
+        assert bias is None
+        a4, b4 = (
+            (x.cpu() if x.ndim == 4 else x.cpu().expand(batch or 1, *x.shape[-2:]).unsqueeze(1))
+            for x in (a, b)
+        )
+        a4, b4 = (x.expand(batch or 1, *x.shape[1:]) for x in (a4, b4))
+        acc3 = None if acc is None else acc.cpu().reshape(-1, m, n)
+        spans = None if cu_seqlens is None else cu_seqlens.cpu()
+        expected = reference.addbmm(acc3, a4, b4, spans, out_dtype=out_dtype, contract=contract).reshape(
+            shape
+        )
+
+    around = torch.full((*shape[:-2], m + 2, n + 5), 123.0, dtype=out_dtype, device="cuda")
+    for out in (
+        poison(shape, out_dtype),
+        around[..., 1 : m + 1, 2 : n + 2],
+        poison((*shape[:-2], n, m), out_dtype).mT,
+    ):
+        out.fill_(float("nan"))
+        matmul(a, b, acc=acc, bias=bias, cu_seqlens=cu_seqlens, out=out, schedule=schedule)
+        assert_same_bits(out.contiguous(), expected)
+    around[..., 1 : m + 1, 2 : n + 2] = 123.0
+    assert (around == 123.0).all(), "wrote outside its output"
+
+
+SHAPES = [
+    (1, 1, 1), (1, 17, 64), (3, 16, 5), (16, 40, 32), (17, 33, 31), (64, 64, 64),
+    (65, 100, 130), (128, 15, 256), (130, 200, 70), (1, 300, 257), (257, 129, 1),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@schedules
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_shapes(schedule, dtype):
+    for i, (m, k, n) in enumerate(SHAPES):
+        kind = KINDS[i % len(KINDS)]
+        a, b = values(kind, (m, k), dtype, i).cuda(), values(kind, (k, n), dtype, i + 50).cuda()
+        for out_dtype in (torch.float32, dtype):
+            check(a, b, out_dtype=out_dtype, schedule=schedule)
+            check(a, row_contiguous(b), out_dtype=out_dtype, schedule=schedule)
+
+
+@pytest.mark.gpu
+@layouts
+def test_layouts(place_a, place_b):
+    for m, k, n in [(40, 72, 24), (33, 45, 70)]:
+        a, b = values("normal", (m, k), HALF[0], 1).cuda(), values("normal", (k, n), HALF[0], 2).cuda()
+        check(place_a(a), place_b(b.mT).mT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_epilogues(kind, dtype):
+    a, b = values(kind, (37, 50), dtype, 1).cuda(), values(kind, (50, 43), dtype, 2).cuda()
+    for bias_dtype in (torch.float32, *HALF):
+        bias = values(kind, (86,), bias_dtype, 3).cuda()
+        for out_dtype in (torch.float32, dtype):
+            check(a, b, bias=bias[:43], out_dtype=out_dtype)
+            check(a, b, bias=bias[::2], out_dtype=out_dtype)
+    acc = values(kind, (37, 43), torch.float32, 4).cuda()
+    for out_dtype in (torch.float32, dtype):
+        check(a, b, acc=acc, out_dtype=out_dtype)
+        check(a, b, acc=row_contiguous(acc), out_dtype=out_dtype)
+        check(a[:, :0], b[:0], acc=acc, out_dtype=out_dtype)
+
+
+@pytest.mark.gpu
+@schedules
+def test_accumulates_in_place(schedule):
+    a, b = values("normal", (150, 100), HALF[0], 1).cuda(), values("normal", (100, 300), HALF[0], 2).cuda()
+    acc = values("normal", (150, 300), torch.float32, 3).cuda()
+    expected = matmul(a, b, acc=acc, out=torch.empty_like(acc), schedule=schedule)
+    cut = acc.clone()
+    matmul(a[:, :48], b[:48], acc=cut, out=cut, schedule=schedule)
+    matmul(a[:, 48:], b[48:], acc=cut, out=cut, schedule=schedule)
+    assert_same_bits(cut, expected)
+
+
+@pytest.mark.gpu
+@schedules
+def test_batches(schedule):
+    a, b = values("normal", (5, 20, 33), HALF[0], 1).cuda(), values("normal", (5, 33, 18), HALF[0], 2).cuda()
+    check(a, b, schedule=schedule)
+    check(a[:1], b, schedule=schedule)
+    check(a, b[:1], schedule=schedule)
+    check(a, b[2], schedule=schedule)
+    check(a.expand(5, 20, 33), b[:1].expand(5, 33, 18), schedule=schedule)
+    check(a.transpose(0, 1)[:3], b[:3], schedule=schedule)
+
+
+@pytest.mark.gpu
+def test_zero_strides():
+    a, b = values("normal", (40, 64), HALF[0], 1).cuda(), values("normal", (64, 40), HALF[0], 2).cuda()
+    one = torch.ones((), dtype=HALF[0], device="cuda")
+    check(a.mT, one.expand(40, 1))
+    check(a[:1].expand(40, 64), b)
+    check(a[:, :1].expand(40, 64), b)
+    check(one.expand(40, 64), one.expand(64, 24))
+
+
+@pytest.mark.gpu
+@schedules
+@pytest.mark.parametrize("place", LAYOUTS, ids=lambda f: f.__name__)
+def test_segments(schedule, place):
+    for segments, k in [(1, 20), (3, 1), (4, 16), (3, 37), (2, 80)]:
+        a = values("wide", (2, segments, 20, k), HALF[0], 1).cuda()
+        b = values("normal", (2, segments, k, 24), HALF[0], 2).cuda()
+        acc = values("normal", (2, 20, 24), torch.float32, 3).cuda()
+        check(place(a), place(b.mT).mT, schedule=schedule)
+        check(place(a), place(b.mT).mT, acc=acc, schedule=schedule)
+
+
+LENGTHS = [
+    [40],
+    [16, 16, 8],
+    [1, 2, 3, 0, 0, 17, 64, 1],
+    [0, 5, 0],
+    [0],
+    [100, 33, 47],
+    [1] * 50,
+    [15, 16, 17] * 5,
+]
+
+
+@pytest.mark.gpu
+@schedules
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda x: f"{len(x)}-spans-of-{sum(x)}")
+def test_ragged_segments(schedule, lengths):
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)])
+    total = sum(lengths)
+    y, x = values("wide", (total, 40), HALF[0], 1).cuda(), values("normal", (total, 24), HALF[0], 2).cuda()
+    acc = values("normal", (40, 24), torch.float32, 3).cuda()
+    for dtype in (torch.int32, torch.int64):
+        spans = bounds.to(dtype).cuda()
+        check(y.mT, x, cu_seqlens=spans, schedule=schedule)
+        check(y.mT, x, acc=acc, cu_seqlens=spans, schedule=schedule)
+        check(k_contiguous(y.mT), row_contiguous(x), cu_seqlens=spans, schedule=schedule)
+        check(y.mT, y.new_ones(()).expand(total, 1), cu_seqlens=spans, schedule=schedule)
+
+
+@pytest.mark.gpu
+def test_packed_and_padded_sequences_agree():
+    lengths, longest = [5, 32, 17, 1, 40], 40
+    y, x = values("normal", (95, 130), HALF[0], 1).cuda(), values("normal", (95, 70), HALF[0], 2).cuda()
+    bounds = [0, *itertools.accumulate(lengths)]
+    packed = matmul(
+        y.mT, x, cu_seqlens=torch.tensor(bounds, device="cuda"), out=poison((130, 70), torch.float32)
+    )
+    y_padded, x_padded = (t.new_zeros(5, longest, t.shape[1]) for t in (y, x))
+    for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        y_padded[i, : stop - start], x_padded[i, : stop - start] = y[start:stop], x[start:stop]
+    padded = matmul(y_padded.mT[None], x_padded[None], out=poison((1, 130, 70), torch.float32))
+    assert_same_bits(padded[0], packed)
+    carried = torch.zeros(130, 70, device="cuda")
+    for start, stop in itertools.pairwise(bounds):
+        matmul(y[start:stop].mT, x[start:stop], acc=carried, out=carried)
+    assert_same_bits(carried, packed)
+
+
+@pytest.mark.gpu
+def test_wrong_spans_read_nothing_else():
+    y = torch.ones(64, 32, dtype=HALF[0], device="cuda")
+    out = matmul(
+        y.mT,
+        y,
+        cu_seqlens=torch.tensor([-5, 1 << 30, 3, 64], device="cuda"),
+        out=poison((32, 32), torch.float32),
+    )
+    assert (out <= 64 + 61).all()
+
+
+@pytest.mark.gpu
+def test_schedules_agree_at_size():
+    for m, k, n in [(1000, 1111, 777), (512, 4096, 1024)]:
+        for dtype in HALF:
+            a, b = torch.randn(m, k, device="cuda").to(dtype), torch.randn(n, k, device="cuda").to(dtype).mT
+            first = None
+            for schedule in SCHEDULES:
+                out = matmul(a, b, out=poison((m, n), torch.float32), schedule=schedule)
+                first = out if first is None else first
+                assert_same_bits(out, first, str(schedule))
+
+
+@pytest.mark.gpu
+def test_rows_do_not_depend_on_the_batch():
+    a, b = (
+        torch.randn(300, 1000, device="cuda").to(HALF[0]),
+        torch.randn(1000, 500, device="cuda").to(HALF[0]),
+    )
+    whole = matmul(a, b, out=poison((300, 500), HALF[0]))
+    for m in (1, 2, 3, 15, 16, 17, 64, 100, 299):
+        assert_same_bits(matmul(a[-m:], b, out=poison((m, 500), HALF[0])), whole[-m:])
+
+
+@pytest.mark.gpu
+def test_equals_cublas_where_it_does_not_split_k():
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("known of Hopper")
+    a, b = (
+        torch.randn(4096, 2048, device="cuda").to(HALF[0]),
+        torch.randn(6144, 2048, device="cuda").to(HALF[0]),
+    )
+    assert_same_bits(matmul(a, b.mT, out=poison((4096, 6144), HALF[0])), torch.mm(a, b.mT))
+
+
+@pytest.mark.gpu
+def test_huge_strides():
+    """Offsets beyond 2**31 elements."""
+    if torch.cuda.mem_get_info()[0] < 20 << 30:
+        pytest.skip("needs 20 GB")
+    big = torch.empty((1 << 32) + 4096, dtype=HALF[0], device="cuda")
+    a = big.as_strided((4, 64), (1 << 30, 1)).copy_(values("normal", (4, 64), HALF[0], 1).cuda())
+    check(a, values("normal", (64, 24), HALF[0], 2).cuda())
+    b = big.as_strided((4, 64), (1 << 30, 1), 256).copy_(values("normal", (4, 64), HALF[0], 3).cuda())
+    check(values("normal", (24, 4), HALF[0], 4).cuda(), b)
+
+
+@pytest.mark.gpu
+def test_graph_replay():
+    a, b = torch.randn(64, 256, device="cuda").to(HALF[0]), torch.randn(256, 128, device="cuda").to(HALF[0])
+    out = poison((64, 128), torch.float32)
+    expected = matmul(a, b, out=torch.empty_like(out))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        matmul(a, b, out=out)
+    for _ in range(2):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert_same_bits(out, expected)
+
+
+@pytest.mark.gpu
+def test_nothing_to_compute():
+    a = torch.zeros(0, 8, dtype=HALF[0], device="cuda")
+    assert matmul(a, a.mT, out=torch.empty(0, 0, device="cuda")).shape == (0, 0)
+
+
+@pytest.mark.gpu
+def test_wrong_operands_are_refused():
+    a, b = torch.zeros(4, 8, dtype=HALF[0], device="cuda"), torch.zeros(8, 6, dtype=HALF[0], device="cuda")
+    out = torch.zeros(4, 6, device="cuda")
+    for wrong, message in [
+        ({"a": a.float()}, "a: expected bfloat16 or float16"),
+        ({"b": b.half()}, "b: expected a's dtype"),
+        ({"b": b[:5]}, "K differs"),
+        ({"b": b.cpu()}, "b: expected a tensor on cuda:0, got cpu"),
+        ({"out": out.mT}, r"out: expected \(4, 6\), got \(6, 4\)"),
+        ({"acc": out.half()}, "acc: expected float32"),
+        ({"bias": out[0, :5]}, r"bias: expected \(6,\)"),
+        ({"cu_seqlens": torch.zeros(3, device="cuda")}, "cu_seqlens"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            matmul(**({"a": a, "b": b, "out": out} | wrong))
+
+
+@pytest.mark.gpu
+def test_follows_the_operands_device():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    a, b = values("normal", (33, 40), HALF[0], 1), values("normal", (40, 20), HALF[0], 2)
+    outs = [
+        matmul(a.to(d), b.to(d), out=torch.empty(33, 20, device=d)) for d in ("cuda:0", "cuda:1", "cuda:0")
+    ]
+    assert torch.cuda.current_device() == 0
+    for out in outs[1:]:
+        assert_same_bits(out.cpu(), outs[0].cpu())
