@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 __all__ = ["Schedule", "choose"]
@@ -51,13 +50,17 @@ class Schedule:
 
     def resident(self, sms: int) -> int:
         """Clusters at work at once. Those of four leave multiprocessors of some GPCs over (30 run on an H200)."""
-        return sms * self.blocks // self.cluster if self.cluster <= 2 else sms * 10 // 11 * self.blocks // self.cluster
+        return (
+            sms * self.blocks // self.cluster
+            if self.cluster <= 2
+            else sms * 10 // 11 * self.blocks // self.cluster
+        )
 
     def fits(self, a_mn: bool, b_mn: bool) -> bool:
         """Whether it can read these layouts: contiguous along m or n, tiles come in columns of 64."""
         if self.swap:
             a_mn, b_mn = b_mn, a_mn
-        return not (a_mn and self.block_m // self.share % 64 or b_mn and self.block_n % 64)
+        return not ((a_mn and self.block_m // self.share % 64) or (b_mn and self.block_n % 64))
 
     @property
     def panel(self) -> int:
