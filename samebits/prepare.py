@@ -37,9 +37,7 @@ def prepare(
     else:
         tensors = [weights] if isinstance(weights, Tensor) else list(weights)
         layers = [(t, None) for t in tensors]
-    kinds = {
-        (w.shape, w.stride(), w.dtype, w.device, bias is None): (w.detach(), bias) for w, bias in layers
-    }
+    kinds = {(w.shape, w.stride(), w.dtype, w.device, bias is None): (w.detach(), bias) for w, bias in layers}
     counts = sorted(set(rows))
     for weight, bias in kinds.values():
         for count in counts:

@@ -1,0 +1,59 @@
+// The order in which blocks of k are taken.
+#pragma once
+
+#include "ptx.cuh"
+
+#if RAGGED
+// Every sequence starts a new block; its last block reaches past its end.
+class KBlocks {
+    const BOUND* bounds;
+    int left;
+    long long k, end, next_end;
+
+  public:
+    __device__ KBlocks(int, const void* raw, int sequences)
+        : bounds(static_cast<const BOUND*>(raw)), left(sequences), k(0), end(0), next_end(0) {
+        if (left > 0) {
+            k = end = bounds[0];
+            next_end = bounds[1];
+            k -= BLOCK_K;
+        }
+    }
+
+    __device__ bool next() {
+        k += BLOCK_K;
+        while (k >= end) {
+            if (left == 0) return false;
+            k = end;
+            end = next_end;
+            ++bounds;
+            // Fetched a sequence ahead: the copies of this one hide the wait.
+            if (--left > 0) next_end = bounds[1];
+        }
+        return true;
+    }
+    __device__ int start() const { return int(k); }
+    __device__ int valid() const { return int(min(end - k, (long long)BLOCK_K)); }
+
+    // For a whole warp.
+    static __device__ u32 count(int, const void* raw, int sequences) {
+        const BOUND* bounds = static_cast<const BOUND*>(raw);
+        u32 blocks = 0;
+        for (int i = threadIdx.x % 32; i < sequences; i += 32) {
+            blocks += u32((bounds[i + 1] - bounds[i] + BLOCK_K - 1) / BLOCK_K);
+        }
+        return __reduce_add_sync(0xFFFFFFFF, blocks);
+    }
+};
+#else
+class KBlocks {
+    int k = -BLOCK_K, end;
+
+  public:
+    __device__ KBlocks(int k_end, const void*, int) : end(k_end) {}
+    __device__ bool next() { return (k += BLOCK_K) < end; }
+    __device__ int start() const { return k; }
+    __device__ int valid() const { return BLOCK_K; }
+    static __device__ u32 count(int k_end, const void*, int) { return (k_end + BLOCK_K - 1) / BLOCK_K; }
+};
+#endif

@@ -1,0 +1,98 @@
+// Warpgroup matrix instructions: D[64, N] += A[64, 16] B[16, N], both operands in shared memory.
+#pragma once
+
+#include "ptx.cuh"
+
+#if INPUT_F16
+#define INPUT "f16"
+#else
+#define INPUT "bf16"
+#endif
+
+// A tile in shared memory as `wgmma` sees it, in the 128-byte swizzle that the copy engine wrote: lines of 128
+// bytes in blocks of eight, 1024 bytes from one block to the next. `leading` is the distance between 64-element
+// columns of blocks and counts only where the contiguous dimension is not k. An offset into the tile only adds to
+// the low word, so that one descriptor serves a whole stage.
+struct Descriptor {
+    u32 low;
+
+    // The address within the block: in a cluster its upper bits name the block.
+    __device__ Descriptor(u32 address, u32 leading) : low(leading >> 4 << 16 | (address >> 4 & 0x3FFF)) {}
+
+    __device__ __forceinline__ u64 at(u32 offset) const {
+        constexpr u64 swizzle_128 = 1ull << 62, block_stride = 1024ull >> 4 << 32;
+        return swizzle_128 | block_stride | (low + (offset >> 4));
+    }
+};
+
+__device__ __forceinline__ void wgmma_begin() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int pending>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+#define REGS_4 "%0,%1,%2,%3"
+#define REGS_8 REGS_4 ",%4,%5,%6,%7"
+#define REGS_12 REGS_8 ",%8,%9,%10,%11"
+#define REGS_16 REGS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define REGS_24 REGS_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define REGS_32 REGS_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define REGS_40 REGS_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define REGS_48 REGS_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define REGS_56 REGS_48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define REGS_64 REGS_56 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define REGS_72 REGS_64 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define REGS_80 REGS_72 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define REGS_88 REGS_80 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define REGS_96 REGS_88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define REGS_104 REGS_96 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define REGS_112 REGS_104 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define REGS_120 REGS_112 ",%112,%113,%114,%115,%116,%117,%118,%119"
+#define REGS_128 REGS_120 ",%120,%121,%122,%123,%124,%125,%126,%127"
+
+#define ACC_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define ACC_8(i) ACC_4(i), ACC_4(i + 4)
+#define ACC_16(i) ACC_8(i), ACC_8(i + 8)
+#define ACC_32(i) ACC_16(i), ACC_16(i + 16)
+#define ACC_64(i) ACC_32(i), ACC_32(i + 32)
+
+
+template <int n, int a_mn, int b_mn>
+struct Wgmma;
+
+// One k16 step of a 64-row chain. a_mn, b_mn: whether that operand is contiguous along m or n rather than k.
+// The five numbers are the operands' places in the instruction, after the n / 2 accumulators.
+#define WGMMA(n, regs, a, b, on, ta, tb, ...)                                                                   \
+    template <int a_mn, int b_mn>                                                                               \
+    struct Wgmma<n, a_mn, b_mn> {                                                                               \
+        static __device__ __forceinline__ void step(float (&d)[n / 2], u64 a_tile, u64 b_tile) {                \
+            asm volatile(                                                                                       \
+                "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #on ", 0;\n"                             \
+                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." INPUT "." INPUT " {" regs "}, %" #a ", %" #b  \
+                ", accumulate, 1, 1, %" #ta ", %" #tb ";\n}\n"                                                  \
+                : __VA_ARGS__                                                                                   \
+                : "l"(a_tile), "l"(b_tile), "r"(1), "n"(a_mn), "n"(b_mn));                                      \
+        }                                                                                                       \
+    };
+
+WGMMA(8, REGS_4, 4, 5, 6, 7, 8, ACC_4(0))
+WGMMA(16, REGS_8, 8, 9, 10, 11, 12, ACC_8(0))
+WGMMA(24, REGS_12, 12, 13, 14, 15, 16, ACC_8(0), ACC_4(8))
+WGMMA(32, REGS_16, 16, 17, 18, 19, 20, ACC_16(0))
+WGMMA(48, REGS_24, 24, 25, 26, 27, 28, ACC_16(0), ACC_8(16))
+WGMMA(64, REGS_32, 32, 33, 34, 35, 36, ACC_32(0))
+WGMMA(80, REGS_40, 40, 41, 42, 43, 44, ACC_32(0), ACC_8(32))
+WGMMA(96, REGS_48, 48, 49, 50, 51, 52, ACC_32(0), ACC_16(32))
+WGMMA(112, REGS_56, 56, 57, 58, 59, 60, ACC_32(0), ACC_16(32), ACC_8(48))
+WGMMA(128, REGS_64, 64, 65, 66, 67, 68, ACC_64(0))
+WGMMA(160, REGS_80, 80, 81, 82, 83, 84, ACC_64(0), ACC_16(64))
+WGMMA(192, REGS_96, 96, 97, 98, 99, 100, ACC_64(0), ACC_32(64))
+WGMMA(224, REGS_112, 112, 113, 114, 115, 116, ACC_64(0), ACC_32(64), ACC_16(96))
+WGMMA(256, REGS_128, 128, 129, 130, 131, 132, ACC_64(0), ACC_64(64))

@@ -1,0 +1,263 @@
+"""Host side of ``kernels/matmul_sm90.cu``: products of bf16 and f16 matrices on Hopper."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import runtime
+from .schedule import Schedule, choose
+
+__all__ = ["Case", "matmul", "spec", "supports"]
+
+_TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_PARAMS = "128s128s128sPPPqq8i"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a compiled kernel is specialised to, besides its schedule."""
+
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    a_mn: bool
+    b_mn: bool
+    bias_dtype: torch.dtype | None = None
+    accumulate: bool = False
+    aligned: bool = True
+    folded: bool = False
+    bounds_dtype: torch.dtype | None = None
+
+
+def spec(case: Case, schedule: Schedule) -> runtime.KernelSpec:
+    """The kernel of ``case`` under ``schedule``."""
+    s = schedule
+    a_mn, b_mn = (case.b_mn, case.a_mn) if s.swap else (case.a_mn, case.b_mn)
+    panel = s.panel if case.aligned and case.out_dtype != torch.float32 else 0
+    constants: dict[str, int | str] = {
+        "INPUT_F16": int(case.dtype == torch.float16),
+        "A_MN": int(a_mn),
+        "B_MN": int(b_mn),
+        "BLOCK_M": s.block_m,
+        "BLOCK_N": s.block_n,
+        "BLOCK_K": s.block_k,
+        "STAGES": s.stages,
+        "WARPGROUPS": s.warpgroups,
+        "SHARE": s.share,
+        "CLUSTER_M": s.cluster_m,
+        "CLUSTER_N": s.cluster_n,
+        "BLOCKS": s.blocks,
+        "FOLDED": int(case.folded and s.block_k > 64),
+        "AHEAD": s.ahead,
+        "TRANSPOSED": int(s.swap),
+        "OUTPUT": _TYPES[case.out_dtype],
+        "BIAS": _TYPES[case.bias_dtype],
+        "ACCUMULATE": int(case.accumulate),
+        "ALIGNED": int(case.aligned),
+        "PANEL": panel,
+        "RAGGED": int(case.bounds_dtype is not None),
+        "BOUND": "long long" if case.bounds_dtype == torch.int64 else "int",
+    }
+    return runtime.KernelSpec(
+        source="matmul_sm90.cu",
+        entry="matmul_sm90",
+        params=_PARAMS,
+        constants=tuple(constants.items()),
+        block=s.threads,
+        smem=s.smem(panel),
+        cluster=(s.cluster, 1, 1),
+        programmatic=True,
+    )
+
+
+def _k_major(rows: int, k: int, row_stride: int, k_stride: int) -> bool | None:
+    """Whether an operand is contiguous along k (or else along its rows); None if TMA cannot read it."""
+    if (k_stride == 1 or k == 1) and (rows == 1 or (row_stride > 0 and row_stride % 8 == 0)):
+        return True
+    if (row_stride == 1 or rows == 1) and (k == 1 or (k_stride > 0 and k_stride % 8 == 0)):
+        return False
+    return None
+
+
+def _operand(x: Tensor, rows: int, k: int) -> tuple[int, int, int, int, int]:
+    """Rows, k and strides in elements (of the batch, of a row, of k)."""
+    batch = x.stride(0) if x.dim() == 3 and x.shape[0] > 1 else 0
+    return x.shape[rows], x.shape[k], batch, x.stride(rows), x.stride(k)
+
+
+def supports(a: Tensor, b: Tensor, *, cu_seqlens: Tensor | None = None) -> bool:
+    """Whether :func:`matmul` takes these operands; the universal kernel takes all others."""
+    majors = []
+    for x, (rows, k, batch, row_stride, k_stride) in ((a, _operand(a, -2, -1)), (b, _operand(b, -1, -2))):
+        major = _k_major(rows, k, row_stride, k_stride)
+        if major is None or batch % 8 or x.data_ptr() % 16:
+            return False
+        majors.append(major)
+    return cu_seqlens is None or not any(majors)
+
+
+class _Side:
+    """One operand as the kernel's tensor map sees it, all but its address."""
+
+    __slots__ = ("box", "dtype", "shape", "strides")
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        layout: tuple[int, int, int, int, int],
+        batch: int,
+        mn: bool,
+        block: int,
+        depth: int,
+        sharers: int,
+        folded: bool,
+    ) -> None:
+        rows, k, batch_stride, row_stride, k_stride = layout
+        inner, outer, stride = (rows, k, k_stride) if mn else (k, rows, row_stride)
+        stride = stride if outer > 1 else -(-inner // 8) * 8
+        batch_stride = batch_stride or -(-stride * outer // 8) * 8
+        self.dtype = dtype
+        batch = batch if layout[2] else 1
+        columns = depth // 64
+        if folded and not mn and columns % sharers == 0:
+            self.shape: tuple[int, ...] = (64, outer, inner // 64, batch)
+            self.strides: tuple[int, ...] = (stride * 2, 128, batch_stride * 2)
+            self.box: tuple[int, ...] = (64, block, columns // sharers, 1)
+        else:
+            self.shape = (inner, outer, 1, batch)
+            self.strides = (stride * 2, batch_stride * 2, batch_stride * 2)
+            self.box = (64, (depth if mn else block) // sharers, 1, 1)
+
+    def map(self, address: int) -> bytes:
+        return runtime.tensor_map(address, self.dtype, self.shape, self.strides, self.box)
+
+
+class _Plan:
+    """Everything about a call but its addresses."""
+
+    __slots__ = ("a", "b", "grid", "kernel", "out", "panel", "rest", "swap")
+
+    def __init__(
+        self,
+        case: Case,
+        a: tuple[int, ...],
+        b: tuple[int, ...],
+        out: tuple[int, int],
+        batch: int,
+        sequences: int,
+        device: int,
+        schedule: Schedule | None,
+    ) -> None:
+        (m, k, a_batch, *_), (n, _, b_batch, *_) = a, b
+        info = runtime.device_info(device)
+        s = schedule or choose(m, n, k, batch, case.a_mn, case.b_mn, info.sm_count, sequences > 0)
+        a_block, b_block = (s.block_n, s.block_m) if s.swap else (s.block_m, s.block_n)
+        a_sharers, b_sharers = (s.cluster_m, s.cluster_n) if s.swap else (s.cluster_n, s.cluster_m)
+        folded = case.folded and s.block_k > 64
+        self.a = _Side(case.dtype, a, batch, case.a_mn, a_block, s.block_k, a_sharers, folded)
+        self.b = _Side(case.dtype, b, batch, case.b_mn, b_block, s.block_k, b_sharers, folded)
+        self.swap = s.swap
+        self.out: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None = None
+        row_stride, batch_stride = out
+        self.panel = s.panel
+        if case.aligned and case.out_dtype != torch.float32 and s.panel:
+            self.out = (case.out_dtype, (n, m, batch), (row_stride * 2, batch_stride * 2))
+        rows, columns = (n, m) if s.swap else (m, n)
+        tiles = -(-rows // (s.block_m * s.cluster_m)) * -(-columns // (s.block_n * s.cluster_n)) * batch
+        clusters = min(tiles, s.resident(info.sm_count))
+        self.grid = (clusters * s.cluster, 1, 1)
+        flags = (int(a_batch != 0), int(b_batch != 0))
+        self.rest = (
+            row_stride,
+            batch_stride,
+            rows,
+            columns,
+            k,
+            batch,
+            *(flags[::-1] if s.swap else flags),
+            sequences,
+            s.group,
+        )
+        self.kernel = runtime.load(spec(case, s), device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    case: Case,
+    a: tuple[int, ...],
+    b: tuple[int, ...],
+    out: tuple[int, int],
+    batch: int,
+    sequences: int,
+    device: int,
+    schedule: Schedule | None,
+) -> _Plan:
+    return _Plan(case, a, b, out, batch, sequences, device, schedule)
+
+
+_NO_MAP = bytes(128)
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+    cu_seqlens: Tensor | None = None,
+    schedule: Schedule | None = None,
+) -> None:
+    """``out = a @ b + bias``, one chain over ascending k for each element.
+
+    Args:
+        a: ``[M, K]`` or ``[batch, M, K]``, bf16 or f16.
+        b: ``[K, N]`` or ``[batch, K, N]``, same dtype.
+        out: ``[M, N]`` or ``[batch, M, N]``, rows contiguous; bf16, f16 or f32.
+        bias: ``[N]``.
+        accumulate: start each chain from ``out``, which is f32.
+        cu_seqlens: int32 or int64 bounds of sequences along K, each of which starts a new group of 16.
+        schedule: instead of the default choice. Never changes a bit.
+    """
+    a_layout, b_layout = _operand(a, -2, -1), _operand(b, -1, -2)
+    address, row_stride = out.data_ptr(), out.stride(-2)
+    batch, batch_stride = (out.shape[0], out.stride(0)) if out.dim() == 3 else (1, 0)
+    batch_stride = batch_stride if batch > 1 else -(-row_stride * out.shape[-2] // 8) * 8
+    step = 2 if out.dtype == torch.float32 else 8
+    aligned = address % 8 == 0 and row_stride % step == 0 and batch_stride % step == 0
+    if step == 8:
+        aligned = aligned and address % 16 == 0
+    case = Case(
+        a.dtype,
+        out.dtype,
+        not _k_major(*a_layout[:2], *a_layout[3:]),
+        not _k_major(*b_layout[:2], *b_layout[3:]),
+        None if bias is None else bias.dtype,
+        accumulate,
+        aligned,
+        a_layout[1] % 64 == 0,
+        None if cu_seqlens is None else cu_seqlens.dtype,
+    )
+    sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    plan = _plan(
+        case, a_layout, b_layout, (row_stride, batch_stride), batch, sequences, a.get_device(), schedule
+    )
+    a_map, b_map = plan.a.map(a.data_ptr()), plan.b.map(b.data_ptr())
+    if plan.swap:
+        a_map, b_map = b_map, a_map
+    out_map = _NO_MAP
+    if plan.out is not None:
+        out_map = runtime.tensor_map(address, *plan.out, (plan.panel, 64, 1), plan.panel * 2)
+    plan.kernel.launch(
+        plan.grid,
+        a_map,
+        b_map,
+        out_map,
+        address,
+        0 if bias is None else bias.data_ptr(),
+        0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+        *plan.rest,
+    )
