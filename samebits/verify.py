@@ -282,16 +282,18 @@ def _universal() -> Kernel:
     return Kernel("matmul_sm80", matmul_sm80.SCHEDULES, lambda x, out, schedule: True, run)
 
 
-def _hopper() -> Kernel:
+def _hopper(sm_count: int) -> Kernel:
     from samebits.backends.cuda import matmul_sm90
-    from samebits.backends.cuda.schedule import SCHEDULES
+    from samebits.backends.cuda.schedule import choose
 
     def takes(x: Operands, out: Tensor, schedule: Any) -> bool:
-        acc = None if x.acc is None else out
-        if not matmul_sm90.supports(x.a, x.b, out, acc=acc, cu_seqlens=x.cu_seqlens):
-            return False
-        a_mn, b_mn = x.a.stride(-1) != 1, x.b.stride(-2) != 1
-        return bool(schedule.fits(a_mn, b_mn)) and not (schedule.swap and x.cu_seqlens is not None)
+        return bool(
+            x.a.ndim < 4
+            and x.a.shape[-1] > 0
+            and matmul_sm90.supports(x.a, x.b, cu_seqlens=x.cu_seqlens)
+            and schedule.fits(x.a.stride(-1) != 1, x.b.stride(-2) != 1)
+            and not (schedule.swap and x.cu_seqlens is not None)
+        )
 
     def run(x: Operands, out: Tensor, schedule: Any) -> object:
         return matmul_sm90.matmul(
@@ -304,7 +306,16 @@ def _hopper() -> Kernel:
             schedule=schedule,
         )
 
-    return Kernel("matmul_sm90", SCHEDULES, takes, run)
+    # Every schedule that is ever chosen, over sizes from one to many of each.
+    sizes = [s for p in range(15) for s in (1 << p, 3 << p)]
+    features = [256, 768, 1024, 3072, 4096, 5120, 6144, 8192, 10240, 14336, 25600, 28672, 57344]
+    layouts = ((False, False, False), (False, True, False), (True, True, False), (True, True, True))
+    found = {
+        choose(m, n, k, batch, a_mn, b_mn, sm_count, ragged): None
+        for m, n, k, batch in itertools.product(sizes, features, (768, 4096, 16384), (1, 8))
+        for a_mn, b_mn, ragged in layouts
+    }
+    return Kernel("matmul_sm90", tuple(found), takes, run)
 
 
 # ---- the report
@@ -511,7 +522,7 @@ def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> N
     device = torch.device("cuda", index)
     contract = TENSOR_CORE.on(family(index))
     report.gpu, report.contract, report.digest = info.name, str(contract), contract.digest()
-    kernels = [_universal()] + ([_hopper()] if info.capability == (9, 0) else [])
+    kernels = [_universal()] + ([_hopper(info.sm_count)] if info.capability == (9, 0) else [])
     todo = cases(thorough)
 
     def calls() -> Iterator[Callable[[], object]]:
