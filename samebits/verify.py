@@ -36,7 +36,18 @@ from samebits.ops.linear import linear
 from samebits.ops.matmul import matmul
 from samebits.testing import KINDS, bits, values
 
-__all__ = ["Case", "Line", "Mismatch", "Report", "cases", "known_answers", "verify"]
+__all__ = [
+    "Case",
+    "Kernel",
+    "Line",
+    "Mismatch",
+    "Operands",
+    "Report",
+    "cases",
+    "kernels",
+    "known_answers",
+    "verify",
+]
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -296,7 +307,7 @@ def _hopper(sm_count: int) -> Kernel:
         )
 
     def run(x: Operands, out: Tensor, schedule: Any) -> object:
-        return matmul_sm90.matmul(
+        matmul_sm90.matmul(
             x.a,
             x.b,
             out,
@@ -305,6 +316,7 @@ def _hopper(sm_count: int) -> Kernel:
             cu_seqlens=x.cu_seqlens,
             schedule=schedule,
         )
+        return out
 
     # Every schedule that is ever chosen, over sizes from one to many of each.
     sizes = [s for p in range(15) for s in (1 << p, 3 << p)]
@@ -316,6 +328,14 @@ def _hopper(sm_count: int) -> Kernel:
         for a_mn, b_mn, ragged in layouts
     }
     return Kernel("matmul_sm90", tuple(found), takes, run)
+
+
+def kernels(device: int) -> list[Kernel]:
+    """Those that run on CUDA device `device`; the universal one first."""
+    from samebits.backends.cuda import runtime
+
+    info = runtime.device_info(device)
+    return [_universal(), *([_hopper(info.sm_count)] if info.capability == (9, 0) else [])]
 
 
 # ---- the report
@@ -522,14 +542,14 @@ def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> N
     device = torch.device("cuda", index)
     contract = TENSOR_CORE.on(family(index))
     report.gpu, report.contract, report.digest = info.name, str(contract), contract.digest()
-    kernels = [_universal()] + ([_hopper(info.sm_count)] if info.capability == (9, 0) else [])
+    offered = kernels(index)
     todo = cases(thorough)
 
     def calls() -> Iterator[Callable[[], object]]:
         for case in todo:
             operands = _operands(case, device, _unfilled)
             out, _ = _room(case, operands)
-            for kernel in kernels:
+            for kernel in offered:
                 for schedule in kernel.schedules:
                     if kernel.takes(operands, out, schedule):
                         yield partial(kernel.run, operands, out, schedule)
@@ -538,7 +558,7 @@ def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> N
     report.kernels = ahead.compile_for(calls(), lambda done, what: progress(0.5 * done, what))
     for i, case in enumerate(todo):
         progress(0.5 + 0.35 * i / len(todo), f"{case.what}: {case}")
-        _verify_case(report, case, kernels, contract, device)
+        _verify_case(report, case, offered, contract, device)
     parts: list[Callable[[], None]] = [
         partial(_verify_operations, report, contract, device),
         *(
