@@ -772,7 +772,8 @@ def show(report: Report) -> RenderableType:
     for name in ("products", "values", "differing"):
         table.add_column(name, justify="right", no_wrap=True)
     before = ""
-    for line in report.lines:
+    names = list(dict.fromkeys(line.kernel for line in report.lines))
+    for line in sorted(report.lines, key=lambda line: names.index(line.kernel)):
         alarm = "red bold" if line.counts else "yellow"
         table.add_row(
             "" if line.kernel == before else line.kernel,
@@ -800,7 +801,9 @@ def show(report: Report) -> RenderableType:
     verdict = {
         0: Text(f"{report.gpu}: all {report.compared:,} values have the bits specified", "green bold"),
         1: Text(
-            f"{report.differing:,} of {report.compared:,} values differ: bits are NOT as specified",
+            f"{report.differing:,} of {report.compared:,} values differ: bits are NOT as specified"
+            if report.differing
+            else f"{report.compared:,} values have the bits specified, but it did NOT run to its end",
             "red bold",
         ),
         2: Text("No GPU was verified", "yellow bold").append(

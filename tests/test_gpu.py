@@ -233,6 +233,19 @@ def test_streams_and_threads() -> None:
         assert_same_bits(got, want[: len(got)])
 
 
+def test_a_thread_that_has_called_no_cuda() -> None:
+    """It has no context yet, and the Hopper kernel's tensor maps are made before anything is launched."""
+    x, weight = values("normal", (72, 56), BF16, 0, "cuda"), values("normal", (88, 56), BF16, 1, "cuda")
+    acc = torch.zeros(72, 88, device="cuda")
+    want = samebits.matmul(x, weight.mT, out_dtype=F32)
+    results: list[Tensor] = []
+    thread = threading.Thread(target=lambda: results.append(samebits.addmm_(acc, x, weight.mT)))
+    thread.start()
+    thread.join()
+    (got,) = results
+    assert_same_bits(got, want)
+
+
 # ---- within PyTorch
 
 
