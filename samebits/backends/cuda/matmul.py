@@ -75,28 +75,28 @@ def addbmm(
     """``acc[B, M, N] + sum over s, k of a[B, S, M, K] * b[B, S, K, N]``: a chain over sequences."""
     _check_contract(contract, a.get_device())
     shape = (a.shape[0], a.shape[2], b.shape[3])
-    if acc is not None:
-        chain = torch.empty(shape, dtype=torch.float32, device=a.device).copy_(acc)
-        addbmm_(chain, a, b, cu_seqlens, contract=contract)
-        if out_dtype == torch.float32:
-            return chain
-        acc, a, b, cu_seqlens = chain, a[..., :0], b[..., :0, :], None
+    if acc is None:
+        out = a.new_empty(shape, dtype=out_dtype)
+        _run_sequences(a, b, out, cu_seqlens=cu_seqlens, accumulate=False)
+        return out
+    chain = torch.empty(shape, dtype=torch.float32, device=a.device).copy_(acc)
+    _run_sequences(a, b, chain, cu_seqlens=cu_seqlens, accumulate=True)
+    if out_dtype == torch.float32:
+        return chain
     out = a.new_empty(shape, dtype=out_dtype)
-    _run_sequences(a, b, out, acc=acc, cu_seqlens=cu_seqlens)
-    return out
+    no_terms = a[:, 0, :, :0], b[:, 0, :0]
+    return matmul_sm80.matmul(*no_terms, acc=chain, out=out)  # rounds, and canonicalises NaN
 
 
 def addbmm_(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
     """`addbmm` in place of ``acc``."""
     _check_contract(contract, a.get_device())
-    _run_sequences(a, b, acc, acc=acc, cu_seqlens=cu_seqlens)
+    _run_sequences(a, b, acc, cu_seqlens=cu_seqlens, accumulate=True)
 
 
-def _run_sequences(
-    a: Tensor, b: Tensor, out: Tensor, *, acc: Tensor | None, cu_seqlens: Tensor | None
-) -> None:
+def _run_sequences(a: Tensor, b: Tensor, out: Tensor, *, cu_seqlens: Tensor | None, accumulate: bool) -> None:
     B, S, M, K = a.shape
-    if cu_seqlens is None and S > 1 and B == 1 and _one_axis(a, 3) and _one_axis(b, 2):
+    if S > 1 and B == 1 and _one_axis(a, 3) and _one_axis(b, 2):
         # The sequences lie end to end in memory, so they are spans of one K axis.
         if K % 16:
             cu_seqlens = torch.arange(0, S * K + 1, K, dtype=torch.int32, device=a.device)
@@ -106,8 +106,8 @@ def _run_sequences(
     if S == 1:
         a, b = a[:, 0], b[:, 0]
         if B == 1:
-            a, b, out, acc = a[0], b[0], out[0], None if acc is None else acc[0]
-    _run(a, b, out, acc=acc, cu_seqlens=cu_seqlens)
+            a, b, out = a[0], b[0], out[0]
+    _run(a, b, out, cu_seqlens=cu_seqlens, accumulate=accumulate)
 
 
 def _one_axis(t: Tensor, k: int) -> bool:
@@ -119,12 +119,21 @@ def _run(
     b: Tensor,
     out: Tensor,
     *,
-    acc: Tensor | None = None,
     bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    accumulate: bool = False,
 ) -> None:
-    """Run the fastest kernel that takes these operands; `acc`, if any, is `out` itself or of its shape."""
-    if matmul_sm90.supports(a, b, out, acc=acc, cu_seqlens=cu_seqlens):
-        matmul_sm90.matmul(a, b, out, bias=bias, accumulate=acc is not None, cu_seqlens=cu_seqlens)
+    """Run the fastest kernel that takes these operands; with `accumulate` the chains start from `out`."""
+    if (
+        runtime.device_info(a.get_device()).capability == (9, 0)
+        and a.ndim < 4
+        and out.numel() > 0
+        and a.shape[-1] > 0
+        and out.stride(-1) == 1
+        and (bias is None or bias.is_contiguous())
+        and matmul_sm90.supports(a, b, cu_seqlens=cu_seqlens)
+    ):
+        matmul_sm90.matmul(a, b, out, bias=bias, accumulate=accumulate, cu_seqlens=cu_seqlens)
     else:
+        acc = out if accumulate else None
         matmul_sm80.matmul(a, b, acc=acc, bias=bias, cu_seqlens=cu_seqlens, out=out)
