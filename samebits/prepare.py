@@ -43,7 +43,8 @@ def prepare(
         parameters = [t.detach().requires_grad_(backward) for t in (weight, bias) if t is not None]
         for count in counts:
             x = weight.new_zeros(count, weight.shape[-1], requires_grad=backward)
-            y = linear(x, *parameters, contract=contract)
+            with torch.set_grad_enabled(backward):
+                y = linear(x, *parameters, contract=contract)
             if backward:
                 torch.autograd.grad(y, (x, *parameters), torch.zeros_like(y))
     return len(kinds) * len(counts)
