@@ -202,6 +202,22 @@ def test_concurrent_calls() -> None:
         assert_same_bits(got, want)
 
 
+def test_prepare_runs_every_kind_of_product_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def linear(x: Tensor, weight: Tensor, *bias: Tensor, contract: object) -> Tensor:
+        seen.append((tuple(x.shape), tuple(weight.shape), len(bias), x.requires_grad))
+        return samebits.linear(x, weight, *bias)
+
+    monkeypatch.setattr(sys.modules["samebits.prepare"], "linear", linear)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=i > 0) for i in range(3)))
+    with torch.no_grad():
+        assert samebits.prepare(model, [1, 8, 1], backward=True) == 4
+    assert seen == [((m, 4), (4, 4), bias, True) for bias in (0, 1) for m in (1, 8)]
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert samebits.prepare(torch.ones(3, 2), [5]) == 1
+
+
 def _in_child(a: Tensor, queue: Any) -> None:
     queue.put(samebits.matmul(a, a.mT).tolist())
 
