@@ -239,6 +239,7 @@ def test_a_thread_that_has_called_no_cuda() -> None:
     acc = torch.zeros(72, 88, device="cuda")
     want = samebits.matmul(x, weight.mT, out_dtype=F32)
     results: list[Tensor] = []
+    x, weight = x.clone(), weight.clone()  # at addresses of which no map was made
     thread = threading.Thread(target=lambda: results.append(samebits.addmm_(acc, x, weight.mT)))
     thread.start()
     thread.join()
