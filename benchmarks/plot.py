@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.record import RESULTS, ROOT
+from benchmarks.record import GPUS, RESULTS, ROOT
 from samebits.bench import ratio
 
 ASSETS = ROOT / "docs" / "assets"
@@ -173,6 +173,10 @@ def gpu_drift(data: dict[str, Any]) -> Figure:
 PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {
     "drift.svg": ("cpu/drift.json", drift),
     "reference-speed.svg": ("cpu/reference.json", reference_speed),
+} | {
+    f"{gpu}-{what}.svg": (f"{gpu}/bench.json", draw)
+    for gpu in GPUS
+    for what, draw in (("speed", gpu_speed), ("roofline", gpu_roofline), ("drift", gpu_drift))
 }
 
 

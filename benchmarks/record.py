@@ -15,6 +15,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+GPUS = sorted(path.parent.name for path in RESULTS.glob("*/bench.json"))
+"""Those that benchmarks.gpu has measured."""
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:

@@ -11,13 +11,14 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
-from benchmarks.record import RESULTS, ROOT
+from benchmarks.record import GPUS, RESULTS, ROOT
 from samebits.bench import ratio, summary
 
 BLOCK = re.compile(
-    r"(?<=^<!-- begin: )([a-z-]+)( -->\n)(.*?)(?=^<!-- end: \1 -->$)", re.DOTALL | re.MULTILINE
+    r"(?<=^<!-- begin: )([a-z0-9-]+)( -->\n)(.*?)(?=^<!-- end: \1 -->$)", re.DOTALL | re.MULTILINE
 )
 
 
@@ -103,8 +104,7 @@ def _measured_on_gpu(data: dict[str, Any]) -> str:
     )
 
 
-def gpu_summary() -> str:
-    data = load("nvidia-h200/bench.json")
+def gpu_summary(data: dict[str, Any]) -> str:
     rows = []
     for (dtype, band), s in summary(data["cases"]).items():
         worst = s.worst_case
@@ -118,8 +118,7 @@ def gpu_summary() -> str:
     return "\n\n".join((table(head, rows), said, _measured_on_gpu(data)))
 
 
-def gpu_forward() -> str:
-    data = load("nvidia-h200/bench.json")
+def gpu_forward(data: dict[str, Any]) -> str:
     cases = [c for c in data["cases"] if c["work"] == "forward" and c["dtype"] == "bfloat16"]
     sizes = sorted({c["m"] for c in cases})
     by_shape: dict[tuple[int, int], dict[int, float]] = {}
@@ -129,8 +128,7 @@ def gpu_forward() -> str:
     return table(["K, N", *(f"M {m}" for m in sizes)], rows)
 
 
-def gpu_backward() -> str:
-    data = load("nvidia-h200/bench.json")
+def gpu_backward(data: dict[str, Any]) -> str:
     cases = [c for c in data["cases"] if c["work"] in ("dX", "dW") and c["dtype"] == "bfloat16"]
     sizes = sorted({c["m"] for c in cases})
     by_shape: dict[tuple[str, int, int], dict[int, float]] = {}
@@ -140,9 +138,9 @@ def gpu_backward() -> str:
     return table(["work", "K, N", *(f"M {m}" for m in sizes)], rows)
 
 
-def gpu_host() -> str:
+def gpu_host(data: dict[str, Any]) -> str:
     rows = []
-    for line in load("nvidia-h200/bench.json")["host"]:
+    for line in data["host"]:
         us = line["us"]
         shape = f"{line['m']}, {line['k']}, {line['n']}"
         ours, theirs = us["samebits"], us["torch"]
@@ -150,8 +148,8 @@ def gpu_host() -> str:
     return table(["eager call", "M, K, N", "samebits, µs", "torch, µs", "ratio"], rows)
 
 
-def gpu_drift() -> str:
-    drifts = load("nvidia-h200/bench.json")["drift"]
+def gpu_drift(data: dict[str, Any]) -> str:
+    drifts = data["drift"]
     changing = [d for d in drifts if any(d["changed"]["torch"])]
     ours = sum(sum(d["changed"]["samebits"]) for d in drifts)
     where = ", ".join(f"({d['k']}, {d['n']})" for d in changing)
@@ -161,9 +159,17 @@ def gpu_drift() -> str:
     )
 
 
-BLOCKS: dict[str, Callable[[], str]] = {
-    "reference-speed": reference_speed,
-    "drift": drift,
+GPU_BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "summary": gpu_summary,
+    "forward": gpu_forward,
+    "backward": gpu_backward,
+    "host": gpu_host,
+    "drift": gpu_drift,
+}
+BLOCKS: dict[str, Callable[[], str]] = {"reference-speed": reference_speed, "drift": drift} | {
+    f"{gpu}-{what}": partial(lambda gpu, write: write(load(f"{gpu}/bench.json")), gpu, block)
+    for gpu in GPUS
+    for what, block in GPU_BLOCKS.items()
 }
 
 
