@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import samebits
-from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
+from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, verify
 from samebits.testing import KINDS, assert_same_bits, values
 from tests.devices import FAMILY, HOPPER_OR_NEWER
 from tests.test_invariance import LAYOUTS, relaid
@@ -381,3 +381,10 @@ def test_refused(call: Callable[[], object], error: type[Exception], message: st
     with pytest.raises(error, match=message):
         call()
     assert_same_bits(samebits.matmul(gpu(2, 3), gpu(3, 4)), gpu(2, 4), "and the next call works")
+
+
+def test_verify() -> None:
+    """All that ``samebits verify`` compares: every kernel, every schedule."""
+    report = verify.verify()
+    assert report.exit_code == 0, report.failure or report.first
+    assert report.compared > 10**8
