@@ -141,3 +141,24 @@ def test_bench_summary_and_tables() -> None:
     environment = {"gpu": "a GPU", "driver": "1", "digest": "0"}
     drift = [{"k": 64, "n": 64, "rows": [1], "changed": {"torch": [1], "samebits": [0]}}]
     assert bench.show({"cases": cases, "host": [], "drift": drift, "environment": environment})
+
+
+def test_kernels_are_compiled_ahead_of_the_calls_that_load_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.core")
+    from samebits.backends.cuda import ahead, matmul_sm80, runtime
+
+    layout = matmul_sm80.Layout(True, True, (0, 0, 0, 0))
+    specs = [
+        matmul_sm80.kernel_spec(matmul_sm80.SCHEDULES[2], dtype, layout, layout)
+        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16)
+    ]
+    hopper = runtime.DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20)
+    monkeypatch.setattr(runtime, "device_info", lambda index: hopper)
+    monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(tmp_path))
+    after_load: list[object] = []
+    calls = [lambda spec=spec: after_load.append(runtime.load(spec, 0)) for spec in specs]
+    assert ahead.compile_for(calls) == 2
+    assert len(list(tmp_path.glob("*.cubin"))) == 2
+    assert not after_load, "a call went on without its kernel"
