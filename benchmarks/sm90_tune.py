@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from samebits.backends.cuda import matmul_sm90, runtime  # noqa: E402
-from samebits.backends.cuda.schedule import Schedule  # noqa: E402
+from samebits.backends.cuda.schedule import Product, Schedule, catalogue, choose, menu  # noqa: E402
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [
@@ -41,90 +41,25 @@ SHAPES = [
 
 # ---- schedules to try
 
-MAX_SMEM = 227 * 1024
+def product(kind: str, m: int, k: int, n: int) -> Product:
+    """What a forward pass of [m, k] and [n, k], or its backward, multiplies."""
+    if kind == "fwd":
+        return Product(m, n, k)
+    return Product(m, k, n, b_mn=True) if kind == "dx" else Product(n, k, m, a_mn=True, b_mn=True)
 
 
-def dense() -> list[Schedule]:
-    """For many rows."""
-    found = []
-    one, two, row = (1, 1), (2, 1), (1, 2)
-    for m, n, warpgroups, share, clusters in (
-        (128, 256, 2, 2, (two,)), (256, 128, 2, 2, (row,)), (128, 192, 2, 2, (two,)), (128, 224, 2, 2, (one, two)),
-        (128, 192, 2, 1, (one,)), (192, 128, 2, 1, (one,)), (128, 160, 2, 1, (one,)), (128, 128, 2, 1, (one, two, row)),
-        (64, 256, 2, 1, (one,)), (64, 192, 2, 1, (one,)), (64, 224, 2, 1, (one,)), (64, 128, 2, 1, (one, row)),
-        (128, 96, 2, 1, (one,)), (128, 64, 2, 2, (one, two)),
-    ):
-        for cluster in clusters:
-            for group in (8, 16) if (m, n, cluster) == (128, 128, one) else (8,):
-                stages = (MAX_SMEM - 1200 - warpgroups * 16384) // ((m + n) * 128 + 20)
-                found.append(Schedule(m, n, 64, min(stages, 8), warpgroups, share, *cluster, group=group))
-    return found
-
-
-STEP = {8: 18, 16: 20, 32: 24, 64: 32, 128: 64}
-
-
-def estimate(m: int, n: int, k: int, rows: int, tokens: int) -> float:
-    """Seconds of a swapped schedule: the chain, a multiprocessor's intake, L2's and HBM's output."""
-    tiles = -(-n // rows) * -(-m // tokens)
-    intake = (rows + tokens) * k * 2
-    tile = max(k / 16 * STEP[tokens] * -(-rows // 64) / 1.75e9, intake / 110e9)
-    bounds = -(-tiles // 132) * tile, tiles * intake / 9e12, n * k * 2 / 4.2e12
-    return max(bounds) + 0.15 * sum(bounds)
-
-
-def swapped(m: int | None = None, n: int = 0, k: int = 0) -> list[Schedule]:
-    """For few rows: the columns of the product take the tall side."""
-    shapes = [(r, t) for r in (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128) for t in STEP
-              if (r + t) * 128 * 4 < MAX_SMEM and (m is None or t < 2 * max(m, 8) and t * 16 >= m)]
-    if m is not None:
-        shapes = sorted(shapes, key=lambda s: estimate(m, n, k, *s))[: 9 if 32 < m <= 128 else 6]
-    found = []
-    for rows, tokens in shapes:
-        warpgroups = 2 if rows > 64 else 1
-        for cluster in ((1, 1), (2, 1), (1, 2)):
-            if cluster[0] > 1 and tokens < 32 or cluster[1] > 1 and (rows % 16 or m is not None and tokens >= m):
-                continue
-            for depth in (64, 128, 256, 512):
-                size = rows + tokens
-                if not (depth == 64 and size >= 96 or depth == 128 or depth == 256 and size <= 80 or depth == 512 and size <= 32):
-                    continue
-                if depth == 128 and size < 40:
-                    continue
-                for blocks in (1, 2):
-                    stages = (MAX_SMEM // blocks - 2048 - 8192) // (size * depth * 2 + 20)
-                    if stages < 3:
-                        continue
-                    for ahead in (0, stages) if size <= 80 and n <= 4096 else (0,):
-                        found.append(Schedule(rows, tokens, depth, stages, warpgroups, warpgroups, *cluster,
-                                              blocks=blocks, ahead=ahead, swap=True))
-    return found
-
-
-def narrow(m: int) -> list[Schedule]:
-    """Small tiles, of one warpgroup."""
-    found = []
-    for n in (16, 24, 32, 48, 64, 96, 128, 192):
-        for cluster in ((1, 1), (2, 1)) if m > 64 and n % 16 == 0 else ((1, 1),):
-            for depth in (64, 128, 256):
-                if not (depth == 64 and n >= 64 or depth == 128 and n <= 128 or depth == 256 and n <= 32):
-                    continue
-                for blocks in (1, 2):
-                    stages = (MAX_SMEM // blocks - 1200 - 16384) // ((64 + n) * depth * 2 + 20)
-                    if stages >= 3:
-                        found.append(Schedule(64, n, depth, stages, 1, 1, *cluster, blocks=blocks))
-    return found
-
-
-def suitable(m: int, n: int, k: int, a_mn: bool, b_mn: bool) -> list[Schedule]:
-    found = []
-    if m <= 128 or -(-m // 128) * -(-n // 128) <= 66:
-        found += swapped(m, n, k)
-    if 32 < m and -(-m // 64) * -(-n // 64) <= 264 * 2 or 32 < m <= 128:
-        found += narrow(m)
-    if m > 128:
-        found += dense()
-    return [s for s in found if s.fits(a_mn, b_mn)]
+def contestants(job: dict[str, Any]) -> list[Schedule]:
+    """The chosen schedule first; then the plain large tile, or all that might be chosen, and variants."""
+    p = product(job["kind"], job["m"], job["k"], job["n"])
+    chosen = choose(p, 132)
+    others = menu(p, 132)
+    if job["mode"] == "default":
+        others = [s for s in others if (s.block_m, s.block_n, s.swap) == (128, 128, False)]
+    found = [chosen]
+    for s in others:
+        for early in (True, False) if job["mode"] == "tune" else (True,):
+            found.append(dataclasses.replace(s, early=early))
+    return list(dict.fromkeys(found))
 
 
 # ---- the naive kernel
@@ -204,6 +139,7 @@ class Check:
     data: str = "normal"
     lengths: tuple[int, ...] = ()
     int64: bool = False
+    batch: int = 0  # with b the same for all
 
 
 def run_check(c: Check, schedule: Schedule | None) -> str:
@@ -215,6 +151,11 @@ def run_check(c: Check, schedule: Schedule | None) -> str:
     seqs = None
     if c.lengths:
         seqs = torch.tensor((0, *c.lengths), device="cuda").cumsum(0).to(torch.int64 if c.int64 else torch.int32)
+    if c.batch:
+        more = torch.stack([fill((c.m, c.k), dtype, c.data, i, c.a_mn) for i in range(c.batch)])
+        out = torch.full((c.batch, c.m, c.n), math.nan, dtype=out_dtype, device="cuda")
+        matmul_sm90.matmul(more, b.expand(c.batch, c.k, c.n), out, schedule=schedule)
+        return "".join(differing(out[i], naive(more[i], b, out_dtype)) for i in range(c.batch))
     out = poison(c.m, c.n, out_dtype, c.pitch or c.n)
     start = None
     if c.accumulate:
@@ -226,30 +167,36 @@ def run_check(c: Check, schedule: Schedule | None) -> str:
     return differing(out, want)
 
 
-def checks(schedule: Schedule) -> Iterator[Check]:
-    """What ``schedule`` can run, small."""
-    free = not schedule.swap
-    layouts = [(x, y) for x in (False, True) for y in (False, True)]
-    layouts = [(x, y) for x, y in layouts if schedule.fits(x, y)]
-    for a_mn, b_mn in layouts:
-        for m, n, k in ((512, 768, 512), (136, 328, 200), (1000, 520, 1096), (8, 72, 8), (2048, 1536, 320)):
-            yield Check(m, n, k, a_mn, b_mn)
-        yield Check(300, 520, 264, a_mn, b_mn, "float16", bias=True, data="special")
-        yield Check(300, 520, 264, a_mn, b_mn, data="wide", bias=True)
-        yield Check(300, 520, 264, a_mn, b_mn, data="special", bias=True, out="f32")
-        yield Check(264, 136, 392, a_mn, b_mn, out="f32", accumulate=True)
-        yield Check(264, 136, 392, a_mn, b_mn, out="f32", accumulate=True, pitch=137)
-        yield Check(200, 136, 72, a_mn, b_mn, pitch=139)
-        yield Check(264, 136, 392, a_mn, b_mn, pitch=144, data="special")
-    if (True, True) in layouts and free:
+def checks(schedule: Schedule | None, a_mn: bool, b_mn: bool) -> Iterator[Check]:
+    """What a schedule can run, small; all that the default can."""
+    for m, n, k in ((512, 768, 512), (136, 328, 200), (1000, 520, 1096), (8, 72, 8), (2048, 1536, 320)):
+        yield Check(m, n, k, a_mn, b_mn)
+    yield Check(304, 520, 264, a_mn, b_mn, "float16", bias=True, data="special")
+    yield Check(304, 520, 264, a_mn, b_mn, data="wide", bias=True)
+    yield Check(304, 520, 264, a_mn, b_mn, data="special", bias=True, out="f32")
+    yield Check(264, 136, 392, a_mn, b_mn, out="f32", accumulate=True)
+    yield Check(264, 136, 392, a_mn, b_mn, out="f32", accumulate=True, pitch=137)
+    yield Check(200, 136, 72, a_mn, b_mn, pitch=139)
+    yield Check(264, 136, 392, a_mn, b_mn, pitch=144, data="special")
+    yield Check(72, 136, 264, a_mn, b_mn, batch=3)
+    if a_mn and b_mn:
         for lengths in ((64, 128), (1, 0, 17, 63, 0, 200, 64, 5), (333,), (16,) * 9, (0,)):
             t = sum(lengths)
             yield Check(264, 520, max(t, 1), True, True, lengths=lengths, out="f32", accumulate=True, data="special")
             yield Check(264, 520, max(t, 1), True, True, lengths=lengths, int64=True)
             yield Check(264, 520, t + 40, True, True, lengths=lengths, out="f32")
-    yield Check(1, 8, 16)
-    yield Check(3, 5, 24)
-    yield Check(33, 4096, 4096)
+    if not a_mn and not b_mn:
+        yield Check(1, 8, 16)
+        yield Check(3, 5, 24)
+        yield Check(33, 4096, 4096)
+    if schedule is None:
+        for m in (1, 2, 5, 16, 17, 40, 64, 100, 128, 129, 256, 300):
+            for n, k in ((256, 7168), (1000, 256), (4096, 512), (6144, 64), (28672, 192)):
+                yield Check(_up(m, 8) if a_mn else m, n, k, a_mn, b_mn, bias=m % 2 == 0)
+
+
+def _up(x: int, step: int) -> int:
+    return -(-x // step) * step
 
 
 # ---- speed
@@ -296,7 +243,7 @@ class Timer:
         return {name: median(t) for name, t in self.times.items()}
 
 
-def run_speed(kind: str, m: int, k: int, n: int, schedules: list[Schedule | None], say: Any) -> dict[str, Any]:
+def run_speed(kind: str, m: int, k: int, n: int, schedules: list[Schedule], say: Any) -> dict[str, Any]:
     one = 2 * (m * k + k * n + m * n)
     sets = [operands(kind, m, k, n) for _ in range(max(1, min(48, math.ceil(400e6 / one))))]
     a, b, out = sets[0]
@@ -312,8 +259,8 @@ def run_speed(kind: str, m: int, k: int, n: int, schedules: list[Schedule | None
     reference, wrong = None, {}
     if seqs is not None:
         reference = want = naive(a, b, BF16, cu_seqlens=seqs)
-    for s in schedules:
-        name = name_of(s)
+    for i, s in enumerate(schedules):
+        name = name_of(s) + ("" if i else " chosen")
         say(name)
         out.fill_(math.nan)
         matmul_sm90.matmul(a, b, out, cu_seqlens=seqs, schedule=s)
@@ -334,8 +281,25 @@ def run_speed(kind: str, m: int, k: int, n: int, schedules: list[Schedule | None
 def name_of(s: Schedule | None) -> str:
     if s is None:
         return "default"
+    flags = ("T" if s.swap else "") + (f"a{s.ahead}" if s.ahead else "") + ("e" if s.early else "")
     return (f"{s.block_m}x{s.block_n}x{s.block_k}s{s.stages}w{s.warpgroups}/{s.share}c{s.cluster_m}x{s.cluster_n}"
-            f"g{s.group}b{s.blocks}{f'T{s.ahead}' if s.swap else ''}")
+            f"g{s.group}b{s.blocks}{flags}")
+
+
+def host_cost() -> dict[str, float]:
+    """Microseconds of an eager call, the GPU kept out of it by small sizes."""
+    a, b, out = operands("fwd", 16, 256, 256)
+    cost = {}
+    for name, function in (("torch.mm", lambda: torch.mm(a, b, out=out)), ("matmul_sm90", lambda: matmul_sm90.matmul(a, b, out))):
+        times = []
+        for _ in range(7):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(500):
+                function()
+            times.append((time.perf_counter() - begin) / 500 * 1e6)
+        cost[name] = median(times)
+    return cost
 
 
 # ---- jobs, and a child process that does them
@@ -343,10 +307,11 @@ def name_of(s: Schedule | None) -> str:
 def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
     todo: list[dict[str, Any]] = []
     if args.check:
-        seen = dense() + narrow(128) + swapped()
-        if args.check != "all":
-            seen = seen[:: int(args.check)]
-        todo += [{"job": "check", "schedule": dataclasses.asdict(s)} for s in seen]
+        for a_mn, b_mn in ((x, y) for x in (False, True) for y in (False, True)):
+            chosen = [None, *catalogue(a_mn, b_mn)[:: args.check]]
+            todo += [{"job": "check", "schedule": s and dataclasses.asdict(s), "a_mn": a_mn, "b_mn": b_mn} for s in chosen]
+    if args.host:
+        todo.append({"job": "host"})
     shapes = SHAPES if not args.shapes else [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")]
     if args.speed:
         for m in map(int, args.m.split(",")):
@@ -360,13 +325,25 @@ def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
     return todo
 
 
-def schedules_for(job: dict[str, Any]) -> list[Schedule | None]:
-    if job["mode"] == "default":
-        return [None]
-    m, k, n, kind = job["m"], job["k"], job["n"], job["kind"]
-    rows, depth, columns = {"fwd": (m, k, n), "dx": (m, n, k)}.get(kind, (n, m, k))
-    a_mn, b_mn = kind.startswith("dw"), kind != "fwd"
-    return [None, *(s for s in suitable(rows, columns, depth, a_mn, b_mn))]
+def specs_of(job: dict[str, Any]) -> Iterator[runtime.KernelSpec]:
+    """The kernels that a job will load, as far as they are known ahead."""
+    if job["job"] == "speed":
+        p = product(job["kind"], job["m"], job["k"], job["n"])
+        ragged = torch.int32 if job["kind"] == "dwr" else None
+        for s in contestants(job):
+            folded = p.k % 64 == 0
+            case = matmul_sm90.Case(BF16, BF16, p.a_mn, p.b_mn, folded=folded, bounds_dtype=ragged)
+            yield matmul_sm90.spec(case, s)
+    elif job["job"] == "check":
+        for c in checks(job["schedule"] and Schedule(**job["schedule"]), job["a_mn"], job["b_mn"]):
+            s = Schedule(**job["schedule"]) if job["schedule"] else choose(
+                Product(c.m, c.n, c.k, c.batch or 1, c.a_mn, c.b_mn), 132)
+            dtype = getattr(torch, c.dtype)
+            aligned = (c.pitch or c.n) % (2 if c.out == "f32" else 8) == 0
+            bounds = None if not c.lengths else torch.int64 if c.int64 else torch.int32
+            yield matmul_sm90.spec(matmul_sm90.Case(
+                dtype, F32 if c.out == "f32" else dtype, c.a_mn, c.b_mn, dtype if c.bias else None, c.accumulate,
+                aligned, c.k % 64 == 0, bounds), s)
 
 
 def compile_one(spec: runtime.KernelSpec) -> str:
@@ -389,17 +366,20 @@ def child(path: str, begin: int) -> None:
         say("start")
         try:
             if job["job"] == "check":
-                s = Schedule(**job["schedule"])
+                s = job["schedule"] and Schedule(**job["schedule"])
                 bad, count = [], 0
-                for c in checks(s):
+                for c in checks(s, job["a_mn"], job["b_mn"]):
                     say(f"{name_of(s)} {c}")
                     problem = run_check(c, s)
                     count += 1
                     if problem:
                         bad.append(f"{c}: {problem}")
-                result = {"job": "check", "name": name_of(s), "checks": count, "bad": bad}
+                layout = ("T" if job["a_mn"] else "N") + ("N" if job["b_mn"] else "T")
+                result = {"job": "check", "name": f"{layout} {name_of(s)}", "checks": count, "bad": bad}
+            elif job["job"] == "host":
+                result = {"host": host_cost()}
             else:
-                result = run_speed(job["kind"], job["m"], job["k"], job["n"], schedules_for(job), say)
+                result = run_speed(job["kind"], job["m"], job["k"], job["n"], contestants(job), say)
         except runtime.CompileError as error:
             result = {"error": str(error)[-300:], "job": job}
         except Exception as error:
@@ -411,7 +391,8 @@ def child(path: str, begin: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--check", help="all, or every how manieth schedule")
+    parser.add_argument("--check", type=int, help="every how manieth schedule; 1: all")
+    parser.add_argument("--host", action="store_true")
     parser.add_argument("--speed", choices=("tune", "default"))
     parser.add_argument("--m", default="1,16,64,128,256,512,1024,2048,4096,8192")
     parser.add_argument("--kinds", default="fwd,dx,dw")
@@ -428,22 +409,7 @@ def main() -> None:
     listing = Path(args.out + ".jobs")
     listing.write_text(json.dumps(todo))
 
-    specs = set()
-    for job in todo:
-        if job["job"] == "check":
-            s = Schedule(**job["schedule"])
-            for c in checks(s):
-                specs.add(matmul_sm90.spec(matmul_sm90.Case(
-                    getattr(torch, c.dtype), F32 if c.out == "f32" else getattr(torch, c.dtype), c.a_mn, c.b_mn,
-                    getattr(torch, c.dtype) if c.bias else None, c.accumulate,
-                    (c.pitch or c.n) % (2 if c.out == "f32" else 8) == 0, c.k % 64 == 0,
-                    (torch.int64 if c.int64 else torch.int32) if c.lengths else None), s))
-        else:
-            kind = job["kind"]
-            for s in schedules_for(job):
-                if s is not None:
-                    specs.add(matmul_sm90.spec(matmul_sm90.Case(BF16, BF16, kind.startswith("dw"), kind != "fwd", folded=True,
-                                                                bounds_dtype=torch.int32 if kind == "dwr" else None), s))
+    specs = {spec for job in todo for spec in specs_of(job)}
     began = time.monotonic()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         failed = [e for e in pool.map(compile_one, specs, chunksize=1) if e]
@@ -492,28 +458,31 @@ def watch(args: argparse.Namespace, listing: Path, at: int, results: list[dict[s
 def summary(r: dict[str, Any]) -> str:
     if "error" in r:
         return f"ERROR {r['error']} {r.get('job')}"
+    if "host" in r:
+        return f"host cost of a call, us: {r['host']}"
     if "bad" in r:
         return f"{'BAD' if r['bad'] else 'ok '} {r['name']} {r['checks']} checks {len(r['bad'])} bad {r['bad'][:2]}"
     base = r["us"]["torch"]
-    times = sorted((t, name) for name, t in r["us"].items() if name not in ("torch", "default"))
+    times = sorted((t, name) for name, t in r["us"].items() if name != "torch")
     best = "  ".join(f"{name} {base / t:.3f}" for t, name in times[:4])
-    default = base / r["us"]["default"] if "default" in r["us"] else 0
     wrong = f" WRONG {r['wrong']}" if r["wrong"] else ""
-    return f"{r['kind']:3} {r['m']:5} {r['k']:5} {r['n']:5} torch {base:8.1f} us; default {default:.3f}; {best}{wrong}"
+    chosen = next((base / t for t, name in times if name.endswith("chosen")), 0)
+    return f"{r['kind']:3} {r['m']:5} {r['k']:5} {r['n']:5} torch {base:8.1f} us; chosen {chosen:.3f}; {best}{wrong}"
 
 
 def report(results: list[dict[str, Any]]) -> None:
-    """Speed against torch: the default schedule's, and that of the best one."""
-    print("\nratio to torch.mm    default: geomean worst | best schedule: geomean worst")
-    for kind in ("fwd", "dx", "dw", "dwr"):
+    """Speed against torch: of the chosen schedules, and of the best ones tried."""
+    print("\nspeed against torch.mm    chosen: geomean, worst | best tried: geomean, worst")
+    for kind in ("fwd", "dx", "dw", "dwr", ""):
         for low, high in ((1, 128), (256, 256), (512, 1 << 30)):
-            rows = [r for r in results if r.get("kind") == kind and low <= r["m"] <= high and len(r["us"]) > 1]
+            rows = [r for r in results if kind in (r.get("kind"), "") and "us" in r and r.get("kind") != "dwr" * (not kind)
+                    and low <= r["m"] <= high and len(r["us"]) > 1]
             if not rows:
                 continue
-            default = [r["us"]["torch"] / r["us"]["default"] for r in rows if "default" in r["us"]]
+            chosen = [r["us"]["torch"] / t for r in rows for name, t in r["us"].items() if name.endswith("chosen")]
             best = [r["us"]["torch"] / min(t for name, t in r["us"].items() if name != "torch") for r in rows]
-            cells = [f"{geometric_mean(x):.3f} {min(x):.3f}" for x in (default, best) if x]
-            print(f"{kind:3} M {low}..{high if high < 1 << 30 else ''}: {' | '.join(cells)}  ({len(rows)} cases)")
+            cells = [f"{geometric_mean(x):.3f} {min(x):.3f}" for x in (chosen, best) if x]
+            print(f"{kind or 'all':3} M {low}..{high if high < 1 << 30 else ''}: {' | '.join(cells)}  ({len(rows)} cases)")
     bad = [r for r in results if r.get("bad") or r.get("wrong") or r.get("error")]
     print(f"{len(bad)} results bad of {len(results)}")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import runtime
-from .schedule import Schedule, choose
+from .schedule import Product, Schedule, choose
 
 __all__ = ["Case", "matmul", "spec", "supports"]
 
@@ -52,6 +52,7 @@ def spec(case: Case, schedule: Schedule) -> runtime.KernelSpec:
         "BLOCKS": s.blocks,
         "FOLDED": int(case.folded and s.block_k > 64),
         "AHEAD": s.ahead,
+        "EARLY": int(s.early),
         "TRANSPOSED": int(s.swap),
         "OUTPUT": _TYPES[case.out_dtype],
         "BIAS": _TYPES[case.bias_dtype],
@@ -67,7 +68,7 @@ def spec(case: Case, schedule: Schedule) -> runtime.KernelSpec:
         params=_PARAMS,
         constants=tuple(constants.items()),
         block=s.threads,
-        smem=s.smem(panel),
+        smem=s.smem(panel, a_mn, b_mn),
         cluster=(s.cluster, 1, 1),
         programmatic=True,
     )
@@ -135,7 +136,7 @@ class _Plan:
                  sequences: int, device: int, schedule: Schedule | None) -> None:
         (m, k, a_batch, *_), (n, _, b_batch, *_) = a, b
         info = runtime.device_info(device)
-        s = schedule or choose(m, n, k, batch, case.a_mn, case.b_mn, info.sm_count, sequences > 0)
+        s = schedule or choose(Product(m, n, k, batch, case.a_mn, case.b_mn), info.sm_count)
         a_block, b_block = (s.block_n, s.block_m) if s.swap else (s.block_m, s.block_n)
         a_sharers, b_sharers = (s.cluster_m, s.cluster_n) if s.swap else (s.cluster_n, s.cluster_m)
         folded = case.folded and s.block_k > 64

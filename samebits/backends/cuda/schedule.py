@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["Schedule", "choose"]
+__all__ = ["Product", "Schedule", "catalogue", "choose", "estimate", "menu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +24,7 @@ class Schedule:
         group: rows of tiles walked together.
         blocks: blocks on one multiprocessor.
         ahead: stages of the tall side that are brought into L2 while the kernel before this one ends.
+        early: let blocks of the next kernel start as these leave, not when all have left.
         swap: compute the transpose, so that B's columns take the tall side of the tile.
     """
 
@@ -36,9 +36,10 @@ class Schedule:
     share: int
     cluster_m: int = 1
     cluster_n: int = 1
-    group: int = 8
+    group: int = 16
     blocks: int = 1
     ahead: int = 0
+    early: bool = False
     swap: bool = False
 
     @property
@@ -49,16 +50,6 @@ class Schedule:
     def threads(self) -> int:
         return self.warpgroups * 128 + (128 if self.warpgroups > 1 and self.blocks == 1 else 32)
 
-    def resident(self, sms: int) -> int:
-        """Clusters at work at once. Those of four leave multiprocessors of some GPCs over (30 run on an H200)."""
-        return sms * self.blocks // self.cluster if self.cluster <= 2 else sms * 10 // 11 * self.blocks // self.cluster
-
-    def fits(self, a_mn: bool, b_mn: bool) -> bool:
-        """Whether it can read these layouts: contiguous along m or n, tiles come in columns of 64."""
-        if self.swap:
-            a_mn, b_mn = b_mn, a_mn
-        return not (a_mn and self.block_m // self.share % 64 or b_mn and self.block_n % 64)
-
     @property
     def panel(self) -> int:
         """Columns of a 16-bit output that leave at a time through shared memory; 0 where they cannot."""
@@ -66,15 +57,131 @@ class Schedule:
             return 0
         return 32 if self.block_n % 64 else 64
 
-    def smem(self, panel: int) -> int:
-        """Bytes of shared memory, the output leaving in panels of so many columns."""
-        ring = self.stages * (self.block_m + self.block_n) * self.block_k * 2
-        # Rows past a tile of fewer than 64 are read too, and their results dropped.
-        reach = max(0, -(-self.block_m // self.share // 64) * 64 - self.block_m // self.share) * 128
-        return 1024 + ring + self.warpgroups * 2 * 128 * panel + self.stages * 20 + reach
+    def fits(self, a_mn: bool, b_mn: bool) -> bool:
+        """Whether it can read these layouts: contiguous along m, a warpgroup's rows come in columns of 64."""
+        tall_mn = b_mn if self.swap else a_mn
+        return not (tall_mn and self.block_m // self.share % 64)
+
+    def resident(self, sms: int) -> int:
+        """Clusters at work at once. Those of four leave multiprocessors of some GPCs over (30 run on an H200)."""
+        return sms * self.blocks // self.cluster if self.cluster <= 2 else sms * 10 // 11 * self.blocks // self.cluster
+
+    def smem(self, panel: int, a_mn: bool, b_mn: bool) -> int:
+        """Bytes of shared memory, operands laid out so (as the kernel sees them), the output in such panels."""
+        rows = _round(self.block_m, 64) if a_mn else self.block_m
+        columns = _round(self.block_n, 64) if b_mn else self.block_n
+        # Rows past a warpgroup's own, up to 64, are read too, and their results dropped.
+        reach = _round(self.block_m // self.share, 64) - self.block_m // self.share
+        ring = self.stages * ((rows + columns) * self.block_k * 2 + 20)
+        return 1024 + ring + reach * 128 + self.warpgroups * 2 * 128 * panel
+
+
+def _round(x: int, step: int) -> int:
+    return -(-x // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """What a schedule is chosen for: [m, k] times [k, n], each contiguous along k or else along m, n."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    a_mn: bool = False
+    b_mn: bool = False
+
+    def turned(self) -> Product:
+        return Product(self.n, self.m, self.k, self.batch, self.b_mn, self.a_mn)
+
+
+_SMEM = 227 * 1024
+
+# Cycles of a k16 step of 64 rows; from 64 columns on, the tensor cores are full.
+_STEP = {8: 18, 16: 20, 24: 22, 32: 24, 40: 26, 48: 28, 56: 30}
+_CLOCK = 1750.0  # MHz
+_INTAKE = 70  # bytes a cycle that reach one multiprocessor
+_HBM = 4.2e6  # bytes a microsecond
+_GAP = 1.6  # microseconds between kernels
+
+
+def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]:
+    """Microseconds that multiplying, taking operands in, and HBM need at least."""
+    p = product.turned() if s.swap else product
+    tiles = _round(p.m, s.block_m * s.cluster_m) * _round(p.n, s.block_n * s.cluster_n) // (s.block_m * s.block_n)
+    full, last = divmod(tiles * p.batch / sms, 1)
+    rounds = full + (0 if last == 0 else 1 if full == 0 else 0.8 + 0.2 * last)
+    bands = _round(s.block_m // s.share, 64) // 64 * s.share
+    multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2)
+    intake = (s.block_m + (_round(s.block_n, 64) if p.b_mn else s.block_n)) * p.k * 2 / _INTAKE
+    # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
+    write = 1500 if s.share > 1 else 0 if s.panel or s.swap else 3000
+    hbm = (p.m * p.k + p.n * p.k + p.m * p.n) * p.batch * 2 / _HBM
+    return rounds * (multiply + write) / _CLOCK, rounds * (intake + write) / _CLOCK, hbm
+
+
+def estimate(s: Schedule, product: Product, sms: int) -> float:
+    """Microseconds, for comparing schedules: the slowest part, and a little of the others to break ties."""
+    work = _work(s, product, sms)
+    return _GAP + max(work) + 0.05 * sum(work) + s.block_m * s.block_n / 16384
+
+
+def _schedule(p: Product, block_m: int, block_n: int, block_k: int, warpgroups: int = 1, share: int = 1,
+              swap: bool = False, blocks: int = 1) -> Schedule:
+    """With as long a ring as fits."""
+    a_mn, b_mn = (p.b_mn, p.a_mn) if swap else (p.a_mn, p.b_mn)
+    s = Schedule(block_m, block_n, block_k, 0, warpgroups, share, blocks=blocks, swap=swap)
+    room = _SMEM // blocks - 1024 * (blocks > 1) - s.smem(s.panel, a_mn, b_mn)
+    return replace(s, stages=room // (replace(s, stages=1).smem(0, a_mn, b_mn) - s.smem(0, a_mn, b_mn)))
+
+
+_LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (128, 144), (128, 96), (64, 192), (64, 128))
+_NARROW = (24, 32, 48, 64, 96, 128)
+
+
+def menu(p: Product, sms: int) -> list[Schedule]:
+    """The schedules worth estimating."""
+    found = []
+    if p.m > 128:
+        found += [_schedule(p, block_m, block_n, 64, 2, 1) for block_m, block_n in _LARGE]
+        found.append(_schedule(p, 128, 224, 64, 2, 2))
+    if p.m > 32:
+        for block_n in _NARROW:
+            s = _schedule(p, 64, block_n, 128 if block_n < 64 else 64)
+            # Two tiles of rows, and every tile of columns read by both.
+            shared = 64 < p.m <= 128 and (block_n if not p.b_mn else s.block_k) % 16 == 0
+            found.append(replace(s, cluster_m=2) if shared else s)
+    # Few rows: as many blocks as multiprocessors, each with its share of B's columns.
+    for tokens in (8, 16, 32, 64):
+        splits = -(-p.m // tokens)
+        if splits <= 32 and tokens < 2 * max(p.m, 8):
+            rounds = -(-p.n * splits // (64 * sms))
+            rows = 64 if p.b_mn else max(16, _round(-(-p.n * splits // (sms * rounds)), 8))
+            size = rows + (64 if p.a_mn else tokens)
+            depth = 512 if size <= 24 else 256 if size <= 64 else 128 if size <= 112 else 64
+            if p.a_mn:
+                depth = min(depth, 256)
+            found.append(_schedule(p, rows, tokens, depth, swap=True, blocks=2 if rounds > 2 else 1))
+    return [s for s in found if s.fits(p.a_mn, p.b_mn)]
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(m: int, n: int, k: int, batch: int, a_mn: bool, b_mn: bool, sms: int, ragged: bool) -> Schedule:
-    """The schedule for a product of [m, k] and [k, n]."""
-    return Schedule(128, 256, 64, 4, 2, 2, cluster_m=2)
+def choose(p: Product, sms: int) -> Schedule:
+    """The schedule for ``p`` on a GPU of so many multiprocessors."""
+    best = min(menu(p, sms), key=lambda s: estimate(s, p, sms))
+    multiply, intake, hbm = _work(best, p, sms)
+    # An early start scatters neighbouring tiles over the GPU: bad where the intake of shared operands decides.
+    early = best.cluster > 1 or intake <= 1.1 * max(multiply, hbm)
+    ahead = best.stages if best.swap and hbm < multiply else 0
+    return replace(best, early=early, ahead=ahead)
+
+
+def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
+    """Every kind of schedule that :func:`choose` can return for these layouts: for proving that none changes a bit."""
+    found: dict[Schedule, None] = {}
+    for m in (8, 16, 32, 64, 128, 4096):
+        for n in (*range(2048, 8449, 1024), 3 * 8448):
+            for s in menu(Product(m, n, 4096, 1, a_mn, b_mn), 132):
+                found[s] = None
+    return [replace(s, early=i % 2 == 0, ahead=s.stages * (i % 3 == 0) if s.swap else 0)
+            for i, s in enumerate(found)]

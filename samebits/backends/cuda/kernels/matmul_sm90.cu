@@ -13,6 +13,7 @@
 //   CLUSTER_M, _N        tiles of a cluster: those in a row share A, those in a column share B
 //   STAGES, BLOCKS       length of the ring; blocks on one multiprocessor
 //   AHEAD                stages of A brought into L2 while the kernel before this one ends
+//   EARLY                blocks of the next kernel start as these leave, not when all have left
 //   TRANSPOSED           write D^T: for few rows, where the weights take the 64-row side
 //   OUTPUT, BIAS         F32, BF16 or F16; BIAS also NONE
 //   ACCUMULATE           start the chains from the output
@@ -33,8 +34,6 @@ constexpr u32 TEAMS = WARPGROUPS / SHARE;
 
 constexpr u32 ROWS = BLOCK_M / SHARE;             // of a warpgroup
 constexpr u32 BANDS = (ROWS + 63) / 64;           // 64-row matrix products of a warpgroup
-constexpr u32 A_BYTES = BLOCK_M * BLOCK_K * 2;    // of a stage
-constexpr u32 B_BYTES = BLOCK_N * BLOCK_K * 2;
 constexpr u32 PANEL_BYTES = 64 * PANEL * 2;
 
 // Named barriers: a warpgroup's own, then a team's.
@@ -43,11 +42,11 @@ enum : u32 { OUT = 1, CLEARED = OUT + WARPGROUPS, TURN = CLEARED + TEAMS };
 static_assert(PANEL == 0 || (ALIGNED && OUTPUT != F32 && !TRANSPOSED && ROWS % 64 == 0 && BLOCK_N % PANEL == 0),
               "panels are whole, of 16-bit elements, and aligned");
 static_assert(!A_MN || ROWS % 64 == 0, "A contiguous along m comes in columns of 64");
-static_assert(!B_MN || BLOCK_N % 64 == 0, "B contiguous along n comes in columns of 64");
 static_assert(!RAGGED || (A_MN && B_MN), "sequences lie along the rows of both operands");
 
 using ATile = Tile<A_MN, FOLDED && !A_MN && BLOCK_K / 64 % CLUSTER_N == 0, BLOCK_M, BLOCK_K, CLUSTER_N>;
 using BTile = Tile<B_MN, FOLDED && !B_MN && BLOCK_K / 64 % CLUSTER_M == 0, BLOCK_N, BLOCK_K, CLUSTER_M>;
+constexpr u32 A_BYTES = ATile::bytes, B_BYTES = BTile::bytes;  // of a stage
 
 struct Problem {
     TensorMap a, b, out_map;
@@ -246,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul_sm90(const 
     }
     if (AHEAD > 0 && threadIdx.x == CONSUMERS) prefetch(p, walk, rank);
     wait_for_previous_kernel();
-    let_next_kernel_start();
+    if constexpr (EARLY) let_next_kernel_start();
 
     // Read from one lane, so that the compiler knows it, and all addresses made of it, to be uniform in a warp.
     u32 warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);

@@ -5,15 +5,16 @@
 
 // `size` rows (m or n) by `depth` of k, in the 128-byte swizzle, as columns of 64 elements:
 //   contiguous along k:       [depth / 64][size][64]
-//   contiguous along m or n:  [size / 64][depth][64]
+//   contiguous along m or n:  [size / 64, rounded up][depth][64]
 // `sharers` blocks of a cluster need the same tile: each copies one slice to all. A slice is some lines of every
 // column, in a box each; or, where the map is `folded`, some of the columns, in one box, whose third dimension
 // counts columns (which k must fill).
 template <bool mn_major, bool folded, u32 size, u32 depth, u32 sharers>
 struct Tile {
     static constexpr u32 lines = (mn_major ? depth : size) / (folded ? 1 : sharers);  // of 128 bytes, in a box
-    static constexpr u32 columns = (mn_major ? size : depth) / 64;
+    static constexpr u32 columns = ((mn_major ? size : depth) + 63) / 64;
     static constexpr u32 column_bytes = (mn_major ? depth : size) * 128;
+    static constexpr u32 bytes = columns * column_bytes;
     static_assert(lines % 8 == 0 && lines * (folded ? 1 : sharers) * 128 == column_bytes, "whole swizzle periods");
     static_assert(lines <= 256, "a box has at most 256 lines");
     static_assert(!folded || (!mn_major && columns % sharers == 0), "columns of k, the same number for each block");

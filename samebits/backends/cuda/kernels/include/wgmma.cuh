@@ -42,7 +42,9 @@ __device__ __forceinline__ void wgmma_wait() {
 #define REGS_8 REGS_4 ",%4,%5,%6,%7"
 #define REGS_12 REGS_8 ",%8,%9,%10,%11"
 #define REGS_16 REGS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define REGS_20 REGS_16 ",%16,%17,%18,%19"
 #define REGS_24 REGS_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define REGS_28 REGS_24 ",%24,%25,%26,%27"
 #define REGS_32 REGS_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define REGS_40 REGS_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define REGS_48 REGS_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
@@ -62,7 +64,6 @@ __device__ __forceinline__ void wgmma_wait() {
 #define ACC_16(i) ACC_8(i), ACC_8(i + 8)
 #define ACC_32(i) ACC_16(i), ACC_16(i + 16)
 #define ACC_64(i) ACC_32(i), ACC_32(i + 32)
-
 
 template <int n, int a_mn, int b_mn>
 struct Wgmma;
@@ -86,12 +87,15 @@ WGMMA(8, REGS_4, 4, 5, 6, 7, 8, ACC_4(0))
 WGMMA(16, REGS_8, 8, 9, 10, 11, 12, ACC_8(0))
 WGMMA(24, REGS_12, 12, 13, 14, 15, 16, ACC_8(0), ACC_4(8))
 WGMMA(32, REGS_16, 16, 17, 18, 19, 20, ACC_16(0))
+WGMMA(40, REGS_20, 20, 21, 22, 23, 24, ACC_16(0), ACC_4(16))
 WGMMA(48, REGS_24, 24, 25, 26, 27, 28, ACC_16(0), ACC_8(16))
+WGMMA(56, REGS_28, 28, 29, 30, 31, 32, ACC_16(0), ACC_8(16), ACC_4(24))
 WGMMA(64, REGS_32, 32, 33, 34, 35, 36, ACC_32(0))
 WGMMA(80, REGS_40, 40, 41, 42, 43, 44, ACC_32(0), ACC_8(32))
 WGMMA(96, REGS_48, 48, 49, 50, 51, 52, ACC_32(0), ACC_16(32))
 WGMMA(112, REGS_56, 56, 57, 58, 59, 60, ACC_32(0), ACC_16(32), ACC_8(48))
 WGMMA(128, REGS_64, 64, 65, 66, 67, 68, ACC_64(0))
+WGMMA(144, REGS_72, 72, 73, 74, 75, 76, ACC_64(0), ACC_8(64))
 WGMMA(160, REGS_80, 80, 81, 82, 83, 84, ACC_64(0), ACC_16(64))
 WGMMA(192, REGS_96, 96, 97, 98, 99, 100, ACC_64(0), ACC_32(64))
 WGMMA(224, REGS_112, 112, 113, 114, 115, 116, ACC_64(0), ACC_32(64), ACC_16(96))
