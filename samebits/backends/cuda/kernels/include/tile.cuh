@@ -35,7 +35,7 @@ struct Tile {
     static constexpr int LINES = K_MAJOR ? ROWS : DEPTH;
     static constexpr int STEP = THREADS / CHUNKS;  // lines that all threads cover in one pass
     static constexpr int PASSES = (LINES + STEP - 1) / STEP;
-    static constexpr int UNROLL = VECTOR ? PASSES : 2;  // a gathered chunk takes registers until it is stored
+    static constexpr int UNROLL = VECTOR ? PASSES : 4;  // a gathered chunk takes registers until it is stored
     static_assert(THREADS % CHUNKS == 0 && (CHUNKS & (CHUNKS - 1)) == 0);
 
     // `data` is at the operand's batch; rows first_row .. rows - 1 exist, others read as zeros.
@@ -97,9 +97,9 @@ struct Tile {
         } else {
             u32 v[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const u32 low = 2 * i < count ? __ldg(from + 2 * i * stride) : 0;
-                const u32 high = 2 * i + 1 < count ? __ldg(from + (2 * i + 1) * stride) : 0;
+            for (int i = 0; i < 4; ++i, from += 2 * stride) {
+                const u32 low = 2 * i < count ? __ldg(from) : 0;
+                const u32 high = 2 * i + 1 < count ? __ldg(from + stride) : 0;
                 v[i] = low | high << 16;
             }
             store_shared_16(to, v);
