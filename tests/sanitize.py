@@ -13,7 +13,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 
-from samebits.backends.cuda.matmul_sm80 import SCHEDULES, matmul
+from samebits.verify import Operands, kernels
 
 DTYPE = torch.bfloat16
 
@@ -34,20 +34,25 @@ LAYOUTS = ("k", "rows", "k, any alignment", "rows, any alignment")
 def main() -> None:
     m, n, k = 67, 43, 85
     spans = torch.tensor([0, 3, 3, 40, k], device="cuda")
-    for schedule in SCHEDULES:
-        for layout_a in LAYOUTS:
-            for layout_b in LAYOUTS:
-                a, b = operands(m, k, layout_a), operands(n, k, layout_b).mT
-                acc = torch.ones(m, n, device="cuda")
-                out = matmul(a, b, acc=acc, cu_seqlens=spans, out=torch.empty_like(acc), schedule=schedule)
-                assert (out == k + 1).all()
-                bias = torch.ones(n, device="cuda")
-                out = matmul(
-                    a, b, bias=bias, out=torch.empty(m, n, dtype=DTYPE, device="cuda"), schedule=schedule
-                )
-                assert (out == k + 1).all()
+    bias = torch.ones(n, device="cuda")
+    products = 0
+    for kernel in kernels(torch.cuda.current_device()):
+        for schedule in kernel.schedules:
+            for layout_a in LAYOUTS:
+                for layout_b in LAYOUTS:
+                    a, b = operands(m, k, layout_a), operands(n, k, layout_b).mT
+                    acc = torch.ones(m, n, device="cuda")
+                    for x, out in (
+                        (Operands(a, b, acc=acc, cu_seqlens=spans), acc),
+                        (Operands(a, b, acc=acc), torch.ones_like(acc)),
+                        (Operands(a, b, bias=bias), torch.empty(m, n, dtype=DTYPE, device="cuda")),
+                    ):
+                        if kernel.takes(x, out, schedule):
+                            kernel.run(x, out, schedule)
+                            products += 1
+                            assert (out == k + 1).all(), (kernel.name, schedule, layout_a, layout_b)
     torch.cuda.synchronize()
-    print(f"{len(SCHEDULES) * len(LAYOUTS) ** 2 * 2} products")
+    print(f"{products} products")
 
 
 if __name__ == "__main__":

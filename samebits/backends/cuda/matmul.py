@@ -22,6 +22,20 @@ _FAMILIES: dict[tuple[int, int], MmaModel] = {
 
 
 @functools.cache
+def family(device: int) -> MmaModel:
+    """The tensor cores that CUDA device `device` has."""
+    info = runtime.device_info(device)
+    found = _FAMILIES.get(info.capability)
+    if found is None:
+        major, minor = info.capability
+        raise runtime.UnavailableError(
+            f"samebits: it is not known which bits the tensor cores of {info.name} (sm_{major}{minor}) give;"
+            f" known are {', '.join(f'sm_{a}{b}' for a, b in _FAMILIES)}"
+        )
+    return found
+
+
+@functools.cache
 def _check_contract(key: str, device: int) -> None:
     """Refuse a contract that the tensor cores of `device` do not follow."""
     contract = contract_from_key(key)
@@ -29,18 +43,10 @@ def _check_contract(key: str, device: int) -> None:
         raise NotImplementedError(
             f"samebits: contract {contract.name} has no CUDA kernel in this version; use CPU tensors"
         )
-    info = runtime.device_info(device)
-    family = _FAMILIES.get(info.capability)
-    if family is None:
-        major, minor = info.capability
-        raise runtime.UnavailableError(
-            f"samebits: it is not known which bits the tensor cores of {info.name} (sm_{major}{minor}) give;"
-            f" known are {', '.join(f'sm_{a}{b}' for a, b in _FAMILIES)}"
-        )
-    if contract.mma is not None and contract.mma != family:
+    if contract.mma is not None and contract.mma != family(device):
         raise ValueError(
-            f"samebits: contract {contract}: expected the family of {info.name}, {family.name};"
-            f" CPU tensors follow any family"
+            f"samebits: contract {contract}: expected the family of {runtime.device_info(device).name},"
+            f" {family(device).name}; CPU tensors follow any family"
         )
 
 

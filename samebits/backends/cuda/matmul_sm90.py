@@ -105,8 +105,17 @@ class _Side:
 
     __slots__ = ("box", "dtype", "shape", "strides")
 
-    def __init__(self, dtype: torch.dtype, layout: tuple[int, int, int, int, int], batch: int, mn: bool,
-                 block: int, depth: int, sharers: int, folded: bool) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        layout: tuple[int, int, int, int, int],
+        batch: int,
+        mn: bool,
+        block: int,
+        depth: int,
+        sharers: int,
+        folded: bool,
+    ) -> None:
         rows, k, batch_stride, row_stride, k_stride = layout
         inner, outer, stride = (rows, k, k_stride) if mn else (k, rows, row_stride)
         stride = stride if outer > 1 else -(-inner // 8) * 8
@@ -132,8 +141,17 @@ class _Plan:
 
     __slots__ = ("a", "b", "grid", "kernel", "out", "panel", "rest", "swap")
 
-    def __init__(self, case: Case, a: tuple[int, ...], b: tuple[int, ...], out: tuple[int, int], batch: int,
-                 sequences: int, device: int, schedule: Schedule | None) -> None:
+    def __init__(
+        self,
+        case: Case,
+        a: tuple[int, ...],
+        b: tuple[int, ...],
+        out: tuple[int, int],
+        batch: int,
+        sequences: int,
+        device: int,
+        schedule: Schedule | None,
+    ) -> None:
         (m, k, a_batch, *_), (n, _, b_batch, *_) = a, b
         info = runtime.device_info(device)
         s = schedule or choose(Product(m, n, k, batch, case.a_mn, case.b_mn), info.sm_count)
@@ -153,14 +171,31 @@ class _Plan:
         clusters = min(tiles, s.resident(info.sm_count))
         self.grid = (clusters * s.cluster, 1, 1)
         flags = (int(a_batch != 0), int(b_batch != 0))
-        self.rest = (row_stride, batch_stride, rows, columns, k, batch, *(flags[::-1] if s.swap else flags),
-                     sequences, s.group)
+        self.rest = (
+            row_stride,
+            batch_stride,
+            rows,
+            columns,
+            k,
+            batch,
+            *(flags[::-1] if s.swap else flags),
+            sequences,
+            s.group,
+        )
         self.kernel = runtime.load(spec(case, s), device)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(case: Case, a: tuple[int, ...], b: tuple[int, ...], out: tuple[int, int], batch: int, sequences: int,
-          device: int, schedule: Schedule | None) -> _Plan:
+def _plan(
+    case: Case,
+    a: tuple[int, ...],
+    b: tuple[int, ...],
+    out: tuple[int, int],
+    batch: int,
+    sequences: int,
+    device: int,
+    schedule: Schedule | None,
+) -> _Plan:
     return _Plan(case, a, b, out, batch, sequences, device, schedule)
 
 
@@ -208,7 +243,9 @@ def matmul(
         None if cu_seqlens is None else cu_seqlens.dtype,
     )
     sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    plan = _plan(case, a_layout, b_layout, (row_stride, batch_stride), batch, sequences, a.get_device(), schedule)
+    plan = _plan(
+        case, a_layout, b_layout, (row_stride, batch_stride), batch, sequences, a.get_device(), schedule
+    )
     a_map, b_map = plan.a.map(a.data_ptr()), plan.b.map(b.data_ptr())
     if plan.swap:
         a_map, b_map = b_map, a_map
