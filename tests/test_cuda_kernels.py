@@ -30,10 +30,11 @@ schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.ti
     [
         (K_VECTOR, K_VECTOR, torch.bfloat16),
         (ROW_VECTOR, ROW_VECTOR, torch.float16),
-        (K_GATHER, ROW_GATHER, torch.bfloat16),
-        (ROW_GATHER, K_GATHER, torch.float16),
+        (K_GATHER, K_GATHER, torch.float16),
+        (ROW_GATHER, ROW_GATHER, torch.bfloat16),
+        (K_VECTOR, ROW_GATHER, torch.float16),
     ],
-    ids=["NT", "TN", "gather-NN", "gather-TT"],
+    ids=["NT", "TN", "gather-NT", "gather-TN", "vector-gather"],
 )
 def test_compiles_without_spills(schedule, arch, a, b, dtype):
     cubin = runtime.compile(kernel_spec(schedule, dtype, a, b), arch)

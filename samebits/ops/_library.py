@@ -13,6 +13,8 @@ from samebits.contract import Contract, resolve
 
 library = torch.library.Library("samebits", "DEF")
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -25,6 +27,10 @@ def check_operands(
         The operands, in the dtype that ``torch.autocast`` wants them in if it is on, and the key of the
         contract to run under.
     """
+    tensors = list(operands.values())
+    a = tensors[0]
+    if contract is None and _all_plain(tensors):
+        return tensors, resolve(None, a.dtype, a.device.type)
     for name, t in operands.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"samebits.{op}: {name}: expected a Tensor, got {type(t).__name__}")
@@ -38,7 +44,6 @@ def check_operands(
             raise NotImplementedError(
                 f"samebits.{op}: {name}: forward-mode derivatives are not implemented, backward ones are"
             )
-    tensors = list(operands.values())
     kind = tensors[0].device.type
     if kind not in ("cpu", "cuda", "meta"):
         raise ValueError(f"samebits.{op}: expected tensors on a CPU or CUDA device, got {tensors[0].device}")
@@ -62,12 +67,28 @@ def check_operands(
     return tensors, resolve(contract, dtype, kind)
 
 
+def _all_plain(tensors: list[Tensor]) -> bool:
+    """Whether a glance tells that there is nothing to refuse or cast: checks cost an eager call most."""
+    a = tensors[0]
+    if type(a) not in _PLAIN or a.dtype not in SUPPORTED or not (a.is_cuda or a.is_cpu):
+        return False
+    dtype, device = a.dtype, a.device
+    for t in tensors:
+        if type(t) not in _PLAIN or t.dtype is not dtype or t.device != device:
+            return False
+        if t.layout is not torch.strided:
+            return False
+    return forward_ad._current_level < 0 and not torch.is_autocast_enabled(device.type)
+
+
 def call(operator: Callable[..., Tensor], *args: Any) -> Tensor:
     """Call a registered operator, past autograd's Python layer (half of its cost) if nothing asks for it."""
-    if torch.compiler.is_compiling() or (
-        torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args)
-    ):
+    if torch.compiler.is_compiling():
         return operator(*args)
+    if torch.is_grad_enabled():
+        for t in args:
+            if isinstance(t, Tensor) and t.requires_grad:
+                return operator(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*args)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,6 +103,8 @@ def addbmm_(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, con
 
 def _run_sequences(a: Tensor, b: Tensor, out: Tensor, *, cu_seqlens: Tensor | None, accumulate: bool) -> None:
     B, S, M, K = a.shape
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.contiguous()
     if S > 1 and B == 1 and _one_axis(a, 3) and _one_axis(b, 2):
         # The sequences lie end to end in memory, so they are spans of one K axis.
         if K % 16:
@@ -120,6 +123,11 @@ def _one_axis(t: Tensor, k: int) -> bool:
     return t.stride(1) == t.shape[k] * t.stride(k)
 
 
+# How products have been run before, by everything that decides it: the checks and the choice are made once.
+_plans: dict[tuple[object, ...], matmul_sm90.Plan | None] = {}
+_MOST_PLANS = 8192
+
+
 def _run(
     a: Tensor,
     b: Tensor,
@@ -130,6 +138,52 @@ def _run(
     accumulate: bool = False,
 ) -> None:
     """Run the fastest kernel that takes these operands; with `accumulate` the chains start from `out`."""
+    a_at, b_at, out_at = a.data_ptr(), b.data_ptr(), out.data_ptr()
+    key = (
+        (a_at & 15) << 8 | (b_at & 15) << 4 | out_at & 15,
+        a.get_device(),
+        a.dtype,
+        out.dtype,
+        a.shape,
+        a.stride(),
+        b.shape,
+        b.stride(),
+        out.shape,
+        out.stride(),
+        accumulate,
+        None if bias is None else (bias.dtype, bias.stride()),
+        None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.stride()),
+    )
+    plan = _plans.get(key, _UNPLANNED)
+    if plan is _UNPLANNED:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _plan(a, b, out, bias, cu_seqlens, accumulate)
+    if plan is None:
+        acc = out if accumulate else None
+        matmul_sm80.matmul(a, b, acc=acc, bias=bias, cu_seqlens=cu_seqlens, out=out)
+        return
+    plan.launch(
+        a_at,
+        b_at,
+        out_at,
+        0 if bias is None else bias.data_ptr(),
+        0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+    )
+
+
+_UNPLANNED: Any = object()
+
+
+def _plan(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    accumulate: bool,
+) -> matmul_sm90.Plan | None:
+    """The Hopper kernel's plan for these operands, or None if they go to the universal kernel."""
     if (
         runtime.device_info(a.get_device()).capability == (9, 0)
         and a.ndim < 4
@@ -139,7 +193,5 @@ def _run(
         and (bias is None or bias.is_contiguous())
         and matmul_sm90.supports(a, b, cu_seqlens=cu_seqlens)
     ):
-        matmul_sm90.matmul(a, b, out, bias=bias, accumulate=accumulate, cu_seqlens=cu_seqlens)
-    else:
-        acc = out if accumulate else None
-        matmul_sm80.matmul(a, b, acc=acc, bias=bias, cu_seqlens=cu_seqlens, out=out)
+        return matmul_sm90.plan(a, b, out, bias=bias, accumulate=accumulate, cu_seqlens=cu_seqlens)
+    return None

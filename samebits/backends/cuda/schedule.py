@@ -64,7 +64,11 @@ class Schedule:
 
     def resident(self, sms: int) -> int:
         """Clusters at work at once. Those of four leave multiprocessors of some GPCs over (30 run on an H200)."""
-        return sms * self.blocks // self.cluster if self.cluster <= 2 else sms * 10 // 11 * self.blocks // self.cluster
+        return (
+            sms * self.blocks // self.cluster
+            if self.cluster <= 2
+            else sms * 10 // 11 * self.blocks // self.cluster
+        )
 
     def smem(self, panel: int, a_mn: bool, b_mn: bool) -> int:
         """Bytes of shared memory, operands laid out so (as the kernel sees them), the output in such panels."""
@@ -108,7 +112,9 @@ _GAP = 1.6  # microseconds between kernels
 def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]:
     """Microseconds that multiplying, taking operands in, and HBM need at least."""
     p = product.turned() if s.swap else product
-    tiles = _round(p.m, s.block_m * s.cluster_m) * _round(p.n, s.block_n * s.cluster_n) // (s.block_m * s.block_n)
+    tiles = (
+        _round(p.m, s.block_m * s.cluster_m) * _round(p.n, s.block_n * s.cluster_n) // (s.block_m * s.block_n)
+    )
     full, last = divmod(tiles * p.batch / sms, 1)
     rounds = full + (0 if last == 0 else 1 if full == 0 else 0.8 + 0.2 * last)
     bands = _round(s.block_m // s.share, 64) // 64 * s.share
@@ -126,8 +132,16 @@ def estimate(s: Schedule, product: Product, sms: int) -> float:
     return _GAP + max(work) + 0.05 * sum(work) + s.block_m * s.block_n / 16384
 
 
-def _schedule(p: Product, block_m: int, block_n: int, block_k: int, warpgroups: int = 1, share: int = 1,
-              swap: bool = False, blocks: int = 1) -> Schedule:
+def _schedule(
+    p: Product,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warpgroups: int = 1,
+    share: int = 1,
+    swap: bool = False,
+    blocks: int = 1,
+) -> Schedule:
     """With as long a ring as fits."""
     a_mn, b_mn = (p.b_mn, p.a_mn) if swap else (p.a_mn, p.b_mn)
     s = Schedule(block_m, block_n, block_k, 0, warpgroups, share, blocks=blocks, swap=swap)
@@ -183,5 +197,7 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
         for n in (*range(2048, 8449, 1024), 3 * 8448):
             for s in menu(Product(m, n, 4096, 1, a_mn, b_mn), 132):
                 found[s] = None
-    return [replace(s, early=i % 2 == 0, ahead=s.stages * (i % 3 == 0) if s.swap else 0)
-            for i, s in enumerate(found)]
+    return [
+        replace(s, early=i % 2 == 0, ahead=s.stages * (i % 3 == 0) if s.swap else 0)
+        for i, s in enumerate(found)
+    ]

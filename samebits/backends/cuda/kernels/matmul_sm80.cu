@@ -189,8 +189,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_sm80(co
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
             if (g + AHEAD == GROUPS) next_stage();
+            if (g == 0 && !AHEAD) load(step + STAGES - 1);  // before fragments take registers
             read((g + AHEAD) % GROUPS);
-            if (g == 0) load(step + STAGES - 1);
+            if (g == 0 && AHEAD) load(step + STAGES - 1);
 #pragma unroll
             for (int i = 0; i < WARP_M / 16; ++i)
 #pragma unroll

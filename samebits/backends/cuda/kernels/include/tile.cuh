@@ -35,7 +35,7 @@ struct Tile {
     static constexpr int LINES = K_MAJOR ? ROWS : DEPTH;
     static constexpr int STEP = THREADS / CHUNKS;  // lines that all threads cover in one pass
     static constexpr int PASSES = (LINES + STEP - 1) / STEP;
-    static constexpr int UNROLL = VECTOR ? PASSES : 3;  // a gathered chunk takes registers until it is stored
+    static constexpr int UNROLL = VECTOR ? PASSES : 4;  // a gathered chunk takes registers until it is stored
     static_assert(THREADS % CHUNKS == 0 && (CHUNKS & (CHUNKS - 1)) == 0);
 
     // `data` is at the operand's batch; rows first_row .. rows - 1 exist, others read as zeros.
