@@ -126,6 +126,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         rows = grad if grad.ndim > 1 else grad.unsqueeze(0)
         grad_x = torch.ops.samebits.matmul(rows, weight, None, x.dtype, ctx.contract).reshape(x.shape)
+    if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
+        return grad_x, None, None, None, None
     columns = _sequences(grad).mT
     if ctx.needs_input_grad[1]:
         out = torch.ops.samebits.addbmm(None, columns, _sequences(x), cu_seqlens, weight.dtype, ctx.contract)
