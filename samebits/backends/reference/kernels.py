@@ -48,7 +48,7 @@ def _njit(*signature: Any) -> Callable[[_F], _F]:
 @functools.cache
 def _warn_uncached() -> None:
     warnings.warn(
-        "samebits finds no writable folder for its compiled CPU kernels and compiles them in every process, which"
+        "samebits finds no writable folder to cache its CPU kernels in, and compiles them in every process, which"
         " takes seconds: set NUMBA_CACHE_DIR to a writable folder",
         RuntimeWarning,
         stacklevel=2,
