@@ -48,8 +48,8 @@ def _njit(*signature: Any) -> Callable[[_F], _F]:
 @functools.cache
 def _warn_uncached() -> None:
     warnings.warn(
-        "samebits finds no writable folder to cache its CPU kernels in, and compiles them in every process, which"
-        " takes seconds: set NUMBA_CACHE_DIR to a writable folder",
+        "samebits finds no writable folder to cache its CPU kernels in and compiles them in every process:"
+        " set NUMBA_CACHE_DIR to one",
         RuntimeWarning,
         stacklevel=2,
     )
