@@ -53,9 +53,9 @@ class Schedule:
     @property
     def panel(self) -> int:
         """Columns of a 16-bit output that leave at a time through shared memory; 0 where they cannot."""
-        if self.swap or self.block_m // self.share % 64 or self.block_n % 32:
+        if self.swap or self.block_m // self.share % 64:
             return 0
-        return 32 if self.block_n % 64 else 64
+        return next((columns for columns in (64, 32, 16) if self.block_n % columns == 0), 0)
 
     def fits(self, a_mn: bool, b_mn: bool) -> bool:
         """Whether it can read these layouts: contiguous along m, a warpgroup's rows come in columns of 64."""
@@ -119,6 +119,8 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     rounds = full + (0 if last == 0 else 1 if full == 0 else 0.8 + 0.2 * last)
     bands = _round(s.block_m // s.share, 64) // 64 * s.share
     multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2)
+    if p.b_mn and s.block_n % 64:  # the last column of 64 is copied in whole (measured)
+        multiply *= 1.35 if p.a_mn else 1.15
     intake = (s.block_m + (_round(s.block_n, 64) if p.b_mn else s.block_n)) * p.k * 2 / _INTAKE
     # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
     write = 1500 if s.share > 1 else 0 if s.panel or s.swap else 3000
@@ -149,8 +151,8 @@ def _schedule(
     return replace(s, stages=room // (replace(s, stages=1).smem(0, a_mn, b_mn) - s.smem(0, a_mn, b_mn)))
 
 
-_LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (128, 144), (128, 96), (64, 192), (64, 128))
-_NARROW = (24, 32, 48, 64, 96, 128)
+_LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (128, 96), (64, 192), (64, 128))
+_NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160)
 
 
 def menu(p: Product, sms: int) -> list[Schedule]:
@@ -184,9 +186,9 @@ def choose(p: Product, sms: int) -> Schedule:
     """The schedule for ``p`` on a GPU of so many multiprocessors."""
     best = min(menu(p, sms), key=lambda s: estimate(s, p, sms))
     multiply, intake, hbm = _work(best, p, sms)
-    # An early start scatters neighbouring tiles over the GPU: bad where the intake of shared operands decides.
-    early = best.cluster > 1 or intake <= 1.1 * max(multiply, hbm)
-    ahead = best.stages if best.swap and hbm < multiply else 0
+    # An early start scatters neighbouring tiles over the GPU: bad where many rows share the intake that decides.
+    early = best.cluster > 1 or p.m <= 128 or intake <= max(multiply, hbm)
+    ahead = best.stages if best.swap and early and p.m <= best.block_n and hbm < multiply else 0
     return replace(best, early=early, ahead=ahead)
 
 
