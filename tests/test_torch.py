@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -209,6 +210,22 @@ def test_kernels_that_cannot_be_cached_are_compiled_all_the_same(monkeypatch: py
     with pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR"):
         double = kernels._njit()(lambda x: 2 * x)
     assert double(21) == 42
+
+
+def test_offsets_are_asserted_once_for_each_state_of_their_tensor() -> None:
+    from samebits.ops.addmm import assert_cu_seqlens
+
+    offsets = torch.tensor([0, 3, 8])
+    assert_cu_seqlens(offsets, 8)
+    with mock.patch("torch._assert_async") as asserted:
+        assert_cu_seqlens(offsets, 8)
+        assert not asserted.called
+        offsets[1] = 4
+        assert_cu_seqlens(offsets, 8)
+        assert asserted.call_count == 1
+    for bad in ([1, 8], [0, 7], [0, 9, 8]):
+        with pytest.raises(RuntimeError, match="cu_seqlens"):
+            assert_cu_seqlens(torch.tensor(bad), 8)
 
 
 def test_no_grad_and_partial_requires_grad() -> None:

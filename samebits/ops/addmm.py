@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from samebits.contract import Contract
 from samebits.ops._library import check_device, check_operands, has_memory, library, shape
@@ -96,6 +97,26 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int) -> None:
                 f"samebits.{op}: cu_seqlens: expected non-decreasing offsets, got {start} then {stop}"
                 f" at positions {i} and {i + 1}"
             )
+
+
+_asserted: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def assert_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
+    """As :func:`check_cu_seqlens`, on the GPU and without waiting for it: bad offsets end in a device assert.
+
+    Layers share one tensor of offsets, so each is looked at once.
+    """
+    seen = (0 if cu_seqlens.is_inference() else cu_seqlens._version, tokens)
+    if _asserted.get(cu_seqlens) == seen:
+        return
+    if cu_seqlens.numel() == 0:
+        raise ValueError("samebits.linear: cu_seqlens: expected at least one offset, got none")
+    good = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (cu_seqlens.diff() >= 0).all()
+    torch._assert_async(
+        good, f"samebits.linear: cu_seqlens: expected offsets that rise from 0 to {tokens} and never decrease"
+    )
+    _asserted[cu_seqlens] = seen
 
 
 def _cpu(
