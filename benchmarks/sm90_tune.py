@@ -72,7 +72,8 @@ def contestants(job: dict[str, Any]) -> list[Schedule]:
     found = [chosen]
     for s in others:
         for early in (True, False) if job["mode"] == "tune" else (True,):
-            found.append(dataclasses.replace(s, early=early))
+            for group in (1, 16) if job["mode"] == "tune" and s.block_m > s.block_n else (16,):
+                found.append(dataclasses.replace(s, early=early, group=group))
     return list(dict.fromkeys(found))
 
 

@@ -105,12 +105,13 @@ _SMEM = 227 * 1024
 _STEP = {8: 18, 16: 20, 24: 22, 32: 24, 40: 26, 48: 28, 56: 30}
 _CLOCK = 1750.0  # MHz
 _INTAKE = 70  # bytes a cycle that reach one multiprocessor
+_L2 = 15e6  # bytes a microsecond that leave L2 for all of them
 _HBM = 4.2e6  # bytes a microsecond
 _GAP = 1.6  # microseconds between kernels
 
 
 def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]:
-    """Microseconds that multiplying, taking operands in, and HBM need at least."""
+    """Microseconds that multiplying, taking operands in (as seen from L2, too), and HBM need at least."""
     p = product.turned() if s.swap else product
     tiles = (
         _round(p.m, s.block_m * s.cluster_m) * _round(p.n, s.block_n * s.cluster_n) // (s.block_m * s.block_n)
@@ -119,13 +120,15 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     rounds = full + (0 if last == 0 else 1 if full == 0 else 0.8 + 0.2 * last)
     bands = _round(s.block_m // s.share, 64) // 64 * s.share
     multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2)
-    if p.b_mn and s.block_n % 64:  # the last column of 64 is copied in whole (measured)
+    if p.b_mn and s.block_n % 64:  # its last column of 64 is copied in whole (measured)
         multiply *= 1.35 if p.a_mn else 1.15
-    intake = (s.block_m + (_round(s.block_n, 64) if p.b_mn else s.block_n)) * p.k * 2 / _INTAKE
+    columns = _round(s.block_n, 64) if p.b_mn else s.block_n
+    intake = (s.block_m + columns) * p.k * 2 / _INTAKE
+    l2 = tiles * p.batch * (s.block_m / s.cluster_n + columns / s.cluster_m) * p.k * 2 / _L2
     # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
     write = 1500 if s.share > 1 else 0 if s.panel or s.swap else 3000
     hbm = (p.m * p.k + p.n * p.k + p.m * p.n) * p.batch * 2 / _HBM
-    return rounds * (multiply + write) / _CLOCK, rounds * (intake + write) / _CLOCK, hbm
+    return rounds * (multiply + write) / _CLOCK, max(rounds * (intake + write) / _CLOCK, l2), hbm
 
 
 def estimate(s: Schedule, product: Product, sms: int) -> float:
@@ -170,14 +173,17 @@ def menu(p: Product, sms: int) -> list[Schedule]:
     # Few rows: as many blocks as multiprocessors, each with its share of B's columns.
     for tokens in (8, 16, 32, 64):
         splits = -(-p.m // tokens)
-        if splits <= 32 and tokens < 2 * max(p.m, 8):
-            rounds = -(-p.n * splits // (64 * sms))
-            rows = 64 if p.b_mn else max(16, _round(-(-p.n * splits // (sms * rounds)), 8))
+        if splits > 32 or tokens >= 2 * max(p.m, 8) or (splits > 1 and p.m <= 16):
+            continue
+        rounds = -(-p.n * splits // (64 * sms))
+        for share in (1, 2) if splits > 1 and rounds == 1 else (1,):
+            rows = 64 if p.b_mn else min(64, max(16, _round(-(-p.n * splits * share // (sms * rounds)), 8)))
             size = rows + (64 if p.a_mn else tokens)
-            depth = 512 if size <= 24 else 256 if size <= 64 else 128 if size <= 112 else 64
-            if p.a_mn:
-                depth = min(depth, 256)
-            found.append(_schedule(p, rows, tokens, depth, swap=True, blocks=2 if rounds > 2 else 1))
+            # Half of the shared memory is left to the next kernel's blocks where that is enough.
+            blocks = 2 if rounds > 2 or tokens == 8 else 1
+            depth = 512 if size <= 32 else 256 if size <= 64 else 128 if size <= 112 else 64
+            depth = min(depth, 256 // blocks if p.a_mn or size > 40 else 512 // blocks)
+            found.append(_schedule(p, rows, tokens, depth, swap=True, blocks=blocks))
     return [s for s in found if s.fits(p.a_mn, p.b_mn)]
 
 
@@ -189,7 +195,10 @@ def choose(p: Product, sms: int) -> Schedule:
     # An early start scatters neighbouring tiles over the GPU: bad where many rows share the intake that decides.
     early = best.cluster > 1 or p.m <= 128 or intake <= max(multiply, hbm)
     ahead = best.stages if best.swap and early and p.m <= best.block_n and hbm < multiply else 0
-    return replace(best, early=early, ahead=ahead)
+    # Neighbouring tiles, which run side by side, should share the much larger operand, if the other stays in L2.
+    tall = not best.swap and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
+    group = 1 if tall and p.n * p.k * 2 <= 24 << 20 else best.group
+    return replace(best, early=early, ahead=ahead, group=group)
 
 
 def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
