@@ -16,9 +16,11 @@ import matplotlib
 matplotlib.use("svg")
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.record import RESULTS, ROOT
+from benchmarks.record import GPUS, RESULTS, ROOT
+from samebits.bench import ratio
 
 ASSETS = ROOT / "docs" / "assets"
 
@@ -91,9 +93,90 @@ def reference_speed(data: dict[str, Any]) -> Figure:
     return figure
 
 
+def _shape(case: dict[str, Any]) -> str:
+    return f"{case['k']}, {case['n']}"
+
+
+def gpu_speed(data: dict[str, Any]) -> Figure:
+    """A dot for each shape and M, and the geometric mean."""
+    figure, panels = plt.subplots(1, 3, figsize=(10.5, 3.8), layout="constrained", sharey=True)
+    for axes, work in zip(panels, ("forward", "dX", "dW"), strict=True):
+        cases = [c for c in data["cases"] if c["work"] == work and c["dtype"] == "bfloat16"]
+        shapes = list(dict.fromkeys(map(_shape, cases)))
+        colours = plt.colormaps["viridis"](np.linspace(0.0, 0.9, len(shapes)))
+        for shape, colour in zip(shapes, colours, strict=True):
+            line = [c for c in cases if _shape(c) == shape]
+            axes.plot(
+                [c["m"] for c in line], [ratio(c) for c in line], color=colour, lw=0.8, marker=".", ms=4
+            )
+        sizes = sorted({c["m"] for c in cases})
+        means = [np.exp(np.mean([np.log(ratio(c)) for c in cases if c["m"] == m])) for m in sizes]
+        axes.plot(sizes, means, color=OURS, lw=3, label="geometric mean")
+        axes.axhline(1, color=THEIRS, lw=1.5, label="torch (cuBLAS)")
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("rows M")
+        axes.set_title(f"{work}, {len(shapes)} shapes", fontsize=11, loc="left")
+    panels[0].set_ylabel("speed relative to torch")
+    panels[0].legend(frameon=False)
+    figure.suptitle(f"{data['environment']['gpu']}, bf16: each thin line is one (K, N)", fontsize=11)
+    return figure
+
+
+def gpu_roofline(data: dict[str, Any]) -> Figure:
+    figure, axes = plt.subplots(figsize=(7.2, 4), layout="constrained")
+    cases = [c for c in data["cases"] if c["work"] == "forward" and c["dtype"] == "bfloat16"]
+    flop = np.array([2 * c["m"] * c["k"] * c["n"] for c in cases], float)
+    size = np.array([2 * (c["m"] * c["k"] + c["k"] * c["n"] + c["m"] * c["n"]) for c in cases], float)
+    top, copy = data["ceilings"]["flop_per_s"] / 1e12, data["ceilings"]["copy_bytes_per_s"] / 1e12
+    at = np.geomspace((flop / size).min() / 1.3, (flop / size).max() * 1.3, 200)
+    axes.plot(at, np.minimum(at * copy, top), color="black", lw=1)
+    axes.text(at[0], 1.25 * at[0] * copy, f"copy, {copy:.2f} TB/s", fontsize=9, rotation=34, va="bottom")
+    axes.text(
+        at[-1], 1.1 * top, f"torch.mm 8192 cubed, {top:.0f} TFLOP/s", fontsize=9, ha="right", va="bottom"
+    )
+    for who, colour, marker in (("torch", THEIRS, "x"), ("samebits", OURS, ".")):
+        speed = flop / np.array([c["us"][who] for c in cases]) / 1e6
+        axes.plot(flop / size, speed, marker, color=colour, ms=5, label=who, mew=0.8)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("floating-point operations per byte read or written")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(f"{data['environment']['gpu']}, forward, bf16", fontsize=11, loc="left")
+    axes.legend(frameon=False, loc="lower right")
+    return figure
+
+
+def gpu_drift(data: dict[str, Any]) -> Figure:
+    drifts, sizes = data["drift"], data["drift"][0]["rows"]
+    shares = np.array(
+        [[100 * n / m for n, m in zip(d["changed"]["torch"], sizes, strict=True)] for d in drifts]
+    )
+    figure, axes = plt.subplots(figsize=(7.6, 0.27 * len(drifts) + 1.3), layout="constrained")
+    axes.imshow(shares, cmap="Reds", vmin=0, vmax=130, aspect="auto")
+    for (i, j), share in np.ndenumerate(shares):
+        if share:
+            axes.text(j, i, f"{share:.0f}" if share >= 1 else "<1", ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(sizes)), [str(m) for m in sizes], fontsize=8)
+    axes.set_yticks(range(len(drifts)), [f"{d['k']}, {d['n']}" for d in drifts], fontsize=8)
+    axes.set_xlabel("rows M in the batch")
+    axes.set_ylabel("K, N")
+    ours = sum(sum(d["changed"]["samebits"]) for d in drifts)
+    axes.set_title(
+        f"torch.mm, bf16: rows with other bits than in a batch of {sizes[-1]}, % (samebits: {ours} rows)",
+        fontsize=10,
+        loc="left",
+    )
+    axes.grid(visible=False)
+    return figure
+
+
 PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {
     "drift.svg": ("cpu/drift.json", drift),
     "reference-speed.svg": ("cpu/reference.json", reference_speed),
+} | {
+    f"{gpu}-{what}.svg": (f"{gpu}/bench.json", draw)
+    for gpu in GPUS
+    for what, draw in (("speed", gpu_speed), ("roofline", gpu_roofline), ("drift", gpu_drift))
 }
 
 

@@ -15,13 +15,15 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+GPUS = sorted(path.parent.name for path in RESULTS.glob("*/bench.json"))
+"""Those that benchmarks.gpu has measured."""
 
 
-def environment() -> dict[str, Any]:
-    """Commit, machine, versions and date. No host name."""
+def environment(commit: str | None = None) -> dict[str, Any]:
+    """Commit, machine, versions and date. No host name. Where there is no git to ask, `commit` is told."""
     packages = ("samebits", "torch", "numpy", "numba", "llvmlite", "mmasim", "transformers")
     return {
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -33,9 +35,22 @@ def environment() -> dict[str, Any]:
     }
 
 
+def lines(data: Any, depth: int = 0) -> str:
+    """JSON with the innermost objects and lists on one line each."""
+    text = json.dumps(data)
+    items = list(data.values() if isinstance(data, dict) else data) if isinstance(data, dict | list) else []
+    if len(text) < 200 - depth or not any(isinstance(item, dict | list) for item in items):
+        return text
+    pad = " " * (depth + 1)
+    if isinstance(data, dict):
+        inner = [f"{pad}{json.dumps(key)}: {lines(value, depth + 1)}" for key, value in data.items()]
+        return "{\n" + ",\n".join(inner) + "\n" + " " * depth + "}"
+    return "[\n" + ",\n".join(f"{pad}{lines(item, depth + 1)}" for item in data) + "\n" + " " * depth + "]"
+
+
 def write(path: Path, data: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    path.write_text(lines(data) + "\n")
     print(f"wrote {path}")
 
 

@@ -11,12 +11,14 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
-from benchmarks.record import RESULTS, ROOT
+from benchmarks.record import GPUS, RESULTS, ROOT
+from samebits.bench import ratio, summary
 
 BLOCK = re.compile(
-    r"(?<=^<!-- begin: )([a-z-]+)( -->\n)(.*?)(?=^<!-- end: \1 -->$)", re.DOTALL | re.MULTILINE
+    r"(?<=^<!-- begin: )([a-z0-9-]+)( -->\n)(.*?)(?=^<!-- end: \1 -->$)", re.DOTALL | re.MULTILINE
 )
 
 
@@ -93,7 +95,82 @@ def drift() -> str:
     )
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"reference-speed": reference_speed, "drift": drift}
+def _measured_on_gpu(data: dict[str, Any]) -> str:
+    e = data["environment"]
+    versions = ", ".join(f"{name} {v}" for name, v in e["versions"].items())
+    return (
+        f"Measured {e['date']} at commit `{e['commit'][:10]}` on one {e['gpu']}, driver {e['driver']};"
+        f" {versions}; contract digest `{e['digest']}`."
+    )
+
+
+def gpu_summary(data: dict[str, Any]) -> str:
+    rows = []
+    for (dtype, band), s in summary(data["cases"]).items():
+        worst = s.worst_case
+        at = f"{worst['work']} M {worst['m']}, K {worst['k']}, N {worst['n']}"
+        rows.append([band, dtype, str(s.cases), f"{s.mean:.3f}", f"{s.worst:.3f}", at])
+    head = ["work", "dtype", "cases", "geometric mean", "worst", "worst at"]
+    said = (
+        "Speed relative to torch (cuBLAS) in the same run, above 1 is faster; ragged dW relative to samebits'"
+        " own dense dW. CUDA graphs that rotate over operands larger than the L2 cache, in turns; medians."
+    )
+    return "\n\n".join((table(head, rows), said, _measured_on_gpu(data)))
+
+
+def gpu_forward(data: dict[str, Any]) -> str:
+    cases = [c for c in data["cases"] if c["work"] == "forward" and c["dtype"] == "bfloat16"]
+    sizes = sorted({c["m"] for c in cases})
+    by_shape: dict[tuple[int, int], dict[int, float]] = {}
+    for c in cases:
+        by_shape.setdefault((c["k"], c["n"]), {})[c["m"]] = ratio(c)
+    rows = [[f"{k}, {n}", *(f"{r[m]:.2f}" for m in sizes)] for (k, n), r in by_shape.items()]
+    return table(["K, N", *(f"M {m}" for m in sizes)], rows)
+
+
+def gpu_backward(data: dict[str, Any]) -> str:
+    cases = [c for c in data["cases"] if c["work"] in ("dX", "dW") and c["dtype"] == "bfloat16"]
+    sizes = sorted({c["m"] for c in cases})
+    by_shape: dict[tuple[str, int, int], dict[int, float]] = {}
+    for c in cases:
+        by_shape.setdefault((c["work"], c["k"], c["n"]), {})[c["m"]] = ratio(c)
+    rows = [[work, f"{k}, {n}", *(f"{r[m]:.2f}" for m in sizes)] for (work, k, n), r in by_shape.items()]
+    return table(["work", "K, N", *(f"M {m}" for m in sizes)], rows)
+
+
+def gpu_host(data: dict[str, Any]) -> str:
+    rows = []
+    for line in data["host"]:
+        us = line["us"]
+        shape = f"{line['m']}, {line['k']}, {line['n']}"
+        ours, theirs = us["samebits"], us["torch"]
+        rows.append([line["operation"], shape, f"{ours:.1f}", f"{theirs:.1f}", f"{ours / theirs:.2f}"])
+    return table(["eager call", "M, K, N", "samebits, µs", "torch, µs", "ratio"], rows)
+
+
+def gpu_drift(data: dict[str, Any]) -> str:
+    drifts = data["drift"]
+    changing = [d for d in drifts if any(d["changed"]["torch"])]
+    ours = sum(sum(d["changed"]["samebits"]) for d in drifts)
+    where = ", ".join(f"({d['k']}, {d['n']})" for d in changing)
+    return (
+        f"`torch.mm` gives rows other bits at some M than in a batch of {drifts[0]['rows'][-1]} rows at"
+        f" {len(changing)} of {len(drifts)} shapes (K, N): {where or 'none'}. samebits: {ours} rows."
+    )
+
+
+GPU_BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "summary": gpu_summary,
+    "forward": gpu_forward,
+    "backward": gpu_backward,
+    "host": gpu_host,
+    "drift": gpu_drift,
+}
+BLOCKS: dict[str, Callable[[], str]] = {"reference-speed": reference_speed, "drift": drift} | {
+    f"{gpu}-{what}": partial(lambda gpu, write: write(load(f"{gpu}/bench.json")), gpu, block)
+    for gpu in GPUS
+    for what, block in GPU_BLOCKS.items()
+}
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from samebits.ops.addmm import addmm_
 from samebits.ops.bmm import bmm
 from samebits.ops.linear import linear
 from samebits.ops.matmul import matmul
+from samebits.prepare import prepare
 
 __all__ = [
     "AMPERE",
@@ -19,5 +20,6 @@ __all__ = [
     "bmm",
     "linear",
     "matmul",
+    "prepare",
     "use_mma_model",
 ]

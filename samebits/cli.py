@@ -1,9 +1,10 @@
-"""The command line: ``samebits audit`` and ``samebits info``."""
+"""The command line: ``samebits audit``, ``bench``, ``info`` and ``verify``."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -142,6 +143,72 @@ def info(
         print(json.dumps(dataclasses.asdict(found), indent=2))
     else:
         _show_info(found, Console(highlight=False))
+
+
+@app.command()
+def bench(
+    quick: Annotated[bool, typer.Option("--quick", help="A few shapes: under a minute.")] = False,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Measure batch_invariant_ops and sgemm-bi too, if installed.")
+    ] = False,
+    json_to: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write all times there; - is stdout.")
+    ] = None,
+    device: Annotated[int, typer.Option(min=0, help="Index of the CUDA device.")] = 0,
+) -> None:
+    """Speed on this GPU beside PyTorch (cuBLAS): forward and gradients, from one row to 16,384.
+
+    Exit code: 0, measured; 1, some rows had other bits than specified, and measuring stopped there; 2, it
+    cannot run here.
+    """
+    out = Console(stderr=json_to == "-", highlight=False)
+    with _errors("bench"):
+        from samebits import bench as benchmark
+        from samebits.audit import AuditError
+        from samebits.backends.cuda.runtime import UnavailableError
+
+        try:
+            with _progress() as show:
+                cases = benchmark.quick() if quick else benchmark.CASES
+                data = benchmark.bench(cases, device=device, peers=peers, progress=show)
+        except UnavailableError as error:
+            raise AuditError(str(error)) from error
+        except AssertionError as error:
+            print(f"samebits bench: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        out.print(benchmark.show(data))
+        if json_to is not None:
+            _write(json.dumps(data), json_to)
+
+
+@app.command()
+def verify(
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Every combination, and large products.")
+    ] = False,
+    json_to: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the full report there; - is stdout.")
+    ] = None,
+    device: Annotated[int, typer.Option(min=0, help="Index of the CUDA device.")] = 0,
+) -> None:
+    """Prove the kernels on this GPU: every kernel and schedule against the CPU reference, bit for bit.
+
+    Exit code: 0, every value has the bits specified; 1, some have not, or a kernel failed; 2, no GPU was
+    verified (the CPU reference's known answers were).
+    """
+    out = Console(stderr=json_to == "-", highlight=False)
+    with _errors("verify"):
+        from samebits import verify as verification
+
+        with _progress() as show:
+            report = verification.verify(thorough=thorough, device=device, progress=show)
+        out.print(verification.show(report))
+        if json_to is not None:
+            _write(report.to_json(), json_to)
+    if report.hung:  # the driver would wait for the kernel at a usual exit
+        sys.stdout.flush()
+        os._exit(report.exit_code)
+    raise typer.Exit(report.exit_code)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ def prepare(
     """Compile and load every kernel that :func:`samebits.linear` will use with these weights.
 
     The first product of a kind compiles its kernel, which takes seconds, and loads it, which is not allowed
-    while a CUDA graph is captured. This runs one product of every kind on scratch data instead, ahead of time.
+    while a CUDA graph is captured. This runs one product of every kind ahead of time, on scratch data.
 
     Args:
         weights: a module (all its ``nn.Linear`` layers), or 2-D weights ``[out_features, in_features]``.
@@ -32,21 +32,19 @@ def prepare(
     Returns:
         How many different products were prepared.
     """
+    layers: list[tuple[Tensor, Tensor | None]]
     if isinstance(weights, nn.Module):
         layers = [(m.weight, m.bias) for m in weights.modules() if isinstance(m, nn.Linear)]
     else:
-        tensors = [weights] if isinstance(weights, Tensor) else list(weights)
-        layers = [(t, None) for t in tensors]
-    kinds = {
-        (w.shape, w.stride(), w.dtype, w.device, bias is None): (w.detach(), bias) for w, bias in layers
-    }
+        layers = [(t, None) for t in ([weights] if isinstance(weights, Tensor) else weights)]
+    kinds = {(w.shape, w.stride(), w.dtype, w.device, bias is None): (w, bias) for w, bias in layers}
     counts = sorted(set(rows))
     for weight, bias in kinds.values():
+        parameters = [t.detach().requires_grad_(backward) for t in (weight, bias) if t is not None]
         for count in counts:
             x = weight.new_zeros(count, weight.shape[-1], requires_grad=backward)
-            leaf = weight.requires_grad_(backward)
             with torch.set_grad_enabled(backward):
-                y = linear(x, leaf, None if bias is None else bias.detach(), contract=contract)
+                y = linear(x, *parameters, contract=contract)
             if backward:
-                torch.autograd.grad(y, (x, leaf), torch.zeros_like(y))
+                torch.autograd.grad(y, (x, *parameters), torch.zeros_like(y))
     return len(kinds) * len(counts)

@@ -1,11 +1,11 @@
-"""Comparing results by their bits."""
+"""Comparing results by their bits, and operand values that try a product's corners."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["assert_same_bits", "bits"]
+__all__ = ["KINDS", "assert_same_bits", "bits", "values"]
 
 _BITS = {
     torch.float32: torch.int32,
@@ -13,6 +13,15 @@ _BITS = {
     torch.float16: torch.int16,
     torch.float64: torch.int64,
 }
+
+KINDS = ("normal", "wide", "tiny", "brink", "cancel", "sparse", "huge", "special")
+"""Kinds of :func:`values`."""
+
+# Factors whose products, and f32 values that, lie about the smallest subnormal of f32 and a zero's exponent.
+_BRINK = {torch.float32: (-150, -124), torch.bfloat16: (-84, -58), torch.float16: (-24, -8)}
+
+# The exponents that a dtype holds, subnormals included.
+_EXPONENTS = {torch.float32: (-149, 127), torch.bfloat16: (-133, 127), torch.float16: (-24, 15)}
 
 
 def bits(t: Tensor) -> Tensor:
@@ -44,3 +53,35 @@ def assert_same_bits(actual: Tensor, expected: Tensor, message: str = "") -> Non
         f" got {actual[at].item()!r} (0x{int(got[at]) & mask:0{width}X}),"
         f" expected {expected[at].item()!r} (0x{int(want[at]) & mask:0{width}X})"
     )
+
+
+def values(
+    kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Random values of one of :data:`KINDS`, the same for the same seed on one kind of device."""
+    g = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(shape, generator=g, dtype=torch.float64, device=device)
+    low, high = _EXPONENTS[dtype]
+
+    def scale(lo: int, hi: int) -> Tensor:
+        return torch.exp2(torch.randint(lo, hi + 1, shape, generator=g, device=device).double())
+
+    if kind == "wide":
+        x = x * scale(low // 2, high // 2)
+    elif kind == "tiny":
+        x = x * scale(low, low + 12)
+    elif kind == "brink":
+        keep = torch.rand(shape, generator=g, device=device) >= 0.4
+        x = torch.where(keep, x * scale(*_BRINK[dtype]), 0.0)
+    elif kind == "cancel":
+        x = torch.sign(x) * (1 + torch.randint(0, 4, shape, generator=g, device=device) / 64.0)
+    elif kind == "sparse":
+        keep = torch.rand(shape, generator=g, device=device) >= 0.7
+        x = torch.where(keep, x, torch.copysign(torch.zeros_like(x), x))
+    elif kind == "huge":
+        x = x * scale(high - 6, high)
+    elif kind == "special":
+        specials = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0], device=device).double()
+        pick = specials[torch.randint(0, 5, shape, generator=g, device=device)]
+        x = torch.where(torch.rand(shape, generator=g, device=device) < 0.06, pick, x)
+    return x.to(dtype)

@@ -6,15 +6,15 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import samebits
 from samebits import AMPERE, FMA, TENSOR_CORE, Contract
 from samebits.contract import resolve
-from samebits.testing import assert_same_bits
-from tests.data_kinds import KINDS, values
+from samebits.testing import KINDS, assert_same_bits, values
+from tests.devices import DEVICES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 dtypes = st.sampled_from(DTYPES)
@@ -22,8 +22,15 @@ dtypes = st.sampled_from(DTYPES)
 finite_kinds = st.sampled_from([k for k in KINDS if k not in ("special", "huge")])
 seeds = st.integers(0, 2**16)
 sizes = st.integers(1, 70)
+on_devices = pytest.mark.parametrize("device", DEVICES)
 
 
+def takes(device: str, dtype: torch.dtype) -> bool:
+    """This version has no CUDA kernel for float32."""
+    return device == "cpu" or dtype != torch.float32
+
+
+@on_devices
 @given(
     dtype=dtypes,
     kind=st.sampled_from(KINDS),
@@ -34,17 +41,18 @@ sizes = st.integers(1, 70)
     data=st.data(),
 )
 def test_forward_rows(
-    dtype: torch.dtype, kind: str, m: int, k: int, n: int, seed: int, data: st.DataObject
+    device: str, dtype: torch.dtype, kind: str, m: int, k: int, n: int, seed: int, data: st.DataObject
 ) -> None:
-    x = values(kind, (m, k), dtype, seed)
-    weight = values(kind, (n, k), dtype, seed + 1)
-    bias = values("normal", (n,), dtype, seed + 2)
+    assume(takes(device, dtype))
+    x = values(kind, (m, k), dtype, seed, device)
+    weight = values(kind, (n, k), dtype, seed + 1, device)
+    bias = values("normal", (n,), dtype, seed + 2, device)
     full = samebits.linear(x, weight, bias)
     row = data.draw(st.integers(0, m - 1), "row")
 
     assert_same_bits(samebits.linear(x[row], weight, bias), full[row], "alone")
 
-    company = values("special", (data.draw(sizes, "company"), k), dtype, seed + 3)
+    company = values("special", (data.draw(sizes, "company"), k), dtype, seed + 3, device)
     at = data.draw(st.integers(0, len(company) - 1), "position")
     company[at] = x[row]
     assert_same_bits(samebits.linear(company, weight, bias)[at], full[row], "beside NaN and inf")
@@ -78,30 +86,41 @@ LAYOUTS = ("plain", "transposed", "gaps", "far")
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("a_layout", "b_layout"), list(itertools.product(LAYOUTS, LAYOUTS)))
-def test_strides(dtype: torch.dtype, a_layout: str, b_layout: str) -> None:
-    a, b = values("wide", (21, 37), dtype, 0), values("wide", (37, 67), dtype, 1)
+@on_devices
+def test_strides(device: str, dtype: torch.dtype, a_layout: str, b_layout: str) -> None:
+    if not takes(device, dtype):
+        pytest.skip("no CUDA kernel for float32 yet")
+    a, b = values("wide", (21, 37), dtype, 0, device), values("wide", (37, 67), dtype, 1, device)
     want = samebits.matmul(a, b)
     assert_same_bits(samebits.matmul(relaid(a, a_layout), relaid(b, b_layout)), want)
-    acc = values("normal", (21, 67), torch.float32, 2)
+    acc = values("normal", (21, 67), torch.float32, 2, device)
     want = samebits.addmm_(acc.clone(), a, b)
     strided = relaid(acc, a_layout)
     samebits.addmm_(strided, relaid(a, b_layout), b)
     assert_same_bits(strided, want)
 
 
-def test_expanded_operands_and_a_reversed_view() -> None:
-    row = values("normal", (1, 40), torch.bfloat16, 0)
-    b = values("normal", (40, 9), torch.bfloat16, 1)
+@on_devices
+def test_expanded_operands_and_a_reversed_view(device: str) -> None:
+    row = values("normal", (1, 40), torch.bfloat16, 0, device)
+    b = values("normal", (40, 9), torch.bfloat16, 1, device)
     want = samebits.matmul(row, b)
     assert_same_bits(samebits.matmul(row.expand(7, 40), b)[5:6], want)
     assert_same_bits(samebits.matmul(row.expand(3, 2, 40), b)[1, 1:], want)
-    ones = torch.ones((), dtype=torch.bfloat16).expand(40, 9)
+    ones = torch.ones((), dtype=torch.bfloat16, device=device).expand(40, 9)
     assert_same_bits(samebits.matmul(row, ones), samebits.matmul(row, ones.contiguous()))
 
 
+@on_devices
 @given(dtype=dtypes, kind=finite_kinds, batch=st.integers(1, 20), seed=seeds, m=sizes, k=sizes, n=sizes)
-def test_bmm_elements(dtype: torch.dtype, kind: str, batch: int, seed: int, m: int, k: int, n: int) -> None:
-    a, b = values(kind, (batch, m, k), dtype, seed), values(kind, (batch, k, n), dtype, seed + 1)
+def test_bmm_elements(
+    device: str, dtype: torch.dtype, kind: str, batch: int, seed: int, m: int, k: int, n: int
+) -> None:
+    assume(takes(device, dtype))
+    a, b = (
+        values(kind, (batch, m, k), dtype, seed, device),
+        values(kind, (batch, k, n), dtype, seed + 1, device),
+    )
     full = samebits.bmm(a, b)
     i = seed % batch
     assert_same_bits(full[i], samebits.matmul(a[i], b[i]), "alone")
@@ -112,13 +131,14 @@ def test_bmm_elements(dtype: torch.dtype, kind: str, batch: int, seed: int, m: i
 def gradients(
     x: Tensor, weight: Tensor, grad: Tensor, contract: Contract | None, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    bias = torch.zeros(weight.shape[0], dtype=x.dtype)
+    bias = weight.new_zeros(weight.shape[0])
     leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
     return torch.autograd.grad(
         samebits.linear(*leaves, cu_seqlens=cu_seqlens, contract=contract), leaves, grad
     )
 
 
+@on_devices
 @given(
     dtype=dtypes,
     contract=st.sampled_from([None, FMA, TENSOR_CORE.on(AMPERE)]),
@@ -131,6 +151,7 @@ def gradients(
 @example(torch.float32, None, "tiny", [3, 16, 0, 17], 5, 0, None)
 @example(torch.bfloat16, FMA, "tiny", [16, 16], 16, 1, None)
 def test_weight_gradients_of_padded_packed_and_micro_batched(
+    device: str,
     dtype: torch.dtype,
     contract: Contract | None,
     kind: str,
@@ -139,17 +160,19 @@ def test_weight_gradients_of_padded_packed_and_micro_batched(
     seed: int,
     data: st.DataObject | None,
 ) -> None:
-    if contract is not None and dtype not in contract.input_dtypes:
+    assume(takes(device, dtype))
+    if device == "cuda" or (contract is not None and dtype not in contract.input_dtypes):
         contract = None
-    weight = values("normal", (5, 7), dtype, 0)
-    xs = [values(kind, (n, 7), dtype, seed + i) for i, n in enumerate(lengths)]
-    dys = [values(kind, (n, 5), dtype, seed + 100 + i) for i, n in enumerate(lengths)]
+    weight = values("normal", (5, 7), dtype, 0, device)
+    xs = [values(kind, (n, 7), dtype, seed + i, device) for i, n in enumerate(lengths)]
+    dys = [values(kind, (n, 5), dtype, seed + 100 + i, device) for i, n in enumerate(lengths)]
 
-    ends = torch.tensor([0, *itertools.accumulate(lengths)])
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], device=device)
     dx, dw, db = gradients(torch.cat(xs), weight, torch.cat(dys), contract, ends)
 
     T = max(lengths) + room
-    x, dy = values("normal", (len(xs), T, 7), dtype, seed + 200), torch.zeros(len(xs), T, 5, dtype=dtype)
+    x = values("normal", (len(xs), T, 7), dtype, seed + 200, device)
+    dy = x.new_zeros(len(xs), T, 5)
     for i, n in enumerate(lengths):
         x[i, :n], dy[i, :n] = xs[i], dys[i]
     padded = gradients(x, weight, dy, contract)
@@ -170,7 +193,7 @@ def test_weight_gradients_of_padded_packed_and_micro_batched(
         within = data.draw(st.integers(0, lengths[longest]), "cut")
         step = 1 if dtype == torch.float32 or contract is FMA else 16
         cuts.add(int(ends[longest]) + within // step * step)
-    main_grad = torch.zeros(5, 7)
+    main_grad = torch.zeros(5, 7, device=device)
     for i, j in itertools.pairwise(sorted(cuts)):
         samebits.addmm_(main_grad, dtokens[i:j].mT, tokens[i:j], contract=contract)
     assert_same_bits(main_grad, packed_chain, "f32, micro-batches")
@@ -178,16 +201,18 @@ def test_weight_gradients_of_padded_packed_and_micro_batched(
 
 def chain(a: Tensor, b: Tensor, contract: Contract | None, cu_seqlens: Tensor | None = None) -> Tensor:
     """The f32 chain over sequences that a weight gradient rounds."""
-    key = resolve(contract, a.dtype, "cpu")
+    key = resolve(contract, a.dtype, a.device.type)
     return torch.ops.samebits.addbmm(None, a[None], b[None], cu_seqlens, torch.float32, key)[0]  # type: ignore[no-any-return]
 
 
-def test_sequences_restart_groups() -> None:
+@on_devices
+def test_sequences_restart_groups(device: str) -> None:
     """What the property above rests on: without the restart, TENSOR_CORE bits do differ."""
-    x, dy = values("normal", (1, 40, 70), torch.bfloat16, 1), values("normal", (1, 50, 40), torch.bfloat16, 2)
+    x = values("normal", (1, 40, 70), torch.bfloat16, 1, device)
+    dy = values("normal", (1, 50, 40), torch.bfloat16, 2, device)
     one = chain(dy, x, None)
-    assert not torch.equal(one, chain(dy, x, None, torch.tensor([0, 3, 6, 9, 25, 40])))
-    assert torch.equal(one, chain(dy, x, None, torch.tensor([0, 16, 32, 40])))
+    assert not torch.equal(one, chain(dy, x, None, torch.tensor([0, 3, 6, 9, 25, 40], device=device)))
+    assert torch.equal(one, chain(dy, x, None, torch.tensor([0, 16, 32, 40], device=device)))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -206,14 +231,17 @@ def test_threads(threads: int) -> None:
 @pytest.mark.parametrize(
     ("m", "k", "n"), [(0, 5, 4), (3, 0, 4), (3, 5, 0), (0, 0, 0), (1, 1, 1), (1, 300, 1)]
 )
-def test_edge_shapes(dtype: torch.dtype, m: int, k: int, n: int) -> None:
-    x, weight = values("normal", (m, k), dtype, 0), values("normal", (n, k), dtype, 1)
-    bias = values("normal", (n,), dtype, 2)
+@on_devices
+def test_edge_shapes(device: str, dtype: torch.dtype, m: int, k: int, n: int) -> None:
+    if not takes(device, dtype):
+        pytest.skip("no CUDA kernel for float32 yet")
+    x, weight = values("normal", (m, k), dtype, 0, device), values("normal", (n, k), dtype, 1, device)
+    bias = values("normal", (n,), dtype, 2, device)
     y = samebits.linear(x, weight, bias)
     assert y.shape == (m, n)
     if k == 0:
         assert_same_bits(y, bias.expand(m, n).contiguous())
-    dx, dw, db = gradients(x, weight, values("normal", (m, n), dtype, 3), None)
+    dx, dw, db = gradients(x, weight, values("normal", (m, n), dtype, 3, device), None)
     assert (dx.shape, dw.shape, db.shape) == (x.shape, weight.shape, bias.shape)
     if m == 0:
         assert_same_bits(dw, torch.zeros_like(weight))
@@ -221,9 +249,13 @@ def test_edge_shapes(dtype: torch.dtype, m: int, k: int, n: int) -> None:
     assert samebits.bmm(x[None].expand(0, m, k), weight.mT).shape == (0, m, n)
 
 
-def test_an_accumulator_without_terms_keeps_its_bits() -> None:
+@on_devices
+def test_an_accumulator_without_terms_keeps_its_bits(device: str) -> None:
     acc = torch.tensor([[-0.0, 1.0], [torch.inf, 0.0]])
     acc.view(torch.int32)[1, 1] = 0x7FC12345  # a NaN with a payload
     before = acc.clone()
-    samebits.addmm_(acc, torch.empty(2, 0), torch.empty(0, 2))
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    operands = (torch.empty(s, dtype=dtype, device=device) for s in ((2, 0), (0, 2)))
+    acc = acc.to(device)
+    samebits.addmm_(acc, *operands)
     assert_same_bits(acc, before)

@@ -46,6 +46,8 @@ def matmul(
     """
     (a, b), key = check_operands("matmul", contract, {"a": a, "b": b})
     dtype = check_out_dtype("matmul", out_dtype, a.dtype)
+    if a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0]:
+        return call(torch.ops.samebits.matmul.default, a, b, None, dtype, key)
     if a.ndim == 0 or b.ndim == 0:
         raise ValueError(
             f"samebits.matmul: a, b: expected at least 1-D, got shapes {shape(a)} and {shape(b)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,20 @@ _FAMILIES: dict[tuple[int, int], MmaModel] = {
 
 
 @functools.cache
+def family(device: int) -> MmaModel:
+    """The tensor cores that CUDA device `device` has."""
+    info = runtime.device_info(device)
+    found = _FAMILIES.get(info.capability)
+    if found is None:
+        major, minor = info.capability
+        raise runtime.UnavailableError(
+            f"samebits: it is not known which bits the tensor cores of {info.name} (sm_{major}{minor}) give;"
+            f" known are {', '.join(f'sm_{a}{b}' for a, b in _FAMILIES)}"
+        )
+    return found
+
+
+@functools.cache
 def _check_contract(key: str, device: int) -> None:
     """Refuse a contract that the tensor cores of `device` do not follow."""
     contract = contract_from_key(key)
@@ -29,18 +44,10 @@ def _check_contract(key: str, device: int) -> None:
         raise NotImplementedError(
             f"samebits: contract {contract.name} has no CUDA kernel in this version; use CPU tensors"
         )
-    info = runtime.device_info(device)
-    family = _FAMILIES.get(info.capability)
-    if family is None:
-        major, minor = info.capability
-        raise runtime.UnavailableError(
-            f"samebits: it is not known which bits the tensor cores of {info.name} (sm_{major}{minor}) give;"
-            f" known are {', '.join(f'sm_{a}{b}' for a, b in _FAMILIES)}"
-        )
-    if contract.mma is not None and contract.mma != family:
+    if contract.mma is not None and contract.mma != family(device):
         raise ValueError(
-            f"samebits: contract {contract}: expected the family of {info.name}, {family.name};"
-            f" CPU tensors follow any family"
+            f"samebits: contract {contract}: expected the family of {runtime.device_info(device).name},"
+            f" {family(device).name}; CPU tensors follow any family"
         )
 
 
@@ -75,28 +82,30 @@ def addbmm(
     """``acc[B, M, N] + sum over s, k of a[B, S, M, K] * b[B, S, K, N]``: a chain over sequences."""
     _check_contract(contract, a.get_device())
     shape = (a.shape[0], a.shape[2], b.shape[3])
-    if acc is not None:
-        chain = torch.empty(shape, dtype=torch.float32, device=a.device).copy_(acc)
-        addbmm_(chain, a, b, cu_seqlens, contract=contract)
-        if out_dtype == torch.float32:
-            return chain
-        acc, a, b, cu_seqlens = chain, a[..., :0], b[..., :0, :], None
+    if acc is None:
+        out = a.new_empty(shape, dtype=out_dtype)
+        _run_sequences(a, b, out, cu_seqlens=cu_seqlens, accumulate=False)
+        return out
+    chain = torch.empty(shape, dtype=torch.float32, device=a.device).copy_(acc)
+    _run_sequences(a, b, chain, cu_seqlens=cu_seqlens, accumulate=True)
+    if out_dtype == torch.float32:
+        return chain
     out = a.new_empty(shape, dtype=out_dtype)
-    _run_sequences(a, b, out, acc=acc, cu_seqlens=cu_seqlens)
-    return out
+    no_terms = a[:, 0, :, :0], b[:, 0, :0]
+    return matmul_sm80.matmul(*no_terms, acc=chain, out=out)  # rounds, and canonicalises NaN
 
 
 def addbmm_(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
     """`addbmm` in place of ``acc``."""
     _check_contract(contract, a.get_device())
-    _run_sequences(a, b, acc, acc=acc, cu_seqlens=cu_seqlens)
+    _run_sequences(a, b, acc, cu_seqlens=cu_seqlens, accumulate=True)
 
 
-def _run_sequences(
-    a: Tensor, b: Tensor, out: Tensor, *, acc: Tensor | None, cu_seqlens: Tensor | None
-) -> None:
+def _run_sequences(a: Tensor, b: Tensor, out: Tensor, *, cu_seqlens: Tensor | None, accumulate: bool) -> None:
     B, S, M, K = a.shape
-    if cu_seqlens is None and S > 1 and B == 1 and _one_axis(a, 3) and _one_axis(b, 2):
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.contiguous()
+    if S > 1 and B == 1 and _one_axis(a, 3) and _one_axis(b, 2):
         # The sequences lie end to end in memory, so they are spans of one K axis.
         if K % 16:
             cu_seqlens = torch.arange(0, S * K + 1, K, dtype=torch.int32, device=a.device)
@@ -106,12 +115,17 @@ def _run_sequences(
     if S == 1:
         a, b = a[:, 0], b[:, 0]
         if B == 1:
-            a, b, out, acc = a[0], b[0], out[0], None if acc is None else acc[0]
-    _run(a, b, out, acc=acc, cu_seqlens=cu_seqlens)
+            a, b, out = a[0], b[0], out[0]
+    _run(a, b, out, cu_seqlens=cu_seqlens, accumulate=accumulate)
 
 
 def _one_axis(t: Tensor, k: int) -> bool:
     return t.stride(1) == t.shape[k] * t.stride(k)
+
+
+# How products have been run before, by everything that decides it: the checks and the choice are made once.
+_plans: dict[tuple[object, ...], matmul_sm90.Plan | None] = {}
+_MOST_PLANS = 8192
 
 
 def _run(
@@ -119,12 +133,65 @@ def _run(
     b: Tensor,
     out: Tensor,
     *,
-    acc: Tensor | None = None,
     bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    accumulate: bool = False,
 ) -> None:
-    """Run the fastest kernel that takes these operands; `acc`, if any, is `out` itself or of its shape."""
-    if matmul_sm90.supports(a, b, out, acc=acc, cu_seqlens=cu_seqlens):
-        matmul_sm90.matmul(a, b, out, bias=bias, accumulate=acc is not None, cu_seqlens=cu_seqlens)
-    else:
+    """Run the fastest kernel that takes these operands; with `accumulate` the chains start from `out`."""
+    a_at, b_at, out_at = a.data_ptr(), b.data_ptr(), out.data_ptr()
+    key = (
+        (a_at & 15) << 8 | (b_at & 15) << 4 | out_at & 15,
+        a.get_device(),
+        a.dtype,
+        out.dtype,
+        a.shape,
+        a.stride(),
+        b.shape,
+        b.stride(),
+        out.shape,
+        out.stride(),
+        accumulate,
+        None if bias is None else (bias.dtype, bias.stride()),
+        None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.stride()),
+    )
+    plan = _plans.get(key, _UNPLANNED)
+    if plan is _UNPLANNED:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _plan(a, b, out, bias, cu_seqlens, accumulate)
+    if plan is None:
+        acc = out if accumulate else None
         matmul_sm80.matmul(a, b, acc=acc, bias=bias, cu_seqlens=cu_seqlens, out=out)
+        return
+    plan.launch(
+        a_at,
+        b_at,
+        out_at,
+        0 if bias is None else bias.data_ptr(),
+        0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+    )
+
+
+_UNPLANNED: Any = object()
+
+
+def _plan(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    accumulate: bool,
+) -> matmul_sm90.Plan | None:
+    """The Hopper kernel's plan for these operands, or None if they go to the universal kernel."""
+    if (
+        runtime.device_info(a.get_device()).capability == (9, 0)
+        and a.ndim < 4
+        and out.numel() > 0
+        and a.shape[-1] > 0
+        and out.stride(-1) == 1
+        and (bias is None or bias.is_contiguous())
+        and matmul_sm90.supports(a, b, cu_seqlens=cu_seqlens)
+    ):
+        return matmul_sm90.plan(a, b, out, bias=bias, accumulate=accumulate, cu_seqlens=cu_seqlens)
+    return None

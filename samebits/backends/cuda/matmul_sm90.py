@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from . import runtime
 from .schedule import Product, Schedule, choose
 
-__all__ = ["Case", "matmul", "spec", "supports"]
+__all__ = ["Case", "Plan", "matmul", "plan", "spec", "supports"]
 
 _TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _PARAMS = "128s128s128sPPPqq8i"
@@ -100,52 +101,62 @@ def supports(a: Tensor, b: Tensor, *, cu_seqlens: Tensor | None = None) -> bool:
     return cu_seqlens is None or not any(majors)
 
 
-class _Side:
-    """One operand as the kernel's tensor map sees it, all but its address."""
-
-    __slots__ = ("box", "dtype", "shape", "strides")
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        layout: tuple[int, int, int, int, int],
-        batch: int,
-        mn: bool,
-        block: int,
-        depth: int,
-        sharers: int,
-        folded: bool,
-    ) -> None:
-        rows, k, batch_stride, row_stride, k_stride = layout
-        inner, outer, stride = (rows, k, k_stride) if mn else (k, rows, row_stride)
-        stride = stride if outer > 1 else -(-inner // 8) * 8
-        batch_stride = batch_stride or -(-stride * outer // 8) * 8
-        self.dtype = dtype
-        batch = batch if layout[2] else 1
-        columns = depth // 64
-        if folded and not mn and columns % sharers == 0:
-            self.shape: tuple[int, ...] = (64, outer, inner // 64, batch)
-            self.strides: tuple[int, ...] = (stride * 2, 128, batch_stride * 2)
-            self.box: tuple[int, ...] = (64, block, columns // sharers, 1)
-        else:
-            self.shape = (inner, outer, 1, batch)
-            self.strides = (stride * 2, batch_stride * 2, batch_stride * 2)
-            self.box = (64, (depth if mn else block) // sharers, 1, 1)
-
-    def map(self, address: int) -> bytes:
-        return runtime.tensor_map(address, self.dtype, self.shape, self.strides, self.box)
+_MOST_MAPS = 4096
 
 
-class _Plan:
+class _Maps:
+    """The tensor maps of one geometry, by address."""
+
+    __slots__ = ("_known", "_recipe")
+
+    def __init__(self, *recipe: Any) -> None:
+        self._recipe = recipe  # what runtime.tensor_map takes after the address
+        self._known: dict[int, bytes] = {}
+
+    def at(self, address: int) -> bytes:
+        found = self._known.get(address)
+        if found is None:
+            if len(self._known) >= _MOST_MAPS:
+                self._known.clear()
+            found = self._known[address] = runtime.tensor_map(address, *self._recipe)
+        return found
+
+
+def _operand_maps(
+    dtype: torch.dtype,
+    layout: tuple[int, int, int, int, int],
+    batch: int,
+    mn: bool,
+    block: int,
+    depth: int,
+    sharers: int,
+    folded: bool,
+) -> _Maps:
+    """One operand as the kernel's tensor map sees it."""
+    rows, k, batch_stride, row_stride, k_stride = layout
+    inner, outer, stride = (rows, k, k_stride) if mn else (k, rows, row_stride)
+    stride = stride if outer > 1 else -(-inner // 8) * 8
+    batch = batch if batch_stride else 1
+    batch_stride = batch_stride or -(-stride * outer // 8) * 8
+    columns = depth // 64
+    if folded and not mn and columns % sharers == 0:
+        shape = (64, outer, inner // 64, batch)
+        strides = (stride * 2, 128, batch_stride * 2)
+        return _Maps(dtype, shape, strides, (64, block, columns // sharers, 1))
+    strides = (stride * 2, batch_stride * 2, batch_stride * 2)
+    return _Maps(dtype, (inner, outer, 1, batch), strides, (64, (depth if mn else block) // sharers, 1, 1))
+
+
+class Plan:
     """Everything about a call but its addresses."""
 
-    __slots__ = ("a", "b", "grid", "kernel", "out", "panel", "rest", "swap")
+    __slots__ = ("a", "b", "grid", "kernel", "out", "rest", "swap")
 
     def __init__(
         self,
         case: Case,
-        a: tuple[int, ...],
-        b: tuple[int, ...],
+        a: tuple[int, int, int, int, int],
+        b: tuple[int, int, int, int, int],
         out: tuple[int, int],
         batch: int,
         sequences: int,
@@ -158,14 +169,14 @@ class _Plan:
         a_block, b_block = (s.block_n, s.block_m) if s.swap else (s.block_m, s.block_n)
         a_sharers, b_sharers = (s.cluster_m, s.cluster_n) if s.swap else (s.cluster_n, s.cluster_m)
         folded = case.folded and s.block_k > 64
-        self.a = _Side(case.dtype, a, batch, case.a_mn, a_block, s.block_k, a_sharers, folded)
-        self.b = _Side(case.dtype, b, batch, case.b_mn, b_block, s.block_k, b_sharers, folded)
+        self.a = _operand_maps(case.dtype, a, batch, case.a_mn, a_block, s.block_k, a_sharers, folded)
+        self.b = _operand_maps(case.dtype, b, batch, case.b_mn, b_block, s.block_k, b_sharers, folded)
         self.swap = s.swap
-        self.out: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None = None
+        self.out: _Maps | None = None
         row_stride, batch_stride = out
-        self.panel = s.panel
         if case.aligned and case.out_dtype != torch.float32 and s.panel:
-            self.out = (case.out_dtype, (n, m, batch), (row_stride * 2, batch_stride * 2))
+            strides = (row_stride * 2, batch_stride * 2)
+            self.out = _Maps(case.out_dtype, (n, m, batch), strides, (s.panel, 64, 1), s.panel * 2)
         rows, columns = (n, m) if s.swap else (m, n)
         tiles = -(-rows // (s.block_m * s.cluster_m)) * -(-columns // (s.block_n * s.cluster_n)) * batch
         clusters = min(tiles, s.resident(info.sm_count))
@@ -184,22 +195,66 @@ class _Plan:
         )
         self.kernel = runtime.load(spec(case, s), device)
 
+    def launch(self, a: int, b: int, out: int, bias: int, cu_seqlens: int) -> None:
+        """Run on operands at these addresses."""
+        a_map, b_map = self.a.at(a), self.b.at(b)
+        if self.swap:
+            a_map, b_map = b_map, a_map
+        out_map = _NO_MAP if self.out is None else self.out.at(out)
+        self.kernel.launch(self.grid, a_map, b_map, out_map, out, bias, cu_seqlens, *self.rest)
+
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
     case: Case,
-    a: tuple[int, ...],
-    b: tuple[int, ...],
+    a: tuple[int, int, int, int, int],
+    b: tuple[int, int, int, int, int],
     out: tuple[int, int],
     batch: int,
     sequences: int,
     device: int,
     schedule: Schedule | None,
-) -> _Plan:
-    return _Plan(case, a, b, out, batch, sequences, device, schedule)
+) -> Plan:
+    return Plan(case, a, b, out, batch, sequences, device, schedule)
 
 
 _NO_MAP = bytes(128)
+
+
+def plan(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+    cu_seqlens: Tensor | None = None,
+    schedule: Schedule | None = None,
+) -> Plan:
+    """How :func:`matmul` runs these operands, and others of their shapes, strides, dtypes and alignment."""
+    a_layout, b_layout = _operand(a, -2, -1), _operand(b, -1, -2)
+    address, row_stride = out.data_ptr(), out.stride(-2)
+    batch, batch_stride = (out.shape[0], out.stride(0)) if out.dim() == 3 else (1, 0)
+    batch_stride = batch_stride if batch > 1 else -(-row_stride * out.shape[-2] // 8) * 8
+    step = 2 if out.dtype == torch.float32 else 8
+    aligned = address % 8 == 0 and row_stride % step == 0 and batch_stride % step == 0
+    if step == 8:
+        aligned = aligned and address % 16 == 0
+    case = Case(
+        a.dtype,
+        out.dtype,
+        not _k_major(*a_layout[:2], *a_layout[3:]),
+        not _k_major(*b_layout[:2], *b_layout[3:]),
+        None if bias is None else bias.dtype,
+        accumulate,
+        aligned,
+        a_layout[1] % 64 == 0,
+        None if cu_seqlens is None else cu_seqlens.dtype,
+    )
+    sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return _plan(
+        case, a_layout, b_layout, (row_stride, batch_stride), batch, sequences, a.get_device(), schedule
+    )
 
 
 def matmul(
@@ -223,42 +278,10 @@ def matmul(
         cu_seqlens: int32 or int64 bounds of sequences along K, each of which starts a new group of 16.
         schedule: instead of the default choice. Never changes a bit.
     """
-    a_layout, b_layout = _operand(a, -2, -1), _operand(b, -1, -2)
-    address, row_stride = out.data_ptr(), out.stride(-2)
-    batch, batch_stride = (out.shape[0], out.stride(0)) if out.dim() == 3 else (1, 0)
-    batch_stride = batch_stride if batch > 1 else -(-row_stride * out.shape[-2] // 8) * 8
-    step = 2 if out.dtype == torch.float32 else 8
-    aligned = address % 8 == 0 and row_stride % step == 0 and batch_stride % step == 0
-    if step == 8:
-        aligned = aligned and address % 16 == 0
-    case = Case(
-        a.dtype,
-        out.dtype,
-        not _k_major(*a_layout[:2], *a_layout[3:]),
-        not _k_major(*b_layout[:2], *b_layout[3:]),
-        None if bias is None else bias.dtype,
-        accumulate,
-        aligned,
-        a_layout[1] % 64 == 0,
-        None if cu_seqlens is None else cu_seqlens.dtype,
-    )
-    sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    plan = _plan(
-        case, a_layout, b_layout, (row_stride, batch_stride), batch, sequences, a.get_device(), schedule
-    )
-    a_map, b_map = plan.a.map(a.data_ptr()), plan.b.map(b.data_ptr())
-    if plan.swap:
-        a_map, b_map = b_map, a_map
-    out_map = _NO_MAP
-    if plan.out is not None:
-        out_map = runtime.tensor_map(address, *plan.out, (plan.panel, 64, 1), plan.panel * 2)
-    plan.kernel.launch(
-        plan.grid,
-        a_map,
-        b_map,
-        out_map,
-        address,
+    plan(a, b, out, bias=bias, accumulate=accumulate, cu_seqlens=cu_seqlens, schedule=schedule).launch(
+        a.data_ptr(),
+        b.data_ptr(),
+        out.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         0 if cu_seqlens is None else cu_seqlens.data_ptr(),
-        *plan.rest,
     )

@@ -603,20 +603,15 @@ def tensor_map(
         buffer.memory, buffer.offset + 128, *shape, *more, *strides, *more, *box, *more, *(1,) * rank, *more
     )
     sizes = buffer.config + 128
-    result = _driver().cuTensorMapEncodeTiled(
-        buffer.config,
-        _MAP_DTYPES[dtype],
-        rank,
-        address,
-        sizes,
-        sizes + 40,
-        sizes + 72,
-        sizes + 92,
-        0,
-        _MAP_BYTES[swizzle],
-        _L2_BYTES[l2_promotion],
-        0,
+    arguments = (
+        *(buffer.config, _MAP_DTYPES[dtype], rank, address),
+        *(sizes, sizes + 40, sizes + 72, sizes + 92),
+        *(0, _MAP_BYTES[swizzle], _L2_BYTES[l2_promotion], 0),
     )
+    result = _driver().cuTensorMapEncodeTiled(*arguments)
+    if result == _INVALID_CONTEXT:  # a thread of autograd's, say
+        _make_context_current(torch._C._cuda_getDevice())
+        result = _driver().cuTensorMapEncodeTiled(*arguments)
     if result:
         what = f"{address:#x}, {dtype}, shape {shape}, strides {strides}, box {box}, swizzle {swizzle}"
         raise LaunchError(f"cuTensorMapEncodeTiled({what}): {_error_name(result)}")

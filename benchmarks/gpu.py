@@ -1,0 +1,46 @@
+"""``samebits bench``, with what it was measured on, into benchmarks/results/<gpu>/bench.json.
+
+python -m benchmarks.gpu [--quick] [--peers] [--commit COMMIT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks.record import RESULTS, environment, write
+from samebits import bench
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few shapes")
+    parser.add_argument("--peers", action="store_true", help="other libraries too, if installed")
+    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    parser.add_argument("--out", type=Path, help="instead of benchmarks/results/<gpu>/bench.json")
+    options = parser.parse_args()
+    record = environment(options.commit)
+    console = Console(width=150)
+    said = -1
+
+    def progress(done: float, what: str) -> None:
+        nonlocal said
+        if int(done * 10) > said:  # a line for each tenth, where a bar would fill a log
+            said = int(done * 10)
+            console.print(f"{done:4.0%} {what}", style="dim", highlight=False)
+
+    cases = bench.quick() if options.quick else bench.CASES
+    data = bench.bench(cases, peers=options.peers, progress=progress)
+    measured = data["environment"]
+    data["environment"] = record | measured | {"versions": record["versions"] | measured["versions"]}
+    gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    write(options.out or RESULTS / gpu / "bench.json", data)
+    console.print(bench.show(data))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Compile many kernels at once, before the calls that will load them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from unittest import mock
+
+from samebits.backends.cuda import runtime
+
+__all__ = ["compile_for"]
+
+
+class _Needed(BaseException):
+    """Carries a kernel's spec out of the call that was about to load it; no plan is kept of such a call."""
+
+
+def _tell(spec: runtime.KernelSpec, device: int) -> runtime.Kernel:
+    kernel = runtime._kernels.get((spec, device))
+    if kernel is None:
+        raise _Needed(spec, device)
+    return kernel
+
+
+def compile_for(
+    calls: Iterable[Callable[[], object]], progress: Callable[[float, str], None] = lambda done, what: None
+) -> int:
+    """Compile, into the on-disk cache and with a process for each CPU, what `calls` will load.
+
+    A call is stopped where it would load its first kernel that is not loaded yet, before any launch of it.
+
+    Returns:
+        How many kernels that were.
+    """
+    needed: dict[tuple[runtime.KernelSpec, str], None] = {}
+    with mock.patch.object(runtime, "load", _tell):
+        for call in calls:
+            try:
+                call()
+            except _Needed as need:
+                spec, device = need.args
+                needed[spec, runtime.device_info(device).arch] = None
+    if runtime.status().cache == "none" or len(needed) < 2:
+        return len(needed)
+    # NVRTC compiles one program at a time in a process. CUDA does not survive a fork.
+    workers = min(len(needed), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        jobs = [pool.submit(runtime.cached_cubin, spec, arch) for spec, arch in needed]
+        for done, job in enumerate(as_completed(jobs)):
+            job.result()
+            progress((done + 1) / len(jobs), f"compiling {len(jobs)} kernels")
+    return len(needed)

@@ -1,0 +1,488 @@
+"""``samebits bench``: speed beside PyTorch (cuBLAS) on the shapes of common models, with the right bits.
+
+Times are medians over replays of CUDA graphs, which take turns and rotate over enough operands to defeat the
+L2 cache. No time is taken of a case whose sampled rows differ from the universal kernel's or the reference's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from samebits._version import __version__
+from samebits.contract import TENSOR_CORE
+from samebits.ops.linear import linear
+from samebits.ops.matmul import matmul
+
+__all__ = ["CASES", "MODELS", "ROWS", "SHAPES", "Case", "bench", "quick", "show"]
+
+BF16, F16 = torch.bfloat16, torch.float16
+Show = Callable[[float, str], None]
+Run = Callable[..., Tensor]
+
+# ---- what is measured, as data
+
+MODELS = {
+    "Llama-3 8B": ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
+    "Llama-3 70B": ((8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192)),
+    "Qwen3 8B": ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096)),
+    "Qwen3 32B": ((5120, 10240), (8192, 5120), (5120, 51200), (25600, 5120)),
+    "router": ((7168, 256),),
+    "small": ((768, 3072), (3072, 768), (4096, 1024)),
+}
+"""(K, N) of the projections: queries, keys and values together; output; gate and up together; down."""
+
+SHAPES = tuple(dict.fromkeys(itertools.chain(*MODELS.values())))
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One product.
+
+    Attributes:
+        work: ``forward`` x @ weight.T, ``dX`` dy @ weight, ``dW`` dy.T @ x; or ``dW ragged``, over packed
+            sequences of mean length 512, whose competitor is samebits' own dense ``dW``.
+        m: rows, or tokens.
+        k, n: in and out features.
+        dtype: of everything.
+    """
+
+    work: Literal["forward", "dX", "dW", "dW ragged"]
+    m: int
+    k: int
+    n: int
+    dtype: torch.dtype = BF16
+
+    @property
+    def flop(self) -> int:
+        return 2 * self.m * self.k * self.n
+
+    @property
+    def bytes(self) -> int:
+        """Of both operands and the result, 16 bits each."""
+        return 2 * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+
+CASES = (
+    *(Case("forward", m, k, n) for k, n in SHAPES for m in ROWS),
+    *(Case(work, m, k, n) for work in ("dX", "dW") for k, n in SHAPES for m in ROWS if m >= 512),
+    *(Case("forward", m, k, n, F16) for k, n in MODELS["Llama-3 8B"] for m in (1, 16, 128, 256, 1024, 8192)),
+    *(Case(work, 4096, k, n, F16) for work in ("dX", "dW") for k, n in MODELS["Llama-3 8B"]),
+    *(
+        Case("dW ragged", m, k, n)
+        for k, n in ((4096, 4096), (4096, 28672), (14336, 4096), (768, 3072))
+        for m in (8192, 16384)
+    ),
+)
+
+HOST = ((16, 256, 256), (1, 1024, 1024))
+"""(M, K, N) at which a call costs the host more than the GPU."""
+
+_QUICK = {(4096, 6144), (4096, 4096), (14336, 4096), (7168, 256), (768, 3072)}
+
+
+def quick() -> tuple[Case, ...]:
+    """A part of `CASES` that takes well under a minute."""
+    rows = (1, 16, 128, 256, 1024, 4096)
+    return tuple(c for c in CASES if (c.k, c.n) in _QUICK and (c.m in rows or c.work == "dW ragged"))
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another batch-invariant ``x @ weight.T``: how it wants the weight, and the call."""
+
+    weight: Callable[[Tensor], Tensor]
+    run: Callable[[Any, Tensor, Tensor], Tensor]
+
+
+PEERS = {
+    "batch_invariant_ops": Peer(lambda w: w.mT, lambda module, x, w: module.matmul_persistent(x, w)),
+    "sgemm_bi": Peer(
+        lambda w: w.mT.contiguous(),
+        lambda module, x, w: module.deterministic_linear(x, w, None, tensor_cores=True),
+    ),
+}
+"""By the module that has to be installed."""
+
+
+# ---- operands and contestants
+
+
+def _lengths(tokens: int) -> list[int]:
+    """Lengths of sequences of mean 512, the same for every run: between 1 and 1023, most of them odd."""
+    found, left, state = [], tokens, 1
+    while left:
+        state = state * 48271 % 2147483647
+        found.append(min(left, 1 + state % 1023))
+        left -= found[-1]
+    return found
+
+
+def _operands(case: Case, device: torch.device, make: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    def matrix(rows: int, columns: int) -> Tensor:
+        return make((rows, columns), device=device, dtype=case.dtype)
+
+    m, k, n = case.m, case.k, case.n
+    if case.work == "forward":
+        return matrix(m, k), matrix(n, k)
+    if case.work == "dX":
+        return matrix(m, n), matrix(n, k)
+    return matrix(m, n), matrix(m, k)
+
+
+def _contestants(case: Case, device: torch.device) -> dict[str, Run]:
+    """samebits, and what it is compared with."""
+    if case.work == "forward":
+        return {"samebits": lambda x, w: matmul(x, w.mT), "torch": lambda x, w: torch.mm(x, w.mT)}
+    if case.work == "dX":
+        return {"samebits": matmul, "torch": torch.mm}
+    dense: Run = lambda dy, x: matmul(dy.mT, x)  # noqa: E731
+    if case.work == "dW":
+        return {"samebits": dense, "torch": lambda dy, x: torch.mm(dy.mT, x)}
+    ends = torch.tensor([0, *itertools.accumulate(_lengths(case.m))], dtype=torch.int32, device=device)
+
+    def ragged(dy: Tensor, x: Tensor) -> Tensor:
+        parts = dy.mT[None, None], x[None, None], ends, case.dtype, TENSOR_CORE.key
+        out: Tensor = torch.ops.samebits.addbmm(None, *parts)
+        return out[0]
+
+    return {"samebits": ragged, "dense": dense}
+
+
+def _check(case: Case, operands: Sequence[Tensor], device: torch.device, ours: Run) -> None:
+    """Refuse wrong bits: some rows against the universal kernel, some of their columns against the CPU."""
+    from samebits.backends.cuda import matmul_sm80
+    from samebits.backends.cuda.matmul import family
+    from samebits.backends.reference import matmul as reference
+    from samebits.testing import assert_same_bits
+
+    first, second = operands
+    a, b = {"forward": (first, second.mT), "dX": (first, second)}.get(case.work, (first.mT, second))
+    out = ours(*operands)
+    rows = torch.arange(0, out.shape[0], max(1, out.shape[0] // 16), device=device)[:16]
+    spans = None
+    if case.work == "dW ragged":
+        spans = torch.tensor([0, *itertools.accumulate(_lengths(case.m))], dtype=torch.int32, device=device)
+    some = a[rows].contiguous()
+    want = torch.full((len(rows), out.shape[1]), math.nan, dtype=out.dtype, device=device)
+    matmul_sm80.matmul(some, b, cu_seqlens=spans, out=want)
+    assert_same_bits(out[rows], want, f"{case}: rows {rows.tolist()}")
+    columns = torch.arange(0, out.shape[1], max(1, out.shape[1] // 32), device=device)
+    x, y = some[:4].cpu()[None, None], b[:, columns].cpu()[None, None]
+    key = TENSOR_CORE.on(family(device.index)).key
+    cpu = None if spans is None else spans.cpu()
+    small = reference.addbmm(None, x, y, cpu, out_dtype=out.dtype, contract=key)[0]
+    assert_same_bits(want[:4][:, columns].cpu(), small, f"{case}: against the CPU reference")
+
+
+# ---- measuring
+
+
+class _Race:
+    """Contestants as CUDA graphs of the same number of calls, replayed in turns."""
+
+    def __init__(self, calls: int) -> None:
+        self._calls = calls
+        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
+
+    def add(self, name: str, run: Run, sets: Sequence[Sequence[Tensor]]) -> None:
+        for operands in sets[:2]:
+            run(*operands)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # As many outputs as operands stay alive, so that results do not live in the L2 cache either.
+        outputs: list[Tensor | None] = [None] * len(sets)
+        with torch.cuda.graph(graph):
+            for i in range(self._calls):
+                outputs[i % len(sets)] = run(*sets[i % len(sets)])
+        self._graphs[name] = graph
+
+    def run(self, rounds: int) -> dict[str, float]:
+        """Median microseconds of a call."""
+        times: dict[str, list[float]] = {name: [] for name in self._graphs}
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for turn in range(rounds + 1):
+            names = list(self._graphs)
+            for name in names if turn % 2 else reversed(names):
+                begin.record()
+                self._graphs[name].replay()
+                end.record()
+                end.synchronize()
+                if turn:
+                    times[name].append(begin.elapsed_time(end) * 1e3 / self._calls)
+        return {name: float(f"{statistics.median(t):.5g}") for name, t in times.items()}
+
+
+def _measure(case: Case, device: torch.device, l2_bytes: int, peers: dict[str, Any]) -> dict[str, Any]:
+    """Times of one case in microseconds."""
+    count = max(1, min(64, math.ceil(4.5 * l2_bytes / case.bytes)))
+    sets = [_operands(case, device, torch.randn) for _ in range(count)]
+    contestants = _contestants(case, device)
+    _check(case, sets[0], device, contestants["samebits"])
+    guess = max(case.flop / 600e12, case.bytes / 3.5e12, 3e-6)
+    race = _Race(max(2, min(300, math.ceil(3e-3 / guess))))
+    skipped = {}
+    for name, run in contestants.items():
+        race.add(name, run, sets)
+    for name, module in peers.items() if case.work == "forward" else ():
+        try:
+            theirs = [(x, PEERS[name].weight(w)) for x, w in sets]
+            race.add(name, partial(PEERS[name].run, module), theirs)
+        except Exception as error:  # another library's limits are not ours
+            skipped[name] = f"{type(error).__name__}: {error}"[:200]
+    result: dict[str, Any] = {
+        "work": case.work,
+        "m": case.m,
+        "k": case.k,
+        "n": case.n,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "us": race.run(11),
+    }
+    return result | ({"skipped": skipped} if skipped else {})
+
+
+def _drift(k: int, n: int, device: torch.device) -> dict[str, Any]:
+    """How many of the first M rows have other bits than in the largest batch, for cuBLAS and for samebits."""
+    x = torch.randn((ROWS[-1], k), device=device, dtype=BF16)
+    weight = torch.randn((n, k), device=device, dtype=BF16)
+    changed: dict[str, list[int]] = {}
+    for name, run in (("torch", torch.mm), ("samebits", matmul)):
+        full = run(x, weight.mT).view(torch.int16)
+        changed[name] = [
+            int((run(x[:m], weight.mT).view(torch.int16) != full[:m]).any(1).sum()) for m in ROWS
+        ]
+    return {"k": k, "n": n, "rows": list(ROWS), "changed": changed}
+
+
+def _host(m: int, k: int, n: int, device: torch.device) -> list[dict[str, Any]]:
+    """Microseconds of the caller's time for one eager call."""
+    x = torch.randn((m, k), device=device, dtype=BF16)
+    weight = torch.randn((n, k), device=device, dtype=BF16)
+    leaf = weight.clone().requires_grad_()
+    operations: dict[str, tuple[Run, Run, Tensor]] = {
+        "matmul": (lambda x, w: matmul(x, w.mT), lambda x, w: torch.mm(x, w.mT), weight),
+        "linear": (linear, F.linear, weight),
+        "linear, recording gradients": (linear, F.linear, leaf),
+    }
+    results = []
+    for name, (ours, theirs, w) in operations.items():
+        times: dict[str, list[float]] = {"samebits": [], "torch": []}
+        for turn in range(16):
+            for who, run in (("samebits", ours), ("torch", theirs)):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(300):
+                    run(x, w)
+                if turn:
+                    times[who].append((time.perf_counter() - start) / 300 * 1e6)
+        medians = {who: float(f"{statistics.median(t):.4g}") for who, t in times.items()}
+        results.append({"operation": name, "m": m, "k": k, "n": n, "us": medians})
+    return results
+
+
+def _ceilings(device: torch.device) -> dict[str, float]:
+    """What a large copy and a large product reach here."""
+    source = torch.empty(1 << 30, dtype=torch.int8, device=device).random_()
+    a, b = (torch.randn((8192, 8192), device=device, dtype=BF16) for _ in range(2))
+    race = _Race(4)
+    race.add("copy", torch.clone, [(source,)])
+    race.add("product", torch.mm, [(a, b)])
+    times = race.run(9)
+    return {
+        "copy_bytes_per_s": 2 * source.numel() / times["copy"] * 1e6,
+        "flop_per_s": 2 * 8192**3 / times["product"] * 1e6,
+    }
+
+
+def _environment(index: int) -> dict[str, Any]:
+    from samebits.backends.cuda import runtime
+    from samebits.backends.cuda.matmul import family
+
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        driver = "unknown"
+    contract = TENSOR_CORE.on(family(index))
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "gpu": runtime.device_info(index).name,
+        "driver": driver,
+        "contract": str(contract),
+        "digest": contract.digest(),
+        "versions": {
+            "samebits": __version__,
+            "torch": str(torch.__version__),
+            "CUDA": str(torch.version.cuda),
+            "NVRTC": runtime.nvrtc_version(),
+        },
+    }
+
+
+def bench(
+    cases: Iterable[Case] = CASES,
+    *,
+    device: int = 0,
+    peers: bool = False,
+    progress: Show = lambda done, what: None,
+) -> dict[str, Any]:
+    """Measure `cases`, cuBLAS's drift on their shapes, and the host's cost of a call.
+
+    Args:
+        cases: what to measure.
+        device: index of the CUDA device.
+        peers: measure those of `PEERS` that are installed, too.
+        progress: told the fraction done, and what is being done.
+
+    Returns:
+        What ``--json`` writes: ``environment``, ``ceilings``, ``cases``, ``drift``, ``host``.
+
+    Raises:
+        AssertionError: a sampled row has other bits than specified; no time is taken from there on.
+        samebits.backends.cuda.runtime.UnavailableError: no GPU can run this; the message says why.
+    """
+    from samebits.backends.cuda import ahead, runtime
+
+    status = runtime.status()
+    if not status.available:
+        raise runtime.UnavailableError(f"{status.reason}. {status.remedy}".strip())
+    todo = list(cases)
+    where = torch.device("cuda", device)
+    with torch.cuda.device(device), torch.no_grad():
+        torch.manual_seed(0)
+
+        def calls() -> Iterator[Callable[[], object]]:
+            for case in todo:
+                operands = _operands(case, where, torch.empty)
+                yield partial(_contestants(case, where)["samebits"], *operands)
+
+        progress(0.0, "choosing kernels")
+        ahead.compile_for(calls(), lambda done, what: progress(0.1 * done, what))
+        others = _installed(PEERS) if peers else {}
+        data: dict[str, Any] = {"environment": _environment(device), "ceilings": _ceilings(where)}
+        data["cases"] = []
+        for i, case in enumerate(todo):
+            progress(0.1 + 0.8 * i / len(todo), f"{case.work}, M {case.m}, K {case.k}, N {case.n}")
+            l2 = runtime.device_info(device).l2_bytes
+            data["cases"].append(_measure(case, where, l2, others))
+        shapes = list(dict.fromkeys((c.k, c.n) for c in todo if c.work == "forward"))
+        data["drift"] = []
+        for i, (k, n) in enumerate(shapes):
+            progress(0.9 + 0.08 * i / len(shapes), "rows that change with the batch")
+            data["drift"].append(_drift(k, n, where))
+    progress(0.98, "host")
+    with torch.cuda.device(device):
+        data["host"] = [line for shape in HOST for line in _host(*shape, where)]
+    return data
+
+
+def _installed(names: Iterable[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        with suppress(Exception):  # not installed, or not for this machine
+            found[name] = importlib.import_module(name)
+    return found
+
+
+# ---- for people
+
+BANDS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "forward, M <= 128": lambda c: c["work"] == "forward" and c["m"] <= 128,
+    "forward, M = 256": lambda c: c["work"] == "forward" and c["m"] == 256,
+    "forward, M >= 512": lambda c: c["work"] == "forward" and c["m"] >= 512,
+    "dX, M >= 512": lambda c: c["work"] == "dX",
+    "dW, M >= 512": lambda c: c["work"] == "dW",
+    "forward, dX and dW, M >= 512": lambda c: c["work"] in ("forward", "dX", "dW") and c["m"] >= 512,
+    "dW ragged / dense": lambda c: c["work"] == "dW ragged",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Speed relative to the competitor's over some cases: above 1 is faster."""
+
+    cases: int
+    mean: float
+    worst: float
+    worst_case: dict[str, Any]
+
+
+def ratio(case: dict[str, Any], who: str = "samebits") -> float:
+    """How many times as fast as the competitor."""
+    us = case["us"]
+    return float(us.get("torch", us.get("dense")) / us[who])
+
+
+def summary(cases: Iterable[dict[str, Any]]) -> dict[tuple[str, str], Speed]:
+    """Geometric mean and worst of every band, by dtype."""
+    found, every = {}, list(cases)
+    for dtype, (band, chosen) in itertools.product(("bfloat16", "float16"), BANDS.items()):
+        some = [c for c in every if c["dtype"] == dtype and chosen(c)]
+        if some:
+            worst = min(some, key=ratio)
+            mean = statistics.geometric_mean(map(ratio, some))
+            found[dtype, band] = Speed(len(some), mean, ratio(worst), worst)
+    return found
+
+
+def show(data: dict[str, Any]) -> RenderableType:
+    """Forward speed by shape and M, then the summary."""
+    forward = [c for c in data["cases"] if c["work"] == "forward" and c["dtype"] == "bfloat16"]
+    sizes = sorted({c["m"] for c in forward})
+    grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", title_justify="left")
+    grid.title = Text("Forward, bf16: speed relative to torch.mm, by K, N and M", style="bold not italic")
+    grid.add_column("K, N", no_wrap=True)
+    for m in sizes:
+        grid.add_column(str(m), justify="right", no_wrap=True)
+    for k, n in dict.fromkeys((c["k"], c["n"]) for c in forward):
+        by_m = {c["m"]: ratio(c) for c in forward if (c["k"], c["n"]) == (k, n)}
+        grid.add_row(f"{k}, {n}", *(_speed(by_m[m]) if m in by_m else Text("") for m in sizes))
+    host = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("an eager call costs the host, µs", "M, K, N", "samebits", "torch"):
+        host.add_column(name, justify="left" if name[0] in "aM" else "right")
+    for line in data["host"]:
+        us, shape = line["us"], f"{line['m']}, {line['k']}, {line['n']}"
+        host.add_row(line["operation"], shape, f"{us['samebits']:.1f}", f"{us['torch']:.1f}")
+    drifting = sum(any(d["changed"]["torch"]) for d in data["drift"])
+    ours = sum(any(d["changed"]["samebits"]) for d in data["drift"])
+    text = Text(f"Rows change bits with M at {drifting} of {len(data['drift'])} shapes under torch.mm, at ")
+    text.append(f"{ours} under samebits", "red bold" if ours else "green bold")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("speed relative to torch", "dtype", "cases", "geometric mean", "worst", "at M, K, N"):
+        table.add_column(name, justify="left" if name[:2] in ("sp", "dt", "at") else "right")
+    for (dtype, band), s in summary(data["cases"]).items():
+        w = s.worst_case
+        at = f"{w['work']} {w['m']}, {w['k']}, {w['n']}"
+        table.add_row(band, dtype, str(s.cases), _speed(s.mean, 3), _speed(s.worst, 3), at)
+    e = data["environment"]
+    return Group(
+        grid,
+        "",
+        host,
+        "",
+        text,
+        Text(f"{e['gpu']}, driver {e['driver']}, digest {e['digest']}", "dim"),
+        table,
+    )
+
+
+def _speed(x: float, digits: int = 2) -> Text:
+    return Text(f"{x:.{digits}f}", style="green" if x >= 1 else "default" if x >= 0.95 else "yellow")

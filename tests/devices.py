@@ -1,0 +1,13 @@
+"""Where tests run: on the CPU, and, marked ``gpu``, on the current CUDA device."""
+
+import pytest
+import torch
+
+from samebits import AMPERE, HOPPER
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+DEVICES = ["cpu", GPU]
+
+# The family of the GPU here, so that CPU tensors can be asked for its bits.
+HOPPER_OR_NEWER = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
+FAMILY = HOPPER if HOPPER_OR_NEWER else AMPERE

@@ -1,0 +1,390 @@
+"""The operations on CUDA tensors: bits of the CPU at every shape and layout, graphs, streams, compile."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+import samebits
+from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, verify
+from samebits.testing import KINDS, assert_same_bits, values
+from tests.devices import FAMILY, HOPPER_OR_NEWER
+from tests.test_invariance import LAYOUTS, relaid
+from tests.test_torch import OPERATORS, PUBLIC, public
+
+pytestmark = pytest.mark.gpu
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+HALF = (BF16, F16)
+ON_CPU = TENSOR_CORE.on(FAMILY)
+Inputs = dict[str, Tensor]
+
+
+def gradients(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    y = samebits.linear(*leaves, **options)
+    return (y.detach(), *torch.autograd.grad(y, leaves, dy))
+
+
+def packed(x: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    tokens = len(x)
+    ends = [0, tokens // 7, tokens // 7, tokens // 3, tokens - tokens // 5, tokens]
+    offsets = torch.tensor(ends, dtype=torch.int64, device=x.device)
+    return gradients(x, *others, cu_seqlens=offsets, **options)
+
+
+def accumulated(a: Tensor, b: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    acc = values("normal", (a.shape[0], b.shape[1]), F32, 9).to(a.device)
+    return (samebits.addmm_(acc, a, b, **options),)
+
+
+# name -> the call, and the shapes of its inputs at (M, K, N)
+OPS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[..., list[tuple[int, ...]]]]] = {
+    "matmul": (lambda a, b, **o: (samebits.matmul(a, b, **o),), lambda m, k, n: [(m, k), (k, n)]),
+    "matmul f32": (
+        lambda a, b, **o: (samebits.matmul(a, b, out_dtype=F32, **o),),
+        lambda m, k, n: [(m, k), (k, n)],
+    ),
+    "matmul broadcast": (
+        lambda a, b, **o: (samebits.matmul(a, b, **o),),
+        lambda m, k, n: [(3, 1, m, k), (2, k, n)],
+    ),
+    "addmm_": (accumulated, lambda m, k, n: [(m, k), (k, n)]),
+    "bmm": (lambda a, b, **o: (samebits.bmm(a, b, **o),), lambda m, k, n: [(4, m, k), (4, k, n)]),
+    "bmm, b shared": (lambda a, b, **o: (samebits.bmm(a, b, **o),), lambda m, k, n: [(4, m, k), (1, k, n)]),
+    "bmm, a shared": (lambda a, b, **o: (samebits.bmm(a, b, **o),), lambda m, k, n: [(m, k), (4, k, n)]),
+    "linear": (gradients, lambda m, k, n: [(m, k), (n, k), (n,), (m, n)]),
+    "linear, rows of a batch": (gradients, lambda m, k, n: [(3, m, k), (n, k), (n,), (3, m, n)]),
+    "linear, packed": (packed, lambda m, k, n: [(m, k), (n, k), (n,), (m, n)]),
+}
+SHAPES = [
+    (1, 1, 1), (1, 17, 64), (3, 16, 5), (16, 40, 32), (17, 33, 31), (64, 64, 64), (130, 100, 1),
+    (1, 4097, 33), (257, 129, 65), (200, 264, 136), (512, 512, 256), (1, 1024, 2048), (33, 2048, 512),
+    (1037, 40, 24), (7, 0, 5), (0, 16, 8), (8, 16, 0), (0, 0, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("name", OPS)
+def test_operations_have_the_bits_of_the_cpu(name: str, shape: tuple[int, int, int]) -> None:
+    call, shapes = OPS[name]
+    seed = sum(map(ord, name)) + sum(shape)
+    for dtype, kind in zip(HALF, (KINDS[seed % len(KINDS)], "normal"), strict=True):
+        inputs = [values(kind, s, dtype, seed + i) for i, s in enumerate(shapes(*shape))]
+        want = call(*inputs, contract=ON_CPU)
+        got = call(*(t.cuda() for t in inputs))
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            assert g.is_cuda
+            assert_same_bits(g, w, f"{kind} {dtype}, result {i}")
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(LAYOUTS, LAYOUTS)))
+def test_strides_and_alignments(first: str, second: str) -> None:
+    for name in ("matmul", "linear", "linear, packed", "bmm"):
+        call, shapes = OPS[name]
+        inputs = [values("normal", s, BF16, i) for i, s in enumerate(shapes(72, 48, 40))]
+        want = call(*inputs, contract=ON_CPU)
+        placed = [t.cuda() for t in inputs]
+        if name != "bmm":
+            placed[:2] = [relaid(placed[0], first), relaid(placed[1], second)]
+            placed[3:] = [relaid(t, first) for t in placed[3:]]
+        else:
+            placed = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in placed]
+        for g, w in zip(call(*placed), want, strict=True):
+            assert_same_bits(g, w, name)
+
+
+def test_misaligned_views() -> None:
+    room = values("normal", (70_000,), BF16, 0)
+    weight = values("normal", (64, 96), BF16, 1)
+    for offset in (0, 1, 2, 4, 7, 8, 9):
+        x = room[offset : offset + 50 * 96].view(50, 96)
+        on_gpu = room.cuda()[offset : offset + 50 * 96].view(50, 96)
+        assert_same_bits(
+            samebits.linear(on_gpu, weight.cuda()), samebits.linear(x, weight, contract=ON_CPU), f"{offset}"
+        )
+
+
+def test_huge_strides() -> None:
+    """Offsets beyond 2**31 elements, of either operand."""
+    if torch.cuda.mem_get_info()[0] < 20 << 30:
+        pytest.skip("needs 20 GB")
+    big = torch.empty((1 << 32) + 4096, dtype=BF16, device="cuda")
+    x, weight = values("normal", (4, 64), BF16, 1), values("normal", (24, 64), BF16, 2)
+    far = big.as_strided((4, 64), (1 << 30, 1)).copy_(x.cuda())
+    want = samebits.linear(x, weight, contract=ON_CPU)
+    assert_same_bits(samebits.linear(far, weight.cuda()), want)
+    assert_same_bits(samebits.linear(weight.cuda(), far), want.mT.contiguous())
+
+
+@given(
+    m=st.integers(1, 700),
+    k=st.sampled_from([64, 200, 768, 1024]),
+    n=st.sampled_from([8, 72, 256, 1000]),
+    dtype=st.sampled_from(HALF),
+    kind=st.sampled_from(["normal", "wide", "cancel", "sparse"]),
+    data=st.data(),
+)
+def test_rows_over_tiles_and_schedules(
+    m: int, k: int, n: int, dtype: torch.dtype, kind: str, data: st.DataObject
+) -> None:
+    """Sizes at which batches of one row, of some and of all go to different schedules."""
+    x, weight = values(kind, (m, k), dtype, m, "cuda"), values(kind, (n, k), dtype, n, "cuda")
+    full = samebits.linear(x, weight)
+    start = data.draw(st.integers(0, m - 1), "start")
+    stop = data.draw(st.integers(start + 1, m), "stop")
+    assert_same_bits(samebits.linear(x[start:stop], weight), full[start:stop], "some rows")
+    assert_same_bits(samebits.linear(x[start], weight), full[start], "one row")
+    company = values("special", (m, k), dtype, 5, "cuda")
+    company[start:stop] = x[start:stop]
+    assert_same_bits(samebits.linear(company, weight)[start:stop], full[start:stop], "beside NaN and inf")
+
+
+def test_equals_cublas_where_it_does_not_split_k() -> None:
+    if not HOPPER_OR_NEWER:
+        pytest.skip("known of Hopper")
+    a, weight = (
+        values("normal", (4096, 2048), BF16, 0, "cuda"),
+        values("normal", (6144, 2048), BF16, 1, "cuda"),
+    )
+    assert_same_bits(samebits.linear(a, weight), torch.mm(a, weight.mT))
+
+
+# ---- graphs, streams, threads
+
+
+@pytest.mark.parametrize("m", [1, 40, 300, 1000])
+def test_cuda_graph(m: int) -> None:
+    x, weight = values("normal", (m, 256), BF16, 0, "cuda"), values("normal", (512, 256), BF16, 1, "cuda")
+    bias, dy = values("normal", (512,), BF16, 2, "cuda"), values("normal", (m, 512), BF16, 3, "cuda")
+    want = gradients(x, weight, bias, dy)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        gradients(x, weight, bias, dy)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        got = gradients(x, weight, bias, dy)
+    for _ in range(2):
+        for t in got:
+            t.detach().fill_(torch.nan)
+        graph.replay()
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            assert_same_bits(g, w, f"result {i}")
+
+
+CAPTURE = """
+import torch, samebits
+x, w = torch.ones(40, 264, device="cuda").bfloat16(), torch.ones(136, 264, device="cuda").bfloat16()
+{first}
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    y = samebits.linear(x, w)
+graph.replay()
+print(y[0, 0].item())
+"""
+
+
+def test_capture_before_a_kernel_is_loaded_is_a_clear_error() -> None:
+    def run(first: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", CAPTURE.format(first=first)], capture_output=True, text=True, timeout=120
+        )
+
+    bare = run("")
+    assert bare.returncode != 0
+    assert "samebits.prepare" in bare.stderr
+    ready = run("samebits.prepare(w, [40])" if hasattr(samebits, "prepare") else "samebits.linear(x, w)")
+    assert ready.stdout.strip() == "264.0", ready.stderr
+
+
+def test_streams_and_threads() -> None:
+    x, weight = values("normal", (700, 512), BF16, 0, "cuda"), values("normal", (768, 512), BF16, 1, "cuda")
+    load = values("normal", (4096, 4096), BF16, 2, "cuda")
+    want = samebits.linear(x, weight)
+    torch.cuda.synchronize()
+    results: list[Tensor] = []
+
+    def work() -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for m in (1, 30, 200, 700):
+                torch.mm(load, load)
+                results.append(samebits.linear(x[:m], weight))
+        stream.synchronize()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 16
+    for got in results:
+        assert_same_bits(got, want[: len(got)])
+
+
+def test_a_thread_that_has_called_no_cuda() -> None:
+    """It has no context yet, and the Hopper kernel's tensor maps are made before anything is launched."""
+    x, weight = values("normal", (72, 56), BF16, 0, "cuda"), values("normal", (88, 56), BF16, 1, "cuda")
+    acc = torch.zeros(72, 88, device="cuda")
+    want = samebits.matmul(x, weight.mT, out_dtype=F32)
+    results: list[Tensor] = []
+    x, weight = x.clone(), weight.clone()  # at addresses of which no map was made
+    thread = threading.Thread(target=lambda: results.append(samebits.addmm_(acc, x, weight.mT)))
+    thread.start()
+    thread.join()
+    (got,) = results
+    assert_same_bits(got, want)
+
+
+# ---- within PyTorch
+
+
+def on_gpu(tree: Any) -> Any:
+    def move(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        return t.detach().cuda().requires_grad_(t.requires_grad)
+
+    return tree_map(move, tree)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_opcheck(name: str) -> None:
+    operator = getattr(torch.ops.samebits, name.split()[0])
+    torch.library.opcheck(operator, on_gpu(OPERATORS[name](BF16, TENSOR_CORE.key)))
+
+
+def halves(name: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """`tests.test_torch.public`, its leaves on the GPU in bf16, but for accumulators."""
+    op, leaves = public(name)
+    keep = 1 if name == "addmm_" else 0
+    moved = [t.detach().cuda().to(F32 if i < keep else BF16).requires_grad_() for i, t in enumerate(leaves)]
+    if name == "linear packed":
+        offsets = torch.tensor([0, 3, 3, 8], device="cuda")
+        return (lambda *a: samebits.linear(*a, cu_seqlens=offsets)), moved
+    return op, moved
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, "aot_eager") for name in PUBLIC), ("linear", "inductor"), ("addmm_", "inductor")],
+)
+def test_compile(name: str, backend: str) -> None:
+    torch._dynamo.reset()
+    op, leaves = halves(name)
+    compiled = torch.compile(lambda *args: op(*args), fullgraph=True, backend=backend)
+    eager_out, compiled_out = op(*leaves), compiled(*leaves)
+    assert_same_bits(compiled_out, eager_out)
+    grad = torch.ones_like(eager_out)
+    pairs = (torch.autograd.grad(out, leaves, grad) for out in (compiled_out, eager_out))
+    for got, want in zip(*pairs, strict=True):
+        assert_same_bits(got, want)
+
+
+def test_autocast() -> None:
+    x, weight = values("normal", (30, 40), F32, 0, "cuda"), values("normal", (50, 40), F32, 1, "cuda")
+    with torch.autocast("cuda", BF16):
+        assert_same_bits(samebits.linear(x, weight), samebits.linear(x.bfloat16(), weight.bfloat16()))
+
+
+def test_gradients_accumulate_like_one_long_batch() -> None:
+    """dW of micro-batches, cut where groups of 16 tokens end, into one f32 accumulator."""
+    x, dy = values("normal", (640, 72), BF16, 0, "cuda"), values("normal", (640, 136), BF16, 1, "cuda")
+    whole = samebits.addmm_(torch.zeros(136, 72, device="cuda"), dy.mT, x)
+    parts = torch.zeros(136, 72, device="cuda")
+    for i, j in itertools.pairwise((0, 16, 160, 400, 640)):
+        samebits.addmm_(parts, dy[i:j].mT, x[i:j])
+    assert_same_bits(parts, whole)
+    reference = samebits.addmm_(torch.zeros(136, 72), dy.cpu().mT, x.cpu(), contract=ON_CPU)
+    assert_same_bits(whole, reference)
+
+
+# ---- errors
+
+
+def gpu(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device="cuda")
+
+
+def cpu(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=BF16)
+
+
+OTHER = AMPERE if FAMILY is HOPPER else HOPPER
+ERRORS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
+    (
+        "devices",
+        lambda: samebits.matmul(gpu(2, 3), cpu(3, 4)),
+        ValueError,
+        "expected device cuda:0 like a, got cpu",
+    ),
+    ("devices, linear", lambda: samebits.linear(cpu(2, 3), gpu(4, 3)), ValueError, "like x, got cuda:0"),
+    (
+        "devices, bias",
+        lambda: samebits.linear(gpu(2, 3), gpu(4, 3), cpu(4)),
+        ValueError,
+        "bias: expected device",
+    ),
+    (
+        "devices, acc",
+        lambda: samebits.addmm_(torch.zeros(2, 2), gpu(2, 2), gpu(2, 2)),
+        ValueError,
+        "acc: expected device",
+    ),
+    (
+        "devices, offsets",
+        lambda: samebits.linear(gpu(4, 3), gpu(4, 3), cu_seqlens=torch.tensor([0, 4])),
+        ValueError,
+        "cu_seqlens: expected device",
+    ),
+    (
+        "float32",
+        lambda: samebits.matmul(gpu(2, 2, dtype=F32), gpu(2, 2, dtype=F32)),
+        NotImplementedError,
+        "contract FMA has no CUDA kernel in this version; use CPU tensors",
+    ),
+    (
+        "bf16 under FMA",
+        lambda: samebits.matmul(gpu(2, 2), gpu(2, 2), contract=FMA),
+        NotImplementedError,
+        "no CUDA kernel",
+    ),
+    (
+        "another family",
+        lambda: samebits.matmul(gpu(2, 2), gpu(2, 2), contract=TENSOR_CORE.on(OTHER)),
+        ValueError,
+        f"{FAMILY.name}; CPU tensors follow any family",
+    ),
+    (
+        "overlap",
+        lambda: samebits.addmm_(torch.zeros(4, device="cuda").expand(3, 4), gpu(3, 5), gpu(5, 4)),
+        ValueError,
+        "do not overlap",
+    ),
+    ("shapes", lambda: samebits.matmul(gpu(2, 3), gpu(4, 5)), ValueError, "inner dimensions must be equal"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), [e[1:] for e in ERRORS], ids=[e[0] for e in ERRORS])
+def test_refused(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+    assert_same_bits(samebits.matmul(gpu(2, 3), gpu(3, 4)), gpu(2, 4), "and the next call works")
+
+
+def test_verify() -> None:
+    """All that ``samebits verify`` compares: every kernel, every schedule."""
+    report = verify.verify()
+    assert report.exit_code == 0, report.failure or report.first
+    assert report.compared > 10**8

@@ -1,0 +1,164 @@
+"""``samebits verify`` and ``bench``: what they cover, what they tell, and what they do without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from samebits import bench, verify
+from samebits.cli import app
+from samebits.testing import KINDS
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_cases_cover_what_the_kernels_offer(thorough: bool) -> None:
+    cases = verify.cases(thorough)
+    assert {c.what for c in cases} == {
+        "shapes", "layouts", "strides", "values", "epilogues", "batches", "sequences", "large",
+    }  # fmt: skip
+    assert {c.layout for c in cases} == set(verify.LAYOUTS)
+    assert {c.dtype for c in cases} == {torch.bfloat16, torch.float16}
+    assert {c.kind for c in cases} == set(KINDS)
+    assert {c.place for c in cases} == {"plain", "pitched", "odd", "spread"}
+    assert any(c.accumulate for c in cases)
+    assert any(c.bias for c in cases)
+    assert any(c.lengths for c in cases)
+    assert any(c.segments for c in cases)
+    assert len(set(cases)) > 0.9 * len(cases)
+
+
+def test_thorough_compares_a_thousand_million_values() -> None:
+    schedules = 5  # of the universal kernel alone
+    assert sum(c.m * c.n * max(1, c.batch) for c in verify.cases(True)) * schedules >= 10**9
+
+
+@pytest.mark.parametrize("case", [c for c in verify.cases(False) if c.work < 1 << 21][::9], ids=str)
+def test_operands_are_laid_out_as_the_case_says(case: verify.Case) -> None:
+    x = verify._operands(case, torch.device("cpu"))
+    assert x.a.shape[-2:] == (case.m, case.k)
+    assert x.b.shape[-2:] == (case.k, case.n)
+    for t, layout in ((x.a, case.layout[0]), (x.b, case.layout[1])):
+        rows, columns = t.stride()[-2:] if layout == "N" else t.stride()[:-3:-1]
+        assert columns == (2 if case.place == "spread" else 1)
+        assert case.place != "pitched" or (rows % 8 == 0 and t.storage_offset() == 0)
+        assert case.place != "odd" or (rows % 2 == 1 and t.storage_offset() == 1)
+
+
+def report() -> verify.Report:
+    return verify.Report("a GPU", "", "", "", {}, False)
+
+
+def test_a_single_differing_bit_is_found_and_told() -> None:
+    want = torch.randn(5, 7).bfloat16()
+    got = want.clone()
+    got.view(torch.int16)[3, 2] ^= 1
+    found = report()
+    found.compare("kernel", "shapes", "CPU reference", want, want)
+    assert (found.exit_code, found.first) == (0, None)
+    found.compare("kernel", "shapes", "CPU reference", got, want, "the case")
+    assert (found.compared, found.differing, found.exit_code) == (70, 1, 1)
+    assert found.first is not None
+    assert found.first.at == (3, 2)
+    assert int(found.first.got_bits, 16) ^ int(found.first.expected_bits, 16) == 1
+    assert json.loads(found.to_json())["differing"] == 1
+
+
+def test_zeros_and_nans_are_compared_by_their_bits() -> None:
+    found = report()
+    found.compare("kernel", "w", "a", torch.tensor([-0.0]), torch.tensor([0.0]))
+    nan = torch.tensor([0x7FC00000, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    found.compare("kernel", "w", "a", nan[:1], nan[1:])
+    assert found.differing == 2
+
+
+def test_cublas_is_reported_and_does_not_fail() -> None:
+    found = report()
+    found.compare("torch.mm", "w", "a", torch.ones(3), torch.zeros(3), counts=False)
+    assert (found.differing, found.exit_code, found.lines[0].differing) == (0, 0, 3)
+
+
+def test_a_failure_is_told() -> None:
+    found = report()
+    found.failure = "matmul_sm90 did not end"
+    assert found.exit_code == 1
+
+
+@NO_GPU
+def test_without_a_gpu_the_known_answers_are_verified(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    done = CliRunner().invoke(app, ["verify", "--json", str(file)])
+    assert done.exit_code == 2, done.output
+    assert "No GPU was verified" in done.output
+    data = json.loads(file.read_text())
+    assert data["gpu"] is None
+    assert data["compared"] > 600
+    assert data["differing"] == 0
+
+
+@NO_GPU
+def test_wrong_known_answers_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(verify._KNOWN_DIGESTS, "FMA", "0" * 16)
+    done = CliRunner().invoke(app, ["verify"])
+    assert done.exit_code == 1, done.output
+    assert "NOT as specified" in done.output
+
+
+@NO_GPU
+def test_bench_without_a_gpu_says_why() -> None:
+    done = CliRunner().invoke(app, ["bench", "--quick"])
+    assert done.exit_code == 2
+    assert "samebits bench: " in done.output
+
+
+def test_bench_cases() -> None:
+    forward = {(c.k, c.n, c.m) for c in bench.CASES if c.work == "forward"}
+    assert {(k, n) for k, n, _ in forward} == set(bench.SHAPES)
+    assert all((k, n, m) in forward for k, n in bench.SHAPES for m in bench.ROWS)
+    assert set(bench.quick()) < set(bench.CASES)
+    lengths = bench._lengths(16384)
+    assert sum(lengths) == 16384
+    assert 400 < sum(lengths) / len(lengths) < 620
+
+
+def test_bench_summary_and_tables() -> None:
+    def case(work: str, m: int, ours: float, theirs: float) -> dict[str, object]:
+        name = "dense" if work == "dW ragged" else "torch"
+        shape = {"work": work, "m": m, "k": 64, "n": 64, "dtype": "bfloat16"}
+        return shape | {"us": {"samebits": ours, name: theirs}}
+
+    cases = [case("forward", 1, 1.0, 2.0), case("forward", 128, 2.0, 1.0), case("dW ragged", 512, 1.0, 0.9)]
+    found = bench.summary(cases)
+    low = found["bfloat16", "forward, M <= 128"]
+    assert (low.cases, low.mean, low.worst, low.worst_case["m"]) == (2, 1.0, 0.5, 128)
+    assert found["bfloat16", "dW ragged / dense"].worst == 0.9
+    assert len(found) == 2
+    environment = {"gpu": "a GPU", "driver": "1", "digest": "0"}
+    drift = [{"k": 64, "n": 64, "rows": [1], "changed": {"torch": [1], "samebits": [0]}}]
+    assert bench.show({"cases": cases, "host": [], "drift": drift, "environment": environment})
+
+
+def test_kernels_are_compiled_ahead_of_the_calls_that_load_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.core")
+    from samebits.backends.cuda import ahead, matmul_sm80, runtime
+
+    layout = matmul_sm80.Layout(True, True, (0, 0, 0, 0))
+    specs = [
+        matmul_sm80.kernel_spec(matmul_sm80.SCHEDULES[2], dtype, layout, layout)
+        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16)
+    ]
+    hopper = runtime.DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20)
+    monkeypatch.setattr(runtime, "device_info", lambda index: hopper)
+    monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(tmp_path))
+    after_load: list[object] = []
+    calls = [lambda spec=spec: after_load.append(runtime.load(spec, 0)) for spec in specs]
+    assert ahead.compile_for(calls) == 2
+    assert len(list(tmp_path.glob("*.cubin"))) == 2
+    assert not after_load, "a call went on without its kernel"
