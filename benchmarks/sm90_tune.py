@@ -1,10 +1,11 @@
 """Bits and speed of every schedule of ``matmul_sm90`` on a Hopper GPU, against ``torch.mm`` in the same run.
 
-    python benchmarks/sm90_tune.py --check --speed tune --out results.json
+    python benchmarks/sm90_tune.py --check 4 --speed tune --out results.json
 
-Each product is checked before it is timed: raw bits against a naive kernel, outputs poisoned. Times are medians
-over CUDA-graph replays that rotate over enough input sets to defeat the L2 cache; the contestants take turns,
-so that heat and power are shared. The work runs in a child process: one that hangs is ended and the rest goes on.
+Each product is checked before it is timed: raw bits against a naive kernel, outputs poisoned. Times are
+medians over CUDA-graph replays that rotate over enough input sets to defeat the L2 cache; the contestants
+take turns, so that heat and power are shared. The work runs in a child process: one that hangs is ended and the
+rest goes on.
 """
 
 from __future__ import annotations
@@ -518,7 +519,8 @@ def watch(
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert worker.stdout and worker.stderr
+    assert worker.stdout
+    assert worker.stderr
     what, quiet_limit = "start", 40
     while True:
         ready, _, _ = select.select([worker.stdout], [], [], quiet_limit)
@@ -548,13 +550,15 @@ def summary(r: dict[str, Any]) -> str:
     if "host" in r:
         return f"host cost of a call, us: {r['host']}"
     if "bad" in r:
-        return f"{'BAD' if r['bad'] else 'ok '} {r['name']} {r['checks']} checks {len(r['bad'])} bad {r['bad'][:2]}"
+        state = "BAD" if r["bad"] else "ok "
+        return f"{state} {r['name']} {r['checks']} checks {len(r['bad'])} bad {r['bad'][:2]}"
     base = r["us"]["torch"]
     times = sorted((t, name) for name, t in r["us"].items() if name != "torch")
     best = "  ".join(f"{name} {base / t:.3f}" for t, name in times[:4])
     wrong = f" WRONG {r['wrong']}" if r["wrong"] else ""
     chosen = next((base / t for t, name in times if name.endswith("chosen")), 0)
-    return f"{r['kind']:3} {r['m']:5} {r['k']:5} {r['n']:5} torch {base:8.1f} us; chosen {chosen:.3f}; {best}{wrong}"
+    case = f"{r['kind']:3} {r['m']:5} {r['k']:5} {r['n']:5}"
+    return f"{case} torch {base:8.1f} us; chosen {chosen:.3f}; {best}{wrong}"
 
 
 def report(results: list[dict[str, Any]]) -> None:
@@ -579,7 +583,8 @@ def report(results: list[dict[str, Any]]) -> None:
             best = [r["us"]["torch"] / min(t for name, t in r["us"].items() if name != "torch") for r in rows]
             cells = [f"{geometric_mean(x):.3f} {min(x):.3f}" for x in (chosen, best) if x]
             print(
-                f"{kind or 'all':3} M {low}..{high if high < 1 << 30 else ''}: {' | '.join(cells)}  ({len(rows)} cases)"
+                span = f"{low}..{high if high < 1 << 30 else ''}"
+                print(f"{kind or 'all':3} M {span}: {' | '.join(cells)}  ({len(rows)} cases)")
             )
     bad = [r for r in results if r.get("bad") or r.get("wrong") or r.get("error")]
     print(f"{len(bad)} results bad of {len(results)}")

@@ -50,7 +50,8 @@ def test_kernels_compile_without_local_memory(a_mn: bool, b_mn: bool) -> None:
         matmul_sm90.Case(torch.float16, torch.float32, a_mn, b_mn, accumulate=True, aligned=False),
     ]
     if a_mn and b_mn:
-        cases.append(matmul_sm90.Case(bf16, torch.float32, True, True, accumulate=True, bounds_dtype=torch.int64))
+        int64 = torch.int64
+        cases.append(matmul_sm90.Case(bf16, torch.float32, True, True, accumulate=True, bounds_dtype=int64))
     schedules = catalogue(a_mn, b_mn)
     for i, case in enumerate(cases):
         for s in schedules[i :: 4 * len(cases)]:

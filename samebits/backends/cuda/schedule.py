@@ -63,7 +63,7 @@ class Schedule:
         return not (tall_mn and self.block_m // self.share % 64)
 
     def resident(self, sms: int) -> int:
-        """Clusters at work at once. Those of four leave multiprocessors of some GPCs over (30 run on an H200)."""
+        """Clusters at work at once. Clusters of four leave some multiprocessors over: 30 run on an H200."""
         return (
             sms * self.blocks // self.cluster
             if self.cluster <= 2
@@ -194,17 +194,17 @@ def choose(p: Product, sms: int) -> Schedule:
     """The schedule for ``p`` on a GPU of so many multiprocessors."""
     best = min(menu(p, sms), key=lambda s: estimate(s, p, sms))
     multiply, intake, hbm = _work(best, p, sms)
-    # An early start scatters neighbouring tiles over the GPU: bad where many rows share the intake that decides.
+    # An early start scatters neighbouring tiles over the GPU: bad where many rows share what is taken in.
     early = best.cluster > 1 or p.m <= 128 or intake <= max(multiply, hbm)
     ahead = best.stages if best.swap and early and p.m <= best.block_n and hbm < multiply else 0
-    # Neighbouring tiles, which run side by side, should share the much larger operand, if the other stays in L2.
+    # Neighbouring tiles run side by side: let them share the much larger operand, if the other stays in L2.
     tall = not best.swap and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
     group = 1 if tall and p.n * p.k * 2 <= 24 << 20 else best.group
     return replace(best, early=early, ahead=ahead, group=group)
 
 
 def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
-    """Every kind of schedule that :func:`choose` can return for these layouts: for proving that none changes a bit."""
+    """Every kind of schedule that :func:`choose` can return for these layouts, to prove that none changes bits."""
     found: dict[Schedule, None] = {}
     for m in (8, 16, 32, 64, 128, 4096):
         for n in (1024, *range(2048, 8449, 1024), 3 * 8448):
