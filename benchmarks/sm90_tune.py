@@ -4,8 +4,8 @@
 
 Each product is checked before it is timed: raw bits against a naive kernel, outputs poisoned. Times are
 medians over CUDA-graph replays that rotate over enough input sets to defeat the L2 cache; the contestants
-take turns, so that heat and power are shared. The work runs in a child process: one that hangs is ended and the
-rest goes on.
+take turns, so that heat and power are shared. The work runs in a child process: one that hangs is ended and
+the rest goes on.
 """
 
 from __future__ import annotations
@@ -582,10 +582,8 @@ def report(results: list[dict[str, Any]]) -> None:
             ]
             best = [r["us"]["torch"] / min(t for name, t in r["us"].items() if name != "torch") for r in rows]
             cells = [f"{geometric_mean(x):.3f} {min(x):.3f}" for x in (chosen, best) if x]
-            print(
-                span = f"{low}..{high if high < 1 << 30 else ''}"
-                print(f"{kind or 'all':3} M {span}: {' | '.join(cells)}  ({len(rows)} cases)")
-            )
+            span = f"{low}..{high if high < 1 << 30 else ''}"
+            print(f"{kind or 'all':3} M {span}: {' | '.join(cells)}  ({len(rows)} cases)")
     bad = [r for r in results if r.get("bad") or r.get("wrong") or r.get("error")]
     print(f"{len(bad)} results bad of {len(results)}")
 

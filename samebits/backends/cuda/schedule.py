@@ -64,14 +64,11 @@ class Schedule:
 
     def resident(self, sms: int) -> int:
         """Clusters at work at once. Clusters of four leave some multiprocessors over: 30 run on an H200."""
-        return (
-            sms * self.blocks // self.cluster
-            if self.cluster <= 2
-            else sms * 10 // 11 * self.blocks // self.cluster
-        )
+        usable = sms if self.cluster <= 2 else sms * 10 // 11
+        return usable * self.blocks // self.cluster
 
     def smem(self, panel: int, a_mn: bool, b_mn: bool) -> int:
-        """Bytes of shared memory, operands laid out so (as the kernel sees them), the output in such panels."""
+        """Bytes of shared memory, for operands laid out so as the kernel sees them and such output panels."""
         rows = _round(self.block_m, 64) if a_mn else self.block_m
         columns = _round(self.block_n, 64) if b_mn else self.block_n
         # Rows past a warpgroup's own, up to 64, are read too, and their results dropped.
@@ -204,7 +201,7 @@ def choose(p: Product, sms: int) -> Schedule:
 
 
 def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
-    """Every kind of schedule that :func:`choose` can return for these layouts, to prove that none changes bits."""
+    """Every kind of schedule that :func:`choose` can return, to prove that none changes a bit."""
     found: dict[Schedule, None] = {}
     for m in (8, 16, 32, 64, 128, 4096):
         for n in (1024, *range(2048, 8449, 1024), 3 * 8448):

@@ -55,8 +55,9 @@ template <int type>
 __device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
     using Bias = Element<type>;
     Fragment fragment(p, place, thread);
-    const auto* bias = static_cast<const typename Bias::Stored*>(p.bias) + (TRANSPOSED ? fragment.row : fragment.column);
-    int left = TRANSPOSED ? p.m - fragment.row : p.n - fragment.column;
+    int begin = TRANSPOSED ? fragment.row : fragment.column;
+    const auto* bias = static_cast<const typename Bias::Stored*>(p.bias) + begin;
+    int left = (TRANSPOSED ? p.m : p.n) - begin;
     auto at = [&](int i) { return i < left ? Bias::widen(bias[i]) : 0; };
     auto add = [](float* d, float first, float second) {
         d[0] = __fadd_rn(d[0], first);
