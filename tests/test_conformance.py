@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mmasim.nv_ptx.sim import MMA
 from torch import Tensor
 
 import samebits
@@ -233,6 +232,8 @@ def test_recorded_tensor_core(case: str, transposed: bool, device: str) -> None:
 @pytest.mark.parametrize("model", [AMPERE, HOPPER], ids=lambda m: m.name)
 def test_agrees_with_mmasim(model: samebits.MmaModel, dtype: torch.dtype, kind: str) -> None:
     """A simulator by others, on 2^18 random groups of 16 for each of 28 settings: 7 million in all."""
+    from mmasim.nv_ptx.sim import MMA  # here, so that a machine without it runs the rest
+
     arch = model.name.capitalize()
     name = "bf16" if dtype == torch.bfloat16 else "f16"
     step = MMA(arch, f"m16n8k16.f32.{name}.{name}.f32")

@@ -19,6 +19,9 @@ needs_compiler = pytest.mark.skipif(
 )
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
+SMEM = 227 * 1024
+LAYOUTS = list(itertools.product((False, True), repeat=2))
+
 # Each kind of epilogue and operand once; the schedules take turns, so that each meets some of them.
 CASES = [
     {"out_dtype": BF16},
@@ -39,9 +42,30 @@ def kernels(a_mn: bool, b_mn: bool) -> Iterator[runtime.KernelSpec]:
         )
 
 
+def fits_gpu(s: schedule.Schedule, a_mn: bool, b_mn: bool) -> bool:
+    a, b = (b_mn, a_mn) if s.swap else (a_mn, b_mn)
+    return s.stages >= 2 and s.smem(s.panel, a, b) <= SMEM // s.blocks and s.fits(a_mn, b_mn)
+
+
+@pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
+def test_any_product_has_a_schedule_that_fits(a_mn: bool, b_mn: bool) -> None:
+    sizes = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256, 1000, 4096, 100_000)
+    for m, n, k, sms in itertools.product(sizes, sizes, (1, 16, 200, 4096), (114, 132)):
+        s = schedule.choose(schedule.Product(m, n, k, 1, a_mn, b_mn), sms)
+        assert fits_gpu(s, a_mn, b_mn), (m, n, k, s)
+
+
+@pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
+def test_the_catalogue_fits(a_mn: bool, b_mn: bool) -> None:
+    found = schedule.catalogue(a_mn, b_mn)
+    assert len(found) == len(set(found)) > 20
+    for s in found:
+        assert fits_gpu(s, a_mn, b_mn), s
+
+
 @needs_compiler
 @pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize(("a_mn", "b_mn"), list(itertools.product((False, True), repeat=2)))
+@pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
 def test_every_schedule_compiles_without_spills(a_mn: bool, b_mn: bool, part: int) -> None:
     specs = list(kernels(a_mn, b_mn))[part::4]
     assert specs
