@@ -6,7 +6,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=$1 commit=${2:-$(git rev-parse HEAD)}
 mkdir -p "$out"
-export PYTHONUNBUFFERED=1 SAMEBITS_CACHE_DIR=${SAMEBITS_CACHE_DIR:-$out/../samebits-cache}
+export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD SAMEBITS_CACHE_DIR=${SAMEBITS_CACHE_DIR:-$out/../samebits-cache}
 python=${PYTHON:-python3}
 
 declare -A pids codes
@@ -25,7 +25,7 @@ finish() {
 }
 
 start verify 280 "$python" -m samebits verify --thorough --json "$out/verify.json"
-start pytest 280 "$python" -m pytest -m gpu -n 6 -q --timeout 120 -p no:cacheprovider
+start pytest 280 "$python" -m pytest -m gpu -n 6 -q -p no:cacheprovider
 sanitize='"$0" tests/sanitize.py --every 8 --compile && compute-sanitizer --error-exitcode 1 "$@" "$0" tests/sanitize.py --every 8'
 start memcheck 280 bash -c "$sanitize" "$python" --tool memcheck --report-api-errors no
 start racecheck 280 bash -c "$sanitize" "$python" --tool racecheck
