@@ -312,7 +312,7 @@ def _hopper() -> Kernel:
             x.a.ndim < 4
             and x.a.shape[-1] > 0
             and matmul_sm90.supports(x.a, x.b, cu_seqlens=x.cu_seqlens)
-            and (schedule is None or schedule.fits(mn(x.a, -2, -1), mn(x.b, -1, -2)))
+            and (schedule is None or schedule in made_for[mn(x.a, -2, -1), mn(x.b, -1, -2)])
         )
 
     def run(x: Operands, out: Tensor, schedule: Any) -> object:
@@ -328,7 +328,8 @@ def _hopper() -> Kernel:
         return out
 
     majors = itertools.product((False, True), repeat=2)
-    every = dict.fromkeys(s for a_mn, b_mn in majors for s in catalogue(a_mn, b_mn))
+    made_for = {layout: set(catalogue(*layout)) for layout in majors}
+    every = dict.fromkeys(s for layout in made_for for s in catalogue(*layout))
     return Kernel("matmul_sm90", (None, *every), takes, run)
 
 
