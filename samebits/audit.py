@@ -70,7 +70,8 @@ class Variation:
 
 def plan(rows: int) -> tuple[Variation, ...]:
     """The variations that `rows` rows are put through. Deterministic; every one covers every row."""
-    index = torch.arange(rows)
+    cpu = torch.device("cpu")  # whatever the default device is
+    index = torch.arange(rows, device=cpu)
     zero, nan, inf = rows, rows + 1, rows + 2
     variations = [Variation("repeat", "the same batch again", (index,))]
 
@@ -96,13 +97,14 @@ def plan(rows: int) -> tuple[Variation, ...]:
         add("position", "all rows, last row first", [index.flip(0)])
     for size, extra in ((5, 3), (24, 8)):
         if size < rows:
-            padded = (torch.cat([b, torch.full((extra,), zero)]) for b in cut(size))
+            padded = (torch.cat([b, torch.full((extra,), zero, device=cpu)]) for b in cut(size))
             add("padding", f"batches of {size} padded with {extra} rows of zeros", padded)
     twice = torch.cat([index, torch.full_like(index, zero)])
     add("padding", "all rows padded with as many rows of zeros", [twice])
-    # A multiplication by a number coprime to `rows` gives every row neighbours from far away.
-    stride = next(s for s in range(int(rows * 0.618) | 1, 3 * rows + 3) if math.gcd(s, rows) == 1)
-    add("neighbours", f"batches of {some(8)}, other neighbours", cut(some(8), index * stride % rows))
+    if rows > 8:  # else every row has all the others as neighbours, in any order
+        # A multiplication by a number coprime to `rows` gives every row neighbours from far away.
+        stride = next(s for s in range(int(rows * 0.618) | 1, 3 * rows + 3) if math.gcd(s, rows) == 1)
+        add("neighbours", "batches of 8, other neighbours", cut(8, index * stride % rows))
     for filler, name in ((nan, "NaN"), (inf, "infinity")):
         size = some(8)
         between = (torch.stack([b, torch.full_like(b, filler)], 1).flatten() for b in cut(size))
@@ -334,7 +336,7 @@ def measure(
     row_scale = expected.double().nan_to_num(0, 0, 0).abs().amax(1).clamp(min=_TINY)
     progress(count)
 
-    changed = torch.zeros(count, dtype=torch.bool)
+    changed = torch.zeros(count, dtype=torch.bool, device="cpu")
     counts, first, ulp, relative, of_row = [], None, 0, 0.0, 0.0
     for variation in variations:
         index = torch.cat(variation.batches)
@@ -427,13 +429,22 @@ def _run_samebits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _why_not(target: _Target) -> str | None:
     weight = target.weight
+    if isinstance(weight, nn.UninitializedParameter):
+        return "its weight is not initialized"
     if type(weight) not in (Tensor, nn.Parameter) or weight.layout is not torch.strided:
         return f"its weight is a {type(weight).__name__} of layout {weight.layout}, not a plain dense tensor"
     if weight.dtype not in DTYPES:
         return f"its weight is {_name(weight.dtype)}; samebits takes float32, bfloat16 and float16"
+    if not weight.numel():
+        return f"its weight of shape {list(weight.shape)} has no elements"
     if weight.device.type != "cpu":
         return f"its weight is on {weight.device}; this version audits on CPU"
     return None
+
+
+def module_name(name: str) -> str:
+    """What to call the module `name` of a model: PyTorch's name for the model itself is empty."""
+    return name or "(the module itself)"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -456,9 +467,10 @@ def _capture(
         target.module.register_forward_pre_hook(partial(hook, target.name), with_kwargs=True)
         for target in targets
     ]
-    training = model.training
-    model.eval()
+    # Of each module, for part of a model in training can be in eval mode; eval() of the user's can do more.
+    training = [(module, module.training) for module in model.modules()]
     try:
+        model.eval()
         for item in inputs:
             if isinstance(item, Mapping):
                 model(**item)
@@ -466,12 +478,13 @@ def _capture(
                 model(*item)
             else:
                 model(item)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise AuditError(
             f"the model's forward pass on the given inputs raised {type(error).__name__}: {one_line(error)}"
         ) from error
     finally:
-        model.train(training)
+        for module, mode in training:
+            module.training = mode
         for handle in handles:
             handle.remove()
     rows = {name: torch.cat(parts) for name, parts in taken.items() if parts}
@@ -480,7 +493,13 @@ def _capture(
 
 def _spread(count: int, most: int) -> Tensor:
     """Indices of at most `most` of `count` rows, evenly spaced."""
-    return torch.arange(count) if count <= most else torch.arange(most) * count // most
+    every = torch.arange(min(count, most), device="cpu")
+    return every if count <= most else every * count // most
+
+
+def plural(count: int, thing: str, things: str | None = None) -> str:
+    """The count and the thing, in the form that fits."""
+    return f"{count:,} {thing if count == 1 else things or thing + 's'}"
 
 
 def one_line(error: BaseException) -> str:
@@ -520,6 +539,10 @@ def audit_linears(
         raise AuditError(
             f"max_rows: expected at least 2, got {max_rows}: one row alone has no batch to depend on"
         )
+    if isinstance(inputs, str) or not isinstance(inputs, Sequence):
+        raise AuditError(
+            f"inputs: expected a list of forward passes, got a {type(inputs).__name__}; put it in a list"
+        )
     if not inputs:
         raise AuditError("no inputs: the model needs at least one forward pass")
     start = time.perf_counter()
@@ -529,7 +552,10 @@ def audit_linears(
             f"{type(model).__name__} has no linear layer (torch.nn.Linear, transformers' Conv1D)"
         )
     if only is not None:
-        found = [t for t in found if re.search(only, t.name)]
+        try:
+            found = [t for t in found if re.search(only, t.name)]
+        except re.error as error:
+            raise AuditError(f"only: {only!r} is not a regular expression: {error}") from error
         if not found:
             raise AuditError(f"no linear layer's name matches {only!r}")
     reasons = {t.name: _why_not(t) for t in found}
@@ -547,8 +573,10 @@ def audit_linears(
         targets = [t for t in targets if reasons[t.name] is None]
         layers = _measure_all(targets, captured, progress)
     if not layers:
-        example = next(f"{n}: {r}" for n, r in reasons.items() if r)
-        raise AuditError(f"none of the {len(found)} linear layers can be audited; for example {example}")
+        example = next(f"{module_name(n)}: {r}" for n, r in reasons.items() if r)
+        raise AuditError(
+            f"none of the {plural(len(found), 'linear layer')} can be audited; for example {example}"
+        )
     return Report(
         model=name or type(model).__name__,
         inputs=source,

@@ -50,6 +50,11 @@ def test_other_neighbours_are_other_neighbours() -> None:
         assert all(len(frozenset(batch.tolist()) & other) <= 3 for other in near)
 
 
+@pytest.mark.parametrize("rows", [r for r in ROWS if r <= 8])
+def test_eight_rows_have_no_other_neighbours(rows: int) -> None:
+    assert not any("other neighbours" in v.name for v in plan(rows))
+
+
 def at_batch_size(size: int, change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Twice the input; changed in batches of `size`."""
     return lambda x: change(2 * x) if len(x) == size else 2 * x
@@ -240,6 +245,39 @@ def test_the_model_is_left_as_it_was(tiny: Tiny) -> None:
     assert all(p.grad is None and p.requires_grad for p in tiny.parameters())
 
 
+def test_parts_in_eval_mode_stay_there() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4)).train()
+    model[1].eval()
+    audit_linears(model, [torch.randn(4, 4)])
+    assert [m.training for m in model.modules()] == [True, True, False, True]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3)])
+def test_layers_without_elements_are_skipped(shape: tuple[int, int]) -> None:
+    model = nn.ModuleDict({"empty": nn.Linear(*shape), "full": nn.Linear(4, 4)})
+    model.forward = (
+        lambda x: (  # type: ignore[method-assign]
+            model["empty"](x[:, : shape[0]]),
+            model["full"](x),
+        )
+    )
+    report = audit_linears(model, [torch.randn(4, 4)])
+    assert [x.name for x in report.layers] == ["full"]
+    (skipped,) = report.skipped
+    assert (skipped.name, "no elements" in skipped.reason) == ("empty", True)
+
+
+def test_the_default_device_does_not_matter(tiny: Tiny) -> None:
+    x = torch.randn(12, 16)
+    torch.set_default_device("meta")
+    try:
+        report = audit_linears(tiny, [x])
+    finally:
+        torch.set_default_device(None)
+    assert [layer.samebits.rows for layer in report.layers] == [12, 12]
+
+
 def test_transformers_conv1d_is_a_linear_layer() -> None:
     utils = pytest.importorskip("transformers.pytorch_utils")
     report = audit_linears(utils.Conv1D(6, 10), [torch.randn(5, 10)])
@@ -254,6 +292,8 @@ class Raises(nn.Module):
         self.linear = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 3:
+            raise SystemExit(0)
         raise RuntimeError("two\nlines")
 
 
@@ -264,7 +304,17 @@ class Raises(nn.Module):
         (nn.Linear(2, 2), [], {}, "no inputs"),
         (nn.Linear(2, 2), [torch.ones(2, 2)], {"max_rows": 1}, "at least 2, got 1"),
         (nn.Linear(2, 2), [torch.ones(2, 2)], {"only": "x"}, "no linear layer's name matches 'x'"),
-        (nn.Linear(2, 2).double(), [torch.ones(2, 2).double()], {}, "none of the 1 .* float64"),
+        (nn.Linear(2, 2), [torch.ones(2, 2)], {"only": "["}, r"only: '\[' is not a regular expression"),
+        (nn.Linear(2, 2), torch.ones(2, 2), {}, "expected a list of forward passes, got a Tensor"),
+        (nn.Linear(2, 2), {"input": torch.ones(2, 2)}, {}, "expected a list .* got a dict"),
+        (nn.LazyLinear(2), [torch.ones(2, 2)], {}, "not initialized"),
+        (
+            nn.Linear(2, 2).double(),
+            [torch.ones(2, 2).double()],
+            {},
+            r"none of the 1 linear layer can .* example \(the module itself\): .* float64",
+        ),
+        (Raises(), [torch.ones(3, 2)], {}, "raised SystemExit: 0$"),
         (nn.Linear(2, 2), [torch.ones(0, 2)], {}, "no activation reached it"),
         (Raises(), [torch.ones(2, 2)], {}, "raised RuntimeError: two lines$"),
     ],
