@@ -390,33 +390,42 @@ def _hex(bits: Tensor, width: int) -> str:
 
 @dataclass(frozen=True)
 class _Target:
-    """A layer as two operators on rows."""
+    """A linear layer: two operators on rows, once its weight and bias have their dtype."""
 
     name: str
     module: nn.Module
     operator: str
     weight: Tensor  # [out_features, in_features]
-    torch: Operator
-    samebits: Operator
+    bias: Tensor | None
+    overridden: bool  # its forward is not that of its kind
+
+    def operators(self, dtype: torch.dtype) -> tuple[Operator, Operator]:
+        """PyTorch's and samebits', in `dtype`: a cast to another one than the weight's is autocast's."""
+        weight, bias = self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        ours = partial(_run_samebits, weight=weight, bias=bias)
+        if self.operator == _ADDMM:
+            return partial(torch.addmm, bias, mat2=weight.mT), ours
+        return partial(_run_linear, weight=weight, bias=bias), ours
+
+
+_LINEAR, _ADDMM = "torch.nn.functional.linear", "torch.addmm"
 
 
 def _target(name: str, module: nn.Module) -> _Target | None:
-    """`module` as two operators, or None if it is no linear layer."""
+    """`module` as a target, or None if it is no linear layer."""
     # Looked up, not imported: a Conv1D can only be in a model if transformers is loaded.
     pytorch_utils = sys.modules.get("transformers.pytorch_utils")
     weight: Any = getattr(module, "weight", None)
     bias: Any = getattr(module, "bias", None)
+    kind: Any
     if isinstance(module, nn.Linear):
-        transposed, operator = weight, "torch.nn.functional.linear"
-        run = partial(_run_linear, weight=weight, bias=bias)
+        kind, operator = nn.Linear, _LINEAR
     elif pytorch_utils is not None and isinstance(module, pytorch_utils.Conv1D):
-        transposed, operator = weight.mT, "torch.addmm"
-        run = partial(torch.addmm, bias, mat2=weight)
+        kind, operator, weight = pytorch_utils.Conv1D, _ADDMM, weight.mT
     else:
         return None
-    return _Target(
-        name, module, operator, transposed, run, partial(_run_samebits, weight=transposed, bias=bias)
-    )
+    overridden = getattr(module.forward, "__func__", None) is not kind.forward
+    return _Target(name, module, operator, weight, bias, overridden)
 
 
 def _run_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -442,6 +451,44 @@ def _why_not(target: _Target) -> str | None:
     return None
 
 
+def _why_not_rows(target: _Target, captured: Sequence[Tensor], autocast: bool) -> str | None:
+    if not captured:
+        return "no activation reached it: its module was not called, or with no rows"
+    if len(captured) > 1:
+        kinds = " and ".join(f"{_name(rows.dtype)} [{rows.shape[1]}]" for rows in captured)
+        return f"its rows have several dtypes or widths in one run: {kinds}"
+    (rows,), weight = captured, target.weight
+    if rows.shape[1] != weight.shape[1]:
+        return f"its activations have {rows.shape[1]} features, and its weight takes {weight.shape[1]}"
+    if rows.dtype != weight.dtype and not autocast:
+        return f"its activations are {_name(rows.dtype)} and its weight {_name(weight.dtype)}"
+    if rows.dtype not in DTYPES:
+        return f"its activations are {_name(rows.dtype)}; samebits takes float32, bfloat16 and float16"
+    return None
+
+
+def _caveats(targets: Sequence[_Target], rows: Mapping[str, Tensor]) -> list[str]:
+    """What the audit did otherwise than the layers themselves do, and to which."""
+    notes = []
+    for dtype in DTYPES:
+        cast = [t.name for t in targets if rows[t.name].dtype == dtype != t.weight.dtype]
+        if cast:
+            notes.append(f"autocast runs in {_name(dtype)}, and so does the audit: {_some(cast)}")
+    overridden = [t.name for t in targets if t.overridden]
+    if overridden:
+        notes.append(
+            "audited as the plain product with weight and bias, though the forward of their class or instance"
+            f" is another and may compute something else: {_some(overridden)}"
+        )
+    return notes
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    shown = ", ".join(map(module_name, names[:8]))
+    return shown + (f", and {len(names) - 8} more" if len(names) > 8 else "")
+
+
 def module_name(name: str) -> str:
     """What to call the module `name` of a model: PyTorch's name for the model itself is empty."""
     return name or "(the module itself)"
@@ -453,15 +500,28 @@ def _name(dtype: torch.dtype) -> str:
 
 def _capture(
     model: nn.Module, targets: Sequence[_Target], inputs: Sequence[Any], max_rows: int
-) -> dict[str, Tensor]:
-    """The rows that reach each target when `model` runs on `inputs`: at most `max_rows`, evenly spaced."""
+) -> tuple[dict[str, list[Tensor]], set[str]]:
+    """The rows that reach each target when `model` runs on `inputs`: at most `max_rows`, evenly spaced.
+
+    They have the dtype that the layer computes in: where autocast is on when it is called, autocast's. The
+    rows of a layer that computed in several dtypes or widths come in several tensors.
+
+    Returns:
+        The rows of each target, and the names of the targets that autocast was on for.
+    """
     taken: dict[str, list[Tensor]] = {target.name: [] for target in targets}
+    autocast: set[str] = set()
     quota = -(-max_rows // len(inputs))
 
     def hook(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
         rows = x.detach().reshape(-1, x.shape[-1])
-        taken[name].append(rows[_spread(len(rows), quota)].clone())
+        rows = rows[_spread(len(rows), quota)].clone()
+        kind = rows.device.type
+        if torch.is_autocast_enabled(kind) and rows.is_floating_point():
+            rows = rows.to(torch.get_autocast_dtype(kind))
+            autocast.add(name)
+        taken[name].append(rows)
 
     handles = [
         target.module.register_forward_pre_hook(partial(hook, target.name), with_kwargs=True)
@@ -487,8 +547,14 @@ def _capture(
             module.training = mode
         for handle in handles:
             handle.remove()
-    rows = {name: torch.cat(parts) for name, parts in taken.items() if parts}
-    return {name: r[_spread(len(r), max_rows)] for name, r in rows.items()}
+    captured = {}
+    for name, parts in taken.items():
+        kinds: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        for part in parts:
+            if len(part):
+                kinds.setdefault((part.dtype, part.shape[1]), []).append(part)
+        captured[name] = [rows[_spread(len(rows), max_rows)] for rows in map(torch.cat, kinds.values())]
+    return captured, autocast
 
 
 def _spread(count: int, most: int) -> Tensor:
@@ -561,17 +627,13 @@ def audit_linears(
     reasons = {t.name: _why_not(t) for t in found}
     targets = [t for t in found if reasons[t.name] is None]
     with torch.no_grad():
-        captured = _capture(model, targets, inputs, max_rows)
+        captured, autocast = _capture(model, targets, inputs, max_rows)
         for t in targets:
-            rows = captured.get(t.name)
-            if rows is None or not len(rows):
-                reasons[t.name] = "no activation reached it: its module was not called, or with no rows"
-            elif rows.dtype != t.weight.dtype:
-                reasons[t.name] = (
-                    f"its activations are {_name(rows.dtype)} and its weight {_name(t.weight.dtype)}"
-                )
+            reasons[t.name] = _why_not_rows(t, captured[t.name], t.name in autocast)
         targets = [t for t in targets if reasons[t.name] is None]
-        layers = _measure_all(targets, captured, progress)
+        rows = {t.name: captured[t.name][0] for t in targets}
+        with torch.autocast("cpu", enabled=False):  # the rows and the weights are cast already
+            layers = _measure_all(targets, rows, progress)
     if not layers:
         example = next(f"{module_name(n)}: {r}" for n, r in reasons.items() if r)
         raise AuditError(
@@ -587,7 +649,7 @@ def audit_linears(
         samebits_version=__version__,
         max_rows=max_rows,
         seconds=round(time.perf_counter() - start, 1),
-        notes=tuple(notes),
+        notes=(*notes, *_caveats(targets, rows)),
         layers=tuple(layers),
         skipped=tuple(Skipped(n, r) for n, r in reasons.items() if r is not None),
     )
@@ -611,8 +673,9 @@ def _measure_all(
             progress(done / total, t.name)
 
         # PyTorch's runs take next to no time: only samebits' move the bar.
-        theirs = measure(t.torch, rows, plans[len(rows)])
-        ours = measure(t.samebits, rows, plans[len(rows)], advance)
+        run_torch, run_samebits = t.operators(rows.dtype)
+        theirs = measure(run_torch, rows, plans[len(rows)])
+        ours = measure(run_samebits, rows, plans[len(rows)], advance)
         contract = contract_from_key(resolve(None, rows.dtype, "cpu"))
         layers.append(
             Layer(
