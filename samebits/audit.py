@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import samebits
 from samebits._version import __version__
-from samebits.contract import contract_from_key, resolve
+from samebits.contract import Contract, contract_from_key, resolve
 
 __all__ = [
     "AuditError",
@@ -232,7 +232,7 @@ class Report:
     Attributes:
         model: what was audited.
         inputs: what it ran on.
-        device: where.
+        device: where; several are separated by commas.
         threads: CPU threads of PyTorch, and of samebits.
         machine: the CPU's architecture.
         torch_version: PyTorch's version.
@@ -330,7 +330,7 @@ def measure(
     count = rows.shape[0]
     fill = rows.new_tensor([0.0, math.nan, math.inf])[:, None].expand(-1, rows.shape[1])
     pool = torch.cat([rows, fill])
-    expected = operator(rows)
+    expected = operator(rows).cpu()  # where all comparing is done
     width = 8 * expected.element_size()
     expected_bits = _bits(expected)
     row_scale = expected.double().nan_to_num(0, 0, 0).abs().amax(1).clamp(min=_TINY)
@@ -340,7 +340,7 @@ def measure(
     counts, first, ulp, relative, of_row = [], None, 0, 0.0, 0.0
     for variation in variations:
         index = torch.cat(variation.batches)
-        got = torch.cat([operator(pool[batch]) for batch in variation.batches])
+        got = torch.cat([operator(pool[batch]).cpu() for batch in variation.batches])
         progress(len(index))
         differs = _bits(got) != expected_bits[index.clamp(max=count - 1)]
         differs &= (index < count)[:, None]
@@ -446,8 +446,27 @@ def _why_not(target: _Target) -> str | None:
         return f"its weight is {_name(weight.dtype)}; samebits takes float32, bfloat16 and float16"
     if not weight.numel():
         return f"its weight of shape {list(weight.shape)} has no elements"
+    if weight.device.type == "cuda":
+        return cuda_problem(weight.device)
     if weight.device.type != "cpu":
-        return f"its weight is on {weight.device}; this version audits on CPU"
+        return f"its weight is on {weight.device}; samebits runs on CPU and CUDA devices"
+    return None
+
+
+def cuda_problem(device: torch.device) -> str | None:
+    """Why samebits does not run on the CUDA device `device`, and what to do; None if it does."""
+    from samebits.backends.cuda import matmul, runtime
+
+    status = runtime.status()
+    if not status.available:
+        return f"{status.reason}: {status.remedy}" if status.remedy else status.reason
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        return f"there is no {device}: {plural(torch.cuda.device_count(), 'CUDA device')} here"
+    try:
+        matmul.family(index)
+    except runtime.UnavailableError as error:
+        return one_line(error)
     return None
 
 
@@ -464,6 +483,10 @@ def _why_not_rows(target: _Target, captured: Sequence[Tensor], autocast: bool) -
         return f"its activations are {_name(rows.dtype)} and its weight {_name(weight.dtype)}"
     if rows.dtype not in DTYPES:
         return f"its activations are {_name(rows.dtype)}; samebits takes float32, bfloat16 and float16"
+    if rows.device != weight.device:
+        return f"its activations are on {rows.device} and its weight on {weight.device}"
+    if rows.dtype == torch.float32 and rows.is_cuda:
+        return "samebits does not take float32 on CUDA in this version; pass --dtype bfloat16"
     return None
 
 
@@ -588,9 +611,10 @@ def audit_linears(
     """Audit every linear layer of `model` on the activations that reach it when the model runs on `inputs`.
 
     Args:
-        model: any module on the CPU. It runs in eval mode without gradients, and is left as it was.
-        inputs: one forward pass each: a mapping is passed as keyword arguments, a tuple as positional ones,
-            anything else as the one argument.
+        model: any module, on the CPU or a CUDA device. It runs in eval mode without gradients, and is left
+            as it was.
+        inputs: one forward pass each, on the model's device: a mapping is passed as keyword arguments, a
+            tuple as positional ones, anything else as the one argument.
         max_rows: rows of each layer to audit, at least 2; evenly spaced over all that reach the layer.
         only: audit only the layers whose name matches this regular expression somewhere.
         name: what to call the model in the report.
@@ -632,8 +656,7 @@ def audit_linears(
             reasons[t.name] = _why_not_rows(t, captured[t.name], t.name in autocast)
         targets = [t for t in targets if reasons[t.name] is None]
         rows = {t.name: captured[t.name][0] for t in targets}
-        with torch.autocast("cpu", enabled=False):  # the rows and the weights are cast already
-            layers = _measure_all(targets, rows, progress)
+        layers = _measure_all(targets, rows, progress)
     if not layers:
         example = next(f"{module_name(n)}: {r}" for n, r in reasons.items() if r)
         raise AuditError(
@@ -642,7 +665,7 @@ def audit_linears(
     return Report(
         model=name or type(model).__name__,
         inputs=source,
-        device="cpu",
+        device=", ".join(sorted({str(t.weight.device) for t in targets})),
         threads=torch.get_num_threads(),
         machine=platform.machine(),
         torch_version=torch.__version__,
@@ -653,6 +676,16 @@ def audit_linears(
         layers=tuple(layers),
         skipped=tuple(Skipped(n, r) for n, r in reasons.items() if r is not None),
     )
+
+
+def _contract(rows: Tensor) -> Contract:
+    """The contract that samebits runs under on `rows`, the tensor core's family included."""
+    contract = contract_from_key(resolve(None, rows.dtype, rows.device.type))
+    if rows.is_cuda:
+        from samebits.backends.cuda.matmul import family
+
+        return contract.on(family(rows.get_device()))
+    return contract
 
 
 def _measure_all(
@@ -674,9 +707,9 @@ def _measure_all(
 
         # PyTorch's runs take next to no time: only samebits' move the bar.
         run_torch, run_samebits = t.operators(rows.dtype)
-        theirs = measure(run_torch, rows, plans[len(rows)])
-        ours = measure(run_samebits, rows, plans[len(rows)], advance)
-        contract = contract_from_key(resolve(None, rows.dtype, "cpu"))
+        with torch.autocast(rows.device.type, enabled=False):  # what it casts, is cast already
+            theirs = measure(run_torch, rows, plans[len(rows)])
+            ours = measure(run_samebits, rows, plans[len(rows)], advance)
         layers.append(
             Layer(
                 t.name,
@@ -684,7 +717,7 @@ def _measure_all(
                 t.weight.shape[1],
                 t.weight.shape[0],
                 _name(rows.dtype),
-                str(contract),
+                str(contract := _contract(rows)),
                 contract.digest(),
                 theirs,
                 ours,
