@@ -387,6 +387,32 @@ def test_info_tells_of_a_broken_reference(monkeypatch: pytest.MonkeyPatch, broke
     assert backend.remedy
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("cannot cache function 'f': no locator available for file 'kernels.py'"),
+        PermissionError(13, "Permission denied", "cache"),
+    ],
+)
+def test_info_tells_what_to_do_without_a_cache_folder(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import samebits.ops.matmul as module
+
+    def matmul(*args: torch.Tensor, **options: object) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(module, "matmul", matmul)
+    backend = info_module.gather().backends[0]
+    assert not backend.works
+    assert "NUMBA_CACHE_DIR" in backend.remedy
+
+
+def test_info_says_that_triton_is_not_in_this_version() -> None:
+    (backend,) = (b for b in info_module.gather().backends if b.name == "triton")
+    assert (backend.works, backend.why) == (False, "not in this version of samebits")
+
+
 def test_as_a_process(here: Path) -> None:
     """A real process: the current folder is searched, stdout is JSON alone, and no traceback is printed."""
     root = str(Path(samebits.__file__).parents[1])
