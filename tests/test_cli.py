@@ -430,7 +430,9 @@ def test_as_a_process(here: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
-@pytest.mark.parametrize("args", [["audit", "mine:make"], ["audit", "mine:make", "--json", "-"], ["info"]])
+@pytest.mark.parametrize(
+    "args", [["audit", "mine:make"], ["audit", "mine:make", "--json", "-"], ["info"], ["info", "--json"]]
+)
 def test_a_closed_pipe_ends_quietly(here: Path, args: list[str]) -> None:
     root = str(Path(samebits.__file__).parents[1])
     read, write = os.pipe()
