@@ -660,7 +660,7 @@ def audit_linears(
     if not layers:
         example = next(f"{module_name(n)}: {r}" for n, r in reasons.items() if r)
         raise AuditError(
-            f"none of the {plural(len(found), 'linear layer')} can be audited; for example {example}"
+            f"no linear layer can be audited ({plural(len(found), 'layer')} found); for example {example}"
         )
     return Report(
         model=name or type(model).__name__,

@@ -412,7 +412,7 @@ class Raises(nn.Module):
             nn.Linear(2, 2).double(),
             [torch.ones(2, 2).double()],
             {},
-            r"none of the 1 linear layer can .* example \(the module itself\): .* float64",
+            r"no linear layer can be audited .*1 layer found.* \(the module itself\): .* float64",
         ),
         (Raises(), [torch.ones(3, 2)], {}, "raised SystemExit: 0$"),
         (nn.Linear(2, 2), [torch.ones(0, 2)], {}, "no activation reached it"),

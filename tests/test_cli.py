@@ -439,7 +439,7 @@ def test_a_closed_pipe_ends_quietly(here: Path, args: list[str]) -> None:
     os.close(read)
     done = subprocess.run(
         [sys.executable, "-m", "samebits", *args], cwd=here, stdout=write, stderr=subprocess.PIPE, text=True,
-        timeout=300, env={**os.environ, "PYTHONPATH": root},
+        timeout=300, env={**os.environ, "PYTHONPATH": root, "PYTHONUNBUFFERED": ""},
     )  # fmt: skip
     os.close(write)
     assert done.returncode == 141
