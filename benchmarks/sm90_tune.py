@@ -1,10 +1,11 @@
 """Bits and speed of every schedule of ``matmul_sm90`` on a Hopper GPU, against ``torch.mm`` in the same run.
 
-    python benchmarks/sm90_tune.py --check --speed tune --out results.json
+    python benchmarks/sm90_tune.py --check 4 --speed tune --out results.json
 
-Each product is checked before it is timed: raw bits against a naive kernel, outputs poisoned. Times are medians
-over CUDA-graph replays that rotate over enough input sets to defeat the L2 cache; the contestants take turns,
-so that heat and power are shared. The work runs in a child process: one that hangs is ended and the rest goes on.
+Each product is checked before it is timed: raw bits against a naive kernel, outputs poisoned. Times are
+medians over CUDA-graph replays that rotate over enough input sets to defeat the L2 cache; the contestants
+take turns, so that heat and power are shared. The work runs in a child process: one that hangs is ended and
+the rest goes on.
 """
 
 from __future__ import annotations
@@ -34,12 +35,26 @@ from samebits.backends.cuda.schedule import Product, Schedule, catalogue, choose
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [
-    (4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 1024), (8192, 8192), (7168, 256),
-    (768, 3072), (3072, 768), (8192, 10240), (8192, 57344), (28672, 8192), (5120, 10240), (5120, 51200), (25600, 5120),
+    (4096, 6144),
+    (4096, 4096),
+    (4096, 28672),
+    (14336, 4096),
+    (4096, 1024),
+    (8192, 8192),
+    (7168, 256),
+    (768, 3072),
+    (3072, 768),
+    (8192, 10240),
+    (8192, 57344),
+    (28672, 8192),
+    (5120, 10240),
+    (5120, 51200),
+    (25600, 5120),
 ]
 
 
 # ---- schedules to try
+
 
 def product(kind: str, m: int, k: int, n: int) -> Product:
     """What a forward pass of [m, k] and [n, k], or its backward, multiplies."""
@@ -58,26 +73,49 @@ def contestants(job: dict[str, Any]) -> list[Schedule]:
     found = [chosen]
     for s in others:
         for early in (True, False) if job["mode"] == "tune" else (True,):
-            found.append(dataclasses.replace(s, early=early))
+            for group in (1, 16) if job["mode"] == "tune" and s.block_m > s.block_n else (16,):
+                found.append(dataclasses.replace(s, early=early, group=group))
     return list(dict.fromkeys(found))
 
 
 # ---- the naive kernel
 
-def naive(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, bias: Tensor | None = None, start: Tensor | None = None,
-          cu_seqlens: Tensor | None = None) -> Tensor:
+
+def naive(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    start: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
     """The definition: chains from ``start``, then bias, then one rounding; NaN canonical."""
     m, k = a.shape
     n = b.shape[1]
     acc = torch.zeros(m, n, device=a.device) if start is None else start.clone()
     bounds = torch.tensor([0, k], device=a.device) if cu_seqlens is None else cu_seqlens.long()
     spec = runtime.KernelSpec(
-        str(HERE / "chain_naive.cu"), "chain", "PPPPqqqqiiii",
-        (("INPUT", '"bf16"' if a.dtype == BF16 else '"f16"'),), 32,
+        str(HERE / "chain_naive.cu"),
+        "chain",
+        "PPPPqqqqiiii",
+        (("INPUT", '"bf16"' if a.dtype == BF16 else '"f16"'),),
+        32,
     )
     runtime.load(spec, a.get_device()).launch(
-        (-(-n // 64), -(-m // 16), 1), a.data_ptr(), b.data_ptr(), acc.data_ptr(), bounds.data_ptr(),
-        a.stride(0), a.stride(1), b.stride(0), b.stride(1), m, n, bounds.numel() - 1, 0,
+        (-(-n // 64), -(-m // 16), 1),
+        a.data_ptr(),
+        b.data_ptr(),
+        acc.data_ptr(),
+        bounds.data_ptr(),
+        a.stride(0),
+        a.stride(1),
+        b.stride(0),
+        b.stride(1),
+        m,
+        n,
+        bounds.numel() - 1,
+        0,
     )
     if bias is not None:
         acc += bias.float()
@@ -103,7 +141,10 @@ def differing(got: Tensor, want: Tensor) -> str:
 
 # ---- correctness
 
-def fill(shape: tuple[int, int], dtype: torch.dtype, data: str, seed: int, transposed: bool, device: str = "cuda") -> Tensor:
+
+def fill(
+    shape: tuple[int, int], dtype: torch.dtype, data: str, seed: int, transposed: bool, device: str = "cuda"
+) -> Tensor:
     g = torch.Generator(device).manual_seed(seed)
     rows, columns = shape[::-1] if transposed else shape
     pitch = -(-columns // 8) * 8
@@ -150,7 +191,9 @@ def run_check(c: Check, schedule: Schedule | None) -> str:
     bias = torch.randn(c.n, device="cuda").to(dtype) if c.bias else None
     seqs = None
     if c.lengths:
-        seqs = torch.tensor((0, *c.lengths), device="cuda").cumsum(0).to(torch.int64 if c.int64 else torch.int32)
+        seqs = (
+            torch.tensor((0, *c.lengths), device="cuda").cumsum(0).to(torch.int64 if c.int64 else torch.int32)
+        )
     if c.batch:
         more = torch.stack([fill((c.m, c.k), dtype, c.data, i, c.a_mn) for i in range(c.batch)])
         out = torch.full((c.batch, c.m, c.n), math.nan, dtype=out_dtype, device="cuda")
@@ -182,7 +225,9 @@ def checks(schedule: Schedule | None, a_mn: bool, b_mn: bool) -> Iterator[Check]
     if a_mn and b_mn:
         for lengths in ((64, 128), (1, 0, 17, 63, 0, 200, 64, 5), (333,), (16,) * 9, (0,)):
             t = sum(lengths)
-            yield Check(264, 520, max(t, 1), True, True, lengths=lengths, out="f32", accumulate=True, data="special")
+            yield Check(
+                264, 520, max(t, 1), True, True, lengths=lengths, out="f32", accumulate=True, data="special"
+            )
             yield Check(264, 520, max(t, 1), True, True, lengths=lengths, int64=True)
             yield Check(264, 520, t + 40, True, True, lengths=lengths, out="f32")
     if not a_mn and not b_mn:
@@ -201,9 +246,11 @@ def _up(x: int, step: int) -> int:
 
 # ---- speed
 
+
 def operands(kind: str, m: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
     def make(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda", dtype=BF16)
+
     if kind == "fwd":
         return make(m, k), make(n, k).T, torch.empty(m, n, device="cuda", dtype=BF16)
     if kind == "dx":
@@ -272,25 +319,40 @@ def run_speed(kind: str, m: int, k: int, n: int, schedules: list[Schedule], say:
             if problem:
                 wrong[name] = problem
                 continue
-        timer.add(name, lambda a, b, out, s=s: matmul_sm90.matmul(a, b, out, cu_seqlens=seqs, schedule=s), sets)
+        timer.add(
+            name, lambda a, b, out, s=s: matmul_sm90.matmul(a, b, out, cu_seqlens=seqs, schedule=s), sets
+        )
     rounds = 7 if estimate * timer.calls < 4e-3 else 5
     times = timer.run(rounds)
-    return {"kind": kind, "m": m, "k": k, "n": n, "us": times, "wrong": wrong, "cublas_chain": reference is None}
+    return {
+        "kind": kind,
+        "m": m,
+        "k": k,
+        "n": n,
+        "us": times,
+        "wrong": wrong,
+        "cublas_chain": reference is None,
+    }
 
 
 def name_of(s: Schedule | None) -> str:
     if s is None:
         return "default"
     flags = ("T" if s.swap else "") + (f"a{s.ahead}" if s.ahead else "") + ("e" if s.early else "")
-    return (f"{s.block_m}x{s.block_n}x{s.block_k}s{s.stages}w{s.warpgroups}/{s.share}c{s.cluster_m}x{s.cluster_n}"
-            f"g{s.group}b{s.blocks}{flags}")
+    return (
+        f"{s.block_m}x{s.block_n}x{s.block_k}s{s.stages}w{s.warpgroups}/{s.share}c{s.cluster_m}x{s.cluster_n}"
+        f"g{s.group}b{s.blocks}{flags}"
+    )
 
 
 def host_cost() -> dict[str, float]:
     """Microseconds of an eager call, the GPU kept out of it by small sizes."""
     a, b, out = operands("fwd", 16, 256, 256)
     cost = {}
-    for name, function in (("torch.mm", lambda: torch.mm(a, b, out=out)), ("matmul_sm90", lambda: matmul_sm90.matmul(a, b, out))):
+    for name, function in (
+        ("torch.mm", lambda: torch.mm(a, b, out=out)),
+        ("matmul_sm90", lambda: matmul_sm90.matmul(a, b, out)),
+    ):
         times = []
         for _ in range(7):
             torch.cuda.synchronize()
@@ -304,12 +366,16 @@ def host_cost() -> dict[str, float]:
 
 # ---- jobs, and a child process that does them
 
+
 def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
     todo: list[dict[str, Any]] = []
     if args.check:
         for a_mn, b_mn in ((x, y) for x in (False, True) for y in (False, True)):
             chosen = [None, *catalogue(a_mn, b_mn)[:: args.check]]
-            todo += [{"job": "check", "schedule": s and dataclasses.asdict(s), "a_mn": a_mn, "b_mn": b_mn} for s in chosen]
+            todo += [
+                {"job": "check", "schedule": s and dataclasses.asdict(s), "a_mn": a_mn, "b_mn": b_mn}
+                for s in chosen
+            ]
     if args.host:
         todo.append({"job": "host"})
     shapes = SHAPES if not args.shapes else [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")]
@@ -336,14 +402,28 @@ def specs_of(job: dict[str, Any]) -> Iterator[runtime.KernelSpec]:
             yield matmul_sm90.spec(case, s)
     elif job["job"] == "check":
         for c in checks(job["schedule"] and Schedule(**job["schedule"]), job["a_mn"], job["b_mn"]):
-            s = Schedule(**job["schedule"]) if job["schedule"] else choose(
-                Product(c.m, c.n, c.k, c.batch or 1, c.a_mn, c.b_mn), 132)
+            s = (
+                Schedule(**job["schedule"])
+                if job["schedule"]
+                else choose(Product(c.m, c.n, c.k, c.batch or 1, c.a_mn, c.b_mn), 132)
+            )
             dtype = getattr(torch, c.dtype)
             aligned = (c.pitch or c.n) % (2 if c.out == "f32" else 8) == 0
             bounds = None if not c.lengths else torch.int64 if c.int64 else torch.int32
-            yield matmul_sm90.spec(matmul_sm90.Case(
-                dtype, F32 if c.out == "f32" else dtype, c.a_mn, c.b_mn, dtype if c.bias else None, c.accumulate,
-                aligned, c.k % 64 == 0, bounds), s)
+            yield matmul_sm90.spec(
+                matmul_sm90.Case(
+                    dtype,
+                    F32 if c.out == "f32" else dtype,
+                    c.a_mn,
+                    c.b_mn,
+                    dtype if c.bias else None,
+                    c.accumulate,
+                    aligned,
+                    c.k % 64 == 0,
+                    bounds,
+                ),
+                s,
+            )
 
 
 def compile_one(spec: runtime.KernelSpec) -> str:
@@ -413,7 +493,9 @@ def main() -> None:
     began = time.monotonic()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         failed = [e for e in pool.map(compile_one, specs, chunksize=1) if e]
-    print(f"{len(specs)} kernels compiled in {time.monotonic() - began:.0f} s, {len(failed)} failed", flush=True)
+    print(
+        f"{len(specs)} kernels compiled in {time.monotonic() - began:.0f} s, {len(failed)} failed", flush=True
+    )
     for e in failed[:3]:
         print(e[:1500])
 
@@ -425,13 +507,20 @@ def main() -> None:
     report(results)
 
 
-def watch(args: argparse.Namespace, listing: Path, at: int, results: list[dict[str, Any]], deadline: float) -> int:
+def watch(
+    args: argparse.Namespace, listing: Path, at: int, results: list[dict[str, Any]], deadline: float
+) -> int:
     """Run a child from job ``at``; returns where the next one should begin."""
     import select
 
-    worker = subprocess.Popen([sys.executable, __file__, "--child", str(listing), str(at)], stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True)
-    assert worker.stdout and worker.stderr
+    worker = subprocess.Popen(
+        [sys.executable, __file__, "--child", str(listing), str(at)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert worker.stdout
+    assert worker.stderr
     what, quiet_limit = "start", 40
     while True:
         ready, _, _ = select.select([worker.stdout], [], [], quiet_limit)
@@ -461,13 +550,15 @@ def summary(r: dict[str, Any]) -> str:
     if "host" in r:
         return f"host cost of a call, us: {r['host']}"
     if "bad" in r:
-        return f"{'BAD' if r['bad'] else 'ok '} {r['name']} {r['checks']} checks {len(r['bad'])} bad {r['bad'][:2]}"
+        state = "BAD" if r["bad"] else "ok "
+        return f"{state} {r['name']} {r['checks']} checks {len(r['bad'])} bad {r['bad'][:2]}"
     base = r["us"]["torch"]
     times = sorted((t, name) for name, t in r["us"].items() if name != "torch")
     best = "  ".join(f"{name} {base / t:.3f}" for t, name in times[:4])
     wrong = f" WRONG {r['wrong']}" if r["wrong"] else ""
     chosen = next((base / t for t, name in times if name.endswith("chosen")), 0)
-    return f"{r['kind']:3} {r['m']:5} {r['k']:5} {r['n']:5} torch {base:8.1f} us; chosen {chosen:.3f}; {best}{wrong}"
+    case = f"{r['kind']:3} {r['m']:5} {r['k']:5} {r['n']:5}"
+    return f"{case} torch {base:8.1f} us; chosen {chosen:.3f}; {best}{wrong}"
 
 
 def report(results: list[dict[str, Any]]) -> None:
@@ -475,14 +566,24 @@ def report(results: list[dict[str, Any]]) -> None:
     print("\nspeed against torch.mm    chosen: geomean, worst | best tried: geomean, worst")
     for kind in ("fwd", "dx", "dw", "dwr", ""):
         for low, high in ((1, 128), (256, 256), (512, 1 << 30)):
-            rows = [r for r in results if kind in (r.get("kind"), "") and "us" in r and r.get("kind") != "dwr" * (not kind)
-                    and low <= r["m"] <= high and len(r["us"]) > 1]
+            rows = [
+                r
+                for r in results
+                if kind in (r.get("kind"), "")
+                and "us" in r
+                and r.get("kind") != "dwr" * (not kind)
+                and low <= r["m"] <= high
+                and len(r["us"]) > 1
+            ]
             if not rows:
                 continue
-            chosen = [r["us"]["torch"] / t for r in rows for name, t in r["us"].items() if name.endswith("chosen")]
+            chosen = [
+                r["us"]["torch"] / t for r in rows for name, t in r["us"].items() if name.endswith("chosen")
+            ]
             best = [r["us"]["torch"] / min(t for name, t in r["us"].items() if name != "torch") for r in rows]
             cells = [f"{geometric_mean(x):.3f} {min(x):.3f}" for x in (chosen, best) if x]
-            print(f"{kind or 'all':3} M {low}..{high if high < 1 << 30 else ''}: {' | '.join(cells)}  ({len(rows)} cases)")
+            span = f"{low}..{high if high < 1 << 30 else ''}"
+            print(f"{kind or 'all':3} M {span}: {' | '.join(cells)}  ({len(rows)} cases)")
     bad = [r for r in results if r.get("bad") or r.get("wrong") or r.get("error")]
     print(f"{len(bad)} results bad of {len(results)}")
 

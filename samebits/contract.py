@@ -125,7 +125,9 @@ class Contract:
     def digest(self) -> str:
         """A SHA-256 over everything that may change an output bit, names excluded: 16 hex digits.
 
-        Stable over processes, machines and Python versions, so that a result can say which bits it has.
+        Contracts of one digest give the same bits, except that ``mma=None`` leaves a choice to the device: to
+        name bits, take the digest of ``TENSOR_CORE.on(...)``. Stable over processes, machines and Python
+        versions.
         """
         mma = self.mma and [self.mma.group, self.mma.fraction_bits, self.mma.zero_exponent]
         text = json.dumps([_REVISION, self.step, mma])
@@ -180,8 +182,10 @@ def resolve(contract: Contract | None, dtype: torch.dtype, device_type: str) -> 
 def use_mma_model(model: MmaModel) -> Iterator[None]:
     """Choose the tensor-core family whose bits CPU tensors get under ``TENSOR_CORE``, for this thread.
 
-    The choice is read when an operation runs forward; its backward follows the same family. GPU tensors
-    always follow the GPU they are on.
+    The choice is read when an operation runs forward; its backward follows the same family. Activation
+    checkpointing runs the forward again inside the backward, so enter the context around that too, or pass
+    ``contract=samebits.TENSOR_CORE.on(samebits.AMPERE)`` instead. Do not ``await`` inside: the choice
+    belongs to the thread. GPU tensors always follow the GPU they are on.
 
     Args:
         model: ``samebits.HOPPER`` (the default outside this context), ``samebits.AMPERE``, or a model of

@@ -14,8 +14,11 @@ _BITS = {
     torch.float64: torch.int64,
 }
 
-KINDS = ("normal", "wide", "tiny", "cancel", "sparse", "huge", "special")
+KINDS = ("normal", "wide", "tiny", "brink", "cancel", "sparse", "huge", "special")
 """Kinds of :func:`values`."""
+
+# Factors whose products, and f32 values that, lie about the smallest subnormal of f32 and a zero's exponent.
+_BRINK = {torch.float32: (-150, -124), torch.bfloat16: (-84, -58), torch.float16: (-24, -8)}
 
 # The exponents that a dtype holds, subnormals included.
 _EXPONENTS = {torch.float32: (-149, 127), torch.bfloat16: (-133, 127), torch.float16: (-24, 15)}
@@ -67,6 +70,9 @@ def values(
         x = x * scale(low // 2, high // 2)
     elif kind == "tiny":
         x = x * scale(low, low + 12)
+    elif kind == "brink":
+        keep = torch.rand(shape, generator=g, device=device) >= 0.4
+        x = torch.where(keep, x * scale(*_BRINK[dtype]), 0.0)
     elif kind == "cancel":
         x = torch.sign(x) * (1 + torch.randint(0, 4, shape, generator=g, device=device) / 64.0)
     elif kind == "sparse":

@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -106,6 +106,12 @@ class Case:
     def work(self) -> int:
         """Multiplications."""
         return self.m * self.n * self.k * max(1, self.batch) * max(1, self.segments)
+
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """What kernels are compiled for: cases that share it mostly share kernels."""
+        out = self.out_dtype, self.bias, self.accumulate, max(self.n, self.pitch) % 8 == 0
+        return self.layout, self.dtype, *out, self.k % 64 == 0, bool(self.lengths) and self.bounds
 
     def __str__(self) -> str:
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
@@ -277,6 +283,7 @@ class Kernel:
 
     name: str
     schedules: Sequence[Any]
+    """None is the one that it chooses itself."""
     takes: Callable[[Operands, Tensor, Any], bool]
     run: Callable[[Operands, Tensor, Any], object]
 
@@ -293,17 +300,19 @@ def _universal() -> Kernel:
     return Kernel("matmul_sm80", matmul_sm80.SCHEDULES, lambda x, out, schedule: True, run)
 
 
-def _hopper(sm_count: int) -> Kernel:
+def _hopper() -> Kernel:
     from samebits.backends.cuda import matmul_sm90
-    from samebits.backends.cuda.schedule import choose
+    from samebits.backends.cuda.schedule import catalogue
+
+    def mn(t: Tensor, row: int, k: int) -> bool:
+        return not matmul_sm90._k_major(t.shape[row], t.shape[k], t.stride(row), t.stride(k))
 
     def takes(x: Operands, out: Tensor, schedule: Any) -> bool:
         return bool(
             x.a.ndim < 4
             and x.a.shape[-1] > 0
             and matmul_sm90.supports(x.a, x.b, cu_seqlens=x.cu_seqlens)
-            and schedule.fits(x.a.stride(-1) != 1, x.b.stride(-2) != 1)
-            and not (schedule.swap and x.cu_seqlens is not None)
+            and (schedule is None or schedule.fits(mn(x.a, -2, -1), mn(x.b, -1, -2)))
         )
 
     def run(x: Operands, out: Tensor, schedule: Any) -> object:
@@ -318,16 +327,22 @@ def _hopper(sm_count: int) -> Kernel:
         )
         return out
 
-    # Every schedule that is ever chosen, over sizes from one to many of each.
-    sizes = [s for p in range(15) for s in (1 << p, 3 << p)]
-    features = [256, 768, 1024, 3072, 4096, 5120, 6144, 8192, 10240, 14336, 25600, 28672, 57344]
-    layouts = ((False, False, False), (False, True, False), (True, True, False), (True, True, True))
-    found = {
-        choose(m, n, k, batch, a_mn, b_mn, sm_count, ragged): None
-        for m, n, k, batch in itertools.product(sizes, features, (768, 4096, 16384), (1, 8))
-        for a_mn, b_mn, ragged in layouts
-    }
-    return Kernel("matmul_sm90", tuple(found), takes, run)
+    majors = itertools.product((False, True), repeat=2)
+    every = dict.fromkeys(s for a_mn, b_mn in majors for s in catalogue(a_mn, b_mn))
+    return Kernel("matmul_sm90", (None, *every), takes, run)
+
+
+def _runs(todo: Sequence[Case], offered: Sequence[Kernel], thorough: bool) -> list[list[tuple[Kernel, Any]]]:
+    """For each case, the schedules to try. Of many, a third for each variant, unless `thorough`."""
+    variants = {variant: i for i, variant in enumerate(dict.fromkeys(case.variant for case in todo))}
+
+    def tried(kernel: Kernel, j: int, variant: int) -> bool:
+        return thorough or len(kernel.schedules) < 20 or j == 0 or (j + variant) % 3 == 0
+
+    return [
+        [(k, s) for k in offered for j, s in enumerate(k.schedules) if tried(k, j, variants[case.variant])]
+        for case in todo
+    ]
 
 
 def kernels(device: int) -> list[Kernel]:
@@ -335,7 +350,7 @@ def kernels(device: int) -> list[Kernel]:
     from samebits.backends.cuda import runtime
 
     info = runtime.device_info(device)
-    return [_universal(), *([_hopper(info.sm_count)] if info.capability == (9, 0) else [])]
+    return [_universal(), *([_hopper()] if info.capability == (9, 0) else [])]
 
 
 # ---- the report
@@ -363,6 +378,7 @@ class Line:
     kernel: str
     what: str
     against: str
+    schedules: int = 0
     products: int = 0
     compared: int = 0
     differing: int = 0
@@ -399,6 +415,9 @@ class Report:
     failure: str = ""
     hung: bool = False
     seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._schedules: dict[tuple[str, str, str], set[object]] = {}
 
     @property
     def compared(self) -> int:
@@ -439,6 +458,8 @@ class Report:
     ) -> None:
         """Hold `got` to `want`, both on one device, by their bits."""
         line = self.line(kernel, what, against, counts)
+        self._schedules.setdefault((kernel, what, against), set()).add(schedule)
+        line.schedules = len(self._schedules[kernel, what, against])
         line.products += 1
         line.compared += got.numel()
         if got.shape != want.shape or got.dtype != want.dtype:
@@ -544,21 +565,21 @@ def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> N
     report.gpu, report.contract, report.digest = info.name, str(contract), contract.digest()
     offered = kernels(index)
     todo = cases(thorough)
+    runs = _runs(todo, offered, thorough)
 
     def calls() -> Iterator[Callable[[], object]]:
-        for case in todo:
+        for case, pairs in zip(todo, runs, strict=True):
             operands = _operands(case, device, _unfilled)
             out, _ = _room(case, operands)
-            for kernel in offered:
-                for schedule in kernel.schedules:
-                    if kernel.takes(operands, out, schedule):
-                        yield partial(kernel.run, operands, out, schedule)
+            for kernel, schedule in pairs:
+                if kernel.takes(operands, out, schedule):
+                    yield partial(kernel.run, operands, out, schedule)
 
     progress(0.0, "choosing kernels")
     report.kernels = ahead.compile_for(calls(), lambda done, what: progress(0.5 * done, what))
-    for i, case in enumerate(todo):
+    for i, (case, pairs) in enumerate(zip(todo, runs, strict=True)):
         progress(0.5 + 0.35 * i / len(todo), f"{case.what}: {case}")
-        _verify_case(report, case, offered, contract, device)
+        _verify_case(report, case, offered[0], pairs, contract, device)
     parts: list[Callable[[], None]] = [
         partial(_verify_operations, report, contract, device),
         partial(_verify_tokens, report, contract, device, 1024, 768, BF16),
@@ -580,7 +601,12 @@ _LARGE = 1 << 29
 
 
 def _verify_case(
-    report: Report, case: Case, kernels: Sequence[Kernel], contract: Contract, device: torch.device
+    report: Report,
+    case: Case,
+    universal: Kernel,
+    pairs: Iterable[tuple[Kernel, Any]],
+    contract: Contract,
+    device: torch.device,
 ) -> None:
     operands = _operands(case, device)
     against = _REFERENCE
@@ -590,7 +616,7 @@ def _verify_case(
         against = "matmul_sm80"
         want, _ = _room(case, operands)
         with _doing(f"matmul_sm80, {case}"):
-            kernels[0].run(operands, want, None)
+            universal.run(operands, want, None)
             _finish(f"matmul_sm80, {case}")
         rows = sorted({r * (case.m - 1) // 3 for r in range(4)})
         some = dataclasses.replace(case, m=len(rows))
@@ -600,16 +626,15 @@ def _verify_case(
         report.compare("matmul_sm80", "large, sampled", _REFERENCE, want[rows][:, columns], sampled, case)
     _, expected = _room(case, operands)
     expected[..., : case.n] = want
-    for kernel in kernels:
-        for schedule in kernel.schedules:
-            out, room = _room(case, operands)
-            if not kernel.takes(operands, out, schedule):
-                continue
-            doing = f"{kernel.name}, {case.what}, {case}, {schedule}"
-            with _doing(doing):
-                kernel.run(operands, out, schedule)
-                _finish(doing)
-            report.compare(kernel.name, case.what, against, room, expected, case, schedule)
+    for kernel, schedule in pairs:
+        out, room = _room(case, operands)
+        if not kernel.takes(operands, out, schedule):
+            continue
+        doing = f"{kernel.name}, {case.what}, {case}, {schedule}"
+        with _doing(doing):
+            kernel.run(operands, out, schedule)
+            _finish(doing)
+        report.compare(kernel.name, case.what, against, room, expected, case, schedule)
 
 
 def _verify_operations(report: Report, contract: Contract, device: torch.device) -> None:
@@ -826,7 +851,7 @@ def show(report: Report) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("kernel", "what", "held to"):
         table.add_column(name, overflow="fold")
-    for name in ("products", "values", "differing"):
+    for name in ("schedules", "products", "values", "differing"):
         table.add_column(name, justify="right", no_wrap=True)
     before = ""
     names = list(dict.fromkeys(line.kernel for line in report.lines))
@@ -836,6 +861,7 @@ def show(report: Report) -> RenderableType:
             "" if line.kernel == before else line.kernel,
             line.what,
             line.against,
+            str(line.schedules) if line.kernel.startswith("matmul_sm") else "",
             f"{line.products:,}",
             f"{line.compared:,}",
             Text(f"{line.differing:,}", style=alarm if line.differing else "green"),

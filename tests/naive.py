@@ -57,7 +57,7 @@ def fused(acc: float, a: list[float], b: list[float], dtype: str, fraction_bits:
     exponents.append(zero if acc == 0 else exponent(acc, "f32"))
     unit = Fraction(2) ** (max(exponents) - fraction_bits)
     total = sum((math.trunc(t / unit) for t in terms), 0) * unit
-    return round_to(total, "f32", toward_zero=True)
+    return round_to(total, "f32", toward_zero=True) or 0.0  # a zero is +0
 
 
 def fma(a: float, b: float, c: float) -> float:

@@ -13,8 +13,7 @@ from samebits.backends.cuda import matmul_sm80, runtime
 from samebits.backends.cuda.matmul_sm80 import SCHEDULES, Layout, choose_schedule, kernel_spec, matmul
 from samebits.backends.reference import matmul as reference
 from samebits.contract import AMPERE, HOPPER, TENSOR_CORE
-from samebits.testing import assert_same_bits
-from tests.data_kinds import KINDS, values
+from samebits.testing import KINDS, assert_same_bits, values
 
 HALF = (torch.bfloat16, torch.float16)
 K_VECTOR, ROW_VECTOR, K_GATHER, ROW_GATHER = (

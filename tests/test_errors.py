@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch.autograd import forward_ad
 
 import samebits
-from samebits import FMA, TENSOR_CORE
+from samebits import TENSOR_CORE
+from samebits.testing import assert_same_bits
 
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -65,8 +67,10 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exce
         TypeError,
         "contract: expected a samebits.Contract, got str",
     ),
-    (matmul, (t(2, 2),) * 2, {"out_dtype": bf16}, TypeError, "out_dtype: expected torch.float32 or"),
+    (matmul, (t(2, 2),) * 2, {"out_dtype": bf16}, TypeError, "out_dtype: expected torch.float32, got"),
     (bmm, (t(1, 2, 2, dtype=f16),) * 2, {"out_dtype": bf16}, TypeError, "out_dtype: expected torch.float16"),
+    (matmul, (t(2, 2),) * 2, {"out_dtype": "float32"}, TypeError, "expected torch.float32, got 'float32'"),
+    (matmul, (torch.nested.nested_tensor([t(2, 2)]), t(2, 2)), {}, TypeError, "got a nested one"),
     # cu_seqlens
     (
         linear,
@@ -139,6 +143,21 @@ def test_addmm_refuses_overlap_and_writes_nothing(what: str) -> None:
     assert torch.equal(acc, before)
 
 
+def test_addmm_refuses_overlap_while_it_records_or_casts() -> None:
+    acc, a, b = overlapping("a")
+    before = acc.clone()
+    with pytest.raises(ValueError, match="memory that a shares"):
+        samebits.addmm_(acc, a, b.requires_grad_())
+    square = torch.randn(4, 4)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="memory that a shares"):
+        samebits.addmm_(square, square, torch.eye(4))
+    assert torch.equal(acc, before)
+
+
+def test_an_empty_accumulator_overlaps_nothing() -> None:
+    assert samebits.addmm_(torch.zeros(1).expand(0, 3), torch.ones(0, 2), torch.ones(2, 3)).shape == (0, 3)
+
+
 def test_addmm_takes_interleaved_memory_that_does_not_overlap() -> None:
     buffer = torch.randn(3, 10)
     acc, a = buffer[:, ::2], buffer[:, 1::2]
@@ -170,6 +189,12 @@ def test_forward_mode_derivatives_are_refused() -> None:
         torch.func.jvp(lambda w: samebits.linear(x, w), (weight,), (weight,))
 
 
-def test_nothing_runs_under_tf32() -> None:
-    """FMA is the default for float32 whatever the precision flags say."""
-    assert samebits.contract.resolve(None, f32, "cuda") == FMA.key
+def test_gradients_of_torch_func_are_refused_and_vmap_keeps_them() -> None:
+    x, weight = torch.randn(4, 5, 7, requires_grad=True), torch.randn(3, 7)
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.grad(lambda w: samebits.linear(x, w).sum())(weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of vmap's fallback to a loop
+        y = torch.vmap(lambda x: samebits.linear(x, weight))(x)
+    assert y.requires_grad
+    assert_same_bits(y, samebits.linear(x, weight))

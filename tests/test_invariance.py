@@ -13,8 +13,7 @@ from torch import Tensor
 import samebits
 from samebits import AMPERE, FMA, TENSOR_CORE, Contract
 from samebits.contract import resolve
-from samebits.testing import assert_same_bits
-from tests.data_kinds import KINDS, values
+from samebits.testing import KINDS, assert_same_bits, values
 from tests.devices import DEVICES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,17 +8,18 @@ import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
-from samebits.testing import assert_same_bits
-from tests.data_kinds import values
+from samebits.testing import assert_same_bits, values
 
 CU = torch.tensor([0, 3, 3, 8])
 
@@ -165,6 +166,66 @@ def test_autocast(name: str) -> None:
         assert_same_bits(mixed, want)
     actual.sum().backward()
     assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in leaves)
+
+
+def test_checkpointing_recomputes_under_the_family_around_the_backward() -> None:
+    x, weight = leaf(40, 64, dtype=torch.bfloat16), leaf(64, 64, dtype=torch.bfloat16)
+
+    def f(x: Tensor) -> Tensor:
+        return samebits.matmul(samebits.matmul(x, weight, out_dtype=torch.float32).bfloat16(), weight)
+
+    with samebits.use_mma_model(AMPERE):
+        (want,) = torch.autograd.grad(f(x).sum(), weight)
+        (got,) = torch.autograd.grad(checkpoint(f, x, use_reentrant=False).sum(), weight)
+    assert_same_bits(got, want)
+
+
+def test_meta_tensors_and_global_defaults() -> None:
+    meta = samebits.linear(torch.empty(2, 3, device="meta"), torch.empty(4, 3, device="meta"))
+    assert (meta.shape, meta.device.type) == ((2, 4), "meta")
+    x, weight = leaf(5, 3), leaf(4, 3)
+    want = torch.autograd.grad(samebits.linear(x, weight).sum(), weight)[0]
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        got = torch.autograd.grad(samebits.linear(x, weight).sum(), weight)[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert_same_bits(got, want)
+
+
+def test_kernels_that_cannot_be_cached_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from samebits.backends.reference import kernels
+
+    real = kernels.numba.njit
+
+    def njit(*signature: Any, cache: bool = False, **options: Any) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
+        return real(*signature, **options)
+
+    monkeypatch.setattr(kernels.numba, "njit", njit)
+    kernels._warn_uncached.cache_clear()
+    with pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR"):
+        double = kernels._njit()(lambda x: 2 * x)
+    assert double(21) == 42
+
+
+def test_offsets_are_asserted_once_for_each_state_of_their_tensor() -> None:
+    from samebits.ops.addmm import assert_cu_seqlens
+
+    offsets = torch.tensor([0, 3, 8])
+    assert_cu_seqlens(offsets, 8)
+    with mock.patch("torch._assert_async") as asserted:
+        assert_cu_seqlens(offsets, 8)
+        assert not asserted.called
+        offsets[1] = 4
+        assert_cu_seqlens(offsets, 8)
+        assert asserted.call_count == 1
+    for bad in ([1, 8], [0, 7], [0, 9, 8]):
+        with pytest.raises(RuntimeError, match="cu_seqlens"):
+            assert_cu_seqlens(torch.tensor(bad), 8)
 
 
 def test_no_grad_and_partial_requires_grad() -> None:

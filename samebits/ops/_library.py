@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
 from samebits.contract import Contract, resolve
@@ -29,7 +30,7 @@ def check_operands(
     """
     tensors = list(operands.values())
     a = tensors[0]
-    if contract is None and _all_plain(tensors):
+    if contract is None and not torch.compiler.is_compiling() and _all_plain(tensors):
         return tensors, resolve(None, a.dtype, a.device.type)
     for name, t in operands.items():
         if not isinstance(t, Tensor):
@@ -38,16 +39,24 @@ def check_operands(
             raise TypeError(
                 f"samebits.{op}: {name}: expected a dense (strided) tensor, got layout {t.layout}"
             )
+        if t.is_nested:
+            raise TypeError(
+                f"samebits.{op}: {name}: expected a plain tensor, got a nested one (use cu_seqlens)"
+            )
         if t.dtype not in SUPPORTED:
             raise TypeError(f"samebits.{op}: {name}: expected bfloat16, float16 or float32, got {t.dtype}")
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
             raise NotImplementedError(
                 f"samebits.{op}: {name}: forward-mode derivatives are not implemented, backward ones are"
             )
+    if not torch.compiler.is_compiling() and _transform() == TransformType.Grad:
+        raise NotImplementedError(
+            f"samebits.{op}: torch.func's gradients are not implemented; use torch.autograd.grad"
+        )
     kind = tensors[0].device.type
     if kind not in ("cpu", "cuda", "meta"):
         raise ValueError(f"samebits.{op}: expected tensors on a CPU or CUDA device, got {tensors[0].device}")
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         tensors = [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
     dtype, first = tensors[0].dtype, next(iter(operands))
     for name, t in zip(operands, tensors, strict=True):
@@ -76,14 +85,31 @@ def _all_plain(tensors: list[Tensor]) -> bool:
     for t in tensors:
         if type(t) not in _PLAIN or t.dtype is not dtype or t.device != device:
             return False
-        if t.layout is not torch.strided:
+        if t.layout is not torch.strided or t.is_nested:
             return False
-    return forward_ad._current_level < 0 and not torch.is_autocast_enabled(device.type)
+    return (
+        forward_ad._current_level < 0 and _transform() is None and not torch.is_autocast_enabled(device.type)
+    )
+
+
+def has_memory(*tensors: Tensor) -> bool:
+    """Whether these have elements at real addresses: no traced, transformed, fake or meta tensors."""
+    return (
+        not torch.compiler.is_compiling()
+        and _transform() is None
+        and all(type(t) in _PLAIN and (t.is_cpu or t.is_cuda) for t in tensors)
+    )
+
+
+def _transform() -> Any:
+    """The kind of the innermost ``torch.func`` transform at work, if any."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return None if interpreter is None else interpreter.key()
 
 
 def call(operator: Callable[..., Tensor], *args: Any) -> Tensor:
     """Call a registered operator, past autograd's Python layer (half of its cost) if nothing asks for it."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _transform() is not None:
         return operator(*args)
     if torch.is_grad_enabled():
         for t in args:
@@ -105,7 +131,8 @@ def check_out_dtype(op: str, out_dtype: torch.dtype | None, dtype: torch.dtype) 
     if out_dtype is None:
         return dtype
     if out_dtype not in (dtype, torch.float32):
-        raise TypeError(f"samebits.{op}: out_dtype: expected {dtype} or torch.float32, got {out_dtype}")
+        wanted = " or ".join(dict.fromkeys([str(dtype), "torch.float32"]))
+        raise TypeError(f"samebits.{op}: out_dtype: expected {wanted}, got {out_dtype!r}")
     return out_dtype
 
 

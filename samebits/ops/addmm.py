@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from samebits.contract import Contract
-from samebits.ops._library import check_device, check_operands, library, shape
+from samebits.ops._library import check_device, check_operands, has_memory, library, shape
 from samebits.ops.matmul import operand
 
 # The chain over sequences: out[B, M, N] = acc[B, M, N] + a[B, S, M, K] @ b[B, S, K, N] over s, then k. Every
@@ -48,7 +49,8 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
         TypeError: ``acc`` is not float32, or ``a`` and ``b`` are not what :func:`samebits.matmul` takes.
         ValueError: shapes or devices do not match, or ``acc`` overlaps. Nothing has been written then.
     """
-    (a, b), key = check_operands("addmm_", contract, {"a": a, "b": b})
+    given = {"a": a, "b": b}
+    (a, b), key = check_operands("addmm_", contract, given)
     if not isinstance(acc, Tensor) or acc.dtype != torch.float32 or acc.layout is not torch.strided:
         got = acc.dtype if isinstance(acc, Tensor) else type(acc).__name__
         raise TypeError(f"samebits.addmm_: acc: expected a dense float32 tensor, got {got}")
@@ -65,6 +67,8 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
             f"samebits.addmm_: acc: expected shape {(a.shape[0], b.shape[1])}, got {shape(acc)}"
             f" with a {shape(a)} and b {shape(b)}"
         )
+    if has_memory(acc, *given.values()):  # traced code writes to a copy of its own
+        _refuse_overlap(acc, **given)
     a4, b4 = a[None, None], b[None, None]
     if torch.is_grad_enabled() and (acc.requires_grad or a.requires_grad or b.requires_grad):
         chain = torch.ops.samebits.addbmm(acc[None], a4, b4, None, torch.float32, key)
@@ -95,6 +99,26 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int) -> None:
             )
 
 
+_asserted: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def assert_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
+    """As :func:`check_cu_seqlens`, on the GPU and without waiting for it: bad offsets end in a device assert.
+
+    Layers share one tensor of offsets, so each is looked at once.
+    """
+    seen = (0 if cu_seqlens.is_inference() else cu_seqlens._version, tokens)
+    if _asserted.get(cu_seqlens) == seen:
+        return
+    if cu_seqlens.numel() == 0:
+        raise ValueError("samebits.linear: cu_seqlens: expected at least one offset, got none")
+    good = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (cu_seqlens.diff() >= 0).all()
+    torch._assert_async(
+        good, f"samebits.linear: cu_seqlens: expected offsets that rise from 0 to {tokens} and never decrease"
+    )
+    _asserted[cu_seqlens] = seen
+
+
 def _cpu(
     acc: Tensor | None,
     a: Tensor,
@@ -111,7 +135,6 @@ def _cpu(
 
 
 def _cpu_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, contract: str) -> None:
-    _refuse_overlap(acc, a=a, b=b)
     acc.copy_(_cpu(acc, a, b, cu_seqlens, torch.float32, contract))
 
 
@@ -131,12 +154,13 @@ def _cuda(
 def _cuda_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, contract: str) -> None:
     from samebits.backends.cuda import matmul as cuda
 
-    _refuse_overlap(acc, a=a, b=b)
     cuda.addbmm_(acc, a, b, cu_seqlens, contract=contract)
     torch.autograd.graph.increment_version(acc)  # the kernel wrote where autograd cannot see
 
 
 def _refuse_overlap(acc: Tensor, **operands: Tensor) -> None:
+    if acc.numel() == 0:
+        return
     extent = 1
     for stride, size in sorted(zip(acc.stride(), acc.shape, strict=True)):
         if size > 1:
@@ -207,11 +231,15 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b = ctx.saved_tensors
     grad_acc = grad.to(torch.float32) if ctx.needs_input_grad[0] else None
     grad = operand(grad, a.dtype, ctx.contract).unsqueeze(1)
+    B, S, M, K = a.shape
     grad_a = grad_b = None
     if ctx.needs_input_grad[1]:
         grad_a = torch.ops.samebits.matmul(grad, b.mT, None, a.dtype, ctx.contract)
     if ctx.needs_input_grad[2]:
-        grad_b = torch.ops.samebits.matmul(a.mT, grad, None, b.dtype, ctx.contract)
+        rows = grad.expand(B, S, *grad.shape[2:]).reshape(B * S, 1, *grad.shape[2:])
+        columns = a.mT.reshape(B * S, 1, K, M)
+        out = torch.ops.samebits.addbmm(None, columns, rows, None, b.dtype, ctx.contract)
+        grad_b = out.reshape(b.shape)
     return grad_acc, grad_a, grad_b, None, None, None
 
 

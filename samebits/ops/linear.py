@@ -9,7 +9,7 @@ from torch import Tensor
 
 from samebits.contract import Contract
 from samebits.ops._library import call, check_device, check_operands, library, shape
-from samebits.ops.addmm import check_cu_seqlens
+from samebits.ops.addmm import assert_cu_seqlens, check_cu_seqlens
 
 library.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, str contract) -> Tensor",
@@ -51,7 +51,9 @@ def linear(
     Raises:
         TypeError: a tensor is not dense bfloat16, float16 or float32, dtypes differ, ``cu_seqlens`` is not
             int32 or int64, or the contract does not take the dtype.
-        ValueError: shapes or devices do not match, or ``cu_seqlens`` does not cut the tokens into spans.
+        ValueError: shapes or devices do not match, or ``cu_seqlens`` does not cut the tokens into spans. On a
+            GPU its values are checked there, without waiting: bad ones end in a device-side assert, as a bad
+            index does in PyTorch.
     """
     operands = {"x": x, "weight": weight} if bias is None else {"x": x, "weight": weight, "bias": bias}
     (x, weight, *biases), key = check_operands("linear", contract, operands)
@@ -105,6 +107,8 @@ def _cpu(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | No
 def _cuda(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, contract: str) -> Tensor:
     from samebits.backends.cuda import matmul as cuda
 
+    if cu_seqlens is not None:
+        assert_cu_seqlens(cu_seqlens, x.shape[-2])
     rows = x if x.ndim > 1 else x.unsqueeze(0)
     out = cuda.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=contract)
     return out if x.ndim > 1 else out[0]
@@ -126,6 +130,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         rows = grad if grad.ndim > 1 else grad.unsqueeze(0)
         grad_x = torch.ops.samebits.matmul(rows, weight, None, x.dtype, ctx.contract).reshape(x.shape)
+    if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
+        return grad_x, None, None, None, None
     columns = _sequences(grad).mT
     if ctx.needs_input_grad[1]:
         out = torch.ops.samebits.addbmm(None, columns, _sequences(x), cu_seqlens, weight.dtype, ctx.contract)

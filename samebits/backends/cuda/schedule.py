@@ -53,9 +53,9 @@ class Schedule:
     @property
     def panel(self) -> int:
         """Columns of a 16-bit output that leave at a time through shared memory; 0 where they cannot."""
-        if self.swap or self.block_m // self.share % 64 or self.block_n % 32:
+        if self.swap or self.block_m // self.share % 64:
             return 0
-        return 32 if self.block_n % 64 else 64
+        return next((columns for columns in (64, 32, 16) if self.block_n % columns == 0), 0)
 
     def fits(self, a_mn: bool, b_mn: bool) -> bool:
         """Whether it can read these layouts: contiguous along m, a warpgroup's rows come in columns of 64."""
@@ -63,15 +63,12 @@ class Schedule:
         return not (tall_mn and self.block_m // self.share % 64)
 
     def resident(self, sms: int) -> int:
-        """Clusters at work at once. Those of four leave multiprocessors of some GPCs over (30 run on an H200)."""
-        return (
-            sms * self.blocks // self.cluster
-            if self.cluster <= 2
-            else sms * 10 // 11 * self.blocks // self.cluster
-        )
+        """Clusters at work at once. Clusters of four leave some multiprocessors over: 30 run on an H200."""
+        usable = sms if self.cluster <= 2 else sms * 10 // 11
+        return usable * self.blocks // self.cluster
 
     def smem(self, panel: int, a_mn: bool, b_mn: bool) -> int:
-        """Bytes of shared memory, operands laid out so (as the kernel sees them), the output in such panels."""
+        """Bytes of shared memory, for operands laid out so as the kernel sees them and such output panels."""
         rows = _round(self.block_m, 64) if a_mn else self.block_m
         columns = _round(self.block_n, 64) if b_mn else self.block_n
         # Rows past a warpgroup's own, up to 64, are read too, and their results dropped.
@@ -105,12 +102,13 @@ _SMEM = 227 * 1024
 _STEP = {8: 18, 16: 20, 24: 22, 32: 24, 40: 26, 48: 28, 56: 30}
 _CLOCK = 1750.0  # MHz
 _INTAKE = 70  # bytes a cycle that reach one multiprocessor
+_L2 = 15e6  # bytes a microsecond that leave L2 for all of them
 _HBM = 4.2e6  # bytes a microsecond
 _GAP = 1.6  # microseconds between kernels
 
 
 def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]:
-    """Microseconds that multiplying, taking operands in, and HBM need at least."""
+    """Microseconds that multiplying, taking operands in (as seen from L2, too), and HBM need at least."""
     p = product.turned() if s.swap else product
     tiles = (
         _round(p.m, s.block_m * s.cluster_m) * _round(p.n, s.block_n * s.cluster_n) // (s.block_m * s.block_n)
@@ -119,11 +117,15 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     rounds = full + (0 if last == 0 else 1 if full == 0 else 0.8 + 0.2 * last)
     bands = _round(s.block_m // s.share, 64) // 64 * s.share
     multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2)
-    intake = (s.block_m + (_round(s.block_n, 64) if p.b_mn else s.block_n)) * p.k * 2 / _INTAKE
+    if p.b_mn and s.block_n % 64:  # its last column of 64 is copied in whole (measured)
+        multiply *= 1.35 if p.a_mn else 1.15
+    columns = _round(s.block_n, 64) if p.b_mn else s.block_n
+    intake = (s.block_m + columns) * p.k * 2 / _INTAKE
+    l2 = tiles * p.batch * (s.block_m / s.cluster_n + columns / s.cluster_m) * p.k * 2 / _L2
     # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
     write = 1500 if s.share > 1 else 0 if s.panel or s.swap else 3000
     hbm = (p.m * p.k + p.n * p.k + p.m * p.n) * p.batch * 2 / _HBM
-    return rounds * (multiply + write) / _CLOCK, rounds * (intake + write) / _CLOCK, hbm
+    return rounds * (multiply + write) / _CLOCK, max(rounds * (intake + write) / _CLOCK, l2), hbm
 
 
 def estimate(s: Schedule, product: Product, sms: int) -> float:
@@ -149,8 +151,8 @@ def _schedule(
     return replace(s, stages=room // (replace(s, stages=1).smem(0, a_mn, b_mn) - s.smem(0, a_mn, b_mn)))
 
 
-_LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (128, 144), (128, 96), (64, 192), (64, 128))
-_NARROW = (24, 32, 48, 64, 96, 128)
+_LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (128, 96), (64, 192), (64, 128))
+_NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160)
 
 
 def menu(p: Product, sms: int) -> list[Schedule]:
@@ -168,14 +170,19 @@ def menu(p: Product, sms: int) -> list[Schedule]:
     # Few rows: as many blocks as multiprocessors, each with its share of B's columns.
     for tokens in (8, 16, 32, 64):
         splits = -(-p.m // tokens)
-        if splits <= 32 and tokens < 2 * max(p.m, 8):
-            rounds = -(-p.n * splits // (64 * sms))
-            rows = 64 if p.b_mn else max(16, _round(-(-p.n * splits // (sms * rounds)), 8))
+        if splits > 32 or tokens >= 2 * max(p.m, 8):
+            continue
+        rounds = -(-p.n * splits // (64 * sms))
+        for share in (1, 2) if splits > 1 and rounds == 1 else (1,):
+            rows = 64 if p.b_mn else min(64, max(16, _round(-(-p.n * splits * share // (sms * rounds)), 8)))
             size = rows + (64 if p.a_mn else tokens)
-            depth = 512 if size <= 24 else 256 if size <= 64 else 128 if size <= 112 else 64
-            if p.a_mn:
-                depth = min(depth, 256)
-            found.append(_schedule(p, rows, tokens, depth, swap=True, blocks=2 if rounds > 2 else 1))
+            # One long chain, its operands already on their way into L2: the fewest waits.
+            deep = splits == 1 and size <= 24
+            # Half of the shared memory is left to the next kernel's blocks where that is enough.
+            blocks = 2 if rounds > 2 or (tokens == 8 and size <= 40 and not deep) else 1
+            depth = 512 if deep else 256 if size <= 64 else 128 if size <= 112 else 64
+            depth = min(depth, 128 if blocks == 2 and size > 40 else 256 if p.a_mn else 512)
+            found.append(_schedule(p, rows, tokens, depth, swap=True, blocks=blocks))
     return [s for s in found if s.fits(p.a_mn, p.b_mn)]
 
 
@@ -184,17 +191,20 @@ def choose(p: Product, sms: int) -> Schedule:
     """The schedule for ``p`` on a GPU of so many multiprocessors."""
     best = min(menu(p, sms), key=lambda s: estimate(s, p, sms))
     multiply, intake, hbm = _work(best, p, sms)
-    # An early start scatters neighbouring tiles over the GPU: bad where the intake of shared operands decides.
-    early = best.cluster > 1 or intake <= 1.1 * max(multiply, hbm)
-    ahead = best.stages if best.swap and hbm < multiply else 0
-    return replace(best, early=early, ahead=ahead)
+    # An early start scatters neighbouring tiles over the GPU: bad where many rows share what is taken in.
+    early = best.cluster > 1 or p.m <= 128 or intake <= max(multiply, hbm)
+    ahead = best.stages if best.swap and early and p.m <= best.block_n and hbm < multiply else 0
+    # Neighbouring tiles run side by side: let them share the much larger operand, if the other stays in L2.
+    tall = not best.swap and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
+    group = 1 if tall and p.n * p.k * 2 <= 24 << 20 else best.group
+    return replace(best, early=early, ahead=ahead, group=group)
 
 
 def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
-    """Every kind of schedule that :func:`choose` can return for these layouts: for proving that none changes a bit."""
+    """Every kind of schedule that :func:`choose` can return, to prove that none changes a bit."""
     found: dict[Schedule, None] = {}
     for m in (8, 16, 32, 64, 128, 4096):
-        for n in (*range(2048, 8449, 1024), 3 * 8448):
+        for n in (1024, *range(2048, 8449, 1024), 3 * 8448):
             for s in menu(Product(m, n, 4096, 1, a_mn, b_mn), 132):
                 found[s] = None
     return [

@@ -8,18 +8,20 @@ depends on its tile.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba
 import numpy as np
-from numba import boolean, void
+from llvmlite import ir
+from numba import boolean, types, void
 from numba import float32 as f32
 from numba import int64 as i64
 from numba import uint16 as u16
 from numba import uint32 as u32
-
-from samebits.backends.reference._bits import bits_to_f64, f32_to_bits, f64_to_bits, fma, trunc
+from numba.extending import intrinsic
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -29,7 +31,28 @@ TILE_M, TILE_N, GROUP = 16, 64, 16
 def _njit(*signature: Any) -> Callable[[_F], _F]:
     # No fastmath: LLVM may neither reorder nor contract. nogil: threads share the tiles. A signature takes
     # any strides, where numba would compile anew for every kind of layout it meets.
-    return numba.njit(*signature, nogil=True, cache=True, error_model="numpy")
+    options = {"nogil": True, "error_model": "numpy"}
+
+    def compile(function: _F) -> _F:
+        try:
+            return numba.njit(*signature, cache=True, **options)(function)
+        except RuntimeError as error:
+            if "cannot cache" not in str(error):
+                raise
+            _warn_uncached()
+            return numba.njit(*signature, **options)(function)
+
+    return compile
+
+
+@functools.cache
+def _warn_uncached() -> None:
+    warnings.warn(
+        "samebits finds no writable folder to cache its CPU kernels in and compiles them in every process:"
+        " set NUMBA_CACHE_DIR to one",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 _OPERANDS = (
@@ -40,6 +63,46 @@ _OPERANDS = (
     i64,
     i64,
 )  # a, b, out, spans, first, last
+
+
+# LLVM operations that Python has no spelling for: bit casts, exact truncation, fused multiply-add. They stand
+# here because numba renews its cache when the file of a function changes, and not those of its callees.
+_F64 = ir.DoubleType()
+
+
+def _bitcast(source: Any, target: Any, target_ir: ir.Type) -> Any:
+    def cast(typingctx: Any, x: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], target_ir)
+
+        return target(source), codegen
+
+    return intrinsic(cast)
+
+
+f64_to_bits = _bitcast(types.float64, types.int64, ir.IntType(64))
+bits_to_f64 = _bitcast(types.int64, types.float64, _F64)
+f32_to_bits = _bitcast(types.float32, types.uint32, ir.IntType(32))
+
+
+@intrinsic
+def trunc(typingctx: Any, x: Any) -> Any:
+    """``x`` rounded toward zero to an integer, in float64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.call(builder.module.declare_intrinsic("llvm.trunc", [_F64]), args)
+
+    return types.float64(types.float64), codegen
+
+
+@intrinsic
+def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c`` in float32 with one IEEE 754 rounding to nearest even."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
 
 
 # A product of two exponents below this cannot be mistaken for a real one, nor decide emax.

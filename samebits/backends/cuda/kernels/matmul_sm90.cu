@@ -167,6 +167,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const Problem& p, 
     u32 clusters = gridDim.x / CLUSTER;
     Ring ring;
     ring.skip(team * k_blocks);
+    u32 buffer = 0;
     for (u32 index = blockIdx.x / CLUSTER + team * clusters; index < walk.count; index += TEAMS * clusters) {
         Place place = walk.at(index, rank);
         place.m += member * ROWS;
@@ -218,7 +219,12 @@ __device__ __forceinline__ void consume(const Shared& shared, const Problem& p, 
         if (k_blocks > 0) release(shared, previous, thread);
         ring.skip((TEAMS - 1) * k_blocks);
 
-        finish<BIAS, OUTPUT>(acc, shared.panels + warpgroup * 2 * PANEL_BYTES, p, place, warpgroup, thread);
+        finish<BIAS, OUTPUT>(acc, shared.panels + warpgroup * 2 * PANEL_BYTES, p, place, warpgroup, thread,
+                             buffer);
+    }
+    // Shared memory must outlive what still reads it.
+    if constexpr (PANEL > 0) {
+        if (thread == 0) copy_out_wait_read<0>();
     }
 }
 

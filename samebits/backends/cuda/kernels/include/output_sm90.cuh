@@ -55,15 +55,28 @@ template <int type>
 __device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
     using Bias = Element<type>;
     Fragment fragment(p, place, thread);
-    const auto* bias = static_cast<const typename Bias::Stored*>(p.bias) + (TRANSPOSED ? fragment.row : fragment.column);
-    int left = TRANSPOSED ? p.m - fragment.row : p.n - fragment.column;
+    int begin = TRANSPOSED ? fragment.row : fragment.column;
+    const auto* bias = static_cast<const typename Bias::Stored*>(p.bias) + begin;
+    int left = (TRANSPOSED ? p.m : p.n) - begin;
     auto at = [&](int i) { return i < left ? Bias::widen(bias[i]) : 0; };
+    auto add = [](float* d, float first, float second) {
+        d[0] = __fadd_rn(d[0], first);
+        d[1] = __fadd_rn(d[1], second);
+    };
+    // Each value is used up before the next is loaded: registers are scarce.
+    if constexpr (TRANSPOSED) {
 #pragma unroll
-    for (int band = 0; band < BANDS; ++band) {
+        for (int half = 0; half < 2 * BANDS; ++half) {
+            float value = at(half / 2 * 64 + half % 2 * 8);
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) {
-            int index = TRANSPOSED ? band * 64 + i % 4 / 2 * 8 : i / 4 * 8 + i % 2;
-            acc[band][i] = __fadd_rn(acc[band][i], at(index));
+            for (int i = 0; i < BLOCK_N / 8; ++i) add(&acc[half / 2][i * 4 + half % 2 * 2], value, value);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 8; ++i) {
+            float first = at(i * 8), second = at(i * 8 + 1);
+#pragma unroll
+            for (int half = 0; half < 2 * BANDS; ++half) add(&acc[half / 2][i * 4 + half % 2 * 2], first, second);
         }
     }
 }
@@ -87,14 +100,14 @@ __device__ __forceinline__ void store(Accumulators& acc, const Problem& p, const
     });
 }
 
-// Through shared memory in panels of 64 rows, each copied out while the next is written.
+// Through shared memory in panels of 64 rows, each copied out while the next is written. The two buffers take
+// turns from tile to tile too: the copy before last has then read the buffer that is written.
 template <int type>
 __device__ __forceinline__ void copy_panels(Accumulators& acc, u32 panels, const Problem& p, const Place& place,
-                                            u32 warpgroup, u32 thread) {
+                                            u32 warpgroup, u32 thread, u32& buffer) {
     using Out = Element<type>;
     u32 warp = thread / 32, lane = thread % 32;
     u32 line = warp * 16 + lane % 16;  // that this lane addresses for stmatrix
-    u32 buffer = 0;
 #pragma unroll
     for (u32 band = 0; band < BANDS; ++band) {
 #pragma unroll
@@ -105,7 +118,7 @@ __device__ __forceinline__ void copy_panels(Accumulators& acc, u32 panels, const
 #pragma unroll
             for (u32 chunk = 0; chunk < PANEL / 8; chunk += 2) {
                 float* d = &acc[band][(column / 8 + chunk) * 4];
-                u32 swizzle = PANEL == 64 ? line % 8 : line / 2 % 4;
+                u32 swizzle = line / (64 / PANEL) % (PANEL / 8);
                 u32 to = panel + line * PANEL * 2 + ((chunk + lane / 16) ^ swizzle) * 16;
                 asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
                              "r"(Out::pack(d[0], d[1])), "r"(Out::pack(d[2], d[3])), "r"(Out::pack(d[4], d[5])),
@@ -122,10 +135,10 @@ __device__ __forceinline__ void copy_panels(Accumulators& acc, u32 panels, const
 
 template <int bias, int output>
 __device__ __forceinline__ void finish(Accumulators& acc, u32 panels, const Problem& p, const Place& place,
-                                       u32 warpgroup, u32 thread) {
+                                       u32 warpgroup, u32 thread, u32& buffer) {
     if constexpr (bias != NONE) add_bias<bias>(acc, p, place, thread);
     if constexpr (PANEL > 0) {
-        copy_panels<output>(acc, panels, p, place, warpgroup, thread);
+        copy_panels<output>(acc, panels, p, place, warpgroup, thread, buffer);
     } else {
         store<output>(acc, p, place, thread);
     }

@@ -1,0 +1,143 @@
+"""The Hopper kernel without a GPU: every schedule compiles without spills, and its host side adds up."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from samebits.backends.cuda import matmul, matmul_sm80, matmul_sm90, runtime, schedule
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("cuda") is None, reason="cuda-core is not installed (samebits[cuda])"
+)
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+SMEM = 227 * 1024
+LAYOUTS = list(itertools.product((False, True), repeat=2))
+
+# Each kind of epilogue and operand once; the schedules take turns, so that each meets some of them.
+CASES = [
+    {"out_dtype": BF16},
+    {"out_dtype": F32},
+    {"out_dtype": BF16, "bias_dtype": BF16, "folded": True},
+    {"out_dtype": F32, "accumulate": True},
+    {"out_dtype": BF16, "aligned": False, "bias_dtype": BF16},
+    {"out_dtype": F16, "dtype": F16, "bias_dtype": F16, "folded": True},
+]
+RAGGED = {"out_dtype": F32, "accumulate": True, "bounds_dtype": torch.int32}
+
+
+def kernels(a_mn: bool, b_mn: bool) -> Iterator[runtime.KernelSpec]:
+    cases = itertools.cycle([*CASES, RAGGED] if a_mn and b_mn else CASES)
+    for s in schedule.catalogue(a_mn, b_mn):
+        yield matmul_sm90.spec(
+            matmul_sm90.Case(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(cases)}), s
+        )
+
+
+def fits_gpu(s: schedule.Schedule, a_mn: bool, b_mn: bool) -> bool:
+    a, b = (b_mn, a_mn) if s.swap else (a_mn, b_mn)
+    return s.stages >= 2 and s.smem(s.panel, a, b) <= SMEM // s.blocks and s.fits(a_mn, b_mn)
+
+
+@pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
+def test_any_product_has_a_schedule_that_fits(a_mn: bool, b_mn: bool) -> None:
+    sizes = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256, 1000, 4096, 100_000)
+    for m, n, k, sms in itertools.product(sizes, sizes, (1, 16, 200, 4096), (114, 132)):
+        s = schedule.choose(schedule.Product(m, n, k, 1, a_mn, b_mn), sms)
+        assert fits_gpu(s, a_mn, b_mn), (m, n, k, s)
+
+
+@pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
+def test_the_catalogue_fits(a_mn: bool, b_mn: bool) -> None:
+    found = schedule.catalogue(a_mn, b_mn)
+    assert len(found) == len(set(found)) > 20
+    for s in found:
+        assert fits_gpu(s, a_mn, b_mn), s
+
+
+@needs_compiler
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
+def test_every_schedule_compiles_without_spills(a_mn: bool, b_mn: bool, part: int) -> None:
+    specs = list(kernels(a_mn, b_mn))[part::4]
+    assert specs
+    for spec in specs:
+        cubin = runtime.compile(spec, "sm_90a")
+        assert cubin.spill_bytes == cubin.local_bytes == 0, spec
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """CPU tensors pass for those of an H200: everything of a launch but the launch, which is noted."""
+    found: list[str] = []
+
+    class Kernel:
+        def __init__(self, spec: runtime.KernelSpec) -> None:
+            self.spec = spec
+
+        def launch(self, grid: tuple[int, int, int], *values: Any) -> None:
+            assert min(grid) > 0
+            assert grid[0] % self.spec.cluster[0] == 0
+            struct.pack("@" + self.spec.params, *values)
+            found.append(self.spec.source)
+
+    def tensor_map(
+        address: int,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+        swizzle: int = 128,
+    ) -> bytes:
+        # What the driver asks of a tensor map.
+        assert len(shape) == len(box) == len(strides) + 1 <= 5
+        assert all(s % 16 == 0 for s in (address, *strides))
+        assert all(0 < n <= 256 for n in box)
+        assert min(shape) > 0
+        assert box[0] * dtype.itemsize <= swizzle
+        return bytes(128)
+
+    info = runtime.DeviceInfo(-1, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)
+    monkeypatch.setattr(runtime, "device_info", lambda index: info)
+    monkeypatch.setattr(runtime, "load", lambda spec, device: Kernel(spec))
+    monkeypatch.setattr(runtime, "tensor_map", tensor_map)
+    monkeypatch.setattr(matmul_sm80, "_check", lambda *tensors: None)
+    for module in (matmul, matmul_sm80):
+        monkeypatch.setattr(module, "_plans", {})
+    matmul_sm90._plan.cache_clear()
+    return found
+
+
+@pytest.mark.parametrize("m", [1, 3, 8, 33, 128, 256, 1000, 4096])
+@pytest.mark.parametrize(("k", "n"), [(4096, 4096), (7168, 256), (768, 3072), (40, 24), (41, 23), (64, 1)])
+def test_every_launch_adds_up(launches: list[str], m: int, k: int, n: int) -> None:
+    def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    key = "TENSOR_CORE:mma"
+    for out_dtype, bias in itertools.product((BF16, F32), (None, empty(n))):
+        for b in (empty(n, k).mT, empty(k, n)):
+            out = matmul.matmul(empty(m, k), b, bias=bias, out_dtype=out_dtype, contract=key)
+            assert (out.shape, out.dtype) == ((m, n), out_dtype)
+    dy, x = empty(m, n).mT[None, None], empty(m, k)[None, None]
+    for bounds in (None, torch.tensor([0, m // 2, m])):
+        assert matmul.addbmm(None, dy, x, bounds, out_dtype=BF16, contract=key).shape == (1, n, k)
+        matmul.addbmm_(empty(1, n, k, dtype=F32), dy, x, bounds, contract=key)
+    rows = empty(4, 7, n).mT[None]
+    assert matmul.addbmm(None, rows, empty(1, 4, 7, k), None, out_dtype=BF16, contract=key).shape == (1, n, k)
+    assert matmul.matmul(empty(3, 5, k), empty(3, k, n), bias=None, out_dtype=BF16, contract=key).shape == (
+        3,
+        5,
+        n,
+    )
+    # TMA asks for strides of 16 bytes; other layouts go to the universal kernel.
+    assert "matmul_sm90.cu" in launches or k % 8
+    assert "matmul_sm80.cu" in launches or k % 8 == n % 8 == 0
