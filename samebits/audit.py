@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import samebits
 from samebits._version import __version__
-from samebits.contract import contract_from_key, resolve
+from samebits.contract import Contract, contract_from_key, resolve
 
 __all__ = [
     "AuditError",
@@ -70,7 +70,8 @@ class Variation:
 
 def plan(rows: int) -> tuple[Variation, ...]:
     """The variations that `rows` rows are put through. Deterministic; every one covers every row."""
-    index = torch.arange(rows)
+    cpu = torch.device("cpu")  # whatever the default device is
+    index = torch.arange(rows, device=cpu)
     zero, nan, inf = rows, rows + 1, rows + 2
     variations = [Variation("repeat", "the same batch again", (index,))]
 
@@ -96,13 +97,14 @@ def plan(rows: int) -> tuple[Variation, ...]:
         add("position", "all rows, last row first", [index.flip(0)])
     for size, extra in ((5, 3), (24, 8)):
         if size < rows:
-            padded = (torch.cat([b, torch.full((extra,), zero)]) for b in cut(size))
+            padded = (torch.cat([b, torch.full((extra,), zero, device=cpu)]) for b in cut(size))
             add("padding", f"batches of {size} padded with {extra} rows of zeros", padded)
     twice = torch.cat([index, torch.full_like(index, zero)])
     add("padding", "all rows padded with as many rows of zeros", [twice])
-    # A multiplication by a number coprime to `rows` gives every row neighbours from far away.
-    stride = next(s for s in range(int(rows * 0.618) | 1, 3 * rows + 3) if math.gcd(s, rows) == 1)
-    add("neighbours", f"batches of {some(8)}, other neighbours", cut(some(8), index * stride % rows))
+    if rows > 8:  # else every row has all the others as neighbours, in any order
+        # A multiplication by a number coprime to `rows` gives every row neighbours from far away.
+        stride = next(s for s in range(int(rows * 0.618) | 1, 3 * rows + 3) if math.gcd(s, rows) == 1)
+        add("neighbours", "batches of 8, other neighbours", cut(8, index * stride % rows))
     for filler, name in ((nan, "NaN"), (inf, "infinity")):
         size = some(8)
         between = (torch.stack([b, torch.full_like(b, filler)], 1).flatten() for b in cut(size))
@@ -230,7 +232,7 @@ class Report:
     Attributes:
         model: what was audited.
         inputs: what it ran on.
-        device: where.
+        device: where; several are separated by commas.
         threads: CPU threads of PyTorch, and of samebits.
         machine: the CPU's architecture.
         torch_version: PyTorch's version.
@@ -328,17 +330,17 @@ def measure(
     count = rows.shape[0]
     fill = rows.new_tensor([0.0, math.nan, math.inf])[:, None].expand(-1, rows.shape[1])
     pool = torch.cat([rows, fill])
-    expected = operator(rows)
+    expected = operator(rows).cpu()  # where all comparing is done
     width = 8 * expected.element_size()
     expected_bits = _bits(expected)
     row_scale = expected.double().nan_to_num(0, 0, 0).abs().amax(1).clamp(min=_TINY)
     progress(count)
 
-    changed = torch.zeros(count, dtype=torch.bool)
+    changed = torch.zeros(count, dtype=torch.bool, device="cpu")
     counts, first, ulp, relative, of_row = [], None, 0, 0.0, 0.0
     for variation in variations:
         index = torch.cat(variation.batches)
-        got = torch.cat([operator(pool[batch]) for batch in variation.batches])
+        got = torch.cat([operator(pool[batch]).cpu() for batch in variation.batches])
         progress(len(index))
         differs = _bits(got) != expected_bits[index.clamp(max=count - 1)]
         differs &= (index < count)[:, None]
@@ -388,33 +390,42 @@ def _hex(bits: Tensor, width: int) -> str:
 
 @dataclass(frozen=True)
 class _Target:
-    """A layer as two operators on rows."""
+    """A linear layer: two operators on rows, once its weight and bias have their dtype."""
 
     name: str
     module: nn.Module
     operator: str
     weight: Tensor  # [out_features, in_features]
-    torch: Operator
-    samebits: Operator
+    bias: Tensor | None
+    overridden: bool  # its forward is not that of its kind
+
+    def operators(self, dtype: torch.dtype) -> tuple[Operator, Operator]:
+        """PyTorch's and samebits', in `dtype`: a cast to another one than the weight's is autocast's."""
+        weight, bias = self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        ours = partial(_run_samebits, weight=weight, bias=bias)
+        if self.operator == _ADDMM:
+            return partial(torch.addmm, bias, mat2=weight.mT), ours
+        return partial(_run_linear, weight=weight, bias=bias), ours
+
+
+_LINEAR, _ADDMM = "torch.nn.functional.linear", "torch.addmm"
 
 
 def _target(name: str, module: nn.Module) -> _Target | None:
-    """`module` as two operators, or None if it is no linear layer."""
+    """`module` as a target, or None if it is no linear layer."""
     # Looked up, not imported: a Conv1D can only be in a model if transformers is loaded.
     pytorch_utils = sys.modules.get("transformers.pytorch_utils")
     weight: Any = getattr(module, "weight", None)
     bias: Any = getattr(module, "bias", None)
+    kind: Any
     if isinstance(module, nn.Linear):
-        transposed, operator = weight, "torch.nn.functional.linear"
-        run = partial(_run_linear, weight=weight, bias=bias)
+        kind, operator = nn.Linear, _LINEAR
     elif pytorch_utils is not None and isinstance(module, pytorch_utils.Conv1D):
-        transposed, operator = weight.mT, "torch.addmm"
-        run = partial(torch.addmm, bias, mat2=weight)
+        kind, operator, weight = pytorch_utils.Conv1D, _ADDMM, weight.mT
     else:
         return None
-    return _Target(
-        name, module, operator, transposed, run, partial(_run_samebits, weight=transposed, bias=bias)
-    )
+    overridden = getattr(module.forward, "__func__", None) is not kind.forward
+    return _Target(name, module, operator, weight, bias, overridden)
 
 
 def _run_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -427,13 +438,83 @@ def _run_samebits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _why_not(target: _Target) -> str | None:
     weight = target.weight
+    if isinstance(weight, nn.UninitializedParameter):
+        return "its weight is not initialized"
     if type(weight) not in (Tensor, nn.Parameter) or weight.layout is not torch.strided:
         return f"its weight is a {type(weight).__name__} of layout {weight.layout}, not a plain dense tensor"
     if weight.dtype not in DTYPES:
         return f"its weight is {_name(weight.dtype)}; samebits takes float32, bfloat16 and float16"
+    if not weight.numel():
+        return f"its weight of shape {list(weight.shape)} has no elements"
+    if weight.device.type == "cuda":
+        return cuda_problem(weight.device)
     if weight.device.type != "cpu":
-        return f"its weight is on {weight.device}; this version audits on CPU"
+        return f"its weight is on {weight.device}; samebits runs on CPU and CUDA devices"
     return None
+
+
+def cuda_problem(device: torch.device) -> str | None:
+    """Why samebits does not run on the CUDA device `device`, and what to do; None if it does."""
+    from samebits.backends.cuda import matmul, runtime
+
+    status = runtime.status()
+    if not status.available:
+        return f"{status.reason}: {status.remedy}" if status.remedy else status.reason
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        return f"there is no {device}: {plural(torch.cuda.device_count(), 'CUDA device')} here"
+    try:
+        matmul.family(index)
+    except runtime.UnavailableError as error:
+        return one_line(error)
+    return None
+
+
+def _why_not_rows(target: _Target, captured: Sequence[Tensor], autocast: bool) -> str | None:
+    if not captured:
+        return "no activation reached it: its module was not called, or with no rows"
+    if len(captured) > 1:
+        kinds = " and ".join(f"{_name(rows.dtype)} [{rows.shape[1]}]" for rows in captured)
+        return f"its rows have several dtypes or widths in one run: {kinds}"
+    (rows,), weight = captured, target.weight
+    if rows.shape[1] != weight.shape[1]:
+        return f"its activations have {rows.shape[1]} features, and its weight takes {weight.shape[1]}"
+    if rows.dtype != weight.dtype and not autocast:
+        return f"its activations are {_name(rows.dtype)} and its weight {_name(weight.dtype)}"
+    if rows.dtype not in DTYPES:
+        return f"its activations are {_name(rows.dtype)}; samebits takes float32, bfloat16 and float16"
+    if rows.device != weight.device:
+        return f"its activations are on {rows.device} and its weight on {weight.device}"
+    if rows.dtype == torch.float32 and rows.is_cuda:
+        return "samebits does not take float32 on CUDA in this version; pass --dtype bfloat16"
+    return None
+
+
+def _caveats(targets: Sequence[_Target], rows: Mapping[str, Tensor]) -> list[str]:
+    """What the audit did otherwise than the layers themselves do, and to which."""
+    notes = []
+    for dtype in DTYPES:
+        cast = [t.name for t in targets if rows[t.name].dtype == dtype != t.weight.dtype]
+        if cast:
+            notes.append(f"autocast runs in {_name(dtype)}, and so does the audit: {_some(cast)}")
+    overridden = [t.name for t in targets if t.overridden]
+    if overridden:
+        notes.append(
+            "audited as the plain product with weight and bias, though the forward of their class or instance"
+            f" is another and may compute something else: {_some(overridden)}"
+        )
+    return notes
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    shown = ", ".join(map(module_name, names[:8]))
+    return shown + (f", and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def module_name(name: str) -> str:
+    """What to call the module `name` of a model: PyTorch's name for the model itself is empty."""
+    return name or "(the module itself)"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -442,23 +523,37 @@ def _name(dtype: torch.dtype) -> str:
 
 def _capture(
     model: nn.Module, targets: Sequence[_Target], inputs: Sequence[Any], max_rows: int
-) -> dict[str, Tensor]:
-    """The rows that reach each target when `model` runs on `inputs`: at most `max_rows`, evenly spaced."""
+) -> tuple[dict[str, list[Tensor]], set[str]]:
+    """The rows that reach each target when `model` runs on `inputs`: at most `max_rows`, evenly spaced.
+
+    They have the dtype that the layer computes in: where autocast is on when it is called, autocast's. The
+    rows of a layer that computed in several dtypes or widths come in several tensors.
+
+    Returns:
+        The rows of each target, and the names of the targets that autocast was on for.
+    """
     taken: dict[str, list[Tensor]] = {target.name: [] for target in targets}
+    autocast: set[str] = set()
     quota = -(-max_rows // len(inputs))
 
     def hook(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
         rows = x.detach().reshape(-1, x.shape[-1])
-        taken[name].append(rows[_spread(len(rows), quota)].clone())
+        rows = rows[_spread(len(rows), quota)].clone()
+        kind = rows.device.type
+        if torch.is_autocast_enabled(kind) and rows.is_floating_point():
+            rows = rows.to(torch.get_autocast_dtype(kind))
+            autocast.add(name)
+        taken[name].append(rows)
 
     handles = [
         target.module.register_forward_pre_hook(partial(hook, target.name), with_kwargs=True)
         for target in targets
     ]
-    training = model.training
-    model.eval()
+    # Of each module, for part of a model in training can be in eval mode; eval() of the user's can do more.
+    training = [(module, module.training) for module in model.modules()]
     try:
+        model.eval()
         for item in inputs:
             if isinstance(item, Mapping):
                 model(**item)
@@ -466,21 +561,34 @@ def _capture(
                 model(*item)
             else:
                 model(item)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise AuditError(
             f"the model's forward pass on the given inputs raised {type(error).__name__}: {one_line(error)}"
         ) from error
     finally:
-        model.train(training)
+        for module, mode in training:
+            module.training = mode
         for handle in handles:
             handle.remove()
-    rows = {name: torch.cat(parts) for name, parts in taken.items() if parts}
-    return {name: r[_spread(len(r), max_rows)] for name, r in rows.items()}
+    captured = {}
+    for name, parts in taken.items():
+        kinds: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        for part in parts:
+            if len(part):
+                kinds.setdefault((part.dtype, part.shape[1]), []).append(part)
+        captured[name] = [rows[_spread(len(rows), max_rows)] for rows in map(torch.cat, kinds.values())]
+    return captured, autocast
 
 
 def _spread(count: int, most: int) -> Tensor:
     """Indices of at most `most` of `count` rows, evenly spaced."""
-    return torch.arange(count) if count <= most else torch.arange(most) * count // most
+    every = torch.arange(min(count, most), device="cpu")
+    return every if count <= most else every * count // most
+
+
+def plural(count: int, thing: str, things: str | None = None) -> str:
+    """The count and the thing, in the form that fits."""
+    return f"{count:,} {thing if count == 1 else things or thing + 's'}"
 
 
 def one_line(error: BaseException) -> str:
@@ -503,9 +611,10 @@ def audit_linears(
     """Audit every linear layer of `model` on the activations that reach it when the model runs on `inputs`.
 
     Args:
-        model: any module on the CPU. It runs in eval mode without gradients, and is left as it was.
-        inputs: one forward pass each: a mapping is passed as keyword arguments, a tuple as positional ones,
-            anything else as the one argument.
+        model: any module, on the CPU or a CUDA device. It runs in eval mode without gradients, and is left
+            as it was.
+        inputs: one forward pass each, on the model's device: a mapping is passed as keyword arguments, a
+            tuple as positional ones, anything else as the one argument.
         max_rows: rows of each layer to audit, at least 2; evenly spaced over all that reach the layer.
         only: audit only the layers whose name matches this regular expression somewhere.
         name: what to call the model in the report.
@@ -520,6 +629,10 @@ def audit_linears(
         raise AuditError(
             f"max_rows: expected at least 2, got {max_rows}: one row alone has no batch to depend on"
         )
+    if isinstance(inputs, str) or not isinstance(inputs, Sequence):
+        raise AuditError(
+            f"inputs: expected a list of forward passes, got a {type(inputs).__name__}; put it in a list"
+        )
     if not inputs:
         raise AuditError("no inputs: the model needs at least one forward pass")
     start = time.perf_counter()
@@ -529,40 +642,50 @@ def audit_linears(
             f"{type(model).__name__} has no linear layer (torch.nn.Linear, transformers' Conv1D)"
         )
     if only is not None:
-        found = [t for t in found if re.search(only, t.name)]
+        try:
+            found = [t for t in found if re.search(only, t.name)]
+        except re.error as error:
+            raise AuditError(f"only: {only!r} is not a regular expression: {error}") from error
         if not found:
             raise AuditError(f"no linear layer's name matches {only!r}")
     reasons = {t.name: _why_not(t) for t in found}
     targets = [t for t in found if reasons[t.name] is None]
     with torch.no_grad():
-        captured = _capture(model, targets, inputs, max_rows)
+        captured, autocast = _capture(model, targets, inputs, max_rows)
         for t in targets:
-            rows = captured.get(t.name)
-            if rows is None or not len(rows):
-                reasons[t.name] = "no activation reached it: its module was not called, or with no rows"
-            elif rows.dtype != t.weight.dtype:
-                reasons[t.name] = (
-                    f"its activations are {_name(rows.dtype)} and its weight {_name(t.weight.dtype)}"
-                )
+            reasons[t.name] = _why_not_rows(t, captured[t.name], t.name in autocast)
         targets = [t for t in targets if reasons[t.name] is None]
-        layers = _measure_all(targets, captured, progress)
+        rows = {t.name: captured[t.name][0] for t in targets}
+        layers = _measure_all(targets, rows, progress)
     if not layers:
-        example = next(f"{n}: {r}" for n, r in reasons.items() if r)
-        raise AuditError(f"none of the {len(found)} linear layers can be audited; for example {example}")
+        example = next(f"{module_name(n)}: {r}" for n, r in reasons.items() if r)
+        raise AuditError(
+            f"no linear layer can be audited ({plural(len(found), 'layer')} found); for example {example}"
+        )
     return Report(
         model=name or type(model).__name__,
         inputs=source,
-        device="cpu",
+        device=", ".join(sorted({str(t.weight.device) for t in targets})),
         threads=torch.get_num_threads(),
         machine=platform.machine(),
         torch_version=torch.__version__,
         samebits_version=__version__,
         max_rows=max_rows,
         seconds=round(time.perf_counter() - start, 1),
-        notes=tuple(notes),
+        notes=(*notes, *_caveats(targets, rows)),
         layers=tuple(layers),
         skipped=tuple(Skipped(n, r) for n, r in reasons.items() if r is not None),
     )
+
+
+def _contract(rows: Tensor) -> Contract:
+    """The contract that samebits runs under on `rows`, the tensor core's family included."""
+    contract = contract_from_key(resolve(None, rows.dtype, rows.device.type))
+    if rows.is_cuda:
+        from samebits.backends.cuda.matmul import family
+
+        return contract.on(family(rows.get_device()))
+    return contract
 
 
 def _measure_all(
@@ -583,9 +706,10 @@ def _measure_all(
             progress(done / total, t.name)
 
         # PyTorch's runs take next to no time: only samebits' move the bar.
-        theirs = measure(t.torch, rows, plans[len(rows)])
-        ours = measure(t.samebits, rows, plans[len(rows)], advance)
-        contract = contract_from_key(resolve(None, rows.dtype, "cpu"))
+        run_torch, run_samebits = t.operators(rows.dtype)
+        with torch.autocast(rows.device.type, enabled=False):  # what it casts, is cast already
+            theirs = measure(run_torch, rows, plans[len(rows)])
+            ours = measure(run_samebits, rows, plans[len(rows)], advance)
         layers.append(
             Layer(
                 t.name,
@@ -593,7 +717,7 @@ def _measure_all(
                 t.weight.shape[1],
                 t.weight.shape[0],
                 _name(rows.dtype),
-                str(contract),
+                str(contract := _contract(rows)),
                 contract.digest(),
                 theirs,
                 ours,

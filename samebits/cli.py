@@ -7,11 +7,12 @@ import json
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Never
 
 import typer
 from rich.console import Console
@@ -28,9 +29,15 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from samebits.audit import AuditError, module_name, plural
+
 if TYPE_CHECKING:
+    import torch
+
     from samebits.audit import Drift, Layer, Report
     from samebits.info import Info
+
+_SOFTWARE, _CLOSED_PIPE = 70, 128 + 13  # as in sysexits.h, and as the shell reports SIGPIPE
 
 app = typer.Typer(
     help="Matrix products whose every output row has the same bits whatever batch it rides in.",
@@ -82,22 +89,22 @@ def audit(
     json_to: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the full report there; - is stdout.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to run; this version takes cpu.")] = "cpu",
+    device: Annotated[
+        str | None,
+        typer.Option(help="Move the model there: cpu, cuda or cuda:1; by default it runs where it is."),
+    ] = None,
 ) -> None:
     """Which of a model's linear layers change their bits with the batch: PyTorch's, and samebits'.
 
     Runs the model on real text, catches what reaches each linear layer, and runs the layer again on those
     rows in other batch sizes, positions, paddings, neighbours and chunks. Exit code: 0, samebits kept every
-    bit; 1, it did not; 2, the audit could not run.
+    bit; 1, it did not; 2, the audit could not run on what it was given; 70, samebits itself failed.
     """
-    out = Console(stderr=json_to == "-", highlight=False)
+    out = _Console(stderr=json_to == "-", highlight=False)
     with _errors("audit"):
-        from samebits.audit import AuditError, audit_linears
+        from samebits.audit import audit_linears
 
-        if device != "cpu":
-            raise AuditError(
-                f"--device {device}: this version of samebits computes on CPU tensors only; use cpu"
-            )
+        place = None if device is None else _device(device)
         if only is not None:
             try:
                 re.compile(only)
@@ -107,14 +114,15 @@ def audit(
             file = Path(str(json_to)).absolute()
             if file.is_dir() or not file.parent.is_dir():
                 raise AuditError(f"--json {json_to}: expected a file in a folder that exists")
-        with _progress() as show:
+        # What the user's code prints is no part of the JSON.
+        with _progress() as show, redirect_stdout(sys.stderr) if json_to == "-" else nullcontext():
             show(0, f"loading {model}")
             import torch
 
             from samebits._models import load
 
             cast = None if dtype is Dtype.loaded else getattr(torch, dtype.value)
-            subject = load(model, text, cast, max_tokens)
+            subject = load(model, text, cast, max_tokens, place)
             report = audit_linears(
                 subject.module,
                 subject.inputs,
@@ -127,8 +135,24 @@ def audit(
             )
         if json_to is not None:
             _write(report.to_json(), json_to)
-    _show_report(report, out)
+        _show_report(report, out)
     raise typer.Exit(1 if report.samebits_drifts else 0)
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    from samebits.audit import cuda_problem
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise AuditError(f"--device {name}: expected cpu, cuda, or one CUDA device such as cuda:1")
+    if device.type == "cuda" and (problem := cuda_problem(device)) is not None:
+        raise AuditError(f"--device {name}: {problem}")
+    return device
 
 
 @app.command()
@@ -136,13 +160,14 @@ def info(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
     """What this machine has, which backends work, and for each that does not: why, and what to do."""
-    from samebits.info import gather
+    with _errors("info"):
+        from samebits.info import gather
 
-    found = gather()
-    if json_:
-        print(json.dumps(dataclasses.asdict(found), indent=2))
-    else:
-        _show_info(found, Console(highlight=False))
+        found = gather()
+        if json_:
+            print(json.dumps(dataclasses.asdict(found), indent=2))
+        else:
+            _show_info(found, _Console(highlight=False))
 
 
 @app.command()
@@ -159,12 +184,11 @@ def bench(
     """Speed on this GPU beside PyTorch (cuBLAS): forward and gradients, from one row to 16,384.
 
     Exit code: 0, measured; 1, some rows had other bits than specified, and measuring stopped there; 2, it
-    cannot run here.
+    cannot run here; 70, samebits itself failed.
     """
-    out = Console(stderr=json_to == "-", highlight=False)
+    out = _Console(stderr=json_to == "-", highlight=False)
     with _errors("bench"):
         from samebits import bench as benchmark
-        from samebits.audit import AuditError
         from samebits.backends.cuda.runtime import UnavailableError
 
         try:
@@ -196,7 +220,7 @@ def verify(
     Exit code: 0, every value has the bits specified; 1, some have not, or a kernel failed; 2, no GPU was
     verified (the CPU reference's known answers were).
     """
-    out = Console(stderr=json_to == "-", highlight=False)
+    out = _Console(stderr=json_to == "-", highlight=False)
     with _errors("verify"):
         from samebits import verify as verification
 
@@ -213,14 +237,32 @@ def verify(
 
 @contextmanager
 def _errors(command: str) -> Iterator[None]:
-    """Errors of the user's on one line of stderr, with exit code 2."""
-    from samebits.audit import AuditError
+    """Exit codes for all that goes wrong, so that 1 keeps its one meaning.
 
+    Errors of the user's are one line of stderr and 2; errors of samebits' own a traceback and 70. A reader
+    who closes the pipe, as `head` does, ends the command without a word.
+    """
     try:
         yield
+        sys.stdout.flush()  # at the interpreter's own exit, it would be too late
+    except (typer.Exit, typer.Abort):
+        raise
     except AuditError as error:
         print(f"samebits {command}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+    except BrokenPipeError:
+        with suppress(OSError):  # what is still in the buffer has no reader
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(_CLOSED_PIPE) from None
+    except (Exception, SystemExit):
+        traceback.print_exc()
+        raise typer.Exit(_SOFTWARE) from None
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> Never:
+        """Leave it to :func:`_errors`; rich would exit with 1."""
+        raise BrokenPipeError
 
 
 @contextmanager
@@ -245,8 +287,6 @@ def _progress() -> Iterator[Callable[[float, str], None]]:
 
 
 def _write(text: str, where: str) -> None:
-    from samebits.audit import AuditError
-
     if where == "-":
         print(text)
         return
@@ -259,20 +299,20 @@ def _write(text: str, where: str) -> None:
 def _show_report(report: Report, out: Console) -> None:
     layers = report.layers
     out.print(_layer_table(layers, out.width))
-    out.print(_variation_table(layers))
+    out.print(_variation_table(layers, out.width))
     for who, drifts in (("PyTorch", [x.torch for x in layers]), ("samebits", [x.samebits for x in layers])):
         i = max(range(len(drifts)), key=lambda i: drifts[i].of_row)
         if drifts[i].first is not None:
             _show_first(who, layers[i], drifts[i], out)
     for skipped in report.skipped:
-        out.print(f"[yellow]not audited:[/] {escape(skipped.name)}: {escape(skipped.reason)}")
+        out.print(f"[yellow]not audited:[/] {escape(module_name(skipped.name))}: {escape(skipped.reason)}")
     for note in report.notes:
         out.print(f"[yellow]note:[/] {escape(note)}")
     dtypes = " and ".join(sorted({f"{layer.dtype} under {layer.contract.split('[')[0]}" for layer in layers}))
     out.print(
         f"{escape(report.model)}, {dtypes}. {escape(report.inputs)}; at most {report.max_rows} rows of a"
-        f" layer audited, evenly spaced (--max-rows). PyTorch {report.torch_version}, {report.threads} CPU"
-        f" threads, {report.seconds:.0f} s.\n",
+        f" layer audited, evenly spaced (--max-rows). PyTorch {report.torch_version}, {report.device},"
+        f" {plural(report.threads, 'CPU thread')}, {report.seconds:.0f} s.\n",
         style="dim",
     )
     out.print(_verdict("PyTorch", "yellow", [layer.torch for layer in layers]))
@@ -283,9 +323,13 @@ def _show_first(who: str, layer: Layer, drift: Drift, out: Console) -> None:
     first = drift.first
     assert first is not None
     out.print(
-        f"{who} changes [bold]{escape(layer.name)}[/] most. First at row {first.row}, column {first.column}:"
+        f"{who} changes [bold]{escape(module_name(layer.name))}[/] most."
+        f" First at row {first.row}, column {first.column}:"
     )
-    table = Table(box=None, padding=(0, 2, 0, 2), show_header=False)
+    table = Table(box=None, padding=(0, 1 if out.width < 60 else 2), show_header=False)
+    table.add_column()
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
     table.add_row("in the batch of all rows", f"{first.expected:.9g}", first.expected_bits)
     table.add_row(f"in {first.variation}", f"{first.got:.9g}", first.got_bits)
     out.print(table)
@@ -297,15 +341,18 @@ def _verdict(who: str, alarm: str, drifts: list[Drift]) -> Text:
     changed = sum(d.changed for d in drifts)
     text = Text(f"{who:9} ", style="bold")
     text.append(
-        f"{layers:>{len(str(len(drifts)))}} of {len(drifts)} layers change bits with the batch:"
-        f" {changed:>{len(f'{rows:,}')},} of {rows:,} rows",
+        f"{layers:>{len(str(len(drifts)))}} of {plural(len(drifts), 'layer')}"
+        f" change{'s' if len(drifts) == 1 else ''} bits with the batch:"
+        f" {changed:>{len(f'{rows:,}')},} of {plural(rows, 'row')}",
         style=f"{alarm if changed else 'green'} bold",
     )
     return text
 
 
 def _layer_table(layers: tuple[Layer, ...], width: int) -> Padding:
-    wide = width >= 110
+    # Numbers are never clipped: columns give way to them, of which "3 of 96" are the last.
+    counts = 2 * max(len("samebits"), *(len(_fraction(x.torch.rows, x.torch.rows, "")) for x in layers))
+    wide, narrow = width >= 94 + counts, width < 44 + counts
     table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), header_style="dim", title_justify="left")
     table.title = Text("Rows of each layer whose bits changed in some batch", style="bold not italic")
     table.add_column("layer", overflow="fold")
@@ -313,11 +360,13 @@ def _layer_table(layers: tuple[Layer, ...], width: int) -> Padding:
         table.add_column("K → N", no_wrap=True, justify="right")
     table.add_column("samebits", no_wrap=True, justify="right")
     table.add_column("PyTorch", no_wrap=True, justify="right")
-    table.add_column("ulp", no_wrap=True, justify="right")
-    table.add_column("relative", no_wrap=True, justify="right")
+    if not narrow:
+        table.add_column("ulp", no_wrap=True, justify="right")
+        table.add_column("relative", no_wrap=True, justify="right")
     if wide:
         table.add_column("of row", no_wrap=True, justify="right")
-    table.add_column("first place" if wide else "first (row, col)", no_wrap=True)
+    if not narrow:
+        table.add_column("first place" if wide else "first (row, col)", no_wrap=True)
     block = ""
     for layer in layers:
         above, name = _split(layer.name)
@@ -331,12 +380,13 @@ def _layer_table(layers: tuple[Layer, ...], width: int) -> Padding:
         cells += [
             _fraction(d.changed, d.rows, c) for d, c in ((layer.samebits, "red bold"), (drift, "yellow"))
         ]
-        cells += [Text(_short(drift.ulp)), Text(_magnitude(drift.relative))]
+        if not narrow:
+            cells += [Text(_short(drift.ulp)), Text(_magnitude(drift.relative))]
         if wide:
             cells.append(Text(_magnitude(drift.of_row)))
         if first is not None and wide:
             cells.append(Text(f"{first.variation}: row {first.row}, column {first.column}"))
-        elif first is not None:
+        elif first is not None and not narrow:
             cells.append(Text(f"{first.row}, {first.column}"))
         table.add_row(*cells)
     return Padding(table, (1, 0))
@@ -347,18 +397,19 @@ def _split(name: str) -> tuple[str, str]:
     parts = name.split(".")
     numbers = [i for i, part in enumerate(parts[:-1]) if part.isdecimal()]
     cut = numbers[-1] + 1 if numbers else 0
-    return ".".join(parts[:cut]), ".".join(parts[cut:]) or "(the module itself)"
+    return ".".join(parts[:cut]), ".".join(parts[cut:]) or module_name(name)
 
 
 def _magnitude(number: float) -> str:
     return f"{number:.0e}" if number else "0"
 
 
-def _variation_table(layers: tuple[Layer, ...]) -> Padding:
+def _variation_table(layers: tuple[Layer, ...], width: int) -> Padding:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", title_justify="left")
     table.title = Text("The same over all layers, by what was done to the batch", style="bold not italic")
-    table.add_column("")
-    table.add_column("")
+    with_kind = width >= 60
+    for _ in range(1 + with_kind):
+        table.add_column("")
     for name in ("samebits", "PyTorch"):
         table.add_column(name, no_wrap=True, justify="right")
     totals: dict[tuple[str, str], list[int]] = {}
@@ -370,7 +421,7 @@ def _variation_table(layers: tuple[Layer, ...]) -> Padding:
     shown = ""
     for (kind, name), (theirs_changed, ours_changed, rows) in totals.items():
         table.add_row(
-            "" if kind == shown else Text(kind, style="dim"),
+            *(["" if kind == shown else Text(kind, style="dim")] if with_kind else []),
             name,
             _fraction(ours_changed, rows, "red bold"),
             _fraction(theirs_changed, rows, "yellow"),
@@ -403,7 +454,7 @@ def _show_info(found: Info, out: Console) -> None:
     versions += [(name, version or "not installed") for name, version in found.packages.items()]
     section("Versions", versions)
     gpus = [f"{gpu.name}, {gpu.capability}, {gpu.memory_gib} GiB" for gpu in found.gpus]
-    machine = f"{found.cpu}, {found.cores} cores, {found.threads} threads"
+    machine = f"{found.cpu}, {plural(found.cores, 'core')}, {plural(found.threads, 'thread')}"
     section("Machine", [("CPU", machine), ("GPUs", "\n".join(gpus) or "none that PyTorch can use")])
     section("Contracts (equal digests promise equal bits)", list(found.contracts.items()))
     backends: list[tuple[str, str | Text]] = []

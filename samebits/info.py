@@ -136,7 +136,11 @@ def _reference() -> Backend:
             return Backend("reference", "CPU", False, f"gives wrong bits here ({fma!r}, {mma!r})", _REPORT_IT)
     except Exception as error:  # a broken numba or llvmlite raises all kinds
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        return Backend("reference", "CPU", False, why, "pip install --upgrade --force-reinstall numba")
+        remedy = "pip install --upgrade --force-reinstall numba"
+        # What numba raises if there is no folder that it may write machine code to.
+        if "cannot cache function" in why or isinstance(error, PermissionError):
+            remedy = "set NUMBA_CACHE_DIR to a folder that can be written"
+        return Backend("reference", "CPU", False, why, remedy)
     seconds = time.perf_counter() - start
     return Backend("reference", "CPU", True, f"both contracts ran, bits as specified ({seconds:.1f} s)", "")
 

@@ -50,6 +50,11 @@ def test_other_neighbours_are_other_neighbours() -> None:
         assert all(len(frozenset(batch.tolist()) & other) <= 3 for other in near)
 
 
+@pytest.mark.parametrize("rows", [r for r in ROWS if r <= 8])
+def test_eight_rows_have_no_other_neighbours(rows: int) -> None:
+    assert not any("other neighbours" in v.name for v in plan(rows))
+
+
 def at_batch_size(size: int, change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Twice the input; changed in batches of `size`."""
     return lambda x: change(2 * x) if len(x) == size else 2 * x
@@ -240,12 +245,145 @@ def test_the_model_is_left_as_it_was(tiny: Tiny) -> None:
     assert all(p.grad is None and p.requires_grad for p in tiny.parameters())
 
 
+def test_parts_in_eval_mode_stay_there() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4)).train()
+    model[1].eval()
+    audit_linears(model, [torch.randn(4, 4)])
+    assert [m.training for m in model.modules()] == [True, True, False, True]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3)])
+def test_layers_without_elements_are_skipped(shape: tuple[int, int]) -> None:
+    model = nn.ModuleDict({"empty": nn.Linear(*shape), "full": nn.Linear(4, 4)})
+    model.forward = (
+        lambda x: (  # type: ignore[method-assign]
+            model["empty"](x[:, : shape[0]]),
+            model["full"](x),
+        )
+    )
+    report = audit_linears(model, [torch.randn(4, 4)])
+    assert [x.name for x in report.layers] == ["full"]
+    (skipped,) = report.skipped
+    assert (skipped.name, "no elements" in skipped.reason) == ("empty", True)
+
+
+def test_the_default_device_does_not_matter(tiny: Tiny) -> None:
+    x = torch.randn(12, 16)
+    torch.set_default_device("meta")
+    try:
+        report = audit_linears(tiny, [x])
+    finally:
+        torch.set_default_device(None)
+    assert [layer.samebits.rows for layer in report.layers] == [12, 12]
+
+
+class Autocasts(nn.Module):
+    """Its first layer in the dtype of its weights, its second under autocast, its third in both."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(16, 16) for _ in range(3))
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.autocast("cpu", self.dtype):
+            z = self.second(y)
+            self.third(z)
+        return self.third(y)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_layer_under_autocast_is_audited_in_its_dtype(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, seen = Autocasts(dtype), torch.randn(12, 16), []
+
+    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = F.linear(rows, weight, bias)
+        seen.append((rows.dtype, weight.dtype, None if bias is None else bias.dtype, out.dtype))
+        return out
+
+    monkeypatch.setattr(audit_module, "_run_linear", linear)
+    report = audit_linears(model, [x])
+    name = str(dtype).removeprefix("torch.")
+    assert [(layer.name, layer.dtype) for layer in report.layers] == [("first", "float32"), ("second", name)]
+    assert [layer.contract.split("[")[0] for layer in report.layers] == ["FMA", "TENSOR_CORE"]
+    assert set(seen) == {(torch.float32,) * 4, (dtype,) * 4}
+    assert report.notes == (f"autocast runs in {name}, and so does the audit: second",)
+    (third,) = report.skipped
+    assert third.reason == f"its rows have several dtypes or widths in one run: {name} [16] and float32 [16]"
+
+
+class HalfAutocast(Tiny):
+    """Its first layer under autocast if the caller wants so, its second never."""
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        y = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.second(y.float())
+
+
+def test_autocast_around_the_audit_reaches_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for name in ("_run_linear", "_run_samebits"):
+        honest = getattr(audit_module, name)
+
+        def run(rows: Tensor, honest: Callable[..., Tensor] = honest, **parameters: Tensor | None) -> Tensor:
+            out: Tensor = honest(rows, **parameters)
+            seen.append((rows.shape[1], rows.dtype, out.dtype))
+            return out
+
+        monkeypatch.setattr(audit_module, name, run)
+    x = torch.randn(12, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = audit_linears(HalfAutocast(), [x])
+    assert [layer.dtype for layer in report.layers] == ["bfloat16", "float32"]
+    assert report.notes == ("autocast runs in bfloat16, and so does the audit: first",)
+    assert set(seen) == {(16, torch.bfloat16, torch.bfloat16), (24, torch.float32, torch.float32)}
+
+
+def test_activations_of_another_dtype_than_the_weight_are_skipped() -> None:
+    class Casts(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.float())
+
+    class Slices(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[..., :3])
+
+    with pytest.raises(AuditError, match="its activations are bfloat16 and its weight float32"):
+        audit_linears(Casts(4, 4), [torch.ones(3, 4, dtype=torch.bfloat16)])
+    with pytest.raises(AuditError, match="its activations have 4 features, and its weight takes 3"):
+        audit_linears(Slices(3, 4), [torch.ones(3, 4)])
+
+
+def test_layers_with_a_forward_of_their_own_are_named() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    class Renamed(nn.Linear):
+        pass
+
+    patched = nn.Linear(4, 4)
+    patched.forward = lambda x: F.linear(x, patched.weight)  # type: ignore[method-assign]
+    model = nn.Sequential(nn.Linear(4, 4), Scaled(4, 4), Renamed(4, 4), patched)
+    (note,) = audit_linears(model, [torch.ones(3, 4)]).notes
+    assert note.startswith("audited as the plain product")
+    assert note.endswith(": 1, 3")
+    (note,) = audit_linears(Scaled(4, 4), [torch.ones(3, 4)]).notes
+    assert note.endswith(": (the module itself)")
+
+
 def test_transformers_conv1d_is_a_linear_layer() -> None:
     utils = pytest.importorskip("transformers.pytorch_utils")
     report = audit_linears(utils.Conv1D(6, 10), [torch.randn(5, 10)])
     (layer,) = report.layers
     assert (layer.operator, layer.in_features, layer.out_features) == ("torch.addmm", 10, 6)
     assert (layer.name, layer.torch.rows, layer.samebits.changed) == ("", 5, 0)
+    assert report.notes == ()
 
 
 class Raises(nn.Module):
@@ -254,6 +392,8 @@ class Raises(nn.Module):
         self.linear = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 3:
+            raise SystemExit(0)
         raise RuntimeError("two\nlines")
 
 
@@ -264,7 +404,17 @@ class Raises(nn.Module):
         (nn.Linear(2, 2), [], {}, "no inputs"),
         (nn.Linear(2, 2), [torch.ones(2, 2)], {"max_rows": 1}, "at least 2, got 1"),
         (nn.Linear(2, 2), [torch.ones(2, 2)], {"only": "x"}, "no linear layer's name matches 'x'"),
-        (nn.Linear(2, 2).double(), [torch.ones(2, 2).double()], {}, "none of the 1 .* float64"),
+        (nn.Linear(2, 2), [torch.ones(2, 2)], {"only": "["}, r"only: '\[' is not a regular expression"),
+        (nn.Linear(2, 2), torch.ones(2, 2), {}, "expected a list of forward passes, got a Tensor"),
+        (nn.Linear(2, 2), {"input": torch.ones(2, 2)}, {}, "expected a list .* got a dict"),
+        (nn.LazyLinear(2), [torch.ones(2, 2)], {}, "not initialized"),
+        (
+            nn.Linear(2, 2).double(),
+            [torch.ones(2, 2).double()],
+            {},
+            r"no linear layer can be audited .*1 layer found.* \(the module itself\): .* float64",
+        ),
+        (Raises(), [torch.ones(3, 2)], {}, "raised SystemExit: 0$"),
         (nn.Linear(2, 2), [torch.ones(0, 2)], {}, "no activation reached it"),
         (Raises(), [torch.ones(2, 2)], {}, "raised RuntimeError: two lines$"),
     ],

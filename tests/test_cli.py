@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -20,11 +21,13 @@ import samebits
 import samebits.audit as audit_module
 from samebits import info as info_module
 from samebits.audit import Report
+from samebits.backends.cuda import runtime
 from samebits.cli import app
+from tests.devices import FAMILY
 
 
-def run(*args: str) -> Result:
-    return CliRunner().invoke(app, args, env={"COLUMNS": "80"})
+def run(*args: str, columns: int = 80) -> Result:
+    return CliRunner().invoke(app, args, env={"COLUMNS": str(columns)})
 
 
 @pytest.fixture
@@ -33,6 +36,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "mine.py").write_text(
         textwrap.dedent(
             """
+            import sys
+
             import torch
             from torch import nn
 
@@ -52,16 +57,36 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             def bad(): raise KeyError("weights.bin")
             def crash(): return make()[0], torch.randn(3, 31)
             def number(): return 3
+            def leaves(): sys.exit(0)
+            def fails(): sys.exit(1)
+            def root(): return nn.Linear(4, 4), torch.randn(1, 4)
+            def doubles(): return nn.Linear(4, 4).double(), torch.randn(3, 4).double()
+
+            class Chatty(nn.Linear):
+                def forward(self, x):
+                    print("the forward talks")
+                    return super().forward(x)
+
+            class Leaves(nn.Linear):
+                def forward(self, x):
+                    sys.exit(1)
+
+            def chatty():
+                print("the function talks")
+                return Chatty(4, 4), torch.randn(3, 4)
+
+            def forward_leaves(): return Leaves(4, 4), torch.randn(3, 4)
             value = 3
             """
         )
     )
     (tmp_path / "broken.py").write_text("import samebits_has_no_such_thing")
     (tmp_path / "dead.py").write_text("1 / 0")
+    (tmp_path / "gone.py").write_text("import sys; sys.exit()")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     yield tmp_path
-    for name in ("mine", "broken", "dead"):
+    for name in ("mine", "broken", "dead", "gone"):
         sys.modules.pop(name, None)
 
 
@@ -97,7 +122,7 @@ def test_exit_code_1_and_the_place_when_samebits_drifts(monkeypatch: pytest.Monk
     assert result.exit_code == 1
     assert "samebits changes 0 most. First at row 0" in result.stdout
     assert "in batches of 4 " in result.stdout
-    assert result.stdout.rstrip().splitlines()[-1].startswith("samebits  1 of 1 layers")
+    assert result.stdout.rstrip().splitlines()[-1].startswith("samebits  1 of 1 layer changes bits")
 
 
 @pytest.mark.usefixtures("here")
@@ -131,7 +156,13 @@ def test_exit_code_0_when_only_pytorch_drifts(monkeypatch: pytest.MonkeyPatch) -
         (["mine:make", "--text", "mine.py"], "gives its own inputs"),
         (["mine:make", "--only", "("], "--only (: not a regular expression"),
         (["mine:make", "--only", "x"], "no linear layer's name matches 'x'"),
-        (["mine:make", "--device", "cuda"], "--device cuda: this version"),
+        (["gone:make"], "importing gone raised SystemExit"),
+        (["mine:leaves"], "the function raised SystemExit: 0"),
+        (["mine:fails"], "the function raised SystemExit: 1"),
+        (["mine:forward_leaves"], "forward pass on the given inputs raised SystemExit: 1"),
+        (["mine:doubles"], "for example (the module itself): its weight is float64"),
+        (["mine:make", "--device", "mps"], "--device mps: expected cpu, cuda"),
+        (["mine:make", "--device", "gpu"], "--device gpu: expected cpu, cuda"),
         (["mine:make", "--json", "absent/report.json"], "expected a file in a folder that exists"),
         (["mine:make", "--json", "."], "expected a file in a folder that exists"),
         (["demo", "--text", "absent.txt"], "absent.txt: No such file"),
@@ -147,6 +178,79 @@ def test_mistakes_get_one_line_and_exit_code_2(args: list[str], says: str) -> No
     assert result.stderr.startswith("samebits audit: ")
     assert says in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_device_cuda_without_a_gpu(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = types.SimpleNamespace(available=False, reason="no driver", remedy="install one")
+    monkeypatch.setattr(runtime, "status", lambda: status)
+    result = run("audit", "mine:make", "--device", "cuda")
+    assert result.exit_code == 2
+    assert result.stderr == "samebits audit: --device cuda: no driver: install one\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("here")
+def test_audit_on_cuda() -> None:
+    result = run("audit", "mine:make", "--device", "cuda", "--dtype", "bfloat16", "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    report = Report.from_json(result.stdout)
+    assert (report.device, len(report.layers), report.skipped) == ("cuda:0", 2, ())
+    assert report.layers[0].digest == samebits.TENSOR_CORE.on(FAMILY).digest()
+    refused = run("audit", "mine:make", "--device", "cuda")
+    assert refused.exit_code == 2
+    assert "does not take float32 on CUDA in this version; pass --dtype bfloat16" in refused.stderr
+    absent = run("audit", "mine:make", "--device", "cuda:99")
+    assert absent.exit_code == 2
+    assert "there is no cuda:99" in absent.stderr
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("error", [ZeroDivisionError("of its own"), SystemExit(1), OSError("disk")])
+@pytest.mark.parametrize("command", [["audit", "mine:make"], ["info"]])
+def test_an_error_of_samebits_own_is_exit_code_70(
+    command: list[str], error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(audit_module, "measure", fail)
+    monkeypatch.setattr(info_module, "gather", fail)
+    result = run(*command)
+    assert result.exit_code == 70
+    assert "Traceback" in result.stderr
+    assert type(error).__name__ in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("here")
+def test_stdout_is_the_json_alone_whatever_the_model_prints() -> None:
+    result = run("audit", "mine:chatty", "--json", "-")
+    assert result.exit_code == 0
+    assert len(Report.from_json(result.stdout).layers) == 1
+    assert "the function talks\nthe forward talks\n" in result.stderr
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("target", ["mine:make", "mine:root"])
+def test_narrow_terminals_clip_no_number(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_module, "_run_linear", lambda x, weight, bias: x @ weight.T + len(x))
+    for columns in (40, 59, 60, 80, 110, 160):
+        out = run("audit", target, columns=columns).stdout
+        assert "…" not in out
+        assert all(len(line) <= columns for line in out.splitlines())
+        rows = "12 of 12" if target == "mine:make" else "1 of 1"
+        assert out.count(rows) >= 2
+        assert ("relative" in out) == (columns >= 60)
+
+
+@pytest.mark.usefixtures("here")
+def test_one_of_a_thing_is_singular_and_the_module_itself_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_module, "_run_linear", lambda x, weight, bias: x @ weight.T + len(x))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    out = " ".join(run("audit", "mine:root", columns=120).stdout.split())
+    assert "PyTorch 1 of 1 layer changes bits with the batch: 1 of 1 row" in out
+    assert "PyTorch changes (the module itself) most." in out
+    assert "1 forward pass on the function's inputs" in out
+    assert "cpu, 1 CPU thread," in out
 
 
 @pytest.mark.parametrize(
@@ -283,6 +387,32 @@ def test_info_tells_of_a_broken_reference(monkeypatch: pytest.MonkeyPatch, broke
     assert backend.remedy
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("cannot cache function 'f': no locator available for file 'kernels.py'"),
+        PermissionError(13, "Permission denied", "cache"),
+    ],
+)
+def test_info_tells_what_to_do_without_a_cache_folder(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import samebits.ops.matmul as module
+
+    def matmul(*args: torch.Tensor, **options: object) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(module, "matmul", matmul)
+    backend = info_module.gather().backends[0]
+    assert not backend.works
+    assert "NUMBA_CACHE_DIR" in backend.remedy
+
+
+def test_info_says_that_triton_is_not_in_this_version() -> None:
+    (backend,) = (b for b in info_module.gather().backends if b.name == "triton")
+    assert (backend.works, backend.why) == (False, "not in this version of samebits")
+
+
 def test_as_a_process(here: Path) -> None:
     """A real process: the current folder is searched, stdout is JSON alone, and no traceback is printed."""
     root = str(Path(samebits.__file__).parents[1])
@@ -297,6 +427,24 @@ def test_as_a_process(here: Path) -> None:
     assert len(Report.from_json(done.stdout).layers) == 2
     failed = call("audit", "mine:bad")
     assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
+@pytest.mark.parametrize(
+    "args", [["audit", "mine:make"], ["audit", "mine:make", "--json", "-"], ["info"], ["info", "--json"]]
+)
+def test_a_closed_pipe_ends_quietly(here: Path, args: list[str]) -> None:
+    root = str(Path(samebits.__file__).parents[1])
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "samebits", *args], cwd=here, stdout=write, stderr=subprocess.PIPE, text=True,
+        timeout=300, env={**os.environ, "PYTHONPATH": root, "PYTHONUNBUFFERED": ""},
+    )  # fmt: skip
+    os.close(write)
+    assert done.returncode == 141
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
 
 
 def test_the_command_line_loads_little_until_it_must() -> None:
