@@ -158,8 +158,8 @@ def bench(
 ) -> None:
     """Speed on this GPU beside PyTorch (cuBLAS): forward and gradients, from one row to 16,384.
 
-    Exit code: 0, measured; 1, some rows had other bits than specified, and measuring stopped there; 2, it cannot
-    run here.
+    Exit code: 0, measured; 1, some rows had other bits than specified, and measuring stopped there; 2, it
+    cannot run here.
     """
     out = Console(stderr=json_to == "-", highlight=False)
     with _errors("bench"):
