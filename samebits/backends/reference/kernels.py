@@ -55,14 +55,7 @@ def _warn_uncached() -> None:
     )
 
 
-_OPERANDS = (
-    f32[:, :, :, :],
-    f32[:, :, :, :],
-    f32[:, :, :],
-    i64[:, :],
-    i64,
-    i64,
-)  # a, b, out, spans, first, last
+_OPERANDS = (f32[:, :, :, :], f32[:, :, :, :], f32[:, :, :], i64[:, :])  # a, b, out, spans
 
 
 # LLVM operations that Python has no spelling for: bit casts, exact truncation, fused multiply-add. They stand
@@ -167,8 +160,8 @@ def _load_columns(b, k0, n0, terms, width, value):
             value[i, j] = 0
 
 
-@_njit(void(*_OPERANDS, i64, i64, i64, i64, i64))
-def mma_chain_tiles(a, b, out, spans, first, last, group, fraction_bits, zero_exponent, a_minimum, b_minimum):
+@_njit(void(*_OPERANDS, *[i64] * 7))
+def mma_chain_tiles(a, b, out, spans, group, fraction_bits, zero_exponent, a_minimum, b_minimum, first, last):
     """The TENSOR_CORE chain; `a_minimum` and `b_minimum` are the operands' smallest normal exponents."""
     M, N = out.shape[1], out.shape[2]
     tiles_m, tiles_n = (M + TILE_M - 1) // TILE_M, (N + TILE_N - 1) // TILE_N
@@ -234,8 +227,8 @@ def _fma_terms(a, b, acc, terms, width):
                 acc[j] = fma(a[i], b[i, j], acc[j])
 
 
-@_njit(void(*_OPERANDS, boolean))
-def fma_chain_tiles(a, b, out, spans, first, last, closing_zero):
+@_njit(void(*_OPERANDS, boolean, i64, i64))
+def fma_chain_tiles(a, b, out, spans, closing_zero, first, last):
     """The FMA chain. With `closing_zero`, every span ends with the term 0 * 0, which turns -0 into +0."""
     M, N = out.shape[1], out.shape[2]
     tiles_m, tiles_n = (M + TILE_M - 1) // TILE_M, (N + TILE_N - 1) // TILE_N

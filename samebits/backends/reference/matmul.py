@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,14 +82,12 @@ def _chain(
         a, b, out = b.transpose(-1, -2), a.transpose(-1, -2), out.transpose(0, 2, 1)
     arrays = _widen(a), _widen(b), out, spans
     if model.step == "fma":
-        run: Callable[[int, int], Any] = lambda first, last: kernels.fma_chain_tiles(  # noqa: E731
-            *arrays, first, last, closing_zero
-        )
+        run = partial(kernels.fma_chain_tiles, *arrays, closing_zero)
     else:
         mma = model.mma or HOPPER
         data = mma.group, mma.fraction_bits, mma.zero_exponent
         minima = _MINIMUM_EXPONENT[a.dtype], _MINIMUM_EXPONENT[b.dtype]
-        run = lambda first, last: kernels.mma_chain_tiles(*arrays, first, last, *data, *minima)  # noqa: E731
+        run = partial(kernels.mma_chain_tiles, *arrays, *data, *minima)
     B, M, N = out.shape
     tiles = B * -(-M // kernels.TILE_M) * -(-N // kernels.TILE_N)
     terms = out.size * int((spans[:, 2] - spans[:, 1]).sum())
@@ -109,7 +108,7 @@ def _widen(x: Tensor) -> _F32:
 def _finish(acc: _F32, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Add the bias in f32 and round once to `out_dtype`."""
     finish, bits, unsigned = _FINISH[out_dtype]
-    out = torch.empty(acc.shape, dtype=out_dtype)
+    out = torch.empty(acc.shape, dtype=out_dtype, device="cpu")
     rows = acc.reshape(acc.shape[0] * acc.shape[1], acc.shape[2])
     out_bits = out.view(bits).numpy().view(unsigned).reshape(rows.shape)
     finish(rows, np.empty(0, np.float32) if bias is None else _widen(bias), out_bits)
