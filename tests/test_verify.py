@@ -12,6 +12,9 @@ from typer.testing import CliRunner
 from samebits import bench, verify
 from samebits.cli import app
 from samebits.testing import KINDS
+from samebits.verify import answers
+from samebits.verify.case import LAYOUTS
+from samebits.verify.operands import make_operands
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 
@@ -22,7 +25,7 @@ def test_cases_cover_what_the_kernels_offer(thorough: bool) -> None:
     assert {c.what for c in cases} == {
         "shapes", "layouts", "strides", "values", "epilogues", "batches", "sequences", "large",
     }  # fmt: skip
-    assert {c.layout for c in cases} == set(verify.LAYOUTS)
+    assert {c.layout for c in cases} == set(LAYOUTS)
     assert {c.dtype for c in cases} == {torch.bfloat16, torch.float16}
     assert {c.kind for c in cases} == set(KINDS)
     assert {c.place for c in cases} == {"plain", "pitched", "odd", "spread"}
@@ -40,7 +43,7 @@ def test_thorough_compares_a_thousand_million_values() -> None:
 
 @pytest.mark.parametrize("case", [c for c in verify.cases(False) if c.work < 1 << 21][::9], ids=str)
 def test_operands_are_laid_out_as_the_case_says(case: verify.Case) -> None:
-    x = verify._operands(case, torch.device("cpu"))
+    x = make_operands(case, torch.device("cpu"))
     assert x.a.shape[-2:] == (case.m, case.k)
     assert x.b.shape[-2:] == (case.k, case.n)
     for t, layout in ((x.a, case.layout[0]), (x.b, case.layout[1])):
@@ -103,7 +106,7 @@ def test_without_a_gpu_the_known_answers_are_verified(tmp_path: Path) -> None:
 
 @NO_GPU
 def test_wrong_known_answers_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(verify._KNOWN_DIGESTS, "FMA", "0" * 16)
+    monkeypatch.setitem(answers._KNOWN_DIGESTS, "FMA", "0" * 16)
     done = CliRunner().invoke(app, ["verify"])
     assert done.exit_code == 1, done.output
     assert "NOT as specified" in done.output

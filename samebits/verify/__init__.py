@@ -1,0 +1,27 @@
+"""``samebits verify``: every kernel and schedule on this GPU against the CPU reference, bit for bit.
+
+Nothing here decides what is right. Small products are held to the CPU reference, which executes the contract
+literally; large ones to the universal kernel, of which sampled rows are held to the reference each time;
+batches to one another. Every output is filled with NaN before its kernel runs, and so is what lies beside it.
+"""
+
+from samebits.verify.answers import known_answers
+from samebits.verify.case import Case, cases
+from samebits.verify.kernel import Kernel, kernels
+from samebits.verify.operands import Operands
+from samebits.verify.report import Line, Mismatch, Report, show
+from samebits.verify.run import verify
+
+__all__ = [
+    "Case",
+    "Kernel",
+    "Line",
+    "Mismatch",
+    "Operands",
+    "Report",
+    "cases",
+    "kernels",
+    "known_answers",
+    "show",
+    "verify",
+]

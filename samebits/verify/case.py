@@ -1,0 +1,155 @@
+"""What is compared, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from samebits.testing import KINDS
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One product ``[m, k] @ [k, n]``.
+
+    Attributes:
+        what: what it tries, one line of the report.
+        m, n, k: sizes.
+        layout: of A and B: ``N``, rows contiguous, or ``T``, columns contiguous; ``x @ weight.T`` is NT.
+        dtype: of A and B.
+        out: dtype of the output; None is that of A and B.
+        kind: one of ``samebits.testing.KINDS``.
+        place: of A and B in memory: ``plain``; ``pitched``, rows 16-byte aligned with a gap; ``odd``, at an
+            odd address with an odd pitch; ``spread``, every second element.
+        bias: its dtype, if any.
+        accumulate: start the chains from an f32 matrix.
+        pitch: elements between the output's rows.
+        batch: number of matrices, 0 for plain 2-D.
+        shared: which operand is one matrix for the whole batch, ``a``, ``b`` or neither.
+        segments: sequences as an axis of A and B; 0 for none.
+        lengths: sequences as spans of k.
+        bounds: dtype of the offsets of those spans.
+    """
+
+    what: str
+    m: int
+    n: int
+    k: int
+    layout: str = "NT"
+    dtype: torch.dtype = BF16
+    out: torch.dtype | None = None
+    kind: str = "normal"
+    place: str = "plain"
+    bias: torch.dtype | None = None
+    accumulate: bool = False
+    pitch: int = 0
+    batch: int = 0
+    shared: str = ""
+    segments: int = 0
+    lengths: tuple[int, ...] = ()
+    bounds: torch.dtype = torch.int32
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return self.out or self.dtype
+
+    @property
+    def work(self) -> int:
+        """Multiplications."""
+        return self.m * self.n * self.k * max(1, self.batch) * max(1, self.segments)
+
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """What kernels are compiled for: cases that share it mostly share kernels."""
+        out = self.out_dtype, self.bias, self.accumulate, max(self.n, self.pitch) % 8 == 0
+        return self.layout, self.dtype, *out, self.k % 64 == 0, bool(self.lengths) and self.bounds
+
+    def __str__(self) -> str:
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        said = {name: getattr(self, name) for name in list(defaults)[4:]}
+        words = [f"{name} {v}" for name, v in said.items() if v != defaults[name]]
+        text = ", ".join([f"M {self.m}, N {self.n}, K {self.k}", *words])
+        return text.replace("torch.", "")
+
+
+LAYOUTS = ("NT", "NN", "TN", "TT")
+SHAPES = (
+    (1, 1, 1), (1, 17, 64), (3, 5, 24), (5, 3, 16), (8, 72, 8), (17, 31, 33), (33, 4096, 512), (64, 64, 64),
+    (65, 130, 100), (128, 256, 15), (136, 328, 200), (130, 70, 200), (257, 1, 129), (300, 520, 264),
+    (512, 768, 512), (1000, 520, 1096),
+)  # fmt: skip
+SIZES = ((512, 768, 512), (136, 328, 200), (8, 72, 8), (1, 264, 392), (2048, 1536, 320))
+LENGTHS = (
+    (64, 128),
+    (1, 0, 17, 63, 0, 200, 64, 5),
+    (333,),
+    (16,) * 9,
+    (0,),
+    (1,) * 40,
+    (15, 16, 17) * 5,
+)
+LARGE = (
+    (4096, 4096, 512),
+    (2048, 6144, 1024),
+    (16, 28672, 4096),
+    (100, 4096, 14336),
+    (3000, 5000, 520),
+)
+LARGEST = ((8192, 8192, 1024), (16384, 4096, 2048), (1024, 8192, 8192), (1, 57344, 8192), (64, 8192, 28672))
+
+
+def cases(thorough: bool) -> list[Case]:
+    """What is held to the CPU reference, and, from `LARGE` on, to the universal kernel."""
+    kinds, dtypes = itertools.cycle(KINDS), itertools.cycle((BF16, F16))
+    found = []
+    for shape in SHAPES:
+        for dtype in (BF16, F16):
+            found.append(Case("shapes", *shape, dtype=dtype, kind=next(kinds)))
+            found.append(Case("shapes", *shape, dtype=dtype, kind=next(kinds), out=F32))
+    for layout in LAYOUTS:
+        for dtype in (BF16, F16) if thorough else (BF16,):
+            for shape in SIZES:
+                found.append(Case("layouts", *shape, layout, dtype))
+                if thorough:
+                    found.append(Case("layouts", *shape, layout, dtype, out=F32, kind=next(kinds)))
+        for place, shape in itertools.product(("pitched", "odd", "spread"), ((136, 328, 200), (33, 70, 45))):
+            found.append(Case("strides", *shape, layout, next(dtypes) if thorough else BF16, place=place))
+    for dtype, kind in itertools.product((BF16, F16), KINDS):
+        for out in (None, F32):
+            for shape in ((136, 72, 272), (16, 264, 1032)):
+                found.append(Case("values", *shape, dtype=dtype, kind=kind, out=out))
+    for dtype in (BF16, F16) if thorough else (BF16,):
+        for kind in ("normal", "special") if thorough else ("special",):
+            same = partial(Case, "epilogues", 300, 520, 264, dtype=dtype, kind=kind)
+            found += [same(bias=dtype), same(bias=F32, out=F32), same(bias=dtype, pitch=528)]
+            found += [same(pitch=523), same(out=F32, pitch=523), same(out=F32, accumulate=True)]
+            found += [same(out=F32, accumulate=True, pitch=521), same(out=F32, accumulate=True, layout="TN")]
+    for shared in ("", "a", "b"):
+        for layout in LAYOUTS if thorough else ("NT", "NN"):
+            for shape in ((136, 264, 200), (1, 72, 64), (20, 18, 33)):
+                found.append(Case("batches", *shape, layout, batch=5, shared=shared))
+    for lengths in LENGTHS:
+        for bounds in (torch.int32, torch.int64):
+            for m, n in ((264, 520), (40, 24)):
+                spans = partial(Case, "sequences", m, n, sum(lengths), "TN", lengths=lengths, bounds=bounds)
+                found += [spans(out=F32, accumulate=True, kind="wide"), spans()]
+                if thorough:
+                    found += [spans(dtype=F16, kind="special"), spans(dtype=F16, out=F32)]
+    for segments, k in ((3, 1), (4, 16), (3, 37), (2, 80)):
+        for accumulate in (False, True):
+            out = F32 if accumulate else None
+            found.append(
+                Case("sequences", 40, 72, k, "TN", batch=2, segments=segments, accumulate=accumulate, out=out)
+            )
+    for shape in LARGE + (LARGEST if thorough else ()):
+        for layout in LAYOUTS[:3] if thorough and shape[0] > 16 else ("NT",):
+            found.append(Case("large", *shape, layout))
+            if thorough:
+                found.append(Case("large", *shape, layout, F16, out=F32, kind="wide"))
+    return found

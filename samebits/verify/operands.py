@@ -1,0 +1,76 @@
+"""The tensors of a case: operands laid out as it says, and outputs that start as NaN."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.testing import values
+from samebits.verify.case import F32, Case
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """The tensors that go into a product."""
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None = None
+    acc: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+
+def laid(x: Tensor, layout: str, place: str) -> Tensor:
+    """The values of `x` at other strides, with NaN beside them."""
+    if layout == "T":
+        return laid(x.mT, "N", place).mT
+    columns = x.shape[-1]
+    width, first, step = {
+        "plain": (columns, 0, 1),
+        "pitched": (-(-columns // 8) * 8 + 8, 0, 1),
+        "odd": (columns + 2 + columns % 2, 1, 1),
+        "spread": (2 * columns, 0, 2),
+    }[place]
+    room = x.new_full((*x.shape[:-1], width + (place == "odd")), math.nan)
+    return room[..., first : first + step * columns : step].copy_(x)
+
+
+def make_operands(case: Case, device: torch.device, make: Callable[..., Tensor] = values) -> Operands:
+    """The operands of `case`, filled by `make`."""
+    lead = (case.batch,) if case.batch else ()
+    mid = (case.segments,) if case.segments else ()
+    a_lead = (1,) if case.shared == "a" else lead
+    b_lead = (1,) if case.shared == "b" else lead
+    a = make(case.kind, (*a_lead, *mid, case.m, case.k), case.dtype, 1, device)
+    b = make(case.kind, (*b_lead, *mid, case.k, case.n), case.dtype, 2, device)
+    bias = None if case.bias is None else make(case.kind, (case.n,), case.bias, 3, device)
+    acc = make("normal", (*lead, case.m, case.n), F32, 4, device) if case.accumulate else None
+    cu_seqlens = None
+    if case.lengths:
+        ends = list(itertools.accumulate(case.lengths, initial=0))
+        cu_seqlens = torch.tensor(ends, dtype=case.bounds, device=device)
+    return Operands(
+        laid(a, case.layout[0], case.place), laid(b, case.layout[1], case.place), bias, acc, cu_seqlens
+    )
+
+
+def unfilled(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: Any) -> Tensor:
+    """In place of `values` where only strides matter."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def make_room(case: Case, operands: Operands) -> tuple[Tensor, Tensor]:
+    """An output of NaN, or of the accumulator, and the memory it lies in."""
+    lead = (case.batch,) if case.batch else ()
+    width = max(case.n, case.pitch)
+    room = operands.a.new_full((*lead, case.m, width), math.nan, dtype=case.out_dtype)
+    out = room[..., : case.n]
+    if operands.acc is not None:
+        out.copy_(operands.acc)
+    return out, room

@@ -1,0 +1,55 @@
+"""The public operations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.contract import Contract
+from samebits.ops.addmm import addmm_
+from samebits.ops.bmm import bmm
+from samebits.ops.linear import linear
+from samebits.ops.matmul import matmul
+from samebits.testing import values
+from samebits.verify.case import BF16, F16, F32
+from samebits.verify.failures import finish
+from samebits.verify.reference import REFERENCE
+from samebits.verify.report import Report
+
+
+def verify_operations(report: Report, contract: Contract, device: torch.device) -> None:
+    """The public operations and their gradients, on the GPU and on the CPU."""
+
+    def both(what: str, run: Callable[..., tuple[Tensor, ...]], *shapes: tuple[int, ...]) -> None:
+        for dtype, kind in itertools.product((BF16, F16), ("normal", "wide", "special")):
+            inputs = [values(kind, shape, dtype, i) for i, shape in enumerate(shapes)]
+            want = run(*inputs, contract=contract)
+            got = run(*(t.to(device) for t in inputs), contract=contract)
+            finish(what)
+            for g, w in zip(got, want, strict=True):
+                report.compare("operations", what, REFERENCE, g, w.to(device), f"{dtype} {kind} {shapes}")
+
+    def gradients(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+        with torch.enable_grad():
+            y = linear(*leaves, **options)
+        return (y.detach(), *torch.autograd.grad(y, leaves, dy))
+
+    def packed(x: Tensor, *others: Tensor, contract: Contract) -> tuple[Tensor, ...]:
+        ends = torch.tensor([0, 5, 5, 37, 53, 200], dtype=torch.int32, device=x.device)
+        return gradients(x, *others, cu_seqlens=ends, contract=contract)
+
+    def accumulated(a: Tensor, b: Tensor, contract: Contract) -> tuple[Tensor, ...]:
+        acc = values("normal", (a.shape[0], b.shape[1]), F32, 9).to(a.device)
+        return (addmm_(addmm_(acc, a, b, contract=contract), a, b, contract=contract),)
+
+    for n, k in ((136, 200), (24, 33)):
+        both("linear and gradients", gradients, (3, 70, k), (n, k), (n,), (3, 70, n))
+        both("linear and gradients, packed", packed, (200, k), (n, k), (n,), (200, n))
+        both("addmm_", accumulated, (70, k), (k, n))
+        both("bmm", lambda a, b, contract: (bmm(a, b, contract=contract),), (4, 30, k), (1, k, n))
+        both("matmul", lambda a, b, contract: (matmul(a, b, contract=contract),), (3, 1, 20, k), (2, k, n))

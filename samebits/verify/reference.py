@@ -1,0 +1,30 @@
+"""What is right: the CPU reference's result for a case."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from samebits.contract import Contract
+from samebits.verify.case import Case
+from samebits.verify.operands import Operands
+
+REFERENCE = "CPU reference"
+
+
+def on_cpu(case: Case, operands: Operands, contract: Contract) -> Tensor:
+    """What the contract says, computed on the CPU, on the operands' device."""
+    from samebits.backends.reference import matmul as backend
+
+    a, b, device = operands.a.cpu(), operands.b.cpu(), operands.a.device
+    if operands.acc is None and operands.cu_seqlens is None and not case.segments:
+        bias = None if operands.bias is None else operands.bias.cpu()
+        out = backend.matmul(a, b, bias=bias, out_dtype=case.out_dtype, contract=contract.key)
+        return out.to(device)
+    batch = max(1, case.batch)
+    if not case.segments:
+        a, b = a.unsqueeze(-3), b.unsqueeze(-3)
+    a, b = (x.expand(batch, *x.shape[-3:]) for x in (a, b))
+    acc = None if operands.acc is None else operands.acc.cpu().reshape(batch, case.m, case.n)
+    spans = None if operands.cu_seqlens is None else operands.cu_seqlens.cpu()
+    out = backend.addbmm(acc, a, b, spans, out_dtype=case.out_dtype, contract=contract.key)
+    return out.reshape(((case.batch,) if case.batch else ()) + (case.m, case.n)).to(device)

@@ -1,0 +1,123 @@
+"""One run: the known answers, then all that a GPU is held to."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from samebits._version import __version__
+from samebits.contract import HOPPER, TENSOR_CORE
+from samebits.verify.answers import known_answers
+from samebits.verify.case import BF16, F16, Case, cases
+from samebits.verify.failures import HangError, KernelError, running
+from samebits.verify.kernel import Kernel, kernels
+from samebits.verify.operands import make_operands, make_room, unfilled
+from samebits.verify.operations import verify_operations
+from samebits.verify.products import verify_case
+from samebits.verify.report import Report
+from samebits.verify.rows import ROWS_OF, verify_rows
+from samebits.verify.tokens import verify_tokens
+
+Show = Callable[[float, str], None]
+
+
+def verify(*, thorough: bool = False, device: int = 0, progress: Show = lambda done, what: None) -> Report:
+    """Hold every kernel and schedule on a GPU to the CPU reference.
+
+    Kernels that are not in the on-disk cache yet are compiled first, by a process for each CPU: a script that
+    calls this needs the usual ``if __name__ == "__main__":``.
+
+    Args:
+        thorough: every combination, and large products too.
+        device: index of the CUDA device.
+        progress: told the fraction done, and what is being done.
+
+    Returns:
+        The report. Without a GPU it has the CPU reference's known answers, and why no GPU was verified.
+    """
+    from samebits.backends.cuda import runtime
+
+    start = time.monotonic()
+    status = runtime.status()
+    why_not = "" if status.available else f"{status.reason}. {status.remedy}".strip()
+    if status.available and device >= len(status.devices):
+        why_not = f"there is no device {device}; PyTorch sees {len(status.devices)}"
+    versions = {"samebits": __version__, "torch": str(torch.__version__)}
+    for name in ("numba", "cuda-core"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    contract = TENSOR_CORE.on(HOPPER)
+    report = Report(None, why_not, str(contract), contract.digest(), versions, thorough)
+    try:
+        progress(0.0, "known answers of the CPU reference")
+        known_answers(report)
+        if not why_not:
+            versions["nvrtc"] = runtime.nvrtc_version()
+            with torch.cuda.device(device), torch.no_grad():
+                _verify_gpu(report, device, thorough, progress)
+    except HangError as error:
+        report.failure, report.hung = str(error), True
+    except KernelError as error:
+        report.failure = str(error)
+    report.seconds = round(time.monotonic() - start, 1)
+    return report
+
+
+def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> None:
+    from samebits.backends.cuda import ahead, runtime
+    from samebits.backends.cuda.matmul import family
+
+    info = runtime.device_info(index)
+    device = torch.device("cuda", index)
+    contract = TENSOR_CORE.on(family(index))
+    report.gpu, report.contract, report.digest = info.name, str(contract), contract.digest()
+    offered = kernels(index)
+    todo = cases(thorough)
+    runs = _runs(todo, offered, thorough)
+
+    def calls() -> Iterator[Callable[[], object]]:
+        for case, pairs in zip(todo, runs, strict=True):
+            operands = make_operands(case, device, unfilled)
+            out, _ = make_room(case, operands)
+            for kernel, schedule in pairs:
+                if kernel.takes(operands, out, schedule):
+                    yield partial(kernel.run, operands, out, schedule)
+
+    progress(0.0, "choosing kernels")
+    report.kernels = ahead.compile_for(calls(), lambda done, what: progress(0.5 * done, what))
+    for i, (case, pairs) in enumerate(zip(todo, runs, strict=True)):
+        progress(0.5 + 0.35 * i / len(todo), f"{case.what}: {case}")
+        verify_case(report, case, offered[0], pairs, contract, device)
+    parts: list[Callable[[], None]] = [
+        partial(verify_operations, report, contract, device),
+        partial(verify_tokens, report, contract, device, 1024, 768, BF16),
+        partial(verify_tokens, report, contract, device, 264, 1032, F16),
+        *(
+            partial(verify_rows, report, contract, device, n, k, dtype, thorough)
+            for n, k, dtype in ROWS_OF[: None if thorough else 2]
+        ),
+    ]
+    for i, part in enumerate(parts):
+        progress(0.85 + 0.15 * i / len(parts), "operations" if i == 0 else "batches, streams, graphs")
+        with running("samebits"):
+            part()
+
+
+def _runs(todo: Sequence[Case], offered: Sequence[Kernel], thorough: bool) -> list[list[tuple[Kernel, Any]]]:
+    """For each case, the schedules to try. Of many, a third for each variant, unless `thorough`."""
+    variants = {variant: i for i, variant in enumerate(dict.fromkeys(case.variant for case in todo))}
+
+    def tried(kernel: Kernel, j: int, variant: int) -> bool:
+        return thorough or len(kernel.schedules) < 20 or j == 0 or (j + variant) % 3 == 0
+
+    return [
+        [(k, s) for k in offered for j, s in enumerate(k.schedules) if tried(k, j, variants[case.variant])]
+        for case in todo
+    ]
