@@ -29,7 +29,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from samebits.audit import AuditError, module_name, plural
+from samebits.audit.words import AuditError, module_name, plural
 
 if TYPE_CHECKING:
     import torch
@@ -142,7 +142,7 @@ def audit(
 def _device(name: str) -> torch.device:
     import torch
 
-    from samebits.audit import cuda_problem
+    from samebits.audit.target import cuda_problem
 
     try:
         device = torch.device(name)

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samebits
-import samebits.audit as audit_module
 from samebits.audit import AuditError, Report, audit_linears, measure, plan
+from samebits.audit import linears as linears_module
+from samebits.audit import target as target_module
 
 ROWS = [1, 2, 3, 4, 5, 7, 8, 12, 24, 33, 96]
 
@@ -162,7 +163,7 @@ def variant_second_layer(monkeypatch: pytest.MonkeyPatch) -> None:
             return torch.nextafter(exact, torch.tensor(math.inf))
         return exact
 
-    monkeypatch.setattr(audit_module, "_run_linear", linear)
+    monkeypatch.setattr(target_module, "_run_linear", linear)
 
 
 @pytest.mark.usefixtures("variant_second_layer")
@@ -192,7 +193,7 @@ def test_samebits_drift_is_found(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_report_survives_json(tiny: Tiny, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        audit_module,
+        target_module,
         "_run_linear",
         lambda x, weight, bias: F.linear(x, weight, bias) * (math.nan if len(x) == 1 else 1),
     )
@@ -224,14 +225,14 @@ def test_from_json_refuses_what_is_no_report() -> None:
 def test_rows_are_spread_over_all_forward_passes(tiny: Tiny) -> None:
     seen: list[Tensor] = []
     inputs = [{"x": torch.full((50, 16), float(i)), "scale": 0.5} for i in range(4)]
-    original = audit_module.measure
+    original = linears_module.measure
 
     def spy(operator: object, rows: Tensor, *rest: object) -> object:
         seen.append(rows)
         return original(operator, rows, *rest)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(audit_module, "measure", spy)
+        patch.setattr(linears_module, "measure", spy)
         audit_linears(tiny, inputs, max_rows=12, only="^first$")
     assert seen[0].shape == (12, 16)
     assert seen[0][:, 0].unique(return_counts=True)[1].tolist() == [3, 3, 3, 3]
@@ -305,7 +306,7 @@ def test_a_layer_under_autocast_is_audited_in_its_dtype(
         seen.append((rows.dtype, weight.dtype, None if bias is None else bias.dtype, out.dtype))
         return out
 
-    monkeypatch.setattr(audit_module, "_run_linear", linear)
+    monkeypatch.setattr(target_module, "_run_linear", linear)
     report = audit_linears(model, [x])
     name = str(dtype).removeprefix("torch.")
     assert [(layer.name, layer.dtype) for layer in report.layers] == [("first", "float32"), ("second", name)]
@@ -328,14 +329,14 @@ class HalfAutocast(Tiny):
 def test_autocast_around_the_audit_reaches_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     for name in ("_run_linear", "_run_samebits"):
-        honest = getattr(audit_module, name)
+        honest = getattr(target_module, name)
 
         def run(rows: Tensor, honest: Callable[..., Tensor] = honest, **parameters: Tensor | None) -> Tensor:
             out: Tensor = honest(rows, **parameters)
             seen.append((rows.shape[1], rows.dtype, out.dtype))
             return out
 
-        monkeypatch.setattr(audit_module, name, run)
+        monkeypatch.setattr(target_module, name, run)
     x = torch.randn(12, 16)
     with torch.autocast("cpu", torch.bfloat16):
         report = audit_linears(HalfAutocast(), [x])

@@ -18,9 +18,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import samebits
-import samebits.audit as audit_module
 from samebits import info as info_module
 from samebits.audit import Report
+from samebits.audit import linears as linears_module
+from samebits.audit import target as target_module
 from samebits.backends.cuda import runtime
 from samebits.cli import app
 from tests.devices import FAMILY
@@ -127,7 +128,7 @@ def test_exit_code_1_and_the_place_when_samebits_drifts(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("here")
 def test_exit_code_0_when_only_pytorch_drifts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_module, "_run_linear", lambda x, weight, bias: x @ weight.T + len(x))
+    monkeypatch.setattr(target_module, "_run_linear", lambda x, weight, bias: x @ weight.T + len(x))
     result = run("audit", "mine:make")
     assert result.exit_code == 0
     assert "PyTorch   2 of 2 layers change bits with the batch: 24 of 24 rows" in result.stdout
@@ -213,7 +214,7 @@ def test_an_error_of_samebits_own_is_exit_code_70(
     def fail(*args: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr(audit_module, "measure", fail)
+    monkeypatch.setattr(linears_module, "measure", fail)
     monkeypatch.setattr(info_module, "gather", fail)
     result = run(*command)
     assert result.exit_code == 70
@@ -232,7 +233,7 @@ def test_stdout_is_the_json_alone_whatever_the_model_prints() -> None:
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("target", ["mine:make", "mine:root"])
 def test_narrow_terminals_clip_no_number(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_module, "_run_linear", lambda x, weight, bias: x @ weight.T + len(x))
+    monkeypatch.setattr(target_module, "_run_linear", lambda x, weight, bias: x @ weight.T + len(x))
     for columns in (40, 59, 60, 80, 110, 160):
         out = run("audit", target, columns=columns).stdout
         assert "…" not in out
@@ -244,7 +245,7 @@ def test_narrow_terminals_clip_no_number(target: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("here")
 def test_one_of_a_thing_is_singular_and_the_module_itself_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_module, "_run_linear", lambda x, weight, bias: x @ weight.T + len(x))
+    monkeypatch.setattr(target_module, "_run_linear", lambda x, weight, bias: x @ weight.T + len(x))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     out = " ".join(run("audit", "mine:root", columns=120).stdout.split())
     assert "PyTorch 1 of 1 layer changes bits with the batch: 1 of 1 row" in out
