@@ -37,7 +37,6 @@ BF16, F16 = torch.bfloat16, torch.float16
 Show = Callable[[float, str], None]
 Run = Callable[..., Tensor]
 
-# ---- what is measured, as data
 
 MODELS = {
     "Llama-3 8B": ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
@@ -123,9 +122,6 @@ PEERS = {
 """By the module that has to be installed."""
 
 
-# ---- operands and contestants
-
-
 def _lengths(tokens: int) -> list[int]:
     """Lengths of sequences of mean 512, the same for every run: between 1 and 1023, most of them odd."""
     found, left, state = [], tokens, 1
@@ -191,9 +187,6 @@ def _check(case: Case, operands: Sequence[Tensor], device: torch.device, ours: R
     cpu = None if spans is None else spans.cpu()
     small = reference.addbmm(None, x, y, cpu, out_dtype=out.dtype, contract=key)[0]
     assert_same_bits(want[:4][:, columns].cpu(), small, f"{case}: against the CPU reference")
-
-
-# ---- measuring
 
 
 class _Race:
@@ -401,8 +394,6 @@ def _installed(names: Iterable[str]) -> dict[str, Any]:
             found[name] = importlib.import_module(name)
     return found
 
-
-# ---- for people
 
 BANDS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "forward, M <= 128": lambda c: c["work"] == "forward" and c["m"] <= 128,
