@@ -130,7 +130,9 @@ def gpu_roofline(data: dict[str, Any]) -> Figure:
     top, copy = data["ceilings"]["flop_per_s"] / 1e12, data["ceilings"]["copy_bytes_per_s"] / 1e12
     at = np.geomspace((flop / size).min() / 1.3, (flop / size).max() * 1.3, 200)
     axes.plot(at, np.minimum(at * copy, top), color="black", lw=1)
-    axes.text(at[0], 1.25 * at[0] * copy, f"copy, {copy:.2f} TB/s", fontsize=9, rotation=34, va="bottom")
+    axes.text(
+        at[0], 1.25 * at[0] * copy, f"torch.clone, {copy:.2f} TB/s", fontsize=9, rotation=34, va="bottom"
+    )
     axes.text(
         at[-1], 1.1 * top, f"torch.mm 8192 cubed, {top:.0f} TFLOP/s", fontsize=9, ha="right", va="bottom"
     )

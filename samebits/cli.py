@@ -323,7 +323,7 @@ def _show_first(who: str, layer: Layer, drift: Drift, out: Console) -> None:
     first = drift.first
     assert first is not None
     out.print(
-        f"{who} changes [bold]{escape(module_name(layer.name))}[/] most."
+        f"{who} changes [bold]{escape(module_name(layer.name))}[/] most, in terms of its rows."
         f" First at row {first.row}, column {first.column}:"
     )
     table = Table(box=None, padding=(0, 1 if out.width < 60 else 2), show_header=False)

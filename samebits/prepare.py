@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,24 +14,31 @@ from samebits.ops.linear import linear
 
 def prepare(
     weights: nn.Module | Tensor | Iterable[Tensor],
-    rows: Iterable[int],
+    rows: Iterable[int | Sequence[int]],
     *,
     backward: bool = False,
+    cu_seqlens: torch.dtype | None = None,
     contract: Contract | None = None,
 ) -> int:
-    """Compile and load every kernel that :func:`samebits.linear` will use with these weights.
+    """Compile and load the kernels that :func:`samebits.linear` will use with these weights.
 
     The first product of a kind compiles its kernel, which takes seconds, and loads it, which is not allowed
-    while a CUDA graph is captured. This runs one product of every kind ahead of time, on scratch data.
+    while a CUDA graph is captured. This runs one product of every kind ahead of time, on contiguous scratch
+    inputs of the weight's dtype. Inputs with other strides may want other kernels: run those once yourself.
 
     Args:
         weights: a module (all its ``nn.Linear`` layers), or 2-D weights ``[out_features, in_features]``.
-        rows: the numbers of rows (tokens) to come; a kernel may be chosen by it.
+        rows: the inputs to come: their numbers of rows (tokens), or shapes ``(B, T, ...)`` without features.
         backward: prepare the gradients too.
+        cu_seqlens: prepare packed sequences, with offsets of this dtype (``torch.int32`` or ``torch.int64``).
         contract: as in :func:`samebits.linear`.
 
     Returns:
         How many different products were prepared.
+
+    Raises:
+        TypeError: ``weights`` or ``rows`` are not of these kinds.
+        ValueError: a size is negative, or there is nothing to prepare.
     """
     layers: list[tuple[Tensor, Tensor | None]]
     if isinstance(weights, nn.Module):
@@ -38,13 +46,32 @@ def prepare(
     else:
         layers = [(t, None) for t in ([weights] if isinstance(weights, Tensor) else weights)]
     kinds = {(w.shape, w.stride(), w.dtype, w.device, bias is None): (w, bias) for w, bias in layers}
-    counts = sorted(set(rows))
+    shapes = _shapes(rows)
+    if not kinds or not shapes:
+        raise ValueError(f"samebits.prepare: nothing to prepare: {len(layers)} linear layers, rows {shapes}")
     for weight, bias in kinds.values():
         parameters = [t.detach().requires_grad_(backward) for t in (weight, bias) if t is not None]
-        for count in counts:
-            x = weight.new_zeros(count, weight.shape[-1], requires_grad=backward)
+        for shape in shapes:
+            x = weight.new_zeros(*shape, weight.shape[-1], requires_grad=backward)
+            ends = None
+            if cu_seqlens is not None:
+                ends = torch.tensor([0, math.prod(shape)], dtype=cu_seqlens, device=weight.device)
             with torch.set_grad_enabled(backward):
-                y = linear(x, *parameters, contract=contract)
+                y = linear(x, *parameters, cu_seqlens=ends, contract=contract)
             if backward:
                 torch.autograd.grad(y, (x, *parameters), torch.zeros_like(y))
-    return len(kinds) * len(counts)
+    return len(kinds) * len(shapes)
+
+
+def _shapes(rows: Iterable[int | Sequence[int]]) -> list[tuple[int, ...]]:
+    if isinstance(rows, int):
+        raise TypeError(f"samebits.prepare: rows: expected numbers or shapes, got {rows}: write [{rows}]")
+    shapes: dict[tuple[int, ...], None] = {}
+    for r in rows:
+        shape = (r,) if isinstance(r, int) else tuple(r) if isinstance(r, Sequence) else None
+        if shape is None or not all(isinstance(n, int) for n in shape):
+            raise TypeError(f"samebits.prepare: rows: expected numbers or shapes, got {r!r}")
+        if min(shape, default=0) < 0:
+            raise ValueError(f"samebits.prepare: rows: expected sizes of 0 or more, got {shape}")
+        shapes[shape] = None
+    return list(shapes)

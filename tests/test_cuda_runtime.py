@@ -216,7 +216,9 @@ def test_status_says_why_and_what_to_do(kernels, monkeypatch):
         raise ModuleNotFoundError("cuda")
 
     monkeypatch.setattr(runtime.importlib.util, "find_spec", missing)
-    with pytest.raises(runtime.UnavailableError, match=r"cuda-core — pip install 'samebits\[cuda\]'"):
+    with pytest.raises(
+        runtime.UnavailableError, match=r"cuda-core — install the extra cuda: pip install '.\[cuda\]'"
+    ):
         runtime.load(spec(), 0)
 
 

@@ -58,6 +58,7 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exce
     (addmm_, (t(2, 2, device="meta"), t(2, 2), t(2, 2)), {}, ValueError, "acc: expected device cpu like a"),
     (addmm_, (t(2, 2, dtype=bf16), t(2, 2), t(2, 2)), {}, TypeError, "acc: expected a dense float32 tensor"),
     (addmm_, (None, t(2, 2), t(2, 2)), {}, TypeError, "acc: expected a dense float32 tensor, got NoneType"),
+    (addmm_, (torch._neg_view(t(2, 2)), t(2, 2), t(2, 2)), {}, TypeError, "got a view with negated elements"),
     # contract and output dtype
     (matmul, (t(2, 2),) * 2, {"contract": TENSOR_CORE}, TypeError, "never as TF32"),
     (

@@ -193,10 +193,13 @@ def test_weight_gradients_of_padded_packed_and_micro_batched(
         within = data.draw(st.integers(0, lengths[longest]), "cut")
         step = 1 if dtype == torch.float32 or contract is FMA else 16
         cuts.add(int(ends[longest]) + within // step * step)
-    main_grad = torch.zeros(5, 7, device=device)
-    for i, j in itertools.pairwise(sorted(cuts)):
-        samebits.addmm_(main_grad, dtokens[i:j].mT, tokens[i:j], contract=contract)
-    assert_same_bits(main_grad, packed_chain, "f32, micro-batches")
+    ones = torch.ones(len(tokens), 1, dtype=dtype, device=device)
+    for factor, name in ((tokens, "weight"), (ones, "bias")):
+        main_grad = torch.zeros(5, factor.shape[1], device=device)
+        for i, j in itertools.pairwise(sorted(cuts)):
+            samebits.addmm_(main_grad, dtokens[i:j].mT, factor[i:j], contract=contract)
+        want = chain(dtokens.mT[None], factor[None], contract, ends)
+        assert_same_bits(main_grad, want, f"f32, micro-batches, {name}")
 
 
 def chain(a: Tensor, b: Tensor, contract: Contract | None, cu_seqlens: Tensor | None = None) -> Tensor:

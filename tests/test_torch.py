@@ -245,7 +245,7 @@ def test_addmm_accumulates_in_place_with_and_without_gradients() -> None:
     assert out is acc
     assert out.requires_grad
     assert_same_bits(out.detach(), want)
-    with pytest.raises(RuntimeError, match="leaf"):
+    with pytest.raises(ValueError, match="leaf"):
         samebits.addmm_(torch.ones(3, 4).requires_grad_(), a, b)
 
 
@@ -266,17 +266,39 @@ def test_concurrent_calls() -> None:
 def test_prepare_runs_every_kind_of_product_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def linear(x: Tensor, weight: Tensor, *bias: Tensor, contract: object) -> Tensor:
-        seen.append((tuple(x.shape), tuple(weight.shape), len(bias), x.requires_grad))
-        return samebits.linear(x, weight, *bias)
+    def linear(x: Tensor, weight: Tensor, *bias: Tensor, cu_seqlens: Tensor | None, **rest: Any) -> Tensor:
+        seen.append((tuple(x.shape), tuple(weight.shape), len(bias), x.requires_grad, cu_seqlens is not None))
+        return samebits.linear(x, weight, *bias, cu_seqlens=cu_seqlens, **rest)
 
     monkeypatch.setattr(sys.modules["samebits.prepare"], "linear", linear)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=i > 0) for i in range(3)))
     with torch.no_grad():
         assert samebits.prepare(model, [1, 8, 1], backward=True) == 4
-    assert seen == [((m, 4), (4, 4), bias, True) for bias in (0, 1) for m in (1, 8)]
+    assert seen == [((m, 4), (4, 4), bias, True, False) for bias in (0, 1) for m in (1, 8)]
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    assert samebits.prepare(torch.ones(3, 2), [5]) == 1
+    seen.clear()
+    assert samebits.prepare(torch.ones(3, 2), [(2, 5), 7]) == 2
+    assert samebits.prepare(torch.ones(3, 2), [7], cu_seqlens=torch.int32) == 1
+    assert [(shape, packed) for shape, *_, packed in seen] == [
+        ((2, 5, 2), False),
+        ((7, 2), False),
+        ((7, 2), True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("weights", "rows", "error", "match"),
+    [
+        (torch.ones(3, 2), 3, TypeError, r"write \[3\]"),
+        (torch.ones(3, 2), [1.5], TypeError, "rows"),
+        (torch.ones(3, 2), [(2, -1)], ValueError, "sizes of 0 or more"),
+        (torch.ones(3, 2), [], ValueError, "nothing to prepare"),
+        (torch.nn.ReLU(), [1], ValueError, "0 linear layers"),
+    ],
+)
+def test_prepare_refuses(weights: Any, rows: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        samebits.prepare(weights, rows)
 
 
 def _in_child(a: Tensor, queue: Any) -> None:

@@ -54,7 +54,11 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
     if not isinstance(acc, Tensor) or acc.dtype != torch.float32 or acc.layout is not torch.strided:
         got = acc.dtype if isinstance(acc, Tensor) else type(acc).__name__
         raise TypeError(f"samebits.addmm_: acc: expected a dense float32 tensor, got {got}")
+    if not torch.compiler.is_compiling() and acc.is_neg():
+        raise TypeError("samebits.addmm_: acc: expected a plain tensor, got a view with negated elements")
     check_device("addmm_", "acc", acc, "a", a)
+    if acc.is_leaf and acc.requires_grad and torch.is_grad_enabled():
+        raise ValueError("samebits.addmm_: acc: expected no leaf that requires grad, it is changed in place")
     if a.ndim != 2 or b.ndim != 2:
         raise ValueError(f"samebits.addmm_: a, b: expected 2-D, got shapes {shape(a)} and {shape(b)}")
     if a.shape[1] != b.shape[0]:
@@ -105,10 +109,11 @@ _asserted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def assert_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
     """As :func:`check_cu_seqlens`, on the GPU and without waiting for it: bad offsets end in a device assert.
 
-    Layers share one tensor of offsets, so each is looked at once.
+    Layers share one tensor of offsets, so each is looked at once; but a CUDA graph looks at every replay.
     """
+    capturing = cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
     seen = (0 if cu_seqlens.is_inference() else cu_seqlens._version, tokens)
-    if _asserted.get(cu_seqlens) == seen:
+    if not capturing and _asserted.get(cu_seqlens) == seen:
         return
     if cu_seqlens.numel() == 0:
         raise ValueError("samebits.linear: cu_seqlens: expected at least one offset, got none")
@@ -116,7 +121,8 @@ def assert_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
     torch._assert_async(
         good, f"samebits.linear: cu_seqlens: expected offsets that rise from 0 to {tokens} and never decrease"
     )
-    _asserted[cu_seqlens] = seen
+    if not capturing:
+        _asserted[cu_seqlens] = seen
 
 
 def _cpu(

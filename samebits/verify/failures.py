@@ -33,5 +33,7 @@ def running(what: str) -> Iterator[None]:
     """Errors in here are the kernel's."""
     try:
         yield
-    except (RuntimeError, ValueError) as error:
+    except KernelError:
+        raise
+    except Exception as error:  # whatever it is, the report says so
         raise KernelError(f"{what}: {type(error).__name__}: {error}") from error

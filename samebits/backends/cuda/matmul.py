@@ -143,6 +143,7 @@ def _run(
         (a_at & 15) << 8 | (b_at & 15) << 4 | out_at & 15,
         a.get_device(),
         a.dtype,
+        b.dtype,
         out.dtype,
         a.shape,
         a.stride(),
@@ -184,11 +185,13 @@ def _plan(
     accumulate: bool,
 ) -> matmul_sm90.Plan | None:
     """The Hopper kernel's plan for these operands, or None if they go to the universal kernel."""
+    matmul_sm80.check(a, b, out if accumulate else None, bias, cu_seqlens, out)
     if (
         runtime.device_info(a.get_device()).capability == (9, 0)
         and a.ndim < 4
         and out.numel() > 0
         and a.shape[-1] > 0
+        and max(*a.shape, *b.shape) <= matmul_sm80.LARGEST  # which refuses what is larger
         and out.stride(-1) == 1
         and (bias is None or bias.is_contiguous())
         and matmul_sm90.supports(a, b, cu_seqlens=cu_seqlens)

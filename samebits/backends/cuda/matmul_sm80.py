@@ -71,6 +71,10 @@ def choose_schedule(m: int, n: int, batch: int, info: runtime.DeviceInfo) -> Sch
     return min(full or SCHEDULES[-2:], key=time)
 
 
+LARGEST = 2**31 - 512
+"""Sizes up to this can be counted in 32 bits, and rounded up to tiles."""
+
+
 class Layout(NamedTuple):
     """How an operand's tiles are loaded, and its strides in elements; "row" is m of a, n of b."""
 
@@ -186,7 +190,7 @@ def _make_plan(
     out: Tensor,
     schedule: Schedule | None,
 ) -> _Plan:
-    _check(a, b, acc, bias, cu_seqlens, out)
+    check(a, b, acc, bias, cu_seqlens, out)
     (m, k), n, batch = a.shape[-2:], b.shape[-1], out.shape[0] if out.ndim == 3 else 1
     segments = a.shape[1] if a.ndim == 4 else 1
     if cu_seqlens is not None:
@@ -197,10 +201,9 @@ def _make_plan(
     schedule = schedule or choose_schedule(m, n, batch, info)
     tiles_m, tiles_n = -(-m // schedule.tile_m), -(-n // schedule.tile_n)
     tiles = tiles_m * tiles_n * batch
-    largest = 2**31 - 512
-    if max(m, n, k, tiles, segments, (k // 16 + 1) * segments) > largest:
+    if max(m, n, k, tiles, segments, (k // 16 + 1) * segments) > LARGEST:
         raise ValueError(
-            f"samebits: a product of a {tuple(a.shape)} by b {tuple(b.shape)} has a size above {largest}"
+            f"samebits: a product of a {tuple(a.shape)} by b {tuple(b.shape)} has a size above {LARGEST}"
         )
     kernel = None
     if tiles > 0:
@@ -248,7 +251,7 @@ def _layout(x: Tensor, row_dim: int, k_dim: int, *, ragged: bool) -> Layout:
     return Layout(k <= row, False, strides)
 
 
-def _check(
+def check(
     a: Tensor, b: Tensor, acc: Tensor | None, bias: Tensor | None, cu_seqlens: Tensor | None, out: Tensor
 ) -> None:
     def need(condition: bool, what: str) -> None:

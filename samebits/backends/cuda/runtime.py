@@ -52,7 +52,7 @@ INCLUDE = KERNELS / "include"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """Every architecture that continuous integration compiles for."""
 
-INSTALL = "pip install 'samebits[cuda]'"
+INSTALL = "install the extra cuda: pip install '.[cuda]' in a clone of samebits"
 
 # Each would change results. No contraction: a kernel that wants a fused multiply-add says so.
 _FLOAT_OPTIONS = {"fma": False, "ftz": False, "prec_div": True, "prec_sqrt": True}
@@ -126,7 +126,7 @@ def status() -> Status:
         try:
             nvrtc = nvrtc_version()
         except (UnavailableError, CompileError) as error:
-            reason, remedy = str(error), INSTALL
+            reason, _, remedy = str(error).partition(" — ")
     if torch.cuda.is_available():
         devices = tuple(device_info(i) for i in range(torch.cuda.device_count()))
     try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.reference import kernels
-from samebits.contract import HOPPER, contract_from_key
+from samebits.contract import contract_from_key
 
 _F32 = npt.NDArray[np.float32]
 
@@ -84,7 +84,9 @@ def _chain(
     if model.step == "fma":
         run = partial(kernels.fma_chain_tiles, *arrays, closing_zero)
     else:
-        mma = model.mma or HOPPER
+        mma = model.mma
+        if mma is None or torch.float32 in (a.dtype, b.dtype):
+            raise ValueError(f"contract {model}: expected one bound to a family, and 16-bit operands")
         data = mma.group, mma.fraction_bits, mma.zero_exponent
         minima = _MINIMUM_EXPONENT[a.dtype], _MINIMUM_EXPONENT[b.dtype]
         run = partial(kernels.mma_chain_tiles, *arrays, *data, *minima)
