@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import time
@@ -149,11 +148,8 @@ _REPORT_IT = "please report it, with this output"
 
 
 def _cuda() -> Backend:
-    if not _exists("samebits.backends.cuda.runtime"):
-        return Backend(
-            "cuda", "NVIDIA GPUs, sm_80 and newer", False, "not in this version of samebits", _USE_CPU
-        )
-    runtime = importlib.import_module("samebits.backends.cuda.runtime")
+    from samebits.backends.cuda import runtime
+
     status = runtime.status()
     why = f"NVRTC {status.nvrtc}, kernels cached in {status.cache}" if status.available else status.reason
     return Backend("cuda", "NVIDIA GPUs, sm_80 and newer", status.available, why, status.remedy)
@@ -166,10 +162,3 @@ def _triton() -> Backend:
 
 
 _USE_CPU = "use CPU tensors"
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False

@@ -204,7 +204,7 @@ def test_capture_before_a_kernel_is_loaded_is_a_clear_error() -> None:
     bare = run("")
     assert bare.returncode != 0
     assert "samebits.prepare" in bare.stderr
-    ready = run("samebits.prepare(w, [40])" if hasattr(samebits, "prepare") else "samebits.linear(x, w)")
+    ready = run("samebits.prepare(w, [40])")
     assert ready.stdout.strip() == "264.0", ready.stderr
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from samebits.audit.variation import Variation
+from samebits.testing import bits
 
 Operator = Callable[[Tensor], Tensor]
 """Takes rows ``[M, K]`` and returns rows ``[M, N]``."""
 
 _TINY = torch.finfo(torch.float64).tiny
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Drift:
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(_BITS[x.dtype]).long()
+    return bits(x.contiguous()).long()
 
 
 def _ordered(bits: Tensor, width: int) -> Tensor:

@@ -106,7 +106,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int) -> None:
 _asserted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def assert_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
+def assert_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int) -> None:
     """As :func:`check_cu_seqlens`, on the GPU and without waiting for it: bad offsets end in a device assert.
 
     Layers share one tensor of offsets, so each is looked at once; but a CUDA graph looks at every replay.
@@ -116,10 +116,10 @@ def assert_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
     if not capturing and _asserted.get(cu_seqlens) == seen:
         return
     if cu_seqlens.numel() == 0:
-        raise ValueError("samebits.linear: cu_seqlens: expected at least one offset, got none")
+        raise ValueError(f"samebits.{op}: cu_seqlens: expected at least one offset, got none")
     good = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (cu_seqlens.diff() >= 0).all()
     torch._assert_async(
-        good, f"samebits.linear: cu_seqlens: expected offsets that rise from 0 to {tokens} and never decrease"
+        good, f"samebits.{op}: cu_seqlens: expected offsets that rise from 0 to {tokens} and never decrease"
     )
     if not capturing:
         _asserted[cu_seqlens] = seen
@@ -154,12 +154,16 @@ def _cuda(
 ) -> Tensor:
     from samebits.backends.cuda import matmul as cuda
 
+    if cu_seqlens is not None:
+        assert_cu_seqlens("addbmm", cu_seqlens, a.shape[-1])
     return cuda.addbmm(acc, a, b, cu_seqlens, out_dtype=out_dtype, contract=contract)
 
 
 def _cuda_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, contract: str) -> None:
     from samebits.backends.cuda import matmul as cuda
 
+    if cu_seqlens is not None:
+        assert_cu_seqlens("addbmm_", cu_seqlens, a.shape[-1])
     cuda.addbmm_(acc, a, b, cu_seqlens, contract=contract)
     torch.autograd.graph.increment_version(acc)  # the kernel wrote where autograd cannot see
 

@@ -108,7 +108,7 @@ def _cuda(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | N
     from samebits.backends.cuda import matmul as cuda
 
     if cu_seqlens is not None:
-        assert_cu_seqlens(cu_seqlens, x.shape[-2])
+        assert_cu_seqlens("linear", cu_seqlens, x.shape[-2])
     rows = x if x.ndim > 1 else x.unsqueeze(0)
     out = cuda.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=contract)
     return out if x.ndim > 1 else out[0]
