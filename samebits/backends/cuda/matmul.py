@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -123,8 +123,15 @@ def _one_axis(t: Tensor, k: int) -> bool:
     return t.stride(1) == t.shape[k] * t.stride(k)
 
 
+class Plan(Protocol):
+    """A kernel, and everything of a call of it but the addresses."""
+
+    def launch(self, a: int, b: int, out: int, bias: int, cu_seqlens: int) -> None:
+        """Run on operands at these addresses; 0 where there is none."""
+
+
 # How products have been run before, by everything that decides it: the checks and the choice are made once.
-_plans: dict[tuple[object, ...], matmul_sm90.Plan | None] = {}
+_plans: dict[tuple[object, ...], Plan] = {}
 _MOST_PLANS = 8192
 
 
@@ -155,15 +162,11 @@ def _run(
         None if bias is None else (bias.dtype, bias.stride()),
         None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.stride()),
     )
-    plan = _plans.get(key, _UNPLANNED)
-    if plan is _UNPLANNED:
+    plan = _plans.get(key)
+    if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
         plan = _plans[key] = _plan(a, b, out, bias, cu_seqlens, accumulate)
-    if plan is None:
-        acc = out if accumulate else None
-        matmul_sm80.matmul(a, b, acc=acc, bias=bias, cu_seqlens=cu_seqlens, out=out)
-        return
     plan.launch(
         a_at,
         b_at,
@@ -173,9 +176,6 @@ def _run(
     )
 
 
-_UNPLANNED: Any = object()
-
-
 def _plan(
     a: Tensor,
     b: Tensor,
@@ -183,9 +183,10 @@ def _plan(
     bias: Tensor | None,
     cu_seqlens: Tensor | None,
     accumulate: bool,
-) -> matmul_sm90.Plan | None:
-    """The Hopper kernel's plan for these operands, or None if they go to the universal kernel."""
-    matmul_sm80.check(a, b, out if accumulate else None, bias, cu_seqlens, out)
+) -> Plan:
+    """Choose the fastest kernel that takes these operands. The universal one takes all."""
+    acc = out if accumulate else None
+    matmul_sm80.check(a, b, acc, bias, cu_seqlens, out)
     if (
         runtime.device_info(a.get_device()).capability == (9, 0)
         and a.ndim < 4
@@ -197,4 +198,4 @@ def _plan(
         and matmul_sm90.supports(a, b, cu_seqlens=cu_seqlens)
     ):
         return matmul_sm90.plan(a, b, out, bias=bias, accumulate=accumulate, cu_seqlens=cu_seqlens)
-    return None
+    return matmul_sm80.plan(a, b, out, acc=acc, bias=bias, cu_seqlens=cu_seqlens)

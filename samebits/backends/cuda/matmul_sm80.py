@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samebits.backends.cuda import runtime
 
-__all__ = ["SCHEDULES", "Schedule", "choose_schedule", "kernel_spec", "matmul"]
+__all__ = ["SCHEDULES", "Plan", "Schedule", "choose_schedule", "kernel_spec", "matmul", "plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,21 +109,37 @@ def kernel_spec(schedule: Schedule, dtype: torch.dtype, a: Layout, b: Layout) ->
     )
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """Everything of a call but its addresses."""
 
-    kernel: runtime.Kernel | None
+    kernel: runtime.Kernel | None  # None: there is nothing to compute
     grid: tuple[int, int, int]
     a: tuple[int, ...]
     b: tuple[int, ...]
     out: tuple[int, ...]
-    acc: tuple[int, ...]
+    acc: tuple[int, ...] | None
     bias: tuple[int, ...]
     sizes: tuple[int, ...]
 
-
-_plans: dict[tuple[object, ...], _Plan] = {}
-_MOST_PLANS = 8192
+    def launch(self, a: int, b: int, out: int, bias: int, cu_seqlens: int, acc: int | None = None) -> None:
+        """Run on operands at these addresses; accumulators lie at ``acc``, or else at ``out``."""
+        if self.kernel is None:
+            return
+        start = (0, 0, 0, 0) if self.acc is None else (out if acc is None else acc, *self.acc)
+        self.kernel.launch(
+            self.grid,
+            a,
+            *self.a,
+            b,
+            *self.b,
+            out,
+            *self.out,
+            *start,
+            bias,
+            *self.bias,
+            cu_seqlens,
+            *self.sizes,
+        )
 
 
 def matmul(
@@ -148,48 +164,28 @@ def matmul(
         out: ``[M, N]`` or ``[B, M, N]``, float32, bfloat16 or float16, any strides.
         schedule: one of :data:`SCHEDULES`; by default :func:`choose_schedule`'s.
     """
-    key = (
-        schedule,
-        (a.shape, a.stride(), a.dtype, a.data_ptr() % 16, a.get_device()),
-        (b.shape, b.stride(), b.dtype, b.data_ptr() % 16, b.get_device()),
-        (out.shape, out.stride(), out.dtype, out.data_ptr() % 16, out.get_device()),
-        None if acc is None else (acc.shape, acc.stride(), acc.dtype, acc.get_device()),
-        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
-        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype, cu_seqlens.get_device()),
+    plan(a, b, out, acc=acc, bias=bias, cu_seqlens=cu_seqlens, schedule=schedule).launch(
+        a.data_ptr(),
+        b.data_ptr(),
+        out.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+        None if acc is None else acc.data_ptr(),
     )
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _make_plan(a, b, acc, bias, cu_seqlens, out, schedule)
-    if plan.kernel is not None:
-        plan.kernel.launch(
-            plan.grid,
-            a.data_ptr(),
-            *plan.a,
-            b.data_ptr(),
-            *plan.b,
-            out.data_ptr(),
-            *plan.out,
-            0 if acc is None else acc.data_ptr(),
-            *plan.acc,
-            0 if bias is None else bias.data_ptr(),
-            *plan.bias,
-            0 if cu_seqlens is None else cu_seqlens.data_ptr(),
-            *plan.sizes,
-        )
     return out
 
 
-def _make_plan(
+def plan(
     a: Tensor,
     b: Tensor,
-    acc: Tensor | None,
-    bias: Tensor | None,
-    cu_seqlens: Tensor | None,
     out: Tensor,
-    schedule: Schedule | None,
-) -> _Plan:
+    *,
+    acc: Tensor | None = None,
+    bias: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    schedule: Schedule | None = None,
+) -> Plan:
+    """How :func:`matmul` runs these operands, and others of their shapes, strides, dtypes and alignment."""
     check(a, b, acc, bias, cu_seqlens, out)
     (m, k), n, batch = a.shape[-2:], b.shape[-1], out.shape[0] if out.ndim == 3 else 1
     segments = a.shape[1] if a.ndim == 4 else 1
@@ -211,13 +207,13 @@ def _make_plan(
     strides = _matrix_strides(out)
     align = 4 * out.element_size()
     together = strides[2] == 1 and out.data_ptr() % align == 0 and strides[0] % 4 == strides[1] % 4 == 0
-    return _Plan(
+    return Plan(
         kernel,
         (tiles, 1, 1),
         layout_a.strides,
         layout_b.strides,
         strides,
-        (0, 0, 0) if acc is None else _matrix_strides(acc),
+        None if acc is None else _matrix_strides(acc),
         (0,) if bias is None else bias.stride(),
         (
             *(m, n, k, segments, tiles_m, tiles_n, _KINDS[out.dtype], together),
