@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -31,7 +32,16 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from samebits.backends.cuda import matmul_sm90, runtime  # noqa: E402
-from samebits.backends.cuda.schedule import Product, Schedule, catalogue, choose, menu  # noqa: E402
+from samebits.backends.cuda.schedule import (  # noqa: E402
+    Product,
+    Schedule,
+    _schedule,
+    _settle,
+    catalogue,
+    choose,
+    estimate,
+    menu,
+)
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [
@@ -50,6 +60,9 @@ SHAPES = [
     (5120, 10240),
     (5120, 51200),
     (25600, 5120),
+    (4096, 24576),
+    (12288, 4096),
+    (8192, 5120),
 ]
 
 
@@ -64,18 +77,71 @@ def product(kind: str, m: int, k: int, n: int) -> Product:
 
 
 def contestants(job: dict[str, Any]) -> list[Schedule]:
-    """The chosen schedule first; then the plain large tile, or all that might be chosen, and variants."""
+    """The chosen schedule first; then the next best ones, all that might be chosen, or more than that."""
     p = product(job["kind"], job["m"], job["k"], job["n"])
     chosen = choose(p, 132)
+    if job["mode"] == "wide":
+        return list(dict.fromkeys([chosen, *wide(p)]))
     others = menu(p, 132)
-    if job["mode"] == "default":
-        others = [s for s in others if (s.block_m, s.block_n, s.swap) == (128, 128, False)]
+    if job["mode"] == "near":
+        near = sorted(others, key=lambda s: estimate(s, p, 132))[:6]
+        other = dataclasses.replace(chosen, early=not chosen.early)
+        return list(dict.fromkeys([chosen, other, *(_settle(s, p, 132) for s in near)]))
     found = [chosen]
     for s in others:
-        for early in (True, False) if job["mode"] == "tune" else (True,):
-            for group in (1, 16) if job["mode"] == "tune" and s.block_m > s.block_n else (16,):
+        for early in (True, False):
+            for group in (1, 16) if s.block_m > s.block_n else (16,):
                 found.append(dataclasses.replace(s, early=early, group=group))
     return list(dict.fromkeys(found))
+
+
+def wide(p: Product) -> Iterator[Schedule]:
+    """More than the menu, to see what it lacks."""
+    clusters = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
+    if p.m <= 16:
+        for rows, depth, blocks, early in itertools.product(
+            (16, 24, 32, 48, 64), (128, 256, 512, 1024), (1, 2, 4), (False, True)
+        ):
+            s = _schedule(p, rows, 8 if p.m <= 8 else 16, depth, swap=True, blocks=blocks)
+            if s.stages >= 3 and (early or (rows in (32, 64) and blocks < 4)):
+                yield dataclasses.replace(s, early=early)
+    elif p.m <= 128:
+        for rows, tokens, depth, blocks, (cluster_m, cluster_n) in itertools.product(
+            (16, 24, 32, 64), (16, 32, 64, 128), (64, 128, 256, 512), (1, 2), clusters
+        ):
+            s = _schedule(p, rows, tokens, depth, swap=True, blocks=blocks)
+            lines = rows // cluster_n, tokens // cluster_m
+            if s.stages < 3 or any(x % 8 for x in lines) or cluster_m * tokens > 128:
+                continue
+            if cluster_m * cluster_n > 1 and blocks == 2:
+                continue
+            yield dataclasses.replace(s, early=True, cluster_m=cluster_m, cluster_n=cluster_n)
+        for block_n, depth, early in itertools.product((24, 32, 48, 64, 96), (64, 128, 256), (False, True)):
+            s = _schedule(p, 64, block_n, depth)
+            if s.stages >= 3:
+                yield dataclasses.replace(s, early=early)
+    elif p.m * p.n > 132 * 128 * 256 or p.a_mn:
+        for (block_m, block_n, share), early, (cluster_m, cluster_n) in itertools.product(
+            (
+                *((128, 128, 1), (192, 96, 1), (192, 128, 1), (128, 192, 1), (128, 160, 1), (128, 224, 2)),
+                *((128, 256, 2), (256, 128, 2)),
+            ),
+            (False, True),
+            ((1, 1), (2, 1), (1, 2)),
+        ):
+            s = _schedule(p, block_m, block_n, 64, 2, share)
+            yield dataclasses.replace(s, cluster_m=cluster_m, cluster_n=cluster_n, early=early)
+    else:
+        for (block_m, block_n), (warpgroups, depth), (cluster_m, cluster_n), early in itertools.product(
+            ((64, 32), (64, 48), (64, 64), (64, 96), (64, 128), (128, 64), (128, 80), (128, 96)),
+            ((1, 64), (1, 128), (2, 64)),
+            clusters,
+            (False, True),
+        ):
+            s = _schedule(p, block_m, block_n, depth, warpgroups, 1)
+            if s.stages < 3 or (block_n // cluster_m) % 8 or (warpgroups == 1 and block_m * block_n > 8192):
+                continue
+            yield dataclasses.replace(s, cluster_m=cluster_m, cluster_n=cluster_n, early=early)
 
 
 # ---- the naive kernel
@@ -379,7 +445,11 @@ def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.host:
         todo.append({"job": "host"})
     shapes = SHAPES if not args.shapes else [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")]
-    if args.speed:
+    for case in args.cases.split(",") if args.cases else ():
+        kind, *sizes = case.split(":")
+        m, k, n = map(int, sizes)
+        todo.append({"job": "speed", "kind": kind, "m": m, "k": k, "n": n, "mode": args.speed})
+    if args.speed and not args.cases:
         for m in map(int, args.m.split(",")):
             for k, n in shapes:
                 for kind in args.kinds.split(","):
@@ -473,10 +543,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--check", type=int, help="every how manieth schedule; 1: all")
     parser.add_argument("--host", action="store_true")
-    parser.add_argument("--speed", choices=("tune", "default"))
+    parser.add_argument("--speed", choices=("near", "tune", "wide"))
     parser.add_argument("--m", default="1,16,64,128,256,512,1024,2048,4096,8192")
     parser.add_argument("--kinds", default="fwd,dx,dw")
     parser.add_argument("--shapes", default="")
+    parser.add_argument("--cases", default="", help="instead of those: fwd:16:4096:1024,...")
     parser.add_argument("--limit", type=float, default=540, help="seconds")
     parser.add_argument("--out", default="sm90_tune.json")
     parser.add_argument("--child", nargs=2)
@@ -554,7 +625,7 @@ def summary(r: dict[str, Any]) -> str:
         return f"{state} {r['name']} {r['checks']} checks {len(r['bad'])} bad {r['bad'][:2]}"
     base = r["us"]["torch"]
     times = sorted((t, name) for name, t in r["us"].items() if name != "torch")
-    best = "  ".join(f"{name} {base / t:.3f}" for t, name in times[:4])
+    best = "  ".join(f"{name} {base / t:.3f}" for t, name in times[: 14 if len(times) > 60 else 4])
     wrong = f" WRONG {r['wrong']}" if r["wrong"] else ""
     chosen = next((base / t for t, name in times if name.endswith("chosen")), 0)
     case = f"{r['kind']:3} {r['m']:5} {r['k']:5} {r['n']:5}"

@@ -6,10 +6,13 @@ import importlib.util
 import itertools
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from samebits.backends.cuda import matmul, matmul_sm80, matmul_sm90, runtime, schedule
@@ -28,6 +31,7 @@ CASES = [
     {"out_dtype": F32},
     {"out_dtype": BF16, "bias_dtype": BF16, "folded": True},
     {"out_dtype": F32, "accumulate": True},
+    {"out_dtype": F32, "accumulate": True, "aligned": False},
     {"out_dtype": BF16, "aligned": False, "bias_dtype": BF16},
     {"out_dtype": F16, "dtype": F16, "bias_dtype": F16, "folded": True},
 ]
@@ -63,6 +67,22 @@ def test_the_catalogue_fits(a_mn: bool, b_mn: bool) -> None:
         assert fits_gpu(s, a_mn, b_mn), s
 
 
+SIZES = st.integers(0, 17).flatmap(lambda bits: st.integers(1, 1 << bits))
+
+
+@pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
+@given(SIZES, SIZES, SIZES, st.integers(1, 4), st.sampled_from([58, 66, 78, 114, 132, 144]))
+def test_what_is_chosen_is_in_the_catalogue(
+    a_mn: bool, b_mn: bool, m: int, n: int, k: int, batch: int, sms: int
+) -> None:
+    chosen = schedule.choose(schedule.Product(m, n, k, batch, a_mn, b_mn), sms)
+    assert _kind(chosen) in {_kind(s) for s in schedule.catalogue(a_mn, b_mn)}
+
+
+def _kind(s: schedule.Schedule) -> schedule.Schedule:
+    return replace(s, early=False, ahead=0, group=0)  # which take turns in the catalogue
+
+
 @needs_compiler
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
@@ -72,6 +92,7 @@ def test_every_schedule_compiles_without_spills(a_mn: bool, b_mn: bool, part: in
     for spec in specs:
         cubin = runtime.compile(spec, "sm_90a")
         assert cubin.spill_bytes == cubin.local_bytes == 0, spec
+        assert not cubin.advice, spec
 
 
 @pytest.fixture

@@ -144,7 +144,9 @@ def _operand_maps(
         strides = (stride * 2, 128, batch_stride * 2)
         return _Maps(dtype, shape, strides, (64, block, columns // sharers, 1))
     strides = (stride * 2, batch_stride * 2, batch_stride * 2)
-    return _Maps(dtype, (inner, outer, 1, batch), strides, (64, (depth if mn else block) // sharers, 1, 1))
+    width = 32 if mn and block % 64 else 64
+    box = (width, (depth if mn else block) // sharers, 1, 1)
+    return _Maps(dtype, (inner, outer, 1, batch), strides, box, width * 2)
 
 
 class Plan:

@@ -223,6 +223,8 @@ class Cubin:
     """Stack frame: arrays in local memory, and spills."""
     spill_bytes: int
     static_smem: int
+    advice: tuple[str, ...]
+    """Lines with a number, such as C7515: matrix instructions run one by one."""
 
 
 def compile(spec: KernelSpec, arch: str) -> Cubin:
@@ -257,6 +259,7 @@ def compile(spec: KernelSpec, arch: str) -> Cubin:
         local_bytes=number(r"(\d+) bytes stack frame"),
         spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
         static_smem=number(r"(\d+) bytes smem"),
+        advice=tuple(re.findall(r"\(C\d+\).*", text)),
     )
 
 

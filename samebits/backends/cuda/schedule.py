@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 __all__ = ["Product", "Schedule", "catalogue", "choose", "estimate", "menu"]
@@ -69,8 +71,8 @@ class Schedule:
 
     def smem(self, panel: int, a_mn: bool, b_mn: bool) -> int:
         """Bytes of shared memory, for operands laid out so as the kernel sees them and such output panels."""
-        rows = _round(self.block_m, 64) if a_mn else self.block_m
-        columns = _round(self.block_n, 64) if b_mn else self.block_n
+        rows = _round(self.block_m, 32) if a_mn else self.block_m
+        columns = _round(self.block_n, 32) if b_mn else self.block_n
         # Rows past a warpgroup's own, up to 64, are read too, and their results dropped.
         reach = _round(self.block_m // self.share, 64) - self.block_m // self.share
         ring = self.stages * ((rows + columns) * self.block_k * 2 + 20)
@@ -98,13 +100,14 @@ class Product:
 
 _SMEM = 227 * 1024
 
-# Cycles of a k16 step of 64 rows; from 64 columns on, the tensor cores are full.
-_STEP = {8: 18, 16: 20, 24: 22, 32: 24, 40: 26, 48: 28, 56: 30}
+# Measured on an H200, or fitted to what the schedules of many products took there.
+_STEP = {8: 18, 16: 20, 24: 22, 32: 24, 40: 26, 48: 28, 56: 30}  # cycles of a k16 step of 64 rows
 _CLOCK = 1750.0  # MHz
-_INTAKE = 70  # bytes a cycle that reach one multiprocessor
+_INTAKE = 60  # bytes a cycle that reach one multiprocessor
 _L2 = 15e6  # bytes a microsecond that leave L2 for all of them
 _HBM = 4.2e6  # bytes a microsecond
 _GAP = 1.6  # microseconds between kernels
+_LONG = 40_000  # k over which blocks drift so far apart that they no longer find in L2 what neighbours read
 
 
 def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]:
@@ -114,24 +117,34 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
         _round(p.m, s.block_m * s.cluster_m) * _round(p.n, s.block_n * s.cluster_n) // (s.block_m * s.block_n)
     )
     full, last = divmod(tiles * p.batch / sms, 1)
-    rounds = full + (0 if last == 0 else 1 if full == 0 else 0.8 + 0.2 * last)
+    rounds = full + (0 if last == 0 else 1 if full == 0 else 0.7 + 0.3 * last)
     bands = _round(s.block_m // s.share, 64) // 64 * s.share
-    multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2)
-    if p.b_mn and s.block_n % 64:  # its last column of 64 is copied in whole (measured)
-        multiply *= 1.35 if p.a_mn else 1.15
-    columns = _round(s.block_n, 64) if p.b_mn else s.block_n
-    intake = (s.block_m + columns) * p.k * 2 / _INTAKE
+    multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2 + 1)
+    rows, columns = float(s.block_m), float(s.block_n)
+    if p.a_mn:  # lines of 64 elements come in faster this way
+        rows *= 0.75
+    if p.b_mn and s.block_n % 64 == 0:
+        columns *= 0.85
+    elif p.b_mn:  # but half lines slower
+        columns, multiply = 1.2 * _round(s.block_n, 32), 1.04 * multiply
+    # Blocks one below the other ask for the same of B at the same time anyway: only sharing A pays in a
+    # cluster, and only beside a B that is contiguous along k.
+    shared = 1 if p.b_mn else s.cluster_n
+    intake = (rows / shared + columns) * p.k * 2 / _INTAKE
     l2 = tiles * p.batch * (s.block_m / s.cluster_n + columns / s.cluster_m) * p.k * 2 / _L2
     # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
-    write = 1500 if s.share > 1 else 0 if s.panel or s.swap else 3000
+    write = 2500 if s.share > 1 else 0 if s.panel or s.swap else 3000
     hbm = (p.m * p.k + p.n * p.k + p.m * p.n) * p.batch * 2 / _HBM
+    if s.swap and tiles * p.batch > sms * s.blocks:  # towards the end, some have nothing left to read
+        idle = -(tiles * p.batch / (sms * s.blocks)) % 1
+        hbm += idle * s.blocks * intake / _CLOCK
     return rounds * (multiply + write) / _CLOCK, max(rounds * (intake + write) / _CLOCK, l2), hbm
 
 
 def estimate(s: Schedule, product: Product, sms: int) -> float:
     """Microseconds, for comparing schedules: the slowest part, and a little of the others to break ties."""
     work = _work(s, product, sms)
-    return _GAP + max(work) + 0.05 * sum(work) + s.block_m * s.block_n / 16384
+    return _GAP + max(work) + 0.05 * sum(work) + s.block_m * s.block_n / 8192 + 0.1 * (s.cluster > 1)
 
 
 def _schedule(
@@ -151,48 +164,90 @@ def _schedule(
     return replace(s, stages=room // (replace(s, stages=1).smem(0, a_mn, b_mn) - s.smem(0, a_mn, b_mn)))
 
 
-_LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (128, 96), (64, 192), (64, 128))
-_NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160)
+_LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (192, 96), (128, 96), (64, 192), (64, 128))
+_NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192)
 
 
 def menu(p: Product, sms: int) -> list[Schedule]:
     """The schedules worth estimating."""
+    if p.k > _LONG and p.m * p.n > 4 * sms * 128 * 256:
+        return [replace(_schedule(p, 128, 256, 64, 2, 2), cluster_m=2)]
+    found = _many_rows(p, sms) if p.m > 128 else []
+    if 32 < p.m <= 128:
+        # Where there are two tiles of rows, both read every tile of columns.
+        for s in _narrow(p):
+            pairs = p.m > 64 and (s.block_n if not p.b_mn else s.block_k) % 16 == 0
+            found.append(replace(s, cluster_m=2) if pairs else s)
+    if p.m <= 128 or p.n <= 512:
+        found += _few_rows(p, sms)
+    return [s for s in found if s.fits(p.a_mn, p.b_mn)]
+
+
+def _narrow(p: Product) -> list[Schedule]:
+    return [_schedule(p, 64, block_n, 128 if block_n < 64 else 64) for block_n in _NARROW]
+
+
+def _many_rows(p: Product, sms: int) -> list[Schedule]:
+    # A second warpgroup that multiplies has work where a block takes more than one tile.
+    teams = [
+        _schedule(p, block_m, block_n, 64, 2, 1)
+        for block_m, block_n in _LARGE
+        if block_m > 64 or -(-p.m // block_m) * -(-p.n // block_n) * p.batch > sms
+    ]
+    if p.k > _LONG:
+        return [replace(s, cluster_m=2) for s in teams]
+    alone = _narrow(p)
+    pairs = teams + alone
+    if p.m <= 2048 and not (p.a_mn and p.k > 4096):  # only where there are many rows of tiles
+        pairs = [s for s in pairs if s.block_n >= 64 and p.m * s.block_n >= 2 * p.n * s.block_m]
+    return [*teams, _schedule(p, 128, 224, 64, 2, 2), *alone, *(replace(s, cluster_n=2) for s in pairs)]
+
+
+def _few_rows(p: Product, sms: int) -> list[Schedule]:
+    """As many blocks as multiprocessors, each with its share of B's columns on the tall side."""
     found = []
-    if p.m > 128:
-        found += [_schedule(p, block_m, block_n, 64, 2, 1) for block_m, block_n in _LARGE]
-        found.append(_schedule(p, 128, 224, 64, 2, 2))
-    if p.m > 32:
-        for block_n in _NARROW:
-            s = _schedule(p, 64, block_n, 128 if block_n < 64 else 64)
-            # Two tiles of rows, and every tile of columns read by both.
-            shared = 64 < p.m <= 128 and (block_n if not p.b_mn else s.block_k) % 16 == 0
-            found.append(replace(s, cluster_m=2) if shared else s)
-    # Few rows: as many blocks as multiprocessors, each with its share of B's columns.
     for tokens in (8, 16, 32, 64):
         splits = -(-p.m // tokens)
         if splits > 32 or tokens >= 2 * max(p.m, 8):
             continue
-        rounds = -(-p.n * splits // (64 * sms))
-        for share in (1, 2) if splits > 1 and rounds == 1 else (1,):
-            rows = 64 if p.b_mn else min(64, max(16, _round(-(-p.n * splits * share // (sms * rounds)), 8)))
-            size = rows + (64 if p.a_mn else tokens)
+        for rows in _rows(p, splits, sms):
+            size, tiles = rows + (64 if p.a_mn else tokens), -(-p.n // rows) * splits
             # One long chain, its operands already on their way into L2: the fewest waits.
             deep = splits == 1 and size <= 24
             # Half of the shared memory is left to the next kernel's blocks where that is enough.
-            blocks = 2 if rounds > 2 or (tokens == 8 and size <= 40 and not deep) else 1
+            blocks = 2 if tiles > 2 * sms or (tokens == 8 and size <= 40 and not deep) else 1
             depth = 512 if deep else 256 if size <= 64 else 128 if size <= 112 else 64
             depth = min(depth, 128 if blocks == 2 and size > 40 else 256 if p.a_mn else 512)
             found.append(_schedule(p, rows, tokens, depth, swap=True, blocks=blocks))
-    return [s for s in found if s.fits(p.a_mn, p.b_mn)]
+    return found
+
+
+def _rows(p: Product, splits: int, sms: int) -> Sequence[int]:
+    """How many of B's columns a block takes on the tall side, its rows being cut into `splits`."""
+    if p.b_mn:
+        return (64,)
+    rounds = -(-p.n * splits // (64 * sms))
+    if rounds > 1 and splits == 1:  # bound by HBM: what matters is that all end together
+        return range(24, 65, 8)
+    even = (
+        -(-p.n * splits * share // (sms * rounds)) for share in ((1, 2) if splits > 1 == rounds else (1,))
+    )
+    return [min(64, max(16, _round(rows, 8))) for rows in even]
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(p: Product, sms: int) -> Schedule:
     """The schedule for ``p`` on a GPU of so many multiprocessors."""
-    best = min(menu(p, sms), key=lambda s: estimate(s, p, sms))
+    return _settle(min(menu(p, sms), key=lambda s: estimate(s, p, sms)), p, sms)
+
+
+def _settle(best: Schedule, p: Product, sms: int) -> Schedule:
+    """What does not enter the estimate: when blocks start, what they prefetch, and their order."""
     multiply, intake, hbm = _work(best, p, sms)
     # An early start scatters neighbouring tiles over the GPU: bad where many rows share what is taken in.
-    early = best.cluster > 1 or p.m <= 128 or intake <= max(multiply, hbm)
+    early = (
+        best.cluster > 1 or (best.swap and p.m <= 128) or (intake <= 1.2 * max(multiply, hbm) and p.m > 128)
+    )
     ahead = best.stages if best.swap and early and p.m <= best.block_n and hbm < multiply else 0
     # Neighbouring tiles run side by side: let them share the much larger operand, if the other stays in L2.
     tall = not best.swap and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
@@ -200,14 +255,19 @@ def choose(p: Product, sms: int) -> Schedule:
     return replace(best, early=early, ahead=ahead, group=group)
 
 
+@functools.cache
 def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
     """Every kind of schedule that :func:`choose` can return, to prove that none changes a bit."""
     found: dict[Schedule, None] = {}
-    for m in (8, 16, 32, 64, 128, 4096):
-        for n in (1024, *range(2048, 8449, 1024), 3 * 8448):
-            for s in menu(Product(m, n, 4096, 1, a_mn, b_mn), 132):
-                found[s] = None
+    for sms, m in itertools.product((66, 114, 132), (8, 16, 32, 64, 128, 256, 4096)):
+        for n in (256, 512, 1024, *range(2048, 8449, 512), 3 * 8448, 57344):
+            for k in (1024, 2 * _LONG):
+                for s in menu(Product(m, n, k, 1, a_mn, b_mn), sms):
+                    found[s] = None
+    # Starting early, prefetching and the order of tiles take turns.
     return [
-        replace(s, early=i % 2 == 0, ahead=s.stages * (i % 3 == 0) if s.swap else 0)
+        replace(
+            s, early=i % 2 == 0, ahead=s.stages * (i % 3 == 0) if s.swap else 0, group=(16, 1)[i % 5 == 0]
+        )
         for i, s in enumerate(found)
     ]

@@ -190,8 +190,8 @@ __device__ __forceinline__ void consume(const Shared& shared, const Problem& p, 
                     named_barrier(CLEARED + team, SHARE * 128);
                 }
             }
-            Descriptor a_tile = ATile::descriptor(a + ATile::step(member * ROWS, 0));
-            Descriptor b_tile = BTile::descriptor(b);
+            auto a_tile = ATile::descriptor(a + ATile::step(member * ROWS, 0));
+            auto b_tile = BTile::descriptor(b);
             Ring next = ring;
             next.step();
             wgmma_begin();

@@ -38,14 +38,9 @@ __device__ __forceinline__ void start(Accumulators& acc, const Problem& p, const
         for (int i = 0; i < BLOCK_N; i += 8, d += 4) {
             d[0] = d[1] = 0;
             if constexpr (ACCUMULATE) {
-                if (ALIGNED && !TRANSPOSED && i + 1 < left) {
-                    float2 both = *reinterpret_cast<const float2*>(from + i);
-                    d[0] = both.x;
-                    d[1] = both.y;
-                } else {
-                    if (i < left) d[0] = from[i * fragment.right];
-                    if (i + 1 < left) d[1] = from[(i + 1) * fragment.right];
-                }
+                // Not in pairs: with a branch between two ways to load, ptxas serialises wgmma (C7515).
+                if (i < left) d[0] = from[i * fragment.right];
+                if (i + 1 < left) d[1] = from[(i + 1) * fragment.right];
             }
         }
     });

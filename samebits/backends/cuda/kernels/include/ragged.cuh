@@ -4,18 +4,21 @@
 #include "ptx.cuh"
 
 #if RAGGED
-// Every sequence starts a new block; its last block reaches past its end.
+// Every sequence starts a new block; its last block reaches past its end. Bounds outside [0, k] are taken as
+// the nearer end, and a sequence that ends before it starts as empty, so that nothing is read out of place and
+// the warps that copy and multiply always count alike.
 class KBlocks {
     const BOUND* bounds;
-    int left;
-    long long k, end, next_end;
+    int left, k_end, k, end, next_end;
+
+    static __device__ int inside(BOUND bound, int k_end) { return int(min(max(bound, static_cast<BOUND>(0)), static_cast<BOUND>(k_end))); }
 
   public:
-    __device__ KBlocks(int, const void* raw, int sequences)
-        : bounds(static_cast<const BOUND*>(raw)), left(sequences), k(0), end(0), next_end(0) {
+    __device__ KBlocks(int k_end, const void* raw, int sequences)
+        : bounds(static_cast<const BOUND*>(raw)), left(sequences), k_end(k_end), k(0), end(0), next_end(0) {
         if (left > 0) {
-            k = end = bounds[0];
-            next_end = bounds[1];
+            k = end = inside(bounds[0], k_end);
+            next_end = inside(bounds[1], k_end);
             k -= BLOCK_K;
         }
     }
@@ -23,24 +26,25 @@ class KBlocks {
     __device__ bool next() {
         k += BLOCK_K;
         while (k >= end) {
-            if (left == 0) return false;
+            if (left <= 0) return false;
             k = end;
             end = next_end;
             ++bounds;
             // Fetched a sequence ahead: the copies of this one hide the wait.
-            if (--left > 0) next_end = bounds[1];
+            if (--left > 0) next_end = inside(bounds[1], k_end);
         }
         return true;
     }
-    __device__ int start() const { return int(k); }
-    __device__ int valid() const { return int(min(end - k, (long long)BLOCK_K)); }
+    __device__ int start() const { return k; }
+    __device__ int valid() const { return min(end - k, BLOCK_K); }
 
     // For a whole warp.
-    static __device__ u32 count(int, const void* raw, int sequences) {
+    static __device__ u32 count(int k_end, const void* raw, int sequences) {
         const BOUND* bounds = static_cast<const BOUND*>(raw);
         u32 blocks = 0;
         for (int i = threadIdx.x % 32; i < sequences; i += 32) {
-            blocks += u32((bounds[i + 1] - bounds[i] + BLOCK_K - 1) / BLOCK_K);
+            int length = inside(bounds[i + 1], k_end) - inside(bounds[i], k_end);
+            blocks += u32(max(length, 0) + BLOCK_K - 1) / BLOCK_K;
         }
         return __reduce_add_sync(0xFFFFFFFF, blocks);
     }

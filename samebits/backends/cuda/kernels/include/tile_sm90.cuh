@@ -3,19 +3,21 @@
 
 #include "wgmma.cuh"
 
-// `size` rows (m or n) by `depth` of k, in the 128-byte swizzle, as columns of 64 elements:
+// `size` rows (m or n) by `depth` of k, as columns of 64 elements:
 //   contiguous along k:       [depth / 64][size][64]
-//   contiguous along m or n:  [size / 64, rounded up][depth][64]
+//   contiguous along m or n:  [size / 64][depth][64], or with 32 for 64 where size is no multiple of 64
 // `sharers` blocks of a cluster need the same tile: each copies one slice to all. A slice is some lines of every
 // column, in a box each; or, where the map is `folded`, some of the columns, in one box, whose third dimension
 // counts columns (which k must fill).
 template <bool mn_major, bool folded, u32 size, u32 depth, u32 sharers>
 struct Tile {
-    static constexpr u32 lines = (mn_major ? depth : size) / (folded ? 1 : sharers);  // of 128 bytes, in a box
-    static constexpr u32 columns = ((mn_major ? size : depth) + 63) / 64;
-    static constexpr u32 column_bytes = (mn_major ? depth : size) * 128;
+    static constexpr u32 width = mn_major && size % 64 != 0 ? 32 : 64;
+    static constexpr u32 line_bytes = width * 2;
+    static constexpr u32 lines = (mn_major ? depth : size) / (folded ? 1 : sharers);  // in a box
+    static constexpr u32 columns = ((mn_major ? size : depth) + width - 1) / width;
+    static constexpr u32 column_bytes = (mn_major ? depth : size) * line_bytes;
     static constexpr u32 bytes = columns * column_bytes;
-    static_assert(lines % 8 == 0 && lines * (folded ? 1 : sharers) * 128 == column_bytes, "whole swizzle periods");
+    static_assert(lines % 8 == 0 && lines * (folded ? 1 : sharers) * line_bytes == column_bytes, "whole swizzle periods");
     static_assert(lines <= 256, "a box has at most 256 lines");
     static_assert(!folded || (!mn_major && columns % sharers == 0), "columns of k, the same number for each block");
 
@@ -29,8 +31,8 @@ struct Tile {
 #pragma unroll
             for (u32 column = 0; column < columns; ++column) {
                 u32 line = slice * lines;
-                int along = (mn_major ? row : k) + column * 64, across = (mn_major ? k : row) + line;
-                f(column * column_bytes + line * 128, along, across, 0);
+                int along = (mn_major ? row : k) + column * width, across = (mn_major ? k : row) + line;
+                f(column * column_bytes + line * line_bytes, along, across, 0);
             }
         }
     }
@@ -56,23 +58,24 @@ struct Tile {
 
     // Zeroes all k from `valid` on; the swizzle moves nothing out of a line. Contiguous along m or n only.
     static __device__ __forceinline__ void clear(u32 tile, u32 valid, u32 thread, u32 threads) {
-        u32 chunks = (depth - valid) * 8;
+        u32 chunks = (depth - valid) * (line_bytes / 16);
         for (u32 column = 0; column < columns; ++column) {
             for (u32 i = thread; i < chunks; i += threads) {
                 asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + column * column_bytes +
-                                                                             valid * 128 + i * 16),
+                                                                             valid * line_bytes + i * 16),
                              "r"(0)
                              : "memory");
             }
         }
     }
 
-    static __device__ __forceinline__ Descriptor descriptor(u32 tile) {
-        return Descriptor(tile, mn_major ? column_bytes : 16);
+    static __device__ __forceinline__ Descriptor<line_bytes> descriptor(u32 tile) {
+        return {tile, mn_major ? column_bytes : 16};
     }
 
     // Where in the tile a k16 step begins.
     static __device__ __forceinline__ constexpr u32 step(u32 row, u32 k) {
-        return mn_major ? row / 64 * column_bytes + k * 128 : k / 64 * column_bytes + row * 128 + k % 64 * 2;
+        return mn_major ? row / width * column_bytes + k * line_bytes
+                        : k / 64 * column_bytes + row * line_bytes + k % 64 * 2;
     }
 };

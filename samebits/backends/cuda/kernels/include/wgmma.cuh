@@ -9,10 +9,10 @@
 #define INPUT "bf16"
 #endif
 
-// A tile in shared memory as `wgmma` sees it, in the 128-byte swizzle that the copy engine wrote: lines of 128
-// bytes in blocks of eight, 1024 bytes from one block to the next. `leading` is the distance between 64-element
-// columns of blocks and counts only where the contiguous dimension is not k. An offset into the tile only adds to
-// the low word, so that one descriptor serves a whole stage.
+// A tile in shared memory as `wgmma` sees it, in the swizzle that the copy engine wrote: lines of 128 or 64 bytes,
+// eight to a block. `leading` is the distance between columns of blocks and counts only where the contiguous
+// dimension is not k. An offset into the tile only adds to the low word, so one descriptor serves a whole stage.
+template <u32 line_bytes>
 struct Descriptor {
     u32 low;
 
@@ -20,8 +20,8 @@ struct Descriptor {
     __device__ Descriptor(u32 address, u32 leading) : low(leading >> 4 << 16 | (address >> 4 & 0x3FFF)) {}
 
     __device__ __forceinline__ u64 at(u32 offset) const {
-        constexpr u64 swizzle_128 = 1ull << 62, block_stride = 1024ull >> 4 << 32;
-        return swizzle_128 | block_stride | (low + (offset >> 4));
+        constexpr u64 swizzle = line_bytes == 128 ? 1 : 2, block_bytes = 8 * line_bytes;
+        return swizzle << 62 | block_bytes >> 4 << 32 | (low + (offset >> 4));
     }
 };
 
