@@ -107,7 +107,7 @@ _INTAKE = 60  # bytes a cycle that reach one multiprocessor
 _L2 = 15e6  # bytes a microsecond that leave L2 for all of them
 _HBM = 4.2e6  # bytes a microsecond
 _GAP = 1.6  # microseconds between kernels
-_LONG = 40_000  # k over which blocks drift so far apart that they no longer find in L2 what neighbours read
+_LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles are wide and in clusters
 
 
 def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]:
@@ -144,7 +144,9 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
 def estimate(s: Schedule, product: Product, sms: int) -> float:
     """Microseconds, for comparing schedules: the slowest part, and a little of the others to break ties."""
     work = _work(s, product, sms)
-    return _GAP + max(work) + 0.05 * sum(work) + s.block_m * s.block_n / 8192 + 0.1 * (s.cluster > 1)
+    # Clusters start together; B is read again for every further tile of few rows.
+    extra = 0.2 if s.swap and product.m > s.block_n else 0.1 if s.cluster > 1 else 0
+    return _GAP + max(work) + 0.05 * sum(work) + s.block_m * s.block_n / 8192 + extra
 
 
 def _schedule(
@@ -170,8 +172,6 @@ _NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192)
 
 def menu(p: Product, sms: int) -> list[Schedule]:
     """The schedules worth estimating."""
-    if p.k > _LONG and p.m * p.n > 4 * sms * 128 * 256:
-        return [replace(_schedule(p, 128, 256, 64, 2, 2), cluster_m=2)]
     found = _many_rows(p, sms) if p.m > 128 else []
     if 32 < p.m <= 128:
         # Where there are two tiles of rows, both read every tile of columns.
@@ -188,14 +188,19 @@ def _narrow(p: Product) -> list[Schedule]:
 
 
 def _many_rows(p: Product, sms: int) -> list[Schedule]:
+    if p.k > _LONG:
+        wide = [
+            _schedule(p, 128, 160, 64, 2, 1),
+            _schedule(p, 128, 192, 64, 2, 1),
+            _schedule(p, 128, 256, 64, 2, 2),
+        ]
+        return [replace(s, cluster_m=2) for s in wide]
     # A second warpgroup that multiplies has work where a block takes more than one tile.
     teams = [
         _schedule(p, block_m, block_n, 64, 2, 1)
         for block_m, block_n in _LARGE
         if block_m > 64 or -(-p.m // block_m) * -(-p.n // block_n) * p.batch > sms
     ]
-    if p.k > _LONG:
-        return [replace(s, cluster_m=2) for s in teams]
     alone = _narrow(p)
     pairs = teams + alone
     if p.m <= 2048 and not (p.a_mn and p.k > 4096):  # only where there are many rows of tiles
