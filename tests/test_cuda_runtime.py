@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("cuda.core")
 
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import assert_spans, runtime
 from samebits.backends.cuda.runtime import KernelSpec
 
 SOURCE = """
@@ -362,3 +362,27 @@ def test_status_on_a_gpu():
     assert found.available, found
     assert found.devices[0].sm_count > 0
     assert found.devices[0].max_smem >= 64 << 10
+
+
+@pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_assertion_on_offsets_compiles(arch: str, dtype: torch.dtype) -> None:
+    assert runtime.compile(assert_spans.spec(dtype), arch).local_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offsets", ["[1, 8]", "[0, 7]", "[0, 9, 8]", "[0, -1, 8]", "[0, 3, 8, 8]"])
+def test_bad_offsets_end_in_a_device_assert(offsets: str) -> None:
+    """In a process of its own, since an assertion on the GPU ends that."""
+    program = f"""
+import torch, samebits
+x, weight = torch.ones(8, 16, device="cuda", dtype=torch.bfloat16), torch.ones(24, 16, device="cuda", dtype=torch.bfloat16)
+ends = torch.tensor({offsets}, device="cuda")[:]
+samebits.linear(x, weight.requires_grad_(), cu_seqlens=ends).backward(x.new_ones(8, 24))
+torch.cuda.synchronize()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    good = offsets == "[0, 3, 8, 8]"
+    assert (done.returncode == 0) == good, done.stderr
+    assert good or "cu_seqlens rises from 0" in done.stderr + done.stdout
+    assert good or "device-side assert" in done.stderr

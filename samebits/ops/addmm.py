@@ -117,10 +117,9 @@ def assert_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int) -> None:
         return
     if cu_seqlens.numel() == 0:
         raise ValueError(f"samebits.{op}: cu_seqlens: expected at least one offset, got none")
-    good = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (cu_seqlens.diff() >= 0).all()
-    torch._assert_async(
-        good, f"samebits.{op}: cu_seqlens: expected offsets that rise from 0 to {tokens} and never decrease"
-    )
+    from samebits.backends.cuda.assert_spans import assert_spans
+
+    assert_spans(cu_seqlens, tokens)
     if not capturing:
         _asserted[cu_seqlens] = seen
 

@@ -1,0 +1,21 @@
+"""Host side of ``kernels/assert_spans.cu``: offsets of sequences, checked without waiting for the GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import runtime
+
+
+def spec(dtype: torch.dtype) -> runtime.KernelSpec:
+    """The kernel for offsets of ``dtype``, int32 or int64."""
+    bound = "long long" if dtype == torch.int64 else "int"
+    return runtime.KernelSpec("assert_spans.cu", "assert_spans", "Pqqi", (("BOUND", bound),), block=256)
+
+
+def assert_spans(cu_seqlens: Tensor, tokens: int) -> None:
+    """A device-side assertion that ``cu_seqlens[S + 1]`` rises from 0 to ``tokens`` and never decreases."""
+    kernel = runtime.load(spec(cu_seqlens.dtype), cu_seqlens.get_device())
+    sequences = cu_seqlens.shape[0] - 1
+    kernel.launch((1, 1, 1), cu_seqlens.data_ptr(), cu_seqlens.stride(0), tokens, sequences)
