@@ -376,7 +376,7 @@ def test_bad_offsets_end_in_a_device_assert(offsets: str) -> None:
     """In a process of its own, since an assertion on the GPU ends that."""
     program = f"""
 import torch, samebits
-x, weight = torch.ones(8, 16, device="cuda", dtype=torch.bfloat16), torch.ones(24, 16, device="cuda", dtype=torch.bfloat16)
+x, weight = (torch.ones(n, 16, device="cuda", dtype=torch.bfloat16) for n in (8, 24))
 ends = torch.tensor({offsets}, device="cuda")[:]
 samebits.linear(x, weight.requires_grad_(), cu_seqlens=ends).backward(x.new_ones(8, 24))
 torch.cuda.synchronize()
