@@ -36,7 +36,6 @@ def family(device: int) -> MmaModel:
     return found
 
 
-@functools.cache
 def _check_contract(key: str, device: int) -> None:
     """Refuse a contract that the tensor cores of `device` do not follow."""
     contract = contract_from_key(key)
@@ -53,20 +52,19 @@ def _check_contract(key: str, device: int) -> None:
 
 def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:
     """``a[*A, M, K] @ b[*B, K, N] (+ bias[N])`` with batch dimensions broadcast as in ``torch.matmul``."""
-    _check_contract(contract, a.get_device())
-    M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
     if a.ndim == 2 and b.ndim == 2:
-        out = a.new_empty((M, N), dtype=out_dtype)
-        _run(a, b, out, bias=bias)
+        out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+        _run(a, b, out, contract, bias=bias)
         return out
+    M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     out = a.new_empty((*batch, M, N), dtype=out_dtype)
     if b.ndim == 2:  # one tall product: the rows of every batch share b
-        _run(a.reshape(batch.numel() * M, K), b, out.view(batch.numel() * M, N), bias=bias)
+        _run(a.reshape(batch.numel() * M, K), b, out.view(batch.numel() * M, N), contract, bias=bias)
         return out
     a3 = a.expand(*batch, M, K).reshape(batch.numel(), M, K)
     b3 = b.expand(*batch, K, N).reshape(batch.numel(), K, N)
-    _run(a3, b3, out.view(batch.numel(), M, N), bias=bias)
+    _run(a3, b3, out.view(batch.numel(), M, N), contract, bias=bias)
     return out
 
 
@@ -80,14 +78,13 @@ def addbmm(
     contract: str,
 ) -> Tensor:
     """``acc[B, M, N] + sum over s, k of a[B, S, M, K] * b[B, S, K, N]``: a chain over sequences."""
-    _check_contract(contract, a.get_device())
     shape = (a.shape[0], a.shape[2], b.shape[3])
     if acc is None:
         out = a.new_empty(shape, dtype=out_dtype)
-        _run_sequences(a, b, out, cu_seqlens=cu_seqlens, accumulate=False)
+        _run_sequences(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=False)
         return out
     chain = torch.empty(shape, dtype=torch.float32, device=a.device).copy_(acc)
-    _run_sequences(a, b, chain, cu_seqlens=cu_seqlens, accumulate=True)
+    _run_sequences(a, b, chain, contract, cu_seqlens=cu_seqlens, accumulate=True)
     if out_dtype == torch.float32:
         return chain
     out = a.new_empty(shape, dtype=out_dtype)
@@ -97,11 +94,12 @@ def addbmm(
 
 def addbmm_(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
     """`addbmm` in place of ``acc``."""
-    _check_contract(contract, a.get_device())
-    _run_sequences(a, b, acc, cu_seqlens=cu_seqlens, accumulate=True)
+    _run_sequences(a, b, acc, contract, cu_seqlens=cu_seqlens, accumulate=True)
 
 
-def _run_sequences(a: Tensor, b: Tensor, out: Tensor, *, cu_seqlens: Tensor | None, accumulate: bool) -> None:
+def _run_sequences(
+    a: Tensor, b: Tensor, out: Tensor, contract: str, *, cu_seqlens: Tensor | None, accumulate: bool
+) -> None:
     B, S, M, K = a.shape
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
@@ -116,7 +114,7 @@ def _run_sequences(a: Tensor, b: Tensor, out: Tensor, *, cu_seqlens: Tensor | No
         a, b = a[:, 0], b[:, 0]
         if B == 1:
             a, b, out = a[0], b[0], out[0]
-    _run(a, b, out, cu_seqlens=cu_seqlens, accumulate=accumulate)
+    _run(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=accumulate)
 
 
 def _one_axis(t: Tensor, k: int) -> bool:
@@ -139,6 +137,7 @@ def _run(
     a: Tensor,
     b: Tensor,
     out: Tensor,
+    contract: str,
     *,
     bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -147,6 +146,7 @@ def _run(
     """Run the fastest kernel that takes these operands; with `accumulate` the chains start from `out`."""
     a_at, b_at, out_at = a.data_ptr(), b.data_ptr(), out.data_ptr()
     key = (
+        contract,
         (a_at & 15) << 8 | (b_at & 15) << 4 | out_at & 15,
         a.get_device(),
         a.dtype,
@@ -166,7 +166,7 @@ def _run(
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = _plan(a, b, out, bias, cu_seqlens, accumulate)
+        plan = _plans[key] = _plan(a, b, out, contract, bias, cu_seqlens, accumulate)
     plan.launch(
         a_at,
         b_at,
@@ -180,11 +180,13 @@ def _plan(
     a: Tensor,
     b: Tensor,
     out: Tensor,
+    contract: str,
     bias: Tensor | None,
     cu_seqlens: Tensor | None,
     accumulate: bool,
 ) -> Plan:
     """Choose the fastest kernel that takes these operands. The universal one takes all."""
+    _check_contract(contract, a.get_device())
     acc = out if accumulate else None
     matmul_sm80.check(a, b, acc, bias, cu_seqlens, out)
     if (
