@@ -6,7 +6,8 @@ import multiprocessing
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -15,10 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._ops import OpOverload
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
+from samebits.ops import _library
 from samebits.testing import assert_same_bits, values
 
 CU = torch.tensor([0, 3, 3, 8])
@@ -119,6 +126,98 @@ def test_compile(name: str, backend: str) -> None:
         strict=True,
     ):
         assert_same_bits(got, want)
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """All calls go through PyTorch's dispatcher."""
+    with mock.patch.object(_library, "all_plain", return_value=False):
+        yield
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_both_ways_to_an_operator_record_the_same_gradients(name: str) -> None:
+    def derivatives() -> list[Tensor]:
+        op, leaves = public(name)
+        out = op(*leaves)
+        first = torch.autograd.grad(out, leaves, out.detach().cos(), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves, allow_unused=True)
+        return [out, *first, *(g for g in second if g is not None)]
+
+    with mock.patch(
+        "torch._ops.OpOverload.__call__", side_effect=AssertionError("the short way was not taken")
+    ):
+        got = derivatives()
+    with registered():
+        want = derivatives()
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert_same_bits(g, w, f"result {i}")
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    pass
+
+
+X, W = values("normal", (6, 16), torch.float32, 1), values("normal", (5, 16), torch.float32, 2)
+
+
+# name -> what the call is made within; the operand x; whether PyTorch's dispatcher has anything to do
+SITUATIONS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Tensor], bool]] = {
+    "plain": (nullcontext, lambda: X, False),
+    "a parameter": (nullcontext, lambda: torch.nn.Parameter(X), False),
+    "a parameter, no_grad": (torch.no_grad, lambda: torch.nn.Parameter(X), False),
+    "inference mode": (torch.inference_mode, lambda: X, False),
+    "an inference tensor": (torch.inference_mode, lambda: X.clone(), False),
+    "hooks of saved tensors": (lambda: saved_tensors_hooks(abs, abs), lambda: leaf(6, 16), False),
+    "dispatch mode": (Mode, lambda: X, True),
+    "function mode": (FunctionMode, lambda: X, True),
+    "profiler": (lambda: profile(activities=[ProfilerActivity.CPU]), lambda: X, True),
+    "subclass": (nullcontext, lambda: X.as_subclass(Subclass), True),
+    "negated view": (nullcontext, lambda: torch._neg_view(X), True),
+    "zero tensor": (nullcontext, lambda: torch._efficientzerotensor(6, 16), True),
+    "meta": (nullcontext, lambda: X.to("meta"), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_who_wants_to_see_a_call_sees_it(name: str) -> None:
+    around, make, wanted = SITUATIONS[name]
+    weight = W.to("meta") if name == "meta" else W
+    with around():
+        x = make()
+        with mock.patch(
+            "torch._ops.OpOverload.__call__", autospec=True, side_effect=OpOverload.__call__
+        ) as seen:
+            got = samebits.linear(x, weight)
+        assert any("samebits" in str(call.args[0]) for call in seen.call_args_list) == wanted
+        with registered():
+            want = samebits.linear(x, weight)
+    assert (got.requires_grad, got.is_inference(), type(got)) == (
+        want.requires_grad,
+        want.is_inference(),
+        type(want),
+    )
+    if name != "meta":
+        assert_same_bits(got.detach().as_subclass(Tensor), want.detach().as_subclass(Tensor))
+
+
+def test_hooks_of_parameters_run() -> None:
+    x, weight = leaf(6, 16), leaf(5, 16)
+    ran = []
+    weight.register_hook(lambda grad: ran.append("tensor"))
+    weight.register_post_accumulate_grad_hook(lambda parameter: ran.append("accumulated"))
+    samebits.linear(x, weight).sum().backward()
+    assert ran == ["tensor", "accumulated"]
 
 
 def test_compile_follows_the_mma_model_and_does_not_recompile_for_new_sizes() -> None:

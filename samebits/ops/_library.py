@@ -2,36 +2,142 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 from torch._C._functorch import TransformType
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 from samebits.contract import Contract, resolve
 
 library = torch.library.Library("samebits", "DEF")
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+
+class Operator:
+    """An operator of the namespace: registered with PyTorch, and callable past its dispatcher.
+
+    Dispatch costs the host as much as a small product does. So a call goes straight to ``cpu`` or ``cuda``,
+    and is recorded if a gradient may be asked for, where that is all that the dispatcher would do: with plain
+    tensors, outside of ``torch.compile`` and of every mode, transform, trace and profile.
+
+    Args:
+        schema: name, arguments and results, in ``torch.library``'s language.
+        cpu, cuda, fake: what computes it on such devices, and for tensors without data.
+        setup_context, backward: its gradient, as :func:`torch.library.register_autograd` takes it.
+    """
+
+    __slots__ = ("_cpu", "_cuda", "_recorded", "_registered")
+
+    def __init__(
+        self,
+        schema: str,
+        *,
+        cpu: Callable[..., Any],
+        cuda: Callable[..., Any],
+        fake: Callable[..., Any],
+        setup_context: Callable[..., None] | None = None,
+        backward: Callable[..., Any] | None = None,
+    ) -> None:
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        name = schema.partition("(")[0]
+        library.impl(name, cpu, "CPU")
+        library.impl(name, cuda, "CUDA")
+        torch.library.register_fake(f"samebits::{name}", fake, lib=library)
+        self._registered = getattr(torch.ops.samebits, name).default
+        self._cpu, self._cuda, self._recorded = cpu, cuda, self._registered
+        if backward is not None and setup_context is not None:
+            torch.library.register_autograd(
+                f"samebits::{name}", backward, setup_context=setup_context, lib=library
+            )
+            self._recorded = _recorded(self._run, setup_context, backward)
+
+    def __call__(self, *args: Any, plain: bool = False) -> Any:
+        """Run on the schema's arguments; ``plain`` says that :func:`all_plain` is known of the tensors."""
+        if not plain and not all_plain([t for t in args if isinstance(t, Tensor)]):
+            return self._registered(*args)
+        if torch.is_grad_enabled():
+            for t in args:
+                if isinstance(t, Tensor) and t.requires_grad:
+                    return self._recorded(*args)
+        return self._run(*args)
+
+    def _run(self, *args: Any) -> Any:
+        lead = args[0] if args[0] is not None else args[1]
+        return (self._cuda if lead.is_cuda else self._cpu)(*args)
+
+
+def _recorded(
+    run: Callable[..., Any], setup_context: Callable[..., None], gradients: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`run`, recorded by autograd."""
+
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = run(*args)
+            setup_context(ctx, args, output)
+            return output
+
+        backward = staticmethod(gradients)
+
+    # Function.apply would look for transforms and their wrappers once more.
+    return super(torch.autograd.Function, Recorded).apply
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def _dispatch_keys(*names: str) -> int:
+    keys = (DispatchKeySet(DispatchKey.__members__[name]) for name in names)
+    return functools.reduce(operator.or_, keys).raw_repr()
+
+
+# Dense tensors with data, and nothing to unwrap or to negate; in inference mode they have fewer keys.
+_PLAIN_KEYS = frozenset(
+    _dispatch_keys(device, f"Autocast{device}", *more)
+    for device in ("CPU", "CUDA")
+    for more in ((), (f"Autograd{device}", "ADInplaceOrView"))
+)
+
+
+def all_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether the dispatcher would do nothing with these but to record autograd's graph and call a kernel."""
+    if torch.compiler.is_compiling() or (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled
+    ):
+        return False
+    for t in tensors:
+        if type(t) not in _PLAIN_TYPES or torch._C._dispatch_keys(t).raw_repr() not in _PLAIN_KEYS:
+            return False
+    return True
+
 
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_operands(
     op: str, contract: Contract | None, operands: dict[str, Tensor]
-) -> tuple[list[Tensor], str]:
+) -> tuple[list[Tensor], str, bool]:
     """Refuse operands that are not dense tensors of one supported dtype on one device.
 
     Returns:
-        The operands, in the dtype that ``torch.autocast`` wants them in if it is on, and the key of the
-        contract to run under.
+        The operands, in the dtype that ``torch.autocast`` wants them in if it is on; the key of the contract
+        to run under; and whether all operands are known to be plain (:func:`all_plain`).
     """
     tensors = list(operands.values())
-    a = tensors[0]
-    if contract is None and not torch.compiler.is_compiling() and _all_plain(tensors):
-        return tensors, resolve(None, a.dtype, a.device.type)
+    if contract is None and _glance(tensors):
+        a = tensors[0]
+        return tensors, resolve(None, a.dtype, "cuda" if a.is_cuda else "cpu"), True
     for name, t in operands.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"samebits.{op}: {name}: expected a Tensor, got {type(t).__name__}")
@@ -73,23 +179,18 @@ def check_operands(
                 f"samebits.{op}: {first}: contract {contract.name} takes bfloat16 or float16, got {dtype}"
                 " (float32 runs under samebits.FMA, never as TF32)"
             )
-    return tensors, resolve(contract, dtype, kind)
+    return tensors, resolve(contract, dtype, kind), False
 
 
-def _all_plain(tensors: list[Tensor]) -> bool:
-    """Whether a glance tells that there is nothing to refuse or cast: checks cost an eager call most."""
-    a = tensors[0]
-    if type(a) not in _PLAIN or a.dtype not in SUPPORTED or not (a.is_cuda or a.is_cpu):
+def _glance(tensors: list[Tensor]) -> bool:
+    """Whether it is clear that there is nothing to refuse or cast: checks cost an eager call most."""
+    if not all_plain(tensors) or torch._C._is_any_autocast_enabled():
         return False
-    dtype, device = a.dtype, a.device
+    dtype, device = tensors[0].dtype, tensors[0].get_device()
     for t in tensors:
-        if type(t) not in _PLAIN or t.dtype is not dtype or t.device != device:
+        if t.dtype is not dtype or t.get_device() != device:
             return False
-        if t.layout is not torch.strided or t.is_nested:
-            return False
-    return (
-        forward_ad._current_level < 0 and _transform() is None and not torch.is_autocast_enabled(device.type)
-    )
+    return dtype in SUPPORTED
 
 
 def has_memory(*tensors: Tensor) -> bool:
@@ -97,7 +198,7 @@ def has_memory(*tensors: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and _transform() is None
-        and all(type(t) in _PLAIN and (t.is_cpu or t.is_cuda) for t in tensors)
+        and all(type(t) in _PLAIN_TYPES and (t.is_cpu or t.is_cuda) for t in tensors)
     )
 
 
@@ -105,18 +206,6 @@ def _transform() -> Any:
     """The kind of the innermost ``torch.func`` transform at work, if any."""
     interpreter = torch._C._functorch.peek_interpreter_stack()
     return None if interpreter is None else interpreter.key()
-
-
-def call(operator: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Call a registered operator, past autograd's Python layer (half of its cost) if nothing asks for it."""
-    if torch.compiler.is_compiling() or _transform() is not None:
-        return operator(*args)
-    if torch.is_grad_enabled():
-        for t in args:
-            if isinstance(t, Tensor) and t.requires_grad:
-                return operator(*args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator(*args)
 
 
 def check_device(op: str, name: str, t: Tensor, lead_name: str, lead: Tensor) -> None:

@@ -11,20 +11,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samebits.contract import Contract
-from samebits.ops._library import check_device, check_operands, has_memory, library, shape
-from samebits.ops.matmul import operand
-
-# The chain over sequences: out[B, M, N] = acc[B, M, N] + a[B, S, M, K] @ b[B, S, K, N] over s, then k. Every
-# s, or with cu_seqlens (and S = 1) every span of K, is a sequence.
-library.define(
-    "addbmm(Tensor? acc, Tensor a, Tensor b, Tensor? cu_seqlens, ScalarType out_dtype, str contract)"
-    " -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-library.define(
-    "addbmm_(Tensor(a!) acc, Tensor a, Tensor b, Tensor? cu_seqlens, str contract) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+from samebits.ops._library import Operator, check_device, check_operands, has_memory, shape
+from samebits.ops.matmul import operand, product
 
 
 def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = None) -> Tensor:
@@ -50,7 +38,7 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
         ValueError: shapes or devices do not match, or ``acc`` overlaps. Nothing has been written then.
     """
     given = {"a": a, "b": b}
-    (a, b), key = check_operands("addmm_", contract, given)
+    (a, b), key, _ = check_operands("addmm_", contract, given)
     if not isinstance(acc, Tensor) or acc.dtype != torch.float32 or acc.layout is not torch.strided:
         got = acc.dtype if isinstance(acc, Tensor) else type(acc).__name__
         raise TypeError(f"samebits.addmm_: acc: expected a dense float32 tensor, got {got}")
@@ -75,9 +63,9 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
         _refuse_overlap(acc, **given)
     a4, b4 = a[None, None], b[None, None]
     if torch.is_grad_enabled() and (acc.requires_grad or a.requires_grad or b.requires_grad):
-        chain = torch.ops.samebits.addbmm(acc[None], a4, b4, None, torch.float32, key)
+        chain = addbmm(acc[None], a4, b4, None, torch.float32, key)
         return acc.copy_(chain[0])
-    torch.ops.samebits.addbmm_(acc[None], a4, b4, None, key)
+    addbmm_(acc[None], a4, b4, None, key)
     return acc
 
 
@@ -243,19 +231,29 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     B, S, M, K = a.shape
     grad_a = grad_b = None
     if ctx.needs_input_grad[1]:
-        grad_a = torch.ops.samebits.matmul(grad, b.mT, None, a.dtype, ctx.contract)
+        grad_a = product(grad, b.mT, None, a.dtype, ctx.contract)
     if ctx.needs_input_grad[2]:
         rows = grad.expand(B, S, *grad.shape[2:]).reshape(B * S, 1, *grad.shape[2:])
         columns = a.mT.reshape(B * S, 1, K, M)
-        out = torch.ops.samebits.addbmm(None, columns, rows, None, b.dtype, ctx.contract)
+        out = addbmm(None, columns, rows, None, b.dtype, ctx.contract)
         grad_b = out.reshape(b.shape)
     return grad_acc, grad_a, grad_b, None, None, None
 
 
-library.impl("addbmm", _cpu, "CPU")
-library.impl("addbmm", _cuda, "CUDA")
-library.impl("addbmm_", _cpu_inplace, "CPU")
-library.impl("addbmm_", _cuda_inplace, "CUDA")
-torch.library.register_fake("samebits::addbmm", _fake, lib=library)
-torch.library.register_fake("samebits::addbmm_", _fake_inplace, lib=library)
-torch.library.register_autograd("samebits::addbmm", _backward, setup_context=_setup_context, lib=library)
+# The chain over sequences: out[B, M, N] = acc[B, M, N] + a[B, S, M, K] @ b[B, S, K, N] over s, then k. Every
+# s, or with cu_seqlens (and S = 1) every span of K, is a sequence.
+addbmm = Operator(
+    "addbmm(Tensor? acc, Tensor a, Tensor b, Tensor? cu_seqlens, ScalarType out_dtype, str contract)"
+    " -> Tensor",
+    cpu=_cpu,
+    cuda=_cuda,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+addbmm_ = Operator(
+    "addbmm_(Tensor(a!) acc, Tensor a, Tensor b, Tensor? cu_seqlens, str contract) -> ()",
+    cpu=_cpu_inplace,
+    cuda=_cuda_inplace,
+    fake=_fake_inplace,
+)

@@ -8,13 +8,9 @@ import torch
 from torch import Tensor
 
 from samebits.contract import Contract
-from samebits.ops._library import call, check_device, check_operands, library, shape
-from samebits.ops.addmm import assert_cu_seqlens, check_cu_seqlens
-
-library.define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, str contract) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+from samebits.ops._library import Operator, check_device, check_operands, shape
+from samebits.ops.addmm import addbmm, assert_cu_seqlens, check_cu_seqlens
+from samebits.ops.matmul import product
 
 
 def linear(
@@ -56,7 +52,7 @@ def linear(
             index does in PyTorch.
     """
     operands = {"x": x, "weight": weight} if bias is None else {"x": x, "weight": weight, "bias": bias}
-    (x, weight, *biases), key = check_operands("linear", contract, operands)
+    (x, weight, *biases), key, plain = check_operands("linear", contract, operands)
     bias = biases[0] if biases else None
     if x.ndim == 0:
         raise ValueError("samebits.linear: x: expected at least 1-D, got a 0-D tensor")
@@ -76,7 +72,8 @@ def linear(
         )
     if cu_seqlens is not None:
         _check_cu_seqlens_form(x, cu_seqlens)
-    return call(torch.ops.samebits.linear.default, x, weight, bias, cu_seqlens, key)
+    plain = plain and cu_seqlens is None
+    return _operator(x, weight, bias, cu_seqlens, key, plain=plain)  # type: ignore[no-any-return]
 
 
 def _check_cu_seqlens_form(x: Tensor, cu_seqlens: Tensor) -> None:
@@ -129,16 +126,16 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_x = grad_weight = grad_bias = None
     if ctx.needs_input_grad[0]:
         rows = grad if grad.ndim > 1 else grad.unsqueeze(0)
-        grad_x = torch.ops.samebits.matmul(rows, weight, None, x.dtype, ctx.contract).reshape(x.shape)
+        grad_x = product(rows, weight, None, x.dtype, ctx.contract).reshape(x.shape)
     if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
         return grad_x, None, None, None, None
     columns = _sequences(grad).mT
     if ctx.needs_input_grad[1]:
-        out = torch.ops.samebits.addbmm(None, columns, _sequences(x), cu_seqlens, weight.dtype, ctx.contract)
+        out = addbmm(None, columns, _sequences(x), cu_seqlens, weight.dtype, ctx.contract)
         grad_weight = out[0]
     if ctx.needs_input_grad[2]:
         ones = grad.new_ones(()).expand(*columns.shape[:2], columns.shape[3], 1)
-        out = torch.ops.samebits.addbmm(None, columns, ones, cu_seqlens, ctx.bias_dtype, ctx.contract)
+        out = addbmm(None, columns, ones, cu_seqlens, ctx.bias_dtype, ctx.contract)
         grad_bias = out[0, :, 0]
     return grad_x, grad_weight, grad_bias, None, None
 
@@ -151,7 +148,11 @@ def _sequences(t: Tensor) -> Tensor:
     return t.reshape(1, count, tokens, t.shape[-1])
 
 
-library.impl("linear", _cpu, "CPU")
-library.impl("linear", _cuda, "CUDA")
-torch.library.register_fake("samebits::linear", _fake, lib=library)
-torch.library.register_autograd("samebits::linear", _backward, setup_context=_setup_context, lib=library)
+_operator = Operator(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, str contract) -> Tensor",
+    cpu=_cpu,
+    cuda=_cuda,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)

@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from samebits.contract import Contract, contract_from_key
-from samebits.ops._library import call, check_operands, check_out_dtype, library, shape
-
-library.define(
-    "matmul(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str contract) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+from samebits.ops._library import Operator, check_operands, check_out_dtype, shape
 
 
 def matmul(
@@ -44,10 +39,10 @@ def matmul(
             ``out_dtype`` or ``contract`` do not fit them.
         ValueError: shapes or devices do not match.
     """
-    (a, b), key = check_operands("matmul", contract, {"a": a, "b": b})
+    (a, b), key, plain = check_operands("matmul", contract, {"a": a, "b": b})
     dtype = check_out_dtype("matmul", out_dtype, a.dtype)
     if a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0]:
-        return call(torch.ops.samebits.matmul.default, a, b, None, dtype, key)
+        return product(a, b, None, dtype, key, plain=plain)  # type: ignore[no-any-return]
     if a.ndim == 0 or b.ndim == 0:
         raise ValueError(
             f"samebits.matmul: a, b: expected at least 1-D, got shapes {shape(a)} and {shape(b)}"
@@ -68,7 +63,7 @@ def matmul(
     leading = rows.shape[:-1]
     if columns.ndim == 2 and rows.ndim > 3:
         rows = rows.reshape(leading[0], leading[1:].numel(), rows.shape[-1])
-    out = call(torch.ops.samebits.matmul.default, rows, columns, None, dtype, key)
+    out: Tensor = product(rows, columns, None, dtype, key, plain=plain)
     if columns.ndim == 2:
         out = out.reshape(*leading, columns.shape[-1])
     if a.ndim == 1:
@@ -100,12 +95,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    from samebits.ops.addmm import addbmm  # whose gradients are products
+
     a, b = ctx.saved_tensors
     grad = operand(grad, a.dtype, ctx.contract)
     grad_a = grad_b = grad_bias = None
     if ctx.needs_input_grad[0]:
         if a.shape[:-2] == grad.shape[:-2]:
-            grad_a = torch.ops.samebits.matmul(grad, b.mT, None, a.dtype, ctx.contract)
+            grad_a = product(grad, b.mT, None, a.dtype, ctx.contract)
         else:
             grad_a = _over_broadcast(grad, b.mT, a, ctx.contract)
     if ctx.needs_input_grad[1]:
@@ -113,7 +110,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[2]:
         rows = grad.reshape(1, grad.shape[:-2].numel(), *grad.shape[-2:])
         ones = rows.new_ones(()).expand(*rows.shape[:-1], 1)
-        out = torch.ops.samebits.addbmm(None, rows.mT, ones, None, ctx.bias_dtype, ctx.contract)
+        out = addbmm(None, rows.mT, ones, None, ctx.bias_dtype, ctx.contract)
         grad_bias = out[0, :, 0]
     return grad_a, grad_b, grad_bias, None, None
 
@@ -125,6 +122,8 @@ def operand(grad: Tensor, dtype: torch.dtype, contract: str) -> Tensor:
 
 def _over_broadcast(a: Tensor, b: Tensor, like: Tensor, contract: str) -> Tensor:
     """``a @ b`` chained over the batch dimensions that broadcasting had given the operand `like`."""
+    from samebits.ops.addmm import addbmm
+
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     own = (1,) * (len(batch) + 2 - like.ndim) + tuple(like.shape[:-2])
     kept = [d for d in range(len(batch)) if own[d] == batch[d]]
@@ -137,11 +136,15 @@ def _over_broadcast(a: Tensor, b: Tensor, like: Tensor, contract: str) -> Tensor
         t = t.expand(*batch, *matrix).permute(*kept, *summed, len(batch), len(batch) + 1)
         return t.reshape(B, S, *matrix)
 
-    out = torch.ops.samebits.addbmm(None, sequences(a), sequences(b), None, like.dtype, contract)
+    out = addbmm(None, sequences(a), sequences(b), None, like.dtype, contract)
     return out.reshape(like.shape)  # type: ignore[no-any-return]
 
 
-library.impl("matmul", _cpu, "CPU")
-library.impl("matmul", _cuda, "CUDA")
-torch.library.register_fake("samebits::matmul", _fake, lib=library)
-torch.library.register_autograd("samebits::matmul", _backward, setup_context=_setup_context, lib=library)
+product = Operator(
+    "matmul(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str contract) -> Tensor",
+    cpu=_cpu,
+    cuda=_cuda,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)

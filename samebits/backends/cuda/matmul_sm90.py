@@ -104,22 +104,19 @@ def supports(a: Tensor, b: Tensor, *, cu_seqlens: Tensor | None = None) -> bool:
 _MOST_MAPS = 4096
 
 
-class _Maps:
+class _Maps(dict[int, bytes]):
     """The tensor maps of one geometry, by address."""
 
-    __slots__ = ("_known", "_recipe")
+    __slots__ = ("_recipe",)
 
     def __init__(self, *recipe: Any) -> None:
         self._recipe = recipe  # what runtime.tensor_map takes after the address
-        self._known: dict[int, bytes] = {}
 
-    def at(self, address: int) -> bytes:
-        found = self._known.get(address)
-        if found is None:
-            if len(self._known) >= _MOST_MAPS:
-                self._known.clear()
-            found = self._known[address] = runtime.tensor_map(address, *self._recipe)
-        return found
+    def __missing__(self, address: int) -> bytes:
+        if len(self) >= _MOST_MAPS:
+            self.clear()
+        made = self[address] = runtime.tensor_map(address, *self._recipe)
+        return made
 
 
 def _operand_maps(
@@ -199,10 +196,10 @@ class Plan:
 
     def launch(self, a: int, b: int, out: int, bias: int, cu_seqlens: int) -> None:
         """Run on operands at these addresses."""
-        a_map, b_map = self.a.at(a), self.b.at(b)
+        a_map, b_map = self.a[a], self.b[b]
         if self.swap:
             a_map, b_map = b_map, a_map
-        out_map = _NO_MAP if self.out is None else self.out.at(out)
+        out_map = _NO_MAP if self.out is None else self.out[out]
         self.kernel.launch(self.grid, a_map, b_map, out_map, out, bias, cu_seqlens, *self.rest)
 
 

@@ -391,7 +391,7 @@ class _LaunchBuffer(threading.local):
         self.offset = -ctypes.addressof(self.memory) % 128  # a CUtensorMap wants 64, to be sure 128
         self.config = ctypes.addressof(self.memory) + self.offset
         self.pointers = (ctypes.c_void_p * 1)(self.config + _PARAMS_AT)
-        self.params = ctypes.addressof(self.pointers)
+        self.launch = (self.memory, self.offset, self.config, ctypes.addressof(self.pointers))
 
 
 _buffer = _LaunchBuffer()
@@ -432,6 +432,7 @@ class Kernel:
 
     __slots__ = (
         "_attributes",
+        "_attributes_at",
         "_current_device",
         "_fixed",
         "_function",
@@ -452,6 +453,7 @@ class Kernel:
         if spec.programmatic:
             attributes.append(_Attribute(_PROGRAMMATIC_SERIALIZATION, 0, (ctypes.c_uint * 16)(1)))
         self._attributes = (_Attribute * len(attributes))(*attributes)
+        self._attributes_at = (ctypes.addressof(self._attributes), len(attributes))
         self._fixed = (spec.block, 1, 1, spec.smem)
         pad = _PARAMS_AT - struct.calcsize(_CONFIG)
         self._pack = struct.Struct(f"{_CONFIG}{pad}x{spec.params}").pack_into
@@ -466,24 +468,16 @@ class Kernel:
             grid: blocks in x, y and z (multiples of the cluster's).
             values: the members of the kernel's parameter struct, in order.
         """
-        if self._current_device() != self.device:
-            with torch.cuda.device(self.device):
+        device = self.device
+        if self._current_device() != device:
+            with torch.cuda.device(device):
                 return self.launch(grid, *values)
-        buffer, attributes = _buffer, self._attributes
-        self._pack(
-            buffer.memory,
-            buffer.offset,
-            *grid,
-            *self._fixed,
-            self._stream(self.device),
-            ctypes.addressof(attributes),
-            len(attributes),
-            *values,
-        )
-        code = self._launch(buffer.config, self._function, buffer.params, None)
+        memory, offset, config, params = _buffer.launch
+        self._pack(memory, offset, *grid, *self._fixed, self._stream(device), *self._attributes_at, *values)
+        code = self._launch(config, self._function, params, None)
         if code == _INVALID_CONTEXT:
-            _make_context_current(self.device)
-            code = self._launch(buffer.config, self._function, buffer.params, None)
+            _make_context_current(device)
+            code = self._launch(config, self._function, params, None)
         if code:
             raise LaunchError(
                 f"{self.spec.source} on cuda:{self.device}, grid {grid}, block {self.spec.block}, cluster "
