@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "assert_same_bits", "bits", "values"]
+__all__ = ["KINDS", "assert_same_bits", "bits", "pattern", "values"]
 
 _BITS = {
     torch.float32: torch.int32,
@@ -29,6 +29,12 @@ def bits(t: Tensor) -> Tensor:
     return t.detach().view(_BITS[t.dtype])
 
 
+def pattern(x: Tensor) -> str:
+    """The bit pattern of one value, such as ``0x7FC0``."""
+    digits = 2 * x.element_size()
+    return f"0x{int(bits(x)) & ((1 << 4 * digits) - 1):0{digits}X}"
+
+
 def assert_same_bits(actual: Tensor, expected: Tensor, message: str = "") -> None:
     """Raise AssertionError unless two tensors have the same shape, dtype and bits: -0 is not +0, NaN is NaN.
 
@@ -41,17 +47,14 @@ def assert_same_bits(actual: Tensor, expected: Tensor, message: str = "") -> Non
             f"{head}expected {tuple(expected.shape)} {expected.dtype},"
             f" got {tuple(actual.shape)} {actual.dtype}"
         )
-    got, want = bits(actual).cpu(), bits(expected).cpu()
-    different = (got != want).nonzero()
+    different = (bits(actual).cpu() != bits(expected).cpu()).nonzero()
     if len(different) == 0:
         return
     at = tuple(different[0].tolist())
-    width = got.element_size() * 2
-    mask = (1 << (4 * width)) - 1
+    got, want = actual[at], expected[at]
     raise AssertionError(
-        f"{head}{len(different)} of {got.numel()} elements differ, first at {at}:"
-        f" got {actual[at].item()!r} (0x{int(got[at]) & mask:0{width}X}),"
-        f" expected {expected[at].item()!r} (0x{int(want[at]) & mask:0{width}X})"
+        f"{head}{len(different)} of {actual.numel()} elements differ, first at {at}:"
+        f" got {got.item()!r} ({pattern(got)}), expected {want.item()!r} ({pattern(want)})"
     )
 
 

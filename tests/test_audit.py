@@ -133,7 +133,7 @@ def test_nan_payloads_differ_in_bits() -> None:
     drift = measure(operator, torch.zeros(3, 1), plan(3))
     assert drift.changed == 3
     assert drift.first is not None
-    assert drift.first.got_bits == "0x7fc00001"
+    assert drift.first.got_bits == "0x7FC00001"
 
 
 class Tiny(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samebits.audit.variation import Variation
-from samebits.testing import bits
+from samebits.testing import bits, pattern
 
 Operator = Callable[[Tensor], Tensor]
 """Takes rows ``[M, K]`` and returns rows ``[M, N]``."""
@@ -150,8 +150,8 @@ def measure(
                     position,
                     float(x[0]),
                     float(y[0]),
-                    _hex(was[0], width),
-                    _hex(now[0], width),
+                    pattern(expected[row[0], column[0]]),
+                    pattern(got[at[0], column[0]]),
                 )
         changed |= here
         counts.append(VariationCount(variation.kind, variation.name, count, int(here.sum())))
@@ -165,7 +165,3 @@ def _place(batches: Sequence[Tensor], at: int) -> tuple[int, int]:
             return len(batch), at
         at -= len(batch)
     raise IndexError(at)
-
-
-def _hex(bits: Tensor, width: int) -> str:
-    return f"0x{int(bits) & (2**width - 1):0{width // 4}x}"

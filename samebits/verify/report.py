@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from samebits.testing import bits
+from samebits.testing import bits, pattern
 from samebits.verify.failures import KernelError
 
 
@@ -132,13 +132,8 @@ class Report:
         line.differing += len(different)
         if counts and self.first is None:
             at = tuple(different[0].tolist())
-            sides = [(float(x[at].item()), _pattern(x[at])) for x in (got, want)]
+            sides = [(float(x[at].item()), pattern(x[at])) for x in (got, want)]
             self.first = Mismatch(kernel, what, str(case), str(schedule), at, *sides[0], *sides[1])
-
-
-def _pattern(x: Tensor) -> str:
-    digits = 2 * x.element_size()
-    return f"0x{int(bits(x.reshape(1)).item()) & ((1 << 4 * digits) - 1):0{digits}X}"
 
 
 def show(report: Report) -> RenderableType:
