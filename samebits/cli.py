@@ -76,7 +76,9 @@ def audit(
     dtype: Annotated[
         Dtype,
         typer.Option(
-            metavar="DTYPE", help="Cast the model: float32, bfloat16, float16, or loaded to leave it."
+            "--dtype",  # typer 0.27 would derive --DTYPE from the metavar
+            metavar="DTYPE",
+            help="Cast the model: float32, bfloat16, float16, or loaded to leave it.",
         ),
     ] = Dtype.loaded,
     max_rows: Annotated[
