@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,16 @@ def test_kernels_are_compiled_ahead_of_the_calls_that_load_them(
     monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(tmp_path))
     after_load: list[object] = []
     calls = [lambda spec=spec: after_load.append(runtime.load(spec, 0)) for spec in specs]
-    assert ahead.compile_for(calls) == 2
+    monkeypatch.setattr(runtime, "_kernels", {})
+    monkeypatch.setattr(runtime, "_load", lambda spec, device: spec)
+    elsewhere: list[object] = []
+
+    def another_thread() -> None:
+        thread = threading.Thread(target=lambda: elsewhere.append(runtime.load(specs[0], 1)))
+        thread.start()
+        thread.join()
+
+    assert ahead.compile_for([*calls, another_thread]) == 2
+    assert elsewhere == [specs[0]]
     assert len(list(tmp_path.glob("*.cubin"))) == 2
     assert not after_load, "a call went on without its kernel"

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from unittest import mock
 
 from samebits.backends.cuda import runtime
 
@@ -17,11 +16,8 @@ class _Needed(BaseException):
     """Carries a kernel's spec out of the call that was about to load it; no plan is kept of such a call."""
 
 
-def _tell(spec: runtime.KernelSpec, device: int) -> runtime.Kernel:
-    kernel = runtime._kernels.get((spec, device))
-    if kernel is None:
-        raise _Needed(spec, device)
-    return kernel
+def _tell(spec: runtime.KernelSpec, device: int) -> None:
+    raise _Needed(spec, device)
 
 
 def compile_for(
@@ -35,7 +31,7 @@ def compile_for(
         How many kernels that were.
     """
     needed: dict[tuple[runtime.KernelSpec, str], None] = {}
-    with mock.patch.object(runtime, "load", _tell):
+    with runtime.before_loading(_tell):
         for call in calls:
             try:
                 call()

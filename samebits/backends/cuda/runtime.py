@@ -24,6 +24,8 @@ import struct
 import tempfile
 import threading
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ __all__ = [
     "LaunchError",
     "Status",
     "UnavailableError",
+    "before_loading",
     "compile",
     "device_info",
     "load",
@@ -490,6 +493,23 @@ _libraries: list[Any] = []
 _loading = threading.RLock()
 
 
+class _Loading(threading.local):
+    hook: Callable[[KernelSpec, int], None] | None = None
+
+
+_loading_here = _Loading()
+
+
+@contextmanager
+def before_loading(hook: Callable[[KernelSpec, int], None]) -> Iterator[None]:
+    """Tell `hook` of each kernel that this thread is about to load, and on which device; it may raise."""
+    before, _loading_here.hook = _loading_here.hook, hook
+    try:
+        yield
+    finally:
+        _loading_here.hook = before
+
+
 def load(spec: KernelSpec, device: int) -> Kernel:
     """The kernel of ``spec`` on CUDA device ``device``: compiled and loaded by the first call, then held.
 
@@ -499,6 +519,8 @@ def load(spec: KernelSpec, device: int) -> Kernel:
     """
     kernel = _kernels.get((spec, device))
     if kernel is None:
+        if _loading_here.hook is not None:
+            _loading_here.hook(spec, device)
         with _loading:
             kernel = _kernels.get((spec, device))
             if kernel is None:
