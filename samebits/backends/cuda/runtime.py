@@ -44,6 +44,7 @@ __all__ = [
     "before_loading",
     "compile",
     "device_info",
+    "empty_matrix",
     "load",
     "status",
     "tensor_map",
@@ -486,6 +487,18 @@ class Kernel:
                 f"{self.spec.source} on cuda:{self.device}, grid {grid}, block {self.spec.block}, cluster "
                 f"{self.spec.cluster}, {self.spec.smem} bytes of shared memory: {_error_name(code)}"
             )
+
+
+_allocate: Any = torch._C._dynamo.guards
+
+
+def empty_matrix(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
+    """``torch.empty`` in a third of the time: as code does it that ``torch.compile`` wrote."""
+    if torch._C._cuda_getDevice() != device:
+        with torch.cuda.device(device):
+            return empty_matrix(rows, columns, dtype, device)
+    matrix: torch.Tensor = _allocate._empty_strided_cuda((rows, columns), (columns or 1, 1), dtype)
+    return matrix
 
 
 _kernels: dict[tuple[KernelSpec, int], Kernel] = {}
