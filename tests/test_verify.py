@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
+import samebits
 from samebits import bench, verify
 from samebits.cli import app
 from samebits.testing import KINDS
-from samebits.verify import answers
+from samebits.verify import Operands, answers, chain, products
 from samebits.verify.case import LAYOUTS
 from samebits.verify.operands import make_operands
 
@@ -24,7 +27,8 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_cases_cover_what_the_kernels_offer(thorough: bool) -> None:
     cases = verify.cases(thorough)
     assert {c.what for c in cases} == {
-        "shapes", "layouts", "strides", "values", "epilogues", "batches", "sequences", "large",
+        "shapes", "layouts", "strides", "values", "epilogues", "batches", "sequences",
+        "back to back", "large",
     }  # fmt: skip
     assert {c.layout for c in cases} == set(LAYOUTS)
     assert {c.dtype for c in cases} == {torch.bfloat16, torch.float16}
@@ -71,6 +75,62 @@ def test_a_single_differing_bit_is_found_and_told() -> None:
     assert found.first.at == (3, 2)
     assert int(found.first.got_bits, 16) ^ int(found.first.expected_bits, 16) == 1
     assert json.loads(found.to_json())["differing"] == 1
+
+
+def by_torch(x: Operands, out: Tensor, schedule: object) -> None:
+    """A stand-in for a kernel."""
+    product = x.a.float() @ x.b.float()
+    out.copy_(product if x.acc is None else product + x.acc)
+
+
+def beyond_its_rows(x: Operands, out: Tensor, schedule: object) -> None:
+    by_torch(x, out, schedule)
+    if schedule == "wrong":
+        torch.as_strided(out, (1,), (1,), out.storage_offset() + out.shape[0] * out.stride(0)).zero_()
+
+
+def too_early() -> Callable[[Operands, Tensor, object], None]:
+    """Uses what its first operand was at the call before."""
+    seen: list[Tensor] = []
+
+    def run(x: Operands, out: Tensor, schedule: object) -> None:
+        seen.append(x.a.clone())
+        by_torch(
+            Operands(seen[-2] if schedule == "wrong" and len(seen) % 5 == 0 else x.a, x.b, acc=x.acc), out, 0
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("what", ["around", "chain"])
+def test_writes_outside_of_an_output_and_reads_that_come_too_early_are_found(
+    what: str, accumulate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (products, chain):
+        monkeypatch.setattr(module, "finish", lambda doing: None)
+    monkeypatch.setattr(
+        products,
+        "on_cpu",
+        lambda case, x, contract: (
+            torch.zeros(case.m, case.n)
+            .copy_(x.a.float() @ x.b.float() + (0 if x.acc is None else x.acc))
+            .to(case.out_dtype)
+        ),
+    )
+    out = torch.float32 if accumulate else None
+    case = verify.Case("back to back", 24, 24, 24, accumulate=accumulate, out=out)
+    cpu = torch.device("cpu")
+    for schedule, differing in (("right", False), ("wrong", True)):
+        found = report()
+        run = beyond_its_rows if what == "around" else too_early()
+        kernel = verify.Kernel("kernel", (), lambda x, out, schedule: True, run)
+        if what == "around":
+            products.verify_case(found, case, kernel, [(kernel, schedule)], samebits.TENSOR_CORE, cpu)
+        else:
+            chain.verify_chain(found, case, kernel, [(kernel, schedule)], cpu)
+        assert bool(found.differing) == differing, found
+        assert found.compared > 0
 
 
 def test_zeros_and_nans_are_compared_by_their_bits() -> None:

@@ -78,6 +78,9 @@ class Case:
         return text.replace("torch.", "")
 
 
+CHAIN = "back to back"
+"""Square products that read and overwrite one another's matrices."""
+
 LAYOUTS = ("NT", "NN", "TN", "TT")
 SHAPES = (
     (1, 1, 1), (1, 17, 64), (3, 5, 24), (5, 3, 16), (8, 72, 8), (17, 31, 33), (33, 4096, 512), (64, 64, 64),
@@ -147,6 +150,11 @@ def cases(thorough: bool) -> list[Case]:
             found.append(
                 Case("sequences", 40, 72, k, "TN", batch=2, segments=segments, accumulate=accumulate, out=out)
             )
+    for layout, size in itertools.product(LAYOUTS, (320, 1096)):
+        found.append(Case(CHAIN, size, size, size, layout))
+        if thorough:
+            found.append(Case(CHAIN, size, size, size, layout, F16))
+        found.append(Case(CHAIN, size, size, size, layout, out=F32, accumulate=True))
     for shape in LARGE + (LARGEST if thorough else ()):
         for layout in LAYOUTS[:3] if thorough and shape[0] > 16 else ("NT",):
             found.append(Case("large", *shape, layout))

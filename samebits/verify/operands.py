@@ -65,12 +65,32 @@ def unfilled(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, d
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def make_room(case: Case, operands: Operands) -> tuple[Tensor, Tensor]:
-    """An output of NaN, or of the accumulator, and the memory it lies in."""
+_MARGIN = 8
+"""Rows before and after an output; their bytes are a multiple of 16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory full of NaN, and an output in it."""
+
+    out: Tensor
+    rows: Tensor
+    """The output's rows, and the gaps between them."""
+    memory: Tensor
+
+    @property
+    def margins(self) -> Tensor:
+        """What lies before and after the output."""
+        return torch.cat((self.memory[:_MARGIN], self.memory[-_MARGIN:]))
+
+
+def make_room(case: Case, operands: Operands) -> Room:
+    """Room for an output, which starts as NaN or as the accumulator."""
     lead = (case.batch,) if case.batch else ()
-    width = max(case.n, case.pitch)
-    room = operands.a.new_full((*lead, case.m, width), math.nan, dtype=case.out_dtype)
-    out = room[..., : case.n]
+    height, width = math.prod(lead) * case.m, max(case.n, case.pitch)
+    memory = operands.a.new_full((height + 2 * _MARGIN, width), math.nan, dtype=case.out_dtype)
+    rows = memory[_MARGIN : _MARGIN + height].view(*lead, case.m, width)
+    out = rows[..., : case.n]
     if operands.acc is not None:
         out.copy_(operands.acc)
-    return out, room
+    return Room(out, rows, memory)

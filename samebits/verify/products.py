@@ -20,6 +20,9 @@ _LARGE = 1 << 29
 """Multiplications from which on the CPU is too slow."""
 
 
+AROUND = "memory around outputs"
+
+
 def verify_case(
     report: Report,
     case: Case,
@@ -34,7 +37,7 @@ def verify_case(
         want = on_cpu(case, operands, contract)
     else:
         against = "matmul_sm80"
-        want, _ = make_room(case, operands)
+        want = make_room(case, operands).out
         with running(f"matmul_sm80, {case}"):
             universal.run(operands, want, None)
             finish(f"matmul_sm80, {case}")
@@ -44,14 +47,15 @@ def verify_case(
         few = dataclasses.replace(some, n=len(columns))
         sampled = on_cpu(few, Operands(operands.a[rows], operands.b[:, columns]), contract)
         report.compare("matmul_sm80", "large, sampled", REFERENCE, want[rows][:, columns], sampled, case)
-    _, expected = make_room(case, operands)
-    expected[..., : case.n] = want
+    expected = make_room(case, operands)
+    expected.out.copy_(want)
     for kernel, schedule in pairs:
-        out, room = make_room(case, operands)
-        if not kernel.takes(operands, out, schedule):
+        room = make_room(case, operands)
+        if not kernel.takes(operands, room.out, schedule):
             continue
         doing = f"{kernel.name}, {case.what}, {case}, {schedule}"
         with running(doing):
-            kernel.run(operands, out, schedule)
+            kernel.run(operands, room.out, schedule)
             finish(doing)
-        report.compare(kernel.name, case.what, against, room, expected, case, schedule)
+        report.compare(kernel.name, case.what, against, room.rows, expected.rows, case, schedule)
+        report.compare(kernel.name, AROUND, "NaN", room.margins, expected.margins, case, schedule)

@@ -13,7 +13,8 @@ import torch
 from samebits._version import __version__
 from samebits.contract import HOPPER, TENSOR_CORE
 from samebits.verify.answers import known_answers
-from samebits.verify.case import BF16, F16, Case, cases
+from samebits.verify.case import BF16, CHAIN, F16, Case, cases
+from samebits.verify.chain import verify_chain
 from samebits.verify.failures import HangError, KernelError, running
 from samebits.verify.kernel import Kernel, kernels
 from samebits.verify.operands import make_operands, make_room, unfilled
@@ -85,7 +86,7 @@ def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> N
     def calls() -> Iterator[Callable[[], object]]:
         for case, pairs in zip(todo, runs, strict=True):
             operands = make_operands(case, device, unfilled)
-            out, _ = make_room(case, operands)
+            out = make_room(case, operands).out
             for kernel, schedule in pairs:
                 if kernel.takes(operands, out, schedule):
                     yield partial(kernel.run, operands, out, schedule)
@@ -94,7 +95,10 @@ def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> N
     report.kernels = ahead.compile_for(calls(), lambda done, what: progress(0.5 * done, what))
     for i, (case, pairs) in enumerate(zip(todo, runs, strict=True)):
         progress(0.5 + 0.35 * i / len(todo), f"{case.what}: {case}")
-        verify_case(report, case, offered[0], pairs, contract, device)
+        if case.what == CHAIN:
+            verify_chain(report, case, offered[0], pairs, device)
+        else:
+            verify_case(report, case, offered[0], pairs, contract, device)
     parts: list[Callable[[], None]] = [
         partial(verify_operations, report, contract, device),
         partial(verify_tokens, report, contract, device, 1024, 768, BF16),
