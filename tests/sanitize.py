@@ -1,4 +1,4 @@
-"""Every schedule and layout of the CUDA kernels on small shapes, to be run under compute-sanitizer:
+"""Schedules and layouts of the CUDA kernels on small shapes, to be run under compute-sanitizer:
 
 python tests/sanitize.py --compile  # first, by a process for each CPU
 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py
@@ -9,15 +9,17 @@ allocations would hide accesses next to a tensor, so PYTORCH_NO_CUDA_MEMORY_CACH
 """
 
 import argparse
+import dataclasses
 import itertools
 import os
 from functools import partial
+from unittest import mock
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 
-from samebits.backends.cuda import ahead
+from samebits.backends.cuda import ahead, matmul_sm90, runtime
 from samebits.verify import Operands, kernels
 
 DTYPE = torch.bfloat16
@@ -55,6 +57,55 @@ def products(every: int):
                         yield kernel, schedule, x, out
 
 
+def long_products(every: int):
+    """Hopper's, with a few multiprocessors for many tiles: blocks take several, and their rings go round."""
+    info = runtime.device_info(torch.cuda.current_device())
+    kernel = next((k for k in kernels(info.index) if k.name == "matmul_sm90"), None)
+    for i, s in enumerate(kernel.schedules[1::every] if kernel else ()):
+        few = dataclasses.replace(info, sm_count=2 * s.cluster)
+        rows, columns = 2 * s.block_m * s.cluster_m + 8, 2 * s.block_n * s.cluster_n + 8
+        m, n = (columns, rows) if s.swap else (rows, columns)
+        k, batch = s.block_k * (s.stages + 2), 2 if i % 3 == 0 else 1
+        for j, layouts in enumerate(itertools.product(LAYOUTS[:2], LAYOUTS[:2])):
+            a, b = (
+                torch.stack([operands(size, k, layout).mT] * batch).mT
+                if layout == "rows"
+                else torch.stack([operands(size, k, layout)] * batch)
+                for size, layout in zip((m, n), layouts, strict=True)
+            )
+            out = torch.ones(batch, m, n, dtype=(DTYPE, torch.float32)[(i + j) % 2], device="cuda")
+            if batch == 1:
+                a, b, out = a[0], b[0], out[0]
+            x = Operands(a, b.mT, bias=torch.ones(n, device="cuda"))
+            if out.dtype == torch.float32:
+                spans = torch.tensor([0, 3, k // 2, k // 2, k], device="cuda")
+                x = Operands(a, b.mT, acc=out, cu_seqlens=spans if layouts == ("rows", "rows") else None)
+            if kernel.takes(x, out, s):
+                with mock.patch.object(runtime, "device_info", return_value=few):
+                    yield kernel, s, x, out
+
+
+def ways(s, x: Operands, out: torch.Tensor) -> dict[str, bool]:
+    """Which ways of the Hopper kernel a product takes."""
+    plan = matmul_sm90.plan(
+        x.a, x.b, out, bias=x.bias, accumulate=x.acc is not None, cu_seqlens=x.cu_seqlens, schedule=s
+    )
+    constants = dict(plan.kernel.spec.constants)
+    rows, columns, k, batch = plan.rest[2:6]
+    tiles = -(-rows // (s.block_m * s.cluster_m)) * -(-columns // (s.block_n * s.cluster_n)) * batch
+    return {
+        "several tiles for a block": tiles >= 2 * plan.grid[0] // s.cluster,
+        "a ring that goes round": k > s.block_k * s.stages,
+        "output in panels": constants["PANEL"] > 0,
+        "maps folded": constants["FOLDED"] > 0,
+        "a batch": batch > 1,
+        "chains carried on": x.acc is not None,
+        "sequences": x.cu_seqlens is not None,
+        "clusters": s.cluster > 1,
+        "operands swapped": s.swap,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -62,17 +113,22 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="only fill the cache of kernels")
     parser.add_argument("--every", type=int, default=1, help="of a kernel with many schedules, each such one")
     options = parser.parse_args()
-    found = products(options.every)
+    found = itertools.chain(products(options.every), long_products(options.every))
     if options.compile:
         print(ahead.compile_for(partial(k.run, x, out, s) for k, s, x, out in found), "kernels")
         return
-    count = 0
+    count, taken = 0, {}
     for kernel, schedule, x, out in found:
         kernel.run(x, out, schedule)
-        assert (out == x.a.shape[1] + 1).all(), (kernel.name, schedule, x.a.stride(), x.b.stride())
+        right = torch.tensor(x.a.shape[-1] + 1.0).to(out.dtype).item()
+        assert (out == right).all(), (kernel.name, schedule, x.a.stride(), x.b.stride())
+        if schedule is not None and kernel.name == "matmul_sm90":
+            for way, so in ways(schedule, x, out).items():
+                taken[way] = taken.get(way, False) or so
         count += 1
     torch.cuda.synchronize()
     print(f"{count} products")
+    assert all(taken.values()), [way for way, so in taken.items() if not so]
 
 
 if __name__ == "__main__":

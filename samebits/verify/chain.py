@@ -1,6 +1,6 @@
 """Products that need each other, launched one behind the other with nothing in between.
 
-A kernel may begin while the one before it ends: it must not yet read what that one writes, nor write over
+A kernel may begin while the one before it ends. It must not read yet what that one writes, nor write over
 what that one reads.
 """
 
