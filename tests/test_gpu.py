@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, verify
 from samebits.testing import KINDS, assert_same_bits, values
 from tests.devices import FAMILY, HOPPER_OR_NEWER
 from tests.test_invariance import LAYOUTS, relaid
-from tests.test_torch import OPERATORS, PUBLIC, public
+from tests.test_torch import OPERATORS, PUBLIC, public, registered
 
 pytestmark = pytest.mark.gpu
 
@@ -290,6 +291,25 @@ def test_compile(name: str, backend: str) -> None:
     pairs = (torch.autograd.grad(out, leaves, grad) for out in (compiled_out, eager_out))
     for got, want in zip(*pairs, strict=True):
         assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_both_ways_to_an_operator_give_the_same_bits(name: str) -> None:
+    """Past PyTorch's dispatcher, and through it."""
+    op, leaves = halves(name)
+
+    def run() -> list[Tensor]:
+        out = op(*leaves)
+        with torch.no_grad():
+            again = op(*leaves)
+        return [out, again, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    with mock.patch("torch._ops.OpOverload.__call__", side_effect=AssertionError("not the short way")):
+        got = run()
+    with registered():
+        want = run()
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert_same_bits(g, w, f"result {i}")
 
 
 def test_autocast() -> None:
