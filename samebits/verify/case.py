@@ -150,11 +150,13 @@ def cases(thorough: bool) -> list[Case]:
             found.append(
                 Case("sequences", 40, 72, k, "TN", batch=2, segments=segments, accumulate=accumulate, out=out)
             )
-    for layout, size in itertools.product(LAYOUTS, (320, 1096)):
-        found.append(Case(CHAIN, size, size, size, layout))
+    for layout, size in itertools.product(LAYOUTS, (1088, 328) if thorough else (1088,)):
+        chain = partial(Case, CHAIN, size, size, size, layout)
+        found.append(chain())
         if thorough:
-            found.append(Case(CHAIN, size, size, size, layout, F16))
-        found.append(Case(CHAIN, size, size, size, layout, out=F32, accumulate=True))
+            found.append(chain(F16))
+        if thorough or layout == "TN":
+            found.append(chain(out=F32, accumulate=True))
     for shape in LARGE + (LARGEST if thorough else ()):
         for layout in LAYOUTS[:3] if thorough and shape[0] > 16 else ("NT",):
             found.append(Case("large", *shape, layout))
