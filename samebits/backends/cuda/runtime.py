@@ -228,7 +228,7 @@ class Cubin:
     spill_bytes: int
     static_smem: int
     advice: tuple[str, ...]
-    """Lines with a number, such as C7515: matrix instructions run one by one."""
+    """What it says of lost speed, such as that matrix instructions run one by one (C7515)."""
 
 
 def compile(spec: KernelSpec, arch: str) -> Cubin:
@@ -263,7 +263,7 @@ def compile(spec: KernelSpec, arch: str) -> Cubin:
         local_bytes=number(r"(\d+) bytes stack frame"),
         spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
         static_smem=number(r"(\d+) bytes smem"),
-        advice=tuple(re.findall(r"\(C\d+\).*", text)),
+        advice=tuple(re.findall(r".*Potential Performance Loss.*", text)),
     )
 
 

@@ -75,7 +75,7 @@ class Schedule:
         columns = _round(self.block_n, 32) if b_mn else self.block_n
         # Rows past a warpgroup's own, up to 64, are read too, and their results dropped.
         reach = _round(self.block_m // self.share, 64) - self.block_m // self.share
-        ring = self.stages * ((rows + columns) * self.block_k * 2 + 20)
+        ring = self.stages * ((rows + columns) * self.block_k * 2 + 16)
         return 1024 + ring + reach * 128 + self.warpgroups * 2 * 128 * panel
 
 

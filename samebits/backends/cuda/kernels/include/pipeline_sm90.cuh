@@ -89,7 +89,6 @@ struct Ring {
 
 struct Shared {
     u32 a, b, epilogue, full, empty;
-    int* valid;  // of each stage: rows of k inside their sequence
 
     __device__ Shared(unsigned char* raw, u32 epilogue_bytes) {
         u32 start = shared_address(raw);
@@ -99,7 +98,6 @@ struct Shared {
         epilogue = b + STAGES * B_BYTES;
         full = epilogue + WARPGROUPS * epilogue_bytes;
         empty = full + STAGES * 8;
-        valid = reinterpret_cast<int*>(raw + (empty + STAGES * 8 - start));
     }
 };
 
@@ -124,7 +122,6 @@ __device__ __forceinline__ void produce(const Shared& shared, const Problem& p, 
         while (blocks.next()) {
             u32 full = shared.full + ring.stage * 8;
             barrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
-            if constexpr (RAGGED) shared.valid[ring.stage] = blocks.valid();
             barrier_expect(full, bytes);
             ATile::load(shared.a + ring.stage * A_BYTES, p.a, full, place.m, blocks.start(),
                         place.batch * p.a_batch, rank / CLUSTER_M, CLUSTER_M, rank % CLUSTER_M);
@@ -164,11 +161,13 @@ __device__ __forceinline__ void consume(const Shared& shared, const Problem& p, 
         if (TEAMS > 1 && index >= clusters) named_barrier(TURN + team, 2 * SHARE * 128);
         u32 previous = 0;
         bool ready = false;
+        KBlocks blocks(p.k, p.bounds, p.sequences);
         for (u32 block = 0; block < k_blocks; ++block) {
             if (!ready) barrier_wait(shared.full + ring.stage * 8, ring.parity);
             u32 a = shared.a + ring.stage * A_BYTES, b = shared.b + ring.stage * B_BYTES;
             if constexpr (RAGGED) {
-                int valid = shared.valid[ring.stage];
+                blocks.next();
+                int valid = blocks.valid();  // rows of k inside their sequence
                 if (valid < BLOCK_K) {
                     ATile::clear(a, valid, member * 128 + thread, SHARE * 128);
                     BTile::clear(b, valid, member * 128 + thread, SHARE * 128);
