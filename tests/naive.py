@@ -5,9 +5,12 @@ It shares no code with the package. Values are Python floats, which hold every b
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from fractions import Fraction
+
+import numpy as np
 
 MODELS = {"HOPPER": (16, 25, -133), "AMPERE": (8, 24, -132)}
 SMALLEST_NORMAL = {"f16": -14, "bf16": -126, "f32": -126}
@@ -117,3 +120,119 @@ def finish(acc: float, out: str, bias: float | None = None) -> int:
         return int(struct.unpack("<H", struct.pack("<e", acc))[0])
     f32 = int(struct.unpack("<I", struct.pack("<f", acc))[0])
     return f32 if out == "f32" else f32 >> 16
+
+
+# ---- log-probabilities: arithmetic of two f32 values is numpy's (rounded once), fma is the one above
+
+E = [float.fromhex(x) for x in ("0x1p+0", "0x1p+0", "0x1.fffffap-2", "0x1.55549p-3", "0x1.555a6ap-5")]
+E += [float.fromhex(x) for x in ("0x1.123b28p-7", "0x1.693ea6p-10")]
+L = [float.fromhex(x) for x in ("-0x1p-1", "0x1.555554p-2", "-0x1.000226p-2", "0x1.99a008p-3")]
+L += [float.fromhex(x) for x in ("-0x1.547244p-3", "0x1.22da1cp-3", "-0x1.0d8542p-3", "0x1.055b72p-3")]
+L += [float.fromhex("-0x1.38b59p-4")]
+LOG2E, LN2, LN2_LOW = (float.fromhex(x) for x in ("0x1.715476p+0", "0x1.62e43p-1", "-0x1.05c61p-29"))
+f32 = np.float32
+INF = f32(np.inf)
+
+
+def fma32(a: float, b: float, c: float) -> np.float32:
+    return f32(fma(float(a), float(b), float(c)))
+
+
+def bits32(x: float) -> int:
+    return int(struct.unpack("<i", struct.pack("<f", x))[0])
+
+
+def from_bits32(x: int) -> np.float32:
+    return f32(struct.unpack("<f", struct.pack("<I", x & 0xFFFFFFFF))[0])
+
+
+@functools.cache
+def exp32(x: np.float32) -> np.float32:
+    if np.isnan(x):
+        return x
+    x = max(x, f32(-88))
+    t = fma32(x, LOG2E, 12583039)
+    n = t - f32(12583039)
+    f = fma32(n, -LN2_LOW, fma32(n, -LN2, x))
+    q = f32(E[6])
+    for i in range(5, -1, -1):
+        q = fma32(q, f, E[i])
+    return f32(q * from_bits32(bits32(t) << 23))
+
+
+def log32(x: np.float32) -> np.float32:
+    if np.isnan(x):
+        return x
+    if x == 0:
+        return -INF
+    i = bits32(x) - 0x3F3504F3
+    k = i >> 23
+    f = from_bits32((i & 0x7FFFFF) + 0x3F3504F3) - f32(1)
+    q = f32(L[8])
+    for c in reversed(L[:8]):
+        q = fma32(q, f, c)
+    return fma32(k, LN2, fma32(k, LN2_LOW, fma32(q, f * f, f)))
+
+
+def by_halves(x: list[np.float32]) -> np.float32:
+    while len(x) > 1:
+        half = len(x) // 2
+        x = [f32(a + b) for a, b in zip(x[:half], x[half:], strict=True)]
+    return x[0]
+
+
+def largest(x: list[np.float32]) -> np.float32:
+    return f32(np.nan) if any(map(np.isnan, x)) else max(x)
+
+
+def softmax_row(z: list[np.float32]) -> tuple[np.float32, np.float32, np.float32]:
+    """R, logS and entropy of a row of logits."""
+    m, s, u = [], [], []
+    for v in range(0, len(z), 128):
+        block = z[v : v + 128] + [-INF] * (128 - len(z[v : v + 128]))
+        m.append(largest(block))
+        d = [f32(x - (f32(0) if m[-1] == -INF else m[-1])) for x in block]
+        e = [exp32(x) for x in d]
+        s.append(by_halves(e))
+        u.append(by_halves([f32(0) if y == 0 else f32(x * y) for x, y in zip(d, e, strict=True)]))
+    largest_m = largest(m)
+    shift = f32(0) if largest_m == -INF else largest_m
+    s_chains, u_chains = [f32(0)] * 32, [f32(0)] * 32
+    for b in range(len(m)):
+        a = f32(m[b] - shift)
+        w = exp32(a)
+        s_chains[b % 32] = fma32(s[b], w, s_chains[b % 32])
+        if w != 0:
+            u_chains[b % 32] = fma32(fma32(a, s[b], u[b]), w, u_chains[b % 32])
+    total = by_halves(s_chains)
+    log_sum = log32(total)
+    return shift, log_sum, f32(log_sum - f32(by_halves(u_chains) / total))
+
+
+def logp(z: list[float], target: int, temperature: float = 1.0) -> tuple[np.float32, np.float32]:
+    """The log-probability of `target`, and the entropy."""
+    with np.errstate(all="ignore"):
+        row = [f32(f32(x) * f32(1 / temperature)) for x in z]
+        shift, log_sum, entropy = softmax_row(row)
+        return f32(f32(row[target] - shift) - log_sum), entropy
+
+
+def grad_logits(
+    z: list[float], target: int, g: float, h: float | None = None, temperature: float = 1.0
+) -> list[np.float32]:
+    """dz in f32; `h` is the gradient of the entropy, if there is one."""
+    with np.errstate(all="ignore"):
+        scale = f32(1 / temperature)
+        row = [f32(f32(x) * scale) for x in z]
+        shift, log_sum, entropy = softmax_row(row)
+        g = f32(f32(g) * scale)
+        h = None if h is None else f32(f32(h) * scale)
+        out = []
+        for v, x in enumerate(row):
+            y = f32(f32(x - shift) - log_sum)
+            p = exp32(y)
+            k = g
+            if h is not None:
+                k = fma32(h, f32(0) if p == 0 else f32(y + entropy), g)
+            out.append(fma32(-k, p, g if v == target else f32(0)))
+        return out

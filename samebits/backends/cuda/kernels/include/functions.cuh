@@ -1,0 +1,105 @@
+// exp, log and sums by halves, bit for bit as docs/contract.md ("Log-probabilities") has them.
+#pragma once
+
+namespace contract {
+
+constexpr int VOCAB_BLOCK = 128;  // entries of the vocabulary that are summed by halves
+constexpr int CHAINS = 32;        // that the blocks of a row are dealt to in turn
+
+constexpr float LOG2E = 0x1.715476p+0f;
+constexpr float LN2 = 0x1.62e43p-1f;
+constexpr float LN2_LOW = -0x1.05c61p-29f;
+constexpr float E0 = 0x1p+0f;
+constexpr float E1 = 0x1p+0f;
+constexpr float E2 = 0x1.fffffap-2f;
+constexpr float E3 = 0x1.55549p-3f;
+constexpr float E4 = 0x1.555a6ap-5f;
+constexpr float E5 = 0x1.123b28p-7f;
+constexpr float E6 = 0x1.693ea6p-10f;
+constexpr float L1 = -0x1p-1f;
+constexpr float L2 = 0x1.555554p-2f;
+constexpr float L3 = -0x1.000226p-2f;
+constexpr float L4 = 0x1.99a008p-3f;
+constexpr float L5 = -0x1.547244p-3f;
+constexpr float L6 = 0x1.22da1cp-3f;
+constexpr float L7 = -0x1.0d8542p-3f;
+constexpr float L8 = 0x1.055b72p-3f;
+constexpr float L9 = -0x1.38b59p-4f;
+
+// The larger of two; NaN if one is.
+__device__ __forceinline__ float maximum(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+#else
+    return a > b || a != a ? a : b;
+#endif
+}
+
+// What is subtracted from logits of this maximum: +0 for -inf.
+__device__ __forceinline__ float shift_of(float maximum) {
+    return maximum == __int_as_float(0xFF800000) ? 0.0f : maximum;
+}
+
+// For x <= 0 and NaN; +0 below -87.7.
+__device__ __forceinline__ float exp(float x) {
+    constexpr float TO_INTEGER = 12583039.0f;  // 1.5 * 2^23 + 127: the low bits of a sum with it are n + 127
+    x = maximum(x, -88.0f);
+    const float t = __fmaf_rn(x, LOG2E, TO_INTEGER);
+    const float n = __fsub_rn(t, TO_INTEGER);
+    float f = __fmaf_rn(n, -LN2, x);
+    f = __fmaf_rn(n, -LN2_LOW, f);
+    float q = __fmaf_rn(E6, f, E5);
+    q = __fmaf_rn(q, f, E4);
+    q = __fmaf_rn(q, f, E3);
+    q = __fmaf_rn(q, f, E2);
+    q = __fmaf_rn(q, f, E1);
+    q = __fmaf_rn(q, f, E0);
+    return __fmul_rn(q, __int_as_float(__float_as_int(t) << 23));
+}
+
+// For normal x > 0, +0 and NaN.
+__device__ __forceinline__ float log(float x) {
+    constexpr int SQRT_HALF = 0x3F3504F3;
+    const int i = __float_as_int(x) - SQRT_HALF;
+    const float k = static_cast<float>(i >> 23);
+    const float f = __fsub_rn(__int_as_float((i & 0x7FFFFF) + SQRT_HALF), 1.0f);
+    float q = __fmaf_rn(L9, f, L8);
+    q = __fmaf_rn(q, f, L7);
+    q = __fmaf_rn(q, f, L6);
+    q = __fmaf_rn(q, f, L5);
+    q = __fmaf_rn(q, f, L4);
+    q = __fmaf_rn(q, f, L3);
+    q = __fmaf_rn(q, f, L2);
+    q = __fmaf_rn(q, f, L1);
+    const float y = __fmaf_rn(k, LN2, __fmaf_rn(k, LN2_LOW, __fmaf_rn(q, __fmul_rn(f, f), f)));
+    return x > 0.0f ? y : x == 0.0f ? __int_as_float(0xFF800000) : x;
+}
+
+// The sum of `count` values (a power of two), which it overwrites.
+template <int count>
+__device__ __forceinline__ float sum_by_halves(float (&x)[count]) {
+#pragma unroll
+    for (int half = count / 2; half > 0; half /= 2)
+#pragma unroll
+        for (int i = 0; i < half; ++i) x[i] = __fadd_rn(x[i], x[half + i]);
+    return x[0];
+}
+
+// The sum over the lanes of a warp, lane i holding the i-th value. Every lane gets it.
+__device__ __forceinline__ float warp_sum_by_halves(float x) {
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) x = __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFF, x, half));
+    return x;
+}
+
+__device__ __forceinline__ float warp_maximum(float x) {
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) x = maximum(x, __shfl_xor_sync(0xFFFFFFFF, x, half));
+    return x;
+}
+
+__device__ __forceinline__ float canonical(float x) { return x != x ? __int_as_float(0x7FFFFFFF) : x; }
+
+}  // namespace contract
