@@ -5,6 +5,8 @@ from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, MmaMod
 from samebits.ops.addmm import addmm_
 from samebits.ops.bmm import bmm
 from samebits.ops.linear import linear
+from samebits.ops.linear_logp import linear_logp
+from samebits.ops.logp import logp
 from samebits.ops.matmul import matmul
 from samebits.prepare import prepare
 
@@ -19,6 +21,8 @@ __all__ = [
     "addmm_",
     "bmm",
     "linear",
+    "linear_logp",
+    "logp",
     "matmul",
     "prepare",
     "use_mma_model",

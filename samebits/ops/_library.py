@@ -126,13 +126,13 @@ SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_operands(
-    op: str, contract: Contract | None, operands: dict[str, Tensor]
+    op: str, contract: Contract | None, operands: dict[str, Tensor], *, autocast: bool = True
 ) -> tuple[list[Tensor], str, bool]:
     """Refuse operands that are not dense tensors of one supported dtype on one device.
 
     Returns:
-        The operands, in the dtype that ``torch.autocast`` wants them in if it is on; the key of the contract
-        to run under; and whether all operands are known to be plain (:func:`all_plain`).
+        The operands, with `autocast` in the dtype that ``torch.autocast`` wants them in if it is on; the key
+        of the contract to run under; and whether all operands are known to be plain (:func:`all_plain`).
     """
     tensors = list(operands.values())
     if contract is None and _glance(tensors):
@@ -162,7 +162,7 @@ def check_operands(
     kind = tensors[0].device.type
     if kind not in ("cpu", "cuda", "meta"):
         raise ValueError(f"samebits.{op}: expected tensors on a CPU or CUDA device, got {tensors[0].device}")
-    if kind != "meta" and torch.is_autocast_enabled(kind):
+    if autocast and kind != "meta" and torch.is_autocast_enabled(kind):
         tensors = [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
     dtype, first = tensors[0].dtype, next(iter(operands))
     for name, t in zip(operands, tensors, strict=True):

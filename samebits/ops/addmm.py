@@ -128,7 +128,11 @@ def _cpu(
 
 
 def _cpu_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, contract: str) -> None:
-    acc.copy_(_cpu(acc, a, b, cu_seqlens, torch.float32, contract))
+    from samebits.backends.reference import matmul as reference
+
+    if cu_seqlens is not None:
+        check_cu_seqlens("addbmm_", cu_seqlens, a.shape[-1])
+    reference.addbmm_(acc, a, b, cu_seqlens, contract=contract)
 
 
 def _cuda(

@@ -71,22 +71,23 @@ def linear(
             f" got {shape(bias)}"
         )
     if cu_seqlens is not None:
-        _check_cu_seqlens_form(x, cu_seqlens)
+        check_cu_seqlens_form("linear", "x", x, cu_seqlens)
     plain = plain and cu_seqlens is None
     return _operator(x, weight, bias, cu_seqlens, key, plain=plain)  # type: ignore[no-any-return]
 
 
-def _check_cu_seqlens_form(x: Tensor, cu_seqlens: Tensor) -> None:
+def check_cu_seqlens_form(op: str, name: str, x: Tensor, cu_seqlens: Tensor) -> None:
+    """Refuse what cannot be the offsets of sequences in `x`, called `name`. Reads no values."""
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"samebits.linear: cu_seqlens: expected a Tensor, got {type(cu_seqlens).__name__}")
+        raise TypeError(f"samebits.{op}: cu_seqlens: expected a Tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"samebits.linear: cu_seqlens: expected int32 or int64, got {cu_seqlens.dtype}")
+        raise TypeError(f"samebits.{op}: cu_seqlens: expected int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.ndim != 1:
-        raise ValueError(f"samebits.linear: cu_seqlens: expected 1-D, got shape {shape(cu_seqlens)}")
-    check_device("linear", "cu_seqlens", cu_seqlens, "x", x)
+        raise ValueError(f"samebits.{op}: cu_seqlens: expected 1-D, got shape {shape(cu_seqlens)}")
+    check_device(op, "cu_seqlens", cu_seqlens, name, x)
     if x.ndim != 2 and not (x.ndim == 3 and x.shape[0] == 1):
         raise ValueError(
-            "samebits.linear: x: with cu_seqlens expected [tokens, in_features] or [1, tokens, in_features],"
+            f"samebits.{op}: {name}: with cu_seqlens expected [tokens, features] or [1, tokens, features],"
             f" got shape {shape(x)}"
         )
 
@@ -129,9 +130,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = product(rows, weight, None, x.dtype, ctx.contract).reshape(x.shape)
     if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
         return grad_x, None, None, None, None
-    columns = _sequences(grad).mT
+    columns = sequences(grad).mT
     if ctx.needs_input_grad[1]:
-        out = addbmm(None, columns, _sequences(x), cu_seqlens, weight.dtype, ctx.contract)
+        out = addbmm(None, columns, sequences(x), cu_seqlens, weight.dtype, ctx.contract)
         grad_weight = out[0]
     if ctx.needs_input_grad[2]:
         ones = grad.new_ones(()).expand(*columns.shape[:2], columns.shape[3], 1)
@@ -140,7 +141,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_weight, grad_bias, None, None
 
 
-def _sequences(t: Tensor) -> Tensor:
+def sequences(t: Tensor) -> Tensor:
     """``t[B, T, ..., features]`` as ``[1, B, tokens, features]``; 1-D and 2-D tensors are one sequence."""
     leading = t.shape[:-1]
     count = leading[0] if len(leading) > 1 else 1

@@ -85,16 +85,35 @@ def addbmm(
         return out
     chain = torch.empty(shape, dtype=torch.float32, device=a.device).copy_(acc)
     _run_sequences(a, b, chain, contract, cu_seqlens=cu_seqlens, accumulate=True)
-    if out_dtype == torch.float32:
-        return chain
-    out = a.new_empty(shape, dtype=out_dtype)
-    no_terms = a[:, 0, :, :0], b[:, 0, :0]
-    return matmul_sm80.matmul(*no_terms, acc=chain, out=out)  # rounds, and canonicalises NaN
+    return rounded(chain, out_dtype)
+
+
+def addbmm_out(out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
+    """`addbmm` from +0 into ``out``."""
+    _run_sequences(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=False)
 
 
 def addbmm_(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
     """`addbmm` in place of ``acc``."""
     _run_sequences(a, b, acc, contract, cu_seqlens=cu_seqlens, accumulate=True)
+
+
+def carry_on(acc: Tensor, a: Tensor, b: Tensor, *, contract: str) -> None:
+    """Carry the plain chains in float32 ``acc[M, N]`` on over ``a[M, K] @ b[K, N]``, in place.
+
+    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16.
+    """
+    _run(a, b, acc, contract, accumulate=True)
+
+
+def rounded(chain: Tensor, dtype: torch.dtype) -> Tensor:
+    """The results in `dtype` of the chains in contiguous ``chain``, in which kernels left canonical NaN."""
+    if dtype == torch.float32:
+        return chain
+    flat = chain.view(-1, chain.shape[-1])
+    out = torch.empty_like(flat, dtype=dtype)
+    matmul_sm80.matmul(out[:, :0], out[:0], acc=flat, out=out)  # adds no term
+    return out.view(chain.shape)
 
 
 def _run_sequences(

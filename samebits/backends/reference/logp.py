@@ -1,67 +1,73 @@
-"""Log-probabilities on CPU tensors: statistics by blocks of the vocabulary, combined in a fixed order."""
+"""Log-probabilities on CPU tensors from given logits: hands rows to threads that run `logp_kernels`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from samebits.backends.reference import logp_kernels as kernels
+from samebits.backends.reference.matmul import require_subnormals, rounded
+from samebits.backends.rows import Rows, Statistics
 from samebits.functions import VOCAB_BLOCK
 
-_ROWS_WORTH_A_THREAD = 1 << 14  # logits of them
+_WORTH_A_THREAD = 1 << 15
 
 
-class Statistics(NamedTuple):
-    """What the forward pass keeps of the logits; ``[tokens, blocks]`` but for the last, ``[tokens]``."""
-
-    m: Tensor
-    s: Tensor
-    u: Tensor
-    target_logit: Tensor
-
-    @classmethod
-    def empty(cls, tokens: int, vocabulary: int, *, entropy: bool) -> Statistics:
-        blocks = -(-vocabulary // VOCAB_BLOCK)
-        m, s, u = (torch.empty(tokens, n) for n in (blocks, blocks, blocks if entropy else 0))
-        return cls(m, s, u, torch.full((tokens,), torch.nan))
-
-
-def add_statistics(
-    to: Statistics, logits: Tensor, first: int, target: Tensor, *, scale: float, entropy: bool
-) -> None:
-    """The part of `to` that follows from ``logits[tokens, n]`` of the entries from `first` on.
+def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> None:
+    """What of `to` follows from ``logits[tokens, n]`` of the vocabulary's entries from `first` on.
 
     Args:
-        logits: float32, bfloat16 or float16; multiplied by `scale`, with one rounding.
-        first: a multiple of 128.
-        target: int64 ``[tokens]``.
+        logits: float32, bfloat16 or float16.
+        first: a multiple of 128; n is one too, or reaches to the vocabulary's end.
     """
+    require_subnormals()
     wide = logits.to(torch.float32)
-    arrays = wide.numpy(), scale, first // VOCAB_BLOCK, to.m.numpy(), to.s.numpy(), to.u.numpy(), entropy
-    _over_rows(wide, lambda start, stop: kernels.block_statistics(*arrays, start, stop))
-    here = ((target >= first) & (target < first + logits.shape[1])).nonzero()[:, 0]
-    to.target_logit[here] = wide[here, target[here] - first] * torch.tensor(scale)
+    arrays = wide.numpy(), rows.scale, first // VOCAB_BLOCK, to.m.numpy(), to.s.numpy(), to.u.numpy()
+    _over_rows(wide, lambda *span: kernels.block_statistics(*arrays, rows.with_entropy, *span))
+    here = ((rows.target >= first) & (rows.target < first + logits.shape[1])).nonzero()[:, 0]
+    to.target_logit[here] = wide[here, rows.target[here] - first] * torch.tensor(rows.scale)
 
 
-def combine(statistics: Statistics, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies, and of every row R and logS."""
+def combine(statistics: Statistics, rows: Rows) -> None:
+    """Fill in the results of `rows`."""
     m, s, u, target_logit = (t.numpy() for t in statistics)
-    tokens = len(target_logit)
-    out = [torch.empty(n) for n in (tokens, tokens if entropy else 0, tokens, tokens)]
-    logp, entropies, shift, log_sum = (t.numpy() for t in out)
-    kernels.combine(m, s, u, shift, log_sum, entropies, entropy)
+    target, logp, entropy, shift, log_sum = (
+        t.numpy() for t in (rows.target, rows.logp, rows.entropy, rows.shift, rows.log_sum)
+    )
+    kernels.combine(m, s, u, shift, log_sum, entropy, rows.with_entropy)
     kernels.select(target_logit, shift, log_sum, logp)
-    return out[0], out[1], out[2], out[3]
+    for results in (logp, entropy) if rows.with_entropy else (logp,):
+        results[(target < 0) | (target >= rows.vocabulary)] = kernels.NAN
+        results[target == rows.ignore_index] = 0
+
+
+def grad_logits(
+    logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """dz in `dtype` of such logits as :func:`add_statistics` takes, from the gradients of the results."""
+    require_subnormals()
+    wide = logits.to(torch.float32)
+    out = torch.empty_like(wide)
+    scale = torch.tensor(rows.scale)
+    known = (rows.target >= 0) & (rows.target < rows.vocabulary) & (rows.target != rows.ignore_index)
+    arrays = (
+        *(wide.numpy(), rows.scale, torch.where(known, rows.target - first, -1 << 62).numpy(), known.numpy()),
+        *(rows.shift.numpy(), rows.log_sum.numpy(), rows.entropy.numpy()),
+        (grad * scale).numpy(),
+        np.empty(0, np.float32) if grad_entropy is None else (grad_entropy * scale).numpy(),
+        out.numpy(),
+    )
+    _over_rows(wide, lambda *span: kernels.grad_logits(*arrays, *span))
+    return rounded(out, dtype)
 
 
 def _over_rows(logits: Tensor, run: Callable[[int, int], None]) -> None:
     rows = logits.shape[0]
-    threads = min(torch.get_num_threads(), rows, 1 + logits.numel() // _ROWS_WORTH_A_THREAD)
+    threads = min(torch.get_num_threads(), rows, 1 + logits.numel() // _WORTH_A_THREAD)
     if threads <= 1:
         run(0, rows)
         return

@@ -17,7 +17,8 @@ from samebits.functions import CHAINS, CONSTANTS, VOCAB_BLOCK
 _LOG2E, _LN2, _LN2_LOW = (np.float32(CONSTANTS[name]) for name in ("LOG2E", "LN2", "LN2_LOW"))
 _E2, _E3, _E4, _E5, _E6 = (np.float32(CONSTANTS[f"E{i}"]) for i in range(2, 7))
 _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8, _L9 = (np.float32(CONSTANTS[f"L{i}"]) for i in range(1, 10))
-_ONE, _ZERO, _INF, _NAN = (np.float32(x) for x in (1, 0, np.inf, np.nan))
+_ONE, _ZERO, _INF = np.float32(1), np.float32(0), np.float32(np.inf)
+NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 _LOWEST = np.float32(-88)
 _TO_INTEGER = np.float32(1.5 * 2**23 + 127)
 _SQRT_HALF = np.uint32(0x3F3504F3)
@@ -91,7 +92,7 @@ def _shift(maximum):
 
 @_njit(f32(f32))
 def _canonical(x):
-    return bits_to_f32(np.uint32(0x7FFFFFFF)) if x != x else x
+    return NAN if x != x else x
 
 
 _ROWS = f32[:, :]
@@ -142,7 +143,7 @@ def combine(m, s, u, shift, log_sum, entropies, entropy):
             if entropy and w != _ZERO:
                 u_chain[chain] = fma(fma(a, s[row, b], u[row, b]), w, u_chain[chain])
         total = _sum_by_halves(s_chain)
-        shift[row], log_sum[row] = r, _canonical(log(total))
+        shift[row], log_sum[row] = _canonical(r), _canonical(log(total))
         if entropy:
             entropies[row] = _canonical(log_sum[row] - _sum_by_halves(u_chain) / total)
 
@@ -152,3 +153,26 @@ def select(target_logit, shift, log_sum, out):
     """``log softmax(z)[t]`` from z[t]."""
     for row in range(len(out)):
         out[row] = _canonical(target_logit[row] - shift[row] - log_sum[row])
+
+
+@_njit(void(_ROWS, f32, i64[:], boolean[:], _ROW, _ROW, _ROW, _ROW, _ROW, _ROWS, i64, i64))
+def grad_logits(logits, scale, target, counts, shift, log_sum, entropy, grad, grad_entropy, out, first, last):
+    """dz of rows ``first <= row < last``; `grad` and `grad_entropy` (may be empty) are scaled already.
+
+    `target` counts from the first of these logits. Where not `counts`, dz is zero.
+    """
+    for row in range(first, last):
+        g, r, log_s = grad[row], shift[row], log_sum[row]
+        if not counts[row]:
+            out[row] = _ZERO
+        elif grad_entropy.size:
+            h, mean = grad_entropy[row], entropy[row]
+            for v in range(logits.shape[1]):
+                y = logits[row, v] * scale - r - log_s
+                p = exp(y)
+                k = fma(h, _ZERO if p == _ZERO else y + mean, g)
+                out[row, v] = fma(-k, p, g if v == target[row] else _ZERO)
+        else:
+            for v in range(logits.shape[1]):
+                y = logits[row, v] * scale - r - log_s
+                out[row, v] = fma(-g, exp(y), g if v == target[row] else _ZERO)

@@ -66,14 +66,35 @@ def addbmm(
     return _finish(chain, None, out_dtype)
 
 
+def addbmm_out(out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
+    """`addbmm` from +0 into ``out``."""
+    out.copy_(addbmm(None, a, b, cu_seqlens, out_dtype=out.dtype, contract=contract))
+
+
+def addbmm_(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
+    """`addbmm` in place of ``acc``."""
+    acc.copy_(addbmm(acc, a, b, cu_seqlens, out_dtype=torch.float32, contract=contract))
+
+
+def carry_on(acc: Tensor, a: Tensor, b: Tensor, *, contract: str) -> None:
+    """Carry the plain chains in float32 ``acc[M, N]`` on over ``a[M, K] @ b[K, N]``, in place.
+
+    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16.
+    """
+    spans = np.array([[0, 0, a.shape[1]]])
+    _chain(a[None, None], b[None, None], acc.numpy()[None], spans, contract, closing_zero=False)
+
+
+def rounded(acc: Tensor, dtype: torch.dtype) -> Tensor:
+    """The results in `dtype` of chains in ``acc[M, N]``."""
+    return _finish(acc.numpy()[None], None, dtype)[0]
+
+
 def _chain(
     a: Tensor, b: Tensor, out: _F32, spans: npt.NDArray[np.int64], contract: str, *, closing_zero: bool
 ) -> None:
     """Carry ``out[B, M, N]`` on over all `spans` of ``a[B, S, M, K]`` and ``b[B, S, K, N]``."""
-    if not kernels.keeps_subnormals(_SUBNORMAL_PROBE):
-        raise RuntimeError(
-            "this thread flushes subnormals to zero, which changes bits; call torch.set_flush_denormal(False)"
-        )
+    require_subnormals()
     model = contract_from_key(contract)
     if out.size == 0:
         return
@@ -101,6 +122,14 @@ def _chain(
     # A pool for each product costs 0.1 ms, and leaves nothing behind for a fork to break.
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(run, bounds[:-1], bounds[1:]))
+
+
+def require_subnormals() -> None:
+    """Refuse to compute in a thread whose arithmetic flushes subnormals."""
+    if not kernels.keeps_subnormals(_SUBNORMAL_PROBE):
+        raise RuntimeError(
+            "this thread flushes subnormals to zero, which changes bits; call torch.set_flush_denormal(False)"
+        )
 
 
 def _widen(x: Tensor) -> _F32:

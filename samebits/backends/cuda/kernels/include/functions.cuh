@@ -1,6 +1,8 @@
 // exp, log and sums by halves, bit for bit as docs/contract.md ("Log-probabilities") has them.
 #pragma once
 
+#define INF __int_as_float(0x7F800000)
+
 namespace contract {
 
 constexpr int VOCAB_BLOCK = 128;  // entries of the vocabulary that are summed by halves
@@ -39,7 +41,7 @@ __device__ __forceinline__ float maximum(float a, float b) {
 
 // What is subtracted from logits of this maximum: +0 for -inf.
 __device__ __forceinline__ float shift_of(float maximum) {
-    return maximum == __int_as_float(0xFF800000) ? 0.0f : maximum;
+    return maximum == -INF ? 0.0f : maximum;
 }
 
 // For x <= 0 and NaN; +0 below -87.7.
@@ -74,7 +76,7 @@ __device__ __forceinline__ float log(float x) {
     q = __fmaf_rn(q, f, L2);
     q = __fmaf_rn(q, f, L1);
     const float y = __fmaf_rn(k, LN2, __fmaf_rn(k, LN2_LOW, __fmaf_rn(q, __fmul_rn(f, f), f)));
-    return x > 0.0f ? y : x == 0.0f ? __int_as_float(0xFF800000) : x;
+    return x > 0.0f ? y : x == 0.0f ? -INF : x;
 }
 
 // The sum of `count` values (a power of two), which it overwrites.

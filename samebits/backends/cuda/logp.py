@@ -1,0 +1,103 @@
+"""Log-probabilities on CUDA tensors from given logits: ``kernels/logp.cu``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from samebits.backends.cuda import runtime
+from samebits.backends.rows import Rows, Statistics
+from samebits.functions import VOCAB_BLOCK
+
+_THREADS = 256
+_WARPS = _THREADS // 32
+_GRADS_A_THREAD = 4
+
+# The macros of convert.cuh.
+_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+# The parameter structs of logp.cu.
+_PARAMS = {
+    "block_statistics": "PqPPPPPqqif",
+    "combine": "PPPPPPPPPqqii",
+    "grad_logits": "PqPPPPPPPqqqqqf",
+}
+
+
+def kernel_spec(
+    entry: str,
+    logits: torch.dtype = torch.float32,
+    grads: torch.dtype = torch.float32,
+    *,
+    entropy: bool,
+) -> runtime.KernelSpec:
+    """One of the kernels: ``block_statistics``, ``combine`` or ``grad_logits``."""
+    constants = ("LOGITS", _TYPES[logits]), ("GRADS", _TYPES[grads]), ("ENTROPY", int(entropy))
+    return runtime.KernelSpec("logp.cu", entry, _PARAMS[entry], constants, block=_THREADS)
+
+
+def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> None:
+    """What of `to` follows from ``logits[tokens, n]`` of the vocabulary's entries from `first` on.
+
+    Args:
+        logits: float32, bfloat16 or float16.
+        first: a multiple of 128; n is one too, or reaches to the vocabulary's end.
+    """
+    logits = _with_rows(logits)
+    tokens, width = logits.shape
+    block, blocks = first // VOCAB_BLOCK, to.m.shape[1]
+    kernel = runtime.load(
+        kernel_spec("block_statistics", logits.dtype, entropy=rows.with_entropy), logits.get_device()
+    )
+    kernel.launch(
+        (tokens * -(-width // (_WARPS * VOCAB_BLOCK)), 1, 1),
+        *(logits.data_ptr(), logits.stride(0), rows.target.data_ptr()),
+        *(t.data_ptr() + 4 * block for t in (to.m, to.s)),
+        to.u.data_ptr() + 4 * block if rows.with_entropy else 0,
+        *(to.target_logit.data_ptr(), first, width, blocks, rows.scale),
+    )
+
+
+def combine(statistics: Statistics, rows: Rows) -> None:
+    """Fill in the results of `rows`."""
+    tokens, blocks = statistics.m.shape
+    kernel = runtime.load(kernel_spec("combine", entropy=rows.with_entropy), rows.target.get_device())
+    kernel.launch(
+        (-(-tokens // _WARPS), 1, 1),
+        *(t.data_ptr() for t in statistics),
+        *(t.data_ptr() for t in (rows.target, rows.logp, rows.entropy, rows.shift, rows.log_sum)),
+        *(rows.vocabulary, rows.ignore_index, tokens, blocks),
+    )
+
+
+def grad_logits(
+    logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """dz in `dtype` of such logits as :func:`add_statistics` takes, from the gradients of the results."""
+    out = torch.empty(logits.shape, dtype=dtype, device=logits.device)
+    grad_logits_out(out, logits, first, rows, grad, grad_entropy)
+    return out
+
+
+def grad_logits_out(
+    out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
+) -> None:
+    """:func:`grad_logits` into `out`, whose rows may lie apart."""
+    logits = _with_rows(logits)
+    tokens, width = logits.shape
+    entropy = grad_entropy is not None
+    kernel = runtime.load(
+        kernel_spec("grad_logits", logits.dtype, out.dtype, entropy=entropy), logits.get_device()
+    )
+    kernel.launch(
+        (tokens * -(-width // (_THREADS * _GRADS_A_THREAD)), 1, 1),
+        *(logits.data_ptr(), logits.stride(0), rows.target.data_ptr()),
+        *(t.data_ptr() for t in (rows.shift, rows.log_sum, rows.entropy, grad)),
+        *(0 if grad_entropy is None else grad_entropy.data_ptr(), out.data_ptr(), out.stride(0)),
+        *(first, width, rows.vocabulary, rows.ignore_index, rows.scale),
+    )
+
+
+def _with_rows(logits: Tensor) -> Tensor:
+    """The same, contiguous along the vocabulary."""
+    return logits if logits.stride(1) == 1 else logits.contiguous()

@@ -1,0 +1,364 @@
+"""``samebits.linear_logp``: log-probabilities from hidden states, whose logits are never stored."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samebits.backends.rows import Rows
+from samebits.contract import Contract, contract_from_key
+from samebits.functions import VOCAB_BLOCK
+from samebits.ops._library import call, check_device, check_operands, library, shape
+from samebits.ops.addmm import assert_cu_seqlens, check_cu_seqlens
+from samebits.ops.linear import check_cu_seqlens_form, sequences
+from samebits.ops.logp import check_target, pieces, refuse_second_derivatives
+
+library.define(
+    "linear_logp(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? cu_seqlens,"
+    " Tensor? main_grad, int ignore_index, float scale, bool entropy, str contract)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.define(
+    "linear_logp_backward(Tensor grad, Tensor? grad_entropy, Tensor hidden, Tensor weight, Tensor? bias,"
+    " Tensor target, Tensor? cu_seqlens, Tensor(a!)? main_grad, Tensor entropy, Tensor shift, Tensor log_sum,"
+    " int ignore_index, float scale, str contract, bool[3] needed) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@overload
+def linear_logp(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    return_entropy: Literal[False] = False,
+    cu_seqlens: Tensor | None = None,
+    main_grad: Tensor | None = None,
+    contract: Contract | None = None,
+) -> Tensor: ...
+
+
+@overload
+def linear_logp(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    return_entropy: Literal[True],
+    cu_seqlens: Tensor | None = None,
+    main_grad: Tensor | None = None,
+    contract: Contract | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def linear_logp(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    cu_seqlens: Tensor | None = None,
+    main_grad: Tensor | None = None,
+    contract: Contract | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probabilities of targets under ``softmax((hidden @ weight.T + bias) / temperature)``.
+
+    ``z[v] = (sum over d of hidden[d] * weight[v, d] + bias[v]) * s``, with ``s = float32(1 / temperature)``,
+    ``logp = (z[t] - R) - log(sum over v of exp(z[v] - R))``, with ``R = max z``,
+    ``entropy = -sum over v of p[v] * log p[v]``, with ``p = softmax(z)``
+
+    Logits are the float32 accumulators of the product's chain over ascending d, plus the bias; they are never
+    rounded to 16 bits, and exist only a part at a time. The sums over the vocabulary run over blocks of 128
+    entries in the order of ``docs/contract.md``, "Log-probabilities". A token's results depend on its hidden
+    state, the weights and its target alone.
+
+    Args:
+        hidden: ``[..., D]``; bfloat16, float16 or float32, any strides.
+        weight: ``[V, D]``; same dtype and device. It may be the embedding's, tied.
+        target: int64 or int32 ``[...]``, on the same device.
+        bias: ``[V]``; same dtype and device.
+        ignore_index: tokens with this target give 0 and have no gradient.
+        temperature: positive. It divides the logits, here and in the gradient alike.
+        return_entropy: return the entropy of every token's distribution as well.
+        cu_seqlens: packed sequences, as in :func:`samebits.linear`; they matter to weight gradients only.
+        main_grad: float32 ``[V, D]``. The backward then carries the chains of the weight's gradient on in it,
+            in place, instead of giving ``weight`` a gradient, so gradients accumulate over micro-batches
+            without rounding in between. ``weight`` must still require a gradient.
+        contract: as in :func:`samebits.matmul`.
+
+    Returns:
+        float32 ``[...]``, and with ``return_entropy`` a pair of these. A token gives NaN if one of its logits
+        is NaN or +inf, or all are -inf.
+
+    Gradients: those of the logits are rounded to the dtype of ``hidden`` (not under ``FMA``); from there on
+    as in :func:`samebits.linear`: of ``hidden`` one chain over the vocabulary, of ``weight`` and ``bias``
+    one chain over the tokens of all sequences. They are computed from logits that are computed again, a part
+    of the vocabulary at a time; the size of the parts changes no bit. Second derivatives are not implemented.
+
+    Raises:
+        TypeError: a dtype or the kind of an argument is not one of these.
+        ValueError: shapes or devices do not match, V is 0, or the temperature is not positive.
+        IndexError: a target is neither ``ignore_index`` nor within [0, V). To see that on a GPU, the call
+            waits for it. Where waiting is not possible (in CUDA-graph capture, under ``torch.compile`` and
+            ``torch.func``), such a token gives NaN and gradients of zero; nothing out of bounds is read.
+    """
+    operands = {"hidden": hidden, "weight": weight}
+    if bias is not None:
+        operands["bias"] = bias
+    (hidden, weight, *biases), key = check_operands("linear_logp", contract, operands)
+    bias = biases[0] if biases else None
+    _check_shapes(hidden, weight, bias)
+    target = check_target("linear_logp", target, "hidden", hidden, weight.shape[0], ignore_index)
+    scale = _scale(temperature)
+    if cu_seqlens is not None:
+        check_cu_seqlens_form("linear_logp", "hidden", hidden, cu_seqlens)
+    if main_grad is not None:
+        _check_main_grad(main_grad, weight)
+    out: Any = call(
+        torch.ops.samebits.linear_logp.default,
+        *(hidden, weight, bias, target, cu_seqlens, main_grad),
+        *(ignore_index, scale, bool(return_entropy), key),
+    )
+    logp: Tensor = out[0]
+    entropy: Tensor = out[1]
+    return (logp, entropy) if return_entropy else logp
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if hidden.ndim == 0:
+        raise ValueError("samebits.linear_logp: hidden: expected at least 1-D, got a 0-D tensor")
+    if weight.ndim != 2 or weight.shape[0] == 0:
+        raise ValueError(
+            f"samebits.linear_logp: weight: expected [V, D] with V > 0, got shape {shape(weight)}"
+        )
+    if hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            "samebits.linear_logp: hidden, weight: D must be equal, got"
+            f" {hidden.shape[-1]} and {weight.shape[1]} of shapes {shape(hidden)} and {shape(weight)}"
+        )
+    if bias is not None and (bias.ndim != 1 or bias.shape[0] != weight.shape[0]):
+        raise ValueError(
+            f"samebits.linear_logp: bias: expected shape {(weight.shape[0],)} for weight {shape(weight)},"
+            f" got {shape(bias)}"
+        )
+
+
+def _scale(temperature: float) -> float:
+    if not isinstance(temperature, (int, float)) or isinstance(temperature, bool):
+        raise TypeError(
+            f"samebits.linear_logp: temperature: expected a number, got {type(temperature).__name__}"
+        )
+    scale = float(np.float32(1 / temperature)) if temperature > 0 else 0.0
+    if not 0 < scale < math.inf:
+        raise ValueError(
+            "samebits.linear_logp: temperature: expected a positive number whose inverse float32 holds,"
+            f" got {temperature}"
+        )
+    return scale
+
+
+def _check_main_grad(main_grad: Tensor, weight: Tensor) -> None:
+    if not isinstance(main_grad, Tensor) or main_grad.dtype != torch.float32:
+        got = main_grad.dtype if isinstance(main_grad, Tensor) else type(main_grad).__name__
+        raise TypeError(f"samebits.linear_logp: main_grad: expected a float32 tensor, got {got}")
+    check_device("linear_logp", "main_grad", main_grad, "weight", weight)
+    if main_grad.shape != weight.shape:
+        raise ValueError(
+            f"samebits.linear_logp: main_grad: expected shape {shape(weight)} like weight,"
+            f" got {shape(main_grad)}"
+        )
+    if main_grad.requires_grad or not main_grad.is_contiguous():
+        raise ValueError(
+            "samebits.linear_logp: main_grad: expected a contiguous tensor that requires no grad, it is"
+            " changed in place"
+        )
+
+
+def _backend(t: Tensor) -> tuple[Any, Any, Any]:
+    """The modules that run this, log-probabilities of logits, and products on the device of `t`."""
+    if t.is_cuda:
+        from samebits.backends.cuda import linear_logp as cuda
+        from samebits.backends.cuda import logp as cuda_logp
+        from samebits.backends.cuda import matmul as cuda_matmul
+
+        return cuda, cuda_logp, cuda_matmul
+    from samebits.backends.reference import linear_logp as reference
+    from samebits.backends.reference import logp as reference_logp
+    from samebits.backends.reference import matmul as reference_matmul
+
+    return reference, reference_logp, reference_matmul
+
+
+_STATISTICS = 1 << 28  # logits whose statistics are held at once: 16 to 24 MiB
+_GRAD_LOGITS = 1 << 25  # gradients of logits that are held at once: 64 MiB in 16 bits
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    cu_seqlens: Tensor | None,
+    main_grad: Tensor | None,
+    ignore_index: int,
+    scale: float,
+    entropy: bool,
+    contract: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_cu_seqlens(hidden, cu_seqlens)
+    backend, logits, _ = _backend(hidden)
+    vocabulary, features = weight.shape
+    rows = Rows.empty(target.reshape(-1).contiguous(), vocabulary, ignore_index, scale=scale, entropy=entropy)
+    x = hidden.reshape(target.numel(), features)
+    for start, stop in pieces(target.numel(), vocabulary, _STATISTICS):
+        part = rows.part(start, stop)
+        logits.combine(backend.statistics(x[start:stop], weight, bias, part, contract=contract), part)
+    kept = target.shape if entropy else (0,)
+    return rows.logp.view(target.shape), rows.entropy.view(kept), rows.shift, rows.log_sum
+
+
+def _check_cu_seqlens(hidden: Tensor, cu_seqlens: Tensor | None) -> None:
+    if cu_seqlens is not None:
+        check = assert_cu_seqlens if hidden.is_cuda else check_cu_seqlens
+        check("linear_logp", cu_seqlens, hidden.shape[-2])
+
+
+def _gradients(
+    grad: Tensor,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    cu_seqlens: Tensor | None,
+    main_grad: Tensor | None,
+    entropy: Tensor,
+    shift: Tensor,
+    log_sum: Tensor,
+    ignore_index: int,
+    scale: float,
+    contract: str,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    backend, _, products = _backend(hidden)
+    vocabulary, features = weight.shape
+    tokens = target.numel()
+    x, none = hidden.reshape(tokens, features), shift.new_empty(0)
+    rows = Rows(
+        target.reshape(-1).contiguous(),
+        vocabulary,
+        ignore_index,
+        scale,
+        none,
+        entropy.reshape(-1),
+        shift,
+        log_sum,
+    )
+    grads = [None if g is None else g.reshape(-1).contiguous() for g in (grad, grad_entropy)]
+    dtype = torch.float32 if contract_from_key(contract).step == "fma" else hidden.dtype
+    dx = torch.zeros(x.shape if needed[0] else (0, 0), dtype=torch.float32, device=x.device)
+    dw = weight.new_empty(weight.shape if needed[1] and main_grad is None else (0, features))
+    db = weight.new_empty(vocabulary if needed[2] else 0)
+    by_sequence = sequences(hidden)
+    step = max(1, _GRAD_LOGITS // max(1, tokens) // VOCAB_BLOCK) * VOCAB_BLOCK
+    for first in range(0, vocabulary, step):
+        part = slice(first, min(first + step, vocabulary))
+        dz = backend.grad_logits(x, weight, bias, part, rows, *grads, dtype=dtype, contract=contract)
+        if needed[0]:
+            products.carry_on(dx, dz, weight[part], contract=contract)
+        columns = dz.view(*by_sequence.shape[:3], dz.shape[1]).mT
+        if needed[1] and main_grad is not None:
+            products.addbmm_(main_grad[None, part], columns, by_sequence, cu_seqlens, contract=contract)
+        elif needed[1]:
+            products.addbmm_out(dw[None, part], columns, by_sequence, cu_seqlens, contract=contract)
+        if needed[2]:
+            ones = dz.new_ones(()).expand(*columns.shape[:2], columns.shape[3], 1)
+            products.addbmm_out(db[None, part, None], columns, ones, cu_seqlens, contract=contract)
+    if needed[1] and main_grad is not None:
+        torch.autograd.graph.increment_version(main_grad)  # written where autograd cannot see
+    dhidden = products.rounded(dx, hidden.dtype).view(hidden.shape) if needed[0] else hidden.new_empty(0)
+    return dhidden, dw, db
+
+
+def _fake(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    cu_seqlens: Tensor | None,
+    main_grad: Tensor | None,
+    ignore_index: int,
+    scale: float,
+    entropy: bool,
+    contract: str,
+) -> tuple[Tensor, ...]:
+    shapes = (target.shape, target.shape if entropy else (0,), (target.numel(),), (target.numel(),))
+    return tuple(hidden.new_empty(s, dtype=torch.float32) for s in shapes)
+
+
+def _fake_gradients(*args: Any) -> tuple[Tensor, ...]:
+    hidden, weight, main_grad, needed = args[2], args[3], args[7], args[-1]
+    return (
+        hidden.new_empty(hidden.shape if needed[0] else (0,)),
+        weight.new_empty(weight.shape if needed[1] and main_grad is None else (0, weight.shape[1])),
+        weight.new_empty(weight.shape[0] if needed[2] else 0),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    # main_grad is no saved tensor: other micro-batches may change it before this one's backward.
+    *tensors, ctx.main_grad, ctx.ignore_index, ctx.scale, _, ctx.contract = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
+    refuse_second_derivatives("linear_logp")
+    hidden, weight, bias, target, cu_seqlens, entropy, shift, log_sum = ctx.saved_tensors
+    needed = list(ctx.needs_input_grad[:3])
+    if grad is None:
+        grad = shift.new_zeros(target.shape)
+    gradients = torch.ops.samebits.linear_logp_backward(
+        *(
+            grad,
+            grad_entropy,
+            hidden,
+            weight,
+            bias,
+            target,
+            cu_seqlens,
+            ctx.main_grad,
+            entropy,
+            shift,
+            log_sum,
+        ),
+        *(ctx.ignore_index, ctx.scale, ctx.contract, needed),
+    )
+    needed[1] = needed[1] and ctx.main_grad is None
+    return *(g if n else None for g, n in zip(gradients, needed, strict=True)), *(None,) * 7
+
+
+for kind in ("CPU", "CUDA"):
+    library.impl("linear_logp", _forward, kind)
+    library.impl("linear_logp_backward", _gradients, kind)
+torch.library.register_fake("samebits::linear_logp", _fake, lib=library)
+torch.library.register_fake("samebits::linear_logp_backward", _fake_gradients, lib=library)
+torch.library.register_autograd("samebits::linear_logp", _backward, setup_context=_setup_context, lib=library)

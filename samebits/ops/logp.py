@@ -1,0 +1,163 @@
+"""``samebits.logp``: selected log-softmax of given logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.backends.rows import Rows, Statistics
+from samebits.ops._library import call, check_device, check_operands, has_memory, library, shape
+
+library.define(
+    "logp(Tensor logits, Tensor target, int ignore_index) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.define(
+    "logp_backward(Tensor grad, Tensor logits, Tensor target, Tensor shift, Tensor log_sum, int ignore_index)"
+    " -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
+    """The log-probability of a target under each row of logits, ``log_softmax(logits, -1)[target]``.
+
+    ``out[...] = (z[t] - R) - log(sum over v of exp(z[v] - R))``, with ``z = logits[...]`` and ``R = max z``
+
+    The sum runs over fixed blocks of 128 entries in a fixed order, with an exp and a log of this library's
+    own (see ``docs/contract.md``, "Log-probabilities"), so a row's result depends on that row alone and has
+    the same bits on every device.
+
+    Args:
+        logits: ``[..., V]``, bfloat16, float16 or float32, any strides; computed with as float32.
+        target: int64 or int32 ``[...]``, on the same device.
+        ignore_index: rows with this target give 0 and have no gradient.
+
+    Returns:
+        float32 ``[...]``. A row with NaN or +inf in it, or with nothing but -inf, gives NaN.
+
+    The gradient has the dtype of ``logits``, with one rounding.
+
+    Raises:
+        TypeError: a dtype is not one of these.
+        ValueError: shapes or devices do not match, or V is 0.
+        IndexError: a target is neither ``ignore_index`` nor within [0, V). To see that on a GPU, the call
+            waits for it. Where waiting is not possible (in CUDA-graph capture, under ``torch.compile`` and
+            ``torch.func``), such a row gives NaN, and a gradient of zero.
+    """
+    (logits,), _ = check_operands("logp", None, {"logits": logits}, autocast=False)
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"samebits.logp: logits: expected [..., V] with V > 0, got shape {shape(logits)}")
+    target = check_target("logp", target, "logits", logits, logits.shape[-1], ignore_index)
+    rows = logits.reshape(-1, logits.shape[-1])
+    out: Any = call(torch.ops.samebits.logp.default, rows, target.reshape(-1), ignore_index)
+    logp: Tensor = out[0]
+    return logp.reshape(target.shape)
+
+
+def check_target(
+    op: str, target: Tensor, name: str, like: Tensor, vocabulary: int, ignore_index: int
+) -> Tensor:
+    """Refuse targets that are not an index into the vocabulary for each row of `like`; as int64."""
+    if not isinstance(target, Tensor):
+        raise TypeError(f"samebits.{op}: target: expected a Tensor, got {type(target).__name__}")
+    if target.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"samebits.{op}: target: expected int64 or int32, got {target.dtype}")
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+        raise TypeError(f"samebits.{op}: ignore_index: expected an int, got {ignore_index!r}")
+    check_device(op, "target", target, name, like)
+    if target.shape != like.shape[:-1]:
+        raise ValueError(
+            f"samebits.{op}: target: expected shape {tuple(like.shape[:-1])} for {name} {shape(like)},"
+            f" got {shape(target)}"
+        )
+    if has_memory(target) and not (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        bad = ((target < 0) | (target >= vocabulary)) & (target != ignore_index)
+        if bad.any():
+            at = tuple(bad.nonzero()[0].tolist())
+            where = at[0] if len(at) == 1 else at
+            raise IndexError(
+                f"samebits.{op}: target: expected {ignore_index} (ignore_index) or a value in"
+                f" [0, {vocabulary}), got {target[at].item()} at position {where}"
+            )
+    return target.to(torch.int64)
+
+
+def _backend(t: Tensor) -> Any:
+    """The module that runs log-probabilities on the device of `t`."""
+    if t.is_cuda:
+        from samebits.backends.cuda import logp as cuda
+
+        return cuda
+    from samebits.backends.reference import logp as reference
+
+    return reference
+
+
+_LOGITS = 1 << 24  # worked on at once: bounds what widening and statistics take
+
+
+def pieces(tokens: int, vocabulary: int, logits: int) -> list[tuple[int, int]]:
+    """Spans of tokens with about so many logits."""
+    step = max(1, logits // vocabulary)
+    return [(start, min(start + step, tokens)) for start in range(0, tokens, step)]
+
+
+def _forward(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    backend = _backend(logits)
+    rows = Rows.empty(target.contiguous(), logits.shape[1], ignore_index)
+    for start, stop in pieces(logits.shape[0], logits.shape[1], _LOGITS):
+        part = rows.part(start, stop)
+        statistics = Statistics.empty(part)
+        backend.add_statistics(statistics, logits[start:stop], 0, part)
+        backend.combine(statistics, part)
+    return rows.logp, rows.shift, rows.log_sum
+
+
+def _grad_logits(
+    grad: Tensor, logits: Tensor, target: Tensor, shift: Tensor, log_sum: Tensor, ignore_index: int
+) -> Tensor:
+    none = shift.new_empty(0)
+    rows = Rows(target.contiguous(), logits.shape[1], ignore_index, 1.0, none, none, shift, log_sum)
+    if logits.numel() == 0:
+        return torch.empty_like(logits, memory_format=torch.contiguous_format)
+    return _backend(logits).grad_logits(logits, 0, rows, grad.contiguous(), None, logits.dtype)  # type: ignore[no-any-return]
+
+
+def _fake(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, ...]:
+    return tuple(logits.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
+
+
+def _fake_backward(
+    grad: Tensor, logits: Tensor, target: Tensor, shift: Tensor, log_sum: Tensor, ignore_index: int
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, target, ctx.ignore_index = inputs
+    ctx.save_for_backward(logits, target, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    refuse_second_derivatives("logp")
+    logits, target, shift, log_sum = ctx.saved_tensors
+    out = torch.ops.samebits.logp_backward(grad, logits, target, shift, log_sum, ctx.ignore_index)
+    return out, None, None
+
+
+def refuse_second_derivatives(op: str) -> None:
+    """Called in a backward: gradients are recorded there only if derivatives of them are wanted."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(f"samebits.{op}: second derivatives (create_graph) are not implemented")
+
+
+for kind in ("CPU", "CUDA"):
+    library.impl("logp", _forward, kind)
+    library.impl("logp_backward", _grad_logits, kind)
+torch.library.register_fake("samebits::logp", _fake, lib=library)
+torch.library.register_fake("samebits::logp_backward", _fake_backward, lib=library)
+torch.library.register_autograd("samebits::logp", _backward, setup_context=_setup_context, lib=library)
