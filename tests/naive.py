@@ -185,11 +185,12 @@ def largest(x: list[np.float32]) -> np.float32:
     return f32(np.nan) if any(map(np.isnan, x)) else max(x)
 
 
-def softmax_row(z: list[np.float32]) -> tuple[np.float32, np.float32, np.float32]:
+@functools.cache
+def softmax_row(z: tuple[np.float32, ...]) -> tuple[np.float32, np.float32, np.float32]:
     """R, logS and entropy of a row of logits."""
     m, s, u = [], [], []
     for v in range(0, len(z), 128):
-        block = z[v : v + 128] + [-INF] * (128 - len(z[v : v + 128]))
+        block = [*z[v : v + 128], *[-INF] * (v + 128 - len(z))]
         m.append(largest(block))
         d = [f32(x - (f32(0) if m[-1] == -INF else m[-1])) for x in block]
         e = [exp32(x) for x in d]
@@ -212,7 +213,7 @@ def softmax_row(z: list[np.float32]) -> tuple[np.float32, np.float32, np.float32
 def logp(z: list[float], target: int, temperature: float = 1.0) -> tuple[np.float32, np.float32]:
     """The log-probability of `target`, and the entropy."""
     with np.errstate(all="ignore"):
-        row = [f32(f32(x) * f32(1 / temperature)) for x in z]
+        row = tuple(f32(f32(x) * f32(1 / temperature)) for x in z)
         shift, log_sum, entropy = softmax_row(row)
         return f32(f32(row[target] - shift) - log_sum), entropy
 
@@ -223,7 +224,7 @@ def grad_logits(
     """dz in f32; `h` is the gradient of the entropy, if there is one."""
     with np.errstate(all="ignore"):
         scale = f32(1 / temperature)
-        row = [f32(f32(x) * scale) for x in z]
+        row = tuple(f32(f32(x) * scale) for x in z)
         shift, log_sum, entropy = softmax_row(row)
         g = f32(f32(g) * scale)
         h = None if h is None else f32(f32(h) * scale)

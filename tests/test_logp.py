@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from samebits import functions
-from samebits.backends.reference import logp as reference
+import samebits
+from samebits import FMA, Contract, functions
 from samebits.backends.reference import logp_kernels as kernels
-from samebits.testing import assert_same_bits
+from samebits.testing import assert_same_bits, values
 from tests import naive
+from tests.devices import DEVICES
+from tests.naive import f32
+from tests.test_conformance import CONTRACTS, NAMES, cases, expected
+from tests.test_invariance import takes
 from tests.ulps import RANGES, worst
 
 ROOT = Path(__file__).parent.parent
@@ -90,18 +102,301 @@ def rows(kind: str, tokens: int, vocabulary: int, seed: int = 0) -> Tensor:
     return z
 
 
-@pytest.mark.parametrize("vocabulary", [1, 3, 128, 300])
+NAN = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+
+
+def canonical(values: object) -> Tensor:
+    """float32 values of tests/naive.py, every NaN the canonical one."""
+    t = torch.tensor(np.array(values, np.float32))
+    return torch.where(t.isnan(), NAN, t)
+
+
+def narrow(values: list[list[np.float32]], dtype: torch.dtype) -> Tensor:
+    """Rounded as a result is, by tests/naive.py."""
+    patterns = [[naive.finish(float(x), NAMES[dtype]) for x in row] for row in values]
+    return torch.tensor(patterns).to(torch.int32 if dtype == torch.float32 else torch.int16).view(dtype)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 3, 130])
 @pytest.mark.parametrize("kind", KINDS)
-def test_reference_is_the_naive_one(kind: str, vocabulary: int) -> None:
-    z = rows(kind, 3, vocabulary)
-    target = torch.tensor([0, vocabulary // 2, vocabulary - 1])
-    for temperature in (1.0, 0.7):
-        want = [naive.logp(row, t, temperature) for row, t in zip(z.tolist(), target.tolist(), strict=True)]
-        statistics = reference.Statistics.empty(3, vocabulary, entropy=True)
-        scale = float(np.float32(1 / temperature))
-        reference.add_statistics(statistics, z, 0, target, scale=scale, entropy=True)
-        logp, entropies, _, _ = reference.combine(statistics, entropy=True)
-        nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
-        for got, index in ((logp, 0), (entropies, 1)):
-            expected = torch.tensor(np.array([w[index] for w in want]))
-            assert_same_bits(got, torch.where(expected.isnan(), nan, expected))
+@pytest.mark.parametrize("device", DEVICES)
+def test_logp_is_the_naive_one(device: str, kind: str, vocabulary: int) -> None:
+    for dtype in NAMES if kind in ("normal", "masked") else [torch.float32]:
+        z = rows(kind, 4, vocabulary).to(dtype).requires_grad_()
+        target = torch.tensor([0, vocabulary // 2, -100, vocabulary - 1])
+        grad = torch.tensor([1.0, -0.3, 1.0, 1e-3])
+        given = z.detach().to(device).requires_grad_()
+        out = samebits.logp(given, target.to(device))
+        want = [naive.logp(z[i].tolist(), t)[0] if t >= 0 else 0.0 for i, t in enumerate(target.tolist())]
+        assert_same_bits(out, canonical(want))
+        (dz,) = torch.autograd.grad(out, given, grad.to(device))
+        want_dz = [
+            naive.grad_logits(z[i].tolist(), t, grad[i].item()) if t >= 0 else [f32(0)] * vocabulary
+            for i, t in enumerate(target.tolist())
+        ]
+        assert_same_bits(dz, narrow(want_dz, dtype))
+
+
+def naive_linear_logp(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    grads: list[Tensor],
+    contract: Contract,
+    temperature: float,
+    sequences: list[tuple[int, int]],
+) -> dict[str, Tensor]:
+    """Results and gradients for ``hidden[tokens, D]``."""
+    f32_bias = None if bias is None else bias.float()
+    z = expected(hidden, weight.mT, contract, out=torch.float32, bias=f32_bias).tolist()
+    pairs = [naive.logp(row, max(t, 0), temperature) for row, t in zip(z, target.tolist(), strict=True)]
+    ignored = target == -100
+    dz = [
+        [f32(0)] * len(row)
+        if t < 0
+        else naive.grad_logits(row, t, *(g[i].item() for g in grads), temperature=temperature)
+        for i, (row, t) in enumerate(zip(z, target.tolist(), strict=True))
+    ]
+    dz_dtype = torch.float32 if contract.step == "fma" else hidden.dtype
+    dz = narrow(dz, dz_dtype)
+    wide = [x.to(dz_dtype) for x in (hidden, weight)]
+    ones = torch.ones(len(hidden), 1, dtype=dz_dtype)
+    return {
+        "logp": canonical([p[0] for p in pairs]).masked_fill(ignored, 0),
+        "entropy": canonical([p[1] for p in pairs]).masked_fill(ignored, 0),
+        "hidden": expected(dz, wide[1], contract, out=hidden.dtype),
+        "weight": expected(dz.mT, wide[0], contract, out=hidden.dtype, sequences=sequences),
+        "bias": expected(dz.mT, ones, contract, out=hidden.dtype, sequences=sequences)[:, 0],
+    }
+
+
+@pytest.mark.parametrize("kind", ["normal", "special"])
+@pytest.mark.parametrize(("contract", "dtype", "device"), CONTRACTS)
+@pytest.mark.parametrize(("temperature", "with_entropy"), [(1.0, False), (0.7, True)])
+def test_linear_logp_is_the_naive_one(
+    contract: Contract, dtype: torch.dtype, device: str, kind: str, temperature: float, with_entropy: bool
+) -> None:
+    hidden, weight, bias = cases("normal", (2, 2, 7), (131, 7), (131,), dtype=dtype)
+    if kind == "special":  # in one token and a few entries, or everything would be NaN
+        hidden[0, 0], weight[128:], bias[129:] = cases(kind, (7,), (3, 7), (2,), dtype=dtype)
+    target = torch.tensor([[0, 130], [-100, 65]])
+    grads = [values("normal", (4,), torch.float32, seed) for seed in (3, 4)][: 1 + with_entropy]
+    leaves = [t.to(device).requires_grad_() for t in (hidden, weight, bias)]
+    out = samebits.linear_logp(
+        *(leaves[0], leaves[1], target.to(device), leaves[2]),
+        temperature=temperature,
+        return_entropy=with_entropy,
+        contract=contract,
+    )
+    results = dict(zip(("logp", "entropy"), out if with_entropy else (out,), strict=False))
+    got = torch.autograd.grad(list(results.values()), leaves, [g.view(2, 2).to(device) for g in grads])
+    results |= dict(zip(("hidden", "weight", "bias"), got, strict=True))
+    want = naive_linear_logp(
+        *(hidden.detach().view(4, 7), weight.detach(), bias.detach(), target.view(-1)),
+        *(grads, contract, temperature, [(0, 2), (2, 4)]),
+    )
+    for name, result in results.items():
+        assert_same_bits(result.reshape(want[name].shape), want[name], name)
+
+
+class Batch(NamedTuple):
+    """Tokens in sequences of these lengths, packed."""
+
+    hidden: Tensor
+    target: Tensor
+    grad: Tensor
+    ends: Tensor
+
+
+def batch(
+    lengths: list[int], features: int, vocabulary: int, dtype: torch.dtype, seed: int, device: str
+) -> Batch:
+    tokens = sum(lengths)
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randint(vocabulary, (tokens,), generator=generator)
+    target[torch.rand(tokens, generator=generator) < 0.2] = -100
+    return Batch(
+        values("normal", (tokens, features), dtype, seed, device),
+        target.to(device),
+        values("normal", (tokens,), torch.float32, seed + 1, device),
+        torch.tensor([0, *itertools.accumulate(lengths)], device=device),
+    )
+
+
+def fused(dtype: torch.dtype, device: str) -> list[Contract | None]:
+    """Contracts to try."""
+    return [None] if device == "cuda" or dtype == torch.float32 else [None, FMA]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    tokens=st.integers(1, 70),
+    features=st.integers(0, 40),
+    vocabulary=st.integers(1, 700),
+    seed=st.integers(0, 2**16),
+    data=st.data(),
+)
+def test_rows_do_not_depend_on_their_company(
+    device: str,
+    dtype: torch.dtype,
+    tokens: int,
+    features: int,
+    vocabulary: int,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    assume(takes(device, dtype))
+    x, target, _, _ = batch([tokens], features, vocabulary, dtype, seed, device)
+    weight = values("normal", (vocabulary, features), dtype, seed + 2, device)
+    bias = values("normal", (vocabulary,), dtype, seed + 3, device)
+
+    def f(x: Tensor, target: Tensor) -> Tensor:
+        return torch.stack(samebits.linear_logp(x, weight, target, bias, return_entropy=True), -1)
+
+    full = f(x, target)
+    row = data.draw(st.integers(0, tokens - 1), "row")
+    assert_same_bits(f(x[row], target[row]), full[row], "alone")
+
+    company = values("special", (data.draw(st.integers(1, 70), "company"), features), dtype, seed + 4, device)
+    at = data.draw(st.integers(0, len(company) - 1), "position")
+    company[at] = x[row]
+    ignored = torch.full((len(company),), -100, device=device)
+    ignored[at] = target[row]
+    assert_same_bits(f(company, ignored)[at], full[row], "beside NaN, inf and ignored tokens")
+
+    cut = data.draw(st.integers(0, tokens), "cut")
+    parts = [f(x[:cut], target[:cut]), f(x[cut:], target[cut:])]
+    assert_same_bits(torch.cat(parts), full, "in two parts")
+    with pieces(1):
+        assert_same_bits(f(x, target), full, "in the smallest pieces")
+
+    logits = samebits.matmul(x, weight.mT, out_dtype=torch.float32) + bias.float()
+    given = samebits.logp(logits, target)
+    assert_same_bits(given, full[:, 0].contiguous(), "from logits")
+    room = logits.new_full((tokens, 2 * vocabulary + 1), torch.nan)
+    strided = room[:, 1::2].copy_(logits)
+    assert_same_bits(samebits.logp(strided, target), given, "from logits with strides")
+    assert_same_bits(samebits.logp(logits[row], target[row]), given[row], "from one row of logits")
+
+
+@contextmanager
+def pieces(size: int) -> Iterator[None]:
+    """Work on pieces of about so many logits."""
+    names = (
+        "samebits.ops.linear_logp._STATISTICS",
+        "samebits.ops.linear_logp._GRAD_LOGITS",
+        "samebits.ops.logp._LOGITS",
+        "samebits.backends.reference.linear_logp._LOGITS",
+        "samebits.backends.cuda.linear_logp._LOGITS",
+    )
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch(name, size))
+        yield
+
+
+def gradients(
+    x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, grad: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    out = samebits.linear_logp(leaves[0], leaves[1], target, leaves[2], return_entropy=True, **options)
+    return torch.autograd.grad(out, leaves, (grad, 0.1 * grad), allow_unused=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=5),
+    room=st.integers(0, 20),
+    vocabulary=st.integers(1, 500),
+    seed=st.integers(0, 2**16),
+    temperature=st.sampled_from([1.0, 0.6]),
+)
+def test_gradients_do_not_depend_on_pieces_padding_packing_and_micro_batches(
+    device: str,
+    dtype: torch.dtype,
+    lengths: list[int],
+    room: int,
+    vocabulary: int,
+    seed: int,
+    temperature: float,
+) -> None:
+    assume(takes(device, dtype))
+    for contract in fused(dtype, device):
+        x, target, grad, ends = batch(lengths, 12, vocabulary, dtype, seed, device)
+        weight = values("normal", (vocabulary, 12), dtype, seed + 2, device)
+        bias = values("normal", (vocabulary,), dtype, seed + 3, device)
+        options: dict[str, Any] = {"temperature": temperature, "contract": contract}
+        packed = gradients(x, weight, bias, target, grad, cu_seqlens=ends, **options)
+        with pieces(1 + seed % 5000):
+            for got, want in zip(
+                gradients(x, weight, bias, target, grad, cu_seqlens=ends, **options), packed, strict=True
+            ):
+                assert_same_bits(got, want, "pieces")
+
+        length = max(lengths) + room
+        padded_x = values("normal", (len(lengths), length, 12), dtype, seed + 4, device)
+        padded_target = torch.full((len(lengths), length), -100, device=device)
+        padded_grad = torch.ones(len(lengths), length, device=device)
+        for i, n in enumerate(lengths):
+            span = slice(ends[i], ends[i + 1])
+            padded_x[i, :n], padded_target[i, :n], padded_grad[i, :n] = x[span], target[span], grad[span]
+        padded = gradients(padded_x, weight, bias, padded_target, padded_grad, **options)
+        for i, n in enumerate(lengths):
+            assert_same_bits(padded[0][i, :n], packed[0][ends[i] : ends[i + 1]], "hidden, padded")
+        assert_same_bits(padded[1], packed[1], "weight, padded")
+        assert_same_bits(padded[2], packed[2], "bias, padded")
+
+        at_once, split = (
+            torch.zeros(vocabulary, 12, device=device),
+            torch.zeros(vocabulary, 12, device=device),
+        )
+        none = gradients(x, weight, bias, target, grad, cu_seqlens=ends, main_grad=at_once, **options)
+        assert none[1] is None
+        assert_same_bits(none[0], packed[0], "hidden, main_grad")
+        assert_same_bits(at_once.to(dtype), packed[1], "weight, main_grad")
+        for start, stop in itertools.pairwise(ends.tolist()):
+            micro = slice(start, stop)
+            got = gradients(x[micro], weight, bias, target[micro], grad[micro], main_grad=split, **options)
+            assert_same_bits(got[0], packed[0][micro], "hidden, micro-batches")
+        assert_same_bits(split, at_once, "weight, micro-batches")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocabulary", [1000, 50_257, 262_144])
+def test_accuracy(kind: str, vocabulary: int) -> None:
+    """Against float64, at most twice the error of torch in f32."""
+    z = rows(kind, 16, vocabulary)
+    target = torch.cat([z[:8].argmax(1), torch.arange(8)])
+    logits = {
+        name: z.to(dtype).requires_grad_()
+        for name, dtype in (("f64", torch.float64), ("torch", z.dtype), ("ours", z.dtype))
+    }
+    results = {
+        name: samebits.logp(t, target)
+        if name == "ours"
+        else F.log_softmax(t, -1).gather(1, target[:, None])[:, 0]
+        for name, t in logits.items()
+    }
+    grads = {name: torch.autograd.grad(results[name].sum(), t)[0] for name, t in logits.items()}
+    eye = torch.eye(vocabulary) if vocabulary < 2000 else None
+    for what in (results, grads):
+        exact = what["f64"].detach().float()
+        assert torch.equal(what["ours"].isnan(), exact.isnan())
+        assert torch.equal(what["ours"].isinf(), exact.isinf())
+        finite = exact.isfinite()
+        errors = {
+            name: (what[name][finite].double() - what["f64"][finite]).abs().max().item()
+            if finite.any()
+            else 0.0
+            for name in ("torch", "ours")
+        }
+        assert errors["ours"] <= 2 * errors["torch"], errors
+    if eye is not None and kind not in ("wide", "one-hot"):  # the logits themselves, through a product
+        out, entropy = samebits.linear_logp(z, eye, target, return_entropy=True)
+        if z.isfinite().all():
+            assert_same_bits(out, results["ours"])
+            p = logits["f64"].softmax(-1)
+            torch.testing.assert_close(entropy.double(), -(p * p.log()).sum(-1), rtol=1e-6, atol=1e-6)
