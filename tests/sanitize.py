@@ -19,6 +19,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 
+import samebits
 from samebits.backends.cuda import ahead, matmul_sm90, runtime
 from samebits.verify import Operands, kernels
 
@@ -106,6 +107,22 @@ def ways(s, x: Operands, out: torch.Tensor) -> dict[str, bool]:
     }
 
 
+def log_probabilities() -> None:
+    """Forward and backward, on sizes that leave parts of blocks empty."""
+    for tokens, features, vocabulary in ((1, 8, 1), (3, 24, 130), (9, 40, 1100)):
+        x, weight, bias = (
+            torch.ones(shape, dtype=DTYPE, device="cuda", requires_grad=True)
+            for shape in ((tokens, features), (vocabulary, features), (vocabulary,))
+        )
+        target = torch.arange(tokens, device="cuda") % vocabulary
+        results = samebits.linear_logp(x, weight, target, bias, return_entropy=True)
+        torch.autograd.grad(results, (x, weight, bias), results)
+        logits = torch.zeros(tokens, vocabulary, dtype=DTYPE, device="cuda", requires_grad=True)
+        out = samebits.logp(logits, target)
+        torch.autograd.grad(out, logits, out)
+        assert torch.allclose(out, -torch.tensor(float(vocabulary)).log())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -126,6 +143,7 @@ def main() -> None:
             for way, so in ways(schedule, x, out).items():
                 taken[way] = taken.get(way, False) or so
         count += 1
+    log_probabilities()
     torch.cuda.synchronize()
     print(f"{count} products")
     assert all(taken.values()), [way for way, so in taken.items() if not so]

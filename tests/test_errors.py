@@ -23,6 +23,7 @@ def t(*shape: int, dtype: torch.dtype = f32, device: str = "cpu") -> torch.Tenso
 
 
 matmul, addmm_, linear, bmm = samebits.matmul, samebits.addmm_, samebits.linear, samebits.bmm
+logp, linear_logp = samebits.logp, samebits.linear_logp
 cu = torch.tensor
 
 CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
@@ -103,6 +104,81 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exce
     (linear, (t(4, 3), t(4, 3)), {"cu_seqlens": cu([0, 5])}, ValueError, "got 0 to 5"),
     (linear, (t(4, 3), t(4, 3)), {"cu_seqlens": cu([0, 3, 2, 4])}, ValueError, "got 3 then 2 at positions 1"),
     (linear, (t(4, 3), t(4, 3)), {"cu_seqlens": cu([0, -1, 4])}, ValueError, "got 0 then -1"),
+    # log-probabilities
+    (logp, (t(), cu(0)), {}, ValueError, "logits: expected [..., V] with V > 0, got shape ()"),
+    (logp, (t(2, 0), cu([0, 0])), {}, ValueError, "logits: expected [..., V] with V > 0, got shape (2, 0)"),
+    (logp, (t(2, 3), cu([0])), {}, ValueError, "target: expected shape (2,) for logits (2, 3), got (1,)"),
+    (logp, (t(2, 3), [0, 1]), {}, TypeError, "target: expected a Tensor, got list"),
+    (logp, (t(2, 3), t(2)), {}, TypeError, "target: expected int64 or int32, got torch.float32"),
+    (logp, (t(2, 3), cu([0, 0], device="meta")), {}, ValueError, "target: expected device cpu like logits"),
+    (
+        logp,
+        (t(2, 3), cu([0, 0])),
+        {"ignore_index": None},
+        TypeError,
+        "ignore_index: expected an int, got None",
+    ),
+    (logp, (t(2, 3), cu([0, 3])), {}, IndexError, "or a value in [0, 3), got 3 at position 1"),
+    (logp, (t(1, 2, 3), cu([[0, -1]])), {}, IndexError, "got -1 at position (0, 1)"),
+    (logp, (t(2, 3), cu([0, -100])), {"ignore_index": 2}, IndexError, "expected 2 (ignore_index) or a value"),
+    (logp, (t(2, 3, dtype=torch.float64), cu([0, 0])), {}, TypeError, "logits: expected bfloat16"),
+    (linear_logp, (t(), t(4, 3), cu(0)), {}, ValueError, "hidden: expected at least 1-D"),
+    (linear_logp, (t(2, 3), t(3), cu([0, 0])), {}, ValueError, "weight: expected [V, D] with V > 0, got"),
+    (linear_logp, (t(2, 3), t(0, 3), cu([0, 0])), {}, ValueError, "weight: expected [V, D] with V > 0, got"),
+    (linear_logp, (t(2, 3), t(4, 5), cu([0, 0])), {}, ValueError, "D must be equal, got 3 and 5"),
+    (linear_logp, (t(2, 3), t(4, 3), cu([0, 0]), t(3)), {}, ValueError, "bias: expected shape (4,)"),
+    (
+        linear_logp,
+        (t(2, 3), t(4, 3, dtype=bf16), cu([0, 0])),
+        {},
+        TypeError,
+        "weight: expected torch.float32",
+    ),
+    (linear_logp, (t(2, 3), t(4, 3), cu([0, 4])), {}, IndexError, "got 4 at position 1"),
+    (linear_logp, (t(2, 3), t(4, 3), cu([0, 0])), {"temperature": 0.0}, ValueError, "temperature: expected"),
+    (linear_logp, (t(2, 3), t(4, 3), cu([0, 0])), {"temperature": 1e-50}, ValueError, "got 1e-50"),
+    (
+        linear_logp,
+        (t(2, 3), t(4, 3), cu([0, 0])),
+        {"temperature": "1"},
+        TypeError,
+        "expected a number, got str",
+    ),
+    (
+        linear_logp,
+        (t(2, 3), t(4, 3), cu([0, 0])),
+        {"cu_seqlens": cu([0, 3])},
+        ValueError,
+        "cu_seqlens: expected to run from 0 to 2",
+    ),
+    (
+        linear_logp,
+        (t(1, 2, 2, 3), t(4, 3), cu([[[0, 0], [0, 0]]])),
+        {"cu_seqlens": cu([0, 4])},
+        ValueError,
+        "hidden: with cu_seqlens expected",
+    ),
+    (
+        linear_logp,
+        (t(2, 3), t(4, 3), cu([0, 0])),
+        {"main_grad": t(4, 3, dtype=bf16)},
+        TypeError,
+        "main_grad: expected a float32 tensor, got torch.bfloat16",
+    ),
+    (
+        linear_logp,
+        (t(2, 3), t(4, 3), cu([0, 0])),
+        {"main_grad": t(3, 4)},
+        ValueError,
+        "main_grad: expected shape (4, 3) like weight, got (3, 4)",
+    ),
+    (
+        linear_logp,
+        (t(2, 3), t(4, 3), cu([0, 0])),
+        {"main_grad": t(3, 4).mT},
+        ValueError,
+        "main_grad: expected a contiguous tensor",
+    ),
 ]
 
 

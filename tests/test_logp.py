@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import samebits
-from samebits import FMA, Contract, functions
+from samebits import FMA, TENSOR_CORE, Contract, functions
+from samebits.backends.cuda import runtime
+from samebits.backends.cuda.logp import kernel_spec
 from samebits.backends.reference import logp_kernels as kernels
 from samebits.testing import assert_same_bits, values
 from tests import naive
-from tests.devices import DEVICES
+from tests.devices import DEVICES, FAMILY
 from tests.naive import f32
 from tests.test_conformance import CONTRACTS, NAMES, cases, expected
 from tests.test_invariance import takes
@@ -400,3 +402,136 @@ def test_accuracy(kind: str, vocabulary: int) -> None:
             assert_same_bits(out, results["ours"])
             p = logits["f64"].softmax(-1)
             torch.testing.assert_close(entropy.double(), -(p * p.log()).sum(-1), rtol=1e-6, atol=1e-6)
+
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_kernels_compile_without_spills(arch: str, dtype: torch.dtype) -> None:
+    cubin = runtime.compile(kernel_spec("grad_logits", dtype, dtype, entropy=True), arch)  # the whole file
+    assert cubin.spill_bytes == cubin.local_bytes == 0
+
+
+def everything(device: str, dtype: torch.dtype, tokens: int, features: int, vocabulary: int) -> list[Tensor]:
+    """Results and gradients of `linear_logp`, with and without all of its options."""
+    contract = None if dtype == torch.float32 else TENSOR_CORE.on(FAMILY)
+    x, target, grad, ends = batch(
+        [tokens // 3, 0, tokens - tokens // 3], features, vocabulary, dtype, 0, device
+    )
+    weight = values("normal", (vocabulary, features), dtype, 2, device)
+    bias = values("normal", (vocabulary,), dtype, 3, device)
+    main_grad = values("normal", weight.shape, torch.float32, 4, device)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    plain = samebits.linear_logp(x, weight, target, contract=contract)
+    logp, entropy = samebits.linear_logp(
+        *(x, weight, target, bias),
+        temperature=0.7,
+        return_entropy=True,
+        cu_seqlens=ends,
+        main_grad=main_grad,
+        contract=contract,
+    )
+    return [
+        *(plain, logp, entropy),
+        *torch.autograd.grad(plain, leaves[:2], grad),
+        *torch.autograd.grad((logp, entropy), [x, bias], (grad, grad.flip(0))),
+        main_grad,
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "features", "vocabulary"),
+    [
+        (1, 64, 1000),
+        (16, 128, 5001),
+        (129, 40, 12_345),
+        (300, 72, 4096),
+        (2000, 16, 1),
+        (0, 8, 300),
+        (70, 3, 777),
+    ],
+)
+def test_cuda_has_the_bits_of_the_cpu(
+    dtype: torch.dtype, tokens: int, features: int, vocabulary: int
+) -> None:
+    if not takes("cuda", dtype):
+        pytest.skip("no CUDA kernel for float32 yet")
+    want = everything("cpu", dtype, tokens, features, vocabulary)
+    poison = torch.full((1 << 24,), torch.nan, device="cuda")
+    del poison
+    for i, got in enumerate(everything("cuda", dtype, tokens, features, vocabulary)):
+        assert_same_bits(got, want[i], f"result {i}")
+    with pieces(1 << 15):
+        for i, got in enumerate(everything("cuda", dtype, tokens, features, vocabulary)):
+            assert_same_bits(got, want[i], f"result {i}, other pieces")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_cuda_logits_have_the_bits_of_the_cpu(kind: str, dtype: torch.dtype) -> None:
+    for vocabulary in (4097, 262_144):
+        z = rows(kind, 40, vocabulary).to(dtype)
+        target = torch.randint(vocabulary, (40,), generator=torch.Generator().manual_seed(1))
+        results = []
+        for device in ("cpu", "cuda"):
+            leaf = z.to(device).requires_grad_()
+            out = samebits.logp(leaf, target.to(device))
+            results.append((out, *torch.autograd.grad(out.sum(), leaf)))
+        for want, got in zip(*results, strict=True):
+            assert_same_bits(got, want)
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_take_targets_out_of_range() -> None:
+    x, weight = (
+        values("normal", s, torch.bfloat16, 0, "cuda").requires_grad_() for s in ((6, 64), (300, 64))
+    )
+    target = torch.tensor([0, 299, -100, 5, 6, 7], device="cuda")
+
+    def f() -> tuple[Tensor, ...]:
+        out, entropy = samebits.linear_logp(x, weight, target, return_entropy=True)
+        return (out, *torch.autograd.grad((out + entropy).sum(), (x, weight)))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        f()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = f()
+    target.copy_(torch.tensor([1, 300, -100, -1, 2**40, 298]))
+    graph.replay()
+    good = torch.tensor([True, False, True, False, False, True])
+    assert torch.equal(captured[0].isnan().cpu(), ~good)
+    target[~good.cuda()] = -100
+    want = f()
+    assert_same_bits(captured[0][good.cuda()], want[0][good.cuda()])
+    assert_same_bits(captured[1], want[1])
+    assert_same_bits(captured[2], want[2])
+
+
+@pytest.mark.gpu
+def test_cuda_memory_is_bounded() -> None:
+    """No logits are stored: 4096 tokens of them would take 1 GiB in bf16."""
+    x = torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(131_072, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.zeros(4096, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+
+    def peak(f: Callable[[], Any]) -> tuple[float, Any]:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = f()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20, result
+
+    forward, out = peak(lambda: samebits.linear_logp(x, weight, target))
+    backward, grads = peak(lambda: torch.autograd.grad(out.sum(), (x, weight)))
+    beyond = backward - sum(g.numel() * g.element_size() for g in grads) / 2**20
+    print(f"forward {forward:.0f} MiB, backward {beyond:.0f} MiB beyond the gradients")
+    assert forward <= 64
+    assert beyond <= 256

@@ -163,7 +163,8 @@ def _scale(temperature: float) -> float:
         raise TypeError(
             f"samebits.linear_logp: temperature: expected a number, got {type(temperature).__name__}"
         )
-    scale = float(np.float32(1 / temperature)) if temperature > 0 else 0.0
+    with np.errstate(over="ignore"):
+        scale = float(np.float32(1 / temperature)) if temperature > 0 else 0.0
     if not 0 < scale < math.inf:
         raise ValueError(
             "samebits.linear_logp: temperature: expected a positive number whose inverse float32 holds,"
