@@ -219,9 +219,9 @@ def batch(
     target = torch.randint(vocabulary, (tokens,), generator=generator)
     target[torch.rand(tokens, generator=generator) < 0.2] = -100
     return Batch(
-        values("normal", (tokens, features), dtype, seed, device),
+        values("normal", (tokens, features), dtype, seed).to(device),
         target.to(device),
-        values("normal", (tokens,), torch.float32, seed + 1, device),
+        values("normal", (tokens,), torch.float32, seed + 1).to(device),
         torch.tensor([0, *itertools.accumulate(lengths)], device=device),
     )
 
@@ -289,13 +289,13 @@ def pieces(size: int) -> Iterator[None]:
     names = (
         "samebits.ops.linear_logp._STATISTICS",
         "samebits.ops.linear_logp._GRAD_LOGITS",
-        "samebits.ops.logp._LOGITS",
         "samebits.backends.reference.linear_logp._LOGITS",
         "samebits.backends.cuda.linear_logp._LOGITS",
     )
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch(name, size))
+        stack.enter_context(mock.patch("samebits.ops.logp._LOGITS", {"cpu": size, "cuda": size}))
         yield
 
 
@@ -420,9 +420,9 @@ def everything(device: str, dtype: torch.dtype, tokens: int, features: int, voca
     x, target, grad, ends = batch(
         [tokens // 3, 0, tokens - tokens // 3], features, vocabulary, dtype, 0, device
     )
-    weight = values("normal", (vocabulary, features), dtype, 2, device)
-    bias = values("normal", (vocabulary,), dtype, 3, device)
-    main_grad = values("normal", weight.shape, torch.float32, 4, device)
+    weight = values("normal", (vocabulary, features), dtype, 2).to(device)
+    bias = values("normal", (vocabulary,), dtype, 3).to(device)
+    main_grad = values("normal", weight.shape, torch.float32, 4).to(device)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     plain = samebits.linear_logp(x, weight, target, contract=contract)
     logp, entropy = samebits.linear_logp(

@@ -96,7 +96,8 @@ def _backend(t: Tensor) -> Any:
     return reference
 
 
-_LOGITS = 1 << 24  # worked on at once: bounds what widening and statistics take
+# Logits worked on at once: bounds what widening them takes on a CPU, and statistics on a GPU.
+_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 def pieces(tokens: int, vocabulary: int, logits: int) -> list[tuple[int, int]]:
@@ -108,7 +109,7 @@ def pieces(tokens: int, vocabulary: int, logits: int) -> list[tuple[int, int]]:
 def _forward(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     backend = _backend(logits)
     rows = Rows.empty(target.contiguous(), logits.shape[1], ignore_index)
-    for start, stop in pieces(logits.shape[0], logits.shape[1], _LOGITS):
+    for start, stop in pieces(logits.shape[0], logits.shape[1], _LOGITS[logits.device.type]):
         part = rows.part(start, stop)
         statistics = Statistics.empty(part)
         backend.add_statistics(statistics, logits[start:stop], 0, part)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -18,10 +20,9 @@ def statistics(
 ) -> Statistics:
     """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``."""
     out = Statistics.empty(rows)
-    step = max(1, _LOGITS // hidden.shape[0] // VOCAB_BLOCK) * VOCAB_BLOCK
-    for first in range(0, rows.vocabulary, step):
-        logits = _logits(hidden, weight, bias, slice(first, first + step), contract)
-        logp.add_statistics(out, logits, first, rows)
+    for some in _pieces(slice(0, rows.vocabulary), hidden.shape[0]):
+        logits = _logits(hidden, weight, bias, some, contract)
+        logp.add_statistics(out, logits, some.start, rows)
         del logits  # before the next ones are allocated
     return out
 
@@ -42,15 +43,19 @@ def grad_logits(
     tokens, width = hidden.shape[0], part.stop - part.start
     # Rows start at multiples of 16 bytes, for the kernels that multiply them.
     out = hidden.new_empty(tokens, -(-width // 8) * 8, dtype=dtype)[:, :width]
-    step = max(1, _LOGITS // width)
-    for start in range(0, tokens, step):
-        some = slice(start, min(start + step, tokens))
-        logp.grad_logits_out(
-            *(out[some], _logits(hidden[some], weight, bias, part, contract), part.start),
-            *(rows.part(some.start, some.stop), grad[some]),
-            None if grad_entropy is None else grad_entropy[some],
-        )
+    for some in _pieces(part, tokens):
+        logits = _logits(hidden, weight, bias, some, contract)
+        columns = out[:, some.start - part.start : some.stop - part.start]
+        logp.grad_logits_out(columns, logits, some.start, rows, grad, grad_entropy)
+        del logits
     return out
+
+
+def _pieces(part: slice, tokens: int) -> Iterator[slice]:
+    """A part of the vocabulary in pieces of so many logits as are held at once, from its blocks on."""
+    step = max(1, _LOGITS // max(1, tokens) // VOCAB_BLOCK) * VOCAB_BLOCK
+    for start in range(part.start, part.stop, step):
+        yield slice(start, min(start + step, part.stop))
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, part: slice, contract: str) -> Tensor:
