@@ -83,6 +83,8 @@ def grad_logits_out(
     out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
 ) -> None:
     """:func:`grad_logits` into `out`, whose rows may lie apart."""
+    if logits.numel() == 0:
+        return
     logits = _with_rows(logits)
     tokens, width = logits.shape
     entropy = grad_entropy is not None
