@@ -111,13 +111,13 @@ def ways(s, x: Operands, out: torch.Tensor) -> dict[str, bool]:
 def log_probabilities() -> None:
     """Forward and backward, on sizes that leave parts of blocks empty."""
     for tokens, features, vocabulary in ((1, 8, 1), (3, 24, 130), (9, 40, 1100)):
-        x, weight, bias = (
+        x, weight = (
             torch.ones(shape, dtype=DTYPE, device="cuda", requires_grad=True)
-            for shape in ((tokens, features), (vocabulary, features), (vocabulary,))
+            for shape in ((tokens, features), (vocabulary, features))
         )
         target = torch.arange(tokens, device="cuda") % vocabulary
-        results = samebits.linear_logp(x, weight, target, bias, return_entropy=True)
-        torch.autograd.grad(results, (x, weight, bias), results)
+        results = samebits.linear_logp(x, weight, target, return_entropy=True)
+        torch.autograd.grad(results, (x, weight), results)
         logits = torch.zeros(tokens, vocabulary, dtype=DTYPE, device="cuda", requires_grad=True)
         out = samebits.logp(logits, target)
         torch.autograd.grad(out, logits, out)

@@ -135,7 +135,13 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exce
         "weight: expected torch.float32",
     ),
     (linear_logp, (t(2, 3), t(4, 3), cu([0, 4])), {}, IndexError, "got 4 at position 1"),
-    (linear_logp, (t(2, 3), t(4, 3), cu([0, 0])), {"temperature": 0.0}, ValueError, "temperature: expected"),
+    (
+        linear_logp,
+        (t(2, 3), t(4, 3), cu([0, 0])),
+        {"temperature": 0.0},
+        ValueError,
+        "temperature: expected a number in",
+    ),
     (linear_logp, (t(2, 3), t(4, 3), cu([0, 0])), {"temperature": 1e-50}, ValueError, "got 1e-50"),
     (
         linear_logp,

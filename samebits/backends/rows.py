@@ -17,7 +17,7 @@ class Rows(NamedTuple):
         target: int64.
         vocabulary: entries in a row.
         ignore_index: the target of rows that do not count.
-        scale: what logits are multiplied by.
+        scale: what logits are multiplied by, once it is rounded to float32.
         logp, entropy, shift, log_sum: results; the last two are R and logS of ``docs/contract.md``. The
             entropy is empty if nobody asked for it.
     """

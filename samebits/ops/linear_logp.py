@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from samebits.backends.rows import Rows
 from samebits.contract import Contract, contract_from_key
 from samebits.functions import VOCAB_BLOCK
-from samebits.ops._library import call, check_device, check_operands, library, shape
+from samebits.ops._library import Operator, check_device, check_operands, shape
 from samebits.ops.addmm import assert_cu_seqlens, check_cu_seqlens
 from samebits.ops.linear import check_cu_seqlens_form, sequences
 from samebits.ops.logp import check_target, pieces, refuse_second_derivatives
-
-library.define(
-    "linear_logp(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? cu_seqlens,"
-    " Tensor? main_grad, int ignore_index, float scale, bool entropy, str contract)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-library.define(
-    "linear_logp_backward(Tensor grad, Tensor? grad_entropy, Tensor hidden, Tensor weight, Tensor? bias,"
-    " Tensor target, Tensor? cu_seqlens, Tensor(a!)? main_grad, Tensor entropy, Tensor shift, Tensor log_sum,"
-    " int ignore_index, float scale, str contract, bool[3] needed) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 @overload
@@ -120,7 +105,7 @@ def linear_logp(
     operands = {"hidden": hidden, "weight": weight}
     if bias is not None:
         operands["bias"] = bias
-    (hidden, weight, *biases), key = check_operands("linear_logp", contract, operands)
+    (hidden, weight, *biases), key, _ = check_operands("linear_logp", contract, operands)
     bias = biases[0] if biases else None
     _check_shapes(hidden, weight, bias)
     target = check_target("linear_logp", target, "hidden", hidden, weight.shape[0], ignore_index)
@@ -129,13 +114,10 @@ def linear_logp(
         check_cu_seqlens_form("linear_logp", "hidden", hidden, cu_seqlens)
     if main_grad is not None:
         _check_main_grad(main_grad, weight)
-    out: Any = call(
-        torch.ops.samebits.linear_logp.default,
+    logp, entropy, _, _ = _operator(
         *(hidden, weight, bias, target, cu_seqlens, main_grad),
         *(ignore_index, scale, bool(return_entropy), key),
     )
-    logp: Tensor = out[0]
-    entropy: Tensor = out[1]
     return (logp, entropy) if return_entropy else logp
 
 
@@ -163,14 +145,11 @@ def _scale(temperature: float) -> float:
         raise TypeError(
             f"samebits.linear_logp: temperature: expected a number, got {type(temperature).__name__}"
         )
-    with np.errstate(over="ignore"):
-        scale = float(np.float32(1 / temperature)) if temperature > 0 else 0.0
-    if not 0 < scale < math.inf:
+    if not 2.0**-126 <= temperature <= 2.0**126:  # so that float32 holds the inverse, as a normal number
         raise ValueError(
-            "samebits.linear_logp: temperature: expected a positive number whose inverse float32 holds,"
-            f" got {temperature}"
+            f"samebits.linear_logp: temperature: expected a number in [2**-126, 2**126], got {temperature}"
         )
-    return scale
+    return 1 / temperature
 
 
 def _check_main_grad(main_grad: Tensor, weight: Tensor) -> None:
@@ -337,7 +316,7 @@ def _backward(
     needed = list(ctx.needs_input_grad[:3])
     if grad is None:
         grad = shift.new_zeros(target.shape)
-    gradients = torch.ops.samebits.linear_logp_backward(
+    gradients = _gradient(
         *(
             grad,
             grad_entropy,
@@ -357,9 +336,21 @@ def _backward(
     return *(g if n else None for g, n in zip(gradients, needed, strict=True)), *(None,) * 7
 
 
-for kind in ("CPU", "CUDA"):
-    library.impl("linear_logp", _forward, kind)
-    library.impl("linear_logp_backward", _gradients, kind)
-torch.library.register_fake("samebits::linear_logp", _fake, lib=library)
-torch.library.register_fake("samebits::linear_logp_backward", _fake_gradients, lib=library)
-torch.library.register_autograd("samebits::linear_logp", _backward, setup_context=_setup_context, lib=library)
+_operator = Operator(
+    "linear_logp(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? cu_seqlens,"
+    " Tensor? main_grad, int ignore_index, float scale, bool entropy, str contract)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    cpu=_forward,
+    cuda=_forward,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+_gradient = Operator(
+    "linear_logp_backward(Tensor grad, Tensor? grad_entropy, Tensor hidden, Tensor weight, Tensor? bias,"
+    " Tensor target, Tensor? cu_seqlens, Tensor(a!)? main_grad, Tensor entropy, Tensor shift, Tensor log_sum,"
+    " int ignore_index, float scale, str contract, bool[3] needed) -> (Tensor, Tensor, Tensor)",
+    cpu=_gradients,
+    cuda=_gradients,
+    fake=_fake_gradients,
+)

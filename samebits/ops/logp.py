@@ -8,17 +8,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.rows import Rows, Statistics
-from samebits.ops._library import call, check_device, check_operands, has_memory, library, shape
-
-library.define(
-    "logp(Tensor logits, Tensor target, int ignore_index) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-library.define(
-    "logp_backward(Tensor grad, Tensor logits, Tensor target, Tensor shift, Tensor log_sum, int ignore_index)"
-    " -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+from samebits.ops._library import Operator, check_device, check_operands, has_memory, shape
 
 
 def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
@@ -47,14 +37,12 @@ def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
             waits for it. Where waiting is not possible (in CUDA-graph capture, under ``torch.compile`` and
             ``torch.func``), such a row gives NaN, and a gradient of zero.
     """
-    (logits,), _ = check_operands("logp", None, {"logits": logits}, autocast=False)
+    (logits,), _, _ = check_operands("logp", None, {"logits": logits}, autocast=False)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"samebits.logp: logits: expected [..., V] with V > 0, got shape {shape(logits)}")
     target = check_target("logp", target, "logits", logits, logits.shape[-1], ignore_index)
     rows = logits.reshape(-1, logits.shape[-1])
-    out: Any = call(torch.ops.samebits.logp.default, rows, target.reshape(-1), ignore_index)
-    logp: Tensor = out[0]
-    return logp.reshape(target.shape)
+    return _operator(rows, target.reshape(-1), ignore_index)[0].reshape(target.shape)  # type: ignore[no-any-return]
 
 
 def check_target(
@@ -146,7 +134,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("logp")
     logits, target, shift, log_sum = ctx.saved_tensors
-    out = torch.ops.samebits.logp_backward(grad, logits, target, shift, log_sum, ctx.ignore_index)
+    out = _gradient(grad, logits, target, shift, log_sum, ctx.ignore_index)
     return out, None, None
 
 
@@ -156,9 +144,18 @@ def refuse_second_derivatives(op: str) -> None:
         raise NotImplementedError(f"samebits.{op}: second derivatives (create_graph) are not implemented")
 
 
-for kind in ("CPU", "CUDA"):
-    library.impl("logp", _forward, kind)
-    library.impl("logp_backward", _grad_logits, kind)
-torch.library.register_fake("samebits::logp", _fake, lib=library)
-torch.library.register_fake("samebits::logp_backward", _fake_backward, lib=library)
-torch.library.register_autograd("samebits::logp", _backward, setup_context=_setup_context, lib=library)
+_operator = Operator(
+    "logp(Tensor logits, Tensor target, int ignore_index) -> (Tensor, Tensor, Tensor)",
+    cpu=_forward,
+    cuda=_forward,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+_gradient = Operator(
+    "logp_backward(Tensor grad, Tensor logits, Tensor target, Tensor shift, Tensor log_sum, int ignore_index)"
+    " -> Tensor",
+    cpu=_grad_logits,
+    cuda=_grad_logits,
+    fake=_fake_backward,
+)

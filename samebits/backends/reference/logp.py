@@ -29,7 +29,9 @@ def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> No
     arrays = wide.numpy(), rows.scale, first // VOCAB_BLOCK, to.m.numpy(), to.s.numpy(), to.u.numpy()
     _over_rows(wide, lambda *span: kernels.block_statistics(*arrays, rows.with_entropy, *span))
     here = ((rows.target >= first) & (rows.target < first + logits.shape[1])).nonzero()[:, 0]
-    to.target_logit[here] = wide[here, rows.target[here] - first] * torch.tensor(rows.scale)
+    to.target_logit[here] = wide[here, rows.target[here] - first] * torch.tensor(
+        rows.scale, dtype=torch.float32
+    )
 
 
 def combine(statistics: Statistics, rows: Rows) -> None:
@@ -52,7 +54,7 @@ def grad_logits(
     require_subnormals()
     wide = logits.to(torch.float32)
     out = torch.empty_like(wide)
-    scale = torch.tensor(rows.scale)
+    scale = torch.tensor(rows.scale, dtype=torch.float32)
     known = (rows.target >= 0) & (rows.target < rows.vocabulary) & (rows.target != rows.ignore_index)
     arrays = (
         *(wide.numpy(), rows.scale, torch.where(known, rows.target - first, -1 << 62).numpy(), known.numpy()),
