@@ -13,6 +13,8 @@ from samebits.contract import Contract
 from samebits.ops.addmm import addmm_
 from samebits.ops.bmm import bmm
 from samebits.ops.linear import linear
+from samebits.ops.linear_logp import linear_logp
+from samebits.ops.logp import logp
 from samebits.ops.matmul import matmul
 from samebits.testing import values
 from samebits.verify.case import BF16, F16, F32
@@ -47,9 +49,32 @@ def verify_operations(report: Report, contract: Contract, device: torch.device) 
         acc = values("normal", (a.shape[0], b.shape[1]), F32, 9).to(a.device)
         return (addmm_(addmm_(acc, a, b, contract=contract), a, b, contract=contract),)
 
+    def log_probabilities(
+        x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, contract: Contract
+    ) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+        target = torch.arange(-1, len(x) - 1, device=x.device)
+        with torch.enable_grad():
+            results = linear_logp(
+                *(leaves[0], leaves[1], target, leaves[2]),
+                ignore_index=-1,
+                temperature=0.7,
+                return_entropy=True,
+                contract=contract,
+            )
+        return (*(t.detach() for t in results), *torch.autograd.grad(results, leaves, [dy.float()] * 2))
+
+    def from_logits(logits: Tensor, dy: Tensor, contract: Contract) -> tuple[Tensor, ...]:
+        leaf = logits.detach().requires_grad_()
+        with torch.enable_grad():
+            out = logp(leaf, torch.arange(-1, len(leaf) - 1, device=leaf.device), ignore_index=-1)
+        return (out.detach(), *torch.autograd.grad(out, leaf, dy.float()))
+
     for n, k in ((136, 200), (24, 33)):
         both("linear and gradients", gradients, (3, 70, k), (n, k), (n,), (3, 70, n))
         both("linear and gradients, packed", packed, (200, k), (n, k), (n,), (200, n))
         both("addmm_", accumulated, (70, k), (k, n))
         both("bmm", lambda a, b, contract: (bmm(a, b, contract=contract),), (4, 30, k), (1, k, n))
         both("matmul", lambda a, b, contract: (matmul(a, b, contract=contract),), (3, 1, 20, k), (2, k, n))
+        both("linear_logp and gradients", log_probabilities, (70, k), (40 * n, k), (40 * n,), (70,))
+        both("logp and gradient", from_logits, (70, 40 * n), (70,))
