@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import matmul_sm80, matmul_sm90, runtime
+from samebits.backends.cuda import matmul_fma, matmul_sm80, matmul_sm90, runtime
 from samebits.contract import AMPERE, HOPPER, MmaModel, contract_from_key
 
 _FAMILIES: dict[tuple[int, int], MmaModel] = {
@@ -39,15 +39,16 @@ def family(device: int) -> MmaModel:
 def _check_contract(key: str, device: int) -> None:
     """Refuse a contract that the tensor cores of `device` do not follow."""
     contract = contract_from_key(key)
-    if contract.step != "mma":
-        raise NotImplementedError(
-            f"samebits: contract {contract.name} has no CUDA kernel in this version; use CPU tensors"
-        )
     if contract.mma is not None and contract.mma != family(device):
         raise ValueError(
             f"samebits: contract {contract}: expected the family of {runtime.device_info(device).name},"
             f" {family(device).name}; CPU tensors follow any family"
         )
+
+
+def _fused(contract: str) -> bool:
+    """Whether it is FMA, by its key."""
+    return contract_from_key(contract).step == "fma"
 
 
 def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:
@@ -89,7 +90,8 @@ def addbmm(
         return chain
     out = a.new_empty(shape, dtype=out_dtype)
     no_terms = a[:, 0, :, :0], b[:, 0, :0]
-    return matmul_sm80.matmul(*no_terms, acc=chain, out=out)  # rounds, and canonicalises NaN
+    rounding = matmul_fma.matmul if _fused(contract) else matmul_sm80.matmul  # and canonicalises NaN
+    return rounding(*no_terms, acc=chain, out=out)
 
 
 def addbmm_(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
@@ -103,7 +105,7 @@ def _run_sequences(
     B, S, M, K = a.shape
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
-    if S > 1 and B == 1 and _one_axis(a, 3) and _one_axis(b, 2):
+    if S > 1 and B == 1 and not _fused(contract) and _one_axis(a, 3) and _one_axis(b, 2):
         # The sequences lie end to end in memory, so they are spans of one K axis.
         if K % 16:
             cu_seqlens = torch.arange(0, S * K + 1, K, dtype=torch.int32, device=a.device)
@@ -114,7 +116,7 @@ def _run_sequences(
         a, b = a[:, 0], b[:, 0]
         if B == 1:
             a, b, out = a[0], b[0], out[0]
-    _run(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=accumulate)
+    _run(a, b, out, contract, sequences=True, cu_seqlens=cu_seqlens, accumulate=accumulate)
 
 
 def _one_axis(t: Tensor, k: int) -> bool:
@@ -140,10 +142,15 @@ def _run(
     contract: str,
     *,
     bias: Tensor | None = None,
+    sequences: bool = False,
     cu_seqlens: Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
-    """Run the fastest kernel that takes these operands; with `accumulate` the chains start from `out`."""
+    """Run the fastest kernel that takes these operands.
+
+    With `sequences` the terms belong to sequences, in the contract's sense; with `accumulate` the chains start
+    from `out`.
+    """
     a_at, b_at, out_at = a.data_ptr(), b.data_ptr(), out.data_ptr()
     key = (
         contract,
@@ -158,6 +165,7 @@ def _run(
         b.stride(),
         out.shape,
         out.stride(),
+        sequences,
         accumulate,
         None if bias is None else (bias.dtype, bias.stride()),
         None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.stride()),
@@ -166,7 +174,7 @@ def _run(
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = _plan(a, b, out, contract, bias, cu_seqlens, accumulate)
+        plan = _plans[key] = _plan(a, b, out, contract, bias, sequences, cu_seqlens, accumulate)
     plan.launch(
         a_at,
         b_at,
@@ -182,12 +190,15 @@ def _plan(
     out: Tensor,
     contract: str,
     bias: Tensor | None,
+    sequences: bool,
     cu_seqlens: Tensor | None,
     accumulate: bool,
 ) -> Plan:
-    """Choose the fastest kernel that takes these operands. The universal one takes all."""
-    _check_contract(contract, a.get_device())
+    """Choose the fastest kernel that takes these operands; of each contract there is one that takes all."""
     acc = out if accumulate else None
+    if _fused(contract):
+        return matmul_fma.plan(a, b, out, acc=acc, bias=bias, cu_seqlens=cu_seqlens, closing=sequences)
+    _check_contract(contract, a.get_device())
     matmul_sm80.check(a, b, acc, bias, cu_seqlens, out)
     if (
         runtime.device_info(a.get_device()).capability == (9, 0)
