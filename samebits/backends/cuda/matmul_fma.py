@@ -35,7 +35,9 @@ class Schedule:
         thread_m, thread_n: a thread's share of the output, all of it in registers.
         lanes_m: rows of threads in a warp, of 32 threads in all.
         warps_m, warps_n: rows and columns of warps in a block.
+        helpers: warps of a block beside these, which only copy.
         stages: tiles in flight.
+        step: k whose operands are read from shared memory at a time.
         min_blocks: blocks that shall fit on one multiprocessor.
         alone, busy: nanoseconds for a tile over one k, measured on an H200: of a block that has a
             multiprocessor to itself, and for each of many that share one.
@@ -47,9 +49,10 @@ class Schedule:
     lanes_m: int
     warps_m: int
     warps_n: int
+    helpers: int
     stages: int
+    step: int
     min_blocks: int
-    ahead: int
     alone: float
     busy: float
 
@@ -63,25 +66,22 @@ class Schedule:
 
     @property
     def threads(self) -> int:
-        return self.warps_m * self.warps_n * 32
+        return (self.warps_m * self.warps_n + self.helpers) * 32
 
     @property
     def smem(self) -> int:
-        """Bytes of shared memory, for operands of any layout."""
-        return (self.tile_m + self.tile_n) * (self.tile_k + 4) * 4 * self.stages
+        """Bytes of shared memory."""
+        lines = _line(self.tile_m, self.thread_m) + _line(self.tile_n, self.thread_n)
+        return lines * self.tile_k * 4 * self.stages
+
+
+def _line(rows: int, thread: int) -> int:
+    """Floats that a line of so many rows takes in shared memory: see PITCH of the kernel's tiles."""
+    return rows | 1 if thread == 1 else rows + 4
 
 
 SCHEDULES = (
-    Schedule(16, 8, 8, 4, 4, 2, 4, 1, 1, alone=86, busy=89),
-    Schedule(16, 8, 8, 4, 2, 2, 4, 2, 1, alone=86, busy=89),
-    Schedule(16, 8, 8, 4, 2, 1, 3, 4, 1, alone=86, busy=89),
-    Schedule(32, 8, 4, 4, 2, 2, 3, 2, 1, alone=86, busy=89),
-    Schedule(32, 4, 4, 4, 4, 1, 4, 2, 1, alone=86, busy=89),
-    Schedule(32, 4, 2, 4, 2, 2, 5, 3, 1, alone=86, busy=89),
-    Schedule(64, 2, 2, 4, 2, 2, 6, 2, 1, alone=86, busy=89),
-    Schedule(64, 4, 1, 1, 2, 1, 6, 2, 1, alone=86, busy=89),
-    Schedule(64, 2, 1, 1, 2, 1, 6, 2, 1, alone=86, busy=89),
-    Schedule(64, 1, 1, 1, 1, 1, 6, 2, 1, alone=86, busy=89),
+    Schedule(16, 8, 16, 4, 2, 2, 0, 4, 1, 2, alone=86, busy=89),
 )
 
 
@@ -108,10 +108,8 @@ def kernel_spec(
         "A_KIND": KINDS[dtypes[0]],
         "B_KIND": KINDS[dtypes[1]],
         "OUT_KIND": KINDS[dtypes[2]],
-        "A_K_MAJOR": int(a.k_major),
-        "A_VECTOR": int(a.vector),
-        "B_K_MAJOR": int(b.k_major),
-        "B_VECTOR": int(b.vector),
+        "A_COPY": _copy(a, schedule.thread_m),
+        "B_COPY": _copy(b, schedule.thread_n),
         "SEGMENTED": int(segmented),
     }
     return runtime.KernelSpec(
@@ -179,8 +177,8 @@ def plan(
         segments = cu_seqlens.numel() - 1
     info = runtime.device_info(out.device.index)
     schedule = schedule or choose_schedule(m, n, batch, info)
-    layout_a = _layout(a, -2, -1, schedule.tile_m, ragged=cu_seqlens is not None)
-    layout_b = _layout(b, -1, -2, schedule.tile_n, ragged=cu_seqlens is not None)
+    layout_a = layout(a, -2, -1, chunk=4, ragged=cu_seqlens is not None)
+    layout_b = layout(b, -1, -2, chunk=4, ragged=cu_seqlens is not None)
     tiles_m, tiles_n = -(-m // schedule.tile_m), -(-n // schedule.tile_n)
     tiles = tiles_m * tiles_n * batch
     if max(m, n, k, tiles, segments) > LARGEST:
@@ -211,10 +209,13 @@ def plan(
     )
 
 
-def _layout(x: Tensor, row_dim: int, k_dim: int, tile: int, *, ragged: bool) -> Layout:
-    """Of `x`, of whose rows a tile has `tile`."""
-    found = layout(x, row_dim, k_dim, chunk=4, ragged=ragged)
-    return found if found.k_major or tile % 4 == 0 else found._replace(vector=False)
+def _copy(x: Layout, thread: int) -> str:
+    """How tiles of `x` are copied, of which a thread takes so many rows: enum Copy of the kernel."""
+    if x.vector and not x.k_major and thread % 4 == 0:
+        return "FOUR_ROWS"
+    if not x.k_major:
+        return "ALONG_ROWS"
+    return "ALONG_UNIT_K" if x.strides[3] == 1 else "ALONG_K"
 
 
 def check(

@@ -8,11 +8,11 @@
 
 constexpr int BAND = 8;  // rows of tiles walked together, so that their operands stay in L2
 
-using TileA = Tile<WARPS_M, LANES_M, THREAD_M, A_KIND, A_K_MAJOR, A_VECTOR>;
-using TileB = Tile<WARPS_N, 32 / LANES_M, THREAD_N, B_KIND, B_K_MAJOR, B_VECTOR>;
+using TileA = Tile<WARPS_M, LANES_M, THREAD_M, A_KIND, A_COPY>;
+using TileB = Tile<WARPS_N, 32 / LANES_M, THREAD_N, B_KIND, B_COPY>;
 constexpr int STAGE = TileA::SIZE + TileB::SIZE;  // floats
-constexpr int QUADS = TILE_K / 4;
-static_assert(QUADS % 2 == 0);  // so that every stage begins with the first buffer of fragments
+constexpr int STEPS = TILE_K / STEP;
+static_assert(STEPS % 2 == 0);  // so that every stage begins with the first buffer of fragments
 
 struct Params {
     Operand a, b;
@@ -94,12 +94,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma(con
     const u32 in_band = tile % (BAND * p.tiles_n);
     const int tile_m = (band * BAND + in_band % band_rows) * TileA::ROWS, tile_n = in_band / band_rows * TileB::ROWS;
 
-    // Lanes that differ in their lowest or second lowest bit alone read the same fragment of b or of a: the hardware
-    // then serves half a warp at once.
-    constexpr int LANES_N = 32 / LANES_M;
-    const int lane_m = LANES_M == 1 ? 0 : (lane & 1) | lane / (2 * LANES_N) << 1;
-    const int lane_n = LANES_M == 1 ? lane : lane >> 1 & (LANES_N - 1);
+    const int lane_m = lane % LANES_M, lane_n = lane / LANES_M;
     const int own_m = TileA::own(warp % WARPS_M, lane_m), own_n = TileB::own(warp / WARPS_M, lane_n);
+    const bool copies_only = HELPERS > 0 && warp >= WARPS;
 
     Walk walk(p);
     int write_at = 0;
@@ -119,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma(con
     };
 
     float acc[THREAD_M][THREAD_N] = {};
-    if (p.acc) {
+    if (p.acc && !copies_only) {
 #pragma unroll
         for (int i = 0; i < THREAD_M; ++i)
 #pragma unroll
@@ -130,18 +127,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma(con
             }
     }
 
-    float a[1 + AHEAD][THREAD_M][4], b[1 + AHEAD][THREAD_N][4];  // four k of this thread's rows
+    float a[2][STEP][THREAD_M], b[2][STEP][THREAD_N];  // this thread's rows of STEP k, read ahead of their use
     int read_at = 0;
     const float* stage = memory;
-    const auto read = [&](int q) {
-        TileA::read(a[q % (1 + AHEAD)], stage, own_m, q * 4);
-        TileB::read(b[q % (1 + AHEAD)], stage + TileA::SIZE, own_n, q * 4);
+    const auto read = [&](int i) {
+#pragma unroll
+        for (int k = 0; k < STEP; ++k) {
+            TileA::read(a[i % 2][k], stage, own_m, i * STEP + k);
+            TileB::read(b[i % 2][k], stage + TileA::SIZE, own_n, i * STEP + k);
+        }
+    };
+    const auto multiply = [&](const float (&ak)[THREAD_M], const float (&bk)[THREAD_N]) {
+#pragma unroll
+        for (int i = 0; i < THREAD_M; ++i)
+#pragma unroll
+            for (int e = 0; e < THREAD_N; ++e) {
+                const int j = i % 2 ? THREAD_N - 1 - e : e;  // two neighbours share an operand: fewer register reads
+                acc[i][j] = __fmaf_rn(ak[i], bk[j], acc[i][j]);
+            }
     };
     const auto next_stage = [&] {  // it is whole, and all warps have read the stage before it
         wait_copies<STAGES - 2>();
         __syncthreads();
         stage = memory + read_at * STAGE;
-        if (AHEAD) read(0);
+        if (!copies_only) read(0);
     };
     bool empty = true;
 
@@ -154,36 +163,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma(con
         empty = false;
         load();
         read_at = read_at == STAGES - 1 ? 0 : read_at + 1;
+        if (copies_only) {
+            next_stage();
+            continue;
+        }
         if (count == TILE_K) {
 #pragma unroll
-            for (int q = 0; q < QUADS; ++q) {
-                if (!AHEAD)
-                    read(q);
-                else if (q + 1 < QUADS)
-                    read(q + 1);
+            for (int i = 0; i < STEPS; ++i) {
+                if (i + 1 < STEPS)
+                    read(i + 1);
                 else
                     next_stage();
 #pragma unroll
-                for (int k = 0; k < 4; ++k)
-#pragma unroll
-                    for (int i = 0; i < THREAD_M; ++i)
-#pragma unroll
-                        for (int j = 0; j < THREAD_N; ++j)
-                            acc[i][j] = __fmaf_rn(a[q % (1 + AHEAD)][i][k], b[q % (1 + AHEAD)][j][k], acc[i][j]);
+                for (int k = 0; k < STEP; ++k) multiply(a[i % 2][k], b[i % 2][k]);
             }
-            if (!AHEAD) next_stage();
         } else {
 #pragma unroll 1
             for (int k = 0; k < count; ++k) {
-                float bk[THREAD_N];
-#pragma unroll
-                for (int j = 0; j < THREAD_N; ++j) bk[j] = TileB::read_one(stage + TileA::SIZE, own_n, j, k);
-#pragma unroll
-                for (int i = 0; i < THREAD_M; ++i) {
-                    const float ak = TileA::read_one(stage, own_m, i, k);
-#pragma unroll
-                    for (int j = 0; j < THREAD_N; ++j) acc[i][j] = __fmaf_rn(ak, bk[j], acc[i][j]);
-                }
+                TileA::read(a[0][0], stage, own_m, k);
+                TileB::read(b[0][0], stage + TileA::SIZE, own_n, k);
+                multiply(a[0][0], b[0][0]);
             }
             next_stage();
         }
@@ -194,6 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma(con
                 for (int j = 0; j < THREAD_N; ++j) acc[i][j] = __fmaf_rn(0.0f, 0.0f, acc[i][j]);
     }
 
+    if (copies_only) return;
     const int out_kind = empty && !p.bias && OUT_KIND == F32 ? F32_AS_IS : OUT_KIND;
     constexpr int TOGETHER = TileB::NEIGHBOURS;
 #pragma unroll

@@ -44,10 +44,9 @@ __device__ __forceinline__ void copy_async_16(u32 to, const void* from, int byte
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// Copy four bytes, or, if `bytes` is 0, zero them.
-__device__ __forceinline__ void copy_async_4(u32 to, const void* from, int bytes)
+__device__ __forceinline__ void copy_async_4(u32 to, const void* from)
 {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_16(u32 to, const u32 (&v)[4])

@@ -3,7 +3,8 @@
 
 #include "epilogue.cuh"
 
-constexpr int THREADS = WARPS_M * WARPS_N * 32;
+constexpr int WARPS = WARPS_M * WARPS_N;  // that multiply; HELPERS more only copy
+constexpr int THREADS = (WARPS + HELPERS) * 32;
 
 // Elements of global memory by row (m of a, n of b) and k, strides in elements.
 struct Operand {
@@ -21,25 +22,41 @@ struct Stored<F32> {
     using Type = float;
 };
 
-// TILE_K of k for the rows that WARPS x LANES threads take, THREAD each.
-//
-// K_MAJOR: a line is a row and runs along k; else a line is one k and runs along the rows. VECTOR: four neighbours of
-// a line are contiguous and aligned in global memory; else any stride and alignment will do.
-// Rows that do not exist are loaded as another, or not at all: what is computed of them is never stored.
-template <int WARPS, int LANES, int THREAD, int KIND, bool K_MAJOR, bool VECTOR>
+enum Copy {
+    ALONG_ROWS,       // element by element; neighbouring threads take neighbouring rows
+    ALONG_K,          // element by element; neighbouring threads take neighbouring k
+    ALONG_UNIT_K,     // the same, and k is contiguous
+    FOUR_ROWS,        // four contiguous, aligned rows at a time
+};
+
+// Keeps the compiler from computing the addresses of all copies ahead of the loop, which takes too many registers.
+template <class T>
+__device__ __forceinline__ void step(const T*& pointer, i64 elements)
+{
+    pointer += elements;
+    asm volatile("" : "+l"(pointer));
+}
+
+// TILE_K of k for the rows that WARPS x LANES threads take, THREAD each. A line is one k and runs along the rows.
+// Rows that do not exist are not loaded: what is computed of them is never stored.
+template <int WARPS_, int LANES, int THREAD, int KIND, int COPY>
 struct Tile {
-    static constexpr int ROWS = WARPS * LANES * THREAD;
-    static constexpr int NEIGHBOURS = K_MAJOR ? 1 : THREAD % 4 == 0 ? 4 : THREAD;  // rows side by side in a thread
-    static constexpr int LINES = K_MAJOR ? ROWS : TILE_K;
-    static constexpr int LENGTH = K_MAJOR ? TILE_K : ROWS;
-    static constexpr int PITCH = K_MAJOR ? TILE_K + 4 : (ROWS + 3) / 4 * 4;  // lanes in different lines: no bank twice
-    static constexpr int SIZE = LINES * PITCH;
-    static constexpr int WIDTH = VECTOR ? 4 : 1;
-    static constexpr int CHUNKS = LINES * LENGTH / WIDTH;
-    static constexpr int PASSES = (CHUNKS + THREADS - 1) / THREADS;
-    static constexpr int UNROLL = PASSES <= 8 ? PASSES : 4;  // addresses take registers
+    static constexpr int ROWS = WARPS_ * LANES * THREAD;
+    static constexpr int NEIGHBOURS = THREAD % 4 == 0 ? 4 : THREAD;  // rows side by side in a thread
+    // Threads that copy along k write to different lines and shall meet no bank twice: eight k of four rows do not if
+    // lines are four banks apart, 32 k of one row do not if lines are one bank apart. The first keeps lines aligned.
+    static constexpr int RUN = NEIGHBOURS == 1 ? 32 : 8;
+    static constexpr int PITCH = NEIGHBOURS == 1 ? ROWS | 1 : ROWS + 4;
+    static constexpr int SIZE = TILE_K * PITCH;
+    static constexpr bool K_FIRST = COPY == ALONG_K || COPY == ALONG_UNIT_K;
+    static constexpr int WIDTH = COPY == FOUR_ROWS ? 4 : 1;
+    // What all threads copy at once.
+    static constexpr int MOST_ROWS = K_FIRST ? THREADS / RUN : THREADS * WIDTH;
+    static constexpr int AT_ONCE_ROWS = MOST_ROWS < ROWS ? MOST_ROWS : ROWS;
+    static constexpr int AT_ONCE_K = THREADS * WIDTH / AT_ONCE_ROWS;
     static constexpr bool ASYNC = KIND == F32 && __CUDA_ARCH__ >= 800;
     using Element = typename Stored<KIND>::Type;
+    static_assert(TILE_K % RUN == 0 && SIZE % 4 == 0 && (ROWS & (ROWS - 1)) == 0 && (THREADS & (THREADS - 1)) == 0);
 
     // The first row of a thread, and how far its row i is from that.
     __device__ static __forceinline__ int own(int warp, int lane) { return warp * LANES * THREAD + lane * NEIGHBOURS; }
@@ -50,31 +67,37 @@ struct Tile {
     __device__ static __forceinline__ void load(
         float* to, const Operand& x, u32 batch, int segment, int first_row, int rows, int first_k, int count)
     {
+        const int t = threadIdx.x;
+        const int line = K_FIRST ? t / RUN % AT_ONCE_ROWS : t * WIDTH % AT_ONCE_ROWS;
+        const int k = K_FIRST ? t % RUN + t / (RUN * AT_ONCE_ROWS) * RUN : t * WIDTH / AT_ONCE_ROWS;
+        const i64 k_stride = COPY == ALONG_UNIT_K ? 1 : x.k;
         const Element* data = static_cast<const Element*>(x.data) + batch * x.batch + segment * x.segment;
-#pragma unroll UNROLL
-        for (int pass = 0; pass < PASSES; ++pass) {
-            const int chunk = threadIdx.x + pass * THREADS;
-            if (CHUNKS % THREADS != 0 && chunk >= CHUNKS) break;
-            const int line = chunk * WIDTH / LENGTH, at = chunk * WIDTH % LENGTH;
-            if constexpr (K_MAJOR) {
-                const i64 row = min(first_row + line, rows - 1);
-                const Element* from = data + row * x.row + (first_k + at) * (VECTOR ? 1 : x.k);
-                copy(to + line * PITCH + at, from, WHOLE ? WIDTH : min(count - at, WIDTH));
-            } else if (WHOLE || line < count) {
-                const Element* from = data + (first_row + at) * (VECTOR ? 1 : x.row) + (first_k + line) * x.k;
-                copy(to + line * PITCH + at, from, min(rows - first_row - at, WIDTH));
+        const Element* of_rows = data + (first_row + line) * (COPY == FOUR_ROWS ? 1 : x.row) + (first_k + k) * k_stride;
+        const int rows_left = rows - first_row - line, k_left = WHOLE ? TILE_K - k : count - k;
+        to += k * PITCH + line;
+#pragma unroll
+        for (int r = 0; r < ROWS; r += AT_ONCE_ROWS) {
+            const Element* from = of_rows;
+#pragma unroll
+            for (int i = 0; i < TILE_K; i += AT_ONCE_K) {
+                if (r < rows_left && (i < k_left || (WHOLE && AT_ONCE_K <= TILE_K)))
+                    copy(to + i * PITCH + r, from, rows_left - r);
+                if (COPY == ALONG_UNIT_K)
+                    from += AT_ONCE_K;
+                else
+                    step(from, AT_ONCE_K * k_stride);
             }
+            step(of_rows, AT_ONCE_ROWS * x.row);
         }
     }
 
-    // `count` of WIDTH neighbours, none if that is negative.
+    // Up to `count` of WIDTH neighbours.
     __device__ static __forceinline__ void copy(float* to, const Element* from, int count)
     {
-        if constexpr (ASYNC) {
-            if constexpr (VECTOR)
-                copy_async_16(shared_address(to), from, max(count, 0) * 4);
-            else
-                copy_async_4(shared_address(to), from, max(count, 0) * 4);
+        if constexpr (ASYNC && COPY == FOUR_ROWS) {
+            copy_async_16(shared_address(to), from, min(count, 4) * 4);
+        } else if constexpr (ASYNC) {
+            copy_async_4(shared_address(to), from);
         } else {
             float value[WIDTH] = {};
 #pragma unroll
@@ -85,36 +108,21 @@ struct Tile {
         }
     }
 
-    // Four k, from `k` on, of the thread's rows.
-    __device__ static __forceinline__ void read(float (&f)[THREAD][4], const float* tile, int own, int k)
+    // The thread's rows of line k.
+    __device__ static __forceinline__ void read(float (&f)[THREAD], const float* tile, int own, int k)
     {
-        if constexpr (K_MAJOR) {
 #pragma unroll
-            for (int i = 0; i < THREAD; ++i) {
-                const float4 x = *reinterpret_cast<const float4*>(tile + (own + row(i)) * PITCH + k);
-                f[i][0] = x.x, f[i][1] = x.y, f[i][2] = x.z, f[i][3] = x.w;
+        for (int i = 0; i < THREAD; i += NEIGHBOURS) {
+            const float* from = tile + k * PITCH + own + row(i);
+            if constexpr (NEIGHBOURS == 4) {
+                const float4 x = *reinterpret_cast<const float4*>(from);
+                f[i] = x.x, f[i + 1] = x.y, f[i + 2] = x.z, f[i + 3] = x.w;
+            } else if constexpr (NEIGHBOURS == 2) {
+                const float2 x = *reinterpret_cast<const float2*>(from);
+                f[i] = x.x, f[i + 1] = x.y;
+            } else {
+                f[i] = *from;
             }
-        } else {
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-#pragma unroll
-                for (int i = 0; i < THREAD; i += NEIGHBOURS) {
-                    const float* from = tile + (k + e) * PITCH + own + row(i);
-                    if constexpr (NEIGHBOURS == 4) {
-                        const float4 x = *reinterpret_cast<const float4*>(from);
-                        f[i][e] = x.x, f[i + 1][e] = x.y, f[i + 2][e] = x.z, f[i + 3][e] = x.w;
-                    } else if constexpr (NEIGHBOURS == 2) {
-                        const float2 x = *reinterpret_cast<const float2*>(from);
-                        f[i][e] = x.x, f[i + 1][e] = x.y;
-                    } else {
-                        f[i][e] = *from;
-                    }
-                }
         }
-    }
-
-    __device__ static __forceinline__ float read_one(const float* tile, int own, int i, int k)
-    {
-        return K_MAJOR ? tile[(own + row(i)) * PITCH + k] : tile[k * PITCH + own + row(i)];
     }
 };
