@@ -70,14 +70,11 @@ class Schedule:
 
     @property
     def smem(self) -> int:
-        """Bytes of shared memory."""
-        lines = _line(self.tile_m, self.thread_m) + _line(self.tile_n, self.thread_n)
-        return lines * self.tile_k * 4 * self.stages
+        """Bytes of shared memory that suffice, however operands lie in it."""
+        return (self._floats(self.tile_m) + self._floats(self.tile_n)) * 4 * self.stages
 
-
-def _line(rows: int, thread: int) -> int:
-    """Floats that a line of so many rows takes in shared memory: see PITCH of the kernel's tiles."""
-    return rows | 1 if thread == 1 else rows + 4
+    def _floats(self, rows: int) -> int:
+        return max(rows * (self.tile_k + 4), self.tile_k * (rows + 4 if rows % 2 == 0 else rows))
 
 
 SCHEDULES = (
@@ -108,8 +105,8 @@ def kernel_spec(
         "A_KIND": KINDS[dtypes[0]],
         "B_KIND": KINDS[dtypes[1]],
         "OUT_KIND": KINDS[dtypes[2]],
-        "A_COPY": _copy(a, schedule.thread_m),
-        "B_COPY": _copy(b, schedule.thread_n),
+        "A_COPY": _copy(a, schedule.step, schedule.thread_m),
+        "B_COPY": _copy(b, schedule.step, schedule.thread_n),
         "SEGMENTED": int(segmented),
     }
     return runtime.KernelSpec(
@@ -209,8 +206,10 @@ def plan(
     )
 
 
-def _copy(x: Layout, thread: int) -> str:
+def _copy(x: Layout, step: int, thread: int) -> str:
     """How tiles of `x` are copied, of which a thread takes so many rows: enum Copy of the kernel."""
+    if x.vector and x.k_major and step % 4 == 0:
+        return "FOUR_K"
     if x.vector and not x.k_major and thread % 4 == 0:
         return "FOUR_ROWS"
     if not x.k_major:

@@ -11,8 +11,10 @@ constexpr int BAND = 8;  // rows of tiles walked together, so that their operand
 using TileA = Tile<WARPS_M, LANES_M, THREAD_M, A_KIND, A_COPY>;
 using TileB = Tile<WARPS_N, 32 / LANES_M, THREAD_N, B_KIND, B_COPY>;
 constexpr int STAGE = TileA::SIZE + TileB::SIZE;  // floats
-constexpr int STEPS = TILE_K / STEP;
-static_assert(STEPS % 2 == 0);  // so that every stage begins with the first buffer of fragments
+// k in the loop's body, which has to fit the instruction cache next to the multiprocessor's schedulers (12 KB).
+constexpr int ROOM = 512 / (THREAD_M * THREAD_N) > 64 ? 64 : 512 / (THREAD_M * THREAD_N);
+constexpr int BODY = ROOM < 2 * STEP ? 2 * STEP : ROOM < TILE_K ? ROOM : TILE_K;
+static_assert(TILE_K % BODY == 0 && BODY % (2 * STEP) == 0);  // a body begins with the first buffer of fragments
 
 struct Params {
     Operand a, b;
@@ -130,12 +132,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma(con
     float a[2][STEP][THREAD_M], b[2][STEP][THREAD_N];  // this thread's rows of STEP k, read ahead of their use
     int read_at = 0;
     const float* stage = memory;
-    const auto read = [&](int i) {
-#pragma unroll
-        for (int k = 0; k < STEP; ++k) {
-            TileA::read(a[i % 2][k], stage, own_m, i * STEP + k);
-            TileB::read(b[i % 2][k], stage + TileA::SIZE, own_n, i * STEP + k);
-        }
+    const auto read = [&](int buffer, int k) {
+        TileA::template read<STEP>(a[buffer], stage, own_m, k);
+        TileB::template read<STEP>(b[buffer], stage + TileA::SIZE, own_n, k);
     };
     const auto multiply = [&](const float (&ak)[THREAD_M], const float (&bk)[THREAD_N]) {
 #pragma unroll
@@ -150,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma(con
         wait_copies<STAGES - 2>();
         __syncthreads();
         stage = memory + read_at * STAGE;
-        if (!copies_only) read(0);
+        if (!copies_only) read(0, 0);
     };
     bool empty = true;
 
@@ -168,21 +167,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma(con
             continue;
         }
         if (count == TILE_K) {
+#pragma unroll 1
+            for (int first = 0; first < TILE_K; first += BODY)
 #pragma unroll
-            for (int i = 0; i < STEPS; ++i) {
-                if (i + 1 < STEPS)
-                    read(i + 1);
-                else
-                    next_stage();
+                for (int k = 0; k < BODY; k += STEP) {
+                    if (k + STEP < BODY || first + BODY < TILE_K)
+                        read((k / STEP + 1) % 2, first + k + STEP);
+                    else
+                        next_stage();
 #pragma unroll
-                for (int k = 0; k < STEP; ++k) multiply(a[i % 2][k], b[i % 2][k]);
-            }
+                    for (int e = 0; e < STEP; ++e) multiply(a[k / STEP % 2][e], b[k / STEP % 2][e]);
+                }
         } else {
 #pragma unroll 1
             for (int k = 0; k < count; ++k) {
-                TileA::read(a[0][0], stage, own_m, k);
-                TileB::read(b[0][0], stage + TileA::SIZE, own_n, k);
-                multiply(a[0][0], b[0][0]);
+                float ak[1][THREAD_M], bk[1][THREAD_N];
+                TileA::template read<1>(ak, stage, own_m, k);
+                TileB::template read<1>(bk, stage + TileA::SIZE, own_n, k);
+                multiply(ak[0], bk[0]);
             }
             next_stage();
         }

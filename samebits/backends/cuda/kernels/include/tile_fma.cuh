@@ -27,6 +27,7 @@ enum Copy {
     ALONG_K,          // element by element; neighbouring threads take neighbouring k
     ALONG_UNIT_K,     // the same, and k is contiguous
     FOUR_ROWS,        // four contiguous, aligned rows at a time
+    FOUR_K,           // four contiguous, aligned k at a time
 };
 
 // Keeps the compiler from computing the addresses of all copies ahead of the loop, which takes too many registers.
@@ -37,26 +38,30 @@ __device__ __forceinline__ void step(const T*& pointer, i64 elements)
     asm volatile("" : "+l"(pointer));
 }
 
-// TILE_K of k for the rows that WARPS x LANES threads take, THREAD each. A line is one k and runs along the rows.
+// TILE_K of k for the rows that WARPS_ x LANES threads take, THREAD each. In shared memory a line is one k and runs along
+// the rows, but under FOUR_K, where it is a row and runs along k.
 // Rows that do not exist are not loaded: what is computed of them is never stored.
 template <int WARPS_, int LANES, int THREAD, int KIND, int COPY>
 struct Tile {
     static constexpr int ROWS = WARPS_ * LANES * THREAD;
-    static constexpr int NEIGHBOURS = THREAD % 4 == 0 ? 4 : THREAD;  // rows side by side in a thread
+    static constexpr int NEIGHBOURS = COPY == FOUR_K ? 1 : THREAD % 4 == 0 ? 4 : THREAD;  // rows side by side in a thread
     // Threads that copy along k write to different lines and shall meet no bank twice: eight k of four rows do not if
     // lines are four banks apart, 32 k of one row do not if lines are one bank apart. The first keeps lines aligned.
-    static constexpr int RUN = NEIGHBOURS == 1 ? 32 : 8;
-    static constexpr int PITCH = NEIGHBOURS == 1 ? ROWS | 1 : ROWS + 4;
-    static constexpr int SIZE = TILE_K * PITCH;
-    static constexpr bool K_FIRST = COPY == ALONG_K || COPY == ALONG_UNIT_K;
-    static constexpr int WIDTH = COPY == FOUR_ROWS ? 4 : 1;
+    // Nor shall threads that read different rows under FOUR_K.
+    static constexpr int RUN = COPY == FOUR_K ? TILE_K / 4 : NEIGHBOURS == 1 ? 32 : 8;
+    static constexpr int PITCH = COPY == FOUR_K ? TILE_K + 4 : NEIGHBOURS == 1 ? ROWS | 1 : ROWS + 4;
+    static constexpr int K_PITCH = COPY == FOUR_K ? 1 : PITCH, ROW_PITCH = COPY == FOUR_K ? PITCH : 1;
+    static constexpr int SIZE = (COPY == FOUR_K ? ROWS : TILE_K) * PITCH;
+    static constexpr bool K_FIRST = COPY == ALONG_K || COPY == ALONG_UNIT_K || COPY == FOUR_K;
+    static constexpr int WIDTH = COPY == FOUR_ROWS || COPY == FOUR_K ? 4 : 1;
+    static constexpr int K_WIDTH = COPY == FOUR_K ? 4 : 1;
     // What all threads copy at once.
     static constexpr int MOST_ROWS = K_FIRST ? THREADS / RUN : THREADS * WIDTH;
     static constexpr int AT_ONCE_ROWS = MOST_ROWS < ROWS ? MOST_ROWS : ROWS;
-    static constexpr int AT_ONCE_K = THREADS * WIDTH / AT_ONCE_ROWS;
+    static constexpr int AT_ONCE_K = THREADS * WIDTH / AT_ONCE_ROWS;  // FOUR_K: its four count here, and not above
     static constexpr bool ASYNC = KIND == F32 && __CUDA_ARCH__ >= 800;
     using Element = typename Stored<KIND>::Type;
-    static_assert(TILE_K % RUN == 0 && SIZE % 4 == 0 && (ROWS & (ROWS - 1)) == 0 && (THREADS & (THREADS - 1)) == 0);
+    static_assert(TILE_K % (RUN * K_WIDTH) == 0 && SIZE % 4 == 0 && (ROWS & (ROWS - 1)) == 0 && (THREADS & (THREADS - 1)) == 0);
 
     // The first row of a thread, and how far its row i is from that.
     __device__ static __forceinline__ int own(int warp, int lane) { return warp * LANES * THREAD + lane * NEIGHBOURS; }
@@ -69,20 +74,21 @@ struct Tile {
     {
         const int t = threadIdx.x;
         const int line = K_FIRST ? t / RUN % AT_ONCE_ROWS : t * WIDTH % AT_ONCE_ROWS;
-        const int k = K_FIRST ? t % RUN + t / (RUN * AT_ONCE_ROWS) * RUN : t * WIDTH / AT_ONCE_ROWS;
-        const i64 k_stride = COPY == ALONG_UNIT_K ? 1 : x.k;
+        const int k = K_FIRST ? (t % RUN + t / (RUN * AT_ONCE_ROWS) * RUN) * K_WIDTH : t * WIDTH / AT_ONCE_ROWS;
+        const i64 k_stride = COPY == ALONG_UNIT_K || COPY == FOUR_K ? 1 : x.k;
         const Element* data = static_cast<const Element*>(x.data) + batch * x.batch + segment * x.segment;
         const Element* of_rows = data + (first_row + line) * (COPY == FOUR_ROWS ? 1 : x.row) + (first_k + k) * k_stride;
         const int rows_left = rows - first_row - line, k_left = WHOLE ? TILE_K - k : count - k;
-        to += k * PITCH + line;
+        to += k * K_PITCH + line * ROW_PITCH;
 #pragma unroll
         for (int r = 0; r < ROWS; r += AT_ONCE_ROWS) {
             const Element* from = of_rows;
 #pragma unroll
             for (int i = 0; i < TILE_K; i += AT_ONCE_K) {
                 if (r < rows_left && (i < k_left || (WHOLE && AT_ONCE_K <= TILE_K)))
-                    copy(to + i * PITCH + r, from, rows_left - r);
-                if (COPY == ALONG_UNIT_K)
+                    copy(to + i * K_PITCH + r * ROW_PITCH, from,
+                        COPY == FOUR_ROWS ? rows_left - r : WHOLE ? WIDTH : k_left - i);
+                if (COPY == ALONG_UNIT_K || COPY == FOUR_K)
                     from += AT_ONCE_K;
                 else
                     step(from, AT_ONCE_K * k_stride);
@@ -94,7 +100,7 @@ struct Tile {
     // Up to `count` of WIDTH neighbours.
     __device__ static __forceinline__ void copy(float* to, const Element* from, int count)
     {
-        if constexpr (ASYNC && COPY == FOUR_ROWS) {
+        if constexpr (ASYNC && WIDTH == 4) {
             copy_async_16(shared_address(to), from, min(count, 4) * 4);
         } else if constexpr (ASYNC) {
             copy_async_4(shared_address(to), from);
@@ -108,21 +114,34 @@ struct Tile {
         }
     }
 
-    // The thread's rows of line k.
-    __device__ static __forceinline__ void read(float (&f)[THREAD], const float* tile, int own, int k)
+    // The thread's rows of COUNT k, from k on.
+    template <int COUNT>
+    __device__ static __forceinline__ void read(float (&f)[COUNT][THREAD], const float* tile, int own, int k)
     {
+        if constexpr (COPY == FOUR_K && COUNT % 4 == 0) {
 #pragma unroll
-        for (int i = 0; i < THREAD; i += NEIGHBOURS) {
-            const float* from = tile + k * PITCH + own + row(i);
-            if constexpr (NEIGHBOURS == 4) {
-                const float4 x = *reinterpret_cast<const float4*>(from);
-                f[i] = x.x, f[i + 1] = x.y, f[i + 2] = x.z, f[i + 3] = x.w;
-            } else if constexpr (NEIGHBOURS == 2) {
-                const float2 x = *reinterpret_cast<const float2*>(from);
-                f[i] = x.x, f[i + 1] = x.y;
-            } else {
-                f[i] = *from;
-            }
+            for (int e = 0; e < COUNT; e += 4)
+#pragma unroll
+                for (int i = 0; i < THREAD; ++i) {
+                    const float4 x = *reinterpret_cast<const float4*>(tile + (own + row(i)) * PITCH + k + e);
+                    f[e][i] = x.x, f[e + 1][i] = x.y, f[e + 2][i] = x.z, f[e + 3][i] = x.w;
+                }
+        } else {
+#pragma unroll
+            for (int e = 0; e < COUNT; ++e)
+#pragma unroll
+                for (int i = 0; i < THREAD; i += NEIGHBOURS) {
+                    const float* from = tile + (k + e) * K_PITCH + (own + row(i)) * ROW_PITCH;
+                    if constexpr (NEIGHBOURS == 4) {
+                        const float4 x = *reinterpret_cast<const float4*>(from);
+                        f[e][i] = x.x, f[e][i + 1] = x.y, f[e][i + 2] = x.z, f[e][i + 3] = x.w;
+                    } else if constexpr (NEIGHBOURS == 2) {
+                        const float2 x = *reinterpret_cast<const float2*>(from);
+                        f[e][i] = x.x, f[e][i + 1] = x.y;
+                    } else {
+                        f[e][i] = *from;
+                    }
+                }
         }
     }
 };
