@@ -146,9 +146,7 @@ def _fma(thorough: bool) -> list[Case]:
             found += [spans(accumulate=True, kind="wide"), spans(kind="tiny"), spans(dtype=F16, out=F32)]
     for segments, k in ((3, 1), (4, 16), (3, 37), (2, 80)):
         for accumulate in (False, True):
-            found.append(
-                f32("sequences", 40, 72, k, "TN", batch=2, segments=segments, accumulate=accumulate)
-            )
+            found.append(f32("sequences", 40, 72, k, "TN", batch=2, segments=segments, accumulate=accumulate))
     for shape in LARGE:
         found.append(f32("large", *shape))
         if thorough:

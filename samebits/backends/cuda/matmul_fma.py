@@ -78,7 +78,17 @@ class Schedule:
 
 
 SCHEDULES = (
-    Schedule(16, 8, 16, 4, 2, 2, 0, 4, 1, 2, alone=86, busy=89),
+    Schedule(32, 8, 8, 4, 4, 2, 0, 3, 1, 2, alone=112, busy=98),
+    Schedule(16, 8, 8, 4, 4, 2, 0, 4, 1, 2, alone=113, busy=98.5),
+    Schedule(16, 8, 8, 4, 2, 2, 0, 4, 1, 4, alone=72, busy=51),
+    Schedule(32, 8, 4, 4, 2, 2, 0, 3, 4, 3, alone=38, busy=29),
+    Schedule(32, 4, 4, 4, 2, 2, 0, 4, 4, 2, alone=23, busy=18),
+    Schedule(64, 4, 2, 4, 2, 2, 0, 4, 4, 2, alone=13.7, busy=11.5),
+    Schedule(64, 2, 2, 4, 2, 2, 0, 4, 8, 1, alone=9.9, busy=8.2),
+    Schedule(64, 4, 1, 1, 2, 1, 2, 4, 8, 1, alone=9.4, busy=6),
+    Schedule(64, 4, 1, 1, 1, 1, 3, 4, 8, 1, alone=8, busy=4.7),
+    Schedule(128, 1, 1, 1, 1, 1, 3, 4, 16, 1, alone=5.5, busy=3.8),
+    Schedule(64, 1, 1, 1, 1, 4, 0, 3, 16, 1, alone=18, busy=15),
 )
 
 

@@ -11,10 +11,7 @@ constexpr int BAND = 8;  // rows of tiles walked together, so that their operand
 using TileA = Tile<WARPS_M, LANES_M, THREAD_M, A_KIND, A_COPY>;
 using TileB = Tile<WARPS_N, 32 / LANES_M, THREAD_N, B_KIND, B_COPY>;
 constexpr int STAGE = TileA::SIZE + TileB::SIZE;  // floats
-// k in the loop's body, which has to fit the instruction cache next to the multiprocessor's schedulers (12 KB).
-constexpr int ROOM = 512 / (THREAD_M * THREAD_N) > 64 ? 64 : 512 / (THREAD_M * THREAD_N);
-constexpr int BODY = ROOM < 2 * STEP ? 2 * STEP : ROOM < TILE_K ? ROOM : TILE_K;
-static_assert(TILE_K % BODY == 0 && BODY % (2 * STEP) == 0);  // a body begins with the first buffer of fragments
+static_assert(TILE_K % (2 * STEP) == 0);  // so that every stage begins with the first buffer of fragments
 
 struct Params {
     Operand a, b;
@@ -132,9 +129,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma(con
     float a[2][STEP][THREAD_M], b[2][STEP][THREAD_N];  // this thread's rows of STEP k, read ahead of their use
     int read_at = 0;
     const float* stage = memory;
-    const auto read = [&](int buffer, int k) {
-        TileA::template read<STEP>(a[buffer], stage, own_m, k);
-        TileB::template read<STEP>(b[buffer], stage + TileA::SIZE, own_n, k);
+    const auto read = [&](int k, int share) {
+        TileA::template read<STEP>(a[k / STEP % 2], stage, own_m, k, share);
+        TileB::template read<STEP>(b[k / STEP % 2], stage + TileA::SIZE, own_n, k, share);
     };
     const auto multiply = [&](const float (&ak)[THREAD_M], const float (&bk)[THREAD_N]) {
 #pragma unroll
@@ -149,7 +146,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma(con
         wait_copies<STAGES - 2>();
         __syncthreads();
         stage = memory + read_at * STAGE;
-        if (!copies_only) read(0, 0);
+        if (copies_only) return;
+#pragma unroll
+        for (int share = 0; share < STEP; ++share) read(0, share);
     };
     bool empty = true;
 
@@ -167,23 +166,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma(con
             continue;
         }
         if (count == TILE_K) {
-#pragma unroll 1
-            for (int first = 0; first < TILE_K; first += BODY)
 #pragma unroll
-                for (int k = 0; k < BODY; k += STEP) {
-                    if (k + STEP < BODY || first + BODY < TILE_K)
-                        read((k / STEP + 1) % 2, first + k + STEP);
-                    else
-                        next_stage();
-#pragma unroll
-                    for (int e = 0; e < STEP; ++e) multiply(a[k / STEP % 2][e], b[k / STEP % 2][e]);
-                }
+            for (int k = 0; k < TILE_K; ++k) {
+                // Reads are spread over the arithmetic, which would wait for a crowd of them.
+                const int next = k / STEP * STEP + STEP;
+                if (next < TILE_K)
+                    read(next, k % STEP);
+                else if (k % STEP == 0)
+                    next_stage();
+                multiply(a[k / STEP % 2][k % STEP], b[k / STEP % 2][k % STEP]);
+            }
         } else {
 #pragma unroll 1
             for (int k = 0; k < count; ++k) {
                 float ak[1][THREAD_M], bk[1][THREAD_N];
-                TileA::template read<1>(ak, stage, own_m, k);
-                TileB::template read<1>(bk, stage + TileA::SIZE, own_n, k);
+                TileA::template read<1>(ak, stage, own_m, k, 0);
+                TileB::template read<1>(bk, stage + TileA::SIZE, own_n, k, 0);
                 multiply(ak[0], bk[0]);
             }
             next_stage();

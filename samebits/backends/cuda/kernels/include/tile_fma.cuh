@@ -114,34 +114,32 @@ struct Tile {
         }
     }
 
-    // The thread's rows of COUNT k, from k on.
+    // A share, one of COUNT, of the thread's rows of COUNT k, from k on.
     template <int COUNT>
-    __device__ static __forceinline__ void read(float (&f)[COUNT][THREAD], const float* tile, int own, int k)
+    __device__ static __forceinline__ void read(float (&f)[COUNT][THREAD], const float* tile, int own, int k, int share)
     {
         if constexpr (COPY == FOUR_K && COUNT % 4 == 0) {
 #pragma unroll
-            for (int e = 0; e < COUNT; e += 4)
-#pragma unroll
-                for (int i = 0; i < THREAD; ++i) {
-                    const float4 x = *reinterpret_cast<const float4*>(tile + (own + row(i)) * PITCH + k + e);
-                    f[e][i] = x.x, f[e + 1][i] = x.y, f[e + 2][i] = x.z, f[e + 3][i] = x.w;
-                }
+            for (int i = 0; i < THREAD * COUNT / 4; ++i) {
+                if (i % COUNT != share) continue;
+                const int r = i % THREAD, e = i / THREAD * 4;
+                const float4 x = *reinterpret_cast<const float4*>(tile + (own + row(r)) * PITCH + k + e);
+                f[e][r] = x.x, f[e + 1][r] = x.y, f[e + 2][r] = x.z, f[e + 3][r] = x.w;
+            }
         } else {
 #pragma unroll
-            for (int e = 0; e < COUNT; ++e)
-#pragma unroll
-                for (int i = 0; i < THREAD; i += NEIGHBOURS) {
-                    const float* from = tile + (k + e) * K_PITCH + (own + row(i)) * ROW_PITCH;
-                    if constexpr (NEIGHBOURS == 4) {
-                        const float4 x = *reinterpret_cast<const float4*>(from);
-                        f[e][i] = x.x, f[e][i + 1] = x.y, f[e][i + 2] = x.z, f[e][i + 3] = x.w;
-                    } else if constexpr (NEIGHBOURS == 2) {
-                        const float2 x = *reinterpret_cast<const float2*>(from);
-                        f[e][i] = x.x, f[e][i + 1] = x.y;
-                    } else {
-                        f[e][i] = *from;
-                    }
+            for (int i = 0; i < THREAD; i += NEIGHBOURS) {
+                const float* from = tile + (k + share) * K_PITCH + (own + row(i)) * ROW_PITCH;
+                if constexpr (NEIGHBOURS == 4) {
+                    const float4 x = *reinterpret_cast<const float4*>(from);
+                    f[share][i] = x.x, f[share][i + 1] = x.y, f[share][i + 2] = x.z, f[share][i + 3] = x.w;
+                } else if constexpr (NEIGHBOURS == 2) {
+                    const float2 x = *reinterpret_cast<const float2*>(from);
+                    f[share][i] = x.x, f[share][i + 1] = x.y;
+                } else {
+                    f[share][i] = *from;
                 }
+            }
         }
     }
 };
