@@ -1,4 +1,4 @@
-"""The universal CUDA kernel: compiles everywhere without spills; on a GPU, has the reference's bits."""
+"""The universal CUDA kernels: compile everywhere without spills; on a GPU, have the reference's bits."""
 
 import itertools
 from pathlib import Path
@@ -9,21 +9,38 @@ import torch
 
 pytest.importorskip("cuda.core")
 
-from samebits.backends.cuda import matmul_sm80, runtime
-from samebits.backends.cuda.matmul_sm80 import SCHEDULES, Layout, choose_schedule, kernel_spec, matmul
+from samebits.backends.cuda import matmul_fma, matmul_sm80, runtime
+from samebits.backends.cuda.matmul_sm80 import Layout
 from samebits.backends.reference import matmul as reference
-from samebits.contract import AMPERE, HOPPER, TENSOR_CORE
+from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE
 from samebits.testing import KINDS, assert_same_bits, values
 
 HALF = (torch.bfloat16, torch.float16)
 K_VECTOR, ROW_VECTOR, K_GATHER, ROW_GATHER = (
     Layout(k_major, vector, (0, 0, 0, 0)) for vector in (True, False) for k_major in (True, False)
 )
-schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.tile_m}x{s.tile_n}x{s.tile_k}")
+KERNELS = (matmul_sm80, matmul_fma)
+ALL_DTYPES = (torch.float32, *HALF)
 
 
-@schedules
+def name(x):
+    if hasattr(x, "SCHEDULES"):
+        return x.__name__.rpartition(".")[2]
+    return f"{x.tile_m}x{x.tile_n}x{x.tile_k}"
+
+
+kernels = pytest.mark.parametrize("kernel", KERNELS, ids=name)
+schedules = pytest.mark.parametrize(
+    ("kernel", "schedule"), [(kernel, s) for kernel in KERNELS for s in kernel.SCHEDULES], ids=name
+)
+
+
+def dtypes(kernel):
+    return ALL_DTYPES if kernel is matmul_fma else HALF
+
+
 @pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
+@pytest.mark.parametrize("schedule", matmul_sm80.SCHEDULES, ids=name)
 @pytest.mark.parametrize(
     ("a", "b", "dtype"),
     [
@@ -35,16 +52,56 @@ schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.ti
     ],
     ids=["NT", "TN", "gather-NT", "gather-TN", "vector-gather"],
 )
-def test_compiles_without_spills(schedule, arch, a, b, dtype):
-    cubin = runtime.compile(kernel_spec(schedule, dtype, a, b), arch)
+def test_tensor_core_kernel_compiles_without_spills(schedule, arch, a, b, dtype):
+    spec = matmul_sm80.kernel_spec(schedule, dtype, a, b)
+    if arch != "sm_75":
+        compiles_without_spills(spec, arch, schedule)
+
+
+@pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
+@pytest.mark.parametrize("schedule", matmul_fma.SCHEDULES, ids=name)
+@pytest.mark.parametrize(
+    ("a", "b", "dtypes", "segmented"),
+    [
+        (K_VECTOR, K_VECTOR, (torch.float32,) * 3, False),
+        (K_VECTOR, ROW_VECTOR, (torch.float32,) * 3, False),
+        (ROW_VECTOR, ROW_VECTOR, (torch.float32,) * 3, True),
+        (K_GATHER, ROW_GATHER, (torch.float32,) * 3, False),
+        (ROW_GATHER, K_VECTOR, (torch.float32, torch.bfloat16, torch.bfloat16), True),
+        (K_VECTOR, ROW_VECTOR, (torch.float16,) * 3, False),
+    ],
+    ids=["NT", "NN", "TN-segmented", "gather", "mixed-segmented", "f16"],
+)
+def test_fma_kernel_compiles_without_spills(schedule, arch, a, b, dtypes, segmented):
+    if schedule.smem > SMEM[arch]:
+        pytest.skip("needs more shared memory")
+    a, b = (
+        layout._replace(vector=layout.vector and (layout.k_major or tile % 4 == 0))
+        for layout, tile in ((a, schedule.tile_m), (b, schedule.tile_n))
+    )
+    compiles_without_spills(matmul_fma.kernel_spec(schedule, dtypes, a, b, segmented), arch, schedule)
+
+
+def compiles_without_spills(spec, arch, schedule):
+    cubin = runtime.compile(spec, arch)
     assert cubin.spill_bytes == 0
     assert cubin.local_bytes == 0
     assert cubin.registers * schedule.threads * schedule.min_blocks <= 65536
 
 
-@schedules
+SMEM = dict.fromkeys(runtime.ARCHITECTURES, 227 << 10) | {
+    "sm_75": 64 << 10,
+    "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_89": 99 << 10,
+    "sm_120a": 99 << 10,
+}
+"""Bytes of shared memory that a block may have."""
+
+
+@pytest.mark.parametrize("schedule", matmul_sm80.SCHEDULES, ids=name)
 def test_schedules_fit_every_architecture(schedule):
-    assert schedule.smem <= 99 << 10, "sm_86, sm_89 and sm_120 have 99 KiB a block"
+    assert schedule.smem <= min(SMEM[arch] for arch in runtime.ARCHITECTURES if arch != "sm_75")
 
 
 H200 = runtime.DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 227 << 10, 60 << 20)
@@ -63,13 +120,13 @@ L40S = runtime.DeviceInfo(0, "NVIDIA L40S", (8, 9), 142, 99 << 10, 96 << 20)
     ],
 )
 def test_choose_schedule(info, m, n, tile):
-    schedule = choose_schedule(m, n, 1, info)
+    schedule = matmul_sm80.choose_schedule(m, n, 1, info)
     assert (schedule.tile_m, schedule.tile_n) == tile
 
 
 def test_every_shape_has_a_schedule():
     for m, n, batch in itertools.product((0, 1, 2, 7, 16, 64, 1000), (1, 8, 33, 5000), (0, 1, 3000)):
-        assert choose_schedule(m, n, batch, H200) in SCHEDULES
+        assert matmul_sm80.choose_schedule(m, n, batch, H200) in matmul_sm80.SCHEDULES
 
 
 def empty(shape, strides, offset=0):
@@ -100,13 +157,13 @@ def empty(shape, strides, offset=0):
     ],
 )
 def test_layout(x, expected):
-    layout = matmul_sm80._layout(x, -2, -1, ragged=False)
+    layout = matmul_sm80.layout(x, -2, -1, chunk=8, ragged=False)
     assert layout[:2] == expected
 
 
 def test_ragged_layout_never_assumes_where_a_span_begins():
-    assert matmul_sm80._layout(empty((64, 32), (32, 1)), -2, -1, ragged=True)[:2] == (True, False)
-    assert matmul_sm80._layout(empty((64, 32), (1, 64)), -2, -1, ragged=True)[:2] == (False, True)
+    assert matmul_sm80.layout(empty((64, 32), (32, 1)), -2, -1, chunk=8, ragged=True)[:2] == (True, False)
+    assert matmul_sm80.layout(empty((64, 32), (1, 64)), -2, -1, chunk=8, ragged=True)[:2] == (False, True)
 
 
 # Below: on a GPU.

@@ -369,18 +369,6 @@ ERRORS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         "cu_seqlens: expected device",
     ),
     (
-        "float32",
-        lambda: samebits.matmul(gpu(2, 2, dtype=F32), gpu(2, 2, dtype=F32)),
-        NotImplementedError,
-        "contract FMA has no CUDA kernel in this version; use CPU tensors",
-    ),
-    (
-        "bf16 under FMA",
-        lambda: samebits.matmul(gpu(2, 2), gpu(2, 2), contract=FMA),
-        NotImplementedError,
-        "no CUDA kernel",
-    ),
-    (
         "another family",
         lambda: samebits.matmul(gpu(2, 2), gpu(2, 2), contract=TENSOR_CORE.on(OTHER)),
         ValueError,

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -35,6 +36,7 @@ class Case:
         segments: sequences as an axis of A and B; 0 for none.
         lengths: sequences as spans of k.
         bounds: dtype of the offsets of those spans.
+        step: of the contract.
     """
 
     what: str
@@ -54,6 +56,7 @@ class Case:
     segments: int = 0
     lengths: tuple[int, ...] = ()
     bounds: torch.dtype = torch.int32
+    step: Literal["mma", "fma"] = "mma"
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -68,7 +71,7 @@ class Case:
     def variant(self) -> tuple[object, ...]:
         """What kernels are compiled for: cases that share it mostly share kernels."""
         out = self.out_dtype, self.bias, self.accumulate, max(self.n, self.pitch) % 8 == 0
-        return self.layout, self.dtype, *out, self.k % 64 == 0, bool(self.lengths) and self.bounds
+        return self.step, self.layout, self.dtype, *out, self.k % 64 == 0, bool(self.lengths) and self.bounds
 
     def __str__(self) -> str:
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
@@ -109,6 +112,49 @@ LARGEST = ((8192, 8192, 1024), (16384, 4096, 2048), (1024, 8192, 8192), (1, 5734
 
 def cases(thorough: bool) -> list[Case]:
     """What is held to the CPU reference, and, from `LARGE` on, to the universal kernel."""
+    return [*_tensor_core(thorough), *_fma(thorough)]
+
+
+def _fma(thorough: bool) -> list[Case]:
+    """All of f32; of 16-bit operands, whose chains are the same, less."""
+    kinds = itertools.cycle(KINDS)
+    f32 = partial(Case, dtype=F32, step="fma")
+    found = []
+    for shape in SHAPES:
+        found.append(f32("shapes", *shape, kind=next(kinds)))
+        for dtype in (BF16, F16):
+            found.append(Case("shapes", *shape, dtype=dtype, kind=next(kinds), step="fma"))
+    for layout in LAYOUTS:
+        found += [f32("layouts", *shape, layout, kind=next(kinds)) for shape in SIZES]
+        for place in ("pitched", "odd", "spread"):
+            found.append(f32("strides", 33, 70, 45, layout, place=place))
+            found.append(Case("strides", 136, 328, 200, layout, place=place, step="fma"))
+    for dtype, kind in itertools.product((F32, BF16, F16), KINDS):
+        found.append(Case("values", 136, 72, 272, dtype=dtype, kind=kind, step="fma"))
+        found.append(Case("values", 16, 264, 1032, dtype=dtype, kind=kind, out=F32, step="fma"))
+    for dtype in (F32, BF16):
+        same = partial(Case, "epilogues", 300, 520, 264, dtype=dtype, kind="special", step="fma")
+        found += [same(bias=dtype), same(bias=F32, out=F32), same(bias=F16, pitch=528), same(pitch=523)]
+        found += [same(out=F32, accumulate=True), same(out=F32, accumulate=True, pitch=521, layout="TN")]
+    for shared in ("", "a", "b"):
+        for layout in LAYOUTS if thorough else ("NT", "NN"):
+            for shape in ((136, 264, 200), (1, 72, 64), (20, 18, 33)):
+                found.append(f32("batches", *shape, layout, batch=5, shared=shared))
+    for lengths, bounds in zip(LENGTHS, itertools.cycle((torch.int32, torch.int64)), strict=False):
+        for m, n in ((264, 520), (40, 24)):
+            spans = partial(f32, "sequences", m, n, sum(lengths), "TN", lengths=lengths, bounds=bounds)
+            found += [spans(accumulate=True, kind="wide"), spans(kind="tiny"), spans(dtype=F16, out=F32)]
+    for segments, k in ((3, 1), (4, 16), (3, 37), (2, 80)):
+        for accumulate in (False, True):
+            found.append(f32("sequences", 40, 72, k, "TN", batch=2, segments=segments, accumulate=accumulate))
+    for shape in LARGE:
+        found.append(f32("large", *shape))
+        if thorough:
+            found += [f32("large", *shape, layout, kind="wide") for layout in ("NN", "TN")]
+    return found
+
+
+def _tensor_core(thorough: bool) -> list[Case]:
     kinds, dtypes = itertools.cycle(KINDS), itertools.cycle((BF16, F16))
     found = []
     for shape in SHAPES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -17,6 +17,8 @@ class Kernel:
     """A kernel as its host module offers it."""
 
     name: str
+    step: Literal["mma", "fma"]
+    """That of the contract it follows."""
     schedules: Sequence[Any]
     """None is the one that it chooses itself."""
     takes: Callable[[Operands, Tensor, Any], bool]
@@ -32,7 +34,7 @@ def _universal() -> Kernel:
             x.a, x.b, acc=acc, bias=x.bias, cu_seqlens=x.cu_seqlens, out=out, schedule=schedule
         )
 
-    return Kernel("matmul_sm80", matmul_sm80.SCHEDULES, lambda x, out, schedule: True, run)
+    return Kernel("matmul_sm80", "mma", matmul_sm80.SCHEDULES, lambda x, out, schedule: True, run)
 
 
 def _hopper() -> Kernel:
@@ -65,12 +67,31 @@ def _hopper() -> Kernel:
     majors = itertools.product((False, True), repeat=2)
     made_for = {layout: set(catalogue(*layout)) for layout in majors}
     every = dict.fromkeys(s for layout in made_for for s in catalogue(*layout))
-    return Kernel("matmul_sm90", (None, *every), takes, run)
+    return Kernel("matmul_sm90", "mma", (None, *every), takes, run)
+
+
+def _fma() -> Kernel:
+    from samebits.backends.cuda import matmul_fma
+
+    def run(x: Operands, out: Tensor, schedule: Any) -> object:
+        acc = None if x.acc is None else out
+        sequences = x.acc is not None or x.cu_seqlens is not None or x.a.ndim == 4
+        return matmul_fma.matmul(
+            *(x.a, x.b),
+            acc=acc,
+            bias=x.bias,
+            cu_seqlens=x.cu_seqlens,
+            closing=sequences,
+            out=out,
+            schedule=schedule,
+        )
+
+    return Kernel("matmul_fma", "fma", (None, *matmul_fma.SCHEDULES), lambda x, out, schedule: True, run)
 
 
 def kernels(device: int) -> list[Kernel]:
-    """Those that run on CUDA device `device`; the universal one first."""
+    """Those that run on CUDA device `device`; of every step the one that takes all operands comes first."""
     from samebits.backends.cuda import runtime
 
     info = runtime.device_info(device)
-    return [_universal(), *([_hopper()] if info.capability == (9, 0) else [])]
+    return [_universal(), *([_hopper()] if info.capability == (9, 0) else []), _fma()]

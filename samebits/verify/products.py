@@ -36,17 +36,17 @@ def verify_case(
     if case.work <= _LARGE:
         want = on_cpu(case, operands, contract)
     else:
-        against = "matmul_sm80"
+        against = universal.name
         want = make_room(case, operands).out
-        with running(f"matmul_sm80, {case}"):
+        with running(f"{universal.name}, {case}"):
             universal.run(operands, want, None)
-            finish(f"matmul_sm80, {case}")
+            finish(f"{universal.name}, {case}")
         rows = sorted({r * (case.m - 1) // 3 for r in range(4)})
         some = dataclasses.replace(case, m=len(rows))
         columns = torch.arange(0, case.n, max(1, case.n * len(rows) * case.k // (_LARGE // 8)), device=device)
         few = dataclasses.replace(some, n=len(columns))
         sampled = on_cpu(few, Operands(operands.a[rows], operands.b[:, columns]), contract)
-        report.compare("matmul_sm80", "large, sampled", REFERENCE, want[rows][:, columns], sampled, case)
+        report.compare(universal.name, "large, sampled", REFERENCE, want[rows][:, columns], sampled, case)
     expected = make_room(case, operands)
     expected.out.copy_(want)
     for kernel, schedule in pairs:

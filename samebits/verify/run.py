@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from samebits._version import __version__
-from samebits.contract import HOPPER, TENSOR_CORE
+from samebits.contract import FMA, HOPPER, TENSOR_CORE
 from samebits.verify.answers import known_answers
 from samebits.verify.case import BF16, CHAIN, F16, Case, cases
 from samebits.verify.chain import verify_chain
@@ -95,10 +95,12 @@ def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> N
     report.kernels = ahead.compile_for(calls(), lambda done, what: progress(0.5 * done, what))
     for i, (case, pairs) in enumerate(zip(todo, runs, strict=True)):
         progress(0.5 + 0.35 * i / len(todo), f"{case.what}: {case}")
+        universal = next(kernel for kernel in offered if kernel.step == case.step)
         if case.what == CHAIN:
-            verify_chain(report, case, offered[0], pairs, device)
+            verify_chain(report, case, universal, pairs, device)
         else:
-            verify_case(report, case, offered[0], pairs, contract, device)
+            follows = FMA if case.step == "fma" else contract
+            verify_case(report, case, universal, pairs, follows, device)
     parts: list[Callable[[], None]] = [
         partial(verify_operations, report, contract, device),
         partial(verify_tokens, report, contract, device, 1024, 768, BF16),
@@ -122,6 +124,11 @@ def _runs(todo: Sequence[Case], offered: Sequence[Kernel], thorough: bool) -> li
         return thorough or len(kernel.schedules) < 20 or j == 0 or (j + variant) % 3 == 0
 
     return [
-        [(k, s) for k in offered for j, s in enumerate(k.schedules) if tried(k, j, variants[case.variant])]
+        [
+            (kernel, schedule)
+            for kernel in offered
+            for j, schedule in enumerate(kernel.schedules)
+            if kernel.step == case.step and tried(kernel, j, variants[case.variant])
+        ]
         for case in todo
     ]

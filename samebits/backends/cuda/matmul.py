@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import matmul_sm80, matmul_sm90, runtime
+from samebits.backends.cuda import matmul_fma, matmul_sm80, matmul_sm90, runtime
 from samebits.contract import AMPERE, HOPPER, MmaModel, contract_from_key
 
 _FAMILIES: dict[tuple[int, int], MmaModel] = {
@@ -36,17 +36,16 @@ def family(device: int) -> MmaModel:
     return found
 
 
-def _check_contract(key: str, device: int) -> None:
+def check_contract(key: str, device: int) -> None:
     """Refuse a contract that the tensor cores of `device` do not follow."""
     contract = contract_from_key(key)
-    if contract.step != "mma":
-        raise NotImplementedError(
-            f"samebits: contract {contract.name} has no CUDA kernel in this version; use CPU tensors"
-        )
-    if contract.mma is not None and contract.mma != family(device):
+    if contract.step == "fma":
+        return
+    found = family(device)
+    if contract.mma not in (None, found):
         raise ValueError(
             f"samebits: contract {contract}: expected the family of {runtime.device_info(device).name},"
-            f" {family(device).name}; CPU tensors follow any family"
+            f" {found.name}; CPU tensors follow any family"
         )
 
 
@@ -112,7 +111,7 @@ def rounded(chain: Tensor, dtype: torch.dtype) -> Tensor:
         return chain
     flat = chain.view(-1, chain.shape[-1])
     out = torch.empty_like(flat, dtype=dtype)
-    matmul_sm80.matmul(out[:, :0], out[:0], acc=flat, out=out)  # adds no term
+    matmul_fma.matmul(out[:, :0], out[:0], acc=flat, out=out)  # adds no term
     return out.view(chain.shape)
 
 
@@ -122,7 +121,8 @@ def _run_sequences(
     B, S, M, K = a.shape
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
-    if S > 1 and B == 1 and _one_axis(a, 3) and _one_axis(b, 2):
+    tensor_core = contract_from_key(contract).step == "mma"  # under FMA, every sequence ends with a zero term
+    if tensor_core and S > 1 and B == 1 and _one_axis(a, 3) and _one_axis(b, 2):
         # The sequences lie end to end in memory, so they are spans of one K axis.
         if K % 16:
             cu_seqlens = torch.arange(0, S * K + 1, K, dtype=torch.int32, device=a.device)
@@ -133,7 +133,7 @@ def _run_sequences(
         a, b = a[:, 0], b[:, 0]
         if B == 1:
             a, b, out = a[0], b[0], out[0]
-    _run(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=accumulate)
+    _run(a, b, out, contract, sequences=True, cu_seqlens=cu_seqlens, accumulate=accumulate)
 
 
 def _one_axis(t: Tensor, k: int) -> bool:
@@ -159,10 +159,15 @@ def _run(
     contract: str,
     *,
     bias: Tensor | None = None,
+    sequences: bool = False,
     cu_seqlens: Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
-    """Run the fastest kernel that takes these operands; with `accumulate` the chains start from `out`."""
+    """Run the fastest kernel that takes these operands.
+
+    With `sequences` the terms belong to sequences, in the contract's sense; with `accumulate` the chains start
+    from `out`.
+    """
     a_at, b_at, out_at = a.data_ptr(), b.data_ptr(), out.data_ptr()
     key = (
         contract,
@@ -177,6 +182,7 @@ def _run(
         b.stride(),
         out.shape,
         out.stride(),
+        sequences,
         accumulate,
         None if bias is None else (bias.dtype, bias.stride()),
         None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.stride()),
@@ -185,7 +191,7 @@ def _run(
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = _plan(a, b, out, contract, bias, cu_seqlens, accumulate)
+        plan = _plans[key] = _plan(a, b, out, contract, bias, sequences, cu_seqlens, accumulate)
     plan.launch(
         a_at,
         b_at,
@@ -201,12 +207,15 @@ def _plan(
     out: Tensor,
     contract: str,
     bias: Tensor | None,
+    sequences: bool,
     cu_seqlens: Tensor | None,
     accumulate: bool,
 ) -> Plan:
-    """Choose the fastest kernel that takes these operands. The universal one takes all."""
-    _check_contract(contract, a.get_device())
+    """Choose the fastest kernel that takes these operands."""
+    check_contract(contract, a.get_device())
     acc = out if accumulate else None
+    if contract_from_key(contract).step == "fma":
+        return matmul_fma.plan(a, b, out, acc=acc, bias=bias, cu_seqlens=cu_seqlens, closing=sequences)
     matmul_sm80.check(a, b, acc, bias, cu_seqlens, out)
     if (
         runtime.device_info(a.get_device()).capability == (9, 0)

@@ -83,10 +83,10 @@ class Layout(NamedTuple):
     strides: tuple[int, int, int, int]  # batch, segment, row, k
 
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # struct Params of the kernel.
-_PARAMS = "P4q P4q P3q P3q Pq P 10i".replace(" ", "")
+PARAMS = "P4q P4q P3q P3q Pq P 10i".replace(" ", "")
 
 
 def kernel_spec(schedule: Schedule, dtype: torch.dtype, a: Layout, b: Layout) -> runtime.KernelSpec:
@@ -102,7 +102,7 @@ def kernel_spec(schedule: Schedule, dtype: torch.dtype, a: Layout, b: Layout) ->
     return runtime.KernelSpec(
         "matmul_sm80.cu",
         "matmul_sm80",
-        _PARAMS,
+        PARAMS,
         tuple(constants.items()),
         block=schedule.threads,
         smem=schedule.smem,
@@ -192,8 +192,8 @@ def plan(
     if cu_seqlens is not None:
         segments = cu_seqlens.numel() - 1
     info = runtime.device_info(out.device.index)
-    layout_a = _layout(a, -2, -1, ragged=cu_seqlens is not None)
-    layout_b = _layout(b, -1, -2, ragged=cu_seqlens is not None)
+    layout_a = layout(a, -2, -1, chunk=8, ragged=cu_seqlens is not None)
+    layout_b = layout(b, -1, -2, chunk=8, ragged=cu_seqlens is not None)
     schedule = schedule or choose_schedule(m, n, batch, info)
     tiles_m, tiles_n = -(-m // schedule.tile_m), -(-n // schedule.tile_n)
     tiles = tiles_m * tiles_n * batch
@@ -204,7 +204,7 @@ def plan(
     kernel = None
     if tiles > 0:
         kernel = runtime.load(kernel_spec(schedule, a.dtype, layout_a, layout_b), info.index)
-    strides = _matrix_strides(out)
+    strides = matrix_strides(out)
     align = 4 * out.element_size()
     together = strides[2] == 1 and out.data_ptr() % align == 0 and strides[0] % 4 == strides[1] % 4 == 0
     return Plan(
@@ -213,32 +213,32 @@ def plan(
         layout_a.strides,
         layout_b.strides,
         strides,
-        None if acc is None else _matrix_strides(acc),
+        None if acc is None else matrix_strides(acc),
         (0,) if bias is None else bias.stride(),
         (
-            *(m, n, k, segments, tiles_m, tiles_n, _KINDS[out.dtype], together),
-            0 if bias is None else _KINDS[bias.dtype],
+            *(m, n, k, segments, tiles_m, tiles_n, KINDS[out.dtype], together),
+            0 if bias is None else KINDS[bias.dtype],
             cu_seqlens is not None and cu_seqlens.dtype == torch.int64,
         ),
     )
 
 
-def _matrix_strides(x: Tensor) -> tuple[int, ...]:
+def matrix_strides(x: Tensor) -> tuple[int, ...]:
     """Strides of batch, row and column; 0 for a dimension of one, whose stride may be anything."""
     strides = [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
     strides[-1] = strides[-1] or 1
     return (0,) * (3 - x.ndim) + tuple(strides)
 
 
-def _layout(x: Tensor, row_dim: int, k_dim: int, *, ragged: bool) -> Layout:
-    """Which way 16-byte chunks lie in memory: along k, along the rows, or neither."""
+def layout(x: Tensor, row_dim: int, k_dim: int, *, chunk: int, ragged: bool) -> Layout:
+    """Which way aligned chunks of so many elements lie in memory: along k, along the rows, or neither."""
     batch = x.stride(0) if x.ndim > 2 and x.shape[0] > 1 else 0
     segment = x.stride(1) if x.ndim > 3 and x.shape[1] > 1 else 0
     row, k = x.stride(row_dim), x.stride(k_dim)
     one_row, one_k = x.shape[row_dim] <= 1, x.shape[k_dim] <= 1
-    aligned = x.data_ptr() % 16 == batch % 8 == segment % 8 == 0
-    along_k = (k == 1 or one_k) and (row % 8 == 0 or one_row) and not ragged  # spans start at any k
-    along_rows = (row == 1 or one_row) and (k % 8 == 0 or one_k)
+    aligned = x.data_ptr() % (chunk * x.element_size()) == batch % chunk == segment % chunk == 0
+    along_k = (k == 1 or one_k) and (row % chunk == 0 or one_row) and not ragged  # spans start at any k
+    along_rows = (row == 1 or one_row) and (k % chunk == 0 or one_k)
     strides = (batch, segment, 0 if one_row else row, 0 if one_k else k)
     if aligned and along_k:
         return Layout(True, True, strides)
@@ -250,9 +250,20 @@ def _layout(x: Tensor, row_dim: int, k_dim: int, *, ragged: bool) -> Layout:
 def check(
     a: Tensor, b: Tensor, acc: Tensor | None, bias: Tensor | None, cu_seqlens: Tensor | None, out: Tensor
 ) -> None:
-    def need(condition: bool, what: str) -> None:
-        if not condition:
-            raise ValueError(f"samebits.backends.cuda.matmul_sm80.matmul: {what}")
+    need(a.dtype in (torch.bfloat16, torch.float16), f"a: expected bfloat16 or float16, got {a.dtype}")
+    need(b.dtype == a.dtype, f"b: expected a's dtype {a.dtype}, got {b.dtype}")
+    check_sizes(a, b, acc, bias, cu_seqlens, out)
+
+
+def need(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(f"samebits.backends.cuda: {what}")
+
+
+def check_sizes(
+    a: Tensor, b: Tensor, acc: Tensor | None, bias: Tensor | None, cu_seqlens: Tensor | None, out: Tensor
+) -> None:
+    """Refuse operands of different devices or that do not fit together, whatever dtypes a and b have."""
 
     given = {"a": a, "b": b, "acc": acc, "bias": bias, "cu_seqlens": cu_seqlens, "out": out}
     for name, x in given.items():
@@ -260,9 +271,7 @@ def check(
             need(
                 x.is_cuda and x.device == a.device, f"{name}: expected a tensor on {a.device}, got {x.device}"
             )
-    need(a.dtype in (torch.bfloat16, torch.float16), f"a: expected bfloat16 or float16, got {a.dtype}")
-    need(b.dtype == a.dtype, f"b: expected a's dtype {a.dtype}, got {b.dtype}")
-    need(out.dtype in _KINDS, f"out: expected float32, bfloat16 or float16, got {out.dtype}")
+    need(out.dtype in KINDS, f"out: expected float32, bfloat16 or float16, got {out.dtype}")
     need(2 <= a.ndim <= 4 and 2 <= b.ndim <= 4, "a, b: expected 2 to 4 dimensions")
     need((a.ndim == 4) == (b.ndim == 4), "a, b: both or neither have segments (4 dimensions)")
     need(a.shape[-1] == b.shape[-2], f"a, b: K differs: {tuple(a.shape)} and {tuple(b.shape)}")
@@ -277,7 +286,7 @@ def check(
         need(acc.dtype == torch.float32, f"acc: expected float32, got {acc.dtype}")
         need(acc.shape == out.shape, f"acc: expected {tuple(out.shape)}, got {tuple(acc.shape)}")
     if bias is not None:
-        need(bias.dtype in _KINDS, f"bias: expected float32, bfloat16 or float16, got {bias.dtype}")
+        need(bias.dtype in KINDS, f"bias: expected float32, bfloat16 or float16, got {bias.dtype}")
         need(tuple(bias.shape) == matrix[1:], f"bias: expected {matrix[1:]}, got {tuple(bias.shape)}")
     if cu_seqlens is not None:
         need(a.ndim < 4, "cu_seqlens: expected a, b without segments")

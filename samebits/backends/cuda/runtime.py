@@ -53,8 +53,11 @@ __all__ = [
 KERNELS = Path(__file__).parent / "kernels"
 INCLUDE = KERNELS / "include"
 
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
-"""Every architecture that continuous integration compiles for."""
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
+"""Every architecture that continuous integration compiles for. Tensor-core kernels begin at the second."""
+
+OLDEST = (7, 5)
+"""The lowest compute capability that any kernel runs on."""
 
 INSTALL = "install the extra cuda: pip install '.[cuda]' in a clone of samebits"
 
@@ -136,8 +139,8 @@ def status() -> Status:
     try:
         _require_compiler()
         _require_gpu()
-        if devices and all(d.capability < (8, 0) for d in devices):
-            _require_capability(devices[0])
+        if devices and all(d.capability < OLDEST for d in devices):
+            _require_capability(devices[0], OLDEST, "CUDA kernels need")
     except UnavailableError as error:
         reason, _, remedy = str(error).partition(" — ")
     cache = _cache_dir()
@@ -181,13 +184,17 @@ def _require_gpu() -> None:
         )
 
 
-def _require_capability(info: DeviceInfo) -> None:
-    if info.capability < (8, 0):
-        major, minor = info.capability
+def _require_capability(info: DeviceInfo, oldest: tuple[int, int], who: str) -> None:
+    if info.capability < oldest:
         raise UnavailableError(
-            f"{info.name} is sm_{major}{minor}; samebits' CUDA kernels need sm_80 (Ampere) or newer — "
+            f"{info.name} is {_sm(info.capability)}; samebits' {who} {_sm(oldest)} or newer — "
             "use another GPU, or CPU tensors"
         )
+
+
+def _sm(capability: tuple[int, int]) -> str:
+    major, minor = capability
+    return f"sm_{major}{minor}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +212,7 @@ class KernelSpec:
         smem: bytes of dynamic shared memory.
         cluster: blocks in a cluster.
         programmatic: allow programmatic dependent launch after the kernel before it on the stream.
+        oldest: the lowest compute capability that it runs on.
     """
 
     source: str
@@ -215,6 +223,7 @@ class KernelSpec:
     smem: int = 0
     cluster: tuple[int, int, int] = (1, 1, 1)
     programmatic: bool = False
+    oldest: tuple[int, int] = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -545,7 +554,7 @@ def _load(spec: KernelSpec, device: int) -> Kernel:
     _require_compiler()
     _require_gpu()
     info = device_info(device)
-    _require_capability(info)
+    _require_capability(info, spec.oldest, f"{spec.source} needs")
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(

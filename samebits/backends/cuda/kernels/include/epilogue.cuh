@@ -22,9 +22,14 @@ __device__ __forceinline__ u32 round_bits(float value, int kind)
     if (kind == F32) return value != value ? 0x7FFFFFFFu : __float_as_uint(value);
     u16 bits;
     if (kind == BF16) {
+#if __CUDA_ARCH__ >= 800
         u32 pair;
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(0.0f), "f"(value));
         bits = static_cast<u16>(pair);
+#else
+        const u32 x = __float_as_uint(value);
+        bits = static_cast<u16>((x + 0x7FFF + (x >> 16 & 1)) >> 16);
+#endif
     } else {
         asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     }
