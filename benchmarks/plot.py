@@ -148,6 +148,28 @@ def gpu_roofline(data: dict[str, Any]) -> Figure:
     return figure
 
 
+def gpu_tiny(data: dict[str, Any]) -> Figure:
+    """Bars of samebits and torch for each batched product, and a mark where a copy of as many bytes is."""
+    figure, panels = plt.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained", sharey=True)
+    for axes, dtype in zip(panels, ("float32", "bfloat16"), strict=True):
+        cases = [c for c in data["cases"] if c["work"] == "bmm" and c["dtype"] == dtype]
+        at = np.arange(len(cases))
+        for who, colour, shift in (("torch", THEIRS, -0.2), ("samebits", OURS, 0.2)):
+            axes.barh(at + shift, [c["us"][who] for c in cases], 0.4, color=colour, label=who)
+        axes.plot(
+            [c["us"]["copy"] for c in cases], at, "|", color="black", ms=16, label="copy of as many bytes"
+        )
+        axes.set_yticks(at, [f"{c['batch']} x {c['m']}, {c['k']}, {c['n']}" for c in cases], fontsize=9)
+        axes.set_xlabel("microseconds")
+        axes.set_title(f"{dtype}, batch x M, K, N", fontsize=11, loc="left")
+        axes.set_xscale("log")
+        axes.grid(axis="y", visible=False)
+    panels[0].invert_yaxis()
+    panels[0].legend(frameon=False, fontsize=9)
+    figure.suptitle(f"{data['environment']['gpu']}: batches of tiny products", fontsize=11)
+    return figure
+
+
 def gpu_drift(data: dict[str, Any]) -> Figure:
     drifts, sizes = data["drift"], data["drift"][0]["rows"]
     shares = np.array(
@@ -178,7 +200,12 @@ PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {
 } | {
     f"{gpu}-{what}.svg": (f"{gpu}/bench.json", draw)
     for gpu in GPUS
-    for what, draw in (("speed", gpu_speed), ("roofline", gpu_roofline), ("drift", gpu_drift))
+    for what, draw in (
+        ("speed", gpu_speed),
+        ("tiny", gpu_tiny),
+        ("roofline", gpu_roofline),
+        ("drift", gpu_drift),
+    )
 }
 
 

@@ -109,6 +109,8 @@ def gpu_summary(data: dict[str, Any]) -> str:
     for (dtype, band), s in summary(data["cases"]).items():
         worst = s.worst_case
         at = f"{worst['work']} M {worst['m']}, K {worst['k']}, N {worst['n']}"
+        if worst["work"] == "bmm":
+            at += f", batch {worst['batch']}"
         rows.append([band, dtype, str(s.cases), f"{s.mean:.3f}", f"{s.worst:.3f}", at])
     head = ["work", "dtype", "cases", "geometric mean", "worst", "worst at"]
     said = (
@@ -138,6 +140,28 @@ def gpu_backward(data: dict[str, Any]) -> str:
     return table(["work", "K, N", *(f"M {m}" for m in sizes)], rows)
 
 
+def gpu_tiny(data: dict[str, Any]) -> str:
+    cases = [c for c in data["cases"] if c["work"] == "bmm"]
+    if not cases:
+        return "Not measured yet."
+    bandwidth = data["ceilings"]["copy_bytes_per_s"]
+    rows = []
+    for c in cases:
+        us, m, k, n = c["us"], c["m"], c["k"], c["n"]
+        size = c["batch"] * (m * k + k * n + m * n) * (4 if c["dtype"] == "float32" else 2)
+        share, beside_copy = size / bandwidth / us["samebits"] * 1e6, us["copy"] / us["samebits"]
+        times = [f"{us['samebits']:.1f}", f"{us['torch']:.1f}", f"{ratio(c):.2f}"]
+        rows.append(
+            [f"{c['batch']}, {m}, {k}, {n}", c["dtype"], *times, f"{share:.0%}", f"{beside_copy:.0%}"]
+        )
+    head = ["batch, M, K, N", "dtype", "samebits, µs", "torch, µs", "speed", "of large copies", "of a copy"]
+    said = (
+        "Speed relative to `torch.bmm` (no TF32). Bandwidth beside that of large copies, and of a copy of"
+        " as many bytes."
+    )
+    return "\n\n".join((table(head, rows), said))
+
+
 def gpu_host(data: dict[str, Any]) -> str:
     rows = []
     for line in data["host"]:
@@ -163,6 +187,7 @@ GPU_BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {
     "summary": gpu_summary,
     "forward": gpu_forward,
     "backward": gpu_backward,
+    "tiny": gpu_tiny,
     "host": gpu_host,
     "drift": gpu_drift,
 }

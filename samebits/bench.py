@@ -27,13 +27,14 @@ from rich.text import Text
 from torch import Tensor
 
 from samebits._version import __version__
-from samebits.contract import TENSOR_CORE
+from samebits.contract import FMA, TENSOR_CORE
+from samebits.ops.bmm import bmm
 from samebits.ops.linear import linear
 from samebits.ops.matmul import matmul
 
 __all__ = ["CASES", "MODELS", "ROWS", "SHAPES", "Case", "bench", "quick", "show"]
 
-BF16, F16 = torch.bfloat16, torch.float16
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 Show = Callable[[float, str], None]
 Run = Callable[..., Tensor]
 
@@ -58,27 +59,47 @@ class Case:
 
     Attributes:
         work: ``forward`` x @ weight.T, ``dX`` dy @ weight, ``dW`` dy.T @ x; or ``dW ragged``, over packed
-            sequences of mean length 512, whose competitor is samebits' own dense ``dW``.
+            sequences of mean length 512, whose competitor is samebits' own dense ``dW``; or ``bmm``, a batch
+            of a @ b, beside which a copy of as many bytes is timed.
         m: rows, or tokens.
         k, n: in and out features.
         dtype: of everything.
+        batch: matrices, in ``bmm``.
     """
 
-    work: Literal["forward", "dX", "dW", "dW ragged"]
+    work: Literal["forward", "dX", "dW", "dW ragged", "bmm"]
     m: int
     k: int
     n: int
     dtype: torch.dtype = BF16
+    batch: int = 1
 
     @property
     def flop(self) -> int:
-        return 2 * self.m * self.k * self.n
+        return 2 * self.m * self.k * self.n * self.batch
 
     @property
     def bytes(self) -> int:
-        """Of both operands and the result, 16 bits each."""
-        return 2 * (self.m * self.k + self.k * self.n + self.m * self.n)
+        """Of both operands and the result."""
+        elements = self.m * self.k + self.k * self.n + self.m * self.n
+        return self.dtype.itemsize * elements * self.batch
 
+
+TINY = (
+    (1024, 12, 64, 12),
+    (1024, 12, 12, 64),
+    (4096, 16, 64, 16),
+    (1024, 64, 64, 64),
+    (1024, 32, 32, 32),
+    (16384, 8, 8, 8),
+    (65536, 4, 4, 4),
+    (8192, 16, 16, 16),
+    (4096, 32, 64, 32),
+    (4096, 48, 16, 48),
+    (4096, 64, 64, 64),
+    (512, 64, 16, 64),
+)
+"""(batch, M, K, N) of batched products."""
 
 CASES = (
     *(Case("forward", m, k, n) for k, n in SHAPES for m in ROWS),
@@ -90,6 +111,7 @@ CASES = (
         for k, n in ((4096, 4096), (4096, 28672), (14336, 4096), (768, 3072))
         for m in (8192, 16384)
     ),
+    *(Case("bmm", m, k, n, dtype, batch) for batch, m, k, n in TINY for dtype in (BF16, F32)),
 )
 
 HOST = ((16, 256, 256), (1, 1024, 1024))
@@ -101,7 +123,11 @@ _QUICK = {(4096, 6144), (4096, 4096), (14336, 4096), (7168, 256), (768, 3072)}
 def quick() -> tuple[Case, ...]:
     """A part of `CASES` that takes well under a minute."""
     rows = (1, 16, 128, 256, 1024, 4096)
-    return tuple(c for c in CASES if (c.k, c.n) in _QUICK and (c.m in rows or c.work == "dW ragged"))
+    return tuple(
+        c
+        for c in CASES
+        if c.work == "bmm" or ((c.k, c.n) in _QUICK and (c.m in rows or c.work == "dW ragged"))
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +163,9 @@ def _operands(case: Case, device: torch.device, make: Callable[..., Tensor]) -> 
         return make((rows, columns), device=device, dtype=case.dtype)
 
     m, k, n = case.m, case.k, case.n
+    if case.work == "bmm":
+        a, b = (make((case.batch, *shape), device=device, dtype=case.dtype) for shape in ((m, k), (k, n)))
+        return a, b, torch.empty(case.bytes // 2, device=device, dtype=torch.uint8)
     if case.work == "forward":
         return matrix(m, k), matrix(n, k)
     if case.work == "dX":
@@ -150,6 +179,12 @@ def _contestants(case: Case, device: torch.device) -> dict[str, Run]:
         return {"samebits": lambda x, w: matmul(x, w.mT), "torch": lambda x, w: torch.mm(x, w.mT)}
     if case.work == "dX":
         return {"samebits": matmul, "torch": torch.mm}
+    if case.work == "bmm":
+        return {
+            "samebits": lambda a, b, half: bmm(a, b),
+            "torch": lambda a, b, half: torch.bmm(a, b),
+            "copy": lambda a, b, half: half.clone(),
+        }
     dense: Run = lambda dy, x: matmul(dy.mT, x)  # noqa: E731
     if case.work == "dW":
         return {"samebits": dense, "torch": lambda dy, x: torch.mm(dy.mT, x)}
@@ -163,6 +198,19 @@ def _contestants(case: Case, device: torch.device) -> dict[str, Run]:
     return {"samebits": ragged, "dense": dense}
 
 
+def _check_bmm(case: Case, operands: Sequence[Tensor], device: torch.device, ours: Run) -> None:
+    """Refuse wrong bits: some matrices against the CPU."""
+    from samebits.backends.cuda.matmul import family
+    from samebits.backends.reference import matmul as reference
+    from samebits.testing import assert_same_bits
+
+    some = torch.arange(case.batch - 1, -1, -(case.batch // 64 | 1), device=device)
+    a, b = (t[some].cpu() for t in operands[:2])
+    contract = FMA if case.dtype == F32 else TENSOR_CORE.on(family(device.index))
+    want = reference.matmul(a, b, bias=None, out_dtype=case.dtype, contract=contract.key)
+    assert_same_bits(ours(*operands)[some], want, f"{case}: against the CPU reference")
+
+
 def _check(case: Case, operands: Sequence[Tensor], device: torch.device, ours: Run) -> None:
     """Refuse wrong bits: some rows against the universal kernel, some of their columns against the CPU."""
     from samebits.backends.cuda import matmul_sm80
@@ -170,6 +218,9 @@ def _check(case: Case, operands: Sequence[Tensor], device: torch.device, ours: R
     from samebits.backends.reference import matmul as reference
     from samebits.testing import assert_same_bits
 
+    if case.work == "bmm":
+        _check_bmm(case, operands, device, ours)
+        return
     first, second = operands
     a, b = {"forward": (first, second.mT), "dX": (first, second)}.get(case.work, (first.mT, second))
     out = ours(*operands)
@@ -247,6 +298,7 @@ def _measure(case: Case, device: torch.device, l2_bytes: int, peers: dict[str, A
         "m": case.m,
         "k": case.k,
         "n": case.n,
+        "batch": case.batch,
         "dtype": str(case.dtype).removeprefix("torch."),
         "us": race.run(11),
     }
@@ -404,6 +456,7 @@ BANDS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "dW, M >= 512": lambda c: c["work"] == "dW",
     "forward, dX and dW, M >= 512": lambda c: c["work"] in ("forward", "dX", "dW") and c["m"] >= 512,
     "dW ragged / dense": lambda c: c["work"] == "dW ragged",
+    "tiny bmm": lambda c: c["work"] == "bmm",
 }
 
 
@@ -426,7 +479,7 @@ def ratio(case: dict[str, Any], who: str = "samebits") -> float:
 def summary(cases: Iterable[dict[str, Any]]) -> dict[tuple[str, str], Speed]:
     """Geometric mean and worst of every band, by dtype."""
     found, every = {}, list(cases)
-    for dtype, (band, chosen) in itertools.product(("bfloat16", "float16"), BANDS.items()):
+    for dtype, (band, chosen) in itertools.product(("bfloat16", "float16", "float32"), BANDS.items()):
         some = [c for c in every if c["dtype"] == dtype and chosen(c)]
         if some:
             worst = min(some, key=ratio)
@@ -462,7 +515,7 @@ def show(data: dict[str, Any]) -> RenderableType:
         table.add_column(name, justify="left" if name[:2] in ("sp", "dt", "at") else "right")
     for (dtype, band), s in summary(data["cases"]).items():
         w = s.worst_case
-        at = f"{w['work']} {w['m']}, {w['k']}, {w['n']}"
+        at = f"{w['work']} {w['m']}, {w['k']}, {w['n']}" + (f" x {w['batch']}" if w["work"] == "bmm" else "")
         table.add_row(band, dtype, str(s.cases), _speed(s.mean, 3), _speed(s.worst, 3), at)
     e = data["environment"]
     return Group(

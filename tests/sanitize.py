@@ -124,6 +124,24 @@ def log_probabilities() -> None:
         assert torch.allclose(out, torch.full_like(out, -math.log(vocabulary)))
 
 
+def tiny_products(every: int):
+    """Batches of tiny matrices, several of them in a block."""
+    tiny = [k for k in kernels(torch.cuda.current_device()) if k.name == "bmm_tiny"]
+    shapes = ((13, 11, 21), (12, 20, 64), (8, 8, 8))
+    for i, (kernel, (m, n, k), *layouts) in enumerate(itertools.product(tiny, shapes, LAYOUTS, LAYOUTS)):
+        dtype = torch.float32 if kernel.step == "fma" else DTYPE
+        a, b = (
+            torch.ones(5 * rows * k + 1, dtype=dtype, device="cuda")["any" in layout :][: 5 * rows * k]
+            for rows, layout in zip((m, n), layouts, strict=True)
+        )
+        a = a.view(5, m, k) if layouts[0][0] == "k" else a.view(5, k, m).mT
+        b = b.view(5, n, k).mT if layouts[1][0] == "k" else b.view(5, k, n)
+        for schedule in kernel.schedules[i % 3 :: 3 * every]:
+            acc = torch.ones(5, m, n, device="cuda")
+            yield kernel, schedule, Operands(a, b, acc=acc), acc
+            yield kernel, schedule, Operands(a, b), torch.empty(5, m, n, dtype=dtype, device="cuda")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -131,14 +149,17 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="only fill the cache of kernels")
     parser.add_argument("--every", type=int, default=1, help="of a kernel with many schedules, each such one")
     options = parser.parse_args()
-    found = itertools.chain(products(options.every), long_products(options.every))
+    every = options.every
+    found = itertools.chain(products(every), tiny_products(every), long_products(every))
     if options.compile:
         print(ahead.compile_for(partial(k.run, x, out, s) for k, s, x, out in found), "kernels")
         return
     count, taken = 0, {}
     for kernel, schedule, x, out in found:
         kernel.run(x, out, schedule)
-        right = torch.tensor(x.a.shape[-1] + 1.0).to(out.dtype).item()
+        right = (
+            torch.tensor(x.a.shape[-1] + float(x.acc is not None or x.bias is not None)).to(out.dtype).item()
+        )
         assert (out == right).all(), (kernel.name, schedule, x.a.stride(), x.b.stride())
         if schedule is not None and kernel.name == "matmul_sm90":
             for way, so in ways(schedule, x, out).items():

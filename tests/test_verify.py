@@ -27,11 +27,11 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_cases_cover_what_the_kernels_offer(thorough: bool) -> None:
     cases = verify.cases(thorough)
     assert {c.what for c in cases} == {
-        "shapes", "layouts", "strides", "values", "epilogues", "batches", "sequences",
+        "shapes", "layouts", "strides", "values", "epilogues", "batches", "tiny batches", "sequences",
         "back to back", "large",
     }  # fmt: skip
     assert {c.layout for c in cases} == set(LAYOUTS)
-    assert {c.dtype for c in cases} == {torch.bfloat16, torch.float16}
+    assert {c.dtype for c in cases} == {torch.bfloat16, torch.float16, torch.float32}
     assert {c.kind for c in cases} == set(KINDS)
     assert {c.place for c in cases} == {"plain", "pitched", "odd", "spread"}
     assert any(c.accumulate for c in cases)

@@ -100,6 +100,10 @@ LENGTHS = (
     (1,) * 40,
     (15, 16, 17) * 5,
 )
+TINY = (
+    (4, 4, 4), (8, 8, 8), (12, 12, 64), (12, 64, 12), (16, 16, 64), (32, 32, 32), (64, 64, 64), (5, 3, 7),
+    (1, 64, 9), (63, 61, 62), (33, 40, 15),
+)  # fmt: skip
 LARGE = (
     (4096, 4096, 512),
     (2048, 6144, 1024),
@@ -112,7 +116,24 @@ LARGEST = ((8192, 8192, 1024), (16384, 4096, 2048), (1024, 8192, 8192), (1, 5734
 
 def cases(thorough: bool) -> list[Case]:
     """What is held to the CPU reference, and, from `LARGE` on, to the universal kernel."""
-    return [*_tensor_core(thorough), *_fma(thorough)]
+    return [*_tensor_core(thorough), *_fma(thorough), *_tiny(thorough)]
+
+
+def _tiny(thorough: bool) -> list[Case]:
+    """Batches of matrices of at most 64 rows and columns, under both contracts."""
+    turns = itertools.cycle(itertools.product(KINDS, LAYOUTS, ("", "a", "b")))
+    places = itertools.cycle(("plain", "pitched", "odd", "plain", "spread"))
+    mma, fma = partial(Case, "tiny batches"), partial(Case, "tiny batches", step="fma")
+    found = []
+    for shape in TINY:
+        for of, dtype in ((mma, BF16), (mma, F16), (fma, F32), (fma, BF16), (fma, F16)):
+            for batch in (2, 37, 1000) if thorough else (37,):
+                kind, layout, shared = next(turns)
+                same = partial(of, *shape, layout, dtype, kind=kind, batch=batch)
+                found.append(same(shared=shared, place=next(places)))
+                found.append(same(shared=shared, out=F32))
+                found.append(same(accumulate=True, out=F32, pitch=shape[1] + 3))
+    return found
 
 
 def _fma(thorough: bool) -> list[Case]:

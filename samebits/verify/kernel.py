@@ -89,9 +89,30 @@ def _fma() -> Kernel:
     return Kernel("matmul_fma", "fma", (None, *matmul_fma.SCHEDULES), lambda x, out, schedule: True, run)
 
 
+def _tiny(step: Literal["mma", "fma"]) -> Kernel:
+    from samebits.backends.cuda import bmm_tiny
+
+    def takes(x: Operands, out: Tensor, schedule: Any) -> bool:
+        return bmm_tiny.supports(x.a, x.b, bias=x.bias, cu_seqlens=x.cu_seqlens)
+
+    def run(x: Operands, out: Tensor, schedule: Any) -> object:
+        accumulate = x.acc is not None
+        bmm_tiny.bmm(
+            *(x.a, x.b, out),
+            fused=step == "fma",
+            accumulate=accumulate,
+            closing=accumulate,
+            schedule=schedule,
+        )
+        return out
+
+    return Kernel("bmm_tiny", step, (None, *bmm_tiny.SCHEDULES), takes, run)
+
+
 def kernels(device: int) -> list[Kernel]:
     """Those that run on CUDA device `device`; of every step the one that takes all operands comes first."""
     from samebits.backends.cuda import runtime
 
     info = runtime.device_info(device)
-    return [_universal(), *([_hopper()] if info.capability == (9, 0) else []), _fma()]
+    hopper = [_hopper()] if info.capability == (9, 0) else []
+    return [_universal(), *hopper, _fma(), _tiny("mma"), _tiny("fma")]

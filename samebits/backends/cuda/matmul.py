@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import matmul_fma, matmul_sm80, matmul_sm90, runtime
+from samebits.backends.cuda import bmm_tiny, matmul_fma, matmul_sm80, matmul_sm90, runtime
 from samebits.contract import AMPERE, HOPPER, MmaModel, contract_from_key
 
 _FAMILIES: dict[tuple[int, int], MmaModel] = {
@@ -214,7 +214,10 @@ def _plan(
     """Choose the fastest kernel that takes these operands."""
     check_contract(contract, a.get_device())
     acc = out if accumulate else None
-    if contract_from_key(contract).step == "fma":
+    fused = contract_from_key(contract).step == "fma"
+    if bmm_tiny.supports(a, b, bias=bias, cu_seqlens=cu_seqlens):
+        return bmm_tiny.plan(a, b, out, fused=fused, accumulate=accumulate, closing=sequences)
+    if fused:
         return matmul_fma.plan(a, b, out, acc=acc, bias=bias, cu_seqlens=cu_seqlens, closing=sequences)
     matmul_sm80.check(a, b, acc, bias, cu_seqlens, out)
     if (

@@ -1,0 +1,259 @@
+"""Batched products of tiny matrices on CUDA tensors: ``kernels/bmm_tiny.cu``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samebits.backends.cuda import matmul_fma, matmul_sm80, runtime
+
+__all__ = ["LARGEST", "SCHEDULES", "Plan", "Schedule", "bmm", "choose_schedule", "kernel_spec", "plan"]
+
+LARGEST = 64
+"""m, n and k up to this are tiny."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How the work is cut. It never changes a bit.
+
+    Attributes:
+        threads: of a block.
+        tile_m: rows, of four columns, that a thread multiplies under FMA.
+        per_block: matrices that a block takes, if its shared memory holds them.
+    """
+
+    threads: int
+    tile_m: int
+    per_block: int
+
+
+SCHEDULES = (Schedule(64, 4, 1), Schedule(128, 1, 3), Schedule(128, 4, 2), Schedule(256, 2, 64))
+"""Some of each kind, to prove that none changes a bit."""
+
+
+class Layout(NamedTuple):
+    """How an operand's lines lie in memory: along k, or else along its rows (of a) or columns (of b)."""
+
+    k_major: bool
+    vector: int  # bytes that are contiguous and aligned everywhere, up to 16
+    strides: tuple[int, int, int]  # batch, line and inner dimension, in bytes
+
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# struct Params of the kernel.
+_PARAMS = "P3q P3q P3q q 7i".replace(" ", "")
+
+SLACK = 2304
+"""Bytes after the last operand that fragments may reach into: 16 lines of 64 16-bit elements."""
+
+
+def _pitch(inner: int, size: int) -> int:
+    """Bytes from line to line in shared memory, as the kernel has it."""
+    return -(-inner * size // 16) * 16 | 16
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """What a kernel is chosen for."""
+
+    m: int
+    n: int
+    k: int
+    a: torch.dtype
+    b: torch.dtype
+    out: torch.dtype
+    a_k_major: bool
+    b_k_major: bool
+    fused: bool
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """Rows that a thread takes under FMA, and the threads that one matrix then keeps busy."""
+        if not self.fused:
+            return 1, 32 * -(-self.m // 16)
+        elements = self.m * self.n
+        tile_m = 1 if elements <= 16 else 2 if elements <= 256 else 4
+        return tile_m, -(-self.m // tile_m) * -(-self.n // 4)
+
+    @property
+    def smem(self) -> int:
+        """Bytes of shared memory for one matrix of each."""
+        a_lines, a_inner = (self.m, self.k) if self.a_k_major else (self.k, self.m)
+        b_lines, b_inner = (self.n, self.k) if self.b_k_major else (self.k, self.n)
+        operands = a_lines * _pitch(a_inner, self.a.itemsize) + b_lines * _pitch(b_inner, self.b.itemsize)
+        return max(1, operands + (0 if self.fused else self.m * _pitch(self.n, self.out.itemsize)))
+
+
+_SMEM = 26 << 10
+"""Shared memory of a block, unless one matrix wants more: so eight blocks fit on a multiprocessor."""
+
+
+def choose_schedule(p: Product, batch: int, sms: int) -> Schedule:
+    """The schedule that should be fastest: all of the batch on the GPU at once, half of the threads busy."""
+    threads = 128
+    tile_m, busy = p.units
+    return Schedule(threads, tile_m, max(1, -(-batch // (8 * sms)), threads // (2 * busy)))
+
+
+def kernel_spec(
+    s: Schedule, p: Product, vectors: tuple[int, int, int], *, accumulate: bool, programmatic: bool
+) -> runtime.KernelSpec:
+    """The kernel for such operands; a, b and out are moved in vectors of so many bytes.
+
+    Sizes that are multiples of four are compiled in; all others share a kernel that learns them when it runs.
+    """
+    sizes = (p.m, p.n, p.k)
+    known = p.k > 0 and all(size % 4 == 0 for size in sizes)
+    constants = {
+        "TENSOR_CORE": int(not p.fused),
+        "THREADS": s.threads,
+        "TILE_M": s.tile_m if p.fused else 0,
+        "A_TYPE": _KINDS[p.a],
+        "B_TYPE": _KINDS[p.b],
+        "OUT": _KINDS[p.out],
+        "A_K_MAJOR": int(p.a_k_major),
+        "B_K_MAJOR": int(p.b_k_major),
+        **dict(zip(("A_VECTOR", "B_VECTOR", "OUT_VECTOR"), vectors, strict=True)),
+        "ACCUMULATE": int(accumulate),
+        **dict(zip("MNK", sizes if known else (0, 0, 0), strict=True)),
+    }
+    largest = p if known else replace(p, m=LARGEST, n=LARGEST, k=LARGEST)
+    return runtime.KernelSpec(
+        "bmm_tiny.cu",
+        "bmm_tiny",
+        _PARAMS,
+        tuple(constants.items()),
+        block=s.threads,
+        smem=max(_SMEM, largest.smem + SLACK),
+        programmatic=programmatic,
+        oldest=runtime.OLDEST if p.fused else (8, 0),
+    )
+
+
+class Plan(NamedTuple):
+    """Everything of a call but its addresses."""
+
+    kernel: runtime.Kernel | None  # None: there is nothing to compute
+    grid: tuple[int, int, int]
+    a: tuple[int, int, int]
+    b: tuple[int, int, int]
+    out: tuple[int, int, int]
+    sizes: tuple[int, ...]
+
+    def launch(self, a: int, b: int, out: int, bias: int, cu_seqlens: int) -> None:
+        """Run on operands at these addresses."""
+        if self.kernel is not None:
+            self.kernel.launch(self.grid, a, *self.a, b, *self.b, out, *self.out, *self.sizes)
+
+
+def supports(a: Tensor, b: Tensor, *, bias: Tensor | None, cu_seqlens: Tensor | None) -> bool:
+    """Whether this is a batch of tiny products."""
+    return (
+        bias is None
+        and cu_seqlens is None
+        and a.ndim == b.ndim == 3
+        and max(*a.shape[1:], b.shape[2]) <= LARGEST
+        and max(a.shape[0], b.shape[0]) > 1
+    )
+
+
+def plan(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    fused: bool,
+    accumulate: bool = False,
+    closing: bool = False,
+    schedule: Schedule | None = None,
+) -> Plan:
+    """How :func:`bmm` runs these operands, and others of their shapes, strides, dtypes and alignment."""
+    (matmul_fma if fused else matmul_sm80).check(a, b, out if accumulate else None, None, None, out)
+    if not a.ndim == b.ndim == out.ndim == 3 or max(*a.shape[1:], b.shape[2]) > LARGEST:
+        raise ValueError(
+            f"samebits.backends.cuda.bmm_tiny: a, b: expected batches of matrices of sizes up to {LARGEST},"
+            f" got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    (batch, m, n), k = out.shape, a.shape[2]
+    a_layout, b_layout = _layout(a, 1, 2), _layout(b, 2, 1)
+    out_layout = _lines(out, 1, 2)
+    info = runtime.device_info(out.get_device())
+    if out.numel() == 0:
+        return Plan(None, (0, 0, 0), a_layout.strides, b_layout.strides, out_layout[1], ())
+    p = Product(m, n, k, a.dtype, b.dtype, out.dtype, a_layout.k_major, b_layout.k_major, fused)
+    s = schedule or choose_schedule(p, batch, info.sm_count)
+    vectors = a_layout.vector, b_layout.vector, out_layout[0]
+    spec = kernel_spec(s, p, vectors, accumulate=accumulate, programmatic=info.capability >= (9, 0))
+    per_block = min(s.per_block, (spec.smem - SLACK) // p.smem)
+    return Plan(
+        runtime.load(spec, info.index),
+        (-(-batch // per_block), 1, 1),
+        a_layout.strides,
+        b_layout.strides,
+        out_layout[1],
+        (batch, per_block, m, n, k, closing, _span(a), _span(b)),
+    )
+
+
+def bmm(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    fused: bool,
+    accumulate: bool = False,
+    closing: bool = False,
+    schedule: Schedule | None = None,
+) -> None:
+    """``out[i] = a[i] @ b[i]``: one chain over ascending k for every output element, then one rounding.
+
+    Args:
+        a: ``[batch, M, K]`` or ``[1, M, K]``, any strides; bfloat16 or float16, or float32 if `fused`.
+        b: ``[batch, K, N]`` or ``[1, K, N]``; of a's dtype unless `fused`.
+        out: ``[batch, M, N]``, float32, bfloat16 or float16, any strides.
+        fused: by the chain of FMA, else by that of TENSOR_CORE.
+        accumulate: start each chain from ``out``, which is float32.
+        closing: if `fused`, end each chain with the term 0 * 0, as sequences do.
+        schedule: by default :func:`choose_schedule`'s. Never changes a bit.
+    """
+    plan(a, b, out, fused=fused, accumulate=accumulate, closing=closing, schedule=schedule).launch(
+        a.data_ptr(), b.data_ptr(), out.data_ptr(), 0, 0
+    )
+
+
+def _span(x: Tensor) -> int:
+    """Bytes of one matrix, where those of the batch lie end to end and aligned, else 0."""
+    matrix = x.shape[1] * x.shape[2]
+    dense = (
+        x.shape[0] > 1
+        and x.stride(0) == matrix
+        and {x.stride(1), x.stride(2)} in ({x.shape[2], 1}, {1, x.shape[1]})
+    )
+    span = matrix * x.element_size()
+    return span if dense and span % 16 == x.data_ptr() % 16 == 0 else 0
+
+
+def _lines(x: Tensor, line_dim: int, inner_dim: int) -> tuple[int, tuple[int, int, int]]:
+    """Bytes of the widest vectors along `inner_dim`, and strides in bytes; 0 for a dimension of one."""
+    size = x.element_size()
+    batch, line, inner = (0 if x.shape[d] == 1 else x.stride(d) * size for d in (0, line_dim, inner_dim))
+    extent = x.shape[inner_dim] * size
+    contiguous = inner == size or x.shape[inner_dim] == 1
+    for vector in (16, 8, 4):
+        if vector > size and contiguous and (x.data_ptr() | extent | batch | line) % vector == 0:
+            return vector, (batch, line, inner)
+    return size, (batch, line, inner)
+
+
+def _layout(x: Tensor, row_dim: int, k_dim: int) -> Layout:
+    """An operand's layout with lines along k or along its rows, whichever moves in wider vectors."""
+    along_k, along_rows = _lines(x, row_dim, k_dim), _lines(x, k_dim, row_dim)
+    k_major = along_k[0] > along_rows[0] or (
+        along_k[0] == along_rows[0] and x.stride(k_dim) <= x.stride(row_dim)
+    )
+    return Layout(k_major, *(along_k if k_major else along_rows))
