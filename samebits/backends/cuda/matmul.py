@@ -121,7 +121,8 @@ def _run_sequences(
     B, S, M, K = a.shape
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
-    tensor_core = contract_from_key(contract).step == "mma"  # under FMA, every sequence ends with a zero term
+    # Under FMA every sequence ends with a zero term.
+    tensor_core = contract_from_key(contract).step == "mma"
     if tensor_core and S > 1 and B == 1 and _one_axis(a, 3) and _one_axis(b, 2):
         # The sequences lie end to end in memory, so they are spans of one K axis.
         if K % 16:
