@@ -36,7 +36,7 @@ def family(device: int) -> MmaModel:
     return found
 
 
-def _check_contract(key: str, device: int) -> None:
+def check_contract(key: str, device: int) -> None:
     """Refuse a contract that the tensor cores of `device` do not follow."""
     contract = contract_from_key(key)
     if contract.step != "mma":
@@ -205,7 +205,7 @@ def _plan(
     accumulate: bool,
 ) -> Plan:
     """Choose the fastest kernel that takes these operands. The universal one takes all."""
-    _check_contract(contract, a.get_device())
+    check_contract(contract, a.get_device())
     acc = out if accumulate else None
     matmul_sm80.check(a, b, acc, bias, cu_seqlens, out)
     if (
