@@ -27,30 +27,19 @@ def _epilogue_bytes(entry: str, s: Schedule) -> int:
 
 
 def schedules(entry: str) -> list[Schedule]:
-    """All that :func:`choose` may return, and others: none changes a bit."""
-    found = [
-        Schedule(128, 128, 64, 0, 2, 1, cluster_n=2),
-        Schedule(128, 128, 64, 0, 2, 1),
-        Schedule(128, 128, 64, 0, 2, 1, cluster_m=2),
-        Schedule(64, 128, 64, 0, 2, 1),
-    ]
-    if entry == "grad_logits_sm90":
-        found = [Schedule(*(128, 128, 64, 0, 2, 1), cluster_n=2, early=True), *found]
-    else:
-        found.append(Schedule(192, 128, 64, 0, 2, 1))
-        # Few tokens.
-        for tokens in (8, 16, 32, 64):
-            found.append(Schedule(128, tokens, 128, 0, 1, 1, swap=True))
-            found.append(Schedule(128, tokens, 128, 0, 2, 1, swap=True))
+    """All that :func:`choose` may return. None changes a bit."""
+    # Two teams of one warpgroup: one in its epilogue while the other multiplies.
+    found = [Schedule(128, 128, 64, 0, 2, 1), Schedule(128, 128, 64, 0, 2, 1, cluster_n=2)]
+    if entry == "statistics_sm90":  # for few tokens, the vocabulary on the tall side
+        found += [Schedule(128, tokens, 128, 0, 1, 1, swap=True) for tokens in (8, 16, 32, 64)]
     return [s.filled(_epilogue_bytes(entry, s)) for s in found]
 
 
 @functools.lru_cache(maxsize=1024)
 def choose(entry: str, tokens: int) -> Schedule:
     """The schedule for so many tokens."""
-    found = schedules(entry)
-    few = [s for s in found if s.swap and s.block_n >= tokens]
-    return few[0] if few else found[0]
+    alone, pairs, *few = schedules(entry)
+    return next((s for s in few if s.block_n >= tokens), alone if tokens <= 256 else pairs)
 
 
 def spec(

@@ -67,10 +67,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
     if (row >= p.rows) return;
     const i64 start = row * p.blocks;
 
+    // Unrolled, so that many loads are under way at once.
     float largest = -INF;
+#pragma unroll 8
     for (int b = lane; b < p.blocks; b += 32) largest = contract::maximum(largest, p.m[start + b]);
     const float shift = contract::shift_of(contract::maximum_of_lanes(largest));
     float s_chain = 0.0f, u_chain = 0.0f;
+#pragma unroll 8
     for (int b = lane; b < p.blocks; b += 32) {
         const float s = p.s[start + b], a = __fsub_rn(p.m[start + b], shift), w = contract::exp(a);
         s_chain = __fmaf_rn(s, w, s_chain);
