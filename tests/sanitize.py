@@ -108,7 +108,7 @@ def ways(s, x: Operands, out: torch.Tensor) -> dict[str, bool]:
     }
 
 
-# Of log-probabilities: each schedule that may be chosen, parts of blocks empty, a layout for which there is none.
+# Of log-probabilities: each schedule of the fused kernels, parts of blocks empty, rows that they cannot read.
 SIZES = (
     *((1, 8, 1), (3, 24, 130), (9, 40, 1100), (20, 72, 300), (33, 16, 129), (70, 136, 300), (300, 24, 700)),
     (9, 7, 300),

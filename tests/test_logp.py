@@ -511,7 +511,10 @@ def test_cuda_schedules_change_no_bit(
     from samebits.backends.reference import logp as reference_logp
 
     tokens, key = 300, TENSOR_CORE.on(FAMILY).key
-    hidden, weight = values(kind, (tokens, features), dtype, 0), values(kind, (vocabulary, features), dtype, 1)
+    hidden, weight = (
+        values(kind, (tokens, features), dtype, 0),
+        values(kind, (vocabulary, features), dtype, 1),
+    )
     bias = values("normal", (vocabulary,), dtype, 2) if with_bias else None
     target = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(3))
     target[::7], target[1], target[3] = -100, -5, vocabulary

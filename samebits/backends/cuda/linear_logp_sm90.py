@@ -1,4 +1,4 @@
-"""Host side of ``kernels/statistics_sm90.cu`` and ``kernels/grad_logits_sm90.cu``: log-probabilities on Hopper."""
+"""Host side of ``statistics_sm90.cu`` and ``grad_logits_sm90.cu``: log-probabilities on Hopper."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import matmul_sm80, matmul_sm90, runtime
+from samebits.backends.cuda import matmul_sm80, runtime
 from samebits.backends.cuda.matmul_sm90 import TYPES, Maps, operand_maps
 from samebits.backends.cuda.schedule import Schedule
 from samebits.backends.rows import Rows, Statistics
@@ -78,16 +78,22 @@ def spec(
 
 
 def supports(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether these kernels take ``hidden[tokens, D]`` and ``weight[V, D]``; other kernels take all others."""
+    """Whether these kernels take ``hidden[tokens, D]`` and ``weight[V, D]``; others take all others."""
     return (
         runtime.device_info(hidden.get_device()).capability == (9, 0)
         and hidden.dtype in (torch.bfloat16, torch.float16)
-        and 0 < hidden.numel()
+        and hidden.numel() > 0
         and max(*hidden.shape, *weight.shape) <= matmul_sm80.LARGEST
         and (bias is None or bias.is_contiguous())
-        and hidden.stride(1) == weight.stride(1) == 1
-        and matmul_sm90.supports(hidden, weight.mT)
+        and _readable(hidden)
+        and _readable(weight)
     )
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether the copy engine can read its rows."""
+    row = x.stride(0)
+    return x.stride(1) == 1 and (len(x) == 1 or (row > 0 and row % 8 == 0)) and x.data_ptr() % 16 == 0
 
 
 @functools.lru_cache(maxsize=1024)

@@ -26,10 +26,7 @@ struct GradLogits {
 
     static __device__ void prepare(const Problem& p) { prefetch_map(p.out_map); }
 
-    __device__ __forceinline__ void start(Accumulators& acc, const Problem&, const Place&, u32) {
-#pragma unroll
-        for (u32 i = 0; i < BANDS * BLOCK_N / 2; ++i) acc[i / (BLOCK_N / 2)][i % (BLOCK_N / 2)] = 0;
-    }
+    __device__ __forceinline__ void start(Accumulators& acc, const Problem&, const Place&, u32) { clear(acc); }
 
     __device__ __forceinline__ void finish(Accumulators& acc, u32 panels, const Problem& p, const Place& place,
                                            u32 warpgroup, u32 thread) {
