@@ -15,7 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from samebits.backends.cuda import matmul, matmul_sm80, matmul_sm90, runtime, schedule
+from samebits.backends.cuda import (
+    linear_logp,
+    linear_logp_sm90,
+    matmul,
+    matmul_sm80,
+    matmul_sm90,
+    runtime,
+    schedule,
+)
+from samebits.backends.rows import Rows
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None, reason="cuda-core is not installed (samebits[cuda])"
@@ -95,6 +104,23 @@ def test_every_schedule_compiles_without_spills(a_mn: bool, b_mn: bool, part: in
         assert not cubin.advice, spec
 
 
+LOGP = list(itertools.product(("statistics_sm90", "grad_logits_sm90"), (False, True)))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("entry", "entropy"), LOGP)
+def test_log_probabilities_compile_without_spills(entry: str, entropy: bool) -> None:
+    operands = itertools.cycle([(BF16, None), (BF16, BF16), (F16, F16)])
+    for s in linear_logp_sm90.schedules(entry):
+        dtype, bias = next(operands)
+        spec = linear_logp_sm90.spec(entry, s, dtype=dtype, bias=bias, entropy=entropy, folded=s.block_n < 32)
+        assert spec.smem <= SMEM
+        assert s.stages >= 2
+        cubin = runtime.compile(spec, "sm_90a")
+        assert cubin.spill_bytes == cubin.local_bytes == 0, spec
+        assert not cubin.advice, spec
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """CPU tensors pass for those of an H200: everything of a launch but the launch, which is noted."""
@@ -134,6 +160,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(matmul_sm80, "check", lambda *tensors: None)
     monkeypatch.setattr(matmul, "_plans", {})
     matmul_sm90._plan.cache_clear()
+    linear_logp_sm90._prepared.cache_clear()
     return found
 
 
@@ -162,3 +189,27 @@ def test_every_launch_adds_up(launches: list[str], m: int, k: int, n: int) -> No
     # TMA asks for strides of 16 bytes; other layouts go to the universal kernel.
     assert "matmul_sm90.cu" in launches or k % 8
     assert "matmul_sm80.cu" in launches or k % 8 == n % 8 == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 33, 64, 65, 300, 4096])
+@pytest.mark.parametrize(("features", "vocabulary"), [(64, 1000), (200, 129), (8, 1), (41, 300)])
+def test_every_launch_of_log_probabilities_adds_up(
+    launches: list[str], tokens: int, features: int, vocabulary: int
+) -> None:
+    hidden, weight, bias = (
+        torch.empty(s, dtype=BF16) for s in ((tokens, features), (vocabulary, features), (vocabulary,))
+    )
+    key = "TENSOR_CORE:mma"
+    rows = Rows.empty(torch.zeros(tokens, dtype=torch.int64), vocabulary, -100, entropy=True)
+    grad = torch.ones(tokens)
+    part = slice(vocabulary // 256 * 128, vocabulary)
+    for b, h in itertools.product((None, bias), (None, grad)):
+        assert linear_logp.statistics(hidden, weight, b, rows, contract=key).m.shape == (
+            tokens,
+            -(-vocabulary // 128),
+        )
+        dz = linear_logp.grad_logits(hidden, weight, b, part, rows, grad, h, dtype=BF16, contract=key)
+        assert (dz.shape, dz.stride(0) % 8) == ((tokens, part.stop - part.start), 0)
+    fused = {"statistics_sm90.cu", "grad_logits_sm90.cu"}
+    # TMA asks for strides of 16 bytes; other layouts go by way of logits in memory.
+    assert set(launches) == (fused if features % 8 == 0 else {"matmul_sm80.cu", "logp.cu"})

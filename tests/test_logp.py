@@ -23,6 +23,7 @@ from samebits import FMA, TENSOR_CORE, Contract, functions
 from samebits.backends.cuda import runtime
 from samebits.backends.cuda.logp import kernel_spec
 from samebits.backends.reference import logp_kernels as kernels
+from samebits.backends.rows import Rows
 from samebits.testing import assert_same_bits, values
 from tests import naive
 from tests.devices import DEVICES, FAMILY
@@ -468,6 +469,96 @@ def test_cuda_has_the_bits_of_the_cpu(
     with pieces(1 << 15):
         for i, got in enumerate(everything("cuda", dtype, tokens, features, vocabulary)):
             assert_same_bits(got, want[i], f"result {i}, other pieces")
+
+
+@pytest.mark.gpu
+def test_cuda_without_fused_kernels() -> None:
+    """What tensors take that TMA cannot read, and other GPUs."""
+    shapes = (
+        ("one token", 1, 64, 1000),
+        ("a row of tiles", 40, 72, 5001),
+        ("several", 300, 24, 4096),
+    )
+    for what, *shape in shapes:
+        want = everything("cpu", torch.bfloat16, *shape)
+        with mock.patch("samebits.backends.cuda.linear_logp_sm90.supports", return_value=False):
+            got = everything("cuda", torch.bfloat16, *shape)
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            assert_same_bits(g, w, f"{what}, result {i}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "features", "vocabulary", "with_bias", "with_entropy"),
+    [
+        ("normal", 200, 1000, False, False),
+        ("normal", 64, 777, True, True),
+        ("cancel", 520, 1300, True, False),
+        ("special", 128, 300, True, True),
+        ("wide", 192, 128 * 37 + 1, False, True),
+        ("normal", 8, 100, True, True),
+    ],
+)
+def test_cuda_schedules_change_no_bit(
+    dtype: torch.dtype, kind: str, features: int, vocabulary: int, with_bias: bool, with_entropy: bool
+) -> None:
+    """Every schedule of the fused kernels, their results one by one."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the fused kernels are for Hopper")
+    from samebits.backends.cuda import linear_logp_sm90, logp
+    from samebits.backends.reference import linear_logp as reference
+    from samebits.backends.reference import logp as reference_logp
+
+    tokens, key = 300, TENSOR_CORE.on(FAMILY).key
+    hidden, weight = (
+        values(kind, (tokens, features), dtype, 0),
+        values(kind, (vocabulary, features), dtype, 1),
+    )
+    bias = values("normal", (vocabulary,), dtype, 2) if with_bias else None
+    target = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(3))
+    target[::7], target[1], target[3] = -100, -5, vocabulary
+    want = Rows.empty(target, vocabulary, -100, scale=0.75 if with_entropy else 1.0, entropy=with_entropy)
+    statistics = reference.statistics(hidden, weight, bias, want, contract=key)
+    reference_logp.combine(statistics, want)
+    grad = values("normal", (tokens,), torch.float32, 4)
+    grad_entropy = grad.flip(0).contiguous() if with_entropy else None
+    part = slice(0 if vocabulary < 500 else 256, vocabulary - 9)
+    gradient = reference.grad_logits(
+        *(hidden, weight, bias, part, want, grad, grad_entropy), dtype=dtype, contract=key
+    )
+
+    def on_gpu(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.cuda()
+
+    x, w, b, g, h = (on_gpu(t) for t in (hidden, weight, bias, grad, grad_entropy))
+    assert x is not None
+    assert w is not None
+    assert g is not None
+    known = Rows._make(t.cuda() if isinstance(t, Tensor) else t for t in want)
+    for count in (1, 8, 37, 64, 65, 300):
+        some = known.part(0, count)
+        for s in linear_logp_sm90.schedules("statistics_sm90"):
+            rows = Rows.empty(some.target, vocabulary, -100, scale=want.scale, entropy=with_entropy)
+            for t in (rows.logp, rows.entropy, rows.shift, rows.log_sum):
+                t.fill_(torch.nan)
+            poison = torch.full((1 << 18,), torch.nan, device="cuda")
+            del poison
+            got = linear_logp_sm90.statistics(x[:count], w, b, rows, schedule=s)
+            logp.combine(got, rows)
+            for name in ("logp", "entropy", "shift", "log_sum"):
+                assert_same_bits(getattr(rows, name), getattr(want, name)[:count], f"{name}, {count}, {s}")
+            for name in ("m", "s", "u") if with_entropy else ("m", "s"):
+                mine, theirs = getattr(got, name).cpu(), getattr(statistics, name)[:count]
+                assert torch.equal(mine.isnan(), theirs.isnan())
+                # Which NaN it is, or which zero is the maximum, does not matter yet.
+                mine, theirs = mine.nan_to_num(0) + 0.0, theirs.nan_to_num(0) + 0.0
+                assert_same_bits(mine, theirs, f"{name}, {count}, {s}")
+        for s in linear_logp_sm90.schedules("grad_logits_sm90"):
+            dz = linear_logp_sm90.grad_logits(
+                *(x[:count], w, b, part, some, g[:count], None if h is None else h[:count]), schedule=s
+            )
+            assert_same_bits(dz, gradient[:count], f"dz, {count}, {s}")
 
 
 @pytest.mark.gpu

@@ -184,8 +184,8 @@ def _backend(t: Tensor) -> tuple[Any, Any, Any]:
     return reference, reference_logp, reference_matmul
 
 
-_STATISTICS = 1 << 28  # logits whose statistics are held at once: 16 to 24 MiB
-_GRAD_LOGITS = 1 << 25  # gradients of logits that are held at once: 64 MiB in 16 bits
+_STATISTICS = 3 << 27  # logits whose statistics are held at once: 24 to 36 MiB
+_GRAD_LOGITS = 1 << 26  # gradients of logits that are held at once: 128 MiB in 16 bits
 
 
 def _forward(
@@ -269,6 +269,7 @@ def _gradients(
         if needed[2]:
             ones = dz.new_ones(()).expand(*columns.shape[:2], columns.shape[3], 1)
             products.addbmm_out(db[None, part, None], columns, ones, cu_seqlens, contract=contract)
+        del dz, columns  # before the next ones are allocated
     if needed[1] and main_grad is not None:
         torch.autograd.graph.increment_version(main_grad)  # written where autograd cannot see
     dhidden = products.rounded(dx, hidden.dtype).view(hidden.shape) if needed[0] else hidden.new_empty(0)

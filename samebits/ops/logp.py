@@ -89,8 +89,9 @@ _LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 def pieces(tokens: int, vocabulary: int, logits: int) -> list[tuple[int, int]]:
-    """Spans of tokens with about so many logits."""
-    step = max(1, logits // vocabulary)
+    """Spans of tokens with about so many logits at most, alike in size; long ones are whole tiles of rows."""
+    step = -(-tokens // max(1, -(-tokens * vocabulary // logits)))
+    step = max(1, step if step < 128 else -(-step // 128) * 128)
     return [(start, min(start + step, tokens)) for start in range(0, tokens, step)]
 
 

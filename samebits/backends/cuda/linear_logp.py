@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import logp
-from samebits.backends.cuda.matmul import matmul
+from samebits.backends.cuda import linear_logp_sm90, logp
+from samebits.backends.cuda.matmul import check_contract, matmul
 from samebits.backends.rows import Rows, Statistics
+from samebits.contract import contract_from_key
 from samebits.functions import VOCAB_BLOCK
 
 _LOGITS = 1 << 23  # held at once: 32 MiB
@@ -19,6 +20,8 @@ def statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, *, contract: str
 ) -> Statistics:
     """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``."""
+    if _fused(hidden, weight, bias, contract):
+        return linear_logp_sm90.statistics(hidden, weight, bias, rows)
     out = Statistics.empty(rows)
     for some in _pieces(slice(0, rows.vocabulary), hidden.shape[0]):
         logits = _logits(hidden, weight, bias, some, contract)
@@ -40,6 +43,8 @@ def grad_logits(
     contract: str,
 ) -> Tensor:
     """dz in `dtype` for a part of the vocabulary."""
+    if _fused(hidden, weight, bias, contract):
+        return linear_logp_sm90.grad_logits(hidden, weight, bias, part, rows, grad, grad_entropy)
     tokens, width = hidden.shape[0], part.stop - part.start
     # Rows start at multiples of 16 bytes, for the kernels that multiply them.
     out = hidden.new_empty(tokens, -(-width // 8) * 8, dtype=dtype)[:, :width]
@@ -56,6 +61,13 @@ def _pieces(part: slice, tokens: int) -> Iterator[slice]:
     step = max(1, _LOGITS // max(1, tokens) // VOCAB_BLOCK) * VOCAB_BLOCK
     for start in range(part.start, part.stop, step):
         yield slice(start, min(start + step, part.stop))
+
+
+def _fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:
+    """Whether logits need no memory at all."""
+    check_contract(contract, hidden.get_device())
+    step = contract_from_key(contract).step
+    return step == "mma" and linear_logp_sm90.supports(hidden, weight, bias)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, part: slice, contract: str) -> Tensor:

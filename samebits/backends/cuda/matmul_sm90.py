@@ -14,7 +14,7 @@ from .schedule import Product, Schedule, choose
 
 __all__ = ["Case", "Plan", "matmul", "plan", "spec", "supports"]
 
-_TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _PARAMS = "128s128s128sPPPqq8i"
 
 
@@ -38,25 +38,15 @@ def spec(case: Case, schedule: Schedule) -> runtime.KernelSpec:
     s = schedule
     a_mn, b_mn = (case.b_mn, case.a_mn) if s.swap else (case.a_mn, case.b_mn)
     panel = s.panel if case.aligned and case.out_dtype != torch.float32 else 0
-    constants: dict[str, int | str] = {
+    constants = {
         "INPUT_F16": int(case.dtype == torch.float16),
         "A_MN": int(a_mn),
         "B_MN": int(b_mn),
-        "BLOCK_M": s.block_m,
-        "BLOCK_N": s.block_n,
-        "BLOCK_K": s.block_k,
-        "STAGES": s.stages,
-        "WARPGROUPS": s.warpgroups,
-        "SHARE": s.share,
-        "CLUSTER_M": s.cluster_m,
-        "CLUSTER_N": s.cluster_n,
-        "BLOCKS": s.blocks,
+        **s.constants(),
         "FOLDED": int(case.folded and s.block_k > 64),
-        "AHEAD": s.ahead,
-        "EARLY": int(s.early),
         "TRANSPOSED": int(s.swap),
-        "OUTPUT": _TYPES[case.out_dtype],
-        "BIAS": _TYPES[case.bias_dtype],
+        "OUTPUT": TYPES[case.out_dtype],
+        "BIAS": TYPES[case.bias_dtype],
         "ACCUMULATE": int(case.accumulate),
         "ALIGNED": int(case.aligned),
         "PANEL": panel,
@@ -104,7 +94,7 @@ def supports(a: Tensor, b: Tensor, *, cu_seqlens: Tensor | None = None) -> bool:
 _MOST_MAPS = 4096
 
 
-class _Maps(dict[int, bytes]):
+class Maps(dict[int, bytes]):
     """The tensor maps of one geometry, by address."""
 
     __slots__ = ("_recipe",)
@@ -119,7 +109,7 @@ class _Maps(dict[int, bytes]):
         return made
 
 
-def _operand_maps(
+def operand_maps(
     dtype: torch.dtype,
     layout: tuple[int, int, int, int, int],
     batch: int,
@@ -128,7 +118,7 @@ def _operand_maps(
     depth: int,
     sharers: int,
     folded: bool,
-) -> _Maps:
+) -> Maps:
     """One operand as the kernel's tensor map sees it."""
     rows, k, batch_stride, row_stride, k_stride = layout
     inner, outer, stride = (rows, k, k_stride) if mn else (k, rows, row_stride)
@@ -139,11 +129,11 @@ def _operand_maps(
     if folded and not mn and columns % sharers == 0:
         shape = (64, outer, inner // 64, batch)
         strides = (stride * 2, 128, batch_stride * 2)
-        return _Maps(dtype, shape, strides, (64, block, columns // sharers, 1))
+        return Maps(dtype, shape, strides, (64, block, columns // sharers, 1))
     strides = (stride * 2, batch_stride * 2, batch_stride * 2)
     width = 32 if mn and block % 64 else 64
     box = (width, (depth if mn else block) // sharers, 1, 1)
-    return _Maps(dtype, (inner, outer, 1, batch), strides, box, width * 2)
+    return Maps(dtype, (inner, outer, 1, batch), strides, box, width * 2)
 
 
 class Plan:
@@ -168,18 +158,16 @@ class Plan:
         a_block, b_block = (s.block_n, s.block_m) if s.swap else (s.block_m, s.block_n)
         a_sharers, b_sharers = (s.cluster_m, s.cluster_n) if s.swap else (s.cluster_n, s.cluster_m)
         folded = case.folded and s.block_k > 64
-        self.a = _operand_maps(case.dtype, a, batch, case.a_mn, a_block, s.block_k, a_sharers, folded)
-        self.b = _operand_maps(case.dtype, b, batch, case.b_mn, b_block, s.block_k, b_sharers, folded)
+        self.a = operand_maps(case.dtype, a, batch, case.a_mn, a_block, s.block_k, a_sharers, folded)
+        self.b = operand_maps(case.dtype, b, batch, case.b_mn, b_block, s.block_k, b_sharers, folded)
         self.swap = s.swap
-        self.out: _Maps | None = None
+        self.out: Maps | None = None
         row_stride, batch_stride = out
         if case.aligned and case.out_dtype != torch.float32 and s.panel:
             strides = (row_stride * 2, batch_stride * 2)
-            self.out = _Maps(case.out_dtype, (n, m, batch), strides, (s.panel, 64, 1), s.panel * 2)
+            self.out = Maps(case.out_dtype, (n, m, batch), strides, (s.panel, 64, 1), s.panel * 2)
         rows, columns = (n, m) if s.swap else (m, n)
-        tiles = -(-rows // (s.block_m * s.cluster_m)) * -(-columns // (s.block_n * s.cluster_n)) * batch
-        clusters = min(tiles, s.resident(info.sm_count))
-        self.grid = (clusters * s.cluster, 1, 1)
+        self.grid = s.grid(rows, columns, batch, info.sm_count)
         flags = (int(a_batch != 0), int(b_batch != 0))
         self.rest = (
             row_stride,

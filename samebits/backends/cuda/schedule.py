@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 __all__ = ["Product", "Schedule", "catalogue", "choose", "estimate", "menu"]
 
 
+_SMEM = 227 * 1024
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """One way to run ``matmul_sm90``.
@@ -59,6 +62,11 @@ class Schedule:
             return 0
         return next((columns for columns in (64, 32, 16) if self.block_n % columns == 0), 0)
 
+    @property
+    def panels(self) -> int:
+        """Bytes that those need."""
+        return self.warpgroups * 2 * 128 * self.panel
+
     def fits(self, a_mn: bool, b_mn: bool) -> bool:
         """Whether it can read these layouts: contiguous along m, a warpgroup's rows come in columns of 64."""
         tall_mn = b_mn if self.swap else a_mn
@@ -68,6 +76,34 @@ class Schedule:
         """Clusters at work at once. Clusters of four leave some multiprocessors over: 30 run on an H200."""
         usable = sms if self.cluster <= 2 else sms * 10 // 11
         return usable * self.blocks // self.cluster
+
+    def grid(self, rows: int, columns: int, batch: int, sms: int) -> tuple[int, int, int]:
+        """Blocks for so many rows and columns, as the kernel sees them."""
+        tiles = -(-rows // (self.block_m * self.cluster_m)) * -(-columns // (self.block_n * self.cluster_n))
+        return min(tiles * batch, self.resident(sms)) * self.cluster, 1, 1
+
+    def constants(self) -> dict[str, int | str]:
+        """What ``pipeline_sm90.cuh`` is compiled with."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "STAGES": self.stages,
+            "WARPGROUPS": self.warpgroups,
+            "SHARE": self.share,
+            "CLUSTER_M": self.cluster_m,
+            "CLUSTER_N": self.cluster_n,
+            "BLOCKS": self.blocks,
+            "AHEAD": self.ahead,
+            "EARLY": int(self.early),
+        }
+
+    def filled(self, epilogue: int, a_mn: bool = False, b_mn: bool = False) -> Schedule:
+        """With as long a ring as fits beside so many bytes."""
+        fixed = replace(self, stages=0).smem(0, a_mn, b_mn)
+        stage = replace(self, stages=1).smem(0, a_mn, b_mn) - fixed
+        room = _SMEM // self.blocks - 1024 * (self.blocks > 1) - fixed - epilogue
+        return replace(self, stages=room // stage)
 
     def smem(self, panel: int, a_mn: bool, b_mn: bool) -> int:
         """Bytes of shared memory, for operands laid out so as the kernel sees them and such output panels."""
@@ -97,8 +133,6 @@ class Product:
     def turned(self) -> Product:
         return Product(self.n, self.m, self.k, self.batch, self.b_mn, self.a_mn)
 
-
-_SMEM = 227 * 1024
 
 # Measured on an H200, or fitted to what the schedules of many products took there.
 _STEP = {8: 18, 16: 20, 24: 22, 32: 24, 40: 26, 48: 28, 56: 30}  # cycles of a k16 step of 64 rows
@@ -162,8 +196,7 @@ def _schedule(
     """With as long a ring as fits."""
     a_mn, b_mn = (p.b_mn, p.a_mn) if swap else (p.a_mn, p.b_mn)
     s = Schedule(block_m, block_n, block_k, 0, warpgroups, share, blocks=blocks, swap=swap)
-    room = _SMEM // blocks - 1024 * (blocks > 1) - s.smem(s.panel, a_mn, b_mn)
-    return replace(s, stages=room // (replace(s, stages=1).smem(0, a_mn, b_mn) - s.smem(0, a_mn, b_mn)))
+    return s.filled(s.panels, a_mn, b_mn)
 
 
 _LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (192, 96), (128, 96), (64, 192), (64, 128))

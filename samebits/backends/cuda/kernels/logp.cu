@@ -3,9 +3,8 @@
 //
 // -D: LOGITS and GRADS, the types of logits and of their gradients; ENTROPY.
 #include "convert.cuh"
-#include "functions.cuh"
+#include "logp.cuh"
 
-using i64 = long long;
 using contract::VOCAB_BLOCK;
 
 #define THREADS 256
@@ -35,33 +34,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) block_statistics(const __g
     if (block * VOCAB_BLOCK >= p.width) return;
 
     const Logits::Stored* logits = p.logits + row * p.logits_row;
-    float d[LANE], e[LANE];
+    float z[LANE];
 #pragma unroll
     for (int i = 0; i < LANE; ++i)
-        d[i] = v + 32 * i < p.width ? __fmul_rn(Logits::widen(logits[v + 32 * i]), p.scale) : -INF;
+        z[i] = v + 32 * i < p.width ? __fmul_rn(Logits::widen(logits[v + 32 * i]), p.scale) : -INF;
     const i64 target = p.target[row] - p.first;
 #pragma unroll
     for (int i = 0; i < LANE; ++i)
-        if (v + 32 * i == target && target < p.width) p.target_logit[row] = d[i];
+        if (v + 32 * i == target && target < p.width) p.target_logit[row] = z[i];
 
-    float m = d[0];
-#pragma unroll
-    for (int i = 1; i < LANE; ++i) m = contract::maximum(m, d[i]);
-    m = contract::warp_maximum(m);
-    const float shift = contract::shift_of(m);
-#pragma unroll
-    for (int i = 0; i < LANE; ++i) {
-        d[i] = __fsub_rn(d[i], shift);
-        e[i] = contract::exp(d[i]);
-        if (ENTROPY) d[i] = e[i] == 0.0f ? 0.0f : __fmul_rn(d[i], e[i]);
-    }
-    const float s = contract::warp_sum_by_halves(contract::sum_by_halves(e));
-    const float u = ENTROPY ? contract::warp_sum_by_halves(contract::sum_by_halves(d)) : 0.0f;
+    const auto found = contract::block_statistics<32, 1, ENTROPY>(z);
     if (lane > 0) return;
     const i64 at = row * p.blocks + block;
-    p.m[at] = m;
-    p.s[at] = s;
-    if (ENTROPY) p.u[at] = u;
+    p.m[at] = found.m;
+    p.s[at] = found.s;
+    if (ENTROPY) p.u[at] = found.u;
 }
 
 struct CombineParams {
@@ -80,17 +67,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
     if (row >= p.rows) return;
     const i64 start = row * p.blocks;
 
+    // Unrolled, so that many loads are under way at once.
     float largest = -INF;
+#pragma unroll 8
     for (int b = lane; b < p.blocks; b += 32) largest = contract::maximum(largest, p.m[start + b]);
-    const float shift = contract::shift_of(contract::warp_maximum(largest));
+    const float shift = contract::shift_of(contract::maximum_of_lanes(largest));
     float s_chain = 0.0f, u_chain = 0.0f;
+#pragma unroll 8
     for (int b = lane; b < p.blocks; b += 32) {
         const float s = p.s[start + b], a = __fsub_rn(p.m[start + b], shift), w = contract::exp(a);
         s_chain = __fmaf_rn(s, w, s_chain);
         if (ENTROPY && w != 0.0f) u_chain = __fmaf_rn(__fmaf_rn(a, s, p.u[start + b]), w, u_chain);
     }
-    const float sum = contract::warp_sum_by_halves(s_chain);
-    const float u = ENTROPY ? contract::warp_sum_by_halves(u_chain) : 0.0f;
+    const float sum = contract::sum_of_lanes(s_chain);
+    const float u = ENTROPY ? contract::sum_of_lanes(u_chain) : 0.0f;
     if (lane > 0) return;
 
     const i64 target = p.target[row];
@@ -124,25 +114,14 @@ struct GradParams {
 extern "C" __global__ void __launch_bounds__(THREADS) grad_logits(const __grid_constant__ GradParams p) {
     const u32 groups = u32((p.width + THREADS * GRADS_A_THREAD - 1) / (THREADS * GRADS_A_THREAD));
     const i64 row = blockIdx.x / groups, v = i64(blockIdx.x % groups) * THREADS * GRADS_A_THREAD + threadIdx.x;
-    const i64 target = p.target[row];
-    const bool counts = target != p.ignore_index && target >= 0 && target < p.vocabulary;
+    const contract::RowGradient<ENTROPY> gradient(p, row);
     const Logits::Stored* logits = p.logits + row * p.logits_row;
     Grads::Stored* out = p.out + row * p.out_row;
-    const float shift = p.shift[row], log_sum = p.log_sum[row], g = __fmul_rn(p.grad[row], p.scale);
-    const float entropy = ENTROPY ? p.entropy[row] : 0.0f;
-    const float h = ENTROPY ? __fmul_rn(p.grad_entropy[row], p.scale) : 0.0f;
 #pragma unroll
     for (int i = 0; i < GRADS_A_THREAD; ++i) {
         const i64 at = v + i * THREADS;
         if (at >= p.width) return;
-        float dz = 0.0f;
-        if (counts) {
-            const float z = __fmul_rn(Logits::widen(logits[at]), p.scale);
-            const float y = __fsub_rn(__fsub_rn(z, shift), log_sum), probability = contract::exp(y);
-            float k = g;
-            if (ENTROPY) k = __fmaf_rn(h, probability == 0.0f ? 0.0f : __fadd_rn(y, entropy), g);
-            dz = contract::canonical(__fmaf_rn(-k, probability, at + p.first == target ? g : 0.0f));
-        }
-        out[at] = Grads::narrow(dz);
+        const float z = __fmul_rn(Logits::widen(logits[at]), p.scale);
+        out[at] = Grads::narrow(contract::canonical(gradient.at(z, at + p.first == gradient.target)));
     }
 }

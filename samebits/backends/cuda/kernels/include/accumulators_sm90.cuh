@@ -23,6 +23,14 @@ struct Fragment {
         : row(place.m + thread / 32 * 16 + thread % 32 / 4), column(place.n + thread % 4 * 2) {}
 };
 
+__device__ __forceinline__ void clear(Accumulators& acc) {
+#pragma unroll
+    for (u32 band = 0; band < BANDS; ++band) {
+#pragma unroll
+        for (u32 i = 0; i < BLOCK_N / 2; ++i) acc[band][i] = 0;
+    }
+}
+
 template <int type, typename Problem>
 __device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
     using Bias = Element<type>;

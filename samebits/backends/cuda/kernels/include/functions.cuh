@@ -79,27 +79,40 @@ __device__ __forceinline__ float log(float x) {
     return x > 0.0f ? y : x == 0.0f ? -INF : x;
 }
 
-// The sum of `count` values (a power of two), which it overwrites.
-template <int count>
-__device__ __forceinline__ float sum_by_halves(float (&x)[count]) {
+// By halves, the sum of values of which each lane has one, in every group of `lanes` lanes. Every lane gets it.
+template <int lanes = 32>
+__device__ __forceinline__ float sum_of_lanes(float x) {
 #pragma unroll
-    for (int half = count / 2; half > 0; half /= 2)
+    for (int half = lanes / 2; half > 0; half /= 2) x = __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFF, x, half));
+    return x;
+}
+
+template <int lanes = 32>
+__device__ __forceinline__ float maximum_of_lanes(float x) {
+#pragma unroll
+    for (int half = lanes / 2; half > 0; half /= 2) x = maximum(x, __shfl_xor_sync(0xFFFFFFFF, x, half));
+    return x;
+}
+
+// Adds halves of the first 2 * half values, until `last` are left.
+template <int half, int last, int count>
+__device__ __forceinline__ void add_halves(float (&x)[count]) {
+    if constexpr (half >= last) {
 #pragma unroll
         for (int i = 0; i < half; ++i) x[i] = __fadd_rn(x[i], x[half + i]);
+        add_halves<half / 2, last>(x);
+    }
+}
+
+// The sum of values of which each lane has `count`: `adjacent` side by side, those of the next lane beside them, and
+// so on again after the last lane. Overwrites them.
+template <int lanes, int adjacent, int count>
+__device__ __forceinline__ float sum_by_halves(float (&x)[count]) {
+    add_halves<count / 2, adjacent>(x);
+#pragma unroll
+    for (int i = 0; i < adjacent; ++i) x[i] = sum_of_lanes<lanes>(x[i]);
+    add_halves<adjacent / 2, 1>(x);
     return x[0];
-}
-
-// The sum over the lanes of a warp, lane i holding the i-th value. Every lane gets it.
-__device__ __forceinline__ float warp_sum_by_halves(float x) {
-#pragma unroll
-    for (int half = 16; half > 0; half /= 2) x = __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFF, x, half));
-    return x;
-}
-
-__device__ __forceinline__ float warp_maximum(float x) {
-#pragma unroll
-    for (int half = 16; half > 0; half /= 2) x = maximum(x, __shfl_xor_sync(0xFFFFFFFF, x, half));
-    return x;
 }
 
 __device__ __forceinline__ float canonical(float x) { return x != x ? __int_as_float(0x7FFFFFFF) : x; }

@@ -13,6 +13,16 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
     return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
+__device__ __forceinline__ float load_shared(u32 from) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void store_shared(u32 to, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+}
+
 // ---- mbarrier
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {

@@ -1,0 +1,151 @@
+"""Log-probabilities beside torch and other libraries: time and memory, in benchmarks/results/<gpu>/logp.json.
+
+python -m benchmarks.logp [--commit COMMIT] [--out FILE]
+
+Times are medians of eager calls, the check of targets included, in turns. No time is taken of wrong bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import samebits
+from benchmarks.record import RESULTS, environment, write
+from samebits.backends.cuda.matmul import family
+from samebits.testing import assert_same_bits
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Tokens, features and vocabulary, in bfloat16."""
+
+    tokens: int
+    d: int
+    v: int
+
+
+CASES = (
+    Case(4096, 2048, 131072),
+    Case(4096, 4096, 151936),
+    Case(256, 4096, 151936),
+    Case(16, 4096, 151936),
+)
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _torch(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return -F.cross_entropy(F.linear(x, weight).float(), target, reduction="none")
+
+
+def contestants() -> dict[str, Run]:
+    """Those that are installed."""
+    found: dict[str, Run] = {"samebits": samebits.linear_logp, "torch": _torch}
+    try:
+        from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
+
+        found["cut_cross_entropy"] = lambda x, w, t: -linear_cross_entropy(x, w, t, reduction="none")
+    except ImportError:
+        pass
+    try:
+        from liger_kernel.transformers.functional import (  # type: ignore[import-not-found]
+            liger_fused_linear_cross_entropy,
+        )
+
+        found["liger_kernel"] = lambda x, w, t: -liger_fused_linear_cross_entropy(x, w, t, reduction="none")
+    except ImportError:
+        pass
+    return found
+
+
+def check(x: Tensor, weight: Tensor, target: Tensor) -> None:
+    """Refuse wrong bits: a few tokens against the CPU reference."""
+    some = torch.tensor([0, len(x) // 2, len(x) - 1])
+    got = samebits.linear_logp(x, weight, target)[some.cuda()]
+    few = x[some.cuda()].cpu(), weight.cpu(), target[some.cuda()].cpu()
+    contract = samebits.TENSOR_CORE.on(family(x.get_device()))
+    assert_same_bits(got, samebits.linear_logp(*few, contract=contract))
+
+
+def times(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median milliseconds."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 1):
+        for name, run in runs.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            if turn:
+                found[name].append(begin.elapsed_time(end))
+    return {name: float(f"{statistics.median(t):.4g}") for name, t in found.items()}
+
+
+def memory(run: Callable[[], object]) -> float:
+    """MiB at the peak, beyond what was there before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Forward, and forward with backward."""
+    torch.manual_seed(0)
+    x = torch.randn(case.tokens, case.d, device="cuda", dtype=torch.bfloat16)
+    weight = (torch.randn(case.v, case.d, device="cuda") * case.d**-0.5).bfloat16()
+    target = torch.randint(case.v, (case.tokens,), device="cuda")
+    grad = torch.randn(case.tokens, device="cuda")
+    check(x, weight, target)
+    forward: dict[str, Callable[[], object]] = {
+        name: lambda run=run: run(x, weight, target)  # type: ignore[misc]
+        for name, run in contestants().items()
+    }
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    both: dict[str, Callable[[], object]] = {
+        name: lambda run=run: torch.autograd.grad(run(*leaves, target), leaves, grad)  # type: ignore[misc]
+        for name, run in contestants().items()
+    }
+    gradients = sum(t.numel() * t.element_size() for t in leaves) / 2**20
+    with torch.no_grad():
+        used = {name: memory(run) for name, run in forward.items()}
+        forward["product (torch.mm)"] = lambda: torch.mm(x, weight.mT)
+        taken = times(forward, 9)
+    return asdict(case) | {
+        "forward_ms": taken,
+        "forward_mib": used,
+        "forward_backward_ms": times(both, 5),
+        "forward_backward_mib": {name: round(memory(run) - gradients, 1) for name, run in both.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    parser.add_argument("--out", type=Path, help="instead of benchmarks/results/<gpu>/logp.json")
+    options = parser.parse_args()
+    data: dict[str, Any] = {"environment": environment(options.commit), "cases": []}
+    for case in CASES:
+        data["cases"].append(measure(case))
+        print(data["cases"][-1])
+        torch.cuda.empty_cache()
+    gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    write(options.out or RESULTS / gpu / "logp.json", data)
+
+
+if __name__ == "__main__":
+    main()

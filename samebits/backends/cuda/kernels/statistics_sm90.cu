@@ -1,0 +1,142 @@
+// Statistics of every block of the vocabulary, and the targets' logits, on Hopper: the epilogue of the product that
+// gives the logits, which exist in registers alone. docs/contract.md, "Log-probabilities".
+//
+// A is the hidden states and B the weights; TRANSPOSED, for few tokens, it is the other way round.
+//
+// -D: what pipeline_sm90.cuh (the main loop) and accumulators_sm90.cuh ask for; ENTROPY.
+#include "accumulators_sm90.cuh"
+#include "logp.cuh"
+
+using contract::VOCAB_BLOCK;
+
+static_assert((TRANSPOSED ? ROWS : BLOCK_N) % VOCAB_BLOCK == 0, "a warpgroup has whole blocks of the vocabulary");
+
+constexpr int NOWHERE = -(1 << 30);  // below every index
+
+struct Problem {
+    TensorMap a, b;
+    const void* bias;
+    const i64* target;
+    float *m_b, *s_b, *u_b;  // [tokens, blocks]
+    float* target_logit;
+    int m, n, k;
+    int group;
+    int blocks;
+    float scale;
+
+    static constexpr int batch = 1, a_batch = 0, b_batch = 0, sequences = 0;
+    static constexpr const void* bounds = nullptr;
+
+    __device__ __forceinline__ void store(int token, int block, const contract::BlockStatistics& found) const {
+        i64 at = i64(token) * blocks + block;
+        m_b[at] = found.m;
+        s_b[at] = found.s;
+        if (ENTROPY) u_b[at] = found.u;
+    }
+    // Its target counted from `first`; NOWHERE if it is none of the vocabulary's entries.
+    __device__ __forceinline__ int target_from(int first, int token) const {
+        i64 found = target[token];
+        return found >= 0 && found < (TRANSPOSED ? m : n) ? int(found) - first : NOWHERE;
+    }
+};
+
+struct Statistics {
+    static constexpr u32 line = (VOCAB_BLOCK + 4) * 4;  // in bytes, of a token's logits; no bank conflicts
+    static constexpr u32 bytes = TRANSPOSED ? BLOCK_N * line : 0;
+
+    static __device__ void prepare(const Problem&) {}
+
+    __device__ __forceinline__ void start(Accumulators& acc, const Problem&, const Place&, u32) { clear(acc); }
+
+    __device__ __forceinline__ void finish(Accumulators& acc, u32 shared, const Problem& p, const Place& place,
+                                           u32 warpgroup, u32 thread) {
+        if constexpr (BIAS != NONE) add_bias<BIAS>(acc, p, place, thread);
+        if constexpr (TRANSPOSED) {
+            few_tokens(acc, shared, p, place, warpgroup, thread);
+        } else {
+            many_tokens(acc, p, place, thread);
+        }
+    }
+
+    __device__ void end(u32) {}
+
+  private:
+    // Four lanes have the logits of a token, in registers.
+    __device__ __forceinline__ void many_tokens(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
+        Fragment fragment(place, thread);
+        int target[2 * BANDS];
+#pragma unroll
+        for (int i = 0; i < 2 * BANDS; ++i) {
+            int token = fragment.row + i * 8 + i / 2 * 48;
+            target[i] = token < p.m ? p.target_from(fragment.column, token) : NOWHERE;
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * BANDS; ++i) {
+            int token = fragment.row + i * 8 + i / 2 * 48;
+#pragma unroll
+            for (int block = 0; block < BLOCK_N / VOCAB_BLOCK; ++block) {
+                float z[VOCAB_BLOCK / 4];
+                int first = block * VOCAB_BLOCK, left = p.n - fragment.column - first;
+#pragma unroll
+                for (int j = 0; j < VOCAB_BLOCK / 8; ++j) {
+                    const float* d = &acc[i / 2][(first / 8 + j) * 4 + i % 2 * 2];
+                    z[2 * j] = __fmul_rn(d[0], p.scale);
+                    z[2 * j + 1] = __fmul_rn(d[1], p.scale);
+                }
+                if (left < VOCAB_BLOCK) {
+#pragma unroll
+                    for (int j = 0; j < VOCAB_BLOCK / 4; ++j)
+                        if (j / 2 * 8 + j % 2 >= left) z[j] = -INF;
+                }
+                if (u32(target[i] - first) < VOCAB_BLOCK) {
+#pragma unroll
+                    for (int j = 0; j < VOCAB_BLOCK / 4; ++j)
+                        if (j / 2 * 8 + j % 2 == target[i] - first) p.target_logit[token] = z[j];
+                }
+                auto found = contract::block_statistics<4, 2, ENTROPY>(z);
+                int b = place.n / VOCAB_BLOCK + block;
+                if (token < p.m && b < p.blocks && thread % 4 == 0) p.store(token, b, found);
+            }
+        }
+    }
+
+    // Through shared memory: a warp has the logits of a token.
+    __device__ __forceinline__ void few_tokens(Accumulators& acc, u32 shared, const Problem& p, const Place& place,
+                                               u32 warpgroup, u32 thread) {
+        constexpr int WARPS = 4;
+        int warp = thread / 32, lane = thread % 32;
+        int token = place.n + warp + lane * WARPS;  // whose target this lane knows
+        int known = lane < int(BLOCK_N) / WARPS && token < p.n ? p.target_from(place.m, token) : NOWHERE;
+
+        named_barrier(OWN + warpgroup, 128);  // all have read the tile before
+        Fragment fragment({0, 0, 0}, thread);
+#pragma unroll
+        for (int i = 0; i < 2 * BANDS; ++i) {
+            u32 to = shared + fragment.column * line + (fragment.row + i * 8 + i / 2 * 48) * 4;
+#pragma unroll
+            for (int j = 0; j < BLOCK_N / 4; ++j)
+                store_shared(to + (j / 2 * 8 + j % 2) * line, acc[i / 2][j / 2 * 4 + i % 2 * 2 + j % 2]);
+        }
+        named_barrier(OWN + warpgroup, 128);
+#pragma unroll 2
+        for (int column = warp; column < BLOCK_N; column += WARPS) {
+            int token = place.n + column;
+            int target = __shfl_sync(0xFFFFFFFF, known, column / WARPS);
+            if (token >= p.n) break;
+            float z[VOCAB_BLOCK / 32];
+#pragma unroll
+            for (int i = 0; i < VOCAB_BLOCK / 32; ++i) {
+                int v = lane + 32 * i;
+                float d = load_shared(shared + column * line + v * 4);
+                z[i] = place.m + v < p.m ? __fmul_rn(d, p.scale) : -INF;
+                if (v == target) p.target_logit[token] = z[i];
+            }
+            auto found = contract::block_statistics<32, 1, ENTROPY>(z);
+            if (lane == 0) p.store(token, place.m / VOCAB_BLOCK, found);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) statistics_sm90(const __grid_constant__ Problem p) {
+    pipeline<Statistics>(p);
+}

@@ -1,0 +1,205 @@
+"""Host side of ``statistics_sm90.cu`` and ``grad_logits_sm90.cu``: log-probabilities on Hopper."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.backends.cuda import matmul_sm80, runtime
+from samebits.backends.cuda.matmul_sm90 import TYPES, Maps, operand_maps
+from samebits.backends.cuda.schedule import Schedule
+from samebits.backends.rows import Rows, Statistics
+from samebits.functions import VOCAB_BLOCK
+
+__all__ = ["choose", "grad_logits", "schedules", "spec", "statistics", "supports"]
+
+_PARAMS = {"statistics_sm90": "128s128sPPPPPPiiiiif", "grad_logits_sm90": "128s128s128sPPPPPPPqqqiiiif"}
+_LINE = (VOCAB_BLOCK + 4) * 4  # of statistics_sm90.cu
+
+
+def _epilogue_bytes(entry: str, s: Schedule) -> int:
+    if entry == "grad_logits_sm90":
+        return s.panels
+    return s.warpgroups * s.block_n * _LINE if s.swap else 0
+
+
+def schedules(entry: str) -> list[Schedule]:
+    """All that :func:`choose` may return. None changes a bit."""
+    # Two teams of one warpgroup: one in its epilogue while the other multiplies.
+    found = [Schedule(128, 128, 64, 0, 2, 1), Schedule(128, 128, 64, 0, 2, 1, cluster_n=2)]
+    if entry == "statistics_sm90":  # for few tokens, the vocabulary on the tall side
+        found += [Schedule(128, tokens, 128, 0, 1, 1, swap=True) for tokens in (8, 16, 32, 64)]
+    return [s.filled(_epilogue_bytes(entry, s)) for s in found]
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(entry: str, tokens: int) -> Schedule:
+    """The schedule for so many tokens."""
+    alone, pairs, *few = schedules(entry)
+    return next((s for s in few if s.block_n >= tokens), alone if tokens <= 256 else pairs)
+
+
+def spec(
+    entry: str,
+    s: Schedule,
+    *,
+    dtype: torch.dtype,
+    bias: torch.dtype | None,
+    entropy: bool,
+    folded: bool,
+) -> runtime.KernelSpec:
+    """One of the kernels, ``statistics_sm90`` or ``grad_logits_sm90``, under a schedule."""
+    constants = {
+        "INPUT_F16": int(dtype == torch.float16),
+        "A_MN": 0,
+        "B_MN": 0,
+        **s.constants(),
+        "FOLDED": int(folded and s.block_k > 64),
+        "TRANSPOSED": int(s.swap),
+        "OUTPUT": TYPES[dtype],
+        "BIAS": TYPES[bias],
+        "PANEL": s.panel if entry == "grad_logits_sm90" else 0,
+        "RAGGED": 0,
+        "ENTROPY": int(entropy),
+    }
+    return runtime.KernelSpec(
+        source=f"{entry}.cu",
+        entry=entry,
+        params=_PARAMS[entry],
+        constants=tuple(constants.items()),
+        block=s.threads,
+        smem=s.smem(0, False, False) + _epilogue_bytes(entry, s),
+        cluster=(s.cluster, 1, 1),
+        programmatic=True,
+    )
+
+
+def supports(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether these kernels take ``hidden[tokens, D]`` and ``weight[V, D]``; others take all others."""
+    return (
+        runtime.device_info(hidden.get_device()).capability == (9, 0)
+        and hidden.dtype in (torch.bfloat16, torch.float16)
+        and hidden.numel() > 0
+        and max(*hidden.shape, *weight.shape) <= matmul_sm80.LARGEST
+        and (bias is None or bias.is_contiguous())
+        and _readable(hidden)
+        and _readable(weight)
+    )
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether the copy engine can read its rows."""
+    row = x.stride(0)
+    return x.stride(1) == 1 and (len(x) == 1 or (row > 0 and row % 8 == 0)) and x.data_ptr() % 16 == 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(
+    entry: str,
+    dtype: torch.dtype,
+    bias: torch.dtype | None,
+    entropy: bool,
+    tokens: int,
+    vocabulary: int,
+    features: int,
+    hidden_stride: int,
+    weight_stride: int,
+    device: int,
+    schedule: Schedule | None,
+) -> tuple[Schedule, runtime.Kernel, tuple[int, int, int], Maps, Maps]:
+    """Schedule, kernel, grid, and the maps of hidden states and weights."""
+    s = schedule or choose(entry, tokens)
+    folded = features % 64 == 0
+    rows, columns = (vocabulary, tokens) if s.swap else (tokens, vocabulary)
+    (hidden_block, hidden_sharers), (weight_block, weight_sharers) = (
+        ((s.block_n, s.cluster_m), (s.block_m, s.cluster_n))
+        if s.swap
+        else ((s.block_m, s.cluster_n), (s.block_n, s.cluster_m))
+    )
+    fold = folded and s.block_k > 64
+    hidden = (tokens, features, 0, hidden_stride, 1)
+    weight = (vocabulary, features, 0, weight_stride, 1)
+    return (
+        s,
+        runtime.load(spec(entry, s, dtype=dtype, bias=bias, entropy=entropy, folded=folded), device),
+        s.grid(rows, columns, 1, runtime.device_info(device).sm_count),
+        operand_maps(dtype, hidden, 1, False, hidden_block, s.block_k, hidden_sharers, fold),
+        operand_maps(dtype, weight, 1, False, weight_block, s.block_k, weight_sharers, fold),
+    )
+
+
+def _prepare(
+    entry: str,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    entropy: bool,
+    schedule: Schedule | None,
+) -> tuple[Schedule, runtime.Kernel, tuple[Any, ...]]:
+    """Schedule, kernel, and what its launch begins with."""
+    (tokens, features), vocabulary = hidden.shape, weight.shape[0]
+    s, kernel, grid, hidden_maps, weight_maps = _prepared(
+        *(entry, hidden.dtype, None if bias is None else bias.dtype, entropy),
+        *(tokens, vocabulary, features, hidden.stride(0), weight.stride(0)),
+        *(hidden.get_device(), schedule),
+    )
+    maps = hidden_maps[hidden.data_ptr()], weight_maps[weight.data_ptr()]
+    return s, kernel, (grid, *(maps[::-1] if s.swap else maps))
+
+
+def statistics(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, *, schedule: Schedule | None = None
+) -> Statistics:
+    """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``.
+
+    `schedule` replaces the default choice. It never changes a bit.
+    """
+    out = Statistics.empty(rows)
+    (tokens, features), vocabulary = hidden.shape, weight.shape[0]
+    s, kernel, begin = _prepare("statistics_sm90", hidden, weight, bias, rows.with_entropy, schedule)
+    kernel.launch(
+        *begin,
+        *(0 if bias is None else bias.data_ptr(), rows.target.data_ptr()),
+        *(t.data_ptr() for t in (out.m, out.s, out.u, out.target_logit)),
+        *((vocabulary, tokens) if s.swap else (tokens, vocabulary)),
+        *(features, s.group, out.m.shape[1], rows.scale),
+    )
+    return out
+
+
+def grad_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    part: slice,
+    rows: Rows,
+    grad: Tensor,
+    grad_entropy: Tensor | None,
+    *,
+    schedule: Schedule | None = None,
+) -> Tensor:
+    """dz, in the dtype of ``hidden``, for a part of the vocabulary."""
+    weight = weight[part]
+    bias = None if bias is None else bias[part]
+    (tokens, features), width = hidden.shape, weight.shape[0]
+    stride = -(-width // 8) * 8  # rows start at multiples of 16 bytes, for the kernels that multiply them
+    out = hidden.new_empty(tokens, stride)
+    entropy = grad_entropy is not None
+    s, kernel, begin = _prepare("grad_logits_sm90", hidden, weight, bias, entropy, schedule)
+    out_map = runtime.tensor_map(
+        *(out.data_ptr(), out.dtype, (width, tokens, 1), (stride * 2, stride * tokens * 2)),
+        *((s.panel, 64, 1), s.panel * 2),
+    )
+    kernel.launch(
+        *begin,
+        out_map,
+        *(0 if bias is None else bias.data_ptr(), rows.target.data_ptr()),
+        *(t.data_ptr() for t in (rows.shift, rows.log_sum, rows.entropy, grad)),
+        0 if grad_entropy is None else grad_entropy.data_ptr(),
+        *(part.start, rows.vocabulary, rows.ignore_index),
+        *(tokens, width, features, s.group, rows.scale),
+    )
+    return out[:, :width]
