@@ -152,7 +152,8 @@ def _cuda() -> Backend:
 
     status = runtime.status()
     why = f"NVRTC {status.nvrtc}, kernels cached in {status.cache}" if status.available else status.reason
-    return Backend("cuda", "NVIDIA GPUs, sm_80 and newer", status.available, why, status.remedy)
+    computes = "NVIDIA GPUs: FMA from sm_75 on, TENSOR_CORE from sm_80 on"
+    return Backend("cuda", computes, status.available, why, status.remedy)
 
 
 def _triton() -> Backend:

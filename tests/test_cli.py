@@ -197,9 +197,9 @@ def test_audit_on_cuda() -> None:
     report = Report.from_json(result.stdout)
     assert (report.device, len(report.layers), report.skipped) == ("cuda:0", 2, ())
     assert report.layers[0].digest == samebits.TENSOR_CORE.on(FAMILY).digest()
-    refused = run("audit", "mine:make", "--device", "cuda")
-    assert refused.exit_code == 2
-    assert "does not take float32 on CUDA in this version; pass --dtype bfloat16" in refused.stderr
+    in_f32 = run("audit", "mine:make", "--device", "cuda", "--json", "-")
+    assert in_f32.exit_code == 0, in_f32.stderr
+    assert Report.from_json(in_f32.stdout).layers[0].digest == samebits.FMA.digest()
     absent = run("audit", "mine:make", "--device", "cuda:99")
     assert absent.exit_code == 2
     assert "there is no cuda:99" in absent.stderr
@@ -360,7 +360,7 @@ def test_info_asks_the_cuda_runtime(monkeypatch: pytest.MonkeyPatch, works: bool
     monkeypatch.setattr("samebits.backends.cuda.runtime.status", lambda: status)
     text = " ".join(run("info").stdout.split())
     if works:
-        assert "works on NVIDIA GPUs, sm_80 and newer: NVRTC 13.0.88" in text
+        assert "works on NVIDIA GPUs: FMA from sm_75 on, TENSOR_CORE from sm_80 on: NVRTC 13.0.88" in text
     else:
         assert "no [driver] → install one" in text
 

@@ -17,7 +17,9 @@ from samebits.testing import KINDS, assert_same_bits, values
 
 HALF = (torch.bfloat16, torch.float16)
 K_VECTOR, ROW_VECTOR, K_GATHER, ROW_GATHER = (
-    Layout(k_major, vector, (0, 0, 0, 0)) for vector in (True, False) for k_major in (True, False)
+    Layout(k_major, vector, (0, 0, int(not k_major), int(k_major)))
+    for vector in (True, False)
+    for k_major in (True, False)
 )
 KERNELS = (matmul_sm80, matmul_fma)
 ALL_DTYPES = (torch.float32, *HALF)
@@ -55,38 +57,45 @@ def dtypes(kernel):
 def test_tensor_core_kernel_compiles_without_spills(schedule, arch, a, b, dtype):
     spec = matmul_sm80.kernel_spec(schedule, dtype, a, b)
     if arch != "sm_75":
-        compiles_without_spills(spec, arch, schedule)
+        compiles_without_spills(spec, arch, schedule, schedule.min_blocks)
+
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+FMA_CASES = (
+    (K_VECTOR, K_VECTOR, (F32, F32, F32), False),
+    (K_VECTOR, ROW_VECTOR, (F32, F32, F32), False),
+    (ROW_VECTOR, ROW_VECTOR, (F32, F32, F32), True),
+    (K_GATHER, ROW_GATHER, (F32, F32, F32), False),
+    (K_GATHER._replace(strides=(0, 0, 0, 2)), K_VECTOR, (F32, BF16, BF16), True),
+    (K_VECTOR, ROW_VECTOR, (F16, F16, F16), False),
+)
 
 
 @pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
 @pytest.mark.parametrize("schedule", matmul_fma.SCHEDULES, ids=name)
-@pytest.mark.parametrize(
-    ("a", "b", "dtypes", "segmented"),
-    [
-        (K_VECTOR, K_VECTOR, (torch.float32,) * 3, False),
-        (K_VECTOR, ROW_VECTOR, (torch.float32,) * 3, False),
-        (ROW_VECTOR, ROW_VECTOR, (torch.float32,) * 3, True),
-        (K_GATHER, ROW_GATHER, (torch.float32,) * 3, False),
-        (ROW_GATHER, K_VECTOR, (torch.float32, torch.bfloat16, torch.bfloat16), True),
-        (K_VECTOR, ROW_VECTOR, (torch.float16,) * 3, False),
-    ],
-    ids=["NT", "NN", "TN-segmented", "gather", "mixed-segmented", "f16"],
-)
-def test_fma_kernel_compiles_without_spills(schedule, arch, a, b, dtypes, segmented):
+def test_fma_kernel_compiles_without_spills(schedule, arch):
+    """Every case on sm_90a; on the others the schedules take turns, so that each case meets each of them."""
     if schedule.smem > SMEM[arch]:
         pytest.skip("needs more shared memory")
-    a, b = (
-        layout._replace(vector=layout.vector and (layout.k_major or tile % 4 == 0))
-        for layout, tile in ((a, schedule.tile_m), (b, schedule.tile_n))
-    )
-    compiles_without_spills(matmul_fma.kernel_spec(schedule, dtypes, a, b, segmented), arch, schedule)
+    turn = runtime.ARCHITECTURES.index(arch) + matmul_fma.SCHEDULES.index(schedule)
+    cases = FMA_CASES if arch == "sm_90a" else [FMA_CASES[turn % len(FMA_CASES)]]
+    for a, b, types, segmented in cases:
+        spec = matmul_fma.kernel_spec(schedule, types, a, b, segmented)
+        compiles_without_spills(spec, arch, schedule, schedule.min_blocks if int(arch[3:].rstrip("a")) >= 90 else 1)
 
 
-def compiles_without_spills(spec, arch, schedule):
+@pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
+def test_every_architecture_has_schedules_of_the_fma_kernel(arch):
+    info = runtime.DeviceInfo(0, "", (7, 5), 40, SMEM[arch], 4 << 20)
+    for m, n, batch in itertools.product((1, 7, 64, 5000), (1, 33, 5000), (1, 3000)):
+        assert matmul_fma.choose_schedule(m, n, batch, info).smem <= SMEM[arch]
+
+
+def compiles_without_spills(spec, arch, schedule, blocks):
     cubin = runtime.compile(spec, arch)
     assert cubin.spill_bytes == 0
     assert cubin.local_bytes == 0
-    assert cubin.registers * schedule.threads * schedule.min_blocks <= 65536
+    assert cubin.registers * schedule.threads * blocks <= 65536
 
 
 SMEM = dict.fromkeys(runtime.ARCHITECTURES, 227 << 10) | {
@@ -233,24 +242,33 @@ def on_gpu(x):
 
 
 @pytest.mark.gpu
-@schedules
+@pytest.mark.parametrize("schedule", matmul_sm80.SCHEDULES, ids=name)
 @layouts
 def test_golden(schedule, place_a, place_b):
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("recorded on sm_90")
     for case, a, b, acc, expected in golden():
         out = poison(expected.shape, torch.float32)
-        matmul(place_a(a.cuda()), place_b(b.mT.cuda()).mT, acc=on_gpu(acc), out=out, schedule=schedule)
+        matmul_sm80.matmul(
+            place_a(a.cuda()), place_b(b.mT.cuda()).mT, acc=on_gpu(acc), out=out, schedule=schedule
+        )
         assert_same_bits(out, expected, case)
 
 
-def check(a, b, *, acc=None, bias=None, cu_seqlens=None, out_dtype=torch.float32, schedule=None):
+def over_sequences(kernel):
+    """What says that the terms belong to sequences, where the kernel has to be told."""
+    return {"closing": True} if kernel is matmul_fma else {}
+
+
+def check(kernel, a, b, *, acc=None, bias=None, cu_seqlens=None, out_dtype=torch.float32, schedule=None):
     """One product on the GPU, poisoned around and inside, against the reference."""
-    contract = family().key
+    contract = FMA.key if kernel is matmul_fma else family().key
+    plain = acc is None and cu_seqlens is None and a.ndim < 4
+    more = {} if plain else over_sequences(kernel)
     batch = max((x.shape[0] for x in (a, b) if x.ndim > 2), default=None)
     m, n = a.shape[-2], b.shape[-1]
     shape = (m, n) if batch is None else (batch, m, n)
-    if acc is None and cu_seqlens is None and a.ndim < 4:
+    if plain:
         expected = reference.matmul(
             a.cpu(),
             b.cpu(),
@@ -278,7 +296,7 @@ def check(a, b, *, acc=None, bias=None, cu_seqlens=None, out_dtype=torch.float32
         poison((*shape[:-2], n, m), out_dtype).mT,
     ):
         out.fill_(float("nan"))
-        matmul(a, b, acc=acc, bias=bias, cu_seqlens=cu_seqlens, out=out, schedule=schedule)
+        kernel.matmul(a, b, acc=acc, bias=bias, cu_seqlens=cu_seqlens, out=out, schedule=schedule, **more)
         assert_same_bits(out.contiguous(), expected)
     around[..., 1 : m + 1, 2 : n + 2] = 123.0
     assert (around == 123.0).all(), "wrote outside its output"
@@ -292,85 +310,101 @@ SHAPES = [
 
 @pytest.mark.gpu
 @schedules
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_shapes(schedule, dtype):
-    for i, (m, k, n) in enumerate(SHAPES):
+def test_shapes(kernel, schedule):
+    for i, ((m, k, n), dtype) in enumerate(itertools.product(SHAPES, dtypes(kernel))):
         kind = KINDS[i % len(KINDS)]
         a, b = values(kind, (m, k), dtype, i).cuda(), values(kind, (k, n), dtype, i + 50).cuda()
-        for out_dtype in (torch.float32, dtype):
-            check(a, b, out_dtype=out_dtype, schedule=schedule)
-            check(a, row_contiguous(b), out_dtype=out_dtype, schedule=schedule)
+        for out_dtype in {torch.float32, dtype}:
+            check(kernel, a, b, out_dtype=out_dtype, schedule=schedule)
+            check(kernel, a, row_contiguous(b), out_dtype=out_dtype, schedule=schedule)
 
 
 @pytest.mark.gpu
+@kernels
 @layouts
-def test_layouts(place_a, place_b):
+def test_layouts(kernel, place_a, place_b):
     for m, k, n in [(40, 72, 24), (33, 45, 70)]:
-        a, b = values("normal", (m, k), HALF[0], 1).cuda(), values("normal", (k, n), HALF[0], 2).cuda()
-        check(place_a(a), place_b(b.mT).mT)
+        a, b = (
+            values("normal", (m, k), dtypes(kernel)[0], 1).cuda(),
+            values("normal", (k, n), dtypes(kernel)[0], 2).cuda(),
+        )
+        check(kernel, place_a(a), place_b(b.mT).mT)
 
 
 @pytest.mark.gpu
+@kernels
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_epilogues(kind, dtype):
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+def test_epilogues(kernel, kind, dtype):
+    if dtype not in dtypes(kernel):
+        pytest.skip("FMA alone takes float32")
     a, b = values(kind, (37, 50), dtype, 1).cuda(), values(kind, (50, 43), dtype, 2).cuda()
     for bias_dtype in (torch.float32, *HALF):
         bias = values(kind, (86,), bias_dtype, 3).cuda()
-        for out_dtype in (torch.float32, dtype):
-            check(a, b, bias=bias[:43], out_dtype=out_dtype)
-            check(a, b, bias=bias[::2], out_dtype=out_dtype)
+        for out_dtype in {torch.float32, dtype}:
+            check(kernel, a, b, bias=bias[:43], out_dtype=out_dtype)
+            check(kernel, a, b, bias=bias[::2], out_dtype=out_dtype)
     acc = values(kind, (37, 43), torch.float32, 4).cuda()
-    for out_dtype in (torch.float32, dtype):
-        check(a, b, acc=acc, out_dtype=out_dtype)
-        check(a, b, acc=row_contiguous(acc), out_dtype=out_dtype)
-        check(a[:, :0], b[:0], acc=acc, out_dtype=out_dtype)
+    for out_dtype in {torch.float32, dtype}:
+        check(kernel, a, b, acc=acc, out_dtype=out_dtype)
+        check(kernel, a, b, acc=row_contiguous(acc), out_dtype=out_dtype)
+        check(kernel, a[:, :0], b[:0], acc=acc, out_dtype=out_dtype)
 
 
 @pytest.mark.gpu
 @schedules
-def test_accumulates_in_place(schedule):
-    a, b = values("normal", (150, 100), HALF[0], 1).cuda(), values("normal", (100, 300), HALF[0], 2).cuda()
+def test_accumulates_in_place(kernel, schedule):
+    a, b = (
+        values("normal", (150, 100), dtypes(kernel)[0], 1).cuda(),
+        values("normal", (100, 300), dtypes(kernel)[0], 2).cuda(),
+    )
     acc = values("normal", (150, 300), torch.float32, 3).cuda()
-    expected = matmul(a, b, acc=acc, out=torch.empty_like(acc), schedule=schedule)
+    expected = kernel.matmul(a, b, acc=acc, out=torch.empty_like(acc), schedule=schedule)
     cut = acc.clone()
-    matmul(a[:, :48], b[:48], acc=cut, out=cut, schedule=schedule)
-    matmul(a[:, 48:], b[48:], acc=cut, out=cut, schedule=schedule)
+    kernel.matmul(a[:, :48], b[:48], acc=cut, out=cut, schedule=schedule)
+    kernel.matmul(a[:, 48:], b[48:], acc=cut, out=cut, schedule=schedule)
     assert_same_bits(cut, expected)
 
 
 @pytest.mark.gpu
 @schedules
-def test_batches(schedule):
-    a, b = values("normal", (5, 20, 33), HALF[0], 1).cuda(), values("normal", (5, 33, 18), HALF[0], 2).cuda()
-    check(a, b, schedule=schedule)
-    check(a[:1], b, schedule=schedule)
-    check(a, b[:1], schedule=schedule)
-    check(a, b[2], schedule=schedule)
-    check(a.expand(5, 20, 33), b[:1].expand(5, 33, 18), schedule=schedule)
-    check(a.transpose(0, 1)[:3], b[:3], schedule=schedule)
+def test_batches(kernel, schedule):
+    a, b = (
+        values("normal", (5, 20, 33), dtypes(kernel)[0], 1).cuda(),
+        values("normal", (5, 33, 18), dtypes(kernel)[0], 2).cuda(),
+    )
+    check(kernel, a, b, schedule=schedule)
+    check(kernel, a[:1], b, schedule=schedule)
+    check(kernel, a, b[:1], schedule=schedule)
+    check(kernel, a, b[2], schedule=schedule)
+    check(kernel, a.expand(5, 20, 33), b[:1].expand(5, 33, 18), schedule=schedule)
+    check(kernel, a.transpose(0, 1)[:3], b[:3], schedule=schedule)
 
 
 @pytest.mark.gpu
-def test_zero_strides():
-    a, b = values("normal", (40, 64), HALF[0], 1).cuda(), values("normal", (64, 40), HALF[0], 2).cuda()
-    one = torch.ones((), dtype=HALF[0], device="cuda")
-    check(a.mT, one.expand(40, 1))
-    check(a[:1].expand(40, 64), b)
-    check(a[:, :1].expand(40, 64), b)
-    check(one.expand(40, 64), one.expand(64, 24))
+@kernels
+def test_zero_strides(kernel):
+    a, b = (
+        values("normal", (40, 64), dtypes(kernel)[0], 1).cuda(),
+        values("normal", (64, 40), dtypes(kernel)[0], 2).cuda(),
+    )
+    one = torch.ones((), dtype=dtypes(kernel)[0], device="cuda")
+    check(kernel, a.mT, one.expand(40, 1))
+    check(kernel, a[:1].expand(40, 64), b)
+    check(kernel, a[:, :1].expand(40, 64), b)
+    check(kernel, one.expand(40, 64), one.expand(64, 24))
 
 
 @pytest.mark.gpu
 @schedules
 @pytest.mark.parametrize("place", LAYOUTS, ids=lambda f: f.__name__)
-def test_segments(schedule, place):
+def test_segments(kernel, schedule, place):
     for segments, k in [(1, 20), (3, 1), (4, 16), (3, 37), (2, 80)]:
-        a = values("wide", (2, segments, 20, k), HALF[0], 1).cuda()
-        b = values("normal", (2, segments, k, 24), HALF[0], 2).cuda()
+        a = values("wide", (2, segments, 20, k), dtypes(kernel)[0], 1).cuda()
+        b = values("normal", (2, segments, k, 24), dtypes(kernel)[0], 2).cuda()
         acc = values("normal", (2, 20, 24), torch.float32, 3).cuda()
-        check(place(a), place(b.mT).mT, schedule=schedule)
-        check(place(a), place(b.mT).mT, acc=acc, schedule=schedule)
+        check(kernel, place(a), place(b.mT).mT, schedule=schedule)
+        check(kernel, place(a), place(b.mT).mT, acc=acc, schedule=schedule)
 
 
 LENGTHS = [
@@ -388,42 +422,50 @@ LENGTHS = [
 @pytest.mark.gpu
 @schedules
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda x: f"{len(x)}-spans-of-{sum(x)}")
-def test_ragged_segments(schedule, lengths):
+def test_ragged_segments(kernel, schedule, lengths):
     bounds = torch.tensor([0, *itertools.accumulate(lengths)])
     total = sum(lengths)
-    y, x = values("wide", (total, 40), HALF[0], 1).cuda(), values("normal", (total, 24), HALF[0], 2).cuda()
+    y, x = (
+        values("wide", (total, 40), dtypes(kernel)[0], 1).cuda(),
+        values("normal", (total, 24), dtypes(kernel)[0], 2).cuda(),
+    )
     acc = values("normal", (40, 24), torch.float32, 3).cuda()
     for dtype in (torch.int32, torch.int64):
         spans = bounds.to(dtype).cuda()
-        check(y.mT, x, cu_seqlens=spans, schedule=schedule)
-        check(y.mT, x, acc=acc, cu_seqlens=spans, schedule=schedule)
-        check(k_contiguous(y.mT), row_contiguous(x), cu_seqlens=spans, schedule=schedule)
-        check(y.mT, y.new_ones(()).expand(total, 1), cu_seqlens=spans, schedule=schedule)
+        check(kernel, y.mT, x, cu_seqlens=spans, schedule=schedule)
+        check(kernel, y.mT, x, acc=acc, cu_seqlens=spans, schedule=schedule)
+        check(kernel, k_contiguous(y.mT), row_contiguous(x), cu_seqlens=spans, schedule=schedule)
+        check(kernel, y.mT, y.new_ones(()).expand(total, 1), cu_seqlens=spans, schedule=schedule)
 
 
 @pytest.mark.gpu
-def test_packed_and_padded_sequences_agree():
+@kernels
+def test_packed_and_padded_sequences_agree(kernel):
     lengths, longest = [5, 32, 17, 1, 40], 40
-    y, x = values("normal", (95, 130), HALF[0], 1).cuda(), values("normal", (95, 70), HALF[0], 2).cuda()
-    bounds = [0, *itertools.accumulate(lengths)]
-    packed = matmul(
-        y.mT, x, cu_seqlens=torch.tensor(bounds, device="cuda"), out=poison((130, 70), torch.float32)
+    y, x = (
+        values("normal", (95, 130), dtypes(kernel)[0], 1).cuda(),
+        values("normal", (95, 70), dtypes(kernel)[0], 2).cuda(),
     )
+    bounds = [0, *itertools.accumulate(lengths)]
+    spans = torch.tensor(bounds, device="cuda")
+    more = over_sequences(kernel)
+    packed = kernel.matmul(y.mT, x, cu_seqlens=spans, out=poison((130, 70), torch.float32), **more)
     y_padded, x_padded = (t.new_zeros(5, longest, t.shape[1]) for t in (y, x))
     for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
         y_padded[i, : stop - start], x_padded[i, : stop - start] = y[start:stop], x[start:stop]
-    padded = matmul(y_padded.mT[None], x_padded[None], out=poison((1, 130, 70), torch.float32))
+    padded = kernel.matmul(y_padded.mT[None], x_padded[None], out=poison((1, 130, 70), torch.float32), **more)
     assert_same_bits(padded[0], packed)
     carried = torch.zeros(130, 70, device="cuda")
     for start, stop in itertools.pairwise(bounds):
-        matmul(y[start:stop].mT, x[start:stop], acc=carried, out=carried)
+        kernel.matmul(y[start:stop].mT, x[start:stop], acc=carried, out=carried, **more)
     assert_same_bits(carried, packed)
 
 
 @pytest.mark.gpu
-def test_wrong_spans_read_nothing_else():
-    y = torch.ones(64, 32, dtype=HALF[0], device="cuda")
-    out = matmul(
+@kernels
+def test_wrong_spans_read_nothing_else(kernel):
+    y = torch.ones(64, 32, dtype=dtypes(kernel)[0], device="cuda")
+    out = kernel.matmul(
         y.mT,
         y,
         cu_seqlens=torch.tensor([-5, 1 << 30, 3, 64], device="cuda"),
@@ -433,26 +475,28 @@ def test_wrong_spans_read_nothing_else():
 
 
 @pytest.mark.gpu
-def test_schedules_agree_at_size():
+@kernels
+def test_schedules_agree_at_size(kernel):
     for m, k, n in [(1000, 1111, 777), (512, 4096, 1024)]:
-        for dtype in HALF:
+        for dtype in dtypes(kernel):
             a, b = torch.randn(m, k, device="cuda").to(dtype), torch.randn(n, k, device="cuda").to(dtype).mT
             first = None
-            for schedule in SCHEDULES:
-                out = matmul(a, b, out=poison((m, n), torch.float32), schedule=schedule)
+            for schedule in kernel.SCHEDULES:
+                out = kernel.matmul(a, b, out=poison((m, n), torch.float32), schedule=schedule)
                 first = out if first is None else first
                 assert_same_bits(out, first, str(schedule))
 
 
 @pytest.mark.gpu
-def test_rows_do_not_depend_on_the_batch():
+@kernels
+def test_rows_do_not_depend_on_the_batch(kernel):
     a, b = (
-        torch.randn(300, 1000, device="cuda").to(HALF[0]),
-        torch.randn(1000, 500, device="cuda").to(HALF[0]),
+        torch.randn(300, 1000, device="cuda").to(dtypes(kernel)[0]),
+        torch.randn(1000, 500, device="cuda").to(dtypes(kernel)[0]),
     )
-    whole = matmul(a, b, out=poison((300, 500), HALF[0]))
+    whole = kernel.matmul(a, b, out=poison((300, 500), dtypes(kernel)[0]))
     for m in (1, 2, 3, 15, 16, 17, 64, 100, 299):
-        assert_same_bits(matmul(a[-m:], b, out=poison((m, 500), HALF[0])), whole[-m:])
+        assert_same_bits(kernel.matmul(a[-m:], b, out=poison((m, 500), dtypes(kernel)[0])), whole[-m:])
 
 
 @pytest.mark.gpu
@@ -463,29 +507,36 @@ def test_equals_cublas_where_it_does_not_split_k():
         torch.randn(4096, 2048, device="cuda").to(HALF[0]),
         torch.randn(6144, 2048, device="cuda").to(HALF[0]),
     )
-    assert_same_bits(matmul(a, b.mT, out=poison((4096, 6144), HALF[0])), torch.mm(a, b.mT))
+    assert_same_bits(matmul_sm80.matmul(a, b.mT, out=poison((4096, 6144), HALF[0])), torch.mm(a, b.mT))
 
 
 @pytest.mark.gpu
-def test_huge_strides():
+@kernels
+def test_huge_strides(kernel):
     """Offsets beyond 2**31 elements."""
     if torch.cuda.mem_get_info()[0] < 20 << 30:
         pytest.skip("needs 20 GB")
-    big = torch.empty((1 << 32) + 4096, dtype=HALF[0], device="cuda")
-    a = big.as_strided((4, 64), (1 << 30, 1)).copy_(values("normal", (4, 64), HALF[0], 1).cuda())
-    check(a, values("normal", (64, 24), HALF[0], 2).cuda())
-    b = big.as_strided((4, 64), (1 << 30, 1), 256).copy_(values("normal", (4, 64), HALF[0], 3).cuda())
-    check(values("normal", (24, 4), HALF[0], 4).cuda(), b)
+    big = torch.empty((1 << 32) + 4096, dtype=dtypes(kernel)[0], device="cuda")
+    a = big.as_strided((4, 64), (1 << 30, 1)).copy_(values("normal", (4, 64), dtypes(kernel)[0], 1).cuda())
+    check(kernel, a, values("normal", (64, 24), dtypes(kernel)[0], 2).cuda())
+    b = big.as_strided((4, 64), (1 << 30, 1), 256).copy_(
+        values("normal", (4, 64), dtypes(kernel)[0], 3).cuda()
+    )
+    check(kernel, values("normal", (24, 4), dtypes(kernel)[0], 4).cuda(), b)
 
 
 @pytest.mark.gpu
-def test_graph_replay():
-    a, b = torch.randn(64, 256, device="cuda").to(HALF[0]), torch.randn(256, 128, device="cuda").to(HALF[0])
+@kernels
+def test_graph_replay(kernel):
+    a, b = (
+        torch.randn(64, 256, device="cuda").to(dtypes(kernel)[0]),
+        torch.randn(256, 128, device="cuda").to(dtypes(kernel)[0]),
+    )
     out = poison((64, 128), torch.float32)
-    expected = matmul(a, b, out=torch.empty_like(out))
+    expected = kernel.matmul(a, b, out=torch.empty_like(out))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        matmul(a, b, out=out)
+        kernel.matmul(a, b, out=out)
     for _ in range(2):
         out.fill_(float("nan"))
         graph.replay()
@@ -493,18 +544,28 @@ def test_graph_replay():
 
 
 @pytest.mark.gpu
-def test_nothing_to_compute():
-    a = torch.zeros(0, 8, dtype=HALF[0], device="cuda")
-    assert matmul(a, a.mT, out=torch.empty(0, 0, device="cuda")).shape == (0, 0)
+@kernels
+def test_nothing_to_compute(kernel):
+    a = torch.zeros(0, 8, dtype=dtypes(kernel)[0], device="cuda")
+    assert kernel.matmul(a, a.mT, out=torch.empty(0, 0, device="cuda")).shape == (0, 0)
 
 
 @pytest.mark.gpu
-def test_wrong_operands_are_refused():
-    a, b = torch.zeros(4, 8, dtype=HALF[0], device="cuda"), torch.zeros(8, 6, dtype=HALF[0], device="cuda")
+@kernels
+def test_wrong_operands_are_refused(kernel):
+    a, b = (
+        torch.zeros(4, 8, dtype=dtypes(kernel)[0], device="cuda"),
+        torch.zeros(8, 6, dtype=dtypes(kernel)[0], device="cuda"),
+    )
     out = torch.zeros(4, 6, device="cuda")
-    for wrong, message in [
+    own = [
         ({"a": a.float()}, "a: expected bfloat16 or float16"),
         ({"b": b.half()}, "b: expected a's dtype"),
+    ]
+    if kernel is matmul_fma:
+        own = [({name: torch.zeros_like(out).double()}, f"{name}: expected float32") for name in "ab"]
+    for wrong, message in [
+        *own,
         ({"b": b[:5]}, "K differs"),
         ({"b": b.cpu()}, "b: expected a tensor on cuda:0, got cpu"),
         ({"out": out.mT}, r"out: expected \(4, 6\), got \(6, 4\)"),
@@ -513,16 +574,18 @@ def test_wrong_operands_are_refused():
         ({"cu_seqlens": torch.zeros(3, device="cuda")}, "cu_seqlens"),
     ]:
         with pytest.raises(ValueError, match=message):
-            matmul(**({"a": a, "b": b, "out": out} | wrong))
+            kernel.matmul(**({"a": a, "b": b, "out": out} | wrong))
 
 
 @pytest.mark.gpu
-def test_follows_the_operands_device():
+@kernels
+def test_follows_the_operands_device(kernel):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    a, b = values("normal", (33, 40), HALF[0], 1), values("normal", (40, 20), HALF[0], 2)
+    a, b = values("normal", (33, 40), dtypes(kernel)[0], 1), values("normal", (40, 20), dtypes(kernel)[0], 2)
     outs = [
-        matmul(a.to(d), b.to(d), out=torch.empty(33, 20, device=d)) for d in ("cuda:0", "cuda:1", "cuda:0")
+        kernel.matmul(a.to(d), b.to(d), out=torch.empty(33, 20, device=d))
+        for d in ("cuda:0", "cuda:1", "cuda:0")
     ]
     assert torch.cuda.current_device() == 0
     for out in outs[1:]:

@@ -224,8 +224,8 @@ def test_status_says_why_and_what_to_do(kernels, monkeypatch):
 
 def test_old_gpu_is_refused():
     info = runtime.DeviceInfo(0, "Tesla V100", (7, 0), 80, 98304, 6 << 20)
-    with pytest.raises(runtime.UnavailableError, match=r"Tesla V100 is sm_70.*sm_80"):
-        runtime._require_capability(info)
+    with pytest.raises(runtime.UnavailableError, match=r"Tesla V100 is sm_70.*fill.cu needs sm_80"):
+        runtime._require_capability(info, spec().oldest, "fill.cu needs")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import samebits
-from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, verify
+from samebits import AMPERE, HOPPER, TENSOR_CORE, verify
 from samebits.testing import KINDS, assert_same_bits, values
 from tests.devices import FAMILY, HOPPER_OR_NEWER
 from tests.test_invariance import LAYOUTS, relaid

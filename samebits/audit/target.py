@@ -116,6 +116,4 @@ def why_not_rows(target: Target, captured: Sequence[Tensor], autocast: bool) -> 
         return f"its activations are {dtype_name(rows.dtype)}; samebits takes float32, bfloat16 and float16"
     if rows.device != weight.device:
         return f"its activations are on {rows.device} and its weight on {weight.device}"
-    if rows.dtype == torch.float32 and rows.is_cuda:
-        return "samebits does not take float32 on CUDA in this version; pass --dtype bfloat16"
     return None

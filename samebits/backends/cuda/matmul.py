@@ -166,8 +166,8 @@ def _run(
 ) -> None:
     """Run the fastest kernel that takes these operands.
 
-    With `sequences` the terms belong to sequences, in the contract's sense; with `accumulate` the chains start
-    from `out`.
+    With `sequences` the terms belong to sequences, in the contract's sense; with `accumulate` the chains
+    start from `out`.
     """
     a_at, b_at, out_at = a.data_ptr(), b.data_ptr(), out.data_ptr()
     key = (

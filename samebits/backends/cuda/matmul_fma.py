@@ -38,7 +38,7 @@ class Schedule:
         helpers: warps of a block beside these, which only copy.
         stages: tiles in flight.
         step: k whose operands are read from shared memory at a time.
-        min_blocks: blocks that shall fit on one multiprocessor.
+        min_blocks: blocks that shall fit on one multiprocessor, from sm_90 on.
         alone, busy: nanoseconds for a tile over one k, measured on an H200: of a block that has a
             multiprocessor to itself, and for each of many that share one.
     """

@@ -60,6 +60,9 @@ struct Tile {
     static constexpr int AT_ONCE_ROWS = MOST_ROWS < ROWS ? MOST_ROWS : ROWS;
     static constexpr int AT_ONCE_K = THREADS * WIDTH / AT_ONCE_ROWS;  // FOUR_K: its four count here, and not above
     static constexpr bool ASYNC = KIND == F32 && __CUDA_ARCH__ >= 800;
+    // Copies through registers are not taken together, or accumulators would have to leave theirs.
+    static constexpr int UNROLL_ROWS = ASYNC ? ROWS / AT_ONCE_ROWS : 1;
+    static constexpr int UNROLL_K = ASYNC ? (TILE_K + AT_ONCE_K - 1) / AT_ONCE_K : 1;
     using Element = typename Stored<KIND>::Type;
     static_assert(TILE_K % (RUN * K_WIDTH) == 0 && SIZE % 4 == 0 && (ROWS & (ROWS - 1)) == 0 && (THREADS & (THREADS - 1)) == 0);
 
@@ -80,10 +83,10 @@ struct Tile {
         const Element* of_rows = data + (first_row + line) * (COPY == FOUR_ROWS ? 1 : x.row) + (first_k + k) * k_stride;
         const int rows_left = rows - first_row - line, k_left = WHOLE ? TILE_K - k : count - k;
         to += k * K_PITCH + line * ROW_PITCH;
-#pragma unroll
+#pragma unroll UNROLL_ROWS
         for (int r = 0; r < ROWS; r += AT_ONCE_ROWS) {
             const Element* from = of_rows;
-#pragma unroll
+#pragma unroll UNROLL_K
             for (int i = 0; i < TILE_K; i += AT_ONCE_K) {
                 if (r < rows_left && (i < k_left || (WHOLE && AT_ONCE_K <= TILE_K)))
                     copy(to + i * K_PITCH + r * ROW_PITCH, from,
