@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,7 +29,6 @@ from tests import naive
 from tests.devices import DEVICES, FAMILY
 from tests.naive import f32
 from tests.test_conformance import CONTRACTS, NAMES, cases, expected
-from tests.test_invariance import takes
 from tests.ulps import RANGES, worst
 
 ROOT = Path(__file__).parent.parent
@@ -250,7 +249,6 @@ def test_rows_do_not_depend_on_their_company(
     seed: int,
     data: st.DataObject,
 ) -> None:
-    assume(takes(device, dtype))
     x, target, _, _ = batch([tokens], features, vocabulary, dtype, seed, device)
     weight = values("normal", (vocabulary, features), dtype, seed + 2, device)
     bias = values("normal", (vocabulary,), dtype, seed + 3, device)
@@ -326,7 +324,6 @@ def test_gradients_do_not_depend_on_pieces_padding_packing_and_micro_batches(
     seed: int,
     temperature: float,
 ) -> None:
-    assume(takes(device, dtype))
     for contract in fused(dtype, device):
         x, target, grad, ends = batch(lengths, 12, vocabulary, dtype, seed, device)
         weight = values("normal", (vocabulary, 12), dtype, seed + 2, device)
@@ -459,8 +456,6 @@ def everything(device: str, dtype: torch.dtype, tokens: int, features: int, voca
 def test_cuda_has_the_bits_of_the_cpu(
     dtype: torch.dtype, tokens: int, features: int, vocabulary: int
 ) -> None:
-    if not takes("cuda", dtype):
-        pytest.skip("no CUDA kernel for float32 yet")
     want = everything("cpu", dtype, tokens, features, vocabulary)
     poison = torch.full((1 << 24,), torch.nan, device="cuda")
     del poison

@@ -124,7 +124,7 @@ def test_writes_outside_of_an_output_and_reads_that_come_too_early_are_found(
     for schedule, differing in (("right", False), ("wrong", True)):
         found = report()
         run = beyond_its_rows if what == "around" else too_early()
-        kernel = verify.Kernel("kernel", (), lambda x, out, schedule: True, run)
+        kernel = verify.Kernel("kernel", "mma", (), lambda x, out, schedule: True, run)
         if what == "around":
             products.verify_case(found, case, kernel, [(kernel, schedule)], samebits.TENSOR_CORE, cpu)
         else:

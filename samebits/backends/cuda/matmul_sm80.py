@@ -237,8 +237,10 @@ def layout(x: Tensor, row_dim: int, k_dim: int, *, chunk: int, ragged: bool) -> 
     row, k = x.stride(row_dim), x.stride(k_dim)
     one_row, one_k = x.shape[row_dim] <= 1, x.shape[k_dim] <= 1
     aligned = x.data_ptr() % (chunk * x.element_size()) == batch % chunk == segment % chunk == 0
+    # A chunk is never asked for where there are fewer elements: its address may be the last of an allocation.
     along_k = (k == 1 or one_k) and (row % chunk == 0 or one_row) and not ragged  # spans start at any k
-    along_rows = (row == 1 or one_row) and (k % chunk == 0 or one_k)
+    along_k = along_k and x.shape[k_dim] >= chunk
+    along_rows = (row == 1 or one_row) and (k % chunk == 0 or one_k) and x.shape[row_dim] >= chunk
     strides = (batch, segment, 0 if one_row else row, 0 if one_k else k)
     if aligned and along_k:
         return Layout(True, True, strides)
