@@ -53,6 +53,9 @@ SHAPES = tuple(dict.fromkeys(itertools.chain(*MODELS.values())))
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
+F32_SHAPES = (*MODELS["Llama-3 8B"], *MODELS["router"], *MODELS["small"])
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One product.
@@ -106,6 +109,8 @@ CASES = (
     *(Case(work, m, k, n) for work in ("dX", "dW") for k, n in SHAPES for m in ROWS if m >= 512),
     *(Case("forward", m, k, n, F16) for k, n in MODELS["Llama-3 8B"] for m in (1, 16, 128, 256, 1024, 8192)),
     *(Case(work, 4096, k, n, F16) for work in ("dX", "dW") for k, n in MODELS["Llama-3 8B"]),
+    *(Case("forward", m, k, n, F32) for k, n in F32_SHAPES for m in (1, 8, 16, 32, 64, 128, 256, 512, 2048)),
+    *(Case(work, m, k, n, F32) for work in ("dX", "dW") for k, n in F32_SHAPES for m in (512, 2048)),
     *(
         Case("dW ragged", m, k, n)
         for k, n in ((4096, 4096), (4096, 28672), (14336, 4096), (768, 3072))
@@ -212,8 +217,8 @@ def _check_bmm(case: Case, operands: Sequence[Tensor], device: torch.device, our
 
 
 def _check(case: Case, operands: Sequence[Tensor], device: torch.device, ours: Run) -> None:
-    """Refuse wrong bits: some rows against the universal kernel, some of their columns against the CPU."""
-    from samebits.backends.cuda import matmul_sm80
+    """Refuse wrong bits: some rows against a universal kernel, some of their columns against the CPU."""
+    from samebits.backends.cuda import matmul_fma, matmul_sm80
     from samebits.backends.cuda.matmul import family
     from samebits.backends.reference import matmul as reference
     from samebits.testing import assert_same_bits
@@ -231,13 +236,18 @@ def _check(case: Case, operands: Sequence[Tensor], device: torch.device, ours: R
         spans = torch.tensor([0, *itertools.accumulate(_lengths(case.m))], dtype=torch.int32, device=device)
     some = a[rows].contiguous()
     want = torch.full((len(rows), out.shape[1]), math.nan, dtype=out.dtype, device=device)
-    matmul_sm80.matmul(some, b, cu_seqlens=spans, out=want)
+    if case.dtype == F32:
+        matmul_fma.matmul(some, b, out=want, schedule=matmul_fma.SCHEDULES[-1])
+    else:
+        matmul_sm80.matmul(some, b, cu_seqlens=spans, out=want)
     assert_same_bits(out[rows], want, f"{case}: rows {rows.tolist()}")
     columns = torch.arange(out.shape[1] - 1, -1, -(out.shape[1] // 32 | 1), device=device)
     x, y = some[:4].cpu()[None, None], b[:, columns].cpu()[None, None]
-    key = TENSOR_CORE.on(family(device.index)).key
-    cpu = None if spans is None else spans.cpu()
-    small = reference.addbmm(None, x, y, cpu, out_dtype=out.dtype, contract=key)[0]
+    key = FMA.key if case.dtype == F32 else TENSOR_CORE.on(family(device.index)).key
+    if spans is None:
+        small = reference.matmul(x[0, 0], y[0, 0], bias=None, out_dtype=out.dtype, contract=key)
+    else:
+        small = reference.addbmm(None, x, y, spans.cpu(), out_dtype=out.dtype, contract=key)[0]
     assert_same_bits(want[:4][:, columns].cpu(), small, f"{case}: against the CPU reference")
 
 
@@ -282,12 +292,12 @@ def _measure(case: Case, device: torch.device, l2_bytes: int, peers: dict[str, A
     sets = [_operands(case, device, torch.randn) for _ in range(count)]
     contestants = _contestants(case, device)
     _check(case, sets[0], device, contestants["samebits"])
-    guess = max(case.flop / 600e12, case.bytes / 3.5e12, 3e-6)
+    guess = max(case.flop / (50e12 if case.dtype == F32 else 600e12), case.bytes / 3.5e12, 3e-6)
     race = _Race(max(2, min(300, math.ceil(3e-3 / guess))))
     skipped = {}
     for name, run in contestants.items():
         race.add(name, run, sets)
-    for name, module in peers.items() if case.work == "forward" else ():
+    for name, module in peers.items() if case.work == "forward" and case.dtype != F32 else ():
         try:
             theirs = [(x, PEERS[name].weight(w)) for x, w in sets]
             race.add(name, partial(PEERS[name].run, module), theirs)

@@ -27,14 +27,14 @@ from samebits.verify import Operands, kernels
 DTYPE = torch.bfloat16
 
 
-def operands(rows: int, k: int, layout: str) -> torch.Tensor:
+def operands(rows: int, k: int, layout: str, dtype: torch.dtype = DTYPE) -> torch.Tensor:
     if layout == "k":
-        return torch.ones(rows, -(-k // 8) * 8, dtype=DTYPE, device="cuda")[:, :k]
+        return torch.ones(rows, -(-k // 8) * 8, dtype=dtype, device="cuda")[:, :k]
     if layout == "rows":
-        return torch.ones(k, -(-rows // 8) * 8, dtype=DTYPE, device="cuda")[:, :rows].mT
+        return torch.ones(k, -(-rows // 8) * 8, dtype=dtype, device="cuda")[:, :rows].mT
     if layout == "k, any alignment":
-        return torch.ones(rows * k + 1, dtype=DTYPE, device="cuda")[1:].view(rows, k)
-    return torch.ones(rows * k + 1, dtype=DTYPE, device="cuda")[1:].view(k, rows).mT
+        return torch.ones(rows * k + 1, dtype=dtype, device="cuda")[1:].view(rows, k)
+    return torch.ones(rows * k + 1, dtype=dtype, device="cuda")[1:].view(k, rows).mT
 
 
 LAYOUTS = ("k", "rows", "k, any alignment", "rows, any alignment")
@@ -48,7 +48,8 @@ def products(every: int):
     for kernel in kernels(torch.cuda.current_device()):
         for schedule in kernel.schedules[:: every if len(kernel.schedules) > 20 else 1]:
             for layout_a, layout_b in itertools.product(LAYOUTS, LAYOUTS):
-                a, b = operands(m, k, layout_a), operands(n, k, layout_b).mT
+                dtype = torch.float32 if kernel.step == "fma" else DTYPE
+                a, b = operands(m, k, layout_a, dtype), operands(n, k, layout_b, dtype).mT
                 acc = torch.ones(m, n, device="cuda")
                 for x, out in (
                     (Operands(a, b, acc=acc, cu_seqlens=spans), acc),

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import samebits
-from samebits import AMPERE, HOPPER, TENSOR_CORE, verify
+from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, verify
 from samebits.testing import KINDS, assert_same_bits, values
 from tests.devices import FAMILY, HOPPER_OR_NEWER
 from tests.test_invariance import LAYOUTS, relaid
@@ -81,9 +81,9 @@ SHAPES = [
 def test_operations_have_the_bits_of_the_cpu(name: str, shape: tuple[int, int, int]) -> None:
     call, shapes = OPS[name]
     seed = sum(map(ord, name)) + sum(shape)
-    for dtype, kind in zip(HALF, (KINDS[seed % len(KINDS)], "normal"), strict=True):
+    for dtype, kind in zip((*HALF, F32), (KINDS[seed % len(KINDS)], "normal", "wide"), strict=True):
         inputs = [values(kind, s, dtype, seed + i) for i, s in enumerate(shapes(*shape))]
-        want = call(*inputs, contract=ON_CPU)
+        want = call(*inputs, contract=FMA if dtype == F32 else ON_CPU)
         got = call(*(t.cuda() for t in inputs))
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
             assert g.is_cuda

@@ -31,7 +31,11 @@ def test_cases_cover_what_the_kernels_offer(thorough: bool) -> None:
         "back to back", "large",
     }  # fmt: skip
     assert {c.layout for c in cases} == set(LAYOUTS)
-    assert {c.dtype for c in cases} == {torch.bfloat16, torch.float16, torch.float32}
+    assert {(c.step, c.dtype) for c in cases} == {
+        ("mma", torch.bfloat16),
+        ("mma", torch.float16),
+        *(("fma", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+    }
     assert {c.kind for c in cases} == set(KINDS)
     assert {c.place for c in cases} == {"plain", "pitched", "odd", "spread"}
     assert any(c.accumulate for c in cases)

@@ -25,10 +25,20 @@ template <>
 struct Element<BF16> {
     using Stored = u16;
     static __device__ __forceinline__ float widen(u16 x) { return __uint_as_float(u32(x) << 16); }
+#if __CUDA_ARCH__ < 800
+    static __device__ __forceinline__ u32 rounded(float x) {
+        u32 bits = __float_as_uint(x);
+        return x != x ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    }
+#endif
     static __device__ __forceinline__ u32 pack(float low, float high) {
+#if __CUDA_ARCH__ >= 800
         u32 both;
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
         return both;
+#else
+        return rounded(low) | rounded(high) << 16;
+#endif
     }
     static __device__ __forceinline__ u16 narrow(float x) { return u16(pack(x, 0)); }
     static __device__ __forceinline__ void store_pair(u16* to, float first, float second) {
