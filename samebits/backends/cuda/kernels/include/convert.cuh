@@ -55,9 +55,16 @@ struct Element<F16> {
         return wide;
     }
     static __device__ __forceinline__ u32 pack(float low, float high) {
+#if __CUDA_ARCH__ >= 800
         u32 both;
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
         return both;
+#else
+        u16 first, second;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(first) : "f"(low));
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(second) : "f"(high));
+        return first | u32(second) << 16;
+#endif
     }
     static __device__ __forceinline__ u16 narrow(float x) { return u16(pack(x, 0)); }
     static __device__ __forceinline__ void store_pair(u16* to, float first, float second) {
