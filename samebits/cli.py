@@ -29,12 +29,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from samebits.audit.words import AuditError, module_name, plural
+from samebits.auditing.words import AuditError, module_name, plural
 
 if TYPE_CHECKING:
     import torch
 
-    from samebits.audit import Drift, Layer, Report
+    from samebits.auditing import Drift, Layer, Report
     from samebits.info import Info
 
 _SOFTWARE, _CLOSED_PIPE = 70, 128 + 13  # as in sysexits.h, and as the shell reports SIGPIPE
@@ -104,7 +104,7 @@ def audit(
     """
     out = _Console(stderr=json_to == "-", highlight=False)
     with _errors("audit"):
-        from samebits.audit import audit_linears
+        from samebits.auditing import audit_linears
 
         place = None if device is None else _device(device)
         if only is not None:
@@ -144,7 +144,7 @@ def audit(
 def _device(name: str) -> torch.device:
     import torch
 
-    from samebits.audit.target import cuda_problem
+    from samebits.auditing.target import cuda_problem
 
     try:
         device = torch.device(name)

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from samebits.contract import Contract, resolve
 from samebits.ops._library import SUPPORTED
-from samebits.ops.linear import _sequences, linear
+from samebits.ops.addmm import addbmm, addbmm_
+from samebits.ops.linear import linear, sequences
+from samebits.ops.matmul import product
 
 __all__ = ["Conversion", "Linear", "Unconverted", "convert"]
 
@@ -20,14 +22,15 @@ __all__ = ["Conversion", "Linear", "Unconverted", "convert"]
 class Linear(nn.Linear):
     """``torch.nn.Linear`` by :func:`samebits.linear`: ``y = x @ weight.T + bias``.
 
-    The same constructor, parameters, initialization and state dict. Output bits, gradients and errors are those
-    of :func:`samebits.linear`.
+    The same constructor, parameters, initialization and state dict. Output bits, gradients and errors are
+    those of :func:`samebits.linear`.
 
     If a parameter has an attribute ``main_grad`` when the layer runs, its gradient goes there and not to
-    ``.grad``, as in Megatron-LM with ``gradient_accumulation_fusion``. ``main_grad`` is a float32 tensor of the
-    parameter's shape, which the caller makes, zeroes, and hands to the optimizer. The backward carries its chain
-    on over the new tokens (:func:`samebits.addmm_`), so that micro-batches which are cut between sequences give
-    the bits of one large batch; then it sets ``grad_added_to_main_grad`` on the parameter. In eager mode only.
+    ``.grad``, as in Megatron-LM with ``gradient_accumulation_fusion``. ``main_grad`` is a float32 tensor of
+    the parameter's shape, which the caller makes, zeroes, and hands to the optimizer. The backward carries its
+    chain on over the new tokens (:func:`samebits.addmm_`), so that micro-batches which are cut between
+    sequences give the bits of one large batch; then it sets ``grad_added_to_main_grad`` on the parameter. In
+    eager mode only.
 
     Args:
         in_features: size of each input row.
@@ -110,14 +113,14 @@ def _run_with_main_grads(layer: Linear, x: Tensor, cu_seqlens: Tensor | None) ->
             )
         if acc.device != parameter.device or acc.requires_grad:
             raise ValueError(
-                f"samebits.nn.Linear: {name}.main_grad: expected a tensor on {parameter.device} that requires no"
-                f" grad, got one on {acc.device}" + (" that does" if acc.requires_grad else "")
+                f"samebits.nn.Linear: {name}.main_grad: expected a tensor on {parameter.device} that requires"
+                f" no grad, got one on {acc.device}" + (" that does" if acc.requires_grad else "")
             )
     operands = [x, layer.weight, layer.bias]
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         operands = [None if t is None else t.to(dtype) for t in operands]
-    out: Tensor = _MainGradLinear.apply(*operands, layer, cu_seqlens)
+    out: Tensor = _MainGradLinear.apply(*operands, layer, cu_seqlens)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -139,20 +142,20 @@ class _MainGradLinear(torch.autograd.Function):
         grads: list[Tensor | None] = [None, None, None, None, None]
         if ctx.needs_input_grad[0]:
             rows = grad if grad.ndim > 1 else grad.unsqueeze(0)
-            out = torch.ops.samebits.matmul(rows, weight, None, x.dtype, ctx.contract)
+            out = product(rows, weight, None, x.dtype, ctx.contract)
             grads[0] = out.reshape(x.shape)
-        columns, rows = _sequences(grad).mT, _sequences(x)
+        columns, rows = sequences(grad).mT, sequences(x)
         ones = x.new_ones(()).expand(*rows.shape[:-1], 1)
         for i, parameter, terms in ((1, ctx.parameters[0], rows), (2, ctx.parameters[1], ones)):
             if not ctx.needs_input_grad[i]:
                 continue
             acc = _main_grad(parameter)
             if acc is None:
-                out = torch.ops.samebits.addbmm(None, columns, terms, cu_seqlens, x.dtype, ctx.contract)
+                out = addbmm(None, columns, terms, cu_seqlens, x.dtype, ctx.contract)
                 grads[i] = out[0].view(parameter.shape)
             else:
                 chains = acc.view(1, len(acc), terms.shape[-1])
-                torch.ops.samebits.addbmm_(chains, columns, terms, cu_seqlens, ctx.contract)
+                addbmm_(chains, columns, terms, cu_seqlens, ctx.contract)
                 parameter.grad_added_to_main_grad = True
         return tuple(grads)
 
@@ -203,11 +206,11 @@ def convert(
 ) -> Conversion:
     """Make every plain ``torch.nn.Linear`` of a model a :class:`samebits.nn.Linear`, in place.
 
-    A layer stays the object that it is and changes its class. So its parameters (tied ones too), dtype, device,
-    ``requires_grad``, mode, hooks, name and every reference to it stay. A layer whose class or instance has a
-    forward of its own is left, as are other modules that compute products: the report names each of them, and
-    says why. What calls ``torch.nn.functional.linear`` itself is seen neither here nor there: use
-    ``samebits.audit`` to be sure. Converting twice changes nothing.
+    A layer stays the object that it is and changes its class. So its parameters (tied ones too), dtype,
+    device, ``requires_grad``, mode, hooks, name and every reference to it stay. A layer whose class or
+    instance has a forward of its own is left, as are other modules that compute products: the report names
+    each of them, and says why. What calls ``torch.nn.functional.linear`` itself is seen neither here nor
+    there: use ``samebits.audit`` to be sure. Converting twice changes nothing.
 
     Args:
         module: the model, or one layer. Convert it before it is sharded, compiled or traced.
@@ -234,7 +237,7 @@ def convert(
                 reason = "the filter left it out"
             if reason is None:
                 part.__class__ = Linear
-                part.contract = contract
+                vars(part)["contract"] = contract
                 converted.append(name)
         if reason is not None:
             unconverted.append(Unconverted(name, type(part).__name__, reason))
@@ -261,7 +264,7 @@ def _why_not(layer: nn.Module) -> str | None:
 
 def _bypassed(module: nn.Module) -> dict[nn.Module, str]:
     """Linear layers that PyTorch's own modules never call, and why."""
-    layers = {}
+    layers: dict[nn.Module, str] = {}
     for part in module.modules():
         if isinstance(part, nn.MultiheadAttention):
             layers[part.out_proj] = "torch.nn.MultiheadAttention uses its weight without calling it"
@@ -270,7 +273,7 @@ def _bypassed(module: nn.Module) -> dict[nn.Module, str]:
                 "the fast path of torch.nn.TransformerEncoderLayer does not call it:"
                 " torch.backends.mha.set_fastpath_enabled(False) first"
             )
-            layers |= dict.fromkeys((part.linear1, part.linear2), reason)
+            layers |= {part.linear1: reason, part.linear2: reason}
     return layers
 
 

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 import samebits
 from samebits import info as info_module
-from samebits.audit import Report
-from samebits.audit import linears as linears_module
-from samebits.audit import target as target_module
+from samebits.auditing import Report
+from samebits.auditing import linears as linears_module
+from samebits.auditing import target as target_module
 from samebits.backends.cuda import runtime
 from samebits.cli import app
 from tests.devices import FAMILY

@@ -129,9 +129,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = product(rows, weight, None, x.dtype, ctx.contract).reshape(x.shape)
     if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
         return grad_x, None, None, None, None
-    columns = _sequences(grad).mT
+    columns = sequences(grad).mT
     if ctx.needs_input_grad[1]:
-        out = addbmm(None, columns, _sequences(x), cu_seqlens, weight.dtype, ctx.contract)
+        out = addbmm(None, columns, sequences(x), cu_seqlens, weight.dtype, ctx.contract)
         grad_weight = out[0]
     if ctx.needs_input_grad[2]:
         ones = grad.new_ones(()).expand(*columns.shape[:2], columns.shape[3], 1)
@@ -140,7 +140,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_weight, grad_bias, None, None
 
 
-def _sequences(t: Tensor) -> Tensor:
+def sequences(t: Tensor) -> Tensor:
     """``t[B, T, ..., features]`` as ``[1, B, tokens, features]``; 1-D and 2-D tensors are one sequence."""
     leading = t.shape[:-1]
     count = leading[0] if len(leading) > 1 else 1
