@@ -63,6 +63,20 @@ class Subject:
         inputs = [place.inputs(item) for item in self.inputs]
         return dataclasses.replace(self, module=place.module(self.module), inputs=inputs)
 
+    def batched(self) -> Subject:
+        """This subject with one forward pass: its sequences are padded at their ends, and masked there."""
+        if len(self.inputs) == 1:
+            return self
+        if not all(isinstance(item, dict) and "attention_mask" in item for item in self.inputs):
+            raise AuditError(f"expected one forward pass on a batch, got {len(self.inputs)} of them")
+
+        def pad(name: str) -> Tensor:
+            rows = [item[name][0] for item in self.inputs]
+            padded: Tensor = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            return padded
+
+        return dataclasses.replace(self, inputs=[{name: pad(name) for name in self.inputs[0]}])
+
 
 def load(
     model: str,

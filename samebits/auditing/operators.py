@@ -39,8 +39,8 @@ def audit(
     its arguments set to those of the whole batch, so that a change is the operator's own.
 
     A result belongs to the batch along the one dimension that grows with it, also where the batch is merged
-    with another dimension (``[B * T, C]``, ``[T * B, C]``). What cannot be compared is listed with the reason:
-    a sum over rows such as a weight gradient, or a result whose shape depends on the data.
+    with another dimension (``[B * T, C]``, ``[T * B, C]``). What cannot be compared is listed with the
+    reason: a sum over rows such as a weight gradient, or a result whose shape depends on the data.
 
     Args:
         fn: a module or a function; it runs as it is, so call ``eval()`` on a module first. It should depend
@@ -287,6 +287,9 @@ class _Whole(Observer):
         shapes = tuple(tuple(t.shape) for t in inputs)
         record = _Record(len(self.records), shapes, dtype_name(results[0].dtype))
         self.records[call] = record
+        if not inputs:
+            record.reasons["it takes no tensors"] = ""
+            return
         layouts = self._layouts.get(call, [])
         if len(layouts) != len(results):
             record.reasons["it does not run in batches of 2 and 3 rows"] = ""
@@ -362,6 +365,10 @@ class _Comparison(Observer):
         """Whether `result` was compared, and, to heal, has the bits of the whole batch now."""
         assert record is not None
         if kept is None:
+            return False
+        if after and not (result.is_floating_point() or result.is_complex()):
+            # Such as places in the batch, which are others in another batch, and must be.
+            record.reasons.setdefault("it computes integers from others that were not compared", self._batch)
             return False
         rows = kept.layout.rows(result, self._size) if _is_dense(result) else None
         if rows is None or (kept.rows is not None and rows.shape[1:] != kept.rows.shape[1:]):

@@ -163,7 +163,7 @@ class Layout:
         if self.dim >= result.ndim or result.shape[self.dim] != batch * self.share:
             return None
         sizes = (self.share, batch) if self.inner else (batch, self.share)
-        parts: Tensor = result.unflatten(self.dim, sizes)  # type: ignore[no-untyped-call]
+        parts: Tensor = result.unflatten(self.dim, sizes)
         return parts.movedim(self.dim + self.inner, 0)
 
 
