@@ -190,10 +190,12 @@ class Conversion:
     unconverted: tuple[Unconverted, ...]
 
     def __str__(self) -> str:
-        head = f"{len(self.converted)} linear layers converted"
-        if self.already:
-            head += f", {len(self.already)} converted before"
-        lines = [f"{head}, {len(self.unconverted)} modules left as they are"]
+        counts = {
+            "linear layers converted": self.converted,
+            "converted before": self.already,
+            "left as they are": self.unconverted,
+        }
+        lines = ["; ".join(f"{what}: {len(names)}" for what, names in counts.items())]
         lines += [f"  {u.name or '(the module itself)'} ({u.kind}): {u.reason}" for u in self.unconverted]
         return "\n".join(lines)
 

@@ -65,8 +65,6 @@ def audit(
     start = time.perf_counter()
     run = _Run(fn, inputs, backward)
     audited = sorted({i * run.batch // max_rows for i in range(max_rows)})
-    if audited == [0] and run.batch > 1 and max_rows == 1:
-        audited = [run.batch // 2]
     layouts = _find_layouts(run, audited[0])
     whole = _Whole(layouts, audited, run.batch)
     progress(0.0, "the whole batch")
