@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import samebits
 
-STEPS, SEQUENCES, TOKENS, CONTEXT = 12, 8, 32, 8
+STEPS, SEQUENCES, TOKENS, CONTEXT = 6, 8, 32, 8
 
 
 def text() -> tuple[Tensor, int]:

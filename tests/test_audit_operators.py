@@ -208,15 +208,17 @@ def test_places_in_the_batch_are_no_rows() -> None:
     assert {n.operator for n in report.not_compared} == {"aten.arange", "aten.add.Tensor", "aten.flip"}
 
 
-def test_operators_that_only_some_batches_run_cast_doubt_on_the_next() -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_operators_that_only_some_batches_run_cast_doubt_on_the_next(in_place: bool) -> None:
     def f(x: Tensor) -> Tensor:
         y = x.abs() * 3 if len(x) == 1 else x.neg()
-        return y.clone().sign()
+        return y.clone().sign_() if in_place else y.clone().sign()
 
     report = samebits.audit(f, torch.randn(5, 8))
-    assert [(o.operator, o.after) for o in report.culprits] == [("aten.sign", "aten.mul.Tensor")]
+    sign = "aten.sign_" if in_place else "aten.sign"
+    assert [(o.operator, o.after) for o in report.culprits] == [(sign, "aten.mul.Tensor")]
     assert {n.operator for n in report.not_compared} == {"aten.abs", "aten.mul.Tensor"}
-    assert "aten.sign (or aten.mul.Tensor, before it)" in str(report)
+    assert f"{sign} (or aten.mul.Tensor, before it)" in str(report)
 
 
 def test_an_operator_that_does_not_repeat_is_noted() -> None:

@@ -165,29 +165,19 @@ def _worker(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("distributed")
-    mp.spawn(_worker, (str(folder),), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
-
-
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_processes_have_the_bits_of_one(two_processes: list[dict[str, Any]], kind: str) -> None:
+def test_two_processes_have_the_bits_of_one(tmp_path: Path) -> None:
     """A sum of two addends has one order: that of two micro-batches in one process."""
+    mp.spawn(_worker, (str(tmp_path),), nprocs=2)
+    of_ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     model = make()
-    for part, results in zip(batch().chunk(2), two_processes, strict=True):
-        y = model(part)
+    outputs = [model(part) for part in batch().chunk(2)]
+    for y in outputs:
         (y / 2).backward(y.detach())
-        assert_same_bits(results[kind][0], y.detach())
-    for results in two_processes:
-        assert_all_same(results[kind][1:], [p.grad for p in model.parameters()])
-
-
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
-def test_a_sharded_layer_is_not_converted(two_processes: list[dict[str, Any]]) -> None:
-    assert all("not a plain torch.nn.Linear" in results["late"][0] for results in two_processes)
+    for y, results in zip(outputs, of_ranks, strict=True):
+        for kind in ("ddp", "fsdp"):
+            assert_all_same(results[kind], [y.detach(), *(p.grad for p in model.parameters())])
+        assert ["not a plain torch.nn.Linear" in reason for reason in results["late"]] == [True]
 
 
 @pytest.mark.gpu

@@ -335,20 +335,22 @@ class _Comparison(Observer):
             self._learn(t, after)
 
     def called(self, call: Call, inputs: list[Tensor], results: list[Tensor]) -> None:
-        after = self._not_compared([t for t in inputs if not any(t is r for r in results)])
+        after = self._not_compared(inputs)
         record = self._whole.records.get(call)
+        known = [False] * len(results)
         if record is None:
             key = self._last, call.phase, call.module, call.operator
             missing = NotCompared(*key, "it does not run in the whole batch", self._batch)
             self._whole.elsewhere.setdefault(call, missing)
         else:
             self._last = record.index
-            if len(record.kept) not in (0, len(results)):
+            if len(record.kept) == len(results):
+                pairs = zip(record.kept, results, strict=True)
+                known = [kept is not None and self._compare(record, kept, t, after) for kept, t in pairs]
+            elif record.kept:
                 record.reasons.setdefault("it has another number of results", self._batch)
-        kept = [] if record is None else record.kept
-        for i, result in enumerate(results):
-            known = len(kept) == len(results) and self._compare(record, kept[i], result, after)
-            self._learn(result, "" if known else call.operator)
+        for t, is_known in zip(results, known, strict=True):
+            self._learn(t, "" if is_known else call.operator)
 
     def _not_compared(self, inputs: Sequence[Tensor]) -> str:
         """What computed those of `inputs` that were not compared."""
@@ -359,11 +361,8 @@ class _Comparison(Observer):
         if not_compared:
             self._unknown[_memory(result)] = not_compared
 
-    def _compare(self, record: _Record | None, kept: _Kept | None, result: Tensor, after: str) -> bool:
+    def _compare(self, record: _Record, kept: _Kept, result: Tensor, after: str) -> bool:
         """Whether `result` was compared, and, to heal, has the bits of the whole batch now."""
-        assert record is not None
-        if kept is None:
-            return False
         if after and not (result.is_floating_point() or result.is_complex()):
             # Such as places in the batch, which are others in another batch, and must be.
             record.reasons.setdefault("it computes integers from others that were not compared", self._batch)
@@ -390,7 +389,7 @@ class _Comparison(Observer):
         want = kept.rows[self._audited]
         tally = record.own if self._heal else record.drift
         audited = [self._whole.audited[i] for i in self._audited]
-        changed = _compare(rows.index_select(0, index).cpu(), want, audited, self._batch, tally)
+        changed = _tally_changes(rows.index_select(0, index).cpu(), want, audited, self._batch, tally)
         if changed and self._heal:
             record.after = record.after or after
             with torch.no_grad():
@@ -403,7 +402,8 @@ def _memory(t: Tensor) -> int:
 
 
 def _digest(t: Tensor) -> bytes:
-    return hashlib.blake2b(_integers(t.cpu()).numpy().tobytes(), digest_size=16).digest()
+    own = _integers(t.cpu()).clone()  # for a storage that numpy has seen cannot be resized any more
+    return hashlib.blake2b(own.numpy().tobytes(), digest_size=16).digest()
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -414,7 +414,7 @@ def _integers(t: Tensor) -> Tensor:
     return t.contiguous().view(_INTEGERS[t.element_size()])
 
 
-def _compare(got: Tensor, want: Tensor, rows: Sequence[int], batch: str, tally: _Tally) -> bool:
+def _tally_changes(got: Tensor, want: Tensor, rows: Sequence[int], batch: str, tally: _Tally) -> bool:
     """Whether `got` differs from `want`; which of `rows`, and by how much, goes into the tally."""
     got, want = got.reshape(len(got), -1), want.reshape(len(want), -1)
     a, b = _integers(got).reshape(len(got), -1), _integers(want).reshape(len(got), -1)
