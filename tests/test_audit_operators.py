@@ -297,6 +297,7 @@ def test_report_survives_json_and_is_drawn(model: nn.Module, tmp_path: Path) -> 
     assert OperatorReport.from_json(report.to_json()) == report
     assert json.loads(report.to_json())["schema"] == 1
     assert report.culprits[0].own.of_row == float("inf")
+    pytest.importorskip("matplotlib")
     report.save_plot(tmp_path / "growth.svg")
     assert "operators, in order of execution" in (tmp_path / "growth.svg").read_text()
     assert show(report, 80) is not None

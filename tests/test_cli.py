@@ -115,6 +115,7 @@ def test_audit_of_a_function(target: str, dtype: str) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_audit_of_operators(here: Path) -> None:
+    pytest.importorskip("matplotlib")
     result = run("audit", "mine:exact", "--operators", "--json", "-")
     assert result.exit_code == 0, result.stderr
     report = OperatorReport.from_json(result.stdout)
