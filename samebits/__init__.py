@@ -1,7 +1,11 @@
 """Matrix products whose every output row has the same bits whatever batch it rides in."""
 
+from typing import TYPE_CHECKING, Any
+
+from samebits import nn
 from samebits._version import __version__
 from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, MmaModel, use_mma_model
+from samebits.nn import convert
 from samebits.ops.addmm import addmm_
 from samebits.ops.bmm import bmm
 from samebits.ops.linear import linear
@@ -9,6 +13,9 @@ from samebits.ops.linear_logp import linear_logp
 from samebits.ops.logp import logp
 from samebits.ops.matmul import matmul
 from samebits.prepare import prepare
+
+if TYPE_CHECKING:
+    from samebits.auditing import audit
 
 __all__ = [
     "AMPERE",
@@ -19,11 +26,22 @@ __all__ = [
     "MmaModel",
     "__version__",
     "addmm_",
+    "audit",
     "bmm",
+    "convert",
     "linear",
     "linear_logp",
     "logp",
     "matmul",
+    "nn",
     "prepare",
     "use_mma_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "audit":  # a tool, loaded when it is used
+        from samebits.auditing import audit
+
+        return audit
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

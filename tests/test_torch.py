@@ -460,6 +460,8 @@ def test_prepare_runs_every_kind_of_product_once(monkeypatch: pytest.MonkeyPatch
         assert samebits.prepare(model, [1, 8, 1], backward=True) == 4
     assert seen == [((m, 4), (4, 4), bias, True, False) for bias in (0, 1) for m in (1, 8)]
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    model[1].contract = FMA  # as samebits.convert(contract=FMA) would
+    assert samebits.prepare(model, [1]) == 3
     seen.clear()
     assert samebits.prepare(torch.ones(3, 2), [(2, 5), 7]) == 2
     assert samebits.prepare(torch.ones(3, 2), [7], cu_seqlens=torch.int32) == 1

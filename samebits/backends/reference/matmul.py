@@ -19,10 +19,10 @@ from samebits.contract import contract_from_key
 _F32 = npt.NDArray[np.float32]
 
 _MINIMUM_EXPONENT = {torch.float16: -14, torch.bfloat16: -126, torch.float32: -126}
-_FINISH: dict[torch.dtype, tuple[Callable[..., None], torch.dtype, type[np.unsignedinteger[Any]]]] = {
-    torch.float32: (kernels.finish_f32, torch.int32, np.uint32),
-    torch.bfloat16: (kernels.finish_bf16, torch.int16, np.uint16),
-    torch.float16: (kernels.finish_f16, torch.int16, np.uint16),
+_FINISH: dict[torch.dtype, tuple[Callable[..., None], type[np.unsignedinteger[Any]]]] = {
+    torch.float32: (kernels.finish_f32, np.uint32),
+    torch.bfloat16: (kernels.finish_bf16, np.uint16),
+    torch.float16: (kernels.finish_f16, np.uint16),
 }
 _TERMS_WORTH_A_THREAD = 1 << 17
 _SUBNORMAL_PROBE = np.array([2.0**-126, 0.5], np.float32)
@@ -59,7 +59,7 @@ def addbmm(
     if cu_seqlens is not None:
         ends = cu_seqlens.tolist()
         spans = [(0, start, stop) for start, stop in itertools.pairwise(ends)]
-    chain = np.zeros((B, M, N), np.float32) if acc is None else acc.detach().numpy().copy()
+    chain = np.zeros((B, M, N), np.float32) if acc is None else _array(acc.detach(), np.float32).copy()
     _chain(a, b, chain, np.array(spans, np.int64).reshape(-1, 3), contract, closing_zero=True)
     if acc is not None and out_dtype == torch.float32 and not any(start < stop for _, start, stop in spans):
         return torch.from_numpy(chain)  # no term was added: not even a NaN changes its bits
@@ -82,12 +82,12 @@ def carry_on(acc: Tensor, a: Tensor, b: Tensor, *, contract: str) -> None:
     Under TENSOR_CORE the parts of a chain must be cut at multiples of 16.
     """
     spans = np.array([[0, 0, a.shape[1]]])
-    _chain(a[None, None], b[None, None], acc.numpy()[None], spans, contract, closing_zero=False)
+    _chain(a[None, None], b[None, None], _array(acc, np.float32)[None], spans, contract, closing_zero=False)
 
 
 def rounded(acc: Tensor, dtype: torch.dtype) -> Tensor:
     """The results in `dtype` of chains in ``acc[M, N]``."""
-    return _finish(acc.numpy()[None], None, dtype)[0]
+    return _finish(_array(acc, np.float32)[None], None, dtype)[0]
 
 
 def _chain(
@@ -132,15 +132,34 @@ def require_subnormals() -> None:
         )
 
 
+class _Memory:
+    """A tensor's elements as numpy reads them. ``Tensor.numpy`` would forbid FSDP to resize their storage."""
+
+    def __init__(self, t: Tensor, dtype: type[np.generic]) -> None:
+        self._tensor = t  # kept alive
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": np.dtype(dtype).str,
+            "shape": tuple(t.shape),
+            "strides": tuple(n * t.element_size() for n in t.stride()),
+            "data": (t.data_ptr(), False),
+        }
+
+
+def _array(t: Tensor, dtype: type[np.generic]) -> Any:
+    return np.asarray(_Memory(t, dtype))
+
+
 def _widen(x: Tensor) -> _F32:
-    return x.detach().to(torch.float32).numpy()
+    widened: _F32 = _array(x.detach().to(torch.float32), np.float32)
+    return widened
 
 
 def _finish(acc: _F32, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Add the bias in f32 and round once to `out_dtype`."""
-    finish, bits, unsigned = _FINISH[out_dtype]
+    finish, unsigned = _FINISH[out_dtype]
     out = torch.empty(acc.shape, dtype=out_dtype, device="cpu")
     rows = acc.reshape(acc.shape[0] * acc.shape[1], acc.shape[2])
-    out_bits = out.view(bits).numpy().view(unsigned).reshape(rows.shape)
+    out_bits = _array(out, unsigned).reshape(rows.shape)
     finish(rows, np.empty(0, np.float32) if bias is None else _widen(bias), out_bits)
     return out

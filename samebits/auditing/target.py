@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samebits
-from samebits.audit.drift import Operator
-from samebits.audit.words import dtype_name, one_line, plural
+from samebits.auditing.drift import Operator
+from samebits.auditing.words import dtype_name, one_line, plural
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LINEAR, _ADDMM = "torch.nn.functional.linear", "torch.addmm"
@@ -48,7 +48,7 @@ def as_target(name: str, module: nn.Module) -> Target | None:
     bias: Any = getattr(module, "bias", None)
     kind: Any
     if isinstance(module, nn.Linear):
-        kind, operator = nn.Linear, _LINEAR
+        kind, operator = samebits.nn.Linear if type(module) is samebits.nn.Linear else nn.Linear, _LINEAR
     elif pytorch_utils is not None and isinstance(module, pytorch_utils.Conv1D):
         kind, operator, weight = pytorch_utils.Conv1D, _ADDMM, weight.mT
     else:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from samebits._version import __version__
-from samebits.audit.capture import capture
-from samebits.audit.drift import measure
-from samebits.audit.report import Layer, Report, Skipped
-from samebits.audit.target import DTYPES, Target, as_target, why_not, why_not_rows
-from samebits.audit.variation import plan
-from samebits.audit.words import AuditError, dtype_name, module_name, plural, some_names
+from samebits.auditing.capture import capture
+from samebits.auditing.drift import measure
+from samebits.auditing.report import Layer, Report, Skipped
+from samebits.auditing.target import DTYPES, Target, as_target, why_not, why_not_rows
+from samebits.auditing.variation import plan
+from samebits.auditing.words import AuditError, dtype_name, module_name, plural, some_names
 from samebits.contract import Contract, contract_from_key, resolve
 
 

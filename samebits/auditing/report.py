@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from samebits.audit.drift import Difference, Drift, VariationCount
+from samebits.auditing.drift import Difference, Drift, VariationCount
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Report:
 
     def to_json(self) -> str:
         """The report as standard JSON: numbers that JSON lacks are the strings "nan", "inf" and "-inf"."""
-        return json.dumps({"schema": 1, **_plain(dataclasses.asdict(self))}, indent=2, allow_nan=False)
+        return json.dumps({"schema": 1, **plain(dataclasses.asdict(self))}, indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -111,11 +111,11 @@ class Report:
         return cls(**{**data, "notes": tuple(data["notes"])}, layers=tuple(layers), skipped=skipped)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return value

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samebits.audit.variation import Variation
+from samebits.auditing.variation import Variation
 from samebits.testing import bits, pattern
 
 Operator = Callable[[Tensor], Tensor]
@@ -91,7 +91,7 @@ def _bits(x: Tensor) -> Tensor:
     return bits(x.contiguous()).long()
 
 
-def _ordered(bits: Tensor, width: int) -> Tensor:
+def ordered(bits: Tensor, width: int) -> Tensor:
     """Integers in the order of the values, one for each bit pattern: -0 is -1."""
     return torch.where(bits < 0, -1 - (bits & (2 ** (width - 1) - 1)), bits)
 
@@ -134,7 +134,7 @@ def measure(
             row = index[at]
             here[row] = True
             was, now = expected_bits[row, column], _bits(got)[at, column]
-            ulp = max(ulp, int((_ordered(was, width) - _ordered(now, width)).abs().max()))
+            ulp = max(ulp, int((ordered(was, width) - ordered(now, width)).abs().max()))
             x, y = expected[row, column].double(), got[at, column].double()
             distance = (x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf)
             scale = torch.maximum(x.abs(), y.abs()).nan_to_num(0, 0).clamp(min=_TINY)

@@ -1,0 +1,191 @@
+"""The operators that run in a function, one by one: where they are called, and what they return."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_aten = torch.ops.aten
+
+# They move elements or reserve memory, and views do neither; so they cannot change bits, and whether they
+# are needed may depend on the strides of a batch.
+_NO_ARITHMETIC = {
+    _aten.clone,
+    _aten.contiguous,
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_permuted,
+    _aten.empty_strided,
+    _aten.lift_fresh,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+    _aten._unsafe_view,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator, by a name that is the same in every batch.
+
+    Attributes:
+        phase: ``forward`` or ``backward``.
+        module: name of the module that it runs in; in a backward, of the one whose forward it belongs to.
+        operator: such as ``aten.addmm``.
+        count: how often this operator had run in this phase and module before.
+    """
+
+    phase: str
+    module: str
+    operator: str
+    count: int
+
+
+class Observer:
+    """Is told of what runs, with the tensors among its arguments, and its results."""
+
+    def called(self, call: Call, inputs: list[Tensor], results: list[Tensor]) -> None:
+        """An operator has computed; its results may be overwritten."""
+
+    def moved(self, inputs: list[Tensor], results: list[Tensor]) -> None:
+        """Elements were copied as they are, or memory was reserved."""
+
+
+class Trace(TorchDispatchMode):
+    """Tell `observer` of every operator.
+
+    Args:
+        names: what to call the modules; another is called after its class.
+        observer: whom to tell.
+    """
+
+    def __init__(self, names: Mapping[nn.Module, str], observer: Observer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+        self._observer = observer
+        self._modules: list[str] = []
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+        # The module of each node of autograd's graph, by the node's number.
+        self._nodes: dict[int, str] = {}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        # Hooks for all modules, not on each: some modules run other kernels if they have hooks.
+        before = nn.modules.module.register_module_forward_pre_hook(self._enter)
+        after = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            with self:
+                yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        inside = self._modules[-1] if self._modules else ""
+        name = self._names.get(module)
+        self._modules.append(f"{inside}.{type(module).__name__}".lstrip(".") if name is None else name)
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._modules.pop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        phase, module = self._place()
+        result = func(*args, **kwargs)
+        if _is_view(func):
+            return result
+        inputs = _tensors((args, kwargs))
+        results = list({id(t): t for t in (*_tensors(result), *_written(func, args, kwargs))}.values())
+        if func.overloadpacket in _NO_ARITHMETIC:
+            self._observer.moved(inputs, results)
+        elif results:
+            key = phase, module, str(func).removesuffix(".default")
+            self._observer.called(Call(*key, self._counts[key]), inputs, results)
+            self._counts[key] += 1
+        return result
+
+    def _place(self) -> tuple[str, str]:
+        module = self._modules[-1] if self._modules else ""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            # Only a checkpointed forward runs in modules again.
+            return "backward", module or self._nodes.get(node._sequence_nr(), "")
+        # Autograd makes the node before the operator runs; what else runs until the next node is not its own.
+        self._nodes.setdefault(torch._C._autograd._get_sequence_nr() - 1, module)
+        return "forward", module
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that `func` changes in place."""
+    written = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[i] if i < len(args) else kwargs.get(argument.name))
+    return _tensors(written)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows of a batch are in a result.
+
+    Attributes:
+        dim: the dimension that holds them; None if the result has none, and belongs to all rows alike.
+        share: how many elements of this dimension belong to one row.
+        inner: a row's elements are a batch apart, as in ``[T, B]`` flattened; else next to each other.
+    """
+
+    dim: int | None
+    share: int = 1
+    inner: bool = False
+
+    def rows(self, result: Tensor, batch: int) -> Tensor | None:
+        """A view ``[batch, ...]`` of `result`, or None if this is not its layout."""
+        if self.dim is None:
+            return result[None]
+        if self.dim >= result.ndim or result.shape[self.dim] != batch * self.share:
+            return None
+        sizes = (self.share, batch) if self.inner else (batch, self.share)
+        parts: Tensor = result.unflatten(self.dim, sizes)
+        return parts.movedim(self.dim + self.inner, 0)
+
+
+def find_layout(two: Tensor, three: torch.Size) -> Layout | None:
+    """The layout of a result, from its values in a batch of two equal rows, and its shape in one of three."""
+    if len(three) != two.ndim:
+        return None
+    grown = [d for d in range(two.ndim) if two.shape[d] != three[d]]
+    if not grown:
+        return Layout(None)
+    (dim, *others) = grown
+    if others or two.shape[dim] % 2 or 3 * two.shape[dim] != 2 * three[dim]:
+        return None
+    share = two.shape[dim] // 2
+    if share == 1:
+        return Layout(dim)
+    for layout in (Layout(dim, share), Layout(dim, share, inner=True)):
+        rows = layout.rows(two, 2)
+        assert rows is not None
+        a, b = rows.to(torch.complex128 if rows.is_complex() else torch.float64)
+        # Equal rows may differ by rounding errors, other elements of a tensor differ by far more.
+        scale = torch.maximum(a.abs(), b.abs()).nan_to_num(0, 0, 0).sum()
+        if (a - b).abs().nan_to_num(0, 0, 0).sum() <= 0.02 * scale:
+            return layout
+    return None

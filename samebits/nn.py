@@ -1,0 +1,289 @@
+"""``samebits.nn.Linear`` and ``samebits.convert``: models whose linear layers keep their bits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samebits.contract import Contract, resolve
+from samebits.ops._library import SUPPORTED
+from samebits.ops.addmm import addbmm, addbmm_
+from samebits.ops.linear import linear, sequences
+from samebits.ops.matmul import product
+
+__all__ = ["Conversion", "Linear", "Unconverted", "convert"]
+
+
+class Linear(nn.Linear):
+    """``torch.nn.Linear`` by :func:`samebits.linear`: ``y = x @ weight.T + bias``.
+
+    The same constructor, parameters, initialization and state dict. Output bits, gradients and errors are
+    those of :func:`samebits.linear`.
+
+    If a parameter has an attribute ``main_grad`` when the layer runs, its gradient goes there and not to
+    ``.grad``, as in Megatron-LM with ``gradient_accumulation_fusion``. ``main_grad`` is a float32 tensor of
+    the parameter's shape, which the caller makes, zeroes, and hands to the optimizer. The backward carries
+    its chain on over the new tokens (:func:`samebits.addmm_`), so that micro-batches which are cut between
+    sequences give the bits of one large batch; then it sets ``grad_added_to_main_grad`` on the parameter. In
+    eager mode only.
+
+    Args:
+        in_features: size of each input row.
+        out_features: size of each output row.
+        bias: whether there is one.
+        device: of the parameters.
+        dtype: of the parameters; bfloat16, float16 or float32.
+        contract: as in :func:`samebits.linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        contract: Contract | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.contract = contract
+
+    @classmethod
+    def from_torch(cls, layer: nn.Linear, *, contract: Contract | None = None) -> Linear:
+        """A new layer with the very parameters of `layer`, in its mode (training or eval).
+
+        Raises:
+            TypeError: `layer` is no plain ``torch.nn.Linear``, or has hooks, which a new layer would lack.
+        """
+        reason = _why_not(layer)
+        if reason is None and any(vars(layer)[hooks] for hooks in _HOOKS):
+            reason = "it has hooks, which samebits.convert(module) keeps"
+        if reason is not None:
+            raise TypeError(f"samebits.nn.Linear.from_torch: layer: {type(layer).__name__}: {reason}")
+        new = cls(layer.in_features, layer.out_features, False, "meta", layer.weight.dtype, contract=contract)
+        new.weight, new.bias = layer.weight, layer.bias
+        return new.train(layer.training)
+
+    def forward(self, input: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """``input`` ``[..., in_features]``; ``cu_seqlens`` as in :func:`samebits.linear`."""
+        if torch.is_grad_enabled() and any(_main_grad(p) is not None for p in (self.weight, self.bias)):
+            return _run_with_main_grads(self, input, cu_seqlens)
+        return linear(input, self.weight, self.bias, cu_seqlens=cu_seqlens, contract=self.contract)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", contract={self.contract}" if self.contract else "")
+
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def _main_grad(parameter: Tensor | None) -> Tensor | None:
+    """Where the gradient of `parameter` is to be accumulated, if not in ``.grad``."""
+    if parameter is None or not parameter.requires_grad:
+        return None
+    return getattr(parameter, "main_grad", None)
+
+
+def _run_with_main_grads(layer: Linear, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("samebits.nn.Linear: main_grad: expected eager mode, got torch.compile")
+    for name, parameter in layer.named_parameters(recurse=False):
+        acc = _main_grad(parameter)
+        if acc is None:
+            continue
+        if not isinstance(acc, Tensor) or acc.dtype != torch.float32 or acc.shape != parameter.shape:
+            got = f"{acc.dtype} {tuple(acc.shape)}" if isinstance(acc, Tensor) else type(acc).__name__
+            raise TypeError(
+                f"samebits.nn.Linear: {name}.main_grad: expected float32 {tuple(parameter.shape)}, got {got}"
+            )
+        if acc.device != parameter.device or acc.requires_grad:
+            raise ValueError(
+                f"samebits.nn.Linear: {name}.main_grad: expected a tensor on {parameter.device} that requires"
+                f" no grad, got one on {acc.device}" + (" that does" if acc.requires_grad else "")
+            )
+    operands = [x, layer.weight, layer.bias]
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        operands = [None if t is None else t.to(dtype) for t in operands]
+    out: Tensor = _MainGradLinear.apply(*operands, layer, cu_seqlens)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _MainGradLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, cu_seqlens)
+        ctx.parameters = layer.weight, layer.bias
+        ctx.contract = resolve(layer.contract, x.dtype, x.device.type)
+        with torch.autocast(x.device.type, enabled=False):  # what it casts, is cast already
+            return linear(x, weight, bias, cu_seqlens=cu_seqlens, contract=layer.contract)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, cu_seqlens = ctx.saved_tensors
+        grads: list[Tensor | None] = [None, None, None, None, None]
+        if ctx.needs_input_grad[0]:
+            rows = grad if grad.ndim > 1 else grad.unsqueeze(0)
+            out = product(rows, weight, None, x.dtype, ctx.contract)
+            grads[0] = out.reshape(x.shape)
+        columns, rows = sequences(grad).mT, sequences(x)
+        ones = x.new_ones(()).expand(*rows.shape[:-1], 1)
+        for i, parameter, terms in ((1, ctx.parameters[0], rows), (2, ctx.parameters[1], ones)):
+            if not ctx.needs_input_grad[i]:
+                continue
+            acc = _main_grad(parameter)
+            if acc is None:
+                out = addbmm(None, columns, terms, cu_seqlens, x.dtype, ctx.contract)
+                grads[i] = out[0].view(parameter.shape)
+            else:
+                chains = acc.view(1, len(acc), terms.shape[-1])
+                addbmm_(chains, columns, terms, cu_seqlens, ctx.contract)
+                parameter.grad_added_to_main_grad = True
+        return tuple(grads)
+
+
+@dataclass(frozen=True)
+class Unconverted:
+    """A module that computes products and was left as it is.
+
+    Attributes:
+        name: its name in the model.
+        kind: its class.
+        reason: why, and where there is something to do, what.
+    """
+
+    name: str
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What :func:`convert` did. Printed, it is a summary.
+
+    Attributes:
+        converted: names of the layers that are ``samebits.nn.Linear`` now and were not before.
+        already: names of those that were.
+        unconverted: all other modules known to compute products, and why they were left.
+    """
+
+    converted: tuple[str, ...]
+    already: tuple[str, ...]
+    unconverted: tuple[Unconverted, ...]
+
+    def __str__(self) -> str:
+        counts = {
+            "linear layers converted": self.converted,
+            "converted before": self.already,
+            "left as they are": self.unconverted,
+        }
+        lines = ["; ".join(f"{what}: {len(names)}" for what, names in counts.items())]
+        lines += [f"  {u.name or '(the module itself)'} ({u.kind}): {u.reason}" for u in self.unconverted]
+        return "\n".join(lines)
+
+
+def convert(
+    module: nn.Module,
+    *,
+    filter: Callable[[str, nn.Module], bool] | None = None,
+    contract: Contract | None = None,
+) -> Conversion:
+    """Make every plain ``torch.nn.Linear`` of a model a :class:`samebits.nn.Linear`, in place.
+
+    A layer stays the object that it is and changes its class. So its parameters (tied ones too), dtype,
+    device, ``requires_grad``, mode, hooks, name and every reference to it stay. A layer whose class or
+    instance has a forward of its own is left, as are other modules that compute products: the report names
+    each of them, and says why. What calls ``torch.nn.functional.linear`` itself is seen neither here nor
+    there: use ``samebits.audit`` to be sure. Converting twice changes nothing.
+
+    Args:
+        module: the model, or one layer. Convert it before it is sharded, compiled or traced.
+        filter: takes a layer's name and the layer; those for which it is false are left.
+        contract: of the converted layers, as in :func:`samebits.linear`.
+
+    Raises:
+        TypeError: ``module`` is no module, or ``contract`` no contract.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"samebits.convert: module: expected a Module, got {type(module).__name__}")
+    if contract is not None and not isinstance(contract, Contract):
+        raise TypeError(f"samebits.convert: contract: expected a Contract, got {type(contract).__name__}")
+    bypassed = _bypassed(module)
+    converted, already, unconverted = [], [], []
+    for name, part in module.named_modules():
+        if type(part) is Linear:
+            already.append(name)
+            continue
+        reason = _product_of_its_own(part)
+        if isinstance(part, nn.Linear):
+            reason = bypassed.get(part) or _why_not(part)
+            if reason is None and filter is not None and not filter(name, part):
+                reason = "the filter left it out"
+            if reason is None:
+                part.__class__ = Linear
+                vars(part)["contract"] = contract
+                converted.append(name)
+        if reason is not None:
+            unconverted.append(Unconverted(name, type(part).__name__, reason))
+    return Conversion(tuple(converted), tuple(already), tuple(unconverted))
+
+
+def _why_not(layer: nn.Module) -> str | None:
+    """Why `layer` cannot become a :class:`Linear`; None if it can."""
+    if isinstance(layer, nn.LazyLinear):
+        return "its weight is not initialized: run the model once first"
+    if nn.utils.parametrize.is_parametrized(layer):
+        return "it is parametrized: convert first, then parametrize"
+    if type(layer) is not nn.Linear:
+        return "it is not a plain torch.nn.Linear, and its class may compute something else"
+    if "forward" in vars(layer):
+        return "its forward was replaced on the instance: convert first, then wrap"
+    weight = layer.weight  # with torch.nn.utils.weight_norm a plain tensor, which a hook computes
+    if type(weight) not in (Tensor, nn.Parameter) or weight.layout is not torch.strided:
+        return f"its weight is a {type(weight).__name__} of layout {weight.layout}, not a plain dense tensor"
+    if weight.dtype not in SUPPORTED:
+        return f"its weight is {weight.dtype}; samebits takes float32, bfloat16 and float16"
+    return None
+
+
+def _bypassed(module: nn.Module) -> dict[nn.Module, str]:
+    """Linear layers that PyTorch's own modules never call, and why."""
+    layers: dict[nn.Module, str] = {}
+    for part in module.modules():
+        if isinstance(part, nn.MultiheadAttention):
+            layers[part.out_proj] = "torch.nn.MultiheadAttention uses its weight without calling it"
+        elif isinstance(part, nn.TransformerEncoderLayer) and torch.backends.mha.get_fastpath_enabled():
+            reason = (
+                "the fast path of torch.nn.TransformerEncoderLayer does not call it:"
+                " torch.backends.mha.set_fastpath_enabled(False) first"
+            )
+            layers |= {part.linear1: reason, part.linear2: reason}
+    return layers
+
+
+def _product_of_its_own(part: nn.Module) -> str | None:
+    """Why the products of `part`, which is no linear layer, stay PyTorch's; None if it has none."""
+    # Looked up, not imported: a Conv1D can only be in a model if transformers is loaded.
+    pytorch_utils = sys.modules.get("transformers.pytorch_utils")
+    if pytorch_utils is not None and isinstance(part, pytorch_utils.Conv1D):
+        return "its weight is transposed: replace it by a samebits.nn.Linear of weight.mT"
+    kinds = (nn.MultiheadAttention, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, nn.modules.conv._ConvNd)
+    return "it computes products itself, with PyTorch's operators" if isinstance(part, kinds) else None

