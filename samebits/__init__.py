@@ -1,6 +1,7 @@
 """Matrix products whose every output row has the same bits whatever batch it rides in."""
 
 from samebits._version import __version__
+from samebits.backends import use_backend
 from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, MmaModel, use_mma_model
 from samebits.ops.addmm import addmm_
 from samebits.ops.bmm import bmm
@@ -25,5 +26,6 @@ __all__ = [
     "logp",
     "matmul",
     "prepare",
+    "use_backend",
     "use_mma_model",
 ]
