@@ -1,6 +1,6 @@
 """``samebits bench``, with what it was measured on, into benchmarks/results/<gpu>/bench.json.
 
-python -m benchmarks.gpu [--quick] [--peers] [--commit COMMIT]
+python -m benchmarks.gpu [--quick] [--peers] [--backend NAME] [--commit COMMIT]
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few shapes")
     parser.add_argument("--peers", action="store_true", help="other libraries too, if installed")
+    parser.add_argument("--backend", help="in place of the automatic choice")
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--out", type=Path, help="instead of benchmarks/results/<gpu>/bench.json")
+    parser.add_argument(
+        "--out", type=Path, help="instead of benchmarks/results/<gpu>/bench.json, or BACKEND.json"
+    )
     options = parser.parse_args()
     record = environment(options.commit)
     console = Console(width=150)
@@ -34,11 +37,11 @@ def main() -> None:
             console.print(f"{done:4.0%} {what}", style="dim", highlight=False)
 
     cases = bench.quick() if options.quick else bench.CASES
-    data = bench.bench(cases, peers=options.peers, progress=progress)
+    data = bench.bench(cases, peers=options.peers, backend=options.backend, progress=progress)
     measured = data["environment"]
     data["environment"] = record | measured | {"versions": record["versions"] | measured["versions"]}
     gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-    write(options.out or RESULTS / gpu / "bench.json", data)
+    write(options.out or RESULTS / gpu / f"{options.backend or 'bench'}.json", data)
     console.print(bench.show(data))
 
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from samebits import nn
 from samebits._version import __version__
+from samebits.backends import use_backend
 from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, MmaModel, use_mma_model
 from samebits.nn import convert
 from samebits.ops.addmm import addmm_
@@ -35,6 +36,7 @@ __all__ = [
     "matmul",
     "nn",
     "prepare",
+    "use_backend",
     "use_mma_model",
 ]
 

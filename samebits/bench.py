@@ -27,6 +27,7 @@ from rich.text import Text
 from torch import Tensor
 
 from samebits._version import __version__
+from samebits.backends import asked, use_backend
 from samebits.contract import FMA, TENSOR_CORE
 from samebits.ops.bmm import bmm
 from samebits.ops.linear import linear
@@ -196,7 +197,7 @@ def _contestants(case: Case, device: torch.device) -> dict[str, Run]:
     ends = torch.tensor([0, *itertools.accumulate(_lengths(case.m))], dtype=torch.int32, device=device)
 
     def ragged(dy: Tensor, x: Tensor) -> Tensor:
-        parts = dy.mT[None, None], x[None, None], ends, case.dtype, TENSOR_CORE.key
+        parts = dy.mT[None, None], x[None, None], ends, case.dtype, TENSOR_CORE.key + asked("cuda")
         out: Tensor = torch.ops.samebits.addbmm(None, *parts)
         return out[0]
 
@@ -398,6 +399,7 @@ def bench(
     *,
     device: int = 0,
     peers: bool = False,
+    backend: str | None = None,
     progress: Show = lambda done, what: None,
 ) -> dict[str, Any]:
     """Measure `cases`, cuBLAS's drift on their shapes, and the host's cost of a call.
@@ -406,6 +408,7 @@ def bench(
         cases: what to measure.
         device: index of the CUDA device.
         peers: measure those of `PEERS` that are installed, too.
+        backend: measure this one, as :func:`samebits.use_backend` names it, in place of the automatic choice.
         progress: told the fraction done, and what is being done.
 
     Returns:
@@ -422,7 +425,7 @@ def bench(
         raise runtime.UnavailableError(f"{status.reason}. {status.remedy}".strip())
     todo = list(cases)
     where = torch.device("cuda", device)
-    with torch.cuda.device(device), torch.no_grad():
+    with torch.cuda.device(device), torch.no_grad(), use_backend(backend):
         torch.manual_seed(0)
 
         def calls() -> Iterator[Callable[[], object]]:
@@ -434,6 +437,7 @@ def bench(
         ahead.compile_for(calls(), lambda done, what: progress(0.1 * done, what))
         others = _installed(PEERS) if peers else {}
         data: dict[str, Any] = {"environment": _environment(device), "ceilings": _ceilings(where)}
+        data["environment"]["backend"] = backend or "automatic"
         data["cases"] = []
         for i, case in enumerate(todo):
             progress(0.1 + 0.8 * i / len(todo), f"{case.work}, M {case.m}, K {case.k}, N {case.n}")
@@ -445,7 +449,7 @@ def bench(
             progress(0.9 + 0.08 * i / len(shapes), "rows that change with the batch")
             data["drift"].append(_drift(k, n, where))
     progress(0.98, "host")
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), use_backend(backend):
         data["host"] = [line for shape in HOST for line in _host(*shape, where)]
     return data
 

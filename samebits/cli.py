@@ -211,6 +211,9 @@ def bench(
     peers: Annotated[
         bool, typer.Option("--peers", help="Measure batch_invariant_ops and sgemm-bi too, if installed.")
     ] = False,
+    backend: Annotated[
+        str | None, typer.Option("--backend", metavar="NAME", help="Measure this one: cuda or triton.")
+    ] = None,
     json_to: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write all times there; - is stdout.")
     ] = None,
@@ -229,7 +232,7 @@ def bench(
         try:
             with _progress() as show:
                 cases = benchmark.quick() if quick else benchmark.CASES
-                data = benchmark.bench(cases, device=device, peers=peers, progress=show)
+                data = benchmark.bench(cases, device=device, peers=peers, backend=backend, progress=show)
         except UnavailableError as error:
             raise AuditError(str(error)) from error
         except AssertionError as error:

@@ -76,6 +76,18 @@ HOPPER = MmaModel("HOPPER", group=16, fraction_bits=25, zero_exponent=-133)
 """Tensor cores of sm_90, sm_100, sm_103 and sm_120 (H100, H200, B200)."""
 
 
+FAMILIES: dict[tuple[int, int], MmaModel] = {
+    (8, 0): AMPERE,
+    (8, 6): AMPERE,
+    (8, 9): AMPERE,
+    (9, 0): HOPPER,
+    (10, 0): HOPPER,
+    (10, 3): HOPPER,
+    (12, 0): HOPPER,
+}
+"""The tensor cores of NVIDIA's GPUs, by compute capability."""
+
+
 @dataclass(frozen=True, slots=True)
 class Contract:
     """Everything that may change an output bit of a product.
@@ -147,8 +159,8 @@ _REVISION = 1
 
 @functools.lru_cache(maxsize=64)
 def contract_from_key(key: str) -> Contract:
-    """The contract whose :attr:`Contract.key` is ``key``."""
-    name, step, *model = key.split(":")
+    """The contract whose :attr:`Contract.key` is ``key``; a backend that was asked for may follow after @."""
+    name, step, *model = key.partition("@")[0].split(":")
     mma = MmaModel(model[0], *map(int, model[1:])) if model else None
     return Contract(name, cast(Literal["mma", "fma"], step), mma)
 

@@ -157,9 +157,8 @@ def _cuda() -> Backend:
 
 
 def _triton() -> Backend:
-    return Backend(
-        "triton", "GPUs that Triton compiles for", False, "not in this version of samebits", _USE_CPU
-    )
+    from samebits.backends.triton import runtime
 
-
-_USE_CPU = "use CPU tensors"
+    status = runtime.status()
+    why = f"Triton {status.triton}" if status.available else status.reason
+    return Backend("triton", "GPUs that Triton compiles for", status.available, why, status.remedy)

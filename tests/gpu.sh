@@ -26,6 +26,8 @@ finish() {
 
 start verify 280 "$python" -m samebits verify --thorough --json "$out/verify.json"
 start pytest 280 "$python" -m pytest -m gpu -n 6 -q -p no:cacheprovider
+start triton 280 "$python" -m pytest -m gpu -n 4 -q -p no:cacheprovider --backend triton \
+  tests/test_conformance.py tests/test_invariance.py tests/test_gpu.py -k "not test_verify"
 sanitize='"$0" tests/sanitize.py --every 8 --compile && compute-sanitizer --error-exitcode 1 "$@" "$0" tests/sanitize.py --every 8'
 start memcheck 280 bash -c "$sanitize" "$python" --tool memcheck --report-api-errors no
 start racecheck 280 bash -c "$sanitize" "$python" --tool racecheck
@@ -34,7 +36,7 @@ start bench 290 "$python" -m benchmarks.gpu --commit "$commit" --out "$out/bench
 finish
 
 status=0
-for name in pytest verify memcheck racecheck bench; do
+for name in pytest triton verify memcheck racecheck bench; do
   printf '\n==> %s: exit %s\n' "$name" "${codes[$name]}"
   tail -n 24 "$out/$name.log" | cut -c1-180
   [ "${codes[$name]}" = 0 ] || status=1

@@ -402,13 +402,15 @@ def test_offsets_are_asserted_once_for_each_state_of_their_tensor() -> None:
     from samebits.ops.addmm import assert_cu_seqlens
 
     offsets = torch.tensor([0, 3, 8])
-    with mock.patch("samebits.backends.cuda.assert_spans.assert_spans") as asserted:
+    asserted = mock.Mock()
+    found = mock.Mock(assert_spans=asserted), ""
+    with mock.patch("samebits.ops.addmm.on_gpu", return_value=found):
         for calls, change in ((1, None), (1, None), (2, 4), (2, None)):
             if change is not None:
                 offsets[1] = change
-            assert_cu_seqlens("linear", offsets, 8)
+            assert_cu_seqlens("linear", offsets, 8, TENSOR_CORE.key)
             assert asserted.call_count == calls
-        assert_cu_seqlens("linear", offsets, 9)
+        assert_cu_seqlens("linear", offsets, 9, TENSOR_CORE.key)
         assert asserted.call_args.args == (offsets, 9)
 
 

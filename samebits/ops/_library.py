@@ -13,6 +13,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad, profiler
 
+from samebits.backends import asked
 from samebits.contract import Contract, resolve
 
 library = torch.library.Library("samebits", "DEF")
@@ -132,12 +133,14 @@ def check_operands(
 
     Returns:
         The operands, with `autocast` in the dtype that ``torch.autocast`` wants them in if it is on; the key
-        of the contract to run under; and whether all operands are known to be plain (:func:`all_plain`).
+        of the contract to run under, with the backend if one was asked for; and whether all operands are
+        known to be plain (:func:`all_plain`).
     """
     tensors = list(operands.values())
     if contract is None and _glance(tensors):
         a = tensors[0]
-        return tensors, resolve(None, a.dtype, "cuda" if a.is_cuda else "cpu"), True
+        kind = "cuda" if a.is_cuda else "cpu"
+        return tensors, resolve(None, a.dtype, kind) + asked(kind), True
     for name, t in operands.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"samebits.{op}: {name}: expected a Tensor, got {type(t).__name__}")
@@ -179,7 +182,7 @@ def check_operands(
                 f"samebits.{op}: {first}: contract {contract.name} takes bfloat16 or float16, got {dtype}"
                 " (float32 runs under samebits.FMA, never as TF32)"
             )
-    return tensors, resolve(contract, dtype, kind), False
+    return tensors, resolve(contract, dtype, kind) + asked(kind), False
 
 
 def _glance(tensors: list[Tensor]) -> bool:

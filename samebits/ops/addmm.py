@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from samebits.backends import on_gpu
 from samebits.contract import Contract
 from samebits.ops._library import Operator, check_device, check_operands, has_memory, shape
 from samebits.ops.matmul import operand, product
@@ -94,7 +95,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int) -> None:
 _asserted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def assert_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int) -> None:
+def assert_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int, contract: str) -> None:
     """As :func:`check_cu_seqlens`, on the GPU and without waiting for it: bad offsets end in a device assert.
 
     Layers share one tensor of offsets, so each is looked at once; but a CUDA graph looks at every replay.
@@ -105,9 +106,8 @@ def assert_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int) -> None:
         return
     if cu_seqlens.numel() == 0:
         raise ValueError(f"samebits.{op}: cu_seqlens: expected at least one offset, got none")
-    from samebits.backends.cuda.assert_spans import assert_spans
-
-    assert_spans(cu_seqlens, tokens)
+    backend, _ = on_gpu("assert_spans", contract, cu_seqlens.get_device())
+    backend.assert_spans(cu_seqlens, tokens)
     if not capturing:
         _asserted[cu_seqlens] = seen
 
@@ -143,19 +143,18 @@ def _cuda(
     out_dtype: torch.dtype,
     contract: str,
 ) -> Tensor:
-    from samebits.backends.cuda import matmul as cuda
-
+    backend, key = on_gpu("matmul", contract, a.get_device())
     if cu_seqlens is not None:
-        assert_cu_seqlens("addbmm", cu_seqlens, a.shape[-1])
-    return cuda.addbmm(acc, a, b, cu_seqlens, out_dtype=out_dtype, contract=contract)
+        assert_cu_seqlens("addbmm", cu_seqlens, a.shape[-1], contract)
+    out: Tensor = backend.addbmm(acc, a, b, cu_seqlens, out_dtype=out_dtype, contract=key)
+    return out
 
 
 def _cuda_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, contract: str) -> None:
-    from samebits.backends.cuda import matmul as cuda
-
+    backend, key = on_gpu("matmul", contract, a.get_device())
     if cu_seqlens is not None:
-        assert_cu_seqlens("addbmm_", cu_seqlens, a.shape[-1])
-    cuda.addbmm_(acc, a, b, cu_seqlens, contract=contract)
+        assert_cu_seqlens("addbmm_", cu_seqlens, a.shape[-1], contract)
+    backend.addbmm_(acc, a, b, cu_seqlens, contract=key)
     torch.autograd.graph.increment_version(acc)  # the kernel wrote where autograd cannot see
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends import on_gpu
 from samebits.contract import Contract
 from samebits.ops._library import Operator, check_device, check_operands, shape
 from samebits.ops.addmm import addbmm, assert_cu_seqlens, check_cu_seqlens
@@ -103,12 +104,11 @@ def _cpu(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | No
 
 
 def _cuda(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, contract: str) -> Tensor:
-    from samebits.backends.cuda import matmul as cuda
-
+    backend, key = on_gpu("matmul", contract, x.get_device())
     if cu_seqlens is not None:
-        assert_cu_seqlens("linear", cu_seqlens, x.shape[-2])
+        assert_cu_seqlens("linear", cu_seqlens, x.shape[-2], contract)
     rows = x if x.ndim > 1 else x.unsqueeze(0)
-    out = cuda.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=contract)
+    out: Tensor = backend.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=key)
     return out if x.ndim > 1 else out[0]
 
 

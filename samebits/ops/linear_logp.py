@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from samebits.backends import on_gpu
 from samebits.backends.rows import Rows
 from samebits.contract import Contract, contract_from_key
 from samebits.functions import VOCAB_BLOCK
@@ -169,19 +170,17 @@ def _check_main_grad(main_grad: Tensor, weight: Tensor) -> None:
         )
 
 
-def _backend(t: Tensor) -> tuple[Any, Any, Any]:
-    """The modules that run this, log-probabilities of logits, and products on the device of `t`."""
+def _backend(t: Tensor, contract: str) -> tuple[Any, Any, Any, str]:
+    """Modules for this, log-probabilities of logits, and products on the device of `t`; their contract."""
     if t.is_cuda:
-        from samebits.backends.cuda import linear_logp as cuda
-        from samebits.backends.cuda import logp as cuda_logp
-        from samebits.backends.cuda import matmul as cuda_matmul
-
-        return cuda, cuda_logp, cuda_matmul
+        parts = ("linear_logp", "logp", "matmul")
+        (fused, key), (logp, _), (products, _) = (on_gpu(p, contract, t.get_device()) for p in parts)
+        return fused, logp, products, key
     from samebits.backends.reference import linear_logp as reference
     from samebits.backends.reference import logp as reference_logp
     from samebits.backends.reference import matmul as reference_matmul
 
-    return reference, reference_logp, reference_matmul
+    return reference, reference_logp, reference_matmul, contract
 
 
 _STATISTICS = 3 << 27  # logits whose statistics are held at once: 24 to 36 MiB
@@ -200,22 +199,25 @@ def _forward(
     entropy: bool,
     contract: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_cu_seqlens(hidden, cu_seqlens)
-    backend, logits, _ = _backend(hidden)
+    backend, logits, _, key = _backend(hidden, contract)
+    _check_cu_seqlens(hidden, cu_seqlens, contract)
     vocabulary, features = weight.shape
     rows = Rows.empty(target.reshape(-1).contiguous(), vocabulary, ignore_index, scale=scale, entropy=entropy)
     x = hidden.reshape(target.numel(), features)
     for start, stop in pieces(target.numel(), vocabulary, _STATISTICS):
         part = rows.part(start, stop)
-        logits.combine(backend.statistics(x[start:stop], weight, bias, part, contract=contract), part)
+        logits.combine(backend.statistics(x[start:stop], weight, bias, part, contract=key), part)
     kept = target.shape if entropy else (0,)
     return rows.logp.view(target.shape), rows.entropy.view(kept), rows.shift, rows.log_sum
 
 
-def _check_cu_seqlens(hidden: Tensor, cu_seqlens: Tensor | None) -> None:
-    if cu_seqlens is not None:
-        check = assert_cu_seqlens if hidden.is_cuda else check_cu_seqlens
-        check("linear_logp", cu_seqlens, hidden.shape[-2])
+def _check_cu_seqlens(hidden: Tensor, cu_seqlens: Tensor | None, contract: str) -> None:
+    if cu_seqlens is None:
+        return
+    if hidden.is_cuda:
+        assert_cu_seqlens("linear_logp", cu_seqlens, hidden.shape[-2], contract)
+    else:
+        check_cu_seqlens("linear_logp", cu_seqlens, hidden.shape[-2])
 
 
 def _gradients(
@@ -235,7 +237,7 @@ def _gradients(
     contract: str,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    backend, _, products = _backend(hidden)
+    backend, _, products, key = _backend(hidden, contract)
     vocabulary, features = weight.shape
     tokens = target.numel()
     x, none = hidden.reshape(tokens, features), shift.new_empty(0)
@@ -258,17 +260,17 @@ def _gradients(
     step = max(1, _GRAD_LOGITS // max(1, tokens) // VOCAB_BLOCK) * VOCAB_BLOCK
     for first in range(0, vocabulary, step):
         part = slice(first, min(first + step, vocabulary))
-        dz = backend.grad_logits(x, weight, bias, part, rows, *grads, dtype=dtype, contract=contract)
+        dz = backend.grad_logits(x, weight, bias, part, rows, *grads, dtype=dtype, contract=key)
         if needed[0]:
-            products.carry_on(dx, dz, weight[part], contract=contract)
+            products.carry_on(dx, dz, weight[part], contract=key)
         columns = dz.view(*by_sequence.shape[:3], dz.shape[1]).mT
         if needed[1] and main_grad is not None:
-            products.addbmm_(main_grad[None, part], columns, by_sequence, cu_seqlens, contract=contract)
+            products.addbmm_(main_grad[None, part], columns, by_sequence, cu_seqlens, contract=key)
         elif needed[1]:
-            products.addbmm_out(dw[None, part], columns, by_sequence, cu_seqlens, contract=contract)
+            products.addbmm_out(dw[None, part], columns, by_sequence, cu_seqlens, contract=key)
         if needed[2]:
             ones = dz.new_ones(()).expand(*columns.shape[:2], columns.shape[3], 1)
-            products.addbmm_out(db[None, part, None], columns, ones, cu_seqlens, contract=contract)
+            products.addbmm_out(db[None, part, None], columns, ones, cu_seqlens, contract=key)
         del dz, columns  # before the next ones are allocated
     if needed[1] and main_grad is not None:
         torch.autograd.graph.increment_version(main_grad)  # written where autograd cannot see

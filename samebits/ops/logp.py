@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends import UnavailableError, on_gpu
 from samebits.backends.rows import Rows, Statistics
+from samebits.contract import FMA
 from samebits.ops._library import Operator, check_device, check_operands, has_memory, shape
 
 
@@ -37,7 +39,9 @@ def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
             waits for it. Where waiting is not possible (in CUDA-graph capture, under ``torch.compile`` and
             ``torch.func``), such a row gives NaN, and a gradient of zero.
     """
-    (logits,), _, _ = check_operands("logp", None, {"logits": logits}, autocast=False)
+    (logits,), key, _ = check_operands("logp", None, {"logits": logits}, autocast=False)
+    if key.endswith("@triton"):
+        raise UnavailableError("samebits.logp: backend triton does not compute it yet; choose backend cuda")
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"samebits.logp: logits: expected [..., V] with V > 0, got shape {shape(logits)}")
     target = check_target("logp", target, "logits", logits, logits.shape[-1], ignore_index)
@@ -76,9 +80,7 @@ def check_target(
 def _backend(t: Tensor) -> Any:
     """The module that runs log-probabilities on the device of `t`."""
     if t.is_cuda:
-        from samebits.backends.cuda import logp as cuda
-
-        return cuda
+        return on_gpu("logp", FMA.key, t.get_device())[0]
     from samebits.backends.reference import logp as reference
 
     return reference

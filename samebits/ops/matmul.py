@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends import on_gpu
 from samebits.contract import Contract, contract_from_key
 from samebits.ops._library import Operator, check_operands, check_out_dtype, shape
 
@@ -78,9 +79,9 @@ def _cpu(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, cont
 
 
 def _cuda(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:
-    from samebits.backends.cuda import matmul as cuda
-
-    return cuda.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=contract)
+    backend, key = on_gpu("matmul", contract, a.get_device())
+    out: Tensor = backend.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=key)
+    return out
 
 
 def _fake(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
 
+from samebits.contract import FMA, TENSOR_CORE, Contract
 from samebits.verify.operands import Operands
 
 
@@ -23,6 +25,8 @@ class Kernel:
     """None is the one that it chooses itself."""
     takes: Callable[[Operands, Tensor, Any], bool]
     run: Callable[[Operands, Tensor, Any], object]
+    ahead: bool = True
+    """Whether it is one of the CUDA kernels, compiled ahead; Triton compiles where it launches."""
 
 
 def _universal() -> Kernel:
@@ -109,10 +113,51 @@ def _tiny(step: Literal["mma", "fma"]) -> Kernel:
     return Kernel("bmm_tiny", step, (None, *bmm_tiny.SCHEDULES), takes, run)
 
 
+def _triton() -> list[Kernel]:
+    from samebits.backends.triton import matmul as backend
+
+    def batched(x: Tensor, batch: int) -> Tensor:
+        x = x if x.ndim == 4 else x.unsqueeze(-3)
+        return x.expand(batch, *x.shape[-3:])
+
+    def arranged(x: Operands, out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        out = out if out.ndim == 3 else out[None]
+        return batched(x.a, len(out)), batched(x.b, len(out)), out, None if x.acc is None else out
+
+    def takes_tiles(x: Operands, out: Tensor, schedule: Any) -> bool:
+        accumulate = x.acc is not None
+        fits = schedule is None or backend.fits(schedule, out.element_size(), accumulate, out.device)
+        return fits and x.cu_seqlens is None and backend.takes_tiles(*arranged(x, out), x.bias)
+
+    def run(contract: Contract, x: Operands, out: Tensor, schedule: Any) -> object:
+        a, b, out, acc = arranged(x, out)
+        sequences = acc is not None or x.cu_seqlens is not None or x.a.ndim == 4
+        backend.run(
+            *(a, b, out, contract),
+            acc=acc,
+            bias=x.bias,
+            cu_seqlens=x.cu_seqlens,
+            closing_zero=sequences,
+            schedule=schedule,
+        )
+        return out
+
+    def takes_all(x: Operands, out: Tensor, schedule: Any) -> bool:
+        return True
+
+    mma, fma = partial(run, TENSOR_CORE), partial(run, FMA)
+    return [
+        Kernel("triton matmul", "mma", backend.MMA_SCHEDULES, takes_all, mma, ahead=False),
+        Kernel("triton matmul_tiles", "mma", (None, *backend.TILE_SCHEDULES), takes_tiles, mma, ahead=False),
+        Kernel("triton matmul, FMA", "fma", (None, *backend.FMA_SCHEDULES), takes_all, fma, ahead=False),
+    ]
+
+
 def kernels(device: int) -> list[Kernel]:
     """Those that run on CUDA device `device`; of every step the one that takes all operands comes first."""
     from samebits.backends.cuda import runtime
+    from samebits.backends.triton import runtime as triton
 
-    info = runtime.device_info(device)
-    hopper = [_hopper()] if info.capability == (9, 0) else []
-    return [_universal(), *hopper, _fma(), _tiny("mma"), _tiny("fma")]
+    hopper = [_hopper()] if runtime.device_info(device).capability == (9, 0) else []
+    cuda = [_universal(), *hopper, _fma(), _tiny("mma"), _tiny("fma")]
+    return [*cuda, *(_triton() if triton.status().available else [])]

@@ -151,7 +151,7 @@ def show(report: Report) -> RenderableType:
             "" if line.kernel == before else line.kernel,
             line.what,
             line.against,
-            str(line.schedules) if line.kernel.startswith("matmul_sm") else "",
+            str(line.schedules) if line.kernel.startswith(("matmul", "triton")) else "",
             f"{line.products:,}",
             f"{line.compared:,}",
             Text(f"{line.differing:,}", style=alarm if line.differing else "green"),

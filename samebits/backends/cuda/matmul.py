@@ -9,29 +9,19 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import bmm_tiny, matmul_fma, matmul_sm80, matmul_sm90, runtime
-from samebits.contract import AMPERE, HOPPER, MmaModel, contract_from_key
-
-_FAMILIES: dict[tuple[int, int], MmaModel] = {
-    (8, 0): AMPERE,
-    (8, 6): AMPERE,
-    (8, 9): AMPERE,
-    (9, 0): HOPPER,
-    (10, 0): HOPPER,
-    (10, 3): HOPPER,
-    (12, 0): HOPPER,
-}
+from samebits.contract import FAMILIES, MmaModel, contract_from_key
 
 
 @functools.cache
 def family(device: int) -> MmaModel:
     """The tensor cores that CUDA device `device` has."""
     info = runtime.device_info(device)
-    found = _FAMILIES.get(info.capability)
+    found = FAMILIES.get(info.capability)
     if found is None:
         major, minor = info.capability
         raise runtime.UnavailableError(
             f"samebits: it is not known which bits the tensor cores of {info.name} (sm_{major}{minor}) give;"
-            f" known are {', '.join(f'sm_{a}{b}' for a, b in _FAMILIES)}"
+            f" known are {', '.join(f'sm_{a}{b}' for a, b in FAMILIES)}"
         )
     return found
 

@@ -32,6 +32,8 @@ from typing import Any
 
 import torch
 
+from samebits.backends import UnavailableError
+
 __all__ = [
     "CompileError",
     "Cubin",
@@ -46,6 +48,7 @@ __all__ = [
     "device_info",
     "empty_matrix",
     "load",
+    "require",
     "status",
     "tensor_map",
 ]
@@ -63,10 +66,6 @@ INSTALL = "install the extra cuda: pip install '.[cuda]' in a clone of samebits"
 
 # Each would change results. No contraction: a kernel that wants a fused multiply-add says so.
 _FLOAT_OPTIONS = {"fma": False, "ftz": False, "prec_div": True, "prec_sqrt": True}
-
-
-class UnavailableError(RuntimeError):
-    """CUDA kernels cannot run here; the message says why and what to do."""
 
 
 class CompileError(RuntimeError):
@@ -154,6 +153,13 @@ def status() -> Status:
         devices,
         "none" if cache is None else str(cache),
     )
+
+
+def require(device: int) -> None:
+    """Raise UnavailableError unless CUDA kernels run on CUDA device `device`."""
+    _require_compiler()
+    _require_gpu()
+    _require_capability(device_info(device), OLDEST, "CUDA kernels need")
 
 
 def _installed(distribution: str) -> str | None:

@@ -1,0 +1,119 @@
+"""Times of every schedule of Triton's tile kernel beside torch.mm, which its schedules are chosen from:
+
+python -m benchmarks.triton_tune [--seconds N] [--out FILE]
+
+Products are taken in a random order, the same each time. What a schedule computes is compared with the
+general kernel, bit for bit, before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.record import RESULTS, environment, write
+from samebits.backends.triton import matmul as triton
+from samebits.bench import SHAPES, Case, _operands, _Race
+from samebits.contract import TENSOR_CORE
+from samebits.testing import assert_same_bits
+
+
+def cases() -> list[Case]:
+    forward = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+    found = [Case("forward", m, k, n) for k, n in SHAPES for m in forward]
+    found += [Case(w, m, k, n) for w in ("dX", "dW") for k, n in SHAPES for m in (512, 1024, 2048, 8192)]
+    random.Random(1).shuffle(found)
+    return [case for case in found if case.flop < 6e11]
+
+
+def product(case: Case, schedule: triton.Schedule | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """The product by `schedule`, or by torch."""
+
+    def run(first: Tensor, second: Tensor) -> Tensor:
+        a = first.mT if case.work == "dW" else first
+        b = second.mT if case.work == "forward" else second
+        if schedule is None:
+            return torch.mm(a, b)
+        out = a.new_empty(a.shape[0], b.shape[1])
+        triton.run(a[None, None], b[None, None], out[None], TENSOR_CORE, schedule=schedule)
+        return out
+
+    return run
+
+
+def measure(case: Case, device: torch.device) -> dict[str, Any]:
+    count = max(1, min(32, math.ceil(225e6 / case.bytes)))  # more than the L2 cache holds
+    sets = [_operands(case, device, torch.randn) for _ in range(count)]
+    guess = max(case.flop / 600e12, case.bytes / 3.5e12, 3e-6)
+    race = _Race(max(2, min(100, math.ceil(1e-3 / guess))))
+    race.add("torch", product(case, None), sets)
+    want = product(case, triton.MMA_SCHEDULES[0])(*sets[0])
+    rows = {"forward": case.m, "dX": case.m, "dW": case.n}[case.work]
+    for schedule in triton.TILE_SCHEDULES:
+        if schedule.block_m <= 2 * max(rows, 8):
+            run = product(case, schedule)
+            assert_same_bits(run(*sets[0]), want, f"{case}, {schedule}")
+            race.add(name(schedule), run, sets)
+    result: dict[str, Any] = {"work": case.work, "m": case.m, "k": case.k, "n": case.n, "us": race.run(4)}
+    return result
+
+
+def name(s: triton.Schedule) -> str:
+    return f"{s.block_m}x{s.block_n}x{s.block_k}"
+
+
+def chosen(case: dict[str, Any], sms: int) -> float:
+    """Speed relative to torch of the schedule that the estimate chooses."""
+    m, n = {"forward": ("m", "n"), "dX": ("m", "k"), "dW": ("n", "k")}[case["work"]]
+
+    def estimate(s: triton.TileSchedule) -> float:
+        tiles = math.ceil(case[m] / s.block_m) * math.ceil(case[n] / s.block_n)
+        return float(math.ceil(tiles / sms) * s.us)
+
+    best = min((s for s in triton.TILE_SCHEDULES if name(s) in case["us"]), key=estimate)
+    return float(case["us"]["torch"] / case["us"][name(best)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=120, help="stop after so many")
+    parser.add_argument("--out", type=Path, help="instead of benchmarks/results/<gpu>/triton_tune.json")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="only summarise these results")
+    options = parser.parse_args()
+    if options.show:
+        data = json.loads(options.show.read_text())
+    else:
+        gpu = torch.cuda.get_device_name()
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        data = {"environment": environment() | {"gpu": gpu, "multiprocessors": sms}, "cases": []}
+        start = time.monotonic()
+        for case in cases():
+            if time.monotonic() - start < options.seconds:
+                data["cases"].append(measure(case, torch.device("cuda", 0)))
+        folder = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+        write(options.out or RESULTS / folder / "triton_tune.json", data)
+    for least, most in ((1, 128), (256, 1024), (2048, 8192)):
+        some = [c for c in data["cases"] if least <= c["m"] <= most]
+        if some:
+            best = statistics.geometric_mean(
+                c["us"]["torch"] / min(t for who, t in c["us"].items() if who != "torch") for c in some
+            )
+            mean = statistics.geometric_mean(chosen(c, data["environment"]["multiprocessors"]) for c in some)
+            print(f"M {least} to {most}: {len(some)} products, chosen {mean:.3f}, best of all {best:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The chains of ``docs/contract.md`` in Triton.
+
+``matmul`` takes every layout, size and sequence under both contracts, on every GPU that Triton compiles for.
+``matmul_tiles`` is for plain products whose operands a GPU's copy engine can fetch as tiles: one loop over
+tensor descriptors. Which tile an element is in, and how many k a step of the loop takes, changes no bit:
+``tl.dot`` joins groups of 16 ascending k, in order, to the accumulator that it is given.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Row and column of a tile. Tiles that run side by side share rows and columns, for L2 to serve them."""
+    in_group = GROUP * tiles_n
+    first = tile // in_group * GROUP
+    rows = min(tiles_m - first, GROUP)
+    return first + tile % in_group % rows, tile % in_group // rows
+
+
+@triton.jit
+def _finish(acc, dtype: tl.constexpr):
+    """One rounding to nearest even, and the one NaN."""
+    nan = tl.full([1, 1], 0x7FFFFFFF, tl.int32) if dtype == tl.float32 else tl.full([1, 1], 0x7FFF, tl.int16)
+    return tl.where(acc != acc, nan.to(dtype, bitcast=True), acc.to(dtype))
+
+
+@triton.jit
+def _mma_chain(acc, a, b, start, stop, a_k, b_k, row, column, BLOCK_K: tl.constexpr):
+    """``acc`` carried on over ``start <= k < stop``, the last group filled up with zeros."""
+    for k0 in range(start, stop, BLOCK_K):
+        ks = k0 + tl.arange(0, BLOCK_K)
+        some = ks < stop
+        x = tl.load(a + ks[None, :].to(tl.int64) * a_k, mask=row & some[None, :], other=0)
+        y = tl.load(b + ks[:, None].to(tl.int64) * b_k, mask=some[:, None] & column, other=0)
+        acc = tl.dot(x, y, acc)
+    return acc
+
+
+@triton.jit
+def _fma_chain(acc, a, b, start, stop, a_k, b_k, row, column, UNROLL: tl.constexpr):
+    """``acc`` carried on over ``start <= k < stop``, one fused multiply-add for each k."""
+    for k in tl.range(start, stop, loop_unroll_factor=UNROLL):
+        at = tl.cast(k, tl.int64)
+        x = tl.load(a + at * a_k, mask=row, other=0).to(tl.float32)
+        y = tl.load(b + at * b_k, mask=column, other=0).to(tl.float32)
+        x, y = tl.broadcast(x, y)
+        acc = tl.fma(x, y, acc)
+    return acc
+
+
+@triton.jit
+def _eights(x):
+    """``x``, which is a multiple of 8, in a form that lets the compiler see it: then loads are wide."""
+    return x // 8 * 8
+
+
+@triton.jit
+def _load(tensor, row, column, PARTS: tl.constexpr):
+    """A tile of a tensor's, whose descriptor is of one part of it."""
+    tile = tensor.load([row, column])
+    if PARTS == 2:
+        parts = tl.join(tile, tensor.load([row, column + tile.shape[1]]))
+        tile = tl.reshape(tl.permute(parts, (0, 2, 1)), (tile.shape[0], 2 * tile.shape[1]))
+    return tile
+
+
+@triton.jit
+def _store(tensor, row, column, tile, PARTS: tl.constexpr):
+    if PARTS == 1:
+        tensor.store([row, column], tile)
+    else:
+        width: tl.constexpr = tile.shape[1] // 2
+        parts = tl.permute(tl.reshape(tile, (tile.shape[0], 2, width)), (0, 2, 1)).split()
+        tensor.store([row, column], parts[0])
+        tensor.store([row, column + width], parts[1])
+
+
+# Sizes, and strides that follow from them, do not enter what is compiled: no batch size is special.
+_SIZES = ["m", "n", "k", "sequences", "a_batch", "a_sequence", "a_row", "a_k"]
+_SIZES += ["b_batch", "b_sequence", "b_k", "b_column", "out_batch", "out_row", "out_column", "bias_stride"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def matmul(
+    a,
+    b,
+    acc,  # float32, where chains start, laid out as out; may be out
+    bias,
+    spans,  # bounds in k of the sequences; else every `a_sequence` is one
+    out,
+    m,
+    n,
+    k,
+    sequences,
+    a_batch,
+    a_sequence,
+    a_row,
+    a_k,
+    b_batch,
+    b_sequence,
+    b_k,
+    b_column,
+    out_batch,
+    out_row,
+    out_column,
+    bias_stride,
+    FMA: tl.constexpr,
+    CLOSING_ZERO: tl.constexpr,
+    A_ALONG: tl.constexpr,  # 16-byte pieces of memory lie along "k", along the "row", or along neither ("")
+    B_ALONG: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    if A_ALONG == "k":
+        a_k, a_row, k = 1, _eights(a_row), _eights(k)
+    if A_ALONG == "row":
+        a_row, a_k, m = 1, _eights(a_k), _eights(m)
+    if B_ALONG == "k":
+        b_k, b_column, k = 1, _eights(b_column), _eights(k)
+    if B_ALONG == "row":
+        b_column, b_k, n = 1, _eights(b_k), _eights(n)
+    if A_ALONG != "":
+        a_batch, a_sequence = _eights(a_batch), _eights(a_sequence)
+    if B_ALONG != "":
+        b_batch, b_sequence = _eights(b_batch), _eights(b_sequence)
+
+    tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    batch = (tl.program_id(0) // tiles).to(tl.int64)
+    tile_m, tile_n = _place(tl.program_id(0) % tiles, tiles_m, tiles_n, GROUP)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    a += batch * a_batch + rows.to(tl.int64) * a_row
+    b += batch * b_batch + columns.to(tl.int64) * b_column
+    at = batch * out_batch + rows.to(tl.int64) * out_row + columns.to(tl.int64) * out_column
+    inside = (rows < m) & (columns < n)
+
+    if acc is None:
+        chain = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    else:
+        chain = tl.load(acc + at, mask=inside, other=0)
+    for s in range(sequences):
+        start, stop = 0, k
+        if spans is not None:
+            start, stop = tl.load(spans + s).to(tl.int32), tl.load(spans + s + 1).to(tl.int32)
+        x, y = a + tl.cast(s, tl.int64) * a_sequence, b + tl.cast(s, tl.int64) * b_sequence
+        if FMA:
+            chain = _fma_chain(chain, x, y, start, stop, a_k, b_k, rows < m, columns < n, BLOCK_K)
+            if CLOSING_ZERO:  # fma(+0, +0, chain): what it does is to turn -0 into +0
+                chain = tl.where((chain == 0) & (start < stop), 0.0, chain)
+        else:
+            chain = _mma_chain(chain, x, y, start, stop, a_k, b_k, rows < m, columns < n, BLOCK_K)
+    if bias is not None:
+        chain += tl.load(bias + columns.to(tl.int64) * bias_stride, mask=columns < n, other=0).to(tl.float32)
+    tl.store(out + at, _finish(chain, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["m", "n", "k"])
+def matmul_tiles(
+    a,  # descriptors: a[m, k] or, if not A_K_MAJOR, a[k, m]; b[n, k] or b[k, n]; out[m, n]
+    b,
+    bias,
+    out,
+    m,
+    n,
+    k,
+    A_K_MAJOR: tl.constexpr,
+    B_K_MAJOR: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    SWAP: tl.constexpr,  # compute the transposed tile: columns take the instruction's 64-row side
+    FLATTEN: tl.constexpr,
+    PARTS: tl.constexpr,  # 1 or 2, in which a tile of out goes through shared memory
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+        tile_m, tile_n = _place(tile, tiles_m, tiles_n, GROUP)
+        m0, n0 = tile_m * BLOCK_M, tile_n * BLOCK_N
+        acc = _load(out, m0, n0, PARTS) if ACCUMULATE else tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = acc.T if SWAP else acc
+        for k0 in range(0, k, BLOCK_K):
+            x = a.load([m0, k0]) if A_K_MAJOR else a.load([k0, m0]).T
+            y = b.load([n0, k0]).T if B_K_MAJOR else b.load([k0, n0])
+            acc = tl.dot(y.T, x.T, acc) if SWAP else tl.dot(x, y, acc)
+        acc = acc.T if SWAP else acc
+        columns = n0 + tl.arange(0, BLOCK_N)
+        if bias is not None:
+            acc += tl.load(bias + columns, mask=columns < n, other=0).to(tl.float32)[None, :]
+        _store(out, m0, n0, _finish(acc, out.dtype), PARTS)

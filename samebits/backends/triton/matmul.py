@@ -1,0 +1,379 @@
+"""Products on GPU tensors by Triton: chooses kernel and schedule, and launches. No choice changes a bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from samebits.backends import UnavailableError
+from samebits.backends.triton import kernels
+from samebits.contract import FAMILIES, Contract, contract_from_key
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How :func:`kernels.matmul` cuts the work.
+
+    Attributes:
+        block_m, block_n: a program's share of the output.
+        block_k: k in a step of the loop; under FMA, steps of the loop that are unrolled.
+        warps: in a program.
+        stages: tiles in flight.
+        group: rows of tiles that run side by side.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    group: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TileSchedule(Schedule):
+    """How :func:`kernels.matmul_tiles` cuts the work.
+
+    Attributes:
+        us: microseconds that a multiprocessor takes for a tile over 4096 k, fitted to times on an H200.
+        swap: compute transposed tiles.
+        persistent: one program for each multiprocessor takes tile after tile, fetching ahead across them.
+        parts: in which a tile is written.
+    """
+
+    us: float = 0.0
+    swap: bool = False
+    persistent: bool = False
+    parts: int = 1
+
+
+TILE_SCHEDULES = (
+    TileSchedule(128, 256, 64, 8, 4, us=38, persistent=True, parts=2),
+    TileSchedule(128, 128, 64, 8, 6, us=23, swap=True),
+    TileSchedule(64, 128, 128, 8, 4, us=18, swap=True),
+    TileSchedule(128, 64, 128, 4, 4, us=16, swap=True),
+    TileSchedule(64, 64, 128, 4, 6, us=9.2, swap=True),
+    TileSchedule(32, 64, 256, 4, 4, us=6.6, swap=True),
+    TileSchedule(16, 64, 256, 4, 4, us=5.7, swap=True),
+)
+MMA_SCHEDULES = (
+    Schedule(128, 128, 64, 8, 3),
+    Schedule(64, 64, 64, 4, 4),
+    Schedule(64, 16, 128, 4, 3),
+    Schedule(16, 64, 128, 4, 3),
+)
+FMA_SCHEDULES = (
+    Schedule(128, 128, 8, 8, 1),
+    Schedule(64, 64, 8, 4, 1),
+    Schedule(64, 16, 8, 4, 1),
+    Schedule(16, 64, 8, 4, 1),
+)
+
+
+def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:
+    """``a[*A, M, K] @ b[*B, K, N] (+ bias[N])`` with batch dimensions broadcast as in ``torch.matmul``."""
+    M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    out = a.new_empty((*batch, M, N), dtype=out_dtype)
+    B = batch.numel()
+    if b.ndim == 2:  # one tall product: the rows of every batch share b
+        a4, b4, out3 = a.reshape(1, 1, B * M, K), b[None, None], out.view(1, B * M, N)
+    else:
+        a4 = a.expand(*batch, M, K).reshape(B, 1, M, K)
+        b4, out3 = b.expand(*batch, K, N).reshape(B, 1, K, N), out.view(B, M, N)
+    run(a4, b4, out3, contract_from_key(contract), bias=bias)
+    return out
+
+
+def addbmm(
+    acc: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    out_dtype: torch.dtype,
+    contract: str,
+) -> Tensor:
+    """``acc[B, M, N] + sum over s, k of a[B, S, M, K] * b[B, S, K, N]``: a chain over sequences."""
+    shape = a.shape[0], a.shape[2], b.shape[3]
+    if acc is not None:
+        acc = torch.empty(shape, dtype=torch.float32, device=a.device).copy_(acc)
+    out = acc if acc is not None and out_dtype == torch.float32 else a.new_empty(shape, dtype=out_dtype)
+    _run_sequences(a, b, out, acc, cu_seqlens, contract_from_key(contract))
+    return out
+
+
+def addbmm_(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
+    """`addbmm` in place of ``acc``."""
+    _run_sequences(a, b, acc, acc, cu_seqlens, contract_from_key(contract))
+
+
+def _run_sequences(
+    a: Tensor, b: Tensor, out: Tensor, acc: Tensor | None, cu_seqlens: Tensor | None, contract: Contract
+) -> None:
+    B, S, M, K = a.shape
+    if out is acc and (S == 0 or K == 0):
+        check(contract, out)
+        return  # no term was added: not even a NaN changes its bits
+    together = B == 1 and S > 1 and a.stride(1) == K * a.stride(3) and b.stride(1) == K * b.stride(2)
+    if together and K % 16 == 0 and contract.step == "mma":
+        # The sequences lie end to end in memory and end with full groups: one sequence.
+        a = a.as_strided((1, 1, M, S * K), (0, 0, a.stride(2), a.stride(3)))
+        b = b.as_strided((1, 1, S * K, b.shape[3]), (0, 0, b.stride(2), b.stride(3)))
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.contiguous()
+    run(a, b, out, contract, acc=acc, cu_seqlens=cu_seqlens, closing_zero=True)
+
+
+def run(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    contract: Contract,
+    *,
+    acc: Tensor | None = None,
+    bias: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    closing_zero: bool = False,
+    schedule: Schedule | None = None,
+) -> None:
+    """``out = acc + sum over s, k of a[:, s, :, k] * b[:, s, k, :] + bias``, the chains of `contract`.
+
+    Args:
+        a: ``[B, S, M, K]``, any strides.
+        b: ``[B, S, K, N]``.
+        out: ``[B, M, N]``, float32, bfloat16 or float16.
+        acc: float32, where the chains start, with the shape and strides of ``out``, which it may be.
+        bias: ``[N]``.
+        cu_seqlens: int32 or int64 ``[sequences + 1]``: bounds in k, with S = 1.
+        closing_zero: under FMA, end every sequence that has a term with a zero term.
+        schedule: a :class:`TileSchedule` where :func:`takes_tiles` and it :func:`fits`, or a
+            :class:`Schedule`; by default the one that should be fastest.
+    """
+    check(contract, out.device)
+    (B, S, M, K), N = a.shape, b.shape[3]
+    if cu_seqlens is not None:
+        S = cu_seqlens.numel() - 1
+    if max(M, N, K, S, B * M * N // 256) > _LARGEST:
+        raise ValueError(
+            f"samebits: a product of a {tuple(a.shape)} by b {tuple(b.shape)} has a size above {_LARGEST}"
+        )
+    if out.numel() == 0:
+        return
+    if schedule is None:
+        if contract.step == "mma" and cu_seqlens is None and takes_tiles(a, b, out, acc, bias):
+            schedule = choose_tiles(M, N, out.element_size(), acc is not None, out.device)
+        else:
+            offered = FMA_SCHEDULES if contract.step == "fma" else MMA_SCHEDULES
+            schedule = choose(offered, M, N, B, _gpu(out.device).multiprocessors)
+    with torch.cuda.device_of(out):
+        if isinstance(schedule, TileSchedule):
+            _launch_tiles(schedule, a[0, 0], b[0, 0], out[0], bias, acc is not None)
+        else:
+            _launch(schedule, contract, a, b, out, acc, bias, cu_seqlens, S, closing_zero)
+
+
+_LARGEST = 2**31 - 512
+"""Sizes up to this can be counted in 32 bits, and rounded up to tiles."""
+
+
+@functools.cache
+def check(contract: Contract, device: torch.device) -> None:
+    """Refuse a contract that the matrix unit of `device` does not follow."""
+    if contract.step == "fma" or device.type == "cpu":  # Triton's interpreter has no matrix unit
+        return
+    p: Any = torch.cuda.get_device_properties(device)
+    family = None if torch.version.hip else FAMILIES.get((p.major, p.minor))
+    if family is None:
+        raise UnavailableError(
+            f"samebits: it is not known which bits the matrix unit of {p.name} gives, so {contract.name} has"
+            " no MmaModel for it; contract=samebits.FMA works on it"
+        )
+    if contract.mma not in (None, family):
+        raise ValueError(
+            f"samebits: contract {contract}: expected the family of {p.name}, {family.name};"
+            " CPU tensors follow any family"
+        )
+
+
+class _Gpu(NamedTuple):
+    """What schedules depend on."""
+
+    multiprocessors: int
+    shared_memory: int
+    """Bytes that a program's tiles may take, the last kilobyte being for barriers."""
+    fetches_tiles: bool
+    """Whether it has a copy engine for tiles; Triton would emulate it elsewhere, slowly."""
+
+
+@functools.cache
+def _gpu(device: torch.device) -> _Gpu:
+    if device.type == "cpu":  # Triton's interpreter
+        return _Gpu(1, 1 << 18, True)
+    p: Any = torch.cuda.get_device_properties(device)
+    hopper = torch.version.hip is None and p.major >= 9
+    return _Gpu(p.multi_processor_count, p.shared_memory_per_block_optin - 1024 if hopper else 0, hopper)
+
+
+def takes_tiles(a: Tensor, b: Tensor, out: Tensor, acc: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether :func:`kernels.matmul_tiles` takes these operands of :func:`run`."""
+    return (
+        a.shape[:2] == b.shape[:2] == (1, 1)
+        and a.shape[3] > 0
+        and _gpu(out.device).fetches_tiles
+        and _k_major(a[0, 0]) is not None
+        and _k_major(b[0, 0].mT) is not None
+        and out.stride(2) == 1
+        and _rows_are_aligned(out[0])
+        and (acc is None or acc is out)
+        and (bias is None or bias.is_contiguous())
+    )
+
+
+def _k_major(x: Tensor) -> bool | None:
+    """Whether ``x[row, k]`` can be fetched with k contiguous, or else rows, or neither (None)."""
+    if (x.stride(1) == 1 or x.shape[1] == 1) and _rows_are_aligned(x):
+        return True
+    if (x.stride(0) == 1 or x.shape[0] == 1) and _rows_are_aligned(x.mT):
+        return False
+    return None
+
+
+def _rows_are_aligned(x: Tensor) -> bool:
+    pitch = x.stride(0) * x.element_size()
+    return x.data_ptr() % 16 == 0 and (x.shape[0] == 1 or (pitch % 16 == 0 and pitch > 0))
+
+
+def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """For tiles of ``x[rows, columns]``, whose columns are contiguous."""
+    pitch = x.stride(0) if x.shape[0] > 1 else -(-x.shape[1] // 8) * 8  # a single row's may be anything
+    return TensorDescriptor(x, list(x.shape), [pitch, 1], [rows, columns])
+
+
+def _stages(s: TileSchedule, element_size: int, accumulate: bool, device: torch.device) -> int:
+    """As many as fit beside a part of the output, and all the accumulators that come in."""
+    results = s.block_m * s.block_n * (element_size // s.parts + 4 * accumulate)
+    return min(s.stages, (_gpu(device).shared_memory - results) // ((s.block_m + s.block_n) * s.block_k * 2))
+
+
+def fits(s: TileSchedule, element_size: int, accumulate: bool, device: torch.device) -> bool:
+    """Whether two tiles of each operand can be in flight, with an output of such elements."""
+    return _stages(s, element_size, accumulate, device) >= 2
+
+
+def _launch_tiles(
+    s: TileSchedule, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, accumulate: bool
+) -> None:
+    (m, n), k = out.shape, a.shape[1]
+    stages = _stages(s, out.element_size(), accumulate, out.device)
+    a_k_major, b_k_major = _k_major(a), _k_major(b.mT)
+    tiles = -(-m // s.block_m) * -(-n // s.block_n)
+    programs = min(tiles, _gpu(out.device).multiprocessors) if s.persistent else tiles
+    kernels.matmul_tiles[(programs,)](
+        _descriptor(a, s.block_m, s.block_k) if a_k_major else _descriptor(a.mT, s.block_k, s.block_m),
+        _descriptor(b.mT, s.block_n, s.block_k) if b_k_major else _descriptor(b, s.block_k, s.block_n),
+        bias,
+        _descriptor(out, s.block_m, s.block_n // s.parts),
+        m,
+        n,
+        k,
+        A_K_MAJOR=a_k_major,
+        B_K_MAJOR=b_k_major,
+        ACCUMULATE=accumulate,
+        SWAP=s.swap,
+        FLATTEN=s.persistent,
+        PARTS=s.parts,
+        **_constants(replace(s, stages=stages)),
+    )
+
+
+def _launch(
+    s: Schedule,
+    contract: Contract,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    acc: Tensor | None,
+    bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    sequences: int,
+    closing_zero: bool,
+) -> None:
+    B, M, N = out.shape
+    kernels.matmul[(-(-M // s.block_m) * -(-N // s.block_n) * B,)](
+        a,
+        b,
+        acc,
+        bias,
+        cu_seqlens,
+        out,
+        M,
+        N,
+        a.shape[3],
+        sequences,
+        *_strides(a),
+        *_strides(b),
+        *_strides(out),
+        0 if bias is None else bias.stride(0),
+        FMA=contract.step == "fma",
+        CLOSING_ZERO=closing_zero,
+        A_ALONG=_along(a),
+        B_ALONG=_along(b.mT),
+        **_constants(s),
+    )
+
+
+def _constants(s: Schedule) -> dict[str, Any]:
+    return {
+        "BLOCK_M": s.block_m,
+        "BLOCK_N": s.block_n,
+        "BLOCK_K": s.block_k,
+        "GROUP": s.group,
+        "num_warps": s.warps,
+        "num_stages": s.stages,
+        "enable_fp_fusion": False,  # a product and a sum stay two roundings; kernels say tl.fma
+    }
+
+
+def _strides(x: Tensor) -> list[int]:
+    """0 for a dimension of one, whose stride may be anything."""
+    return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+
+
+def _along(x: Tensor) -> str:
+    """Along what dimension of ``x[B, S, row, k]`` 16-byte pieces lie in memory."""
+    batch, sequence, row, k = _strides(x)
+    rows, ks = x.shape[2:]
+    if x.data_ptr() % 16 == batch % 8 == sequence % 8 == 0:
+        if k == 1 and row % 8 == ks % 8 == 0:
+            return "k"
+        if row == 1 and k % 8 == rows % 8 == 0:
+            return "row"
+    return ""
+
+
+def choose(offered: Sequence[Schedule], m: int, n: int, batch: int, sms: int) -> Schedule:
+    """The largest tiles that are not mostly padding and give every multiprocessor one, else the smallest."""
+    full = [s for s in offered if s.block_m <= 2 * max(m, 8) and s.block_n <= 2 * max(n, 8)] or offered[-1:]
+    busy = (s for s in full if -(-m // s.block_m) * -(-n // s.block_n) * batch >= sms)
+    return next(busy, full[-1])
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_tiles(m: int, n: int, element_size: int, accumulate: bool, device: torch.device) -> TileSchedule:
+    """The schedule whose rounds of tiles, one for each multiprocessor at a time, take the least time."""
+    sms = _gpu(device).multiprocessors
+    return min(
+        (
+            s
+            for s in TILE_SCHEDULES
+            if s.block_m <= 2 * max(m, 8) and fits(s, element_size, accumulate, device)
+        ),
+        key=lambda s: -(-(-(-m // s.block_m) * -(-n // s.block_n)) // sms) * s.us,
+    )

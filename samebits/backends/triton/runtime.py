@@ -1,0 +1,45 @@
+"""Whether Triton can run here. Importing this module imports no Triton."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from samebits.backends import UnavailableError
+
+__all__ = ["Status", "require", "status"]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Whether Triton's kernels can run here, and if not, why and what to do."""
+
+    available: bool
+    reason: str
+    remedy: str
+    triton: str | None
+
+
+def status() -> Status:
+    """What ``samebits info`` shows of the Triton backend. Never raises."""
+    version = None
+    with suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("triton")
+    try:
+        require(0)
+    except UnavailableError as error:
+        reason, _, remedy = str(error).partition(" — ")
+        return Status(False, reason, remedy, version)
+    return Status(True, "", "", version)
+
+
+def require(device: int) -> None:
+    """Raise UnavailableError unless Triton is here, and a GPU for it."""
+    if importlib.util.find_spec("triton") is None:
+        raise UnavailableError("there is no package triton — pip install triton")
+    if not torch.cuda.is_available():
+        raise UnavailableError("PyTorch finds no GPU — use CPU tensors, or a PyTorch built for your GPU")

@@ -1,0 +1,145 @@
+"""Triton's kernels in its interpreter, on CPU tensors: TRITON_INTERPRET=1 python -m tests.triton_interpreted
+
+Prints how many results had the bits of the reference. The interpreter's fma is a true one, so under FMA
+operands are of all kinds (bf16 it does not round as it should). Its dot adds in an order of its own, so under
+TENSOR_CORE they are numbers whose sums are exact in every order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import samebits
+from samebits import FMA, HOPPER, TENSOR_CORE, Contract
+from samebits.backends import reference as reference_package
+from samebits.backends.reference import matmul as reference
+from samebits.backends.triton import matmul as backend
+from samebits.testing import KINDS, assert_same_bits, values
+
+F32, F16 = torch.float32, torch.float16
+ON_HOPPER = TENSOR_CORE.on(HOPPER)
+LAYOUTS = ("plain", "transposed", "spread")
+
+
+def whole(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).to(F16)
+
+
+def laid(t: Tensor, layout: str) -> Tensor:
+    if layout == "transposed":
+        return t.mT.contiguous().mT
+    if layout == "spread":
+        return t.new_full((*t.shape[:-1], 2 * t.shape[-1]), torch.nan)[..., ::2].copy_(t)
+    return t
+
+
+def check(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    contract: Contract,
+    schedule: backend.Schedule,
+    layouts: tuple[str, str],
+    *,
+    acc: Tensor | None = None,
+    bias: Tensor | None = None,
+    spans: Tensor | None = None,
+) -> int:
+    if bias is None:
+        want = reference.addbmm(acc, a, b, spans, out_dtype=out_dtype, contract=contract.key)
+    else:
+        want = reference.matmul(a[:, 0], b[:, 0], bias=bias, out_dtype=out_dtype, contract=contract.key)
+    out = torch.full(want.shape, torch.nan, dtype=out_dtype) if acc is None else acc.clone()
+    backend.run(
+        laid(a, layouts[0]),
+        laid(b, layouts[1]),
+        out,
+        contract,
+        acc=None if acc is None else out,
+        bias=bias,
+        cu_seqlens=spans,
+        closing_zero=bias is None,
+        schedule=schedule,
+    )
+    assert_same_bits(out, want, f"{schedule}, {tuple(a.shape)}, {tuple(b.shape)}, {layouts}")
+    return 1
+
+
+def fma() -> int:
+    count = 0
+    layouts = itertools.cycle(itertools.product(LAYOUTS, LAYOUTS))
+    for kind, dtype, schedule in itertools.product(KINDS, (F32, F16), backend.FMA_SCHEDULES[1:]):
+        a, b = values(kind, (2, 1, 17, 9), dtype, 0), values(kind, (2, 1, 9, 20), dtype, 1)
+        acc, bias = values("normal", (2, 17, 20), F32, 2), values(kind, (20,), dtype, 3)
+        acc[0, 0, 0] = -0.0
+        count += check(a, b, dtype, FMA, schedule, next(layouts), bias=bias)
+        count += check(a, b, F32, FMA, schedule, next(layouts), acc=acc)
+    return count
+
+
+def tensor_core() -> int:
+    count = 0
+    for layouts in itertools.product(LAYOUTS[:2], LAYOUTS[:2]):
+        for schedule in backend.MMA_SCHEDULES:
+            a, b = whole((2, 3, 24, 40), 0), whole((2, 3, 40, 72), 1)
+            count += check(a, b, F32, ON_HOPPER, schedule, layouts, acc=whole((2, 24, 72), 2).float())
+            spans = torch.tensor([0, 5, 5, 22, 40])
+            count += check(a[:1, :1], b[:1, :1], F16, ON_HOPPER, schedule, layouts, spans=spans)
+        for tiles in backend.TILE_SCHEDULES:
+            a, b = whole((1, 1, 136, 72), 0), whole((1, 1, 72, 264), 1)
+            count += check(a, b, F16, ON_HOPPER, tiles, layouts, bias=whole((264,), 2))
+            if backend.fits(tiles, 4, True, a.device):
+                count += check(a, b, F32, ON_HOPPER, tiles, layouts, acc=whole((1, 136, 264), 3).float())
+    return count
+
+
+SPANS = torch.tensor([0, 3, 3, 17, 20])
+OPERATIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "linear": (samebits.linear, [(20, 9), (12, 9), (12,)]),
+    "linear, one row": (samebits.linear, [(9,), (12, 9)]),
+    "linear, rows of a batch": (samebits.linear, [(3, 7, 9), (12, 9), (12,)]),
+    "linear, packed": (lambda *t, **o: samebits.linear(*t, cu_seqlens=SPANS, **o), [(20, 9), (12, 9), (12,)]),
+    "matmul": (samebits.matmul, [(3, 1, 5, 9), (2, 9, 6)]),
+    "matmul, no terms": (samebits.matmul, [(5, 0), (0, 6)]),
+    "matmul, no rows": (samebits.matmul, [(0, 5), (5, 6)]),
+    "bmm": (samebits.bmm, [(4, 5, 9), (1, 9, 6)]),
+    "addmm_": (lambda a, b, **o: samebits.addmm_(a.new_ones(5, 6, dtype=F32), a, b, **o), [(5, 9), (9, 6)]),
+}
+
+
+def gradients(call: Callable[..., Tensor], inputs: list[Tensor], contract: Contract) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    out = call(*leaves, contract=contract)
+    dy = whole(tuple(out.shape), 9).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dy)]
+
+
+def operations() -> int:
+    """The public operations and their gradients, the reference's module exchanged for Triton's."""
+    count = 0
+    for name, (call, shapes) in OPERATIONS.items():
+        makes: list[tuple[Contract, Callable[..., Any]]] = [(ON_HOPPER, whole)]
+        makes += [
+            (FMA, lambda shape, seed, kind=kind, dtype=dtype: values(kind, shape, dtype, seed))
+            for kind in ("normal", "special", "brink")
+            for dtype in (F32, F16)
+        ]
+        for contract, make in makes:
+            inputs = [make(shape, seed) for seed, shape in enumerate(shapes)]
+            want = gradients(call, inputs, contract)
+            with mock.patch.object(reference_package, "matmul", backend):
+                got = gradients(call, inputs, contract)
+            for i, (g, w) in enumerate(zip(got, want, strict=True)):
+                assert_same_bits(g, w, f"{name}, {contract}, result {i}")
+                count += 1
+    return count
+
+
+if __name__ == "__main__":
+    print(fma() + tensor_core() + operations())
