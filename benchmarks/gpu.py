@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -43,6 +44,9 @@ def main() -> None:
     gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     write(options.out or RESULTS / gpu / f"{options.backend or 'bench'}.json", data)
     console.print(bench.show(data))
+    for case in data["red"]:
+        console.print(f"RED {case}", style="red", highlight=False)
+    sys.exit(bool(data["red"]))
 
 
 if __name__ == "__main__":

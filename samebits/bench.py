@@ -412,10 +412,10 @@ def bench(
         progress: told the fraction done, and what is being done.
 
     Returns:
-        What ``--json`` writes: ``environment``, ``ceilings``, ``cases``, ``drift``, ``host``.
+        What ``--json`` writes: ``environment``, ``ceilings``, ``cases``, ``red`` (cases with other bits than
+        specified, of which no time is taken), ``drift``, ``host``.
 
     Raises:
-        AssertionError: a sampled row has other bits than specified; no time is taken from there on.
         samebits.backends.cuda.runtime.UnavailableError: no GPU can run this; the message says why.
     """
     from samebits.backends.cuda import ahead, runtime
@@ -438,11 +438,14 @@ def bench(
         others = _installed(PEERS) if peers else {}
         data: dict[str, Any] = {"environment": _environment(device), "ceilings": _ceilings(where)}
         data["environment"]["backend"] = backend or "automatic"
-        data["cases"] = []
+        data["cases"], data["red"] = [], []
         for i, case in enumerate(todo):
             progress(0.1 + 0.8 * i / len(todo), f"{case.work}, M {case.m}, K {case.k}, N {case.n}")
             l2 = runtime.device_info(device).l2_bytes
-            data["cases"].append(_measure(case, where, l2, others))
+            try:
+                data["cases"].append(_measure(case, where, l2, others))
+            except AssertionError as error:
+                data["red"].append(str(error))
         shapes = list(dict.fromkeys((c.k, c.n) for c in todo if c.work == "forward"))
         data["drift"] = []
         for i, (k, n) in enumerate(shapes):
