@@ -72,17 +72,22 @@ def attention(
     (q, k, v), key = check_operands("attention", contract, {"q": q, "k": k, "v": v})
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim < 2:
-            raise ValueError(f"samebits.attention: {name}: expected [..., tokens, size], got shape {shape(t)}")
+            raise ValueError(
+                f"samebits.attention: {name}: expected [..., tokens, size], got shape {shape(t)}"
+            )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"samebits.attention: q, k: sizes differ in shapes {shape(q)} and {shape(k)}")
     if k.shape[-2] != v.shape[-2]:
         raise ValueError(f"samebits.attention: k, v: tokens differ in shapes {shape(k)} and {shape(v)}")
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
-    q5, k4, v4 = _heads(q, k, v, enable_gqa)
-    leading = (*torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]), *q.shape[-3:-2])
-    if not (enable_gqa and q.ndim > 2):
-        leading = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    grouped = enable_gqa and q.ndim > 2
+    if grouped:
+        batch = torch.broadcast_shapes(*(t.shape[:-3] for t in (q, k, v)))
+        leading = torch.Size((*batch, q.shape[-3]))
+    else:
+        leading = torch.broadcast_shapes(*(t.shape[:-2] for t in (q, k, v)))
+    q5, k4, v4 = _heads(q, k, v, leading, grouped)
     if mask is not None:
         if is_causal:
             raise ValueError("samebits.attention: mask: expected none with is_causal")
@@ -92,28 +97,25 @@ def attention(
     return out.reshape(*leading, q.shape[-2], v.shape[-1])
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(
+    q: Tensor, k: Tensor, v: Tensor, leading: torch.Size, grouped: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """q as ``[B, heads of k, group, L, E]``, k and v as ``[B, heads, S, E]``."""
-    heads = 1
-    if grouped and q.ndim > 2:
-        heads = k.shape[-3]
-        if v.shape[-3] != heads or heads == 0 or q.shape[-3] % heads:
-            raise ValueError(
-                "samebits.attention: k, v: expected as many heads as, or a divisor of, q's, got shapes"
-                f" {shape(q)}, {shape(k)} and {shape(v)}"
-            )
-        batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-        q = q.expand(*batch, *q.shape[-3:]).unflatten(-3, (heads, q.shape[-3] // heads))
-    else:
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-        q = q.expand(*batch, *q.shape[-2:])
-        k, v = (t.expand(*batch, *t.shape[-2:]) for t in (k, v))
-        if not batch:
-            q, k, v = q[None], k[None], v[None]
-        heads, batch = (batch[-1], batch[:-1]) if batch else (1, batch)
-        q = q.unsqueeze(-3)
-    k, v = (t.expand(*batch, *t.shape[-3:]).reshape(batch.numel(), *t.shape[-3:]) for t in (k, v))
-    return q.reshape(batch.numel(), heads, *q.shape[-3:]), k, v
+    batch, heads = leading[:-1], leading[-1] if leading else 1
+    of_k = k.shape[-3] if grouped else heads
+    if of_k == 0 or heads % of_k or (grouped and v.shape[-3] != of_k):
+        raise ValueError(
+            "samebits.attention: k, v: expected as many heads as, or a divisor of, q's, got shapes"
+            f" {shape(q)}, {shape(k)} and {shape(v)}"
+        )
+    q = q.expand(*leading, *q.shape[-2:]).reshape(batch.numel(), of_k, heads // of_k, *q.shape[-2:])
+    k, v = (
+        t.expand(*leading[:-1], *((of_k,) if leading else ()), *t.shape[-2:]).reshape(
+            batch.numel(), of_k, *t.shape[-2:]
+        )
+        for t in (k, v)
+    )
+    return q, k, v
 
 
 def _mask(mask: Tensor, q: Tensor, k: Tensor, leading: torch.Size, q5: Tensor) -> Tensor:
@@ -227,11 +229,8 @@ def _gradients(
         p = _probabilities(q[part], k[part], part_mask, causal, scale, contract)
         dy, rows = (t[part].flatten(2, 3) for t in (grad, q))
         dv[part] = _over_queries(p, dy, group, contract)
-        dp = _products(q).matmul(
-            dy, v[part].mT, bias=None, out_dtype=torch.float32, contract=contract
-        )
-        shape = p.shape
-        dz = backend(q).grad_scores(dp.view(-1, shape[-1]), p.view(-1, shape[-1]), scale, q.dtype).view(shape)
+        dp = _products(q).matmul(dy, v[part].mT, bias=None, out_dtype=torch.float32, contract=contract)
+        dz = backend(q).grad_scores(dp.flatten(0, 2), p.flatten(0, 2), scale, q.dtype).view(p.shape)
         dq[part] = _over_keys(dz, k[part], contract).view(dq[part].shape)
         dk[part] = _over_queries(dz, rows, group, contract)
     return dq, dk, dv

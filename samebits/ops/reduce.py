@@ -12,7 +12,9 @@ from torch import Tensor
 from samebits.ops._library import call, check_operands, library
 from samebits.ops.rows import backend
 
-library.define("row_sum(Tensor x, bool mean) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+library.define(
+    "row_sum(Tensor x, bool mean, ScalarType dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
 
 
 def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
@@ -32,7 +34,7 @@ def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
         TypeError: ``x`` is not a dense tensor of such a dtype.
         IndexError: there is no such dimension.
     """
-    return _reduce("sum", x, dim, keepdim)
+    return reduce("sum", x, dim, keepdim)
 
 
 def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
@@ -40,10 +42,17 @@ def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = Fals
 
     The gradient is that of the mean divided by n in float32, with one rounding to its dtype, expanded.
     """
-    return _reduce("mean", x, dim, keepdim)
+    return reduce("mean", x, dim, keepdim)
 
 
-def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> Tensor:
+def reduce(
+    op: str,
+    x: Tensor,
+    dim: int | Sequence[int] | None,
+    keepdim: bool,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """:func:`sum` or :func:`mean`, as `op` says, rounded to `dtype`."""
     (x,), _ = check_operands(op, None, {"x": x}, autocast=False)
     if dim is None or (isinstance(dim, Sequence) and len(dim) == 0):
         dim = tuple(range(x.ndim))
@@ -54,27 +63,27 @@ def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) 
     kept = [d for d in range(x.ndim) if d not in dims]
     shape = [x.shape[d] for d in kept]
     rows = x.permute(*kept, *dims).reshape(math.prod(shape), math.prod(x.shape[d] for d in dims))
-    out = call(torch.ops.samebits.row_sum.default, rows, op == "mean")
+    out = call(torch.ops.samebits.row_sum.default, rows, op == "mean", dtype or x.dtype)
     return out.reshape([1 if d in dims else x.shape[d] for d in range(x.ndim)] if keepdim else shape)
 
 
-def _forward(x: Tensor, mean: bool) -> Tensor:
-    return backend(x).row_sum(x, mean, x.dtype)  # type: ignore[no-any-return]
+def _forward(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
+    return backend(x).row_sum(x, mean, dtype)  # type: ignore[no-any-return]
 
 
-def _fake(x: Tensor, mean: bool) -> Tensor:
-    return x.new_empty(x.shape[0])
+def _fake(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape[0], dtype=dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.mean = inputs
-    ctx.shape = x.shape
+    x, ctx.mean, _ = inputs
+    ctx.shape, ctx.dtype = x.shape, x.dtype
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.mean:
-        grad = (grad.to(torch.float32) / ctx.shape[1]).to(grad.dtype)
-    return grad[:, None].expand(ctx.shape), None
+        grad = grad.to(torch.float32) / ctx.shape[1]
+    return grad.to(ctx.dtype)[:, None].expand(ctx.shape), None, None
 
 
 for kind in ("CPU", "CUDA"):

@@ -86,6 +86,13 @@ def norm_columns(
     return weight_grad, bias_grad
 
 
+def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums in `dtype` of the columns of ``x[tokens, n]``: chains over tokens."""
+    wide, out = _wide(x), torch.empty(1, x.shape[1])
+    over_rows(wide.T, lambda *span: kernels.column_sum(wide.numpy(), out[0].numpy(), *span))
+    return rounded(out, dtype)[0]
+
+
 def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
     """Gradients ``[count, n]`` of an embedding's rows from ``grad[tokens, n]`` and ``ids[tokens]``."""
     g, out = _wide(grad), torch.empty(count, grad.shape[1])
@@ -97,9 +104,7 @@ def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> T
 def _softmax(z: Tensor, logarithm: bool, masked_to_zero: bool, dtype: torch.dtype) -> Tensor:
     require_subnormals()
     out = torch.empty(z.shape)
-    over_rows(
-        z, lambda *span: kernels.softmax(z.numpy(), out.numpy(), logarithm, masked_to_zero, *span)
-    )
+    over_rows(z, lambda *span: kernels.softmax(z.numpy(), out.numpy(), logarithm, masked_to_zero, *span))
     return rounded(out, dtype)
 
 

@@ -168,6 +168,15 @@ def norm_columns(grad, x, means, scales, weight_grad, bias_grad, first, last):
         weight_grad[i] += _ZERO
 
 
+@_njit(void(_ROWS, _ROW, *_SPAN))
+def column_sum(x, out, first, last):
+    """For some columns: a chain over the rows."""
+    out[first:last] = _ZERO
+    for row in range(x.shape[0]):
+        for i in range(first, last):
+            out[i] += x[row, i]
+
+
 @_njit(void(_ROWS, i64[:], i64, _ROWS, *_SPAN))
 def embedding_backward(grad, ids, padding, out, first, last):
     """Gradients of an embedding's rows for some columns: a chain over the tokens that have the row's id."""
