@@ -432,7 +432,7 @@ def _in_whole_vectors(func: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def pointwise(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(input, Tensor) or not input.is_cpu or not input.is_floating_point():
+        if torch.compiler.is_compiling() or not (_takes(input) and input.is_cpu):
             return func(input, *args, **kwargs)
         missing = -input.numel() % (64 * torch.get_num_threads())
         if missing == 0 and input.is_contiguous() or kwargs.get("inplace") or kwargs.get("out") is not None:

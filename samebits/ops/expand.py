@@ -42,7 +42,7 @@ def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
     """The gradient of a tensor of `shape` that was broadcast."""
     own = (1,) * (grad.ndim - len(shape)) + tuple(shape)
     summed = [d for d in range(grad.ndim) if own[d] == 1 and grad.shape[d] != 1]
-    last = max((d for d in range(grad.ndim) if own[d] != 1), default=-1)
+    last = [-1, *(d for d in range(grad.ndim) if own[d] != 1)][-1]
     over_rows = [d for d in summed if d > last]
     over_columns = [d for d in summed if d < last]
     total = grad
@@ -51,7 +51,7 @@ def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
     if over_columns:
         kept = [d for d in range(grad.ndim) if d not in over_columns]
         columns = total.permute(*over_columns, *kept).reshape(
-            math.prod(grad.shape[d] for d in over_columns), -1
+            math.prod([grad.shape[d] for d in over_columns]), -1
         )
         total = torch.ops.samebits.column_sum(columns, grad.dtype)
     return total.reshape(tuple(shape))

@@ -62,7 +62,7 @@ def reduce(
     dims = sorted({d % max(x.ndim, 1) for d in given}) if x.ndim else []
     kept = [d for d in range(x.ndim) if d not in dims]
     shape = [x.shape[d] for d in kept]
-    rows = x.permute(*kept, *dims).reshape(math.prod(shape), math.prod(x.shape[d] for d in dims))
+    rows = x.permute(*kept, *dims).reshape(math.prod(shape), math.prod([x.shape[d] for d in dims]))
     out = call(torch.ops.samebits.row_sum.default, rows, op == "mean", dtype or x.dtype)
     return out.reshape([1 if d in dims else x.shape[d] for d in range(x.ndim)] if keepdim else shape)
 
