@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from samebits.ops._library import library
-from samebits.ops.reduce import reduce
 from samebits.ops.rows import backend
 
-library.define("column_sum(Tensor x, ScalarType dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+library.define(
+    "sum_to(Tensor grad, SymInt[] shape) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -35,45 +37,40 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return sum_to(grad, ctx.shape), None
+        return torch.ops.samebits.sum_to(grad, ctx.shape), None
 
 
-def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
-    """The gradient of a tensor of `shape` that was broadcast."""
+def _sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
     own = (1,) * (grad.ndim - len(shape)) + tuple(shape)
-    summed = [d for d in range(grad.ndim) if own[d] == 1 and grad.shape[d] != 1]
-    last = [-1, *(d for d in range(grad.ndim) if own[d] != 1)][-1]
-    over_rows = [d for d in summed if d > last]
-    over_columns = [d for d in summed if d < last]
-    total = grad
-    if over_rows:
-        total = reduce("sum", total, over_rows, True, torch.float32 if over_columns else grad.dtype)
+    kept = [d for d in range(grad.ndim) if own[d] != 1 or grad.shape[d] == 1]
+    end = max((d + 1 for d in kept if own[d] != 1), default=0)
+    over_columns = [d for d in range(end) if d not in kept]
+    over_rows = math.prod(grad.shape[end:])
+    total, rounded = grad, grad.dtype
+    if over_rows != 1:
+        dtype = torch.float32 if over_columns else rounded
+        rows = total.reshape(math.prod(grad.shape[:end]), over_rows)
+        total = backend(grad).row_sum(rows, False, dtype).view(grad.shape[:end])
     if over_columns:
-        kept = [d for d in range(grad.ndim) if d not in over_columns]
-        columns = total.permute(*over_columns, *kept).reshape(
-            math.prod([grad.shape[d] for d in over_columns]), -1
-        )
-        total = torch.ops.samebits.column_sum(columns, grad.dtype)
-    return total.reshape(tuple(shape))
+        columns = total.reshape(grad.shape[:end]).permute(*over_columns, *(d for d in kept if d < end))
+        count = math.prod(grad.shape[d] for d in over_columns)
+        total = backend(grad).column_sum(columns.reshape(count, math.prod(shape)), rounded)
+    return total.reshape(tuple(shape)).clone() if total is grad else total.reshape(tuple(shape))
 
 
-def _forward(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return backend(x).column_sum(x, dtype)  # type: ignore[no-any-return]
-
-
-def _fake(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape[1], dtype=dtype)
+def _fake(grad: Tensor, shape: Sequence[int]) -> Tensor:
+    return grad.new_empty(tuple(shape))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.shape, ctx.dtype = inputs[0].shape, inputs[0].dtype
+    ctx.shape = inputs[0].shape
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return grad.to(ctx.dtype).expand(ctx.shape), None
+    return grad.expand(ctx.shape), None
 
 
 for kind in ("CPU", "CUDA"):
-    library.impl("column_sum", _forward, kind)
-torch.library.register_fake("samebits::column_sum", _fake, lib=library)
-torch.library.register_autograd("samebits::column_sum", _backward, setup_context=_setup_context, lib=library)
+    library.impl("sum_to", _sum_to, kind)
+torch.library.register_fake("samebits::sum_to", _fake, lib=library)
+torch.library.register_autograd("samebits::sum_to", _backward, setup_context=_setup_context, lib=library)

@@ -12,9 +12,7 @@ from torch import Tensor
 from samebits.ops._library import call, check_operands, library
 from samebits.ops.rows import backend
 
-library.define(
-    "row_sum(Tensor x, bool mean, ScalarType dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
+library.define("row_sum(Tensor x, bool mean) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
@@ -34,25 +32,18 @@ def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
         TypeError: ``x`` is not a dense tensor of such a dtype.
         IndexError: there is no such dimension.
     """
-    return reduce("sum", x, dim, keepdim)
+    return _reduce("sum", x, dim, keepdim)
 
 
 def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """``out[...] = (sum over i of x[..., i]) / n``, as :func:`torch.mean`: as :func:`sum`, divided in float32.
+    """``out[...] = (sum over i of x[..., i]) / n``, as :func:`torch.mean`; divided in float32.
 
-    The gradient is that of the mean divided by n in float32, with one rounding to its dtype, expanded.
+    Otherwise as :func:`sum`. The gradient is that of the mean divided by n in float32, with one rounding to its dtype, expanded.
     """
-    return reduce("mean", x, dim, keepdim)
+    return _reduce("mean", x, dim, keepdim)
 
 
-def reduce(
-    op: str,
-    x: Tensor,
-    dim: int | Sequence[int] | None,
-    keepdim: bool,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """:func:`sum` or :func:`mean`, as `op` says, rounded to `dtype`."""
+def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> Tensor:
     (x,), _ = check_operands(op, None, {"x": x}, autocast=False)
     if dim is None or (isinstance(dim, Sequence) and len(dim) == 0):
         dim = tuple(range(x.ndim))
@@ -63,27 +54,27 @@ def reduce(
     kept = [d for d in range(x.ndim) if d not in dims]
     shape = [x.shape[d] for d in kept]
     rows = x.permute(*kept, *dims).reshape(math.prod(shape), math.prod([x.shape[d] for d in dims]))
-    out = call(torch.ops.samebits.row_sum.default, rows, op == "mean", dtype or x.dtype)
+    out = call(torch.ops.samebits.row_sum.default, rows, op == "mean")
     return out.reshape([1 if d in dims else x.shape[d] for d in range(x.ndim)] if keepdim else shape)
 
 
-def _forward(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
-    return backend(x).row_sum(x, mean, dtype)  # type: ignore[no-any-return]
+def _forward(x: Tensor, mean: bool) -> Tensor:
+    return backend(x).row_sum(x, mean, x.dtype)  # type: ignore[no-any-return]
 
 
-def _fake(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape[0], dtype=dtype)
+def _fake(x: Tensor, mean: bool) -> Tensor:
+    return x.new_empty(x.shape[0])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.mean, _ = inputs
+    x, ctx.mean = inputs
     ctx.shape, ctx.dtype = x.shape, x.dtype
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.mean:
         grad = grad.to(torch.float32) / ctx.shape[1]
-    return grad.to(ctx.dtype)[:, None].expand(ctx.shape), None, None
+    return grad.to(ctx.dtype)[:, None].expand(ctx.shape), None
 
 
 for kind in ("CPU", "CUDA"):

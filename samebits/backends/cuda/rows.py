@@ -77,7 +77,9 @@ def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
 
 def softmax_backward(grad: Tensor, out: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
     """Gradients in `dtype` of the rows that gave `out`."""
-    return _softmax_backward("log_softmax_backward" if logarithm else "softmax_backward", grad, out, 1.0, dtype)
+    return _softmax_backward(
+        "log_softmax_backward" if logarithm else "softmax_backward", grad, out, 1.0, dtype
+    )
 
 
 def probabilities(scores: Tensor, scale: float, queries: int, dtype: torch.dtype) -> Tensor:
@@ -87,9 +89,7 @@ def probabilities(scores: Tensor, scale: float, queries: int, dtype: torch.dtype
     """
     scores = scores.contiguous()
     out = torch.empty(scores.shape, dtype=dtype, device=scores.device)
-    _launch(
-        "probabilities", scores, dtype, scores.data_ptr(), out.data_ptr(), *scores.shape, queries, scale
-    )
+    _launch("probabilities", scores, dtype, scores.data_ptr(), out.data_ptr(), *scores.shape, queries, scale)
     return out
 
 
