@@ -30,7 +30,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = [F32, BF16, F16]
 NAMES = {F32: "f32", BF16: "bf16", F16: "f16"}
 KINDS = ["normal", "wide", "tiny", "cancel", "special"]
-LENGTHS = [5, 260]
+LENGTHS = [1, 260]
 on_devices = pytest.mark.parametrize("device", DEVICES)
 in_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 EPS = float(np.float32(1e-5))
@@ -114,6 +114,8 @@ class TestNaive:
         row = case(kind, (n,), dtype, device).requires_grad_()
         (db,) = torch.autograd.grad(expand(row, (2, 4, n)), row, grad)
         assert_same_bits(db, rounded(naive_rows.column_sum(flat), dtype), "over tokens")
+        if n == 1:
+            return  # nothing is broadcast
         column = case(kind, (2, 4, 1), dtype, device).requires_grad_()
         (dc,) = torch.autograd.grad(expand(column, (2, 4, n)), column, grad)
         assert_same_bits(dc.view(8), rounded([naive_rows.row_sum(r) for r in flat], dtype), "along rows")

@@ -145,9 +145,9 @@ def norm_columns(
 ) -> tuple[Tensor, Tensor]:
     """Gradients in `dtype` of weight and bias."""
     x = _with_rows(x)
-    out = torch.empty(2, x.shape[1], dtype=dtype, device=x.device)
-    _column_sums(grad, out[1], x, means, scales, out[0])
-    return out[0], out[1]
+    weight_grad, bias_grad = (torch.empty(x.shape[1], dtype=dtype, device=x.device) for _ in range(2))
+    _column_sums(grad, bias_grad, x, means, scales, weight_grad)
+    return weight_grad, bias_grad
 
 
 def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
