@@ -69,7 +69,8 @@ def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManage
     """
     if on_uncovered not in ("warn", "error", "ignore"):
         raise ValueError(
-            f'samebits.batch_invariant: on_uncovered: expected "warn", "error" or "ignore", got {on_uncovered!r}'
+            'samebits.batch_invariant: on_uncovered: expected "warn", "error" or "ignore",'
+            f" got {on_uncovered!r}"
         )
     return _context(on_uncovered)
 
@@ -435,7 +436,7 @@ def _in_whole_vectors(func: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or not (_takes(input) and input.is_cpu):
             return func(input, *args, **kwargs)
         missing = -input.numel() % (64 * torch.get_num_threads())
-        if missing == 0 and input.is_contiguous() or kwargs.get("inplace") or kwargs.get("out") is not None:
+        if (missing == 0 and input.is_contiguous()) or kwargs.get("inplace") or kwargs.get("out") is not None:
             return func(input, *args, **kwargs)
         flat = F.pad(input.reshape(-1), (0, missing))
         return func(flat, *args, **kwargs)[: input.numel()].view(input.shape)
@@ -481,23 +482,23 @@ _BROADCASTING += ("__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__tr
 _BROADCASTING_IN_PLACE = ("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 _IN_WHOLE_VECTORS = ("silu", "sigmoid", "gelu", "rsqrt", "logsigmoid", "softplus", "mish")
 
-_KNOWN_VARIANT = (
-    "addbmm addbmm_ addmm_ addmv addmv_ addr baddbmm_ bilinear chain_matmul inner multi_dot outer_ tensordot"
-    " trace vdot vecdot cdist pdist cosine_similarity pairwise_distance"
-    " conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
-    " avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d lp_pool1d"
-    " lp_pool2d interpolate grid_sample fold embedding_bag ctc_loss renorm cov corrcoef histc"
-    " batch_norm instance_norm group_norm native_batch_norm native_group_norm local_response_norm"
-    " cumsum cumsum_ cumprod cumprod_ logcumsumexp logsumexp norm vector_norm matrix_norm prod nansum nanmean"
-    " std var std_mean var_mean softmin"
-    " scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_reduce index_reduce_"
-    " lstm gru rnn_tanh rnn_relu lstm_cell gru_cell _native_multi_head_attention _transformer_encoder_layer_fwd"
-    " _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention"
-    " _scaled_dot_product_cudnn_attention _flash_attention_forward _efficient_attention_forward"
-    " fft ifft rfft irfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn hfft ihfft stft istft"
-    " cholesky qr svd svdvals eigh eigvalsh eig solve solve_triangular lstsq inv inverse pinv det slogdet"
-    " matrix_exp matrix_power lu lu_factor _grouped_mm grouped_mm scaled_mm _scaled_mm _int_mm"
-).split()
+_KNOWN_VARIANT = """
+    addbmm addbmm_ addmm_ addmv addmv_ addr baddbmm_ bilinear chain_matmul inner multi_dot tensordot trace
+    vdot vecdot cdist pdist cosine_similarity pairwise_distance
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc
+    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    interpolate grid_sample fold embedding_bag ctc_loss renorm cov corrcoef histc
+    batch_norm instance_norm group_norm native_batch_norm native_group_norm local_response_norm
+    cumsum cumsum_ cumprod cumprod_ logcumsumexp logsumexp norm vector_norm matrix_norm prod nansum nanmean
+    std var std_mean var_mean
+    scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_reduce index_reduce_
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell _native_multi_head_attention _transformer_encoder_layer_fwd
+    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+    _scaled_dot_product_cudnn_attention _flash_attention_forward _efficient_attention_forward
+    fft ifft rfft irfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn hfft ihfft stft istft
+    cholesky qr svd svdvals eigh eigvalsh eig solve solve_triangular lstsq inv inverse pinv det slogdet
+    matrix_exp matrix_power lu lu_factor grouped_mm scaled_mm _grouped_mm _scaled_mm
+""".split()  # noqa: SIM905
 
 _COVERED: dict[Callable[..., Any], Callable[..., Any]] = {
     func: implementation for name, implementation in _IMPLEMENTATIONS.items() for func in _named(name)

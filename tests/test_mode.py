@@ -248,7 +248,14 @@ def test_uncovered_operators_are_named(name: str) -> None:
     assert caught[0].filename == __file__ or name in PYTHON
 
 
-PYTHON = ("lstm", "conv1d", "batch_norm", "bilinear", "normalize", "norm")  # reached through Python of PyTorch
+PYTHON = (
+    "lstm",
+    "conv1d",
+    "batch_norm",
+    "bilinear",
+    "normalize",
+    "norm",
+)  # reached through Python of PyTorch
 
 
 def test_a_wrong_argument() -> None:

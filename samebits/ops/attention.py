@@ -11,19 +11,9 @@ import torch
 from torch import Tensor
 
 from samebits.contract import Contract, contract_from_key
-from samebits.ops._library import call, check_device, check_operands, library, shape
+from samebits.ops._library import Operator, check_device, check_operands, shape
 from samebits.ops.logp import refuse_second_derivatives
 from samebits.ops.rows import backend
-
-library.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, str contract) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-library.define(
-    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale,"
-    " str contract) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def attention(
@@ -69,7 +59,7 @@ def attention(
         ValueError: shapes or devices do not match, both ``mask`` and ``is_causal`` are given, or the mask
             requires a gradient.
     """
-    (q, k, v), key = check_operands("attention", contract, {"q": q, "k": k, "v": v})
+    (q, k, v), key, _ = check_operands("attention", contract, {"q": q, "k": k, "v": v})
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim < 2:
             raise ValueError(
@@ -93,7 +83,7 @@ def attention(
             raise ValueError("samebits.attention: mask: expected none with is_causal")
         mask = _mask(mask, q, k, leading, q5)
     scale = float(np.float32(scale))
-    out = call(torch.ops.samebits.attention.default, q5, k4, v4, mask, is_causal, scale, key)
+    out = _operator(q5, k4, v4, mask, is_causal, scale, key)
     return out.reshape(*leading, q.shape[-2], v.shape[-1])
 
 
@@ -253,15 +243,22 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("attention")
-    grads = torch.ops.samebits.attention_backward(
-        grad, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.contract
-    )
+    grads = _gradient(grad, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.contract)
     return *grads, None, None, None, None
 
 
-for kind in ("CPU", "CUDA"):
-    library.impl("attention", _forward, kind)
-    library.impl("attention_backward", _gradients, kind)
-torch.library.register_fake("samebits::attention", _fake, lib=library)
-torch.library.register_fake("samebits::attention_backward", _fake_gradients, lib=library)
-torch.library.register_autograd("samebits::attention", _backward, setup_context=_setup_context, lib=library)
+_operator = Operator(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, str contract) -> Tensor",
+    cpu=_forward,
+    cuda=_forward,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+_gradient = Operator(
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float"
+    " scale, str contract) -> (Tensor, Tensor, Tensor)",
+    cpu=_gradients,
+    cuda=_gradients,
+    fake=_fake_gradients,
+)

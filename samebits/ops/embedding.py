@@ -7,17 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.ops._library import call, check_device, check_operands, library, shape
+from samebits.ops._library import Operator, check_device, check_operands, shape
 from samebits.ops.logp import refuse_second_derivatives
 from samebits.ops.rows import backend
-
-library.define(
-    "embedding(Tensor weight, Tensor ids, int padding_idx) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-library.define(
-    "embedding_backward(Tensor grad, Tensor ids, int count, int padding_idx) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -37,7 +29,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
         ValueError: shapes or devices do not match.
         IndexError: on the CPU, an id is not within [0, V); or ``padding_idx`` is not within [-V, V).
     """
-    (weight,), _ = check_operands("embedding", None, {"weight": weight}, autocast=False)
+    (weight,), _, _ = check_operands("embedding", None, {"weight": weight}, autocast=False)
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"samebits.embedding: ids: expected an int64 or int32 tensor, got {got}")
@@ -48,7 +40,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
     if padding_idx is not None and not -count <= padding_idx < count:
         raise IndexError(f"samebits.embedding: padding_idx: expected one of {count} rows, got {padding_idx}")
     padding = -1 if padding_idx is None else padding_idx % count
-    return call(torch.ops.samebits.embedding.default, weight, ids, padding)
+    return _operator(weight, ids, padding)
 
 
 def _forward(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
@@ -78,12 +70,20 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("embedding")
     (ids,) = ctx.saved_tensors
-    return torch.ops.samebits.embedding_backward(grad, ids, ctx.count, ctx.padding_idx), None, None
+    return _gradient(grad, ids, ctx.count, ctx.padding_idx), None, None
 
 
-for kind in ("CPU", "CUDA"):
-    library.impl("embedding", _forward, kind)
-    library.impl("embedding_backward", _grad, kind)
-torch.library.register_fake("samebits::embedding", _fake, lib=library)
-torch.library.register_fake("samebits::embedding_backward", _fake_grad, lib=library)
-torch.library.register_autograd("samebits::embedding", _backward, setup_context=_setup_context, lib=library)
+_operator = Operator(
+    "embedding(Tensor weight, Tensor ids, int padding_idx) -> Tensor",
+    cpu=_forward,
+    cuda=_forward,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+_gradient = Operator(
+    "embedding_backward(Tensor grad, Tensor ids, int count, int padding_idx) -> Tensor",
+    cpu=_grad,
+    cuda=_grad,
+    fake=_fake_grad,
+)

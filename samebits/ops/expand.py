@@ -9,13 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.ops._library import library
+from samebits.ops._library import Operator
 from samebits.ops.rows import backend
-
-library.define(
-    "sum_to(Tensor grad, SymInt[] shape) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -37,7 +32,7 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.ops.samebits.sum_to(grad, ctx.shape), None
+        return _operator(grad, ctx.shape), None
 
 
 def _sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
@@ -70,7 +65,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return grad.expand(ctx.shape), None
 
 
-for kind in ("CPU", "CUDA"):
-    library.impl("sum_to", _sum_to, kind)
-torch.library.register_fake("samebits::sum_to", _fake, lib=library)
-torch.library.register_autograd("samebits::sum_to", _backward, setup_context=_setup_context, lib=library)
+_operator = Operator(
+    "sum_to(Tensor grad, SymInt[] shape) -> Tensor",
+    cpu=_sum_to,
+    cuda=_sum_to,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)

@@ -8,22 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.ops._library import call, check_device, check_operands, library, shape
+from samebits.ops._library import Operator, check_device, check_operands, shape
 from samebits.ops.logp import refuse_second_derivatives
 from samebits.ops.rows import backend
-
-library.define(
-    "norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool centred) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-library.define(
-    "norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor means, Tensor scales) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-library.define(
-    "norm_columns(Tensor grad, Tensor x, Tensor means, Tensor scales, ScalarType dtype) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def layer_norm(
@@ -76,7 +63,7 @@ def _norm(
     eps: float,
     centred: bool,
 ) -> Tensor:
-    (x,), _ = check_operands(op, None, {"x": x}, autocast=False)
+    (x,), _, _ = check_operands(op, None, {"x": x}, autocast=False)
     wanted = torch.Size(normalized_shape)
     if len(wanted) == 0 or x.shape[-len(wanted) :] != wanted:
         raise ValueError(
@@ -90,7 +77,7 @@ def _norm(
                 raise ValueError(f"samebits.{op}: {name}: expected shape {tuple(wanted)}, got {shape(t)}")
     rows = x.reshape(-1, wanted.numel()) if wanted.numel() else x.reshape(0, 0)
     vectors = (None if t is None else t.reshape(-1) for t in (weight, bias))
-    out: Any = call(torch.ops.samebits.norm.default, rows, *vectors, float(eps), centred)
+    out: Any = _operator(rows, *vectors, float(eps), centred)
     y: Tensor = out[0]
     return y.reshape(x.shape)
 
@@ -143,20 +130,32 @@ def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("norm")
     x, weight, means, scales = ctx.saved_tensors
     needed = ctx.needs_input_grad
-    dx = torch.ops.samebits.norm_backward(grad, x, weight, means, scales) if needed[0] else None
+    dx = _gradient(grad, x, weight, means, scales) if needed[0] else None
     columns = {
-        dtype: torch.ops.samebits.norm_columns(grad, x, means, scales, dtype)
+        dtype: _column_gradients(grad, x, means, scales, dtype)
         for dtype in {ctx.dtypes[i] for i in (0, 1) if needed[1 + i]}
     }
     grads = (columns[ctx.dtypes[i]][i] if needed[1 + i] else None for i in (0, 1))
     return dx, *grads, None, None
 
 
-for kind in ("CPU", "CUDA"):
-    library.impl("norm", _forward, kind)
-    library.impl("norm_backward", _grad, kind)
-    library.impl("norm_columns", _columns, kind)
-torch.library.register_fake("samebits::norm", _fake, lib=library)
-torch.library.register_fake("samebits::norm_backward", _fake_grad, lib=library)
-torch.library.register_fake("samebits::norm_columns", _fake_columns, lib=library)
-torch.library.register_autograd("samebits::norm", _backward, setup_context=_setup_context, lib=library)
+_operator = Operator(
+    "norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool centred) -> (Tensor, Tensor, Tensor)",
+    cpu=_forward,
+    cuda=_forward,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+_gradient = Operator(
+    "norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor means, Tensor scales) -> Tensor",
+    cpu=_grad,
+    cuda=_grad,
+    fake=_fake_grad,
+)
+_column_gradients = Operator(
+    "norm_columns(Tensor grad, Tensor x, Tensor means, Tensor scales, ScalarType dtype) -> (Tensor, Tensor)",
+    cpu=_columns,
+    cuda=_columns,
+    fake=_fake_columns,
+)

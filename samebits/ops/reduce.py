@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.ops._library import call, check_operands, library
+from samebits.ops._library import Operator, check_operands
 from samebits.ops.rows import backend
-
-library.define("row_sum(Tensor x, bool mean) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
@@ -44,7 +42,7 @@ def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = Fals
 
 
 def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> Tensor:
-    (x,), _ = check_operands(op, None, {"x": x}, autocast=False)
+    (x,), _, _ = check_operands(op, None, {"x": x}, autocast=False)
     if dim is None or (isinstance(dim, Sequence) and len(dim) == 0):
         dim = tuple(range(x.ndim))
     given = (dim,) if isinstance(dim, int) else tuple(dim)
@@ -54,7 +52,7 @@ def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) 
     kept = [d for d in range(x.ndim) if d not in dims]
     shape = [x.shape[d] for d in kept]
     rows = x.permute(*kept, *dims).reshape(math.prod(shape), math.prod([x.shape[d] for d in dims]))
-    out = call(torch.ops.samebits.row_sum.default, rows, op == "mean")
+    out = _operator(rows, op == "mean")
     return out.reshape([1 if d in dims else x.shape[d] for d in range(x.ndim)] if keepdim else shape)
 
 
@@ -77,7 +75,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad.to(ctx.dtype)[:, None].expand(ctx.shape), None
 
 
-for kind in ("CPU", "CUDA"):
-    library.impl("row_sum", _forward, kind)
-torch.library.register_fake("samebits::row_sum", _fake, lib=library)
-torch.library.register_autograd("samebits::row_sum", _backward, setup_context=_setup_context, lib=library)
+_operator = Operator(
+    "row_sum(Tensor x, bool mean) -> Tensor",
+    cpu=_forward,
+    cuda=_forward,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)

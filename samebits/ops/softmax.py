@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from samebits.ops._library import call, check_operands, library
+from samebits.ops._library import Operator, check_operands
 from samebits.ops.logp import refuse_second_derivatives
 from samebits.ops.rows import backend, row_dim
-
-library.define("softmax(Tensor x, bool logarithm) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-library.define(
-    "softmax_backward(Tensor grad, Tensor out, bool logarithm) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -49,12 +42,12 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def _along(op: str, x: Tensor, dim: int) -> Tensor:
-    (x,), _ = check_operands(op, None, {"x": x}, autocast=False)
+    (x,), _, _ = check_operands(op, None, {"x": x}, autocast=False)
     if x.ndim == 0:
         return _along(op, x[None], 0)[0]
     moved = x.movedim(row_dim(op, x, dim), -1)
     rows = moved.reshape(moved.shape[:-1].numel(), moved.shape[-1])
-    out = call(torch.ops.samebits.softmax.default, rows, op == "log_softmax")
+    out = _operator(rows, op == "log_softmax")
     return out.reshape(moved.shape).movedim(-1, row_dim(op, x, dim))
 
 
@@ -82,12 +75,20 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("softmax")
     (out,) = ctx.saved_tensors
-    return torch.ops.samebits.softmax_backward(grad, out, ctx.logarithm), None
+    return _gradient(grad, out, ctx.logarithm), None
 
 
-for kind in ("CPU", "CUDA"):
-    library.impl("softmax", _forward, kind)
-    library.impl("softmax_backward", _grad, kind)
-torch.library.register_fake("samebits::softmax", _fake, lib=library)
-torch.library.register_fake("samebits::softmax_backward", _fake_grad, lib=library)
-torch.library.register_autograd("samebits::softmax", _backward, setup_context=_setup_context, lib=library)
+_operator = Operator(
+    "softmax(Tensor x, bool logarithm) -> Tensor",
+    cpu=_forward,
+    cuda=_forward,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+_gradient = Operator(
+    "softmax_backward(Tensor grad, Tensor out, bool logarithm) -> Tensor",
+    cpu=_grad,
+    cuda=_grad,
+    fake=_fake_grad,
+)
