@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.record import RESULTS, ROOT, environment, write
-from samebits.mode import batch_invariant
+from samebits import batch_invariant
 
 sys.path.insert(0, str(ROOT / "examples"))
 

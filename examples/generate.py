@@ -1,8 +1,8 @@
 """One log-prob for a token, however it came about: generation with a cache, chunked prefill, training.
 
-Builds a small causal model of `transformers` with random weights, samples from it token by token with a KV
-cache, and computes the log-probs of those tokens a second time by prefilling a cache in chunks, and a third time
-by the forward of training: once in plain PyTorch, once under ``samebits.batch_invariant``.
+Builds a small causal model of `transformers` with random weights, samples from it token by token with a KV cache,
+and computes the log-probs of those tokens a second time by prefilling a cache in chunks, and a third time by the
+forward of training: once in plain PyTorch, once under ``samebits.batch_invariant``.
 
     python examples/generate.py --architecture qwen3 --dtype bfloat16
 """
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import samebits
-from samebits.mode import batch_invariant
 
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
@@ -112,7 +111,7 @@ class Difference:
 
 def compare(model: nn.Module, prompts: Tensor, count: int, *, ours: bool) -> list[Difference]:
     """Generation, and chunked prefill, against the forward of training."""
-    mode: AbstractContextManager[None] = batch_invariant("error") if ours else nullcontext()
+    mode: AbstractContextManager[None] = samebits.batch_invariant("error") if ours else nullcontext()
     with mode:
         ids, generated = generate(model, prompts, count, ours=ours)
         chunked = prefill(model, ids, count, 7, ours=ours)
@@ -125,7 +124,7 @@ def compare(model: nn.Module, prompts: Tensor, count: int, *, ours: bool) -> lis
     ]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> dict[str, list[Difference]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -137,11 +136,12 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     model = build(options.architecture, getattr(torch, options.dtype), options.device)
     prompts = torch.randint(model.config.vocab_size, (options.rows, 9), device=options.device)
-    print(f"{options.architecture}, {options.dtype}, on {options.device}; against the forward of training:")
-    for ours, name in ((False, "PyTorch"), (True, "samebits.batch_invariant")):
-        print(name)
-        for difference in compare(model, prompts, options.tokens, ours=ours):
-            print("  ", difference)
+    print(f"{options.architecture}, {options.dtype}, on {options.device}; against the forward of training")
+    found = {}
+    for ours, name in ((False, "PyTorch"), (True, "samebits")):
+        found[name] = compare(model, prompts, options.tokens, ours=ours)
+        print(name, *found[name], sep="\n  ")
+    return found
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from generate import build, generate, training
-from samebits.mode import batch_invariant
+from samebits import batch_invariant
 
 ANSWER = 8  # tokens
 GROUP = 8  # answers to a prompt
