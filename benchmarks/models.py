@@ -1,7 +1,7 @@
 """Models of `transformers` on a GPU, in plain PyTorch and under ``samebits.batch_invariant``, in one run.
 
-Drift: the examples' generation against training, and the training loop. Time: the forward of a model of a billion
-parameters at 4,096 tokens, attention apart, and a step of the training loop.
+Drift: the examples' generation against training, and the training loop. Time: the forward of a model of a
+billion parameters at 4,096 tokens, attention apart, and a step of the training loop.
 
 python -m benchmarks.models [--commit COMMIT] [--out FILE]  -> benchmarks/results/<gpu>/models.json
 """
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import re
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from samebits import batch_invariant
 sys.path.insert(0, str(ROOT / "examples"))
 
 # A Llama of 1.24 billion parameters.
-BILLION = {
+BILLION: dict[str, Any] = {
     "vocab_size": 128256,
     "hidden_size": 2048,
     "intermediate_size": 8192,
@@ -66,7 +68,8 @@ def forward_times() -> list[dict[str, Any]]:
 
     with torch.device("cuda"):
         torch.manual_seed(0)
-        model = LlamaModel(LlamaConfig(**BILLION)).to(torch.bfloat16).eval()
+        model: torch.nn.Module = LlamaModel(LlamaConfig(**BILLION))
+        model = model.to(torch.bfloat16).eval()
     found = []
     for rows, tokens in BATCHES:
         ids = torch.randint(128256, (rows, tokens), device="cuda")
@@ -74,16 +77,13 @@ def forward_times() -> list[dict[str, Any]]:
             torch.randn(rows, heads, tokens, 64, device="cuda", dtype=torch.bfloat16) for heads in (32, 8)
         )
         case: dict[str, Any] = {"rows": rows, "tokens": tokens}
+        forward = partial(model, ids, use_cache=False)
+        attention = partial(F.scaled_dot_product_attention, q, k, k, is_causal=True, enable_gqa=True)
         for ours, name in ((False, "torch"), (True, "samebits")):
             with torch.no_grad(), mode(ours):
                 case[name] = {
-                    "forward_ms": milliseconds(lambda i=ids: model(i, use_cache=False)),
-                    "attention_ms": 16
-                    * milliseconds(
-                        lambda q=q, k=k: F.scaled_dot_product_attention(
-                            q, k, k, is_causal=True, enable_gqa=True
-                        )
-                    ),
+                    "forward_ms": milliseconds(forward),
+                    "attention_ms": BILLION["num_hidden_layers"] * milliseconds(attention),
                 }
         found.append(case)
         a, b = case["torch"], case["samebits"]
@@ -98,7 +98,7 @@ def forward_times() -> list[dict[str, Any]]:
 
 
 def drift(device: str = "cuda") -> list[dict[str, Any]]:
-    import generate
+    generate = importlib.import_module("generate")
 
     found = []
     for architecture in generate.MODELS:
@@ -112,7 +112,7 @@ def drift(device: str = "cuda") -> list[dict[str, Any]]:
 
 
 def training(steps: int, device: str = "cuda") -> dict[str, Any]:
-    import grpo
+    grpo = importlib.import_module("grpo")
 
     found: dict[str, Any] = {}
     for name, ours in (("torch", False), ("samebits", True), ("samebits, again", True)):
@@ -122,7 +122,8 @@ def training(steps: int, device: str = "cuda") -> dict[str, Any]:
         found[name] = dataclasses.asdict(run) | {"seconds_a_step": seconds / steps}
         print(
             f"grpo {name:16} largest difference {max(run.largest):.2e}, KL {max(run.kl):.2e}, reward"
-            f" {run.reward[0]:.2f} to {run.reward[-1]:.2f}, {seconds / steps:.2f} s a step, {run.weights[:16]}",
+            f" {run.reward[0]:.2f} to {run.reward[-1]:.2f}, {seconds / steps:.2f} s a step,"
+            f" weights {run.weights[:16]}",
             flush=True,
         )
     return found

@@ -1,8 +1,8 @@
 """One log-prob for a token, however it came about: generation with a cache, chunked prefill, training.
 
-Builds a small causal model of `transformers` with random weights, samples from it token by token with a KV cache,
-and computes the log-probs of those tokens a second time by prefilling a cache in chunks, and a third time by the
-forward of training: once in plain PyTorch, once under ``samebits.batch_invariant``.
+Builds a small causal model of `transformers` with random weights, samples from it token by token with a KV
+cache, and computes the log-probs of those tokens a second time by prefilling a cache in chunks, and a third
+time by the forward of training: once in plain PyTorch, once under ``samebits.batch_invariant``.
 
     python examples/generate.py --architecture qwen3 --dtype bfloat16
 """
@@ -55,7 +55,11 @@ def logps(model: nn.Module, hidden: Tensor, tokens: Tensor, ours: bool) -> Tenso
 def generate(
     model: nn.Module, prompts: Tensor, count: int, *, ours: bool, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Sample `count` tokens after ``prompts[rows, tokens]``, one by one: all tokens, and log-probs of the new."""
+    """Sample `count` tokens after ``prompts[rows, tokens]``, one by one.
+
+    Returns:
+        All tokens, and the log-probs of the new ones.
+    """
     generator = torch.Generator(prompts.device).manual_seed(seed)
     cache, step = DynamicCache(config=model.config), prompts
     ids, results = prompts, []

@@ -2,9 +2,9 @@
 
 A small Llama learns to answer in even tokens, by group-relative policy optimisation: several answers to each
 prompt are sampled with a KV cache, rewarded, and reinforced by their advantage within the group. The trainer
-computes the log-probs of the sampled tokens again, in batches of another size. In plain PyTorch the two differ, so
-even the first update after a rollout is off-policy; under ``samebits.batch_invariant`` the difference is exactly 0
-at every step, and a second run ends with identical weights.
+computes the log-probs of the sampled tokens again, in batches of another size. In plain PyTorch the two
+differ, so even the first update after a rollout is off-policy; under ``samebits.batch_invariant`` the
+difference is exactly 0 at every step, and a second run ends with identical weights.
 
     python examples/grpo.py --steps 30 --plot grpo.svg
 """
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from generate import build, generate, training
 from torch import Tensor, nn
 
-from generate import build, generate, training
 from samebits import batch_invariant
 
 ANSWER = 8  # tokens

@@ -49,10 +49,10 @@ def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManage
     """A context, or a decorator, under which PyTorch's own operators give the bits of this library's.
 
     Products (``mm``, ``bmm``, ``matmul``, ``@``, ``addmm``, ``baddbmm``, ``mv``, ``dot``, ``einsum``,
-    ``F.linear``), ``softmax``, ``log_softmax``, ``F.cross_entropy``, ``F.layer_norm``, ``F.rms_norm``, ``sum``
-    and ``mean``, ``F.embedding``, ``F.scaled_dot_product_attention``, and broadcasting in sums and products,
-    for the sake of its gradient; ``docs/mode.md`` has the list, and which arguments are covered. A call made
-    here also has this library's gradient, wherever the backward runs.
+    ``F.linear``), ``softmax``, ``log_softmax``, ``F.cross_entropy``, ``F.layer_norm``, ``F.rms_norm``,
+    ``sum``, ``mean``, ``F.embedding``, ``F.scaled_dot_product_attention``, and broadcasting in sums and
+    products, for the sake of its gradient; ``docs/mode.md`` has the list, and which arguments are covered. A
+    call made here also has this library's gradient, wherever the backward runs.
 
     It acts on calls from Python in this thread, in functions and modules of any kind; nothing of PyTorch
     changes for other threads or afterwards. It may be nested; the innermost ``on_uncovered`` counts. Do not
@@ -135,7 +135,7 @@ def _report(func: Callable[..., Any]) -> None:
     what = _state.on_uncovered
     if what not in ("warn", "error"):
         return
-    name = _NAMES.get(func) or getattr(func, "__name__", str(func))
+    name = _NAMES.get(func) or str(func)
     message = (
         f"samebits.batch_invariant: {name} is not covered with these arguments: its results may depend on the"
         " batch (docs/mode.md lists what is covered)"
@@ -477,7 +477,7 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "expand": _expand,
     "expand_as": _expand_as,
 }
-_BROADCASTING = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide")
+_BROADCASTING: tuple[str, ...] = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide")
 _BROADCASTING += ("__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__", "__div__")
 _BROADCASTING_IN_PLACE = ("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 _IN_WHOLE_VECTORS = ("silu", "sigmoid", "gelu", "rsqrt", "logsigmoid", "softplus", "mish")

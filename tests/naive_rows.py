@@ -1,4 +1,4 @@
-"""A second implementation of docs/contract.md, "Row reductions" and "Attention", on lists of Python floats."""
+"""A second implementation of docs/contract.md, "Row reductions" and "Attention", on lists of floats."""
 
 from __future__ import annotations
 

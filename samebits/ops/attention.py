@@ -39,9 +39,9 @@ def attention(
 
     Args:
         q: ``[..., H, L, E]``; bfloat16, float16 or float32, any strides.
-        k: ``[..., H, S, E]``; v: ``[..., H, S, Ev]``; same dtype and device. With ``enable_gqa`` they may have
-            fewer heads, of which each serves H / their number consecutive heads of q. Leading dimensions
-            broadcast.
+        k: ``[..., H, S, E]``; same dtype and device. With ``enable_gqa`` it may have fewer heads, of which
+            each serves H / their number consecutive heads of q. Leading dimensions broadcast.
+        v: ``[..., H, S, Ev]``, likewise.
         mask: ``[..., L, S]``, broadcast. Boolean: False is masked. Otherwise added to the scores in float32;
             it may not require a gradient.
         is_causal: query i sees keys 0 to i.
@@ -83,7 +83,7 @@ def attention(
             raise ValueError("samebits.attention: mask: expected none with is_causal")
         mask = _mask(mask, q, k, leading, q5)
     scale = float(np.float32(scale))
-    out = _operator(q5, k4, v4, mask, is_causal, scale, key)
+    out: Tensor = _operator(q5, k4, v4, mask, is_causal, scale, key)
     return out.reshape(*leading, q.shape[-2], v.shape[-1])
 
 
@@ -121,7 +121,8 @@ def _mask(mask: Tensor, q: Tensor, k: Tensor, leading: torch.Size, q5: Tensor) -
         mask = mask.expand(wanted)
     except RuntimeError:
         raise ValueError(
-            f"samebits.attention: mask: expected a shape that broadcasts to {tuple(wanted)}, got {shape(mask)}"
+            f"samebits.attention: mask: expected a shape that broadcasts to {tuple(wanted)},"
+            f" got {shape(mask)}"
         ) from None
     return mask.reshape(*q5.shape[:3], *mask.shape[-2:])
 
@@ -172,7 +173,7 @@ def _probabilities(
 
 
 def _over_keys(a: Tensor, b: Tensor, contract: str) -> Tensor:
-    """``a[..., M, keys] @ b[..., keys, N]``, chains that end in a zero term: trailing zeros change nothing."""
+    """``a[..., M, keys] @ b[..., keys, N]``, chains that end in a zero term: more zeros change nothing."""
     out = _products(a).addbmm(
         *(None, a.flatten(0, 1)[:, None], b.reshape(-1, 1, *b.shape[2:]), None),
         out_dtype=a.dtype,

@@ -40,7 +40,8 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
     if padding_idx is not None and not -count <= padding_idx < count:
         raise IndexError(f"samebits.embedding: padding_idx: expected one of {count} rows, got {padding_idx}")
     padding = -1 if padding_idx is None else padding_idx % count
-    return _operator(weight, ids, padding)
+    out: Tensor = _operator(weight, ids, padding)
+    return out
 
 
 def _forward(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:

@@ -16,9 +16,9 @@ from samebits.ops.rows import backend
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     """`x` broadcast to `shape`, as :meth:`torch.Tensor.expand`: a view.
 
-    Its gradient sums over the dimensions that were expanded. Over those at the end it is a row's sum, over the
-    others one chain in row-major order; all in float32, with one rounding at the end. So the gradient of a
-    vector that was broadcast over tokens is a chain over tokens, in which zero gradients change nothing.
+    Its gradient sums over the dimensions that were expanded. Over those at the end it is a row's sum, over
+    the others one chain in row-major order; all in float32, with one rounding at the end. So the gradient of
+    a vector that was broadcast over tokens is a chain over tokens, in which zero gradients change nothing.
     """
     out: Tensor = _Expand.apply(x, tuple(shape))  # type: ignore[no-untyped-call]
     return out

@@ -31,8 +31,8 @@ def layer_norm(
         weight, bias: of that shape, any of these dtypes.
         eps: added to the variance, as a float32.
 
-    Gradients: of ``x`` for each row by itself; of ``weight`` and ``bias`` chains over all rows, in order, with
-    a float32 accumulator, so that rows with zero gradients change nothing. Second derivatives are not
+    Gradients: of ``x`` for each row by itself; of ``weight`` and ``bias`` chains over all rows, in order,
+    with a float32 accumulator, so that rows with zero gradients change nothing. Second derivatives are not
     implemented.
 
     Raises:
@@ -67,7 +67,8 @@ def _norm(
     wanted = torch.Size(normalized_shape)
     if len(wanted) == 0 or x.shape[-len(wanted) :] != wanted:
         raise ValueError(
-            f"samebits.{op}: x: expected a shape that ends in normalized_shape {tuple(wanted)}, got {shape(x)}"
+            f"samebits.{op}: x: expected a shape that ends in normalized_shape {tuple(wanted)},"
+            f" got {shape(x)}"
         )
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None:

@@ -36,7 +36,8 @@ def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """``out[...] = (sum over i of x[..., i]) / n``, as :func:`torch.mean`; divided in float32.
 
-    Otherwise as :func:`sum`. The gradient is that of the mean divided by n in float32, with one rounding to its dtype, expanded.
+    Otherwise as :func:`sum`. The gradient is that of the mean divided by n in float32, with one rounding to
+    its dtype, expanded.
     """
     return _reduce("mean", x, dim, keepdim)
 
@@ -52,7 +53,7 @@ def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) 
     kept = [d for d in range(x.ndim) if d not in dims]
     shape = [x.shape[d] for d in kept]
     rows = x.permute(*kept, *dims).reshape(math.prod(shape), math.prod([x.shape[d] for d in dims]))
-    out = _operator(rows, op == "mean")
+    out: Tensor = _operator(rows, op == "mean")
     return out.reshape([1 if d in dims else x.shape[d] for d in range(x.ndim)] if keepdim else shape)
 
 

@@ -47,7 +47,7 @@ def _along(op: str, x: Tensor, dim: int) -> Tensor:
         return _along(op, x[None], 0)[0]
     moved = x.movedim(row_dim(op, x, dim), -1)
     rows = moved.reshape(moved.shape[:-1].numel(), moved.shape[-1])
-    out = _operator(rows, op == "log_softmax")
+    out: Tensor = _operator(rows, op == "log_softmax")
     return out.reshape(moved.shape).movedim(-1, row_dim(op, x, dim))
 
 

@@ -1,4 +1,4 @@
-"""Row reductions as ``docs/contract.md`` has them ("Row reductions"), and chains over tokens for every column.
+"""Row reductions as ``docs/contract.md`` has them, and chains over tokens for every column.
 
 Every function works on rows (or columns) ``first <= i < last`` of float32 arrays.
 """
