@@ -15,6 +15,7 @@ from torch import Tensor
 
 import samebits
 from samebits import FMA, TENSOR_CORE
+from samebits.backends.cuda import rows, runtime
 from samebits.ops.attention import attention
 from samebits.ops.einsum import einsum
 from samebits.ops.embedding import embedding
@@ -334,6 +335,24 @@ def test_einsum(equation: str, shapes: list[tuple[int, ...]]) -> None:
             einsum(bad, *operands[:1])
 
 
+@pytest.mark.gpu
+@in_dtypes
+@pytest.mark.parametrize("kind", ["normal", "special"])
+@pytest.mark.parametrize(("count", "n"), [(1, 40_000), (300, 1024), (70, 1025), (9, 5000)])
+def test_cuda_has_the_bits_of_the_cpu(dtype: torch.dtype, kind: str, count: int, n: int) -> None:
+    x, w = values(kind, (count, n), dtype, 0), values("normal", (n,), dtype, 1)
+    for name, op in ROWWISE.items():
+        results = []
+        for device in ("cpu", "cuda"):
+            leaves = [t.to(device).requires_grad_() for t in (x, w)]
+            y = op(*leaves)
+            grad = values("normal", tuple(y.shape), dtype, 2).to(device)
+            grads = torch.autograd.grad(y, leaves, grad, allow_unused=True)
+            results.append([y, *(g for g in grads if g is not None)])
+        for got, want in zip(results[1], results[0], strict=True):
+            assert_same_bits(got.cpu(), want, name)
+
+
 X = torch.ones(2, 3)
 
 
@@ -399,6 +418,15 @@ def test_gradients_are_those_of_the_maths() -> None:
         ):
             if want is not None:
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
+def test_kernels_compile_without_spills(arch: str) -> None:
+    pytest.importorskip("cuda.core")
+    specs = [rows.kernel_spec("row_sum", F32, BF16, F16, warps=warps) for warps in (1, 8)]  # whole files
+    for spec in (*specs, rows.columns_spec("column_sums", F16, BF16, F32)):
+        cubin = runtime.compile(spec, arch)
+        assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0)
 
 
 OPS = torch.ops.samebits

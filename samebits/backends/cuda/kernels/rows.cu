@@ -55,10 +55,10 @@ struct Row {
                 const i64 v = b * VOCAB_BLOCK + lane + 32 * i;
                 x[i] = v < n ? term(v) : 0.0f;
             }
-            const float block = contract::warp_sum_by_halves(contract::sum_by_halves(x));
+            const float block = contract::sum_by_halves<32, 1>(x);
             if (lane == int(b % 32)) chain = __fadd_rn(chain, block);
         }
-        return contract::warp_sum_by_halves(gather(chain));
+        return contract::sum_of_lanes(gather(chain));
     }
 
     // R and S of logits: the shift of their maximum, and the sum of their exponentials.
@@ -66,11 +66,11 @@ struct Row {
     __device__ void softmax(i64 n, Logit logit, float& shift, float& total) {
         float largest = -INF;
         for (i64 v = thread; v < n; v += ROW_THREADS) largest = contract::maximum(largest, logit(v));
-        largest = contract::warp_maximum(largest);
+        largest = contract::maximum_of_lanes(largest);
         if (WARPS > 1) {
             if (lane == 0) shared[warp] = largest;
             __syncthreads();
-            largest = contract::warp_maximum(shared[lane % WARPS]);
+            largest = contract::maximum_of_lanes(shared[lane % WARPS]);
             __syncthreads();
         }
         shift = contract::shift_of(largest);
@@ -86,14 +86,14 @@ struct Row {
             float m = z[0];
 #pragma unroll
             for (int i = 1; i < LANE; ++i) m = contract::maximum(m, z[i]);
-            m = contract::warp_maximum(m);
+            m = contract::maximum_of_lanes(m);
             const float own = contract::shift_of(m);
 #pragma unroll
             for (int i = 0; i < LANE; ++i) z[i] = contract::exp(__fsub_rn(z[i], own));
-            const float s = contract::warp_sum_by_halves(contract::sum_by_halves(z));
+            const float s = contract::sum_by_halves<32, 1>(z);
             if (lane == int(b % 32)) chain = __fmaf_rn(s, contract::exp(__fsub_rn(m, shift)), chain);
         }
-        total = contract::warp_sum_by_halves(gather(chain));
+        total = contract::sum_of_lanes(gather(chain));
     }
 
     template <class Value>
