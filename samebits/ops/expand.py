@@ -16,9 +16,9 @@ from samebits.ops.rows import backend
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     """`x` broadcast to `shape`, as :meth:`torch.Tensor.expand`: a view.
 
-    Its gradient sums over the dimensions that were expanded. Over those at the end it is a row's sum, over
-    the others one chain in row-major order; all in float32, with one rounding at the end. So the gradient of
-    a vector that was broadcast over tokens is a chain over tokens, in which zero gradients change nothing.
+    Its gradient sums over the dimensions that were expanded: over the last one of all as a row's sum, over
+    the others as one chain in row-major order; all in float32, with one rounding at the end. So the gradient
+    of a vector that was broadcast over tokens is a chain over tokens, in which zeros change nothing.
     """
     out: Tensor = _Expand.apply(x, tuple(shape))  # type: ignore[no-untyped-call]
     return out
@@ -37,20 +37,20 @@ class _Expand(torch.autograd.Function):
 
 def _sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
     own = (1,) * (grad.ndim - len(shape)) + tuple(shape)
-    kept = [d for d in range(grad.ndim) if own[d] != 1 or grad.shape[d] == 1]
-    end = max((d + 1 for d in kept if own[d] != 1), default=0)
-    over_columns = [d for d in range(end) if d not in kept]
-    over_rows = math.prod(grad.shape[end:])
-    total, rounded = grad, grad.dtype
-    if over_rows != 1:
-        dtype = torch.float32 if over_columns else rounded
-        rows = total.reshape(math.prod(grad.shape[:end]), over_rows)
-        total = backend(grad).row_sum(rows, False, dtype).view(grad.shape[:end])
-    if over_columns:
-        columns = total.reshape(grad.shape[:end]).permute(*over_columns, *(d for d in kept if d < end))
-        count = math.prod(grad.shape[d] for d in over_columns)
-        total = backend(grad).column_sum(columns.reshape(count, math.prod(shape)), rounded)
-    return total.reshape(tuple(shape)).clone() if total is grad else total.reshape(tuple(shape))
+    summed = [d for d in range(grad.ndim) if own[d] == 1 and grad.shape[d] != 1]
+    total = grad
+    if summed[-1:] == [grad.ndim - 1]:
+        dtype = grad.dtype if len(summed) == 1 else torch.float32
+        total = backend(grad).row_sum(grad.reshape(-1, grad.shape[-1]), False, dtype)
+        total = total.view(*grad.shape[:-1], 1)
+        del summed[-1]
+    if summed:
+        kept = [d for d in range(grad.ndim) if d not in summed]
+        columns = total.permute(*summed, *kept).reshape(
+            math.prod(grad.shape[d] for d in summed), math.prod(shape)
+        )
+        total = backend(grad).column_sum(columns, grad.dtype)
+    return total.clone() if total is grad else total.reshape(tuple(shape))
 
 
 def _fake(grad: Tensor, shape: Sequence[int]) -> Tensor:
