@@ -41,7 +41,7 @@ def _sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
     total = grad
     if summed[-1:] == [grad.ndim - 1]:
         dtype = grad.dtype if len(summed) == 1 else torch.float32
-        total = backend(grad).row_sum(grad.reshape(-1, grad.shape[-1]), False, dtype)
+        total = backend(grad).row_sum(grad.reshape(grad.shape[:-1].numel(), grad.shape[-1]), False, dtype)
         total = total.view(*grad.shape[:-1], 1)
         del summed[-1]
     if summed:
@@ -50,7 +50,7 @@ def _sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
             math.prod(grad.shape[d] for d in summed), math.prod(shape)
         )
         total = backend(grad).column_sum(columns, grad.dtype)
-    return total.clone() if total is grad else total.reshape(tuple(shape))
+    return (total.clone() if total is grad else total).reshape(tuple(shape))
 
 
 def _fake(grad: Tensor, shape: Sequence[int]) -> Tensor:

@@ -118,4 +118,5 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _vector(x: Tensor | None) -> Tensor:
-    return torch.empty(0) if x is None else _wide(x)
+    """A parameter: a copy, for FSDP2 cannot free memory that ``Tensor.numpy`` has handed out."""
+    return torch.empty(0) if x is None else _wide(x).clone()
