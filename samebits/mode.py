@@ -426,20 +426,23 @@ def _broadcasting(func: Callable[..., Any], in_place: bool = False) -> Callable[
     return pointwise
 
 
-def _in_whole_vectors(func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func` of a tensor, element by element, with a length for which PyTorch's CPU loops treat all alike.
+_SHARE = 1 << 14  # elements that PyTorch's CPU loops do not divide among threads
 
-    They compute what is left over after whole vectors, in each thread's share, with other functions.
+
+def _in_whole_vectors(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`func` of a tensor, element by element, in lengths for which PyTorch's CPU loops treat all alike.
+
+    What is left over after whole vectors, in each thread's share, they compute with other functions.
     """
 
     def pointwise(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not (_takes(input) and input.is_cpu):
+        in_place = kwargs.get("inplace") or kwargs.get("out") is not None or any(a is True for a in args)
+        if torch.compiler.is_compiling() or in_place or not (_takes(input) and input.is_cpu):
             return func(input, *args, **kwargs)
-        missing = -input.numel() % (64 * torch.get_num_threads())
-        if (missing == 0 and input.is_contiguous()) or kwargs.get("inplace") or kwargs.get("out") is not None:
-            return func(input, *args, **kwargs)
-        flat = F.pad(input.reshape(-1), (0, missing))
-        return func(flat, *args, **kwargs)[: input.numel()].view(input.shape)
+        count = input.numel()
+        flat = F.pad(input.reshape(-1), (0, -count % 64))
+        out = torch.cat([func(part, *args, **kwargs) for part in flat.split(_SHARE)])
+        return out[:count].view(input.shape)
 
     return pointwise
 

@@ -256,6 +256,17 @@ PYTHON = (
 )  # reached through Python of PyTorch
 
 
+def test_elementwise_functions_over_lengths_and_threads() -> None:
+    x = torch.randn(70_001)
+    with batch_invariant("error"):
+        for f in (F.silu, F.gelu, torch.sigmoid, F.softplus):
+            full = f(x)
+            for start, stop in ((0, 1), (5, 38), (100, 33_000), (3, 70_000)):
+                assert_same_bits(f(x[start:stop]), full[start:stop])
+            assert_same_bits(f(x[:69_996].view(12, -1).mT), full[:69_996].view(12, -1).mT)
+    assert F.silu(x, True) is x
+
+
 def test_a_wrong_argument() -> None:
     with pytest.raises(ValueError, match="on_uncovered"):
         batch_invariant("no")  # type: ignore[arg-type]
