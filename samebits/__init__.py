@@ -6,6 +6,7 @@ from samebits import nn
 from samebits._version import __version__
 from samebits.backends import use_backend
 from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, MmaModel, use_mma_model
+from samebits.mode import UncoveredError, batch_invariant
 from samebits.nn import convert
 from samebits.ops.addmm import addmm_
 from samebits.ops.bmm import bmm
@@ -25,9 +26,11 @@ __all__ = [
     "TENSOR_CORE",
     "Contract",
     "MmaModel",
+    "UncoveredError",
     "__version__",
     "addmm_",
     "audit",
+    "batch_invariant",
     "bmm",
     "convert",
     "linear",

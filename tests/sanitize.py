@@ -19,6 +19,7 @@ from unittest import mock
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
+import torch.nn.functional as F
 
 import samebits
 from samebits.backends.cuda import ahead, matmul_sm90, runtime
@@ -150,6 +151,21 @@ def tiny_products(every: int):
             yield kernel, schedule, Operands(a, b), torch.empty(5, m, n, dtype=dtype, device="cuda")
 
 
+def row_reductions() -> None:
+    """Every operation of rows and attention, forward and backward, by one warp and by eight for a row."""
+    for rows, n in ((1, 1), (3, 130), (9, 1100), (70, 40)):
+        x, y = (torch.ones(rows, n, dtype=DTYPE, device="cuda", requires_grad=True) for _ in range(2))
+        w = torch.ones(n, dtype=DTYPE, device="cuda", requires_grad=True)
+        ids = torch.arange(2 * rows, device="cuda") % rows
+        with samebits.batch_invariant("error"):
+            results = (
+                *(x.softmax(1), x.log_softmax(0), x.sum(0), x.mean(1), y * w, y * x[:, :1]),
+                *(F.layer_norm(x, (n,), w, w), F.rms_norm(x, (n,), w), F.embedding(ids, y)),
+                F.scaled_dot_product_attention(x[None], y[None], y[None], is_causal=True),
+            )
+        torch.autograd.grad(results, (x, y, w), results)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -174,6 +190,7 @@ def main() -> None:
                 taken[way] = taken.get(way, False) or so
         count += 1
     log_probabilities()
+    row_reductions()
     torch.cuda.synchronize()
     print(f"{count} products")
     assert all(taken.values()), [way for way, so in taken.items() if not so]

@@ -27,7 +27,7 @@ def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> No
     require_subnormals()
     wide = logits.to(torch.float32)
     arrays = wide.numpy(), rows.scale, first // VOCAB_BLOCK, to.m.numpy(), to.s.numpy(), to.u.numpy()
-    _over_rows(wide, lambda *span: kernels.block_statistics(*arrays, rows.with_entropy, *span))
+    over_rows(wide, lambda *span: kernels.block_statistics(*arrays, rows.with_entropy, *span))
     here = ((rows.target >= first) & (rows.target < first + logits.shape[1])).nonzero()[:, 0]
     to.target_logit[here] = wide[here, rows.target[here] - first] * torch.tensor(
         rows.scale, dtype=torch.float32
@@ -63,11 +63,11 @@ def grad_logits(
         np.empty(0, np.float32) if grad_entropy is None else (grad_entropy * scale).numpy(),
         out.numpy(),
     )
-    _over_rows(wide, lambda *span: kernels.grad_logits(*arrays, *span))
+    over_rows(wide, lambda *span: kernels.grad_logits(*arrays, *span))
     return rounded(out, dtype)
 
 
-def _over_rows(logits: Tensor, run: Callable[[int, int], None]) -> None:
+def over_rows(logits: Tensor, run: Callable[[int, int], None]) -> None:
     rows = logits.shape[0]
     threads = min(torch.get_num_threads(), rows, 1 + logits.numel() // _WORTH_A_THREAD)
     if threads <= 1:

@@ -1,0 +1,152 @@
+"""Models of `transformers` on a GPU, in plain PyTorch and under ``samebits.batch_invariant``, in one run.
+
+Drift: the examples' generation against training, and the training loop. Time: the forward of a model of a
+billion parameters at 4,096 tokens, attention apart, and a step of the training loop.
+
+python -m benchmarks.models [--commit COMMIT] [--out FILE]  -> benchmarks/results/<gpu>/models.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.record import RESULTS, ROOT, environment, write
+from samebits import batch_invariant
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+# A Llama of 1.24 billion parameters.
+BILLION: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+TOKENS = 4096
+BATCHES = ((1, 4096), (8, 512))
+
+
+def mode(ours: bool) -> AbstractContextManager[None]:
+    return batch_invariant("error") if ours else nullcontext()
+
+
+def milliseconds(run: Callable[[], Any], repeats: int = 7) -> float:
+    """Median over calls, each from an idle GPU to an idle GPU."""
+    for _ in range(2):
+        run()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def forward_times() -> list[dict[str, Any]]:
+    from transformers import LlamaConfig, LlamaModel
+
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        model: torch.nn.Module = LlamaModel(LlamaConfig(**BILLION))
+        model = model.to(torch.bfloat16).eval()
+    found = []
+    for rows, tokens in BATCHES:
+        ids = torch.randint(128256, (rows, tokens), device="cuda")
+        q, k = (
+            torch.randn(rows, heads, tokens, 64, device="cuda", dtype=torch.bfloat16) for heads in (32, 8)
+        )
+        case: dict[str, Any] = {"rows": rows, "tokens": tokens}
+        forward = partial(model, ids, use_cache=False)
+        attention = partial(F.scaled_dot_product_attention, q, k, k, is_causal=True, enable_gqa=True)
+        for ours, name in ((False, "torch"), (True, "samebits")):
+            with torch.no_grad(), mode(ours):
+                case[name] = {
+                    "forward_ms": milliseconds(forward),
+                    "attention_ms": BILLION["num_hidden_layers"] * milliseconds(attention),
+                }
+        found.append(case)
+        a, b = case["torch"], case["samebits"]
+        without = [(x["forward_ms"] - x["attention_ms"]) for x in (a, b)]
+        print(
+            f"{rows} x {tokens}: torch {a['forward_ms']:.1f} ms (attention {a['attention_ms']:.1f}), samebits"
+            f" {b['forward_ms']:.1f} ({b['attention_ms']:.1f}); {b['forward_ms'] / a['forward_ms']:.2f}x,"
+            f" without attention {without[1] / without[0]:.2f}x",
+            flush=True,
+        )
+    return found
+
+
+def drift(device: str = "cuda") -> list[dict[str, Any]]:
+    generate = importlib.import_module("generate")
+
+    found = []
+    for architecture in generate.MODELS:
+        model = generate.build(architecture, torch.bfloat16, device, hidden=256)
+        prompts = torch.randint(300, (4, 9), device=device)
+        for ours, name in ((False, "torch"), (True, "samebits")):
+            for difference in generate.compare(model, prompts, 40, ours=ours):
+                found.append({"model": architecture, "by": name} | dataclasses.asdict(difference))
+                print(f"{architecture:6} {name:9} {difference}", flush=True)
+    return found
+
+
+def training(steps: int, device: str = "cuda") -> dict[str, Any]:
+    grpo = importlib.import_module("grpo")
+
+    found: dict[str, Any] = {}
+    for name, ours in (("torch", False), ("samebits", True), ("samebits, again", True)):
+        start = time.perf_counter()
+        run = grpo.train(steps, ours=ours, dtype=torch.bfloat16, device=device)
+        seconds = time.perf_counter() - start
+        found[name] = dataclasses.asdict(run) | {"seconds_a_step": seconds / steps}
+        print(
+            f"grpo {name:16} largest difference {max(run.largest):.2e}, KL {max(run.kl):.2e}, reward"
+            f" {run.reward[0]:.2f} to {run.reward[-1]:.2f}, {seconds / steps:.2f} s a step,"
+            f" weights {run.weights[:16]}",
+            flush=True,
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    parser.add_argument("--out", type=Path, help="instead of benchmarks/results/<gpu>/models.json")
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    gpu = torch.cuda.get_device_name()
+    data = {
+        "environment": environment(options.commit) | {"gpu": gpu},
+        "drift": drift(),
+        "training": training(options.steps),
+        "forward": forward_times(),
+    }
+    folder = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    write(options.out or RESULTS / folder / "models.json", data)
+
+
+if __name__ == "__main__":
+    main()

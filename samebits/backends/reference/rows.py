@@ -1,0 +1,122 @@
+"""Row reductions on CPU tensors: hands rows, or columns, to threads that run `rows_kernels`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from samebits.backends.reference import rows_kernels as kernels
+from samebits.backends.reference.logp import over_rows
+from samebits.backends.reference.matmul import require_subnormals, rounded
+
+
+def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
+    """Sums or means in `dtype` of the rows of ``x[rows, n]``."""
+    wide, out = _wide(x), torch.empty(x.shape[0])
+    over_rows(wide, lambda *span: kernels.row_sum(wide.numpy(), out.numpy(), mean, *span))
+    return rounded(out[:, None], dtype)[:, 0]
+
+
+def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
+    """Softmax or its logarithm in `dtype` of the rows of ``x[rows, n]``."""
+    return _softmax(_wide(x), logarithm, False, dtype)
+
+
+def softmax_backward(grad: Tensor, out: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
+    """Gradients in `dtype` of the rows that gave `out`."""
+    g, y = _wide(grad), _wide(out)
+    dx = torch.empty_like(g)
+    if logarithm:
+        over_rows(g, lambda *span: kernels.log_softmax_backward(g.numpy(), y.numpy(), dx.numpy(), *span))
+    else:
+        over_rows(g, lambda *span: kernels.softmax_backward(g.numpy(), y.numpy(), 1.0, dx.numpy(), *span))
+    return rounded(dx, dtype)
+
+
+def probabilities(scores: Tensor, scale: float, queries: int, dtype: torch.dtype) -> Tensor:
+    """Softmax of ``scores[rows, keys] * scale`` in `dtype`; zeros where all are -inf.
+
+    With `queries` > 0, row i sees keys 0 to i % queries.
+    """
+    z = scores * torch.tensor(scale)
+    if queries > 0:
+        z = z.masked_fill(~_visible(z.shape, queries), -torch.inf)
+    return _softmax(z, False, True, dtype)
+
+
+def grad_scores(grad: Tensor, p: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Gradients in `dtype` of the scores that gave the probabilities `p`."""
+    g, wide = _wide(grad), _wide(p)
+    dx = torch.empty_like(g)
+    over_rows(g, lambda *span: kernels.softmax_backward(g.numpy(), wide.numpy(), scale, dx.numpy(), *span))
+    return rounded(dx, dtype)
+
+
+def norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Layer norm of the rows of ``x[rows, n]``, or without `centred` RMS norm; mean and 1 / deviation."""
+    wide, out = _wide(x), torch.empty(x.shape)
+    means, scales = torch.empty(x.shape[0] if centred else 0), torch.empty(x.shape[0])
+    arrays = (_vector(weight).numpy(), _vector(bias).numpy(), eps, centred, out.numpy())
+    over_rows(
+        wide,
+        lambda *span: kernels.norm(wide.numpy(), *arrays, means.numpy(), scales.numpy(), *span),
+    )
+    return rounded(out, x.dtype), means, scales
+
+
+def norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor) -> Tensor:
+    """Gradients of the rows of `x`."""
+    g, wide, out = _wide(grad), _wide(x), torch.empty(x.shape)
+    arrays = (g.numpy(), wide.numpy(), _vector(weight).numpy(), means.numpy(), scales.numpy(), out.numpy())
+    over_rows(wide, lambda *span: kernels.norm_backward(*arrays, *span))
+    return rounded(out, x.dtype)
+
+
+def norm_columns(
+    grad: Tensor, x: Tensor, means: Tensor, scales: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients in `dtype` of weight and bias."""
+    g, wide = _wide(grad), _wide(x)
+    out = torch.empty(2, x.shape[1])
+    arrays = (g.numpy(), wide.numpy(), means.numpy(), scales.numpy(), out[0].numpy(), out[1].numpy())
+    over_rows(wide.T, lambda *span: kernels.norm_columns(*arrays, *span))
+    return rounded(out[:1], dtype)[0], rounded(out[1:], dtype)[0]
+
+
+def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums in `dtype` of the columns of ``x[tokens, n]``: chains over tokens."""
+    wide, out = _wide(x), torch.empty(1, x.shape[1])
+    over_rows(wide.T, lambda *span: kernels.column_sum(wide.numpy(), out[0].numpy(), *span))
+    return rounded(out, dtype)[0]
+
+
+def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
+    """Gradients ``[count, n]`` of an embedding's rows from ``grad[tokens, n]`` and ``ids[tokens]``."""
+    g, out = _wide(grad), torch.empty(count, grad.shape[1])
+    arrays = (g.numpy(), ids.numpy(), padding, out.numpy())
+    over_rows(g.T, lambda *span: kernels.embedding_backward(*arrays, *span))
+    return rounded(out, grad.dtype)
+
+
+def _softmax(z: Tensor, logarithm: bool, masked_to_zero: bool, dtype: torch.dtype) -> Tensor:
+    require_subnormals()
+    out = torch.empty(z.shape)
+    over_rows(z, lambda *span: kernels.softmax(z.numpy(), out.numpy(), logarithm, masked_to_zero, *span))
+    return rounded(out, dtype)
+
+
+def _visible(shape: torch.Size, queries: int) -> Tensor:
+    rows, keys = shape
+    return torch.arange(keys) <= (torch.arange(rows) % queries)[:, None]
+
+
+def _wide(x: Tensor) -> Tensor:
+    require_subnormals()
+    return x.detach().to(torch.float32)
+
+
+def _vector(x: Tensor | None) -> Tensor:
+    """A parameter: a copy, for FSDP2 cannot free memory that ``Tensor.numpy`` has handed out."""
+    return torch.empty(0) if x is None else _wide(x).clone()

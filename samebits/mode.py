@@ -1,0 +1,527 @@
+"""``samebits.batch_invariant``: PyTorch's own operators run this library's, for as long as it lasts."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from samebits.ops._library import SUPPORTED
+from samebits.ops.attention import attention
+from samebits.ops.bmm import bmm
+from samebits.ops.einsum import einsum
+from samebits.ops.embedding import embedding
+from samebits.ops.expand import expand
+from samebits.ops.linear import linear
+from samebits.ops.matmul import matmul
+from samebits.ops.norm import layer_norm, rms_norm
+from samebits.ops.reduce import mean, sum
+from samebits.ops.softmax import log_softmax, softmax
+
+__all__ = ["UncoveredError", "batch_invariant"]
+
+OnUncovered = Literal["warn", "error", "ignore"]
+
+
+class UncoveredError(RuntimeError):
+    """An operator whose rows may depend on the batch was called where that was to be an error."""
+
+
+class _State(threading.local):
+    # Attributes of a thread-local object, because torch.compile reads and guards those.
+    def __init__(self) -> None:
+        self.on_uncovered: OnUncovered | None = None
+
+
+_state = _State()
+_warned: set[str] = set()
+
+
+def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManager[None]:
+    """A context, or a decorator, under which PyTorch's own operators give the bits of this library's.
+
+    Products (``mm``, ``bmm``, ``matmul``, ``@``, ``addmm``, ``baddbmm``, ``mv``, ``dot``, ``einsum``,
+    ``F.linear``), ``softmax``, ``log_softmax``, ``F.cross_entropy``, ``F.layer_norm``, ``F.rms_norm``,
+    ``sum``, ``mean``, ``F.embedding``, ``F.scaled_dot_product_attention``, and broadcasting in sums and
+    products, for the sake of its gradient; ``docs/mode.md`` has the list, and which arguments are covered. A
+    call made here also has this library's gradient, wherever the backward runs.
+
+    It acts on calls from Python in this thread, in functions and modules of any kind; nothing of PyTorch
+    changes for other threads or afterwards. It may be nested; the innermost ``on_uncovered`` counts. Do not
+    ``await`` inside. Activation checkpointing runs the forward again in the backward, so enter it around that
+    too. Under ``torch.compile`` what is traced here is covered.
+
+    Args:
+        on_uncovered: what to do when an operator is called whose rows are known to depend on the batch, and
+            which is not covered: ``"warn"`` once for each operator, ``"error"`` (an :class:`UncoveredError`),
+            or ``"ignore"``.
+
+    Raises:
+        ValueError: ``on_uncovered`` is none of these.
+    """
+    if on_uncovered not in ("warn", "error", "ignore"):
+        raise ValueError(
+            'samebits.batch_invariant: on_uncovered: expected "warn", "error" or "ignore",'
+            f" got {on_uncovered!r}"
+        )
+    return _context(on_uncovered)
+
+
+@contextmanager
+def _context(on_uncovered: OnUncovered) -> Iterator[None]:
+    before = _state.on_uncovered
+    _state.on_uncovered = on_uncovered
+    try:
+        with _Mode() if before is None else nullcontext():
+            yield
+    finally:
+        _state.on_uncovered = before
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        covered = _COVERED.get(func)
+        if covered is not None:
+            result = covered(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        elif func in _BODIES:
+            with self:
+                return _BODIES[func](*args, **kwargs)
+        if (covered is not None or func in _UNCOVERED or _is_direct(func)) and _inexact(args):
+            _report(func)
+        return func(*args, **kwargs)
+
+
+_NO_CHECKS = {
+    name: lambda *_: False
+    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+}
+
+
+def _body(function: FunctionType) -> FunctionType:
+    """A Python function of PyTorch that lets the functions it calls be overridden, rather than itself."""
+    body = FunctionType(
+        function.__code__,
+        function.__globals__ | _NO_CHECKS,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
+
+
+_BODIES = {
+    function: _body(function)
+    for module in (F, torch.functional)
+    for function in vars(module).values()
+    if isinstance(function, FunctionType) and function.__module__ == module.__name__
+}
+
+
+def _report(func: Callable[..., Any]) -> None:
+    what = _state.on_uncovered
+    if what not in ("warn", "error"):
+        return
+    name = _NAMES.get(func) or str(func)
+    message = (
+        f"samebits.batch_invariant: {name} is not covered with these arguments: its results may depend on the"
+        " batch (docs/mode.md lists what is covered)"
+    )
+    if what == "error":
+        raise UncoveredError(message)
+    if name not in _warned and not torch.compiler.is_compiling():
+        _warned.add(name)
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
+    for x in args:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (tuple, list)):
+            yield from _tensors(x)
+
+
+def _inexact(args: Sequence[Any]) -> bool:
+    """Whether rounding is at work: sums of integers have the same bits in any order."""
+    return any(t.is_floating_point() or t.is_complex() for t in _tensors(args))
+
+
+def _takes(*tensors: Any) -> bool:
+    return all(
+        isinstance(t, Tensor)
+        and t.dtype in SUPPORTED
+        and t.layout == torch.strided
+        and t.device.type in ("cpu", "cuda", "meta")
+        and not t.is_nested
+        for t in tensors
+    )
+
+
+# The functions below have the parameters of PyTorch's. They return NotImplemented for what is not covered.
+
+
+def _mm(input: Tensor, mat2: Tensor, **rest: Any) -> Any:
+    return NotImplemented if rest or not _takes(input, mat2) else matmul(input, mat2)
+
+
+def _matmul(input: Tensor, other: Tensor, **rest: Any) -> Any:
+    return _mm(input, other, **rest)
+
+
+def _rmatmul(input: Tensor, other: Tensor) -> Any:
+    return _mm(other, input)
+
+
+def _bmm(input: Tensor, mat2: Tensor, **rest: Any) -> Any:
+    return NotImplemented if rest or not _takes(input, mat2) else bmm(input, mat2)
+
+
+def _mv(input: Tensor, vec: Tensor, **rest: Any) -> Any:
+    return _mm(input, vec, **rest)
+
+
+def _dot(input: Tensor, tensor: Tensor, **rest: Any) -> Any:
+    return _mm(input, tensor, **rest)
+
+
+def _addmm(
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, **rest: Any
+) -> Any:
+    if rest or not _takes(input, mat1, mat2):
+        return NotImplemented
+    if input.ndim == 1 and beta == alpha == 1 and mat1.ndim == mat2.ndim == 2:
+        return linear(mat1, mat2.mT, input)
+    return _scaled_sum(input, matmul(mat1, mat2, out_dtype=torch.float32), beta, alpha, mat1.dtype)
+
+
+def _baddbmm(
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1, **rest: Any
+) -> Any:
+    if rest or not _takes(input, batch1, batch2):
+        return NotImplemented
+    return _scaled_sum(input, bmm(batch1, batch2, out_dtype=torch.float32), beta, alpha, batch1.dtype)
+
+
+def _scaled_sum(input: Tensor, product: Tensor, beta: float, alpha: float, dtype: torch.dtype) -> Tensor:
+    """``beta * input + alpha * product``, in float32 up to the end. `input` is not read if beta is 0."""
+    out = product if alpha == 1 else product * alpha
+    if beta != 0:
+        wide = expand(input, out.shape).to(torch.float32)
+        out = (wide if beta == 1 else wide * beta) + out
+    return out.to(dtype)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    operands = (input, weight) if bias is None else (input, weight, bias)
+    if not _takes(*operands) or weight.ndim != 2:
+        return NotImplemented
+    return linear(input, weight, bias)
+
+
+def _einsum(equation: str, *operands: Any) -> Any:
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    return (
+        NotImplemented
+        if not isinstance(equation, str) or not _takes(*operands)
+        else einsum(equation, *operands)
+    )
+
+
+def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None, **rest: Any) -> Any:
+    return _along(softmax, input, dim, dtype, rest)
+
+
+def _log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None, **rest: Any) -> Any:
+    return _along(log_softmax, input, dim, dtype, rest)
+
+
+def _f_softmax(
+    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Any:
+    return _along(softmax, input, dim, dtype, {})
+
+
+def _f_log_softmax(
+    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Any:
+    return _along(log_softmax, input, dim, dtype, {})
+
+
+def _along(
+    op: Callable[..., Tensor], x: Tensor, dim: int | None, dtype: torch.dtype | None, rest: dict[str, Any]
+) -> Any:
+    x = _autocast(x) if dtype is None else x.to(dtype)
+    return NotImplemented if rest or not isinstance(dim, int) or not _takes(x) else op(x, dim)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Autocast computes these in float32 on a GPU, and as they come on a CPU."""
+    return x.to(torch.float32) if x.is_cuda and torch.is_autocast_enabled("cuda") else x
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
+    if (
+        not plain
+        or not _takes(input)
+        or target.is_floating_point()
+        or reduction not in ("none", "mean", "sum")
+    ):
+        return NotImplemented
+    loss = F.nll_loss(
+        log_softmax(_autocast(input), 1 if input.ndim > 1 else 0),
+        *(target, None, None, ignore_index, None, "none"),
+    )
+    if reduction == "none":
+        return loss
+    total = sum(loss)
+    return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
+    if not _takes(input, *(t for t in (weight, bias) if t is not None)):
+        return NotImplemented
+    return layer_norm(_autocast(input), normalized_shape, weight, bias, eps)
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Any:
+    if not _takes(input, *(t for t in (weight,) if t is not None)):
+        return NotImplemented
+    return rms_norm(_autocast(input), normalized_shape, weight, eps)
+
+
+def _sum(
+    input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **rest: Any
+) -> Any:
+    return _over(sum, _autocast(input), dim, keepdim, dtype, rest)
+
+
+def _mean(
+    input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **rest: Any
+) -> Any:
+    return _over(mean, input, dim, keepdim, dtype, rest)
+
+
+def _over(
+    op: Callable[..., Tensor],
+    x: Tensor,
+    dim: Any,
+    keepdim: bool,
+    dtype: torch.dtype | None,
+    rest: dict[str, Any],
+) -> Any:
+    x = x if dtype is None else x.to(dtype)
+    if rest or not _takes(x) or not isinstance(keepdim, bool):
+        return NotImplemented
+    return op(x, dim, keepdim)
+
+
+def _f_embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if max_norm is not None or scale_grad_by_freq or sparse or not _takes(weight):
+        return NotImplemented
+    return embedding(input, weight, padding_idx)
+
+
+def _embedding(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if scale_grad_by_freq or sparse or not _takes(weight):
+        return NotImplemented
+    return embedding(indices, weight, None if padding_idx == -1 else padding_idx)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    floats = [t for t in (attn_mask,) if t is not None and t.dtype != torch.bool]
+    if dropout_p != 0 or not _takes(query, key, value, *floats) or any(t.requires_grad for t in floats):
+        return NotImplemented
+    return attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _expand(input: Tensor, *size: Any, **rest: Any) -> Any:
+    sizes = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    return _expanded(input, sizes, rest, lambda: input.expand(*size, **rest))
+
+
+def _expand_as(input: Tensor, other: Tensor) -> Any:
+    return _expanded(input, other.shape, {}, lambda: input.expand_as(other))
+
+
+def _expanded(x: Tensor, sizes: Sequence[int], rest: Any, otherwise: Callable[[], Tensor]) -> Any:
+    if rest or not sizes or not _records(x):
+        return otherwise()
+    return expand(x, sizes)
+
+
+def _records(x: Any) -> bool:
+    """Whether a gradient of `x` is recorded that this library can compute."""
+    return torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad and _takes(x)
+
+
+def _broadcasting(func: Callable[..., Any], in_place: bool = False) -> Callable[..., Any]:
+    """`func` of two tensors, element by element, with the gradient of what is broadcast."""
+
+    def pointwise(input: Any, other: Any, **rest: Any) -> Any:
+        if isinstance(input, Tensor) and isinstance(other, Tensor) and input.shape != other.shape:
+            shape = torch.broadcast_shapes(input.shape, other.shape)
+            if _records(other) and other.shape != shape:
+                other = expand(other, shape)
+            if not in_place and _records(input) and input.shape != shape:
+                input = expand(input, shape)
+        return func(input, other, **rest)
+
+    return pointwise
+
+
+_SHARE = 1 << 14  # elements that PyTorch's CPU loops do not divide among threads
+
+
+def _in_whole_vectors(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`func` of a tensor, element by element, in lengths for which PyTorch's CPU loops treat all alike.
+
+    What is left over after whole vectors, in each thread's share, they compute with other functions.
+    """
+
+    def pointwise(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        in_place = kwargs.get("inplace") or kwargs.get("out") is not None or any(a is True for a in args)
+        if torch.compiler.is_compiling() or in_place or not (_takes(input) and input.is_cpu):
+            return func(input, *args, **kwargs)
+        count = input.numel()
+        flat = F.pad(input.reshape(-1), (0, -count % 64))
+        out = torch.cat([func(part, *args, **kwargs) for part in flat.split(_SHARE)])
+        return out[:count].view(input.shape)
+
+    return pointwise
+
+
+_WHERE = (torch, torch.Tensor, F, torch.linalg, torch.fft, torch.special)
+_LABELS = ("torch", "torch.Tensor", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special")
+
+
+def _named(name: str) -> dict[Callable[..., Any], str]:
+    """All functions of PyTorch that are called so, with their full names."""
+    found = zip(_WHERE, _LABELS, strict=True)
+    return {getattr(where, name): f"{label}.{name}" for where, label in found if hasattr(where, name)}
+
+
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "mm": _mm,
+    "matmul": _matmul,
+    "__matmul__": _matmul,
+    "__rmatmul__": _rmatmul,
+    "bmm": _bmm,
+    "mv": _mv,
+    "dot": _dot,
+    "addmm": _addmm,
+    "baddbmm": _baddbmm,
+    "linear": _linear,
+    "einsum": _einsum,
+    "softmax": _softmax,
+    "log_softmax": _log_softmax,
+    "cross_entropy": _cross_entropy,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "sum": _sum,
+    "mean": _mean,
+    "scaled_dot_product_attention": _attention,
+    "expand": _expand,
+    "expand_as": _expand_as,
+}
+_BROADCASTING: tuple[str, ...] = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide")
+_BROADCASTING += ("__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__", "__div__")
+_BROADCASTING_IN_PLACE = ("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+_IN_WHOLE_VECTORS = ("silu", "sigmoid", "gelu", "rsqrt", "logsigmoid", "softplus", "mish")
+
+_KNOWN_VARIANT = """
+    addbmm addbmm_ addmm_ addmv addmv_ addr baddbmm_ bilinear chain_matmul inner multi_dot tensordot trace
+    vdot vecdot cdist pdist cosine_similarity pairwise_distance
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc
+    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    interpolate grid_sample fold embedding_bag ctc_loss renorm cov corrcoef histc
+    batch_norm instance_norm group_norm native_batch_norm native_group_norm local_response_norm
+    cumsum cumsum_ cumprod cumprod_ logcumsumexp logsumexp norm vector_norm matrix_norm prod nansum nanmean
+    std var std_mean var_mean
+    scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_reduce index_reduce_
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell _native_multi_head_attention _transformer_encoder_layer_fwd
+    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+    _scaled_dot_product_cudnn_attention _flash_attention_forward _efficient_attention_forward
+    fft ifft rfft irfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn hfft ihfft stft istft
+    cholesky qr svd svdvals eigh eigvalsh eig solve solve_triangular lstsq inv inverse pinv det slogdet
+    matrix_exp matrix_power lu lu_factor grouped_mm scaled_mm _grouped_mm _scaled_mm
+""".split()  # noqa: SIM905
+
+_COVERED: dict[Callable[..., Any], Callable[..., Any]] = {
+    func: implementation for name, implementation in _IMPLEMENTATIONS.items() for func in _named(name)
+}
+_COVERED |= {F.softmax: _f_softmax, F.log_softmax: _f_log_softmax}
+_COVERED |= {F.embedding: _f_embedding, torch.embedding: _embedding}
+_COVERED |= {func: _broadcasting(func) for name in _BROADCASTING for func in _named(name)}
+_COVERED |= {func: _broadcasting(func, True) for name in _BROADCASTING_IN_PLACE for func in _named(name)}
+_COVERED |= {func: _in_whole_vectors(func) for name in _IN_WHOLE_VECTORS for func in _named(name)}
+_UNCOVERED = {func for name in _KNOWN_VARIANT for func in _named(name)}
+_NAMES = {
+    func: label for name in (*_IMPLEMENTATIONS, *_KNOWN_VARIANT) for func, label in _named(name).items()
+} | {torch.embedding: "torch.embedding", F.embedding: "torch.nn.functional.embedding"}
+
+_DIRECT = {*_IMPLEMENTATIONS, *_KNOWN_VARIANT, "_softmax", "_log_softmax", "native_layer_norm", "embedding"}
+
+
+def _is_direct(func: Any) -> bool:
+    """Whether this is a call of ``torch.ops.aten`` that reduces."""
+    if not isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return False
+    namespace, _, name = str(func).partition(".")
+    return namespace == "aten" and name.partition(".")[0] in _DIRECT - {"expand", "expand_as"}

@@ -1,0 +1,265 @@
+"""Scaled dot-product attention, made of chains: ``F.scaled_dot_product_attention``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samebits.contract import Contract, contract_from_key
+from samebits.ops._library import Operator, check_device, check_operands, shape
+from samebits.ops.logp import refuse_second_derivatives
+from samebits.ops.rows import backend
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    contract: Contract | None = None,
+) -> Tensor:
+    """``softmax(q @ k.mT * scale + mask) @ v``, as :func:`torch.nn.functional.scaled_dot_product_attention`.
+
+    ``z[i, j] = (sum over d of q[i, d] * k[j, d]) * scale + mask[i, j]``, -inf where masked,
+    ``p[i, j] = exp(z[i, j] - R) / S`` in the input dtype, ``out[i] = sum over j of p[i, j] * v[j]``
+
+    Scores are float32 accumulators of chains over d; R and S as in ``softmax``; the output is one chain over
+    the keys, from key 0. Masked keys at the end of a row (and how many there are) change no bit, so one query
+    with a cache of its past, a chunk of queries, and all queries at once give a query the same bits. That
+    takes masked keys and values to be finite numbers: 0 * inf and 0 * NaN are NaN.
+
+    Args:
+        q: ``[..., H, L, E]``; bfloat16, float16 or float32, any strides.
+        k: ``[..., H, S, E]``; same dtype and device. With ``enable_gqa`` it may have fewer heads, of which
+            each serves H / their number consecutive heads of q. Leading dimensions broadcast.
+        v: ``[..., H, S, Ev]``, likewise.
+        mask: ``[..., L, S]``, broadcast. Boolean: False is masked. Otherwise added to the scores in float32;
+            it may not require a gradient.
+        is_causal: query i sees keys 0 to i.
+        scale: float32; 1 / sqrt(E) by default.
+        contract: as in :func:`samebits.matmul`.
+
+    Returns:
+        ``[..., H, L, Ev]``. A query with all keys masked gives zeros.
+
+    Gradients: from the scores computed again; of q a chain over keys, of k and v chains over queries, with
+    each head that they serve as a sequence. See ``docs/contract.md``, "Attention".
+
+    Raises:
+        TypeError: dtypes are not these, or differ.
+        ValueError: shapes or devices do not match, both ``mask`` and ``is_causal`` are given, or the mask
+            requires a gradient.
+    """
+    (q, k, v), key, _ = check_operands("attention", contract, {"q": q, "k": k, "v": v})
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.ndim < 2:
+            raise ValueError(
+                f"samebits.attention: {name}: expected [..., tokens, size], got shape {shape(t)}"
+            )
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"samebits.attention: q, k: sizes differ in shapes {shape(q)} and {shape(k)}")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"samebits.attention: k, v: tokens differ in shapes {shape(k)} and {shape(v)}")
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
+    grouped = enable_gqa and q.ndim > 2
+    if grouped:
+        batch = torch.broadcast_shapes(*(t.shape[:-3] for t in (q, k, v)))
+        leading = torch.Size((*batch, q.shape[-3]))
+    else:
+        leading = torch.broadcast_shapes(*(t.shape[:-2] for t in (q, k, v)))
+    q5, k4, v4 = _heads(q, k, v, leading, grouped)
+    if mask is not None:
+        if is_causal:
+            raise ValueError("samebits.attention: mask: expected none with is_causal")
+        mask = _mask(mask, q, k, leading, q5)
+    scale = float(np.float32(scale))
+    out: Tensor = _operator(q5, k4, v4, mask, is_causal, scale, key)
+    return out.reshape(*leading, q.shape[-2], v.shape[-1])
+
+
+def _heads(
+    q: Tensor, k: Tensor, v: Tensor, leading: torch.Size, grouped: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q as ``[B, heads of k, group, L, E]``, k and v as ``[B, heads, S, E]``."""
+    batch, heads = leading[:-1], leading[-1] if leading else 1
+    of_k = k.shape[-3] if grouped else heads
+    if of_k == 0 or heads % of_k or (grouped and v.shape[-3] != of_k):
+        raise ValueError(
+            "samebits.attention: k, v: expected as many heads as, or a divisor of, q's, got shapes"
+            f" {shape(q)}, {shape(k)} and {shape(v)}"
+        )
+    q = q.expand(*leading, *q.shape[-2:]).reshape(batch.numel(), of_k, heads // of_k, *q.shape[-2:])
+    k, v = (
+        t.expand(*leading[:-1], *((of_k,) if leading else ()), *t.shape[-2:]).reshape(
+            batch.numel(), of_k, *t.shape[-2:]
+        )
+        for t in (k, v)
+    )
+    return q, k, v
+
+
+def _mask(mask: Tensor, q: Tensor, k: Tensor, leading: torch.Size, q5: Tensor) -> Tensor:
+    """The mask as a view ``[B, heads of k, group, L, S]``, boolean or float32."""
+    check_device("attention", "mask", mask, "q", q)
+    if mask.requires_grad and torch.is_grad_enabled():
+        raise ValueError("samebits.attention: mask: expected one that requires no gradient")
+    if mask.dtype != torch.bool:
+        check_operands("attention", None, {"mask": mask}, autocast=False)
+        mask = mask.to(torch.float32)
+    wanted = (*leading, q.shape[-2], k.shape[-2])
+    try:
+        mask = mask.expand(wanted)
+    except RuntimeError:
+        raise ValueError(
+            f"samebits.attention: mask: expected a shape that broadcasts to {tuple(wanted)},"
+            f" got {shape(mask)}"
+        ) from None
+    return mask.reshape(*q5.shape[:3], *mask.shape[-2:])
+
+
+_SCORES = 1 << 27  # held at once: 512 MiB
+
+
+def _pieces(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Parts of the batch and of k's heads with about so many scores."""
+    batch, heads = q.shape[:2]
+    scores = q.shape[2] * q.shape[3] * k.shape[2]
+    at_once = max(1, _SCORES // max(1, scores))
+    rows, columns = max(1, at_once // max(1, heads)), min(heads, at_once)
+    for b in range(0, batch, rows):
+        for h in range(0, heads, max(1, columns)):
+            yield slice(b, b + rows), slice(h, h + columns)
+
+
+def _products(t: Tensor) -> Any:
+    """The module that multiplies on the device of `t`."""
+    if t.is_cuda:
+        from samebits.backends.cuda import matmul as cuda
+
+        return cuda
+    from samebits.backends.reference import matmul as reference
+
+    return reference
+
+
+def _probabilities(
+    q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, contract: str
+) -> Tensor:
+    """``p[b, heads, group * L, S]``, of the dtype of q."""
+    b, heads, group, L, _ = q.shape
+    S = k.shape[2]
+    scores = _products(q).matmul(
+        *(q.reshape(b, heads, group * L, q.shape[-1]), k.mT),
+        bias=None,
+        out_dtype=torch.float32,
+        contract=contract,
+    )
+    if mask is not None:
+        scores = scores.view(b, heads, group, L, S).mul_(scale)
+        scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
+        scale = 1.0
+    p = backend(q).probabilities(scores.reshape(-1, S), scale, L if causal else 0, q.dtype)
+    return p.view(b, heads, group * L, S)  # type: ignore[no-any-return]
+
+
+def _over_keys(a: Tensor, b: Tensor, contract: str) -> Tensor:
+    """``a[..., M, keys] @ b[..., keys, N]``, chains that end in a zero term: more zeros change nothing."""
+    out = _products(a).addbmm(
+        *(None, a.flatten(0, 1)[:, None], b.reshape(-1, 1, *b.shape[2:]), None),
+        out_dtype=a.dtype,
+        contract=contract,
+    )
+    return out.view(*a.shape[:2], *out.shape[1:])  # type: ignore[no-any-return]
+
+
+def _over_queries(a: Tensor, b: Tensor, group: int, contract: str) -> Tensor:
+    """``a[..., group * L, M].mT @ b[..., group * L, N]``, each of the group a sequence."""
+    tokens = a.shape[2] // group
+    if contract_from_key(contract).step == "fma" or tokens % 16 == 0:
+        group = 1  # the same chain: no group of 16 reaches over the end of a sequence
+    a4, b4 = (t.reshape(-1, group, t.shape[2] // group, t.shape[3]) for t in (a, b))
+    out = _products(a).addbmm(None, a4.mT, b4, None, out_dtype=a.dtype, contract=contract)
+    return out.view(*a.shape[:2], *out.shape[1:])  # type: ignore[no-any-return]
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, contract: str
+) -> Tensor:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    for part in _pieces(q, k):
+        part_mask = None if mask is None else mask[part]
+        p = _probabilities(q[part], k[part], part_mask, causal, scale, contract)
+        out[part] = _over_keys(p, v[part], contract).view(out[part].shape)
+    return out
+
+
+def _gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    contract: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    group = q.shape[2]
+    for part in _pieces(q, k):
+        part_mask = None if mask is None else mask[part]
+        p = _probabilities(q[part], k[part], part_mask, causal, scale, contract)
+        dy, rows = (t[part].flatten(2, 3) for t in (grad, q))
+        dv[part] = _over_queries(p, dy, group, contract)
+        dp = _products(q).matmul(dy, v[part].mT, bias=None, out_dtype=torch.float32, contract=contract)
+        dz = backend(q).grad_scores(dp.flatten(0, 2), p.flatten(0, 2), scale, q.dtype).view(p.shape)
+        dq[part] = _over_keys(dz, k[part], contract).view(dq[part].shape)
+        dk[part] = _over_queries(dz, rows, group, contract)
+    return dq, dk, dv
+
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, contract: str
+) -> Tensor:
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    q, k, v, mask, ctx.causal, ctx.scale, ctx.contract = inputs
+    ctx.save_for_backward(q, k, v, mask)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_second_derivatives("attention")
+    grads = _gradient(grad, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.contract)
+    return *grads, None, None, None, None
+
+
+_operator = Operator(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, str contract) -> Tensor",
+    cpu=_forward,
+    cuda=_forward,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+_gradient = Operator(
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float"
+    " scale, str contract) -> (Tensor, Tensor, Tensor)",
+    cpu=_gradients,
+    cuda=_gradients,
+    fake=_fake_gradients,
+)

@@ -1,0 +1,90 @@
+"""Embeddings, whose gradients are chains over tokens: ``F.embedding``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.ops._library import Operator, check_device, check_operands, shape
+from samebits.ops.logp import refuse_second_derivatives
+from samebits.ops.rows import backend
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """``out[..., :] = weight[ids[...], :]``, as :func:`torch.nn.functional.embedding`.
+
+    The gradient of a row of ``weight`` is one chain over the tokens with that id, in row-major order, with a
+    float32 accumulator and one rounding at the end; tokens with zero gradients change no bit of it. Second
+    derivatives are not implemented.
+
+    Args:
+        ids: int64 or int32 ``[...]``, each within [0, V). On a GPU others end in a device-side assert.
+        weight: ``[V, features]``; bfloat16, float16 or float32.
+        padding_idx: tokens with this id have no gradient.
+
+    Raises:
+        TypeError: a dtype is not one of these.
+        ValueError: shapes or devices do not match.
+        IndexError: on the CPU, an id is not within [0, V); or ``padding_idx`` is not within [-V, V).
+    """
+    (weight,), _, _ = check_operands("embedding", None, {"weight": weight}, autocast=False)
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"samebits.embedding: ids: expected an int64 or int32 tensor, got {got}")
+    check_device("embedding", "ids", ids, "weight", weight)
+    if weight.ndim != 2:
+        raise ValueError(f"samebits.embedding: weight: expected [V, features], got shape {shape(weight)}")
+    count = weight.shape[0]
+    if padding_idx is not None and not -count <= padding_idx < count:
+        raise IndexError(f"samebits.embedding: padding_idx: expected one of {count} rows, got {padding_idx}")
+    padding = -1 if padding_idx is None else padding_idx % count
+    out: Tensor = _operator(weight, ids, padding)
+    return out
+
+
+def _forward(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
+    return torch.embedding(weight, ids)
+
+
+def _grad(grad: Tensor, ids: Tensor, count: int, padding_idx: int) -> Tensor:
+    rows = grad.reshape(ids.numel(), grad.shape[-1])
+    flat = ids.reshape(-1).to(torch.int64)
+    return backend(grad).embedding_backward(rows, flat, count, padding_idx)  # type: ignore[no-any-return]
+
+
+def _fake(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
+    return weight.new_empty((*ids.shape, weight.shape[1]))
+
+
+def _fake_grad(grad: Tensor, ids: Tensor, count: int, padding_idx: int) -> Tensor:
+    return grad.new_empty((count, grad.shape[-1]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    weight, ids, ctx.padding_idx = inputs
+    ctx.count = weight.shape[0]
+    ctx.save_for_backward(ids)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_second_derivatives("embedding")
+    (ids,) = ctx.saved_tensors
+    return _gradient(grad, ids, ctx.count, ctx.padding_idx), None, None
+
+
+_operator = Operator(
+    "embedding(Tensor weight, Tensor ids, int padding_idx) -> Tensor",
+    cpu=_forward,
+    cuda=_forward,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+_gradient = Operator(
+    "embedding_backward(Tensor grad, Tensor ids, int count, int padding_idx) -> Tensor",
+    cpu=_grad,
+    cuda=_grad,
+    fake=_fake_grad,
+)

@@ -1,0 +1,75 @@
+"""Broadcasting whose gradient has a contract: ``Tensor.expand``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.ops._library import Operator
+from samebits.ops.rows import backend
+
+
+def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """`x` broadcast to `shape`, as :meth:`torch.Tensor.expand`: a view.
+
+    Its gradient sums over the dimensions that were expanded: over the last one of all as a row's sum, over
+    the others as one chain in row-major order; all in float32, with one rounding at the end. So the gradient
+    of a vector that was broadcast over tokens is a chain over tokens, in which zeros change nothing.
+    """
+    out: Tensor = _Expand.apply(x, tuple(shape))  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Expand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.shape = x.shape
+        return x.expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _operator(grad, ctx.shape), None
+
+
+def _sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
+    own = (1,) * (grad.ndim - len(shape)) + tuple(shape)
+    summed = [d for d in range(grad.ndim) if own[d] == 1 and grad.shape[d] != 1]
+    total = grad
+    if summed[-1:] == [grad.ndim - 1]:
+        dtype = grad.dtype if len(summed) == 1 else torch.float32
+        total = backend(grad).row_sum(grad.reshape(grad.shape[:-1].numel(), grad.shape[-1]), False, dtype)
+        total = total.view(*grad.shape[:-1], 1)
+        del summed[-1]
+    if summed:
+        kept = [d for d in range(grad.ndim) if d not in summed]
+        columns = total.permute(*summed, *kept).reshape(
+            math.prod(grad.shape[d] for d in summed), math.prod(shape)
+        )
+        total = backend(grad).column_sum(columns, grad.dtype)
+    return (total.clone() if total is grad else total).reshape(tuple(shape))
+
+
+def _fake(grad: Tensor, shape: Sequence[int]) -> Tensor:
+    return grad.new_empty(tuple(shape))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.shape = inputs[0].shape
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad.expand(ctx.shape), None
+
+
+_operator = Operator(
+    "sum_to(Tensor grad, SymInt[] shape) -> Tensor",
+    cpu=_sum_to,
+    cuda=_sum_to,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)

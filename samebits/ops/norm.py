@@ -1,0 +1,162 @@
+"""Layer norm and RMS norm: ``F.layer_norm`` and ``F.rms_norm``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.ops._library import Operator, check_device, check_operands, shape
+from samebits.ops.logp import refuse_second_derivatives
+from samebits.ops.rows import backend
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``y[..., i] = (x[i] - mean) * r * weight[i] + bias[i]``, as :func:`torch.nn.functional.layer_norm`.
+
+    ``r = 1 / sqrt(sum over i of (x[i] - mean)**2 / n + eps)``. Both sums are rows of ``docs/contract.md``,
+    "Row reductions"; all is float32, with one rounding to the dtype of ``x`` at the end.
+
+    Args:
+        x: ``[..., *normalized_shape]``; bfloat16, float16 or float32, any strides.
+        normalized_shape: the last dimensions, a row in row-major order.
+        weight, bias: of that shape, any of these dtypes.
+        eps: added to the variance, as a float32.
+
+    Gradients: of ``x`` for each row by itself; of ``weight`` and ``bias`` chains over all rows, in order,
+    with a float32 accumulator, so that rows with zero gradients change nothing. Second derivatives are not
+    implemented.
+
+    Raises:
+        TypeError: a tensor is not dense or of another dtype.
+        ValueError: shapes or devices do not match.
+    """
+    return _norm("layer_norm", x, normalized_shape, weight, bias, eps, True)
+
+
+def rms_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """``y[..., i] = x[i] * r * weight[i]``, as :func:`torch.nn.functional.rms_norm`.
+
+    ``r = 1 / sqrt(sum over i of x[i]**2 / n + eps)``. Otherwise as :func:`layer_norm`. ``eps`` is by default
+    the one of the dtype that PyTorch computes in, float32.
+    """
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    return _norm("rms_norm", x, normalized_shape, weight, None, eps, False)
+
+
+def _norm(
+    op: str,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+) -> Tensor:
+    (x,), _, _ = check_operands(op, None, {"x": x}, autocast=False)
+    wanted = torch.Size(normalized_shape)
+    if len(wanted) == 0 or x.shape[-len(wanted) :] != wanted:
+        raise ValueError(
+            f"samebits.{op}: x: expected a shape that ends in normalized_shape {tuple(wanted)},"
+            f" got {shape(x)}"
+        )
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None:
+            check_operands(op, None, {name: t}, autocast=False)
+            check_device(op, name, t, "x", x)
+            if t.shape != wanted:
+                raise ValueError(f"samebits.{op}: {name}: expected shape {tuple(wanted)}, got {shape(t)}")
+    rows = x.reshape(-1, wanted.numel()) if wanted.numel() else x.reshape(0, 0)
+    vectors = (None if t is None else t.reshape(-1) for t in (weight, bias))
+    out: Any = _operator(rows, *vectors, float(eps), centred)
+    y: Tensor = out[0]
+    return y.reshape(x.shape)
+
+
+def _forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return backend(x).norm(x, weight, bias, eps, centred)  # type: ignore[no-any-return]
+
+
+def _grad(grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor) -> Tensor:
+    return backend(x).norm_backward(grad, x, weight, means, scales)  # type: ignore[no-any-return]
+
+
+def _columns(
+    grad: Tensor, x: Tensor, means: Tensor, scales: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return backend(x).norm_columns(grad, x, means, scales, dtype)  # type: ignore[no-any-return]
+
+
+def _fake(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, ...]:
+    rows = x.shape[0]
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(rows if centred else 0, dtype=torch.float32),
+        x.new_empty(rows, dtype=torch.float32),
+    )
+
+
+def _fake_grad(grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_columns(
+    grad: Tensor, x: Tensor, means: Tensor, scales: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[1], dtype=dtype), x.new_empty(x.shape[1], dtype=dtype)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, _, _ = inputs
+    ctx.save_for_backward(x, weight, *output[1:])
+    ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias)]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    refuse_second_derivatives("norm")
+    x, weight, means, scales = ctx.saved_tensors
+    needed = ctx.needs_input_grad
+    dx = _gradient(grad, x, weight, means, scales) if needed[0] else None
+    columns = {
+        dtype: _column_gradients(grad, x, means, scales, dtype)
+        for dtype in {ctx.dtypes[i] for i in (0, 1) if needed[1 + i]}
+    }
+    grads = (columns[ctx.dtypes[i]][i] if needed[1 + i] else None for i in (0, 1))
+    return dx, *grads, None, None
+
+
+_operator = Operator(
+    "norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool centred) -> (Tensor, Tensor, Tensor)",
+    cpu=_forward,
+    cuda=_forward,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+_gradient = Operator(
+    "norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor means, Tensor scales) -> Tensor",
+    cpu=_grad,
+    cuda=_grad,
+    fake=_fake_grad,
+)
+_column_gradients = Operator(
+    "norm_columns(Tensor grad, Tensor x, Tensor means, Tensor scales, ScalarType dtype) -> (Tensor, Tensor)",
+    cpu=_columns,
+    cuda=_columns,
+    fake=_fake_columns,
+)

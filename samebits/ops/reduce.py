@@ -1,0 +1,86 @@
+"""Sums and means over dimensions: ``torch.sum`` and ``torch.mean``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.ops._library import Operator, check_operands
+from samebits.ops.rows import backend
+
+
+def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """``out[...] = sum over i of x[..., i]``, as :func:`torch.sum`.
+
+    The elements that are summed, in row-major order, are a row of ``docs/contract.md``, "Row reductions":
+    blocks of 128, in float32, with one rounding to the dtype of ``x`` at the end.
+
+    Args:
+        x: bfloat16, float16 or float32, any strides.
+        dim: one or several dimensions; all of them by default.
+        keepdim: keep them, of size 1.
+
+    The gradient is that of the sum, expanded.
+
+    Raises:
+        TypeError: ``x`` is not a dense tensor of such a dtype.
+        IndexError: there is no such dimension.
+    """
+    return _reduce("sum", x, dim, keepdim)
+
+
+def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """``out[...] = (sum over i of x[..., i]) / n``, as :func:`torch.mean`; divided in float32.
+
+    Otherwise as :func:`sum`. The gradient is that of the mean divided by n in float32, with one rounding to
+    its dtype, expanded.
+    """
+    return _reduce("mean", x, dim, keepdim)
+
+
+def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> Tensor:
+    (x,), _, _ = check_operands(op, None, {"x": x}, autocast=False)
+    if dim is None or (isinstance(dim, Sequence) and len(dim) == 0):
+        dim = tuple(range(x.ndim))
+    given = (dim,) if isinstance(dim, int) else tuple(dim)
+    if not all(-max(x.ndim, 1) <= d < max(x.ndim, 1) for d in given):
+        raise IndexError(f"samebits.{op}: dim: expected dimensions of a {x.ndim}-D tensor, got {dim}")
+    dims = sorted({d % max(x.ndim, 1) for d in given}) if x.ndim else []
+    kept = [d for d in range(x.ndim) if d not in dims]
+    shape = [x.shape[d] for d in kept]
+    rows = x.permute(*kept, *dims).reshape(math.prod(shape), math.prod([x.shape[d] for d in dims]))
+    out: Tensor = _operator(rows, op == "mean")
+    return out.reshape([1 if d in dims else x.shape[d] for d in range(x.ndim)] if keepdim else shape)
+
+
+def _forward(x: Tensor, mean: bool) -> Tensor:
+    return backend(x).row_sum(x, mean, x.dtype)  # type: ignore[no-any-return]
+
+
+def _fake(x: Tensor, mean: bool) -> Tensor:
+    return x.new_empty(x.shape[0])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.mean = inputs
+    ctx.shape, ctx.dtype = x.shape, x.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    if ctx.mean:
+        grad = grad.to(torch.float32) / ctx.shape[1]
+    return grad.to(ctx.dtype)[:, None].expand(ctx.shape), None
+
+
+_operator = Operator(
+    "row_sum(Tensor x, bool mean) -> Tensor",
+    cpu=_forward,
+    cuda=_forward,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)

@@ -1,0 +1,27 @@
+"""What operations on rows share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from samebits.ops._library import shape
+
+
+def backend(t: Tensor) -> Any:
+    """The module that reduces rows on the device of `t`."""
+    if t.is_cuda:
+        from samebits.backends.cuda import rows as cuda
+
+        return cuda
+    from samebits.backends.reference import rows as reference
+
+    return reference
+
+
+def row_dim(op: str, x: Tensor, dim: int) -> int:
+    """`dim`, counted from the end of a tensor that has it."""
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise IndexError(f"samebits.{op}: dim: expected a dimension of x {shape(x)}, got {dim!r}")
+    return dim % x.ndim - x.ndim

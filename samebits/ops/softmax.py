@@ -1,0 +1,94 @@
+"""Softmax and its logarithm: ``torch.softmax`` and ``torch.log_softmax``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from samebits.ops._library import Operator, check_operands
+from samebits.ops.logp import refuse_second_derivatives
+from samebits.ops.rows import backend, row_dim
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """``out[..., v] = exp(x[..., v] - R) / S``, as :func:`torch.softmax`.
+
+    R is the row's maximum, and S its sum of exponentials as ``docs/contract.md`` has it under
+    "Log-probabilities": blocks of 128, all in float32, with one rounding to the dtype of ``x`` at the end.
+    Entries of -inf at the end of a row change no bit of the others.
+
+    Args:
+        x: bfloat16, float16 or float32, any strides.
+        dim: the dimension that rows run along.
+
+    The gradient is ``p * (grad - sum of p * grad)`` from the result p as it was rounded; see "Row reductions"
+    there. Second derivatives are not implemented.
+
+    Raises:
+        TypeError: ``x`` is not a dense tensor of such a dtype.
+        IndexError: there is no such dimension.
+    """
+    return _along("softmax", x, dim)
+
+
+def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """``out[..., v] = (x[..., v] - R) - log S``, as :func:`torch.log_softmax`; R and S as in :func:`softmax`.
+
+    Of float32 rows it has the bits of :func:`samebits.logp`. The gradient is ``grad - exp(y) * sum of grad``
+    from the result y as it was rounded.
+    """
+    return _along("log_softmax", x, dim)
+
+
+def _along(op: str, x: Tensor, dim: int) -> Tensor:
+    (x,), _, _ = check_operands(op, None, {"x": x}, autocast=False)
+    if x.ndim == 0:
+        return _along(op, x[None], 0)[0]
+    moved = x.movedim(row_dim(op, x, dim), -1)
+    rows = moved.reshape(moved.shape[:-1].numel(), moved.shape[-1])
+    out: Tensor = _operator(rows, op == "log_softmax")
+    return out.reshape(moved.shape).movedim(-1, row_dim(op, x, dim))
+
+
+def _forward(x: Tensor, logarithm: bool) -> Tensor:
+    return backend(x).softmax(x, logarithm, x.dtype)  # type: ignore[no-any-return]
+
+
+def _grad(grad: Tensor, out: Tensor, logarithm: bool) -> Tensor:
+    return backend(out).softmax_backward(grad, out, logarithm, out.dtype)  # type: ignore[no-any-return]
+
+
+def _fake(x: Tensor, logarithm: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_grad(grad: Tensor, out: Tensor, logarithm: bool) -> Tensor:
+    return out.new_empty(out.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.logarithm = inputs[1]
+    ctx.save_for_backward(output)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_second_derivatives("softmax")
+    (out,) = ctx.saved_tensors
+    return _gradient(grad, out, ctx.logarithm), None
+
+
+_operator = Operator(
+    "softmax(Tensor x, bool logarithm) -> Tensor",
+    cpu=_forward,
+    cuda=_forward,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+_gradient = Operator(
+    "softmax_backward(Tensor grad, Tensor out, bool logarithm) -> Tensor",
+    cpu=_grad,
+    cuda=_grad,
+    fake=_fake_grad,
+)

@@ -1,0 +1,44 @@
+"""The examples of generation and of reinforcement learning run, and show what they say."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+
+
+def run(name: str, *args: Any) -> Any:
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](*args)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_generate(architecture: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    device = ["--device", "cpu"]
+    found = run("generate", ["--architecture", architecture, "--dtype", dtype, "--tokens", "12", *device])
+    assert [d.differing for d in found["samebits"]] == [0, 0, 0]
+    assert [d.kl for d in found["samebits"]] == [0, 0, 0]
+    assert found["PyTorch"][0].differing > 0
+    assert capsys.readouterr().out.count("0 of 48 tokens differ, by up to 0.00e+00") >= 3
+
+
+def test_grpo(tmp_path: Path) -> None:
+    plot = tmp_path / "grpo.svg"
+    runs = run("grpo", ["--steps", "3", "--device", "cpu", "--plot", str(plot)])
+    ours = runs["samebits"]
+    assert ours.largest == [0] * 3
+    assert ours.kl == [0] * 3
+    assert ours.weights == runs["samebits, again"].weights
+    assert max(runs["PyTorch"].largest) > 0
+    assert plot.read_text().startswith("<?xml")

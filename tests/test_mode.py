@@ -1,0 +1,299 @@
+"""samebits.batch_invariant: which operators it covers, with which bits, and that nothing else changes."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import samebits
+from samebits import mode
+from samebits.mode import UncoveredError, batch_invariant
+from samebits.ops.attention import attention
+from samebits.ops.softmax import log_softmax, softmax
+from samebits.testing import assert_same_bits, values
+from tests.devices import DEVICES
+
+on_devices = pytest.mark.parametrize("device", DEVICES)
+DTYPES = [torch.float32, torch.bfloat16]
+X = values("normal", (6, 3, 40), torch.float32, 0)
+
+
+@pytest.fixture(autouse=True)
+def _forget_warnings() -> None:
+    mode._warned.clear()
+
+
+# name -> a computation on a batch x[rows, tokens, 40] with weights w[40, 40] and b[40]
+COVERED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "mm": lambda x, w, b: torch.mm(x.flatten(0, 1), w).view(x.shape),
+    "matmul": lambda x, w, b: torch.matmul(x, w),
+    "@": lambda x, w, b: x @ w,
+    "bmm": lambda x, w, b: torch.bmm(x, x.mT),
+    "mv": lambda x, w, b: torch.mv(x.flatten(0, 1), b).view(x.shape[:2]),
+    "addmm": lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w).view(x.shape),
+    "addmm, scaled": lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w, beta=0.5, alpha=2).view(x.shape),
+    "baddbmm": lambda x, w, b: torch.baddbmm(x, x, w.expand(len(x), -1, -1), alpha=0.5),
+    "linear": lambda x, w, b: F.linear(x, w, b),
+    "einsum": lambda x, w, b: torch.einsum("...i,oi->...o", x, w) + b,
+    "softmax": lambda x, w, b: x.softmax(-1),
+    "log_softmax": lambda x, w, b: F.log_softmax(x, dim=2),
+    "cross_entropy": lambda x, w, b: F.cross_entropy(
+        x.mT, x.argmax(2).where(x[..., 0] > 0, -100), reduction="none"
+    ),
+    "layer_norm": lambda x, w, b: F.layer_norm(x, (40,), b, b),
+    "rms_norm": lambda x, w, b: F.rms_norm(x, (40,), b),
+    "rms norm by hand": lambda x, w, b: b * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
+    "sum": lambda x, w, b: x.sum((1, 2)),
+    "mean": lambda x, w, b: torch.mean(x, dim=1),
+    "attention": lambda x, w, b: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "silu": lambda x, w, b: F.silu(x * b),
+    "gelu": lambda x, w, b: F.gelu(x + b),
+    "repeat": lambda x, w, b: x[:, None].expand(-1, 2, -1, -1).reshape(len(x), 6, 40).softmax(-1),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", COVERED)
+@on_devices
+def test_rows_in_every_company_and_place(device: str, name: str, dtype: torch.dtype) -> None:
+    """Forward and the gradient of the rows; also where a backward comes after the context."""
+    f = COVERED[name]
+    x = X.to(device, dtype)
+    w = (values("normal", (40, 40), dtype, 1) / 8).to(device)
+    b = values("normal", (40,), dtype, 2).to(device)
+
+    def run(rows: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = rows.detach().requires_grad_()
+        with batch_invariant("error"):
+            y = f(leaf, w, b)
+        seed = values("normal", (6, *y.shape[1:]), dtype, 3).to(device)[: len(y)]
+        return y.detach(), torch.autograd.grad(y, leaf, seed)[0]
+
+    y, dx = run(x)
+    for count in (1, 2, 5):
+        some, d_some = run(x[:count])
+        assert_same_bits(some, y[:count], f"{count} rows")
+        assert_same_bits(d_some, dx[:count], f"gradient of {count} rows")
+    turned, _ = run(x.flip(0))
+    assert_same_bits(turned.flip(0), y, "the other way round")
+
+
+@pytest.mark.parametrize("name", ["linear", "layer_norm", "rms_norm", "rms norm by hand", "gelu", "addmm"])
+@on_devices
+def test_gradients_of_weights_in_a_padded_batch(device: str, name: str) -> None:
+    f = COVERED[name]
+    x, b = X.to(device), values("normal", (40,), torch.float32, 2).to(device)
+    w = (values("normal", (40, 40), torch.float32, 1) / 8).to(device)
+    seed = values("normal", tuple(x.shape), torch.float32, 3).to(device)
+
+    def run(rows: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (w, b)]
+        with batch_invariant():
+            y = f(rows, *leaves)
+        return torch.autograd.grad(y, leaves, grad, allow_unused=True)
+
+    padded, zeros = (torch.zeros(6, 8, 40, device=device) for _ in range(2))
+    padded[:, :3], zeros[:, :3] = x, seed
+    for got, want in zip(run(padded, zeros), run(x, seed), strict=True):
+        if want is not None:
+            assert_same_bits(got, want)
+
+
+def test_operators_are_this_librarys() -> None:
+    x, w = values("normal", (3, 300), torch.bfloat16, 0), values("normal", (200, 300), torch.bfloat16, 1)
+    with batch_invariant():
+        assert_same_bits(F.linear(x, w), samebits.linear(x, w))
+        assert_same_bits(x @ w.mT, samebits.matmul(x, w.mT))
+        assert_same_bits(torch.softmax(x, 1), softmax(x))
+        assert_same_bits(nn.LogSoftmax(0)(x), log_softmax(x, 0))
+        q = values("normal", (2, 4, 9, 8), torch.bfloat16, 2)
+        for options in ({}, {"scale": 0.3}, {"is_causal": True}):
+            got = F.scaled_dot_product_attention(q, q[:, :2], q[:, :2], enable_gqa=True, **options)
+            assert_same_bits(got, attention(q, q[:, :2], q[:, :2], enable_gqa=True, **options))
+        assert torch.ones(3, dtype=torch.int64).sum() == 3
+    embedding = nn.Embedding(5, 4, padding_idx=1)
+    ids = torch.tensor([[1, 2], [2, 2]])
+    with batch_invariant():
+        (got,) = torch.autograd.grad(embedding(ids).sum(), embedding.weight)
+    (want,) = torch.autograd.grad(embedding(ids).sum(), embedding.weight)
+    assert_same_bits(got, want)
+
+
+def test_close_to_pytorch_in_a_transformer() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Embedding(10, 16), layer, nn.LayerNorm(16), nn.Linear(16, 10))
+    ids = torch.randint(10, (2, 7))
+
+    def gradients() -> tuple[Tensor, ...]:
+        loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    plain = gradients()
+    with batch_invariant("error"):
+        for got, want in zip(gradients(), plain, strict=True):
+            torch.testing.assert_close(got, want)
+        model.eval()  # PyTorch has a fast path for this
+        with torch.no_grad():
+            assert_same_bits(model(ids[:1]), model(ids)[:1])
+
+
+def test_nothing_changes_outside() -> None:
+    names = ("mm", "softmax", "sum", "conv1d", "rsqrt")
+    functions = [getattr(torch, name) for name in names] + [F.linear, F.silu, Tensor.__matmul__]
+    x, w = torch.randn(5, 700), torch.randn(9, 700)
+    before = [F.linear(x, w), x.softmax(1), x.sum(1), F.layer_norm(x, (700,))]
+    with batch_invariant():
+        inside = [F.linear(x, w), x.softmax(1), x.sum(1), F.layer_norm(x, (700,))]
+    with pytest.raises(KeyError), batch_invariant():
+        raise KeyError
+    assert torch.overrides._get_current_function_mode_stack() == []
+    after = [F.linear(x, w), x.softmax(1), x.sum(1), F.layer_norm(x, (700,))]
+    assert functions == [getattr(torch, name) for name in names] + [F.linear, F.silu, Tensor.__matmul__]
+    for a, b in zip(after, before, strict=True):
+        assert_same_bits(a, b)
+    assert any((a != b).any() for a, b in zip(inside, before, strict=True))
+
+
+def test_other_threads_are_left_alone() -> None:
+    x = torch.randn(5, 700)
+    plain = x.softmax(1)
+    seen: list[Any] = []
+
+    def work() -> None:
+        seen.append(torch.overrides._get_current_function_mode_stack())
+        with batch_invariant("error"):
+            seen.append(x.softmax(1))
+        seen.append(x.softmax(1))
+
+    with batch_invariant():
+        ours = x.softmax(1)
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(seen) == 12
+    for item in seen:
+        assert item == [] if isinstance(item, list) else True
+    results = [item for item in seen if isinstance(item, Tensor)]
+    assert sum(torch.equal(r, ours) for r in results) >= 4
+    assert sum(torch.equal(r, plain) for r in results) >= 4
+
+
+def test_nesting_and_the_decorator() -> None:
+    x = torch.randn(4, 9)
+
+    @batch_invariant("error")
+    def decorated(depth: int) -> Tensor:
+        assert len(torch.overrides._get_current_function_mode_stack()) == 1
+        with pytest.raises(UncoveredError, match=r"torch\.cumsum"):
+            torch.cumsum(x, 1)
+        with batch_invariant("ignore"):
+            torch.cumsum(x, 1)
+        return decorated(depth - 1) if depth else x.softmax(1)
+
+    assert decorated.__name__ == "decorated"
+    assert_same_bits(decorated(2), softmax(x))
+    context = batch_invariant("error")
+    with context, pytest.raises(UncoveredError):
+        x.std(1)
+    assert torch.overrides._get_current_function_mode_stack() == []
+    x.std(1)
+
+
+UNCOVERED: dict[str, Callable[[], Any]] = {
+    "conv1d": lambda: nn.Conv1d(3, 2, 3)(X),
+    "cumsum": lambda: X.cumsum(0),
+    "norm": lambda: X.norm(),
+    "vector_norm": lambda: torch.linalg.vector_norm(X),
+    "prod": lambda: X.prod(1),
+    "std": lambda: X.std(1),
+    "var": lambda: torch.var(X, 1),
+    "batch_norm": lambda: nn.BatchNorm1d(3)(X),
+    "scatter_add": lambda: X[0].scatter_add(0, torch.zeros(1, 1, dtype=torch.int64), X[0]),
+    "index_add": lambda: X.index_add(0, torch.tensor([0]), X[:1]),
+    "lstm": lambda: nn.LSTM(40, 2)(X),
+    "rfft": lambda: torch.fft.rfft(X),
+    "bilinear": lambda: nn.Bilinear(40, 40, 2)(X, X),
+    "matmul": lambda: X.double() @ X.double().mT,
+    "sum": lambda: torch.sum(X, 0, out=torch.empty(3, 40)),
+    "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(X, X, X, dropout_p=0.1),
+    "mm": lambda: torch.ops.aten.mm.default(X[0], X[0].mT),
+    "_softmax": lambda: torch.ops.aten._softmax(X, 1, False),
+    "normalize": lambda: F.normalize(X),
+}
+
+
+@pytest.mark.parametrize("name", UNCOVERED)
+def test_uncovered_operators_are_named(name: str) -> None:
+    call, inner = UNCOVERED[name], "norm" if name == "normalize" else name
+    with batch_invariant("error"), pytest.raises(UncoveredError, match=inner):
+        call()
+    with batch_invariant("ignore"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call()
+    with batch_invariant(), pytest.warns(RuntimeWarning, match=inner) as caught:
+        [call() for _ in range(2)]
+    assert len(caught) == 1
+    assert caught[0].filename == __file__ or name in PYTHON
+
+
+PYTHON = (
+    "lstm",
+    "conv1d",
+    "batch_norm",
+    "bilinear",
+    "normalize",
+    "norm",
+)  # reached through Python of PyTorch
+
+
+def test_elementwise_functions_over_lengths_and_threads() -> None:
+    x = torch.randn(70_001)
+    with batch_invariant("error"):
+        for f in (F.silu, F.gelu, torch.sigmoid, F.softplus):
+            full = f(x)
+            for start, stop in ((0, 1), (5, 38), (100, 33_000), (3, 70_000)):
+                assert_same_bits(f(x[start:stop]), full[start:stop])
+            assert_same_bits(f(x[:69_996].view(12, -1).mT), full[:69_996].view(12, -1).mT)
+    assert F.silu(x, True) is x
+
+
+def test_a_wrong_argument() -> None:
+    with pytest.raises(ValueError, match="on_uncovered"):
+        batch_invariant("no")  # type: ignore[arg-type]
+
+
+def test_autocast() -> None:
+    x, w = torch.randn(3, 40), torch.randn(5, 40)
+    with batch_invariant(), torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(F.linear(x, w), samebits.linear(x.bfloat16(), w.bfloat16()))
+        assert F.scaled_dot_product_attention(x, x, x).dtype == torch.bfloat16
+
+
+def test_compiled_whole() -> None:
+    torch.manual_seed(0)
+    norm, projection = nn.RMSNorm(40), nn.Linear(40, 40)
+
+    def f(x: Tensor) -> Tensor:
+        y = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return projection(norm(y)).log_softmax(-1).mean(1) * norm.weight
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    parameters = [*norm.parameters(), *projection.parameters()]
+    plain = compiled(X)
+    with batch_invariant("error"):
+        want = f(X)
+        got = compiled(X)
+    assert_same_bits(got, want)
+    for g, w in zip(*(torch.autograd.grad(y.sum(), parameters) for y in (got, want)), strict=True):
+        assert_same_bits(g, w)
+    assert_same_bits(compiled(X), plain, "compiled again outside")
