@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samebits.backends import on_gpu
 from samebits.contract import Contract, contract_from_key
 from samebits.ops._library import Operator, check_device, check_operands, shape
 from samebits.ops.logp import refuse_second_derivatives
-from samebits.ops.rows import backend
+from samebits.ops.rows import backend, refuse_triton
 
 
 def attention(
@@ -60,6 +61,7 @@ def attention(
             requires a gradient.
     """
     (q, k, v), key, _ = check_operands("attention", contract, {"q": q, "k": k, "v": v})
+    refuse_triton("attention", key)
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim < 2:
             raise ValueError(
@@ -141,15 +143,13 @@ def _pieces(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(b, b + rows), slice(h, h + columns)
 
 
-def _products(t: Tensor) -> Any:
-    """The module that multiplies on the device of `t`."""
+def _products(t: Tensor, contract: str) -> tuple[Any, str]:
+    """The module that multiplies on the device of `t`, and the contract's key that it takes."""
     if t.is_cuda:
-        from samebits.backends.cuda import matmul as cuda
-
-        return cuda
+        return on_gpu("matmul", contract, t.get_device())
     from samebits.backends.reference import matmul as reference
 
-    return reference
+    return reference, contract
 
 
 def _probabilities(
@@ -158,11 +158,12 @@ def _probabilities(
     """``p[b, heads, group * L, S]``, of the dtype of q."""
     b, heads, group, L, _ = q.shape
     S = k.shape[2]
-    scores = _products(q).matmul(
+    products, key = _products(q, contract)
+    scores = products.matmul(
         *(q.reshape(b, heads, group * L, q.shape[-1]), k.mT),
         bias=None,
         out_dtype=torch.float32,
-        contract=contract,
+        contract=key,
     )
     if mask is not None:
         scores = scores.view(b, heads, group, L, S).mul_(scale)
@@ -174,10 +175,11 @@ def _probabilities(
 
 def _over_keys(a: Tensor, b: Tensor, contract: str) -> Tensor:
     """``a[..., M, keys] @ b[..., keys, N]``, chains that end in a zero term: more zeros change nothing."""
-    out = _products(a).addbmm(
+    products, key = _products(a, contract)
+    out = products.addbmm(
         *(None, a.flatten(0, 1)[:, None], b.reshape(-1, 1, *b.shape[2:]), None),
         out_dtype=a.dtype,
-        contract=contract,
+        contract=key,
     )
     return out.view(*a.shape[:2], *out.shape[1:])  # type: ignore[no-any-return]
 
@@ -188,7 +190,8 @@ def _over_queries(a: Tensor, b: Tensor, group: int, contract: str) -> Tensor:
     if contract_from_key(contract).step == "fma" or tokens % 16 == 0:
         group = 1  # the same chain: no group of 16 reaches over the end of a sequence
     a4, b4 = (t.reshape(-1, group, t.shape[2] // group, t.shape[3]) for t in (a, b))
-    out = _products(a).addbmm(None, a4.mT, b4, None, out_dtype=a.dtype, contract=contract)
+    products, key = _products(a, contract)
+    out = products.addbmm(None, a4.mT, b4, None, out_dtype=a.dtype, contract=key)
     return out.view(*a.shape[:2], *out.shape[1:])  # type: ignore[no-any-return]
 
 
@@ -215,12 +218,13 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     group = q.shape[2]
+    products, key = _products(q, contract)
     for part in _pieces(q, k):
         part_mask = None if mask is None else mask[part]
         p = _probabilities(q[part], k[part], part_mask, causal, scale, contract)
         dy, rows = (t[part].flatten(2, 3) for t in (grad, q))
         dv[part] = _over_queries(p, dy, group, contract)
-        dp = _products(q).matmul(dy, v[part].mT, bias=None, out_dtype=torch.float32, contract=contract)
+        dp = products.matmul(dy, v[part].mT, bias=None, out_dtype=torch.float32, contract=key)
         dz = backend(q).grad_scores(dp.flatten(0, 2), p.flatten(0, 2), scale, q.dtype).view(p.shape)
         dq[part] = _over_keys(dz, k[part], contract).view(dq[part].shape)
         dk[part] = _over_queries(dz, rows, group, contract)

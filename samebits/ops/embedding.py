@@ -9,7 +9,7 @@ from torch import Tensor
 
 from samebits.ops._library import Operator, check_device, check_operands, shape
 from samebits.ops.logp import refuse_second_derivatives
-from samebits.ops.rows import backend
+from samebits.ops.rows import backend, refuse_triton
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -29,7 +29,8 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
         ValueError: shapes or devices do not match.
         IndexError: on the CPU, an id is not within [0, V); or ``padding_idx`` is not within [-V, V).
     """
-    (weight,), _, _ = check_operands("embedding", None, {"weight": weight}, autocast=False)
+    (weight,), key, _ = check_operands("embedding", None, {"weight": weight}, autocast=False)
+    refuse_triton("embedding", key)
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"samebits.embedding: ids: expected an int64 or int32 tensor, got {got}")

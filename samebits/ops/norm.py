@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samebits.ops._library import Operator, check_device, check_operands, shape
 from samebits.ops.logp import refuse_second_derivatives
-from samebits.ops.rows import backend
+from samebits.ops.rows import backend, refuse_triton
 
 
 def layer_norm(
@@ -63,7 +63,8 @@ def _norm(
     eps: float,
     centred: bool,
 ) -> Tensor:
-    (x,), _, _ = check_operands(op, None, {"x": x}, autocast=False)
+    (x,), key, _ = check_operands(op, None, {"x": x}, autocast=False)
+    refuse_triton(op, key)
     wanted = torch.Size(normalized_shape)
     if len(wanted) == 0 or x.shape[-len(wanted) :] != wanted:
         raise ValueError(

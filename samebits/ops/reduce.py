@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samebits.ops._library import Operator, check_operands
-from samebits.ops.rows import backend
+from samebits.ops.rows import backend, refuse_triton
 
 
 def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
@@ -43,7 +43,8 @@ def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = Fals
 
 
 def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> Tensor:
-    (x,), _, _ = check_operands(op, None, {"x": x}, autocast=False)
+    (x,), key, _ = check_operands(op, None, {"x": x}, autocast=False)
+    refuse_triton(op, key)
     if dim is None or (isinstance(dim, Sequence) and len(dim) == 0):
         dim = tuple(range(x.ndim))
     given = (dim,) if isinstance(dim, int) else tuple(dim)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from samebits.ops._library import Operator, check_operands
 from samebits.ops.logp import refuse_second_derivatives
-from samebits.ops.rows import backend, row_dim
+from samebits.ops.rows import backend, refuse_triton, row_dim
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -42,7 +42,8 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def _along(op: str, x: Tensor, dim: int) -> Tensor:
-    (x,), _, _ = check_operands(op, None, {"x": x}, autocast=False)
+    (x,), key, _ = check_operands(op, None, {"x": x}, autocast=False)
+    refuse_triton(op, key)
     if x.ndim == 0:
         return _along(op, x[None], 0)[0]
     moved = x.movedim(row_dim(op, x, dim), -1)
