@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 from hypothesis import settings
 
 from samebits import backends
@@ -30,3 +33,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if status is not None and not status.available:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=f"no GPU: {status.reason}"))
+
+
+@pytest.fixture(autouse=True)
+def _cuda_context(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The test that breaks the process's CUDA context is named, and those after it are not blamed for it."""
+    if request.node.get_closest_marker("gpu") is None or not torch.cuda.is_available():
+        yield
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        pytest.skip(f"an earlier test broke the CUDA context: {error}")
+    yield
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        pytest.fail(f"this test broke the CUDA context: {error}")

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that wants a GPU, in one run of about ten minutes: bash tests/gpu.sh OUT [COMMIT]
 #
-# The GPU tests, samebits verify --thorough and compute-sanitizer side by side, then the benchmark alone.
+# The sanitizer's kernels are compiled first. Then the GPU tests, samebits verify --thorough and compute-sanitizer side
+# by side, then the benchmarks alone. What runs out of time is interrupted, so that its report is not lost.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=$1 commit=${2:-$(git rev-parse HEAD)}
@@ -13,7 +14,7 @@ declare -A pids codes
 start() { # NAME SECONDS COMMAND...
   local name=$1 limit=$2
   shift 2
-  timeout "$limit" "$@" >"$out/$name.log" 2>&1 &
+  timeout --signal INT --kill-after 20 "$limit" "$@" >"$out/$name.log" 2>&1 &
   pids[$name]=$!
 }
 finish() {
@@ -24,19 +25,23 @@ finish() {
   done
 }
 
+start compile 120 "$python" tests/sanitize.py --every 8 --compile
+finish
 start verify 280 "$python" -m samebits verify --thorough --json "$out/verify.json"
-start pytest 280 "$python" -m pytest -m gpu -n 6 -q -p no:cacheprovider
+start pytest 280 "$python" -m pytest -m gpu -n 6 -q -p no:cacheprovider --tb=short
 start triton 280 "$python" -m pytest -m gpu -n 4 -q -p no:cacheprovider --backend triton \
   tests/test_conformance.py tests/test_invariance.py tests/test_gpu.py -k "not test_verify"
-sanitize='"$0" tests/sanitize.py --every 8 --compile && compute-sanitizer --error-exitcode 1 "$@" "$0" tests/sanitize.py --every 8'
-start memcheck 280 bash -c "$sanitize" "$python" --tool memcheck --report-api-errors no
-start racecheck 280 bash -c "$sanitize" "$python" --tool racecheck
+for tool in "memcheck --report-api-errors no" racecheck; do
+  start "${tool%% *}" 280 compute-sanitizer --error-exitcode 1 --tool $tool "$python" tests/sanitize.py --every 8
+done
 finish
-start bench 290 "$python" -m benchmarks.gpu --commit "$commit" --out "$out/bench.json"
-finish
+for bench in gpu logp models; do
+  start "$bench" 290 "$python" -m "benchmarks.$bench" --commit "$commit" --out "$out/$bench.json"
+  finish
+done
 
 status=0
-for name in pytest triton verify memcheck racecheck bench; do
+for name in compile pytest triton verify memcheck racecheck gpu logp models; do
   printf '\n==> %s: exit %s\n' "$name" "${codes[$name]}"
   tail -n 24 "$out/$name.log" | cut -c1-180
   [ "${codes[$name]}" = 0 ] || status=1
