@@ -213,3 +213,8 @@ def test_every_launch_of_log_probabilities_adds_up(
     fused = {"statistics_sm90.cu", "grad_logits_sm90.cu"}
     # TMA asks for strides of 16 bytes; other layouts go by way of logits in memory.
     assert set(launches) == (fused if features % 8 == 0 else {"matmul_sm80.cu", "logp.cu"})
+
+
+def test_chains_of_no_element_are_rounded_without_a_launch() -> None:
+    for shape in ((3, 0), (0, 4), (2, 0, 5)):
+        assert matmul.rounded(torch.empty(shape), BF16).shape == shape

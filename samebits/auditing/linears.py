@@ -121,7 +121,7 @@ def _caveats(targets: Sequence[Target], rows: Mapping[str, Tensor]) -> list[str]
 def _contract(rows: Tensor) -> Contract:
     """The contract that samebits runs under on `rows`, the tensor core's family included."""
     contract = contract_from_key(resolve(None, rows.dtype, rows.device.type))
-    if rows.is_cuda:
+    if rows.is_cuda and contract.step == "mma":
         from samebits.backends.cuda.matmul import family
 
         return contract.on(family(rows.get_device()))

@@ -99,6 +99,8 @@ def rounded(chain: Tensor, dtype: torch.dtype) -> Tensor:
     """The results in `dtype` of the chains in contiguous ``chain``, in which kernels left canonical NaN."""
     if dtype == torch.float32:
         return chain
+    if chain.numel() == 0:
+        return torch.empty_like(chain, dtype=dtype)
     flat = chain.view(-1, chain.shape[-1])
     out = torch.empty_like(flat, dtype=dtype)
     matmul_fma.matmul(out[:, :0], out[:0], acc=flat, out=out)  # adds no term
