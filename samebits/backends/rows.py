@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from samebits.functions import VOCAB_BLOCK
+
+
+def vocabulary_pieces(part: slice, tokens: int, logits: int) -> Iterator[slice]:
+    """A part of the vocabulary in pieces of whole blocks, with about so many logits at most."""
+    step = max(1, logits // max(1, tokens) // VOCAB_BLOCK) * VOCAB_BLOCK
+    for start in range(part.start, part.stop, step):
+        yield slice(start, min(start + step, part.stop))
 
 
 class Rows(NamedTuple):

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from samebits.backends import on_gpu
-from samebits.backends.rows import Rows
+from samebits.backends.rows import Rows, vocabulary_pieces
 from samebits.contract import Contract, contract_from_key
-from samebits.functions import VOCAB_BLOCK
 from samebits.ops._library import Operator, check_device, check_operands, shape
 from samebits.ops.addmm import assert_cu_seqlens, check_cu_seqlens
 from samebits.ops.linear import check_cu_seqlens_form, sequences
@@ -257,9 +256,7 @@ def _gradients(
     dw = weight.new_empty(weight.shape if needed[1] and main_grad is None else (0, features))
     db = weight.new_empty(vocabulary if needed[2] else 0)
     by_sequence = sequences(hidden)
-    step = max(1, _GRAD_LOGITS // max(1, tokens) // VOCAB_BLOCK) * VOCAB_BLOCK
-    for first in range(0, vocabulary, step):
-        part = slice(first, min(first + step, vocabulary))
+    for part in vocabulary_pieces(slice(0, vocabulary), tokens, _GRAD_LOGITS):
         dz = backend.grad_logits(x, weight, bias, part, rows, *grads, dtype=dtype, contract=key)
         if needed[0]:
             products.carry_on(dx, dz, weight[part], contract=key)

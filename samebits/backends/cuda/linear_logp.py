@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from samebits.backends.cuda import linear_logp_sm90, logp
 from samebits.backends.cuda.matmul import check_contract, matmul
-from samebits.backends.rows import Rows, Statistics
+from samebits.backends.rows import Rows, Statistics, vocabulary_pieces
 from samebits.contract import contract_from_key
-from samebits.functions import VOCAB_BLOCK
 
 _LOGITS = 1 << 23  # held at once: 32 MiB
 
@@ -23,7 +20,7 @@ def statistics(
     if _fused(hidden, weight, bias, contract):
         return linear_logp_sm90.statistics(hidden, weight, bias, rows)
     out = Statistics.empty(rows)
-    for some in _pieces(slice(0, rows.vocabulary), hidden.shape[0]):
+    for some in vocabulary_pieces(slice(0, rows.vocabulary), hidden.shape[0], _LOGITS):
         logits = _logits(hidden, weight, bias, some, contract)
         logp.add_statistics(out, logits, some.start, rows)
         del logits  # before the next ones are allocated
@@ -48,19 +45,12 @@ def grad_logits(
     tokens, width = hidden.shape[0], part.stop - part.start
     # Rows start at multiples of 16 bytes, for the kernels that multiply them.
     out = hidden.new_empty(tokens, -(-width // 8) * 8, dtype=dtype)[:, :width]
-    for some in _pieces(part, tokens):
+    for some in vocabulary_pieces(part, tokens, _LOGITS):
         logits = _logits(hidden, weight, bias, some, contract)
         columns = out[:, some.start - part.start : some.stop - part.start]
         logp.grad_logits_out(columns, logits, some.start, rows, grad, grad_entropy)
         del logits
     return out
-
-
-def _pieces(part: slice, tokens: int) -> Iterator[slice]:
-    """A part of the vocabulary in pieces of so many logits as are held at once, from its blocks on."""
-    step = max(1, _LOGITS // max(1, tokens) // VOCAB_BLOCK) * VOCAB_BLOCK
-    for start in range(part.start, part.stop, step):
-        yield slice(start, min(start + step, part.stop))
 
 
 def _fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from samebits.backends.reference import logp
 from samebits.backends.reference.matmul import matmul
-from samebits.backends.rows import Rows, Statistics
-from samebits.functions import VOCAB_BLOCK
+from samebits.backends.rows import Rows, Statistics, vocabulary_pieces
 
 _LOGITS = 1 << 22  # held at once
 
@@ -18,10 +17,9 @@ def statistics(
 ) -> Statistics:
     """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``."""
     out = Statistics.empty(rows)
-    step = max(1, _LOGITS // max(1, hidden.shape[0]) // VOCAB_BLOCK) * VOCAB_BLOCK
-    for first in range(0, rows.vocabulary, step):
-        logits = _logits(hidden, weight, bias, slice(first, first + step), contract)
-        logp.add_statistics(out, logits, first, rows)
+    for some in vocabulary_pieces(slice(0, rows.vocabulary), hidden.shape[0], _LOGITS):
+        logits = _logits(hidden, weight, bias, some, contract)
+        logp.add_statistics(out, logits, some.start, rows)
     return out
 
 
