@@ -22,6 +22,7 @@ import samebits
 from samebits import FMA, TENSOR_CORE, Contract, functions
 from samebits.backends.cuda import runtime
 from samebits.backends.cuda.logp import kernel_spec
+from samebits.backends.reference import linear_logp as reference
 from samebits.backends.reference import logp_kernels as kernels
 from samebits.backends.rows import Rows
 from samebits.testing import assert_same_bits, values
@@ -400,6 +401,16 @@ def test_accuracy(kind: str, vocabulary: int) -> None:
             assert_same_bits(out, results["ours"])
             p = logits["f64"].softmax(-1)
             torch.testing.assert_close(entropy.double(), -(p * p.log()).sum(-1), rtol=1e-6, atol=1e-6)
+
+
+def test_no_gradient_of_an_entropy_that_was_not_asked_for() -> None:
+    """torch.compile gives one, without elements, and a kernel that read it would read elsewhere."""
+    x, weight = torch.randn(3, 5, requires_grad=True), torch.randn(9, 5)
+    arguments = (None, torch.tensor([0, 8, -100]), None, None, -100, 1.0, False, samebits.FMA.key)
+    logp, entropy, *_ = torch.ops.samebits.linear_logp(x, weight, *arguments)
+    with mock.patch.object(reference, "grad_logits", wraps=reference.grad_logits) as called:
+        (logp.sum() + entropy.sum()).backward()
+    assert called.call_args.args[6] is None
 
 
 HALF = [torch.bfloat16, torch.float16]

@@ -302,7 +302,7 @@ def _fake_gradients(*args: Any) -> tuple[Tensor, ...]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     # main_grad is no saved tensor: other micro-batches may change it before this one's backward.
-    *tensors, ctx.main_grad, ctx.ignore_index, ctx.scale, _, ctx.contract = inputs
+    *tensors, ctx.main_grad, ctx.ignore_index, ctx.scale, ctx.entropy, ctx.contract = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
@@ -316,6 +316,8 @@ def _backward(
     needed = list(ctx.needs_input_grad[:3])
     if grad is None:
         grad = shift.new_zeros(target.shape)
+    if not ctx.entropy:  # compiled, even a result that does not exist has a gradient, without elements
+        grad_entropy = None
     gradients = _gradient(
         *(
             grad,
