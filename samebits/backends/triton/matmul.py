@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from samebits.backends import UnavailableError
 from samebits.backends.triton import kernels
-from samebits.contract import FAMILIES, Contract, contract_from_key
+from samebits.contract import FAMILIES, FMA, Contract, contract_from_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,32 @@ def addbmm(
     return out
 
 
+def addbmm_out(out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
+    """`addbmm` from +0 into ``out``."""
+    _run_sequences(a, b, out, None, cu_seqlens, contract_from_key(contract))
+
+
 def addbmm_(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
     """`addbmm` in place of ``acc``."""
     _run_sequences(a, b, acc, acc, cu_seqlens, contract_from_key(contract))
+
+
+def carry_on(acc: Tensor, a: Tensor, b: Tensor, *, contract: str) -> None:
+    """Carry the plain chains in float32 ``acc[M, N]`` on over ``a[M, K] @ b[K, N]``, in place.
+
+    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16.
+    """
+    out = acc[None]
+    run(a[None, None], b[None, None], out, contract_from_key(contract), acc=out)
+
+
+def rounded(chain: Tensor, dtype: torch.dtype) -> Tensor:
+    """The results in `dtype` of the chains in ``chain[M, N]``, in which kernels left canonical NaN."""
+    if dtype == torch.float32:
+        return chain
+    out = torch.empty_like(chain, dtype=dtype)[None]
+    run(out[:, None, :, :0], out[:, None, :0], out, FMA, acc=chain[None])  # adds no term
+    return out[0]
 
 
 def _run_sequences(
@@ -231,6 +254,7 @@ def takes_tiles(a: Tensor, b: Tensor, out: Tensor, acc: Tensor | None, bias: Ten
         and _k_major(b[0, 0].mT) is not None
         and out.stride(2) == 1
         and _rows_are_aligned(out[0])
+        and out.shape[2] * out.element_size() % 16 == 0  # the copy engine may write whole 16 bytes
         and (acc is None or acc is out)
         and (bias is None or bias.is_contiguous())
     )
