@@ -217,31 +217,38 @@ def log_probabilities() -> int:
 
 
 def tensor_core_log_probabilities() -> int:
-    """Results and gradients of logits."""
+    """Results and gradients of logits, under every schedule of the fused kernels, and by way of logits."""
     count = 0
     key = ON_HOPPER.key
-    tokens, features, vocabulary = 40, 48, 700
-    hidden, weight = whole((tokens, features), 0), whole((vocabulary, features), 1)
-    bias = whole((vocabulary,), 2)
+    tokens, features, vocabulary = 136, 48, 600
+    part = slice(128, vocabulary - 9)
+    wide, weight = whole((tokens, 2 * features), 0), whole((vocabulary, features), 1)
+    hidden, strided, bias = wide[:, :features], wide[:, ::2], whole((vocabulary,), 2)
     target = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(3))
     target[::7], target[1], target[3] = -100, -5, vocabulary
-    grads = [values("normal", (tokens,), F32, seed) for seed in (4, 5)]
-    for entropy, scale in ((False, 1.0), (True, 1 / 70)):
+    grad, grad_entropy = (values("normal", (tokens,), F32, seed) for seed in (4, 5))
+    for x, b, entropy, scale in (
+        (hidden, None, False, 1.0),
+        (hidden, bias, True, 0.01),
+        (strided, bias, True, 0.01),
+    ):
+        fused = x is hidden
+        assert linear_logp.fused(x, weight, b, key) == fused
         want = Rows.empty(target, vocabulary, -100, scale=scale, entropy=entropy)
-        reference_logp.combine(
-            reference_linear_logp.statistics(hidden, weight, bias, want, contract=key), want
-        )
-        part, grad_entropy = slice(128, vocabulary - 9), grads[1] if entropy else None
-        arguments: tuple[Any, ...] = (hidden, weight, bias, part, want, grads[0], grad_entropy)
-        dz = reference_linear_logp.grad_logits(*arguments, dtype=F16, contract=key)
-
-        got = Rows.empty(target, vocabulary, -100, scale=scale, entropy=entropy)
-        logp.combine(linear_logp.statistics(hidden, weight, bias, got, contract=key), got)
-        for name in ("logp", "entropy", "shift", "log_sum"):
-            assert_same_bits(getattr(got, name), getattr(want, name), f"{name}, {scale}")
+        statistics = reference_linear_logp.statistics(x, weight, b, want, contract=key)
+        reference_logp.combine(statistics, want)
+        arguments: tuple[Any, ...] = (x, weight, b, part, want, grad, grad_entropy if entropy else None)
+        want_dz = reference_linear_logp.grad_logits(*arguments, dtype=F16, contract=key)
+        for s in linear_logp.STATISTICS_SCHEDULES if fused else (None,):
+            got = Rows.empty(target, vocabulary, -100, scale=scale, entropy=entropy)
+            logp.combine(linear_logp.statistics(x, weight, b, got, contract=key, schedule=s), got)
+            for name in ("logp", "entropy", "shift", "log_sum"):
+                assert_same_bits(getattr(got, name), getattr(want, name), f"{name}, {s}")
+                count += 1
+        for s in backend.TILE_SCHEDULES if fused else (None,):
+            dz = linear_logp.grad_logits(*arguments, dtype=F16, contract=key, schedule=s)
+            assert_same_bits(dz, want_dz, f"dz, {s}")
             count += 1
-        assert_same_bits(linear_logp.grad_logits(*arguments, dtype=F16, contract=key), dz, f"dz, {scale}")
-        count += 1
     return count
 
 

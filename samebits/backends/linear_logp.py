@@ -49,19 +49,19 @@ def grad_logits(
     contract: str,
 ) -> Tensor:
     """dz in `dtype` for a part of the vocabulary."""
-    out = empty_grads(hidden, part, dtype)
+    width = part.stop - part.start
+    out = empty_grads(hidden.shape[0], width, dtype, hidden.device)
     for some in vocabulary_pieces(part, hidden.shape[0], _LOGITS):
         logits = _logits(products, hidden, weight, bias, some, contract)
         columns = out[:, some.start - part.start : some.stop - part.start]
         logp.grad_logits_out(columns, logits, some.start, rows, grad, grad_entropy)
         del logits
-    return out
+    return out[:, :width]
 
 
-def empty_grads(hidden: Tensor, part: slice, dtype: torch.dtype) -> Tensor:
+def empty_grads(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Room for dz, whose rows start at multiples of 16 bytes, for the kernels that multiply them."""
-    width = part.stop - part.start
-    return hidden.new_empty(hidden.shape[0], -(-width // 8) * 8, dtype=dtype)[:, :width]
+    return torch.empty(tokens, -(-width // 8) * 8, dtype=dtype, device=device)
 
 
 def _logits(

@@ -72,14 +72,19 @@ def _load(tensor, row, column, PARTS: tl.constexpr):
 
 
 @triton.jit
+def halves(tile):
+    """The left and the right half of a tile's columns."""
+    return tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)).split()
+
+
+@triton.jit
 def store(tensor, row, column, tile, PARTS: tl.constexpr):
     if PARTS == 1:
         tensor.store([row, column], tile)
     else:
-        width: tl.constexpr = tile.shape[1] // 2
-        parts = tl.permute(tl.reshape(tile, (tile.shape[0], 2, width)), (0, 2, 1)).split()
-        tensor.store([row, column], parts[0])
-        tensor.store([row, column + width], parts[1])
+        left, right = halves(tile)
+        tensor.store([row, column], left)
+        tensor.store([row, column + left.shape[1]], right)
 
 
 # Sizes, and strides that follow from them, do not enter what is compiled: no batch size is special.

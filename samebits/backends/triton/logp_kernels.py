@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from samebits import functions
-from samebits.backends.triton.kernels import finish
+from samebits.backends.triton.kernels import chain_of_tiles, finish, halves, place, store
 
 _LOG2E, _LN2, _LN2_LOW = (tl.constexpr(functions.CONSTANTS[name]) for name in ("LOG2E", "LN2", "LN2_LOW"))
 _E0, _E1, _E2, _E3, _E4, _E5, _E6 = (tl.constexpr(functions.CONSTANTS[f"E{i}"]) for i in range(7))
@@ -117,7 +117,7 @@ def block_statistics(
     v = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     z = tl.load(logits + row * logits_row + v, mask=v < width, other=-_INF).to(tl.float32) * scale
     is_target = (v == tl.load(target + row) - first) & (v < width)
-    tl.store(target_logit + row + tl.zeros_like(v), z, mask=is_target)
+    tl.store(target_logit + tl.broadcast_to(row, z.shape), z, mask=is_target)
     at = row * blocks + first // _BLOCK + block
     _store_statistics(z, m, s, u, at, block * _BLOCK < width)
 
@@ -204,3 +204,117 @@ def grad_logits(
     mean = None if grad_entropy is None else tl.load(entropy + row)
     dz = _grad(z, v == t - first, counts, tl.load(shift + row), tl.load(log_sum + row), g, h, mean)
     tl.store(out + row * out_row + v, finish(dz, out.dtype.element_ty), mask=v < width)
+
+
+@triton.jit
+def _logits(acc, bias, columns, vocabulary, scale):
+    """What `acc` makes of the vocabulary's entries `columns`."""
+    if bias is not None:
+        acc += tl.load(bias + columns, mask=columns < vocabulary, other=0).to(tl.float32)[None, :]
+    return acc * scale
+
+
+@triton.jit
+def _store_block(acc, bias, n0, rows, t, tokens, vocabulary, m, s, u, target_logit, blocks, scale):
+    """Statistics of ``acc[rows, 128]``, the products of a block, and the logits of targets in it."""
+    columns = n0 + tl.arange(0, _BLOCK)
+    z = _logits(acc, bias, columns, vocabulary, scale)
+    z = tl.where((columns < vocabulary)[None, :], z, -_INF)
+    # A store of `z`, masked, would have the whole tile rearranged first.
+    selected = tl.max(tl.where(columns[None, :] == t[:, None], z, -_INF), 1)
+    tl.store(target_logit + rows, selected, mask=(t >= n0) & (t < n0 + _BLOCK))
+    block = tl.full(rows.shape, n0 // _BLOCK, tl.int32)
+    inside = (rows < tokens) & (block < blocks)
+    _store_statistics(z, m, s, u, rows.to(tl.int64) * blocks + block, inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "features", "blocks"])
+def statistics_tiles(
+    hidden,  # descriptors: hidden[tokens, features], weight[vocabulary, features]
+    weight,
+    bias,
+    target,
+    m,  # [tokens, blocks], as s and u; u may be None
+    s,
+    u,
+    target_logit,
+    tokens,
+    vocabulary,
+    features,
+    blocks,
+    scale,
+    SWAP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # 128 or 256
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """:func:`kernels.matmul_tiles` and :func:`block_statistics` in one: logits stay in registers."""
+    tiles_m, tiles_n = tl.cdiv(tokens, BLOCK_M), tl.cdiv(vocabulary, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+        tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
+        m0, n0 = tile_m * BLOCK_M, tile_n * BLOCK_N
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = chain_of_tiles(acc, hidden, weight, m0, n0, features, True, True, SWAP, BLOCK_K)
+        rows = m0 + tl.arange(0, BLOCK_M)
+        t = tl.load(target + rows, mask=rows < tokens, other=-1)
+        t = tl.where((t < 0) | (t >= vocabulary), -1, t).to(tl.int32)
+        if BLOCK_N == _BLOCK:
+            _store_block(acc, bias, n0, rows, t, tokens, vocabulary, m, s, u, target_logit, blocks, scale)
+        else:
+            left, right = halves(acc)
+            _store_block(left, bias, n0, rows, t, tokens, vocabulary, m, s, u, target_logit, blocks, scale)
+            n0 += _BLOCK
+            _store_block(right, bias, n0, rows, t, tokens, vocabulary, m, s, u, target_logit, blocks, scale)
+
+
+@triton.jit(do_not_specialize=["first", "vocabulary", "ignore_index", "tokens", "width", "features"])
+def grad_logits_tiles(
+    hidden,  # descriptors: hidden[tokens, features]; weight[width, features], of entries from `first` on
+    weight,
+    bias,
+    target,
+    shift,
+    log_sum,
+    entropy,
+    grad,
+    grad_entropy,  # may be None
+    out,  # a descriptor: out[tokens, width]
+    first,
+    vocabulary,
+    ignore_index,
+    tokens,
+    width,
+    features,
+    scale,
+    SWAP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """:func:`kernels.matmul_tiles` and :func:`grad_logits` in one."""
+    tiles_m, tiles_n = tl.cdiv(tokens, BLOCK_M), tl.cdiv(width, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+        tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
+        m0, n0 = tile_m * BLOCK_M, tile_n * BLOCK_N
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = chain_of_tiles(acc, hidden, weight, m0, n0, features, True, True, SWAP, BLOCK_K)
+        rows, columns = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
+        inside = rows < tokens
+        t = tl.load(target + rows, mask=inside, other=-1)
+        counts = (t >= 0) & (t < vocabulary) & (t != ignore_index)
+        t = tl.where(counts, t - first, -1).to(tl.int32)
+        r = tl.load(shift + rows, mask=inside, other=0)[:, None]
+        log_s = tl.load(log_sum + rows, mask=inside, other=0)[:, None]
+        g = (tl.load(grad + rows, mask=inside, other=0) * scale)[:, None]
+        h, mean = None, None
+        if grad_entropy is not None:
+            h = (tl.load(grad_entropy + rows, mask=inside, other=0) * scale)[:, None]
+            mean = tl.load(entropy + rows, mask=inside, other=0)[:, None]
+        z = _logits(acc, bias, columns, width, scale)
+        dz = _grad(z, columns[None, :] == t[:, None], counts[:, None], r, log_s, g, h, mean)
+        store(out, m0, n0, finish(dz, out.dtype), PARTS)
