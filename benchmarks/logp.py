@@ -47,9 +47,14 @@ def _torch(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return -F.cross_entropy(F.linear(x, weight).float(), target, reduction="none")
 
 
+def _triton(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    with samebits.use_backend("triton"):
+        return samebits.linear_logp(x, weight, target)
+
+
 def contestants() -> dict[str, Run]:
     """Those that are installed."""
-    found: dict[str, Run] = {"samebits": samebits.linear_logp, "torch": _torch}
+    found: dict[str, Run] = {"samebits": samebits.linear_logp, "samebits, Triton": _triton, "torch": _torch}
     try:
         from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
 
@@ -68,9 +73,11 @@ def contestants() -> dict[str, Run]:
 
 
 def check(x: Tensor, weight: Tensor, target: Tensor) -> None:
-    """Refuse wrong bits: a few tokens against the CPU reference."""
+    """Refuse wrong bits: of Triton against CUDA, and of a few tokens against the CPU reference."""
     some = torch.tensor([0, len(x) // 2, len(x) - 1])
-    got = samebits.linear_logp(x, weight, target)[some.cuda()]
+    results = samebits.linear_logp(x, weight, target)
+    assert_same_bits(_triton(x, weight, target), results)
+    got = results[some.cuda()]
     few = x[some.cuda()].cpu(), weight.cpu(), target[some.cuda()].cpu()
     contract = samebits.TENSOR_CORE.on(family(x.get_device()))
     assert_same_bits(got, samebits.linear_logp(*few, contract=contract))

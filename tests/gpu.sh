@@ -30,7 +30,7 @@ finish
 start verify 280 "$python" -m samebits verify --thorough --json "$out/verify.json"
 start pytest 280 "$python" -m pytest -m gpu -n 6 -v -p no:cacheprovider --tb=short
 start triton 280 "$python" -m pytest -m gpu -n 4 -v -p no:cacheprovider --backend triton \
-  tests/test_conformance.py tests/test_invariance.py tests/test_gpu.py -k "not test_verify"
+  tests/test_conformance.py tests/test_invariance.py tests/test_logp.py tests/test_gpu.py -k "not test_verify"
 for tool in "memcheck --report-api-errors no" racecheck; do
   start "${tool%% *}" 280 compute-sanitizer --error-exitcode 1 --tool $tool "$python" tests/sanitize.py --every 8
 done

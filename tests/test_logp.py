@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -290,7 +292,7 @@ def pieces(size: int) -> Iterator[None]:
         "samebits.ops.linear_logp._STATISTICS",
         "samebits.ops.linear_logp._GRAD_LOGITS",
         "samebits.backends.reference.linear_logp._LOGITS",
-        "samebits.backends.cuda.linear_logp._LOGITS",
+        "samebits.backends.linear_logp._LOGITS",
     )
     with ExitStack() as stack:
         for name in names:
@@ -487,14 +489,24 @@ def test_cuda_without_fused_kernels() -> None:
     )
     for what, *shape in shapes:
         want = everything("cpu", torch.bfloat16, *shape)
-        with mock.patch("samebits.backends.cuda.linear_logp_sm90.supports", return_value=False):
+        with (
+            mock.patch("samebits.backends.cuda.linear_logp_sm90.supports", return_value=False),
+            mock.patch("samebits.backends.triton.linear_logp.fused", return_value=False),
+        ):
             got = everything("cuda", torch.bfloat16, *shape)
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
             assert_same_bits(g, w, f"{what}, result {i}")
 
 
+FUSED = {"cuda": ("linear_logp_sm90", "logp"), "triton": ("linear_logp", "logp")}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("cuda", torch.bfloat16), ("cuda", torch.float16), ("triton", torch.bfloat16)],
+    ids=["cuda-bf16", "cuda-f16", "triton-bf16"],
+)
 @pytest.mark.parametrize(
     ("kind", "features", "vocabulary", "with_bias", "with_entropy"),
     [
@@ -507,16 +519,35 @@ def test_cuda_without_fused_kernels() -> None:
     ],
 )
 def test_cuda_schedules_change_no_bit(
-    dtype: torch.dtype, kind: str, features: int, vocabulary: int, with_bias: bool, with_entropy: bool
+    backend: str,
+    dtype: torch.dtype,
+    kind: str,
+    features: int,
+    vocabulary: int,
+    with_bias: bool,
+    with_entropy: bool,
 ) -> None:
     """Every schedule of the fused kernels, their results one by one."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the fused kernels are for Hopper")
-    from samebits.backends.cuda import linear_logp_sm90, logp
+    if backend == "triton":
+        pytest.importorskip("triton")
     from samebits.backends.reference import linear_logp as reference
     from samebits.backends.reference import logp as reference_logp
 
     tokens, key = 300, TENSOR_CORE.on(FAMILY).key
+    fused, logp = (importlib.import_module(f"samebits.backends.{backend}.{m}") for m in FUSED[backend])
+    if backend == "cuda":
+        schedules = [fused.schedules(entry) for entry in ("statistics_sm90", "grad_logits_sm90")]
+        statistics_of, grad_logits_of = fused.statistics, fused.grad_logits
+    else:
+        schedules = [fused.STATISTICS_SCHEDULES, fused.matmul.TILE_SCHEDULES]
+        assert fused.fused(*(torch.empty(8, features, dtype=dtype, device="cuda"),) * 2, None, key)
+        statistics_of = partial(fused.statistics, contract=key)
+        grad_logits_of = partial(fused.grad_logits, contract=key, dtype=dtype)
+    results, kept = ["logp", "entropy", "log_sum"], ["s", "u"] if with_entropy else ["s"]
+    if backend == "cuda":  # Triton's maxima pass over NaN, which reaches results by way of s
+        results, kept = [*results, "shift"], [*kept, "m"]
     hidden, weight = (
         values(kind, (tokens, features), dtype, 0),
         values(kind, (vocabulary, features), dtype, 1),
@@ -544,24 +575,24 @@ def test_cuda_schedules_change_no_bit(
     known = Rows._make(t.cuda() if isinstance(t, Tensor) else t for t in want)
     for count in (1, 8, 37, 64, 65, 300):
         some = known.part(0, count)
-        for s in linear_logp_sm90.schedules("statistics_sm90"):
+        for s in schedules[0]:
             rows = Rows.empty(some.target, vocabulary, -100, scale=want.scale, entropy=with_entropy)
             for t in (rows.logp, rows.entropy, rows.shift, rows.log_sum):
                 t.fill_(torch.nan)
             poison = torch.full((1 << 18,), torch.nan, device="cuda")
             del poison
-            got = linear_logp_sm90.statistics(x[:count], w, b, rows, schedule=s)
+            got = statistics_of(x[:count], w, b, rows, schedule=s)
             logp.combine(got, rows)
-            for name in ("logp", "entropy", "shift", "log_sum"):
+            for name in results:
                 assert_same_bits(getattr(rows, name), getattr(want, name)[:count], f"{name}, {count}, {s}")
-            for name in ("m", "s", "u") if with_entropy else ("m", "s"):
+            for name in kept:
                 mine, theirs = getattr(got, name).cpu(), getattr(statistics, name)[:count]
                 assert torch.equal(mine.isnan(), theirs.isnan())
                 # Which NaN it is, or which zero is the maximum, does not matter yet.
                 mine, theirs = mine.nan_to_num(0) + 0.0, theirs.nan_to_num(0) + 0.0
                 assert_same_bits(mine, theirs, f"{name}, {count}, {s}")
-        for s in linear_logp_sm90.schedules("grad_logits_sm90"):
-            dz = linear_logp_sm90.grad_logits(
+        for s in schedules[1]:
+            dz = grad_logits_of(
                 *(x[:count], w, b, part, some, g[:count], None if h is None else h[:count]), schedule=s
             )
             assert_same_bits(dz, gradient[:count], f"dz, {count}, {s}")

@@ -52,7 +52,7 @@ OPERATORS: dict[str, Callable[[torch.dtype, str], tuple[Any, ...]]] = {
         None,
         c,
     ),
-    "logp": lambda d, c: (leaf(6, 9, dtype=d), TARGET, -100),
+    "logp": lambda d, c: (leaf(6, 9, dtype=d), TARGET, -100, c),
     "logp_backward": lambda d, c: (
         leaf(6).detach(),
         leaf(6, 9, dtype=d).detach(),
@@ -60,6 +60,7 @@ OPERATORS: dict[str, Callable[[torch.dtype, str], tuple[Any, ...]]] = {
         torch.zeros(6),
         torch.zeros(6),
         -100,
+        c,
     ),
     "linear_logp": lambda d, c: (
         *(leaf(2, 3, 5, dtype=d), leaf(9, 5, dtype=d), leaf(9, dtype=d), TARGET.view(2, 3)),

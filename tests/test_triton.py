@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import os
 import re
 import subprocess
@@ -72,8 +74,8 @@ def test_an_explicit_backend_never_falls_back() -> None:
             backends.on_gpu("matmul", f"{FMA.key}@triton", 0)
         with pytest.raises(backends.UnavailableError, match=r"tensor. cuda: .*; triton: "):
             backends.on_gpu("matmul", FMA.key, 0)
-    with pytest.raises(backends.UnavailableError, match="triton: it does not compute linear_logp yet"):
-        backends.on_gpu("linear_logp", f"{FMA.key}@triton", 0)
+    with pytest.raises(backends.UnavailableError, match="triton: it does not compute rows yet"):
+        backends.on_gpu("rows", f"{FMA.key}@triton", 0)
 
 
 def test_the_choice_is_no_part_of_the_contract() -> None:
@@ -103,18 +105,20 @@ NVIDIA = [name for name in TARGETS if name.startswith("sm_")]
 PLACES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def compiled(target: str, kernel: Any, types: dict[str, str], constants: dict[str, Any], s: Any) -> str:
+def scheduled(s: Any) -> dict[str, Any]:
+    """The constants and options of a schedule."""
+    blocks = {"BLOCK_M": s.block_m, "BLOCK_N": s.block_n, "BLOCK_K": s.block_k, "GROUP": s.group}
+    return blocks | {"num_warps": s.warps, "num_stages": s.stages}
+
+
+def compiled(target: str, kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
     """The assembly of a kernel; what is in neither dict is a 32-bit integer."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants = constants | {
-        "BLOCK_M": s.block_m,
-        "BLOCK_N": s.block_n,
-        "BLOCK_K": s.block_k,
-        "GROUP": s.group,
-    }
+    options = {name: value for name, value in constants.items() if name not in kernel.arg_names}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     pointers = [i for i, n in enumerate(names) if signature[n].startswith("*")]
@@ -124,7 +128,7 @@ def compiled(target: str, kernel: Any, types: dict[str, str], constants: dict[st
         {(names.index(n),): value for n, value in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i in pointers},
     )
-    options = {"enable_fp_fusion": False, "num_warps": s.warps, "num_stages": s.stages}
+    options["enable_fp_fusion"] = False
     result = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
     text: str = result.asm["ptx"] if "ptx" in result.asm else result.asm["amdgcn"]
     assert ".ftz" not in text
@@ -144,7 +148,7 @@ def general(
     constants = {name: None for name in ("acc", "bias", "spans") if name not in given}
     fma = s.stages == 1
     constants |= {"FMA": fma, "CLOSING_ZERO": fma, "A_ALONG": along[0], "B_ALONG": along[1]}
-    return compiled(target, kernels.matmul, types, constants, s)
+    return compiled(target, kernels.matmul, types, constants | scheduled(s))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -202,20 +206,115 @@ def test_tiles_compile(target: str) -> None:
             "FLATTEN": s.persistent,
             "PARTS": s.parts,
         }
-        text = compiled(target, kernels.matmul_tiles, types, constants, s)
+        text = compiled(target, kernels.matmul_tiles, types, constants | scheduled(s))
         assert_multiplies_16_bit_operands(text, target)
 
 
-@pytest.mark.parametrize("name", ["matmul", "matmul_tiles"])
-def test_no_size_or_stride_is_compiled_in(name: str) -> None:
+ROWS = dict.fromkeys(
+    ["m", "s", "u", "target_logit", "logp", "entropy", "shift", "log_sum", "grad", "grad_entropy"], "*fp32"
+) | {"target": "*i64", "scale": "fp32"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_log_probabilities_compile(target: str) -> None:
+    pytest.importorskip("triton")
+    from samebits.backends.triton import logp
+    from samebits.backends.triton import logp_kernels as kernels
+
+    for logits, u in itertools.product(PLACES.values(), ({}, {"u": None})):
+        types = ROWS | {"logits": f"*{logits}"}
+        text = compiled(target, kernels.block_statistics, types, logp.BLOCK_STATISTICS | u)
+        assert_exact_functions(text, target)
+    for u in ({}, {"u": None}):
+        text = compiled(target, kernels.combine, ROWS, logp.COMBINE | u)
+        assert_exact_functions(text, target)
+        if target in NVIDIA:
+            assert ("div.rn.f32" in text) == (not u)
+    for dtype, none in itertools.product(PLACES.values(), ({}, {"grad_entropy": None})):
+        types = ROWS | {"logits": "*fp32", "out": f"*{dtype}"}
+        text = compiled(target, kernels.grad_logits, types, logp.GRAD_LOGITS | none)
+        assert_exact_functions(text, target)
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_fused_log_probabilities_compile(target: str) -> None:
+    pytest.importorskip("triton")
+    from samebits.backends.triton import logp_kernels as kernels
+    from samebits.backends.triton.linear_logp import STATISTICS_SCHEDULES
+    from samebits.backends.triton.matmul import TILE_SCHEDULES
+
+    fused = [(kernels.statistics_tiles, s) for s in STATISTICS_SCHEDULES]
+    fused += [(kernels.grad_logits_tiles, s) for s in TILE_SCHEDULES]
+    for i, (kernel, s) in enumerate(fused):
+        dtype = ("bf16", "fp16")[i % 2]
+        blocks = {
+            "hidden": (s.block_m, s.block_k),
+            "weight": (s.block_n, s.block_k),
+            "out": (s.block_m, s.block_n // s.parts),
+        }
+        types = ROWS | {name: f"tensordesc<{dtype}{list(block)}>" for name, block in blocks.items()}
+        types["bias"] = f"*{dtype}"
+        constants: dict[str, Any] = {"SWAP": s.swap, "FLATTEN": s.persistent}
+        if kernel is kernels.grad_logits_tiles:
+            constants["PARTS"] = s.parts
+        if i % 3 == 0:
+            constants |= dict.fromkeys({"bias", "u", "grad_entropy"} & set(kernel.arg_names))
+        text = compiled(target, kernel, types, constants | scheduled(s))
+        assert_multiplies_16_bit_operands(text, target)
+        assert_exact_functions(text, target)
+
+
+def assert_exact_functions(text: str, target: str) -> None:
+    """No exp, log or quotient of the GPU's own."""
+    if target in NVIDIA:
+        assert "fma.rn.f32" in text
+        assert not re.search(r"\.approx|div\.full|\b(ex2|lg2|mad\.(rn\.)?f32)", text)
+        assert not re.search(r"\b(add|sub|mul)\.f32", text)  # without .rn, which ptxas might fuse
+    else:
+        assert not re.search(r"v_(exp|log)_f32", text)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("kernels", "matmul"),
+        ("kernels", "matmul_tiles"),
+        ("logp_kernels", "block_statistics"),
+        ("logp_kernels", "combine"),
+        ("logp_kernels", "grad_logits"),
+        ("logp_kernels", "statistics_tiles"),
+        ("logp_kernels", "grad_logits_tiles"),
+    ],
+)
+def test_no_size_or_stride_is_compiled_in(module: str, name: str) -> None:
     """Triton compiles anew for an integer that is 1, or a multiple of 16, unless told not to."""
     pytest.importorskip("triton")
-    from samebits.backends.triton import kernels
-
-    tensors = {"a", "b", "acc", "bias", "spans", "out"}
-    sizes = [p for p in getattr(kernels, name).params if not p.is_constexpr and p.name not in tensors]
-    assert {"m", "n", "k"} <= {p.name for p in sizes}
+    kernels = importlib.import_module(f"samebits.backends.triton.{module}")
+    others = {"a", "b", "acc", "bias", "spans", "out", "hidden", "weight", "logits", *ROWS}
+    if module == "kernels":
+        others -= {"m"}  # there it is a size
+    sizes = [p for p in getattr(kernels, name).params if not p.is_constexpr and p.name not in others]
+    assert len(sizes) >= 3
     assert all(p.do_not_specialize for p in sizes)
+
+
+def test_tiles_are_stored_in_rows_of_whole_16_bytes() -> None:
+    """The copy engine wrote beyond the one element of an output of [1, 1]."""
+    pytest.importorskip("triton")
+    from samebits.backends.triton.matmul import takes_tiles
+
+    def takes(m: int, n: int, out_dtype: torch.dtype = torch.bfloat16) -> bool:
+        room = -(-n // 8) * 8  # rows of every tensor start at multiples of 16 bytes
+        a, b = torch.empty(1, 1, m, 64, dtype=torch.bfloat16), torch.empty(64, room, dtype=torch.bfloat16)
+        out = torch.empty(1, m, room, dtype=out_dtype)
+        return takes_tiles(a, b[None, None, :, :n], out[:, :, :n], None, None)
+
+    for m in (1, 40):
+        assert not takes(m, 1)
+        assert not takes(m, 17)
+        assert not takes(m, 18, torch.float32)
+        assert takes(m, 20, torch.float32)
+        assert takes(m, 520)
 
 
 def assert_multiplies_16_bit_operands(text: str, target: str) -> None:

@@ -8,7 +8,8 @@ TENSOR_CORE they are numbers whose sums are exact in every order.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -18,9 +19,15 @@ from torch import Tensor
 import samebits
 from samebits import FMA, HOPPER, TENSOR_CORE, Contract
 from samebits.backends import reference as reference_package
+from samebits.backends.reference import linear_logp as reference_linear_logp
+from samebits.backends.reference import logp as reference_logp
 from samebits.backends.reference import matmul as reference
+from samebits.backends.rows import Rows
+from samebits.backends.triton import linear_logp, logp
 from samebits.backends.triton import matmul as backend
 from samebits.testing import KINDS, assert_same_bits, values
+from tests.test_logp import KINDS as KINDS_OF_LOGITS
+from tests.test_logp import pieces, rows
 
 F32, F16 = torch.float32, torch.float16
 ON_HOPPER = TENSOR_CORE.on(HOPPER)
@@ -120,8 +127,15 @@ def gradients(call: Callable[..., Tensor], inputs: list[Tensor], contract: Contr
     return [out.detach(), *torch.autograd.grad(out, leaves, dy)]
 
 
+@contextmanager
+def by_triton() -> Iterator[None]:
+    """The reference's modules exchanged for Triton's."""
+    with mock.patch.multiple(reference_package, matmul=backend, logp=logp, linear_logp=linear_logp):
+        yield
+
+
 def operations() -> int:
-    """The public operations and their gradients, the reference's module exchanged for Triton's."""
+    """The public operations on products, and their gradients."""
     count = 0
     for name, (call, shapes) in OPERATIONS.items():
         makes: list[tuple[Contract, Callable[..., Any]]] = [(ON_HOPPER, whole)]
@@ -133,7 +147,7 @@ def operations() -> int:
         for contract, make in makes:
             inputs = [make(shape, seed) for seed, shape in enumerate(shapes)]
             want = gradients(call, inputs, contract)
-            with mock.patch.object(reference_package, "matmul", backend):
+            with by_triton():
                 got = gradients(call, inputs, contract)
             for i, (g, w) in enumerate(zip(got, want, strict=True)):
                 assert_same_bits(g, w, f"{name}, {contract}, result {i}")
@@ -141,5 +155,109 @@ def operations() -> int:
     return count
 
 
+def given_logits() -> int:
+    count = 0
+    for kind, vocabulary, dtype in itertools.product(KINDS_OF_LOGITS, (1, 200, 33 * 128 + 5), (F32, F16)):
+        target = torch.tensor([0, vocabulary // 2, -100, vocabulary - 1, 0])
+        grad = torch.tensor([1.0, -0.3, 1.0, 1e-3, -0.0])
+
+        def run(z: Tensor, target: Tensor = target, grad: Tensor = grad) -> tuple[Tensor, ...]:
+            out = samebits.logp(z, target)
+            return out.detach(), *torch.autograd.grad(out, z, grad)
+
+        z = rows(kind, 5, vocabulary).to(dtype).requires_grad_()
+        want = run(z)
+        with by_triton():
+            got = run(z)
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            assert_same_bits(g, w, f"logp, {kind}, {vocabulary}, {dtype}, result {i}")
+            count += 1
+    return count
+
+
+def log_probabilities() -> int:
+    """`linear_logp` under FMA, with all of its options and their gradients, and without."""
+    count = 0
+    shapes = (9, 7), (300, 7), (300,)
+    target = torch.tensor([0, 299, -100, 5, 130, 7, 128, 299, -100])
+    spans = torch.tensor([0, 4, 4, 9])
+    for kind, dtype in itertools.product(("normal", "wide", "special"), (F32, F16)):
+        hidden, weight, bias = (values("normal", shape, dtype, i) for i, shape in enumerate(shapes))
+        hidden[1], weight[290:], bias[:3] = (values(kind, s, dtype, 3) for s in ((7,), (10, 7), (3,)))
+        grads = [values("normal", (9,), F32, seed) for seed in (4, 5)]
+        leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
+
+        def run(leaves: list[Tensor] = leaves, grads: list[Tensor] = grads) -> tuple[Tensor, ...]:
+            hidden, weight, bias = leaves
+            main_grad = torch.ones(weight.shape)
+            plain = samebits.linear_logp(hidden, weight, target, contract=FMA)
+            results = samebits.linear_logp(
+                *(hidden, weight, target, bias),
+                temperature=0.7,
+                return_entropy=True,
+                cu_seqlens=spans,
+                main_grad=main_grad,
+                contract=FMA,
+            )
+            return (
+                *(t.detach() for t in (plain, *results)),
+                *torch.autograd.grad(plain, leaves[:2], grads[0]),
+                *torch.autograd.grad(results, [hidden, bias], grads),
+                main_grad,
+            )
+
+        want = run()
+        for size in (1, 1 << 20):
+            with by_triton(), pieces(size):
+                got = run()
+            for i, (g, w) in enumerate(zip(got, want, strict=True)):
+                assert_same_bits(g, w, f"linear_logp, {kind}, {dtype}, pieces of {size}, result {i}")
+                count += 1
+    return count
+
+
+def tensor_core_log_probabilities() -> int:
+    """Results and gradients of logits, under every schedule of the fused kernels, and by way of logits."""
+    count = 0
+    key = ON_HOPPER.key
+    tokens, features, vocabulary = 136, 48, 600
+    part = slice(128, vocabulary - 9)
+    wide, weight = whole((tokens, 2 * features), 0), whole((vocabulary, features), 1)
+    hidden, strided, bias = wide[:, :features], wide[:, ::2], whole((vocabulary,), 2)
+    target = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(3))
+    target[::7], target[1], target[3] = -100, -5, vocabulary
+    grad, grad_entropy = (values("normal", (tokens,), F32, seed) for seed in (4, 5))
+    for x, b, entropy, scale in (
+        (hidden, None, False, 1.0),
+        (hidden, bias, True, 0.01),
+        (strided, bias, True, 0.01),
+    ):
+        fused = x is hidden
+        assert linear_logp.fused(x, weight, b, key) == fused
+        want = Rows.empty(target, vocabulary, -100, scale=scale, entropy=entropy)
+        statistics = reference_linear_logp.statistics(x, weight, b, want, contract=key)
+        reference_logp.combine(statistics, want)
+        arguments: tuple[Any, ...] = (x, weight, b, part, want, grad, grad_entropy if entropy else None)
+        want_dz = reference_linear_logp.grad_logits(*arguments, dtype=F16, contract=key)
+        for s in linear_logp.STATISTICS_SCHEDULES if fused else (None,):
+            got = Rows.empty(target, vocabulary, -100, scale=scale, entropy=entropy)
+            logp.combine(linear_logp.statistics(x, weight, b, got, contract=key, schedule=s), got)
+            for name in ("logp", "entropy", "shift", "log_sum"):
+                assert_same_bits(getattr(got, name), getattr(want, name), f"{name}, {s}")
+                count += 1
+        for s in backend.TILE_SCHEDULES if fused else (None,):
+            dz = linear_logp.grad_logits(*arguments, dtype=F16, contract=key, schedule=s)
+            assert_same_bits(dz, want_dz, f"dz, {s}")
+            count += 1
+    return count
+
+
 if __name__ == "__main__":
-    print(fma() + tensor_core() + operations())
+    print(
+        fma()
+        + tensor_core()
+        + operations()
+        + given_logits()
+        + log_probabilities()
+        + tensor_core_log_probabilities()
+    )

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import UnavailableError, on_gpu
+from samebits.backends import on_gpu
 from samebits.backends.rows import Rows, Statistics
-from samebits.contract import FMA
 from samebits.ops._library import Operator, check_device, check_operands, has_memory, shape
 
 
@@ -40,13 +39,11 @@ def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
             ``torch.func``), such a row gives NaN, and a gradient of zero.
     """
     (logits,), key, _ = check_operands("logp", None, {"logits": logits}, autocast=False)
-    if key.endswith("@triton"):
-        raise UnavailableError("samebits.logp: backend triton does not compute it yet; choose backend cuda")
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"samebits.logp: logits: expected [..., V] with V > 0, got shape {shape(logits)}")
     target = check_target("logp", target, "logits", logits, logits.shape[-1], ignore_index)
     rows = logits.reshape(-1, logits.shape[-1])
-    return _operator(rows, target.reshape(-1), ignore_index)[0].reshape(target.shape)  # type: ignore[no-any-return]
+    return _operator(rows, target.reshape(-1), ignore_index, key)[0].reshape(target.shape)  # type: ignore[no-any-return]
 
 
 def check_target(
@@ -77,10 +74,10 @@ def check_target(
     return target.to(torch.int64)
 
 
-def _backend(t: Tensor) -> Any:
-    """The module that runs log-probabilities on the device of `t`."""
+def _backend(t: Tensor, contract: str) -> Any:
+    """The module that runs log-probabilities on the device of `t`; of `contract`, its backend matters."""
     if t.is_cuda:
-        return on_gpu("logp", FMA.key, t.get_device())[0]
+        return on_gpu("logp", contract, t.get_device())[0]
     from samebits.backends.reference import logp as reference
 
     return reference
@@ -97,8 +94,10 @@ def pieces(tokens: int, vocabulary: int, logits: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, tokens)) for start in range(0, tokens, step)]
 
 
-def _forward(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    backend = _backend(logits)
+def _forward(
+    logits: Tensor, target: Tensor, ignore_index: int, contract: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    backend = _backend(logits, contract)
     rows = Rows.empty(target.contiguous(), logits.shape[1], ignore_index)
     for start, stop in pieces(logits.shape[0], logits.shape[1], _LOGITS[logits.device.type]):
         part = rows.part(start, stop)
@@ -109,27 +108,40 @@ def _forward(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor,
 
 
 def _grad_logits(
-    grad: Tensor, logits: Tensor, target: Tensor, shift: Tensor, log_sum: Tensor, ignore_index: int
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    shift: Tensor,
+    log_sum: Tensor,
+    ignore_index: int,
+    contract: str,
 ) -> Tensor:
     none = shift.new_empty(0)
     rows = Rows(target.contiguous(), logits.shape[1], ignore_index, 1.0, none, none, shift, log_sum)
     if logits.numel() == 0:
         return torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return _backend(logits).grad_logits(logits, 0, rows, grad.contiguous(), None, logits.dtype)  # type: ignore[no-any-return]
+    backend = _backend(logits, contract)
+    return backend.grad_logits(logits, 0, rows, grad.contiguous(), None, logits.dtype)  # type: ignore[no-any-return]
 
 
-def _fake(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, ...]:
+def _fake(logits: Tensor, target: Tensor, ignore_index: int, contract: str) -> tuple[Tensor, ...]:
     return tuple(logits.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
 
 
 def _fake_backward(
-    grad: Tensor, logits: Tensor, target: Tensor, shift: Tensor, log_sum: Tensor, ignore_index: int
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    shift: Tensor,
+    log_sum: Tensor,
+    ignore_index: int,
+    contract: str,
 ) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, target, ctx.ignore_index = inputs
+    logits, target, ctx.ignore_index, ctx.contract = inputs
     ctx.save_for_backward(logits, target, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
@@ -137,8 +149,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("logp")
     logits, target, shift, log_sum = ctx.saved_tensors
-    out = _gradient(grad, logits, target, shift, log_sum, ctx.ignore_index)
-    return out, None, None
+    out = _gradient(grad, logits, target, shift, log_sum, ctx.ignore_index, ctx.contract)
+    return out, None, None, None
 
 
 def refuse_second_derivatives(op: str) -> None:
@@ -148,7 +160,7 @@ def refuse_second_derivatives(op: str) -> None:
 
 
 _operator = Operator(
-    "logp(Tensor logits, Tensor target, int ignore_index) -> (Tensor, Tensor, Tensor)",
+    "logp(Tensor logits, Tensor target, int ignore_index, str contract) -> (Tensor, Tensor, Tensor)",
     cpu=_forward,
     cuda=_forward,
     fake=_fake,
@@ -156,8 +168,8 @@ _operator = Operator(
     backward=_backward,
 )
 _gradient = Operator(
-    "logp_backward(Tensor grad, Tensor logits, Tensor target, Tensor shift, Tensor log_sum, int ignore_index)"
-    " -> Tensor",
+    "logp_backward(Tensor grad, Tensor logits, Tensor target, Tensor shift, Tensor log_sum, int ignore_index,"
+    " str contract) -> Tensor",
     cpu=_grad_logits,
     cuda=_grad_logits,
     fake=_fake_backward,

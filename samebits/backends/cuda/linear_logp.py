@@ -1,16 +1,14 @@
-"""Log-probabilities on CUDA tensors from hidden states, in pieces of the logits that bound the memory."""
+"""Log-probabilities on CUDA tensors from hidden states: which kernels compute them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import linear_logp_sm90, logp
-from samebits.backends.cuda.matmul import check_contract, matmul
-from samebits.backends.rows import Rows, Statistics, vocabulary_pieces
+from samebits.backends import linear_logp as by_logits
+from samebits.backends.cuda import linear_logp_sm90, logp, matmul
+from samebits.backends.rows import Rows, Statistics
 from samebits.contract import contract_from_key
-
-_LOGITS = 1 << 23  # held at once: 32 MiB
 
 
 def statistics(
@@ -19,12 +17,7 @@ def statistics(
     """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``."""
     if _fused(hidden, weight, bias, contract):
         return linear_logp_sm90.statistics(hidden, weight, bias, rows)
-    out = Statistics.empty(rows)
-    for some in vocabulary_pieces(slice(0, rows.vocabulary), hidden.shape[0], _LOGITS):
-        logits = _logits(hidden, weight, bias, some, contract)
-        logp.add_statistics(out, logits, some.start, rows)
-        del logits  # before the next ones are allocated
-    return out
+    return by_logits.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
 
 
 def grad_logits(
@@ -42,24 +35,13 @@ def grad_logits(
     """dz in `dtype` for a part of the vocabulary."""
     if _fused(hidden, weight, bias, contract):
         return linear_logp_sm90.grad_logits(hidden, weight, bias, part, rows, grad, grad_entropy)
-    tokens, width = hidden.shape[0], part.stop - part.start
-    # Rows start at multiples of 16 bytes, for the kernels that multiply them.
-    out = hidden.new_empty(tokens, -(-width // 8) * 8, dtype=dtype)[:, :width]
-    for some in vocabulary_pieces(part, tokens, _LOGITS):
-        logits = _logits(hidden, weight, bias, some, contract)
-        columns = out[:, some.start - part.start : some.stop - part.start]
-        logp.grad_logits_out(columns, logits, some.start, rows, grad, grad_entropy)
-        del logits
-    return out
+    return by_logits.grad_logits(
+        *(matmul, logp, hidden, weight, bias, part, rows, grad, grad_entropy), dtype=dtype, contract=contract
+    )
 
 
 def _fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:
     """Whether logits need no memory at all."""
-    check_contract(contract, hidden.get_device())
+    matmul.check_contract(contract, hidden.get_device())
     step = contract_from_key(contract).step
     return step == "mma" and linear_logp_sm90.supports(hidden, weight, bias)
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, part: slice, contract: str) -> Tensor:
-    b = None if bias is None else bias[part]
-    return matmul(hidden, weight[part].mT, bias=b, out_dtype=torch.float32, contract=contract)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+def place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
     """Row and column of a tile. Tiles that run side by side share rows and columns, for L2 to serve them."""
     in_group = GROUP * tiles_n
     first = tile // in_group * GROUP
@@ -22,9 +22,12 @@ def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _finish(acc, dtype: tl.constexpr):
+def finish(acc, dtype: tl.constexpr):
     """One rounding to nearest even, and the one NaN."""
-    nan = tl.full([1, 1], 0x7FFFFFFF, tl.int32) if dtype == tl.float32 else tl.full([1, 1], 0x7FFF, tl.int16)
+    if dtype == tl.float32:
+        nan = tl.full(acc.shape, 0x7FFFFFFF, tl.int32)
+    else:
+        nan = tl.full(acc.shape, 0x7FFF, tl.int16)
     return tl.where(acc != acc, nan.to(dtype, bitcast=True), acc.to(dtype))
 
 
@@ -69,14 +72,19 @@ def _load(tensor, row, column, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _store(tensor, row, column, tile, PARTS: tl.constexpr):
+def halves(tile):
+    """The left and the right half of a tile's columns."""
+    return tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)).split()
+
+
+@triton.jit
+def store(tensor, row, column, tile, PARTS: tl.constexpr):
     if PARTS == 1:
         tensor.store([row, column], tile)
     else:
-        width: tl.constexpr = tile.shape[1] // 2
-        parts = tl.permute(tl.reshape(tile, (tile.shape[0], 2, width)), (0, 2, 1)).split()
-        tensor.store([row, column], parts[0])
-        tensor.store([row, column + width], parts[1])
+        left, right = halves(tile)
+        tensor.store([row, column], left)
+        tensor.store([row, column + left.shape[1]], right)
 
 
 # Sizes, and strides that follow from them, do not enter what is compiled: no batch size is special.
@@ -133,7 +141,7 @@ def matmul(
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     tiles = tiles_m * tiles_n
     batch = (tl.program_id(0) // tiles).to(tl.int64)
-    tile_m, tile_n = _place(tl.program_id(0) % tiles, tiles_m, tiles_n, GROUP)
+    tile_m, tile_n = place(tl.program_id(0) % tiles, tiles_m, tiles_n, GROUP)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     a += batch * a_batch + rows.to(tl.int64) * a_row
@@ -158,22 +166,44 @@ def matmul(
             chain = _mma_chain(chain, x, y, start, stop, a_k, b_k, rows < m, columns < n, BLOCK_K)
     if bias is not None:
         chain += tl.load(bias + columns.to(tl.int64) * bias_stride, mask=columns < n, other=0).to(tl.float32)
-    tl.store(out + at, _finish(chain, out.dtype.element_ty), mask=inside)
+    tl.store(out + at, finish(chain, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def chain_of_tiles(
+    acc,
+    a,  # descriptors: a[m, k] or, if not A_K_MAJOR, a[k, m]; b[n, k] or b[k, n]
+    b,
+    m0,
+    n0,
+    k,
+    A_K_MAJOR: tl.constexpr,
+    B_K_MAJOR: tl.constexpr,
+    SWAP: tl.constexpr,  # compute the transposed tile: columns take the instruction's 64-row side
+    BLOCK_K: tl.constexpr,
+):
+    """``acc`` carried on over all k of a tile, whose last group the copy engine fills up with zeros."""
+    acc = acc.T if SWAP else acc
+    for k0 in range(0, k, BLOCK_K):
+        x = a.load([m0, k0]) if A_K_MAJOR else a.load([k0, m0]).T
+        y = b.load([n0, k0]).T if B_K_MAJOR else b.load([k0, n0])
+        acc = tl.dot(y.T, x.T, acc) if SWAP else tl.dot(x, y, acc)
+    return acc.T if SWAP else acc
 
 
 @triton.jit(do_not_specialize=["m", "n", "k"])
 def matmul_tiles(
-    a,  # descriptors: a[m, k] or, if not A_K_MAJOR, a[k, m]; b[n, k] or b[k, n]; out[m, n]
+    a,  # descriptors, as for chain_of_tiles
     b,
     bias,
-    out,
+    out,  # a descriptor: out[m, n]
     m,
     n,
     k,
     A_K_MAJOR: tl.constexpr,
     B_K_MAJOR: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    SWAP: tl.constexpr,  # compute the transposed tile: columns take the instruction's 64-row side
+    SWAP: tl.constexpr,
     FLATTEN: tl.constexpr,
     PARTS: tl.constexpr,  # 1 or 2, in which a tile of out goes through shared memory
     BLOCK_M: tl.constexpr,
@@ -183,16 +213,11 @@ def matmul_tiles(
 ):
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n = _place(tile, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
         m0, n0 = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = _load(out, m0, n0, PARTS) if ACCUMULATE else tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        acc = acc.T if SWAP else acc
-        for k0 in range(0, k, BLOCK_K):
-            x = a.load([m0, k0]) if A_K_MAJOR else a.load([k0, m0]).T
-            y = b.load([n0, k0]).T if B_K_MAJOR else b.load([k0, n0])
-            acc = tl.dot(y.T, x.T, acc) if SWAP else tl.dot(x, y, acc)
-        acc = acc.T if SWAP else acc
+        acc = chain_of_tiles(acc, a, b, m0, n0, k, A_K_MAJOR, B_K_MAJOR, SWAP, BLOCK_K)
         columns = n0 + tl.arange(0, BLOCK_N)
         if bias is not None:
             acc += tl.load(bias + columns, mask=columns < n, other=0).to(tl.float32)[None, :]
-        _store(out, m0, n0, _finish(acc, out.dtype), PARTS)
+        store(out, m0, n0, finish(acc, out.dtype), PARTS)

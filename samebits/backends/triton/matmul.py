@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from samebits.backends import UnavailableError
 from samebits.backends.triton import kernels
-from samebits.contract import FAMILIES, Contract, contract_from_key
+from samebits.contract import FAMILIES, FMA, Contract, contract_from_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,32 @@ def addbmm(
     return out
 
 
+def addbmm_out(out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
+    """`addbmm` from +0 into ``out``."""
+    _run_sequences(a, b, out, None, cu_seqlens, contract_from_key(contract))
+
+
 def addbmm_(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
     """`addbmm` in place of ``acc``."""
     _run_sequences(a, b, acc, acc, cu_seqlens, contract_from_key(contract))
+
+
+def carry_on(acc: Tensor, a: Tensor, b: Tensor, *, contract: str) -> None:
+    """Carry the plain chains in float32 ``acc[M, N]`` on over ``a[M, K] @ b[K, N]``, in place.
+
+    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16.
+    """
+    out = acc[None]
+    run(a[None, None], b[None, None], out, contract_from_key(contract), acc=out)
+
+
+def rounded(chain: Tensor, dtype: torch.dtype) -> Tensor:
+    """The results in `dtype` of the chains in ``chain[M, N]``, in which kernels left canonical NaN."""
+    if dtype == torch.float32:
+        return chain
+    out = torch.empty_like(chain, dtype=dtype)[None]
+    run(out[:, None, :, :0], out[:, None, :0], out, FMA, acc=chain[None])  # adds no term
+    return out[0]
 
 
 def _run_sequences(
@@ -160,9 +183,9 @@ def run(
     (B, S, M, K), N = a.shape, b.shape[3]
     if cu_seqlens is not None:
         S = cu_seqlens.numel() - 1
-    if max(M, N, K, S, B * M * N // 256) > _LARGEST:
+    if max(M, N, K, S, B * M * N // 256) > LARGEST:
         raise ValueError(
-            f"samebits: a product of a {tuple(a.shape)} by b {tuple(b.shape)} has a size above {_LARGEST}"
+            f"samebits: a product of a {tuple(a.shape)} by b {tuple(b.shape)} has a size above {LARGEST}"
         )
     if out.numel() == 0:
         return
@@ -179,7 +202,7 @@ def run(
             _launch(schedule, contract, a, b, out, acc, bias, cu_seqlens, S, closing_zero)
 
 
-_LARGEST = 2**31 - 512
+LARGEST = 2**31 - 512
 """Sizes up to this can be counted in 32 bits, and rounded up to tiles."""
 
 
@@ -231,9 +254,15 @@ def takes_tiles(a: Tensor, b: Tensor, out: Tensor, acc: Tensor | None, bias: Ten
         and _k_major(b[0, 0].mT) is not None
         and out.stride(2) == 1
         and _rows_are_aligned(out[0])
+        and out.shape[2] * out.element_size() % 16 == 0  # the copy engine may write whole 16 bytes
         and (acc is None or acc is out)
         and (bias is None or bias.is_contiguous())
     )
+
+
+def fetches_rows(x: Tensor) -> bool:
+    """Whether the copy engine can fetch tiles of ``x[rows, k]``, with k contiguous."""
+    return _gpu(x.device).fetches_tiles and _k_major(x) is True
 
 
 def _k_major(x: Tensor) -> bool | None:
@@ -250,7 +279,7 @@ def _rows_are_aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and (x.shape[0] == 1 or (pitch % 16 == 0 and pitch > 0))
 
 
-def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """For tiles of ``x[rows, columns]``, whose columns are contiguous."""
     pitch = x.stride(0) if x.shape[0] > 1 else -(-x.shape[1] // 8) * 8  # a single row's may be anything
     return TensorDescriptor(x, list(x.shape), [pitch, 1], [rows, columns])
@@ -271,26 +300,35 @@ def _launch_tiles(
     s: TileSchedule, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, accumulate: bool
 ) -> None:
     (m, n), k = out.shape, a.shape[1]
-    stages = _stages(s, out.element_size(), accumulate, out.device)
     a_k_major, b_k_major = _k_major(a), _k_major(b.mT)
-    tiles = -(-m // s.block_m) * -(-n // s.block_n)
-    programs = min(tiles, _gpu(out.device).multiprocessors) if s.persistent else tiles
-    kernels.matmul_tiles[(programs,)](
-        _descriptor(a, s.block_m, s.block_k) if a_k_major else _descriptor(a.mT, s.block_k, s.block_m),
-        _descriptor(b.mT, s.block_n, s.block_k) if b_k_major else _descriptor(b, s.block_k, s.block_n),
+    kernels.matmul_tiles[programs(s, m, n, out.device)](
+        descriptor(a, s.block_m, s.block_k) if a_k_major else descriptor(a.mT, s.block_k, s.block_m),
+        descriptor(b.mT, s.block_n, s.block_k) if b_k_major else descriptor(b, s.block_k, s.block_n),
         bias,
-        _descriptor(out, s.block_m, s.block_n // s.parts),
+        descriptor(out, s.block_m, s.block_n // s.parts),
         m,
         n,
         k,
         A_K_MAJOR=a_k_major,
         B_K_MAJOR=b_k_major,
         ACCUMULATE=accumulate,
-        SWAP=s.swap,
-        FLATTEN=s.persistent,
         PARTS=s.parts,
-        **_constants(replace(s, stages=stages)),
+        **tile_constants(s, out.element_size(), accumulate, out.device),
     )
+
+
+def programs(s: TileSchedule, m: int, n: int, device: torch.device) -> tuple[int]:
+    """The grid for an output of m by n."""
+    tiles = -(-m // s.block_m) * -(-n // s.block_n)
+    return (min(tiles, _gpu(device).multiprocessors) if s.persistent else tiles,)
+
+
+def tile_constants(
+    s: TileSchedule, element_size: int, accumulate: bool, device: torch.device
+) -> dict[str, Any]:
+    """What a kernel of tiles is compiled for."""
+    stages = _stages(s, element_size, accumulate, device)
+    return {"SWAP": s.swap, "FLATTEN": s.persistent, **_constants(replace(s, stages=stages))}
 
 
 def _launch(
@@ -366,14 +404,17 @@ def choose(offered: Sequence[Schedule], m: int, n: int, batch: int, sms: int) ->
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_tiles(m: int, n: int, element_size: int, accumulate: bool, device: torch.device) -> TileSchedule:
+def choose_tiles(
+    m: int,
+    n: int,
+    element_size: int,
+    accumulate: bool,
+    device: torch.device,
+    offered: Sequence[TileSchedule] = TILE_SCHEDULES,
+) -> TileSchedule:
     """The schedule whose rounds of tiles, one for each multiprocessor at a time, take the least time."""
     sms = _gpu(device).multiprocessors
     return min(
-        (
-            s
-            for s in TILE_SCHEDULES
-            if s.block_m <= 2 * max(m, 8) and fits(s, element_size, accumulate, device)
-        ),
+        (s for s in offered if s.block_m <= 2 * max(m, 8) and fits(s, element_size, accumulate, device)),
         key=lambda s: -(-(-(-m // s.block_m) * -(-n // s.block_n)) // sms) * s.us,
     )
