@@ -36,8 +36,8 @@ def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """``out[...] = (sum over i of x[..., i]) / n``, as :func:`torch.mean`; divided in float32.
 
-    Otherwise as :func:`sum`. The gradient is that of the mean divided by n in float32, with one rounding to
-    its dtype, expanded.
+    Otherwise as :func:`sum`. The gradient is that of the mean times the float32 nearest 1 / n, in float32,
+    with one rounding to its dtype, expanded.
     """
     return _reduce("mean", x, dim, keepdim)
 
@@ -72,8 +72,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    if ctx.mean:
-        grad = grad.to(torch.float32) / ctx.shape[1]
+    if ctx.mean and ctx.shape[1] > 0:
+        # No quotient: PyTorch multiplies by the inverse on a GPU, and torch.compile approximates it.
+        grad = grad.to(torch.float32) * (1 / ctx.shape[1])
     return grad.to(ctx.dtype)[:, None].expand(ctx.shape), None
 
 

@@ -35,7 +35,7 @@ class Schedule:
         thread_m, thread_n: a thread's share of the output, all of it in registers.
         lanes_m: rows of threads in a warp, of 32 threads in all.
         warps_m, warps_n: rows and columns of warps in a block.
-        helpers: warps of a block beside these, which only copy.
+        helpers: warps of a block that copy for these, which then only multiply.
         stages: tiles in flight.
         step: k whose operands are read from shared memory at a time.
         min_blocks: blocks that shall fit on one multiprocessor, from sm_90 on.
@@ -73,33 +73,50 @@ class Schedule:
         """Bytes of shared memory that suffice, however operands lie in it."""
         return (self._floats(self.tile_m) + self._floats(self.tile_n)) * 4 * self.stages
 
+    def time(self, m: int, n: int, batch: int, sm_count: int) -> float:
+        """Estimated nanoseconds for one k of ``batch`` matrices of ``[m, n]``."""
+        tiles = -(-m // self.tile_m) * -(-n // self.tile_n) * batch
+        return max(self.alone, -(-tiles // sm_count) * self.busy)
+
     def _floats(self, rows: int) -> int:
         return max(rows * (self.tile_k + 4), self.tile_k * (rows + 4 if rows % 2 == 0 else rows))
 
 
 SCHEDULES = (
-    Schedule(32, 8, 8, 4, 4, 2, 0, 3, 1, 2, alone=112, busy=98),
-    Schedule(16, 8, 8, 4, 4, 2, 0, 4, 1, 2, alone=113, busy=98.5),
-    Schedule(16, 8, 8, 4, 2, 2, 0, 4, 1, 4, alone=72, busy=51),
-    Schedule(32, 8, 4, 4, 2, 2, 0, 3, 4, 3, alone=38, busy=29),
-    Schedule(32, 4, 4, 4, 2, 2, 0, 4, 4, 2, alone=23, busy=18),
-    Schedule(64, 4, 2, 4, 2, 2, 0, 4, 4, 2, alone=13.7, busy=11.5),
-    Schedule(64, 2, 2, 4, 2, 2, 0, 4, 8, 1, alone=9.9, busy=8.2),
-    Schedule(64, 4, 1, 1, 2, 1, 2, 4, 8, 1, alone=9.4, busy=6),
-    Schedule(64, 4, 1, 1, 1, 1, 3, 4, 8, 1, alone=8, busy=4.7),
-    Schedule(128, 1, 1, 1, 1, 1, 3, 4, 16, 1, alone=5.5, busy=3.8),
-    Schedule(64, 1, 1, 1, 1, 4, 0, 3, 16, 1, alone=18, busy=15),
+    Schedule(32, 8, 16, 8, 2, 2, 0, 3, 1, 2, alone=1, busy=1),
+    Schedule(32, 8, 16, 8, 2, 2, 0, 3, 4, 2, alone=1, busy=1),
+    Schedule(32, 8, 8, 4, 4, 2, 0, 3, 1, 2, alone=1, busy=1),
+    Schedule(16, 8, 8, 4, 4, 2, 0, 4, 2, 2, alone=1, busy=1),
+    Schedule(32, 8, 8, 8, 2, 2, 0, 3, 1, 2, alone=1, busy=1),
+    Schedule(32, 8, 8, 8, 1, 2, 0, 3, 1, 4, alone=1, busy=1),
+    Schedule(32, 8, 8, 8, 1, 2, 0, 3, 4, 4, alone=1, busy=1),
+    Schedule(32, 8, 4, 4, 2, 2, 0, 3, 4, 3, alone=1, busy=1),
+    Schedule(32, 8, 4, 4, 2, 2, 4, 3, 4, 1, alone=1, busy=1),
+    Schedule(32, 8, 4, 4, 1, 2, 0, 3, 4, 4, alone=1, busy=1),
+    Schedule(32, 4, 4, 4, 2, 2, 0, 4, 4, 2, alone=1, busy=1),
+    Schedule(32, 4, 4, 4, 2, 2, 4, 4, 4, 1, alone=1, busy=1),
+    Schedule(64, 4, 2, 4, 2, 2, 0, 4, 4, 2, alone=1, busy=1),
+    Schedule(64, 4, 2, 4, 2, 2, 4, 4, 4, 1, alone=1, busy=1),
+    Schedule(64, 2, 2, 4, 2, 2, 0, 4, 8, 1, alone=1, busy=1),
+    Schedule(64, 2, 2, 4, 2, 2, 4, 4, 8, 1, alone=1, busy=1),
+    Schedule(64, 4, 2, 4, 1, 2, 4, 4, 8, 1, alone=1, busy=1),
+    Schedule(64, 2, 2, 2, 2, 1, 4, 4, 8, 1, alone=1, busy=1),
+    Schedule(64, 2, 1, 1, 4, 1, 4, 4, 8, 1, alone=1, busy=1),
+    Schedule(64, 4, 1, 1, 2, 1, 4, 4, 8, 1, alone=1, busy=1),
+    Schedule(64, 4, 1, 1, 1, 1, 4, 4, 8, 1, alone=1, busy=1),
+    Schedule(64, 2, 1, 1, 2, 1, 4, 4, 8, 1, alone=1, busy=1),
+    Schedule(128, 2, 1, 1, 1, 1, 4, 4, 16, 1, alone=1, busy=1),
+    Schedule(128, 1, 1, 1, 1, 1, 4, 4, 16, 1, alone=1, busy=1),
+    Schedule(256, 1, 1, 1, 1, 1, 4, 3, 16, 1, alone=1, busy=1),
+    Schedule(64, 1, 1, 1, 1, 4, 4, 4, 16, 1, alone=1, busy=1),
 )
 
 
 def choose_schedule(m: int, n: int, batch: int, info: runtime.DeviceInfo) -> Schedule:
     """The schedule that should be fastest for ``batch`` matrices of ``[m, n]``."""
-
-    def time(s: Schedule) -> float:
-        tiles = -(-m // s.tile_m) * -(-n // s.tile_n) * batch
-        return max(s.alone, -(-tiles // info.sm_count) * s.busy)
-
-    return min((s for s in SCHEDULES if s.smem <= info.max_smem), key=time)
+    return min(
+        (s for s in SCHEDULES if s.smem <= info.max_smem), key=lambda s: s.time(m, n, batch, info.sm_count)
+    )
 
 
 def kernel_spec(
@@ -116,7 +133,7 @@ def kernel_spec(
         "B_KIND": KINDS[dtypes[1]],
         "OUT_KIND": KINDS[dtypes[2]],
         "A_COPY": _copy(a, schedule.step, schedule.thread_m),
-        "B_COPY": _copy(b, schedule.step, schedule.thread_n),
+        "B_COPY": _copy(b, schedule.step if schedule.thread_n < 8 else 1, schedule.thread_n),
         "SEGMENTED": int(segmented),
     }
     return runtime.KernelSpec(

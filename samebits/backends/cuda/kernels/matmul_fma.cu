@@ -11,6 +11,10 @@ constexpr int BAND = 8;  // rows of tiles walked together, so that their operand
 using TileA = Tile<WARPS_M, LANES_M, THREAD_M, A_KIND, A_COPY>;
 using TileB = Tile<WARPS_N, 32 / LANES_M, THREAD_N, B_KIND, B_COPY>;
 constexpr int STAGE = TileA::SIZE + TileB::SIZE;  // floats
+// Terms between two reads of b. It is read late where it takes many registers.
+constexpr int PART = THREAD_N >= 8 ? 1 : STEP, PARTS = STEP / PART;
+// Pairs of steps in a turn of the inner loop: some thousand instructions, which the instruction cache holds.
+constexpr int PAIR = 2 * STEP * THREAD_M * THREAD_N, UNROLL = PAIR >= 1024 ? 1 : 1024 / PAIR;
 static_assert(TILE_K % (2 * STEP) == 0);  // so that every stage begins with the first buffer of fragments
 
 struct Params {
@@ -96,29 +100,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) matmul_fma(const
     const u32 in_band = tile % (BAND * p.tiles_n);
     const int tile_m = (band * BAND + in_band % band_rows) * TileA::ROWS, tile_n = in_band / band_rows * TileB::ROWS;
 
-    const int lane_m = lane % LANES_M, lane_n = lane / LANES_M;
+    // Neighbours share a row of a, and lanes two apart a row of b: then 16 lanes read 16 bytes each at once, not 8.
+    const int lane_m = lane / 2 % LANES_M, lane_n = lane / (2 * LANES_M) * 2 + lane % 2;
     const int own_m = TileA::own(warp % WARPS_M, lane_m), own_n = TileB::own(warp / WARPS_M, lane_n);
-    const bool copies_only = HELPERS > 0 && warp >= WARPS;
+    const bool copies = HELPERS == 0 || warp >= WARPS, multiplies = warp < WARPS;
 
+    u32 ring = shared_address(memory);
+    asm volatile("" : "+r"(ring));  // or the compiler would compute it again for every copy
     Walk walk(p);
     int write_at = 0;
     const auto load = [&] {
         const Block block = walk.next(p);
-        float* to = memory + write_at * STAGE;
+        const u32 to = ring + write_at * STAGE * 4;
         if (block.count == TILE_K) {
             TileA::load<true>(to, p.a, batch, block.segment, tile_m, p.m, block.k, TILE_K);
-            TileB::load<true>(to + TileA::SIZE, p.b, batch, block.segment, tile_n, p.n, block.k, TILE_K);
+            TileB::load<true>(to + TileA::SIZE * 4, p.b, batch, block.segment, tile_n, p.n, block.k, TILE_K);
         } else if (block.count > 0) {
             TileA::load<false>(to, p.a, batch, block.segment, tile_m, p.m, block.k, block.count);
-            TileB::load<false>(to + TileA::SIZE, p.b, batch, block.segment, tile_n, p.n, block.k, block.count);
+            TileB::load<false>(to + TileA::SIZE * 4, p.b, batch, block.segment, tile_n, p.n, block.k, block.count);
         }
-        if (threadIdx.x == 0) counts[write_at] = block.last ? -block.count : block.count;
+        if (threadIdx.x == THREADS - COPIERS) counts[write_at] = block.last ? -block.count : block.count;
         write_at = write_at == STAGES - 1 ? 0 : write_at + 1;
         commit_copies();  // empty ones too, so that their number tells which stage is complete
     };
 
     float acc[THREAD_M][THREAD_N] = {};
-    if (p.acc && !copies_only) {
+    if (p.acc && multiplies) {
 #pragma unroll
         for (int i = 0; i < THREAD_M; ++i)
 #pragma unroll
@@ -129,13 +136,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) matmul_fma(const
             }
     }
 
-    float a[2][STEP][THREAD_M], b[2][STEP][THREAD_N];  // this thread's rows of STEP k, read ahead of their use
+    float a[2][STEP][THREAD_M], b[2][PART][THREAD_N];  // read ahead of their use
     int read_at = 0;
     const float* stage = memory;
-    const auto read = [&](int k, int share) {
-        TileA::template read<STEP>(a[k / STEP % 2], stage, own_m, k, share);
-        TileB::template read<STEP>(b[k / STEP % 2], stage + TileA::SIZE, own_n, k, share);
-    };
+    const auto read_a = [&](int to, int k) { TileA::read(a[to], stage, own_m, k); };
+    const auto read_b = [&](int to, int k) { TileB::read(b[to], stage + TileA::SIZE, own_n, k); };
     const auto multiply = [&](const float (&ak)[THREAD_M], const float (&bk)[THREAD_N]) {
 #pragma unroll
         for (int i = 0; i < THREAD_M; ++i)
@@ -149,42 +154,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) matmul_fma(const
         wait_copies<STAGES - 2>();
         __syncthreads();
         stage = memory + read_at * STAGE;
-        if (copies_only) return;
-#pragma unroll
-        for (int share = 0; share < STEP; ++share) read(0, share);
+        if (!multiplies) return;
+        read_a(0, 0);
+        read_b(0, 0);
     };
     bool empty = true;
 
 #pragma unroll 1
-    for (int i = 0; i < STAGES - 1; ++i) load();
+    for (int i = 0; i < STAGES - 1 && copies; ++i) load();
     next_stage();
     while (true) {
         const int signed_count = counts[read_at], count = abs(signed_count);
         if (count == 0) break;
         empty = false;
-        load();
+        if (copies) load();
         read_at = read_at == STAGES - 1 ? 0 : read_at + 1;
-        if (copies_only) {
+        if (!multiplies) {
             next_stage();
             continue;
         }
         if (count == TILE_K) {
+#pragma unroll UNROLL
+            for (int k = 0; k < TILE_K; k += 2 * STEP)
 #pragma unroll
-            for (int k = 0; k < TILE_K; ++k) {
-                // Reads are spread over the arithmetic, which would wait for a crowd of them.
-                const int next = k / STEP * STEP + STEP;
-                if (next < TILE_K)
-                    read(next, k % STEP);
-                else if (k % STEP == 0)
-                    next_stage();
-                multiply(a[k / STEP % 2][k % STEP], b[k / STEP % 2][k % STEP]);
-            }
+                for (int part = 0; part < 2 * PARTS; ++part) {
+                    const int half = part / PARTS, next = k + (part + 1) * PART;
+                    if (part == 2 * PARTS - 1 && next == TILE_K) {
+                        next_stage();
+                    } else {
+                        if (part % PARTS == PARTS - 1) read_a(1 - half, next);
+                        read_b((part + 1) % 2, next);
+                    }
+#pragma unroll
+                    for (int e = 0; e < PART; ++e) multiply(a[half][part % PARTS * PART + e], b[part % 2][e]);
+                }
         } else {
 #pragma unroll 1
             for (int k = 0; k < count; ++k) {
                 float ak[1][THREAD_M], bk[1][THREAD_N];
-                TileA::template read<1>(ak, stage, own_m, k, 0);
-                TileB::template read<1>(bk, stage + TileA::SIZE, own_n, k, 0);
+                TileA::read(ak, stage, own_m, k);
+                TileB::read(bk, stage + TileA::SIZE, own_n, k);
                 multiply(ak[0], bk[0]);
             }
             next_stage();
@@ -196,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) matmul_fma(const
                 for (int j = 0; j < THREAD_N; ++j) acc[i][j] = __fmaf_rn(0.0f, 0.0f, acc[i][j]);
     }
 
-    if (copies_only) return;
+    if (!multiplies) return;
     const int out_kind = empty && !p.bias && OUT_KIND == F32 ? F32_AS_IS : OUT_KIND;
     constexpr int TOGETHER = TileB::NEIGHBOURS;
 #pragma unroll

@@ -3,8 +3,8 @@
 
 #include "epilogue.cuh"
 
-constexpr int WARPS = WARPS_M * WARPS_N;  // that multiply; HELPERS more only copy
-constexpr int THREADS = (WARPS + HELPERS) * 32;
+constexpr int WARPS = WARPS_M * WARPS_N;  // that multiply; if there are HELPERS, these copy for them
+constexpr int THREADS = (WARPS + HELPERS) * 32, COPIERS = (HELPERS ? HELPERS : WARPS) * 32;
 
 // Elements of global memory by row (m of a, n of b) and k, strides in elements.
 struct Operand {
@@ -54,95 +54,107 @@ struct Tile {
     static constexpr int SIZE = (COPY == FOUR_K ? ROWS : TILE_K) * PITCH;
     static constexpr bool K_FIRST = COPY == ALONG_K || COPY == ALONG_UNIT_K || COPY == FOUR_K;
     static constexpr int WIDTH = COPY == FOUR_ROWS || COPY == FOUR_K ? 4 : 1;
-    static constexpr int K_WIDTH = COPY == FOUR_K ? 4 : 1;
-    // What all threads copy at once.
-    static constexpr int MOST_ROWS = K_FIRST ? THREADS / RUN : THREADS * WIDTH;
+    static constexpr int K_WIDTH = COPY == FOUR_K ? 4 : 1, ROW_WIDTH = COPY == FOUR_ROWS ? 4 : 1;
+    static constexpr bool UNIT_K = COPY == ALONG_UNIT_K || COPY == FOUR_K;
+    // What all copying threads copy at once.
+    static constexpr int MOST_ROWS = K_FIRST ? COPIERS / RUN : COPIERS * WIDTH;
     static constexpr int AT_ONCE_ROWS = MOST_ROWS < ROWS ? MOST_ROWS : ROWS;
-    static constexpr int AT_ONCE_K = THREADS * WIDTH / AT_ONCE_ROWS;  // FOUR_K: its four count here, and not above
+    static constexpr int AT_ONCE_K = COPIERS * WIDTH / AT_ONCE_ROWS;  // FOUR_K: its four count here, and not above
     static constexpr bool ASYNC = KIND == F32 && __CUDA_ARCH__ >= 800;
-    // Copies through registers are not taken together, or accumulators would have to leave theirs.
-    static constexpr int UNROLL_ROWS = ASYNC ? ROWS / AT_ONCE_ROWS : 1;
-    static constexpr int UNROLL_K = ASYNC ? (TILE_K + AT_ONCE_K - 1) / AT_ONCE_K : 1;
     using Element = typename Stored<KIND>::Type;
-    static_assert(TILE_K % (RUN * K_WIDTH) == 0 && SIZE % 4 == 0 && (ROWS & (ROWS - 1)) == 0 && (THREADS & (THREADS - 1)) == 0);
+    static_assert(TILE_K % (RUN * K_WIDTH) == 0 && SIZE % 4 == 0 && (ROWS & (ROWS - 1)) == 0 && (COPIERS & (COPIERS - 1)) == 0);
 
     // The first row of a thread, and how far its row i is from that.
     __device__ static __forceinline__ int own(int warp, int lane) { return warp * LANES * THREAD + lane * NEIGHBOURS; }
     __device__ static constexpr int row(int i) { return i / NEIGHBOURS * LANES * NEIGHBOURS + i % NEIGHBOURS; }
 
-    // `count` of k from `first_k` on; WHOLE: that is TILE_K.
+    // `count` of k from `first_k` on, to the address in shared memory; WHOLE: that is TILE_K.
     template <bool WHOLE>
     __device__ static __forceinline__ void load(
-        float* to, const Operand& x, u32 batch, int segment, int first_row, int rows, int first_k, int count)
+        u32 to, const Operand& x, u32 batch, int segment, int first_row, int rows, int first_k, int count)
     {
-        const int t = threadIdx.x;
+        const int t = threadIdx.x - (THREADS - COPIERS);
         const int line = K_FIRST ? t / RUN % AT_ONCE_ROWS : t * WIDTH % AT_ONCE_ROWS;
         const int k = K_FIRST ? (t % RUN + t / (RUN * AT_ONCE_ROWS) * RUN) * K_WIDTH : t * WIDTH / AT_ONCE_ROWS;
-        const i64 k_stride = COPY == ALONG_UNIT_K || COPY == FOUR_K ? 1 : x.k;
+        const i64 k_stride = UNIT_K ? 1 : x.k;
         const Element* data = static_cast<const Element*>(x.data) + batch * x.batch + segment * x.segment;
-        const Element* of_rows = data + (first_row + line) * (COPY == FOUR_ROWS ? 1 : x.row) + (first_k + k) * k_stride;
-        const int rows_left = rows - first_row - line, k_left = WHOLE ? TILE_K - k : count - k;
-        to += k * K_PITCH + line * ROW_PITCH;
-#pragma unroll UNROLL_ROWS
-        for (int r = 0; r < ROWS; r += AT_ONCE_ROWS) {
-            const Element* from = of_rows;
-#pragma unroll UNROLL_K
-            for (int i = 0; i < TILE_K; i += AT_ONCE_K) {
-                if (r < rows_left && (i < k_left || (WHOLE && AT_ONCE_K <= TILE_K)))
-                    copy(to + i * K_PITCH + r * ROW_PITCH, from,
-                        COPY == FOUR_ROWS ? rows_left - r : WHOLE ? WIDTH : k_left - i);
-                if (COPY == ALONG_UNIT_K || COPY == FOUR_K)
-                    from += AT_ONCE_K;
-                else
-                    step(from, AT_ONCE_K * k_stride);
+        const Element* from = data + (first_row + line) * (COPY == FOUR_ROWS ? 1 : x.row) + (first_k + k) * k_stride;
+        const int rows_left = rows - first_row - line, k_left = count - k;
+        to += (k * K_PITCH + line * ROW_PITCH) * 4;
+        if constexpr (WHOLE && ASYNC) {
+            const Element* row = from;
+#pragma unroll
+            for (int r = 0; r < ROWS; r += AT_ONCE_ROWS) {
+                const Element* at = row;
+                if (rows_left - r >= ROW_WIDTH && (AT_ONCE_K <= TILE_K || k_left > 0))
+#pragma unroll
+                    for (int i = 0; i < TILE_K; i += AT_ONCE_K) {
+                        const u32 place = to + (i * K_PITCH + r * ROW_PITCH) * 4;
+                        if constexpr (WIDTH == 4)
+                            copy_async_16(place, at);
+                        else
+                            copy_async_4(place, at);
+                        if constexpr (UNIT_K)
+                            at += AT_ONCE_K;
+                        else
+                            step(at, AT_ONCE_K * k_stride);
+                    }
+                step(row, AT_ONCE_ROWS * x.row);
             }
-            step(of_rows, AT_ONCE_ROWS * x.row);
+            if (COPY != FOUR_ROWS || rows_left <= 0 || rows_left % 4 == 0) return;
+        }
+        // What is not whole, one by one. Copies through registers too: taken together, they would drive accumulators out.
+#pragma unroll 1
+        for (int r = 0; r < min(rows_left, ROWS); r += AT_ONCE_ROWS) {
+            if (WHOLE && ASYNC && rows_left - r >= ROW_WIDTH) continue;
+#pragma unroll 1
+            for (int i = 0; i < min(k_left, TILE_K); i += AT_ONCE_K)
+                copy(to + (i * K_PITCH + r * ROW_PITCH) * 4, from + r * x.row + i * k_stride,
+                    COPY == FOUR_ROWS ? rows_left - r : k_left - i);
         }
     }
 
     // Up to `count` of WIDTH neighbours.
-    __device__ static __forceinline__ void copy(float* to, const Element* from, int count)
+    __device__ static __forceinline__ void copy(u32 to, const Element* from, int count)
     {
-        if constexpr (ASYNC && WIDTH == 4) {
-            copy_async_16(shared_address(to), from, min(count, 4) * 4);
-        } else if constexpr (ASYNC) {
-            copy_async_4(shared_address(to), from);
-        } else {
-            float value[WIDTH] = {};
 #pragma unroll
-            for (int i = 0; i < WIDTH; ++i)
-                if (i < count) value[i] = widen(from, i, KIND);
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i) to[i] = value[i];
+        for (int i = 0; i < WIDTH; ++i) {
+            if (i >= count) break;
+            if constexpr (ASYNC)
+                copy_async_4(to + i * 4, from + i);
+            else
+                asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + i * 4), "f"(widen(from, i, KIND)) : "memory");
         }
     }
 
-    // A share, one of COUNT, of the thread's rows of COUNT k, from k on.
+    // The thread's rows at COUNT k, from k on.
     template <int COUNT>
-    __device__ static __forceinline__ void read(float (&f)[COUNT][THREAD], const float* tile, int own, int k, int share)
+    __device__ static __forceinline__ void read(float (&f)[COUNT][THREAD], const float* tile, int own, int k)
     {
         if constexpr (COPY == FOUR_K && COUNT % 4 == 0) {
 #pragma unroll
-            for (int i = 0; i < THREAD * COUNT / 4; ++i) {
-                if (i % COUNT != share) continue;
-                const int r = i % THREAD, e = i / THREAD * 4;
-                const float4 x = *reinterpret_cast<const float4*>(tile + (own + row(r)) * PITCH + k + e);
-                f[e][r] = x.x, f[e + 1][r] = x.y, f[e + 2][r] = x.z, f[e + 3][r] = x.w;
-            }
+            for (int i = 0; i < THREAD; ++i)
+#pragma unroll
+                for (int e = 0; e < COUNT; e += 4) {
+                    const float4 x = *reinterpret_cast<const float4*>(tile + (own + row(i)) * PITCH + k + e);
+                    f[e][i] = x.x, f[e + 1][i] = x.y, f[e + 2][i] = x.z, f[e + 3][i] = x.w;
+                }
         } else {
 #pragma unroll
-            for (int i = 0; i < THREAD; i += NEIGHBOURS) {
-                const float* from = tile + (k + share) * K_PITCH + (own + row(i)) * ROW_PITCH;
-                if constexpr (NEIGHBOURS == 4) {
-                    const float4 x = *reinterpret_cast<const float4*>(from);
-                    f[share][i] = x.x, f[share][i + 1] = x.y, f[share][i + 2] = x.z, f[share][i + 3] = x.w;
-                } else if constexpr (NEIGHBOURS == 2) {
-                    const float2 x = *reinterpret_cast<const float2*>(from);
-                    f[share][i] = x.x, f[share][i + 1] = x.y;
-                } else {
-                    f[share][i] = *from;
+            for (int e = 0; e < COUNT; ++e)
+#pragma unroll
+                for (int i = 0; i < THREAD; i += NEIGHBOURS) {
+                    const float* from = tile + (k + e) * K_PITCH + (own + row(i)) * ROW_PITCH;
+                    if constexpr (NEIGHBOURS == 4) {
+                        const float4 x = *reinterpret_cast<const float4*>(from);
+                        f[e][i] = x.x, f[e][i + 1] = x.y, f[e][i + 2] = x.z, f[e][i + 3] = x.w;
+                    } else if constexpr (NEIGHBOURS == 2) {
+                        const float2 x = *reinterpret_cast<const float2*>(from);
+                        f[e][i] = x.x, f[e][i + 1] = x.y;
+                    } else {
+                        f[e][i] = *from;
+                    }
                 }
-            }
         }
     }
 };

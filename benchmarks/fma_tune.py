@@ -1,0 +1,141 @@
+"""Times of every schedule of ``matmul_fma`` beside torch.mm, which its schedules are chosen from:
+
+python -m benchmarks.fma_tune [--seconds N] [--out FILE]
+python -m benchmarks.fma_tune --show FILE
+
+Products are taken in a random order, the same each time. What a schedule computes is compared with another's,
+bit for bit, before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.record import RESULTS, environment, write
+from samebits.backends.cuda import ahead, matmul_fma
+from samebits.backends.cuda.matmul_fma import SCHEDULES, Schedule
+from samebits.bench import F32, F32_SHAPES, Case, _operands, _Race
+from samebits.testing import assert_same_bits
+
+
+def cases() -> list[Case]:
+    rows = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
+    found = [Case("forward", m, k, n, F32) for k, n in F32_SHAPES for m in rows]
+    found += [Case(work, m, k, n, F32) for work in ("dX", "dW") for k, n in F32_SHAPES for m in (512, 2048)]
+    random.Random(1).shuffle(found)
+    return found
+
+
+def product(case: Case, schedule: Schedule | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """The product by `schedule`, or by torch."""
+
+    def run(first: Tensor, second: Tensor) -> Tensor:
+        a = first.mT if case.work == "dW" else first
+        b = second.mT if case.work == "forward" else second
+        if schedule is None:
+            return torch.mm(a, b)
+        return matmul_fma.matmul(a, b, out=a.new_empty(a.shape[0], b.shape[1]), schedule=schedule)
+
+    return run
+
+
+def size(case: Case) -> tuple[int, int, int]:
+    """Rows, columns and terms of the product."""
+    m, k, n = case.m, case.k, case.n
+    return {"forward": (m, n, k), "dX": (m, k, n), "dW": (n, k, m)}[case.work]
+
+
+def suits(s: Schedule, case: Case) -> bool:
+    """Whether it is worth a try."""
+    rows, columns, _ = size(case)
+    tiles = math.ceil(rows / s.tile_m) * math.ceil(columns / s.tile_n)
+    return s.tile_m < 4 * rows and s.tile_n < 4 * columns and tiles * s.tile_m * s.tile_n < 4 * rows * columns and tiles < 20_000
+
+
+def name(s: Schedule) -> str:
+    threads = f"{s.warps_m}x{s.warps_n}+{s.helpers}"
+    return f"{s.tile_m}x{s.tile_n}x{s.tile_k} {s.thread_m}x{s.thread_n}x{s.step} {threads} {s.stages}"
+
+
+def measure(case: Case, device: torch.device) -> dict[str, Any]:
+    count = max(1, min(32, math.ceil(225e6 / case.bytes)))  # more than the L2 cache holds
+    sets = [_operands(case, device, torch.randn) for _ in range(count)]
+    guess = max(case.flop / 50e12, case.bytes / 3.5e12, 3e-6)
+    race = _Race(max(2, min(100, math.ceil(1e-3 / guess))))
+    race.add("torch", product(case, None), sets)
+    want = None
+    for schedule in SCHEDULES:
+        if suits(schedule, case):
+            run = product(case, schedule)
+            got = run(*sets[0])
+            want = got if want is None else want
+            assert_same_bits(got, want, f"{case}, {schedule}")
+            race.add(name(schedule), run, sets)
+    return {"work": case.work, "m": case.m, "k": case.k, "n": case.n, "us": race.run(4)}
+
+
+def chosen(case: dict[str, Any], sms: int) -> float:
+    """Speed relative to torch of the schedule that the estimate chooses."""
+    rows, columns, _ = size(Case(case["work"], case["m"], case["k"], case["n"], F32))
+    best = min(
+        (s for s in SCHEDULES if name(s) in case["us"]), key=lambda s: s.time(rows, columns, 1, sms)
+    )
+    return float(case["us"]["torch"] / case["us"][name(best)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=120, help="stop after so many")
+    parser.add_argument("--out", type=Path, help="instead of benchmarks/results/<gpu>/fma_tune.json")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="only summarise these results")
+    options = parser.parse_args()
+    if options.show:
+        data = json.loads(options.show.read_text())
+    else:
+        gpu = torch.cuda.get_device_name()
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        data = {"environment": environment() | {"gpu": gpu, "multiprocessors": sms}, "cases": []}
+        device = torch.device("cuda", 0)
+        start = time.monotonic()
+        small = [Case(work, 512, 512, 512, F32) for work in ("forward", "dX", "dW")]
+        operands = {case: _operands(case, device, torch.randn) for case in small}
+        ahead.compile_for(partial(product(case, s), *operands[case]) for case in small for s in SCHEDULES)
+        print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
+        for case in cases():
+            if time.monotonic() - start < options.seconds:
+                data["cases"].append(measure(case, device))
+        folder = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+        write(options.out or RESULTS / folder / "fma_tune.json", data)
+    for least, most in ((1, 1), (2, 8), (16, 32), (64, 128), (256, 256), (512, 4096)):
+        for work in ("forward", "dX", "dW"):
+            some = [c for c in data["cases"] if least <= c["m"] <= most and c["work"] == work]
+            if not some:
+                continue
+            best = [
+                c["us"]["torch"] / min(t for who, t in c["us"].items() if who != "torch") for c in some
+            ]
+            picks = [chosen(c, data["environment"]["multiprocessors"]) for c in some]
+            print(
+                f"{work}, M {least} to {most}: {len(some)} products, chosen"
+                f" {statistics.geometric_mean(picks):.3f} (worst {min(picks):.3f}),"
+                f" best of all {statistics.geometric_mean(best):.3f} (worst {min(best):.3f})"
+            )
+
+
+if __name__ == "__main__":
+    main()
