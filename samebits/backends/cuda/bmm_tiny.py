@@ -100,23 +100,21 @@ class Product:
         """Whether the sizes are; all others share a kernel that learns them when it runs."""
         return self.k > 0 and all(size % 4 == 0 for size in (self.m, self.n, self.k))
 
-    def direct(self, s: Schedule, vectors: Three, lines: Three, batches: Three) -> bool:
-        """Whether a schedule that is not staged can run operands of such vectors and strides in bytes.
-
-        It wants matrices without gaps that lie end to end, or that broadcast.
-        """
-        if not self.compiled_in or (self.fused and (self.m % s.tile[0] or self.n % s.tile[1])):
-            return False
+    def dense(self, lines: Three, batches: Three) -> bool:
+        """Whether matrices of such strides in bytes have no gaps, and lie end to end or broadcast."""
         sizes = self.a.itemsize, self.b.itemsize, self.out.itemsize
         shapes = (self.m, self.k), (self.n, self.k), (self.m, self.n)
         k_major = self.a_k_major, self.b_k_major, True
-        vector = (4 * sizes[0], 4 * sizes[1], 4 * sizes[2]) if self.fused else (4, 4, 4 * sizes[2])
         return all(
-            vectors[i] >= vector[i]
-            and lines[i] == shapes[i][k_major[i]] * sizes[i]
-            and batches[i] in (0, shapes[i][0] * shapes[i][1] * sizes[i])
-            for i in range(3)
+            line == shape[inner] * size and batch in (0, shape[0] * shape[1] * size)
+            for line, batch, shape, inner, size in zip(lines, batches, shapes, k_major, sizes, strict=True)
         )
+
+    def direct(self, s: Schedule, vectors: Three) -> bool:
+        """Whether a schedule that is not staged can run dense matrices that move in such vectors."""
+        whole = not self.fused or (self.m % s.tile[0] == 0 and self.n % s.tile[1] == 0)
+        a, b = (4 * self.a.itemsize, 4 * self.b.itemsize) if self.fused else (4, 4)
+        return whole and all(v >= w for v, w in zip(vectors, (a, b, 4 * self.out.itemsize), strict=True))
 
     def threads(self, s: Schedule) -> float:
         """That one matrix keeps busy."""
@@ -171,12 +169,15 @@ def kernel_spec(
     s: Schedule,
     p: Product,
     vectors: Three,
-    broadcast: tuple[bool, bool],
+    broadcast: tuple[bool, bool] | None,
     *,
     accumulate: bool,
     programmatic: bool,
 ) -> runtime.KernelSpec:
-    """The kernel for such operands; a, b and out are moved in vectors of so many bytes, a and b may broadcast."""
+    """The kernel for such operands; a, b and out are moved in vectors of so many bytes.
+
+    `broadcast`: whether a and b do, if all matrices are dense, else None.
+    """
     known = p.compiled_in
     constants = {
         "TENSOR_CORE": int(not p.fused),
@@ -190,7 +191,8 @@ def kernel_spec(
         "A_K_MAJOR": int(p.a_k_major),
         "B_K_MAJOR": int(p.b_k_major),
         **dict(zip(("A_VECTOR", "B_VECTOR", "OUT_VECTOR"), vectors, strict=True)),
-        **({} if s.staged else {"A_BROADCAST": int(broadcast[0]), "B_BROADCAST": int(broadcast[1])}),
+        "DENSE": int(broadcast is not None),
+        **dict(zip(("A_BROADCAST", "B_BROADCAST"), map(int, broadcast or (0, 0)), strict=True)),
         "ACCUMULATE": int(accumulate),
         **dict(zip("MNK", (p.m, p.n, p.k) if known else (0, 0, 0), strict=True)),
     }
@@ -272,9 +274,13 @@ def plan(
     vectors = a_layout.vector, b_layout.vector, out_layout[0]
     s = schedule or choose_schedule(p, batch, info.sm_count)
     batches, lines, _ = zip(a_layout.strides, b_layout.strides, out_layout[1], strict=True)
-    if not s.staged and not p.direct(s, vectors, lines, batches):
+    dense = p.compiled_in and p.dense(lines, batches)
+    if not s.staged and not (dense and p.direct(s, vectors)):
         s = settle(replace(s, staged=True), p, batch, info.sm_count)
-    spec = kernel_spec(s, p, vectors, (not batches[0], not batches[1]), accumulate=accumulate, programmatic=info.capability >= (9, 0))
+    broadcast = (not batches[0], not batches[1]) if dense else None
+    spec = kernel_spec(
+        s, p, vectors, broadcast, accumulate=accumulate, programmatic=info.capability >= (9, 0)
+    )
     per_block = min(s.per_block, (spec.smem - SLACK) // p.smem) if s.staged else s.per_block
     return Plan(
         runtime.load(spec, info.index),

@@ -81,39 +81,45 @@ __device__ __forceinline__ void copy_in(unsigned char* to, const unsigned char* 
             __ldg(reinterpret_cast<const typename Chunk<BYTES>::Type*>(from));
 }
 
-// Calls each(matrix, line, chunk) for all chunks of `count` matrices, neighbours in memory by neighbouring threads.
-template <typename Each>
-__device__ __forceinline__ void for_chunks(int count, u32 lines, u32 chunks, Each each)
+// With strides that the compiler knows, if operands are DENSE: lines lie end to end, and so do matrices that do not
+// broadcast.
+__device__ __forceinline__ Matrices known(Matrices x, int lines, int inner, int size, bool broadcast)
 {
+    if (DENSE) x.inner = size, x.line = inner * size, x.batch = broadcast ? 0 : lines * inner * size;
+    return x;
+}
+
+// Calls each(offset in shared memory, offset in global memory) for all chunks of `count` matrices, neighbours in memory
+// by neighbouring threads.
+template <int TYPE, int VECTOR, typename Each>
+__device__ __forceinline__ void for_chunks(const Matrices& x, int count, u32 lines, int inner, Each each)
+{
+    const int pitch = pitch_of<TYPE>(inner);
+    const u32 chunks = inner * size_of(TYPE) / VECTOR;
+    const i64 step = VECTOR == size_of(TYPE) ? x.inner : VECTOR;
 #pragma unroll 4
     for (u32 i = threadIdx.x; i < count * lines * chunks; i += THREADS) {
-        const u32 line = i / chunks;
-        each(line / lines, line, i - line * chunks);
+        const u32 line = i / chunks, chunk = i - line * chunks, matrix = line / lines;
+        const i64 from = DENSE ? i * VECTOR : matrix * x.batch + (line - matrix * lines) * x.line + chunk * step;
+        each(line * pitch + chunk * VECTOR, from);
     }
 }
 
 template <int TYPE, int VECTOR>
 __device__ __forceinline__ void load(unsigned char* to, const Matrices& x, i64 first, int count, int lines, int inner)
 {
-    const int pitch = pitch_of<TYPE>(inner);
-    const i64 step = VECTOR == size_of(TYPE) ? x.inner : VECTOR;
     const unsigned char* data = x.data + first * x.batch;
-    for_chunks(x.batch ? count : 1, lines, inner * size_of(TYPE) / VECTOR, [&](u32 matrix, u32 line, u32 chunk) {
-        copy_in<VECTOR>(to + line * pitch + chunk * VECTOR,
-                        data + matrix * x.batch + (line - matrix * lines) * x.line + chunk * step);
-    });
+    for_chunks<TYPE, VECTOR>(x, x.batch ? count : 1, lines, inner,
+                             [&](u32 shared, i64 global) { copy_in<VECTOR>(to + shared, data + global); });
 }
 
 template <int VECTOR>
 __device__ __forceinline__ void store(const unsigned char* from, const Matrices& x, i64 first, int count, int lines, int inner)
 {
-    const int pitch = pitch_of<OUT>(inner);
-    const i64 step = VECTOR == size_of(OUT) ? x.inner : VECTOR;
+    using Type = typename Chunk<VECTOR>::Type;
     unsigned char* data = x.data + first * x.batch;
-    for_chunks(count, lines, inner * size_of(OUT) / VECTOR, [&](u32 matrix, u32 line, u32 chunk) {
-        using Type = typename Chunk<VECTOR>::Type;
-        *reinterpret_cast<Type*>(data + matrix * x.batch + (line - matrix * lines) * x.line + chunk * step) =
-            *reinterpret_cast<const Type*>(from + line * pitch + chunk * VECTOR);
+    for_chunks<OUT, VECTOR>(x, count, lines, inner, [&](u32 shared, i64 global) {
+        *reinterpret_cast<Type*>(data + global) = *reinterpret_cast<const Type*>(from + shared);
     });
 }
 
@@ -136,10 +142,11 @@ __device__ __forceinline__ void store_four(unsigned char* to, const float* x, in
 
 struct Tiles {
     const unsigned char *a, *b;
-    unsigned char* out;
+    unsigned char* staged;   // results, in shared memory
     int a_matrix, b_matrix;  // bytes from one to the next
+    Matrices out;
     i64 first;
-    int count, m, n, k, out_kind;
+    int count, m, n, k, out_kind, closing_zero;
 };
 
 #if TENSOR_CORE && STAGED
@@ -148,7 +155,7 @@ struct Tiles {
 constexpr int PAIRED = M && M <= 8 && N <= 8;
 
 // A warp takes 16 rows of a matrix and all its columns, or a pair of matrices.
-__device__ __forceinline__ void multiply(const Tiles& t, const Params& p)
+__device__ __forceinline__ void multiply(const Tiles& t)
 {
     constexpr int TILES = PAIRED ? 2 : M ? (N + 15) / 16 * 2 : 8;  // of eight columns
     const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4 * 2;
@@ -178,7 +185,7 @@ __device__ __forceinline__ void multiply(const Tiles& t, const Params& p)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int half = e / 2, column = (PAIRED ? 0 : j * 8) + pair + e % 2;
-                c[j][e] = start(p.out, t.first + matrix + PAIRED * half, row0 + (PAIRED ? 0 : half * 8), column,
+                c[j][e] = start(t.out, t.first + matrix + PAIRED * half, row0 + (PAIRED ? 0 : half * 8), column,
                                 exists(j, half) && column < t.n);
             }
 #pragma unroll
@@ -213,7 +220,7 @@ __device__ __forceinline__ void multiply(const Tiles& t, const Params& p)
                 if (!exists(j, half)) continue;
                 const float low = c[j][half * 2], high = c[j][half * 2 + 1];
                 const int to_row = PAIRED ? (matrix + half) * t.m + row : matrix * t.m + row0 + half * 8;
-                unsigned char* to = t.out + to_row * out_pitch + ((PAIRED ? 0 : j * 8) + pair) * size_of(OUT);
+                unsigned char* to = t.staged + to_row * out_pitch + ((PAIRED ? 0 : j * 8) + pair) * size_of(OUT);
                 if constexpr (OUT == F32)
                     *reinterpret_cast<uint2*>(to) = make_uint2(round_bits(low, t.out_kind), round_bits(high, t.out_kind));
                 else
@@ -267,9 +274,10 @@ struct Lines {
 };
 
 // A warp takes IN_FLIGHT tiles: loads all, then multiplies and writes out one after the other.
-__device__ __forceinline__ void multiply(const Tiles& t, const Params& p)
+__device__ __forceinline__ void multiply(const Tiles& t)
 {
     const int units = (t.count + SHARE - 1) / SHARE * TILES, column = threadIdx.x % 4 * 4;
+    unsigned char* out = t.out.data + t.first * t.out.batch;
 #pragma unroll 1
     for (int unit0 = threadIdx.x / 32 * IN_FLIGHT; unit0 < units; unit0 += THREADS / 32 * IN_FLIGHT) {
         Lines<A_K_MAJOR, !A_K_MAJOR, M> a[IN_FLIGHT];
@@ -295,7 +303,7 @@ __device__ __forceinline__ void multiply(const Tiles& t, const Params& p)
                 wanted[which] = line / SIDE == column / SIDE && matrix < t.count && to_row[which] < M && to_column < N;
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    c[e % 2][which * 2 + e / 2] = start(p.out, t.first + matrix, to_row[which], to_column + e, wanted[which]);
+                    c[e % 2][which * 2 + e / 2] = start(t.out, t.first + matrix, to_row[which], to_column + e, wanted[which]);
             }
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
@@ -308,7 +316,7 @@ __device__ __forceinline__ void multiply(const Tiles& t, const Params& p)
             for (int which = 0; which < 2; ++which) {
                 if (!wanted[which]) continue;
                 const float x[4] = {c[0][which * 2], c[1][which * 2], c[0][which * 2 + 1], c[1][which * 2 + 1]};
-                store_four(t.out + ((matrix * M + to_row[which]) * N + to_column) * size_of(OUT), x, OUT);
+                store_four(out + ((matrix * M + to_row[which]) * N + to_column) * size_of(OUT), x, OUT);
             }
         }
     }
@@ -369,7 +377,7 @@ struct Side {
 constexpr int RUN = !B_K_MAJOR && OUT_VECTOR >= 4 * size_of(OUT) ? 4 : 1;
 
 // A thread takes TILE_M rows of TILE_N columns, and writes them out itself.
-__device__ __forceinline__ void multiply(const Tiles& t, const Params& p)
+__device__ __forceinline__ void multiply(const Tiles& t)
 {
     const int across = (t.n + TILE_N - 1) / TILE_N, down = (t.m + TILE_M - 1) / TILE_M;
     const int a_pitch = pitch_of<A_TYPE>(A_K_MAJOR ? t.k : t.m), b_pitch = pitch_of<B_TYPE>(B_K_MAJOR ? t.k : t.n);
@@ -385,7 +393,7 @@ __device__ __forceinline__ void multiply(const Tiles& t, const Params& p)
 #pragma unroll
             for (int j = 0; j < TILE_N; ++j) {
                 const int row = a.index(i), column = b.index(j);
-                c[i][j] = start(p.out, t.first + matrix, row, column, row < t.m && column < t.n);
+                c[i][j] = start(t.out, t.first + matrix, row, column, row < t.m && column < t.n);
             }
 #pragma unroll(M ? 4 : 1)
         for (int k = 0; k < t.k; k += 4) {
@@ -400,13 +408,12 @@ __device__ __forceinline__ void multiply(const Tiles& t, const Params& p)
 #pragma unroll
                         for (int j = 0; j < TILE_N; ++j) c[i][j] = __fmaf_rn(fa[i][e], fb[j][e], c[i][j]);
         }
-        if (p.closing_zero && t.k > 0)
+        if (t.closing_zero && t.k > 0)
 #pragma unroll
             for (int i = 0; i < TILE_M; ++i)
 #pragma unroll
                 for (int j = 0; j < TILE_N; ++j) c[i][j] = __fmaf_rn(0.0f, 0.0f, c[i][j]);
-        unsigned char* out = STAGED ? p.out.data + (t.first + matrix) * p.out.batch : t.out + matrix * (M * N * size_of(OUT));
-        const i64 out_line = STAGED ? p.out.line : N * size_of(OUT), out_inner = STAGED ? p.out.inner : size_of(OUT);
+        unsigned char* out = t.out.data + (t.first + matrix) * t.out.batch;
 #pragma unroll
         for (int i = 0; i < TILE_M; ++i) {
             const int row = a.index(i);
@@ -414,7 +421,7 @@ __device__ __forceinline__ void multiply(const Tiles& t, const Params& p)
 #pragma unroll
             for (int j = 0; j < TILE_N; j += RUN) {
                 if (b.index(j) >= t.n) break;
-                unsigned char* to = out + row * out_line + b.index(j) * out_inner;
+                unsigned char* to = out + row * t.out.line + b.index(j) * t.out.inner;
                 if constexpr (RUN == 4)
                     store_four(to, &c[i][j], t.out_kind);
                 else if constexpr (OUT == F32)
@@ -442,7 +449,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bmm_tiny(const __g
     t.m = M ? M : p.m, t.n = M ? N : p.n, t.k = M ? K : p.k;
     t.first = static_cast<i64>(blockIdx.x) * p.per_block;
     t.count = static_cast<int>(min(p.batch - t.first, static_cast<i64>(p.per_block)));
-    t.out_kind = ACCUMULATE && t.k == 0 && OUT == F32 ? F32_AS_IS : OUT;
+    t.closing_zero = p.closing_zero, t.out_kind = ACCUMULATE && t.k == 0 && OUT == F32 ? F32_AS_IS : OUT;
+    const int a_lines = A_K_MAJOR ? t.m : t.k, a_inner = A_K_MAJOR ? t.k : t.m;
+    const int b_lines = B_K_MAJOR ? t.n : t.k, b_inner = B_K_MAJOR ? t.k : t.n;
+    const Matrices a = known(p.a, a_lines, a_inner, size_of(A_TYPE), A_BROADCAST);
+    const Matrices b = known(p.b, b_lines, b_inner, size_of(B_TYPE), B_BROADCAST);
+    t.out = known(p.out, t.m, t.n, size_of(OUT), false);
 #if __CUDA_ARCH__ >= 900
     // On their way into L2 while the kernel before this one ends: no harm if it still writes them.
     if (threadIdx.x == 0) {
@@ -453,21 +465,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bmm_tiny(const __g
 #endif
 #if STAGED
     extern __shared__ __align__(16) unsigned char memory[];
-    const int a_lines = A_K_MAJOR ? t.m : t.k, a_inner = A_K_MAJOR ? t.k : t.m;
-    const int b_lines = B_K_MAJOR ? t.n : t.k, b_inner = B_K_MAJOR ? t.k : t.n;
     const int a_bytes = a_lines * pitch_of<A_TYPE>(a_inner), b_bytes = b_lines * pitch_of<B_TYPE>(b_inner);
-    t.a_matrix = p.a.batch ? a_bytes : 0, t.b_matrix = p.b.batch ? b_bytes : 0;
+    t.a_matrix = a.batch ? a_bytes : 0, t.b_matrix = b.batch ? b_bytes : 0;
     // Operands come last: fragments reach past their ends, into memory that nobody writes then.
-    unsigned char* a = memory + (TENSOR_CORE ? p.per_block * t.m * pitch_of<OUT>(t.n) : 0);
-    unsigned char* b = a + p.per_block * a_bytes;
-    t.out = memory, t.a = a, t.b = b;
-    load<A_TYPE, A_VECTOR>(a, p.a, t.first, t.count, a_lines, a_inner);
-    load<B_TYPE, B_VECTOR>(b, p.b, t.first, t.count, b_lines, b_inner);
+    unsigned char* to_a = memory + (TENSOR_CORE ? p.per_block * t.m * pitch_of<OUT>(t.n) : 0);
+    unsigned char* to_b = to_a + p.per_block * a_bytes;
+    t.staged = memory, t.a = to_a, t.b = to_b;
+    load<A_TYPE, A_VECTOR>(to_a, a, t.first, t.count, a_lines, a_inner);
+    load<B_TYPE, B_VECTOR>(to_b, b, t.first, t.count, b_lines, b_inner);
 #else
-    // Matrices lie end to end.
-    t.a_matrix = A_BROADCAST ? 0 : M * K * size_of(A_TYPE), t.a = p.a.data + t.first * t.a_matrix;
-    t.b_matrix = B_BROADCAST ? 0 : K * N * size_of(B_TYPE), t.b = p.b.data + t.first * t.b_matrix;
-    t.out = p.out.data + t.first * (M * N * size_of(OUT));
+    t.a = a.data + t.first * a.batch, t.a_matrix = a.batch;
+    t.b = b.data + t.first * b.batch, t.b_matrix = b.batch;
 #endif
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -477,9 +485,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bmm_tiny(const __g
     wait_copies<0>();
     __syncthreads();
 #endif
-    multiply(t, p);
+    multiply(t);
 #if STAGED && TENSOR_CORE
     __syncthreads();
-    store<OUT_VECTOR>(t.out, p.out, t.first, t.count, t.m, t.n);
+    store<OUT_VECTOR>(t.staged, t.out, t.first, t.count, t.m, t.n);
 #endif
 }
