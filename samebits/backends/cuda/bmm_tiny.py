@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -110,16 +111,22 @@ class Product:
             for line, batch, shape, inner, size in zip(lines, batches, shapes, k_major, sizes, strict=True)
         )
 
+    def tile(self, s: Schedule) -> tuple[int, int]:
+        """Rows and columns of a thread under FMA: with more columns along k registers would spill."""
+        return s.tile[0], 4 if self.b_k_major else s.tile[1]
+
     def direct(self, s: Schedule, vectors: Three) -> bool:
         """Whether a schedule that is not staged can run dense matrices that move in such vectors."""
-        whole = not self.fused or (self.m % s.tile[0] == 0 and self.n % s.tile[1] == 0)
+        rows, columns = self.tile(s)
+        whole = not self.fused or self.m % rows == self.n % columns == 0
         a, b = (4 * self.a.itemsize, 4 * self.b.itemsize) if self.fused else (4, 4)
         return whole and all(v >= w for v, w in zip(vectors, (a, b, 4 * self.out.itemsize), strict=True))
 
     def threads(self, s: Schedule) -> float:
         """That one matrix keeps busy."""
         if self.fused:
-            return -(-self.m // s.tile[0]) * -(-self.n // s.tile[1])
+            rows, columns = self.tile(s)
+            return -(-self.m // rows) * -(-self.n // columns)
         if s.staged:
             return 32 * -(-self.m // 16)
         side = max(self.m, self.n)
@@ -184,7 +191,7 @@ def kernel_spec(
         "STAGED": int(s.staged),
         "THREADS": s.threads,
         "BLOCKS": _resident_threads(s, p) // s.threads,
-        **(dict(zip(("TILE_M", "TILE_N"), s.tile, strict=True)) if p.fused else {"IN_FLIGHT": s.in_flight}),
+        **(dict(zip(("TILE_M", "TILE_N"), p.tile(s), strict=True)) if p.fused else {"IN_FLIGHT": s.in_flight}),
         "A_TYPE": _KINDS[p.a],
         "B_TYPE": _KINDS[p.b],
         "OUT": _KINDS[p.out],
@@ -211,11 +218,11 @@ def kernel_spec(
 
 def _resident_threads(s: Schedule, p: Product) -> int:
     """Threads that registers shall allow on a multiprocessor; 0 leaves it to the compiler."""
-    if not s.staged:
-        return 0
     if not p.fused:
-        return 768
-    if s.tile[0] * s.tile[1] >= 32:
+        return 768 if s.staged else s.threads
+    if not s.staged or (s.tile[0] > 4 and p.b_k_major):
+        return 256
+    if math.prod(s.tile) > 16:
         return 384
     return 0 if p.a is p.b is torch.float32 else 512
 
