@@ -2,8 +2,9 @@
 
     python benchmarks/tiny_tune.py --out results.json
 
-Each schedule is held to the CPU reference on some matrices of the batch, with poisoned outputs, before it is timed;
-times are taken as ``samebits bench`` takes them. ``chosen`` is what :func:`bmm_tiny.choose_schedule` says.
+Each schedule is held to the CPU reference on some matrices of the batch, with poisoned outputs, before it is
+timed; times are taken as ``samebits bench`` takes them. The chosen one is that of
+``bmm_tiny.choose_schedule``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -25,13 +27,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from samebits.backends.cuda import ahead, bmm_tiny, runtime  # noqa: E402
-from samebits.backends.cuda.bmm_tiny import Product, Schedule  # noqa: E402
-from samebits.backends.cuda.matmul import family  # noqa: E402
-from samebits.backends.reference import matmul as reference  # noqa: E402
-from samebits.bench import BF16, F32, TINY, Case, _ceilings, _operands, _Race  # noqa: E402
-from samebits.contract import FMA, TENSOR_CORE  # noqa: E402
-from samebits.testing import bits  # noqa: E402
+from samebits.backends.cuda import ahead, bmm_tiny, runtime
+from samebits.backends.cuda.bmm_tiny import Product, Schedule
+from samebits.backends.cuda.matmul import family
+from samebits.backends.reference import matmul as reference
+from samebits.bench import BF16, F32, TINY, Case, _ceilings, _operands, _Race
+from samebits.contract import FMA, TENSOR_CORE
+from samebits.testing import bits
 
 
 def menu(p: Product, batch: int, sms: int) -> list[Schedule]:
@@ -117,14 +119,18 @@ def report(results: list[dict[str, Any]], copy_bytes_per_s: float) -> None:
         us = dict(r["us"])
         torch_us, copy_us = us.pop("torch"), us.pop("copy")
         ranked = sorted(us, key=us.__getitem__)
+        if not us:
+            print(f"{r['case']} WRONG {r['wrong']}")
+            continue
         share = r["bytes"] / copy_bytes_per_s * 1e6
         chosen = us.get(r["chosen"], math.inf)
         ratios.append(torch_us / chosen)
         best_ratios.append(torch_us / us[ranked[0]])
         fastest = " | ".join(f"{name} {us[name]:.2f}" for name in ranked[:4])
+        shape = "x".join(map(str, r["case"][:4]))
         print(
-            f"{'x'.join(map(str, r['case'][:4])):16} {r['case'][4][:4]} torch {torch_us:6.2f} copy {copy_us:6.2f} "
-            f"chosen {chosen:6.2f} = {ratios[-1]:4.2f}x {share / chosen:4.0%} ({r['chosen']}) | {fastest}"
+            f"{shape:16} {r['case'][4][:4]} torch {torch_us:6.2f} copy {copy_us:6.2f} chosen {chosen:6.2f}"
+            f" = {ratios[-1]:4.2f}x {share / chosen:4.0%} ({r['chosen']}) | {fastest}"
             + (f" WRONG {r['wrong']}" if r["wrong"] else "")
         )
     print(f"geometric mean: chosen {geometric_mean(ratios):.2f}, fastest {geometric_mean(best_ratios):.2f}")
@@ -141,10 +147,10 @@ def main() -> None:
     for (batch, m, k, n), dtype in itertools.product(TINY, (BF16, F32)):
         p = Product(m, n, k, dtype, dtype, dtype, True, False, dtype is F32)
         jobs.append((Case("bmm", m, k, n, dtype, batch), menu(p, batch, info.sm_count)))
-    calls = []
+    calls: list[Callable[[], object]] = []
     for case, schedules in jobs:
-        operands = _operands(Case("bmm", case.m, case.k, case.n, case.dtype, 2), torch.device("cuda"), torch.empty)
-        calls += [lambda f=runner(case.dtype is F32, s), o=operands: f(*o) for s in schedules]
+        few = _operands(replace(case, batch=2), torch.device("cuda", 0), torch.empty)
+        calls += [partial(runner(case.dtype is F32, s), *few) for s in schedules]
     kernels = ahead.compile_for(calls)
     print(f"{kernels} kernels in {time.monotonic() - start:.0f} s", flush=True)
     copy = _ceilings(torch.device("cuda", 0))["copy_bytes_per_s"]

@@ -80,11 +80,11 @@ def test_compiles_without_spills(arch: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("arch", ("sm_80", "sm_90a", "sm_100a"))
-@pytest.mark.parametrize("size", (4, 8, 12, 16, 32, 64))
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+@pytest.mark.parametrize("size", [4, 8, 16, 64])
 def test_choices_compile_without_spills(size: int, arch: str) -> None:
     for p in products((size,)):
-        if not p.a_k_major and p.b_k_major:
+        if not p.a_k_major or (p.b_k_major and arch != "sm_90a"):
             continue
         s = choose_schedule(p, 4096, 132)
         spec = bmm_tiny.kernel_spec(s, p, (16, 16, 16), (False, False), accumulate=False, programmatic=True)

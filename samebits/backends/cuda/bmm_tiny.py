@@ -111,9 +111,10 @@ class Product:
             for line, batch, shape, inner, size in zip(lines, batches, shapes, k_major, sizes, strict=True)
         )
 
-    def tile(self, s: Schedule) -> tuple[int, int]:
-        """Rows and columns of a thread under FMA: with more columns along k registers would spill."""
-        return s.tile[0], 4 if self.b_k_major else s.tile[1]
+    def tile(self, s: Schedule, dense: bool = True) -> tuple[int, int]:
+        """Rows and columns of a thread under FMA: fewer where registers would spill."""
+        rows, columns = s.tile
+        return (rows, 4 if self.b_k_major else columns) if dense else (min(4, rows), 4)
 
     def direct(self, s: Schedule, vectors: Three) -> bool:
         """Whether a schedule that is not staged can run dense matrices that move in such vectors."""
@@ -140,7 +141,7 @@ _SMEM = 26 << 10
 
 _STAGED, _DIRECT = Schedule(128, (4, 4), 0), Schedule(128, (4, 4), 0, staged=False)
 
-# The first whose m n and k reach a product's, under FMA and under TENSOR_CORE. Measured: benchmarks/tiny_tune.py.
+# (m n, k, schedule) under FMA and under TENSOR_CORE: the first that reach a product's m n and k.
 _CHOICES: dict[bool, tuple[tuple[int, int, Schedule], ...]] = {
     True: (
         (16, 16, replace(_DIRECT, tile=(1, 4))),
@@ -165,7 +166,7 @@ def choose_schedule(p: Product, batch: int, sms: int) -> Schedule:
 
 
 def settle(s: Schedule, p: Product, batch: int, sms: int) -> Schedule:
-    """With as many matrices a block as keep its threads busy; if staged, with all of the batch on the GPU at once."""
+    """With matrices for all threads of a block; if staged, for half, but with all of the batch on the GPU."""
     busy = p.threads(s)
     if s.staged:
         return replace(s, per_block=max(1, -(-batch // (8 * sms)), int(s.threads // (2 * busy))))
@@ -185,20 +186,21 @@ def kernel_spec(
 
     `broadcast`: whether a and b do, if all matrices are dense, else None.
     """
-    known = p.compiled_in
+    known, dense = p.compiled_in, broadcast is not None
     constants = {
         "TENSOR_CORE": int(not p.fused),
         "STAGED": int(s.staged),
         "THREADS": s.threads,
         "BLOCKS": _resident_threads(s, p) // s.threads,
-        **(dict(zip(("TILE_M", "TILE_N"), p.tile(s), strict=True)) if p.fused else {"IN_FLIGHT": s.in_flight}),
+        **dict(zip(("TILE_M", "TILE_N"), p.tile(s, dense) if p.fused else (0, 0), strict=True)),
+        "IN_FLIGHT": 0 if p.fused or s.staged else s.in_flight,
         "A_TYPE": _KINDS[p.a],
         "B_TYPE": _KINDS[p.b],
         "OUT": _KINDS[p.out],
         "A_K_MAJOR": int(p.a_k_major),
         "B_K_MAJOR": int(p.b_k_major),
         **dict(zip(("A_VECTOR", "B_VECTOR", "OUT_VECTOR"), vectors, strict=True)),
-        "DENSE": int(broadcast is not None),
+        "DENSE": int(dense),
         **dict(zip(("A_BROADCAST", "B_BROADCAST"), map(int, broadcast or (0, 0)), strict=True)),
         "ACCUMULATE": int(accumulate),
         **dict(zip("MNK", (p.m, p.n, p.k) if known else (0, 0, 0), strict=True)),
