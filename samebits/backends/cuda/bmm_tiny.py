@@ -146,8 +146,10 @@ _CHOICES: dict[bool, tuple[tuple[int, int, Schedule], ...]] = {
     True: (
         (16, 16, replace(_DIRECT, tile=(1, 4))),
         (64, 16, replace(_DIRECT, tile=(2, 4))),
-        (256, 64, replace(_DIRECT, tile=(4, 4))),
-        (1024, 64, replace(_STAGED, tile=(4, 4))),
+        (256, 16, _DIRECT),
+        (256, 64, replace(_STAGED, tile=(2, 4))),
+        (1024, 64, _STAGED),
+        (4096, 16, _STAGED),
         (4096, 64, replace(_STAGED, threads=64, tile=(8, 8))),
     ),
     False: (
