@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ needs_compiler = pytest.mark.skipif(
 SHAPES = (
     (1, 1, 1), (4, 4, 4), (8, 8, 8), (5, 5, 5), (12, 64, 12), (12, 12, 64), (16, 64, 16), (32, 32, 32),
     (64, 64, 64), (7, 33, 9), (17, 16, 3), (64, 3, 1), (1, 64, 64), (63, 61, 62), (33, 15, 40), (3, 0, 5),
-    (8, 0, 8), (24, 36, 28), (8, 64, 4), (2, 64, 2), (64, 1, 64),
+    (8, 0, 8), (24, 36, 28), (8, 64, 4), (2, 64, 2), (64, 1, 64), (4, 8, 8), (8, 4, 4), (12, 4, 20),
 )  # fmt: skip
 
 # operands' and output's dtypes, and whether under FMA
@@ -54,6 +55,10 @@ def products(sizes: Iterable[int]) -> Iterator[Product]:
         yield Product(m, n, k, a, b, out, *layout, fused)
 
 
+def runs(s: Schedule, p: Product, vectors: tuple[int, int, int]) -> bool:
+    return s.staged or (p.compiled_in and p.direct(s, vectors))
+
+
 @needs_compiler
 @pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
 def test_compiles_without_spills(arch: str) -> None:
@@ -63,19 +68,74 @@ def test_compiles_without_spills(arch: str) -> None:
     for i, (s, p) in enumerate(pairs[:: 1 if arch == "sm_90a" else 10]):
         if arch == "sm_75" and not p.fused:
             continue
-        vectors = (16, 16, 16) if i % 2 and p.m % 4 == 0 else (p.a.itemsize, p.b.itemsize, p.out.itemsize)
-        spec = bmm_tiny.kernel_spec(s, p, vectors, accumulate=p.out is F32, programmatic=True)
+        dense = p.compiled_in and (i % 2 == 1 or not s.staged)
+        vectors = (16, 16, 16) if dense else (p.a.itemsize, p.b.itemsize, p.out.itemsize)
+        if not runs(s, p, vectors):
+            continue
+        broadcast = (i % 5 == 0, i % 7 == 0) if dense else None
+        spec = bmm_tiny.kernel_spec(s, p, vectors, broadcast, accumulate=p.out is F32, programmatic=True)
         cubin = runtime.compile(spec, arch)
         assert cubin.spill_bytes == cubin.local_bytes == 0, (s, p)
         assert cubin.registers * s.threads <= 65536, (s, p)
 
 
+@needs_compiler
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+@pytest.mark.parametrize("size", [4, 8, 16, 64])
+def test_choices_compile_without_spills(size: int, arch: str) -> None:
+    for p in products((size,)):
+        if not p.a_k_major or (p.b_k_major and arch != "sm_90a"):
+            continue
+        s = choose_schedule(p, 4096, 132)
+        spec = bmm_tiny.kernel_spec(s, p, (16, 16, 16), (False, False), accumulate=False, programmatic=True)
+        cubin = runtime.compile(spec, arch)
+        assert cubin.spill_bytes == cubin.local_bytes == 0, (s, p)
+
+
 @pytest.mark.parametrize("info", [INFO, SMALLEST], ids=lambda i: i.name)
 def test_a_block_holds_at_least_one_matrix(info: runtime.DeviceInfo) -> None:
     for p, batch in itertools.product(products((1, 4, 17, 64)), (2, 1000, 1 << 24)):
-        s = choose_schedule(p, batch, info.sm_count)
-        spec = bmm_tiny.kernel_spec(s, p, (4, 4, 4), accumulate=False, programmatic=True)
+        s = replace(choose_schedule(p, batch, info.sm_count), staged=True)
+        spec = bmm_tiny.kernel_spec(s, p, (4, 4, 4), None, accumulate=False, programmatic=True)
         assert p.smem + bmm_tiny.SLACK <= spec.smem <= info.max_smem
+
+
+def blank(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "dense"),
+    [
+        (blank((9, 8, 8), BF16), blank((9, 8, 8), BF16), True),
+        (blank((9, 8, 8), BF16).mT, blank((9, 8, 8), BF16).mT, True),
+        (blank((9, 8, 8), F32), blank((1, 8, 8), F32), True),
+        (blank((1, 8, 8), F32).expand(9, 8, 8), blank((9, 8, 8), F32), True),
+        (blank((9, 8, 8), F32)[1:8], blank((7, 8, 8), F32), True),
+        (blank((18, 8, 8), F32)[::2], blank((9, 8, 8), F32), False),
+        (blank((9, 8, 12), F32)[..., :8], blank((9, 8, 8), F32), False),
+        (blank((9, 8, 8), BF16), blank((9, 9, 8), BF16)[:, :8], False),
+        (blank((9, 6, 8), F32), blank((9, 8, 8), F32), False),
+        (blank((9, 8, 8), BF16).permute(1, 2, 0), blank((8, 9, 8), BF16), False),
+    ],
+)
+def test_only_dense_matrices_go_straight_into_registers(
+    a: Tensor, b: Tensor, dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs: list[runtime.KernelSpec] = []
+    monkeypatch.setattr(runtime, "device_info", lambda index: INFO)
+    monkeypatch.setattr(runtime, "load", lambda spec, device: specs.append(spec))
+    fused = a.dtype is F32
+    monkeypatch.setattr(bmm_tiny.matmul_fma if fused else bmm_tiny.matmul_sm80, "check", lambda *args: None)
+    batch = max(len(a), len(b))
+    for s in SCHEDULES:
+        p = bmm_tiny.plan(a, b, blank((batch, a.shape[1], b.shape[2]), a.dtype), fused=fused, schedule=s)
+        constants = dict(specs[-1].constants)
+        assert constants["DENSE"] == dense
+        whole = not fused or a.shape[1] % s.tile[0] == 0
+        assert constants["STAGED"] == (s.staged or not dense or not whole)
+        blocks, per_block = p.grid[0], p.sizes[1]
+        assert (blocks - 1) * per_block < batch <= blocks * per_block
 
 
 def strided(
@@ -200,7 +260,7 @@ def test_shapes_and_schedules(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(24, 36, 28), (8, 8, 8), (7, 33, 9)], ids=str)
+@pytest.mark.parametrize("shape", [(24, 36, 28), (8, 8, 8), (4, 4, 4), (12, 20, 16), (7, 33, 9)], ids=str)
 def test_layouts(
     shape: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype, bool]
 ) -> None:
@@ -231,7 +291,7 @@ def test_accumulates(kind: str, fused: bool) -> None:
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_no_element_depends_on_the_batch(dtype: torch.dtype) -> None:
     """Over batch sizes and positions, beside NaN and infinity; the general kernels give the same bits."""
-    for m, k, n in ((8, 8, 8), (12, 64, 12), (5, 33, 7), (64, 64, 64)):
+    for m, k, n in ((4, 4, 4), (8, 8, 8), (12, 64, 12), (5, 33, 7), (64, 64, 64)):
         a, b = operands((m, k, n), (dtype, dtype), "wide", 9000 // m)
         full = samebits.bmm(a, b)
         for batch in (1, 2, 3, 7, 64, 133, len(a) - 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,16 +23,29 @@ class Schedule:
 
     Attributes:
         threads: of a block.
-        tile_m: rows, of four columns, that a thread multiplies under FMA.
+        tile: rows and columns that a thread multiplies under FMA; columns are a multiple of four.
         per_block: matrices that a block takes, if its shared memory holds them.
+        staged: through shared memory. Else straight into registers, where the operands' layout allows it.
+        in_flight: tiles that a warp loads at once under TENSOR_CORE, if not staged.
     """
 
     threads: int
-    tile_m: int
+    tile: tuple[int, int]
     per_block: int
+    staged: bool = True
+    in_flight: int = 1
 
 
-SCHEDULES = (Schedule(64, 4, 1), Schedule(128, 1, 3), Schedule(128, 4, 2), Schedule(256, 2, 64))
+SCHEDULES = (
+    Schedule(64, (4, 4), 1),
+    Schedule(128, (1, 4), 3),
+    Schedule(128, (8, 4), 2),
+    Schedule(256, (2, 4), 64),
+    Schedule(64, (8, 8), 1),
+    Schedule(128, (1, 4), 3, staged=False),
+    Schedule(64, (4, 4), 32, staged=False, in_flight=4),
+    Schedule(256, (2, 8), 16, staged=False, in_flight=2),
+)
 """Some of each kind, to prove that none changes a bit."""
 
 
@@ -40,8 +54,11 @@ class Layout(NamedTuple):
 
     k_major: bool
     vector: int  # bytes that are contiguous and aligned everywhere, up to 16
-    strides: tuple[int, int, int]  # batch, line and inner dimension, in bytes
+    strides: Three  # batch, line and inner dimension, in bytes
 
+
+Three = tuple[int, int, int]
+"""Something of a, b and out."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -72,15 +89,6 @@ class Product:
     fused: bool
 
     @property
-    def units(self) -> tuple[int, int]:
-        """Rows that a thread takes under FMA, and the threads that one matrix then keeps busy."""
-        if not self.fused:
-            return 1, 32 * -(-self.m // 16)
-        elements = self.m * self.n
-        tile_m = 1 if elements <= 16 else 2 if elements <= 256 else 4
-        return tile_m, -(-self.m // tile_m) * -(-self.n // 4)
-
-    @property
     def smem(self) -> int:
         """Bytes of shared memory for one matrix of each."""
         a_lines, a_inner = (self.m, self.k) if self.a_k_major else (self.k, self.m)
@@ -88,39 +96,116 @@ class Product:
         operands = a_lines * _pitch(a_inner, self.a.itemsize) + b_lines * _pitch(b_inner, self.b.itemsize)
         return max(1, operands + (0 if self.fused else self.m * _pitch(self.n, self.out.itemsize)))
 
+    @property
+    def compiled_in(self) -> bool:
+        """Whether the sizes are; all others share a kernel that learns them when it runs."""
+        return self.k > 0 and all(size % 4 == 0 for size in (self.m, self.n, self.k))
+
+    def dense(self, lines: Three, batches: Three) -> bool:
+        """Whether matrices of such strides in bytes have no gaps, and lie end to end or broadcast."""
+        sizes = self.a.itemsize, self.b.itemsize, self.out.itemsize
+        shapes = (self.m, self.k), (self.n, self.k), (self.m, self.n)
+        k_major = self.a_k_major, self.b_k_major, True
+        return all(
+            line == shape[inner] * size and batch in (0, shape[0] * shape[1] * size)
+            for line, batch, shape, inner, size in zip(lines, batches, shapes, k_major, sizes, strict=True)
+        )
+
+    def tile(self, s: Schedule, dense: bool = True) -> tuple[int, int]:
+        """Rows and columns of a thread under FMA: fewer where registers would spill."""
+        rows, columns = s.tile
+        return (rows, 4 if self.b_k_major else columns) if dense else (min(4, rows), 4)
+
+    def direct(self, s: Schedule, vectors: Three) -> bool:
+        """Whether a schedule that is not staged can run dense matrices that move in such vectors."""
+        rows, columns = self.tile(s)
+        whole = not self.fused or self.m % rows == self.n % columns == 0
+        a, b = (4 * self.a.itemsize, 4 * self.b.itemsize) if self.fused else (4, 4)
+        return whole and all(v >= w for v, w in zip(vectors, (a, b, 4 * self.out.itemsize), strict=True))
+
+    def threads(self, s: Schedule) -> float:
+        """That one matrix keeps busy."""
+        if self.fused:
+            rows, columns = self.tile(s)
+            return -(-self.m // rows) * -(-self.n // columns)
+        if s.staged:
+            return 32 * -(-self.m // 16)
+        side = max(self.m, self.n)
+        share = 4 if side <= 4 else 2 if side <= 8 else 1
+        return 32 * -(-self.m // 16) * -(-self.n // 16) / (share * s.in_flight)
+
 
 _SMEM = 26 << 10
 """Shared memory of a block, unless one matrix wants more: so eight blocks fit on a multiprocessor."""
 
 
+_STAGED, _DIRECT = Schedule(128, (4, 4), 0), Schedule(128, (4, 4), 0, staged=False)
+
+# (m n, k, schedule) under FMA and under TENSOR_CORE: the first that reach a product's m n and k.
+_CHOICES: dict[bool, tuple[tuple[int, int, Schedule], ...]] = {
+    True: (
+        (16, 16, replace(_DIRECT, tile=(1, 4))),
+        (64, 16, replace(_DIRECT, tile=(2, 4))),
+        (256, 16, _DIRECT),
+        (256, 64, replace(_STAGED, tile=(2, 4))),
+        (1024, 64, _STAGED),
+        (4096, 16, _STAGED),
+        (4096, 64, replace(_STAGED, threads=64, tile=(8, 8))),
+    ),
+    False: (
+        (16, 16, replace(_DIRECT, in_flight=4)),
+        (64, 16, replace(_DIRECT, in_flight=2)),
+        (256, 64, _DIRECT),
+        (4096, 64, _STAGED),
+    ),
+}
+
+
 def choose_schedule(p: Product, batch: int, sms: int) -> Schedule:
-    """The schedule that should be fastest: all of the batch on the GPU at once, half of the threads busy."""
-    threads = 128
-    tile_m, busy = p.units
-    return Schedule(threads, tile_m, max(1, -(-batch // (8 * sms)), threads // (2 * busy)))
+    """The schedule that should be fastest, if the operands' layout allows it."""
+    s = next(s for area, k, s in _CHOICES[p.fused] if p.m * p.n <= area and p.k <= k)
+    return settle(s, p, batch, sms)
+
+
+def settle(s: Schedule, p: Product, batch: int, sms: int) -> Schedule:
+    """With matrices for all threads of a block; if staged, for half, but with all of the batch on the GPU."""
+    busy = p.threads(s)
+    if s.staged:
+        return replace(s, per_block=max(1, -(-batch // (8 * sms)), int(s.threads // (2 * busy))))
+    return replace(s, per_block=max(1, int(s.threads // busy)))
 
 
 def kernel_spec(
-    s: Schedule, p: Product, vectors: tuple[int, int, int], *, accumulate: bool, programmatic: bool
+    s: Schedule,
+    p: Product,
+    vectors: Three,
+    broadcast: tuple[bool, bool] | None,
+    *,
+    accumulate: bool,
+    programmatic: bool,
 ) -> runtime.KernelSpec:
     """The kernel for such operands; a, b and out are moved in vectors of so many bytes.
 
-    Sizes that are multiples of four are compiled in; all others share a kernel that learns them when it runs.
+    `broadcast`: whether a and b do, if all matrices are dense, else None.
     """
-    sizes = (p.m, p.n, p.k)
-    known = p.k > 0 and all(size % 4 == 0 for size in sizes)
+    known, dense = p.compiled_in, broadcast is not None
     constants = {
         "TENSOR_CORE": int(not p.fused),
+        "STAGED": int(s.staged),
         "THREADS": s.threads,
-        "TILE_M": s.tile_m if p.fused else 0,
+        "BLOCKS": _resident_threads(s, p) // s.threads,
+        **dict(zip(("TILE_M", "TILE_N"), p.tile(s, dense) if p.fused else (0, 0), strict=True)),
+        "IN_FLIGHT": 0 if p.fused or s.staged else s.in_flight,
         "A_TYPE": _KINDS[p.a],
         "B_TYPE": _KINDS[p.b],
         "OUT": _KINDS[p.out],
         "A_K_MAJOR": int(p.a_k_major),
         "B_K_MAJOR": int(p.b_k_major),
         **dict(zip(("A_VECTOR", "B_VECTOR", "OUT_VECTOR"), vectors, strict=True)),
+        "DENSE": int(dense),
+        **dict(zip(("A_BROADCAST", "B_BROADCAST"), map(int, broadcast or (0, 0)), strict=True)),
         "ACCUMULATE": int(accumulate),
-        **dict(zip("MNK", sizes if known else (0, 0, 0), strict=True)),
+        **dict(zip("MNK", (p.m, p.n, p.k) if known else (0, 0, 0), strict=True)),
     }
     largest = p if known else replace(p, m=LARGEST, n=LARGEST, k=LARGEST)
     return runtime.KernelSpec(
@@ -129,10 +214,21 @@ def kernel_spec(
         _PARAMS,
         tuple(constants.items()),
         block=s.threads,
-        smem=max(_SMEM, largest.smem + SLACK),
+        smem=max(_SMEM, largest.smem + SLACK) if s.staged else 0,
         programmatic=programmatic,
         oldest=runtime.OLDEST if p.fused else (8, 0),
     )
+
+
+def _resident_threads(s: Schedule, p: Product) -> int:
+    """Threads that registers shall allow on a multiprocessor; 0 leaves it to the compiler."""
+    if not p.fused:
+        return 768 if s.staged else s.threads
+    if not s.staged or (s.tile[0] > 4 and p.b_k_major):
+        return 256
+    if math.prod(s.tile) > 16:
+        return 384
+    return 0 if p.a is p.b is torch.float32 else 512
 
 
 class Plan(NamedTuple):
@@ -186,10 +282,17 @@ def plan(
     if out.numel() == 0:
         return Plan(None, (0, 0, 0), a_layout.strides, b_layout.strides, out_layout[1], ())
     p = Product(m, n, k, a.dtype, b.dtype, out.dtype, a_layout.k_major, b_layout.k_major, fused)
-    s = schedule or choose_schedule(p, batch, info.sm_count)
     vectors = a_layout.vector, b_layout.vector, out_layout[0]
-    spec = kernel_spec(s, p, vectors, accumulate=accumulate, programmatic=info.capability >= (9, 0))
-    per_block = min(s.per_block, (spec.smem - SLACK) // p.smem)
+    s = schedule or choose_schedule(p, batch, info.sm_count)
+    batches, lines, _ = zip(a_layout.strides, b_layout.strides, out_layout[1], strict=True)
+    dense = p.compiled_in and p.dense(lines, batches)
+    if not s.staged and not (dense and p.direct(s, vectors)):
+        s = settle(replace(s, staged=True), p, batch, info.sm_count)
+    broadcast = (not batches[0], not batches[1]) if dense else None
+    spec = kernel_spec(
+        s, p, vectors, broadcast, accumulate=accumulate, programmatic=info.capability >= (9, 0)
+    )
+    per_block = min(s.per_block, (spec.smem - SLACK) // p.smem) if s.staged else s.per_block
     return Plan(
         runtime.load(spec, info.index),
         (-(-batch // per_block), 1, 1),

@@ -1,5 +1,5 @@
 // Batched products of tiny matrices, m, n, k <= 64: a block loads some matrices whole into shared memory, multiplies
-// them, and writes them out.
+// them, and writes them out. If not STAGED, threads load what they multiply straight into registers.
 //
 // Every output element is one chain over ascending k with one f32 accumulator, in one thread: of fused multiply-adds,
 // or of tensor-core steps of 16 k. How matrices are shared among blocks and threads is free, and changes no bit.
@@ -22,12 +22,12 @@ struct Params {
 
 __device__ constexpr int size_of(int type) { return type == F32 ? 4 : 2; }
 
-// Bytes from line to line in shared memory. Lines start at odd multiples of 16 bytes, so that eight of them meet no
-// bank twice.
+// Bytes from line to line. In shared memory lines start at odd multiples of 16 bytes, so that eight of them meet no
+// bank twice; else they lie end to end.
 template <int TYPE>
 __device__ __forceinline__ int pitch_of(int inner)
 {
-    return (inner * size_of(TYPE) + 15) / 16 * 16 | 16;
+    return STAGED ? (inner * size_of(TYPE) + 15) / 16 * 16 | 16 : inner * size_of(TYPE);
 }
 
 template <int BYTES>
@@ -49,6 +49,24 @@ struct Chunk<16> {
     using Type = uint4;
 };
 
+// Of an operand. Volatile: an operand may be what the kernel before this one writes, so no load may move up.
+template <typename Type>
+__device__ __forceinline__ Type fetch(const unsigned char* from)
+{
+    Type v;
+    if constexpr (STAGED)
+        v = *reinterpret_cast<const Type*>(from);
+    else if constexpr (sizeof(Type) == 16)
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+    else if constexpr (sizeof(Type) == 8)
+        asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
+    else if constexpr (sizeof(Type) == 4)
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(from));
+    else
+        asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(from));
+    return v;
+}
+
 template <int BYTES>
 __device__ __forceinline__ void copy_in(unsigned char* to, const unsigned char* from)
 {
@@ -63,39 +81,45 @@ __device__ __forceinline__ void copy_in(unsigned char* to, const unsigned char* 
             __ldg(reinterpret_cast<const typename Chunk<BYTES>::Type*>(from));
 }
 
-// Calls each(matrix, line, chunk) for all chunks of `count` matrices, neighbours in memory by neighbouring threads.
-template <typename Each>
-__device__ __forceinline__ void for_chunks(int count, u32 lines, u32 chunks, Each each)
+// With strides that the compiler knows, if operands are DENSE: lines lie end to end, and so do matrices that do not
+// broadcast.
+__device__ __forceinline__ Matrices known(Matrices x, int lines, int inner, int size, bool broadcast)
 {
+    if (DENSE) x.inner = size, x.line = inner * size, x.batch = broadcast ? 0 : lines * inner * size;
+    return x;
+}
+
+// Calls each(offset in shared memory, offset in global memory) for all chunks of `count` matrices, neighbours in memory
+// by neighbouring threads.
+template <int TYPE, int VECTOR, typename Each>
+__device__ __forceinline__ void for_chunks(const Matrices& x, int count, u32 lines, int inner, Each each)
+{
+    const int pitch = pitch_of<TYPE>(inner);
+    const u32 chunks = inner * size_of(TYPE) / VECTOR;
+    const i64 step = VECTOR == size_of(TYPE) ? x.inner : VECTOR;
 #pragma unroll 4
     for (u32 i = threadIdx.x; i < count * lines * chunks; i += THREADS) {
-        const u32 line = i / chunks;
-        each(line / lines, line, i - line * chunks);
+        const u32 line = i / chunks, chunk = i - line * chunks, matrix = line / lines;
+        const i64 from = DENSE ? i * VECTOR : matrix * x.batch + (line - matrix * lines) * x.line + chunk * step;
+        each(line * pitch + chunk * VECTOR, from);
     }
 }
 
 template <int TYPE, int VECTOR>
 __device__ __forceinline__ void load(unsigned char* to, const Matrices& x, i64 first, int count, int lines, int inner)
 {
-    const int pitch = pitch_of<TYPE>(inner);
-    const i64 step = VECTOR == size_of(TYPE) ? x.inner : VECTOR;
     const unsigned char* data = x.data + first * x.batch;
-    for_chunks(x.batch ? count : 1, lines, inner * size_of(TYPE) / VECTOR, [&](u32 matrix, u32 line, u32 chunk) {
-        copy_in<VECTOR>(to + line * pitch + chunk * VECTOR,
-                        data + matrix * x.batch + (line - matrix * lines) * x.line + chunk * step);
-    });
+    for_chunks<TYPE, VECTOR>(x, x.batch ? count : 1, lines, inner,
+                             [&](u32 shared, i64 global) { copy_in<VECTOR>(to + shared, data + global); });
 }
 
 template <int VECTOR>
 __device__ __forceinline__ void store(const unsigned char* from, const Matrices& x, i64 first, int count, int lines, int inner)
 {
-    const int pitch = pitch_of<OUT>(inner);
-    const i64 step = VECTOR == size_of(OUT) ? x.inner : VECTOR;
+    using Type = typename Chunk<VECTOR>::Type;
     unsigned char* data = x.data + first * x.batch;
-    for_chunks(count, lines, inner * size_of(OUT) / VECTOR, [&](u32 matrix, u32 line, u32 chunk) {
-        using Type = typename Chunk<VECTOR>::Type;
-        *reinterpret_cast<Type*>(data + matrix * x.batch + (line - matrix * lines) * x.line + chunk * step) =
-            *reinterpret_cast<const Type*>(from + line * pitch + chunk * VECTOR);
+    for_chunks<OUT, VECTOR>(x, count, lines, inner, [&](u32 shared, i64 global) {
+        *reinterpret_cast<Type*>(data + global) = *reinterpret_cast<const Type*>(from + shared);
     });
 }
 
@@ -106,21 +130,32 @@ __device__ __forceinline__ float start(const Matrices& out, i64 matrix, int row,
     return *reinterpret_cast<const float*>(out.data + matrix * out.batch + row * out.line + column * out.inner);
 }
 
+// Four neighbours of a row.
+__device__ __forceinline__ void store_four(unsigned char* to, const float* x, int kind)
+{
+    if constexpr (OUT == F32)
+        *reinterpret_cast<uint4*>(to) =
+            make_uint4(round_bits(x[0], kind), round_bits(x[1], kind), round_bits(x[2], kind), round_bits(x[3], kind));
+    else
+        *reinterpret_cast<uint2*>(to) = make_uint2(round_pair<OUT>(x[0], x[1]), round_pair<OUT>(x[2], x[3]));
+}
+
 struct Tiles {
     const unsigned char *a, *b;
-    unsigned char* out;
+    unsigned char* staged;   // results, in shared memory
     int a_matrix, b_matrix;  // bytes from one to the next
+    Matrices out;
     i64 first;
-    int count, m, n, k, out_kind;
+    int count, m, n, k, out_kind, closing_zero;
 };
 
-#if TENSOR_CORE
+#if TENSOR_CORE && STAGED
 // Matrices of at most eight rows and columns are taken in pairs: the second eight rows and columns of a step are the
 // next matrix's. Of the four products two are wanted.
 constexpr int PAIRED = M && M <= 8 && N <= 8;
 
 // A warp takes 16 rows of a matrix and all its columns, or a pair of matrices.
-__device__ __forceinline__ void multiply(const Tiles& t, const Params& p)
+__device__ __forceinline__ void multiply(const Tiles& t)
 {
     constexpr int TILES = PAIRED ? 2 : M ? (N + 15) / 16 * 2 : 8;  // of eight columns
     const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4 * 2;
@@ -150,7 +185,7 @@ __device__ __forceinline__ void multiply(const Tiles& t, const Params& p)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int half = e / 2, column = (PAIRED ? 0 : j * 8) + pair + e % 2;
-                c[j][e] = start(p.out, t.first + matrix + PAIRED * half, row0 + (PAIRED ? 0 : half * 8), column,
+                c[j][e] = start(t.out, t.first + matrix + PAIRED * half, row0 + (PAIRED ? 0 : half * 8), column,
                                 exists(j, half) && column < t.n);
             }
 #pragma unroll
@@ -183,14 +218,107 @@ __device__ __forceinline__ void multiply(const Tiles& t, const Params& p)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if (!exists(j, half)) continue;
-                const u32 low = round_bits(c[j][half * 2], t.out_kind), high = round_bits(c[j][half * 2 + 1], t.out_kind);
+                const float low = c[j][half * 2], high = c[j][half * 2 + 1];
                 const int to_row = PAIRED ? (matrix + half) * t.m + row : matrix * t.m + row0 + half * 8;
-                unsigned char* to = t.out + to_row * out_pitch + ((PAIRED ? 0 : j * 8) + pair) * size_of(OUT);
+                unsigned char* to = t.staged + to_row * out_pitch + ((PAIRED ? 0 : j * 8) + pair) * size_of(OUT);
                 if constexpr (OUT == F32)
-                    *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
+                    *reinterpret_cast<uint2*>(to) = make_uint2(round_bits(low, t.out_kind), round_bits(high, t.out_kind));
                 else
-                    *reinterpret_cast<u32*>(to) = low | high << 16;
+                    *reinterpret_cast<u32*>(to) = round_pair<OUT>(low, high);
             }
+    }
+}
+#elif TENSOR_CORE
+// A tile has 16 rows, 16 columns and 16 k. Small matrices share one: each has its own SIDE rows and SIDE columns, and of
+// the products only those on the diagonal are wanted. Never along k: 0 times a neighbour's infinity would be NaN.
+constexpr int LONGER = M > N ? M : N, SIDE = LONGER <= 4 ? 4 : LONGER <= 8 ? 8 : 16, SHARE = 16 / SIDE;
+constexpr int ROW_TILES = (M + 15) / 16, TILES = ROW_TILES * ((N + 15) / 16), STEPS = (K + 15) / 16;
+
+// This lane's pairs of k of two lines: rows of a, or columns of b. The lines are neighbours (2 g and 2 g + 1, where a
+// fragment has g and g + 8) if NEIGHBOURS, as they have to be where they lie side by side in memory.
+template <bool K_MAJOR, bool NEIGHBOURS, int LINES>
+struct Lines {
+    u32 pairs[STEPS][2][2];  // [step][line][half of k]
+
+    static __device__ __forceinline__ int line(int which)
+    {
+        const int group = threadIdx.x % 32 / 4;
+        return NEIGHBOURS ? group * 2 + which : group + which * 8;
+    }
+
+    __device__ __forceinline__ void load(const unsigned char* data, int stride, int matrix, int count, int line0)
+    {
+        const int pair = threadIdx.x % 4 * 2;
+        const unsigned char* from[2];
+        bool exists[2];
+#pragma unroll
+        for (int which = 0; which < 2; ++which) {
+            const int at = line(which) % SIDE + line0, m = matrix + line(which) / SIDE;
+            from[which] = data + (m * stride + (K_MAJOR ? at * K + pair : pair * LINES + at) * 2);
+            exists[which] = m < count && at < LINES;
+        }
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int k = step * 16 + half * 8;
+                u32 x[2] = {0, 0};  // two lines, or two k of both
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    if (k < K && exists[K_MAJOR ? i : 0] && k + pair < K)
+                        x[i] = fetch<u32>(K_MAJOR ? from[i] + k * 2 : from[0] + (k + i) * LINES * 2);
+                pairs[step][0][half] = K_MAJOR ? x[0] : __byte_perm(x[0], x[1], 0x5410);
+                pairs[step][1][half] = K_MAJOR ? x[1] : __byte_perm(x[0], x[1], 0x7632);
+            }
+    }
+};
+
+// A warp takes IN_FLIGHT tiles: loads all, then multiplies and writes out one after the other.
+__device__ __forceinline__ void multiply(const Tiles& t)
+{
+    const int units = (t.count + SHARE - 1) / SHARE * TILES, column = threadIdx.x % 4 * 4;
+    unsigned char* out = t.out.data + t.first * t.out.batch;
+#pragma unroll 1
+    for (int unit0 = threadIdx.x / 32 * IN_FLIGHT; unit0 < units; unit0 += THREADS / 32 * IN_FLIGHT) {
+        Lines<A_K_MAJOR, !A_K_MAJOR, M> a[IN_FLIGHT];
+        Lines<B_K_MAJOR, true, N> b[IN_FLIGHT];
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; ++i) {
+            const int matrix = (unit0 + i) / TILES * SHARE, tile = (unit0 + i) % TILES;
+            a[i].load(t.a, t.a_matrix, matrix, t.count, tile % ROW_TILES * 16);
+            b[i].load(t.b, t.b_matrix, matrix, t.count, tile / ROW_TILES * 16);
+        }
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; ++i) {
+            const int tile = (unit0 + i) % TILES;
+            const int to_column = column % SIDE + tile / ROW_TILES * 16;
+            int to_row[2];
+            const int matrix = (unit0 + i) / TILES * SHARE + column / SIDE;
+            bool wanted[2];
+            float c[2][4];  // [column % 2][row, column / 2]
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                const int line = a[i].line(which);
+                to_row[which] = line % SIDE + tile % ROW_TILES * 16;
+                wanted[which] = line / SIDE == column / SIDE && matrix < t.count && to_row[which] < M && to_column < N;
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    c[e % 2][which * 2 + e / 2] = start(t.out, t.first + matrix, to_row[which], to_column + e, wanted[which]);
+            }
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const auto& x = a[i].pairs[step];
+                const u32 rows[4] = {x[0][0], x[1][0], x[0][1], x[1][1]};
+                mma_step<A_TYPE == BF16>(c[0], rows, b[i].pairs[step][0]);
+                mma_step<A_TYPE == BF16>(c[1], rows, b[i].pairs[step][1]);
+            }
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                if (!wanted[which]) continue;
+                const float x[4] = {c[0][which * 2], c[1][which * 2], c[0][which * 2 + 1], c[1][which * 2 + 1]};
+                store_four(out + ((matrix * M + to_row[which]) * N + to_column) * size_of(OUT), x, OUT);
+            }
+        }
     }
 }
 #else
@@ -199,12 +327,12 @@ template <int TYPE, int COUNT>
 __device__ __forceinline__ void read(float* x, const unsigned char* at)
 {
     if constexpr (TYPE == F32) {
-        const auto v = *reinterpret_cast<const typename Chunk<COUNT * 4>::Type*>(at);
+        const auto v = fetch<typename Chunk<COUNT * 4>::Type>(at);
         const u32* bits = reinterpret_cast<const u32*>(&v);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) x[i] = __uint_as_float(bits[i]);
     } else {
-        const auto v = *reinterpret_cast<const typename Chunk<COUNT * 2>::Type*>(at);
+        const auto v = fetch<typename Chunk<COUNT * 2>::Type>(at);
         const u16* bits = reinterpret_cast<const u16*>(&v);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
@@ -248,28 +376,28 @@ struct Side {
 // Neighbours of a row that are stored at once: a thread has them unless b lies along k.
 constexpr int RUN = !B_K_MAJOR && OUT_VECTOR >= 4 * size_of(OUT) ? 4 : 1;
 
-// A thread takes TILE_M rows of four columns, and writes them out itself.
-__device__ __forceinline__ void multiply(const Tiles& t, const Params& p)
+// A thread takes TILE_M rows of TILE_N columns, and writes them out itself.
+__device__ __forceinline__ void multiply(const Tiles& t)
 {
-    const int across = (t.n + 3) / 4, down = (t.m + TILE_M - 1) / TILE_M;
+    const int across = (t.n + TILE_N - 1) / TILE_N, down = (t.m + TILE_M - 1) / TILE_M;
     const int a_pitch = pitch_of<A_TYPE>(A_K_MAJOR ? t.k : t.m), b_pitch = pitch_of<B_TYPE>(B_K_MAJOR ? t.k : t.n);
 
 #pragma unroll 1
     for (int unit = threadIdx.x; unit < t.count * across * down; unit += THREADS) {
         const int matrix = unit / (across * down), rest = unit % (across * down);
         const Side<A_TYPE, A_K_MAJOR, TILE_M> a{t.a + matrix * t.a_matrix, a_pitch, rest / across, down};
-        const Side<B_TYPE, B_K_MAJOR, 4> b{t.b + matrix * t.b_matrix, b_pitch, rest % across, across};
-        float c[TILE_M][4];
+        const Side<B_TYPE, B_K_MAJOR, TILE_N> b{t.b + matrix * t.b_matrix, b_pitch, rest % across, across};
+        float c[TILE_M][TILE_N];
 #pragma unroll
         for (int i = 0; i < TILE_M; ++i)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
+            for (int j = 0; j < TILE_N; ++j) {
                 const int row = a.index(i), column = b.index(j);
-                c[i][j] = start(p.out, t.first + matrix, row, column, row < t.m && column < t.n);
+                c[i][j] = start(t.out, t.first + matrix, row, column, row < t.m && column < t.n);
             }
 #pragma unroll(M ? 4 : 1)
         for (int k = 0; k < t.k; k += 4) {
-            float fa[TILE_M][4], fb[4][4];
+            float fa[TILE_M][4], fb[TILE_N][4];
             a.read_four(fa, k);
             b.read_four(fb, k);
 #pragma unroll
@@ -278,33 +406,28 @@ __device__ __forceinline__ void multiply(const Tiles& t, const Params& p)
 #pragma unroll
                     for (int i = 0; i < TILE_M; ++i)
 #pragma unroll
-                        for (int j = 0; j < 4; ++j) c[i][j] = __fmaf_rn(fa[i][e], fb[j][e], c[i][j]);
+                        for (int j = 0; j < TILE_N; ++j) c[i][j] = __fmaf_rn(fa[i][e], fb[j][e], c[i][j]);
         }
-        if (p.closing_zero && t.k > 0)
+        if (t.closing_zero && t.k > 0)
 #pragma unroll
             for (int i = 0; i < TILE_M; ++i)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) c[i][j] = __fmaf_rn(0.0f, 0.0f, c[i][j]);
-        unsigned char* out = p.out.data + (t.first + matrix) * p.out.batch;
+                for (int j = 0; j < TILE_N; ++j) c[i][j] = __fmaf_rn(0.0f, 0.0f, c[i][j]);
+        unsigned char* out = t.out.data + (t.first + matrix) * t.out.batch;
 #pragma unroll
         for (int i = 0; i < TILE_M; ++i) {
             const int row = a.index(i);
             if (row >= t.m) break;
 #pragma unroll
-            for (int j = 0; j < 4; j += RUN) {
-                u32 bits[RUN];
-#pragma unroll
-                for (int r = 0; r < RUN; ++r) bits[r] = round_bits(c[i][j + r], t.out_kind);
+            for (int j = 0; j < TILE_N; j += RUN) {
                 if (b.index(j) >= t.n) break;
-                unsigned char* to = out + row * p.out.line + b.index(j) * p.out.inner;
-                if constexpr (RUN == 1 && OUT == F32)
-                    *reinterpret_cast<u32*>(to) = bits[0];
-                else if constexpr (RUN == 1)
-                    *reinterpret_cast<u16*>(to) = static_cast<u16>(bits[0]);
+                unsigned char* to = out + row * t.out.line + b.index(j) * t.out.inner;
+                if constexpr (RUN == 4)
+                    store_four(to, &c[i][j], t.out_kind);
                 else if constexpr (OUT == F32)
-                    *reinterpret_cast<uint4*>(to) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
+                    *reinterpret_cast<u32*>(to) = round_bits(c[i][j], t.out_kind);
                 else
-                    *reinterpret_cast<uint2*>(to) = make_uint2(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);
+                    *reinterpret_cast<u16*>(to) = static_cast<u16>(round_bits(c[i][j], t.out_kind));
             }
         }
     }
@@ -319,26 +442,19 @@ __device__ __forceinline__ void prefetch(const Matrices& x, int span, i64 first,
 }
 #endif
 
-// Blocks that shall fit on a multiprocessor; 0 leaves it to the compiler, which spills where operands are widened.
-constexpr int BLOCKS = TENSOR_CORE ? 768 / THREADS : A_TYPE == F32 && B_TYPE == F32 ? 0 : 512 / THREADS;
-
+// Blocks that shall fit on a multiprocessor, if not 0.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bmm_tiny(const __grid_constant__ Params p)
 {
-    extern __shared__ __align__(16) unsigned char memory[];
     Tiles t;
     t.m = M ? M : p.m, t.n = M ? N : p.n, t.k = M ? K : p.k;
     t.first = static_cast<i64>(blockIdx.x) * p.per_block;
     t.count = static_cast<int>(min(p.batch - t.first, static_cast<i64>(p.per_block)));
-    t.out_kind = ACCUMULATE && t.k == 0 && OUT == F32 ? F32_AS_IS : OUT;
+    t.closing_zero = p.closing_zero, t.out_kind = ACCUMULATE && t.k == 0 && OUT == F32 ? F32_AS_IS : OUT;
     const int a_lines = A_K_MAJOR ? t.m : t.k, a_inner = A_K_MAJOR ? t.k : t.m;
     const int b_lines = B_K_MAJOR ? t.n : t.k, b_inner = B_K_MAJOR ? t.k : t.n;
-    const int a_bytes = a_lines * pitch_of<A_TYPE>(a_inner), b_bytes = b_lines * pitch_of<B_TYPE>(b_inner);
-    t.a_matrix = p.a.batch ? a_bytes : 0, t.b_matrix = p.b.batch ? b_bytes : 0;
-    // Operands come last: fragments reach past their ends, into memory that nobody writes then.
-    unsigned char* a = memory + (TENSOR_CORE ? p.per_block * t.m * pitch_of<OUT>(t.n) : 0);
-    unsigned char* b = a + p.per_block * a_bytes;
-    t.out = memory, t.a = a, t.b = b;
-
+    const Matrices a = known(p.a, a_lines, a_inner, size_of(A_TYPE), A_BROADCAST);
+    const Matrices b = known(p.b, b_lines, b_inner, size_of(B_TYPE), B_BROADCAST);
+    t.out = known(p.out, t.m, t.n, size_of(OUT), false);
 #if __CUDA_ARCH__ >= 900
     // On their way into L2 while the kernel before this one ends: no harm if it still writes them.
     if (threadIdx.x == 0) {
@@ -347,17 +463,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bmm_tiny(const __g
     }
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-    load<A_TYPE, A_VECTOR>(a, p.a, t.first, t.count, a_lines, a_inner);
-    load<B_TYPE, B_VECTOR>(b, p.b, t.first, t.count, b_lines, b_inner);
+#if STAGED
+    extern __shared__ __align__(16) unsigned char memory[];
+    const int a_bytes = a_lines * pitch_of<A_TYPE>(a_inner), b_bytes = b_lines * pitch_of<B_TYPE>(b_inner);
+    t.a_matrix = a.batch ? a_bytes : 0, t.b_matrix = b.batch ? b_bytes : 0;
+    // Operands come last: fragments reach past their ends, into memory that nobody writes then.
+    unsigned char* to_a = memory + (TENSOR_CORE ? p.per_block * t.m * pitch_of<OUT>(t.n) : 0);
+    unsigned char* to_b = to_a + p.per_block * a_bytes;
+    t.staged = memory, t.a = to_a, t.b = to_b;
+    load<A_TYPE, A_VECTOR>(to_a, a, t.first, t.count, a_lines, a_inner);
+    load<B_TYPE, B_VECTOR>(to_b, b, t.first, t.count, b_lines, b_inner);
+#else
+    t.a = a.data + t.first * a.batch, t.a_matrix = a.batch;
+    t.b = b.data + t.first * b.batch, t.b_matrix = b.batch;
+#endif
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+#if STAGED
     commit_copies();
     wait_copies<0>();
     __syncthreads();
-    multiply(t, p);
-#if TENSOR_CORE
+#endif
+    multiply(t);
+#if STAGED && TENSOR_CORE
     __syncthreads();
-    store<OUT_VECTOR>(t.out, p.out, t.first, t.count, t.m, t.n);
+    store<OUT_VECTOR>(t.staged, t.out, t.first, t.count, t.m, t.n);
 #endif
 }

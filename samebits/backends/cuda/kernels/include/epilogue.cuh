@@ -36,6 +36,22 @@ __device__ __forceinline__ u32 round_bits(float value, int kind)
     return value != value ? 0x7FFFu : bits;
 }
 
+// Two of 16 bits at once; the conversion itself gives the NaN that `round_bits` gives.
+template <int KIND>
+__device__ __forceinline__ u32 round_pair(float low, float high)
+{
+#if __CUDA_ARCH__ >= 800
+    u32 pair;
+    if constexpr (KIND == BF16)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return round_bits(low, KIND) | round_bits(high, KIND) << 16;
+#endif
+}
+
 // `count` of four neighbours of one output row. `together`: four may be stored at once.
 __device__ __forceinline__ void store_four(
     void* out, i64 index, i64 stride, const float (&value)[4], int count, int kind, bool together)
