@@ -39,6 +39,8 @@ CASES = (
     Case(256, 4096, 151936),
     Case(16, 4096, 151936),
 )
+PRODUCT = "product (torch.mm)"
+"""The bare product, for scale."""
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -120,7 +122,7 @@ def measure(case: Case) -> dict[str, Any]:
     gradients = sum(t.numel() * t.element_size() for t in leaves) / 2**20
     with torch.no_grad():
         used = {name: memory(run) for name, run in forward.items()}
-        forward["product (torch.mm)"] = lambda: torch.mm(x, weight.mT)
+        forward[PRODUCT] = lambda: torch.mm(x, weight.mT)
         taken = times(forward, 9)
     return asdict(case) | {
         "forward_ms": taken,

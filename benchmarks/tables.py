@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from benchmarks.logp import PRODUCT
 from benchmarks.record import GPUS, RESULTS, ROOT, measured, slug
 from samebits.bench import ratio, summary
 
@@ -273,6 +274,32 @@ def gpu_models_time(data: dict[str, Any]) -> str:
     )
 
 
+def gpu_logp(data: dict[str, Any]) -> str:
+    """Time, and memory beyond operands and gradients, of each library that was installed."""
+    libraries = list(dict.fromkeys(name for case in data["cases"] for name in case["forward_mib"]))
+    rows = []
+    for case in data["cases"]:
+        for work, said in (("forward", "forward"), ("forward_backward", "and backward")):
+            ms, mib = case[f"{work}_ms"], case[f"{work}_mib"]
+            cells = [f"{ms[name]:.4g} ms, {mib[name]:,.0f} MiB" if name in ms else "" for name in libraries]
+            product = ms.get(PRODUCT)
+            rows.append(
+                [
+                    f"{case['tokens']:,}, {case['d']:,}, {case['v']:,}",
+                    said,
+                    *cells,
+                    "" if product is None else f"{product:.4g} ms",
+                    f"{ms['torch'] / ms['samebits']:.2f}",
+                ]
+            )
+    head = ["tokens, D, V", "work", *libraries, PRODUCT, "speed beside torch"]
+    said = (
+        "bf16; medians of eager calls, in turns. Memory at the peak, beyond operands and gradients. torch is"
+        " `F.linear`, `.float()` and `F.cross_entropy`; the product alone gives no log-probability."
+    )
+    return "\n\n".join((table(head, rows), said, _measured_on_gpu(data)))
+
+
 GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "bench.json": {
         "summary": gpu_summary,
@@ -282,6 +309,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
         "host": gpu_host,
         "drift": gpu_drift,
     },
+    "logp.json": {"logp": gpu_logp},
     "models.json": {"models-drift": gpu_models_drift, "models-time": gpu_models_time},
 }
 
