@@ -26,7 +26,7 @@ def prepare(
     while a CUDA graph is captured. This runs one product of every kind ahead of time, on contiguous scratch
     inputs of the weight's dtype. Inputs with other strides may want other kernels: run those once yourself.
 
-    Other operations, :func:`samebits.linear_logp` and what :func:`samebits.batch_invariant` covers among them,
+    Other operations, such as :func:`samebits.linear_logp` and what :func:`samebits.batch_invariant` covers,
     are not prepared: before a step with these is captured, run it once, forward and backward, with inputs of
     the same dtypes, shapes and strides.
 
