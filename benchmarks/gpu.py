@@ -6,14 +6,13 @@ python -m benchmarks.gpu [--quick] [--peers] [--backend NAME] [--commit COMMIT]
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from benchmarks.record import RESULTS, environment, write
+from benchmarks.record import RESULTS, environment, slug, write
 from samebits import bench
 
 
@@ -41,7 +40,7 @@ def main() -> None:
     data = bench.bench(cases, peers=options.peers, backend=options.backend, progress=progress)
     measured = data["environment"]
     data["environment"] = record | measured | {"versions": record["versions"] | measured["versions"]}
-    gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    gpu = slug(torch.cuda.get_device_name())
     write(options.out or RESULTS / gpu / f"{options.backend or 'bench'}.json", data)
     console.print(bench.show(data))
     for case in data["red"]:

@@ -8,7 +8,6 @@ Times are medians of eager calls, the check of targets included, in turns. No ti
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import samebits
-from benchmarks.record import RESULTS, environment, write
+from benchmarks.record import RESULTS, environment, slug, write
 from samebits.backends.cuda.matmul import family
 from samebits.testing import assert_same_bits
 
@@ -40,6 +39,8 @@ CASES = (
     Case(256, 4096, 151936),
     Case(16, 4096, 151936),
 )
+PRODUCT = "product (torch.mm)"
+"""The bare product, for scale."""
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -128,7 +129,7 @@ def measure(case: Case) -> dict[str, Any]:
     gradients = sum(t.numel() * t.element_size() for t in leaves) / 2**20
     with torch.no_grad():
         used = {name: memory(run) for name, run in forward.items()}
-        forward["product (torch.mm)"] = lambda: torch.mm(x, weight.mT)
+        forward[PRODUCT] = lambda: torch.mm(x, weight.mT)
         taken = times(forward, 9)
     return asdict(case) | {
         "forward_ms": taken,
@@ -150,8 +151,7 @@ def main() -> None:
         data["cases"].append(measure(case))
         print(data["cases"][-1])
         torch.cuda.empty_cache()
-    gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-    write(options.out or RESULTS / gpu / "logp.json", data)
+    write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / "logp.json", data)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Models of `transformers` on a GPU, in plain PyTorch and under ``samebits.batch_invariant``, in one run.
 
-Drift: the examples' generation against training, and the training loop. Time: the forward of a model of a
-billion parameters at 4,096 tokens, attention apart, and a step of the training loop.
+Drift: the examples' generation against training, and their training loop, with layers of sizes in use.
+Time: the forward of a model of a billion parameters at 4,096 tokens, attention apart, and a step of the
+training loop.
 
 python -m benchmarks.models [--commit COMMIT] [--out FILE]  -> benchmarks/results/<gpu>/models.json
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import re
 import statistics
 import sys
 import time
@@ -24,25 +24,47 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.record import RESULTS, ROOT, environment, write
+from benchmarks.record import RESULTS, ROOT, environment, slug, write
 from samebits import batch_invariant
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-# A Llama of 1.24 billion parameters.
-BILLION: dict[str, Any] = {
-    "vocab_size": 128256,
+# The layers of Llama 3.2 1B and Qwen3 0.6B.
+LLAMA = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
-    "num_hidden_layers": 16,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 64,
+}
+QWEN3 = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+FEW = {"vocab_size": 32768, "num_hidden_layers": 4}
+DRIFT = {"llama": LLAMA | FEW, "qwen3": QWEN3 | FEW}
+PROMPTS, PROMPT, ANSWER = 8, 61, 200  # how many, of how many tokens, answered by how many
+
+LOOP = {"prompts": 4, "group": 8, "answer": 32}
+LEARNER = LLAMA | {"vocab_size": 1024, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
+
+# A Llama of 1.24 billion parameters.
+BILLION: dict[str, Any] = LLAMA | {
+    "vocab_size": 128256,
+    "num_hidden_layers": 16,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
-TOKENS = 4096
 BATCHES = ((1, 4096), (8, 512))
+
+
+def sizes() -> dict[str, Any]:
+    """Of what is measured."""
+    drift = {"models": DRIFT, "prompts": PROMPTS, "prompt": PROMPT, "answer": ANSWER}
+    return {"drift": drift, "training": LEARNER | LOOP, "forward": BILLION}
 
 
 def mode(ours: bool) -> AbstractContextManager[None]:
@@ -101,11 +123,11 @@ def drift(device: str = "cuda") -> list[dict[str, Any]]:
     generate = importlib.import_module("generate")
 
     found = []
-    for architecture in generate.MODELS:
-        model = generate.build(architecture, torch.bfloat16, device, hidden=256)
-        prompts = torch.randint(300, (4, 9), device=device)
+    for architecture, shape in DRIFT.items():
+        model = generate.build(architecture, torch.bfloat16, device, **shape)
+        prompts = torch.randint(shape["vocab_size"], (PROMPTS, PROMPT), device=device)
         for ours, name in ((False, "torch"), (True, "samebits")):
-            for difference in generate.compare(model, prompts, 40, ours=ours):
+            for difference in generate.compare(model, prompts, ANSWER, ours=ours):
                 found.append({"model": architecture, "by": name} | dataclasses.asdict(difference))
                 print(f"{architecture:6} {name:9} {difference}", flush=True)
     return found
@@ -115,9 +137,11 @@ def training(steps: int, device: str = "cuda") -> dict[str, Any]:
     grpo = importlib.import_module("grpo")
 
     found: dict[str, Any] = {}
+    train = partial(grpo.train, dtype=torch.bfloat16, device=device, rate=1e-3, **LOOP, **LEARNER)
     for name, ours in (("torch", False), ("samebits", True), ("samebits, again", True)):
+        train(1, ours=ours)  # kernels are compiled and loaded before the clock starts
         start = time.perf_counter()
-        run = grpo.train(steps, ours=ours, dtype=torch.bfloat16, device=device)
+        run = train(steps, ours=ours)
         seconds = time.perf_counter() - start
         found[name] = dataclasses.asdict(run) | {"seconds_a_step": seconds / steps}
         print(
@@ -135,17 +159,17 @@ def main() -> None:
     )
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
     parser.add_argument("--out", type=Path, help="instead of benchmarks/results/<gpu>/models.json")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
-    gpu = torch.cuda.get_device_name()
     data = {
-        "environment": environment(options.commit) | {"gpu": gpu},
+        "environment": environment(options.commit),
+        "sizes": sizes(),
         "drift": drift(),
         "training": training(options.steps),
         "forward": forward_times(),
     }
-    folder = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    write(options.out or RESULTS / folder / "models.json", data)
+    folder = RESULTS / slug(torch.cuda.get_device_name())
+    write(options.out or folder / "models.json", data)
 
 
 if __name__ == "__main__":

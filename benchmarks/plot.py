@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.record import GPUS, RESULTS, ROOT
+from benchmarks.record import GPUS, RESULTS, ROOT, measured
 from samebits.bench import ratio
 
 ASSETS = ROOT / "docs" / "assets"
@@ -194,19 +194,50 @@ def gpu_drift(data: dict[str, Any]) -> Figure:
     return figure
 
 
-PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {
-    "drift.svg": ("cpu/drift.json", drift),
-    "reference-speed.svg": ("cpu/reference.json", reference_speed),
-} | {
-    f"{gpu}-{what}.svg": (f"{gpu}/bench.json", draw)
-    for gpu in GPUS
-    for what, draw in (
-        ("speed", gpu_speed),
-        ("tiny", gpu_tiny),
-        ("roofline", gpu_roofline),
-        ("drift", gpu_drift),
-    )
-}
+def gpu_models(data: dict[str, Any]) -> Figure:
+    """Beside each other: the training loop's mismatch step by step, and generation against training."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 3.6), layout="constrained")
+    for who, colour in (("torch", THEIRS), ("samebits", OURS)):
+        largest = data["training"][who]["largest"]
+        left.plot(range(1, len(largest) + 1), largest, color=colour, lw=2, marker=".", label=who)
+    left.set_xlabel("step")
+    left.set_title("GRPO: largest |log-prob of trainer − of rollout|", fontsize=11, loc="left")
+    left.set_ylim(bottom=0)
+    left.margins(y=0.15)
+    left.legend(frameon=False)
+    cases = list(dict.fromkeys((d["model"], d["name"]) for d in data["drift"]))
+    for who, colour, shift in (("torch", THEIRS, -0.2), ("samebits", OURS, 0.2)):
+        found = {(d["model"], d["name"]): d for d in data["drift"] if d["by"] == who}
+        shares = [100 * found[case]["differing"] / found[case]["tokens"] for case in cases]
+        bars = right.barh([i + shift for i in range(len(cases))], shares, 0.4, color=colour, label=who)
+        right.bar_label(bars, [f"{found[case]['differing']:,}" for case in cases], fontsize=9, padding=3)
+    right.set_yticks(range(len(cases)), [f"{model}: {name}" for model, name in cases], fontsize=9)
+    right.invert_yaxis()
+    right.margins(x=0.12)
+    right.set_xlabel("% of tokens")
+    right.set_title("log-probs with other bits than in training", fontsize=11, loc="left")
+    right.grid(axis="y", visible=False)
+    figure.suptitle(f"{data['environment']['gpu']}, bf16", fontsize=11)
+    return figure
+
+
+PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = (
+    {
+        "drift.svg": ("cpu/drift.json", drift),
+        "reference-speed.svg": ("cpu/reference.json", reference_speed),
+    }
+    | {
+        f"{gpu}-{what}.svg": (f"{gpu}/bench.json", draw)
+        for gpu in GPUS
+        for what, draw in (
+            ("speed", gpu_speed),
+            ("tiny", gpu_tiny),
+            ("roofline", gpu_roofline),
+            ("drift", gpu_drift),
+        )
+    }
+    | {f"{gpu}-models.svg": (f"{gpu}/models.json", gpu_models) for gpu in measured("models.json")}
+)
 
 
 def render(figure: Figure) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -15,8 +16,14 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-GPUS = sorted(path.parent.name for path in RESULTS.glob("*/bench.json"))
-"""Those that benchmarks.gpu has measured."""
+
+
+def measured(results: str) -> list[str]:
+    """The folders of GPUs that have these results."""
+    return sorted(path.parent.name for path in RESULTS.glob(f"*/{results}"))
+
+
+GPUS = measured("bench.json")
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:
@@ -32,7 +39,13 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: v for name in packages if (v := _version(name))},
+        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
     }
+
+
+def slug(gpu: str) -> str:
+    """A GPU's name in the names of files and folders."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
 def lines(data: Any, depth: int = 0) -> str:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from benchmarks.record import GPUS, RESULTS, ROOT
+from benchmarks.logp import PRODUCT
+from benchmarks.record import GPUS, RESULTS, ROOT, measured, slug
 from samebits.bench import ratio, summary
 
 BLOCK = re.compile(
@@ -70,6 +71,23 @@ def reference_speed() -> str:
     )
 
 
+def before_after() -> str:
+    """README's first figures: of whole models on a GPU; before these are measured, of linear layers."""
+    for gpu in measured("models.json"):
+        return gpu_models_drift(load(f"{gpu}/models.json"))
+    data = load("cpu/drift.json")
+    rows, theirs, ours = (sum(v[key] for v in data["variations"]) for key in ("rows", "torch", "samebits"))
+    return "\n\n".join(
+        (
+            "![Rows of MiniLM whose bits depend on the batch size: PyTorch against samebits]"
+            "(docs/assets/drift.svg)",
+            f"{data['model']}'s {len(data['layers'])} linear layers on {data['inputs']}, batched in"
+            f" {len(data['variations'])} ways: of {rows:,} rows, {theirs:,} changed bits in PyTorch and"
+            f" {ours:,} in samebits.",
+        )
+    )
+
+
 def drift() -> str:
     data = load("cpu/drift.json")
     layers = data["layers"]
@@ -98,10 +116,10 @@ def drift() -> str:
 def _measured_on_gpu(data: dict[str, Any]) -> str:
     e = data["environment"]
     versions = ", ".join(f"{name} {v}" for name, v in e["versions"].items())
-    return (
-        f"Measured {e['date']} at commit `{e['commit'][:10]}` on one {e['gpu']}, driver {e['driver']};"
-        f" {versions}; contract digest `{e['digest']}`."
-    )
+    said = (("gpu", " on one {}"), ("driver", ", driver {}"))
+    where = "".join(text.format(e[key]) for key, text in said if key in e)
+    digest = f"; contract digest `{e['digest']}`" if "digest" in e else ""
+    return f"Measured {e['date']} at commit `{e['commit'][:10]}`{where}; {versions}{digest}."
 
 
 def gpu_summary(data: dict[str, Any]) -> str:
@@ -183,18 +201,132 @@ def gpu_drift(data: dict[str, Any]) -> str:
     )
 
 
-GPU_BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "summary": gpu_summary,
-    "forward": gpu_forward,
-    "backward": gpu_backward,
-    "tiny": gpu_tiny,
-    "host": gpu_host,
-    "drift": gpu_drift,
+def gpu_models_drift(data: dict[str, Any]) -> str:
+    """Generation and training of the same tokens, and rollout and trainer of a loop."""
+    sizes, runs = data["sizes"], data["training"]
+    cases: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for d in data["drift"]:
+        cases.setdefault((d["model"], d["name"]), {})[d["by"]] = d
+    rows = [
+        [
+            f"{model.capitalize()}: {name}",
+            f"{by['torch']['tokens']:,}",
+            *(
+                text
+                for who in ("torch", "samebits")
+                for text in (f"{by[who]['differing']:,}", f"{by[who]['largest']:.2g}", f"{by[who]['kl']:.2g}")
+            ),
+        ]
+        for (model, name), by in cases.items()
+    ]
+    sides = [
+        f"{side}: {what}" for side in ("PyTorch", "samebits") for what in ("other bits", "by up to", "KL")
+    ]
+    theirs, ours = (max(runs[who]["largest"]) for who in ("torch", "samebits"))
+    same = runs["samebits"]["weights"] == runs["samebits, again"]["weights"]
+    learner, few = sizes["training"], sizes["drift"]
+    models = " and ".join(
+        f"{name.capitalize()} of {m['num_hidden_layers']} layers, hidden size {m['hidden_size']:,}"
+        for name, m in few["models"].items()
+    )
+    picture = f"docs/assets/{slug(data['environment']['gpu'])}-models.svg"
+    return "\n\n".join(
+        (
+            f"![Log-probs of rollout and training, PyTorch against samebits]({picture})",
+            table(["log-probs beside those of training", "tokens", *sides], rows),
+            f"Random weights, bf16: {models}; {few['prompts']} prompts of {few['prompt']} tokens, answered by"
+            f" {few['answer']}. A GRPO loop of {len(runs['torch']['largest'])} steps (hidden size"
+            f" {learner['hidden_size']:,}, {learner['group']} answers of {learner['answer']} tokens to each"
+            f" prompt): log-probs of rollout and trainer differ by up to {theirs:.2g} in PyTorch and"
+            f" {ours:.2g} in samebits, of which two runs end with {'identical' if same else 'DIFFERENT'}"
+            " weights.",
+            _measured_on_gpu(data),
+        )
+    )
+
+
+def gpu_models_time(data: dict[str, Any]) -> str:
+    """Forward, and what is left of it without attention; a step of the loop."""
+    rows = []
+    for case in data["forward"]:
+        ours, theirs = case["samebits"], case["torch"]
+        without = [side["forward_ms"] - side["attention_ms"] for side in (ours, theirs)]
+        rows.append(
+            [
+                f"{case['rows']} x {case['tokens']:,}",
+                *(f"{side[key]:.1f}" for key in ("forward_ms", "attention_ms") for side in (theirs, ours)),
+                f"{ours['forward_ms'] / theirs['forward_ms']:.2f}",
+                f"{without[0] / without[1]:.2f}",
+            ]
+        )
+    times = ("PyTorch, ms", "samebits, ms", "its attention: PyTorch, ms", "samebits, ms")
+    ratios = ("samebits / PyTorch", "without attention")
+    sizes, runs = data["sizes"]["forward"], data["training"]
+    step, theirs = (runs[who]["seconds_a_step"] for who in ("samebits, again", "torch"))
+    return "\n\n".join(
+        (
+            table(["sequences x tokens", *times, *ratios], rows),
+            f"Forward of a Llama of {sizes['num_hidden_layers']} layers, hidden size"
+            f" {sizes['hidden_size']:,}, bf16; medians of eager calls. A step of the GRPO loop takes"
+            f" {step:.2f} s, in PyTorch {theirs:.2f} s.",
+            _measured_on_gpu(data),
+        )
+    )
+
+
+def gpu_logp(data: dict[str, Any]) -> str:
+    """Time, and memory beyond operands and gradients, of each library that was installed."""
+    libraries = list(dict.fromkeys(name for case in data["cases"] for name in case["forward_mib"]))
+    rows = []
+    for case in data["cases"]:
+        for work, said in (("forward", "forward"), ("forward_backward", "and backward")):
+            ms, mib = case[f"{work}_ms"], case[f"{work}_mib"]
+            cells = [f"{ms[name]:.4g} ms, {mib[name]:,.0f} MiB" if name in ms else "" for name in libraries]
+            product = ms.get(PRODUCT)
+            rows.append(
+                [
+                    f"{case['tokens']:,}, {case['d']:,}, {case['v']:,}",
+                    said,
+                    *cells,
+                    "" if product is None else f"{product:.4g} ms",
+                    f"{ms['torch'] / ms['samebits']:.2f}",
+                ]
+            )
+    head = ["tokens, D, V", "work", *libraries, PRODUCT, "speed beside torch"]
+    said = (
+        "bf16; medians of eager calls, in turns. Memory at the peak, beyond operands and gradients. torch is"
+        " `F.linear`, `.float()` and `F.cross_entropy`; the product alone gives no log-probability."
+    )
+    return "\n\n".join((table(head, rows), said, _measured_on_gpu(data)))
+
+
+GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
+    "bench.json": {
+        "summary": gpu_summary,
+        "forward": gpu_forward,
+        "backward": gpu_backward,
+        "tiny": gpu_tiny,
+        "host": gpu_host,
+        "drift": gpu_drift,
+    },
+    "logp.json": {"logp": gpu_logp},
+    "models.json": {"models-drift": gpu_models_drift, "models-time": gpu_models_time},
 }
-BLOCKS: dict[str, Callable[[], str]] = {"reference-speed": reference_speed, "drift": drift} | {
-    f"{gpu}-{what}": partial(lambda gpu, write: write(load(f"{gpu}/bench.json")), gpu, block)
+
+
+def gpu_block(gpu: str, results: str, write: Callable[[dict[str, Any]], str]) -> str:
+    return write(load(f"{gpu}/{results}")) if gpu in measured(results) else "Not measured yet."
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "before-after": before_after,
+    "reference-speed": reference_speed,
+    "drift": drift,
+} | {
+    f"{gpu}-{what}": partial(gpu_block, gpu, results, write)
     for gpu in GPUS
-    for what, block in GPU_BLOCKS.items()
+    for results, blocks in GPU_BLOCKS.items()
+    for what, write in blocks.items()
 }
 
 
@@ -210,7 +342,10 @@ def main() -> None:
             return f"{match[1]}{match[2]}{BLOCKS[match[1]]()}\n"
 
         text = path.read_text()
-        if (new := BLOCK.sub(block, text)) != text:
+        new = BLOCK.sub(block, text)
+        if path.parent != ROOT:
+            new = new.replace("](docs/", "](")
+        if new != text:
             stale.append(str(path.relative_to(ROOT)))
             if not options.check:
                 path.write_text(new)

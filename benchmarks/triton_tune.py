@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import random
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.record import RESULTS, environment, write
+from benchmarks.record import RESULTS, environment, slug, write
 from samebits.backends.triton import matmul as triton
 from samebits.bench import SHAPES, Case, _operands, _Race
 from samebits.contract import TENSOR_CORE
@@ -98,12 +97,12 @@ def main() -> None:
     else:
         gpu = torch.cuda.get_device_name()
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-        data = {"environment": environment() | {"gpu": gpu, "multiprocessors": sms}, "cases": []}
+        data = {"environment": environment() | {"multiprocessors": sms}, "cases": []}
         start = time.monotonic()
         for case in cases():
             if time.monotonic() - start < options.seconds:
                 data["cases"].append(measure(case, torch.device("cuda", 0)))
-        folder = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+        folder = slug(gpu)
         write(options.out or RESULTS / folder / "triton_tune.json", data)
     for least, most in ((1, 128), (256, 1024), (2048, 8192)):
         some = [c for c in data["cases"] if least <= c["m"] <= most]

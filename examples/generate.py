@@ -22,26 +22,25 @@ import samebits
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 
-def build(
-    architecture: str, dtype: torch.dtype, device: str, *, seed: int = 0, hidden: int = 64
-) -> nn.Module:
-    """A causal model with random weights, large enough ones that it prefers some tokens."""
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+
+
+def build(architecture: str, dtype: torch.dtype, device: str, *, seed: int = 0, **sizes: int) -> nn.Module:
+    """A causal model, `SMALL` but for `sizes`; with random weights, large enough to prefer some tokens."""
     torch.manual_seed(seed)
     config, model = MODELS[architecture]
-    heads = hidden // 16
-    return model(
-        config(
-            vocab_size=300,
-            hidden_size=hidden,
-            intermediate_size=2 * hidden,
-            num_hidden_layers=2,
-            num_attention_heads=heads,
-            num_key_value_heads=heads // 2,
-            head_dim=16,
-            max_position_embeddings=512,
-            initializer_range=0.1,
-        )
-    ).to(device, dtype)
+    sizes = SMALL | sizes
+    with torch.device(device):
+        return model(config(**sizes, initializer_range=sizes["hidden_size"] ** -0.5)).to(dtype)
 
 
 def logps(model: nn.Module, hidden: Tensor, tokens: Tensor, ours: bool) -> Tensor:

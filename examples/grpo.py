@@ -23,8 +23,12 @@ from torch import Tensor, nn
 
 from samebits import batch_invariant
 
-ANSWER = 8  # tokens
-GROUP = 8  # answers to a prompt
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 @dataclass
@@ -39,9 +43,9 @@ class Run:
     """SHA-256 of the weights at the end."""
 
 
-def rewards(ids: Tensor) -> Tensor:
+def rewards(answers: Tensor) -> Tensor:
     """The share of an answer's tokens that are even."""
-    return (ids[:, -ANSWER:] % 2 == 0).float().mean(1)
+    return (answers % 2 == 0).float().mean(1)
 
 
 def digest(model: nn.Module) -> str:
@@ -51,20 +55,30 @@ def digest(model: nn.Module) -> str:
     return sha.hexdigest()
 
 
-def train(steps: int, *, ours: bool, dtype: torch.dtype, device: str, prompts: int = 4, seed: int = 0) -> Run:
-    """Train a fresh model."""
-    model = build("llama", dtype, device, seed=seed, hidden=32)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+def train(
+    steps: int,
+    *,
+    ours: bool,
+    dtype: torch.dtype,
+    device: str,
+    prompts: int = 4,
+    group: int = 8,
+    answer: int = 8,
+    rate: float = 1e-2,
+    seed: int = 0,
+    **sizes: int,
+) -> Run:
+    """Train a fresh model: `group` answers of `answer` tokens to each prompt, at learning rate `rate`."""
+    model = build("llama", dtype, device, seed=seed, **TINY | sizes)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     generator = torch.Generator().manual_seed(seed)
     run = Run()
     for step in range(steps):
-        questions = (
-            torch.randint(10, (prompts, 3), generator=generator).repeat_interleave(GROUP, 0).to(device)
-        )
+        questions = torch.randint(10, (prompts, 3), generator=generator).repeat_interleave(group, 0)
         mode: AbstractContextManager[None] = batch_invariant("error") if ours else nullcontext()
         with mode:
-            ids, rollout = generate(model, questions, ANSWER, ours=ours, seed=seed + step)
-            reward = rewards(ids).view(prompts, GROUP)
+            ids, rollout = generate(model, questions.to(device), answer, ours=ours, seed=seed + step)
+            reward = rewards(ids[:, -answer:]).view(prompts, group)
             centred = reward - reward.mean(1, keepdim=True)
             spread = (centred * centred).mean(1, keepdim=True).sqrt()
             advantage = (centred / (spread + 1e-3)).view(-1, 1)
@@ -74,10 +88,10 @@ def train(steps: int, *, ours: bool, dtype: torch.dtype, device: str, prompts: i
             for rows, old, gain in zip(
                 ids.split(size), rollout.split(size), advantage.split(size), strict=True
             ):
-                new = training(model, rows, ANSWER, ours=ours)
+                new = training(model, rows, answer, ours=ours)
                 ratio = (new - old).exp()
                 clipped = ratio.clamp(0.8, 1.2)
-                loss = -torch.minimum(ratio * gain, clipped * gain).sum() / ids.shape[0] / ANSWER
+                loss = -torch.minimum(ratio * gain, clipped * gain).sum() / rollout.numel()
                 loss.backward()
                 differences.append((new.detach() - old).double())
             optimizer.step()

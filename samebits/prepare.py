@@ -26,6 +26,10 @@ def prepare(
     while a CUDA graph is captured. This runs one product of every kind ahead of time, on contiguous scratch
     inputs of the weight's dtype. Inputs with other strides may want other kernels: run those once yourself.
 
+    Other operations, such as :func:`samebits.linear_logp` and what :func:`samebits.batch_invariant` covers,
+    are not prepared: before a step with these is captured, run it once, forward and backward, with inputs of
+    the same dtypes, shapes and strides.
+
     Args:
         weights: a module (all its ``nn.Linear`` layers), or 2-D weights ``[out_features, in_features]``.
         rows: the inputs to come: their numbers of rows (tokens), or shapes ``(B, T, ...)`` without features.

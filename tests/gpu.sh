@@ -31,9 +31,9 @@ start verify 280 "$python" -m samebits verify --thorough --json "$out/verify.jso
 start pytest 280 "$python" -m pytest -m gpu -n 6 -v -p no:cacheprovider --tb=short
 start triton 280 "$python" -m pytest -m gpu -n 4 -v -p no:cacheprovider --backend triton \
   tests/test_conformance.py tests/test_invariance.py tests/test_logp.py tests/test_gpu.py -k "not test_verify"
-for tool in "memcheck --report-api-errors no" racecheck; do
-  start "${tool%% *}" 280 compute-sanitizer --error-exitcode 1 --tool $tool "$python" tests/sanitize.py --every 8
-done
+start memcheck 280 compute-sanitizer --error-exitcode 1 --tool memcheck --report-api-errors no \
+  "$python" tests/sanitize.py --every 8 --triton
+start racecheck 280 compute-sanitizer --error-exitcode 1 --tool racecheck "$python" tests/sanitize.py --every 8
 finish
 for bench in gpu logp models; do
   start "$bench" 290 "$python" -m "benchmarks.$bench" --commit "$commit" --out "$out/$bench.json"

@@ -1,7 +1,7 @@
 """Schedules and layouts of the CUDA kernels on small shapes, to be run under compute-sanitizer:
 
 python tests/sanitize.py --compile  # first, by a process for each CPU
-compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py
+compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py --triton
 compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --every 8
 
 The bindings probe the driver for functions it may lack, which memcheck would report as API errors. Caching
@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest import mock
 
@@ -151,6 +152,23 @@ def tiny_products(every: int):
             yield kernel, schedule, Operands(a, b), torch.empty(5, m, n, dtype=dtype, device="cuda")
 
 
+def triton_products():
+    """Triton's schedules on operands that it fetches as tiles, and on such as it does not."""
+    m, n, k = 67, 48, 85
+    spans, bias = torch.tensor([0, 3, 3, 40, k], device="cuda"), torch.ones(n, device="cuda")
+    for kernel in (k for k in kernels(torch.cuda.current_device()) if not k.ahead):
+        dtype = torch.float32 if kernel.step == "fma" else DTYPE
+        for schedule, layouts in itertools.product(kernel.schedules, (LAYOUTS[:2], LAYOUTS[2:])):
+            a, b = (operands(rows, k, layout, dtype) for rows, layout in zip((m, n), layouts, strict=True))
+            acc = torch.ones(m, n, device="cuda")
+            for x, out in (
+                (Operands(a, b.mT, acc=acc, cu_seqlens=spans), acc),
+                (Operands(a, b.mT, bias=bias), torch.empty(m, n, dtype=dtype, device="cuda")),
+            ):
+                if kernel.takes(x, out, schedule):
+                    yield kernel, schedule, x, out
+
+
 def row_reductions() -> None:
     """Every operation of rows and attention, forward and backward, by one warp and by eight for a row."""
     for rows, n in ((1, 1), (3, 130), (9, 1100), (70, 40)):
@@ -172,12 +190,19 @@ def main() -> None:
     )
     parser.add_argument("--compile", action="store_true", help="only fill the cache of kernels")
     parser.add_argument("--every", type=int, default=1, help="of a kernel with many schedules, each such one")
+    parser.add_argument(
+        "--triton", action="store_true", help="its kernels too, but for racecheck: their barriers are its own"
+    )
     options = parser.parse_args()
     every = options.every
     found = itertools.chain(products(every), tiny_products(every), long_products(every))
     if options.compile:
         print(ahead.compile_for(partial(k.run, x, out, s) for k, s, x, out in found), "kernels")
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            print(len(list(pool.map(lambda p: p[0].run(p[2], p[3], p[1]), triton_products()))), "by Triton")
         return
+    if options.triton:
+        found = itertools.chain(found, triton_products())
     count, taken = 0, {}
     for kernel, schedule, x, out in found:
         kernel.run(x, out, schedule)

@@ -25,6 +25,7 @@ from samebits.backends.cuda import (
     schedule,
 )
 from samebits.backends.rows import Rows
+from samebits.verify import reductions
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None, reason="cuda-core is not installed (samebits[cuda])"
@@ -213,6 +214,20 @@ def test_every_launch_of_log_probabilities_adds_up(
     fused = {"statistics_sm90.cu", "grad_logits_sm90.cu"}
     # TMA asks for strides of 16 bytes; other layouts go by way of logits in memory.
     assert set(launches) == (fused if features % 8 == 0 else {"matmul_sm80.cu", "logp.cu"})
+
+
+def test_every_launch_of_reductions_adds_up(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what runs a second time loads no other kernels, so that it can be captured then."""
+    cases = list(reductions.reductions(thorough=False, fused=True))[::5]
+    loaded, load = [], runtime.load
+    monkeypatch.setattr(runtime, "load", lambda spec, device: loaded.append(spec) or load(spec, device))
+    counts = []
+    for _ in range(2):
+        for call in reductions.calls(cases, reductions.on_cuda(), torch.device("cpu")):
+            call()
+        counts.append((len(set(loaded)), len(launches)))
+    assert counts[1] == (counts[0][0], 2 * counts[0][1])
+    assert set(launches) == {"rows.cu", "columns.cu", "logp.cu", "statistics_sm90.cu", "grad_logits_sm90.cu"}
 
 
 def test_chains_of_no_element_are_rounded_without_a_launch() -> None:

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, verify
+from samebits.backends.cuda import runtime
 from samebits.testing import KINDS, assert_same_bits, values
 from tests.devices import FAMILY, HOPPER_OR_NEWER
 from tests.test_invariance import LAYOUTS, relaid
@@ -207,6 +209,39 @@ def test_capture_before_a_kernel_is_loaded_is_a_clear_error() -> None:
     assert "samebits.prepare" in bare.stderr
     ready = run("samebits.prepare(w, [40])")
     assert ready.stdout.strip() == "264.0", ready.stderr
+
+
+def test_after_one_step_its_capture_loads_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embedding, norm, attention, products, softmax and log-probabilities, forward and backward."""
+    table, proj = (values("normal", shape, BF16, i, "cuda") for i, shape in enumerate(((300, 64), (64, 64))))
+    gain, ids = (
+        values("normal", (64,), BF16, 2, "cuda"),
+        torch.arange(80, device="cuda").view(2, 40) * 7 % 300,
+    )
+    leaves = [t.requires_grad_() for t in (table, proj, gain)]
+
+    def step() -> list[Tensor]:
+        with samebits.batch_invariant("error"):
+            x = F.layer_norm(F.embedding(ids, table), (64,), gain, gain)
+            q = x.unflatten(2, (4, 16)).transpose(1, 2)
+            x = x + F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+            x = x + F.linear(x, proj).softmax(-1) * gain
+            results = samebits.linear_logp(x, table, ids, return_entropy=True)
+        return [*results, *torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results])]
+
+    monkeypatch.setattr(runtime, "_kernels", {})
+    want = step()
+    graph = torch.cuda.CUDAGraph()
+    with (
+        mock.patch.object(runtime, "_load", side_effect=AssertionError("a kernel was not loaded yet")),
+        torch.cuda.graph(graph),
+    ):
+        got = step()
+    for t in got:
+        t.detach().fill_(torch.nan)
+    graph.replay()
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert_same_bits(g, w, f"result {i}")
 
 
 def test_streams_and_threads() -> None:

@@ -123,7 +123,7 @@ class TestNaive:
 
 
 @in_dtypes
-@pytest.mark.parametrize("kind", ["normal", "wide", "sparse"])
+@pytest.mark.parametrize("kind", ["normal", "wide", "sparse", "special"])
 @pytest.mark.parametrize("mask", [None, "causal", "boolean", "float"])
 @on_devices
 def test_attention_is_the_naive_one(device: str, dtype: torch.dtype, kind: str, mask: str | None) -> None:

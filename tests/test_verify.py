@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from typer.testing import CliRunner
 
 import samebits
 from samebits import bench, verify
+from samebits.backends.cuda import linear_logp_sm90
+from samebits.backends.cuda import rows as cuda_rows
 from samebits.cli import app
 from samebits.testing import KINDS
-from samebits.verify import Operands, answers, chain, products
+from samebits.verify import Operands, answers, chain, products, reductions
 from samebits.verify.case import LAYOUTS
 from samebits.verify.operands import make_operands
 
@@ -135,6 +139,65 @@ def test_writes_outside_of_an_output_and_reads_that_come_too_early_are_found(
             chain.verify_chain(found, case, kernel, [(kernel, schedule)], cpu)
         assert bool(found.differing) == differing, found
         assert found.compared > 0
+
+
+HELD_TO = samebits.TENSOR_CORE.on(samebits.HOPPER)
+REDUCTIONS = list(reductions.reductions(thorough=False, fused=True))
+
+
+def test_reductions_cover_what_the_backends_offer() -> None:
+    """Every function of the row kernels' host side, dtype, kind of values, stride and edge."""
+    offered = {
+        name
+        for name, f in vars(cuda_rows).items()
+        if inspect.isfunction(f) and f.__module__ == cuda_rows.__name__ and not name.startswith("_")
+    } - {"kernel_spec", "columns_spec"}
+    right = reductions.reference(HELD_TO)
+    spy = mock.Mock(wraps=right.rows)
+    for name, kernel in reductions.KERNELS.items():
+        cases = [c for c in REDUCTIONS if c.kernel == name]
+        assert {(c.dtype, c.other) for c in cases} == set(kernel.dtypes)
+        assert {c.kind for c in cases} == set(KINDS)
+        assert {c.rows for c in cases} >= {1, 3, 130 if kernel.entry else 129}
+        assert {c.n for c in cases} >= {1, 4097}
+        kernel(right._replace(rows=spy), reductions.RowOperands.of(cases[0]), None)
+    assert {call[0] for call in spy.method_calls} == offered
+    assert {(c.layout, c.place) for c in REDUCTIONS} == {("N", "plain"), *reductions.STRIDES}
+    entries = {kernel.entry for kernel in reductions.KERNELS.values() if kernel.entry}
+    assert entries == set(linear_logp_sm90._PARAMS)
+    assert not any(reductions.KERNELS[c.kernel].entry for c in reductions.reductions(True, fused=False))
+
+
+@pytest.mark.parametrize("wrong", ["", "a bit", "beside its rows", "not written"])
+def test_reductions_are_held_to_the_reference(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reductions, "finish", lambda doing: None)
+    right = reductions.reference(HELD_TO)
+
+    def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
+        """The reference's, but for what is wrong."""
+        out = torch.empty(len(x), dtype=dtype).copy_(right.rows.row_sum(x, mean, dtype))
+        if wrong == "a bit":
+            out.view(torch.uint8)[0] ^= 1
+        elif wrong == "beside its rows":
+            torch.as_strided(out, (1,), (1,), out.storage_offset() + len(x)).zero_()
+        elif wrong == "not written":
+            return torch.empty(len(x), dtype=dtype)
+        return out
+
+    mine = mock.Mock(wraps=right.rows, row_sum=row_sum)
+    found = report()
+    some = [c for c in REDUCTIONS if c.kernel == "sum"] if wrong else REDUCTIONS[::7]
+    reductions.verify_reductions(found, some, right._replace(rows=mine), HELD_TO, torch.device("cpu"))
+    assert found.compared > 1000
+    around = [line for line in found.lines if line.what == products.AROUND]
+    assert sum(line.differing for line in around) == (len(some) if wrong == "beside its rows" else 0)
+    if wrong in ("a bit", "not written"):
+        assert found.first is not None
+        assert found.differing >= len(some) if wrong == "a bit" else found.differing > 0
+        assert all(line.differing for line in found.lines if line not in around)
+    elif not wrong:
+        assert found.differing == 0, found.first
+        assert {line.kernel for line in found.lines} == set(reductions.KERNELS)
 
 
 def test_zeros_and_nans_are_compared_by_their_bits() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from samebits.testing import values
 from samebits.verify.case import F32, Case
@@ -94,3 +95,32 @@ def make_room(case: Case, operands: Operands) -> Room:
     if operands.acc is not None:
         out.copy_(operands.acc)
     return Room(out, rows, memory)
+
+
+_ALLOCATING = (torch.empty, torch.empty_like, Tensor.new_empty)
+
+
+class Surrounded(TorchFunctionMode):
+    """What is allocated in this context lies, and starts, as NaN in memory full of NaN."""
+
+    _WIDTH = 64
+    """Elements before and after; their bytes are a multiple of 128."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memories: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in _ALLOCATING:
+            return out
+        memory = out.new_full((out.numel() + 2 * self._WIDTH,), math.nan)
+        self._memories.append(memory)
+        return memory[self._WIDTH : -self._WIDTH].view(out.shape)
+
+    @property
+    def margins(self) -> list[Tensor]:
+        """What lies before and after each tensor."""
+        return [torch.cat((m[: self._WIDTH], m[-self._WIDTH :])) for m in self._memories]

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.contract import Contract
+from samebits.contract import FMA, Contract
 from samebits.ops.addmm import addmm_
+from samebits.ops.attention import attention
 from samebits.ops.bmm import bmm
 from samebits.ops.linear import linear
 from samebits.ops.linear_logp import linear_logp
@@ -27,10 +28,11 @@ def verify_operations(report: Report, contract: Contract, device: torch.device) 
     """The public operations and their gradients, on the GPU and on the CPU."""
 
     def both(what: str, run: Callable[..., tuple[Tensor, ...]], *shapes: tuple[int, ...]) -> None:
-        for dtype, kind in itertools.product((BF16, F16), ("normal", "wide", "special")):
+        for dtype, kind in itertools.product((BF16, F16, F32), ("normal", "wide", "special")):
             inputs = [values(kind, shape, dtype, i) for i, shape in enumerate(shapes)]
-            want = run(*inputs, contract=contract)
-            got = run(*(t.to(device) for t in inputs), contract=contract)
+            follows = FMA if dtype == F32 else contract
+            want = run(*inputs, contract=follows)
+            got = run(*(t.to(device) for t in inputs), contract=follows)
             finish(what)
             for g, w in zip(got, want, strict=True):
                 report.compare("operations", what, REFERENCE, g, w.to(device), f"{dtype} {kind} {shapes}")
@@ -70,6 +72,12 @@ def verify_operations(report: Report, contract: Contract, device: torch.device) 
             out = logp(leaf, torch.arange(-1, len(leaf) - 1, device=leaf.device), ignore_index=-1)
         return (out.detach(), *torch.autograd.grad(out, leaf, dy.float()))
 
+    def attended(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        with torch.enable_grad():
+            out = attention(*leaves, is_causal=True, enable_gqa=True, **options)
+        return (out.detach(), *torch.autograd.grad(out, leaves, dy))
+
     for n, k in ((136, 200), (24, 33)):
         both("linear and gradients", gradients, (3, 70, k), (n, k), (n,), (3, 70, n))
         both("linear and gradients, packed", packed, (200, k), (n, k), (n,), (200, n))
@@ -78,3 +86,5 @@ def verify_operations(report: Report, contract: Contract, device: torch.device) 
         both("matmul", lambda a, b, contract: (matmul(a, b, contract=contract),), (3, 1, 20, k), (2, k, n))
         both("linear_logp and gradients", log_probabilities, (70, k), (40 * n, k), (40 * n,), (70,))
         both("logp and gradient", from_logits, (70, 40 * n), (70,))
+        heads, shared = (2, 4, 70), (2, 2, 70)
+        both("attention and gradients", attended, (*heads, k), (*shared, k), (*shared, n), (*heads, n))

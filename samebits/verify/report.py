@@ -39,7 +39,7 @@ class Line:
     what: str
     against: str
     schedules: int = 0
-    products: int = 0
+    results: int = 0
     compared: int = 0
     differing: int = 0
     counts: bool = True
@@ -119,8 +119,8 @@ class Report:
         """Hold `got` to `want`, both on one device, by their bits."""
         line = self.line(kernel, what, against, counts)
         self._schedules.setdefault((kernel, what, against), set()).add(schedule)
-        line.schedules = len(self._schedules[kernel, what, against])
-        line.products += 1
+        line.schedules = len(self._schedules[kernel, what, against] - {""})
+        line.results += 1
         line.compared += got.numel()
         if got.shape != want.shape or got.dtype != want.dtype:
             raise KernelError(
@@ -141,7 +141,7 @@ def show(report: Report) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("kernel", "what", "held to"):
         table.add_column(name, overflow="fold")
-    for name in ("schedules", "products", "values", "differing"):
+    for name in ("schedules", "results", "values", "differing"):
         table.add_column(name, justify="right", no_wrap=True)
     before = ""
     names = list(dict.fromkeys(line.kernel for line in report.lines))
@@ -151,8 +151,8 @@ def show(report: Report) -> RenderableType:
             "" if line.kernel == before else line.kernel,
             line.what,
             line.against,
-            str(line.schedules) if line.kernel.startswith(("matmul", "triton")) else "",
-            f"{line.products:,}",
+            str(line.schedules or ""),
+            f"{line.results:,}",
             f"{line.compared:,}",
             Text(f"{line.differing:,}", style=alarm if line.differing else "green"),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ from samebits.verify.kernel import Kernel, kernels
 from samebits.verify.operands import make_operands, make_room, unfilled
 from samebits.verify.operations import verify_operations
 from samebits.verify.products import verify_case
+from samebits.verify.reductions import calls as reducing
+from samebits.verify.reductions import on_cuda, reductions, verify_reductions
 from samebits.verify.report import Report
 from samebits.verify.rows import ROWS_OF, verify_rows
 from samebits.verify.tokens import verify_tokens
@@ -84,6 +87,7 @@ def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> N
     offered = kernels(index)
     todo = cases(thorough)
     runs = _runs(todo, offered, thorough)
+    reduced = list(reductions(thorough, fused=info.capability == (9, 0)))
 
     def calls(ahead: bool) -> Iterator[Callable[[], object]]:
         for case, pairs in zip(todo, runs, strict=True):
@@ -96,7 +100,8 @@ def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> N
                     yield partial(kernel.run, operands, out, schedule)
 
     progress(0.0, "choosing kernels")
-    report.kernels = ahead.compile_for(calls(ahead=True), lambda done, what: progress(0.4 * done, what))
+    needed = itertools.chain(calls(ahead=True), reducing(reduced, on_cuda(), device))
+    report.kernels = ahead.compile_for(needed, lambda done, what: progress(0.4 * done, what))
     progress(0.4, "compiling Triton's kernels")
     with running("Triton"), ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda call: call(), calls(ahead=False)))
@@ -108,17 +113,24 @@ def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> N
         else:
             follows = FMA if case.step == "fma" else contract
             verify_case(report, case, universal, pairs, follows, device)
-    parts: list[Callable[[], None]] = [
-        partial(verify_operations, report, contract, device),
-        partial(verify_tokens, report, contract, device, 1024, 768, BF16),
-        partial(verify_tokens, report, contract, device, 264, 1032, F16),
+    parts: list[tuple[str, Callable[[], None]]] = [
+        (
+            "reductions and log-probabilities",
+            partial(verify_reductions, report, reduced, on_cuda(), contract, device),
+        ),
+        ("operations", partial(verify_operations, report, contract, device)),
+        ("sequences", partial(verify_tokens, report, contract, device, 1024, 768, BF16)),
+        ("sequences", partial(verify_tokens, report, contract, device, 264, 1032, F16)),
         *(
-            partial(verify_rows, report, contract, device, n, k, dtype, thorough)
+            (
+                "batches, streams, graphs",
+                partial(verify_rows, report, contract, device, n, k, dtype, thorough),
+            )
             for n, k, dtype in ROWS_OF[: None if thorough else 2]
         ),
     ]
-    for i, part in enumerate(parts):
-        progress(0.85 + 0.15 * i / len(parts), "operations" if i == 0 else "batches, streams, graphs")
+    for i, (what, part) in enumerate(parts):
+        progress(0.85 + 0.15 * i / len(parts), what)
         with running("samebits"):
             part()
 

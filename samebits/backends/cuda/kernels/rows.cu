@@ -164,8 +164,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) probabilities(const __grid
     float shift, total;
     row.softmax(visible, logit, shift, total);
     row.store(p.out + row.row * p.n, p.n, [&](i64 v) {
-        if (v >= visible || total == 0.0f) return 0.0f;
-        return __fdiv_rn(contract::exp(__fsub_rn(logit(v), shift)), total);
+        if (total == 0.0f) return 0.0f;
+        // Not just 0 where masked: a row with a NaN is NaN throughout.
+        return __fdiv_rn(v < visible ? contract::exp(__fsub_rn(logit(v), shift)) : 0.0f, total);
     });
 }
 

@@ -1,0 +1,328 @@
+"""Reductions of rows and log-probabilities: every kernel by itself, on operands of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samebits.backends.rows import Rows, Statistics, vocabulary_pieces
+from samebits.contract import Contract
+from samebits.functions import VOCAB_BLOCK
+from samebits.testing import KINDS, values
+from samebits.verify.case import BF16, F16, F32
+from samebits.verify.failures import finish, running
+from samebits.verify.operands import Surrounded, laid, unfilled
+from samebits.verify.products import AROUND
+from samebits.verify.reference import REFERENCE
+from samebits.verify.report import Report
+
+Pairs = tuple[tuple[torch.dtype, torch.dtype], ...]
+SAME: Pairs = ((BF16, BF16), (F16, F16), (F32, F32))
+WIDER: Pairs = ((BF16, F32), (F16, F32))
+NARROWER: Pairs = ((F32, BF16), (F32, F16))
+HALF: Pairs = SAME[:2]
+
+EPS, SCALE = 1e-5, 0.7
+IDS, PADDING, IGNORED = 11, 3, -1
+
+
+class Backend(NamedTuple):
+    """What runs the kernels: modules, and the two functions that may have schedules."""
+
+    rows: Any
+    logp: Any
+    statistics: Callable[..., Statistics]
+    grad_logits: Callable[..., Tensor]
+
+
+def on_cuda() -> Backend:
+    from samebits.backends.cuda import linear_logp_sm90, logp, rows
+
+    return Backend(rows, logp, linear_logp_sm90.statistics, linear_logp_sm90.grad_logits)
+
+
+def reference(contract: Contract) -> Backend:
+    from samebits.backends.reference import linear_logp, logp, rows
+
+    def statistics(*args: Any, schedule: Any) -> Statistics:
+        return linear_logp.statistics(*args, contract=contract.key)
+
+    def grad_logits(hidden: Tensor, *args: Any, schedule: Any) -> Tensor:
+        return linear_logp.grad_logits(hidden, *args, dtype=hidden.dtype, contract=contract.key)
+
+    return Backend(rows, logp, statistics, grad_logits)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A kernel's work on matrices ``[rows, n]``, or on the logits of `rows` tokens.
+
+    Attributes:
+        kernel: one of `KERNELS`.
+        dtype: of what is reduced.
+        other: of parameters, or of results, where it may be another.
+        what: what it tries, one line of the report.
+        rows, n: sizes.
+        features: of hidden states and weights, 0 for none.
+        kind: one of ``samebits.testing.KINDS``.
+        layout, place: of matrices in memory, as a product's A has them.
+    """
+
+    kernel: str
+    dtype: torch.dtype
+    other: torch.dtype
+    what: str
+    rows: int
+    n: int
+    features: int = 0
+    kind: str = "normal"
+    layout: str = "N"
+    place: str = "plain"
+
+    def __str__(self) -> str:
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("kernel", "what")]
+        return ", ".join(f"{name} {getattr(self, name)}" for name in names).replace("torch.", "")
+
+
+class RowOperands(NamedTuple):
+    """A kernel is a function of its operands: most are drawn by themselves, forward results among them."""
+
+    x: Tensor
+    grad: Tensor
+    y: Tensor
+    hidden: Tensor
+    vocabulary: Tensor
+    weight: Tensor
+    bias: Tensor
+    vectors: Tensor
+    """In f32 for each row: logp, entropy, shift, logarithm of the sum, gradient; of norms mean and scale."""
+    ids: Tensor
+    target: Tensor
+
+    @classmethod
+    def of(cls, case: Reduction, make: Callable[..., Tensor] = values) -> RowOperands:
+        drawn = partial(make, case.kind, device="cpu")
+        matrix, vector, tokens = (case.rows, case.n), (case.n,), (case.rows, case.features)
+        g = torch.Generator().manual_seed(9)
+        x, hidden = drawn(matrix, case.dtype, 1), drawn(tokens, case.dtype, 4)
+        vocabulary = drawn((case.n, case.features), case.dtype, 5)
+        logits = hidden.float() @ vocabulary.float().mT if case.features else x.float()
+        vectors = make("normal", (5, case.rows), F32, 8, "cpu")
+        vectors[2], vectors[3] = logits.amax(1) * SCALE, vectors[3].abs()  # so that probabilities are such
+        return cls(
+            x,
+            drawn(matrix, case.dtype, 2),
+            drawn(matrix, case.other, 3),
+            hidden,
+            vocabulary,
+            make("normal", vector, case.other, 6, "cpu"),
+            make("normal", vector, case.other, 7, "cpu"),
+            vectors,
+            torch.randint(IDS, (case.rows,), generator=g),
+            torch.randint(IGNORED - 1, case.n, (case.rows,), generator=g),  # ignored and wrong ones too
+        )
+
+    def placed(self, case: Reduction, device: torch.device) -> RowOperands:
+        """The same on `device`, matrices at the strides of `case`."""
+        tensors = [t.to(device) for t in self]
+        return RowOperands._make(
+            (*(laid(t, case.layout, case.place) for t in tensors[:_MATRICES]), *tensors[_MATRICES:])
+        )
+
+
+_MATRICES = 5
+"""The first ones of `RowOperands`."""
+
+
+Results = tuple[Tensor, ...]
+
+
+def _norm(on: Backend, o: RowOperands, *, bias: bool = True, weight: bool = True, centred: bool) -> Results:
+    y, *kept = on.rows.norm(o.x, o.weight if weight else None, o.bias if bias else None, EPS, centred)
+    # Of what is kept for the backward the contract specifies no NaN.
+    return y, *(torch.where(t.isnan(), torch.nan, t) for t in kept)
+
+
+def _norm_backward(on: Backend, o: RowOperands, *, centred: bool) -> Results:
+    means, scales = o.vectors[0] if centred else o.vectors[0, :0], o.vectors[1]
+    return (on.rows.norm_backward(o.grad, o.x, o.weight if centred else None, means, scales),)
+
+
+def _norm_columns(on: Backend, o: RowOperands, *, centred: bool) -> Results:
+    means, scales = o.vectors[0] if centred else o.vectors[0, :0], o.vectors[1]
+    return on.rows.norm_columns(o.grad, o.x, means, scales, o.weight.dtype)  # type: ignore[no-any-return]
+
+
+def _logp(on: Backend, o: RowOperands, *, entropy: bool) -> Results:
+    rows = Rows.empty(o.target, o.x.shape[1], IGNORED, scale=SCALE, entropy=entropy)
+    statistics = Statistics.empty(rows)
+    for part in vocabulary_pieces(slice(0, rows.vocabulary), 1, 8 * VOCAB_BLOCK):
+        on.logp.add_statistics(statistics, o.x[:, part], part.start, rows)
+    return _combined(on, statistics, rows)
+
+
+def _statistics(on: Backend, o: RowOperands, schedule: Any, *, bias: bool, entropy: bool) -> Results:
+    rows = Rows.empty(o.target, len(o.vocabulary), IGNORED, scale=SCALE, entropy=entropy)
+    its_bias = o.bias if bias else None
+    return _combined(on, on.statistics(o.hidden, o.vocabulary, its_bias, rows, schedule=schedule), rows)
+
+
+def _combined(on: Backend, statistics: Statistics, rows: Rows) -> Results:
+    on.logp.combine(statistics, rows)
+    return rows.logp, rows.entropy, rows.shift + 0.0, rows.log_sum  # the shift may be a zero of either sign
+
+
+def _grad_logits(on: Backend, o: RowOperands, *, entropy: bool) -> Results:
+    rows, *grads = _given(o, o.x.shape[1], entropy)
+    return (on.logp.grad_logits(o.x, 0, rows, *grads, o.y.dtype),)
+
+
+def _fused_grad_logits(on: Backend, o: RowOperands, schedule: Any, *, bias: bool, entropy: bool) -> Results:
+    rows, *grads = _given(o, len(o.vocabulary), entropy)
+    its_bias, parts = o.bias if bias else None, vocabulary_pieces(slice(0, rows.vocabulary), 1, 512)
+    return tuple(
+        on.grad_logits(o.hidden, o.vocabulary, its_bias, part, rows, *grads, schedule=schedule)
+        for part in parts
+    )
+
+
+def _given(o: RowOperands, vocabulary: int, entropy: bool) -> tuple[Rows, Tensor, Tensor | None]:
+    """Rows with the results of a forward, and the gradients of these."""
+    logp, entropies, shift, log_sum, grad = o.vectors
+    rows = Rows(o.target, vocabulary, IGNORED, SCALE, logp, entropies, shift, log_sum)
+    return rows, grad, logp if entropy else None
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """A kernel: how to run it, and which pairs of dtypes it takes.
+
+    `entry` is that of a fused kernel, which runs under schedules.
+    """
+
+    run: Callable[..., Results]
+    dtypes: Pairs
+    entry: str = ""
+
+    @property
+    def schedules(self) -> Sequence[Any]:
+        if not self.entry:
+            return ("",)
+        from samebits.backends.cuda import linear_logp_sm90
+
+        return linear_logp_sm90.schedules(self.entry)
+
+    def __call__(self, on: Backend, o: RowOperands, schedule: Any) -> Results:
+        return self.run(on, o, schedule) if self.entry else self.run(on, o)
+
+
+KERNELS = {
+    "sum": Reducer(lambda on, o: (on.rows.row_sum(o.x, False, o.y.dtype),), SAME + WIDER),
+    "mean": Reducer(lambda on, o: (on.rows.row_sum(o.x, True, o.y.dtype),), SAME),
+    "softmax": Reducer(lambda on, o: (on.rows.softmax(o.x, False, o.y.dtype),), SAME),
+    "log_softmax": Reducer(lambda on, o: (on.rows.softmax(o.x, True, o.y.dtype),), SAME),
+    "softmax backward": Reducer(
+        lambda on, o: (on.rows.softmax_backward(o.grad, o.y, False, o.y.dtype),), SAME
+    ),
+    "log_softmax backward": Reducer(
+        lambda on, o: (on.rows.softmax_backward(o.grad, -o.y.abs(), True, o.y.dtype),), SAME
+    ),
+    "attention": Reducer(
+        lambda on, o: tuple(on.rows.probabilities(o.x, SCALE, queries, o.y.dtype) for queries in (0, 5)),
+        SAME[2:] + NARROWER,
+    ),
+    "attention backward": Reducer(
+        lambda on, o: (on.rows.grad_scores(o.grad, o.y, SCALE, o.y.dtype),), SAME[2:] + NARROWER
+    ),
+    "layer_norm": Reducer(partial(_norm, centred=True), SAME + WIDER),
+    "layer_norm, bias": Reducer(partial(_norm, weight=False, centred=True), SAME),
+    "layer_norm, weight": Reducer(partial(_norm, bias=False, centred=True), SAME),
+    "rms_norm": Reducer(partial(_norm, bias=False, centred=False), SAME + WIDER),
+    "rms_norm, no weight": Reducer(partial(_norm, weight=False, bias=False, centred=False), SAME),
+    "layer_norm backward": Reducer(partial(_norm_backward, centred=True), SAME + WIDER),
+    "rms_norm backward": Reducer(partial(_norm_backward, centred=False), SAME),
+    "layer_norm weights": Reducer(partial(_norm_columns, centred=True), SAME + WIDER),
+    "rms_norm weights": Reducer(partial(_norm_columns, centred=False), SAME),
+    "sum over tokens": Reducer(lambda on, o: (on.rows.column_sum(o.x, o.y.dtype),), SAME + NARROWER),
+    "embedding backward": Reducer(
+        lambda on, o: tuple(on.rows.embedding_backward(o.grad, o.ids, IDS, p) for p in (-1, PADDING)), SAME
+    ),
+    "logp": Reducer(partial(_logp, entropy=False), SAME),
+    "logp, entropy": Reducer(partial(_logp, entropy=True), SAME),
+    "logp backward": Reducer(partial(_grad_logits, entropy=False), SAME + NARROWER),
+    "logp backward, entropy": Reducer(partial(_grad_logits, entropy=True), SAME + NARROWER),
+    "linear_logp": Reducer(partial(_statistics, bias=False, entropy=True), HALF, "statistics_sm90"),
+    "linear_logp, bias": Reducer(partial(_statistics, bias=True, entropy=False), HALF, "statistics_sm90"),
+    "linear_logp backward": Reducer(
+        partial(_fused_grad_logits, bias=False, entropy=True), HALF, "grad_logits_sm90"
+    ),
+    "linear_logp backward, bias": Reducer(
+        partial(_fused_grad_logits, bias=True, entropy=False), HALF, "grad_logits_sm90"
+    ),
+}
+
+Size = tuple[int, int, int]
+"""Rows, n and features."""
+SIZES: tuple[Size, ...] = (
+    (1, 1, 0), (1, 129, 0), (3, 127, 0), (2, 128, 0), (64, 32, 0), (65, 31, 0), (129, 1, 0), (7, 1024, 0),
+    (9, 1025, 0), (3, 4097, 0), (300, 70, 0),
+)  # fmt: skip
+FUSED_SIZES: tuple[Size, ...] = (
+    (1, 1, 8), (3, 130, 24), (9, 1100, 40), (20, 300, 72), (33, 129, 64), (70, 300, 136), (130, 4097, 64),
+    (300, 700, 24),
+)  # fmt: skip
+STRIDES = (("N", "pitched"), ("N", "odd"), ("N", "spread"), ("T", "plain"))
+
+
+def reductions(thorough: bool, fused: bool) -> Iterator[Reduction]:
+    """What is held to the CPU reference, of the fused kernels only if they are here."""
+    kinds = itertools.cycle(KINDS)
+    for name, kernel in KERNELS.items():
+        if kernel.entry and not fused:
+            continue
+        sizes = FUSED_SIZES if kernel.entry else SIZES
+        middle: Size = (70, 300, 72) if kernel.entry else (5, 1100, 0)
+        for dtype, other in kernel.dtypes:
+            case = partial(Reduction, name, dtype, other)
+            for size in sizes * (3 if thorough else 1):
+                yield case("shapes", *size, kind=next(kinds))
+            for kind in KINDS:
+                yield case("values", *middle, kind=kind)
+            for layout, place in STRIDES[:1] if kernel.entry else STRIDES:
+                yield case("strides", *middle, layout=layout, place=place)
+
+
+def calls(cases: Iterable[Reduction], on: Backend, device: torch.device) -> Iterator[Callable[[], object]]:
+    """What loads the kernels that `cases` run."""
+    for case in cases:
+        kernel, operands = KERNELS[case.kernel], RowOperands.of(case, unfilled).placed(case, device)
+        for schedule in kernel.schedules:
+            yield partial(kernel, on, operands, schedule)
+
+
+def verify_reductions(
+    report: Report, cases: Iterable[Reduction], on: Backend, contract: Contract, device: torch.device
+) -> None:
+    """Hold the kernels of `on` to the CPU reference, and what lies around their outputs to NaN."""
+    right = reference(contract)
+    for case in cases:
+        kernel, operands = KERNELS[case.kernel], RowOperands.of(case)
+        want = [t.to(device) for t in kernel(right, operands, None)]
+        placed = operands.placed(case, device)
+        for schedule in kernel.schedules:
+            doing = f"{case.kernel}, {case.what}, {case}, {schedule}"
+            with running(doing), Surrounded() as room:
+                got = kernel(on, placed, schedule)
+                finish(doing)
+            for g, w in zip(got, want, strict=True):
+                report.compare(case.kernel, case.what, REFERENCE, g, w, case, schedule)
+            for margins in room.margins:
+                nan = torch.full_like(margins, torch.nan)
+                report.compare(case.kernel, AROUND, "NaN", margins, nan, case, schedule)

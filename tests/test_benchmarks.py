@@ -1,0 +1,56 @@
+"""Benchmarks that want a GPU, in small on a CPU; what they write is what tables and pictures are made of."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+from benchmarks import logp, models, plot, tables
+from benchmarks.record import environment
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
+
+
+def test_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, small in {
+        "DRIFT": {name: shape | SMALL for name, shape in models.DRIFT.items()},
+        "LEARNER": models.LEARNER | SMALL,
+        "LOOP": {"prompts": 2, "group": 3, "answer": 4},
+        "PROMPTS": 2,
+        "PROMPT": 5,
+        "ANSWER": 6,
+    }.items():
+        monkeypatch.setattr(models, name, small)
+    data = {
+        "environment": environment("c0ffee") | {"gpu": "A GPU"},
+        "sizes": models.sizes(),
+        "drift": models.drift("cpu"),
+        "training": models.training(2, "cpu"),
+        "forward": [
+            {
+                "rows": 1,
+                "tokens": 4096,
+                "torch": {"forward_ms": 20.0, "attention_ms": 4.0},
+                "samebits": {"forward_ms": 40.0, "attention_ms": 20.0},
+            }
+        ],
+    }
+    assert {d["differing"] for d in data["drift"] if d["by"] == "samebits"} == {0}
+    said = tables.gpu_models_drift(data)
+    assert said.count("| 0 | 0 | 0 |") == 6
+    assert "0 in samebits, of which two runs end with identical weights" in said
+    assert "(docs/assets/a-gpu-models.svg)" in said
+    assert "on one A GPU" in said
+    assert "| 1 x 4,096 | 20.0 | 40.0 | 4.0 | 20.0 | 2.00 | 1.25 |" in tables.gpu_models_time(data)
+    assert "% of tokens" in plot.render(plot.gpu_models(data))
+
+
+def test_logp() -> None:
+    ms, mib = {"samebits": 2.0, "torch": 3.0}, {"samebits": 40.2, "torch": 4096.0}
+    case = {"tokens": 16, "d": 64, "v": 1000, "forward_ms": ms | {logp.PRODUCT: 1.0}, "forward_mib": mib}
+    case |= {"forward_backward_ms": ms, "forward_backward_mib": mib}
+    said = tables.gpu_logp({"environment": environment("c0ffee"), "cases": [case]})
+    assert "| 16, 64, 1,000 | forward | 2 ms, 40 MiB | 3 ms, 4,096 MiB | 1 ms | 1.50 |" in said
+    assert "| 16, 64, 1,000 | and backward | 2 ms, 40 MiB | 3 ms, 4,096 MiB |  | 1.50 |" in said
