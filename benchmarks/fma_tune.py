@@ -62,7 +62,12 @@ def suits(s: Schedule, case: Case) -> bool:
     """Whether it is worth a try."""
     rows, columns, _ = size(case)
     tiles = math.ceil(rows / s.tile_m) * math.ceil(columns / s.tile_n)
-    return s.tile_m < 4 * rows and s.tile_n < 4 * columns and tiles * s.tile_m * s.tile_n < 4 * rows * columns and tiles < 20_000
+    return (
+        s.tile_m < 4 * rows
+        and s.tile_n < 4 * columns
+        and tiles * s.tile_m * s.tile_n < 4 * rows * columns
+        and tiles < 20_000
+    )
 
 
 def name(s: Schedule) -> str:
@@ -90,9 +95,7 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
 def chosen(case: dict[str, Any], sms: int) -> float:
     """Speed relative to torch of the schedule that the estimate chooses."""
     rows, columns, _ = size(Case(case["work"], case["m"], case["k"], case["n"], F32))
-    best = min(
-        (s for s in SCHEDULES if name(s) in case["us"]), key=lambda s: s.time(rows, columns, 1, sms)
-    )
+    best = min((s for s in SCHEDULES if name(s) in case["us"]), key=lambda s: s.time(rows, columns, 1, sms))
     return float(case["us"]["torch"] / case["us"][name(best)])
 
 
@@ -126,9 +129,7 @@ def main() -> None:
             some = [c for c in data["cases"] if least <= c["m"] <= most and c["work"] == work]
             if not some:
                 continue
-            best = [
-                c["us"]["torch"] / min(t for who, t in c["us"].items() if who != "torch") for c in some
-            ]
+            best = [c["us"]["torch"] / min(t for who, t in c["us"].items() if who != "torch") for c in some]
             picks = [chosen(c, data["environment"]["multiprocessors"]) for c in some]
             print(
                 f"{work}, M {least} to {most}: {len(some)} products, chosen"

@@ -146,19 +146,24 @@ _CHOICES: dict[bool, tuple[tuple[int, int, Schedule], ...]] = {
     True: (
         (16, 16, replace(_DIRECT, tile=(1, 4))),
         (64, 16, replace(_DIRECT, tile=(2, 4))),
-        (256, 16, _DIRECT),
-        (256, 64, replace(_STAGED, tile=(2, 4))),
+        (768, 16, _DIRECT),
+        (256, 64, _STAGED),
+        (1024, 32, replace(_DIRECT, tile=(8, 4))),
         (1024, 64, _STAGED),
         (4096, 16, _STAGED),
-        (4096, 64, replace(_STAGED, threads=64, tile=(8, 8))),
+        (4096, 64, replace(_STAGED, tile=(8, 4))),
     ),
     False: (
-        (16, 16, replace(_DIRECT, in_flight=4)),
-        (64, 16, replace(_DIRECT, in_flight=2)),
+        (16, 16, replace(_DIRECT, threads=256, in_flight=8)),
+        (64, 16, replace(_DIRECT, in_flight=8)),
         (256, 64, _DIRECT),
+        (768, 16, replace(_DIRECT, in_flight=4)),
+        (1024, 32, replace(_DIRECT, in_flight=2)),
+        (2304, 16, replace(_DIRECT, in_flight=2)),
         (4096, 64, _STAGED),
     ),
 }
+"""From the times of ``benchmarks.tiny_tune`` on an H200."""
 
 
 def choose_schedule(p: Product, batch: int, sms: int) -> Schedule:

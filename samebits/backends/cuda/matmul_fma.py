@@ -39,8 +39,8 @@ class Schedule:
         stages: tiles in flight.
         step: k whose operands are read from shared memory at a time.
         min_blocks: blocks that shall fit on one multiprocessor, from sm_90 on.
-        alone, busy: nanoseconds for a tile over one k, measured on an H200: of a block that has a
-            multiprocessor to itself, and for each of many that share one.
+        alone, busy: nanoseconds for a tile over one k, fitted to times on an H200 (``benchmarks.fma_tune``): of
+            a block that has a multiprocessor to itself, and for each of many that share one.
     """
 
     tile_k: int
@@ -83,32 +83,16 @@ class Schedule:
 
 
 SCHEDULES = (
-    Schedule(32, 8, 16, 8, 2, 2, 0, 3, 1, 2, alone=1, busy=1),
-    Schedule(32, 8, 16, 8, 2, 2, 0, 3, 4, 2, alone=1, busy=1),
-    Schedule(32, 8, 8, 4, 4, 2, 0, 3, 1, 2, alone=1, busy=1),
-    Schedule(16, 8, 8, 4, 4, 2, 0, 4, 2, 2, alone=1, busy=1),
-    Schedule(32, 8, 8, 8, 2, 2, 0, 3, 1, 2, alone=1, busy=1),
-    Schedule(32, 8, 8, 8, 1, 2, 0, 3, 1, 4, alone=1, busy=1),
-    Schedule(32, 8, 8, 8, 1, 2, 0, 3, 4, 4, alone=1, busy=1),
-    Schedule(32, 8, 4, 4, 2, 2, 0, 3, 4, 3, alone=1, busy=1),
-    Schedule(32, 8, 4, 4, 2, 2, 4, 3, 4, 1, alone=1, busy=1),
-    Schedule(32, 8, 4, 4, 1, 2, 0, 3, 4, 4, alone=1, busy=1),
-    Schedule(32, 4, 4, 4, 2, 2, 0, 4, 4, 2, alone=1, busy=1),
-    Schedule(32, 4, 4, 4, 2, 2, 4, 4, 4, 1, alone=1, busy=1),
-    Schedule(64, 4, 2, 4, 2, 2, 0, 4, 4, 2, alone=1, busy=1),
-    Schedule(64, 4, 2, 4, 2, 2, 4, 4, 4, 1, alone=1, busy=1),
-    Schedule(64, 2, 2, 4, 2, 2, 0, 4, 8, 1, alone=1, busy=1),
-    Schedule(64, 2, 2, 4, 2, 2, 4, 4, 8, 1, alone=1, busy=1),
-    Schedule(64, 4, 2, 4, 1, 2, 4, 4, 8, 1, alone=1, busy=1),
-    Schedule(64, 2, 2, 2, 2, 1, 4, 4, 8, 1, alone=1, busy=1),
-    Schedule(64, 2, 1, 1, 4, 1, 4, 4, 8, 1, alone=1, busy=1),
-    Schedule(64, 4, 1, 1, 2, 1, 4, 4, 8, 1, alone=1, busy=1),
-    Schedule(64, 4, 1, 1, 1, 1, 4, 4, 8, 1, alone=1, busy=1),
-    Schedule(64, 2, 1, 1, 2, 1, 4, 4, 8, 1, alone=1, busy=1),
-    Schedule(128, 2, 1, 1, 1, 1, 4, 4, 16, 1, alone=1, busy=1),
-    Schedule(128, 1, 1, 1, 1, 1, 4, 4, 16, 1, alone=1, busy=1),
-    Schedule(256, 1, 1, 1, 1, 1, 4, 3, 16, 1, alone=1, busy=1),
-    Schedule(64, 1, 1, 1, 1, 4, 4, 4, 16, 1, alone=1, busy=1),
+    Schedule(32, 8, 8, 4, 4, 2, 0, 3, 1, 2, alone=106, busy=94),
+    Schedule(32, 8, 4, 4, 2, 2, 0, 3, 2, 3, alone=40, busy=28.5),
+    Schedule(32, 8, 4, 4, 2, 2, 4, 3, 2, 1, alone=35, busy=29.5),
+    Schedule(32, 4, 4, 4, 2, 2, 4, 4, 4, 1, alone=21, busy=16.8),
+    Schedule(64, 4, 2, 4, 2, 2, 4, 4, 4, 1, alone=13.4, busy=10.5),
+    Schedule(64, 2, 2, 4, 2, 2, 4, 4, 8, 1, alone=8, busy=6),
+    Schedule(64, 2, 2, 2, 2, 1, 4, 4, 8, 1, alone=6.9, busy=4.6),
+    Schedule(64, 2, 1, 1, 2, 1, 4, 4, 8, 1, alone=5.4, busy=4.2),
+    Schedule(128, 2, 1, 1, 1, 1, 4, 4, 16, 1, alone=4.7, busy=3.8),
+    Schedule(256, 1, 1, 1, 1, 1, 4, 3, 16, 1, alone=3.9, busy=3.5),
 )
 
 

@@ -16,7 +16,7 @@ _E0, _E1, _E2, _E3, _E4, _E5, _E6 = (tl.constexpr(functions.CONSTANTS[f"E{i}"]) 
 _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8, _L9 = (
     tl.constexpr(functions.CONSTANTS[f"L{i}"]) for i in range(1, 10)
 )
-_INF, _NAN = tl.constexpr(float("inf")), tl.constexpr(float("nan"))
+_INF = tl.constexpr(float("inf"))
 _TO_INTEGER = tl.constexpr(1.5 * 2**23 + 127)
 _SQRT_HALF = tl.constexpr(0x3F3504F3)
 _BLOCK = tl.constexpr(functions.VOCAB_BLOCK)
@@ -166,11 +166,11 @@ def combine(
 
     t = tl.load(target + rows, mask=inside, other=0)
     unknown, ignored = (t < 0) | (t >= vocabulary), t == ignore_index
-    selected = tl.where(unknown, _NAN, tl.load(target_logit + rows, mask=inside, other=0) - r - log_s)
+    selected = tl.where(unknown, float("nan"), tl.load(target_logit + rows, mask=inside, other=0) - r - log_s)
     tl.store(logp + rows, tl.where(ignored, 0.0, finish(selected, tl.float32)), mask=inside)
     if u is not None:
         mean = log_s - tl.div_rn(_sum_by_halves(u_chain, _CHAIN_HALVES), total)
-        mean = finish(tl.where(unknown, _NAN, mean), tl.float32)
+        mean = finish(tl.where(unknown, float("nan"), mean), tl.float32)
         tl.store(entropy + rows, tl.where(ignored, 0.0, mean), mask=inside)
 
 

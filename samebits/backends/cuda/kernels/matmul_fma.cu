@@ -142,11 +142,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) matmul_fma(const
     const auto read_a = [&](int to, int k) { TileA::read(a[to], stage, own_m, k); };
     const auto read_b = [&](int to, int k) { TileB::read(b[to], stage + TileA::SIZE, own_n, k); };
     const auto multiply = [&](const float (&ak)[THREAD_M], const float (&bk)[THREAD_N]) {
+        // An operand stays for a sweep along the shorter side; sweeps turn round, so that the other one stays then.
+        // Register banks bound the rate: of each fused multiply-add, the sum and one operand are read anew.
+        constexpr bool ROWS_LAST = THREAD_M <= THREAD_N;
+        constexpr int SWEEPS = ROWS_LAST ? THREAD_N : THREAD_M, SWEEP = ROWS_LAST ? THREAD_M : THREAD_N;
 #pragma unroll
-        for (int i = 0; i < THREAD_M; ++i)
+        for (int s = 0; s < SWEEPS; ++s)
 #pragma unroll
-            for (int e = 0; e < THREAD_N; ++e) {
-                const int j = i % 2 ? THREAD_N - 1 - e : e;  // two neighbours share an operand: fewer register reads
+            for (int e = 0; e < SWEEP; ++e) {
+                const int along = s % 2 ? SWEEP - 1 - e : e, i = ROWS_LAST ? along : s, j = ROWS_LAST ? s : along;
                 acc[i][j] = __fmaf_rn(ak[i], bk[j], acc[i][j]);
             }
     };
