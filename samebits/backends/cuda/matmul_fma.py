@@ -39,8 +39,8 @@ class Schedule:
         stages: tiles in flight.
         step: k whose operands are read from shared memory at a time.
         min_blocks: blocks that shall fit on one multiprocessor, from sm_90 on.
-        alone, busy: nanoseconds for a tile over one k, fitted to times on an H200 (``benchmarks.fma_tune``): of
-            a block that has a multiprocessor to itself, and for each of many that share one.
+        alone, busy: nanoseconds for a tile over one k, fitted to times of ``benchmarks.fma_tune`` on an H200:
+            of a block that has a multiprocessor to itself, and for each of many that share one.
     """
 
     tile_k: int

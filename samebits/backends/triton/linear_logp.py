@@ -18,8 +18,8 @@ STATISTICS_SCHEDULES = (
     TileSchedule(32, 128, 64, 4, 5, us=13, swap=True),
     TileSchedule(16, 128, 128, 4, 3, us=11, swap=True),
 )
-"""Tiles of whole blocks of the vocabulary; two of the small ones fit on a multiprocessor, and one's epilogue runs
-beside the other's products."""
+"""Tiles of whole blocks of the vocabulary. Two programs of a small one fit on a multiprocessor, so that the
+epilogue of one runs beside the products of the other."""
 
 
 def statistics(
