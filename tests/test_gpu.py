@@ -230,11 +230,13 @@ def test_after_one_step_its_capture_loads_no_kernel(monkeypatch: pytest.MonkeyPa
         return [*results, *torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results])]
 
     monkeypatch.setattr(runtime, "_kernels", {})
-    want = step()
-    graph = torch.cuda.CUDAGraph()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # autograd's nodes of the leaves belong to the stream that made them
+        want = step()
     with (
         mock.patch.object(runtime, "_load", side_effect=AssertionError("a kernel was not loaded yet")),
-        torch.cuda.graph(graph),
+        torch.cuda.graph(graph, stream=stream),
     ):
         got = step()
     for t in got:

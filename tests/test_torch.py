@@ -8,12 +8,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from numba import int64
+from numba.core.dispatcher import Dispatcher
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._ops import OpOverload
@@ -25,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
+from samebits.backends.reference import kernels, logp_kernels, rows_kernels
 from samebits.ops import _library
 from samebits.testing import assert_same_bits, values
 
@@ -382,9 +386,19 @@ def test_meta_tensors_and_global_defaults() -> None:
     assert_same_bits(got, want)
 
 
-def test_kernels_that_cannot_be_cached_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from samebits.backends.reference import kernels
+@pytest.mark.parametrize("module", [kernels, logp_kernels, rows_kernels], ids=lambda m: m.__name__)
+def test_what_is_cached_on_disk_has_one_variant(module: ModuleType) -> None:
+    """Processes that fill numba's cache at once mix up the machine code of several: products had wrong bits."""
+    compiled = [f for f in vars(module).values() if isinstance(f, Dispatcher)]
+    cached = [f for f in compiled if f.stats.cache_path is not None]
+    assert cached
+    for f in cached:
+        assert len(f.signatures) == 1
+        with pytest.raises(TypeError):
+            f(*("of no type that it was compiled for",) * len(f.signatures[0]))
 
+
+def test_kernels_that_cannot_be_cached_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     real = kernels.numba.njit
 
     def njit(*signature: Any, cache: bool = False, **options: Any) -> Any:
@@ -395,7 +409,7 @@ def test_kernels_that_cannot_be_cached_are_compiled_all_the_same(monkeypatch: py
     monkeypatch.setattr(kernels.numba, "njit", njit)
     kernels._warn_uncached.cache_clear()
     with pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR"):
-        double = kernels._njit()(lambda x: 2 * x)
+        double = kernels._njit(int64(int64))(lambda x: 2 * x)
     assert double(21) == 42
 
 

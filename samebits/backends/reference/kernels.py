@@ -30,12 +30,14 @@ TILE_M, TILE_N, GROUP = 16, 64, 16
 
 def _njit(*signature: Any) -> Callable[[_F], _F]:
     # No fastmath: LLVM may neither reorder nor contract. nogil: threads share the tiles. A signature takes
-    # any strides, where numba would compile anew for every kind of layout it meets.
+    # any strides, where numba would compile anew for every kind of layout it meets. What has none is part of
+    # what has one, and not cached: numba numbers the machine code of a function's variants without a lock,
+    # so that processes that fill a cache at once may find one variant's code under another's number.
     options = {"nogil": True, "error_model": "numpy"}
 
     def compile(function: _F) -> _F:
         try:
-            return numba.njit(*signature, cache=True, **options)(function)
+            return numba.njit(*signature, cache=bool(signature), **options)(function)
         except RuntimeError as error:
             if "cannot cache" not in str(error):
                 raise
