@@ -388,7 +388,7 @@ def test_meta_tensors_and_global_defaults() -> None:
 
 @pytest.mark.parametrize("module", [kernels, logp_kernels, rows_kernels], ids=lambda m: m.__name__)
 def test_what_is_cached_on_disk_has_one_variant(module: ModuleType) -> None:
-    """Processes that fill numba's cache at once mix up the machine code of several: products had wrong bits."""
+    """Processes that fill the cache at once mix up several variants: products had wrong bits."""
     compiled = [f for f in vars(module).values() if isinstance(f, Dispatcher)]
     cached = [f for f in compiled if f.stats.cache_path is not None]
     assert cached
