@@ -615,6 +615,21 @@ def test_cuda_logits_have_the_bits_of_the_cpu(kind: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.gpu
+def test_cuda_refuses_targets_out_of_range() -> None:
+    x, weight = (values("normal", s, torch.bfloat16, 0, "cuda") for s in ((2, 3, 64), (300, 64)))
+    good = torch.tensor([[0, 299, -100], [5, 6, 7]], device="cuda")
+    for wrong in (300, -1, 2**40):
+        target = good.clone()
+        target[1, 0] = wrong
+        said = f"got {wrong} at position .1, 0."
+        with pytest.raises(IndexError, match=said):
+            samebits.linear_logp(x, weight, target)
+        with pytest.raises(IndexError, match=said):
+            samebits.logp(x @ weight.T, target)
+    assert samebits.linear_logp(x, weight, good).isfinite().all()
+
+
+@pytest.mark.gpu
 def test_cuda_graphs_take_targets_out_of_range() -> None:
     x, weight = (
         values("normal", s, torch.bfloat16, 0, "cuda").requires_grad_() for s in ((6, 64), (300, 64))

@@ -13,7 +13,7 @@ from samebits.contract import Contract, contract_from_key
 from samebits.ops._library import Operator, check_device, check_operands, shape
 from samebits.ops.addmm import assert_cu_seqlens, check_cu_seqlens
 from samebits.ops.linear import check_cu_seqlens_form, sequences
-from samebits.ops.logp import check_target, pieces, refuse_second_derivatives
+from samebits.ops.logp import check_target, pieces, refuse_second_derivatives, watch_target
 
 
 @overload
@@ -99,8 +99,9 @@ def linear_logp(
         TypeError: a dtype or the kind of an argument is not one of these.
         ValueError: shapes or devices do not match, V is 0, or the temperature is not positive.
         IndexError: a target is neither ``ignore_index`` nor within [0, V). To see that on a GPU, the call
-            waits for it. Where waiting is not possible (in CUDA-graph capture, under ``torch.compile`` and
-            ``torch.func``), such a token gives NaN and gradients of zero; nothing out of bounds is read.
+            waits for the targets, though not for its own results. Where it cannot wait (in CUDA-graph capture,
+            under ``torch.compile`` and ``torch.func``), such a token gives NaN and gradients of zero;
+            nothing out of bounds is read.
     """
     operands = {"hidden": hidden, "weight": weight}
     if bias is not None:
@@ -108,16 +109,18 @@ def linear_logp(
     (hidden, weight, *biases), key, _ = check_operands("linear_logp", contract, operands)
     bias = biases[0] if biases else None
     _check_shapes(hidden, weight, bias)
-    target = check_target("linear_logp", target, "hidden", hidden, weight.shape[0], ignore_index)
+    target = check_target("linear_logp", target, "hidden", hidden, ignore_index)
     scale = _scale(temperature)
     if cu_seqlens is not None:
         check_cu_seqlens_form("linear_logp", "hidden", hidden, cu_seqlens)
     if main_grad is not None:
         _check_main_grad(main_grad, weight)
+    refuse_unknown = watch_target("linear_logp", target, weight.shape[0], ignore_index)
     logp, entropy, _, _ = _operator(
         *(hidden, weight, bias, target, cu_seqlens, main_grad),
         *(ignore_index, scale, bool(return_entropy), key),
     )
+    refuse_unknown()
     return (logp, entropy) if return_entropy else logp
 
 

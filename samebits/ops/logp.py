@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,21 +36,22 @@ def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
         TypeError: a dtype is not one of these.
         ValueError: shapes or devices do not match, or V is 0.
         IndexError: a target is neither ``ignore_index`` nor within [0, V). To see that on a GPU, the call
-            waits for it. Where waiting is not possible (in CUDA-graph capture, under ``torch.compile`` and
-            ``torch.func``), such a row gives NaN, and a gradient of zero.
+            waits for the targets, though not for its own results. Where it cannot wait (in CUDA-graph capture,
+            under ``torch.compile`` and ``torch.func``), such a row gives NaN, and a gradient of zero.
     """
     (logits,), key, _ = check_operands("logp", None, {"logits": logits}, autocast=False)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"samebits.logp: logits: expected [..., V] with V > 0, got shape {shape(logits)}")
-    target = check_target("logp", target, "logits", logits, logits.shape[-1], ignore_index)
+    target = check_target("logp", target, "logits", logits, ignore_index)
+    refuse_unknown = watch_target("logp", target, logits.shape[-1], ignore_index)
     rows = logits.reshape(-1, logits.shape[-1])
-    return _operator(rows, target.reshape(-1), ignore_index, key)[0].reshape(target.shape)  # type: ignore[no-any-return]
+    out: Tensor = _operator(rows, target.reshape(-1), ignore_index, key)[0].reshape(target.shape)
+    refuse_unknown()
+    return out
 
 
-def check_target(
-    op: str, target: Tensor, name: str, like: Tensor, vocabulary: int, ignore_index: int
-) -> Tensor:
-    """Refuse targets that are not an index into the vocabulary for each row of `like`; as int64."""
+def check_target(op: str, target: Tensor, name: str, like: Tensor, ignore_index: int) -> Tensor:
+    """Refuse targets that are no integers, one for each row of `like`; as int64."""
     if not isinstance(target, Tensor):
         raise TypeError(f"samebits.{op}: target: expected a Tensor, got {type(target).__name__}")
     if target.dtype not in (torch.int64, torch.int32):
@@ -62,16 +64,36 @@ def check_target(
             f"samebits.{op}: target: expected shape {tuple(like.shape[:-1])} for {name} {shape(like)},"
             f" got {shape(target)}"
         )
-    if has_memory(target) and not (target.is_cuda and torch.cuda.is_current_stream_capturing()):
-        bad = ((target < 0) | (target >= vocabulary)) & (target != ignore_index)
-        if bad.any():
-            at = tuple(bad.nonzero()[0].tolist())
+    return target.to(torch.int64)
+
+
+def watch_target(op: str, target: Tensor, vocabulary: int, ignore_index: int) -> Callable[[], None]:
+    """Refuse targets out of range: at once on a CPU; on a GPU, where kernels take them for NaN, when called.
+
+    So a GPU is given the operation before anybody waits, and that is for the answer on the targets alone.
+    """
+    if not has_memory(target) or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return lambda: None
+    unknown = ((target < 0) | (target >= vocabulary)) & (target != ignore_index)
+    some, answered = unknown.any(), None
+    if target.is_cuda:
+        some = some.to("cpu", non_blocking=True)  # into pinned memory
+        answered = torch.cuda.current_stream(target.device).record_event()
+
+    def refuse() -> None:
+        if answered is not None:
+            answered.synchronize()
+        if some:
+            at = tuple(unknown.nonzero()[0].tolist())
             where = at[0] if len(at) == 1 else at
             raise IndexError(
                 f"samebits.{op}: target: expected {ignore_index} (ignore_index) or a value in"
                 f" [0, {vocabulary}), got {target[at].item()} at position {where}"
             )
-    return target.to(torch.int64)
+
+    if answered is None:
+        refuse()
+    return refuse
 
 
 def _backend(t: Tensor, contract: str) -> Any:
