@@ -279,9 +279,20 @@ def gpu_logp(data: dict[str, Any]) -> str:
     libraries = list(dict.fromkeys(name for case in data["cases"] for name in case["forward_mib"]))
     rows = []
     for case in data["cases"]:
-        for work, said in (("forward", "forward"), ("forward_backward", "and backward")):
-            ms, mib = case[f"{work}_ms"], case[f"{work}_mib"]
-            cells = [f"{ms[name]:.4g} ms, {mib[name]:,.0f} MiB" if name in ms else "" for name in libraries]
+        for work, said in (
+            ("forward", "forward"),
+            ("forward_graph", "in a CUDA graph"),
+            ("forward_backward", "and backward"),
+        ):
+            ms, mib = case.get(f"{work}_ms"), case.get(f"{work}_mib", {})
+            if ms is None:
+                continue
+            cells = [
+                f"{ms[name]:.4g} ms" + (f", {mib[name]:,.0f} MiB" if name in mib else "")
+                if name in ms
+                else ""
+                for name in libraries
+            ]
             product = ms.get(PRODUCT)
             rows.append(
                 [
@@ -294,7 +305,7 @@ def gpu_logp(data: dict[str, Any]) -> str:
             )
     head = ["tokens, D, V", "work", *libraries, PRODUCT, "speed beside torch"]
     said = (
-        "bf16; medians of eager calls, in turns. Memory at the peak, beyond operands and gradients. torch is"
+        "bf16; medians, in turns, of eager calls where no CUDA graph is named. Memory at the peak, beyond operands and gradients. torch is"
         " `F.linear`, `.float()` and `F.cross_entropy`; the product alone gives no log-probability."
     )
     return "\n\n".join((table(head, rows), said, _measured_on_gpu(data)))

@@ -99,7 +99,7 @@ def linear_logp(
         TypeError: a dtype or the kind of an argument is not one of these.
         ValueError: shapes or devices do not match, V is 0, or the temperature is not positive.
         IndexError: a target is neither ``ignore_index`` nor within [0, V). To see that on a GPU, the call
-            waits for the targets, though not for its own results. Where it cannot wait (in CUDA-graph capture,
+            waits for the targets, though not for the results. Where it cannot wait (in CUDA-graph capture,
             under ``torch.compile`` and ``torch.func``), such a token gives NaN and gradients of zero;
             nothing out of bounds is read.
     """

@@ -36,7 +36,7 @@ def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
         TypeError: a dtype is not one of these.
         ValueError: shapes or devices do not match, or V is 0.
         IndexError: a target is neither ``ignore_index`` nor within [0, V). To see that on a GPU, the call
-            waits for the targets, though not for its own results. Where it cannot wait (in CUDA-graph capture,
+            waits for the targets, though not for the results. Where it cannot wait (in CUDA-graph capture,
             under ``torch.compile`` and ``torch.func``), such a row gives NaN, and a gradient of zero.
     """
     (logits,), key, _ = check_operands("logp", None, {"logits": logits}, autocast=False)
