@@ -2,8 +2,8 @@
 
 python -m benchmarks.logp [--commit COMMIT] [--out FILE]
 
-Times are medians, in turns: of eager calls, the check of targets included, and of the forward in CUDA graphs, without
-what a call costs the host. No time is taken of wrong bits.
+Times are medians, in turns: of eager calls, the check of targets included, and of the forward in CUDA graphs,
+without what a call costs the host. No time is taken of wrong bits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Models of `transformers` on a GPU, in plain PyTorch and under ``samebits.batch_invariant``, in one run.
 
-Drift: the examples' generation against training, and their training loop, with layers of sizes in use.
+Drift: the examples' generation against training, and their training loop, with layers of sizes in use, and
+their training in micro-batches.
 Time: the forward of a model of a billion parameters at 4,096 tokens, attention apart, and a step of the
 training loop.
 
@@ -153,6 +154,13 @@ def training(steps: int, device: str = "cuda") -> dict[str, Any]:
     return found
 
 
+def micro_batches(device: str = "cuda") -> dict[str, dict[int, int]]:
+    """Weights that differ from those of training in one batch, for each number of micro-batches."""
+    example = importlib.import_module("microbatches")
+    found: dict[str, dict[int, int]] = example.main(device)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -166,6 +174,7 @@ def main() -> None:
         "sizes": sizes(),
         "drift": drift(),
         "training": training(options.steps),
+        "micro_batches": micro_batches(),
         "forward": forward_times(),
     }
     folder = RESULTS / slug(torch.cuda.get_device_name())

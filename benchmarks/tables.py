@@ -305,7 +305,8 @@ def gpu_logp(data: dict[str, Any]) -> str:
             )
     head = ["tokens, D, V", "work", *libraries, PRODUCT, "speed beside torch"]
     said = (
-        "bf16; medians, in turns, of eager calls where no CUDA graph is named. Memory at the peak, beyond operands and gradients. torch is"
+        "bf16; medians, in turns, of eager calls where no CUDA graph is named. Memory at the peak, beyond"
+        " operands and gradients. torch is"
         " `F.linear`, `.float()` and `F.cross_entropy`; the product alone gives no log-probability."
     )
     return "\n\n".join((table(head, rows), said, _measured_on_gpu(data)))

@@ -37,11 +37,12 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return F.one_hot(windows[:, :-1], alphabet).flatten(2).bfloat16(), windows[:, 1:, -1]
 
 
-def train(micro_batches: int, *, convert: bool) -> tuple[Tensor, list[float]]:
+def train(micro_batches: int, *, convert: bool, device: str = "cpu") -> tuple[Tensor, list[float]]:
     """All weights after training, and the loss of every step."""
     alphabet = text()[1]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(CONTEXT * alphabet, 96), nn.ReLU(), nn.Linear(96, alphabet)).bfloat16()
+    model = nn.Sequential(nn.Linear(CONTEXT * alphabet, 96), nn.ReLU(), nn.Linear(96, alphabet))
+    model = model.to(device, torch.bfloat16)
     if convert:
         samebits.convert(model)
     weights = list(model.parameters())
@@ -54,7 +55,7 @@ def train(micro_batches: int, *, convert: bool) -> tuple[Tensor, list[float]]:
             if convert:
                 weight.main_grad = master.grad
         total = 0.0
-        inputs, targets = batch(step)
+        inputs, targets = (t.to(device) for t in batch(step))
         for x, target in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
             logits = model(x).float().flatten(0, 1)
             loss = F.cross_entropy(logits, target.flatten(), reduction="sum") / targets.numel()
@@ -72,15 +73,15 @@ def train(micro_batches: int, *, convert: bool) -> tuple[Tensor, list[float]]:
     return torch.cat([m.detach().flatten() for m in masters]), losses
 
 
-def main() -> dict[str, dict[int, int]]:
+def main(device: str = "cpu") -> dict[str, dict[int, int]]:
     """For either kind of layers and each number of micro-batches: weights that differ from those with one."""
     differing: dict[str, dict[int, int]] = {}
     for name, convert in (("torch.nn.Linear", False), ("samebits.nn.Linear, main_grad", True)):
-        whole, losses = train(1, convert=convert)
+        whole, losses = train(1, convert=convert, device=device)
         print(f"{name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {STEPS} steps")
         differing[name] = {}
         for micro_batches in (2, 4):
-            parts, _ = train(micro_batches, convert=convert)
+            parts, _ = train(micro_batches, convert=convert, device=device)
             count = int((parts.view(torch.int32) != whole.view(torch.int32)).sum())
             differing[name][micro_batches] = count
             largest = float((parts - whole).abs().max())

@@ -34,7 +34,7 @@ def load() -> tuple[Any, Any]:
 def embed(model: Any, tokenizer: Any, sentences: list[str], length: int | None = None) -> Tensor:
     """One unit vector for each sentence; with `length`, all are padded to so many tokens."""
     padding = "longest" if length is None else "max_length"
-    tokens = tokenizer(sentences, padding=padding, max_length=length, return_tensors="pt")
+    tokens = tokenizer(sentences, padding=padding, max_length=length, return_tensors="pt").to(model.device)
     hidden = model(**tokens).last_hidden_state
     mask = tokens["attention_mask"][..., None].to(hidden.dtype)
     mean = (hidden * mask).sum(1) / mask.sum(1)
@@ -62,11 +62,12 @@ def changed(model: Any, tokenizer: Any, sentences: list[str]) -> dict[str, int]:
     return {name: int((t.view(torch.int32) != bits).any(1).sum()) for name, t in others.items()}
 
 
-def main(count: int = 16) -> dict[str, dict[str, int]]:
+def main(count: int = 16, device: str = "cpu") -> dict[str, dict[str, int]]:
     """How many of `count` sentences change: with PyTorch's operators, and with samebits'."""
     prose = " ".join((files("samebits") / "data" / "harbour.txt").read_text("utf-8").split())
     sentences = [s.strip() + "." for s in prose.split(".") if s.strip()][:count]
     model, tokenizer = load()
+    model.to(device)
     results = {"PyTorch": changed(model, tokenizer, sentences)}
     print(samebits.convert(model))
     with samebits.batch_invariant(on_uncovered="error"):

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# All benchmarks that want a GPU, one after the other, in some six minutes: bash benchmarks/gpu.sh OUT [COMMIT]
+#
+# With OUT, results go there and not into benchmarks/results/; COMMIT names what is measured where git cannot tell.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=$1 commit=${2:-$(git rev-parse HEAD)}
+mkdir -p "$out"
+export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD
+python=${PYTHON:-python3} status=0
+
+measure() { # NAME SECONDS COMMAND...
+  local name=$1 limit=$2
+  shift 2
+  printf '\n==> %s\n' "$name"
+  timeout --signal INT --kill-after 20 "$limit" "$python" -m "$@" --commit "$commit" --out "$out/$name.json" \
+    >"$out/$name.log" 2>&1 || status=1
+  tail -n 24 "$out/$name.log" | cut -c1-180
+}
+
+measure logp 80 benchmarks.logp
+measure models 140 benchmarks.models
+measure bench 280 benchmarks.gpu
+measure triton 90 benchmarks.gpu --quick --backend triton
+exit $status
