@@ -117,6 +117,9 @@ def blank(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         (blank((9, 8, 8), BF16), blank((9, 9, 8), BF16)[:, :8], False),
         (blank((9, 6, 8), F32), blank((9, 8, 8), F32), False),
         (blank((9, 8, 8), BF16).permute(1, 2, 0), blank((8, 9, 8), BF16), False),
+        (blank((9, 8, 8), BF16)[..., :1].expand(9, 8, 8), blank((9, 8, 8), BF16), False),
+        (blank((9, 8, 8), F32), blank((9, 8, 8), F32)[..., :1].expand(9, 8, 8), False),
+        (blank((9, 8, 8), F32)[:, :1].expand(9, 8, 8), blank((9, 8, 8), F32), False),
     ],
 )
 def test_only_dense_matrices_go_straight_into_registers(
@@ -272,6 +275,8 @@ def test_layouts(
         check(place_a(a), place_b(b), next(turns)(poison((5, m, n), out_dtype)), fused=fused)
     for one, other in ((a[:1], b), (a[:1].expand(a.shape), b), (a, b[:1]), (a, b[2:3].expand(b.shape))):
         check(one, other, poison((5, m, n), out_dtype), fused=fused)
+    for one, other in itertools.product((a, a[..., :1], a[:, :1]), (b, b[..., :1], b[:, :1])):
+        check(one.expand(a.shape), other.expand(b.shape), poison((5, m, n), out_dtype), fused=fused)
 
 
 @pytest.mark.gpu

@@ -101,14 +101,16 @@ class Product:
         """Whether the sizes are; all others share a kernel that learns them when it runs."""
         return self.k > 0 and all(size % 4 == 0 for size in (self.m, self.n, self.k))
 
-    def dense(self, lines: Three, batches: Three) -> bool:
+    def dense(self, batches: Three, lines: Three, inners: Three) -> bool:
         """Whether matrices of such strides in bytes have no gaps, and lie end to end or broadcast."""
         sizes = self.a.itemsize, self.b.itemsize, self.out.itemsize
         shapes = (self.m, self.k), (self.n, self.k), (self.m, self.n)
         k_major = self.a_k_major, self.b_k_major, True
         return all(
-            line == shape[inner] * size and batch in (0, shape[0] * shape[1] * size)
-            for line, batch, shape, inner, size in zip(lines, batches, shapes, k_major, sizes, strict=True)
+            inner == size and line == shape[along] * size and batch in (0, shape[0] * shape[1] * size)
+            for batch, line, inner, shape, along, size in zip(
+                batches, lines, inners, shapes, k_major, sizes, strict=True
+            )
         )
 
     def tile(self, s: Schedule, dense: bool = True) -> tuple[int, int]:
@@ -289,8 +291,8 @@ def plan(
     p = Product(m, n, k, a.dtype, b.dtype, out.dtype, a_layout.k_major, b_layout.k_major, fused)
     vectors = a_layout.vector, b_layout.vector, out_layout[0]
     s = schedule or choose_schedule(p, batch, info.sm_count)
-    batches, lines, _ = zip(a_layout.strides, b_layout.strides, out_layout[1], strict=True)
-    dense = p.compiled_in and p.dense(lines, batches)
+    batches, lines, inners = zip(a_layout.strides, b_layout.strides, out_layout[1], strict=True)
+    dense = p.compiled_in and p.dense(batches, lines, inners)
     if not s.staged and not (dense and p.direct(s, vectors)):
         s = settle(replace(s, staged=True), p, batch, info.sm_count)
     broadcast = (not batches[0], not batches[1]) if dense else None
