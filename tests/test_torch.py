@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -393,9 +394,20 @@ def test_what_is_cached_on_disk_has_one_variant(module: ModuleType) -> None:
     cached = [f for f in compiled if f.stats.cache_path is not None]
     assert cached
     for f in cached:
+        assert f._cache._impl.filename_base.partition("-")[0].endswith(kernels.edition())
         assert len(f.signatures) == 1
         with pytest.raises(TypeError):
             f(*("of no type that it was compiled for",) * len(f.signatures[0]))
+
+
+@pytest.mark.parametrize("changed", ["functions.py", "rows_kernels.py", "the CPU"])
+def test_another_edition_has_files_of_its_own(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, read = kernels.edition(), Path.read_bytes
+    if changed == "the CPU":
+        monkeypatch.setattr(kernels.llvm, "get_host_cpu_name", lambda: "another")
+    else:
+        monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + b"#" * (p.name == changed))
+    assert kernels.edition.__wrapped__() != before
 
 
 def test_kernels_that_cannot_be_cached_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,9 +72,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    if ctx.mean and ctx.shape[1] > 0:
-        # No quotient: PyTorch multiplies by the inverse on a GPU, and torch.compile approximates it.
-        grad = grad.to(torch.float32) * (1 / ctx.shape[1])
+    if ctx.mean:
+        grad = _divided(grad, ctx.shape[1])
     return grad.to(ctx.dtype)[:, None].expand(ctx.shape), None
 
 
@@ -85,4 +84,32 @@ _operator = Operator(
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
+)
+
+
+def _share(grad: Tensor, n: int) -> Tensor:
+    # No quotient of tensors: on a GPU, PyTorch multiplies by the inverse.
+    return grad.to(torch.float32) * (1 / max(n, 1))
+
+
+def _fake_share(grad: Tensor, n: int) -> Tensor:
+    return torch.empty_like(grad, dtype=torch.float32)
+
+
+def _keep_n(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.dtype, ctx.n = inputs[0].dtype, inputs[1]
+
+
+def _backward_share(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return _divided(grad, ctx.n).to(ctx.dtype), None
+
+
+# An operator, lest torch.compile should compute 1 / n on the GPU, where it approximates it.
+_divided: Operator = Operator(
+    "divided(Tensor grad, SymInt n) -> Tensor",
+    cpu=_share,
+    cuda=_share,
+    fake=_fake_share,
+    setup_context=_keep_n,
+    backward=_backward_share,
 )

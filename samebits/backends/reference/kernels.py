@@ -9,10 +9,14 @@ depends on its tile.
 from __future__ import annotations
 
 import functools
+import hashlib
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
+import llvmlite
+import llvmlite.binding as llvm
 import numba
 import numpy as np
 from llvmlite import ir
@@ -28,14 +32,29 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 TILE_M, TILE_N, GROUP = 16, 64, 16
 
 
+@functools.cache
+def edition() -> str:
+    """Names what machine code depends on: the sources here, the constants they take, numba and the CPU."""
+    folder = Path(__file__).parent
+    state = hashlib.sha256()
+    for source in (*sorted(folder.glob("*.py")), folder.parents[1] / "functions.py"):
+        state.update(source.read_bytes())
+    host = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    state.update(repr((numba.__version__, llvmlite.__version__, *host)).encode())
+    return state.hexdigest()[:12]
+
+
 def _njit(*signature: Any) -> Callable[[_F], _F]:
     # No fastmath: LLVM may neither reorder nor contract. nogil: threads share the tiles. A signature takes
     # any strides, where numba would compile anew for every kind of layout it meets. What has none is part of
     # what has one, and not cached: numba numbers the machine code of a function's variants without a lock,
-    # so that processes that fill a cache at once may find one variant's code under another's number.
+    # so that processes that fill a cache at once may find one variant's code under another's number. Code of
+    # other sources (numba looks at neither callees nor constants elsewhere) or for another CPU is a variant
+    # too. So each edition has files of its own, which numba names after the function.
     options = {"nogil": True, "error_model": "numpy"}
 
     def compile(function: _F) -> _F:
+        function.__qualname__ += f"_{edition()}"
         try:
             return numba.njit(*signature, cache=bool(signature), **options)(function)
         except RuntimeError as error:
@@ -60,8 +79,7 @@ def _warn_uncached() -> None:
 _OPERANDS = (f32[:, :, :, :], f32[:, :, :, :], f32[:, :, :], i64[:, :])  # a, b, out, spans
 
 
-# LLVM operations that Python has no spelling for: bit casts, exact truncation, fused multiply-add. They stand
-# here because numba renews its cache when the file of a function changes, and not those of its callees.
+# LLVM operations that Python has no spelling for: bit casts, exact truncation, fused multiply-add.
 _F64 = ir.DoubleType()
 
 
