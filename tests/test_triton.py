@@ -102,6 +102,7 @@ TARGETS = {
     "gfx950": ("hip", "gfx950", 64),
 }
 NVIDIA = [name for name in TARGETS if name.startswith("sm_")]
+SHARED = {"sm_90": 227 << 10, "sm_100": 227 << 10}  # bytes of shared memory that a program may have
 PLACES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -130,6 +131,7 @@ def compiled(target: str, kernel: Any, types: dict[str, str], constants: dict[st
     )
     options["enable_fp_fusion"] = False
     result = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+    assert result.metadata.shared <= SHARED.get(target, result.metadata.shared)
     text: str = result.asm["ptx"] if "ptx" in result.asm else result.asm["amdgcn"]
     assert ".ftz" not in text
     assert "tf32" not in text
@@ -181,15 +183,28 @@ def test_tensor_core_compiles(target: str) -> None:
         assert_multiplies_16_bit_operands(text, target)
 
 
-@pytest.mark.parametrize("target", NVIDIA)
-def test_tiles_compile(target: str) -> None:
+@pytest.fixture
+def gpu(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target instead of the GPU here."""
     pytest.importorskip("triton")
-    from samebits.backends.triton import kernels
-    from samebits.backends.triton.matmul import TILE_SCHEDULES
+    from samebits.backends.triton import matmul
 
+    found = matmul._Gpu(132, SHARED.get(target, 0) - 1024, target in SHARED, target == "sm_100")
+    monkeypatch.setattr(matmul, "_gpu", lambda device: found)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("target", SHARED)
+def test_tiles_compile(target: str) -> None:
+    from samebits.backends.triton import kernels
+    from samebits.backends.triton.matmul import TILE_SCHEDULES, fits, tile_constants
+
+    device = torch.device("cuda")
     for i, s in enumerate(TILE_SCHEDULES):
         dtype = (torch.bfloat16, torch.float16)[i % 2]
         a_k_major, b_k_major, accumulate = i % 2 == 0, i % 3 == 0, i % 4 == 3
+        size = 4 if accumulate else 2
+        assert fits(s, size, accumulate, device)
         blocks = {
             "a": (s.block_m, s.block_k) if a_k_major else (s.block_k, s.block_m),
             "b": (s.block_n, s.block_k) if b_k_major else (s.block_k, s.block_n),
@@ -202,11 +217,11 @@ def test_tiles_compile(target: str) -> None:
             "A_K_MAJOR": a_k_major,
             "B_K_MAJOR": b_k_major,
             "ACCUMULATE": accumulate,
-            "SWAP": s.swap,
-            "FLATTEN": s.persistent,
             "PARTS": s.parts,
         }
-        text = compiled(target, kernels.matmul_tiles, types, constants | scheduled(s))
+        made_for = tile_constants(s, size, accumulate, device)
+        made_for.pop("enable_fp_fusion")
+        text = compiled(target, kernels.matmul_tiles, types, constants | made_for)
         assert_multiplies_16_bit_operands(text, target)
 
 
@@ -236,12 +251,12 @@ def test_log_probabilities_compile(target: str) -> None:
         assert_exact_functions(text, target)
 
 
-@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("target", SHARED)
 def test_fused_log_probabilities_compile(target: str) -> None:
-    pytest.importorskip("triton")
     from samebits.backends.triton import logp_kernels as kernels
     from samebits.backends.triton.linear_logp import STATISTICS_SCHEDULES
-    from samebits.backends.triton.matmul import TILE_SCHEDULES
+    from samebits.backends.triton.matmul import TILE_SCHEDULES, tile_constants
 
     fused = [(kernels.statistics_tiles, s) for s in STATISTICS_SCHEDULES]
     fused += [(kernels.grad_logits_tiles, s) for s in TILE_SCHEDULES]
@@ -254,12 +269,14 @@ def test_fused_log_probabilities_compile(target: str) -> None:
         }
         types = ROWS | {name: f"tensordesc<{dtype}{list(block)}>" for name, block in blocks.items()}
         types["bias"] = f"*{dtype}"
-        constants: dict[str, Any] = {"SWAP": s.swap, "FLATTEN": s.persistent}
-        if kernel is kernels.grad_logits_tiles:
+        size = 2 if kernel is kernels.grad_logits_tiles else 0
+        constants = tile_constants(s, size, False, torch.device("cuda"))
+        constants.pop("enable_fp_fusion")
+        if size:
             constants["PARTS"] = s.parts
         if i % 3 == 0:
             constants |= dict.fromkeys({"bias", "u", "grad_entropy"} & set(kernel.arg_names))
-        text = compiled(target, kernel, types, constants | scheduled(s))
+        text = compiled(target, kernel, types, constants)
         assert_multiplies_16_bit_operands(text, target)
         assert_exact_functions(text, target)
 

@@ -233,6 +233,8 @@ class _Gpu(NamedTuple):
     """Bytes that a program's tiles may take, the last kilobyte being for barriers."""
     fetches_tiles: bool
     """Whether it has a copy engine for tiles; Triton would emulate it elsewhere, slowly."""
+    third_half: bool = False
+    """Whether an output that is written in two parts takes the shared memory of three, as on sm_100."""
 
 
 @functools.cache
@@ -241,7 +243,8 @@ def _gpu(device: torch.device) -> _Gpu:
         return _Gpu(1, 1 << 18, True)
     p: Any = torch.cuda.get_device_properties(device)
     hopper = torch.version.hip is None and p.major >= 9
-    return _Gpu(p.multi_processor_count, p.shared_memory_per_block_optin - 1024 if hopper else 0, hopper)
+    shared_memory = p.shared_memory_per_block_optin - 1024 if hopper else 0
+    return _Gpu(p.multi_processor_count, shared_memory, hopper, hopper and p.major == 10)
 
 
 def takes_tiles(a: Tensor, b: Tensor, out: Tensor, acc: Tensor | None, bias: Tensor | None) -> bool:
@@ -287,8 +290,11 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 def _stages(s: TileSchedule, element_size: int, accumulate: bool, device: torch.device) -> int:
     """As many as fit beside a part of the output, and all the accumulators that come in."""
-    results = s.block_m * s.block_n * (element_size // s.parts + 4 * accumulate)
-    return min(s.stages, (_gpu(device).shared_memory - results) // ((s.block_m + s.block_n) * s.block_k * 2))
+    gpu, area = _gpu(device), s.block_m * s.block_n
+    results = area * element_size // s.parts + area * 4 * accumulate
+    if gpu.third_half and s.parts == 2:
+        results += area * element_size // 4
+    return min(s.stages, (gpu.shared_memory - results) // ((s.block_m + s.block_n) * s.block_k * 2))
 
 
 def fits(s: TileSchedule, element_size: int, accumulate: bool, device: torch.device) -> bool:
