@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -312,6 +313,24 @@ def gpu_logp(data: dict[str, Any]) -> str:
     return "\n\n".join((table(head, rows), said, _measured_on_gpu(data)))
 
 
+def gpu_triton_tune(data: dict[str, Any]) -> str:
+    """Of each product the fastest of the schedules, beside torch."""
+    rows = []
+    for said, some in (
+        ("forward, M <= 128", [c for c in data["cases"] if c["m"] <= 128]),
+        ("forward, dX and dW, M >= 2048", [c for c in data["cases"] if c["m"] >= 2048]),
+    ):
+        speeds = [(c["us"]["torch"] / min(t for by, t in c["us"].items() if by != "torch"), c) for c in some]
+        worst, at = min(speeds, key=lambda pair: pair[0])
+        mean = statistics.geometric_mean(speed for speed, _ in speeds)
+        where = f"{at['work']} M {at['m']}, K {at['k']}, N {at['n']}"
+        rows.append([said, str(len(some)), f"{mean:.3f}", f"{worst:.3f}", where])
+    head = ["work, bf16", "cases", "geometric mean", "worst", "worst at"]
+    e = data["environment"]
+    said = "Speed relative to torch.mm in the same run, of the fastest schedule."
+    return "\n\n".join((table(head, rows), f"{said} Measured {e['date']} on one {e['gpu']}."))
+
+
 GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "bench.json": {
         "summary": gpu_summary,
@@ -322,6 +341,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
         "drift": gpu_drift,
     },
     "logp.json": {"logp": gpu_logp},
+    "triton_tune.json": {"triton-tune": gpu_triton_tune},
     "models.json": {"models-drift": gpu_models_drift, "models-time": gpu_models_time},
 }
 
