@@ -29,6 +29,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from samebits._version import __version__
 from samebits.auditing.words import AuditError, module_name, plural
 
 if TYPE_CHECKING:
@@ -55,8 +56,18 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"samebits {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Matrix products whose every output row has the same bits whatever batch it rides in."""
 
 

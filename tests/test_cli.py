@@ -239,6 +239,11 @@ def test_a_plot_that_matplotlib_cannot_write_is_refused_before_the_run() -> None
     assert result.stderr.count("\n") == 1
 
 
+def test_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"samebits {samebits.__version__}\n")
+
+
 def test_device_cuda_without_a_gpu(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status = types.SimpleNamespace(available=False, reason="no driver", remedy="install one")
     monkeypatch.setattr(runtime, "status", lambda: status)
