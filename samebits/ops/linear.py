@@ -118,7 +118,9 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | N
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, cu_seqlens, ctx.contract = inputs
-    ctx.save_for_backward(x, weight, cu_seqlens)
+    needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
+    ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None, cu_seqlens)
+    ctx.dtype = x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
@@ -127,12 +129,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_x = grad_weight = grad_bias = None
     if ctx.needs_input_grad[0]:
         rows = grad if grad.ndim > 1 else grad.unsqueeze(0)
-        grad_x = product(rows, weight, None, x.dtype, ctx.contract).reshape(x.shape)
+        grad_x = product(rows, weight, None, ctx.dtype, ctx.contract)
+        grad_x = grad_x.reshape(*grad.shape[:-1], weight.shape[1])
     if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
         return grad_x, None, None, None, None
     columns = sequences(grad).mT
     if ctx.needs_input_grad[1]:
-        out = addbmm(None, columns, sequences(x), cu_seqlens, weight.dtype, ctx.contract)
+        out = addbmm(None, columns, sequences(x), cu_seqlens, ctx.dtype, ctx.contract)
         grad_weight = out[0]
     if ctx.needs_input_grad[2]:
         ones = grad.new_ones(()).expand(*columns.shape[:2], columns.shape[3], 1)
