@@ -30,6 +30,7 @@ import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
 from samebits.backends.reference import kernels, logp_kernels, rows_kernels
 from samebits.ops import _library
+from samebits.ops.reduce import sum as row_sum
 from samebits.testing import assert_same_bits, values
 
 CU = torch.tensor([0, 3, 3, 8])
@@ -270,6 +271,23 @@ def test_compiled_with_a_frozen_operand(name: str, trained: int) -> None:
     (got,) = torch.autograd.grad(compiled_out.square().sum(), leaves[trained])
     (want,) = torch.autograd.grad(eager_out.square().sum(), leaves[trained])
     assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_linear_with_one_number_for_a_bias(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight, bias = leaf(2, 3, 5, dtype=dtype), leaf(4, 5, dtype=dtype), leaf(*shape, dtype=dtype)
+    row = bias.detach().expand(4).clone().requires_grad_()
+    want = samebits.linear(x, weight, row)
+    got = samebits.linear(x, weight, bias)
+    assert_same_bits(got, want)
+    torch.testing.assert_close(got, F.linear(x, weight, bias), rtol=0.02, atol=0.02)
+    wanted = torch.autograd.grad(want.square().sum(), (x, weight, row))
+    grads = torch.autograd.grad(got.square().sum(), (x, weight, bias))
+    for g, w in zip(grads, (*wanted[:2], row_sum(wanted[2]).reshape(shape)), strict=True):
+        assert_same_bits(g, w)
+    with samebits.batch_invariant():
+        assert_same_bits(F.linear(x, weight, bias), want)
 
 
 def test_second_derivatives_with_a_frozen_operand() -> None:

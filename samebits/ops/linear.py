@@ -11,6 +11,7 @@ from samebits.backends import on_gpu
 from samebits.contract import Contract
 from samebits.ops._library import Operator, check_device, check_operands, shape
 from samebits.ops.addmm import addbmm, assert_cu_seqlens, check_cu_seqlens
+from samebits.ops.expand import expand
 from samebits.ops.matmul import product
 
 
@@ -30,7 +31,7 @@ def linear(
     Args:
         x: ``[..., in_features]``; bfloat16, float16 or float32, any strides.
         weight: ``[out_features, in_features]``; same dtype and device.
-        bias: ``[out_features]``; same dtype and device.
+        bias: ``[out_features]``, or one number for all of them; same dtype and device.
         cu_seqlens: int32 or int64 ``[sequences + 1]`` on the same device, for sequences packed one after the
             other into ``x`` of ``[tokens, in_features]`` or ``[1, tokens, in_features]``: offsets that start
             at 0, never decrease, and end at ``tokens``. It changes no bit of the output, only where the
@@ -43,7 +44,8 @@ def linear(
           once at the end. Every sequence starts a new group of 16 tokens, its tail padded with zeros. A
           sequence is a row of a batch ``x[B, T, ...]``, or a span of ``cu_seqlens``; a 2-D ``x`` is one
           sequence. So these gradients have the same bits however a batch is padded at the end of its
-          sequences (with zero output gradients there) or packed.
+          sequences (with zero output gradients there) or packed. A bias of one number gets the sum of the
+          features' gradients, as :func:`torch.sum` of that row in :func:`samebits.batch_invariant`.
 
     Raises:
         TypeError: a tensor is not dense bfloat16, float16 or float32, dtypes differ, ``cu_seqlens`` is not
@@ -67,10 +69,12 @@ def linear(
             f" {x.shape[-1]} and {weight.shape[1]} of shapes {shape(x)} and {shape(weight)}"
         )
     if bias is not None and (bias.ndim != 1 or bias.shape[0] != weight.shape[0]):
-        raise ValueError(
-            f"samebits.linear: bias: expected shape {(weight.shape[0],)} for weight {shape(weight)},"
-            f" got {shape(bias)}"
-        )
+        if bias.shape not in ((), (1,)):
+            raise ValueError(
+                f"samebits.linear: bias: expected shape {(weight.shape[0],)}, (1,) or () for weight"
+                f" {shape(weight)}, got {shape(bias)}"
+            )
+        bias = expand(bias, weight.shape[:1])
     if cu_seqlens is not None:
         check_cu_seqlens_form("linear", "x", x, cu_seqlens)
     plain = plain and cu_seqlens is None
