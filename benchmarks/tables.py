@@ -8,23 +8,18 @@ python -m benchmarks.tables [--check]
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from benchmarks.logp import PRODUCT
-from benchmarks.record import GPUS, RESULTS, ROOT, measured, slug
+from benchmarks.record import GPUS, ROOT, load, measured, slug, tiny
 from samebits.bench import ratio, summary
 
 BLOCK = re.compile(
     r"(?<=^<!-- begin: )([a-z0-9-]+)( -->\n)(.*?)(?=^<!-- end: \1 -->$)", re.DOTALL | re.MULTILINE
 )
-
-
-def load(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text())
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -159,7 +154,7 @@ def gpu_backward(data: dict[str, Any]) -> str:
 
 
 def gpu_tiny(data: dict[str, Any]) -> str:
-    cases = [c for c in data["cases"] if c["work"] == "bmm"]
+    cases = tiny(data)
     if not cases:
         return "Not measured yet."
     bandwidth = data["ceilings"]["copy_bytes_per_s"]
@@ -177,7 +172,9 @@ def gpu_tiny(data: dict[str, Any]) -> str:
         "Speed relative to `torch.bmm` (no TF32). Bandwidth beside that of large copies, and of a copy of"
         " as many bytes."
     )
-    return "\n\n".join((table(head, rows), said))
+    picture = f"docs/assets/{slug(data['environment']['gpu'])}-tiny.svg"
+    shown = f"![Times of batched products beside torch.bmm and a copy]({picture})"
+    return "\n\n".join((table(head, rows), said, shown))
 
 
 def gpu_host(data: dict[str, Any]) -> str:
