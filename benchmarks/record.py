@@ -18,12 +18,21 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+def load(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
 def measured(results: str) -> list[str]:
     """The folders of GPUs that have these results."""
     return sorted(path.parent.name for path in RESULTS.glob(f"*/{results}"))
 
 
 GPUS = measured("bench.json")
+
+
+def tiny(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The batched products among the cases of `samebits bench`, if these were measured."""
+    return [c for c in data["cases"] if c["work"] == "bmm"]
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:

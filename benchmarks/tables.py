@@ -8,7 +8,6 @@ python -m benchmarks.tables [--check]
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 from collections.abc import Callable, Iterable
@@ -16,16 +15,12 @@ from functools import partial
 from typing import Any
 
 from benchmarks.logp import PRODUCT
-from benchmarks.record import GPUS, RESULTS, ROOT, measured, slug
+from benchmarks.record import GPUS, ROOT, load, measured, slug, tiny
 from samebits.bench import ratio, summary
 
 BLOCK = re.compile(
     r"(?<=^<!-- begin: )([a-z0-9-]+)( -->\n)(.*?)(?=^<!-- end: \1 -->$)", re.DOTALL | re.MULTILINE
 )
-
-
-def load(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text())
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -160,7 +155,7 @@ def gpu_backward(data: dict[str, Any]) -> str:
 
 
 def gpu_tiny(data: dict[str, Any]) -> str:
-    cases = [c for c in data["cases"] if c["work"] == "bmm"]
+    cases = tiny(data)
     if not cases:
         return "Not measured yet."
     bandwidth = data["ceilings"]["copy_bytes_per_s"]
@@ -178,7 +173,9 @@ def gpu_tiny(data: dict[str, Any]) -> str:
         "Speed relative to `torch.bmm` (no TF32). Bandwidth beside that of large copies, and of a copy of"
         " as many bytes."
     )
-    return "\n\n".join((table(head, rows), said))
+    picture = f"docs/assets/{slug(data['environment']['gpu'])}-tiny.svg"
+    shown = f"![Times of batched products beside torch.bmm and a copy]({picture})"
+    return "\n\n".join((table(head, rows), said, shown))
 
 
 def gpu_host(data: dict[str, Any]) -> str:
@@ -275,8 +272,17 @@ def gpu_models_time(data: dict[str, Any]) -> str:
     )
 
 
+def _memory(case: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """MiB at the peak beyond the operands, by work and library."""
+    peak = case.get("forward_backward_peak_mib")
+    if peak is None:  # results up to 2026-11-21 are less the gradients
+        gradients = 2 * case["d"] * (case["tokens"] + case["v"]) / 2**20
+        peak = {name: mib + gradients for name, mib in case["forward_backward_mib"].items()}
+    return {"forward": case["forward_mib"], "forward_backward": peak}
+
+
 def gpu_logp(data: dict[str, Any]) -> str:
-    """Time, and memory beyond operands and gradients, of each library that was installed."""
+    """Time, and memory beyond the operands, of each library that was installed."""
     libraries = list(dict.fromkeys(name for case in data["cases"] for name in case["forward_mib"]))
     rows = []
     for case in data["cases"]:
@@ -285,7 +291,7 @@ def gpu_logp(data: dict[str, Any]) -> str:
             ("forward_graph", "in a CUDA graph"),
             ("forward_backward", "and backward"),
         ):
-            ms, mib = case.get(f"{work}_ms"), case.get(f"{work}_mib", {})
+            ms, mib = case.get(f"{work}_ms"), _memory(case).get(work, {})
             if ms is None:
                 continue
             cells = [
@@ -307,8 +313,8 @@ def gpu_logp(data: dict[str, Any]) -> str:
     head = ["tokens, D, V", "work", *libraries, PRODUCT, "speed beside torch"]
     said = (
         "bf16; medians, in turns, of eager calls where no CUDA graph is named. Memory at the peak, beyond"
-        " operands and gradients. torch is"
-        " `F.linear`, `.float()` and `F.cross_entropy`; the product alone gives no log-probability."
+        " operands; gradients included. torch is `F.linear`, `.float()` and `F.cross_entropy`; the product"
+        " alone gives no log-probability."
     )
     return "\n\n".join((table(head, rows), said, _measured_on_gpu(data)))
 

@@ -29,6 +29,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from samebits._version import __version__
 from samebits.auditing.words import AuditError, module_name, plural
 
 if TYPE_CHECKING:
@@ -55,8 +56,18 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"samebits {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Matrix products whose every output row has the same bits whatever batch it rides in."""
 
 
@@ -121,7 +132,7 @@ def audit(
     with _errors("audit"):
         from samebits.auditing import audit as audit_operators
         from samebits.auditing import audit_linears
-        from samebits.auditing.operator_report import OperatorReport
+        from samebits.auditing.operator_report import OperatorReport, figure_for
         from samebits.auditing.operator_report import show as show_operators
 
         for option, given in (("--backward", backward), ("--plot", plot is not None)):
@@ -140,6 +151,8 @@ def audit(
                 file = Path(path).absolute()
                 if file.is_dir() or not file.parent.is_dir():
                     raise AuditError(f"{option} {path}: expected a file in a folder that exists")
+        if plot is not None:
+            figure_for(plot)  # to fail before the run, not after
         # What the user's code prints is no part of the JSON.
         with _progress() as show, redirect_stdout(sys.stderr) if json_to == "-" else nullcontext():
             show(0, f"loading {model}")

@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from benchmarks import logp, models, plot, tables
-from benchmarks.record import environment
+from benchmarks.record import GPUS, environment, load, tiny
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
 
@@ -50,7 +50,41 @@ def test_models(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_logp() -> None:
     ms, mib = {"samebits": 2.0, "torch": 3.0}, {"samebits": 40.2, "torch": 4096.0}
     case = {"tokens": 16, "d": 64, "v": 1000, "forward_ms": ms | {logp.PRODUCT: 1.0}, "forward_mib": mib}
-    case |= {"forward_backward_ms": ms, "forward_backward_mib": mib}
+    case |= {"forward_backward_ms": ms, "forward_backward_peak_mib": mib}
     said = tables.gpu_logp({"environment": environment("c0ffee"), "cases": [case]})
     assert "| 16, 64, 1,000 | forward | 2 ms, 40 MiB | 3 ms, 4,096 MiB | 1 ms | 1.50 |" in said
     assert "| 16, 64, 1,000 | and backward | 2 ms, 40 MiB | 3 ms, 4,096 MiB |  | 1.50 |" in said
+    assert "gradients included" in said
+
+
+def test_logp_memory_of_results_that_were_less_the_gradients() -> None:
+    case = {"tokens": 1024, "d": 1024, "v": 7168, "forward_mib": {}, "forward_backward_mib": {"torch": 100.0}}
+    assert tables._memory(case)["forward_backward"] == {"torch": 116.0}
+
+
+def test_tiny_products_have_a_picture_if_they_were_measured() -> None:
+    us = {"samebits": 4.0, "torch": 9.0, "copy": 3.0}
+    case = {"work": "bmm", "dtype": "bfloat16", "batch": 1000, "m": 4, "k": 5, "n": 6, "us": us}
+    data = {"environment": {"gpu": "A GPU"}, "ceilings": {"copy_bytes_per_s": 2e12}, "cases": [case]}
+    assert "(docs/assets/a-gpu-tiny.svg)" in tables.gpu_tiny(data)
+    drawn = plot.render(plot.gpu_tiny(data))
+    assert plot.OURS in drawn
+    assert plot.THEIRS in drawn
+    assert tables.gpu_tiny(data | {"cases": []}) == "Not measured yet."
+    for gpu in GPUS:
+        assert (f"{gpu}-tiny.svg" in plot.PICTURES) == bool(tiny(load(f"{gpu}/bench.json")))
+    assert {path.name for path in plot.ASSETS.glob("*.svg")} == plot.PICTURES.keys()
+
+
+def test_no_point_of_the_roofline_is_under_its_label() -> None:
+    for gpu in GPUS:
+        with plot.matplotlib.rc_context(plot.STYLE):
+            figure = plot.gpu_roofline(load(f"{gpu}/bench.json"))
+            figure.canvas.draw()
+        (axes,) = figure.axes
+        (label,) = (text for text in axes.texts if "clone" in text.get_text())
+        assert "No bound" in label.get_text()
+        extent = plot.matplotlib.text.Text.get_window_extent(label)  # without the line that leads from it
+        points = [axes.transData.transform(line.get_xydata()) for line in axes.lines]
+        assert not any(extent.contains(*point) for line in points for point in line)
+        plot.plt.close(figure)

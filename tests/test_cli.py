@@ -228,6 +228,22 @@ def test_mistakes_get_one_line_and_exit_code_2(args: list[str], says: str) -> No
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.usefixtures("here")
+def test_a_plot_that_matplotlib_cannot_write_is_refused_before_the_run() -> None:
+    pytest.importorskip("matplotlib")
+    result = run("audit", "mine:bad", "--operators", "--plot", "a.xyz")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("samebits audit: plot a.xyz: matplotlib cannot write xyz, only ")
+    assert "png" in result.stderr
+    assert "svg" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"samebits {samebits.__version__}\n")
+
+
 def test_device_cuda_without_a_gpu(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status = types.SimpleNamespace(available=False, reason="no driver", remedy="install one")
     monkeypatch.setattr(runtime, "status", lambda: status)

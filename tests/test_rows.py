@@ -357,6 +357,24 @@ def test_cuda_has_the_bits_of_the_cpu(dtype: torch.dtype, kind: str, count: int,
 
 
 @on_devices
+def test_sum_and_mean_of_one_number_and_of_a_vector(device: str) -> None:
+    x = torch.tensor(2.0, device=device, requires_grad=True)
+    for op in (sum, mean):
+        for dim, keepdim in ((None, False), (0, False), (-1, True), ((), False)):
+            assert_same_bits(op(x, dim, keepdim), x.detach())
+        (grad,) = torch.autograd.grad(op(x), x)
+        assert_same_bits(grad, torch.ones_like(grad))
+    v = torch.randn(5, device=device)
+    assert_same_bits(sum(v, 0, keepdim=True), sum(v[None], 1))
+    with samebits.batch_invariant():
+        assert_same_bits(x.sum(), x.detach())
+        assert_same_bits(x.mean(), x.detach())
+        target = torch.tensor(2, device=device)
+        loss = torch.nn.functional.cross_entropy(v, target)
+        assert_same_bits(loss, torch.nn.functional.cross_entropy(v[None], target[None]))
+
+
+@on_devices
 def test_gradient_of_a_mean(device: str) -> None:
     """A GPU's quotient of a tensor by a number is a product with the inverse, a CPU's is not."""
     x, grad = torch.zeros(400, 49, device=device, requires_grad=True), values("normal", (400,), F32, 0)

@@ -31,6 +31,7 @@ import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
 from samebits.backends.reference import kernels, logp_kernels, rows_kernels
 from samebits.ops import _library
+from samebits.ops.reduce import sum as row_sum
 from samebits.testing import assert_same_bits, values
 
 CU = torch.tensor([0, 3, 3, 8])
@@ -202,6 +203,103 @@ def test_both_ways_to_an_operator_record_the_same_gradients(name: str) -> None:
         want = derivatives()
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         assert_same_bits(g, w, f"result {i}")
+
+
+FROZEN = {
+    "matmul": "ab",
+    "matmul broadcast": "ab",
+    "bmm": "ab",
+    "linear": "ab",
+    "linear vector": "ab",
+    "linear packed": "ab",
+    "addmm_": ".ab",
+}
+
+
+@pytest.mark.parametrize("way", [nullcontext, registered], ids=["plain", "registered"])
+@pytest.mark.parametrize("trained", ["a", "b", "ab", "", "."])
+@pytest.mark.parametrize("name", FROZEN)
+def test_an_operand_is_saved_only_for_the_other_ones_gradient(
+    name: str, trained: str, way: Callable[[], AbstractContextManager[None]]
+) -> None:
+    op, leaves = public(name)
+    named = dict(zip(FROZEN[name] + "." * len(leaves), leaves, strict=False))
+    operands = [named[n] for n in "ab"]
+    want = dict(zip(leaves, torch.autograd.grad(op(*leaves).square().sum(), leaves), strict=True))
+    for n, t in named.items():
+        t.requires_grad_(n in trained)
+    rest = [t for t in leaves if all(t is not o for o in operands)]
+    for t in rest:
+        t.requires_grad_("." in trained)
+    saved: list[Tensor] = []
+    with way(), saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = op(*leaves)
+    kept = [t.untyped_storage().data_ptr() for t in saved]
+    for own, other in ("ab", "ba"):
+        assert (named[own].untyped_storage().data_ptr() in kept) == (other in trained), own
+    wanted = [t for t in leaves if t.requires_grad]
+    if wanted:
+        with way():
+            first = torch.autograd.grad(out, wanted, 2 * out.detach(), create_graph=True)
+            for g, t in zip(first, wanted, strict=True):
+                assert_same_bits(g, want[t])
+
+
+@pytest.mark.parametrize("way", [nullcontext, registered], ids=["plain", "registered"])
+def test_what_a_frozen_weight_is_multiplied_with_may_change_in_place(
+    way: Callable[[], AbstractContextManager[None]],
+) -> None:
+    x, frozen = leaf(2, 3, 5), leaf(4, 5).detach()
+    with way():
+        for op, weight in ((samebits.linear, frozen), (samebits.matmul, frozen.T)):
+            h = x * 2
+            y = op(h, weight)
+            h += 1
+            (got,) = torch.autograd.grad(y.sum(), x)
+            assert_same_bits(got, 2 * samebits.matmul(torch.ones(2, 3, 4), frozen))
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+@pytest.mark.parametrize("name", ["matmul", "matmul broadcast", "linear", "addmm_"])
+def test_compiled_with_a_frozen_operand(name: str, trained: int) -> None:
+    torch._dynamo.reset()
+    op, leaves = public(name)
+    for i, t in enumerate(leaves):
+        t.requires_grad_(i == trained)
+    compiled = torch.compile(lambda *args: op(*args), fullgraph=True, backend="aot_eager", dynamic=True)
+    eager_out, compiled_out = op(*leaves), compiled(*leaves)
+    assert_same_bits(compiled_out, eager_out)
+    (got,) = torch.autograd.grad(compiled_out.square().sum(), leaves[trained])
+    (want,) = torch.autograd.grad(eager_out.square().sum(), leaves[trained])
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_linear_with_one_number_for_a_bias(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight, bias = leaf(2, 3, 5, dtype=dtype), leaf(4, 5, dtype=dtype), leaf(*shape, dtype=dtype)
+    row = bias.detach().expand(4).clone().requires_grad_()
+    want = samebits.linear(x, weight, row)
+    got = samebits.linear(x, weight, bias)
+    assert_same_bits(got, want)
+    torch.testing.assert_close(got, F.linear(x, weight, bias), rtol=0.02, atol=0.02)
+    wanted = torch.autograd.grad(want.square().sum(), (x, weight, row))
+    grads = torch.autograd.grad(got.square().sum(), (x, weight, bias))
+    for g, w in zip(grads, (*wanted[:2], row_sum(wanted[2]).reshape(shape)), strict=True):
+        assert_same_bits(g, w)
+    with samebits.batch_invariant():
+        assert_same_bits(F.linear(x, weight, bias), want)
+
+
+def test_second_derivatives_with_a_frozen_operand() -> None:
+    x, frozen = leaf(2, 3, 5), leaf(4, 5).detach()
+    for op, weight in ((samebits.linear, frozen), (samebits.matmul, frozen.T)):
+        y = op(x.sin(), weight)
+        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        (got,) = torch.autograd.grad(first.square().sum(), x)
+        z = F.linear(x.sin(), frozen)
+        (first,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
+        torch.testing.assert_close(got, torch.autograd.grad(first.square().sum(), x)[0])
 
 
 class Mode(TorchDispatchMode):

@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -15,6 +15,9 @@ from rich.text import Text
 
 from samebits.auditing.report import plain
 from samebits.auditing.words import AuditError, module_name, plural
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -169,13 +172,7 @@ class OperatorReport:
 
     def save_plot(self, path: str | Path) -> None:
         """Draw how the difference grows from operator to operator. Needs matplotlib (the ``bench`` extra)."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise AuditError(
-                "a plot needs matplotlib: pip install '.[bench]' in a clone of samebits"
-            ) from error
-        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        figure = figure_for(path)
         axes = figure.subplots()
         shown = [o for o in self.operators if math.isfinite(o.drift.of_row)]
         axes.plot(
@@ -206,6 +203,20 @@ class OperatorReport:
         axes.set_title(f"{self.model}: {plural(self.batch, 'row')}", fontsize=11, loc="left")
         axes.legend(frameon=False)
         figure.savefig(path)
+
+
+def figure_for(path: str | Path) -> Figure:
+    """An empty figure, or an error if matplotlib is not there or cannot write such a file."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise AuditError("a plot needs matplotlib: pip install '.[bench]' in a clone of samebits") from error
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    formats = sorted(figure.canvas.get_supported_filetypes())
+    ending = Path(path).suffix[1:].lower()
+    if ending and ending not in formats:  # without one, matplotlib appends its own
+        raise AuditError(f"plot {path}: matplotlib cannot write {ending}, only {', '.join(formats)}")
+    return figure
 
 
 def show(report: OperatorReport, width: int) -> RenderableType:

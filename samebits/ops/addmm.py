@@ -224,22 +224,24 @@ def _fake_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, a, b, _, _, ctx.contract = inputs
-    ctx.save_for_backward(a, b)
+    needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
+    ctx.save_for_backward(a if needed[2] else None, b if needed[1] else None)
+    ctx.dtype = a.dtype
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b = ctx.saved_tensors
     grad_acc = grad.to(torch.float32) if ctx.needs_input_grad[0] else None
-    grad = operand(grad, a.dtype, ctx.contract).unsqueeze(1)
-    B, S, M, K = a.shape
+    grad = operand(grad, ctx.dtype, ctx.contract).unsqueeze(1)
     grad_a = grad_b = None
     if ctx.needs_input_grad[1]:
-        grad_a = product(grad, b.mT, None, a.dtype, ctx.contract)
+        grad_a = product(grad, b.mT, None, ctx.dtype, ctx.contract)
     if ctx.needs_input_grad[2]:
+        B, S, M, K = a.shape
         rows = grad.expand(B, S, *grad.shape[2:]).reshape(B * S, 1, *grad.shape[2:])
         columns = a.mT.reshape(B * S, 1, K, M)
-        out = addbmm(None, columns, rows, None, b.dtype, ctx.contract)
-        grad_b = out.reshape(b.shape)
+        out = addbmm(None, columns, rows, None, ctx.dtype, ctx.contract)
+        grad_b = out.reshape(B, S, K, grad.shape[-1])
     return grad_acc, grad_a, grad_b, None, None, None
 
 

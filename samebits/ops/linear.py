@@ -11,6 +11,7 @@ from samebits.backends import on_gpu
 from samebits.contract import Contract
 from samebits.ops._library import Operator, check_device, check_operands, shape
 from samebits.ops.addmm import addbmm, assert_cu_seqlens, check_cu_seqlens
+from samebits.ops.expand import expand
 from samebits.ops.matmul import product
 
 
@@ -30,7 +31,7 @@ def linear(
     Args:
         x: ``[..., in_features]``; bfloat16, float16 or float32, any strides.
         weight: ``[out_features, in_features]``; same dtype and device.
-        bias: ``[out_features]``; same dtype and device.
+        bias: ``[out_features]``, or one number for all of them; same dtype and device.
         cu_seqlens: int32 or int64 ``[sequences + 1]`` on the same device, for sequences packed one after the
             other into ``x`` of ``[tokens, in_features]`` or ``[1, tokens, in_features]``: offsets that start
             at 0, never decrease, and end at ``tokens``. It changes no bit of the output, only where the
@@ -43,7 +44,8 @@ def linear(
           once at the end. Every sequence starts a new group of 16 tokens, its tail padded with zeros. A
           sequence is a row of a batch ``x[B, T, ...]``, or a span of ``cu_seqlens``; a 2-D ``x`` is one
           sequence. So these gradients have the same bits however a batch is padded at the end of its
-          sequences (with zero output gradients there) or packed.
+          sequences (with zero output gradients there) or packed. A bias of one number gets the sum of the
+          features' gradients, as :func:`torch.sum` of that row in :func:`samebits.batch_invariant`.
 
     Raises:
         TypeError: a tensor is not dense bfloat16, float16 or float32, dtypes differ, ``cu_seqlens`` is not
@@ -67,10 +69,12 @@ def linear(
             f" {x.shape[-1]} and {weight.shape[1]} of shapes {shape(x)} and {shape(weight)}"
         )
     if bias is not None and (bias.ndim != 1 or bias.shape[0] != weight.shape[0]):
-        raise ValueError(
-            f"samebits.linear: bias: expected shape {(weight.shape[0],)} for weight {shape(weight)},"
-            f" got {shape(bias)}"
-        )
+        if bias.shape not in ((), (1,)):
+            raise ValueError(
+                f"samebits.linear: bias: expected shape {(weight.shape[0],)}, (1,) or () for weight"
+                f" {shape(weight)}, got {shape(bias)}"
+            )
+        bias = expand(bias, weight.shape[:1])
     if cu_seqlens is not None:
         check_cu_seqlens_form("linear", "x", x, cu_seqlens)
     plain = plain and cu_seqlens is None
@@ -118,7 +122,9 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | N
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, cu_seqlens, ctx.contract = inputs
-    ctx.save_for_backward(x, weight, cu_seqlens)
+    needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
+    ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None, cu_seqlens)
+    ctx.dtype = x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
@@ -127,12 +133,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_x = grad_weight = grad_bias = None
     if ctx.needs_input_grad[0]:
         rows = grad if grad.ndim > 1 else grad.unsqueeze(0)
-        grad_x = product(rows, weight, None, x.dtype, ctx.contract).reshape(x.shape)
+        grad_x = product(rows, weight, None, ctx.dtype, ctx.contract)
+        grad_x = grad_x.reshape(*grad.shape[:-1], weight.shape[1])
     if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
         return grad_x, None, None, None, None
     columns = sequences(grad).mT
     if ctx.needs_input_grad[1]:
-        out = addbmm(None, columns, sequences(x), cu_seqlens, weight.dtype, ctx.contract)
+        out = addbmm(None, columns, sequences(x), cu_seqlens, ctx.dtype, ctx.contract)
         grad_weight = out[0]
     if ctx.needs_input_grad[2]:
         ones = grad.new_ones(()).expand(*columns.shape[:2], columns.shape[3], 1)

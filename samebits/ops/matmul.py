@@ -91,23 +91,25 @@ def _fake(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, con
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, bias, _, ctx.contract = inputs
-    ctx.save_for_backward(a, b)
+    needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
+    ctx.save_for_backward(a if needed[1] else None, b if needed[0] else None)
+    ctx.shapes, ctx.dtype = (a.shape, b.shape), a.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     from samebits.ops.addmm import addbmm  # whose gradients are products
 
-    a, b = ctx.saved_tensors
-    grad = operand(grad, a.dtype, ctx.contract)
+    (a, b), (a_shape, b_shape), dtype = ctx.saved_tensors, ctx.shapes, ctx.dtype
+    grad = operand(grad, dtype, ctx.contract)
     grad_a = grad_b = grad_bias = None
     if ctx.needs_input_grad[0]:
-        if a.shape[:-2] == grad.shape[:-2]:
-            grad_a = product(grad, b.mT, None, a.dtype, ctx.contract)
+        if a_shape[:-2] == grad.shape[:-2]:
+            grad_a = product(grad, b.mT, None, dtype, ctx.contract)
         else:
-            grad_a = _over_broadcast(grad, b.mT, a, ctx.contract)
+            grad_a = _over_broadcast(grad, b.mT, a_shape, dtype, ctx.contract)
     if ctx.needs_input_grad[1]:
-        grad_b = _over_broadcast(a.mT, grad, b, ctx.contract)
+        grad_b = _over_broadcast(a.mT, grad, b_shape, dtype, ctx.contract)
     if ctx.needs_input_grad[2]:
         rows = grad.reshape(1, grad.shape[:-2].numel(), *grad.shape[-2:])
         ones = rows.new_ones(()).expand(*rows.shape[:-1], 1)
@@ -121,12 +123,12 @@ def operand(grad: Tensor, dtype: torch.dtype, contract: str) -> Tensor:
     return grad if contract_from_key(contract).step == "fma" else grad.to(dtype)
 
 
-def _over_broadcast(a: Tensor, b: Tensor, like: Tensor, contract: str) -> Tensor:
-    """``a @ b`` chained over the batch dimensions that broadcasting had given the operand `like`."""
+def _over_broadcast(a: Tensor, b: Tensor, size: torch.Size, dtype: torch.dtype, contract: str) -> Tensor:
+    """``a @ b`` chained over the batch dimensions that broadcasting had given an operand of `size`."""
     from samebits.ops.addmm import addbmm
 
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    own = (1,) * (len(batch) + 2 - like.ndim) + tuple(like.shape[:-2])
+    own = (1,) * (len(batch) + 2 - len(size)) + tuple(size[:-2])
     kept = [d for d in range(len(batch)) if own[d] == batch[d]]
     summed = [d for d in range(len(batch)) if own[d] != batch[d]]
     B = torch.Size([batch[d] for d in kept]).numel()
@@ -137,8 +139,8 @@ def _over_broadcast(a: Tensor, b: Tensor, like: Tensor, contract: str) -> Tensor
         t = t.expand(*batch, *matrix).permute(*kept, *summed, len(batch), len(batch) + 1)
         return t.reshape(B, S, *matrix)
 
-    out = addbmm(None, sequences(a), sequences(b), None, like.dtype, contract)
-    return out.reshape(like.shape)  # type: ignore[no-any-return]
+    out = addbmm(None, sequences(a), sequences(b), None, dtype, contract)
+    return out.reshape(size)  # type: ignore[no-any-return]
 
 
 product = Operator(

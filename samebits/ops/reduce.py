@@ -53,7 +53,7 @@ def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) 
     dims = sorted({d % max(x.ndim, 1) for d in given}) if x.ndim else []
     kept = [d for d in range(x.ndim) if d not in dims]
     shape = [x.shape[d] for d in kept]
-    rows = x.permute(*kept, *dims).reshape(math.prod(shape), math.prod([x.shape[d] for d in dims]))
+    rows = x.permute([*kept, *dims]).reshape(math.prod(shape), math.prod([x.shape[d] for d in dims]))
     out: Tensor = _operator(rows, op == "mean")
     return out.reshape([1 if d in dims else x.shape[d] for d in range(x.ndim)] if keepdim else shape)
 
