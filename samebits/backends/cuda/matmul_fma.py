@@ -18,8 +18,8 @@ from samebits.backends.cuda.matmul_sm80 import (
     Layout,
     Plan,
     check_sizes,
+    complete,
     layout,
-    matrix_strides,
     need,
 )
 
@@ -155,14 +155,8 @@ def matmul(
         out: ``[M, N]`` or ``[B, M, N]``, float32, bfloat16 or float16, any strides.
         schedule: one of :data:`SCHEDULES`; by default :func:`choose_schedule`'s.
     """
-    plan(a, b, out, acc=acc, bias=bias, cu_seqlens=cu_seqlens, closing=closing, schedule=schedule).launch(
-        a.data_ptr(),
-        b.data_ptr(),
-        out.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        0 if cu_seqlens is None else cu_seqlens.data_ptr(),
-        None if acc is None else acc.data_ptr(),
-    )
+    planned = plan(a, b, out, acc=acc, bias=bias, cu_seqlens=cu_seqlens, closing=closing, schedule=schedule)
+    planned.run(a, b, out, bias, cu_seqlens, acc)
     return out
 
 
@@ -198,23 +192,8 @@ def plan(
         segmented = a.ndim == 4 or cu_seqlens is not None
         spec = kernel_spec(schedule, (a.dtype, b.dtype, out.dtype), layout_a, layout_b, segmented)
         kernel = runtime.load(spec, info.index)
-    strides = matrix_strides(out)
-    align = 4 * out.element_size()
-    together = strides[2] == 1 and out.data_ptr() % align == 0 and strides[0] % 4 == strides[1] % 4 == 0
-    return Plan(
-        kernel,
-        (tiles, 1, 1),
-        layout_a.strides,
-        layout_b.strides,
-        strides,
-        None if acc is None else matrix_strides(acc),
-        (0,) if bias is None else bias.stride(),
-        (
-            *(m, n, k, segments, tiles_m, tiles_n, closing, together),
-            0 if bias is None else KINDS[bias.dtype],
-            cu_seqlens is not None and cu_seqlens.dtype == torch.int64,
-        ),
-    )
+    sizes = m, n, k, segments, tiles_m, tiles_n, closing
+    return complete(kernel, tiles, layout_a, layout_b, out, acc, bias, cu_seqlens, sizes)
 
 
 def _copy(x: Layout, step: int, thread: int) -> str:

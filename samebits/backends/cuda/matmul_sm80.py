@@ -141,6 +141,25 @@ class Plan(NamedTuple):
             *self.sizes,
         )
 
+    def run(
+        self,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
+        bias: Tensor | None,
+        cu_seqlens: Tensor | None,
+        acc: Tensor | None,
+    ) -> None:
+        """Run on these operands."""
+        self.launch(
+            a.data_ptr(),
+            b.data_ptr(),
+            out.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+            None if acc is None else acc.data_ptr(),
+        )
+
 
 def matmul(
     a: Tensor,
@@ -164,14 +183,8 @@ def matmul(
         out: ``[M, N]`` or ``[B, M, N]``, float32, bfloat16 or float16, any strides.
         schedule: one of :data:`SCHEDULES`; by default :func:`choose_schedule`'s.
     """
-    plan(a, b, out, acc=acc, bias=bias, cu_seqlens=cu_seqlens, schedule=schedule).launch(
-        a.data_ptr(),
-        b.data_ptr(),
-        out.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        0 if cu_seqlens is None else cu_seqlens.data_ptr(),
-        None if acc is None else acc.data_ptr(),
-    )
+    planned = plan(a, b, out, acc=acc, bias=bias, cu_seqlens=cu_seqlens, schedule=schedule)
+    planned.run(a, b, out, bias, cu_seqlens, acc)
     return out
 
 
@@ -204,19 +217,36 @@ def plan(
     kernel = None
     if tiles > 0:
         kernel = runtime.load(kernel_spec(schedule, a.dtype, layout_a, layout_b), info.index)
+    sizes = m, n, k, segments, tiles_m, tiles_n, KINDS[out.dtype]
+    return complete(kernel, tiles, layout_a, layout_b, out, acc, bias, cu_seqlens, sizes)
+
+
+def complete(
+    kernel: runtime.Kernel | None,
+    tiles: int,
+    a: Layout,
+    b: Layout,
+    out: Tensor,
+    acc: Tensor | None,
+    bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    sizes: tuple[int, ...],
+) -> Plan:
+    """A plan with such `sizes`, to which all follows that a kernel learns of the outputs and the bias."""
     strides = matrix_strides(out)
     align = 4 * out.element_size()
     together = strides[2] == 1 and out.data_ptr() % align == 0 and strides[0] % 4 == strides[1] % 4 == 0
     return Plan(
         kernel,
         (tiles, 1, 1),
-        layout_a.strides,
-        layout_b.strides,
+        a.strides,
+        b.strides,
         strides,
         None if acc is None else matrix_strides(acc),
         (0,) if bias is None else bias.stride(),
         (
-            *(m, n, k, segments, tiles_m, tiles_n, KINDS[out.dtype], together),
+            *sizes,
+            together,
             0 if bias is None else KINDS[bias.dtype],
             cu_seqlens is not None and cu_seqlens.dtype == torch.int64,
         ),
