@@ -91,7 +91,13 @@ class _Mode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile cannot look these up
+            if func is torch.ops.higher_order.flex_attention:
+                _report(func)
+            return func(*args, **kwargs)
         covered = _COVERED.get(func)
+        for operator, implementation in _POWERS:
+            covered = implementation if func is operator else covered
         if covered is not None:
             result = covered(*args, **{_ALIASES.get(key, key): value for key, value in kwargs.items()})
             if result is not NotImplemented:
@@ -505,9 +511,11 @@ def _in_whole_vectors(
         out = out[:count].view(shape)
         if not in_place:
             return out
-        if shape != tensors[0].shape or not torch.can_cast(out.dtype, tensors[0].dtype):
-            return func(*args, **kwargs)  # an error of PyTorch's
-        return tensors[0].copy_(out)
+        into = tensors[0]
+        kinds = [(t.is_floating_point(), t.is_complex()) for t in (into, out)]
+        if shape != into.shape or kinds[0] != kinds[1]:
+            return func(*args, **kwargs)  # most often an error of PyTorch's
+        return into.copy_(out)
 
     return pointwise
 
@@ -519,7 +527,7 @@ _LABELS = ("torch", "torch.Tensor", "torch.nn.functional", "torch.linalg", "torc
 def _named(name: str) -> dict[Callable[..., Any], str]:
     """All functions of PyTorch that are called so, with their full names."""
     found = zip(_WHERE, _LABELS, strict=True)
-    return {getattr(where, name): f"{label}.{name}" for where, label in found if hasattr(where, name)}
+    return {getattr(w, name): f"{label}.{name}" for w, label in found if callable(getattr(w, name, None))}
 
 
 def _pointwise(name: str) -> Iterator[tuple[Callable[..., Any], Callable[..., Any] | None]]:
@@ -562,7 +570,7 @@ _BROADCASTING = """
     __div__ __iadd__ __isub__ __imul__ __itruediv__
 """.split()  # noqa: SIM905
 _IN_WHOLE_VECTORS = """
-    exp exp2 expm1 log log2 log10 log1p rsqrt pow float_power __pow__ __rpow__ __ipow__ rsub
+    exp exp2 expm1 log log2 log10 log1p rsqrt pow float_power rsub
     sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sinc polar
     arcsin arccos arctan arctan2 arcsinh arccosh arctanh
     erf erfc erfinv erfcx ndtr ndtri log_ndtr entr i0 i0e i1 i1e lgamma gammaln digamma psi polygamma
@@ -579,7 +587,7 @@ _KNOWN_VARIANT = """
     avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
     interpolate grid_sample fold embedding_bag ctc_loss renorm renorm_ cov corrcoef histc histogram
     batch_norm instance_norm group_norm local_response_norm
-    native_batch_norm native_group_norm native_layer_norm _softmax _log_softmax _fused_rms_norm _weight_norm
+    native_batch_norm native_group_norm native_layer_norm _softmax _log_softmax _weight_norm
     cumsum cumsum_ cumprod cumprod_ logcumsumexp logsumexp norm vector_norm matrix_norm prod nansum nanmean
     std var std_mean var_mean trapezoid trapz cumulative_trapezoid segment_reduce
     scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_reduce index_reduce_
@@ -589,13 +597,20 @@ _KNOWN_VARIANT = """
     _scaled_dot_product_cudnn_attention _flash_attention_forward _efficient_attention_forward
     fft ifft rfft irfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn hfft ihfft hfft2 ihfft2 hfftn ihfftn
     stft istft
-    cholesky cholesky_ex cholesky_solve cholesky_inverse qr svd svdvals eigh eigvalsh eig eigvals cond
+    cholesky cholesky_ex cholesky_solve cholesky_inverse qr svd svdvals eigh eigvalsh eig eigvals
     solve solve_ex solve_triangular triangular_solve lstsq inv inv_ex inverse pinv det logdet slogdet
     tensorinv tensorsolve matrix_exp matrix_power matrix_rank householder_product geqrf ormqr
     lu lu_factor lu_factor_ex lu_solve ldl_factor ldl_solve
     grouped_mm scaled_mm scaled_grouped_mm _grouped_mm _scaled_mm _scaled_grouped_mm
 """.split()  # noqa: SIM905
-_SPARSE = {getattr(torch.sparse, name): f"torch.sparse.{name}" for name in ("mm", "addmm", "sum", "softmax")}
+_OTHER_VARIANT: dict[Callable[..., Any], str] = {
+    torch.sparse.mm: "torch.sparse.mm",
+    torch.sparse.addmm: "torch.sparse.addmm",
+    torch._sparse_sum: "torch.sparse.sum",
+    torch.sparse.softmax: "torch.sparse.softmax",
+    torch.sparse.log_softmax: "torch.sparse.log_softmax",
+    torch.linalg.cond: "torch.linalg.cond",
+}
 
 _COVERED: dict[Callable[..., Any], Callable[..., Any]] = {
     func: implementation for name, implementation in _IMPLEMENTATIONS.items() for func in _named(name)
@@ -610,15 +625,18 @@ _COVERED |= {
     for name in names
     for func, out_of_place in _pointwise(name)
 }
-_UNCOVERED = {func for name in _KNOWN_VARIANT for func in _named(name)} | set(_SPARSE)
-_UNCOVERED |= {torch.ops.higher_order.flex_attention}
+_POWERS = [  # torch.compile does not find these in a dictionary
+    (Tensor.__pow__, _in_whole_vectors(Tensor.pow)),
+    (Tensor.__rpow__, _in_whole_vectors(Tensor.__rpow__)),
+    (Tensor.__ipow__, _in_whole_vectors(Tensor.pow_, Tensor.pow)),
+]
+_UNCOVERED = {func for name in _KNOWN_VARIANT for func in _named(name)} | set(_OTHER_VARIANT)
 _NAMES = {
     func: label
     for name in (*_IMPLEMENTATIONS, *_KNOWN_VARIANT, *_ACCUMULATING)
     for func, label in _named(name).items()
 }
-_NAMES |= {torch.embedding: "torch.embedding", F.embedding: "torch.nn.functional.embedding"} | _SPARSE
-_NAMES |= {torch.ops.higher_order.flex_attention: "flex_attention"}
+_NAMES |= {torch.embedding: "torch.embedding", F.embedding: "torch.nn.functional.embedding"} | _OTHER_VARIANT
 
 # Python functions of PyTorch that are followed into. Those that a closure dispatches for check by themselves.
 _BODIES = {
@@ -631,7 +649,7 @@ _BODIES = {
     and function not in _UNCOVERED
 }
 
-_DIRECT = {*_IMPLEMENTATIONS, *_KNOWN_VARIANT, "embedding"} - {"expand", "expand_as"}
+_DIRECT = {*_IMPLEMENTATIONS, *_KNOWN_VARIANT, "embedding", "_fused_rms_norm"} - {"expand", "expand_as"}
 _DIRECT_KINDS = ("linalg_", "_linalg_", "fft_", "_fft_", "upsample_", "grid_sampler_", "_scaled_dot_product_")
 
 
