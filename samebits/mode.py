@@ -636,7 +636,8 @@ _NAMES = {
     for name in (*_IMPLEMENTATIONS, *_KNOWN_VARIANT, *_ACCUMULATING)
     for func, label in _named(name).items()
 }
-_NAMES |= {torch.embedding: "torch.embedding", F.embedding: "torch.nn.functional.embedding"} | _OTHER_VARIANT
+_NAMES |= {torch.embedding: "torch.embedding", F.embedding: "torch.nn.functional.embedding"}
+_NAMES |= _OTHER_VARIANT
 
 # Python functions of PyTorch that are followed into. Those that a closure dispatches for check by themselves.
 _BODIES = {
