@@ -398,6 +398,7 @@ def _calls(name: str) -> list[Callable[[Tensor, Tensor], Any]]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [*POINTWISE, *VARIANTS])
+@pytest.mark.filterwarnings("ignore:This overload")
 def test_elements_alone_and_in_batches(name: str, dtype: torch.dtype) -> None:
     """Forward and gradient of each elementwise function, of rows that whole vectors do not divide."""
     g = torch.Generator().manual_seed(0)
