@@ -91,15 +91,23 @@ class _Mode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile cannot look these up
+            if func is torch.ops.higher_order.flex_attention:
+                _report(func)
+            return func(*args, **kwargs)
         covered = _COVERED.get(func)
+        for operator, implementation in _POWERS:
+            covered = implementation if func is operator else covered
         if covered is not None:
-            result = covered(*args, **kwargs)
+            result = covered(*args, **{_ALIASES.get(key, key): value for key, value in kwargs.items()})
             if result is not NotImplemented:
                 return result
         elif func in _BODIES:
             with self:
                 return _BODIES[func](*args, **kwargs)
-        if (covered is not None or func in _UNCOVERED or _is_direct(func)) and _inexact(args):
+        if (covered is not None or func in _UNCOVERED or _is_direct(func)) and _inexact(
+            (*args, *kwargs.values())
+        ):
             _report(func)
         return func(*args, **kwargs)
 
@@ -121,14 +129,6 @@ def _body(function: FunctionType) -> FunctionType:
     )
     body.__kwdefaults__ = function.__kwdefaults__
     return body
-
-
-_BODIES = {
-    function: _body(function)
-    for module in (F, torch.functional)
-    for function in vars(module).values()
-    if isinstance(function, FunctionType) and function.__module__ == module.__name__
-}
 
 
 def _report(func: Callable[..., Any]) -> None:
@@ -411,15 +411,52 @@ def _records(x: Any) -> bool:
     return torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad and _takes(x)
 
 
-def _broadcasting(func: Callable[..., Any], in_place: bool = False) -> Callable[..., Any]:
-    """`func` of two tensors, element by element, with the gradient of what is broadcast."""
+def _sum_to_size(input: Tensor, *size: Any) -> Any:
+    sizes = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    lead = input.ndim - len(sizes)
+    dims = [d for d in range(input.ndim) if d < lead or (sizes[d - lead] == 1 != input.shape[d])]
+    if not _takes(input):
+        return NotImplemented
+    if not dims or any(n not in (1, input.shape[lead + d]) for d, n in enumerate(sizes)):
+        return input.sum_to_size(sizes)
+    return sum(input, dims, True).reshape(sizes)
 
-    def pointwise(input: Any, other: Any, **rest: Any) -> Any:
+
+def _unless_accumulating(func: Callable[..., Any]) -> Callable[..., Any]:
+    def put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = False, **rest: Any) -> Any:
+        return NotImplemented if accumulate else func(input, indices, values, accumulate, **rest)
+
+    return put
+
+
+_binary_cross_entropy = torch.binary_cross_entropy_with_logits
+
+
+def _cross_entropy_of_logits(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    reduction: int = 1,
+) -> Any:
+    loss = _in_whole_vectors(_binary_cross_entropy)(input, target, weight, pos_weight, 0)
+    if reduction == 0:
+        return loss
+    return NotImplemented if not _takes(loss) else mean(loss) if reduction == 1 else sum(loss)
+
+
+def _broadcasting(func: Callable[..., Any], out_of_place: Callable[..., Any] | None) -> Callable[..., Any]:
+    """`func` of two tensors, element by element, with the gradient of what is broadcast."""
+    scaled = _in_whole_vectors(func, out_of_place)
+
+    def pointwise(input: Any, other: Any, *args: Any, **rest: Any) -> Any:
+        if args or rest.get("alpha", 1) != 1:
+            return scaled(input, other, *args, **rest)
         if isinstance(input, Tensor) and isinstance(other, Tensor) and input.shape != other.shape:
             shape = torch.broadcast_shapes(input.shape, other.shape)
             if _records(other) and other.shape != shape:
                 other = expand(other, shape)
-            if not in_place and _records(input) and input.shape != shape:
+            if not out_of_place and _records(input) and input.shape != shape:
                 input = expand(input, shape)
         return func(input, other, **rest)
 
@@ -429,20 +466,56 @@ def _broadcasting(func: Callable[..., Any], in_place: bool = False) -> Callable[
 _SHARE = 1 << 14  # elements that PyTorch's CPU loops do not divide among threads
 
 
-def _in_whole_vectors(func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func` of a tensor, element by element, in lengths for which PyTorch's CPU loops treat all alike.
+def _in_whole_vectors(
+    func: Callable[..., Any], out_of_place: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """`func` of tensors, element by element, in lengths for which PyTorch's CPU loops treat all alike.
 
     What is left over after whole vectors, in each thread's share, they compute with other functions.
+    For a `func` that writes into its first argument, `out_of_place` is what computes.
     """
+    parameters = func.__code__.co_varnames if isinstance(func, FunctionType) else ()
+    flag = parameters.index("inplace") if "inplace" in parameters else None
 
-    def pointwise(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        in_place = kwargs.get("inplace") or kwargs.get("out") is not None or any(a is True for a in args)
-        if torch.compiler.is_compiling() or in_place or not (_takes(input) and input.is_cpu):
-            return func(input, *args, **kwargs)
-        count = input.numel()
-        flat = F.pad(input.reshape(-1), (0, -count % 64))
-        out = torch.cat([func(part, *args, **kwargs) for part in flat.split(_SHARE)])
-        return out[:count].view(input.shape)
+    def pointwise(*args: Any, **kwargs: Any) -> Any:
+        tensors = list(_tensors((*args, *kwargs.values())))
+        if not all(t.is_cpu and t.layout == torch.strided and not t.is_nested for t in tensors):
+            return func(*args, **kwargs)
+        if kwargs.get("out") is not None:
+            return NotImplemented
+        compute, in_place, plain, options = out_of_place or func, out_of_place is not None, args, dict(kwargs)
+        if flag is not None:
+            in_place = options.pop("inplace", False) or any(args[flag:])
+            plain = args[:flag]
+        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+        count = shape.numel()
+
+        def parts(x: Any) -> Any:
+            if not isinstance(x, Tensor) or (x.ndim == 0 and shape):  # PyTorch promotes no types for these
+                return None
+            wide = x if x.shape == shape else expand(x, shape) if _records(x) else x.expand(shape)
+            padding = 0.5 if x.is_floating_point() else 1
+            return F.pad(wide.reshape(-1), (0, -count % 64), value=padding).split(_SHARE)
+
+        positional = [(x, parts(x)) for x in plain]
+        named = {key: (x, parts(x)) for key, x in options.items()}
+        out = torch.cat(
+            [
+                compute(
+                    *(x if p is None else p[i] for x, p in positional),
+                    **{key: x if p is None else p[i] for key, (x, p) in named.items()},
+                )
+                for i in range(max(1, -(-count // _SHARE)))
+            ]
+        )
+        out = out[:count].view(shape)
+        if not in_place:
+            return out
+        into = tensors[0]
+        kinds = [(t.is_floating_point(), t.is_complex()) for t in (into, out)]
+        if shape != into.shape or kinds[0] != kinds[1]:
+            return func(*args, **kwargs)  # most often an error of PyTorch's
+        return into.copy_(out)
 
     return pointwise
 
@@ -454,7 +527,17 @@ _LABELS = ("torch", "torch.Tensor", "torch.nn.functional", "torch.linalg", "torc
 def _named(name: str) -> dict[Callable[..., Any], str]:
     """All functions of PyTorch that are called so, with their full names."""
     found = zip(_WHERE, _LABELS, strict=True)
-    return {getattr(where, name): f"{label}.{name}" for where, label in found if hasattr(where, name)}
+    return {getattr(w, name): f"{label}.{name}" for w, label in found if callable(getattr(w, name, None))}
+
+
+def _pointwise(name: str) -> Iterator[tuple[Callable[..., Any], Callable[..., Any] | None]]:
+    """All functions of PyTorch called `name` or `name_`; those in place with what computes the same."""
+    for where in _WHERE:
+        func = getattr(where, name, None)
+        if func is not None:
+            yield func, getattr(where, "__" + name[3:]) if name.startswith("__i") else None
+            if hasattr(where, name + "_"):
+                yield getattr(where, name + "_"), func
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
@@ -479,44 +562,96 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": _attention,
     "expand": _expand,
     "expand_as": _expand_as,
+    "sum_to_size": _sum_to_size,
 }
-_BROADCASTING: tuple[str, ...] = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide")
-_BROADCASTING += ("__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__", "__div__")
-_BROADCASTING_IN_PLACE = ("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__")
-_IN_WHOLE_VECTORS = ("silu", "sigmoid", "gelu", "rsqrt", "logsigmoid", "softplus", "mish")
+_ALIASES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}  # PyTorch's own
+_BROADCASTING = """
+    add sub subtract mul multiply div divide true_divide __add__ __radd__ __sub__ __mul__ __rmul__ __truediv__
+    __div__ __iadd__ __isub__ __imul__ __itruediv__
+""".split()  # noqa: SIM905
+_IN_WHOLE_VECTORS = """
+    exp exp2 expm1 log log2 log10 log1p rsqrt pow float_power rsub
+    sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sinc polar
+    arcsin arccos arctan arctan2 arcsinh arccosh arctanh
+    erf erfc erfinv erfcx ndtr ndtri log_ndtr entr i0 i0e i1 i1e lgamma gammaln digamma psi polygamma
+    igamma igammac gammainc gammaincc logit xlogy xlog1py logaddexp logaddexp2 ldexp hypot lerp addcmul
+    addcdiv sigmoid expit silu gelu mish softplus logsigmoid elu selu celu softshrink tanhshrink
+""".split()  # noqa: SIM905
+_ACCUMULATING = ("index_put", "index_put_", "put", "put_")
 
 _KNOWN_VARIANT = """
     addbmm addbmm_ addmm_ addmv addmv_ addr baddbmm_ bilinear chain_matmul inner multi_dot tensordot trace
-    vdot vecdot cdist pdist cosine_similarity pairwise_distance
-    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc
+    vdot vecdot cdist pdist dist cosine_similarity pairwise_distance cosine_embedding_loss triplet_margin_loss
+    multi_margin_loss multilabel_margin_loss
+    convolution _convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc
     avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-    interpolate grid_sample fold embedding_bag ctc_loss renorm cov corrcoef histc
-    batch_norm instance_norm group_norm native_batch_norm native_group_norm local_response_norm
+    interpolate grid_sample fold embedding_bag ctc_loss renorm renorm_ cov corrcoef histc histogram
+    batch_norm instance_norm group_norm local_response_norm
+    native_batch_norm native_group_norm native_layer_norm _softmax _log_softmax _weight_norm
     cumsum cumsum_ cumprod cumprod_ logcumsumexp logsumexp norm vector_norm matrix_norm prod nansum nanmean
-    std var std_mean var_mean
+    std var std_mean var_mean trapezoid trapz cumulative_trapezoid segment_reduce
     scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_reduce index_reduce_
-    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell _native_multi_head_attention _transformer_encoder_layer_fwd
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    _native_multi_head_attention _transformer_encoder_layer_fwd
     _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
     _scaled_dot_product_cudnn_attention _flash_attention_forward _efficient_attention_forward
-    fft ifft rfft irfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn hfft ihfft stft istft
-    cholesky qr svd svdvals eigh eigvalsh eig solve solve_triangular lstsq inv inverse pinv det slogdet
-    matrix_exp matrix_power lu lu_factor grouped_mm scaled_mm _grouped_mm _scaled_mm
+    fft ifft rfft irfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn hfft ihfft hfft2 ihfft2 hfftn ihfftn
+    stft istft
+    cholesky cholesky_ex cholesky_solve cholesky_inverse qr svd svdvals eigh eigvalsh eig eigvals
+    solve solve_ex solve_triangular triangular_solve lstsq inv inv_ex inverse pinv det logdet slogdet
+    tensorinv tensorsolve matrix_exp matrix_power matrix_rank householder_product geqrf ormqr
+    lu lu_factor lu_factor_ex lu_solve ldl_factor ldl_solve
+    grouped_mm scaled_mm scaled_grouped_mm _grouped_mm _scaled_mm _scaled_grouped_mm
 """.split()  # noqa: SIM905
+_OTHER_VARIANT: dict[Callable[..., Any], str] = {
+    torch.sparse.mm: "torch.sparse.mm",
+    torch.sparse.addmm: "torch.sparse.addmm",
+    torch._sparse_sum: "torch.sparse.sum",
+    torch.sparse.softmax: "torch.sparse.softmax",
+    torch.sparse.log_softmax: "torch.sparse.log_softmax",
+    torch.linalg.cond: "torch.linalg.cond",
+}
 
 _COVERED: dict[Callable[..., Any], Callable[..., Any]] = {
     func: implementation for name, implementation in _IMPLEMENTATIONS.items() for func in _named(name)
 }
 _COVERED |= {F.softmax: _f_softmax, F.log_softmax: _f_log_softmax}
 _COVERED |= {F.embedding: _f_embedding, torch.embedding: _embedding}
-_COVERED |= {func: _broadcasting(func) for name in _BROADCASTING for func in _named(name)}
-_COVERED |= {func: _broadcasting(func, True) for name in _BROADCASTING_IN_PLACE for func in _named(name)}
-_COVERED |= {func: _in_whole_vectors(func) for name in _IN_WHOLE_VECTORS for func in _named(name)}
-_UNCOVERED = {func for name in _KNOWN_VARIANT for func in _named(name)}
+_COVERED |= {torch.binary_cross_entropy_with_logits: _cross_entropy_of_logits}
+_COVERED |= {func: _unless_accumulating(func) for name in _ACCUMULATING for func in _named(name)}
+_COVERED |= {
+    func: cover(func, out_of_place)
+    for cover, names in ((_broadcasting, _BROADCASTING), (_in_whole_vectors, _IN_WHOLE_VECTORS))
+    for name in names
+    for func, out_of_place in _pointwise(name)
+}
+_POWERS = [  # torch.compile does not find these in a dictionary
+    (Tensor.__pow__, _in_whole_vectors(Tensor.pow)),
+    (Tensor.__rpow__, _in_whole_vectors(Tensor.__rpow__)),
+    (Tensor.__ipow__, _in_whole_vectors(Tensor.pow_, Tensor.pow)),
+]
+_UNCOVERED = {func for name in _KNOWN_VARIANT for func in _named(name)} | set(_OTHER_VARIANT)
 _NAMES = {
-    func: label for name in (*_IMPLEMENTATIONS, *_KNOWN_VARIANT) for func, label in _named(name).items()
-} | {torch.embedding: "torch.embedding", F.embedding: "torch.nn.functional.embedding"}
+    func: label
+    for name in (*_IMPLEMENTATIONS, *_KNOWN_VARIANT, *_ACCUMULATING)
+    for func, label in _named(name).items()
+}
+_NAMES |= {torch.embedding: "torch.embedding", F.embedding: "torch.nn.functional.embedding"}
+_NAMES |= _OTHER_VARIANT
 
-_DIRECT = {*_IMPLEMENTATIONS, *_KNOWN_VARIANT, "_softmax", "_log_softmax", "native_layer_norm", "embedding"}
+# Python functions of PyTorch that are followed into. Those that a closure dispatches for check by themselves.
+_BODIES = {
+    function: _body(function)
+    for module in (F, torch.functional)
+    for function in vars(module).values()
+    if isinstance(function, FunctionType)
+    and function.__module__ == module.__name__
+    and not function.__closure__
+    and function not in _UNCOVERED
+}
+
+_DIRECT = {*_IMPLEMENTATIONS, *_KNOWN_VARIANT, "embedding", "_fused_rms_norm"} - {"expand", "expand_as"}
+_DIRECT_KINDS = ("linalg_", "_linalg_", "fft_", "_fft_", "upsample_", "grid_sampler_", "_scaled_dot_product_")
 
 
 def _is_direct(func: Any) -> bool:
@@ -524,4 +659,5 @@ def _is_direct(func: Any) -> bool:
     if not isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return False
     namespace, _, name = str(func).partition(".")
-    return namespace == "aten" and name.partition(".")[0] in _DIRECT - {"expand", "expand_as"}
+    name = name.partition(".")[0]
+    return namespace == "aten" and (name in _DIRECT or name.startswith(_DIRECT_KINDS))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import samebits
 from samebits import mode
 from samebits.mode import UncoveredError, batch_invariant
+from samebits.ops import reduce
 from samebits.ops.attention import attention
 from samebits.ops.softmax import log_softmax, softmax
 from samebits.testing import assert_same_bits, values
@@ -229,6 +230,18 @@ UNCOVERED: dict[str, Callable[[], Any]] = {
     "mm": lambda: torch.ops.aten.mm.default(X[0], X[0].mT),
     "_softmax": lambda: torch.ops.aten._softmax(X, 1, False),
     "normalize": lambda: F.normalize(X),
+    "tensordot": lambda: torch.tensordot(X, X, 3),
+    "interpolate": lambda: F.interpolate(X, 7, mode="linear"),
+    "fold": lambda: F.fold(torch.ones(1, 4, 9), (4, 4), (2, 2)),
+    "grid_sample": lambda: F.grid_sample(X[None], torch.ones(1, 2, 2, 2), align_corners=False),
+    "torch.cumsum": lambda: torch.cumsum(input=X, dim=0),
+    "rnn_tanh_cell": lambda: nn.RNNCell(40, 2)(X[0]),
+    "convolution": lambda: torch.ops.aten.convolution(X, X[:3], None, [1], [0], [1], False, [0], 1),
+    "linalg_vector_norm": lambda: torch.ops.aten.linalg_vector_norm(X),
+    "native_layer_norm": lambda: torch.native_layer_norm(X, (40,), None, None, 1e-5),
+    "index_put": lambda: X.index_put((torch.tensor([0, 0]),), X[:2], accumulate=True),
+    "sparse.mm": lambda: torch.sparse.mm(X[0].to_sparse(), X[0].mT),
+    "sigmoid": lambda: torch.sigmoid(X, out=torch.empty_like(X)),
 }
 
 
@@ -246,25 +259,182 @@ def test_uncovered_operators_are_named(name: str) -> None:
     assert caught[0].filename == __file__ or name in PYTHON
 
 
+# Reached through Python of PyTorch.
 PYTHON = (
-    "lstm",
-    "conv1d",
-    "batch_norm",
-    "bilinear",
-    "normalize",
-    "norm",
-)  # reached through Python of PyTorch
+    *("lstm", "rnn_tanh_cell", "conv1d", "batch_norm", "bilinear", "normalize", "norm"),
+    *("tensordot", "interpolate", "fold", "grid_sample"),
+)
+
+_I = torch.zeros(4, dtype=torch.int64)
+_M = torch.eye(4)
+# Arguments that PyTorch takes for one operator or another; a call is reported before shapes are looked at.
+ARGUMENTS: list[tuple[Any, ...]] = [
+    *((_M,), (_M, _M), (_M, _M, _M), (_M, _M, _M, _M), (_M, 1), (_M, 2.0, 1, 1.0), (_M, 1, False)),
+    *((_M, 1, _I, _M), (_M, 1, _I, _M, "sum"), (_M, "sum"), ([_M, _M],)),
+    (_M, _M, None, [1], [0], [1], False, [0], 1),
+    (_M, _M, None, [1], [0], [1], False, [0], 1, False, False, False, False),
+    (_M, None, None, None, None, True, 0.1, 1e-5, True),
+    (_M, None, None, None, None, True, 0.1, 1e-5),
+    (_M, _M, _M, 4, 4, 4, 1, 1e-5),
+    (_M, [4], None, None, 1e-5),
+    (_M, (_M, _M), [_M], True, 1, 0.0, False, False, False),
+    (_M, _M, [_M], True, 1, 0.0, False, False, False),
+    (_M, (_M, _M), _M, _M),
+    (_M, _M, _M, None, False),
+    (_M, _M, _M, 1, 1, *(_M,) * 4),
+    (_M, 1, 1, *(_M,) * 4, False, False, 1e-5, *(_M,) * 8),
+]
+# Gone from PyTorch, or with arguments that no other has.
+NOT_CALLED = ("eig", "lstsq", "matrix_rank", "solve", "solve_triangular", "scaled_mm", "scaled_grouped_mm")
+
+
+def test_every_listed_operator_is_reported() -> None:
+    for func in mode._UNCOVERED:
+        name = mode._NAMES[func]
+
+        def reported(func: Any, args: tuple[Any, ...]) -> bool:
+            try:
+                func(*args)
+            except UncoveredError:
+                return True
+            except Exception:
+                pass
+            return False
+
+        with batch_invariant("error"):
+            called = any(reported(func, args) for args in ARGUMENTS)
+            if not called and name.rpartition(".")[2] in NOT_CALLED:
+                called = reported(mode._Mode().__torch_function__, (func, (), (_M,)))
+        assert called, name
+
+
+@pytest.mark.parametrize("on_uncovered", ["error", "warn", "ignore"])
+def test_pooling_by_maxima(on_uncovered: Any) -> None:
+    x = values("normal", (1, 2, 4, 4, 4), torch.float32, 0)
+    pools: list[tuple[str, int, dict[str, Any]]] = [("max_pool", d, {"kernel_size": 2}) for d in (1, 2, 3)]
+    pools += [("adaptive_max_pool", d, {"output_size": 2}) for d in (1, 2, 3)]
+    pools += [("fractional_max_pool", d, {"kernel_size": 2, "output_size": 2}) for d in (2, 3)]
+    with batch_invariant(on_uncovered):
+        for name, d, options in pools:
+            rows = x.view(1, 2, *{1: (64,), 2: (8, 8), 3: (4, 4, 4)}[d])
+            out, _ = getattr(F, f"{name}{d}d")(rows, **options, return_indices=True)
+            assert out.shape == getattr(F, f"{name}{d}d")(rows, **options).shape
+        assert nn.MaxPool2d(2)(x[0]).shape == (2, 4, 2, 2)
 
 
 def test_elementwise_functions_over_lengths_and_threads() -> None:
     x = torch.randn(70_001)
     with batch_invariant("error"):
-        for f in (F.silu, F.gelu, torch.sigmoid, F.softplus):
+        for f in (F.silu, F.gelu, torch.sigmoid, F.softplus, torch.exp2, torch.cosh, lambda x: 2.5**x):
             full = f(x)
             for start, stop in ((0, 1), (5, 38), (100, 33_000), (3, 70_000)):
                 assert_same_bits(f(x[start:stop]), full[start:stop])
             assert_same_bits(f(x[:69_996].view(12, -1).mT), full[:69_996].view(12, -1).mT)
     assert F.silu(x, True) is x
+
+
+# Everything of PyTorch that takes each element, by name: of torch, Tensor, torch.special and functional.
+POINTWISE = """
+    abs absolute neg negative positive sign sgn ceil floor round trunc fix frac sqrt square reciprocal
+    rad2deg deg2rad nan_to_num clamp clamp_min clamp_max clip add sub subtract mul multiply div divide
+    true_divide floor_divide fmod remainder maximum minimum fmax fmin copysign heaviside nextafter
+    bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 scaled_modified_bessel_k0 spherical_bessel_j0
+    zeta angle relu relu6 leaky_relu hardtanh hardswish hardsigmoid hardshrink softsign threshold
+""".split()  # noqa: SIM905
+POINTWISE += mode._IN_WHOLE_VECTORS
+VARIANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add alpha": lambda x, y: torch.add(x, y, alpha=0.3),
+    "sub alpha": lambda x, y: torch.sub(x, y, alpha=0.3),
+    "add_ alpha": lambda x, y: x.mul(0.9).add_(y, alpha=0.1),
+    "sub_ alpha": lambda x, y: (x * 1).sub_(y, alpha=0.3),
+    "rope": lambda x, y: 1 / 10000.0**x,
+    "x ** -0.5": lambda x, y: x**-0.5,
+    "x ** 3": lambda x, y: x**3,
+    "x **= y": lambda x, y: (x * 1).__ipow__(y),
+    "polygamma": lambda x, y: torch.polygamma(1, x),
+    "broadcast": lambda x, y: torch.atan2(x, X[0, 0, :37]),
+    "addcmul": lambda x, y: torch.addcmul(x, x, y, value=0.3),
+    "addcdiv": lambda x, y: torch.addcdiv(x, x, y, value=0.3),
+    "lerp": lambda x, y: torch.lerp(x, y, 0.3),
+    "gelu": lambda x, y: F.gelu(x, approximate="tanh"),
+    "inplace": lambda x, y: nn.ELU(0.5, inplace=True)(nn.SiLU(inplace=True)(nn.Mish(True)(x * 1))),
+    "glu": lambda x, y: F.glu(torch.cat([x, y], -1)),
+    "binary cross-entropy": lambda x, y: F.binary_cross_entropy(
+        x.sigmoid(), y.detach().sigmoid(), reduction="none"
+    ),
+    "its logits": lambda x, y: F.binary_cross_entropy_with_logits(
+        x, y.detach(), pos_weight=X[0, 0, :37], reduction="none"
+    ),
+    **{
+        f"{f.__name__}": lambda x, y, f=f: f(x, y.detach(), reduction="none")  # type: ignore[misc]
+        for f in (F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss, F.kl_div, F.poisson_nll_loss)
+    },
+}
+
+
+def _calls(name: str) -> list[Callable[[Tensor, Tensor], Any]]:
+    """Calls of everything of that name, with each kind of arguments that it takes."""
+    if name in VARIANTS:
+        return [VARIANTS[name]]
+    functions = {getattr(where, name) for where in mode._WHERE if hasattr(where, name)}
+    found: list[Callable[[Tensor, Tensor], Any]] = []
+    for function in functions | {getattr(w, name + "_") for w in mode._WHERE if hasattr(w, name + "_")}:
+        for call in (
+            lambda x, y, f=function: f(x * 1),
+            lambda x, y, f=function: f(x * 1, y),
+            lambda x, y, f=function: f(x * 1, 0.3),
+            lambda x, y, f=function: f(x * 1, -0.5),
+            lambda x, y, f=function: f(2.3, x),
+            lambda x, y, f=function: f(x * 1, y, y),
+            lambda x, y, f=function: f(x * 1, 0.3, 0.7),
+        ):
+            try:
+                if call(torch.ones(2, 3) / 2, torch.ones(2, 3) / 3).shape == (2, 3):
+                    found.append(call)
+            except (TypeError, RuntimeError, AttributeError):
+                pass
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [*POINTWISE, *VARIANTS])
+@pytest.mark.filterwarnings("ignore:This overload")
+def test_elements_alone_and_in_batches(name: str, dtype: torch.dtype) -> None:
+    """Forward and gradient of each elementwise function, of rows that whole vectors do not divide."""
+    g = torch.Generator().manual_seed(0)
+    uniform, normal = (f(2, 90, 37, generator=g) for f in (torch.rand, torch.randn))
+    seed = torch.linspace(0.3, 1.7, 90 * 74).view(90, 74)
+
+    def run(call: Any, x: Tensor, y: Tensor, start: int, stop: int, gradient: bool) -> list[Tensor]:
+        leaves = [t[start:stop].clone().requires_grad_(gradient) for t in (x, y)]
+        with batch_invariant("error"):
+            out = call(*leaves)
+            out = torch.view_as_real(out).flatten(1) if out.is_complex() else out
+        if not out.requires_grad:
+            return [out]
+        weights = seed[start:stop, : out.shape[1]].to(out.dtype)
+        grads = torch.autograd.grad(out, leaves, weights, allow_unused=True, materialize_grads=True)
+        return [out.detach(), *grads]
+
+    checked = 0
+    for pair in (uniform * 0.9 + 0.05, uniform * 3 + 0.01, normal * 3):
+        for call in _calls(name):
+            for gradient in (True, False):
+                try:
+                    full = run(call, *pair.to(dtype), 0, 90, gradient)
+                except UncoveredError:
+                    raise
+                except (RuntimeError, TypeError):  # not in PyTorch, for this dtype, or without a gradient
+                    continue
+                checked += 1
+                for start, stop in ((0, 1), (5, 8), (17, 83), (1, 90)):
+                    alone = run(call, *pair.to(dtype), start, stop, gradient)
+                    for got, want in zip(alone, full, strict=True):
+                        want = want[start:stop]
+                        assert torch.equal(got.isnan(), want.isnan())  # of whichever bits
+                        assert_same_bits(*(t.masked_fill(t.isnan(), 0) for t in (got, want)))
+                break
+    assert checked or dtype == torch.bfloat16
 
 
 def test_a_wrong_argument() -> None:
@@ -297,3 +467,41 @@ def test_compiled_whole() -> None:
     for g, w in zip(*(torch.autograd.grad(y.sum(), parameters) for y in (got, want)), strict=True):
         assert_same_bits(g, w)
     assert_same_bits(compiled(X), plain, "compiled again outside")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_elementwise(dynamic: bool) -> None:
+    x = torch.randn(40, 37) * 3
+
+    def f(x: Tensor) -> Tensor:
+        y = F.softplus(x) + torch.sigmoid(x) + F.mish(x) + 2.5**x / (x.abs() ** 0.3)
+        return F.silu(torch.add(y, x, alpha=0.3), inplace=True)
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    with batch_invariant("error"):
+        full = compiled(x)
+        assert_same_bits(full, f(x))
+        for start, stop in ((0, 1), (3, 5), (1, 40)):
+            assert_same_bits(compiled(x[start:stop]), full[start:stop])
+        with pytest.raises(Exception, match="UncoveredError"):
+            torch.compile(lambda x: x.cumsum(1), fullgraph=True, backend="aot_eager")(x)
+
+
+def test_names_and_shapes_that_pytorch_takes() -> None:
+    with batch_invariant("error"):
+        assert_same_bits(X.sum(axis=1), reduce.sum(X, 1))
+        assert_same_bits(torch.mean(X, axis=(0, 2), keepdims=True), reduce.mean(X, (0, 2), True))
+        assert_same_bits(X.sum_to_size(3, 1), reduce.sum(X, (0, 2), True)[0])
+        assert_same_bits(X.sum_to_size((6, 3, 40)), X)
+        with pytest.raises(RuntimeError, match="size"):
+            X.sum_to_size(2, 1)
+        empty = torch.empty(2, 3, 0, 8, requires_grad=True)
+        q = torch.ones(2, 3, 4, 8, requires_grad=True)
+        out = F.scaled_dot_product_attention(q, empty, empty)
+    assert_same_bits(out.detach(), torch.zeros(2, 3, 4, 8))
+    dq, dk = torch.autograd.grad(out.sum(), (q, empty))
+    assert_same_bits(dq, torch.zeros(2, 3, 4, 8))
+    assert dk.shape == empty.shape
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    with batch_invariant("error"), pytest.raises(ValueError, match="is_causal"):
+        F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=True)

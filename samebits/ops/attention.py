@@ -50,7 +50,7 @@ def attention(
         contract: as in :func:`samebits.matmul`.
 
     Returns:
-        ``[..., H, L, Ev]``. A query with all keys masked gives zeros.
+        ``[..., H, L, Ev]``. A query with all keys masked, or with none, gives zeros.
 
     Gradients: from the scores computed again; of q a chain over keys, of k and v chains over queries, with
     each head that they serve as a sequence. See ``docs/contract.md``, "Attention".
@@ -199,6 +199,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, contract: str
 ) -> Tensor:
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    if k.shape[2] == 0:
+        return out.zero_()
     for part in _pieces(q, k):
         part_mask = None if mask is None else mask[part]
         p = _probabilities(q[part], k[part], part_mask, causal, scale, contract)
@@ -217,6 +219,8 @@ def _gradients(
     contract: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    if k.shape[2] == 0:
+        return dq.zero_(), dk, dv
     group = q.shape[2]
     products, key = _products(q, contract)
     for part in _pieces(q, k):
