@@ -9,22 +9,16 @@ bit for bit, before it is timed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import random
-import re
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.record import RESULTS, environment, write
+from benchmarks.tune import summarise, sweep
 from samebits.backends.cuda import ahead, matmul_fma
 from samebits.backends.cuda.matmul_fma import SCHEDULES, Schedule
 from samebits.bench import F32, F32_SHAPES, Case, _operands, _Race
@@ -99,43 +93,20 @@ def chosen(case: dict[str, Any], sms: int) -> float:
     return float(case["us"]["torch"] / case["us"][name(best)])
 
 
+def compile_all(device: torch.device) -> None:
+    """By a process for each CPU."""
+    small = [Case(work, 512, 512, 512, F32) for work in ("forward", "dX", "dW")]
+    operands = {case: _operands(case, device, torch.randn) for case in small}
+    ahead.compile_for(partial(product(case, s), *operands[case]) for case in small for s in SCHEDULES)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=120, help="stop after so many")
-    parser.add_argument("--out", type=Path, help="instead of benchmarks/results/<gpu>/fma_tune.json")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="only summarise these results")
-    options = parser.parse_args()
-    if options.show:
-        data = json.loads(options.show.read_text())
-    else:
-        gpu = torch.cuda.get_device_name()
-        sms = torch.cuda.get_device_properties(0).multi_processor_count
-        data = {"environment": environment() | {"gpu": gpu, "multiprocessors": sms}, "cases": []}
-        device = torch.device("cuda", 0)
-        start = time.monotonic()
-        small = [Case(work, 512, 512, 512, F32) for work in ("forward", "dX", "dW")]
-        operands = {case: _operands(case, device, torch.randn) for case in small}
-        ahead.compile_for(partial(product(case, s), *operands[case]) for case in small for s in SCHEDULES)
-        print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
-        for case in cases():
-            if time.monotonic() - start < options.seconds:
-                data["cases"].append(measure(case, device))
-        folder = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-        write(options.out or RESULTS / folder / "fma_tune.json", data)
+    data = sweep(__doc__, "fma_tune", cases(), measure, compile_all)
+    pick = partial(chosen, sms=data["environment"]["multiprocessors"])
     for least, most in ((1, 1), (2, 8), (16, 32), (64, 128), (256, 256), (512, 4096)):
         for work in ("forward", "dX", "dW"):
             some = [c for c in data["cases"] if least <= c["m"] <= most and c["work"] == work]
-            if not some:
-                continue
-            best = [c["us"]["torch"] / min(t for who, t in c["us"].items() if who != "torch") for c in some]
-            picks = [chosen(c, data["environment"]["multiprocessors"]) for c in some]
-            print(
-                f"{work}, M {least} to {most}: {len(some)} products, chosen"
-                f" {statistics.geometric_mean(picks):.3f} (worst {min(picks):.3f}),"
-                f" best of all {statistics.geometric_mean(best):.3f} (worst {min(best):.3f})"
-            )
+            summarise(f"{work}, M {least} to {most}", some, pick)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Bits and speed of the schedules of ``bmm_tiny``, beside ``torch.bmm`` and a copy of as many bytes.
 
-    python benchmarks/tiny_tune.py --out results.json
+    python -m benchmarks.tiny_tune --out results.json
 
 Each schedule is held to the CPU reference on some matrices of the batch, with poisoned outputs, before it is
 timed; times are taken as ``samebits bench`` takes them. The chosen one is that of
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import astuple, replace
@@ -25,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from benchmarks.record import environment, write
 from samebits.backends.cuda import ahead, bmm_tiny, runtime
 from samebits.backends.cuda.bmm_tiny import Product, Schedule
 from samebits.backends.cuda.matmul import family
@@ -155,7 +152,7 @@ def main() -> None:
     print(f"{kernels} kernels in {time.monotonic() - start:.0f} s", flush=True)
     copy = _ceilings(torch.device("cuda", 0))["copy_bytes_per_s"]
     results = [measure(case, schedules, info.l2_bytes, args.seconds) for case, schedules in jobs]
-    args.out.write_text(json.dumps({"copy_bytes_per_s": copy, "cases": results}, indent=1) + "\n")
+    write(args.out, {"environment": environment(), "copy_bytes_per_s": copy, "cases": results})
     report(results, copy)
     print(f"{time.monotonic() - start:.0f} s; copy {copy / 1e12:.2f} TB/s")
 

@@ -8,20 +8,16 @@ general kernel, bit for bit, before it is timed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import random
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.record import RESULTS, environment, slug, write
+from benchmarks.tune import summarise, sweep
 from samebits.backends.triton import matmul as triton
 from samebits.bench import SHAPES, Case, _operands, _Race
 from samebits.contract import TENSOR_CORE
@@ -85,33 +81,11 @@ def chosen(case: dict[str, Any], sms: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=120, help="stop after so many")
-    parser.add_argument("--out", type=Path, help="instead of benchmarks/results/<gpu>/triton_tune.json")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="only summarise these results")
-    options = parser.parse_args()
-    if options.show:
-        data = json.loads(options.show.read_text())
-    else:
-        gpu = torch.cuda.get_device_name()
-        sms = torch.cuda.get_device_properties(0).multi_processor_count
-        data = {"environment": environment() | {"multiprocessors": sms}, "cases": []}
-        start = time.monotonic()
-        for case in cases():
-            if time.monotonic() - start < options.seconds:
-                data["cases"].append(measure(case, torch.device("cuda", 0)))
-        folder = slug(gpu)
-        write(options.out or RESULTS / folder / "triton_tune.json", data)
+    data = sweep(__doc__, "triton_tune", cases(), measure)
+    pick = partial(chosen, sms=data["environment"]["multiprocessors"])
     for least, most in ((1, 128), (256, 1024), (2048, 8192)):
         some = [c for c in data["cases"] if least <= c["m"] <= most]
-        if some:
-            best = statistics.geometric_mean(
-                c["us"]["torch"] / min(t for who, t in c["us"].items() if who != "torch") for c in some
-            )
-            mean = statistics.geometric_mean(chosen(c, data["environment"]["multiprocessors"]) for c in some)
-            print(f"M {least} to {most}: {len(some)} products, chosen {mean:.3f}, best of all {best:.3f}")
+        summarise(f"M {least} to {most}", some, pick)
 
 
 if __name__ == "__main__":

@@ -291,7 +291,6 @@ def pieces(size: int) -> Iterator[None]:
     names = (
         "samebits.ops.linear_logp._STATISTICS",
         "samebits.ops.linear_logp._GRAD_LOGITS",
-        "samebits.backends.reference.linear_logp._LOGITS",
         "samebits.backends.linear_logp._LOGITS",
     )
     with ExitStack() as stack:

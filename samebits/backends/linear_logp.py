@@ -28,7 +28,7 @@ def statistics(
     """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``."""
     out = Statistics.empty(rows)
     for some in vocabulary_pieces(slice(0, rows.vocabulary), hidden.shape[0], _LOGITS):
-        logits = _logits(products, hidden, weight, bias, some, contract)
+        logits = logits_of(products, hidden, weight, bias, some, contract)
         logp.add_statistics(out, logits, some.start, rows)
         del logits  # before the next ones are allocated
     return out
@@ -52,7 +52,7 @@ def grad_logits(
     width = part.stop - part.start
     out = empty_grads(hidden.shape[0], width, dtype, hidden.device)
     for some in vocabulary_pieces(part, hidden.shape[0], _LOGITS):
-        logits = _logits(products, hidden, weight, bias, some, contract)
+        logits = logits_of(products, hidden, weight, bias, some, contract)
         columns = out[:, some.start - part.start : some.stop - part.start]
         logp.grad_logits_out(columns, logits, some.start, rows, grad, grad_entropy)
         del logits
@@ -64,9 +64,10 @@ def empty_grads(tokens: int, width: int, dtype: torch.dtype, device: torch.devic
     return torch.empty(tokens, -(-width // 8) * 8, dtype=dtype, device=device)
 
 
-def _logits(
+def logits_of(
     products: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, part: slice, contract: str
 ) -> Tensor:
+    """Those of a part of the vocabulary, in float32."""
     b = None if bias is None else bias[part]
     z: Tensor = products.matmul(hidden, weight[part].mT, bias=b, out_dtype=torch.float32, contract=contract)
     return z

@@ -11,6 +11,7 @@ from torch import Tensor
 from samebits.backends.cuda import matmul_sm80, runtime
 from samebits.backends.cuda.matmul_sm90 import TYPES, Maps, operand_maps
 from samebits.backends.cuda.schedule import Schedule
+from samebits.backends.linear_logp import empty_grads
 from samebits.backends.rows import Rows, Statistics
 from samebits.functions import VOCAB_BLOCK
 
@@ -185,8 +186,8 @@ def grad_logits(
     weight = weight[part]
     bias = None if bias is None else bias[part]
     (tokens, features), width = hidden.shape, weight.shape[0]
-    stride = -(-width // 8) * 8  # rows start at multiples of 16 bytes, for the kernels that multiply them
-    out = hidden.new_empty(tokens, stride)
+    out = empty_grads(tokens, width, hidden.dtype, hidden.device)
+    stride = out.stride(0)
     entropy = grad_entropy is not None
     s, kernel, begin = _prepare("grad_logits_sm90", hidden, weight, bias, entropy, schedule)
     out_map = runtime.tensor_map(

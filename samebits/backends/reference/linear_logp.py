@@ -5,22 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samebits.backends.reference import logp
-from samebits.backends.reference.matmul import matmul
-from samebits.backends.rows import Rows, Statistics, vocabulary_pieces
-
-_LOGITS = 1 << 22  # held at once
+from samebits.backends import linear_logp as by_logits
+from samebits.backends.reference import logp, matmul
+from samebits.backends.rows import Rows, Statistics
 
 
 def statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, *, contract: str
 ) -> Statistics:
     """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``."""
-    out = Statistics.empty(rows)
-    for some in vocabulary_pieces(slice(0, rows.vocabulary), hidden.shape[0], _LOGITS):
-        logits = _logits(hidden, weight, bias, some, contract)
-        logp.add_statistics(out, logits, some.start, rows)
-    return out
+    return by_logits.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
 
 
 def grad_logits(
@@ -36,10 +30,5 @@ def grad_logits(
     contract: str,
 ) -> Tensor:
     """dz in `dtype` for a part of the vocabulary."""
-    logits = _logits(hidden, weight, bias, part, contract)
+    logits = by_logits.logits_of(matmul, hidden, weight, bias, part, contract)
     return logp.grad_logits(logits, part.start, rows, grad, grad_entropy, dtype)
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, part: slice, contract: str) -> Tensor:
-    b = None if bias is None else bias[part]
-    return matmul(hidden, weight[part].mT, bias=b, out_dtype=torch.float32, contract=contract)
