@@ -157,7 +157,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(runtime, "device_info", lambda index: info)
     monkeypatch.setattr(runtime, "load", lambda spec, device: Kernel(spec))
     monkeypatch.setattr(runtime, "tensor_map", tensor_map)
-    monkeypatch.setattr(runtime, "empty_matrix", lambda m, n, dtype, device: torch.empty((m, n), dtype=dtype))
+    monkeypatch.setattr(runtime, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
     monkeypatch.setattr(matmul_sm80, "check", lambda *tensors: None)
     monkeypatch.setattr(matmul, "_plans", {})
     matmul_sm90._plan.cache_clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,27 @@ def vocabulary_pieces(part: slice, tokens: int, logits: int) -> Iterator[slice]:
     step = max(1, logits // max(1, tokens) // VOCAB_BLOCK) * VOCAB_BLOCK
     for start in range(part.start, part.stop, step):
         yield slice(start, min(start + step, part.stop))
+
+
+def first_unknown(target: Tensor, vocabulary: int, ignore_index: int) -> Callable[[], int]:
+    """Where the first target lies that is neither ``ignore_index`` nor in [0, vocabulary), or their number.
+
+    A GPU's answer is waited for when it is asked for. A backend may have a faster way of its own.
+    """
+    flat = target.reshape(-1)
+    unknown = ((flat < 0) | (flat >= vocabulary)) & (flat != ignore_index)
+    # argmax gives the first of equals, and 0 if there is none.
+    first = torch.where(unknown.any(), unknown.to(torch.uint8).argmax(), len(flat))
+    if not first.is_cuda:
+        return lambda: int(first)
+    first = first.to("cpu", non_blocking=True)  # into pinned memory
+    answered = torch.cuda.current_stream(target.device).record_event()
+
+    def wait() -> int:
+        answered.synchronize()
+        return int(first)
+
+    return wait
 
 
 class Rows(NamedTuple):
@@ -45,10 +66,9 @@ class Rows(NamedTuple):
     ) -> Rows:
         """Rows without results."""
         tokens = target.shape[0]
-        results = (
-            torch.empty(n, dtype=torch.float32, device=target.device)
-            for n in (tokens, tokens if entropy else 0, tokens, tokens)
-        )
+        logp = target.new_empty(tokens, dtype=torch.float32)
+        kept = logp.new_empty(tokens if entropy else 0)
+        results = logp, kept, torch.empty_like(logp), torch.empty_like(logp)
         return cls(target, vocabulary, ignore_index, scale, *results)
 
     @property
@@ -57,6 +77,8 @@ class Rows(NamedTuple):
 
     def part(self, start: int, stop: int) -> Rows:
         """Some of the rows: views."""
+        if (start, stop) == (0, self.target.shape[0]):
+            return self
         return Rows._make(x[start:stop] if isinstance(x, Tensor) else x for x in self)
 
 

@@ -115,7 +115,7 @@ def linear_logp(
         check_cu_seqlens_form("linear_logp", "hidden", hidden, cu_seqlens)
     if main_grad is not None:
         _check_main_grad(main_grad, weight)
-    refuse_unknown = watch_target("linear_logp", target, weight.shape[0], ignore_index)
+    refuse_unknown = watch_target("linear_logp", target, weight.shape[0], ignore_index, key)
     logp, entropy, _, _ = _operator(
         *(hidden, weight, bias, target, cu_seqlens, main_grad),
         *(ignore_index, scale, bool(return_entropy), key),
@@ -208,7 +208,8 @@ def _forward(
     x = hidden.reshape(target.numel(), features)
     for start, stop in pieces(target.numel(), vocabulary, _STATISTICS):
         part = rows.part(start, stop)
-        logits.combine(backend.statistics(x[start:stop], weight, bias, part, contract=key), part)
+        some = x if part is rows else x[start:stop]
+        logits.combine(backend.statistics(some, weight, bias, part, contract=key), part)
     kept = target.shape if entropy else (0,)
     return rows.logp.view(target.shape), rows.entropy.view(kept), rows.shift, rows.log_sum
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +44,7 @@ def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"samebits.logp: logits: expected [..., V] with V > 0, got shape {shape(logits)}")
     target = check_target("logp", target, "logits", logits, ignore_index)
-    refuse_unknown = watch_target("logp", target, logits.shape[-1], ignore_index)
+    refuse_unknown = watch_target("logp", target, logits.shape[-1], ignore_index, key)
     rows = logits.reshape(-1, logits.shape[-1])
     out: Tensor = _operator(rows, target.reshape(-1), ignore_index, key)[0].reshape(target.shape)
     refuse_unknown()
@@ -67,31 +68,29 @@ def check_target(op: str, target: Tensor, name: str, like: Tensor, ignore_index:
     return target.to(torch.int64)
 
 
-def watch_target(op: str, target: Tensor, vocabulary: int, ignore_index: int) -> Callable[[], None]:
+def watch_target(
+    op: str, target: Tensor, vocabulary: int, ignore_index: int, contract: str
+) -> Callable[[], None]:
     """Refuse targets out of range: at once on a CPU; on a GPU, where kernels take them for NaN, when called.
 
     So a GPU is given the operation before anybody waits, and that is for the answer on the targets alone.
     """
-    if not has_memory(target) or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+    count = target.numel()
+    if count == 0 or not has_memory(target) or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         return lambda: None
-    unknown = ((target < 0) | (target >= vocabulary)) & (target != ignore_index)
-    some, answered = unknown.any(), None
-    if target.is_cuda:
-        some = some.to("cpu", non_blocking=True)  # into pinned memory
-        answered = torch.cuda.current_stream(target.device).record_event()
+    first_unknown = _backend(target, contract).first_unknown(target, vocabulary, ignore_index)
 
     def refuse() -> None:
-        if answered is not None:
-            answered.synchronize()
-        if some:
-            at = tuple(unknown.nonzero()[0].tolist())
+        first = first_unknown()
+        if first < count:
+            at = tuple(int(i) for i in np.unravel_index(first, target.shape))
             where = at[0] if len(at) == 1 else at
             raise IndexError(
                 f"samebits.{op}: target: expected {ignore_index} (ignore_index) or a value in"
                 f" [0, {vocabulary}), got {target[at].item()} at position {where}"
             )
 
-    if answered is None:
+    if not target.is_cuda:
         refuse()
     return refuse
 

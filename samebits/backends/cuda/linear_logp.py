@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,10 @@ def grad_logits(
 
 def _fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:
     """Whether logits need no memory at all."""
-    matmul.check_contract(contract, hidden.get_device())
-    step = contract_from_key(contract).step
-    return step == "mma" and linear_logp_sm90.supports(hidden, weight, bias)
+    return _by_tensor_cores(contract, hidden.get_device()) and linear_logp_sm90.supports(hidden, weight, bias)
+
+
+@functools.cache
+def _by_tensor_cores(contract: str, device: int) -> bool:
+    matmul.check_contract(contract, device)
+    return contract_from_key(contract).step == "mma"

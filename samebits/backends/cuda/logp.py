@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -21,6 +25,7 @@ _PARAMS = {
     "block_statistics": "PqPPPPPqqif",
     "combine": "PPPPPPPPPqqii",
     "grad_logits": "PqPPPPPPPqqqqqf",
+    "first_unknown": "PPqqq",
 }
 
 
@@ -29,11 +34,48 @@ def kernel_spec(
     logits: torch.dtype = torch.float32,
     grads: torch.dtype = torch.float32,
     *,
-    entropy: bool,
+    entropy: bool = False,
 ) -> runtime.KernelSpec:
-    """One of the kernels: ``block_statistics``, ``combine`` or ``grad_logits``."""
+    """One of the kernels: ``block_statistics``, ``combine``, ``grad_logits`` or ``first_unknown``."""
     constants = ("LOGITS", _TYPES[logits]), ("GRADS", _TYPES[grads]), ("ENTROPY", int(entropy))
     return runtime.KernelSpec("logp.cu", entry, _PARAMS[entry], constants, block=_THREADS)
+
+
+@functools.cache
+def _kernel(
+    entry: str,
+    device: int,
+    logits: torch.dtype = torch.float32,
+    grads: torch.dtype = torch.float32,
+    entropy: bool = False,
+) -> runtime.Kernel:
+    return runtime.load(kernel_spec(entry, logits, grads, entropy=entropy), device)
+
+
+_ANSWERS = 256, 64  # calls of first_unknown under way, blocks of one
+
+
+@functools.cache
+def _answers() -> tuple[Tensor, Iterator[int]]:
+    """Room for answers that a GPU writes to the host, never given back; and whose turn it is."""
+    return torch.empty(_ANSWERS, dtype=torch.int64, pin_memory=True), itertools.count()
+
+
+def first_unknown(target: Tensor, vocabulary: int, ignore_index: int) -> Callable[[], int]:
+    """:func:`samebits.backends.rows.first_unknown`, in one launch."""
+    target, count = target.contiguous(), target.numel()
+    device, (room, turns) = target.get_device(), _answers()
+    turn, blocks = next(turns) % _ANSWERS[0], min(_ANSWERS[1], -(-count // (4 * _THREADS)))
+    to = room.data_ptr() + 8 * _ANSWERS[1] * turn
+    kernel = _kernel("first_unknown", device)
+    kernel.launch((blocks, 1, 1), target.data_ptr(), to, count, vocabulary, ignore_index)
+    answered = torch.cuda.current_stream(device).record_event()
+
+    def wait() -> int:
+        answered.synchronize()
+        return int(room[turn, :blocks].min())
+
+    return wait
 
 
 def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> None:
@@ -46,9 +88,7 @@ def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> No
     logits = _with_rows(logits)
     tokens, width = logits.shape
     block, blocks = first // VOCAB_BLOCK, to.m.shape[1]
-    kernel = runtime.load(
-        kernel_spec("block_statistics", logits.dtype, entropy=rows.with_entropy), logits.get_device()
-    )
+    kernel = _kernel("block_statistics", logits.get_device(), logits.dtype, entropy=rows.with_entropy)
     kernel.launch(
         (tokens * -(-width // (_WARPS * VOCAB_BLOCK)), 1, 1),
         *(logits.data_ptr(), logits.stride(0), rows.target.data_ptr()),
@@ -61,9 +101,9 @@ def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> No
 def combine(statistics: Statistics, rows: Rows) -> None:
     """Fill in the results of `rows`."""
     tokens, blocks = statistics.m.shape
-    kernel = runtime.load(kernel_spec("combine", entropy=rows.with_entropy), rows.target.get_device())
+    kernel = _kernel("combine", rows.target.get_device(), entropy=rows.with_entropy)
     kernel.launch(
-        (-(-tokens // _WARPS), 1, 1),
+        (tokens, 1, 1),
         *(t.data_ptr() for t in statistics),
         *(t.data_ptr() for t in (rows.target, rows.logp, rows.entropy, rows.shift, rows.log_sum)),
         *(rows.vocabulary, rows.ignore_index, tokens, blocks),
@@ -88,9 +128,7 @@ def grad_logits_out(
     logits = _with_rows(logits)
     tokens, width = logits.shape
     entropy = grad_entropy is not None
-    kernel = runtime.load(
-        kernel_spec("grad_logits", logits.dtype, out.dtype, entropy=entropy), logits.get_device()
-    )
+    kernel = _kernel("grad_logits", logits.get_device(), logits.dtype, out.dtype, entropy)
     kernel.launch(
         (tokens * -(-width // (_THREADS * _GRADS_A_THREAD)), 1, 1),
         *(logits.data_ptr(), logits.stride(0), rows.target.data_ptr()),

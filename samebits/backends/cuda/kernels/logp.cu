@@ -1,5 +1,5 @@
 // Log-probabilities from logits in memory: statistics of blocks of the vocabulary, their combination, and the
-// gradient of the logits. Everything is in f32 and in the order of docs/contract.md, "Log-probabilities".
+// gradient of the logits; and a look at the targets. Everything is in f32 and in the order of docs/contract.md, "Log-probabilities".
 //
 // -D: LOGITS and GRADS, the types of logits and of their gradients; ENTROPY.
 #include "convert.cuh"
@@ -59,26 +59,49 @@ struct CombineParams {
     int rows, blocks;
 };
 
-// A warp for each row, a lane for each chain.
+constexpr int PIECE = 1024;  // blocks of the vocabulary that are weighed at once
+
+// A block for each row: all of it loads and weighs, and each lane of its first warp keeps a chain.
 extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ CombineParams p) {
-    static_assert(contract::CHAINS == 32);
-    const i64 row = i64(blockIdx.x) * WARPS + threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    if (row >= p.rows) return;
-    const i64 start = row * p.blocks;
+    static_assert(contract::CHAINS == 32 && PIECE % contract::CHAINS == 0);
+    __shared__ float maxima[32], weights[PIECE], sums[PIECE], products[ENTROPY ? PIECE : 1];
+    const i64 row = blockIdx.x, start = row * p.blocks;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     // Unrolled, so that many loads are under way at once.
     float largest = -INF;
 #pragma unroll 8
-    for (int b = lane; b < p.blocks; b += 32) largest = contract::maximum(largest, p.m[start + b]);
-    const float shift = contract::shift_of(contract::maximum_of_lanes(largest));
+    for (int b = threadIdx.x; b < p.blocks; b += THREADS) largest = contract::maximum(largest, p.m[start + b]);
+    largest = contract::maximum_of_lanes(largest);
+    if (lane == 0) maxima[warp] = largest;
+    __syncthreads();
+    const float shift = contract::shift_of(contract::maximum_of_lanes(maxima[lane % WARPS]));
+
     float s_chain = 0.0f, u_chain = 0.0f;
+    for (int first = 0; first < p.blocks; first += PIECE) {
+        const int count = min(PIECE, p.blocks - first);
+#pragma unroll
+        for (int i = 0; i < PIECE / THREADS; ++i) {
+            const int at = threadIdx.x + i * THREADS;
+            if (at >= count) break;
+            const i64 b = start + first + at;
+            const float s = p.s[b], a = __fsub_rn(p.m[b], shift);
+            sums[at] = s;
+            weights[at] = contract::exp(a);
+            if (ENTROPY) products[at] = __fmaf_rn(a, s, p.u[b]);
+        }
+        __syncthreads();
+        if (warp == 0) {
 #pragma unroll 8
-    for (int b = lane; b < p.blocks; b += 32) {
-        const float s = p.s[start + b], a = __fsub_rn(p.m[start + b], shift), w = contract::exp(a);
-        s_chain = __fmaf_rn(s, w, s_chain);
-        if (ENTROPY && w != 0.0f) u_chain = __fmaf_rn(__fmaf_rn(a, s, p.u[start + b]), w, u_chain);
+            for (int at = lane; at < count; at += 32) {
+                const float w = weights[at];
+                s_chain = __fmaf_rn(sums[at], w, s_chain);
+                if (ENTROPY && w != 0.0f) u_chain = __fmaf_rn(products[at], w, u_chain);
+            }
+        }
+        __syncthreads();
     }
+    if (warp > 0) return;
     const float sum = contract::sum_of_lanes(s_chain);
     const float u = ENTROPY ? contract::sum_of_lanes(u_chain) : 0.0f;
     if (lane > 0) return;
@@ -124,4 +147,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) grad_logits(const __grid_c
         const float z = __fmul_rn(Logits::widen(logits[at]), p.scale);
         out[at] = Grads::narrow(contract::canonical(gradient.at(z, at + p.first == gradient.target)));
     }
+}
+
+struct TargetParams {
+    const i64* target;
+    i64* first;  // of every block
+    i64 count, vocabulary, ignore_index;
+};
+
+// The first target that each block finds to be neither ignored nor in the vocabulary; `count` if there is none.
+extern "C" __global__ void __launch_bounds__(THREADS) first_unknown(const __grid_constant__ TargetParams p) {
+    __shared__ i64 found[WARPS];
+    i64 first = p.count;
+#pragma unroll 4
+    for (i64 i = i64(blockIdx.x) * THREADS + threadIdx.x; i < p.count; i += i64(gridDim.x) * THREADS) {
+        const i64 target = p.target[i];
+        if ((target < 0 || target >= p.vocabulary) && target != p.ignore_index) first = min(first, i);
+    }
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) first = min(first, __shfl_xor_sync(0xFFFFFFFF, first, half));
+    if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = first;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+#pragma unroll
+    for (int i = 1; i < WARPS; ++i) first = min(first, found[i]);
+    p.first[blockIdx.x] = first;
 }
