@@ -84,9 +84,14 @@ def contestants(job: dict[str, Any]) -> list[Schedule]:
         return list(dict.fromkeys([chosen, *wide(p)]))
     others = menu(p, 132)
     if job["mode"] == "near":
-        near = sorted(others, key=lambda s: estimate(s, p, 132))[:6]
-        other = dataclasses.replace(chosen, early=not chosen.early)
-        return list(dict.fromkeys([chosen, other, *(_settle(s, p, 132) for s in near)]))
+        near = list(dict.fromkeys([chosen, *sorted(others, key=lambda s: estimate(s, p, 132))[:5]]))
+        found = [chosen, *(_settle(s, p, 132) for s in near)]
+        for s in near:
+            deep = _schedule(p, s.block_m, s.block_n, 128) if s.warpgroups == 1 and not s.swap else s
+            for one, early, group in itertools.product((s, deep), (True, False), (1, 2, 16)):
+                if one.stages >= 3:
+                    found.append(dataclasses.replace(one, early=early, group=group))
+        return list(dict.fromkeys(found))
     found = [chosen]
     for s in others:
         for early in (True, False):

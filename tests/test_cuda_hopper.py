@@ -18,6 +18,7 @@ from torch import Tensor
 from samebits.backends.cuda import (
     linear_logp,
     linear_logp_sm90,
+    logp,
     matmul,
     matmul_sm80,
     matmul_sm90,
@@ -162,6 +163,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(matmul, "_plans", {})
     matmul_sm90._plan.cache_clear()
     linear_logp_sm90._prepared.cache_clear()
+    logp._kernel.cache_clear()
     return found
 
 

@@ -162,10 +162,10 @@ def statistics(
     s, kernel, begin = _prepare("statistics_sm90", hidden, weight, bias, rows.with_entropy, schedule)
     blocks = -(-vocabulary // VOCAB_BLOCK)
     m, sums, u = (
-        runtime.empty((tokens, n), torch.float32, kernel.device)
+        runtime.empty((tokens, n), torch.float32, hidden.get_device())
         for n in (blocks, blocks, blocks if rows.with_entropy else 0)
     )
-    out = Statistics(m, sums, u, runtime.empty((tokens,), torch.float32, kernel.device))
+    out = Statistics(m, sums, u, runtime.empty((tokens,), torch.float32, hidden.get_device()))
     kernel.launch(
         *begin,
         *(0 if bias is None else bias.data_ptr(), rows.target.data_ptr()),

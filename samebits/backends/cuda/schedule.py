@@ -138,19 +138,24 @@ class Product:
 _STEP = {8: 18, 16: 20, 24: 22, 32: 24, 40: 26, 48: 28, 56: 30}  # cycles of a k16 step of 64 rows
 _CLOCK = 1750.0  # MHz
 _INTAKE = 60  # bytes a cycle that reach one multiprocessor
+_INTAKE_AT_ONCE = 73  # the same where all tiles run at once, neighbours in squares
 _L2 = 15e6  # bytes a microsecond that leave L2 for all of them
 _HBM = 4.2e6  # bytes a microsecond
 _GAP = 1.6  # microseconds between kernels
 _LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles are wide and in clusters
 
 
+def _tiles(s: Schedule, p: Product) -> int:
+    """Tiles of a product, as the kernel sees it."""
+    rows, columns = s.block_m * s.cluster_m, s.block_n * s.cluster_n
+    return -(-p.m // rows) * -(-p.n // columns) * s.cluster * p.batch
+
+
 def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]:
     """Microseconds that multiplying, taking operands in (as seen from L2, too), and HBM need at least."""
     p = product.turned() if s.swap else product
-    tiles = (
-        _round(p.m, s.block_m * s.cluster_m) * _round(p.n, s.block_n * s.cluster_n) // (s.block_m * s.block_n)
-    )
-    full, last = divmod(tiles * p.batch / sms, 1)
+    tiles = _tiles(s, p)
+    full, last = divmod(tiles / sms, 1)
     rounds = full + (0 if last == 0 else 1 if full == 0 else 0.7 + 0.3 * last)
     bands = _round(s.block_m // s.share, 64) // 64 * s.share
     multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2 + 1)
@@ -164,13 +169,16 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     # Blocks one below the other ask for the same of B at the same time anyway: only sharing A pays in a
     # cluster, and only beside a B that is contiguous along k.
     shared = 1 if p.b_mn else s.cluster_n
-    intake = (rows / shared + columns) * p.k * 2 / _INTAKE
-    l2 = tiles * p.batch * (s.block_m / s.cluster_n + columns / s.cluster_m) * p.k * 2 / _L2
+    rate = _INTAKE_AT_ONCE if tiles <= sms else _INTAKE
+    intake = (rows / shared + columns) * p.k * 2 / rate
+    l2 = tiles * (s.block_m / s.cluster_n + columns / s.cluster_m) * p.k * 2 / _L2
     # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
     write = 2500 if s.share > 1 else 0 if s.panel or s.swap else 3000
+    if s.warpgroups == 1 and not s.swap:  # nor between tiles, but for the first
+        write += max(0, rounds - 1) / rounds * 1500
     hbm = (p.m * p.k + p.n * p.k + p.m * p.n) * p.batch * 2 / _HBM
-    if s.swap and tiles * p.batch > sms * s.blocks:  # towards the end, some have nothing left to read
-        idle = -(tiles * p.batch / (sms * s.blocks)) % 1
+    if s.swap and tiles > sms * s.blocks:  # towards the end, some have nothing left to read
+        idle = -(tiles / (sms * s.blocks)) % 1
         hbm += idle * s.blocks * intake / _CLOCK
     return rounds * (multiply + write) / _CLOCK, max(rounds * (intake + write) / _CLOCK, l2), hbm
 
@@ -217,11 +225,11 @@ def menu(p: Product, sms: int) -> list[Schedule]:
 
 
 def _narrow(p: Product) -> list[Schedule]:
-    return [_schedule(p, 64, block_n, 128 if block_n < 64 else 64) for block_n in _NARROW]
+    return [_schedule(p, 64, block_n, 128 if block_n <= 64 else 64) for block_n in _NARROW]
 
 
 def _many_rows(p: Product, sms: int) -> list[Schedule]:
-    if p.k > _LONG:
+    if p.k > _LONG and p.m * p.n * p.batch >= sms * 128 * 192:
         wide = [
             _schedule(p, 128, 160, 64, 2, 1),
             _schedule(p, 128, 192, 64, 2, 1),
@@ -238,6 +246,7 @@ def _many_rows(p: Product, sms: int) -> list[Schedule]:
     pairs = teams + alone
     if p.m <= 2048 and not (p.a_mn and p.k > 4096):  # only where there are many rows of tiles
         pairs = [s for s in pairs if s.block_n >= 64 and p.m * s.block_n >= 2 * p.n * s.block_m]
+    pairs = [s for s in pairs if _tiles(s, p) > sms]
     return [*teams, _schedule(p, 128, 224, 64, 2, 2), *alone, *(replace(s, cluster_n=2) for s in pairs)]
 
 
@@ -290,6 +299,10 @@ def _settle(best: Schedule, p: Product, sms: int) -> Schedule:
     # Neighbouring tiles run side by side: let them share the much larger operand, if the other stays in L2.
     tall = not best.swap and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
     group = 1 if tall and p.n * p.k * 2 <= 24 << 20 else best.group
+    seen = p.turned() if best.swap else p
+    if p.m > 128 and _tiles(best, seen) <= sms * best.blocks:  # all run at once
+        early = early and best.block_m == 128
+        group = 2 if seen.m > 4 * best.block_m else best.group
     return replace(best, early=early, ahead=ahead, group=group)
 
 
