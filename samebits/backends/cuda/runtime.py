@@ -504,7 +504,7 @@ class Kernel:
             )
 
 
-_allocate: Any = torch._C._dynamo.guards
+_allocate: Any = torch._C._dynamo.guards  # whose members depend on how PyTorch was built
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
@@ -512,9 +512,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tens
     if torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
             return empty(shape, dtype, device)
-    strides = (shape[-1] or 1, 1)[-len(shape) :]
-    tensor: torch.Tensor = _allocate._empty_strided_cuda(shape, strides, dtype)
-    return tensor
+    strides = (shape[1] or 1, 1) if len(shape) == 2 else (1,)
+    return _allocate._empty_strided_cuda(shape, strides, dtype)  # type: ignore[no-any-return]
 
 
 _kernels: dict[tuple[KernelSpec, int], Kernel] = {}

@@ -169,11 +169,11 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     # Blocks one below the other ask for the same of B at the same time anyway: only sharing A pays in a
     # cluster, and only beside a B that is contiguous along k.
     shared = 1 if p.b_mn else s.cluster_n
-    rate = _INTAKE_AT_ONCE if tiles <= sms else _INTAKE
+    rate = _INTAKE_AT_ONCE if tiles <= sms and product.m > 128 else _INTAKE
     intake = (rows / shared + columns) * p.k * 2 / rate
     l2 = tiles * (s.block_m / s.cluster_n + columns / s.cluster_m) * p.k * 2 / _L2
     # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
-    write = 2500 if s.share > 1 else 0 if s.panel or s.swap else 3000
+    write = 2500.0 if s.share > 1 else 0.0 if s.panel or s.swap else 3000.0
     if s.warpgroups == 1 and not s.swap:  # nor between tiles, but for the first
         write += max(0, rounds - 1) / rounds * 1500
     hbm = (p.m * p.k + p.n * p.k + p.m * p.n) * p.batch * 2 / _HBM
@@ -225,7 +225,8 @@ def menu(p: Product, sms: int) -> list[Schedule]:
 
 
 def _narrow(p: Product) -> list[Schedule]:
-    return [_schedule(p, 64, block_n, 128 if block_n <= 64 else 64) for block_n in _NARROW]
+    deep = 64 if p.m > 128 else 48
+    return [_schedule(p, 64, block_n, 128 if block_n <= deep else 64) for block_n in _NARROW]
 
 
 def _many_rows(p: Product, sms: int) -> list[Schedule]:
