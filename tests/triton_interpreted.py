@@ -117,6 +117,10 @@ OPERATIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "matmul, no terms": (samebits.matmul, [(5, 0), (0, 6)]),
     "matmul, no rows": (samebits.matmul, [(0, 5), (5, 6)]),
     "bmm": (samebits.bmm, [(4, 5, 9), (1, 9, 6)]),
+    "addmm_, no terms": (
+        lambda a, b, **o: samebits.addmm_(a.new_ones(5, 6, dtype=F32), a, b, **o),
+        [(5, 0), (0, 6)],
+    ),
     "addmm_": (lambda a, b, **o: samebits.addmm_(a.new_ones(5, 6, dtype=F32), a, b, **o), [(5, 9), (9, 6)]),
 }
 
@@ -264,7 +268,7 @@ def verification() -> int:
     on = reductions.on_triton(ON_HOPPER, cpu)
     assert len(on.schedules("statistics")) == len(linear_logp.STATISTICS_SCHEDULES)
     fused = [c for c in reductions.reductions(False, fused=True) if c.features and c.dtype == F16][3::19]
-    given = [c for c in reductions.reductions(False, fused=False) if on.tried(c) and c.dtype == F32][1::17]
+    given = [c for c in reductions.reductions(False, fused=False) if on.tried(c) and c.other == F32][1::17]
     assert len({c.kernel for c in fused}) >= 3
     of = reductions.RowOperands.of
 
