@@ -74,7 +74,7 @@ def watch_target(op: str, target: Tensor, vocabulary: int, ignore_index: int) ->
     """
     if not has_memory(target) or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         return lambda: None
-    unknown = ((target < 0) | (target >= vocabulary)) & (target != ignore_index)
+    unknown = (target.clamp(0, vocabulary - 1) != target) & (target != ignore_index)
     some, answered = unknown.any(), None
     if target.is_cuda:
         some = some.to("cpu", non_blocking=True)  # into pinned memory
