@@ -88,6 +88,73 @@ def test_an_explicit_backend_never_falls_back() -> None:
         backends.on_gpu("rows", f"{FMA.key}@triton", 0)
 
 
+@pytest.mark.parametrize("operation", ["matmul", "logp", "linear_logp", "assert_spans"])
+def test_the_automatic_order(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA kernels, Triton, an error with both reasons; of an explicit choice, that one or an error."""
+    pytest.importorskip("triton")
+    pytest.importorskip("cuda.core")
+    runs: set[str] = set()
+
+    def require(name: str, device: int) -> None:
+        if name not in runs:
+            raise backends.UnavailableError(f"no {name} here")
+
+    for name in ("cuda", "triton"):
+        module = importlib.import_module(f"samebits.backends.{name}.runtime")
+        monkeypatch.setattr(module, "require", partial(require, name))
+
+    def chosen(asked: str) -> str:
+        try:
+            module, key = backends.on_gpu.__wrapped__(operation, FMA.key + asked, 0)
+        except backends.UnavailableError as error:
+            return str(error).removeprefix("samebits: no backend for this GPU tensor. ")
+        assert key == FMA.key
+        return str(module.__name__)
+
+    by = {name: f"samebits.backends.{name}.{operation}" for name in ("cuda", "triton")}
+    assert chosen("") == "cuda: no cuda here; triton: no triton here"
+    runs.add("triton")
+    assert (chosen(""), chosen("@triton")) == (by["triton"], by["triton"])
+    assert chosen("@cuda") == "cuda: no cuda here"
+    runs.add("cuda")
+    assert (chosen(""), chosen("@cuda"), chosen("@triton")) == (by["cuda"], by["cuda"], by["triton"])
+    runs.remove("triton")
+    assert chosen("@triton") == "triton: no triton here"
+
+
+PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "linear": samebits.linear,
+    "matmul": samebits.matmul,
+    "bmm": lambda x, w: samebits.bmm(x[None], w[None]),
+    "linear_logp": lambda x, w: samebits.linear_logp(x, w, torch.zeros(4, dtype=torch.int64)),
+    "logp": lambda x, w: samebits.logp(x, torch.zeros(4, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_backward_follows_the_choice_of_its_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operator, forward and backward, is given the backend that was asked for, and by it alone."""
+    keys: list[str] = []
+    right = _library.Operator._run
+
+    def run(self: _library.Operator, *args: Any) -> Any:
+        keys.extend(x for x in args if isinstance(x, str))
+        return right(self, *args)
+
+    monkeypatch.setattr(_library, "asked", lambda kind: f"@{backends._choice.backend}")
+    monkeypatch.setattr(_library.Operator, "_run", run)
+    x, w = (torch.ones(4, 4, requires_grad=True) for _ in range(2))
+    with samebits.use_backend("triton"), torch.no_grad():
+        PRODUCTS[name](x, w)
+    with samebits.use_backend("triton"):
+        y = PRODUCTS[name](x, w)
+    forward = len(keys)
+    with samebits.use_backend("cuda"):
+        torch.autograd.grad(y.sum(), x)
+    assert 0 < forward < len(keys)
+    assert all(key.endswith("@triton") for key in keys), keys
+
+
 NOT_BY_TRITON: dict[str, Callable[[torch.Tensor], object]] = {
     "softmax": lambda x: x.softmax(1),
     "log_softmax": lambda x: x.log_softmax(1),

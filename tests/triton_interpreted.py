@@ -88,7 +88,15 @@ def fma() -> int:
         acc[0, 0, 0] = -0.0
         count += check(a, b, dtype, FMA, schedule, next(layouts), bias=bias)
         count += check(a, b, F32, FMA, schedule, next(layouts), acc=acc)
-    return count
+    largest = backend.FMA_SCHEDULES[0]
+    return count + check(
+        values("wide", (1, 1, 130, 3), F32, 0),
+        values("wide", (1, 1, 3, 133), F32, 1),
+        F32,
+        FMA,
+        largest,
+        LAYOUTS[:2],
+    )
 
 
 def tensor_core() -> int:
