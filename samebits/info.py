@@ -161,4 +161,5 @@ def _triton() -> Backend:
 
     status = runtime.status()
     why = f"Triton {status.triton}" if status.available else status.reason
-    return Backend("triton", "GPUs that Triton compiles for", status.available, why, status.remedy)
+    computes = "GPUs that Triton compiles for: FMA; on NVIDIA's from sm_80 on TENSOR_CORE too"
+    return Backend("triton", computes, status.available, why, status.remedy)

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 import samebits
 from samebits.backends.cuda import ahead, matmul_sm90, runtime
+from samebits.backends.triton import runtime as triton
 from samebits.verify import Operands, kernels
 
 DTYPE = torch.bfloat16
@@ -134,6 +135,12 @@ def log_probabilities() -> None:
         assert torch.allclose(out, torch.full_like(out, -math.log(vocabulary)))
 
 
+def log_probabilities_by_triton() -> None:
+    if triton.status().available:
+        with samebits.use_backend("triton"):
+            log_probabilities()
+
+
 def tiny_products(every: int):
     """Batches of tiny matrices, several of them in a block."""
     tiny = [k for k in kernels(torch.cuda.current_device()) if k.name == "bmm_tiny"]
@@ -200,6 +207,7 @@ def main() -> None:
         print(ahead.compile_for(partial(k.run, x, out, s) for k, s, x, out in found), "kernels")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             print(len(list(pool.map(lambda p: p[0].run(p[2], p[3], p[1]), triton_products()))), "by Triton")
+        log_probabilities_by_triton()
         return
     if options.triton:
         found = itertools.chain(found, triton_products())
@@ -215,6 +223,8 @@ def main() -> None:
                 taken[way] = taken.get(way, False) or so
         count += 1
     log_probabilities()
+    if options.triton:
+        log_probabilities_by_triton()
     row_reductions()
     torch.cuda.synchronize()
     print(f"{count} products")

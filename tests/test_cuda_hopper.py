@@ -225,7 +225,7 @@ def test_every_launch_of_reductions_adds_up(launches: list[str], monkeypatch: py
     monkeypatch.setattr(runtime, "load", lambda spec, device: loaded.append(spec) or load(spec, device))
     counts = []
     for _ in range(2):
-        for call in reductions.calls(cases, reductions.on_cuda(), torch.device("cpu")):
+        for call in reductions.calls(cases, reductions.on_cuda(fused=True), torch.device("cpu")):
             call()
         counts.append((len(set(loaded)), len(launches)))
     assert counts[1] == (counts[0][0], 2 * counts[0][1])

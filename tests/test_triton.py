@@ -9,17 +9,27 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import samebits
 from samebits import FMA, TENSOR_CORE, backends
 from samebits.contract import contract_from_key
+from samebits.ops import _library
+from samebits.ops import expand as expand_module
 from samebits.ops._library import check_operands
+from samebits.ops.expand import expand
 
 # ---- the choice of a backend: needs no Triton
 
@@ -76,6 +86,129 @@ def test_an_explicit_backend_never_falls_back() -> None:
             backends.on_gpu("matmul", FMA.key, 0)
     with pytest.raises(backends.UnavailableError, match="triton: it does not compute rows yet"):
         backends.on_gpu("rows", f"{FMA.key}@triton", 0)
+
+
+@pytest.mark.parametrize("operation", ["matmul", "logp", "linear_logp", "assert_spans"])
+def test_the_automatic_order(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA kernels, Triton, an error with both reasons; of an explicit choice, that one or an error."""
+    pytest.importorskip("triton")
+    pytest.importorskip("cuda.core")
+    runs: set[str] = set()
+
+    def require(name: str, device: int) -> None:
+        if name not in runs:
+            raise backends.UnavailableError(f"no {name} here")
+
+    for name in ("cuda", "triton"):
+        module = importlib.import_module(f"samebits.backends.{name}.runtime")
+        monkeypatch.setattr(module, "require", partial(require, name))
+
+    def chosen(asked: str) -> str:
+        try:
+            module, key = backends.on_gpu.__wrapped__(operation, FMA.key + asked, 0)
+        except backends.UnavailableError as error:
+            return str(error).removeprefix("samebits: no backend for this GPU tensor. ")
+        assert key == FMA.key
+        return str(module.__name__)
+
+    by = {name: f"samebits.backends.{name}.{operation}" for name in ("cuda", "triton")}
+    assert chosen("") == "cuda: no cuda here; triton: no triton here"
+    runs.add("triton")
+    assert (chosen(""), chosen("@triton")) == (by["triton"], by["triton"])
+    assert chosen("@cuda") == "cuda: no cuda here"
+    runs.add("cuda")
+    assert (chosen(""), chosen("@cuda"), chosen("@triton")) == (by["cuda"], by["cuda"], by["triton"])
+    runs.remove("triton")
+    assert chosen("@triton") == "triton: no triton here"
+
+
+PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "linear": samebits.linear,
+    "matmul": samebits.matmul,
+    "bmm": lambda x, w: samebits.bmm(x[None], w[None]),
+    "linear_logp": lambda x, w: samebits.linear_logp(x, w, torch.zeros(4, dtype=torch.int64)),
+    "logp": lambda x, w: samebits.logp(x, torch.zeros(4, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_backward_follows_the_choice_of_its_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operator, forward and backward, is given the backend that was asked for, and by it alone."""
+    keys: list[str] = []
+    right = _library.Operator._run
+
+    def run(self: _library.Operator, *args: Any) -> Any:
+        keys.extend(x for x in args if isinstance(x, str))
+        return right(self, *args)
+
+    monkeypatch.setattr(_library, "asked", lambda kind: f"@{backends._choice.backend}")
+    monkeypatch.setattr(_library.Operator, "_run", run)
+    x, w = (torch.ones(4, 4, requires_grad=True) for _ in range(2))
+    with samebits.use_backend("triton"), torch.no_grad():
+        PRODUCTS[name](x, w)
+    with samebits.use_backend("triton"):
+        y = PRODUCTS[name](x, w)
+    forward = len(keys)
+    with samebits.use_backend("cuda"):
+        torch.autograd.grad(y.sum(), x)
+    assert 0 < forward < len(keys)
+    assert all(key.endswith("@triton") for key in keys), keys
+
+
+NOT_BY_TRITON: dict[str, Callable[[torch.Tensor], object]] = {
+    "softmax": lambda x: x.softmax(1),
+    "log_softmax": lambda x: x.log_softmax(1),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(4, dtype=torch.int64)),
+    "sum": lambda x: x.sum(),
+    "mean": lambda x: x.mean(1),
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "rms_norm": lambda x: F.rms_norm(x, (4,)),
+    "embedding": lambda x: F.embedding(torch.tensor([1]), x),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "broadcasting": lambda x: x + x[:, :1],
+    "expand": lambda x: x[:, :1].expand(4, 4),
+}
+
+
+@pytest.mark.parametrize("name", NOT_BY_TRITON)
+def test_what_triton_does_not_compute_is_refused_under_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and attention, in place of PyTorch's: neither it nor another backend computes them then."""
+    for module in (_library, expand_module):
+        monkeypatch.setattr(module, "asked", lambda kind: f"@{backends._choice.backend}")
+    x = torch.ones(4, 4, requires_grad=True)
+    with (
+        samebits.batch_invariant(),
+        samebits.use_backend("triton"),
+        pytest.raises(backends.UnavailableError, match="backend triton does not compute it yet"),
+    ):
+        NOT_BY_TRITON[name](x)
+
+
+def test_a_view_needs_no_backend() -> None:
+    with samebits.use_backend("triton"):
+        assert expand(torch.ones(4, 1), (4, 4)).sum() == 16
+
+
+def test_tensor_core_is_refused_where_no_model_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMD's matrix units, and those of NVIDIA GPUs before sm_80. FMA asks for none."""
+    pytest.importorskip("triton")
+    from samebits.backends.triton import matmul
+
+    for hip, name, *capability in (("6.4", "AMD Instinct MI300X", 9, 4), (None, "Tesla T4", 7, 5)):
+        properties = SimpleNamespace(name=name, major=capability[0], minor=capability[1])
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
+        check, device = matmul.check.__wrapped__, torch.device("cuda")
+        for contract in (TENSOR_CORE, TENSOR_CORE.on(samebits.HOPPER)):
+            said = f"{name} gives, so TENSOR_CORE has no MmaModel for it; contract=samebits.FMA works"
+            with pytest.raises(backends.UnavailableError, match=said):
+                check(contract, device)
+        check(FMA, device)
+    monkeypatch.setattr(torch.version, "hip", None)
+    properties.major, properties.minor = 9, 0
+    check(TENSOR_CORE, device)
+    with pytest.raises(ValueError, match="expected the family of Tesla T4, HOPPER"):
+        check(TENSOR_CORE.on(samebits.AMPERE), device)
 
 
 def test_the_choice_is_no_part_of_the_contract() -> None:
@@ -196,8 +329,7 @@ def gpu(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("target", SHARED)
 def test_tiles_compile(target: str) -> None:
-    from samebits.backends.triton import kernels
-    from samebits.backends.triton.matmul import TILE_SCHEDULES, fits, tile_constants
+    from samebits.backends.triton.matmul import TILE_SCHEDULES, fits
 
     device = torch.device("cuda")
     for i, s in enumerate(TILE_SCHEDULES):
@@ -205,24 +337,44 @@ def test_tiles_compile(target: str) -> None:
         a_k_major, b_k_major, accumulate = i % 2 == 0, i % 3 == 0, i % 4 == 3
         size = 4 if accumulate else 2
         assert fits(s, size, accumulate, device)
-        blocks = {
-            "a": (s.block_m, s.block_k) if a_k_major else (s.block_k, s.block_m),
-            "b": (s.block_n, s.block_k) if b_k_major else (s.block_k, s.block_n),
-            "out": (s.block_m, s.block_n // s.parts),
-        }
-        held = dict.fromkeys("ab", PLACES[dtype]) | {"out": "fp32" if accumulate else PLACES[dtype]}
-        types = {name: f"tensordesc<{held[name]}{list(block)}>" for name, block in blocks.items()}
-        constants = {
-            "bias": None,
-            "A_K_MAJOR": a_k_major,
-            "B_K_MAJOR": b_k_major,
-            "ACCUMULATE": accumulate,
-            "PARTS": s.parts,
-        }
-        made_for = tile_constants(s, size, accumulate, device)
-        made_for.pop("enable_fp_fusion")
-        text = compiled(target, kernels.matmul_tiles, types, constants | made_for)
+        bias = i % 5 == 4
+        text = tiles(
+            target, dtype, s, a_k_major=a_k_major, b_k_major=b_k_major, accumulate=accumulate, bias=bias
+        )
         assert_multiplies_16_bit_operands(text, target)
+
+
+def tiles(
+    target: str,
+    dtype: torch.dtype,
+    s: Any,
+    *,
+    a_k_major: bool,
+    b_k_major: bool,
+    accumulate: bool,
+    bias: bool,
+) -> str:
+    from samebits.backends.triton import kernels
+    from samebits.backends.triton.matmul import tile_constants
+
+    blocks = {
+        "a": (s.block_m, s.block_k) if a_k_major else (s.block_k, s.block_m),
+        "b": (s.block_n, s.block_k) if b_k_major else (s.block_k, s.block_n),
+        "out": (s.block_m, s.block_n // s.parts),
+    }
+    held = dict.fromkeys("ab", PLACES[dtype]) | {"out": "fp32" if accumulate else PLACES[dtype]}
+    types = {name: f"tensordesc<{held[name]}{list(block)}>" for name, block in blocks.items()}
+    types["bias"] = f"*{PLACES[dtype]}"
+    constants = {
+        "A_K_MAJOR": a_k_major,
+        "B_K_MAJOR": b_k_major,
+        "ACCUMULATE": accumulate,
+        "PARTS": s.parts,
+        **({} if bias else {"bias": None}),
+    }
+    made_for = tile_constants(s, 4 if accumulate else 2, accumulate, torch.device("cuda"))
+    made_for.pop("enable_fp_fusion")
+    return compiled(target, kernels.matmul_tiles, types, constants | made_for)
 
 
 ROWS = dict.fromkeys(
@@ -336,12 +488,187 @@ def test_tiles_are_stored_in_rows_of_whole_16_bytes() -> None:
 
 def assert_multiplies_16_bit_operands(text: str, target: str) -> None:
     """No instruction that would widen operands or join more than 16 k at a time to the accumulator."""
-    shapes = set(re.findall(r"(?:mma\.sync|wgmma\.mma_async)\S*\.(m\d+n\d+k\d+)\S*", text))
-    if target == "sm_100":
-        assert "tcgen05.mma" in text or shapes
-    else:
-        assert shapes
-    assert all(shape.endswith("k16") for shape in shapes), shapes
+    found = set(re.findall(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*", text))
+    assert found
+    assert all(
+        name.endswith("kind::f16")
+        or re.search(r"\.m\d+n\d+k16(\.row\.col)?\.f32\.(bf16\.bf16|f16\.f16)(\.f32)?$", name)
+        for name in found
+    ), found
+    assert target == "sm_100" or not any("tcgen05" in name for name in found)
+
+
+ARITHMETIC = r"\b(add|sub|mul|mad|fma)\.[\w.]*f32"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiled_chains_are_never_split(target: str) -> None:
+    """Accumulators of parts of K would have to be added, and a plain product without a bias adds nothing."""
+    pytest.importorskip("triton")
+    from samebits.backends.triton.matmul import FMA_SCHEDULES, MMA_SCHEDULES
+
+    for s in FMA_SCHEDULES:
+        text = general(target, torch.float32, torch.float32, ("k", "row"), s)
+        if target in NVIDIA:
+            assert {m[0] for m in re.finditer(ARITHMETIC, text)} == {"fma.rn.f32"}
+        else:
+            assert not re.search(r"\bv_(pk_)?(add|sub|mac|mad)_f32|v_mfma", text)
+    for s in MMA_SCHEDULES if target in NVIDIA else ():
+        text = general(target, torch.bfloat16, torch.bfloat16, ("k", "row"), s)
+        assert not re.search(ARITHMETIC, text), s
+        assert_multiplies_16_bit_operands(text, target)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("target", SHARED)
+def test_compiled_chains_of_tiles_are_never_split(target: str) -> None:
+    """Nor do pipelines of any depth: of every schedule, of products and of log-probabilities."""
+    from samebits.backends.triton.linear_logp import STATISTICS_SCHEDULES
+    from samebits.backends.triton.matmul import TILE_SCHEDULES
+
+    for s in TILE_SCHEDULES + STATISTICS_SCHEDULES:
+        text = tiles(target, torch.bfloat16, s, a_k_major=True, b_k_major=True, accumulate=False, bias=False)
+        assert not re.search(ARITHMETIC, text), s
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("what", ["", "promoted", "two chains", "by multiplications"])
+def test_what_reorders_k_is_seen_when_compiled(what: str, target: str) -> None:
+    pytest.importorskip("triton")
+    from tests.triton_traps import trap
+
+    constants = {"WHAT": what, "BLOCK": 64, "num_warps": 4, "num_stages": 3}
+    with pytest.raises(AssertionError) if what else nullcontext():
+        text = compiled(target, trap, {"a": "*bf16", "b": "*bf16", "out": "*fp32"}, constants)
+        assert_multiplies_16_bit_operands(text, target)
+        assert not re.search(ARITHMETIC, text)
+
+
+# ---- what is compiled again
+
+
+class Nowhere:
+    """Triton's driver of a GPU that is not here."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(*TARGETS["sm_90"])
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[set[Any], list[Any]]]:
+    """Kernels launched on an H100, with their constants, and those compiled for it; none of them runs."""
+    pytest.importorskip("triton")
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from samebits.backends.triton import matmul
+
+    launched: set[Any] = set()
+    compilations: list[Any] = []
+    run = JITFunction.run
+
+    def compile(self: Any, key: Any, signature: Any, device: int, *rest: Any) -> Any:
+        compilations.append((self.__name__, signature))
+        self.device_caches[device][0][key] = kernel = mock.Mock()
+        return kernel
+
+    def launch(self: Any, *args: Any, **options: Any) -> Any:
+        said = {name: x for name, x in options.items() if name not in ("grid", "warmup")}
+        launched.add((self.__name__, *sorted(said.items())))
+        return run(self, *args, **options)
+
+    found = matmul._Gpu(132, SHARED["sm_90"] - 1024, fetches_tiles=True)
+    monkeypatch.setattr(matmul, "_gpu", lambda device: found)
+    monkeypatch.setattr(matmul, "choose_tiles", matmul.choose_tiles.__wrapped__)
+    monkeypatch.setattr(JITFunction, "_do_compile", compile)
+    monkeypatch.setattr(JITFunction, "run", launch)
+    active = driver.active if driver._active is not None else None
+    driver.set_active(Nowhere())
+    jitted = [
+        f
+        for name in ("kernels", "logp_kernels")
+        for f in vars(importlib.import_module(f"samebits.backends.triton.{name}")).values()
+        if isinstance(f, JITFunction)
+    ]
+    for f in jitted:
+        f.device_caches.clear()
+    yield launched, compilations
+    for f in jitted:
+        f.device_caches.clear()
+    driver._active = active
+
+
+TOKENS = (*range(1, 41), 63, 64, 65, 100, 127, 128, 129, 200, 256, 300, 511, 512, 1000, 1024, 2047, 4096)
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def weights_gradient(x: torch.Tensor, w: torch.Tensor, *, packed: bool = False) -> torch.Tensor:
+    m = len(x)
+    spans = torch.tensor([0, m // 2, m], dtype=torch.int32) if packed else None
+    y = samebits.linear(x, w.requires_grad_(), cu_seqlens=spans)
+    return torch.autograd.grad(y, w, torch.ones_like(y))[0]
+
+
+def log_probabilities(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    target = torch.zeros(len(x), dtype=torch.int64)
+    y = samebits.linear_logp(x, w.requires_grad_(), target)
+    return torch.autograd.grad(y, w, torch.ones_like(y))[0]
+
+
+COMPILED_FOR: dict[str, tuple[torch.dtype, int, Callable[..., torch.Tensor]]] = {
+    "linear": (BF16, 64, lambda x, w: samebits.linear(x, w)),
+    "linear, any stride": (BF16, 63, lambda x, w: samebits.linear(x, w)),
+    "linear, FMA": (F32, 64, lambda x, w: samebits.linear(x, w)),
+    "dW": (BF16, 64, weights_gradient),
+    "dW, packed": (BF16, 64, partial(weights_gradient, packed=True)),
+    "dW, FMA": (F32, 64, weights_gradient),
+    "bmm": (BF16, 64, lambda x, w: samebits.bmm(x.expand(3, *x.shape), w.mT.expand(3, *w.mT.shape))),
+    "linear_logp and dW": (BF16, 64, log_probabilities),
+    "logp": (F32, 64, lambda x, w: samebits.logp(x, torch.zeros(len(x), dtype=torch.int64))),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED_FOR)
+def test_a_new_number_of_rows_compiles_nothing(name: str, launches: tuple[set[Any], list[Any]]) -> None:
+    """A kernel is compiled once for each schedule, not for one row, nor for a multiple of 16."""
+    from samebits.backends.triton.linear_logp import STATISTICS_SCHEDULES
+    from samebits.backends.triton.matmul import MMA_SCHEDULES, TILE_SCHEDULES
+    from tests.triton_interpreted import by_triton
+
+    dtype, k, call = COMPILED_FOR[name]
+    launched, compilations = launches
+    weight = torch.zeros(512, k, dtype=dtype)
+    with by_triton():
+        for m in TOKENS:
+            call(torch.zeros(m, k, dtype=dtype), weight.detach())
+    assert launched
+    assert len(compilations) == len(launched), compilations
+    assert len(launched) <= 3 * len(TILE_SCHEDULES) + len(STATISTICS_SCHEDULES) + len(MMA_SCHEDULES)
+
+
+def test_torch_compile_compiles_nothing_for_a_new_number_of_rows(
+    launches: tuple[set[Any], list[Any]],
+) -> None:
+    from tests.triton_interpreted import by_triton
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(samebits.linear, fullgraph=True, dynamic=True, backend=counter)
+    launched, compilations = launches
+    weight = torch.zeros(512, 64, dtype=BF16)
+    with by_triton():
+        for m in TOKENS[1:]:  # a size of one is special to torch.compile
+            call(torch.zeros(m, 64, dtype=BF16), weight)
+    assert counter.frame_count == 1
+    assert 2 <= len(compilations) == len(launched)
 
 
 # ---- indices, in Triton's interpreter

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,15 +16,17 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import samebits
-from samebits import bench, verify
+from samebits import backends, bench, verify
 from samebits.backends.cuda import linear_logp_sm90
 from samebits.backends.cuda import rows as cuda_rows
 from samebits.cli import app
 from samebits.testing import KINDS
-from samebits.verify import Operands, answers, chain, products, reductions
+from samebits.verify import Operands, answers, chain, operations, products, reductions, run
 from samebits.verify.case import LAYOUTS
-from samebits.verify.operands import make_operands
+from samebits.verify.kernel import _triton as triton_kernels
+from samebits.verify.operands import make_operands, make_room, unfilled
 
+CPU = torch.device("cpu")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 
 
@@ -164,7 +167,7 @@ def test_reductions_cover_what_the_backends_offer() -> None:
     assert {call[0] for call in spy.method_calls} == offered
     assert {(c.layout, c.place) for c in REDUCTIONS} == {("N", "plain"), *reductions.STRIDES}
     entries = {kernel.entry for kernel in reductions.KERNELS.values() if kernel.entry}
-    assert entries == set(linear_logp_sm90._PARAMS)
+    assert {f"{entry}_sm90" for entry in entries} == set(linear_logp_sm90._PARAMS)
     assert not any(reductions.KERNELS[c.kernel].entry for c in reductions.reductions(True, fused=False))
 
 
@@ -187,7 +190,7 @@ def test_reductions_are_held_to_the_reference(wrong: str, monkeypatch: pytest.Mo
     mine = mock.Mock(wraps=right.rows, row_sum=row_sum)
     found = report()
     some = [c for c in REDUCTIONS if c.kernel == "sum"] if wrong else REDUCTIONS[::7]
-    reductions.verify_reductions(found, some, right._replace(rows=mine), HELD_TO, torch.device("cpu"))
+    reductions.verify_reductions(found, some, [right._replace(rows=mine)], HELD_TO, CPU)
     assert found.compared > 1000
     around = [line for line in found.lines if line.what == products.AROUND]
     assert sum(line.differing for line in around) == (len(some) if wrong == "beside its rows" else 0)
@@ -198,6 +201,120 @@ def test_reductions_are_held_to_the_reference(wrong: str, monkeypatch: pytest.Mo
     elif not wrong:
         assert found.differing == 0, found.first
         assert {line.kernel for line in found.lines} == set(reductions.KERNELS)
+
+
+@pytest.mark.parametrize("wrong", ["", "statistics", "grad_logits", "combine"])
+def test_log_probabilities_of_a_second_backend_are_held_to_the_reference(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under each of its schedules, by its own name; rows, which it does not reduce, are left out."""
+    monkeypatch.setattr(reductions, "finish", lambda doing: None)
+    right = reductions.reference(HELD_TO)
+
+    def flipped(what: str, t: Tensor, schedule: object = "second") -> None:
+        if (what, schedule) == (wrong, "second"):
+            t.view(torch.uint8).flatten()[0] ^= 1
+
+    def statistics(*args: Any, schedule: object) -> Any:
+        out = right.statistics(*args, schedule=schedule)
+        flipped("statistics", out.s, schedule)
+        return out
+
+    def grad_logits(*args: Any, schedule: object) -> Tensor:
+        out = right.grad_logits(*args, schedule=schedule)
+        flipped("grad_logits", out, schedule)
+        return out
+
+    def combine(statistics: Any, rows: Any) -> None:
+        right.logp.combine(statistics, rows)
+        flipped("combine", rows.logp)
+
+    second = reductions.Backend(
+        *("second ", None, mock.Mock(wraps=right.logp, combine=combine), statistics, grad_logits),
+        lambda entry: ("first", "second"),
+    )
+    found = report()
+    some = [c for c in REDUCTIONS if c.n <= 700 and c.kind == "normal"][::3]
+    reductions.verify_reductions(found, some, [right, second], HELD_TO, CPU)
+    lines = {name: [x for x in found.lines if x.kernel == name] for name in {x.kernel for x in found.lines}}
+    assert {f"second {name}" for name in reductions._LOGP} == {x for x in lines if x.startswith("second ")}
+    assert all(x.schedules == 2 for x in lines["second linear_logp"])
+    differing = {name for name, of in lines.items() if any(x.differing for x in of)}
+    assert (
+        differing
+        == {
+            "": set(),
+            "statistics": {"second linear_logp", "second linear_logp, bias"},
+            "grad_logits": {"second linear_logp backward", "second linear_logp backward, bias"},
+            "combine": {f"second {name}" for name in reductions._LOGP if "backward" not in name},
+        }[wrong]
+    )
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_every_schedule_of_triton_runs(thorough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of products on shapes, values, batches and sequences alike, and of log-probabilities."""
+    pytest.importorskip("triton")
+    from samebits.backends.triton import linear_logp
+    from samebits.backends.triton import matmul as triton
+
+    monkeypatch.setattr(triton, "_gpu", lambda device: triton._Gpu(132, 226 << 10, fetches_tiles=True))
+    offered = triton_kernels()
+    taken: dict[str, set[object]] = {}
+    todo = [c for c in verify.cases(thorough) if c.work < 1 << 29]
+    for case, pairs in zip(todo, run._runs(todo, offered, thorough), strict=True):
+        x = make_operands(case, CPU, unfilled)
+        out = make_room(case, x).out
+        for k, schedule in pairs:
+            if k.takes(x, out, schedule):
+                for what in ("all", case.what):
+                    taken.setdefault(f"{k.name}, {what}", set()).add(schedule)
+    for k in offered:
+        assert taken[f"{k.name}, all"] == set(k.schedules)
+        for what in (
+            "shapes",
+            "layouts",
+            "values",
+            *(["batches", "sequences"] if "tiles" not in k.name else []),
+        ):
+            assert taken[f"{k.name}, {what}"] >= set(k.schedules) - {None}, what
+    on = reductions.on_triton(HELD_TO, CPU)
+    assert tuple(on.schedules("statistics")) == linear_logp.STATISTICS_SCHEDULES
+    assert tuple(on.schedules("grad_logits")) == triton.TILE_SCHEDULES
+    tried = {c.kernel for c in REDUCTIONS if on.tried(c)}
+    assert tried == {*reductions._LOGP}
+    monkeypatch.setattr(triton, "_gpu", lambda device: triton._Gpu(132, 0, fetches_tiles=False))
+    assert on.schedules("statistics") == on.schedules("grad_logits") == [None]
+
+
+def test_public_operations_are_verified_by_the_backend_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A bit that only this backend has wrong is found, and nothing else is wrong."""
+    right = operations.bmm
+
+    def wrong(*args: Any, **options: Any) -> Tensor:
+        out = right(*args, **options)
+        if backends._choice.backend == "reference":
+            out.view(torch.uint8)[0, 0, 0] ^= 1
+        return out
+
+    monkeypatch.setattr(operations, "bmm", wrong)
+    monkeypatch.setattr(operations, "asked", lambda kind: f"@{backends._choice.backend}")
+    monkeypatch.setattr(operations, "finish", lambda doing: None)
+    found = report()
+    with samebits.use_backend("reference"):
+        operations.verify_operations(found, HELD_TO, CPU)
+    assert {line.kernel for line in found.lines} == {"reference operations"}
+    assert [line.what for line in found.lines if line.differing] == ["bmm"]
+
+
+def test_what_is_public_is_verified_by_triton_too() -> None:
+    parts = [
+        list(run._public(report(), HELD_TO, CPU, thorough=False, backend=name)) for name in (None, "triton")
+    ]
+    assert {what for what, _, _ in parts[0]} == {what for what, _, _ in parts[1]}
+    assert {name for _, name, _ in parts[1]} == {"triton"}
 
 
 def test_zeros_and_nans_are_compared_by_their_bits() -> None:

@@ -26,6 +26,7 @@ from samebits.backends.rows import Rows
 from samebits.backends.triton import linear_logp, logp
 from samebits.backends.triton import matmul as backend
 from samebits.testing import KINDS, assert_same_bits, values
+from samebits.verify import Report, reductions
 from tests.test_logp import KINDS as KINDS_OF_LOGITS
 from tests.test_logp import pieces, rows
 
@@ -87,7 +88,15 @@ def fma() -> int:
         acc[0, 0, 0] = -0.0
         count += check(a, b, dtype, FMA, schedule, next(layouts), bias=bias)
         count += check(a, b, F32, FMA, schedule, next(layouts), acc=acc)
-    return count
+    largest = backend.FMA_SCHEDULES[0]
+    return count + check(
+        values("wide", (1, 1, 130, 3), F32, 0),
+        values("wide", (1, 1, 3, 133), F32, 1),
+        F32,
+        FMA,
+        largest,
+        LAYOUTS[:2],
+    )
 
 
 def tensor_core() -> int:
@@ -116,6 +125,10 @@ OPERATIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "matmul, no terms": (samebits.matmul, [(5, 0), (0, 6)]),
     "matmul, no rows": (samebits.matmul, [(0, 5), (5, 6)]),
     "bmm": (samebits.bmm, [(4, 5, 9), (1, 9, 6)]),
+    "addmm_, no terms": (
+        lambda a, b, **o: samebits.addmm_(a.new_ones(5, 6, dtype=F32), a, b, **o),
+        [(5, 0), (0, 6)],
+    ),
     "addmm_": (lambda a, b, **o: samebits.addmm_(a.new_ones(5, 6, dtype=F32), a, b, **o), [(5, 9), (9, 6)]),
 }
 
@@ -252,6 +265,37 @@ def tensor_core_log_probabilities() -> int:
     return count
 
 
+def whole_values(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: str) -> Tensor:
+    """In place of `values`: sums that are exact in every order."""
+    return whole(shape, seed).to(dtype).to(device)
+
+
+def verification() -> int:
+    """What `samebits verify` says of log-probabilities: right, but for a bit made wrong here."""
+    cpu = torch.device("cpu")
+    on = reductions.on_triton(ON_HOPPER, cpu)
+    assert len(on.schedules("statistics")) == len(linear_logp.STATISTICS_SCHEDULES)
+    fused = [c for c in reductions.reductions(False, fused=True) if c.features and c.dtype == F16][3::19]
+    given = [c for c in reductions.reductions(False, fused=False) if on.tried(c) and c.other == F32][1::17]
+    assert len({c.kernel for c in fused}) >= 3
+    of = reductions.RowOperands.of
+
+    def combine(statistics: Any, rows: Rows) -> None:
+        logp.combine(statistics, rows)
+        rows.logp.view(torch.int32)[0] ^= 1
+
+    wrong = on._replace(name="wrong ", logp=mock.Mock(wraps=logp, combine=combine))
+    found = Report(None, "", "", "", {}, False)
+    with mock.patch.object(reductions, "finish"):
+        with mock.patch.object(reductions.RowOperands, "of", lambda case: of(case, whole_values)):
+            reductions.verify_reductions(found, fused, [on], ON_HOPPER, cpu)
+        reductions.verify_reductions(found, given, [on, wrong], ON_HOPPER, cpu)
+    assert found.first is None or found.first.kernel.startswith("wrong "), found.first
+    assert not any(line.differing for line in found.lines if line.kernel.startswith("triton "))
+    assert any(line.differing for line in found.lines if line.kernel.startswith("wrong "))
+    return sum(line.results for line in found.lines if line.kernel.startswith("triton "))
+
+
 if __name__ == "__main__":
     print(
         fma()
@@ -260,4 +304,5 @@ if __name__ == "__main__":
         + given_logits()
         + log_probabilities()
         + tensor_core_log_probabilities()
+        + verification()
     )

@@ -24,17 +24,16 @@ def first_unknown(target: Tensor, vocabulary: int, ignore_index: int) -> Callabl
     A GPU's answer is waited for when it is asked for. A backend may have a faster way of its own.
     """
     flat = target.reshape(-1)
-    unknown = ((flat < 0) | (flat >= vocabulary)) & (flat != ignore_index)
-    # argmax gives the first of equals, and 0 if there is none.
-    first = torch.where(unknown.any(), unknown.to(torch.uint8).argmax(), len(flat))
-    if not first.is_cuda:
-        return lambda: int(first)
-    first = first.to("cpu", non_blocking=True)  # into pinned memory
-    answered = torch.cuda.current_stream(target.device).record_event()
+    unknown = (flat.clamp(0, vocabulary - 1) != flat) & (flat != ignore_index)
+    some, answered = unknown.any(), None
+    if some.is_cuda:
+        some = some.to("cpu", non_blocking=True)  # into pinned memory
+        answered = torch.cuda.current_stream(target.device).record_event()
 
     def wait() -> int:
-        answered.synchronize()
-        return int(first)
+        if answered is not None:
+            answered.synchronize()
+        return int(unknown.nonzero()[0]) if some else len(flat)
 
     return wait
 

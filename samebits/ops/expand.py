@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends import asked
 from samebits.ops._library import Operator
-from samebits.ops.rows import backend
+from samebits.ops.rows import backend, refuse_triton
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -20,6 +21,8 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     the others as one chain in row-major order; all in float32, with one rounding at the end. So the gradient
     of a vector that was broadcast over tokens is a chain over tokens, in which zeros change nothing.
     """
+    if x.requires_grad and torch.is_grad_enabled():
+        refuse_triton("expand", asked(x.device.type))
     out: Tensor = _Expand.apply(x, tuple(shape))  # type: ignore[no-untyped-call]
     return out
 

@@ -101,7 +101,7 @@ _ALLOCATING = (torch.empty, torch.empty_like, Tensor.new_empty)
 
 
 class Surrounded(TorchFunctionMode):
-    """What is allocated in this context lies, and starts, as NaN in memory full of NaN."""
+    """Numbers that are allocated in this context lie, and start, as NaN in memory full of NaN."""
 
     _WIDTH = 64
     """Elements before and after; their bytes are a multiple of 128."""
@@ -114,7 +114,7 @@ class Surrounded(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func not in _ALLOCATING:
+        if func not in _ALLOCATING or not out.dtype.is_floating_point:
             return out
         memory = out.new_full((out.numel() + 2 * self._WIDTH,), math.nan)
         self._memories.append(memory)

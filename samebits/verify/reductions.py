@@ -36,16 +36,48 @@ IDS, PADDING, IGNORED = 11, 3, -1
 class Backend(NamedTuple):
     """What runs the kernels: modules, and the two functions that may have schedules."""
 
+    name: str
+    """Before the kernels' names in the report."""
     rows: Any
+    """None where it reduces no rows."""
     logp: Any
     statistics: Callable[..., Statistics]
     grad_logits: Callable[..., Tensor]
+    schedules: Callable[[str], Sequence[Any]]
+    """Of one of these two functions; none where there is no fused kernel."""
+
+    def tried(self, case: Reduction) -> Sequence[Any]:
+        """The schedules under which it runs a case: none if it does not."""
+        if KERNELS[case.kernel].entry:
+            return self.schedules(KERNELS[case.kernel].entry)
+        return ("",) if self.rows is not None or case.kernel in _LOGP else ()
 
 
-def on_cuda() -> Backend:
+def on_cuda(fused: bool) -> Backend:
+    """The CUDA kernels; `fused`, whether those of `linear_logp` are here."""
     from samebits.backends.cuda import linear_logp_sm90, logp, rows
 
-    return Backend(rows, logp, linear_logp_sm90.statistics, linear_logp_sm90.grad_logits)
+    def schedules(entry: str) -> Sequence[Any]:
+        return linear_logp_sm90.schedules(f"{entry}_sm90") if fused else ()
+
+    return Backend("", rows, logp, linear_logp_sm90.statistics, linear_logp_sm90.grad_logits, schedules)
+
+
+def on_triton(contract: Contract, device: torch.device) -> Backend:
+    """Triton's; where a GPU fetches no tiles, its other kernels compute log-probabilities."""
+    from samebits.backends.triton import linear_logp, logp
+
+    def grad_logits(hidden: Tensor, *args: Any, schedule: Any) -> Tensor:
+        return linear_logp.grad_logits(
+            hidden, *args, dtype=hidden.dtype, contract=contract.key, schedule=schedule
+        )
+
+    return Backend(
+        *("triton ", None, logp),
+        partial(linear_logp.statistics, contract=contract.key),
+        grad_logits,
+        partial(linear_logp.schedules, device=device),
+    )
 
 
 def reference(contract: Contract) -> Backend:
@@ -57,7 +89,7 @@ def reference(contract: Contract) -> Backend:
     def grad_logits(hidden: Tensor, *args: Any, schedule: Any) -> Tensor:
         return linear_logp.grad_logits(hidden, *args, dtype=hidden.dtype, contract=contract.key)
 
-    return Backend(rows, logp, statistics, grad_logits)
+    return Backend("", rows, logp, statistics, grad_logits, lambda entry: (None,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +208,9 @@ def _statistics(on: Backend, o: RowOperands, schedule: Any, *, bias: bool, entro
 
 def _combined(on: Backend, statistics: Statistics, rows: Rows) -> Results:
     on.logp.combine(statistics, rows)
-    return rows.logp, rows.entropy, rows.shift + 0.0, rows.log_sum  # the shift may be a zero of either sign
+    # The shift may be a zero of either sign, and anything where the logarithm of the sum is NaN.
+    shift = torch.where(rows.log_sum.isnan(), torch.nan, rows.shift + 0.0)
+    return rows.logp, rows.entropy, shift, rows.log_sum
 
 
 def _grad_logits(on: Backend, o: RowOperands, *, entropy: bool) -> Results:
@@ -195,7 +229,7 @@ def _fused_grad_logits(on: Backend, o: RowOperands, schedule: Any, *, bias: bool
 
 def _given(o: RowOperands, vocabulary: int, entropy: bool) -> tuple[Rows, Tensor, Tensor | None]:
     """Rows with the results of a forward, and the gradients of these."""
-    logp, entropies, shift, log_sum, grad = o.vectors
+    logp, entropies, shift, log_sum, grad = (v.clone() for v in o.vectors)  # aligned, as results are
     rows = Rows(o.target, vocabulary, IGNORED, SCALE, logp, entropies, shift, log_sum)
     return rows, grad, logp if entropy else None
 
@@ -204,26 +238,18 @@ def _given(o: RowOperands, vocabulary: int, entropy: bool) -> tuple[Rows, Tensor
 class Reducer:
     """A kernel: how to run it, and which pairs of dtypes it takes.
 
-    `entry` is that of a fused kernel, which runs under schedules.
+    `entry` is which of a backend's fused functions it is, if any: these run under schedules.
     """
 
     run: Callable[..., Results]
     dtypes: Pairs
     entry: str = ""
 
-    @property
-    def schedules(self) -> Sequence[Any]:
-        if not self.entry:
-            return ("",)
-        from samebits.backends.cuda import linear_logp_sm90
-
-        return linear_logp_sm90.schedules(self.entry)
-
     def __call__(self, on: Backend, o: RowOperands, schedule: Any) -> Results:
         return self.run(on, o, schedule) if self.entry else self.run(on, o)
 
 
-KERNELS = {
+_ROWS = {
     "sum": Reducer(lambda on, o: (on.rows.row_sum(o.x, False, o.y.dtype),), SAME + WIDER),
     "mean": Reducer(lambda on, o: (on.rows.row_sum(o.x, True, o.y.dtype),), SAME),
     "softmax": Reducer(lambda on, o: (on.rows.softmax(o.x, False, o.y.dtype),), SAME),
@@ -254,19 +280,22 @@ KERNELS = {
     "embedding backward": Reducer(
         lambda on, o: tuple(on.rows.embedding_backward(o.grad, o.ids, IDS, p) for p in (-1, PADDING)), SAME
     ),
+}
+_LOGP = {
     "logp": Reducer(partial(_logp, entropy=False), SAME),
     "logp, entropy": Reducer(partial(_logp, entropy=True), SAME),
     "logp backward": Reducer(partial(_grad_logits, entropy=False), SAME + NARROWER),
     "logp backward, entropy": Reducer(partial(_grad_logits, entropy=True), SAME + NARROWER),
-    "linear_logp": Reducer(partial(_statistics, bias=False, entropy=True), HALF, "statistics_sm90"),
-    "linear_logp, bias": Reducer(partial(_statistics, bias=True, entropy=False), HALF, "statistics_sm90"),
+    "linear_logp": Reducer(partial(_statistics, bias=False, entropy=True), HALF, "statistics"),
+    "linear_logp, bias": Reducer(partial(_statistics, bias=True, entropy=False), HALF, "statistics"),
     "linear_logp backward": Reducer(
-        partial(_fused_grad_logits, bias=False, entropy=True), HALF, "grad_logits_sm90"
+        partial(_fused_grad_logits, bias=False, entropy=True), HALF, "grad_logits"
     ),
     "linear_logp backward, bias": Reducer(
-        partial(_fused_grad_logits, bias=True, entropy=False), HALF, "grad_logits_sm90"
+        partial(_fused_grad_logits, bias=True, entropy=False), HALF, "grad_logits"
     ),
 }
+KERNELS = _ROWS | _LOGP
 
 Size = tuple[int, int, int]
 """Rows, n and features."""
@@ -303,26 +332,31 @@ def calls(cases: Iterable[Reduction], on: Backend, device: torch.device) -> Iter
     """What loads the kernels that `cases` run."""
     for case in cases:
         kernel, operands = KERNELS[case.kernel], RowOperands.of(case, unfilled).placed(case, device)
-        for schedule in kernel.schedules:
+        for schedule in on.tried(case):
             yield partial(kernel, on, operands, schedule)
 
 
 def verify_reductions(
-    report: Report, cases: Iterable[Reduction], on: Backend, contract: Contract, device: torch.device
+    report: Report,
+    cases: Iterable[Reduction],
+    backends: Sequence[Backend],
+    contract: Contract,
+    device: torch.device,
 ) -> None:
-    """Hold the kernels of `on` to the CPU reference, and what lies around their outputs to NaN."""
+    """Hold the kernels of `backends` to the CPU reference, and what lies around their outputs to NaN."""
     right = reference(contract)
     for case in cases:
         kernel, operands = KERNELS[case.kernel], RowOperands.of(case)
         want = [t.to(device) for t in kernel(right, operands, None)]
         placed = operands.placed(case, device)
-        for schedule in kernel.schedules:
-            doing = f"{case.kernel}, {case.what}, {case}, {schedule}"
+        for on, schedule in [(b, schedule) for b in backends for schedule in b.tried(case)]:
+            name = on.name + case.kernel
+            doing = f"{name}, {case.what}, {case}, {schedule}"
             with running(doing), Surrounded() as room:
                 got = kernel(on, placed, schedule)
                 finish(doing)
             for g, w in zip(got, want, strict=True):
-                report.compare(case.kernel, case.what, REFERENCE, g, w, case, schedule)
+                report.compare(name, case.what, REFERENCE, g, w, case, schedule)
             for margins in room.margins:
                 nan = torch.full_like(margins, torch.nan)
-                report.compare(case.kernel, AROUND, "NaN", margins, nan, case, schedule)
+                report.compare(name, AROUND, "NaN", margins, nan, case, schedule)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends import asked
 from samebits.contract import Contract
 from samebits.ops.linear import linear
 from samebits.testing import values
@@ -30,16 +31,20 @@ def verify_rows(
     dtype: torch.dtype,
     thorough: bool,
 ) -> None:
-    """A row's bits in batches of every size, position, company, chunking, stride, stream and graph."""
+    """A row's bits in batches of every size, position, company, chunking, stride, stream and graph.
+
+    They are computed by the backend that was asked for, if one was.
+    """
+    linears = f"{asked(device.type)[1:]} samebits.linear".strip()
     where = f"N {n}, K {k}, {dtype}"
     x = values("normal", (ROWS[-1], k), dtype, 1, device)
     weight = values("normal", (n, k), dtype, 2, device)
     full = linear(x, weight)
     spread = torch.arange(0, ROWS[-1], ROWS[-1] // 8, device=device)
     want = on_cpu(Case("", 8, n, k, dtype=dtype), Operands(x[spread], weight.mT), contract)
-    report.compare("samebits.linear", "rows, sampled", REFERENCE, full[spread], want, where)
+    report.compare(linears, "rows, sampled", REFERENCE, full[spread], want, where)
 
-    def same(what: str, got: Tensor, rows: Any, counts: bool = True, who: str = "samebits.linear") -> None:
+    def same(what: str, got: Tensor, rows: Any, counts: bool = True, who: str = linears) -> None:
         finish(f"{who}, {what}, {where}")
         report.compare(who, what, "full batch", got, full[rows], where, counts=counts)
 

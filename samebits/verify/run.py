@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from samebits._version import __version__
-from samebits.contract import FMA, HOPPER, TENSOR_CORE
+from samebits.backends import use_backend
+from samebits.contract import FMA, HOPPER, TENSOR_CORE, Contract
 from samebits.verify.answers import known_answers
 from samebits.verify.case import BF16, CHAIN, F16, Case, cases
 from samebits.verify.chain import verify_chain
@@ -24,7 +25,7 @@ from samebits.verify.operands import make_operands, make_room, unfilled
 from samebits.verify.operations import verify_operations
 from samebits.verify.products import verify_case
 from samebits.verify.reductions import calls as reducing
-from samebits.verify.reductions import on_cuda, reductions, verify_reductions
+from samebits.verify.reductions import on_cuda, on_triton, reductions, verify_reductions
 from samebits.verify.report import Report
 from samebits.verify.rows import ROWS_OF, verify_rows
 from samebits.verify.tokens import verify_tokens
@@ -54,7 +55,7 @@ def verify(*, thorough: bool = False, device: int = 0, progress: Show = lambda d
     if status.available and device >= len(status.devices):
         why_not = f"there is no device {device}; PyTorch sees {len(status.devices)}"
     versions = {"samebits": __version__, "torch": str(torch.__version__)}
-    for name in ("numba", "cuda-core"):
+    for name in ("numba", "cuda-core", "triton"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -79,6 +80,7 @@ def verify(*, thorough: bool = False, device: int = 0, progress: Show = lambda d
 def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> None:
     from samebits.backends.cuda import ahead, runtime
     from samebits.backends.cuda.matmul import family
+    from samebits.backends.triton import runtime as triton
 
     info = runtime.device_info(index)
     device = torch.device("cuda", index)
@@ -87,7 +89,10 @@ def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> N
     offered = kernels(index)
     todo = cases(thorough)
     runs = _runs(todo, offered, thorough)
-    reduced = list(reductions(thorough, fused=info.capability == (9, 0)))
+    reducers = [on_cuda(fused=info.capability == (9, 0))]
+    if triton.status().available:
+        reducers.append(on_triton(contract, device))
+    reduced = list(reductions(thorough, fused=any(on.schedules("statistics") for on in reducers)))
 
     def calls(ahead: bool) -> Iterator[Callable[[], object]]:
         for case, pairs in zip(todo, runs, strict=True):
@@ -100,11 +105,12 @@ def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> N
                     yield partial(kernel.run, operands, out, schedule)
 
     progress(0.0, "choosing kernels")
-    needed = itertools.chain(calls(ahead=True), reducing(reduced, on_cuda(), device))
+    needed = itertools.chain(calls(ahead=True), reducing(reduced, reducers[0], device))
     report.kernels = ahead.compile_for(needed, lambda done, what: progress(0.4 * done, what))
     progress(0.4, "compiling Triton's kernels")
     with running("Triton"), ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda call: call(), calls(ahead=False)))
+        by_triton = (reducing(reduced, on, device) for on in reducers[1:])
+        list(pool.map(lambda call: call(), itertools.chain(calls(ahead=False), *by_triton)))
     for i, (case, pairs) in enumerate(zip(todo, runs, strict=True)):
         progress(0.5 + 0.35 * i / len(todo), f"{case.what}: {case}")
         universal = next(kernel for kernel in offered if kernel.step == case.step)
@@ -113,26 +119,31 @@ def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> N
         else:
             follows = FMA if case.step == "fma" else contract
             verify_case(report, case, universal, pairs, follows, device)
-    parts: list[tuple[str, Callable[[], None]]] = [
-        (
-            "reductions and log-probabilities",
-            partial(verify_reductions, report, reduced, on_cuda(), contract, device),
-        ),
-        ("operations", partial(verify_operations, report, contract, device)),
-        ("sequences", partial(verify_tokens, report, contract, device, 1024, 768, BF16)),
-        ("sequences", partial(verify_tokens, report, contract, device, 264, 1032, F16)),
-        *(
-            (
-                "batches, streams, graphs",
-                partial(verify_rows, report, contract, device, n, k, dtype, thorough),
-            )
-            for n, k, dtype in ROWS_OF[: None if thorough else 2]
-        ),
+    reduce = partial(verify_reductions, report, reduced, reducers, contract, device)
+    parts: list[_Part] = [
+        ("reductions and log-probabilities", None, reduce),
+        *_public(report, contract, device, thorough, None),
+        *(_public(report, contract, device, thorough, "triton") if triton.status().available else ()),
     ]
-    for i, (what, part) in enumerate(parts):
-        progress(0.85 + 0.15 * i / len(parts), what)
-        with running("samebits"):
+    for i, (what, backend, part) in enumerate(parts):
+        progress(0.85 + 0.15 * i / len(parts), f"{what}, {backend}" if backend else what)
+        with running("samebits"), use_backend(backend):
             part()
+
+
+_Part = tuple[str, str | None, Callable[[], None]]
+
+
+def _public(
+    report: Report, contract: Contract, device: torch.device, thorough: bool, backend: str | None
+) -> Iterator[_Part]:
+    """Of the public functions, computed by `backend`, or, with None, as if nobody had chosen."""
+    yield "operations", backend, partial(verify_operations, report, contract, device)
+    for n, k, dtype in ((1024, 768, BF16), (264, 1032, F16)):
+        yield "sequences", backend, partial(verify_tokens, report, contract, device, n, k, dtype)
+    for n, k, dtype in ROWS_OF[: (None if thorough else 2) if backend is None else 1]:
+        part = partial(verify_rows, report, contract, device, n, k, dtype, thorough)
+        yield "batches, streams, graphs", backend, part
 
 
 def _runs(todo: Sequence[Case], offered: Sequence[Kernel], thorough: bool) -> list[list[tuple[Kernel, Any]]]:

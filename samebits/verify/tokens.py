@@ -8,6 +8,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from samebits.backends import asked
 from samebits.contract import Contract
 from samebits.ops.addmm import addmm_
 from samebits.ops.linear import linear
@@ -25,8 +26,13 @@ _TOKENS = (700, 0, 1, 333, 16, 1024, 47, 5, 512, 129)
 def verify_tokens(
     report: Report, contract: Contract, device: torch.device, n: int, k: int, dtype: torch.dtype
 ) -> None:
-    """The bits of dW and db however the same sequences are packed, padded, or cut into micro-batches."""
-    where, key = f"N {n}, K {k}, {dtype}", contract.key
+    """The bits of dW and db however the same sequences are packed, padded, or cut into micro-batches.
+
+    They are computed by the backend that was asked for, if one was.
+    """
+    backend = asked(device.type)
+    where, key = f"N {n}, K {k}, {dtype}", contract.key + backend
+    name = f"{backend[1:]} gradients of weights".strip()
     ends = list(itertools.accumulate(_TOKENS, initial=0))
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
     x = values("normal", (ends[-1], k), dtype, 1, device)
@@ -38,15 +44,15 @@ def verify_tokens(
         return out[0]
 
     def same(what: str, got: Tensor, want: Tensor) -> None:
-        finish(f"{what}, {where}")
-        report.compare("gradients of weights", what, "packed sequences", got, want, where)
+        finish(f"{name}, {what}, {where}")
+        report.compare(name, what, "packed sequences", got, want, where)
 
     want = chain(dy[None], x[None], offsets)
     case = Case("", 8, n, ends[-1], dtype=dtype, out=F32)
     rows = torch.arange(0, n, n // 8, device=device)[:8]
     few = Operands(dy[:, rows].mT.contiguous(), x, cu_seqlens=offsets)
     sampled = on_cpu(dataclasses.replace(case, m=len(rows), n=k), few, contract)
-    report.compare("gradients of weights", "f32, sampled", REFERENCE, want[rows], sampled, where)
+    report.compare(name, "f32, sampled", REFERENCE, want[rows], sampled, where)
 
     longest = max(_TOKENS) + 9
     padded_x = values("normal", (len(_TOKENS), longest, k), dtype, 4, device)

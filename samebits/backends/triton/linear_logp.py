@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,12 @@ STATISTICS_SCHEDULES = (
 )
 """Tiles of whole blocks of the vocabulary. Two programs of a small one fit on a multiprocessor, so that the
 epilogue of one runs beside the products of the other."""
+
+
+def schedules(entry: str, device: torch.device) -> Sequence[TileSchedule | None]:
+    """All that ``statistics`` or ``grad_logits`` may have on `device`: only None where it is not fused."""
+    offered, size = (STATISTICS_SCHEDULES, 0) if entry == "statistics" else (matmul.TILE_SCHEDULES, 2)
+    return [s for s in offered if matmul.fits(s, size, False, device)] or [None]
 
 
 def statistics(

@@ -21,6 +21,7 @@ _TO_INTEGER = tl.constexpr(1.5 * 2**23 + 127)
 _SQRT_HALF = tl.constexpr(0x3F3504F3)
 _BLOCK = tl.constexpr(functions.VOCAB_BLOCK)
 _CHAINS = tl.constexpr(functions.CHAINS)
+_UNROLL = tl.constexpr(8)
 _BLOCK_HALVES = tl.constexpr(functions.VOCAB_BLOCK.bit_length() - 1)
 _CHAIN_HALVES = tl.constexpr(functions.CHAINS.bit_length() - 1)
 
@@ -144,14 +145,16 @@ def combine(
     chains = tl.arange(0, _CHAINS)[None, :]
     starts = rows.to(tl.int64)[:, None] * blocks
 
-    largest = tl.full([ROWS, _CHAINS], -_INF, tl.float32)
-    for first in range(0, blocks, _CHAINS):
-        some = inside[:, None] & (first + chains < blocks)
-        largest = tl.maximum(largest, tl.load(m + starts + first + chains, mask=some, other=-_INF))
+    # Many loads under way at once: of few tokens it is their latency that takes the time.
+    wide = tl.arange(0, _UNROLL * _CHAINS)[None, :]
+    largest = tl.full([ROWS, _UNROLL * _CHAINS], -_INF, tl.float32)
+    for first in range(0, blocks, _UNROLL * _CHAINS):
+        some = inside[:, None] & (first + wide < blocks)
+        largest = tl.maximum(largest, tl.load(m + starts + first + wide, mask=some, other=-_INF))
     r = _shift(tl.max(largest, 1))
 
-    s_chain, u_chain = tl.zeros_like(largest), tl.zeros_like(largest)
-    for first in range(0, blocks, _CHAINS):
+    s_chain, u_chain = tl.zeros([ROWS, _CHAINS], tl.float32), tl.zeros([ROWS, _CHAINS], tl.float32)
+    for first in tl.range(0, blocks, _CHAINS, loop_unroll_factor=_UNROLL):
         at, some = starts + first + chains, inside[:, None] & (first + chains < blocks)
         a = tl.load(m + at, mask=some, other=-_INF) - r[:, None]
         w, s_b = exp(a), tl.load(s + at, mask=some, other=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +79,7 @@ FMA_SCHEDULES = (
 def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:
     """``a[*A, M, K] @ b[*B, K, N] (+ bias[N])`` with batch dimensions broadcast as in ``torch.matmul``."""
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    batch = a.shape[:-2] if b.ndim == 2 else torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     out = a.new_empty((*batch, M, N), dtype=out_dtype)
     B = batch.numel()
     if b.ndim == 2:  # one tall product: the rows of every batch share b
@@ -142,7 +142,7 @@ def _run_sequences(
 ) -> None:
     B, S, M, K = a.shape
     if out is acc and (S == 0 or K == 0):
-        check(contract, out)
+        check(contract, out.device)
         return  # no term was added: not even a NaN changes its bits
     together = B == 1 and S > 1 and a.stride(1) == K * a.stride(3) and b.stride(1) == K * b.stride(2)
     if together and K % 16 == 0 and contract.step == "mma":
@@ -288,9 +288,10 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [pitch, 1], [rows, columns])
 
 
-def _stages(s: TileSchedule, element_size: int, accumulate: bool, device: torch.device) -> int:
+@functools.lru_cache(maxsize=1024)
+def _stages(s: TileSchedule, element_size: int, accumulate: bool, gpu: _Gpu) -> int:
     """As many as fit beside a part of the output, and all the accumulators that come in."""
-    gpu, area = _gpu(device), s.block_m * s.block_n
+    area = s.block_m * s.block_n
     results = area * element_size // s.parts + area * 4 * accumulate
     if gpu.third_half and s.parts == 2:
         results += area * element_size // 4
@@ -299,7 +300,7 @@ def _stages(s: TileSchedule, element_size: int, accumulate: bool, device: torch.
 
 def fits(s: TileSchedule, element_size: int, accumulate: bool, device: torch.device) -> bool:
     """Whether two tiles of each operand can be in flight, with an output of such elements."""
-    return _stages(s, element_size, accumulate, device) >= 2
+    return _stages(s, element_size, accumulate, _gpu(device)) >= 2
 
 
 def _launch_tiles(
@@ -333,8 +334,8 @@ def tile_constants(
     s: TileSchedule, element_size: int, accumulate: bool, device: torch.device
 ) -> dict[str, Any]:
     """What a kernel of tiles is compiled for."""
-    stages = _stages(s, element_size, accumulate, device)
-    return {"SWAP": s.swap, "FLATTEN": s.persistent, **_constants(replace(s, stages=stages))}
+    stages = _stages(s, element_size, accumulate, _gpu(device))
+    return {"SWAP": s.swap, "FLATTEN": s.persistent, **_constants(s), "num_stages": stages}
 
 
 def _launch(
