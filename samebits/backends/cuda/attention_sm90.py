@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,7 @@ _SMEM = 227 * 1024
 _L2 = 24 << 20  # of keys and values that are used side by side
 _LARGEST_HEAD = 128
 _MOST_KEYS = 1 << 20
+_LARGEST_STRIDE = 1 << 38
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +33,11 @@ class Schedule:
         warpgroups: that compute; each has 64 rows.
         stages: tiles of keys or values held at once.
         held: blocks of keys whose statistics fit into shared memory; 0 for none, they are in memory then.
-        blocks: on one multiprocessor.
     """
 
     warpgroups: int
     stages: int = 0
     held: int = 0
-    blocks: int = 1
 
     @property
     def rows(self) -> int:
@@ -50,13 +50,17 @@ class Schedule:
     def smem(self, head: int, values: int) -> int:
         """Bytes of shared memory for heads of these sizes, multiples of 16."""
         statistics = self.held * self.rows * 8
-        return 1024 + self.rows * _columns(head) * 2 + self.stages * _stage(head, values) + statistics + (
-            2 * self.stages + 2
-        ) * 8
+        return (
+            1024
+            + self.rows * _columns(head) * 2
+            + self.stages * _stage(head, values)
+            + statistics
+            + (2 * self.stages + 2) * 8
+        )
 
     def filled(self, head: int, values: int) -> Schedule:
         """With as many stages, up to 8, as there is room for."""
-        room = _SMEM // self.blocks - 1024 * (self.blocks > 1) - self.smem(head, values)
+        room = _SMEM - self.smem(head, values)
         return replace(self, stages=max(0, min(8, room // (_stage(head, values) + 16))))
 
 
@@ -85,7 +89,7 @@ class Case:
 
 def spec(case: Case, s: Schedule) -> runtime.KernelSpec:
     """The kernel of `case` under a schedule."""
-    constants = {
+    constants: dict[str, int | str] = {
         "INPUT_F16": int(case.dtype == torch.float16),
         "HEAD": case.head,
         "VALUES": case.values,
@@ -93,7 +97,6 @@ def spec(case: Case, s: Schedule) -> runtime.KernelSpec:
         "WARPGROUPS": s.warpgroups,
         "STAGES": s.stages,
         "HELD": s.held,
-        "BLOCKS": s.blocks,
     }
     return runtime.KernelSpec(
         source="attention_sm90.cu",
@@ -109,14 +112,9 @@ def spec(case: Case, s: Schedule) -> runtime.KernelSpec:
 @functools.cache
 def schedules(head: int, values: int) -> tuple[Schedule, ...]:
     """All that :func:`choose` may return: with one warpgroup for few rows, then with two."""
-    found = []
-    for warpgroups in (1, 2):
-        for held in (32, 64, 128, 256, 512, 0):
-            few = Schedule(warpgroups, held=held, blocks=3 - warpgroups).filled(head, values)
-            s = few if few.stages >= 4 else Schedule(warpgroups, held=held).filled(head, values)
-            if s.stages >= 3:
-                found.append(s)
-    return tuple(found)
+    sizes = itertools.product((1, 2), (32, 64, 128, 0))
+    found = (Schedule(warpgroups, held=held).filled(head, values) for warpgroups, held in sizes)
+    return tuple(s for s in found if s.stages >= 3)
 
 
 def choose(head: int, values: int, rows: int, blocks: int) -> Schedule:
@@ -140,19 +138,21 @@ def supports(q: Tensor, k: Tensor, v: Tensor, contract: str) -> bool:
         and 0 < k.shape[2] <= _MOST_KEYS
         and q.shape[3] <= _MOST_KEYS
         and q.numel() // head < 1 << 30
-        and _readable(q, shared=2)
-        and _readable(k, shared=2)
-        and _readable(v, shared=2)
+        and _readable(q)
+        and _readable(k)
+        and _readable(v)
     )
 
 
-def _readable(x: Tensor, shared: int) -> bool:
-    """Whether the copy engine can read it; of the first `shared` dimensions one matrix may serve all."""
-    outer = tuple(zip(x.shape, x.stride(), strict=True))[:-1]
+def _readable(x: Tensor) -> bool:
+    """Whether the copy engine can read ``x[batch, heads, ..., size]``."""
+    strides = [s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
+    inner = [s for n, s in zip(x.shape[2:], x.stride()[2:], strict=True) if n > 1]
     return (
         x.stride(-1) == 1
         and x.data_ptr() % 16 == 0
-        and all(n == 1 or (s % 8 == 0 and s < 1 << 38 and (s > 0 or i < shared)) for i, (n, s) in enumerate(outer))
+        and all(s % 8 == 0 and s < _LARGEST_STRIDE for s in strides[:-1])
+        and 0 not in inner  # one matrix may serve all of the batch or all heads, no row all of a matrix
     )
 
 
@@ -182,7 +182,7 @@ def _prepared(
     device: int,
     schedule: Schedule | None,
 ) -> tuple[runtime.Kernel, int, tuple[Maps, Maps, Maps], tuple[int, ...], int]:
-    """The kernel, how many blocks it takes, its maps, the parameters from `heads` on, and floats of scratch."""
+    """The kernel, its grid, the maps, the parameters from `heads` on, and how many floats of scratch."""
     (batch, heads, group, queries, _), (keys, values) = layouts[0][0], layouts[2][0][2:]
     blocks = -(-keys // VOCAB_BLOCK)
     s = schedule or choose(case.head, case.values, group * queries, blocks)
@@ -195,7 +195,7 @@ def _prepared(
     together = max(1, min(batch * heads, _L2 // (2 * keys * (layouts[1][0][3] + values))))
     flags = [_shared(layout) for layout in layouts]
     shared = sum(all_batch << i | all_heads << i + 3 for i, (all_batch, all_heads) in enumerate(flags))
-    grid = tiles if s.held else min(tiles, runtime.device_info(device).sm_count * s.blocks)
+    grid = tiles if s.held else min(tiles, runtime.device_info(device).sm_count)
     width = 64 if case.values % 64 == 0 else 32
     maps = (
         _maps(case.dtype, layouts[0], (64, 1 << power, members, 1, 1), 128),

@@ -14,7 +14,6 @@
 //   WARPGROUPS               that compute, with 64 rows each
 //   STAGES                   length of the ring of tiles of keys and values
 //   HELD                     blocks of keys whose statistics fit into shared memory; 0: they are kept in `scratch`
-//   BLOCKS                   on one multiprocessor
 #include "convert.cuh"
 #include "logp.cuh"
 #include "tile_sm90.cuh"
@@ -224,7 +223,9 @@ __device__ __forceinline__ void multiply(float (&acc)[VALUES / 2], const u32 (&p
 
 // A row's divisor: quotients of numbers up to 1 by a sum of exponentials, rounded as IEEE 754 has it.
 struct Divisor {
-    static constexpr u32 TINY = 47 << 23;  // of 2^-80, below which a remainder may be inexact
+    // Of 2^-80, below which a remainder may be inexact. In f16 the quotients of such numbers are zeros anyhow, but
+    // without the branch ptxas finds too few registers and serialises wgmma (C7511).
+    static constexpr u32 TINY = INPUT_F16 ? 1 : 47 << 23;
 
     float divisor, inverse;
 
@@ -259,7 +260,7 @@ struct Divisor {
 // Probabilities of 64 keys as the tensor cores take them, 16 keys at a time.
 __device__ __forceinline__ void probabilities(u32 (&to)[4][4], const float (&z)[32], const float (&shift)[2],
                                               const Divisor (&by)[2]) {
-    u32 smallest = 0xFFFFFFFF;  // power of two among the exponentials, zeros apart
+    u32 smallest = 0xFFFFFFFF;  // of the exponentials but zeros, as bits less 1
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
         int half = i / 2 % 2;
@@ -267,11 +268,11 @@ __device__ __forceinline__ void probabilities(u32 (&to)[4][4], const float (&z)[
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             e[j] = contract::exp(__fsub_rn(z[i + j], shift[half]));
-            if (!INPUT_F16) smallest = min(smallest, __float_as_uint(e[j]) - 1);
+            smallest = min(smallest, __float_as_uint(e[j]) - 1);
         }
         to[i / 8][i / 2 % 4] = Type::pack(by[half].quotient(e[0]), by[half].quotient(e[1]));
     }
-    if (INPUT_F16 || smallest >= Divisor::TINY) return;  // f16 has no such numbers: any of them is zero there
+    if (smallest >= Divisor::TINY) return;
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
         int half = i / 2 % 2;
@@ -448,7 +449,7 @@ struct Consumer {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_sm90(const __grid_constant__ Problem p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_sm90(const __grid_constant__ Problem p) {
     extern __shared__ unsigned char raw[];
     Shared shared(raw);
     if (threadIdx.x == CONSUMERS) {
