@@ -183,7 +183,7 @@ def test_attention_is_the_naive_one(device: str, dtype: torch.dtype, kind: str, 
         assert_same_bits(got[0].cpu(), rounded(want, dtype), which)
 
 
-# Of the kernel that stores no scores: kind, heads (of k, in a group), queries, keys, sizes (of q and k, of v), mask.
+# Where no scores are stored: kind, heads (of k, in a group), queries, keys, sizes (of k, of v), mask.
 ATTENTIONS = [
     ("normal", (1, 1), 1, 1, (64, 64), None),
     ("normal", (2, 1), 64, 15, (8, 8), None),
@@ -254,8 +254,8 @@ def test_attention_without_scores_in_memory(
     views = [w.movedim(1, -2)[..., : t.shape[-1]].copy_(t) for w, t in zip(wide, on_gpu, strict=True)]
     held = -(-S // 128)
     for s in attention_sm90.schedules(-(-E // 16) * 16, -(-Ev // 16) * 16):
-        if 0 < s.held < held:
-            continue
+        if s.held < held and s.held > 0:
+            continue  # as with none
         for operands in (on_gpu, views):
             assert attention_sm90.supports(*operands, key)
             out = torch.full_like(want, torch.nan)
@@ -304,9 +304,9 @@ def rounded_right(n: np.ndarray, bits: int) -> np.ndarray:
 def test_quotients_of_probabilities_are_those_of_ieee(less: bool, twos: int) -> None:
     """All quotients a / b of 24-bit integers that come near the midpoint of two floats, as Divisor does them.
 
-    With y = RN(1 / b), q = RN(a y), r = RN(a - b q), RN(q + r y) is off by less than 3 · 2^-24 ulp before it is
-    rounded. A midpoint m / 2^25 (m / 2^24 for a >= b) of floats lies k / (b 2^25) from a / b for an integer k: any
-    such rounding is right where |k| > 6. What is left for each b, odd but for `twos` factors, are a few a.
+    With y = RN(1 / b), q = RN(a y), r = RN(a - b q), RN(q + r y) is off by less than 3 · 2^-24 ulp before
+    it is rounded. A midpoint m / 2^25 (m / 2^24 for a >= b) of floats lies k / (b 2^25) from a / b for an
+    integer k, so it is right where |k| > 6. What is left for each b, odd but for `twos` factors, are a few a.
     """
     shift = 25 if less else 24
     odd = np.arange((1 << 23 - twos) | 1, 1 << 24 - twos, 2, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Reductions of rows and log-probabilities: every kernel by itself, on operands of its own."""
+"""Reductions of rows, log-probabilities and attention: every kernel by itself, on operands of its own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from samebits.backends.rows import Rows, Statistics, vocabulary_pieces
-from samebits.contract import Contract
+from samebits.contract import TENSOR_CORE, Contract
 from samebits.functions import VOCAB_BLOCK
+from samebits.ops.attention import stored
 from samebits.testing import KINDS, values
 from samebits.verify.case import BF16, F16, F32
 from samebits.verify.failures import finish, running
@@ -34,18 +35,20 @@ IDS, PADDING, IGNORED = 11, 3, -1
 
 
 class Backend(NamedTuple):
-    """What runs the kernels: modules, and the two functions that may have schedules."""
+    """What runs the kernels: modules, and the functions that may have schedules."""
 
     rows: Any
     logp: Any
     statistics: Callable[..., Statistics]
     grad_logits: Callable[..., Tensor]
+    attention: Callable[..., Tensor]
 
 
 def on_cuda() -> Backend:
-    from samebits.backends.cuda import linear_logp_sm90, logp, rows
+    from samebits.backends.cuda import attention_sm90, linear_logp_sm90, logp, rows
 
-    return Backend(rows, logp, linear_logp_sm90.statistics, linear_logp_sm90.grad_logits)
+    fused = linear_logp_sm90.statistics, linear_logp_sm90.grad_logits, attention_sm90.attention
+    return Backend(rows, logp, *fused)
 
 
 def reference(contract: Contract) -> Backend:
@@ -57,7 +60,12 @@ def reference(contract: Contract) -> Backend:
     def grad_logits(hidden: Tensor, *args: Any, schedule: Any) -> Tensor:
         return linear_logp.grad_logits(hidden, *args, dtype=hidden.dtype, contract=contract.key)
 
-    return Backend(rows, logp, statistics, grad_logits)
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float, key: str, *, schedule: Any
+    ) -> Tensor:
+        return stored(q, k, v, mask, causal, scale, contract.key)
+
+    return Backend(rows, logp, statistics, grad_logits, attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +201,14 @@ def _fused_grad_logits(on: Backend, o: RowOperands, schedule: Any, *, bias: bool
     )
 
 
+def _attention(on: Backend, o: RowOperands, schedule: Any) -> Results:
+    """Tokens are queries of one head, the vocabulary its keys and values."""
+    q, k = o.hidden[None, None, None], o.vocabulary[None, None]
+    # Values of masked keys must be finite numbers.
+    masks = (False, True) if o.vocabulary.isfinite().all() else (False,)
+    return tuple(on.attention(q, k, k, None, m, SCALE, TENSOR_CORE.key, schedule=schedule) for m in masks)
+
+
 def _given(o: RowOperands, vocabulary: int, entropy: bool) -> tuple[Rows, Tensor, Tensor | None]:
     """Rows with the results of a forward, and the gradients of these."""
     logp, entropies, shift, log_sum, grad = o.vectors
@@ -215,8 +231,10 @@ class Reducer:
     def schedules(self) -> Sequence[Any]:
         if not self.entry:
             return ("",)
-        from samebits.backends.cuda import linear_logp_sm90
+        from samebits.backends.cuda import attention_sm90, linear_logp_sm90
 
+        if self.entry == "attention_sm90":
+            return attention_sm90.schedules(*_LARGEST_HEADS)
         return linear_logp_sm90.schedules(self.entry)
 
     def __call__(self, on: Backend, o: RowOperands, schedule: Any) -> Results:
@@ -266,7 +284,9 @@ KERNELS = {
     "linear_logp backward, bias": Reducer(
         partial(_fused_grad_logits, bias=True, entropy=False), HALF, "grad_logits_sm90"
     ),
+    "attention, whole": Reducer(_attention, HALF, "attention_sm90"),
 }
+_LARGEST_HEADS = 128, 128
 
 Size = tuple[int, int, int]
 """Rows, n and features."""
@@ -288,6 +308,8 @@ def reductions(thorough: bool, fused: bool) -> Iterator[Reduction]:
         if kernel.entry and not fused:
             continue
         sizes = FUSED_SIZES if kernel.entry else SIZES
+        if kernel.run is _attention:
+            sizes = tuple(size for size in sizes if size[2] <= _LARGEST_HEADS[0])
         middle: Size = (70, 300, 72) if kernel.entry else (5, 1100, 0)
         for dtype, other in kernel.dtypes:
             case = partial(Reduction, name, dtype, other)

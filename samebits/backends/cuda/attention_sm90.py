@@ -32,7 +32,7 @@ class Schedule:
     Attributes:
         warpgroups: that compute; each has 64 rows.
         stages: tiles of keys or values held at once.
-        held: blocks of keys whose statistics fit into shared memory; 0 for none, they are in memory then.
+        held: blocks of keys whose statistics fit into shared memory; with more they are in memory.
     """
 
     warpgroups: int
@@ -186,8 +186,8 @@ def _prepared(
     (batch, heads, group, queries, _), (keys, values) = layouts[0][0], layouts[2][0][2:]
     blocks = -(-keys // VOCAB_BLOCK)
     s = schedule or choose(case.head, case.values, group * queries, blocks)
-    if 0 < s.held < blocks:
-        raise ValueError(f"{s}: too few blocks held for {keys} keys")
+    if s.held < blocks:
+        s = replace(s, held=0)
     power = min((queries - 1).bit_length(), (s.rows - 1).bit_length())
     members = s.rows >> power
     query_tiles, member_tiles = -(-queries // (1 << power)), -(-group // members)
