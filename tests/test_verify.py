@@ -164,7 +164,7 @@ def test_reductions_cover_what_the_backends_offer() -> None:
     assert {call[0] for call in spy.method_calls} == offered
     assert {(c.layout, c.place) for c in REDUCTIONS} == {("N", "plain"), *reductions.STRIDES}
     entries = {kernel.entry for kernel in reductions.KERNELS.values() if kernel.entry}
-    assert entries == set(linear_logp_sm90._PARAMS)
+    assert entries == {*linear_logp_sm90._PARAMS, "attention_sm90"}
     assert not any(reductions.KERNELS[c.kernel].entry for c in reductions.reductions(True, fused=False))
 
 
