@@ -191,6 +191,27 @@ def row_reductions() -> None:
         torch.autograd.grad(results, (x, y, w), results)
 
 
+def attention() -> None:
+    """Forward, where scores are not stored: every schedule and mask, blocks filled in part."""
+    from samebits.backends.cuda import attention_sm90
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    schedules = attention_sm90.schedules(128, 128)
+    sizes = ((1, 3, 1, 1, 8, 128), (2, 1, 70, 300, 72, 64), (1, 2, 130, 200, 128, 40))
+    for (batch, group, queries, keys, head, values), s in itertools.product(sizes, schedules):
+        q, k, v = (
+            torch.ones(shape, dtype=DTYPE, device="cuda")
+            for shape in ((batch, 2, group, queries, head), (batch, 2, keys, head), (batch, 2, keys, values))
+        )
+        seen = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril()
+        for mask, causal in ((None, False), (None, True), (seen, False), (seen.float(), False)):
+            mask = None if mask is None else mask.expand(*q.shape[:-1], keys)
+            key = samebits.TENSOR_CORE.key
+            out = attention_sm90.attention(q, k, v, mask, causal, 0.5, key, schedule=s)
+            assert (out - 1).abs().max() < 0.02, (q.shape, k.shape, s)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -226,6 +247,7 @@ def main() -> None:
     if options.triton:
         log_probabilities_by_triton()
     row_reductions()
+    attention()
     torch.cuda.synchronize()
     print(f"{count} products")
     assert all(taken.values()), [way for way, so in taken.items() if not so]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from samebits.backends.cuda import (
+    attention_sm90,
     linear_logp,
     linear_logp_sm90,
     logp,
@@ -123,6 +124,32 @@ def test_log_probabilities_compile_without_spills(entry: str, entropy: bool) -> 
         assert not cubin.advice, spec
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    ("head", "values", "mask"),
+    [(64, 64, None), (128, 128, None), (16, 96, torch.bool), (128, 128, torch.bool), (128, 128, F32)],
+    ids=str,
+)
+def test_attention_compiles_without_spills(head: int, values: int, mask: torch.dtype | None) -> None:
+    every = 1 if head == 64 else 2
+    for i, s in enumerate(attention_sm90.schedules(head, values)[::every]):
+        case = attention_sm90.Case((BF16, F16, F16, BF16)[i % 4], head, values, mask)
+        spec = attention_sm90.spec(case, s)
+        cubin = runtime.compile(spec, "sm_90a")
+        assert cubin.spill_bytes == cubin.local_bytes == 0, spec
+        assert not cubin.advice, spec
+
+
+def test_any_head_has_a_schedule_of_attention_that_fits() -> None:
+    for head, values in itertools.product(range(16, 129, 16), repeat=2):
+        for s in attention_sm90.schedules(head, values):
+            assert s.smem(head, values) <= SMEM
+            assert s.stages >= 3
+        for rows, blocks in itertools.product((1, 64, 65, 4096), (1, 32, 33, 200, 8192)):
+            chosen = attention_sm90.choose(head, values, rows, blocks)
+            assert chosen.held >= blocks or chosen.held == 0
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """CPU tensors pass for those of an H200: everything of a launch but the launch, which is noted."""
@@ -164,6 +191,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     matmul_sm90._plan.cache_clear()
     linear_logp_sm90._prepared.cache_clear()
     logp._kernel.cache_clear()
+    attention_sm90._prepared.cache_clear()
     return found
 
 
@@ -218,6 +246,44 @@ def test_every_launch_of_log_probabilities_adds_up(
     assert set(launches) == (fused if features % 8 == 0 else {"matmul_sm80.cu", "logp.cu"})
 
 
+@pytest.mark.parametrize(("batch", "heads", "group"), [(1, 1, 1), (3, 2, 4), (2, 5, 3)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 5000), (70, 4000), (300, 129), (5, 30_000)])
+def test_every_launch_of_attention_adds_up(
+    launches: list[str], batch: int, heads: int, group: int, queries: int, keys: int
+) -> None:
+    key = "TENSOR_CORE:mma"
+    for head, values in ((8, 128), (64, 64), (128, 40)):
+        q = torch.empty((batch, queries, heads, group, head), dtype=BF16).permute(0, 2, 3, 1, 4)
+        cache = torch.empty((batch, keys + 5, heads, head + values), dtype=BF16).transpose(1, 2)
+        k, v = cache[:, :, :keys, :head], cache[:, :, :keys, head:]
+        for shared in (k, k[:1].expand(k.shape), k[:, :1].expand(k.shape)):
+            assert attention_sm90.supports(q, shared, v, key)
+        schedules = attention_sm90.schedules(-(-head // 16) * 16, -(-values // 16) * 16)
+        for mask in (None, torch.empty((1, 1, 1, queries, 1), dtype=torch.bool)):
+            mask = None if mask is None else mask.expand(*q.shape[:-1], keys)
+            for s in (None, *schedules):
+                out = attention_sm90.attention(q, k, v, mask, False, 0.5, key, schedule=s)
+                assert out.shape == (*q.shape[:-1], values)
+    assert set(launches) == {"attention_sm90.cu"}
+
+
+def test_what_attention_cannot_read_is_left_to_others(launches: list[str]) -> None:
+    key = "TENSOR_CORE:mma"
+    q, k = torch.empty((1, 2, 2, 9, 64), dtype=BF16), torch.empty((1, 2, 20, 64), dtype=BF16)
+    assert attention_sm90.supports(q, k, k, key)
+    for other in (
+        (q.float(), k.float(), k.float(), key),
+        (q, k, k, "FMA:fma"),
+        (q[..., :60], k[..., :60], k, key),
+        (q, k, torch.empty((1, 2, 20, 136), dtype=BF16), key),
+        (q, k.mT.contiguous().mT, k, key),
+        (q, k, torch.empty(1 << 15, dtype=BF16)[1 : 20 * 128 + 1].view(1, 2, 20, 64), key),
+        (q, k, k[:, :, :1].expand(k.shape), key),
+        (q[:, :, :, :0], k, k, key),
+    ):
+        assert not attention_sm90.supports(*other)
+
+
 def test_every_launch_of_reductions_adds_up(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """And what runs a second time loads no other kernels, so that it can be captured then."""
     cases = list(reductions.reductions(thorough=False, fused=True))[::5]
@@ -229,7 +295,8 @@ def test_every_launch_of_reductions_adds_up(launches: list[str], monkeypatch: py
             call()
         counts.append((len(set(loaded)), len(launches)))
     assert counts[1] == (counts[0][0], 2 * counts[0][1])
-    assert set(launches) == {"rows.cu", "columns.cu", "logp.cu", "statistics_sm90.cu", "grad_logits_sm90.cu"}
+    fused = {"statistics_sm90.cu", "grad_logits_sm90.cu", "attention_sm90.cu"}
+    assert set(launches) == {"rows.cu", "columns.cu", "logp.cu"} | fused
 
 
 def test_chains_of_no_element_are_rounded_without_a_launch() -> None:

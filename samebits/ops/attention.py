@@ -198,6 +198,19 @@ def _over_queries(a: Tensor, b: Tensor, group: int, contract: str) -> Tensor:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, contract: str
 ) -> Tensor:
+    if q.is_cuda:
+        from samebits.backends.cuda import attention_sm90
+
+        _, key = _products(q, contract)
+        if attention_sm90.supports(q, k, v, key) and attention_sm90.pays(q, k):
+            return attention_sm90.attention(q, k, v, mask, causal, scale, key)
+    return stored(q, k, v, mask, causal, scale, contract)
+
+
+def stored(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, contract: str
+) -> Tensor:
+    """The forward by kernels that store scores, some heads at a time."""
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     if k.shape[2] == 0:
         return out.zero_()

@@ -1,4 +1,4 @@
-"""Reductions of rows and log-probabilities: every kernel by itself, on operands of its own."""
+"""Reductions of rows, log-probabilities and attention: every kernel by itself, on operands of its own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from samebits.backends.rows import Rows, Statistics, vocabulary_pieces
-from samebits.contract import Contract
+from samebits.contract import TENSOR_CORE, Contract
 from samebits.functions import VOCAB_BLOCK
+from samebits.ops.attention import stored
 from samebits.testing import KINDS, values
 from samebits.verify.case import BF16, F16, F32
 from samebits.verify.failures import finish, running
@@ -34,7 +35,7 @@ IDS, PADDING, IGNORED = 11, 3, -1
 
 
 class Backend(NamedTuple):
-    """What runs the kernels: modules, and the two functions that may have schedules."""
+    """What runs the kernels: modules, and the functions that may have schedules."""
 
     name: str
     """Before the kernels' names in the report."""
@@ -43,8 +44,9 @@ class Backend(NamedTuple):
     logp: Any
     statistics: Callable[..., Statistics]
     grad_logits: Callable[..., Tensor]
+    attention: Callable[..., Tensor] | None
     schedules: Callable[[str], Sequence[Any]]
-    """Of one of these two functions; none where there is no fused kernel."""
+    """Of one of these three functions; none where there is no fused kernel."""
 
     def tried(self, case: Reduction) -> Sequence[Any]:
         """The schedules under which it runs a case: none if it does not."""
@@ -55,12 +57,17 @@ class Backend(NamedTuple):
 
 def on_cuda(fused: bool) -> Backend:
     """The CUDA kernels; `fused`, whether those of `linear_logp` are here."""
-    from samebits.backends.cuda import linear_logp_sm90, logp, rows
+    from samebits.backends.cuda import attention_sm90, linear_logp_sm90, logp, rows
 
     def schedules(entry: str) -> Sequence[Any]:
-        return linear_logp_sm90.schedules(f"{entry}_sm90") if fused else ()
+        if not fused:
+            return ()
+        if entry == "attention":
+            return attention_sm90.schedules(*_LARGEST_HEADS)
+        return linear_logp_sm90.schedules(f"{entry}_sm90")
 
-    return Backend("", rows, logp, linear_logp_sm90.statistics, linear_logp_sm90.grad_logits, schedules)
+    kernels = linear_logp_sm90.statistics, linear_logp_sm90.grad_logits, attention_sm90.attention
+    return Backend("", rows, logp, *kernels, schedules)
 
 
 def on_triton(contract: Contract, device: torch.device) -> Backend:
@@ -72,12 +79,11 @@ def on_triton(contract: Contract, device: torch.device) -> Backend:
             hidden, *args, dtype=hidden.dtype, contract=contract.key, schedule=schedule
         )
 
-    return Backend(
-        *("triton ", None, logp),
-        partial(linear_logp.statistics, contract=contract.key),
-        grad_logits,
-        partial(linear_logp.schedules, device=device),
-    )
+    def schedules(entry: str) -> Sequence[Any]:
+        return () if entry == "attention" else linear_logp.schedules(entry, device)
+
+    statistics = partial(linear_logp.statistics, contract=contract.key)
+    return Backend("triton ", None, logp, statistics, grad_logits, None, schedules)
 
 
 def reference(contract: Contract) -> Backend:
@@ -89,7 +95,12 @@ def reference(contract: Contract) -> Backend:
     def grad_logits(hidden: Tensor, *args: Any, schedule: Any) -> Tensor:
         return linear_logp.grad_logits(hidden, *args, dtype=hidden.dtype, contract=contract.key)
 
-    return Backend("", rows, logp, statistics, grad_logits, lambda entry: (None,))
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float, key: str, *, schedule: Any
+    ) -> Tensor:
+        return stored(q, k, v, mask, causal, scale, contract.key)
+
+    return Backend("", rows, logp, statistics, grad_logits, attention, lambda entry: (None,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +238,15 @@ def _fused_grad_logits(on: Backend, o: RowOperands, schedule: Any, *, bias: bool
     )
 
 
+def _attention(on: Backend, o: RowOperands, schedule: Any) -> Results:
+    """Tokens are queries of one head, the vocabulary its keys and values."""
+    assert on.attention is not None
+    q, k = o.hidden[None, None, None], o.vocabulary[None, None]
+    # Values of masked keys must be finite numbers.
+    masks = (False, True) if o.vocabulary.isfinite().all() else (False,)
+    return tuple(on.attention(q, k, k, None, m, SCALE, TENSOR_CORE.key, schedule=schedule) for m in masks)
+
+
 def _given(o: RowOperands, vocabulary: int, entropy: bool) -> tuple[Rows, Tensor, Tensor | None]:
     """Rows with the results of a forward, and the gradients of these."""
     logp, entropies, shift, log_sum, grad = (v.clone() for v in o.vectors)  # aligned, as results are
@@ -295,7 +315,8 @@ _LOGP = {
         partial(_fused_grad_logits, bias=True, entropy=False), HALF, "grad_logits"
     ),
 }
-KERNELS = _ROWS | _LOGP
+KERNELS = _ROWS | _LOGP | {"attention, whole": Reducer(_attention, HALF, "attention")}
+_LARGEST_HEADS = 128, 128
 
 Size = tuple[int, int, int]
 """Rows, n and features."""
@@ -317,6 +338,8 @@ def reductions(thorough: bool, fused: bool) -> Iterator[Reduction]:
         if kernel.entry and not fused:
             continue
         sizes = FUSED_SIZES if kernel.entry else SIZES
+        if kernel.run is _attention:
+            sizes = tuple(size for size in sizes if size[2] <= _LARGEST_HEADS[0])
         middle: Size = (70, 300, 72) if kernel.entry else (5, 1100, 0)
         for dtype, other in kernel.dtypes:
             case = partial(Reduction, name, dtype, other)

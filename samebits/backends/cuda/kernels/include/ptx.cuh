@@ -106,6 +106,15 @@ __device__ __forceinline__ void copy_in(u32 to, const TensorMap& map, u32 barrie
         : "memory");
 }
 
+__device__ __forceinline__ void copy_in(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z, int w,
+                                        int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z),
+        "r"(w), "r"(batch)
+        : "memory");
+}
+
 // Writes the same shared-memory offset, and signals the same barrier, in every block whose bit `blocks` has.
 __device__ __forceinline__ void copy_in_multicast(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z,
                                                   int batch, u16 blocks) {

@@ -1,4 +1,4 @@
-// Warpgroup matrix instructions: D[64, N] += A[64, 16] B[16, N], both operands in shared memory.
+// Warpgroup matrix instructions: D[64, N] += A[64, 16] B[16, N], B and mostly A in shared memory.
 #pragma once
 
 #include "ptx.cuh"
@@ -100,3 +100,30 @@ WGMMA(160, REGS_80, 80, 81, 82, 83, 84, ACC_64(0), ACC_16(64))
 WGMMA(192, REGS_96, 96, 97, 98, 99, 100, ACC_64(0), ACC_32(64))
 WGMMA(224, REGS_112, 112, 113, 114, 115, 116, ACC_64(0), ACC_32(64), ACC_16(96))
 WGMMA(256, REGS_128, 128, 129, 130, 131, 132, ACC_64(0), ACC_64(64))
+
+template <int n, int b_mn>
+struct WgmmaFragment;
+
+// The same with A in registers, elements where accumulators of its columns would have them: for rows r and r + 8,
+// where r = lane / 4, columns 2 (lane % 4) and the next of rows r, r + 8, then 8 columns on those of rows r, r + 8.
+#define WGMMA_FRAGMENT(n, regs, a0, a1, a2, a3, b, on, tb, ...)                                                 \
+    template <int b_mn>                                                                                         \
+    struct WgmmaFragment<n, b_mn> {                                                                             \
+        static __device__ __forceinline__ void step(float (&d)[n / 2], const u32 (&a)[4], u64 b_tile) {         \
+            asm volatile(                                                                                       \
+                "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #on ", 0;\n"                             \
+                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." INPUT "." INPUT " {" regs "}, {%" #a0 ", %" #a1 \
+                ", %" #a2 ", %" #a3 "}, %" #b ", accumulate, 1, 1, %" #tb ";\n}\n"                             \
+                : __VA_ARGS__                                                                                   \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_tile), "r"(1), "n"(b_mn));                  \
+        }                                                                                                       \
+    };
+
+WGMMA_FRAGMENT(16, REGS_8, 8, 9, 10, 11, 12, 13, 14, ACC_8(0))
+WGMMA_FRAGMENT(32, REGS_16, 16, 17, 18, 19, 20, 21, 22, ACC_16(0))
+WGMMA_FRAGMENT(48, REGS_24, 24, 25, 26, 27, 28, 29, 30, ACC_16(0), ACC_8(16))
+WGMMA_FRAGMENT(64, REGS_32, 32, 33, 34, 35, 36, 37, 38, ACC_32(0))
+WGMMA_FRAGMENT(80, REGS_40, 40, 41, 42, 43, 44, 45, 46, ACC_32(0), ACC_8(32))
+WGMMA_FRAGMENT(96, REGS_48, 48, 49, 50, 51, 52, 53, 54, ACC_32(0), ACC_16(32))
+WGMMA_FRAGMENT(112, REGS_56, 56, 57, 58, 59, 60, 61, 62, ACC_32(0), ACC_16(32), ACC_8(48))
+WGMMA_FRAGMENT(128, REGS_64, 64, 65, 66, 67, 68, 69, 70, ACC_64(0))
