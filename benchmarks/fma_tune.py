@@ -1,4 +1,4 @@
-"""Times of every schedule of ``matmul_fma`` and ``matmul_fma_sm90`` beside torch.mm, from which they are chosen:
+"""Times of every schedule of ``matmul_fma`` and ``matmul_fma_sm90`` beside torch.mm, which choices rest on:
 
 python -m benchmarks.fma_tune [--seconds N] [--rows 512,2048] [--shapes 4096x4096] [--work dX,dW] [--out FILE]
 python -m benchmarks.fma_tune --show FILE
@@ -22,7 +22,6 @@ from benchmarks.tune import summarise, sweep
 from samebits.backends.cuda import ahead, matmul_fma, matmul_fma_sm90
 from samebits.bench import F32, F32_SHAPES, Case, _operands, _Race
 from samebits.testing import assert_same_bits
-
 
 Schedule = matmul_fma.Schedule | matmul_fma_sm90.Schedule
 SCHEDULES: tuple[Schedule, ...] = (*matmul_fma.SCHEDULES, *matmul_fma_sm90.SCHEDULES)
