@@ -84,11 +84,13 @@ class Schedule:
 SCHEDULES = (
     Schedule(8, 8, 4, 4, 2, 2, False, 2, alone=98, busy=86),
     Schedule(16, 8, 4, 2, 2, 2, False, 2, alone=130, busy=87),
+    Schedule(8, 16, 4, 4, 1, 2, False, 2, alone=130, busy=87.5),
     Schedule(8, 8, 4, 8, 2, 2, False, 1, alone=173, busy=173),
     Schedule(16, 8, 4, 4, 2, 2, False, 1, alone=175, busy=175),
     Schedule(8, 8, 4, 4, 2, 2, True, 1, alone=95, busy=92),
     Schedule(8, 8, 4, 4, 1, 2, True, 3, alone=60, busy=45),
     Schedule(8, 8, 4, 2, 2, 2, True, 3, alone=60, busy=45),
+    Schedule(8, 4, 4, 2, 2, 2, True, 2, alone=31, busy=25),
     Schedule(8, 4, 4, 2, 2, 4, True, 3, alone=31, busy=25),
     Schedule(8, 4, 4, 2, 2, 2, True, 4, alone=33, busy=24.5),
     Schedule(4, 4, 4, 4, 2, 4, True, 2, alone=30, busy=26),

@@ -238,14 +238,15 @@ __device__ __forceinline__ void multiply_all(const Params& p, const Shared& shar
 
     float a[DEPTH][THREAD_M], b[DEPTH][THREAD_N];
     const auto multiply = [&](const float (&ak)[THREAD_M], const float (&bk)[THREAD_N]) {
-        // An operand stays for a sweep along four others; sweeps turn round, so that the last of these stays then.
-        // Register banks bound the rate: of each fused multiply-add, the sum and one operand are read anew.
-        constexpr int M = THREAD_M < 4 ? THREAD_M : 4, N = THREAD_N;
+        // An operand stays for a sweep along the rows, or a short side; sweeps turn round, so that the other one stays
+        // then. Register banks bound the rate: of each fused multiply-add, the sum and one operand are read anew.
+        constexpr bool ROWS = THREAD_M <= THREAD_N || THREAD_N >= 8;
+        constexpr int SWEEPS = ROWS ? THREAD_N : THREAD_M, SWEEP = ROWS ? THREAD_M : THREAD_N;
 #pragma unroll
-        for (int s = 0; s < THREAD_M / M * N; ++s)
+        for (int s = 0; s < SWEEPS; ++s)
 #pragma unroll
-            for (int e = 0; e < M; ++e) {
-                const int j = s / N % 2 ? N - 1 - s % N : s % N, i = s / N * M + (s % 2 ? M - 1 - e : e);
+            for (int e = 0; e < SWEEP; ++e) {
+                const int along = s % 2 ? SWEEP - 1 - e : e, i = ROWS ? along : s, j = ROWS ? s : along;
                 acc[i][j] = __fmaf_rn(ak[i], bk[j], acc[i][j]);
             }
     };
