@@ -68,8 +68,11 @@ def suits(s: Schedule, case: Case) -> bool:
 
 def name(s: Schedule) -> str:
     if isinstance(s, matmul_fma_sm90.Schedule):
-        warps = f"{s.warps_m}x{s.warps_n}+{s.feeder:d}"
-        return f"tma {s.tile_m}x{s.tile_n} {s.thread_m}x{s.thread_n}x{s.depth} {warps} {s.min_blocks}"
+        thread, warps = (
+            f"{s.thread_m}x{s.thread_n}x{s.depth}x{s.unroll}",
+            f"{s.warps_m}x{s.warps_n}+{s.feeder:d}",
+        )
+        return f"tma {s.tile_m}x{s.tile_n} {thread} {warps} {s.min_blocks}"
     threads = f"{s.warps_m}x{s.warps_n}+{s.helpers}"
     return f"{s.tile_m}x{s.tile_n}x{s.tile_k} {s.thread_m}x{s.thread_n}x{s.step} {threads} {s.stages}"
 
@@ -118,7 +121,7 @@ def table(case: dict[str, Any], pick: Callable[[dict[str, Any]], float]) -> str:
         times = [(t, who) for who, t in us.items() if who != "torch" and who.startswith("tma") == mine]
         if times:
             best, who = min(times)
-            parts.append(f"{kernel} {best:8.1f} {us['torch'] / best:.3f} {who.removeprefix('tma '):28}")
+            parts.append(f"{kernel} {best:8.1f} {us['torch'] / best:.3f} {who.removeprefix('tma '):30}")
     return "  ".join(parts) + f"  chosen {pick(case):.3f}"
 
 

@@ -29,7 +29,7 @@ def name(x):
     if hasattr(x, "SCHEDULES"):
         return x.__name__.rpartition(".")[2]
     if isinstance(x, matmul_fma_sm90.Schedule):
-        return f"{x.tile_m}x{x.tile_n}-{x.thread_m}x{x.thread_n}x{x.depth}-{x.min_blocks}"
+        return f"{x.tile_m}x{x.tile_n}-{x.thread_m}x{x.thread_n}x{x.depth}x{x.unroll}-{x.min_blocks}"
     return f"{x.tile_m}x{x.tile_n}x{x.tile_k}"
 
 

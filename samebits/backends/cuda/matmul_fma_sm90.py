@@ -29,6 +29,7 @@ class Schedule:
         lanes_m: rows of threads in a warp, of 32 threads in all.
         warps_m, warps_n: rows and columns of warps in a block.
         depth: k whose operands a thread has in registers, all but one of them read ahead.
+        unroll: k in a turn of the inner loop, whose code the instruction cache should hold.
         feeder: whether one more warp fills the stages for these.
         min_blocks: blocks that shall fit on one multiprocessor.
         alone, busy: nanoseconds for a tile over one k: see ``matmul_fma.Schedule``.
@@ -40,6 +41,7 @@ class Schedule:
     warps_m: int
     warps_n: int
     depth: int
+    unroll: int
     feeder: bool
     min_blocks: int
     alone: float
@@ -82,20 +84,21 @@ class Schedule:
 
 
 SCHEDULES = (
-    Schedule(8, 8, 4, 4, 2, 2, False, 2, alone=98, busy=86),
-    Schedule(16, 8, 4, 2, 2, 2, False, 2, alone=130, busy=87),
-    Schedule(8, 16, 4, 4, 1, 2, False, 2, alone=130, busy=87.5),
-    Schedule(8, 8, 4, 8, 2, 2, False, 1, alone=173, busy=173),
-    Schedule(16, 8, 4, 4, 2, 2, False, 1, alone=175, busy=175),
-    Schedule(8, 8, 4, 4, 2, 2, True, 1, alone=95, busy=92),
-    Schedule(8, 8, 4, 4, 1, 2, True, 3, alone=60, busy=45),
-    Schedule(8, 8, 4, 2, 2, 2, True, 3, alone=60, busy=45),
-    Schedule(8, 4, 4, 2, 2, 2, True, 2, alone=31, busy=25),
-    Schedule(8, 4, 4, 2, 2, 4, True, 3, alone=31, busy=25),
-    Schedule(8, 4, 4, 2, 2, 2, True, 4, alone=33, busy=24.5),
-    Schedule(4, 4, 4, 4, 2, 4, True, 2, alone=30, busy=26),
-    Schedule(4, 4, 4, 2, 2, 4, True, 3, alone=18, busy=15),
-    Schedule(4, 2, 4, 2, 2, 4, True, 3, alone=12.5, busy=9.5),
+    Schedule(8, 8, 4, 4, 2, 2, 16, False, 2, alone=98, busy=86),
+    Schedule(8, 8, 4, 4, 2, 2, 32, False, 2, alone=98, busy=86.5),
+    Schedule(16, 8, 4, 2, 2, 2, 16, False, 2, alone=130, busy=87),
+    Schedule(8, 16, 4, 4, 1, 2, 16, False, 2, alone=130, busy=87.5),
+    Schedule(8, 8, 4, 8, 2, 2, 16, False, 1, alone=173, busy=173),
+    Schedule(16, 8, 4, 4, 2, 2, 16, False, 1, alone=175, busy=175),
+    Schedule(8, 8, 4, 4, 2, 2, 16, True, 1, alone=95, busy=92),
+    Schedule(8, 8, 4, 4, 1, 2, 16, True, 3, alone=60, busy=45),
+    Schedule(8, 8, 4, 2, 2, 2, 16, True, 3, alone=60, busy=45),
+    Schedule(8, 4, 4, 2, 2, 2, 32, True, 2, alone=31, busy=25),
+    Schedule(8, 4, 4, 2, 2, 4, 32, True, 3, alone=31, busy=25),
+    Schedule(8, 4, 4, 2, 2, 2, 32, True, 4, alone=33, busy=24.5),
+    Schedule(4, 4, 4, 4, 2, 4, 32, True, 2, alone=30, busy=26),
+    Schedule(4, 4, 4, 2, 2, 4, 32, True, 3, alone=18, busy=15),
+    Schedule(4, 2, 4, 2, 2, 4, 32, True, 3, alone=12.5, busy=9.5),
 )
 
 
@@ -110,6 +113,7 @@ def kernel_spec(schedule: Schedule, a_turned: bool, b_turned: bool) -> runtime.K
         "WARPS_M": s.warps_m,
         "WARPS_N": s.warps_n,
         "DEPTH": s.depth,
+        "UNROLL": s.unroll,
         "FEEDER": int(s.feeder),
         "MIN_BLOCKS": s.min_blocks,
         "STAGES": stages,

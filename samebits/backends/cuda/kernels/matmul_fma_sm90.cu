@@ -19,8 +19,6 @@ using i64 = long long;
 constexpr int TILE_K = 32;
 constexpr int WARPS = WARPS_M * WARPS_N, THREADS = (WARPS + FEEDER) * 32;
 constexpr int BAND = 8;  // rows of tiles walked together, so that their operands stay in L2
-// Terms in a turn of the inner loop: some thousand instructions, which the instruction cache holds.
-constexpr int TERMS = 1024 / (THREAD_M * THREAD_N), UNROLL = TERMS > TILE_K ? TILE_K : TERMS < 8 ? 8 : TERMS;
 constexpr int AHEAD = DEPTH - 1;  // terms that are read ahead of their use
 static_assert(FEEDER || !(A_TURNED || B_TURNED) || RAW_STAGES >= STAGES - 1);
 static_assert(UNROLL % DEPTH == 0 && UNROLL % 4 == 0 && TILE_K % UNROLL == 0);
