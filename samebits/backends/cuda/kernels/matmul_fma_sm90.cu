@@ -21,7 +21,7 @@ constexpr int WARPS = WARPS_M * WARPS_N, THREADS = (WARPS + FEEDER) * 32;
 constexpr int BAND = 8;  // rows of tiles walked together, so that their operands stay in L2
 constexpr int AHEAD = DEPTH - 1;  // terms that are read ahead of their use
 static_assert(FEEDER || !(A_TURNED || B_TURNED) || RAW_STAGES >= STAGES - 1);
-static_assert(UNROLL % DEPTH == 0 && UNROLL % 4 == 0 && TILE_K % UNROLL == 0);
+static_assert(UNROLL >= 8 && AHEAD <= 4 && UNROLL % DEPTH == 0 && UNROLL % 4 == 0 && TILE_K % UNROLL == 0);
 
 struct Params {
     TensorMap a, b;
@@ -268,14 +268,16 @@ __device__ __forceinline__ void multiply_all(const Params& p, const Shared& shar
 #pragma unroll 1
     for (int turn = 0; turn < p.k / TILE_K * PER_STAGE; ++turn) {
         const int block = turn / PER_STAGE;
-        // In the middle of a stage, so that all warps will have left the one before it.
-        if (!FEEDER && turn % PER_STAGE == PER_STAGE / 2) feeder.feed(block + STAGES - 1);
         const bool leaves = turn % PER_STAGE == PER_STAGE - 1;  // the stage
         const bool waits = leaves && (block + 1) * TILE_K < p.k;
         const u32 full = shared.full + place_of<STAGES>(block + 1) * 8, parity = parity_of<STAGES>(block + 1);
-        const bool ready = !waits || barrier_try(full, parity);
+        bool ready = !waits;
 #pragma unroll
         for (int k = 0; k < UNROLL; ++k) {
+            // In the middle of a stage, so that all warps will have left the one before it.
+            if (!FEEDER && k == (PER_STAGE == 1 ? UNROLL / 2 : 0) && turn % PER_STAGE == PER_STAGE / 2)
+                feeder.feed(block + STAGES - 1);
+            if (k == (FEEDER ? 0 : UNROLL - AHEAD - 4) && waits) ready = barrier_test(full, parity);
             if (k == UNROLL - AHEAD) {
                 if (!ready) barrier_wait(full, parity);
                 if (!FEEDER && waits) feeder.copy_raw(block + 1 + RAW_STAGES);
