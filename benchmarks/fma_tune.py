@@ -1,6 +1,6 @@
-"""Times of every schedule of ``matmul_fma`` beside torch.mm, which its schedules are chosen from:
+"""Times of every schedule of ``matmul_fma`` and ``matmul_fma_sm90`` beside torch.mm, which choices rest on:
 
-python -m benchmarks.fma_tune [--seconds N] [--out FILE]
+python -m benchmarks.fma_tune [--seconds N] [--rows 512,2048] [--shapes 4096x4096] [--work dX,dW] [--out FILE]
 python -m benchmarks.fma_tune --show FILE
 
 Products are taken in a random order, the same each time. What a schedule computes is compared with another's,
@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.tune import summarise, sweep
-from samebits.backends.cuda import ahead, matmul_fma
-from samebits.backends.cuda.matmul_fma import SCHEDULES, Schedule
+from samebits.backends.cuda import ahead, matmul_fma, matmul_fma_sm90
 from samebits.bench import F32, F32_SHAPES, Case, _operands, _Race
 from samebits.testing import assert_same_bits
+
+Schedule = matmul_fma.Schedule | matmul_fma_sm90.Schedule
+SCHEDULES: tuple[Schedule, ...] = (*matmul_fma.SCHEDULES, *matmul_fma_sm90.SCHEDULES)
 
 
 def cases() -> list[Case]:
@@ -65,8 +67,19 @@ def suits(s: Schedule, case: Case) -> bool:
 
 
 def name(s: Schedule) -> str:
+    if isinstance(s, matmul_fma_sm90.Schedule):
+        thread, warps = (
+            f"{s.thread_m}x{s.thread_n}x{s.depth}x{s.unroll}",
+            f"{s.warps_m}x{s.warps_n}+{s.feeder:d}",
+        )
+        return f"tma {s.tile_m}x{s.tile_n} {thread} {warps} {s.min_blocks}"
     threads = f"{s.warps_m}x{s.warps_n}+{s.helpers}"
     return f"{s.tile_m}x{s.tile_n}x{s.tile_k} {s.thread_m}x{s.thread_n}x{s.step} {threads} {s.stages}"
+
+
+def usable(device: torch.device) -> tuple[Schedule, ...]:
+    hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    return SCHEDULES if hopper else matmul_fma.SCHEDULES
 
 
 def measure(case: Case, device: torch.device) -> dict[str, Any]:
@@ -76,7 +89,7 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
     race = _Race(max(2, min(100, math.ceil(1e-3 / guess))))
     race.add("torch", product(case, None), sets)
     want = None
-    for schedule in SCHEDULES:
+    for schedule in usable(device):
         if suits(schedule, case):
             run = product(case, schedule)
             got = run(*sets[0])
@@ -97,12 +110,26 @@ def compile_all(device: torch.device) -> None:
     """By a process for each CPU."""
     small = [Case(work, 512, 512, 512, F32) for work in ("forward", "dX", "dW")]
     operands = {case: _operands(case, device, torch.randn) for case in small}
-    ahead.compile_for(partial(product(case, s), *operands[case]) for case in small for s in SCHEDULES)
+    ahead.compile_for(partial(product(case, s), *operands[case]) for case in small for s in usable(device))
+
+
+def table(case: dict[str, Any], pick: Callable[[dict[str, Any]], float]) -> str:
+    """Torch's time, the fastest of each kernel, and the speed beside torch of these and of the chosen one."""
+    us = case["us"]
+    parts = [f"{case['work']:7} {case['m']:5} {case['k']:5} {case['n']:5}  torch {us['torch']:8.1f}"]
+    for kernel, mine in (("old", False), ("tma", True)):
+        times = [(t, who) for who, t in us.items() if who != "torch" and who.startswith("tma") == mine]
+        if times:
+            best, who = min(times)
+            parts.append(f"{kernel} {best:8.1f} {us['torch'] / best:.3f} {who.removeprefix('tma '):30}")
+    return "  ".join(parts) + f"  chosen {pick(case):.3f}"
 
 
 def main() -> None:
     data = sweep(__doc__, "fma_tune", cases(), measure, compile_all)
     pick = partial(chosen, sms=data["environment"]["multiprocessors"])
+    for case in sorted(data["cases"], key=lambda c: (c["work"], c["m"], c["k"], c["n"])):
+        print(table(case, pick))
     for least, most in ((1, 1), (2, 8), (16, 32), (64, 128), (256, 256), (512, 4096)):
         for work in ("forward", "dX", "dW"):
             some = [c for c in data["cases"] if least <= c["m"] <= most and c["work"] == work]

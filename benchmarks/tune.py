@@ -28,6 +28,9 @@ def sweep(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=120, help="stop after so many")
+    parser.add_argument("--rows", help="only products of so many, as in 512,2048")
+    parser.add_argument("--shapes", help="only of such k x n, as in 4096x4096,7168x256")
+    parser.add_argument("--work", help="only of such work, as in forward,dX")
     parser.add_argument("--out", type=Path, help=f"instead of benchmarks/results/<gpu>/{name}.json")
     parser.add_argument("--show", type=Path, metavar="FILE", help="only summarise these results")
     options = parser.parse_args()
@@ -40,6 +43,13 @@ def sweep(
     start = time.monotonic()
     before(device)
     for case in cases:
+        wanted = (
+            (options.rows, str(case.m)),
+            (options.shapes, f"{case.k}x{case.n}"),
+            (options.work, case.work),
+        )
+        if any(asked and given not in asked.split(",") for asked, given in wanted):
+            continue
         if time.monotonic() - start < options.seconds:
             data["cases"].append(measure(case, device))
     write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / f"{name}.json", data)

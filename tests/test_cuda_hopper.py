@@ -21,6 +21,8 @@ from samebits.backends.cuda import (
     linear_logp_sm90,
     logp,
     matmul,
+    matmul_fma,
+    matmul_fma_sm90,
     matmul_sm80,
     matmul_sm90,
     runtime,
@@ -178,7 +180,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert all(s % 16 == 0 for s in (address, *strides))
         assert all(0 < n <= 256 for n in box)
         assert min(shape) > 0
-        assert box[0] * dtype.itemsize <= swizzle
+        assert swizzle == 0 or box[0] * dtype.itemsize <= swizzle
+        assert box[0] * dtype.itemsize % 16 == 0
         return bytes(128)
 
     info = runtime.DeviceInfo(-1, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)
@@ -187,6 +190,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(runtime, "tensor_map", tensor_map)
     monkeypatch.setattr(runtime, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
     monkeypatch.setattr(matmul_sm80, "check", lambda *tensors: None)
+    monkeypatch.setattr(matmul_fma, "check", lambda *tensors: None)
+    monkeypatch.setattr(matmul_fma_sm90, "check_sizes", lambda *tensors: None)
     monkeypatch.setattr(matmul, "_plans", {})
     matmul_sm90._plan.cache_clear()
     linear_logp_sm90._prepared.cache_clear()
@@ -220,6 +225,25 @@ def test_every_launch_adds_up(launches: list[str], m: int, k: int, n: int) -> No
     # TMA asks for strides of 16 bytes; other layouts go to the universal kernel.
     assert "matmul_sm90.cu" in launches or k % 8
     assert "matmul_sm80.cu" in launches or k % 8 == n % 8 == 0
+
+
+@pytest.mark.parametrize("m", [1, 3, 33, 128, 1000, 4096])
+@pytest.mark.parametrize(("k", "n"), [(4096, 4096), (7168, 256), (40, 24), (41, 23), (64, 1), (1, 64)])
+def test_every_launch_under_fma_adds_up(launches: list[str], m: int, k: int, n: int) -> None:
+    key = "FMA:fma"
+    for bias in (None, torch.empty(n), torch.empty(n, dtype=BF16)):
+        for b in (torch.empty(n, k).mT, torch.empty(k, n)):
+            out = matmul.matmul(torch.empty(m, k), b, bias=bias, out_dtype=F32, contract=key)
+            assert (out.shape, out.dtype) == ((m, n), F32)
+    dy, x = torch.empty(m, n).mT[None, None], torch.empty(m, k)[None, None]
+    for bounds in (None, torch.tensor([0, m // 2, m])):
+        assert matmul.addbmm(None, dy, x, bounds, out_dtype=F32, contract=key).shape == (1, n, k)
+        matmul.addbmm_(torch.empty(1, n, k), dy, x, bounds, contract=key)
+    a3, b3 = torch.empty(3, 100, k), torch.empty(3, k, n)
+    assert matmul.matmul(a3, b3, bias=None, out_dtype=F32, contract=key).shape == (3, 100, n)
+    # TMA asks for strides of 16 bytes; other layouts, and sequences, go to the universal kernel.
+    assert "matmul_fma_sm90.cu" in launches or min(m, n, k) < 64
+    assert "matmul_fma.cu" in launches
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 33, 64, 65, 300, 4096])

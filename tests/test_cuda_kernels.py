@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("cuda.core")
 
-from samebits.backends.cuda import matmul_fma, matmul_sm80, runtime
+from samebits.backends.cuda import matmul_fma, matmul_fma_sm90, matmul_sm80, runtime
 from samebits.backends.cuda.matmul_sm80 import Layout
 from samebits.backends.reference import matmul as reference
 from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE
@@ -28,6 +28,8 @@ ALL_DTYPES = (torch.float32, *HALF)
 def name(x):
     if hasattr(x, "SCHEDULES"):
         return x.__name__.rpartition(".")[2]
+    if isinstance(x, matmul_fma_sm90.Schedule):
+        return f"{x.tile_m}x{x.tile_n}-{x.thread_m}x{x.thread_n}x{x.depth}x{x.unroll}-{x.min_blocks}"
     return f"{x.tile_m}x{x.tile_n}x{x.tile_k}"
 
 
@@ -85,6 +87,18 @@ def test_fma_kernel_compiles_without_spills(schedule, arch):
         compiles_without_spills(spec, arch, schedule, blocks)
 
 
+@pytest.mark.parametrize("schedule", matmul_fma_sm90.SCHEDULES, ids=name)
+def test_hopper_fma_kernel_compiles_without_spills(schedule):
+    for a_turned, b_turned in itertools.product((False, True), repeat=2):
+        spec = matmul_fma_sm90.kernel_spec(schedule, a_turned, b_turned)
+        assert spec.smem <= 227 << 10
+        assert (spec.smem + 1024) * schedule.min_blocks <= 228 << 10
+        # Each quarter of a multiprocessor has registers for its own warps.
+        warps = -(-schedule.threads // 32 * schedule.min_blocks // 4)
+        cubin = compiles_without_spills(spec, "sm_90a", schedule, schedule.min_blocks)
+        assert -(-cubin.registers // 8) * 8 * warps * 32 <= 16384
+
+
 @pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
 def test_every_architecture_has_schedules_of_the_fma_kernel(arch):
     info = runtime.DeviceInfo(0, "", (7, 5), 40, SMEM[arch], 4 << 20)
@@ -97,6 +111,7 @@ def compiles_without_spills(spec, arch, schedule, blocks):
     assert cubin.spill_bytes == 0
     assert cubin.local_bytes == 0
     assert cubin.registers * schedule.threads * blocks <= 65536
+    return cubin
 
 
 SMEM = dict.fromkeys(runtime.ARCHITECTURES, 227 << 10) | {
@@ -169,6 +184,32 @@ def empty(shape, strides, offset=0):
 def test_layout(x, expected):
     layout = matmul_sm80.layout(x, -2, -1, chunk=8, ragged=False)
     assert layout[:2] == expected
+
+
+@pytest.mark.parametrize(
+    ("x", "turned"),
+    [
+        (torch.empty(64, 32), True),
+        (torch.empty(32, 64).mT, False),
+        (torch.empty(64, 36)[:, :33], True),
+        (torch.empty(64, 33), None),
+        (torch.empty(64, 36)[:, 1:], None),
+        (torch.empty(1, 33), True),
+        (torch.empty(33, 1).mT, True),
+        (torch.empty(64, 1), False),
+        (torch.empty(64, 64)[:, ::2], None),
+        (torch.empty(1, 32).expand(64, 32), None),
+        (torch.empty(64, 8).as_strided((30, 32), (4, 1)), None),
+        (torch.empty(3, 64, 32), True),
+        (torch.empty(64, 32).expand(3, 64, 32), True),
+        (torch.empty(3 * 2050).as_strided((3, 64, 32), (2049, 32, 1)), None),
+        (torch.empty(64, 32, dtype=torch.bfloat16), None),
+        (torch.empty(2, 3, 64, 32), None),
+    ],
+)
+def test_what_tma_reads_for_the_fma_kernel(x, turned):
+    if x.data_ptr() % 16 == 0 or turned is None:
+        assert matmul_fma_sm90._turned(x, -2, -1) is turned
 
 
 def test_ragged_layout_never_assumes_where_a_span_begins():
@@ -318,6 +359,80 @@ def test_shapes(kernel, schedule):
         for out_dtype in {torch.float32, dtype}:
             check(kernel, a, b, out_dtype=out_dtype, schedule=schedule)
             check(kernel, a, row_contiguous(b), out_dtype=out_dtype, schedule=schedule)
+
+
+def readable(x):
+    """x as TMA can read it, rows contiguous, with NaN around."""
+    *batch, m, k = x.shape
+    return _inside(x, (*batch, m + 1, -(-k // 4) * 4 + 4), lambda big: big[..., :m, :k])
+
+
+def readable_along_rows(x):
+    return readable(x.mT).mT
+
+
+TMA_SHAPES = [
+    (1, 1, 1), (3, 5, 4), (32, 32, 32), (33, 31, 65), (70, 33, 40), (129, 64, 200), (257, 95, 130),
+    (100, 289, 300),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", matmul_fma_sm90.SCHEDULES, ids=name)
+@pytest.mark.parametrize("place_b", [readable, readable_along_rows], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("place_a", [readable, readable_along_rows], ids=lambda f: f.__name__)
+def test_hopper_fma_kernel(schedule, place_a, place_b):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    for i, (m, k, n) in enumerate(TMA_SHAPES):
+        for j, kind in enumerate(("normal", KINDS[i % len(KINDS)], KINDS[(i + 3) % len(KINDS)])):
+            a, b = (
+                values(kind, (m, k), torch.float32, i).cuda(),
+                values(kind, (k, n), torch.float32, i + 50).cuda(),
+            )
+            a, b = place_a(a), place_b(b.mT).mT
+            bias = values(kind, (2 * n,), ALL_DTYPES[i % 3], 3).cuda()
+            acc = values(kind, (m, n), torch.float32, 4).cuda()
+            check(matmul_fma, a, b, schedule=schedule)
+            check(matmul_fma, a, b, bias=bias[:n] if j else bias[::2], schedule=schedule)
+            check(matmul_fma, a, b, acc=row_contiguous(acc) if j else acc, schedule=schedule)
+    a, b = (
+        values("normal", (3, 70, 100), torch.float32, 1).cuda(),
+        values("normal", (3, 100, 60), torch.float32, 2).cuda(),
+    )
+    a, b = place_a(a), place_b(b.mT).mT
+    for x, y in ((a, b), (a[:1], b), (a, b[:1]), (a, b[2]), (a[1:2].expand(3, 70, 100), b)):
+        check(matmul_fma, x, y, schedule=schedule)
+    # In place, and in parts of the chain.
+    a, b = (
+        values("normal", (150, 400), torch.float32, 1).cuda(),
+        values("normal", (400, 300), torch.float32, 2),
+    )
+    a, b = place_a(a), place_b(b.mT.cuda()).mT
+    acc = values("normal", (150, 300), torch.float32, 3).cuda()
+    expected = matmul_fma.matmul(a, b, acc=acc, out=torch.empty_like(acc), schedule=matmul_fma.SCHEDULES[0])
+    for cut in (48, 64, 300):
+        carried = acc.clone()
+        matmul_fma.matmul(a[:, :cut], b[:cut], acc=carried, out=carried, schedule=schedule)
+        matmul_fma.matmul(a[:, cut:], b[cut:], acc=carried, out=carried, schedule=schedule)
+        assert_same_bits(carried, expected)
+
+
+@pytest.mark.gpu
+def test_hopper_fma_schedules_agree_at_size():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    for m, k, n in [(1000, 1111, 776), (512, 4096, 1024), (2048, 768, 3072)]:
+        for place_a, place_b in itertools.product((readable, readable_along_rows), repeat=2):
+            a = place_a(torch.randn(m, k, device="cuda"))
+            b = place_b(torch.randn(n, k, device="cuda")).mT
+            first = matmul_fma.matmul(
+                a, b, out=poison((m, n), torch.float32), schedule=matmul_fma.SCHEDULES[0]
+            )
+            for schedule in matmul_fma_sm90.SCHEDULES:
+                for _ in range(3):
+                    out = matmul_fma.matmul(a, b, out=poison((m, n), torch.float32), schedule=schedule)
+                    assert_same_bits(out, first, str(schedule))
 
 
 @pytest.mark.gpu

@@ -93,6 +93,22 @@ def _fma() -> Kernel:
     return Kernel("matmul_fma", "fma", (None, *matmul_fma.SCHEDULES), lambda x, out, schedule: True, run)
 
 
+def _fma_hopper() -> Kernel:
+    from samebits.backends.cuda import matmul_fma_sm90
+
+    def takes(x: Operands, out: Tensor, schedule: Any) -> bool:
+        return matmul_fma_sm90.supports(x.a, x.b, out, cu_seqlens=x.cu_seqlens)
+
+    def run(x: Operands, out: Tensor, schedule: Any) -> object:
+        accumulate = x.acc is not None
+        acc = out if accumulate else None
+        return matmul_fma_sm90.matmul(
+            x.a, x.b, acc=acc, bias=x.bias, closing=accumulate, out=out, schedule=schedule
+        )
+
+    return Kernel("matmul_fma_sm90", "fma", matmul_fma_sm90.SCHEDULES, takes, run)
+
+
 def _tiny(step: Literal["mma", "fma"]) -> Kernel:
     from samebits.backends.cuda import bmm_tiny
 
@@ -158,6 +174,8 @@ def kernels(device: int) -> list[Kernel]:
     from samebits.backends.cuda import runtime
     from samebits.backends.triton import runtime as triton
 
-    hopper = [_hopper()] if runtime.device_info(device).capability == (9, 0) else []
-    cuda = [_universal(), *hopper, _fma(), _tiny("mma"), _tiny("fma")]
+    hopper = runtime.device_info(device).capability == (9, 0)
+    tensor_cores = [_universal(), *([_hopper()] if hopper else [])]
+    fma = [_fma(), *([_fma_hopper()] if hopper else [])]
+    cuda = [*tensor_cores, *fma, _tiny("mma"), _tiny("fma")]
     return [*cuda, *(_triton() if triton.status().available else [])]

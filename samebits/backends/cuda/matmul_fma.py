@@ -1,6 +1,7 @@
 """Products under FMA on CUDA tensors: ``kernels/matmul_fma.cu``.
 
 It takes every layout, stride, alignment and size, and operands of any supported dtype, on sm_75 and newer.
+What ``matmul_fma_sm90`` takes too, that runs where it should be faster.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import matmul_fma_sm90, runtime
 from samebits.backends.cuda.matmul_sm80 import (
     KINDS,
     LARGEST,
@@ -140,7 +141,7 @@ def matmul(
     cu_seqlens: Tensor | None = None,
     closing: bool = False,
     out: Tensor,
-    schedule: Schedule | None = None,
+    schedule: Schedule | matmul_fma_sm90.Schedule | None = None,
 ) -> Tensor:
     """``out = acc + a @ b + bias``: one chain of fused multiply-adds for every element, then one rounding.
 
@@ -153,7 +154,8 @@ def matmul(
         cu_seqlens: int32 or int64 ``[S + 1]``, ascending bounds in k of segments of one K axis.
         closing: every segment that has a term is followed by fma(+0, +0, acc), as sequences are.
         out: ``[M, N]`` or ``[B, M, N]``, float32, bfloat16 or float16, any strides.
-        schedule: one of :data:`SCHEDULES`; by default :func:`choose_schedule`'s.
+        schedule: one of :data:`SCHEDULES`, or of ``matmul_fma_sm90.SCHEDULES`` where that takes the operands;
+            by default the one that should be fastest.
     """
     planned = plan(a, b, out, acc=acc, bias=bias, cu_seqlens=cu_seqlens, closing=closing, schedule=schedule)
     planned.run(a, b, out, bias, cu_seqlens, acc)
@@ -169,8 +171,8 @@ def plan(
     bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     closing: bool = False,
-    schedule: Schedule | None = None,
-) -> Plan:
+    schedule: Schedule | matmul_fma_sm90.Schedule | None = None,
+) -> Plan | matmul_fma_sm90.Plan:
     """How :func:`matmul` runs these operands, and others of their shapes, strides, dtypes and alignment."""
     check(a, b, acc, bias, cu_seqlens, out)
     (m, k), n, batch = a.shape[-2:], b.shape[-1], out.shape[0] if out.ndim == 3 else 1
@@ -178,7 +180,15 @@ def plan(
     if cu_seqlens is not None:
         segments = cu_seqlens.numel() - 1
     info = runtime.device_info(out.device.index)
-    schedule = schedule or choose_schedule(m, n, batch, info)
+    if schedule is None:
+        schedule = choose_schedule(m, n, batch, info)
+        if info.capability == (9, 0) and matmul_fma_sm90.supports(a, b, out, cu_seqlens=cu_seqlens):
+            other = min(matmul_fma_sm90.SCHEDULES, key=lambda s: s.time(m, n, batch, info.sm_count))
+            if other.time(m, n, batch, info.sm_count) < schedule.time(m, n, batch, info.sm_count):
+                schedule = other
+    if isinstance(schedule, matmul_fma_sm90.Schedule):
+        need(cu_seqlens is None, "cu_seqlens: this schedule takes none")
+        return matmul_fma_sm90.plan(a, b, out, acc=acc, bias=bias, closing=closing, schedule=schedule)
     layout_a = layout(a, -2, -1, chunk=4, ragged=cu_seqlens is not None)
     layout_b = layout(b, -1, -2, chunk=4, ragged=cu_seqlens is not None)
     tiles_m, tiles_n = -(-m // schedule.tile_m), -(-n // schedule.tile_n)

@@ -70,6 +70,21 @@ __device__ __forceinline__ bool barrier_try(u32 barrier, u32 parity) {
     return done;
 }
 
+// The same, without any waiting.
+__device__ __forceinline__ bool barrier_test(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
+}
+
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n"

@@ -1,0 +1,285 @@
+"""Host side of ``kernels/matmul_fma_sm90.cu``: products under FMA of f32 matrices on Hopper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samebits.backends.cuda import runtime
+from samebits.backends.cuda.matmul_sm80 import LARGEST, check_sizes, matrix_strides, need
+from samebits.backends.cuda.matmul_sm90 import TYPES, Maps
+
+__all__ = ["SCHEDULES", "Plan", "Schedule", "kernel_spec", "matmul", "plan", "supports"]
+
+TILE_K = 32
+"""k in a pipeline stage: a row of a raw tile is one line of the swizzle."""
+
+_PARAMS = "128s128s P3q P3q Pq 10i".replace(" ", "")
+_SMEM, _SMEM_OF_ALL, _SMEM_RESERVED = 227 << 10, 228 << 10, 1 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How the work is cut. It never changes a bit.
+
+    Attributes:
+        thread_m, thread_n: a thread's share of the output, all of it in registers.
+        lanes_m: rows of threads in a warp, of 32 threads in all.
+        warps_m, warps_n: rows and columns of warps in a block.
+        depth: k whose operands a thread has in registers, all but one of them read ahead.
+        unroll: k in a turn of the inner loop, whose code the instruction cache should hold.
+        feeder: whether one more warp fills the stages for these.
+        min_blocks: blocks that shall fit on one multiprocessor.
+        alone, busy: nanoseconds for a tile over one k: see ``matmul_fma.Schedule``.
+    """
+
+    thread_m: int
+    thread_n: int
+    lanes_m: int
+    warps_m: int
+    warps_n: int
+    depth: int
+    unroll: int
+    feeder: bool
+    min_blocks: int
+    alone: float
+    busy: float
+
+    @property
+    def tile_m(self) -> int:
+        return self.thread_m * self.lanes_m * self.warps_m
+
+    @property
+    def tile_n(self) -> int:
+        return self.thread_n * 32 // self.lanes_m * self.warps_n
+
+    @property
+    def threads(self) -> int:
+        return (self.warps_m * self.warps_n + self.feeder) * 32
+
+    def rings(self, a_turned: bool, b_turned: bool) -> tuple[int, int, int]:
+        """Stages, raw tiles in flight, and bytes of shared memory for operands contiguous along k or not."""
+        turned = a_turned + b_turned
+        stage = (self.tile_m + self.tile_n) * TILE_K * 4 + turned * TILE_K * 8
+        raw = (a_turned * self.tile_m + b_turned * self.tile_n) * TILE_K * 4
+        most = min(_SMEM, _SMEM_OF_ALL // self.min_blocks - _SMEM_RESERVED)
+        if not turned:
+            choices = [(stages, 1) for stages in (6, 5, 4, 3, 2)]
+        elif self.feeder:
+            choices = [(4, 4), (3, 4), (3, 3), (3, 2), (2, 2), (2, 1)]
+        else:  # what is copied for stages ahead lies in raw tiles until it is turned
+            choices = [(3, 3), (3, 2), (2, 2), (2, 1)]
+        for stages, raws in choices:
+            smem = stages * stage + raws * raw + (2 * stages + raws) * 8 + 16
+            if smem + 1024 <= most:  # the swizzle's period, to which the beginning is rounded up
+                break
+        return stages, raws, smem + 1024
+
+    def time(self, m: int, n: int, batch: int, sm_count: int) -> float:
+        """Estimated nanoseconds for one k of ``batch`` matrices of ``[m, n]``."""
+        tiles = -(-m // self.tile_m) * -(-n // self.tile_n) * batch
+        return max(self.alone, -(-tiles // sm_count) * self.busy)
+
+
+SCHEDULES = (
+    Schedule(8, 8, 4, 4, 2, 2, 16, False, 2, alone=98, busy=86),
+    Schedule(8, 8, 4, 4, 2, 2, 32, False, 2, alone=98, busy=86.5),
+    Schedule(16, 8, 4, 2, 2, 2, 16, False, 2, alone=130, busy=87),
+    Schedule(8, 16, 4, 4, 1, 2, 16, False, 2, alone=130, busy=87.5),
+    Schedule(8, 8, 4, 8, 2, 2, 16, False, 1, alone=173, busy=173),
+    Schedule(16, 8, 4, 4, 2, 2, 16, False, 1, alone=175, busy=175),
+    Schedule(8, 8, 4, 4, 2, 2, 16, True, 1, alone=95, busy=92),
+    Schedule(8, 8, 4, 4, 1, 2, 16, True, 3, alone=60, busy=45),
+    Schedule(8, 8, 4, 2, 2, 2, 16, True, 3, alone=60, busy=45),
+    Schedule(8, 4, 4, 2, 2, 2, 32, True, 2, alone=31, busy=25),
+    Schedule(8, 4, 4, 2, 2, 4, 32, True, 3, alone=31, busy=25),
+    Schedule(8, 4, 4, 2, 2, 2, 32, True, 4, alone=33, busy=24.5),
+    Schedule(4, 4, 4, 4, 2, 4, 32, True, 2, alone=30, busy=26),
+    Schedule(4, 4, 4, 2, 2, 4, 32, True, 3, alone=18, busy=15),
+    Schedule(4, 2, 4, 2, 2, 4, 32, True, 3, alone=12.5, busy=9.5),
+)
+
+
+def kernel_spec(schedule: Schedule, a_turned: bool, b_turned: bool) -> runtime.KernelSpec:
+    """The kernel for operands that are contiguous along k (turned) or along m and n."""
+    s = schedule
+    stages, raws, smem = s.rings(a_turned, b_turned)
+    constants = {
+        "THREAD_M": s.thread_m,
+        "THREAD_N": s.thread_n,
+        "LANES_M": s.lanes_m,
+        "WARPS_M": s.warps_m,
+        "WARPS_N": s.warps_n,
+        "DEPTH": s.depth,
+        "UNROLL": s.unroll,
+        "FEEDER": int(s.feeder),
+        "MIN_BLOCKS": s.min_blocks,
+        "STAGES": stages,
+        "RAW_STAGES": raws,
+        "SMEM": smem,
+        "A_TURNED": int(a_turned),
+        "B_TURNED": int(b_turned),
+    }
+    return runtime.KernelSpec(
+        "matmul_fma_sm90.cu",
+        "matmul_fma_sm90",
+        _PARAMS,
+        tuple(constants.items()),
+        block=s.threads,
+        smem=smem,
+        programmatic=True,
+        oldest=(9, 0),
+    )
+
+
+def _turned(x: Tensor, row_dim: int, k_dim: int) -> bool | None:
+    """Whether an operand is contiguous along k (or else along its rows); None if TMA cannot read it."""
+    if x.dtype != torch.float32 or x.ndim > 3 or x.data_ptr() % 16:
+        return None
+    if x.ndim == 3 and x.shape[0] > 1 and x.stride(0) and (x.stride(0) < 0 or x.stride(0) % 4):
+        return None
+    rows, k, row_stride, k_stride = x.shape[row_dim], x.shape[k_dim], x.stride(row_dim), x.stride(k_dim)
+
+    def lines(inner: int, step: int, outer: int, stride: int) -> bool:
+        return (step == 1 or inner == 1) and (outer == 1 or (stride % 4 == 0 and inner <= stride < 1 << 37))
+
+    if lines(rows, row_stride, k, k_stride):  # such need not be turned
+        return False
+    return True if lines(k, k_stride, rows, row_stride) else None
+
+
+def supports(a: Tensor, b: Tensor, out: Tensor, *, cu_seqlens: Tensor | None = None) -> bool:
+    """Whether :func:`matmul` takes these operands, on a GPU that has the kernel."""
+    return (
+        cu_seqlens is None
+        and out.dtype == torch.float32
+        and out.numel() > 0
+        and a.shape[-1] > 0
+        and max(*a.shape, *b.shape) <= LARGEST
+        and _turned(a, -2, -1) is not None
+        and _turned(b, -1, -2) is not None
+    )
+
+
+def _maps(x: Tensor, row_dim: int, k_dim: int, turned: bool, tile: int) -> Maps:
+    """One operand as the kernel's tensor map sees it."""
+    inner, outer = (k_dim, row_dim) if turned else (row_dim, k_dim)
+    sizes = x.shape[inner], x.shape[outer]
+    stride = x.stride(outer) if sizes[1] > 1 else -(-sizes[0] // 4) * 4
+    batch, batch_stride = (x.shape[0], x.stride(0)) if _batched(x) else (1, stride * sizes[1])
+    strides = (stride * 4, batch_stride * 4, batch_stride * 4)
+    box = (TILE_K, tile, 1, 1) if turned else (tile, TILE_K, 1, 1)
+    return Maps(torch.float32, (*sizes, 1, batch), strides, box, 128 if turned else 0)
+
+
+def _batched(x: Tensor) -> bool:
+    return x.ndim == 3 and x.shape[0] > 1 and x.stride(0) > 0
+
+
+class Plan:
+    """Everything of a call but its addresses."""
+
+    __slots__ = ("_a", "_acc", "_b", "_bias", "_grid", "_kernel", "_out", "_sizes")
+
+    def __init__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
+        acc: Tensor | None,
+        bias: Tensor | None,
+        closing: bool,
+        schedule: Schedule,
+    ) -> None:
+        (m, k), n, batch = a.shape[-2:], b.shape[-1], out.shape[0] if out.ndim == 3 else 1
+        a_turned, b_turned = bool(_turned(a, -2, -1)), bool(_turned(b, -1, -2))
+        tiles_m, tiles_n = -(-m // schedule.tile_m), -(-n // schedule.tile_n)
+        tiles = tiles_m * tiles_n * batch
+        if tiles > LARGEST:
+            raise ValueError(
+                f"samebits: a product of a {tuple(a.shape)} by b {tuple(b.shape)} has a size above {LARGEST}"
+            )
+        self._kernel = runtime.load(kernel_spec(schedule, a_turned, b_turned), out.get_device())
+        self._grid = tiles, 1, 1
+        self._a = _maps(a, -2, -1, a_turned, schedule.tile_m)
+        self._b = _maps(b, -1, -2, b_turned, schedule.tile_n)
+        self._out = strides = matrix_strides(out)
+        self._acc = None if acc is None else matrix_strides(acc)
+        self._bias = 0 if bias is None else bias.stride(0)
+        together = strides[2] == 1 and out.data_ptr() % 16 == 0 and strides[0] % 4 == strides[1] % 4 == 0
+        self._sizes = (
+            *(m, n, k, tiles_m, tiles_n),
+            *(_batched(a), _batched(b)),
+            *(closing, together, TYPES[None if bias is None else bias.dtype]),
+        )
+
+    def launch(self, a: int, b: int, out: int, bias: int, cu_seqlens: int, acc: int | None = None) -> None:
+        """Run on operands at these addresses; accumulators lie at ``acc``, or else at ``out``."""
+        start = (0, 0, 0, 0) if self._acc is None else (out if acc is None else acc, *self._acc)
+        self._kernel.launch(
+            self._grid, self._a[a], self._b[b], out, *self._out, *start, bias, self._bias, *self._sizes
+        )
+
+    def run(
+        self,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
+        bias: Tensor | None,
+        cu_seqlens: Tensor | None,
+        acc: Tensor | None,
+    ) -> None:
+        """Run on these operands."""
+        self.launch(
+            a.data_ptr(),
+            b.data_ptr(),
+            out.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0,
+            None if acc is None else acc.data_ptr(),
+        )
+
+
+def plan(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    acc: Tensor | None = None,
+    bias: Tensor | None = None,
+    closing: bool = False,
+    schedule: Schedule,
+) -> Plan:
+    """How :func:`matmul` runs these operands, and others of their shapes, strides and alignment."""
+    need(supports(a, b, out), "a, b, out: expected float32 matrices with a term, which TMA can read")
+    check_sizes(a, b, acc, bias, None, out)
+    return Plan(a, b, out, acc, bias, closing, schedule)
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    acc: Tensor | None = None,
+    bias: Tensor | None = None,
+    closing: bool = False,
+    out: Tensor,
+    schedule: Schedule,
+) -> Tensor:
+    """``out = acc + a @ b + bias``: one chain of fused multiply-adds for every element.
+
+    Args:
+        a: ``[M, K]`` or ``[B, M, K]``, float32, one stride 1, the others and the address
+            multiples of 16 bytes.
+        b: ``[K, N]`` or ``[B, K, N]``, the same. B may be 1 or missing in either.
+        acc: float32, of out's shape: the chains start from it. It may be ``out`` itself.
+        bias: ``[N]``, float32, bfloat16 or float16.
+        closing: the chain is followed by fma(+0, +0, acc), as sequences are.
+        out: ``[M, N]`` or ``[B, M, N]``, float32, any strides.
+        schedule: one of :data:`SCHEDULES`.
+    """
+    planned = plan(a, b, out, acc=acc, bias=bias, closing=closing, schedule=schedule)
+    planned.run(a, b, out, bias, None, acc)
+    return out
