@@ -70,7 +70,7 @@ def name(s: Schedule) -> str:
     if isinstance(s, matmul_fma_sm90.Schedule):
         thread, warps = (
             f"{s.thread_m}x{s.thread_n}x{s.depth}x{s.unroll}",
-            f"{s.warps_m}x{s.warps_n}+{s.feeder:d}",
+            f"{s.warps_m}x{s.warps_n}+{s.feeders}",
         )
         return f"tma {s.tile_m}x{s.tile_n} {thread} {warps} {s.min_blocks}"
     threads = f"{s.warps_m}x{s.warps_n}+{s.helpers}"

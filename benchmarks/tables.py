@@ -237,10 +237,28 @@ def gpu_models_drift(data: dict[str, Any]) -> str:
             f" {learner['hidden_size']:,}, {learner['group']} answers of {learner['answer']} tokens to each"
             f" prompt): log-probs of rollout and trainer differ by up to {theirs:.2g} in PyTorch and"
             f" {ours:.2g} in samebits, of which two runs end with {'identical' if same else 'DIFFERENT'}"
-            " weights.",
+            " weights." + _examples(data),
             _measured_on_gpu(data),
         )
     )
+
+
+def _examples(data: dict[str, Any]) -> str:
+    """What changes with micro-batches, and with the batch of sentences."""
+    said = ""
+    if found := data.get("micro_batches"):
+        theirs, ours = ([by[n] for n in sorted(by)] for by in found.values())
+        said += (
+            f" Trained in 2 and 4 micro-batches instead of one, a small model ends with {theirs[0]:,} and"
+            f" {theirs[1]:,} other weights in PyTorch, {ours[0]:,} and {ours[1]:,} in samebits."
+        )
+    if found := data.get("embeddings"):
+        theirs, ours = (max(by.values()) for by in found["changed"].values())
+        said += (
+            f" Of MiniLM's embeddings of {found['sentences']} sentences (float32), {theirs} change with the"
+            f" batch, its order or its padding in PyTorch, {ours} in samebits."
+        )
+    return said
 
 
 def gpu_models_time(data: dict[str, Any]) -> str:

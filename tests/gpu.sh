@@ -8,7 +8,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=$1
 mkdir -p "$out"
-export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD SAMEBITS_CACHE_DIR=${SAMEBITS_CACHE_DIR:-$out/../samebits-cache}
+export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} SAMEBITS_CACHE_DIR=${SAMEBITS_CACHE_DIR:-$out/../samebits-cache}
 python=${PYTHON:-python3}
 
 declare -A pids codes

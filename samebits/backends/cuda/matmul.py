@@ -43,17 +43,24 @@ def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype,
     """``a[*A, M, K] @ b[*B, K, N] (+ bias[N])`` with batch dimensions broadcast as in ``torch.matmul``."""
     if a.ndim == 2 and b.ndim == 2:
         out = runtime.empty((a.shape[0], b.shape[1]), out_dtype, a.get_device())
-        _run(a, b, out, contract, bias=bias)
+        _run(a, b, out, contract, bias=bias, fresh=True)
         return out
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     out = a.new_empty((*batch, M, N), dtype=out_dtype)
     if b.ndim == 2:  # one tall product: the rows of every batch share b
-        _run(a.reshape(batch.numel() * M, K), b, out.view(batch.numel() * M, N), contract, bias=bias)
+        _run(
+            a.reshape(batch.numel() * M, K),
+            b,
+            out.view(batch.numel() * M, N),
+            contract,
+            bias=bias,
+            fresh=True,
+        )
         return out
     a3 = a.expand(*batch, M, K).reshape(batch.numel(), M, K)
     b3 = b.expand(*batch, K, N).reshape(batch.numel(), K, N)
-    _run(a3, b3, out.view(batch.numel(), M, N), contract, bias=bias)
+    _run(a3, b3, out.view(batch.numel(), M, N), contract, bias=bias, fresh=True)
     return out
 
 
@@ -155,16 +162,17 @@ def _run(
     sequences: bool = False,
     cu_seqlens: Tensor | None = None,
     accumulate: bool = False,
+    fresh: bool = False,
 ) -> None:
     """Run the fastest kernel that takes these operands.
 
     With `sequences` the terms belong to sequences, in the contract's sense; with `accumulate` the chains
-    start from `out`.
+    start from `out`. `fresh` says that `out` is contiguous and was allocated for this.
     """
     a_at, b_at, out_at = a.data_ptr(), b.data_ptr(), out.data_ptr()
     key = (
         contract,
-        (a_at & 15) << 8 | (b_at & 15) << 4 | out_at & 15,
+        (a_at & 15) << 4 | b_at & 15,
         a.get_device(),
         a.dtype,
         b.dtype,
@@ -173,8 +181,7 @@ def _run(
         a.stride(),
         b.shape,
         b.stride(),
-        out.shape,
-        out.stride(),
+        None if fresh else (out_at & 15, out.shape, out.stride()),
         sequences,
         accumulate,
         None if bias is None else (bias.dtype, bias.stride()),

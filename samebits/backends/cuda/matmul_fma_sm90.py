@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +31,10 @@ class Schedule:
         warps_m, warps_n: rows and columns of warps in a block.
         depth: k whose operands a thread has in registers, all but one of them read ahead.
         unroll: k in a turn of the inner loop, whose code the instruction cache should hold.
-        feeder: whether one more warp fills the stages for these.
+        feeders: more warps that fill the stages for these; without any, they do so themselves.
         min_blocks: blocks that shall fit on one multiprocessor.
-        alone, busy: nanoseconds for a tile over one k: see ``matmul_fma.Schedule``.
+        alone, busy: nanoseconds for a tile over one k, fitted to times of ``benchmarks.fma_tune`` on an H200:
+            of a block that has a multiprocessor to itself, and for each of the ``min_blocks`` that share one.
     """
 
     thread_m: int
@@ -42,7 +44,7 @@ class Schedule:
     warps_n: int
     depth: int
     unroll: int
-    feeder: bool
+    feeders: int
     min_blocks: int
     alone: float
     busy: float
@@ -57,7 +59,7 @@ class Schedule:
 
     @property
     def threads(self) -> int:
-        return (self.warps_m * self.warps_n + self.feeder) * 32
+        return (self.warps_m * self.warps_n + self.feeders) * 32
 
     def rings(self, a_turned: bool, b_turned: bool) -> tuple[int, int, int]:
         """Stages, raw tiles in flight, and bytes of shared memory for operands contiguous along k or not."""
@@ -65,10 +67,12 @@ class Schedule:
         stage = (self.tile_m + self.tile_n) * TILE_K * 4 + turned * TILE_K * 8
         raw = (a_turned * self.tile_m + b_turned * self.tile_n) * TILE_K * 4
         most = min(_SMEM, _SMEM_OF_ALL // self.min_blocks - _SMEM_RESERVED)
-        if not turned:
-            choices = [(stages, 1) for stages in (6, 5, 4, 3, 2)]
-        elif self.feeder:
-            choices = [(4, 4), (3, 4), (3, 3), (3, 2), (2, 2), (2, 1)]
+        if self.feeders:  # each has raw tiles, and a stage, of its own
+            choices = [
+                (stages, self.feeders * more)
+                for stages, more in itertools.product((8, 6, 4, 3, 2), (2, 1))
+                if stages >= self.feeders
+            ]
         else:  # what is copied for stages ahead lies in raw tiles until it is turned
             choices = [(3, 3), (3, 2), (2, 2), (2, 1)]
         for stages, raws in choices:
@@ -80,25 +84,22 @@ class Schedule:
     def time(self, m: int, n: int, batch: int, sm_count: int) -> float:
         """Estimated nanoseconds for one k of ``batch`` matrices of ``[m, n]``."""
         tiles = -(-m // self.tile_m) * -(-n // self.tile_n) * batch
-        return max(self.alone, -(-tiles // sm_count) * self.busy)
+        rounds, rest = divmod(-(-tiles // sm_count), self.min_blocks)  # of as many as fit, and of the rest
+        time = rounds * max(self.alone, self.min_blocks * self.busy)
+        return time + (max(self.alone, rest * self.busy) if rest else 0)
 
 
 SCHEDULES = (
-    Schedule(8, 8, 4, 4, 2, 2, 16, False, 2, alone=98, busy=86),
-    Schedule(8, 8, 4, 4, 2, 2, 32, False, 2, alone=98, busy=86.5),
-    Schedule(16, 8, 4, 2, 2, 2, 16, False, 2, alone=130, busy=87),
-    Schedule(8, 16, 4, 4, 1, 2, 16, False, 2, alone=130, busy=87.5),
-    Schedule(8, 8, 4, 8, 2, 2, 16, False, 1, alone=173, busy=173),
-    Schedule(16, 8, 4, 4, 2, 2, 16, False, 1, alone=175, busy=175),
-    Schedule(8, 8, 4, 4, 2, 2, 16, True, 1, alone=95, busy=92),
-    Schedule(8, 8, 4, 4, 1, 2, 16, True, 3, alone=60, busy=45),
-    Schedule(8, 8, 4, 2, 2, 2, 16, True, 3, alone=60, busy=45),
-    Schedule(8, 4, 4, 2, 2, 2, 32, True, 2, alone=31, busy=25),
-    Schedule(8, 4, 4, 2, 2, 4, 32, True, 3, alone=31, busy=25),
-    Schedule(8, 4, 4, 2, 2, 2, 32, True, 4, alone=33, busy=24.5),
-    Schedule(4, 4, 4, 4, 2, 4, 32, True, 2, alone=30, busy=26),
-    Schedule(4, 4, 4, 2, 2, 4, 32, True, 3, alone=18, busy=15),
-    Schedule(4, 2, 4, 2, 2, 4, 32, True, 3, alone=12.5, busy=9.5),
+    Schedule(8, 8, 4, 4, 2, 2, 16, 0, 2, alone=93.5, busy=85.9),
+    Schedule(8, 8, 4, 4, 1, 2, 16, 1, 3, alone=56.4, busy=43.7),
+    Schedule(8, 8, 4, 2, 2, 2, 16, 2, 2, alone=58.3, busy=43.0),
+    Schedule(8, 4, 4, 2, 2, 2, 32, 1, 4, alone=29.9, busy=23.0),
+    Schedule(8, 4, 4, 2, 2, 2, 32, 2, 3, alone=32.8, busy=22.9),
+    Schedule(8, 4, 4, 2, 2, 2, 32, 4, 1, alone=25.2, busy=24.0),
+    Schedule(12, 2, 4, 1, 4, 2, 32, 4, 1, alone=21.6, busy=20.4),
+    Schedule(4, 4, 4, 2, 2, 4, 32, 2, 3, alone=19.7, busy=13.3),
+    Schedule(4, 4, 4, 2, 2, 4, 32, 4, 2, alone=15.1, busy=14.0),
+    Schedule(4, 2, 4, 2, 2, 4, 32, 4, 3, alone=10.3, busy=9.2),
 )
 
 
@@ -114,7 +115,7 @@ def kernel_spec(schedule: Schedule, a_turned: bool, b_turned: bool) -> runtime.K
         "WARPS_N": s.warps_n,
         "DEPTH": s.depth,
         "UNROLL": s.unroll,
-        "FEEDER": int(s.feeder),
+        "FEEDERS": s.feeders,
         "MIN_BLOCKS": s.min_blocks,
         "STAGES": stages,
         "RAW_STAGES": raws,

@@ -14,9 +14,9 @@ from samebits.backends.triton.matmul import TileSchedule
 from samebits.contract import contract_from_key
 
 STATISTICS_SCHEDULES = (
-    TileSchedule(128, 256, 64, 8, 4, us=38),
+    TileSchedule(128, 256, 64, 8, 4, us=38, persistent=True),
     TileSchedule(128, 128, 64, 8, 3, us=23),
-    TileSchedule(64, 128, 64, 4, 4, us=18),
+    TileSchedule(64, 128, 128, 4, 4, us=18, persistent=True),
     TileSchedule(32, 128, 64, 4, 5, us=13, swap=True),
     TileSchedule(16, 128, 128, 4, 3, us=11, swap=True),
 )

@@ -9,19 +9,21 @@
 // read such a tile four k at a time: then all that a sweep takes of one k lies in one register bank, that of half the
 // sums too, and those multiply-adds take two cycles.
 //
-// FEEDER: one more warp fills the ring of stages, and the others only multiply. Where they need all registers for that,
-// they do both: one thread has TMA copy, and all turn what it brings, a block of k ahead.
+// FEEDERS: so many more warps fill the ring of stages in turns, and the others only multiply. Where they need all
+// registers for that, there are none and they do both: one thread has TMA copy, and all turn what it brings, a block of
+// k ahead.
 
 #include "convert.cuh"
 
 using i64 = long long;
 
 constexpr int TILE_K = 32;
-constexpr int WARPS = WARPS_M * WARPS_N, THREADS = (WARPS + FEEDER) * 32;
+constexpr int WARPS = WARPS_M * WARPS_N, THREADS = (WARPS + FEEDERS) * 32;
 constexpr int BAND = 8;  // rows of tiles walked together, so that their operands stay in L2
 constexpr int AHEAD = DEPTH - 1;  // terms that are read ahead of their use
-static_assert(FEEDER || !(A_TURNED || B_TURNED) || RAW_STAGES >= STAGES - 1);
-static_assert(UNROLL >= 8 && AHEAD <= 4 && UNROLL % DEPTH == 0 && UNROLL % 4 == 0 && TILE_K % UNROLL == 0);
+// A barrier can be waited for only one round ahead.
+static_assert(FEEDERS ? RAW_STAGES % FEEDERS == 0 && FEEDERS <= STAGES : !(A_TURNED || B_TURNED) || RAW_STAGES >= STAGES - 1);
+static_assert(AHEAD + 4 <= UNROLL && UNROLL % DEPTH == 0 && UNROLL % 4 == 0 && TILE_K % UNROLL == 0);
 
 struct Params {
     TensorMap a, b;
@@ -43,7 +45,7 @@ struct Tile {
     static constexpr int ROWS = WARPS_ * LANES * THREAD;
     static constexpr int NEIGHBOURS = THREAD % 4 == 0 ? 4 : THREAD;  // rows side by side in a thread
     static constexpr u32 RAW_BYTES = TURNED ? ROWS * TILE_K * 4 : 0;  // a row is one swizzled line of 128 bytes
-    static_assert(ROWS % 32 == 0 && ROWS <= 256 && (THREAD % 4 == 0 || THREAD <= 2));
+    static_assert(ROWS % 16 == 0 && ROWS <= 256 && (THREAD % 4 == 0 || THREAD <= 2));
 
     // Bytes from the first line to that of k. Where lines are turned, each four lie eight banks further.
     __device__ static constexpr u32 line(int k) { return (k * ROWS + (TURNED ? k / 4 * 8 : 0)) * 4; }
@@ -77,8 +79,8 @@ struct Tile {
         const int lane = threadIdx.x % 32, chunk = lane % 4 + lane / 8 % 2 * 4, quad = lane / 4 % 2 + lane / 16 * 2;
         const u32 from = raw + quad * 512 + (chunk ^ quad % 2 * 4) * 16;
         const u32 to = lines + line(4) * chunk + quad * 16;
-#pragma unroll 1
-        for (int rows = warp * 16; rows < ROWS; rows += FEEDER ? 16 : WARPS * 16) {
+#pragma unroll(FEEDERS ? 2 : 1)  // feeders have registers to spare
+        for (int rows = warp * 16; rows < ROWS; rows += FEEDERS ? 16 : WARPS * 16) {
             float x[4][4];
 #pragma unroll
             for (int e = 0; e < 4; ++e)
@@ -153,12 +155,12 @@ struct Place {
     }
 };
 
-// Fills the stages with blocks of k; by all threads of the feeding warp, or of all warps.
+// Fills a stage with a block of k; by a feeding warp, or by all warps together.
 struct Feeder {
     const Params& p;
     const Shared& shared;
-    int warp;
-    bool first;  // the thread that has TMA copy
+    int warp;    // of those that fill it
+    bool first;  // of its threads, which has TMA copy
 
     __device__ __forceinline__ int blocks() const { return (p.k + TILE_K - 1) / TILE_K; }
 
@@ -184,7 +186,7 @@ struct Feeder {
         if (B) TileB::copy(to_b, p.b, full, n, block * TILE_K, batch_b);
     }
 
-    // Refills the place of raw tiles from which block - RAW_STAGES has been turned, by all warps.
+    // Refills the place of raw tiles from which block - RAW_STAGES has been turned.
     __device__ __forceinline__ void copy_raw(int block) const
     {
         if (!TURNS || !first || block >= blocks()) return;
@@ -254,12 +256,12 @@ __device__ __forceinline__ void multiply_all(const Params& p, const Shared& shar
         const Place place(p);
         at_a = shared.stages + place.own_m * 4, at_b = shared.stages + TileA::BYTES + place.own_n * 4;
     }
-    if constexpr (!FEEDER) {
+    if constexpr (FEEDERS == 0) {
         for (int i = 0; i < RAW_STAGES; ++i) feeder.copy_raw(i);
         for (int i = 0; i < STAGES - 1; ++i) feeder.feed(i);
     }
     barrier_wait(shared.full, 0);
-    if constexpr (!FEEDER) feeder.copy_raw(RAW_STAGES);
+    if constexpr (FEEDERS == 0) feeder.copy_raw(RAW_STAGES);
 #pragma unroll
     for (int k = 0; k < AHEAD; ++k) TileA::read(a[k], at_a, TileA::line(k)), TileB::read(b[k], at_b, TileB::line(k));
 
@@ -275,12 +277,12 @@ __device__ __forceinline__ void multiply_all(const Params& p, const Shared& shar
 #pragma unroll
         for (int k = 0; k < UNROLL; ++k) {
             // In the middle of a stage, so that all warps will have left the one before it.
-            if (!FEEDER && k == (PER_STAGE == 1 ? UNROLL / 2 : 0) && turn % PER_STAGE == PER_STAGE / 2)
+            if (FEEDERS == 0 && k == (PER_STAGE == 1 ? UNROLL / 2 : 0) && turn % PER_STAGE == PER_STAGE / 2)
                 feeder.feed(block + STAGES - 1);
-            if (k == (FEEDER ? 0 : UNROLL - AHEAD - 4) && waits) ready = barrier_test(full, parity);
+            if (k == (FEEDERS ? 0 : UNROLL - AHEAD - 4) && waits) ready = barrier_test(full, parity);
             if (k == UNROLL - AHEAD) {
                 if (!ready) barrier_wait(full, parity);
-                if (!FEEDER && waits) feeder.copy_raw(block + 1 + RAW_STAGES);
+                if (FEEDERS == 0 && waits) feeder.copy_raw(block + 1 + RAW_STAGES);
                 at_a += TileA::line(UNROLL), at_b += TileB::line(UNROLL);
                 if (leaves) {
                     const u32 step = place_of<STAGES>(block) == STAGES - 1 ? -(STAGES - 1) * STAGE : STAGE;
@@ -349,13 +351,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma_sm9
     u32 start = (shared_address(memory) + 1023) & ~1023u;
     asm volatile("" : "+r"(start));  // or the compiler would compute it again wherever it is used
     const Shared shared(start);
-    const Feeder feeder{p, shared, FEEDER ? 0 : warp, threadIdx.x == (FEEDER ? WARPS * 32 : 0)};
-    if (feeder.first) {
+    const Feeder feeder{p, shared, FEEDERS ? 0 : warp, FEEDERS ? threadIdx.x % 32 == 0 : threadIdx.x == 0};
+    if (threadIdx.x == 0) {
         feeder.note();
         prefetch_map(p.a);
         prefetch_map(p.b);
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared.full + i * 8, (TURNS ? FEEDER ? 1 : WARPS : 0) + COPIES);
+            barrier_init(shared.full + i * 8, (TURNS ? FEEDERS ? 1 : WARPS : 0) + COPIES);
             barrier_init(shared.empty + i * 8, WARPS);
         }
         for (int i = 0; i < RAW_STAGES; ++i) barrier_init(shared.raw_full + i * 8, 1);
@@ -366,9 +368,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma_sm9
     let_next_kernel_start();
 
     if (warp >= WARPS) {
-        for (int block = 0; block < RAW_STAGES; ++block) feeder.copy_raw(block);
+        const int begin = warp - WARPS;
+        for (int block = begin; block < RAW_STAGES; block += FEEDERS) feeder.copy_raw(block);
 #pragma unroll 1
-        for (int block = 0; block < feeder.blocks(); ++block) {
+        for (int block = begin; block < feeder.blocks(); block += FEEDERS) {
             feeder.feed(block);
             feeder.copy_raw(block + RAW_STAGES);
         }
