@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All benchmarks that want a GPU, one after the other, in some six minutes: bash benchmarks/gpu.sh OUT [COMMIT]
+# All benchmarks that want a GPU, one after the other, in some six to eight minutes: bash benchmarks/gpu.sh OUT [COMMIT]
 #
 # With OUT, results go there and not into benchmarks/results/; COMMIT names what is measured where git cannot tell.
 set -uo pipefail
@@ -21,5 +21,5 @@ measure() { # NAME SECONDS COMMAND...
 measure logp 80 benchmarks.logp
 measure models 140 benchmarks.models
 measure bench 280 benchmarks.gpu
-measure triton 90 benchmarks.gpu --quick --backend triton
+measure triton 180 benchmarks.gpu --quick --backend triton
 exit $status

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import math
 import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest import mock
@@ -21,6 +22,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import samebits
 from samebits.backends.cuda import ahead, matmul_sm90, runtime
@@ -30,7 +32,7 @@ from samebits.verify import Operands, kernels
 DTYPE = torch.bfloat16
 
 
-def operands(rows: int, k: int, layout: str, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+def operands(rows: int, k: int, layout: str, dtype: torch.dtype = DTYPE) -> Tensor:
     if layout == "k":
         return torch.ones(rows, -(-k // 8) * 8, dtype=dtype, device="cuda")[:, :k]
     if layout == "rows":
@@ -91,7 +93,7 @@ def long_products(every: int):
                     yield kernel, s, x, out
 
 
-def ways(s, x: Operands, out: torch.Tensor) -> dict[str, bool]:
+def ways(s, x: Operands, out: Tensor) -> dict[str, bool]:
     """Which ways of the Hopper kernel a product takes."""
     plan = matmul_sm90.plan(
         x.a, x.b, out, bias=x.bias, accumulate=x.acc is not None, cu_seqlens=x.cu_seqlens, schedule=s
@@ -191,25 +193,28 @@ def row_reductions() -> None:
         torch.autograd.grad(results, (x, y, w), results)
 
 
-def attention() -> None:
-    """Forward, where scores are not stored: every schedule and mask, blocks filled in part."""
+def attention() -> Iterator[Callable[[], None]]:
+    """Calls of its forward, where scores are not stored: every schedule and mask, blocks filled in part."""
     from samebits.backends.cuda import attention_sm90
+
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s: object) -> None:
+        out = attention_sm90.attention(q, k, v, mask, causal, 0.5, samebits.TENSOR_CORE.key, schedule=s)
+        assert (out - 1).abs().max() < 0.02, (q.shape, k.shape, s)
 
     if torch.cuda.get_device_capability() != (9, 0):
         return
     schedules = attention_sm90.schedules(128, 128)
     sizes = ((1, 3, 1, 1, 8, 128), (2, 1, 70, 300, 72, 64), (1, 2, 130, 200, 128, 40))
-    for (batch, group, queries, keys, head, values), s in itertools.product(sizes, schedules):
+    for i, (batch, group, queries, keys, head, values) in enumerate(sizes):
         q, k, v = (
             torch.ones(shape, dtype=DTYPE, device="cuda")
             for shape in ((batch, 2, group, queries, head), (batch, 2, keys, head), (batch, 2, keys, values))
         )
-        seen = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril()
-        for mask, causal in ((None, False), (None, True), (seen, False), (seen.float(), False)):
-            mask = None if mask is None else mask.expand(*q.shape[:-1], keys)
-            key = samebits.TENSOR_CORE.key
-            out = attention_sm90.attention(q, k, v, mask, causal, 0.5, key, schedule=s)
-            assert (out - 1).abs().max() < 0.02, (q.shape, k.shape, s)
+        seen = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril().expand(*q.shape[:-1], keys)
+        masks = (None, False), (None, True), (seen, False), (seen.float(), False)
+        for j, s in enumerate(schedules):
+            for mask, causal in masks if (i + j) % 3 == 0 else masks[(i + j) % 2 :: 2][:1]:
+                yield partial(call, q, k, v, mask, causal, s)
 
 
 def main() -> None:
@@ -225,7 +230,8 @@ def main() -> None:
     every = options.every
     found = itertools.chain(products(every), tiny_products(every), long_products(every))
     if options.compile:
-        print(ahead.compile_for(partial(k.run, x, out, s) for k, s, x, out in found), "kernels")
+        calls = (partial(k.run, x, out, s) for k, s, x, out in found)
+        print(ahead.compile_for(itertools.chain(calls, attention())), "kernels")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             print(len(list(pool.map(lambda p: p[0].run(p[2], p[3], p[1]), triton_products()))), "by Triton")
         log_probabilities_by_triton()
@@ -247,7 +253,8 @@ def main() -> None:
     if options.triton:
         log_probabilities_by_triton()
     row_reductions()
-    attention()
+    for call in attention():
+        call()
     torch.cuda.synchronize()
     print(f"{count} products")
     assert all(taken.values()), [way for way, so in taken.items() if not so]

@@ -275,7 +275,7 @@ def test_a_thread_that_has_called_no_cuda() -> None:
     """It has no context yet, and the Hopper kernel's tensor maps are made before anything is launched."""
     x, weight = values("normal", (72, 56), BF16, 0, "cuda"), values("normal", (88, 56), BF16, 1, "cuda")
     acc = torch.zeros(72, 88, device="cuda")
-    want = samebits.matmul(x, weight.mT, out_dtype=F32)
+    want = samebits.addmm_(acc.clone(), x, weight.mT)  # loads the kernel, which would make a context
     results: list[Tensor] = []
     x, weight = x.clone(), weight.clone()  # at addresses of which no map was made
     thread = threading.Thread(target=lambda: results.append(samebits.addmm_(acc, x, weight.mT)))

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from samebits.backends import UnavailableError
-from samebits.backends.triton import kernels
+from samebits.backends.triton import kernels, runtime
 from samebits.contract import FAMILIES, FMA, Contract, contract_from_key
 
 
@@ -284,6 +284,8 @@ def _rows_are_aligned(x: Tensor) -> bool:
 
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """For tiles of ``x[rows, columns]``, whose columns are contiguous."""
+    if x.is_cuda:
+        runtime.bind(x.get_device())
     pitch = x.stride(0) if x.shape[0] > 1 else -(-x.shape[1] // 8) * 8  # a single row's may be anything
     return TensorDescriptor(x, list(x.shape), [pitch, 1], [rows, columns])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch
 
 from samebits.backends import UnavailableError
 
-__all__ = ["Status", "require", "status"]
+__all__ = ["Status", "bind", "require", "status"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +44,18 @@ def require(device: int) -> None:
         raise UnavailableError("there is no package triton — pip install triton")
     if not torch.cuda.is_available():
         raise UnavailableError("PyTorch finds no GPU — use CPU tensors, or a PyTorch built for your GPU")
+
+
+class _Bound(threading.local):
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+
+
+_bound = _Bound()
+
+
+def bind(device: int) -> None:
+    """Give this thread a context on GPU `device`: Triton makes tensor maps before it calls what would."""
+    if device not in _bound.devices:
+        torch.cuda.mem_get_info(device)
+        _bound.devices.add(device)
