@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -84,9 +85,13 @@ class Schedule:
     def time(self, m: int, n: int, batch: int, sm_count: int) -> float:
         """Estimated nanoseconds for one k of ``batch`` matrices of ``[m, n]``."""
         tiles = -(-m // self.tile_m) * -(-n // self.tile_n) * batch
-        rounds, rest = divmod(-(-tiles // sm_count), self.min_blocks)  # of as many as fit, and of the rest
+        rounds, rest = divmod(tiles / sm_count, self.min_blocks)  # of as many as fit, and of the rest
         time = rounds * max(self.alone, self.min_blocks * self.busy)
-        return time + (max(self.alone, rest * self.busy) if rest else 0)
+        if rest == 0:
+            return time
+        # A multiprocessor may get one more than its share while others wait.
+        shared = 1 if rest <= 1 else min(self.min_blocks, math.ceil(rest + 0.5))
+        return time + max(self.alone, shared * self.busy)
 
 
 SCHEDULES = (
