@@ -453,11 +453,13 @@ def _broadcasting(func: Callable[..., Any], out_of_place: Callable[..., Any] | N
         if args or rest.get("alpha", 1) != 1:
             return scaled(input, other, *args, **rest)
         if isinstance(input, Tensor) and isinstance(other, Tensor) and input.shape != other.shape:
-            shape = torch.broadcast_shapes(input.shape, other.shape)
-            if _records(other) and other.shape != shape:
-                other = expand(other, shape)
-            if not out_of_place and _records(input) and input.shape != shape:
-                input = expand(input, shape)
+            theirs, ours = _records(other), not out_of_place and _records(input)
+            if theirs or ours:  # or the shape, which takes longer than a small kernel, is not asked for
+                shape = torch.broadcast_shapes(input.shape, other.shape)
+                if theirs and other.shape != shape:
+                    other = expand(other, shape)
+                if ours and input.shape != shape:
+                    input = expand(input, shape)
         return func(input, other, **rest)
 
     return pointwise

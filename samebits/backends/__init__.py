@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from threading import local
 from typing import Any
 
+import torch
+
 __all__ = ["NAMES", "UnavailableError", "asked", "on_gpu", "use_backend"]
 
 NAMES = ("cuda", "triton", "reference")
@@ -75,6 +77,15 @@ def asked(device_type: str) -> str:
         takes = "CPU" if name == "reference" else "GPU"
         raise ValueError(f"samebits: backend {name}: expected {takes} tensors, got {device_type}")
     return "" if name == "reference" else f"@{name}"
+
+
+def broadcast(*shapes: torch.Size) -> torch.Size:
+    """``torch.broadcast_shapes``, which takes longer than a small kernel, unless there is nothing to do."""
+    longest = max(shapes, key=len)
+    if all(s == longest or not s for s in shapes):
+        return longest
+    found: torch.Size = torch.broadcast_shapes(*shapes)
+    return found
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samebits.backends import on_gpu
+from samebits.backends import broadcast, on_gpu
 from samebits.contract import Contract, contract_from_key
 from samebits.ops._library import Operator, check_device, check_operands, shape
 from samebits.ops.logp import refuse_second_derivatives
@@ -75,10 +75,10 @@ def attention(
         scale = 1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
     grouped = enable_gqa and q.ndim > 2
     if grouped:
-        batch = torch.broadcast_shapes(*(t.shape[:-3] for t in (q, k, v)))
+        batch = broadcast(*(t.shape[:-3] for t in (q, k, v)))
         leading = torch.Size((*batch, q.shape[-3]))
     else:
-        leading = torch.broadcast_shapes(*(t.shape[:-2] for t in (q, k, v)))
+        leading = broadcast(*(t.shape[:-2] for t in (q, k, v)))
     q5, k4, v4 = _heads(q, k, v, leading, grouped)
     if mask is not None:
         if is_causal:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from samebits.backends import broadcast
 from samebits.backends.cuda import bmm_tiny, matmul_fma, matmul_sm80, matmul_sm90, runtime
 from samebits.contract import FAMILIES, MmaModel, contract_from_key
 
@@ -46,7 +47,7 @@ def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype,
         _run(a, b, out, contract, bias=bias, fresh=True)
         return out
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    batch = broadcast(a.shape[:-2], b.shape[:-2])
     out = a.new_empty((*batch, M, N), dtype=out_dtype)
     if b.ndim == 2:  # one tall product: the rows of every batch share b
         _run(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from samebits.backends import UnavailableError
+from samebits.backends import UnavailableError, broadcast
 from samebits.backends.triton import kernels, runtime
 from samebits.contract import FAMILIES, FMA, Contract, contract_from_key
 
@@ -79,7 +79,7 @@ FMA_SCHEDULES = (
 def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:
     """``a[*A, M, K] @ b[*B, K, N] (+ bias[N])`` with batch dimensions broadcast as in ``torch.matmul``."""
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
-    batch = a.shape[:-2] if b.ndim == 2 else torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    batch = broadcast(a.shape[:-2], b.shape[:-2])
     out = a.new_empty((*batch, M, N), dtype=out_dtype)
     B = batch.numel()
     if b.ndim == 2:  # one tall product: the rows of every batch share b
