@@ -72,7 +72,7 @@ def name(s: Schedule) -> str:
             f"{s.thread_m}x{s.thread_n}x{s.depth}x{s.unroll}",
             f"{s.warps_m}x{s.warps_n}+{s.feeders}",
         )
-        return f"tma {s.tile_m}x{s.tile_n} {thread} {warps} {s.min_blocks}"
+        return f"sm90 {s.tile_m}x{s.tile_n} {thread} {warps} {s.min_blocks}"
     threads = f"{s.warps_m}x{s.warps_n}+{s.helpers}"
     return f"{s.tile_m}x{s.tile_n}x{s.tile_k} {s.thread_m}x{s.thread_n}x{s.step} {threads} {s.stages}"
 
@@ -117,11 +117,11 @@ def table(case: dict[str, Any], pick: Callable[[dict[str, Any]], float]) -> str:
     """Torch's time, the fastest of each kernel, and the speed beside torch of these and of the chosen one."""
     us = case["us"]
     parts = [f"{case['work']:7} {case['m']:5} {case['k']:5} {case['n']:5}  torch {us['torch']:8.1f}"]
-    for kernel, mine in (("old", False), ("tma", True)):
-        times = [(t, who) for who, t in us.items() if who != "torch" and who.startswith("tma") == mine]
+    for kernel, mine in (("universal", False), ("sm90", True)):
+        times = [(t, who) for who, t in us.items() if who != "torch" and who.startswith("sm90") == mine]
         if times:
             best, who = min(times)
-            parts.append(f"{kernel} {best:8.1f} {us['torch'] / best:.3f} {who.removeprefix('tma '):30}")
+            parts.append(f"{kernel} {best:8.1f} {us['torch'] / best:.3f} {who.removeprefix('sm90 '):30}")
     return "  ".join(parts) + f"  chosen {pick(case):.3f}"
 
 

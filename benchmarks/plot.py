@@ -202,6 +202,40 @@ def gpu_drift(data: dict[str, Any]) -> Figure:
     return figure
 
 
+def gpu_logp(data: dict[str, Any]) -> Figure:
+    """Log-probabilities beside logits that are stored: time and memory of each size."""
+    cases = data["cases"]
+    sizes = [f"{c['tokens']:,} tokens,\nD {c['d']:,}, V {c['v']:,}" for c in cases]
+    figure, panels = plt.subplots(1, 3, figsize=(10.5, 3.6), layout="constrained", sharey=True)
+    for axes, (key, said, unit) in zip(
+        panels,
+        (
+            ("forward_graph_ms", "forward, in CUDA graphs", "ms"),
+            ("forward_backward_ms", "forward and backward, eager", "ms"),
+            ("forward_mib", "memory of the forward", "MiB"),
+        ),
+        strict=True,
+    ):
+        for who, colour, shift in (("torch", THEIRS, -0.2), ("samebits", OURS, 0.2)):
+            values = [c[key][who] for c in cases]
+            bars = axes.barh(np.arange(len(cases)) + shift, values, 0.4, color=colour, label=who)
+            axes.bar_label(
+                bars, [f"{v:,.3g}" if v < 1000 else f"{v:,.0f}" for v in values], fontsize=8, padding=2
+            )
+        axes.set_xscale("log")
+        axes.margins(x=0.2)
+        axes.set_xlabel(unit)
+        axes.set_title(said, fontsize=11, loc="left")
+        axes.grid(axis="y", visible=False)
+    panels[0].set_yticks(range(len(cases)), sizes, fontsize=9)
+    panels[0].invert_yaxis()
+    panels[0].legend(frameon=False, fontsize=9)
+    figure.suptitle(
+        f"{data['environment']['gpu']}, bf16: log-probabilities, logits stored by torch", fontsize=11
+    )
+    return figure
+
+
 def gpu_models(data: dict[str, Any]) -> Figure:
     """Beside each other: the training loop's mismatch step by step, and generation against training."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 3.6), layout="constrained")
@@ -244,6 +278,7 @@ PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = (
             ("drift", gpu_drift),
         )
     }
+    | {f"{gpu}-logp.svg": (f"{gpu}/logp.json", gpu_logp) for gpu in measured("logp.json")}
     | {f"{gpu}-models.svg": (f"{gpu}/models.json", gpu_models) for gpu in measured("models.json")}
 )
 

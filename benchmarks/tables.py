@@ -290,28 +290,17 @@ def gpu_models_time(data: dict[str, Any]) -> str:
     )
 
 
-def _memory(case: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """MiB at the peak beyond the operands, by work and library."""
-    peak = case.get("forward_backward_peak_mib")
-    if peak is None:  # results up to 2026-11-21 are less the gradients
-        gradients = 2 * case["d"] * (case["tokens"] + case["v"]) / 2**20
-        peak = {name: mib + gradients for name, mib in case["forward_backward_mib"].items()}
-    return {"forward": case["forward_mib"], "forward_backward": peak}
-
-
 def gpu_logp(data: dict[str, Any]) -> str:
     """Time, and memory beyond the operands, of each library that was installed."""
     libraries = list(dict.fromkeys(name for case in data["cases"] for name in case["forward_mib"]))
     rows = []
     for case in data["cases"]:
-        for work, said in (
-            ("forward", "forward"),
-            ("forward_graph", "in a CUDA graph"),
-            ("forward_backward", "and backward"),
+        for work, said, mib in (
+            ("forward", "forward", case["forward_mib"]),
+            ("forward_graph", "in a CUDA graph", {}),
+            ("forward_backward", "and backward", case["forward_backward_peak_mib"]),
         ):
-            ms, mib = case.get(f"{work}_ms"), _memory(case).get(work, {})
-            if ms is None:
-                continue
+            ms = case[f"{work}_ms"]
             cells = [
                 f"{ms[name]:.4g} ms" + (f", {mib[name]:,.0f} MiB" if name in mib else "")
                 if name in ms
@@ -334,7 +323,9 @@ def gpu_logp(data: dict[str, Any]) -> str:
         " operands; gradients included. torch is `F.linear`, `.float()` and `F.cross_entropy`; the product"
         " alone gives no log-probability."
     )
-    return "\n\n".join((table(head, rows), said, _measured_on_gpu(data)))
+    gpu = slug(data["environment"]["gpu"])
+    picture = f"![Time and memory of log-probabilities, beside stored logits](docs/assets/{gpu}-logp.svg)"
+    return "\n\n".join((picture, table(head, rows), said, _measured_on_gpu(data)))
 
 
 def gpu_triton_tune(data: dict[str, Any]) -> str:

@@ -31,6 +31,7 @@ from samebits.backends import asked, use_backend
 from samebits.contract import FMA, TENSOR_CORE
 from samebits.ops.bmm import bmm
 from samebits.ops.linear import linear
+from samebits.ops.linear_logp import linear_logp
 from samebits.ops.matmul import matmul
 
 __all__ = ["CASES", "MODELS", "ROWS", "SHAPES", "Case", "bench", "quick", "show"]
@@ -59,19 +60,20 @@ F32_SHAPES = (*MODELS["Llama-3 8B"], *MODELS["router"], *MODELS["small"])
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One product.
+    """One product, or log-probabilities.
 
     Attributes:
         work: ``forward`` x @ weight.T, ``dX`` dy @ weight, ``dW`` dy.T @ x; or ``dW ragged``, over packed
             sequences of mean length 512, whose competitor is samebits' own dense ``dW``; or ``bmm``, a batch
-            of a @ b, beside which a copy of as many bytes is timed.
+            of a @ b, beside which a copy of as many bytes is timed; or ``logp``, ``linear_logp`` of m tokens
+            under a vocabulary of n, beside logits that are stored, and the bare product.
         m: rows, or tokens.
         k, n: in and out features.
         dtype: of everything.
         batch: matrices, in ``bmm``.
     """
 
-    work: Literal["forward", "dX", "dW", "dW ragged", "bmm"]
+    work: Literal["forward", "dX", "dW", "dW ragged", "bmm", "logp"]
     m: int
     k: int
     n: int
@@ -118,6 +120,8 @@ CASES = (
         for m in (8192, 16384)
     ),
     *(Case("bmm", m, k, n, dtype, batch) for batch, m, k, n in TINY for dtype in (BF16, F32)),
+    *(Case("logp", m, 4096, 151936) for m in (16, 256)),
+    Case("logp", 4096, 2048, 131072),
 )
 
 HOST = ((16, 256, 256), (1, 1024, 1024))
@@ -132,7 +136,9 @@ def quick() -> tuple[Case, ...]:
     return tuple(
         c
         for c in CASES
-        if c.work == "bmm" or ((c.k, c.n) in _QUICK and (c.m in rows or c.work == "dW ragged"))
+        if c.work == "bmm"
+        or (c.work == "logp" and c.m == 256)
+        or ((c.k, c.n) in _QUICK and (c.m in rows or c.work == "dW ragged"))
     )
 
 
@@ -174,6 +180,8 @@ def _operands(case: Case, device: torch.device, make: Callable[..., Tensor]) -> 
         return a, b, torch.empty(case.bytes // 2, device=device, dtype=torch.uint8)
     if case.work == "forward":
         return matrix(m, k), matrix(n, k)
+    if case.work == "logp":
+        return matrix(m, k), matrix(n, k), torch.randint(n, (m,), device=device)
     if case.work == "dX":
         return matrix(m, n), matrix(n, k)
     return matrix(m, n), matrix(m, k)
@@ -190,6 +198,12 @@ def _contestants(case: Case, device: torch.device) -> dict[str, Run]:
             "samebits": lambda a, b, half: bmm(a, b),
             "torch": lambda a, b, half: torch.bmm(a, b),
             "copy": lambda a, b, half: half.clone(),
+        }
+    if case.work == "logp":
+        return {
+            "samebits": linear_logp,
+            "torch": lambda x, w, t: -F.cross_entropy(F.linear(x, w).float(), t, reduction="none"),
+            "product": lambda x, w, t: torch.mm(x, w.mT),
         }
     dense: Run = lambda dy, x: matmul(dy.mT, x)  # noqa: E731
     if case.work == "dW":
@@ -217,6 +231,18 @@ def _check_bmm(case: Case, operands: Sequence[Tensor], device: torch.device, our
     assert_same_bits(ours(*operands)[some], want, f"{case}: against the CPU reference")
 
 
+def _check_logp(case: Case, operands: Sequence[Tensor], device: torch.device, ours: Run) -> None:
+    """Refuse wrong bits: some tokens against the CPU."""
+    from samebits.backends.cuda.matmul import family
+    from samebits.testing import assert_same_bits
+
+    x, weight, target = operands
+    some = torch.tensor([0, case.m // 2, case.m - 1], device=device)
+    contract = TENSOR_CORE.on(family(device.index))
+    want = linear_logp(x[some].cpu(), weight.cpu(), target[some].cpu(), contract=contract)
+    assert_same_bits(ours(*operands)[some], want, f"{case}: against the CPU reference")
+
+
 def _check(case: Case, operands: Sequence[Tensor], device: torch.device, ours: Run) -> None:
     """Refuse wrong bits: some rows against a universal kernel, some of their columns against the CPU."""
     from samebits.backends.cuda import matmul_fma, matmul_sm80
@@ -224,8 +250,9 @@ def _check(case: Case, operands: Sequence[Tensor], device: torch.device, ours: R
     from samebits.backends.reference import matmul as reference
     from samebits.testing import assert_same_bits
 
-    if case.work == "bmm":
-        _check_bmm(case, operands, device, ours)
+    if case.work in ("bmm", "logp"):
+        check = _check_bmm if case.work == "bmm" else _check_logp
+        check(case, operands, device, ours)
         return
     first, second = operands
     a, b = {"forward": (first, second.mT), "dX": (first, second)}.get(case.work, (first.mT, second))
@@ -474,6 +501,7 @@ BANDS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "forward, dX and dW, M >= 512": lambda c: c["work"] in ("forward", "dX", "dW") and c["m"] >= 512,
     "dW ragged / dense": lambda c: c["work"] == "dW ragged",
     "tiny bmm": lambda c: c["work"] == "bmm",
+    "log-probabilities": lambda c: c["work"] == "logp",
 }
 
 

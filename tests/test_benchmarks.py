@@ -55,16 +55,13 @@ def test_models(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_logp() -> None:
     ms, mib = {"samebits": 2.0, "torch": 3.0}, {"samebits": 40.2, "torch": 4096.0}
     case = {"tokens": 16, "d": 64, "v": 1000, "forward_ms": ms | {logp.PRODUCT: 1.0}, "forward_mib": mib}
-    case |= {"forward_backward_ms": ms, "forward_backward_peak_mib": mib}
-    said = tables.gpu_logp({"environment": environment("c0ffee"), "cases": [case]})
+    case |= {"forward_graph_ms": ms, "forward_backward_ms": ms, "forward_backward_peak_mib": mib}
+    said = tables.gpu_logp({"environment": environment("c0ffee") | {"gpu": "A GPU"}, "cases": [case]})
     assert "| 16, 64, 1,000 | forward | 2 ms, 40 MiB | 3 ms, 4,096 MiB | 1 ms | 1.50 |" in said
     assert "| 16, 64, 1,000 | and backward | 2 ms, 40 MiB | 3 ms, 4,096 MiB |  | 1.50 |" in said
     assert "gradients included" in said
-
-
-def test_logp_memory_of_results_that_were_less_the_gradients() -> None:
-    case = {"tokens": 1024, "d": 1024, "v": 7168, "forward_mib": {}, "forward_backward_mib": {"torch": 100.0}}
-    assert tables._memory(case)["forward_backward"] == {"torch": 116.0}
+    assert "(docs/assets/a-gpu-logp.svg)" in said
+    assert plot.OURS in plot.render(plot.gpu_logp({"environment": {"gpu": "A GPU"}, "cases": [case]}))
 
 
 def test_tiny_products_have_a_picture_if_they_were_measured() -> None:

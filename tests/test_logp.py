@@ -601,7 +601,7 @@ def test_cuda_schedules_change_no_bit(
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_cuda_logits_have_the_bits_of_the_cpu(kind: str, dtype: torch.dtype) -> None:
-    for vocabulary in (4097, 262_144):
+    for vocabulary in (4097, 131_201, 262_144):
         z = rows(kind, 40, vocabulary).to(dtype)
         target = torch.randint(vocabulary, (40,), generator=torch.Generator().manual_seed(1))
         results = []
@@ -611,6 +611,42 @@ def test_cuda_logits_have_the_bits_of_the_cpu(kind: str, dtype: torch.dtype) -> 
             results.append((out, *torch.autograd.grad(out.sum(), leaf)))
         for want, got in zip(*results, strict=True):
             assert_same_bits(got, want)
+
+
+@pytest.mark.gpu
+def test_cuda_entropy_of_a_vocabulary_whose_blocks_are_weighed_in_pieces() -> None:
+    x, weight = (values("normal", s, torch.bfloat16, 0, "cpu") for s in ((3, 16), (131_201, 16)))
+    target = torch.tensor([0, 131_200, 70_000])
+    with samebits.use_mma_model(FAMILY):
+        want = samebits.linear_logp(x, weight, target, return_entropy=True)
+    got = samebits.linear_logp(x.cuda(), weight.cuda(), target.cuda(), return_entropy=True)
+    for ours, theirs in zip(got, want, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [1, 1000, 5000, 70_000])
+def test_the_first_of_many_targets_out_of_range_is_named(device: str, count: int) -> None:
+    """A GPU's answer comes from several blocks, which stride over the targets, into slots that come round."""
+    vocabulary, generator = 40, torch.Generator().manual_seed(count)
+    target = torch.randint(vocabulary, (count, 2), generator=generator)
+    logits = torch.zeros(1, vocabulary, device=device).expand(count, vocabulary)
+    for first, second in ((count - 1, count - 1), (count // 2, count - 1), (count // 3, count // 2)):
+        wrong = target.clone()
+        wrong[second, 0], wrong[first, 0] = -1, vocabulary
+        strided = wrong.to(device)[:, 0]  # beside which lie others
+        with pytest.raises(IndexError, match=f"got {vocabulary} at position {first}$"):
+            samebits.logp(logits, strided)
+    if device != "cpu" and count == 1:
+        right = target.to(device)[:, 0]
+        assert all(samebits.logp(logits, right).isfinite().all() for _ in range(300))
+
+
+@pytest.mark.gpu
+def test_targets_are_checked_whatever_the_default_device() -> None:
+    logits, target = torch.zeros(3, 40, device="cuda"), torch.tensor([0, 40, 1], device="cuda")
+    with torch.device("cuda"), pytest.raises(IndexError, match="got 40 at position 1"):
+        samebits.logp(logits, target)
 
 
 @pytest.mark.gpu

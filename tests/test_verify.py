@@ -374,6 +374,17 @@ def test_bench_cases() -> None:
     assert 400 < sum(lengths) / len(lengths) < 620
 
 
+def test_bench_of_log_probabilities_compares_like_with_like() -> None:
+    case = bench.Case("logp", 3, 64, 300)
+    x, weight, target = bench._operands(case, CPU, torch.randn)
+    runs = bench._contestants(case, CPU)
+    with samebits.use_mma_model(samebits.HOPPER):
+        ours = runs["samebits"](x, weight, target)
+    torch.testing.assert_close(ours, runs["torch"](x, weight, target), atol=0.1, rtol=0.01)
+    assert runs["product"](x, weight, target).shape == (3, 300)
+    assert [c.m for c in bench.quick() if c.work == "logp"] == [256]
+
+
 def test_bench_summary_and_tables() -> None:
     def case(work: str, m: int, ours: float, theirs: float) -> dict[str, object]:
         name = "dense" if work == "dW ragged" else "torch"

@@ -145,10 +145,19 @@ def supports(q: Tensor, k: Tensor, v: Tensor, contract: str) -> bool:
     )
 
 
-def pays(q: Tensor, k: Tensor) -> bool:
-    """Whether it is faster: not for a few queries over many keys, which few multiprocessors would go over."""
-    batch, heads, group, queries, _ = q.shape
-    return batch * heads * -(-group * queries // 64) >= _FEW_TILES or k.shape[2] <= _MANY_KEYS
+def pays(q: Tensor, k: Tensor, values: int) -> bool:
+    """Whether it is faster: not for a few queries over many keys, which few multiprocessors would go over.
+
+    Nor is it taken for so many keys that a block would take several tiles: that has not run on a GPU.
+    """
+    batch, heads, group, queries, head = q.shape
+    keys = k.shape[2]
+    if batch * heads * -(-group * queries // 64) < _FEW_TILES and keys > _MANY_KEYS:
+        return False
+    blocks = -(-keys // VOCAB_BLOCK)
+    s = choose(_round(head, 16), _round(values, 16), group * queries, blocks)
+    tiles = batch * heads * group * -(-queries // s.rows)
+    return s.held >= blocks or tiles <= runtime.device_info(q.get_device()).sm_count
 
 
 def _readable(x: Tensor) -> bool:

@@ -160,18 +160,13 @@ def statistics(
     """
     (tokens, features), vocabulary = hidden.shape, weight.shape[0]
     s, kernel, begin = _prepare("statistics_sm90", hidden, weight, bias, rows.with_entropy, schedule)
-    blocks = -(-vocabulary // VOCAB_BLOCK)
-    m, sums, u = (
-        runtime.empty((tokens, n), torch.float32, hidden.get_device())
-        for n in (blocks, blocks, blocks if rows.with_entropy else 0)
-    )
-    out = Statistics(m, sums, u, runtime.empty((tokens,), torch.float32, hidden.get_device()))
+    out = Statistics.empty(rows)
     kernel.launch(
         *begin,
         *(0 if bias is None else bias.data_ptr(), rows.target.data_ptr()),
         *(t.data_ptr() for t in (out.m, out.s, out.u, out.target_logit)),
         *((vocabulary, tokens) if s.swap else (tokens, vocabulary)),
-        *(features, s.group, blocks, rows.scale),
+        *(features, s.group, out.m.shape[1], rows.scale),
     )
     return out
 

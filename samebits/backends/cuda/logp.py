@@ -58,7 +58,7 @@ _ANSWERS = 256, 64  # calls of first_unknown under way, blocks of one
 @functools.cache
 def _answers() -> tuple[Tensor, Iterator[int]]:
     """Room for answers that a GPU writes to the host, never given back; and whose turn it is."""
-    return torch.empty(_ANSWERS, dtype=torch.int64, pin_memory=True), itertools.count()
+    return torch.empty(_ANSWERS, dtype=torch.int64, device="cpu", pin_memory=True), itertools.count()
 
 
 def first_unknown(target: Tensor, vocabulary: int, ignore_index: int) -> Callable[[], int]:

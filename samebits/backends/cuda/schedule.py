@@ -319,7 +319,10 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
     # Starting early, prefetching and the order of tiles take turns.
     return [
         replace(
-            s, early=i % 2 == 0, ahead=s.stages * (i % 3 == 0) if s.swap else 0, group=(16, 1)[i % 5 == 0]
+            s,
+            early=i % 2 == 0,
+            ahead=s.stages * (i % 3 == 0) if s.swap else 0,
+            group=(1, 16, 2, 16, 16)[i % 5],
         )
         for i, s in enumerate(found)
     ]
