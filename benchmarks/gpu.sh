@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All benchmarks that want a GPU, one after the other, in some six to eight minutes: bash benchmarks/gpu.sh OUT [COMMIT]
+# All benchmarks that want a GPU, one after the other, in some eight minutes: bash benchmarks/gpu.sh OUT [COMMIT]
 #
 # With OUT, results go there and not into benchmarks/results/; COMMIT names what is measured where git cannot tell.
 set -uo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests that want a GPU, in one run of six to eight minutes: bash tests/gpu.sh OUT
+# All tests that want a GPU, in one run of some eight minutes: bash tests/gpu.sh OUT
 #
 # The sanitizer's kernels are compiled first. Then the GPU tests, those of Triton, samebits verify --thorough and
 # compute-sanitizer run side by side. What runs out of time is interrupted, so that its report is not lost. The
@@ -15,7 +15,7 @@ declare -A pids codes
 start() { # NAME COMMAND...
   local name=$1
   shift
-  timeout --signal INT --kill-after 20 "${LIMIT:-420}" "$@" >"$out/$name.log" 2>&1 &
+  timeout --signal INT --kill-after 20 "${LIMIT:-500}" "$@" >"$out/$name.log" 2>&1 &
   pids[$name]=$!
 }
 finish() {
