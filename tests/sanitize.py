@@ -47,10 +47,11 @@ LAYOUTS = ("k", "rows", "k, any alignment", "rows, any alignment")
 
 def products(every: int):
     """Kernel, schedule, operands and output of each; with `every`, only each such schedule of the many."""
-    m, n, k = 67, 43, 85
-    spans = torch.tensor([0, 3, 3, 40, k], device="cuda")
+    m, n = 67, 43
     bias = torch.ones(n, device="cuda")
     for kernel in (k for k in kernels(torch.cuda.current_device()) if k.ahead):
+        k = 301 if kernel.name == "matmul_fma_sm90" else 85  # whose rings have up to eight stages of 32
+        spans = torch.tensor([0, 3, 3, 40, k], device="cuda")
         for schedule in kernel.schedules[:: every if len(kernel.schedules) > 20 else 1]:
             for layout_a, layout_b in itertools.product(LAYOUTS, LAYOUTS):
                 dtype = torch.float32 if kernel.step == "fma" else DTYPE
@@ -60,6 +61,7 @@ def products(every: int):
                     (Operands(a, b, acc=acc, cu_seqlens=spans), acc),
                     (Operands(a, b, acc=acc), torch.ones_like(acc)),
                     (Operands(a, b, bias=bias), torch.empty(m, n, dtype=DTYPE, device="cuda")),
+                    (Operands(a, b, bias=bias), torch.empty(m, n, device="cuda")),
                 ):
                     if kernel.takes(x, out, schedule):
                         yield kernel, schedule, x, out

@@ -200,6 +200,21 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "group", "early"),
+    [
+        (2048, 256, 7168, 2, False),  # all tiles at once: in squares
+        (256, 4096, 4096, 16, False),  # but where there are few rows of them
+        (512, 4096, 4096, 16, True),  # and tall ones start early
+        (8192, 8192, 8192, 16, True),
+    ],
+)
+def test_the_order_of_tiles_that_run_at_once(m: int, n: int, k: int, group: int, early: bool) -> None:
+    chosen = schedule.choose(schedule.Product(m, n, k), 132)
+    assert (chosen.group, chosen.early) == (group, early)
+    assert chosen.cluster == 1 or m * n > 132 * chosen.block_m * chosen.block_n
+
+
 @pytest.mark.parametrize("m", [1, 3, 8, 33, 128, 256, 1000, 4096])
 @pytest.mark.parametrize(("k", "n"), [(4096, 4096), (7168, 256), (768, 3072), (40, 24), (41, 23), (64, 1)])
 def test_every_launch_adds_up(launches: list[str], m: int, k: int, n: int) -> None:
@@ -291,12 +306,32 @@ def test_every_launch_of_attention_adds_up(
     assert set(launches) == {"attention_sm90.cu"}
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "batch", "group", "pays"),
+    [
+        (512, 512, 8, 4, True),
+        (1, 512, 1, 4, True),
+        (1, 4096, 1, 4, False),  # a few queries over many keys
+        (1, 4096, 64, 4, True),
+        (8192, 8192, 1, 4, True),
+        (16_384, 16_384, 1, 4, False),  # blocks of several tiles
+        (1, 16_384, 4, 8, True),  # members of a group share a tile: one for each block
+    ],
+)
+def test_where_attention_without_scores_pays(
+    launches: list[str], queries: int, keys: int, batch: int, group: int, pays: bool
+) -> None:
+    q, k = (torch.empty(s, dtype=BF16) for s in ((batch, 8, group, queries, 128), (batch, 8, keys, 128)))
+    assert attention_sm90.pays(q, k, 128) == pays
+
+
 def test_what_attention_cannot_read_is_left_to_others(launches: list[str]) -> None:
     key = "TENSOR_CORE:mma"
     q, k = torch.empty((1, 2, 2, 9, 64), dtype=BF16), torch.empty((1, 2, 20, 64), dtype=BF16)
     assert attention_sm90.supports(q, k, k, key)
     for other in (
         (q.float(), k.float(), k.float(), key),
+        (q, k.as_strided((1, 2, 20, 64), (0, 8, 8, 1)), k, key),  # rows overlap
         (q, k, k, "FMA:fma"),
         (q[..., :60], k[..., :60], k, key),
         (q, k, torch.empty((1, 2, 20, 136), dtype=BF16), key),

@@ -208,8 +208,16 @@ def test_layout(x, expected):
     ],
 )
 def test_what_tma_reads_for_the_fma_kernel(x, turned):
-    if x.data_ptr() % 16 == 0 or turned is None:
-        assert matmul_fma_sm90._turned(x, -2, -1) is turned
+    assert x.data_ptr() % 16 == 0 or turned is None
+    assert matmul_fma_sm90._turned(x, -2, -1) is turned
+
+
+def test_blocks_that_share_a_multiprocessor_are_counted():
+    """Of 256 tiles three may meet on one of 132: four feeders with one tile at a time are faster."""
+    best = min(matmul_fma_sm90.SCHEDULES, key=lambda s: s.time(256, 4096, 1, 132))
+    assert (best.tile_m, best.tile_n, best.min_blocks) == (64, 64, 1)
+    wide = min(matmul_fma_sm90.SCHEDULES, key=lambda s: s.time(2048, 4096, 1, 132))
+    assert (wide.tile_m, wide.tile_n) == (128, 128)
 
 
 def test_ragged_layout_never_assumes_where_a_span_begins():

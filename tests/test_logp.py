@@ -613,6 +613,21 @@ def test_cuda_logits_have_the_bits_of_the_cpu(kind: str, dtype: torch.dtype) -> 
             assert_same_bits(got, want)
 
 
+def test_compiled_with_targets_of_a_number_known_later() -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def f(logits: Tensor, target: Tensor, keep: Tensor) -> Tensor:
+        some = keep.nonzero()[:, 0]
+        return samebits.logp(logits[some], target[some])
+
+    logits, target = values("normal", (6, 40), torch.float32, 0, "cpu"), torch.arange(6)
+    keep = torch.tensor([True, False, True, True, False, False])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        got = f(logits, target, keep)
+    assert_same_bits(got, samebits.logp(logits[keep], target[keep]))
+
+
 @pytest.mark.gpu
 def test_cuda_entropy_of_a_vocabulary_whose_blocks_are_weighed_in_pieces() -> None:
     x, weight = (values("normal", s, torch.bfloat16, 0, "cpu") for s in ((3, 16), (131_201, 16)))

@@ -75,8 +75,10 @@ def watch_target(
 
     So a GPU is given the operation before anybody waits, and that is for the answer on the targets alone.
     """
+    if not has_memory(target) or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return lambda: None
     count = target.numel()
-    if count == 0 or not has_memory(target) or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if count == 0:
         return lambda: None
     first_unknown = _backend(target, contract).first_unknown(target, vocabulary, ignore_index)
 

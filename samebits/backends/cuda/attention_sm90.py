@@ -21,7 +21,7 @@ _MASKS = {None: "NONE", torch.float32: "F32", torch.bool: "BOOLEAN"}
 _SMEM = 227 * 1024
 _L2 = 24 << 20  # of keys and values that are used side by side
 _LARGEST_HEAD = 128
-_MOST_KEYS = 1 << 20
+_MOST_KEYS = 1 << 18
 _FEW_TILES, _MANY_KEYS = 16, 1024
 _LARGEST_STRIDE = 1 << 38
 
@@ -156,19 +156,28 @@ def pays(q: Tensor, k: Tensor, values: int) -> bool:
         return False
     blocks = -(-keys // VOCAB_BLOCK)
     s = choose(_round(head, 16), _round(values, 16), group * queries, blocks)
-    tiles = batch * heads * group * -(-queries // s.rows)
+    *_, query_tiles, member_tiles = _tiles(s, group, queries)
+    tiles = batch * heads * query_tiles * member_tiles
     return s.held >= blocks or tiles <= runtime.device_info(q.get_device()).sm_count
+
+
+def _tiles(s: Schedule, group: int, queries: int) -> tuple[int, int, int, int]:
+    """Queries of a member in a tile, as a power of two; members in it; tiles of queries and of members."""
+    power = min((queries - 1).bit_length(), (s.rows - 1).bit_length())
+    members = s.rows >> power
+    return power, members, -(-queries // (1 << power)), -(-group // members)
 
 
 def _readable(x: Tensor) -> bool:
     """Whether the copy engine can read ``x[batch, heads, ..., size]``."""
     strides = [s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
-    inner = [s for n, s in zip(x.shape[2:], x.stride()[2:], strict=True) if n > 1]
+    inner = [s for n, s in zip(x.shape[2:-1], x.stride()[2:-1], strict=True) if n > 1]
     return (
         x.stride(-1) == 1
         and x.data_ptr() % 16 == 0
         and all(s % 8 == 0 and s < _LARGEST_STRIDE for s in strides[:-1])
-        and 0 not in inner  # one matrix may serve all of the batch or all heads, no row all of a matrix
+        # One matrix may serve all of the batch or all heads, but rows do not overlap.
+        and all(s >= x.shape[-1] for s in inner)
     )
 
 
@@ -190,7 +199,7 @@ def _shared(layout: _Layout) -> tuple[bool, bool]:
     return batch == 0, heads == 0
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)  # a cache of keys that grows makes an entry at each step
 def _prepared(
     case: Case,
     layouts: tuple[_Layout, _Layout, _Layout],
@@ -204,9 +213,7 @@ def _prepared(
     s = schedule or choose(case.head, case.values, group * queries, blocks)
     if s.held < blocks:
         s = replace(s, held=0)
-    power = min((queries - 1).bit_length(), (s.rows - 1).bit_length())
-    members = s.rows >> power
-    query_tiles, member_tiles = -(-queries // (1 << power)), -(-group // members)
+    power, members, query_tiles, member_tiles = _tiles(s, group, queries)
     tiles = batch * heads * query_tiles * member_tiles
     together = max(1, min(batch * heads, _L2 // (2 * keys * (layouts[1][0][3] + values))))
     flags = [_shared(layout) for layout in layouts]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from samebits.functions import VOCAB_BLOCK
 _THREADS = 256
 _WARPS = _THREADS // 32
 _GRADS_A_THREAD = 4
+_FEW_ROWS, _FEW_BLOCKS = 1024, 64
 
 # The macros of convert.cuh.
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -24,6 +25,7 @@ _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _PARAMS = {
     "block_statistics": "PqPPPPPqqif",
     "combine": "PPPPPPPPPqqii",
+    "combine_few": "PPPPPPPPPqqii",
     "grad_logits": "PqPPPPPPPqqqqqf",
     "first_unknown": "PPqqq",
 }
@@ -36,7 +38,7 @@ def kernel_spec(
     *,
     entropy: bool = False,
 ) -> runtime.KernelSpec:
-    """One of the kernels: ``block_statistics``, ``combine``, ``grad_logits`` or ``first_unknown``."""
+    """One of the kernels of ``logp.cu``, by its name there."""
     constants = ("LOGITS", _TYPES[logits]), ("GRADS", _TYPES[grads]), ("ENTROPY", int(entropy))
     return runtime.KernelSpec("logp.cu", entry, _PARAMS[entry], constants, block=_THREADS)
 
@@ -52,20 +54,31 @@ def _kernel(
     return runtime.load(kernel_spec(entry, logits, grads, entropy=entropy), device)
 
 
-_ANSWERS = 256, 64  # calls of first_unknown under way, blocks of one
+_ANSWERS = 32, 64  # of calls of first_unknown in a thread, which waits for each; blocks of one
 
 
-@functools.cache
-def _answers() -> tuple[Tensor, Iterator[int]]:
-    """Room for answers that a GPU writes to the host, never given back; and whose turn it is."""
-    return torch.empty(_ANSWERS, dtype=torch.int64, device="cpu", pin_memory=True), itertools.count()
+class _Answers(threading.local):
+    """Room for answers that a GPU writes to the host."""
+
+    room: Tensor | None = None
+    turn = 0
+
+    def place(self) -> tuple[Tensor, int]:
+        """The room, and the turn of a call in it."""
+        if self.room is None:
+            self.room = torch.empty(_ANSWERS, dtype=torch.int64, device="cpu", pin_memory=True)
+        self.turn = (self.turn + 1) % _ANSWERS[0]
+        return self.room, self.turn
+
+
+_answers = _Answers()
 
 
 def first_unknown(target: Tensor, vocabulary: int, ignore_index: int) -> Callable[[], int]:
     """:func:`samebits.backends.rows.first_unknown`, in one launch."""
     target, count = target.contiguous(), target.numel()
-    device, (room, turns) = target.get_device(), _answers()
-    turn, blocks = next(turns) % _ANSWERS[0], min(_ANSWERS[1], -(-count // (4 * _THREADS)))
+    device, (room, turn) = target.get_device(), _answers.place()
+    blocks = min(_ANSWERS[1], -(-count // (4 * _THREADS)))
     to = room.data_ptr() + 8 * _ANSWERS[1] * turn
     kernel = _kernel("first_unknown", device)
     kernel.launch((blocks, 1, 1), target.data_ptr(), to, count, vocabulary, ignore_index)
@@ -101,9 +114,11 @@ def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> No
 def combine(statistics: Statistics, rows: Rows) -> None:
     """Fill in the results of `rows`."""
     tokens, blocks = statistics.m.shape
-    kernel = _kernel("combine", rows.target.get_device(), entropy=rows.with_entropy)
+    few = tokens <= _FEW_ROWS and blocks > _FEW_BLOCKS  # then a row's latency counts
+    entry, grid = ("combine_few", tokens) if few else ("combine", -(-tokens // _WARPS))
+    kernel = _kernel(entry, rows.target.get_device(), entropy=rows.with_entropy)
     kernel.launch(
-        (tokens, 1, 1),
+        (grid, 1, 1),
         *(t.data_ptr() for t in statistics),
         *(t.data_ptr() for t in (rows.target, rows.logp, rows.entropy, rows.shift, rows.log_sum)),
         *(rows.vocabulary, rows.ignore_index, tokens, blocks),

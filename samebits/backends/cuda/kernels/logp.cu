@@ -59,10 +59,53 @@ struct CombineParams {
     int rows, blocks;
 };
 
+// A row's results, from the sums over its blocks.
+__device__ __forceinline__ void finish(const CombineParams& p, i64 row, float shift, float sum, float u) {
+    const i64 target = p.target[row];
+    const bool ignored = target == p.ignore_index, known = target >= 0 && target < p.vocabulary;
+    const float log_sum = contract::canonical(contract::log(sum)), nan = __int_as_float(0x7FFFFFFF);
+    p.shift[row] = contract::canonical(shift);
+    p.log_sum[row] = log_sum;
+    if (ignored)
+        p.logp[row] = 0.0f;
+    else
+        p.logp[row] =
+            known ? contract::canonical(__fsub_rn(__fsub_rn(p.target_logit[row], shift), log_sum)) : nan;
+    if (ENTROPY) {
+        const float entropy = __fsub_rn(log_sum, __fdiv_rn(u, sum));
+        p.entropy[row] = ignored ? 0.0f : known ? contract::canonical(entropy) : nan;
+    }
+}
+
+// A warp for each row, a lane for each chain.
+extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ CombineParams p) {
+    static_assert(contract::CHAINS == 32);
+    const i64 row = i64(blockIdx.x) * WARPS + threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    if (row >= p.rows) return;
+    const i64 start = row * p.blocks;
+
+    // Unrolled, so that many loads are under way at once.
+    float largest = -INF;
+#pragma unroll 8
+    for (int b = lane; b < p.blocks; b += 32) largest = contract::maximum(largest, p.m[start + b]);
+    const float shift = contract::shift_of(contract::maximum_of_lanes(largest));
+    float s_chain = 0.0f, u_chain = 0.0f;
+#pragma unroll 8
+    for (int b = lane; b < p.blocks; b += 32) {
+        const float s = p.s[start + b], a = __fsub_rn(p.m[start + b], shift), w = contract::exp(a);
+        s_chain = __fmaf_rn(s, w, s_chain);
+        if (ENTROPY && w != 0.0f) u_chain = __fmaf_rn(__fmaf_rn(a, s, p.u[start + b]), w, u_chain);
+    }
+    const float sum = contract::sum_of_lanes(s_chain);
+    const float u = ENTROPY ? contract::sum_of_lanes(u_chain) : 0.0f;
+    if (lane == 0) finish(p, row, shift, sum, u);
+}
+
 constexpr int PIECE = 1024;  // blocks of the vocabulary that are weighed at once
 
-// A block for each row: all of it loads and weighs, and each lane of its first warp keeps a chain.
-extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ CombineParams p) {
+// The same by a block for each row: all of it loads and weighs, and each lane of its first warp keeps a chain.
+extern "C" __global__ void __launch_bounds__(THREADS) combine_few(const __grid_constant__ CombineParams p) {
     static_assert(contract::CHAINS == 32 && PIECE % contract::CHAINS == 0);
     __shared__ float maxima[32], weights[PIECE], sums[PIECE], products[ENTROPY ? PIECE : 1];
     const i64 row = blockIdx.x, start = row * p.blocks;
@@ -104,22 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
     if (warp > 0) return;
     const float sum = contract::sum_of_lanes(s_chain);
     const float u = ENTROPY ? contract::sum_of_lanes(u_chain) : 0.0f;
-    if (lane > 0) return;
-
-    const i64 target = p.target[row];
-    const bool ignored = target == p.ignore_index, known = target >= 0 && target < p.vocabulary;
-    const float log_sum = contract::canonical(contract::log(sum)), nan = __int_as_float(0x7FFFFFFF);
-    p.shift[row] = contract::canonical(shift);
-    p.log_sum[row] = log_sum;
-    if (ignored)
-        p.logp[row] = 0.0f;
-    else
-        p.logp[row] =
-            known ? contract::canonical(__fsub_rn(__fsub_rn(p.target_logit[row], shift), log_sum)) : nan;
-    if (ENTROPY) {
-        const float entropy = __fsub_rn(log_sum, __fdiv_rn(u, sum));
-        p.entropy[row] = ignored ? 0.0f : known ? contract::canonical(entropy) : nan;
-    }
+    if (lane == 0) finish(p, row, shift, sum, u);
 }
 
 struct GradParams {
