@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import samebits
 from benchmarks.record import RESULTS, environment, slug, write
-from samebits.backends.cuda.matmul import family
+from samebits import bench
 from samebits.testing import assert_same_bits
 
 
@@ -46,10 +45,6 @@ PRODUCT = "product (torch.mm)"
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _torch(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return -F.cross_entropy(F.linear(x, weight).float(), target, reduction="none")
-
-
 def _triton(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     with samebits.use_backend("triton"):
         return samebits.linear_logp(x, weight, target)
@@ -57,7 +52,11 @@ def _triton(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 def contestants() -> dict[str, Run]:
     """Those that are installed."""
-    found: dict[str, Run] = {"samebits": samebits.linear_logp, "samebits, Triton": _triton, "torch": _torch}
+    found: dict[str, Run] = {
+        "samebits": samebits.linear_logp,
+        "samebits, Triton": _triton,
+        "torch": bench.stored_logits,
+    }
     try:
         from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
 
@@ -75,15 +74,11 @@ def contestants() -> dict[str, Run]:
     return found
 
 
-def check(x: Tensor, weight: Tensor, target: Tensor) -> None:
+def check(case: Case, x: Tensor, weight: Tensor, target: Tensor) -> None:
     """Refuse wrong bits: of Triton against CUDA, and of a few tokens against the CPU reference."""
-    some = torch.tensor([0, len(x) // 2, len(x) - 1])
-    results = samebits.linear_logp(x, weight, target)
-    assert_same_bits(_triton(x, weight, target), results)
-    got = results[some.cuda()]
-    few = x[some.cuda()].cpu(), weight.cpu(), target[some.cuda()].cpu()
-    contract = samebits.TENSOR_CORE.on(family(x.get_device()))
-    assert_same_bits(got, samebits.linear_logp(*few, contract=contract))
+    assert_same_bits(_triton(x, weight, target), samebits.linear_logp(x, weight, target))
+    product = bench.Case("logp", case.tokens, case.d, case.v)
+    bench._check_logp(product, (x, weight, target), x.device, samebits.linear_logp)
 
 
 def times(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -133,7 +128,7 @@ def measure(case: Case) -> dict[str, Any]:
     weight = (torch.randn(case.v, case.d, device="cuda") * case.d**-0.5).bfloat16()
     target = torch.randint(case.v, (case.tokens,), device="cuda")
     grad = torch.randn(case.tokens, device="cuda")
-    check(x, weight, target)
+    check(case, x, weight, target)
     forward: dict[str, Callable[[], object]] = {
         name: lambda run=run: run(x, weight, target)  # type: ignore[misc]
         for name, run in contestants().items()

@@ -120,6 +120,7 @@ def ways(s, x: Operands, out: Tensor) -> dict[str, bool]:
 SIZES = (
     *((1, 8, 1), (3, 24, 130), (9, 40, 1100), (20, 72, 300), (33, 16, 129), (70, 136, 300), (300, 24, 700)),
     (9, 7, 300),
+    (2, 16, 131_201),  # more blocks than are weighed at once
 )
 
 

@@ -188,10 +188,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(runtime, "device_info", lambda index: info)
     monkeypatch.setattr(runtime, "load", lambda spec, device: Kernel(spec))
     monkeypatch.setattr(runtime, "tensor_map", tensor_map)
-    monkeypatch.setattr(runtime, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(runtime, "empty_matrix", lambda m, n, dtype, device: torch.empty((m, n), dtype=dtype))
     monkeypatch.setattr(matmul_sm80, "check", lambda *tensors: None)
     monkeypatch.setattr(matmul_fma, "check", lambda *tensors: None)
-    monkeypatch.setattr(matmul_fma_sm90, "check_sizes", lambda *tensors: None)
     monkeypatch.setattr(matmul, "_plans", {})
     matmul_sm90._plan.cache_clear()
     linear_logp_sm90._prepared.cache_clear()
@@ -361,3 +360,37 @@ def test_every_launch_of_reductions_adds_up(launches: list[str], monkeypatch: py
 def test_chains_of_no_element_are_rounded_without_a_launch() -> None:
     for shape in ((3, 0), (0, 4), (2, 0, 5)):
         assert matmul.rounded(torch.empty(shape), BF16).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("x", "turned"),
+    [
+        (torch.empty(64, 32), True),
+        (torch.empty(32, 64).mT, False),
+        (torch.empty(64, 36)[:, :33], True),
+        (torch.empty(64, 33), None),
+        (torch.empty(64, 36)[:, 1:], None),
+        (torch.empty(1, 33), True),
+        (torch.empty(33, 1).mT, True),
+        (torch.empty(64, 1), False),
+        (torch.empty(64, 64)[:, ::2], None),
+        (torch.empty(1, 32).expand(64, 32), None),
+        (torch.empty(64, 8).as_strided((30, 32), (4, 1)), None),
+        (torch.empty(3, 64, 32), True),
+        (torch.empty(64, 32).expand(3, 64, 32), True),
+        (torch.empty(3 * 2050).as_strided((3, 64, 32), (2049, 32, 1)), None),
+        (torch.empty(64, 32, dtype=torch.bfloat16), None),
+        (torch.empty(2, 3, 64, 32), None),
+    ],
+)
+def test_what_tma_reads_for_the_fma_kernel(x: Tensor, turned: bool | None) -> None:
+    assert x.data_ptr() % 16 == 0 or turned is None
+    assert matmul_fma_sm90._turned(x, -2, -1) is turned
+
+
+def test_blocks_that_share_a_multiprocessor_are_counted() -> None:
+    """Of 256 tiles three may meet on one of 132: four feeders with one tile at a time are faster."""
+    best = min(matmul_fma_sm90.SCHEDULES, key=lambda s: s.time(256, 4096, 1, 132))
+    assert (best.tile_m, best.tile_n, best.min_blocks) == (64, 64, 1)
+    wide = min(matmul_fma_sm90.SCHEDULES, key=lambda s: s.time(2048, 4096, 1, 132))
+    assert (wide.tile_m, wide.tile_n) == (128, 128)

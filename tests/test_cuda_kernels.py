@@ -186,40 +186,6 @@ def test_layout(x, expected):
     assert layout[:2] == expected
 
 
-@pytest.mark.parametrize(
-    ("x", "turned"),
-    [
-        (torch.empty(64, 32), True),
-        (torch.empty(32, 64).mT, False),
-        (torch.empty(64, 36)[:, :33], True),
-        (torch.empty(64, 33), None),
-        (torch.empty(64, 36)[:, 1:], None),
-        (torch.empty(1, 33), True),
-        (torch.empty(33, 1).mT, True),
-        (torch.empty(64, 1), False),
-        (torch.empty(64, 64)[:, ::2], None),
-        (torch.empty(1, 32).expand(64, 32), None),
-        (torch.empty(64, 8).as_strided((30, 32), (4, 1)), None),
-        (torch.empty(3, 64, 32), True),
-        (torch.empty(64, 32).expand(3, 64, 32), True),
-        (torch.empty(3 * 2050).as_strided((3, 64, 32), (2049, 32, 1)), None),
-        (torch.empty(64, 32, dtype=torch.bfloat16), None),
-        (torch.empty(2, 3, 64, 32), None),
-    ],
-)
-def test_what_tma_reads_for_the_fma_kernel(x, turned):
-    assert x.data_ptr() % 16 == 0 or turned is None
-    assert matmul_fma_sm90._turned(x, -2, -1) is turned
-
-
-def test_blocks_that_share_a_multiprocessor_are_counted():
-    """Of 256 tiles three may meet on one of 132: four feeders with one tile at a time are faster."""
-    best = min(matmul_fma_sm90.SCHEDULES, key=lambda s: s.time(256, 4096, 1, 132))
-    assert (best.tile_m, best.tile_n, best.min_blocks) == (64, 64, 1)
-    wide = min(matmul_fma_sm90.SCHEDULES, key=lambda s: s.time(2048, 4096, 1, 132))
-    assert (wide.tile_m, wide.tile_n) == (128, 128)
-
-
 def test_ragged_layout_never_assumes_where_a_span_begins():
     assert matmul_sm80.layout(empty((64, 32), (32, 1)), -2, -1, chunk=8, ragged=True)[:2] == (True, False)
     assert matmul_sm80.layout(empty((64, 32), (1, 64)), -2, -1, chunk=8, ragged=True)[:2] == (False, True)

@@ -99,14 +99,7 @@ def _fma_hopper() -> Kernel:
     def takes(x: Operands, out: Tensor, schedule: Any) -> bool:
         return matmul_fma_sm90.supports(x.a, x.b, out, cu_seqlens=x.cu_seqlens)
 
-    def run(x: Operands, out: Tensor, schedule: Any) -> object:
-        accumulate = x.acc is not None
-        acc = out if accumulate else None
-        return matmul_fma_sm90.matmul(
-            x.a, x.b, acc=acc, bias=x.bias, closing=accumulate, out=out, schedule=schedule
-        )
-
-    return Kernel("matmul_fma_sm90", "fma", matmul_fma_sm90.SCHEDULES, takes, run)
+    return Kernel("matmul_fma_sm90", "fma", matmul_fma_sm90.SCHEDULES, takes, _fma().run)
 
 
 def _tiny(step: Literal["mma", "fma"]) -> Kernel:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samebits.backends.cuda import matmul, runtime
 from samebits.backends.cuda.matmul_sm90 import Maps
+from samebits.backends.cuda.schedule import round_up
 from samebits.contract import contract_from_key
 from samebits.functions import VOCAB_BLOCK
 
@@ -65,17 +66,13 @@ class Schedule:
         return replace(self, stages=max(0, min(8, room // (_stage(head, values) + 16))))
 
 
-def _round(x: int, step: int) -> int:
-    return -(-x // step) * step
-
-
 def _columns(head: int) -> int:
-    return _round(head, 64)
+    return round_up(head, 64)
 
 
 def _stage(head: int, values: int) -> int:
     """Bytes of a tile of keys or values."""
-    return VOCAB_BLOCK * 2 * max(_columns(head), _round(values, 64 if values % 64 == 0 else 32))
+    return VOCAB_BLOCK * 2 * max(_columns(head), round_up(values, 64 if values % 64 == 0 else 32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +152,7 @@ def pays(q: Tensor, k: Tensor, values: int) -> bool:
     if batch * heads * -(-group * queries // 64) < _FEW_TILES and keys > _MANY_KEYS:
         return False
     blocks = -(-keys // VOCAB_BLOCK)
-    s = choose(_round(head, 16), _round(values, 16), group * queries, blocks)
+    s = choose(round_up(head, 16), round_up(values, 16), group * queries, blocks)
     *_, query_tiles, member_tiles = _tiles(s, group, queries)
     tiles = batch * heads * query_tiles * member_tiles
     return s.held >= blocks or tiles <= runtime.device_info(q.get_device()).sm_count
@@ -266,7 +263,7 @@ def attention(
     if out is None:
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     case = Case(
-        q.dtype, _round(q.shape[-1], 16), _round(v.shape[-1], 16), None if mask is None else mask.dtype
+        q.dtype, round_up(q.shape[-1], 16), round_up(v.shape[-1], 16), None if mask is None else mask.dtype
     )
     layouts = _layout(q), _layout(k), _layout(v)
     kernel, grid, maps, parameters, scratch = _prepared(case, layouts, causal, device, schedule)

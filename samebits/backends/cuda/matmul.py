@@ -43,7 +43,7 @@ def check_contract(key: str, device: int) -> None:
 def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:
     """``a[*A, M, K] @ b[*B, K, N] (+ bias[N])`` with batch dimensions broadcast as in ``torch.matmul``."""
     if a.ndim == 2 and b.ndim == 2:
-        out = runtime.empty((a.shape[0], b.shape[1]), out_dtype, a.get_device())
+        out = runtime.empty_matrix(a.shape[0], b.shape[1], out_dtype, a.get_device())
         _run(a, b, out, contract, bias=bias, fresh=True)
         return out
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]

@@ -22,6 +22,7 @@ from samebits.backends.cuda.matmul_sm80 import (
     complete,
     layout,
     need,
+    run,
 )
 
 __all__ = ["SCHEDULES", "Schedule", "choose_schedule", "kernel_spec", "matmul", "plan"]
@@ -158,7 +159,7 @@ def matmul(
             by default the one that should be fastest.
     """
     planned = plan(a, b, out, acc=acc, bias=bias, cu_seqlens=cu_seqlens, closing=closing, schedule=schedule)
-    planned.run(a, b, out, bias, cu_seqlens, acc)
+    run(planned, a, b, out, bias, cu_seqlens, acc)
     return out
 
 
@@ -187,8 +188,12 @@ def plan(
             if other.time(m, n, batch, info.sm_count) < schedule.time(m, n, batch, info.sm_count):
                 schedule = other
     if isinstance(schedule, matmul_fma_sm90.Schedule):
-        need(cu_seqlens is None, "cu_seqlens: this schedule takes none")
-        return matmul_fma_sm90.plan(a, b, out, acc=acc, bias=bias, closing=closing, schedule=schedule)
+        taken = matmul_fma_sm90.supports(a, b, out, cu_seqlens=cu_seqlens)
+        need(
+            taken,
+            "a, b, out, cu_seqlens: this schedule takes float32 matrices with terms, which TMA can read",
+        )
+        return matmul_fma_sm90.Plan(a, b, out, acc, bias, closing, schedule)
     layout_a = layout(a, -2, -1, chunk=4, ragged=cu_seqlens is not None)
     layout_b = layout(b, -1, -2, chunk=4, ragged=cu_seqlens is not None)
     tiles_m, tiles_n = -(-m // schedule.tile_m), -(-n // schedule.tile_n)

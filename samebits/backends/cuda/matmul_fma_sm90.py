@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import runtime
-from samebits.backends.cuda.matmul_sm80 import LARGEST, check_sizes, matrix_strides, need
+from samebits.backends.cuda.matmul_sm80 import LARGEST, matrix_strides
 from samebits.backends.cuda.matmul_sm90 import TYPES, Maps
 
-__all__ = ["SCHEDULES", "Plan", "Schedule", "kernel_spec", "matmul", "plan", "supports"]
+__all__ = ["SCHEDULES", "Plan", "Schedule", "kernel_spec", "supports"]
 
 TILE_K = 32
 """k in a pipeline stage: a row of a raw tile is one line of the swizzle."""
@@ -157,7 +157,7 @@ def _turned(x: Tensor, row_dim: int, k_dim: int) -> bool | None:
 
 
 def supports(a: Tensor, b: Tensor, out: Tensor, *, cu_seqlens: Tensor | None = None) -> bool:
-    """Whether :func:`matmul` takes these operands, on a GPU that has the kernel."""
+    """Whether the kernel takes these operands: float32 matrices with terms, which TMA can read."""
     return (
         cu_seqlens is None
         and out.dtype == torch.float32
@@ -185,7 +185,7 @@ def _batched(x: Tensor) -> bool:
 
 
 class Plan:
-    """Everything of a call but its addresses."""
+    """Everything of a call but its addresses; see ``matmul_fma.matmul``, which has checked the operands."""
 
     __slots__ = ("_a", "_acc", "_b", "_bias", "_grid", "_kernel", "_out", "_sizes")
 
@@ -227,65 +227,3 @@ class Plan:
         self._kernel.launch(
             self._grid, self._a[a], self._b[b], out, *self._out, *start, bias, self._bias, *self._sizes
         )
-
-    def run(
-        self,
-        a: Tensor,
-        b: Tensor,
-        out: Tensor,
-        bias: Tensor | None,
-        cu_seqlens: Tensor | None,
-        acc: Tensor | None,
-    ) -> None:
-        """Run on these operands."""
-        self.launch(
-            a.data_ptr(),
-            b.data_ptr(),
-            out.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            0,
-            None if acc is None else acc.data_ptr(),
-        )
-
-
-def plan(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    *,
-    acc: Tensor | None = None,
-    bias: Tensor | None = None,
-    closing: bool = False,
-    schedule: Schedule,
-) -> Plan:
-    """How :func:`matmul` runs these operands, and others of their shapes, strides and alignment."""
-    need(supports(a, b, out), "a, b, out: expected float32 matrices with a term, which TMA can read")
-    check_sizes(a, b, acc, bias, None, out)
-    return Plan(a, b, out, acc, bias, closing, schedule)
-
-
-def matmul(
-    a: Tensor,
-    b: Tensor,
-    *,
-    acc: Tensor | None = None,
-    bias: Tensor | None = None,
-    closing: bool = False,
-    out: Tensor,
-    schedule: Schedule,
-) -> Tensor:
-    """``out = acc + a @ b + bias``: one chain of fused multiply-adds for every element.
-
-    Args:
-        a: ``[M, K]`` or ``[B, M, K]``, float32, one stride 1, the others and the address
-            multiples of 16 bytes.
-        b: ``[K, N]`` or ``[B, K, N]``, the same. B may be 1 or missing in either.
-        acc: float32, of out's shape: the chains start from it. It may be ``out`` itself.
-        bias: ``[N]``, float32, bfloat16 or float16.
-        closing: the chain is followed by fma(+0, +0, acc), as sequences are.
-        out: ``[M, N]`` or ``[B, M, N]``, float32, any strides.
-        schedule: one of :data:`SCHEDULES`.
-    """
-    planned = plan(a, b, out, acc=acc, bias=bias, closing=closing, schedule=schedule)
-    planned.run(a, b, out, bias, None, acc)
-    return out

@@ -6,7 +6,7 @@ It takes every layout, stride, alignment and size on sm_80 and newer, and is wha
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -141,25 +141,6 @@ class Plan(NamedTuple):
             *self.sizes,
         )
 
-    def run(
-        self,
-        a: Tensor,
-        b: Tensor,
-        out: Tensor,
-        bias: Tensor | None,
-        cu_seqlens: Tensor | None,
-        acc: Tensor | None,
-    ) -> None:
-        """Run on these operands."""
-        self.launch(
-            a.data_ptr(),
-            b.data_ptr(),
-            out.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            0 if cu_seqlens is None else cu_seqlens.data_ptr(),
-            None if acc is None else acc.data_ptr(),
-        )
-
 
 def matmul(
     a: Tensor,
@@ -184,8 +165,35 @@ def matmul(
         schedule: one of :data:`SCHEDULES`; by default :func:`choose_schedule`'s.
     """
     planned = plan(a, b, out, acc=acc, bias=bias, cu_seqlens=cu_seqlens, schedule=schedule)
-    planned.run(a, b, out, bias, cu_seqlens, acc)
+    run(planned, a, b, out, bias, cu_seqlens, acc)
     return out
+
+
+class Planned(Protocol):
+    """Everything of a call of a kernel but its addresses."""
+
+    def launch(self, a: int, b: int, out: int, bias: int, cu_seqlens: int, acc: int | None = None) -> None:
+        """Run on operands at these addresses; accumulators lie at ``acc``, or else at ``out``."""
+
+
+def run(
+    planned: Planned,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    acc: Tensor | None,
+) -> None:
+    """Run a plan on these operands."""
+    planned.launch(
+        a.data_ptr(),
+        b.data_ptr(),
+        out.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+        None if acc is None else acc.data_ptr(),
+    )
 
 
 def plan(

@@ -46,7 +46,7 @@ __all__ = [
     "before_loading",
     "compile",
     "device_info",
-    "empty",
+    "empty_matrix",
     "load",
     "require",
     "status",
@@ -504,16 +504,16 @@ class Kernel:
             )
 
 
-_allocate: Any = torch._C._dynamo.guards  # whose members depend on how PyTorch was built
+_allocate: Any = torch._C._dynamo.guards
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
-    """``torch.empty`` of one or two dimensions in a third of the time: as compiled code does it."""
+def empty_matrix(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
+    """``torch.empty`` in a third of the time: as code does it that ``torch.compile`` wrote."""
     if torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
-            return empty(shape, dtype, device)
-    strides = (shape[1] or 1, 1) if len(shape) == 2 else (1,)
-    return _allocate._empty_strided_cuda(shape, strides, dtype)  # type: ignore[no-any-return]
+            return empty_matrix(rows, columns, dtype, device)
+    matrix: torch.Tensor = _allocate._empty_strided_cuda((rows, columns), (columns or 1, 1), dtype)
+    return matrix
 
 
 _kernels: dict[tuple[KernelSpec, int], Kernel] = {}

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Product", "Schedule", "catalogue", "choose", "estimate", "menu"]
+__all__ = ["Product", "Schedule", "catalogue", "choose", "estimate", "menu", "round_up"]
 
 
 _SMEM = 227 * 1024
@@ -107,15 +107,16 @@ class Schedule:
 
     def smem(self, panel: int, a_mn: bool, b_mn: bool) -> int:
         """Bytes of shared memory, for operands laid out so as the kernel sees them and such output panels."""
-        rows = _round(self.block_m, 32) if a_mn else self.block_m
-        columns = _round(self.block_n, 32) if b_mn else self.block_n
+        rows = round_up(self.block_m, 32) if a_mn else self.block_m
+        columns = round_up(self.block_n, 32) if b_mn else self.block_n
         # Rows past a warpgroup's own, up to 64, are read too, and their results dropped.
-        reach = _round(self.block_m // self.share, 64) - self.block_m // self.share
+        reach = round_up(self.block_m // self.share, 64) - self.block_m // self.share
         ring = self.stages * ((rows + columns) * self.block_k * 2 + 16)
         return 1024 + ring + reach * 128 + self.warpgroups * 2 * 128 * panel
 
 
-def _round(x: int, step: int) -> int:
+def round_up(x: int, step: int) -> int:
+    """The next multiple of `step`."""
     return -(-x // step) * step
 
 
@@ -157,7 +158,7 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     tiles = _tiles(s, p)
     full, last = divmod(tiles / sms, 1)
     rounds = full + (0 if last == 0 else 1 if full == 0 else 0.7 + 0.3 * last)
-    bands = _round(s.block_m // s.share, 64) // 64 * s.share
+    bands = round_up(s.block_m // s.share, 64) // 64 * s.share
     multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2 + 1)
     rows, columns = float(s.block_m), float(s.block_n)
     if p.a_mn:  # lines of 64 elements come in faster this way
@@ -165,7 +166,7 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     if p.b_mn and s.block_n % 64 == 0:
         columns *= 0.85
     elif p.b_mn:  # but half lines slower
-        columns, multiply = 1.2 * _round(s.block_n, 32), 1.04 * multiply
+        columns, multiply = 1.2 * round_up(s.block_n, 32), 1.04 * multiply
     # Blocks one below the other ask for the same of B at the same time anyway: only sharing A pays in a
     # cluster, and only beside a B that is contiguous along k.
     shared = 1 if p.b_mn else s.cluster_n
@@ -280,7 +281,7 @@ def _rows(p: Product, splits: int, sms: int) -> Sequence[int]:
     even = (
         -(-p.n * splits * share // (sms * rounds)) for share in ((1, 2) if splits > 1 == rounds else (1,))
     )
-    return [min(64, max(16, _round(rows, 8))) for rows in even]
+    return [min(64, max(16, round_up(rows, 8))) for rows in even]
 
 
 @functools.lru_cache(maxsize=4096)
