@@ -1,10 +1,10 @@
-"""Host side of ``kernels/matmul_fma_sm90.cu``: products under FMA of f32 matrices on Hopper."""
+"""Host side of ``kernels/matmul_fma_sm90.cu`` and ``matmul_fma_few_sm90.cu``: products under FMA of f32 matrices on Hopper."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,14 +12,16 @@ from torch import Tensor
 from samebits.backends.cuda import runtime
 from samebits.backends.cuda.matmul_sm80 import LARGEST, matrix_strides
 from samebits.backends.cuda.matmul_sm90 import TYPES, Maps
+from samebits.backends.cuda.schedule import round_up
 
-__all__ = ["SCHEDULES", "Plan", "Schedule", "kernel_spec", "supports"]
+__all__ = ["SCHEDULES", "Few", "Many", "Plan", "Schedule", "supports"]
 
 TILE_K = 32
 """k in a pipeline stage: a row of a raw tile is one line of the swizzle."""
 
 _PARAMS = "128s128s P3q P3q Pq 10i".replace(" ", "")
 _SMEM, _SMEM_OF_ALL, _SMEM_RESERVED = 227 << 10, 228 << 10, 1 << 10
+_MOST_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,7 @@ class Schedule:
         thread_m, thread_n: a thread's share of the output, all of it in registers.
         lanes_m: rows of threads in a warp, of 32 threads in all.
         warps_m, warps_n: rows and columns of warps in a block.
-        depth: k whose operands a thread has in registers, all but one of them read ahead.
-        unroll: k in a turn of the inner loop, whose code the instruction cache should hold.
-        feeders: more warps that fill the stages for these; without any, they do so themselves.
+        depth: terms whose operands a thread has in registers, all but one of them read ahead.
         min_blocks: blocks that shall fit on one multiprocessor.
         alone, busy: nanoseconds for a tile over one k, fitted to times of ``benchmarks.fma_tune`` on an H200:
             of a block that has a multiprocessor to itself, and for each of the ``min_blocks`` that share one.
@@ -44,11 +44,9 @@ class Schedule:
     warps_m: int
     warps_n: int
     depth: int
-    unroll: int
-    feeders: int
     min_blocks: int
-    alone: float
-    busy: float
+    alone: float = field(kw_only=True)
+    busy: float = field(kw_only=True)
 
     @property
     def tile_m(self) -> int:
@@ -59,28 +57,13 @@ class Schedule:
         return self.thread_n * 32 // self.lanes_m * self.warps_n
 
     @property
-    def threads(self) -> int:
-        return (self.warps_m * self.warps_n + self.feeders) * 32
+    def helpers(self) -> int:
+        """Warps that do not multiply."""
+        raise NotImplementedError
 
-    def rings(self, a_turned: bool, b_turned: bool) -> tuple[int, int, int]:
-        """Stages, raw tiles in flight, and bytes of shared memory for operands contiguous along k or not."""
-        turned = a_turned + b_turned
-        stage = (self.tile_m + self.tile_n) * TILE_K * 4 + turned * TILE_K * 8
-        raw = (a_turned * self.tile_m + b_turned * self.tile_n) * TILE_K * 4
-        most = min(_SMEM, _SMEM_OF_ALL // self.min_blocks - _SMEM_RESERVED)
-        if self.feeders:  # each has raw tiles, and a stage, of its own
-            choices = [
-                (stages, self.feeders * more)
-                for stages, more in itertools.product((8, 6, 4, 3, 2), (2, 1))
-                if stages >= self.feeders
-            ]
-        else:  # what is copied for stages ahead lies in raw tiles until it is turned
-            choices = [(3, 3), (3, 2), (2, 2), (2, 1)]
-        for stages, raws in choices:
-            smem = stages * stage + raws * raw + (2 * stages + raws) * 8 + 16
-            if smem + 1024 <= most:  # the swizzle's period, to which the beginning is rounded up
-                break
-        return stages, raws, smem + 1024
+    @property
+    def threads(self) -> int:
+        return (self.warps_m * self.warps_n + self.helpers) * 32
 
     def time(self, m: int, n: int, batch: int, sm_count: int) -> float:
         """Estimated nanoseconds for one k of ``batch`` matrices of ``[m, n]``."""
@@ -93,51 +76,127 @@ class Schedule:
         shared = 1 if rest <= 1 else min(self.min_blocks, math.ceil(rest + 0.5))
         return time + max(self.alone, shared * self.busy)
 
+    def spec(self, a_turned: bool, b_turned: bool) -> runtime.KernelSpec:
+        """The kernel for operands that are contiguous along k (turned) or along m and n."""
+        raise NotImplementedError
 
-SCHEDULES = (
-    Schedule(8, 8, 4, 4, 2, 2, 16, 0, 2, alone=93.5, busy=85.9),
-    Schedule(8, 8, 4, 4, 1, 2, 16, 1, 3, alone=56.4, busy=43.7),
-    Schedule(8, 8, 4, 2, 2, 2, 16, 2, 2, alone=58.3, busy=43.0),
-    Schedule(8, 4, 4, 2, 2, 2, 32, 1, 4, alone=29.9, busy=23.0),
-    Schedule(8, 4, 4, 2, 2, 2, 32, 2, 3, alone=32.8, busy=22.9),
-    Schedule(8, 4, 4, 2, 2, 2, 32, 4, 1, alone=25.2, busy=24.0),
-    Schedule(12, 2, 4, 1, 4, 2, 32, 4, 1, alone=21.6, busy=20.4),
-    Schedule(4, 4, 4, 2, 2, 4, 32, 2, 3, alone=19.7, busy=13.3),
-    Schedule(4, 4, 4, 2, 2, 4, 32, 4, 2, alone=15.1, busy=14.0),
-    Schedule(4, 2, 4, 2, 2, 4, 32, 4, 3, alone=10.3, busy=9.2),
+    def _spec(self, entry: str, smem: int, **constants: int) -> runtime.KernelSpec:
+        shared = {
+            "THREAD_M": self.thread_m,
+            "THREAD_N": self.thread_n,
+            "LANES_M": self.lanes_m,
+            "WARPS_M": self.warps_m,
+            "WARPS_N": self.warps_n,
+            "DEPTH": self.depth,
+            "MIN_BLOCKS": self.min_blocks,
+            "SMEM": smem,
+        }
+        return runtime.KernelSpec(
+            f"{entry}.cu",
+            entry,
+            _PARAMS,
+            tuple((name, int(value)) for name, value in (shared | constants).items()),
+            block=self.threads,
+            smem=smem,
+            programmatic=True,
+            oldest=(9, 0),
+        )
+
+    @property
+    def _most_smem(self) -> int:
+        return min(_SMEM, _SMEM_OF_ALL // self.min_blocks - _SMEM_RESERVED)
+
+
+@dataclass(frozen=True, slots=True)
+class Many(Schedule):
+    """For many outputs: ``kernels/matmul_fma_sm90.cu``, whose terms are single k.
+
+    Attributes:
+        unroll: k in a turn of the inner loop, whose code the instruction cache should hold.
+        feeders: more warps that fill the stages for these; without any, they do so themselves.
+    """
+
+    unroll: int
+    feeders: int
+
+    @property
+    def helpers(self) -> int:
+        return self.feeders
+
+    def rings(self, a_turned: bool, b_turned: bool) -> tuple[int, int, int]:
+        """Stages, raw tiles in flight, and bytes of shared memory for operands contiguous along k or not."""
+        turned = a_turned + b_turned
+        stage = (self.tile_m + self.tile_n) * TILE_K * 4 + turned * TILE_K * 8
+        raw = (a_turned * self.tile_m + b_turned * self.tile_n) * TILE_K * 4
+        if self.feeders:  # each has raw tiles, and a stage, of its own
+            choices = [
+                (stages, self.feeders * more)
+                for stages, more in itertools.product((8, 6, 4, 3, 2), (2, 1))
+                if stages >= self.feeders
+            ]
+        else:  # what is copied for stages ahead lies in raw tiles until it is turned
+            choices = [(3, 3), (3, 2), (2, 2), (2, 1)]
+        for stages, raws in choices:
+            smem = stages * stage + raws * raw + (2 * stages + raws) * 8 + 16
+            if smem + 1024 <= self._most_smem:  # the swizzle's period, to which the beginning is rounded up
+                break
+        return stages, raws, smem + 1024
+
+    def spec(self, a_turned: bool, b_turned: bool) -> runtime.KernelSpec:
+        stages, raws, smem = self.rings(a_turned, b_turned)
+        return self._spec(
+            "matmul_fma_sm90",
+            smem,
+            UNROLL=self.unroll,
+            FEEDERS=self.feeders,
+            STAGES=stages,
+            RAW_STAGES=raws,
+            A_TURNED=a_turned,
+            B_TURNED=b_turned,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Few(Schedule):
+    """For few outputs: ``kernels/matmul_fma_few_sm90.cu``, whose terms are four k.
+
+    Attributes:
+        lines: blocks of ``TILE_K`` in a stage.
+    """
+
+    lines: int
+
+    @property
+    def helpers(self) -> int:
+        return 1
+
+    def spec(self, a_turned: bool, b_turned: bool) -> runtime.KernelSpec:
+        line = sum(round_up(rows * TILE_K * 4, 1024) for rows in (self.tile_m, self.tile_n))
+        stage = self.lines * line + 16
+        stages = min(_MOST_STAGES, (self._most_smem - 1024) // stage)
+        return self._spec(
+            "matmul_fma_few_sm90",
+            stages * stage + 1024,
+            LINES=self.lines,
+            STAGES=stages,
+            A_TURNED=a_turned,
+            B_TURNED=b_turned,
+        )
+
+
+SCHEDULES: tuple[Schedule, ...] = (
+    Many(8, 8, 4, 4, 2, 2, 2, 16, 0, alone=93.5, busy=85.9),
+    Many(8, 8, 4, 4, 1, 2, 3, 16, 1, alone=56.4, busy=43.7),
+    Many(8, 8, 4, 2, 2, 2, 2, 16, 2, alone=58.3, busy=43.0),
+    Many(8, 4, 4, 2, 2, 2, 4, 32, 1, alone=29.9, busy=23.0),
+    Many(8, 4, 4, 2, 2, 2, 3, 32, 2, alone=32.8, busy=22.9),
+    Many(8, 4, 4, 2, 2, 2, 1, 32, 4, alone=25.2, busy=24.0),
+    Many(12, 2, 4, 1, 4, 2, 1, 32, 4, alone=21.6, busy=20.4),
+    Many(4, 4, 4, 2, 2, 4, 3, 32, 2, alone=19.7, busy=13.3),
+    Many(4, 4, 4, 2, 2, 4, 2, 32, 4, alone=15.1, busy=14.0),
+    Many(4, 2, 4, 2, 2, 4, 3, 32, 4, alone=10.3, busy=9.2),
+    Few(1, 1, 1, 1, 1, 8, 2, 4, alone=2.3, busy=1.2),
 )
-
-
-def kernel_spec(schedule: Schedule, a_turned: bool, b_turned: bool) -> runtime.KernelSpec:
-    """The kernel for operands that are contiguous along k (turned) or along m and n."""
-    s = schedule
-    stages, raws, smem = s.rings(a_turned, b_turned)
-    constants = {
-        "THREAD_M": s.thread_m,
-        "THREAD_N": s.thread_n,
-        "LANES_M": s.lanes_m,
-        "WARPS_M": s.warps_m,
-        "WARPS_N": s.warps_n,
-        "DEPTH": s.depth,
-        "UNROLL": s.unroll,
-        "FEEDERS": s.feeders,
-        "MIN_BLOCKS": s.min_blocks,
-        "STAGES": stages,
-        "RAW_STAGES": raws,
-        "SMEM": smem,
-        "A_TURNED": int(a_turned),
-        "B_TURNED": int(b_turned),
-    }
-    return runtime.KernelSpec(
-        "matmul_fma_sm90.cu",
-        "matmul_fma_sm90",
-        _PARAMS,
-        tuple(constants.items()),
-        block=s.threads,
-        smem=smem,
-        programmatic=True,
-        oldest=(9, 0),
-    )
 
 
 def _turned(x: Tensor, row_dim: int, k_dim: int) -> bool | None:
@@ -176,7 +235,7 @@ def _maps(x: Tensor, row_dim: int, k_dim: int, turned: bool, tile: int) -> Maps:
     stride = x.stride(outer) if sizes[1] > 1 else -(-sizes[0] // 4) * 4
     batch, batch_stride = (x.shape[0], x.stride(0)) if _batched(x) else (1, stride * sizes[1])
     strides = (stride * 4, batch_stride * 4, batch_stride * 4)
-    box = (TILE_K, tile, 1, 1) if turned else (tile, TILE_K, 1, 1)
+    box = (TILE_K, tile, 1, 1) if turned else (round_up(tile, 4), TILE_K, 1, 1)  # of 16 bytes at least
     return Maps(torch.float32, (*sizes, 1, batch), strides, box, 128 if turned else 0)
 
 
@@ -207,7 +266,7 @@ class Plan:
             raise ValueError(
                 f"samebits: a product of a {tuple(a.shape)} by b {tuple(b.shape)} has a size above {LARGEST}"
             )
-        self._kernel = runtime.load(kernel_spec(schedule, a_turned, b_turned), out.get_device())
+        self._kernel = runtime.load(schedule.spec(a_turned, b_turned), out.get_device())
         self._grid = tiles, 1, 1
         self._a = _maps(a, -2, -1, a_turned, schedule.tile_m)
         self._b = _maps(b, -1, -2, b_turned, schedule.tile_n)

@@ -207,8 +207,7 @@ struct Feeder {
             if (A_TURNED) TileA::turn(raw, stage, warp);
             if (B_TURNED) TileB::turn(raw + TileA::RAW_BYTES, stage + TileA::BYTES, warp);
             async_proxy_fence();  // what has been read of the raw tile, TMA may overwrite
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) barrier_arrive(full);
+            warp_arrive(full);
         }
     }
 };
@@ -294,10 +293,7 @@ __device__ __forceinline__ void multiply_all(const Params& p, const Shared& shar
             TileB::read(b[to], at_b, TileB::line(line));
             multiply(a[k % DEPTH], b[k % DEPTH]);
         }
-        if (leaves) {
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty + place_of<STAGES>(block) * 8);
-        }
+        if (leaves) warp_arrive(shared.empty + place_of<STAGES>(block) * 8);
     }
     // The last stage, if it is not whole; its first terms have been read.
 #pragma unroll 1
@@ -357,8 +353,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma_sm9
         prefetch_map(p.a);
         prefetch_map(p.b);
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared.full + i * 8, (TURNS ? FEEDERS ? 1 : WARPS : 0) + COPIES);
-            barrier_init(shared.empty + i * 8, WARPS);
+            barrier_init(shared.full + i * 8, (TURNS ? (FEEDERS ? 1 : WARPS) * WARP_ARRIVALS : 0) + COPIES);
+            barrier_init(shared.empty + i * 8, WARPS * WARP_ARRIVALS);
         }
         for (int i = 0; i < RAW_STAGES; ++i) barrier_init(shared.raw_full + i * 8, 1);
         barrier_init_fence();

@@ -42,6 +42,19 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Once for the warp, after what all its lanes have read and written. ptxas makes nothing of the __syncwarp() of a warp that
+// is together, so that racecheck sees lanes which never arrive: for that tool all do.
+#ifdef ALL_LANES_ARRIVE
+constexpr u32 WARP_ARRIVALS = 32;
+__device__ __forceinline__ void warp_arrive(u32 barrier) { barrier_arrive(barrier); }
+#else
+constexpr u32 WARP_ARRIVALS = 1;
+__device__ __forceinline__ void warp_arrive(u32 barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+#endif
+
 // Arrives at the same barrier of another block of the cluster. No wider scope than the block's: what it reports
 // is that the tensor cores have read a stage, which they had before this thread went on, and a release to the
 // cluster would cost a memory fence.
