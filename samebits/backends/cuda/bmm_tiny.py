@@ -27,6 +27,8 @@ class Schedule:
         per_block: matrices that a block takes, if its shared memory holds them.
         staged: through shared memory. Else straight into registers, where the operands' layout allows it.
         in_flight: tiles that a warp loads at once under TENSOR_CORE, if not staged.
+        parts: in which k is copied, so that multiplication can begin with the first, up to 4; under FMA, if
+            staged, and where a block has as many threads as a matrix keeps busy.
     """
 
     threads: int
@@ -34,6 +36,7 @@ class Schedule:
     per_block: int
     staged: bool = True
     in_flight: int = 1
+    parts: int = 1
 
 
 SCHEDULES = (
@@ -42,6 +45,7 @@ SCHEDULES = (
     Schedule(128, (8, 4), 2),
     Schedule(256, (2, 4), 64),
     Schedule(64, (8, 8), 1),
+    Schedule(128, (4, 8), 1, parts=2),
     Schedule(128, (1, 4), 3, staged=False),
     Schedule(64, (4, 4), 32, staged=False, in_flight=4),
     Schedule(256, (2, 8), 16, staged=False, in_flight=2),
@@ -125,6 +129,21 @@ class Product:
         a, b = (4 * self.a.itemsize, 4 * self.b.itemsize) if self.fused else (4, 4)
         return whole and all(v >= w for v, w in zip(vectors, (a, b, 4 * self.out.itemsize), strict=True))
 
+    def parts(self, s: Schedule, dense: bool, vectors: Three) -> int:
+        """In which k is copied."""
+        rows, columns = self.tile(s, dense)
+        k, rest = divmod(self.k, s.parts)
+        lines = ((self.a, self.a_k_major, vectors[0]), (self.b, self.b_k_major, vectors[1]))
+        can = (
+            self.fused
+            and s.staged
+            and self.compiled_in
+            and self.m % rows == self.n % columns == rest == k % 4 == 0
+            and self.m // rows * (self.n // columns) == s.threads
+            and not any(k_major and k * x.itemsize % vector for x, k_major, vector in lines)
+        )
+        return s.parts if can else 1
+
     def threads(self, s: Schedule) -> float:
         """That one matrix keeps busy."""
         if self.fused:
@@ -203,6 +222,7 @@ def kernel_spec(
         "BLOCKS": _resident_threads(s, p) // s.threads,
         **dict(zip(("TILE_M", "TILE_N"), p.tile(s, dense) if p.fused else (0, 0), strict=True)),
         "IN_FLIGHT": 0 if p.fused or s.staged else s.in_flight,
+        "PARTS": p.parts(s, dense, vectors),
         "A_TYPE": _KINDS[p.a],
         "B_TYPE": _KINDS[p.b],
         "OUT": _KINDS[p.out],
@@ -300,6 +320,8 @@ def plan(
         s, p, vectors, broadcast, accumulate=accumulate, programmatic=info.capability >= (9, 0)
     )
     per_block = min(s.per_block, (spec.smem - SLACK) // p.smem) if s.staged else s.per_block
+    if p.parts(s, dense, vectors) > 1:
+        per_block = 1
     return Plan(
         runtime.load(spec, info.index),
         (-(-batch // per_block), 1, 1),

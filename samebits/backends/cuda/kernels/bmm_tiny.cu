@@ -113,6 +113,22 @@ __device__ __forceinline__ void load(unsigned char* to, const Matrices& x, i64 f
                              [&](u32 shared, i64 global) { copy_in<VECTOR>(to + shared, data + global); });
 }
 
+// A part of one matrix: a range of k, for all rows.
+template <int TYPE, int VECTOR, bool K_MAJOR>
+__device__ __forceinline__ void load_part(unsigned char* to, const Matrices& x, i64 matrix, int lines, int inner, int part)
+{
+    const int pitch = pitch_of<TYPE>(inner), chunks = inner * size_of(TYPE) / VECTOR / (K_MAJOR ? PARTS : 1);
+    const i64 step = VECTOR == size_of(TYPE) ? x.inner : VECTOR;
+    if (!K_MAJOR) lines /= PARTS;
+    const int first_line = K_MAJOR ? 0 : part * lines, first_chunk = K_MAJOR ? part * chunks : 0;
+    const unsigned char* data = x.data + matrix * x.batch;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < lines * chunks; i += THREADS) {
+        const int line = first_line + i / chunks, chunk = first_chunk + i % chunks;
+        copy_in<VECTOR>(to + line * pitch + chunk * VECTOR, data + line * x.line + chunk * step);
+    }
+}
+
 template <int VECTOR>
 __device__ __forceinline__ void store(const unsigned char* from, const Matrices& x, i64 first, int count, int lines, int inner)
 {
@@ -376,6 +392,20 @@ struct Side {
 // Neighbours of a row that are stored at once: a thread has them unless b lies along k.
 constexpr int RUN = !B_K_MAJOR && OUT_VECTOR >= 4 * size_of(OUT) ? 4 : 1;
 
+// Waits for a part of what is copied, in PARTS, which only a block does whose every thread has one tile.
+__device__ __forceinline__ void await_part(int part)
+{
+    if (part == PARTS - 1)
+        wait_copies<0>();
+    else if (part == PARTS - 2)
+        wait_copies<1>();
+    else if (part == PARTS - 3)
+        wait_copies<2>();
+    else
+        wait_copies<3>();
+    __syncthreads();
+}
+
 // A thread takes TILE_M rows of TILE_N columns, and writes them out itself.
 __device__ __forceinline__ void multiply(const Tiles& t)
 {
@@ -395,18 +425,23 @@ __device__ __forceinline__ void multiply(const Tiles& t)
                 const int row = a.index(i), column = b.index(j);
                 c[i][j] = start(t.out, t.first + matrix, row, column, row < t.m && column < t.n);
             }
+        const int terms = PARTS > 1 ? K / PARTS : t.k;
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            if (PARTS > 1) await_part(part);
 #pragma unroll(M ? 4 : 1)
-        for (int k = 0; k < t.k; k += 4) {
-            float fa[TILE_M][4], fb[TILE_N][4];
-            a.read_four(fa, k);
-            b.read_four(fb, k);
+            for (int k = part * terms; k < part * terms + terms; k += 4) {
+                float fa[TILE_M][4], fb[TILE_N][4];
+                a.read_four(fa, k);
+                b.read_four(fb, k);
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-                if (k + e < t.k)
+                for (int e = 0; e < 4; ++e)
+                    if (k + e < t.k)
 #pragma unroll
-                    for (int i = 0; i < TILE_M; ++i)
+                        for (int i = 0; i < TILE_M; ++i)
 #pragma unroll
-                        for (int j = 0; j < TILE_N; ++j) c[i][j] = __fmaf_rn(fa[i][e], fb[j][e], c[i][j]);
+                            for (int j = 0; j < TILE_N; ++j) c[i][j] = __fmaf_rn(fa[i][e], fb[j][e], c[i][j]);
+            }
         }
         if (t.closing_zero && t.k > 0)
 #pragma unroll
@@ -471,8 +506,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bmm_tiny(const __g
     unsigned char* to_a = memory + (TENSOR_CORE ? p.per_block * t.m * pitch_of<OUT>(t.n) : 0);
     unsigned char* to_b = to_a + p.per_block * a_bytes;
     t.staged = memory, t.a = to_a, t.b = to_b;
-    load<A_TYPE, A_VECTOR>(to_a, a, t.first, t.count, a_lines, a_inner);
-    load<B_TYPE, B_VECTOR>(to_b, b, t.first, t.count, b_lines, b_inner);
+    if constexpr (PARTS > 1) {
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            load_part<A_TYPE, A_VECTOR, A_K_MAJOR>(to_a, a, t.first, a_lines, a_inner, part);
+            load_part<B_TYPE, B_VECTOR, B_K_MAJOR>(to_b, b, t.first, b_lines, b_inner, part);
+            commit_copies();
+        }
+    } else {
+        load<A_TYPE, A_VECTOR>(to_a, a, t.first, t.count, a_lines, a_inner);
+        load<B_TYPE, B_VECTOR>(to_b, b, t.first, t.count, b_lines, b_inner);
+        commit_copies();
+    }
 #else
     t.a = a.data + t.first * a.batch, t.a_matrix = a.batch;
     t.b = b.data + t.first * b.batch, t.b_matrix = b.batch;
@@ -481,9 +526,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bmm_tiny(const __g
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 #if STAGED
-    commit_copies();
-    wait_copies<0>();
-    __syncthreads();
+    if constexpr (PARTS == 1) {
+        wait_copies<0>();
+        __syncthreads();
+    }
 #endif
     multiply(t);
 #if STAGED && TENSOR_CORE
