@@ -35,12 +35,15 @@ def cases() -> list[Case]:
     return found
 
 
+def operands(case: Case, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    return first.mT if case.work == "dW" else first, second.mT if case.work == "forward" else second
+
+
 def product(case: Case, schedule: Schedule | None) -> Callable[[Tensor, Tensor], Tensor]:
     """The product by `schedule`, or by torch."""
 
     def run(first: Tensor, second: Tensor) -> Tensor:
-        a = first.mT if case.work == "dW" else first
-        b = second.mT if case.work == "forward" else second
+        a, b = operands(case, first, second)
         if schedule is None:
             return torch.mm(a, b)
         return matmul_fma.matmul(a, b, out=a.new_empty(a.shape[0], b.shape[1]), schedule=schedule)
@@ -68,11 +71,10 @@ def suits(s: Schedule, case: Case) -> bool:
 
 def name(s: Schedule) -> str:
     if isinstance(s, matmul_fma_sm90.Schedule):
-        thread, warps = (
-            f"{s.thread_m}x{s.thread_n}x{s.depth}x{s.unroll}",
-            f"{s.warps_m}x{s.warps_n}+{s.feeders}",
-        )
-        return f"sm90 {s.tile_m}x{s.tile_n} {thread} {warps} {s.min_blocks}"
+        few = isinstance(s, matmul_fma_sm90.Few)
+        thread = f"{s.thread_m}x{s.thread_n}x{s.depth}"
+        warps = f"{s.warps_m}x{s.warps_n}+{s.helpers}"
+        return f"sm90 {'few ' if few else ''}{s.tile_m}x{s.tile_n} {thread} {warps} {s.min_blocks}"
     threads = f"{s.warps_m}x{s.warps_n}+{s.helpers}"
     return f"{s.tile_m}x{s.tile_n}x{s.tile_k} {s.thread_m}x{s.thread_n}x{s.step} {threads} {s.stages}"
 
@@ -101,8 +103,12 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
 
 def chosen(case: dict[str, Any], sms: int) -> float:
     """Speed relative to torch of the schedule that the estimate chooses."""
-    rows, columns, _ = size(Case(case["work"], case["m"], case["k"], case["n"], F32))
-    best = min((s for s in SCHEDULES if name(s) in case["us"]), key=lambda s: s.time(rows, columns, 1, sms))
+    product = Case(case["work"], case["m"], case["k"], case["n"], F32)
+    rows, columns, _ = size(product)
+    first, second, *_ = _operands(product, torch.device("meta"), torch.empty)
+    a, b = operands(product, first, second)
+    among = (*matmul_fma.SCHEDULES, matmul_fma_sm90.choose_schedule(a, b, sms))
+    best = min((s for s in among if name(s) in case["us"]), key=lambda s: s.time(rows, columns, 1, sms))
     return float(case["us"]["torch"] / case["us"][name(best)])
 
 

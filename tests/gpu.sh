@@ -28,13 +28,15 @@ finish() {
 
 start compile "$python" tests/sanitize.py --every 16 --compile
 finish
+start compile_for_racecheck "$python" tests/sanitize.py --every 16 --compile --racecheck
+finish
 start pytest "$python" -m pytest -m gpu -n 8 -v -p no:cacheprovider --tb=short -rfE
 start triton "$python" -m pytest -m gpu -n 3 -v -p no:cacheprovider --tb=short -rfE --backend triton \
   tests/test_conformance.py tests/test_invariance.py tests/test_logp.py tests/test_logp_targets.py tests/test_gpu.py \
   -k "not test_verify and not loads_no_kernel" # which need row kernels
 start memcheck compute-sanitizer --error-exitcode 1 --tool memcheck --report-api-errors no \
   "$python" tests/sanitize.py --every 16 --triton
-start racecheck compute-sanitizer --error-exitcode 1 --tool racecheck "$python" tests/sanitize.py --every 16
+start racecheck compute-sanitizer --error-exitcode 1 --tool racecheck "$python" tests/sanitize.py --every 16 --racecheck
 start verify "$python" -m samebits verify --thorough --json "$out/verify.json"
 finish
 

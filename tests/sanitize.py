@@ -2,7 +2,7 @@
 
 python tests/sanitize.py --compile  # first, by a process for each CPU
 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py --triton
-compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --every 8
+compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --every 8 --racecheck
 
 The bindings probe the driver for functions it may lack, which memcheck would report as API errors. Caching
 allocations would hide accesses next to a tensor, so PYTORCH_NO_CUDA_MEMORY_CACHING=1 is set here.
@@ -45,12 +45,16 @@ def operands(rows: int, k: int, layout: str, dtype: torch.dtype = DTYPE) -> Tens
 LAYOUTS = ("k", "rows", "k, any alignment", "rows, any alignment")
 
 
+# Rings of up to eight stages of 32, and of 128, shall go round.
+LONG = {"matmul_fma_sm90": 301, "matmul_fma_few_sm90": 1069}
+
+
 def products(every: int):
     """Kernel, schedule, operands and output of each; with `every`, only each such schedule of the many."""
     m, n = 67, 43
     bias = torch.ones(n, device="cuda")
     for kernel in (k for k in kernels(torch.cuda.current_device()) if k.ahead):
-        k = 301 if kernel.name == "matmul_fma_sm90" else 85  # whose rings have up to eight stages of 32
+        k = LONG.get(kernel.name, 85)
         spans = torch.tensor([0, 3, 3, 40, k], device="cuda")
         for schedule in kernel.schedules[:: every if len(kernel.schedules) > 20 else 1]:
             for layout_a, layout_b in itertools.product(LAYOUTS, LAYOUTS):
@@ -220,17 +224,32 @@ def attention() -> Iterator[Callable[[], None]]:
                 yield partial(call, q, k, v, mask, causal, s)
 
 
+def all_lanes_arrive() -> None:
+    """Where one lane arrives at a barrier for its warp, all do: see ``warp_arrive`` in ``ptx.cuh``."""
+    made = runtime.KernelSpec.__init__
+
+    def init(self: runtime.KernelSpec, source: str, entry: str, params: str, constants: tuple, *rest, **kw):
+        if source in ("matmul_fma_sm90.cu", "matmul_fma_few_sm90.cu"):
+            constants = (*constants, ("ALL_LANES_ARRIVE", 1))
+        made(self, source, entry, params, constants, *rest, **kw)
+
+    runtime.KernelSpec.__init__ = init
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--compile", action="store_true", help="only fill the cache of kernels")
     parser.add_argument("--every", type=int, default=1, help="of a kernel with many schedules, each such one")
+    parser.add_argument("--racecheck", action="store_true", help="kernels as that tool can follow them")
     parser.add_argument(
         "--triton", action="store_true", help="its kernels too, but for racecheck: their barriers are its own"
     )
     options = parser.parse_args()
     every = options.every
+    if options.racecheck:
+        all_lanes_arrive()
     found = itertools.chain(products(every), tiny_products(every), long_products(every))
     if options.compile:
         calls = (partial(k.run, x, out, s) for k, s, x, out in found)

@@ -390,7 +390,21 @@ def test_what_tma_reads_for_the_fma_kernel(x: Tensor, turned: bool | None) -> No
 
 def test_blocks_that_share_a_multiprocessor_are_counted() -> None:
     """Of 256 tiles three may meet on one of 132: four feeders with one tile at a time are faster."""
-    best = min(matmul_fma_sm90.SCHEDULES, key=lambda s: s.time(256, 4096, 1, 132))
+    best = min(matmul_fma_sm90.MANY, key=lambda s: s.time(256, 4096, 1, 132))
     assert (best.tile_m, best.tile_n, best.min_blocks) == (64, 64, 1)
-    wide = min(matmul_fma_sm90.SCHEDULES, key=lambda s: s.time(2048, 4096, 1, 132))
+    wide = min(matmul_fma_sm90.MANY, key=lambda s: s.time(2048, 4096, 1, 132))
     assert (wide.tile_m, wide.tile_n) == (128, 128)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "tile"),
+    [(1, 256, (1, 32)), (1, 4096, (1, 32)), (8, 1024, (8, 8)), (16, 4096, (16, 32)), (128, 4096, (16, 128))],
+)
+def test_few_rows_of_fma_have_tiles_for_all_multiprocessors(m: int, n: int, tile: tuple[int, int]) -> None:
+    x, w = torch.empty(m, 64), torch.empty(n, 64)
+    chosen = matmul_fma_sm90.choose_schedule(x, w.mT, 132)
+    assert (chosen.tile_m, chosen.tile_n) == tile
+    assert chosen in matmul_fma_sm90.FEW
+    # Its threads read four k at a time of operands that are contiguous along k.
+    assert matmul_fma_sm90.choose_schedule(x, torch.empty(64, n), 132) in matmul_fma_sm90.MANY
+    assert matmul_fma_sm90.choose_schedule(torch.empty(512, 64), w.mT, 132) in matmul_fma_sm90.MANY

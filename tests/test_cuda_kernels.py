@@ -29,7 +29,8 @@ def name(x):
     if hasattr(x, "SCHEDULES"):
         return x.__name__.rpartition(".")[2]
     if isinstance(x, matmul_fma_sm90.Schedule):
-        return f"{x.tile_m}x{x.tile_n}-{x.thread_m}x{x.thread_n}x{x.depth}x{x.unroll}-{x.min_blocks}"
+        kind = type(x).__name__.lower()
+        return f"{kind}-{x.tile_m}x{x.tile_n}-{x.thread_m}x{x.thread_n}x{x.depth}-{x.min_blocks}"
     return f"{x.tile_m}x{x.tile_n}x{x.tile_k}"
 
 
@@ -90,7 +91,7 @@ def test_fma_kernel_compiles_without_spills(schedule, arch):
 @pytest.mark.parametrize("schedule", matmul_fma_sm90.SCHEDULES, ids=name)
 def test_hopper_fma_kernel_compiles_without_spills(schedule):
     for a_turned, b_turned in itertools.product((False, True), repeat=2):
-        spec = matmul_fma_sm90.kernel_spec(schedule, a_turned, b_turned)
+        spec = schedule.spec(a_turned, b_turned)
         assert spec.smem <= 227 << 10
         assert (spec.smem + 1024) * schedule.min_blocks <= 228 << 10
         # Each quarter of a multiprocessor has registers for its own warps.

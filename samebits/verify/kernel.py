@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -93,13 +93,14 @@ def _fma() -> Kernel:
     return Kernel("matmul_fma", "fma", (None, *matmul_fma.SCHEDULES), lambda x, out, schedule: True, run)
 
 
-def _fma_hopper() -> Kernel:
+def _fma_hopper() -> Iterator[Kernel]:
     from samebits.backends.cuda import matmul_fma_sm90
 
     def takes(x: Operands, out: Tensor, schedule: Any) -> bool:
         return matmul_fma_sm90.supports(x.a, x.b, out, cu_seqlens=x.cu_seqlens)
 
-    return Kernel("matmul_fma_sm90", "fma", matmul_fma_sm90.SCHEDULES, takes, _fma().run)
+    yield Kernel("matmul_fma_sm90", "fma", matmul_fma_sm90.MANY, takes, _fma().run)
+    yield Kernel("matmul_fma_few_sm90", "fma", matmul_fma_sm90.FEW, takes, _fma().run)
 
 
 def _tiny(step: Literal["mma", "fma"]) -> Kernel:
@@ -169,6 +170,6 @@ def kernels(device: int) -> list[Kernel]:
 
     hopper = runtime.device_info(device).capability == (9, 0)
     tensor_cores = [_universal(), *([_hopper()] if hopper else [])]
-    fma = [_fma(), *([_fma_hopper()] if hopper else [])]
+    fma = [_fma(), *(_fma_hopper() if hopper else ())]
     cuda = [*tensor_cores, *fma, _tiny("mma"), _tiny("fma")]
     return [*cuda, *(_triton() if triton.status().available else [])]

@@ -172,7 +172,7 @@ _CHOICES: dict[bool, tuple[tuple[int, int, Schedule], ...]] = {
         (1024, 32, replace(_DIRECT, tile=(8, 4))),
         (1024, 64, _STAGED),
         (4096, 16, _STAGED),
-        (4096, 64, replace(_STAGED, tile=(8, 4))),
+        (4096, 64, replace(_STAGED, tile=(8, 4), parts=2)),
     ),
     False: (
         (16, 16, replace(_DIRECT, threads=256, in_flight=8)),
@@ -215,14 +215,15 @@ def kernel_spec(
     `broadcast`: whether a and b do, if all matrices are dense, else None.
     """
     known, dense = p.compiled_in, broadcast is not None
+    parts = p.parts(s, dense, vectors)
     constants = {
         "TENSOR_CORE": int(not p.fused),
         "STAGED": int(s.staged),
         "THREADS": s.threads,
-        "BLOCKS": _resident_threads(s, p) // s.threads,
+        "BLOCKS": _resident_threads(s, p, parts) // s.threads,
         **dict(zip(("TILE_M", "TILE_N"), p.tile(s, dense) if p.fused else (0, 0), strict=True)),
         "IN_FLIGHT": 0 if p.fused or s.staged else s.in_flight,
-        "PARTS": p.parts(s, dense, vectors),
+        "PARTS": parts,
         "A_TYPE": _KINDS[p.a],
         "B_TYPE": _KINDS[p.b],
         "OUT": _KINDS[p.out],
@@ -247,14 +248,14 @@ def kernel_spec(
     )
 
 
-def _resident_threads(s: Schedule, p: Product) -> int:
+def _resident_threads(s: Schedule, p: Product, parts: int) -> int:
     """Threads that registers shall allow on a multiprocessor; 0 leaves it to the compiler."""
     if not p.fused:
         return 768 if s.staged else s.threads
     if not s.staged or (s.tile[0] > 4 and p.b_k_major):
         return 256
     if math.prod(s.tile) > 16:
-        return 384
+        return 640 if parts == 2 and math.prod(s.tile) <= 32 and p.a is p.b is torch.float32 else 384
     return 0 if p.a is p.b is torch.float32 else 512
 
 

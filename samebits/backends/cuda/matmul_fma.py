@@ -184,7 +184,7 @@ def plan(
     if schedule is None:
         schedule = choose_schedule(m, n, batch, info)
         if info.capability == (9, 0) and matmul_fma_sm90.supports(a, b, out, cu_seqlens=cu_seqlens):
-            other = min(matmul_fma_sm90.SCHEDULES, key=lambda s: s.time(m, n, batch, info.sm_count))
+            other = matmul_fma_sm90.choose_schedule(a, b, info.sm_count)
             if other.time(m, n, batch, info.sm_count) < schedule.time(m, n, batch, info.sm_count):
                 schedule = other
     if isinstance(schedule, matmul_fma_sm90.Schedule):

@@ -1,4 +1,7 @@
-"""Host side of ``kernels/matmul_fma_sm90.cu`` and ``matmul_fma_few_sm90.cu``: products under FMA of f32 matrices on Hopper."""
+"""Host side of ``kernels/matmul_fma_sm90.cu`` and ``kernels/matmul_fma_few_sm90.cu``.
+
+They are products under FMA of f32 matrices on Hopper, the second for few rows.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from samebits.backends.cuda.matmul_sm80 import LARGEST, matrix_strides
 from samebits.backends.cuda.matmul_sm90 import TYPES, Maps
 from samebits.backends.cuda.schedule import round_up
 
-__all__ = ["SCHEDULES", "Few", "Many", "Plan", "Schedule", "supports"]
+__all__ = ["FEW", "MANY", "SCHEDULES", "Few", "Many", "Plan", "Schedule", "choose_schedule", "supports"]
 
 TILE_K = 32
 """k in a pipeline stage: a row of a raw tile is one line of the swizzle."""
@@ -70,11 +73,12 @@ class Schedule:
         tiles = -(-m // self.tile_m) * -(-n // self.tile_n) * batch
         rounds, rest = divmod(tiles / sm_count, self.min_blocks)  # of as many as fit, and of the rest
         time = rounds * max(self.alone, self.min_blocks * self.busy)
-        if rest == 0:
-            return time
+        return time + max(self.alone, self.shared(int(rounds), rest) * self.busy) if rest else time
+
+    def shared(self, rounds: int, rest: float) -> int:
+        """Blocks on one multiprocessor in the last round, of `rest` for each, after so many whole ones."""
         # A multiprocessor may get one more than its share while others wait.
-        shared = 1 if rest <= 1 else min(self.min_blocks, math.ceil(rest + 0.5))
-        return time + max(self.alone, shared * self.busy)
+        return 1 if rest <= 1 else min(self.min_blocks, math.ceil(rest + 0.5))
 
     def spec(self, a_turned: bool, b_turned: bool) -> runtime.KernelSpec:
         """The kernel for operands that are contiguous along k (turned) or along m and n."""
@@ -170,6 +174,10 @@ class Few(Schedule):
     def helpers(self) -> int:
         return 1
 
+    def shared(self, rounds: int, rest: float) -> int:
+        # Blocks of one length end together: the first multiprocessors to have room take as many as they can.
+        return self.min_blocks if rounds else Schedule.shared(self, rounds, rest)
+
     def spec(self, a_turned: bool, b_turned: bool) -> runtime.KernelSpec:
         line = sum(round_up(rows * TILE_K * 4, 1024) for rows in (self.tile_m, self.tile_n))
         stage = self.lines * line + 16
@@ -184,7 +192,7 @@ class Few(Schedule):
         )
 
 
-SCHEDULES: tuple[Schedule, ...] = (
+MANY = (
     Many(8, 8, 4, 4, 2, 2, 2, 16, 0, alone=93.5, busy=85.9),
     Many(8, 8, 4, 4, 1, 2, 3, 16, 1, alone=56.4, busy=43.7),
     Many(8, 8, 4, 2, 2, 2, 2, 16, 2, alone=58.3, busy=43.0),
@@ -195,8 +203,31 @@ SCHEDULES: tuple[Schedule, ...] = (
     Many(4, 4, 4, 2, 2, 4, 3, 32, 2, alone=19.7, busy=13.3),
     Many(4, 4, 4, 2, 2, 4, 2, 32, 4, alone=15.1, busy=14.0),
     Many(4, 2, 4, 2, 2, 4, 3, 32, 4, alone=10.3, busy=9.2),
-    Few(1, 1, 1, 1, 1, 8, 2, 4, alone=2.3, busy=1.2),
 )
+
+FEW = (
+    Few(1, 1, 1, 1, 1, 4, 2, 4, alone=2.55, busy=2.5),
+    Few(1, 1, 1, 1, 1, 4, 3, 2, alone=2.75, busy=2.45),
+    Few(1, 1, 4, 1, 1, 4, 3, 4, alone=2.6, busy=1.0),
+    Few(1, 1, 4, 2, 1, 4, 3, 4, alone=2.62, busy=1.55),
+    Few(1, 1, 4, 2, 2, 4, 1, 4, alone=2.9, busy=2.6),
+    Few(2, 1, 4, 1, 4, 4, 1, 4, alone=4.0, busy=3.4),
+    Few(2, 2, 4, 1, 3, 4, 1, 4, alone=5.0, busy=4.1),
+    Few(2, 2, 4, 2, 2, 2, 1, 4, alone=5.1, busy=4.7),
+    Few(4, 2, 4, 1, 3, 2, 2, 2, alone=8.1, busy=7.1),
+    Few(4, 2, 4, 1, 4, 2, 2, 2, alone=8.4, busy=7.7),
+    Few(4, 4, 4, 1, 4, 2, 2, 2, alone=13.6, busy=12.4),
+    Few(4, 4, 4, 1, 4, 2, 3, 1, alone=15.1, busy=13.3),
+)
+SCHEDULES: tuple[Schedule, ...] = MANY + FEW
+_FEW_ROWS = 256
+
+
+def choose_schedule(a: Tensor, b: Tensor, sm_count: int) -> Schedule:
+    """The schedule that should be fastest for operands that :func:`supports` accepts."""
+    m, n, batch = a.shape[-2], b.shape[-1], max(x.shape[0] if x.ndim == 3 else 1 for x in (a, b))
+    few = m <= _FEW_ROWS and _turned(a, -2, -1) and _turned(b, -1, -2)
+    return min(FEW if few else MANY, key=lambda s: s.time(m, n, batch, sm_count))
 
 
 def _turned(x: Tensor, row_dim: int, k_dim: int) -> bool | None:

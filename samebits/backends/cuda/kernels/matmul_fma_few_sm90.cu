@@ -8,29 +8,13 @@
 // k) ahead, past the end of a stage too. Stages keep the order that operands have in memory. Of one that is contiguous
 // along k a thread reads a quad at a time.
 
-#include "convert.cuh"
-
-using i64 = long long;
+#include "product_fma_sm90.cuh"
 
 constexpr int LINE_K = 32;  // k in a swizzled line
 constexpr int STAGE_K = LINES * LINE_K, QUADS = LINE_K / 4;
 constexpr int WARPS = WARPS_M * WARPS_N, THREADS = (WARPS + 1) * 32;  // the last warp has TMA copy
-constexpr int BAND = 8;  // rows of tiles walked together, so that their operands stay in L2
 constexpr int AHEAD = DEPTH - 1;  // quads that are read ahead of their use
 static_assert(QUADS % DEPTH == 0 && DEPTH >= 2);
-
-struct Params {
-    TensorMap a, b;
-    float* out;
-    i64 out_batch, out_row, out_col;
-    const float* acc;
-    i64 acc_batch, acc_row, acc_col;
-    const void* bias;
-    i64 bias_stride;
-    int m, n, k, tiles_m, tiles_n;
-    int a_batch, b_batch;                  // 0 where one matrix serves the whole batch
-    int closing, out_together, bias_kind;  // closing: a zero term ends the chain
-};
 
 // LINE_K of k for the rows that WARPS_ x LANES threads take, THREAD each. BY_K: contiguous along k in memory.
 template <int WARPS_, int LANES, int THREAD, bool BY_K>
@@ -104,14 +88,6 @@ using TileB = Tile<WARPS_N, 32 / LANES_M, THREAD_N, B_TURNED>;
 constexpr u32 LINE = TileA::BYTES + TileB::BYTES, STAGE = LINES * LINE;
 static_assert(STAGES >= 2 && SMEM >= STAGES * (STAGE + 16) + 1024);  // the next one is read before this is left
 
-__device__ __forceinline__ float bias_at(const Params& p, int col)
-{
-    const i64 index = col * p.bias_stride;
-    if (p.bias_kind == F32) return static_cast<const float*>(p.bias)[index];
-    const u16 bits = static_cast<const u16*>(p.bias)[index];
-    return p.bias_kind == BF16 ? Element<BF16>::widen(bits) : Element<F16>::widen(bits);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma_few_sm90(const __grid_constant__ Params p)
 {
     extern __shared__ unsigned char memory[];
@@ -130,18 +106,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma_few
     wait_for_previous_kernel();
     let_next_kernel_start();
 
-    const u32 tiles = static_cast<u32>(p.tiles_m) * p.tiles_n;
-    const u32 batch = blockIdx.x / tiles, tile = blockIdx.x % tiles;
-    const u32 band = tile / (BAND * p.tiles_n), band_rows = min(p.tiles_m - band * BAND, static_cast<u32>(BAND));
-    const u32 in_band = tile % (BAND * p.tiles_n);
-    const int m = (band * BAND + in_band % band_rows) * TileA::ROWS, n = in_band / band_rows * TileB::ROWS;
+    const TileOf tile(p, blockIdx.x);
+    const int batch = tile.batch, m = tile.m * TileA::ROWS, n = tile.n * TileB::ROWS;
 
     if (warp == WARPS) {
         if (lane != 0) return;
         const int batch_a = p.a_batch ? batch : 0, batch_b = p.b_batch ? batch : 0;
         u32 place = 0, parity = 1;
 #pragma unroll 1
-        for (int k = 0; k < p.k; k += STAGE_K) {
+        for (u32 k = 0; k < static_cast<u32>(p.k); k += STAGE_K) {
             const u32 barrier = full + place * 8, stage = stages + place * STAGE;
             const int lines = min(LINES, (p.k - k + LINE_K - 1) / LINE_K);
             barrier_wait(empty + place * 8, parity);

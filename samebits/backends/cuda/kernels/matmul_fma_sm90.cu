@@ -13,30 +13,14 @@
 // registers for that, there are none and they do both: one thread has TMA copy, and all turn what it brings, a block of
 // k ahead.
 
-#include "convert.cuh"
-
-using i64 = long long;
+#include "product_fma_sm90.cuh"
 
 constexpr int TILE_K = 32;
 constexpr int WARPS = WARPS_M * WARPS_N, THREADS = (WARPS + FEEDERS) * 32;
-constexpr int BAND = 8;  // rows of tiles walked together, so that their operands stay in L2
 constexpr int AHEAD = DEPTH - 1;  // terms that are read ahead of their use
 // A barrier can be waited for only one round ahead.
 static_assert(FEEDERS ? RAW_STAGES % FEEDERS == 0 && FEEDERS <= STAGES : !(A_TURNED || B_TURNED) || RAW_STAGES >= STAGES - 1);
 static_assert(AHEAD + 4 <= UNROLL && UNROLL % DEPTH == 0 && UNROLL % 4 == 0 && TILE_K % UNROLL == 0);
-
-struct Params {
-    TensorMap a, b;
-    float* out;
-    i64 out_batch, out_row, out_col;
-    const float* acc;
-    i64 acc_batch, acc_row, acc_col;
-    const void* bias;
-    i64 bias_stride;
-    int m, n, k, tiles_m, tiles_n;
-    int a_batch, b_batch;                  // 0 where one matrix serves the whole batch
-    int closing, out_together, bias_kind;  // closing: a zero term ends the chain
-};
 
 // TILE_K of k for the rows that WARPS_ x LANES threads take, THREAD each. TURNED: contiguous along k in memory.
 template <int WARPS_, int LANES, int THREAD, bool TURNED_>
@@ -143,11 +127,8 @@ struct Place {
         u32 thread, block;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
         asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-        const u32 tiles = static_cast<u32>(p.tiles_m) * p.tiles_n, tile = block % tiles;
-        const u32 band = tile / (BAND * p.tiles_n), band_rows = min(p.tiles_m - band * BAND, static_cast<u32>(BAND));
-        const u32 in_band = tile % (BAND * p.tiles_n);
-        batch = block / tiles;
-        m = (band * BAND + in_band % band_rows) * TileA::ROWS, n = in_band / band_rows * TileB::ROWS;
+        const TileOf tile(p, block);
+        batch = tile.batch, m = tile.m * TileA::ROWS, n = tile.n * TileB::ROWS;
         // Neighbours share a row of a, and lanes two apart a row of b: then 16 lanes read 16 bytes each at once, not 8.
         const int warp = thread / 32, lane = thread % 32;
         own_m = TileA::own(warp % WARPS_M, lane / 2 % LANES_M);
@@ -211,14 +192,6 @@ struct Feeder {
         }
     }
 };
-
-__device__ __forceinline__ float bias_at(const Params& p, int col)
-{
-    const i64 index = col * p.bias_stride;
-    if (p.bias_kind == F32) return static_cast<const float*>(p.bias)[index];
-    const u16 bits = static_cast<const u16*>(p.bias)[index];
-    return p.bias_kind == BF16 ? Element<BF16>::widen(bits) : Element<F16>::widen(bits);
-}
 
 __device__ __forceinline__ void multiply_all(const Params& p, const Shared& shared, const Feeder& feeder)
 {
