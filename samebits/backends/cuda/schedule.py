@@ -157,7 +157,7 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     p = product.turned() if s.swap else product
     tiles = _tiles(s, p)
     full, last = divmod(tiles / sms, 1)
-    rounds = full + (0 if last == 0 else 1 if full == 0 else 0.7 + 0.3 * last)
+    rounds = full + (0 if last == 0 else 1 if full == 0 else 0.8 + 0.2 * last)
     bands = round_up(s.block_m // s.share, 64) // 64 * s.share
     multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2 + 1)
     rows, columns = float(s.block_m), float(s.block_n)
@@ -174,7 +174,7 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     intake = (rows / shared + columns) * p.k * 2 / rate
     l2 = tiles * (s.block_m / s.cluster_n + columns / s.cluster_m) * p.k * 2 / _L2
     # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
-    write = 2500.0 if s.share > 1 else 0.0 if s.panel or s.swap else 3000.0
+    write = 3500.0 if s.share > 1 else 0.0 if s.panel or s.swap else 3000.0
     if s.warpgroups == 1 and not s.swap:  # nor between tiles, but for the first
         write += max(0, rounds - 1) / rounds * 1500
     hbm = (p.m * p.k + p.n * p.k + p.m * p.n) * p.batch * 2 / _HBM

@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma_few
         const int batch_a = p.a_batch ? batch : 0, batch_b = p.b_batch ? batch : 0;
         u32 place = 0, parity = 1;
 #pragma unroll 1
-        for (u32 k = 0; k < static_cast<u32>(p.k); k += STAGE_K) {
+        for (int k = 0; k < p.k; k += STAGE_K) {
             const u32 barrier = full + place * 8, stage = stages + place * STAGE;
             const int lines = min(LINES, (p.k - k + LINE_K - 1) / LINE_K);
             barrier_wait(empty + place * 8, parity);
