@@ -153,7 +153,7 @@ def log_probabilities_by_triton() -> None:
 def tiny_products(every: int):
     """Batches of tiny matrices, several of them in a block."""
     tiny = [k for k in kernels(torch.cuda.current_device()) if k.name == "bmm_tiny"]
-    shapes = ((13, 11, 21), (12, 20, 64), (8, 8, 8))
+    shapes = ((13, 11, 21), (12, 20, 64), (8, 8, 8), (64, 64, 64))  # of the last, k is copied in parts
     for i, (kernel, (m, n, k), *layouts) in enumerate(itertools.product(tiny, shapes, LAYOUTS, LAYOUTS)):
         dtype = torch.float32 if kernel.step == "fma" else DTYPE
         a, b = (
@@ -162,7 +162,8 @@ def tiny_products(every: int):
         )
         a = a.view(5, m, k) if layouts[0][0] == "k" else a.view(5, k, m).mT
         b = b.view(5, n, k).mT if layouts[1][0] == "k" else b.view(5, k, n)
-        for schedule in kernel.schedules[i % 3 :: 3 * every]:
+        count = len(kernel.schedules)
+        for schedule in kernel.schedules[i % count :: count] if every > 1 else kernel.schedules:
             acc = torch.ones(5, m, n, device="cuda")
             yield kernel, schedule, Operands(a, b, acc=acc), acc
             yield kernel, schedule, Operands(a, b), torch.empty(5, m, n, dtype=dtype, device="cuda")
