@@ -5,6 +5,15 @@
 // first for the statistics of every block of scores, then, with those of the row known, for probabilities, which the
 // tensor cores take from registers. The two warpgroups share keys and values, and nothing else.
 //
+// With statistics in shared memory every tile has a block of its own. With statistics in `scratch` there are at most as
+// many blocks as multiprocessors, which take several tiles, one after another: the ring and its parities go on from
+// one to the next, queries are copied in once both warpgroups have multiplied those before, and outputs never pass
+// through shared memory.
+//
+// With statistics in shared memory every tile has a block of its own. With statistics in `scratch` blocks stay and take
+// tile after tile: the ring goes on from one to the next, queries are overwritten once both warpgroups have multiplied
+// the last of them, and outputs go straight to memory.
+//
 // What a warpgroup multiplies next is on its way before it turns to what it has: the arithmetic of scores takes
 // several times as long as their products.
 //
@@ -445,6 +454,8 @@ struct Consumer {
             first_pass(rows, place.blocks, shift, by);
             second_pass(rows, place.blocks, shift, by, out);
             store(rows, place, out);
+            __syncwarp();  // rows outside of the output have left early, and wgmma wants whole warps
+            __syncwarp();  // rows outside of the output have left early, and the next tile's wgmma wants the warp whole
         }
     }
 };
