@@ -324,6 +324,9 @@ struct Consumer {
     }
 
     // Over all keys: the shift and the sum of exponentials of each row.
+    //
+    // Here and below the last keys are multiplied once more than they need be, for nobody: with a branch around it ptxas
+    // serialises wgmma (C7515). So they are released after the loop.
     __device__ __forceinline__ void first_pass(const Rows& rows, int blocks, float (&shift)[2], Divisor (&by)[2]) {
         float largest[2] = {-INF, -INF}, even[64], odd[64];
         u32 k = wait();
@@ -334,12 +337,13 @@ struct Consumer {
             wgmma_commit();
         };
         auto step = [&](float (&now)[64], float (&next)[64], int block) {
+            __syncwarp();  // lanes differ in what they read of a mask and keep of statistics
             wgmma_wait<0>();
             pin(now);
-            if (block < blocks) {
+            if (block + 1 < blocks) {
                 release(ring.stage);
                 ring.step();
-                if (block + 1 < blocks) k = wait();
+                k = wait();
             }
             start(next);
             if (block < blocks) block_statistics(now, rows, block, largest);
@@ -349,8 +353,10 @@ struct Consumer {
             step(even, odd, block);
             step(odd, even, block + 1);
         }
-        wgmma_wait<0>();
         __syncwarp();
+        wgmma_wait<0>();
+        release(ring.stage);
+        ring.step();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             shift[i] = contract::shift_of(largest[i]);
@@ -400,15 +406,17 @@ struct Consumer {
         for (int block = 0; block < blocks; ++block) {
             rows.finish(even, p, block * KEYS + rows.column);
             probabilities(p_even, even, shift, by);
+            __syncwarp();  // some have returned early
             wgmma_wait<0>();
             pin(odd);
             pin(p_odd);
-            release(k_stage);
+            bool more = block + 1 < blocks;
+            if (more) release(k_stage);
             if (block > 0) release(v_stage);
             v = wait();
             v_stage = ring.stage;
             ring.step();
-            if (block + 1 < blocks) {
+            if (more) {
                 k = wait();
                 k_stage = ring.stage;
                 ring.step();
@@ -417,6 +425,7 @@ struct Consumer {
 
             rows.finish(odd, p, block * KEYS + 64 + rows.column);
             probabilities(p_odd, odd, shift, by);
+            __syncwarp();
             wgmma_wait<0>();
             pin(even);
             pin(p_even);
@@ -426,6 +435,7 @@ struct Consumer {
         pin(p_odd);
         pin(out);
         if (thread == 0) barrier_arrive(shared.q_empty);
+        release(k_stage);
         release(v_stage);
     }
 
