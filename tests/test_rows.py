@@ -16,7 +16,6 @@ from torch import Tensor
 import samebits
 from samebits import FMA, TENSOR_CORE
 from samebits.backends.cuda import rows, runtime
-from samebits.ops import attention as attention_module
 from samebits.ops.attention import attention
 from samebits.ops.einsum import einsum
 from samebits.ops.embedding import embedding
@@ -181,113 +180,6 @@ def test_attention_is_the_naive_one(device: str, dtype: torch.dtype, kind: str, 
     for got, terms, which in ((grads[1], dk_terms, "k"), (grads[2], dv_terms, "v")):
         want = [[product(sequences) for sequences in row] for row in terms]
         assert_same_bits(got[0].cpu(), rounded(want, dtype), which)
-
-
-# Where no scores are stored: kind, heads (of k, in a group), queries, keys, sizes (of k, of v), mask.
-ATTENTIONS = [
-    ("normal", (1, 1), 1, 1, (64, 64), None),
-    ("normal", (2, 1), 64, 15, (8, 8), None),
-    ("cancel", (1, 8), 3, 16, (72, 80), None),
-    ("wide", (2, 2), 65, 127, (64, 128), "causal"),
-    ("normal", (2, 4), 1, 128, (128, 128), None),
-    ("sparse", (3, 3), 40, 129, (96, 64), "causal"),
-    ("normal", (2, 1), 130, 1000, (80, 96), "causal"),
-    ("special", (2, 2), 100, 300, (64, 64), None),
-    ("huge", (2, 1), 100, 129, (64, 72), None),
-    ("normal", (1, 2), 5, 4500, (64, 64), None),
-    ("normal", (1, 2), 300, 4500, (128, 64), "causal"),
-    ("peaked", (1, 2), 200, 700, (64, 64), None),
-    ("normal", (2, 2), 300, 70, (64, 64), "causal"),
-    ("normal", (2, 2), 60, 260, (64, 64), "boolean"),
-    ("wide", (1, 4), 33, 260, (128, 104), "float"),
-    ("normal", (1, 1), 1, 9000, (16, 112), "boolean"),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize(("kind", "heads", "L", "S", "sizes", "mask"), ATTENTIONS)
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="Hopper's kernel"
-)
-def test_attention_without_scores_in_memory(
-    dtype: torch.dtype,
-    kind: str,
-    heads: tuple[int, int],
-    L: int,
-    S: int,
-    sizes: tuple[int, int],
-    mask: str | None,
-) -> None:
-    """The bits of the kernels that store scores, and of the CPU, from any strides."""
-    from samebits.backends.cuda import attention_sm90
-
-    B, (H, G), (E, Ev) = 2, heads, sizes
-    made = "normal" if kind == "peaked" else kind
-    q, k, v = (
-        values("normal" if mask and seed == 2 else made, shape, dtype, seed)
-        for seed, shape in enumerate([(B, H, G, L, E), (B, H, S, E), (B, H, S, Ev)])
-    )
-    if kind == "peaked":
-        q = q * 12  # most probabilities are subnormal numbers, or zeros
-    given: Tensor | None = None
-    if mask == "boolean":
-        given = torch.rand(B, 1, 1, L, S, generator=torch.Generator().manual_seed(3)) > 0.5
-        given[1, ..., L // 2, :] = False
-    elif mask == "float":
-        given = values("normal", (1, H, 1, L, S), F32, 3)
-        given[..., L // 3, :] = -torch.inf
-        given[..., 5] = -torch.inf
-    given = None if given is None else given.expand(B, H, G, L, S)
-    scale = float(np.float32(1 / math.sqrt(E)))
-    key, causal = TENSOR_CORE.key, mask == "causal"
-    on_gpu = [t.cuda() for t in (q, k, v)]
-    gpu_mask = None if given is None else given.cuda()
-    want = attention_module.stored(*on_gpu, gpu_mask, causal, scale, key)
-    if B * H * G * L * S * (E + Ev) < 1 << 28:
-        on_cpu = attention_module.stored(q, k, v, given, causal, scale, TENSOR_CORE.on(FAMILY).key)
-        assert_same_bits(want.cpu(), on_cpu, "stored")
-    wide = [
-        torch.full((B, t.shape[-2], *t.shape[1:-2], t.shape[-1] + 8), torch.nan, dtype=dtype, device="cuda")
-        for t in on_gpu
-    ]
-    views = [w.movedim(1, -2)[..., : t.shape[-1]].copy_(t) for w, t in zip(wide, on_gpu, strict=True)]
-    schedules = attention_sm90.schedules(-(-E // 16) * 16, -(-Ev // 16) * 16)
-    for s in (None, *schedules[(L + S) % 3 :: 3]):  # which take turns
-        for operands in (on_gpu, views):
-            assert attention_sm90.supports(*operands, key)
-            out = torch.full_like(want, torch.nan)
-            attention_sm90.attention(*operands, gpu_mask, causal, scale, key, out=out, schedule=s)
-            assert_same_bits(out, want, str(s))
-    shared = [t[:1, :1].expand(t.shape) for t in on_gpu[1:]]  # one head for all
-    got = attention_sm90.attention(on_gpu[0], *shared, gpu_mask, causal, scale, key)
-    copies = [t.contiguous() for t in shared]
-    assert_same_bits(got, attention_module.stored(on_gpu[0], *copies, gpu_mask, causal, scale, key), "shared")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("group", [1, 4])
-def test_decoding_and_a_full_forward_are_the_same_over_many_blocks(dtype: torch.dtype, group: int) -> None:
-    T, E = 4300, 64
-    q = case("normal", (1, 2 * group, T, E), dtype, "cuda")
-    k, v = (case("normal", (1, 2, T, E), dtype, "cuda", seed) for seed in (1, 2))
-    full = attention(q, k, v, is_causal=True, enable_gqa=True)
-    for t in (0, 127, 128, 1000, 4095, 4096, 4299):
-        step = attention(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], enable_gqa=True)
-        assert_same_bits(step, full[:, :, t : t + 1], f"step {t}")
-
-
-@pytest.mark.gpu
-def test_attention_in_a_graph() -> None:
-    q, k = case("normal", (2, 4, 200, 64), BF16, "cuda"), case("normal", (2, 2, 5000, 64), BF16, "cuda", 1)
-    want = attention(q, k, k, enable_gqa=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attention(q, k, k, enable_gqa=True)
-    out.fill_(torch.nan)
-    graph.replay()
-    assert_same_bits(out, want)
 
 
 def rounded_right(n: np.ndarray, bits: int) -> np.ndarray:

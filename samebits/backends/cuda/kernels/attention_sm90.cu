@@ -5,6 +5,15 @@
 // first for the statistics of every block of scores, then, with those of the row known, for probabilities, which the
 // tensor cores take from registers. The two warpgroups share keys and values, and nothing else.
 //
+// With statistics in shared memory every tile has a block of its own. With statistics in `scratch` there are at most as
+// many blocks as multiprocessors, which take several tiles, one after another: the ring and its parities go on from
+// one to the next, queries are copied in once both warpgroups have multiplied those before, and outputs never pass
+// through shared memory.
+//
+// With statistics in shared memory every tile has a block of its own. With statistics in `scratch` blocks stay and take
+// tile after tile: the ring goes on from one to the next, queries are overwritten once both warpgroups have multiplied
+// the last of them, and outputs go straight to memory.
+//
 // What a warpgroup multiplies next is on its way before it turns to what it has: the arithmetic of scores takes
 // several times as long as their products.
 //
@@ -315,6 +324,9 @@ struct Consumer {
     }
 
     // Over all keys: the shift and the sum of exponentials of each row.
+    //
+    // Here and below the last keys are multiplied once more than they need be, for nobody: with a branch around it ptxas
+    // serialises wgmma (C7515). So they are released after the loop.
     __device__ __forceinline__ void first_pass(const Rows& rows, int blocks, float (&shift)[2], Divisor (&by)[2]) {
         float largest[2] = {-INF, -INF}, even[64], odd[64];
         u32 k = wait();
@@ -325,12 +337,13 @@ struct Consumer {
             wgmma_commit();
         };
         auto step = [&](float (&now)[64], float (&next)[64], int block) {
+            __syncwarp();  // lanes differ in what they read of a mask and keep of statistics
             wgmma_wait<0>();
             pin(now);
-            if (block < blocks) {
+            if (block + 1 < blocks) {
                 release(ring.stage);
                 ring.step();
-                if (block + 1 < blocks) k = wait();
+                k = wait();
             }
             start(next);
             if (block < blocks) block_statistics(now, rows, block, largest);
@@ -340,8 +353,10 @@ struct Consumer {
             step(even, odd, block);
             step(odd, even, block + 1);
         }
-        wgmma_wait<0>();
         __syncwarp();
+        wgmma_wait<0>();
+        release(ring.stage);
+        ring.step();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             shift[i] = contract::shift_of(largest[i]);
@@ -391,15 +406,17 @@ struct Consumer {
         for (int block = 0; block < blocks; ++block) {
             rows.finish(even, p, block * KEYS + rows.column);
             probabilities(p_even, even, shift, by);
+            __syncwarp();  // some have returned early
             wgmma_wait<0>();
             pin(odd);
             pin(p_odd);
-            release(k_stage);
+            bool more = block + 1 < blocks;
+            if (more) release(k_stage);
             if (block > 0) release(v_stage);
             v = wait();
             v_stage = ring.stage;
             ring.step();
-            if (block + 1 < blocks) {
+            if (more) {
                 k = wait();
                 k_stage = ring.stage;
                 ring.step();
@@ -408,6 +425,7 @@ struct Consumer {
 
             rows.finish(odd, p, block * KEYS + 64 + rows.column);
             probabilities(p_odd, odd, shift, by);
+            __syncwarp();
             wgmma_wait<0>();
             pin(even);
             pin(p_even);
@@ -417,6 +435,7 @@ struct Consumer {
         pin(p_odd);
         pin(out);
         if (thread == 0) barrier_arrive(shared.q_empty);
+        release(k_stage);
         release(v_stage);
     }
 
@@ -445,6 +464,8 @@ struct Consumer {
             first_pass(rows, place.blocks, shift, by);
             second_pass(rows, place.blocks, shift, by, out);
             store(rows, place, out);
+            __syncwarp();  // rows outside of the output have left early, and wgmma wants whole warps
+            __syncwarp();  // rows outside of the output have left early, and the next tile's wgmma wants the warp whole
         }
     }
 };
