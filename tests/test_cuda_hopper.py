@@ -357,6 +357,37 @@ def test_every_launch_of_reductions_adds_up(launches: list[str], monkeypatch: py
     assert set(launches) == {"rows.cu", "columns.cu", "logp.cu"} | fused
 
 
+def test_verify_runs_every_schedule_of_attention_with_every_mask(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled for few heads, which have all the schedules there are; some blocks take several tiles."""
+    on, load = reductions.on_cuda(fused=True), runtime.load
+    taken: dict[object, set[tuple[object, ...]]] = {}
+    several: set[object] = set()
+
+    def noted(spec: runtime.KernelSpec, device: int) -> Any:
+        of, kernel = dict(spec.constants), load(spec, device)
+        taken.setdefault(of["MASK"], set()).add((of["WARPGROUPS"], of["STAGES"], of["HELD"]))
+
+        def launch(grid: tuple[int, int, int], *values: Any) -> None:
+            tiles = values[19]
+            assert of["HELD"] == 0 or grid[0] == tiles
+            if grid[0] < tiles:
+                several.add((of["MASK"], of["WARPGROUPS"]))
+
+        monkeypatch.setattr(kernel, "launch", launch)
+        return kernel
+
+    monkeypatch.setattr(runtime, "load", noted)
+    cases = [c for c in reductions.reductions(thorough=False, fused=True) if c.values]
+    for call in reductions.calls(cases, on, torch.device("cpu")):
+        call()
+    heads = itertools.product(range(16, 129, 16), repeat=2)
+    every = {(s.warpgroups, s.stages, s.held) for of in heads for s in attention_sm90.schedules(*of)}
+    assert taken == dict.fromkeys(("NONE", "BOOLEAN", "F32"), every)
+    assert several == set(itertools.product(taken, (1, 2)))
+
+
 def test_chains_of_no_element_are_rounded_without_a_launch() -> None:
     for shape in ((3, 0), (0, 4), (2, 0, 5)):
         assert matmul.rounded(torch.empty(shape), BF16).shape == shape

@@ -45,25 +45,27 @@ class Backend(NamedTuple):
     statistics: Callable[..., Statistics]
     grad_logits: Callable[..., Tensor]
     attention: Callable[..., Tensor] | None
-    schedules: Callable[[str], Sequence[Any]]
-    """Of one of these three functions; none where there is no fused kernel."""
+    schedules: Callable[..., Sequence[Any]]
+    """Of one of these three functions, for attention's sizes of k and v; none where no kernel is fused."""
 
     def tried(self, case: Reduction) -> Sequence[Any]:
         """The schedules under which it runs a case: none if it does not."""
-        if KERNELS[case.kernel].entry:
-            return self.schedules(KERNELS[case.kernel].entry)
+        if entry := KERNELS[case.kernel].entry:
+            return self.schedules(entry, *((case.features, case.values) if entry == "attention" else ()))
         return ("",) if self.rows is not None or case.kernel in _LOGP else ()
 
 
 def on_cuda(fused: bool) -> Backend:
     """The CUDA kernels; `fused`, whether those of `linear_logp` are here."""
     from samebits.backends.cuda import attention_sm90, linear_logp_sm90, logp, rows
+    from samebits.backends.cuda.schedule import round_up
 
-    def schedules(entry: str) -> Sequence[Any]:
+    def schedules(entry: str, *sizes: int) -> Sequence[Any]:
         if not fused:
             return ()
         if entry == "attention":
-            return attention_sm90.schedules(*_LARGEST_HEADS)
+            head, values = (round_up(size, 16) for size in sizes)
+            return attention_sm90.schedules(head, values)
         return linear_logp_sm90.schedules(f"{entry}_sm90")
 
     kernels = linear_logp_sm90.statistics, linear_logp_sm90.grad_logits, attention_sm90.attention
@@ -79,7 +81,7 @@ def on_triton(contract: Contract, device: torch.device) -> Backend:
             hidden, *args, dtype=hidden.dtype, contract=contract.key, schedule=schedule
         )
 
-    def schedules(entry: str) -> Sequence[Any]:
+    def schedules(entry: str, *sizes: int) -> Sequence[Any]:
         return () if entry == "attention" else linear_logp.schedules(entry, device)
 
     statistics = partial(linear_logp.statistics, contract=contract.key)
@@ -96,11 +98,19 @@ def reference(contract: Contract) -> Backend:
         return linear_logp.grad_logits(hidden, *args, dtype=hidden.dtype, contract=contract.key)
 
     def attention(
-        q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float, key: str, *, schedule: Any
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        key: str,
+        *,
+        schedule: Any,
     ) -> Tensor:
         return stored(q, k, v, mask, causal, scale, contract.key)
 
-    return Backend("", rows, logp, statistics, grad_logits, attention, lambda entry: (None,))
+    return Backend("", rows, logp, statistics, grad_logits, attention, lambda *of: (None,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +124,7 @@ class Reduction:
         what: what it tries, one line of the report.
         rows, n: sizes.
         features: of hidden states and weights, 0 for none.
+        values: size of what attention sums, 0 for none.
         kind: one of ``samebits.testing.KINDS``.
         layout, place: of matrices in memory, as a product's A has them.
     """
@@ -125,6 +136,7 @@ class Reduction:
     rows: int
     n: int
     features: int = 0
+    values: int = 0
     kind: str = "normal"
     layout: str = "N"
     place: str = "plain"
@@ -142,12 +154,16 @@ class RowOperands(NamedTuple):
     y: Tensor
     hidden: Tensor
     vocabulary: Tensor
+    attended: Tensor
+    """A row for each entry of the vocabulary."""
     weight: Tensor
     bias: Tensor
     vectors: Tensor
     """In f32 for each row: logp, entropy, shift, logarithm of the sum, gradient; of norms mean and scale."""
     ids: Tensor
     target: Tensor
+    mask: Tensor
+    """In f32: some keys are hidden, and all from some rows."""
 
     @classmethod
     def of(cls, case: Reduction, make: Callable[..., Tensor] = values) -> RowOperands:
@@ -159,17 +175,21 @@ class RowOperands(NamedTuple):
         logits = hidden.float() @ vocabulary.float().mT if case.features else x.float()
         vectors = make("normal", (5, case.rows), F32, 8, "cpu")
         vectors[2], vectors[3] = logits.amax(1) * SCALE, vectors[3].abs()  # so that probabilities are such
+        mask = make("normal", matrix, F32, 11, "cpu")
+        mask[mask > 1.5] = mask[1::7] = -torch.inf
         return cls(
             x,
             drawn(matrix, case.dtype, 2),
             drawn(matrix, case.other, 3),
             hidden,
             vocabulary,
+            drawn((case.n, case.values), case.dtype, 10),
             make("normal", vector, case.other, 6, "cpu"),
             make("normal", vector, case.other, 7, "cpu"),
             vectors,
             torch.randint(IDS, (case.rows,), generator=g),
             torch.randint(IGNORED - 1, case.n, (case.rows,), generator=g),  # ignored and wrong ones too
+            mask,
         )
 
     def placed(self, case: Reduction, device: torch.device) -> RowOperands:
@@ -180,7 +200,7 @@ class RowOperands(NamedTuple):
         )
 
 
-_MATRICES = 5
+_MATRICES = 6
 """The first ones of `RowOperands`."""
 
 
@@ -238,13 +258,20 @@ def _fused_grad_logits(on: Backend, o: RowOperands, schedule: Any, *, bias: bool
     )
 
 
-def _attention(on: Backend, o: RowOperands, schedule: Any) -> Results:
-    """Tokens are queries of one head, the vocabulary its keys and values."""
+def _attention(on: Backend, o: RowOperands, schedule: Any, *, mask: str = "") -> Results:
+    """Tokens are queries of one head, or two in its group; many are of more heads than multiprocessors.
+
+    The vocabulary is the keys of all heads.
+    """
     assert on.attention is not None
-    q, k = o.hidden[None, None, None], o.vocabulary[None, None]
-    # Values of masked keys must be finite numbers.
-    masks = (False, True) if o.vocabulary.isfinite().all() else (False,)
-    return tuple(on.attention(q, k, k, None, m, SCALE, TENSOR_CORE.key, schedule=schedule) for m in masks)
+    rows = len(o.hidden)
+    heads, group = (rows // 2, 1) if rows >= 300 else (1, 2 - rows % 2)
+    finite = not mask or o.attended.isfinite().all()  # as the values of masked keys must be
+    attended = o.attended if finite else o.attended.nan_to_num(0.0, 0.0, 0.0)
+    k, v = (x.expand(1, heads, *x.shape) for x in (o.vocabulary, attended))
+    given = {"boolean": o.mask > -1.0, "float": o.mask}.get(mask)
+    q, m = (None if x is None else x.unflatten(0, (heads, group, -1))[None] for x in (o.hidden, given))
+    return (on.attention(q, k, v, m, mask == "causal", SCALE, TENSOR_CORE.key, schedule=schedule),)
 
 
 def _given(o: RowOperands, vocabulary: int, entropy: bool) -> tuple[Rows, Tensor, Tensor | None]:
@@ -315,19 +342,31 @@ _LOGP = {
         partial(_fused_grad_logits, bias=True, entropy=False), HALF, "grad_logits"
     ),
 }
-KERNELS = _ROWS | _LOGP | {"attention, whole": Reducer(_attention, HALF, "attention")}
-_LARGEST_HEADS = 128, 128
+_ATTENTION = {
+    "attention, whole": Reducer(_attention, HALF, "attention"),
+    "attention, whole, causal": Reducer(partial(_attention, mask="causal"), HALF, "attention"),
+    # How a mask is read does not depend on the dtype: one for each keeps the kernels few.
+    "attention, whole, boolean mask": Reducer(partial(_attention, mask="boolean"), HALF[:1], "attention"),
+    "attention, whole, float mask": Reducer(partial(_attention, mask="float"), HALF[1:], "attention"),
+}
+KERNELS = _ROWS | _LOGP | _ATTENTION
 
-Size = tuple[int, int, int]
-"""Rows, n and features."""
+Size = tuple[int, int, int, int]
+"""Rows, n, features and values."""
 SIZES: tuple[Size, ...] = (
-    (1, 1, 0), (1, 129, 0), (3, 127, 0), (2, 128, 0), (64, 32, 0), (65, 31, 0), (129, 1, 0), (7, 1024, 0),
-    (9, 1025, 0), (3, 4097, 0), (300, 70, 0),
+    (1, 1, 0, 0), (1, 129, 0, 0), (3, 127, 0, 0), (2, 128, 0, 0), (64, 32, 0, 0), (65, 31, 0, 0),
+    (129, 1, 0, 0), (7, 1024, 0, 0), (9, 1025, 0, 0), (3, 4097, 0, 0), (300, 70, 0, 0),
 )  # fmt: skip
 FUSED_SIZES: tuple[Size, ...] = (
-    (1, 1, 8), (3, 130, 24), (9, 1100, 40), (20, 300, 72), (33, 129, 64), (70, 300, 136), (130, 4097, 64),
-    (300, 700, 24),
+    (1, 1, 8, 0), (3, 130, 24, 0), (9, 1100, 40, 0), (20, 300, 72, 0), (33, 129, 64, 0), (70, 300, 136, 0),
+    (130, 4097, 64, 0), (300, 700, 24, 0),
 )  # fmt: skip
+# Heads with schedules of their own, and no others: each means kernels to compile.
+ATTENTION_SIZES: tuple[Size, ...] = (
+    (1, 1, 64, 64), (3, 130, 56, 88), (9, 1100, 120, 128), (20, 300, 64, 64), (129, 257, 64, 96),
+    (130, 4097, 64, 64), (300, 700, 128, 120),
+)  # fmt: skip
+MORE_HEADS: tuple[Size, ...] = ((3, 130, 8, 16), (20, 300, 24, 40), (33, 129, 40, 24), (300, 700, 72, 104))
 STRIDES = (("N", "pitched"), ("N", "odd"), ("N", "spread"), ("T", "plain"))
 
 
@@ -338,9 +377,9 @@ def reductions(thorough: bool, fused: bool) -> Iterator[Reduction]:
         if kernel.entry and not fused:
             continue
         sizes = FUSED_SIZES if kernel.entry else SIZES
-        if kernel.run is _attention:
-            sizes = tuple(size for size in sizes if size[2] <= _LARGEST_HEADS[0])
-        middle: Size = (70, 300, 72) if kernel.entry else (5, 1100, 0)
+        middle: Size = (70, 300, 72, 0) if kernel.entry else (5, 1100, 0, 0)
+        if kernel.entry == "attention":
+            sizes, middle = ATTENTION_SIZES + (MORE_HEADS if thorough else ()), (70, 300, 128, 128)
         for dtype, other in kernel.dtypes:
             case = partial(Reduction, name, dtype, other)
             for size in sizes * (3 if thorough else 1):
@@ -369,10 +408,13 @@ def verify_reductions(
     """Hold the kernels of `backends` to the CPU reference, and what lies around their outputs to NaN."""
     right = reference(contract)
     for case in cases:
+        runs = [(on, schedule) for on in backends for schedule in on.tried(case)]
+        if not runs:  # attention is Hopper's alone
+            continue
         kernel, operands = KERNELS[case.kernel], RowOperands.of(case)
         want = [t.to(device) for t in kernel(right, operands, None)]
         placed = operands.placed(case, device)
-        for on, schedule in [(b, schedule) for b in backends for schedule in b.tried(case)]:
+        for on, schedule in runs:
             name = on.name + case.kernel
             doing = f"{name}, {case.what}, {case}, {schedule}"
             with running(doing), Surrounded() as room:
