@@ -176,7 +176,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--out", type=Path, help="instead of benchmarks/results/<gpu>/models.json")
+    parser.add_argument(
+        "--out", type=Path, help="instead of benchmarks/results/<gpu>/models.json; embeddings.json lies beside"
+    )
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     data = {
@@ -185,11 +187,12 @@ def main() -> None:
         "drift": drift(),
         "training": training(options.steps),
         "micro_batches": micro_batches(),
-        "embeddings": embeddings(),
         "forward": forward_times(),
     }
-    folder = RESULTS / slug(torch.cuda.get_device_name())
-    write(options.out or folder / "models.json", data)
+    out = options.out or RESULTS / slug(torch.cuda.get_device_name()) / "models.json"
+    write(out, data)
+    if found := embeddings():
+        write(out.with_name("embeddings.json"), {"environment": data["environment"], **found})
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from benchmarks import triton_tune
 from benchmarks.logp import PRODUCT
 from benchmarks.record import GPUS, ROOT, load, measured, slug, tiny
 from samebits.bench import ratio, summary
@@ -70,7 +71,8 @@ def reference_speed() -> str:
 def before_after() -> str:
     """README's first figures: of whole models on a GPU; before these are measured, of linear layers."""
     for gpu in measured("models.json"):
-        return gpu_models_drift(load(f"{gpu}/models.json"))
+        said = gpu_models_drift(load(f"{gpu}/models.json"))
+        return f"{said}\n\n{gpu_embeddings(load(f'{gpu}/embeddings.json'))}" if gpu in measured("embeddings.json") else said
     data = load("cpu/drift.json")
     rows, theirs, ours = (sum(v[key] for v in data["variations"]) for key in ("rows", "torch", "samebits"))
     return "\n\n".join(
@@ -237,28 +239,28 @@ def gpu_models_drift(data: dict[str, Any]) -> str:
             f" {learner['hidden_size']:,}, {learner['group']} answers of {learner['answer']} tokens to each"
             f" prompt): log-probs of rollout and trainer differ by up to {theirs:.2g} in PyTorch and"
             f" {ours:.2g} in samebits, of which two runs end with {'identical' if same else 'DIFFERENT'}"
-            " weights." + _examples(data),
+            " weights." + _micro_batches(data),
             _measured_on_gpu(data),
         )
     )
 
 
-def _examples(data: dict[str, Any]) -> str:
-    """What changes with micro-batches, and with the batch of sentences."""
-    said = ""
-    if found := data.get("micro_batches"):
-        theirs, ours = ([by[n] for n in sorted(by)] for by in found.values())
-        said += (
-            f" Trained in 2 and 4 micro-batches instead of one, a small model ends with {theirs[0]:,} and"
-            f" {theirs[1]:,} other weights in PyTorch, {ours[0]:,} and {ours[1]:,} in samebits."
-        )
-    if found := data.get("embeddings"):
-        theirs, ours = (max(by.values()) for by in found["changed"].values())
-        said += (
-            f" Of MiniLM's embeddings of {found['sentences']} sentences (float32), {theirs} change with the"
-            f" batch, its order or its padding in PyTorch, {ours} in samebits."
-        )
-    return said
+def _micro_batches(data: dict[str, Any]) -> str:
+    theirs, ours = ([by[n] for n in sorted(by)] for by in data["micro_batches"].values())
+    return (
+        f" Trained in 2 and 4 micro-batches instead of one, a small model ends with {theirs[0]:,} and"
+        f" {theirs[1]:,} other weights in PyTorch, {ours[0]:,} and {ours[1]:,} in samebits."
+    )
+
+
+def gpu_embeddings(data: dict[str, Any]) -> str:
+    """What changes with the batch of sentences."""
+    theirs, ours = (max(by.values()) for by in data["changed"].values())
+    said = (
+        f"Of MiniLM's embeddings of {data['sentences']} sentences (its own weights, float32), {theirs} change with"
+        f" the batch, its order or its padding in PyTorch, {ours} in samebits."
+    )
+    return f"{said} {_measured_on_gpu(data)}"
 
 
 def gpu_models_time(data: dict[str, Any]) -> str:
@@ -329,20 +331,20 @@ def gpu_logp(data: dict[str, Any]) -> str:
 
 
 def gpu_triton_tune(data: dict[str, Any]) -> str:
-    """Of each product the fastest of the schedules, beside torch."""
-    rows = []
+    """Of each product the chosen schedule, and the fastest, beside torch."""
+    pick, rows = partial(triton_tune.chosen, sms=data["environment"]["multiprocessors"]), []
     for said, some in (
         ("forward, M <= 128", [c for c in data["cases"] if c["m"] <= 128]),
         ("forward, dX and dW, M >= 2048", [c for c in data["cases"] if c["m"] >= 2048]),
     ):
-        speeds = [(c["us"]["torch"] / min(t for by, t in c["us"].items() if by != "torch"), c) for c in some]
-        worst, at = min(speeds, key=lambda pair: pair[0])
-        mean = statistics.geometric_mean(speed for speed, _ in speeds)
+        fastest = [c["us"]["torch"] / min(t for by, t in c["us"].items() if by != "torch") for c in some]
+        worst, at = min(((pick(c), c) for c in some), key=lambda pair: pair[0])
+        means = (statistics.geometric_mean(speeds) for speeds in (map(pick, some), fastest))
         where = f"{at['work']} M {at['m']}, K {at['k']}, N {at['n']}"
-        rows.append([said, str(len(some)), f"{mean:.3f}", f"{worst:.3f}", where])
-    head = ["work, bf16", "cases", "geometric mean", "worst", "worst at"]
+        rows.append([said, str(len(some)), *(f"{mean:.3f}" for mean in means), f"{worst:.3f}", where])
+    head = ["work, bf16", "cases", "geometric mean", "of the fastest", "worst", "worst at"]
     e = data["environment"]
-    said = "Speed relative to torch.mm in the same run, of the fastest schedule."
+    said = "Speed relative to torch.mm in the same run, of the chosen schedule."
     return "\n\n".join((table(head, rows), f"{said} Measured {e['date']} on one {e['gpu']}."))
 
 
@@ -357,7 +359,9 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     },
     "logp.json": {"logp": gpu_logp},
     "triton_tune.json": {"triton-tune": gpu_triton_tune},
+    "triton.json": {"triton": gpu_summary},
     "models.json": {"models-drift": gpu_models_drift, "models-time": gpu_models_time},
+    "embeddings.json": {"embeddings": gpu_embeddings},
 }
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from samebits.auditing import Drift, Layer, OperatorReport, Report
     from samebits.info import Info
 
+_SAY_EVERY = 20.0  # seconds
 _SOFTWARE, _CLOSED_PIPE = 70, 128 + 13  # as in sysexits.h, and as the shell reports SIGPIPE
 
 app = typer.Typer(
@@ -318,7 +320,7 @@ class _Console(Console):
 
 @contextmanager
 def _progress() -> Iterator[Callable[[float, str], None]]:
-    """A bar on stderr, gone when done."""
+    """A bar on stderr, gone when done; where that is no terminal, a line now and then."""
     columns = (
         BarColumn(bar_width=24),
         TaskProgressColumn(),
@@ -328,7 +330,18 @@ def _progress() -> Iterator[Callable[[float, str], None]]:
         TextColumn("[dim]{task.description}"),
     )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    said = time.monotonic()
+
+    def say(done: float, what: str) -> None:
+        nonlocal said
+        if time.monotonic() - said >= _SAY_EVERY:
+            said = time.monotonic()
+            print(f"{done:.0%} {what}", file=sys.stderr, flush=True)
+
+    if not console.is_terminal:
+        yield say
+        return
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=1.0)
 
         def show(done: float, what: str) -> None:

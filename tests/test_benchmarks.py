@@ -27,7 +27,6 @@ def test_models(monkeypatch: pytest.MonkeyPatch) -> None:
     data = {
         "environment": environment("c0ffee") | {"gpu": "A GPU"},
         "micro_batches": {"torch.nn.Linear": {"2": 10, "4": 1200}, "samebits.nn.Linear": {"2": 0, "4": 0}},
-        "embeddings": {"sentences": 16, "changed": changed},
         "sizes": models.sizes(),
         "drift": models.drift("cpu"),
         "training": models.training(2, "cpu"),
@@ -45,7 +44,8 @@ def test_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said.count("| 0 | 0 | 0 |") == 6
     assert "0 in samebits, of which two runs end with identical weights" in said
     assert "10 and 1,200 other weights in PyTorch, 0 and 0 in samebits" in said
-    assert "16 sentences (float32), 5 change" in said
+    found = {"environment": data["environment"], "sentences": 16, "changed": changed}
+    assert "16 sentences (its own weights, float32), 5 change" in tables.gpu_embeddings(found)
     assert "(docs/assets/a-gpu-models.svg)" in said
     assert "on one A GPU" in said
     assert "| 1 x 4,096 | 20.0 | 40.0 | 4.0 | 20.0 | 2.00 | 1.25 |" in tables.gpu_models_time(data)

@@ -18,6 +18,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import samebits
+from samebits import cli
 from samebits import info as info_module
 from samebits.auditing import OperatorReport, Report
 from samebits.auditing import linears as linears_module
@@ -518,3 +519,14 @@ print((set(sys.modules) - had) & {"numba", "rich", "typer", "transformers", "cud
 """
     root = Path(samebits.__file__).parents[1]
     assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True) == "set()\n"
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter((0.0, 5.0, 25.0, 25.0, 30.0))  # seconds
+    monkeypatch.setattr(cli, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    with cli._progress() as show:
+        for done, what in ((0.1, "early"), (0.5, "large: [64]"), (0.6, "soon after")):
+            show(done, what)
+    assert capsys.readouterr().err == "50% large: [64]\n"

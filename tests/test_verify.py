@@ -431,3 +431,23 @@ def test_kernels_are_compiled_ahead_of_the_calls_that_load_them(
     assert elsewhere == [specs[0]]
     assert len(list(tmp_path.glob("*.cubin"))) == 2
     assert not after_load, "a call went on without its kernel"
+
+
+def test_measured_log_probabilities_are_held_to_the_cpu_whichever_backend_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("samebits.backends.cuda.matmul.family", lambda index: samebits.HOPPER)
+    case = bench.Case("logp", 5, 24, 40, torch.bfloat16)
+    x, weight = torch.randn(5, 24).bfloat16(), torch.randn(40, 24).bfloat16()
+    operands = x, weight, torch.arange(5)
+
+    def ours(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        with samebits.use_backend("reference"):
+            return samebits.linear_logp(x, weight, target) + wrong
+
+    with samebits.use_backend("triton"):
+        wrong = 0.0
+        bench._check_logp(case, operands, CPU, ours)
+        wrong = 1.0
+        with pytest.raises(AssertionError):
+            bench._check_logp(case, operands, CPU, ours)
