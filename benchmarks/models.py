@@ -177,7 +177,7 @@ def main() -> None:
     )
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
     parser.add_argument(
-        "--out", type=Path, help="instead of benchmarks/results/<gpu>/models.json; embeddings.json lies beside"
+        "--out", type=Path, help="instead of benchmarks/results/<gpu>/models.json; embeddings.json beside it"
     )
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()

@@ -72,7 +72,9 @@ def before_after() -> str:
     """README's first figures: of whole models on a GPU; before these are measured, of linear layers."""
     for gpu in measured("models.json"):
         said = gpu_models_drift(load(f"{gpu}/models.json"))
-        return f"{said}\n\n{gpu_embeddings(load(f'{gpu}/embeddings.json'))}" if gpu in measured("embeddings.json") else said
+        if gpu in measured("embeddings.json"):
+            said += f"\n\n{gpu_embeddings(load(f'{gpu}/embeddings.json'))}"
+        return said
     data = load("cpu/drift.json")
     rows, theirs, ours = (sum(v[key] for v in data["variations"]) for key in ("rows", "torch", "samebits"))
     return "\n\n".join(
@@ -257,8 +259,8 @@ def gpu_embeddings(data: dict[str, Any]) -> str:
     """What changes with the batch of sentences."""
     theirs, ours = (max(by.values()) for by in data["changed"].values())
     said = (
-        f"Of MiniLM's embeddings of {data['sentences']} sentences (its own weights, float32), {theirs} change with"
-        f" the batch, its order or its padding in PyTorch, {ours} in samebits."
+        f"Of MiniLM's embeddings of {data['sentences']} sentences (its own weights, float32), {theirs} change"
+        f" with the batch, its order or its padding in PyTorch, {ours} in samebits."
     )
     return f"{said} {_measured_on_gpu(data)}"
 
