@@ -31,9 +31,10 @@ finish() {
 
 for tool in memcheck racecheck; do
   [[ $wanted == *" $tool "* ]] || continue
-  only=$([ $tool = racecheck ] && echo --racecheck)
-  "$python" tests/sanitize.py --every 16 --compile $only >"$out/compile_for_$tool.log" 2>&1 || tail -n 5 "$out/compile_for_$tool.log"
+  "$python" tests/sanitize.py --every 16 --compile $([ $tool = racecheck ] && echo --racecheck) \
+    >"$out/compile_for_$tool.log" 2>&1 || tail -n 5 "$out/compile_for_$tool.log"
 done
+export OMP_NUM_THREADS=2 # of each of so many processes, in which PyTorch and the CPU reference would start one for each CPU
 start pytest "$python" -m pytest -m gpu -n "${WORKERS:-10}" -v -p no:cacheprovider --tb=short -rfE --durations 40
 start triton "$python" -m pytest -m gpu -n 3 -v -p no:cacheprovider --tb=short -rfE --durations 20 --backend triton \
   tests/test_conformance.py tests/test_invariance.py tests/test_logp.py tests/test_logp_targets.py tests/test_gpu.py \
@@ -42,6 +43,7 @@ start memcheck compute-sanitizer --error-exitcode 1 --tool memcheck --report-api
   "$python" tests/sanitize.py --every 16 --triton
 start racecheck compute-sanitizer --error-exitcode 1 --tool racecheck "$python" tests/sanitize.py --every 16 --racecheck
 finish
+unset OMP_NUM_THREADS
 start verify "$python" -m samebits verify --thorough --json "$out/verify.json"
 finish
 
