@@ -36,6 +36,7 @@ def cases() -> list[Case]:
 
 
 def operands(case: Case, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """a and b of the product, from what the case's work is given."""
     return first.mT if case.work == "dW" else first, second.mT if case.work == "forward" else second
 
 
@@ -71,10 +72,10 @@ def suits(s: Schedule, case: Case) -> bool:
 
 def name(s: Schedule) -> str:
     if isinstance(s, matmul_fma_sm90.Schedule):
-        few = isinstance(s, matmul_fma_sm90.Few)
-        thread = f"{s.thread_m}x{s.thread_n}x{s.depth}"
-        warps = f"{s.warps_m}x{s.warps_n}+{s.helpers}"
-        return f"sm90 {'few ' if few else ''}{s.tile_m}x{s.tile_n} {thread} {warps} {s.min_blocks}"
+        kind = f"few {s.lines}" if isinstance(s, matmul_fma_sm90.Few) else "many"
+        kind += f" {s.unroll}" if isinstance(s, matmul_fma_sm90.Many) else ""
+        thread, warps = f"{s.thread_m}x{s.thread_n}x{s.depth}", f"{s.warps_m}x{s.warps_n}+{s.helpers}"
+        return f"sm90 {kind} {s.tile_m}x{s.tile_n} {thread} {warps} {s.min_blocks}"
     threads = f"{s.warps_m}x{s.warps_n}+{s.helpers}"
     return f"{s.tile_m}x{s.tile_n}x{s.tile_k} {s.thread_m}x{s.thread_n}x{s.step} {threads} {s.stages}"
 
@@ -103,10 +104,10 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
 
 def chosen(case: dict[str, Any], sms: int) -> float:
     """Speed relative to torch of the schedule that the estimate chooses."""
-    product = Case(case["work"], case["m"], case["k"], case["n"], F32)
-    rows, columns, _ = size(product)
-    first, second, *_ = _operands(product, torch.device("meta"), torch.empty)
-    a, b = operands(product, first, second)
+    given = Case(case["work"], case["m"], case["k"], case["n"], F32)
+    rows, columns, _ = size(given)
+    first, second, *_ = _operands(given, torch.device("meta"), torch.empty)
+    a, b = operands(given, first, second)
     among = (*matmul_fma.SCHEDULES, matmul_fma_sm90.choose_schedule(a, b, sms))
     best = min((s for s in among if name(s) in case["us"]), key=lambda s: s.time(rows, columns, 1, sms))
     return float(case["us"]["torch"] / case["us"][name(best)])

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from benchmarks import triton_tune
 from benchmarks.logp import PRODUCT
 from benchmarks.record import GPUS, ROOT, load, measured, slug, tiny
 from samebits.bench import ratio, summary
@@ -334,6 +333,8 @@ def gpu_logp(data: dict[str, Any]) -> str:
 
 def gpu_triton_tune(data: dict[str, Any]) -> str:
     """Of each product the chosen schedule, and the fastest, beside torch."""
+    from benchmarks import triton_tune  # which imports Triton
+
     pick, rows = partial(triton_tune.chosen, sms=data["environment"]["multiprocessors"]), []
     for said, some in (
         ("forward, M <= 128", [c for c in data["cases"] if c["m"] <= 128]),

@@ -42,7 +42,8 @@ def menu(p: Product, batch: int, sms: int) -> list[Schedule]:
     ):
         s = bmm_tiny.settle(Schedule(threads, tile, 1, staged, in_flight), p, batch, sms)
         if _promises(s, p):
-            found.append(s)
+            # What takes no parts would be the same kernel again.
+            found += [t for t in (s, replace(s, parts=2)) if p.parts(t, True, (16, 16, 16)) == t.parts]
     return list(dict.fromkeys(found))
 
 
@@ -64,8 +65,8 @@ def _promises(s: Schedule, p: Product) -> bool:
 
 
 def name_of(s: Schedule) -> str:
-    threads, (rows, columns), per_block, staged, in_flight = astuple(s)
-    return f"{'s' if staged else 'd'}{threads} {rows}x{columns} f{in_flight} b{per_block}"
+    threads, (rows, columns), per_block, staged, in_flight, parts = astuple(s)
+    return f"{'s' if staged else 'd'}{threads} {rows}x{columns} f{in_flight} b{per_block} p{parts}"
 
 
 def runner(fused: bool, schedule: Schedule) -> Callable[..., Tensor]:

@@ -321,14 +321,6 @@ class _Console(Console):
 @contextmanager
 def _progress() -> Iterator[Callable[[float, str], None]]:
     """A bar on stderr, gone when done; where that is no terminal, a line now and then."""
-    columns = (
-        BarColumn(bar_width=24),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("[dim]{task.description}"),
-    )
     console = Console(stderr=True)
     said = time.monotonic()
 
@@ -341,6 +333,14 @@ def _progress() -> Iterator[Callable[[float, str], None]]:
     if not console.is_terminal:
         yield say
         return
+    columns = (
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("[dim]{task.description}"),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=1.0)
 

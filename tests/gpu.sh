@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
 # All tests that want a GPU: bash tests/gpu.sh OUT [NAME...]
 #
-# NAME: pytest, triton, memcheck, racecheck, which run side by side in some six minutes; or verify, which takes as long
-# and all CPUs. The sanitizer's kernels are compiled first. What runs out of time is interrupted, so that its report is
-# not lost. The benchmarks want the GPU for themselves: benchmarks/gpu.sh.
+# NAME: pytest, triton, memcheck, racecheck, which run side by side; or verify, which takes all CPUs and comes last. The
+# sanitizer's kernels are compiled first. What takes longer than LIMIT seconds, 500 unless told, is interrupted, so that its
+# report is not lost. The benchmarks want the GPU for themselves: benchmarks/gpu.sh.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=$1
 shift
-wanted=" ${*:-pytest triton memcheck racecheck verify} "
+all="pytest triton memcheck racecheck verify"
+for name in "$@"; do
+  [[ " $all " == *" $name "* ]] || { echo "unknown: $name; one or more of: $all" && exit 2; }
+done
+wanted=" ${*:-$all} "
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} SAMEBITS_CACHE_DIR=${SAMEBITS_CACHE_DIR:-$out/../samebits-cache}
 python=${PYTHON:-python3}
@@ -31,8 +35,9 @@ finish() {
 
 for tool in memcheck racecheck; do
   [[ $wanted == *" $tool "* ]] || continue
-  "$python" tests/sanitize.py --every 16 --compile $([ $tool = racecheck ] && echo --racecheck) \
-    >"$out/compile_for_$tool.log" 2>&1 || tail -n 5 "$out/compile_for_$tool.log"
+  start "$tool" "$python" tests/sanitize.py --every 16 --compile $([ $tool = racecheck ] && echo --racecheck)
+  finish
+  [ "${codes[$tool]}" = 0 ] || { tail -n 5 "$out/$tool.log" && exit 1; }
 done
 export OMP_NUM_THREADS=2 # of each of so many processes, in which PyTorch and the CPU reference would start one for each CPU
 start pytest "$python" -m pytest -m gpu -n "${WORKERS:-10}" -v -p no:cacheprovider --tb=short -rfE --durations 40

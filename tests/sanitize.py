@@ -1,6 +1,6 @@
 """Schedules and layouts of the CUDA kernels on small shapes, to be run under compute-sanitizer:
 
-python tests/sanitize.py --compile  # first, by a process for each CPU
+python tests/sanitize.py --compile  # first, by a process for each CPU; with --racecheck too, before that tool
 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py --triton
 compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --every 8 --racecheck
 
@@ -162,8 +162,8 @@ def tiny_products(every: int):
         )
         a = a.view(5, m, k) if layouts[0][0] == "k" else a.view(5, k, m).mT
         b = b.view(5, n, k).mT if layouts[1][0] == "k" else b.view(5, k, n)
-        count = len(kernel.schedules)
-        for schedule in kernel.schedules[i % count :: count] if every > 1 else kernel.schedules:
+        in_turn = (kernel.schedules[i % len(kernel.schedules)],)
+        for schedule in in_turn if every > 1 else kernel.schedules:
             acc = torch.ones(5, m, n, device="cuda")
             yield kernel, schedule, Operands(a, b, acc=acc), acc
             yield kernel, schedule, Operands(a, b), torch.empty(5, m, n, dtype=dtype, device="cuda")
@@ -233,7 +233,7 @@ def attention() -> Iterator[Callable[[], None]]:
         )
         seen = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril().expand(*q.shape[:-1], keys)
         masks = (None, False), (None, True), (seen, False), (seen.float(), False)
-        if i == 3:  # statistics in memory, and many tiles for a block
+        if i == 3:  # the last sizes are for statistics in memory, and many tiles for a block
             stay = (s for s in schedules if s.held == 0)
             yield from (partial(on_few, q, k, v, *of, s) for s, of in itertools.product(stay, masks))
             continue
@@ -259,7 +259,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--compile", action="store_true", help="only fill the cache of kernels")
-    parser.add_argument("--every", type=int, default=1, help="of a kernel with many schedules, each such one")
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=1,
+        help="each such schedule, where they are many",
+    )
     parser.add_argument("--racecheck", action="store_true", help="kernels as that tool can follow them")
     parser.add_argument(
         "--triton", action="store_true", help="its kernels too, but for racecheck: their barriers are its own"

@@ -1,4 +1,4 @@
-"""Attention on a GPU: the kernel that stores no scores has the bits of those that do."""
+"""Attention on Hopper: the kernel that stores no scores has the bits of those that do."""
 
 from __future__ import annotations
 
@@ -17,16 +17,12 @@ from samebits.backends.cuda import attention_sm90, runtime
 from samebits.backends.cuda.schedule import round_up
 from samebits.ops.attention import attention, stored
 from samebits.testing import assert_same_bits, values
-from tests.devices import FAMILY
+from tests.devices import FAMILY, case
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 on_hopper = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="Hopper's kernel"
 )
-
-
-def case(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
-    return values(kind, shape, dtype, seed).to(device)
 
 
 # Where no scores are stored: kind, heads (of k, in a group), queries, keys, sizes (of k, of v), mask.
@@ -166,7 +162,8 @@ def test_blocks_that_take_several_tiles(
     for count, warpgroups in itertools.product(counts, (1, 2)):
         longest = attention_sm90.Schedule(warpgroups).filled(round_up(E, 16), round_up(Ev, 16))
         _, _, of_queries, of_members = attention_sm90._tiles(longest, G, L)
-        assert B * H * of_queries * of_members >= 2 * pretend(count)
+        multiprocessors = pretend(count)
+        assert B * H * of_queries * of_members >= 2 * multiprocessors
         for s in (longest, replace(longest, stages=3)):
             out = torch.full_like(want, torch.nan)
             attention_sm90.attention(q, k, v, *rest, out=out, schedule=s)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from benchmarks import logp, models, plot, tables
 from benchmarks.record import GPUS, environment, load, tiny
+from samebits.backends.cuda.bmm_tiny import Product
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
 
@@ -90,3 +94,23 @@ def test_no_point_of_the_roofline_is_under_its_label() -> None:
         points = [axes.transData.transform(line.get_xydata()) for line in axes.lines]
         assert not any(extent.contains(*point) for line in points for point in line)
         plot.plt.close(figure)
+
+
+def test_schedules_have_names_of_their_own() -> None:
+    from benchmarks import fma_tune, tiny_tune
+
+    tiny = Product(64, 64, 64, torch.float32, torch.float32, torch.float32, True, False, True)
+    for name, schedules in (
+        (fma_tune.name, fma_tune.SCHEDULES),
+        (tiny_tune.name_of, tiny_tune.menu(tiny, 9, 132)),
+    ):
+        assert len({name(s) for s in schedules}) == len(schedules)  # times are kept by name
+
+
+def test_schedules_of_triton() -> None:
+    triton_tune = pytest.importorskip("benchmarks.triton_tune")
+    data = load("nvidia-h200/triton_tune.json")
+    some = [triton_tune.chosen(c, 132) for c in data["cases"] if c["m"] <= 128]
+    said = tables.gpu_triton_tune(data)
+    assert f"| {len(some)} | {statistics.geometric_mean(some):.3f} |" in said
+    assert f"| {min(some):.3f} |" in said

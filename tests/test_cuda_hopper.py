@@ -370,7 +370,7 @@ def test_verify_runs_every_schedule_of_attention_with_every_mask(
         taken.setdefault(of["MASK"], set()).add((of["WARPGROUPS"], of["STAGES"], of["HELD"]))
 
         def launch(grid: tuple[int, int, int], *values: Any) -> None:
-            tiles = values[19]
+            *_, tiles, _, _, _, _, _ = values  # the grid's cut, causal and scale come after it
             assert of["HELD"] == 0 or grid[0] == tiles
             if grid[0] < tiles:
                 several.add((of["MASK"], of["WARPGROUPS"]))
@@ -431,7 +431,7 @@ def test_blocks_that_share_a_multiprocessor_are_counted() -> None:
     ("m", "n", "tile"),
     [(1, 256, (1, 32)), (1, 4096, (1, 32)), (8, 1024, (8, 8)), (16, 4096, (16, 32)), (128, 4096, (16, 128))],
 )
-def test_few_rows_of_fma_have_tiles_for_all_multiprocessors(m: int, n: int, tile: tuple[int, int]) -> None:
+def test_few_rows_of_fma_have_small_tiles(m: int, n: int, tile: tuple[int, int]) -> None:
     x, w = torch.empty(m, 64), torch.empty(n, 64)
     chosen = matmul_fma_sm90.choose_schedule(x, w.mT, 132)
     assert (chosen.tile_m, chosen.tile_n) == tile

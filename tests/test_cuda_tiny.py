@@ -141,6 +141,37 @@ def test_only_dense_matrices_go_straight_into_registers(
         assert (blocks - 1) * per_block < batch <= blocks * per_block
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "schedule", "parts"),
+    [
+        ((64, 64, 64), None, 2),
+        ((64, 32, 64), Schedule(128, (4, 8), 1, parts=2), 2),
+        ((64, 20, 64), Schedule(128, (4, 8), 1, parts=2), 1),  # half of k is no multiple of four
+        ((32, 64, 32), Schedule(128, (4, 8), 1, parts=2), 1),  # threads without a tile
+    ],
+)
+def test_a_block_that_copies_k_in_parts_has_one_matrix(
+    shape: tuple[int, int, int],
+    schedule: Schedule | None,
+    parts: int,
+    shared: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    specs: list[runtime.KernelSpec] = []
+    monkeypatch.setattr(runtime, "device_info", lambda index: INFO)
+    monkeypatch.setattr(runtime, "load", lambda spec, device: specs.append(spec))
+    monkeypatch.setattr(bmm_tiny.matmul_fma, "check", lambda *args: None)
+    m, k, n = shape
+    a, b, out = blank((1 if shared else 9, m, k), F32), blank((9, k, n), F32), blank((9, m, n), F32)
+    schedule = schedule or replace(
+        choose_schedule(Product(m, n, k, F32, F32, F32, True, False, True), 9, 1), per_block=4
+    )
+    plan = bmm_tiny.plan(a, b, out, fused=True, schedule=schedule)
+    assert dict(specs[-1].constants)["PARTS"] == parts
+    assert parts == 1 or (plan.grid[0], plan.sizes[1]) == (9, 1)
+
+
 def strided(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype = BF16, offset: int = 0
 ) -> Tensor:

@@ -25,7 +25,7 @@ from samebits.ops.reduce import mean, sum
 from samebits.ops.softmax import log_softmax, softmax
 from samebits.testing import assert_same_bits, values
 from tests import naive, naive_rows
-from tests.devices import DEVICES, FAMILY
+from tests.devices import DEVICES, FAMILY, case
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = [F32, BF16, F16]
@@ -45,10 +45,6 @@ def rounded(rows: Any, dtype: torch.dtype) -> Tensor:
 
     width = torch.int32 if dtype == F32 else torch.int16
     return torch.tensor(bits(rows), dtype=torch.int64).to(width).view(dtype)
-
-
-def case(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
-    return values(kind, shape, dtype, seed).to(device)
 
 
 @pytest.fixture(autouse=True)

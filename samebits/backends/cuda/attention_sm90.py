@@ -145,7 +145,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, contract: str) -> bool:
 def pays(q: Tensor, k: Tensor, values: int) -> bool:
     """Whether it is faster: not for a few queries over many keys, which few multiprocessors would go over.
 
-    Nor is it taken for so many keys that a block would take several tiles: that has not run on a GPU.
+    Nor for so many keys that a block would take several tiles: such bits have not been compared on a GPU.
     """
     batch, heads, group, queries, head = q.shape
     keys = k.shape[2]

@@ -27,8 +27,8 @@ class Schedule:
         per_block: matrices that a block takes, if its shared memory holds them.
         staged: through shared memory. Else straight into registers, where the operands' layout allows it.
         in_flight: tiles that a warp loads at once under TENSOR_CORE, if not staged.
-        parts: in which k is copied, so that multiplication can begin with the first, up to 4; under FMA, if
-            staged, and where a block has as many threads as a matrix keeps busy.
+        parts: in which k is copied, 1 or 2, so that multiplication can begin with the first. It is 1 all the
+            same unless :meth:`Product.parts` says that the operands allow more.
     """
 
     threads: int
@@ -130,17 +130,21 @@ class Product:
         return whole and all(v >= w for v, w in zip(vectors, (a, b, 4 * self.out.itemsize), strict=True))
 
     def parts(self, s: Schedule, dense: bool, vectors: Three) -> int:
-        """In which k is copied."""
+        """In which k is copied: 1 unless under FMA, staged, with sizes compiled in and tiles without edges.
+
+        Each thread then has one tile of the block's one matrix, and a part is a multiple of four k, in whole
+        vectors.
+        """
         rows, columns = self.tile(s, dense)
         k, rest = divmod(self.k, s.parts)
-        lines = ((self.a, self.a_k_major, vectors[0]), (self.b, self.b_k_major, vectors[1]))
+        moved = ((self.a, self.a_k_major, vectors[0]), (self.b, self.b_k_major, vectors[1]))
         can = (
             self.fused
             and s.staged
             and self.compiled_in
             and self.m % rows == self.n % columns == rest == k % 4 == 0
             and self.m // rows * (self.n // columns) == s.threads
-            and not any(k_major and k * x.itemsize % vector for x, k_major, vector in lines)
+            and not any(k_major and k * x.itemsize % vector for x, k_major, vector in moved)
         )
         return s.parts if can else 1
 

@@ -1,6 +1,6 @@
-"""Host side of ``kernels/matmul_fma_sm90.cu`` and ``kernels/matmul_fma_few_sm90.cu``.
+"""Products under FMA of f32 matrices on Hopper.
 
-They are products under FMA of f32 matrices on Hopper, the second for few rows.
+Host side of ``kernels/matmul_fma_sm90.cu``, for many rows, and ``kernels/matmul_fma_few_sm90.cu``, for few.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Schedule:
         thread_m, thread_n: a thread's share of the output, all of it in registers.
         lanes_m: rows of threads in a warp, of 32 threads in all.
         warps_m, warps_n: rows and columns of warps in a block.
-        depth: terms whose operands a thread has in registers, all but one of them read ahead.
+        depth: k, or quads of k, whose operands a thread has in registers; all but one are read ahead.
         min_blocks: blocks that shall fit on one multiprocessor.
         alone, busy: nanoseconds for a tile over one k, fitted to times of ``benchmarks.fma_tune`` on an H200:
             of a block that has a multiprocessor to itself, and for each of the ``min_blocks`` that share one.
@@ -113,7 +113,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Many(Schedule):
-    """For many outputs: ``kernels/matmul_fma_sm90.cu``, whose terms are single k.
+    """For many rows: ``kernels/matmul_fma_sm90.cu``, which reads single k.
 
     Attributes:
         unroll: k in a turn of the inner loop, whose code the instruction cache should hold.
@@ -162,10 +162,10 @@ class Many(Schedule):
 
 @dataclass(frozen=True, slots=True)
 class Few(Schedule):
-    """For few outputs: ``kernels/matmul_fma_few_sm90.cu``, whose terms are four k.
+    """For few rows: ``kernels/matmul_fma_few_sm90.cu``, which reads four k of a row at a time.
 
     Attributes:
-        lines: blocks of ``TILE_K`` in a stage.
+        lines: blocks of ``TILE_K`` of k in a stage.
     """
 
     lines: int
@@ -187,8 +187,8 @@ class Few(Schedule):
             stages * stage + 1024,
             LINES=self.lines,
             STAGES=stages,
-            A_TURNED=a_turned,
-            B_TURNED=b_turned,
+            A_BY_K=a_turned,
+            B_BY_K=b_turned,
         )
 
 

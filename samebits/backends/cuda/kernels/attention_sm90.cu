@@ -10,10 +10,6 @@
 // one to the next, queries are copied in once both warpgroups have multiplied those before, and outputs never pass
 // through shared memory.
 //
-// With statistics in shared memory every tile has a block of its own. With statistics in `scratch` blocks stay and take
-// tile after tile: the ring goes on from one to the next, queries are overwritten once both warpgroups have multiplied
-// the last of them, and outputs go straight to memory.
-//
 // What a warpgroup multiplies next is on its way before it turns to what it has: the arithmetic of scores takes
 // several times as long as their products.
 //
@@ -325,7 +321,7 @@ struct Consumer {
 
     // Over all keys: the shift and the sum of exponentials of each row.
     //
-    // Here and below the last keys are multiplied once more than they need be, for nobody: with a branch around it ptxas
+    // Here and below the last keys are multiplied once or twice more than they need be, for nobody: with a branch around it ptxas
     // serialises wgmma (C7515). So they are released after the loop.
     __device__ __forceinline__ void first_pass(const Rows& rows, int blocks, float (&shift)[2], Divisor (&by)[2]) {
         float largest[2] = {-INF, -INF}, even[64], odd[64];
@@ -464,7 +460,6 @@ struct Consumer {
             first_pass(rows, place.blocks, shift, by);
             second_pass(rows, place.blocks, shift, by, out);
             store(rows, place, out);
-            __syncwarp();  // rows outside of the output have left early, and wgmma wants whole warps
             __syncwarp();  // rows outside of the output have left early, and the next tile's wgmma wants the warp whole
         }
     }

@@ -395,14 +395,11 @@ constexpr int RUN = !B_K_MAJOR && OUT_VECTOR >= 4 * size_of(OUT) ? 4 : 1;
 // Waits for a part of what is copied, in PARTS, which only a block does whose every thread has one tile.
 __device__ __forceinline__ void await_part(int part)
 {
-    if (part == PARTS - 1)
-        wait_copies<0>();
-    else if (part == PARTS - 2)
+    static_assert(PARTS <= 2);
+    if (part < PARTS - 1)
         wait_copies<1>();
-    else if (part == PARTS - 3)
-        wait_copies<2>();
     else
-        wait_copies<3>();
+        wait_copies<0>();
     __syncthreads();
 }
 

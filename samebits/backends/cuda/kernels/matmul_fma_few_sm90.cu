@@ -1,11 +1,11 @@
-// The product under FMA on Hopper where outputs are too few to fill the GPU: f32 operands that TMA can read, and f32 out.
+// The product under FMA on Hopper for few rows: f32 operands that TMA can read, and f32 out.
 //
 // Every output element is one chain of IEEE fused multiply-adds over ascending k, in one thread. Nothing else is ever
 // added to it, not even zeros: fma(0, 0, -0) is +0. TMA fills what lies past the last row, column and k with zeros;
 // tiles reach past the first two, and what is computed there is never stored, but never past k.
 //
-// What counts here is that no term of a chain waits: a thread has few sums, and reads the terms of several quads (four
-// k) ahead, past the end of a stage too. Stages keep the order that operands have in memory. Of one that is contiguous
+// What counts here is that no term of a chain waits: a thread has few sums, and reads quads (four k) ahead of their use,
+// past the end of a stage too. Stages keep the order that operands have in memory. Of one that is contiguous
 // along k a thread reads a quad at a time.
 
 #include "product_fma_sm90.cuh"
@@ -24,6 +24,7 @@ struct Tile {
     static constexpr u32 COPIED = (BY_K ? ROWS : PITCH) * LINE_K * 4;
     static constexpr u32 BYTES = (COPIED + 1023) / 1024 * 1024;  // the swizzle's period
     static_assert(ROWS <= 256 && (LANES & (LANES - 1)) == 0 && (THREAD & (THREAD - 1)) == 0);
+    static_assert(BY_K || ROWS % 4 != 3);  // else a line might be a row short, see before()
 
     // The first row of a thread; its row i is i * LANES after that.
     __device__ static __forceinline__ int own(int warp, int lane) { return warp * LANES * THREAD + lane; }
@@ -83,8 +84,8 @@ struct Tile {
     }
 };
 
-using TileA = Tile<WARPS_M, LANES_M, THREAD_M, A_TURNED>;
-using TileB = Tile<WARPS_N, 32 / LANES_M, THREAD_N, B_TURNED>;
+using TileA = Tile<WARPS_M, LANES_M, THREAD_M, A_BY_K>;
+using TileB = Tile<WARPS_N, 32 / LANES_M, THREAD_N, B_BY_K>;
 constexpr u32 LINE = TileA::BYTES + TileB::BYTES, STAGE = LINES * LINE;
 static_assert(STAGES >= 2 && SMEM >= STAGES * (STAGE + 16) + 1024);  // the next one is read before this is left
 
