@@ -5,7 +5,9 @@ training in micro-batches, and their sentence embeddings, if the demo extra is i
 Time: the forward of a model of a billion parameters at 4,096 tokens, attention apart, and a step of the
 training loop.
 
-python -m benchmarks.models [--commit COMMIT] [--out FILE]  -> benchmarks/results/<gpu>/{models,embeddings}.json
+python -m benchmarks.models [--commit COMMIT] [--out FILE]
+
+writes benchmarks/results/<gpu>/models.json, and embeddings.json beside it.
 """
 
 from __future__ import annotations

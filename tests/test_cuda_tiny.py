@@ -146,7 +146,7 @@ def test_only_dense_matrices_go_straight_into_registers(
     ("shape", "schedule", "parts"),
     [
         ((64, 64, 64), None, 2),
-        ((64, 32, 64), Schedule(128, (4, 8), 1, parts=2), 2),
+        ((16, 32, 32), Schedule(128, (1, 4), 3, parts=2), 2),  # shared memory would hold three
         ((64, 20, 64), Schedule(128, (4, 8), 1, parts=2), 1),  # half of k is no multiple of four
         ((32, 64, 32), Schedule(128, (4, 8), 1, parts=2), 1),  # threads without a tile
     ],
