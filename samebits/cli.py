@@ -261,7 +261,7 @@ def bench(
 @app.command()
 def verify(
     thorough: Annotated[
-        bool, typer.Option("--thorough", help="Every combination, and large products.")
+        bool, typer.Option("--thorough", help="More combinations, and more large products.")
     ] = False,
     json_to: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the full report there; - is stdout.")

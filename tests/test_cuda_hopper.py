@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from samebits import verify
 from samebits.backends.cuda import (
     attention_sm90,
     linear_logp,
@@ -29,7 +30,8 @@ from samebits.backends.cuda import (
     schedule,
 )
 from samebits.backends.rows import Rows
-from samebits.verify import reductions
+from samebits.verify import reductions, run
+from samebits.verify.operands import make_operands, make_room, unfilled
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None, reason="cuda-core is not installed (samebits[cuda])"
@@ -355,6 +357,18 @@ def test_every_launch_of_reductions_adds_up(launches: list[str], monkeypatch: py
     assert counts[1] == (counts[0][0], 2 * counts[0][1])
     fused = {"statistics_sm90.cu", "grad_logits_sm90.cu", "attention_sm90.cu"}
     assert set(launches) == {"rows.cu", "columns.cu", "logp.cu"} | fused
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_verify_runs_every_schedule_of_products(launches: list[str], thorough: bool) -> None:
+    todo = verify.cases(thorough)
+    offered = [kernel for kernel in verify.kernels(0) if kernel.ahead]
+    left = {(kernel.name, kernel.step, schedule) for kernel in offered for schedule in kernel.schedules}
+    for case, pairs in zip(todo, run._runs(todo, offered), strict=True):
+        operands = make_operands(case, torch.device("cpu"), unfilled)
+        out = make_room(case, operands).out
+        left -= {(kernel.name, kernel.step, s) for kernel, s in pairs if kernel.takes(operands, out, s)}
+    assert not left
 
 
 def test_verify_runs_every_schedule_of_attention_with_every_mask(
