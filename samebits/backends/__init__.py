@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["NAMES", "UnavailableError", "asked", "on_gpu", "use_backend"]
+__all__ = ["NAMES", "UnavailableError", "asked", "broadcast", "on_gpu", "use_backend"]
 
 NAMES = ("cuda", "triton", "reference")
 AUTOMATIC: tuple[str, ...] = ("cuda", "triton")

@@ -97,17 +97,8 @@ def reference(contract: Contract) -> Backend:
     def grad_logits(hidden: Tensor, *args: Any, schedule: Any) -> Tensor:
         return linear_logp.grad_logits(hidden, *args, dtype=hidden.dtype, contract=contract.key)
 
-    def attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-        key: str,
-        *,
-        schedule: Any,
-    ) -> Tensor:
+    def attention(q: Tensor, *args: Any, schedule: Any) -> Tensor:
+        k, v, mask, causal, scale, _ = args  # the last is the key that kernels take
         return stored(q, k, v, mask, causal, scale, contract.key)
 
     return Backend("", rows, logp, statistics, grad_logits, attention, lambda *of: (None,))

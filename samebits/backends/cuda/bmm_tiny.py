@@ -325,7 +325,7 @@ def plan(
         s, p, vectors, broadcast, accumulate=accumulate, programmatic=info.capability >= (9, 0)
     )
     per_block = min(s.per_block, (spec.smem - SLACK) // p.smem) if s.staged else s.per_block
-    if p.parts(s, dense, vectors) > 1:
+    if ("PARTS", 1) not in spec.constants:
         per_block = 1
     return Plan(
         runtime.load(spec, info.index),

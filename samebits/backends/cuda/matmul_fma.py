@@ -181,14 +181,14 @@ def plan(
     if cu_seqlens is not None:
         segments = cu_seqlens.numel() - 1
     info = runtime.device_info(out.device.index)
+    taken = matmul_fma_sm90.supports(a, b, out, cu_seqlens=cu_seqlens)
     if schedule is None:
         schedule = choose_schedule(m, n, batch, info)
-        if info.capability == (9, 0) and matmul_fma_sm90.supports(a, b, out, cu_seqlens=cu_seqlens):
+        if info.capability == (9, 0) and taken:
             other = matmul_fma_sm90.choose_schedule(a, b, info.sm_count)
             if other.time(m, n, batch, info.sm_count) < schedule.time(m, n, batch, info.sm_count):
                 schedule = other
     if isinstance(schedule, matmul_fma_sm90.Schedule):
-        taken = matmul_fma_sm90.supports(a, b, out, cu_seqlens=cu_seqlens)
         need(
             taken,
             "a, b, out, cu_seqlens: this schedule takes float32 matrices with terms, which TMA can read",

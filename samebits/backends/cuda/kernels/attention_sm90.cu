@@ -321,8 +321,8 @@ struct Consumer {
 
     // Over all keys: the shift and the sum of exponentials of each row.
     //
-    // Here and below the last keys are multiplied once or twice more than they need be, for nobody: with a branch around it ptxas
-    // serialises wgmma (C7515). So they are released after the loop.
+    // Here and below the last keys are multiplied once or twice more than they need be, for nobody: with a branch around
+    // it ptxas serialises wgmma (C7515). So they are released after the loop.
     __device__ __forceinline__ void first_pass(const Rows& rows, int blocks, float (&shift)[2], Divisor (&by)[2]) {
         float largest[2] = {-INF, -INF}, even[64], odd[64];
         u32 k = wait();
