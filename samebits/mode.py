@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from samebits.backends import broadcast
 from samebits.ops._library import SUPPORTED
 from samebits.ops.attention import attention
 from samebits.ops.bmm import bmm
@@ -455,8 +454,8 @@ def _broadcasting(func: Callable[..., Any], out_of_place: Callable[..., Any] | N
             return scaled(input, other, *args, **rest)
         if isinstance(input, Tensor) and isinstance(other, Tensor) and input.shape != other.shape:
             theirs, ours = _records(other), not out_of_place and _records(input)
-            if theirs or ours:
-                shape = broadcast(input.shape, other.shape)
+            if theirs or ours:  # or the shape, which takes longer than a small kernel, is not asked for
+                shape = torch.broadcast_shapes(input.shape, other.shape)
                 if theirs and other.shape != shape:
                     other = expand(other, shape)
                 if ours and input.shape != shape:
@@ -490,7 +489,7 @@ def _in_whole_vectors(
         if flag is not None:
             in_place = options.pop("inplace", False) or any(args[flag:])
             plain = args[:flag]
-        shape = broadcast(*(t.shape for t in tensors))
+        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
         count = shape.numel()
 
         def parts(x: Any) -> Any:
