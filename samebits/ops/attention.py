@@ -202,7 +202,7 @@ def _forward(
         from samebits.backends.cuda import attention_sm90
 
         _, key = _products(q, contract)
-        if attention_sm90.supports(q, k, v, key) and attention_sm90.pays(q, k, v.shape[-1]):
+        if attention_sm90.supports(q, k, v, key) and attention_sm90.pays(q, k):
             return attention_sm90.attention(q, k, v, mask, causal, scale, key)
     return stored(q, k, v, mask, causal, scale, contract)
 

@@ -142,20 +142,10 @@ def supports(q: Tensor, k: Tensor, v: Tensor, contract: str) -> bool:
     )
 
 
-def pays(q: Tensor, k: Tensor, values: int) -> bool:
-    """Whether it is faster: not for a few queries over many keys, which few multiprocessors would go over.
-
-    Nor for so many keys that a block would take several tiles: such bits have not been compared on a GPU.
-    """
-    batch, heads, group, queries, head = q.shape
-    keys = k.shape[2]
-    if batch * heads * -(-group * queries // 64) < _FEW_TILES and keys > _MANY_KEYS:
-        return False
-    blocks = -(-keys // VOCAB_BLOCK)
-    s = choose(round_up(head, 16), round_up(values, 16), group * queries, blocks)
-    *_, query_tiles, member_tiles = _tiles(s, group, queries)
-    tiles = batch * heads * query_tiles * member_tiles
-    return s.held >= blocks or tiles <= runtime.device_info(q.get_device()).sm_count
+def pays(q: Tensor, k: Tensor) -> bool:
+    """Whether it is faster: not for a few queries over many keys, which few multiprocessors would go over."""
+    batch, heads, group, queries, _ = q.shape
+    return batch * heads * -(-group * queries // 64) >= _FEW_TILES or k.shape[2] <= _MANY_KEYS
 
 
 def _tiles(s: Schedule, group: int, queries: int) -> tuple[int, int, int, int]:
