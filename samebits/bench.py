@@ -113,6 +113,7 @@ CASES = (
     *(Case("forward", m, k, n, F16) for k, n in MODELS["Llama-3 8B"] for m in (1, 16, 128, 256, 1024, 8192)),
     *(Case(work, 4096, k, n, F16) for work in ("dX", "dW") for k, n in MODELS["Llama-3 8B"]),
     *(Case("forward", m, k, n, F32) for k, n in F32_SHAPES for m in (1, 8, 16, 32, 64, 128, 256, 512, 2048)),
+    *(Case("dX", m, k, n, F32) for k, n in F32_SHAPES for m in (1, 16)),
     *(Case(work, m, k, n, F32) for work in ("dX", "dW") for k, n in F32_SHAPES for m in (512, 2048)),
     *(
         Case("dW ragged", m, k, n)
@@ -502,7 +503,8 @@ BANDS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "forward, M <= 128": lambda c: c["work"] == "forward" and c["m"] <= 128,
     "forward, M = 256": lambda c: c["work"] == "forward" and c["m"] == 256,
     "forward, M >= 512": lambda c: c["work"] == "forward" and c["m"] >= 512,
-    "dX, M >= 512": lambda c: c["work"] == "dX",
+    "dX, M <= 128": lambda c: c["work"] == "dX" and c["m"] <= 128,
+    "dX, M >= 512": lambda c: c["work"] == "dX" and c["m"] >= 512,
     "dW, M >= 512": lambda c: c["work"] == "dW",
     "forward, dX and dW, M >= 512": lambda c: c["work"] in ("forward", "dX", "dW") and c["m"] >= 512,
     "dW ragged / dense": lambda c: c["work"] == "dW ragged",

@@ -220,13 +220,14 @@ FEW = (
     Few(4, 4, 4, 1, 4, 2, 3, 1, alone=15.1, busy=13.3),
 )
 SCHEDULES: tuple[Schedule, ...] = MANY + FEW
-_FEW_ROWS = 256
+_FEW_ROWS, _FEW_ROWS_BY_K, _FEW_BY_K = 16, 256, 1 << 17  # rows, and for operands that lie along k, outputs
 
 
 def choose_schedule(a: Tensor, b: Tensor, sm_count: int) -> Schedule:
     """The schedule that should be fastest for operands that :func:`supports` accepts."""
     m, n, batch = a.shape[-2], b.shape[-1], max(x.shape[0] if x.ndim == 3 else 1 for x in (a, b))
-    few = m <= _FEW_ROWS and _turned(a, -2, -1) and _turned(b, -1, -2)
+    by_k = _turned(a, -2, -1) and _turned(b, -1, -2)
+    few = m <= _FEW_ROWS or (by_k and (m <= _FEW_ROWS_BY_K or m * n <= _FEW_BY_K))
     return min(FEW if few else MANY, key=lambda s: s.time(m, n, batch, sm_count))
 
 
