@@ -170,9 +170,12 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     # Blocks one below the other ask for the same of B at the same time anyway: only sharing A pays in a
     # cluster, and only beside a B that is contiguous along k.
     shared = 1 if p.b_mn else s.cluster_n
-    rate = _INTAKE_AT_ONCE if tiles <= sms and product.m > 128 else _INTAKE
+    at_once = tiles <= sms and product.m > 128
+    rate = _INTAKE_AT_ONCE if at_once else _INTAKE
     intake = (rows / shared + columns) * p.k * 2 / rate
     l2 = tiles * (s.block_m / s.cluster_n + columns / s.cluster_m) * p.k * 2 / _L2
+    if at_once and not (s.swap or p.a_mn or p.b_mn):  # as far as it was measured
+        l2 *= _INTAKE / _INTAKE_AT_ONCE
     # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
     write = 3500.0 if s.share > 1 else 0.0 if s.panel or s.swap else 3000.0
     if s.warpgroups == 1 and not s.swap:  # nor between tiles, but for the first
@@ -303,7 +306,8 @@ def _settle(best: Schedule, p: Product, sms: int) -> Schedule:
     group = 1 if tall and p.n * p.k * 2 <= 24 << 20 else best.group
     seen = p.turned() if best.swap else p
     if p.m > 128 and _tiles(best, seen) <= sms * best.blocks:  # all run at once
-        early = early and best.block_m == 128
+        # With two rows of tall ones it costs 2 to 7 % at x @ weight.T.
+        early = early and best.block_m == 128 and (p.m > 256 or p.a_mn or p.b_mn)
         group = 2 if seen.m > 4 * best.block_m else best.group
     return replace(best, early=early, ahead=ahead, group=group)
 
