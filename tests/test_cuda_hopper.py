@@ -30,7 +30,7 @@ from samebits.backends.cuda import (
     schedule,
 )
 from samebits.backends.rows import Rows
-from samebits.verify import reductions, run
+from samebits.verify import plan, reductions
 from samebits.verify.operands import make_operands, make_room, unfilled
 
 needs_compiler = pytest.mark.skipif(
@@ -315,15 +315,14 @@ def test_every_launch_of_attention_adds_up(
         (1, 4096, 1, 4, False),  # a few queries over many keys
         (1, 4096, 64, 4, True),
         (8192, 8192, 1, 4, True),
-        (16_384, 16_384, 1, 4, False),  # blocks of several tiles
-        (1, 16_384, 4, 8, True),  # members of a group share a tile: one for each block
+        (16_384, 16_384, 1, 4, True),  # blocks of several tiles
     ],
 )
 def test_where_attention_without_scores_pays(
     launches: list[str], queries: int, keys: int, batch: int, group: int, pays: bool
 ) -> None:
     q, k = (torch.empty(s, dtype=BF16) for s in ((batch, 8, group, queries, 128), (batch, 8, keys, 128)))
-    assert attention_sm90.pays(q, k, 128) == pays
+    assert attention_sm90.pays(q, k) == pays
 
 
 def test_what_attention_cannot_read_is_left_to_others(launches: list[str]) -> None:
@@ -364,7 +363,7 @@ def test_verify_runs_every_schedule_of_products(launches: list[str], thorough: b
     todo = verify.cases(thorough)
     offered = [kernel for kernel in verify.kernels(0) if kernel.ahead]
     left = {(kernel.name, kernel.step, schedule) for kernel in offered for schedule in kernel.schedules}
-    for case, pairs in zip(todo, run._runs(todo, offered), strict=True):
+    for case, pairs in zip(todo, plan.runs(todo, offered, thorough), strict=True):
         operands = make_operands(case, torch.device("cpu"), unfilled)
         out = make_room(case, operands).out
         left -= {(kernel.name, kernel.step, s) for kernel, s in pairs if kernel.takes(operands, out, s)}
@@ -450,6 +449,20 @@ def test_few_rows_of_fma_have_small_tiles(m: int, n: int, tile: tuple[int, int])
     chosen = matmul_fma_sm90.choose_schedule(x, w.mT, 132)
     assert (chosen.tile_m, chosen.tile_n) == tile
     assert chosen in matmul_fma_sm90.FEW
-    # Its threads read four k at a time of operands that are contiguous along k.
-    assert matmul_fma_sm90.choose_schedule(x, torch.empty(64, n), 132) in matmul_fma_sm90.MANY
-    assert matmul_fma_sm90.choose_schedule(torch.empty(512, 64), w.mT, 132) in matmul_fma_sm90.MANY
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "by_k", "few"),
+    [
+        (16, 4096, False, True),
+        (17, 4096, False, False),  # four k are read at a time only where they lie side by side
+        (256, 4096, True, True),
+        (257, 4096, True, False),
+        (512, 256, True, True),  # as few outputs
+        (512, 256, False, False),
+    ],
+)
+def test_which_products_of_fma_have_few_rows(m: int, n: int, by_k: bool, few: bool) -> None:
+    weight = torch.empty(n, 64).mT if by_k else torch.empty(64, n)
+    chosen = matmul_fma_sm90.choose_schedule(torch.empty(m, 64), weight, 132)
+    assert chosen in (matmul_fma_sm90.FEW if few else matmul_fma_sm90.MANY)

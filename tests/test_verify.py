@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +23,7 @@ from samebits.backends.cuda import linear_logp_sm90
 from samebits.backends.cuda import rows as cuda_rows
 from samebits.cli import app
 from samebits.testing import KINDS
-from samebits.verify import Operands, answers, chain, operations, products, reductions, run
+from samebits.verify import Operands, answers, chain, operations, plan, products, reductions, run
 from samebits.verify.case import LAYOUTS
 from samebits.verify.kernel import _triton as triton_kernels
 from samebits.verify.operands import make_operands, make_room, unfilled
@@ -262,7 +264,7 @@ def test_every_schedule_of_triton_runs(thorough: bool, monkeypatch: pytest.Monke
     offered = triton_kernels()
     taken: dict[str, set[object]] = {}
     todo = [c for c in verify.cases(thorough) if c.work < 1 << 29]
-    for case, pairs in zip(todo, run._runs(todo, offered), strict=True):
+    for case, pairs in zip(todo, plan.runs(todo, offered, thorough), strict=True):
         x = make_operands(case, CPU, unfilled)
         out = make_room(case, x).out
         for k, schedule in pairs:
@@ -285,6 +287,31 @@ def test_every_schedule_of_triton_runs(thorough: bool, monkeypatch: pytest.Monke
     assert tried == {*reductions._LOGP}
     monkeypatch.setattr(triton, "_gpu", lambda device: triton._Gpu(132, 0, fetches_tiles=False))
     assert on.schedules("statistics") == on.schedules("grad_logits") == [None]
+
+
+def test_processes_share_what_triton_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel is compiled by one of them, and what fails in one is left to the verification."""
+    ran: list[tuple[int, int]] = []
+    asked = [*((i % 6, i) for i in range(40)), (6, 40)]
+
+    class Plan:
+        def __init__(self, index: int, thorough: bool) -> None: ...
+
+        def triton(self) -> Iterator[tuple[object, Callable[[], object]]]:
+            for key, call in asked:
+                yield key, partial(run, key, call)
+
+    def run(key: int, call: int) -> None:
+        if key == 6:
+            raise RuntimeError
+        ran.append((key, call))
+
+    monkeypatch.setattr(plan, "Plan", Plan)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    for part in range(3):
+        plan._launch_part(0, False, part, 3)
+        assert len({key for key, _ in ran}) == 2 * part + 2
+    assert sorted(ran) == sorted(asked[:-1])
 
 
 def test_public_operations_are_verified_by_the_backend_that_was_asked_for(

@@ -81,6 +81,7 @@ class Case:
         return text.replace("torch.", "")
 
 
+TINY_BATCHES = "tiny batches"
 CHAIN = "back to back"
 """Square products that read and overwrite one another's matrices."""
 
@@ -123,7 +124,7 @@ def _tiny(thorough: bool) -> list[Case]:
     """Batches of matrices of at most 64 rows and columns, under both contracts."""
     turns = itertools.cycle(itertools.product(KINDS, LAYOUTS, ("", "a", "b")))
     places = itertools.cycle(("plain", "pitched", "odd", "plain", "spread"))
-    mma, fma = partial(Case, "tiny batches"), partial(Case, "tiny batches", step="fma")
+    mma, fma = partial(Case, TINY_BATCHES), partial(Case, TINY_BATCHES, step="fma")
     found = []
     for shape in TINY:
         for of, dtype in ((mma, BF16), (mma, F16), (fma, F32), (fma, BF16), (fma, F16)):

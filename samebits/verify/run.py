@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -17,15 +13,13 @@ from samebits._version import __version__
 from samebits.backends import use_backend
 from samebits.contract import FMA, HOPPER, TENSOR_CORE, Contract
 from samebits.verify.answers import known_answers
-from samebits.verify.case import BF16, CHAIN, F16, Case, cases
+from samebits.verify.case import BF16, CHAIN, F16
 from samebits.verify.chain import verify_chain
 from samebits.verify.failures import HangError, KernelError, running
-from samebits.verify.kernel import Kernel, kernels
-from samebits.verify.operands import make_operands, make_room, unfilled
 from samebits.verify.operations import verify_operations
+from samebits.verify.plan import Plan, compiling_by_triton
 from samebits.verify.products import verify_case
-from samebits.verify.reductions import calls as reducing
-from samebits.verify.reductions import on_cuda, on_triton, reductions, verify_reductions
+from samebits.verify.reductions import verify_reductions
 from samebits.verify.report import Report
 from samebits.verify.rows import ROWS_OF, verify_rows
 from samebits.verify.tokens import verify_tokens
@@ -63,9 +57,9 @@ def verify(*, thorough: bool = False, device: int = 0, progress: Show = lambda d
     contract = TENSOR_CORE.on(HOPPER)
     report = Report(None, why_not, str(contract), contract.digest(), versions, thorough)
     try:
-        progress(0.0, "known answers of the CPU reference")
-        known_answers(report)
-        if not why_not:
+        if why_not:
+            _verify_cpu(report, progress)
+        else:
             versions["nvrtc"] = runtime.nvrtc_version()
             with torch.cuda.device(device), torch.no_grad():
                 _verify_gpu(report, device, thorough, progress)
@@ -77,6 +71,11 @@ def verify(*, thorough: bool = False, device: int = 0, progress: Show = lambda d
     return report
 
 
+def _verify_cpu(report: Report, progress: Show) -> None:
+    progress(0.0, "known answers of the CPU reference")
+    known_answers(report)
+
+
 def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> None:
     from samebits.backends.cuda import ahead, runtime
     from samebits.backends.cuda.matmul import family
@@ -86,40 +85,20 @@ def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> N
     device = torch.device("cuda", index)
     contract = TENSOR_CORE.on(family(index))
     report.gpu, report.contract, report.digest = info.name, str(contract), contract.digest()
-    offered = kernels(index)
-    todo = cases(thorough)
-    runs = _runs(todo, offered)
-    reducers = [on_cuda(fused=info.capability == (9, 0))]
-    if triton.status().available:
-        reducers.append(on_triton(contract, device))
-    reduced = list(reductions(thorough, fused=any(on.schedules("statistics") for on in reducers)))
-
-    def calls(ahead: bool) -> Iterator[Callable[[], object]]:
-        for case, pairs in zip(todo, runs, strict=True):
-            if case.what == "large" and not ahead:  # sizes do not enter what Triton compiles
-                continue
-            operands = make_operands(case, device, unfilled)
-            out = make_room(case, operands).out
-            for kernel, schedule in pairs:
-                if kernel.ahead == ahead and kernel.takes(operands, out, schedule):
-                    yield partial(kernel.run, operands, out, schedule)
-
-    progress(0.0, "choosing kernels")
-    needed = itertools.chain(calls(ahead=True), reducing(reduced, reducers[0], device))
-    report.kernels = ahead.compile_for(needed, lambda done, what: progress(0.4 * done, what))
-    progress(0.4, "compiling Triton's kernels")
-    with running("Triton"), ThreadPoolExecutor(os.cpu_count()) as pool:
-        by_triton = (reducing(reduced, on, device) for on in reducers[1:])
-        list(pool.map(lambda call: call(), itertools.chain(calls(ahead=False), *by_triton)))
-    for i, (case, pairs) in enumerate(zip(todo, runs, strict=True)):
-        progress(0.5 + 0.35 * i / len(todo), f"{case.what}: {case}")
-        universal = next(kernel for kernel in offered if kernel.step == case.step)
+    with compiling_by_triton(index, thorough):
+        _verify_cpu(report, progress)
+        plan = Plan(index, thorough)
+        report.kernels = ahead.compile_for(plan.cuda(), lambda done, what: progress(0.4 * done, what))
+        progress(0.4, "compiling Triton's kernels")
+    for i, (case, pairs) in enumerate(plan.products):
+        progress(0.5 + 0.35 * i / len(plan.products), f"{case.what}: {case}")
+        universal = next(kernel for kernel in plan.offered if kernel.step == case.step)
         if case.what == CHAIN:
             verify_chain(report, case, universal, pairs, device)
         else:
             follows = FMA if case.step == "fma" else contract
             verify_case(report, case, universal, pairs, follows, device)
-    reduce = partial(verify_reductions, report, reduced, reducers, contract, device)
+    reduce = partial(verify_reductions, report, plan.reduced, plan.reducers, contract, device)
     parts: list[_Part] = [
         ("reductions and log-probabilities", None, reduce),
         *_public(report, contract, device, thorough, None),
@@ -144,22 +123,3 @@ def _public(
     for n, k, dtype in ROWS_OF[: (None if thorough else 2) if backend is None else 1]:
         part = partial(verify_rows, report, contract, device, n, k, dtype, thorough)
         yield "batches, streams, graphs", backend, part
-
-
-def _runs(todo: Sequence[Case], offered: Sequence[Kernel]) -> list[list[tuple[Kernel, Any]]]:
-    """For each case, the schedules to try. Of many, a third for each variant, in turn."""
-    variants = {variant: i for i, variant in enumerate(dict.fromkeys(case.variant for case in todo))}
-
-    def tried(kernel: Kernel, j: int, variant: int) -> bool:
-        many = len(kernel.schedules) >= 20 or not kernel.ahead
-        return not many or j == 0 or (j + variant) % 3 == 0
-
-    return [
-        [
-            (kernel, schedule)
-            for kernel in offered
-            for j, schedule in enumerate(kernel.schedules)
-            if kernel.step == case.step and tried(kernel, j, variants[case.variant])
-        ]
-        for case in todo
-    ]

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing.context import ForkServerContext
 
 from samebits.backends.cuda import runtime
 
-__all__ = ["compile_for"]
+__all__ = ["compile_for", "processes"]
+
+
+@functools.cache
+def processes() -> ForkServerContext:
+    """How to start processes: as forks of one that only imported PyTorch. CUDA does not survive a fork."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([runtime.__name__])
+    return context
 
 
 class _Needed(BaseException):
@@ -40,9 +50,9 @@ def compile_for(
                 needed[spec, runtime.device_info(device).arch] = None
     if runtime.status().cache == "none" or len(needed) < 2:
         return len(needed)
-    # NVRTC compiles one program at a time in a process. CUDA does not survive a fork.
+    # NVRTC compiles one program at a time in a process.
     workers = min(len(needed), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, processes()) as pool:
         jobs = [pool.submit(runtime.cached_cubin, spec, arch) for spec, arch in needed]
         for done, job in enumerate(as_completed(jobs)):
             job.result()
