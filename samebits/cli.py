@@ -58,6 +58,11 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Backend(StrEnum):
+    cuda = "cuda"
+    triton = "triton"
+
+
 def _version(asked: bool) -> None:
     if asked:
         print(f"samebits {__version__}")
@@ -227,7 +232,7 @@ def bench(
         bool, typer.Option("--peers", help="Measure batch_invariant_ops and sgemm-bi too, if installed.")
     ] = False,
     backend: Annotated[
-        str | None, typer.Option("--backend", metavar="NAME", help="Measure this one: cuda or triton.")
+        Backend | None, typer.Option("--backend", help="Measure this one, not the automatic choice.")
     ] = None,
     json_to: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write all times there; - is stdout.")
@@ -261,8 +266,11 @@ def bench(
 @app.command()
 def verify(
     thorough: Annotated[
-        bool, typer.Option("--thorough", help="More combinations, and more large products.")
+        bool, typer.Option("--thorough", help="More combinations, more large products, and Triton's kernels.")
     ] = False,
+    backend: Annotated[
+        Backend | None, typer.Option("--backend", help="Whose kernels; by default cuda's.")
+    ] = None,
     json_to: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the full report there; - is stdout.")
     ] = None,
@@ -278,7 +286,7 @@ def verify(
         from samebits import verify as verification
 
         with _progress() as show:
-            report = verification.verify(thorough=thorough, device=device, progress=show)
+            report = verification.verify(thorough=thorough, backend=backend, device=device, progress=show)
         out.print(verification.show(report))
         if json_to is not None:
             _write(report.to_json(), json_to)

@@ -428,8 +428,9 @@ def test_refused(call: Callable[[], object], error: type[Exception], message: st
     assert_same_bits(samebits.matmul(gpu(2, 3), gpu(3, 4)), gpu(2, 4), "and the next call works")
 
 
-def test_verify() -> None:
+@pytest.mark.parametrize("backend", verify.BACKENDS)
+def test_verify(backend: str) -> None:
     """All that ``samebits verify`` compares: every kernel, every schedule."""
-    report = verify.verify()
+    report = verify.verify(backend=backend)
     assert report.exit_code == 0, report.failure or report.first
     assert report.compared > 10**8

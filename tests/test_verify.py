@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -165,7 +165,7 @@ def test_reductions_cover_what_the_backends_offer() -> None:
         assert {c.kind for c in cases} == set(KINDS)
         assert {c.rows for c in cases} >= {1, 3, 130 if kernel.entry else 129}
         assert {c.n for c in cases} >= {1, 4097}
-        kernel(right._replace(rows=spy), reductions.RowOperands.of(cases[0]), None)
+        kernel(right._replace(rows=spy), reductions.RowOperands(cases[0]), None)
     assert {call[0] for call in spy.method_calls} == offered
     assert {(c.layout, c.place) for c in REDUCTIONS} == {("N", "plain"), *reductions.STRIDES}
     entries = {kernel.entry for kernel in reductions.KERNELS.values() if kernel.entry}
@@ -290,28 +290,22 @@ def test_every_schedule_of_triton_runs(thorough: bool, monkeypatch: pytest.Monke
 
 
 def test_processes_share_what_triton_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kernel is compiled by one of them, and what fails in one is left to the verification."""
+    """Each kernel is compiled by one of them."""
     ran: list[tuple[int, int]] = []
-    asked = [*((i % 6, i) for i in range(40)), (6, 40)]
+    asked = [(i % 6, i) for i in range(40)]
 
     class Plan:
-        def __init__(self, index: int, thorough: bool) -> None: ...
+        def __init__(self, index: int, thorough: bool, backends: Sequence[str]) -> None: ...
 
         def triton(self) -> Iterator[tuple[object, Callable[[], object]]]:
             for key, call in asked:
-                yield key, partial(run, key, call)
-
-    def run(key: int, call: int) -> None:
-        if key == 6:
-            raise RuntimeError
-        ran.append((key, call))
+                yield key, partial(ran.append, (key, call))
 
     monkeypatch.setattr(plan, "Plan", Plan)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     for part in range(3):
-        plan._launch_part(0, False, part, 3)
+        plan.launch_part(0, False, part, 3)
         assert len({key for key, _ in ran}) == 2 * part + 2
-    assert sorted(ran) == sorted(asked[:-1])
+    assert sorted(ran) == sorted(asked)
 
 
 def test_public_operations_are_verified_by_the_backend_that_was_asked_for(
@@ -336,12 +330,80 @@ def test_public_operations_are_verified_by_the_backend_that_was_asked_for(
     assert [line.what for line in found.lines if line.differing] == ["bmm"]
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "thorough", "verified"),
+    [(None, False, [None]), ("triton", False, ["triton"]), (None, True, [None, "triton"])],
+)
+def test_a_run_from_end_to_end(
+    backend: str | None,
+    thorough: bool,
+    verified: list[str | None],
+    wrong: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the CPU passes for a GPU, and the reference for its kernels."""
+    from samebits.backends.cuda import runtime
+    from samebits.backends.reference import matmul as reference
+    from samebits.backends.triton import runtime as triton
+
+    on = reductions.reference(HELD_TO)
+    rows = mock.Mock(wraps=on.rows, row_sum=lambda *of: on.rows.row_sum(*of) + wrong)
+
+    def product(x: Operands, out: Tensor, schedule: object) -> None:
+        out.copy_(reference.matmul(x.a, x.b, bias=None, out_dtype=out.dtype, contract=HELD_TO.key))
+
+    class Some(plan.Plan):
+        def __init__(self, *of: Any) -> None:
+            super().__init__(*of)
+            self.device = CPU
+            self.products = [p for p in self.products if p[0].what == "shapes" and p[0].step == "mma"][:6]
+            self.reduced = [c for c in self.reduced if c.kernel == "sum"][:4]
+
+    kernel = verify.Kernel("a kernel", "mma", (None, 1), lambda *of: True, product)
+    gpu = runtime.DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20)
+    public: list[tuple[str, str | None]] = []
+    for module in (products, reductions):
+        monkeypatch.setattr(module, "finish", lambda doing: None)
+    for name in ("verify_operations", "verify_tokens", "verify_rows"):
+        note = lambda *of, name=name: public.append((name, backends._choice.backend))  # noqa: E731
+        monkeypatch.setattr(run, name, note)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(runtime, "device_info", lambda index: gpu)
+    monkeypatch.setattr(runtime, "status", lambda: mock.Mock(available=True, devices=(gpu,), cache="none"))
+    monkeypatch.setattr(triton, "status", lambda: mock.Mock(available=True))
+    monkeypatch.setattr("samebits.backends.cuda.matmul.family", lambda index: samebits.HOPPER)
+    monkeypatch.setattr(run, "Plan", Some)
+    monkeypatch.setattr(plan, "kernels", lambda index, backends: [kernel])
+    monkeypatch.setattr(plan, "on_cuda", lambda fused: on._replace(name="cuda ", rows=rows))
+    monkeypatch.setattr(plan, "on_triton", lambda *of: on._replace(name="triton ", rows=rows))
+    done: list[float] = []
+    found = verify.verify(thorough=thorough, backend=backend, progress=lambda part, what: done.append(part))
+    assert not found.failure
+    assert found.exit_code == wrong
+    assert found.gpu == "a GPU"
+    reduced = {f"{name or 'cuda'} sum" for name in verified}
+    assert {line.kernel for line in found.lines} == {"CPU reference", "a kernel", *reduced}
+    assert {line.kernel for line in found.lines if line.differing} == (reduced if wrong else set())
+    called = [("verify_operations", name) for name in verified]
+    assert [call for call in public if call[0] == "verify_operations"] == called
+    assert {name for name, _ in public} == {"verify_operations", "verify_tokens", "verify_rows"}
+    assert done == sorted(done)
+    assert done[-1] < 1
+
+
+@NO_GPU
+def test_what_cannot_be_verified_is_said() -> None:
+    assert verify.verify(backend="triton").exit_code == 2
+    with pytest.raises(ValueError, match=r"backend: expected one of .*, got 'reference'"):
+        verify.verify(backend="reference")
+
+
 def test_what_is_public_is_verified_by_triton_too() -> None:
-    parts = [
-        list(run._public(report(), HELD_TO, CPU, thorough=False, backend=name)) for name in (None, "triton")
-    ]
-    assert {what for what, _, _ in parts[0]} == {what for what, _, _ in parts[1]}
-    assert {name for _, name, _ in parts[1]} == {"triton"}
+    both = list(run._public(report(), HELD_TO, CPU, False, verify.BACKENDS))
+    parts = [{what for what, name, _ in both if name == backend} for backend in (None, "triton")]
+    assert len(parts[0]) == 3
+    assert parts[0] == parts[1]
 
 
 def test_zeros_and_nans_are_compared_by_their_bits() -> None:

@@ -278,7 +278,7 @@ def verification() -> int:
     fused = [c for c in reductions.reductions(False, fused=True) if c.features and c.dtype == F16][3::19]
     given = [c for c in reductions.reductions(False, fused=False) if on.tried(c) and c.other == F32][1::17]
     assert len({c.kernel for c in fused}) >= 3
-    of = reductions.RowOperands.of
+    drawn = reductions.RowOperands
 
     def combine(statistics: Any, rows: Rows) -> None:
         logp.combine(statistics, rows)
@@ -287,7 +287,7 @@ def verification() -> int:
     wrong = on._replace(name="wrong ", logp=mock.Mock(wraps=logp, combine=combine))
     found = Report(None, "", "", "", {}, False)
     with mock.patch.object(reductions, "finish"):
-        with mock.patch.object(reductions.RowOperands, "of", lambda case: of(case, whole_values)):
+        with mock.patch.object(reductions, "RowOperands", lambda case, **of: drawn(case, whole_values, **of)):
             reductions.verify_reductions(found, fused, [on], ON_HOPPER, cpu)
         reductions.verify_reductions(found, given, [on, wrong], ON_HOPPER, cpu)
     assert found.first is None or found.first.kernel.startswith("wrong "), found.first

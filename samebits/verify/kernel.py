@@ -13,6 +13,8 @@ from torch import Tensor
 from samebits.contract import FMA, TENSOR_CORE, Contract
 from samebits.verify.operands import Operands
 
+BACKENDS = ("cuda", "triton")
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
@@ -163,13 +165,18 @@ def _triton() -> list[Kernel]:
     ]
 
 
-def kernels(device: int) -> list[Kernel]:
-    """Those that run on CUDA device `device`; of every step the one that takes all operands comes first."""
+def kernels(device: int, backends: Sequence[str] = BACKENDS) -> list[Kernel]:
+    """Those that run on CUDA device `device`; of every step the one that takes all operands comes first.
+
+    Of CUDA's, unless they are asked for, only these two, to which others are held.
+    """
     from samebits.backends.cuda import runtime
     from samebits.backends.triton import runtime as triton
 
-    hopper = runtime.device_info(device).capability == (9, 0)
-    tensor_cores = [_universal(), *([_hopper()] if hopper else [])]
-    fma = [_fma(), *(_fma_hopper() if hopper else ())]
-    cuda = [*tensor_cores, *fma, _tiny("mma"), _tiny("fma")]
-    return [*cuda, *(_triton() if triton.status().available else [])]
+    found = [_universal(), _fma()]
+    if "cuda" in backends:
+        hopper = runtime.device_info(device).capability == (9, 0)
+        found += [*([_hopper(), *_fma_hopper()] if hopper else []), _tiny("mma"), _tiny("fma")]
+    if "triton" in backends and triton.status().available:
+        found += _triton()
+    return found

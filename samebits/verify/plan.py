@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -26,24 +23,27 @@ class Plan:
     """The products and reductions that are held to the CPU reference on a GPU.
 
     Attributes:
+        device: the GPU.
         offered: the kernels of products.
         products: cases, with what runs each.
         reduced: other cases.
-        reducers: the backends that run these, CUDA's first.
+        reducers: the backends that run these.
     """
 
-    def __init__(self, index: int, thorough: bool) -> None:
+    def __init__(self, index: int, thorough: bool, backends: Sequence[str]) -> None:
         from samebits.backends.cuda import runtime
         from samebits.backends.cuda.matmul import family
-        from samebits.backends.triton import runtime as triton
 
-        self._device = torch.device("cuda", index)
+        self.device = torch.device("cuda", index)
         todo = cases(thorough)
-        self.offered = kernels(index)
+        self.offered = kernels(index, backends)
         self.products = list(zip(todo, runs(todo, self.offered, thorough), strict=True))
-        self.reducers = [on_cuda(fused=runtime.device_info(index).capability == (9, 0))]
-        if triton.status().available:
-            self.reducers.append(on_triton(TENSOR_CORE.on(family(index)), self._device))
+        self._on_cuda, self._on_triton = [], []
+        if "cuda" in backends:
+            self._on_cuda = [on_cuda(fused=runtime.device_info(index).capability == (9, 0))]
+        if "triton" in backends:
+            self._on_triton = [on_triton(TENSOR_CORE.on(family(index)), self.device)]
+        self.reducers = [*self._on_cuda, *self._on_triton]
         self.reduced = list(
             reductions(thorough, fused=any(on.schedules("statistics") for on in self.reducers))
         )
@@ -53,7 +53,8 @@ class Plan:
         for case, pairs in self.products:
             for _, call in self._launches(case, [pair for pair in pairs if pair[0].ahead]):
                 yield call
-        yield from calls(self.reduced, self.reducers[0], self._device)
+        for on in self._on_cuda:
+            yield from calls(self.reduced, on, self.device)
 
     def triton(self) -> Iterator[tuple[object, Callable[[], object]]]:
         """What has Triton compile every kernel, each with a key: calls that need the same mostly share it."""
@@ -62,54 +63,27 @@ class Plan:
                 launches = self._launches(case, [pair for pair in pairs if not pair[0].ahead])
                 for (kernel, schedule), call in launches:
                     yield (kernel.name, schedule, case.variant), call
-        for on, case in itertools.product(self.reducers[1:], self.reduced):
+        for on, case in itertools.product(self._on_triton, self.reduced):
             of = case.kernel, case.dtype, case.other
-            for schedule, call in zip(on.tried(case), calls([case], on, self._device), strict=True):
+            for schedule, call in zip(on.tried(case), calls([case], on, self.device), strict=True):
                 yield (*of, schedule), call
 
     def _launches(self, case: Case, pairs: Runs) -> Iterator[tuple[tuple[Kernel, Any], Callable[[], object]]]:
         if not pairs:
             return
-        operands = make_operands(case, self._device, unfilled)
+        operands = make_operands(case, self.device, unfilled)
         out = make_room(case, operands).out
         for kernel, schedule in pairs:
             if kernel.takes(operands, out, schedule):
                 yield (kernel, schedule), partial(kernel.run, operands, out, schedule)
 
 
-@contextmanager
-def compiling_by_triton(index: int, thorough: bool, seconds: float = 300) -> Iterator[None]:
-    """Meanwhile, have Triton compile what it will launch, into its on-disk cache.
-
-    By processes, since most of its compiler runs one thread at a time.
-    """
-    from samebits.backends.cuda import ahead
-    from samebits.backends.triton import runtime as triton
-
-    parts = min(8, os.cpu_count() or 1) if triton.status().available else 0
-    helpers = [
-        ahead.processes().Process(target=_launch_part, args=(index, thorough, part, parts), daemon=True)
-        for part in range(parts)
-    ]
-    for helper in helpers:
-        helper.start()
-    try:
-        yield
-        deadline = time.monotonic() + seconds
-        for helper in helpers:
-            helper.join(max(0, deadline - time.monotonic()))
-    finally:
-        for helper in helpers:
-            helper.kill()
-
-
-def _launch_part(index: int, thorough: bool, part: int, parts: int) -> None:
-    # What goes wrong here shows when it is verified; or else only this process was not allowed on the GPU.
-    with suppress(Exception), torch.cuda.device(index), torch.no_grad():
-        of: dict[object, int] = {}
-        for key, call in Plan(index, thorough).triton():
-            if of.setdefault(key, len(of)) % parts == part:
-                call()
+def launch_part(index: int, thorough: bool, part: int, parts: int) -> None:
+    """Launch one part of what Triton will, so that its on-disk cache has the kernels."""
+    of: dict[object, int] = {}
+    for key, call in Plan(index, thorough, ("triton",)).triton():
+        if of.setdefault(key, len(of)) % parts == part:
+            call()
 
 
 def runs(todo: Sequence[Case], offered: Sequence[Kernel], thorough: bool) -> list[list[tuple[Kernel, Any]]]:

@@ -137,62 +137,85 @@ class Reduction:
         return ", ".join(f"{name} {getattr(self, name)}" for name in names).replace("torch.", "")
 
 
-class RowOperands(NamedTuple):
+class _Operand:
+    """Drawn when first asked for; on a device, what was drawn, placed there, matrices at strides."""
+
+    def __init__(self, draw: Callable[[RowOperands], Tensor], matrix: bool = False) -> None:
+        self._draw, self._matrix = draw, matrix
+
+    def __get__(self, o: RowOperands, _: object = None) -> Tensor:
+        if self not in o.kept:
+            if o.source is None:
+                o.kept[self] = self._draw(o)
+            else:
+                x = self.__get__(o.source).to(o.device)
+                o.kept[self] = laid(x, o.case.layout, o.case.place) if self._matrix else x
+        return o.kept[self]
+
+
+def _tokens(features: str, dtype: str, seed: int) -> _Operand:
+    """A matrix with so many columns, as the case has it, and a row for each of its rows."""
+    return _Operand(
+        lambda o: o.draw((o.case.rows, getattr(o.case, features)), getattr(o.case, dtype), seed), True
+    )
+
+
+def _entries(features: str, seed: int) -> _Operand:
+    """A matrix with a row for each entry of the vocabulary."""
+    return _Operand(lambda o: o.draw((o.case.n, getattr(o.case, features)), o.case.dtype, seed), True)
+
+
+class RowOperands:
     """A kernel is a function of its operands: most are drawn by themselves, forward results among them."""
 
-    x: Tensor
-    grad: Tensor
-    y: Tensor
-    hidden: Tensor
-    vocabulary: Tensor
-    attended: Tensor
-    """A row for each entry of the vocabulary."""
-    weight: Tensor
-    bias: Tensor
-    vectors: Tensor
+    case: Reduction
+    x = _tokens("n", "dtype", 1)
+    grad = _tokens("n", "dtype", 2)
+    y = _tokens("n", "other", 3)
+    hidden = _tokens("features", "dtype", 4)
+    vocabulary = _entries("features", 5)
+    attended = _entries("values", 10)
+    weight = _Operand(lambda o: o.normal((o.case.n,), o.case.other, 6))
+    bias = _Operand(lambda o: o.normal((o.case.n,), o.case.other, 7))
+    vectors = _Operand(lambda o: o.draw_vectors())
     """In f32 for each row: logp, entropy, shift, logarithm of the sum, gradient; of norms mean and scale."""
-    ids: Tensor
-    target: Tensor
-    mask: Tensor
+    ids = _Operand(lambda o: o.integers(0, IDS, 8))
+    target = _Operand(lambda o: o.integers(IGNORED - 1, o.case.n, 9))  # ignored and wrong ones too
+    mask = _Operand(lambda o: o.draw_mask())
     """In f32: some keys are hidden, and all from some rows."""
 
-    @classmethod
-    def of(cls, case: Reduction, make: Callable[..., Tensor] = values) -> RowOperands:
-        drawn = partial(make, case.kind, device="cpu")
-        matrix, vector, tokens = (case.rows, case.n), (case.n,), (case.rows, case.features)
-        g = torch.Generator().manual_seed(9)
-        x, hidden = drawn(matrix, case.dtype, 1), drawn(tokens, case.dtype, 4)
-        vocabulary = drawn((case.n, case.features), case.dtype, 5)
-        logits = hidden.float() @ vocabulary.float().mT if case.features else x.float()
-        vectors = make("normal", (5, case.rows), F32, 8, "cpu")
+    def __init__(
+        self,
+        case: Reduction,
+        make: Callable[..., Tensor] = values,
+        source: RowOperands | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.case, self.source, self.device = case, source, device
+        self.kept: dict[_Operand, Tensor] = {}
+        self.draw: Callable[..., Tensor] = partial(make, case.kind, device="cpu")
+        self.normal: Callable[..., Tensor] = partial(make, "normal", device="cpu")
+
+    def integers(self, low: int, high: int, seed: int) -> Tensor:
+        return torch.randint(low, high, (self.case.rows,), generator=torch.Generator().manual_seed(seed))
+
+    def draw_vectors(self) -> Tensor:
+        logits = self.hidden.float() @ self.vocabulary.float().mT if self.case.features else self.x.float()
+        vectors = self.normal((5, self.case.rows), F32, 8)
         vectors[2], vectors[3] = logits.amax(1) * SCALE, vectors[3].abs()  # so that probabilities are such
-        mask = make("normal", matrix, F32, 11, "cpu")
+        return vectors
+
+    def draw_mask(self) -> Tensor:
+        mask = self.normal((self.case.rows, self.case.n), F32, 11)
         mask[mask > 1.5] = mask[1::7] = -torch.inf
-        return cls(
-            x,
-            drawn(matrix, case.dtype, 2),
-            drawn(matrix, case.other, 3),
-            hidden,
-            vocabulary,
-            drawn((case.n, case.values), case.dtype, 10),
-            make("normal", vector, case.other, 6, "cpu"),
-            make("normal", vector, case.other, 7, "cpu"),
-            vectors,
-            torch.randint(IDS, (case.rows,), generator=g),
-            torch.randint(IGNORED - 1, case.n, (case.rows,), generator=g),  # ignored and wrong ones too
-            mask,
-        )
+        return mask
 
-    def placed(self, case: Reduction, device: torch.device) -> RowOperands:
-        """The same on `device`, matrices at the strides of `case`."""
-        tensors = [t.to(device) for t in self]
-        return RowOperands._make(
-            (*(laid(t, case.layout, case.place) for t in tensors[:_MATRICES]), *tensors[_MATRICES:])
-        )
-
-
-_MATRICES = 6
-"""The first ones of `RowOperands`."""
+    def placed(self, device: torch.device) -> RowOperands:
+        """The same on `device`, at the case's strides: at once what was drawn, the rest when asked for."""
+        there = RowOperands(self.case, source=self, device=device)
+        for operand in list(self.kept):
+            operand.__get__(there)
+        return there
 
 
 Results = tuple[Tensor, ...]
@@ -364,17 +387,14 @@ STRIDES = (("N", "pitched"), ("N", "odd"), ("N", "spread"), ("T", "plain"))
 def reductions(thorough: bool, fused: bool) -> Iterator[Reduction]:
     """What is held to the CPU reference, of the fused kernels only if they are here."""
     kinds = itertools.cycle(KINDS)
-    for i, (name, kernel) in enumerate(KERNELS.items()):
+    for name, kernel in KERNELS.items():
         if kernel.entry and not fused:
             continue
-        dtypes = kernel.dtypes
-        if kernel.entry in ("statistics", "grad_logits") and not thorough:
-            dtypes = dtypes[i % 2 :][:1]  # in turn: how a bias is added does not depend on it
         sizes = FUSED_SIZES if kernel.entry else SIZES
         middle: Size = (70, 300, 72, 0) if kernel.entry else (5, 1100, 0, 0)
         if kernel.entry == "attention":
             sizes, middle = ATTENTION_SIZES + (MORE_HEADS if thorough else ()), (70, 300, 128, 128)
-        for dtype, other in dtypes:
+        for dtype, other in kernel.dtypes:
             case = partial(Reduction, name, dtype, other)
             for size in sizes * (3 if thorough else 1):
                 yield case("shapes", *size, kind=next(kinds))
@@ -387,7 +407,7 @@ def reductions(thorough: bool, fused: bool) -> Iterator[Reduction]:
 def calls(cases: Iterable[Reduction], on: Backend, device: torch.device) -> Iterator[Callable[[], object]]:
     """What loads the kernels that `cases` run."""
     for case in cases:
-        kernel, operands = KERNELS[case.kernel], RowOperands.of(case, unfilled).placed(case, device)
+        kernel, operands = KERNELS[case.kernel], RowOperands(case, unfilled).placed(device)
         for schedule in on.tried(case):
             yield partial(kernel, on, operands, schedule)
 
@@ -405,9 +425,9 @@ def verify_reductions(
         runs = [(on, schedule) for on in backends for schedule in on.tried(case)]
         if not runs:  # attention is Hopper's alone
             continue
-        kernel, operands = KERNELS[case.kernel], RowOperands.of(case)
+        kernel, operands = KERNELS[case.kernel], RowOperands(case)
         want = [t.to(device) for t in kernel(right, operands, None)]
-        placed = operands.placed(case, device)
+        placed = operands.placed(device)
         for on, schedule in runs:
             name = on.name + case.kernel
             doing = f"{name}, {case.what}, {case}, {schedule}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -16,8 +18,9 @@ from samebits.verify.answers import known_answers
 from samebits.verify.case import BF16, CHAIN, F16
 from samebits.verify.chain import verify_chain
 from samebits.verify.failures import HangError, KernelError, running
+from samebits.verify.kernel import BACKENDS
 from samebits.verify.operations import verify_operations
-from samebits.verify.plan import Plan, compiling_by_triton
+from samebits.verify.plan import Plan, launch_part
 from samebits.verify.products import verify_case
 from samebits.verify.reductions import verify_reductions
 from samebits.verify.report import Report
@@ -27,7 +30,13 @@ from samebits.verify.tokens import verify_tokens
 Show = Callable[[float, str], None]
 
 
-def verify(*, thorough: bool = False, device: int = 0, progress: Show = lambda done, what: None) -> Report:
+def verify(
+    *,
+    thorough: bool = False,
+    backend: str | None = None,
+    device: int = 0,
+    progress: Show = lambda done, what: None,
+) -> Report:
     """Hold every kernel and schedule on a GPU to the CPU reference.
 
     Kernels that are not in the on-disk cache yet are compiled first, by a process for each CPU: a script that
@@ -35,6 +44,8 @@ def verify(*, thorough: bool = False, device: int = 0, progress: Show = lambda d
 
     Args:
         thorough: more combinations, and more large products.
+        backend: whose kernels, ``"cuda"`` or ``"triton"``; by default CUDA's, and, if `thorough`, Triton's
+            too where it is installed.
         device: index of the CUDA device.
         progress: told the fraction done, and what is being done.
 
@@ -42,10 +53,18 @@ def verify(*, thorough: bool = False, device: int = 0, progress: Show = lambda d
         The report. Without a GPU it has the CPU reference's known answers, and why no GPU was verified.
     """
     from samebits.backends.cuda import runtime
+    from samebits.backends.triton import runtime as triton
 
+    if backend not in (None, *BACKENDS):
+        raise ValueError(f"samebits.verify: backend: expected one of {BACKENDS} or None, got {backend!r}")
     start = time.monotonic()
-    status = runtime.status()
+    status, second = runtime.status(), triton.status()
+    backends = [backend or "cuda"]
+    if thorough and backend is None and second.available:
+        backends.append("triton")
     why_not = "" if status.available else f"{status.reason}. {status.remedy}".strip()
+    if backend == "triton" and not (why_not or second.available):
+        why_not = f"{second.reason}. {second.remedy}"
     if status.available and device >= len(status.devices):
         why_not = f"there is no device {device}; PyTorch sees {len(status.devices)}"
     versions = {"samebits": __version__, "torch": str(torch.__version__)}
@@ -62,7 +81,7 @@ def verify(*, thorough: bool = False, device: int = 0, progress: Show = lambda d
         else:
             versions["nvrtc"] = runtime.nvrtc_version()
             with torch.cuda.device(device), torch.no_grad():
-                _verify_gpu(report, device, thorough, progress)
+                _verify_gpu(report, device, thorough, backends, progress)
     except HangError as error:
         report.failure, report.hung = str(error), True
     except KernelError as error:
@@ -76,33 +95,30 @@ def _verify_cpu(report: Report, progress: Show) -> None:
     known_answers(report)
 
 
-def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> None:
+def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[str], progress: Show) -> None:
     from samebits.backends.cuda import ahead, runtime
     from samebits.backends.cuda.matmul import family
-    from samebits.backends.triton import runtime as triton
 
     info = runtime.device_info(index)
-    device = torch.device("cuda", index)
     contract = TENSOR_CORE.on(family(index))
     report.gpu, report.contract, report.digest = info.name, str(contract), contract.digest()
-    with compiling_by_triton(index, thorough):
+    with _helpers(index, thorough, backends):
         _verify_cpu(report, progress)
-        plan = Plan(index, thorough)
+        plan = Plan(index, thorough, backends)
         report.kernels = ahead.compile_for(plan.cuda(), lambda done, what: progress(0.4 * done, what))
-        progress(0.4, "compiling Triton's kernels")
+        progress(0.4, "compiling more kernels")
     for i, (case, pairs) in enumerate(plan.products):
         progress(0.5 + 0.35 * i / len(plan.products), f"{case.what}: {case}")
         universal = next(kernel for kernel in plan.offered if kernel.step == case.step)
         if case.what == CHAIN:
-            verify_chain(report, case, universal, pairs, device)
+            verify_chain(report, case, universal, pairs, plan.device)
         else:
             follows = FMA if case.step == "fma" else contract
-            verify_case(report, case, universal, pairs, follows, device)
-    reduce = partial(verify_reductions, report, plan.reduced, plan.reducers, contract, device)
+            verify_case(report, case, universal, pairs, follows, plan.device)
+    reduce = partial(verify_reductions, report, plan.reduced, plan.reducers, contract, plan.device)
     parts: list[_Part] = [
         ("reductions and log-probabilities", None, reduce),
-        *_public(report, contract, device, thorough, None),
-        *(_public(report, contract, device, thorough, "triton") if triton.status().available else ()),
+        *_public(report, contract, plan.device, thorough, backends),
     ]
     for i, (what, backend, part) in enumerate(parts):
         progress(0.85 + 0.15 * i / len(parts), f"{what}, {backend}" if backend else what)
@@ -110,16 +126,59 @@ def _verify_gpu(report: Report, index: int, thorough: bool, progress: Show) -> N
             part()
 
 
+@contextmanager
+def _helpers(index: int, thorough: bool, backends: Sequence[str], seconds: float = 300) -> Iterator[None]:
+    """Processes that meanwhile fill the on-disk caches with kernels that are not known ahead.
+
+    Triton, most of whose compiler runs one thread at a time, launches its kernels in some; one for each
+    backend runs the public functions.
+    """
+    from samebits.backends.cuda import ahead
+
+    parts = min(8, os.cpu_count() or 1) if "triton" in backends else 0
+    tasks = [partial(launch_part, index, thorough, part, parts) for part in range(parts)]
+    tasks += [partial(_rehearse, index, thorough, backend) for backend in backends]
+    helpers = [ahead.processes().Process(target=_help, args=(index, task), daemon=True) for task in tasks]
+    for helper in helpers:
+        helper.start()
+    try:
+        yield
+        deadline = time.monotonic() + seconds
+        for helper in helpers:
+            helper.join(max(0, deadline - time.monotonic()))
+    finally:
+        for helper in helpers:
+            helper.kill()
+
+
+def _help(index: int, task: Callable[[], None]) -> None:
+    # What goes wrong here shows when it is verified; or else only this process was not allowed on the GPU.
+    with suppress(Exception), torch.cuda.device(index), torch.no_grad():
+        task()
+
+
+def _rehearse(index: int, thorough: bool, name: str) -> None:
+    from samebits.backends.cuda.matmul import family
+
+    report = Report(None, "", "", "", {}, thorough)
+    contract, device = TENSOR_CORE.on(family(index)), torch.device("cuda", index)
+    for _, backend, part in _public(report, contract, device, thorough, [name]):
+        with use_backend(backend):
+            part()
+
+
 _Part = tuple[str, str | None, Callable[[], None]]
 
 
 def _public(
-    report: Report, contract: Contract, device: torch.device, thorough: bool, backend: str | None
+    report: Report, contract: Contract, device: torch.device, thorough: bool, backends: Sequence[str]
 ) -> Iterator[_Part]:
-    """Of the public functions, computed by `backend`, or, with None, as if nobody had chosen."""
-    yield "operations", backend, partial(verify_operations, report, contract, device)
-    for n, k, dtype in ((1024, 768, BF16), (264, 1032, F16)):
-        yield "sequences", backend, partial(verify_tokens, report, contract, device, n, k, dtype)
-    for n, k, dtype in ROWS_OF[: (None if thorough else 2) if backend is None else 1]:
-        part = partial(verify_rows, report, contract, device, n, k, dtype, thorough)
-        yield "batches, streams, graphs", backend, part
+    """Of the public functions, computed by Triton, or, for CUDA's kernels, as if nobody had chosen."""
+    for name in backends:
+        backend = None if name == "cuda" else name
+        yield "operations", backend, partial(verify_operations, report, contract, device)
+        for n, k, dtype in ((1024, 768, BF16), (264, 1032, F16)):
+            yield "sequences", backend, partial(verify_tokens, report, contract, device, n, k, dtype)
+        for n, k, dtype in ROWS_OF[: (None if thorough else 2) if backend is None else 1]:
+            part = partial(verify_rows, report, contract, device, n, k, dtype, thorough)
+            yield "batches, streams, graphs", backend, part
