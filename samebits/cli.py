@@ -266,7 +266,10 @@ def bench(
 @app.command()
 def verify(
     thorough: Annotated[
-        bool, typer.Option("--thorough", help="More combinations, more large products, and Triton's kernels.")
+        bool,
+        typer.Option(
+            "--thorough", help="More combinations and large products, and Triton's kernels if installed."
+        ),
     ] = False,
     backend: Annotated[
         Backend | None, typer.Option("--backend", help="Whose kernels; by default cuda's.")

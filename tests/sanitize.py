@@ -276,7 +276,7 @@ def main() -> None:
     found = itertools.chain(products(every), tiny_products(every), long_products(every))
     if options.compile:
         calls = (partial(k.run, x, out, s) for k, s, x, out in found)
-        print(ahead.compile_for(itertools.chain(calls, attention())), "kernels")
+        print(ahead.compile_for(itertools.chain(calls, attention())).needed, "kernels")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             print(len(list(pool.map(lambda p: p[0].run(p[2], p[3], p[1]), triton_products()))), "by Triton")
         log_probabilities_by_triton()

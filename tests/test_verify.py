@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import multiprocessing
+import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -371,6 +375,9 @@ def test_a_run_from_end_to_end(
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(runtime, "device_info", lambda index: gpu)
     monkeypatch.setattr(runtime, "status", lambda: mock.Mock(available=True, devices=(gpu,), cache="none"))
+    monkeypatch.setattr(runtime, "nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (0, 0))
+    monkeypatch.setattr(run, "_helpers", lambda *of: nullcontext(lambda seconds: None))
     monkeypatch.setattr(triton, "status", lambda: mock.Mock(available=True))
     monkeypatch.setattr("samebits.backends.cuda.matmul.family", lambda index: samebits.HOPPER)
     monkeypatch.setattr(run, "Plan", Some)
@@ -382,6 +389,7 @@ def test_a_run_from_end_to_end(
     assert not found.failure
     assert found.exit_code == wrong
     assert found.gpu == "a GPU"
+    assert found.backends == [name or "cuda" for name in verified]
     reduced = {f"{name or 'cuda'} sum" for name in verified}
     assert {line.kernel for line in found.lines} == {"CPU reference", "a kernel", *reduced}
     assert {line.kernel for line in found.lines if line.differing} == (reduced if wrong else set())
@@ -390,6 +398,35 @@ def test_a_run_from_end_to_end(
     assert {name for name, _ in public} == {"verify_operations", "verify_tokens", "verify_rows"}
     assert done == sorted(done)
     assert done[-1] < 1
+
+
+@pytest.mark.parametrize("backend", verify.BACKENDS)
+def test_public_functions_are_rehearsed(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    public: list[tuple[str, str | None]] = []
+    for name in ("verify_operations", "verify_tokens", "verify_rows"):
+        note = lambda *of, name=name: public.append((name, backends._choice.backend))  # noqa: E731
+        monkeypatch.setattr(run, name, note)
+    monkeypatch.setattr("samebits.backends.cuda.matmul.family", lambda index: samebits.HOPPER)
+    run._rehearse(0, False, backend)
+    assert {name for name, _ in public} == {"verify_operations", "verify_tokens", "verify_rows"}
+    assert {by for _, by in public} == {None if backend == "cuda" else backend}
+
+
+def _note_environment(file: Path) -> None:
+    file.write_text(os.environ["SAMEBITS_CACHE_DIR"])
+
+
+def test_processes_beside_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = multiprocessing.active_children()
+    for name in ("one", "another"):
+        monkeypatch.setenv("SAMEBITS_CACHE_DIR", name)
+        with run._beside([partial(_note_environment, tmp_path / name), partial(sys.exit, 3)]) as wait:
+            wait(60)
+            assert (tmp_path / name).read_text() == name
+    with run._beside([partial(time.sleep, 3600)]) as wait:
+        wait(0.1)
+        assert len(multiprocessing.active_children()) == len(before) + 1
+    assert multiprocessing.active_children() == before
 
 
 @NO_GPU
@@ -504,7 +541,6 @@ def test_kernels_are_compiled_ahead_of_the_calls_that_load_them(
     ]
     hopper = runtime.DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20)
     monkeypatch.setattr(runtime, "device_info", lambda index: hopper)
-    monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(tmp_path))
     after_load: list[object] = []
     calls = [lambda spec=spec: after_load.append(runtime.load(spec, 0)) for spec in specs]
     monkeypatch.setattr(runtime, "_kernels", {})
@@ -516,9 +552,13 @@ def test_kernels_are_compiled_ahead_of_the_calls_that_load_them(
         thread.start()
         thread.join()
 
-    assert ahead.compile_for([*calls, another_thread]) == 2
-    assert elsewhere == [specs[0]]
-    assert len(list(tmp_path.glob("*.cubin"))) == 2
+    for directory in (tmp_path / "one", tmp_path / "another"):  # also where processes were started before
+        monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(directory))
+        elsewhere.clear()
+        assert ahead.compile_for([*calls, another_thread]) == ahead.Compiled(needed=2, missing=2)
+        assert elsewhere == [specs[0]]
+        assert len(list(directory.glob("*.cubin"))) == 2
+        assert ahead.compile_for(calls) == ahead.Compiled(needed=2, missing=0)
     assert not after_load, "a call went on without its kernel"
 
 

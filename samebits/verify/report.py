@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,7 @@ class Report:
         contract: what the GPU's bits were held to, with its digest.
         versions: of samebits, torch, the driver and NVRTC.
         thorough: whether all cases ran.
+        backends: whose kernels were verified: ``cuda``, ``triton``.
         kernels: how many kernels were compiled, or taken from the cache.
         lines: the comparisons.
         first: the first place where bits differ.
@@ -69,6 +71,7 @@ class Report:
     digest: str
     versions: dict[str, str]
     thorough: bool
+    backends: Sequence[str] = ()
     kernels: int = 0
     lines: list[Line] = dataclasses.field(default_factory=list)
     first: Mismatch | None = None
@@ -172,7 +175,11 @@ def show(report: Report) -> RenderableType:
         Text(f"{report.contract}, digest {report.digest}. {versions}. {report.seconds:.0f} s.", "dim")
     )
     verdict = {
-        0: Text(f"{report.gpu}: all {report.compared:,} values have the bits specified", "green bold"),
+        0: Text(
+            f"{report.gpu}, {' and '.join(report.backends)}: "
+            f"all {report.compared:,} values have the bits specified",
+            "green bold",
+        ),
         1: Text(
             f"{report.differing:,} of {report.compared:,} values differ: bits are NOT as specified"
             if report.differing

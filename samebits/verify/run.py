@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing.process import BaseProcess
 
 import torch
 
@@ -39,8 +40,8 @@ def verify(
 ) -> Report:
     """Hold every kernel and schedule on a GPU to the CPU reference.
 
-    Kernels that are not in the on-disk cache yet are compiled first, by a process for each CPU: a script that
-    calls this needs the usual ``if __name__ == "__main__":``.
+    Kernels that are not in the on-disk cache yet are compiled first. For that it starts a process for each
+    CPU and some more: a script that calls this needs the usual ``if __name__ == "__main__":``.
 
     Args:
         thorough: more combinations, and more large products.
@@ -74,7 +75,7 @@ def verify(
         except importlib.metadata.PackageNotFoundError:
             continue
     contract = TENSOR_CORE.on(HOPPER)
-    report = Report(None, why_not, str(contract), contract.digest(), versions, thorough)
+    report = Report(None, why_not, str(contract), contract.digest(), versions, thorough, backends)
     try:
         if why_not:
             _verify_cpu(report, progress)
@@ -102,11 +103,16 @@ def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[s
     info = runtime.device_info(index)
     contract = TENSOR_CORE.on(family(index))
     report.gpu, report.contract, report.digest = info.name, str(contract), contract.digest()
-    with _helpers(index, thorough, backends):
+    torch.cuda.mem_get_info(index)  # this process comes first where only one is allowed on the GPU
+    with _helpers(index, thorough, backends) as wait:
         _verify_cpu(report, progress)
+        progress(0.0, "choosing kernels")
         plan = Plan(index, thorough, backends)
-        report.kernels = ahead.compile_for(plan.cuda(), lambda done, what: progress(0.4 * done, what))
-        progress(0.4, "compiling more kernels")
+        compiled = ahead.compile_for(plan.cuda(), lambda done, what: progress(0.4 * done, what))
+        report.kernels = compiled.needed
+        if compiled.missing or "triton" in backends:
+            progress(0.4, "compiling more kernels")
+            wait(300)
     for i, (case, pairs) in enumerate(plan.products):
         progress(0.5 + 0.35 * i / len(plan.products), f"{case.what}: {case}")
         universal = next(kernel for kernel in plan.offered if kernel.step == case.step)
@@ -127,28 +133,49 @@ def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[s
 
 
 @contextmanager
-def _helpers(index: int, thorough: bool, backends: Sequence[str], seconds: float = 300) -> Iterator[None]:
+def _helpers(index: int, thorough: bool, backends: Sequence[str]) -> Iterator[Callable[[float], None]]:
     """Processes that meanwhile fill the on-disk caches with kernels that are not known ahead.
 
     Triton, most of whose compiler runs one thread at a time, launches its kernels in some; one for each
-    backend runs the public functions.
+    backend runs the public functions. Yields what waits for them, so many seconds at most.
     """
-    from samebits.backends.cuda import ahead
-
     parts = min(8, os.cpu_count() or 1) if "triton" in backends else 0
     tasks = [partial(launch_part, index, thorough, part, parts) for part in range(parts)]
     tasks += [partial(_rehearse, index, thorough, backend) for backend in backends]
-    helpers = [ahead.processes().Process(target=_help, args=(index, task), daemon=True) for task in tasks]
-    for helper in helpers:
-        helper.start()
-    try:
-        yield
+    with _beside([partial(_help, index, task) for task in tasks]) as wait:
+        yield wait
+
+
+@contextmanager
+def _beside(tasks: Iterable[Callable[[], None]]) -> Iterator[Callable[[float], None]]:
+    """Run each task in a process of its own, which at the end of this context is ended if it goes on."""
+    from samebits.backends.cuda import ahead
+
+    running: list[BaseProcess] = []
+
+    def wait(seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        for helper in helpers:
-            helper.join(max(0, deadline - time.monotonic()))
+        for process in running:
+            process.join(max(0, deadline - time.monotonic()))
+
+    try:
+        for task in tasks:
+            arguments = dict(os.environ), task
+            process: BaseProcess = ahead.processes().Process(target=_adopting, args=arguments, daemon=True)
+            process.start()
+            running.append(process)
+        yield wait
     finally:
-        for helper in helpers:
-            helper.kill()
+        for process in running:
+            process.kill()
+        wait(5)
+
+
+def _adopting(environment: dict[str, str], task: Callable[[], None]) -> None:
+    from samebits.backends.cuda import ahead
+
+    ahead.adopt(environment)
+    task()
 
 
 def _help(index: int, task: Callable[[], None]) -> None:

@@ -8,18 +8,35 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing.context import ForkServerContext
+from typing import NamedTuple
 
 from samebits.backends.cuda import runtime
 
-__all__ = ["compile_for", "processes"]
+__all__ = ["Compiled", "adopt", "compile_for", "processes"]
+
+
+class Compiled(NamedTuple):
+    """How many kernels were needed, and how many of them were not in the on-disk cache."""
+
+    needed: int
+    missing: int
 
 
 @functools.cache
 def processes() -> ForkServerContext:
-    """How to start processes: as forks of one that only imported PyTorch. CUDA does not survive a fork."""
+    """How to start processes: as forks of one that only imported PyTorch. CUDA does not survive a fork.
+
+    They have the environment that was there when the first one started: see :func:`adopt`.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([runtime.__name__])
     return context
+
+
+def adopt(environment: dict[str, str]) -> None:
+    """Give this process the environment of another."""
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 class _Needed(BaseException):
@@ -32,13 +49,11 @@ def _tell(spec: runtime.KernelSpec, device: int) -> None:
 
 def compile_for(
     calls: Iterable[Callable[[], object]], progress: Callable[[float, str], None] = lambda done, what: None
-) -> int:
+) -> Compiled:
     """Compile, into the on-disk cache and with a process for each CPU, what `calls` will load.
 
     A call is stopped where it would load its first kernel that is not loaded yet, before any launch of it.
-
-    Returns:
-        How many kernels that were.
+    Where there is no cache, nothing is compiled.
     """
     needed: dict[tuple[runtime.KernelSpec, str], None] = {}
     with runtime.before_loading(_tell):
@@ -49,12 +64,19 @@ def compile_for(
                 spec, device = need.args
                 needed[spec, runtime.device_info(device).arch] = None
     if runtime.status().cache == "none" or len(needed) < 2:
-        return len(needed)
+        return Compiled(len(needed), 0)
     # NVRTC compiles one program at a time in a process.
-    workers = min(len(needed), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, processes()) as pool:
-        jobs = [pool.submit(runtime.cached_cubin, spec, arch) for spec, arch in needed]
+    workers, missing = min(len(needed), os.cpu_count() or 1), 0
+    with ProcessPoolExecutor(workers, processes(), adopt, (dict(os.environ),)) as pool:
+        jobs = [pool.submit(_compile, spec, arch) for spec, arch in needed]
         for done, job in enumerate(as_completed(jobs)):
-            job.result()
+            missing += job.result()
             progress((done + 1) / len(jobs), f"compiling {len(jobs)} kernels")
-    return len(needed)
+    return Compiled(len(needed), missing)
+
+
+def _compile(spec: runtime.KernelSpec, arch: str) -> bool:
+    missing = not runtime.is_cached(spec, arch)
+    if missing:
+        runtime.cached_cubin(spec, arch)
+    return missing

@@ -335,14 +335,24 @@ def cached_cubin(spec: KernelSpec, arch: str) -> bytes:
     Safe under any number of processes: an entry appears whole, by ``os.replace``, and carries a checksum, so
     one that is damaged or cut short is compiled again. A cache that cannot be written costs one warning.
     """
-    directory = _cache_dir()
-    name = f"{Path(spec.source).stem}-{arch}-{_cache_key(spec, arch)}.cubin"
-    path = None if directory is None else directory / name
+    path = _entry(spec, arch)
     code = None if path is None else _read_entry(path)
     if code is None:
         code = compile(spec, arch).code
         _write_entry(path, code)
     return code
+
+
+def is_cached(spec: KernelSpec, arch: str) -> bool:
+    """Whether the on-disk cache has its machine code."""
+    path = _entry(spec, arch)
+    return path is not None and _read_entry(path) is not None
+
+
+def _entry(spec: KernelSpec, arch: str) -> Path | None:
+    directory = _cache_dir()
+    name = f"{Path(spec.source).stem}-{arch}-{_cache_key(spec, arch)}.cubin"
+    return None if directory is None else directory / name
 
 
 def _read_entry(path: Path) -> bytes | None:
