@@ -151,11 +151,11 @@ def _beside(tasks: Iterable[Callable[[], None]]) -> Iterator[Callable[[float], N
     """Run each task in a process of its own, which at the end of this context is ended if it goes on."""
     from samebits.backends.cuda import ahead
 
-    running: list[BaseProcess] = []
+    started: list[BaseProcess] = []
 
     def wait(seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        for process in running:
+        for process in started:
             process.join(max(0, deadline - time.monotonic()))
 
     try:
@@ -163,10 +163,10 @@ def _beside(tasks: Iterable[Callable[[], None]]) -> Iterator[Callable[[float], N
             arguments = dict(os.environ), task
             process: BaseProcess = ahead.processes().Process(target=_adopting, args=arguments, daemon=True)
             process.start()
-            running.append(process)
+            started.append(process)
         yield wait
     finally:
-        for process in running:
+        for process in started:
             process.kill()
         wait(5)
 
