@@ -2,10 +2,8 @@
 
     python benchmarks/sm90_tune.py --check 4 --speed tune --out results.json
 
-Each product is checked before it is timed: raw bits against a naive kernel, outputs poisoned. Times are
-medians over CUDA-graph replays that rotate over enough input sets to defeat the L2 cache; the contestants
-take turns, so that heat and power are shared. The work runs in a child process: one that hangs is ended and
-the rest goes on.
+Each product is checked before it is timed: raw bits against a naive kernel, outputs poisoned. Times are as
+``samebits bench`` takes them. The work runs in a child process: one that hangs is ended and the rest goes on.
 """
 
 from __future__ import annotations
@@ -42,6 +40,7 @@ from samebits.backends.cuda.schedule import (  # noqa: E402
     estimate,
     menu,
 )
+from samebits.bench import _Race  # noqa: E402
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [
@@ -329,38 +328,6 @@ def operands(kind: str, m: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor]
     return make(m, n).T, make(m, k), torch.empty(n, k, device="cuda", dtype=BF16)
 
 
-class Timer:
-    """Contestants' graphs, replayed in turns."""
-
-    def __init__(self, calls: int) -> None:
-        self.calls = calls
-        self.graphs: dict[str, Any] = {}
-        self.times: dict[str, list[float]] = {}
-
-    def add(self, name: str, function: Any, sets: list[Any]) -> None:
-        for args in sets[:2]:
-            function(*args)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for i in range(self.calls):
-                function(*sets[i % len(sets)])
-        self.graphs[name] = graph
-        self.times[name] = []
-
-    def run(self, rounds: int) -> dict[str, float]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for r in range(rounds + 1):
-            for name, graph in self.graphs.items():
-                begin.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                if r:
-                    self.times[name].append(begin.elapsed_time(end) * 1e3 / self.calls)
-        return {name: median(t) for name, t in self.times.items()}
-
-
 def run_speed(kind: str, m: int, k: int, n: int, schedules: list[Schedule], say: Any) -> dict[str, Any]:
     one = 2 * (m * k + k * n + m * n)
     sets = [operands(kind, m, k, n) for _ in range(max(1, min(48, math.ceil(400e6 / one))))]
@@ -371,8 +338,8 @@ def run_speed(kind: str, m: int, k: int, n: int, schedules: list[Schedule], say:
         seqs = torch.cat([torch.tensor([0]), cuts, torch.tensor([m])]).int().cuda()
     flops = 2 * m * n * k
     estimate = max(flops / 650e12, one / 4e12, 3e-6)
-    timer = Timer(max(2, min(200, math.ceil(1.5e-3 / estimate))))
-    timer.add("torch", lambda a, b, out: torch.mm(a, b, out=out), sets)
+    race = _Race(max(2, min(300, math.ceil(3e-3 / estimate))))
+    race.add("torch", lambda a, b, out: torch.mm(a, b, out=out), sets)
     want = torch.mm(a, b)
     reference, wrong = None, {}
     if seqs is not None:
@@ -390,11 +357,13 @@ def run_speed(kind: str, m: int, k: int, n: int, schedules: list[Schedule], say:
             if problem:
                 wrong[name] = problem
                 continue
-        timer.add(
-            name, lambda a, b, out, s=s: matmul_sm90.matmul(a, b, out, cu_seqlens=seqs, schedule=s), sets
-        )
-    rounds = 7 if estimate * timer.calls < 4e-3 else 5
-    times = timer.run(rounds)
+
+        def run(a: Tensor, b: Tensor, out: Tensor, s: Schedule = s) -> Tensor:
+            matmul_sm90.matmul(a, b, out, cu_seqlens=seqs, schedule=s)
+            return out
+
+        race.add(name, run, sets)
+    times = race.alone(0.08) if m >= 256 else race.run(7)
     return {
         "kind": kind,
         "m": m,

@@ -132,7 +132,8 @@ def gpu_summary(data: dict[str, Any]) -> str:
     head = ["work", "dtype", "cases", "geometric mean", "worst", "worst at"]
     said = (
         "Speed relative to torch (cuBLAS) in the same run, above 1 is faster; ragged dW relative to samebits'"
-        " own dense dW. CUDA graphs that rotate over operands larger than the L2 cache, in turns; medians."
+        " own dense dW. Medians of CUDA graphs that rotate over operands larger than the L2 cache; where"
+        " arithmetic is the bound, each runs alone until the clock has followed its power, or else in turns."
     )
     return "\n\n".join((table(head, rows), said, _measured_on_gpu(data)))
 
@@ -145,6 +146,37 @@ def gpu_forward(data: dict[str, Any]) -> str:
         by_shape.setdefault((c["k"], c["n"]), {})[c["m"]] = ratio(c)
     rows = [[f"{k}, {n}", *(f"{r[m]:.2f}" for m in sizes)] for (k, n), r in by_shape.items()]
     return table(["K, N", *(f"M {m}" for m in sizes)], rows)
+
+
+def gpu_counters(data: dict[str, Any]) -> str:
+    sms = data["environment"]["multiprocessors"]
+    rows = []
+    for case in data["cases"]:
+        product = f"{case['work']} {case['m']:,}, {case['k']:,}, {case['n']:,}, {case['dtype']}"
+        for who, kernels in (("samebits", case["samebits"]), ("torch", case["torch"])):
+            kernel = max(kernels, key=lambda k: k["seconds"])
+            busy = kernel["fma_percent" if case["dtype"] == "float32" else "tensor_percent"]
+            into = kernel["into_sm_bytes"] / kernel["cycles"] / min(sms, kernel["blocks"])
+            rows.append(
+                [
+                    product if who == "samebits" else "",
+                    f"`{kernel['kernel'][:44]}`" if who == "torch" else who,
+                    f"{sum(k['seconds'] for k in kernels) * 1e6:.1f}",
+                    f"{kernel['hertz'] / 1e9:.2f}",
+                    f"{busy:.0f}%",
+                    f"{into:.0f}",
+                    f"{kernel['out_of_l2_percent']:.0f}%",
+                    f"{kernel['hbm_bytes'] / kernel['seconds'] / 1e12:.1f}",
+                ]
+            )
+    head = ["M, K, N", "by", "µs", "GHz", "arithmetic", "bytes a cycle", "L2", "HBM, TB/s"]
+    said = (
+        "Nsight Compute's counters, of one launch on a GPU that was idle before, from cold caches."
+        " Arithmetic: how long the busiest multiprocessor's tensor cores are at work; for float32, its share"
+        " of the most instructions that its units take. Bytes a cycle: what comes into a multiprocessor."
+        " L2: how busy the way out of it is. Of PyTorch's kernels the longest is shown, and the time of all."
+    )
+    return "\n\n".join((table(head, rows), said, _measured_on_gpu(data)))
 
 
 def gpu_backward(data: dict[str, Any]) -> str:
@@ -322,7 +354,7 @@ def gpu_logp(data: dict[str, Any]) -> str:
             )
     head = ["tokens, D, V", "work", *libraries, PRODUCT, "speed beside torch"]
     said = (
-        "bf16; medians, in turns, of eager calls where no CUDA graph is named. Memory at the peak, beyond"
+        "bf16; medians of eager calls where no CUDA graph is named. Memory at the peak, beyond"
         " operands; gradients included. torch is `F.linear`, `.float()` and `F.cross_entropy`; the product"
         " alone gives no log-probability."
     )
@@ -363,6 +395,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "logp.json": {"logp": gpu_logp},
     "triton_tune.json": {"triton-tune": gpu_triton_tune},
     "triton.json": {"triton": gpu_summary},
+    "counters.json": {"counters": gpu_counters},
     "models.json": {"models-drift": gpu_models_drift, "models-time": gpu_models_time},
     "embeddings.json": {"embeddings": gpu_embeddings},
 }

@@ -1,7 +1,10 @@
 """``samebits bench``: speed beside PyTorch (cuBLAS) on the shapes of common models, with the right bits.
 
-Times are medians over replays of CUDA graphs, which take turns and rotate over enough operands to defeat the
-L2 cache. No time is taken of a case whose sampled rows differ from the universal kernel's or the reference's.
+Times are medians over replays of CUDA graphs, which rotate over enough operands to defeat the L2 cache. Where
+arithmetic is the bound, so is power, and the clock follows the power of the last tenth of a second. There
+each contestant runs alone for as long before it is timed, as in a program that uses no other, in two turns;
+elsewhere they take turns at each replay. No time is taken of a case whose sampled rows differ from the
+universal kernel's or the reference's.
 """
 
 from __future__ import annotations
@@ -287,7 +290,7 @@ def _check(case: Case, operands: Sequence[Tensor], device: torch.device, ours: R
 
 
 class _Race:
-    """Contestants as CUDA graphs of the same number of calls, replayed in turns."""
+    """Contestants as CUDA graphs of the same number of calls."""
 
     def __init__(self, calls: int) -> None:
         self._calls = calls
@@ -306,19 +309,40 @@ class _Race:
         self._graphs[name] = graph
 
     def run(self, rounds: int) -> dict[str, float]:
-        """Median microseconds of a call."""
+        """Median microseconds of a call, over so many turns of one replay."""
         times: dict[str, list[float]] = {name: [] for name in self._graphs}
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         for turn in range(rounds + 1):
             names = list(self._graphs)
             for name in names if turn % 2 else reversed(names):
-                begin.record()
-                self._graphs[name].replay()
-                end.record()
-                end.synchronize()
+                found = self._replay(name, 1)
                 if turn:
-                    times[name].append(begin.elapsed_time(end) * 1e3 / self._calls)
-        return {name: float(f"{statistics.median(t):.5g}") for name, t in times.items()}
+                    times[name] += found
+        return {name: _median(t) for name, t in times.items()}
+
+    def alone(self, seconds: float) -> dict[str, float]:
+        """Median microseconds of a call, over two turns, each timed when it has lasted so long."""
+        times: dict[str, list[float]] = {name: [] for name in self._graphs}
+        for name in [*self._graphs] * 2:
+            begin, count = time.perf_counter(), 0
+            while time.perf_counter() - begin < seconds:
+                self._replay(name, 1)
+                count += 1
+            times[name] += self._replay(name, count // 2 + 1)
+        return {name: _median(t) for name, t in times.items()}
+
+    def _replay(self, name: str, times: int) -> list[float]:
+        """Microseconds of a call, of each replay."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self._graphs[name].replay()
+            event.record()
+        events[-1].synchronize()
+        return [a.elapsed_time(b) * 1e3 / self._calls for a, b in itertools.pairwise(events)]
+
+
+def _median(times: list[float]) -> float:
+    return float(f"{statistics.median(times):.5g}")
 
 
 def _measure(case: Case, device: torch.device, l2_bytes: int, peers: dict[str, Any]) -> dict[str, Any]:
@@ -327,8 +351,8 @@ def _measure(case: Case, device: torch.device, l2_bytes: int, peers: dict[str, A
     sets = [_operands(case, device, torch.randn) for _ in range(count)]
     contestants = _contestants(case, device)
     _check(case, sets[0], device, contestants["samebits"])
-    guess = max(case.flop / (50e12 if case.dtype == F32 else 600e12), case.bytes / 3.5e12, 3e-6)
-    race = _Race(max(2, min(300, math.ceil(3e-3 / guess))))
+    arithmetic, memory = case.flop / (50e12 if case.dtype == F32 else 600e12), case.bytes / 3.5e12
+    race = _Race(max(2, min(300, math.ceil(3e-3 / max(arithmetic, memory, 3e-6)))))
     skipped = {}
     for name, run in contestants.items():
         race.add(name, run, sets)
@@ -345,7 +369,7 @@ def _measure(case: Case, device: torch.device, l2_bytes: int, peers: dict[str, A
         "n": case.n,
         "batch": case.batch,
         "dtype": str(case.dtype).removeprefix("torch."),
-        "us": race.run(11),
+        "us": race.alone(0.08) if arithmetic > memory else race.run(11),
     }
     return result | ({"skipped": skipped} if skipped else {})
 

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from benchmarks import logp, models, plot, tables
+from benchmarks import counters, logp, models, plot, tables
 from benchmarks.record import GPUS, environment, load, tiny
 from samebits.backends.cuda.bmm_tiny import Product
 
@@ -80,6 +80,30 @@ def test_tiny_products_have_a_picture_if_they_were_measured() -> None:
     for gpu in GPUS:
         assert (f"{gpu}-tiny.svg" in plot.PICTURES) == bool(tiny(load(f"{gpu}/bench.json")))
     assert {path.name for path in plot.ASSETS.glob("*.svg")} == plot.PICTURES.keys()
+
+
+def test_counters() -> None:
+    names = ["ID", "Kernel Name", *counters.METRICS.values()]
+
+    def row(kernel: str, nanoseconds: str, grid: str) -> list[str]:
+        value = {"seconds": nanoseconds, "blocks": grid, "hertz": "1500000000", "cycles": "1,000"}
+        return ["0", kernel, *(value.get(name, "50") for name in counters.METRICS)]
+
+    lines = [names, ["", "", *["unit"] * len(counters.METRICS)]]
+    lines += [row("matmul_sm90", "2000", "100"), row("gemm<32, 8>", "1500", "200"), row("reduce", "500", "9")]
+    lines += [row("matmul_fma_sm90", "3000", "5"), row("sgemm", "3000", "7")]
+    quoted = "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
+    found = counters.parse(f"==PROF== Connected\n{quoted}\n")
+    assert [len(case["torch"]) for case in found] == [2, 1]
+    assert found[0]["samebits"][0]["seconds"] == 2e-6
+    cases = [
+        {"work": "dX", "m": 1000, "k": 64, "n": 32, "dtype": dtype, **kernels}
+        for dtype, kernels in zip(("bfloat16", "float32"), found, strict=True)
+    ]
+    made = environment("c0ffee") | {"gpu": "A GPU", "multiprocessors": 132}
+    said = tables.gpu_counters({"environment": made, "cases": cases})
+    assert "| dX 1,000, 64, 32, bfloat16 | samebits | 2.0 | 1.50 | 50% | 0 | 50% | 0.0 |" in said
+    assert "|  | `gemm<32, 8>` | 2.0 | 1.50 |" in said
 
 
 def test_no_point_of_the_roofline_is_under_its_label() -> None:

@@ -137,7 +137,9 @@ class Product:
 
 # Measured on an H200, or fitted to what the schedules of many products took there.
 _STEP = {8: 18, 16: 20, 24: 22, 32: 24, 40: 26, 48: 28, 56: 30}  # cycles of a k16 step of 64 rows
-_CLOCK = 1750.0  # MHz
+_CLOCK = 1750.0  # MHz, as far as power allows
+_POWER = 31_400.0  # MHz that it leaves where a cycle of a multiprocessor takes the energy of one multiply-add
+_SMEM_ENERGY, _L2_ENERGY = 5.0, 10.0  # of a byte to or from there, in that of a multiply-add
 _INTAKE = 60  # bytes a cycle that reach one multiprocessor
 _INTAKE_AT_ONCE = 73  # the same where all tiles run at once, neighbours in squares
 _L2 = 15e6  # bytes a microsecond that leave L2 for all of them
@@ -173,18 +175,26 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     at_once = tiles <= sms and product.m > 128
     rate = _INTAKE_AT_ONCE if at_once else _INTAKE
     intake = (rows / shared + columns) * p.k * 2 / rate
-    l2 = tiles * (s.block_m / s.cluster_n + columns / s.cluster_m) * p.k * 2 / _L2
+    from_l2 = tiles * (s.block_m / s.cluster_n + columns / s.cluster_m) * p.k * 2
+    l2 = from_l2 / _L2
     if at_once and not (s.swap or p.a_mn or p.b_mn):  # as far as it was measured
         l2 *= _INTAKE / _INTAKE_AT_ONCE
     # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
-    write = 3500.0 if s.share > 1 else 0.0 if s.panel or s.swap else 3000.0
+    write = 1900.0 if s.share > 1 else 0.0 if s.panel or s.swap else 3000.0
     if s.warpgroups == 1 and not s.swap:  # nor between tiles, but for the first
         write += max(0, rounds - 1) / rounds * 1500
     hbm = (p.m * p.k + p.n * p.k + p.m * p.n) * p.batch * 2 / _HBM
     if s.swap and tiles > sms * s.blocks:  # towards the end, some have nothing left to read
         idle = -(tiles / (sms * s.blocks)) % 1
         hbm += idle * s.blocks * intake / _CLOCK
-    return rounds * (multiply + write) / _CLOCK, max(rounds * (intake + write) / _CLOCK, l2), hbm
+    clock = _CLOCK
+    if product.m > 128:  # or else the power is never reached
+        # Each 64 rows read their A and all of B; what is read was written once.
+        smem = tiles * p.k * 2 * (bands * (64 + s.block_n) + s.block_m + s.block_n)
+        energy = tiles * s.block_m * s.block_n * p.k + _SMEM_ENERGY * smem + _L2_ENERGY * from_l2
+        per_cycle = energy / (sms * rounds * (max(multiply, intake) + write))
+        clock = min(clock, _POWER / per_cycle**0.4)  # power goes with some power of 2.5 of the clock
+    return rounds * (multiply + write) / clock, max(rounds * (intake + write) / clock, l2), hbm
 
 
 def estimate(s: Schedule, product: Product, sms: int) -> float:
@@ -192,7 +202,7 @@ def estimate(s: Schedule, product: Product, sms: int) -> float:
     work = _work(s, product, sms)
     # Clusters start together; B is read again for every further tile of few rows.
     extra = 0.2 if s.swap and product.m > s.block_n else 0.1 if s.cluster > 1 else 0
-    return _GAP + max(work) + 0.05 * sum(work) + s.block_m * s.block_n / 8192 + extra
+    return _GAP + max(work) + 0.05 * sum(work) + s.block_m * s.block_n / s.share / 8192 + extra
 
 
 def _schedule(
@@ -252,7 +262,9 @@ def _many_rows(p: Product, sms: int) -> list[Schedule]:
     if p.m <= 2048 and not (p.a_mn and p.k > 4096):  # only where there are many rows of tiles
         pairs = [s for s in pairs if s.block_n >= 64 and p.m * s.block_n >= 2 * p.n * s.block_m]
     pairs = [s for s in pairs if _tiles(s, p) > sms]
-    return [*teams, _schedule(p, 128, 224, 64, 2, 2), *alone, *(replace(s, cluster_n=2) for s in pairs)]
+    # Nobody multiplies while these write, but they move the fewest bytes, which saves power.
+    shared = [_schedule(p, 128, 224, 64, 2, 2), replace(_schedule(p, 256, 128, 64, 2, 2), cluster_n=2)]
+    return [*teams, *shared, *alone, *(replace(s, cluster_n=2) for s in pairs)]
 
 
 def _few_rows(p: Product, sms: int) -> list[Schedule]:
@@ -302,13 +314,13 @@ def _settle(best: Schedule, p: Product, sms: int) -> Schedule:
     )
     ahead = best.stages if best.swap and early and p.m <= best.block_n and hbm < multiply else 0
     # Neighbouring tiles run side by side: let them share the much larger operand, if the other stays in L2.
-    tall = not best.swap and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
+    tall = not best.swap and best.share == 1 and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
     group = 1 if tall and p.n * p.k * 2 <= 24 << 20 else best.group
     seen = p.turned() if best.swap else p
     if p.m > 128 and _tiles(best, seen) <= sms * best.blocks:  # all run at once
         # With two rows of tall ones it costs 2 to 7 % at x @ weight.T.
-        early = early and best.block_m == 128 and (p.m > 256 or p.a_mn or p.b_mn)
-        group = 2 if seen.m > 4 * best.block_m else best.group
+        early = early and (best.block_m == 128 or best.share > 1) and (p.m > 256 or p.a_mn or p.b_mn)
+        group = 2 if seen.m > 4 * best.block_m * best.cluster_m else best.group
     return replace(best, early=early, ahead=ahead, group=group)
 
 

@@ -1,0 +1,121 @@
+"""What the hardware's counters say of products, samebits' beside PyTorch's, into results/<gpu>/counters.json.
+
+python -m benchmarks.counters [--commit COMMIT] [--out FILE]
+
+Runs each product once under Nsight Compute, which must be on the PATH and allowed to read the counters: from
+cold caches, after launches that warmed all else up. Clocks are left as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.record import RESULTS, environment, slug, write
+from samebits.bench import F32, Case, _contestants, _operands
+
+CASES = (
+    *(Case("forward", m, 4096, 4096) for m in (1, 16, 128)),
+    Case("forward", 1, 4096, 28672),
+    Case("forward", 256, 8192, 8192),
+    Case("forward", 2048, 8192, 8192),
+    Case("dX", 512, 4096, 6144),
+    Case("dX", 1024, 768, 3072),
+    Case("dW", 2048, 4096, 4096),
+    Case("dW", 16384, 7168, 256),
+    Case("forward", 1, 7168, 256, F32),
+    Case("forward", 128, 4096, 4096, F32),
+    Case("forward", 2048, 4096, 4096, F32),
+)
+
+METRICS = {
+    "seconds": "gpu__time_duration.sum",
+    "hertz": "sm__cycles_elapsed.avg.per_second",
+    "cycles": "sm__cycles_elapsed.max",
+    "blocks": "launch__grid_size",
+    "tensor_percent": "sm__pipe_tensor_cycles_active.max.pct_of_peak_sustained_elapsed",
+    "fma_percent": "sm__inst_executed_pipe_fma.max.pct_of_peak_sustained_elapsed",
+    "into_sm_bytes": "l1tex__m_xbar2l1tex_read_bytes.sum",
+    "out_of_l2_percent": "lts__lts2xbar_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "hbm_bytes": "dram__bytes.sum",
+}
+
+
+def run() -> None:
+    """All products, ours first, with nothing else between the profiler's start and stop."""
+    device = torch.device("cuda", 0)
+    for case in CASES:
+        operands = _operands(case, device, torch.randn)
+        contestants = _contestants(case, device)
+        for _ in range(2):
+            for name in ("samebits", "torch"):
+                contestants[name](*operands)
+        torch.cuda.synchronize()
+        for name in ("samebits", "torch"):
+            torch.cuda.profiler.start()
+            contestants[name](*operands)
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+
+
+def parse(text: str) -> list[dict[str, list[dict[str, Any]]]]:
+    """The kernels of each product, from Nsight Compute's table: one of ours, then PyTorch's, one or more."""
+    rows = list(csv.reader(line for line in text.splitlines() if line.startswith('"')))
+    head, _, *rows = rows
+    found: list[dict[str, list[dict[str, Any]]]] = []
+    for row in rows:
+        by_name = dict(zip(head, row, strict=True))
+        kernel: dict[str, Any] = {"kernel": by_name["Kernel Name"]}
+        kernel |= {name: float(by_name[metric].replace(",", "")) for name, metric in METRICS.items()}
+        kernel["seconds"] /= 1e9
+        if kernel["kernel"].startswith("matmul_"):
+            found.append({"samebits": [kernel], "torch": []})
+        else:
+            found[-1]["torch"].append(kernel)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    parser.add_argument("--out", type=Path, help="instead of benchmarks/results/<gpu>/counters.json")
+    parser.add_argument("--run", action="store_true", help="only what is profiled")
+    options = parser.parse_args()
+    if options.run:
+        run()
+        return
+    profile = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
+    profile += ["--kernel-name-base", "function", "--print-units", "base"]
+    profile += ["--metrics", ",".join(METRICS.values())]
+    child = [sys.executable, "-m", "benchmarks.counters", "--run"]
+    done = subprocess.run([*profile, *child], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"ncu: exit {done.returncode}\n{done.stdout[-2000:]}")
+    found = parse(done.stdout)
+    if len(found) != len(CASES):
+        raise SystemExit(f"{len(found)} products of {len(CASES)}\n{done.stdout[-2000:]}")
+    record = environment(options.commit)
+    cases = [
+        {
+            "work": case.work,
+            "m": case.m,
+            "k": case.k,
+            "n": case.n,
+            "dtype": str(case.dtype).removeprefix("torch."),
+            **kernels,
+        }
+        for case, kernels in zip(CASES, found, strict=True)
+    ]
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    data = {"environment": record | {"multiprocessors": multiprocessors}, "cases": cases}
+    write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / "counters.json", data)
+
+
+if __name__ == "__main__":
+    main()
