@@ -2,9 +2,9 @@
 
 python -m benchmarks.logp [--commit COMMIT] [--out FILE]
 
-Times are medians of eager calls, the check of targets included, and of the forward in CUDA graphs, without what a
-call costs the host. Each contestant runs alone before it is timed, until the clock follows its power. No time is
-taken of wrong bits.
+Times are medians of eager calls, the check of targets included, and of the forward in CUDA graphs, without
+what a call costs the host. Each contestant runs alone before it is timed, until the clock follows its power.
+No time is taken of wrong bits.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ def times(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float
         run()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end)
+        return float(begin.elapsed_time(end))
 
     found = {}
     for name, run in runs.items():
         start = time.perf_counter()
-        while time.perf_counter() - start < 0.1:
+        while time.perf_counter() - start < bench.ALONE:
             timed(run)
         found[name] = float(f"{statistics.median(timed(run) for _ in range(rounds)):.4g}")
     return found

@@ -130,10 +130,12 @@ def gpu_summary(data: dict[str, Any]) -> str:
             at += f", batch {worst['batch']}"
         rows.append([band, dtype, str(s.cases), f"{s.mean:.3f}", f"{s.worst:.3f}", at])
     head = ["work", "dtype", "cases", "geometric mean", "worst", "worst at"]
+    # Results of before had all of them in turns, at a clock that followed the mean of their powers.
+    alone = "each alone until the clock follows its power where arithmetic is the bound, else "
     said = (
         "Speed relative to torch (cuBLAS) in the same run, above 1 is faster; ragged dW relative to samebits'"
-        " own dense dW. Medians of CUDA graphs that rotate over operands larger than the L2 cache; where"
-        " arithmetic is the bound, each runs alone until the clock has followed its power, or else in turns."
+        " own dense dW. Medians of CUDA graphs that rotate over operands larger than the L2 cache,"
+        f" {alone if data['environment'].get('alone') else ''}in turns."
     )
     return "\n\n".join((table(head, rows), said, _measured_on_gpu(data)))
 

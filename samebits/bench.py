@@ -128,6 +128,9 @@ CASES = (
     Case("logp", 4096, 2048, 131072),
 )
 
+ALONE = 0.08
+"""Seconds after which a GPU's clock follows what runs alone."""
+
 HOST = ((16, 256, 256), (1, 1024, 1024))
 """(M, K, N) at which a call costs the host more than the GPU."""
 
@@ -369,7 +372,7 @@ def _measure(case: Case, device: torch.device, l2_bytes: int, peers: dict[str, A
         "n": case.n,
         "batch": case.batch,
         "dtype": str(case.dtype).removeprefix("torch."),
-        "us": race.alone(0.08) if arithmetic > memory else race.run(11),
+        "us": race.alone(ALONE) if arithmetic > memory else race.run(11),
     }
     return result | ({"skipped": skipped} if skipped else {})
 
@@ -495,7 +498,7 @@ def bench(
         ahead.compile_for(calls(), lambda done, what: progress(0.1 * done, what))
         others = _installed(PEERS) if peers else {}
         data: dict[str, Any] = {"environment": _environment(device), "ceilings": _ceilings(where)}
-        data["environment"]["backend"] = backend or "automatic"
+        data["environment"] |= {"backend": backend or "automatic", "alone": ALONE}
         data["cases"], data["red"] = [], []
         for i, case in enumerate(todo):
             progress(0.1 + 0.8 * i / len(todo), f"{case.work}, M {case.m}, K {case.k}, N {case.n}")
