@@ -67,7 +67,7 @@ def run() -> None:
 def parse(text: str) -> list[dict[str, list[dict[str, Any]]]]:
     """The kernels of each product, from Nsight Compute's table: one of ours, then PyTorch's, one or more."""
     rows = list(csv.reader(line for line in text.splitlines() if line.startswith('"')))
-    head, _, *rows = rows
+    head, _, *rows = rows or [[], []]
     found: list[dict[str, list[dict[str, Any]]]] = []
     for row in rows:
         by_name = dict(zip(head, row, strict=True))

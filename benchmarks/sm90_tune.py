@@ -566,7 +566,7 @@ def watch(
     )
     assert worker.stdout
     assert worker.stderr
-    what, quiet_limit = "start", 40
+    what, quiet_limit = "start", 150
     while True:
         ready, _, _ = select.select([worker.stdout], [], [], quiet_limit)
         line = worker.stdout.readline() if ready else ""

@@ -138,7 +138,7 @@ _QUICK = {(4096, 6144), (4096, 4096), (14336, 4096), (7168, 256), (768, 3072)}
 
 
 def quick() -> tuple[Case, ...]:
-    """A part of `CASES` that takes well under a minute."""
+    """A part of `CASES` that takes a minute or so."""
     rows = (1, 16, 128, 256, 1024, 4096)
     return tuple(
         c
@@ -423,7 +423,7 @@ def _ceilings(device: torch.device) -> dict[str, float]:
     race = _Race(4)
     race.add("copy", torch.clone, [(source,)])
     race.add("product", torch.mm, [(a, b)])
-    times = race.run(9)
+    times = race.alone(ALONE)
     return {
         "copy_bytes_per_s": 2 * source.numel() / times["copy"] * 1e6,
         "flop_per_s": 2 * 8192**3 / times["product"] * 1e6,

@@ -93,6 +93,7 @@ def test_counters() -> None:
     lines += [row("matmul_sm90", "2000", "100"), row("gemm<32, 8>", "1500", "200"), row("reduce", "500", "9")]
     lines += [row("matmul_fma_sm90", "3000", "5"), row("sgemm", "3000", "7")]
     quoted = "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
+    assert counters.parse("==ERROR== ERR_NVGPUCTRPERM\n") == []
     found = counters.parse(f"==PROF== Connected\n{quoted}\n")
     assert [len(case["torch"]) for case in found] == [2, 1]
     assert found[0]["samebits"][0]["seconds"] == 2e-6

@@ -175,8 +175,7 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     at_once = tiles <= sms and product.m > 128
     rate = _INTAKE_AT_ONCE if at_once else _INTAKE
     intake = (rows / shared + columns) * p.k * 2 / rate
-    from_l2 = tiles * (s.block_m / s.cluster_n + columns / s.cluster_m) * p.k * 2
-    l2 = from_l2 / _L2
+    l2 = tiles * (s.block_m / s.cluster_n + columns / s.cluster_m) * p.k * 2 / _L2
     if at_once and not (s.swap or p.a_mn or p.b_mn):  # as far as it was measured
         l2 *= _INTAKE / _INTAKE_AT_ONCE
     # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
@@ -188,10 +187,11 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
         idle = -(tiles / (sms * s.blocks)) % 1
         hbm += idle * s.blocks * intake / _CLOCK
     clock = _CLOCK
-    if product.m > 128:  # or else the power is never reached
-        # Each 64 rows read their A and all of B; what is read was written once.
-        smem = tiles * p.k * 2 * (bands * (64 + s.block_n) + s.block_m + s.block_n)
-        energy = tiles * s.block_m * s.block_n * p.k + _SMEM_ENERGY * smem + _L2_ENERGY * from_l2
+    if product.m > 128 and p.k > 0:  # few rows never reach the power
+        # Bytes for each k: every 64 rows read their A and all of B, which were written once.
+        smem = 2 * (bands * (64 + s.block_n) + s.block_m + s.block_n)
+        from_l2 = 2 * (s.block_m / s.cluster_n + s.block_n / s.cluster_m)
+        energy = tiles * p.k * (bands * 64 * s.block_n + _SMEM_ENERGY * smem + _L2_ENERGY * from_l2)
         per_cycle = energy / (sms * rounds * (max(multiply, intake) + write))
         clock = min(clock, _POWER / per_cycle**0.4)  # power goes with some power of 2.5 of the clock
     return rounds * (multiply + write) / clock, max(rounds * (intake + write) / clock, l2), hbm
