@@ -12,6 +12,7 @@ import argparse
 import csv
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +103,7 @@ def main() -> None:
         raise SystemExit(f"{len(found)} products of {len(CASES)}\n{done.stdout[-2000:]}")
     record = environment(options.commit)
     cases = [
-        {
-            "work": case.work,
-            "m": case.m,
-            "k": case.k,
-            "n": case.n,
-            "dtype": str(case.dtype).removeprefix("torch."),
-            **kernels,
-        }
+        asdict(case) | {"dtype": str(case.dtype).removeprefix("torch."), **kernels}
         for case, kernels in zip(CASES, found, strict=True)
     ]
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count

@@ -138,7 +138,7 @@ _QUICK = {(4096, 6144), (4096, 4096), (14336, 4096), (7168, 256), (768, 3072)}
 
 
 def quick() -> tuple[Case, ...]:
-    """A part of `CASES` that takes a minute or so."""
+    """A part of `CASES` that takes under a minute."""
     rows = (1, 16, 128, 256, 1024, 4096)
     return tuple(
         c

@@ -227,7 +227,7 @@ def info(
 
 @app.command()
 def bench(
-    quick: Annotated[bool, typer.Option("--quick", help="A few shapes: a minute or so.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few shapes: under a minute.")] = False,
     peers: Annotated[
         bool, typer.Option("--peers", help="Measure batch_invariant_ops and sgemm-bi too, if installed.")
     ] = False,
