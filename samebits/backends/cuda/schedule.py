@@ -222,6 +222,7 @@ def _schedule(
 
 
 _LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (192, 96), (128, 96), (64, 192), (64, 128))
+_SHARED = ((128, 224), (256, 128), (128, 256), (256, 160), (256, 192))
 _NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192)
 
 
@@ -250,21 +251,23 @@ def _many_rows(p: Product, sms: int) -> list[Schedule]:
             _schedule(p, 128, 192, 64, 2, 1),
             _schedule(p, 128, 256, 64, 2, 2),
         ]
-        return [replace(s, cluster_m=2) for s in wide]
+        return [
+            *(replace(s, cluster_m=2) for s in wide),
+            replace(_schedule(p, 256, 160, 64, 2, 2), cluster_n=2),
+        ]
     # A second warpgroup that multiplies has work where a block takes more than one tile.
     teams = [
         _schedule(p, block_m, block_n, 64, 2, 1)
         for block_m, block_n in _LARGE
         if block_m > 64 or -(-p.m // block_m) * -(-p.n // block_n) * p.batch > sms
     ]
-    alone = _narrow(p)
-    pairs = teams + alone
+    pairs = [s for s in teams if _tiles(s, p) > sms]
     if p.m <= 2048 and not (p.a_mn and p.k > 4096):  # only where there are many rows of tiles
         pairs = [s for s in pairs if s.block_n >= 64 and p.m * s.block_n >= 2 * p.n * s.block_m]
-    pairs = [s for s in pairs if _tiles(s, p) > sms]
     # Nobody multiplies while these write, but they move the fewest bytes, which saves power.
-    shared = [_schedule(p, 128, 224, 64, 2, 2), replace(_schedule(p, 256, 128, 64, 2, 2), cluster_n=2)]
-    return [*teams, *shared, *alone, *(replace(s, cluster_n=2) for s in pairs)]
+    shared = [_schedule(p, block_m, block_n, 64, 2, 2) for block_m, block_n in _SHARED]
+    pairs += shared[1:]
+    return [*teams, shared[0], *_narrow(p), *(replace(s, cluster_n=2) for s in pairs)]
 
 
 def _few_rows(p: Product, sms: int) -> list[Schedule]:
