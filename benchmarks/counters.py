@@ -12,7 +12,6 @@ import argparse
 import csv
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +101,7 @@ def main() -> None:
     if len(found) != len(CASES):
         raise SystemExit(f"{len(found)} products of {len(CASES)}\n{done.stdout[-2000:]}")
     record = environment(options.commit)
-    cases = [
-        asdict(case) | {"dtype": str(case.dtype).removeprefix("torch."), **kernels}
-        for case, kernels in zip(CASES, found, strict=True)
-    ]
+    cases = [case.record() | kernels for case, kernels in zip(CASES, found, strict=True)]
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     data = {"environment": record | {"multiprocessors": multiprocessors}, "cases": cases}
     write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / "counters.json", data)

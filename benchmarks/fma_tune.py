@@ -99,7 +99,7 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
             want = got if want is None else want
             assert_same_bits(got, want, f"{case}, {schedule}")
             race.add(name(schedule), run, sets)
-    return {"work": case.work, "m": case.m, "k": case.k, "n": case.n, "us": race.run(4)}
+    return case.record() | {"us": race.run(4)}
 
 
 def chosen(case: dict[str, Any], sms: int) -> float:

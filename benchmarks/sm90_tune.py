@@ -128,7 +128,7 @@ def wide(p: Product) -> Iterator[Schedule]:
         for (block_m, block_n, share), early, (cluster_m, cluster_n) in itertools.product(
             (
                 *((128, 128, 1), (192, 96, 1), (192, 128, 1), (128, 192, 1), (128, 160, 1), (128, 224, 2)),
-                *((128, 256, 2), (256, 128, 2)),
+                *((128, 256, 2), (256, 128, 2), (256, 160, 2), (256, 192, 2)),
             ),
             (False, True),
             ((1, 1), (2, 1), (1, 2)),

@@ -60,8 +60,7 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
             run = product(case, schedule)
             assert_same_bits(run(*sets[0]), want, f"{case}, {schedule}")
             race.add(name(schedule), run, sets)
-    result: dict[str, Any] = {"work": case.work, "m": case.m, "k": case.k, "n": case.n, "us": race.run(4)}
-    return result
+    return case.record() | {"us": race.run(4)}
 
 
 def name(s: triton.Schedule) -> str:

@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal
@@ -92,6 +92,10 @@ class Case:
         """Of both operands and the result."""
         elements = self.m * self.k + self.k * self.n + self.m * self.n
         return self.dtype.itemsize * elements * self.batch
+
+    def record(self) -> dict[str, Any]:
+        """As it is written into results."""
+        return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
 
 
 TINY = (
@@ -326,7 +330,7 @@ class _Race:
         """Median microseconds of a call, over two turns, each timed when it has lasted so long."""
         times: dict[str, list[float]] = {name: [] for name in self._graphs}
         names = list(self._graphs)
-        self._heat(names[-1], seconds)  # after a pause the clock overshoots
+        self._heat(names[-1], seconds)  # what runs first after a pause is slower
         for name in [*names, *reversed(names)]:
             count = self._heat(name, seconds)
             times[name] += self._replay(name, count // 2 + 1)
@@ -372,16 +376,8 @@ def _measure(case: Case, device: torch.device, l2_bytes: int, peers: dict[str, A
             race.add(name, partial(PEERS[name].run, module), theirs)
         except Exception as error:  # another library's limits are not ours
             skipped[name] = f"{type(error).__name__}: {error}"[:200]
-    result: dict[str, Any] = {
-        "work": case.work,
-        "m": case.m,
-        "k": case.k,
-        "n": case.n,
-        "batch": case.batch,
-        "dtype": str(case.dtype).removeprefix("torch."),
-        "us": race.alone(ALONE) if arithmetic > memory else race.run(11),
-    }
-    return result | ({"skipped": skipped} if skipped else {})
+    us = race.alone(ALONE) if arithmetic > memory else race.run(11)
+    return case.record() | {"us": us} | ({"skipped": skipped} if skipped else {})
 
 
 def _drift(k: int, n: int, device: torch.device) -> dict[str, Any]:

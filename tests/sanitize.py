@@ -27,7 +27,7 @@ from torch import Tensor
 import samebits
 from samebits.backends.cuda import ahead, matmul_sm90, runtime
 from samebits.backends.triton import runtime as triton
-from samebits.verify import Operands, kernels
+from samebits.verify import Kernel, Operands, kernels
 
 DTYPE = torch.bfloat16
 
@@ -49,14 +49,22 @@ LAYOUTS = ("k", "rows", "k, any alignment", "rows, any alignment")
 LONG = {"matmul_fma_sm90": 301, "matmul_fma_few_sm90": 1069}
 
 
+def some(kernel: Kernel, every: int, first: int = 0) -> list:
+    """Each such schedule where they are many, and one for each tile on which two warpgroups work."""
+    if len(kernel.schedules) <= 20:
+        return kernel.schedules
+    shared = {(s.block_m, s.block_n): s for s in kernel.schedules if getattr(s, "share", 1) > 1}
+    return list(dict.fromkeys([*kernel.schedules[first::every], *shared.values()]))
+
+
 def products(every: int):
-    """Kernel, schedule, operands and output of each; with `every`, only each such schedule of the many."""
+    """Kernel, schedule, operands and output of each; with `every`, only some of the schedules."""
     m, n = 67, 43
     bias = torch.ones(n, device="cuda")
     for kernel in (k for k in kernels(torch.cuda.current_device()) if k.ahead):
         k = LONG.get(kernel.name, 85)
         spans = torch.tensor([0, 3, 3, 40, k], device="cuda")
-        for schedule in kernel.schedules[:: every if len(kernel.schedules) > 20 else 1]:
+        for schedule in some(kernel, every):
             for layout_a, layout_b in itertools.product(LAYOUTS, LAYOUTS):
                 dtype = torch.float32 if kernel.step == "fma" else DTYPE
                 a, b = operands(m, k, layout_a, dtype), operands(n, k, layout_b, dtype).mT
@@ -75,7 +83,7 @@ def long_products(every: int):
     """Hopper's, with a few multiprocessors for many tiles: blocks take several, and their rings go round."""
     info = runtime.device_info(torch.cuda.current_device())
     kernel = next((k for k in kernels(info.index) if k.name == "matmul_sm90"), None)
-    for i, s in enumerate(kernel.schedules[1::every] if kernel else ()):
+    for i, s in enumerate(some(kernel, every, first=1) if kernel else ()):
         few = dataclasses.replace(info, sm_count=2 * s.cluster)
         rows, columns = 2 * s.block_m * s.cluster_m + 8, 2 * s.block_n * s.cluster_n + 8
         m, n = (columns, rows) if s.swap else (rows, columns)

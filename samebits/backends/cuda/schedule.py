@@ -222,7 +222,7 @@ def _schedule(
 
 
 _LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (192, 96), (128, 96), (64, 192), (64, 128))
-_SHARED = ((128, 224), (256, 128), (128, 256), (256, 160), (256, 192))
+_SHARED = ((256, 128), (128, 256), (256, 160), (256, 192))
 _NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192)
 
 
@@ -245,29 +245,22 @@ def _narrow(p: Product) -> list[Schedule]:
 
 
 def _many_rows(p: Product, sms: int) -> list[Schedule]:
+    # Nobody multiplies while these write, but they move the fewest bytes, which saves power.
+    shared = [_schedule(p, block_m, block_n, 64, 2, 2) for block_m, block_n in _SHARED]
+    pairs = [replace(s, cluster_n=2) for s in shared]
     if p.k > _LONG and p.m * p.n * p.batch >= sms * 128 * 192:
-        wide = [
-            _schedule(p, 128, 160, 64, 2, 1),
-            _schedule(p, 128, 192, 64, 2, 1),
-            _schedule(p, 128, 256, 64, 2, 2),
-        ]
-        return [
-            *(replace(s, cluster_m=2) for s in wide),
-            replace(_schedule(p, 256, 160, 64, 2, 2), cluster_n=2),
-        ]
+        return pairs
     # A second warpgroup that multiplies has work where a block takes more than one tile.
     teams = [
         _schedule(p, block_m, block_n, 64, 2, 1)
         for block_m, block_n in _LARGE
         if block_m > 64 or -(-p.m // block_m) * -(-p.n // block_n) * p.batch > sms
     ]
-    pairs = [s for s in teams if _tiles(s, p) > sms]
+    neighbours = [s for s in teams if _tiles(s, p) > sms]
     if p.m <= 2048 and not (p.a_mn and p.k > 4096):  # only where there are many rows of tiles
-        pairs = [s for s in pairs if s.block_n >= 64 and p.m * s.block_n >= 2 * p.n * s.block_m]
-    # Nobody multiplies while these write, but they move the fewest bytes, which saves power.
-    shared = [_schedule(p, block_m, block_n, 64, 2, 2) for block_m, block_n in _SHARED]
-    pairs += shared[1:]
-    return [*teams, shared[0], *_narrow(p), *(replace(s, cluster_n=2) for s in pairs)]
+        neighbours = [s for s in neighbours if s.block_n >= 64 and p.m * s.block_n >= 2 * p.n * s.block_m]
+    pairs += [replace(s, cluster_n=2) for s in neighbours]
+    return [*teams, _schedule(p, 128, 224, 64, 2, 2), *_narrow(p), *pairs]
 
 
 def _few_rows(p: Product, sms: int) -> list[Schedule]:
@@ -323,7 +316,7 @@ def _settle(best: Schedule, p: Product, sms: int) -> Schedule:
     if p.m > 128 and _tiles(best, seen) <= sms * best.blocks:  # all run at once
         # With two rows of tall ones it costs 2 to 7 % at x @ weight.T.
         early = early and (best.block_m == 128 or best.share > 1) and (p.m > 256 or p.a_mn or p.b_mn)
-        group = 2 if seen.m > 4 * best.block_m * best.cluster_m else best.group
+        group = 2 if seen.m > 4 * best.block_m else best.group
     return replace(best, early=early, ahead=ahead, group=group)
 
 
