@@ -50,11 +50,11 @@ LONG = {"matmul_fma_sm90": 301, "matmul_fma_few_sm90": 1069}
 
 
 def some(kernel: Kernel, every: int, first: int = 0) -> list:
-    """Each such schedule where they are many, and one for each tile on which two warpgroups work."""
+    """Each such schedule where they are many, and all by which two warpgroups work on one tile."""
     if len(kernel.schedules) <= 20:
-        return kernel.schedules
-    shared = {(s.block_m, s.block_n): s for s in kernel.schedules if getattr(s, "share", 1) > 1}
-    return list(dict.fromkeys([*kernel.schedules[first::every], *shared.values()]))
+        return list(kernel.schedules[first:])
+    shared = (s for s in kernel.schedules if getattr(s, "share", 1) > 1)
+    return list(dict.fromkeys([*kernel.schedules[first::every], *shared]))
 
 
 def products(every: int):
@@ -271,7 +271,7 @@ def main() -> None:
         "--every",
         type=int,
         default=1,
-        help="each such schedule, where they are many",
+        help="each such schedule, where they are many, and the widest tiles",
     )
     parser.add_argument("--racecheck", action="store_true", help="kernels as that tool can follow them")
     parser.add_argument(

@@ -169,8 +169,8 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
         columns *= 0.85
     elif p.b_mn:  # but half lines slower
         columns, multiply = 1.2 * round_up(s.block_n, 32), 1.04 * multiply
-    # Blocks one below the other ask for the same of B at the same time anyway: only sharing A pays in a
-    # cluster, and only beside a B that is contiguous along k.
+    # Blocks one below the other ask for the same of B at the same time anyway: what comes in is less only by
+    # sharing A, and only beside a B that is contiguous along k.
     shared = 1 if p.b_mn else s.cluster_n
     at_once = tiles <= sms and product.m > 128
     rate = _INTAKE_AT_ONCE if at_once else _INTAKE
@@ -245,10 +245,11 @@ def _narrow(p: Product) -> list[Schedule]:
 
 
 def _many_rows(p: Product, sms: int) -> list[Schedule]:
-    # Nobody multiplies while these write, but they move the fewest bytes, which saves power.
+    # Nobody multiplies while a tile that two warpgroups share is written, but these move the fewest bytes,
+    # which saves power.
     shared = [_schedule(p, block_m, block_n, 64, 2, 2) for block_m, block_n in _SHARED]
     pairs = [replace(s, cluster_n=2) for s in shared]
-    if p.k > _LONG and p.m * p.n * p.batch >= sms * 128 * 192:
+    if p.k > _LONG and min(p.m, p.n) > 256 and p.m * p.n * p.batch >= sms * 128 * 192:
         return pairs
     # A second warpgroup that multiplies has work where a block takes more than one tile.
     teams = [
@@ -326,9 +327,8 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
     found: dict[Schedule, None] = {}
     for sms, m in itertools.product((66, 114, 132), (8, 16, 32, 64, 128, 256, 4096)):
         for n in (256, 512, 1024, *range(2048, 8449, 512), 3 * 8448, 57344):
-            for k in (1024, 2 * _LONG):
-                for s in menu(Product(m, n, k, 1, a_mn, b_mn), sms):
-                    found[s] = None
+            for s in menu(Product(m, n, 1024, 1, a_mn, b_mn), sms):
+                found[s] = None
     # Starting early, prefetching and the order of tiles take turns.
     return [
         replace(
