@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,25 +83,12 @@ def check(case: Case, x: Tensor, weight: Tensor, target: Tensor) -> None:
     bench._check_logp(product, (x, weight, target), x.device, samebits.linear_logp)
 
 
-def times(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def times(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Median milliseconds."""
-
-    def timed(run: Callable[[], object]) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end))
-
-    found = {}
-    for name, run in runs.items():
-        timed(run)  # compiles what it needs
-        start = time.perf_counter()
-        while time.perf_counter() - start < bench.ALONE:
-            timed(run)
-        found[name] = float(f"{statistics.median(timed(run) for _ in range(rounds)):.4g}")
-    return found
+    for run in runs.values():
+        run()  # compiles what it needs
+    found = bench._alone({name: partial(bench._timed, run) for name, run in runs.items()})
+    return {name: float(f"{statistics.median(t) / 1e3:.4g}") for name, t in found.items()}
 
 
 def graphs(runs: dict[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
@@ -149,12 +136,12 @@ def measure(case: Case) -> dict[str, Any]:
     with torch.no_grad():
         used = {name: memory(run) for name, run in forward.items()}
         forward[PRODUCT] = lambda: torch.mm(x, weight.mT)
-        taken, replayed = times(forward, 9), times(graphs(forward), 9)
+        taken, replayed = times(forward), times(graphs(forward))
     return asdict(case) | {
         "forward_ms": taken,
         "forward_graph_ms": replayed,
         "forward_mib": used,
-        "forward_backward_ms": times(both, 5),
+        "forward_backward_ms": times(both),
         "forward_backward_peak_mib": {name: memory(run) for name, run in both.items()},
     }
 

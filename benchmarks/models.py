@@ -75,7 +75,7 @@ def mode(ours: bool) -> AbstractContextManager[None]:
     return batch_invariant("error") if ours else nullcontext()
 
 
-def milliseconds(run: Callable[[], Any], repeats: int = 7) -> float:
+def milliseconds(run: Callable[[], Any], repeats: int = 21) -> float:
     """Median over calls, each from an idle GPU to an idle GPU."""
     for _ in range(2):
         run()

@@ -40,7 +40,7 @@ from samebits.backends.cuda.schedule import (  # noqa: E402
     estimate,
     menu,
 )
-from samebits.bench import ALONE, _Race  # noqa: E402
+from samebits.bench import _Race  # noqa: E402
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [
@@ -335,9 +335,9 @@ class _Told(_Race):
         super().__init__(calls)
         self._say = say
 
-    def _replay(self, name: str, times: int) -> list[float]:
+    def _replay(self, name: str) -> float:
         self._say(name)
-        return super()._replay(name, times)
+        return super()._replay(name)
 
 
 def run_speed(kind: str, m: int, k: int, n: int, schedules: list[Schedule], say: Any) -> dict[str, Any]:
@@ -375,7 +375,7 @@ def run_speed(kind: str, m: int, k: int, n: int, schedules: list[Schedule], say:
             return out
 
         race.add(name, run, sets)
-    times = race.alone(ALONE) if m >= 256 else race.run(7)
+    times = race.alone() if m >= 256 else race.run(7)
     return {
         "kind": kind,
         "m": m,

@@ -321,38 +321,49 @@ class _Race:
         for turn in range(rounds + 1):
             names = list(self._graphs)
             for name in names if turn % 2 else reversed(names):
-                found = self._replay(name, 1)
+                found = self._replay(name)
                 if turn:
-                    times[name] += found
+                    times[name].append(found)
         return {name: _median(t) for name, t in times.items()}
 
-    def alone(self, seconds: float) -> dict[str, float]:
-        """Median microseconds of a call, over two turns, each timed when it has lasted so long."""
-        times: dict[str, list[float]] = {name: [] for name in self._graphs}
-        names = list(self._graphs)
-        self._heat(names[-1], seconds)  # what runs first after a pause is slower
-        for name in [*names, *reversed(names)]:
-            count = self._heat(name, seconds)
-            times[name] += self._replay(name, count // 2 + 1)
+    def alone(self) -> dict[str, float]:
+        """Median microseconds of a call, of each contestant alone."""
+        times = _alone({name: partial(self._replay, name) for name in self._graphs})
         return {name: _median(t) for name, t in times.items()}
 
-    def _heat(self, name: str, seconds: float) -> int:
-        """Replay for so long: how often that was."""
-        begin, count = time.perf_counter(), 0
-        while time.perf_counter() - begin < seconds:
-            self._replay(name, 1)
+    def _replay(self, name: str) -> float:
+        """Microseconds of a call."""
+        return _timed(self._graphs[name].replay) / self._calls
+
+
+def _timed(run: Callable[[], object]) -> float:
+    """Microseconds on the GPU."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3
+
+
+def _alone(runs: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """What each returns over two turns, in which it is counted after ALONE seconds.
+
+    What runs first after a pause is slower: that turn does not count, and the order is A, B, B, A.
+    """
+
+    def heat(run: Callable[[], float]) -> int:
+        start, count = time.perf_counter(), 0
+        while time.perf_counter() - start < ALONE:
+            run()
             count += 1
         return count
 
-    def _replay(self, name: str, times: int) -> list[float]:
-        """Microseconds of a call, of each replay."""
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
-        events[0].record()
-        for event in events[1:]:
-            self._graphs[name].replay()
-            event.record()
-        events[-1].synchronize()
-        return [a.elapsed_time(b) * 1e3 / self._calls for a, b in itertools.pairwise(events)]
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    heat(runs[[*runs][-1]])
+    for name in [*runs, *reversed(runs)]:
+        found[name] += [runs[name]() for _ in range(heat(runs[name]) // 2 + 1)]
+    return found
 
 
 def _median(times: list[float]) -> float:
@@ -376,7 +387,7 @@ def _measure(case: Case, device: torch.device, l2_bytes: int, peers: dict[str, A
             race.add(name, partial(PEERS[name].run, module), theirs)
         except Exception as error:  # another library's limits are not ours
             skipped[name] = f"{type(error).__name__}: {error}"[:200]
-    us = race.alone(ALONE) if arithmetic > memory else race.run(11)
+    us = race.alone() if arithmetic > memory else race.run(11)
     return case.record() | {"us": us} | ({"skipped": skipped} if skipped else {})
 
 
@@ -426,7 +437,7 @@ def _ceilings(device: torch.device) -> dict[str, float]:
     race = _Race(4)
     race.add("copy", torch.clone, [(source,)])
     race.add("product", torch.mm, [(a, b)])
-    times = race.alone(ALONE)
+    times = race.alone()
     return {
         "copy_bytes_per_s": 2 * source.numel() / times["copy"] * 1e6,
         "flop_per_s": 2 * 8192**3 / times["product"] * 1e6,

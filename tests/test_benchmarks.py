@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
+import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ pytest.importorskip("matplotlib")
 
 from benchmarks import counters, logp, models, plot, tables
 from benchmarks.record import GPUS, environment, load, tiny
+from samebits import bench
 from samebits.backends.cuda.bmm_tiny import Product
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
@@ -119,6 +123,22 @@ def test_no_point_of_the_roofline_is_under_its_label() -> None:
         points = [axes.transData.transform(line.get_xydata()) for line in axes.lines]
         assert not any(extent.contains(*point) for line in points for point in line)
         plot.plt.close(figure)
+
+
+def test_contestants_alone_take_turns_in_a_fair_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "ALONE", 0.005)
+    calls: list[str] = []
+
+    def run(name: str) -> float:
+        time.sleep(0.001)
+        calls.append(name)
+        return float(len(calls))
+
+    counted = bench._alone({name: partial(run, name) for name in "AB"})
+    turns = [(name, len([*turn])) for name, turn in itertools.groupby(calls)]
+    assert "".join(name for name, _ in turns) == "BABA"
+    assert min(counted["B"]) > turns[0][1] + turns[1][1]  # its first turn, after a pause, does not count
+    assert counted["A"][-1] == len(calls)
 
 
 def test_schedules_have_names_of_their_own() -> None:
