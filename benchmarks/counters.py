@@ -12,12 +12,11 @@ import argparse
 import csv
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.record import RESULTS, environment, slug, write
+from benchmarks.record import RESULTS, environment, results_file, slug, write
 from samebits.bench import F32, Case, _contestants, _operands
 
 CASES = (
@@ -84,7 +83,7 @@ def parse(text: str) -> list[dict[str, list[dict[str, Any]]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--out", type=Path, help="instead of benchmarks/results/<gpu>/counters.json")
+    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/counters.json")
     parser.add_argument("--run", action="store_true", help="only what is profiled")
     options = parser.parse_args()
     if options.run:

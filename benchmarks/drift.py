@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, environment, write
+from benchmarks.record import RESULTS, environment, results_file, write
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS / "cpu" / "drift.json")
+    parser.add_argument("--out", type=results_file, default=RESULTS / "cpu" / "drift.json")
     options = parser.parse_args()
     record = environment()
     with tempfile.TemporaryDirectory() as folder:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from benchmarks.record import RESULTS, environment, slug, write
+from benchmarks.record import RESULTS, environment, results_file, slug, write
 from samebits import bench
 
 
@@ -23,7 +22,7 @@ def main() -> None:
     parser.add_argument("--backend", help="in place of the automatic choice")
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
     parser.add_argument(
-        "--out", type=Path, help="instead of benchmarks/results/<gpu>/bench.json, or BACKEND.json"
+        "--out", type=results_file, help="instead of benchmarks/results/<gpu>/bench.json, or BACKEND.json"
     )
     options = parser.parse_args()
     record = environment(options.commit)

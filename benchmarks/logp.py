@@ -15,14 +15,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import samebits
-from benchmarks.record import RESULTS, environment, slug, write
+from benchmarks.record import RESULTS, environment, results_file, slug, write
 from samebits import bench
 from samebits.testing import assert_same_bits
 
@@ -151,7 +150,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--out", type=Path, help="instead of benchmarks/results/<gpu>/logp.json")
+    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/logp.json")
     options = parser.parse_args()
     data: dict[str, Any] = {"environment": environment(options.commit), "cases": []}
     for case in CASES:

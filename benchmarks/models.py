@@ -22,13 +22,12 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.record import RESULTS, ROOT, environment, slug, write
+from benchmarks.record import RESULTS, ROOT, environment, results_file, slug, write
 from samebits import batch_invariant
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -179,7 +178,9 @@ def main() -> None:
     )
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
     parser.add_argument(
-        "--out", type=Path, help="instead of benchmarks/results/<gpu>/models.json; embeddings.json beside it"
+        "--out",
+        type=results_file,
+        help="instead of benchmarks/results/<gpu>/models.json; embeddings.json beside it",
     )
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -68,6 +69,14 @@ def lines(data: Any, depth: int = 0) -> str:
         inner = [f"{pad}{json.dumps(key)}: {lines(value, depth + 1)}" for key, value in data.items()]
         return "{\n" + ",\n".join(inner) + "\n" + " " * depth + "}"
     return "[\n" + ",\n".join(f"{pad}{lines(item, depth + 1)}" for item in data) + "\n" + " " * depth + "]"
+
+
+def results_file(name: str) -> Path:
+    """An argument that names a file to write, refused before anything is measured."""
+    path = Path(name)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{name} is a folder; the results are one file")
+    return path
 
 
 def write(path: Path, data: dict[str, Any]) -> None:

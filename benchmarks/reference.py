@@ -9,7 +9,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 import samebits
 from benchmarks.cases import REFERENCE, Product
-from benchmarks.record import RESULTS, environment, write
+from benchmarks.record import RESULTS, environment, results_file, write
 
 
 def seconds(run: Callable[[], Tensor], repeats: int) -> list[float]:
@@ -79,7 +78,7 @@ def measure(case: Product, repeats: int, shrink: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS / "cpu" / "reference.json")
+    parser.add_argument("--out", type=results_file, default=RESULTS / "cpu" / "reference.json")
     parser.add_argument("--smoke", action="store_true", help="small shapes, nothing written: does it run?")
     options = parser.parse_args()
     if options.smoke:

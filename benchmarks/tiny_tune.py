@@ -16,14 +16,13 @@ import time
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from functools import partial
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.record import environment, write
+from benchmarks.record import environment, results_file, write
 from samebits.backends.cuda import ahead, bmm_tiny, runtime
 from samebits.backends.cuda.bmm_tiny import Product, Schedule
 from samebits.backends.cuda.matmul import family
@@ -136,7 +135,7 @@ def report(results: list[dict[str, Any]], copy_bytes_per_s: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=results_file, required=True)
     parser.add_argument("--seconds", type=float, default=1e-3, help="of one contestant's graph")
     args = parser.parse_args()
     start = time.monotonic()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import RESULTS, environment, slug, write
+from benchmarks.record import RESULTS, environment, results_file, slug, write
 from samebits.bench import Case
 
 
@@ -31,7 +31,7 @@ def sweep(
     parser.add_argument("--rows", help="only products of so many, as in 512,2048")
     parser.add_argument("--shapes", help="only of such k x n, as in 4096x4096,7168x256")
     parser.add_argument("--work", help="only of such work, as in forward,dX")
-    parser.add_argument("--out", type=Path, help=f"instead of benchmarks/results/<gpu>/{name}.json")
+    parser.add_argument("--out", type=results_file, help=f"instead of benchmarks/results/<gpu>/{name}.json")
     parser.add_argument("--show", type=Path, metavar="FILE", help="only summarise these results")
     options = parser.parse_args()
     if options.show:
