@@ -132,10 +132,12 @@ def gpu_summary(data: dict[str, Any]) -> str:
     head = ["work", "dtype", "cases", "geometric mean", "worst", "worst at"]
     # Results of before had all of them in turns, at a clock that followed the mean of their powers.
     alone = "each alone until the clock follows its power where arithmetic is the bound, else "
+    accumulated = any(c["work"] == "dW main_grad" for c in data["cases"])
+    main_grad = "; main_grad: into float32, by torch as `mm` and `add_`" if accumulated else ""
     said = (
         "Speed relative to torch (cuBLAS) in the same run, above 1 is faster; ragged dW relative to samebits'"
-        " own dense dW. Medians of CUDA graphs that rotate over operands larger than the L2 cache,"
-        f" {alone if data['environment'].get('alone') else ''}in turns."
+        f" own dense dW{main_grad}. Medians of CUDA graphs that rotate over operands larger than the L2"
+        f" cache, {alone if data['environment'].get('alone') else ''}in turns."
     )
     return "\n\n".join((table(head, rows), said, _measured_on_gpu(data)))
 

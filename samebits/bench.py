@@ -32,6 +32,7 @@ from torch import Tensor
 from samebits._version import __version__
 from samebits.backends import asked, use_backend
 from samebits.contract import FMA, TENSOR_CORE
+from samebits.ops.addmm import addmm_
 from samebits.ops.bmm import bmm
 from samebits.ops.linear import linear
 from samebits.ops.linear_logp import linear_logp
@@ -67,16 +68,17 @@ class Case:
 
     Attributes:
         work: ``forward`` x @ weight.T, ``dX`` dy @ weight, ``dW`` dy.T @ x; or ``dW ragged``, over packed
-            sequences of mean length 512, whose competitor is samebits' own dense ``dW``; or ``bmm``, a batch
-            of a @ b, beside which a copy of as many bytes is timed; or ``logp``, ``linear_logp`` of m tokens
-            under a vocabulary of n, beside logits that are stored, and the bare product.
+            sequences of mean length 512, whose competitor is samebits' own dense ``dW``; or ``dW main_grad``,
+            accumulated into float32, beside ``mm`` and ``add_``; or ``bmm``, a batch of a @ b, beside which
+            a copy of as many bytes is timed; or ``logp``, ``linear_logp`` of m tokens under a vocabulary of
+            n, beside logits that are stored, and the bare product.
         m: rows, or tokens.
         k, n: in and out features.
         dtype: of everything.
         batch: matrices, in ``bmm``.
     """
 
-    work: Literal["forward", "dX", "dW", "dW ragged", "bmm", "logp"]
+    work: Literal["forward", "dX", "dW", "dW ragged", "dW main_grad", "bmm", "logp"]
     m: int
     k: int
     n: int
@@ -114,6 +116,8 @@ TINY = (
 )
 """(batch, M, K, N) of batched products."""
 
+_TRAINED = ((4096, 4096), (4096, 28672), (14336, 4096), (768, 3072))
+
 CASES = (
     *(Case("forward", m, k, n) for k, n in SHAPES for m in ROWS),
     *(Case(work, m, k, n) for work in ("dX", "dW") for k, n in SHAPES for m in ROWS if m >= 512),
@@ -122,11 +126,8 @@ CASES = (
     *(Case("forward", m, k, n, F32) for k, n in F32_SHAPES for m in (1, 8, 16, 32, 64, 128, 256, 512, 2048)),
     *(Case("dX", m, k, n, F32) for k, n in F32_SHAPES for m in (1, 16)),
     *(Case(work, m, k, n, F32) for work in ("dX", "dW") for k, n in F32_SHAPES for m in (512, 2048)),
-    *(
-        Case("dW ragged", m, k, n)
-        for k, n in ((4096, 4096), (4096, 28672), (14336, 4096), (768, 3072))
-        for m in (8192, 16384)
-    ),
+    *(Case("dW ragged", m, k, n) for k, n in _TRAINED for m in (8192, 16384)),
+    *(Case("dW main_grad", m, k, n) for k, n in _TRAINED for m in (2048, 8192)),
     *(Case("bmm", m, k, n, dtype, batch) for batch, m, k, n in TINY for dtype in (BF16, F32)),
     *(Case("logp", m, 4096, 151936) for m in (16, 256)),
     Case("logp", 4096, 2048, 131072),
@@ -149,7 +150,7 @@ def quick() -> tuple[Case, ...]:
         for c in CASES
         if c.work == "bmm"
         or (c.work == "logp" and c.m == 256)
-        or ((c.k, c.n) in _QUICK and (c.m in rows or c.work == "dW ragged"))
+        or ((c.k, c.n) in _QUICK and (c.m in rows or c.work in ("dW ragged", "dW main_grad")))
     )
 
 
@@ -195,6 +196,8 @@ def _operands(case: Case, device: torch.device, make: Callable[..., Tensor]) -> 
         return matrix(m, k), matrix(n, k), torch.randint(n, (m,), device=device)
     if case.work == "dX":
         return matrix(m, n), matrix(n, k)
+    if case.work == "dW main_grad":
+        return matrix(m, n), matrix(m, k), torch.zeros(n, k, device=device)
     return matrix(m, n), matrix(m, k)
 
 
@@ -224,6 +227,11 @@ def _contestants(case: Case, device: torch.device) -> dict[str, Run]:
     dense: Run = lambda dy, x: matmul(dy.mT, x)  # noqa: E731
     if case.work == "dW":
         return {"samebits": dense, "torch": lambda dy, x: torch.mm(dy.mT, x)}
+    if case.work == "dW main_grad":
+        return {
+            "samebits": lambda dy, x, grad: addmm_(grad, dy.mT, x),
+            "torch": lambda dy, x, grad: grad.add_(torch.mm(dy.mT, x)),
+        }
     ends = torch.tensor([0, *itertools.accumulate(_lengths(case.m))], dtype=torch.int32, device=device)
 
     def ragged(dy: Tensor, x: Tensor) -> Tensor:
@@ -271,7 +279,7 @@ def _check(case: Case, operands: Sequence[Tensor], device: torch.device, ours: R
         check = _check_bmm if case.work == "bmm" else _check_logp
         check(case, operands, device, ours)
         return
-    first, second = operands
+    first, second = operands[:2]
     a, b = {"forward": (first, second.mT), "dX": (first, second)}.get(case.work, (first.mT, second))
     out = ours(*operands)
     # An odd step meets every place in a tile; the last row is always among them.
@@ -549,6 +557,7 @@ BANDS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "dW, M >= 512": lambda c: c["work"] == "dW",
     "forward, dX and dW, M >= 512": lambda c: c["work"] in ("forward", "dX", "dW") and c["m"] >= 512,
     "dW ragged / dense": lambda c: c["work"] == "dW ragged",
+    "dW main_grad / mm, add_": lambda c: c["work"] == "dW main_grad",
     "tiny bmm": lambda c: c["work"] == "bmm",
     "log-probabilities": lambda c: c["work"] == "logp",
 }

@@ -500,6 +500,18 @@ def test_bench_cases() -> None:
     assert 400 < sum(lengths) / len(lengths) < 620
 
 
+def test_bench_of_accumulated_gradients_compares_like_with_like() -> None:
+    case = bench.Case("dW main_grad", 40, 16, 24)
+    runs = bench._contestants(case, CPU)
+    dy, x, grad = bench._operands(case, CPU, torch.randn)
+    with samebits.use_mma_model(samebits.HOPPER):
+        ours = [runs["samebits"](dy, x, grad).clone() for _ in range(2)]
+    theirs = [runs["torch"](dy, x, out).clone() for out in [torch.zeros(24, 16)] for _ in range(2)]
+    torch.testing.assert_close(ours, theirs, atol=0.5, rtol=0.01)
+    assert grad.data_ptr() == runs["samebits"](dy, x, grad).data_ptr()
+    assert {c.work for c in bench.quick()} == {c.work for c in bench.CASES}
+
+
 def test_bench_of_log_probabilities_compares_like_with_like() -> None:
     case = bench.Case("logp", 3, 64, 300)
     x, weight, target = bench._operands(case, CPU, torch.randn)
