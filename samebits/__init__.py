@@ -1,4 +1,4 @@
-"""Matrix products whose every output row has the same bits whatever batch it rides in."""
+"""Batch-invariant operators for PyTorch, from matrix products to attention, with specified bits."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -43,7 +43,7 @@ _SAY_EVERY = 20.0  # seconds
 _SOFTWARE, _CLOSED_PIPE = 70, 128 + 13  # as in sysexits.h, and as the shell reports SIGPIPE
 
 app = typer.Typer(
-    help="Matrix products whose every output row has the same bits whatever batch it rides in.",
+    help="Batch-invariant operators for PyTorch, from matrix products to attention, with specified bits.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -75,7 +75,7 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Matrix products whose every output row has the same bits whatever batch it rides in."""
+    """Batch-invariant operators for PyTorch, from matrix products to attention, with specified bits."""
 
 
 @app.command()
@@ -125,7 +125,7 @@ def audit(
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With --operators: draw how the difference grows, as SVG or PNG."),
+        typer.Option(metavar="FILE", help="With --operators: draw how the difference grows (SVG, PNG, PDF)."),
     ] = None,
 ) -> None:
     """Which of a model's linear layers change their bits with the batch: PyTorch's, and samebits'.

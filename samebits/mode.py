@@ -429,6 +429,13 @@ def _unless_accumulating(func: Callable[..., Any]) -> Callable[..., Any]:
     return put
 
 
+def _unless_reducing(func: Callable[..., Any]) -> Callable[..., Any]:
+    def scatter(*args: Any, **kwargs: Any) -> Any:
+        return NotImplemented if kwargs.get("reduce") is not None else func(*args, **kwargs)
+
+    return scatter
+
+
 _binary_cross_entropy = torch.binary_cross_entropy_with_logits
 
 
@@ -580,6 +587,7 @@ _IN_WHOLE_VECTORS = """
     addcdiv sigmoid expit silu gelu mish softplus logsigmoid elu selu celu softshrink tanhshrink
 """.split()  # noqa: SIM905
 _ACCUMULATING = ("index_put", "index_put_", "put", "put_")
+_SCATTERING = ("scatter", "scatter_")
 
 _KNOWN_VARIANT = """
     addbmm addbmm_ addmm_ addmv addmv_ addr baddbmm_ bilinear chain_matmul inner multi_dot tensordot trace
@@ -591,7 +599,7 @@ _KNOWN_VARIANT = """
     batch_norm instance_norm group_norm local_response_norm
     native_batch_norm native_group_norm native_layer_norm _softmax _log_softmax _weight_norm
     cumsum cumsum_ cumprod cumprod_ logcumsumexp logsumexp norm vector_norm matrix_norm prod nansum nanmean
-    std var std_mean var_mean trapezoid trapz cumulative_trapezoid segment_reduce
+    std var std_mean var_mean trapezoid trapz cumulative_trapezoid segment_reduce bincount
     scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_reduce index_reduce_
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
     _native_multi_head_attention _transformer_encoder_layer_fwd
@@ -621,6 +629,7 @@ _COVERED |= {F.softmax: _f_softmax, F.log_softmax: _f_log_softmax}
 _COVERED |= {F.embedding: _f_embedding, torch.embedding: _embedding}
 _COVERED |= {torch.binary_cross_entropy_with_logits: _cross_entropy_of_logits}
 _COVERED |= {func: _unless_accumulating(func) for name in _ACCUMULATING for func in _named(name)}
+_COVERED |= {func: _unless_reducing(func) for name in _SCATTERING for func in _named(name)}
 _COVERED |= {
     func: cover(func, out_of_place)
     for cover, names in ((_broadcasting, _BROADCASTING), (_in_whole_vectors, _IN_WHOLE_VECTORS))
@@ -635,7 +644,7 @@ _POWERS = [  # torch.compile does not find these in a dictionary
 _UNCOVERED = {func for name in _KNOWN_VARIANT for func in _named(name)} | set(_OTHER_VARIANT)
 _NAMES = {
     func: label
-    for name in (*_IMPLEMENTATIONS, *_KNOWN_VARIANT, *_ACCUMULATING)
+    for name in (*_IMPLEMENTATIONS, *_KNOWN_VARIANT, *_ACCUMULATING, *_SCATTERING)
     for func, label in _named(name).items()
 }
 _NAMES |= {torch.embedding: "torch.embedding", F.embedding: "torch.nn.functional.embedding"}

@@ -220,6 +220,8 @@ UNCOVERED: dict[str, Callable[[], Any]] = {
     "var": lambda: torch.var(X, 1),
     "batch_norm": lambda: nn.BatchNorm1d(3)(X),
     "scatter_add": lambda: X[0].scatter_add(0, torch.zeros(1, 1, dtype=torch.int64), X[0]),
+    "scatter": lambda: X[0].scatter(0, torch.zeros(1, 1, dtype=torch.int64), 2.0, reduce="add"),
+    "bincount": lambda: torch.bincount(torch.zeros(40, dtype=torch.int64), X[0, 0]),
     "index_add": lambda: X.index_add(0, torch.tensor([0]), X[:1]),
     "lstm": lambda: nn.LSTM(40, 2)(X),
     "rfft": lambda: torch.fft.rfft(X),

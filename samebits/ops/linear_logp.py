@@ -78,7 +78,7 @@ def linear_logp(
         target: int64 or int32 ``[...]``, on the same device.
         bias: ``[V]``; same dtype and device.
         ignore_index: tokens with this target give 0 and have no gradient.
-        temperature: positive. It divides the logits, here and in the gradient alike.
+        temperature: within [2**-126, 2**126]. It divides the logits, here and in the gradient alike.
         return_entropy: return the entropy of every token's distribution as well.
         cu_seqlens: packed sequences, as in :func:`samebits.linear`; they matter to weight gradients only.
         main_grad: float32 ``[V, D]``. The backward then carries the chains of the weight's gradient on in it,
@@ -97,7 +97,7 @@ def linear_logp(
 
     Raises:
         TypeError: a dtype or the kind of an argument is not one of these.
-        ValueError: shapes or devices do not match, V is 0, or the temperature is not positive.
+        ValueError: shapes or devices do not match, V is 0, or the temperature is not within its bounds.
         IndexError: a target is neither ``ignore_index`` nor within [0, V). To see that on a GPU, the call
             waits for the targets, though not for the results. Where it cannot wait (in CUDA-graph capture,
             under ``torch.compile`` and ``torch.func``), such a token gives NaN and gradients of zero;
