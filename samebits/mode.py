@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from samebits.ops._library import SUPPORTED
@@ -56,8 +58,9 @@ def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManage
 
     It acts on calls from Python in this thread, in functions and modules of any kind; nothing of PyTorch
     changes for other threads or afterwards. It may be nested; the innermost ``on_uncovered`` counts. Do not
-    ``await`` inside. Activation checkpointing runs the forward again in the backward, so enter it around that
-    too. Under ``torch.compile`` what is traced here is covered.
+    ``await`` or ``yield`` inside, nor decorate a function that does. Activation checkpointing runs the
+    forward again in the backward, so enter it around that too. Under ``torch.compile`` what is traced here is
+    covered.
 
     Args:
         on_uncovered: what to do when an operator is called whose rows are known to depend on the batch, and
@@ -92,8 +95,9 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile cannot look these up
-            if func is torch.ops.higher_order.flex_attention:
-                _report(func)
+            for operator in _HIGHER_ORDER:
+                if func is operator:
+                    _report(func)
             return func(*args, **kwargs)
         covered = _COVERED.get(func)
         for operator, implementation in _POWERS:
@@ -163,12 +167,20 @@ def _inexact(args: Sequence[Any]) -> bool:
 def _takes(*tensors: Any) -> bool:
     return all(
         isinstance(t, Tensor)
+        and (type(t) in (Tensor, Parameter) or _plain(type(t)))
         and t.dtype in SUPPORTED
         and t.layout == torch.strided
         and t.device.type in ("cpu", "cuda", "meta")
         and not t.is_nested
         for t in tensors
     )
+
+
+@functools.cache
+def _plain(kind: type[Tensor]) -> bool:
+    """Whether a subclass leaves functions of tensors as they are."""
+    own, plain = (getattr(k.__torch_function__, "__func__", k.__torch_function__) for k in (kind, Tensor))
+    return own in (plain, torch._C._disabled_torch_function_impl)
 
 
 # The functions below have the parameters of PyTorch's. They return NotImplemented for what is not covered.
@@ -205,7 +217,7 @@ def _addmm(
         return NotImplemented
     if input.ndim == 1 and beta == alpha == 1 and mat1.ndim == mat2.ndim == 2:
         return linear(mat1, mat2.mT, input)
-    return _scaled_sum(input, matmul(mat1, mat2, out_dtype=torch.float32), beta, alpha, mat1.dtype)
+    return _scaled_sum(input, matmul(mat1, mat2, out_dtype=torch.float32), beta, alpha, _dtype(mat1))
 
 
 def _baddbmm(
@@ -213,7 +225,13 @@ def _baddbmm(
 ) -> Any:
     if rest or not _takes(input, batch1, batch2):
         return NotImplemented
-    return _scaled_sum(input, bmm(batch1, batch2, out_dtype=torch.float32), beta, alpha, batch1.dtype)
+    return _scaled_sum(input, bmm(batch1, batch2, out_dtype=torch.float32), beta, alpha, _dtype(batch1))
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """Of a product of `x`, which autocast decides."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _scaled_sum(input: Tensor, product: Tensor, beta: float, alpha: float, dtype: torch.dtype) -> Tensor:
@@ -293,7 +311,7 @@ def _cross_entropy(
     ):
         return NotImplemented
     loss = F.nll_loss(
-        log_softmax(_autocast(input), 1 if input.ndim > 1 else 0),
+        log_softmax(_autocast(input), 1 if input.ndim > 1 else 0).contiguous(),  # its backward wants that
         *(target, None, None, ignore_index, None, "none"),
     )
     if reduction == "none":
@@ -457,9 +475,10 @@ def _broadcasting(func: Callable[..., Any], out_of_place: Callable[..., Any] | N
     scaled = _in_whole_vectors(func, out_of_place)
 
     def pointwise(input: Any, other: Any, *args: Any, **rest: Any) -> Any:
-        if args or rest.get("alpha", 1) != 1:
+        if args or rest.get("alpha", 1) != 1 or rest.get("rounding_mode"):
             return scaled(input, other, *args, **rest)
-        if isinstance(input, Tensor) and isinstance(other, Tensor) and input.shape != other.shape:
+        both = isinstance(input, Tensor) and isinstance(other, Tensor)
+        if both and not (input.is_nested or other.is_nested) and input.shape != other.shape:
             theirs, ours = _records(other), not out_of_place and _records(input)
             if theirs or ours:  # or the shape, which takes longer than a small kernel, is not asked for
                 shape = torch.broadcast_shapes(input.shape, other.shape)
@@ -519,7 +538,9 @@ def _in_whole_vectors(
         )
         out = out[:count].view(shape)
         if not in_place:
-            return out
+            like = next((t for t in tensors if t.shape == shape), out)
+            # As PyTorch's, the result lies in memory as its operand does.
+            return out if like.is_contiguous() else torch.empty_like(like, dtype=out.dtype).copy_(out)
         into = tensors[0]
         kinds = [(t.is_floating_point(), t.is_complex()) for t in (into, out)]
         if shape != into.shape or kinds[0] != kinds[1]:
@@ -579,6 +600,7 @@ _BROADCASTING = """
     __div__ __iadd__ __isub__ __imul__ __itruediv__
 """.split()  # noqa: SIM905
 _IN_WHOLE_VECTORS = """
+    floor_divide __floordiv__ __rfloordiv__ __ifloordiv__
     exp exp2 expm1 log log2 log10 log1p rsqrt pow float_power rsub
     sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sinc polar
     arcsin arccos arctan arctan2 arcsinh arccosh arctanh
@@ -622,6 +644,12 @@ _OTHER_VARIANT: dict[Callable[..., Any], str] = {
     torch.linalg.cond: "torch.linalg.cond",
 }
 
+_HIGHER_ORDER = [
+    getattr(torch.ops.higher_order, name)
+    for name in ("flex_attention", "cond", "while_loop", "map_impl", "scan", "associative_scan")
+    if hasattr(torch.ops.higher_order, name)
+]
+
 _COVERED: dict[Callable[..., Any], Callable[..., Any]] = {
     func: implementation for name, implementation in _IMPLEMENTATIONS.items() for func in _named(name)
 }
@@ -659,7 +687,11 @@ _BODIES = {
     and function.__module__ == module.__name__
     and not function.__closure__
     and function not in _UNCOVERED
+    and function is not torch.functional.meshgrid  # it calls a function that dispatches it again
 }
+# Of a backward, so that what is computed again there is covered: activation checkpointing.
+_BACKWARD: tuple[Any, ...] = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_BODIES |= {func: _body(func) for func in _BACKWARD}
 
 _DIRECT = {*_IMPLEMENTATIONS, *_KNOWN_VARIANT, "embedding", "_fused_rms_norm"} - {"expand", "expand_as"}
 _DIRECT_KINDS = ("linalg_", "_linalg_", "fft_", "_fft_", "upsample_", "grid_sampler_", "_scaled_dot_product_")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from samebits.contract import Contract, resolve
-from samebits.ops._library import SUPPORTED
+from samebits.ops._library import SUPPORTED, unseen
 from samebits.ops.addmm import addbmm, addbmm_
 from samebits.ops.linear import linear, sequences
 from samebits.ops.matmul import product
@@ -136,6 +136,7 @@ class _MainGradLinear(torch.autograd.Function):
             return linear(x, weight, bias, cu_seqlens=cu_seqlens, contract=layer.contract)
 
     @staticmethod
+    @unseen
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, cu_seqlens = ctx.saved_tensors

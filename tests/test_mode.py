@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import samebits
 from samebits import mode
@@ -339,7 +340,7 @@ def test_elementwise_functions_over_lengths_and_threads() -> None:
 POINTWISE = """
     abs absolute neg negative positive sign sgn ceil floor round trunc fix frac sqrt square reciprocal
     rad2deg deg2rad nan_to_num clamp clamp_min clamp_max clip add sub subtract mul multiply div divide
-    true_divide floor_divide fmod remainder maximum minimum fmax fmin copysign heaviside nextafter
+    true_divide fmod remainder maximum minimum fmax fmin copysign heaviside nextafter
     bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 scaled_modified_bessel_k0 spherical_bessel_j0
     zeta angle relu relu6 leaky_relu hardtanh hardswish hardsigmoid hardshrink softsign threshold
 """.split()  # noqa: SIM905
@@ -353,6 +354,8 @@ VARIANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "x ** -0.5": lambda x, y: x**-0.5,
     "x ** 3": lambda x, y: x**3,
     "x **= y": lambda x, y: (x * 1).__ipow__(y),
+    "div rounded": lambda x, y: torch.div(x * 500, y, rounding_mode="trunc"),
+    "//": lambda x, y: x * 500 // y,
     "polygamma": lambda x, y: torch.polygamma(1, x),
     "broadcast": lambda x, y: torch.atan2(x, X[0, 0, :37]),
     "addcmul": lambda x, y: torch.addcmul(x, x, y, value=0.3),
@@ -439,6 +442,87 @@ def test_elements_alone_and_in_batches(name: str, dtype: torch.dtype) -> None:
     assert checked or dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("backward", ["Tensor.backward", "autograd.backward", "autograd.grad"])
+def test_what_a_backward_computes_again_is_covered(device: str, reentrant: bool, backward: str) -> None:
+    if reentrant and backward == "autograd.grad":
+        return  # PyTorch refuses it
+    leaves = [t.to(device).requires_grad_() for t in (X.clone(), torch.eye(40) + 0.1, torch.ones(40))]
+
+    def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.layer_norm(F.silu(x @ w * b), (40,), b).softmax(-1).square()
+
+    with batch_invariant("error"):
+        want = torch.autograd.grad(layer(*leaves).sum(), leaves)
+        loss = checkpoint(layer, *leaves, use_reentrant=reentrant).sum()
+        if backward == "autograd.grad":
+            got = torch.autograd.grad(loss, leaves)
+        else:
+            loss.backward() if backward == "Tensor.backward" else torch.autograd.backward(loss)
+            got = tuple(t.grad for t in leaves)
+        loss = layer(*leaves).sum()
+    outside = torch.autograd.grad(loss, leaves)
+    for ours, again, after in zip(want, got, outside, strict=True):
+        assert_same_bits(again, ours)
+        assert_same_bits(after, ours)
+
+
+def test_functions_that_dispatch_themselves() -> None:
+    with batch_invariant("error"):
+        grid = torch.meshgrid(torch.arange(3), torch.arange(2), indexing="ij")
+    assert [t.tolist() for t in grid] == [[[0, 0], [1, 1], [2, 2]], [[0, 1]] * 3]
+
+
+def test_cross_entropy_of_pictures_has_a_backward() -> None:
+    x = values("normal", (2, 5, 3, 4), torch.float32, 0).requires_grad_()
+    target = torch.arange(24).view(2, 3, 4) % 5
+    with batch_invariant("error"):
+        (got,) = torch.autograd.grad(F.cross_entropy(x, target), x)
+    (theirs,) = torch.autograd.grad(F.cross_entropy(x, target), x)
+    torch.testing.assert_close(got, theirs)
+
+
+def test_results_lie_in_memory_as_pytorchs() -> None:
+    for x in (X.mT, values("normal", (2, 3, 4, 5), torch.float32, 0).to(memory_format=torch.channels_last)):
+        for function in (F.gelu, torch.exp, lambda t: t**2, lambda t: torch.lerp(t, t, 0.5)):
+            with batch_invariant("error"):
+                got = function(x)
+            assert got.stride() == function(x).stride()
+            torch.testing.assert_close(got, function(x))
+
+
+class Tripling(Tensor):
+    """Multiplies what ``F.linear`` gives."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [t.as_subclass(Tensor) if isinstance(t, cls) else t for t in args]
+        result = func(*plain, **(kwargs or {}))
+        return result * 3 if func is F.linear else result
+
+
+def test_subclasses_that_override_functions_do_so() -> None:
+    weight = torch.eye(40).as_subclass(Tripling)
+    with batch_invariant("ignore"):
+        assert torch.equal(F.linear(X, weight), 3 * X)
+    with batch_invariant("error"), pytest.raises(UncoveredError, match="linear"):
+        F.linear(X, weight)
+    with batch_invariant("error"):
+        F.linear(X, nn.Parameter(torch.eye(40)))
+
+
+def test_nested_tensors_are_left_to_pytorch() -> None:
+    nested = torch.nested.nested_tensor([X[0], X[1, :2]])
+    with batch_invariant("ignore"):
+        assert torch.equal((nested + nested).unbind()[1], X[1, :2] * 2)
+
+
+def test_higher_order_operators_are_named() -> None:
+    with batch_invariant("error"), pytest.raises(Exception, match=r"UncoveredError.*cond"):
+        torch.cond(torch.tensor(True), lambda t: t @ t.mT, lambda t: t @ t.mT * 2, (X,))
+
+
 def test_a_wrong_argument() -> None:
     with pytest.raises(ValueError, match="on_uncovered"):
         batch_invariant("no")  # type: ignore[arg-type]
@@ -449,6 +533,8 @@ def test_autocast() -> None:
     with batch_invariant(), torch.autocast("cpu", torch.bfloat16):
         assert_same_bits(F.linear(x, w), samebits.linear(x.bfloat16(), w.bfloat16()))
         assert F.scaled_dot_product_attention(x, x, x).dtype == torch.bfloat16
+        assert torch.addmm(torch.ones(3, 5), x, w.mT).dtype == torch.bfloat16
+        assert torch.baddbmm(torch.ones(1, 3, 5), x[None], w.mT[None]).dtype == torch.bfloat16
 
 
 def test_compiled_whole() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends import asked
-from samebits.ops._library import Operator
+from samebits.ops._library import Operator, unseen
 from samebits.ops.rows import backend, refuse_triton
 
 
@@ -34,6 +34,7 @@ class _Expand(torch.autograd.Function):
         return x.expand(shape)
 
     @staticmethod
+    @unseen
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _operator(grad, ctx.shape), None
 
