@@ -228,7 +228,8 @@ def convert(
     if contract is not None and not isinstance(contract, Contract):
         raise TypeError(f"samebits.convert: contract: expected a Contract, got {type(contract).__name__}")
     bypassed = _bypassed(module)
-    converted, already, unconverted = [], [], []
+    already, unconverted = [], []
+    converted: dict[str, nn.Module] = {}
     for name, part in module.named_modules():
         if type(part) is Linear:
             already.append(name)
@@ -239,11 +240,12 @@ def convert(
             if reason is None and filter is not None and not filter(name, part):
                 reason = "the filter left it out"
             if reason is None:
-                part.__class__ = Linear
-                vars(part)["contract"] = contract
-                converted.append(name)
+                converted[name] = part
         if reason is not None:
             unconverted.append(Unconverted(name, type(part).__name__, reason))
+    for part in converted.values():  # not before `filter` has seen all of them, for it may raise
+        part.__class__ = Linear
+        vars(part)["contract"] = contract
     return Conversion(tuple(converted), tuple(already), tuple(unconverted))
 
 

@@ -146,6 +146,13 @@ def test_convert_changes_layers_in_place_and_nothing_else() -> None:
     assert str(again) == "linear layers converted: 0; converted before: 3; left as they are: 0"
 
 
+def test_a_filter_that_raises_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ZeroDivisionError):
+        samebits.convert(model, filter=lambda name, module: bool(1 / (1 - int(name))))
+    assert [type(layer) for layer in model] == [nn.Linear] * 2
+
+
 def test_convert_takes_a_layer_a_filter_and_a_contract() -> None:
     layer: nn.Module = nn.Linear(4, 4)
     assert samebits.convert(layer, contract=FMA).converted == ("",)
