@@ -83,13 +83,17 @@ def _context(on_uncovered: OnUncovered) -> Iterator[None]:
     before = _state.on_uncovered
     _state.on_uncovered = on_uncovered
     try:
-        with _Mode() if before is None else nullcontext():
+        with _Mode(on_uncovered) if before is None else nullcontext():
             yield
     finally:
         _state.on_uncovered = before
 
 
 class _Mode(TorchFunctionMode):
+    def __init__(self, on_uncovered: OnUncovered) -> None:
+        super().__init__()
+        self.on_uncovered = on_uncovered  # in threads that autograd takes this mode to
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -97,7 +101,7 @@ class _Mode(TorchFunctionMode):
         if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile cannot look these up
             for operator in _HIGHER_ORDER:
                 if func is operator:
-                    _report(func)
+                    _report(func, self.on_uncovered)
             return func(*args, **kwargs)
         covered = _COVERED.get(func)
         for operator, implementation in _POWERS:
@@ -112,7 +116,7 @@ class _Mode(TorchFunctionMode):
         if (covered is not None or func in _UNCOVERED or _is_direct(func)) and _inexact(
             (*args, *kwargs.values())
         ):
-            _report(func)
+            _report(func, self.on_uncovered)
         return func(*args, **kwargs)
 
 
@@ -135,9 +139,9 @@ def _body(function: FunctionType) -> FunctionType:
     return body
 
 
-def _report(func: Callable[..., Any]) -> None:
-    what = _state.on_uncovered
-    if what not in ("warn", "error"):
+def _report(func: Callable[..., Any], outermost: OnUncovered) -> None:
+    what = _state.on_uncovered or outermost
+    if what == "ignore":
         return
     name = _NAMES.get(func) or str(func)
     message = (

@@ -307,7 +307,7 @@ def test_every_listed_operator_is_reported() -> None:
         with batch_invariant("error"):
             called = any(reported(func, args) for args in ARGUMENTS)
             if not called and name.rpartition(".")[2] in NOT_CALLED:
-                called = reported(mode._Mode().__torch_function__, (func, (), (_M,)))
+                called = reported(mode._Mode("error").__torch_function__, (func, (), (_M,)))
         assert called, name
 
 
@@ -466,6 +466,22 @@ def test_what_a_backward_computes_again_is_covered(device: str, reentrant: bool,
     for ours, again, after in zip(want, got, outside, strict=True):
         assert_same_bits(again, ours)
         assert_same_bits(after, ours)
+
+
+def test_threads_that_autograd_takes_the_mode_to_report_too() -> None:
+    with batch_invariant("error"):
+        (taken,) = torch.overrides._get_current_function_mode_stack()
+    raised = []
+
+    def elsewhere() -> None:
+        with taken, pytest.raises(UncoveredError) as caught:
+            X.cumsum(0)
+        raised.append(caught)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert raised
 
 
 def test_functions_that_dispatch_themselves() -> None:
