@@ -182,9 +182,15 @@ def _takes(*tensors: Any) -> bool:
 
 @functools.cache
 def _plain(kind: type[Tensor]) -> bool:
-    """Whether a subclass leaves functions of tensors as they are."""
-    own, plain = (getattr(k.__torch_function__, "__func__", k.__torch_function__) for k in (kind, Tensor))
-    return own in (plain, torch._C._disabled_torch_function_impl)
+    """Whether a subclass leaves functions and operators as they are, or is one of the compiler's."""
+
+    def own(of: type[Tensor], name: str) -> Any:
+        return getattr(getattr(of, name), "__func__", getattr(of, name))
+
+    functions = own(Tensor, "__torch_function__"), torch._C._disabled_torch_function_impl
+    dispatches = own(kind, "__torch_dispatch__") is not own(Tensor, "__torch_dispatch__")
+    ours = not dispatches or kind.__module__.startswith("torch._subclasses.")
+    return own(kind, "__torch_function__") in functions and ours
 
 
 # The functions below have the parameters of PyTorch's. They return NotImplemented for what is not covered.

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import samebits
@@ -518,12 +519,17 @@ class Tripling(Tensor):
         return result * 3 if func is F.linear else result
 
 
-def test_subclasses_that_override_functions_do_so() -> None:
+def test_subclasses_that_override_functions_or_operators_do_so() -> None:
     weight = torch.eye(40).as_subclass(Tripling)
     with batch_invariant("ignore"):
         assert torch.equal(F.linear(X, weight), 3 * X)
     with batch_invariant("error"), pytest.raises(UncoveredError, match="linear"):
         F.linear(X, weight)
+    pair = TwoTensor(X, X)  # as a DTensor, it dispatches operators
+    with batch_invariant("ignore"):
+        assert torch.equal((pair @ torch.eye(40)).a, X)
+    with batch_invariant("error"), pytest.raises(UncoveredError, match="matmul"):
+        pair @ torch.eye(40)
     with batch_invariant("error"):
         F.linear(X, nn.Parameter(torch.eye(40)))
 
