@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.record import GPUS, ROOT, load, measured, tiny
-from samebits.bench import ratio
+from samebits.bench import ROWS, ratio
 
 ASSETS = ROOT / "docs" / "assets"
 
@@ -100,7 +100,8 @@ def gpu_speed(data: dict[str, Any]) -> Figure:
     """A dot for each shape and M, and the geometric mean."""
     figure, panels = plt.subplots(1, 3, figsize=(10.5, 3.8), layout="constrained", sharey=True)
     for axes, work in zip(panels, ("forward", "dX", "dW"), strict=True):
-        cases = [c for c in data["cases"] if c["work"] == work and c["dtype"] == "bfloat16"]
+        some = [c for c in data["cases"] if c["work"] == work and c["dtype"] == "bfloat16"]
+        cases = [c for c in some if c["m"] in ROWS]
         shapes = list(dict.fromkeys(map(_shape, cases)))
         colours = plt.colormaps["viridis"](np.linspace(0.0, 0.9, len(shapes)))
         for shape, colour in zip(shapes, colours, strict=True):

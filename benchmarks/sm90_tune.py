@@ -101,7 +101,6 @@ def contestants(job: dict[str, Any]) -> list[Schedule]:
 
 def wide(p: Product) -> Iterator[Schedule]:
     """More than the menu, to see what it lacks."""
-    clusters = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
     if p.m <= 16:
         for rows, depth, blocks, early in itertools.product(
             (16, 24, 32, 48, 64), (128, 256, 512, 1024), (1, 2, 4), (False, True)
@@ -110,42 +109,39 @@ def wide(p: Product) -> Iterator[Schedule]:
             if s.stages >= 3 and (early or (rows in (32, 64) and blocks < 4)):
                 yield dataclasses.replace(s, early=early)
     elif p.m <= 128:
-        for rows, tokens, depth, blocks, (cluster_m, cluster_n) in itertools.product(
-            (16, 24, 32, 64), (16, 32, 64, 128), (64, 128, 256, 512), (1, 2), clusters
+        for rows, tokens, depth, blocks, cluster in itertools.product(
+            (16, 24, 32, 64), (16, 24, 32, 64, 128), (64, 128, 256, 512), (1, 2), (1, 2, 4)
         ):
             s = _schedule(p, rows, tokens, depth, swap=True, blocks=blocks)
-            lines = rows // cluster_n, tokens // cluster_m
-            if s.stages < 3 or any(x % 8 for x in lines) or cluster_m * tokens > 128:
+            if s.stages < 3 or rows // cluster % 8 or (cluster > 1 and blocks == 2):
                 continue
-            if cluster_m * cluster_n > 1 and blocks == 2:
-                continue
-            yield dataclasses.replace(s, early=True, cluster_m=cluster_m, cluster_n=cluster_n)
+            yield dataclasses.replace(s, early=True, cluster=cluster)
         for block_n, depth, early in itertools.product((24, 32, 48, 64, 96), (64, 128, 256), (False, True)):
             s = _schedule(p, 64, block_n, depth)
             if s.stages >= 3:
                 yield dataclasses.replace(s, early=early)
     elif p.m * p.n > 132 * 128 * 256 or p.a_mn:
-        for (block_m, block_n, share), early, (cluster_m, cluster_n) in itertools.product(
+        for (block_m, block_n, share), early, cluster in itertools.product(
             (
                 *((128, 128, 1), (192, 96, 1), (192, 128, 1), (128, 192, 1), (128, 160, 1), (128, 224, 2)),
                 *((128, 256, 2), (256, 128, 2), (256, 160, 2), (256, 192, 2)),
             ),
             (False, True),
-            ((1, 1), (2, 1), (1, 2)),
+            (1, 2),
         ):
             s = _schedule(p, block_m, block_n, 64, 2, share)
-            yield dataclasses.replace(s, cluster_m=cluster_m, cluster_n=cluster_n, early=early)
+            yield dataclasses.replace(s, cluster=cluster, early=early)
     else:
-        for (block_m, block_n), (warpgroups, depth), (cluster_m, cluster_n), early in itertools.product(
+        for (block_m, block_n), (warpgroups, depth), cluster, early in itertools.product(
             ((64, 32), (64, 48), (64, 64), (64, 96), (64, 128), (128, 64), (128, 80), (128, 96)),
             ((1, 64), (1, 128), (2, 64)),
-            clusters,
+            (1, 2, 4),
             (False, True),
         ):
             s = _schedule(p, block_m, block_n, depth, warpgroups, 1)
-            if s.stages < 3 or (block_n // cluster_m) % 8 or (warpgroups == 1 and block_m * block_n > 8192):
+            if s.stages < 3 or (warpgroups == 1 and block_m * block_n > 8192):
                 continue
-            yield dataclasses.replace(s, cluster_m=cluster_m, cluster_n=cluster_n, early=early)
+            yield dataclasses.replace(s, cluster=cluster, early=early)
 
 
 # ---- the naive kernel
@@ -392,7 +388,7 @@ def name_of(s: Schedule | None) -> str:
         return "default"
     flags = ("T" if s.swap else "") + (f"a{s.ahead}" if s.ahead else "") + ("e" if s.early else "")
     return (
-        f"{s.block_m}x{s.block_n}x{s.block_k}s{s.stages}w{s.warpgroups}/{s.share}c{s.cluster_m}x{s.cluster_n}"
+        f"{s.block_m}x{s.block_n}x{s.block_k}s{s.stages}w{s.warpgroups}/{s.share}c{s.cluster}"
         f"g{s.group}b{s.blocks}{flags}"
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.logp import PRODUCT
 from benchmarks.record import GPUS, ROOT, load, measured, slug, tiny
-from samebits.bench import ratio, summary
+from samebits.bench import forward, ratio, summary
 
 BLOCK = re.compile(
     r"(?<=^<!-- begin: )([a-z0-9-]+)( -->\n)(.*?)(?=^<!-- end: \1 -->$)", re.DOTALL | re.MULTILINE
@@ -143,7 +143,7 @@ def gpu_summary(data: dict[str, Any]) -> str:
 
 
 def gpu_forward(data: dict[str, Any]) -> str:
-    cases = [c for c in data["cases"] if c["work"] == "forward" and c["dtype"] == "bfloat16"]
+    cases = forward(data)
     sizes = sorted({c["m"] for c in cases})
     by_shape: dict[tuple[int, int], dict[int, float]] = {}
     for c in cases:

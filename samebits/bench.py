@@ -57,6 +57,8 @@ MODELS = {
 
 SHAPES = tuple(dict.fromkeys(itertools.chain(*MODELS.values())))
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+BETWEEN = (20, 48, 96, 160, 200, 300)
+"""Rows that fill no tile of a power of two; at some shapes, and in no mean of `ROWS`."""
 
 
 F32_SHAPES = (*MODELS["Llama-3 8B"], *MODELS["router"], *MODELS["small"])
@@ -116,10 +118,12 @@ TINY = (
 )
 """(batch, M, K, N) of batched products."""
 
+_BETWEEN_AT = ((4096, 28672), (14336, 4096), (8192, 8192), (5120, 10240))
 _TRAINED = ((4096, 4096), (4096, 28672), (14336, 4096), (768, 3072))
 
 CASES = (
     *(Case("forward", m, k, n) for k, n in SHAPES for m in ROWS),
+    *(Case("forward", m, k, n) for k, n in _BETWEEN_AT for m in BETWEEN),
     *(Case(work, m, k, n) for work in ("dX", "dW") for k, n in SHAPES for m in ROWS if m >= 512),
     *(Case("forward", m, k, n, F16) for k, n in MODELS["Llama-3 8B"] for m in (1, 16, 128, 256, 1024, 8192)),
     *(Case(work, 4096, k, n, F16) for work in ("dX", "dW") for k, n in MODELS["Llama-3 8B"]),
@@ -549,9 +553,10 @@ def _installed(names: Iterable[str]) -> dict[str, Any]:
 
 
 BANDS: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "forward, M <= 128": lambda c: c["work"] == "forward" and c["m"] <= 128,
+    "forward, M <= 128": lambda c: c["work"] == "forward" and c["m"] in ROWS and c["m"] <= 128,
     "forward, M = 256": lambda c: c["work"] == "forward" and c["m"] == 256,
     "forward, M >= 512": lambda c: c["work"] == "forward" and c["m"] >= 512,
+    "forward, M 20, 48, 96, 160, 200, 300": lambda c: c["work"] == "forward" and c["m"] in BETWEEN,
     "dX, M <= 128": lambda c: c["work"] == "dX" and c["m"] <= 128,
     "dX, M >= 512": lambda c: c["work"] == "dX" and c["m"] >= 512,
     "dW, M >= 512": lambda c: c["work"] == "dW",
@@ -591,17 +596,22 @@ def summary(cases: Iterable[dict[str, Any]]) -> dict[tuple[str, str], Speed]:
     return found
 
 
+def forward(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cases of a grid of shapes and `ROWS`: forward, bfloat16."""
+    return [c for c in data["cases"] if (c["work"], c["dtype"]) == ("forward", "bfloat16") and c["m"] in ROWS]
+
+
 def show(data: dict[str, Any]) -> RenderableType:
     """Forward speed by shape and M, then the summary."""
-    forward = [c for c in data["cases"] if c["work"] == "forward" and c["dtype"] == "bfloat16"]
-    sizes = sorted({c["m"] for c in forward})
+    cases = forward(data)
+    sizes = sorted({c["m"] for c in cases})
     grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", title_justify="left")
     grid.title = Text("Forward, bf16: speed relative to torch.mm, by K, N and M", style="bold not italic")
     grid.add_column("K, N", no_wrap=True)
     for m in sizes:
         grid.add_column(str(m), justify="right", no_wrap=True)
-    for k, n in dict.fromkeys((c["k"], c["n"]) for c in forward):
-        by_m = {c["m"]: ratio(c) for c in forward if (c["k"], c["n"]) == (k, n)}
+    for k, n in dict.fromkeys((c["k"], c["n"]) for c in cases):
+        by_m = {c["m"]: ratio(c) for c in cases if (c["k"], c["n"]) == (k, n)}
         grid.add_row(f"{k}, {n}", *(_speed(by_m[m]) if m in by_m else Text("") for m in sizes))
     host = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("an eager call costs the host, µs", "M, K, N", "samebits", "torch"):

@@ -85,7 +85,7 @@ def long_products(every: int):
     kernel = next((k for k in kernels(info.index) if k.name == "matmul_sm90"), None)
     for i, s in enumerate(some(kernel, every, first=1) if kernel else ()):
         few = dataclasses.replace(info, sm_count=2 * s.cluster)
-        rows, columns = 2 * s.block_m * s.cluster_m + 8, 2 * s.block_n * s.cluster_n + 8
+        rows, columns = 2 * s.block_m + 8, 2 * s.block_n * s.cluster + 8
         m, n = (columns, rows) if s.swap else (rows, columns)
         k, batch = s.block_k * (s.stages + 2), 2 if i % 3 == 0 else 1
         for j, layouts in enumerate(itertools.product(LAYOUTS[:2], LAYOUTS[:2])):
@@ -114,7 +114,7 @@ def ways(s, x: Operands, out: Tensor) -> dict[str, bool]:
     )
     constants = dict(plan.kernel.spec.constants)
     rows, columns, k, batch = plan.rest[2:6]
-    tiles = -(-rows // (s.block_m * s.cluster_m)) * -(-columns // (s.block_n * s.cluster_n)) * batch
+    tiles = -(-rows // s.block_m) * -(-columns // (s.block_n * s.cluster)) * batch
     return {
         "several tiles for a block": tiles >= 2 * plan.grid[0] // s.cluster,
         "a ring that goes round": k > s.block_k * s.stages,

@@ -176,6 +176,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         strides: tuple[int, ...],
         box: tuple[int, ...],
         swizzle: int = 128,
+        l2_promotion: int = 256,
     ) -> bytes:
         # What the driver asks of a tensor map.
         assert len(shape) == len(box) == len(strides) + 1 <= 5
@@ -184,6 +185,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert min(shape) > 0
         assert swizzle == 0 or box[0] * dtype.itemsize <= swizzle
         assert box[0] * dtype.itemsize % 16 == 0
+        assert l2_promotion in (0, 64, 128, 256)
         return bytes(128)
 
     info = runtime.DeviceInfo(-1, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)

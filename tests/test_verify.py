@@ -495,6 +495,11 @@ def test_bench_cases() -> None:
     assert {(k, n) for k, n, _ in forward} == set(bench.SHAPES)
     assert all((k, n, m) in forward for k, n in bench.SHAPES for m in bench.ROWS)
     assert set(bench.quick()) < set(bench.CASES)
+    assert {c.m for c in bench.CASES if c.work == "forward"} == {*bench.ROWS, *bench.BETWEEN}
+    between = [c for c in bench.CASES if c.work == "forward" and c.m in bench.BETWEEN]
+    for case in (c.record() | {"us": {"samebits": 1, "torch": 1}} for c in between):
+        assert [band for _, band in bench.summary([case])] == ["forward, M 20, 48, 96, 160, 200, 300"]
+        assert not bench.forward({"cases": [case]})
     lengths = bench._lengths(16384)
     assert sum(lengths) == 16384
     assert 400 < sum(lengths) / len(lengths) < 620

@@ -30,7 +30,7 @@ def _epilogue_bytes(entry: str, s: Schedule) -> int:
 def schedules(entry: str) -> list[Schedule]:
     """All that :func:`choose` may return. None changes a bit."""
     # Two teams of one warpgroup: one in its epilogue while the other multiplies.
-    found = [Schedule(128, 128, 64, 0, 2, 1), Schedule(128, 128, 64, 0, 2, 1, cluster_n=2)]
+    found = [Schedule(128, 128, 64, 0, 2, 1), Schedule(128, 128, 64, 0, 2, 1, cluster=2)]
     if entry == "statistics_sm90":  # for few tokens, the vocabulary on the tall side
         found += [Schedule(128, tokens, 128, 0, 1, 1, swap=True) for tokens in (8, 16, 32, 64)]
     return [s.filled(_epilogue_bytes(entry, s)) for s in found]
@@ -116,19 +116,17 @@ def _prepared(
     folded = features % 64 == 0
     rows, columns = (vocabulary, tokens) if s.swap else (tokens, vocabulary)
     (hidden_block, hidden_sharers), (weight_block, weight_sharers) = (
-        ((s.block_n, s.cluster_m), (s.block_m, s.cluster_n))
-        if s.swap
-        else ((s.block_m, s.cluster_n), (s.block_n, s.cluster_m))
+        ((s.block_n, 1), (s.block_m, s.cluster)) if s.swap else ((s.block_m, s.cluster), (s.block_n, 1))
     )
-    fold = folded and s.block_k > 64
+    how = folded and s.block_k > 64, s.l2_promotion
     hidden = (tokens, features, 0, hidden_stride, 1)
     weight = (vocabulary, features, 0, weight_stride, 1)
     return (
         s,
         runtime.load(spec(entry, s, dtype=dtype, bias=bias, entropy=entropy, folded=folded), device),
         s.grid(rows, columns, 1, runtime.device_info(device).sm_count),
-        operand_maps(dtype, hidden, 1, False, hidden_block, s.block_k, hidden_sharers, fold),
-        operand_maps(dtype, weight, 1, False, weight_block, s.block_k, weight_sharers, fold),
+        operand_maps(dtype, hidden, 1, False, hidden_block, s.block_k, hidden_sharers, *how),
+        operand_maps(dtype, weight, 1, False, weight_block, s.block_k, weight_sharers, *how),
     )
 
 

@@ -118,6 +118,7 @@ def operand_maps(
     depth: int,
     sharers: int,
     folded: bool,
+    l2_promotion: int,
 ) -> Maps:
     """One operand as the kernel's tensor map sees it."""
     rows, k, batch_stride, row_stride, k_stride = layout
@@ -129,11 +130,11 @@ def operand_maps(
     if folded and not mn and columns % sharers == 0:
         shape = (64, outer, inner // 64, batch)
         strides = (stride * 2, 128, batch_stride * 2)
-        return Maps(dtype, shape, strides, (64, block, columns // sharers, 1))
+        return Maps(dtype, shape, strides, (64, block, columns // sharers, 1), 128, l2_promotion)
     strides = (stride * 2, batch_stride * 2, batch_stride * 2)
     width = 32 if mn and block % 64 else 64
     box = (width, (depth if mn else block) // sharers, 1, 1)
-    return Maps(dtype, (inner, outer, 1, batch), strides, box, width * 2)
+    return Maps(dtype, (inner, outer, 1, batch), strides, box, width * 2, l2_promotion)
 
 
 class Plan:
@@ -154,12 +155,14 @@ class Plan:
     ) -> None:
         (m, k, a_batch, *_), (n, _, b_batch, *_) = a, b
         info = runtime.device_info(device)
-        s = schedule or choose(Product(m, n, k, batch, case.a_mn, case.b_mn), info.sm_count)
+        moved = case.out_dtype.itemsize * (2 if case.accumulate else 1)
+        s = schedule or choose(Product(m, n, k, batch, case.a_mn, case.b_mn, moved), info.sm_count)
         a_block, b_block = (s.block_n, s.block_m) if s.swap else (s.block_m, s.block_n)
-        a_sharers, b_sharers = (s.cluster_m, s.cluster_n) if s.swap else (s.cluster_n, s.cluster_m)
+        a_sharers, b_sharers = (1, s.cluster) if s.swap else (s.cluster, 1)
         folded = case.folded and s.block_k > 64
-        self.a = operand_maps(case.dtype, a, batch, case.a_mn, a_block, s.block_k, a_sharers, folded)
-        self.b = operand_maps(case.dtype, b, batch, case.b_mn, b_block, s.block_k, b_sharers, folded)
+        how = folded, s.l2_promotion
+        self.a = operand_maps(case.dtype, a, batch, case.a_mn, a_block, s.block_k, a_sharers, *how)
+        self.b = operand_maps(case.dtype, b, batch, case.b_mn, b_block, s.block_k, b_sharers, *how)
         self.swap = s.swap
         self.out: Maps | None = None
         row_stride, batch_stride = out

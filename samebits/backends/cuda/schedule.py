@@ -24,8 +24,7 @@ class Schedule:
         stages: length of the ring.
         warpgroups: warpgroups that multiply.
         share: how many of them work on one tile; with 1 of 2, one writes out while the other multiplies.
-        cluster_m: blocks of a cluster one below the other, which share a tile of B.
-        cluster_n: blocks of a cluster side by side, which share a tile of A.
+        cluster: blocks side by side that share a tile of A.
         group: rows of tiles walked together.
         blocks: blocks on one multiprocessor.
         ahead: stages of the tall side that are brought into L2 while the kernel before this one ends.
@@ -39,17 +38,12 @@ class Schedule:
     stages: int
     warpgroups: int
     share: int
-    cluster_m: int = 1
-    cluster_n: int = 1
+    cluster: int = 1
     group: int = 16
     blocks: int = 1
     ahead: int = 0
     early: bool = False
     swap: bool = False
-
-    @property
-    def cluster(self) -> int:
-        return self.cluster_m * self.cluster_n
 
     @property
     def threads(self) -> int:
@@ -67,6 +61,11 @@ class Schedule:
         """Bytes that those need."""
         return self.warpgroups * 2 * 128 * self.panel
 
+    @property
+    def l2_promotion(self) -> int:
+        """Bytes that L2 fetches at a time, or more. Few rows stream what they read once faster without."""
+        return 0 if self.swap else 256
+
     def fits(self, a_mn: bool, b_mn: bool) -> bool:
         """Whether it can read these layouts: contiguous along m, a warpgroup's rows come in columns of 64."""
         tall_mn = b_mn if self.swap else a_mn
@@ -79,7 +78,7 @@ class Schedule:
 
     def grid(self, rows: int, columns: int, batch: int, sms: int) -> tuple[int, int, int]:
         """Blocks for so many rows and columns, as the kernel sees them."""
-        tiles = -(-rows // (self.block_m * self.cluster_m)) * -(-columns // (self.block_n * self.cluster_n))
+        tiles = -(-rows // self.block_m) * -(-columns // (self.block_n * self.cluster))
         return min(tiles * batch, self.resident(sms)) * self.cluster, 1, 1
 
     def constants(self) -> dict[str, int | str]:
@@ -91,8 +90,7 @@ class Schedule:
             "STAGES": self.stages,
             "WARPGROUPS": self.warpgroups,
             "SHARE": self.share,
-            "CLUSTER_M": self.cluster_m,
-            "CLUSTER_N": self.cluster_n,
+            "CLUSTER": self.cluster,
             "BLOCKS": self.blocks,
             "AHEAD": self.ahead,
             "EARLY": int(self.early),
@@ -122,7 +120,10 @@ def round_up(x: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """What a schedule is chosen for: [m, k] times [k, n], each contiguous along k or else along m, n."""
+    """What a schedule is chosen for: [m, k] times [k, n], each contiguous along k or else along m, n.
+
+    `out_bytes` go to and from memory for an element of the output: 2 or 4, or 8 where it is read first.
+    """
 
     m: int
     n: int
@@ -130,9 +131,10 @@ class Product:
     batch: int = 1
     a_mn: bool = False
     b_mn: bool = False
+    out_bytes: int = 2
 
     def turned(self) -> Product:
-        return Product(self.n, self.m, self.k, self.batch, self.b_mn, self.a_mn)
+        return replace(self, m=self.n, n=self.m, a_mn=self.b_mn, b_mn=self.a_mn)
 
 
 # Measured on an H200, or fitted to what the schedules of many products took there.
@@ -142,6 +144,7 @@ _POWER = 31_400.0  # MHz that it leaves where a cycle of a multiprocessor takes 
 _SMEM_ENERGY, _L2_ENERGY = 5.0, 10.0  # of a byte to or from there, in that of a multiply-add
 _INTAKE = 60  # bytes a cycle that reach one multiprocessor
 _INTAKE_AT_ONCE = 73  # the same where all tiles run at once, neighbours in squares
+_OUTSIDE = 9  # cycles to copy in 128 bytes that lie outside of a matrix smaller than a tile
 _L2 = 15e6  # bytes a microsecond that leave L2 for all of them
 _HBM = 4.2e6  # bytes a microsecond
 _GAP = 1.6  # microseconds between kernels
@@ -150,8 +153,7 @@ _LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles
 
 def _tiles(s: Schedule, p: Product) -> int:
     """Tiles of a product, as the kernel sees it."""
-    rows, columns = s.block_m * s.cluster_m, s.block_n * s.cluster_n
-    return -(-p.m // rows) * -(-p.n // columns) * s.cluster * p.batch
+    return -(-p.m // s.block_m) * -(-p.n // (s.block_n * s.cluster)) * s.cluster * p.batch
 
 
 def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]:
@@ -171,26 +173,30 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
         columns, multiply = 1.2 * round_up(s.block_n, 32), 1.04 * multiply
     # Blocks one below the other ask for the same of B at the same time anyway: what comes in is less only by
     # sharing A, and only beside a B that is contiguous along k.
-    shared = 1 if p.b_mn else s.cluster_n
+    shared = 1 if p.b_mn else s.cluster
     at_once = tiles <= sms and product.m > 128
     rate = _INTAKE_AT_ONCE if at_once else _INTAKE
     intake = (rows / shared + columns) * p.k * 2 / rate
-    l2 = tiles * (s.block_m / s.cluster_n + columns / s.cluster_m) * p.k * 2 / _L2
+    intake += max(0, max(0, s.block_m - p.m) + max(0, s.block_n - p.n) - 8) * p.k / 64 * _OUTSIDE
+    l2 = tiles * (s.block_m / s.cluster + columns) * p.k * 2 / _L2
     if at_once and not (s.swap or p.a_mn or p.b_mn):  # as far as it was measured
         l2 *= _INTAKE / _INTAKE_AT_ONCE
     # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
-    write = 1900.0 if s.share > 1 else 0.0 if s.panel or s.swap else 3000.0
+    write = 950.0 * p.out_bytes if s.share > 1 else 0.0 if s.panel or s.swap else 3000.0
     if s.warpgroups == 1 and not s.swap:  # nor between tiles, but for the first
         write += max(0, rounds - 1) / rounds * 1500
-    hbm = (p.m * p.k + p.n * p.k + p.m * p.n) * p.batch * 2 / _HBM
-    if s.swap and tiles > sms * s.blocks:  # towards the end, some have nothing left to read
-        idle = -(tiles / (sms * s.blocks)) % 1
-        hbm += idle * s.blocks * intake / _CLOCK
+    hbm = ((p.m + p.n) * p.k * 2 + p.m * p.n * p.out_bytes) * p.batch / _HBM
+    if product.m <= 128 and (s.swap or not p.b_mn):
+        # HBM waits while nobody reads: while tiles are written, and towards the end.
+        idle = -(tiles / (sms * s.blocks)) % 1 if tiles > sms * s.blocks else 0
+        hbm += (rounds * write + idle * s.blocks * intake) / _CLOCK
+        if s.swap:  # what is read twice at once comes in more slowly
+            hbm *= 1 + 0.35 * (-(-p.n // s.block_n) - 1)
     clock = _CLOCK
     if product.m > 128 and p.k > 0:  # few rows never reach the power
         # Bytes for each k: every 64 rows read their A and all of B, which were written once.
         smem = 2 * (bands * (64 + s.block_n) + s.block_m + s.block_n)
-        from_l2 = 2 * (s.block_m / s.cluster_n + s.block_n / s.cluster_m)
+        from_l2 = 2 * (s.block_m / s.cluster + s.block_n)
         energy = tiles * p.k * (bands * 64 * s.block_n + _SMEM_ENERGY * smem + _L2_ENERGY * from_l2)
         per_cycle = energy / (sms * rounds * (max(multiply, intake) + write))
         clock = min(clock, _POWER / per_cycle**0.4)  # power goes with some power of 2.5 of the clock
@@ -230,10 +236,11 @@ def menu(p: Product, sms: int) -> list[Schedule]:
     """The schedules worth estimating."""
     found = _many_rows(p, sms) if p.m > 128 else []
     if 32 < p.m <= 128:
-        # Where there are two tiles of rows, both read every tile of columns.
-        for s in _narrow(p):
-            pairs = p.m > 64 and (s.block_n if not p.b_mn else s.block_k) % 16 == 0
-            found.append(replace(s, cluster_m=2) if pairs else s)
+        found += _narrow(p)
+        if not p.b_mn:
+            found.append(_schedule(p, 64, 224, 64))
+        if p.m > 64 and not p.b_mn:
+            found += [_schedule(p, 128, block_n, 64, 2, 2) for block_n in (80, 96, 112, 160, 192, 224)]
     if p.m <= 128 or p.n <= 512:
         found += _few_rows(p, sms)
     return [s for s in found if s.fits(p.a_mn, p.b_mn)]
@@ -248,7 +255,7 @@ def _many_rows(p: Product, sms: int) -> list[Schedule]:
     # Nobody multiplies while a tile that two warpgroups share is written, but these move the fewest bytes,
     # which saves power.
     shared = [_schedule(p, block_m, block_n, 64, 2, 2) for block_m, block_n in _SHARED]
-    pairs = [replace(s, cluster_n=2) for s in shared]
+    pairs = [replace(s, cluster=2) for s in shared]
     if p.k > _LONG and min(p.m, p.n) > 256 and p.m * p.n * p.batch >= sms * 128 * 192:
         return pairs
     # A second warpgroup that multiplies has work where a block takes more than one tile.
@@ -260,23 +267,34 @@ def _many_rows(p: Product, sms: int) -> list[Schedule]:
     neighbours = [s for s in teams if _tiles(s, p) > sms]
     if p.m <= 2048 and not (p.a_mn and p.k > 4096):  # only where there are many rows of tiles
         neighbours = [s for s in neighbours if s.block_n >= 64 and p.m * s.block_n >= 2 * p.n * s.block_m]
-    pairs += [replace(s, cluster_n=2) for s in neighbours]
-    return [*teams, _schedule(p, 128, 224, 64, 2, 2), *_narrow(p), *pairs]
+    pairs += [replace(s, cluster=2) for s in neighbours]
+    return [*teams, _schedule(p, 128, 224, 64, 2, 2), *_narrow(p), *_rows_across(p), *pairs]
+
+
+def _rows_across(p: Product) -> list[Schedule]:
+    """As many columns of a tile as there are rows, or half as many: tiles of 64 rows would be half empty."""
+    columns = round_up(-(-p.m // -(-p.m // 256)), 16)
+    if columns > 160 or p.a_mn:
+        return []
+    return [_schedule(p, rows, columns, 64, rows // 64, rows // 64, swap=True) for rows in (64, 128)]
 
 
 def _few_rows(p: Product, sms: int) -> list[Schedule]:
     """As many blocks as multiprocessors, each with its share of B's columns on the tall side."""
     found = []
-    for tokens in (8, 16, 32, 64):
+    for tokens in (8, 16, 24, 32, 48, 64):
         splits = -(-p.m // tokens)
         if splits > 32 or tokens >= 2 * max(p.m, 8):
             continue
         for rows in _rows(p, splits, sms):
             size, tiles = rows + (64 if p.a_mn else tokens), -(-p.n // rows) * splits
+            if tokens == 64 and splits == 1 and tiles > sms:  # as many rows as a tile has on its tall side
+                continue
             # One long chain, its operands already on their way into L2: the fewest waits.
             deep = splits == 1 and size <= 24
             # Half of the shared memory is left to the next kernel's blocks where that is enough.
-            blocks = 2 if tiles > 2 * sms or (tokens == 8 and size <= 40 and not deep) else 1
+            half = tokens == 8 and (size <= 40 or (tiles <= sms and rows == 64 and not p.b_mn)) and not deep
+            blocks = 2 if half or tiles > 2 * sms else 1
             depth = 512 if deep else 256 if size <= 64 else 128 if size <= 112 else 64
             depth = min(depth, 128 if blocks == 2 and size > 40 else 256 if p.a_mn else 512)
             found.append(_schedule(p, rows, tokens, depth, swap=True, blocks=blocks))
@@ -309,7 +327,7 @@ def _settle(best: Schedule, p: Product, sms: int) -> Schedule:
     early = (
         best.cluster > 1 or (best.swap and p.m <= 128) or (intake <= 1.2 * max(multiply, hbm) and p.m > 128)
     )
-    ahead = best.stages if best.swap and early and p.m <= best.block_n and hbm < multiply else 0
+    ahead = best.stages if best.swap and p.m <= min(best.block_n, 128) and hbm < multiply else 0
     # Neighbouring tiles run side by side: let them share the much larger operand, if the other stays in L2.
     tall = not best.swap and best.share == 1 and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
     group = 1 if tall and p.n * p.k * 2 <= 24 << 20 else best.group
@@ -325,7 +343,7 @@ def _settle(best: Schedule, p: Product, sms: int) -> Schedule:
 def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
     """Every kind of schedule that :func:`choose` can return, to prove that none changes a bit."""
     found: dict[Schedule, None] = {}
-    for sms, m in itertools.product((66, 114, 132), (8, 16, 32, 64, 128, 256, 4096)):
+    for sms, m in itertools.product((66, 114, 132), (8, 16, 32, 64, 128, 144, 160, 256, 4096)):
         for n in (256, 512, 1024, *range(2048, 8449, 512), 3 * 8448, 57344):
             for s in menu(Product(m, n, 1024, 1, a_mn, b_mn), sms):
                 found[s] = None

@@ -11,14 +11,15 @@
 //   SHARE                warpgroups on one tile: all of them, or 1: each its own tile, one in its epilogue while
 //                        the other multiplies
 //   FOLDED               k is a multiple of 64: maps along k may be folded into columns (tile_sm90.cuh)
-//   CLUSTER_M, _N        tiles of a cluster: those in a row share A, those in a column share B
+//   CLUSTER              tiles side by side that share A
 //   STAGES, BLOCKS       length of the ring; blocks on one multiprocessor
 //   AHEAD                stages of A brought into L2 while the kernel before this one ends
 //   EARLY                blocks of the next kernel start as these leave, not when all have left
 //   RAGGED               K holds sequences, each starting a new group of 16
 //
 // A kernel calls `pipeline` with its Problem, which has the members used here, and its Epilogue, of which every
-// warpgroup has one: see output_sm90.cuh.
+// warpgroup has one: see output_sm90.cuh. Its again_m and again_n say whether rows and columns may be computed by two
+// tiles, which then write the same bits.
 #pragma once
 
 #include "ragged.cuh"
@@ -29,7 +30,6 @@
 constexpr bool MOVE_REGISTERS = WARPGROUPS > 1 && BLOCKS == 1;
 constexpr u32 CONSUMERS = WARPGROUPS * 128;
 constexpr u32 THREADS = CONSUMERS + (MOVE_REGISTERS ? 128 : 32);
-constexpr u32 CLUSTER = CLUSTER_M * CLUSTER_N;
 constexpr u32 TEAMS = WARPGROUPS / SHARE;
 
 constexpr u32 ROWS = BLOCK_M / SHARE;             // of a warpgroup
@@ -42,23 +42,35 @@ enum : u32 { OWN = 1, CLEARED = OWN + WARPGROUPS, TURN = CLEARED + TEAMS };
 static_assert(!A_MN || ROWS % 64 == 0, "A contiguous along m comes in columns of 64");
 static_assert(!RAGGED || (A_MN && B_MN), "sequences lie along the rows of both operands");
 
-using ATile = Tile<A_MN, FOLDED && !A_MN && BLOCK_K / 64 % CLUSTER_N == 0, BLOCK_M, BLOCK_K, CLUSTER_N>;
-using BTile = Tile<B_MN, FOLDED && !B_MN && BLOCK_K / 64 % CLUSTER_M == 0, BLOCK_N, BLOCK_K, CLUSTER_M>;
+using ATile = Tile<A_MN, FOLDED && !A_MN && BLOCK_K / 64 % CLUSTER == 0, BLOCK_M, BLOCK_K, CLUSTER>;
+using BTile = Tile<B_MN, FOLDED && !B_MN, BLOCK_N, BLOCK_K, 1>;
 constexpr u32 A_BYTES = ATile::bytes, B_BYTES = BTile::bytes;  // of a stage
 
 struct Place {
     int m, n, batch;
 };
 
+// Where the last tile begins: moved back, so that it ends where the matrix does. Lines outside of it are copied in
+// several times as slowly as lines inside.
+template <bool AGAIN, u32 BLOCK, u32 STEP>
+__device__ __forceinline__ int last_tile(int size) {
+    if (!AGAIN) return 0x7FFFFFFF;
+    return max(size - int(BLOCK) + int(STEP - 1), 0) / STEP * STEP;
+}
+
 // The tiles of this cluster in the order in which it takes them.
+template <typename Epilogue>
 struct Walk {
     u32 rows, columns, per_matrix, count, group;
+    int last_m, last_n;
 
+    // In steps that keep pairs of columns together, and whole sectors of operands contiguous along m or n.
     template <typename Problem>
     __device__ explicit Walk(const Problem& p)
-        : rows((p.m + BLOCK_M * CLUSTER_M - 1) / (BLOCK_M * CLUSTER_M)),
-          columns((p.n + BLOCK_N * CLUSTER_N - 1) / (BLOCK_N * CLUSTER_N)),
-          per_matrix(rows * columns), count(per_matrix * p.batch), group(p.group) {}
+        : rows((p.m + BLOCK_M - 1) / BLOCK_M), columns((p.n + BLOCK_N * CLUSTER - 1) / (BLOCK_N * CLUSTER)),
+          per_matrix(rows * columns), count(per_matrix * p.batch), group(p.group),
+          last_m(last_tile<Epilogue::again_m, BLOCK_M, A_MN ? 16 : 1>(p.m)),
+          last_n(last_tile<Epilogue::again_n, BLOCK_N, B_MN ? 16 : 2>(p.n)) {}
 
     __device__ Place at(u32 index, u32 rank) const {
         u32 batch = index / per_matrix;
@@ -68,8 +80,7 @@ struct Walk {
         u32 height = min(group, rows - band * group);
         u32 column = index / height;
         u32 row = band * group + index - column * height;
-        return {int((row * CLUSTER_M + rank % CLUSTER_M) * BLOCK_M),
-                int((column * CLUSTER_N + rank / CLUSTER_M) * BLOCK_N), int(batch)};
+        return {min(int(row * BLOCK_M), last_m), min(int((column * CLUSTER + rank) * BLOCK_N), last_n), int(batch)};
     }
 };
 
@@ -103,17 +114,17 @@ struct Shared {
 
 // A is read before what the previous kernel wrote is known to be there. That is safe: L2 is where it will be
 // written, and nothing but L2 is filled here.
-template <typename Problem>
-__device__ __forceinline__ void prefetch(const Problem& p, const Walk& walk, u32 rank) {
+template <typename Problem, typename Epilogue>
+__device__ __forceinline__ void prefetch(const Problem& p, const Walk<Epilogue>& walk, u32 rank) {
     u32 index = blockIdx.x / CLUSTER;
     Place place = walk.at(index, rank);
     for (int i = 0; i < AHEAD && i * BLOCK_K < p.k; ++i) {
-        ATile::prefetch(p.a, place.m, i * BLOCK_K, place.batch * p.a_batch, rank / CLUSTER_M);
+        ATile::prefetch(p.a, place.m, i * BLOCK_K, place.batch * p.a_batch, rank);
     }
 }
 
-template <typename Problem>
-__device__ __forceinline__ void produce(const Shared& shared, const Problem& p, const Walk& walk, u32 rank) {
+template <typename Problem, typename Epilogue>
+__device__ __forceinline__ void produce(const Shared& shared, const Problem& p, const Walk<Epilogue>& walk, u32 rank) {
     constexpr u32 bytes = A_BYTES + B_BYTES;
     Ring ring;
     for (u32 index = blockIdx.x / CLUSTER; index < walk.count; index += gridDim.x / CLUSTER) {
@@ -124,9 +135,9 @@ __device__ __forceinline__ void produce(const Shared& shared, const Problem& p, 
             barrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
             barrier_expect(full, bytes);
             ATile::load(shared.a + ring.stage * A_BYTES, p.a, full, place.m, blocks.start(),
-                        place.batch * p.a_batch, rank / CLUSTER_M, CLUSTER_M, rank % CLUSTER_M);
+                        place.batch * p.a_batch, rank);
             BTile::load(shared.b + ring.stage * B_BYTES, p.b, full, place.n, blocks.start(),
-                        place.batch * p.b_batch, rank % CLUSTER_M, 1, rank - rank % CLUSTER_M);
+                        place.batch * p.b_batch, 0);
             ring.step();
         }
     }
@@ -142,7 +153,7 @@ __device__ __forceinline__ void release(const Shared& shared, u32 stage, u32 thr
 }
 
 template <typename Problem, typename Epilogue>
-__device__ __forceinline__ void consume(const Shared& shared, const Problem& p, const Walk& walk, u32 rank,
+__device__ __forceinline__ void consume(const Shared& shared, const Problem& p, const Walk<Epilogue>& walk, u32 rank,
                                         u32 warpgroup) {
     u32 team = TEAMS == 1 ? 0 : warpgroup / SHARE, member = warpgroup % SHARE;
     u32 thread = threadIdx.x % 128;
@@ -215,7 +226,7 @@ __device__ __forceinline__ void pipeline(const Problem& p) {
     extern __shared__ unsigned char raw[];
     Shared shared(raw, Epilogue::bytes);
     u32 rank = CLUSTER == 1 ? 0 : cluster_rank();
-    Walk walk(p);
+    Walk<Epilogue> walk(p);
 
     if (threadIdx.x == CONSUMERS) {
         prefetch_map(p.a);
@@ -244,7 +255,7 @@ __device__ __forceinline__ void pipeline(const Problem& p) {
         __syncwarp();
     } else {
         if constexpr (MOVE_REGISTERS) take_registers<WARPGROUPS == 2 ? 232 : 160>();
-        consume<Problem, Epilogue>(shared, p, walk, rank, WARPGROUPS == 1 ? 0 : warpgroup);
+        consume(shared, p, walk, rank, WARPGROUPS == 1 ? 0 : warpgroup);
     }
     // A block must outlive the copies and arrivals that the others send it.
     if constexpr (CLUSTER > 1) cluster_sync();

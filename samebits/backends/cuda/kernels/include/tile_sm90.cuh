@@ -37,11 +37,10 @@ struct Tile {
         }
     }
 
-    // `slice` is this block's among the sharers, which are the blocks first, first + stride, ... of the cluster.
+    // `slice` is this block's among the sharers, which are all of its cluster.
     static __device__ __forceinline__ void load(u32 tile, const TensorMap& map, u32 barrier, int row, int k,
-                                                int batch, u32 slice, u32 stride, u32 first) {
-        u16 mask = 0;
-        for (u32 i = 0; i < sharers; ++i) mask |= 1 << (first + i * stride);
+                                                int batch, u32 slice) {
+        constexpr u16 mask = (1 << sharers) - 1;
         for_each_box(row, k, slice, [&](u32 to, int x, int y, int z) {
             if constexpr (sharers == 1) {
                 copy_in(tile + to, map, barrier, x, y, z, batch);
