@@ -12,8 +12,10 @@ from samebits.functions import VOCAB_BLOCK
 
 
 def vocabulary_pieces(part: slice, tokens: int, logits: int) -> Iterator[slice]:
-    """A part of the vocabulary in pieces of whole blocks, with about so many logits at most."""
-    step = max(1, logits // max(1, tokens) // VOCAB_BLOCK) * VOCAB_BLOCK
+    """A part of the vocabulary in equal pieces of whole blocks, with about so many logits at most."""
+    blocks = -(-(part.stop - part.start) // VOCAB_BLOCK)
+    pieces = max(1, -(-blocks // max(1, logits // max(1, tokens) // VOCAB_BLOCK)))
+    step = max(1, -(-blocks // pieces)) * VOCAB_BLOCK
     for start in range(part.start, part.stop, step):
         yield slice(start, min(start + step, part.stop))
 

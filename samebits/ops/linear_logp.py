@@ -186,7 +186,7 @@ def _backend(t: Tensor, contract: str) -> tuple[Any, Any, Any, str]:
 
 
 _STATISTICS = 3 << 27  # logits whose statistics are held at once: 24 to 36 MiB
-_GRAD_LOGITS = 1 << 26  # gradients of logits that are held at once: 128 MiB in 16 bits
+_GRAD_LOGITS = 7 << 24  # gradients of logits that are held at once: 224 MiB in 16 bits
 
 
 def _forward(
