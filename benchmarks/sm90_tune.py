@@ -454,10 +454,11 @@ def specs_of(job: dict[str, Any]) -> Iterator[runtime.KernelSpec]:
             yield matmul_sm90.spec(case, s)
     elif job["job"] == "check":
         for c in checks(job["schedule"] and Schedule(**job["schedule"]), job["a_mn"], job["b_mn"]):
+            moved = (4 if c.out == "f32" else 2) * (2 if c.accumulate else 1)
             s = (
                 Schedule(**job["schedule"])
                 if job["schedule"]
-                else choose(Product(c.m, c.n, c.k, c.batch or 1, c.a_mn, c.b_mn), 132)
+                else choose(Product(c.m, c.n, c.k, c.batch or 1, c.a_mn, c.b_mn, moved), 132)
             )
             dtype = getattr(torch, c.dtype)
             aligned = (c.pitch or c.n) % (2 if c.out == "f32" else 8) == 0

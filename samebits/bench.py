@@ -556,7 +556,7 @@ BANDS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "forward, M <= 128": lambda c: c["work"] == "forward" and c["m"] in ROWS and c["m"] <= 128,
     "forward, M = 256": lambda c: c["work"] == "forward" and c["m"] == 256,
     "forward, M >= 512": lambda c: c["work"] == "forward" and c["m"] >= 512,
-    "forward, M 20, 48, 96, 160, 200, 300": lambda c: c["work"] == "forward" and c["m"] in BETWEEN,
+    f"forward, M {', '.join(map(str, BETWEEN))}": lambda c: c["work"] == "forward" and c["m"] in BETWEEN,
     "dX, M <= 128": lambda c: c["work"] == "dX" and c["m"] <= 128,
     "dX, M >= 512": lambda c: c["work"] == "dX" and c["m"] >= 512,
     "dW, M >= 512": lambda c: c["work"] == "dW",

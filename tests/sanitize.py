@@ -118,6 +118,7 @@ def ways(s, x: Operands, out: Tensor) -> dict[str, bool]:
     return {
         "several tiles for a block": tiles >= 2 * plan.grid[0] // s.cluster,
         "a ring that goes round": k > s.block_k * s.stages,
+        "a last tile moved back": x.acc is None and rows > s.block_m and rows % s.block_m > 0,
         "output in panels": constants["PANEL"] > 0,
         "maps folded": constants["FOLDED"] > 0,
         "a batch": batch > 1,

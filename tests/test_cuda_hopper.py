@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -88,6 +88,8 @@ SIZES = st.integers(0, 17).flatmap(lambda bits: st.integers(1, 1 << bits))
 
 @pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
 @given(SIZES, SIZES, SIZES, st.integers(1, 4), st.sampled_from([58, 66, 78, 114, 132, 144]))
+@example(1344, 496, 16, 1, 132)
+@example(1030, 289, 16, 1, 66)
 def test_what_is_chosen_is_in_the_catalogue(
     a_mn: bool, b_mn: bool, m: int, n: int, k: int, batch: int, sms: int
 ) -> None:

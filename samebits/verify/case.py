@@ -91,7 +91,8 @@ SHAPES = (
     (65, 130, 100), (128, 256, 15), (136, 328, 200), (130, 70, 200), (257, 1, 129), (300, 520, 264),
     (512, 768, 512), (1000, 520, 1096),
 )  # fmt: skip
-SIZES = ((512, 768, 512), (136, 328, 200), (8, 72, 8), (1, 264, 392), (2048, 1536, 320))
+# The first is no multiple of any tile, so that last tiles move back.
+SIZES = ((520, 776, 512), (136, 328, 200), (8, 72, 8), (1, 264, 392), (2048, 1536, 320))
 LENGTHS = (
     (64, 128),
     (1, 0, 17, 63, 0, 200, 64, 5),
@@ -201,6 +202,7 @@ def _tensor_core(thorough: bool) -> list[Case]:
             found += [same(bias=dtype), same(bias=F32, out=F32), same(bias=dtype, pitch=528)]
             found += [same(pitch=523), same(out=F32, pitch=523), same(out=F32, accumulate=True)]
             found += [same(out=F32, accumulate=True, pitch=521), same(out=F32, accumulate=True, layout="TN")]
+            found += [dataclasses.replace(same(pitch=528, out=of), n=521) for of in (None, F32)]
     for shared in ("", "a", "b"):
         for layout in LAYOUTS if thorough else ("NT", "NN"):
             for shape in ((136, 264, 200), (1, 72, 64), (20, 18, 33)):

@@ -63,7 +63,7 @@ class Schedule:
 
     @property
     def l2_promotion(self) -> int:
-        """Bytes that L2 fetches at a time, or more. Few rows stream what they read once faster without."""
+        """Bytes that L2 fetches at least. Few rows stream their weights faster without."""
         return 0 if self.swap else 256
 
     def fits(self, a_mn: bool, b_mn: bool) -> bool:
@@ -144,7 +144,7 @@ _POWER = 31_400.0  # MHz that it leaves where a cycle of a multiprocessor takes 
 _SMEM_ENERGY, _L2_ENERGY = 5.0, 10.0  # of a byte to or from there, in that of a multiply-add
 _INTAKE = 60  # bytes a cycle that reach one multiprocessor
 _INTAKE_AT_ONCE = 73  # the same where all tiles run at once, neighbours in squares
-_OUTSIDE = 9  # cycles to copy in 128 bytes that lie outside of a matrix smaller than a tile
+_OUTSIDE = 9  # cycles to copy in 128 bytes that lie outside of a matrix; eight such lines cost nothing
 _L2 = 15e6  # bytes a microsecond that leave L2 for all of them
 _HBM = 4.2e6  # bytes a microsecond
 _GAP = 1.6  # microseconds between kernels
@@ -177,7 +177,9 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     at_once = tiles <= sms and product.m > 128
     rate = _INTAKE_AT_ONCE if at_once else _INTAKE
     intake = (rows / shared + columns) * p.k * 2 / rate
-    intake += max(0, max(0, s.block_m - p.m) + max(0, s.block_n - p.n) - 8) * p.k / 64 * _OUTSIDE
+    # Lines along k, of a matrix smaller than a tile; of matrices contiguous along m or n it was not measured.
+    outside = max(0, s.block_m - p.m) * (not p.a_mn) + max(0, s.block_n - p.n) * (not p.b_mn)
+    intake += max(0, outside - 8) * p.k / 64 * _OUTSIDE
     l2 = tiles * (s.block_m / s.cluster + columns) * p.k * 2 / _L2
     if at_once and not (s.swap or p.a_mn or p.b_mn):  # as far as it was measured
         l2 *= _INTAKE / _INTAKE_AT_ONCE
@@ -235,7 +237,7 @@ _NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192)
 def menu(p: Product, sms: int) -> list[Schedule]:
     """The schedules worth estimating."""
     found = _many_rows(p, sms) if p.m > 128 else []
-    if 32 < p.m <= 128:
+    if 32 < p.m <= 128:  # of wide tiles it takes few, and nobody reads while a tile is written
         found += _narrow(p)
         if not p.b_mn:
             found.append(_schedule(p, 64, 224, 64))
@@ -272,7 +274,7 @@ def _many_rows(p: Product, sms: int) -> list[Schedule]:
 
 
 def _rows_across(p: Product) -> list[Schedule]:
-    """As many columns of a tile as there are rows, or half as many: tiles of 64 rows would be half empty."""
+    """The transpose, by tiles as wide as there are rows, or half of them: 144 or 160, no multiples of 64."""
     columns = round_up(-(-p.m // -(-p.m // 256)), 16)
     if columns > 160 or p.a_mn:
         return []
@@ -288,7 +290,7 @@ def _few_rows(p: Product, sms: int) -> list[Schedule]:
             continue
         for rows in _rows(p, splits, sms):
             size, tiles = rows + (64 if p.a_mn else tokens), -(-p.n // rows) * splits
-            if tokens == 64 and splits == 1 and tiles > sms:  # as many rows as a tile has on its tall side
+            if tokens == 64 and splits == 1 and tiles > sms:  # many tiles come faster untransposed
                 continue
             # One long chain, its operands already on their way into L2: the fewest waits.
             deep = splits == 1 and size <= 24
@@ -347,6 +349,8 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
         for n in (256, 512, 1024, *range(2048, 8449, 512), 3 * 8448, 57344):
             for s in menu(Product(m, n, 1024, 1, a_mn, b_mn), sms):
                 found[s] = None
+    for s in menu(Product(1344, 496, 1024, 1, a_mn, b_mn), 132):  # many tiles of 64 tokens
+        found[s] = None
     # Starting early, prefetching and the order of tiles take turns.
     return [
         replace(

@@ -1,8 +1,8 @@
 // The main loop of products on Hopper: D[m, n] = one chain over ascending k of A[m, k] B[k, n] for each element,
 // tile after tile, each handed to an epilogue in registers.
 //
-// One warp copies tiles of A and B into a ring of shared-memory stages (TMA, shared between the blocks of a
-// cluster); warpgroups multiply them (wgmma) and run the epilogue while the ring fills again. Blocks stay and take
+// One warp copies tiles of A and B into a ring of shared-memory stages (TMA; the blocks of a cluster share those of
+// A); warpgroups multiply them (wgmma) and run the epilogue while the ring fills again. Blocks stay and take
 // tile after tile. K is never split, so the tile shape, and all else the host chooses, leaves the bits alone:
 //
 //   A_MN, B_MN           operand contiguous along m (n) rather than k
