@@ -64,13 +64,14 @@ struct Walk {
     u32 rows, columns, per_matrix, count, group;
     int last_m, last_n;
 
-    // In steps that keep pairs of columns together, and whole sectors of operands contiguous along m or n.
+    // In steps of 16 bytes of the output, which copies out must keep, and of a sector of operands contiguous along m
+    // or n.
     template <typename Problem>
     __device__ explicit Walk(const Problem& p)
         : rows((p.m + BLOCK_M - 1) / BLOCK_M), columns((p.n + BLOCK_N * CLUSTER - 1) / (BLOCK_N * CLUSTER)),
           per_matrix(rows * columns), count(per_matrix * p.batch), group(p.group),
           last_m(last_tile<Epilogue::again_m, BLOCK_M, A_MN ? 16 : 1>(p.m)),
-          last_n(last_tile<Epilogue::again_n, BLOCK_N, B_MN ? 16 : 2>(p.n)) {}
+          last_n(last_tile<Epilogue::again_n, BLOCK_N, B_MN ? 16 : 8>(p.n)) {}
 
     __device__ Place at(u32 index, u32 rank) const {
         u32 batch = index / per_matrix;
