@@ -228,8 +228,8 @@ def plan(
     batch_stride = batch_stride if batch > 1 else -(-row_stride * out.shape[-2] // 8) * 8
     step = 2 if out.dtype == torch.float32 else 8
     aligned = address % 8 == 0 and row_stride % step == 0 and batch_stride % step == 0
-    if step == 8:
-        aligned = aligned and address % 16 == 0
+    if step == 8:  # the copy engine writes whole 16 bytes, into what follows a row too
+        aligned = aligned and address % 16 == 0 and out.shape[-1] % 8 == 0
     case = Case(
         a.dtype,
         out.dtype,
