@@ -91,7 +91,7 @@ SHAPES = (
     (65, 130, 100), (128, 256, 15), (136, 328, 200), (130, 70, 200), (257, 1, 129), (300, 520, 264),
     (512, 768, 512), (1000, 520, 1096),
 )  # fmt: skip
-# The first is no multiple of any tile, so that last tiles move back.
+# Of the first every schedule moves back its last tile of rows, of columns, or both.
 SIZES = ((520, 776, 512), (136, 328, 200), (8, 72, 8), (1, 264, 392), (2048, 1536, 320))
 LENGTHS = (
     (64, 128),

@@ -237,12 +237,12 @@ _NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192)
 def menu(p: Product, sms: int) -> list[Schedule]:
     """The schedules worth estimating."""
     found = _many_rows(p, sms) if p.m > 128 else []
-    if 32 < p.m <= 128:  # of wide tiles it takes few, and nobody reads while a tile is written
+    if 32 < p.m <= 128:
         found += _narrow(p)
-        if not p.b_mn:
+        if not p.b_mn:  # wider ones, for HBM waits while a tile is written, and they are fewer
             found.append(_schedule(p, 64, 224, 64))
-        if p.m > 64 and not p.b_mn:
-            found += [_schedule(p, 128, block_n, 64, 2, 2) for block_n in (80, 96, 112, 160, 192, 224)]
+            if p.m > 64:
+                found += [_schedule(p, 128, block_n, 64, 2, 2) for block_n in (80, 96, 112, 160, 192, 224)]
     if p.m <= 128 or p.n <= 512:
         found += _few_rows(p, sms)
     return [s for s in found if s.fits(p.a_mn, p.b_mn)]
