@@ -359,7 +359,7 @@ def _timed(run: Callable[[], object]) -> float:
 
 
 def _alone(runs: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """What each returns over two turns, in which it is counted after ALONE seconds.
+    """What each returns over two turns, in which it is counted after ALONE seconds, five times at least.
 
     What runs first after a pause is slower: that turn does not count, and the order is A, B, B, A.
     """
@@ -374,7 +374,7 @@ def _alone(runs: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in runs}
     heat(runs[[*runs][-1]])
     for name in [*runs, *reversed(runs)]:
-        found[name] += [runs[name]() for _ in range(heat(runs[name]) // 2 + 1)]
+        found[name] += [runs[name]() for _ in range(max(5, heat(runs[name]) // 2))]
     return found
 
 

@@ -515,6 +515,7 @@ FUSED = {"cuda": ("linear_logp_sm90", "logp"), "triton": ("linear_logp", "logp")
         ("special", 128, 300, True, True),
         ("wide", 192, 128 * 37 + 1, False, True),
         ("normal", 8, 100, True, True),
+        ("normal", 72, 166, False, True),  # 157 of it: tiles of 160 end in what follows a row
     ],
 )
 def test_cuda_schedules_change_no_bit(

@@ -30,8 +30,10 @@ def _epilogue_bytes(entry: str, s: Schedule) -> int:
 def schedules(entry: str) -> list[Schedule]:
     """All that :func:`choose` may return. None changes a bit."""
     # Two teams of one warpgroup: one in its epilogue while the other multiplies.
-    found = [Schedule(128, 128, 64, 0, 2, 1), Schedule(128, 128, 64, 0, 2, 1, cluster=2)]
-    if entry == "statistics_sm90":  # for few tokens, the vocabulary on the tall side
+    statistics = entry == "statistics_sm90"
+    columns = 128 if statistics else 160  # statistics are of whole blocks of the vocabulary
+    found = [Schedule(128, 128, 64, 0, 2, 1), Schedule(128, columns, 64, 0, 2, 1, cluster=2, early=True)]
+    if statistics:  # for few tokens, the vocabulary on the tall side
         found += [Schedule(128, tokens, 128, 0, 1, 1, swap=True) for tokens in (8, 16, 32, 64)]
     return [s.filled(_epilogue_bytes(entry, s)) for s in found]
 

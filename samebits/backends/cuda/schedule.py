@@ -184,7 +184,10 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     if at_once and not (s.swap or p.a_mn or p.b_mn):  # as far as it was measured
         l2 *= _INTAKE / _INTAKE_AT_ONCE
     # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
-    write = 950.0 * p.out_bytes if s.share > 1 else 0.0 if s.panel or s.swap else 3000.0
+    if s.share > 1:
+        write = (3000.0 if s.swap else 950.0) * p.out_bytes
+    else:
+        write = 0.0 if s.panel or s.swap else 3000.0
     if s.warpgroups == 1 and not s.swap:  # nor between tiles, but for the first
         write += max(0, rounds - 1) / rounds * 1500
     hbm = ((p.m + p.n) * p.k * 2 + p.m * p.n * p.out_bytes) * p.batch / _HBM
@@ -274,9 +277,9 @@ def _many_rows(p: Product, sms: int) -> list[Schedule]:
 
 
 def _rows_across(p: Product) -> list[Schedule]:
-    """The transpose, by tiles as wide as there are rows, or half of them: 144 or 160, no multiples of 64."""
+    """The transpose, by tiles as wide as there are rows, or half of them, where no other tile is as wide."""
     columns = round_up(-(-p.m // -(-p.m // 256)), 16)
-    if columns > 160 or p.a_mn:
+    if columns not in (144, 160, 176, 208) or p.m > 512 or p.a_mn:  # more rows were not measured
         return []
     return [_schedule(p, rows, columns, 64, rows // 64, rows // 64, swap=True) for rows in (64, 128)]
 
@@ -345,7 +348,7 @@ def _settle(best: Schedule, p: Product, sms: int) -> Schedule:
 def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
     """Every kind of schedule that :func:`choose` can return, to prove that none changes a bit."""
     found: dict[Schedule, None] = {}
-    for sms, m in itertools.product((66, 114, 132), (8, 16, 32, 64, 128, 144, 160, 256, 4096)):
+    for sms, m in itertools.product((66, 114, 132), (8, 16, 32, 64, 128, 144, 160, 176, 208, 256, 4096)):
         for n in (256, 512, 1024, *range(2048, 8449, 512), 3 * 8448, 57344):
             for s in menu(Product(m, n, 1024, 1, a_mn, b_mn), sms):
                 found[s] = None
