@@ -277,7 +277,7 @@ def _many_rows(p: Product, sms: int) -> list[Schedule]:
 
 
 def _rows_across(p: Product) -> list[Schedule]:
-    """The transpose, by tiles as wide as there are rows, or half of them, where no other tile is as wide."""
+    """The transpose, by tiles as wide as there are rows, or half of them: those that gain by it."""
     columns = round_up(-(-p.m // -(-p.m // 256)), 16)
     if columns not in (144, 160, 176, 208) or p.m > 512 or p.a_mn:  # more rows were not measured
         return []
