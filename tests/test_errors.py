@@ -25,6 +25,7 @@ def t(*shape: int, dtype: torch.dtype = f32, device: str = "cpu") -> torch.Tenso
 matmul, addmm_, linear, bmm = samebits.matmul, samebits.addmm_, samebits.linear, samebits.bmm
 logp, linear_logp = samebits.logp, samebits.linear_logp
 cu = torch.tensor
+SHARED = t(4, 3)
 
 CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     # ranks and shapes
@@ -185,6 +186,62 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exce
         {"main_grad": t(3, 4).mT},
         ValueError,
         "main_grad: expected a contiguous tensor",
+    ),
+    (
+        linear_logp,
+        (t(2, 3), t(4, 3), cu([0, 0])),
+        {"main_grad": t(4, 3).to_sparse()},
+        TypeError,
+        "main_grad: expected a dense tensor, got layout torch.sparse_coo",
+    ),
+    (
+        linear_logp,
+        (t(2, 3), t(4, 3), cu([0, 0])),
+        {"main_grad": torch._neg_view(t(4, 3))},
+        TypeError,
+        "main_grad: expected a plain tensor, got a view with negated elements",
+    ),
+    (
+        linear_logp,
+        (t(2, 3), t(4, 3), cu([0, 0])),
+        {"main_grad": torch.inference_mode()(t)(4, 3)},
+        TypeError,
+        "main_grad: expected a plain tensor, got one made in inference mode",
+    ),
+    (
+        linear_logp,
+        (SHARED[:2], t(4, 3), cu([0, 0])),
+        {"main_grad": SHARED},
+        ValueError,
+        "main_grad: expected memory of its own, got memory that hidden shares",
+    ),
+    (
+        linear_logp,
+        (t(2, 3), SHARED, cu([0, 0])),
+        {"main_grad": SHARED},
+        ValueError,
+        "main_grad: expected memory of its own, got memory that weight shares",
+    ),
+    (
+        linear_logp,
+        (t(2, 3), t(4, 3), cu([0, 0])),
+        {"cu_seqlens": cu([0, 2]).to_sparse()},
+        TypeError,
+        "cu_seqlens: expected a dense tensor, got layout torch.sparse_coo",
+    ),
+    (
+        logp,
+        (t(2, 3), cu([0, 0]).to_sparse()),
+        {},
+        TypeError,
+        "target: expected a dense tensor, got layout torch.sparse_coo",
+    ),
+    (
+        logp,
+        (t(2, 3), cu([0, 0])),
+        {"ignore_index": 2**63},
+        ValueError,
+        "ignore_index: expected an int of 64 bits, got 9223372036854775808",
     ),
 ]
 

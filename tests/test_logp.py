@@ -142,6 +142,13 @@ def test_logp_is_the_naive_one(device: str, kind: str, vocabulary: int) -> None:
         assert_same_bits(dz, narrow(want_dz, dtype))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_blocks_than_chains(device: str) -> None:
+    z = rows("normal", 1, 34 * 128 + 1)
+    want = naive.logp(z[0].tolist(), 4200)[0]
+    assert_same_bits(samebits.logp(z.to(device), torch.tensor([4200], device=device)), canonical([want]))
+
+
 def naive_linear_logp(
     hidden: Tensor,
     weight: Tensor,

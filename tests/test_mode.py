@@ -521,6 +521,29 @@ class Tripling(Tensor):
         return result * 3 if func is F.linear else result
 
 
+@on_devices
+@pytest.mark.parametrize("name", COVERED)
+def test_results_change_in_place_where_pytorchs_do(device: str, name: str) -> None:
+    """As ``ReLU(inplace=True)`` behind a layer does."""
+
+    def run(in_place: bool) -> tuple[Tensor, ...]:
+        w, b = values("normal", (40, 40), torch.float32, 1) / 8, values("normal", (40,), torch.float32, 2)
+        leaves = [t.to(device, copy=True).requires_grad_() for t in (X, w, b)]
+        out = COVERED[name](*leaves)
+        out = out.mul_(0.5) if in_place else out * 0.5
+        return out, *torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
+
+    try:
+        run(in_place=True)
+    except RuntimeError:  # PyTorch's own backward needs the result
+        return
+    with batch_invariant():
+        for i, (got, want) in enumerate(zip(run(in_place=True), run(in_place=False), strict=True)):
+            assert (got is None) == (want is None)
+            if got is not None:
+                assert_same_bits(got, want, f"result {i}")
+
+
 def test_subclasses_that_override_functions_or_operators_do_so() -> None:
     weight = torch.eye(40).as_subclass(Tripling)
     with batch_invariant("ignore"):

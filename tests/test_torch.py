@@ -205,6 +205,20 @@ def test_both_ways_to_an_operator_record_the_same_gradients(name: str) -> None:
         assert_same_bits(g, w, f"result {i}")
 
 
+@pytest.mark.parametrize("way", [nullcontext, registered], ids=["plain", "registered"])
+@pytest.mark.parametrize("name", [*PUBLIC, *ONCE])
+def test_results_may_be_changed_in_place(name: str, way: Callable[[], AbstractContextManager[None]]) -> None:
+    def run(in_place: bool) -> list[Tensor]:
+        op, leaves = public(name)
+        out = op(*leaves)
+        out = out.mul_(0.5) if in_place else out * 0.5
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    with way():
+        for i, (got, want) in enumerate(zip(run(in_place=True), run(in_place=False), strict=True)):
+            assert_same_bits(got, want, f"result {i}")
+
+
 FROZEN = {
     "matmul": "ab",
     "matmul broadcast": "ab",

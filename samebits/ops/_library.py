@@ -44,6 +44,7 @@ class Operator:
         setup_context: Callable[..., None] | None = None,
         backward: Callable[..., Any] | None = None,
     ) -> None:
+        cpu, cuda = owned(cpu), owned(cuda)
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         name = schema.partition("(")[0]
         library.impl(name, cpu, "CPU")
@@ -71,6 +72,20 @@ class Operator:
     def _run(self, *args: Any) -> Any:
         lead = args[0] if args[0] is not None else args[1]
         return (self._cuda if lead.is_cuda else self._cpu)(*args)
+
+
+def owned(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, with results that are no views: autograd would let nobody change them in place."""
+
+    def own(result: Any) -> Any:
+        return result.detach() if isinstance(result, Tensor) and result._is_view() else result
+
+    @functools.wraps(run)
+    def owning(*args: Any) -> Any:
+        results = run(*args)
+        return tuple(map(own, results)) if isinstance(results, tuple) else own(results)
+
+    return owning
 
 
 def unseen(gradients: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,7 +61,7 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
             f" with a {shape(a)} and b {shape(b)}"
         )
     if has_memory(acc, *given.values()):  # traced code writes to a copy of its own
-        _refuse_overlap(acc, **given)
+        refuse_overlap("addmm_: acc", acc, **given)
     a4, b4 = a[None, None], b[None, None]
     if torch.is_grad_enabled() and (acc.requires_grad or a.requires_grad or b.requires_grad):
         chain = addbmm(acc[None], a4, b4, None, torch.float32, key)
@@ -158,7 +158,8 @@ def _cuda_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, 
     torch.autograd.graph.increment_version(acc)  # the kernel wrote where autograd cannot see
 
 
-def _refuse_overlap(acc: Tensor, **operands: Tensor) -> None:
+def refuse_overlap(called: str, acc: Tensor, **operands: Tensor) -> None:
+    """Refuse an accumulator that overlaps itself or an operand in memory. ``called`` is what to name it."""
     if acc.numel() == 0:
         return
     extent = 1
@@ -166,7 +167,7 @@ def _refuse_overlap(acc: Tensor, **operands: Tensor) -> None:
         if size > 1:
             if stride < extent:
                 raise ValueError(
-                    "samebits.addmm_: acc: expected elements that do not overlap, got shape"
+                    f"samebits.{called}: expected elements that do not overlap, got shape"
                     f" {tuple(acc.shape)} with strides {acc.stride()}"
                 )
             extent += stride * (size - 1)
@@ -178,9 +179,7 @@ def _refuse_overlap(acc: Tensor, **operands: Tensor) -> None:
         except np.exceptions.TooHardError:
             overlaps = True
         if overlaps:
-            raise ValueError(
-                f"samebits.addmm_: acc: expected memory of its own, got memory that {name} shares"
-            )
+            raise ValueError(f"samebits.{called}: expected memory of its own, got memory that {name} shares")
 
 
 def _span(t: Tensor) -> tuple[int, int]:

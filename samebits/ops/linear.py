@@ -85,6 +85,8 @@ def check_cu_seqlens_form(op: str, name: str, x: Tensor, cu_seqlens: Tensor) -> 
     """Refuse what cannot be the offsets of sequences in `x`, called `name`. Reads no values."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"samebits.{op}: cu_seqlens: expected a Tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.layout is not torch.strided or cu_seqlens.is_nested:
+        raise TypeError(f"samebits.{op}: cu_seqlens: expected a dense tensor, got layout {cu_seqlens.layout}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"samebits.{op}: cu_seqlens: expected int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.ndim != 1:

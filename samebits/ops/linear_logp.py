@@ -10,8 +10,8 @@ from torch import Tensor
 from samebits.backends import on_gpu
 from samebits.backends.rows import Rows, vocabulary_pieces
 from samebits.contract import Contract, contract_from_key
-from samebits.ops._library import Operator, check_device, check_operands, shape
-from samebits.ops.addmm import assert_cu_seqlens, check_cu_seqlens
+from samebits.ops._library import Operator, check_device, check_operands, has_memory, shape
+from samebits.ops.addmm import assert_cu_seqlens, check_cu_seqlens, refuse_overlap
 from samebits.ops.linear import check_cu_seqlens_form, sequences
 from samebits.ops.logp import check_target, pieces, refuse_second_derivatives, watch_target
 
@@ -114,7 +114,7 @@ def linear_logp(
     if cu_seqlens is not None:
         check_cu_seqlens_form("linear_logp", "hidden", hidden, cu_seqlens)
     if main_grad is not None:
-        _check_main_grad(main_grad, weight)
+        _check_main_grad(main_grad, **operands)
     refuse_unknown = watch_target("linear_logp", target, weight.shape[0], ignore_index, key)
     logp, entropy, _, _ = _operator(
         *(hidden, weight, bias, target, cu_seqlens, main_grad),
@@ -155,10 +155,17 @@ def _scale(temperature: float) -> float:
     return 1 / temperature
 
 
-def _check_main_grad(main_grad: Tensor, weight: Tensor) -> None:
+def _check_main_grad(main_grad: Tensor, weight: Tensor, **others: Tensor) -> None:
     if not isinstance(main_grad, Tensor) or main_grad.dtype != torch.float32:
         got = main_grad.dtype if isinstance(main_grad, Tensor) else type(main_grad).__name__
         raise TypeError(f"samebits.linear_logp: main_grad: expected a float32 tensor, got {got}")
+    if main_grad.layout is not torch.strided or main_grad.is_nested:
+        raise TypeError(
+            f"samebits.linear_logp: main_grad: expected a dense tensor, got layout {main_grad.layout}"
+        )
+    if not torch.compiler.is_compiling() and (main_grad.is_neg() or main_grad.is_inference()):
+        got = "a view with negated elements" if main_grad.is_neg() else "one made in inference mode"
+        raise TypeError(f"samebits.linear_logp: main_grad: expected a plain tensor, got {got}")
     check_device("linear_logp", "main_grad", main_grad, "weight", weight)
     if main_grad.shape != weight.shape:
         raise ValueError(
@@ -170,6 +177,8 @@ def _check_main_grad(main_grad: Tensor, weight: Tensor) -> None:
             "samebits.linear_logp: main_grad: expected a contiguous tensor that requires no grad, it is"
             " changed in place"
         )
+    if has_memory(main_grad, weight, *others.values()):
+        refuse_overlap("linear_logp: main_grad", main_grad, weight=weight, **others)
 
 
 def _backend(t: Tensor, contract: str) -> tuple[Any, Any, Any, str]:

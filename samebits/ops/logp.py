@@ -55,10 +55,14 @@ def check_target(op: str, target: Tensor, name: str, like: Tensor, ignore_index:
     """Refuse targets that are no integers, one for each row of `like`; as int64."""
     if not isinstance(target, Tensor):
         raise TypeError(f"samebits.{op}: target: expected a Tensor, got {type(target).__name__}")
+    if target.layout is not torch.strided or target.is_nested:
+        raise TypeError(f"samebits.{op}: target: expected a dense tensor, got layout {target.layout}")
     if target.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"samebits.{op}: target: expected int64 or int32, got {target.dtype}")
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         raise TypeError(f"samebits.{op}: ignore_index: expected an int, got {ignore_index!r}")
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"samebits.{op}: ignore_index: expected an int of 64 bits, got {ignore_index}")
     check_device(op, "target", target, name, like)
     if target.shape != like.shape[:-1]:
         raise ValueError(
