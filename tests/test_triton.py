@@ -63,6 +63,18 @@ def test_use_backend_as_a_function() -> None:
     assert backends.asked("cuda") == ""
 
 
+def test_use_backend_as_a_decorator_and_again() -> None:
+    chosen = samebits.use_backend("triton")(lambda: backends.asked("cuda"))
+    assert backends.asked("cuda") == ""
+    assert [chosen(), backends.asked("cuda"), chosen()] == ["@triton", "", "@triton"]
+    context = samebits.use_backend("triton")
+    samebits.use_backend(None)
+    for _ in range(2):
+        with context, context:
+            assert backends.asked("cuda") == "@triton"
+        assert backends.asked("cuda") == ""
+
+
 def test_an_explicit_backend_never_falls_back() -> None:
     a = torch.ones(2, 2)
     with pytest.raises(ValueError, match=r"expected one of .*, got 'cublas'"):
@@ -581,6 +593,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[set[Any], list[A
         return kernel
 
     def launch(self: Any, *args: Any, **options: Any) -> Any:
+        assert options["enable_fp_fusion"] is False  # products and sums stay two roundings
         said = {name: x for name, x in options.items() if name not in ("grid", "warmup")}
         launched.add((self.__name__, *sorted(said.items())))
         return run(self, *args, **options)

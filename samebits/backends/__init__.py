@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from threading import local
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -23,6 +22,10 @@ class UnavailableError(RuntimeError):
     """A backend cannot run here; the message says why and what to do."""
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
 class _Choice(local):
     # An attribute of a thread-local object, because torch.compile reads and guards that (no ContextVar).
     def __init__(self) -> None:
@@ -32,14 +35,18 @@ class _Choice(local):
 _choice = _Choice()
 
 
-def use_backend(name: str | None) -> AbstractContextManager[None]:
+class use_backend:  # noqa: N801
     """Compute with one backend, or not at all: an explicit choice never falls back to another.
 
     ``samebits.use_backend("triton")`` holds for this thread from now on; as ``with
-    samebits.use_backend("triton"):``, until the end of the block. An operation's backward uses the backend of
-    its forward. Without a choice, GPU tensors are computed by the CUDA kernels, or else by Triton (where
-    cuda-core is not installed, or the kernels do not know the GPU), and CPU tensors by the reference. All
-    give the same bits. Do not ``await`` inside: the choice belongs to the thread.
+    samebits.use_backend("triton"):``, until the end of the block; as a decorator, in each call of a function.
+    An operation's backward uses the backend of its forward. Without a choice, GPU tensors are computed by the
+    CUDA kernels, or else by Triton (where cuda-core is not installed, or the kernels do not know the GPU),
+    and CPU tensors by the reference. All give the same bits.
+
+    The choice belongs to the thread: do not ``await`` or ``yield`` inside, and choose within a function that
+    activation checkpointing runs again, which happens in a thread of autograd's. In code under
+    ``torch.compile`` use ``with``: the first form is forgotten where the graph ends.
 
     Args:
         name: ``"cuda"``, ``"triton"`` (GPU tensors only), ``"reference"`` (CPU tensors only), or None to
@@ -50,18 +57,34 @@ def use_backend(name: str | None) -> AbstractContextManager[None]:
             backend does not compute on.
         samebits.backends.UnavailableError: raised by an operation if the backend cannot run here.
     """
-    if name is not None and name not in NAMES:
-        raise ValueError(f"samebits.use_backend: name: expected one of {NAMES} or None, got {name!r}")
-    before, _choice.backend = _choice.backend, name
-    return _until_exit(before)
 
+    def __init__(self, name: str | None) -> None:
+        if name is not None and name not in NAMES:
+            raise ValueError(f"samebits.use_backend: name: expected one of {NAMES} or None, got {name!r}")
+        self._name, self._entered = name, False
+        self._before = [_choice.backend]
+        _choice.backend = name
 
-@contextmanager
-def _until_exit(before: str | None) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        _choice.backend = before
+    def __enter__(self) -> None:
+        if self._entered:  # again
+            self._before.append(_choice.backend)
+        self._entered = True
+        _choice.backend = self._name
+
+    def __exit__(self, *_: object) -> None:
+        _choice.backend = self._before.pop()
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        if not self._entered:
+            _choice.backend = self._before[0]
+        name = self._name
+
+        @functools.wraps(function)
+        def by_backend(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with use_backend(name):
+                return function(*args, **kwargs)
+
+        return by_backend
 
 
 def asked(device_type: str) -> str:

@@ -164,8 +164,8 @@ def _check_main_grad(main_grad: Tensor, weight: Tensor, **others: Tensor) -> Non
             f"samebits.linear_logp: main_grad: expected a dense tensor, got layout {main_grad.layout}"
         )
     if not torch.compiler.is_compiling() and (main_grad.is_neg() or main_grad.is_inference()):
-        got = "a view with negated elements" if main_grad.is_neg() else "one made in inference mode"
-        raise TypeError(f"samebits.linear_logp: main_grad: expected a plain tensor, got {got}")
+        kind = "a view with negated elements" if main_grad.is_neg() else "one made in inference mode"
+        raise TypeError(f"samebits.linear_logp: main_grad: expected a plain tensor, got {kind}")
     check_device("linear_logp", "main_grad", main_grad, "weight", weight)
     if main_grad.shape != weight.shape:
         raise ValueError(

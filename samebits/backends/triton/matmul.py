@@ -181,9 +181,11 @@ def run(
     """
     check(contract, out.device)
     (B, S, M, K), N = a.shape, b.shape[3]
+    if contract.step == "mma" and torch.float32 in (a.dtype, b.dtype):
+        raise ValueError(f"contract {contract}: expected 16-bit operands, got {a.dtype} and {b.dtype}")
     if cu_seqlens is not None:
         S = cu_seqlens.numel() - 1
-    if max(M, N, K, S, B * M * N // 256) > LARGEST:
+    if max(M, N, K, S, B * -(-M // 16) * -(-N // 16)) > LARGEST:  # tiles have 16 rows and columns at least
         raise ValueError(
             f"samebits: a product of a {tuple(a.shape)} by b {tuple(b.shape)} has a size above {LARGEST}"
         )

@@ -9,10 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from torch.torch_version import TorchVersion
 
 from samebits.backends import UnavailableError
 
 __all__ = ["Status", "bind", "require", "status"]
+
+
+OLDEST = "3.6"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +31,7 @@ class Status:
 
 def status() -> Status:
     """What ``samebits info`` shows of the Triton backend. Never raises."""
-    version = None
-    with suppress(importlib.metadata.PackageNotFoundError):
-        version = importlib.metadata.version("triton")
+    version = _version()
     try:
         require(0)
     except UnavailableError as error:
@@ -38,10 +40,21 @@ def status() -> Status:
     return Status(True, "", "", version)
 
 
+def _version() -> str | None:
+    """Triton's, as its package or that of a PyTorch for other GPUs tells."""
+    for package in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return None
+
+
 def require(device: int) -> None:
     """Raise UnavailableError unless Triton is here, and a GPU for it."""
     if importlib.util.find_spec("triton") is None:
         raise UnavailableError("there is no package triton — pip install triton")
+    version = _version()
+    if version is not None and TorchVersion(version) < OLDEST:
+        raise UnavailableError(f"triton {version} is older than {OLDEST} — pip install --upgrade triton")
     if not torch.cuda.is_available():
         raise UnavailableError("PyTorch finds no GPU — use CPU tensors, or a PyTorch built for your GPU")
 
