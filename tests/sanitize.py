@@ -26,6 +26,7 @@ from torch import Tensor
 
 import samebits
 from samebits.backends.cuda import ahead, matmul_sm90, runtime
+from samebits.backends.cuda.schedule import Schedule
 from samebits.backends.triton import runtime as triton
 from samebits.verify import Kernel, Operands, kernels
 
@@ -50,11 +51,13 @@ LONG = {"matmul_fma_sm90": 301, "matmul_fma_few_sm90": 1069}
 
 
 def some(kernel: Kernel, every: int, first: int = 0) -> list:
-    """Each such schedule where they are many, and all by which two warpgroups work on one tile."""
+    """Each such schedule where they are many; of Hopper's those that share a tile, and one for each width."""
     if len(kernel.schedules) <= 20:
         return list(kernel.schedules[first:])
-    shared = (s for s in kernel.schedules if getattr(s, "share", 1) > 1)
-    return list(dict.fromkeys([*kernel.schedules[first::every], *shared]))
+    hopper = [s for s in kernel.schedules if isinstance(s, Schedule)]
+    shared = (s for s in hopper if s.share > 1)
+    widths = {(s.block_n, s.swap): s for s in hopper}
+    return list(dict.fromkeys([*kernel.schedules[first::every], *shared, *widths.values()]))
 
 
 def products(every: int):

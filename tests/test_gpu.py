@@ -6,7 +6,7 @@ import itertools
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -211,12 +211,12 @@ def test_capture_before_a_kernel_is_loaded_is_a_clear_error() -> None:
     assert ready.stdout.strip() == "264.0", ready.stderr
 
 
-def test_after_one_step_its_capture_loads_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def model_step(device: str) -> Callable[[], list[Tensor]]:
     """Embedding, norm, attention, products, softmax and log-probabilities, forward and backward."""
-    table, proj = (values("normal", shape, BF16, i, "cuda") for i, shape in enumerate(((300, 64), (64, 64))))
+    table, proj = (values("normal", shape, BF16, i, device) for i, shape in enumerate(((300, 64), (64, 64))))
     gain, ids = (
-        values("normal", (64,), BF16, 2, "cuda"),
-        torch.arange(80, device="cuda").view(2, 40) * 7 % 300,
+        values("normal", (64,), BF16, 2, device),
+        torch.arange(80, device=device).view(2, 40) * 7 % 300,
     )
     leaves = [t.requires_grad_() for t in (table, proj, gain)]
 
@@ -229,6 +229,11 @@ def test_after_one_step_its_capture_loads_no_kernel(monkeypatch: pytest.MonkeyPa
             results = samebits.linear_logp(x, table, ids, return_entropy=True)
         return [*results, *torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results])]
 
+    return step
+
+
+def test_after_one_step_its_capture_loads_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = model_step("cuda")
     monkeypatch.setattr(runtime, "_kernels", {})
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -269,6 +274,43 @@ def test_streams_and_threads() -> None:
     assert len(results) == 16
     for got in results:
         assert_same_bits(got, want[: len(got)])
+
+
+def test_a_second_gpu() -> None:
+    """While the first one is current; its results, and theirs to the bit."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+
+    def same(got: Sequence[Tensor], want: Sequence[Tensor], what: str) -> None:
+        assert torch.cuda.current_device() == 0
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            assert g.device == torch.device("cuda", 1)
+            assert_same_bits(g.cpu(), w.cpu(), f"{what}, result {i}")
+
+    for (name, (call, shapes)), dtype in itertools.product(OPS.items(), (*HALF, F32)):
+        for shape in ((3, 16, 5), (200, 264, 136), (33, 2048, 512)):
+            inputs = [values("normal", s, dtype, i) for i, s in enumerate(shapes(*shape))]
+            got = call(*(t.to("cuda:1") for t in inputs))
+            same(got, call(*(t.to("cuda:0") for t in inputs)), f"{name}, {dtype}, {shape}")
+    step, want = model_step("cuda:1"), model_step("cuda:0")()
+    same(step(), want, "a step")
+    stream, graph = torch.cuda.Stream(1), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        step()
+    with torch.cuda.graph(graph, stream=stream):
+        got = step()
+    graph.replay()
+    same(got, want, "a captured step")
+    results: list[Tensor] = []
+    x, weight = (values("normal", s, BF16, i, "cuda:1") for i, s in enumerate(((72, 56), (88, 56))))
+    thread = threading.Thread(target=lambda: results.append(samebits.linear(x, weight)))
+    thread.start()
+    thread.join()
+    same(results, [samebits.linear(x.to("cuda:0"), weight.to("cuda:0"))], "another thread")
+    with pytest.raises(ValueError, match="device"):
+        samebits.linear(x, weight.to("cuda:0"))
+    with pytest.raises(IndexError, match="position 1"):
+        samebits.linear_logp(x, weight, torch.tensor([0, 88] + 70 * [1], device="cuda:1"))
 
 
 def test_a_thread_that_has_called_no_cuda() -> None:
