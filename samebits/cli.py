@@ -153,11 +153,8 @@ def audit(
                 re.compile(only)
             except re.error as error:
                 raise AuditError(f"--only {only}: not a regular expression: {error}") from error
-        for option, path in (("--json", None if json_to == "-" else json_to), ("--plot", plot)):
-            if path is not None:
-                file = Path(path).absolute()
-                if file.is_dir() or not file.parent.is_dir():
-                    raise AuditError(f"{option} {path}: expected a file in a folder that exists")
+        _check_file("--json", json_to)
+        _check_file("--plot", plot)
         if plot is not None:
             figure_for(plot)  # to fail before the run, not after
         # What the user's code prints is no part of the JSON.
@@ -246,6 +243,7 @@ def bench(
     """
     out = _Console(stderr=json_to == "-", highlight=False)
     with _errors("bench"):
+        _check_file("--json", json_to)
         from samebits import bench as benchmark
         from samebits.backends.cuda.runtime import UnavailableError
 
@@ -286,6 +284,7 @@ def verify(
     """
     out = _Console(stderr=json_to == "-", highlight=False)
     with _errors("verify"):
+        _check_file("--json", json_to)
         from samebits import verify as verification
 
         with _progress() as show:
@@ -359,6 +358,15 @@ def _progress() -> Iterator[Callable[[float, str], None]]:
             bar.update(task, completed=done, description=escape(what))
 
         yield show
+
+
+def _check_file(option: str, path: str | Path | None) -> None:
+    """Before the work whose result is to go there."""
+    if path is None or path == "-":
+        return
+    file = Path(path).absolute()
+    if file.is_dir() or not file.parent.is_dir():
+        raise AuditError(f"{option} {path}: expected a file in a folder that exists")
 
 
 def _write(text: str, where: str) -> None:

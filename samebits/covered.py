@@ -6,6 +6,7 @@ The functions here have the parameters of PyTorch's. They return NotImplemented 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
@@ -27,7 +28,15 @@ from samebits.ops.norm import layer_norm, rms_norm
 from samebits.ops.reduce import mean, sum
 from samebits.ops.softmax import log_softmax, softmax
 
-__all__ = ["FUNCTIONS", "IMPLEMENTATIONS", "broadcasting", "in_whole_vectors", "tensors_of", "unless"]
+__all__ = [
+    "FUNCTIONS",
+    "IMPLEMENTATIONS",
+    "broadcasting",
+    "complex_in_whole_vectors",
+    "in_whole_vectors",
+    "tensors_of",
+    "unless",
+]
 
 
 def tensors_of(args: Sequence[Any]) -> Iterator[Tensor]:
@@ -63,28 +72,42 @@ def _plain(kind: type[Tensor]) -> bool:
     return own(kind, "__torch_function__") in functions and ours
 
 
-def _mm(input: Tensor, mat2: Tensor, **rest: Any) -> Any:
-    return NotImplemented if rest or not _takes(input, mat2) else matmul(input, mat2)
-
-
-def _matmul(input: Tensor, other: Tensor, **rest: Any) -> Any:
-    return _mm(input, other, **rest)
-
-
-def _rmatmul(input: Tensor, other: Tensor) -> Any:
-    return _mm(other, input)
-
-
-def _bmm(input: Tensor, mat2: Tensor, **rest: Any) -> Any:
-    return NotImplemented if rest or not _takes(input, mat2) else bmm(input, mat2)
+def _mm(input: Tensor, mat2: Tensor, *rest: Any, **named: Any) -> Any:
+    return _of_ranks(2, 2, torch.mm, input, mat2, *rest, **named)
 
 
 def _mv(input: Tensor, vec: Tensor, **rest: Any) -> Any:
-    return _mm(input, vec, **rest)
+    return _of_ranks(2, 1, torch.mv, input, vec, **rest)
 
 
 def _dot(input: Tensor, tensor: Tensor, **rest: Any) -> Any:
-    return _mm(input, tensor, **rest)
+    return _of_ranks(1, 1, torch.dot, input, tensor, **rest)
+
+
+def _of_ranks(
+    rows: int, columns: int, theirs: Callable[..., Any], a: Tensor, b: Tensor, *rest: Any, **named: Any
+) -> Any:
+    if rest or named or not _takes(a, b):
+        return NotImplemented
+    if (a.ndim, b.ndim) != (rows, columns):
+        return theirs(a, b)  # an error of PyTorch's
+    return matmul(a, b)
+
+
+def _matmul(input: Tensor, other: Tensor, **rest: Any) -> Any:
+    return NotImplemented if rest or not _takes(input, other) else matmul(input, other)
+
+
+def _rmatmul(input: Tensor, other: Tensor) -> Any:
+    return _matmul(other, input)
+
+
+def _bmm(input: Tensor, mat2: Tensor, *rest: Any, **named: Any) -> Any:
+    if rest or named or not _takes(input, mat2):
+        return NotImplemented
+    if input.ndim != 3 or mat2.ndim != 3 or len(input) != len(mat2):
+        return torch.bmm(input, mat2)  # an error of PyTorch's
+    return bmm(input, mat2)
 
 
 def _addmm(
@@ -124,6 +147,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     operands = (input, weight) if bias is None else (input, weight, bias)
     if not _takes(*operands) or weight.ndim != 2:
         return NotImplemented
+    if bias is not None and bias.ndim > 1:  # PyTorch adds it as it broadcasts
+        return _scaled_sum(bias, matmul(input, weight.mT, out_dtype=torch.float32), 1, 1, _dtype(input))
     return linear(input, weight, bias)
 
 
@@ -161,7 +186,9 @@ def _along(
     op: Callable[..., Tensor], x: Tensor, dim: int | None, dtype: torch.dtype | None, rest: dict[str, Any]
 ) -> Any:
     x = _autocast(x) if dtype is None else x.to(dtype)
-    return NotImplemented if rest or not isinstance(dim, int) or not _takes(x) else op(x, dim)
+    if rest or dim is None or not _takes(x):
+        return NotImplemented
+    return op(x, operator.index(dim)).contiguous()  # as PyTorch's is
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -241,7 +268,7 @@ def _over(
     x = x if dtype is None else x.to(dtype)
     if rest or not _takes(x) or not isinstance(keepdim, bool):
         return NotImplemented
-    return op(x, dim, keepdim)
+    return op(x, dim if dim is None or isinstance(dim, (tuple, list)) else operator.index(dim), keepdim)
 
 
 def _f_embedding(
@@ -348,7 +375,8 @@ def broadcasting(func: Callable[..., Any], out_of_place: Callable[..., Any] | No
     scaled = in_whole_vectors(func, out_of_place)
 
     def pointwise(input: Any, other: Any, *args: Any, **rest: Any) -> Any:
-        if args or rest.get("alpha", 1) != 1 or rest.get("rounding_mode"):
+        any_complex = any(t.is_complex() for t in tensors_of((input, other)))
+        if args or rest.get("alpha", 1) != 1 or rest.get("rounding_mode") or any_complex:
             return scaled(input, other, *args, **rest)
         both = isinstance(input, Tensor) and isinstance(other, Tensor)
         if both and not (input.is_nested or other.is_nested) and input.shape != other.shape:
@@ -360,6 +388,19 @@ def broadcasting(func: Callable[..., Any], out_of_place: Callable[..., Any] | No
                 if ours and input.shape != shape:
                     input = expand(input, shape)
         return func(input, other, **rest)
+
+    return pointwise
+
+
+def complex_in_whole_vectors(
+    func: Callable[..., Any], out_of_place: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """`func`, of complex numbers :func:`in_whole_vectors`; of real ones each has its bits anyway."""
+    scaled = in_whole_vectors(func, out_of_place)
+
+    def pointwise(*args: Any, **kwargs: Any) -> Any:
+        any_complex = any(t.is_complex() for t in tensors_of((*args, *kwargs.values())))
+        return (scaled if any_complex else func)(*args, **kwargs)
 
     return pointwise
 

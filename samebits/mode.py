@@ -12,9 +12,17 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from samebits.covered import FUNCTIONS, IMPLEMENTATIONS, broadcasting, in_whole_vectors, tensors_of, unless
+from samebits.covered import (
+    FUNCTIONS,
+    IMPLEMENTATIONS,
+    broadcasting,
+    complex_in_whole_vectors,
+    in_whole_vectors,
+    tensors_of,
+    unless,
+)
 
 __all__ = ["UncoveredError", "batch_invariant"]
 
@@ -71,10 +79,17 @@ def _context(on_uncovered: OnUncovered) -> Iterator[None]:
     before = _state.on_uncovered
     _state.on_uncovered = on_uncovered
     try:
-        with _Mode(on_uncovered) if before is None else nullcontext():
+        with nullcontext() if _is_on(before) else _Mode(on_uncovered):
             yield
     finally:
         _state.on_uncovered = before
+
+
+def _is_on(before: OnUncovered | None) -> bool:
+    """Whether an outer context's mode sees calls. It does not see what an operator that it called does."""
+    if before is None or torch.compiler.is_compiling():
+        return before is not None
+    return any(isinstance(mode, _Mode) for mode in _get_current_function_mode_stack())
 
 
 class _Mode(TorchFunctionMode):
@@ -95,9 +110,10 @@ class _Mode(TorchFunctionMode):
         for operator, implementation in _POWERS:
             covered = implementation if func is operator else covered
         if covered is not None:
-            result = covered(*args, **{_ALIASES.get(key, key): value for key, value in kwargs.items()})
+            named = {_ALIASES.get(k, k): x for k, x in kwargs.items() if k != "out" or x is not None}
+            result = covered(*args, **named)
             if result is not NotImplemented:
-                return result
+                return result if func in _VIEWS else _owned(result, args)
         elif func in _BODIES:
             with self:
                 return _BODIES[func](*args, **kwargs)
@@ -106,6 +122,13 @@ class _Mode(TorchFunctionMode):
         ):
             _report(func, self.on_uncovered)
         return func(*args, **kwargs)
+
+
+def _owned(result: Any, args: Sequence[Any]) -> Any:
+    """No view, as PyTorch's are none: so what was made without gradients may be changed with some."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not isinstance(result, Tensor):
+        return result
+    return result.detach() if result._is_view() and not any(result is x for x in args) else result
 
 
 _NO_CHECKS = {
@@ -182,6 +205,7 @@ _IN_WHOLE_VECTORS = """
     igamma igammac gammainc gammaincc logit xlogy xlog1py logaddexp logaddexp2 ldexp hypot lerp addcmul
     addcdiv sigmoid expit silu gelu mish softplus logsigmoid elu selu celu softshrink tanhshrink
 """.split()  # noqa: SIM905
+_COMPLEX_IN_WHOLE_VECTORS = ("abs", "absolute", "__abs__", "square", "reciprocal", "angle", "sgn", "softsign")
 # Covered unless they are asked to accumulate, by an argument at that place, if it has one.
 _ACCUMULATING = {
     **dict.fromkeys(("index_put", "index_put_", "put", "put_"), ("accumulate", 3)),
@@ -231,10 +255,15 @@ _COVERED: dict[Callable[..., Any], Callable[..., Any]] = {
     func: implementation for name, implementation in IMPLEMENTATIONS.items() for func in _named(name)
 }
 _COVERED |= FUNCTIONS
+_VIEWS = {func for name in ("expand", "expand_as") for func in _named(name)}
 _COVERED |= {func: unless(func, *asks) for name, asks in _ACCUMULATING.items() for func in _named(name)}
 _COVERED |= {
     func: cover(func, out_of_place)
-    for cover, names in ((broadcasting, _BROADCASTING), (in_whole_vectors, _IN_WHOLE_VECTORS))
+    for cover, names in (
+        (broadcasting, _BROADCASTING),
+        (in_whole_vectors, _IN_WHOLE_VECTORS),
+        (complex_in_whole_vectors, _COMPLEX_IN_WHOLE_VECTORS),
+    )
     for name in names
     for func, out_of_place in _pointwise(name)
 }

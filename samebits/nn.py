@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samebits.contract import Contract, resolve
-from samebits.ops._library import SUPPORTED, unseen
-from samebits.ops.addmm import addbmm, addbmm_
+from samebits.contract import Contract
+from samebits.ops._library import SUPPORTED, check_operands, has_memory, shape, unseen
+from samebits.ops.addmm import addbmm, addbmm_, check_accumulator, refuse_overlap
 from samebits.ops.linear import linear, sequences
 from samebits.ops.matmul import product
 
@@ -102,36 +102,52 @@ def _main_grad(parameter: Tensor | None) -> Tensor | None:
 def _run_with_main_grads(layer: Linear, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():
         raise NotImplementedError("samebits.nn.Linear: main_grad: expected eager mode, got torch.compile")
-    for name, parameter in layer.named_parameters(recurse=False):
-        acc = _main_grad(parameter)
+    given = {"x": x, "weight": layer.weight} | ({} if layer.bias is None else {"bias": layer.bias})
+    operands, key, _ = check_operands("linear", layer.contract, given)
+    _check_main_grads(layer.weight, layer.bias, x=x)
+    bias = operands[2] if len(operands) > 2 else None
+    out: Tensor = _MainGradLinear.apply(  # type: ignore[no-untyped-call]
+        *operands[:2], bias, layer, cu_seqlens, key
+    )
+    return out
+
+
+def _check_main_grads(weight: Tensor, bias: Tensor | None, **others: Tensor) -> None:
+    """Before anything is written: forward, and backward, for they may be others by then."""
+    parameters = {"weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, parameter in parameters.items():
+        acc, called = _main_grad(parameter), f"{name}.main_grad"
         if acc is None:
             continue
-        if not isinstance(acc, Tensor) or acc.dtype != torch.float32 or acc.shape != parameter.shape:
-            got = f"{acc.dtype} {tuple(acc.shape)}" if isinstance(acc, Tensor) else type(acc).__name__
-            raise TypeError(
-                f"samebits.nn.Linear: {name}.main_grad: expected float32 {tuple(parameter.shape)}, got {got}"
-            )
-        if acc.device != parameter.device or acc.requires_grad:
+        check_accumulator("nn.Linear", called, acc, name, parameter)
+        if acc.shape != parameter.shape:
             raise ValueError(
-                f"samebits.nn.Linear: {name}.main_grad: expected a tensor on {parameter.device} that requires"
-                f" no grad, got one on {acc.device}" + (" that does" if acc.requires_grad else "")
+                f"samebits.nn.Linear: {called}: expected shape {shape(parameter)} like {name},"
+                f" got {shape(acc)}"
             )
-    operands = [x, layer.weight, layer.bias]
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        operands = [None if t is None else t.to(dtype) for t in operands]
-    out: Tensor = _MainGradLinear.apply(*operands, layer, cu_seqlens)  # type: ignore[no-untyped-call]
-    return out
+        if acc.requires_grad:
+            raise ValueError(f"samebits.nn.Linear: {called}: expected a tensor that requires no grad")
+        accs = {f"{n}.main_grad": _main_grad(p) for n, p in parameters.items() if p is not parameter}
+        with_memory = parameters | others | {n: t for n, t in accs.items() if t is not None}
+        if has_memory(acc, *with_memory.values()):
+            refuse_overlap("nn.Linear", called, acc, **with_memory)
 
 
 class _MainGradLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, cu_seqlens: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: Linear,
+        cu_seqlens: Tensor | None,
+        key: str,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, cu_seqlens)
+        needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
+        ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None, cu_seqlens)
         ctx.parameters = layer.weight, layer.bias
-        ctx.contract = resolve(layer.contract, x.dtype, x.device.type)
+        ctx.shape, ctx.dtype, ctx.contract = x.shape, x.dtype, key
         with torch.autocast(x.device.type, enabled=False):  # what it casts, is cast already
             return linear(x, weight, bias, cu_seqlens=cu_seqlens, contract=layer.contract)
 
@@ -140,19 +156,23 @@ class _MainGradLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, cu_seqlens = ctx.saved_tensors
-        grads: list[Tensor | None] = [None, None, None, None, None]
+        _check_main_grads(*ctx.parameters, grad=grad, **({} if x is None else {"x": x}))
+        grads: list[Tensor | None] = [None, None, None, None, None, None]
         if ctx.needs_input_grad[0]:
             rows = grad if grad.ndim > 1 else grad.unsqueeze(0)
-            out = product(rows, weight, None, x.dtype, ctx.contract)
-            grads[0] = out.reshape(x.shape)
-        columns, rows = sequences(grad).mT, sequences(x)
-        ones = x.new_ones(()).expand(*rows.shape[:-1], 1)
-        for i, parameter, terms in ((1, ctx.parameters[0], rows), (2, ctx.parameters[1], ones)):
+            out = product(rows, weight, None, ctx.dtype, ctx.contract)
+            grads[0] = out.reshape(ctx.shape)
+        columns = sequences(grad).mT
+        for i, parameter in enumerate(ctx.parameters, 1):
             if not ctx.needs_input_grad[i]:
                 continue
+            if i == 1:
+                terms = sequences(x)
+            else:
+                terms = grad.new_ones(()).expand(*columns.shape[:2], columns.shape[3], 1)
             acc = _main_grad(parameter)
             if acc is None:
-                out = addbmm(None, columns, terms, cu_seqlens, x.dtype, ctx.contract)
+                out = addbmm(None, columns, terms, cu_seqlens, ctx.dtype, ctx.contract)
                 grads[i] = out[0].view(parameter.shape)
             else:
                 chains = acc.view(1, len(acc), terms.shape[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import textwrap
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -227,6 +229,18 @@ def test_mistakes_get_one_line_and_exit_code_2(args: list[str], says: str) -> No
     assert result.stderr.startswith("samebits audit: ")
     assert says in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("command", ["verify", "bench"])
+@pytest.mark.parametrize("where", ["absent/report.json", "."])
+def test_a_result_that_could_not_be_written_is_refused_before_the_work(command: str, where: str) -> None:
+    module = importlib.import_module(f"samebits.{command}")
+    with mock.patch.object(module, command, side_effect=AssertionError("it ran")):
+        result = run(command, "--json", where)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr == f"samebits {command}: --json {where}: expected a file in a folder that exists\n"
 
 
 @pytest.mark.usefixtures("here")

@@ -171,7 +171,7 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exce
         (t(2, 3), t(4, 3), cu([0, 0])),
         {"main_grad": t(4, 3, dtype=bf16)},
         TypeError,
-        "main_grad: expected a float32 tensor, got torch.bfloat16",
+        "main_grad: expected a dense float32 tensor, got torch.bfloat16",
     ),
     (
         linear_logp,
@@ -192,7 +192,7 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exce
         (t(2, 3), t(4, 3), cu([0, 0])),
         {"main_grad": t(4, 3).to_sparse()},
         TypeError,
-        "main_grad: expected a dense tensor, got layout torch.sparse_coo",
+        "main_grad: expected a dense float32 tensor, got layout torch.sparse_coo",
     ),
     (
         linear_logp,
@@ -293,6 +293,15 @@ def test_addmm_refuses_overlap_while_it_records_or_casts() -> None:
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="memory that a shares"):
         samebits.addmm_(square, square, torch.eye(4))
     assert torch.equal(acc, before)
+
+
+def test_addmm_into_an_inference_tensor_writes_nothing_outside_of_that_mode() -> None:
+    with torch.inference_mode():
+        acc = torch.zeros(2, 2)
+        samebits.addmm_(acc, torch.ones(2, 3), torch.ones(3, 2))
+    with pytest.raises(TypeError, match="acc: expected a plain tensor, got one made in inference mode"):
+        samebits.addmm_(acc, torch.ones(2, 3), torch.ones(3, 2))
+    assert acc.tolist() == [[3.0, 3.0], [3.0, 3.0]]
 
 
 def test_an_empty_accumulator_overlaps_nothing() -> None:

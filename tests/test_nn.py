@@ -313,11 +313,19 @@ def test_main_grad_under_autocast_is_not_rounded_to_the_low_precision() -> None:
         (
             torch.zeros(4, 8, dtype=torch.bfloat16),
             TypeError,
-            r"expected float32 \(4, 8\), got torch.bfloat16",
+            "weight.main_grad: expected a dense float32 tensor, got torch.bfloat16",
         ),
-        (torch.zeros(8, 4), TypeError, r"weight.main_grad: expected float32 \(4, 8\)"),
+        (
+            torch.zeros(8, 4),
+            ValueError,
+            r"weight.main_grad: expected shape \(4, 8\) like weight, got \(8, 4\)",
+        ),
         (3, TypeError, "got int"),
-        (torch.zeros(4, 8, device="meta"), ValueError, "expected a tensor on cpu .* got one on meta"),
+        (
+            torch.zeros(4, 8, device="meta"),
+            ValueError,
+            "main_grad: expected device cpu like weight, got meta",
+        ),
         (torch.zeros(4, 8, requires_grad=True), ValueError, "requires no grad"),
     ],
 )
@@ -328,6 +336,61 @@ def test_a_main_grad_of_another_kind_is_refused(main_grad: Any, error: type[Exce
         layer(torch.ones(2, 8))
     with torch.no_grad():
         layer(torch.ones(2, 8))
+
+
+def test_a_main_grad_that_shares_memory_is_refused_and_nothing_is_written() -> None:
+    layer, x, shared = samebits.nn.Linear(8, 4), torch.zeros(4, 8), torch.zeros(36)
+    layer.bias.main_grad = shared[32:]
+    for name, main_grad in {
+        "weight": layer.weight.data,
+        "x": x,
+        "bias.main_grad": shared[4:].view(4, 8),
+    }.items():
+        layer.weight.main_grad = main_grad
+        with pytest.raises(
+            ValueError, match=f"main_grad: expected memory of its own, got memory that {name}"
+        ):
+            layer(x)
+    layer.weight.main_grad = torch.zeros(1, 1).expand(4, 8)
+    with pytest.raises(ValueError, match=r"weight\.main_grad: expected elements that do not overlap"):
+        layer(x)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_main_grad_that_was_exchanged_before_the_backward_is_looked_at_again(name: str) -> None:
+    layer = with_main_grads(samebits.nn.Linear(8, 4), "weight", "bias")
+    y = layer(torch.ones(2, 8))
+    parameter = getattr(layer, name)
+    parameter.main_grad = torch.zeros(9, *parameter.shape[1:])
+    with pytest.raises(ValueError, match=f"{name}.main_grad: expected shape"):
+        y.sum().backward()
+    assert not any(p.main_grad.any() for p in layer.parameters())
+
+
+def test_main_grad_saves_an_operand_only_for_the_other_ones_gradient() -> None:
+    layer = with_main_grads(samebits.nn.Linear(8, 4), "weight", "bias")
+    layer.weight.requires_grad_(False)
+    x = torch.ones(2, 8)
+    y = layer(x)
+    x.add_(1)
+    y.sum().backward()
+    assert layer.bias.main_grad.tolist() == [2.0] * 4
+    layer.weight.requires_grad_()
+    y = layer(torch.ones(2, 8))
+    with torch.no_grad():
+        layer.weight.add_(1)
+    y.sum().backward()
+    assert layer.weight.main_grad.tolist() == [[2.0] * 8] * 4
+
+
+@pytest.mark.parametrize("x", [None, 5, torch.ones(2, 8, dtype=torch.int64)], ids=str)
+def test_main_grad_changes_no_error(x: Any) -> None:
+    layer = with_main_grads(samebits.nn.Linear(8, 4), "weight")
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(TypeError, match=r"samebits\.linear: x: expected"),
+    ):
+        layer(x)
 
 
 def test_main_grad_under_compile_is_refused() -> None:

@@ -217,6 +217,10 @@ def test_results_may_be_changed_in_place(name: str, way: Callable[[], AbstractCo
     with way():
         for i, (got, want) in enumerate(zip(run(in_place=True), run(in_place=False), strict=True)):
             assert_same_bits(got, want, f"result {i}")
+        op, leaves = public(name)
+        with torch.no_grad():
+            frozen = op(*leaves)
+        assert frozen.mul_(torch.ones((), requires_grad=True)).requires_grad
 
 
 FROZEN = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from threading import local
 from typing import Any, ParamSpec, TypeVar
@@ -30,6 +31,7 @@ class _Choice(local):
     # An attribute of a thread-local object, because torch.compile reads and guards that (no ContextVar).
     def __init__(self) -> None:
         self.backend: str | None = None
+        self.made_by: use_backend | None = None  # if it holds from a call on, not in a block
 
 
 _choice = _Choice()
@@ -61,22 +63,22 @@ class use_backend:  # noqa: N801
     def __init__(self, name: str | None) -> None:
         if name is not None and name not in NAMES:
             raise ValueError(f"samebits.use_backend: name: expected one of {NAMES} or None, got {name!r}")
-        self._name, self._entered = name, False
-        self._before = [_choice.backend]
-        _choice.backend = name
+        self._name, self._replaced = name, _choice.backend
+        self._before: list[str | None] = []
+        _choice.backend, _choice.made_by = name, self
 
     def __enter__(self) -> None:
-        if self._entered:  # again
-            self._before.append(_choice.backend)
-        self._entered = True
-        _choice.backend = self._name
+        self._before.append(self._replaced if _choice.made_by is self else _choice.backend)
+        _choice.backend, _choice.made_by = self._name, None
 
     def __exit__(self, *_: object) -> None:
-        _choice.backend = self._before.pop()
+        _choice.backend, _choice.made_by = self._before.pop(), None
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        if not self._entered:
-            _choice.backend = self._before[0]
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError("samebits.use_backend: expected a function that neither yields nor awaits")
+        if _choice.made_by is self:  # the choice is for the function alone
+            _choice.backend, _choice.made_by = self._replaced, None
         name = self._name
 
         @functools.wraps(function)

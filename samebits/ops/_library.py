@@ -88,6 +88,14 @@ def owned(run: Callable[..., Any]) -> Callable[..., Any]:
     return owning
 
 
+def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
+    """A result that nobody else has, in another shape. Without gradients it is no view: see :func:`owned`."""
+    if result.shape == tuple(shape):
+        return result
+    found = result.view(tuple(shape))
+    return found if torch.is_grad_enabled() else found.detach()
+
+
 def unseen(gradients: Callable[..., Any]) -> Callable[..., Any]:
     """`gradients`, what it calls seen by no mode: each call of PyTorch's would cost microseconds more."""
 

@@ -40,12 +40,7 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
     """
     given = {"a": a, "b": b}
     (a, b), key, _ = check_operands("addmm_", contract, given)
-    if not isinstance(acc, Tensor) or acc.dtype != torch.float32 or acc.layout is not torch.strided:
-        got = acc.dtype if isinstance(acc, Tensor) else type(acc).__name__
-        raise TypeError(f"samebits.addmm_: acc: expected a dense float32 tensor, got {got}")
-    if not torch.compiler.is_compiling() and acc.is_neg():
-        raise TypeError("samebits.addmm_: acc: expected a plain tensor, got a view with negated elements")
-    check_device("addmm_", "acc", acc, "a", a)
+    check_accumulator("addmm_", "acc", acc, "a", a)
     if acc.is_leaf and acc.requires_grad and torch.is_grad_enabled():
         raise ValueError("samebits.addmm_: acc: expected no leaf that requires grad, it is changed in place")
     if a.ndim != 2 or b.ndim != 2:
@@ -61,13 +56,30 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
             f" with a {shape(a)} and b {shape(b)}"
         )
     if has_memory(acc, *given.values()):  # traced code writes to a copy of its own
-        refuse_overlap("addmm_: acc", acc, **given)
+        refuse_overlap("addmm_", "acc", acc, **given)
     a4, b4 = a[None, None], b[None, None]
     if torch.is_grad_enabled() and (acc.requires_grad or a.requires_grad or b.requires_grad):
         chain = addbmm(acc[None], a4, b4, None, torch.float32, key)
         return acc.copy_(chain[0])
     addbmm_(acc[None], a4, b4, None, key)
     return acc
+
+
+def check_accumulator(op: str, name: str, acc: Tensor, lead_name: str, lead: Tensor) -> None:
+    """Refuse anything but a dense and plain float32 tensor on the device of ``lead``."""
+    if not isinstance(acc, Tensor) or acc.dtype != torch.float32:
+        got = acc.dtype if isinstance(acc, Tensor) else type(acc).__name__
+        raise TypeError(f"samebits.{op}: {name}: expected a dense float32 tensor, got {got}")
+    if acc.layout is not torch.strided or acc.is_nested:
+        raise TypeError(f"samebits.{op}: {name}: expected a dense float32 tensor, got layout {acc.layout}")
+    if not torch.compiler.is_compiling():
+        if acc.is_neg():
+            raise TypeError(
+                f"samebits.{op}: {name}: expected a plain tensor, got a view with negated elements"
+            )
+        if acc.is_inference() and not torch.is_inference_mode_enabled():
+            raise TypeError(f"samebits.{op}: {name}: expected a plain tensor, got one made in inference mode")
+    check_device(op, name, acc, lead_name, lead)
 
 
 # Effort after which two memory layouts count as overlapping. numpy's stub knows of its two names only.
@@ -158,8 +170,8 @@ def _cuda_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, 
     torch.autograd.graph.increment_version(acc)  # the kernel wrote where autograd cannot see
 
 
-def refuse_overlap(called: str, acc: Tensor, **operands: Tensor) -> None:
-    """Refuse an accumulator that overlaps itself or an operand in memory. ``called`` is what to name it."""
+def refuse_overlap(op: str, called: str, acc: Tensor, **operands: Tensor) -> None:
+    """Refuse an accumulator, `called` so, that overlaps itself or an operand in memory."""
     if acc.numel() == 0:
         return
     extent = 1
@@ -167,7 +179,7 @@ def refuse_overlap(called: str, acc: Tensor, **operands: Tensor) -> None:
         if size > 1:
             if stride < extent:
                 raise ValueError(
-                    f"samebits.{called}: expected elements that do not overlap, got shape"
+                    f"samebits.{op}: {called}: expected elements that do not overlap, got shape"
                     f" {tuple(acc.shape)} with strides {acc.stride()}"
                 )
             extent += stride * (size - 1)
@@ -179,7 +191,9 @@ def refuse_overlap(called: str, acc: Tensor, **operands: Tensor) -> None:
         except np.exceptions.TooHardError:
             overlaps = True
         if overlaps:
-            raise ValueError(f"samebits.{called}: expected memory of its own, got memory that {name} shares")
+            raise ValueError(
+                f"samebits.{op}: {called}: expected memory of its own, got memory that {name} shares"
+            )
 
 
 def _span(t: Tensor) -> tuple[int, int]:

@@ -189,7 +189,8 @@ def _over_queries(a: Tensor, b: Tensor, group: int, contract: str) -> Tensor:
     tokens = a.shape[2] // group
     if contract_from_key(contract).step == "fma" or tokens % 16 == 0:
         group = 1  # the same chain: no group of 16 reaches over the end of a sequence
-    a4, b4 = (t.reshape(-1, group, t.shape[2] // group, t.shape[3]) for t in (a, b))
+    heads = a.shape[:2].numel()
+    a4, b4 = (t.reshape(heads, group, t.shape[2] // group, t.shape[3]) for t in (a, b))
     products, key = _products(a, contract)
     out = products.addbmm(None, a4.mT, b4, None, out_dtype=a.dtype, contract=key)
     return out.view(*a.shape[:2], *out.shape[1:])  # type: ignore[no-any-return]

@@ -10,8 +10,8 @@ from torch import Tensor
 from samebits.backends import on_gpu
 from samebits.backends.rows import Rows, vocabulary_pieces
 from samebits.contract import Contract, contract_from_key
-from samebits.ops._library import Operator, check_device, check_operands, has_memory, shape
-from samebits.ops.addmm import assert_cu_seqlens, check_cu_seqlens, refuse_overlap
+from samebits.ops._library import Operator, check_operands, has_memory, shape
+from samebits.ops.addmm import assert_cu_seqlens, check_accumulator, check_cu_seqlens, refuse_overlap
 from samebits.ops.linear import check_cu_seqlens_form, sequences
 from samebits.ops.logp import check_target, pieces, refuse_second_derivatives, watch_target
 
@@ -156,17 +156,7 @@ def _scale(temperature: float) -> float:
 
 
 def _check_main_grad(main_grad: Tensor, weight: Tensor, **others: Tensor) -> None:
-    if not isinstance(main_grad, Tensor) or main_grad.dtype != torch.float32:
-        got = main_grad.dtype if isinstance(main_grad, Tensor) else type(main_grad).__name__
-        raise TypeError(f"samebits.linear_logp: main_grad: expected a float32 tensor, got {got}")
-    if main_grad.layout is not torch.strided or main_grad.is_nested:
-        raise TypeError(
-            f"samebits.linear_logp: main_grad: expected a dense tensor, got layout {main_grad.layout}"
-        )
-    if not torch.compiler.is_compiling() and (main_grad.is_neg() or main_grad.is_inference()):
-        kind = "a view with negated elements" if main_grad.is_neg() else "one made in inference mode"
-        raise TypeError(f"samebits.linear_logp: main_grad: expected a plain tensor, got {kind}")
-    check_device("linear_logp", "main_grad", main_grad, "weight", weight)
+    check_accumulator("linear_logp", "main_grad", main_grad, "weight", weight)
     if main_grad.shape != weight.shape:
         raise ValueError(
             f"samebits.linear_logp: main_grad: expected shape {shape(weight)} like weight,"
@@ -178,7 +168,7 @@ def _check_main_grad(main_grad: Tensor, weight: Tensor, **others: Tensor) -> Non
             " changed in place"
         )
     if has_memory(main_grad, weight, *others.values()):
-        refuse_overlap("linear_logp: main_grad", main_grad, weight=weight, **others)
+        refuse_overlap("linear_logp", "main_grad", main_grad, weight=weight, **others)
 
 
 def _backend(t: Tensor, contract: str) -> tuple[Any, Any, Any, str]:

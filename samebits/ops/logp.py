@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samebits.backends import on_gpu
 from samebits.backends.rows import Rows, Statistics
-from samebits.ops._library import Operator, check_device, check_operands, has_memory, shape
+from samebits.ops._library import Operator, check_device, check_operands, has_memory, reshaped, shape
 
 
 def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
@@ -46,9 +46,9 @@ def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
     target = check_target("logp", target, "logits", logits, ignore_index)
     refuse_unknown = watch_target("logp", target, logits.shape[-1], ignore_index, key)
     rows = logits.reshape(-1, logits.shape[-1])
-    out: Tensor = _operator(rows, target.reshape(-1), ignore_index, key)[0].reshape(target.shape)
+    out: Tensor = _operator(rows, target.reshape(-1), ignore_index, key)[0]
     refuse_unknown()
-    return out
+    return reshaped(out, target.shape)
 
 
 def check_target(op: str, target: Tensor, name: str, like: Tensor, ignore_index: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from samebits.backends import on_gpu
 from samebits.contract import Contract, contract_from_key
-from samebits.ops._library import Operator, check_operands, check_out_dtype, shape
+from samebits.ops._library import Operator, check_operands, check_out_dtype, reshaped, shape
 
 
 def matmul(
@@ -65,11 +65,12 @@ def matmul(
     if columns.ndim == 2 and rows.ndim > 3:
         rows = rows.reshape(leading[0], leading[1:].numel(), rows.shape[-1])
     out: Tensor = product(rows, columns, None, dtype, key, plain=plain)
-    if columns.ndim == 2:
-        out = out.reshape(*leading, columns.shape[-1])
+    wanted = [*(leading if columns.ndim == 2 else out.shape[:-1]), columns.shape[-1]]
     if a.ndim == 1:
-        out = out.squeeze(-2)
-    return out if b.ndim > 1 else out.squeeze(-1)
+        del wanted[-2]
+    if b.ndim == 1:
+        del wanted[-1]
+    return reshaped(out, wanted)
 
 
 def _cpu(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:

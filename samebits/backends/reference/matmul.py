@@ -73,6 +73,9 @@ def addbmm_out(out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, 
 
 def addbmm_(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
     """`addbmm` in place of ``acc``."""
+    expected = a.shape[0], a.shape[2], b.shape[3]
+    if acc.shape != expected:
+        raise ValueError(f"samebits: acc: expected shape {expected}, got {tuple(acc.shape)}")
     acc.copy_(addbmm(acc, a, b, cu_seqlens, out_dtype=torch.float32, contract=contract))
 
 
