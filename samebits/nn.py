@@ -251,7 +251,7 @@ def convert(
     already, unconverted = [], []
     converted: dict[str, nn.Module] = {}
     for name, part in module.named_modules():
-        if type(part) is Linear:
+        if isinstance(part, Linear):  # parametrized since, for example
             already.append(name)
             continue
         reason = _product_of_its_own(part)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from samebits.contract import Contract
+from samebits.ops._library import SUPPORTED
 from samebits.ops.linear import linear
 
 
@@ -46,36 +50,60 @@ def prepare(
     """
     layers: list[tuple[Tensor, Tensor | None, Contract | None]]
     if isinstance(weights, nn.Module):
-        linears = [m for m in weights.modules() if isinstance(m, nn.Linear)]
+        linears = [m for m in weights.modules() if isinstance(m, nn.Linear) and _takes(m.weight)]
         layers = [(m.weight, m.bias, contract or getattr(m, "contract", None)) for m in linears]
     else:
-        layers = [(t, None, contract) for t in ([weights] if isinstance(weights, Tensor) else weights)]
+        layers = [(t, None, contract) for t in _tensors(weights)]
     kinds = {(w.shape, w.stride(), w.dtype, w.device, b is None, c): (w, b, c) for w, b, c in layers}
     shapes = _shapes(rows)
     if not kinds or not shapes:
         raise ValueError(f"samebits.prepare: nothing to prepare: {len(layers)} linear layers, rows {shapes}")
-    for weight, bias, its_contract in kinds.values():
-        parameters = [t.detach().requires_grad_(backward) for t in (weight, bias) if t is not None]
-        for shape in shapes:
-            x = weight.new_zeros(*shape, weight.shape[-1], requires_grad=backward)
-            ends = None
-            if cu_seqlens is not None:
-                ends = torch.tensor([0, math.prod(shape)], dtype=cu_seqlens, device=weight.device)
-            with torch.set_grad_enabled(backward):
+    with torch.inference_mode(False), torch.set_grad_enabled(backward):
+        for weight, bias, its_contract in kinds.values():
+            parameters = [t.detach().requires_grad_(backward) for t in (weight, bias) if t is not None]
+            for shape in shapes:
+                x = weight.new_zeros(*shape, weight.shape[-1], requires_grad=backward)
+                ends = None
+                if cu_seqlens is not None:
+                    ends = torch.tensor([0, math.prod(shape)], dtype=cu_seqlens, device=weight.device)
                 y = linear(x, *parameters, cu_seqlens=ends, contract=its_contract)
-            if backward:
-                torch.autograd.grad(y, (x, *parameters), torch.zeros_like(y))
+                if backward:
+                    torch.autograd.grad(y, (x, *parameters), torch.zeros_like(y))
     return len(kinds) * len(shapes)
 
 
+def _takes(weight: Tensor) -> bool:
+    """Whether :func:`samebits.linear` does; ``samebits.convert`` leaves other layers alone, too."""
+    return not is_lazy(weight) and weight.dtype in SUPPORTED and weight.layout is torch.strided
+
+
+def _tensors(weights: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    found = [weights] if isinstance(weights, Tensor) else weights
+    if not isinstance(found, Iterable):
+        raise TypeError(
+            f"samebits.prepare: weights: expected a module or tensors, got {type(weights).__name__}"
+        )
+    tensors = list(found)
+    for t in tensors:
+        if not isinstance(t, Tensor):
+            raise TypeError(f"samebits.prepare: weights: expected tensors, got {type(t).__name__}")
+        if t.ndim != 2 or not _takes(t):
+            raise TypeError(
+                "samebits.prepare: weights: expected dense 2-D bfloat16, float16 or float32, got"
+                f" {t.dtype} of shape {tuple(t.shape)}"
+            )
+    return tensors
+
+
 def _shapes(rows: Iterable[int | Sequence[int]]) -> list[tuple[int, ...]]:
-    if isinstance(rows, int):
+    if not isinstance(rows, Iterable):
         raise TypeError(f"samebits.prepare: rows: expected numbers or shapes, got {rows}: write [{rows}]")
     shapes: dict[tuple[int, ...], None] = {}
     for r in rows:
-        shape = (r,) if isinstance(r, int) else tuple(r) if isinstance(r, Sequence) else None
-        if shape is None or not all(isinstance(n, int) for n in shape):
+        sizes = r if isinstance(r, Sequence) else (r,)
+        if not all(isinstance(n, SupportsIndex) and not isinstance(n, bool) for n in sizes):
             raise TypeError(f"samebits.prepare: rows: expected numbers or shapes, got {r!r}")
+        shape = tuple(operator.index(n) for n in sizes)
         if min(shape, default=0) < 0:
             raise ValueError(f"samebits.prepare: rows: expected sizes of 0 or more, got {shape}")
         shapes[shape] = None

@@ -232,6 +232,7 @@ def test_convert_before_parametrizing_and_weight_norm() -> None:
     nn.utils.parametrizations.weight_norm(layer)
     x = torch.randn(3, 8)
     assert_same_bits(layer(x), samebits.linear(x, layer.weight, layer.bias))
+    assert samebits.convert(layer).already == ("",)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -309,6 +310,12 @@ def test_linear_with_one_number_for_a_bias(shape: tuple[int, ...], dtype: torch.
         assert_same_bits(F.linear(x, weight, bias), want)
 
 
+def test_vmap_with_one_number_for_a_bias() -> None:
+    x, weight, bias = torch.randn(5, 3, 8), torch.randn(4, 8), torch.randn(1)
+    got = torch.vmap(lambda rows: samebits.linear(rows, weight, bias))(x)
+    assert_same_bits(got, samebits.linear(x, weight, bias))
+
+
 def test_second_derivatives_with_a_frozen_operand() -> None:
     x, frozen = leaf(2, 3, 5), leaf(4, 5).detach()
     for op, weight in ((samebits.linear, frozen), (samebits.matmul, frozen.T)):
@@ -601,14 +608,14 @@ def test_prepare_runs_every_kind_of_product_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(sys.modules["samebits.prepare"], "linear", linear)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=i > 0) for i in range(3)))
-    with torch.no_grad():
+    with torch.inference_mode():
         assert samebits.prepare(model, [1, 8, 1], backward=True) == 4
     assert seen == [((m, 4), (4, 4), bias, True, False) for bias in (0, 1) for m in (1, 8)]
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
     model[1].contract = FMA  # as samebits.convert(contract=FMA) would
     assert samebits.prepare(model, [1]) == 3
     seen.clear()
-    assert samebits.prepare(torch.ones(3, 2), [(2, 5), 7]) == 2
+    assert samebits.prepare(torch.ones(3, 2), [(2, 5), np.int64(7)]) == 2
     assert samebits.prepare(torch.ones(3, 2), [7], cu_seqlens=torch.int32) == 1
     assert [(shape, packed) for shape, *_, packed in seen] == [
         ((2, 5, 2), False),
@@ -625,6 +632,13 @@ def test_prepare_runs_every_kind_of_product_once(monkeypatch: pytest.MonkeyPatch
         (torch.ones(3, 2), [(2, -1)], ValueError, "sizes of 0 or more"),
         (torch.ones(3, 2), [], ValueError, "nothing to prepare"),
         (torch.nn.ReLU(), [1], ValueError, "0 linear layers"),
+        (torch.nn.LazyLinear(3), [1], ValueError, "0 linear layers"),
+        (torch.ones(3, 2), [True], TypeError, "rows"),
+        (torch.ones(3, 2), None, TypeError, "rows"),
+        (5, [1], TypeError, "weights: expected a module or tensors, got int"),
+        ([1, 2], [1], TypeError, "weights: expected tensors, got int"),
+        (torch.ones(3), [1], TypeError, r"weights: expected dense 2-D .* of shape \(3,\)"),
+        (torch.ones(3, 2, dtype=torch.float64), [1], TypeError, "weights: expected .* got torch.float64"),
     ],
 )
 def test_prepare_refuses(weights: Any, rows: Any, error: type[Exception], match: str) -> None:
