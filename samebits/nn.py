@@ -27,10 +27,10 @@ class Linear(nn.Linear):
 
     If a parameter has an attribute ``main_grad`` when the layer runs, its gradient goes there and not to
     ``.grad``, as in Megatron-LM with ``gradient_accumulation_fusion``. ``main_grad`` is a float32 tensor of
-    the parameter's shape, which the caller makes, zeroes, and hands to the optimizer. The backward carries
-    its chain on over the new tokens (:func:`samebits.addmm_`), so that micro-batches which are cut between
-    sequences give the bits of one large batch; then it sets ``grad_added_to_main_grad`` on the parameter. In
-    eager mode only.
+    the parameter's shape, in memory of its own, which the caller makes, zeroes, and hands to the optimizer.
+    The backward carries its chain on over the new tokens (:func:`samebits.addmm_`), so that micro-batches
+    which are cut between sequences give the bits of one large batch; then it sets
+    ``grad_added_to_main_grad`` on the parameter. In eager mode only.
 
     Args:
         in_features: size of each input row.
