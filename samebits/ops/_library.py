@@ -92,7 +92,7 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
     """A result that nobody else has, in another shape. Without gradients it is no view: see :func:`owned`."""
     if result.shape == tuple(shape):
         return result
-    found = result.view(tuple(shape))
+    found = result.reshape(tuple(shape))
     return found if torch.is_grad_enabled() else found.detach()
 
 
