@@ -9,7 +9,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.nn.functional as F
@@ -105,7 +105,7 @@ def _rmatmul(input: Tensor, other: Tensor) -> Any:
 def _bmm(input: Tensor, mat2: Tensor, *rest: Any, **named: Any) -> Any:
     if rest or named or not _takes(input, mat2):
         return NotImplemented
-    if input.ndim != 3 or mat2.ndim != 3 or len(input) != len(mat2):
+    if input.ndim != 3 or mat2.ndim != 3 or input.shape[0] != mat2.shape[0]:
         return torch.bmm(input, mat2)  # an error of PyTorch's
     return bmm(input, mat2)
 
@@ -186,7 +186,7 @@ def _along(
     op: Callable[..., Tensor], x: Tensor, dim: int | None, dtype: torch.dtype | None, rest: dict[str, Any]
 ) -> Any:
     x = _autocast(x) if dtype is None else x.to(dtype)
-    if rest or dim is None or not _takes(x):
+    if rest or not isinstance(dim, SupportsIndex) or not _takes(x):
         return NotImplemented
     return op(x, operator.index(dim)).contiguous()  # as PyTorch's is
 
@@ -268,7 +268,11 @@ def _over(
     x = x if dtype is None else x.to(dtype)
     if rest or not _takes(x) or not isinstance(keepdim, bool):
         return NotImplemented
-    return op(x, dim if dim is None or isinstance(dim, (tuple, list)) else operator.index(dim), keepdim)
+    if dim is not None and not isinstance(dim, (tuple, list)):
+        if not isinstance(dim, SupportsIndex):
+            return NotImplemented
+        dim = operator.index(dim)
+    return op(x, dim, keepdim)
 
 
 def _f_embedding(
@@ -375,9 +379,6 @@ def broadcasting(func: Callable[..., Any], out_of_place: Callable[..., Any] | No
     scaled = in_whole_vectors(func, out_of_place)
 
     def pointwise(input: Any, other: Any, *args: Any, **rest: Any) -> Any:
-        any_complex = any(t.is_complex() for t in tensors_of((input, other)))
-        if args or rest.get("alpha", 1) != 1 or rest.get("rounding_mode") or any_complex:
-            return scaled(input, other, *args, **rest)
         both = isinstance(input, Tensor) and isinstance(other, Tensor)
         if both and not (input.is_nested or other.is_nested) and input.shape != other.shape:
             theirs, ours = _records(other), not out_of_place and _records(input)
@@ -387,6 +388,9 @@ def broadcasting(func: Callable[..., Any], out_of_place: Callable[..., Any] | No
                     other = expand(other, shape)
                 if ours and input.shape != shape:
                     input = expand(input, shape)
+        any_complex = any(t.is_complex() for t in tensors_of((input, other)))
+        if args or rest.get("alpha", 1) != 1 or rest.get("rounding_mode") or any_complex:
+            return scaled(input, other, *args, **rest)
         return func(input, other, **rest)
 
     return pointwise

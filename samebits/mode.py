@@ -113,7 +113,7 @@ class _Mode(TorchFunctionMode):
             named = {_ALIASES.get(k, k): x for k, x in kwargs.items() if k != "out" or x is not None}
             result = covered(*args, **named)
             if result is not NotImplemented:
-                return result if func in _VIEWS else _owned(result, args)
+                return result if func in _VIEWS else _owned(result, (*args, *named.values()))
         elif func in _BODIES:
             with self:
                 return _BODIES[func](*args, **kwargs)

@@ -65,7 +65,10 @@ def test_use_backend_as_a_decorator_and_again() -> None:
     assert backends.asked("cuda") == "@cuda"
     samebits.use_backend(None)
     with pytest.raises(TypeError, match="neither yields nor awaits"):
-        context(lambda: (yield))
+        samebits.use_backend("triton")(lambda: (yield))
+    outer, inner = samebits.use_backend("triton"), samebits.use_backend("cuda")
+    assert outer(inner(lambda: backends.asked("cuda")))() == "@cuda"
+    assert backends.asked("cuda") == ""
 
 
 def test_an_explicit_backend_never_falls_back() -> None:
@@ -249,6 +252,11 @@ def test_triton_refuses_what_its_launch_cannot_take(monkeypatch: pytest.MonkeyPa
     one = torch.ones(1, 1, 1, 1)
     with pytest.raises(ValueError, match=r"expected 16-bit operands, got torch\.float32"):
         matmul.run(one, one, one[0], TENSOR_CORE.on(samebits.HOPPER))
+    for version in ("3.6.0+git12", "3.6.0.dev20250901", "3.10.0"):
+        monkeypatch.setattr(runtime, "_version", lambda version=version: version)
+        if not torch.cuda.is_available():
+            with pytest.raises(backends.UnavailableError, match="PyTorch finds no GPU"):
+                runtime.require(0)
     monkeypatch.setattr(runtime, "_version", lambda: "3.5.1")
     with pytest.raises(backends.UnavailableError, match=r"triton 3\.5\.1 is older than 3\.6"):
         runtime.require(0)

@@ -34,6 +34,7 @@ def test_in_place_functions_return_what_they_changed() -> None:
     with batch_invariant("error"), torch.no_grad():
         assert x.exp_() is x
         assert x[:2].mul_(2)._base is x
+        assert torch.add(x[0], x[1], out=(row := x[2])) is row
 
 
 COMPLEX: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -66,6 +67,21 @@ def test_complex_numbers_alone_and_in_batches(name: str) -> None:
     for row in range(61):
         for got, want in zip(run(slice(row, row + 1)), whole, strict=True):
             assert_same_bits(bits(got), bits(want[row : row + 1]), f"row {row}")
+
+
+@pytest.mark.parametrize("form", ["*", "alpha"])
+def test_what_a_complex_or_scaled_operand_is_broadcast_with_has_a_gradient_in_token_order(form: str) -> None:
+    """On any device: meta tensors stand for those of a GPU."""
+    z = torch.randn(8, 4, dtype=torch.complex64 if form == "*" else torch.float32, device="meta")
+    w = torch.randn(4, device="meta", requires_grad=True)
+    with batch_invariant("error"):
+        y = z * w if form == "*" else torch.add(z, w, alpha=2)
+    nodes, seen = [y.grad_fn], []
+    while nodes:
+        node = nodes.pop()
+        seen.append(type(node).__name__)
+        nodes += [n for n, _ in node.next_functions if n is not None]
+    assert "_ExpandBackward" in seen
 
 
 def test_a_context_within_an_operator_that_another_context_called() -> None:

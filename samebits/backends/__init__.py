@@ -63,22 +63,23 @@ class use_backend:  # noqa: N801
     def __init__(self, name: str | None) -> None:
         if name is not None and name not in NAMES:
             raise ValueError(f"samebits.use_backend: name: expected one of {NAMES} or None, got {name!r}")
-        self._name, self._replaced = name, _choice.backend
+        self._name, self._replaced = name, (_choice.backend, _choice.made_by)
         self._before: list[str | None] = []
         _choice.backend, _choice.made_by = name, self
 
     def __enter__(self) -> None:
-        self._before.append(self._replaced if _choice.made_by is self else _choice.backend)
+        self._before.append(self._replaced[0] if _choice.made_by is self else _choice.backend)
         _choice.backend, _choice.made_by = self._name, None
 
     def __exit__(self, *_: object) -> None:
         _choice.backend, _choice.made_by = self._before.pop(), None
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
-            raise TypeError("samebits.use_backend: expected a function that neither yields nor awaits")
         if _choice.made_by is self:  # the choice is for the function alone
-            _choice.backend, _choice.made_by = self._replaced, None
+            _choice.backend, _choice.made_by = self._replaced
+        kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+        if any(of_kind(function) for of_kind in kinds):
+            raise TypeError("samebits.use_backend: expected a function that neither yields nor awaits")
         name = self._name
 
         @functools.wraps(function)

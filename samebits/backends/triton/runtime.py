@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-from torch.torch_version import TorchVersion
 
 from samebits.backends import UnavailableError
 
 __all__ = ["Status", "bind", "require", "status"]
 
 
-OLDEST = "3.6"
+OLDEST = 3, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ def require(device: int) -> None:
     if importlib.util.find_spec("triton") is None:
         raise UnavailableError("there is no package triton — pip install triton")
     version = _version()
-    if version is not None and TorchVersion(version) < OLDEST:
-        raise UnavailableError(f"triton {version} is older than {OLDEST} — pip install --upgrade triton")
+    if version is not None and tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
+        raise UnavailableError(f"triton {version} is older than 3.6 — pip install --upgrade triton")
     if not torch.cuda.is_available():
         raise UnavailableError("PyTorch finds no GPU — use CPU tensors, or a PyTorch built for your GPU")
 
