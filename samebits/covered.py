@@ -388,12 +388,15 @@ def broadcasting(func: Callable[..., Any], out_of_place: Callable[..., Any] | No
                     other = expand(other, shape)
                 if ours and input.shape != shape:
                     input = expand(input, shape)
-        any_complex = any(t.is_complex() for t in tensors_of((input, other)))
-        if args or rest.get("alpha", 1) != 1 or rest.get("rounding_mode") or any_complex:
+        if args or rest.get("alpha", 1) != 1 or rest.get("rounding_mode") or _complex(input, other):
             return scaled(input, other, *args, **rest)
         return func(input, other, **rest)
 
     return pointwise
+
+
+def _complex(*operands: Any) -> bool:
+    return any(isinstance(x, Tensor) and x.is_complex() for x in operands)
 
 
 def complex_in_whole_vectors(
@@ -403,8 +406,7 @@ def complex_in_whole_vectors(
     scaled = in_whole_vectors(func, out_of_place)
 
     def pointwise(*args: Any, **kwargs: Any) -> Any:
-        any_complex = any(t.is_complex() for t in tensors_of((*args, *kwargs.values())))
-        return (scaled if any_complex else func)(*args, **kwargs)
+        return (scaled if _complex(*args, *kwargs.values()) else func)(*args, **kwargs)
 
     return pointwise
 

@@ -23,6 +23,7 @@ from samebits.covered import (
     tensors_of,
     unless,
 )
+from samebits.ops._library import own
 
 __all__ = ["UncoveredError", "batch_invariant"]
 
@@ -113,7 +114,7 @@ class _Mode(TorchFunctionMode):
             named = {_ALIASES.get(k, k): x for k, x in kwargs.items() if k != "out" or x is not None}
             result = covered(*args, **named)
             if result is not NotImplemented:
-                return result if func in _VIEWS else _owned(result, (*args, *named.values()))
+                return result if func in _VIEWS else _owned(result, args, named)
         elif func in _BODIES:
             with self:
                 return _BODIES[func](*args, **kwargs)
@@ -124,11 +125,11 @@ class _Mode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _owned(result: Any, args: Sequence[Any]) -> Any:
+def _owned(result: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
     """No view, as PyTorch's are none: so what was made without gradients may be changed with some."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not isinstance(result, Tensor):
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return result
-    return result.detach() if result._is_view() and not any(result is x for x in args) else result
+    return result if any(result is x for x in (*args, *named.values())) else own(result)
 
 
 _NO_CHECKS = {

@@ -599,7 +599,8 @@ def test_concurrent_calls() -> None:
         assert_same_bits(got, want)
 
 
-def test_prepare_runs_every_kind_of_product_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
+def test_prepare_runs_every_kind_of_product_once(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def linear(x: Tensor, weight: Tensor, *bias: Tensor, cu_seqlens: Tensor | None, **rest: Any) -> Tensor:
@@ -608,7 +609,7 @@ def test_prepare_runs_every_kind_of_product_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(sys.modules["samebits.prepare"], "linear", linear)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=i > 0) for i in range(3)))
-    with torch.inference_mode():
+    with mode():
         assert samebits.prepare(model, [1, 8, 1], backward=True) == 4
     assert seen == [((m, 4), (4, 4), bias, True, False) for bias in (0, 1) for m in (1, 8)]
     assert all(p.grad is None and p.requires_grad for p in model.parameters())

@@ -74,11 +74,13 @@ class Operator:
         return (self._cuda if lead.is_cuda else self._cpu)(*args)
 
 
+def own(result: Any) -> Any:
+    """A result as no view, whatever else it is."""
+    return result.detach() if isinstance(result, Tensor) and result._is_view() else result
+
+
 def owned(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, with results that are no views: autograd would let nobody change them in place."""
-
-    def own(result: Any) -> Any:
-        return result.detach() if isinstance(result, Tensor) and result._is_view() else result
 
     @functools.wraps(run)
     def owning(*args: Any) -> Any:
@@ -93,7 +95,7 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
     if result.shape == tuple(shape):
         return result
     found = result.reshape(tuple(shape))
-    return found if torch.is_grad_enabled() else found.detach()
+    return found if torch.is_grad_enabled() else own(found)
 
 
 def unseen(gradients: Callable[..., Any]) -> Callable[..., Any]:

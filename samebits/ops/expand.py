@@ -21,9 +21,8 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     the others as one chain in row-major order; all in float32, with one rounding at the end. So the gradient
     of a vector that was broadcast over tokens is a chain over tokens, in which zeros change nothing.
     """
-    wide = x.expand(tuple(shape))
-    if wide.shape == x.shape or not (x.requires_grad and torch.is_grad_enabled()):
-        return wide
+    if tuple(shape) == x.shape or not (x.requires_grad and torch.is_grad_enabled()):
+        return x.expand(tuple(shape))
     refuse_triton("expand", asked(x.device.type))
     out: Tensor = _Expand.apply(x, tuple(shape))  # type: ignore[no-untyped-call]
     return out
