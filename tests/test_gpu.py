@@ -276,41 +276,49 @@ def test_streams_and_threads() -> None:
         assert_same_bits(got, want[: len(got)])
 
 
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def same_on_second_gpu(got: Sequence[Tensor], want: Sequence[Tensor], what: str) -> None:
+    """While the first one is current."""
+    assert torch.cuda.current_device() == 0
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert g.device == torch.device("cuda", 1)
+        assert_same_bits(g.cpu(), w.cpu(), f"{what}, result {i}")
+
+
+@needs_two_gpus
 def test_a_second_gpu() -> None:
-    """While the first one is current; its results, and theirs to the bit."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-
-    def same(got: Sequence[Tensor], want: Sequence[Tensor], what: str) -> None:
-        assert torch.cuda.current_device() == 0
-        for i, (g, w) in enumerate(zip(got, want, strict=True)):
-            assert g.device == torch.device("cuda", 1)
-            assert_same_bits(g.cpu(), w.cpu(), f"{what}, result {i}")
-
     for (name, (call, shapes)), dtype in itertools.product(OPS.items(), (*HALF, F32)):
         for shape in ((3, 16, 5), (200, 264, 136), (33, 2048, 512)):
             inputs = [values("normal", s, dtype, i) for i, s in enumerate(shapes(*shape))]
             got = call(*(t.to("cuda:1") for t in inputs))
-            same(got, call(*(t.to("cuda:0") for t in inputs)), f"{name}, {dtype}, {shape}")
+            want = call(*(t.to("cuda:0") for t in inputs))
+            same_on_second_gpu(got, want, f"{name}, {dtype}, {shape}")
+    results: list[Tensor] = []
+    x, weight = (values("normal", s, BF16, i, "cuda:1") for i, s in enumerate(((72, 56), (88, 56))))
+    thread = threading.Thread(target=lambda: results.append(samebits.linear(x, weight)))
+    thread.start()
+    thread.join()
+    want = (samebits.linear(x.to("cuda:0"), weight.to("cuda:0")),)
+    same_on_second_gpu(results, want, "another thread")
+    with pytest.raises(ValueError, match="device"):
+        samebits.linear(x, weight.to("cuda:0"))
+    with pytest.raises(IndexError, match="position 1"):
+        samebits.linear_logp(x, weight, torch.tensor([0, 88] + 70 * [1], device="cuda:1"))
+
+
+@needs_two_gpus
+def test_a_step_on_a_second_gpu() -> None:
     step, want = model_step("cuda:1"), model_step("cuda:0")()
-    same(step(), want, "a step")
+    same_on_second_gpu(step(), want, "a step")
     stream, graph = torch.cuda.Stream(1), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         step()
     with torch.cuda.graph(graph, stream=stream):
         got = step()
     graph.replay()
-    same(got, want, "a captured step")
-    results: list[Tensor] = []
-    x, weight = (values("normal", s, BF16, i, "cuda:1") for i, s in enumerate(((72, 56), (88, 56))))
-    thread = threading.Thread(target=lambda: results.append(samebits.linear(x, weight)))
-    thread.start()
-    thread.join()
-    same(results, [samebits.linear(x.to("cuda:0"), weight.to("cuda:0"))], "another thread")
-    with pytest.raises(ValueError, match="device"):
-        samebits.linear(x, weight.to("cuda:0"))
-    with pytest.raises(IndexError, match="position 1"):
-        samebits.linear_logp(x, weight, torch.tensor([0, 88] + 70 * [1], device="cuda:1"))
+    same_on_second_gpu(got, want, "a captured step")
 
 
 def test_a_thread_that_has_called_no_cuda() -> None:

@@ -184,10 +184,12 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     if at_once and not (s.swap or p.a_mn or p.b_mn):  # as far as it was measured
         l2 *= _INTAKE / _INTAKE_AT_ONCE
     # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
-    if s.share > 1:
-        write = (3000.0 if s.swap else 950.0) * p.out_bytes
+    if s.swap:
+        write = 3000.0 * p.out_bytes if s.warpgroups > 1 else 0.0
+    elif s.share > 1:
+        write = 950.0 * p.out_bytes
     else:
-        write = 0.0 if s.panel or s.swap else 3000.0
+        write = 0.0 if s.panel else 3000.0
     if s.warpgroups == 1 and not s.swap:  # nor between tiles, but for the first
         write += max(0, rounds - 1) / rounds * 1500
     hbm = ((p.m + p.n) * p.k * 2 + p.m * p.n * p.out_bytes) * p.batch / _HBM
@@ -273,15 +275,34 @@ def _many_rows(p: Product, sms: int) -> list[Schedule]:
     if p.m <= 2048 and not (p.a_mn and p.k > 4096):  # only where there are many rows of tiles
         neighbours = [s for s in neighbours if s.block_n >= 64 and p.m * s.block_n >= 2 * p.n * s.block_m]
     pairs += [replace(s, cluster=2) for s in neighbours]
-    return [*teams, _schedule(p, 128, 224, 64, 2, 2), *_narrow(p), *_rows_across(p), *pairs]
+    few = _narrow(p) + _all_rows(p, sms) + _rows_across(p, sms)
+    return [*teams, _schedule(p, 128, 224, 64, 2, 2), *few, *pairs]
 
 
-def _rows_across(p: Product) -> list[Schedule]:
-    """The transpose, by tiles as wide as there are rows, or half of them: those that gain by it."""
-    columns = round_up(-(-p.m // -(-p.m // 256)), 16)
-    if columns not in (144, 160, 176, 208) or p.m > 512 or p.a_mn:  # more rows were not measured
+def _all_rows(p: Product, sms: int) -> list[Schedule]:
+    """Tiles with all the rows, 64 for each of three or five warpgroups: those that gain by it."""
+    if p.a_mn or p.b_mn:
         return []
-    return [_schedule(p, rows, columns, 64, rows // 64, rows // 64, swap=True) for rows in (64, 128)]
+    if p.m <= 192:
+        return [_schedule(p, 192, block_n, 64, 3, 3) for block_n in (80, 112, 144)]
+    if 256 < p.m <= 320 and p.n <= 80 * sms:
+        return [replace(_schedule(p, 320, 80, 64, 5, 5), cluster=2)]
+    return []
+
+
+def _rows_across(p: Product, sms: int) -> list[Schedule]:
+    """The transpose, by tiles as wide as there are rows, or half of them: those that gain by it."""
+    halves = -(-p.m // 256)
+    columns = round_up(-(-p.m // halves), 8)
+    if not 136 <= columns <= 208 or columns == 192 or p.m > 512 or p.a_mn:  # more rows were not measured
+        return []
+    # Two warpgroups share a tile where each block has one; else one writes while the other multiplies, if its
+    # registers hold as much.
+    if columns == 208 or -(-p.n // 128) * halves * p.batch <= sms:
+        tall = _schedule(p, 128, columns, 64, 2, 2, swap=True)
+    else:
+        tall = replace(_schedule(p, 128, columns, 64, 2, 1, swap=True), cluster=halves)
+    return [_schedule(p, 64, columns, 64, swap=True), tall]
 
 
 def _few_rows(p: Product, sms: int) -> list[Schedule]:
@@ -348,7 +369,8 @@ def _settle(best: Schedule, p: Product, sms: int) -> Schedule:
 def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
     """Every kind of schedule that :func:`choose` can return, to prove that none changes a bit."""
     found: dict[Schedule, None] = {}
-    for sms, m in itertools.product((66, 114, 132), (8, 16, 32, 64, 128, 144, 160, 176, 208, 256, 4096)):
+    rows = (8, 16, 32, 64, 128, *range(136, 257, 8), *range(272, 417, 16), 4096)
+    for sms, m in itertools.product((66, 114, 132), rows):
         for n in (256, 512, 1024, *range(2048, 8449, 512), 3 * 8448, 57344):
             for s in menu(Product(m, n, 1024, 1, a_mn, b_mn), sms):
                 found[s] = None

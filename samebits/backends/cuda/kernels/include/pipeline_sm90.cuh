@@ -28,6 +28,7 @@
 
 // Registers move from the copying warp to the multiplying ones, whole warpgroups at a time.
 constexpr bool MOVE_REGISTERS = WARPGROUPS > 1 && BLOCKS == 1;
+constexpr u32 COPYING = 40, MULTIPLYING = WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 152 : 88;
 constexpr u32 CONSUMERS = WARPGROUPS * 128;
 constexpr u32 THREADS = CONSUMERS + (MOVE_REGISTERS ? 128 : 32);
 constexpr u32 TEAMS = WARPGROUPS / SHARE;
@@ -40,6 +41,7 @@ using Accumulators = float[BANDS][BLOCK_N / 2];
 enum : u32 { OWN = 1, CLEARED = OWN + WARPGROUPS, TURN = CLEARED + TEAMS };
 
 static_assert(!A_MN || ROWS % 64 == 0, "A contiguous along m comes in columns of 64");
+static_assert(!MOVE_REGISTERS || WARPGROUPS <= 3 || WARPGROUPS == 5, "registers are shared out for these");
 static_assert(!RAGGED || (A_MN && B_MN), "sequences lie along the rows of both operands");
 
 using ATile = Tile<A_MN, FOLDED && !A_MN && BLOCK_K / 64 % CLUSTER == 0, BLOCK_M, BLOCK_K, CLUSTER>;
@@ -251,11 +253,11 @@ __device__ __forceinline__ void pipeline(const Problem& p) {
     // Read from one lane, so that the compiler knows it, and all addresses made of it, to be uniform in a warp.
     u32 warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     if (warpgroup == WARPGROUPS) {
-        if constexpr (MOVE_REGISTERS) give_registers<WARPGROUPS == 2 ? 40 : 32>();
+        if constexpr (MOVE_REGISTERS) give_registers<COPYING>();
         if (threadIdx.x == CONSUMERS) produce(shared, p, walk, rank);
         __syncwarp();
     } else {
-        if constexpr (MOVE_REGISTERS) take_registers<WARPGROUPS == 2 ? 232 : 160>();
+        if constexpr (MOVE_REGISTERS) take_registers<MULTIPLYING>();
         consume(shared, p, walk, rank, WARPGROUPS == 1 ? 0 : warpgroup);
     }
     // A block must outlive the copies and arrivals that the others send it.
