@@ -294,6 +294,16 @@ def _micro_batches(data: dict[str, Any]) -> str:
     )
 
 
+def gpu_verify(data: dict[str, Any]) -> str:
+    """What the last recorded run of ``samebits verify`` found."""
+    thorough = " --thorough" if data["thorough"] else ""
+    said = (
+        f"`samebits verify{thorough}` compared {data['compared']:,} values of {data['kernels']:,} compiled"
+        f" kernels in {data['seconds']:.0f} s: {data['differing']} differ."
+    )
+    return f"{said} {_measured_on_gpu(data)}"
+
+
 def gpu_embeddings(data: dict[str, Any]) -> str:
     """What changes with the batch of sentences."""
     theirs, ours = (max(by.values()) for by in data["changed"].values())
@@ -406,6 +416,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "counters.json": {"counters": gpu_counters},
     "models.json": {"models-drift": gpu_models_drift, "models-time": gpu_models_time},
     "embeddings.json": {"embeddings": gpu_embeddings},
+    "verify.json": {"verify": gpu_verify},
 }
 
 

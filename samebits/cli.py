@@ -536,7 +536,10 @@ def _show_info(found: Info, out: Console) -> None:
     versions: list[tuple[str, str | Text]] = [("samebits", found.samebits), ("Python", found.python)]
     versions += [(name, version or "not installed") for name, version in found.packages.items()]
     section("Versions", versions)
-    gpus = [f"{gpu.name}, {gpu.capability}, {gpu.memory_gib} GiB" for gpu in found.gpus]
+    gpus = [
+        f"{gpu.name}, {gpu.capability}, {gpu.memory_gib} GiB: {', '.join(gpu.contracts) or 'too old'}"
+        for gpu in found.gpus
+    ]
     machine = f"{found.cpu}, {plural(found.cores, 'core')}, {plural(found.threads, 'thread')}"
     section("Machine", [("CPU", machine), ("GPUs", "\n".join(gpus) or "none that PyTorch can use")])
     section("Contracts (equal digests promise equal bits)", list(found.contracts.items()))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from samebits._version import __version__
-from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE
+from samebits.contract import AMPERE, FAMILIES, FMA, HOPPER, TENSOR_CORE
 
 __all__ = ["Backend", "Gpu", "Info", "gather"]
 
@@ -46,6 +46,8 @@ class Gpu:
     name: str
     capability: str
     memory_gib: float
+    contracts: tuple[str, ...]
+    """Those that it can compute."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,20 @@ def _gpus() -> tuple[Gpu, ...]:
     if not torch.cuda.is_available():
         return ()
     found: list[Any] = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return tuple(Gpu(p.name, f"sm_{p.major}{p.minor}", round(p.total_memory / 2**30, 1)) for p in found)
+    return tuple(
+        Gpu(p.name, f"sm_{p.major}{p.minor}", round(p.total_memory / 2**30, 1), _contracts(p.major, p.minor))
+        for p in found
+    )
+
+
+def _contracts(*capability: int) -> tuple[str, ...]:
+    from samebits.backends.cuda.runtime import OLDEST
+
+    if torch.version.hip is not None:  # which numbers its architectures otherwise
+        return ("FMA",)
+    if capability < OLDEST:
+        return ()
+    return ("FMA", "TENSOR_CORE") if capability in FAMILIES else ("FMA",)
 
 
 def _reference() -> Backend:

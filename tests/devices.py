@@ -1,10 +1,17 @@
 """Where tests run: on the CPU, and, marked ``gpu``, on the current CUDA device."""
 
+import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
 from samebits import AMPERE, HOPPER
+from samebits.backends.cuda import linear_logp_sm90, matmul_sm90, runtime
 from samebits.testing import values
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -17,3 +24,24 @@ FAMILY = HOPPER if HOPPER_OR_NEWER else AMPERE
 
 def case(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
     return values(kind, shape, dtype, seed).to(device)
+
+
+@contextmanager
+def multiprocessors(count: int | None) -> Iterator[None]:
+    """Makes host sides of products believe in so many, if any are given: blocks take several tiles."""
+    if count is None:
+        yield
+        return
+    index = torch.cuda.current_device()
+    here = replace(runtime.device_info(index), sm_count=count)
+    keep_grids = (matmul_sm90._plan, linear_logp_sm90._prepared)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(runtime, "device_info", return_value=here))
+        if importlib.util.find_spec("triton"):
+            triton = importlib.import_module("samebits.backends.triton.matmul")
+            gpu = triton._gpu(torch.device("cuda", index))._replace(multiprocessors=count)
+            stack.enter_context(mock.patch.object(triton, "_gpu", return_value=gpu))
+        for cached in keep_grids:
+            cached.cache_clear()
+            stack.callback(cached.cache_clear)
+        yield

@@ -35,7 +35,7 @@ finish() {
 
 for tool in memcheck racecheck; do
   [[ $wanted == *" $tool "* ]] || continue
-  start "$tool" "$python" tests/sanitize.py --every 16 --compile $([ $tool = racecheck ] && echo --racecheck)
+  start "$tool" "$python" tests/sanitize.py --every 32 --compile $([ $tool = racecheck ] && echo --racecheck)
   finish
   [ "${codes[$tool]}" = 0 ] || { tail -n 5 "$out/$tool.log" && exit 1; }
 done
@@ -45,8 +45,8 @@ start triton "$python" -m pytest -m gpu -n 3 -v -p no:cacheprovider --tb=short -
   tests/test_conformance.py tests/test_invariance.py tests/test_logp.py tests/test_logp_targets.py tests/test_gpu.py \
   -k "not test_verify and not step" # which need row kernels
 start memcheck compute-sanitizer --error-exitcode 1 --tool memcheck --report-api-errors no \
-  "$python" tests/sanitize.py --every 16 --triton
-start racecheck compute-sanitizer --error-exitcode 1 --tool racecheck "$python" tests/sanitize.py --every 16 --racecheck
+  "$python" tests/sanitize.py --every 32 --triton
+start racecheck compute-sanitizer --error-exitcode 1 --tool racecheck "$python" tests/sanitize.py --every 32 --racecheck
 finish
 unset OMP_NUM_THREADS
 start verify "$python" -m samebits verify --thorough --json "$out/verify.json"

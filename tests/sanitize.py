@@ -29,6 +29,7 @@ from samebits.backends.cuda import ahead, matmul_sm90, runtime
 from samebits.backends.cuda.schedule import Schedule
 from samebits.backends.triton import runtime as triton
 from samebits.verify import Kernel, Operands, kernels
+from tests.devices import multiprocessors
 
 DTYPE = torch.bfloat16
 
@@ -51,12 +52,12 @@ LONG = {"matmul_fma_sm90": 301, "matmul_fma_few_sm90": 1069}
 
 
 def some(kernel: Kernel, every: int, first: int = 0) -> list:
-    """Each such schedule where they are many; of Hopper's those that share a tile, and one for each width."""
+    """Each such schedule where they are many; of Hopper's all that share a tile, and one of a width."""
     if len(kernel.schedules) <= 20:
         return list(kernel.schedules[first:])
     hopper = [s for s in kernel.schedules if isinstance(s, Schedule)]
     shared = (s for s in hopper if s.share > 1)
-    widths = {(s.block_n, s.swap): s for s in hopper}
+    widths = {(s.block_n, s.swap, s.warpgroups): s for s in hopper}
     return list(dict.fromkeys([*kernel.schedules[first::every], *shared, *widths.values()]))
 
 
@@ -141,19 +142,31 @@ SIZES = (
 
 
 def log_probabilities() -> None:
-    """Forward and backward, on sizes that leave parts of blocks empty."""
-    for tokens, features, vocabulary in SIZES:
-        x, weight = (
-            torch.ones(shape, dtype=DTYPE, device="cuda", requires_grad=True)
-            for shape in ((tokens, features), (vocabulary, features))
-        )
-        target = torch.arange(tokens, device="cuda") % vocabulary
+    """Forward and backward, on sizes that leave parts of blocks empty; then several tiles for a block."""
+    for size in SIZES:
+        log_probabilities_of(*size)
+    with multiprocessors(4):
+        log_probabilities_of(300, 24, 700)
+
+
+def log_probabilities_of(tokens: int, features: int, vocabulary: int) -> None:
+    x, weight = (
+        torch.ones(shape, dtype=DTYPE, device="cuda", requires_grad=True)
+        for shape in ((tokens, features), (vocabulary, features))
+    )
+    target = torch.arange(tokens, device="cuda") % vocabulary
+    results = samebits.linear_logp(x, weight, target, return_entropy=True)
+    torch.autograd.grad(results, (x, weight), results)
+    logits = torch.zeros(tokens, vocabulary, dtype=DTYPE, device="cuda", requires_grad=True)
+    out = samebits.logp(logits, target)
+    torch.autograd.grad(out, logits, out)
+    assert torch.allclose(out, torch.full_like(out, -math.log(vocabulary)))
+    # As in a CUDA graph, where nobody can be told of targets that are out of range.
+    target[0], target[-1] = vocabulary, -1 << 40
+    with mock.patch("samebits.ops.linear_logp.watch_target", return_value=lambda: None):
         results = samebits.linear_logp(x, weight, target, return_entropy=True)
-        torch.autograd.grad(results, (x, weight), results)
-        logits = torch.zeros(tokens, vocabulary, dtype=DTYPE, device="cuda", requires_grad=True)
-        out = samebits.logp(logits, target)
-        torch.autograd.grad(out, logits, out)
-        assert torch.allclose(out, torch.full_like(out, -math.log(vocabulary)))
+    assert results[0][0].isnan()
+    torch.autograd.grad(results, (x, weight), results)
 
 
 def log_probabilities_by_triton() -> None:

@@ -25,7 +25,9 @@ from samebits import info as info_module
 from samebits.auditing import OperatorReport, Report
 from samebits.auditing import linears as linears_module
 from samebits.auditing import target as target_module
+from samebits.backends import UnavailableError
 from samebits.backends.cuda import runtime
+from samebits.backends.cuda.matmul import family
 from samebits.cli import app
 from tests.devices import FAMILY
 
@@ -441,6 +443,29 @@ def test_info_asks_the_cuda_runtime(monkeypatch: pytest.MonkeyPatch, works: bool
         assert "works on NVIDIA GPUs: FMA from sm_75 on, TENSOR_CORE from sm_80 on: NVRTC 13.0.88" in text
     else:
         assert "no [driver] → install one" in text
+
+
+def test_info_says_what_each_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [(7, 0), (7, 5), (9, 0), (12, 1)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(made))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda i: types.SimpleNamespace(
+            name=f"GPU {i}", major=made[i][0], minor=made[i][1], total_memory=80 << 30
+        ),
+    )
+    found = [gpu.contracts for gpu in info_module._gpus()]
+    assert found == [(), ("FMA",), ("FMA", "TENSOR_CORE"), ("FMA",)]
+
+
+@pytest.mark.parametrize("old", [(7, 5), (12, 1)])
+def test_tensor_cores_that_are_not_known(monkeypatch: pytest.MonkeyPatch, old: tuple[int, int]) -> None:
+    info = types.SimpleNamespace(name="an old one", capability=old)
+    monkeypatch.setattr("samebits.backends.cuda.runtime.device_info", lambda index: info)
+    with pytest.raises(UnavailableError, match=r"an old one \(sm_.*contract=samebits.FMA works on it"):
+        family.__wrapped__(0)
 
 
 @pytest.mark.parametrize("broken", ["wrong", "raises"])

@@ -22,7 +22,8 @@ import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, verify
 from samebits.backends.cuda import runtime
 from samebits.testing import KINDS, assert_same_bits, values
-from tests.devices import FAMILY, HOPPER_OR_NEWER
+from samebits.verify.operands import Operands
+from tests.devices import FAMILY, HOPPER_OR_NEWER, multiprocessors
 from tests.test_invariance import LAYOUTS, relaid
 from tests.test_torch import OPERATORS, PUBLIC, public, registered
 
@@ -274,6 +275,40 @@ def test_streams_and_threads() -> None:
     assert len(results) == 16
     for got in results:
         assert_same_bits(got, want[: len(got)])
+
+
+@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("name", ["matmul_sm90", "triton matmul_tiles"])
+def test_blocks_that_take_several_tiles(name: str, part: int) -> None:
+    """Under every schedule, each operand contiguous along k and not, rings going round from tile to tile."""
+    universal, *kernels = verify.kernels(torch.cuda.current_device())
+    kernel = next((k for k in kernels if k.name == name), None)
+    if kernel is None:
+        pytest.skip(f"{name} does not run here")
+    for i, s in enumerate(kernel.schedules[1:][part::8]):
+        cluster = getattr(s, "cluster", 1)
+        tall, wide = 2 * s.block_m + 8, 2 * s.block_n * cluster + 8
+        m, n = (wide, tall) if s.swap else (tall, wide)
+        k = s.block_k * (s.stages + 2)
+        spans = torch.tensor([0, 3, k // 2, k // 2, k], device="cuda")
+        bias = values("normal", (n,), F32, 2, "cuda")
+        for j, (a_mn, b_mn) in enumerate(itertools.product((False, True), repeat=2)):
+            a = values("normal", (k, m) if a_mn else (m, k), BF16, 0, "cuda")
+            b = values("normal", (k, n) if b_mn else (n, k), BF16, 1, "cuda")
+            a, b = a.mT if a_mn else a, b if b_mn else b.mT
+            out = values("normal", (m, n), F32 if (i + j) % 2 else BF16, 3, "cuda")
+            if (i + j) % 2:  # continued from what is there
+                x = Operands(a, b, acc=out, cu_seqlens=spans if a_mn and b_mn else None)
+            else:
+                x = Operands(a, b, bias=bias)
+                out.fill_(torch.nan)
+            if not kernel.takes(x, out, s):
+                continue
+            want = out.clone()
+            universal.run(x, want, None)
+            with multiprocessors(2 * cluster):
+                kernel.run(x, out, s)
+            assert_same_bits(out, want, f"{s}, contiguous along m: {a_mn}, n: {b_mn}")
 
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

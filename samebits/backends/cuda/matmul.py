@@ -22,7 +22,8 @@ def family(device: int) -> MmaModel:
         major, minor = info.capability
         raise runtime.UnavailableError(
             f"samebits: it is not known which bits the tensor cores of {info.name} (sm_{major}{minor}) give;"
-            f" known are {', '.join(f'sm_{a}{b}' for a, b in FAMILIES)}"
+            f" known are {', '.join(f'sm_{a}{b}' for a, b in FAMILIES)};"
+            " contract=samebits.FMA works on it, and CPU tensors follow any family"
         )
     return found
 

@@ -183,7 +183,8 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     l2 = tiles * (s.block_m / s.cluster + columns) * p.k * 2 / _L2
     if at_once and not (s.swap or p.a_mn or p.b_mn):  # as far as it was measured
         l2 *= _INTAKE / _INTAKE_AT_ONCE
-    # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer.
+    # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer, and of
+    # transposed tiles of two warpgroups cost as much where each has its own.
     if s.swap:
         write = 3000.0 * p.out_bytes if s.warpgroups > 1 else 0.0
     elif s.share > 1:

@@ -41,7 +41,8 @@ using Accumulators = float[BANDS][BLOCK_N / 2];
 enum : u32 { OWN = 1, CLEARED = OWN + WARPGROUPS, TURN = CLEARED + TEAMS };
 
 static_assert(!A_MN || ROWS % 64 == 0, "A contiguous along m comes in columns of 64");
-static_assert(!MOVE_REGISTERS || WARPGROUPS <= 3 || WARPGROUPS == 5, "registers are shared out for these");
+static_assert(!MOVE_REGISTERS || COPYING + WARPGROUPS * MULTIPLYING <= THREADS / 128 * (65536 / THREADS / 8 * 8),
+              "no more registers than the block starts with");
 static_assert(!RAGGED || (A_MN && B_MN), "sequences lie along the rows of both operands");
 
 using ATile = Tile<A_MN, FOLDED && !A_MN && BLOCK_K / 64 % CLUSTER == 0, BLOCK_M, BLOCK_K, CLUSTER>;

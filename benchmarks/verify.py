@@ -1,0 +1,42 @@
+"""``samebits verify``, with what it was run on, into benchmarks/results/<gpu>/verify.json.
+
+python -m benchmarks.verify [--thorough] [--commit COMMIT] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.record import RESULTS, environment, results_file, slug, write
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--thorough", action="store_true")
+    parser.add_argument("--commit", help="what is verified, where there is no git to ask")
+    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/verify.json")
+    options = parser.parse_args()
+    record = environment(options.commit)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "samebits", "verify", "--json", str(report)]
+        code = subprocess.run([*command, *(["--thorough"] if options.thorough else [])]).returncode
+        if not report.exists():
+            sys.exit(code or 1)
+        data = json.loads(report.read_text())
+    record |= {"gpu": data.pop("gpu"), "versions": record["versions"] | data.pop("versions")}
+    record["digest"] = data.pop("digest")
+    out = options.out or RESULTS / slug(torch.cuda.get_device_name()) / "verify.json"
+    write(out, {"environment": record, **data})
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
