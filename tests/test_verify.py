@@ -492,7 +492,7 @@ def test_bench_without_a_gpu_says_why() -> None:
 
 def test_bench_cases() -> None:
     forward = {(c.k, c.n, c.m) for c in bench.CASES if c.work == "forward"}
-    assert {(k, n) for k, n, _ in forward} == set(bench.SHAPES)
+    assert {(k, n) for k, n, _ in forward} == {*bench.SHAPES, bench.ODD}
     assert all((k, n, m) in forward for k, n in bench.SHAPES for m in bench.ROWS)
     assert set(bench.quick()) < set(bench.CASES)
     assert {c.m for c in bench.CASES if c.work == "forward"} == {*bench.ROWS, *bench.BETWEEN}
@@ -500,6 +500,9 @@ def test_bench_cases() -> None:
     for case in (c.record() | {"us": {"samebits": 1, "torch": 1}} for c in between):
         assert [band for _, band in bench.summary([case])] == ["forward, M 20, 48, 96, 160, 200, 300"]
         assert not bench.forward({"cases": [case]})
+    odd = [c.record() | {"us": {"samebits": 1, "torch": 1}} for c in bench.CASES if (c.k, c.n) == bench.ODD]
+    assert [band for _, band in bench.summary(odd)] == ["forward, K 4095"]
+    assert not bench.forward({"cases": odd})
     lengths = bench._lengths(16384)
     assert sum(lengths) == 16384
     assert 400 < sum(lengths) / len(lengths) < 620
