@@ -254,10 +254,12 @@ def bench(
         except UnavailableError as error:
             raise AuditError(str(error)) from error
         out.print(benchmark.show(data))
-        if json_to is not None:
-            _write(json.dumps(data), json_to)
         if data["red"]:
             print(*(f"samebits bench: {case}" for case in data["red"]), sep="\n", file=sys.stderr)
+        if json_to is not None:
+            with _unless(bool(data["red"])):
+                _write(json.dumps(data), json_to)
+        if data["red"]:
             raise typer.Exit(1)
 
 
@@ -291,7 +293,8 @@ def verify(
             report = verification.verify(thorough=thorough, backend=backend, device=device, progress=show)
         out.print(verification.show(report))
         if json_to is not None:
-            _write(report.to_json(), json_to)
+            with _unless(report.exit_code == 1):
+                _write(report.to_json(), json_to)
     if report.hung:  # the driver would wait for the kernel at a usual exit
         sys.stdout.flush()
         os._exit(report.exit_code)
@@ -367,6 +370,17 @@ def _check_file(option: str, path: str | Path | None) -> None:
     file = Path(path).absolute()
     if file.is_dir() or not file.parent.is_dir():
         raise AuditError(f"{option} {path}: expected a file in a folder that exists")
+
+
+@contextmanager
+def _unless(failed: bool) -> Iterator[None]:
+    """What cannot be written is said, and takes the place of no verdict that is worse."""
+    try:
+        yield
+    except AuditError as error:
+        if not failed:
+            raise
+        print(f"samebits: {error}", file=sys.stderr)
 
 
 def _write(text: str, where: str) -> None:
@@ -553,6 +567,7 @@ def _show_info(found: Info, out: Console) -> None:
         )
         state.append(backend.why, style="default not bold")
         if backend.remedy:
-            state.append(f"\n→ {backend.remedy}", style="default not bold")
+            arrow = "->" if out.options.ascii_only else "→"
+            state.append(f"\n{arrow} {backend.remedy}", style="default not bold")
         backends.append((backend.name, state))
     section("Backends", backends)

@@ -140,8 +140,8 @@ def _reference() -> Backend:
         from samebits.ops.matmul import matmul
 
         # 1 + 2**-24 + 2**-24 is 1 as a chain from the left, and more than 1 in any other order.
-        a = torch.tensor([[1.0, 2.0**-24, 2.0**-24]])
-        fma = matmul(a, torch.ones(3, 1)).item()
+        a = torch.tensor([[1.0, 2.0**-24, 2.0**-24]], dtype=torch.float32)
+        fma = matmul(a, a.new_ones(3, 1)).item()
         # 2**-25 is kept below 1 by the fused sum of a Hopper tensor core, and 2**-26 cut off.
         b = torch.tensor([[1.0, *[2.0**-25] * 4, *[2.0**-26] * 8]], dtype=torch.bfloat16)
         ones = torch.ones(b.shape[1], 1, dtype=torch.bfloat16)

@@ -115,6 +115,10 @@ def _run_with_main_grads(layer: Linear, x: Tensor, cu_seqlens: Tensor | None) ->
 def _check_main_grads(weight: Tensor, bias: Tensor | None, **others: Tensor) -> None:
     """Before anything is written: forward, and backward, for they may be others by then."""
     parameters = {"weight": weight} | ({} if bias is None else {"bias": bias})
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"samebits.nn.Linear: bias: expected shape {(len(weight),)} beside main_grad, got {shape(bias)}"
+        )
     for name, parameter in parameters.items():
         acc, called = _main_grad(parameter), f"{name}.main_grad"
         if acc is None:

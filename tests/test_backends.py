@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -260,3 +262,45 @@ def test_triton_refuses_what_its_launch_cannot_take(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(runtime, "_version", lambda: "3.5.1")
     with pytest.raises(backends.UnavailableError, match=r"triton 3\.5\.1 is older than 3\.6"):
         runtime.require(0)
+
+
+def test_threads_share_a_choice_and_not_what_was_there_before() -> None:
+    choice, seen = backends.use_backend("triton"), []
+    backends.use_backend(None)
+    turns = threading.Barrier(2, timeout=20)
+
+    def work(before: str | None, second: bool) -> None:
+        backends.use_backend(before)
+        for turn in (False, True):
+            turns.wait()
+            if turn == second:
+                choice.__enter__()
+        for turn in (False, True):
+            turns.wait()
+            if turn == second:
+                choice.__exit__()
+        seen.append((before, backends._choice.backend))
+
+    threads = [threading.Thread(target=work, args=a) for a in ((None, False), ("cuda", True))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen, key=str) == [("cuda", "cuda"), (None, None)]
+
+
+def test_products_while_the_interpreter_shuts_down() -> None:
+    code = """
+import atexit, torch, samebits
+torch.set_num_threads(2)
+x, target = torch.ones(300, 300), torch.zeros(2700, dtype=int)
+samebits.linear(x, x)
+
+def last():
+    print(samebits.linear(x, x).sum().item(), samebits.logp(x.repeat(9, 9), target).shape)
+
+atexit.register(last)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["27000000.0", "torch.Size([2700])"], done.stderr

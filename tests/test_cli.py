@@ -569,3 +569,21 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
         for done, what in ((0.1, "early"), (0.5, "large: [64]"), (0.6, "soon after")):
             show(done, what)
     assert capsys.readouterr().err == "50% large: [64]\n"
+
+
+def test_info_where_only_latin_letters_can_be_shown() -> None:
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-m", "samebits", "info"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_bits_that_differ_outweigh_a_report_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"red": ["a product"]}
+    monkeypatch.setattr("samebits.bench.bench", lambda *_, **__: data)
+    monkeypatch.setattr("samebits.bench.show", lambda _: "")
+    done = run("bench", "--json", "/dev/full")
+    assert (done.exit_code, "a product" in done.stderr, "No space" in done.stderr) == (1, True, True)
+    data["red"] = []
+    assert run("bench", "--json", "/dev/full").exit_code == 2

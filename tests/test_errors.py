@@ -210,14 +210,14 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exce
     ),
     (
         linear_logp,
-        (SHARED[:2], t(4, 3), cu([0, 0])),
+        (SHARED[:2], t(4, 3).requires_grad_(), cu([0, 0])),
         {"main_grad": SHARED},
         ValueError,
         "main_grad: expected memory of its own, got memory that hidden shares",
     ),
     (
         linear_logp,
-        (t(2, 3), SHARED, cu([0, 0])),
+        (t(2, 3), SHARED.detach().requires_grad_(), cu([0, 0])),
         {"main_grad": SHARED},
         ValueError,
         "main_grad: expected memory of its own, got memory that weight shares",

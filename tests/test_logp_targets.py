@@ -92,3 +92,47 @@ def test_cuda_graphs_take_targets_out_of_range() -> None:
     assert_same_bits(captured[0][good.cuda()], want[0][good.cuda()])
     assert_same_bits(captured[1], want[1])
     assert_same_bits(captured[2], want[2])
+
+
+class Marked(Tensor):
+    """With data of its own, and nothing to say about what becomes of it."""
+
+
+def test_targets_of_a_subclass_are_looked_at() -> None:
+    x, weight, target = torch.ones(2, 3), torch.ones(5, 3), torch.tensor([0, 5]).as_subclass(Marked)
+    for call in (lambda: samebits.linear_logp(x, weight, target), lambda: samebits.logp(x, target)):
+        with pytest.raises(IndexError, match="position 1"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (torch.zeros(5, 3, dtype=torch.bfloat16), "expected a dense float32 tensor"),
+        (torch.zeros(3, 5), "expected shape"),
+        (None, "memory that weight shares"),
+    ],
+)
+def test_main_grad_is_looked_at_again_before_it_is_written(data: Tensor | None, match: str) -> None:
+    x, weight, main_grad = torch.ones(2, 3), torch.ones(5, 3, requires_grad=True), torch.zeros(5, 3)
+    before = weight.detach().clone()
+    out = samebits.linear_logp(x, weight, torch.tensor([0, 4]), main_grad=main_grad)
+    main_grad.data = weight.data if data is None else data
+    with pytest.raises((TypeError, ValueError), match=match):
+        out.sum().backward()
+    assert_same_bits(weight, before)
+
+
+def test_compiled_code_is_refused_a_main_grad_that_shares_memory() -> None:
+    x, weight = torch.ones(2, 3), torch.ones(5, 3, requires_grad=True)
+    run = torch.compile(samebits.linear_logp, backend="aot_eager", fullgraph=True)
+    with pytest.raises(ValueError, match="memory that weight shares"):
+        run(x, weight, torch.tensor([0, 4]), main_grad=weight.data)
+
+
+def test_main_grad_of_a_frozen_weight_is_refused() -> None:
+    x, weight, main_grad = torch.ones(2, 3, requires_grad=True), torch.ones(5, 3), torch.zeros(5, 3)
+    with pytest.raises(ValueError, match="main_grad: expected a weight that requires a gradient"):
+        samebits.linear_logp(x, weight, torch.tensor([0, 4]), main_grad=main_grad)
+    with torch.no_grad():
+        samebits.linear_logp(x, weight, torch.tensor([0, 4]), main_grad=main_grad)

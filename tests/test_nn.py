@@ -394,6 +394,15 @@ def test_main_grad_changes_no_error(x: Any) -> None:
         layer(x)
 
 
+@pytest.mark.parametrize("size", [(), (1,)])
+def test_main_grad_beside_a_bias_of_one_number_is_refused(size: tuple[int, ...]) -> None:
+    layer = with_main_grads(samebits.nn.Linear(8, 4), "weight")
+    layer.bias = nn.Parameter(torch.zeros(size))
+    with pytest.raises(ValueError, match=r"bias: expected shape \(4,\) beside main_grad"):
+        layer(torch.ones(2, 8))
+    assert not layer.weight.main_grad.any()
+
+
 def test_main_grad_under_compile_is_refused() -> None:
     layer = with_main_grads(samebits.nn.Linear(8, 4), "weight")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

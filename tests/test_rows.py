@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -536,3 +537,32 @@ OPCHECKS: list[tuple[Any, Callable[[], tuple[Any, ...]]]] = [
 @pytest.mark.parametrize(("operator", "arguments"), OPCHECKS, ids=range(len(OPCHECKS)))
 def test_opcheck(operator: Any, arguments: Callable[[], tuple[Any, ...]]) -> None:
     torch.library.opcheck(operator.default, arguments())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
+    x, weight, ids = values("normal", (4, 16), torch.bfloat16, 0), torch.ones(16), torch.tensor([1, 0, 1, 3])
+    bias = torch.zeros(1)
+
+    def everything() -> list[Tensor]:
+        leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias)]
+        y, w, b = leaves
+        with samebits.batch_invariant("error"):
+            results = [
+                *(y.softmax(1), y.log_softmax(0), y.sum(0), y.mean(1), F.layer_norm(y, (16,), w, w)),
+                *(F.rms_norm(y, (16,)), F.embedding(ids, y), F.cross_entropy(y, ids)),
+                *(
+                    F.scaled_dot_product_attention(y[None], y[None], y[None]),
+                    samebits.linear(w, y.float(), b),
+                ),
+            ]
+        return [*results, *torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results])]
+
+    want = everything()
+    torch.set_default_dtype(dtype)
+    try:
+        got = everything()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for g, w in zip(got, want, strict=True):
+        assert_same_bits(g, w)

@@ -32,6 +32,7 @@ class _Choice(local):
     def __init__(self) -> None:
         self.backend: str | None = None
         self.made_by: use_backend | None = None  # if it holds from a call on, not in a block
+        self.before: list[str | None] = []  # the choices outside of the blocks that are open
 
 
 _choice = _Choice()
@@ -64,15 +65,14 @@ class use_backend:  # noqa: N801
         if name is not None and name not in NAMES:
             raise ValueError(f"samebits.use_backend: name: expected one of {NAMES} or None, got {name!r}")
         self._name, self._replaced = name, (_choice.backend, _choice.made_by)
-        self._before: list[str | None] = []
         _choice.backend, _choice.made_by = name, self
 
     def __enter__(self) -> None:
-        self._before.append(self._replaced[0] if _choice.made_by is self else _choice.backend)
+        _choice.before.append(self._replaced[0] if _choice.made_by is self else _choice.backend)
         _choice.backend, _choice.made_by = self._name, None
 
     def __exit__(self, *_: object) -> None:
-        _choice.backend, _choice.made_by = self._before.pop(), None
+        _choice.backend, _choice.made_by = _choice.before.pop(), None
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         if _choice.made_by is self:  # the choice is for the function alone

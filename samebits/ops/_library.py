@@ -238,7 +238,10 @@ def has_memory(*tensors: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and _transform() is None
-        and all(type(t) in _PLAIN_TYPES and (t.is_cpu or t.is_cuda) for t in tensors)
+        and all(
+            type(t).__torch_dispatch__ is Tensor.__torch_dispatch__ and (t.is_cpu or t.is_cuda)
+            for t in tensors
+        )
     )
 
 

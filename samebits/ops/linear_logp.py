@@ -10,7 +10,7 @@ from torch import Tensor
 from samebits.backends import on_gpu
 from samebits.backends.rows import Rows, vocabulary_pieces
 from samebits.contract import Contract, contract_from_key
-from samebits.ops._library import Operator, check_operands, has_memory, shape
+from samebits.ops._library import Operator, check_operands, shape
 from samebits.ops.addmm import assert_cu_seqlens, check_accumulator, check_cu_seqlens, refuse_overlap
 from samebits.ops.linear import check_cu_seqlens_form, sequences
 from samebits.ops.logp import check_target, pieces, refuse_second_derivatives, watch_target
@@ -114,7 +114,11 @@ def linear_logp(
     if cu_seqlens is not None:
         check_cu_seqlens_form("linear_logp", "hidden", hidden, cu_seqlens)
     if main_grad is not None:
-        _check_main_grad(main_grad, **operands)
+        _check_main_grad(main_grad, operands["weight"])
+        if torch.is_grad_enabled() and not weight.requires_grad:
+            raise ValueError(
+                "samebits.linear_logp: main_grad: expected a weight that requires a gradient, to go there"
+            )
     refuse_unknown = watch_target("linear_logp", target, weight.shape[0], ignore_index, key)
     logp, entropy, _, _ = _operator(
         *(hidden, weight, bias, target, cu_seqlens, main_grad),
@@ -155,7 +159,7 @@ def _scale(temperature: float) -> float:
     return 1 / temperature
 
 
-def _check_main_grad(main_grad: Tensor, weight: Tensor, **others: Tensor) -> None:
+def _check_main_grad(main_grad: Tensor, weight: Tensor) -> None:
     check_accumulator("linear_logp", "main_grad", main_grad, "weight", weight)
     if main_grad.shape != weight.shape:
         raise ValueError(
@@ -167,8 +171,12 @@ def _check_main_grad(main_grad: Tensor, weight: Tensor, **others: Tensor) -> Non
             "samebits.linear_logp: main_grad: expected a contiguous tensor that requires no grad, it is"
             " changed in place"
         )
-    if has_memory(main_grad, weight, *others.values()):
-        refuse_overlap("linear_logp", "main_grad", main_grad, weight=weight, **others)
+
+
+def _refuse_overlap(main_grad: Tensor, **others: Tensor | None) -> None:
+    refuse_overlap(
+        "linear_logp", "main_grad", main_grad, **{name: t for name, t in others.items() if t is not None}
+    )
 
 
 def _backend(t: Tensor, contract: str) -> tuple[Any, Any, Any, str]:
@@ -200,6 +208,8 @@ def _forward(
     entropy: bool,
     contract: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if main_grad is not None:  # here, since code that is traced has no memory to look at
+        _refuse_overlap(main_grad, hidden=hidden, weight=weight, bias=bias)
     backend, logits, _, key = _backend(hidden, contract)
     _check_cu_seqlens(hidden, cu_seqlens, contract)
     vocabulary, features = weight.shape
@@ -239,6 +249,9 @@ def _gradients(
     contract: str,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if needed[1] and main_grad is not None:  # it may be another tensor than it was in the forward
+        _check_main_grad(main_grad, weight)
+        _refuse_overlap(main_grad, hidden=hidden, weight=weight, grad=grad)
     backend, _, products, key = _backend(hidden, contract)
     vocabulary, features = weight.shape
     tokens = target.numel()

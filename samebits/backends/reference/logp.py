@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from samebits.backends.reference import logp_kernels as kernels
-from samebits.backends.reference.matmul import require_subnormals, rounded
+from samebits.backends.reference.matmul import in_threads, require_subnormals, rounded
 from samebits.backends.rows import Rows, Statistics
 from samebits.backends.rows import first_unknown as first_unknown
 from samebits.functions import VOCAB_BLOCK
@@ -75,5 +74,4 @@ def over_rows(logits: Tensor, run: Callable[[int, int], None]) -> None:
         run(0, rows)
         return
     bounds = np.linspace(0, rows, threads + 1).astype(int).tolist()
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(run, bounds[:-1], bounds[1:]))
+    in_threads(run, bounds)

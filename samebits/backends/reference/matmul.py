@@ -122,9 +122,19 @@ def _chain(
         run(0, tiles)
         return
     bounds = np.linspace(0, tiles, min(tiles, 8 * threads) + 1).astype(int).tolist()
-    # A pool for each product costs 0.1 ms, and leaves nothing behind for a fork to break.
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(run, bounds[:-1], bounds[1:]))
+    in_threads(run, bounds)
+
+
+def in_threads(run: Callable[[int, int], None], bounds: list[int]) -> None:
+    """Run it on the spans between `bounds`, side by side."""
+    # A pool for each operation costs 0.1 ms, and leaves nothing behind for a fork to break.
+    with ThreadPoolExecutor(len(bounds) - 1) as pool:
+        try:
+            pool.submit(int)
+        except RuntimeError:  # the interpreter is shutting down
+            run(bounds[0], bounds[-1])
+        else:
+            list(pool.map(run, bounds[:-1], bounds[1:]))
 
 
 def require_subnormals() -> None:

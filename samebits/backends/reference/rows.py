@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,12 @@ from samebits.backends.reference import rows_kernels as kernels
 from samebits.backends.reference.logp import over_rows
 from samebits.backends.reference.matmul import require_subnormals, rounded
 
+_f32 = partial(torch.empty, dtype=torch.float32)  # whatever the default dtype is
+
 
 def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
     """Sums or means in `dtype` of the rows of ``x[rows, n]``."""
-    wide, out = _wide(x), torch.empty(x.shape[0])
+    wide, out = _wide(x), _f32(x.shape[0])
     over_rows(wide, lambda *span: kernels.row_sum(wide.numpy(), out.numpy(), mean, *span))
     return rounded(out[:, None], dtype)[:, 0]
 
@@ -38,7 +42,7 @@ def probabilities(scores: Tensor, scale: float, queries: int, dtype: torch.dtype
 
     With `queries` > 0, row i sees keys 0 to i % queries.
     """
-    z = scores * torch.tensor(scale)
+    z = scores * torch.tensor(scale, dtype=torch.float32)
     if queries > 0:
         z = z.masked_fill(~_visible(z.shape, queries), -torch.inf)
     return _softmax(z, False, True, dtype)
@@ -56,8 +60,8 @@ def norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layer norm of the rows of ``x[rows, n]``, or without `centred` RMS norm; mean and 1 / deviation."""
-    wide, out = _wide(x), torch.empty(x.shape)
-    means, scales = torch.empty(x.shape[0] if centred else 0), torch.empty(x.shape[0])
+    wide, out = _wide(x), _f32(x.shape)
+    means, scales = _f32(x.shape[0] if centred else 0), _f32(x.shape[0])
     arrays = (_vector(weight).numpy(), _vector(bias).numpy(), eps, centred, out.numpy())
     over_rows(
         wide,
@@ -68,7 +72,7 @@ def norm(
 
 def norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor) -> Tensor:
     """Gradients of the rows of `x`."""
-    g, wide, out = _wide(grad), _wide(x), torch.empty(x.shape)
+    g, wide, out = _wide(grad), _wide(x), _f32(x.shape)
     arrays = (g.numpy(), wide.numpy(), _vector(weight).numpy(), means.numpy(), scales.numpy(), out.numpy())
     over_rows(wide, lambda *span: kernels.norm_backward(*arrays, *span))
     return rounded(out, x.dtype)
@@ -79,7 +83,7 @@ def norm_columns(
 ) -> tuple[Tensor, Tensor]:
     """Gradients in `dtype` of weight and bias."""
     g, wide = _wide(grad), _wide(x)
-    out = torch.empty(2, x.shape[1])
+    out = _f32(2, x.shape[1])
     arrays = (g.numpy(), wide.numpy(), means.numpy(), scales.numpy(), out[0].numpy(), out[1].numpy())
     over_rows(wide.T, lambda *span: kernels.norm_columns(*arrays, *span))
     return rounded(out[:1], dtype)[0], rounded(out[1:], dtype)[0]
@@ -87,14 +91,14 @@ def norm_columns(
 
 def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums in `dtype` of the columns of ``x[tokens, n]``: chains over tokens."""
-    wide, out = _wide(x), torch.empty(1, x.shape[1])
+    wide, out = _wide(x), _f32(1, x.shape[1])
     over_rows(wide.T, lambda *span: kernels.column_sum(wide.numpy(), out[0].numpy(), *span))
     return rounded(out, dtype)[0]
 
 
 def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
     """Gradients ``[count, n]`` of an embedding's rows from ``grad[tokens, n]`` and ``ids[tokens]``."""
-    g, out = _wide(grad), torch.empty(count, grad.shape[1])
+    g, out = _wide(grad), _f32(count, grad.shape[1])
     arrays = (g.numpy(), ids.numpy(), padding, out.numpy())
     over_rows(g.T, lambda *span: kernels.embedding_backward(*arrays, *span))
     return rounded(out, grad.dtype)
@@ -102,7 +106,7 @@ def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> T
 
 def _softmax(z: Tensor, logarithm: bool, masked_to_zero: bool, dtype: torch.dtype) -> Tensor:
     require_subnormals()
-    out = torch.empty(z.shape)
+    out = _f32(z.shape)
     over_rows(z, lambda *span: kernels.softmax(z.numpy(), out.numpy(), logarithm, masked_to_zero, *span))
     return rounded(out, dtype)
 
@@ -119,4 +123,4 @@ def _wide(x: Tensor) -> Tensor:
 
 def _vector(x: Tensor | None) -> Tensor:
     """A parameter: a copy, for FSDP2 cannot free memory that ``Tensor.numpy`` has handed out."""
-    return torch.empty(0) if x is None else _wide(x).clone()
+    return _f32(0) if x is None else _wide(x).clone()
