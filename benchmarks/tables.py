@@ -301,6 +301,8 @@ def gpu_verify(data: dict[str, Any]) -> str:
         f"`samebits verify{thorough}` compared {data['compared']:,} values of {data['kernels']:,} compiled"
         f" kernels in {data['seconds']:.0f} s: {data['differing']} differ."
     )
+    if data["failure"] or data["hung"]:
+        said += f" It did not end well: {data['failure'] or 'a kernel hung'}."
     return f"{said} {_measured_on_gpu(data)}"
 
 

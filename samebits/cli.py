@@ -291,13 +291,15 @@ def verify(
 
         with _progress() as show:
             report = verification.verify(thorough=thorough, backend=backend, device=device, progress=show)
-        out.print(verification.show(report))
-        if json_to is not None:
-            with _unless(report.exit_code == 1):
-                _write(report.to_json(), json_to)
-    if report.hung:  # the driver would wait for the kernel at a usual exit
-        sys.stdout.flush()
-        os._exit(report.exit_code)
+        try:
+            out.print(verification.show(report))
+            if json_to is not None:
+                with _unless(report.exit_code == 1):
+                    _write(report.to_json(), json_to)
+        finally:
+            if report.hung:  # the driver would wait for the kernel at a usual exit
+                sys.stdout.flush()
+                os._exit(report.exit_code)
     raise typer.Exit(report.exit_code)
 
 

@@ -1,5 +1,6 @@
 """Schedules and layouts of the CUDA kernels on small shapes, to be run under compute-sanitizer:
 
+export PYTHONPATH=.
 python tests/sanitize.py --compile  # first, by a process for each CPU; with --racecheck too, before that tool
 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py --triton
 compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --every 8 --racecheck

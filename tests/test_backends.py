@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -287,6 +288,24 @@ def test_threads_share_a_choice_and_not_what_was_there_before() -> None:
     for thread in threads:
         thread.join()
     assert sorted(seen, key=str) == [("cuda", "cuda"), (None, None)]
+
+
+def test_as_many_threads_as_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, threads: int) -> None:
+            made.append(threads)
+            super().__init__(threads)
+
+    monkeypatch.setattr("samebits.backends.reference.matmul.ThreadPoolExecutor", Pool)
+    before, x = torch.get_num_threads(), torch.ones(600, 600)
+    torch.set_num_threads(3)
+    try:
+        samebits.logp(samebits.linear(x, x).repeat(9, 9), torch.zeros(5400, dtype=torch.int64))
+    finally:
+        torch.set_num_threads(before)
+    assert set(made) == {3}
 
 
 def test_products_while_the_interpreter_shuts_down() -> None:

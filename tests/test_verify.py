@@ -495,6 +495,7 @@ def test_bench_cases() -> None:
     assert {(k, n) for k, n, _ in forward} == {*bench.SHAPES, bench.ODD}
     assert all((k, n, m) in forward for k, n in bench.SHAPES for m in bench.ROWS)
     assert set(bench.quick()) < set(bench.CASES)
+    assert {(c.work, c.dtype) for c in bench.quick()} == {(c.work, c.dtype) for c in bench.CASES}
     assert {c.m for c in bench.CASES if c.work == "forward"} == {*bench.ROWS, *bench.BETWEEN}
     between = [c for c in bench.CASES if c.work == "forward" and c.m in bench.BETWEEN]
     for case in (c.record() | {"us": {"samebits": 1, "torch": 1}} for c in between):

@@ -251,7 +251,9 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if needed[1] and main_grad is not None:  # it may be another tensor than it was in the forward
         _check_main_grad(main_grad, weight)
-        _refuse_overlap(main_grad, hidden=hidden, weight=weight, grad=grad)
+        _refuse_overlap(
+            main_grad, hidden=hidden, weight=weight, bias=bias, grad=grad, grad_entropy=grad_entropy
+        )
     backend, _, products, key = _backend(hidden, contract)
     vocabulary, features = weight.shape
     tokens = target.numel()

@@ -74,4 +74,4 @@ def over_rows(logits: Tensor, run: Callable[[int, int], None]) -> None:
         run(0, rows)
         return
     bounds = np.linspace(0, rows, threads + 1).astype(int).tolist()
-    in_threads(run, bounds)
+    in_threads(run, bounds, threads)

@@ -122,13 +122,13 @@ def _chain(
         run(0, tiles)
         return
     bounds = np.linspace(0, tiles, min(tiles, 8 * threads) + 1).astype(int).tolist()
-    in_threads(run, bounds)
+    in_threads(run, bounds, threads)
 
 
-def in_threads(run: Callable[[int, int], None], bounds: list[int]) -> None:
-    """Run it on the spans between `bounds`, side by side."""
+def in_threads(run: Callable[[int, int], None], bounds: list[int], threads: int) -> None:
+    """Run it on the spans between `bounds`, so many at a time."""
     # A pool for each operation costs 0.1 ms, and leaves nothing behind for a fork to break.
-    with ThreadPoolExecutor(len(bounds) - 1) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         try:
             pool.submit(int)
         except RuntimeError:  # the interpreter is shutting down
