@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All benchmarks that want a GPU, one after the other, in some twenty minutes: bash benchmarks/gpu.sh OUT [COMMIT]
+# All benchmarks that want a GPU, one after the other, in some fifteen minutes: bash benchmarks/gpu.sh OUT [COMMIT]
 #
 # With OUT, results go there and not into benchmarks/results/; COMMIT names what is measured where git cannot tell.
 set -uo pipefail
@@ -18,7 +18,6 @@ measure() { # NAME SECONDS COMMAND...
   tail -n 24 "$out/$name.log" | cut -c1-180
 }
 
-measure verify 400 benchmarks.verify --thorough
 measure logp 80 benchmarks.logp
 measure models 140 benchmarks.models
 measure bench 450 benchmarks.gpu

@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.record import GPUS, ROOT, load, measured, tiny
-from samebits.bench import ODD, ROWS, ratio
+from samebits.bench import forward, is_forward, ratio
 
 ASSETS = ROOT / "docs" / "assets"
 
@@ -100,8 +100,8 @@ def gpu_speed(data: dict[str, Any]) -> Figure:
     """A dot for each shape and M, and the geometric mean."""
     figure, panels = plt.subplots(1, 3, figsize=(10.5, 3.8), layout="constrained", sharey=True)
     for axes, work in zip(panels, ("forward", "dX", "dW"), strict=True):
-        some = [c for c in data["cases"] if c["work"] == work and c["dtype"] == "bfloat16"]
-        cases = [c for c in some if c["m"] in ROWS and c["k"] != ODD[0]]
+        grads = [c for c in data["cases"] if c["work"] == work and c["dtype"] == "bfloat16"]
+        cases = forward(data) if work == "forward" else grads
         shapes = list(dict.fromkeys(map(_shape, cases)))
         colours = plt.colormaps["viridis"](np.linspace(0.0, 0.9, len(shapes)))
         for shape, colour in zip(shapes, colours, strict=True):
@@ -124,8 +124,7 @@ def gpu_speed(data: dict[str, Any]) -> Figure:
 
 def gpu_roofline(data: dict[str, Any]) -> Figure:
     figure, axes = plt.subplots(figsize=(7.2, 4), layout="constrained")
-    some = [c for c in data["cases"] if c["work"] == "forward" and c["dtype"] == "bfloat16"]
-    cases = [c for c in some if c["k"] != ODD[0]]
+    cases = [c for c in data["cases"] if is_forward(c) and c["dtype"] == "bfloat16"]
     flop = np.array([2 * c["m"] * c["k"] * c["n"] for c in cases], float)
     size = np.array([2 * (c["m"] * c["k"] + c["k"] * c["n"] + c["m"] * c["n"]) for c in cases], float)
     top, copy = data["ceilings"]["flop_per_s"] / 1e12, data["ceilings"]["copy_bytes_per_s"] / 1e12

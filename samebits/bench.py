@@ -561,20 +561,21 @@ def _installed(names: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def _forward(case: dict[str, Any]) -> bool:
+def is_forward(case: dict[str, Any]) -> bool:
+    """Whether a result is of a forward on rows that the copy engine can read."""
     return bool(case["work"] == "forward" and case["k"] != ODD[0])
 
 
 BANDS: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "forward, M <= 128": lambda c: _forward(c) and c["m"] in ROWS and c["m"] <= 128,
-    "forward, M = 256": lambda c: _forward(c) and c["m"] == 256,
-    "forward, M >= 512": lambda c: _forward(c) and c["m"] >= 512,
-    f"forward, M {', '.join(map(str, BETWEEN))}": lambda c: _forward(c) and c["m"] in BETWEEN,
+    "forward, M <= 128": lambda c: is_forward(c) and c["m"] in ROWS and c["m"] <= 128,
+    "forward, M = 256": lambda c: is_forward(c) and c["m"] == 256,
+    "forward, M >= 512": lambda c: is_forward(c) and c["m"] >= 512,
+    f"forward, M {', '.join(map(str, BETWEEN))}": lambda c: is_forward(c) and c["m"] in BETWEEN,
     f"forward, K {ODD[0]}": lambda c: c["work"] == "forward" and c["k"] == ODD[0],
     "dX, M <= 128": lambda c: c["work"] == "dX" and c["m"] <= 128,
     "dX, M >= 512": lambda c: c["work"] == "dX" and c["m"] >= 512,
     "dW, M >= 512": lambda c: c["work"] == "dW",
-    "forward, dX and dW, M >= 512": lambda c: (_forward(c) or c["work"] in ("dX", "dW")) and c["m"] >= 512,
+    "forward, dX and dW, M >= 512": lambda c: (is_forward(c) or c["work"] in ("dX", "dW")) and c["m"] >= 512,
     "dW ragged / dense": lambda c: c["work"] == "dW ragged",
     "dW main_grad / mm, add_": lambda c: c["work"] == "dW main_grad",
     "tiny bmm": lambda c: c["work"] == "bmm",
@@ -612,7 +613,7 @@ def summary(cases: Iterable[dict[str, Any]]) -> dict[tuple[str, str], Speed]:
 
 def forward(data: dict[str, Any]) -> list[dict[str, Any]]:
     """The cases of a grid of shapes and `ROWS`: forward, bfloat16."""
-    return [c for c in data["cases"] if _forward(c) and c["dtype"] == "bfloat16" and c["m"] in ROWS]
+    return [c for c in data["cases"] if is_forward(c) and c["dtype"] == "bfloat16" and c["m"] in ROWS]
 
 
 def show(data: dict[str, Any]) -> RenderableType:

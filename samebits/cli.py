@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -310,6 +311,8 @@ def _errors(command: str) -> Iterator[None]:
     Errors of the user's are one line of stderr and 2; errors of samebits' own a traceback and 70. A reader
     who closes the pipe, as `head` does, ends the command without a word.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # where its encoding lacks an arrow
     try:
         yield
         sys.stdout.flush()  # at the interpreter's own exit, it would be too late
@@ -569,7 +572,6 @@ def _show_info(found: Info, out: Console) -> None:
         )
         state.append(backend.why, style="default not bold")
         if backend.remedy:
-            arrow = "->" if out.options.ascii_only else "→"
-            state.append(f"\n{arrow} {backend.remedy}", style="default not bold")
+            state.append(f"\n→ {backend.remedy}", style="default not bold")
         backends.append((backend.name, state))
     section("Backends", backends)

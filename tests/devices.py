@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samebits import AMPERE, HOPPER
-from samebits.backends.cuda import linear_logp_sm90, matmul, matmul_sm90, runtime
+from samebits.backends.cuda import attention_sm90, linear_logp_sm90, matmul, matmul_sm90, runtime
 from samebits.testing import values
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -28,13 +28,13 @@ def case(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, see
 
 @contextmanager
 def multiprocessors(count: int | None) -> Iterator[None]:
-    """Makes host sides of products believe in so many, if any are given: blocks take several tiles."""
+    """Makes host sides of kernels believe in so many, if any are given: blocks take several tiles."""
     if count is None:
         yield
         return
     index = torch.cuda.current_device()
     here = replace(runtime.device_info(index), sm_count=count)
-    keep_grids = [matmul_sm90._plan, linear_logp_sm90._prepared]
+    keep_grids = [matmul_sm90._plan, linear_logp_sm90._prepared, attention_sm90._prepared]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(runtime, "device_info", return_value=here))
         stack.enter_context(mock.patch.object(matmul, "_plans", {}))

@@ -10,7 +10,6 @@ allocations would hide accesses next to a tensor, so PYTORCH_NO_CUDA_MEMORY_CACH
 """
 
 import argparse
-import dataclasses
 import itertools
 import math
 import os
@@ -53,13 +52,15 @@ LONG = {"matmul_fma_sm90": 301, "matmul_fma_few_sm90": 1069}
 
 
 def some(kernel: Kernel, every: int, first: int = 0) -> list:
-    """Each such schedule where they are many; of Hopper's all that share a tile, and one of a width."""
+    """Each such schedule where they are many; of Hopper's one of each kind and width too."""
     if len(kernel.schedules) <= 20:
         return list(kernel.schedules[first:])
     hopper = [s for s in kernel.schedules if isinstance(s, Schedule)]
-    shared = (s for s in hopper if s.share > 1)
-    widths = {(s.block_n, s.swap, s.warpgroups): s for s in hopper}
-    return list(dict.fromkeys([*kernel.schedules[first::every], *shared, *widths.values()]))
+    kinds = {
+        (s.block_m, s.block_n, s.swap, s.warpgroups, s.share, s.cluster): s for s in hopper if s.block_m >= 64
+    }
+    widths = {(s.block_n, s.swap): s for s in hopper}
+    return list(dict.fromkeys([*kernel.schedules[first::every], *kinds.values(), *widths.values()]))
 
 
 def products(every: int):
@@ -86,10 +87,8 @@ def products(every: int):
 
 def long_products(every: int):
     """Hopper's, with a few multiprocessors for many tiles: blocks take several, and their rings go round."""
-    info = runtime.device_info(torch.cuda.current_device())
-    kernel = next((k for k in kernels(info.index) if k.name == "matmul_sm90"), None)
+    kernel = next((k for k in kernels(torch.cuda.current_device()) if k.name == "matmul_sm90"), None)
     for i, s in enumerate(some(kernel, every, first=1) if kernel else ()):
-        few = dataclasses.replace(info, sm_count=2 * s.cluster)
         rows, columns = 2 * s.block_m + 8, 2 * s.block_n * s.cluster + 8
         m, n = (columns, rows) if s.swap else (rows, columns)
         k, batch = s.block_k * (s.stages + 2), 2 if i % 3 == 0 else 1
@@ -108,7 +107,7 @@ def long_products(every: int):
                 spans = torch.tensor([0, 3, k // 2, k // 2, k], device="cuda")
                 x = Operands(a, b.mT, acc=out, cu_seqlens=spans if layouts == ("rows", "rows") else None)
             if kernel.takes(x, out, s):
-                with mock.patch.object(runtime, "device_info", return_value=few):
+                with multiprocessors(2 * s.cluster):
                     yield kernel, s, x, out
 
 
@@ -236,14 +235,10 @@ def attention() -> Iterator[Callable[[], None]]:
         assert (out - 1).abs().max() < 0.02, (q.shape, k.shape, s)
 
     def on_few(*args: object) -> None:
-        with mock.patch.object(runtime, "device_info", return_value=few):
-            attention_sm90._prepared.cache_clear()  # it keeps the grid
+        with multiprocessors(2):
             call(*args)
-        attention_sm90._prepared.cache_clear()
 
-    info = runtime.device_info(torch.cuda.current_device())
-    few = dataclasses.replace(info, sm_count=2)
-    if info.capability != (9, 0):
+    if runtime.device_info(torch.cuda.current_device()).capability != (9, 0):
         return
     schedules = attention_sm90.schedules(128, 128)
     sizes = (
@@ -289,7 +284,7 @@ def main() -> None:
         "--every",
         type=int,
         default=1,
-        help="each such schedule, where they are many, and the widest tiles",
+        help="each such schedule, where they are many, and one of each kind and width",
     )
     parser.add_argument("--racecheck", action="store_true", help="kernels as that tool can follow them")
     parser.add_argument(
