@@ -155,6 +155,8 @@ def log_probabilities_of(tokens: int, features: int, vocabulary: int) -> None:
         for shape in ((tokens, features), (vocabulary, features))
     )
     target = torch.arange(tokens, device="cuda") % vocabulary
+    out = samebits.linear_logp(x, weight, target)
+    torch.autograd.grad(out, (x, weight), out)
     results = samebits.linear_logp(x, weight, target, return_entropy=True)
     torch.autograd.grad(results, (x, weight), results)
     logits = torch.zeros(tokens, vocabulary, dtype=DTYPE, device="cuda", requires_grad=True)

@@ -120,7 +120,7 @@ LOGP = list(itertools.product(("statistics_sm90", "grad_logits_sm90"), (False, T
 @pytest.mark.parametrize(("entry", "entropy"), LOGP)
 def test_log_probabilities_compile_without_spills(entry: str, entropy: bool) -> None:
     operands = [(BF16, None), (BF16, BF16), (F16, F16)]
-    for s, (dtype, bias) in itertools.product(linear_logp_sm90.schedules(entry), operands):
+    for s, (dtype, bias) in itertools.product(linear_logp_sm90.schedules(entry, entropy), operands):
         spec = linear_logp_sm90.spec(entry, s, dtype=dtype, bias=bias, entropy=entropy, folded=s.block_n < 32)
         assert spec.smem <= SMEM
         assert s.stages >= 2

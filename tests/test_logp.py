@@ -522,6 +522,7 @@ FUSED = {"cuda": ("linear_logp_sm90", "logp"), "triton": ("linear_logp", "logp")
         ("wide", 192, 128 * 37 + 1, False, True),
         ("normal", 8, 100, True, True),
         ("normal", 72, 166, False, True),  # 157 of it: tiles of 160 end in what follows a row
+        ("normal", 72, 198, False, False),  # 189 of it: tiles of 192 do
     ],
 )
 def test_cuda_schedules_change_no_bit(
@@ -544,7 +545,7 @@ def test_cuda_schedules_change_no_bit(
     tokens, key = 300, TENSOR_CORE.on(FAMILY).key
     fused, logp = (importlib.import_module(f"samebits.backends.{backend}.{m}") for m in FUSED[backend])
     if backend == "cuda":
-        schedules = [fused.schedules(entry) for entry in ("statistics_sm90", "grad_logits_sm90")]
+        schedules = [fused.schedules(e, with_entropy) for e in ("statistics_sm90", "grad_logits_sm90")]
         statistics_of, grad_logits_of = fused.statistics, fused.grad_logits
     else:
         schedules = [fused.STATISTICS_SCHEDULES, fused.matmul.TILE_SCHEDULES]

@@ -270,13 +270,17 @@ def _gradients(
     )
     grads = [None if g is None else g.reshape(-1).contiguous() for g in (grad, grad_entropy)]
     dtype = torch.float32 if contract_from_key(contract).step == "fma" else hidden.dtype
-    dx = torch.zeros(x.shape if needed[0] else (0, 0), dtype=torch.float32, device=x.device)
+    parts = [*vocabulary_pieces(slice(0, vocabulary), tokens, _GRAD_LOGITS)]
+    chain_dtype = hidden.dtype if len(parts) == 1 else torch.float32  # rounded once, when all are done
+    dx = hidden.new_empty(0)
     dw = weight.new_empty(weight.shape if needed[1] and main_grad is None else (0, features))
     db = weight.new_empty(vocabulary if needed[2] else 0)
     by_sequence = sequences(hidden)
-    for part in vocabulary_pieces(slice(0, vocabulary), tokens, _GRAD_LOGITS):
+    for part in parts:
         dz = backend.grad_logits(x, weight, bias, part, rows, *grads, dtype=dtype, contract=key)
-        if needed[0]:
+        if needed[0] and part.start == 0:
+            dx = products.matmul(dz, weight[part], bias=None, out_dtype=chain_dtype, contract=key)
+        elif needed[0]:
             products.carry_on(dx, dz, weight[part], contract=key)
         columns = dz.view(*by_sequence.shape[:3], dz.shape[1]).mT
         if needed[1] and main_grad is not None:
@@ -289,8 +293,9 @@ def _gradients(
         del dz, columns  # before the next ones are allocated
     if needed[1] and main_grad is not None:
         torch.autograd.graph.increment_version(main_grad)  # written where autograd cannot see
-    dhidden = products.rounded(dx, hidden.dtype).view(hidden.shape) if needed[0] else hidden.new_empty(0)
-    return dhidden, dw, db
+    if len(parts) > 1 and needed[0]:
+        dx = products.rounded(dx, hidden.dtype)
+    return dx.view(hidden.shape) if needed[0] else dx, dw, db
 
 
 def _fake(

@@ -27,11 +27,12 @@ def _epilogue_bytes(entry: str, s: Schedule) -> int:
     return s.warpgroups * s.block_n * _LINE if s.swap else 0
 
 
-def schedules(entry: str) -> list[Schedule]:
+def schedules(entry: str, entropy: bool) -> list[Schedule]:
     """All that :func:`choose` may return. None changes a bit."""
-    # Two teams of one warpgroup: one in its epilogue while the other multiplies.
+    # Two teams of one warpgroup: one in its epilogue while the other multiplies. Statistics are of whole
+    # blocks of the vocabulary; the gradient of entropy needs more registers than the widest tile leaves.
     statistics = entry == "statistics_sm90"
-    columns = 128 if statistics else 160  # statistics are of whole blocks of the vocabulary
+    columns = 128 if statistics else 160 if entropy else 192
     found = [Schedule(128, 128, 64, 0, 2, 1), Schedule(128, columns, 64, 0, 2, 1, cluster=2, early=True)]
     if statistics:  # for few tokens, the vocabulary on the tall side
         found += [Schedule(128, tokens, 128, 0, 1, 1, swap=True) for tokens in (8, 16, 32, 64)]
@@ -39,9 +40,9 @@ def schedules(entry: str) -> list[Schedule]:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(entry: str, tokens: int) -> Schedule:
-    """The schedule for so many tokens."""
-    alone, pairs, *few = schedules(entry)
+def choose(entry: str, tokens: int, entropy: bool) -> Schedule:
+    """The schedule for so many tokens, with entropy or its gradient or without."""
+    alone, pairs, *few = schedules(entry, entropy)
     return next((s for s in few if s.block_n >= tokens), alone if tokens <= 256 else pairs)
 
 
@@ -114,7 +115,7 @@ def _prepared(
     schedule: Schedule | None,
 ) -> tuple[Schedule, runtime.Kernel, tuple[int, int, int], Maps, Maps]:
     """Schedule, kernel, grid, and the maps of hidden states and weights."""
-    s = schedule or choose(entry, tokens)
+    s = schedule or choose(entry, tokens, entropy)
     folded = features % 64 == 0
     rows, columns = (vocabulary, tokens) if s.swap else (tokens, vocabulary)
     (hidden_block, hidden_sharers), (weight_block, weight_sharers) = (

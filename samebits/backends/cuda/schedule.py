@@ -148,6 +148,8 @@ _OUTSIDE = 9  # cycles to copy in 128 bytes that lie outside of a matrix; eight 
 _L2 = 15e6  # bytes a microsecond that leave L2 for all of them
 _HBM = 4.2e6  # bytes a microsecond
 _GAP = 1.6  # microseconds between kernels
+_TALL_MN = 0.99  # of that time is what tiles of 192 rows contiguous along m take, at k of 2048 and more
+_TOGETHER = 2048  # rows whose tiles are walked together: what they take in stays in L2
 _LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles are wide and in clusters
 
 
@@ -216,7 +218,8 @@ def estimate(s: Schedule, product: Product, sms: int) -> float:
     work = _work(s, product, sms)
     # Clusters start together; B is read again for every further tile of few rows.
     extra = 0.2 if s.swap and product.m > s.block_n else 0.1 if s.cluster > 1 else 0
-    return _GAP + max(work) + 0.05 * sum(work) + s.block_m * s.block_n / s.share / 8192 + extra
+    us = _GAP + max(work) + 0.05 * sum(work) + s.block_m * s.block_n / s.share / 8192 + extra
+    return us * (_TALL_MN if product.a_mn and s.block_m == 192 and product.k >= 2048 else 1)
 
 
 def _schedule(
@@ -357,7 +360,8 @@ def _settle(best: Schedule, p: Product, sms: int) -> Schedule:
     ahead = best.stages if best.swap and p.m <= min(best.block_n, 128) and hbm < multiply else 0
     # Neighbouring tiles run side by side: let them share the much larger operand, if the other stays in L2.
     tall = not best.swap and best.share == 1 and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
-    group = 1 if tall and p.n * p.k * 2 <= 24 << 20 else best.group
+    together = min(best.group, -(-_TOGETHER // best.block_m))
+    group = 1 if tall and p.n * p.k * 2 <= 24 << 20 else together
     seen = p.turned() if best.swap else p
     if p.m > 128 and _tiles(best, seen) <= sms * best.blocks:  # all run at once
         # With two rows of tall ones it costs 2 to 7 % at x @ weight.T.
@@ -383,7 +387,7 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
             s,
             early=i % 2 == 0,
             ahead=s.stages * (i % 3 == 0) if s.swap else 0,
-            group=(1, 16, 2, 16, 16)[i % 5],
+            group=(1, 16, 2, 11, 8)[i % 5],
         )
         for i, s in enumerate(found)
     ]

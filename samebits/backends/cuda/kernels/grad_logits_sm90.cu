@@ -31,20 +31,24 @@ struct GradLogits {
 
     __device__ __forceinline__ void finish(Accumulators& acc, u32 panels, const Problem& p, const Place& place,
                                            u32 warpgroup, u32 thread) {
-        if constexpr (BIAS != NONE) add_bias<BIAS>(acc, p, place, thread);
+        // A panel at a time: what has left needs no registers, which are scarce.
         Fragment fragment(place, thread);
-#pragma unroll
-        for (int i = 0; i < 2 * BANDS; ++i) {
-            int token = min(fragment.row + i * 8 + i / 2 * 48, p.m - 1);  // what lies below is not written
-            const contract::RowGradient<ENTROPY> gradient(p, token);
-            int target = gradient.counts ? int(gradient.target - p.first) - fragment.column : -1;
-#pragma unroll
-            for (int j = 0; j < BLOCK_N / 4; ++j) {
-                float& d = acc[i / 2][j / 2 * 4 + i % 2 * 2 + j % 2];
-                d = gradient.at(__fmul_rn(d, p.scale), j / 2 * 8 + j % 2 == target);
+        copy_panels<OUTPUT>(acc, panels, p, place, warpgroup, thread, buffer, [&](u32 band, u32 begin) {
+            if constexpr (BIAS != NONE) {
+                if (band == 0) add_bias<BIAS, PANEL>(acc, p, place, thread, begin);
             }
-        }
-        copy_panels<OUTPUT>(acc, panels, p, place, warpgroup, thread, buffer);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                int token = min(fragment.row + int(band) * 64 + half * 8, p.m - 1);  // what lies below is not written
+                const contract::RowGradient<ENTROPY> gradient(p, token);
+                int target = gradient.counts ? int(gradient.target - p.first) - fragment.column - int(begin) : -1;
+#pragma unroll
+                for (int j = 0; j < PANEL / 4; ++j) {
+                    float& d = acc[band][begin / 2 + j / 2 * 4 + half * 2 + j % 2];
+                    d = gradient.at(__fmul_rn(d, p.scale), j / 2 * 8 + j % 2 == target);
+                }
+            }
+        });
     }
 
     // Shared memory must outlive what still reads it.

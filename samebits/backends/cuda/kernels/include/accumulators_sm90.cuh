@@ -31,8 +31,10 @@ __device__ __forceinline__ void clear(Accumulators& acc) {
     }
 }
 
-template <int type, typename Problem>
-__device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
+// To all columns, or to some.
+template <int type, u32 columns = BLOCK_N, typename Problem>
+__device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, const Place& place, u32 thread,
+                                         u32 first_column = 0) {
     using Bias = Element<type>;
     Fragment fragment(place, thread);
     int begin = TRANSPOSED ? fragment.row : fragment.column;
@@ -53,7 +55,8 @@ __device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, co
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 8; ++i) {
+        for (int j = 0; j < columns / 8; ++j) {
+            int i = first_column / 8 + j;
             float first = at(i * 8), second = at(i * 8 + 1);
 #pragma unroll
             for (int half = 0; half < 2 * BANDS; ++half) add(&acc[half / 2][i * 4 + half % 2 * 2], first, second);
@@ -63,9 +66,9 @@ __device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, co
 
 // Through shared memory in panels of 64 rows, each copied out while the next is written. The two buffers take
 // turns from tile to tile too: the copy before last has then read the buffer that is written.
-template <int type, typename Problem>
+template <int type, typename Problem, typename Change>
 __device__ __forceinline__ void copy_panels(Accumulators& acc, u32 panels, const Problem& p, const Place& place,
-                                            u32 warpgroup, u32 thread, u32& buffer) {
+                                            u32 warpgroup, u32 thread, u32& buffer, Change change) {
     using Out = Element<type>;
     u32 warp = thread / 32, lane = thread % 32;
     u32 line = warp * 16 + lane % 16;  // that this lane addresses for stmatrix
@@ -74,6 +77,7 @@ __device__ __forceinline__ void copy_panels(Accumulators& acc, u32 panels, const
 #pragma unroll
         for (u32 column = 0; column < BLOCK_N; column += PANEL) {
             u32 panel = panels + buffer * PANEL_BYTES;
+            change(band, column);
             if (thread == 0) copy_out_wait_read<1>();
             named_barrier(OWN + warpgroup, 128);
 #pragma unroll
