@@ -120,7 +120,7 @@ LOGP = list(itertools.product(("statistics_sm90", "grad_logits_sm90"), (False, T
 @pytest.mark.parametrize(("entry", "entropy"), LOGP)
 def test_log_probabilities_compile_without_spills(entry: str, entropy: bool) -> None:
     operands = [(BF16, None), (BF16, BF16), (F16, F16)]
-    for s, (dtype, bias) in itertools.product(linear_logp_sm90.schedules(entry, entropy), operands):
+    for s, (dtype, bias) in itertools.product(linear_logp_sm90.schedules(entry), operands):
         spec = linear_logp_sm90.spec(entry, s, dtype=dtype, bias=bias, entropy=entropy, folded=s.block_n < 32)
         assert spec.smem <= SMEM
         assert s.stages >= 2
@@ -211,12 +211,27 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (256, 4096, 4096, 1, 16, False),  # but where there are few rows of them
         (512, 4096, 4096, 1, 16, True),  # and tall ones start early
         (512, 8192, 8192, 2, 16, True),  # shared ones, too
-        (8192, 8192, 8192, 2, 16, True),
+        (8192, 8192, 8192, 2, 8, True),  # 2,048 rows of tiles together
+        (16384, 4096, 4096, 2, 11, True),
     ],
 )
 def test_the_order_of_tiles(m: int, n: int, k: int, cluster: int, group: int, early: bool) -> None:
     chosen = schedule.choose(schedule.Product(m, n, k), 132)
     assert (chosen.cluster, chosen.group, chosen.early) == (cluster, group, early)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "columns"),
+    [
+        (4096, 25344, 384),
+        (4096, 151936, 384),
+        (131072, 896, 128),  # 1,152 by pairs
+        (256, 25344, 128),
+    ],
+)
+def test_columns_of_dz_that_a_cluster_takes(tokens: int, vocabulary: int, columns: int) -> None:
+    chosen = linear_logp_sm90.choose("grad_logits_sm90", tokens, vocabulary)
+    assert chosen.block_n * chosen.cluster == columns
 
 
 @pytest.mark.parametrize("m", [1, 3, 8, 33, 128, 256, 1000, 4096])

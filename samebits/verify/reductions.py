@@ -66,8 +66,7 @@ def on_cuda(fused: bool) -> Backend:
         if entry == "attention":
             head, values = (round_up(size, 16) for size in sizes)
             return attention_sm90.schedules(head, values)
-        of = partial(linear_logp_sm90.schedules, f"{entry}_sm90")
-        return list(dict.fromkeys([*of(entropy=False), *of(entropy=True)]))
+        return linear_logp_sm90.schedules(f"{entry}_sm90")
 
     kernels = linear_logp_sm90.statistics, linear_logp_sm90.grad_logits, attention_sm90.attention
     return Backend("", rows, logp, *kernels, schedules)

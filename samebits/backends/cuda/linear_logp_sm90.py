@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samebits.backends.cuda import matmul_sm80, runtime
 from samebits.backends.cuda.matmul_sm90 import TYPES, Maps, operand_maps
-from samebits.backends.cuda.schedule import Schedule
+from samebits.backends.cuda.schedule import Schedule, round_up
 from samebits.backends.linear_logp import empty_grads
 from samebits.backends.rows import Rows, Statistics
 from samebits.functions import VOCAB_BLOCK
@@ -27,12 +27,11 @@ def _epilogue_bytes(entry: str, s: Schedule) -> int:
     return s.warpgroups * s.block_n * _LINE if s.swap else 0
 
 
-def schedules(entry: str, entropy: bool) -> list[Schedule]:
+def schedules(entry: str) -> list[Schedule]:
     """All that :func:`choose` may return. None changes a bit."""
-    # Two teams of one warpgroup: one in its epilogue while the other multiplies. Statistics are of whole
-    # blocks of the vocabulary; the gradient of entropy needs more registers than the widest tile leaves.
+    # Two teams of one warpgroup: one in its epilogue while the other multiplies.
     statistics = entry == "statistics_sm90"
-    columns = 128 if statistics else 160 if entropy else 192
+    columns = 128 if statistics else 192  # statistics are of whole blocks of the vocabulary
     found = [Schedule(128, 128, 64, 0, 2, 1), Schedule(128, columns, 64, 0, 2, 1, cluster=2, early=True)]
     if statistics:  # for few tokens, the vocabulary on the tall side
         found += [Schedule(128, tokens, 128, 0, 1, 1, swap=True) for tokens in (8, 16, 32, 64)]
@@ -40,10 +39,11 @@ def schedules(entry: str, entropy: bool) -> list[Schedule]:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(entry: str, tokens: int, entropy: bool) -> Schedule:
-    """The schedule for so many tokens, with entropy or its gradient or without."""
-    alone, pairs, *few = schedules(entry, entropy)
-    return next((s for s in few if s.block_n >= tokens), alone if tokens <= 256 else pairs)
+def choose(entry: str, tokens: int, vocabulary: int) -> Schedule:
+    """The schedule for so many tokens, and entries of the vocabulary at a time."""
+    alone, pairs, *few = schedules(entry)
+    wide = round_up(vocabulary, pairs.block_n * pairs.cluster) > 1.15 * vocabulary  # columns for nobody
+    return next((s for s in few if s.block_n >= tokens), alone if tokens <= 256 or wide else pairs)
 
 
 def spec(
@@ -115,7 +115,7 @@ def _prepared(
     schedule: Schedule | None,
 ) -> tuple[Schedule, runtime.Kernel, tuple[int, int, int], Maps, Maps]:
     """Schedule, kernel, grid, and the maps of hidden states and weights."""
-    s = schedule or choose(entry, tokens, entropy)
+    s = schedule or choose(entry, tokens, vocabulary)
     folded = features % 64 == 0
     rows, columns = (vocabulary, tokens) if s.swap else (tokens, vocabulary)
     (hidden_block, hidden_sharers), (weight_block, weight_sharers) = (

@@ -149,7 +149,7 @@ _L2 = 15e6  # bytes a microsecond that leave L2 for all of them
 _HBM = 4.2e6  # bytes a microsecond
 _GAP = 1.6  # microseconds between kernels
 _TALL_MN = 0.99  # of that time is what tiles of 192 rows contiguous along m take, at k of 2048 and more
-_TOGETHER = 2048  # rows whose tiles are walked together: what they take in stays in L2
+_TOGETHER = 2048  # rows whose tiles are walked together at most: what they take in stays in L2
 _LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles are wide and in clusters
 
 

@@ -31,24 +31,31 @@ struct GradLogits {
 
     __device__ __forceinline__ void finish(Accumulators& acc, u32 panels, const Problem& p, const Place& place,
                                            u32 warpgroup, u32 thread) {
-        // A panel at a time: what has left needs no registers, which are scarce.
         Fragment fragment(place, thread);
-        copy_panels<OUTPUT>(acc, panels, p, place, warpgroup, thread, buffer, [&](u32 band, u32 begin) {
-            if constexpr (BIAS != NONE) {
-                if (band == 0) add_bias<BIAS, PANEL>(acc, p, place, thread, begin);
-            }
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
+        for (u32 band = 0; band < BANDS; ++band) {
+            auto row = [&](int half) {
                 int token = min(fragment.row + int(band) * 64 + half * 8, p.m - 1);  // what lies below is not written
-                const contract::RowGradient<ENTROPY> gradient(p, token);
-                int target = gradient.counts ? int(gradient.target - p.first) - fragment.column - int(begin) : -1;
+                return contract::RowGradient<ENTROPY>(p, token);
+            };
+            auto column_of = [&](const contract::RowGradient<ENTROPY>& of) {
+                return of.counts ? int(of.target - p.first) - fragment.column : -1;
+            };
+            const contract::RowGradient<ENTROPY> gradients[2] = {row(0), row(1)};
+            const int targets[2] = {column_of(gradients[0]), column_of(gradients[1])};
 #pragma unroll
-                for (int j = 0; j < PANEL / 4; ++j) {
-                    float& d = acc[band][begin / 2 + j / 2 * 4 + half * 2 + j % 2];
-                    d = gradient.at(__fmul_rn(d, p.scale), j / 2 * 8 + j % 2 == target);
+            for (u32 column = 0; column < BLOCK_N; column += 16) {
+                __syncwarp();  // no more elements at a time: registers are scarce
+                float* d = &acc[band][column / 2];
+                if constexpr (BIAS != NONE) add_bias<BIAS>(d, p, place, thread, column);
+#pragma unroll
+                for (u32 i = 0; i < 8; ++i) {
+                    u32 half = i / 2 % 2, at = column + i / 4 * 8 + i % 2;
+                    d[i] = gradients[half].at(__fmul_rn(d[i], p.scale), int(at) == targets[half]);
                 }
             }
-        });
+            copy_band<OUTPUT>(acc, band, panels, p, place, warpgroup, thread, buffer);
+        }
     }
 
     // Shared memory must outlive what still reads it.

@@ -31,10 +31,8 @@ __device__ __forceinline__ void clear(Accumulators& acc) {
     }
 }
 
-// To all columns, or to some.
-template <int type, u32 columns = BLOCK_N, typename Problem>
-__device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, const Place& place, u32 thread,
-                                         u32 first_column = 0) {
+template <int type, typename Problem>
+__device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
     using Bias = Element<type>;
     Fragment fragment(place, thread);
     int begin = TRANSPOSED ? fragment.row : fragment.column;
@@ -55,8 +53,7 @@ __device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, co
         }
     } else {
 #pragma unroll
-        for (int j = 0; j < columns / 8; ++j) {
-            int i = first_column / 8 + j;
+        for (int i = 0; i < BLOCK_N / 8; ++i) {
             float first = at(i * 8), second = at(i * 8 + 1);
 #pragma unroll
             for (int half = 0; half < 2 * BANDS; ++half) add(&acc[half / 2][i * 4 + half % 2 * 2], first, second);
@@ -64,36 +61,49 @@ __device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, co
     }
 }
 
-// Through shared memory in panels of 64 rows, each copied out while the next is written. The two buffers take
+// To a thread's eight elements in 16 columns of one band, which begin at `column` of the tile.
+template <int type, typename Problem>
+__device__ __forceinline__ void add_bias(float* acc, const Problem& p, const Place& place, u32 thread, u32 column) {
+    using Bias = Element<type>;
+    int begin = Fragment(place, thread).column;
+    const auto* bias = static_cast<const typename Bias::Stored*>(p.bias) + begin;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        int at = int(column) + i / 2 * 8 + i % 2;
+        float value = at < p.n - begin ? Bias::widen(bias[at]) : 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float& d = acc[i / 2 * 4 + half * 2 + i % 2];
+            d = __fadd_rn(d, value);
+        }
+    }
+}
+
+// A band of 64 rows, through shared memory in panels, each copied out while the next is written. The two buffers take
 // turns from tile to tile too: the copy before last has then read the buffer that is written.
-template <int type, typename Problem, typename Change>
-__device__ __forceinline__ void copy_panels(Accumulators& acc, u32 panels, const Problem& p, const Place& place,
-                                            u32 warpgroup, u32 thread, u32& buffer, Change change) {
+template <int type, typename Problem>
+__device__ __forceinline__ void copy_band(Accumulators& acc, u32 band, u32 panels, const Problem& p, const Place& place,
+                                          u32 warpgroup, u32 thread, u32& buffer) {
     using Out = Element<type>;
     u32 warp = thread / 32, lane = thread % 32;
     u32 line = warp * 16 + lane % 16;  // that this lane addresses for stmatrix
+    u32 begin = line * PANEL * 2 + (lane / 16 ^ line / (64 / PANEL) % (PANEL / 8)) * 16;
 #pragma unroll
-    for (u32 band = 0; band < BANDS; ++band) {
+    for (u32 column = 0; column < BLOCK_N; column += PANEL) {
+        u32 panel = panels + buffer * PANEL_BYTES, to = panel + begin;
+        if (thread == 0) copy_out_wait_read<1>();
+        named_barrier(OWN + warpgroup, 128);
 #pragma unroll
-        for (u32 column = 0; column < BLOCK_N; column += PANEL) {
-            u32 panel = panels + buffer * PANEL_BYTES;
-            change(band, column);
-            if (thread == 0) copy_out_wait_read<1>();
-            named_barrier(OWN + warpgroup, 128);
-#pragma unroll
-            for (u32 chunk = 0; chunk < PANEL / 8; chunk += 2) {
-                float* d = &acc[band][(column / 8 + chunk) * 4];
-                u32 swizzle = line / (64 / PANEL) % (PANEL / 8);
-                u32 to = panel + line * PANEL * 2 + ((chunk + lane / 16) ^ swizzle) * 16;
-                asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-                             "r"(Out::pack(d[0], d[1])), "r"(Out::pack(d[2], d[3])), "r"(Out::pack(d[4], d[5])),
-                             "r"(Out::pack(d[6], d[7]))
-                             : "memory");
-            }
-            async_proxy_fence();
-            named_barrier(OWN + warpgroup, 128);
-            if (thread == 0) copy_out(p.out_map, panel, place.n + column, place.m + band * 64, place.batch);
-            buffer ^= 1;
+        for (u32 chunk = 0; chunk < PANEL / 8; chunk += 2) {
+            float* d = &acc[band][(column / 8 + chunk) * 4];
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to ^ chunk * 16),
+                         "r"(Out::pack(d[0], d[1])), "r"(Out::pack(d[2], d[3])), "r"(Out::pack(d[4], d[5])),
+                         "r"(Out::pack(d[6], d[7]))
+                         : "memory");
         }
+        async_proxy_fence();
+        named_barrier(OWN + warpgroup, 128);
+        if (thread == 0) copy_out(p.out_map, panel, place.n + column, place.m + band * 64, place.batch);
+        buffer ^= 1;
     }
 }

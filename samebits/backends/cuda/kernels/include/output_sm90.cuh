@@ -86,7 +86,10 @@ struct Output {
                                            u32 warpgroup, u32 thread) {
         if constexpr (BIAS != NONE) add_bias<BIAS>(acc, p, place, thread);
         if constexpr (PANEL > 0) {
-            copy_panels<OUTPUT>(acc, panels, p, place, warpgroup, thread, buffer, [](u32, u32) {});
+#pragma unroll
+            for (u32 band = 0; band < BANDS; ++band) {
+                copy_band<OUTPUT>(acc, band, panels, p, place, warpgroup, thread, buffer);
+            }
         } else {
             store<OUTPUT>(acc, p, place, thread);
         }
