@@ -221,6 +221,19 @@ def test_the_order_of_tiles(m: int, n: int, k: int, cluster: int, group: int, ea
 
 
 @pytest.mark.parametrize(
+    ("n", "k", "tokens", "tile"),
+    [
+        (25344, 4096, 4096, (192, 128)),  # of a chunk of the vocabulary
+        (4096, 4096, 4096, (128, 256)),
+        (4096, 14336, 1024, (128, 192)),
+    ],
+)
+def test_tiles_of_weight_gradients(n: int, k: int, tokens: int, tile: tuple[int, int]) -> None:
+    chosen = schedule.choose(schedule.Product(n, k, tokens, a_mn=True, b_mn=True), 132)
+    assert (chosen.block_m, chosen.block_n) == tile
+
+
+@pytest.mark.parametrize(
     ("tokens", "vocabulary", "columns"),
     [
         (4096, 25344, 384),
