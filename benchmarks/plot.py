@@ -134,7 +134,7 @@ def gpu_roofline(data: dict[str, Any]) -> Figure:
         f"copy (torch.clone) in the same run:\n{copy:.2f} TB/s read and written.\n"
         "No bound: a copy is half writes,\nproducts of few rows mostly read",
         (1.4, 1.4 * copy),
-        (0.03, 0.7),
+        (0.03, 0.74),
         textcoords="axes fraction",
         fontsize=9,
         arrowprops={"arrowstyle": "-", "lw": 0.6, "relpos": (0.2, 0)},
