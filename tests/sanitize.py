@@ -155,10 +155,10 @@ def log_probabilities_of(tokens: int, features: int, vocabulary: int) -> None:
         for shape in ((tokens, features), (vocabulary, features))
     )
     target = torch.arange(tokens, device="cuda") % vocabulary
-    out = samebits.linear_logp(x, weight, target)
-    torch.autograd.grad(out, (x, weight), out)
-    results = samebits.linear_logp(x, weight, target, return_entropy=True)
-    torch.autograd.grad(results, (x, weight), results)
+    bias = torch.zeros(vocabulary, dtype=DTYPE, device="cuda", requires_grad=True)
+    for b, entropy in itertools.product((None, bias), (False, True)):
+        results = samebits.linear_logp(x, weight, target, b, return_entropy=entropy)
+        torch.autograd.grad(results, [t for t in (x, weight, b) if t is not None], results)
     logits = torch.zeros(tokens, vocabulary, dtype=DTYPE, device="cuda", requires_grad=True)
     out = samebits.logp(logits, target)
     torch.autograd.grad(out, logits, out)
