@@ -78,8 +78,9 @@ def general(
 
     types = {"a": f"*{PLACES[dtype]}", "b": f"*{PLACES[dtype]}", "out": f"*{PLACES[out]}", **given}
     constants = {name: None for name in ("acc", "bias", "spans") if name not in given}
-    fma = s.stages == 1
-    constants |= {"FMA": fma, "CLOSING_ZERO": fma, "A_ALONG": along[0], "B_ALONG": along[1]}
+    fma = s.block_k == 4
+    constants |= {"FMA": fma, "CLOSING_ZERO": fma, "STAGES": s.stages}
+    constants |= {"A_ALONG": along[0], "B_ALONG": along[1]}
     return compiled(target, kernels.matmul, types, constants | scheduled(s))
 
 

@@ -90,8 +90,8 @@ def fma() -> int:
         count += check(a, b, F32, FMA, schedule, next(layouts), acc=acc)
     largest = backend.FMA_SCHEDULES[0]
     return count + check(
-        values("wide", (1, 1, 130, 3), F32, 0),
-        values("wide", (1, 1, 3, 133), F32, 1),
+        values("wide", (1, 1, 130, 7), F32, 0),
+        values("wide", (1, 1, 7, 133), F32, 1),
         F32,
         FMA,
         largest,

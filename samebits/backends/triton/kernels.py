@@ -44,14 +44,43 @@ def _mma_chain(acc, a, b, start, stop, a_k, b_k, row, column, BLOCK_K: tl.conste
 
 
 @triton.jit
-def _fma_chain(acc, a, b, start, stop, a_k, b_k, row, column, UNROLL: tl.constexpr):
-    """``acc`` carried on over ``start <= k < stop``, one fused multiply-add for each k."""
-    for k in tl.range(start, stop, loop_unroll_factor=UNROLL):
-        at = tl.cast(k, tl.int64)
+def _fma(acc, x, y):
+    x, y = tl.broadcast(x, y)
+    return tl.fma(x, y, acc)
+
+
+@triton.jit
+def _quarters(x):
+    """``x[..., 0]`` to ``x[..., 3]``."""
+    even, odd = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], x.shape[3], 2, 2)).split()
+    x0, x2 = even.split()
+    x1, x3 = odd.split()
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _fma_chain(acc, a, b, start, stop, a_k, b_k, row, column, STAGES: tl.constexpr):
+    """``acc`` carried on over ``start <= k < stop``, one fused multiply-add for each k.
+
+    Four k at a time, several such pieces in flight; then what is left, by itself: terms of zeros, which fill
+    up other chains, could turn -0 into +0.
+    """
+    whole = start + (stop - start) // 4 * 4
+    for k0 in tl.range(start, whole, 4, num_stages=STAGES):
+        ks = (k0 + tl.arange(0, 4)).to(tl.int64)
+        x = tl.load(tl.expand_dims(a, 4) + ks * a_k, mask=tl.expand_dims(row, 4), other=0).to(tl.float32)
+        y = tl.load(tl.expand_dims(b, 4) + ks * b_k, mask=tl.expand_dims(column, 4), other=0).to(tl.float32)
+        x0, x1, x2, x3 = _quarters(x)
+        y0, y1, y2, y3 = _quarters(y)
+        acc = _fma(acc, x0, y0)
+        acc = _fma(acc, x1, y1)
+        acc = _fma(acc, x2, y2)
+        acc = _fma(acc, x3, y3)
+    for k0 in range(whole, stop):
+        at = tl.cast(k0, tl.int64)
         x = tl.load(a + at * a_k, mask=row, other=0).to(tl.float32)
         y = tl.load(b + at * b_k, mask=column, other=0).to(tl.float32)
-        x, y = tl.broadcast(x, y)
-        acc = tl.fma(x, y, acc)
+        acc = _fma(acc, x, y)
     return acc
 
 
@@ -85,6 +114,16 @@ def store(tensor, row, column, tile, PARTS: tl.constexpr):
         left, right = halves(tile)
         tensor.store([row, column], left)
         tensor.store([row, column + left.shape[1]], right)
+
+
+@triton.jit
+def _spread(SIZE: tl.constexpr):
+    """0 to SIZE - 1 in rows of 16.
+
+    Triton spreads the last dimensions of a tensor over threads first. With the rows and columns of a tile cut
+    so, a thread has a rectangle of it, and needs few operands for each element; uncut it would have a column.
+    """
+    return tl.arange(0, SIZE // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
 
 
 # Sizes, and strides that follow from them, do not enter what is compiled: no batch size is special.
@@ -123,6 +162,7 @@ def matmul(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     if A_ALONG == "k":
@@ -142,24 +182,25 @@ def matmul(
     tiles = tiles_m * tiles_n
     batch = (tl.program_id(0) // tiles).to(tl.int64)
     tile_m, tile_n = place(tl.program_id(0) % tiles, tiles_m, tiles_n, GROUP)
-    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    if FMA:
+        rows = tile_m * BLOCK_M + _spread(BLOCK_M)[:, None, :, None]
+        columns = tile_n * BLOCK_N + _spread(BLOCK_N)[None, :, None, :]
+    else:
+        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     a += batch * a_batch + rows.to(tl.int64) * a_row
     b += batch * b_batch + columns.to(tl.int64) * b_column
     at = batch * out_batch + rows.to(tl.int64) * out_row + columns.to(tl.int64) * out_column
     inside = (rows < m) & (columns < n)
 
-    if acc is None:
-        chain = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    else:
-        chain = tl.load(acc + at, mask=inside, other=0)
+    chain = tl.zeros(inside.shape, tl.float32) if acc is None else tl.load(acc + at, mask=inside, other=0)
     for s in range(sequences):
         start, stop = 0, k
         if spans is not None:
             start, stop = tl.load(spans + s).to(tl.int32), tl.load(spans + s + 1).to(tl.int32)
         x, y = a + tl.cast(s, tl.int64) * a_sequence, b + tl.cast(s, tl.int64) * b_sequence
         if FMA:
-            chain = _fma_chain(chain, x, y, start, stop, a_k, b_k, rows < m, columns < n, BLOCK_K)
+            chain = _fma_chain(chain, x, y, start, stop, a_k, b_k, rows < m, columns < n, STAGES)
             if CLOSING_ZERO:  # fma(+0, +0, chain): what it does is to turn -0 into +0
                 chain = tl.where((chain == 0) & (start < stop), 0.0, chain)
         else:

@@ -22,10 +22,11 @@ class Schedule:
 
     Attributes:
         block_m, block_n: a program's share of the output.
-        block_k: k in a step of the loop; under FMA, steps of the loop that are unrolled.
+        block_k: k in a step of the loop; under FMA always 4.
         warps: in a program.
         stages: tiles in flight.
         group: rows of tiles that run side by side.
+        us: microseconds that a multiprocessor takes for a tile over 4096 k, fitted to times on an H200.
     """
 
     block_m: int
@@ -34,6 +35,7 @@ class Schedule:
     warps: int
     stages: int
     group: int = 8
+    us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +43,11 @@ class TileSchedule(Schedule):
     """How :func:`kernels.matmul_tiles` cuts the work.
 
     Attributes:
-        us: microseconds that a multiprocessor takes for a tile over 4096 k, fitted to times on an H200.
         swap: compute transposed tiles.
         persistent: one program for each multiprocessor takes tile after tile, fetching ahead across them.
         parts: in which a tile is written.
     """
 
-    us: float = 0.0
     swap: bool = False
     persistent: bool = False
     parts: int = 1
@@ -69,10 +69,12 @@ MMA_SCHEDULES = (
     Schedule(16, 64, 128, 4, 3),
 )
 FMA_SCHEDULES = (
-    Schedule(128, 128, 8, 8, 1),
-    Schedule(64, 64, 8, 4, 1),
-    Schedule(64, 16, 8, 4, 1),
-    Schedule(16, 64, 8, 4, 1),
+    Schedule(128, 128, 4, 8, 3, us=660),
+    Schedule(128, 64, 4, 8, 4, us=345),
+    Schedule(64, 64, 4, 4, 6, us=181),
+    Schedule(32, 32, 4, 2, 8, us=70),
+    Schedule(16, 32, 4, 2, 12, us=55),
+    Schedule(32, 16, 4, 2, 12, us=55),
 )
 
 
@@ -195,8 +197,8 @@ def run(
         if contract.step == "mma" and cu_seqlens is None and takes_tiles(a, b, out, acc, bias):
             schedule = choose_tiles(M, N, out.element_size(), acc is not None, out.device)
         else:
-            offered = FMA_SCHEDULES if contract.step == "fma" else MMA_SCHEDULES
-            schedule = choose(offered, M, N, B, _gpu(out.device).multiprocessors)
+            choose = choose_fma if contract.step == "fma" else choose_mma
+            schedule = choose(M, N, B, _gpu(out.device).multiprocessors)
     with torch.cuda.device_of(out):
         if isinstance(schedule, TileSchedule):
             _launch_tiles(schedule, a[0, 0], b[0, 0], out[0], bias, acc is not None)
@@ -374,6 +376,7 @@ def _launch(
         CLOSING_ZERO=closing_zero,
         A_ALONG=_along(a),
         B_ALONG=_along(b.mT),
+        STAGES=s.stages,
         **_constants(s),
     )
 
@@ -407,11 +410,21 @@ def _along(x: Tensor) -> str:
     return ""
 
 
-def choose(offered: Sequence[Schedule], m: int, n: int, batch: int, sms: int) -> Schedule:
+def choose_mma(m: int, n: int, batch: int, sms: int) -> Schedule:
     """The largest tiles that are not mostly padding and give every multiprocessor one, else the smallest."""
-    full = [s for s in offered if s.block_m <= 2 * max(m, 8) and s.block_n <= 2 * max(n, 8)] or offered[-1:]
+    full = [s for s in MMA_SCHEDULES if s.block_m <= 2 * max(m, 8) and s.block_n <= 2 * max(n, 8)]
     busy = (s for s in full if -(-m // s.block_m) * -(-n // s.block_n) * batch >= sms)
-    return next(busy, full[-1])
+    return next(busy, (full or MMA_SCHEDULES)[-1])
+
+
+def choose_fma(m: int, n: int, batch: int, sms: int) -> Schedule:
+    """The schedule whose rounds of tiles, one for each multiprocessor at a time, take the least time."""
+    return min(FMA_SCHEDULES, key=lambda s: _time(s, m, n, batch, sms))
+
+
+def _time(s: Schedule, m: int, n: int, batch: int, sms: int) -> float:
+    tiles = -(-m // s.block_m) * -(-n // s.block_n) * batch
+    return -(-tiles // sms) * s.us
 
 
 @functools.lru_cache(maxsize=4096)
@@ -423,9 +436,9 @@ def choose_tiles(
     device: torch.device,
     offered: Sequence[TileSchedule] = TILE_SCHEDULES,
 ) -> TileSchedule:
-    """The schedule whose rounds of tiles, one for each multiprocessor at a time, take the least time."""
+    """As :func:`choose_fma`, of those that fit."""
     sms = _gpu(device).multiprocessors
     return min(
         (s for s in offered if s.block_m <= 2 * max(m, 8) and fits(s, element_size, accumulate, device)),
-        key=lambda s: -(-(-(-m // s.block_m) * -(-n // s.block_n)) // sms) * s.us,
+        key=lambda s: _time(s, m, n, 1, sms),
     )
