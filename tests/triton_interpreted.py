@@ -88,6 +88,13 @@ def fma() -> int:
         acc[0, 0, 0] = -0.0
         count += check(a, b, dtype, FMA, schedule, next(layouts), bias=bias)
         count += check(a, b, F32, FMA, schedule, next(layouts), acc=acc)
+    for schedule in backend.FMA_SCHEDULES:
+        acc = values("tiny", (1, 17, 20), F32, 2)
+        a, b = values("tiny", (1, 3, 17, 9), F32, 0), values("tiny", (1, 3, 9, 20), F32, 1)
+        count += check(a, b, F32, FMA, schedule, next(layouts), acc=acc)
+        a, b = values("tiny", (1, 1, 17, 23), F32, 0), values("tiny", (1, 1, 23, 20), F32, 1)
+        spans = torch.tensor([0, 3, 3, 17, 23])
+        count += check(a, b, F32, FMA, schedule, next(layouts), acc=acc, spans=spans)
     largest = backend.FMA_SCHEDULES[0]
     return count + check(
         values("wide", (1, 1, 130, 7), F32, 0),
