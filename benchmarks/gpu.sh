@@ -22,5 +22,5 @@ measure logp 80 benchmarks.logp
 measure models 140 benchmarks.models
 measure bench 450 benchmarks.gpu
 measure counters 60 benchmarks.counters
-measure triton 320 benchmarks.gpu --quick --backend triton
+measure triton 200 benchmarks.gpu --quick --backend triton
 exit $status
