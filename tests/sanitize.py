@@ -197,12 +197,13 @@ def tiny_products(every: int):
 
 
 def triton_products():
-    """Triton's schedules on operands that it fetches as tiles, and on such as it does not."""
-    m, n, k = 67, 48, 85
-    spans, bias = torch.tensor([0, 3, 3, 40, k], device="cuda"), torch.ones(n, device="cuda")
+    """Triton's schedules on operands that it fetches as tiles or by wide loads, and on others."""
+    m, n, bias = 67, 48, torch.ones(48, device="cuda")
     for kernel in (k for k in kernels(torch.cuda.current_device()) if not k.ahead):
-        dtype = torch.float32 if kernel.step == "fma" else DTYPE
-        for schedule, layouts in itertools.product(kernel.schedules, (LAYOUTS[:2], LAYOUTS[2:])):
+        dtypes = (torch.float32, DTYPE) if kernel.step == "fma" else (DTYPE,)
+        places = (85, LAYOUTS[:2]), (85, LAYOUTS[2:]), (88, ("k", "k"))
+        for dtype, schedule, (k, layouts) in itertools.product(dtypes, kernel.schedules, places):
+            spans = torch.tensor([0, 3, 3, 40, k], device="cuda")
             a, b = (operands(rows, k, layout, dtype) for rows, layout in zip((m, n), layouts, strict=True))
             acc = torch.ones(m, n, device="cuda")
             for x, out in (

@@ -76,11 +76,11 @@ def compiled(target: str, kernel: Any, types: dict[str, str], constants: dict[st
 def general(
     target: str, dtype: torch.dtype, out: torch.dtype, along: tuple[str, str], s: Any, **given: str
 ) -> str:
-    from samebits.backends.triton import kernels
+    from samebits.backends.triton import kernels, matmul
 
     types = {"a": f"*{PLACES[dtype]}", "b": f"*{PLACES[dtype]}", "out": f"*{PLACES[out]}", **given}
     constants = {name: None for name in ("acc", "bias", "spans") if name not in given}
-    fma = s.block_k == 4
+    fma = s in matmul.FMA_SCHEDULES
     constants |= {"FMA": fma, "CLOSING_ZERO": fma, "STAGES": s.stages}
     constants |= {"A_ALONG": along[0], "B_ALONG": along[1]}
     return compiled(target, kernels.matmul, types, constants | scheduled(s))

@@ -26,7 +26,8 @@ class Schedule:
         warps: in a program.
         stages: tiles in flight.
         group: rows of tiles that run side by side.
-        us: microseconds that a multiprocessor takes for a tile over 4096 k, fitted to times on an H200.
+        us: microseconds that a multiprocessor takes for a tile over 4096 k, fitted to times on an H200;
+            MMA_SCHEDULES have none.
     """
 
     block_m: int
