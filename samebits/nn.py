@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from samebits.contract import Contract
-from samebits.ops._library import SUPPORTED, check_operands, has_memory, shape, unseen
+from samebits.ops._library import SUPPORTED, check_operands, has_memory, shape, without_modes
 from samebits.ops.addmm import addbmm, addbmm_, check_accumulator, refuse_overlap
 from samebits.ops.linear import linear, sequences
 from samebits.ops.matmul import product
@@ -156,10 +156,10 @@ class _MainGradLinear(torch.autograd.Function):
             return linear(x, weight, bias, cu_seqlens=cu_seqlens, contract=layer.contract)
 
     @staticmethod
-    @unseen
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, cu_seqlens = ctx.saved_tensors
+    @without_modes
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, cu_seqlens = saved
         _check_main_grads(*ctx.parameters, grad=grad, **({} if x is None else {"x": x}))
         grads: list[Tensor | None] = [None, None, None, None, None, None]
         if ctx.needs_input_grad[0]:

@@ -29,7 +29,8 @@ class Operator:
     Args:
         schema: name, arguments and results, in ``torch.library``'s language.
         cpu, cuda, fake: what computes it on such devices, and for tensors without data.
-        setup_context, backward: its gradient, as :func:`torch.library.register_autograd` takes it.
+        setup_context: what :func:`torch.library.register_autograd` takes.
+        backward: the gradient, as :func:`without_modes` takes it.
     """
 
     __slots__ = ("_cpu", "_cuda", "_recorded", "_registered")
@@ -53,7 +54,7 @@ class Operator:
         self._registered = getattr(torch.ops.samebits, name).default
         self._cpu, self._cuda, self._recorded = cpu, cuda, self._registered
         if backward is not None and setup_context is not None:
-            backward = unseen(backward)
+            backward = without_modes(backward)
             torch.library.register_autograd(
                 f"samebits::{name}", backward, setup_context=setup_context, lib=library
             )
@@ -98,13 +99,19 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
     return found if torch.is_grad_enabled() else own(found)
 
 
-def unseen(gradients: Callable[..., Any]) -> Callable[..., Any]:
-    """`gradients`, what it calls seen by no mode: each call of PyTorch's would cost microseconds more."""
+def without_modes(gradients: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward that calls ``gradients(ctx, saved, *grads)`` with function modes off.
+
+    A mode would cost each call of PyTorch's in there microseconds more. But `saved`, the context's saved
+    tensors, are read before that: activation checkpointing computes them then, by running the forward again,
+    which must see the modes around it.
+    """
 
     @functools.wraps(gradients)
-    def backward(*args: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        saved = ctx.saved_tensors
         with torch._C.DisableTorchFunction():
-            return gradients(*args)
+            return gradients(ctx, saved, *grads)
 
     return backward
 

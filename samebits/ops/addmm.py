@@ -242,8 +242,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype = a.dtype
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    a, b = ctx.saved_tensors
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, b = saved
     grad_acc = grad.to(torch.float32) if ctx.needs_input_grad[0] else None
     grad = operand(grad, ctx.dtype, ctx.contract).unsqueeze(1)
     grad_a = grad_b = None

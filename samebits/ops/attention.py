@@ -264,9 +264,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(q, k, v, mask)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("attention")
-    grads = _gradient(grad, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.contract)
+    grads = _gradient(grad, *saved, ctx.causal, ctx.scale, ctx.contract)
     return *grads, None, None, None, None
 
 

@@ -69,9 +69,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(ids)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("embedding")
-    (ids,) = ctx.saved_tensors
+    (ids,) = saved
     return _gradient(grad, ids, ctx.count, ctx.padding_idx), None, None
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends import asked
-from samebits.ops._library import Operator, unseen
+from samebits.ops._library import Operator, without_modes
 from samebits.ops.rows import backend, refuse_triton
 
 
@@ -35,8 +35,8 @@ class _Expand(torch.autograd.Function):
         return x.expand(shape)
 
     @staticmethod
-    @unseen
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    @without_modes
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, None]:
         return _operator(grad, ctx.shape), None
 
 
@@ -66,7 +66,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.shape = inputs[0].shape
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, None]:
     return grad.expand(ctx.shape), None
 
 

@@ -130,8 +130,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, cu_seqlens = ctx.saved_tensors
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, cu_seqlens = saved
     grad_x = grad_weight = grad_bias = None
     if ctx.needs_input_grad[0]:
         rows = grad if grad.ndim > 1 else grad.unsqueeze(0)

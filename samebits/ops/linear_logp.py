@@ -332,10 +332,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(
-    ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None, *_: Any
+    ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None, grad_entropy: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("linear_logp")
-    hidden, weight, bias, target, cu_seqlens, entropy, shift, log_sum = ctx.saved_tensors
+    hidden, weight, bias, target, cu_seqlens, entropy, shift, log_sum = saved
     needed = list(ctx.needs_input_grad[:3])
     if grad is None:
         grad = shift.new_zeros(target.shape)

@@ -173,9 +173,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("logp")
-    logits, target, shift, log_sum = ctx.saved_tensors
+    logits, target, shift, log_sum = saved
     out = _gradient(grad, logits, target, shift, log_sum, ctx.ignore_index, ctx.contract)
     return out, None, None, None
 

@@ -98,10 +98,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     from samebits.ops.addmm import addbmm  # whose gradients are products
 
-    (a, b), (a_shape, b_shape), dtype = ctx.saved_tensors, ctx.shapes, ctx.dtype
+    (a, b), (a_shape, b_shape), dtype = saved, ctx.shapes, ctx.dtype
     grad = operand(grad, dtype, ctx.contract)
     grad_a = grad_b = grad_bias = None
     if ctx.needs_input_grad[0]:

@@ -128,9 +128,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("norm")
-    x, weight, means, scales = ctx.saved_tensors
+    x, weight, means, scales = saved
     needed = ctx.needs_input_grad
     dx = _gradient(grad, x, weight, means, scales) if needed[0] else None
     columns = {

@@ -71,7 +71,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.shape, ctx.dtype = x.shape, x.dtype
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.mean:
         grad = _divided(grad, ctx.shape[1])
     return grad.to(ctx.dtype)[:, None].expand(ctx.shape), None
@@ -100,7 +100,7 @@ def _keep_n(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype, ctx.n = inputs[0].dtype, inputs[1]
 
 
-def _backward_share(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _backward_share(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, None]:
     return _divided(grad, ctx.n).to(ctx.dtype), None
 
 

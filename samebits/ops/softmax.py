@@ -73,9 +73,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(output)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("softmax")
-    (out,) = ctx.saved_tensors
+    (out,) = saved
     return _gradient(grad, out, ctx.logarithm), None
 
 
