@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from samebits.contract import Contract
 from samebits.ops._library import SUPPORTED, check_operands, has_memory, shape, without_modes
-from samebits.ops.addmm import addbmm, addbmm_, check_accumulator, refuse_overlap
+from samebits.ops.addmm import addbmm, addbmm_later, check_accumulator, refuse_overlap
 from samebits.ops.linear import linear, sequences
 from samebits.ops.matmul import product
 
@@ -30,7 +31,8 @@ class Linear(nn.Linear):
     the parameter's shape, in memory of its own, which the caller makes, zeroes, and hands to the optimizer.
     The backward carries its chain on over the new tokens (:func:`samebits.addmm_`), so that micro-batches
     which are cut between sequences give the bits of one large batch; then it sets
-    ``grad_added_to_main_grad`` on the parameter. In eager mode only.
+    ``grad_added_to_main_grad`` on the parameter. A backward that fails, for want of memory say, has written
+    nothing there. In eager mode only.
 
     Args:
         in_features: size of each input row.
@@ -156,8 +158,8 @@ class _MainGradLinear(torch.autograd.Function):
             return linear(x, weight, bias, cu_seqlens=cu_seqlens, contract=layer.contract)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     @without_modes
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, cu_seqlens = saved
         _check_main_grads(*ctx.parameters, grad=grad, **({} if x is None else {"x": x}))
@@ -166,7 +168,7 @@ class _MainGradLinear(torch.autograd.Function):
             rows = grad if grad.ndim > 1 else grad.unsqueeze(0)
             out = product(rows, weight, None, ctx.dtype, ctx.contract)
             grads[0] = out.reshape(ctx.shape)
-        columns = sequences(grad).mT
+        columns, steps = sequences(grad).mT, []
         for i, parameter in enumerate(ctx.parameters, 1):
             if not ctx.needs_input_grad[i]:
                 continue
@@ -180,8 +182,10 @@ class _MainGradLinear(torch.autograd.Function):
                 grads[i] = out[0].view(parameter.shape)
             else:
                 chains = acc.view(1, len(acc), terms.shape[-1])
-                addbmm_(chains, columns, terms, cu_seqlens, ctx.contract)
-                parameter.grad_added_to_main_grad = True
+                steps.append(addbmm_later(chains, columns, terms, cu_seqlens, ctx.contract))
+                steps.append(partial(setattr, parameter, "grad_added_to_main_grad", True))
+        for step in steps:  # all is written or nothing: whatever can fail has happened
+            step()
         return tuple(grads)
 
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing under samebits.batch_invariant: what a backward computes again has the same bits."""
+"""Activation checkpointing under samebits.batch_invariant: gradients have the same bits with and without."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.test_mode import COVERED
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# Of a matrix x[rows, 40], square weights w[40, 40] and b[40]. A product with the wrong one of w and w.T then has
-# the right shape.
+# Of a matrix x[rows, 40], square weights w[40, 40] and b[40]: a product with w in place of w.T has the right
+# shape and the wrong bits.
 MATRICES: dict[str, Function] = {
     "mm": lambda x, w, b: torch.mm(x, w),
     "matmul": lambda x, w, b: torch.matmul(x, w),

@@ -29,6 +29,7 @@ from samebits.backends.cuda import (
     runtime,
     schedule,
 )
+from samebits.backends.linear_logp import grad_logits
 from samebits.backends.rows import Rows
 from samebits.verify import plan, reductions
 from samebits.verify.operands import make_operands, make_room, unfilled
@@ -261,7 +262,7 @@ def test_every_launch_adds_up(launches: list[str], m: int, k: int, n: int) -> No
     dy, x = empty(m, n).mT[None, None], empty(m, k)[None, None]
     for bounds in (None, torch.tensor([0, m // 2, m])):
         assert matmul.addbmm(None, dy, x, bounds, out_dtype=BF16, contract=key).shape == (1, n, k)
-        matmul.addbmm_(empty(1, n, k, dtype=F32), dy, x, bounds, contract=key)
+        matmul.addbmm_later(empty(1, n, k, dtype=F32), dy, x, bounds, accumulate=True, contract=key)()
     rows = empty(4, 7, n).mT[None]
     assert matmul.addbmm(None, rows, empty(1, 4, 7, k), None, out_dtype=BF16, contract=key).shape == (1, n, k)
     assert matmul.matmul(empty(3, 5, k), empty(3, k, n), bias=None, out_dtype=BF16, contract=key).shape == (
@@ -285,7 +286,7 @@ def test_every_launch_under_fma_adds_up(launches: list[str], m: int, k: int, n: 
     dy, x = torch.empty(m, n).mT[None, None], torch.empty(m, k)[None, None]
     for bounds in (None, torch.tensor([0, m // 2, m])):
         assert matmul.addbmm(None, dy, x, bounds, out_dtype=F32, contract=key).shape == (1, n, k)
-        matmul.addbmm_(torch.empty(1, n, k), dy, x, bounds, contract=key)
+        matmul.addbmm_later(torch.empty(1, n, k), dy, x, bounds, accumulate=True, contract=key)()
     a3, b3 = torch.empty(3, 100, k), torch.empty(3, k, n)
     assert matmul.matmul(a3, b3, bias=None, out_dtype=F32, contract=key).shape == (3, 100, n)
     # TMA asks for strides of 16 bytes; other layouts, and sequences, go to the universal kernel.
@@ -310,7 +311,8 @@ def test_every_launch_of_log_probabilities_adds_up(
             tokens,
             -(-vocabulary // 128),
         )
-        dz = linear_logp.grad_logits(hidden, weight, b, part, rows, grad, h, dtype=BF16, contract=key)
+        given = hidden, weight, b, part, rows, grad, h
+        dz = grad_logits(linear_logp.grad_logits_later, *given, dtype=BF16, contract=key)
         assert (dz.shape, dz.stride(0) % 8) == ((tokens, part.stop - part.start), 0)
     fused = {"statistics_sm90.cu", "grad_logits_sm90.cu"}
     # TMA asks for strides of 16 bytes; other layouts go by way of logits in memory.

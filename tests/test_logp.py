@@ -24,6 +24,7 @@ import samebits
 from samebits import FMA, TENSOR_CORE, Contract, functions
 from samebits.backends.cuda import runtime
 from samebits.backends.cuda.logp import kernel_spec
+from samebits.backends.linear_logp import grad_logits
 from samebits.backends.reference import linear_logp as reference
 from samebits.backends.reference import logp_kernels as kernels
 from samebits.backends.rows import Rows
@@ -415,9 +416,9 @@ def test_no_gradient_of_an_entropy_that_was_not_asked_for() -> None:
     x, weight = torch.randn(3, 5, requires_grad=True), torch.randn(9, 5)
     arguments = (None, torch.tensor([0, 8, -100]), None, None, -100, 1.0, False, samebits.FMA.key)
     logp, entropy, *_ = torch.ops.samebits.linear_logp(x, weight, *arguments)
-    with mock.patch.object(reference, "grad_logits", wraps=reference.grad_logits) as called:
+    with mock.patch.object(reference, "grad_logits_later", wraps=reference.grad_logits_later) as called:
         (logp.sum() + entropy.sum()).backward()
-    assert called.call_args.args[6] is None
+    assert called.call_args.args[7] is None
 
 
 HALF = [torch.bfloat16, torch.float16]
@@ -558,12 +559,15 @@ def test_cuda_schedules_change_no_bit(
     fused, logp = (importlib.import_module(f"samebits.backends.{backend}.{m}") for m in FUSED[backend])
     if backend == "cuda":
         schedules = [fused.schedules(entry) for entry in ("statistics_sm90", "grad_logits_sm90")]
-        statistics_of, grad_logits_of = fused.statistics, fused.grad_logits
+        statistics_of, grad_logits_of = (
+            fused.statistics,
+            partial(grad_logits, fused.grad_logits_later, dtype=dtype),
+        )
     else:
         schedules = [fused.STATISTICS_SCHEDULES, fused.matmul.TILE_SCHEDULES]
         assert fused.fused(*(torch.empty(8, features, dtype=dtype, device="cuda"),) * 2, None, key)
         statistics_of = partial(fused.statistics, contract=key)
-        grad_logits_of = partial(fused.grad_logits, contract=key, dtype=dtype)
+        grad_logits_of = partial(grad_logits, fused.grad_logits_later, contract=key, dtype=dtype)
     results, kept = ["logp", "entropy", "log_sum"], ["s", "u"] if with_entropy else ["s"]
     if backend == "cuda":  # Triton's maxima pass over NaN, which reaches results by way of s
         results, kept = [*results, "shift"], [*kept, "m"]
@@ -580,8 +584,11 @@ def test_cuda_schedules_change_no_bit(
     grad = values("normal", (tokens,), torch.float32, 4)
     grad_entropy = grad.flip(0).contiguous() if with_entropy else None
     part = slice(0 if vocabulary < 500 else 256, vocabulary - 9)
-    gradient = reference.grad_logits(
-        *(hidden, weight, bias, part, want, grad, grad_entropy), dtype=dtype, contract=key
+    gradient = grad_logits(
+        reference.grad_logits_later,
+        *(hidden, weight, bias, part, want, grad, grad_entropy),
+        dtype=dtype,
+        contract=key,
     )
 
     def on_gpu(x: Tensor | None) -> Tensor | None:

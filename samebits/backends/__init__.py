@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["NAMES", "UnavailableError", "asked", "broadcast", "on_gpu", "use_backend"]
+__all__ = ["NAMES", "Step", "UnavailableError", "asked", "broadcast", "on_gpu", "use_backend"]
 
 NAMES = ("cuda", "triton", "reference")
 AUTOMATIC: tuple[str, ...] = ("cuda", "triton")
@@ -22,6 +22,13 @@ AUTOMATIC: tuple[str, ...] = ("cuda", "triton")
 class UnavailableError(RuntimeError):
     """A backend cannot run here; the message says why and what to do."""
 
+
+Step = Callable[[], object]
+"""The rest of a computation. Whatever can fail (checks, allocation, planning, compilation) happened before.
+
+Functions called ``..._later`` return one. So several results can be written together or not at all: make all
+steps, then run them, in order. A backend may compute at once, and leave only a copy for later.
+"""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from samebits.backends import Step
 from samebits.backends.rows import Rows, Statistics, vocabulary_pieces
 
 _LOGITS = 1 << 23  # held at once: 32 MiB
@@ -34,9 +37,10 @@ def statistics(
     return out
 
 
-def grad_logits(
+def grad_logits_later(
     products: Any,
     logp: Any,
+    out: Tensor,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -45,23 +49,47 @@ def grad_logits(
     grad: Tensor,
     grad_entropy: Tensor | None,
     *,
-    dtype: torch.dtype,
     contract: str,
-) -> Tensor:
-    """dz in `dtype` for a part of the vocabulary."""
-    width = part.stop - part.start
-    out = empty_grads(hidden.shape[0], width, dtype, hidden.device)
-    for some in vocabulary_pieces(part, hidden.shape[0], _LOGITS):
-        logits = logits_of(products, hidden, weight, bias, some, contract)
+) -> Step:
+    """dz of a part of the vocabulary into ``out``, of :func:`empty_grads`' shape."""
+    tokens, steps = hidden.shape[0], []
+    pieces = [*vocabulary_pieces(part, tokens, _LOGITS)]
+    room = hidden.new_empty(tokens * max(p.stop - p.start for p in pieces), dtype=torch.float32)
+    for some in pieces:
+        width = some.stop - some.start
+        logits = room[: tokens * width].view(tokens, width)
+        b = None if bias is None else bias[some]
+        steps.append(products.matmul_later(logits, hidden, weight[some].mT, bias=b, contract=contract))
         columns = out[:, some.start - part.start : some.stop - part.start]
-        logp.grad_logits_out(columns, logits, some.start, rows, grad, grad_entropy)
-        del logits
+        steps.append(partial(logp.grad_logits_out, columns, logits, some.start, rows, grad, grad_entropy))
+    return lambda: [step() for step in steps]
+
+
+def grad_logits(
+    later: Callable[..., Step],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    part: slice,
+    *given: Any,
+    dtype: torch.dtype,
+    **options: Any,
+) -> Tensor:
+    """What a backend's ``grad_logits_later`` computes for one part of the vocabulary, now."""
+    width = part.stop - part.start
+    (out,) = empty_grads(hidden.shape[0], [width], dtype, hidden.device)
+    later(out, hidden, weight, bias, part, *given, **options)()
     return out[:, :width]
 
 
-def empty_grads(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room for dz, whose rows start at multiples of 16 bytes, for the kernels that multiply them."""
-    return torch.empty(tokens, -(-width // 8) * 8, dtype=dtype, device=device)
+def empty_grads(tokens: int, widths: Iterable[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Room for dz of parts of so many entries, one after another: all begin at one address.
+
+    Rows start at multiples of 16 bytes, for the kernels that multiply them.
+    """
+    padded = [-(-width // 8) * 8 for width in widths]
+    room = torch.empty(tokens * max(padded), dtype=dtype, device=device)
+    return [room[: tokens * width].view(tokens, width) for width in padded]
 
 
 def logits_of(

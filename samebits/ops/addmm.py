@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from samebits.backends import on_gpu
+from samebits.backends import Step, on_gpu
 from samebits.contract import Contract
 from samebits.ops._library import Operator, check_device, check_operands, has_memory, shape
 from samebits.ops.matmul import operand, product
@@ -139,14 +139,6 @@ def _cpu(
     return reference.addbmm(acc, a, b, cu_seqlens, out_dtype=out_dtype, contract=contract)
 
 
-def _cpu_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, contract: str) -> None:
-    from samebits.backends.reference import matmul as reference
-
-    if cu_seqlens is not None:
-        check_cu_seqlens("addbmm_", cu_seqlens, a.shape[-1])
-    reference.addbmm_(acc, a, b, cu_seqlens, contract=contract)
-
-
 def _cuda(
     acc: Tensor | None,
     a: Tensor,
@@ -162,12 +154,29 @@ def _cuda(
     return out
 
 
-def _cuda_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, contract: str) -> None:
-    backend, key = on_gpu("matmul", contract, a.get_device())
-    if cu_seqlens is not None:
-        assert_cu_seqlens("addbmm_", cu_seqlens, a.shape[-1], contract)
-    backend.addbmm_(acc, a, b, cu_seqlens, contract=key)
-    torch.autograd.graph.increment_version(acc)  # the kernel wrote where autograd cannot see
+def _inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, contract: str) -> None:
+    addbmm_later(acc, a, b, cu_seqlens, contract)()
+
+
+def addbmm_later(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, contract: str) -> Step:
+    """:func:`addbmm_` of plain tensors up to the write, which the step that is returned does."""
+    if a.is_cuda:
+        backend, key = on_gpu("matmul", contract, a.get_device())
+        if cu_seqlens is not None:
+            assert_cu_seqlens("addbmm_", cu_seqlens, a.shape[-1], contract)
+    else:
+        from samebits.backends.reference import matmul as backend
+
+        key = contract
+        if cu_seqlens is not None:
+            check_cu_seqlens("addbmm_", cu_seqlens, a.shape[-1])
+    write = backend.addbmm_later(acc, a, b, cu_seqlens, accumulate=True, contract=key)
+
+    def step() -> None:
+        write()
+        torch.autograd.graph.increment_version(acc)  # a kernel writes where autograd cannot see
+
+    return step
 
 
 def refuse_overlap(op: str, called: str, acc: Tensor, **operands: Tensor) -> None:
@@ -271,7 +280,7 @@ addbmm = Operator(
 )
 addbmm_ = Operator(
     "addbmm_(Tensor(a!) acc, Tensor a, Tensor b, Tensor? cu_seqlens, str contract) -> ()",
-    cpu=_cpu_inplace,
-    cuda=_cuda_inplace,
+    cpu=_inplace,
+    cuda=_inplace,
     fake=_fake_inplace,
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from samebits.backends import on_gpu
+from samebits.backends import Step, on_gpu
+from samebits.backends.linear_logp import empty_grads
 from samebits.backends.rows import Rows, vocabulary_pieces
 from samebits.contract import Contract, contract_from_key
 from samebits.ops._library import Operator, check_operands, shape
@@ -83,7 +85,8 @@ def linear_logp(
         cu_seqlens: packed sequences, as in :func:`samebits.linear`; they matter to weight gradients only.
         main_grad: float32 ``[V, D]``. The backward then carries the chains of the weight's gradient on in it,
             in place, instead of giving ``weight`` a gradient, so gradients accumulate over micro-batches
-            without rounding in between. ``weight`` must still require a gradient.
+            without rounding in between. ``weight`` must still require a gradient. A backward that fails, for
+            want of memory say, has written nothing there.
         contract: as in :func:`samebits.matmul`.
 
     Returns:
@@ -271,30 +274,37 @@ def _gradients(
     grads = [None if g is None else g.reshape(-1).contiguous() for g in (grad, grad_entropy)]
     dtype = torch.float32 if contract_from_key(contract).step == "fma" else hidden.dtype
     parts = [*vocabulary_pieces(slice(0, vocabulary), tokens, _GRAD_LOGITS)]
-    chain_dtype = hidden.dtype if len(parts) == 1 else torch.float32  # rounded once, when all are done
-    dx = hidden.new_empty(0)
-    dw = weight.new_empty(weight.shape if needed[1] and main_grad is None else (0, features))
+    acc = main_grad if needed[1] else None
+    dx = hidden.new_empty((tokens, features) if needed[0] else 0)
+    # It is rounded once, when all parts are done.
+    chain = dx if len(parts) == 1 or not needed[0] else torch.empty_like(dx, dtype=torch.float32)
+    dw = weight.new_empty(weight.shape if needed[1] and acc is None else (0, features))
     db = weight.new_empty(vocabulary if needed[2] else 0)
     by_sequence = sequences(hidden)
-    for part in parts:
-        dz = backend.grad_logits(x, weight, bias, part, rows, *grads, dtype=dtype, contract=key)
-        if needed[0] and part.start == 0:
-            dx = products.matmul(dz, weight[part], bias=None, out_dtype=chain_dtype, contract=key)
-        elif needed[0]:
-            products.carry_on(dx, dz, weight[part], contract=key)
-        columns = dz.view(*by_sequence.shape[:3], dz.shape[1]).mT
-        if needed[1] and main_grad is not None:
-            products.addbmm_(main_grad[None, part], columns, by_sequence, cu_seqlens, contract=key)
-        elif needed[1]:
-            products.addbmm_out(dw[None, part], columns, by_sequence, cu_seqlens, contract=key)
-        if needed[2]:
-            ones = dz.new_ones(()).expand(*columns.shape[:2], columns.shape[3], 1)
-            products.addbmm_out(db[None, part, None], columns, ones, cu_seqlens, contract=key)
-        del dz, columns  # before the next ones are allocated
-    if needed[1] and main_grad is not None:
-        torch.autograd.graph.increment_version(main_grad)  # written where autograd cannot see
-    if len(parts) > 1 and needed[0]:
-        dx = products.rounded(dx, hidden.dtype)
+    grad_logits = empty_grads(tokens, (p.stop - p.start for p in parts), dtype, hidden.device)
+    ones = grad_logits[0].new_ones(()).expand(*by_sequence.shape[:2], by_sequence.shape[2], 1)
+
+    def steps() -> Iterator[Step]:
+        for part, room in zip(parts, grad_logits, strict=True):
+            yield backend.grad_logits_later(room, x, weight, bias, part, rows, *grads, contract=key)
+            dz = room[:, : part.stop - part.start]
+            columns = dz.view(*by_sequence.shape[:3], dz.shape[1]).mT
+            if needed[0]:
+                yield products.matmul_later(chain, dz, weight[part], accumulate=part.start > 0, contract=key)
+            if needed[1]:
+                chains = (dw if acc is None else acc)[None, part], columns, by_sequence, cu_seqlens
+                yield products.addbmm_later(*chains, accumulate=acc is not None, contract=key)
+            if needed[2]:
+                bias_chains = db[None, part, None], columns, ones, cu_seqlens
+                yield products.addbmm_later(*bias_chains, accumulate=False, contract=key)
+        if chain is not dx:
+            yield products.rounded_later(dx, chain)
+
+    # Into main_grad all is written or nothing: whatever can fail does so before the first step.
+    for step in steps() if acc is None else [*steps()]:
+        step()
+    if acc is not None:
+        torch.autograd.graph.increment_version(acc)  # written where autograd cannot see
     return dx.view(hidden.shape) if needed[0] else dx, dw, db
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samebits.backends.linear_logp import grad_logits as grad_logits_by
 from samebits.backends.rows import Rows, Statistics, vocabulary_pieces
 from samebits.contract import TENSOR_CORE, Contract
 from samebits.functions import VOCAB_BLOCK
@@ -68,7 +69,8 @@ def on_cuda(fused: bool) -> Backend:
             return attention_sm90.schedules(head, values)
         return linear_logp_sm90.schedules(f"{entry}_sm90")
 
-    kernels = linear_logp_sm90.statistics, linear_logp_sm90.grad_logits, attention_sm90.attention
+    grad_logits = partial(grad_logits_by, linear_logp_sm90.grad_logits_later)
+    kernels = linear_logp_sm90.statistics, grad_logits, attention_sm90.attention
     return Backend("", rows, logp, *kernels, schedules)
 
 
@@ -76,15 +78,11 @@ def on_triton(contract: Contract, device: torch.device) -> Backend:
     """Triton's; where a GPU fetches no tiles, its other kernels compute log-probabilities."""
     from samebits.backends.triton import linear_logp, logp
 
-    def grad_logits(hidden: Tensor, *args: Any, schedule: Any) -> Tensor:
-        return linear_logp.grad_logits(
-            hidden, *args, dtype=hidden.dtype, contract=contract.key, schedule=schedule
-        )
-
     def schedules(entry: str, *sizes: int) -> Sequence[Any]:
         return () if entry == "attention" else linear_logp.schedules(entry, device)
 
     statistics = partial(linear_logp.statistics, contract=contract.key)
+    grad_logits = partial(grad_logits_by, linear_logp.grad_logits_later, contract=contract.key)
     return Backend("triton ", None, logp, statistics, grad_logits, None, schedules)
 
 
@@ -94,8 +92,8 @@ def reference(contract: Contract) -> Backend:
     def statistics(*args: Any, schedule: Any) -> Statistics:
         return linear_logp.statistics(*args, contract=contract.key)
 
-    def grad_logits(hidden: Tensor, *args: Any, schedule: Any) -> Tensor:
-        return linear_logp.grad_logits(hidden, *args, dtype=hidden.dtype, contract=contract.key)
+    def grad_logits(*args: Any, dtype: torch.dtype, schedule: Any) -> Tensor:
+        return grad_logits_by(linear_logp.grad_logits_later, *args, dtype=dtype, contract=contract.key)
 
     def attention(q: Tensor, *args: Any, schedule: Any) -> Tensor:
         k, v, mask, causal, scale, _ = args  # the last is the key that kernels take
@@ -266,8 +264,9 @@ def _grad_logits(on: Backend, o: RowOperands, *, entropy: bool) -> Results:
 def _fused_grad_logits(on: Backend, o: RowOperands, schedule: Any, *, bias: bool, entropy: bool) -> Results:
     rows, *grads = _given(o, len(o.vocabulary), entropy)
     its_bias, parts = o.bias if bias else None, vocabulary_pieces(slice(0, rows.vocabulary), 1, 512)
+    dtype = o.hidden.dtype
     return tuple(
-        on.grad_logits(o.hidden, o.vocabulary, its_bias, part, rows, *grads, schedule=schedule)
+        on.grad_logits(o.hidden, o.vocabulary, its_bias, part, rows, *grads, dtype=dtype, schedule=schedule)
         for part in parts
     )
 

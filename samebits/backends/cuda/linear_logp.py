@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from torch import Tensor
 
+from samebits.backends import Step
 from samebits.backends import linear_logp as by_logits
 from samebits.backends.cuda import linear_logp_sm90, logp, matmul
 from samebits.backends.rows import Rows, Statistics
@@ -22,7 +22,8 @@ def statistics(
     return by_logits.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
 
 
-def grad_logits(
+def grad_logits_later(
+    out: Tensor,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -31,15 +32,13 @@ def grad_logits(
     grad: Tensor,
     grad_entropy: Tensor | None,
     *,
-    dtype: torch.dtype,
     contract: str,
-) -> Tensor:
-    """dz in `dtype` for a part of the vocabulary."""
+) -> Step:
+    """dz of a part of the vocabulary into ``out``, of the shape of ``by_logits.empty_grads``."""
+    given = out, hidden, weight, bias, part, rows, grad, grad_entropy
     if _fused(hidden, weight, bias, contract):
-        return linear_logp_sm90.grad_logits(hidden, weight, bias, part, rows, grad, grad_entropy)
-    return by_logits.grad_logits(
-        *(matmul, logp, hidden, weight, bias, part, rows, grad, grad_entropy), dtype=dtype, contract=contract
-    )
+        return linear_logp_sm90.grad_logits_later(*given)
+    return by_logits.grad_logits_later(matmul, logp, *given, contract=contract)
 
 
 def _fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:

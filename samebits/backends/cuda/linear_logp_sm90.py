@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from samebits.backends import Step
 from samebits.backends.cuda import matmul_sm80, runtime
 from samebits.backends.cuda.matmul_sm90 import TYPES, Maps, operand_maps
 from samebits.backends.cuda.schedule import Schedule, round_up
-from samebits.backends.linear_logp import empty_grads
 from samebits.backends.rows import Rows, Statistics
 from samebits.functions import VOCAB_BLOCK
 
-__all__ = ["choose", "grad_logits", "schedules", "spec", "statistics", "supports"]
+__all__ = ["choose", "grad_logits_later", "schedules", "spec", "statistics", "supports"]
 
 _PARAMS = {"statistics_sm90": "128s128sPPPPPPiiiiif", "grad_logits_sm90": "128s128s128sPPPPPPPqqqiiiif"}
 _LINE = (VOCAB_BLOCK + 4) * 4  # of statistics_sm90.cu
@@ -172,7 +173,8 @@ def statistics(
     return out
 
 
-def grad_logits(
+def grad_logits_later(
+    out: Tensor,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -182,12 +184,14 @@ def grad_logits(
     grad_entropy: Tensor | None,
     *,
     schedule: Schedule | None = None,
-) -> Tensor:
-    """dz, in the dtype of ``hidden``, for a part of the vocabulary."""
+) -> Step:
+    """dz, in the dtype of ``hidden``, of a part of the vocabulary into ``out``.
+
+    ``out`` has the shape of ``linear_logp.empty_grads``. `schedule` replaces the default choice.
+    """
     weight = weight[part]
     bias = None if bias is None else bias[part]
     (tokens, features), width = hidden.shape, weight.shape[0]
-    out = empty_grads(tokens, width, hidden.dtype, hidden.device)
     stride = out.stride(0)
     entropy = grad_entropy is not None
     s, kernel, begin = _prepare("grad_logits_sm90", hidden, weight, bias, entropy, schedule)
@@ -195,7 +199,8 @@ def grad_logits(
         *(out.data_ptr(), out.dtype, (width, tokens, 1), (stride * 2, stride * tokens * 2)),
         *((s.panel, 64, 1), s.panel * 2),
     )
-    kernel.launch(
+    return partial(
+        kernel.launch,
         *begin,
         out_map,
         *(0 if bias is None else bias.data_ptr(), rows.target.data_ptr()),
@@ -204,4 +209,3 @@ def grad_logits(
         *(part.start, rows.vocabulary, rows.ignore_index),
         *(tokens, width, features, s.group, rows.scale),
     )
-    return out[:, :width]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from samebits.backends import broadcast
+from samebits.backends import Step, broadcast
 from samebits.backends.cuda import bmm_tiny, matmul_fma, matmul_sm80, matmul_sm90, runtime
 from samebits.contract import FAMILIES, MmaModel, contract_from_key
 
@@ -45,24 +46,18 @@ def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype,
     """``a[*A, M, K] @ b[*B, K, N] (+ bias[N])`` with batch dimensions broadcast as in ``torch.matmul``."""
     if a.ndim == 2 and b.ndim == 2:
         out = runtime.empty_matrix(a.shape[0], b.shape[1], out_dtype, a.get_device())
-        _run(a, b, out, contract, bias=bias, fresh=True)
+        _launch(*_planned(a, b, out, contract, bias=bias, fresh=True))
         return out
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
     batch = broadcast(a.shape[:-2], b.shape[:-2])
     out = a.new_empty((*batch, M, N), dtype=out_dtype)
     if b.ndim == 2:  # one tall product: the rows of every batch share b
-        _run(
-            a.reshape(batch.numel() * M, K),
-            b,
-            out.view(batch.numel() * M, N),
-            contract,
-            bias=bias,
-            fresh=True,
-        )
+        tall, tall_out = a.reshape(batch.numel() * M, K), out.view(batch.numel() * M, N)
+        _launch(*_planned(tall, b, tall_out, contract, bias=bias, fresh=True))
         return out
     a3 = a.expand(*batch, M, K).reshape(batch.numel(), M, K)
     b3 = b.expand(*batch, K, N).reshape(batch.numel(), K, N)
-    _run(a3, b3, out.view(batch.numel(), M, N), contract, bias=bias, fresh=True)
+    _launch(*_planned(a3, b3, out.view(batch.numel(), M, N), contract, bias=bias, fresh=True))
     return out
 
 
@@ -86,39 +81,53 @@ def addbmm(
     return rounded(chain, out_dtype)
 
 
-def addbmm_out(out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
-    """`addbmm` from +0 into ``out``."""
-    _run_sequences(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=False)
+def addbmm_later(
+    out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, accumulate: bool, contract: str
+) -> Step:
+    """`addbmm` into ``out``, from +0 or from what it holds."""
+    return partial(
+        _launch, *_sequences_planned(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=accumulate)
+    )
 
 
-def addbmm_(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
-    """`addbmm` in place of ``acc``."""
-    _run_sequences(a, b, acc, contract, cu_seqlens=cu_seqlens, accumulate=True)
-
-
-def carry_on(acc: Tensor, a: Tensor, b: Tensor, *, contract: str) -> None:
-    """Carry the plain chains in float32 ``acc[M, N]`` on over ``a[M, K] @ b[K, N]``, in place.
+def matmul_later(
+    out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, contract: str
+) -> Step:
+    """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``: plain chains from +0 or from what it holds.
 
     Under TENSOR_CORE the parts of a chain must be cut at multiples of 16.
     """
-    _run(a, b, acc, contract, accumulate=True)
+    return partial(_launch, *_planned(a, b, out, contract, bias=bias, accumulate=accumulate))
+
+
+def rounded_later(out: Tensor, chain: Tensor) -> Step:
+    """The results, rounded, of the chains in contiguous ``chain``, in which kernels left canonical NaN."""
+    if chain.numel() == 0:
+        return int
+    flat, to = (t.view(-1, t.shape[-1]) for t in (chain, out))
+    nothing = to[:, :0], to[:0]  # adds no term
+    plan = matmul_fma.plan(*nothing, to, acc=flat)
+    return partial(matmul_sm80.run, plan, *nothing, to, None, None, flat)
 
 
 def rounded(chain: Tensor, dtype: torch.dtype) -> Tensor:
-    """The results in `dtype` of the chains in contiguous ``chain``, in which kernels left canonical NaN."""
+    """:func:`rounded_later`, now, into a new tensor."""
     if dtype == torch.float32:
         return chain
-    if chain.numel() == 0:
-        return torch.empty_like(chain, dtype=dtype)
-    flat = chain.view(-1, chain.shape[-1])
-    out = torch.empty_like(flat, dtype=dtype)
-    matmul_fma.matmul(out[:, :0], out[:0], acc=flat, out=out)  # adds no term
-    return out.view(chain.shape)
+    out = torch.empty_like(chain, dtype=dtype)
+    rounded_later(out, chain)()
+    return out
 
 
 def _run_sequences(
     a: Tensor, b: Tensor, out: Tensor, contract: str, *, cu_seqlens: Tensor | None, accumulate: bool
 ) -> None:
+    _launch(*_sequences_planned(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=accumulate))
+
+
+def _sequences_planned(
+    a: Tensor, b: Tensor, out: Tensor, contract: str, *, cu_seqlens: Tensor | None, accumulate: bool
+) -> _Planned:
     B, S, M, K = a.shape
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
@@ -135,7 +144,7 @@ def _run_sequences(
         a, b = a[:, 0], b[:, 0]
         if B == 1:
             a, b, out = a[0], b[0], out[0]
-    _run(a, b, out, contract, sequences=True, cu_seqlens=cu_seqlens, accumulate=accumulate)
+    return _planned(a, b, out, contract, sequences=True, cu_seqlens=cu_seqlens, accumulate=accumulate)
 
 
 def _one_axis(t: Tensor, k: int) -> bool:
@@ -149,12 +158,23 @@ class Plan(Protocol):
         """Run on operands at these addresses; 0 where there is none."""
 
 
+class _Planned(NamedTuple):
+    plan: Plan
+    addresses: tuple[int, int, int, int, int]
+    cu_seqlens: Tensor | None
+    """Kept, as it may have been made for this."""
+
+
+def _launch(plan: Plan, addresses: tuple[int, int, int, int, int], cu_seqlens: Tensor | None) -> None:
+    plan.launch(*addresses)
+
+
 # How products have been run before, by everything that decides it: the checks and the choice are made once.
 _plans: dict[tuple[object, ...], Plan] = {}
 _MOST_PLANS = 8192
 
 
-def _run(
+def _planned(
     a: Tensor,
     b: Tensor,
     out: Tensor,
@@ -165,8 +185,8 @@ def _run(
     cu_seqlens: Tensor | None = None,
     accumulate: bool = False,
     fresh: bool = False,
-) -> None:
-    """Run the fastest kernel that takes these operands.
+) -> _Planned:
+    """The fastest kernel that takes these operands, and their addresses.
 
     With `sequences` the terms belong to sequences, in the contract's sense; with `accumulate` the chains
     start from `out`. `fresh` says that `out` is contiguous and was allocated for this.
@@ -194,13 +214,14 @@ def _run(
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
         plan = _plans[key] = _plan(a, b, out, contract, bias, sequences, cu_seqlens, accumulate)
-    plan.launch(
+    at = (
         a_at,
         b_at,
         out_at,
         0 if bias is None else bias.data_ptr(),
         0 if cu_seqlens is None else cu_seqlens.data_ptr(),
     )
+    return _Planned(plan, at, cu_seqlens)
 
 
 def _plan(

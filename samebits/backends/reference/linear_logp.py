@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from samebits.backends import Step
 from samebits.backends import linear_logp as by_logits
 from samebits.backends.reference import logp, matmul
 from samebits.backends.rows import Rows, Statistics
@@ -17,7 +17,8 @@ def statistics(
     return by_logits.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
 
 
-def grad_logits(
+def grad_logits_later(
+    out: Tensor,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -26,9 +27,10 @@ def grad_logits(
     grad: Tensor,
     grad_entropy: Tensor | None,
     *,
-    dtype: torch.dtype,
     contract: str,
-) -> Tensor:
-    """dz in `dtype` for a part of the vocabulary."""
+) -> Step:
+    """dz into the first columns of ``out``, at once."""
     logits = by_logits.logits_of(matmul, hidden, weight, bias, part, contract)
-    return logp.grad_logits(logits, part.start, rows, grad, grad_entropy, dtype)
+    dz = logp.grad_logits(logits, part.start, rows, grad, grad_entropy, out.dtype)
+    out[:, : part.stop - part.start].copy_(dz)
+    return int

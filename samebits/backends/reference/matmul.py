@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from samebits.backends import Step
 from samebits.backends.reference import kernels
 from samebits.contract import contract_from_key
 
@@ -66,26 +67,36 @@ def addbmm(
     return _finish(chain, None, out_dtype)
 
 
-def addbmm_out(out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
-    """`addbmm` from +0 into ``out``."""
-    out.copy_(addbmm(None, a, b, cu_seqlens, out_dtype=out.dtype, contract=contract))
-
-
-def addbmm_(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
-    """`addbmm` in place of ``acc``."""
+def addbmm_later(
+    out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, accumulate: bool, contract: str
+) -> Step:
+    """`addbmm` into ``out``, from +0 or from what it holds."""
     expected = a.shape[0], a.shape[2], b.shape[3]
-    if acc.shape != expected:
-        raise ValueError(f"samebits: acc: expected shape {expected}, got {tuple(acc.shape)}")
-    acc.copy_(addbmm(acc, a, b, cu_seqlens, out_dtype=torch.float32, contract=contract))
+    if out.shape != expected:
+        raise ValueError(f"samebits: out: expected shape {expected}, got {tuple(out.shape)}")
+    acc = out if accumulate else None
+    return partial(out.copy_, addbmm(acc, a, b, cu_seqlens, out_dtype=out.dtype, contract=contract))
 
 
-def carry_on(acc: Tensor, a: Tensor, b: Tensor, *, contract: str) -> None:
-    """Carry the plain chains in float32 ``acc[M, N]`` on over ``a[M, K] @ b[K, N]``, in place.
+def matmul_later(
+    out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, contract: str
+) -> Step:
+    """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``: plain chains from +0 or from what it holds.
 
-    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16.
+    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16. It is computed at once: ``out`` is
+    the caller's own.
     """
+    chain = _array(out, np.float32)[None].copy() if accumulate else np.zeros((1, *out.shape), np.float32)
     spans = np.array([[0, 0, a.shape[1]]])
-    _chain(a[None, None], b[None, None], _array(acc, np.float32)[None], spans, contract, closing_zero=False)
+    _chain(a[None, None], b[None, None], chain, spans, contract, closing_zero=False)
+    out.copy_(_finish(chain, bias, out.dtype)[0])
+    return int
+
+
+def rounded_later(out: Tensor, chain: Tensor) -> Step:
+    """The results, rounded, of chains in ``chain[M, N]``, at once."""
+    out.copy_(rounded(chain, out.dtype))
+    return int
 
 
 def rounded(acc: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from samebits.backends import Step
 from samebits.backends import linear_logp as by_logits
 from samebits.backends.rows import Rows, Statistics
 from samebits.backends.triton import logp, logp_kernels, matmul
@@ -63,7 +65,8 @@ def statistics(
     return out
 
 
-def grad_logits(
+def grad_logits_later(
+    out: Tensor,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -72,20 +75,32 @@ def grad_logits(
     grad: Tensor,
     grad_entropy: Tensor | None,
     *,
-    dtype: torch.dtype,
     contract: str,
     schedule: TileSchedule | None = None,
-) -> Tensor:
-    """dz in `dtype` for a part of the vocabulary. `schedule`, of matmul.TILE_SCHEDULES, as above."""
+) -> Step:
+    """dz of a part of the vocabulary into ``out``, of the shape of ``by_logits.empty_grads``.
+
+    `schedule`, of matmul.TILE_SCHEDULES, as above.
+    """
+    given = out, hidden, weight, bias, part, rows, grad, grad_entropy
     if not fused(hidden, weight, bias, contract):
-        return by_logits.grad_logits(
-            *(matmul, logp, hidden, weight, bias, part, rows, grad, grad_entropy),
-            dtype=dtype,
-            contract=contract,
-        )
+        return by_logits.grad_logits_later(matmul, logp, *given, contract=contract)
+    return partial(_grad_logits_tiles, *given, schedule)
+
+
+def _grad_logits_tiles(
+    out: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    part: slice,
+    rows: Rows,
+    grad: Tensor,
+    grad_entropy: Tensor | None,
+    schedule: TileSchedule | None,
+) -> None:
     weight, bias = weight[part], None if bias is None else bias[part]
-    (tokens, features), width = hidden.shape, weight.shape[0]
-    out = by_logits.empty_grads(tokens, width, dtype, hidden.device)
+    (tokens, features), width, dtype = hidden.shape, weight.shape[0], out.dtype
     s = schedule or matmul.choose_tiles(tokens, width, dtype.itemsize, False, hidden.device)
     with torch.cuda.device_of(hidden):
         logp_kernels.grad_logits_tiles[matmul.programs(s, tokens, width, hidden.device)](
@@ -99,7 +114,6 @@ def grad_logits(
             PARTS=s.parts,
             **matmul.tile_constants(s, dtype.itemsize, False, hidden.device),
         )
-    return out[:, :width]
 
 
 def fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from samebits.backends import UnavailableError, broadcast
+from samebits.backends import Step, UnavailableError, broadcast
 from samebits.backends.triton import kernels, runtime
 from samebits.contract import FAMILIES, FMA, Contract, contract_from_key
 
@@ -112,32 +113,32 @@ def addbmm(
     return out
 
 
-def addbmm_out(out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
-    """`addbmm` from +0 into ``out``."""
-    _run_sequences(a, b, out, None, cu_seqlens, contract_from_key(contract))
+def addbmm_later(
+    out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, accumulate: bool, contract: str
+) -> Step:
+    """`addbmm` into ``out``, from +0 or from what it holds. Triton compiles at its first launch of a kind."""
+    acc = out if accumulate else None
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    return partial(_run_sequences, a, b, out, acc, cu_seqlens, contract_from_key(contract))
 
 
-def addbmm_(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, contract: str) -> None:
-    """`addbmm` in place of ``acc``."""
-    _run_sequences(a, b, acc, acc, cu_seqlens, contract_from_key(contract))
-
-
-def carry_on(acc: Tensor, a: Tensor, b: Tensor, *, contract: str) -> None:
-    """Carry the plain chains in float32 ``acc[M, N]`` on over ``a[M, K] @ b[K, N]``, in place.
+def matmul_later(
+    out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, contract: str
+) -> Step:
+    """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``: plain chains from +0 or from what it holds.
 
     Under TENSOR_CORE the parts of a chain must be cut at multiples of 16.
     """
-    out = acc[None]
-    run(a[None, None], b[None, None], out, contract_from_key(contract), acc=out)
+    to = out[None]
+    start = to if accumulate else None
+    operands = a[None, None], b[None, None], to, contract_from_key(contract)
+    return partial(run, *operands, acc=start, bias=bias)
 
 
-def rounded(chain: Tensor, dtype: torch.dtype) -> Tensor:
-    """The results in `dtype` of the chains in ``chain[M, N]``, in which kernels left canonical NaN."""
-    if dtype == torch.float32:
-        return chain
-    out = torch.empty_like(chain, dtype=dtype)[None]
-    run(out[:, None, :, :0], out[:, None, :0], out, FMA, acc=chain[None])  # adds no term
-    return out[0]
+def rounded_later(out: Tensor, chain: Tensor) -> Step:
+    """The results, rounded, of the chains in ``chain[M, N]``, in which kernels left canonical NaN."""
+    to = out[None]
+    return partial(run, to[:, None, :, :0], to[:, None, :0], to, FMA, acc=chain[None])  # adds no term
 
 
 def _run_sequences(
