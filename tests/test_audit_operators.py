@@ -401,7 +401,9 @@ def fails_alone(x: Tensor) -> Tensor:
         (torch.sin, torch.randn(1, 3), {}, r"at least 2 rows, got the shape \[1, 3\]"),
         (torch.sin, 3.0, {}, "at least one tensor with a batch dimension"),
         (3, torch.randn(2, 3), {}, "fn: expected a function or a module, got int"),
-        (torch.sin, torch.randn(2, 3), {"max_rows": 0}, "max_rows: expected at least 1, got 0"),
+        (torch.sin, torch.randn(2, 3), {"max_rows": 0}, "max_rows: expected an int of at least 1, got 0"),
+        (torch.sin, torch.randn(2, 3), {"max_rows": "4"}, "max_rows: expected an int of at least 1, got '4'"),
+        (torch.sin, torch.randn(2, 3), {"backward": "x"}, "backward: expected a bool, got str"),
         (torch.sin, torch.randn(2, 3), {"backward": True}, "nothing that requires grad"),
         (
             torch.sum,

@@ -60,8 +60,10 @@ def audit(
         AuditError: there are no two rows, ``fn`` does not run on a part of the batch, or there is nothing to
             differentiate.
     """
-    if max_rows < 1:
-        raise AuditError(f"max_rows: expected at least 1, got {max_rows}")
+    if not isinstance(max_rows, int) or max_rows < 1:
+        raise AuditError(f"max_rows: expected an int of at least 1, got {max_rows!r}")
+    if not isinstance(backward, bool):
+        raise AuditError(f"backward: expected a bool, got {type(backward).__name__}")
     start = time.perf_counter()
     run = _Run(fn, inputs, backward)
     audited = sorted({i * run.batch // max_rows for i in range(max_rows)})
