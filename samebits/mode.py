@@ -58,7 +58,7 @@ def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManage
     changes for other threads or afterwards. It may be nested; the innermost ``on_uncovered`` counts. Do not
     ``await`` or ``yield`` inside, nor decorate a function that does. Activation checkpointing runs the
     forward again in the backward, so enter it around that too. Under ``torch.compile`` what is traced here is
-    covered.
+    covered. "Limits" in ``README.md`` says what may change bits all the same.
 
     Args:
         on_uncovered: what to do when an operator is called whose rows are known to depend on the batch, and
