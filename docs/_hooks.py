@@ -21,5 +21,9 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return markdown.replace("](../README.md", "](index.md")
+
+
 def on_page_content(html: str, **_: Any) -> str:
     return re.sub(r":(?:func|class|attr|meth|mod):(<code>)", r"\1", html)

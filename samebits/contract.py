@@ -13,7 +13,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import local
 from typing import Literal, cast
@@ -53,17 +53,18 @@ class MmaModel:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name.isidentifier()):
-            raise ValueError(f"MmaModel.name: expected an identifier, got {self.name!r}")
+            raise ValueError(f"samebits.MmaModel: name: expected an identifier, got {self.name!r}")
         if type(self.group) is not int or self.group not in (4, 8, 16):
-            raise ValueError(f"MmaModel.group: expected 4, 8 or 16, got {self.group!r}")
+            raise ValueError(f"samebits.MmaModel: group: expected 4, 8 or 16, got {self.group!r}")
         # The upper bound keeps a sum of 17 terms, each below 2**(fraction_bits + 2), exact in float64.
         if type(self.fraction_bits) is not int or not 23 <= self.fraction_bits <= 46:
             raise ValueError(
-                f"MmaModel.fraction_bits: expected an int in [23, 46], got {self.fraction_bits!r}"
+                f"samebits.MmaModel: fraction_bits: expected an int in [23, 46], got {self.fraction_bits!r}"
             )
         if type(self.zero_exponent) is not int or not -252 <= self.zero_exponent <= -126:
             raise ValueError(
-                f"MmaModel.zero_exponent: expected an int in [-252, -126], got {self.zero_exponent!r}"
+                "samebits.MmaModel: zero_exponent: expected an int in [-252, -126],"
+                f" got {self.zero_exponent!r}"
             )
         key = f"{self.name}:{self.group}:{self.fraction_bits}:{self.zero_exponent}"
         object.__setattr__(self, "key", key)
@@ -114,13 +115,15 @@ class Contract:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name.isidentifier()):
-            raise ValueError(f"Contract.name: expected an identifier, got {self.name!r}")
+            raise ValueError(f"samebits.Contract: name: expected an identifier, got {self.name!r}")
         if self.step not in ("mma", "fma"):
-            raise ValueError(f'Contract.step: expected "mma" or "fma", got {self.step!r}')
+            raise ValueError(f'samebits.Contract: step: expected "mma" or "fma", got {self.step!r}')
         if self.mma is not None and not isinstance(self.mma, MmaModel):
-            raise TypeError(f"Contract.mma: expected an MmaModel or None, got {type(self.mma).__name__}")
+            raise TypeError(
+                f"samebits.Contract: mma: expected an MmaModel or None, got {type(self.mma).__name__}"
+            )
         if self.step == "fma" and self.mma is not None:
-            raise ValueError(f'Contract.mma: step "fma" takes no MmaModel, got {self.mma.name}')
+            raise ValueError(f'samebits.Contract: mma: step "fma" takes no MmaModel, got {self.mma.name}')
         key = f"{self.name}:{self.step}" if self.mma is None else f"{self.name}:{self.step}:{self.mma.key}"
         object.__setattr__(self, "key", key)
 
@@ -132,6 +135,8 @@ class Contract:
 
     def on(self, mma: MmaModel) -> Contract:
         """This contract, bound to the tensor-core family ``mma``."""
+        if not isinstance(mma, MmaModel):
+            raise TypeError(f"samebits.Contract.on: mma: expected an MmaModel, got {type(mma).__name__}")
         return dataclasses.replace(self, mma=mma)
 
     def digest(self) -> str:
@@ -190,8 +195,7 @@ def resolve(contract: Contract | None, dtype: torch.dtype, device_type: str) -> 
     return contract.key
 
 
-@contextmanager
-def use_mma_model(model: MmaModel) -> Iterator[None]:
+def use_mma_model(model: MmaModel) -> AbstractContextManager[None]:
     """Choose the tensor-core family whose bits CPU tensors get under ``TENSOR_CORE``, for this thread.
 
     The choice is read when an operation runs forward; its backward follows the same family. Activation
@@ -202,9 +206,17 @@ def use_mma_model(model: MmaModel) -> Iterator[None]:
     Args:
         model: ``samebits.HOPPER`` (the default outside this context), ``samebits.AMPERE``, or a model of
             your own.
+
+    Raises:
+        TypeError: ``model`` is none.
     """
     if not isinstance(model, MmaModel):
-        raise TypeError(f"use_mma_model: model: expected an MmaModel, got {type(model).__name__}")
+        raise TypeError(f"samebits.use_mma_model: model: expected an MmaModel, got {type(model).__name__}")
+    return _on_cpu(model)
+
+
+@contextmanager
+def _on_cpu(model: MmaModel) -> Iterator[None]:
     before = _cpu_family.mma
     _cpu_family.mma = model
     try:

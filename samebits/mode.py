@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from samebits.covered import (
     FUNCTIONS,
@@ -57,7 +58,7 @@ def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManage
     changes for other threads or afterwards. It may be nested; the innermost ``on_uncovered`` counts. Do not
     ``await`` or ``yield`` inside, nor decorate a function that does. Activation checkpointing runs the
     forward again in the backward, so enter it around that too. Under ``torch.compile`` what is traced here is
-    covered.
+    covered. "Limits" in ``README.md`` says what may change bits all the same.
 
     Args:
         on_uncovered: what to do when an operator is called whose rows are known to depend on the batch, and
@@ -112,7 +113,7 @@ class _Mode(TorchFunctionMode):
             covered = implementation if func is operator else covered
         if covered is not None:
             named = {_ALIASES.get(k, k): x for k, x in kwargs.items() if k != "out" or x is not None}
-            result = covered(*args, **named)
+            result = _watched(func, covered, args, named)
             if result is not NotImplemented:
                 return result if func in _VIEWS else _owned(result, args, named)
         elif func in _BODIES:
@@ -123,6 +124,15 @@ class _Mode(TorchFunctionMode):
         ):
             _report(func, self.on_uncovered)
         return func(*args, **kwargs)
+
+
+def _watched(func: Callable[..., Any], covered: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
+    """Run `covered`; an audit at work sees it as one call of `func`."""
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+        for mode in _get_current_dispatch_mode_stack():
+            if hasattr(mode, "run_covered"):
+                return mode.run_covered(func, covered, args, named)
+    return covered(*args, **named)
 
 
 def _owned(result: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:

@@ -12,8 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from samebits.contract import Contract
+<<<<<<< HEAD
 from samebits.ops._library import SUPPORTED, check_operands, has_memory, shape, without_modes
 from samebits.ops.addmm import addbmm, addbmm_later, check_accumulator, refuse_overlap
+=======
+from samebits.ops._library import SUPPORTED, check_contract, check_operands, has_memory, shape, unseen
+from samebits.ops.addmm import addbmm, addbmm_, check_accumulator, refuse_overlap, refuse_vmap
+>>>>>>> h4
 from samebits.ops.linear import linear, sequences
 from samebits.ops.matmul import product
 
@@ -53,6 +58,7 @@ class Linear(nn.Linear):
         *,
         contract: Contract | None = None,
     ) -> None:
+        check_contract("nn.Linear", contract)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.contract = contract
 
@@ -104,6 +110,7 @@ def _main_grad(parameter: Tensor | None) -> Tensor | None:
 def _run_with_main_grads(layer: Linear, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():
         raise NotImplementedError("samebits.nn.Linear: main_grad: expected eager mode, got torch.compile")
+    refuse_vmap("nn.Linear", "main_grad")
     given = {"x": x, "weight": layer.weight} | ({} if layer.bias is None else {"bias": layer.bias})
     operands, key, _ = check_operands("linear", layer.contract, given)
     _check_main_grads(layer.weight, layer.bias, x=x)
@@ -249,12 +256,13 @@ def convert(
         contract: of the converted layers, as in :func:`samebits.linear`.
 
     Raises:
-        TypeError: ``module`` is no module, or ``contract`` no contract.
+        TypeError: ``module`` is no module, ``filter`` no function, or ``contract`` no contract.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"samebits.convert: module: expected a Module, got {type(module).__name__}")
-    if contract is not None and not isinstance(contract, Contract):
-        raise TypeError(f"samebits.convert: contract: expected a Contract, got {type(contract).__name__}")
+    check_contract("convert", contract)
+    if filter is not None and not callable(filter):
+        raise TypeError(f"samebits.convert: filter: expected a function, got {type(filter).__name__}")
     bypassed = _bypassed(module)
     already, unconverted = [], []
     converted: dict[str, nn.Module] = {}

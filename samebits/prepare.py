@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import SupportsIndex
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from samebits.contract import Contract
-from samebits.ops._library import SUPPORTED
+from samebits.ops._library import SUPPORTED, check_contract
 from samebits.ops.linear import linear
 
 
@@ -45,9 +44,17 @@ def prepare(
         How many different products were prepared.
 
     Raises:
-        TypeError: ``weights`` or ``rows`` are not of these kinds.
+        TypeError: an argument is not of these kinds.
         ValueError: a size is negative, or there is nothing to prepare.
     """
+    check_contract("prepare", contract)
+    if not isinstance(backward, bool):
+        raise TypeError(f"samebits.prepare: backward: expected a bool, got {type(backward).__name__}")
+    if cu_seqlens not in (None, torch.int32, torch.int64):
+        raise TypeError(
+            "samebits.prepare: cu_seqlens: expected a dtype, torch.int32 or torch.int64, got"
+            f" {cu_seqlens if isinstance(cu_seqlens, torch.dtype) else type(cu_seqlens).__name__}"
+        )
     layers: list[tuple[Tensor, Tensor | None, Contract | None]]
     if isinstance(weights, nn.Module):
         linears = [m for m in weights.modules() if isinstance(m, nn.Linear) and _takes(m.weight)]
@@ -101,9 +108,12 @@ def _shapes(rows: Iterable[int | Sequence[int]]) -> list[tuple[int, ...]]:
     shapes: dict[tuple[int, ...], None] = {}
     for r in rows:
         sizes = r if isinstance(r, Sequence) else (r,)
-        if not all(isinstance(n, SupportsIndex) and not isinstance(n, bool) for n in sizes):
+        try:
+            shape = tuple(operator.index(n) for n in sizes)
+        except TypeError:
+            shape = None
+        if shape is None or any(isinstance(n, bool) for n in sizes):
             raise TypeError(f"samebits.prepare: rows: expected numbers or shapes, got {r!r}")
-        shape = tuple(operator.index(n) for n in sizes)
         if min(shape, default=0) < 0:
             raise ValueError(f"samebits.prepare: rows: expected sizes of 0 or more, got {shape}")
         shapes[shape] = None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import samebits
+from samebits import mode
 from samebits.auditing import AuditError, OperatorReport
 from samebits.auditing.operator_report import show
 
@@ -257,6 +258,89 @@ def test_pytorchs_own_product_and_samebits() -> None:
     assert {n.operator for n in after.not_compared} == {"samebits.addbmm"}
 
 
+@pytest.mark.parametrize("variant", ["", "linear", "linear_backward"], indirect=True)
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_under_the_mode_only_what_it_does_not_cover_is_named(kind: str, variant: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=32,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=12,
+    )
+    body = getattr(transformers, f"{kind}Model")(config).eval()
+    head = Product(24)
+
+    def model(ids: Tensor) -> Tensor:
+        y: Tensor = head(body(input_ids=ids, use_cache=False).last_hidden_state)
+        return y
+
+    with samebits.batch_invariant(on_uncovered="error"):  # of the audit's own computations, too
+        report = samebits.audit(model, torch.randint(32, (5, 7)), backward=True, max_rows=2)
+    assert [(o.operator, o.module) for o in report.culprits] == [
+        (f"samebits_test.{name}", "head") for name in [variant] if name
+    ]
+    assert report.drifts == bool(variant)
+    compared = {(o.phase, o.operator) for o in report.operators}
+    assert compared >= {
+        (phase, f"torch.{name}")
+        for phase in ("forward", "backward")
+        for name in ("nn.functional.linear", "nn.functional.silu", "rsqrt", "Tensor.mean")
+    }
+    assert {o for _, o in compared if o.startswith("samebits")} <= {
+        "samebits_test.linear_backward",
+        "samebits_test.linear",
+    }
+
+
+@pytest.mark.parametrize("variant", ["", "linear", "linear_backward"], indirect=True)
+def test_a_covered_call_that_depends_on_the_batch_is_named_as_one(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(16, 16)
+
+    def cosine(x: Tensor) -> Tensor:  # of 15 features as of 16
+        return linear(F.pad(x, (0, 1)), weight)[:, 1:] * 2
+
+    monkeypatch.setitem(mode._COVERED, torch.cos, cosine)
+    x = torch.randn(5, 15, requires_grad=True)
+    with samebits.batch_invariant():
+        report = samebits.audit(lambda x: torch.cos(-x).relu(), x, backward=True)
+    phase = "backward" if variant == "linear_backward" else "forward"
+    assert [(o.phase, o.operator) for o in report.culprits] == [(phase, "torch.cos")] * bool(variant)
+    assert report.not_compared == ()
+    assert [o.operator for o in report.operators if o.phase == "forward"] == [
+        "aten.neg",
+        "torch.cos",
+        "aten.relu",
+        "output",
+    ]
+
+
+def test_a_sum_over_the_batch_that_is_not_covered_is_named_under_the_mode() -> None:
+    with samebits.batch_invariant(on_uncovered="ignore"):
+        report = samebits.audit(lambda x: torch.exp(torch.cumsum(x.softmax(-1), 0)), torch.randn(5, 8))
+    assert [o.operator for o in report.culprits] == ["aten.cumsum"]
+
+
+def test_under_the_mode_views_and_writes_are_followed() -> None:
+    def f(x: Tensor) -> Tensor:
+        y = x.sum(-1, keepdim=True).expand(x.shape) * x
+        y.mul_(x).sigmoid_()
+        return F.layer_norm(y, (8,)) + y.sum()
+
+    with samebits.batch_invariant():
+        report = samebits.audit(f, torch.randn(5, 8, requires_grad=True), backward=True)
+    assert report.culprits == ()
+    (total,) = [n for n in report.not_compared if n.phase == "forward"]
+    assert (total.operator, total.first) == ("torch.Tensor.sum", "row 0 alone")
+    assert "its result has no rows and changes with them" in total.reason
+
+
 def test_nothing_is_left_behind(model: nn.Module) -> None:
     state = torch.get_rng_state()
     enabled = torch.is_grad_enabled()
@@ -317,7 +401,9 @@ def fails_alone(x: Tensor) -> Tensor:
         (torch.sin, torch.randn(1, 3), {}, r"at least 2 rows, got the shape \[1, 3\]"),
         (torch.sin, 3.0, {}, "at least one tensor with a batch dimension"),
         (3, torch.randn(2, 3), {}, "fn: expected a function or a module, got int"),
-        (torch.sin, torch.randn(2, 3), {"max_rows": 0}, "max_rows: expected at least 1, got 0"),
+        (torch.sin, torch.randn(2, 3), {"max_rows": 0}, "max_rows: expected an int of at least 1, got 0"),
+        (torch.sin, torch.randn(2, 3), {"max_rows": "4"}, "max_rows: expected an int of at least 1, got '4'"),
+        (torch.sin, torch.randn(2, 3), {"backward": "x"}, "backward: expected a bool, got str"),
         (torch.sin, torch.randn(2, 3), {"backward": True}, "nothing that requires grad"),
         (
             torch.sum,

@@ -237,6 +237,13 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exce
         "target: expected a dense tensor, got layout torch.sparse_coo",
     ),
     (
+        linear_logp,
+        (t(2, 3), t(4, 3), cu([0, 0])),
+        {"return_entropy": "x"},
+        TypeError,
+        "return_entropy: expected a bool, got str",
+    ),
+    (
         logp,
         (t(2, 3), cu([0, 0])),
         {"ignore_index": 2**63},
@@ -246,12 +253,90 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exce
 ]
 
 
+# What is no operation on tensors. The names that errors begin with are not always the functions' own.
+LAYER = torch.nn.Linear(3, 4)
+vmapped = torch.vmap(samebits.addmm_)
+KINDS: list[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    ("addmm_", vmapped, (t(2, 2, 2),) * 3, {}, NotImplementedError, "acc: torch.vmap is not implemented"),
+    ("batch_invariant", samebits.batch_invariant, (None,), {}, ValueError, 'on_uncovered: expected "warn"'),
+    ("convert", samebits.convert, ("x",), {}, TypeError, "module: expected a Module, got str"),
+    ("convert", samebits.convert, (LAYER,), {"filter": 5}, TypeError, "filter: expected a function, got int"),
+    ("convert", samebits.convert, (LAYER,), {"contract": "FMA"}, TypeError, "contract: expected a samebits."),
+    ("prepare", samebits.prepare, (5, [2]), {}, TypeError, "weights: expected a module or tensors, got int"),
+    ("prepare", samebits.prepare, (["x"], [2]), {}, TypeError, "weights: expected tensors, got str"),
+    (
+        "prepare",
+        samebits.prepare,
+        (LAYER, 2),
+        {},
+        TypeError,
+        "rows: expected numbers or shapes, got 2: write",
+    ),
+    ("prepare", samebits.prepare, (LAYER, [1.5]), {}, TypeError, "rows: expected numbers or shapes, got 1.5"),
+    ("prepare", samebits.prepare, (LAYER, [True]), {}, TypeError, "rows: expected numbers or shapes, got Tr"),
+    (
+        "prepare",
+        samebits.prepare,
+        (LAYER, t(2, 3)),
+        {},
+        TypeError,
+        "rows: expected numbers or shapes, got te",
+    ),
+    (
+        "prepare",
+        samebits.prepare,
+        (LAYER, [2]),
+        {"backward": "x"},
+        TypeError,
+        "backward: expected a bool, got",
+    ),
+    (
+        "prepare",
+        samebits.prepare,
+        (LAYER, [2]),
+        {"contract": {}},
+        TypeError,
+        "contract: expected a samebits.",
+    ),
+    *(
+        ("prepare", samebits.prepare, (LAYER, [2]), {"cu_seqlens": x}, TypeError, f"torch.int64, got {got}")
+        for x, got in ((cu([0, 2]), "Tensor"), ("x", "str"), (True, "bool"), (f32, "torch.float32"))
+    ),
+    (
+        "nn.Linear",
+        samebits.nn.Linear,
+        (3, 4),
+        {"contract": "FMA"},
+        TypeError,
+        "contract: expected a samebits.",
+    ),
+    ("nn.Linear.from_torch", samebits.nn.Linear.from_torch, (None,), {}, TypeError, "layer: NoneType: it is"),
+    ("use_backend", samebits.use_backend, (5,), {}, ValueError, "name: expected one of ('cuda',"),
+    ("use_mma_model", samebits.use_mma_model, ("x",), {}, TypeError, "model: expected an MmaModel, got str"),
+    ("Contract.on", TENSOR_CORE.on, (None,), {}, TypeError, "mma: expected an MmaModel, got NoneType"),
+    ("Contract.on", TENSOR_CORE.on, ("x",), {}, TypeError, "mma: expected an MmaModel, got str"),
+    ("Contract", samebits.FMA.on, (samebits.HOPPER,), {}, ValueError, 'mma: step "fma" takes no MmaModel'),
+    ("Contract", samebits.Contract, (None, "mma"), {}, ValueError, "name: expected an identifier, got None"),
+    ("Contract", samebits.Contract, ("X", None), {}, ValueError, 'step: expected "mma" or "fma", got None'),
+    (
+        "MmaModel",
+        samebits.MmaModel,
+        ("X", "8", 25, -133),
+        {},
+        ValueError,
+        "group: expected 4, 8 or 16, got '8'",
+    ),
+]
+KINDS += [(op.__name__, op, *case) for op, *case in CASES]
+
+
 @pytest.mark.parametrize(
-    ("op", "args", "kwargs", "error", "message"),
-    CASES,
-    ids=[f"{case[0].__name__}-{case[4][:40]}" for case in CASES],
+    ("name", "op", "args", "kwargs", "error", "message"),
+    KINDS,
+    ids=[f"{case[0]}-{case[5][:40]}" for case in KINDS],
 )
 def test_refused(
+    name: str,
     op: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -260,7 +345,7 @@ def test_refused(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)) as caught:
         op(*args, **kwargs)
-    assert str(caught.value).startswith(f"samebits.{op.__name__}: ")
+    assert str(caught.value).startswith(f"samebits.{name}: ")
 
 
 def overlapping(what: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

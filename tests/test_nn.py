@@ -235,18 +235,6 @@ def test_convert_before_parametrizing_and_weight_norm() -> None:
     assert samebits.convert(layer).already == ("",)
 
 
-@pytest.mark.parametrize(
-    ("module", "options", "error", "match"),
-    [
-        (3, {}, TypeError, "module: expected a Module, got int"),
-        (nn.ReLU(), {"contract": "FMA"}, TypeError, "contract: expected a Contract, got str"),
-    ],
-)
-def test_convert_refuses(module: Any, options: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        samebits.convert(module, **options)
-
-
 def with_main_grads(layer: samebits.nn.Linear, *names: str) -> samebits.nn.Linear:
     for name in names:
         parameter = getattr(layer, name)
@@ -400,6 +388,13 @@ def test_main_grad_beside_a_bias_of_one_number_is_refused(size: tuple[int, ...])
     layer.bias = nn.Parameter(torch.zeros(size))
     with pytest.raises(ValueError, match=r"bias: expected shape \(4,\) beside main_grad"):
         layer(torch.ones(2, 8))
+    assert not layer.weight.main_grad.any()
+
+
+def test_main_grad_under_vmap_is_refused() -> None:
+    layer = with_main_grads(samebits.nn.Linear(8, 4), "weight")
+    with pytest.raises(NotImplementedError, match=r"nn\.Linear: main_grad: torch\.vmap is not"):
+        torch.vmap(layer)(torch.ones(3, 2, 8))
     assert not layer.weight.main_grad.any()
 
 

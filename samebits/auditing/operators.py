@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from samebits._version import __version__
 from samebits.auditing.drift import ordered
 from samebits.auditing.operator_report import Change, NotCompared, OperatorAudit, OperatorReport
-from samebits.auditing.trace import Call, Layout, Observer, Trace, find_layout
+from samebits.auditing.trace import Call, Layout, Observer, Trace, find_layout, is_dense, memory, unseen
 from samebits.auditing.words import AuditError, dtype_name, one_line, plural
 
 
@@ -60,8 +60,10 @@ def audit(
         AuditError: there are no two rows, ``fn`` does not run on a part of the batch, or there is nothing to
             differentiate.
     """
-    if max_rows < 1:
-        raise AuditError(f"max_rows: expected at least 1, got {max_rows}")
+    if not isinstance(max_rows, int) or max_rows < 1:
+        raise AuditError(f"max_rows: expected an int of at least 1, got {max_rows!r}")
+    if not isinstance(backward, bool):
+        raise AuditError(f"backward: expected a bool, got {type(backward).__name__}")
     start = time.perf_counter()
     run = _Run(fn, inputs, backward)
     audited = sorted({i * run.batch // max_rows for i in range(max_rows)})
@@ -152,9 +154,9 @@ class _Run:
             ):
                 torch.manual_seed(0)
                 results = [t for t in tree_flatten(self._fn(*args, **kwargs))[0] if isinstance(t, Tensor)]
-                with torch.utils._python_dispatch._disable_current_modes():
-                    for i, t in enumerate(results):
-                        observer.called(Call("forward", "", "output", i), [t], [t.detach().clone()])
+                with unseen():
+                    for t in results:
+                        trace.tell("forward", "", "output", [t], [t.detach().clone()])
                 if self._backward:
                     self._differentiate([t for t in results if t.requires_grad])
         except AuditError:
@@ -217,17 +219,13 @@ def _find_layouts(run: _Run, row: int) -> dict[Call, list[Layout | None]]:
         def called(self, call: Call, inputs: list[Tensor], results: list[Tensor]) -> None:
             if len(shapes.get(call, ())) == len(results):
                 layouts[call] = [
-                    find_layout(t, three) if _is_dense(t) else None
+                    find_layout(t, three) if is_dense(t) else None
                     for t, three in zip(results, shapes[call], strict=True)
                 ]
 
     run([row] * 3, Three())
     run([row] * 2, Two())
     return layouts
-
-
-def _is_dense(t: Tensor) -> bool:
-    return t.layout is torch.strided and not t.is_nested and not t.is_quantized
 
 
 # A result without rows that is larger is compared, and not kept: it cannot be set to that of the whole batch.
@@ -354,12 +352,12 @@ class _Comparison(Observer):
 
     def _not_compared(self, inputs: Sequence[Tensor]) -> str:
         """What computed those of `inputs` that were not compared."""
-        return ", ".join(dict.fromkeys(filter(None, (self._unknown.get(_memory(t)) for t in inputs))))
+        return ", ".join(dict.fromkeys(filter(None, (self._unknown.get(memory(t)) for t in inputs))))
 
     def _learn(self, result: Tensor, not_compared: str) -> None:
-        self._unknown.pop(_memory(result), None)
+        self._unknown.pop(memory(result), None)
         if not_compared:
-            self._unknown[_memory(result)] = not_compared
+            self._unknown[memory(result)] = not_compared
 
     def _compare(self, record: _Record, kept: _Kept, result: Tensor, after: str) -> bool:
         """Whether `result` was compared, and, to heal, has the bits of the whole batch now."""
@@ -367,7 +365,7 @@ class _Comparison(Observer):
             # Such as places in the batch, which are others in another batch, and must be.
             record.reasons.setdefault("it computes integers from others that were not compared", self._batch)
             return False
-        rows = kept.layout.rows(result, self._size) if _is_dense(result) else None
+        rows = kept.layout.rows(result, self._size) if is_dense(result) else None
         if rows is None or (kept.rows is not None and rows.shape[1:] != kept.rows.shape[1:]):
             record.reasons.setdefault("its result has another shape", self._batch)
             return False
@@ -395,10 +393,6 @@ class _Comparison(Observer):
             with torch.no_grad():
                 rows.index_copy_(0, index, want.to(rows.device))
         return True
-
-
-def _memory(t: Tensor) -> int:
-    return t.untyped_storage()._cdata if _is_dense(t) else id(t)
 
 
 def _digest(t: Tensor) -> bytes:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
@@ -38,7 +39,8 @@ class Call:
     Attributes:
         phase: ``forward`` or ``backward``.
         module: name of the module that it runs in; in a backward, of the one whose forward it belongs to.
-        operator: such as ``aten.addmm``.
+        operator: such as ``aten.addmm``; one that ``samebits.batch_invariant`` covers, by PyTorch's name for
+            what was called, such as ``torch.nn.functional.linear``.
         count: how often this operator had run in this phase and module before.
     """
 
@@ -61,6 +63,9 @@ class Observer:
 class Trace(TorchDispatchMode):
     """Tell `observer` of every operator.
 
+    What ``samebits.batch_invariant`` covers is one operator, forward and backward: how it is put together,
+    such as a vector that is padded and cut, is its own business and need not be laid out in rows.
+
     Args:
         names: what to call the modules; another is called after its class.
         observer: whom to tell.
@@ -74,6 +79,8 @@ class Trace(TorchDispatchMode):
         self._counts: Counter[tuple[str, str, str]] = Counter()
         # The module of each node of autograd's graph, by the node's number.
         self._nodes: dict[int, str] = {}
+        self._is_inside = False  # a covered call
+        self._covered: set[int] = set()  # the numbers of nodes that covered calls made
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -104,14 +111,60 @@ class Trace(TorchDispatchMode):
         if _is_view(func):
             return result
         inputs = _tensors((args, kwargs))
-        results = list({id(t): t for t in (*_tensors(result), *_written(func, args, kwargs))}.values())
-        if func.overloadpacket in _NO_ARITHMETIC:
-            self._observer.moved(inputs, results)
-        elif results:
-            key = phase, module, str(func).removesuffix(".default")
-            self._observer.called(Call(*key, self._counts[key]), inputs, results)
-            self._counts[key] += 1
+        results = _unique([*_tensors(result), *_written(func, args, kwargs)])
+        if func.overloadpacket in _NO_ARITHMETIC or self._is_covered():
+            with unseen():
+                self._observer.moved(inputs, results)
+        else:
+            self.tell(phase, module, str(func).removesuffix(".default"), inputs, results)
         return result
+
+    def tell(
+        self, phase: str, module: str, operator: str, inputs: list[Tensor], results: list[Tensor]
+    ) -> None:
+        """Tell the observer of a call."""
+        if results:
+            key = phase, module, operator
+            with unseen():
+                self._observer.called(Call(*key, self._counts[key]), inputs, results)
+            self._counts[key] += 1
+
+    def run_covered(
+        self,
+        func: Callable[..., Any],
+        covered: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run what :mod:`samebits.mode` covers `func` by, as one call."""
+        phase, module = self._place()
+        name = resolve_name(func) or getattr(func, "__name__", str(func))
+        first, self._is_inside = torch._C._autograd._get_sequence_nr(), True
+        try:
+            result = covered(*args, **kwargs)
+        finally:
+            self._is_inside = False
+            numbers = range(first, torch._C._autograd._get_sequence_nr())
+            self._covered.update(numbers)
+        inputs, results = _tensors((args, kwargs)), _tensors(result)
+        for node, edges in _ends(results, numbers):
+            # What leaves the call's part of the graph, as what enters it is another call's result.
+            def leave(gradients: Any, given: Any, edges: list[int] = edges) -> Any:
+                gradients = [g if g is None or not _is_expanded(g) else g.clone() for g in gradients]
+                left = [gradients[i] for i in edges]
+                self.tell("backward", module, name, _tensors(given), _unique(_tensors(left)))
+                return tuple(gradients)
+
+            node.register_hook(leave)
+        given = {memory(t) for t in inputs}
+        own = [t for t in results if memory(t) not in given or any(t is x for x in inputs)]  # no view
+        # `.data`, as the observer may write what autograd has saved already.
+        self.tell(phase, module, name, inputs, [t.data for t in own])
+        return result
+
+    def _is_covered(self) -> bool:
+        node = torch._C._current_autograd_node()
+        return self._is_inside or (node is not None and node._sequence_nr() in self._covered)
 
     def _place(self) -> tuple[str, str]:
         module = self._modules[-1] if self._modules else ""
@@ -131,6 +184,46 @@ def _is_view(func: Any) -> bool:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+def _unique(tensors: list[Tensor]) -> list[Tensor]:
+    return list({id(t): t for t in tensors}.values())
+
+
+def is_dense(t: Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_nested and not t.is_quantized
+
+
+def memory(t: Tensor) -> int:
+    """What tells a tensor's memory from another's."""
+    return t.untyped_storage()._cdata if is_dense(t) else id(t)
+
+
+def _is_expanded(t: Tensor) -> bool:
+    """Whether elements share memory, so that none may be written alone."""
+    return is_dense(t) and any(n > 1 and not step for n, step in zip(t.shape, t.stride(), strict=True))
+
+
+def _ends(results: list[Tensor], numbers: range) -> Iterator[tuple[Any, list[int]]]:
+    """The nodes with such numbers that `results` lead to, with edges to others: which edges."""
+    nodes, seen = [t.grad_fn for t in results], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen or node._sequence_nr() not in numbers:
+            continue
+        seen.add(node)
+        after = [n for n, _ in node.next_functions]
+        nodes += after
+        edges = [i for i, n in enumerate(after) if n is not None and n._sequence_nr() not in numbers]
+        if edges:
+            yield node, edges
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """What the audit itself computes is seen by no mode, and covered by none."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

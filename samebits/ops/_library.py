@@ -202,7 +202,7 @@ def check_operands(
             raise NotImplementedError(
                 f"samebits.{op}: {name}: forward-mode derivatives are not implemented, backward ones are"
             )
-    if not torch.compiler.is_compiling() and _transform() == TransformType.Grad:
+    if not torch.compiler.is_compiling() and transform() == TransformType.Grad:
         raise NotImplementedError(
             f"samebits.{op}: torch.func's gradients are not implemented; use torch.autograd.grad"
         )
@@ -216,17 +216,20 @@ def check_operands(
         if t.dtype != dtype:
             raise TypeError(f"samebits.{op}: {name}: expected {dtype} like {first}, got {t.dtype}")
         check_device(op, name, t, first, tensors[0])
-    if contract is not None:
-        if not isinstance(contract, Contract):
-            raise TypeError(
-                f"samebits.{op}: contract: expected a samebits.Contract, got {type(contract).__name__}"
-            )
-        if dtype not in contract.input_dtypes:
-            raise TypeError(
-                f"samebits.{op}: {first}: contract {contract.name} takes bfloat16 or float16, got {dtype}"
-                " (float32 runs under samebits.FMA, never as TF32)"
-            )
+    check_contract(op, contract)
+    if contract is not None and dtype not in contract.input_dtypes:
+        raise TypeError(
+            f"samebits.{op}: {first}: contract {contract.name} takes bfloat16 or float16, got {dtype}"
+            " (float32 runs under samebits.FMA, never as TF32)"
+        )
     return tensors, resolve(contract, dtype, kind) + asked(kind), False
+
+
+def check_contract(op: str, contract: Contract | None) -> None:
+    if contract is not None and not isinstance(contract, Contract):
+        raise TypeError(
+            f"samebits.{op}: contract: expected a samebits.Contract, got {type(contract).__name__}"
+        )
 
 
 def _glance(tensors: list[Tensor]) -> bool:
@@ -244,7 +247,7 @@ def has_memory(*tensors: Tensor) -> bool:
     """Whether these have elements at real addresses: no traced, transformed, fake or meta tensors."""
     return (
         not torch.compiler.is_compiling()
-        and _transform() is None
+        and transform() is None
         and all(
             type(t).__torch_dispatch__ is Tensor.__torch_dispatch__ and (t.is_cpu or t.is_cuda)
             for t in tensors
@@ -252,7 +255,7 @@ def has_memory(*tensors: Tensor) -> bool:
     )
 
 
-def _transform() -> Any:
+def transform() -> Any:
     """The kind of the innermost ``torch.func`` transform at work, if any."""
     interpreter = torch._C._functorch.peek_interpreter_stack()
     return None if interpreter is None else interpreter.key()

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samebits.backends import Step, on_gpu
 from samebits.contract import Contract
-from samebits.ops._library import Operator, check_device, check_operands, has_memory, shape
+from samebits.ops._library import Operator, check_device, check_operands, has_memory, shape, transform
 from samebits.ops.matmul import operand, product
 
 
@@ -37,9 +38,12 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
     Raises:
         TypeError: ``acc`` is not float32, or ``a`` and ``b`` are not what :func:`samebits.matmul` takes.
         ValueError: shapes or devices do not match, or ``acc`` overlaps. Nothing has been written then.
+        NotImplementedError: under ``torch.vmap``.
     """
     given = {"a": a, "b": b}
-    (a, b), key, _ = check_operands("addmm_", contract, given)
+    (a, b), key, plain = check_operands("addmm_", contract, given)
+    if not plain:
+        refuse_vmap("addmm_", "acc")
     check_accumulator("addmm_", "acc", acc, "a", a)
     if acc.is_leaf and acc.requires_grad and torch.is_grad_enabled():
         raise ValueError("samebits.addmm_: acc: expected no leaf that requires grad, it is changed in place")
@@ -63,6 +67,14 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
         return acc.copy_(chain[0])
     addbmm_(acc[None], a4, b4, None, key)
     return acc
+
+
+def refuse_vmap(op: str, name: str) -> None:
+    """PyTorch has no loop over a batch for operators that write, and says so in other words."""
+    if not torch.compiler.is_compiling() and transform() == TransformType.Vmap:
+        raise NotImplementedError(
+            f"samebits.{op}: {name}: torch.vmap is not implemented for what is written in place; use a loop"
+        )
 
 
 def check_accumulator(op: str, name: str, acc: Tensor, lead_name: str, lead: Tensor) -> None:

@@ -36,7 +36,8 @@ def attention(
     Scores are float32 accumulators of chains over d; R and S as in ``softmax``; the output is one chain over
     the keys, from key 0. Masked keys at the end of a row (and how many there are) change no bit, so one query
     with a cache of its past, a chunk of queries, and all queries at once give a query the same bits. That
-    takes masked keys and values to be finite numbers: 0 * inf and 0 * NaN are NaN.
+    takes masked keys and values to be finite numbers: 0 * inf and 0 * NaN are NaN. Keys that are masked at
+    the start do move the others, to other blocks of 128 and groups of 16, and so may change bits.
 
     Args:
         q: ``[..., H, L, E]``; bfloat16, float16 or float32, any strides.

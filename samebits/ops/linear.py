@@ -44,8 +44,10 @@ def linear(
           once at the end. Every sequence starts a new group of 16 tokens, its tail padded with zeros. A
           sequence is a row of a batch ``x[B, T, ...]``, or a span of ``cu_seqlens``; a 2-D ``x`` is one
           sequence. So these gradients have the same bits however a batch is padded at the end of its
-          sequences (with zero output gradients there) or packed. A bias of one number gets the sum of the
-          features' gradients, as :func:`torch.sum` of that row in :func:`samebits.batch_invariant`.
+          sequences (with zero output gradients there) or packed; but not if it is flattened to 2-D first,
+          where padding lies between the sequences' tokens and, in 16 bits, moves them to other groups. A bias
+          of one number gets the sum of the features' gradients, as :func:`torch.sum` of that row in
+          :func:`samebits.batch_invariant`.
 
     Raises:
         TypeError: a tensor is not dense bfloat16, float16 or float32, dtypes differ, ``cu_seqlens`` is not

@@ -116,6 +116,10 @@ def linear_logp(
     scale = _scale(temperature)
     if cu_seqlens is not None:
         check_cu_seqlens_form("linear_logp", "hidden", hidden, cu_seqlens)
+    if not isinstance(return_entropy, bool):
+        raise TypeError(
+            f"samebits.linear_logp: return_entropy: expected a bool, got {type(return_entropy).__name__}"
+        )
     if main_grad is not None:
         _check_main_grad(main_grad, operands["weight"])
         if torch.is_grad_enabled() and not weight.requires_grad:
@@ -125,7 +129,7 @@ def linear_logp(
     refuse_unknown = watch_target("linear_logp", target, weight.shape[0], ignore_index, key)
     logp, entropy, _, _ = _operator(
         *(hidden, weight, bias, target, cu_seqlens, main_grad),
-        *(ignore_index, scale, bool(return_entropy), key),
+        *(ignore_index, scale, return_entropy, key),
     )
     refuse_unknown()
     return (logp, entropy) if return_entropy else logp
