@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from samebits.contract import Contract
-<<<<<<< HEAD
-from samebits.ops._library import SUPPORTED, check_operands, has_memory, shape, without_modes
-from samebits.ops.addmm import addbmm, addbmm_later, check_accumulator, refuse_overlap
-=======
-from samebits.ops._library import SUPPORTED, check_contract, check_operands, has_memory, shape, unseen
-from samebits.ops.addmm import addbmm, addbmm_, check_accumulator, refuse_overlap, refuse_vmap
->>>>>>> h4
+from samebits.ops._library import (
+    SUPPORTED,
+    check_contract,
+    check_operands,
+    has_memory,
+    shape,
+    without_modes,
+)
+from samebits.ops.addmm import addbmm, addbmm_later, check_accumulator, refuse_overlap, refuse_vmap
 from samebits.ops.linear import linear, sequences
 from samebits.ops.matmul import product
 

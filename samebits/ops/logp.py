@@ -121,6 +121,12 @@ def pieces(tokens: int, vocabulary: int, logits: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, tokens)) for start in range(0, tokens, step)]
 
 
+def row_statistics(logits: Tensor, contract: str) -> tuple[Tensor, Tensor]:
+    """R and log S of ``docs/contract.md`` of every row of ``logits[rows, V]``."""
+    ignored = torch.full(logits.shape[:1], -1, dtype=torch.int64, device=logits.device)
+    return _forward(logits, ignored, -1, contract)[1:]
+
+
 def _forward(
     logits: Tensor, target: Tensor, ignore_index: int, contract: str
 ) -> tuple[Tensor, Tensor, Tensor]:

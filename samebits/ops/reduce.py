@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from samebits.ops._library import Operator, check_operands
-from samebits.ops.rows import backend, refuse_triton
+from samebits.ops.rows import as_rows, backend, refuse_triton
 
 
 def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
@@ -28,7 +27,7 @@ def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 
     Raises:
         TypeError: ``x`` is not a dense tensor of such a dtype.
-        IndexError: there is no such dimension.
+        IndexError: there is no such dimension, or it is named twice.
     """
     return _reduce("sum", x, dim, keepdim)
 
@@ -45,17 +44,9 @@ def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = Fals
 def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> Tensor:
     (x,), key, _ = check_operands(op, None, {"x": x}, autocast=False)
     refuse_triton(op, key)
-    if dim is None or (isinstance(dim, Sequence) and len(dim) == 0):
-        dim = tuple(range(x.ndim))
-    given = (dim,) if isinstance(dim, int) else tuple(dim)
-    if not all(-max(x.ndim, 1) <= d < max(x.ndim, 1) for d in given):
-        raise IndexError(f"samebits.{op}: dim: expected dimensions of a {x.ndim}-D tensor, got {dim}")
-    dims = sorted({d % max(x.ndim, 1) for d in given}) if x.ndim else []
-    kept = [d for d in range(x.ndim) if d not in dims]
-    shape = [x.shape[d] for d in kept]
-    rows = x.permute([*kept, *dims]).reshape(math.prod(shape), math.prod([x.shape[d] for d in dims]))
+    rows, shape = as_rows(op, x, dim, keepdim)
     out: Tensor = _operator(rows, op == "mean")
-    return out.reshape([1 if d in dims else x.shape[d] for d in range(x.ndim)] if keepdim else shape)
+    return out.reshape(shape)
 
 
 def _forward(x: Tensor, mean: bool) -> Tensor:

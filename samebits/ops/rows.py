@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from samebits.backends import UnavailableError, on_gpu
@@ -25,8 +28,45 @@ def refuse_triton(op: str, key: str) -> None:
         raise UnavailableError(f"samebits.{op}: backend triton does not compute it yet; choose backend cuda")
 
 
+_CANONICAL_NAN = {torch.float32: (torch.int32, 0x7FFFFFFF)} | dict.fromkeys(
+    (torch.bfloat16, torch.float16), (torch.int16, 32767)
+)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 results, rounded once to `dtype`, where a NaN becomes the canonical one."""
+    integers, bits = _CANONICAL_NAN[dtype]
+    nan = torch.full((), bits, dtype=integers, device=x.device).view(dtype)
+    out = x.to(dtype)
+    return torch.where(out.isnan(), nan, out)
+
+
+def as_rows(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> tuple[Tensor, list[int]]:
+    """The elements over `dim` as rows, in row-major order, and the shape of what is left of `x`.
+
+    `dim` is one or several dimensions; None, or none, are all of them.
+
+    Raises:
+        IndexError: there is no such dimension, or it is named twice.
+    """
+    if dim is None or (isinstance(dim, Sequence) and len(dim) == 0):
+        dim = tuple(range(x.ndim))
+    given = (dim,) if isinstance(dim, int) else tuple(dim)
+    ndim = max(x.ndim, 1)  # a 0-D tensor has one dimension here, as in PyTorch
+    if not all(-ndim <= d < ndim for d in given):
+        raise IndexError(f"samebits.{op}: dim: expected dimensions of a {x.ndim}-D tensor, got {dim}")
+    dims = {d % ndim for d in given}
+    if len(dims) < len(given):
+        raise IndexError(f"samebits.{op}: dim: expected every dimension once, got {dim}")
+    kept = [d for d in range(x.ndim) if d not in dims]
+    shape = [x.shape[d] for d in kept]
+    summed = [d for d in range(x.ndim) if d in dims]
+    rows = x.permute([*kept, *summed]).reshape(math.prod(shape), math.prod(x.shape[d] for d in summed))
+    return rows, [1 if d in dims else x.shape[d] for d in range(x.ndim)] if keepdim else shape
+
+
 def row_dim(op: str, x: Tensor, dim: int) -> int:
     """`dim`, counted from the end of a tensor that has it."""
-    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
         raise IndexError(f"samebits.{op}: dim: expected a dimension of x {shape(x)}, got {dim!r}")
     return dim % x.ndim - x.ndim

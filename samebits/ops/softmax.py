@@ -45,7 +45,7 @@ def _along(op: str, x: Tensor, dim: int) -> Tensor:
     (x,), key, _ = check_operands(op, None, {"x": x}, autocast=False)
     refuse_triton(op, key)
     if x.ndim == 0:
-        return _along(op, x[None], 0)[0]
+        return _along(op, x[None], dim)[0]
     moved = x.movedim(row_dim(op, x, dim), -1)
     rows = moved.reshape(moved.shape[:-1].numel(), moved.shape[-1])
     out: Tensor = _operator(rows, op == "log_softmax")

@@ -1,0 +1,81 @@
+"""``torch.logsumexp``, by the sums of log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.ops._library import Operator, check_operands
+from samebits.ops.logp import refuse_second_derivatives, row_statistics
+from samebits.ops.rows import as_rows, backend, refuse_triton, rounded
+
+
+def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
+    """``out[...] = log(sum over i of exp(x[..., i]))``, as :func:`torch.logsumexp`.
+
+    ``out = R + log S``, in float32, rounded once to the dtype of ``x``. R is the row's maximum, and S its sum
+    of exponentials, as ``docs/contract.md`` has them under "Log-probabilities". A row with +inf and no NaN
+    gives +inf, one with nothing but -inf, or nothing at all, gives -inf.
+
+    Args:
+        x: bfloat16, float16 or float32, any strides.
+        dim: one or several dimensions, whose elements are a row in row-major order.
+        keepdim: keep them, of size 1.
+
+    The gradient is that of the sum times :func:`samebits.ops.softmax.softmax` of the row in float32, with one
+    more rounding to the dtype of ``x``. Second derivatives are not implemented.
+
+    Raises:
+        TypeError: ``x`` is not a dense tensor of such a dtype.
+        IndexError: there is no such dimension, or it is named twice.
+    """
+    (x,), key, _ = check_operands("logsumexp", None, {"x": x}, autocast=False)
+    refuse_triton("logsumexp", key)
+    rows, shape = as_rows("logsumexp", x, dim, keepdim)
+    out: Tensor = _operator(rows, key)
+    return out.reshape(shape)
+
+
+def _forward(x: Tensor, contract: str) -> Tensor:
+    if x.shape[1] == 0:
+        return x.new_full((x.shape[0],), -torch.inf)
+    shift, log_sum = row_statistics(x, contract)
+    return rounded(torch.where(shift == torch.inf, shift, shift + log_sum), x.dtype)
+
+
+def _fake(x: Tensor, contract: str) -> Tensor:
+    return x.new_empty(x.shape[0])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_second_derivatives("logsumexp")
+    return _gradient(grad, *saved), None
+
+
+def _grad(grad: Tensor, x: Tensor) -> Tensor:
+    p = backend(x).softmax(x, False, torch.float32)
+    return rounded(grad.to(torch.float32)[:, None] * p, x.dtype)
+
+
+def _fake_grad(grad: Tensor, x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_operator = Operator(
+    "logsumexp(Tensor x, str contract) -> Tensor",
+    cpu=_forward,
+    cuda=_forward,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+_gradient = Operator(
+    "logsumexp_backward(Tensor grad, Tensor x) -> Tensor", cpu=_grad, cuda=_grad, fake=_fake_grad
+)

@@ -1,0 +1,157 @@
+"""Variances, standard deviations and 2-norms: ``torch.var``, ``std`` and ``linalg.vector_norm``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.ops._library import Operator, check_operands
+from samebits.ops.logp import refuse_second_derivatives
+from samebits.ops.rows import as_rows, backend, refuse_triton, rounded
+
+Dims = int | Sequence[int] | None
+
+
+def var(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = False) -> Tensor:
+    """``out[...] = sum over i of d[i]**2 / max(0, n - correction)``, as :func:`torch.var`.
+
+    ``d[i] = x[..., i] - mean``, with the mean as in :func:`samebits.ops.reduce.mean`. Sums are rows
+    of ``docs/contract.md``, "Row reductions"; all is float32, with one rounding to the dtype of ``x`` at the
+    end.
+
+    Args:
+        x: bfloat16, float16 or float32, any strides.
+        dim: one or several dimensions; all of them by default.
+        correction: what is taken from the number of elements.
+        keepdim: keep the dimensions, of size 1.
+
+    The gradient is ``d[i] * (grad * 2 / max(0, n - correction))``, rounded once more. Second derivatives are
+    not implemented.
+
+    Raises:
+        TypeError: ``x`` is not a dense tensor of such a dtype.
+        IndexError: there is no such dimension, or it is named twice.
+    """
+    return _moment("var", x, dim, correction, keepdim)
+
+
+def std(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = False) -> Tensor:
+    """The square root, in float32, of :func:`var` before it is rounded, as :func:`torch.std`.
+
+    The gradient is ``d[i] * (grad / (out * max(0, n - correction)))``, +0 where ``out`` is 0.
+    """
+    return _moment("std", x, dim, correction, keepdim)
+
+
+def vector_norm(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """``out[...] = sqrt(sum over i of x[..., i]**2)``, as :func:`torch.linalg.vector_norm` of order 2.
+
+    All is float32, with one rounding to the dtype of ``x`` at the end. The gradient is
+    ``x[i] * (grad / out)``, +0 where ``out`` is 0. Otherwise as :func:`var`.
+    """
+    return _moment("vector_norm", x, dim, 0, keepdim)
+
+
+def _moment(op: str, x: Tensor, dim: Dims, correction: float, keepdim: bool) -> Tensor:
+    (x,), key, _ = check_operands(op, None, {"x": x}, autocast=False)
+    refuse_triton(op, key)
+    rows, shape = as_rows(op, x, dim, keepdim)
+    if op == "vector_norm":
+        return _norm(rows).reshape(shape)  # type: ignore[no-any-return]
+    out: Tensor = _deviation(rows, float(correction), op == "std")[0]
+    return out.reshape(shape)
+
+
+def _filled(like: Tensor, value: float) -> Tensor:
+    """A divisor. By a number, PyTorch multiplies with the inverse on a GPU."""
+    return torch.full_like(like, value)
+
+
+def _forward_deviation(x: Tensor, correction: float, root: bool) -> tuple[Tensor, Tensor]:
+    wide, n = x.to(torch.float32), x.shape[1]
+    means = backend(x).row_sum(wide, True, torch.float32)
+    d = wide - means[:, None]
+    total = backend(x).row_sum(d * d, False, torch.float32)
+    variance = total / _filled(total, max(0.0, n - correction))
+    return rounded(variance.sqrt() if root else variance, x.dtype), means
+
+
+def _forward_norm(x: Tensor) -> Tensor:
+    wide = x.to(torch.float32)
+    return rounded(backend(x).row_sum(wide * wide, False, torch.float32).sqrt(), x.dtype)
+
+
+def _grad_deviation(
+    grad: Tensor, x: Tensor, out: Tensor, means: Tensor, correction: float, root: bool
+) -> Tensor:
+    g, count = grad.to(torch.float32), max(0.0, x.shape[1] - correction)
+    if root:
+        factor = (g / (out.to(torch.float32) * count)).masked_fill(out == 0, 0)
+    else:
+        factor = g * 2 / _filled(g, count)
+    return rounded((x.to(torch.float32) - means[:, None]) * factor[:, None], x.dtype)
+
+
+def _grad_norm(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
+    factor = (grad.to(torch.float32) / out.to(torch.float32)).masked_fill(out == 0, 0)
+    return rounded(x.to(torch.float32) * factor[:, None], x.dtype)
+
+
+def _fake_deviation(x: Tensor, correction: float, root: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[0]), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def _keep_deviation(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, ctx.correction, ctx.root = inputs
+    ctx.save_for_backward(x, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward_deviation(
+    ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any
+) -> tuple[Tensor | None, ...]:
+    refuse_second_derivatives("std" if ctx.root else "var")
+    return _deviation_gradient(grad, *saved, ctx.correction, ctx.root), None, None
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _backward_norm(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+    refuse_second_derivatives("vector_norm")
+    return _norm_gradient(grad, *saved)  # type: ignore[no-any-return]
+
+
+_deviation = Operator(
+    "deviation(Tensor x, float correction, bool root) -> (Tensor, Tensor)",
+    cpu=_forward_deviation,
+    cuda=_forward_deviation,
+    fake=_fake_deviation,
+    setup_context=_keep_deviation,
+    backward=_backward_deviation,
+)
+_deviation_gradient = Operator(
+    "deviation_backward(Tensor grad, Tensor x, Tensor out, Tensor means, float correction, bool root)"
+    " -> Tensor",
+    cpu=_grad_deviation,
+    cuda=_grad_deviation,
+    fake=lambda grad, x, *_: x.new_empty(x.shape),
+)
+_norm = Operator(
+    "vector_norm(Tensor x) -> Tensor",
+    cpu=_forward_norm,
+    cuda=_forward_norm,
+    fake=lambda x: x.new_empty(x.shape[0]),
+    setup_context=_keep_norm,
+    backward=_backward_norm,
+)
+_norm_gradient = Operator(
+    "vector_norm_backward(Tensor grad, Tensor x, Tensor out) -> Tensor",
+    cpu=_grad_norm,
+    cuda=_grad_norm,
+    fake=lambda grad, x, out: x.new_empty(x.shape),
+)
