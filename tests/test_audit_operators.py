@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import samebits
-from samebits import mode
 from samebits.auditing import AuditError, OperatorReport
 from samebits.auditing.operator_report import show
+from samebits.mode import rules
 
 _VARIANT: set[str] = set()
 """Which of the operators below take another kernel for a batch of one row."""
@@ -306,7 +306,7 @@ def test_a_covered_call_that_depends_on_the_batch_is_named_as_one(
     def cosine(x: Tensor) -> Tensor:  # of 15 features as of 16
         return linear(F.pad(x, (0, 1)), weight)[:, 1:] * 2
 
-    monkeypatch.setitem(mode._COVERED, torch.cos, cosine)
+    monkeypatch.setitem(rules.COVERED, torch.cos, cosine)
     x = torch.randn(5, 15, requires_grad=True)
     with samebits.batch_invariant():
         report = samebits.audit(lambda x: torch.cos(-x).relu(), x, backward=True)

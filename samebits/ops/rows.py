@@ -61,7 +61,7 @@ def as_rows(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) 
     kept = [d for d in range(x.ndim) if d not in dims]
     shape = [x.shape[d] for d in kept]
     summed = [d for d in range(x.ndim) if d in dims]
-    rows = x.permute([*kept, *summed]).reshape(math.prod(shape), math.prod(x.shape[d] for d in summed))
+    rows = x.permute([*kept, *summed]).reshape(math.prod(shape), math.prod([x.shape[d] for d in summed]))
     return rows, [1 if d in dims else x.shape[d] for d in range(x.ndim)] if keepdim else shape
 
 

@@ -84,11 +84,9 @@ def _forward_norm(x: Tensor) -> Tensor:
     return rounded(backend(x).row_sum(wide * wide, False, torch.float32).sqrt(), x.dtype)
 
 
-def _grad_deviation(
-    grad: Tensor, x: Tensor, out: Tensor, means: Tensor, correction: float, root: bool
-) -> Tensor:
+def _grad_deviation(grad: Tensor, x: Tensor, out: Tensor | None, means: Tensor, correction: float) -> Tensor:
     g, count = grad.to(torch.float32), max(0.0, x.shape[1] - correction)
-    if root:
+    if out is not None:
         factor = (g / (out.to(torch.float32) * count)).masked_fill(out == 0, 0)
     else:
         factor = g * 2 / _filled(g, count)
@@ -106,7 +104,7 @@ def _fake_deviation(x: Tensor, correction: float, root: bool) -> tuple[Tensor, T
 
 def _keep_deviation(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, ctx.correction, ctx.root = inputs
-    ctx.save_for_backward(x, *output)
+    ctx.save_for_backward(x, output[0] if ctx.root else None, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
@@ -114,7 +112,7 @@ def _backward_deviation(
     ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any
 ) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("std" if ctx.root else "var")
-    return _deviation_gradient(grad, *saved, ctx.correction, ctx.root), None, None
+    return _deviation_gradient(grad, *saved, ctx.correction), None, None
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -135,8 +133,7 @@ _deviation = Operator(
     backward=_backward_deviation,
 )
 _deviation_gradient = Operator(
-    "deviation_backward(Tensor grad, Tensor x, Tensor out, Tensor means, float correction, bool root)"
-    " -> Tensor",
+    "deviation_backward(Tensor grad, Tensor x, Tensor? out, Tensor means, float correction) -> Tensor",
     cpu=_grad_deviation,
     cuda=_grad_deviation,
     fake=lambda grad, x, *_: x.new_empty(x.shape),

@@ -1,0 +1,192 @@
+"""``samebits.batch_invariant``: PyTorch's own operators run this library's, for as long as it lasts."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from samebits.mode.arguments import as_pytorch, takes, tensors_of, without_autocast
+from samebits.mode.rules import (
+    ALIASES,
+    BODIES,
+    COVERED,
+    HIGHER_ORDER,
+    NAMES,
+    POWERS,
+    REPLACING,
+    SUMS,
+    UNCOVERED,
+    VIEWS,
+    is_direct,
+)
+from samebits.ops._library import own
+
+__all__ = ["UncoveredError", "batch_invariant"]
+
+OnUncovered = Literal["warn", "error", "ignore"]
+
+
+class UncoveredError(RuntimeError):
+    """An operator whose rows may depend on the batch was called where that was to be an error."""
+
+
+class _State(threading.local):
+    # Attributes of a thread-local object, because torch.compile reads and guards those.
+    def __init__(self) -> None:
+        self.on_uncovered: OnUncovered | None = None
+
+
+_state = _State()
+_warned: set[str] = set()
+
+
+def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManager[None]:
+    """A context, or a decorator, under which PyTorch's own operators give the bits of this library's.
+
+    Products (``mm``, ``bmm``, ``matmul``, ``@``, ``addmm``, ``baddbmm``, ``mv``, ``dot``, ``einsum``,
+    ``F.linear``), ``softmax``, ``log_softmax``, ``F.cross_entropy``, ``F.layer_norm``, ``F.rms_norm``,
+    ``sum``, ``mean``, ``F.embedding``, ``F.scaled_dot_product_attention``, and broadcasting in sums and
+    products, for the sake of its gradient; ``docs/mode.md`` has the list, and which arguments are covered. A
+    call made here also has this library's gradient, wherever the backward runs.
+
+    It acts on calls from Python in this thread, in functions and modules of any kind; nothing of PyTorch
+    changes for other threads or afterwards. It may be nested; the innermost ``on_uncovered`` counts. Do not
+    ``await`` or ``yield`` inside, nor decorate a function that does. Activation checkpointing runs the
+    forward again in the backward, so enter it around that too. Under ``torch.compile`` what is traced here is
+    covered. "Limits" in ``README.md`` says what may change bits all the same.
+
+    Args:
+        on_uncovered: what to do when an operator is called whose rows are known to depend on the batch, and
+            which is not covered: ``"warn"`` once for each operator, ``"error"`` (an :class:`UncoveredError`),
+            or ``"ignore"``.
+
+    Raises:
+        ValueError: ``on_uncovered`` is none of these.
+    """
+    if on_uncovered not in ("warn", "error", "ignore"):
+        raise ValueError(
+            'samebits.batch_invariant: on_uncovered: expected "warn", "error" or "ignore",'
+            f" got {on_uncovered!r}"
+        )
+    return _context(on_uncovered)
+
+
+@contextmanager
+def _context(on_uncovered: OnUncovered) -> Iterator[None]:
+    before = _state.on_uncovered
+    _state.on_uncovered = on_uncovered
+    try:
+        with nullcontext() if _is_on(before) else _Mode(on_uncovered):
+            yield
+    finally:
+        _state.on_uncovered = before
+
+
+def _is_on(before: OnUncovered | None) -> bool:
+    """Whether an outer context's mode sees calls. It does not see what an operator that it called does."""
+    if before is None or torch.compiler.is_compiling():
+        return before is not None
+    return any(isinstance(mode, _Mode) for mode in _get_current_function_mode_stack())
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, on_uncovered: OnUncovered) -> None:
+        super().__init__()
+        self.on_uncovered = on_uncovered  # in threads that autograd takes this mode to
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile cannot look these up
+            for operator in HIGHER_ORDER:
+                if func is operator:
+                    _report(func, self.on_uncovered)
+            return func(*args, **kwargs)
+        covered = COVERED.get(func)
+        for operator, implementation in POWERS:
+            covered = implementation if func is operator else covered
+        if covered is not None:
+            named = {ALIASES.get(k, k): x for k, x in kwargs.items() if k != "out" or x is not None}
+            run = _into_out if "out" in named and func in REPLACING else _watched
+            result = run(func, covered, args, named)
+            if result is not NotImplemented:
+                return result if func in VIEWS else _owned(result, args, named)
+        elif func in BODIES:
+            with self:
+                return BODIES[func](*args, **kwargs)
+        if (covered is not None or func in UNCOVERED or is_direct(func)) and _inexact(
+            (*args, *kwargs.values())
+        ):
+            _report(func, self.on_uncovered)
+        return func(*args, **kwargs)
+
+
+def _watched(func: Callable[..., Any], covered: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
+    """Run `covered`; an audit at work sees it as one call of `func`."""
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+        for mode in _get_current_dispatch_mode_stack():
+            if hasattr(mode, "run_covered"):
+                return mode.run_covered(func, covered, args, named)
+    return covered(*args, **named)
+
+
+def _into_out(func: Callable[..., Any], covered: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
+    """The result of the functional form, in ``out``; what PyTorch refuses or resizes is so here, too."""
+    out, rest = named["out"], {name: x for name, x in named.items() if name != "out"}
+    if not takes(out):
+        return NotImplemented
+    if any(t.device != out.device for t in tensors_of((*args, *rest.values()))):
+        return func(*args, **named)  # an error of PyTorch's
+    shape = out.shape if torch.compiler.is_compiling() else _shape_of_out(func, args, named)
+    if func in SUMS and rest.get("dtype") is None:  # these sum in the dtype of what they write
+        rest["dtype"] = out.dtype
+    with without_autocast(out.device):
+        result = _watched(func, covered, args, rest)
+    if result is NotImplemented:
+        return result
+    if out.shape != shape:
+        out.resize_(shape)
+    return out.copy_(result)
+
+
+def _shape_of_out(func: Callable[..., Any], args: Any, named: dict[str, Any]) -> torch.Size:
+    """That ``out`` has after PyTorch has resized it, with a warning if it was not empty."""
+    wanted: Tensor = as_pytorch(func, *args, **named)
+    return wanted.shape
+
+
+def _owned(result: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
+    """No view, as PyTorch's are none: so what was made without gradients may be changed with some."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return result
+    return result if any(result is x for x in (*args, *named.values())) else own(result)
+
+
+def _report(func: Callable[..., Any], outermost: OnUncovered) -> None:
+    what = _state.on_uncovered or outermost
+    if what == "ignore":
+        return
+    name = NAMES.get(func) or str(func)
+    message = (
+        f"samebits.batch_invariant: {name} is not covered with these arguments: its results may depend on the"
+        " batch (docs/mode.md lists what is covered)"
+    )
+    if what == "error":
+        raise UncoveredError(message)
+    if name not in _warned and not torch.compiler.is_compiling():
+        _warned.add(name)
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def _inexact(args: Sequence[Any]) -> bool:
+    """Whether rounding is at work: sums of integers have the same bits in any order."""
+    return any(t.is_floating_point() or t.is_complex() for t in tensors_of(args))

@@ -1,0 +1,474 @@
+"""What PyTorch's functions do under ``samebits.batch_invariant``, in terms of this library's.
+
+The functions here have the parameters of PyTorch's, but for ``out``, which :mod:`samebits.mode.context` sees
+to. They return NotImplemented for what is not covered. What PyTorch refuses is refused here, too: where the
+usual checks leave that open, :func:`samebits.mode.arguments.as_pytorch` asks it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samebits.mode.arguments import as_pytorch, records, takes, without_autocast
+from samebits.ops.attention import attention
+from samebits.ops.bmm import bmm
+from samebits.ops.einsum import einsum
+from samebits.ops.embedding import embedding
+from samebits.ops.expand import expand
+from samebits.ops.linear import linear
+from samebits.ops.logsumexp import logsumexp
+from samebits.ops.matmul import matmul
+from samebits.ops.norm import layer_norm, rms_norm
+from samebits.ops.reduce import mean, sum
+from samebits.ops.softmax import log_softmax, softmax
+from samebits.ops.variance import std, var, vector_norm
+
+
+def mm(input: Tensor, mat2: Tensor, out_dtype: torch.dtype | None = None) -> Any:
+    return _of_ranks(2, 2, torch.mm, input, mat2, out_dtype)
+
+
+def mv(input: Tensor, vec: Tensor) -> Any:
+    return _of_ranks(2, 1, torch.mv, input, vec)
+
+
+def dot(input: Tensor, tensor: Tensor) -> Any:
+    return _of_ranks(1, 1, torch.dot, input, tensor)
+
+
+def _of_ranks(
+    rows: int,
+    columns: int,
+    theirs: Callable[..., Any],
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    if not takes(a, b):
+        return NotImplemented
+    if (a.ndim, b.ndim) != (rows, columns) or _on_gpus_only(out_dtype, a):
+        return theirs(a, b, *() if out_dtype is None else (out_dtype,))  # an error of PyTorch's
+    return matmul(a, b, out_dtype=out_dtype)
+
+
+def _on_gpus_only(out_dtype: torch.dtype | None, x: Tensor) -> bool:
+    """Whether PyTorch refuses this: it takes ``out_dtype`` on GPUs alone."""
+    return out_dtype is not None and x.is_cpu
+
+
+def matmul_(input: Tensor, other: Tensor) -> Any:
+    return matmul(input, other) if takes(input, other) else NotImplemented
+
+
+def rmatmul(input: Tensor, other: Tensor) -> Any:
+    return matmul_(other, input)
+
+
+def bmm_(input: Tensor, mat2: Tensor, out_dtype: torch.dtype | None = None) -> Any:
+    if not takes(input, mat2):
+        return NotImplemented
+    if (
+        input.ndim != 3
+        or mat2.ndim != 3
+        or input.shape[0] != mat2.shape[0]
+        or _on_gpus_only(out_dtype, input)
+    ):
+        return torch.bmm(input, mat2, *() if out_dtype is None else (out_dtype,))  # an error of PyTorch's
+    return bmm(input, mat2, out_dtype=out_dtype)
+
+
+def addmm(
+    input: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    out_dtype: torch.dtype | None = None,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Any:
+    if not takes(input, mat1, mat2):
+        return NotImplemented
+    dtype = out_dtype or _dtype(mat1)
+    fits = mat1.ndim == mat2.ndim == 2 and input.ndim <= 2 and not _on_gpus_only(out_dtype, mat1)
+    if not fits or _dtype(input) not in (dtype, _dtype(mat1)):
+        return torch.addmm(input, mat1, mat2, *() if out_dtype is None else (out_dtype,))  # its error
+    if input.ndim == 1 and beta == alpha == 1 and out_dtype is None:
+        return linear(mat1, mat2.mT, input)
+    return _scaled_sum(input, matmul(mat1, mat2, out_dtype=torch.float32), beta, alpha, dtype)
+
+
+def baddbmm(
+    input: Tensor,
+    batch1: Tensor,
+    batch2: Tensor,
+    out_dtype: torch.dtype | None = None,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Any:
+    if not takes(input, batch1, batch2):
+        return NotImplemented
+    dtype = out_dtype or _dtype(batch1)
+    fits = batch1.ndim == batch2.ndim == 3 and input.ndim <= 3 and batch1.shape[0] == batch2.shape[0]
+    if not fits or _on_gpus_only(out_dtype, batch1) or _dtype(input) not in (dtype, _dtype(batch1)):
+        return torch.baddbmm(input, batch1, batch2, *() if out_dtype is None else (out_dtype,))  # its error
+    return _scaled_sum(input, bmm(batch1, batch2, out_dtype=torch.float32), beta, alpha, dtype)
+
+
+def in_place(covered: Callable[..., Any]) -> Callable[..., Any]:
+    """`covered`, into its first argument."""
+
+    def write(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with without_autocast(input.device):
+            result = covered(input, *args, **kwargs)
+        if result is NotImplemented:
+            return result
+        if result.shape != input.shape or result.dtype != input.dtype:
+            raise RuntimeError(
+                f"samebits.batch_invariant: in place: expected shape {tuple(result.shape)},"
+                f" {result.dtype}, got {tuple(input.shape)} and {input.dtype}"
+            )
+        return input.copy_(result)
+
+    return write
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """Of a product of `x`, which autocast decides."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _scaled_sum(input: Tensor, product: Tensor, beta: float, alpha: float, dtype: torch.dtype) -> Tensor:
+    """``beta * input + alpha * product``, in float32 up to the end. `input` is not read if beta is 0."""
+    if input.shape != product.shape:
+        input = expand(input, product.shape)
+    out = product if alpha == 1 else product * alpha
+    if beta != 0:
+        wide = input.to(torch.float32)
+        out = (wide if beta == 1 else wide * beta) + out
+    return out.to(dtype)
+
+
+def linear_(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    operands = (input, weight) if bias is None else (input, weight, bias)
+    if not takes(*operands) or weight.ndim != 2:
+        return NotImplemented
+    if bias is not None and bias.ndim > 1:  # PyTorch adds it as it broadcasts
+        rows = input if input.ndim > 1 else input[None]
+        out = _scaled_sum(bias, matmul(rows, weight.mT, out_dtype=torch.float32), 1, 1, _dtype(input))
+        return out if input.ndim > 1 else out[0]
+    return linear(input, weight, bias)
+
+
+def einsum_(equation: str, *operands: Any) -> Any:
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    return (
+        NotImplemented
+        if not isinstance(equation, str) or not takes(*operands)
+        else einsum(equation, *operands)
+    )
+
+
+def softmax_(input: Tensor, dim: Any, dtype: torch.dtype | None = None) -> Any:
+    return _rows(softmax, input, dim, dtype)
+
+
+def log_softmax_(input: Tensor, dim: Any, dtype: torch.dtype | None = None) -> Any:
+    return _rows(log_softmax, input, dim, dtype)
+
+
+def functional_softmax(
+    input: Tensor, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Any:
+    return _rows(softmax, input, dim, dtype)
+
+
+def functional_log_softmax(
+    input: Tensor, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Any:
+    return _rows(log_softmax, input, dim, dtype)
+
+
+def _rows(op: Callable[..., Tensor], x: Tensor, dim: Any, dtype: torch.dtype | None) -> Any:
+    x = _autocast(x) if dtype is None else x.to(dtype)
+    if not _is_number(dim) or not takes(x):
+        return NotImplemented
+    return op(x, operator.index(dim)).contiguous()  # as PyTorch's is
+
+
+def _is_number(dim: Any) -> bool:
+    """Whether this is one dimension. PyTorch refuses True and False."""
+    return isinstance(dim, SupportsIndex) and not isinstance(dim, bool)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Autocast computes these in float32 on a GPU, and as they come on a CPU."""
+    return x.to(torch.float32) if x.is_cuda and torch.is_autocast_enabled("cuda") else x
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
+    if (
+        not plain
+        or not takes(input)
+        or target.is_floating_point()
+        or reduction not in ("none", "mean", "sum")
+    ):
+        return NotImplemented
+    loss = F.nll_loss(
+        log_softmax(_autocast(input), 1 if input.ndim > 1 else 0).contiguous(),  # its backward wants that
+        *(target, None, None, ignore_index, None, "none"),
+    )
+    if reduction == "none":
+        return loss
+    total = sum(loss)
+    return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+def layer_norm_(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
+    if not takes(input, *(t for t in (weight, bias) if t is not None)):
+        return NotImplemented
+    return layer_norm(_autocast(input), normalized_shape, weight, bias, eps)
+
+
+def rms_norm_(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Any:
+    if not takes(input, *(t for t in (weight,) if t is not None)):
+        return NotImplemented
+    return rms_norm(_autocast(input), normalized_shape, weight, eps)
+
+
+def sum_(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    return _over(sum, _autocast(input), dim, keepdim, dtype)
+
+
+def mean_(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    return _over(mean, input, dim, keepdim, dtype)
+
+
+def nansum(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    return _over(_sum_of_numbers, _autocast(input), dim, keepdim, dtype)
+
+
+def nanmean(
+    input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    return _over(_mean_of_numbers, input, dim, keepdim, dtype)
+
+
+def _over(op: Callable[..., Tensor], x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Any:
+    x = x if dtype is None else x.to(dtype)
+    if not takes(x) or not isinstance(keepdim, bool):
+        return NotImplemented
+    if dim is not None and not isinstance(dim, (tuple, list)):
+        if not _is_number(dim):
+            return NotImplemented
+        dim = operator.index(dim)
+    return op(x, dim, keepdim)
+
+
+def _sum_of_numbers(x: Tensor, dim: Any, keepdim: bool) -> Tensor:
+    return sum(x.masked_fill(x.isnan(), 0), dim, keepdim)
+
+
+def _mean_of_numbers(x: Tensor, dim: Any, keepdim: bool) -> Tensor:
+    count = torch.sum(~x.isnan(), () if dim is None else dim, keepdim)
+    total = _sum_of_numbers(x.to(torch.float32), dim, keepdim)
+    return (total / count.to(torch.float32)).to(x.dtype)
+
+
+def logsumexp_(input: Tensor, dim: Any, keepdim: bool = False) -> Any:
+    if not takes(input):
+        return NotImplemented
+    as_pytorch(torch.logsumexp, input, dim, keepdim)
+    return logsumexp(_autocast(input), dim, keepdim)
+
+
+def var_(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _deviation(var, torch.var, input, *args, **kwargs)
+
+
+def std_(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _deviation(std, torch.std, input, *args, **kwargs)
+
+
+def var_mean(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _with_mean(var_, input, *args, **kwargs)
+
+
+def std_mean(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _with_mean(std_, input, *args, **kwargs)
+
+
+def _deviation(
+    op: Callable[..., Tensor], theirs: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    if not takes(input):
+        return NotImplemented
+    as_pytorch(theirs, input, *args, **kwargs)
+    dim, correction, keepdim = _deviation_options(*args, **kwargs)
+    return op(input, dim, correction, keepdim)
+
+
+def _deviation_options(
+    dim: Any = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> tuple[Any, float, bool]:
+    """Dimensions, correction and keepdim of all forms of ``torch.var``."""
+    if isinstance(dim, bool):  # var(input, unbiased)
+        dim, unbiased = None, dim
+    if correction is None:
+        correction = 1 if unbiased is None else int(unbiased)
+    return dim, correction, keepdim
+
+
+def _with_mean(covered: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    deviation = covered(input, *args, **kwargs)
+    if deviation is NotImplemented:
+        return deviation
+    dim, _, keepdim = _deviation_options(*args, **kwargs)
+    return deviation, mean(input, dim, keepdim)
+
+
+def norm(
+    input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> Any:
+    return _norm(torch.norm, input, p, dim, keepdim, dtype)
+
+
+def linalg_norm(
+    A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    of_matrices = A.ndim != 1 if dim is None else isinstance(dim, Sequence) and len(dim) == 2
+    if ord not in (None, "fro") and of_matrices:
+        return NotImplemented  # another norm of matrices
+    return _norm(torch.linalg.norm, A, ord, dim, keepdim, dtype)
+
+
+def linalg_vector_norm(
+    input: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    return _norm(torch.linalg.vector_norm, input, ord, dim, keepdim, dtype)
+
+
+def _norm(
+    theirs: Callable[..., Any], x: Tensor, order: Any, dim: Any, keepdim: bool, dtype: torch.dtype | None
+) -> Any:
+    if order not in (None, "fro", 2) or isinstance(order, bool) or not takes(x):
+        return NotImplemented
+    as_pytorch(theirs, x, order, dim=dim, keepdim=keepdim, dtype=dtype)
+    x = _autocast(x) if dtype is None else x.to(dtype)
+    return vector_norm(x, dim, keepdim) if takes(x) else NotImplemented
+
+
+def foreach_norm(self: Any, ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
+    """One norm for each tensor, as gradients are clipped with."""
+    if ord != 2 or dtype is not None or not takes(*self):
+        return NotImplemented
+    return [vector_norm(x) for x in self]
+
+
+def functional_embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if max_norm is not None or scale_grad_by_freq or sparse or not takes(weight):
+        return NotImplemented
+    return embedding(input, weight, padding_idx)
+
+
+def embedding_(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if scale_grad_by_freq or sparse or not takes(weight):
+        return NotImplemented
+    return embedding(indices, weight, None if padding_idx == -1 else padding_idx)
+
+
+def attention_(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    floats = [t for t in (attn_mask,) if t is not None and t.dtype != torch.bool]
+    if dropout_p != 0 or not takes(query, key, value, *floats) or any(t.requires_grad for t in floats):
+        return NotImplemented
+    return attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def expand_(input: Tensor, *size: Any, **rest: Any) -> Any:
+    sizes = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    return _expanded(input, sizes, rest, lambda: input.expand(*size, **rest))
+
+
+def expand_as(input: Tensor, other: Tensor) -> Any:
+    return _expanded(input, other.shape, {}, lambda: input.expand_as(other))
+
+
+def _expanded(x: Tensor, sizes: Sequence[int], rest: Any, otherwise: Callable[[], Tensor]) -> Any:
+    if rest or not sizes or not records(x):
+        return otherwise()
+    return expand(x, sizes)
+
+
+def sum_to_size(input: Tensor, *size: Any) -> Any:
+    sizes = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    lead = input.ndim - len(sizes)
+    dims = [d for d in range(input.ndim) if d < lead or (sizes[d - lead] == 1 != input.shape[d])]
+    if not takes(input):
+        return NotImplemented
+    if not dims or any(n not in (1, input.shape[lead + d]) for d, n in enumerate(sizes)):
+        return input.sum_to_size(sizes)
+    return sum(input, dims, True).reshape(sizes)
+
+
+def unless(func: Callable[..., Any], argument: str, place: int) -> Callable[..., Any]:
+    """`func`, which is covered where it is not asked for what `argument`, at that place, asks for."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        asked = args[place] if len(args) > place else kwargs.get(argument)
+        return NotImplemented if asked else func(*args, **kwargs)
+
+    return call

@@ -1,0 +1,129 @@
+"""Functions of tensors, element by element: broadcasting with a gradient, and whole vectors on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samebits.mode.arguments import records, takes, tensors_of
+from samebits.ops.expand import expand
+from samebits.ops.reduce import mean, sum
+
+__all__ = ["broadcasting", "complex_in_whole_vectors", "cross_entropy_of_logits", "in_whole_vectors"]
+
+
+def broadcasting(func: Callable[..., Any], out_of_place: Callable[..., Any] | None) -> Callable[..., Any]:
+    """`func` of two tensors, element by element, with the gradient of what is broadcast."""
+    scaled = in_whole_vectors(func, out_of_place)
+
+    def pointwise(input: Any, other: Any, *args: Any, **rest: Any) -> Any:
+        both = isinstance(input, Tensor) and isinstance(other, Tensor)
+        if both and not (input.is_nested or other.is_nested) and input.shape != other.shape:
+            theirs, ours = records(other), not out_of_place and records(input)
+            if theirs or ours:  # or the shape, which takes longer than a small kernel, is not asked for
+                shape = torch.broadcast_shapes(input.shape, other.shape)
+                if theirs and other.shape != shape:
+                    other = expand(other, shape)
+                if ours and input.shape != shape:
+                    input = expand(input, shape)
+        if args or rest.get("alpha", 1) != 1 or rest.get("rounding_mode") or _complex(input, other):
+            return scaled(input, other, *args, **rest)
+        return func(input, other, **rest)
+
+    return pointwise
+
+
+def _complex(*operands: Any) -> bool:
+    return any(isinstance(x, Tensor) and x.is_complex() for x in operands)
+
+
+def complex_in_whole_vectors(
+    func: Callable[..., Any], out_of_place: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """`func`, of complex numbers :func:`in_whole_vectors`; of real ones each has its bits anyway."""
+    scaled = in_whole_vectors(func, out_of_place)
+
+    def pointwise(*args: Any, **kwargs: Any) -> Any:
+        return (scaled if _complex(*args, *kwargs.values()) else func)(*args, **kwargs)
+
+    return pointwise
+
+
+_SHARE = 1 << 14  # elements that PyTorch's CPU loops do not divide among threads
+
+
+def in_whole_vectors(
+    func: Callable[..., Any], out_of_place: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """`func` of tensors, element by element, in lengths for which PyTorch's CPU loops treat all alike.
+
+    What is left over after whole vectors, in each thread's share, they compute with other functions.
+    For a `func` that writes into its first argument, `out_of_place` is what computes.
+    """
+    parameters = func.__code__.co_varnames if isinstance(func, FunctionType) else ()
+    flag = parameters.index("inplace") if "inplace" in parameters else None
+
+    def pointwise(*args: Any, **kwargs: Any) -> Any:
+        tensors = list(tensors_of((*args, *kwargs.values())))
+        if not all(t.is_cpu and t.layout == torch.strided and not t.is_nested for t in tensors):
+            return func(*args, **kwargs)
+        if kwargs.get("out") is not None:
+            return NotImplemented
+        compute, in_place, plain, options = out_of_place or func, out_of_place is not None, args, dict(kwargs)
+        if flag is not None:
+            in_place = options.pop("inplace", False) or any(args[flag:])
+            plain = args[:flag]
+        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+        count = shape.numel()
+
+        def parts(x: Any) -> Any:
+            if not isinstance(x, Tensor) or (x.ndim == 0 and shape):  # PyTorch promotes no types for these
+                return None
+            wide = x if x.shape == shape else expand(x, shape) if records(x) else x.expand(shape)
+            padding = 0.5 if x.is_floating_point() else 1
+            return F.pad(wide.reshape(-1), (0, -count % 64), value=padding).split(_SHARE)
+
+        positional = [(x, parts(x)) for x in plain]
+        named = {key: (x, parts(x)) for key, x in options.items()}
+        out = torch.cat(
+            [
+                compute(
+                    *(x if p is None else p[i] for x, p in positional),
+                    **{key: x if p is None else p[i] for key, (x, p) in named.items()},
+                )
+                for i in range(max(1, -(-count // _SHARE)))
+            ]
+        )
+        out = out[:count].view(shape)
+        if not in_place:
+            like = next((t for t in tensors if t.shape == shape), out)
+            # As PyTorch's, the result lies in memory as its operand does.
+            return out if like.is_contiguous() else torch.empty_like(like, dtype=out.dtype).copy_(out)
+        into = tensors[0]
+        kinds = [(t.is_floating_point(), t.is_complex()) for t in (into, out)]
+        if shape != into.shape or kinds[0] != kinds[1]:
+            return func(*args, **kwargs)  # most often an error of PyTorch's
+        return into.copy_(out)
+
+    return pointwise
+
+
+_binary_cross_entropy = torch.binary_cross_entropy_with_logits
+
+
+def cross_entropy_of_logits(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    reduction: int = 1,
+) -> Any:
+    loss = in_whole_vectors(_binary_cross_entropy)(input, target, weight, pos_weight, 0)
+    if reduction == 0:
+        return loss
+    return NotImplemented if not takes(loss) else mean(loss) if reduction == 1 else sum(loss)

@@ -1,0 +1,329 @@
+"""What becomes of each of PyTorch's functions under ``samebits.batch_invariant``: the one table of rules.
+
+A function is replaced by one of :mod:`samebits.mode.overrides`, computed in whole vectors or broadcast with a
+gradient (:mod:`samebits.mode.pointwise`), followed into (Python functions made of others), or reported. All
+others are PyTorch's own. ``docs/mode.md``'s tables are written from :data:`REPLACED` and the lists below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samebits.mode import overrides as ours
+from samebits.mode.pointwise import (
+    broadcasting,
+    complex_in_whole_vectors,
+    cross_entropy_of_logits,
+    in_whole_vectors,
+)
+
+__all__ = [
+    "ALIASES",
+    "BODIES",
+    "COVERED",
+    "HIGHER_ORDER",
+    "NAMES",
+    "POWERS",
+    "REPLACED",
+    "REPLACING",
+    "SUMS",
+    "UNCOVERED",
+    "VIEWS",
+    "is_direct",
+]
+
+
+class Row(NamedTuple):
+    """Functions of PyTorch with what replaces them, as a row of ``docs/mode.md``.
+
+    Attributes:
+        functions: by name, which stands for all of PyTorch's functions that are called so, or one by one.
+        result: what they compute.
+        uncovered: the arguments for which they are reported instead.
+    """
+
+    functions: Mapping[str | Callable[..., Any], Callable[..., Any]]
+    result: str
+    uncovered: str = ""
+
+
+REPLACED = (
+    Row(
+        {
+            "mm": ours.mm,
+            "bmm": ours.bmm_,
+            "matmul": ours.matmul_,
+            "__matmul__": ours.matmul_,
+            "__rmatmul__": ours.rmatmul,
+            "mv": ours.mv,
+            "dot": ours.dot,
+            "linear": ours.linear_,
+        },
+        "`samebits.matmul`, `bmm`, `linear`",
+    ),
+    Row(
+        {
+            "addmm": ours.addmm,
+            "addmm_": ours.in_place(ours.addmm),
+            "baddbmm": ours.baddbmm,
+            "baddbmm_": ours.in_place(ours.baddbmm),
+        },
+        "a bias that is a vector: as in `linear`. Otherwise beta · input + alpha · product in float32,"
+        " rounded once",
+    ),
+    Row({"einsum": ours.einsum_}, "products of pairs, always from left to right"),
+    Row(
+        {
+            "softmax": ours.softmax_,
+            "log_softmax": ours.log_softmax_,
+            F.softmax: ours.functional_softmax,
+            F.log_softmax: ours.functional_log_softmax,
+            "logsumexp": ours.logsumexp_,
+        },
+        "[row reductions](contract.md#row-reductions)",
+    ),
+    Row(
+        {"cross_entropy": ours.cross_entropy},
+        "log-softmax, then the losses summed as a row",
+        "class weights, label smoothing, probabilities as targets",
+    ),
+    Row(
+        {torch.binary_cross_entropy_with_logits: cross_entropy_of_logits},
+        "elementwise, then the losses summed as a row",
+    ),
+    Row(
+        {"layer_norm": ours.layer_norm_, "rms_norm": ours.rms_norm_},
+        "row reductions; gradients of weights over tokens",
+    ),
+    Row(
+        {
+            "sum": ours.sum_,
+            "mean": ours.mean_,
+            "nansum": ours.nansum,
+            "nanmean": ours.nanmean,
+            "sum_to_size": ours.sum_to_size,
+        },
+        "row reductions",
+    ),
+    Row(
+        {
+            "var": ours.var_,
+            "std": ours.std_,
+            "var_mean": ours.var_mean,
+            "std_mean": ours.std_mean,
+            "norm": ours.norm,
+            torch.linalg.norm: ours.linalg_norm,
+            torch.linalg.vector_norm: ours.linalg_vector_norm,
+            torch._foreach_norm: ours.foreach_norm,
+        },
+        "row reductions",
+        "norms of other orders than 2, and of matrices",
+    ),
+    Row(
+        {F.embedding: ours.functional_embedding, torch.embedding: ours.embedding_},
+        "the same rows; a gradient in token order",
+        "`max_norm`, `scale_grad_by_freq`, `sparse`",
+    ),
+    Row(
+        {"scaled_dot_product_attention": ours.attention_},
+        "[attention](contract.md#attention) with causal, boolean and float masks, and `enable_gqa`",
+        "dropout, masks that require gradients; a mask with `is_causal` is refused, as by PyTorch on a GPU",
+    ),
+    Row(
+        {"expand": ours.expand_, "expand_as": ours.expand_as},
+        "themselves; what was broadcast gets a gradient in token order, in +, −, ·, / as well",
+        "other functions that broadcast (`where`, `maximum`, …): their gradients are summed by PyTorch",
+    ),
+)
+
+_BROADCASTING = """
+    add sub subtract mul multiply div divide true_divide __add__ __radd__ __sub__ __mul__ __rmul__ __truediv__
+    __div__ __iadd__ __isub__ __imul__ __itruediv__
+""".split()  # noqa: SIM905
+_IN_WHOLE_VECTORS = """
+    floor_divide __floordiv__ __rfloordiv__ __ifloordiv__
+    exp exp2 expm1 log log2 log10 log1p rsqrt pow float_power rsub
+    sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sinc polar
+    arcsin arccos arctan arctan2 arcsinh arccosh arctanh
+    erf erfc erfinv erfcx ndtr ndtri log_ndtr entr i0 i0e i1 i1e lgamma gammaln digamma psi polygamma
+    igamma igammac gammainc gammaincc logit xlogy xlog1py logaddexp logaddexp2 ldexp hypot lerp addcmul
+    addcdiv sigmoid expit silu gelu mish softplus logsigmoid elu selu celu softshrink tanhshrink
+""".split()  # noqa: SIM905
+_COMPLEX_IN_WHOLE_VECTORS = ("abs", "absolute", "__abs__", "square", "reciprocal", "angle", "sgn", "softsign")
+# Covered unless they are asked to accumulate, by an argument at that place, if it has one.
+_ACCUMULATING = {
+    **dict.fromkeys(("index_put", "index_put_", "put", "put_"), ("accumulate", 3)),
+    **dict.fromkeys(("scatter", "scatter_"), ("reduce", 4)),
+}
+
+_KNOWN_VARIANT = """
+    addbmm addbmm_ addmv addmv_ addr bilinear chain_matmul inner multi_dot tensordot trace
+    vdot vecdot cdist pdist dist cosine_similarity pairwise_distance cosine_embedding_loss triplet_margin_loss
+    multi_margin_loss multilabel_margin_loss
+    convolution _convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc
+    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    interpolate grid_sample fold embedding_bag ctc_loss renorm renorm_ cov corrcoef histc histogram
+    batch_norm instance_norm group_norm local_response_norm
+    native_batch_norm native_group_norm native_layer_norm _softmax _log_softmax _weight_norm
+    cumsum cumsum_ cumprod cumprod_ logcumsumexp matrix_norm prod
+    trapezoid trapz cumulative_trapezoid segment_reduce bincount
+    scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_reduce index_reduce_
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    _native_multi_head_attention _transformer_encoder_layer_fwd
+    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+    _scaled_dot_product_cudnn_attention _flash_attention_forward _efficient_attention_forward
+    fft ifft rfft irfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn hfft ihfft hfft2 ihfft2 hfftn ihfftn
+    stft istft
+    cholesky cholesky_ex cholesky_solve cholesky_inverse qr svd svdvals eigh eigvalsh eig eigvals
+    solve solve_ex solve_triangular triangular_solve lstsq inv inv_ex inverse pinv det logdet slogdet
+    tensorinv tensorsolve matrix_exp matrix_power matrix_rank householder_product geqrf ormqr
+    lu lu_factor lu_factor_ex lu_solve ldl_factor ldl_solve
+    grouped_mm scaled_mm scaled_grouped_mm _grouped_mm _scaled_mm _scaled_grouped_mm
+""".split()  # noqa: SIM905
+_OTHER_VARIANT: dict[Callable[..., Any], str] = {
+    torch.sparse.mm: "torch.sparse.mm",
+    torch.sparse.addmm: "torch.sparse.addmm",
+    torch._sparse_sum: "torch.sparse.sum",
+    torch.sparse.softmax: "torch.sparse.softmax",
+    torch.sparse.log_softmax: "torch.sparse.log_softmax",
+    torch.linalg.cond: "torch.linalg.cond",
+}
+
+HIGHER_ORDER = [
+    getattr(torch.ops.higher_order, name)
+    for name in ("flex_attention", "cond", "while_loop", "map_impl", "scan", "associative_scan")
+    if hasattr(torch.ops.higher_order, name)
+]
+
+
+def _unless(func: Callable[..., Any], argument: str, place: int) -> Callable[..., Any]:
+    """`func`, which is covered where it is not asked for what `argument`, at that place, asks for."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        asked = args[place] if len(args) > place else kwargs.get(argument)
+        return NotImplemented if asked else func(*args, **kwargs)
+
+    return call
+
+
+_WHERE = (torch, torch.Tensor, F, torch.linalg, torch.fft, torch.special)
+_LABELS = ("torch", "torch.Tensor", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special")
+
+
+def _named(name: str) -> dict[Callable[..., Any], str]:
+    """All functions of PyTorch that are called so, with their full names."""
+    found = zip(_WHERE, _LABELS, strict=True)
+    return {getattr(w, name): f"{label}.{name}" for w, label in found if callable(getattr(w, name, None))}
+
+
+def _pointwise(name: str) -> Iterator[tuple[Callable[..., Any], Callable[..., Any] | None]]:
+    """All functions of PyTorch called `name` or `name_`; those in place with what computes the same."""
+    for where in _WHERE:
+        func = getattr(where, name, None)
+        if func is not None:
+            yield func, getattr(where, "__" + name[3:]) if name.startswith("__i") else None
+            if hasattr(where, name + "_"):
+                yield getattr(where, name + "_"), func
+
+
+_NO_CHECKS = {
+    name: lambda *_: False
+    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+}
+
+
+def _body(function: FunctionType) -> FunctionType:
+    """A Python function of PyTorch that lets the functions it calls be overridden, rather than itself."""
+    body = FunctionType(
+        function.__code__,
+        function.__globals__ | _NO_CHECKS,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
+
+
+ALIASES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
+"""Names of arguments that PyTorch takes as well."""
+
+_REPLACED_NAMES = [name for row in REPLACED for name in row.functions if isinstance(name, str)]
+COVERED: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""What covers a function of PyTorch. It returns NotImplemented for arguments that are not covered."""
+
+for _one_by_one in (False, True):  # those come last that were named one by one
+    for _row in REPLACED:
+        for _key, _override in _row.functions.items():
+            if callable(_key) == _one_by_one:
+                COVERED |= dict.fromkeys([_key] if callable(_key) else _named(_key), _override)
+VIEWS = {func for name in ("expand", "expand_as") for func in _named(name)}
+REPLACING = frozenset(COVERED)
+"""The functions that are replaced, with all that they can write into by ``out``."""
+SUMS = {func for name in ("sum", "mean", "nansum", "nanmean") for func in _named(name)}
+"""Those that sum in the dtype of ``out``."""
+COVERED |= {func: _unless(func, *asks) for name, asks in _ACCUMULATING.items() for func in _named(name)}
+COVERED |= {
+    func: cover(func, out_of_place)
+    for cover, names in (
+        (broadcasting, _BROADCASTING),
+        (in_whole_vectors, _IN_WHOLE_VECTORS),
+        (complex_in_whole_vectors, _COMPLEX_IN_WHOLE_VECTORS),
+    )
+    for name in names
+    for func, out_of_place in _pointwise(name)
+}
+POWERS = [  # torch.compile does not find these in a dictionary
+    (Tensor.__pow__, in_whole_vectors(Tensor.pow)),
+    (Tensor.__rpow__, in_whole_vectors(Tensor.__rpow__)),
+    (Tensor.__ipow__, in_whole_vectors(Tensor.pow_, Tensor.pow)),
+]
+UNCOVERED = {func for name in _KNOWN_VARIANT for func in _named(name)} | set(_OTHER_VARIANT)
+NAMES = {
+    func: label
+    for name in (*_REPLACED_NAMES, *_KNOWN_VARIANT, *_ACCUMULATING)
+    for func, label in _named(name).items()
+}
+NAMES |= {torch.embedding: "torch.embedding", F.embedding: "torch.nn.functional.embedding"}
+NAMES |= {torch._foreach_norm: "torch._foreach_norm", torch.linalg.vector_norm: "torch.linalg.vector_norm"}
+NAMES |= _OTHER_VARIANT
+
+# Python functions of PyTorch that are followed into. Those that a closure dispatches for check by themselves.
+BODIES = {
+    function: _body(function)
+    for module in (F, torch.functional)
+    for function in vars(module).values()
+    if isinstance(function, FunctionType)
+    and function.__module__ == module.__name__
+    and not function.__closure__
+    and function not in UNCOVERED
+    and function is not torch.functional.meshgrid  # it calls a function that dispatches it again
+}
+# Of a backward, so that what is computed again there is covered: activation checkpointing.
+_BACKWARD: tuple[Any, ...] = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+BODIES |= {func: _body(func) for func in _BACKWARD}
+
+_DIRECT = {
+    *_REPLACED_NAMES,
+    *_KNOWN_VARIANT,
+    "embedding",
+    "_fused_rms_norm",
+    "_foreach_norm",
+    "linalg_vector_norm",
+} - {"expand", "expand_as"}
+_DIRECT_KINDS = ("linalg_", "_linalg_", "fft_", "_fft_", "upsample_", "grid_sampler_", "_scaled_dot_product_")
+
+
+def is_direct(func: Any) -> bool:
+    """Whether this is a call of ``torch.ops.aten`` that reduces."""
+    if not isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return False
+    namespace, _, name = str(func).partition(".")
+    name = name.partition(".")[0]
+    return namespace == "aten" and (name in _DIRECT or name.startswith(_DIRECT_KINDS))
