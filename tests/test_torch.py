@@ -521,6 +521,24 @@ def test_offsets_are_asserted_once_for_each_state_of_their_tensor() -> None:
         assert asserted.call_args.args == (offsets, 9)
 
 
+def test_a_capture_is_seen_on_a_device_that_is_not_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    @contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], wanted.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current == [1])
+    on = [mock.Mock(is_cuda=True, device=torch.device("cuda", i), get_device=lambda i=i: i) for i in (0, 1)]
+    assert [_library.capturing(t) for t in on] == [False, True]
+    assert not _library.capturing(torch.ones(1))
+    assert current == [0]
+
+
 def test_no_grad_and_partial_requires_grad() -> None:
     x, weight = leaf(2, 3), leaf(4, 3)
     with torch.no_grad():

@@ -54,7 +54,7 @@ def grad_logits(
     for some in vocabulary_pieces(part, hidden.shape[0], _LOGITS):
         logits = logits_of(products, hidden, weight, bias, some, contract)
         columns = out[:, some.start - part.start : some.stop - part.start]
-        logp.grad_logits_out(columns, logits, some.start, rows, grad, grad_entropy)
+        logp.grad_logits(columns, logits, some.start, rows, grad, grad_entropy)
         del logits
     return out[:, :width]
 

@@ -31,4 +31,6 @@ def grad_logits(
 ) -> Tensor:
     """dz in `dtype` for a part of the vocabulary."""
     logits = by_logits.logits_of(matmul, hidden, weight, bias, part, contract)
-    return logp.grad_logits(logits, part.start, rows, grad, grad_entropy, dtype)
+    out = torch.empty(logits.shape, dtype=dtype)
+    logp.grad_logits(out, logits, part.start, rows, grad, grad_entropy)
+    return out
