@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from samebits._version import __version__
+from samebits.backends import cache
 from samebits.contract import AMPERE, FAMILIES, FMA, HOPPER, TENSOR_CORE
 
 __all__ = ["Backend", "Gpu", "Info", "gather"]
@@ -150,23 +151,27 @@ def _reference() -> Backend:
             return Backend("reference", "CPU", False, f"gives wrong bits here ({fma!r}, {mma!r})", _REPORT_IT)
     except Exception as error:  # a broken numba or llvmlite raises all kinds
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        remedy = "pip install --upgrade --force-reinstall numba"
-        # What numba raises if there is no folder that it may write machine code to.
-        if "cannot cache function" in why or isinstance(error, PermissionError):
-            remedy = "set NUMBA_CACHE_DIR to a folder that can be written"
-        return Backend("reference", "CPU", False, why, remedy)
+        return Backend("reference", "CPU", False, why, "pip install --upgrade --force-reinstall numba")
     seconds = time.perf_counter() - start
-    return Backend("reference", "CPU", True, f"both contracts ran, bits as specified ({seconds:.1f} s)", "")
+    why = f"both contracts ran, bits as specified ({seconds:.1f} s), {_cached()}"
+    return Backend("reference", "CPU", True, why, "")
 
 
 _REPORT_IT = "please report it, with this output"
+
+
+def _cached() -> str:
+    try:
+        return f"kernels cached in {cache.folder()}"
+    except OSError as error:
+        return f"kernels not cached ({error})"
 
 
 def _cuda() -> Backend:
     from samebits.backends.cuda import runtime
 
     status = runtime.status()
-    why = f"NVRTC {status.nvrtc}, kernels cached in {status.cache}" if status.available else status.reason
+    why = f"NVRTC {status.nvrtc}, {_cached()}" if status.available else status.reason
     computes = "NVIDIA GPUs: FMA from sm_75 on, TENSOR_CORE from sm_80 on"
     return Backend("cuda", computes, status.available, why, status.remedy)
 

@@ -486,25 +486,14 @@ def test_info_tells_of_a_broken_reference(monkeypatch: pytest.MonkeyPatch, broke
     assert backend.remedy
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("cannot cache function 'f': no locator available for file 'kernels.py'"),
-        PermissionError(13, "Permission denied", "cache"),
-    ],
-)
-def test_info_tells_what_to_do_without_a_cache_folder(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("mode", "said"), [(0o700, "cached in "), (0o777, "not cached (")])
+def test_info_says_where_kernels_are_cached(
+    mode: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import samebits.ops.matmul as module
-
-    def matmul(*args: torch.Tensor, **options: object) -> torch.Tensor:
-        raise error
-
-    monkeypatch.setattr(module, "matmul", matmul)
+    tmp_path.chmod(mode)
+    monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(tmp_path))
     backend = info_module.gather().backends[0]
-    assert not backend.works
-    assert "NUMBA_CACHE_DIR" in backend.remedy
+    assert f"kernels {said}{tmp_path}" in backend.why
 
 
 def test_info_says_why_triton_does_not_work() -> None:

@@ -442,6 +442,55 @@ def test_verify_runs_every_schedule_of_attention_with_every_mask(
     assert several == set(itertools.product(taken, (1, 2)))
 
 
+@pytest.mark.parametrize(
+    ("k", "sequences", "packed", "taken"),
+    [
+        (524_288, 65_536, True, True),
+        (16, 2**30, False, True),
+        (16, 2**31 - 2048, False, True),
+        (17, 2**30 - 1024, False, True),
+        (17, 2**30 - 1023, False, False),
+        (2**30, 2**31 - 2048 - 2**26, True, True),
+        (2**30, 2**31 - 2047 - 2**26, True, False),
+    ],
+)
+def test_every_group_of_sequences_can_be_counted(
+    k: int, sequences: int, packed: bool, taken: bool, launches: list[str]
+) -> None:
+    one, out = torch.ones((), dtype=BF16), torch.empty(1, 9, 8)
+    bounds = torch.zeros((), dtype=torch.int32).expand(sequences + 1) if packed else None
+    shape = (k,) if packed else (1, sequences, k)
+    a, b = one.expand(*shape[:-1], 9, k), one.expand(*shape, 8)
+    given = (a, b, out[0] if packed else out)
+    if taken:
+        assert matmul_sm80.plan(*given, cu_seqlens=bounds).sizes[2:4] == (k, sequences)
+        return
+    with pytest.raises(ValueError, match="has a size above"):
+        matmul_sm80.plan(*given, cu_seqlens=bounds)
+
+
+def test_sequences_too_long_for_one_axis_stay_apart(launches: list[str]) -> None:
+    a, b = torch.ones((), dtype=BF16).expand(1, 2**20, 9, 4096), torch.ones(1, 1, 1, 8, dtype=BF16)
+    b = b[..., :1].expand(1, 2**20, 4096, 8)
+    assert matmul.addbmm(None, a, b, None, out_dtype=F32, contract="TENSOR_CORE:mma").shape == (1, 9, 8)
+    assert launches == ["matmul_sm80.cu"]
+
+
+def test_tiles_that_cannot_be_counted_are_refused(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, out = (
+        torch.empty(5, 200, 64, dtype=BF16),
+        torch.empty(5, 64, 512, dtype=BF16),
+        torch.empty(5, 200, 512),
+    )
+    matmul_sm90.plan(a, b, out)
+    matmul_sm90._plan.cache_clear()
+    monkeypatch.setattr(matmul_sm90, "LARGEST", 4)
+    with pytest.raises(ValueError, match=r"5 products of \[200, 64\] by \[64, 512\] have more than 4 tiles"):
+        matmul_sm90.plan(a, b, out)
+
+
 def test_chains_of_no_element_are_rounded_without_a_launch() -> None:
     for shape in ((3, 0), (0, 4), (2, 0, 5)):
         assert matmul.rounded(torch.empty(shape), BF16).shape == shape

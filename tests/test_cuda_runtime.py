@@ -1,7 +1,6 @@
 """The CUDA runtime: compiling and caching need no GPU; loading and launching do."""
 
 import multiprocessing
-import os
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ import torch
 
 pytest.importorskip("cuda.core")
 
+from samebits.backends import cache
 from samebits.backends.cuda import assert_spans, runtime
 from samebits.backends.cuda.runtime import KernelSpec
 
@@ -43,7 +43,7 @@ def kernels(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime, "KERNELS", include.parent)
     monkeypatch.setattr(runtime, "INCLUDE", include)
     monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(runtime, "_warned", threading.Event())
+    monkeypatch.setattr(cache, "_warned", set())
     monkeypatch.setattr(runtime, "_kernels", {})
     return include.parent
 
@@ -118,25 +118,14 @@ def test_cache_key_covers_what_changes_code(kernels, compiled, monkeypatch):
     assert len(entries(kernels)) == 7
 
 
-@pytest.mark.parametrize("size", [0, 5, 30, 60, 1000])
-def test_truncated_entry_is_compiled_again(kernels, compiled, size):
+def test_damaged_entry_is_compiled_again(kernels, compiled):
     code = runtime.cached_cubin(spec(), "sm_90a")
     (entry,) = entries(kernels)
     whole = entry.read_bytes()
-    entry.write_bytes(whole[:size])
-    assert runtime.cached_cubin(spec(), "sm_90a") == code
+    entry.write_bytes(whole[:-1])
+    with pytest.warns(RuntimeWarning, match="damaged"):
+        assert runtime.cached_cubin(spec(), "sm_90a") == code
     assert entry.read_bytes() == whole
-    assert len(compiled) == 2
-
-
-@pytest.mark.parametrize("at", [0, 20, 60, -1])
-def test_damaged_entry_is_compiled_again(kernels, compiled, at):
-    code = runtime.cached_cubin(spec(), "sm_90a")
-    (entry,) = entries(kernels)
-    damaged = bytearray(entry.read_bytes())
-    damaged[at] ^= 1
-    entry.write_bytes(damaged)
-    assert runtime.cached_cubin(spec(), "sm_90a") == code
     assert len(compiled) == 2
 
 
@@ -150,40 +139,6 @@ def test_unwritable_cache_warns_once(kernels, compiled, monkeypatch):
         warnings.simplefilter("error")
         runtime.cached_cubin(spec(), "sm_90a")
     assert len(compiled) == 2
-
-
-def test_full_disk_leaves_no_rubbish(kernels, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.warns(RuntimeWarning, match="No space left"):
-        assert runtime.cached_cubin(spec(), "sm_90a")
-    assert entries(kernels) == []
-
-
-def test_read_only_cache_is_still_read(kernels, compiled, monkeypatch):
-    code = runtime.cached_cubin(spec(), "sm_90a")
-
-    def denied(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(runtime.tempfile, "mkstemp", denied)
-    assert runtime.cached_cubin(spec(), "sm_90a") == code
-    assert len(compiled) == 1
-    with pytest.warns(RuntimeWarning, match="Permission denied"):
-        runtime.cached_cubin(spec(value=2), "sm_90a")
-
-
-def test_no_home_directory(kernels, monkeypatch):
-    def none():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("SAMEBITS_CACHE_DIR")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(runtime.Path, "home", none)
-    with pytest.warns(RuntimeWarning, match="no home directory"):
-        assert runtime.cached_cubin(spec(), "sm_90a")
 
 
 def _compile_in_child(folder, results):

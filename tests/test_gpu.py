@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, verify
 from samebits.backends.cuda import runtime
+from samebits.ops import addmm
 from samebits.testing import KINDS, assert_same_bits, values
 from samebits.verify.operands import Operands
 from tests.devices import FAMILY, HOPPER_OR_NEWER, multiprocessors
@@ -354,6 +355,61 @@ def test_a_step_on_a_second_gpu() -> None:
         got = step()
     graph.replay()
     same_on_second_gpu(got, want, "a captured step")
+
+
+@needs_two_gpus
+def test_capture_on_a_gpu_that_is_not_current() -> None:
+    logits, target = torch.randn(5, 40, device="cuda:1"), torch.tensor([0, 3, 39, 1, 2], device="cuda:1")
+    x, weight = torch.randn(8, 16, device="cuda:1"), torch.randn(4, 16, device="cuda:1")
+    offsets = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda:1")
+
+    def step() -> tuple[Tensor, ...]:
+        return samebits.logp(logits, target), samebits.linear(x, weight, cu_seqlens=offsets)
+
+    stream, graph = torch.cuda.Stream(1), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream(1))
+    with torch.cuda.stream(stream):
+        want = step()
+    with (
+        mock.patch("samebits.ops.addmm.on_gpu", wraps=addmm.on_gpu) as asked,
+        torch.cuda.graph(graph, stream=stream),
+        torch.cuda.device(0),
+    ):
+        got = step()
+    assert "assert_spans" in [call.args[0] for call in asked.call_args_list]  # again, for the replays
+    graph.replay()
+    torch.cuda.synchronize(1)
+    same_on_second_gpu(got, want, "captured")
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("features", [64, 33])
+def test_offsets_rewritten_unseen_read_nothing_else(features: int, dtype: torch.dtype) -> None:
+    """They are taken as the nearer end of the tokens, and spans that end before they start as empty."""
+    x, dy = (torch.randn(64, features, device="cuda").to(dtype) for _ in range(2))
+    weight = torch.zeros(features, features, dtype=dtype, device="cuda", requires_grad=True)
+    for kind in (torch.int32, torch.int64):
+        offsets = torch.tensor([0, 20, 50, 64], dtype=kind, device="cuda")
+        samebits.linear(x, weight, cu_seqlens=offsets)
+        offsets.data.copy_(torch.tensor([-(2**31), 40, 10, 2**31 - 1]))
+        (got,) = torch.autograd.grad(samebits.linear(x, weight, cu_seqlens=offsets), weight, dy)
+        want = torch.zeros(features, features, device="cuda")
+        for span in (slice(40), slice(10, 64)):
+            samebits.addmm_(want, dy[span].mT, x[span])
+        assert_same_bits(got, want.to(dtype))
+
+
+@pytest.mark.parametrize("features", [8, 9])  # 9: by the universal kernel, on Hopper too
+def test_many_short_sequences(features: int) -> None:
+    tokens, sequences = 524_288, 65_536
+    shapes = (tokens, features), (features, features), (features,), (tokens, features)
+    inputs = [values("normal", s, BF16, i) for i, s in enumerate(shapes)]
+    offsets = torch.arange(0, tokens + 1, tokens // sequences, dtype=torch.int32)
+    offsets[1:-1] += torch.arange(sequences - 1) % 3
+    want = gradients(*inputs, cu_seqlens=offsets, contract=ON_CPU)
+    got = gradients(*(t.cuda() for t in inputs), cu_seqlens=offsets.cuda())
+    for g, w in zip(got, want, strict=True):
+        assert_same_bits(g, w)
 
 
 def test_a_thread_that_has_called_no_cuda() -> None:

@@ -307,6 +307,30 @@ def pieces(size: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_given_logits_are_worked_on_in_pieces_both_ways(device: str, dtype: torch.dtype) -> None:
+    logits = values("normal", (37, 150), dtype, 0).to(device).requires_grad_()
+    target = torch.arange(37, device=device)
+
+    def run() -> tuple[Tensor, Tensor]:
+        out = samebits.logp(logits, target, ignore_index=3)
+        return out.detach(), *torch.autograd.grad(out, logits, torch.arange(37.0, device=device))
+
+    want = run()
+    module = importlib.import_module("samebits.ops.logp")
+    backend = module._backend(target, FMA.key)
+    spied = mock.Mock(wraps=backend)
+    with pieces(5 * 150), mock.patch.object(module, "_backend", return_value=spied):
+        got = run()
+    for g, w in zip(got, want, strict=True):
+        assert_same_bits(g, w)
+    for called in (spied.add_statistics, spied.grad_logits):
+        rows = [len(call.args[1]) for call in called.call_args_list]
+        assert sum(rows) == 37
+        assert max(rows) == 5
+
+
 def gradients(
     x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, grad: Tensor, **options: Any
 ) -> tuple[Tensor, ...]:

@@ -8,8 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -17,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from numba import int64
-from numba.core.dispatcher import Dispatcher
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._ops import OpOverload
@@ -30,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 
 import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
-from samebits.backends.reference import kernels, logp_kernels, rows_kernels
 from samebits.ops import _library
 from samebits.ops.reduce import sum as row_sum
 from samebits.testing import assert_same_bits, values
@@ -510,44 +505,6 @@ def test_meta_tensors_and_global_defaults() -> None:
     assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("module", [kernels, logp_kernels, rows_kernels], ids=lambda m: m.__name__)
-def test_what_is_cached_on_disk_has_one_variant(module: ModuleType) -> None:
-    """Processes that fill the cache at once mix up several variants: products had wrong bits."""
-    compiled = [f for f in vars(module).values() if isinstance(f, Dispatcher)]
-    cached = [f for f in compiled if f.stats.cache_path is not None]
-    assert cached
-    for f in cached:
-        assert f._cache._impl.filename_base.partition("-")[0].endswith(kernels.edition())
-        assert len(f.signatures) == 1
-        with pytest.raises(TypeError):
-            f(*("of no type that it was compiled for",) * len(f.signatures[0]))
-
-
-@pytest.mark.parametrize("changed", ["functions.py", "rows_kernels.py", "the CPU"])
-def test_another_edition_has_files_of_its_own(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, read = kernels.edition(), Path.read_bytes
-    if changed == "the CPU":
-        monkeypatch.setattr(kernels.llvm, "get_host_cpu_name", lambda: "another")
-    else:
-        monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + b"#" * (p.name == changed))
-    assert kernels.edition.__wrapped__() != before
-
-
-def test_kernels_that_cannot_be_cached_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = kernels.numba.njit
-
-    def njit(*signature: Any, cache: bool = False, **options: Any) -> Any:
-        if cache:
-            raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
-        return real(*signature, **options)
-
-    monkeypatch.setattr(kernels.numba, "njit", njit)
-    kernels._warn_uncached.cache_clear()
-    with pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR"):
-        double = kernels._njit(int64(int64))(lambda x: 2 * x)
-    assert double(21) == 42
-
-
 def test_offsets_are_asserted_once_for_each_state_of_their_tensor() -> None:
     from samebits.ops.addmm import assert_cu_seqlens
 
@@ -562,6 +519,24 @@ def test_offsets_are_asserted_once_for_each_state_of_their_tensor() -> None:
             assert asserted.call_count == calls
         assert_cu_seqlens("linear", offsets, 9, TENSOR_CORE.key)
         assert asserted.call_args.args == (offsets, 9)
+
+
+def test_a_capture_is_seen_on_a_device_that_is_not_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    @contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], wanted.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current == [1])
+    on = [mock.Mock(is_cuda=True, device=torch.device("cuda", i), get_device=lambda i=i: i) for i in (0, 1)]
+    assert [_library.capturing(t) for t in on] == [False, True]
+    assert not _library.capturing(torch.ones(1))
+    assert current == [0]
 
 
 def test_no_grad_and_partial_requires_grad() -> None:

@@ -106,6 +106,23 @@ def fma() -> int:
     )
 
 
+def wrong_spans() -> int:
+    """Bounds outside of k are taken as the nearer end, and a span that ends before it starts as empty."""
+    count = 0
+    for contract, schedule in ((FMA, backend.FMA_SCHEDULES[3]), (ON_HOPPER, backend.MMA_SCHEDULES[1])):
+        around = whole((1, 1, 24, 60), 0), whole((1, 1, 60, 24), 1)
+        a, b = around[0][..., 10:40], around[1][..., 10:40, :]
+        want = torch.zeros(1, 24, 24)
+        for start, stop in ((0, 20), (5, 30)):
+            reference.addbmm_(want, a[..., start:stop], b[..., start:stop, :], None, contract=contract.key)
+        for dtype in (torch.int32, torch.int64):
+            out, spans = torch.full((1, 24, 24), torch.nan), torch.tensor([-7, 20, 5, 44], dtype=dtype)
+            backend.run(a, b, out, contract, cu_seqlens=spans, closing_zero=True, schedule=schedule)
+            assert_same_bits(out, want, f"{contract}, {dtype}")
+            count += 1
+    return count
+
+
 def tensor_core() -> int:
     count = 0
     for layouts in itertools.product(LAYOUTS[:2], LAYOUTS[:2]):
@@ -306,6 +323,7 @@ def verification() -> int:
 if __name__ == "__main__":
     print(
         fma()
+        + wrong_spans()
         + tensor_core()
         + operations()
         + given_logits()

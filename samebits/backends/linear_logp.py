@@ -61,7 +61,7 @@ def grad_logits_later(
         b = None if bias is None else bias[some]
         steps.append(products.matmul_later(logits, hidden, weight[some].mT, bias=b, contract=contract))
         columns = out[:, some.start - part.start : some.stop - part.start]
-        steps.append(partial(logp.grad_logits_out, columns, logits, some.start, rows, grad, grad_entropy))
+        steps.append(partial(logp.grad_logits, columns, logits, some.start, rows, grad, grad_entropy))
     return lambda: [step() for step in steps]
 
 

@@ -255,6 +255,16 @@ def has_memory(*tensors: Tensor) -> bool:
     )
 
 
+def capturing(t: Tensor) -> bool:
+    """Whether the current stream of the device of `t` is being captured, be that device current or not."""
+    if not t.is_cuda:
+        return False
+    if torch._C._cuda_getDevice() == t.get_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(t.device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def transform() -> Any:
     """The kind of the innermost ``torch.func`` transform at work, if any."""
     interpreter = torch._C._functorch.peek_interpreter_stack()

@@ -13,7 +13,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from samebits.backends import Step, on_gpu
 from samebits.contract import Contract
-from samebits.ops._library import Operator, check_device, check_operands, has_memory, shape, transform
+from samebits.ops._library import (
+    Operator,
+    capturing,
+    check_device,
+    check_operands,
+    has_memory,
+    shape,
+    transform,
+)
 from samebits.ops.matmul import operand, product
 
 
@@ -122,17 +130,21 @@ _asserted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def assert_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int, contract: str) -> None:
     """As :func:`check_cu_seqlens`, on the GPU and without waiting for it: bad offsets end in a device assert.
 
-    Layers share one tensor of offsets, so each is looked at once; but a CUDA graph looks at every replay.
+    Layers share one tensor of offsets, and a look costs a launch, so each state of it is looked at once; but
+    a CUDA graph looks at every replay. PyTorch's version of the tensor tells its states apart, and counts no
+    writes through ``.data``, by a CUDA graph or to an inference tensor. Nobody looks at what those leave. It
+    is safe: kernels take offsets outside of the tokens as the nearer end, and spans that end before they
+    start as empty.
     """
-    capturing = cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
+    in_graph = capturing(cu_seqlens)
     seen = (0 if cu_seqlens.is_inference() else cu_seqlens._version, tokens)
-    if not capturing and _asserted.get(cu_seqlens) == seen:
+    if not in_graph and _asserted.get(cu_seqlens) == seen:
         return
     if cu_seqlens.numel() == 0:
         raise ValueError(f"samebits.{op}: cu_seqlens: expected at least one offset, got none")
     backend, _ = on_gpu("assert_spans", contract, cu_seqlens.get_device())
     backend.assert_spans(cu_seqlens, tokens)
-    if not capturing:
+    if not in_graph:
         _asserted[cu_seqlens] = seen
 
 

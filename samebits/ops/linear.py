@@ -54,7 +54,9 @@ def linear(
             int32 or int64, or the contract does not take the dtype.
         ValueError: shapes or devices do not match, or ``cu_seqlens`` does not cut the tokens into spans. On a
             GPU its values are checked there, without waiting: bad ones end in a device-side assert, as a bad
-            index does in PyTorch.
+            index does in PyTorch. They are checked once, and again after a change that PyTorch counts: not
+            after one through ``.data`` or by a CUDA graph, where gradients of bad offsets are meaningless,
+            but nothing out of bounds is read.
     """
     operands = {"x": x, "weight": weight} if bias is None else {"x": x, "weight": weight, "bias": bias}
     (x, weight, *biases), key, plain = check_operands("linear", contract, operands)

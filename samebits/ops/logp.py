@@ -11,7 +11,15 @@ from torch import Tensor
 
 from samebits.backends import on_gpu
 from samebits.backends.rows import Rows, Statistics
-from samebits.ops._library import Operator, check_device, check_operands, has_memory, reshaped, shape
+from samebits.ops._library import (
+    Operator,
+    capturing,
+    check_device,
+    check_operands,
+    has_memory,
+    reshaped,
+    shape,
+)
 
 
 def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
@@ -79,7 +87,7 @@ def watch_target(
 
     So a GPU is given the operation before anybody waits, and that is for the answer on the targets alone.
     """
-    if not has_memory(target) or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not has_memory(target) or capturing(target):
         return lambda: None
     count = target.numel()
     if count == 0:
@@ -110,7 +118,7 @@ def _backend(t: Tensor, contract: str) -> Any:
     return reference
 
 
-# Logits worked on at once: bounds what widening them takes on a CPU, and statistics on a GPU.
+# Logits worked on at once: bounds what widening them takes on a CPU, and on a GPU statistics and launches.
 _LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
@@ -127,12 +135,16 @@ def row_statistics(logits: Tensor, contract: str) -> tuple[Tensor, Tensor]:
     return _forward(logits, ignored, -1, contract)[1:]
 
 
+def _pieces(logits: Tensor) -> list[tuple[int, int]]:
+    return pieces(logits.shape[0], logits.shape[1], _LOGITS[logits.device.type])
+
+
 def _forward(
     logits: Tensor, target: Tensor, ignore_index: int, contract: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     backend = _backend(logits, contract)
     rows = Rows.empty(target.contiguous(), logits.shape[1], ignore_index)
-    for start, stop in pieces(logits.shape[0], logits.shape[1], _LOGITS[logits.device.type]):
+    for start, stop in _pieces(logits):
         part = rows.part(start, stop)
         statistics = Statistics.empty(part)
         backend.add_statistics(statistics, logits[start:stop], 0, part)
@@ -151,10 +163,14 @@ def _grad_logits(
 ) -> Tensor:
     none = shift.new_empty(0)
     rows = Rows(target.contiguous(), logits.shape[1], ignore_index, 1.0, none, none, shift, log_sum)
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if logits.numel() == 0:
-        return torch.empty_like(logits, memory_format=torch.contiguous_format)
-    backend = _backend(logits, contract)
-    return backend.grad_logits(logits, 0, rows, grad.contiguous(), None, logits.dtype)  # type: ignore[no-any-return]
+        return out
+    backend, grad = _backend(logits, contract), grad.contiguous()
+    for start, stop in _pieces(logits):
+        some = slice(start, stop)
+        backend.grad_logits(out[some], logits[some], 0, rows.part(start, stop), grad[some], None)
+    return out
 
 
 def _fake(logits: Tensor, target: Tensor, ignore_index: int, contract: str) -> tuple[Tensor, ...]:

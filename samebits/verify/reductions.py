@@ -258,7 +258,9 @@ def _combined(on: Backend, statistics: Statistics, rows: Rows) -> Results:
 
 def _grad_logits(on: Backend, o: RowOperands, *, entropy: bool) -> Results:
     rows, *grads = _given(o, o.x.shape[1], entropy)
-    return (on.logp.grad_logits(o.x, 0, rows, *grads, o.y.dtype),)
+    dz = torch.empty(o.x.shape, dtype=o.y.dtype, device=o.x.device)
+    on.logp.grad_logits(dz, o.x, 0, rows, *grads)
+    return (dz,)
 
 
 def _fused_grad_logits(on: Backend, o: RowOperands, schedule: Any, *, bias: bool, entropy: bool) -> Results:

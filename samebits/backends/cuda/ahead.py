@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing.context import ForkServerContext
 from typing import NamedTuple
 
+from samebits.backends import cache
 from samebits.backends.cuda import runtime
 
 __all__ = ["Compiled", "adopt", "compile_for", "processes"]
@@ -63,7 +64,7 @@ def compile_for(
             except _Needed as need:
                 spec, device = need.args
                 needed[spec, runtime.device_info(device).arch] = None
-    if runtime.status().cache == "none" or len(needed) < 2:
+    if len(needed) < 2 or not _cached():
         return Compiled(len(needed), 0)
     # NVRTC compiles one program at a time in a process.
     workers, missing = min(len(needed), os.cpu_count() or 1), 0
@@ -73,6 +74,14 @@ def compile_for(
             missing += job.result()
             progress((done + 1) / len(jobs), f"compiling {len(jobs)} kernels")
     return Compiled(len(needed), missing)
+
+
+def _cached() -> bool:
+    try:
+        cache.folder()
+    except OSError:
+        return False
+    return True
 
 
 def _compile(spec: runtime.KernelSpec, arch: str) -> bool:

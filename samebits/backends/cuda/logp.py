@@ -126,18 +126,12 @@ def combine(statistics: Statistics, rows: Rows) -> None:
 
 
 def grad_logits(
-    logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """dz in `dtype` of such logits as :func:`add_statistics` takes, from the gradients of the results."""
-    out = torch.empty(logits.shape, dtype=dtype, device=logits.device)
-    grad_logits_out(out, logits, first, rows, grad, grad_entropy)
-    return out
-
-
-def grad_logits_out(
     out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
 ) -> None:
-    """:func:`grad_logits` into `out`, whose rows may lie apart."""
+    """dz into `out` of such logits as :func:`add_statistics` takes, from the gradients of the results.
+
+    The rows of `out` may lie apart.
+    """
     if logits.numel() == 0:
         return
     logits = _with_rows(logits)

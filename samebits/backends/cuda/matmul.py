@@ -133,7 +133,8 @@ def _sequences_planned(
         cu_seqlens = cu_seqlens.contiguous()
     # Under FMA every sequence ends with a zero term.
     tensor_core = contract_from_key(contract).step == "mma"
-    if tensor_core and S > 1 and B == 1 and _one_axis(a, 3) and _one_axis(b, 2):
+    together = S > 1 and B == 1 and _one_axis(a, 3) and _one_axis(b, 2)
+    if tensor_core and together and S * K <= matmul_sm80.LARGEST:
         # The sequences lie end to end in memory, so they are spans of one K axis.
         if K % 16:
             cu_seqlens = torch.arange(0, S * K + 1, K, dtype=torch.int32, device=a.device)
@@ -248,7 +249,8 @@ def _plan(
         and a.ndim < 4
         and out.numel() > 0
         and a.shape[-1] > 0
-        and max(*a.shape, *b.shape) <= matmul_sm80.LARGEST  # which refuses what is larger
+        # which refuses what is larger
+        and max(*a.shape, *b.shape, 0 if cu_seqlens is None else len(cu_seqlens)) <= matmul_sm80.LARGEST
         and out.stride(-1) == 1
         and (bias is None or bias.is_contiguous())
         and matmul_sm90.supports(a, b, cu_seqlens=cu_seqlens)

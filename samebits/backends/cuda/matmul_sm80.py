@@ -71,8 +71,8 @@ def choose_schedule(m: int, n: int, batch: int, info: runtime.DeviceInfo) -> Sch
     return min(full or SCHEDULES[-2:], key=time)
 
 
-LARGEST = 2**31 - 512
-"""Sizes up to this can be counted in 32 bits, and rounded up to tiles."""
+LARGEST = 2**31 - 2048
+"""Sizes up to this can be counted in 32 bits, and rounded up to all the tiles that are in flight at once."""
 
 
 class Layout(NamedTuple):
@@ -218,7 +218,9 @@ def plan(
     schedule = schedule or choose_schedule(m, n, batch, info)
     tiles_m, tiles_n = -(-m // schedule.tile_m), -(-n // schedule.tile_n)
     tiles = tiles_m * tiles_n * batch
-    if max(m, n, k, tiles, segments, (k // 16 + 1) * segments) > LARGEST:
+    # Groups of all segments: spans of k in all have one more each at most.
+    groups = -(-k // 16) * segments if cu_seqlens is None else k // 16 + segments
+    if max(m, n, k, tiles, segments, groups) > LARGEST:
         raise ValueError(
             f"samebits: a product of a {tuple(a.shape)} by b {tuple(b.shape)} has a size above {LARGEST}"
         )

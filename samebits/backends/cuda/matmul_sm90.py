@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import runtime
+from .matmul_sm80 import LARGEST
 from .schedule import Product, Schedule, choose
 
 __all__ = ["Case", "Plan", "matmul", "plan", "spec", "supports"]
@@ -170,6 +171,10 @@ class Plan:
             strides = (row_stride * 2, batch_stride * 2)
             self.out = Maps(case.out_dtype, (n, m, batch), strides, (s.panel, 64, 1), s.panel * 2)
         rows, columns = (n, m) if s.swap else (m, n)
+        if -(-rows // s.block_m) * -(-columns // (s.block_n * s.cluster)) * batch > LARGEST:
+            raise ValueError(
+                f"samebits: {batch} products of [{m}, {k}] by [{k}, {n}] have more than {LARGEST} tiles"
+            )
         self.grid = s.grid(rows, columns, batch, info.sm_count)
         flags = (int(a_batch != 0), int(b_batch != 0))
         self.rest = (

@@ -18,12 +18,9 @@ import importlib.metadata
 import importlib.util
 import io
 import json
-import os
 import re
 import struct
-import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +29,7 @@ from typing import Any
 
 import torch
 
-from samebits.backends import UnavailableError
+from samebits.backends import UnavailableError, cache
 
 __all__ = [
     "CompileError",
@@ -106,7 +103,6 @@ class Status:
     nvrtc: str | None
     torch_cuda: str | None
     devices: tuple[DeviceInfo, ...]
-    cache: str
 
 
 @functools.cache
@@ -142,17 +138,7 @@ def status() -> Status:
             _require_capability(devices[0], OLDEST, "CUDA kernels need")
     except UnavailableError as error:
         reason, _, remedy = str(error).partition(" — ")
-    cache = _cache_dir()
-    return Status(
-        not reason,
-        reason,
-        remedy,
-        core,
-        nvrtc,
-        torch.version.cuda,
-        devices,
-        "none" if cache is None else str(cache),
-    )
+    return Status(not reason, reason, remedy, core, nvrtc, torch.version.cuda, devices)
 
 
 def require(device: int) -> None:
@@ -304,20 +290,6 @@ def nvrtc_version() -> str:
     return found.group(1)
 
 
-_MAGIC = b"samebits cubin 1\n"
-_DIGEST = hashlib.sha256().digest_size
-
-
-def _cache_dir() -> Path | None:
-    explicit = os.environ.get("SAMEBITS_CACHE_DIR")
-    if explicit:
-        return Path(explicit)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samebits"
-    except RuntimeError:  # no home directory
-        return None
-
-
 def _cache_key(spec: KernelSpec, arch: str) -> str:
     """A hash of everything that decides the machine code."""
     files = [KERNELS / spec.source, *sorted(INCLUDE.glob("*.cuh"))]
@@ -330,71 +302,22 @@ def _cache_key(spec: KernelSpec, arch: str) -> str:
 
 
 def cached_cubin(spec: KernelSpec, arch: str) -> bytes:
-    """Machine code of ``spec`` for ``arch``, from the on-disk cache or else compiled into it.
-
-    Safe under any number of processes: an entry appears whole, by ``os.replace``, and carries a checksum, so
-    one that is damaged or cut short is compiled again. A cache that cannot be written costs one warning.
-    """
-    path = _entry(spec, arch)
-    code = None if path is None else _read_entry(path)
+    """Machine code of ``spec`` for ``arch``, from the on-disk cache or else compiled into it."""
+    name = _entry(spec, arch)
+    code = cache.read(name)
     if code is None:
         code = compile(spec, arch).code
-        _write_entry(path, code)
+        cache.write(name, code)
     return code
 
 
 def is_cached(spec: KernelSpec, arch: str) -> bool:
     """Whether the on-disk cache has its machine code."""
-    path = _entry(spec, arch)
-    return path is not None and _read_entry(path) is not None
+    return cache.read(_entry(spec, arch)) is not None
 
 
-def _entry(spec: KernelSpec, arch: str) -> Path | None:
-    directory = _cache_dir()
-    name = f"{Path(spec.source).stem}-{arch}-{_cache_key(spec, arch)}.cubin"
-    return None if directory is None else directory / name
-
-
-def _read_entry(path: Path) -> bytes | None:
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    head = len(_MAGIC) + _DIGEST
-    code = data[head:]
-    good = data.startswith(_MAGIC) and data[len(_MAGIC) : head] == hashlib.sha256(code).digest()
-    return code if good else None
-
-
-def _write_entry(path: Path | None, code: bytes) -> None:
-    try:
-        if path is None:
-            raise OSError("no home directory")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_MAGIC + hashlib.sha256(code).digest() + code)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        _warn_uncached(str(error))
-
-
-_warned = threading.Event()
-
-
-def _warn_uncached(reason: str) -> None:
-    if not _warned.is_set():
-        _warned.set()
-        warnings.warn(
-            f"samebits cannot cache compiled kernels ({reason}): every process will compile its own. "
-            "Set SAMEBITS_CACHE_DIR to a writable folder.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+def _entry(spec: KernelSpec, arch: str) -> str:
+    return f"{Path(spec.source).stem}-{arch}-{_cache_key(spec, arch)}.cubin"
 
 
 _CONFIG = "@7I P P I"  # CUlaunchConfig: grid, block, shared memory; stream; attributes; their number

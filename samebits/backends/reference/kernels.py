@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import warnings
+import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import llvmlite
-import llvmlite.binding as llvm
 import numba
 import numpy as np
 from llvmlite import ir
@@ -25,7 +25,13 @@ from numba import float32 as f32
 from numba import int64 as i64
 from numba import uint16 as u16
 from numba import uint32 as u32
+from numba.core.caching import NullCache
+from numba.core.compiler import CompileResult
+from numba.core.registry import cpu_target
+from numba.core.serialize import dumps
 from numba.extending import intrinsic
+
+from samebits.backends import cache
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -39,41 +45,45 @@ def edition() -> str:
     state = hashlib.sha256()
     for source in (*sorted(folder.glob("*.py")), folder.parents[1] / "functions.py"):
         state.update(source.read_bytes())
-    host = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    state.update(repr((numba.__version__, llvmlite.__version__, *host)).encode())
+    host = cpu_target.target_context.codegen().magic_tuple()
+    state.update(repr((sys.implementation.cache_tag, numba.__version__, llvmlite.__version__, host)).encode())
     return state.hexdigest()[:12]
 
 
-def _njit(*signature: Any) -> Callable[[_F], _F]:
+class _OnDisk(NullCache):
+    """A function's machine code for its one signature, among the compiled kernels of all backends.
+
+    numba's own cache loads what it finds unseen, so that a damaged file ends the process. It also looks at
+    neither callees nor constants elsewhere, which editions do.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        module = function.__module__.rpartition(".")[2]
+        self.name = f"{module}.{function.__qualname__}-{edition()}.numba"
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        code = cache.read(self.name)
+        return None if code is None else CompileResult._rebuild(target_context, *pickle.loads(code))
+
+    def save_overload(self, signature: Any, compiled: Any) -> None:
+        if not compiled.library.has_dynamic_globals:  # addresses in this process
+            cache.write(self.name, dumps(compiled._reduce()))
+
+
+def _njit(signature: Any = None) -> Callable[[_F], _F]:
     # No fastmath: LLVM may neither reorder nor contract. nogil: threads share the tiles. A signature takes
     # any strides, where numba would compile anew for every kind of layout it meets. What has none is part of
-    # what has one, and not cached: numba numbers the machine code of a function's variants without a lock,
-    # so that processes that fill a cache at once may find one variant's code under another's number. Code of
-    # other sources (numba looks at neither callees nor constants elsewhere) or for another CPU is a variant
-    # too. So each edition has files of its own, which numba names after the function.
-    options = {"nogil": True, "error_model": "numpy"}
-
+    # what has one, and not cached.
     def compile(function: _F) -> _F:
-        function.__qualname__ += f"_{edition()}"
-        try:
-            return numba.njit(*signature, cache=bool(signature), **options)(function)
-        except RuntimeError as error:
-            if "cannot cache" not in str(error):
-                raise
-            _warn_uncached()
-            return numba.njit(*signature, **options)(function)
+        compiled = numba.njit(nogil=True, error_model="numpy")(function)
+        if signature is not None:
+            compiled._cache = _OnDisk(function)
+            compiled.compile(signature)
+            compiled.disable_compile()
+        return compiled  # type: ignore[no-any-return]
 
     return compile
-
-
-@functools.cache
-def _warn_uncached() -> None:
-    warnings.warn(
-        "samebits finds no writable folder to cache its CPU kernels in and compiles them in every process:"
-        " set NUMBA_CACHE_DIR to one",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 _OPERANDS = (f32[:, :, :, :], f32[:, :, :, :], f32[:, :, :], i64[:, :])  # a, b, out, spans

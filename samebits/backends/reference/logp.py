@@ -48,12 +48,12 @@ def combine(statistics: Statistics, rows: Rows) -> None:
 
 
 def grad_logits(
-    logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """dz in `dtype` of such logits as :func:`add_statistics` takes, from the gradients of the results."""
+    out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
+) -> None:
+    """dz into `out` of such logits as :func:`add_statistics` takes, from the gradients of the results."""
     require_subnormals()
     wide = logits.to(torch.float32)
-    out = torch.empty_like(wide)
+    dz = torch.empty_like(wide)
     scale = torch.tensor(rows.scale, dtype=torch.float32)
     known = (rows.target >= 0) & (rows.target < rows.vocabulary) & (rows.target != rows.ignore_index)
     arrays = (
@@ -61,10 +61,10 @@ def grad_logits(
         *(rows.shift.numpy(), rows.log_sum.numpy(), rows.entropy.numpy()),
         (grad * scale).numpy(),
         np.empty(0, np.float32) if grad_entropy is None else (grad_entropy * scale).numpy(),
-        out.numpy(),
+        dz.numpy(),
     )
     over_rows(wide, lambda *span: kernels.grad_logits(*arrays, *span))
-    return rounded(out, dtype)
+    out.copy_(rounded(dz, out.dtype))
 
 
 def over_rows(logits: Tensor, run: Callable[[int, int], None]) -> None:

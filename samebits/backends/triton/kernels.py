@@ -197,7 +197,9 @@ def matmul(
     for s in range(sequences):
         start, stop = 0, k
         if spans is not None:
-            start, stop = tl.load(spans + s).to(tl.int32), tl.load(spans + s + 1).to(tl.int32)
+            # Wrong bounds may not read elsewhere.
+            start = tl.minimum(tl.maximum(tl.load(spans + s), 0), k).to(tl.int32)
+            stop = tl.maximum(tl.minimum(tl.load(spans + s + 1), k).to(tl.int32), start)
         x, y = a + tl.cast(s, tl.int64) * a_sequence, b + tl.cast(s, tl.int64) * b_sequence
         if FMA:
             chain = _fma_chain(chain, x, y, start, stop, a_k, b_k, rows < m, columns < n, STAGES)

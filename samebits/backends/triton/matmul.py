@@ -149,7 +149,7 @@ def _run_sequences(
         check(contract, out.device)
         return  # no term was added: not even a NaN changes its bits
     together = B == 1 and S > 1 and a.stride(1) == K * a.stride(3) and b.stride(1) == K * b.stride(2)
-    if together and K % 16 == 0 and contract.step == "mma":
+    if together and K % 16 == 0 and S * K <= LARGEST and contract.step == "mma":
         # The sequences lie end to end in memory and end with full groups: one sequence.
         a = a.as_strided((1, 1, M, S * K), (0, 0, a.stride(2), a.stride(3)))
         b = b.as_strided((1, 1, S * K, b.shape[3]), (0, 0, b.stride(2), b.stride(3)))
@@ -208,8 +208,8 @@ def run(
             _launch(schedule, contract, a, b, out, acc, bias, cu_seqlens, S, closing_zero)
 
 
-LARGEST = 2**31 - 512
-"""Sizes up to this can be counted in 32 bits, and rounded up to tiles."""
+LARGEST = 2**31 - 2048
+"""Sizes up to this can be counted in 32 bits, and rounded up to all the tiles that are in flight at once."""
 
 
 @functools.cache

@@ -1,0 +1,114 @@
+"""Compiled kernels on disk, in one folder for all backends.
+
+A process runs what it reads here, so nothing is taken that another user could have written, or that is not
+what was written: an entry carries a checksum of its name and contents. It appears whole, by ``os.replace``,
+under any number of processes. Trouble never stops a computation: it costs a compilation, and one warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+__all__ = ["folder", "read", "write"]
+
+_MAGIC = b"samebits kernel 1\n"
+_HEAD = len(_MAGIC) + hashlib.sha256().digest_size
+
+
+def folder() -> Path:
+    """Where compiled kernels are kept: ``SAMEBITS_CACHE_DIR``, or else ``samebits`` among the user's caches.
+
+    It need not exist yet.
+
+    Raises:
+        OSError: there is no home directory for it, or others than this user and root can write to it.
+    """
+    path = _path()
+    with contextlib.suppress(FileNotFoundError):
+        _trust(path, path.stat())
+    return path
+
+
+def read(name: str) -> bytes | None:
+    """What was written under this name; None if nothing was, or nothing that may be loaded."""
+    try:
+        path = folder() / name
+        with path.open("rb") as file:
+            _trust(path, os.fstat(file.fileno()))
+            data = file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn_uncached(error)
+        return None
+    contents = data[_HEAD:]
+    if data[:_HEAD] != _head(name, contents):
+        _warn("a compiled kernel in the cache is damaged and is compiled again", str(path))
+        return None
+    return contents
+
+
+def write(name: str, contents: bytes) -> None:
+    """Keep this, in place of what was there, if there is a place for it."""
+    try:
+        _path().mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder() / name
+        handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_head(name, contents) + contents)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        _warn_uncached(error)
+
+
+def _path() -> Path:
+    explicit = os.environ.get("SAMEBITS_CACHE_DIR")
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        if explicit:
+            return Path(explicit).expanduser()
+        # A relative one is invalid, says the XDG Base Directory Specification.
+        return (caches if caches.is_absolute() else Path.home() / ".cache") / "samebits"
+    except RuntimeError as error:
+        raise OSError("no home directory") from error
+
+
+def _trust(path: Path, status: os.stat_result) -> None:
+    """Refuse what others can have written: who fills this cache decides what this process runs."""
+    if os.name != "posix":
+        return
+    if status.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(f"{path} belongs to another user")
+    if status.st_mode & 0o022:
+        raise PermissionError(f"{path} can be written by others: chmod go-w")
+
+
+def _head(name: str, contents: bytes) -> bytes:
+    return _MAGIC + hashlib.sha256(f"{name}\n".encode() + contents).digest()
+
+
+_warned: set[str] = set()
+
+
+def _warn(what: str, details: str, advice: str = "") -> None:
+    if what not in _warned:
+        _warned.add(what)
+        warnings.warn(f"samebits: {what} ({details}){advice}", RuntimeWarning, stacklevel=3)
+
+
+def _warn_uncached(error: OSError) -> None:
+    _warn(
+        "compiled kernels cannot be cached, and every process compiles its own",
+        str(error),
+        ": set SAMEBITS_CACHE_DIR to a folder that you alone can write to",
+    )
