@@ -25,6 +25,7 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
         ValueError: the equation does not fit the operands.
     """
     terms, result = _parse(equation, [t.ndim for t in operands])
+    _check_sizes(equation, terms, operands)
     operands = tuple(_diagonals(t, term) for t, term in zip(operands, terms, strict=True))
     terms = ["".join(dict.fromkeys(_diagonal_order(term))) for term in terms]
     a, term = operands[0], terms[0]
@@ -59,6 +60,25 @@ def _parse(equation: str, ndims: list[int]) -> tuple[list[str], str]:
     return full, result
 
 
+def _check_sizes(equation: str, terms: list[str], operands: tuple[Tensor, ...]) -> None:
+    """Refuse sizes of one letter that differ. One of 1 broadcasts, but not within an operand."""
+    sizes: dict[str, int] = {}
+    for i, (term, t) in enumerate(zip(terms, operands, strict=True)):
+        own: dict[str, int] = {}
+        for c, size in zip(term, t.shape, strict=True):
+            if own.setdefault(c, size) != size:
+                raise ValueError(
+                    f"samebits.einsum: {equation!r}: operand {i} has sizes {own[c]} and {size} for {c!r}"
+                )
+        for c, size in own.items():
+            if sizes.setdefault(c, size) == 1:
+                sizes[c] = size
+            if size not in (1, sizes[c]):
+                raise ValueError(
+                    f"samebits.einsum: {equation!r}: operands have sizes {sizes[c]} and {size} for {c!r}"
+                )
+
+
 def _diagonal_order(term: str) -> str:
     """The letters that are left once diagonals are taken: a repeated one moves to the end."""
     repeated = [c for c in dict.fromkeys(term) if term.count(c) > 1]
@@ -84,9 +104,8 @@ def _pair(a: Tensor, a_term: str, b: Tensor, b_term: str, needed: set[str]) -> t
     a, a_term = _sum_out(a, a_term, needed | set(b_term))
     b, b_term = _sum_out(b, b_term, needed | set(a_term))
     both = [c for c in a_term if c in b_term]
-    sizes = {
-        c: max(t.shape[s.index(c)] for t, s in ((a, a_term), (b, b_term)) if c in s) for c in a_term + b_term
-    }
+    sizes = {c: size for t, s in ((a, a_term), (b, b_term)) for c, size in zip(s, t.shape, strict=True)}
+    sizes |= {c: size for c, size in zip(a_term, a.shape, strict=True) if size != 1}  # the others broadcast
     a, b = (
         expand(t, [sizes[c] for c in s]) if [*t.shape] != [sizes[c] for c in s] else t
         for t, s in ((a, a_term), (b, b_term))
