@@ -104,9 +104,9 @@ def positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def even(completions: list[str], **_: Any) -> list[float]:
-    """The reward: how many of the words are even numbers."""
-    words = [completion.split() for completion in completions]
-    return [sum(word.isdigit() and int(word) % 2 == 0 for word in answer) / 8 for answer in words]
+    """The reward: the share of an answer's words that are even numbers."""
+    answers = [completion.split() for completion in completions]
+    return [sum(int(word) % 2 == 0 for word in answer) / max(1, len(answer)) for answer in answers]
 
 
 def train(steps: int, *, ours: bool, device: str, seed: int = 0) -> Run:
