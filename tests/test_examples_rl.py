@@ -47,3 +47,14 @@ def test_grpo(device: str, tmp_path: Path) -> None:
     assert ours.weights == runs["samebits, again"].weights
     assert device == "cuda" or max(runs["PyTorch"].largest) > 0
     assert plot.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_trl_grpo(device: str) -> None:
+    pytest.importorskip("trl", reason="the trl extra is not installed: pip install '.[trl]'")
+    runs = run("trl_grpo", ["--steps", "3", "--device", device])
+    ours = runs["samebits"]
+    assert [(step.differing, step.off) for step in ours.steps] == [(0, 0)] * 3
+    assert all(step.tokens > 0 for step in ours.steps)
+    assert ours.weights == runs["samebits, again"].weights
+    assert device == "cuda" or any(step.differing > 0 for step in runs["PyTorch"].steps)
