@@ -1,4 +1,6 @@
-"""Write figures from benchmarks/results between the markers of README.md and docs; --check only compares.
+"""Write figures from benchmarks/results, and the mode's rules, between the markers of README.md and docs.
+
+``--check`` only compares.
 
 A block starts with ``<!-- begin: NAME -->`` and ends with ``<!-- end: NAME -->``, each on its own line.
 
@@ -17,6 +19,7 @@ from typing import Any
 from benchmarks.logp import PRODUCT
 from benchmarks.record import GPUS, ROOT, load, measured, slug, tiny
 from samebits.bench import BETWEEN, forward, ratio, summary
+from samebits.mode import rules
 
 BLOCK = re.compile(
     r"(?<=^<!-- begin: )([a-z0-9-]+)( -->\n)(.*?)(?=^<!-- end: \1 -->$)", re.DOTALL | re.MULTILINE
@@ -403,6 +406,28 @@ def gpu_triton_tune(data: dict[str, Any]) -> str:
     return "\n\n".join((table(head, rows), f"{said} Measured {e['date']} on one {e['gpu']}."))
 
 
+def named(functions: Iterable[str | Callable[..., Any]]) -> str:
+    """PyTorch's functions, each once; operators as they are written."""
+    names = [f if isinstance(f, str) else f.__name__ for f in functions]
+    shown = ["@" if name == "__matmul__" else name for name in names]
+    return ", ".join(f"`{name}`" for name in dict.fromkeys(shown) if not name.startswith("__"))
+
+
+def mode_replaced() -> str:
+    rows = ((named(row.functions), row.result, row.uncovered) for row in rules.REPLACED)
+    return table(["PyTorch", "as", "not covered"], rows)
+
+
+def mode_vectors() -> str:
+    return ", ".join(f"`{name}`" for name in rules.WHOLE_VECTORS if not name.startswith("__"))
+
+
+def mode_reported() -> str:
+    return table(
+        ["kind", "functions"], ((kind, named(names.split())) for kind, names in rules.REPORTED.items())
+    )
+
+
 GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "bench.json": {
         "summary": gpu_summary,
@@ -430,6 +455,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "before-after": before_after,
     "reference-speed": reference_speed,
     "drift": drift,
+    "mode-replaced": mode_replaced,
+    "mode-vectors": mode_vectors,
+    "mode-reported": mode_reported,
 } | {
     f"{gpu}-{what}": partial(gpu_block, gpu, results, write)
     for gpu in GPUS

@@ -36,6 +36,40 @@ def statistics(z: Row) -> tuple[np.float32, np.float32]:
     return r, by_halves(chains)
 
 
+def deviation(x: Row, correction: float, *, root: bool) -> np.float32:
+    mean_x = mean(x)
+    d = [f32(f32(v) - mean_x) for v in x]
+    variance = f32(row_sum([f32(v * v) for v in d]) / f32(max(0, len(x) - correction)))
+    return f32(np.sqrt(variance)) if root else variance
+
+
+def deviation_backward(g: float, x: Row, y: float, correction: float, *, root: bool) -> Row:
+    mean_x, count = mean(x), f32(max(0, len(x) - correction))
+    if root:
+        factor = f32(0) if y == 0 else f32(f32(g) / f32(f32(y) * count))
+    else:
+        factor = f32(f32(f32(g) * f32(2)) / count)
+    return [float(f32(f32(f32(v) - mean_x) * factor)) for v in x]
+
+
+def vector_norm(x: Row) -> np.float32:
+    return f32(np.sqrt(row_sum([f32(f32(v) * f32(v)) for v in x])))
+
+
+def vector_norm_backward(g: float, x: Row, y: float) -> Row:
+    factor = f32(0) if y == 0 else f32(f32(g) / f32(y))
+    return [float(f32(f32(v) * factor)) for v in x]
+
+
+def logsumexp(z: Row) -> np.float32:
+    r, s = statistics(z)
+    return r if r == INF else f32(r + log32(s))
+
+
+def logsumexp_backward(g: float, z: Row) -> Row:
+    return [float(f32(f32(g) * f32(p))) for p in softmax(z)]
+
+
 def softmax(z: Row, *, masked_to_zero: bool = False) -> Row:
     r, s = statistics(z)
     if masked_to_zero and s == 0:

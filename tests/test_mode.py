@@ -352,7 +352,7 @@ POINTWISE = """
     bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 scaled_modified_bessel_k0 spherical_bessel_j0
     zeta angle relu relu6 leaky_relu hardtanh hardswish hardsigmoid hardshrink softsign threshold
 """.split()  # noqa: SIM905
-POINTWISE += rules._IN_WHOLE_VECTORS
+POINTWISE += rules.WHOLE_VECTORS
 VARIANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add alpha": lambda x, y: torch.add(x, y, alpha=0.3),
     "sub alpha": lambda x, y: torch.sub(x, y, alpha=0.3),

@@ -110,7 +110,7 @@ def calls(text: str) -> list[str]:
 
 
 def operands() -> dict[str, Tensor]:
-    """Fresh ones. To write into: e float32, d float64, j integers, t transposed, w wide, x expanded, g a leaf."""
+    """Fresh ones. To write: e float32, d float64, j integers, t transposed, w wide, x expanded, g a leaf."""
     wide = torch.full((3, 9), 7.0)
     return {name: t.clone() for name, t in T.items()} | {
         "e0": torch.empty(0),

@@ -21,9 +21,11 @@ from samebits.ops.attention import attention
 from samebits.ops.einsum import einsum
 from samebits.ops.embedding import embedding
 from samebits.ops.expand import expand
+from samebits.ops.logsumexp import logsumexp
 from samebits.ops.norm import layer_norm, rms_norm
 from samebits.ops.reduce import mean, sum
 from samebits.ops.softmax import log_softmax, softmax
+from samebits.ops.variance import std, var, vector_norm
 from samebits.testing import assert_same_bits, values
 from tests import naive, naive_rows
 from tests.devices import DEVICES, FAMILY, case
@@ -78,6 +80,30 @@ class TestNaive:
             (dx,) = torch.autograd.grad(y, x, grad)
             want = [backward(g, r) for g, r in zip(grad.tolist(), y.tolist(), strict=True)]
             assert_same_bits(dx, rounded(want, dtype), op.__name__)
+
+    @pytest.mark.parametrize("correction", [0, 1])
+    def test_deviations(self, device: str, dtype: torch.dtype, kind: str, n: int, correction: int) -> None:
+        x, grad = case(kind, (2, n), dtype, device).requires_grad_(), case("normal", (2,), dtype, device, 1)
+        for op, root in ((var, False), (std, True)):
+            y = op(x, -1, correction)
+            want = [naive_rows.deviation(r, correction, root=root) for r in x.tolist()]
+            assert_same_bits(y, rounded(want, dtype), op.__name__)
+            (dx,) = torch.autograd.grad(y, x, grad)
+            of_rows = zip(grad.tolist(), x.tolist(), y.tolist(), strict=True)
+            dx_want = [naive_rows.deviation_backward(*r, correction, root=root) for r in of_rows]
+            assert_same_bits(dx, rounded(dx_want, dtype), op.__name__)
+
+    def test_norm_and_logsumexp(self, device: str, dtype: torch.dtype, kind: str, n: int) -> None:
+        x, grad = case(kind, (2, n), dtype, device).requires_grad_(), case("normal", (2,), dtype, device, 1)
+        y, z = vector_norm(x, -1), logsumexp(x, -1)
+        assert_same_bits(y, rounded([naive_rows.vector_norm(r) for r in x.tolist()], dtype), "norm")
+        assert_same_bits(z, rounded([naive_rows.logsumexp(r) for r in x.tolist()], dtype), "logsumexp")
+        (dy,), (dz,) = (torch.autograd.grad(out, x, grad) for out in (y, z))
+        of_rows = list(zip(grad.tolist(), x.tolist(), y.tolist(), strict=True))
+        want = [naive_rows.vector_norm_backward(*r) for r in of_rows]
+        assert_same_bits(dy, rounded(want, dtype), "gradient of the norm")
+        want = [naive_rows.logsumexp_backward(g, r) for g, r, _ in of_rows]
+        assert_same_bits(dz, rounded(want, dtype), "gradient of logsumexp")
 
     @pytest.mark.parametrize("centred", [True, False])
     def test_norms(self, device: str, dtype: torch.dtype, kind: str, n: int, centred: bool) -> None:

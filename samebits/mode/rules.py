@@ -32,9 +32,11 @@ __all__ = [
     "POWERS",
     "REPLACED",
     "REPLACING",
+    "REPORTED",
     "SUMS",
     "UNCOVERED",
     "VIEWS",
+    "WHOLE_VECTORS",
     "is_direct",
 ]
 
@@ -146,7 +148,7 @@ _BROADCASTING = """
     add sub subtract mul multiply div divide true_divide __add__ __radd__ __sub__ __mul__ __rmul__ __truediv__
     __div__ __iadd__ __isub__ __imul__ __itruediv__
 """.split()  # noqa: SIM905
-_IN_WHOLE_VECTORS = """
+WHOLE_VECTORS = """
     floor_divide __floordiv__ __rfloordiv__ __ifloordiv__
     exp exp2 expm1 log log2 log10 log1p rsqrt pow float_power rsub
     sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sinc polar
@@ -155,37 +157,57 @@ _IN_WHOLE_VECTORS = """
     igamma igammac gammainc gammaincc logit xlogy xlog1py logaddexp logaddexp2 ldexp hypot lerp addcmul
     addcdiv sigmoid expit silu gelu mish softplus logsigmoid elu selu celu softshrink tanhshrink
 """.split()  # noqa: SIM905
-_COMPLEX_IN_WHOLE_VECTORS = ("abs", "absolute", "__abs__", "square", "reciprocal", "angle", "sgn", "softsign")
+_COMPLEX_WHOLE_VECTORS = ("abs", "absolute", "__abs__", "square", "reciprocal", "angle", "sgn", "softsign")
 # Covered unless they are asked to accumulate, by an argument at that place, if it has one.
 _ACCUMULATING = {
     **dict.fromkeys(("index_put", "index_put_", "put", "put_"), ("accumulate", 3)),
     **dict.fromkeys(("scatter", "scatter_"), ("reduce", 4)),
 }
 
-_KNOWN_VARIANT = """
-    addbmm addbmm_ addmv addmv_ addr bilinear chain_matmul inner multi_dot tensordot trace
-    vdot vecdot cdist pdist dist cosine_similarity pairwise_distance cosine_embedding_loss triplet_margin_loss
-    multi_margin_loss multilabel_margin_loss
-    convolution _convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc
-    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-    interpolate grid_sample fold embedding_bag ctc_loss renorm renorm_ cov corrcoef histc histogram
-    batch_norm instance_norm group_norm local_response_norm
-    native_batch_norm native_group_norm native_layer_norm _softmax _log_softmax _weight_norm
-    cumsum cumsum_ cumprod cumprod_ logcumsumexp matrix_norm prod
-    trapezoid trapz cumulative_trapezoid segment_reduce bincount
-    scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_reduce index_reduce_
-    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-    _native_multi_head_attention _transformer_encoder_layer_fwd
-    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
-    _scaled_dot_product_cudnn_attention _flash_attention_forward _efficient_attention_forward
-    fft ifft rfft irfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn hfft ihfft hfft2 ihfft2 hfftn ihfftn
-    stft istft
-    cholesky cholesky_ex cholesky_solve cholesky_inverse qr svd svdvals eigh eigvalsh eig eigvals
-    solve solve_ex solve_triangular triangular_solve lstsq inv inv_ex inverse pinv det logdet slogdet
-    tensorinv tensorsolve matrix_exp matrix_power matrix_rank householder_product geqrf ormqr
-    lu lu_factor lu_factor_ex lu_solve ldl_factor ldl_solve
-    grouped_mm scaled_mm scaled_grouped_mm _grouped_mm _scaled_mm _scaled_grouped_mm
-""".split()  # noqa: SIM905
+REPORTED = {
+    "products": """
+        addbmm addbmm_ addmv addmv_ addr bilinear chain_matmul inner multi_dot tensordot trace vdot vecdot
+        grouped_mm scaled_mm scaled_grouped_mm _grouped_mm _scaled_mm _scaled_grouped_mm
+    """,
+    "distances and losses": """
+        cdist pdist dist cosine_similarity pairwise_distance cosine_embedding_loss triplet_margin_loss
+        multi_margin_loss multilabel_margin_loss ctc_loss
+    """,
+    "convolutions, pooling, interpolation": """
+        convolution _convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+        conv_tbc avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+        interpolate grid_sample fold
+    """,
+    "norms": """
+        batch_norm instance_norm group_norm local_response_norm renorm renorm_ matrix_norm native_batch_norm
+        native_group_norm native_layer_norm _weight_norm
+    """,
+    "sums of other kinds": """
+        cumsum cumsum_ cumprod cumprod_ logcumsumexp prod cov corrcoef histc histogram bincount embedding_bag
+        trapezoid trapz cumulative_trapezoid segment_reduce
+        scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_reduce index_reduce_
+    """,
+    "recurrent layers": """
+        lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    """,
+    "PyTorch's own kernels, called by name": """
+        _softmax _log_softmax _native_multi_head_attention _transformer_encoder_layer_fwd
+        _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+        _scaled_dot_product_cudnn_attention _flash_attention_forward _efficient_attention_forward
+    """,
+    "Fourier transforms": """
+        fft ifft rfft irfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn hfft ihfft hfft2 ihfft2 hfftn
+        ihfftn stft istft
+    """,
+    "linear algebra": """
+        cholesky cholesky_ex cholesky_solve cholesky_inverse qr svd svdvals eigh eigvalsh eig eigvals
+        solve solve_ex solve_triangular triangular_solve lstsq inv inv_ex inverse pinv det logdet slogdet
+        tensorinv tensorsolve matrix_exp matrix_power matrix_rank householder_product geqrf ormqr
+        lu lu_factor lu_factor_ex lu_solve ldl_factor ldl_solve
+    """,
+}
+"""Functions whose rows are known to depend on the batch, and which are not covered."""
+_REPORTED_NAMES = [name for names in REPORTED.values() for name in names.split()]
 _OTHER_VARIANT: dict[Callable[..., Any], str] = {
     torch.sparse.mm: "torch.sparse.mm",
     torch.sparse.addmm: "torch.sparse.addmm",
@@ -273,8 +295,8 @@ COVERED |= {
     func: cover(func, out_of_place)
     for cover, names in (
         (broadcasting, _BROADCASTING),
-        (in_whole_vectors, _IN_WHOLE_VECTORS),
-        (complex_in_whole_vectors, _COMPLEX_IN_WHOLE_VECTORS),
+        (in_whole_vectors, WHOLE_VECTORS),
+        (complex_in_whole_vectors, _COMPLEX_WHOLE_VECTORS),
     )
     for name in names
     for func, out_of_place in _pointwise(name)
@@ -284,10 +306,10 @@ POWERS = [  # torch.compile does not find these in a dictionary
     (Tensor.__rpow__, in_whole_vectors(Tensor.__rpow__)),
     (Tensor.__ipow__, in_whole_vectors(Tensor.pow_, Tensor.pow)),
 ]
-UNCOVERED = {func for name in _KNOWN_VARIANT for func in _named(name)} | set(_OTHER_VARIANT)
+UNCOVERED = {func for name in _REPORTED_NAMES for func in _named(name)} | set(_OTHER_VARIANT)
 NAMES = {
     func: label
-    for name in (*_REPLACED_NAMES, *_KNOWN_VARIANT, *_ACCUMULATING)
+    for name in (*_REPLACED_NAMES, *_REPORTED_NAMES, *_ACCUMULATING)
     for func, label in _named(name).items()
 }
 NAMES |= {torch.embedding: "torch.embedding", F.embedding: "torch.nn.functional.embedding"}
@@ -311,7 +333,7 @@ BODIES |= {func: _body(func) for func in _BACKWARD}
 
 _DIRECT = {
     *_REPLACED_NAMES,
-    *_KNOWN_VARIANT,
+    *_REPORTED_NAMES,
     "embedding",
     "_fused_rms_norm",
     "_foreach_norm",

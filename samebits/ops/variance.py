@@ -70,18 +70,23 @@ def _filled(like: Tensor, value: float) -> Tensor:
     return torch.full_like(like, value)
 
 
+def _root(x: Tensor) -> Tensor:
+    """Of float32, correctly rounded, which PyTorch's is not on every CPU: by one in float64, close enough."""
+    return x.to(torch.float64).sqrt().to(torch.float32)
+
+
 def _forward_deviation(x: Tensor, correction: float, root: bool) -> tuple[Tensor, Tensor]:
     wide, n = x.to(torch.float32), x.shape[1]
     means = backend(x).row_sum(wide, True, torch.float32)
     d = wide - means[:, None]
     total = backend(x).row_sum(d * d, False, torch.float32)
     variance = total / _filled(total, max(0.0, n - correction))
-    return rounded(variance.sqrt() if root else variance, x.dtype), means
+    return rounded(_root(variance) if root else variance, x.dtype), means
 
 
 def _forward_norm(x: Tensor) -> Tensor:
     wide = x.to(torch.float32)
-    return rounded(backend(x).row_sum(wide * wide, False, torch.float32).sqrt(), x.dtype)
+    return rounded(_root(backend(x).row_sum(wide * wide, False, torch.float32)), x.dtype)
 
 
 def _grad_deviation(grad: Tensor, x: Tensor, out: Tensor | None, means: Tensor, correction: float) -> Tensor:
