@@ -58,7 +58,7 @@ class Backend(NamedTuple):
 def on_cuda(fused: bool) -> Backend:
     """The CUDA kernels; `fused`, whether those of `linear_logp` are here."""
     from samebits.backends.cuda import attention_sm90, linear_logp_sm90, logp, rows
-    from samebits.backends.cuda.schedule import round_up
+    from samebits.backends.cuda.products.schedule_sm90 import round_up
 
     def schedules(entry: str, *sizes: int) -> Sequence[Any]:
         if not fused:
