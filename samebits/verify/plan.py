@@ -17,7 +17,8 @@ from samebits.verify.kernel import kernels, takes
 from samebits.verify.operands import make_inputs, make_room, unfilled
 from samebits.verify.reductions import calls, on_cuda, on_triton, reductions
 
-Runs = list[tuple[ProductKernel[Any], Any]]
+Pair = tuple[ProductKernel[Any], Any]
+Runs = list[Pair]
 """Kernels, each with a schedule."""
 
 
@@ -70,9 +71,7 @@ class Plan:
             for schedule, call in zip(on.tried(case), calls([case], on, self.device), strict=True):
                 yield (*of, schedule), call
 
-    def _launches(
-        self, case: Case, pairs: Runs
-    ) -> Iterator[tuple[tuple[ProductKernel[Any], Any], Callable[[], object]]]:
+    def _launches(self, case: Case, pairs: Runs) -> Iterator[tuple[Pair, Callable[[], object]]]:
         if not pairs:
             return
         inputs = make_inputs(case, self.device, unfilled)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -25,10 +26,8 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """How kernels number dtypes."""
 
 
-class Launch(Protocol):
-    """Launch on operands at these addresses, 0 where there is none; chains start at what lies at `start`."""
-
-    def __call__(self, a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None: ...
+Launch = Callable[[int, int, int, int, int, int], None]
+"""Launch on the addresses of a, b, out, bias, cu_seqlens and where the chains start; 0 where there is none."""
 
 
 class CudaPlan:
