@@ -27,7 +27,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 Launch = Callable[[int, int, int, int, int, int], None]
-"""Launch on the addresses of a, b, out, bias, cu_seqlens and where the chains start; 0 where there is none."""
+"""Launch on addresses of a, b, out, bias, cu_seqlens and where the chains start; 0 where there is none."""
 
 
 class CudaPlan:
