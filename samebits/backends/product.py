@@ -20,7 +20,17 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST", "Matrix", "Operands", "Plan", "Product", "ProductKernel", "Step"]
+__all__ = [
+    "LARGEST",
+    "Matrix",
+    "Operands",
+    "Plan",
+    "Product",
+    "ProductKernel",
+    "Step",
+    "need",
+    "refuse_large",
+]
 
 Step = Literal["mma", "fma"]
 """How a contract adds a group of terms: by the tensor core, or by one fused multiply-add each."""
@@ -100,6 +110,11 @@ class Product:
             ValueError: they do not fit together, or to `step`.
         """
         _check(x, step)
+        return cls.unchecked(x, step)
+
+    @classmethod
+    def unchecked(cls, x: Operands, step: Step) -> Product:
+        """:meth:`of` for what an operation has checked."""
         start: Literal["zero", "out"] | Matrix
         start = "zero" if x.start is None else "out" if x.start is x.out else Matrix.of(x.start)
         bias, cu_seqlens = (None if t is None else Matrix.of(t) for t in (x.bias, x.cu_seqlens))
@@ -229,6 +244,12 @@ def _check(x: Operands, step: Step) -> None:
         need(offsets.dtype in (torch.int32, torch.int64), f"cu_seqlens: got {offsets.dtype}")
         need(offsets.ndim == 1 and offsets.numel() > 0, f"cu_seqlens: got {tuple(offsets.shape)}")
         need(offsets.is_contiguous(), "cu_seqlens: expected contiguous")
+
+
+def refuse_large(p: Product, *sizes: int) -> None:
+    """Refuse a product with a size, or one of `sizes`, that kernels cannot count."""
+    if max(p.m, p.n, p.k, p.segments, *sizes) > LARGEST:
+        raise ValueError(f"samebits: {p} has a size above {LARGEST}")
 
 
 def need(condition: bool, what: str) -> None:

@@ -45,7 +45,7 @@ class Plan:
         if "cuda" in backends:
             self._on_cuda = [on_cuda(fused=runtime.device_info(index).capability == (9, 0))]
         if "triton" in backends:
-            self._on_triton = [on_triton(TENSOR_CORE.on(family(index)), self.device)]
+            self._on_triton = [on_triton(TENSOR_CORE.on(family(index)), index)]
         self.reducers = [*self._on_cuda, *self._on_triton]
         self.reduced = list(
             reductions(thorough, fused=any(on.schedules("statistics") for on in self.reducers))

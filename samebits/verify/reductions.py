@@ -72,7 +72,7 @@ def on_cuda(fused: bool) -> Backend:
     return Backend("", rows, logp, *kernels, schedules)
 
 
-def on_triton(contract: Contract, device: torch.device) -> Backend:
+def on_triton(contract: Contract, device: int) -> Backend:
     """Triton's; where a GPU fetches no tiles, its other kernels compute log-probabilities."""
     from samebits.backends.triton import linear_logp, logp
 

@@ -18,11 +18,10 @@ from samebits.backends.cuda.products.plan import (
     CudaPlan,
     TileLayout,
     nothing,
-    refuse_large,
     tile_layout,
     tile_plan,
 )
-from samebits.backends.product import Product
+from samebits.backends.product import Product, refuse_large
 
 __all__ = ["FMA", "SCHEDULES", "FmaSchedule", "kernel_spec"]
 

@@ -17,14 +17,13 @@ from samebits.backends.cuda.products.plan import (
     CudaKernel,
     CudaPlan,
     matrix_strides,
-    refuse_large,
     start_strides,
     writes_vectors,
 )
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES
 from samebits.backends.cuda.tensor_maps import Maps
-from samebits.backends.product import LARGEST, Matrix, Product, need
+from samebits.backends.product import LARGEST, Matrix, Product, need, refuse_large
 
 __all__ = ["FEW", "FMA_SM90", "MANY", "FmaFewSchedule", "FmaManySchedule", "FmaSm90Schedule"]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from samebits.backends.cuda import runtime
-from samebits.backends.product import LARGEST, Matrix, Operands, Product, ProductKernel
+from samebits.backends.product import Matrix, Operands, Product, ProductKernel
 
 __all__ = [
     "PARAMS",
@@ -17,7 +17,6 @@ __all__ = [
     "CudaKernel",
     "CudaPlan",
     "TileLayout",
-    "refuse_large",
     "tile_layout",
     "tile_plan",
 ]
@@ -108,12 +107,6 @@ def writes_vectors(p: Product) -> bool:
     strides = matrix_strides(p.out)
     aligned = p.out.misalignment % (4 * p.out.dtype.itemsize) == 0
     return strides[2] == 1 and aligned and strides[0] % 4 == strides[1] % 4 == 0
-
-
-def refuse_large(p: Product, *sizes: int) -> None:
-    """Refuse a product with a size, or one of `sizes`, that kernels cannot count."""
-    if max(p.m, p.n, p.k, p.segments, *sizes) > LARGEST:
-        raise ValueError(f"samebits: {p} has a size above {LARGEST}")
 
 
 def tile_plan(
