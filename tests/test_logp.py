@@ -560,7 +560,7 @@ def test_cuda_schedules_change_no_bit(
         schedules = [fused.schedules(entry) for entry in ("statistics_sm90", "grad_logits_sm90")]
         statistics_of, grad_logits_of = fused.statistics, fused.grad_logits
     else:
-        schedules = [fused.STATISTICS_SCHEDULES, fused.matmul.TILE_SCHEDULES]
+        schedules = [fused.STATISTICS_SCHEDULES, fused.TILE_SCHEDULES]
         assert fused.fused(*(torch.empty(8, features, dtype=dtype, device="cuda"),) * 2, None, key)
         statistics_of = partial(fused.statistics, contract=key)
         grad_logits_of = partial(fused.grad_logits, contract=key, dtype=dtype)

@@ -290,6 +290,44 @@ def test_tiles_are_stored_in_rows_of_whole_16_bytes() -> None:
         assert takes(m, 520)
 
 
+def test_a_schedule_is_chosen_by_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the general tensor-core kernel, whose schedules were never timed."""
+    pytest.importorskip("triton")
+    from samebits.backends.product import Operands, Product
+    from samebits.backends.triton import matmul, runtime
+    from samebits.backends.triton.products import FMA, TENSOR_CORE, TENSOR_CORE_TILES
+
+    for sms, shared in ((132, SHARED["sm_90"] - 1024), (108, 0)):
+        gpu = runtime.Gpu(sms, shared, fetches_tiles=shared > 0)
+        monkeypatch.setattr(runtime, "gpu", lambda device, gpu=gpu: gpu)
+        for m, n in itertools.product((1, 40, 512, 8192), (48, 4096)):
+            a, b = torch.empty(m, 64, dtype=torch.bfloat16), torch.empty(64, n, dtype=torch.bfloat16)
+            x = Operands(a, b, a.new_empty(m, n))
+            for step, kernel in (("mma", TENSOR_CORE_TILES if shared else TENSOR_CORE), ("fma", FMA)):
+                p = Product.of(x, step)
+                assert matmul.fastest(p) is kernel
+                chosen, offered = kernel.choose(p), kernel.schedules(p)
+                assert chosen in offered
+                few_rows = [s for s in offered if s.block_m <= 2 * max(m, 8)]
+                if kernel is not TENSOR_CORE:
+                    among = offered if kernel is FMA else few_rows
+                    assert kernel.cost(p, chosen) == min(kernel.cost(p, s) for s in among) > 0
+
+
+def test_a_start_that_lies_otherwise_than_the_output_is_refused() -> None:
+    """The kernel finds both at the same offsets."""
+    pytest.importorskip("triton")
+    from samebits.backends.product import Operands, Product
+    from samebits.backends.triton import products
+
+    a = torch.empty(4, 8, dtype=torch.bfloat16)
+    out, start = a.new_empty(4, 4), torch.empty(4, 4)
+    for kernel in (products.TENSOR_CORE, products.FMA):
+        assert kernel.supports(Product.of(Operands(a, a.mT, out, start=start), kernel.step))
+        with pytest.raises(ValueError, match="expected .*a start laid out as out"):
+            kernel.run(Operands(a, a.mT, out, start=start.mT))
+
+
 def assert_multiplies_16_bit_operands(text: str, target: str) -> None:
     """No instruction that would widen operands or join more than 16 k at a time to the accumulator."""
     found = set(re.findall(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*", text))

@@ -27,7 +27,7 @@ epilogue of one runs beside the products of the other."""
 
 
 def schedules(entry: str, device: int) -> Sequence[TileSchedule | None]:
-    """All that ``statistics`` or ``grad_logits`` may have on GPU `device`: only None where it is not fused."""
+    """All that ``statistics`` or ``grad_logits`` may have on GPU `device`: only None where not fused."""
     offered, size = (STATISTICS_SCHEDULES, 0) if entry == "statistics" else (TILE_SCHEDULES, 2)
     gpu = runtime.gpu(device)
     return [s for s in offered if tiles.fits(s, size, False, gpu)] or [None]
