@@ -324,7 +324,7 @@ def test_a_start_that_lies_otherwise_than_the_output_is_refused() -> None:
     out, start = a.new_empty(4, 4), torch.empty(4, 4)
     for kernel in (products.TENSOR_CORE, products.FMA):
         assert kernel.supports(Product.of(Operands(a, a.mT, out, start=start), kernel.step))
-        with pytest.raises(ValueError, match="expected .*a start laid out as out"):
+        with pytest.raises(ValueError, match=r"expected .*a start laid out as out"):
             kernel.run(Operands(a, a.mT, out, start=start.mT))
 
 
