@@ -18,9 +18,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.tune import summarise, sweep
-from samebits.backends.triton import matmul as triton
+from samebits.backends.product import Operands
+from samebits.backends.triton.products import (
+    MMA_SCHEDULES,
+    TENSOR_CORE,
+    TENSOR_CORE_TILES,
+    TILE_SCHEDULES,
+    TritonKernel,
+)
+from samebits.backends.triton.tiles import TileSchedule, TritonSchedule
 from samebits.bench import SHAPES, Case, _operands, _Race
-from samebits.contract import TENSOR_CORE
 from samebits.testing import assert_same_bits
 
 
@@ -32,16 +39,18 @@ def cases() -> list[Case]:
     return [case for case in found if case.flop < 6e11]
 
 
-def product(case: Case, schedule: triton.Schedule | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """The product by `schedule`, or by torch."""
+def product(
+    case: Case, kernel: TritonKernel[Any] | None, schedule: TritonSchedule | None = None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The product by `kernel` under `schedule`, or by torch."""
 
     def run(first: Tensor, second: Tensor) -> Tensor:
         a = first.mT if case.work == "dW" else first
         b = second.mT if case.work == "forward" else second
-        if schedule is None:
+        if kernel is None:
             return torch.mm(a, b)
         out = a.new_empty(a.shape[0], b.shape[1])
-        triton.run(a[None, None], b[None, None], out[None], TENSOR_CORE, schedule=schedule)
+        kernel.run(Operands(a, b, out), schedule)
         return out
 
     return run
@@ -53,17 +62,17 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
     guess = max(case.flop / 600e12, case.bytes / 3.5e12, 3e-6)
     race = _Race(max(2, min(100, math.ceil(1e-3 / guess))))
     race.add("torch", product(case, None), sets)
-    want = product(case, triton.MMA_SCHEDULES[0])(*sets[0])
+    want = product(case, TENSOR_CORE, MMA_SCHEDULES[0])(*sets[0])
     rows = {"forward": case.m, "dX": case.m, "dW": case.n}[case.work]
-    for schedule in triton.TILE_SCHEDULES:
+    for schedule in TILE_SCHEDULES:
         if schedule.block_m <= 2 * max(rows, 8):
-            run = product(case, schedule)
+            run = product(case, TENSOR_CORE_TILES, schedule)
             assert_same_bits(run(*sets[0]), want, f"{case}, {schedule}")
             race.add(name(schedule), run, sets)
     return case.record() | {"us": race.run(4)}
 
 
-def name(s: triton.Schedule) -> str:
+def name(s: TritonSchedule) -> str:
     return f"{s.block_m}x{s.block_n}x{s.block_k}"
 
 
@@ -71,11 +80,11 @@ def chosen(case: dict[str, Any], sms: int) -> float:
     """Speed relative to torch of the schedule that the estimate chooses."""
     m, n = {"forward": ("m", "n"), "dX": ("m", "k"), "dW": ("n", "k")}[case["work"]]
 
-    def estimate(s: triton.TileSchedule) -> float:
+    def estimate(s: TileSchedule) -> float:
         tiles = math.ceil(case[m] / s.block_m) * math.ceil(case[n] / s.block_n)
         return float(math.ceil(tiles / sms) * s.us)
 
-    best = min((s for s in triton.TILE_SCHEDULES if name(s) in case["us"]), key=estimate)
+    best = min((s for s in TILE_SCHEDULES if name(s) in case["us"]), key=estimate)
     return float(case["us"]["torch"] / case["us"][name(best)])
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from samebits._version import __version__
 from samebits.backends import asked, use_backend
+from samebits.backends.product import Operands
 from samebits.contract import FMA, TENSOR_CORE
 from samebits.ops.addmm import addmm_
 from samebits.ops.bmm import bmm
@@ -283,8 +284,8 @@ def _check_logp(case: Case, operands: Sequence[Tensor], device: torch.device, ou
 
 def _check(case: Case, operands: Sequence[Tensor], device: torch.device, ours: Run) -> None:
     """Refuse wrong bits: some rows against a universal kernel, some of their columns against the CPU."""
-    from samebits.backends.cuda import matmul_fma, matmul_sm80
     from samebits.backends.cuda.matmul import family
+    from samebits.backends.cuda.products import fma, tensor_core
     from samebits.backends.reference import matmul as reference
     from samebits.testing import assert_same_bits
 
@@ -303,9 +304,9 @@ def _check(case: Case, operands: Sequence[Tensor], device: torch.device, ours: R
     some = a[rows].contiguous()
     want = torch.full((len(rows), out.shape[1]), math.nan, dtype=out.dtype, device=device)
     if case.dtype == F32:
-        matmul_fma.matmul(some, b, out=want, schedule=matmul_fma.SCHEDULES[-1])
+        fma.FMA.run(Operands(some, b, want), fma.SCHEDULES[-1])
     else:
-        matmul_sm80.matmul(some, b, cu_seqlens=spans, out=want)
+        tensor_core.TENSOR_CORE.run(Operands(some, b, want, cu_seqlens=spans))
     assert_same_bits(out[rows], want, f"{case}: rows {rows.tolist()}")
     columns = torch.arange(out.shape[1] - 1, -1, -(out.shape[1] // 32 | 1), device=device)
     x, y = some[:4].cpu()[None, None], b[:, columns].cpu()[None, None]

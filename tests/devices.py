@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samebits import AMPERE, HOPPER
-from samebits.backends.cuda import attention_sm90, linear_logp_sm90, matmul, matmul_sm90, runtime
+from samebits.backends.cuda import attention_sm90, linear_logp_sm90, matmul, runtime
 from samebits.testing import values
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -34,15 +34,15 @@ def multiprocessors(count: int | None) -> Iterator[None]:
         return
     index = torch.cuda.current_device()
     here = replace(runtime.device_info(index), sm_count=count)
-    keep_grids = [matmul_sm90._plan, linear_logp_sm90._prepared, attention_sm90._prepared]
+    keep_grids = [linear_logp_sm90._prepared, attention_sm90._prepared]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(runtime, "device_info", return_value=here))
         stack.enter_context(mock.patch.object(matmul, "_plans", {}))
         if importlib.util.find_spec("triton"):
-            triton = importlib.import_module("samebits.backends.triton.matmul")
-            gpu = triton._gpu(torch.device("cuda", index))._replace(multiprocessors=count)
-            stack.enter_context(mock.patch.object(triton, "_gpu", return_value=gpu))
-            keep_grids.append(triton.choose_tiles)
+            triton = importlib.import_module("samebits.backends.triton.runtime")
+            gpu = triton.gpu(index)._replace(multiprocessors=count)
+            stack.enter_context(mock.patch.object(triton, "gpu", return_value=gpu))
+            keep_grids.append(importlib.import_module("samebits.backends.triton.matmul")._plan)
         for cached in keep_grids:
             cached.cache_clear()
             stack.callback(cached.cache_clear)

@@ -209,17 +209,17 @@ def test_tensor_core_is_refused_where_no_model_is_known(monkeypatch: pytest.Monk
         properties = SimpleNamespace(name=name, major=capability[0], minor=capability[1])
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
-        check, device = matmul.check.__wrapped__, torch.device("cuda")
+        check = matmul.check_contract.__wrapped__
         for contract in (TENSOR_CORE, TENSOR_CORE.on(samebits.HOPPER)):
             said = f"{name} gives, so TENSOR_CORE has no MmaModel for it; contract=samebits.FMA works"
             with pytest.raises(backends.UnavailableError, match=said):
-                check(contract, device)
-        check(FMA, device)
+                check(contract.key, 0)
+        check(FMA.key, 0)
     monkeypatch.setattr(torch.version, "hip", None)
     properties.major, properties.minor = 9, 0
-    check(TENSOR_CORE, device)
+    check(TENSOR_CORE.key, 0)
     with pytest.raises(ValueError, match="expected the family of Tesla T4, HOPPER"):
-        check(TENSOR_CORE.on(samebits.AMPERE), device)
+        check(TENSOR_CORE.on(samebits.AMPERE).key, 0)
 
 
 def test_the_choice_is_no_part_of_the_contract() -> None:
@@ -251,10 +251,12 @@ def test_triton_refuses_what_its_launch_cannot_take(monkeypatch: pytest.MonkeyPa
     assert_spans.assert_spans(torch.tensor([0, 3, 3, 5], dtype=torch.int32), 5)
     one = torch.ones(1, 1, 1, 1).expand(2**31, 1, 1, 1)
     with pytest.raises(ValueError, match="has a size above 2147481600"):
-        matmul.run(one, one, one[:, 0], FMA)
+        matmul.addbmm_later(one[:, 0], one, one, None, accumulate=False, contract=FMA.key)()
     one = torch.ones(1, 1, 1, 1)
-    with pytest.raises(ValueError, match=r"expected 16-bit operands, got torch\.float32"):
-        matmul.run(one, one, one[0], TENSOR_CORE.on(samebits.HOPPER))
+    with pytest.raises(ValueError, match=r"expected 16-bit operands.*, got torch\.float32"):
+        matmul.addbmm_later(
+            one[0], one, one, None, accumulate=False, contract=TENSOR_CORE.on(samebits.HOPPER).key
+        )()
     for version in ("3.6.0+git12", "3.6.0.dev20250901", "3.10.0"):
         monkeypatch.setattr(runtime, "_version", lambda version=version: version)
         if not torch.cuda.is_available():

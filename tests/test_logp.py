@@ -588,7 +588,7 @@ def test_cuda_schedules_change_no_bit(
             partial(grad_logits, fused.grad_logits_later, dtype=dtype),
         )
     else:
-        schedules = [fused.STATISTICS_SCHEDULES, fused.matmul.TILE_SCHEDULES]
+        schedules = [fused.STATISTICS_SCHEDULES, fused.TILE_SCHEDULES]
         assert fused.fused(*(torch.empty(8, features, dtype=dtype, device="cuda"),) * 2, None, key)
         statistics_of = partial(fused.statistics, contract=key)
         grad_logits_of = partial(grad_logits, fused.grad_logits_later, contract=key, dtype=dtype)

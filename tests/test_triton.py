@@ -76,11 +76,11 @@ def compiled(target: str, kernel: Any, types: dict[str, str], constants: dict[st
 def general(
     target: str, dtype: torch.dtype, out: torch.dtype, along: tuple[str, str], s: Any, **given: str
 ) -> str:
-    from samebits.backends.triton import kernels, matmul
+    from samebits.backends.triton import kernels, products
 
     types = {"a": f"*{PLACES[dtype]}", "b": f"*{PLACES[dtype]}", "out": f"*{PLACES[out]}", **given}
     constants = {name: None for name in ("acc", "bias", "spans") if name not in given}
-    fma = s in matmul.FMA_SCHEDULES
+    fma = s in products.FMA_SCHEDULES
     constants |= {"FMA": fma, "CLOSING_ZERO": fma, "STAGES": s.stages}
     constants |= {"A_ALONG": along[0], "B_ALONG": along[1]}
     return compiled(target, kernels.matmul, types, constants | scheduled(s))
@@ -89,7 +89,7 @@ def general(
 @pytest.mark.parametrize("target", TARGETS)
 def test_fma_compiles(target: str) -> None:
     pytest.importorskip("triton")
-    from samebits.backends.triton.matmul import FMA_SCHEDULES
+    from samebits.backends.triton.products import FMA_SCHEDULES
 
     for i, schedule in enumerate(FMA_SCHEDULES):
         dtype = (torch.float32, torch.bfloat16, torch.float16)[i % 3]
@@ -106,7 +106,7 @@ def test_fma_compiles(target: str) -> None:
 @pytest.mark.parametrize("target", NVIDIA)
 def test_tensor_core_compiles(target: str) -> None:
     pytest.importorskip("triton")
-    from samebits.backends.triton.matmul import MMA_SCHEDULES
+    from samebits.backends.triton.products import MMA_SCHEDULES
 
     for i, schedule in enumerate(MMA_SCHEDULES):
         dtype = (torch.bfloat16, torch.float16)[i % 2]
@@ -120,23 +120,24 @@ def test_tensor_core_compiles(target: str) -> None:
 def gpu(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target instead of the GPU here."""
     pytest.importorskip("triton")
-    from samebits.backends.triton import matmul
+    from samebits.backends.triton import runtime
 
-    found = matmul._Gpu(132, SHARED[target] - 1024, target in FETCHING, target == "sm_100")
-    monkeypatch.setattr(matmul, "_gpu", lambda device: found)
+    found = runtime.Gpu(132, SHARED[target] - 1024, target in FETCHING, target == "sm_100")
+    monkeypatch.setattr(runtime, "gpu", lambda device: found)
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("target", FETCHING)
 def test_tiles_compile(target: str) -> None:
-    from samebits.backends.triton.matmul import TILE_SCHEDULES, fits
+    from samebits.backends.triton import runtime
+    from samebits.backends.triton.products import TILE_SCHEDULES
+    from samebits.backends.triton.tiles import fits
 
-    device = torch.device("cuda")
     for i, s in enumerate(TILE_SCHEDULES):
         dtype = (torch.bfloat16, torch.float16)[i % 2]
         a_k_major, b_k_major, accumulate = i % 2 == 0, i % 3 == 0, i % 4 == 3
         size = 4 if accumulate else 2
-        assert fits(s, size, accumulate, device)
+        assert fits(s, size, accumulate, runtime.gpu(0))
         bias = i % 5 == 4
         text = tiles(
             target, dtype, s, a_k_major=a_k_major, b_k_major=b_k_major, accumulate=accumulate, bias=bias
@@ -154,8 +155,8 @@ def tiles(
     accumulate: bool,
     bias: bool,
 ) -> str:
-    from samebits.backends.triton import kernels
-    from samebits.backends.triton.matmul import tile_constants
+    from samebits.backends.triton import kernels, runtime
+    from samebits.backends.triton.tiles import tile_constants
 
     blocks = {
         "a": (s.block_m, s.block_k) if a_k_major else (s.block_k, s.block_m),
@@ -172,7 +173,7 @@ def tiles(
         "PARTS": s.parts,
         **({} if bias else {"bias": None}),
     }
-    made_for = tile_constants(s, 4 if accumulate else 2, accumulate, torch.device("cuda"))
+    made_for = tile_constants(s, 4 if accumulate else 2, accumulate, runtime.gpu(0))
     made_for.pop("enable_fp_fusion")
     return compiled(target, kernels.matmul_tiles, types, constants | made_for)
 
@@ -207,8 +208,10 @@ def test_log_probabilities_compile(target: str) -> None:
 @pytest.mark.parametrize("target", FETCHING)
 def test_fused_log_probabilities_compile(target: str) -> None:
     from samebits.backends.triton import logp_kernels as kernels
+    from samebits.backends.triton import runtime
     from samebits.backends.triton.linear_logp import STATISTICS_SCHEDULES
-    from samebits.backends.triton.matmul import TILE_SCHEDULES, tile_constants
+    from samebits.backends.triton.products import TILE_SCHEDULES
+    from samebits.backends.triton.tiles import tile_constants
 
     fused = [(kernels.statistics_tiles, s) for s in STATISTICS_SCHEDULES]
     fused += [(kernels.grad_logits_tiles, s) for s in TILE_SCHEDULES]
@@ -222,7 +225,7 @@ def test_fused_log_probabilities_compile(target: str) -> None:
         types = ROWS | {name: f"tensordesc<{dtype}{list(block)}>" for name, block in blocks.items()}
         types["bias"] = f"*{dtype}"
         size = 2 if kernel is kernels.grad_logits_tiles else 0
-        constants = tile_constants(s, size, False, torch.device("cuda"))
+        constants = tile_constants(s, size, False, runtime.gpu(0))
         constants.pop("enable_fp_fusion")
         if size:
             constants["PARTS"] = s.parts
@@ -270,13 +273,14 @@ def test_no_size_or_stride_is_compiled_in(module: str, name: str) -> None:
 def test_tiles_are_stored_in_rows_of_whole_16_bytes() -> None:
     """The copy engine wrote beyond the one element of an output of [1, 1]."""
     pytest.importorskip("triton")
-    from samebits.backends.triton.matmul import takes_tiles
+    from samebits.backends.product import Operands, Product
+    from samebits.backends.triton.products import TENSOR_CORE_TILES
 
     def takes(m: int, n: int, out_dtype: torch.dtype = torch.bfloat16) -> bool:
         room = -(-n // 8) * 8  # rows of every tensor start at multiples of 16 bytes
-        a, b = torch.empty(1, 1, m, 64, dtype=torch.bfloat16), torch.empty(64, room, dtype=torch.bfloat16)
-        out = torch.empty(1, m, room, dtype=out_dtype)
-        return takes_tiles(a, b[None, None, :, :n], out[:, :, :n], None, None)
+        a, b = torch.empty(m, 64, dtype=torch.bfloat16), torch.empty(64, room, dtype=torch.bfloat16)
+        out = torch.empty(m, room, dtype=out_dtype)
+        return TENSOR_CORE_TILES.supports(Product.of(Operands(a, b[:, :n], out[:, :n]), "mma"))
 
     for m in (1, 40):
         assert not takes(m, 1)
@@ -284,6 +288,44 @@ def test_tiles_are_stored_in_rows_of_whole_16_bytes() -> None:
         assert not takes(m, 18, torch.float32)
         assert takes(m, 20, torch.float32)
         assert takes(m, 520)
+
+
+def test_a_schedule_is_chosen_by_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the general tensor-core kernel, whose schedules were never timed."""
+    pytest.importorskip("triton")
+    from samebits.backends.product import Operands, Product
+    from samebits.backends.triton import matmul, runtime
+    from samebits.backends.triton.products import FMA, TENSOR_CORE, TENSOR_CORE_TILES
+
+    for sms, shared in ((132, SHARED["sm_90"] - 1024), (108, 0)):
+        gpu = runtime.Gpu(sms, shared, fetches_tiles=shared > 0)
+        monkeypatch.setattr(runtime, "gpu", lambda device, gpu=gpu: gpu)
+        for m, n in itertools.product((1, 40, 512, 8192), (48, 4096)):
+            a, b = torch.empty(m, 64, dtype=torch.bfloat16), torch.empty(64, n, dtype=torch.bfloat16)
+            x = Operands(a, b, a.new_empty(m, n))
+            for step, kernel in (("mma", TENSOR_CORE_TILES if shared else TENSOR_CORE), ("fma", FMA)):
+                p = Product.of(x, step)
+                assert matmul.fastest(p) is kernel
+                chosen, offered = kernel.choose(p), kernel.schedules(p)
+                assert chosen in offered
+                few_rows = [s for s in offered if s.block_m <= 2 * max(m, 8)]
+                if kernel is not TENSOR_CORE:
+                    among = offered if kernel is FMA else few_rows
+                    assert kernel.cost(p, chosen) == min(kernel.cost(p, s) for s in among) > 0
+
+
+def test_a_start_that_lies_otherwise_than_the_output_is_refused() -> None:
+    """The kernel finds both at the same offsets."""
+    pytest.importorskip("triton")
+    from samebits.backends.product import Operands, Product
+    from samebits.backends.triton import products
+
+    a = torch.empty(4, 8, dtype=torch.bfloat16)
+    out, start = a.new_empty(4, 4), torch.empty(4, 4)
+    for kernel in (products.TENSOR_CORE, products.FMA):
+        assert kernel.supports(Product.of(Operands(a, a.mT, out, start=start), kernel.step))
+        with pytest.raises(ValueError, match=r"expected .*a start laid out as out"):
+            kernel.run(Operands(a, a.mT, out, start=start.mT))
 
 
 def assert_multiplies_16_bit_operands(text: str, target: str) -> None:
@@ -305,7 +347,7 @@ ARITHMETIC = r"\b(add|sub|mul|mad|fma)\.[\w.]*f32"
 def test_compiled_chains_are_never_split(target: str) -> None:
     """Accumulators of parts of K would have to be added, and a plain product without a bias adds nothing."""
     pytest.importorskip("triton")
-    from samebits.backends.triton.matmul import FMA_SCHEDULES, MMA_SCHEDULES
+    from samebits.backends.triton.products import FMA_SCHEDULES, MMA_SCHEDULES
 
     for s in FMA_SCHEDULES:
         text = general(target, torch.float32, torch.float32, ("k", "row"), s)
@@ -324,7 +366,7 @@ def test_compiled_chains_are_never_split(target: str) -> None:
 def test_compiled_chains_of_tiles_are_never_split(target: str) -> None:
     """Nor do pipelines of any depth: of every schedule, of products and of log-probabilities."""
     from samebits.backends.triton.linear_logp import STATISTICS_SCHEDULES
-    from samebits.backends.triton.matmul import TILE_SCHEDULES
+    from samebits.backends.triton.products import TILE_SCHEDULES
 
     for s in TILE_SCHEDULES + STATISTICS_SCHEDULES:
         text = tiles(target, torch.bfloat16, s, a_k_major=True, b_k_major=True, accumulate=False, bias=False)
@@ -369,7 +411,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[set[Any], list[A
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from samebits.backends.triton import matmul
+    from samebits.backends.triton import matmul, runtime
 
     launched: set[Any] = set()
     compilations: list[Any] = []
@@ -386,9 +428,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[set[Any], list[A
         launched.add((self.__name__, *sorted(said.items())))
         return run(self, *args, **options)
 
-    found = matmul._Gpu(132, SHARED["sm_90"] - 1024, fetches_tiles=True)
-    monkeypatch.setattr(matmul, "_gpu", lambda device: found)
-    monkeypatch.setattr(matmul, "choose_tiles", matmul.choose_tiles.__wrapped__)
+    found = runtime.Gpu(132, SHARED["sm_90"] - 1024, fetches_tiles=True)
+    monkeypatch.setattr(runtime, "gpu", lambda device: found)
+    monkeypatch.setattr(matmul, "_plan", matmul._plan.__wrapped__)
     monkeypatch.setattr(JITFunction, "_do_compile", compile)
     monkeypatch.setattr(JITFunction, "run", launch)
     active = driver.active if driver._active is not None else None
@@ -441,7 +483,7 @@ COMPILED_FOR: dict[str, tuple[torch.dtype, int, Callable[..., torch.Tensor]]] = 
 def test_a_new_number_of_rows_compiles_nothing(name: str, launches: tuple[set[Any], list[Any]]) -> None:
     """A kernel is compiled once for each schedule, not for one row, nor for a multiple of 16."""
     from samebits.backends.triton.linear_logp import STATISTICS_SCHEDULES
-    from samebits.backends.triton.matmul import MMA_SCHEDULES, TILE_SCHEDULES
+    from samebits.backends.triton.products import MMA_SCHEDULES, TILE_SCHEDULES
     from tests.triton_interpreted import by_triton
 
     dtype, k, call = COMPILED_FOR[name]

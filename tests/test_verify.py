@@ -25,12 +25,12 @@ import samebits
 from samebits import backends, bench, verify
 from samebits.backends.cuda import linear_logp_sm90
 from samebits.backends.cuda import rows as cuda_rows
+from samebits.backends.product import Operands, Plan, Product, ProductKernel
 from samebits.cli import app
 from samebits.testing import KINDS
-from samebits.verify import Operands, answers, chain, operations, plan, products, reductions, run
+from samebits.verify import answers, chain, operations, plan, products, reductions, run
 from samebits.verify.case import LAYOUTS
-from samebits.verify.kernel import _triton as triton_kernels
-from samebits.verify.operands import make_operands, make_room, unfilled
+from samebits.verify.operands import make_inputs, make_room, unfilled
 
 CPU = torch.device("cpu")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -65,7 +65,7 @@ def test_thorough_compares_a_thousand_million_values() -> None:
 
 @pytest.mark.parametrize("case", [c for c in verify.cases(False) if c.work < 1 << 21][::9], ids=str)
 def test_operands_are_laid_out_as_the_case_says(case: verify.Case) -> None:
-    x = make_operands(case, torch.device("cpu"))
+    x = make_inputs(case, torch.device("cpu"))
     assert x.a.shape[-2:] == (case.m, case.k)
     assert x.b.shape[-2:] == (case.k, case.n)
     for t, layout in ((x.a, case.layout[0]), (x.b, case.layout[1])):
@@ -94,27 +94,54 @@ def test_a_single_differing_bit_is_found_and_told() -> None:
     assert json.loads(found.to_json())["differing"] == 1
 
 
-def by_torch(x: Operands, out: Tensor, schedule: object) -> None:
-    """A stand-in for a kernel."""
+Compute = Callable[[Operands, object], None]
+
+
+class StandIn(ProductKernel[object]):
+    """A kernel that is a function of operands and a schedule."""
+
+    step = "mma"
+
+    def __init__(self, compute: Compute) -> None:
+        self.name, self._compute = "a kernel", compute
+
+    @property
+    def catalogue(self) -> Sequence[object]:
+        return "right", "wrong"
+
+    def supports(self, p: Product) -> bool:
+        return True
+
+    def choose(self, p: Product) -> object:
+        return "right"
+
+    def cost(self, p: Product, s: object) -> float:
+        return 1.0
+
+    def plan(self, p: Product, s: object = None) -> Plan:
+        return mock.Mock(run=partial(self._compute, schedule=s or self.choose(p)))
+
+
+def by_torch(x: Operands, schedule: object) -> None:
     product = x.a.float() @ x.b.float()
-    out.copy_(product if x.acc is None else product + x.acc)
+    x.out.copy_(product if x.start is None else product + x.start)
 
 
-def beyond_its_rows(x: Operands, out: Tensor, schedule: object) -> None:
-    by_torch(x, out, schedule)
+def beyond_its_rows(x: Operands, schedule: object) -> None:
+    by_torch(x, schedule)
+    out = x.out
     if schedule == "wrong":
         torch.as_strided(out, (1,), (1,), out.storage_offset() + out.shape[0] * out.stride(0)).zero_()
 
 
-def too_early() -> Callable[[Operands, Tensor, object], None]:
+def too_early() -> Compute:
     """Uses what its first operand was at the call before."""
     seen: list[Tensor] = []
 
-    def run(x: Operands, out: Tensor, schedule: object) -> None:
+    def run(x: Operands, schedule: object) -> None:
         seen.append(x.a.clone())
-        by_torch(
-            Operands(seen[-2] if schedule == "wrong" and len(seen) % 5 == 0 else x.a, x.b, acc=x.acc), out, 0
-        )
+        early = schedule == "wrong" and len(seen) % 5 == 0
+        by_torch(x._replace(a=seen[-2]) if early else x, schedule)
 
     return run
 
@@ -141,7 +168,7 @@ def test_writes_outside_of_an_output_and_reads_that_come_too_early_are_found(
     for schedule, differing in (("right", False), ("wrong", True)):
         found = report()
         run = beyond_its_rows if what == "around" else too_early()
-        kernel = verify.Kernel("kernel", "mma", (), lambda x, out, schedule: True, run)
+        kernel = StandIn(run)
         if what == "around":
             products.verify_case(found, case, kernel, [(kernel, schedule)], samebits.TENSOR_CORE, cpu)
         else:
@@ -261,35 +288,34 @@ def test_log_probabilities_of_a_second_backend_are_held_to_the_reference(
 def test_every_schedule_of_triton_runs(thorough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of products on shapes, values, batches and sequences alike, and of log-probabilities."""
     pytest.importorskip("triton")
-    from samebits.backends.triton import linear_logp
-    from samebits.backends.triton import matmul as triton
+    from samebits.backends.triton import linear_logp, runtime
+    from samebits.backends.triton.products import PRODUCTS, TILE_SCHEDULES
 
-    monkeypatch.setattr(triton, "_gpu", lambda device: triton._Gpu(132, 226 << 10, fetches_tiles=True))
-    offered = triton_kernels()
+    monkeypatch.setattr(runtime, "gpu", lambda device: runtime.Gpu(132, 226 << 10, fetches_tiles=True))
     taken: dict[str, set[object]] = {}
     todo = [c for c in verify.cases(thorough) if c.work < 1 << 29]
-    for case, pairs in zip(todo, plan.runs(todo, offered, thorough), strict=True):
-        x = make_operands(case, CPU, unfilled)
-        out = make_room(case, x).out
+    for case, pairs in zip(todo, plan.runs(todo, PRODUCTS, thorough), strict=True):
+        inputs = make_inputs(case, CPU, unfilled)
+        p = Product.of(inputs.into(make_room(case, inputs).out), case.step)
         for k, schedule in pairs:
-            if k.takes(x, out, schedule):
+            if verify.takes(k, p, schedule):
                 for what in ("all", case.what):
                     taken.setdefault(f"{k.name}, {what}", set()).add(schedule)
-    for k in offered:
-        assert taken[f"{k.name}, all"] == set(k.schedules)
+    for k in PRODUCTS:
+        assert taken[f"{k.name}, all"] == {None, *k.catalogue}
         for what in (
             "shapes",
             "layouts",
             "values",
             *(["batches", "sequences"] if "tiles" not in k.name else []),
         ):
-            assert taken[f"{k.name}, {what}"] >= set(k.schedules) - {None}, what
-    on = reductions.on_triton(HELD_TO, CPU)
+            assert taken[f"{k.name}, {what}"] >= set(k.catalogue), what
+    on = reductions.on_triton(HELD_TO, 0)
     assert tuple(on.schedules("statistics")) == linear_logp.STATISTICS_SCHEDULES
-    assert tuple(on.schedules("grad_logits")) == triton.TILE_SCHEDULES
+    assert tuple(on.schedules("grad_logits")) == TILE_SCHEDULES
     tried = {c.kernel for c in REDUCTIONS if on.tried(c)}
     assert tried == {*reductions._LOGP}
-    monkeypatch.setattr(triton, "_gpu", lambda device: triton._Gpu(132, 0, fetches_tiles=False))
+    monkeypatch.setattr(runtime, "gpu", lambda device: runtime.Gpu(132, 0, fetches_tiles=False))
     assert on.schedules("statistics") == on.schedules("grad_logits") == [None]
 
 
@@ -354,8 +380,8 @@ def test_a_run_from_end_to_end(
     on = reductions.reference(HELD_TO)
     rows = mock.Mock(wraps=on.rows, row_sum=lambda *of: on.rows.row_sum(*of) + wrong)
 
-    def product(x: Operands, out: Tensor, schedule: object) -> None:
-        out.copy_(reference.matmul(x.a, x.b, bias=None, out_dtype=out.dtype, contract=HELD_TO.key))
+    def product(x: Operands, schedule: object) -> None:
+        x.out.copy_(reference.matmul(x.a, x.b, bias=None, out_dtype=x.out.dtype, contract=HELD_TO.key))
 
     class Some(plan.Plan):
         def __init__(self, *of: Any) -> None:
@@ -364,7 +390,7 @@ def test_a_run_from_end_to_end(
             self.products = [p for p in self.products if p[0].what == "shapes" and p[0].step == "mma"][:6]
             self.reduced = [c for c in self.reduced if c.kernel == "sum"][:4]
 
-    kernel = verify.Kernel("a kernel", "mma", (None, 1), lambda *of: True, product)
+    kernel = StandIn(product)
     gpu = runtime.DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20)
     public: list[tuple[str, str | None]] = []
     for module in (products, reductions):
@@ -553,11 +579,13 @@ def test_kernels_are_compiled_ahead_of_the_calls_that_load_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("cuda.core")
-    from samebits.backends.cuda import ahead, matmul_sm80, runtime
+    from samebits.backends.cuda import ahead, runtime
+    from samebits.backends.cuda.products import tensor_core
+    from samebits.backends.cuda.products.plan import TileLayout
 
-    layout = matmul_sm80.Layout(True, True, (0, 0, 0, 0))
+    layout = TileLayout(True, True, (0, 0, 0, 0))
     specs = [
-        matmul_sm80.kernel_spec(matmul_sm80.SCHEDULES[2], dtype, layout, layout)
+        tensor_core.kernel_spec(tensor_core.SCHEDULES[2], dtype, layout, layout)
         for dtype in (torch.bfloat16, torch.float16, torch.bfloat16)
     ]
     hopper = runtime.DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20)

@@ -19,12 +19,15 @@ from torch import Tensor
 import samebits
 from samebits import FMA, HOPPER, TENSOR_CORE, Contract
 from samebits.backends import reference as reference_package
+from samebits.backends.product import Operands
 from samebits.backends.reference import linear_logp as reference_linear_logp
 from samebits.backends.reference import logp as reference_logp
 from samebits.backends.reference import matmul as reference
 from samebits.backends.rows import Rows
-from samebits.backends.triton import linear_logp, logp
-from samebits.backends.triton import matmul as backend
+from samebits.backends.triton import linear_logp, logp, matmul, runtime
+from samebits.backends.triton import products as backend
+from samebits.backends.triton.products import TritonKernel
+from samebits.backends.triton.tiles import TritonSchedule, fits
 from samebits.testing import KINDS, assert_same_bits, values
 from samebits.verify import Report, reductions
 from tests.test_logp import KINDS as KINDS_OF_LOGITS
@@ -51,30 +54,26 @@ def check(
     a: Tensor,
     b: Tensor,
     out_dtype: torch.dtype,
-    contract: Contract,
-    schedule: backend.Schedule,
+    kernel: TritonKernel[Any],
+    schedule: TritonSchedule,
     layouts: tuple[str, str],
     *,
     acc: Tensor | None = None,
     bias: Tensor | None = None,
     spans: Tensor | None = None,
 ) -> int:
+    contract = FMA if kernel.step == "fma" else ON_HOPPER
     if bias is None:
         want = reference.addbmm(acc, a, b, spans, out_dtype=out_dtype, contract=contract.key)
     else:
         want = reference.matmul(a[:, 0], b[:, 0], bias=bias, out_dtype=out_dtype, contract=contract.key)
     out = torch.full(want.shape, torch.nan, dtype=out_dtype) if acc is None else acc.clone()
-    backend.run(
-        laid(a, layouts[0]),
-        laid(b, layouts[1]),
-        out,
-        contract,
-        acc=None if acc is None else out,
-        bias=bias,
-        cu_seqlens=spans,
-        closing_zero=bias is None,
-        schedule=schedule,
-    )
+    a, b = laid(a, layouts[0]), laid(b, layouts[1])
+    if spans is not None:
+        a, b = a[:, 0], b[:, 0]
+    start = None if acc is None else out
+    x = Operands(a, b, out, bias, start, spans, sequences=bias is None)
+    kernel.run(x, schedule)
     assert_same_bits(out, want, f"{schedule}, {tuple(a.shape)}, {tuple(b.shape)}, {layouts}")
     return 1
 
@@ -86,21 +85,21 @@ def fma() -> int:
         a, b = values(kind, (2, 1, 17, 9), dtype, 0), values(kind, (2, 1, 9, 20), dtype, 1)
         acc, bias = values("normal", (2, 17, 20), F32, 2), values(kind, (20,), dtype, 3)
         acc[0, 0, 0] = -0.0
-        count += check(a, b, dtype, FMA, schedule, next(layouts), bias=bias)
-        count += check(a, b, F32, FMA, schedule, next(layouts), acc=acc)
+        count += check(a, b, dtype, backend.FMA, schedule, next(layouts), bias=bias)
+        count += check(a, b, F32, backend.FMA, schedule, next(layouts), acc=acc)
     for schedule in backend.FMA_SCHEDULES:
         acc = values("tiny", (1, 17, 20), F32, 2)
         a, b = values("tiny", (1, 3, 17, 9), F32, 0), values("tiny", (1, 3, 9, 20), F32, 1)
-        count += check(a, b, F32, FMA, schedule, next(layouts), acc=acc)
+        count += check(a, b, F32, backend.FMA, schedule, next(layouts), acc=acc)
         a, b = values("tiny", (1, 1, 17, 23), F32, 0), values("tiny", (1, 1, 23, 20), F32, 1)
         spans = torch.tensor([0, 3, 3, 17, 23])
-        count += check(a, b, F32, FMA, schedule, next(layouts), acc=acc, spans=spans)
+        count += check(a, b, F32, backend.FMA, schedule, next(layouts), acc=acc, spans=spans)
     largest = backend.FMA_SCHEDULES[0]
     return count + check(
         values("wide", (1, 1, 130, 7), F32, 0),
         values("wide", (1, 1, 7, 133), F32, 1),
         F32,
-        FMA,
+        backend.FMA,
         largest,
         LAYOUTS[:2],
     )
@@ -128,14 +127,17 @@ def tensor_core() -> int:
     for layouts in itertools.product(LAYOUTS[:2], LAYOUTS[:2]):
         for schedule in backend.MMA_SCHEDULES:
             a, b = whole((2, 3, 24, 40), 0), whole((2, 3, 40, 72), 1)
-            count += check(a, b, F32, ON_HOPPER, schedule, layouts, acc=whole((2, 24, 72), 2).float())
+            count += check(
+                a, b, F32, backend.TENSOR_CORE, schedule, layouts, acc=whole((2, 24, 72), 2).float()
+            )
             spans = torch.tensor([0, 5, 5, 22, 40])
-            count += check(a[:1, :1], b[:1, :1], F16, ON_HOPPER, schedule, layouts, spans=spans)
+            count += check(a[:1, :1], b[:1, :1], F16, backend.TENSOR_CORE, schedule, layouts, spans=spans)
         for tiles in backend.TILE_SCHEDULES:
             a, b = whole((1, 1, 136, 72), 0), whole((1, 1, 72, 264), 1)
-            count += check(a, b, F16, ON_HOPPER, tiles, layouts, bias=whole((264,), 2))
-            if backend.fits(tiles, 4, True, a.device):
-                count += check(a, b, F32, ON_HOPPER, tiles, layouts, acc=whole((1, 136, 264), 3).float())
+            count += check(a, b, F16, backend.TENSOR_CORE_TILES, tiles, layouts, bias=whole((264,), 2))
+            if fits(tiles, 4, True, runtime.gpu(-1)):
+                acc = whole((1, 136, 264), 3).float()
+                count += check(a, b, F32, backend.TENSOR_CORE_TILES, tiles, layouts, acc=acc)
     return count
 
 
@@ -167,7 +169,7 @@ def gradients(call: Callable[..., Tensor], inputs: list[Tensor], contract: Contr
 @contextmanager
 def by_triton() -> Iterator[None]:
     """The reference's modules exchanged for Triton's."""
-    with mock.patch.multiple(reference_package, matmul=backend, logp=logp, linear_logp=linear_logp):
+    with mock.patch.multiple(reference_package, matmul=matmul, logp=logp, linear_logp=linear_logp):
         yield
 
 
@@ -297,7 +299,7 @@ def whole_values(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: in
 def verification() -> int:
     """What `samebits verify` says of log-probabilities: right, but for a bit made wrong here."""
     cpu = torch.device("cpu")
-    on = reductions.on_triton(ON_HOPPER, cpu)
+    on = reductions.on_triton(ON_HOPPER, -1)
     assert len(on.schedules("statistics")) == len(linear_logp.STATISTICS_SCHEDULES)
     fused = [c for c in reductions.reductions(False, fused=True) if c.features and c.dtype == F16][3::19]
     given = [c for c in reductions.reductions(False, fused=False) if on.tried(c) and c.other == F32][1::17]

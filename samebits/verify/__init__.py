@@ -7,22 +7,22 @@ batches to one another. Every output is filled with NaN before its kernel runs, 
 
 from samebits.verify.answers import known_answers
 from samebits.verify.case import Case, cases
-from samebits.verify.kernel import BACKENDS, Kernel, kernels
-from samebits.verify.operands import Operands
+from samebits.verify.kernel import BACKENDS, kernels, takes
+from samebits.verify.operands import Inputs
 from samebits.verify.report import Line, Mismatch, Report, show
 from samebits.verify.run import verify
 
 __all__ = [
     "BACKENDS",
     "Case",
-    "Kernel",
+    "Inputs",
     "Line",
     "Mismatch",
-    "Operands",
     "Report",
     "cases",
     "kernels",
     "known_answers",
     "show",
+    "takes",
     "verify",
 ]

@@ -12,18 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends.product import Product, ProductKernel
 from samebits.testing import values
 from samebits.verify.case import Case
 from samebits.verify.failures import finish, running
-from samebits.verify.kernel import Kernel
-from samebits.verify.operands import Operands
+from samebits.verify.kernel import takes
+from samebits.verify.operands import Inputs
 from samebits.verify.report import Report
 
 _STEPS = 12
 
 
 def verify_chain(
-    report: Report, case: Case, universal: Kernel, pairs: Iterable[tuple[Kernel, Any]], device: torch.device
+    report: Report,
+    case: Case,
+    universal: ProductKernel[Any],
+    pairs: Iterable[tuple[ProductKernel[Any], Any]],
+    device: torch.device,
 ) -> None:
     """Hold chains of square products to the universal kernel's, which waits after each product."""
 
@@ -32,7 +37,7 @@ def verify_chain(
 
     weight = square(0)
 
-    def run(kernel: Kernel, schedule: Any, wait: bool) -> Tensor | None:
+    def run(kernel: ProductKernel[Any], schedule: Any, wait: bool) -> Tensor | None:
         """What the last product wrote; None if the kernel does not take these."""
         acc = torch.zeros((case.m, case.m), device=device) if case.accumulate else None
         matrices = [square(1), square(2)]
@@ -42,12 +47,11 @@ def verify_chain(
             before, after = matrices if step % 2 == 0 else matrices[::-1]
             out = after if acc is None else acc
             a, b = (before, weight) if step % 4 < 2 else (weight, before)
-            operands = Operands(
-                a if case.layout[0] == "N" else a.mT, b if case.layout[1] == "N" else b.mT, acc=acc
-            )
-            if not kernel.takes(operands, out, schedule):
+            a, b = (x if side == "N" else x.mT for x, side in zip((a, b), case.layout, strict=True))
+            operands = Inputs(a, b, acc=acc).into(out)
+            if not takes(kernel, Product.of(operands, case.step), schedule):
                 return None
-            kernel.run(operands, out, schedule)
+            kernel.run(operands, schedule)
             if wait:
                 finish(f"{kernel.name}, {case}")
         return out

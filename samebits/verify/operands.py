@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from samebits.backends.product import Operands
 from samebits.testing import values
 from samebits.verify.case import F32, Case
 
 
 @dataclass(frozen=True, slots=True)
-class Operands:
+class Inputs:
     """The tensors that go into a product."""
 
     a: Tensor
@@ -25,6 +26,12 @@ class Operands:
     bias: Tensor | None = None
     acc: Tensor | None = None
     cu_seqlens: Tensor | None = None
+
+    def into(self, out: Tensor) -> Operands:
+        """The operands of a product that writes `out`, which holds the accumulator if there is one."""
+        start = None if self.acc is None else out
+        sequences = self.acc is not None or self.cu_seqlens is not None or self.a.ndim == 4
+        return Operands(self.a, self.b, out, self.bias, start, self.cu_seqlens, sequences)
 
 
 def laid(x: Tensor, layout: str, place: str) -> Tensor:
@@ -42,8 +49,8 @@ def laid(x: Tensor, layout: str, place: str) -> Tensor:
     return room[..., first : first + step * columns : step].copy_(x)
 
 
-def make_operands(case: Case, device: torch.device, make: Callable[..., Tensor] = values) -> Operands:
-    """The operands of `case`, filled by `make`."""
+def make_inputs(case: Case, device: torch.device, make: Callable[..., Tensor] = values) -> Inputs:
+    """The inputs of `case`, filled by `make`."""
     lead = (case.batch,) if case.batch else ()
     mid = (case.segments,) if case.segments else ()
     a_lead = (1,) if case.shared == "a" else lead
@@ -56,7 +63,7 @@ def make_operands(case: Case, device: torch.device, make: Callable[..., Tensor] 
     if case.lengths:
         ends = list(itertools.accumulate(case.lengths, initial=0))
         cu_seqlens = torch.tensor(ends, dtype=case.bounds, device=device)
-    return Operands(
+    return Inputs(
         laid(a, case.layout[0], case.place), laid(b, case.layout[1], case.place), bias, acc, cu_seqlens
     )
 
@@ -85,15 +92,15 @@ class Room:
         return torch.cat((self.memory[:_MARGIN], self.memory[-_MARGIN:]))
 
 
-def make_room(case: Case, operands: Operands) -> Room:
+def make_room(case: Case, inputs: Inputs) -> Room:
     """Room for an output, which starts as NaN or as the accumulator."""
     lead = (case.batch,) if case.batch else ()
     height, width = math.prod(lead) * case.m, max(case.n, case.pitch)
-    memory = operands.a.new_full((height + 2 * _MARGIN, width), math.nan, dtype=case.out_dtype)
+    memory = inputs.a.new_full((height + 2 * _MARGIN, width), math.nan, dtype=case.out_dtype)
     rows = memory[_MARGIN : _MARGIN + height].view(*lead, case.m, width)
     out = rows[..., : case.n]
-    if operands.acc is not None:
-        out.copy_(operands.acc)
+    if inputs.acc is not None:
+        out.copy_(inputs.acc)
     return Room(out, rows, memory)
 
 

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
+from samebits.backends.product import Product, ProductKernel
 from samebits.contract import TENSOR_CORE
 from samebits.verify.case import SIZES, TINY_BATCHES, Case, cases
-from samebits.verify.kernel import Kernel, kernels
-from samebits.verify.operands import make_operands, make_room, unfilled
+from samebits.verify.kernel import kernels, takes
+from samebits.verify.operands import make_inputs, make_room, unfilled
 from samebits.verify.reductions import calls, on_cuda, on_triton, reductions
 
-Runs = list[tuple[Kernel, Any]]
+Pair = tuple[ProductKernel[Any], Any]
+Runs = list[Pair]
 """Kernels, each with a schedule."""
 
 
@@ -43,7 +45,7 @@ class Plan:
         if "cuda" in backends:
             self._on_cuda = [on_cuda(fused=runtime.device_info(index).capability == (9, 0))]
         if "triton" in backends:
-            self._on_triton = [on_triton(TENSOR_CORE.on(family(index)), self.device)]
+            self._on_triton = [on_triton(TENSOR_CORE.on(family(index)), index)]
         self.reducers = [*self._on_cuda, *self._on_triton]
         self.reduced = list(
             reductions(thorough, fused=any(on.schedules("statistics") for on in self.reducers))
@@ -52,7 +54,7 @@ class Plan:
     def cuda(self) -> Iterator[Callable[[], object]]:
         """What loads every CUDA kernel."""
         for case, pairs in self.products:
-            for _, call in self._launches(case, [pair for pair in pairs if pair[0].ahead]):
+            for _, call in self._launches(case, [pair for pair in pairs if pair[0].compiled_ahead]):
                 yield call
         for on in self._on_cuda:
             yield from calls(self.reduced, on, self.device)
@@ -61,7 +63,7 @@ class Plan:
         """What has Triton compile every kernel, each with a key: calls that need the same mostly share it."""
         for case, pairs in self.products:
             if case.what != "large":  # sizes do not enter what Triton compiles
-                launches = self._launches(case, [pair for pair in pairs if not pair[0].ahead])
+                launches = self._launches(case, [pair for pair in pairs if not pair[0].compiled_ahead])
                 for (kernel, schedule), call in launches:
                     yield (kernel.name, schedule, case.variant), call
         for on, case in itertools.product(self._on_triton, self.reduced):
@@ -69,14 +71,15 @@ class Plan:
             for schedule, call in zip(on.tried(case), calls([case], on, self.device), strict=True):
                 yield (*of, schedule), call
 
-    def _launches(self, case: Case, pairs: Runs) -> Iterator[tuple[tuple[Kernel, Any], Callable[[], object]]]:
+    def _launches(self, case: Case, pairs: Runs) -> Iterator[tuple[Pair, Callable[[], object]]]:
         if not pairs:
             return
-        operands = make_operands(case, self.device, unfilled)
-        out = make_room(case, operands).out
+        inputs = make_inputs(case, self.device, unfilled)
+        operands = inputs.into(make_room(case, inputs).out)
+        p = Product.of(operands, case.step)
         for kernel, schedule in pairs:
-            if kernel.takes(operands, out, schedule):
-                yield (kernel, schedule), partial(kernel.run, operands, out, schedule)
+            if takes(kernel, p, schedule):
+                yield (kernel, schedule), partial(kernel.run, operands, schedule)
 
 
 def launch_part(index: int, thorough: bool, part: int, parts: int) -> None:
@@ -88,7 +91,7 @@ def launch_part(index: int, thorough: bool, part: int, parts: int) -> None:
                 call()
 
 
-def runs(todo: Sequence[Case], offered: Sequence[Kernel], thorough: bool) -> list[list[tuple[Kernel, Any]]]:
+def runs(todo: Sequence[Case], offered: Sequence[ProductKernel[Any]], thorough: bool) -> list[Runs]:
     """For each case, the schedules to try: the first, and of many, others for each variant, in turn.
 
     Those of a CUDA kernel all run on plain operands of each layout, which many are made for, besides in a
@@ -105,22 +108,22 @@ def runs(todo: Sequence[Case], offered: Sequence[Kernel], thorough: bool) -> lis
     for case, ahead in itertools.product(todo, (True, False)):
         alike(case, ahead).setdefault(case.variant, len(alike(case, ahead)))
 
-    def tried(kernel: Kernel, case: Case, j: int) -> bool:
-        variants = alike(case, kernel.ahead)
-        if case.what == TINY_BATCHES and kernel.name != "bmm_tiny" and not thorough:
+    def tried(kernel: ProductKernel[Any], case: Case, j: int) -> bool:
+        variants = alike(case, kernel.compiled_ahead)
+        if case.what == TINY_BATCHES and kernel.name != "tiny" and not thorough:
             return j == variants[case.variant] % 4 == 0
-        few = len(kernel.schedules) < 20 and (thorough or kernel.name != "bmm_tiny")
+        few = len(kernel.catalogue) < 20 and (thorough or kernel.name != "tiny")
         plain = case.what == "layouts" and (case.m, case.n, case.k) == SIZES[0]
-        if kernel.ahead and (j == 0 or few or plain):
+        if kernel.compiled_ahead and (j == 0 or few or plain):
             return True
-        every = 3 if thorough or not kernel.ahead else max(1, len(variants) // 3)
+        every = 3 if thorough or not kernel.compiled_ahead else max(1, len(variants) // 3)
         return (j + variants[case.variant]) % every == 0
 
     return [
         [
             (kernel, schedule)
             for kernel in offered
-            for j, schedule in enumerate(kernel.schedules)
+            for j, schedule in enumerate((None, *kernel.catalogue))
             if kernel.step == case.step and tried(kernel, case, j)
         ]
         for case in todo

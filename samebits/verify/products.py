@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from samebits.backends.product import Product, ProductKernel
 from samebits.contract import Contract
 from samebits.verify.case import Case
 from samebits.verify.failures import finish, running
-from samebits.verify.kernel import Kernel
-from samebits.verify.operands import Operands, make_operands, make_room
+from samebits.verify.kernel import takes
+from samebits.verify.operands import Inputs, make_inputs, make_room
 from samebits.verify.reference import REFERENCE, on_cpu
 from samebits.verify.report import Report
 
@@ -26,36 +27,37 @@ AROUND = "memory around outputs"
 def verify_case(
     report: Report,
     case: Case,
-    universal: Kernel,
-    pairs: Iterable[tuple[Kernel, Any]],
+    universal: ProductKernel[Any],
+    pairs: Iterable[tuple[ProductKernel[Any], Any]],
     contract: Contract,
     device: torch.device,
 ) -> None:
-    operands = make_operands(case, device)
+    inputs = make_inputs(case, device)
     against = REFERENCE
     if case.work <= _LARGE:
-        want = on_cpu(case, operands, contract)
+        want = on_cpu(case, inputs, contract)
     else:
         against = universal.name
-        want = make_room(case, operands).out
+        want = make_room(case, inputs).out
         with running(f"{universal.name}, {case}"):
-            universal.run(operands, want, None)
+            universal.run(inputs.into(want))
             finish(f"{universal.name}, {case}")
         rows = sorted({r * (case.m - 1) // 3 for r in range(4)})
         some = dataclasses.replace(case, m=len(rows))
         columns = torch.arange(0, case.n, max(1, case.n * len(rows) * case.k // (_LARGE // 8)), device=device)
         few = dataclasses.replace(some, n=len(columns))
-        sampled = on_cpu(few, Operands(operands.a[rows], operands.b[:, columns]), contract)
+        sampled = on_cpu(few, Inputs(inputs.a[rows], inputs.b[:, columns]), contract)
         report.compare(universal.name, "large, sampled", REFERENCE, want[rows][:, columns], sampled, case)
-    expected = make_room(case, operands)
+    expected = make_room(case, inputs)
     expected.out.copy_(want)
     for kernel, schedule in pairs:
-        room = make_room(case, operands)
-        if not kernel.takes(operands, room.out, schedule):
+        room = make_room(case, inputs)
+        operands = inputs.into(room.out)
+        if not takes(kernel, Product.of(operands, case.step), schedule):
             continue
         doing = f"{kernel.name}, {case.what}, {case}, {schedule}"
         with running(doing):
-            kernel.run(operands, room.out, schedule)
+            kernel.run(operands, schedule)
             finish(doing)
         report.compare(kernel.name, case.what, against, room.rows, expected.rows, case, schedule)
         report.compare(kernel.name, AROUND, "NaN", room.margins, expected.margins, case, schedule)

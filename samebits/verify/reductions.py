@@ -59,7 +59,7 @@ class Backend(NamedTuple):
 def on_cuda(fused: bool) -> Backend:
     """The CUDA kernels; `fused`, whether those of `linear_logp` are here."""
     from samebits.backends.cuda import attention_sm90, linear_logp_sm90, logp, rows
-    from samebits.backends.cuda.schedule import round_up
+    from samebits.backends.cuda.products.schedule_sm90 import round_up
 
     def schedules(entry: str, *sizes: int) -> Sequence[Any]:
         if not fused:
@@ -74,7 +74,7 @@ def on_cuda(fused: bool) -> Backend:
     return Backend("", rows, logp, *kernels, schedules)
 
 
-def on_triton(contract: Contract, device: torch.device) -> Backend:
+def on_triton(contract: Contract, device: int) -> Backend:
     """Triton's; where a GPU fetches no tiles, its other kernels compute log-probabilities."""
     from samebits.backends.triton import linear_logp, logp
 

@@ -6,25 +6,25 @@ from torch import Tensor
 
 from samebits.contract import Contract
 from samebits.verify.case import Case
-from samebits.verify.operands import Operands
+from samebits.verify.operands import Inputs
 
 REFERENCE = "CPU reference"
 
 
-def on_cpu(case: Case, operands: Operands, contract: Contract) -> Tensor:
+def on_cpu(case: Case, inputs: Inputs, contract: Contract) -> Tensor:
     """What the contract says, computed on the CPU, on the operands' device."""
     from samebits.backends.reference import matmul as backend
 
-    a, b, device = operands.a.cpu(), operands.b.cpu(), operands.a.device
-    if operands.acc is None and operands.cu_seqlens is None and not case.segments:
-        bias = None if operands.bias is None else operands.bias.cpu()
+    a, b, device = inputs.a.cpu(), inputs.b.cpu(), inputs.a.device
+    if inputs.acc is None and inputs.cu_seqlens is None and not case.segments:
+        bias = None if inputs.bias is None else inputs.bias.cpu()
         out = backend.matmul(a, b, bias=bias, out_dtype=case.out_dtype, contract=contract.key)
         return out.to(device)
     batch = max(1, case.batch)
     if not case.segments:
         a, b = a.unsqueeze(-3), b.unsqueeze(-3)
     a, b = (x.expand(batch, *x.shape[-3:]) for x in (a, b))
-    acc = None if operands.acc is None else operands.acc.cpu().reshape(batch, case.m, case.n)
-    spans = None if operands.cu_seqlens is None else operands.cu_seqlens.cpu()
+    acc = None if inputs.acc is None else inputs.acc.cpu().reshape(batch, case.m, case.n)
+    spans = None if inputs.cu_seqlens is None else inputs.cu_seqlens.cpu()
     out = backend.addbmm(acc, a, b, spans, out_dtype=case.out_dtype, contract=contract.key)
     return out.reshape(((case.batch,) if case.batch else ()) + (case.m, case.n)).to(device)

@@ -14,7 +14,7 @@ from samebits.ops.linear import linear
 from samebits.testing import values
 from samebits.verify.case import BF16, F16, Case
 from samebits.verify.failures import finish
-from samebits.verify.operands import Operands, laid
+from samebits.verify.operands import Inputs, laid
 from samebits.verify.reference import REFERENCE, on_cpu
 from samebits.verify.report import Report
 
@@ -41,7 +41,7 @@ def verify_rows(
     weight = values("normal", (n, k), dtype, 2, device)
     full = linear(x, weight)
     spread = torch.arange(0, ROWS[-1], ROWS[-1] // 8, device=device)
-    want = on_cpu(Case("", 8, n, k, dtype=dtype), Operands(x[spread], weight.mT), contract)
+    want = on_cpu(Case("", 8, n, k, dtype=dtype), Inputs(x[spread], weight.mT), contract)
     report.compare(linears, "rows, sampled", REFERENCE, full[spread], want, where)
 
     def same(what: str, got: Tensor, rows: Any, counts: bool = True, who: str = linears) -> None:

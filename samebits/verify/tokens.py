@@ -15,7 +15,7 @@ from samebits.ops.linear import linear
 from samebits.testing import values
 from samebits.verify.case import F32, Case
 from samebits.verify.failures import finish
-from samebits.verify.operands import Operands
+from samebits.verify.operands import Inputs
 from samebits.verify.reference import REFERENCE, on_cpu
 from samebits.verify.report import Report
 
@@ -50,7 +50,7 @@ def verify_tokens(
     want = chain(dy[None], x[None], offsets)
     case = Case("", 8, n, ends[-1], dtype=dtype, out=F32)
     rows = torch.arange(0, n, n // 8, device=device)[:8]
-    few = Operands(dy[:, rows].mT.contiguous(), x, cu_seqlens=offsets)
+    few = Inputs(dy[:, rows].mT.contiguous(), x, cu_seqlens=offsets)
     sampled = on_cpu(dataclasses.replace(case, m=len(rows), n=k), few, contract)
     report.compare(name, "f32, sampled", REFERENCE, want[rows], sampled, where)
 

@@ -10,12 +10,21 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import matmul, runtime
-from samebits.backends.cuda.matmul_sm90 import Maps
-from samebits.backends.cuda.schedule import round_up
+from samebits.backends.cuda.products.schedule_sm90 import round_up
+from samebits.backends.cuda.tensor_maps import Maps
 from samebits.contract import contract_from_key
 from samebits.functions import VOCAB_BLOCK
 
-__all__ = ["Case", "Schedule", "attention", "choose", "pays", "schedules", "spec", "supports"]
+__all__ = [
+    "AttentionSchedule",
+    "AttentionVariant",
+    "attention",
+    "choose",
+    "pays",
+    "schedules",
+    "spec",
+    "supports",
+]
 
 _PARAMS = "128s128s128sPPPqqqqqiiiiiiiiiiiiif"
 _MASKS = {None: "NONE", torch.float32: "F32", torch.bool: "BOOLEAN"}
@@ -28,7 +37,7 @@ _LARGEST_STRIDE = 1 << 38
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class AttentionSchedule:
     """How the kernel goes about it. None changes a bit.
 
     Attributes:
@@ -60,7 +69,7 @@ class Schedule:
             + (2 * self.stages + 2) * 8
         )
 
-    def filled(self, head: int, values: int) -> Schedule:
+    def filled(self, head: int, values: int) -> AttentionSchedule:
         """With as many stages, up to 8, as there is room for."""
         room = _SMEM - self.smem(head, values)
         return replace(self, stages=max(0, min(8, room // (_stage(head, values) + 16))))
@@ -76,7 +85,7 @@ def _stage(head: int, values: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class AttentionVariant:
     """What a compiled kernel is specialised to, besides its schedule; sizes are multiples of 16."""
 
     dtype: torch.dtype
@@ -85,7 +94,7 @@ class Case:
     mask: torch.dtype | None
 
 
-def spec(case: Case, s: Schedule) -> runtime.KernelSpec:
+def spec(case: AttentionVariant, s: AttentionSchedule) -> runtime.KernelSpec:
     """The kernel of `case` under a schedule."""
     constants: dict[str, int | str] = {
         "INPUT_F16": int(case.dtype == torch.float16),
@@ -108,14 +117,14 @@ def spec(case: Case, s: Schedule) -> runtime.KernelSpec:
 
 
 @functools.cache
-def schedules(head: int, values: int) -> tuple[Schedule, ...]:
+def schedules(head: int, values: int) -> tuple[AttentionSchedule, ...]:
     """All that :func:`choose` may return: with one warpgroup for few rows, then with two."""
     sizes = itertools.product((1, 2), (32, 64, 128, 0))
-    found = (Schedule(warpgroups, held=held).filled(head, values) for warpgroups, held in sizes)
+    found = (AttentionSchedule(warpgroups, held=held).filled(head, values) for warpgroups, held in sizes)
     return tuple(s for s in found if s.stages >= 3)
 
 
-def choose(head: int, values: int, rows: int, blocks: int) -> Schedule:
+def choose(head: int, values: int, rows: int, blocks: int) -> AttentionSchedule:
     """The schedule for heads of these sizes, so many rows that share a head of k, and blocks of keys."""
     warpgroups = 1 if rows <= 64 else 2
     fitting = (s for s in schedules(head, values) if s.warpgroups == warpgroups)
@@ -148,7 +157,7 @@ def pays(q: Tensor, k: Tensor) -> bool:
     return batch * heads * -(-group * queries // 64) >= _FEW_TILES or k.shape[2] <= _MANY_KEYS
 
 
-def _tiles(s: Schedule, group: int, queries: int) -> tuple[int, int, int, int]:
+def _tiles(s: AttentionSchedule, group: int, queries: int) -> tuple[int, int, int, int]:
     """Queries of a member in a tile, as a power of two; members in it; tiles of queries and of members."""
     power = min((queries - 1).bit_length(), (s.rows - 1).bit_length())
     members = s.rows >> power
@@ -188,11 +197,11 @@ def _shared(layout: _Layout) -> tuple[bool, bool]:
 
 @functools.lru_cache(maxsize=256)  # a cache of keys that grows makes an entry at each step
 def _prepared(
-    case: Case,
+    case: AttentionVariant,
     layouts: tuple[_Layout, _Layout, _Layout],
     causal: bool,
     device: int,
-    schedule: Schedule | None,
+    schedule: AttentionSchedule | None,
 ) -> tuple[runtime.Kernel, int, tuple[Maps, Maps, Maps], tuple[int, ...], int]:
     """The kernel, its grid, the maps, the parameters from `heads` on, and how many floats of scratch."""
     (batch, heads, group, queries, _), (keys, values) = layouts[0][0], layouts[2][0][2:]
@@ -234,7 +243,7 @@ def attention(
     contract: str,
     *,
     out: Tensor | None = None,
-    schedule: Schedule | None = None,
+    schedule: AttentionSchedule | None = None,
 ) -> Tensor:
     """``softmax(q @ k.mT * scale + mask) @ v`` as ``[batch, heads, group, queries, values]``, contiguous.
 
@@ -252,7 +261,7 @@ def attention(
     matmul.check_contract(contract, device)
     if out is None:
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    case = Case(
+    case = AttentionVariant(
         q.dtype, round_up(q.shape[-1], 16), round_up(v.shape[-1], 16), None if mask is None else mask.dtype
     )
     layouts = _layout(q), _layout(k), _layout(v)

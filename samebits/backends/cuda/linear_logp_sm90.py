@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from samebits.backends import Step
-from samebits.backends.cuda import matmul_sm80, runtime
-from samebits.backends.cuda.matmul_sm90 import TYPES, Maps, operand_maps
-from samebits.backends.cuda.schedule import Schedule, round_up
+from samebits.backends.cuda import runtime
+from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
+from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES
+from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
+from samebits.backends.product import LARGEST
 from samebits.backends.rows import Rows, Statistics
 from samebits.functions import VOCAB_BLOCK
 
@@ -22,25 +24,28 @@ _PARAMS = {"statistics_sm90": "128s128sPPPPPPiiiiif", "grad_logits_sm90": "128s1
 _LINE = (VOCAB_BLOCK + 4) * 4  # of statistics_sm90.cu
 
 
-def _epilogue_bytes(entry: str, s: Schedule) -> int:
+def _epilogue_bytes(entry: str, s: Sm90Schedule) -> int:
     if entry == "grad_logits_sm90":
         return s.panels
     return s.warpgroups * s.block_n * _LINE if s.swap else 0
 
 
-def schedules(entry: str) -> list[Schedule]:
+def schedules(entry: str) -> list[Sm90Schedule]:
     """All that :func:`choose` may return. None changes a bit."""
     # Two teams of one warpgroup: one in its epilogue while the other multiplies.
     statistics = entry == "statistics_sm90"
     columns = 128 if statistics else 192  # statistics are of whole blocks of the vocabulary
-    found = [Schedule(128, 128, 64, 0, 2, 1), Schedule(128, columns, 64, 0, 2, 1, cluster=2, early=True)]
+    found = [
+        Sm90Schedule(128, 128, 64, 0, 2, 1),
+        Sm90Schedule(128, columns, 64, 0, 2, 1, cluster=2, early=True),
+    ]
     if statistics:  # for few tokens, the vocabulary on the tall side
-        found += [Schedule(128, tokens, 128, 0, 1, 1, swap=True) for tokens in (8, 16, 32, 64)]
+        found += [Sm90Schedule(128, tokens, 128, 0, 1, 1, swap=True) for tokens in (8, 16, 32, 64)]
     return [s.filled(_epilogue_bytes(entry, s)) for s in found]
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(entry: str, tokens: int, vocabulary: int) -> Schedule:
+def choose(entry: str, tokens: int, vocabulary: int) -> Sm90Schedule:
     """The schedule for so many tokens, and entries of the vocabulary at a time."""
     alone, pairs, *few = schedules(entry)
     wide = round_up(vocabulary, pairs.block_n * pairs.cluster) > 1.15 * vocabulary  # columns for nobody
@@ -49,7 +54,7 @@ def choose(entry: str, tokens: int, vocabulary: int) -> Schedule:
 
 def spec(
     entry: str,
-    s: Schedule,
+    s: Sm90Schedule,
     *,
     dtype: torch.dtype,
     bias: torch.dtype | None,
@@ -64,8 +69,8 @@ def spec(
         **s.constants(),
         "FOLDED": int(folded and s.block_k > 64),
         "TRANSPOSED": int(s.swap),
-        "OUTPUT": TYPES[dtype],
-        "BIAS": TYPES[bias],
+        "OUTPUT": EPILOGUE_TYPES[dtype],
+        "BIAS": EPILOGUE_TYPES[bias],
         "PANEL": s.panel if entry == "grad_logits_sm90" else 0,
         "RAGGED": 0,
         "ENTROPY": int(entropy),
@@ -88,7 +93,7 @@ def supports(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         runtime.device_info(hidden.get_device()).capability == (9, 0)
         and hidden.dtype in (torch.bfloat16, torch.float16)
         and hidden.numel() > 0
-        and max(*hidden.shape, *weight.shape) <= matmul_sm80.LARGEST
+        and max(*hidden.shape, *weight.shape) <= LARGEST
         and (bias is None or bias.is_contiguous())
         and _readable(hidden)
         and _readable(weight)
@@ -113,9 +118,9 @@ def _prepared(
     hidden_stride: int,
     weight_stride: int,
     device: int,
-    schedule: Schedule | None,
-) -> tuple[Schedule, runtime.Kernel, tuple[int, int, int], Maps, Maps]:
-    """Schedule, kernel, grid, and the maps of hidden states and weights."""
+    schedule: Sm90Schedule | None,
+) -> tuple[Sm90Schedule, runtime.Kernel, tuple[int, int, int], Maps, Maps]:
+    """Sm90Schedule, kernel, grid, and the maps of hidden states and weights."""
     s = schedule or choose(entry, tokens, vocabulary)
     folded = features % 64 == 0
     rows, columns = (vocabulary, tokens) if s.swap else (tokens, vocabulary)
@@ -123,8 +128,8 @@ def _prepared(
         ((s.block_n, 1), (s.block_m, s.cluster)) if s.swap else ((s.block_m, s.cluster), (s.block_n, 1))
     )
     how = folded and s.block_k > 64, s.l2_promotion
-    hidden = (tokens, features, 0, hidden_stride, 1)
-    weight = (vocabulary, features, 0, weight_stride, 1)
+    hidden = Side(tokens, features, 0, hidden_stride, 1)
+    weight = Side(vocabulary, features, 0, weight_stride, 1)
     return (
         s,
         runtime.load(spec(entry, s, dtype=dtype, bias=bias, entropy=entropy, folded=folded), device),
@@ -140,9 +145,9 @@ def _prepare(
     weight: Tensor,
     bias: Tensor | None,
     entropy: bool,
-    schedule: Schedule | None,
-) -> tuple[Schedule, runtime.Kernel, tuple[Any, ...]]:
-    """Schedule, kernel, and what its launch begins with."""
+    schedule: Sm90Schedule | None,
+) -> tuple[Sm90Schedule, runtime.Kernel, tuple[Any, ...]]:
+    """Sm90Schedule, kernel, and what its launch begins with."""
     (tokens, features), vocabulary = hidden.shape, weight.shape[0]
     s, kernel, grid, hidden_maps, weight_maps = _prepared(
         *(entry, hidden.dtype, None if bias is None else bias.dtype, entropy),
@@ -154,7 +159,7 @@ def _prepare(
 
 
 def statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, *, schedule: Schedule | None = None
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, *, schedule: Sm90Schedule | None = None
 ) -> Statistics:
     """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``.
 
@@ -183,7 +188,7 @@ def grad_logits_later(
     grad: Tensor,
     grad_entropy: Tensor | None,
     *,
-    schedule: Schedule | None = None,
+    schedule: Sm90Schedule | None = None,
 ) -> Step:
     """dz, in the dtype of ``hidden``, of a part of the vocabulary into ``out``.
 

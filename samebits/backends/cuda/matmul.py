@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import functools
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samebits.backends import Step, broadcast
-from samebits.backends.cuda import bmm_tiny, matmul_fma, matmul_sm80, matmul_sm90, runtime
+from samebits.backends.cuda import runtime
+from samebits.backends.cuda.products.fma import FMA
+from samebits.backends.cuda.products.fma_sm90 import FMA_SM90
+from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan
+from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
+from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
+from samebits.backends.cuda.products.tiny import TINY, TINY_FMA
+from samebits.backends.product import LARGEST, Operands, Product
 from samebits.contract import FAMILIES, MmaModel, contract_from_key
 
 
@@ -105,9 +112,8 @@ def rounded_later(out: Tensor, chain: Tensor) -> Step:
     if chain.numel() == 0:
         return int
     flat, to = (t.view(-1, t.shape[-1]) for t in (chain, out))
-    nothing = to[:, :0], to[:0]  # adds no term
-    plan = matmul_fma.plan(*nothing, to, acc=flat)
-    return partial(matmul_sm80.run, plan, *nothing, to, None, None, flat)
+    x = Operands(to[:, :0], to[:0], to, start=flat)  # adds no term
+    return partial(FMA.plan(Product.of(x, FMA.step)).run, x)
 
 
 def rounded(chain: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,7 +140,7 @@ def _sequences_planned(
     # Under FMA every sequence ends with a zero term.
     tensor_core = contract_from_key(contract).step == "mma"
     together = S > 1 and B == 1 and _one_axis(a, 3) and _one_axis(b, 2)
-    if tensor_core and together and S * K <= matmul_sm80.LARGEST:
+    if tensor_core and together and S * K <= LARGEST:
         # The sequences lie end to end in memory, so they are spans of one K axis.
         if K % 16:
             cu_seqlens = torch.arange(0, S * K + 1, K, dtype=torch.int32, device=a.device)
@@ -152,26 +158,21 @@ def _one_axis(t: Tensor, k: int) -> bool:
     return t.stride(1) == t.shape[k] * t.stride(k)
 
 
-class Plan(Protocol):
-    """A kernel, and everything of a call of it but the addresses."""
-
-    def launch(self, a: int, b: int, out: int, bias: int, cu_seqlens: int) -> None:
-        """Run on operands at these addresses; 0 where there is none."""
-
-
 class _Planned(NamedTuple):
-    plan: Plan
-    addresses: tuple[int, int, int, int, int]
+    plan: CudaPlan
+    addresses: tuple[int, int, int, int, int, int]
     cu_seqlens: Tensor | None
     """Kept, as it may have been made for this."""
 
 
-def _launch(plan: Plan, addresses: tuple[int, int, int, int, int], cu_seqlens: Tensor | None) -> None:
+def _launch(
+    plan: CudaPlan, addresses: tuple[int, int, int, int, int, int], cu_seqlens: Tensor | None
+) -> None:
     plan.launch(*addresses)
 
 
 # How products have been run before, by everything that decides it: the checks and the choice are made once.
-_plans: dict[tuple[object, ...], Plan] = {}
+_plans: dict[tuple[object, ...], CudaPlan] = {}
 _MOST_PLANS = 8192
 
 
@@ -214,46 +215,36 @@ def _planned(
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = _plan(a, b, out, contract, bias, sequences, cu_seqlens, accumulate)
+        operands = Operands(a, b, out, bias, out if accumulate else None, cu_seqlens, sequences)
+        plan = _plans[key] = _plan(operands, contract)
     at = (
         a_at,
         b_at,
         out_at,
         0 if bias is None else bias.data_ptr(),
         0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+        out_at if accumulate else 0,
     )
     return _Planned(plan, at, cu_seqlens)
 
 
-def _plan(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    contract: str,
-    bias: Tensor | None,
-    sequences: bool,
-    cu_seqlens: Tensor | None,
-    accumulate: bool,
-) -> Plan:
-    """Choose the fastest kernel that takes these operands."""
-    check_contract(contract, a.get_device())
-    acc = out if accumulate else None
-    fused = contract_from_key(contract).step == "fma"
-    if bmm_tiny.supports(a, b, bias=bias, cu_seqlens=cu_seqlens):
-        return bmm_tiny.plan(a, b, out, fused=fused, accumulate=accumulate, closing=sequences)
-    if fused:
-        return matmul_fma.plan(a, b, out, acc=acc, bias=bias, cu_seqlens=cu_seqlens, closing=sequences)
-    matmul_sm80.check(a, b, acc, bias, cu_seqlens, out)
-    if (
-        runtime.device_info(a.get_device()).capability == (9, 0)
-        and a.ndim < 4
-        and out.numel() > 0
-        and a.shape[-1] > 0
-        # which refuses what is larger
-        and max(*a.shape, *b.shape, 0 if cu_seqlens is None else len(cu_seqlens)) <= matmul_sm80.LARGEST
-        and out.stride(-1) == 1
-        and (bias is None or bias.is_contiguous())
-        and matmul_sm90.supports(a, b, cu_seqlens=cu_seqlens)
-    ):
-        return matmul_sm90.plan(a, b, out, bias=bias, accumulate=accumulate, cu_seqlens=cu_seqlens)
-    return matmul_sm80.plan(a, b, out, acc=acc, bias=bias, cu_seqlens=cu_seqlens)
+def _plan(operands: Operands, contract: str) -> CudaPlan:
+    check_contract(contract, operands.a.get_device())
+    p = Product.of(operands, contract_from_key(contract).step)
+    return fastest(p).plan(p)
+
+
+PRODUCTS: tuple[CudaKernel[Any], ...] = (TENSOR_CORE, FMA, TENSOR_CORE_SM90, FMA_SM90, TINY, TINY_FMA)
+"""All kernels of products. Of each step the first supports every product, and is what others are held to."""
+
+
+def fastest(p: Product) -> CudaKernel[Any]:
+    """The kernel that should be fastest. This is the one place where kernels are chosen."""
+    for kernel in (TINY, TINY_FMA, TENSOR_CORE_SM90):
+        if kernel.supports(p):
+            return kernel
+    if p.step == "mma":
+        return TENSOR_CORE
+    if FMA_SM90.supports(p) and FMA_SM90.cost(p, FMA_SM90.choose(p)) < FMA.cost(p, FMA.choose(p)):
+        return FMA_SM90
+    return FMA

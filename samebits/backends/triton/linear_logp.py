@@ -10,9 +10,11 @@ from torch import Tensor
 
 from samebits.backends import Step
 from samebits.backends import linear_logp as by_logits
+from samebits.backends.product import LARGEST
 from samebits.backends.rows import Rows, Statistics
-from samebits.backends.triton import logp, logp_kernels, matmul
-from samebits.backends.triton.matmul import TileSchedule
+from samebits.backends.triton import logp, logp_kernels, matmul, runtime, tiles
+from samebits.backends.triton.products import TILE_SCHEDULES
+from samebits.backends.triton.tiles import TileSchedule
 from samebits.contract import contract_from_key
 
 STATISTICS_SCHEDULES = (
@@ -26,10 +28,11 @@ STATISTICS_SCHEDULES = (
 epilogue of one runs beside the products of the other."""
 
 
-def schedules(entry: str, device: torch.device) -> Sequence[TileSchedule | None]:
-    """All that ``statistics`` or ``grad_logits`` may have on `device`: only None where it is not fused."""
-    offered, size = (STATISTICS_SCHEDULES, 0) if entry == "statistics" else (matmul.TILE_SCHEDULES, 2)
-    return [s for s in offered if matmul.fits(s, size, False, device)] or [None]
+def schedules(entry: str, device: int) -> Sequence[TileSchedule | None]:
+    """All that ``statistics`` or ``grad_logits`` may have on GPU `device`: only None where not fused."""
+    offered, size = (STATISTICS_SCHEDULES, 0) if entry == "statistics" else (TILE_SCHEDULES, 2)
+    gpu = runtime.gpu(device)
+    return [s for s in offered if tiles.fits(s, size, False, gpu)] or [None]
 
 
 def statistics(
@@ -49,18 +52,17 @@ def statistics(
         return by_logits.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
     (tokens, features), vocabulary = hidden.shape, weight.shape[0]
     out = Statistics.empty(rows)
-    s = schedule or matmul.choose_tiles(
-        tokens, vocabulary, 0, False, hidden.device, offered=STATISTICS_SCHEDULES
-    )
+    gpu = runtime.gpu(hidden.get_device())
+    s = schedule or tiles.choose_tiles(tokens, vocabulary, 0, False, gpu, STATISTICS_SCHEDULES)
     with torch.cuda.device_of(hidden):
-        logp_kernels.statistics_tiles[matmul.programs(s, tokens, vocabulary, hidden.device)](
+        logp_kernels.statistics_tiles[tiles.programs(s, tokens, vocabulary, gpu)](
             *(
-                matmul.descriptor(hidden, s.block_m, s.block_k),
-                matmul.descriptor(weight, s.block_n, s.block_k),
+                tiles.descriptor(hidden, s.block_m, s.block_k),
+                tiles.descriptor(weight, s.block_n, s.block_k),
             ),
             *(bias, rows.target, out.m, out.s, out.u if rows.with_entropy else None, out.target_logit),
             *(tokens, vocabulary, features, out.m.shape[1], rows.scale),
-            **matmul.tile_constants(s, 0, False, hidden.device),
+            **tiles.tile_constants(s, 0, False, gpu),
         )
     return out
 
@@ -80,7 +82,7 @@ def grad_logits_later(
 ) -> Step:
     """dz of a part of the vocabulary into ``out``, of the shape of ``by_logits.empty_grads``.
 
-    `schedule`, of matmul.TILE_SCHEDULES, as above.
+    `schedule`, of TILE_SCHEDULES, as above.
     """
     given = out, hidden, weight, bias, part, rows, grad, grad_entropy
     if not fused(hidden, weight, bias, contract):
@@ -101,30 +103,32 @@ def _grad_logits_tiles(
 ) -> None:
     weight, bias = weight[part], None if bias is None else bias[part]
     (tokens, features), width, dtype = hidden.shape, weight.shape[0], out.dtype
-    s = schedule or matmul.choose_tiles(tokens, width, dtype.itemsize, False, hidden.device)
+    gpu = runtime.gpu(hidden.get_device())
+    s = schedule or tiles.choose_tiles(tokens, width, dtype.itemsize, False, gpu, TILE_SCHEDULES)
     with torch.cuda.device_of(hidden):
-        logp_kernels.grad_logits_tiles[matmul.programs(s, tokens, width, hidden.device)](
+        logp_kernels.grad_logits_tiles[tiles.programs(s, tokens, width, gpu)](
             *(
-                matmul.descriptor(hidden, s.block_m, s.block_k),
-                matmul.descriptor(weight, s.block_n, s.block_k),
+                tiles.descriptor(hidden, s.block_m, s.block_k),
+                tiles.descriptor(weight, s.block_n, s.block_k),
             ),
             *(bias, rows.target, rows.shift, rows.log_sum, rows.entropy, grad, grad_entropy),
-            matmul.descriptor(out, s.block_m, s.block_n // s.parts),
+            tiles.descriptor(out, s.block_m, s.block_n // s.parts),
             *(part.start, rows.vocabulary, rows.ignore_index, tokens, width, features, rows.scale),
             PARTS=s.parts,
-            **matmul.tile_constants(s, dtype.itemsize, False, hidden.device),
+            **tiles.tile_constants(s, dtype.itemsize, False, gpu),
         )
 
 
 def fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:
     """Whether logits need no memory at all."""
-    found = contract_from_key(contract)
-    matmul.check(found, hidden.device)
+    device = hidden.get_device()
+    matmul.check_contract(contract, device)
+    gpu = runtime.gpu(device)
     return (
-        found.step == "mma"
+        contract_from_key(contract).step == "mma"
         and hidden.numel() > 0
-        and max(*hidden.shape, *weight.shape) <= matmul.LARGEST
-        and matmul.fetches_rows(hidden)
-        and matmul.fetches_rows(weight)
+        and max(*hidden.shape, *weight.shape) <= LARGEST
+        and tiles.fetches_rows(hidden, gpu)
+        and tiles.fetches_rows(weight, gpu)
         and (bias is None or bias.is_contiguous())
     )

@@ -1,20 +1,21 @@
-"""Whether Triton can run here. Importing this module imports no Triton."""
+"""Whether Triton can run here, and on what. Importing this module imports no Triton."""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import re
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from samebits.backends import UnavailableError
 
-__all__ = ["Status", "bind", "require", "status"]
-
+__all__ = ["Gpu", "Status", "bind", "gpu", "require", "status"]
 
 OLDEST = 3, 6
 
@@ -72,3 +73,30 @@ def bind(device: int) -> None:
     if device not in _bound.devices:
         torch.cuda.mem_get_info(device)
         _bound.devices.add(device)
+
+
+class Gpu(NamedTuple):
+    """What schedules depend on.
+
+    Attributes:
+        shared_memory: bytes that a program's tiles may take, the last kilobyte being for barriers.
+        fetches_tiles: whether it has a copy engine for tiles; Triton would emulate it elsewhere, slowly.
+        third_half: whether an output that is written in two parts takes the shared memory of three, as on
+            sm_100.
+    """
+
+    multiprocessors: int
+    shared_memory: int
+    fetches_tiles: bool
+    third_half: bool = False
+
+
+@functools.cache
+def gpu(device: int) -> Gpu:
+    """GPU `device`; -1 is the CPU, on which Triton's interpreter runs."""
+    if device < 0:
+        return Gpu(1, 1 << 18, True)
+    p: Any = torch.cuda.get_device_properties(device)
+    hopper = torch.version.hip is None and p.major >= 9
+    shared_memory = p.shared_memory_per_block_optin - 1024 if hopper else 0
+    return Gpu(p.multi_processor_count, shared_memory, hopper, hopper and p.major == 10)

@@ -475,7 +475,7 @@ __device__ __forceinline__ void prefetch(const Matrices& x, int span, i64 first,
 #endif
 
 // Blocks that shall fit on a multiprocessor, if not 0.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bmm_tiny(const __grid_constant__ Params p)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tiny(const __grid_constant__ Params p)
 {
     Tiles t;
     t.m = M ? M : p.m, t.n = M ? N : p.n, t.k = M ? K : p.k;

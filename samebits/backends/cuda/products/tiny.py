@@ -1,25 +1,27 @@
-"""Batched products of tiny matrices on CUDA tensors: ``kernels/bmm_tiny.cu``."""
+"""Batches of tiny matrices: host side of ``kernels/tiny.cu``, under both contracts."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from samebits.backends.cuda import matmul_fma, matmul_sm80, runtime
+from samebits.backends.cuda import runtime
+from samebits.backends.cuda.products.plan import TYPES, CudaKernel, CudaPlan, nothing
+from samebits.backends.product import Matrix, Product, Step, need
 
-__all__ = ["LARGEST", "SCHEDULES", "Plan", "Schedule", "bmm", "choose_schedule", "kernel_spec", "plan"]
+__all__ = ["SCHEDULES", "TINY", "TINY_FMA", "TinyMatrices", "TinySchedule", "choose_schedule", "kernel_spec"]
 
 LARGEST = 64
 """m, n and k up to this are tiny."""
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """How the work is cut. It never changes a bit.
+class TinySchedule:
+    """How the work is cut.
 
     Attributes:
         threads: of a block.
@@ -28,7 +30,7 @@ class Schedule:
         staged: through shared memory. Else straight into registers, where the operands' layout allows it.
         in_flight: tiles that a warp loads at once under TENSOR_CORE, if not staged.
         parts: in which k is copied, 1 or 2, so that multiplication can begin with the first. It is 1 all the
-            same unless :meth:`Product.parts` says that the operands allow more.
+            same unless :meth:`TinyMatrices.parts` says that the operands allow more.
     """
 
     threads: int
@@ -40,20 +42,20 @@ class Schedule:
 
 
 SCHEDULES = (
-    Schedule(64, (4, 4), 1),
-    Schedule(128, (1, 4), 3),
-    Schedule(128, (8, 4), 2),
-    Schedule(256, (2, 4), 64),
-    Schedule(64, (8, 8), 1),
-    Schedule(128, (4, 8), 1, parts=2),
-    Schedule(128, (1, 4), 3, staged=False),
-    Schedule(64, (4, 4), 32, staged=False, in_flight=4),
-    Schedule(256, (2, 8), 16, staged=False, in_flight=2),
+    TinySchedule(64, (4, 4), 1),
+    TinySchedule(128, (1, 4), 3),
+    TinySchedule(128, (8, 4), 2),
+    TinySchedule(256, (2, 4), 64),
+    TinySchedule(64, (8, 8), 1),
+    TinySchedule(128, (4, 8), 1, parts=2),
+    TinySchedule(128, (1, 4), 3, staged=False),
+    TinySchedule(64, (4, 4), 32, staged=False, in_flight=4),
+    TinySchedule(256, (2, 8), 16, staged=False, in_flight=2),
 )
 """Some of each kind, to prove that none changes a bit."""
 
 
-class Layout(NamedTuple):
+class LineLayout(NamedTuple):
     """How an operand's lines lie in memory: along k, or else along its rows (of a) or columns (of b)."""
 
     k_major: bool
@@ -63,8 +65,6 @@ class Layout(NamedTuple):
 
 Three = tuple[int, int, int]
 """Something of a, b and out."""
-
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # struct Params of the kernel.
 _PARAMS = "P3q P3q P3q q 7i".replace(" ", "")
@@ -79,7 +79,7 @@ def _pitch(inner: int, size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class TinyMatrices:
     """What a kernel is chosen for."""
 
     m: int
@@ -90,7 +90,7 @@ class Product:
     out: torch.dtype
     a_k_major: bool
     b_k_major: bool
-    fused: bool
+    step: Step
 
     @property
     def smem(self) -> int:
@@ -98,7 +98,7 @@ class Product:
         a_lines, a_inner = (self.m, self.k) if self.a_k_major else (self.k, self.m)
         b_lines, b_inner = (self.n, self.k) if self.b_k_major else (self.k, self.n)
         operands = a_lines * _pitch(a_inner, self.a.itemsize) + b_lines * _pitch(b_inner, self.b.itemsize)
-        return max(1, operands + (0 if self.fused else self.m * _pitch(self.n, self.out.itemsize)))
+        return max(1, operands + (0 if self.step == "fma" else self.m * _pitch(self.n, self.out.itemsize)))
 
     @property
     def compiled_in(self) -> bool:
@@ -117,19 +117,19 @@ class Product:
             )
         )
 
-    def tile(self, s: Schedule, dense: bool = True) -> tuple[int, int]:
+    def tile(self, s: TinySchedule, dense: bool = True) -> tuple[int, int]:
         """Rows and columns of a thread under FMA: fewer where registers would spill."""
         rows, columns = s.tile
         return (rows, 4 if self.b_k_major else columns) if dense else (min(4, rows), 4)
 
-    def direct(self, s: Schedule, vectors: Three) -> bool:
+    def direct(self, s: TinySchedule, vectors: Three) -> bool:
         """Whether a schedule that is not staged can run dense matrices that move in such vectors."""
         rows, columns = self.tile(s)
-        whole = not self.fused or self.m % rows == self.n % columns == 0
-        a, b = (4 * self.a.itemsize, 4 * self.b.itemsize) if self.fused else (4, 4)
+        whole = self.step == "mma" or self.m % rows == self.n % columns == 0
+        a, b = (4 * self.a.itemsize, 4 * self.b.itemsize) if self.step == "fma" else (4, 4)
         return whole and all(v >= w for v, w in zip(vectors, (a, b, 4 * self.out.itemsize), strict=True))
 
-    def parts(self, s: Schedule, dense: bool, vectors: Three) -> int:
+    def parts(self, s: TinySchedule, dense: bool, vectors: Three) -> int:
         """In which k is copied: 1 unless under FMA, staged, with sizes compiled in and tiles without edges.
 
         Each thread then has one tile of the block's one matrix, and a part is a multiple of four k, in whole
@@ -139,7 +139,7 @@ class Product:
         k, rest = divmod(self.k, s.parts)
         moved = ((self.a, self.a_k_major, vectors[0]), (self.b, self.b_k_major, vectors[1]))
         can = (
-            self.fused
+            self.step == "fma"
             and s.staged
             and self.compiled_in
             and self.m % rows == self.n % columns == rest == k % 4 == 0
@@ -148,9 +148,9 @@ class Product:
         )
         return s.parts if can else 1
 
-    def threads(self, s: Schedule) -> float:
+    def threads(self, s: TinySchedule) -> float:
         """That one matrix keeps busy."""
-        if self.fused:
+        if self.step == "fma":
             rows, columns = self.tile(s)
             return -(-self.m // rows) * -(-self.n // columns)
         if s.staged:
@@ -164,11 +164,11 @@ _SMEM = 26 << 10
 """Shared memory of a block, unless one matrix wants more: so eight blocks fit on a multiprocessor."""
 
 
-_STAGED, _DIRECT = Schedule(128, (4, 4), 0), Schedule(128, (4, 4), 0, staged=False)
+_STAGED, _DIRECT = TinySchedule(128, (4, 4), 0), TinySchedule(128, (4, 4), 0, staged=False)
 
 # (m n, k, schedule) under FMA and under TENSOR_CORE: the first that reach a product's m n and k.
-_CHOICES: dict[bool, tuple[tuple[int, int, Schedule], ...]] = {
-    True: (
+_CHOICES: dict[Step, tuple[tuple[int, int, TinySchedule], ...]] = {
+    "fma": (
         (16, 16, replace(_DIRECT, tile=(1, 4))),
         (64, 16, replace(_DIRECT, tile=(2, 4))),
         (768, 16, _DIRECT),
@@ -178,7 +178,7 @@ _CHOICES: dict[bool, tuple[tuple[int, int, Schedule], ...]] = {
         (4096, 16, _STAGED),
         (4096, 64, replace(_STAGED, tile=(8, 4), parts=2)),
     ),
-    False: (
+    "mma": (
         (16, 16, replace(_DIRECT, threads=256, in_flight=8)),
         (64, 16, replace(_DIRECT, in_flight=8)),
         (256, 64, _DIRECT),
@@ -191,13 +191,13 @@ _CHOICES: dict[bool, tuple[tuple[int, int, Schedule], ...]] = {
 """From the times of ``benchmarks.tiny_tune`` on an H200."""
 
 
-def choose_schedule(p: Product, batch: int, sms: int) -> Schedule:
+def choose_schedule(p: TinyMatrices, batch: int, sms: int) -> TinySchedule:
     """The schedule that should be fastest, if the operands' layout allows it."""
-    s = next(s for area, k, s in _CHOICES[p.fused] if p.m * p.n <= area and p.k <= k)
+    s = next(s for area, k, s in _CHOICES[p.step] if p.m * p.n <= area and p.k <= k)
     return settle(s, p, batch, sms)
 
 
-def settle(s: Schedule, p: Product, batch: int, sms: int) -> Schedule:
+def settle(s: TinySchedule, p: TinyMatrices, batch: int, sms: int) -> TinySchedule:
     """With matrices for all threads of a block; if staged, for half, but with all of the batch on the GPU."""
     busy = p.threads(s)
     if s.staged:
@@ -206,8 +206,8 @@ def settle(s: Schedule, p: Product, batch: int, sms: int) -> Schedule:
 
 
 def kernel_spec(
-    s: Schedule,
-    p: Product,
+    s: TinySchedule,
+    p: TinyMatrices,
     vectors: Three,
     broadcast: tuple[bool, bool] | None,
     *,
@@ -221,16 +221,16 @@ def kernel_spec(
     known, dense = p.compiled_in, broadcast is not None
     parts = p.parts(s, dense, vectors)
     constants = {
-        "TENSOR_CORE": int(not p.fused),
+        "TENSOR_CORE": int(p.step == "mma"),
         "STAGED": int(s.staged),
         "THREADS": s.threads,
         "BLOCKS": _resident_threads(s, p, parts) // s.threads,
-        **dict(zip(("TILE_M", "TILE_N"), p.tile(s, dense) if p.fused else (0, 0), strict=True)),
-        "IN_FLIGHT": 0 if p.fused or s.staged else s.in_flight,
+        **dict(zip(("TILE_M", "TILE_N"), p.tile(s, dense) if p.step == "fma" else (0, 0), strict=True)),
+        "IN_FLIGHT": 0 if p.step == "fma" or s.staged else s.in_flight,
         "PARTS": parts,
-        "A_TYPE": _KINDS[p.a],
-        "B_TYPE": _KINDS[p.b],
-        "OUT": _KINDS[p.out],
+        "A_TYPE": TYPES[p.a],
+        "B_TYPE": TYPES[p.b],
+        "OUT": TYPES[p.out],
         "A_K_MAJOR": int(p.a_k_major),
         "B_K_MAJOR": int(p.b_k_major),
         **dict(zip(("A_VECTOR", "B_VECTOR", "OUT_VECTOR"), vectors, strict=True)),
@@ -241,20 +241,20 @@ def kernel_spec(
     }
     largest = p if known else replace(p, m=LARGEST, n=LARGEST, k=LARGEST)
     return runtime.KernelSpec(
-        "bmm_tiny.cu",
-        "bmm_tiny",
+        "tiny.cu",
+        "tiny",
         _PARAMS,
         tuple(constants.items()),
         block=s.threads,
         smem=max(_SMEM, largest.smem + SLACK) if s.staged else 0,
         programmatic=programmatic,
-        oldest=runtime.OLDEST if p.fused else (8, 0),
+        oldest=runtime.OLDEST if p.step == "fma" else (8, 0),
     )
 
 
-def _resident_threads(s: Schedule, p: Product, parts: int) -> int:
+def _resident_threads(s: TinySchedule, p: TinyMatrices, parts: int) -> int:
     """Threads that registers shall allow on a multiprocessor; 0 leaves it to the compiler."""
-    if not p.fused:
+    if p.step == "mma":
         return 768 if s.staged else s.threads
     if not s.staged or (s.tile[0] > 4 and p.b_k_major):
         return 256
@@ -263,134 +263,111 @@ def _resident_threads(s: Schedule, p: Product, parts: int) -> int:
     return 0 if p.a is p.b is torch.float32 else 512
 
 
-class Plan(NamedTuple):
-    """Everything of a call but its addresses."""
+class _Tiny(CudaKernel[TinySchedule]):
+    name = "tiny"
 
-    kernel: runtime.Kernel | None  # None: there is nothing to compute
-    grid: tuple[int, int, int]
-    a: tuple[int, int, int]
-    b: tuple[int, int, int]
-    out: tuple[int, int, int]
-    sizes: tuple[int, ...]
+    def __init__(self, step: Step) -> None:
+        self.step = step
 
-    def launch(self, a: int, b: int, out: int, bias: int, cu_seqlens: int) -> None:
-        """Run on operands at these addresses."""
-        if self.kernel is not None:
-            self.kernel.launch(self.grid, a, *self.a, b, *self.b, out, *self.out, *self.sizes)
+    @property
+    def catalogue(self) -> Sequence[TinySchedule]:
+        return SCHEDULES
 
-
-def supports(a: Tensor, b: Tensor, *, bias: Tensor | None, cu_seqlens: Tensor | None) -> bool:
-    """Whether this is a batch of tiny products."""
-    return (
-        bias is None
-        and cu_seqlens is None
-        and a.ndim == b.ndim == 3
-        and max(*a.shape[1:], b.shape[2]) <= LARGEST
-        and max(a.shape[0], b.shape[0]) > 1
-    )
-
-
-def plan(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    *,
-    fused: bool,
-    accumulate: bool = False,
-    closing: bool = False,
-    schedule: Schedule | None = None,
-) -> Plan:
-    """How :func:`bmm` runs these operands, and others of their shapes, strides, dtypes and alignment."""
-    (matmul_fma if fused else matmul_sm80).check(a, b, out if accumulate else None, None, None, out)
-    if not a.ndim == b.ndim == out.ndim == 3 or max(*a.shape[1:], b.shape[2]) > LARGEST:
-        raise ValueError(
-            f"samebits.backends.cuda.bmm_tiny: a, b: expected batches of matrices of sizes up to {LARGEST},"
-            f" got {tuple(a.shape)} and {tuple(b.shape)}"
+    def supports(self, p: Product) -> bool:
+        """A batch of matrices of at most 64 rows, columns and k."""
+        return (
+            p.step == self.step
+            and p.bias is None
+            and p.cu_seqlens is None
+            and p.a.ndim == p.b.ndim == 3
+            and max(*p.a.shape[1:], p.n) <= LARGEST
+            and max(p.a.shape[0], p.b.shape[0]) > 1
+            and isinstance(p.start, str)
         )
-    (batch, m, n), k = out.shape, a.shape[2]
-    a_layout, b_layout = _layout(a, 1, 2), _layout(b, 2, 1)
-    out_layout = _lines(out, 1, 2)
-    info = runtime.device_info(out.get_device())
-    if out.numel() == 0:
-        return Plan(None, (0, 0, 0), a_layout.strides, b_layout.strides, out_layout[1], ())
-    p = Product(m, n, k, a.dtype, b.dtype, out.dtype, a_layout.k_major, b_layout.k_major, fused)
-    vectors = a_layout.vector, b_layout.vector, out_layout[0]
-    s = schedule or choose_schedule(p, batch, info.sm_count)
-    batches, lines, inners = zip(a_layout.strides, b_layout.strides, out_layout[1], strict=True)
-    dense = p.compiled_in and p.dense(batches, lines, inners)
-    if not s.staged and not (dense and p.direct(s, vectors)):
-        s = settle(replace(s, staged=True), p, batch, info.sm_count)
-    broadcast = (not batches[0], not batches[1]) if dense else None
-    spec = kernel_spec(
-        s, p, vectors, broadcast, accumulate=accumulate, programmatic=info.capability >= (9, 0)
-    )
-    per_block = min(s.per_block, (spec.smem - SLACK) // p.smem) if s.staged else s.per_block
-    if ("PARTS", 1) not in spec.constants:
-        per_block = 1
-    return Plan(
-        runtime.load(spec, info.index),
-        (-(-batch // per_block), 1, 1),
-        a_layout.strides,
-        b_layout.strides,
-        out_layout[1],
-        (batch, per_block, m, n, k, closing, _span(a), _span(b)),
-    )
+
+    def choose(self, p: Product) -> TinySchedule:
+        return choose_schedule(_arranged(p).matrices, p.batch, runtime.device_info(p.device).sm_count)
+
+    def cost(self, p: Product, s: TinySchedule) -> float:
+        """What memory needs at least, whatever the schedule: measured choices stand in a table."""
+        sizes = ((p.a, p.m * p.k), (p.b, p.k * p.n), (p.out, p.m * p.n))
+        return sum(x.dtype.itemsize * size * x.shape[0] for x, size in sizes) / _BYTES_A_MICROSECOND
+
+    def plan(self, p: Product, s: TinySchedule | None = None) -> CudaPlan:
+        need(self.supports(p), f"{self.name}: expected a batch of matrices of sizes up to {LARGEST}, got {p}")
+        if p.out.empty:
+            return CudaPlan(nothing)
+        info = runtime.device_info(p.device)
+        of, vectors, (a_strides, b_strides, out_strides) = _arranged(p)
+        s = s or choose_schedule(of, p.batch, info.sm_count)
+        batches, lines, inners = zip(a_strides, b_strides, out_strides, strict=True)
+        dense = of.compiled_in and of.dense(batches, lines, inners)
+        if not s.staged and not (dense and of.direct(s, vectors)):
+            s = settle(replace(s, staged=True), of, p.batch, info.sm_count)
+        broadcast = (not batches[0], not batches[1]) if dense else None
+        accumulate, programmatic = p.start == "out", info.capability >= (9, 0)
+        spec = kernel_spec(s, of, vectors, broadcast, accumulate=accumulate, programmatic=programmatic)
+        per_block = min(s.per_block, (spec.smem - SLACK) // of.smem) if s.staged else s.per_block
+        if ("PARTS", 1) not in spec.constants:
+            per_block = 1
+        kernel, grid = runtime.load(spec, info.index), (-(-p.batch // per_block), 1, 1)
+        sizes = p.batch, per_block, p.m, p.n, p.k, p.sequences, _span(p.a), _span(p.b)
+
+        def launch(a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
+            kernel.launch(grid, a, *a_strides, b, *b_strides, out, *out_strides, *sizes)
+
+        return CudaPlan(launch)
 
 
-def bmm(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    *,
-    fused: bool,
-    accumulate: bool = False,
-    closing: bool = False,
-    schedule: Schedule | None = None,
-) -> None:
-    """``out[i] = a[i] @ b[i]``: one chain over ascending k for every output element, then one rounding.
-
-    Args:
-        a: ``[batch, M, K]`` or ``[1, M, K]``, any strides; bfloat16 or float16, or float32 if `fused`.
-        b: ``[batch, K, N]`` or ``[1, K, N]``; of a's dtype unless `fused`.
-        out: ``[batch, M, N]``, float32, bfloat16 or float16, any strides.
-        fused: by the chain of FMA, else by that of TENSOR_CORE.
-        accumulate: start each chain from ``out``, which is float32.
-        closing: if `fused`, end each chain with the term 0 * 0, as sequences do.
-        schedule: by default :func:`choose_schedule`'s. Never changes a bit.
-    """
-    plan(a, b, out, fused=fused, accumulate=accumulate, closing=closing, schedule=schedule).launch(
-        a.data_ptr(), b.data_ptr(), out.data_ptr(), 0, 0
-    )
+_BYTES_A_MICROSECOND = 4.2e6
 
 
-def _span(x: Tensor) -> int:
+class _Arranged(NamedTuple):
+    """The matrices of a product, the bytes in which each moves, and their strides in bytes."""
+
+    matrices: TinyMatrices
+    vectors: Three
+    strides: tuple[Three, Three, Three]
+
+
+def _arranged(p: Product) -> _Arranged:
+    a, b, (out_vector, out_strides) = _layout(p.a, 1, 2), _layout(p.b, 2, 1), _lines(p.out, 1, 2)
+    dtypes = p.a.dtype, p.b.dtype, p.out.dtype
+    matrices = TinyMatrices(p.m, p.n, p.k, *dtypes, a.k_major, b.k_major, p.step)
+    return _Arranged(matrices, (a.vector, b.vector, out_vector), (a.strides, b.strides, out_strides))
+
+
+def _span(x: Matrix) -> int:
     """Bytes of one matrix, where those of the batch lie end to end and aligned, else 0."""
     matrix = x.shape[1] * x.shape[2]
     dense = (
         x.shape[0] > 1
-        and x.stride(0) == matrix
-        and {x.stride(1), x.stride(2)} in ({x.shape[2], 1}, {1, x.shape[1]})
+        and x.strides[0] == matrix
+        and {x.strides[1], x.strides[2]} in ({x.shape[2], 1}, {1, x.shape[1]})
     )
-    span = matrix * x.element_size()
-    return span if dense and span % 16 == x.data_ptr() % 16 == 0 else 0
+    span = matrix * x.dtype.itemsize
+    return span if dense and span % 16 == x.misalignment % 16 == 0 else 0
 
 
-def _lines(x: Tensor, line_dim: int, inner_dim: int) -> tuple[int, tuple[int, int, int]]:
+def _lines(x: Matrix, line_dim: int, inner_dim: int) -> tuple[int, tuple[int, int, int]]:
     """Bytes of the widest vectors along `inner_dim`, and strides in bytes; 0 for a dimension of one."""
-    size = x.element_size()
-    batch, line, inner = (0 if x.shape[d] == 1 else x.stride(d) * size for d in (0, line_dim, inner_dim))
+    size = x.dtype.itemsize
+    batch, line, inner = (0 if x.shape[d] == 1 else x.strides[d] * size for d in (0, line_dim, inner_dim))
     extent = x.shape[inner_dim] * size
     contiguous = inner == size or x.shape[inner_dim] == 1
     for vector in (16, 8, 4):
-        if vector > size and contiguous and (x.data_ptr() | extent | batch | line) % vector == 0:
+        if vector > size and contiguous and (x.misalignment | extent | batch | line) % vector == 0:
             return vector, (batch, line, inner)
     return size, (batch, line, inner)
 
 
-def _layout(x: Tensor, row_dim: int, k_dim: int) -> Layout:
+def _layout(x: Matrix, row_dim: int, k_dim: int) -> LineLayout:
     """An operand's layout with lines along k or along its rows, whichever moves in wider vectors."""
     along_k, along_rows = _lines(x, row_dim, k_dim), _lines(x, k_dim, row_dim)
     k_major = along_k[0] > along_rows[0] or (
-        along_k[0] == along_rows[0] and x.stride(k_dim) <= x.stride(row_dim)
+        along_k[0] == along_rows[0] and x.strides[k_dim] <= x.strides[row_dim]
     )
-    return Layout(k_major, *(along_k if k_major else along_rows))
+    return LineLayout(k_major, *(along_k if k_major else along_rows))
+
+
+TINY, TINY_FMA = _Tiny("mma"), _Tiny("fma")

@@ -1,4 +1,4 @@
-"""How a product is run on a GPU: pure data, free to look at anything, and never able to change a bit."""
+"""Schedules of Hopper's tensor-core kernels, and what each should cost: fitted on an H200."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Product", "Schedule", "catalogue", "choose", "estimate", "menu", "round_up"]
+__all__ = ["Gemm", "Sm90Schedule", "catalogue", "choose", "estimate", "menu", "round_up"]
 
 
 _SMEM = 227 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class Sm90Schedule:
     """One way to run ``matmul_sm90``.
 
     Attributes:
@@ -96,7 +96,7 @@ class Schedule:
             "EARLY": int(self.early),
         }
 
-    def filled(self, epilogue: int, a_mn: bool = False, b_mn: bool = False) -> Schedule:
+    def filled(self, epilogue: int, a_mn: bool = False, b_mn: bool = False) -> Sm90Schedule:
         """With as long a ring as fits beside so many bytes."""
         fixed = replace(self, stages=0).smem(0, a_mn, b_mn)
         stage = replace(self, stages=1).smem(0, a_mn, b_mn) - fixed
@@ -119,7 +119,7 @@ def round_up(x: int, step: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class Gemm:
     """What a schedule is chosen for: [m, k] times [k, n], each contiguous along k or else along m, n.
 
     `out_bytes` go to and from memory for an element of the output: 2 or 4, or 8 where it is read first.
@@ -133,7 +133,7 @@ class Product:
     b_mn: bool = False
     out_bytes: int = 2
 
-    def turned(self) -> Product:
+    def turned(self) -> Gemm:
         return replace(self, m=self.n, n=self.m, a_mn=self.b_mn, b_mn=self.a_mn)
 
 
@@ -153,12 +153,12 @@ _TOGETHER = 2048  # rows whose tiles are walked together at most: what they take
 _LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles are wide and in clusters
 
 
-def _tiles(s: Schedule, p: Product) -> int:
+def _tiles(s: Sm90Schedule, p: Gemm) -> int:
     """Tiles of a product, as the kernel sees it."""
     return -(-p.m // s.block_m) * -(-p.n // (s.block_n * s.cluster)) * s.cluster * p.batch
 
 
-def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]:
+def _work(s: Sm90Schedule, product: Gemm, sms: int) -> tuple[float, float, float]:
     """Microseconds that multiplying, taking operands in (as seen from L2, too), and HBM need at least."""
     p = product.turned() if s.swap else product
     tiles = _tiles(s, p)
@@ -213,7 +213,7 @@ def _work(s: Schedule, product: Product, sms: int) -> tuple[float, float, float]
     return rounds * (multiply + write) / clock, max(rounds * (intake + write) / clock, l2), hbm
 
 
-def estimate(s: Schedule, product: Product, sms: int) -> float:
+def estimate(s: Sm90Schedule, product: Gemm, sms: int) -> float:
     """Microseconds, for comparing schedules: the slowest part, and a little of the others to break ties."""
     work = _work(s, product, sms)
     # Clusters start together; B is read again for every further tile of few rows.
@@ -223,7 +223,7 @@ def estimate(s: Schedule, product: Product, sms: int) -> float:
 
 
 def _schedule(
-    p: Product,
+    p: Gemm,
     block_m: int,
     block_n: int,
     block_k: int,
@@ -231,10 +231,10 @@ def _schedule(
     share: int = 1,
     swap: bool = False,
     blocks: int = 1,
-) -> Schedule:
+) -> Sm90Schedule:
     """With as long a ring as fits."""
     a_mn, b_mn = (p.b_mn, p.a_mn) if swap else (p.a_mn, p.b_mn)
-    s = Schedule(block_m, block_n, block_k, 0, warpgroups, share, blocks=blocks, swap=swap)
+    s = Sm90Schedule(block_m, block_n, block_k, 0, warpgroups, share, blocks=blocks, swap=swap)
     return s.filled(s.panels, a_mn, b_mn)
 
 
@@ -243,7 +243,7 @@ _SHARED = ((256, 128), (128, 256), (256, 160), (256, 192))
 _NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192)
 
 
-def menu(p: Product, sms: int) -> list[Schedule]:
+def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The schedules worth estimating."""
     found = _many_rows(p, sms) if p.m > 128 else []
     if 32 < p.m <= 128:
@@ -257,12 +257,12 @@ def menu(p: Product, sms: int) -> list[Schedule]:
     return [s for s in found if s.fits(p.a_mn, p.b_mn)]
 
 
-def _narrow(p: Product) -> list[Schedule]:
+def _narrow(p: Gemm) -> list[Sm90Schedule]:
     deep = 64 if p.m > 128 else 48
     return [_schedule(p, 64, block_n, 128 if block_n <= deep else 64) for block_n in _NARROW]
 
 
-def _many_rows(p: Product, sms: int) -> list[Schedule]:
+def _many_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
     # Nobody multiplies while a tile that two warpgroups share is written, but these move the fewest bytes,
     # which saves power.
     shared = [_schedule(p, block_m, block_n, 64, 2, 2) for block_m, block_n in _SHARED]
@@ -283,7 +283,7 @@ def _many_rows(p: Product, sms: int) -> list[Schedule]:
     return [*teams, _schedule(p, 128, 224, 64, 2, 2), *few, *pairs]
 
 
-def _all_rows(p: Product, sms: int) -> list[Schedule]:
+def _all_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """Tiles with all the rows, 64 for each of three or five warpgroups: those that gain by it."""
     if p.a_mn or p.b_mn:
         return []
@@ -294,7 +294,7 @@ def _all_rows(p: Product, sms: int) -> list[Schedule]:
     return []
 
 
-def _rows_across(p: Product, sms: int) -> list[Schedule]:
+def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The transpose, by tiles as wide as there are rows, or half of them: those that gain by it."""
     halves = -(-p.m // 256)
     columns = round_up(-(-p.m // halves), 8)
@@ -309,7 +309,7 @@ def _rows_across(p: Product, sms: int) -> list[Schedule]:
     return [_schedule(p, 64, columns, 64, swap=True), tall]
 
 
-def _few_rows(p: Product, sms: int) -> list[Schedule]:
+def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """As many blocks as multiprocessors, each with its share of B's columns on the tall side."""
     found = []
     for tokens in (8, 16, 24, 32, 48, 64):
@@ -331,7 +331,7 @@ def _few_rows(p: Product, sms: int) -> list[Schedule]:
     return found
 
 
-def _rows(p: Product, splits: int, sms: int) -> Sequence[int]:
+def _rows(p: Gemm, splits: int, sms: int) -> Sequence[int]:
     """How many of B's columns a block takes on the tall side, its rows being cut into `splits`."""
     if p.b_mn:
         return (64,)
@@ -345,12 +345,12 @@ def _rows(p: Product, splits: int, sms: int) -> Sequence[int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(p: Product, sms: int) -> Schedule:
+def choose(p: Gemm, sms: int) -> Sm90Schedule:
     """The schedule for ``p`` on a GPU of so many multiprocessors."""
     return _settle(min(menu(p, sms), key=lambda s: estimate(s, p, sms)), p, sms)
 
 
-def _settle(best: Schedule, p: Product, sms: int) -> Schedule:
+def _settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
     """What does not enter the estimate: when blocks start, what they prefetch, and their order."""
     multiply, intake, hbm = _work(best, p, sms)
     # An early start scatters neighbouring tiles over the GPU: bad where many rows share what is taken in.
@@ -371,15 +371,15 @@ def _settle(best: Schedule, p: Product, sms: int) -> Schedule:
 
 
 @functools.cache
-def catalogue(a_mn: bool, b_mn: bool) -> list[Schedule]:
+def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
     """Every kind of schedule that :func:`choose` can return, to prove that none changes a bit."""
-    found: dict[Schedule, None] = {}
+    found: dict[Sm90Schedule, None] = {}
     rows = (8, 16, 32, 64, 128, *range(136, 257, 8), *range(272, 417, 16), 4096)
     for sms, m in itertools.product((66, 114, 132), rows):
         for n in (256, 512, 1024, *range(2048, 8449, 512), 3 * 8448, 57344):
-            for s in menu(Product(m, n, 1024, 1, a_mn, b_mn), sms):
+            for s in menu(Gemm(m, n, 1024, 1, a_mn, b_mn), sms):
                 found[s] = None
-    for s in menu(Product(1344, 496, 1024, 1, a_mn, b_mn), 132):  # many tiles of 64 tokens
+    for s in menu(Gemm(1344, 496, 1024, 1, a_mn, b_mn), 132):  # many tiles of 64 tokens
         found[s] = None
     # Starting early, prefetching and the order of tiles take turns.
     return [

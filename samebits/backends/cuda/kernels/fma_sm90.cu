@@ -312,7 +312,7 @@ __device__ __forceinline__ void multiply_all(const Params& p, const Shared& shar
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma_sm90(const __grid_constant__ Params p)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) fma_sm90(const __grid_constant__ Params p)
 {
     extern __shared__ unsigned char memory[];
     // Read from one lane, so that the compiler knows it to be uniform in a warp.

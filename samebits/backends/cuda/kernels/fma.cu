@@ -88,7 +88,7 @@ class Walk {
 // Older GPUs have no shared memory for many blocks, and their code wants some more registers.
 constexpr int RESIDENT = __CUDA_ARCH__ < 900 ? 1 : MIN_BLOCKS;
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) matmul_fma(const __grid_constant__ Params p)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) fma_product(const __grid_constant__ Params p)
 {
     extern __shared__ __align__(16) float memory[];
     __shared__ int counts[STAGES];  // terms of each block in the ring; negative if it is its segment's last

@@ -1,23 +1,31 @@
-"""Products under FMA of f32 matrices on Hopper.
+"""Products under FMA of float32 matrices on Hopper.
 
-Host side of ``kernels/matmul_fma_sm90.cu``, for many rows, and ``kernels/matmul_fma_few_sm90.cu``, for few.
+Host side of ``kernels/fma_sm90.cu``, for many rows, and ``kernels/fma_few_sm90.cu``, for few.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from samebits.backends.cuda import runtime
-from samebits.backends.cuda.matmul_sm80 import LARGEST, matrix_strides
-from samebits.backends.cuda.matmul_sm90 import TYPES, Maps
-from samebits.backends.cuda.schedule import round_up
+from samebits.backends.cuda.products.plan import (
+    CudaKernel,
+    CudaPlan,
+    matrix_strides,
+    start_strides,
+    writes_vectors,
+)
+from samebits.backends.cuda.products.schedule_sm90 import round_up
+from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES
+from samebits.backends.cuda.tensor_maps import Maps
+from samebits.backends.product import LARGEST, Matrix, Product, need, refuse_large
 
-__all__ = ["FEW", "MANY", "SCHEDULES", "Few", "Many", "Plan", "Schedule", "choose_schedule", "supports"]
+__all__ = ["FEW", "FMA_SM90", "MANY", "FmaFewSchedule", "FmaManySchedule", "FmaSm90Schedule"]
 
 TILE_K = 32
 """k in a pipeline stage: a row of a raw tile is one line of the swizzle."""
@@ -28,8 +36,8 @@ _MOST_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """How the work is cut. It never changes a bit.
+class FmaSm90Schedule:
+    """How the work is cut.
 
     Attributes:
         thread_m, thread_n: a thread's share of the output, all of it in registers.
@@ -112,8 +120,8 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Many(Schedule):
-    """For many rows: ``kernels/matmul_fma_sm90.cu``, which reads single k.
+class FmaManySchedule(FmaSm90Schedule):
+    """For many rows: ``kernels/fma_sm90.cu``, which reads single k.
 
     Attributes:
         unroll: k in a turn of the inner loop, whose code the instruction cache should hold.
@@ -149,7 +157,7 @@ class Many(Schedule):
     def spec(self, a_turned: bool, b_turned: bool) -> runtime.KernelSpec:
         stages, raws, smem = self.rings(a_turned, b_turned)
         return self._spec(
-            "matmul_fma_sm90",
+            "fma_sm90",
             smem,
             UNROLL=self.unroll,
             FEEDERS=self.feeders,
@@ -161,8 +169,8 @@ class Many(Schedule):
 
 
 @dataclass(frozen=True, slots=True)
-class Few(Schedule):
-    """For few rows: ``kernels/matmul_fma_few_sm90.cu``, which reads four k of a row at a time.
+class FmaFewSchedule(FmaSm90Schedule):
+    """For few rows: ``kernels/fma_few_sm90.cu``, which reads four k of a row at a time.
 
     Attributes:
         lines: blocks of ``TILE_K`` of k in a stage.
@@ -176,14 +184,14 @@ class Few(Schedule):
 
     def shared(self, rounds: int, rest: float) -> int:
         # Blocks of one length end together: the first multiprocessors to have room take as many as they can.
-        return self.min_blocks if rounds else Schedule.shared(self, rounds, rest)
+        return self.min_blocks if rounds else FmaSm90Schedule.shared(self, rounds, rest)
 
     def spec(self, a_turned: bool, b_turned: bool) -> runtime.KernelSpec:
         line = sum(round_up(rows * TILE_K * 4, 1024) for rows in (self.tile_m, self.tile_n))
         stage = self.lines * line + 16
         stages = min(_MOST_STAGES, (self._most_smem - 1024) // stage)
         return self._spec(
-            "matmul_fma_few_sm90",
+            "fma_few_sm90",
             stages * stage + 1024,
             LINES=self.lines,
             STAGES=stages,
@@ -193,51 +201,42 @@ class Few(Schedule):
 
 
 MANY = (
-    Many(8, 8, 4, 4, 2, 2, 2, 16, 0, alone=93.5, busy=85.9),
-    Many(8, 8, 4, 4, 1, 2, 3, 16, 1, alone=56.4, busy=43.7),
-    Many(8, 8, 4, 2, 2, 2, 2, 16, 2, alone=58.3, busy=43.0),
-    Many(8, 4, 4, 2, 2, 2, 4, 32, 1, alone=29.9, busy=23.0),
-    Many(8, 4, 4, 2, 2, 2, 3, 32, 2, alone=32.8, busy=22.9),
-    Many(8, 4, 4, 2, 2, 2, 1, 32, 4, alone=25.2, busy=24.0),
-    Many(12, 2, 4, 1, 4, 2, 1, 32, 4, alone=21.6, busy=20.4),
-    Many(4, 4, 4, 2, 2, 4, 3, 32, 2, alone=19.7, busy=13.3),
-    Many(4, 4, 4, 2, 2, 4, 2, 32, 4, alone=15.1, busy=14.0),
-    Many(4, 2, 4, 2, 2, 4, 3, 32, 4, alone=10.3, busy=9.2),
+    FmaManySchedule(8, 8, 4, 4, 2, 2, 2, 16, 0, alone=93.5, busy=85.9),
+    FmaManySchedule(8, 8, 4, 4, 1, 2, 3, 16, 1, alone=56.4, busy=43.7),
+    FmaManySchedule(8, 8, 4, 2, 2, 2, 2, 16, 2, alone=58.3, busy=43.0),
+    FmaManySchedule(8, 4, 4, 2, 2, 2, 4, 32, 1, alone=29.9, busy=23.0),
+    FmaManySchedule(8, 4, 4, 2, 2, 2, 3, 32, 2, alone=32.8, busy=22.9),
+    FmaManySchedule(8, 4, 4, 2, 2, 2, 1, 32, 4, alone=25.2, busy=24.0),
+    FmaManySchedule(12, 2, 4, 1, 4, 2, 1, 32, 4, alone=21.6, busy=20.4),
+    FmaManySchedule(4, 4, 4, 2, 2, 4, 3, 32, 2, alone=19.7, busy=13.3),
+    FmaManySchedule(4, 4, 4, 2, 2, 4, 2, 32, 4, alone=15.1, busy=14.0),
+    FmaManySchedule(4, 2, 4, 2, 2, 4, 3, 32, 4, alone=10.3, busy=9.2),
 )
 
 FEW = (
-    Few(1, 1, 1, 1, 1, 4, 2, 4, alone=2.55, busy=2.5),
-    Few(1, 1, 1, 1, 1, 4, 3, 2, alone=2.75, busy=2.45),
-    Few(1, 1, 4, 1, 1, 4, 3, 4, alone=2.6, busy=1.0),
-    Few(1, 1, 4, 2, 1, 4, 3, 4, alone=2.62, busy=1.55),
-    Few(1, 1, 4, 2, 2, 4, 1, 4, alone=2.9, busy=2.6),
-    Few(2, 1, 4, 1, 4, 4, 1, 4, alone=4.0, busy=3.4),
-    Few(2, 2, 4, 1, 3, 4, 1, 4, alone=5.0, busy=4.1),
-    Few(2, 2, 4, 2, 2, 2, 1, 4, alone=5.1, busy=4.7),
-    Few(4, 2, 4, 1, 3, 2, 2, 2, alone=8.1, busy=7.1),
-    Few(4, 2, 4, 1, 4, 2, 2, 2, alone=8.4, busy=7.7),
-    Few(4, 4, 4, 1, 4, 2, 2, 2, alone=13.6, busy=12.4),
-    Few(4, 4, 4, 1, 4, 2, 3, 1, alone=15.1, busy=13.3),
+    FmaFewSchedule(1, 1, 1, 1, 1, 4, 2, 4, alone=2.55, busy=2.5),
+    FmaFewSchedule(1, 1, 1, 1, 1, 4, 3, 2, alone=2.75, busy=2.45),
+    FmaFewSchedule(1, 1, 4, 1, 1, 4, 3, 4, alone=2.6, busy=1.0),
+    FmaFewSchedule(1, 1, 4, 2, 1, 4, 3, 4, alone=2.62, busy=1.55),
+    FmaFewSchedule(1, 1, 4, 2, 2, 4, 1, 4, alone=2.9, busy=2.6),
+    FmaFewSchedule(2, 1, 4, 1, 4, 4, 1, 4, alone=4.0, busy=3.4),
+    FmaFewSchedule(2, 2, 4, 1, 3, 4, 1, 4, alone=5.0, busy=4.1),
+    FmaFewSchedule(2, 2, 4, 2, 2, 2, 1, 4, alone=5.1, busy=4.7),
+    FmaFewSchedule(4, 2, 4, 1, 3, 2, 2, 2, alone=8.1, busy=7.1),
+    FmaFewSchedule(4, 2, 4, 1, 4, 2, 2, 2, alone=8.4, busy=7.7),
+    FmaFewSchedule(4, 4, 4, 1, 4, 2, 2, 2, alone=13.6, busy=12.4),
+    FmaFewSchedule(4, 4, 4, 1, 4, 2, 3, 1, alone=15.1, busy=13.3),
 )
-SCHEDULES: tuple[Schedule, ...] = MANY + FEW
 _FEW_ROWS, _FEW_ROWS_BY_K, _FEW_BY_K = 16, 256, 1 << 17  # rows, and for operands that lie along k, outputs
 
 
-def choose_schedule(a: Tensor, b: Tensor, sm_count: int) -> Schedule:
-    """The schedule that should be fastest for operands that :func:`supports` accepts."""
-    m, n, batch = a.shape[-2], b.shape[-1], max(x.shape[0] if x.ndim == 3 else 1 for x in (a, b))
-    by_k = _turned(a, -2, -1) and _turned(b, -1, -2)
-    few = m <= _FEW_ROWS or (by_k and (m <= _FEW_ROWS_BY_K or m * n <= _FEW_BY_K))
-    return min(FEW if few else MANY, key=lambda s: s.time(m, n, batch, sm_count))
-
-
-def _turned(x: Tensor, row_dim: int, k_dim: int) -> bool | None:
+def _turned(x: Matrix, row_dim: int, k_dim: int) -> bool | None:
     """Whether an operand is contiguous along k (or else along its rows); None if TMA cannot read it."""
-    if x.dtype != torch.float32 or x.ndim > 3 or x.data_ptr() % 16:
+    if x.dtype != torch.float32 or x.ndim > 3 or x.misalignment:
         return None
-    if x.ndim == 3 and x.shape[0] > 1 and x.stride(0) and (x.stride(0) < 0 or x.stride(0) % 4):
+    if _batched(x) is None:
         return None
-    rows, k, row_stride, k_stride = x.shape[row_dim], x.shape[k_dim], x.stride(row_dim), x.stride(k_dim)
+    rows, k, row_stride, k_stride = x.shape[row_dim], x.shape[k_dim], x.strides[row_dim], x.strides[k_dim]
 
     def lines(inner: int, step: int, outer: int, stride: int) -> bool:
         return (step == 1 or inner == 1) and (outer == 1 or (stride % 4 == 0 and inner <= stride < 1 << 37))
@@ -247,74 +246,91 @@ def _turned(x: Tensor, row_dim: int, k_dim: int) -> bool | None:
     return True if lines(k, k_stride, rows, row_stride) else None
 
 
-def supports(a: Tensor, b: Tensor, out: Tensor, *, cu_seqlens: Tensor | None = None) -> bool:
-    """Whether the kernel takes these operands: float32 matrices with terms, which TMA can read."""
-    return (
-        cu_seqlens is None
-        and out.dtype == torch.float32
-        and out.numel() > 0
-        and a.shape[-1] > 0
-        and max(*a.shape, *b.shape) <= LARGEST
-        and _turned(a, -2, -1) is not None
-        and _turned(b, -1, -2) is not None
-    )
+def _batched(x: Matrix) -> bool | None:
+    """Whether every matrix of the batch has an address of its own; None if TMA cannot read them."""
+    if x.ndim < 3 or x.shape[0] <= 1 or x.strides[0] == 0:
+        return False
+    return True if x.strides[0] > 0 and x.strides[0] % 4 == 0 else None
 
 
-def _maps(x: Tensor, row_dim: int, k_dim: int, turned: bool, tile: int) -> Maps:
+def _maps(x: Matrix, row_dim: int, k_dim: int, turned: bool, tile: int) -> Maps:
     """One operand as the kernel's tensor map sees it."""
     inner, outer = (k_dim, row_dim) if turned else (row_dim, k_dim)
     sizes = x.shape[inner], x.shape[outer]
-    stride = x.stride(outer) if sizes[1] > 1 else -(-sizes[0] // 4) * 4
-    batch, batch_stride = (x.shape[0], x.stride(0)) if _batched(x) else (1, stride * sizes[1])
+    stride = x.strides[outer] if sizes[1] > 1 else -(-sizes[0] // 4) * 4
+    batch, batch_stride = (x.shape[0], x.strides[0]) if _batched(x) else (1, stride * sizes[1])
     strides = (stride * 4, batch_stride * 4, batch_stride * 4)
     box = (TILE_K, tile, 1, 1) if turned else (round_up(tile, 4), TILE_K, 1, 1)  # of 16 bytes at least
     return Maps(torch.float32, (*sizes, 1, batch), strides, box, 128 if turned else 0)
 
 
-def _batched(x: Tensor) -> bool:
-    return x.ndim == 3 and x.shape[0] > 1 and x.stride(0) > 0
+class _FmaSm90(CudaKernel[FmaSm90Schedule]):
+    name, step = "fma_sm90", "fma"
 
+    @property
+    def catalogue(self) -> Sequence[FmaSm90Schedule]:
+        return MANY + FEW
 
-class Plan:
-    """Everything of a call but its addresses; see ``matmul_fma.matmul``, which has checked the operands."""
+    def supports(self, p: Product) -> bool:
+        """float32 matrices with terms, which TMA can read."""
+        return (
+            p.step == self.step
+            and runtime.device_info(p.device).capability == (9, 0)
+            and p.cu_seqlens is None
+            and p.out.dtype == torch.float32
+            and not p.out.empty
+            and p.k > 0
+            and max(*p.a.shape, *p.b.shape) <= LARGEST
+            and _turned(p.a, -2, -1) is not None
+            and _turned(p.b, -1, -2) is not None
+        )
 
-    __slots__ = ("_a", "_acc", "_b", "_bias", "_grid", "_kernel", "_out", "_sizes")
+    def choose(self, p: Product) -> FmaSm90Schedule:
+        by_k = _turned(p.a, -2, -1) and _turned(p.b, -1, -2)
+        few = p.m <= _FEW_ROWS or (by_k and (p.m <= _FEW_ROWS_BY_K or p.m * p.n <= _FEW_BY_K))
+        among: Sequence[FmaSm90Schedule] = FEW if few else MANY
+        return min(among, key=lambda s: self.cost(p, s))
 
-    def __init__(
-        self,
-        a: Tensor,
-        b: Tensor,
-        out: Tensor,
-        acc: Tensor | None,
-        bias: Tensor | None,
-        closing: bool,
-        schedule: Schedule,
-    ) -> None:
-        (m, k), n, batch = a.shape[-2:], b.shape[-1], out.shape[0] if out.ndim == 3 else 1
-        a_turned, b_turned = bool(_turned(a, -2, -1)), bool(_turned(b, -1, -2))
-        tiles_m, tiles_n = -(-m // schedule.tile_m), -(-n // schedule.tile_n)
-        tiles = tiles_m * tiles_n * batch
-        if tiles > LARGEST:
-            raise ValueError(
-                f"samebits: a product of a {tuple(a.shape)} by b {tuple(b.shape)} has a size above {LARGEST}"
+    def cost(self, p: Product, s: FmaSm90Schedule) -> float:
+        sm_count = runtime.device_info(p.device).sm_count
+        return s.time(p.m, p.n, p.batch, sm_count) * max(1, p.k) / 1000
+
+    def plan(self, p: Product, s: FmaSm90Schedule | None = None) -> CudaPlan:
+        need(
+            self.supports(p),
+            f"{self.name}: expected float32 matrices with terms, which TMA can read, on sm_90",
+        )
+        s = s or self.choose(p)
+        a_turned, b_turned = bool(_turned(p.a, -2, -1)), bool(_turned(p.b, -1, -2))
+        tiles_m, tiles_n = -(-p.m // s.tile_m), -(-p.n // s.tile_n)
+        tiles = tiles_m * tiles_n * p.batch
+        refuse_large(p, tiles)
+        kernel = runtime.load(s.spec(a_turned, b_turned), p.device)
+        a_maps = _maps(p.a, -2, -1, a_turned, s.tile_m)
+        b_maps = _maps(p.b, -1, -2, b_turned, s.tile_n)
+        out_strides, from_start = matrix_strides(p.out), start_strides(p)
+        bias_stride = 0 if p.bias is None else p.bias.strides[0]
+        sizes = (
+            *(p.m, p.n, p.k, tiles_m, tiles_n),
+            *(bool(_batched(p.a)), bool(_batched(p.b))),
+            *(p.sequences, writes_vectors(p), EPILOGUE_TYPES[None if p.bias is None else p.bias.dtype]),
+        )
+
+        def launch(a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
+            kernel.launch(
+                (tiles, 1, 1),
+                a_maps[a],
+                b_maps[b],
+                out,
+                *out_strides,
+                start,
+                *from_start,
+                bias,
+                bias_stride,
+                *sizes,
             )
-        self._kernel = runtime.load(schedule.spec(a_turned, b_turned), out.get_device())
-        self._grid = tiles, 1, 1
-        self._a = _maps(a, -2, -1, a_turned, schedule.tile_m)
-        self._b = _maps(b, -1, -2, b_turned, schedule.tile_n)
-        self._out = strides = matrix_strides(out)
-        self._acc = None if acc is None else matrix_strides(acc)
-        self._bias = 0 if bias is None else bias.stride(0)
-        together = strides[2] == 1 and out.data_ptr() % 16 == 0 and strides[0] % 4 == strides[1] % 4 == 0
-        self._sizes = (
-            *(m, n, k, tiles_m, tiles_n),
-            *(_batched(a), _batched(b)),
-            *(closing, together, TYPES[None if bias is None else bias.dtype]),
-        )
 
-    def launch(self, a: int, b: int, out: int, bias: int, cu_seqlens: int, acc: int | None = None) -> None:
-        """Run on operands at these addresses; accumulators lie at ``acc``, or else at ``out``."""
-        start = (0, 0, 0, 0) if self._acc is None else (out if acc is None else acc, *self._acc)
-        self._kernel.launch(
-            self._grid, self._a[a], self._b[b], out, *self._out, *start, bias, self._bias, *self._sizes
-        )
+        return CudaPlan(launch)
+
+
+FMA_SM90 = _FmaSm90()

@@ -92,7 +92,7 @@ __device__ __forceinline__ int total_groups(const Params& p, int* shared)
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_sm80(const __grid_constant__ Params p)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) tensor_core(const __grid_constant__ Params p)
 {
     extern __shared__ __align__(128) unsigned char memory[];
     const u32 stages = shared_address(memory);

@@ -89,7 +89,7 @@ using TileB = Tile<WARPS_N, 32 / LANES_M, THREAD_N, B_BY_K>;
 constexpr u32 LINE = TileA::BYTES + TileB::BYTES, STAGE = LINES * LINE;
 static_assert(STAGES >= 2 && SMEM >= STAGES * (STAGE + 16) + 1024);  // the next one is read before this is left
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma_few_sm90(const __grid_constant__ Params p)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) fma_few_sm90(const __grid_constant__ Params p)
 {
     extern __shared__ unsigned char memory[];
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

@@ -1,0 +1,1 @@
+"""Kernels of matrix products, one host file each, and how each is planned."""

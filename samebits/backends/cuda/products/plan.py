@@ -1,0 +1,150 @@
+"""A CUDA kernel ready to launch, and what the universal product kernels tell it of operands."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from samebits.backends.cuda import runtime
+from samebits.backends.product import Matrix, Operands, Product, ProductKernel
+
+__all__ = [
+    "PARAMS",
+    "TYPES",
+    "CudaKernel",
+    "CudaPlan",
+    "TileLayout",
+    "tile_layout",
+    "tile_plan",
+]
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""How kernels number dtypes."""
+
+
+Launch = Callable[[int, int, int, int, int, int], None]
+"""Launch on addresses of a, b, out, bias, cu_seqlens and where the chains start; 0 where there is none."""
+
+
+class CudaPlan:
+    """A :class:`samebits.backends.product.Plan` of a CUDA kernel: a launch that lacks only the addresses."""
+
+    __slots__ = ("launch",)
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+
+    def run(self, x: Operands) -> None:
+        """Run on these operands."""
+        bias, cu_seqlens, start = (0 if t is None else t.data_ptr() for t in (x.bias, x.cu_seqlens, x.start))
+        self.launch(x.a.data_ptr(), x.b.data_ptr(), x.out.data_ptr(), bias, cu_seqlens, start)
+
+
+S = TypeVar("S")
+
+
+class CudaKernel(ProductKernel[S]):
+    """A product kernel in CUDA, launched by addresses."""
+
+    @abc.abstractmethod
+    def plan(self, p: Product, s: S | None = None) -> CudaPlan: ...
+
+
+def nothing(a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
+    """The launch of a product without elements."""
+
+
+PARAMS = "P4q P4q P3q P3q Pq P 10i".replace(" ", "")
+"""``struct Params`` of the universal kernels."""
+
+
+class TileLayout(NamedTuple):
+    """How an operand's tiles are loaded, and its strides in elements; "row" is m of a, n of b."""
+
+    k_major: bool
+    vector: bool
+    strides: tuple[int, int, int, int]  # batch, sequence, row, k
+
+
+def tile_layout(x: Matrix, row_dim: int, k_dim: int, *, chunk: int, ragged: bool) -> TileLayout:
+    """Which way aligned chunks of so many elements lie in memory: along k, along the rows, or neither."""
+    batch = x.strides[0] if x.ndim > 2 and x.shape[0] > 1 else 0
+    sequence = x.strides[1] if x.ndim > 3 and x.shape[1] > 1 else 0
+    row, k = x.strides[row_dim], x.strides[k_dim]
+    one_row, one_k = x.shape[row_dim] <= 1, x.shape[k_dim] <= 1
+    aligned = x.misalignment % (chunk * x.dtype.itemsize) == batch % chunk == sequence % chunk == 0
+    # A chunk is never asked for where there are fewer elements: its address may be the last of an allocation.
+    along_k = (k == 1 or one_k) and (row % chunk == 0 or one_row) and not ragged  # spans start at any k
+    along_k = along_k and x.shape[k_dim] >= chunk
+    along_rows = (row == 1 or one_row) and (k % chunk == 0 or one_k) and x.shape[row_dim] >= chunk
+    strides = (batch, sequence, 0 if one_row else row, 0 if one_k else k)
+    if aligned and along_k:
+        return TileLayout(True, True, strides)
+    if aligned and along_rows:
+        return TileLayout(False, True, strides)
+    return TileLayout(k <= row, False, strides)
+
+
+def matrix_strides(x: Matrix) -> tuple[int, ...]:
+    """Strides of batch, row and column; 0 for a dimension of one, whose stride may be anything."""
+    strides = [0 if size == 1 else stride for size, stride in zip(x.shape, x.strides, strict=True)]
+    strides[-1] = strides[-1] or 1
+    return (0,) * (3 - x.ndim) + tuple(strides)
+
+
+def start_strides(p: Product) -> tuple[int, ...]:
+    """Strides of what the chains start from; zeros where they start at +0."""
+    if p.start == "zero":
+        return 0, 0, 0
+    return matrix_strides(p.out if isinstance(p.start, str) else p.start)
+
+
+def writes_vectors(p: Product) -> bool:
+    """Whether four elements side by side can be written at once."""
+    strides = matrix_strides(p.out)
+    aligned = p.out.misalignment % (4 * p.out.dtype.itemsize) == 0
+    return strides[2] == 1 and aligned and strides[0] % 4 == strides[1] % 4 == 0
+
+
+def tile_plan(
+    p: Product,
+    spec: runtime.KernelSpec,
+    a: TileLayout,
+    b: TileLayout,
+    tiles_m: int,
+    tiles_n: int,
+    last: int,
+) -> CudaPlan:
+    """A launch of a universal kernel; `last` is the size that only one of them has."""
+    kernel = runtime.load(spec, p.device)
+    grid = tiles_m * tiles_n * p.batch, 1, 1
+    out_strides = matrix_strides(p.out)
+    from_start = start_strides(p)
+    bias_stride = 0 if p.bias is None else p.bias.strides[0]
+    sizes = (
+        *(p.m, p.n, p.k, p.segments, tiles_m, tiles_n, last, writes_vectors(p)),
+        0 if p.bias is None else TYPES[p.bias.dtype],
+        p.cu_seqlens is not None and p.cu_seqlens.dtype == torch.int64,
+    )
+
+    def launch(a_at: int, b_at: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
+        kernel.launch(
+            grid,
+            a_at,
+            *a.strides,
+            b_at,
+            *b.strides,
+            out,
+            *out_strides,
+            start,
+            *from_start,
+            bias,
+            bias_stride,
+            cu_seqlens,
+            *sizes,
+        )
+
+    return CudaPlan(launch)

@@ -1,0 +1,197 @@
+"""Products of bf16 and f16 matrices on Hopper: host side of ``kernels/tensor_core_sm90.cu``."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from samebits.backends.cuda import runtime
+from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan
+from samebits.backends.cuda.products.schedule_sm90 import Gemm, Sm90Schedule, catalogue, choose, estimate
+from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
+from samebits.backends.product import LARGEST, Product, need, refuse_large
+
+__all__ = ["EPILOGUE_TYPES", "TENSOR_CORE_SM90", "Sm90Variant", "gemm", "spec", "variant"]
+
+EPILOGUE_TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+"""How ``epilogue.cuh`` numbers dtypes; None is no tensor."""
+
+_PARAMS = "128s128s128sPPPqq8i"
+
+
+@dataclass(frozen=True, slots=True)
+class Sm90Variant:
+    """What a compiled kernel is specialised to, besides its schedule.
+
+    Attributes:
+        a_mn, b_mn: whether an operand is contiguous along its rows, and not along k.
+        aligned: whether the output can be written in vectors, or by the copy engine.
+        folded: whether k is a multiple of 64, so that one box of a tensor map holds several columns of it.
+        bounds_dtype: of ``cu_seqlens``, if there are any.
+    """
+
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    a_mn: bool
+    b_mn: bool
+    bias_dtype: torch.dtype | None = None
+    accumulate: bool = False
+    aligned: bool = True
+    folded: bool = False
+    bounds_dtype: torch.dtype | None = None
+
+
+def spec(variant: Sm90Variant, schedule: Sm90Schedule) -> runtime.KernelSpec:
+    """The kernel of `variant` under `schedule`."""
+    s = schedule
+    a_mn, b_mn = (variant.b_mn, variant.a_mn) if s.swap else (variant.a_mn, variant.b_mn)
+    panel = s.panel if variant.aligned and variant.out_dtype != torch.float32 else 0
+    constants = {
+        "INPUT_F16": int(variant.dtype == torch.float16),
+        "A_MN": int(a_mn),
+        "B_MN": int(b_mn),
+        **s.constants(),
+        "FOLDED": int(variant.folded and s.block_k > 64),
+        "TRANSPOSED": int(s.swap),
+        "OUTPUT": EPILOGUE_TYPES[variant.out_dtype],
+        "BIAS": EPILOGUE_TYPES[variant.bias_dtype],
+        "ACCUMULATE": int(variant.accumulate),
+        "ALIGNED": int(variant.aligned),
+        "PANEL": panel,
+        "RAGGED": int(variant.bounds_dtype is not None),
+        "BOUND": "long long" if variant.bounds_dtype == torch.int64 else "int",
+    }
+    return runtime.KernelSpec(
+        source="tensor_core_sm90.cu",
+        entry="tensor_core_sm90",
+        params=_PARAMS,
+        constants=tuple(constants.items()),
+        block=s.threads,
+        smem=s.smem(panel, a_mn, b_mn),
+        cluster=(s.cluster, 1, 1),
+        programmatic=True,
+    )
+
+
+_NO_MAP = bytes(128)
+
+
+def _sides(p: Product) -> tuple[Side, Side]:
+    return Side.of(p.a, -2, -1), Side.of(p.b, -1, -2)
+
+
+def _output_strides(p: Product) -> tuple[int, int]:
+    """Strides of rows and of matrices, whose batch may be one."""
+    row = p.out.strides[-2]
+    return row, p.out.strides[0] if p.batch > 1 else -(-row * p.m // 8) * 8
+
+
+def variant(p: Product) -> Sm90Variant:
+    """The variant that `p` needs."""
+    row_stride, batch_stride = _output_strides(p)
+    step = 2 if p.out.dtype == torch.float32 else 8
+    aligned = p.out.misalignment % 8 == 0 and row_stride % step == 0 and batch_stride % step == 0
+    if step == 8:  # the copy engine writes whole 16 bytes, into what follows a row too
+        aligned = aligned and p.out.misalignment == 0 and p.n % 8 == 0
+    a, b = _sides(p)
+    return Sm90Variant(
+        p.a.dtype,
+        p.out.dtype,
+        not a.k_major,
+        not b.k_major,
+        None if p.bias is None else p.bias.dtype,
+        p.start == "out",
+        aligned,
+        p.k % 64 == 0,
+        None if p.cu_seqlens is None else p.cu_seqlens.dtype,
+    )
+
+
+def gemm(p: Product) -> Gemm:
+    """What a schedule is chosen for."""
+    a, b = _sides(p)
+    moved = p.out.dtype.itemsize * (2 if p.start == "out" else 1)
+    return Gemm(p.m, p.n, p.k, p.batch, not a.k_major, not b.k_major, moved)
+
+
+class _TensorCoreSm90(CudaKernel[Sm90Schedule]):
+    name, step = "tensor_core_sm90", "mma"
+
+    @functools.cached_property
+    def catalogue(self) -> Sequence[Sm90Schedule]:
+        return tuple(dict.fromkeys(s for layout in _LAYOUTS for s in catalogue(*layout)))
+
+    def supports(self, p: Product) -> bool:
+        """Operands and outputs that TMA can read; chains from +0 or from the output."""
+        if not (
+            p.step == self.step
+            and runtime.device_info(p.device).capability == (9, 0)
+            and p.a.ndim < 4
+            and not p.out.empty
+            and p.k > 0
+            and max(*p.a.shape, *p.b.shape, p.segments) <= LARGEST
+            and p.out.strides[-1] == 1
+            and isinstance(p.start, str)
+            and (p.bias is None or p.bias.strides[0] == 1 or p.n == 1)
+            and p.a.misalignment == p.b.misalignment == 0
+        ):
+            return False
+        sides = _sides(p)
+        if any(side.k_major is None or side.batch % 8 for side in sides):
+            return False
+        return p.cu_seqlens is None or not any(side.k_major for side in sides)
+
+    def schedules(self, p: Product) -> Sequence[Sm90Schedule]:
+        a, b = _sides(p)
+        return catalogue(not a.k_major, not b.k_major)
+
+    def choose(self, p: Product) -> Sm90Schedule:
+        return choose(gemm(p), runtime.device_info(p.device).sm_count)
+
+    def cost(self, p: Product, s: Sm90Schedule) -> float:
+        return estimate(s, gemm(p), runtime.device_info(p.device).sm_count)
+
+    def plan(self, p: Product, s: Sm90Schedule | None = None) -> CudaPlan:
+        need(
+            self.supports(p),
+            f"{self.name}: expected matrices of 16 bits with terms, which TMA can read, on sm_90",
+        )
+        s = s or self.choose(p)
+        v, (a, b), swap = variant(p), _sides(p), s.swap
+        a_block, b_block = (s.block_n, s.block_m) if swap else (s.block_m, s.block_n)
+        a_sharers, b_sharers = (1, s.cluster) if swap else (s.cluster, 1)
+        how = v.folded and s.block_k > 64, s.l2_promotion
+        a_maps = operand_maps(v.dtype, a, p.batch, v.a_mn, a_block, s.block_k, a_sharers, *how)
+        b_maps = operand_maps(v.dtype, b, p.batch, v.b_mn, b_block, s.block_k, b_sharers, *how)
+        row_stride, batch_stride = _output_strides(p)
+        out_maps = None
+        if v.aligned and v.out_dtype != torch.float32 and s.panel:
+            strides = (row_stride * 2, batch_stride * 2)
+            out_maps = Maps(v.out_dtype, (p.n, p.m, p.batch), strides, (s.panel, 64, 1), s.panel * 2)
+        rows, columns = (p.n, p.m) if swap else (p.m, p.n)
+        batched = int(a.batch != 0), int(b.batch != 0)
+        rest = (
+            *(row_stride, batch_stride, rows, columns, p.k, p.batch),
+            *(batched[::-1] if swap else batched),
+            *(0 if p.cu_seqlens is None else p.segments, s.group),
+        )
+        refuse_large(p, -(-rows // s.block_m) * -(-columns // (s.block_n * s.cluster)) * p.batch)
+        grid = s.grid(rows, columns, p.batch, runtime.device_info(p.device).sm_count)
+        kernel = runtime.load(spec(v, s), p.device)
+
+        def launch(a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
+            tall, wide = a_maps[a], b_maps[b]
+            if swap:  # what is called A in the kernel lies on the tall side of its tiles
+                tall, wide = wide, tall
+            out_map = _NO_MAP if out_maps is None else out_maps[out]
+            kernel.launch(grid, tall, wide, out_map, out, bias, cu_seqlens, *rest)
+
+        return CudaPlan(launch)
+
+
+_LAYOUTS = tuple(itertools.product((False, True), repeat=2))
+TENSOR_CORE_SM90 = _TensorCoreSm90()
