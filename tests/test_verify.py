@@ -253,8 +253,8 @@ def test_log_probabilities_of_a_second_backend_are_held_to_the_reference(
         flipped("statistics", out.s, schedule)
         return out
 
-    def grad_logits(*args: Any, schedule: object) -> Tensor:
-        out = right.grad_logits(*args, schedule=schedule)
+    def grad_logits(*args: Any, dtype: torch.dtype, schedule: object) -> Tensor:
+        out = right.grad_logits(*args, dtype=dtype, schedule=schedule)
         flipped("grad_logits", out, schedule)
         return out
 

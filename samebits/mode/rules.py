@@ -183,9 +183,11 @@ REPORTED = {
         native_group_norm native_layer_norm _weight_norm
     """,
     "sums of other kinds": """
-        cumsum cumsum_ cumprod cumprod_ logcumsumexp prod cov corrcoef histc histogram bincount embedding_bag
+        cumsum cumsum_ cumprod cumprod_ logcumsumexp prod cov corrcoef histc histogram bincount
+        embedding_bag
         trapezoid trapz cumulative_trapezoid segment_reduce
-        scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_reduce index_reduce_
+        scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_
+        index_reduce index_reduce_
     """,
     "recurrent layers": """
         lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
