@@ -34,7 +34,7 @@ pytestmark = pytest.mark.gpu
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 HALF = (BF16, F16)
 ON_CPU = TENSOR_CORE.on(FAMILY)
-Inputs = dict[str, Tensor]
+Named = dict[str, Tensor]
 
 
 def gradients(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, **options: Any) -> tuple[Tensor, ...]:
