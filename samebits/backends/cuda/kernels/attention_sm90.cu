@@ -1,24 +1,26 @@
 // Attention on Hopper, forward: docs/contract.md, "Attention". Scores exist in registers alone.
 //
-// A block takes a tile of queries that share a head of k and v: ROWS of them, of as many members of the group as
-// TILE_QUERIES leaves room for, the queries of one member side by side. It goes over the keys twice, 128 at a time:
-// first for the statistics of every block of scores, then, with those of the row known, for probabilities, which the
-// tensor cores take from registers. The two warpgroups share keys and values, and nothing else.
+// A block takes a tile of queries that share a head of k and v: ROWS of them, of as many members of the group
+// as TILE_QUERIES leaves room for, the queries of one member side by side. It goes over the keys twice, 128
+// at a time: first for the statistics of every block of scores, then, with those of the row known, for
+// probabilities, which the tensor cores take from registers. The two warpgroups share keys and values, and
+// nothing else.
 //
-// With statistics in shared memory every tile has a block of its own. With statistics in `scratch` there are at most as
-// many blocks as multiprocessors, which take several tiles, one after another: the ring and its parities go on from
-// one to the next, queries are copied in once both warpgroups have multiplied those before, and outputs never pass
-// through shared memory.
+// With statistics in shared memory every tile has a block of its own. With statistics in `scratch` there are
+// at most as many blocks as multiprocessors, which take several tiles, one after another: the ring and its
+// parities go on from one to the next, queries are copied in once both warpgroups have multiplied those
+// before, and outputs never pass through shared memory.
 //
-// What a warpgroup multiplies next is on its way before it turns to what it has: the arithmetic of scores takes
-// several times as long as their products.
+// What a warpgroup multiplies next is on its way before it turns to what it has: the arithmetic of scores
+// takes several times as long as their products.
 //
 //   INPUT_F16                f16 operands, otherwise bf16
 //   HEAD, VALUES             sizes of q and k, and of v, rounded up to 16: columns past the end are zeros
 //   MASK                     NONE, F32 or BOOLEAN
 //   WARPGROUPS               that compute, with 64 rows each
 //   STAGES                   length of the ring of tiles of keys and values
-//   HELD                     blocks of keys whose statistics fit into shared memory; 0: they are kept in `scratch`
+//   HELD                     blocks of keys whose statistics fit into shared memory; 0: they are kept in
+//   `scratch`
 #include "convert.cuh"
 #include "logp.cuh"
 #include "tile_sm90.cuh"
@@ -41,16 +43,16 @@ struct alignas(8) Statistics {
 
 struct Problem {
     TensorMap q, k, v;
-    void* out;           // [batch, heads, group, queries, values]
-    const void* mask;    // [batch, heads, group, queries, keys]
-    Statistics* scratch; // ROWS for each block of keys, for each block of the grid
+    void* out;            // [batch, heads, group, queries, values]
+    const void* mask;     // [batch, heads, group, queries, keys]
+    Statistics* scratch;  // ROWS for each block of keys, for each block of the grid
     i64 mask_batch, mask_head, mask_member, mask_query, mask_key;  // its strides
     int heads, group, queries, keys, values;
     int batch_heads;
-    int shared;          // bits 0 to 5: q, k, v have one matrix for all of the batch; for all heads
-    int tile_queries;    // in a tile of each of its members: 2 to this power
+    int shared;        // bits 0 to 5: q, k, v have one matrix for all of the batch; for all heads
+    int tile_queries;  // in a tile of each of its members: 2 to this power
     int tiles, query_tiles, member_tiles;
-    int together;        // heads of k whose tiles are taken in turns, so that keys and values stay in L2
+    int together;  // heads of k whose tiles are taken in turns, so that keys and values stay in L2
     int causal;
     float scale;
 };
@@ -77,7 +79,8 @@ struct Place {
     }
 };
 
-// Which tile a block takes in a round, or -1: every other round in reverse, so that none gets all the long ones.
+// Which tile a block takes in a round, or -1: every other round in reverse, so that none gets all the long
+// ones.
 __device__ __forceinline__ int tile_of(const Problem& p, int round) {
     int place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, index = round * int(gridDim.x) + place;
     return index < p.tiles ? index : -1;
@@ -118,8 +121,8 @@ __device__ __forceinline__ void produce(const Shared& shared, const Problem& p) 
         barrier_expect(shared.q_full, QTile::bytes);
 #pragma unroll
         for (u32 column = 0; column < QTile::columns; ++column)
-            copy_in(shared.q + column * QTile::column_bytes, p.q, shared.q_full, column * QTile::width, place.query,
-                    place.member, head(0), batch(0));
+            copy_in(shared.q + column * QTile::column_bytes, p.q, shared.q_full, column * QTile::width,
+                    place.query, place.member, head(0), batch(0));
         for (int pass = 0; pass < 2; ++pass) {
             for (int block = 0; block < place.blocks; ++block) {
                 u32 full = shared.full + ring.stage * 8, to = shared.ring + ring.stage * STAGE_BYTES;
@@ -144,11 +147,11 @@ __device__ __forceinline__ void produce(const Shared& shared, const Problem& p) 
 
 // Of this thread: two rows, 8 apart, each shared with the three other lanes that have the rest of its scores.
 struct Rows {
-    int row, column;   // the first row in the tile, and key in a tile of keys
-    int seen[2];       // keys from the first
-    int all_seen;      // by every row of the warp
-    bool busy[2];      // whether any row of the warp is one of the output's
-    i64 mask[2];       // where a row of it begins
+    int row, column;  // the first row in the tile, and key in a tile of keys
+    int seen[2];      // keys from the first
+    int all_seen;     // by every row of the warp
+    bool busy[2];     // whether any row of the warp is one of the output's
+    i64 mask[2];      // where a row of it begins
 
     __device__ Rows(const Problem& p, const Place& place, u32 thread)
         : row(thread / 32 * 16 + thread % 32 / 4), column(thread % 4 * 2) {
@@ -228,8 +231,8 @@ __device__ __forceinline__ void multiply(float (&acc)[VALUES / 2], const u32 (&p
 
 // A row's divisor: quotients of numbers up to 1 by a sum of exponentials, rounded as IEEE 754 has it.
 struct Divisor {
-    // Of 2^-80, below which a remainder may be inexact. In f16 the quotients of such numbers are zeros anyhow, but
-    // without the branch ptxas finds too few registers and serialises wgmma (C7511).
+    // Of 2^-80, below which a remainder may be inexact. In f16 the quotients of such numbers are zeros
+    // anyhow, but without the branch ptxas finds too few registers and serialises wgmma (C7511).
     static constexpr u32 TINY = INPUT_F16 ? 1 : 47 << 23;
 
     float divisor, inverse;
@@ -241,14 +244,15 @@ struct Divisor {
         inverse = sum == 0.0f ? 0.0f : static_cast<float>(refined(about));  // all are masked: zeros
     }
 
-    // For x = 0, and x >= 2^-81. The inverse is rounded to nearest, so one correction is enough: the quotients near the
-    // midpoint of two numbers are few enough to try them all (tests/test_rows.py).
+    // For x = 0, and x >= 2^-81. The inverse is rounded to nearest, so one correction is enough: the
+    // quotients near the midpoint of two numbers are few enough to try them all (tests/test_rows.py).
     __device__ __forceinline__ float quotient(float x) const {
         float q = __fmul_rn(x, inverse);
         return __fmaf_rn(__fmaf_rn(-divisor, q, x), inverse, q);
     }
 
-    // For all x. A quotient in f64 within an ulp, and exact if that is possible, is on the right side of every midpoint.
+    // For all x. A quotient in f64 within an ulp, and exact if that is possible, is on the right side of
+    // every midpoint.
     __device__ __forceinline__ float tiny_quotient(float x) const {
         double by = refined(inverse), q = __dmul_rn(x, by);
         return __double2float_rn(__fma_rn(__fma_rn(-double(divisor), q, double(x)), by, q));
@@ -293,9 +297,9 @@ struct Consumer {
     const Problem& p;
     const Shared& shared;
     u32 thread, warpgroup;
-    u32 q;                 // of this warpgroup's rows
+    u32 q;                   // of this warpgroup's rows
     Statistics* statistics;  // of this thread's first row
-    Ring ring;             // what is multiplied next
+    Ring ring;               // what is multiplied next
 
     __device__ __forceinline__ u32 wait() const {
         barrier_wait(shared.full + ring.stage * 8, ring.parity);
@@ -305,7 +309,8 @@ struct Consumer {
         if (thread == 0) barrier_arrive(shared.empty + stage * 8);
     }
 
-    __device__ __forceinline__ void block_statistics(float (&z)[64], const Rows& rows, int block, float (&largest)[2]) {
+    __device__ __forceinline__ void block_statistics(float (&z)[64], const Rows& rows, int block,
+                                                     float (&largest)[2]) {
         rows.finish(z, p, block * KEYS + rows.column);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -321,9 +326,10 @@ struct Consumer {
 
     // Over all keys: the shift and the sum of exponentials of each row.
     //
-    // Here and below the last keys are multiplied once or twice more than they need be, for nobody: with a branch around
-    // it ptxas serialises wgmma (C7515). So they are released after the loop.
-    __device__ __forceinline__ void first_pass(const Rows& rows, int blocks, float (&shift)[2], Divisor (&by)[2]) {
+    // Here and below the last keys are multiplied once or twice more than they need be, for nobody: with a
+    // branch around it ptxas serialises wgmma (C7515). So they are released after the loop.
+    __device__ __forceinline__ void first_pass(const Rows& rows, int blocks, float (&shift)[2],
+                                               Divisor (&by)[2]) {
         float largest[2] = {-INF, -INF}, even[64], odd[64];
         u32 k = wait();
         auto start = [&](float (&next)[64]) {
@@ -380,7 +386,7 @@ struct Consumer {
         u32 p_even[4][4], p_odd[4][4] = {};
         u32 k = wait(), k_stage = ring.stage, v = 0, v_stage = 0;
         ring.step();
-        auto step = [&](float (&now)[32], u32 (&p)[4][4], u32 half) {
+        auto step = [&](float (&now)[32], u32(&p)[4][4], u32 half) {
             clear(now);
             pin(p);
             pin(out);
@@ -435,7 +441,8 @@ struct Consumer {
         release(v_stage);
     }
 
-    __device__ __forceinline__ void store(const Rows& rows, const Place& place, const float (&out)[VALUES / 2]) const {
+    __device__ __forceinline__ void store(const Rows& rows, const Place& place,
+                                          const float (&out)[VALUES / 2]) const {
         i64 matrix = i64(place.batch) * p.heads + place.head;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -446,7 +453,8 @@ struct Consumer {
             auto* to = static_cast<Type::Stored*>(p.out) + at;
 #pragma unroll
             for (int j = 0; j < VALUES / 8; ++j)
-                if (j * 8 < p.values) Type::store_pair(to + j * 8, out[j * 4 + i * 2], out[j * 4 + i * 2 + 1]);
+                if (j * 8 < p.values)
+                    Type::store_pair(to + j * 8, out[j * 4 + i * 2], out[j * 4 + i * 2 + 1]);
         }
     }
 
@@ -460,7 +468,8 @@ struct Consumer {
             first_pass(rows, place.blocks, shift, by);
             second_pass(rows, place.blocks, shift, by, out);
             store(rows, place, out);
-            __syncwarp();  // rows outside of the output have left early, and the next tile's wgmma wants the warp whole
+            __syncwarp();  // rows outside of the output have left early, and the next tile's wgmma wants the
+                           // warp whole
         }
     }
 };
@@ -484,7 +493,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_sm90(const __
     wait_for_previous_kernel();
     let_next_kernel_start();
 
-    // Read from one lane, so that the compiler knows it, and all addresses made of it, to be uniform in a warp.
+    // Read from one lane, so that the compiler knows it, and all addresses made of it, to be uniform in a
+    // warp.
     u32 warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     if (warpgroup == WARPGROUPS) {
         if constexpr (WARPGROUPS > 1) give_registers<40>();
@@ -493,9 +503,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_sm90(const __
     } else {
         if constexpr (WARPGROUPS > 1) take_registers<232>();
         u32 thread = threadIdx.x % 128;
-        Statistics* statistics = HELD > 0 ? shared.held : p.scratch + i64(blockIdx.x) * ROWS * ((p.keys + KEYS - 1) / KEYS);
-        Consumer{p, shared, thread, warpgroup, shared.q + QTile::step(warpgroup * 64, 0),
-                 statistics + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4, Ring()}
+        Statistics* statistics =
+            HELD > 0 ? shared.held : p.scratch + i64(blockIdx.x) * ROWS * ((p.keys + KEYS - 1) / KEYS);
+        Consumer{p,
+                 shared,
+                 thread,
+                 warpgroup,
+                 shared.q + QTile::step(warpgroup * 64, 0),
+                 statistics + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4,
+                 Ring()}
             .run();
     }
 }

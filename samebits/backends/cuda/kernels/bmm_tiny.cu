@@ -1,12 +1,15 @@
-// Batched products of tiny matrices, m, n, k <= 64: a block loads some matrices whole into shared memory, multiplies
-// them, and writes them out. If not STAGED, threads load what they multiply straight into registers.
+// Batched products of tiny matrices, m, n, k <= 64: a block loads some matrices whole into shared memory,
+// multiplies them, and writes them out. If not STAGED, threads load what they multiply straight into
+// registers.
 //
-// Every output element is one chain over ascending k with one f32 accumulator, in one thread: of fused multiply-adds,
-// or of tensor-core steps of 16 k. How matrices are shared among blocks and threads is free, and changes no bit.
+// Every output element is one chain over ascending k with one f32 accumulator, in one thread: of fused
+// multiply-adds, or of tensor-core steps of 16 k. How matrices are shared among blocks and threads is free,
+// and changes no bit.
 
 #include "epilogue.cuh"
 
-// The matrices of a batch, as lines of neighbours: of a along k or along m, of b along k or along n, of out along n.
+// The matrices of a batch, as lines of neighbours: of a along k or along m, of b along k or along n, of out
+// along n.
 struct Matrices {
     unsigned char* data;
     i64 batch, line, inner;  // strides in bytes
@@ -22,11 +25,10 @@ struct Params {
 
 __device__ constexpr int size_of(int type) { return type == F32 ? 4 : 2; }
 
-// Bytes from line to line. In shared memory lines start at odd multiples of 16 bytes, so that eight of them meet no
-// bank twice; else they lie end to end.
+// Bytes from line to line. In shared memory lines start at odd multiples of 16 bytes, so that eight of them
+// meet no bank twice; else they lie end to end.
 template <int TYPE>
-__device__ __forceinline__ int pitch_of(int inner)
-{
+__device__ __forceinline__ int pitch_of(int inner) {
     return STAGED ? (inner * size_of(TYPE) + 15) / 16 * 16 | 16 : inner * size_of(TYPE);
 }
 
@@ -51,13 +53,14 @@ struct Chunk<16> {
 
 // Of an operand. Volatile: an operand may be what the kernel before this one writes, so no load may move up.
 template <typename Type>
-__device__ __forceinline__ Type fetch(const unsigned char* from)
-{
+__device__ __forceinline__ Type fetch(const unsigned char* from) {
     Type v;
     if constexpr (STAGED)
         v = *reinterpret_cast<const Type*>(from);
     else if constexpr (sizeof(Type) == 16)
-        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "l"(from));
     else if constexpr (sizeof(Type) == 8)
         asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
     else if constexpr (sizeof(Type) == 4)
@@ -68,46 +71,47 @@ __device__ __forceinline__ Type fetch(const unsigned char* from)
 }
 
 template <int BYTES>
-__device__ __forceinline__ void copy_in(unsigned char* to, const unsigned char* from)
-{
+__device__ __forceinline__ void copy_in(unsigned char* to, const unsigned char* from) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
+                     : "memory");
     else if constexpr (BYTES > 2)
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),
+                     "n"(BYTES)
+                     : "memory");
     else
 #endif
         *reinterpret_cast<typename Chunk<BYTES>::Type*>(to) =
             __ldg(reinterpret_cast<const typename Chunk<BYTES>::Type*>(from));
 }
 
-// With strides that the compiler knows, if operands are DENSE: lines lie end to end, and so do matrices that do not
-// broadcast.
-__device__ __forceinline__ Matrices known(Matrices x, int lines, int inner, int size, bool broadcast)
-{
+// With strides that the compiler knows, if operands are DENSE: lines lie end to end, and so do matrices that
+// do not broadcast.
+__device__ __forceinline__ Matrices known(Matrices x, int lines, int inner, int size, bool broadcast) {
     if (DENSE) x.inner = size, x.line = inner * size, x.batch = broadcast ? 0 : lines * inner * size;
     return x;
 }
 
-// Calls each(offset in shared memory, offset in global memory) for all chunks of `count` matrices, neighbours in memory
-// by neighbouring threads.
+// Calls each(offset in shared memory, offset in global memory) for all chunks of `count` matrices, neighbours
+// in memory by neighbouring threads.
 template <int TYPE, int VECTOR, typename Each>
-__device__ __forceinline__ void for_chunks(const Matrices& x, int count, u32 lines, int inner, Each each)
-{
+__device__ __forceinline__ void for_chunks(const Matrices& x, int count, u32 lines, int inner, Each each) {
     const int pitch = pitch_of<TYPE>(inner);
     const u32 chunks = inner * size_of(TYPE) / VECTOR;
     const i64 step = VECTOR == size_of(TYPE) ? x.inner : VECTOR;
 #pragma unroll 4
     for (u32 i = threadIdx.x; i < count * lines * chunks; i += THREADS) {
         const u32 line = i / chunks, chunk = i - line * chunks, matrix = line / lines;
-        const i64 from = DENSE ? i * VECTOR : matrix * x.batch + (line - matrix * lines) * x.line + chunk * step;
+        const i64 from =
+            DENSE ? i * VECTOR : matrix * x.batch + (line - matrix * lines) * x.line + chunk * step;
         each(line * pitch + chunk * VECTOR, from);
     }
 }
 
 template <int TYPE, int VECTOR>
-__device__ __forceinline__ void load(unsigned char* to, const Matrices& x, i64 first, int count, int lines, int inner)
-{
+__device__ __forceinline__ void load(unsigned char* to, const Matrices& x, i64 first, int count, int lines,
+                                     int inner) {
     const unsigned char* data = x.data + first * x.batch;
     for_chunks<TYPE, VECTOR>(x, x.batch ? count : 1, lines, inner,
                              [&](u32 shared, i64 global) { copy_in<VECTOR>(to + shared, data + global); });
@@ -115,8 +119,8 @@ __device__ __forceinline__ void load(unsigned char* to, const Matrices& x, i64 f
 
 // A part of one matrix: a range of k, for all rows.
 template <int TYPE, int VECTOR, bool K_MAJOR>
-__device__ __forceinline__ void load_part(unsigned char* to, const Matrices& x, i64 matrix, int lines, int inner, int part)
-{
+__device__ __forceinline__ void load_part(unsigned char* to, const Matrices& x, i64 matrix, int lines,
+                                          int inner, int part) {
     const int pitch = pitch_of<TYPE>(inner), chunks = inner * size_of(TYPE) / VECTOR / (K_MAJOR ? PARTS : 1);
     const i64 step = VECTOR == size_of(TYPE) ? x.inner : VECTOR;
     if (!K_MAJOR) lines /= PARTS;
@@ -130,8 +134,8 @@ __device__ __forceinline__ void load_part(unsigned char* to, const Matrices& x, 
 }
 
 template <int VECTOR>
-__device__ __forceinline__ void store(const unsigned char* from, const Matrices& x, i64 first, int count, int lines, int inner)
-{
+__device__ __forceinline__ void store(const unsigned char* from, const Matrices& x, i64 first, int count,
+                                      int lines, int inner) {
     using Type = typename Chunk<VECTOR>::Type;
     unsigned char* data = x.data + first * x.batch;
     for_chunks<OUT, VECTOR>(x, count, lines, inner, [&](u32 shared, i64 global) {
@@ -140,18 +144,17 @@ __device__ __forceinline__ void store(const unsigned char* from, const Matrices&
 }
 
 // The accumulator that an element's chain starts from.
-__device__ __forceinline__ float start(const Matrices& out, i64 matrix, int row, int column, bool exists)
-{
+__device__ __forceinline__ float start(const Matrices& out, i64 matrix, int row, int column, bool exists) {
     if (!ACCUMULATE || !exists) return 0.0f;
-    return *reinterpret_cast<const float*>(out.data + matrix * out.batch + row * out.line + column * out.inner);
+    return *reinterpret_cast<const float*>(out.data + matrix * out.batch + row * out.line +
+                                           column * out.inner);
 }
 
 // Four neighbours of a row.
-__device__ __forceinline__ void store_four(unsigned char* to, const float* x, int kind)
-{
+__device__ __forceinline__ void store_four(unsigned char* to, const float* x, int kind) {
     if constexpr (OUT == F32)
-        *reinterpret_cast<uint4*>(to) =
-            make_uint4(round_bits(x[0], kind), round_bits(x[1], kind), round_bits(x[2], kind), round_bits(x[3], kind));
+        *reinterpret_cast<uint4*>(to) = make_uint4(round_bits(x[0], kind), round_bits(x[1], kind),
+                                                   round_bits(x[2], kind), round_bits(x[3], kind));
     else
         *reinterpret_cast<uint2*>(to) = make_uint2(round_pair<OUT>(x[0], x[1]), round_pair<OUT>(x[2], x[3]));
 }
@@ -166,16 +169,16 @@ struct Tiles {
 };
 
 #if TENSOR_CORE && STAGED
-// Matrices of at most eight rows and columns are taken in pairs: the second eight rows and columns of a step are the
-// next matrix's. Of the four products two are wanted.
+// Matrices of at most eight rows and columns are taken in pairs: the second eight rows and columns of a step
+// are the next matrix's. Of the four products two are wanted.
 constexpr int PAIRED = M && M <= 8 && N <= 8;
 
 // A warp takes 16 rows of a matrix and all its columns, or a pair of matrices.
-__device__ __forceinline__ void multiply(const Tiles& t)
-{
+__device__ __forceinline__ void multiply(const Tiles& t) {
     constexpr int TILES = PAIRED ? 2 : M ? (N + 15) / 16 * 2 : 8;  // of eight columns
     const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4 * 2;
-    const int a_pitch = pitch_of<A_TYPE>(A_K_MAJOR ? t.k : t.m), b_pitch = pitch_of<B_TYPE>(B_K_MAJOR ? t.k : t.n);
+    const int a_pitch = pitch_of<A_TYPE>(A_K_MAJOR ? t.k : t.m),
+              b_pitch = pitch_of<B_TYPE>(B_K_MAJOR ? t.k : t.n);
     const int a_row = A_K_MAJOR ? a_pitch : 2, a_k = A_K_MAJOR ? 2 : a_pitch;  // bytes from one to the next
     const int b_row = B_K_MAJOR ? b_pitch : 2, b_k = B_K_MAJOR ? 2 : b_pitch;
     const int out_pitch = pitch_of<OUT>(t.n);
@@ -190,7 +193,8 @@ __device__ __forceinline__ void multiply(const Tiles& t)
 #pragma unroll(PAIRED ? 4 : 1)
     for (int unit = threadIdx.x / 32; unit < units; unit += THREADS / 32) {
         const int matrix = PAIRED ? unit * 2 : unit / strips, row0 = unit % strips * 16 + row;
-        const u32 a = a_lane + matrix * t.a_matrix + unit % strips * 16 * a_row, b = b_lane + matrix * t.b_matrix;
+        const u32 a = a_lane + matrix * t.a_matrix + unit % strips * 16 * a_row,
+                  b = b_lane + matrix * t.b_matrix;
         const auto exists = [&](int j, int half) {
             if (PAIRED) return j == half && matrix + half < t.count && row < t.m && pair < t.n;
             return row0 + half * 8 < t.m && j * 8 + pair < t.n;
@@ -201,8 +205,8 @@ __device__ __forceinline__ void multiply(const Tiles& t)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int half = e / 2, column = (PAIRED ? 0 : j * 8) + pair + e % 2;
-                c[j][e] = start(t.out, t.first + matrix + PAIRED * half, row0 + (PAIRED ? 0 : half * 8), column,
-                                exists(j, half) && column < t.n);
+                c[j][e] = start(t.out, t.first + matrix + PAIRED * half, row0 + (PAIRED ? 0 : half * 8),
+                                column, exists(j, half) && column < t.n);
             }
 #pragma unroll
         for (int k0 = 0; k0 < (M ? K : 64); k0 += 16) {
@@ -236,34 +240,36 @@ __device__ __forceinline__ void multiply(const Tiles& t)
                 if (!exists(j, half)) continue;
                 const float low = c[j][half * 2], high = c[j][half * 2 + 1];
                 const int to_row = PAIRED ? (matrix + half) * t.m + row : matrix * t.m + row0 + half * 8;
-                unsigned char* to = t.staged + to_row * out_pitch + ((PAIRED ? 0 : j * 8) + pair) * size_of(OUT);
+                unsigned char* to =
+                    t.staged + to_row * out_pitch + ((PAIRED ? 0 : j * 8) + pair) * size_of(OUT);
                 if constexpr (OUT == F32)
-                    *reinterpret_cast<uint2*>(to) = make_uint2(round_bits(low, t.out_kind), round_bits(high, t.out_kind));
+                    *reinterpret_cast<uint2*>(to) =
+                        make_uint2(round_bits(low, t.out_kind), round_bits(high, t.out_kind));
                 else
                     *reinterpret_cast<u32*>(to) = round_pair<OUT>(low, high);
             }
     }
 }
 #elif TENSOR_CORE
-// A tile has 16 rows, 16 columns and 16 k. Small matrices share one: each has its own SIDE rows and SIDE columns, and of
-// the products only those on the diagonal are wanted. Never along k: 0 times a neighbour's infinity would be NaN.
+// A tile has 16 rows, 16 columns and 16 k. Small matrices share one: each has its own SIDE rows and SIDE
+// columns, and of the products only those on the diagonal are wanted. Never along k: 0 times a neighbour's
+// infinity would be NaN.
 constexpr int LONGER = M > N ? M : N, SIDE = LONGER <= 4 ? 4 : LONGER <= 8 ? 8 : 16, SHARE = 16 / SIDE;
 constexpr int ROW_TILES = (M + 15) / 16, TILES = ROW_TILES * ((N + 15) / 16), STEPS = (K + 15) / 16;
 
-// This lane's pairs of k of two lines: rows of a, or columns of b. The lines are neighbours (2 g and 2 g + 1, where a
-// fragment has g and g + 8) if NEIGHBOURS, as they have to be where they lie side by side in memory.
+// This lane's pairs of k of two lines: rows of a, or columns of b. The lines are neighbours (2 g and 2 g + 1,
+// where a fragment has g and g + 8) if NEIGHBOURS, as they have to be where they lie side by side in memory.
 template <bool K_MAJOR, bool NEIGHBOURS, int LINES>
 struct Lines {
     u32 pairs[STEPS][2][2];  // [step][line][half of k]
 
-    static __device__ __forceinline__ int line(int which)
-    {
+    static __device__ __forceinline__ int line(int which) {
         const int group = threadIdx.x % 32 / 4;
         return NEIGHBOURS ? group * 2 + which : group + which * 8;
     }
 
-    __device__ __forceinline__ void load(const unsigned char* data, int stride, int matrix, int count, int line0)
-    {
+    __device__ __forceinline__ void load(const unsigned char* data, int stride, int matrix, int count,
+                                         int line0) {
         const int pair = threadIdx.x % 4 * 2;
         const unsigned char* from[2];
         bool exists[2];
@@ -290,8 +296,7 @@ struct Lines {
 };
 
 // A warp takes IN_FLIGHT tiles: loads all, then multiplies and writes out one after the other.
-__device__ __forceinline__ void multiply(const Tiles& t)
-{
+__device__ __forceinline__ void multiply(const Tiles& t) {
     const int units = (t.count + SHARE - 1) / SHARE * TILES, column = threadIdx.x % 4 * 4;
     unsigned char* out = t.out.data + t.first * t.out.batch;
 #pragma unroll 1
@@ -316,10 +321,12 @@ __device__ __forceinline__ void multiply(const Tiles& t)
             for (int which = 0; which < 2; ++which) {
                 const int line = a[i].line(which);
                 to_row[which] = line % SIDE + tile % ROW_TILES * 16;
-                wanted[which] = line / SIDE == column / SIDE && matrix < t.count && to_row[which] < M && to_column < N;
+                wanted[which] =
+                    line / SIDE == column / SIDE && matrix < t.count && to_row[which] < M && to_column < N;
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    c[e % 2][which * 2 + e / 2] = start(t.out, t.first + matrix, to_row[which], to_column + e, wanted[which]);
+                    c[e % 2][which * 2 + e / 2] =
+                        start(t.out, t.first + matrix, to_row[which], to_column + e, wanted[which]);
             }
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
@@ -331,7 +338,8 @@ __device__ __forceinline__ void multiply(const Tiles& t)
 #pragma unroll
             for (int which = 0; which < 2; ++which) {
                 if (!wanted[which]) continue;
-                const float x[4] = {c[0][which * 2], c[1][which * 2], c[0][which * 2 + 1], c[1][which * 2 + 1]};
+                const float x[4] = {c[0][which * 2], c[1][which * 2], c[0][which * 2 + 1],
+                                    c[1][which * 2 + 1]};
                 store_four(out + ((matrix * M + to_row[which]) * N + to_column) * size_of(OUT), x, OUT);
             }
         }
@@ -340,8 +348,7 @@ __device__ __forceinline__ void multiply(const Tiles& t)
 #else
 // `COUNT` neighbours in shared memory, widened.
 template <int TYPE, int COUNT>
-__device__ __forceinline__ void read(float* x, const unsigned char* at)
-{
+__device__ __forceinline__ void read(float* x, const unsigned char* at) {
     if constexpr (TYPE == F32) {
         const auto v = fetch<typename Chunk<COUNT * 4>::Type>(at);
         const u32* bits = reinterpret_cast<const u32*>(&v);
@@ -363,15 +370,16 @@ __device__ __forceinline__ void read(float* x, const unsigned char* at)
 // `COUNT` rows of a, or columns of b, that a thread multiplies: `threads` threads share all of them.
 template <int TYPE, bool K_MAJOR, int COUNT>
 struct Side {
-    static constexpr int RUN = K_MAJOR ? 1 : COUNT < 4 ? COUNT : 4;  // neighbours, where they lie side by side
+    static constexpr int RUN = K_MAJOR     ? 1
+                               : COUNT < 4 ? COUNT
+                                           : 4;  // neighbours, where they lie side by side
     const unsigned char* data;
     int pitch, at, threads;
 
     __device__ __forceinline__ int index(int i) const { return (i / RUN * threads + at) * RUN + i % RUN; }
 
     // Four k from `k` on.
-    __device__ __forceinline__ void read_four(float (&x)[COUNT][4], int k) const
-    {
+    __device__ __forceinline__ void read_four(float (&x)[COUNT][4], int k) const {
         if constexpr (K_MAJOR) {
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) read<TYPE, 4>(x[i], data + index(i) * pitch + k * size_of(TYPE));
@@ -393,8 +401,7 @@ struct Side {
 constexpr int RUN = !B_K_MAJOR && OUT_VECTOR >= 4 * size_of(OUT) ? 4 : 1;
 
 // Waits for a part of what is copied, in PARTS, which only a block does whose every thread has one tile.
-__device__ __forceinline__ void await_part(int part)
-{
+__device__ __forceinline__ void await_part(int part) {
     static_assert(PARTS <= 2);
     if (part < PARTS - 1)
         wait_copies<1>();
@@ -404,10 +411,10 @@ __device__ __forceinline__ void await_part(int part)
 }
 
 // A thread takes TILE_M rows of TILE_N columns, and writes them out itself.
-__device__ __forceinline__ void multiply(const Tiles& t)
-{
+__device__ __forceinline__ void multiply(const Tiles& t) {
     const int across = (t.n + TILE_N - 1) / TILE_N, down = (t.m + TILE_M - 1) / TILE_M;
-    const int a_pitch = pitch_of<A_TYPE>(A_K_MAJOR ? t.k : t.m), b_pitch = pitch_of<B_TYPE>(B_K_MAJOR ? t.k : t.n);
+    const int a_pitch = pitch_of<A_TYPE>(A_K_MAJOR ? t.k : t.m),
+              b_pitch = pitch_of<B_TYPE>(B_K_MAJOR ? t.k : t.n);
 
 #pragma unroll 1
     for (int unit = threadIdx.x; unit < t.count * across * down; unit += THREADS) {
@@ -467,16 +474,16 @@ __device__ __forceinline__ void multiply(const Tiles& t)
 #endif
 
 #if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void prefetch(const Matrices& x, int span, i64 first, int count)
-{
+__device__ __forceinline__ void prefetch(const Matrices& x, int span, i64 first, int count) {
     if (span)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(x.data + first * span), "r"(count * span) : "memory");
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(x.data + first * span),
+                     "r"(count * span)
+                     : "memory");
 }
 #endif
 
 // Blocks that shall fit on a multiprocessor, if not 0.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bmm_tiny(const __grid_constant__ Params p)
-{
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bmm_tiny(const __grid_constant__ Params p) {
     Tiles t;
     t.m = M ? M : p.m, t.n = M ? N : p.n, t.k = M ? K : p.k;
     t.first = static_cast<i64>(blockIdx.x) * p.per_block;

@@ -20,7 +20,7 @@ struct ColumnsParams {
     const Grad::Stored* grad;
     const void* x;
     const float *means, *scales;  // of every token; means is null for an RMS norm
-    Out::Stored *product, *sum;  // sums of grad * normalised x, and of grad; the first is null without x
+    Out::Stored *product, *sum;   // sums of grad * normalised x, and of grad; the first is null without x
     i64 grad_row, x_row, tokens, n;
 };
 
@@ -38,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) column_sums(const __grid_c
             if (token >= p.tokens || column >= p.n) continue;
             grads[slot][at][lane] = Grad::widen(p.grad[token * p.grad_row + column]);
 #if X != NONE
-            const float wide = Element<X>::widen(static_cast<const Element<X>::Stored*>(p.x)[token * p.x_row + column]);
+            const float wide =
+                Element<X>::widen(static_cast<const Element<X>::Stored*>(p.x)[token * p.x_row + column]);
             normalised[slot][at][lane] =
                 __fmul_rn(p.means ? __fsub_rn(wide, p.means[token]) : wide, p.scales[token]);
 #endif
@@ -80,7 +81,8 @@ struct EmbeddingParams {
 };
 
 // A block for each row of the embedding.
-extern "C" __global__ void __launch_bounds__(THREADS) embedding_backward(const __grid_constant__ EmbeddingParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    embedding_backward(const __grid_constant__ EmbeddingParams p) {
     const i64 id = blockIdx.x;
     const i64 first = p.starts[id], last = id == p.padding ? first : p.starts[id + 1];
     for (i64 column = threadIdx.x; column < p.n; column += THREADS) {

@@ -27,15 +27,18 @@ struct GradLogits {
 
     static __device__ void prepare(const Problem& p) { prefetch_map(p.out_map); }
 
-    __device__ __forceinline__ void start(Accumulators& acc, const Problem&, const Place&, u32) { clear(acc); }
+    __device__ __forceinline__ void start(Accumulators& acc, const Problem&, const Place&, u32) {
+        clear(acc);
+    }
 
-    __device__ __forceinline__ void finish(Accumulators& acc, u32 panels, const Problem& p, const Place& place,
-                                           u32 warpgroup, u32 thread) {
+    __device__ __forceinline__ void finish(Accumulators& acc, u32 panels, const Problem& p,
+                                           const Place& place, u32 warpgroup, u32 thread) {
         Fragment fragment(place, thread);
 #pragma unroll
         for (u32 band = 0; band < BANDS; ++band) {
             auto row = [&](int half) {
-                int token = min(fragment.row + int(band) * 64 + half * 8, p.m - 1);  // what lies below is not written
+                int token =
+                    min(fragment.row + int(band) * 64 + half * 8, p.m - 1);  // what lies below is not written
                 return contract::RowGradient<ENTROPY>(p, token);
             };
             auto column_of = [&](const contract::RowGradient<ENTROPY>& of) {
@@ -64,6 +67,7 @@ struct GradLogits {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) grad_logits_sm90(const __grid_constant__ Problem p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    grad_logits_sm90(const __grid_constant__ Problem p) {
     pipeline<GradLogits>(p);
 }

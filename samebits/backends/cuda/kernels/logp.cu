@@ -1,5 +1,6 @@
 // Log-probabilities from logits in memory: statistics of blocks of the vocabulary, their combination, and the
-// gradient of the logits; and a look at the targets. Everything is in f32 and in the order of docs/contract.md, "Log-probabilities".
+// gradient of the logits; and a look at the targets. Everything is in f32 and in the order of
+// docs/contract.md, "Log-probabilities".
 //
 // -D: LOGITS and GRADS, the types of logits and of their gradients; ENTROPY.
 #include "convert.cuh"
@@ -13,7 +14,8 @@ using contract::VOCAB_BLOCK;
 using Logits = Element<LOGITS>;
 using Grads = Element<GRADS>;
 
-constexpr int LANE = VOCAB_BLOCK / 32;  // entries of a block that a lane has: 32 apart, so that halves meet in it
+constexpr int LANE =
+    VOCAB_BLOCK / 32;  // entries of a block that a lane has: 32 apart, so that halves meet in it
 
 struct StatisticsParams {
     const Logits::Stored* logits;
@@ -22,11 +24,12 @@ struct StatisticsParams {
     float *m, *s, *u;  // from the first of these blocks on
     float* target_logit;
     i64 first, width;  // of the entries that `logits` has
-    int blocks;  // in a row of m, s and u
+    int blocks;        // in a row of m, s and u
     float scale;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) block_statistics(const __grid_constant__ StatisticsParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    block_statistics(const __grid_constant__ StatisticsParams p) {
     const u32 groups = u32((p.width + WARPS * VOCAB_BLOCK - 1) / (WARPS * VOCAB_BLOCK));
     const i64 row = blockIdx.x / groups, block = (blockIdx.x % groups) * WARPS + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
@@ -104,7 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
 
 constexpr int PIECE = 1024;  // blocks of the vocabulary that are weighed at once
 
-// The same by a block for each row: all of it loads and weighs, and each lane of its first warp keeps a chain.
+// The same by a block for each row: all of it loads and weighs, and each lane of its first warp keeps a
+// chain.
 extern "C" __global__ void __launch_bounds__(THREADS) combine_few(const __grid_constant__ CombineParams p) {
     static_assert(contract::CHAINS == 32 && PIECE % contract::CHAINS == 0);
     __shared__ float maxima[32], weights[PIECE], sums[PIECE], products[ENTROPY ? PIECE : 1];
@@ -114,7 +118,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_few(const __grid_c
     // Unrolled, so that many loads are under way at once.
     float largest = -INF;
 #pragma unroll 8
-    for (int b = threadIdx.x; b < p.blocks; b += THREADS) largest = contract::maximum(largest, p.m[start + b]);
+    for (int b = threadIdx.x; b < p.blocks; b += THREADS)
+        largest = contract::maximum(largest, p.m[start + b]);
     largest = contract::maximum_of_lanes(largest);
     if (lane == 0) maxima[warp] = largest;
     __syncthreads();
@@ -164,7 +169,8 @@ struct GradParams {
 
 extern "C" __global__ void __launch_bounds__(THREADS) grad_logits(const __grid_constant__ GradParams p) {
     const u32 groups = u32((p.width + THREADS * GRADS_A_THREAD - 1) / (THREADS * GRADS_A_THREAD));
-    const i64 row = blockIdx.x / groups, v = i64(blockIdx.x % groups) * THREADS * GRADS_A_THREAD + threadIdx.x;
+    const i64 row = blockIdx.x / groups,
+              v = i64(blockIdx.x % groups) * THREADS * GRADS_A_THREAD + threadIdx.x;
     const contract::RowGradient<ENTROPY> gradient(p, row);
     const Logits::Stored* logits = p.logits + row * p.logits_row;
     Grads::Stored* out = p.out + row * p.out_row;
@@ -183,7 +189,8 @@ struct TargetParams {
     i64 count, vocabulary, ignore_index;
 };
 
-// The first target that each block finds to be neither ignored nor in the vocabulary; `count` if there is none.
+// The first target that each block finds to be neither ignored nor in the vocabulary; `count` if there is
+// none.
 extern "C" __global__ void __launch_bounds__(THREADS) first_unknown(const __grid_constant__ TargetParams p) {
     __shared__ i64 found[WARPS];
     i64 first = p.count;

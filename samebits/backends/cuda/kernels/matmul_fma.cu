@@ -1,7 +1,9 @@
-// The product under FMA: every layout, stride, alignment and size, f32 and widened 16-bit operands, on sm_75 and newer.
+// The product under FMA: every layout, stride, alignment and size, f32 and widened 16-bit operands, on sm_75
+// and newer.
 //
-// Every output element is one chain of IEEE fused multiply-adds over ascending k, in one thread. Nothing else is ever
-// added to it, not even zeros: fma(0, 0, -0) is +0. So tiles reach past the last row and column, but never past k.
+// Every output element is one chain of IEEE fused multiply-adds over ascending k, in one thread. Nothing else
+// is ever added to it, not even zeros: fma(0, 0, -0) is +0. So tiles reach past the last row and column, but
+// never past k.
 
 #include "epilogue.cuh"
 #include "tile_fma.cuh"
@@ -41,14 +43,14 @@ struct Block {
 class Walk {
     int segment = 0, k = 0, end = 0;
 
-    __device__ __forceinline__ static int bound(const Params& p, int i)
-    {
-        const i64 at = p.spans_wide ? static_cast<const i64*>(p.spans)[i] : static_cast<const int*>(p.spans)[i];
-        return static_cast<int>(min(max(at, 0ll), static_cast<i64>(p.k)));  // wrong bounds may not read elsewhere
+    __device__ __forceinline__ static int bound(const Params& p, int i) {
+        const i64 at =
+            p.spans_wide ? static_cast<const i64*>(p.spans)[i] : static_cast<const int*>(p.spans)[i];
+        return static_cast<int>(
+            min(max(at, 0ll), static_cast<i64>(p.k)));  // wrong bounds may not read elsewhere
     }
 
-    __device__ __forceinline__ void start(const Params& p)
-    {
+    __device__ __forceinline__ void start(const Params& p) {
         if (segment == p.segments) return;
         k = p.spans ? bound(p, segment) : 0;
         end = p.spans ? bound(p, segment + 1) : p.k;
@@ -57,8 +59,7 @@ class Walk {
   public:
     __device__ __forceinline__ explicit Walk(const Params& p) { start(p); }
 
-    __device__ __forceinline__ Block next(const Params& p)
-    {
+    __device__ __forceinline__ Block next(const Params& p) {
         while (k >= end && segment < p.segments) {
             ++segment;
             start(p);
@@ -76,8 +77,7 @@ class Walk {
   public:
     __device__ __forceinline__ explicit Walk(const Params&) {}
 
-    __device__ __forceinline__ Block next(const Params& p)
-    {
+    __device__ __forceinline__ Block next(const Params& p) {
         const Block b{0, k, min(max(p.k - k, 0), TILE_K), p.k - k <= TILE_K};
         k += TILE_K;
         return b;
@@ -88,19 +88,21 @@ class Walk {
 // Older GPUs have no shared memory for many blocks, and their code wants some more registers.
 constexpr int RESIDENT = __CUDA_ARCH__ < 900 ? 1 : MIN_BLOCKS;
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) matmul_fma(const __grid_constant__ Params p)
-{
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) matmul_fma(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) float memory[];
     __shared__ int counts[STAGES];  // terms of each block in the ring; negative if it is its segment's last
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     const u32 tiles = static_cast<u32>(p.tiles_m) * p.tiles_n;
     const u32 batch = blockIdx.x / tiles, tile = blockIdx.x % tiles;
-    const u32 band = tile / (BAND * p.tiles_n), band_rows = min(p.tiles_m - band * BAND, static_cast<u32>(BAND));
+    const u32 band = tile / (BAND * p.tiles_n),
+              band_rows = min(p.tiles_m - band * BAND, static_cast<u32>(BAND));
     const u32 in_band = tile % (BAND * p.tiles_n);
-    const int tile_m = (band * BAND + in_band % band_rows) * TileA::ROWS, tile_n = in_band / band_rows * TileB::ROWS;
+    const int tile_m = (band * BAND + in_band % band_rows) * TileA::ROWS,
+              tile_n = in_band / band_rows * TileB::ROWS;
 
-    // Neighbours share a row of a, and lanes two apart a row of b: then 16 lanes read 16 bytes each at once, not 8.
+    // Neighbours share a row of a, and lanes two apart a row of b: then 16 lanes read 16 bytes each at once,
+    // not 8.
     const int lane_m = lane / 2 % LANES_M, lane_n = lane / (2 * LANES_M) * 2 + lane % 2;
     const int own_m = TileA::own(warp % WARPS_M, lane_m), own_n = TileB::own(warp / WARPS_M, lane_n);
     const bool copies = HELPERS == 0 || warp >= WARPS, multiplies = warp < WARPS;
@@ -117,7 +119,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) matmul_fma(const
             TileB::load<true>(to + TileA::SIZE * 4, p.b, batch, block.segment, tile_n, p.n, block.k, TILE_K);
         } else if (block.count > 0) {
             TileA::load<false>(to, p.a, batch, block.segment, tile_m, p.m, block.k, block.count);
-            TileB::load<false>(to + TileA::SIZE * 4, p.b, batch, block.segment, tile_n, p.n, block.k, block.count);
+            TileB::load<false>(to + TileA::SIZE * 4, p.b, batch, block.segment, tile_n, p.n, block.k,
+                               block.count);
         }
         if (threadIdx.x == THREADS - COPIERS) counts[write_at] = block.last ? -block.count : block.count;
         write_at = write_at == STAGES - 1 ? 0 : write_at + 1;
@@ -142,15 +145,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) matmul_fma(const
     const auto read_a = [&](int to, int k) { TileA::read(a[to], stage, own_m, k); };
     const auto read_b = [&](int to, int k) { TileB::read(b[to], stage + TileA::SIZE, own_n, k); };
     const auto multiply = [&](const float (&ak)[THREAD_M], const float (&bk)[THREAD_N]) {
-        // An operand stays for a sweep along the shorter side; sweeps turn round, so that the other one stays then.
-        // Register banks bound the rate: of each fused multiply-add, the sum and one operand are read anew.
+        // An operand stays for a sweep along the shorter side; sweeps turn round, so that the other one stays
+        // then. Register banks bound the rate: of each fused multiply-add, the sum and one operand are read
+        // anew.
         constexpr bool ROWS_LAST = THREAD_M <= THREAD_N;
         constexpr int SWEEPS = ROWS_LAST ? THREAD_N : THREAD_M, SWEEP = ROWS_LAST ? THREAD_M : THREAD_N;
 #pragma unroll
         for (int s = 0; s < SWEEPS; ++s)
 #pragma unroll
             for (int e = 0; e < SWEEP; ++e) {
-                const int along = s % 2 ? SWEEP - 1 - e : e, i = ROWS_LAST ? along : s, j = ROWS_LAST ? s : along;
+                const int along = s % 2 ? SWEEP - 1 - e : e, i = ROWS_LAST ? along : s,
+                          j = ROWS_LAST ? s : along;
                 acc[i][j] = __fmaf_rn(ak[i], bk[j], acc[i][j]);
             }
     };
@@ -228,7 +233,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) matmul_fma(const
             for (int e = 0; e < TOGETHER; ++e)
                 value[e] = p.bias ? __fadd_rn(acc[i][j + e], bias[e]) : acc[i][j + e];
             const i64 index = batch * p.out_batch + row * p.out_row + col * p.out_col;
-            if (row < p.m) store_four(p.out, index, p.out_col, value, columns, out_kind, TOGETHER == 4 && p.out_together);
+            if (row < p.m)
+                store_four(p.out, index, p.out_col, value, columns, out_kind,
+                           TOGETHER == 4 && p.out_together);
         }
     }
 }

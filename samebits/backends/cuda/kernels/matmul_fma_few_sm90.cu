@@ -1,12 +1,12 @@
 // The product under FMA on Hopper for few rows: f32 operands that TMA can read, and f32 out.
 //
-// Every output element is one chain of IEEE fused multiply-adds over ascending k, in one thread. Nothing else is ever
-// added to it, not even zeros: fma(0, 0, -0) is +0. TMA fills what lies past the last row, column and k with zeros;
-// tiles reach past the first two, and what is computed there is never stored, but never past k.
+// Every output element is one chain of IEEE fused multiply-adds over ascending k, in one thread. Nothing else
+// is ever added to it, not even zeros: fma(0, 0, -0) is +0. TMA fills what lies past the last row, column and
+// k with zeros; tiles reach past the first two, and what is computed there is never stored, but never past k.
 //
-// What counts here is that no term of a chain waits: a thread has few sums, and reads quads (four k) ahead of their use,
-// past the end of a stage too. Stages keep the order that operands have in memory. Of one that is contiguous
-// along k a thread reads a quad at a time.
+// What counts here is that no term of a chain waits: a thread has few sums, and reads quads (four k) ahead of
+// their use, past the end of a stage too. Stages keep the order that operands have in memory. Of one that is
+// contiguous along k a thread reads a quad at a time.
 
 #include "product_fma_sm90.cuh"
 
@@ -36,8 +36,7 @@ struct Tile {
     struct From {
         u32 at[BY_K ? QUADS : 1];
 
-        __device__ __forceinline__ From(u32 tile, int own)
-        {
+        __device__ __forceinline__ From(u32 tile, int own) {
             if constexpr (BY_K)
 #pragma unroll
                 for (int quad = 0; quad < QUADS; ++quad) at[quad] = tile + own * 128 + (quad ^ own % 8) * 16;
@@ -45,16 +44,14 @@ struct Tile {
                 at[0] = tile + own * 4;
         }
 
-        __device__ __forceinline__ void step(u32 bytes)
-        {
+        __device__ __forceinline__ void step(u32 bytes) {
 #pragma unroll
             for (u32& x : at) x += bytes;
         }
     };
 
     // A quad of a line so many bytes further on.
-    __device__ static __forceinline__ void read(float (&f)[THREAD][4], const From& from, int quad, u32 line)
-    {
+    __device__ static __forceinline__ void read(float (&f)[THREAD][4], const From& from, int quad, u32 line) {
 #pragma unroll
         for (int i = 0; i < THREAD; ++i) {
             if constexpr (BY_K) {
@@ -72,14 +69,14 @@ struct Tile {
         }
     }
 
-    __device__ static __forceinline__ float read_one(u32 tile, int own, int i, int k)
-    {
+    __device__ static __forceinline__ float read_one(u32 tile, int own, int i, int k) {
         const int row = own + i * LANES;
-        return load_shared(tile + (BY_K ? row * 128 + (k / 4 ^ row % 8) * 16 + k % 4 * 4 : (k * PITCH + row) * 4));
+        return load_shared(tile +
+                           (BY_K ? row * 128 + (k / 4 ^ row % 8) * 16 + k % 4 * 4 : (k * PITCH + row) * 4));
     }
 
-    __device__ static __forceinline__ void copy(u32 to, const TensorMap& map, u32 barrier, int row, int k, int batch)
-    {
+    __device__ static __forceinline__ void copy(u32 to, const TensorMap& map, u32 barrier, int row, int k,
+                                                int batch) {
         copy_in(to, map, barrier, BY_K ? k : row - before(row), BY_K ? row : k, 0, batch);
     }
 };
@@ -87,13 +84,15 @@ struct Tile {
 using TileA = Tile<WARPS_M, LANES_M, THREAD_M, A_BY_K>;
 using TileB = Tile<WARPS_N, 32 / LANES_M, THREAD_N, B_BY_K>;
 constexpr u32 LINE = TileA::BYTES + TileB::BYTES, STAGE = LINES * LINE;
-static_assert(STAGES >= 2 && SMEM >= STAGES * (STAGE + 16) + 1024);  // the next one is read before this is left
+static_assert(STAGES >= 2 &&
+              SMEM >= STAGES * (STAGE + 16) + 1024);  // the next one is read before this is left
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma_few_sm90(const __grid_constant__ Params p)
-{
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    matmul_fma_few_sm90(const __grid_constant__ Params p) {
     extern __shared__ unsigned char memory[];
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const u32 stages = (shared_address(memory) + 1023) & ~1023u, full = stages + STAGES * STAGE, empty = full + STAGES * 8;
+    const u32 stages = (shared_address(memory) + 1023) & ~1023u, full = stages + STAGES * STAGE,
+              empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
         prefetch_map(p.a);
         prefetch_map(p.b);
@@ -131,7 +130,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma_few
         return;
     }
 
-    // Neighbours share a row of a, and lanes two apart a row of b: then 16 lanes read 16 bytes each at once, not 8.
+    // Neighbours share a row of a, and lanes two apart a row of b: then 16 lanes read 16 bytes each at once,
+    // not 8.
     const int own_m = TileA::own(warp % WARPS_M, lane / 2 % LANES_M);
     const int own_n = TileB::own(warp / WARPS_M, lane / (2 * LANES_M) * 2 + lane % 2);
     const int row = m + own_m, col = n + own_n;
@@ -227,6 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_fma_few
 #pragma unroll
         for (int i = 0; i < THREAD_M; ++i)
             if (row + i * STEP_M < p.m)
-                to[i * STEP_M * p.out_row + j * STEP_N * p.out_col] = p.bias ? __fadd_rn(acc[i][j], bias) : acc[i][j];
+                to[i * STEP_M * p.out_row + j * STEP_N * p.out_col] =
+                    p.bias ? __fadd_rn(acc[i][j], bias) : acc[i][j];
     }
 }

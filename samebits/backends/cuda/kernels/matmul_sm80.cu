@@ -1,7 +1,7 @@
 // The universal tensor-core product: every layout, stride, alignment and size, on sm_80 and newer.
 //
-// Every output element is one chain over ascending groups of 16 k with one f32 accumulator, in one thread: the tile,
-// the stages and the order of tiles are free, and change no bit.
+// Every output element is one chain over ascending groups of 16 k with one f32 accumulator, in one thread:
+// the tile, the stages and the order of tiles are free, and change no bit.
 
 #include "epilogue.cuh"
 #include "tile.cuh"
@@ -37,26 +37,24 @@ struct Walk {
 
     __device__ __forceinline__ explicit Walk(const Params& p) { start(p); }
 
-    __device__ __forceinline__ void start(const Params& p)
-    {
+    __device__ __forceinline__ void start(const Params& p) {
         if (segment == p.segments) return;
         k = p.spans ? bound(p, segment) : 0;
         end = p.spans ? bound(p, segment + 1) : p.k;
     }
 
-    __device__ __forceinline__ static int bound(const Params& p, int i)
-    {
-        const i64 at = p.spans_wide ? static_cast<const i64*>(p.spans)[i] : static_cast<const int*>(p.spans)[i];
-        return static_cast<int>(min(max(at, 0ll), static_cast<i64>(p.k)));  // wrong bounds may not read elsewhere
+    __device__ __forceinline__ static int bound(const Params& p, int i) {
+        const i64 at =
+            p.spans_wide ? static_cast<const i64*>(p.spans)[i] : static_cast<const int*>(p.spans)[i];
+        return static_cast<int>(
+            min(max(at, 0ll), static_cast<i64>(p.k)));  // wrong bounds may not read elsewhere
     }
 
-    __device__ __forceinline__ static int groups_in(const Params& p, int i)
-    {
+    __device__ __forceinline__ static int groups_in(const Params& p, int i) {
         return (max(bound(p, i + 1) - bound(p, i), 0) + 15) / 16;
     }
 
-    __device__ __forceinline__ Group next(const Params& p)
-    {
+    __device__ __forceinline__ Group next(const Params& p) {
         while (k >= end && segment < p.segments) {
             ++segment;
             start(p);
@@ -69,8 +67,7 @@ struct Walk {
     // Whether the next GROUPS groups are full ones of this segment; then skip() gives the first of them.
     __device__ __forceinline__ bool whole() const { return k + GROUPS * 16 <= end; }
 
-    __device__ __forceinline__ Group skip(const Params& p)
-    {
+    __device__ __forceinline__ Group skip(const Params& p) {
         const Group g{p.spans ? 0 : segment, k, 16};
         k += GROUPS * 16;
         return g;
@@ -78,8 +75,7 @@ struct Walk {
 };
 
 // Groups in all segments together. Every thread gets the sum.
-__device__ __forceinline__ int total_groups(const Params& p, int* shared)
-{
+__device__ __forceinline__ int total_groups(const Params& p, int* shared) {
     if (!p.spans) return (p.k + 15) / 16 * p.segments;
     int sum = 0;
     for (int i = threadIdx.x; i < p.segments; i += THREADS) sum += Walk::groups_in(p, i);
@@ -92,15 +88,16 @@ __device__ __forceinline__ int total_groups(const Params& p, int* shared)
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_sm80(const __grid_constant__ Params p)
-{
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    matmul_sm80(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) unsigned char memory[];
     const u32 stages = shared_address(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     const u32 tiles = static_cast<u32>(p.tiles_m) * p.tiles_n;
     const u32 batch = blockIdx.x / tiles, tile = blockIdx.x % tiles;
-    const u32 band = tile / (BAND * p.tiles_n), band_rows = min(p.tiles_m - band * BAND, static_cast<u32>(BAND));
+    const u32 band = tile / (BAND * p.tiles_n),
+              band_rows = min(p.tiles_m - band * BAND, static_cast<u32>(BAND));
     const u32 in_band = tile % (BAND * p.tiles_n);
     const int tile_m = (band * BAND + in_band % band_rows) * TILE_M, tile_n = in_band / band_rows * TILE_N;
     const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
@@ -130,14 +127,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_sm80(co
         commit_copies();  // empty ones too, so that their number tells which stage is complete
     };
 
-    // The warp's accumulators go between registers and global memory sixteen rows at a time, through shared memory:
-    // there a thread has four neighbours of a row.
+    // The warp's accumulators go between registers and global memory sixteen rows at a time, through shared
+    // memory: there a thread has four neighbours of a row.
     float c[WARP_M / 16][WARP_N / 8][4] = {};
     float* strip = reinterpret_cast<float*>(memory) + warp * 16 * STRIP;
     float* fragment = strip + lane / 4 * STRIP + lane % 4 * 2;
     constexpr int LANES = WARP_N / 4;  // that share a row
     const int lane_row = lane / LANES, lane_col = lane % LANES * 4;
-    const int row0 = tile_m + warp_m + lane_row, col = tile_n + warp_n + lane_col, columns = min(p.n - col, 4);
+    const int row0 = tile_m + warp_m + lane_row, col = tile_n + warp_n + lane_col,
+              columns = min(p.n - col, 4);
 
     if (p.acc) {
         const float* acc = p.acc + batch * p.acc_batch + col * p.acc_col;
@@ -148,7 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_sm80(co
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
                     if (row0 + i * 16 + r < p.m && e < columns)
-                        strip[(lane_row + r) * STRIP + lane_col + e] = acc[(row0 + i * 16 + r) * p.acc_row + e * p.acc_col];
+                        strip[(lane_row + r) * STRIP + lane_col + e] =
+                            acc[(row0 + i * 16 + r) * p.acc_row + e * p.acc_col];
             __syncwarp();
 #pragma unroll
             for (int j = 0; j < WARP_N / 8; ++j)
@@ -162,10 +161,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_sm80(co
 #pragma unroll 1
     for (int step = 0; step < STAGES - 1; ++step) load(step);
 
-    // Fragments are read one group ahead of their products, across stages too. Gathering leaves no registers for that.
+    // Fragments are read one group ahead of their products, across stages too. Gathering leaves no registers
+    // for that.
     constexpr int AHEAD = A_VECTOR && B_VECTOR;
     u32 fa[1 + AHEAD][WARP_M / 16][4], fb[1 + AHEAD][WARP_N / 16][4];
-    const u32 lane_a = TileA::lane_offset<true>(warp_m), lane_b = TileA::BYTES + TileB::lane_offset<false>(warp_n);
+    const u32 lane_a = TileA::lane_offset<true>(warp_m),
+              lane_b = TileA::BYTES + TileB::lane_offset<false>(warp_n);
     u32 read_at = 0;
     const auto read = [&](int g) {
         const u32 from = stages + read_at;
@@ -196,7 +197,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) matmul_sm80(co
             for (int i = 0; i < WARP_M / 16; ++i)
 #pragma unroll
                 for (int j = 0; j < WARP_N / 8; ++j)
-                    mma_step<INPUT_BF16>(c[i][j], fa[g % (1 + AHEAD)][i], fb[g % (1 + AHEAD)][j / 2] + j % 2 * 2);
+                    mma_step<INPUT_BF16>(c[i][j], fa[g % (1 + AHEAD)][i],
+                                         fb[g % (1 + AHEAD)][j / 2] + j % 2 * 2);
         }
         if (!AHEAD) next_stage();
     }

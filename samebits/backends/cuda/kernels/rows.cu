@@ -1,5 +1,5 @@
-// Reductions of rows, and what follows from them: sums, softmax, norms and their gradients. Everything is in f32
-// and in the order of docs/contract.md, "Row reductions".
+// Reductions of rows, and what follows from them: sums, softmax, norms and their gradients. Everything is in
+// f32 and in the order of docs/contract.md, "Row reductions".
 //
 // -D: IN, OUT, PARAM, the types of rows, results and weights (NONE: there are none); WARPS, that share a row.
 #include "convert.cuh"
@@ -16,20 +16,19 @@ using In = Element<IN>;
 using Out = Element<OUT>;
 using Param = Element<PARAM>;
 
-constexpr int LANE = VOCAB_BLOCK / 32;  // entries of a block that a lane has: 32 apart, so that halves meet in it
+constexpr int LANE =
+    VOCAB_BLOCK / 32;  // entries of a block that a lane has: 32 apart, so that halves meet in it
 
-// The threads that share a row. Block b of a row is the part of warp b % WARPS, and chain l is kept by lane l of
-// the warp that has its blocks.
+// The threads that share a row. Block b of a row is the part of warp b % WARPS, and chain l is kept by lane l
+// of the warp that has its blocks.
 struct Row {
     i64 row;
     int warp, lane, thread;
     float* shared;  // CHAINS values
 
     __device__ Row(float* room)
-        : row(i64(blockIdx.x) * ROWS + threadIdx.x / ROW_THREADS),
-          warp(threadIdx.x / 32 % WARPS),
-          lane(threadIdx.x % 32),
-          thread(threadIdx.x % ROW_THREADS),
+        : row(i64(blockIdx.x) * ROWS + threadIdx.x / ROW_THREADS), warp(threadIdx.x / 32 % WARPS),
+          lane(threadIdx.x % 32), thread(threadIdx.x % ROW_THREADS),
           shared(room + threadIdx.x / ROW_THREADS * contract::CHAINS) {
         static_assert(contract::CHAINS == 32 && 32 % WARPS == 0);
     }
@@ -102,9 +101,9 @@ struct Row {
     }
 };
 
-#define SHARED_ROW                                   \
-    __shared__ float room[ROWS * contract::CHAINS];  \
-    Row row(room);                                   \
+#define SHARED_ROW                                  \
+    __shared__ float room[ROWS * contract::CHAINS]; \
+    Row row(room);                                  \
     if (row.row >= p.rows) return; /* whole warps; with several to a row all of a block's */
 
 struct SumParams {
@@ -134,9 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) softmax(const __grid_const
     const auto logit = [&](i64 v) { return In::widen(x[v]); };
     float shift, total;
     row.softmax(p.n, logit, shift, total);
-    row.store(p.out + row.row * p.n, p.n, [&](i64 v) {
-        return __fdiv_rn(contract::exp(__fsub_rn(logit(v), shift)), total);
-    });
+    row.store(p.out + row.row * p.n, p.n,
+              [&](i64 v) { return __fdiv_rn(contract::exp(__fsub_rn(logit(v), shift)), total); });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) log_softmax(const __grid_constant__ SoftmaxParams p) {
@@ -146,7 +144,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) log_softmax(const __grid_c
     float shift, total;
     row.softmax(p.n, logit, shift, total);
     const float log_sum = contract::log(total);
-    row.store(p.out + row.row * p.n, p.n, [&](i64 v) { return __fsub_rn(__fsub_rn(logit(v), shift), log_sum); });
+    row.store(p.out + row.row * p.n, p.n,
+              [&](i64 v) { return __fsub_rn(__fsub_rn(logit(v), shift), log_sum); });
 }
 
 struct ProbabilitiesParams {
@@ -156,7 +155,8 @@ struct ProbabilitiesParams {
     float scale;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) probabilities(const __grid_constant__ ProbabilitiesParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    probabilities(const __grid_constant__ ProbabilitiesParams p) {
     SHARED_ROW
     const In::Stored* x = p.x + row.row * p.n;
     const i64 visible = p.queries > 0 ? min(row.row % p.queries + 1, p.n) : p.n;
@@ -178,7 +178,8 @@ struct SoftmaxGradParams {
     float scale;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) softmax_backward(const __grid_constant__ SoftmaxGradParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    softmax_backward(const __grid_constant__ SoftmaxGradParams p) {
     SHARED_ROW
     const In::Stored* grad = p.grad + row.row * p.n;
     const Param::Stored* y = p.y + row.row * p.n;
@@ -246,7 +247,8 @@ struct NormGradParams {
     i64 grad_row, x_row, rows, n;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) norm_backward(const __grid_constant__ NormGradParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    norm_backward(const __grid_constant__ NormGradParams p) {
     SHARED_ROW
     const In::Stored* x = p.x + row.row * p.x_row;
     const Out::Stored* grad = p.grad + row.row * p.grad_row;

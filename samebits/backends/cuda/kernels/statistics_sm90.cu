@@ -1,5 +1,5 @@
-// Statistics of every block of the vocabulary, and the targets' logits, on Hopper: the epilogue of the product that
-// gives the logits, which exist in registers alone. docs/contract.md, "Log-probabilities".
+// Statistics of every block of the vocabulary, and the targets' logits, on Hopper: the epilogue of the
+// product that gives the logits, which exist in registers alone. docs/contract.md, "Log-probabilities".
 //
 // A is the hidden states and B the weights; TRANSPOSED, for few tokens, it is the other way round.
 //
@@ -9,7 +9,8 @@
 
 using contract::VOCAB_BLOCK;
 
-static_assert((TRANSPOSED ? ROWS : BLOCK_N) % VOCAB_BLOCK == 0, "a warpgroup has whole blocks of the vocabulary");
+static_assert((TRANSPOSED ? ROWS : BLOCK_N) % VOCAB_BLOCK == 0,
+              "a warpgroup has whole blocks of the vocabulary");
 
 constexpr int NOWHERE = -(1 << 30);  // below every index
 
@@ -27,7 +28,8 @@ struct Problem {
     static constexpr int batch = 1, a_batch = 0, b_batch = 0, sequences = 0;
     static constexpr const void* bounds = nullptr;
 
-    __device__ __forceinline__ void store(int token, int block, const contract::BlockStatistics& found) const {
+    __device__ __forceinline__ void store(int token, int block,
+                                          const contract::BlockStatistics& found) const {
         i64 at = i64(token) * blocks + block;
         m_b[at] = found.m;
         s_b[at] = found.s;
@@ -43,14 +45,17 @@ struct Problem {
 struct Statistics {
     static constexpr u32 line = (VOCAB_BLOCK + 4) * 4;  // in bytes, of a token's logits; no bank conflicts
     static constexpr u32 bytes = TRANSPOSED ? BLOCK_N * line : 0;
-    static constexpr bool again_m = !TRANSPOSED, again_n = TRANSPOSED;  // tokens; blocks of the vocabulary stay whole
+    static constexpr bool again_m = !TRANSPOSED,
+                          again_n = TRANSPOSED;  // tokens; blocks of the vocabulary stay whole
 
     static __device__ void prepare(const Problem&) {}
 
-    __device__ __forceinline__ void start(Accumulators& acc, const Problem&, const Place&, u32) { clear(acc); }
+    __device__ __forceinline__ void start(Accumulators& acc, const Problem&, const Place&, u32) {
+        clear(acc);
+    }
 
-    __device__ __forceinline__ void finish(Accumulators& acc, u32 shared, const Problem& p, const Place& place,
-                                           u32 warpgroup, u32 thread) {
+    __device__ __forceinline__ void finish(Accumulators& acc, u32 shared, const Problem& p,
+                                           const Place& place, u32 warpgroup, u32 thread) {
         if constexpr (BIAS != NONE) add_bias<BIAS>(acc, p, place, thread);
         if constexpr (TRANSPOSED) {
             few_tokens(acc, shared, p, place, warpgroup, thread);
@@ -63,7 +68,8 @@ struct Statistics {
 
   private:
     // Four lanes have the logits of a token, in registers.
-    __device__ __forceinline__ void many_tokens(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
+    __device__ __forceinline__ void many_tokens(Accumulators& acc, const Problem& p, const Place& place,
+                                                u32 thread) {
         Fragment fragment(place, thread);
         int target[2 * BANDS];
 #pragma unroll
@@ -102,8 +108,8 @@ struct Statistics {
     }
 
     // Through shared memory: a warp has the logits of a token.
-    __device__ __forceinline__ void few_tokens(Accumulators& acc, u32 shared, const Problem& p, const Place& place,
-                                               u32 warpgroup, u32 thread) {
+    __device__ __forceinline__ void few_tokens(Accumulators& acc, u32 shared, const Problem& p,
+                                               const Place& place, u32 warpgroup, u32 thread) {
         constexpr int WARPS = 4;
         int warp = thread / 32, lane = thread % 32;
         int token = place.n + warp + lane * WARPS;  // whose target this lane knows
@@ -138,6 +144,7 @@ struct Statistics {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) statistics_sm90(const __grid_constant__ Problem p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    statistics_sm90(const __grid_constant__ Problem p) {
     pipeline<Statistics>(p);
 }

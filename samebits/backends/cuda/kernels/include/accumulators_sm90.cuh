@@ -1,7 +1,8 @@
-// A warpgroup's accumulators: which elements a thread has, adding a bias to them, copying them out in 16 bits.
+// A warpgroup's accumulators: which elements a thread has, adding a bias to them, copying them out in 16
+// bits.
 //
-// Element (row, column) of a 64-row band lies in thread 4 (row % 8) + column % 8 / 2 of warp row / 16, at index
-// column / 8 * 4 + row % 16 / 8 * 2 + column % 2.
+// Element (row, column) of a 64-row band lies in thread 4 (row % 8) + column % 8 / 2 of warp row / 16, at
+// index column / 8 * 4 + row % 16 / 8 * 2 + column % 2.
 //
 //   TRANSPOSED           D^T is what is wanted: the bias, if any, runs along the rows
 //   BIAS                 F32, BF16, F16 or NONE
@@ -32,7 +33,8 @@ __device__ __forceinline__ void clear(Accumulators& acc) {
 }
 
 template <int type, typename Problem>
-__device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
+__device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, const Place& place,
+                                         u32 thread) {
     using Bias = Element<type>;
     Fragment fragment(place, thread);
     int begin = TRANSPOSED ? fragment.row : fragment.column;
@@ -56,14 +58,16 @@ __device__ __forceinline__ void add_bias(Accumulators& acc, const Problem& p, co
         for (int i = 0; i < BLOCK_N / 8; ++i) {
             float first = at(i * 8), second = at(i * 8 + 1);
 #pragma unroll
-            for (int half = 0; half < 2 * BANDS; ++half) add(&acc[half / 2][i * 4 + half % 2 * 2], first, second);
+            for (int half = 0; half < 2 * BANDS; ++half)
+                add(&acc[half / 2][i * 4 + half % 2 * 2], first, second);
         }
     }
 }
 
 // To a thread's eight elements in 16 columns of one band, which begin at `column` of the tile.
 template <int type, typename Problem>
-__device__ __forceinline__ void add_bias(float* acc, const Problem& p, const Place& place, u32 thread, u32 column) {
+__device__ __forceinline__ void add_bias(float* acc, const Problem& p, const Place& place, u32 thread,
+                                         u32 column) {
     using Bias = Element<type>;
     int begin = Fragment(place, thread).column;
     const auto* bias = static_cast<const typename Bias::Stored*>(p.bias) + begin;
@@ -79,11 +83,11 @@ __device__ __forceinline__ void add_bias(float* acc, const Problem& p, const Pla
     }
 }
 
-// A band of 64 rows, through shared memory in panels, each copied out while the next is written. The two buffers take
-// turns from tile to tile too: the copy before last has then read the buffer that is written.
+// A band of 64 rows, through shared memory in panels, each copied out while the next is written. The two
+// buffers take turns from tile to tile too: the copy before last has then read the buffer that is written.
 template <int type, typename Problem>
-__device__ __forceinline__ void copy_band(Accumulators& acc, u32 band, u32 panels, const Problem& p, const Place& place,
-                                          u32 warpgroup, u32 thread, u32& buffer) {
+__device__ __forceinline__ void copy_band(Accumulators& acc, u32 band, u32 panels, const Problem& p,
+                                          const Place& place, u32 warpgroup, u32 thread, u32& buffer) {
     using Out = Element<type>;
     u32 warp = thread / 32, lane = thread % 32;
     u32 line = warp * 16 + lane % 16;  // that this lane addresses for stmatrix
@@ -96,10 +100,11 @@ __device__ __forceinline__ void copy_band(Accumulators& acc, u32 band, u32 panel
 #pragma unroll
         for (u32 chunk = 0; chunk < PANEL / 8; chunk += 2) {
             float* d = &acc[band][(column / 8 + chunk) * 4];
-            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to ^ chunk * 16),
-                         "r"(Out::pack(d[0], d[1])), "r"(Out::pack(d[2], d[3])), "r"(Out::pack(d[4], d[5])),
-                         "r"(Out::pack(d[6], d[7]))
-                         : "memory");
+            asm volatile(
+                "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to ^ chunk * 16),
+                "r"(Out::pack(d[0], d[1])), "r"(Out::pack(d[2], d[3])), "r"(Out::pack(d[4], d[5])),
+                "r"(Out::pack(d[6], d[7]))
+                : "memory");
         }
         async_proxy_fence();
         named_barrier(OWN + warpgroup, 128);

@@ -13,7 +13,7 @@ struct Problem {
     TensorMap a, b, out_map;
     void* out;
     const void* bias;
-    const void* bounds;  // of the sequences, one more than there are of them
+    const void* bounds;                  // of the sequences, one more than there are of them
     long long row_stride, batch_stride;  // of the output
     int m, n, k, batch;
     int a_batch, b_batch;  // 0 where one matrix serves the whole batch
@@ -21,10 +21,11 @@ struct Problem {
     int group;  // rows of tiles walked together, so that their operands stay in L2
 };
 
-// f(accumulators, offset in the output, step from one column to the next there, columns left) for each row of this
-// thread's, its pairs of columns lying 8 apart.
+// f(accumulators, offset in the output, step from one column to the next there, columns left) for each row of
+// this thread's, its pairs of columns lying 8 apart.
 template <typename F>
-__device__ __forceinline__ void for_each_row(Accumulators& acc, const Problem& p, const Place& place, u32 thread, F f) {
+__device__ __forceinline__ void for_each_row(Accumulators& acc, const Problem& p, const Place& place,
+                                             u32 thread, F f) {
     Fragment fragment(place, thread);
     long long right = TRANSPOSED ? p.row_stride : 1, down = TRANSPOSED ? 1 : p.row_stride;
 #pragma unroll
@@ -33,8 +34,8 @@ __device__ __forceinline__ void for_each_row(Accumulators& acc, const Problem& p
         for (int half = 0; half < 2; ++half) {
             int row = fragment.row + band * 64 + half * 8;
             bool inside = row < p.m && (ROWS % 64 == 0 || row < place.m + int(ROWS));
-            f(&acc[band][half * 2], place.batch * p.batch_stride + row * down + fragment.column * right, right,
-              inside ? p.n - fragment.column : 0);
+            f(&acc[band][half * 2], place.batch * p.batch_stride + row * down + fragment.column * right,
+              right, inside ? p.n - fragment.column : 0);
         }
     }
 }
@@ -67,7 +68,8 @@ struct Output {
         if constexpr (PANEL > 0) prefetch_map(p.out_map);
     }
     // What the chains of a tile start from.
-    __device__ __forceinline__ void start(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
+    __device__ __forceinline__ void start(Accumulators& acc, const Problem& p, const Place& place,
+                                          u32 thread) {
         for_each_row(acc, p, place, thread, [&](float* d, long long offset, long long right, int left) {
             const float* from = static_cast<const float*>(p.out) + offset;
 #pragma unroll
@@ -82,8 +84,8 @@ struct Output {
         });
     }
     // What becomes of them.
-    __device__ __forceinline__ void finish(Accumulators& acc, u32 panels, const Problem& p, const Place& place,
-                                           u32 warpgroup, u32 thread) {
+    __device__ __forceinline__ void finish(Accumulators& acc, u32 panels, const Problem& p,
+                                           const Place& place, u32 warpgroup, u32 thread) {
         if constexpr (BIAS != NONE) add_bias<BIAS>(acc, p, place, thread);
         if constexpr (PANEL > 0) {
 #pragma unroll

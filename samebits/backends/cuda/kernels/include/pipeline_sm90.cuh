@@ -1,14 +1,16 @@
-// The main loop of products on Hopper: D[m, n] = one chain over ascending k of A[m, k] B[k, n] for each element,
-// tile after tile, each handed to an epilogue in registers.
+// The main loop of products on Hopper: D[m, n] = one chain over ascending k of A[m, k] B[k, n] for each
+// element, tile after tile, each handed to an epilogue in registers.
 //
-// One warp copies tiles of A and B into a ring of shared-memory stages (TMA; the blocks of a cluster share those of
-// A); warpgroups multiply them (wgmma) and run the epilogue while the ring fills again. Blocks stay and take
-// tile after tile. K is never split, so the tile shape, and all else the host chooses, leaves the bits alone:
+// One warp copies tiles of A and B into a ring of shared-memory stages (TMA; the blocks of a cluster share
+// those of A); warpgroups multiply them (wgmma) and run the epilogue while the ring fills again. Blocks stay
+// and take tile after tile. K is never split, so the tile shape, and all else the host chooses, leaves the
+// bits alone:
 //
 //   A_MN, B_MN           operand contiguous along m (n) rather than k
 //   BLOCK_M, _N, _K      tile of one block; a warpgroup has BLOCK_M / SHARE rows of it
 //   WARPGROUPS           warpgroups that multiply
-//   SHARE                warpgroups on one tile: all of them, or 1: each its own tile, one in its epilogue while
+//   SHARE                warpgroups on one tile: all of them, or 1: each its own tile, one in its epilogue
+//   while
 //                        the other multiplies
 //   FOLDED               k is a multiple of 64: maps along k may be folded into columns (tile_sm90.cuh)
 //   CLUSTER              tiles side by side that share A
@@ -17,9 +19,9 @@
 //   EARLY                blocks of the next kernel start as these leave, not when all have left
 //   RAGGED               K holds sequences, each starting a new group of 16
 //
-// A kernel calls `pipeline` with its Problem, which has the members used here, and its Epilogue, of which every
-// warpgroup has one: see output_sm90.cuh. Its again_m and again_n say whether rows and columns may be computed by two
-// tiles, which then write the same bits.
+// A kernel calls `pipeline` with its Problem, which has the members used here, and its Epilogue, of which
+// every warpgroup has one: see output_sm90.cuh. Its again_m and again_n say whether rows and columns may be
+// computed by two tiles, which then write the same bits.
 #pragma once
 
 #include "ragged.cuh"
@@ -33,15 +35,16 @@ constexpr u32 CONSUMERS = WARPGROUPS * 128;
 constexpr u32 THREADS = CONSUMERS + (MOVE_REGISTERS ? 128 : 32);
 constexpr u32 TEAMS = WARPGROUPS / SHARE;
 
-constexpr u32 ROWS = BLOCK_M / SHARE;             // of a warpgroup
-constexpr u32 BANDS = (ROWS + 63) / 64;           // 64-row matrix products of a warpgroup
+constexpr u32 ROWS = BLOCK_M / SHARE;    // of a warpgroup
+constexpr u32 BANDS = (ROWS + 63) / 64;  // 64-row matrix products of a warpgroup
 using Accumulators = float[BANDS][BLOCK_N / 2];
 
 // Named barriers: a warpgroup's own, for its epilogue; then a team's.
 enum : u32 { OWN = 1, CLEARED = OWN + WARPGROUPS, TURN = CLEARED + TEAMS };
 
 static_assert(!A_MN || ROWS % 64 == 0, "A contiguous along m comes in columns of 64");
-static_assert(!MOVE_REGISTERS || COPYING + WARPGROUPS * MULTIPLYING <= THREADS / 128 * (65536 / THREADS / 8 * 8),
+static_assert(!MOVE_REGISTERS ||
+                  COPYING + WARPGROUPS * MULTIPLYING <= THREADS / 128 * (65536 / THREADS / 8 * 8),
               "no more registers than the block starts with");
 static_assert(!RAGGED || (A_MN && B_MN), "sequences lie along the rows of both operands");
 
@@ -53,8 +56,8 @@ struct Place {
     int m, n, batch;
 };
 
-// Where the last tile begins: moved back, so that it ends where the matrix does. Lines outside of it are copied in
-// several times as slowly as lines inside.
+// Where the last tile begins: moved back, so that it ends where the matrix does. Lines outside of it are
+// copied in several times as slowly as lines inside.
 template <bool AGAIN, u32 BLOCK, u32 STEP>
 __device__ __forceinline__ int last_tile(int size) {
     if (!AGAIN) return 0x7FFFFFFF;
@@ -67,8 +70,8 @@ struct Walk {
     u32 rows, columns, per_matrix, count, group;
     int last_m, last_n;
 
-    // In steps of 16 bytes of the output, which copies out must keep, and of a sector of operands contiguous along m
-    // or n.
+    // In steps of 16 bytes of the output, which copies out must keep, and of a sector of operands contiguous
+    // along m or n.
     template <typename Problem>
     __device__ explicit Walk(const Problem& p)
         : rows((p.m + BLOCK_M - 1) / BLOCK_M), columns((p.n + BLOCK_N * CLUSTER - 1) / (BLOCK_N * CLUSTER)),
@@ -84,7 +87,8 @@ struct Walk {
         u32 height = min(group, rows - band * group);
         u32 column = index / height;
         u32 row = band * group + index - column * height;
-        return {min(int(row * BLOCK_M), last_m), min(int((column * CLUSTER + rank) * BLOCK_N), last_n), int(batch)};
+        return {min(int(row * BLOCK_M), last_m), min(int((column * CLUSTER + rank) * BLOCK_N), last_n),
+                int(batch)};
     }
 };
 
@@ -128,7 +132,8 @@ __device__ __forceinline__ void prefetch(const Problem& p, const Walk<Epilogue>&
 }
 
 template <typename Problem, typename Epilogue>
-__device__ __forceinline__ void produce(const Shared& shared, const Problem& p, const Walk<Epilogue>& walk, u32 rank) {
+__device__ __forceinline__ void produce(const Shared& shared, const Problem& p, const Walk<Epilogue>& walk,
+                                        u32 rank) {
     constexpr u32 bytes = A_BYTES + B_BYTES;
     Ring ring;
     for (u32 index = blockIdx.x / CLUSTER; index < walk.count; index += gridDim.x / CLUSTER) {
@@ -157,8 +162,8 @@ __device__ __forceinline__ void release(const Shared& shared, u32 stage, u32 thr
 }
 
 template <typename Problem, typename Epilogue>
-__device__ __forceinline__ void consume(const Shared& shared, const Problem& p, const Walk<Epilogue>& walk, u32 rank,
-                                        u32 warpgroup) {
+__device__ __forceinline__ void consume(const Shared& shared, const Problem& p, const Walk<Epilogue>& walk,
+                                        u32 rank, u32 warpgroup) {
     u32 team = TEAMS == 1 ? 0 : warpgroup / SHARE, member = warpgroup % SHARE;
     u32 thread = threadIdx.x % 128;
     u32 k_blocks = KBlocks::count(p.k, p.bounds, p.sequences);
@@ -251,7 +256,8 @@ __device__ __forceinline__ void pipeline(const Problem& p) {
     wait_for_previous_kernel();
     if constexpr (EARLY) let_next_kernel_start();
 
-    // Read from one lane, so that the compiler knows it, and all addresses made of it, to be uniform in a warp.
+    // Read from one lane, so that the compiler knows it, and all addresses made of it, to be uniform in a
+    // warp.
     u32 warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     if (warpgroup == WARPGROUPS) {
         if constexpr (MOVE_REGISTERS) give_registers<COPYING>();

@@ -24,17 +24,16 @@ struct Params {
 struct TileOf {
     int m, n, batch;
 
-    __device__ __forceinline__ TileOf(const Params& p, u32 block)
-    {
+    __device__ __forceinline__ TileOf(const Params& p, u32 block) {
         const u32 tiles = static_cast<u32>(p.tiles_m) * p.tiles_n, tile = block % tiles;
-        const u32 band = tile / (BAND * p.tiles_n), band_rows = min(p.tiles_m - band * BAND, static_cast<u32>(BAND));
+        const u32 band = tile / (BAND * p.tiles_n),
+                  band_rows = min(p.tiles_m - band * BAND, static_cast<u32>(BAND));
         const u32 in_band = tile % (BAND * p.tiles_n);
         batch = block / tiles, m = band * BAND + in_band % band_rows, n = in_band / band_rows;
     }
 };
 
-__device__ __forceinline__ float bias_at(const Params& p, int col)
-{
+__device__ __forceinline__ float bias_at(const Params& p, int col) {
     const i64 index = col * p.bias_stride;
     if (p.bias_kind == F32) return static_cast<const float*>(p.bias)[index];
     const u16 bits = static_cast<const u16*>(p.bias)[index];

@@ -35,15 +35,16 @@ __device__ __forceinline__ void barrier_init_fence() {
 }
 
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Once for the warp, after what all its lanes have read and written. ptxas makes nothing of the __syncwarp() of a warp that
-// is together, so that racecheck sees lanes which never arrive: for that tool all do.
+// Once for the warp, after what all its lanes have read and written. ptxas makes nothing of the __syncwarp()
+// of a warp that is together, so that racecheck sees lanes which never arrive: for that tool all do.
 #ifdef ALL_LANES_ARRIVE
 constexpr u32 WARP_ARRIVALS = 32;
 __device__ __forceinline__ void warp_arrive(u32 barrier) { barrier_arrive(barrier); }
@@ -55,16 +56,17 @@ __device__ __forceinline__ void warp_arrive(u32 barrier) {
 }
 #endif
 
-// Arrives at the same barrier of another block of the cluster. No wider scope than the block's: what it reports
-// is that the tensor cores have read a stage, which they had before this thread went on, and a release to the
-// cluster would cost a memory fence.
+// Arrives at the same barrier of another block of the cluster. No wider scope than the block's: what it
+// reports is that the tensor cores have read a stage, which they had before this thread went on, and a
+// release to the cluster would cost a memory fence.
 __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 block) {
     asm volatile(
         "{\n"
         ".reg .b32 remote;\n"
         "mapa.shared::cluster.u32 remote, %0, %1;\n"
         "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-        "}\n" ::"r"(barrier), "r"(block)
+        "}\n" ::"r"(barrier),
+        "r"(block)
         : "memory");
 }
 
@@ -107,7 +109,8 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         "@done bra finished;\n"
         "bra again;\n"
         "finished:\n"
-        "}\n" ::"r"(barrier), "r"(parity)
+        "}\n" ::"r"(barrier),
+        "r"(parity)
         : "memory");
 }
 
@@ -127,10 +130,12 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-__device__ __forceinline__ void copy_in(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z, int batch) {
+__device__ __forceinline__ void copy_in(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z,
+                                        int batch) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(batch)
+        " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(batch)
         : "memory");
 }
 
@@ -138,31 +143,32 @@ __device__ __forceinline__ void copy_in(u32 to, const TensorMap& map, u32 barrie
                                         int batch) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z),
-        "r"(w), "r"(batch)
+        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(batch)
         : "memory");
 }
 
 // Writes the same shared-memory offset, and signals the same barrier, in every block whose bit `blocks` has.
-__device__ __forceinline__ void copy_in_multicast(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z,
-                                                  int batch, u16 blocks) {
+__device__ __forceinline__ void copy_in_multicast(u32 to, const TensorMap& map, u32 barrier, int x, int y,
+                                                  int z, int batch, u16 blocks) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z),
-        "r"(batch), "h"(blocks)
+        " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(batch), "h"(blocks)
         : "memory");
 }
 
 __device__ __forceinline__ void prefetch_to_l2(const TensorMap& map, int x, int y, int z, int batch) {
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(x), "r"(y),
-                 "r"(z), "r"(batch)
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(x),
+                 "r"(y), "r"(z), "r"(batch)
                  : "memory");
 }
 
 __device__ __forceinline__ void copy_out(const TensorMap& map, u32 from, int x, int y, int batch) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
-                 "r"(from), "r"(x), "r"(y), "r"(batch)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+        "r"(from), "r"(x), "r"(y), "r"(batch)
+        : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
@@ -198,7 +204,8 @@ __device__ __forceinline__ u32 cluster_rank() {
 }
 
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
 }
 
 // ---- programmatic dependent launch; both do nothing in an ordinary launch
