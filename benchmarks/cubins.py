@@ -4,8 +4,8 @@ python -m benchmarks.cubins DIR [--against FILE] [--only SOURCE]
 
 Compiles a fixed list of kernels without a GPU, with a process for each CPU. The list has every kernel,
 architecture, kind of schedule and branch of the preprocessor. DIR/cubins.json gets two hashes of each kernel:
-of the whole cubin, and of its machine code alone. Names of functions and of variables in shared memory enter
-only the first.
+of the whole cubin, and of its machine code alone. Only the first depends on names of functions and variables,
+and on constants of the source that no instruction loads.
 
 With ``--against`` an earlier such file it lists what differs, and exits with 1 if machine code does. ptxas
 is not deterministic for some kernels: such a one gives other machine code when it is compiled once more.
@@ -210,12 +210,12 @@ def name(kernel: Kernel) -> str:
 
 
 def hashes(kernel: Kernel) -> dict[str, str]:
-    """Of the cubin, and of its machine code: instructions, constants, and what else the kernel occupies."""
+    """Of the cubin, and of its machine code: instructions, literals, and what else the kernel occupies."""
     cubin = host().runtime.compile(*kernel)
     occupies = cubin.registers, cubin.local_bytes, cubin.spill_bytes, cubin.static_smem
     code = hashlib.sha256(repr(occupies).encode())
     for section, content in sorted(sections(cubin.code)):
-        if section.startswith((".text", ".nv.constant", ".nv.global")):
+        if section.startswith((".text", ".nv.constant0", ".nv.constant2")):  # instructions, sizes, literals
             code.update(f"\n{section} {len(content)}\n".encode() + content)
     return {"cubin": hashlib.sha256(cubin.code).hexdigest(), "code": code.hexdigest()}
 
