@@ -1,5 +1,11 @@
 // Stops the GPU with an assertion, as torch._assert_async does, unless offsets rise from 0 to `tokens` and
-// never decrease. One launch, where PyTorch's operators would take nine.
+// never decrease. One launch of one block, where PyTorch's operators would take nine.
+//
+// Macros
+//   BOUND   integer type of the offsets: int or long long
+
+#include "types.cuh"
+
 using BoundType = BOUND;
 
 extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line,
@@ -7,7 +13,7 @@ extern "C" __device__ void __assertfail(const char* message, const char* file, u
 
 struct Offsets {
     const BoundType* at;
-    long long stride, tokens;
+    i64 stride, tokens;
     int sequences;
 };
 

@@ -1,15 +1,23 @@
-// Log-probabilities from logits in memory: statistics of blocks of the vocabulary, their combination, and the
-// gradient of the logits; and a look at the targets. Everything is in f32 and in the order of
-// docs/contract.md, "Log-probabilities".
+// Log-probabilities from logits in memory, in f32 and in the order of docs/contract.md, "Log-probabilities".
 //
-// -D: LOGITS and GRADS, the types of logits and of their gradients; ENTROPY.
+//   block_statistics   a warp takes a block of 128 entries of the vocabulary
+//   combine            a warp takes the statistics of a row, a lane a chain
+//   combine_few        a block takes them: all of it weighs, 1024 blocks at a time through shared memory; one
+//                      warp sums
+//   grad_logits        a thread takes four logits
+//   first_unknown      a few blocks look for a target that is neither ignored nor in the vocabulary
+//
+// Macros
+//   LOGITS, GRADS   types of logits and of their gradients: F32, BF16 or F16
+//   ENTROPY         1: also what entropies need
+
 #include "convert.cuh"
 #include "logp.cuh"
 
 using contract::VOCAB_BLOCK;
 
-#define THREADS 256
-#define WARPS (THREADS / 32)
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
 
 using Logits = Element<LOGITS>;
 using Grads = Element<GRADS>;
@@ -165,17 +173,17 @@ struct GradParams {
     float scale;
 };
 
-#define GRADS_A_THREAD 4
+constexpr int GRADS_PER_THREAD = 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS) grad_logits(const __grid_constant__ GradParams p) {
-    const u32 groups = u32((p.width + THREADS * GRADS_A_THREAD - 1) / (THREADS * GRADS_A_THREAD));
+    const u32 groups = u32((p.width + THREADS * GRADS_PER_THREAD - 1) / (THREADS * GRADS_PER_THREAD));
     const i64 row = blockIdx.x / groups,
-              v = i64(blockIdx.x % groups) * THREADS * GRADS_A_THREAD + threadIdx.x;
+              v = i64(blockIdx.x % groups) * THREADS * GRADS_PER_THREAD + threadIdx.x;
     const contract::RowGradient<ENTROPY> gradient(p, row);
     const Logits::Stored* logits = p.logits + row * p.logits_row;
     Grads::Stored* out = p.out + row * p.out_row;
 #pragma unroll
-    for (int i = 0; i < GRADS_A_THREAD; ++i) {
+    for (int i = 0; i < GRADS_PER_THREAD; ++i) {
         const i64 at = v + i * THREADS;
         if (at >= p.width) return;
         const float z = __fmul_rn(Logits::widen(logits[at]), p.scale);

@@ -1,14 +1,34 @@
-// The product under FMA: every layout, stride, alignment and size, f32 and widened 16-bit operands, on sm_75
-// and newer.
+// Product under FMA for every layout, stride, alignment and size, on sm_75 and newer: D = acc + A B + bias,
+// of f32 and of 16-bit operands, which are widened.
 //
 // Every output element is one chain of IEEE fused multiply-adds over ascending k, in one thread. Nothing else
-// is ever added to it, not even zeros: fma(0, 0, -0) is +0. So tiles reach past the last row and column, but
-// never past k.
+// is added to it, not even zeros: fma(0, 0, -0) is +0. So tiles reach past the last row and column, but never
+// past k.
+//
+// A block takes one tile of the output; a thread has THREAD_M x THREAD_N of it in registers. Shared memory is
+// a ring of STAGES stages, each a tile of a and of b in f32, filled STAGES - 1 ahead (by cp.async where no
+// widening is needed): by HELPERS producer warps, or by all warps if there are none.
+//
+// Macros
+//   TILE_K                     k of a stage
+//   THREAD_M, THREAD_N         rows and columns of a thread
+//   LANES_M                    rows of lanes in a warp, of 32 lanes in all
+//   WARPS_M, WARPS_N           rows and columns of warps that multiply
+//   HELPERS                    producer warps; 0: all warps copy
+//   STAGES                     stages of the ring
+//   STEP                       k whose operands are read from shared memory at a time
+//   MIN_BLOCKS                 blocks that shall fit on one multiprocessor, from sm_90 on
+//   A_KIND, B_KIND, OUT_KIND   types: 0 f32, 1 bf16, 2 f16 (enum Kind of epilogue.cuh)
+//   A_COPY, B_COPY             how the operand is copied: enum Copy of tile_fma.cuh
+//   SEGMENTED                  1: k has segments; 0: one chain over all of k
+
+#ifndef SEGMENTED
+#error "SEGMENTED is needed: #if takes a missing macro for 0"
+#endif
 
 #include "epilogue.cuh"
 #include "tile_fma.cuh"
-
-constexpr int BAND = 8;  // rows of tiles walked together, so that their operands stay in L2
+#include "tile_order.cuh"
 
 using TileA = Tile<WARPS_M, LANES_M, THREAD_M, A_KIND, A_COPY>;
 using TileB = Tile<WARPS_N, 32 / LANES_M, THREAD_N, B_KIND, B_COPY>;
@@ -39,8 +59,8 @@ struct Block {
 };
 
 #if SEGMENTED
-// Walks the blocks of all segments in order; one of no terms follows the last.
-class Walk {
+// Gives the blocks of all segments in order; one of no terms follows the last.
+class BlockIterator {
     int segment = 0, k = 0, end = 0;
 
     __device__ __forceinline__ static int bound(const Params& p, int i) {
@@ -57,7 +77,7 @@ class Walk {
     }
 
   public:
-    __device__ __forceinline__ explicit Walk(const Params& p) { start(p); }
+    __device__ __forceinline__ explicit BlockIterator(const Params& p) { start(p); }
 
     __device__ __forceinline__ Block next(const Params& p) {
         while (k >= end && segment < p.segments) {
@@ -71,11 +91,11 @@ class Walk {
     }
 };
 #else
-class Walk {
+class BlockIterator {
     int k = 0;
 
   public:
-    __device__ __forceinline__ explicit Walk(const Params&) {}
+    __device__ __forceinline__ explicit BlockIterator(const Params&) {}
 
     __device__ __forceinline__ Block next(const Params& p) {
         const Block b{0, k, min(max(p.k - k, 0), TILE_K), p.k - k <= TILE_K};
@@ -95,24 +115,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) matmul_fma(const
 
     const u32 tiles = static_cast<u32>(p.tiles_m) * p.tiles_n;
     const u32 batch = blockIdx.x / tiles, tile = blockIdx.x % tiles;
-    const u32 band = tile / (BAND * p.tiles_n),
-              band_rows = min(p.tiles_m - band * BAND, static_cast<u32>(BAND));
-    const u32 in_band = tile % (BAND * p.tiles_n);
-    const int tile_m = (band * BAND + in_band % band_rows) * TileA::ROWS,
-              tile_n = in_band / band_rows * TileB::ROWS;
+    const u32 group = tile / (GROUP_M * p.tiles_n);
+    const u32 height = min(p.tiles_m - group * GROUP_M, static_cast<u32>(GROUP_M));
+    const u32 in_group = tile % (GROUP_M * p.tiles_n);
+    const int tile_m = (group * GROUP_M + in_group % height) * TileA::ROWS;
+    const int tile_n = in_group / height * TileB::ROWS;
 
-    // Neighbours share a row of a, and lanes two apart a row of b: then 16 lanes read 16 bytes each at once,
-    // not 8.
+    // Neighbours share a row of a, and lanes two apart a column of b: then 16 lanes read 16 bytes each at
+    // once, not 8.
     const int lane_m = lane / 2 % LANES_M, lane_n = lane / (2 * LANES_M) * 2 + lane % 2;
     const int own_m = TileA::own(warp % WARPS_M, lane_m), own_n = TileB::own(warp / WARPS_M, lane_n);
     const bool copies = HELPERS == 0 || warp >= WARPS, multiplies = warp < WARPS;
 
     u32 ring = shared_address(memory);
     asm volatile("" : "+r"(ring));  // or the compiler would compute it again for every copy
-    Walk walk(p);
+    BlockIterator blocks(p);
     int write_at = 0;
     const auto load = [&] {
-        const Block block = walk.next(p);
+        const Block block = blocks.next(p);
         const u32 to = ring + write_at * STAGE * 4;
         if (block.count == TILE_K) {
             TileA::load<true>(to, p.a, batch, block.segment, tile_m, p.m, block.k, TILE_K);
@@ -124,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) matmul_fma(const
         }
         if (threadIdx.x == THREADS - COPIERS) counts[write_at] = block.last ? -block.count : block.count;
         write_at = write_at == STAGES - 1 ? 0 : write_at + 1;
-        commit_copies();  // empty ones too, so that their number tells which stage is complete
+        cp_async_commit();  // empty ones too, so that their number tells which stage is complete
     };
 
     float acc[THREAD_M][THREAD_N] = {};
@@ -160,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) matmul_fma(const
             }
     };
     const auto next_stage = [&] {  // it is whole, and all warps have read the stage before it
-        wait_copies<STAGES - 2>();
+        cp_async_wait<STAGES - 2>();
         __syncthreads();
         stage = memory + read_at * STAGE;
         if (!multiplies) return;

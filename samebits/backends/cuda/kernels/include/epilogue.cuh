@@ -1,7 +1,8 @@
-// From the f32 accumulator to the output: bias in f32, one rounding, canonical NaN.
+// From f32 accumulators to outputs, for kernels that know types as enum Kind: bias in f32, one rounding,
+// canonical NaN.
 #pragma once
 
-#include "mma.cuh"
+#include "ptx_sm80.cuh"
 
 enum Kind { F32, BF16, F16, F32_AS_IS };  // the last: no term was added, not even a NaN changes
 

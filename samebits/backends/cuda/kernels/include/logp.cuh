@@ -3,8 +3,6 @@
 
 #include "functions.cuh"
 
-using i64 = long long;
-
 namespace contract {
 
 struct BlockStatistics {

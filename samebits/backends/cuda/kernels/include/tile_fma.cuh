@@ -1,4 +1,5 @@
-// Tiles of operands in shared memory, widened to f32, and the fragments that threads read from them.
+// Tiles of operands in shared memory, widened to f32, and the fragments that threads read from them. Uses the
+// macros TILE_K, WARPS_M, WARPS_N and HELPERS of matmul_fma.cu.
 #pragma once
 
 #include "epilogue.cuh"
@@ -98,11 +99,11 @@ struct Tile {
                 if (rows_left - r >= ROW_WIDTH && (AT_ONCE_K <= TILE_K || k_left > 0))
 #pragma unroll
                     for (int i = 0; i < TILE_K; i += AT_ONCE_K) {
-                        const u32 place = to + (i * K_PITCH + r * ROW_PITCH) * 4;
+                        const u32 slot = to + (i * K_PITCH + r * ROW_PITCH) * 4;
                         if constexpr (WIDTH == 4)
-                            copy_async_16(place, at);
+                            cp_async_16(slot, at);
                         else
-                            copy_async_4(place, at);
+                            cp_async_4(slot, at);
                         if constexpr (UNIT_K)
                             at += AT_ONCE_K;
                         else
@@ -130,7 +131,7 @@ struct Tile {
         for (int i = 0; i < WIDTH; ++i) {
             if (i >= count) break;
             if constexpr (ASYNC)
-                copy_async_4(to + i * 4, from + i);
+                cp_async_4(to + i * 4, from + i);
             else
                 asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + i * 4), "f"(widen(from, i, KIND))
                              : "memory");

@@ -1,8 +1,8 @@
-// One operand's tile in shared memory: how it is copied in, cleared past the end, and shown to the tensor
-// cores.
+// Tiles of an operand in shared memory: how TMA loads them, how rows past the end of a sequence are cleared,
+// and the descriptors by which wgmma reads them.
 #pragma once
 
-#include "wgmma.cuh"
+#include "wgmma_sm90.cuh"
 
 // `size` rows (m or n) by `depth` of k, as columns of 64 elements:
 //   contiguous along k:       [depth / 64][size][64]
@@ -46,9 +46,9 @@ struct Tile {
         constexpr u16 mask = (1 << sharers) - 1;
         for_each_box(row, k, slice, [&](u32 to, int x, int y, int z) {
             if constexpr (sharers == 1) {
-                copy_in(tile + to, map, barrier, x, y, z, batch);
+                tma_load(tile + to, map, barrier, x, y, z, batch);
             } else {
-                copy_in_multicast(tile + to, map, barrier, x, y, z, batch, mask);
+                tma_load_multicast(tile + to, map, barrier, x, y, z, batch, mask);
             }
         });
     }
@@ -56,7 +56,7 @@ struct Tile {
     // Brings this block's slice into L2.
     static __device__ __forceinline__ void prefetch(const TensorMap& map, int row, int k, int batch,
                                                     u32 slice) {
-        for_each_box(row, k, slice, [&](u32, int x, int y, int z) { prefetch_to_l2(map, x, y, z, batch); });
+        for_each_box(row, k, slice, [&](u32, int x, int y, int z) { tma_prefetch(map, x, y, z, batch); });
     }
 
     // Zeroes all k from `valid` on; the swizzle moves nothing out of a line. Contiguous along m or n only.

@@ -1,7 +1,8 @@
-// Warpgroup matrix instructions: D[64, N] += A[64, 16] B[16, N], B and mostly A in shared memory.
+// Warpgroup matrix instructions: D[64, N] += A[64, 16] B[16, N], with B in shared memory, and A there or in
+// registers. Uses the macro INPUT_F16.
 #pragma once
 
-#include "ptx.cuh"
+#include "ptx_sm90.cuh"
 
 #if INPUT_F16
 #define INPUT "f16"
@@ -9,7 +10,7 @@
 #define INPUT "bf16"
 #endif
 
-// A tile in shared memory as `wgmma` sees it, in the swizzle that the copy engine wrote: lines of 128 or 64
+// A tile in shared memory as `wgmma` sees it, in the swizzle that TMA wrote: lines of 128 or 64
 // bytes, eight to a block. `leading` is the distance between columns of blocks and counts only where the
 // contiguous dimension is not k. An offset into the tile only adds to the low word, so one descriptor serves
 // a whole stage.
@@ -26,7 +27,7 @@ struct Descriptor {
     }
 };
 
-__device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");

@@ -1,17 +1,11 @@
-// Hopper instructions that CUDA C++ has no words for: barriers, tensor copies, clusters, dependent launch.
+// PTX of Hopper, by its own names: mbarriers, TMA, registers, clusters, programmatic dependent launch.
 #pragma once
 
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
+#include "types.cuh"
 
 struct alignas(64) TensorMap {
     char opaque[128];
 };
-
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return static_cast<u32>(__cvta_generic_to_shared(p));
-}
 
 __device__ __forceinline__ float load_shared(u32 from) {
     float x;
@@ -25,41 +19,41 @@ __device__ __forceinline__ void store_shared(u32 to, float x) {
 
 // ---- mbarrier
 
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+__device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine and to the other blocks of the cluster.
-__device__ __forceinline__ void barrier_init_fence() {
+// Makes initialised barriers visible to TMA and to the other blocks of the cluster.
+__device__ __forceinline__ void mbarrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+__device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Once for the warp, after what all its lanes have read and written. ptxas makes nothing of the __syncwarp()
-// of a warp that is together, so that racecheck sees lanes which never arrive: for that tool all do.
+// One arrival for the warp, after what all its lanes have read and written. ptxas drops the __syncwarp() of a
+// warp that is together. Then racecheck sees lanes that never arrive, so for that tool all do.
 #ifdef ALL_LANES_ARRIVE
 constexpr u32 WARP_ARRIVALS = 32;
-__device__ __forceinline__ void warp_arrive(u32 barrier) { barrier_arrive(barrier); }
+__device__ __forceinline__ void warp_arrive(u32 barrier) { mbarrier_arrive(barrier); }
 #else
 constexpr u32 WARP_ARRIVALS = 1;
 __device__ __forceinline__ void warp_arrive(u32 barrier) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 #endif
 
-// Arrives at the same barrier of another block of the cluster. No wider scope than the block's: what it
-// reports is that the tensor cores have read a stage, which they had before this thread went on, and a
-// release to the cluster would cost a memory fence.
-__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 block) {
+// Arrives at the same barrier of another block of the cluster. Its scope is the block's, no wider: it reports
+// that the tensor cores have read a stage, which they had before this thread went on. A release to the
+// cluster would cost a fence.
+__device__ __forceinline__ void mbarrier_arrive_remote(u32 barrier, u32 block) {
     asm volatile(
         "{\n"
         ".reg .b32 remote;\n"
@@ -71,7 +65,7 @@ __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 block) {
 }
 
 // Whether the phase of this parity is over; does not wait long.
-__device__ __forceinline__ bool barrier_try(u32 barrier, u32 parity) {
+__device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
     u32 done;
     asm volatile(
         "{\n"
@@ -86,7 +80,7 @@ __device__ __forceinline__ bool barrier_try(u32 barrier, u32 parity) {
 }
 
 // The same, without any waiting.
-__device__ __forceinline__ bool barrier_test(u32 barrier, u32 parity) {
+__device__ __forceinline__ bool mbarrier_test_wait(u32 barrier, u32 parity) {
     u32 done;
     asm volatile(
         "{\n"
@@ -100,7 +94,7 @@ __device__ __forceinline__ bool barrier_test(u32 barrier, u32 parity) {
     return done;
 }
 
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
@@ -124,14 +118,14 @@ __device__ __forceinline__ void named_barrier_arrive(u32 id, u32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// ---- tensor copies
+// ---- TMA
 
-__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-__device__ __forceinline__ void copy_in(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z,
-                                        int batch) {
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z,
+                                         int batch) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
         " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
@@ -139,8 +133,8 @@ __device__ __forceinline__ void copy_in(u32 to, const TensorMap& map, u32 barrie
         : "memory");
 }
 
-__device__ __forceinline__ void copy_in(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z, int w,
-                                        int batch) {
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z,
+                                         int w, int batch) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
         " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
@@ -149,8 +143,8 @@ __device__ __forceinline__ void copy_in(u32 to, const TensorMap& map, u32 barrie
 }
 
 // Writes the same shared-memory offset, and signals the same barrier, in every block whose bit `blocks` has.
-__device__ __forceinline__ void copy_in_multicast(u32 to, const TensorMap& map, u32 barrier, int x, int y,
-                                                  int z, int batch, u16 blocks) {
+__device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap& map, u32 barrier, int x, int y,
+                                                   int z, int batch, u16 blocks) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
@@ -158,13 +152,13 @@ __device__ __forceinline__ void copy_in_multicast(u32 to, const TensorMap& map, 
         : "memory");
 }
 
-__device__ __forceinline__ void prefetch_to_l2(const TensorMap& map, int x, int y, int z, int batch) {
+__device__ __forceinline__ void tma_prefetch(const TensorMap& map, int x, int y, int z, int batch) {
     asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(x),
                  "r"(y), "r"(z), "r"(batch)
                  : "memory");
 }
 
-__device__ __forceinline__ void copy_out(const TensorMap& map, u32 from, int x, int y, int batch) {
+__device__ __forceinline__ void tma_store(const TensorMap& map, u32 from, int x, int y, int batch) {
     asm volatile(
         "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
         "r"(from), "r"(x), "r"(y), "r"(batch)
@@ -172,26 +166,26 @@ __device__ __forceinline__ void copy_out(const TensorMap& map, u32 from, int x, 
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until at most `pending` of this thread's outgoing copies still read shared memory.
+// Waits until at most `pending` of this thread's TMA stores still read shared memory.
 template <int pending>
-__device__ __forceinline__ void copy_out_wait_read() {
+__device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
-// Orders this thread's ordinary shared-memory accesses before those of the copy engine and the tensor cores.
-__device__ __forceinline__ void async_proxy_fence() {
+// Orders this thread's ordinary accesses of shared memory before those of TMA and the tensor cores.
+__device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// ---- registers, for every warp of a warpgroup at once
+// ---- registers: all warps of a warpgroup execute these
 
 template <int count>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
 
 template <int count>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
 }
 
@@ -210,10 +204,8 @@ __device__ __forceinline__ void cluster_sync() {
 
 // ---- programmatic dependent launch; both do nothing in an ordinary launch
 
-__device__ __forceinline__ void wait_for_previous_kernel() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-__device__ __forceinline__ void let_next_kernel_start() {
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

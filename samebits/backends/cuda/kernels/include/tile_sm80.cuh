@@ -1,7 +1,8 @@
-// Tiles of 16-bit operands in shared memory: one layout for each order that they may have in global memory.
+// Tiles of 16-bit operands in shared memory for ldmatrix: one layout for each order that they may have in
+// memory.
 #pragma once
 
-#include "mma.cuh"
+#include "ptx_sm80.cuh"
 
 // Elements of global memory by row (m of a, n of b) and k, strides in elements.
 struct Operand {
@@ -92,7 +93,7 @@ struct Tile {
     // `count` of 8 elements, then zeros.
     __device__ static __forceinline__ void copy(u32 to, const u16* from, i64 stride, int count) {
         if constexpr (VECTOR) {
-            copy_async_16(to, from, count * 2);
+            cp_async_16(to, from, count * 2);
         } else {
             u32 v[4];
 #pragma unroll
