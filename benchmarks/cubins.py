@@ -7,7 +7,7 @@ architecture, kind of schedule and branch of the preprocessor. DIR/cubins.json g
 of the whole cubin, and of its machine code alone. Only the first depends on names of functions and variables,
 and on constants of the source that no instruction loads.
 
-With ``--against`` an earlier such file it lists what differs, and exits with 1 if machine code does. ptxas
+With ``--against`` an earlier such file it lists what differs, and exits with 1 if machine code does. NVRTC
 is not deterministic for some kernels: such a one gives other machine code when it is compiled once more.
 """
 
