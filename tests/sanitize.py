@@ -269,7 +269,7 @@ def attention() -> Iterator[Callable[[], None]]:
 
 
 def all_lanes_arrive() -> None:
-    """Where one lane arrives at a barrier for its warp, all do: see ``warp_arrive`` in ``ptx.cuh``."""
+    """Where one lane arrives at a barrier for its warp, all do: see ``warp_arrive`` in ``ptx_sm90.cuh``."""
     made = runtime.KernelSpec.__init__
 
     def init(self: runtime.KernelSpec, source: str, entry: str, params: str, constants: tuple, *rest, **kw):

@@ -1,31 +1,58 @@
-// Attention on Hopper, forward: docs/contract.md, "Attention". Scores exist in registers alone.
+// Attention on Hopper, forward: O = softmax(Q K^T scale + mask) V, as docs/contract.md, "Attention", has it.
 //
-// A block takes a tile of queries that share a head of k and v: ROWS of them, of as many members of the group as
-// TILE_QUERIES leaves room for, the queries of one member side by side. It goes over the keys twice, 128 at a time:
-// first for the statistics of every block of scores, then, with those of the row known, for probabilities, which the
-// tensor cores take from registers. The two warpgroups share keys and values, and nothing else.
+// Scores exist in registers alone. A block takes a tile of ROWS queries that share a head of K and V: those
+// of one member of the group side by side, then those of the next. It goes over the keys twice, 128 at a
+// time:
+//   pass 1   scores, and from them the statistics of every block of keys: maximum and sum of exponentials
+//   pass 2   scores again, with the row's statistics known; their probabilities, from registers, times V
 //
-// With statistics in shared memory every tile has a block of its own. With statistics in `scratch` there are at most as
-// many blocks as multiprocessors, which take several tiles, one after another: the ring and its parities go on from
-// one to the next, queries are copied in once both warpgroups have multiplied those before, and outputs never pass
-// through shared memory.
+// Warps of a block
+//   WARPGROUPS warpgroups   consumers, 64 rows each; they share keys and values, and nothing else
+//   1 warp                  producer: one thread issues all TMA loads; with two consumers it is a whole
+//                           warpgroup, whose registers go to them
 //
-// What a warpgroup multiplies next is on its way before it turns to what it has: the arithmetic of scores takes
-// several times as long as their products.
+// Barriers, all mbarriers
+//   q_full, q_empty         the tile of queries has arrived; all consumers have multiplied it
+//   full[stage]             a tile of keys or of values has arrived
+//   empty[stage]            all consumers have read it
 //
-//   INPUT_F16                f16 operands, otherwise bf16
-//   HEAD, VALUES             sizes of q and k, and of v, rounded up to 16: columns past the end are zeros
-//   MASK                     NONE, F32 or BOOLEAN
-//   WARPGROUPS               that compute, with 64 rows each
-//   STAGES                   length of the ring of tiles of keys and values
-//   HELD                     blocks of keys whose statistics fit into shared memory; 0: they are kept in `scratch`
+// Ring: K0 K1 ... (pass 1), K0 V0 K1 V1 ... (pass 2), then those of the next tile. Its phases go on from tile
+// to tile.
+//
+// Timeline of a consumer. What is multiplied next is issued before it turns to what it has: the arithmetic of
+// scores takes several times as long as their products. In pass 2 a step has 64 keys.
+//
+//   pass 1   tensor cores  |QK 0|QK 1          |QK 2          |
+//            arithmetic         |statistics 0  |statistics 1  |
+//   pass 2   tensor cores  |QK 0, QK 1|   |PV 0, QK 2     |PV 1, QK 3     |
+//            arithmetic               |softmax 0|softmax 1      |softmax 2
+//
+// With statistics in shared memory (HELD) every tile has a block of its own. With statistics in `scratch`
+// there are at most as many blocks as multiprocessors, and each takes several tiles, one after another.
+//
+// Macros
+//   INPUT_F16       1: f16 operands; 0: bf16
+//   HEAD            size of a row of q and k, a multiple of 16 up to 128; columns past the end are zeros
+//   VALUES          size of a row of v, likewise
+//   MASK            NONE, F32 or BOOLEAN
+//   WARPGROUPS      consumer warpgroups: 1 or 2
+//   STAGES          stages of the ring, 3 or more
+//   HELD            blocks of keys whose statistics fit into shared memory; 0: they are kept in `scratch`
+
+#ifndef INPUT_F16
+#error "INPUT_F16 is needed: #if takes a missing macro for 0"
+#endif
+
 #include "convert.cuh"
 #include "logp.cuh"
+#include "ring_sm90.cuh"
 #include "tile_sm90.cuh"
 
-#define BOOLEAN 4
+constexpr int BOOLEAN = 4;
 
-constexpr int KEYS = contract::VOCAB_BLOCK;  // in a tile, and in a block of the contract's
+constexpr int KEYS = contract::VOCAB_BLOCK;  // of a tile, and of a block of keys in the contract
+static_assert(HEAD % 16 == 0 && HEAD <= 128 && VALUES % 16 == 0 && VALUES <= 128 && STAGES >= 3);
+static_assert(WARPGROUPS == 1 || WARPGROUPS == 2);
 constexpr u32 CONSUMERS = WARPGROUPS * 128, ROWS = WARPGROUPS * 64;
 constexpr u32 THREADS = CONSUMERS + (WARPGROUPS > 1 ? 128 : 32);
 
@@ -39,28 +66,29 @@ struct alignas(8) Statistics {
     float m, s;
 };
 
-struct Problem {
+struct Params {
     TensorMap q, k, v;
-    void* out;           // [batch, heads, group, queries, values]
-    const void* mask;    // [batch, heads, group, queries, keys]
-    Statistics* scratch; // ROWS for each block of keys, for each block of the grid
+    void* out;            // [batch, heads, group, queries, values]
+    const void* mask;     // [batch, heads, group, queries, keys]
+    Statistics* scratch;  // ROWS for each block of keys, for each block of the grid
     i64 mask_batch, mask_head, mask_member, mask_query, mask_key;  // its strides
     int heads, group, queries, keys, values;
     int batch_heads;
-    int shared;          // bits 0 to 5: q, k, v have one matrix for all of the batch; for all heads
-    int tile_queries;    // in a tile of each of its members: 2 to this power
+    int shared;        // bits 0 to 5: q, k, v have one matrix for all of the batch; for all heads
+    int tile_queries;  // in a tile of each of its members: 2 to this power
     int tiles, query_tiles, member_tiles;
-    int together;        // heads of k whose tiles are taken in turns, so that keys and values stay in L2
+    int together;  // heads of k whose tiles are taken in turns, so that keys and values stay in L2
     int causal;
     float scale;
 };
 
-// A tile's place: where its rows begin, and how many blocks of keys they see.
-struct Place {
+// Where the rows of a tile begin, and how many blocks of keys they see.
+struct TileCoord {
     int batch, head, member, query, blocks;
 
-    // Of the heads taken together first the tiles of the last queries, which see the most keys.
-    __device__ Place(const Problem& p, int index) {
+    // Heads are taken together in packs. Of a pack the tiles of the last queries come first: they see the
+    // most keys.
+    __device__ TileCoord(const Params& p, int index) {
         int per_head = p.query_tiles * p.member_tiles;
         int pack = index / (per_head * p.together);
         index -= pack * per_head * p.together;
@@ -77,25 +105,18 @@ struct Place {
     }
 };
 
-// Which tile a block takes in a round, or -1: every other round in reverse, so that none gets all the long ones.
-__device__ __forceinline__ int tile_of(const Problem& p, int round) {
-    int place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, index = round * int(gridDim.x) + place;
+// The tile that a block takes in a round, or -1. Every other round is reversed, so that no block gets all the
+// long ones.
+__device__ __forceinline__ int tile_of(const Params& p, int round) {
+    int slot = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, index = round * int(gridDim.x) + slot;
     return index < p.tiles ? index : -1;
 }
 
-struct Ring {
-    u32 stage = 0, parity = 0;
-
-    __device__ void step() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
-
-struct Shared {
+struct SharedStorage {
     u32 q, ring, full, empty, q_full, q_empty;
     Statistics* held;
 
-    __device__ explicit Shared(unsigned char* raw) {
+    __device__ explicit SharedStorage(unsigned char* raw) {
         u32 start = shared_address(raw);
         q = (start + 1023) & ~1023u;  // a whole period of the swizzle
         ring = q + QTile::bytes;
@@ -108,33 +129,33 @@ struct Shared {
     }
 };
 
-__device__ __forceinline__ void produce(const Shared& shared, const Problem& p) {
-    Ring ring;
+__device__ __forceinline__ void producer(const SharedStorage& shared, const Params& p) {
+    Ring<STAGES> ring;
     for (int round = 0, index; (index = tile_of(p, round)) >= 0; ++round) {
-        Place place(p, index);
-        auto batch = [&](int operand) { return p.shared >> operand & 1 ? 0 : place.batch; };
-        auto head = [&](int operand) { return p.shared >> operand & 8 ? 0 : place.head; };
-        barrier_wait(shared.q_empty, round % 2 ^ 1);
-        barrier_expect(shared.q_full, QTile::bytes);
+        TileCoord tile(p, index);
+        auto batch = [&](int operand) { return p.shared >> operand & 1 ? 0 : tile.batch; };
+        auto head = [&](int operand) { return p.shared >> operand & 8 ? 0 : tile.head; };
+        mbarrier_wait(shared.q_empty, round % 2 ^ 1);
+        mbarrier_arrive_expect_tx(shared.q_full, QTile::bytes);
 #pragma unroll
         for (u32 column = 0; column < QTile::columns; ++column)
-            copy_in(shared.q + column * QTile::column_bytes, p.q, shared.q_full, column * QTile::width, place.query,
-                    place.member, head(0), batch(0));
+            tma_load(shared.q + column * QTile::column_bytes, p.q, shared.q_full, column * QTile::width,
+                     tile.query, tile.member, head(0), batch(0));
         for (int pass = 0; pass < 2; ++pass) {
-            for (int block = 0; block < place.blocks; ++block) {
+            for (int block = 0; block < tile.blocks; ++block) {
                 u32 full = shared.full + ring.stage * 8, to = shared.ring + ring.stage * STAGE_BYTES;
-                barrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
-                barrier_expect(full, KTile::bytes);
+                mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
+                mbarrier_arrive_expect_tx(full, KTile::bytes);
                 KTile::for_each_box(0, 0, 0, [&](u32 offset, int x, int y, int) {
-                    copy_in(to + offset, p.k, full, x, y + block * KEYS, head(1), batch(1));
+                    tma_load(to + offset, p.k, full, x, y + block * KEYS, head(1), batch(1));
                 });
                 ring.step();
                 if (pass == 0) continue;
                 full = shared.full + ring.stage * 8, to = shared.ring + ring.stage * STAGE_BYTES;
-                barrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
-                barrier_expect(full, VTile::bytes);
+                mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
+                mbarrier_arrive_expect_tx(full, VTile::bytes);
                 VTile::for_each_box(0, 0, 0, [&](u32 offset, int x, int y, int) {
-                    copy_in(to + offset, p.v, full, x, y + block * KEYS, head(2), batch(2));
+                    tma_load(to + offset, p.v, full, x, y + block * KEYS, head(2), batch(2));
                 });
                 ring.step();
             }
@@ -142,36 +163,36 @@ __device__ __forceinline__ void produce(const Shared& shared, const Problem& p) 
     }
 }
 
-// Of this thread: two rows, 8 apart, each shared with the three other lanes that have the rest of its scores.
+// The two rows of a thread, 8 apart. Three other lanes have the rest of their scores.
 struct Rows {
-    int row, column;   // the first row in the tile, and key in a tile of keys
-    int seen[2];       // keys from the first
-    int all_seen;      // by every row of the warp
-    bool busy[2];      // whether any row of the warp is one of the output's
-    i64 mask[2];       // where a row of it begins
+    int row, column;     // the first row in the tile, and key in a tile of keys
+    int seen[2];         // keys, from the first on
+    int seen_by_all;     // by every row of the warp
+    bool any_inside[2];  // whether any row of the warp is one of the output's
+    i64 mask[2];         // where a row of it begins
 
-    __device__ Rows(const Problem& p, const Place& place, u32 thread)
+    __device__ Rows(const Params& p, const TileCoord& tile, u32 thread)
         : row(thread / 32 * 16 + thread % 32 / 4), column(thread % 4 * 2) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            int r = row + i * 8, query = place.query + (r & ((1 << p.tile_queries) - 1));
-            int member = place.member + (r >> p.tile_queries);
+            int r = row + i * 8, query = tile.query + (r & ((1 << p.tile_queries) - 1));
+            int member = tile.member + (r >> p.tile_queries);
             bool inside = query < p.queries && member < p.group;
             seen[i] = p.causal ? min(query + 1, p.keys) : p.keys;
             if (MASK != NONE && !inside) seen[i] = 0;
-            busy[i] = __any_sync(0xFFFFFFFF, inside);
-            mask[i] = place.batch * p.mask_batch + place.head * p.mask_head + member * p.mask_member +
+            any_inside[i] = __any_sync(0xFFFFFFFF, inside);
+            mask[i] = tile.batch * p.mask_batch + tile.head * p.mask_head + member * p.mask_member +
                       query * p.mask_query;
         }
-        all_seen = __reduce_min_sync(0xFFFFFFFF, min(seen[0], seen[1]));
+        seen_by_all = __reduce_min_sync(0xFFFFFFFF, min(seen[0], seen[1]));
     }
 
     // Products to scores, the first of them that of key `first`, for this thread's rows from there on.
     template <int count>
-    __device__ __forceinline__ void finish(float (&z)[count], const Problem& p, int first) const {
+    __device__ __forceinline__ void scores(float (&z)[count], const Params& p, int first) const {
 #pragma unroll
         for (int i = 0; i < count; ++i) z[i] = __fmul_rn(z[i], p.scale);
-        if (MASK == NONE && first - column + count * 2 <= all_seen) return;
+        if (MASK == NONE && first - column + count * 2 <= seen_by_all) return;
 #pragma unroll
         for (int i = 0; i < count; ++i) {
             int half = i / 2 % 2, key = first + i / 4 * 8 + i % 2;
@@ -189,7 +210,7 @@ struct Rows {
     }
 };
 
-// Keeps what the compiler does with these registers on its side of a fence or a wait, which name none.
+// Keeps the compiler from moving work on these registers across a fence or a wait, which name none.
 template <int count>
 __device__ __forceinline__ void pin(float (&x)[count]) {
 #pragma unroll
@@ -208,7 +229,7 @@ __device__ __forceinline__ void clear(float (&acc)[count]) {
     pin(acc);
 }
 
-// Adds the products of the warpgroup's rows and those of `k` to what is cleared.
+// Issues acc += Q K^T, for the rows of this warpgroup and `keys` keys from `first` on.
 template <int keys>
 __device__ __forceinline__ void multiply(float (&acc)[keys / 2], u32 q, u32 k, u32 first) {
     auto q_tile = QTile::descriptor(q);
@@ -218,7 +239,7 @@ __device__ __forceinline__ void multiply(float (&acc)[keys / 2], u32 q, u32 k, u
         Wgmma<keys, 0, 0>::step(acc, q_tile.at(QTile::step(0, d)), k_tile.at(KTile::step(first, d)));
 }
 
-// Adds those of probabilities of 64 keys and their values.
+// Issues acc += P V, for the probabilities of 64 keys.
 __device__ __forceinline__ void multiply(float (&acc)[VALUES / 2], const u32 (&p)[4][4], u32 v, u32 first) {
     auto v_tile = VTile::descriptor(v);
 #pragma unroll
@@ -228,8 +249,8 @@ __device__ __forceinline__ void multiply(float (&acc)[VALUES / 2], const u32 (&p
 
 // A row's divisor: quotients of numbers up to 1 by a sum of exponentials, rounded as IEEE 754 has it.
 struct Divisor {
-    // Of 2^-80, below which a remainder may be inexact. In f16 the quotients of such numbers are zeros anyhow, but
-    // without the branch ptxas finds too few registers and serialises wgmma (C7511).
+    // Of 2^-80, below which a remainder may be inexact. In f16 the quotients of such numbers are zeros
+    // anyhow, but without the branch ptxas finds too few registers and serialises wgmma (C7511).
     static constexpr u32 TINY = INPUT_F16 ? 1 : 47 << 23;
 
     float divisor, inverse;
@@ -241,14 +262,15 @@ struct Divisor {
         inverse = sum == 0.0f ? 0.0f : static_cast<float>(refined(about));  // all are masked: zeros
     }
 
-    // For x = 0, and x >= 2^-81. The inverse is rounded to nearest, so one correction is enough: the quotients near the
-    // midpoint of two numbers are few enough to try them all (tests/test_rows.py).
+    // For x = 0, and x >= 2^-81. The inverse is rounded to nearest, so one correction is enough: the
+    // quotients near the midpoint of two numbers are few enough to try them all (tests/test_rows.py).
     __device__ __forceinline__ float quotient(float x) const {
         float q = __fmul_rn(x, inverse);
         return __fmaf_rn(__fmaf_rn(-divisor, q, x), inverse, q);
     }
 
-    // For all x. A quotient in f64 within an ulp, and exact if that is possible, is on the right side of every midpoint.
+    // For all x. A quotient in f64 within an ulp, and exact if that is possible, is on the right side of
+    // every midpoint.
     __device__ __forceinline__ float tiny_quotient(float x) const {
         double by = refined(inverse), q = __dmul_rn(x, by);
         return __double2float_rn(__fma_rn(__fma_rn(-double(divisor), q, double(x)), by, q));
@@ -290,26 +312,27 @@ __device__ __forceinline__ void probabilities(u32 (&to)[4][4], const float (&z)[
 }
 
 struct Consumer {
-    const Problem& p;
-    const Shared& shared;
+    const Params& p;
+    const SharedStorage& shared;
     u32 thread, warpgroup;
-    u32 q;                 // of this warpgroup's rows
+    u32 q;                   // of this warpgroup's rows
     Statistics* statistics;  // of this thread's first row
-    Ring ring;             // what is multiplied next
+    Ring<STAGES> ring;       // what is multiplied next
 
     __device__ __forceinline__ u32 wait() const {
-        barrier_wait(shared.full + ring.stage * 8, ring.parity);
+        mbarrier_wait(shared.full + ring.stage * 8, ring.parity);
         return shared.ring + ring.stage * STAGE_BYTES;
     }
     __device__ __forceinline__ void release(u32 stage) const {
-        if (thread == 0) barrier_arrive(shared.empty + stage * 8);
+        if (thread == 0) mbarrier_arrive(shared.empty + stage * 8);
     }
 
-    __device__ __forceinline__ void block_statistics(float (&z)[64], const Rows& rows, int block, float (&largest)[2]) {
-        rows.finish(z, p, block * KEYS + rows.column);
+    __device__ __forceinline__ void block_statistics(float (&z)[64], const Rows& rows, int block,
+                                                     float (&largest)[2]) {
+        rows.scores(z, p, block * KEYS + rows.column);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (!rows.busy[i]) continue;
+            if (!rows.any_inside[i]) continue;
             float of_row[32];
 #pragma unroll
             for (int j = 0; j < 32; ++j) of_row[j] = z[j / 2 * 4 + i * 2 + j % 2];
@@ -319,16 +342,18 @@ struct Consumer {
         }
     }
 
-    // Over all keys: the shift and the sum of exponentials of each row.
+    // Pass 1: the shift and the sum of exponentials of each row, over all keys.
     //
-    // Here and below the last keys are multiplied once or twice more than they need be, for nobody: with a branch around
-    // it ptxas serialises wgmma (C7515). So they are released after the loop.
-    __device__ __forceinline__ void first_pass(const Rows& rows, int blocks, float (&shift)[2], Divisor (&by)[2]) {
+    // Here and in pass 2 the last keys are multiplied once or twice more than they need be, and the products
+    // dropped: with a branch around it ptxas serialises wgmma (C7515). So the last stages are released after
+    // the loop.
+    __device__ __forceinline__ void row_statistics(const Rows& rows, int blocks, float (&shift)[2],
+                                                   Divisor (&by)[2]) {
         float largest[2] = {-INF, -INF}, even[64], odd[64];
         u32 k = wait();
         auto start = [&](float (&next)[64]) {
             clear(next);
-            wgmma_begin();
+            wgmma_fence();
             multiply<KEYS>(next, q, k, 0);
             wgmma_commit();
         };
@@ -357,7 +382,7 @@ struct Consumer {
         for (int i = 0; i < 2; ++i) {
             shift[i] = contract::shift_of(largest[i]);
             float chains[contract::CHAINS / 4] = {};
-            for (int first = rows.column; rows.busy[i] && first < blocks; first += contract::CHAINS) {
+            for (int first = rows.column; rows.any_inside[i] && first < blocks; first += contract::CHAINS) {
 #pragma unroll
                 for (int j = 0; j < contract::CHAINS / 4; ++j) {
                     int block = first + j / 2 * 8 + j % 2;
@@ -372,19 +397,20 @@ struct Consumer {
         __syncwarp();
     }
 
-    // Over all keys again: chains of probabilities and values. While the scores of 64 keys are turned into
-    // probabilities, those of the next 64 are multiplied, and the probabilities before.
-    __device__ __forceinline__ void second_pass(const Rows& rows, int blocks, const float (&shift)[2],
-                                                const Divisor (&by)[2], float (&out)[VALUES / 2]) {
+    // Pass 2: the chains of probabilities and values, over all keys. While the scores of 64 keys become
+    // probabilities, the scores of the next 64 are multiplied, and the probabilities before with their
+    // values.
+    __device__ __forceinline__ void accumulate_values(const Rows& rows, int blocks, const float (&shift)[2],
+                                                      const Divisor (&by)[2], float (&out)[VALUES / 2]) {
         float even[32], odd[32];
         u32 p_even[4][4], p_odd[4][4] = {};
         u32 k = wait(), k_stage = ring.stage, v = 0, v_stage = 0;
         ring.step();
-        auto step = [&](float (&now)[32], u32 (&p)[4][4], u32 half) {
+        auto step = [&](float (&now)[32], u32(&p)[4][4], u32 half) {
             clear(now);
             pin(p);
             pin(out);
-            wgmma_begin();
+            wgmma_fence();
             multiply(out, p, v, half * 64);
             multiply<64>(now, q, k, half * 64);
             wgmma_commit();
@@ -392,7 +418,7 @@ struct Consumer {
         clear(out);
         clear(even);
         clear(odd);
-        wgmma_begin();
+        wgmma_fence();
         multiply<64>(even, q, k, 0);
         multiply<64>(odd, q, k, 64);
         wgmma_commit();
@@ -400,7 +426,7 @@ struct Consumer {
         pin(even);
         pin(odd);
         for (int block = 0; block < blocks; ++block) {
-            rows.finish(even, p, block * KEYS + rows.column);
+            rows.scores(even, p, block * KEYS + rows.column);
             probabilities(p_even, even, shift, by);
             __syncwarp();  // some have returned early
             wgmma_wait<0>();
@@ -419,7 +445,7 @@ struct Consumer {
             }
             step(even, p_even, 0);
 
-            rows.finish(odd, p, block * KEYS + 64 + rows.column);
+            rows.scores(odd, p, block * KEYS + 64 + rows.column);
             probabilities(p_odd, odd, shift, by);
             __syncwarp();
             wgmma_wait<0>();
@@ -430,72 +456,82 @@ struct Consumer {
         wgmma_wait<0>();
         pin(p_odd);
         pin(out);
-        if (thread == 0) barrier_arrive(shared.q_empty);
+        if (thread == 0) mbarrier_arrive(shared.q_empty);
         release(k_stage);
         release(v_stage);
     }
 
-    __device__ __forceinline__ void store(const Rows& rows, const Place& place, const float (&out)[VALUES / 2]) const {
-        i64 matrix = i64(place.batch) * p.heads + place.head;
+    __device__ __forceinline__ void store(const Rows& rows, const TileCoord& tile,
+                                          const float (&out)[VALUES / 2]) const {
+        i64 matrix = i64(tile.batch) * p.heads + tile.head;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            int row = rows.row + i * 8, query = place.query + (row & ((1 << p.tile_queries) - 1));
-            int member = place.member + (row >> p.tile_queries);
+            int row = rows.row + i * 8, query = tile.query + (row & ((1 << p.tile_queries) - 1));
+            int member = tile.member + (row >> p.tile_queries);
             if (query >= p.queries || member >= p.group) continue;
             i64 at = ((matrix * p.group + member) * p.queries + query) * p.values + rows.column;
             auto* to = static_cast<Type::Stored*>(p.out) + at;
 #pragma unroll
             for (int j = 0; j < VALUES / 8; ++j)
-                if (j * 8 < p.values) Type::store_pair(to + j * 8, out[j * 4 + i * 2], out[j * 4 + i * 2 + 1]);
+                if (j * 8 < p.values)
+                    Type::store_pair(to + j * 8, out[j * 4 + i * 2], out[j * 4 + i * 2 + 1]);
         }
     }
 
     __device__ __forceinline__ void run() {
         for (int round = 0, index; (index = tile_of(p, round)) >= 0; ++round) {
-            Place place(p, index);
-            Rows rows(p, place, warpgroup * 128 + thread);
+            TileCoord tile(p, index);
+            Rows rows(p, tile, warpgroup * 128 + thread);
             float shift[2], out[VALUES / 2];
             Divisor by[2];
-            barrier_wait(shared.q_full, round % 2);
-            first_pass(rows, place.blocks, shift, by);
-            second_pass(rows, place.blocks, shift, by, out);
-            store(rows, place, out);
-            __syncwarp();  // rows outside of the output have left early, and the next tile's wgmma wants the warp whole
+            mbarrier_wait(shared.q_full, round % 2);
+            row_statistics(rows, tile.blocks, shift, by);
+            accumulate_values(rows, tile.blocks, shift, by, out);
+            store(rows, tile, out);
+            __syncwarp();  // rows outside of the output have left early, and the next tile's wgmma wants the
+                           // warp whole
         }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_sm90(const __grid_constant__ Problem p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_sm90(const __grid_constant__ Params p) {
     extern __shared__ unsigned char raw[];
-    Shared shared(raw);
+    SharedStorage shared(raw);
     if (threadIdx.x == CONSUMERS) {
-        prefetch_map(p.q);
-        prefetch_map(p.k);
-        prefetch_map(p.v);
+        prefetch_tensor_map(p.q);
+        prefetch_tensor_map(p.k);
+        prefetch_tensor_map(p.v);
         for (u32 stage = 0; stage < STAGES; ++stage) {
-            barrier_init(shared.full + stage * 8, 1);
-            barrier_init(shared.empty + stage * 8, WARPGROUPS);
+            mbarrier_init(shared.full + stage * 8, 1);
+            mbarrier_init(shared.empty + stage * 8, WARPGROUPS);
         }
-        barrier_init(shared.q_full, 1);
-        barrier_init(shared.q_empty, WARPGROUPS);
-        barrier_init_fence();
+        mbarrier_init(shared.q_full, 1);
+        mbarrier_init(shared.q_empty, WARPGROUPS);
+        mbarrier_init_fence();
     }
     __syncthreads();
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
 
-    // Read from one lane, so that the compiler knows it, and all addresses made of it, to be uniform in a warp.
+    // Read from one lane, so that the compiler knows it, and all addresses made of it, to be uniform in a
+    // warp.
     u32 warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     if (warpgroup == WARPGROUPS) {
-        if constexpr (WARPGROUPS > 1) give_registers<40>();
-        if (threadIdx.x == CONSUMERS) produce(shared, p);
+        if constexpr (WARPGROUPS > 1) setmaxnreg_dec<40>();
+        if (threadIdx.x == CONSUMERS) producer(shared, p);
         __syncwarp();
     } else {
-        if constexpr (WARPGROUPS > 1) take_registers<232>();
+        if constexpr (WARPGROUPS > 1) setmaxnreg_inc<232>();
         u32 thread = threadIdx.x % 128;
-        Statistics* statistics = HELD > 0 ? shared.held : p.scratch + i64(blockIdx.x) * ROWS * ((p.keys + KEYS - 1) / KEYS);
-        Consumer{p, shared, thread, warpgroup, shared.q + QTile::step(warpgroup * 64, 0),
-                 statistics + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4, Ring()}
+        Statistics* statistics =
+            HELD > 0 ? shared.held : p.scratch + i64(blockIdx.x) * ROWS * ((p.keys + KEYS - 1) / KEYS);
+        Consumer{p,
+                 shared,
+                 thread,
+                 warpgroup,
+                 shared.q + QTile::step(warpgroup * 64, 0),
+                 statistics + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4,
+                 Ring<STAGES>()}
             .run();
     }
 }

@@ -1,17 +1,26 @@
 // Sums over tokens for every column, each one chain in f32 over ascending tokens: docs/contract.md, "Row
-// reductions". Blocks take 32 columns; all warps fetch tokens, one carries the chains on.
+// reductions".
 //
-// -D: GRAD, X, OUT, the types of the summed values, of what a norm was taken of (NONE: there is none), and of
-// the results.
+// column_sums: a block takes 32 columns. All its warps load tokens into shared memory, 64 at a time and one
+// stage ahead; one warp carries the chains on. embedding_backward: a block takes a row of the embedding, a
+// thread some columns.
+//
+// Macros
+//   GRAD   type of the summed values: F32, BF16 or F16
+//   X      type of what a norm was taken of, or NONE: there is none
+//   OUT    type of the results: F32, BF16 or F16
+
+#ifndef X
+#error "X is needed: #if takes a missing macro for 0"
+#endif
+
 #include "convert.cuh"
 #include "functions.cuh"
 
-using i64 = long long;
-
-#define THREADS 256
-#define COLUMNS 32
-#define WARPS (THREADS / COLUMNS)
-#define TOKENS 64  // fetched at once
+constexpr int THREADS = 256;
+constexpr int COLUMNS = 32;
+constexpr int WARPS = THREADS / COLUMNS;
+constexpr int TOKENS = 64;  // in a stage of shared memory
 
 using Grad = Element<GRAD>;
 using Out = Element<OUT>;
@@ -20,7 +29,7 @@ struct ColumnsParams {
     const Grad::Stored* grad;
     const void* x;
     const float *means, *scales;  // of every token; means is null for an RMS norm
-    Out::Stored *product, *sum;  // sums of grad * normalised x, and of grad; the first is null without x
+    Out::Stored *product, *sum;   // sums of grad * normalised x, and of grad; the first is null without x
     i64 grad_row, x_row, tokens, n;
 };
 
@@ -30,35 +39,36 @@ extern "C" __global__ void __launch_bounds__(THREADS) column_sums(const __grid_c
     const int lane = threadIdx.x % COLUMNS, warp = threadIdx.x / COLUMNS;
     const i64 column = i64(blockIdx.x) * COLUMNS + lane;
 
-    const auto fetch = [&](int slot, i64 first) {
+    const auto load = [&](int stage, i64 first) {
 #pragma unroll
         for (int i = 0; i < TOKENS / WARPS; ++i) {
             const int at = i * WARPS + warp;
             const i64 token = first + at;
             if (token >= p.tokens || column >= p.n) continue;
-            grads[slot][at][lane] = Grad::widen(p.grad[token * p.grad_row + column]);
+            grads[stage][at][lane] = Grad::widen(p.grad[token * p.grad_row + column]);
 #if X != NONE
-            const float wide = Element<X>::widen(static_cast<const Element<X>::Stored*>(p.x)[token * p.x_row + column]);
-            normalised[slot][at][lane] =
+            const float wide =
+                Element<X>::widen(static_cast<const Element<X>::Stored*>(p.x)[token * p.x_row + column]);
+            normalised[stage][at][lane] =
                 __fmul_rn(p.means ? __fsub_rn(wide, p.means[token]) : wide, p.scales[token]);
 #endif
         }
     };
 
     float product = 0.0f, sum = 0.0f;
-    fetch(0, 0);
+    load(0, 0);
     __syncthreads();
     for (i64 first = 0; first < p.tokens; first += TOKENS) {
-        const int slot = first / TOKENS % 2;
+        const int stage = first / TOKENS % 2;
         // The warp that carries the chains fetches as well: the others' loads are in flight meanwhile.
-        if (first + TOKENS < p.tokens) fetch(1 - slot, first + TOKENS);
+        if (first + TOKENS < p.tokens) load(1 - stage, first + TOKENS);
         if (warp == 0 && column < p.n) {
             const int count = int(min(p.tokens - first, i64(TOKENS)));
 #pragma unroll 8
             for (int i = 0; i < count; ++i) {
-                sum = __fadd_rn(sum, grads[slot][i][lane]);
+                sum = __fadd_rn(sum, grads[stage][i][lane]);
 #if X != NONE
-                product = __fmaf_rn(grads[slot][i][lane], normalised[slot][i][lane], product);
+                product = __fmaf_rn(grads[stage][i][lane], normalised[stage][i][lane], product);
 #endif
             }
         }
@@ -80,7 +90,8 @@ struct EmbeddingParams {
 };
 
 // A block for each row of the embedding.
-extern "C" __global__ void __launch_bounds__(THREADS) embedding_backward(const __grid_constant__ EmbeddingParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    embedding_backward(const __grid_constant__ EmbeddingParams p) {
     const i64 id = blockIdx.x;
     const i64 first = p.starts[id], last = id == p.padding ? first : p.starts[id + 1];
     for (i64 column = threadIdx.x; column < p.n; column += THREADS) {

@@ -1,12 +1,34 @@
-// The product under FMA: every layout, stride, alignment and size, f32 and widened 16-bit operands, on sm_75 and newer.
+// Product under FMA for every layout, stride, alignment and size, on sm_75 and newer: D = acc + A B + bias,
+// of f32 and of 16-bit operands, which are widened.
 //
-// Every output element is one chain of IEEE fused multiply-adds over ascending k, in one thread. Nothing else is ever
-// added to it, not even zeros: fma(0, 0, -0) is +0. So tiles reach past the last row and column, but never past k.
+// Every output element is one chain of IEEE fused multiply-adds over ascending k, in one thread. Nothing else
+// is added to it, not even zeros: fma(0, 0, -0) is +0. So tiles reach past the last row and column, but never
+// past k.
+//
+// A block takes one tile of the output; a thread has THREAD_M x THREAD_N of it in registers. Shared memory is
+// a ring of STAGES stages, each a tile of a and of b in f32, filled STAGES - 1 ahead (by cp.async where no
+// widening is needed): by HELPERS producer warps, or by all warps if there are none.
+//
+// Macros
+//   TILE_K                     k of a stage
+//   THREAD_M, THREAD_N         rows and columns of a thread
+//   LANES_M                    rows of lanes in a warp, of 32 lanes in all
+//   WARPS_M, WARPS_N           rows and columns of warps that multiply
+//   HELPERS                    producer warps; 0: all warps copy
+//   STAGES                     stages of the ring
+//   STEP                       k whose operands are read from shared memory at a time
+//   MIN_BLOCKS                 blocks that shall fit on one multiprocessor, from sm_90 on
+//   A_KIND, B_KIND, OUT_KIND   types: 0 f32, 1 bf16, 2 f16 (enum Kind of epilogue.cuh)
+//   A_COPY, B_COPY             how the operand is copied: enum Copy of tile_fma.cuh
+//   SEGMENTED                  1: k has segments; 0: one chain over all of k
+
+#ifndef SEGMENTED
+#error "SEGMENTED is needed: #if takes a missing macro for 0"
+#endif
 
 #include "epilogue.cuh"
 #include "tile_fma.cuh"
-
-constexpr int BAND = 8;  // rows of tiles walked together, so that their operands stay in L2
+#include "tile_order.cuh"
 
 using TileA = Tile<WARPS_M, LANES_M, THREAD_M, A_KIND, A_COPY>;
 using TileB = Tile<WARPS_N, 32 / LANES_M, THREAD_N, B_KIND, B_COPY>;
@@ -27,7 +49,8 @@ struct Params {
     i64 bias_stride;
     const void* spans;  // segments + 1 ascending bounds in k; null: `segments` segments of k each
     int m, n, k, segments, tiles_m, tiles_n;
-    int closing, out_together, bias_kind, spans_wide;  // closing: a zero term ends every nonempty segment
+    int closing_zero, out_together, bias_kind,
+        spans_wide;  // closing_zero: a zero term ends every nonempty segment
 };
 
 // Up to TILE_K consecutive k of one segment.
@@ -37,28 +60,27 @@ struct Block {
 };
 
 #if SEGMENTED
-// Walks the blocks of all segments in order; one of no terms follows the last.
-class Walk {
+// Gives the blocks of all segments in order; one of no terms follows the last.
+class BlockIterator {
     int segment = 0, k = 0, end = 0;
 
-    __device__ __forceinline__ static int bound(const Params& p, int i)
-    {
-        const i64 at = p.spans_wide ? static_cast<const i64*>(p.spans)[i] : static_cast<const int*>(p.spans)[i];
-        return static_cast<int>(min(max(at, 0ll), static_cast<i64>(p.k)));  // wrong bounds may not read elsewhere
+    __device__ __forceinline__ static int bound(const Params& p, int i) {
+        const i64 at =
+            p.spans_wide ? static_cast<const i64*>(p.spans)[i] : static_cast<const int*>(p.spans)[i];
+        return static_cast<int>(
+            min(max(at, 0ll), static_cast<i64>(p.k)));  // wrong bounds may not read elsewhere
     }
 
-    __device__ __forceinline__ void start(const Params& p)
-    {
+    __device__ __forceinline__ void start(const Params& p) {
         if (segment == p.segments) return;
         k = p.spans ? bound(p, segment) : 0;
         end = p.spans ? bound(p, segment + 1) : p.k;
     }
 
   public:
-    __device__ __forceinline__ explicit Walk(const Params& p) { start(p); }
+    __device__ __forceinline__ explicit BlockIterator(const Params& p) { start(p); }
 
-    __device__ __forceinline__ Block next(const Params& p)
-    {
+    __device__ __forceinline__ Block next(const Params& p) {
         while (k >= end && segment < p.segments) {
             ++segment;
             start(p);
@@ -70,14 +92,13 @@ class Walk {
     }
 };
 #else
-class Walk {
+class BlockIterator {
     int k = 0;
 
   public:
-    __device__ __forceinline__ explicit Walk(const Params&) {}
+    __device__ __forceinline__ explicit BlockIterator(const Params&) {}
 
-    __device__ __forceinline__ Block next(const Params& p)
-    {
+    __device__ __forceinline__ Block next(const Params& p) {
         const Block b{0, k, min(max(p.k - k, 0), TILE_K), p.k - k <= TILE_K};
         k += TILE_K;
         return b;
@@ -88,40 +109,44 @@ class Walk {
 // Older GPUs have no shared memory for many blocks, and their code wants some more registers.
 constexpr int RESIDENT = __CUDA_ARCH__ < 900 ? 1 : MIN_BLOCKS;
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) fma_product(const __grid_constant__ Params p)
-{
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    fma_product(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) float memory[];
     __shared__ int counts[STAGES];  // terms of each block in the ring; negative if it is its segment's last
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     const u32 tiles = static_cast<u32>(p.tiles_m) * p.tiles_n;
     const u32 batch = blockIdx.x / tiles, tile = blockIdx.x % tiles;
-    const u32 band = tile / (BAND * p.tiles_n), band_rows = min(p.tiles_m - band * BAND, static_cast<u32>(BAND));
-    const u32 in_band = tile % (BAND * p.tiles_n);
-    const int tile_m = (band * BAND + in_band % band_rows) * TileA::ROWS, tile_n = in_band / band_rows * TileB::ROWS;
+    const u32 group = tile / (GROUP_M * p.tiles_n);
+    const u32 height = min(p.tiles_m - group * GROUP_M, static_cast<u32>(GROUP_M));
+    const u32 in_group = tile % (GROUP_M * p.tiles_n);
+    const int tile_m = (group * GROUP_M + in_group % height) * TileA::ROWS;
+    const int tile_n = in_group / height * TileB::ROWS;
 
-    // Neighbours share a row of a, and lanes two apart a row of b: then 16 lanes read 16 bytes each at once, not 8.
+    // Neighbours share a row of a, and lanes two apart a column of b: then 16 lanes read 16 bytes each at
+    // once, not 8.
     const int lane_m = lane / 2 % LANES_M, lane_n = lane / (2 * LANES_M) * 2 + lane % 2;
     const int own_m = TileA::own(warp % WARPS_M, lane_m), own_n = TileB::own(warp / WARPS_M, lane_n);
     const bool copies = HELPERS == 0 || warp >= WARPS, multiplies = warp < WARPS;
 
     u32 ring = shared_address(memory);
     asm volatile("" : "+r"(ring));  // or the compiler would compute it again for every copy
-    Walk walk(p);
+    BlockIterator blocks(p);
     int write_at = 0;
     const auto load = [&] {
-        const Block block = walk.next(p);
+        const Block block = blocks.next(p);
         const u32 to = ring + write_at * STAGE * 4;
         if (block.count == TILE_K) {
             TileA::load<true>(to, p.a, batch, block.segment, tile_m, p.m, block.k, TILE_K);
             TileB::load<true>(to + TileA::SIZE * 4, p.b, batch, block.segment, tile_n, p.n, block.k, TILE_K);
         } else if (block.count > 0) {
             TileA::load<false>(to, p.a, batch, block.segment, tile_m, p.m, block.k, block.count);
-            TileB::load<false>(to + TileA::SIZE * 4, p.b, batch, block.segment, tile_n, p.n, block.k, block.count);
+            TileB::load<false>(to + TileA::SIZE * 4, p.b, batch, block.segment, tile_n, p.n, block.k,
+                               block.count);
         }
         if (threadIdx.x == THREADS - COPIERS) counts[write_at] = block.last ? -block.count : block.count;
         write_at = write_at == STAGES - 1 ? 0 : write_at + 1;
-        commit_copies();  // empty ones too, so that their number tells which stage is complete
+        cp_async_commit();  // empty ones too, so that their number tells which stage is complete
     };
 
     float acc[THREAD_M][THREAD_N] = {};
@@ -142,20 +167,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) fma_product(cons
     const auto read_a = [&](int to, int k) { TileA::read(a[to], stage, own_m, k); };
     const auto read_b = [&](int to, int k) { TileB::read(b[to], stage + TileA::SIZE, own_n, k); };
     const auto multiply = [&](const float (&ak)[THREAD_M], const float (&bk)[THREAD_N]) {
-        // An operand stays for a sweep along the shorter side; sweeps turn round, so that the other one stays then.
-        // Register banks bound the rate: of each fused multiply-add, the sum and one operand are read anew.
+        // An operand stays for a sweep along the shorter side; sweeps turn round, so that the other one stays
+        // then. Register banks bound the rate: of each fused multiply-add, the sum and one operand are read
+        // anew.
         constexpr bool ROWS_LAST = THREAD_M <= THREAD_N;
         constexpr int SWEEPS = ROWS_LAST ? THREAD_N : THREAD_M, SWEEP = ROWS_LAST ? THREAD_M : THREAD_N;
 #pragma unroll
         for (int s = 0; s < SWEEPS; ++s)
 #pragma unroll
             for (int e = 0; e < SWEEP; ++e) {
-                const int along = s % 2 ? SWEEP - 1 - e : e, i = ROWS_LAST ? along : s, j = ROWS_LAST ? s : along;
+                const int along = s % 2 ? SWEEP - 1 - e : e, i = ROWS_LAST ? along : s,
+                          j = ROWS_LAST ? s : along;
                 acc[i][j] = __fmaf_rn(ak[i], bk[j], acc[i][j]);
             }
     };
     const auto next_stage = [&] {  // it is whole, and all warps have read the stage before it
-        wait_copies<STAGES - 2>();
+        cp_async_wait<STAGES - 2>();
         __syncthreads();
         stage = memory + read_at * STAGE;
         if (!multiplies) return;
@@ -202,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) fma_product(cons
             }
             next_stage();
         }
-        if (p.closing && signed_count < 0)
+        if (p.closing_zero && signed_count < 0)
 #pragma unroll
             for (int i = 0; i < THREAD_M; ++i)
 #pragma unroll
@@ -228,7 +255,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) fma_product(cons
             for (int e = 0; e < TOGETHER; ++e)
                 value[e] = p.bias ? __fadd_rn(acc[i][j + e], bias[e]) : acc[i][j + e];
             const i64 index = batch * p.out_batch + row * p.out_row + col * p.out_col;
-            if (row < p.m) store_four(p.out, index, p.out_col, value, columns, out_kind, TOGETHER == 4 && p.out_together);
+            if (row < p.m)
+                store_four(p.out, index, p.out_col, value, columns, out_kind,
+                           TOGETHER == 4 && p.out_together);
         }
     }
 }

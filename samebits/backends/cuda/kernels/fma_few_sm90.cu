@@ -1,18 +1,44 @@
-// The product under FMA on Hopper for few rows: f32 operands that TMA can read, and f32 out.
+// Product under FMA on Hopper for few rows: D = A B (+ bias), f32 operands that TMA can read, and f32 out.
 //
-// Every output element is one chain of IEEE fused multiply-adds over ascending k, in one thread. Nothing else is ever
-// added to it, not even zeros: fma(0, 0, -0) is +0. TMA fills what lies past the last row, column and k with zeros;
-// tiles reach past the first two, and what is computed there is never stored, but never past k.
+// Every output element is one chain of IEEE fused multiply-adds over ascending k, in one thread. Nothing else
+// is added to it, not even zeros: fma(0, 0, -0) is +0. TMA fills what lies past the last row, column and k
+// with zeros. Tiles may reach past the last row and column, for what is computed there is never stored, but
+// no chain goes past k.
 //
-// What counts here is that no term of a chain waits: a thread has few sums, and reads quads (four k) ahead of their use,
-// past the end of a stage too. Stages keep the order that operands have in memory. Of one that is contiguous
-// along k a thread reads a quad at a time.
+// What counts here is that no term of a chain waits. A thread has few sums. It reads quads (four k) DEPTH - 1
+// ahead of their use, past the end of a stage too. Stages keep the order that operands have in memory; of one
+// that is contiguous along k a thread reads a whole quad at once.
+//
+// Warps of a block
+//   WARPS consumer warps   multiply
+//   1 producer warp        one lane issues all TMA loads
+//
+// Barriers, both mbarriers
+//   full[stage]            producer to consumers: all bytes of A and B have arrived
+//   empty[stage]           consumers to producer: every consumer warp has read it
+//
+// Timeline
+//   producer    |load S0|load S1|load S2|       |load S0|load S1|
+//   consumers           |fma S0         |fma S1         |fma S2         |
+//                             read ahead: quads of S1   quads of S2
+//
+// Macros
+//   THREAD_M, THREAD_N   rows and columns of a thread, powers of two
+//   LANES_M              rows of lanes in a warp, of 32 lanes in all
+//   WARPS_M, WARPS_N     rows and columns of consumer warps
+//   DEPTH                quads whose operands a thread has in registers: 2, 4 or 8
+//   MIN_BLOCKS           blocks that shall fit on one multiprocessor
+//   SMEM                 bytes of shared memory that the launch gives
+//   LINES                blocks of 32 k in a stage
+//   STAGES               stages of the ring, 2 or more
+//   A_BY_K, B_BY_K       1: the operand is contiguous along k; 0: along m (n)
+//   ALL_LANES_ARRIVE     defined for racecheck only: see warp_arrive in ptx_sm90.cuh
 
-#include "product_fma_sm90.cuh"
+#include "fma_sm90.cuh"
 
 constexpr int LINE_K = 32;  // k in a swizzled line
 constexpr int STAGE_K = LINES * LINE_K, QUADS = LINE_K / 4;
-constexpr int WARPS = WARPS_M * WARPS_N, THREADS = (WARPS + 1) * 32;  // the last warp has TMA copy
+constexpr int WARPS = WARPS_M * WARPS_N, THREADS = (WARPS + 1) * 32;  // the last warp is the producer
 constexpr int AHEAD = DEPTH - 1;  // quads that are read ahead of their use
 static_assert(QUADS % DEPTH == 0 && DEPTH >= 2);
 
@@ -21,23 +47,22 @@ template <int WARPS_, int LANES, int THREAD, bool BY_K>
 struct Tile {
     static constexpr int ROWS = WARPS_ * LANES * THREAD;
     static constexpr int PITCH = (ROWS + 3) / 4 * 4;  // unless BY_K; TMA copies sixteen bytes at least
-    static constexpr u32 COPIED = (BY_K ? ROWS : PITCH) * LINE_K * 4;
-    static constexpr u32 BYTES = (COPIED + 1023) / 1024 * 1024;  // the swizzle's period
+    static constexpr u32 LOADED_BYTES = (BY_K ? ROWS : PITCH) * LINE_K * 4;
+    static constexpr u32 BYTES = (LOADED_BYTES + 1023) / 1024 * 1024;  // the swizzle's period
     static_assert(ROWS <= 256 && (LANES & (LANES - 1)) == 0 && (THREAD & (THREAD - 1)) == 0);
     static_assert(BY_K || ROWS % 4 != 3);  // else a line might be a row short, see before()
 
     // The first row of a thread; its row i is i * LANES after that.
     __device__ static __forceinline__ int own(int warp, int lane) { return warp * LANES * THREAD + lane; }
 
-    // Lines are copied from a multiple of four rows on: how many come before the tile's first.
+    // TMA loads lines from a multiple of four rows on. So many rows come before the tile's first.
     __device__ static __forceinline__ int before(int first) { return BY_K || ROWS % 4 == 0 ? 0 : first % 4; }
 
     // Where a thread finds its first row's quads, in bytes from the tile's beginning.
     struct From {
         u32 at[BY_K ? QUADS : 1];
 
-        __device__ __forceinline__ From(u32 tile, int own)
-        {
+        __device__ __forceinline__ From(u32 tile, int own) {
             if constexpr (BY_K)
 #pragma unroll
                 for (int quad = 0; quad < QUADS; ++quad) at[quad] = tile + own * 128 + (quad ^ own % 8) * 16;
@@ -45,16 +70,14 @@ struct Tile {
                 at[0] = tile + own * 4;
         }
 
-        __device__ __forceinline__ void step(u32 bytes)
-        {
+        __device__ __forceinline__ void step(u32 bytes) {
 #pragma unroll
             for (u32& x : at) x += bytes;
         }
     };
 
     // A quad of a line so many bytes further on.
-    __device__ static __forceinline__ void read(float (&f)[THREAD][4], const From& from, int quad, u32 line)
-    {
+    __device__ static __forceinline__ void read(float (&f)[THREAD][4], const From& from, int quad, u32 line) {
 #pragma unroll
         for (int i = 0; i < THREAD; ++i) {
             if constexpr (BY_K) {
@@ -72,40 +95,42 @@ struct Tile {
         }
     }
 
-    __device__ static __forceinline__ float read_one(u32 tile, int own, int i, int k)
-    {
+    __device__ static __forceinline__ float read_one(u32 tile, int own, int i, int k) {
         const int row = own + i * LANES;
-        return load_shared(tile + (BY_K ? row * 128 + (k / 4 ^ row % 8) * 16 + k % 4 * 4 : (k * PITCH + row) * 4));
+        return load_shared(tile +
+                           (BY_K ? row * 128 + (k / 4 ^ row % 8) * 16 + k % 4 * 4 : (k * PITCH + row) * 4));
     }
 
-    __device__ static __forceinline__ void copy(u32 to, const TensorMap& map, u32 barrier, int row, int k, int batch)
-    {
-        copy_in(to, map, barrier, BY_K ? k : row - before(row), BY_K ? row : k, 0, batch);
+    __device__ static __forceinline__ void load(u32 to, const TensorMap& map, u32 barrier, int row, int k,
+                                                int batch) {
+        tma_load(to, map, barrier, BY_K ? k : row - before(row), BY_K ? row : k, 0, batch);
     }
 };
 
 using TileA = Tile<WARPS_M, LANES_M, THREAD_M, A_BY_K>;
 using TileB = Tile<WARPS_N, 32 / LANES_M, THREAD_N, B_BY_K>;
 constexpr u32 LINE = TileA::BYTES + TileB::BYTES, STAGE = LINES * LINE;
-static_assert(STAGES >= 2 && SMEM >= STAGES * (STAGE + 16) + 1024);  // the next one is read before this is left
+static_assert(STAGES >= 2 &&
+              SMEM >= STAGES * (STAGE + 16) + 1024);  // the next one is read before this is left
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) fma_few_sm90(const __grid_constant__ Params p)
-{
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    fma_few_sm90(const __grid_constant__ Params p) {
     extern __shared__ unsigned char memory[];
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const u32 stages = (shared_address(memory) + 1023) & ~1023u, full = stages + STAGES * STAGE, empty = full + STAGES * 8;
+    const u32 stages = (shared_address(memory) + 1023) & ~1023u, full = stages + STAGES * STAGE,
+              empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
-        prefetch_map(p.a);
-        prefetch_map(p.b);
+        prefetch_tensor_map(p.a);
+        prefetch_tensor_map(p.b);
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(full + i * 8, 1);
-            barrier_init(empty + i * 8, WARPS * WARP_ARRIVALS);
+            mbarrier_init(full + i * 8, 1);
+            mbarrier_init(empty + i * 8, WARPS * WARP_ARRIVALS);
         }
-        barrier_init_fence();
+        mbarrier_init_fence();
     }
     __syncthreads();
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
 
     const TileOf tile(p, blockIdx.x);
     const int batch = tile.batch, m = tile.m * TileA::ROWS, n = tile.n * TileB::ROWS;
@@ -113,27 +138,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) fma_few_sm90(c
     if (warp == WARPS) {
         if (lane != 0) return;
         const int batch_a = p.a_batch ? batch : 0, batch_b = p.b_batch ? batch : 0;
-        u32 place = 0, parity = 1;
+        u32 slot = 0, parity = 1;
 #pragma unroll 1
         for (int k = 0; k < p.k; k += STAGE_K) {
-            const u32 barrier = full + place * 8, stage = stages + place * STAGE;
+            const u32 barrier = full + slot * 8, stage = stages + slot * STAGE;
             const int lines = min(LINES, (p.k - k + LINE_K - 1) / LINE_K);
-            barrier_wait(empty + place * 8, parity);
-            barrier_expect(barrier, lines * (TileA::COPIED + TileB::COPIED));
+            mbarrier_wait(empty + slot * 8, parity);
+            mbarrier_arrive_expect_tx(barrier, lines * (TileA::LOADED_BYTES + TileB::LOADED_BYTES));
 #pragma unroll
             for (int i = 0; i < LINES; ++i) {
                 if (i >= lines) break;
-                TileB::copy(stage + i * LINE + TileA::BYTES, p.b, barrier, n, k + i * LINE_K, batch_b);
-                TileA::copy(stage + i * LINE, p.a, barrier, m, k + i * LINE_K, batch_a);
+                TileB::load(stage + i * LINE + TileA::BYTES, p.b, barrier, n, k + i * LINE_K, batch_b);
+                TileA::load(stage + i * LINE, p.a, barrier, m, k + i * LINE_K, batch_a);
             }
-            if (++place == STAGES) place = 0, parity ^= 1;
+            if (++slot == STAGES) slot = 0, parity ^= 1;
         }
         return;
     }
 
-    // Neighbours share a row of a, and lanes two apart a row of b: then 16 lanes read 16 bytes each at once, not 8.
-    const int own_m = TileA::own(warp % WARPS_M, lane / 2 % LANES_M);
-    const int own_n = TileB::own(warp / WARPS_M, lane / (2 * LANES_M) * 2 + lane % 2);
+    const int own_m = TileA::own(warp % WARPS_M, lane_row(lane));
+    const int own_n = TileB::own(warp / WARPS_M, lane_column(lane));
     const int row = m + own_m, col = n + own_n;
     constexpr int STEP_M = LANES_M, STEP_N = 32 / LANES_M;
 
@@ -168,23 +192,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) fma_few_sm90(c
                 }
     };
 
-    u32 place = 0, parity = 0;
-    barrier_wait(full, 0);
+    u32 slot = 0, parity = 0;
+    mbarrier_wait(full, 0);
     const int whole = p.k / STAGE_K;
     if (whole > 0)
 #pragma unroll
         for (int quad = 0; quad < AHEAD; ++quad) read(quad, quad, 0);
 #pragma unroll 1
     for (int i = 0; i < whole; ++i) {
-        const u32 next = place == STAGES - 1 ? 0 : place + 1, next_parity = parity ^ (next == 0);
+        const u32 next = slot == STAGES - 1 ? 0 : slot + 1, next_parity = parity ^ (next == 0);
         const bool waits = (i + 1) * STAGE_K < p.k;
         bool ready = true;
 #pragma unroll
         for (int quad = 0; quad < LINES * QUADS; ++quad) {
             constexpr int LAST = LINES * QUADS - AHEAD;  // from here on the next stage is read
-            if (quad == LAST - 1 && waits) ready = barrier_test(full + next * 8, next_parity);
+            if (quad == LAST - 1 && waits) ready = mbarrier_test_wait(full + next * 8, next_parity);
             if (quad == LAST) {
-                if (!ready) barrier_wait(full + next * 8, next_parity);
+                if (!ready) mbarrier_wait(full + next * 8, next_parity);
                 const u32 step = next == 0 ? -(STAGES - 1) * STAGE : STAGE;
                 from_a.step(step);
                 from_b.step(step);
@@ -194,11 +218,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) fma_few_sm90(c
             read((quad + AHEAD) % DEPTH, reads % QUADS, reads / QUADS * LINE);
             multiply(quad % DEPTH);
         }
-        warp_arrive(empty + place * 8);
-        place = next, parity = next_parity;
+        warp_arrive(empty + slot * 8);
+        slot = next, parity = next_parity;
     }
     // The last stage, if it is not whole; the loop has waited for it.
-    const u32 stage = stages + place * STAGE;
+    const u32 stage = stages + slot * STAGE;
 #pragma unroll 1
     for (int k = 0; k < p.k - whole * STAGE_K; ++k) {
         const u32 line = stage + k / LINE_K * LINE;
@@ -212,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) fma_few_sm90(c
 #pragma unroll
             for (int j = 0; j < THREAD_N; ++j) acc[i][j] = __fmaf_rn(ak[i], bk[j], acc[i][j]);
     }
-    if (p.closing)
+    if (p.closing_zero)
 #pragma unroll
         for (int i = 0; i < THREAD_M; ++i)
 #pragma unroll
@@ -227,6 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) fma_few_sm90(c
 #pragma unroll
         for (int i = 0; i < THREAD_M; ++i)
             if (row + i * STEP_M < p.m)
-                to[i * STEP_M * p.out_row + j * STEP_N * p.out_col] = p.bias ? __fadd_rn(acc[i][j], bias) : acc[i][j];
+                to[i * STEP_M * p.out_row + j * STEP_N * p.out_col] =
+                    p.bias ? __fadd_rn(acc[i][j], bias) : acc[i][j];
     }
 }

@@ -1,47 +1,83 @@
-// The product under FMA on Hopper: f32 operands that TMA can read, and f32 out.
+// Product under FMA on Hopper for many rows: D = A B (+ bias), f32 operands that TMA can read, and f32 out.
 //
-// Every output element is one chain of IEEE fused multiply-adds over ascending k, in one thread. Nothing else is ever
-// added to it, not even zeros: fma(0, 0, -0) is +0. TMA fills what lies past the last row, column and k with zeros;
-// tiles reach past the first two, and what is computed there is never stored, but never past k.
+// Every output element is one chain of IEEE fused multiply-adds over ascending k, in one thread. Nothing else
+// is added to it, not even zeros: fma(0, 0, -0) is +0. TMA fills what lies past the last row, column and k
+// with zeros. Tiles may reach past the last row and column, for what is computed there is never stored, but
+// no chain goes past k.
 //
-// In a stage of shared memory a line is one k and runs along the rows (m or n). Operands that lie so in memory are
-// copied there by TMA; of one that is contiguous along k TMA brings raw tiles, which are turned. Threads would have to
-// read such a tile four k at a time: then all that a sweep takes of one k lies in one register bank, that of half the
-// sums too, and those multiply-adds take two cycles.
+// Stages hold lines: a line is one k and runs along the rows (m or n). TMA copies operands that lie so in
+// memory straight into a stage. Of an operand that is contiguous along k it brings a raw tile, which warps
+// transpose into the stage. To read such a tile as it is, four k at a time, would cost speed: all that a
+// sweep takes of one k would lie in one register bank, which also has half of the sums, and those
+// multiply-adds take two cycles.
 //
-// FEEDERS: so many more warps fill the ring of stages in turns, and the others only multiply. Where they need all
-// registers for that, there are none and they do both: one thread has TMA copy, and all turn what it brings, a block of
-// k ahead.
+// Warps of a block
+//   WARPS consumer warps    multiply
+//   FEEDERS producer warps  fill stages in turns: one lane issues TMA loads, all transpose. Without any,
+//                           where consumers need all registers, these do both: one thread issues TMA loads,
+//                           and all transpose in the middle of a stage what was loaded a stage ahead.
+//
+// Barriers, all mbarriers
+//   raw_full[raw stage]     TMA to those who transpose: a raw tile has arrived. It is refilled by the warps
+//                           that read it.
+//   full[stage]             to consumers: TMA has brought all bytes of a stage, and all who transpose are
+//                           done
+//   empty[stage]            consumers to producers: every consumer warp has read it
+//
+// Timeline with two producer warps and A transposed (raw tiles R, stages S)
+//   TMA          |R0|R1|R2   |R3   |
+//   producer 0      |transpose S0|transpose S2|
+//   producer 1         |transpose S1|transpose S3|
+//   consumers                    |fma S0    |fma S1    |fma S2    |    terms are read ahead, across stages
+//
+// Macros
+//   THREAD_M, THREAD_N      rows and columns of a thread
+//   LANES_M                 rows of lanes in a warp, of 32 lanes in all
+//   WARPS_M, WARPS_N        rows and columns of consumer warps
+//   DEPTH                   k whose operands a thread has in registers; a divisor of UNROLL
+//   UNROLL                  k in a turn of the inner loop, a divisor of 32
+//   MIN_BLOCKS              blocks that shall fit on one multiprocessor
+//   SMEM                    bytes of shared memory that the launch gives
+//   STAGES, RAW_STAGES      stages of the ring, and of the ring of raw tiles
+//   FEEDERS                 producer warps; 0: consumers fill the stages
+//   A_TURNED, B_TURNED      1: the operand is contiguous along k, and transposed here; 0: along m (n)
+//   ALL_LANES_ARRIVE        defined for racecheck only: see warp_arrive in ptx_sm90.cuh
 
-#include "product_fma_sm90.cuh"
+#include "fma_sm90.cuh"
 
 constexpr int TILE_K = 32;
 constexpr int WARPS = WARPS_M * WARPS_N, THREADS = (WARPS + FEEDERS) * 32;
 constexpr int AHEAD = DEPTH - 1;  // terms that are read ahead of their use
 // A barrier can be waited for only one round ahead.
-static_assert(FEEDERS ? RAW_STAGES % FEEDERS == 0 && FEEDERS <= STAGES : !(A_TURNED || B_TURNED) || RAW_STAGES >= STAGES - 1);
+static_assert(FEEDERS ? RAW_STAGES % FEEDERS == 0 && FEEDERS <= STAGES
+                      : !(A_TURNED || B_TURNED) || RAW_STAGES >= STAGES - 1);
 static_assert(AHEAD + 4 <= UNROLL && UNROLL % DEPTH == 0 && UNROLL % 4 == 0 && TILE_K % UNROLL == 0);
 
-// TILE_K of k for the rows that WARPS_ x LANES threads take, THREAD each. TURNED: contiguous along k in memory.
-template <int WARPS_, int LANES, int THREAD, bool TURNED_>
+// TILE_K of k for the rows that WARPS_ x LANES threads take, THREAD each. TRANSPOSED: contiguous along k in
+// memory.
+template <int WARPS_, int LANES, int THREAD, bool TRANSPOSED_>
 struct Tile {
-    static constexpr bool TURNED = TURNED_;
+    static constexpr bool TRANSPOSED = TRANSPOSED_;
     static constexpr int ROWS = WARPS_ * LANES * THREAD;
     static constexpr int NEIGHBOURS = THREAD % 4 == 0 ? 4 : THREAD;  // rows side by side in a thread
-    static constexpr u32 RAW_BYTES = TURNED ? ROWS * TILE_K * 4 : 0;  // a row is one swizzled line of 128 bytes
+    static constexpr u32 RAW_BYTES =
+        TRANSPOSED ? ROWS * TILE_K * 4 : 0;  // a row is one swizzled line of 128 bytes
     static_assert(ROWS % 16 == 0 && ROWS <= 256 && (THREAD % 4 == 0 || THREAD <= 2));
 
-    // Bytes from the first line to that of k. Where lines are turned, each four lie eight banks further.
-    __device__ static constexpr u32 line(int k) { return (k * ROWS + (TURNED ? k / 4 * 8 : 0)) * 4; }
-    static constexpr u32 BYTES = (TILE_K * ROWS + (TURNED ? TILE_K * 2 : 0)) * 4;
+    // Bytes from the first line to that of k. Where lines are transposed, each four lie eight banks further.
+    __device__ static constexpr u32 line(int k) { return (k * ROWS + (TRANSPOSED ? k / 4 * 8 : 0)) * 4; }
+    static constexpr u32 BYTES = (TILE_K * ROWS + (TRANSPOSED ? TILE_K * 2 : 0)) * 4;
 
     // The first row of a thread, and how far its row i is from that.
-    __device__ static __forceinline__ int own(int warp, int lane) { return warp * LANES * THREAD + lane * NEIGHBOURS; }
-    __device__ static constexpr int row(int i) { return i / NEIGHBOURS * LANES * NEIGHBOURS + i % NEIGHBOURS; }
+    __device__ static __forceinline__ int own(int warp, int lane) {
+        return warp * LANES * THREAD + lane * NEIGHBOURS;
+    }
+    __device__ static constexpr int row(int i) {
+        return i / NEIGHBOURS * LANES * NEIGHBOURS + i % NEIGHBOURS;
+    }
 
     // The thread's rows at one k, whose line is so many bytes after `at`.
-    __device__ static __forceinline__ void read(float (&f)[THREAD], u32 at, u32 line)
-    {
+    __device__ static __forceinline__ void read(float (&f)[THREAD], u32 at, u32 line) {
 #pragma unroll
         for (int i = 0; i < THREAD; i += NEIGHBOURS) {
             const u32 from = at + line + row(i) * 4;
@@ -58,148 +94,129 @@ struct Tile {
 
     // Raw rows to lines. A warp takes sixteen rows at a time: a lane has four of them, and four k. Of eight
     // neighbouring lanes four differ in k and two in rows: no two of them meet in a bank, reading or writing.
-    __device__ static __forceinline__ void turn(u32 raw, u32 lines, int warp)
-    {
-        const int lane = threadIdx.x % 32, chunk = lane % 4 + lane / 8 % 2 * 4, quad = lane / 4 % 2 + lane / 16 * 2;
+    __device__ static __forceinline__ void transpose(u32 raw, u32 lines, int warp) {
+        const int lane = threadIdx.x % 32, chunk = lane % 4 + lane / 8 % 2 * 4,
+                  quad = lane / 4 % 2 + lane / 16 * 2;
         const u32 from = raw + quad * 512 + (chunk ^ quad % 2 * 4) * 16;
         const u32 to = lines + line(4) * chunk + quad * 16;
-#pragma unroll(FEEDERS ? 2 : 1)  // feeders have registers to spare
+#pragma unroll(FEEDERS ? 2 : 1)  // producers have registers to spare
         for (int rows = warp * 16; rows < ROWS; rows += FEEDERS ? 16 : WARPS * 16) {
             float x[4][4];
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-                asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                             : "=f"(x[e][0]), "=f"(x[e][1]), "=f"(x[e][2]), "=f"(x[e][3])
-                             : "r"((from ^ e * 16) + (rows + e) * 128)  // the swizzle: row % 8 is XORed to the chunk
-                             : "memory");
+                asm volatile(
+                    "ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                    : "=f"(x[e][0]), "=f"(x[e][1]), "=f"(x[e][2]), "=f"(x[e][3])
+                    : "r"((from ^ e * 16) + (rows + e) * 128)  // the swizzle: row % 8 is XORed to the chunk
+                    : "memory");
 #pragma unroll
             for (int k = 0; k < 4; ++k)
-                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + line(k) + rows * 4), "f"(x[0][k]),
-                             "f"(x[1][k]), "f"(x[2][k]), "f"(x[3][k])
+                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + line(k) + rows * 4),
+                             "f"(x[0][k]), "f"(x[1][k]), "f"(x[2][k]), "f"(x[3][k])
                              : "memory");
         }
     }
 
-    // What TMA copies, by one thread: a raw tile, or lines.
-    __device__ static __forceinline__ void copy(u32 to, const TensorMap& map, u32 barrier, int row, int k, int batch)
-    {
-        copy_in(to, map, barrier, TURNED ? k : row, TURNED ? row : k, 0, batch);
+    // What TMA loads, by one thread: a raw tile, or lines.
+    __device__ static __forceinline__ void load(u32 to, const TensorMap& map, u32 barrier, int row, int k,
+                                                int batch) {
+        tma_load(to, map, barrier, TRANSPOSED ? k : row, TRANSPOSED ? row : k, 0, batch);
     }
 };
 
 using TileA = Tile<WARPS_M, LANES_M, THREAD_M, A_TURNED>;
 using TileB = Tile<WARPS_N, 32 / LANES_M, THREAD_N, B_TURNED>;
 constexpr u32 STAGE = TileA::BYTES + TileB::BYTES, RAW = TileA::RAW_BYTES + TileB::RAW_BYTES;
-constexpr bool TURNS = A_TURNED || B_TURNED, COPIES = !A_TURNED || !B_TURNED;  // what is done for a stage
+constexpr bool TRANSPOSES = A_TURNED || B_TURNED, LOADS = !A_TURNED || !B_TURNED;  // what is done for a stage
 static_assert(SMEM >= RAW_STAGES * RAW + STAGES * STAGE + (2 * STAGES + RAW_STAGES) * 8 + 16 + 1024);
 
-// Where block i is in a ring: at which place, and in which of its rounds.
-template <int SIZE>
-__device__ __forceinline__ u32 place_of(u32 block)
-{
-    return block % SIZE;
-}
-
-template <int SIZE>
-__device__ __forceinline__ u32 parity_of(u32 block)
-{
-    return block / SIZE % 2;
-}
-
-struct Shared {
-    u32 raw, stages, place, full, empty, raw_full;
+struct SharedStorage {
+    u32 raw, stages, tile_coord, full, empty, raw_full;
 
     // The swizzle repeats every 1024 bytes, from address 0 on.
-    __device__ explicit Shared(u32 start)
-        : raw(start), stages(raw + RAW_STAGES * RAW), place(stages + STAGES * STAGE), full(place + 16),
-          empty(full + STAGES * 8), raw_full(empty + STAGES * 8)
-    {
-    }
+    __device__ explicit SharedStorage(u32 start)
+        : raw(start), stages(raw + RAW_STAGES * RAW), tile_coord(stages + STAGES * STAGE),
+          full(tile_coord + 16), empty(full + STAGES * 8), raw_full(empty + STAGES * 8) {}
 };
 
-// Which part of the output is a block's, and within that a thread's. Computed anew where it is needed: it would take
-// registers from the inner loop.
-struct Place {
+// Which part of the output a block has, and within that a thread. It is computed anew where it is needed: to
+// keep it would take registers from the inner loop.
+struct TileCoord {
     int m, n, batch, own_m, own_n;
 
-    __device__ __forceinline__ explicit Place(const Params& p)
-    {
+    __device__ __forceinline__ explicit TileCoord(const Params& p) {
         u32 thread, block;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
         asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-        const TileOf tile(p, block);
-        batch = tile.batch, m = tile.m * TileA::ROWS, n = tile.n * TileB::ROWS;
-        // Neighbours share a row of a, and lanes two apart a row of b: then 16 lanes read 16 bytes each at once, not 8.
+        const TileOf of(p, block);
+        batch = of.batch, m = of.m * TileA::ROWS, n = of.n * TileB::ROWS;
         const int warp = thread / 32, lane = thread % 32;
-        own_m = TileA::own(warp % WARPS_M, lane / 2 % LANES_M);
-        own_n = TileB::own(warp / WARPS_M, lane / (2 * LANES_M) * 2 + lane % 2);
+        own_m = TileA::own(warp % WARPS_M, lane_row(lane));
+        own_n = TileB::own(warp / WARPS_M, lane_column(lane));
     }
 };
 
-// Fills a stage with a block of k; by a feeding warp, or by all warps together.
-struct Feeder {
+// Fills a stage with a block of k: a producer warp does, or all warps together.
+struct Producer {
     const Params& p;
-    const Shared& shared;
+    const SharedStorage& shared;
     int warp;    // of those that fill it
-    bool first;  // of its threads, which has TMA copy
+    bool first;  // whether this is the thread that issues TMA loads
 
     __device__ __forceinline__ int blocks() const { return (p.k + TILE_K - 1) / TILE_K; }
 
-    // Where it copies from, noted in shared memory: m, n, and the matrices of a and b.
-    __device__ __forceinline__ void note() const
-    {
-        const Place at(p);
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared.place), "r"(at.m), "r"(at.n),
-                     "r"(p.a_batch ? at.batch : 0), "r"(p.b_batch ? at.batch : 0)
+    // Keeps in shared memory where to load from: m, n, and the matrices of a and b.
+    __device__ __forceinline__ void store_tile_coord() const {
+        const TileCoord tile(p);
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared.tile_coord), "r"(tile.m),
+                     "r"(tile.n), "r"(p.a_batch ? tile.batch : 0), "r"(p.b_batch ? tile.batch : 0)
                      : "memory");
     }
 
     template <bool RAW_TILES>
-    __device__ __forceinline__ void copy(int block, u32 to_a, u32 to_b, u32 full) const
-    {
+    __device__ __forceinline__ void load(int block, u32 to_a, u32 to_b, u32 full) const {
         constexpr bool A = A_TURNED == RAW_TILES, B = B_TURNED == RAW_TILES;
         int m, n, batch_a, batch_b;
         asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(m), "=r"(n), "=r"(batch_a), "=r"(batch_b)
-                     : "r"(shared.place));
-        barrier_expect(full, (A ? TileA::ROWS * TILE_K * 4 : 0) + (B ? TileB::ROWS * TILE_K * 4 : 0));
-        if (A) TileA::copy(to_a, p.a, full, m, block * TILE_K, batch_a);
-        if (B) TileB::copy(to_b, p.b, full, n, block * TILE_K, batch_b);
+                     : "r"(shared.tile_coord));
+        mbarrier_arrive_expect_tx(full,
+                                  (A ? TileA::ROWS * TILE_K * 4 : 0) + (B ? TileB::ROWS * TILE_K * 4 : 0));
+        if (A) TileA::load(to_a, p.a, full, m, block * TILE_K, batch_a);
+        if (B) TileB::load(to_b, p.b, full, n, block * TILE_K, batch_b);
     }
 
-    // Refills the place of raw tiles from which block - RAW_STAGES has been turned.
-    __device__ __forceinline__ void copy_raw(int block) const
-    {
-        if (!TURNS || !first || block >= blocks()) return;
-        const u32 place = place_of<RAW_STAGES>(block), raw = shared.raw + place * RAW;
-        copy<true>(block, raw, raw + TileA::RAW_BYTES, shared.raw_full + place * 8);
+    // Refills the stage of raw tiles from which block - RAW_STAGES has been transposed.
+    __device__ __forceinline__ void load_raw(int block) const {
+        if (!TRANSPOSES || !first || block >= blocks()) return;
+        const u32 stage = stage_of<RAW_STAGES>(block), raw = shared.raw + stage * RAW;
+        load<true>(block, raw, raw + TileA::RAW_BYTES, shared.raw_full + stage * 8);
     }
 
-    __device__ __forceinline__ void feed(int block) const
-    {
+    __device__ __forceinline__ void fill(int block) const {
         if (block >= blocks()) return;
-        const u32 full = shared.full + place_of<STAGES>(block) * 8;
-        const u32 stage = shared.stages + place_of<STAGES>(block) * STAGE;
-        barrier_wait(shared.empty + place_of<STAGES>(block) * 8, parity_of<STAGES>(block) ^ 1);
-        if (COPIES && first) copy<false>(block, stage, stage + TileA::BYTES, full);
-        if constexpr (TURNS) {
-            const u32 raw = shared.raw + place_of<RAW_STAGES>(block) * RAW;
-            barrier_wait(shared.raw_full + place_of<RAW_STAGES>(block) * 8, parity_of<RAW_STAGES>(block));
-            if (A_TURNED) TileA::turn(raw, stage, warp);
-            if (B_TURNED) TileB::turn(raw + TileA::RAW_BYTES, stage + TileA::BYTES, warp);
-            async_proxy_fence();  // what has been read of the raw tile, TMA may overwrite
+        const u32 full = shared.full + stage_of<STAGES>(block) * 8;
+        const u32 stage = shared.stages + stage_of<STAGES>(block) * STAGE;
+        mbarrier_wait(shared.empty + stage_of<STAGES>(block) * 8, parity_of<STAGES>(block) ^ 1);
+        if (LOADS && first) load<false>(block, stage, stage + TileA::BYTES, full);
+        if constexpr (TRANSPOSES) {
+            const u32 raw = shared.raw + stage_of<RAW_STAGES>(block) * RAW;
+            mbarrier_wait(shared.raw_full + stage_of<RAW_STAGES>(block) * 8, parity_of<RAW_STAGES>(block));
+            if (A_TURNED) TileA::transpose(raw, stage, warp);
+            if (B_TURNED) TileB::transpose(raw + TileA::RAW_BYTES, stage + TileA::BYTES, warp);
+            fence_async_proxy();  // what has been read of the raw tile, TMA may overwrite
             warp_arrive(full);
         }
     }
 };
 
-__device__ __forceinline__ void multiply_all(const Params& p, const Shared& shared, const Feeder& feeder)
-{
+__device__ __forceinline__ void consumer(const Params& p, const SharedStorage& shared,
+                                         const Producer& producer) {
     float acc[THREAD_M][THREAD_N] = {};
     if (p.acc) {
-        const Place place(p);
-        const int row = place.m + place.own_m, col = place.n + place.own_n;
-        const float* from = p.acc + place.batch * p.acc_batch + row * p.acc_row + col * p.acc_col;
+        const TileCoord tile(p);
+        const int row = tile.m + tile.own_m, col = tile.n + tile.own_n;
+        const float* from = p.acc + tile.batch * p.acc_batch + row * p.acc_row + col * p.acc_col;
 #pragma unroll
         for (int i = 0; i < THREAD_M; ++i)
 #pragma unroll
@@ -210,8 +227,9 @@ __device__ __forceinline__ void multiply_all(const Params& p, const Shared& shar
 
     float a[DEPTH][THREAD_M], b[DEPTH][THREAD_N];
     const auto multiply = [&](const float (&ak)[THREAD_M], const float (&bk)[THREAD_N]) {
-        // An operand stays for a sweep along the rows, or a short side; sweeps turn round, so that the other one stays
-        // then. Register banks bound the rate: of each fused multiply-add, the sum and one operand are read anew.
+        // An operand stays for a sweep along the rows, or a short side; sweeps turn round, so that the other
+        // one stays then. Register banks bound the rate: of each fused multiply-add, the sum and one operand
+        // are read anew.
         constexpr bool ROWS = THREAD_M <= THREAD_N || THREAD_N >= 8;
         constexpr int SWEEPS = ROWS ? THREAD_N : THREAD_M, SWEEP = ROWS ? THREAD_M : THREAD_N;
 #pragma unroll
@@ -225,17 +243,18 @@ __device__ __forceinline__ void multiply_all(const Params& p, const Shared& shar
 
     u32 at_a, at_b;  // what is read next
     {
-        const Place place(p);
-        at_a = shared.stages + place.own_m * 4, at_b = shared.stages + TileA::BYTES + place.own_n * 4;
+        const TileCoord tile(p);
+        at_a = shared.stages + tile.own_m * 4, at_b = shared.stages + TileA::BYTES + tile.own_n * 4;
     }
     if constexpr (FEEDERS == 0) {
-        for (int i = 0; i < RAW_STAGES; ++i) feeder.copy_raw(i);
-        for (int i = 0; i < STAGES - 1; ++i) feeder.feed(i);
+        for (int i = 0; i < RAW_STAGES; ++i) producer.load_raw(i);
+        for (int i = 0; i < STAGES - 1; ++i) producer.fill(i);
     }
-    barrier_wait(shared.full, 0);
-    if constexpr (FEEDERS == 0) feeder.copy_raw(RAW_STAGES);
+    mbarrier_wait(shared.full, 0);
+    if constexpr (FEEDERS == 0) producer.load_raw(RAW_STAGES);
 #pragma unroll
-    for (int k = 0; k < AHEAD; ++k) TileA::read(a[k], at_a, TileA::line(k)), TileB::read(b[k], at_b, TileB::line(k));
+    for (int k = 0; k < AHEAD; ++k)
+        TileA::read(a[k], at_a, TileA::line(k)), TileB::read(b[k], at_b, TileB::line(k));
 
     // Turns of UNROLL terms, some to a stage. What is read ahead past the last stage is never used.
     constexpr int PER_STAGE = TILE_K / UNROLL;
@@ -244,20 +263,20 @@ __device__ __forceinline__ void multiply_all(const Params& p, const Shared& shar
         const int block = turn / PER_STAGE;
         const bool leaves = turn % PER_STAGE == PER_STAGE - 1;  // the stage
         const bool waits = leaves && (block + 1) * TILE_K < p.k;
-        const u32 full = shared.full + place_of<STAGES>(block + 1) * 8, parity = parity_of<STAGES>(block + 1);
+        const u32 full = shared.full + stage_of<STAGES>(block + 1) * 8, parity = parity_of<STAGES>(block + 1);
         bool ready = !waits;
 #pragma unroll
         for (int k = 0; k < UNROLL; ++k) {
             // In the middle of a stage, so that all warps will have left the one before it.
             if (FEEDERS == 0 && k == (PER_STAGE == 1 ? UNROLL / 2 : 0) && turn % PER_STAGE == PER_STAGE / 2)
-                feeder.feed(block + STAGES - 1);
-            if (k == (FEEDERS ? 0 : UNROLL - AHEAD - 4) && waits) ready = barrier_test(full, parity);
+                producer.fill(block + STAGES - 1);
+            if (k == (FEEDERS ? 0 : UNROLL - AHEAD - 4) && waits) ready = mbarrier_test_wait(full, parity);
             if (k == UNROLL - AHEAD) {
-                if (!ready) barrier_wait(full, parity);
-                if (FEEDERS == 0 && waits) feeder.copy_raw(block + 1 + RAW_STAGES);
+                if (!ready) mbarrier_wait(full, parity);
+                if (FEEDERS == 0 && waits) producer.load_raw(block + 1 + RAW_STAGES);
                 at_a += TileA::line(UNROLL), at_b += TileB::line(UNROLL);
                 if (leaves) {
-                    const u32 step = place_of<STAGES>(block) == STAGES - 1 ? -(STAGES - 1) * STAGE : STAGE;
+                    const u32 step = stage_of<STAGES>(block) == STAGES - 1 ? -(STAGES - 1) * STAGE : STAGE;
                     at_a += step - TileA::BYTES, at_b += step - TileB::BYTES;
                 }
             }
@@ -266,7 +285,7 @@ __device__ __forceinline__ void multiply_all(const Params& p, const Shared& shar
             TileB::read(b[to], at_b, TileB::line(line));
             multiply(a[k % DEPTH], b[k % DEPTH]);
         }
-        if (leaves) warp_arrive(shared.empty + place_of<STAGES>(block) * 8);
+        if (leaves) warp_arrive(shared.empty + stage_of<STAGES>(block) * 8);
     }
     // The last stage, if it is not whole; its first terms have been read.
 #pragma unroll 1
@@ -275,7 +294,7 @@ __device__ __forceinline__ void multiply_all(const Params& p, const Shared& shar
         TileB::read(b[0], at_b, k * TileB::ROWS * 4 + (B_TURNED ? k / 4 * 32 : 0));
         multiply(a[0], b[0]);
     }
-    if (p.closing)
+    if (p.closing_zero)
 #pragma unroll
         for (int i = 0; i < THREAD_M; ++i)
 #pragma unroll
@@ -283,9 +302,9 @@ __device__ __forceinline__ void multiply_all(const Params& p, const Shared& shar
 
     // A fused multiply-add and a sum give the canonical NaN.
     constexpr int TOGETHER = TileB::NEIGHBOURS;
-    const Place place(p);
-    const int row = place.m + place.own_m, col = place.n + place.own_n;
-    float* to = p.out + place.batch * p.out_batch + row * p.out_row + col * p.out_col;
+    const TileCoord tile(p);
+    const int row = tile.m + tile.own_m, col = tile.n + tile.own_n;
+    float* to = p.out + tile.batch * p.out_batch + row * p.out_row + col * p.out_col;
 #pragma unroll
     for (int j = 0; j < THREAD_N; j += TOGETHER) {
         const int columns = p.n - col - TileB::row(j);
@@ -299,52 +318,53 @@ __device__ __forceinline__ void multiply_all(const Params& p, const Shared& shar
 #pragma unroll
         for (int i = 0; i < THREAD_M; ++i) {
             if (row + TileA::row(i) >= p.m) continue;
-            float* place = to + TileA::row(i) * p.out_row + TileB::row(j) * p.out_col;
+            float* out = to + TileA::row(i) * p.out_row + TileB::row(j) * p.out_col;
             if (TOGETHER == 4 && p.out_together && columns >= 4) {
-                *reinterpret_cast<float4*>(place) =
-                    make_float4(acc[i][j], acc[i][j + 1 % TOGETHER], acc[i][j + 2 % TOGETHER], acc[i][j + 3 % TOGETHER]);
+                *reinterpret_cast<float4*>(out) = make_float4(
+                    acc[i][j], acc[i][j + 1 % TOGETHER], acc[i][j + 2 % TOGETHER], acc[i][j + 3 % TOGETHER]);
                 continue;
             }
 #pragma unroll
             for (int e = 0; e < TOGETHER; ++e)
-                if (e < columns) place[e * p.out_col] = acc[i][j + e];
+                if (e < columns) out[e * p.out_col] = acc[i][j + e];
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) fma_sm90(const __grid_constant__ Params p)
-{
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) fma_sm90(const __grid_constant__ Params p) {
     extern __shared__ unsigned char memory[];
     // Read from one lane, so that the compiler knows it to be uniform in a warp.
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
     u32 start = (shared_address(memory) + 1023) & ~1023u;
     asm volatile("" : "+r"(start));  // or the compiler would compute it again wherever it is used
-    const Shared shared(start);
-    const Feeder feeder{p, shared, FEEDERS ? 0 : warp, FEEDERS ? threadIdx.x % 32 == 0 : threadIdx.x == 0};
+    const SharedStorage shared(start);
+    const Producer producer{p, shared, FEEDERS ? 0 : warp,
+                            FEEDERS ? threadIdx.x % 32 == 0 : threadIdx.x == 0};
     if (threadIdx.x == 0) {
-        feeder.note();
-        prefetch_map(p.a);
-        prefetch_map(p.b);
+        producer.store_tile_coord();
+        prefetch_tensor_map(p.a);
+        prefetch_tensor_map(p.b);
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared.full + i * 8, (TURNS ? (FEEDERS ? 1 : WARPS) * WARP_ARRIVALS : 0) + COPIES);
-            barrier_init(shared.empty + i * 8, WARPS * WARP_ARRIVALS);
+            mbarrier_init(shared.full + i * 8,
+                          (TRANSPOSES ? (FEEDERS ? 1 : WARPS) * WARP_ARRIVALS : 0) + LOADS);
+            mbarrier_init(shared.empty + i * 8, WARPS * WARP_ARRIVALS);
         }
-        for (int i = 0; i < RAW_STAGES; ++i) barrier_init(shared.raw_full + i * 8, 1);
-        barrier_init_fence();
+        for (int i = 0; i < RAW_STAGES; ++i) mbarrier_init(shared.raw_full + i * 8, 1);
+        mbarrier_init_fence();
     }
     __syncthreads();
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
 
     if (warp >= WARPS) {
         const int begin = warp - WARPS;
-        for (int block = begin; block < RAW_STAGES; block += FEEDERS) feeder.copy_raw(block);
+        for (int block = begin; block < RAW_STAGES; block += FEEDERS) producer.load_raw(block);
 #pragma unroll 1
-        for (int block = begin; block < feeder.blocks(); block += FEEDERS) {
-            feeder.feed(block);
-            feeder.copy_raw(block + RAW_STAGES);
+        for (int block = begin; block < producer.blocks(); block += FEEDERS) {
+            producer.fill(block);
+            producer.load_raw(block + RAW_STAGES);
         }
     } else {
-        multiply_all(p, shared, feeder);
+        consumer(p, shared, producer);
     }
 }

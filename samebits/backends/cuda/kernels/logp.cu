@@ -1,19 +1,29 @@
-// Log-probabilities from logits in memory: statistics of blocks of the vocabulary, their combination, and the
-// gradient of the logits; and a look at the targets. Everything is in f32 and in the order of docs/contract.md, "Log-probabilities".
+// Log-probabilities from logits in memory, in f32 and in the order of docs/contract.md, "Log-probabilities".
 //
-// -D: LOGITS and GRADS, the types of logits and of their gradients; ENTROPY.
+//   block_statistics   a warp takes a block of 128 entries of the vocabulary
+//   combine            a warp takes the statistics of a row, a lane a chain
+//   combine_few        a block takes them: all of it weighs, 1024 blocks at a time through shared memory; one
+//                      warp sums
+//   grad_logits        a thread takes four logits
+//   first_unknown      a few blocks look for a target that is neither ignored nor in the vocabulary
+//
+// Macros
+//   LOGITS, GRADS   types of logits and of their gradients: F32, BF16 or F16
+//   ENTROPY         1: also what entropies need
+
 #include "convert.cuh"
 #include "logp.cuh"
 
 using contract::VOCAB_BLOCK;
 
-#define THREADS 256
-#define WARPS (THREADS / 32)
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
 
 using Logits = Element<LOGITS>;
 using Grads = Element<GRADS>;
 
-constexpr int LANE = VOCAB_BLOCK / 32;  // entries of a block that a lane has: 32 apart, so that halves meet in it
+constexpr int LANE =
+    VOCAB_BLOCK / 32;  // entries of a block that a lane has: 32 apart, so that halves meet in it
 
 struct StatisticsParams {
     const Logits::Stored* logits;
@@ -22,11 +32,12 @@ struct StatisticsParams {
     float *m, *s, *u;  // from the first of these blocks on
     float* target_logit;
     i64 first, width;  // of the entries that `logits` has
-    int blocks;  // in a row of m, s and u
+    int blocks;        // in a row of m, s and u
     float scale;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) block_statistics(const __grid_constant__ StatisticsParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    block_statistics(const __grid_constant__ StatisticsParams p) {
     const u32 groups = u32((p.width + WARPS * VOCAB_BLOCK - 1) / (WARPS * VOCAB_BLOCK));
     const i64 row = blockIdx.x / groups, block = (blockIdx.x % groups) * WARPS + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
@@ -104,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
 
 constexpr int PIECE = 1024;  // blocks of the vocabulary that are weighed at once
 
-// The same by a block for each row: all of it loads and weighs, and each lane of its first warp keeps a chain.
+// The same by a block for each row: all of it loads and weighs, and each lane of its first warp keeps a
+// chain.
 extern "C" __global__ void __launch_bounds__(THREADS) combine_few(const __grid_constant__ CombineParams p) {
     static_assert(contract::CHAINS == 32 && PIECE % contract::CHAINS == 0);
     __shared__ float maxima[32], weights[PIECE], sums[PIECE], products[ENTROPY ? PIECE : 1];
@@ -114,7 +126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_few(const __grid_c
     // Unrolled, so that many loads are under way at once.
     float largest = -INF;
 #pragma unroll 8
-    for (int b = threadIdx.x; b < p.blocks; b += THREADS) largest = contract::maximum(largest, p.m[start + b]);
+    for (int b = threadIdx.x; b < p.blocks; b += THREADS)
+        largest = contract::maximum(largest, p.m[start + b]);
     largest = contract::maximum_of_lanes(largest);
     if (lane == 0) maxima[warp] = largest;
     __syncthreads();
@@ -160,16 +173,17 @@ struct GradParams {
     float scale;
 };
 
-#define GRADS_A_THREAD 4
+constexpr int GRADS_PER_THREAD = 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS) grad_logits(const __grid_constant__ GradParams p) {
-    const u32 groups = u32((p.width + THREADS * GRADS_A_THREAD - 1) / (THREADS * GRADS_A_THREAD));
-    const i64 row = blockIdx.x / groups, v = i64(blockIdx.x % groups) * THREADS * GRADS_A_THREAD + threadIdx.x;
+    const u32 groups = u32((p.width + THREADS * GRADS_PER_THREAD - 1) / (THREADS * GRADS_PER_THREAD));
+    const i64 row = blockIdx.x / groups,
+              v = i64(blockIdx.x % groups) * THREADS * GRADS_PER_THREAD + threadIdx.x;
     const contract::RowGradient<ENTROPY> gradient(p, row);
     const Logits::Stored* logits = p.logits + row * p.logits_row;
     Grads::Stored* out = p.out + row * p.out_row;
 #pragma unroll
-    for (int i = 0; i < GRADS_A_THREAD; ++i) {
+    for (int i = 0; i < GRADS_PER_THREAD; ++i) {
         const i64 at = v + i * THREADS;
         if (at >= p.width) return;
         const float z = __fmul_rn(Logits::widen(logits[at]), p.scale);
@@ -183,7 +197,8 @@ struct TargetParams {
     i64 count, vocabulary, ignore_index;
 };
 
-// The first target that each block finds to be neither ignored nor in the vocabulary; `count` if there is none.
+// The first target that each block finds to be neither ignored nor in the vocabulary; `count` if there is
+// none.
 extern "C" __global__ void __launch_bounds__(THREADS) first_unknown(const __grid_constant__ TargetParams p) {
     __shared__ i64 found[WARPS];
     i64 first = p.count;

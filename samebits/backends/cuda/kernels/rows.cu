@@ -1,36 +1,45 @@
-// Reductions of rows, and what follows from them: sums, softmax, norms and their gradients. Everything is in f32
-// and in the order of docs/contract.md, "Row reductions".
+// Reductions of rows, and what follows from them: sums, softmax, norms and their gradients. Everything is in
+// f32 and in the order of docs/contract.md, "Row reductions".
 //
-// -D: IN, OUT, PARAM, the types of rows, results and weights (NONE: there are none); WARPS, that share a row.
+// A block of 256 threads takes ROWS rows; WARPS warps share one. Block b of 128 entries is the part of warp b
+// % WARPS, and lane l of the warp that has the blocks of chain l keeps that chain. Where warps share a row,
+// shared memory carries its chains and maxima from warp to warp.
+//
+// Macros
+//   IN, OUT, PARAM   types of rows, results and weights: F32, BF16 or F16
+//   WARPS            warps that share a row: 1, 2, 4 or 8
+
 #include "convert.cuh"
 #include "functions.cuh"
 
-using i64 = long long;
 using contract::VOCAB_BLOCK;
 
-#define THREADS 256
-#define ROW_THREADS (32 * WARPS)
-#define ROWS (THREADS / ROW_THREADS)  // rows that a block takes
+constexpr int THREADS = 256;
+constexpr int ROW_THREADS = 32 * WARPS;
+constexpr int ROWS = THREADS / ROW_THREADS;  // of a block
 
 using In = Element<IN>;
 using Out = Element<OUT>;
 using Param = Element<PARAM>;
 
-constexpr int LANE = VOCAB_BLOCK / 32;  // entries of a block that a lane has: 32 apart, so that halves meet in it
+constexpr int LANE =
+    VOCAB_BLOCK / 32;  // entries of a block that a lane has: 32 apart, so that halves meet in it
 
-// The threads that share a row. Block b of a row is the part of warp b % WARPS, and chain l is kept by lane l of
-// the warp that has its blocks.
+// What kernels have in shared memory: a value of every chain of every row.
+constexpr int SHARED_FLOATS = ROWS * contract::CHAINS;
+
+// The threads that share a row. Those without a row leave: whole warps, or where warps share a row, the whole
+// block. Block b of a row is the part of warp b % WARPS, and chain l is kept by lane l of the warp that has
+// its blocks.
 struct Row {
     i64 row;
     int warp, lane, thread;
-    float* shared;  // CHAINS values
+    float* shared;  // CHAINS values of this row
 
-    __device__ Row(float* room)
-        : row(i64(blockIdx.x) * ROWS + threadIdx.x / ROW_THREADS),
-          warp(threadIdx.x / 32 % WARPS),
-          lane(threadIdx.x % 32),
-          thread(threadIdx.x % ROW_THREADS),
-          shared(room + threadIdx.x / ROW_THREADS * contract::CHAINS) {
+    __device__ Row(float* memory)
+        : row(i64(blockIdx.x) * ROWS + threadIdx.x / ROW_THREADS), warp(threadIdx.x / 32 % WARPS),
+          lane(threadIdx.x % 32), thread(threadIdx.x % ROW_THREADS),
+          shared(memory + threadIdx.x / ROW_THREADS * contract::CHAINS) {
         static_assert(contract::CHAINS == 32 && 32 % WARPS == 0);
     }
 
@@ -102,11 +111,6 @@ struct Row {
     }
 };
 
-#define SHARED_ROW                                   \
-    __shared__ float room[ROWS * contract::CHAINS];  \
-    Row row(room);                                   \
-    if (row.row >= p.rows) return; /* whole warps; with several to a row all of a block's */
-
 struct SumParams {
     const In::Stored* x;
     Out::Stored* out;
@@ -115,7 +119,9 @@ struct SumParams {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) row_sum(const __grid_constant__ SumParams p) {
-    SHARED_ROW
+    __shared__ float memory[SHARED_FLOATS];
+    Row row(memory);
+    if (row.row >= p.rows) return;
     const In::Stored* x = p.x + row.row * p.x_row;
     float sum = row.sum(p.n, [&](i64 v) { return In::widen(x[v]); });
     if (p.mean) sum = __fdiv_rn(sum, static_cast<float>(p.n));
@@ -129,24 +135,28 @@ struct SoftmaxParams {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) softmax(const __grid_constant__ SoftmaxParams p) {
-    SHARED_ROW
+    __shared__ float memory[SHARED_FLOATS];
+    Row row(memory);
+    if (row.row >= p.rows) return;
     const In::Stored* x = p.x + row.row * p.x_row;
     const auto logit = [&](i64 v) { return In::widen(x[v]); };
     float shift, total;
     row.softmax(p.n, logit, shift, total);
-    row.store(p.out + row.row * p.n, p.n, [&](i64 v) {
-        return __fdiv_rn(contract::exp(__fsub_rn(logit(v), shift)), total);
-    });
+    row.store(p.out + row.row * p.n, p.n,
+              [&](i64 v) { return __fdiv_rn(contract::exp(__fsub_rn(logit(v), shift)), total); });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) log_softmax(const __grid_constant__ SoftmaxParams p) {
-    SHARED_ROW
+    __shared__ float memory[SHARED_FLOATS];
+    Row row(memory);
+    if (row.row >= p.rows) return;
     const In::Stored* x = p.x + row.row * p.x_row;
     const auto logit = [&](i64 v) { return In::widen(x[v]); };
     float shift, total;
     row.softmax(p.n, logit, shift, total);
     const float log_sum = contract::log(total);
-    row.store(p.out + row.row * p.n, p.n, [&](i64 v) { return __fsub_rn(__fsub_rn(logit(v), shift), log_sum); });
+    row.store(p.out + row.row * p.n, p.n,
+              [&](i64 v) { return __fsub_rn(__fsub_rn(logit(v), shift), log_sum); });
 }
 
 struct ProbabilitiesParams {
@@ -156,8 +166,11 @@ struct ProbabilitiesParams {
     float scale;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) probabilities(const __grid_constant__ ProbabilitiesParams p) {
-    SHARED_ROW
+extern "C" __global__ void __launch_bounds__(THREADS)
+    probabilities(const __grid_constant__ ProbabilitiesParams p) {
+    __shared__ float memory[SHARED_FLOATS];
+    Row row(memory);
+    if (row.row >= p.rows) return;
     const In::Stored* x = p.x + row.row * p.n;
     const i64 visible = p.queries > 0 ? min(row.row % p.queries + 1, p.n) : p.n;
     const auto logit = [&](i64 v) { return __fmul_rn(In::widen(x[v]), p.scale); };
@@ -178,8 +191,11 @@ struct SoftmaxGradParams {
     float scale;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) softmax_backward(const __grid_constant__ SoftmaxGradParams p) {
-    SHARED_ROW
+extern "C" __global__ void __launch_bounds__(THREADS)
+    softmax_backward(const __grid_constant__ SoftmaxGradParams p) {
+    __shared__ float memory[SHARED_FLOATS];
+    Row row(memory);
+    if (row.row >= p.rows) return;
     const In::Stored* grad = p.grad + row.row * p.n;
     const Param::Stored* y = p.y + row.row * p.n;
     const float total = row.sum(p.n, [&](i64 v) {
@@ -195,7 +211,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) softmax_backward(const __g
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     log_softmax_backward(const __grid_constant__ SoftmaxGradParams p) {
-    SHARED_ROW
+    __shared__ float memory[SHARED_FLOATS];
+    Row row(memory);
+    if (row.row >= p.rows) return;
     const In::Stored* grad = p.grad + row.row * p.n;
     const Param::Stored* y = p.y + row.row * p.n;
     const float total = row.sum(p.n, [&](i64 v) { return In::widen(grad[v]); });
@@ -214,7 +232,9 @@ struct NormParams {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) norm_forward(const __grid_constant__ NormParams p) {
-    SHARED_ROW
+    __shared__ float memory[SHARED_FLOATS];
+    Row row(memory);
+    if (row.row >= p.rows) return;
     const In::Stored* x = p.x + row.row * p.x_row;
     const float count = static_cast<float>(p.n);
     float mean = 0.0f;
@@ -246,8 +266,11 @@ struct NormGradParams {
     i64 grad_row, x_row, rows, n;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) norm_backward(const __grid_constant__ NormGradParams p) {
-    SHARED_ROW
+extern "C" __global__ void __launch_bounds__(THREADS)
+    norm_backward(const __grid_constant__ NormGradParams p) {
+    __shared__ float memory[SHARED_FLOATS];
+    Row row(memory);
+    if (row.row >= p.rows) return;
     const In::Stored* x = p.x + row.row * p.x_row;
     const Out::Stored* grad = p.grad + row.row * p.grad_row;
     const float count = static_cast<float>(p.n), scale = p.scales[row.row];

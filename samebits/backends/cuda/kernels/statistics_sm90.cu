@@ -1,19 +1,54 @@
-// Statistics of every block of the vocabulary, and the targets' logits, on Hopper: the epilogue of the product that
-// gives the logits, which exist in registers alone. docs/contract.md, "Log-probabilities".
+// Statistics of logits on Hopper, for log-probabilities: docs/contract.md, "Log-probabilities".
 //
-// A is the hidden states and B the weights; TRANSPOSED, for few tokens, it is the other way round.
+// The product of hidden states and weights gives logits, which exist in registers alone. The epilogue turns
+// each block of 128 entries of the vocabulary into its maximum, its sum of exponentials and, for entropies, a
+// weighted sum. It also writes the logit of each target.
 //
-// -D: what pipeline_sm90.cuh (the main loop) and accumulators_sm90.cuh ask for; ENTROPY.
+// A is the hidden states and B the weights. TRANSPOSED, for few tokens, it is the other way round: then the
+// vocabulary has the tall side of the tile.
+//
+// Warps, barriers and timeline are those of the main loop: pipeline_sm90.cuh. The epilogue reduces
+//   many tokens   in registers: four lanes have the logits of a token, and shuffle
+//   few tokens    through shared memory: a warp takes the logits of a token, all of them side by side
+//
+//   warpgroup 0   |mma 0 |statistics 0|mma 2 |statistics 2
+//   warpgroup 1          |mma 1 |statistics 1|mma 3 |statistics 3    (many tokens: two teams, ping-pong)
+//
+// Macros
+//   INPUT_F16            1: f16 operands; 0: bf16
+//   A_MN, B_MN           1: the operand is contiguous along m (n); 0: along k; here both are 0
+//   BLOCK_M, BLOCK_N     rows and columns of a tile
+//   BLOCK_K              k in a stage, a multiple of 32
+//   STAGES               stages of the ring, 2 or more
+//   WARPGROUPS           consumer warpgroups of a block
+//   SHARE                consumer warpgroups on one tile: 1 (ping-pong) or WARPGROUPS (cooperative)
+//   CLUSTER              blocks of a cluster: their tiles lie side by side and share A by multicast
+//   BLOCKS               blocks on one multiprocessor
+//   AHEAD                stages of A prefetched into L2 before the previous kernel ends
+//   EARLY                1: blocks of the next kernel may start as these leave; 0: when all have left
+//   FOLDED               1: k is a multiple of 64, so that one box may hold several columns (tile_sm90.cuh)
+//   TRANSPOSED           1: the kernel's D is the transpose of the output
+//   OUTPUT               not used here
+//   BIAS                 type of the bias: NONE, F32, BF16 or F16
+//   PANEL                columns of D that leave in one TMA store, 0 here: nothing leaves by TMA
+//   RAGGED               0 here: no sequences
+//   ENTROPY              1: also what entropies need
+
+#if !defined(INPUT_F16) || !defined(RAGGED)
+#error "INPUT_F16 and RAGGED are needed: #if takes a missing macro for 0"
+#endif
+
 #include "accumulators_sm90.cuh"
 #include "logp.cuh"
 
 using contract::VOCAB_BLOCK;
 
-static_assert((TRANSPOSED ? ROWS : BLOCK_N) % VOCAB_BLOCK == 0, "a warpgroup has whole blocks of the vocabulary");
+static_assert((TRANSPOSED ? ROWS : BLOCK_N) % VOCAB_BLOCK == 0,
+              "a warpgroup has whole blocks of the vocabulary");
 
 constexpr int NOWHERE = -(1 << 30);  // below every index
 
-struct Problem {
+struct Params {
     TensorMap a, b;
     const void* bias;
     const i64* target;
@@ -27,7 +62,8 @@ struct Problem {
     static constexpr int batch = 1, a_batch = 0, b_batch = 0, sequences = 0;
     static constexpr const void* bounds = nullptr;
 
-    __device__ __forceinline__ void store(int token, int block, const contract::BlockStatistics& found) const {
+    __device__ __forceinline__ void store(int token, int block,
+                                          const contract::BlockStatistics& found) const {
         i64 at = i64(token) * blocks + block;
         m_b[at] = found.m;
         s_b[at] = found.s;
@@ -42,37 +78,41 @@ struct Problem {
 
 struct Statistics {
     static constexpr u32 line = (VOCAB_BLOCK + 4) * 4;  // in bytes, of a token's logits; no bank conflicts
-    static constexpr u32 bytes = TRANSPOSED ? BLOCK_N * line : 0;
-    static constexpr bool again_m = !TRANSPOSED, again_n = TRANSPOSED;  // tokens; blocks of the vocabulary stay whole
+    static constexpr u32 smem_bytes = TRANSPOSED ? BLOCK_N * line : 0;
+    static constexpr bool overlap_m = !TRANSPOSED,
+                          overlap_n = TRANSPOSED;  // tokens; blocks of the vocabulary stay whole
 
-    static __device__ void prepare(const Problem&) {}
+    static __device__ void prefetch_maps(const Params&) {}
 
-    __device__ __forceinline__ void start(Accumulators& acc, const Problem&, const Place&, u32) { clear(acc); }
+    __device__ __forceinline__ void init(Accumulators& acc, const Params&, const TileCoord&, u32) {
+        clear(acc);
+    }
 
-    __device__ __forceinline__ void finish(Accumulators& acc, u32 shared, const Problem& p, const Place& place,
-                                           u32 warpgroup, u32 thread) {
-        if constexpr (BIAS != NONE) add_bias<BIAS>(acc, p, place, thread);
+    __device__ __forceinline__ void apply(Accumulators& acc, u32 shared, const Params& p,
+                                          const TileCoord& tile, u32 warpgroup, u32 thread) {
+        if constexpr (BIAS != NONE) add_bias<BIAS>(acc, p, tile, thread);
         if constexpr (TRANSPOSED) {
-            few_tokens(acc, shared, p, place, warpgroup, thread);
+            few_tokens(acc, shared, p, tile, warpgroup, thread);
         } else {
-            many_tokens(acc, p, place, thread);
+            many_tokens(acc, p, tile, thread);
         }
     }
 
-    __device__ void end(u32) {}
+    __device__ void drain(u32) {}
 
   private:
     // Four lanes have the logits of a token, in registers.
-    __device__ __forceinline__ void many_tokens(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
-        Fragment fragment(place, thread);
-        int target[2 * BANDS];
+    __device__ __forceinline__ void many_tokens(Accumulators& acc, const Params& p, const TileCoord& tile,
+                                                u32 thread) {
+        Fragment fragment(tile, thread);
+        int target[2 * MMA_M];
 #pragma unroll
-        for (int i = 0; i < 2 * BANDS; ++i) {
+        for (int i = 0; i < 2 * MMA_M; ++i) {
             int token = fragment.row + i * 8 + i / 2 * 48;
             target[i] = token < p.m ? p.target_from(fragment.column, token) : NOWHERE;
         }
 #pragma unroll
-        for (int i = 0; i < 2 * BANDS; ++i) {
+        for (int i = 0; i < 2 * MMA_M; ++i) {
             int token = fragment.row + i * 8 + i / 2 * 48;
 #pragma unroll
             for (int block = 0; block < BLOCK_N / VOCAB_BLOCK; ++block) {
@@ -95,33 +135,33 @@ struct Statistics {
                         if (j / 2 * 8 + j % 2 == target[i] - first) p.target_logit[token] = z[j];
                 }
                 auto found = contract::block_statistics<4, 2, ENTROPY>(z);
-                int b = place.n / VOCAB_BLOCK + block;
+                int b = tile.n / VOCAB_BLOCK + block;
                 if (token < p.m && b < p.blocks && thread % 4 == 0) p.store(token, b, found);
             }
         }
     }
 
     // Through shared memory: a warp has the logits of a token.
-    __device__ __forceinline__ void few_tokens(Accumulators& acc, u32 shared, const Problem& p, const Place& place,
-                                               u32 warpgroup, u32 thread) {
+    __device__ __forceinline__ void few_tokens(Accumulators& acc, u32 shared, const Params& p,
+                                               const TileCoord& tile, u32 warpgroup, u32 thread) {
         constexpr int WARPS = 4;
         int warp = thread / 32, lane = thread % 32;
-        int token = place.n + warp + lane * WARPS;  // whose target this lane knows
-        int known = lane < int(BLOCK_N) / WARPS && token < p.n ? p.target_from(place.m, token) : NOWHERE;
+        int token = tile.n + warp + lane * WARPS;  // whose target this lane knows
+        int known = lane < int(BLOCK_N) / WARPS && token < p.n ? p.target_from(tile.m, token) : NOWHERE;
 
-        named_barrier(OWN + warpgroup, 128);  // all have read the tile before
+        named_barrier(EPILOGUE_BARRIER + warpgroup, 128);  // all have read the tile before
         Fragment fragment({0, 0, 0}, thread);
 #pragma unroll
-        for (int i = 0; i < 2 * BANDS; ++i) {
+        for (int i = 0; i < 2 * MMA_M; ++i) {
             u32 to = shared + fragment.column * line + (fragment.row + i * 8 + i / 2 * 48) * 4;
 #pragma unroll
             for (int j = 0; j < BLOCK_N / 4; ++j)
                 store_shared(to + (j / 2 * 8 + j % 2) * line, acc[i / 2][j / 2 * 4 + i % 2 * 2 + j % 2]);
         }
-        named_barrier(OWN + warpgroup, 128);
+        named_barrier(EPILOGUE_BARRIER + warpgroup, 128);
 #pragma unroll 2
         for (int column = warp; column < BLOCK_N; column += WARPS) {
-            int token = place.n + column;
+            int token = tile.n + column;
             int target = __shfl_sync(0xFFFFFFFF, known, column / WARPS);
             if (token >= p.n) break;
             float z[VOCAB_BLOCK / 32];
@@ -129,15 +169,16 @@ struct Statistics {
             for (int i = 0; i < VOCAB_BLOCK / 32; ++i) {
                 int v = lane + 32 * i;
                 float d = load_shared(shared + column * line + v * 4);
-                z[i] = place.m + v < p.m ? __fmul_rn(d, p.scale) : -INF;
+                z[i] = tile.m + v < p.m ? __fmul_rn(d, p.scale) : -INF;
                 if (v == target) p.target_logit[token] = z[i];
             }
             auto found = contract::block_statistics<32, 1, ENTROPY>(z);
-            if (lane == 0) p.store(token, place.m / VOCAB_BLOCK, found);
+            if (lane == 0) p.store(token, tile.m / VOCAB_BLOCK, found);
         }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) statistics_sm90(const __grid_constant__ Problem p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    statistics_sm90(const __grid_constant__ Params p) {
     pipeline<Statistics>(p);
 }

@@ -1,15 +1,30 @@
-// The universal tensor-core product: every layout, stride, alignment and size, on sm_80 and newer.
+// Tensor-core product for every layout, stride, alignment and size, on sm_80 and newer: D = acc + A B + bias.
 //
-// Every output element is one chain over ascending groups of 16 k with one f32 accumulator, in one thread: the tile,
-// the stages and the order of tiles are free, and change no bit.
+// Every output element is one chain over ascending groups of 16 k with one f32 accumulator, in one thread.
+// The tile, the stages and the order of tiles are free, and change no bit.
+//
+// A block takes one tile of the output; a warp has WARP_M x WARP_N of it in registers (mma.m16n8k16). Shared
+// memory is a ring of STAGES stages, each a swizzled tile of a and of b, which all threads fill by cp.async
+// STAGES - 1 ahead. After the last step it holds strips of accumulators, in which threads find four
+// neighbours of a row to store.
+//
+// Macros
+//   TILE_M, TILE_N, TILE_K    the block's tile, and k of a stage, a multiple of 32
+//   WARPS_M, WARPS_N          how warps share the tile
+//   STAGES                    stages of the ring
+//   MIN_BLOCKS                blocks that shall fit on one multiprocessor
+//   INPUT_BF16                1: bf16 operands; 0: f16
+//   A_K_MAJOR, B_K_MAJOR      1: the operand's lines run along k; 0: along m (n)
+//   A_VECTOR, B_VECTOR        1: 16 bytes along a line are contiguous and aligned; 0: elements are gathered
+//                             one by one
 
 #include "epilogue.cuh"
-#include "tile.cuh"
+#include "tile_order.cuh"
+#include "tile_sm80.cuh"
 
 constexpr int THREADS = WARPS_M * WARPS_N * 32;
 constexpr int WARP_M = TILE_M / WARPS_M, WARP_N = TILE_N / WARPS_N;
 constexpr int GROUPS = TILE_K / 16;
-constexpr int BAND = 8;  // rows of tiles walked together, so that their operands stay in L2
 
 using TileA = Tile<TILE_M, TILE_K, A_K_MAJOR, A_VECTOR, THREADS>;
 using TileB = Tile<TILE_N, TILE_K, B_K_MAJOR, B_VECTOR, THREADS>;
@@ -31,32 +46,30 @@ struct Params {
     int out_kind, out_together, bias_kind, spans_wide;
 };
 
-// Walks the groups of all segments in order.
-struct Walk {
+// Gives the groups of all segments in order.
+struct GroupIterator {
     int segment = 0, k = 0, end = 0;
 
-    __device__ __forceinline__ explicit Walk(const Params& p) { start(p); }
+    __device__ __forceinline__ explicit GroupIterator(const Params& p) { start(p); }
 
-    __device__ __forceinline__ void start(const Params& p)
-    {
+    __device__ __forceinline__ void start(const Params& p) {
         if (segment == p.segments) return;
         k = p.spans ? bound(p, segment) : 0;
         end = p.spans ? bound(p, segment + 1) : p.k;
     }
 
-    __device__ __forceinline__ static int bound(const Params& p, int i)
-    {
-        const i64 at = p.spans_wide ? static_cast<const i64*>(p.spans)[i] : static_cast<const int*>(p.spans)[i];
-        return static_cast<int>(min(max(at, 0ll), static_cast<i64>(p.k)));  // wrong bounds may not read elsewhere
+    __device__ __forceinline__ static int bound(const Params& p, int i) {
+        const i64 at =
+            p.spans_wide ? static_cast<const i64*>(p.spans)[i] : static_cast<const int*>(p.spans)[i];
+        return static_cast<int>(
+            min(max(at, 0ll), static_cast<i64>(p.k)));  // wrong bounds may not read elsewhere
     }
 
-    __device__ __forceinline__ static int groups_in(const Params& p, int i)
-    {
+    __device__ __forceinline__ static int groups_in(const Params& p, int i) {
         return (max(bound(p, i + 1) - bound(p, i), 0) + 15) / 16;
     }
 
-    __device__ __forceinline__ Group next(const Params& p)
-    {
+    __device__ __forceinline__ Group next(const Params& p) {
         while (k >= end && segment < p.segments) {
             ++segment;
             start(p);
@@ -69,8 +82,7 @@ struct Walk {
     // Whether the next GROUPS groups are full ones of this segment; then skip() gives the first of them.
     __device__ __forceinline__ bool whole() const { return k + GROUPS * 16 <= end; }
 
-    __device__ __forceinline__ Group skip(const Params& p)
-    {
+    __device__ __forceinline__ Group skip(const Params& p) {
         const Group g{p.spans ? 0 : segment, k, 16};
         k += GROUPS * 16;
         return g;
@@ -78,11 +90,10 @@ struct Walk {
 };
 
 // Groups in all segments together. Every thread gets the sum.
-__device__ __forceinline__ int total_groups(const Params& p, int* shared)
-{
+__device__ __forceinline__ int total_groups(const Params& p, int* shared) {
     if (!p.spans) return (p.k + 15) / 16 * p.segments;
     int sum = 0;
-    for (int i = threadIdx.x; i < p.segments; i += THREADS) sum += Walk::groups_in(p, i);
+    for (int i = threadIdx.x; i < p.segments; i += THREADS) sum += GroupIterator::groups_in(p, i);
     if (threadIdx.x == 0) *shared = 0;
     __syncthreads();
     atomicAdd(shared, sum);
@@ -92,23 +103,24 @@ __device__ __forceinline__ int total_groups(const Params& p, int* shared)
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) tensor_core(const __grid_constant__ Params p)
-{
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    tensor_core(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) unsigned char memory[];
     const u32 stages = shared_address(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     const u32 tiles = static_cast<u32>(p.tiles_m) * p.tiles_n;
     const u32 batch = blockIdx.x / tiles, tile = blockIdx.x % tiles;
-    const u32 band = tile / (BAND * p.tiles_n), band_rows = min(p.tiles_m - band * BAND, static_cast<u32>(BAND));
-    const u32 in_band = tile % (BAND * p.tiles_n);
-    const int tile_m = (band * BAND + in_band % band_rows) * TILE_M, tile_n = in_band / band_rows * TILE_N;
+    const u32 group = tile / (GROUP_M * p.tiles_n);
+    const u32 height = min(p.tiles_m - group * GROUP_M, static_cast<u32>(GROUP_M));
+    const u32 in_group = tile % (GROUP_M * p.tiles_n);
+    const int tile_m = (group * GROUP_M + in_group % height) * TILE_M, tile_n = in_group / height * TILE_N;
     const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
 
     const u16* a = p.a.data + batch * p.a.batch;
     const u16* b = p.b.data + batch * p.b.batch;
     const int steps = (total_groups(p, reinterpret_cast<int*>(memory)) + GROUPS - 1) / GROUPS;
-    Walk walk(p);
+    GroupIterator groups_of_k(p);
     u32 write_at = 0;
 
     const auto load = [&](int step) {
@@ -116,28 +128,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) tensor_core(co
             const u32 to = stages + write_at;
             write_at = write_at == LAST_STAGE ? 0 : write_at + STAGE_BYTES;
             Group groups[GROUPS];
-            if (A_VECTOR && B_VECTOR && walk.whole()) {
-                groups[0] = walk.skip(p);
+            if (A_VECTOR && B_VECTOR && groups_of_k.whole()) {
+                groups[0] = groups_of_k.skip(p);
                 TileA::load<true>(to, a, p.a, tile_m, p.m, groups);
                 TileB::load<true>(to + TileA::BYTES, b, p.b, tile_n, p.n, groups);
             } else {
 #pragma unroll
-                for (int g = 0; g < GROUPS; ++g) groups[g] = walk.next(p);
+                for (int g = 0; g < GROUPS; ++g) groups[g] = groups_of_k.next(p);
                 TileA::load<false>(to, a, p.a, tile_m, p.m, groups);
                 TileB::load<false>(to + TileA::BYTES, b, p.b, tile_n, p.n, groups);
             }
         }
-        commit_copies();  // empty ones too, so that their number tells which stage is complete
+        cp_async_commit();  // empty ones too, so that their number tells which stage is complete
     };
 
-    // The warp's accumulators go between registers and global memory sixteen rows at a time, through shared memory:
-    // there a thread has four neighbours of a row.
+    // The warp's accumulators go between registers and global memory sixteen rows at a time, through shared
+    // memory: there a thread has four neighbours of a row.
     float c[WARP_M / 16][WARP_N / 8][4] = {};
     float* strip = reinterpret_cast<float*>(memory) + warp * 16 * STRIP;
     float* fragment = strip + lane / 4 * STRIP + lane % 4 * 2;
     constexpr int LANES = WARP_N / 4;  // that share a row
     const int lane_row = lane / LANES, lane_col = lane % LANES * 4;
-    const int row0 = tile_m + warp_m + lane_row, col = tile_n + warp_n + lane_col, columns = min(p.n - col, 4);
+    const int row0 = tile_m + warp_m + lane_row, col = tile_n + warp_n + lane_col,
+              columns = min(p.n - col, 4);
 
     if (p.acc) {
         const float* acc = p.acc + batch * p.acc_batch + col * p.acc_col;
@@ -148,7 +161,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) tensor_core(co
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
                     if (row0 + i * 16 + r < p.m && e < columns)
-                        strip[(lane_row + r) * STRIP + lane_col + e] = acc[(row0 + i * 16 + r) * p.acc_row + e * p.acc_col];
+                        strip[(lane_row + r) * STRIP + lane_col + e] =
+                            acc[(row0 + i * 16 + r) * p.acc_row + e * p.acc_col];
             __syncwarp();
 #pragma unroll
             for (int j = 0; j < WARP_N / 8; ++j)
@@ -162,23 +176,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) tensor_core(co
 #pragma unroll 1
     for (int step = 0; step < STAGES - 1; ++step) load(step);
 
-    // Fragments are read one group ahead of their products, across stages too. Gathering leaves no registers for that.
+    // Fragments are read one group ahead of their products, across stages too. Gathering leaves no registers
+    // for that.
     constexpr int AHEAD = A_VECTOR && B_VECTOR;
     u32 fa[1 + AHEAD][WARP_M / 16][4], fb[1 + AHEAD][WARP_N / 16][4];
-    const u32 lane_a = TileA::lane_offset<true>(warp_m), lane_b = TileA::BYTES + TileB::lane_offset<false>(warp_n);
+    const u32 lane_a = TileA::lane_offset<true>(warp_m),
+              lane_b = TileA::BYTES + TileB::lane_offset<false>(warp_n);
     u32 read_at = 0;
     const auto read = [&](int g) {
         const u32 from = stages + read_at;
 #pragma unroll
         for (int i = 0; i < WARP_M / 16; ++i)
-            load_matrices<!A_K_MAJOR>(fa[g % (1 + AHEAD)][i], from + TileA::at(lane_a, i, g));
+            ldmatrix_x4<!A_K_MAJOR>(fa[g % (1 + AHEAD)][i], from + TileA::at(lane_a, i, g));
 #pragma unroll
         for (int j = 0; j < WARP_N / 16; ++j)
-            load_matrices<!B_K_MAJOR>(fb[g % (1 + AHEAD)][j], from + TileB::at(lane_b, j, g));
+            ldmatrix_x4<!B_K_MAJOR>(fb[g % (1 + AHEAD)][j], from + TileB::at(lane_b, j, g));
         if (g == GROUPS - 1) read_at = read_at == LAST_STAGE ? 0 : read_at + STAGE_BYTES;
     };
     const auto next_stage = [&] {  // it is whole, and all warps have read the stage before the one before it
-        wait_copies<STAGES - 2>();
+        cp_async_wait<STAGES - 2>();
         __syncthreads();
     };
     static_assert(GROUPS % 2 == 0);  // so that every step begins with the first buffer
@@ -196,12 +212,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) tensor_core(co
             for (int i = 0; i < WARP_M / 16; ++i)
 #pragma unroll
                 for (int j = 0; j < WARP_N / 8; ++j)
-                    mma_step<INPUT_BF16>(c[i][j], fa[g % (1 + AHEAD)][i], fb[g % (1 + AHEAD)][j / 2] + j % 2 * 2);
+                    mma_m16n8k16<INPUT_BF16>(c[i][j], fa[g % (1 + AHEAD)][i],
+                                             fb[g % (1 + AHEAD)][j / 2] + j % 2 * 2);
         }
         if (!AHEAD) next_stage();
     }
 
-    wait_copies<0>();
+    cp_async_wait<0>();
     __syncthreads();  // the strips take the stages' memory
     const int out_kind = steps == 0 && !p.bias && p.out_kind == F32 ? F32_AS_IS : p.out_kind;
     float bias[4] = {};

@@ -1,7 +1,8 @@
-// f32 to and from the stored types: one rounding to nearest even; NaN becomes the canonical one (cvt's own).
+// f32 to and from the stored types, for kernels that know types as these macros: one rounding to nearest
+// even; NaN becomes the canonical one (cvt's own).
 #pragma once
 
-#include "ptx.cuh"
+#include "types.cuh"
 
 #define NONE 0
 #define F32 1

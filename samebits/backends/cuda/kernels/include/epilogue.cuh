@@ -1,12 +1,12 @@
-// From the f32 accumulator to the output: bias in f32, one rounding, canonical NaN.
+// From f32 accumulators to outputs, for kernels that know types as enum Kind: bias in f32, one rounding,
+// canonical NaN.
 #pragma once
 
-#include "mma.cuh"
+#include "ptx_sm80.cuh"
 
 enum Kind { F32, BF16, F16, F32_AS_IS };  // the last: no term was added, not even a NaN changes
 
-__device__ __forceinline__ float widen(const void* p, i64 index, int kind)
-{
+__device__ __forceinline__ float widen(const void* p, i64 index, int kind) {
     if (kind == F32) return static_cast<const float*>(p)[index];
     const u16 bits = static_cast<const u16*>(p)[index];
     if (kind == BF16) return __uint_as_float(static_cast<u32>(bits) << 16);
@@ -16,8 +16,7 @@ __device__ __forceinline__ float widen(const void* p, i64 index, int kind)
 }
 
 // The bits of `value` rounded once, to nearest even, to `kind`; NaN is 0x7FFFFFFF, 0x7FFF in 16 bits.
-__device__ __forceinline__ u32 round_bits(float value, int kind)
-{
+__device__ __forceinline__ u32 round_bits(float value, int kind) {
     if (kind == F32_AS_IS) return __float_as_uint(value);
     if (kind == F32) return value != value ? 0x7FFFFFFFu : __float_as_uint(value);
     u16 bits;
@@ -38,8 +37,7 @@ __device__ __forceinline__ u32 round_bits(float value, int kind)
 
 // Two of 16 bits at once; the conversion itself gives the NaN that `round_bits` gives.
 template <int KIND>
-__device__ __forceinline__ u32 round_pair(float low, float high)
-{
+__device__ __forceinline__ u32 round_pair(float low, float high) {
 #if __CUDA_ARCH__ >= 800
     u32 pair;
     if constexpr (KIND == BF16)
@@ -53,16 +51,16 @@ __device__ __forceinline__ u32 round_pair(float low, float high)
 }
 
 // `count` of four neighbours of one output row. `together`: four may be stored at once.
-__device__ __forceinline__ void store_four(
-    void* out, i64 index, i64 stride, const float (&value)[4], int count, int kind, bool together)
-{
+__device__ __forceinline__ void store_four(void* out, i64 index, i64 stride, const float (&value)[4],
+                                           int count, int kind, bool together) {
     const bool wide = kind == F32 || kind == F32_AS_IS;
     u32 bits[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) bits[i] = round_bits(value[i], kind);
     if (together && count == 4) {
         if (wide)
-            *reinterpret_cast<uint4*>(static_cast<u32*>(out) + index) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
+            *reinterpret_cast<uint4*>(static_cast<u32*>(out) + index) =
+                make_uint4(bits[0], bits[1], bits[2], bits[3]);
         else
             *reinterpret_cast<uint2*>(static_cast<u16*>(out) + index) =
                 make_uint2(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);

@@ -40,9 +40,7 @@ __device__ __forceinline__ float maximum(float a, float b) {
 }
 
 // What is subtracted from logits of this maximum: +0 for -inf.
-__device__ __forceinline__ float shift_of(float maximum) {
-    return maximum == -INF ? 0.0f : maximum;
-}
+__device__ __forceinline__ float shift_of(float maximum) { return maximum == -INF ? 0.0f : maximum; }
 
 // For x <= 0 and NaN; +0 below -87.7.
 __device__ __forceinline__ float exp(float x) {
@@ -79,7 +77,8 @@ __device__ __forceinline__ float log(float x) {
     return x > 0.0f ? y : x == 0.0f ? -INF : x;
 }
 
-// By halves, the sum of values of which each lane has one, in every group of `lanes` lanes. Every lane gets it.
+// By halves, the sum of values of which each lane has one, in every group of `lanes` lanes. Every lane gets
+// it.
 template <int lanes = 32>
 __device__ __forceinline__ float sum_of_lanes(float x) {
 #pragma unroll
@@ -104,8 +103,8 @@ __device__ __forceinline__ void add_halves(float (&x)[count]) {
     }
 }
 
-// The sum of values of which each lane has `count`: `adjacent` side by side, those of the next lane beside them, and
-// so on again after the last lane. Overwrites them.
+// The sum of values of which each lane has `count`: `adjacent` side by side, those of the next lane beside
+// them, and so on again after the last lane. Overwrites them.
 template <int lanes, int adjacent, int count>
 __device__ __forceinline__ float sum_by_halves(float (&x)[count]) {
     add_halves<count / 2, adjacent>(x);

@@ -3,8 +3,6 @@
 
 #include "functions.cuh"
 
-using i64 = long long;
-
 namespace contract {
 
 struct BlockStatistics {
@@ -41,9 +39,9 @@ struct RowGradient {
     template <typename Params>
     __device__ __forceinline__ RowGradient(const Params& p, i64 row)
         : target(p.target[row]), counts(target != p.ignore_index && target >= 0 && target < p.vocabulary),
-          kept(counts ? ~0 : 0),
-          shift(p.shift[row]), log_sum(p.log_sum[row]), g(__fmul_rn(p.grad[row], p.scale)),
-          h(entropy ? __fmul_rn(p.grad_entropy[row], p.scale) : 0.0f), mean(entropy ? p.entropy[row] : 0.0f) {}
+          kept(counts ? ~0 : 0), shift(p.shift[row]), log_sum(p.log_sum[row]),
+          g(__fmul_rn(p.grad[row], p.scale)), h(entropy ? __fmul_rn(p.grad_entropy[row], p.scale) : 0.0f),
+          mean(entropy ? p.entropy[row] : 0.0f) {}
 
     // dz of a logit, but for what NaN it is.
     __device__ __forceinline__ float at(float z, bool is_target) const {

@@ -1,49 +1,47 @@
-// The epilogue of a plain product: D, or D^T, in memory.
-//
-//   OUTPUT               F32, BF16 or F16
-//   ACCUMULATE           start the chains from the output
-//   ALIGNED              the output's rows allow vector stores
+// The epilogue of a plain product: D, or D^T, in memory. Uses the macros OUTPUT, ACCUMULATE, ALIGNED and
+// those of accumulators_sm90.cuh.
 #pragma once
 
 #include "accumulators_sm90.cuh"
 
 static_assert(PANEL == 0 || (ALIGNED && OUTPUT != F32), "panels are of 16-bit elements, and aligned");
 
-struct Problem {
+struct Params {
     TensorMap a, b, out_map;
     void* out;
     const void* bias;
-    const void* bounds;  // of the sequences, one more than there are of them
-    long long row_stride, batch_stride;  // of the output
+    const void* bounds;            // of the sequences, one more than there are of them
+    i64 row_stride, batch_stride;  // of the output
     int m, n, k, batch;
     int a_batch, b_batch;  // 0 where one matrix serves the whole batch
     int sequences;
-    int group;  // rows of tiles walked together, so that their operands stay in L2
+    int group;  // rows of tiles that are taken together, so that their operands stay in L2
 };
 
-// f(accumulators, offset in the output, step from one column to the next there, columns left) for each row of this
-// thread's, its pairs of columns lying 8 apart.
+// f(accumulators, offset in the output, step from one column to the next there, columns left) for each row of
+// this thread's, its pairs of columns lying 8 apart.
 template <typename F>
-__device__ __forceinline__ void for_each_row(Accumulators& acc, const Problem& p, const Place& place, u32 thread, F f) {
-    Fragment fragment(place, thread);
-    long long right = TRANSPOSED ? p.row_stride : 1, down = TRANSPOSED ? 1 : p.row_stride;
+__device__ __forceinline__ void for_each_row(Accumulators& acc, const Params& p, const TileCoord& tile,
+                                             u32 thread, F f) {
+    Fragment fragment(tile, thread);
+    i64 right = TRANSPOSED ? p.row_stride : 1, down = TRANSPOSED ? 1 : p.row_stride;
 #pragma unroll
-    for (int band = 0; band < BANDS; ++band) {
+    for (int mma_m = 0; mma_m < MMA_M; ++mma_m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            int row = fragment.row + band * 64 + half * 8;
-            bool inside = row < p.m && (ROWS % 64 == 0 || row < place.m + int(ROWS));
-            f(&acc[band][half * 2], place.batch * p.batch_stride + row * down + fragment.column * right, right,
-              inside ? p.n - fragment.column : 0);
+            int row = fragment.row + mma_m * 64 + half * 8;
+            bool inside = row < p.m && (ROWS % 64 == 0 || row < tile.m + int(ROWS));
+            f(&acc[mma_m][half * 2], tile.batch * p.batch_stride + row * down + fragment.column * right,
+              right, inside ? p.n - fragment.column : 0);
         }
     }
 }
 
 // Straight from the registers.
 template <int type>
-__device__ __forceinline__ void store(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
+__device__ __forceinline__ void store(Accumulators& acc, const Params& p, const TileCoord& tile, u32 thread) {
     using Out = Element<type>;
-    for_each_row(acc, p, place, thread, [&](const float* d, long long offset, long long right, int left) {
+    for_each_row(acc, p, tile, thread, [&](const float* d, i64 offset, i64 right, int left) {
         auto* to = static_cast<typename Out::Stored*>(p.out) + offset;
 #pragma unroll
         for (int i = 0; i < BLOCK_N; i += 8, d += 4) {
@@ -58,17 +56,18 @@ __device__ __forceinline__ void store(Accumulators& acc, const Problem& p, const
 }
 
 struct Output {
-    static constexpr u32 bytes = 2 * PANEL_BYTES;  // of shared memory, for a warpgroup
-    static constexpr bool again_m = !ACCUMULATE, again_n = !ACCUMULATE;
+    static constexpr u32 smem_bytes = 2 * PANEL_BYTES;  // of shared memory, for a warpgroup
+    static constexpr bool overlap_m = !ACCUMULATE, overlap_n = !ACCUMULATE;
 
     u32 buffer = 0;
 
-    static __device__ __forceinline__ void prepare(const Problem& p) {
-        if constexpr (PANEL > 0) prefetch_map(p.out_map);
+    static __device__ __forceinline__ void prefetch_maps(const Params& p) {
+        if constexpr (PANEL > 0) prefetch_tensor_map(p.out_map);
     }
     // What the chains of a tile start from.
-    __device__ __forceinline__ void start(Accumulators& acc, const Problem& p, const Place& place, u32 thread) {
-        for_each_row(acc, p, place, thread, [&](float* d, long long offset, long long right, int left) {
+    __device__ __forceinline__ void init(Accumulators& acc, const Params& p, const TileCoord& tile,
+                                         u32 thread) {
+        for_each_row(acc, p, tile, thread, [&](float* d, i64 offset, i64 right, int left) {
             const float* from = static_cast<const float*>(p.out) + offset;
 #pragma unroll
             for (int i = 0; i < BLOCK_N; i += 8, d += 4) {
@@ -82,22 +81,22 @@ struct Output {
         });
     }
     // What becomes of them.
-    __device__ __forceinline__ void finish(Accumulators& acc, u32 panels, const Problem& p, const Place& place,
-                                           u32 warpgroup, u32 thread) {
-        if constexpr (BIAS != NONE) add_bias<BIAS>(acc, p, place, thread);
+    __device__ __forceinline__ void apply(Accumulators& acc, u32 panels, const Params& p,
+                                          const TileCoord& tile, u32 warpgroup, u32 thread) {
+        if constexpr (BIAS != NONE) add_bias<BIAS>(acc, p, tile, thread);
         if constexpr (PANEL > 0) {
 #pragma unroll
-            for (u32 band = 0; band < BANDS; ++band) {
-                copy_band<OUTPUT>(acc, band, panels, p, place, warpgroup, thread, buffer);
+            for (u32 mma_m = 0; mma_m < MMA_M; ++mma_m) {
+                store_panels<OUTPUT>(acc, mma_m, panels, p, tile, warpgroup, thread, buffer);
             }
         } else {
-            store<OUTPUT>(acc, p, place, thread);
+            store<OUTPUT>(acc, p, tile, thread);
         }
     }
-    // Shared memory must outlive what still reads it.
-    __device__ __forceinline__ void end(u32 thread) {
+    // The block may not leave while TMA still reads its shared memory.
+    __device__ __forceinline__ void drain(u32 thread) {
         if constexpr (PANEL > 0) {
-            if (thread == 0) copy_out_wait_read<0>();
+            if (thread == 0) tma_store_wait_read<0>();
         }
     }
 };

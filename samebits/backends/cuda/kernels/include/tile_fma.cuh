@@ -1,4 +1,5 @@
-// Tiles of operands in shared memory, widened to f32, and the fragments that threads read from them.
+// Tiles of operands in shared memory, widened to f32, and the fragments that threads read from them. Uses the
+// macros TILE_K, WARPS_M, WARPS_N and HELPERS of fma.cu.
 #pragma once
 
 #include "epilogue.cuh"
@@ -23,31 +24,33 @@ struct Stored<F32> {
 };
 
 enum Copy {
-    ALONG_ROWS,       // element by element; neighbouring threads take neighbouring rows
-    ALONG_K,          // element by element; neighbouring threads take neighbouring k
-    ALONG_UNIT_K,     // the same, and k is contiguous
-    FOUR_ROWS,        // four contiguous, aligned rows at a time
-    FOUR_K,           // four contiguous, aligned k at a time
+    ALONG_ROWS,    // element by element; neighbouring threads take neighbouring rows
+    ALONG_K,       // element by element; neighbouring threads take neighbouring k
+    ALONG_UNIT_K,  // the same, and k is contiguous
+    FOUR_ROWS,     // four contiguous, aligned rows at a time
+    FOUR_K,        // four contiguous, aligned k at a time
 };
 
-// Keeps the compiler from computing the addresses of all copies ahead of the loop, which takes too many registers.
+// Keeps the compiler from computing the addresses of all copies ahead of the loop, which takes too many
+// registers.
 template <class T>
-__device__ __forceinline__ void step(const T*& pointer, i64 elements)
-{
+__device__ __forceinline__ void step(const T*& pointer, i64 elements) {
     pointer += elements;
     asm volatile("" : "+l"(pointer));
 }
 
-// TILE_K of k for the rows that WARPS_ x LANES threads take, THREAD each. In shared memory a line is one k and runs along
-// the rows, but under FOUR_K, where it is a row and runs along k.
-// Rows that do not exist are not loaded: what is computed of them is never stored.
+// TILE_K of k for the rows that WARPS_ x LANES threads take, THREAD each. In shared memory a line is one k
+// and runs along the rows, but under FOUR_K, where it is a row and runs along k. Rows that do not exist are
+// not loaded: what is computed of them is never stored.
 template <int WARPS_, int LANES, int THREAD, int KIND, int COPY>
 struct Tile {
     static constexpr int ROWS = WARPS_ * LANES * THREAD;
-    static constexpr int NEIGHBOURS = COPY == FOUR_K ? 1 : THREAD % 4 == 0 ? 4 : THREAD;  // rows side by side in a thread
-    // Threads that copy along k write to different lines and shall meet no bank twice: eight k of four rows do not if
-    // lines are four banks apart, 32 k of one row do not if lines are one bank apart. The first keeps lines aligned.
-    // Nor shall threads that read different rows under FOUR_K.
+    static constexpr int NEIGHBOURS = COPY == FOUR_K    ? 1
+                                      : THREAD % 4 == 0 ? 4
+                                                        : THREAD;  // rows side by side in a thread
+    // Threads that copy along k write to different lines and shall meet no bank twice: eight k of four rows
+    // do not if lines are four banks apart, 32 k of one row do not if lines are one bank apart. The first
+    // keeps lines aligned. Nor shall threads that read different rows under FOUR_K.
     static constexpr int RUN = COPY == FOUR_K ? TILE_K / 4 : NEIGHBOURS == 1 ? 32 : 8;
     static constexpr int PITCH = COPY == FOUR_K ? TILE_K + 4 : NEIGHBOURS == 1 ? ROWS | 1 : ROWS + 4;
     static constexpr int K_PITCH = COPY == FOUR_K ? 1 : PITCH, ROW_PITCH = COPY == FOUR_K ? PITCH : 1;
@@ -59,26 +62,33 @@ struct Tile {
     // What all copying threads copy at once.
     static constexpr int MOST_ROWS = K_FIRST ? COPIERS / RUN : COPIERS * WIDTH;
     static constexpr int AT_ONCE_ROWS = MOST_ROWS < ROWS ? MOST_ROWS : ROWS;
-    static constexpr int AT_ONCE_K = COPIERS * WIDTH / AT_ONCE_ROWS;  // FOUR_K: its four count here, and not above
+    static constexpr int AT_ONCE_K =
+        COPIERS * WIDTH / AT_ONCE_ROWS;  // FOUR_K: its four count here, and not above
     static constexpr bool ASYNC = KIND == F32 && __CUDA_ARCH__ >= 800;
     using Element = typename Stored<KIND>::Type;
-    static_assert(TILE_K % (RUN * K_WIDTH) == 0 && SIZE % 4 == 0 && (ROWS & (ROWS - 1)) == 0 && (COPIERS & (COPIERS - 1)) == 0);
+    static_assert(TILE_K % (RUN * K_WIDTH) == 0 && SIZE % 4 == 0 && (ROWS & (ROWS - 1)) == 0 &&
+                  (COPIERS & (COPIERS - 1)) == 0);
 
     // The first row of a thread, and how far its row i is from that.
-    __device__ static __forceinline__ int own(int warp, int lane) { return warp * LANES * THREAD + lane * NEIGHBOURS; }
-    __device__ static constexpr int row(int i) { return i / NEIGHBOURS * LANES * NEIGHBOURS + i % NEIGHBOURS; }
+    __device__ static __forceinline__ int own(int warp, int lane) {
+        return warp * LANES * THREAD + lane * NEIGHBOURS;
+    }
+    __device__ static constexpr int row(int i) {
+        return i / NEIGHBOURS * LANES * NEIGHBOURS + i % NEIGHBOURS;
+    }
 
     // `count` of k from `first_k` on, to the address in shared memory; WHOLE: that is TILE_K.
     template <bool WHOLE>
-    __device__ static __forceinline__ void load(
-        u32 to, const Operand& x, u32 batch, int segment, int first_row, int rows, int first_k, int count)
-    {
+    __device__ static __forceinline__ void load(u32 to, const Operand& x, u32 batch, int segment,
+                                                int first_row, int rows, int first_k, int count) {
         const int t = threadIdx.x - (THREADS - COPIERS);
         const int line = K_FIRST ? t / RUN % AT_ONCE_ROWS : t * WIDTH % AT_ONCE_ROWS;
-        const int k = K_FIRST ? (t % RUN + t / (RUN * AT_ONCE_ROWS) * RUN) * K_WIDTH : t * WIDTH / AT_ONCE_ROWS;
+        const int k =
+            K_FIRST ? (t % RUN + t / (RUN * AT_ONCE_ROWS) * RUN) * K_WIDTH : t * WIDTH / AT_ONCE_ROWS;
         const i64 k_stride = UNIT_K ? 1 : x.k;
         const Element* data = static_cast<const Element*>(x.data) + batch * x.batch + segment * x.segment;
-        const Element* from = data + (first_row + line) * (COPY == FOUR_ROWS ? 1 : x.row) + (first_k + k) * k_stride;
+        const Element* from =
+            data + (first_row + line) * (COPY == FOUR_ROWS ? 1 : x.row) + (first_k + k) * k_stride;
         const int rows_left = rows - first_row - line, k_left = count - k;
         to += (k * K_PITCH + line * ROW_PITCH) * 4;
         if constexpr (WHOLE && ASYNC) {
@@ -89,11 +99,11 @@ struct Tile {
                 if (rows_left - r >= ROW_WIDTH && (AT_ONCE_K <= TILE_K || k_left > 0))
 #pragma unroll
                     for (int i = 0; i < TILE_K; i += AT_ONCE_K) {
-                        const u32 place = to + (i * K_PITCH + r * ROW_PITCH) * 4;
+                        const u32 slot = to + (i * K_PITCH + r * ROW_PITCH) * 4;
                         if constexpr (WIDTH == 4)
-                            copy_async_16(place, at);
+                            cp_async_16(slot, at);
                         else
-                            copy_async_4(place, at);
+                            cp_async_4(slot, at);
                         if constexpr (UNIT_K)
                             at += AT_ONCE_K;
                         else
@@ -103,34 +113,35 @@ struct Tile {
             }
             if (COPY != FOUR_ROWS || rows_left <= 0 || rows_left % 4 == 0) return;
         }
-        // What is not whole, one by one. Copies through registers too: taken together, they would drive accumulators out.
+        // What is not whole, one by one. Copies through registers too: taken together, they would drive
+        // accumulators out.
 #pragma unroll 1
         for (int r = 0; r < min(rows_left, ROWS); r += AT_ONCE_ROWS) {
             if (WHOLE && ASYNC && rows_left - r >= ROW_WIDTH) continue;
 #pragma unroll 1
             for (int i = 0; i < min(k_left, TILE_K); i += AT_ONCE_K)
                 copy(to + (i * K_PITCH + r * ROW_PITCH) * 4, from + r * x.row + i * k_stride,
-                    COPY == FOUR_ROWS ? rows_left - r : k_left - i);
+                     COPY == FOUR_ROWS ? rows_left - r : k_left - i);
         }
     }
 
     // Up to `count` of WIDTH neighbours.
-    __device__ static __forceinline__ void copy(u32 to, const Element* from, int count)
-    {
+    __device__ static __forceinline__ void copy(u32 to, const Element* from, int count) {
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) {
             if (i >= count) break;
             if constexpr (ASYNC)
-                copy_async_4(to + i * 4, from + i);
+                cp_async_4(to + i * 4, from + i);
             else
-                asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + i * 4), "f"(widen(from, i, KIND)) : "memory");
+                asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + i * 4), "f"(widen(from, i, KIND))
+                             : "memory");
         }
     }
 
     // The thread's rows at COUNT k, from k on.
     template <int COUNT>
-    __device__ static __forceinline__ void read(float (&f)[COUNT][THREAD], const float* tile, int own, int k)
-    {
+    __device__ static __forceinline__ void read(float (&f)[COUNT][THREAD], const float* tile, int own,
+                                                int k) {
         if constexpr (COPY == FOUR_K && COUNT % 4 == 0) {
 #pragma unroll
             for (int i = 0; i < THREAD; ++i)

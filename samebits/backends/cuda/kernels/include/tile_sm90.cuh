@@ -1,14 +1,15 @@
-// One operand's tile in shared memory: how it is copied in, cleared past the end, and shown to the tensor cores.
+// Tiles of an operand in shared memory: how TMA loads them, how rows past the end of a sequence are cleared,
+// and the descriptors by which wgmma reads them.
 #pragma once
 
-#include "wgmma.cuh"
+#include "wgmma_sm90.cuh"
 
 // `size` rows (m or n) by `depth` of k, as columns of 64 elements:
 //   contiguous along k:       [depth / 64][size][64]
 //   contiguous along m or n:  [size / 64][depth][64], or with 32 for 64 where size is no multiple of 64
-// `sharers` blocks of a cluster need the same tile: each copies one slice to all. A slice is some lines of every
-// column, in a box each; or, where the map is `folded`, some of the columns, in one box, whose third dimension
-// counts columns (which k must fill).
+// `sharers` blocks of a cluster need the same tile: each copies one slice to all. A slice is some lines of
+// every column, in a box each; or, where the map is `folded`, some of the columns, in one box, whose third
+// dimension counts columns (which k must fill).
 template <bool mn_major, bool folded, u32 size, u32 depth, u32 sharers>
 struct Tile {
     static constexpr u32 width = mn_major && size % 64 != 0 ? 32 : 64;
@@ -17,9 +18,11 @@ struct Tile {
     static constexpr u32 columns = ((mn_major ? size : depth) + width - 1) / width;
     static constexpr u32 column_bytes = (mn_major ? depth : size) * line_bytes;
     static constexpr u32 bytes = columns * column_bytes;
-    static_assert(lines % 8 == 0 && lines * (folded ? 1 : sharers) * line_bytes == column_bytes, "whole swizzle periods");
+    static_assert(lines % 8 == 0 && lines * (folded ? 1 : sharers) * line_bytes == column_bytes,
+                  "whole swizzle periods");
     static_assert(lines <= 256, "a box has at most 256 lines");
-    static_assert(!folded || (!mn_major && columns % sharers == 0), "columns of k, the same number for each block");
+    static_assert(!folded || (!mn_major && columns % sharers == 0),
+                  "columns of k, the same number for each block");
 
     // f(offset in the tile, coordinates) for each box that this block copies.
     template <typename F>
@@ -43,16 +46,17 @@ struct Tile {
         constexpr u16 mask = (1 << sharers) - 1;
         for_each_box(row, k, slice, [&](u32 to, int x, int y, int z) {
             if constexpr (sharers == 1) {
-                copy_in(tile + to, map, barrier, x, y, z, batch);
+                tma_load(tile + to, map, barrier, x, y, z, batch);
             } else {
-                copy_in_multicast(tile + to, map, barrier, x, y, z, batch, mask);
+                tma_load_multicast(tile + to, map, barrier, x, y, z, batch, mask);
             }
         });
     }
 
     // Brings this block's slice into L2.
-    static __device__ __forceinline__ void prefetch(const TensorMap& map, int row, int k, int batch, u32 slice) {
-        for_each_box(row, k, slice, [&](u32, int x, int y, int z) { prefetch_to_l2(map, x, y, z, batch); });
+    static __device__ __forceinline__ void prefetch(const TensorMap& map, int row, int k, int batch,
+                                                    u32 slice) {
+        for_each_box(row, k, slice, [&](u32, int x, int y, int z) { tma_prefetch(map, x, y, z, batch); });
     }
 
     // Zeroes all k from `valid` on; the swizzle moves nothing out of a line. Contiguous along m or n only.
@@ -61,7 +65,7 @@ struct Tile {
         for (u32 column = 0; column < columns; ++column) {
             for (u32 i = thread; i < chunks; i += threads) {
                 asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + column * column_bytes +
-                                                                             valid * line_bytes + i * 16),
+                                                                              valid * line_bytes + i * 16),
                              "r"(0)
                              : "memory");
             }

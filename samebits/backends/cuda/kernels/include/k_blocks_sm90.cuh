@@ -1,17 +1,19 @@
-// The order in which blocks of k are taken.
+// Which blocks of k the producer loads and the consumers multiply, in order. Each thread keeps its own count.
 #pragma once
 
-#include "ptx.cuh"
+#include "ptx_sm90.cuh"
 
 #if RAGGED
 // Every sequence starts a new block; its last block reaches past its end. Bounds outside [0, k] are taken as
-// the nearer end, and a sequence that ends before it starts as empty, so that nothing is read out of place and
-// the warps that copy and multiply always count alike.
+// the nearer end, and a sequence that ends before it starts is empty. So nothing is read out of place, and
+// producer and consumers always count alike.
 class KBlocks {
     const BOUND* bounds;
     int left, k_end, k, end, next_end;
 
-    static __device__ int inside(BOUND bound, int k_end) { return int(min(max(bound, static_cast<BOUND>(0)), static_cast<BOUND>(k_end))); }
+    static __device__ int inside(BOUND bound, int k_end) {
+        return int(min(max(bound, static_cast<BOUND>(0)), static_cast<BOUND>(k_end)));
+    }
 
   public:
     __device__ KBlocks(int k_end, const void* raw, int sequences)

@@ -1,7 +1,8 @@
-// Warpgroup matrix instructions: D[64, N] += A[64, 16] B[16, N], B and mostly A in shared memory.
+// Warpgroup matrix instructions: D[64, N] += A[64, 16] B[16, N], with B in shared memory, and A there or in
+// registers. Uses the macro INPUT_F16.
 #pragma once
 
-#include "ptx.cuh"
+#include "ptx_sm90.cuh"
 
 #if INPUT_F16
 #define INPUT "f16"
@@ -9,9 +10,10 @@
 #define INPUT "bf16"
 #endif
 
-// A tile in shared memory as `wgmma` sees it, in the swizzle that the copy engine wrote: lines of 128 or 64 bytes,
-// eight to a block. `leading` is the distance between columns of blocks and counts only where the contiguous
-// dimension is not k. An offset into the tile only adds to the low word, so one descriptor serves a whole stage.
+// A tile in shared memory as `wgmma` sees it, in the swizzle that TMA wrote: lines of 128 or 64
+// bytes, eight to a block. `leading` is the distance between columns of blocks and counts only where the
+// contiguous dimension is not k. An offset into the tile only adds to the low word, so one descriptor serves
+// a whole stage.
 template <u32 line_bytes>
 struct Descriptor {
     u32 low;
@@ -25,9 +27,7 @@ struct Descriptor {
     }
 };
 
-__device__ __forceinline__ void wgmma_begin() {
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -75,17 +75,17 @@ struct Wgmma;
 
 // One k16 step of a 64-row chain. a_mn, b_mn: whether that operand is contiguous along m or n rather than k.
 // The five numbers are the operands' places in the instruction, after the n / 2 accumulators.
-#define WGMMA(n, regs, a, b, on, ta, tb, ...)                                                                   \
-    template <int a_mn, int b_mn>                                                                               \
-    struct Wgmma<n, a_mn, b_mn> {                                                                               \
-        static __device__ __forceinline__ void step(float (&d)[n / 2], u64 a_tile, u64 b_tile) {                \
-            asm volatile(                                                                                       \
-                "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #on ", 0;\n"                             \
-                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." INPUT "." INPUT " {" regs "}, %" #a ", %" #b  \
-                ", accumulate, 1, 1, %" #ta ", %" #tb ";\n}\n"                                                  \
-                : __VA_ARGS__                                                                                   \
-                : "l"(a_tile), "l"(b_tile), "r"(1), "n"(a_mn), "n"(b_mn));                                      \
-        }                                                                                                       \
+#define WGMMA(n, regs, a, b, on, ta, tb, ...)                                                        \
+    template <int a_mn, int b_mn>                                                                    \
+    struct Wgmma<n, a_mn, b_mn> {                                                                    \
+        static __device__ __forceinline__ void step(float (&d)[n / 2], u64 a_tile, u64 b_tile) {     \
+            asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #on                  \
+                         ", 0;\n"                                                                    \
+                         "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." INPUT "." INPUT " {" regs \
+                         "}, %" #a ", %" #b ", accumulate, 1, 1, %" #ta ", %" #tb ";\n}\n"           \
+                         : __VA_ARGS__                                                               \
+                         : "l"(a_tile), "l"(b_tile), "r"(1), "n"(a_mn), "n"(b_mn));                  \
+        }                                                                                            \
     };
 
 WGMMA(8, REGS_4, 4, 5, 6, 7, 8, ACC_4(0))
@@ -116,19 +116,21 @@ WGMMA(256, REGS_128, 128, 129, 130, 131, 132, ACC_64(0), ACC_64(64))
 template <int n, int b_mn>
 struct WgmmaFragment;
 
-// The same with A in registers, elements where accumulators of its columns would have them: for rows r and r + 8,
-// where r = lane / 4, columns 2 (lane % 4) and the next of rows r, r + 8, then 8 columns on those of rows r, r + 8.
-#define WGMMA_FRAGMENT(n, regs, a0, a1, a2, a3, b, on, tb, ...)                                                 \
-    template <int b_mn>                                                                                         \
-    struct WgmmaFragment<n, b_mn> {                                                                             \
-        static __device__ __forceinline__ void step(float (&d)[n / 2], const u32 (&a)[4], u64 b_tile) {         \
-            asm volatile(                                                                                       \
-                "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #on ", 0;\n"                             \
-                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." INPUT "." INPUT " {" regs "}, {%" #a0 ", %" #a1 \
-                ", %" #a2 ", %" #a3 "}, %" #b ", accumulate, 1, 1, %" #tb ";\n}\n"                             \
-                : __VA_ARGS__                                                                                   \
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_tile), "r"(1), "n"(b_mn));                  \
-        }                                                                                                       \
+// The same with A in registers, elements where accumulators of its columns would have them: for rows r and r
+// + 8, where r = lane / 4, columns 2 (lane % 4) and the next of rows r, r + 8, then 8 columns on those of
+// rows r, r + 8.
+#define WGMMA_FRAGMENT(n, regs, a0, a1, a2, a3, b, on, tb, ...)                                          \
+    template <int b_mn>                                                                                  \
+    struct WgmmaFragment<n, b_mn> {                                                                      \
+        static __device__ __forceinline__ void step(float (&d)[n / 2], const u32 (&a)[4], u64 b_tile) {  \
+            asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #on                      \
+                         ", 0;\n"                                                                        \
+                         "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." INPUT "." INPUT " {" regs     \
+                         "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", accumulate, 1, 1, %" #tb \
+                         ";\n}\n"                                                                        \
+                         : __VA_ARGS__                                                                   \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_tile), "r"(1), "n"(b_mn));  \
+        }                                                                                                \
     };
 
 WGMMA_FRAGMENT(16, REGS_8, 8, 9, 10, 11, 12, 13, 14, ACC_8(0))

@@ -1,7 +1,8 @@
-// Tiles of 16-bit operands in shared memory: one layout for each order that they may have in global memory.
+// Tiles of 16-bit operands in shared memory for ldmatrix: one layout for each order that they may have in
+// memory.
 #pragma once
 
-#include "mma.cuh"
+#include "ptx_sm80.cuh"
 
 // Elements of global memory by row (m of a, n of b) and k, strides in elements.
 struct Operand {
@@ -14,10 +15,10 @@ struct Group {
     int segment, k, count;
 };
 
-// Lines of 16-byte chunks, permuted so that eight lines' equal chunks, as ldmatrix reads them, meet no bank twice.
+// Lines of 16-byte chunks, permuted so that eight lines' equal chunks, as ldmatrix reads them, meet no bank
+// twice.
 template <int CHUNKS>
-__device__ __forceinline__ int swizzled(int line, int chunk)
-{
+__device__ __forceinline__ int swizzled(int line, int chunk) {
     constexpr int LINES = CHUNKS < 8 ? 8 / CHUNKS : 1;  // lines that share one sweep of the banks
     constexpr int MASK = CHUNKS < 8 ? CHUNKS - 1 : 7;
     return (line * CHUNKS + (chunk ^ (line / LINES & MASK))) * 16;
@@ -26,8 +27,8 @@ __device__ __forceinline__ int swizzled(int line, int chunk)
 // A tile of ROWS x DEPTH elements.
 //
 // K_MAJOR: a line is a row, its chunks run along k; else a line is one k, its chunks run along the rows.
-// VECTOR: chunks are contiguous and aligned in global memory and are copied asynchronously; else they are gathered
-// element by element, which any stride and alignment allows.
+// VECTOR: chunks are contiguous and aligned in global memory and are copied asynchronously; else they are
+// gathered element by element, which any stride and alignment allows.
 template <int ROWS, int DEPTH, bool K_MAJOR, bool VECTOR, int THREADS>
 struct Tile {
     static constexpr int BYTES = ROWS * DEPTH * 2;
@@ -41,9 +42,8 @@ struct Tile {
     // `data` is at the operand's batch; rows first_row .. rows - 1 exist, others read as zeros.
     // WHOLE: the groups are full and follow one another in one segment, as all but a few do.
     template <bool WHOLE>
-    __device__ static __forceinline__ void load(
-        u32 to, const u16* data, const Operand& x, int first_row, int rows, const Group (&groups)[DEPTH / 16])
-    {
+    __device__ static __forceinline__ void load(u32 to, const u16* data, const Operand& x, int first_row,
+                                                int rows, const Group (&groups)[DEPTH / 16]) {
         const i64 row_stride = VECTOR && !K_MAJOR ? 1 : x.row, k_stride = VECTOR && K_MAJOR ? 1 : x.k;
         const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
         const int row = first_row + (K_MAJOR ? first : chunk * 8);
@@ -83,17 +83,17 @@ struct Tile {
                 } else {
                     const Group g = group(line / 16);
                     const bool exists = line % 16 < g.count;
-                    copy(to + swizzled<CHUNKS>(line, chunk), address(g, line % 16), row_stride, exists ? count : 0);
+                    copy(to + swizzled<CHUNKS>(line, chunk), address(g, line % 16), row_stride,
+                         exists ? count : 0);
                 }
             }
         }
     }
 
     // `count` of 8 elements, then zeros.
-    __device__ static __forceinline__ void copy(u32 to, const u16* from, i64 stride, int count)
-    {
+    __device__ static __forceinline__ void copy(u32 to, const u16* from, i64 stride, int count) {
         if constexpr (VECTOR) {
-            copy_async_16(to, from, count * 2);
+            cp_async_16(to, from, count * 2);
         } else {
             u32 v[4];
 #pragma unroll
@@ -106,11 +106,11 @@ struct Tile {
         }
     }
 
-    // Where this lane reads fragments that begin at `row`, a multiple of the rows that a warp reads, in group 0; as
-    // the 16x16 operand a if A, else as two 16x8 operands b. at() moves it on, by XOR since chunks are permuted.
+    // Where this lane reads fragments that begin at `row`, a multiple of the rows that a warp reads, in group
+    // 0; as the 16x16 operand a if A, else as two 16x8 operands b. at() moves it on, by XOR since chunks are
+    // permuted.
     template <bool A>
-    __device__ static __forceinline__ u32 lane_offset(int row)
-    {
+    __device__ static __forceinline__ u32 lane_offset(int row) {
         const int lane = threadIdx.x % 32;
         const int r = A ? lane % 16 : lane % 8 + lane / 16 * 8;  // row and chunk of k, if lines are rows
         const int c = A ? lane / 16 : lane / 8 % 2;
@@ -121,8 +121,7 @@ struct Tile {
     }
 
     // The offset `i` times 16 rows further, in group `g`.
-    __device__ static __forceinline__ u32 at(u32 offset, int i, int g)
-    {
+    __device__ static __forceinline__ u32 at(u32 offset, int i, int g) {
         const int lines = K_MAJOR ? i : g, chunks = K_MAJOR ? g : i;
         return (offset ^ chunks * 32) + lines * 16 * CHUNKS * 16;
     }

@@ -1,0 +1,291 @@
+"""Hashes of the CUDA kernels' machine code, to prove that a change of their sources changes no instruction.
+
+python -m benchmarks.cubins DIR [--against FILE] [--only SOURCE]
+
+Compiles a fixed list of kernels without a GPU, with a process for each CPU. The list has every kernel,
+architecture, kind of schedule and branch of the preprocessor. DIR/cubins.json gets two hashes of each kernel:
+of the whole cubin, and of its machine code alone. Only the first depends on names of functions and variables,
+and on constants of the source that no instruction loads.
+
+With ``--against`` an earlier such file it lists what differs, and exits with 1 if machine code does. NVRTC
+is not deterministic for some kernels: such a one gives other machine code when it is compiled once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import itertools
+import json
+import multiprocessing
+import os
+import struct
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+HOPPER = "sm_90a"
+FLAGS = list(itertools.product((False, True), repeat=2))
+
+Kernel = tuple[Any, str]
+"""A KernelSpec, and an architecture to compile it for."""
+Hashes = dict[str, dict[str, str]]
+"""Of kernels by their names: ``cubin`` and ``code``."""
+
+
+def host() -> Any:
+    """The modules of the host code that this script uses; nothing else here imports any."""
+    modules = (
+        *("assert_spans", "attention_sm90", "bmm_tiny", "linear_logp_sm90", "logp", "matmul_fma"),
+        *("matmul_fma_sm90", "matmul_sm80", "matmul_sm90", "rows", "runtime", "schedule"),
+    )
+    return SimpleNamespace(**{m: importlib.import_module(f"samebits.backends.cuda.{m}") for m in modules})
+
+
+def kernels() -> Iterator[Kernel]:
+    """The list."""
+    h = host()
+    layouts = [
+        h.matmul_sm80.Layout(k_major, vector, (0, 0, int(not k_major), int(k_major)))
+        for vector in (True, False)
+        for k_major in (True, False)
+    ]
+    yield from tensor_core(h, *layouts)
+    yield from fma(h, *layouts)
+    yield from fma_on_hopper(h)
+    yield from tensor_core_on_hopper(h)
+    yield from log_probabilities_on_hopper(h)
+    yield from attention(h)
+    yield from tiny(h)
+    yield from whole_files(h)
+
+
+def tensor_core(h: Any, k_vector: Any, row_vector: Any, k_gather: Any, row_gather: Any) -> Iterator[Kernel]:
+    """All schedules and ways to copy; architectures take turns."""
+    operands = (
+        (k_vector, k_vector, BF16),
+        (row_vector, row_vector, F16),
+        (k_gather, k_gather, F16),
+        (row_gather, row_gather, BF16),
+        (k_vector, row_gather, F16),
+    )
+    archs = h.runtime.ARCHITECTURES[1:]
+    for i, (s, (a, b, dtype)) in enumerate(itertools.product(h.matmul_sm80.SCHEDULES, operands)):
+        for turn in range(2):
+            yield h.matmul_sm80.kernel_spec(s, dtype, a, b), archs[(i + 3 * turn) % len(archs)]
+
+
+def fma(h: Any, k_vector: Any, row_vector: Any, k_gather: Any, row_gather: Any) -> Iterator[Kernel]:
+    """The same under FMA."""
+    operands = (
+        (k_vector, k_vector, (F32, F32, F32), False),
+        (k_vector, row_vector, (F32, F32, F32), False),
+        (row_vector, row_vector, (F32, F32, F32), True),
+        (k_gather, row_gather, (F32, F32, F32), False),
+        (k_gather._replace(strides=(0, 0, 0, 2)), k_vector, (F32, BF16, BF16), True),
+        (k_vector, row_vector, (F16, F16, F16), False),
+    )
+    archs = h.runtime.ARCHITECTURES
+    for i, s in enumerate(h.matmul_fma.SCHEDULES):
+        for j, (a, b, types, segmented) in enumerate(operands):
+            yield h.matmul_fma.kernel_spec(s, types, a, b, segmented), archs[(i + j) % len(archs)]
+
+
+def fma_on_hopper(h: Any) -> Iterator[Kernel]:
+    """All schedules and layouts; one layout also as tests/sanitize.py compiles it for racecheck."""
+    for i, s in enumerate(h.matmul_fma_sm90.SCHEDULES):
+        for turned in FLAGS:
+            yield s.spec(*turned), HOPPER
+        spec = s.spec(*FLAGS[i % 4])
+        constants = (*spec.constants, ("ALL_LANES_ARRIVE", 1))
+        yield type(spec)(spec.source, spec.entry, spec.params, constants, spec.block), HOPPER
+
+
+def tensor_core_on_hopper(h: Any) -> Iterator[Kernel]:
+    """All schedules; kinds of epilogue and operand take turns."""
+    cases: list[dict[str, Any]] = [
+        {"out_dtype": BF16},
+        {"out_dtype": F32},
+        {"out_dtype": BF16, "bias_dtype": BF16, "folded": True},
+        {"out_dtype": F32, "accumulate": True},
+        {"out_dtype": F32, "accumulate": True, "aligned": False},
+        {"out_dtype": BF16, "aligned": False, "bias_dtype": BF16},
+        {"out_dtype": F16, "dtype": F16, "bias_dtype": F16, "folded": True},
+    ]
+    ragged: list[dict[str, Any]] = [
+        {"out_dtype": F32, "accumulate": True, "bounds_dtype": torch.int32},
+        {"out_dtype": BF16, "bounds_dtype": torch.int64},
+    ]
+    for a_mn, b_mn in FLAGS:
+        turns = itertools.cycle(cases + ragged if a_mn and b_mn else cases)
+        for s in h.schedule.catalogue(a_mn, b_mn):
+            case = h.matmul_sm90.Case(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)})
+            yield h.matmul_sm90.spec(case, s), HOPPER
+
+
+def log_probabilities_on_hopper(h: Any) -> Iterator[Kernel]:
+    """All schedules, dtypes and results."""
+    operands = ((BF16, None), (BF16, BF16), (F16, F32))
+    for entry, (dtype, bias), entropy in itertools.product(
+        ("statistics_sm90", "grad_logits_sm90"), operands, (False, True)
+    ):
+        for s in h.linear_logp_sm90.schedules(entry):
+            case = {"dtype": dtype, "bias": bias, "entropy": entropy, "folded": s.block_n < 32}
+            yield h.linear_logp_sm90.spec(entry, s, **case), HOPPER
+
+
+def attention(h: Any) -> Iterator[Kernel]:
+    """Small, large and uneven heads under all masks."""
+    sizes, masks = ((64, 64), (128, 128), (16, 96)), (None, torch.bool, F32)
+    for (head, values), mask in itertools.product(sizes, masks):
+        schedules = h.attention_sm90.schedules(head, values)[:: 1 if head == 128 else 2]
+        for i, s in enumerate(schedules):
+            case = h.attention_sm90.Case((BF16, F16)[i // 2 % 2], head, values, mask)
+            yield h.attention_sm90.spec(case, s), HOPPER
+
+
+def tiny(h: Any) -> Iterator[Kernel]:
+    """Some products under each schedule, and what is chosen for squares."""
+    archs, spec = h.runtime.ARCHITECTURES, h.bmm_tiny.kernel_spec
+    types = (
+        (BF16, BF16, BF16, False),
+        (F16, F16, F32, False),
+        (F32, F32, F32, True),
+        (BF16, BF16, BF16, True),
+        (F16, F32, F16, True),
+    )
+
+    def products(*sizes: int) -> Iterator[Any]:
+        shapes = itertools.product(sizes, repeat=3)
+        for shape, k_major, (a, b, out, fused) in itertools.product(shapes, FLAGS, types):
+            yield h.bmm_tiny.Product(*shape, a, b, out, *k_major, fused)
+
+    some = list(products(4, 63, 64))
+    pairs = [(s, p) for i, s in enumerate(h.bmm_tiny.SCHEDULES) for p in some[i * 7 % 30 :: 31]]
+    for i, (s, p) in enumerate(pairs):
+        dense = p.compiled_in and (i % 2 == 1 or not s.staged)
+        vectors = (16, 16, 16) if dense else (p.a.itemsize, p.b.itemsize, p.out.itemsize)
+        if not (s.staged or (p.compiled_in and p.direct(s, vectors))):
+            continue
+        broadcast = (i % 5 == 0, i % 7 == 0) if dense else None
+        kernel = spec(s, p, vectors, broadcast, accumulate=p.out is F32, programmatic=True)
+        for arch in {HOPPER, archs[i % len(archs)]} - (set() if p.fused else {"sm_75"}):
+            yield kernel, arch
+    for size in (4, 8, 16, 64):
+        for i, p in enumerate(products(size)):
+            s, arch = (
+                h.bmm_tiny.choose_schedule(p, 4096, 132),
+                (HOPPER, "sm_80", "sm_100a")[(i + size // 4) % 3],
+            )
+            yield spec(s, p, (16, 16, 16), (False, False), accumulate=False, programmatic=True), arch
+
+
+def whole_files(h: Any) -> Iterator[Kernel]:
+    """Reductions of rows and columns, log-probabilities from logits: each time all kernels of a file."""
+    for arch in h.runtime.ARCHITECTURES:
+        for x, out, param in ((F32, BF16, F16), (F16, F32, F32), (BF16, F16, BF16)):
+            for warps in (1, 8):
+                yield h.rows.kernel_spec("row_sum", x, out, param, warps=warps), arch
+        for grad, out, of in ((F16, BF16, F32), (BF16, F16, None), (F32, F32, BF16)):
+            yield h.rows.columns_spec("column_sums", grad, out, of), arch
+        for logits, grads in ((F32, F32), (BF16, F16), (F16, BF16)):
+            for entropy in (False, True):
+                yield h.logp.kernel_spec("grad_logits", logits, grads, entropy=entropy), arch
+        for bounds in (torch.int32, torch.int64):
+            yield h.assert_spans.spec(bounds), arch
+
+
+def name(kernel: Kernel) -> str:
+    spec, arch = kernel
+    return " ".join([spec.source, arch, *(f"{macro}={value}" for macro, value in spec.constants)])
+
+
+def hashes(kernel: Kernel) -> dict[str, str]:
+    """Of the cubin, and of its machine code: instructions, literals, and what else the kernel occupies."""
+    cubin = host().runtime.compile(*kernel)
+    occupies = cubin.registers, cubin.local_bytes, cubin.spill_bytes, cubin.static_smem
+    code = hashlib.sha256(repr(occupies).encode())
+    for section, content in sorted(sections(cubin.code)):
+        if section.startswith((".text", ".nv.constant0", ".nv.constant2")):  # instructions, sizes, literals
+            code.update(f"\n{section} {len(content)}\n".encode() + content)
+    return {"cubin": hashlib.sha256(cubin.code).hexdigest(), "code": code.hexdigest()}
+
+
+def sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the sections of a 64-bit ELF file."""
+    no_bits = 8  # the type of sections that take no room in the file
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names_at = struct.unpack_from("<3H", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]
+    names = headers[names_at][4]
+    for at, kind, _, _, begin, length in headers:
+        label = elf[names + at : elf.index(b"\0", names + at)].decode()
+        yield label, b"" if kind == no_bits else elf[begin : begin + length]
+
+
+def compare(before: Hashes, after: Hashes, chosen: dict[str, Kernel], console: Console) -> bool:
+    """Print what differs; whether all machine code is the same, as far as it can be told."""
+    both = before.keys() & after.keys()
+    identical = sum(before[k] == after[k] for k in both)
+    other = {k for k in both if before[k]["code"] != after[k]["code"]}
+    unstable = {k for k in other if any(hashes(chosen[k]) != after[k] for _ in range(3))}
+    lists = {
+        "differs": other - unstable,
+        "not deterministic": unstable,
+        "gone": before.keys() - after.keys(),
+        "new": after.keys() - before.keys(),
+    }
+    for what, found in lists.items():
+        for k in sorted(found):
+            console.print(f"{what}: {k}", highlight=False, markup=False, soft_wrap=True)
+    counts = ", ".join(f"{len(found)} {what}" for what, found in lists.items())
+    same = len(both) - identical - len(other)
+    console.print(
+        f"{len(both)} kernels in both: {identical} identical, {same} the same but for symbols, {counts}",
+        soft_wrap=True,
+    )
+    return not (lists["differs"] or lists["gone"] or lists["new"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("dir", type=Path, metavar="DIR", help="where cubins.json is written")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with these hashes")
+    parser.add_argument("--only", metavar="SOURCE", default="", help="only sources with this in their names")
+    options = parser.parse_args()
+    console = Console()
+    chosen = {name(kernel): kernel for kernel in kernels() if options.only in kernel[0].source}
+    found: Hashes = {}
+    # NVRTC compiles one program at a time in a process.
+    with (
+        ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("forkserver")) as pool,
+        Progress(console=console, transient=True) as progress,
+    ):
+        task = progress.add_task("compiling", total=len(chosen))
+        jobs = {pool.submit(hashes, kernel): k for k, kernel in chosen.items()}
+        for job in as_completed(jobs):
+            found[jobs[job]] = job.result()
+            progress.advance(task)
+    options.dir.mkdir(parents=True, exist_ok=True)
+    path = options.dir / "cubins.json"
+    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    console.print(f"{len(found)} kernels: {path}", soft_wrap=True)
+    if options.against:
+        before = json.loads(options.against.read_text())
+        before = {k: v for k, v in before.items() if options.only in k.partition(" ")[0]}
+        sys.exit(not compare(before, found, chosen, console))
+
+
+if __name__ == "__main__":
+    main()
