@@ -2,8 +2,9 @@
 
 python -m benchmarks.tune tensor_core_sm90 --rows 512,2048 --shapes 4096x4096 --work forward,dW
 
-Every schedule that is plausible by the kernel's own cost is held to the universal kernel, bit for bit, into
-poisoned outputs, before it is timed. Products are taken in a random order, the same each time.
+Those are timed that the kernel might choose and that are plausible by its own cost, as ``samebits bench``
+times. Before, each is held to the universal kernel, bit for bit, in poisoned memory. Products are taken in a
+random order, the same each time.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,11 +26,15 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.record import RESULTS, environment, slug, write
+from samebits.backends.cuda import ahead, runtime
 from samebits.backends.product import Operands, Product, ProductKernel
 from samebits.bench import CASES, F32, Case, _operands, _Race
-from samebits.testing import assert_same_bits
-from samebits.verify import kernels, takes
+from samebits.testing import assert_same_bits, bits
+from samebits.verify import Case as Proof
+from samebits.verify import Inputs, kernels
+from samebits.verify.failures import finish, running
+from samebits.verify.operands import Room, make_room
 
 PLAUSIBLE = 1.6
 """Schedules whose estimated cost is up to so many times the least are timed."""
@@ -37,8 +43,8 @@ Kernel = ProductKernel[Any]
 
 
 def cases(kernel: Kernel) -> list[Case]:
-    """The products of ``samebits bench`` that a kernel may be asked for, in a random order."""
-    work = ("bmm",) if kernel.name == "tiny" else ("forward", "dX", "dW")
+    """The products of ``samebits bench`` under the kernel's contract, in a random order."""
+    work = ("forward", "dX", "dW", "bmm")
     found = [c for c in CASES if c.work in work and (c.dtype == F32) == (kernel.step == "fma")]
     random.Random(1).shuffle(found)
     return found
@@ -49,54 +55,90 @@ def operands(case: Case, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]
     return first.mT if case.work == "dW" else first, second.mT if case.work == "forward" else second
 
 
-def product(case: Case, kernel: Kernel | None, schedule: Any = None) -> Callable[[Tensor, Tensor], Tensor]:
-    """The product by a kernel under a schedule, or by torch."""
+def product(case: Case, kernel: Kernel, device: int) -> Product:
+    """What the kernel is told of the case, whose tensors need not exist."""
+    first, second, *_ = _operands(case, torch.device("meta"), torch.empty)
+    a, b = operands(case, first, second)
+    return replace(Product.of(Operands(a, b, _out(a, b)), kernel.step), device=device)
 
-    def run(first: Tensor, second: Tensor) -> Tensor:
-        a, b = operands(case, first, second)
-        if kernel is None:
-            return torch.matmul(a, b)
-        out = torch.full((*a.shape[:-1], b.shape[-1]), torch.nan, dtype=a.dtype, device=a.device)
-        kernel.run(Operands(a, b, out), schedule)
-        return out
 
-    return run
+def _out(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
 def label(s: Any) -> str:
     """A name of its own for every schedule of a kernel: its fields, without what was measured of it."""
     fields = {name: value for name, value in asdict(s).items() if name not in ("alone", "busy", "us")}
     kind = type(s).__name__.removesuffix("Schedule")
-    return f"{kind} " + " ".join(f"{name} {value}" for name, value in fields.items())
+    return f"{kind} " + " ".join(f"{name}={value}".replace(" ", "") for name, value in fields.items())
 
 
-def plausible(kernel: Kernel, p: Product) -> list[Any]:
-    """The schedules worth timing: the choice first, then those that should not be much slower."""
+def plausible(kernel: Kernel, p: Product) -> dict[Any, float]:
+    """The schedules worth timing, each with its cost: the choice, then what should not be much slower."""
     chosen = kernel.choose(p)
-    found = {s: kernel.cost(p, s) for s in (chosen, *kernel.schedules(p)) if takes(kernel, p, None)}
-    least = min(found.values(), default=0.0)
-    return [s for s, cost in found.items() if s == chosen or cost <= PLAUSIBLE * least]
+    costs = {s: kernel.cost(p, s) for s in (chosen, *kernel.candidates(p))}
+    most = PLAUSIBLE * min(costs.values())
+    return {s: cost for s, cost in costs.items() if s == chosen or cost <= most}
 
 
-def measure(kernel: Kernel, universal: Kernel, case: Case, device: torch.device) -> dict[str, Any] | None:
-    """Microseconds by torch and by each plausible schedule; None if the kernel does not take the product."""
-    count = max(1, min(32, math.ceil(225e6 / case.bytes)))  # more than the L2 cache holds
-    sets = [_operands(case, device, torch.randn) for _ in range(count)]
-    a, b = operands(case, *sets[0][:2])
-    p = Product.of(Operands(a, b, a.new_empty(*a.shape[:-1], b.shape[-1])), kernel.step)
-    if not kernel.supports(p):
-        return None
-    guess = max(case.flop / (50e12 if kernel.step == "fma" else 600e12), case.bytes / 3.5e12, 3e-6)
-    race = _Race(max(2, min(100, math.ceil(1e-3 / guess))))
-    race.add("torch", product(case, None), sets)
-    want = product(case, universal)(*sets[0])
-    costs = {}
-    for schedule in plausible(kernel, p):
-        run = product(case, kernel, schedule)
-        assert_same_bits(run(*sets[0]), want, f"{case}, {schedule}")
-        race.add(label(schedule), run, sets)
-        costs[label(schedule)] = kernel.cost(p, schedule)
-    return case.record() | {"us": race.run(4), "cost": costs, "chosen": label(kernel.choose(p))}
+def prove(
+    kernel: Kernel, universal: Kernel, p: Product, schedules: Iterable[Any], a: Tensor, b: Tensor
+) -> None:
+    """Hold each schedule to the universal kernel: what it writes, and that it writes nothing beside it.
+
+    Raises:
+        AssertionError: bits differ.
+        KernelError: the kernel did not run, or did not end.
+    """
+    proof = Proof("tuned", p.m, p.n, p.k, dtype=a.dtype, batch=p.batch if a.ndim == 3 else 0, step=p.step)
+    inputs = Inputs(a, b)
+
+    def written(by: Kernel, schedule: Any) -> Room:
+        room, doing = make_room(proof, inputs), f"{by.name}, {proof}, {schedule}"
+        with running(doing):
+            by.run(inputs.into(room.out), schedule)
+            finish(doing)
+        return room
+
+    want = written(universal, None)
+    for schedule in schedules:
+        got = written(kernel, schedule)
+        for what, x, y in (("out", got.rows, want.rows), ("around out", got.margins, want.margins)):
+            if not torch.equal(bits(x), bits(y)):  # on the GPU; what follows says where
+                assert_same_bits(x, y, f"{kernel.name}, {proof}, {schedule}, {what}")
+
+
+def times(
+    case: Case, runs: dict[str, Callable[..., Tensor]], sets: Sequence[Sequence[Tensor]]
+) -> dict[str, float]:
+    """Microseconds of each, as ``samebits bench`` takes them."""
+    arithmetic, memory = case.flop / (50e12 if case.dtype == F32 else 600e12), case.bytes / 3.5e12
+    race = _Race(max(2, min(300, math.ceil(3e-3 / max(arithmetic, memory, 3e-6)))))
+    for name, run in runs.items():
+        race.add(name, run, sets)
+    return race.alone() if arithmetic > memory else race.run(11)
+
+
+def measure(kernel: Kernel, universal: Kernel, case: Case, p: Product) -> dict[str, Any]:
+    """Microseconds by torch and by each plausible schedule, what these should cost, and which is chosen."""
+    costs = plausible(kernel, p)
+    ahead.compile_for(partial(kernel.plan, p, s) for s in costs)
+    device = torch.device("cuda", p.device)
+    count = max(1, min(64, math.ceil(4.5 * runtime.device_info(p.device).l2_bytes / case.bytes)))
+    sets = [operands(case, *_operands(case, device, torch.randn)[:2]) for _ in range(count)]
+    prove(kernel, universal, p, costs, *sets[0])
+
+    def run(schedule: Any, a: Tensor, b: Tensor) -> Tensor:
+        out = _out(a, b)
+        kernel.run(Operands(a, b, out), schedule)
+        return out
+
+    runs: dict[str, Callable[..., Tensor]] = {label(s): partial(run, s) for s in costs}
+    return case.record() | {
+        "us": times(case, {"torch": torch.matmul} | runs, sets),
+        "cost": {label(s): float(f"{cost:.5g}") for s, cost in costs.items()},
+        "chosen": label(kernel.choose(p)),
+    }
 
 
 def speeds(case: dict[str, Any]) -> tuple[float, float]:
@@ -106,16 +148,29 @@ def speeds(case: dict[str, Any]) -> tuple[float, float]:
 
 
 def report(measured: Iterable[dict[str, Any]]) -> Iterator[Table]:
-    """A line for each product, then one for each kind of work."""
-    lines = Table("work", "M", "K", "N", "torch, us", "chosen", "fastest", "which", box=None)
+    """A line for each product, then one for each kind of work.
+
+    Of the chosen schedule and of the fastest: microseconds, what the kernel estimates, speed beside torch.
+    Then how the fastest differs from the chosen one.
+    """
+    names = ("work", "dtype", "batch", "k", "n", "m")
+    each = ("us", "estimate", "speed")
+    lines = Table(*names, "torch us", "chosen us", *each[1:], "fastest us", *each[1:], "which", box=None)
     by_work: dict[str, list[tuple[float, float]]] = {}
-    for case in sorted(measured, key=lambda c: (c["work"], c["k"], c["n"], c["m"])):
-        chosen, fastest = speeds(case)
-        by_work.setdefault(case["work"], []).append((chosen, fastest))
-        best = min((t, by) for by, t in case["us"].items() if by != "torch")[1]
-        sizes = (str(case[size]) for size in "mkn")
-        times = f"{case['us']['torch']:.1f}", f"{chosen:.3f}", f"{fastest:.3f}"
-        lines.add_row(case["work"], *sizes, *times, "" if best == case["chosen"] else best)
+
+    def product_of(case: dict[str, Any]) -> list[Any]:
+        return [case[name] for name in names if name in case]
+
+    for case in sorted(measured, key=product_of):
+        us, chosen = case["us"], case["chosen"]
+        fastest = min((t, by) for by, t in us.items() if by != "torch")[1]
+        by_work.setdefault(case["work"], []).append(speeds(case))
+        cells = [str(case.get(name, "")) for name in names]
+        cells.append(f"{us['torch']:.1f}")
+        for by, speed in zip((chosen, fastest), speeds(case), strict=True):
+            cost = case.get("cost", {}).get(by)
+            cells += [f"{us[by]:.1f}", "" if cost is None else f"{cost:.1f}", f"{speed:.3f}"]
+        lines.add_row(*cells, " ".join(word for word in fastest.split() if word not in chosen.split()))
     yield lines
     means = Table("work", "products", "chosen", "worst", "fastest", "worst", box=None)
     for work, found in by_work.items():
@@ -127,39 +182,63 @@ def report(measured: Iterable[dict[str, Any]]) -> Iterator[Table]:
     yield means
 
 
+def wanted(found: list[Case], rows: str, shapes: str, work: str) -> list[Case]:
+    """The cases that were asked for.
+
+    Raises:
+        typer.BadParameter: none has such rows, shapes or work.
+    """
+    filters: tuple[tuple[str, str, Callable[[Case], str]], ...] = (
+        ("rows", rows, lambda c: str(c.m)),
+        ("shapes", shapes, lambda c: f"{c.k}x{c.n}"),
+        ("work", work, lambda c: c.work),
+    )
+    for name, asked, of in filters:
+        if asked:
+            some = asked.split(",")
+            if unknown := {*some} - {of(case) for case in found}:
+                raise typer.BadParameter(
+                    f"--{name}: no product that it supports has {', '.join(sorted(unknown))}"
+                )
+            found = [case for case in found if of(case) in some]
+    return found
+
+
 def main(
     kernel: Annotated[str, typer.Argument(help="its name, such as tensor_core_sm90 or fma")],
     rows: Annotated[str, typer.Option(help="only products of so many rows, as in 512,2048")] = "",
     shapes: Annotated[str, typer.Option(help="only of such k x n, as in 4096x4096,7168x256")] = "",
     work: Annotated[str, typer.Option(help="only of such work, as in forward,dX")] = "",
-    seconds: Annotated[float, typer.Option(help="stop after so many")] = 120,
-    out: Annotated[Path | None, typer.Option(help="not into benchmarks/results")] = None,
+    seconds: Annotated[float, typer.Option(help="begin no product after so many")] = 120,
+    commit: Annotated[str | None, typer.Option(help="what is measured, where there is no git to ask")] = None,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="instead of benchmarks/results/<gpu>/tune_KERNEL.json")
+    ] = None,
 ) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    offered = [k for k in kernels(device.index, ("cuda", "triton")) if k.name == kernel]
-    if not offered:
-        names = sorted({k.name for k in kernels(device.index)})
-        raise typer.BadParameter(f"expected one of {', '.join(names)}, got {kernel}")
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    data: dict[str, Any] = {"environment": environment() | {"multiprocessors": sms}, "cases": []}
-    start = time.monotonic()
-    for one in offered:
-        universal = next(k for k in kernels(device.index, ()) if k.step == one.step)
-        wanted = [
-            case
-            for case in cases(one)
-            if (not rows or str(case.m) in rows.split(","))
-            and (not shapes or f"{case.k}x{case.n}" in shapes.split(","))
-            and (not work or case.work in work.split(","))
-        ]
-        for case in track(wanted, f"{one.name}, {one.step}"):
-            if time.monotonic() - start < seconds and (found := measure(one, universal, case, device)):
-                data["cases"].append(found)
-    folder = RESULTS / slug(torch.cuda.get_device_name())
-    write(results_file(str(out)) if out else folder / f"tune_{kernel}.json", data)
-    console = Console(width=200)
+    console, start = Console(width=200), time.monotonic()
+    record, device = environment(commit), torch.cuda.current_device()
+    every = kernels(device)
+    todo: list[tuple[Kernel, Case, Product]] = []
+    for one in (k for k in every if k.name == kernel):
+        some = ((case, product(case, one, device)) for case in cases(one))
+        todo += [(one, case, p) for case, p in some if one.supports(p)]
+    if not todo:
+        names = ", ".join(sorted({k.name for k in every}))
+        raise typer.BadParameter(f"expected a kernel with products to time, one of {names}; got {kernel!r}")
+    among = wanted([case for _, case, _ in todo], rows, shapes, work)
+    todo = [job for job in todo if job[1] in among]
+    record["multiprocessors"] = runtime.device_info(device).sm_count
+    data: dict[str, Any] = {"environment": record, "cases": []}
+    universal = {step: next(k for k in every if k.step == step) for step in ("mma", "fma")}
+    with torch.no_grad():
+        for one, case, p in track(todo, kernel, console=console):
+            if time.monotonic() - start < seconds:
+                data["cases"].append(measure(one, universal[one.step], case, p))
+    write(out or RESULTS / slug(torch.cuda.get_device_name()) / f"tune_{slug(kernel)}.json", data)
     for table in report(data["cases"]):
         console.print(table)
+    if left := len(todo) - len(data["cases"]):
+        console.print(f"{left} of {len(todo)} products were not begun within {seconds:g} s")
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ class ProductKernel(abc.ABC, Generic[S]):
     Attributes:
         name: of the kernel, and of its host file and source.
         step: of the contracts that it follows.
-        compiled_ahead: whether :mod:`samebits.backends.cuda.precompile` can compile it before it is launched.
+        compiled_ahead: whether :mod:`samebits.backends.cuda.ahead` can compile it before it is launched.
     """
 
     name: str
@@ -183,6 +183,10 @@ class ProductKernel(abc.ABC, Generic[S]):
     def schedules(self, p: Product) -> Sequence[S]:
         """Those of the catalogue that can run `p`."""
         return self.catalogue
+
+    def candidates(self, p: Product) -> Sequence[S]:
+        """What :meth:`choose` picks from, each as it would run: to time beside the one that it picks."""
+        return self.schedules(p)
 
     @abc.abstractmethod
     def choose(self, p: Product) -> S:

@@ -39,7 +39,7 @@ class FmaSchedule:
         stages: tiles in flight.
         step: k whose operands are read from shared memory at a time.
         min_blocks: blocks that shall fit on one multiprocessor, from sm_90 on.
-        alone, busy: nanoseconds for a tile over one k, fitted to times of ``benchmarks.fma_tune`` on an H200:
+        alone, busy: nanoseconds for a tile over one k, fitted to times of ``benchmarks.tune`` on an H200:
             of a block that has a multiprocessor to itself, and for each of many that share one.
     """
 
@@ -145,9 +145,12 @@ class _Fma(CudaKernel[FmaSchedule]):
     def supports(self, p: Product) -> bool:
         return p.step == self.step
 
-    def choose(self, p: Product) -> FmaSchedule:
+    def schedules(self, p: Product) -> Sequence[FmaSchedule]:
         most = runtime.device_info(p.device).max_smem
-        return min((s for s in SCHEDULES if s.smem <= most), key=lambda s: self.cost(p, s))
+        return [s for s in SCHEDULES if s.smem <= most]
+
+    def choose(self, p: Product) -> FmaSchedule:
+        return min(self.schedules(p), key=lambda s: self.cost(p, s))
 
     def cost(self, p: Product, s: FmaSchedule) -> float:
         sm_count = runtime.device_info(p.device).sm_count

@@ -45,7 +45,7 @@ class FmaSm90Schedule:
         warps_m, warps_n: rows and columns of warps in a block.
         depth: k, or quads of k, whose operands a thread has in registers; all but one are read ahead.
         min_blocks: blocks that shall fit on one multiprocessor.
-        alone, busy: nanoseconds for a tile over one k, fitted to times of ``benchmarks.fma_tune`` on an H200:
+        alone, busy: nanoseconds for a tile over one k, fitted to times of ``benchmarks.tune`` on an H200:
             of a block that has a multiprocessor to itself, and for each of the ``min_blocks`` that share one.
     """
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Gemm", "Sm90Schedule", "catalogue", "choose", "estimate", "menu", "round_up"]
+__all__ = ["Gemm", "Sm90Schedule", "candidates", "catalogue", "choose", "estimate", "menu", "round_up"]
 
 
 _SMEM = 227 * 1024
@@ -348,6 +348,11 @@ def _rows(p: Gemm, splits: int, sms: int) -> Sequence[int]:
 def choose(p: Gemm, sms: int) -> Sm90Schedule:
     """The schedule for ``p`` on a GPU of so many multiprocessors."""
     return _settle(min(menu(p, sms), key=lambda s: estimate(s, p, sms)), p, sms)
+
+
+def candidates(p: Gemm, sms: int) -> list[Sm90Schedule]:
+    """What :func:`choose` picks from, each as it would run."""
+    return list(dict.fromkeys(_settle(s, p, sms) for s in menu(p, sms)))
 
 
 def _settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:

@@ -11,7 +11,14 @@ import torch
 
 from samebits.backends.cuda import runtime
 from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan
-from samebits.backends.cuda.products.schedule_sm90 import Gemm, Sm90Schedule, catalogue, choose, estimate
+from samebits.backends.cuda.products.schedule_sm90 import (
+    Gemm,
+    Sm90Schedule,
+    candidates,
+    catalogue,
+    choose,
+    estimate,
+)
 from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
 from samebits.backends.product import LARGEST, Product, need, refuse_large
 
@@ -148,6 +155,9 @@ class _TensorCoreSm90(CudaKernel[Sm90Schedule]):
     def schedules(self, p: Product) -> Sequence[Sm90Schedule]:
         a, b = _sides(p)
         return catalogue(not a.k_major, not b.k_major)
+
+    def candidates(self, p: Product) -> Sequence[Sm90Schedule]:
+        return candidates(gemm(p), runtime.device_info(p.device).sm_count)
 
     def choose(self, p: Product) -> Sm90Schedule:
         return choose(gemm(p), runtime.device_info(p.device).sm_count)

@@ -188,7 +188,7 @@ _CHOICES: dict[Step, tuple[tuple[int, int, TinySchedule], ...]] = {
         (4096, 64, _STAGED),
     ),
 }
-"""From the times of ``benchmarks.tiny_tune`` on an H200."""
+"""From the times of ``benchmarks.tune`` on an H200."""
 
 
 def choose_schedule(p: TinyMatrices, batch: int, sms: int) -> TinySchedule:
@@ -285,6 +285,11 @@ class _Tiny(CudaKernel[TinySchedule]):
             and isinstance(p.start, str)
         )
 
+    def candidates(self, p: Product) -> Sequence[TinySchedule]:
+        given, sms = _arranged(p), runtime.device_info(p.device).sm_count
+        found = (settle(s, given.matrices, p.batch, sms) for _, _, s in _CHOICES[self.step])
+        return list(dict.fromkeys((self.choose(p), *filter(given.runs, found))))
+
     def choose(self, p: Product) -> TinySchedule:
         return choose_schedule(_arranged(p).matrices, p.batch, runtime.device_info(p.device).sm_count)
 
@@ -298,13 +303,11 @@ class _Tiny(CudaKernel[TinySchedule]):
         if p.out.empty:
             return CudaPlan(nothing)
         info = runtime.device_info(p.device)
-        of, vectors, (a_strides, b_strides, out_strides) = _arranged(p)
+        of, vectors, (a_strides, b_strides, out_strides) = given = _arranged(p)
         s = s or choose_schedule(of, p.batch, info.sm_count)
-        batches, lines, inners = zip(a_strides, b_strides, out_strides, strict=True)
-        dense = of.compiled_in and of.dense(batches, lines, inners)
-        if not s.staged and not (dense and of.direct(s, vectors)):
+        if not given.runs(s):
             s = settle(replace(s, staged=True), of, p.batch, info.sm_count)
-        broadcast = (not batches[0], not batches[1]) if dense else None
+        broadcast = (not a_strides[0], not b_strides[0]) if given.dense else None
         accumulate, programmatic = p.start == "out", info.capability >= (9, 0)
         spec = kernel_spec(s, of, vectors, broadcast, accumulate=accumulate, programmatic=programmatic)
         per_block = min(s.per_block, (spec.smem - SLACK) // of.smem) if s.staged else s.per_block
@@ -328,6 +331,16 @@ class _Arranged(NamedTuple):
     matrices: TinyMatrices
     vectors: Three
     strides: tuple[Three, Three, Three]
+
+    @property
+    def dense(self) -> bool:
+        """Whether sizes and strides are compiled in."""
+        batches, lines, inners = zip(*self.strides, strict=True)
+        return self.matrices.compiled_in and self.matrices.dense(batches, lines, inners)
+
+    def runs(self, s: TinySchedule) -> bool:
+        """Whether `s` runs as it is: through shared memory it always does."""
+        return s.staged or (self.dense and self.matrices.direct(s, self.vectors))
 
 
 def _arranged(p: Product) -> _Arranged:
