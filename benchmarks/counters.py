@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import RESULTS, environment, results_file, slug, write
-from samebits.bench import F32, Case, _contestants, _operands
+from samebits.tools.bench import F32, Case, _contestants, _operands
 
 CASES = (
     *(Case("forward", m, 4096, 4096) for m in (1, 16, 128)),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.tune import summarise, sweep
 from samebits.backends.cuda import ahead, matmul_fma, matmul_fma_sm90
-from samebits.bench import F32, F32_SHAPES, Case, _operands, _Race
+from samebits.tools.bench import F32, F32_SHAPES, Case, _operands, _Race
 from samebits.testing import assert_same_bits
 
 Schedule = matmul_fma.Schedule | matmul_fma_sm90.Schedule

@@ -22,8 +22,8 @@ from torch import Tensor
 
 import samebits
 from benchmarks.record import RESULTS, environment, results_file, slug, write
-from samebits import bench
 from samebits.testing import assert_same_bits
+from samebits.tools import bench
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from samebits.backends.cuda.schedule import (  # noqa: E402
     estimate,
     menu,
 )
-from samebits.bench import _Race  # noqa: E402
+from samebits.tools.bench import _Race  # noqa: E402
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [

@@ -27,7 +27,7 @@ from samebits.backends.cuda import ahead, bmm_tiny, runtime
 from samebits.backends.cuda.bmm_tiny import Product, Schedule
 from samebits.backends.cuda.matmul import family
 from samebits.backends.reference import matmul as reference
-from samebits.bench import BF16, F32, TINY, Case, _ceilings, _operands, _Race
+from samebits.tools.bench import BF16, F32, TINY, Case, _ceilings, _operands, _Race
 from samebits.contract import FMA, TENSOR_CORE
 from samebits.testing import bits
 

@@ -27,7 +27,7 @@ from samebits.backends.triton.products import (
     TritonKernel,
 )
 from samebits.backends.triton.tiles import TileSchedule, TritonSchedule
-from samebits.bench import SHAPES, Case, _operands, _Race
+from samebits.tools.bench import SHAPES, Case, _operands, _Race
 from samebits.testing import assert_same_bits
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import RESULTS, environment, results_file, slug, write
-from samebits.bench import Case
+from samebits.tools.bench import Case
 
 
 def sweep(

@@ -13,10 +13,11 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
+from samebits.backends.cuda.bmm_tiny import Product
+
 from benchmarks import counters, logp, models, plot, tables
 from benchmarks.record import GPUS, environment, load, tiny
-from samebits import bench
-from samebits.backends.cuda.bmm_tiny import Product
+from samebits.tools import bench
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
 

@@ -20,15 +20,15 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import samebits
-from samebits import cli
-from samebits import info as info_module
-from samebits.auditing import OperatorReport, Report
-from samebits.auditing import linears as linears_module
-from samebits.auditing import target as target_module
 from samebits.backends import UnavailableError
 from samebits.backends.cuda import runtime
 from samebits.backends.cuda.matmul import family
-from samebits.cli import app
+from samebits.tools import cli
+from samebits.tools import info as info_module
+from samebits.tools.audit import OperatorReport, Report
+from samebits.tools.audit import linears as linears_module
+from samebits.tools.audit import target as target_module
+from samebits.tools.cli import app
 from tests.devices import FAMILY
 
 
@@ -237,7 +237,7 @@ def test_mistakes_get_one_line_and_exit_code_2(args: list[str], says: str) -> No
 @pytest.mark.parametrize("command", ["verify", "bench"])
 @pytest.mark.parametrize("where", ["absent/report.json", "."])
 def test_a_result_that_could_not_be_written_is_refused_before_the_work(command: str, where: str) -> None:
-    module = importlib.import_module(f"samebits.{command}")
+    module = importlib.import_module(f"samebits.tools.{command}")
     with mock.patch.object(module, command, side_effect=AssertionError("it ran")):
         result = run(command, "--json", where)
     assert result.exit_code == 2
@@ -510,7 +510,7 @@ def test_as_a_process(here: Path) -> None:
 
     def call(*args: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-                   "sys.path.remove(''); from samebits.cli import app; app()", root, *args]  # fmt: skip
+                   "sys.path.remove(''); from samebits.tools.cli import app; app()", root, *args]  # fmt: skip
         return subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=300)
 
     done = call("audit", "mine:make", "--max-rows", "3", "--json", "-")
@@ -570,8 +570,8 @@ def test_info_where_only_latin_letters_can_be_shown() -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_bits_that_differ_outweigh_a_report_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     data = {"red": ["a product"]}
-    monkeypatch.setattr("samebits.bench.bench", lambda *_, **__: data)
-    monkeypatch.setattr("samebits.bench.show", lambda _: "")
+    monkeypatch.setattr("samebits.tools.bench.bench", lambda *_, **__: data)
+    monkeypatch.setattr("samebits.tools.bench.show", lambda _: "")
     done = run("bench", "--json", "/dev/full")
     assert (done.exit_code, "a product" in done.stderr, "No space" in done.stderr) == (1, True, True)
     data["red"] = []

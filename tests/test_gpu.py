@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import samebits
-from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, verify
+from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
 from samebits.backends.cuda import runtime
 from samebits.ops import addmm
 from samebits.testing import KINDS, assert_same_bits, values
-from samebits.verify.operands import Operands
+from samebits.tools import verify
+from samebits.tools.verify.operands import Operands
 from tests.devices import FAMILY, HOPPER_OR_NEWER, multiprocessors
 from tests.test_invariance import LAYOUTS, relaid
 from tests.test_torch import OPERATORS, PUBLIC, public, registered

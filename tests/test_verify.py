@@ -22,15 +22,16 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import samebits
-from samebits import backends, bench, verify
+from samebits import backends
 from samebits.backends.cuda import linear_logp_sm90
 from samebits.backends.cuda import rows as cuda_rows
 from samebits.backends.product import Operands, Plan, Product, ProductKernel
-from samebits.cli import app
 from samebits.testing import KINDS
-from samebits.verify import answers, chain, operations, plan, products, reductions, run
-from samebits.verify.case import LAYOUTS
-from samebits.verify.operands import make_inputs, make_room, unfilled
+from samebits.tools import bench, verify
+from samebits.tools.cli import app
+from samebits.tools.verify import answers, chain, operations, plan, products, reductions, run
+from samebits.tools.verify.case import LAYOUTS
+from samebits.tools.verify.operands import make_inputs, make_room, unfilled
 
 CPU = torch.device("cpu")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

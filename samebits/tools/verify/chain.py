@@ -14,11 +14,11 @@ from torch import Tensor
 
 from samebits.backends.product import Product, ProductKernel
 from samebits.testing import values
-from samebits.verify.case import Case
-from samebits.verify.failures import finish, running
-from samebits.verify.kernel import takes
-from samebits.verify.operands import Inputs
-from samebits.verify.report import Report
+from samebits.tools.verify.case import Case
+from samebits.tools.verify.failures import finish, running
+from samebits.tools.verify.kernel import takes
+from samebits.tools.verify.operands import Inputs
+from samebits.tools.verify.report import Report
 
 _STEPS = 12
 

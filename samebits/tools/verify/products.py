@@ -10,12 +10,12 @@ import torch
 
 from samebits.backends.product import Product, ProductKernel
 from samebits.contract import Contract
-from samebits.verify.case import Case
-from samebits.verify.failures import finish, running
-from samebits.verify.kernel import takes
-from samebits.verify.operands import Inputs, make_inputs, make_room
-from samebits.verify.reference import REFERENCE, on_cpu
-from samebits.verify.report import Report
+from samebits.tools.verify.case import Case
+from samebits.tools.verify.failures import finish, running
+from samebits.tools.verify.kernel import takes
+from samebits.tools.verify.operands import Inputs, make_inputs, make_room
+from samebits.tools.verify.reference import REFERENCE, on_cpu
+from samebits.tools.verify.report import Report
 
 _LARGE = 1 << 29
 """Multiplications from which on the CPU is too slow."""

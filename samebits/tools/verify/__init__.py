@@ -5,12 +5,12 @@ literally; large ones to the universal kernel, of which sampled rows are held to
 batches to one another. Every output is filled with NaN before its kernel runs, and so is what lies beside it.
 """
 
-from samebits.verify.answers import known_answers
-from samebits.verify.case import Case, cases
-from samebits.verify.kernel import BACKENDS, kernels, takes
-from samebits.verify.operands import Inputs
-from samebits.verify.report import Line, Mismatch, Report, show
-from samebits.verify.run import verify
+from samebits.tools.verify.answers import known_answers
+from samebits.tools.verify.case import Case, cases
+from samebits.tools.verify.kernel import BACKENDS, kernels, takes
+from samebits.tools.verify.operands import Inputs
+from samebits.tools.verify.report import Line, Mismatch, Report, show
+from samebits.tools.verify.run import verify
 
 __all__ = [
     "BACKENDS",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from samebits.contract import Contract
-from samebits.verify.case import Case
-from samebits.verify.operands import Inputs
+from samebits.tools.verify.case import Case
+from samebits.tools.verify.operands import Inputs
 
 REFERENCE = "CPU reference"
 

@@ -12,11 +12,11 @@ from samebits.backends import asked
 from samebits.contract import Contract
 from samebits.ops.linear import linear
 from samebits.testing import values
-from samebits.verify.case import BF16, F16, Case
-from samebits.verify.failures import finish
-from samebits.verify.operands import Inputs, laid
-from samebits.verify.reference import REFERENCE, on_cpu
-from samebits.verify.report import Report
+from samebits.tools.verify.case import BF16, F16, Case
+from samebits.tools.verify.failures import finish
+from samebits.tools.verify.operands import Inputs, laid
+from samebits.tools.verify.reference import REFERENCE, on_cpu
+from samebits.tools.verify.report import Report
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ROWS_OF = ((1024, 4096, BF16), (256, 7168, BF16), (4096, 4096, BF16), (3072, 768, F16), (4096, 14336, BF16))

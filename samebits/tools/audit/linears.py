@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from samebits._version import __version__
-from samebits.auditing.capture import capture
-from samebits.auditing.drift import measure
-from samebits.auditing.report import Layer, Report, Skipped
-from samebits.auditing.target import DTYPES, Target, as_target, why_not, why_not_rows
-from samebits.auditing.variation import plan
-from samebits.auditing.words import AuditError, dtype_name, module_name, plural, some_names
 from samebits.contract import Contract, contract_from_key, resolve
+from samebits.tools.audit.capture import capture
+from samebits.tools.audit.drift import measure
+from samebits.tools.audit.report import Layer, Report, Skipped
+from samebits.tools.audit.target import DTYPES, Target, as_target, why_not, why_not_rows
+from samebits.tools.audit.text import AuditError, dtype_name, module_name, plural, some_names
+from samebits.tools.audit.variation import plan
 
 
 def audit_linears(

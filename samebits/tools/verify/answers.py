@@ -12,9 +12,9 @@ from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract
 from samebits.ops.addmm import addmm_
 from samebits.ops.matmul import matmul
 from samebits.testing import bits
-from samebits.verify.case import BF16, F16, F32
-from samebits.verify.reference import REFERENCE
-from samebits.verify.report import Report
+from samebits.tools.verify.case import BF16, F16, F32
+from samebits.tools.verify.reference import REFERENCE
+from samebits.tools.verify.report import Report
 
 _KNOWN_DIGESTS = {
     "AMPERE": "37e69b606fd271b6",

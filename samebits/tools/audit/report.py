@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from samebits.auditing.drift import Difference, Drift, VariationCount
+from samebits.tools.audit.drift import Difference, Drift, VariationCount
 
 
 @dataclass(frozen=True)

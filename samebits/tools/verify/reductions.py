@@ -18,12 +18,12 @@ from samebits.contract import TENSOR_CORE, Contract
 from samebits.functions import VOCAB_BLOCK
 from samebits.ops.attention import stored
 from samebits.testing import KINDS, values
-from samebits.verify.case import BF16, F16, F32
-from samebits.verify.failures import finish, running
-from samebits.verify.operands import Surrounded, laid, unfilled
-from samebits.verify.products import AROUND
-from samebits.verify.reference import REFERENCE
-from samebits.verify.report import Report
+from samebits.tools.verify.case import BF16, F16, F32
+from samebits.tools.verify.failures import finish, running
+from samebits.tools.verify.operands import Surrounded, laid, unfilled
+from samebits.tools.verify.products import AROUND
+from samebits.tools.verify.reference import REFERENCE
+from samebits.tools.verify.report import Report
 
 Pairs = tuple[tuple[torch.dtype, torch.dtype], ...]
 SAME: Pairs = ((BF16, BF16), (F16, F16), (F32, F32))

@@ -13,8 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from samebits.auditing.report import plain
-from samebits.auditing.words import AuditError, module_name, plural
+from samebits.tools.audit.report import plain
+from samebits.tools.audit.text import AuditError, module_name, plural
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,18 +15,18 @@ import torch
 from samebits._version import __version__
 from samebits.backends import use_backend
 from samebits.contract import FMA, HOPPER, TENSOR_CORE, Contract
-from samebits.verify.answers import known_answers
-from samebits.verify.case import BF16, CHAIN, F16
-from samebits.verify.chain import verify_chain
-from samebits.verify.failures import HangError, KernelError, running
-from samebits.verify.kernel import BACKENDS
-from samebits.verify.operations import verify_operations
-from samebits.verify.plan import Plan, launch_part
-from samebits.verify.products import verify_case
-from samebits.verify.reductions import verify_reductions
-from samebits.verify.report import Report
-from samebits.verify.rows import ROWS_OF, verify_rows
-from samebits.verify.tokens import verify_tokens
+from samebits.tools.verify.answers import known_answers
+from samebits.tools.verify.case import BF16, CHAIN, F16
+from samebits.tools.verify.chain import verify_chain
+from samebits.tools.verify.failures import HangError, KernelError, running
+from samebits.tools.verify.kernel import BACKENDS
+from samebits.tools.verify.operations import verify_operations
+from samebits.tools.verify.plan import Plan, launch_part
+from samebits.tools.verify.products import verify_case
+from samebits.tools.verify.reductions import verify_reductions
+from samebits.tools.verify.report import Report
+from samebits.tools.verify.rows import ROWS_OF, verify_rows
+from samebits.tools.verify.tokens import verify_tokens
 
 Show = Callable[[float, str], None]
 
@@ -57,7 +57,7 @@ def verify(
     from samebits.backends.triton import runtime as triton
 
     if backend not in (None, *BACKENDS):
-        raise ValueError(f"samebits.verify: backend: expected one of {BACKENDS} or None, got {backend!r}")
+        raise ValueError(f"samebits.tools.verify: backend: expected one of {BACKENDS} or None, got {backend!r}")
     start = time.monotonic()
     status, second = runtime.status(), triton.status()
     backends = [backend or "cuda"]

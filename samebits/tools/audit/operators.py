@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from samebits._version import __version__
-from samebits.auditing.drift import ordered
-from samebits.auditing.operator_report import Change, NotCompared, OperatorAudit, OperatorReport
-from samebits.auditing.trace import Call, Layout, Observer, Trace, find_layout, is_dense, memory, unseen
-from samebits.auditing.words import AuditError, dtype_name, one_line, plural
+from samebits.tools.audit.drift import ordered
+from samebits.tools.audit.operator_report import Change, NotCompared, OperatorAudit, OperatorReport
+from samebits.tools.audit.text import AuditError, dtype_name, one_line, plural
+from samebits.tools.audit.trace import Call, Layout, Observer, Trace, find_layout, is_dense, memory, unseen
 
 
 def audit(

@@ -12,10 +12,10 @@ import torch
 
 from samebits.backends.product import Product, ProductKernel
 from samebits.contract import TENSOR_CORE
-from samebits.verify.case import SIZES, TINY_BATCHES, Case, cases
-from samebits.verify.kernel import kernels, takes
-from samebits.verify.operands import make_inputs, make_room, unfilled
-from samebits.verify.reductions import calls, on_cuda, on_triton, reductions
+from samebits.tools.verify.case import SIZES, TINY_BATCHES, Case, cases
+from samebits.tools.verify.kernel import kernels, takes
+from samebits.tools.verify.operands import make_inputs, make_room, unfilled
+from samebits.tools.verify.reductions import calls, on_cuda, on_triton, reductions
 
 Pair = tuple[ProductKernel[Any], Any]
 Runs = list[Pair]

@@ -7,13 +7,13 @@ model, on the activations that reach it in a real forward pass. :func:`audit` ru
 batches, and compares every operator that runs in it. See ``docs/audit.md``.
 """
 
-from samebits.auditing.drift import Difference, Drift, VariationCount, measure
-from samebits.auditing.linears import audit_linears
-from samebits.auditing.operator_report import Change, NotCompared, OperatorAudit, OperatorReport
-from samebits.auditing.operators import audit
-from samebits.auditing.report import Layer, Report, Skipped
-from samebits.auditing.variation import Variation, plan
-from samebits.auditing.words import AuditError
+from samebits.tools.audit.drift import Difference, Drift, VariationCount, measure
+from samebits.tools.audit.linears import audit_linears
+from samebits.tools.audit.operator_report import Change, NotCompared, OperatorAudit, OperatorReport
+from samebits.tools.audit.operators import audit
+from samebits.tools.audit.report import Layer, Report, Skipped
+from samebits.tools.audit.text import AuditError
+from samebits.tools.audit.variation import Variation, plan
 
 __all__ = [
     "AuditError",

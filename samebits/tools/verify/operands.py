@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from samebits.backends.product import Operands
 from samebits.testing import values
-from samebits.verify.case import F32, Case
+from samebits.tools.verify.case import F32, Case
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samebits.auditing.variation import Variation
 from samebits.testing import bits, pattern
+from samebits.tools.audit.variation import Variation
 
 Operator = Callable[[Tensor], Tensor]
 """Takes rows ``[M, K]`` and returns rows ``[M, N]``."""

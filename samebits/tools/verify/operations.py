@@ -19,10 +19,10 @@ from samebits.ops.linear_logp import linear_logp
 from samebits.ops.logp import logp
 from samebits.ops.matmul import matmul
 from samebits.testing import values
-from samebits.verify.case import BF16, F16, F32
-from samebits.verify.failures import finish
-from samebits.verify.reference import REFERENCE
-from samebits.verify.report import Report
+from samebits.tools.verify.case import BF16, F16, F32
+from samebits.tools.verify.failures import finish
+from samebits.tools.verify.reference import REFERENCE
+from samebits.tools.verify.report import Report
 
 
 def verify_operations(report: Report, contract: Contract, device: torch.device) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samebits.auditing.target import Target
-from samebits.auditing.words import AuditError, one_line
+from samebits.tools.audit.target import Target
+from samebits.tools.audit.text import AuditError, one_line
 
 
 def capture(

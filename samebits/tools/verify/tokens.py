@@ -13,11 +13,11 @@ from samebits.contract import Contract
 from samebits.ops.addmm import addmm_
 from samebits.ops.linear import linear
 from samebits.testing import values
-from samebits.verify.case import F32, Case
-from samebits.verify.failures import finish
-from samebits.verify.operands import Inputs
-from samebits.verify.reference import REFERENCE, on_cpu
-from samebits.verify.report import Report
+from samebits.tools.verify.case import F32, Case
+from samebits.tools.verify.failures import finish
+from samebits.tools.verify.operands import Inputs
+from samebits.tools.verify.reference import REFERENCE, on_cpu
+from samebits.tools.verify.report import Report
 
 _TOKENS = (700, 0, 1, 333, 16, 1024, 47, 5, 512, 129)
 """Lengths of sequences."""

@@ -32,13 +32,13 @@ from rich.table import Table
 from rich.text import Text
 
 from samebits._version import __version__
-from samebits.auditing.words import AuditError, module_name, plural
+from samebits.tools.audit.text import AuditError, module_name, plural
 
 if TYPE_CHECKING:
     import torch
 
-    from samebits.auditing import Drift, Layer, OperatorReport, Report
-    from samebits.info import Info
+    from samebits.tools.audit import Drift, Layer, OperatorReport, Report
+    from samebits.tools.info import Info
 
 _SAY_EVERY = 20.0  # seconds
 _SOFTWARE, _CLOSED_PIPE = 70, 128 + 13  # as in sysexits.h, and as the shell reports SIGPIPE
@@ -138,10 +138,10 @@ def audit(
     """
     out = _Console(stderr=json_to == "-", highlight=False)
     with _errors("audit"):
-        from samebits.auditing import audit as audit_operators
-        from samebits.auditing import audit_linears
-        from samebits.auditing.operator_report import OperatorReport, figure_for
-        from samebits.auditing.operator_report import show as show_operators
+        from samebits.tools.audit import audit as audit_operators
+        from samebits.tools.audit import audit_linears
+        from samebits.tools.audit.operator_report import OperatorReport, figure_for
+        from samebits.tools.audit.operator_report import show as show_operators
 
         for option, given in (("--backward", backward), ("--plot", plot is not None)):
             if given and not operators:
@@ -163,7 +163,7 @@ def audit(
             show(0, f"loading {model}")
             import torch
 
-            from samebits._models import load
+            from samebits.tools.audit.models import load
 
             cast = None if dtype is Dtype.loaded else getattr(torch, dtype.value)
             subject = load(model, text, cast, max_tokens, place)
@@ -195,7 +195,7 @@ def audit(
 def _device(name: str) -> torch.device:
     import torch
 
-    from samebits.auditing.target import cuda_problem
+    from samebits.tools.audit.target import cuda_problem
 
     try:
         device = torch.device(name)
@@ -214,7 +214,7 @@ def info(
 ) -> None:
     """What this machine has, which backends work, and for each that does not: why, and what to do."""
     with _errors("info"):
-        from samebits.info import gather
+        from samebits.tools.info import gather
 
         found = gather()
         if json_:
@@ -245,8 +245,8 @@ def bench(
     out = _Console(stderr=json_to == "-", highlight=False)
     with _errors("bench"):
         _check_file("--json", json_to)
-        from samebits import bench as benchmark
         from samebits.backends.cuda.runtime import UnavailableError
+        from samebits.tools import bench as benchmark
 
         try:
             with _progress() as show:
@@ -288,7 +288,7 @@ def verify(
     out = _Console(stderr=json_to == "-", highlight=False)
     with _errors("verify"):
         _check_file("--json", json_to)
-        from samebits import verify as verification
+        from samebits.tools import verify as verification
 
         with _progress() as show:
             report = verification.verify(thorough=thorough, backend=backend, device=device, progress=show)

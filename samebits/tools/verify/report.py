@@ -14,7 +14,7 @@ from rich.text import Text
 from torch import Tensor
 
 from samebits.testing import bits, pattern
-from samebits.verify.failures import KernelError
+from samebits.tools.verify.failures import KernelError
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The command-line tools: ``samebits audit``, ``bench``, ``info`` and ``verify``."""
