@@ -20,27 +20,30 @@ from torch import Tensor
 
 from benchmarks.tune import summarise, sweep
 from samebits.backends.cuda import ahead, matmul_fma, matmul_fma_sm90
-from samebits.tools.bench import F32, F32_SHAPES, Case, _operands, _Race
+from samebits.tools.bench.cases import F32, F32_SHAPES, BenchCase, make_operands
+from samebits.tools.bench.clock import Race
 from samebits.testing import assert_same_bits
 
 Schedule = matmul_fma.Schedule | matmul_fma_sm90.Schedule
 SCHEDULES: tuple[Schedule, ...] = (*matmul_fma.SCHEDULES, *matmul_fma_sm90.SCHEDULES)
 
 
-def cases() -> list[Case]:
+def cases() -> list[BenchCase]:
     rows = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
-    found = [Case("forward", m, k, n, F32) for k, n in F32_SHAPES for m in rows]
-    found += [Case(work, m, k, n, F32) for work in ("dX", "dW") for k, n in F32_SHAPES for m in (512, 2048)]
+    found = [BenchCase("forward", m, k, n, F32) for k, n in F32_SHAPES for m in rows]
+    found += [
+        BenchCase(work, m, k, n, F32) for work in ("dX", "dW") for k, n in F32_SHAPES for m in (512, 2048)
+    ]
     random.Random(1).shuffle(found)
     return found
 
 
-def operands(case: Case, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+def operands(case: BenchCase, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """a and b of the product, from what the case's work is given."""
     return first.mT if case.work == "dW" else first, second.mT if case.work == "forward" else second
 
 
-def product(case: Case, schedule: Schedule | None) -> Callable[[Tensor, Tensor], Tensor]:
+def product(case: BenchCase, schedule: Schedule | None) -> Callable[[Tensor, Tensor], Tensor]:
     """The product by `schedule`, or by torch."""
 
     def run(first: Tensor, second: Tensor) -> Tensor:
@@ -52,13 +55,13 @@ def product(case: Case, schedule: Schedule | None) -> Callable[[Tensor, Tensor],
     return run
 
 
-def size(case: Case) -> tuple[int, int, int]:
+def size(case: BenchCase) -> tuple[int, int, int]:
     """Rows, columns and terms of the product."""
     m, k, n = case.m, case.k, case.n
     return {"forward": (m, n, k), "dX": (m, k, n), "dW": (n, k, m)}[case.work]
 
 
-def suits(s: Schedule, case: Case) -> bool:
+def suits(s: Schedule, case: BenchCase) -> bool:
     """Whether it is worth a try."""
     rows, columns, _ = size(case)
     tiles = math.ceil(rows / s.tile_m) * math.ceil(columns / s.tile_n)
@@ -85,11 +88,11 @@ def usable(device: torch.device) -> tuple[Schedule, ...]:
     return SCHEDULES if hopper else matmul_fma.SCHEDULES
 
 
-def measure(case: Case, device: torch.device) -> dict[str, Any]:
+def measure(case: BenchCase, device: torch.device) -> dict[str, Any]:
     count = max(1, min(32, math.ceil(225e6 / case.bytes)))  # more than the L2 cache holds
-    sets = [_operands(case, device, torch.randn) for _ in range(count)]
+    sets = [make_operands(case, device, torch.randn) for _ in range(count)]
     guess = max(case.flop / 50e12, case.bytes / 3.5e12, 3e-6)
-    race = _Race(max(2, min(100, math.ceil(1e-3 / guess))))
+    race = Race(max(2, min(100, math.ceil(1e-3 / guess))))
     race.add("torch", product(case, None), sets)
     want = None
     for schedule in usable(device):
@@ -104,9 +107,9 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
 
 def chosen(case: dict[str, Any], sms: int) -> float:
     """Speed relative to torch of the schedule that the estimate chooses."""
-    given = Case(case["work"], case["m"], case["k"], case["n"], F32)
+    given = BenchCase(case["work"], case["m"], case["k"], case["n"], F32)
     rows, columns, _ = size(given)
-    first, second, *_ = _operands(given, torch.device("meta"), torch.empty)
+    first, second, *_ = make_operands(given, torch.device("meta"), torch.empty)
     a, b = operands(given, first, second)
     among = (*matmul_fma.SCHEDULES, matmul_fma_sm90.choose_schedule(a, b, sms))
     best = min((s for s in among if name(s) in case["us"]), key=lambda s: s.time(rows, columns, 1, sms))
@@ -115,8 +118,8 @@ def chosen(case: dict[str, Any], sms: int) -> float:
 
 def compile_all(device: torch.device) -> None:
     """By a process for each CPU."""
-    small = [Case(work, 512, 512, 512, F32) for work in ("forward", "dX", "dW")]
-    operands = {case: _operands(case, device, torch.randn) for case in small}
+    small = [BenchCase(work, 512, 512, 512, F32) for work in ("forward", "dX", "dW")]
+    operands = {case: make_operands(case, device, torch.randn) for case in small}
     ahead.compile_for(partial(product(case, s), *operands[case]) for case in small for s in usable(device))
 
 

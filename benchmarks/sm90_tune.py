@@ -40,7 +40,7 @@ from samebits.backends.cuda.schedule import (  # noqa: E402
     estimate,
     menu,
 )
-from samebits.tools.bench import _Race  # noqa: E402
+from samebits.tools.bench.clock import Race  # noqa: E402
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [
@@ -324,7 +324,7 @@ def operands(kind: str, m: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor]
     return make(m, n).T, make(m, k), torch.empty(n, k, device="cuda", dtype=BF16)
 
 
-class _Told(_Race):
+class _Told(Race):
     """Says who runs, so that a race of many is not taken for one that hangs."""
 
     def __init__(self, calls: int, say: Any) -> None:

@@ -27,7 +27,9 @@ from samebits.backends.cuda import ahead, bmm_tiny, runtime
 from samebits.backends.cuda.bmm_tiny import Product, Schedule
 from samebits.backends.cuda.matmul import family
 from samebits.backends.reference import matmul as reference
-from samebits.tools.bench import BF16, F32, TINY, Case, _ceilings, _operands, _Race
+from samebits.tools.bench.cases import BF16, F32, TINY, BenchCase, make_operands
+from samebits.tools.bench.clock import Race
+from samebits.tools.bench.measure import ceilings
 from samebits.contract import FMA, TENSOR_CORE
 from samebits.testing import bits
 
@@ -77,11 +79,11 @@ def runner(fused: bool, schedule: Schedule) -> Callable[..., Tensor]:
     return run
 
 
-def measure(case: Case, schedules: list[Schedule], l2_bytes: int, seconds: float) -> dict[str, Any]:
+def measure(case: BenchCase, schedules: list[Schedule], l2_bytes: int, seconds: float) -> dict[str, Any]:
     device = torch.device("cuda", 0)
     fused = case.dtype is F32
     count = max(1, min(64, math.ceil(4.5 * l2_bytes / case.bytes)))
-    sets = [_operands(case, device, torch.randn) for _ in range(count)]
+    sets = [make_operands(case, device, torch.randn) for _ in range(count)]
     a, b, _ = sets[0]
     some = torch.arange(case.batch - 1, -1, -(case.batch // 64 | 1), device=device)
     contract = FMA if fused else TENSOR_CORE.on(family(0))
@@ -89,7 +91,7 @@ def measure(case: Case, schedules: list[Schedule], l2_bytes: int, seconds: float
         a[some].cpu(), b[some].cpu(), bias=None, out_dtype=case.dtype, contract=contract.key
     )
     guess = max(case.flop / (30e12 if fused else 600e12), case.bytes / 3e12, 2e-6)
-    race = _Race(max(2, min(200, math.ceil(seconds / guess))))
+    race = Race(max(2, min(200, math.ceil(seconds / guess))))
     race.add("torch", lambda a, b, half: torch.bmm(a, b), sets)
     race.add("copy", lambda a, b, half: half.clone(), sets)
     wrong = []
@@ -143,14 +145,14 @@ def main() -> None:
     jobs = []
     for (batch, m, k, n), dtype in itertools.product(TINY, (BF16, F32)):
         p = Product(m, n, k, dtype, dtype, dtype, True, False, dtype is F32)
-        jobs.append((Case("bmm", m, k, n, dtype, batch), menu(p, batch, info.sm_count)))
+        jobs.append((BenchCase("bmm", m, k, n, dtype, batch), menu(p, batch, info.sm_count)))
     calls: list[Callable[[], object]] = []
     for case, schedules in jobs:
-        few = _operands(replace(case, batch=2), torch.device("cuda", 0), torch.empty)
+        few = make_operands(replace(case, batch=2), torch.device("cuda", 0), torch.empty)
         calls += [partial(runner(case.dtype is F32, s), *few) for s in schedules]
     kernels = ahead.compile_for(calls).needed
     print(f"{kernels} kernels in {time.monotonic() - start:.0f} s", flush=True)
-    copy = _ceilings(torch.device("cuda", 0))["copy_bytes_per_s"]
+    copy = ceilings(torch.device("cuda", 0))["copy_bytes_per_s"]
     results = [measure(case, schedules, info.l2_bytes, args.seconds) for case, schedules in jobs]
     write(args.out, {"environment": environment(), "copy_bytes_per_s": copy, "cases": results})
     report(results, copy)

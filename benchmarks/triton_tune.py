@@ -27,20 +27,21 @@ from samebits.backends.triton.products import (
     TritonKernel,
 )
 from samebits.backends.triton.tiles import TileSchedule, TritonSchedule
-from samebits.tools.bench import SHAPES, Case, _operands, _Race
+from samebits.tools.bench.cases import SHAPES, BenchCase, make_operands
+from samebits.tools.bench.clock import Race
 from samebits.testing import assert_same_bits
 
 
-def cases() -> list[Case]:
+def cases() -> list[BenchCase]:
     forward = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-    found = [Case("forward", m, k, n) for k, n in SHAPES for m in forward]
-    found += [Case(w, m, k, n) for w in ("dX", "dW") for k, n in SHAPES for m in (512, 1024, 2048, 8192)]
+    found = [BenchCase("forward", m, k, n) for k, n in SHAPES for m in forward]
+    found += [BenchCase(w, m, k, n) for w in ("dX", "dW") for k, n in SHAPES for m in (512, 1024, 2048, 8192)]
     random.Random(1).shuffle(found)
     return [case for case in found if case.flop < 6e11]
 
 
 def product(
-    case: Case, kernel: TritonKernel[Any] | None, schedule: TritonSchedule | None = None
+    case: BenchCase, kernel: TritonKernel[Any] | None, schedule: TritonSchedule | None = None
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """The product by `kernel` under `schedule`, or by torch."""
 
@@ -56,11 +57,11 @@ def product(
     return run
 
 
-def measure(case: Case, device: torch.device) -> dict[str, Any]:
+def measure(case: BenchCase, device: torch.device) -> dict[str, Any]:
     count = max(1, min(32, math.ceil(225e6 / case.bytes)))  # more than the L2 cache holds
-    sets = [_operands(case, device, torch.randn) for _ in range(count)]
+    sets = [make_operands(case, device, torch.randn) for _ in range(count)]
     guess = max(case.flop / 600e12, case.bytes / 3.5e12, 3e-6)
-    race = _Race(max(2, min(100, math.ceil(1e-3 / guess))))
+    race = Race(max(2, min(100, math.ceil(1e-3 / guess))))
     race.add("torch", product(case, None), sets)
     want = product(case, TENSOR_CORE, MMA_SCHEDULES[0])(*sets[0])
     rows = {"forward": case.m, "dX": case.m, "dW": case.n}[case.work]

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from benchmarks.record import RESULTS, environment, results_file, slug, write
-from samebits.tools.bench import Case
+from samebits.tools.bench import BenchCase
 
 
 def sweep(
     description: str | None,
     name: str,
-    cases: Iterable[Case],
-    measure: Callable[[Case, torch.device], dict[str, Any]],
+    cases: Iterable[BenchCase],
+    measure: Callable[[BenchCase, torch.device], dict[str, Any]],
     before: Callable[[torch.device], object] = lambda device: None,
 ) -> dict[str, Any]:
     """Results of the cases that fit into the time, written to ``<gpu>/<name>.json``; or those shown."""

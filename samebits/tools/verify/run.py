@@ -57,7 +57,9 @@ def verify(
     from samebits.backends.triton import runtime as triton
 
     if backend not in (None, *BACKENDS):
-        raise ValueError(f"samebits.tools.verify: backend: expected one of {BACKENDS} or None, got {backend!r}")
+        raise ValueError(
+            f"samebits.tools.verify: backend: expected one of {BACKENDS} or None, got {backend!r}"
+        )
     start = time.monotonic()
     status, second = runtime.status(), triton.status()
     backends = [backend or "cuda"]
