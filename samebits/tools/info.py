@@ -1,8 +1,10 @@
-"""What this machine has, which backends work on it, and for each that does not: why, and what to do."""
+"""``samebits info``: what this machine has, which backends work on it, and what to do about the others."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
+import json
 import os
 import platform
 import time
@@ -11,12 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from samebits._version import __version__
 from samebits.backends import cache
 from samebits.contract import AMPERE, FAMILIES, FMA, HOPPER, TENSOR_CORE
+from samebits.tools.terminal import Console
+from samebits.tools.text import plural
 
-__all__ = ["Backend", "Gpu", "Info", "gather"]
+__all__ = ["Backend", "Gpu", "Info", "gather", "main", "show"]
 
 _PACKAGES = ("torch", "numpy", "numba", "cuda-core", "nvidia-cuda-nvrtc", "triton", "transformers")
 
@@ -95,6 +102,20 @@ def gather() -> Info:
         },
         backends=(_reference(), _cuda(), _triton()),
     )
+
+
+def main(*, as_json: bool) -> int:
+    """Print what was found.
+
+    Returns:
+        The exit code of the command.
+    """
+    found = gather()
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found), indent=2))
+    else:
+        Console().print(show(found))
+    return 0
 
 
 def _version(package: str) -> str | None:
@@ -183,3 +204,41 @@ def _triton() -> Backend:
     why = f"Triton {status.triton}" if status.available else status.reason
     computes = "GPUs that Triton compiles for: FMA; on NVIDIA's from sm_80 on TENSOR_CORE too"
     return Backend("triton", computes, status.available, why, status.remedy)
+
+
+def show(found: Info) -> RenderableType:
+    """The sections for a terminal."""
+    parts: list[RenderableType] = []
+
+    def section(title: str, rows: list[tuple[str, str | Text]]) -> None:
+        table = Table(box=None, padding=(0, 2, 0, 2), show_header=False)
+        table.add_column(no_wrap=True, style="dim", min_width=19)
+        table.add_column(overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        parts.extend((Text(title, style="bold"), table, Text()))
+
+    versions: list[tuple[str, str | Text]] = [("samebits", found.samebits), ("Python", found.python)]
+    versions += [(name, version or "not installed") for name, version in found.packages.items()]
+    section("Versions", versions)
+    gpus = [
+        f"{gpu.name}, {gpu.capability}, {gpu.memory_gib} GiB: {', '.join(gpu.contracts) or 'too old'}"
+        for gpu in found.gpus
+    ]
+    machine = f"{found.cpu}, {plural(found.cores, 'core')}, {plural(found.threads, 'thread')}"
+    section("Machine", [("CPU", machine), ("GPUs", "\n".join(gpus) or "none that PyTorch can use")])
+    section("Contracts (equal digests promise equal bits)", list(found.contracts.items()))
+    backends: list[tuple[str, str | Text]] = []
+    for backend in found.backends:
+        state = (
+            Text("works", style="green bold") if backend.works else Text("does not work", style="yellow bold")
+        )
+        state.append(
+            f" on {backend.computes}: " if backend.works else f" ({backend.computes}): ", style="dim"
+        )
+        state.append(backend.why, style="default not bold")
+        if backend.remedy:
+            state.append(f"\n→ {backend.remedy}", style="default not bold")
+        backends.append((backend.name, state))
+    section("Backends", backends)
+    return Group(*parts)

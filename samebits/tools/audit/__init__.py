@@ -12,8 +12,8 @@ from samebits.tools.audit.linears import audit_linears
 from samebits.tools.audit.operator_report import Change, NotCompared, OperatorAudit, OperatorReport
 from samebits.tools.audit.operators import audit
 from samebits.tools.audit.report import Layer, Report, Skipped
-from samebits.tools.audit.text import AuditError
 from samebits.tools.audit.variation import Variation, plan
+from samebits.tools.text import AuditError
 
 __all__ = [
     "AuditError",

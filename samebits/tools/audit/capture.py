@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from samebits.tools.audit.target import Target
-from samebits.tools.audit.text import AuditError, one_line
+from samebits.tools.text import AuditError, one_line
 
 
 def capture(

@@ -17,8 +17,8 @@ from samebits.tools.audit.capture import capture
 from samebits.tools.audit.drift import measure
 from samebits.tools.audit.report import Layer, Report, Skipped
 from samebits.tools.audit.target import DTYPES, Target, as_target, why_not, why_not_rows
-from samebits.tools.audit.text import AuditError, dtype_name, module_name, plural, some_names
 from samebits.tools.audit.variation import plan
+from samebits.tools.text import AuditError, dtype_name, module_name, plural, some_names
 
 
 def audit_linears(

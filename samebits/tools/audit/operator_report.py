@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from samebits.tools.audit.report import plain
-from samebits.tools.audit.text import AuditError, module_name, plural
+from samebits.tools.text import AuditError, module_name, plural
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

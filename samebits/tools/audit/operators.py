@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from samebits._version import __version__
 from samebits.tools.audit.drift import ordered
 from samebits.tools.audit.operator_report import Change, NotCompared, OperatorAudit, OperatorReport
-from samebits.tools.audit.text import AuditError, dtype_name, one_line, plural
 from samebits.tools.audit.trace import Call, Layout, Observer, Trace, find_layout, is_dense, memory, unseen
+from samebits.tools.text import AuditError, dtype_name, one_line, plural
 
 
 def audit(

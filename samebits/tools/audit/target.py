@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import samebits
 from samebits.tools.audit.drift import Operator
-from samebits.tools.audit.text import dtype_name, one_line, plural
+from samebits.tools.text import dtype_name, one_line, plural
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LINEAR, _ADDMM = "torch.nn.functional.linear", "torch.addmm"

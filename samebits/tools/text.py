@@ -1,4 +1,4 @@
-"""What the audit calls things when it speaks to people."""
+"""How the tools speak to people: counts, names, and errors of one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from collections.abc import Sequence
 import torch
 
 
-class AuditError(ValueError):
+class ToolError(ValueError):
+    """A tool cannot run on what it was given; one line says what is wrong and what to do."""
+
+
+class AuditError(ToolError):
     """The audit cannot run on what it was given; one line says what is wrong and what to do."""
 
 
