@@ -68,7 +68,7 @@ def test_thorough_compares_a_thousand_million_values() -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in verify.cases(False) if c.work < 1 << 21][::9], ids=str)
-def test_operands_are_laid_out_as_the_case_says(case: verify.Case) -> None:
+def test_operands_are_laid_out_as_the_case_says(case: verify.ProductCase) -> None:
     x = make_inputs(case, torch.device("cpu"))
     assert x.a.shape[-2:] == (case.m, case.k)
     assert x.b.shape[-2:] == (case.k, case.n)
@@ -167,7 +167,7 @@ def test_writes_outside_of_an_output_and_reads_that_come_too_early_are_found(
         ),
     )
     out = torch.float32 if accumulate else None
-    case = verify.Case("back to back", 24, 24, 24, accumulate=accumulate, out=out)
+    case = verify.ProductCase("back to back", 24, 24, 24, accumulate=accumulate, out=out)
     cpu = torch.device("cpu")
     for schedule, differing in (("right", False), ("wrong", True)):
         found = report()
@@ -266,7 +266,7 @@ def test_log_probabilities_of_a_second_backend_are_held_to_the_reference(
         right.logp.combine(statistics, rows)
         flipped("combine", rows.logp)
 
-    second = reductions.Backend(
+    second = reductions.RowBackend(
         *("second ", None, mock.Mock(wraps=right.logp, combine=combine), statistics, grad_logits, None),
         lambda entry, *sizes: () if entry == "attention" else ("first", "second"),
     )
@@ -328,14 +328,14 @@ def test_processes_share_what_triton_compiles(monkeypatch: pytest.MonkeyPatch) -
     ran: list[tuple[int, int]] = []
     asked = [(i % 6, i) for i in range(40)]
 
-    class Plan:
+    class OnePlan:
         def __init__(self, index: int, thorough: bool, backends: Sequence[str]) -> None: ...
 
         def triton(self) -> Iterator[tuple[object, Callable[[], object]]]:
             for key, call in asked:
                 yield key, partial(ran.append, (key, call))
 
-    monkeypatch.setattr(plan, "Plan", Plan)
+    monkeypatch.setattr(plan, "VerifyPlan", OnePlan)
     for part in range(3):
         plan.launch_part(0, False, part, 3)
         assert len({key for key, _ in ran}) == 2 * part + 2
@@ -387,7 +387,7 @@ def test_a_run_from_end_to_end(
     def product(x: Operands, schedule: object) -> None:
         x.out.copy_(reference.matmul(x.a, x.b, bias=None, out_dtype=x.out.dtype, contract=HELD_TO.key))
 
-    class Some(plan.Plan):
+    class Some(plan.VerifyPlan):
         def __init__(self, *of: Any) -> None:
             super().__init__(*of)
             self.device = CPU
@@ -410,7 +410,7 @@ def test_a_run_from_end_to_end(
     monkeypatch.setattr(run, "_helpers", lambda *of: nullcontext(lambda seconds: None))
     monkeypatch.setattr(triton, "status", lambda: mock.Mock(available=True))
     monkeypatch.setattr("samebits.backends.cuda.matmul.family", lambda index: samebits.HOPPER)
-    monkeypatch.setattr(run, "Plan", Some)
+    monkeypatch.setattr(run, "VerifyPlan", Some)
     monkeypatch.setattr(plan, "kernels", lambda index, backends: [kernel])
     monkeypatch.setattr(plan, "on_cuda", lambda fused: on._replace(name="cuda ", rows=rows))
     monkeypatch.setattr(plan, "on_triton", lambda *of: on._replace(name="triton ", rows=rows))

@@ -1,4 +1,4 @@
-"""What `samebits bench` measures: the cases, their operands, and what samebits is compared with."""
+"""What ``samebits bench`` measures: the cases, their operands, and what samebits is compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of `samebits bench`: the check of bits before each time, the times, and what goes with them."""
+"""One run of ``samebits bench``. A case is timed only after its bits were checked."""
 
 from __future__ import annotations
 

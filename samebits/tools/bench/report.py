@@ -1,4 +1,4 @@
-"""What the times say, by shape and by band, for a terminal and for the documents."""
+"""The figures of a benchmark, for a terminal and for the documents: speed by shape, and by band of cases."""
 
 from __future__ import annotations
 

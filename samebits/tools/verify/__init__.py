@@ -6,7 +6,7 @@ batches to one another. Every output is filled with NaN before its kernel runs, 
 """
 
 from samebits.tools.verify.answers import known_answers
-from samebits.tools.verify.case import Case, cases
+from samebits.tools.verify.case import ProductCase, cases
 from samebits.tools.verify.kernel import BACKENDS, kernels, takes
 from samebits.tools.verify.operands import Inputs
 from samebits.tools.verify.report import Line, Mismatch, Report, show
@@ -14,10 +14,10 @@ from samebits.tools.verify.run import verify
 
 __all__ = [
     "BACKENDS",
-    "Case",
     "Inputs",
     "Line",
     "Mismatch",
+    "ProductCase",
     "Report",
     "cases",
     "kernels",

@@ -1,4 +1,4 @@
-"""What is compared, as data."""
+"""The products that are compared, as data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ProductCase:
     """One product ``[m, k] @ [k, n]``.
 
     Attributes:
@@ -116,16 +116,16 @@ LARGE = (
 LARGEST = ((8192, 8192, 1024), (16384, 4096, 2048), (1024, 8192, 8192), (1, 57344, 8192), (64, 8192, 28672))
 
 
-def cases(thorough: bool) -> list[Case]:
+def cases(thorough: bool) -> list[ProductCase]:
     """What is held to the CPU reference, and, from `LARGE` on, to the universal kernel."""
     return [*_tensor_core(thorough), *_fma(thorough), *_tiny(thorough)]
 
 
-def _tiny(thorough: bool) -> list[Case]:
+def _tiny(thorough: bool) -> list[ProductCase]:
     """Batches of matrices of at most 64 rows and columns, under both contracts."""
     turns = itertools.cycle(itertools.product(KINDS, LAYOUTS, ("", "a", "b")))
     places = itertools.cycle(("plain", "pitched", "odd", "plain", "spread"))
-    mma, fma = partial(Case, TINY_BATCHES), partial(Case, TINY_BATCHES, step="fma")
+    mma, fma = partial(ProductCase, TINY_BATCHES), partial(ProductCase, TINY_BATCHES, step="fma")
     found = []
     for shape in TINY:
         for of, dtype in ((mma, BF16), (mma, F16), (fma, F32), (fma, BF16), (fma, F16)):
@@ -138,25 +138,25 @@ def _tiny(thorough: bool) -> list[Case]:
     return found
 
 
-def _fma(thorough: bool) -> list[Case]:
+def _fma(thorough: bool) -> list[ProductCase]:
     """All of f32; of 16-bit operands, whose chains are the same, less."""
     kinds = itertools.cycle(KINDS)
-    f32 = partial(Case, dtype=F32, step="fma")
+    f32 = partial(ProductCase, dtype=F32, step="fma")
     found = []
     for shape in SHAPES:
         found.append(f32("shapes", *shape, kind=next(kinds)))
         for dtype in (BF16, F16):
-            found.append(Case("shapes", *shape, dtype=dtype, kind=next(kinds), step="fma"))
+            found.append(ProductCase("shapes", *shape, dtype=dtype, kind=next(kinds), step="fma"))
     for layout in LAYOUTS:
         found += [f32("layouts", *shape, layout, kind=next(kinds)) for shape in SIZES]
         for place in ("pitched", "odd", "spread"):
             found.append(f32("strides", 33, 70, 45, layout, place=place))
-            found.append(Case("strides", 136, 328, 200, layout, place=place, step="fma"))
+            found.append(ProductCase("strides", 136, 328, 200, layout, place=place, step="fma"))
     for dtype, kind in itertools.product((F32, BF16, F16), KINDS):
-        found.append(Case("values", 136, 72, 272, dtype=dtype, kind=kind, step="fma"))
-        found.append(Case("values", 16, 264, 1032, dtype=dtype, kind=kind, out=F32, step="fma"))
+        found.append(ProductCase("values", 136, 72, 272, dtype=dtype, kind=kind, step="fma"))
+        found.append(ProductCase("values", 16, 264, 1032, dtype=dtype, kind=kind, out=F32, step="fma"))
     for dtype in (F32, BF16):
-        same = partial(Case, "epilogues", 300, 520, 264, dtype=dtype, kind="special", step="fma")
+        same = partial(ProductCase, "epilogues", 300, 520, 264, dtype=dtype, kind="special", step="fma")
         found += [same(bias=dtype), same(bias=F32, out=F32), same(bias=F16, pitch=528), same(pitch=523)]
         found += [same(out=F32, accumulate=True), same(out=F32, accumulate=True, pitch=521, layout="TN")]
     for shared in ("", "a", "b"):
@@ -177,28 +177,30 @@ def _fma(thorough: bool) -> list[Case]:
     return found
 
 
-def _tensor_core(thorough: bool) -> list[Case]:
+def _tensor_core(thorough: bool) -> list[ProductCase]:
     kinds, dtypes = itertools.cycle(KINDS), itertools.cycle((BF16, F16))
     found = []
     for shape in SHAPES:
         for dtype in (BF16, F16):
-            found.append(Case("shapes", *shape, dtype=dtype, kind=next(kinds)))
-            found.append(Case("shapes", *shape, dtype=dtype, kind=next(kinds), out=F32))
+            found.append(ProductCase("shapes", *shape, dtype=dtype, kind=next(kinds)))
+            found.append(ProductCase("shapes", *shape, dtype=dtype, kind=next(kinds), out=F32))
     for layout in LAYOUTS:
         for dtype in (BF16, F16) if thorough else (BF16,):
             for shape in SIZES:
-                found.append(Case("layouts", *shape, layout, dtype))
+                found.append(ProductCase("layouts", *shape, layout, dtype))
                 if thorough:
-                    found.append(Case("layouts", *shape, layout, dtype, out=F32, kind=next(kinds)))
+                    found.append(ProductCase("layouts", *shape, layout, dtype, out=F32, kind=next(kinds)))
         for place, shape in itertools.product(("pitched", "odd", "spread"), ((136, 328, 200), (33, 70, 45))):
-            found.append(Case("strides", *shape, layout, next(dtypes) if thorough else BF16, place=place))
+            found.append(
+                ProductCase("strides", *shape, layout, next(dtypes) if thorough else BF16, place=place)
+            )
     for dtype, kind in itertools.product((BF16, F16), KINDS):
         for out in (None, F32):
             for shape in ((136, 72, 272), (16, 264, 1032)):
-                found.append(Case("values", *shape, dtype=dtype, kind=kind, out=out))
+                found.append(ProductCase("values", *shape, dtype=dtype, kind=kind, out=out))
     for dtype in (BF16, F16) if thorough else (BF16,):
         for kind in ("normal", "special") if thorough else ("special",):
-            same = partial(Case, "epilogues", 300, 520, 264, dtype=dtype, kind=kind)
+            same = partial(ProductCase, "epilogues", 300, 520, 264, dtype=dtype, kind=kind)
             found += [same(bias=dtype), same(bias=F32, out=F32), same(bias=dtype, pitch=528)]
             found += [same(pitch=523), same(out=F32, pitch=523), same(out=F32, accumulate=True)]
             found += [same(out=F32, accumulate=True, pitch=521), same(out=F32, accumulate=True, layout="TN")]
@@ -206,11 +208,13 @@ def _tensor_core(thorough: bool) -> list[Case]:
     for shared in ("", "a", "b"):
         for layout in LAYOUTS if thorough else ("NT", "NN"):
             for shape in ((136, 264, 200), (1, 72, 64), (20, 18, 33)):
-                found.append(Case("batches", *shape, layout, batch=5, shared=shared))
+                found.append(ProductCase("batches", *shape, layout, batch=5, shared=shared))
     for lengths in LENGTHS:
         for bounds in (torch.int32, torch.int64):
             for m, n in ((264, 520), (40, 24)):
-                spans = partial(Case, "sequences", m, n, sum(lengths), "TN", lengths=lengths, bounds=bounds)
+                spans = partial(
+                    ProductCase, "sequences", m, n, sum(lengths), "TN", lengths=lengths, bounds=bounds
+                )
                 found += [spans(out=F32, accumulate=True, kind="wide"), spans()]
                 if thorough:
                     found += [spans(dtype=F16, kind="special"), spans(dtype=F16, out=F32)]
@@ -218,10 +222,12 @@ def _tensor_core(thorough: bool) -> list[Case]:
         for accumulate in (False, True):
             out = F32 if accumulate else None
             found.append(
-                Case("sequences", 40, 72, k, "TN", batch=2, segments=segments, accumulate=accumulate, out=out)
+                ProductCase(
+                    "sequences", 40, 72, k, "TN", batch=2, segments=segments, accumulate=accumulate, out=out
+                )
             )
     for layout, size in itertools.product(LAYOUTS, (1088, 328) if thorough else (1088,)):
-        chain = partial(Case, CHAIN, size, size, size, layout)
+        chain = partial(ProductCase, CHAIN, size, size, size, layout)
         found.append(chain())
         if thorough:
             found.append(chain(F16))
@@ -229,7 +235,7 @@ def _tensor_core(thorough: bool) -> list[Case]:
             found.append(chain(out=F32, accumulate=True))
     for shape in LARGE + (LARGEST if thorough else ()):
         for layout in LAYOUTS[:3] if thorough and shape[0] > 16 else ("NT",):
-            found.append(Case("large", *shape, layout))
+            found.append(ProductCase("large", *shape, layout))
             if thorough:
-                found.append(Case("large", *shape, layout, F16, out=F32, kind="wide"))
+                found.append(ProductCase("large", *shape, layout, F16, out=F32, kind="wide"))
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from samebits.backends.product import Product, ProductKernel
 from samebits.testing import values
-from samebits.tools.verify.case import Case
+from samebits.tools.verify.case import ProductCase
 from samebits.tools.verify.failures import finish, running
 from samebits.tools.verify.kernel import takes
 from samebits.tools.verify.operands import Inputs
@@ -25,7 +25,7 @@ _STEPS = 12
 
 def verify_chain(
     report: Report,
-    case: Case,
+    case: ProductCase,
     universal: ProductKernel[Any],
     pairs: Iterable[tuple[ProductKernel[Any], Any]],
     device: torch.device,

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from samebits.backends.product import Operands
 from samebits.testing import values
-from samebits.tools.verify.case import F32, Case
+from samebits.tools.verify.case import F32, ProductCase
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def laid(x: Tensor, layout: str, place: str) -> Tensor:
     return room[..., first : first + step * columns : step].copy_(x)
 
 
-def make_inputs(case: Case, device: torch.device, make: Callable[..., Tensor] = values) -> Inputs:
+def make_inputs(case: ProductCase, device: torch.device, make: Callable[..., Tensor] = values) -> Inputs:
     """The inputs of `case`, filled by `make`."""
     lead = (case.batch,) if case.batch else ()
     mid = (case.segments,) if case.segments else ()
@@ -92,7 +92,7 @@ class Room:
         return torch.cat((self.memory[:_MARGIN], self.memory[-_MARGIN:]))
 
 
-def make_room(case: Case, inputs: Inputs) -> Room:
+def make_room(case: ProductCase, inputs: Inputs) -> Room:
     """Room for an output, which starts as NaN or as the accumulator."""
     lead = (case.batch,) if case.batch else ()
     height, width = math.prod(lead) * case.m, max(case.n, case.pitch)

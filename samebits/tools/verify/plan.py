@@ -1,4 +1,4 @@
-"""What a run tries, and what it has compiled before."""
+"""What a run of ``samebits verify`` tries, and what it has compiled before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from samebits.backends.product import Product, ProductKernel
 from samebits.contract import TENSOR_CORE
-from samebits.tools.verify.case import SIZES, TINY_BATCHES, Case, cases
+from samebits.tools.verify.case import SIZES, TINY_BATCHES, ProductCase, cases
 from samebits.tools.verify.kernel import kernels, takes
 from samebits.tools.verify.operands import make_inputs, make_room, unfilled
 from samebits.tools.verify.reductions import calls, on_cuda, on_triton, reductions
@@ -22,7 +22,7 @@ Runs = list[Pair]
 """Kernels, each with a schedule."""
 
 
-class Plan:
+class VerifyPlan:
     """The products and reductions that are held to the CPU reference on a GPU.
 
     Attributes:
@@ -71,7 +71,7 @@ class Plan:
             for schedule, call in zip(on.tried(case), calls([case], on, self.device), strict=True):
                 yield (*of, schedule), call
 
-    def _launches(self, case: Case, pairs: Runs) -> Iterator[tuple[Pair, Callable[[], object]]]:
+    def _launches(self, case: ProductCase, pairs: Runs) -> Iterator[tuple[Pair, Callable[[], object]]]:
         if not pairs:
             return
         inputs = make_inputs(case, self.device, unfilled)
@@ -85,13 +85,13 @@ class Plan:
 def launch_part(index: int, thorough: bool, part: int, parts: int) -> None:
     """Launch one part of what Triton will, so that its on-disk cache has the kernels."""
     of: dict[object, int] = {}
-    for key, call in Plan(index, thorough, ("triton",)).triton():
+    for key, call in VerifyPlan(index, thorough, ("triton",)).triton():
         if of.setdefault(key, len(of)) % parts == part:
             with suppress(Exception):  # it will fail where it is verified, too
                 call()
 
 
-def runs(todo: Sequence[Case], offered: Sequence[ProductKernel[Any]], thorough: bool) -> list[Runs]:
+def runs(todo: Sequence[ProductCase], offered: Sequence[ProductKernel[Any]], thorough: bool) -> list[Runs]:
     """For each case, the schedules to try: the first, and of many, others for each variant, in turn.
 
     Those of a CUDA kernel all run on plain operands of each layout, which many are made for, besides in a
@@ -101,14 +101,14 @@ def runs(todo: Sequence[Case], offered: Sequence[ProductKernel[Any]], thorough: 
     """
     turns: dict[object, dict[object, int]] = {}
 
-    def alike(case: Case, ahead: bool) -> dict[object, int]:
+    def alike(case: ProductCase, ahead: bool) -> dict[object, int]:
         of = (case.what == TINY_BATCHES, case.layout) if ahead else case.what
         return turns.setdefault((ahead, case.step, of), {})
 
     for case, ahead in itertools.product(todo, (True, False)):
         alike(case, ahead).setdefault(case.variant, len(alike(case, ahead)))
 
-    def tried(kernel: ProductKernel[Any], case: Case, j: int) -> bool:
+    def tried(kernel: ProductKernel[Any], case: ProductCase, j: int) -> bool:
         variants = alike(case, kernel.compiled_ahead)
         if case.what == TINY_BATCHES and kernel.name != "tiny" and not thorough:
             return j == variants[case.variant] % 4 == 0

@@ -10,7 +10,7 @@ import torch
 
 from samebits.backends.product import Product, ProductKernel
 from samebits.contract import Contract
-from samebits.tools.verify.case import Case
+from samebits.tools.verify.case import ProductCase
 from samebits.tools.verify.failures import finish, running
 from samebits.tools.verify.kernel import takes
 from samebits.tools.verify.operands import Inputs, make_inputs, make_room
@@ -26,7 +26,7 @@ AROUND = "memory around outputs"
 
 def verify_case(
     report: Report,
-    case: Case,
+    case: ProductCase,
     universal: ProductKernel[Any],
     pairs: Iterable[tuple[ProductKernel[Any], Any]],
     contract: Contract,

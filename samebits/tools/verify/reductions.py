@@ -35,7 +35,7 @@ EPS, SCALE = 1e-5, 0.7
 IDS, PADDING, IGNORED = 11, 3, -1
 
 
-class Backend(NamedTuple):
+class RowBackend(NamedTuple):
     """What runs the kernels: modules, and the functions that may have schedules."""
 
     name: str
@@ -56,7 +56,7 @@ class Backend(NamedTuple):
         return ("",) if self.rows is not None or case.kernel in _LOGP else ()
 
 
-def on_cuda(fused: bool) -> Backend:
+def on_cuda(fused: bool) -> RowBackend:
     """The CUDA kernels; `fused`, whether those of `linear_logp` are here."""
     from samebits.backends.cuda import attention_sm90, linear_logp_sm90, logp, rows
     from samebits.backends.cuda.products.schedule_sm90 import round_up
@@ -71,10 +71,10 @@ def on_cuda(fused: bool) -> Backend:
 
     grad_logits = partial(grad_logits_by, linear_logp_sm90.grad_logits_later)
     kernels = linear_logp_sm90.statistics, grad_logits, attention_sm90.attention
-    return Backend("", rows, logp, *kernels, schedules)
+    return RowBackend("", rows, logp, *kernels, schedules)
 
 
-def on_triton(contract: Contract, device: int) -> Backend:
+def on_triton(contract: Contract, device: int) -> RowBackend:
     """Triton's; where a GPU fetches no tiles, its other kernels compute log-probabilities."""
     from samebits.backends.triton import linear_logp, logp
 
@@ -83,10 +83,10 @@ def on_triton(contract: Contract, device: int) -> Backend:
 
     statistics = partial(linear_logp.statistics, contract=contract.key)
     grad_logits = partial(grad_logits_by, linear_logp.grad_logits_later, contract=contract.key)
-    return Backend("triton ", None, logp, statistics, grad_logits, None, schedules)
+    return RowBackend("triton ", None, logp, statistics, grad_logits, None, schedules)
 
 
-def reference(contract: Contract) -> Backend:
+def reference(contract: Contract) -> RowBackend:
     from samebits.backends.reference import linear_logp, logp, rows
 
     def statistics(*args: Any, schedule: Any) -> Statistics:
@@ -99,7 +99,7 @@ def reference(contract: Contract) -> Backend:
         k, v, mask, causal, scale, _ = args  # the last is the key that kernels take
         return stored(q, k, v, mask, causal, scale, contract.key)
 
-    return Backend("", rows, logp, statistics, grad_logits, attention, lambda *of: (None,))
+    return RowBackend("", rows, logp, statistics, grad_logits, attention, lambda *of: (None,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,23 +219,25 @@ class RowOperands:
 Results = tuple[Tensor, ...]
 
 
-def _norm(on: Backend, o: RowOperands, *, bias: bool = True, weight: bool = True, centred: bool) -> Results:
+def _norm(
+    on: RowBackend, o: RowOperands, *, bias: bool = True, weight: bool = True, centred: bool
+) -> Results:
     y, *kept = on.rows.norm(o.x, o.weight if weight else None, o.bias if bias else None, EPS, centred)
     # Of what is kept for the backward the contract specifies no NaN.
     return y, *(torch.where(t.isnan(), torch.nan, t) for t in kept)
 
 
-def _norm_backward(on: Backend, o: RowOperands, *, centred: bool) -> Results:
+def _norm_backward(on: RowBackend, o: RowOperands, *, centred: bool) -> Results:
     means, scales = o.vectors[0] if centred else o.vectors[0, :0], o.vectors[1]
     return (on.rows.norm_backward(o.grad, o.x, o.weight if centred else None, means, scales),)
 
 
-def _norm_columns(on: Backend, o: RowOperands, *, centred: bool) -> Results:
+def _norm_columns(on: RowBackend, o: RowOperands, *, centred: bool) -> Results:
     means, scales = o.vectors[0] if centred else o.vectors[0, :0], o.vectors[1]
     return on.rows.norm_columns(o.grad, o.x, means, scales, o.weight.dtype)  # type: ignore[no-any-return]
 
 
-def _logp(on: Backend, o: RowOperands, *, entropy: bool) -> Results:
+def _logp(on: RowBackend, o: RowOperands, *, entropy: bool) -> Results:
     rows = Rows.empty(o.target, o.x.shape[1], IGNORED, scale=SCALE, entropy=entropy)
     statistics = Statistics.empty(rows)
     for part in vocabulary_pieces(slice(0, rows.vocabulary), 1, 8 * VOCAB_BLOCK):
@@ -243,27 +245,29 @@ def _logp(on: Backend, o: RowOperands, *, entropy: bool) -> Results:
     return _combined(on, statistics, rows)
 
 
-def _statistics(on: Backend, o: RowOperands, schedule: Any, *, bias: bool, entropy: bool) -> Results:
+def _statistics(on: RowBackend, o: RowOperands, schedule: Any, *, bias: bool, entropy: bool) -> Results:
     rows = Rows.empty(o.target, len(o.vocabulary), IGNORED, scale=SCALE, entropy=entropy)
     its_bias = o.bias if bias else None
     return _combined(on, on.statistics(o.hidden, o.vocabulary, its_bias, rows, schedule=schedule), rows)
 
 
-def _combined(on: Backend, statistics: Statistics, rows: Rows) -> Results:
+def _combined(on: RowBackend, statistics: Statistics, rows: Rows) -> Results:
     on.logp.combine(statistics, rows)
     # The shift may be a zero of either sign, and anything where the logarithm of the sum is NaN.
     shift = torch.where(rows.log_sum.isnan(), torch.nan, rows.shift + 0.0)
     return rows.logp, rows.entropy, shift, rows.log_sum
 
 
-def _grad_logits(on: Backend, o: RowOperands, *, entropy: bool) -> Results:
+def _grad_logits(on: RowBackend, o: RowOperands, *, entropy: bool) -> Results:
     rows, *grads = _given(o, o.x.shape[1], entropy)
     dz = torch.empty(o.x.shape, dtype=o.y.dtype, device=o.x.device)
     on.logp.grad_logits(dz, o.x, 0, rows, *grads)
     return (dz,)
 
 
-def _fused_grad_logits(on: Backend, o: RowOperands, schedule: Any, *, bias: bool, entropy: bool) -> Results:
+def _fused_grad_logits(
+    on: RowBackend, o: RowOperands, schedule: Any, *, bias: bool, entropy: bool
+) -> Results:
     rows, *grads = _given(o, len(o.vocabulary), entropy)
     its_bias, parts = o.bias if bias else None, vocabulary_pieces(slice(0, rows.vocabulary), 1, 512)
     dtype = o.hidden.dtype
@@ -273,7 +277,7 @@ def _fused_grad_logits(on: Backend, o: RowOperands, schedule: Any, *, bias: bool
     )
 
 
-def _attention(on: Backend, o: RowOperands, schedule: Any, *, mask: str = "") -> Results:
+def _attention(on: RowBackend, o: RowOperands, schedule: Any, *, mask: str = "") -> Results:
     """Tokens are queries of one head, or two in its group; many are of more heads than multiprocessors.
 
     The vocabulary is the keys of all heads.
@@ -307,7 +311,7 @@ class Reducer:
     dtypes: Pairs
     entry: str = ""
 
-    def __call__(self, on: Backend, o: RowOperands, schedule: Any) -> Results:
+    def __call__(self, on: RowBackend, o: RowOperands, schedule: Any) -> Results:
         return self.run(on, o, schedule) if self.entry else self.run(on, o)
 
 
@@ -405,7 +409,7 @@ def reductions(thorough: bool, fused: bool) -> Iterator[Reduction]:
                 yield case("strides", *middle, layout=layout, place=place)
 
 
-def calls(cases: Iterable[Reduction], on: Backend, device: torch.device) -> Iterator[Callable[[], object]]:
+def calls(cases: Iterable[Reduction], on: RowBackend, device: torch.device) -> Iterator[Callable[[], object]]:
     """What loads the kernels that `cases` run."""
     for case in cases:
         kernel, operands = KERNELS[case.kernel], RowOperands(case, unfilled).placed(device)
@@ -416,7 +420,7 @@ def calls(cases: Iterable[Reduction], on: Backend, device: torch.device) -> Iter
 def verify_reductions(
     report: Report,
     cases: Iterable[Reduction],
-    backends: Sequence[Backend],
+    backends: Sequence[RowBackend],
     contract: Contract,
     device: torch.device,
 ) -> None:

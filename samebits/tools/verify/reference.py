@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from samebits.contract import Contract
-from samebits.tools.verify.case import Case
+from samebits.tools.verify.case import ProductCase
 from samebits.tools.verify.operands import Inputs
 
 REFERENCE = "CPU reference"
 
 
-def on_cpu(case: Case, inputs: Inputs, contract: Contract) -> Tensor:
+def on_cpu(case: ProductCase, inputs: Inputs, contract: Contract) -> Tensor:
     """What the contract says, computed on the CPU, on the operands' device."""
     from samebits.backends.reference import matmul as backend
 

@@ -12,7 +12,7 @@ from samebits.backends import asked
 from samebits.contract import Contract
 from samebits.ops.linear import linear
 from samebits.testing import values
-from samebits.tools.verify.case import BF16, F16, Case
+from samebits.tools.verify.case import BF16, F16, ProductCase
 from samebits.tools.verify.failures import finish
 from samebits.tools.verify.operands import Inputs, laid
 from samebits.tools.verify.reference import REFERENCE, on_cpu
@@ -41,7 +41,7 @@ def verify_rows(
     weight = values("normal", (n, k), dtype, 2, device)
     full = linear(x, weight)
     spread = torch.arange(0, ROWS[-1], ROWS[-1] // 8, device=device)
-    want = on_cpu(Case("", 8, n, k, dtype=dtype), Inputs(x[spread], weight.mT), contract)
+    want = on_cpu(ProductCase("", 8, n, k, dtype=dtype), Inputs(x[spread], weight.mT), contract)
     report.compare(linears, "rows, sampled", REFERENCE, full[spread], want, where)
 
     def same(what: str, got: Tensor, rows: Any, counts: bool = True, who: str = linears) -> None:

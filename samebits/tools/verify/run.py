@@ -21,7 +21,7 @@ from samebits.tools.verify.chain import verify_chain
 from samebits.tools.verify.failures import HangError, KernelError, running
 from samebits.tools.verify.kernel import BACKENDS
 from samebits.tools.verify.operations import verify_operations
-from samebits.tools.verify.plan import Plan, launch_part
+from samebits.tools.verify.plan import VerifyPlan, launch_part
 from samebits.tools.verify.products import verify_case
 from samebits.tools.verify.reductions import verify_reductions
 from samebits.tools.verify.report import Report
@@ -109,7 +109,7 @@ def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[s
     with _helpers(index, thorough, backends) as wait:
         _verify_cpu(report, progress)
         progress(0.0, "choosing kernels")
-        plan = Plan(index, thorough, backends)
+        plan = VerifyPlan(index, thorough, backends)
         compiled = ahead.compile_for(plan.cuda(), lambda done, what: progress(0.4 * done, what))
         report.kernels = compiled.needed
         if compiled.missing or "triton" in backends:

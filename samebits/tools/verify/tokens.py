@@ -13,7 +13,7 @@ from samebits.contract import Contract
 from samebits.ops.addmm import addmm_
 from samebits.ops.linear import linear
 from samebits.testing import values
-from samebits.tools.verify.case import F32, Case
+from samebits.tools.verify.case import F32, ProductCase
 from samebits.tools.verify.failures import finish
 from samebits.tools.verify.operands import Inputs
 from samebits.tools.verify.reference import REFERENCE, on_cpu
@@ -48,7 +48,7 @@ def verify_tokens(
         report.compare(name, what, "packed sequences", got, want, where)
 
     want = chain(dy[None], x[None], offsets)
-    case = Case("", 8, n, ends[-1], dtype=dtype, out=F32)
+    case = ProductCase("", 8, n, ends[-1], dtype=dtype, out=F32)
     rows = torch.arange(0, n, n // 8, device=device)[:8]
     few = Inputs(dy[:, rows].mT.contiguous(), x, cu_seqlens=offsets)
     sampled = on_cpu(dataclasses.replace(case, m=len(rows), n=k), few, contract)
