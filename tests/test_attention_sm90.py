@@ -14,7 +14,7 @@ from torch import Tensor
 
 from samebits import TENSOR_CORE
 from samebits.backends.cuda import attention_sm90, runtime
-from samebits.backends.cuda.schedule import round_up
+from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.ops.attention import attention, stored
 from samebits.testing import assert_same_bits, values
 from tests.devices import FAMILY, case
