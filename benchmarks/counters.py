@@ -17,20 +17,20 @@ from typing import Any
 import torch
 
 from benchmarks.record import RESULTS, environment, results_file, slug, write
-from samebits.bench import F32, Case, _contestants, _operands
+from samebits.tools.bench.cases import F32, BenchCase, contestants, make_operands
 
 CASES = (
-    *(Case("forward", m, 4096, 4096) for m in (1, 16, 128)),
-    Case("forward", 1, 4096, 28672),
-    Case("forward", 256, 8192, 8192),
-    Case("forward", 2048, 8192, 8192),
-    Case("dX", 512, 4096, 6144),
-    Case("dX", 1024, 768, 3072),
-    Case("dW", 2048, 4096, 4096),
-    Case("dW", 16384, 7168, 256),
-    Case("forward", 1, 7168, 256, F32),
-    Case("forward", 128, 4096, 4096, F32),
-    Case("forward", 2048, 4096, 4096, F32),
+    *(BenchCase("forward", m, 4096, 4096) for m in (1, 16, 128)),
+    BenchCase("forward", 1, 4096, 28672),
+    BenchCase("forward", 256, 8192, 8192),
+    BenchCase("forward", 2048, 8192, 8192),
+    BenchCase("dX", 512, 4096, 6144),
+    BenchCase("dX", 1024, 768, 3072),
+    BenchCase("dW", 2048, 4096, 4096),
+    BenchCase("dW", 16384, 7168, 256),
+    BenchCase("forward", 1, 7168, 256, F32),
+    BenchCase("forward", 128, 4096, 4096, F32),
+    BenchCase("forward", 2048, 4096, 4096, F32),
 )
 
 OURS = ("tensor_core", "fma_")
@@ -53,15 +53,15 @@ def run() -> None:
     """All products, ours first, with nothing else between the profiler's start and stop."""
     device = torch.device("cuda", 0)
     for case in CASES:
-        operands = _operands(case, device, torch.randn)
-        contestants = _contestants(case, device)
+        operands = make_operands(case, device, torch.randn)
+        runs = contestants(case, device)
         for _ in range(2):
             for name in ("samebits", "torch"):
-                contestants[name](*operands)
+                runs[name](*operands)
         torch.cuda.synchronize()
         for name in ("samebits", "torch"):
             torch.cuda.profiler.start()
-            contestants[name](*operands)
+            runs[name](*operands)
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
 

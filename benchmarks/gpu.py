@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.record import RESULTS, environment, results_file, slug, write
-from samebits import bench
+from samebits.tools import bench
 
 
 def main() -> None:

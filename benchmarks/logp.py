@@ -22,8 +22,11 @@ from torch import Tensor
 
 import samebits
 from benchmarks.record import RESULTS, environment, results_file, slug, write
-from samebits import bench
 from samebits.testing import assert_same_bits
+from samebits.tools.bench import BenchCase
+from samebits.tools.bench.cases import stored_logits
+from samebits.tools.bench.clock import alone, timed
+from samebits.tools.bench.measure import check_logp
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ def contestants() -> dict[str, Run]:
     found: dict[str, Run] = {
         "samebits": samebits.linear_logp,
         "samebits, Triton": _triton,
-        "torch": bench.stored_logits,
+        "torch": stored_logits,
     }
     try:
         from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
@@ -78,15 +81,15 @@ def contestants() -> dict[str, Run]:
 def check(case: Case, x: Tensor, weight: Tensor, target: Tensor) -> None:
     """Refuse wrong bits: of Triton against CUDA, and of a few tokens against the CPU reference."""
     assert_same_bits(_triton(x, weight, target), samebits.linear_logp(x, weight, target))
-    product = bench.Case("logp", case.tokens, case.d, case.v)
-    bench._check_logp(product, (x, weight, target), x.device, samebits.linear_logp)
+    product = BenchCase("logp", case.tokens, case.d, case.v)
+    check_logp(product, (x, weight, target), x.device, samebits.linear_logp)
 
 
 def times(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Median milliseconds."""
     for run in runs.values():
         run()  # compiles what it needs
-    found = bench._alone({name: partial(bench._timed, run) for name, run in runs.items()})
+    found = alone({name: partial(timed, run) for name, run in runs.items()})
     return {name: float(f"{statistics.median(t) / 1e3:.4g}") for name, t in found.items()}
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.record import GPUS, ROOT, load, measured, tiny
-from samebits.bench import forward, is_forward, ratio
+from samebits.tools.bench.report import forward, is_forward, ratio
 
 ASSETS = ROOT / "docs" / "assets"
 

@@ -18,8 +18,9 @@ from typing import Any
 
 from benchmarks.logp import PRODUCT
 from benchmarks.record import GPUS, ROOT, load, measured, slug, tiny
-from samebits.bench import BETWEEN, forward, ratio, summary
 from samebits.mode import rules
+from samebits.tools.bench.cases import BETWEEN
+from samebits.tools.bench.report import forward, ratio, summary
 
 BLOCK = re.compile(
     r"(?<=^<!-- begin: )([a-z0-9-]+)( -->\n)(.*?)(?=^<!-- end: \1 -->$)", re.DOTALL | re.MULTILINE

@@ -29,12 +29,12 @@ from torch import Tensor
 from benchmarks.record import RESULTS, environment, slug, write
 from samebits.backends.cuda import ahead, runtime
 from samebits.backends.product import Operands, Product, ProductKernel
-from samebits.bench import CASES, F32, Case, _operands, _Race
 from samebits.testing import assert_same_bits, bits
-from samebits.verify import Case as Proof
-from samebits.verify import Inputs, kernels
-from samebits.verify.failures import finish, running
-from samebits.verify.operands import Room, make_room
+from samebits.tools.bench.cases import CASES, F32, BenchCase, make_operands
+from samebits.tools.bench.clock import Race
+from samebits.tools.verify import Inputs, ProductCase, kernels
+from samebits.tools.verify.failures import finish, running
+from samebits.tools.verify.operands import Room, make_room
 
 PLAUSIBLE = 1.6
 """Schedules whose estimated cost is up to so many times the least are timed."""
@@ -42,7 +42,7 @@ PLAUSIBLE = 1.6
 Kernel = ProductKernel[Any]
 
 
-def cases(kernel: Kernel) -> list[Case]:
+def cases(kernel: Kernel) -> list[BenchCase]:
     """The products of ``samebits bench`` under the kernel's contract, in a random order."""
     work = ("forward", "dX", "dW", "bmm")
     found = [c for c in CASES if c.work in work and (c.dtype == F32) == (kernel.step == "fma")]
@@ -50,14 +50,14 @@ def cases(kernel: Kernel) -> list[Case]:
     return found
 
 
-def operands(case: Case, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+def operands(case: BenchCase, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """a and b of the product, from what the case's work is given."""
     return first.mT if case.work == "dW" else first, second.mT if case.work == "forward" else second
 
 
-def product(case: Case, kernel: Kernel, device: int) -> Product:
+def product(case: BenchCase, kernel: Kernel, device: int) -> Product:
     """What the kernel is told of the case, whose tensors need not exist."""
-    first, second, *_ = _operands(case, torch.device("meta"), torch.empty)
+    first, second, *_ = make_operands(case, torch.device("meta"), torch.empty)
     a, b = operands(case, first, second)
     return replace(Product.of(Operands(a, b, _out(a, b)), kernel.step), device=device)
 
@@ -90,7 +90,9 @@ def prove(
         AssertionError: bits differ.
         KernelError: the kernel did not run, or did not end.
     """
-    proof = Proof("tuned", p.m, p.n, p.k, dtype=a.dtype, batch=p.batch if a.ndim == 3 else 0, step=p.step)
+    proof = ProductCase(
+        "tuned", p.m, p.n, p.k, dtype=a.dtype, batch=p.batch if a.ndim == 3 else 0, step=p.step
+    )
     inputs = Inputs(a, b)
 
     def written(by: Kernel, schedule: Any) -> Room:
@@ -109,23 +111,23 @@ def prove(
 
 
 def times(
-    case: Case, runs: dict[str, Callable[..., Tensor]], sets: Sequence[Sequence[Tensor]]
+    case: BenchCase, runs: dict[str, Callable[..., Tensor]], sets: Sequence[Sequence[Tensor]]
 ) -> dict[str, float]:
     """Microseconds of each, as ``samebits bench`` takes them."""
     arithmetic, memory = case.flop / (50e12 if case.dtype == F32 else 600e12), case.bytes / 3.5e12
-    race = _Race(max(2, min(300, math.ceil(3e-3 / max(arithmetic, memory, 3e-6)))))
+    race = Race(max(2, min(300, math.ceil(3e-3 / max(arithmetic, memory, 3e-6)))))
     for name, run in runs.items():
         race.add(name, run, sets)
     return race.alone() if arithmetic > memory else race.run(11)
 
 
-def measure(kernel: Kernel, universal: Kernel, case: Case, p: Product) -> dict[str, Any]:
+def measure(kernel: Kernel, universal: Kernel, case: BenchCase, p: Product) -> dict[str, Any]:
     """Microseconds by torch and by each plausible schedule, what these should cost, and which is chosen."""
     costs = plausible(kernel, p)
     ahead.compile_for(partial(kernel.plan, p, s) for s in costs)
     device = torch.device("cuda", p.device)
     count = max(1, min(64, math.ceil(4.5 * runtime.device_info(p.device).l2_bytes / case.bytes)))
-    sets = [operands(case, *_operands(case, device, torch.randn)[:2]) for _ in range(count)]
+    sets = [operands(case, *make_operands(case, device, torch.randn)[:2]) for _ in range(count)]
     prove(kernel, universal, p, costs, *sets[0])
 
     def run(schedule: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -182,13 +184,13 @@ def report(measured: Iterable[dict[str, Any]]) -> Iterator[Table]:
     yield means
 
 
-def wanted(found: list[Case], rows: str, shapes: str, work: str) -> list[Case]:
+def wanted(found: list[BenchCase], rows: str, shapes: str, work: str) -> list[BenchCase]:
     """The cases that were asked for.
 
     Raises:
         typer.BadParameter: none has such rows, shapes or work.
     """
-    filters: tuple[tuple[str, str, Callable[[Case], str]], ...] = (
+    filters: tuple[tuple[str, str, Callable[[BenchCase], str]], ...] = (
         ("rows", rows, lambda c: str(c.m)),
         ("shapes", shapes, lambda c: f"{c.k}x{c.n}"),
         ("work", work, lambda c: c.work),
@@ -218,7 +220,7 @@ def main(
     console, start = Console(width=200), time.monotonic()
     record, device = environment(commit), torch.cuda.current_device()
     every = kernels(device)
-    todo: list[tuple[Kernel, Case, Product]] = []
+    todo: list[tuple[Kernel, BenchCase, Product]] = []
     for one in (k for k in every if k.name == kernel):
         some = ((case, product(case, one, device)) for case in cases(one))
         todo += [(one, case, p) for case, p in some if one.supports(p)]

@@ -17,7 +17,7 @@ from samebits.ops.matmul import matmul
 from samebits.prepare import prepare
 
 if TYPE_CHECKING:
-    from samebits.auditing import audit
+    from samebits.tools.audit import audit
 
 __all__ = [
     "AMPERE",
@@ -46,7 +46,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "audit":  # a tool, loaded when it is used
-        from samebits.auditing import audit
+        from samebits.tools.audit import audit
 
         return audit
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

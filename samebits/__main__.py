@@ -1,5 +1,5 @@
 """``python -m samebits``: the command line."""
 
-from samebits.cli import app
+from samebits.tools.cli import app
 
 app(prog_name="samebits")

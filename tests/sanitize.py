@@ -30,7 +30,7 @@ from samebits.backends.cuda.products import tensor_core_sm90
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.product import Operands, Product, ProductKernel
 from samebits.backends.triton import runtime as triton
-from samebits.verify import Inputs, kernels, takes
+from samebits.tools.verify import Inputs, kernels, takes
 from tests.devices import multiprocessors
 
 DTYPE = torch.bfloat16

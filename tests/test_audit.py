@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samebits
-from samebits.auditing import AuditError, Report, audit_linears, measure, plan
-from samebits.auditing import linears as linears_module
-from samebits.auditing import target as target_module
+from samebits.tools.audit import AuditError, Report, audit_linears, measure, plan
+from samebits.tools.audit import linears as linears_module
+from samebits.tools.audit import target as target_module
 
 ROWS = [1, 2, 3, 4, 5, 7, 8, 12, 24, 33, 96]
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import samebits
-from samebits.auditing import AuditError, OperatorReport
-from samebits.auditing.operator_report import show
 from samebits.mode import rules
+from samebits.tools.audit import AuditError, OperatorReport
+from samebits.tools.audit.operator_report import show
 
 _VARIANT: set[str] = set()
 """Which of the operators below take another kernel for a batch of one row."""

@@ -14,8 +14,8 @@ pytest.importorskip("matplotlib")
 
 from benchmarks import counters, logp, models, plot, tables, tune
 from benchmarks.record import GPUS, environment, load, tiny
-from samebits import bench
 from samebits.backends.cuda.matmul import PRODUCTS
+from samebits.tools.bench import clock
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
 
@@ -129,7 +129,7 @@ def test_no_point_of_the_roofline_is_under_its_label() -> None:
 
 
 def test_contestants_alone_take_turns_in_a_fair_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "ALONE", 0.005)
+    monkeypatch.setattr(clock, "ALONE", 0.005)
     calls: list[str] = []
 
     def run(name: str) -> float:
@@ -137,7 +137,7 @@ def test_contestants_alone_take_turns_in_a_fair_order(monkeypatch: pytest.Monkey
         calls.append(name)
         return float(len(calls))
 
-    counted = bench._alone({name: partial(run, name) for name in "AB"})
+    counted = clock.alone({name: partial(run, name) for name in "AB"})
     turns = [(name, len([*turn])) for name, turn in itertools.groupby(calls)]
     assert "".join(name for name, _ in turns) == "BABA"
     assert min(counted["B"]) > turns[0][1] + turns[1][1]  # its first turn, after a pause, does not count

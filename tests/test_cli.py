@@ -20,15 +20,15 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import samebits
-from samebits import cli
-from samebits import info as info_module
-from samebits.auditing import OperatorReport, Report
-from samebits.auditing import linears as linears_module
-from samebits.auditing import target as target_module
 from samebits.backends import UnavailableError
 from samebits.backends.cuda import runtime
 from samebits.backends.cuda.matmul import family
-from samebits.cli import app
+from samebits.tools import info as info_module
+from samebits.tools import terminal
+from samebits.tools.audit import OperatorReport, Report
+from samebits.tools.audit import linears as linears_module
+from samebits.tools.audit import target as target_module
+from samebits.tools.cli import app
 from tests.devices import FAMILY
 
 
@@ -237,7 +237,7 @@ def test_mistakes_get_one_line_and_exit_code_2(args: list[str], says: str) -> No
 @pytest.mark.parametrize("command", ["verify", "bench"])
 @pytest.mark.parametrize("where", ["absent/report.json", "."])
 def test_a_result_that_could_not_be_written_is_refused_before_the_work(command: str, where: str) -> None:
-    module = importlib.import_module(f"samebits.{command}")
+    module = importlib.import_module(f"samebits.tools.{command}.command")
     with mock.patch.object(module, command, side_effect=AssertionError("it ran")):
         result = run(command, "--json", where)
     assert result.exit_code == 2
@@ -510,7 +510,7 @@ def test_as_a_process(here: Path) -> None:
 
     def call(*args: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-                   "sys.path.remove(''); from samebits.cli import app; app()", root, *args]  # fmt: skip
+                   "sys.path.remove(''); from samebits.tools.cli import app; app()", root, *args]  # fmt: skip
         return subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=300)
 
     done = call("audit", "mine:make", "--max-rows", "3", "--json", "-")
@@ -538,12 +538,13 @@ def test_a_closed_pipe_ends_quietly(here: Path, args: list[str]) -> None:
     assert "Exception" not in done.stderr
 
 
-def test_the_command_line_loads_little_until_it_must() -> None:
+def test_importing_samebits_loads_no_tool_and_no_compiler() -> None:
     code = """
 import sys, torch
 had = set(sys.modules)
 import samebits
-print((set(sys.modules) - had) & {"numba", "rich", "typer", "transformers", "cuda.core", "triton"})
+some = {"numba", "rich", "typer", "transformers", "cuda.core", "triton", "samebits.tools"}
+print((set(sys.modules) - had) & some)
 """
     root = Path(samebits.__file__).parents[1]
     assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True) == "set()\n"
@@ -553,8 +554,8 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter((0.0, 5.0, 25.0, 25.0, 30.0))  # seconds
-    monkeypatch.setattr(cli, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
-    with cli._progress() as show:
+    monkeypatch.setattr(terminal, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    with terminal.progress() as show:
         for done, what in ((0.1, "early"), (0.5, "large: [64]"), (0.6, "soon after")):
             show(done, what)
     assert capsys.readouterr().err == "50% large: [64]\n"
@@ -570,8 +571,8 @@ def test_info_where_only_latin_letters_can_be_shown() -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_bits_that_differ_outweigh_a_report_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     data = {"red": ["a product"]}
-    monkeypatch.setattr("samebits.bench.bench", lambda *_, **__: data)
-    monkeypatch.setattr("samebits.bench.show", lambda _: "")
+    monkeypatch.setattr("samebits.tools.bench.command.bench", lambda *_, **__: data)
+    monkeypatch.setattr("samebits.tools.bench.command.show", lambda _: "")
     done = run("bench", "--json", "/dev/full")
     assert (done.exit_code, "a product" in done.stderr, "No space" in done.stderr) == (1, True, True)
     data["red"] = []

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from samebits import verify
 from samebits.backends.cuda import attention_sm90, linear_logp, matmul, runtime
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.linear_logp import grad_logits
 from samebits.backends.product import Matrix, Operands, Product
 from samebits.backends.rows import Rows
-from samebits.verify import plan, reductions
-from samebits.verify.operands import make_inputs, make_room, unfilled
+from samebits.tools import verify
+from samebits.tools.verify import plan, reductions
+from samebits.tools.verify.operands import make_inputs, make_room, unfilled
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import samebits
-from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, verify
+from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
 from samebits.backends.cuda import runtime
 from samebits.backends.product import Product
 from samebits.ops import addmm
 from samebits.testing import KINDS, assert_same_bits, values
-from samebits.verify.operands import Inputs
+from samebits.tools import verify
+from samebits.tools.verify.operands import Inputs
 from tests.devices import FAMILY, HOPPER_OR_NEWER, multiprocessors
 from tests.test_invariance import LAYOUTS, relaid
 from tests.test_torch import OPERATORS, PUBLIC, public, registered

@@ -24,7 +24,7 @@ from samebits.backends.cuda.matmul import PRODUCTS
 from samebits.backends.product import Operands, Product, ProductKernel
 from samebits.backends.reference import matmul as reference
 from samebits.testing import KINDS, assert_same_bits, bits, values
-from samebits.verify import takes
+from samebits.tools.verify import takes
 from tests.devices import FAMILY
 
 pytestmark = pytest.mark.gpu

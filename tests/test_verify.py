@@ -22,15 +22,19 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import samebits
-from samebits import backends, bench, verify
+from samebits import backends
 from samebits.backends.cuda import linear_logp_sm90
 from samebits.backends.cuda import rows as cuda_rows
 from samebits.backends.product import Operands, Plan, Product, ProductKernel
-from samebits.cli import app
 from samebits.testing import KINDS
-from samebits.verify import answers, chain, operations, plan, products, reductions, run
-from samebits.verify.case import LAYOUTS
-from samebits.verify.operands import make_inputs, make_room, unfilled
+from samebits.tools import bench, verify
+from samebits.tools.bench import cases as bench_cases
+from samebits.tools.bench import measure
+from samebits.tools.bench import report as bench_report
+from samebits.tools.cli import app
+from samebits.tools.verify import answers, chain, operations, plan, products, reductions, run
+from samebits.tools.verify.case import LAYOUTS
+from samebits.tools.verify.operands import make_inputs, make_room, unfilled
 
 CPU = torch.device("cpu")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -64,7 +68,7 @@ def test_thorough_compares_a_thousand_million_values() -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in verify.cases(False) if c.work < 1 << 21][::9], ids=str)
-def test_operands_are_laid_out_as_the_case_says(case: verify.Case) -> None:
+def test_operands_are_laid_out_as_the_case_says(case: verify.ProductCase) -> None:
     x = make_inputs(case, torch.device("cpu"))
     assert x.a.shape[-2:] == (case.m, case.k)
     assert x.b.shape[-2:] == (case.k, case.n)
@@ -163,7 +167,7 @@ def test_writes_outside_of_an_output_and_reads_that_come_too_early_are_found(
         ),
     )
     out = torch.float32 if accumulate else None
-    case = verify.Case("back to back", 24, 24, 24, accumulate=accumulate, out=out)
+    case = verify.ProductCase("back to back", 24, 24, 24, accumulate=accumulate, out=out)
     cpu = torch.device("cpu")
     for schedule, differing in (("right", False), ("wrong", True)):
         found = report()
@@ -262,7 +266,7 @@ def test_log_probabilities_of_a_second_backend_are_held_to_the_reference(
         right.logp.combine(statistics, rows)
         flipped("combine", rows.logp)
 
-    second = reductions.Backend(
+    second = reductions.RowBackend(
         *("second ", None, mock.Mock(wraps=right.logp, combine=combine), statistics, grad_logits, None),
         lambda entry, *sizes: () if entry == "attention" else ("first", "second"),
     )
@@ -324,14 +328,14 @@ def test_processes_share_what_triton_compiles(monkeypatch: pytest.MonkeyPatch) -
     ran: list[tuple[int, int]] = []
     asked = [(i % 6, i) for i in range(40)]
 
-    class Plan:
+    class OnePlan:
         def __init__(self, index: int, thorough: bool, backends: Sequence[str]) -> None: ...
 
         def triton(self) -> Iterator[tuple[object, Callable[[], object]]]:
             for key, call in asked:
                 yield key, partial(ran.append, (key, call))
 
-    monkeypatch.setattr(plan, "Plan", Plan)
+    monkeypatch.setattr(plan, "VerifyPlan", OnePlan)
     for part in range(3):
         plan.launch_part(0, False, part, 3)
         assert len({key for key, _ in ran}) == 2 * part + 2
@@ -383,7 +387,7 @@ def test_a_run_from_end_to_end(
     def product(x: Operands, schedule: object) -> None:
         x.out.copy_(reference.matmul(x.a, x.b, bias=None, out_dtype=x.out.dtype, contract=HELD_TO.key))
 
-    class Some(plan.Plan):
+    class Some(plan.VerifyPlan):
         def __init__(self, *of: Any) -> None:
             super().__init__(*of)
             self.device = CPU
@@ -406,7 +410,7 @@ def test_a_run_from_end_to_end(
     monkeypatch.setattr(run, "_helpers", lambda *of: nullcontext(lambda seconds: None))
     monkeypatch.setattr(triton, "status", lambda: mock.Mock(available=True))
     monkeypatch.setattr("samebits.backends.cuda.matmul.family", lambda index: samebits.HOPPER)
-    monkeypatch.setattr(run, "Plan", Some)
+    monkeypatch.setattr(run, "VerifyPlan", Some)
     monkeypatch.setattr(plan, "kernels", lambda index, backends: [kernel])
     monkeypatch.setattr(plan, "on_cuda", lambda fused: on._replace(name="cuda ", rows=rows))
     monkeypatch.setattr(plan, "on_triton", lambda *of: on._replace(name="triton ", rows=rows))
@@ -518,27 +522,29 @@ def test_bench_without_a_gpu_says_why() -> None:
 
 def test_bench_cases() -> None:
     forward = {(c.k, c.n, c.m) for c in bench.CASES if c.work == "forward"}
-    assert {(k, n) for k, n, _ in forward} == {*bench.SHAPES, bench.ODD}
-    assert all((k, n, m) in forward for k, n in bench.SHAPES for m in bench.ROWS)
+    assert {(k, n) for k, n, _ in forward} == {*bench_cases.SHAPES, bench_cases.ODD}
+    assert all((k, n, m) in forward for k, n in bench_cases.SHAPES for m in bench_cases.ROWS)
     assert set(bench.quick()) < set(bench.CASES)
     assert {(c.work, c.dtype) for c in bench.quick()} == {(c.work, c.dtype) for c in bench.CASES}
-    assert {c.m for c in bench.CASES if c.work == "forward"} == {*bench.ROWS, *bench.BETWEEN}
-    between = [c for c in bench.CASES if c.work == "forward" and c.m in bench.BETWEEN]
+    assert {c.m for c in bench.CASES if c.work == "forward"} == {*bench_cases.ROWS, *bench_cases.BETWEEN}
+    between = [c for c in bench.CASES if c.work == "forward" and c.m in bench_cases.BETWEEN]
     for case in (c.record() | {"us": {"samebits": 1, "torch": 1}} for c in between):
-        assert [band for _, band in bench.summary([case])] == ["forward, M 20, 48, 96, 160, 200, 300"]
-        assert not bench.forward({"cases": [case]})
-    odd = [c.record() | {"us": {"samebits": 1, "torch": 1}} for c in bench.CASES if (c.k, c.n) == bench.ODD]
-    assert [band for _, band in bench.summary(odd)] == ["forward, K 4095"]
-    assert not bench.forward({"cases": odd})
-    lengths = bench._lengths(16384)
+        assert [band for _, band in bench_report.summary([case])] == ["forward, M 20, 48, 96, 160, 200, 300"]
+        assert not bench_report.forward({"cases": [case]})
+    odd = [
+        c.record() | {"us": {"samebits": 1, "torch": 1}} for c in bench.CASES if (c.k, c.n) == bench_cases.ODD
+    ]
+    assert [band for _, band in bench_report.summary(odd)] == ["forward, K 4095"]
+    assert not bench_report.forward({"cases": odd})
+    lengths = bench_cases.packed_lengths(16384)
     assert sum(lengths) == 16384
     assert 400 < sum(lengths) / len(lengths) < 620
 
 
 def test_bench_of_accumulated_gradients_compares_like_with_like() -> None:
-    case = bench.Case("dW main_grad", 40, 16, 24)
-    runs = bench._contestants(case, CPU)
-    dy, x, grad = bench._operands(case, CPU, torch.randn)
+    case = bench.BenchCase("dW main_grad", 40, 16, 24)
+    runs = bench_cases.contestants(case, CPU)
+    dy, x, grad = bench_cases.make_operands(case, CPU, torch.randn)
     with samebits.use_mma_model(samebits.HOPPER):
         ours = [runs["samebits"](dy, x, grad).clone() for _ in range(2)]
     theirs = [runs["torch"](dy, x, out).clone() for out in [torch.zeros(24, 16)] for _ in range(2)]
@@ -548,9 +554,9 @@ def test_bench_of_accumulated_gradients_compares_like_with_like() -> None:
 
 
 def test_bench_of_log_probabilities_compares_like_with_like() -> None:
-    case = bench.Case("logp", 3, 64, 300)
-    x, weight, target = bench._operands(case, CPU, torch.randn)
-    runs = bench._contestants(case, CPU)
+    case = bench.BenchCase("logp", 3, 64, 300)
+    x, weight, target = bench_cases.make_operands(case, CPU, torch.randn)
+    runs = bench_cases.contestants(case, CPU)
     with samebits.use_mma_model(samebits.HOPPER):
         ours = runs["samebits"](x, weight, target)
     torch.testing.assert_close(ours, runs["torch"](x, weight, target), atol=0.1, rtol=0.01)
@@ -565,7 +571,7 @@ def test_bench_summary_and_tables() -> None:
         return shape | {"us": {"samebits": ours, name: theirs}}
 
     cases = [case("forward", 1, 1.0, 2.0), case("forward", 128, 2.0, 1.0), case("dW ragged", 512, 1.0, 0.9)]
-    found = bench.summary(cases)
+    found = bench_report.summary(cases)
     low = found["bfloat16", "forward, M <= 128"]
     assert (low.cases, low.mean, low.worst, low.worst_case["m"]) == (2, 1.0, 0.5, 128)
     assert found["bfloat16", "dW ragged / dense"].worst == 0.9
@@ -615,7 +621,7 @@ def test_measured_log_probabilities_are_held_to_the_cpu_whichever_backend_is_mea
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("samebits.backends.cuda.matmul.family", lambda index: samebits.HOPPER)
-    case = bench.Case("logp", 5, 24, 40, torch.bfloat16)
+    case = bench.BenchCase("logp", 5, 24, 40, torch.bfloat16)
     x, weight = torch.randn(5, 24).bfloat16(), torch.randn(40, 24).bfloat16()
     operands = x, weight, torch.arange(5)
 
@@ -625,7 +631,7 @@ def test_measured_log_probabilities_are_held_to_the_cpu_whichever_backend_is_mea
 
     with samebits.use_backend("triton"):
         wrong = 0.0
-        bench._check_logp(case, operands, CPU, ours)
+        measure.check_logp(case, operands, CPU, ours)
         wrong = 1.0
         with pytest.raises(AssertionError):
-            bench._check_logp(case, operands, CPU, ours)
+            measure.check_logp(case, operands, CPU, ours)

@@ -29,7 +29,7 @@ from samebits.backends.triton import products as backend
 from samebits.backends.triton.products import TritonKernel
 from samebits.backends.triton.tiles import TritonSchedule, fits
 from samebits.testing import KINDS, assert_same_bits, values
-from samebits.verify import Report, reductions
+from samebits.tools.verify import Report, reductions
 from tests.test_logp import KINDS as KINDS_OF_LOGITS
 from tests.test_logp import pieces, rows
 

@@ -1,0 +1,90 @@
+"""How calls are timed: as CUDA graphs, in turns, by their median."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from samebits.tools.bench.cases import Run
+
+ALONE = 0.08
+"""Seconds after which a GPU's clock follows what runs alone."""
+
+
+class Race:
+    """Contestants as CUDA graphs of the same number of calls."""
+
+    def __init__(self, calls: int) -> None:
+        self._calls = calls
+        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
+
+    def add(self, name: str, run: Run, sets: Sequence[Sequence[Tensor]]) -> None:
+        for operands in sets[:2]:
+            run(*operands)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # As many outputs as operands stay alive, so that results do not live in the L2 cache either.
+        outputs: list[Tensor | None] = [None] * len(sets)
+        with torch.cuda.graph(graph):
+            for i in range(self._calls):
+                outputs[i % len(sets)] = run(*sets[i % len(sets)])
+        self._graphs[name] = graph
+
+    def run(self, rounds: int) -> dict[str, float]:
+        """Median microseconds of a call, over so many turns of one replay."""
+        times: dict[str, list[float]] = {name: [] for name in self._graphs}
+        for turn in range(rounds + 1):
+            names = list(self._graphs)
+            for name in names if turn % 2 else reversed(names):
+                found = self._replay(name)
+                if turn:
+                    times[name].append(found)
+        return {name: median(t) for name, t in times.items()}
+
+    def alone(self) -> dict[str, float]:
+        """Median microseconds of a call, of each contestant alone."""
+        times = alone({name: partial(self._replay, name) for name in self._graphs})
+        return {name: median(t) for name, t in times.items()}
+
+    def _replay(self, name: str) -> float:
+        """Microseconds of a call."""
+        return timed(self._graphs[name].replay) / self._calls
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Microseconds on the GPU."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3
+
+
+def alone(runs: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """What each returns over two turns, in which it is counted after ALONE seconds, five times at least.
+
+    What runs first after a pause is slower: that turn does not count, and the order is A, B, B, A.
+    """
+
+    def heat(run: Callable[[], float]) -> int:
+        start, count = time.perf_counter(), 0
+        while time.perf_counter() - start < ALONE:
+            run()
+            count += 1
+        return count
+
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    heat(runs[[*runs][-1]])
+    for name in [*runs, *reversed(runs)]:
+        found[name] += [runs[name]() for _ in range(max(5, heat(runs[name]) // 2))]
+    return found
+
+
+def median(times: list[float]) -> float:
+    return float(f"{statistics.median(times):.5g}")

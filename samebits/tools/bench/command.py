@@ -1,0 +1,40 @@
+"""``samebits bench``: measure, show the times and write them."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from samebits.backends import UnavailableError
+from samebits.tools import terminal
+from samebits.tools.bench.cases import CASES
+from samebits.tools.bench.cases import quick as some_cases
+from samebits.tools.bench.measure import bench
+from samebits.tools.bench.report import show
+from samebits.tools.text import ToolError
+
+
+def main(*, quick: bool, peers: bool, backend: str | None, json_to: str | None, device: int) -> int:
+    """Measure on the CUDA device `device`. The arguments are the command's options.
+
+    Returns:
+        The exit code: 1 if some products had other bits than specified, and otherwise 0.
+
+    Raises:
+        ToolError: it cannot run here.
+    """
+    out = terminal.Console(json_to)
+    terminal.check_file("--json", json_to)
+    try:
+        with terminal.progress() as say:
+            cases = some_cases() if quick else CASES
+            data = bench(cases, device=device, peers=peers, backend=backend, progress=say)
+    except UnavailableError as error:
+        raise ToolError(str(error)) from error
+    out.print(show(data))
+    if data["red"]:
+        print(*(f"samebits bench: {case}" for case in data["red"]), sep="\n", file=sys.stderr)
+    if json_to is not None:
+        with terminal.unless(bool(data["red"])):
+            terminal.write_json(json.dumps(data), json_to)
+    return int(bool(data["red"]))

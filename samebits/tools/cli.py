@@ -1,0 +1,226 @@
+"""The command line: ``samebits audit``, ``bench``, ``info`` and ``verify``.
+
+This file parses; every command calls the ``main`` of its tool, and turns what comes of it into an exit code.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from samebits._version import __version__
+from samebits.tools.text import ToolError
+
+_SOFTWARE, _CLOSED_PIPE = 70, 128 + 13  # as in sysexits.h, and as the shell reports SIGPIPE
+
+app = typer.Typer(
+    help="Batch-invariant operators for PyTorch, from matrix products to attention, with specified bits.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode="markdown",
+)
+
+
+class Dtype(StrEnum):
+    loaded = "loaded"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Backend(StrEnum):
+    cuda = "cuda"
+    triton = "triton"
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"samebits {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def samebits(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Batch-invariant operators for PyTorch, from matrix products to attention, with specified bits."""
+
+
+@app.command()
+def audit(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A Hugging Face folder, or the name of a model in its cache (nothing is downloaded);"
+            " package.module:function, which returns (module, inputs); or demo: MiniLM, from the demo extra.",
+        ),
+    ],
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 text to run the model on, instead of the one that comes along.")
+    ] = None,
+    dtype: Annotated[
+        Dtype,
+        typer.Option(
+            "--dtype",  # typer 0.27 would derive --DTYPE from the metavar
+            metavar="DTYPE",
+            help="Cast the model: float32, bfloat16, float16, or loaded to leave it.",
+        ),
+    ] = Dtype.loaded,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Audit this many rows of each layer (96), or with --operators of the batch (4).",
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Use this much of the text.")] = 4096,
+    only: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="Audit only the layers whose name matches.")
+    ] = None,
+    json_to: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the full report there; - is stdout.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Move the model there: cpu, cuda or cuda:1; by default it runs where it is."),
+    ] = None,
+    operators: Annotated[
+        bool, typer.Option("--operators", help="Audit every operator of the model in batches of sequences.")
+    ] = False,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="With --operators: those of the backward, too.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --operators: draw how the difference grows (SVG, PNG, PDF)."),
+    ] = None,
+) -> None:
+    """Which of a model's linear layers change their bits with the batch: PyTorch's, and samebits'.
+
+    Runs the model on real text, catches what reaches each linear layer, and runs the layer again on those
+    rows in other batch sizes, positions, paddings, neighbours and chunks. With --operators, runs the whole
+    model in several batches, and compares every operator. Exit code: 0, samebits (or all operators) kept
+    every bit; 1, not so; 2, the audit could not run on what it was given; 70, samebits itself failed.
+    """
+    with _errors("audit"):
+        from samebits.tools.audit.command import main
+
+        code = main(
+            model,
+            text=text,
+            dtype=None if dtype is Dtype.loaded else dtype.value,
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            only=only,
+            json_to=json_to,
+            device=device,
+            operators=operators,
+            backward=backward,
+            plot=plot,
+        )
+    raise typer.Exit(code)
+
+
+@app.command()
+def info(
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """What this machine has, which backends work, and for each that does not: why, and what to do."""
+    with _errors("info"):
+        from samebits.tools.info import main
+
+        code = main(as_json=json_)
+    raise typer.Exit(code)
+
+
+@app.command()
+def bench(
+    quick: Annotated[bool, typer.Option("--quick", help="A few shapes: under a minute.")] = False,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Measure batch_invariant_ops and sgemm-bi too, if installed.")
+    ] = False,
+    backend: Annotated[
+        Backend | None, typer.Option("--backend", help="Measure this one, not the automatic choice.")
+    ] = None,
+    json_to: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write all times there; - is stdout.")
+    ] = None,
+    device: Annotated[int, typer.Option(min=0, help="Index of the CUDA device.")] = 0,
+) -> None:
+    """Speed on this GPU beside PyTorch (cuBLAS): forward and gradients, from one row to 16,384.
+
+    Exit code: 0, measured; 1, some products had other bits than specified, and have no time; 2, it cannot run
+    here; 70, samebits itself failed.
+    """
+    with _errors("bench"):
+        from samebits.tools.bench.command import main
+
+        code = main(quick=quick, peers=peers, backend=backend, json_to=json_to, device=device)
+    raise typer.Exit(code)
+
+
+@app.command()
+def verify(
+    thorough: Annotated[
+        bool,
+        typer.Option(
+            "--thorough", help="More combinations and large products, and Triton's kernels if installed."
+        ),
+    ] = False,
+    backend: Annotated[
+        Backend | None, typer.Option("--backend", help="Whose kernels; by default cuda's.")
+    ] = None,
+    json_to: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the full report there; - is stdout.")
+    ] = None,
+    device: Annotated[int, typer.Option(min=0, help="Index of the CUDA device.")] = 0,
+) -> None:
+    """Prove the kernels on this GPU: every kernel and schedule against the CPU reference, bit for bit.
+
+    Exit code: 0, every value has the bits specified; 1, some have not, or a kernel failed; 2, no GPU was
+    verified (the CPU reference's known answers were).
+    """
+    with _errors("verify"):
+        from samebits.tools.verify.command import main
+
+        code = main(thorough=thorough, backend=backend, json_to=json_to, device=device)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _errors(command: str) -> Iterator[None]:
+    """Exit codes for all that goes wrong, so that 1 keeps its one meaning.
+
+    Errors of the user's are one line of stderr and 2; errors of samebits' own a traceback and 70. A reader
+    who closes the pipe, as `head` does, ends the command without a word.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # where its encoding lacks an arrow
+    try:
+        yield
+        sys.stdout.flush()  # at the interpreter's own exit, it would be too late
+    except (typer.Exit, typer.Abort):
+        raise
+    except ToolError as error:
+        print(f"samebits {command}: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except BrokenPipeError:
+        with suppress(OSError):  # what is still in the buffer has no reader
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(_CLOSED_PIPE) from None
+    except (Exception, SystemExit):
+        traceback.print_exc()
+        raise typer.Exit(_SOFTWARE) from None

@@ -1,0 +1,244 @@
+"""``samebits info``: what this machine has, which backends work on it, and what to do about the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from samebits._version import __version__
+from samebits.backends import cache
+from samebits.contract import AMPERE, FAMILIES, FMA, HOPPER, TENSOR_CORE
+from samebits.tools.terminal import Console
+from samebits.tools.text import plural
+
+__all__ = ["Backend", "Gpu", "Info", "gather", "main", "show"]
+
+_PACKAGES = ("torch", "numpy", "numba", "cuda-core", "nvidia-cuda-nvrtc", "triton", "transformers")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Whether a backend works here.
+
+    Attributes:
+        name: ``reference``, ``cuda`` or ``triton``.
+        computes: on what.
+        works: whether it does.
+        why: what it was found to do, or why it does not work.
+        remedy: what to do about that; empty if nothing is to be done.
+    """
+
+    name: str
+    computes: str
+    works: bool
+    why: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that PyTorch sees."""
+
+    name: str
+    capability: str
+    memory_gib: float
+    contracts: tuple[str, ...]
+    """Those that it can compute."""
+
+
+@dataclass(frozen=True)
+class Info:
+    """Everything that ``samebits info`` shows.
+
+    Attributes:
+        samebits: its version.
+        python: Python's version.
+        packages: version of each package that samebits can use, None where it is not installed.
+        cpu: the processor's name.
+        cores: CPUs that this process may use.
+        threads: CPU threads of PyTorch, and of samebits.
+        gpus: GPUs that PyTorch sees.
+        contracts: digest of each contract: equal digests promise equal bits.
+        backends: in the order in which a reader meets them.
+    """
+
+    samebits: str
+    python: str
+    packages: dict[str, str | None]
+    cpu: str
+    cores: int
+    threads: int
+    gpus: tuple[Gpu, ...]
+    contracts: dict[str, str]
+    backends: tuple[Backend, ...]
+
+
+def gather() -> Info:
+    """Look around. Raises nothing for what is missing or broken: that is what it reports."""
+    return Info(
+        samebits=__version__,
+        python=platform.python_version(),
+        packages={name: _version(name) for name in _PACKAGES},
+        cpu=_cpu(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        gpus=_gpus(),
+        contracts={
+            "FMA": FMA.digest(),
+            "TENSOR_CORE, HOPPER": TENSOR_CORE.on(HOPPER).digest(),
+            "TENSOR_CORE, AMPERE": TENSOR_CORE.on(AMPERE).digest(),
+        },
+        backends=(_reference(), _cuda(), _triton()),
+    )
+
+
+def main(*, as_json: bool) -> int:
+    """Print what was found.
+
+    Returns:
+        The exit code of the command.
+    """
+    found = gather()
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found), indent=2))
+    else:
+        Console().print(show(found))
+    return 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    found: list[Any] = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return tuple(
+        Gpu(p.name, f"sm_{p.major}{p.minor}", round(p.total_memory / 2**30, 1), _contracts(p.major, p.minor))
+        for p in found
+    )
+
+
+def _contracts(*capability: int) -> tuple[str, ...]:
+    from samebits.backends.cuda.runtime import OLDEST
+
+    if torch.version.hip is not None:  # which numbers its architectures otherwise
+        return ("FMA",)
+    if capability < OLDEST:
+        return ()
+    return ("FMA", "TENSOR_CORE") if capability in FAMILIES else ("FMA",)
+
+
+def _reference() -> Backend:
+    """Runs both contracts, on values that only their own order of sums gives."""
+    try:
+        start = time.perf_counter()
+        from samebits.ops.matmul import matmul
+
+        # 1 + 2**-24 + 2**-24 is 1 as a chain from the left, and more than 1 in any other order.
+        a = torch.tensor([[1.0, 2.0**-24, 2.0**-24]], dtype=torch.float32)
+        fma = matmul(a, a.new_ones(3, 1)).item()
+        # 2**-25 is kept below 1 by the fused sum of a Hopper tensor core, and 2**-26 cut off.
+        b = torch.tensor([[1.0, *[2.0**-25] * 4, *[2.0**-26] * 8]], dtype=torch.bfloat16)
+        ones = torch.ones(b.shape[1], 1, dtype=torch.bfloat16)
+        mma = matmul(b, ones, out_dtype=torch.float32, contract=TENSOR_CORE.on(HOPPER)).item()
+        if (fma, mma) != (1.0, 1.0 + 2.0**-23):
+            return Backend("reference", "CPU", False, f"gives wrong bits here ({fma!r}, {mma!r})", _REPORT_IT)
+    except Exception as error:  # a broken numba or llvmlite raises all kinds
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return Backend("reference", "CPU", False, why, "pip install --upgrade --force-reinstall numba")
+    seconds = time.perf_counter() - start
+    why = f"both contracts ran, bits as specified ({seconds:.1f} s), {_cached()}"
+    return Backend("reference", "CPU", True, why, "")
+
+
+_REPORT_IT = "please report it, with this output"
+
+
+def _cached() -> str:
+    try:
+        return f"kernels cached in {cache.folder()}"
+    except OSError as error:
+        return f"kernels not cached ({error})"
+
+
+def _cuda() -> Backend:
+    from samebits.backends.cuda import runtime
+
+    status = runtime.status()
+    why = f"NVRTC {status.nvrtc}, {_cached()}" if status.available else status.reason
+    computes = "NVIDIA GPUs: FMA from sm_75 on, TENSOR_CORE from sm_80 on"
+    return Backend("cuda", computes, status.available, why, status.remedy)
+
+
+def _triton() -> Backend:
+    from samebits.backends.triton import runtime
+
+    status = runtime.status()
+    why = f"Triton {status.triton}" if status.available else status.reason
+    computes = "GPUs that Triton compiles for: FMA; on NVIDIA's from sm_80 on TENSOR_CORE too"
+    return Backend("triton", computes, status.available, why, status.remedy)
+
+
+def show(found: Info) -> RenderableType:
+    """The sections for a terminal."""
+    parts: list[RenderableType] = []
+
+    def section(title: str, rows: list[tuple[str, str | Text]]) -> None:
+        table = Table(box=None, padding=(0, 2, 0, 2), show_header=False)
+        table.add_column(no_wrap=True, style="dim", min_width=19)
+        table.add_column(overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        parts.extend((Text(title, style="bold"), table, Text()))
+
+    versions: list[tuple[str, str | Text]] = [("samebits", found.samebits), ("Python", found.python)]
+    versions += [(name, version or "not installed") for name, version in found.packages.items()]
+    section("Versions", versions)
+    gpus = [
+        f"{gpu.name}, {gpu.capability}, {gpu.memory_gib} GiB: {', '.join(gpu.contracts) or 'too old'}"
+        for gpu in found.gpus
+    ]
+    machine = f"{found.cpu}, {plural(found.cores, 'core')}, {plural(found.threads, 'thread')}"
+    section("Machine", [("CPU", machine), ("GPUs", "\n".join(gpus) or "none that PyTorch can use")])
+    section("Contracts (equal digests promise equal bits)", list(found.contracts.items()))
+    backends: list[tuple[str, str | Text]] = []
+    for backend in found.backends:
+        state = (
+            Text("works", style="green bold") if backend.works else Text("does not work", style="yellow bold")
+        )
+        state.append(
+            f" on {backend.computes}: " if backend.works else f" ({backend.computes}): ", style="dim"
+        )
+        state.append(backend.why, style="default not bold")
+        if backend.remedy:
+            state.append(f"\n→ {backend.remedy}", style="default not bold")
+        backends.append((backend.name, state))
+    section("Backends", backends)
+    return Group(*parts)

@@ -1,0 +1,99 @@
+"""The terminal and the files that the tools write to."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Never
+
+import rich.console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from samebits.tools.text import ToolError
+
+_SAY_EVERY = 20.0  # seconds
+
+
+class Console(rich.console.Console):
+    """Where a report is shown: stdout, or stderr where stdout is for the JSON."""
+
+    def __init__(self, json_to: str | None = None) -> None:
+        super().__init__(stderr=json_to == "-", highlight=False)
+
+    def on_broken_pipe(self) -> Never:
+        """Leave it to the command line; rich would exit with 1."""
+        raise BrokenPipeError
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[float, str], None]]:
+    """A bar on stderr, gone when done; where that is no terminal, a line now and then."""
+    console = rich.console.Console(stderr=True)
+    said = time.monotonic()
+
+    def say(done: float, what: str) -> None:
+        nonlocal said
+        if time.monotonic() - said >= _SAY_EVERY:
+            said = time.monotonic()
+            print(f"{done:.0%} {what}", file=sys.stderr, flush=True)
+
+    if not console.is_terminal:
+        yield say
+        return
+    columns = (
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("[dim]{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def show(done: float, what: str) -> None:
+            bar.update(task, completed=done, description=escape(what))
+
+        yield show
+
+
+def check_file(option: str, path: str | Path | None) -> None:
+    """Refuse what cannot be a file, before the work whose result is to go there."""
+    if path is None or path == "-":
+        return
+    file = Path(path).absolute()
+    if file.is_dir() or not file.parent.is_dir():
+        raise ToolError(f"{option} {path}: expected a file in a folder that exists")
+
+
+@contextmanager
+def unless(failed: bool) -> Iterator[None]:
+    """If a report cannot be written, say so; where the run `failed`, let that verdict stand."""
+    try:
+        yield
+    except ToolError as error:
+        if not failed:
+            raise
+        print(f"samebits: {error}", file=sys.stderr)
+
+
+def write_json(text: str, where: str) -> None:
+    """Write `text` to the file `where`; ``-`` is stdout."""
+    if where == "-":
+        print(text)
+        return
+    try:
+        Path(where).write_text(text + "\n", "utf-8")
+    except OSError as error:
+        raise ToolError(f"--json {where}: {error.strerror or error}") from error

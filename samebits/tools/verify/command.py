@@ -1,0 +1,35 @@
+"""``samebits verify``: compare, show the report and write it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from samebits.tools import terminal
+from samebits.tools.verify.report import show
+from samebits.tools.verify.run import verify
+
+
+def main(*, thorough: bool, backend: str | None, json_to: str | None, device: int) -> int:
+    """Verify the kernels on the CUDA device `device`. The arguments are the command's options.
+
+    Returns:
+        The exit code, that of the report.
+
+    Raises:
+        ToolError: the report cannot be written.
+    """
+    out = terminal.Console(json_to)
+    terminal.check_file("--json", json_to)
+    with terminal.progress() as say:
+        report = verify(thorough=thorough, backend=backend, device=device, progress=say)
+    try:
+        out.print(show(report))
+        if json_to is not None:
+            with terminal.unless(report.exit_code == 1):
+                terminal.write_json(report.to_json(), json_to)
+    finally:
+        if report.hung:  # the driver would wait for the kernel at a usual exit
+            sys.stdout.flush()
+            os._exit(report.exit_code)
+    return report.exit_code

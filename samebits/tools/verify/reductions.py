@@ -1,0 +1,446 @@
+"""Reductions of rows, log-probabilities and attention: every kernel by itself, on operands of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samebits.backends.linear_logp import grad_logits as grad_logits_by
+from samebits.backends.rows import Rows, Statistics, vocabulary_pieces
+from samebits.contract import TENSOR_CORE, Contract
+from samebits.functions import VOCAB_BLOCK
+from samebits.ops.attention import stored
+from samebits.testing import KINDS, values
+from samebits.tools.verify.case import BF16, F16, F32
+from samebits.tools.verify.failures import finish, running
+from samebits.tools.verify.operands import Surrounded, laid, unfilled
+from samebits.tools.verify.products import AROUND
+from samebits.tools.verify.reference import REFERENCE
+from samebits.tools.verify.report import Report
+
+Pairs = tuple[tuple[torch.dtype, torch.dtype], ...]
+SAME: Pairs = ((BF16, BF16), (F16, F16), (F32, F32))
+WIDER: Pairs = ((BF16, F32), (F16, F32))
+NARROWER: Pairs = ((F32, BF16), (F32, F16))
+HALF: Pairs = SAME[:2]
+
+EPS, SCALE = 1e-5, 0.7
+IDS, PADDING, IGNORED = 11, 3, -1
+
+
+class RowBackend(NamedTuple):
+    """What runs the kernels: modules, and the functions that may have schedules."""
+
+    name: str
+    """Before the kernels' names in the report."""
+    rows: Any
+    """None where it reduces no rows."""
+    logp: Any
+    statistics: Callable[..., Statistics]
+    grad_logits: Callable[..., Tensor]
+    attention: Callable[..., Tensor] | None
+    schedules: Callable[..., Sequence[Any]]
+    """Of one of these three functions, for attention's sizes of k and v; none where no kernel is fused."""
+
+    def tried(self, case: Reduction) -> Sequence[Any]:
+        """The schedules under which it runs a case: none if it does not."""
+        if entry := KERNELS[case.kernel].entry:
+            return self.schedules(entry, *((case.features, case.values) if entry == "attention" else ()))
+        return ("",) if self.rows is not None or case.kernel in _LOGP else ()
+
+
+def on_cuda(fused: bool) -> RowBackend:
+    """The CUDA kernels; `fused`, whether those of `linear_logp` are here."""
+    from samebits.backends.cuda import attention_sm90, linear_logp_sm90, logp, rows
+    from samebits.backends.cuda.products.schedule_sm90 import round_up
+
+    def schedules(entry: str, *sizes: int) -> Sequence[Any]:
+        if not fused:
+            return ()
+        if entry == "attention":
+            head, values = (round_up(size, 16) for size in sizes)
+            return attention_sm90.schedules(head, values)
+        return linear_logp_sm90.schedules(f"{entry}_sm90")
+
+    grad_logits = partial(grad_logits_by, linear_logp_sm90.grad_logits_later)
+    kernels = linear_logp_sm90.statistics, grad_logits, attention_sm90.attention
+    return RowBackend("", rows, logp, *kernels, schedules)
+
+
+def on_triton(contract: Contract, device: int) -> RowBackend:
+    """Triton's; where a GPU fetches no tiles, its other kernels compute log-probabilities."""
+    from samebits.backends.triton import linear_logp, logp
+
+    def schedules(entry: str, *sizes: int) -> Sequence[Any]:
+        return () if entry == "attention" else linear_logp.schedules(entry, device)
+
+    statistics = partial(linear_logp.statistics, contract=contract.key)
+    grad_logits = partial(grad_logits_by, linear_logp.grad_logits_later, contract=contract.key)
+    return RowBackend("triton ", None, logp, statistics, grad_logits, None, schedules)
+
+
+def reference(contract: Contract) -> RowBackend:
+    from samebits.backends.reference import linear_logp, logp, rows
+
+    def statistics(*args: Any, schedule: Any) -> Statistics:
+        return linear_logp.statistics(*args, contract=contract.key)
+
+    def grad_logits(*args: Any, dtype: torch.dtype, schedule: Any) -> Tensor:
+        return grad_logits_by(linear_logp.grad_logits_later, *args, dtype=dtype, contract=contract.key)
+
+    def attention(q: Tensor, *args: Any, schedule: Any) -> Tensor:
+        k, v, mask, causal, scale, _ = args  # the last is the key that kernels take
+        return stored(q, k, v, mask, causal, scale, contract.key)
+
+    return RowBackend("", rows, logp, statistics, grad_logits, attention, lambda *of: (None,))
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A kernel's work on matrices ``[rows, n]``, or on the logits of `rows` tokens.
+
+    Attributes:
+        kernel: one of `KERNELS`.
+        dtype: of what is reduced.
+        other: of parameters, or of results, where it may be another.
+        what: what it tries, one line of the report.
+        rows, n: sizes.
+        features: of hidden states and weights, 0 for none.
+        values: size of what attention sums, 0 for none.
+        kind: one of ``samebits.testing.KINDS``.
+        layout, place: of matrices in memory, as a product's A has them.
+    """
+
+    kernel: str
+    dtype: torch.dtype
+    other: torch.dtype
+    what: str
+    rows: int
+    n: int
+    features: int = 0
+    values: int = 0
+    kind: str = "normal"
+    layout: str = "N"
+    place: str = "plain"
+
+    def __str__(self) -> str:
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("kernel", "what")]
+        return ", ".join(f"{name} {getattr(self, name)}" for name in names).replace("torch.", "")
+
+
+class _Operand:
+    """Drawn when first asked for; on a device, what was drawn, placed there, matrices at strides."""
+
+    def __init__(self, draw: Callable[[RowOperands], Tensor], matrix: bool = False) -> None:
+        self._draw, self._matrix = draw, matrix
+
+    def __get__(self, o: RowOperands, _: object = None) -> Tensor:
+        if self not in o.kept:
+            if o.source is None:
+                o.kept[self] = self._draw(o)
+            else:
+                x = self.__get__(o.source).to(o.device)
+                o.kept[self] = laid(x, o.case.layout, o.case.place) if self._matrix else x
+        return o.kept[self]
+
+
+def _tokens(features: str, dtype: str, seed: int) -> _Operand:
+    """A matrix with so many columns, as the case has it, and a row for each of its rows."""
+    return _Operand(
+        lambda o: o.draw((o.case.rows, getattr(o.case, features)), getattr(o.case, dtype), seed), True
+    )
+
+
+def _entries(features: str, seed: int) -> _Operand:
+    """A matrix with a row for each entry of the vocabulary."""
+    return _Operand(lambda o: o.draw((o.case.n, getattr(o.case, features)), o.case.dtype, seed), True)
+
+
+class RowOperands:
+    """A kernel is a function of its operands: most are drawn by themselves, forward results among them."""
+
+    case: Reduction
+    x = _tokens("n", "dtype", 1)
+    grad = _tokens("n", "dtype", 2)
+    y = _tokens("n", "other", 3)
+    hidden = _tokens("features", "dtype", 4)
+    vocabulary = _entries("features", 5)
+    attended = _entries("values", 10)
+    weight = _Operand(lambda o: o.normal((o.case.n,), o.case.other, 6))
+    bias = _Operand(lambda o: o.normal((o.case.n,), o.case.other, 7))
+    vectors = _Operand(lambda o: o.draw_vectors())
+    """In f32 for each row: logp, entropy, shift, logarithm of the sum, gradient; of norms mean and scale."""
+    ids = _Operand(lambda o: o.integers(0, IDS, 8))
+    target = _Operand(lambda o: o.integers(IGNORED - 1, o.case.n, 9))  # ignored and wrong ones too
+    mask = _Operand(lambda o: o.draw_mask())
+    """In f32: some keys are hidden, and all from some rows."""
+
+    def __init__(
+        self,
+        case: Reduction,
+        make: Callable[..., Tensor] = values,
+        source: RowOperands | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.case, self.source, self.device = case, source, device
+        self.kept: dict[_Operand, Tensor] = {}
+        self.draw: Callable[..., Tensor] = partial(make, case.kind, device="cpu")
+        self.normal: Callable[..., Tensor] = partial(make, "normal", device="cpu")
+
+    def integers(self, low: int, high: int, seed: int) -> Tensor:
+        return torch.randint(low, high, (self.case.rows,), generator=torch.Generator().manual_seed(seed))
+
+    def draw_vectors(self) -> Tensor:
+        logits = self.hidden.float() @ self.vocabulary.float().mT if self.case.features else self.x.float()
+        vectors = self.normal((5, self.case.rows), F32, 8)
+        vectors[2], vectors[3] = logits.amax(1) * SCALE, vectors[3].abs()  # so that probabilities are such
+        return vectors
+
+    def draw_mask(self) -> Tensor:
+        mask = self.normal((self.case.rows, self.case.n), F32, 11)
+        mask[mask > 1.5] = mask[1::7] = -torch.inf
+        return mask
+
+    def placed(self, device: torch.device) -> RowOperands:
+        """The same on `device`, at the case's strides: at once what was drawn, the rest when asked for."""
+        there = RowOperands(self.case, source=self, device=device)
+        for operand in list(self.kept):
+            operand.__get__(there)
+        return there
+
+
+Results = tuple[Tensor, ...]
+
+
+def _norm(
+    on: RowBackend, o: RowOperands, *, bias: bool = True, weight: bool = True, centred: bool
+) -> Results:
+    y, *kept = on.rows.norm(o.x, o.weight if weight else None, o.bias if bias else None, EPS, centred)
+    # Of what is kept for the backward the contract specifies no NaN.
+    return y, *(torch.where(t.isnan(), torch.nan, t) for t in kept)
+
+
+def _norm_backward(on: RowBackend, o: RowOperands, *, centred: bool) -> Results:
+    means, scales = o.vectors[0] if centred else o.vectors[0, :0], o.vectors[1]
+    return (on.rows.norm_backward(o.grad, o.x, o.weight if centred else None, means, scales),)
+
+
+def _norm_columns(on: RowBackend, o: RowOperands, *, centred: bool) -> Results:
+    means, scales = o.vectors[0] if centred else o.vectors[0, :0], o.vectors[1]
+    return on.rows.norm_columns(o.grad, o.x, means, scales, o.weight.dtype)  # type: ignore[no-any-return]
+
+
+def _logp(on: RowBackend, o: RowOperands, *, entropy: bool) -> Results:
+    rows = Rows.empty(o.target, o.x.shape[1], IGNORED, scale=SCALE, entropy=entropy)
+    statistics = Statistics.empty(rows)
+    for part in vocabulary_pieces(slice(0, rows.vocabulary), 1, 8 * VOCAB_BLOCK):
+        on.logp.add_statistics(statistics, o.x[:, part], part.start, rows)
+    return _combined(on, statistics, rows)
+
+
+def _statistics(on: RowBackend, o: RowOperands, schedule: Any, *, bias: bool, entropy: bool) -> Results:
+    rows = Rows.empty(o.target, len(o.vocabulary), IGNORED, scale=SCALE, entropy=entropy)
+    its_bias = o.bias if bias else None
+    return _combined(on, on.statistics(o.hidden, o.vocabulary, its_bias, rows, schedule=schedule), rows)
+
+
+def _combined(on: RowBackend, statistics: Statistics, rows: Rows) -> Results:
+    on.logp.combine(statistics, rows)
+    # The shift may be a zero of either sign, and anything where the logarithm of the sum is NaN.
+    shift = torch.where(rows.log_sum.isnan(), torch.nan, rows.shift + 0.0)
+    return rows.logp, rows.entropy, shift, rows.log_sum
+
+
+def _grad_logits(on: RowBackend, o: RowOperands, *, entropy: bool) -> Results:
+    rows, *grads = _given(o, o.x.shape[1], entropy)
+    dz = torch.empty(o.x.shape, dtype=o.y.dtype, device=o.x.device)
+    on.logp.grad_logits(dz, o.x, 0, rows, *grads)
+    return (dz,)
+
+
+def _fused_grad_logits(
+    on: RowBackend, o: RowOperands, schedule: Any, *, bias: bool, entropy: bool
+) -> Results:
+    rows, *grads = _given(o, len(o.vocabulary), entropy)
+    its_bias, parts = o.bias if bias else None, vocabulary_pieces(slice(0, rows.vocabulary), 1, 512)
+    dtype = o.hidden.dtype
+    return tuple(
+        on.grad_logits(o.hidden, o.vocabulary, its_bias, part, rows, *grads, dtype=dtype, schedule=schedule)
+        for part in parts
+    )
+
+
+def _attention(on: RowBackend, o: RowOperands, schedule: Any, *, mask: str = "") -> Results:
+    """Tokens are queries of one head, or two in its group; many are of more heads than multiprocessors.
+
+    The vocabulary is the keys of all heads.
+    """
+    assert on.attention is not None
+    rows = len(o.hidden)
+    heads, group = (rows // 2, 1) if rows >= 300 else (1, 2 - rows % 2)
+    finite = not mask or o.attended.isfinite().all()  # as the values of masked keys must be
+    attended = o.attended if finite else o.attended.nan_to_num(0.0, 0.0, 0.0)
+    k, v = (x.expand(1, heads, *x.shape) for x in (o.vocabulary, attended))
+    given = {"boolean": o.mask > -1.0, "float": o.mask}.get(mask)
+    q, m = (None if x is None else x.unflatten(0, (heads, group, -1))[None] for x in (o.hidden, given))
+    return (on.attention(q, k, v, m, mask == "causal", SCALE, TENSOR_CORE.key, schedule=schedule),)
+
+
+def _given(o: RowOperands, vocabulary: int, entropy: bool) -> tuple[Rows, Tensor, Tensor | None]:
+    """Rows with the results of a forward, and the gradients of these."""
+    logp, entropies, shift, log_sum, grad = (v.clone() for v in o.vectors)  # aligned, as results are
+    rows = Rows(o.target, vocabulary, IGNORED, SCALE, logp, entropies, shift, log_sum)
+    return rows, grad, logp if entropy else None
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """A kernel: how to run it, and which pairs of dtypes it takes.
+
+    `entry` is which of a backend's fused functions it is, if any: these run under schedules.
+    """
+
+    run: Callable[..., Results]
+    dtypes: Pairs
+    entry: str = ""
+
+    def __call__(self, on: RowBackend, o: RowOperands, schedule: Any) -> Results:
+        return self.run(on, o, schedule) if self.entry else self.run(on, o)
+
+
+_ROWS = {
+    "sum": Reducer(lambda on, o: (on.rows.row_sum(o.x, False, o.y.dtype),), SAME + WIDER),
+    "mean": Reducer(lambda on, o: (on.rows.row_sum(o.x, True, o.y.dtype),), SAME),
+    "softmax": Reducer(lambda on, o: (on.rows.softmax(o.x, False, o.y.dtype),), SAME),
+    "log_softmax": Reducer(lambda on, o: (on.rows.softmax(o.x, True, o.y.dtype),), SAME),
+    "softmax backward": Reducer(
+        lambda on, o: (on.rows.softmax_backward(o.grad, o.y, False, o.y.dtype),), SAME
+    ),
+    "log_softmax backward": Reducer(
+        lambda on, o: (on.rows.softmax_backward(o.grad, -o.y.abs(), True, o.y.dtype),), SAME
+    ),
+    "attention": Reducer(
+        lambda on, o: tuple(on.rows.probabilities(o.x, SCALE, queries, o.y.dtype) for queries in (0, 5)),
+        SAME[2:] + NARROWER,
+    ),
+    "attention backward": Reducer(
+        lambda on, o: (on.rows.grad_scores(o.grad, o.y, SCALE, o.y.dtype),), SAME[2:] + NARROWER
+    ),
+    "layer_norm": Reducer(partial(_norm, centred=True), SAME + WIDER),
+    "layer_norm, bias": Reducer(partial(_norm, weight=False, centred=True), SAME),
+    "layer_norm, weight": Reducer(partial(_norm, bias=False, centred=True), SAME),
+    "rms_norm": Reducer(partial(_norm, bias=False, centred=False), SAME + WIDER),
+    "rms_norm, no weight": Reducer(partial(_norm, weight=False, bias=False, centred=False), SAME),
+    "layer_norm backward": Reducer(partial(_norm_backward, centred=True), SAME + WIDER),
+    "rms_norm backward": Reducer(partial(_norm_backward, centred=False), SAME),
+    "layer_norm weights": Reducer(partial(_norm_columns, centred=True), SAME + WIDER),
+    "rms_norm weights": Reducer(partial(_norm_columns, centred=False), SAME),
+    "sum over tokens": Reducer(lambda on, o: (on.rows.column_sum(o.x, o.y.dtype),), SAME + NARROWER),
+    "embedding backward": Reducer(
+        lambda on, o: tuple(on.rows.embedding_backward(o.grad, o.ids, IDS, p) for p in (-1, PADDING)), SAME
+    ),
+}
+_LOGP = {
+    "logp": Reducer(partial(_logp, entropy=False), SAME),
+    "logp, entropy": Reducer(partial(_logp, entropy=True), SAME),
+    "logp backward": Reducer(partial(_grad_logits, entropy=False), SAME + NARROWER),
+    "logp backward, entropy": Reducer(partial(_grad_logits, entropy=True), SAME + NARROWER),
+    "linear_logp": Reducer(partial(_statistics, bias=False, entropy=True), HALF, "statistics"),
+    "linear_logp, bias": Reducer(partial(_statistics, bias=True, entropy=False), HALF, "statistics"),
+    "linear_logp backward": Reducer(
+        partial(_fused_grad_logits, bias=False, entropy=True), HALF, "grad_logits"
+    ),
+    "linear_logp backward, bias": Reducer(
+        partial(_fused_grad_logits, bias=True, entropy=False), HALF, "grad_logits"
+    ),
+}
+_ATTENTION = {
+    "attention, whole": Reducer(_attention, HALF, "attention"),
+    "attention, whole, causal": Reducer(partial(_attention, mask="causal"), HALF, "attention"),
+    # How a mask is read does not depend on the dtype: one for each keeps the kernels few.
+    "attention, whole, boolean mask": Reducer(partial(_attention, mask="boolean"), HALF[:1], "attention"),
+    "attention, whole, float mask": Reducer(partial(_attention, mask="float"), HALF[1:], "attention"),
+}
+KERNELS = _ROWS | _LOGP | _ATTENTION
+
+Size = tuple[int, int, int, int]
+"""Rows, n, features and values."""
+SIZES: tuple[Size, ...] = (
+    (1, 1, 0, 0), (1, 129, 0, 0), (3, 127, 0, 0), (2, 128, 0, 0), (64, 32, 0, 0), (65, 31, 0, 0),
+    (129, 1, 0, 0), (7, 1024, 0, 0), (9, 1025, 0, 0), (3, 4097, 0, 0), (300, 70, 0, 0),
+)  # fmt: skip
+FUSED_SIZES: tuple[Size, ...] = (
+    (1, 1, 8, 0), (3, 130, 24, 0), (9, 1100, 40, 0), (20, 300, 72, 0), (33, 129, 64, 0), (70, 300, 136, 0),
+    (130, 4097, 64, 0), (300, 700, 24, 0),
+)  # fmt: skip
+# Heads with schedules of their own, and no others: each means kernels to compile.
+ATTENTION_SIZES: tuple[Size, ...] = (
+    (1, 1, 64, 64), (3, 130, 56, 88), (9, 1100, 120, 128), (20, 300, 64, 64), (129, 257, 64, 96),
+    (130, 4097, 64, 64), (300, 700, 128, 120),
+)  # fmt: skip
+MORE_HEADS: tuple[Size, ...] = ((3, 130, 8, 16), (20, 300, 24, 40), (33, 129, 40, 24), (300, 700, 72, 104))
+STRIDES = (("N", "pitched"), ("N", "odd"), ("N", "spread"), ("T", "plain"))
+
+
+def reductions(thorough: bool, fused: bool) -> Iterator[Reduction]:
+    """What is held to the CPU reference, of the fused kernels only if they are here."""
+    kinds = itertools.cycle(KINDS)
+    for name, kernel in KERNELS.items():
+        if kernel.entry and not fused:
+            continue
+        sizes = FUSED_SIZES if kernel.entry else SIZES
+        middle: Size = (70, 300, 72, 0) if kernel.entry else (5, 1100, 0, 0)
+        if kernel.entry == "attention":
+            sizes, middle = ATTENTION_SIZES + (MORE_HEADS if thorough else ()), (70, 300, 128, 128)
+        for dtype, other in kernel.dtypes:
+            case = partial(Reduction, name, dtype, other)
+            for size in sizes * (3 if thorough else 1):
+                yield case("shapes", *size, kind=next(kinds))
+            for kind in KINDS:
+                yield case("values", *middle, kind=kind)
+            for layout, place in STRIDES[:1] if kernel.entry else STRIDES:
+                yield case("strides", *middle, layout=layout, place=place)
+
+
+def calls(cases: Iterable[Reduction], on: RowBackend, device: torch.device) -> Iterator[Callable[[], object]]:
+    """What loads the kernels that `cases` run."""
+    for case in cases:
+        kernel, operands = KERNELS[case.kernel], RowOperands(case, unfilled).placed(device)
+        for schedule in on.tried(case):
+            yield partial(kernel, on, operands, schedule)
+
+
+def verify_reductions(
+    report: Report,
+    cases: Iterable[Reduction],
+    backends: Sequence[RowBackend],
+    contract: Contract,
+    device: torch.device,
+) -> None:
+    """Hold the kernels of `backends` to the CPU reference, and what lies around their outputs to NaN."""
+    right = reference(contract)
+    for case in cases:
+        runs = [(on, schedule) for on in backends for schedule in on.tried(case)]
+        if not runs:  # attention is Hopper's alone
+            continue
+        kernel, operands = KERNELS[case.kernel], RowOperands(case)
+        want = [t.to(device) for t in kernel(right, operands, None)]
+        placed = operands.placed(device)
+        for on, schedule in runs:
+            name = on.name + case.kernel
+            doing = f"{name}, {case.what}, {case}, {schedule}"
+            with running(doing), Surrounded() as room:
+                got = kernel(on, placed, schedule)
+                finish(doing)
+            for g, w in zip(got, want, strict=True):
+                report.compare(name, case.what, REFERENCE, g, w, case, schedule)
+            for margins in room.margins:
+                nan = torch.full_like(margins, torch.nan)
+                report.compare(name, AROUND, "NaN", margins, nan, case, schedule)

@@ -1,0 +1,213 @@
+"""One run: the known answers, then all that a GPU is held to."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.process import BaseProcess
+
+import torch
+
+from samebits._version import __version__
+from samebits.backends import use_backend
+from samebits.contract import FMA, HOPPER, TENSOR_CORE, Contract
+from samebits.tools.verify.answers import known_answers
+from samebits.tools.verify.case import BF16, CHAIN, F16
+from samebits.tools.verify.chain import verify_chain
+from samebits.tools.verify.failures import HangError, KernelError, running
+from samebits.tools.verify.kernel import BACKENDS
+from samebits.tools.verify.operations import verify_operations
+from samebits.tools.verify.plan import VerifyPlan, launch_part
+from samebits.tools.verify.products import verify_case
+from samebits.tools.verify.reductions import verify_reductions
+from samebits.tools.verify.report import Report
+from samebits.tools.verify.rows import ROWS_OF, verify_rows
+from samebits.tools.verify.tokens import verify_tokens
+
+Show = Callable[[float, str], None]
+
+
+def verify(
+    *,
+    thorough: bool = False,
+    backend: str | None = None,
+    device: int = 0,
+    progress: Show = lambda done, what: None,
+) -> Report:
+    """Hold every kernel and schedule on a GPU to the CPU reference.
+
+    Kernels that are not in the on-disk cache yet are compiled first. For that it starts a process for each
+    CPU and some more: a script that calls this needs the usual ``if __name__ == "__main__":``.
+
+    Args:
+        thorough: more combinations, and more large products.
+        backend: whose kernels, ``"cuda"`` or ``"triton"``; by default CUDA's, and, if `thorough`, Triton's
+            too where it is installed.
+        device: index of the CUDA device.
+        progress: told the fraction done, and what is being done.
+
+    Returns:
+        The report. Without a GPU it has the CPU reference's known answers, and why no GPU was verified.
+    """
+    from samebits.backends.cuda import runtime
+    from samebits.backends.triton import runtime as triton
+
+    if backend not in (None, *BACKENDS):
+        raise ValueError(
+            f"samebits.tools.verify: backend: expected one of {BACKENDS} or None, got {backend!r}"
+        )
+    start = time.monotonic()
+    status, second = runtime.status(), triton.status()
+    backends = [backend or "cuda"]
+    if thorough and backend is None and second.available:
+        backends.append("triton")
+    why_not = "" if status.available else f"{status.reason}. {status.remedy}".strip()
+    if backend == "triton" and not (why_not or second.available):
+        why_not = f"{second.reason}. {second.remedy}"
+    if status.available and device >= len(status.devices):
+        why_not = f"there is no device {device}; PyTorch sees {len(status.devices)}"
+    versions = {"samebits": __version__, "torch": str(torch.__version__)}
+    for name in ("numba", "cuda-core", "triton"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    contract = TENSOR_CORE.on(HOPPER)
+    report = Report(None, why_not, str(contract), contract.digest(), versions, thorough, backends)
+    try:
+        if why_not:
+            _verify_cpu(report, progress)
+        else:
+            versions["nvrtc"] = runtime.nvrtc_version()
+            with torch.cuda.device(device), torch.no_grad():
+                _verify_gpu(report, device, thorough, backends, progress)
+    except HangError as error:
+        report.failure, report.hung = str(error), True
+    except KernelError as error:
+        report.failure = str(error)
+    report.seconds = round(time.monotonic() - start, 1)
+    return report
+
+
+def _verify_cpu(report: Report, progress: Show) -> None:
+    progress(0.0, "known answers of the CPU reference")
+    known_answers(report)
+
+
+def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[str], progress: Show) -> None:
+    from samebits.backends.cuda import ahead, runtime
+    from samebits.backends.cuda.matmul import family
+
+    info = runtime.device_info(index)
+    contract = TENSOR_CORE.on(family(index))
+    report.gpu, report.contract, report.digest = info.name, str(contract), contract.digest()
+    torch.cuda.mem_get_info(index)  # this process comes first where only one is allowed on the GPU
+    with _helpers(index, thorough, backends) as wait:
+        _verify_cpu(report, progress)
+        progress(0.0, "choosing kernels")
+        plan = VerifyPlan(index, thorough, backends)
+        compiled = ahead.compile_for(plan.cuda(), lambda done, what: progress(0.4 * done, what))
+        report.kernels = compiled.needed
+        if compiled.missing or "triton" in backends:
+            progress(0.4, "compiling more kernels")
+            wait(300)
+    for i, (case, pairs) in enumerate(plan.products):
+        progress(0.5 + 0.35 * i / len(plan.products), f"{case.what}: {case}")
+        universal = next(kernel for kernel in plan.offered if kernel.step == case.step)
+        if case.what == CHAIN:
+            verify_chain(report, case, universal, pairs, plan.device)
+        else:
+            follows = FMA if case.step == "fma" else contract
+            verify_case(report, case, universal, pairs, follows, plan.device)
+    reduce = partial(verify_reductions, report, plan.reduced, plan.reducers, contract, plan.device)
+    parts: list[_Part] = [
+        ("reductions and log-probabilities", None, reduce),
+        *_public(report, contract, plan.device, thorough, backends),
+    ]
+    for i, (what, backend, part) in enumerate(parts):
+        progress(0.85 + 0.15 * i / len(parts), f"{what}, {backend}" if backend else what)
+        with running("samebits"), use_backend(backend):
+            part()
+
+
+@contextmanager
+def _helpers(index: int, thorough: bool, backends: Sequence[str]) -> Iterator[Callable[[float], None]]:
+    """Processes that meanwhile fill the on-disk caches with kernels that are not known ahead.
+
+    Triton, most of whose compiler runs one thread at a time, launches its kernels in some; one for each
+    backend runs the public functions. Yields what waits for them, so many seconds at most.
+    """
+    parts = min(8, os.cpu_count() or 1) if "triton" in backends else 0
+    tasks = [partial(launch_part, index, thorough, part, parts) for part in range(parts)]
+    tasks += [partial(_rehearse, index, thorough, backend) for backend in backends]
+    with _beside([partial(_help, index, task) for task in tasks]) as wait:
+        yield wait
+
+
+@contextmanager
+def _beside(tasks: Iterable[Callable[[], None]]) -> Iterator[Callable[[float], None]]:
+    """Run each task in a process of its own, which at the end of this context is ended if it goes on."""
+    from samebits.backends.cuda import ahead
+
+    started: list[BaseProcess] = []
+
+    def wait(seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for process in started:
+            process.join(max(0, deadline - time.monotonic()))
+
+    try:
+        for task in tasks:
+            arguments = dict(os.environ), task
+            process: BaseProcess = ahead.processes().Process(target=_adopting, args=arguments, daemon=True)
+            process.start()
+            started.append(process)
+        yield wait
+    finally:
+        for process in started:
+            process.kill()
+        wait(5)
+
+
+def _adopting(environment: dict[str, str], task: Callable[[], None]) -> None:
+    from samebits.backends.cuda import ahead
+
+    ahead.adopt(environment)
+    task()
+
+
+def _help(index: int, task: Callable[[], None]) -> None:
+    # What goes wrong here shows when it is verified; or else only this process was not allowed on the GPU.
+    with suppress(Exception), torch.cuda.device(index), torch.no_grad():
+        task()
+
+
+def _rehearse(index: int, thorough: bool, name: str) -> None:
+    from samebits.backends.cuda.matmul import family
+
+    report = Report(None, "", "", "", {}, thorough)
+    contract, device = TENSOR_CORE.on(family(index)), torch.device("cuda", index)
+    for _, backend, part in _public(report, contract, device, thorough, [name]):
+        with use_backend(backend):
+            part()
+
+
+_Part = tuple[str, str | None, Callable[[], None]]
+
+
+def _public(
+    report: Report, contract: Contract, device: torch.device, thorough: bool, backends: Sequence[str]
+) -> Iterator[_Part]:
+    """Of the public functions, computed by Triton, or, for CUDA's kernels, as if nobody had chosen."""
+    for name in backends:
+        backend = None if name == "cuda" else name
+        yield "operations", backend, partial(verify_operations, report, contract, device)
+        for n, k, dtype in ((1024, 768, BF16), (264, 1032, F16)):
+            yield "sequences", backend, partial(verify_tokens, report, contract, device, n, k, dtype)
+        for n, k, dtype in ROWS_OF[: (None if thorough else 2) if backend is None else 1]:
+            part = partial(verify_rows, report, contract, device, n, k, dtype, thorough)
+            yield "batches, streams, graphs", backend, part
