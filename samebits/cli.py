@@ -246,7 +246,7 @@ def bench(
     with _errors("bench"):
         _check_file("--json", json_to)
         from samebits import bench as benchmark
-        from samebits.backends.cuda.runtime import UnavailableError
+        from samebits.backends import UnavailableError
 
         try:
             with _progress() as show:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import settings
 
 from samebits import backends
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import devices
 
 # Examples are drawn from a fixed seed, so that a red run stays red; deadlines would time the first compile.
 settings.register_profile("samebits", deadline=None, derandomize=True, max_examples=40, print_blob=True)
@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without a GPU, tests marked ``gpu`` are skipped, with the reason."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    status = runtime.status() if marked else None
+    status = devices.status() if marked else None
     if status is not None and not status.available:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=f"no GPU: {status.reason}"))

@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from samebits.backends.cuda.schedule import round_up
 from torch import Tensor
 
 from samebits import TENSOR_CORE
-from samebits.backends.cuda import attention_sm90, runtime
-from samebits.backends.cuda.schedule import round_up
+from samebits.backends.cuda import attention_sm90, devices
 from samebits.ops.attention import attention, stored
 from samebits.testing import assert_same_bits, values
 from tests.devices import FAMILY, case
@@ -126,11 +126,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], int]]:
 
     def set_count(count: int) -> int:
         info = replace(here, sm_count=count or here.sm_count)
-        monkeypatch.setattr(runtime, "device_info", lambda index: info)
+        monkeypatch.setattr(devices, "device_info", lambda index: info)
         attention_sm90._prepared.cache_clear()  # it keeps the grid
         return info.sm_count
 
-    here = runtime.device_info(torch.cuda.current_device())
+    here = devices.device_info(torch.cuda.current_device())
     yield set_count
     attention_sm90._prepared.cache_clear()
 

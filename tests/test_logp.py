@@ -22,7 +22,7 @@ from torch import Tensor
 
 import samebits
 from samebits import FMA, TENSOR_CORE, Contract, functions
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import compiler
 from samebits.backends.cuda.logp import kernel_spec
 from samebits.backends.linear_logp import grad_logits
 from samebits.backends.reference import linear_logp as reference
@@ -448,10 +448,10 @@ def test_no_gradient_of_an_entropy_that_was_not_asked_for() -> None:
 HALF = [torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_kernels_compile_without_spills(arch: str, dtype: torch.dtype) -> None:
-    cubin = runtime.compile(kernel_spec("grad_logits", dtype, dtype, entropy=True), arch)  # the whole file
+    cubin = compiler.compile(kernel_spec("grad_logits", dtype, dtype, entropy=True), arch)  # the whole file
     assert cubin.spill_bytes == cubin.local_bytes == 0
 
 

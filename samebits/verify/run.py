@@ -53,13 +53,13 @@ def verify(
     Returns:
         The report. Without a GPU it has the CPU reference's known answers, and why no GPU was verified.
     """
-    from samebits.backends.cuda import runtime
+    from samebits.backends.cuda import compiler, devices
     from samebits.backends.triton import runtime as triton
 
     if backend not in (None, *BACKENDS):
         raise ValueError(f"samebits.verify: backend: expected one of {BACKENDS} or None, got {backend!r}")
     start = time.monotonic()
-    status, second = runtime.status(), triton.status()
+    status, second = devices.status(), triton.status()
     backends = [backend or "cuda"]
     if thorough and backend is None and second.available:
         backends.append("triton")
@@ -80,7 +80,7 @@ def verify(
         if why_not:
             _verify_cpu(report, progress)
         else:
-            versions["nvrtc"] = runtime.nvrtc_version()
+            versions["nvrtc"] = compiler.nvrtc_version()
             with torch.cuda.device(device), torch.no_grad():
                 _verify_gpu(report, device, thorough, backends, progress)
     except HangError as error:
@@ -97,10 +97,10 @@ def _verify_cpu(report: Report, progress: Show) -> None:
 
 
 def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[str], progress: Show) -> None:
-    from samebits.backends.cuda import ahead, runtime
+    from samebits.backends.cuda import devices, precompile
     from samebits.backends.cuda.matmul import family
 
-    info = runtime.device_info(index)
+    info = devices.device_info(index)
     contract = TENSOR_CORE.on(family(index))
     report.gpu, report.contract, report.digest = info.name, str(contract), contract.digest()
     torch.cuda.mem_get_info(index)  # this process comes first where only one is allowed on the GPU
@@ -108,7 +108,7 @@ def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[s
         _verify_cpu(report, progress)
         progress(0.0, "choosing kernels")
         plan = Plan(index, thorough, backends)
-        compiled = ahead.compile_for(plan.cuda(), lambda done, what: progress(0.4 * done, what))
+        compiled = precompile.compile_for(plan.cuda(), lambda done, what: progress(0.4 * done, what))
         report.kernels = compiled.needed
         if compiled.missing or "triton" in backends:
             progress(0.4, "compiling more kernels")
@@ -149,7 +149,7 @@ def _helpers(index: int, thorough: bool, backends: Sequence[str]) -> Iterator[Ca
 @contextmanager
 def _beside(tasks: Iterable[Callable[[], None]]) -> Iterator[Callable[[float], None]]:
     """Run each task in a process of its own, which at the end of this context is ended if it goes on."""
-    from samebits.backends.cuda import ahead
+    from samebits.backends.cuda import precompile
 
     started: list[BaseProcess] = []
 
@@ -161,7 +161,9 @@ def _beside(tasks: Iterable[Callable[[], None]]) -> Iterator[Callable[[float], N
     try:
         for task in tasks:
             arguments = dict(os.environ), task
-            process: BaseProcess = ahead.processes().Process(target=_adopting, args=arguments, daemon=True)
+            process: BaseProcess = precompile.processes().Process(
+                target=_adopting, args=arguments, daemon=True
+            )
             process.start()
             started.append(process)
         yield wait
@@ -172,9 +174,9 @@ def _beside(tasks: Iterable[Callable[[], None]]) -> Iterator[Callable[[float], N
 
 
 def _adopting(environment: dict[str, str], task: Callable[[], None]) -> None:
-    from samebits.backends.cuda import ahead
+    from samebits.backends.cuda import precompile
 
-    ahead.adopt(environment)
+    precompile.adopt(environment)
     task()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import compiler, runtime
 from samebits.backends.rows import Rows, Statistics
 from samebits.functions import VOCAB_BLOCK
 
@@ -37,10 +37,10 @@ def kernel_spec(
     grads: torch.dtype = torch.float32,
     *,
     entropy: bool = False,
-) -> runtime.KernelSpec:
+) -> compiler.KernelSpec:
     """One of the kernels of ``logp.cu``, by its name there."""
     constants = ("LOGITS", _TYPES[logits]), ("GRADS", _TYPES[grads]), ("ENTROPY", int(entropy))
-    return runtime.KernelSpec("logp.cu", entry, _PARAMS[entry], constants, block=_THREADS)
+    return compiler.KernelSpec("logp.cu", entry, _PARAMS[entry], constants, block=_THREADS)
 
 
 @functools.cache
