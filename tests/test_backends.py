@@ -19,9 +19,10 @@ import torch.nn.functional as F
 import samebits
 from samebits import FMA, TENSOR_CORE, backends
 from samebits.contract import contract_from_key
-from samebits.ops import _library
+from samebits.ops import _checks
 from samebits.ops import expand as expand_module
-from samebits.ops._library import check_operands
+from samebits.ops._checks import check_operands
+from samebits.ops._operator import Operator
 from samebits.ops.expand import expand
 
 
@@ -146,14 +147,14 @@ PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def test_a_backward_follows_the_choice_of_its_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operator, forward and backward, is given the backend that was asked for, and by it alone."""
     keys: list[str] = []
-    right = _library.Operator._run
+    right = Operator._run
 
-    def run(self: _library.Operator, *args: Any) -> Any:
+    def run(self: Operator, *args: Any) -> Any:
         keys.extend(x for x in args if isinstance(x, str))
         return right(self, *args)
 
-    monkeypatch.setattr(_library, "asked", lambda kind: f"@{backends._choice.backend}")
-    monkeypatch.setattr(_library.Operator, "_run", run)
+    monkeypatch.setattr(_checks, "asked", lambda kind: f"@{backends._choice.backend}")
+    monkeypatch.setattr(Operator, "_run", run)
     x, w = (torch.ones(4, 4, requires_grad=True) for _ in range(2))
     with samebits.use_backend("triton"), torch.no_grad():
         PRODUCTS[name](x, w)
@@ -184,7 +185,7 @@ NOT_BY_TRITON: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("name", NOT_BY_TRITON)
 def test_what_triton_does_not_compute_is_refused_under_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and attention, in place of PyTorch's: neither it nor another backend computes them then."""
-    for module in (_library, expand_module):
+    for module in (_checks, expand_module):
         monkeypatch.setattr(module, "asked", lambda kind: f"@{backends._choice.backend}")
     x = torch.ones(4, 4, requires_grad=True)
     with (

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, verify
 from samebits.backends.cuda import runtime
-from samebits.ops import addmm
+from samebits.ops import _sequences
 from samebits.testing import KINDS, assert_same_bits, values
 from samebits.verify.operands import Operands
 from tests.devices import FAMILY, HOPPER_OR_NEWER, multiprocessors
@@ -371,7 +371,7 @@ def test_capture_on_a_gpu_that_is_not_current() -> None:
     with torch.cuda.stream(stream):
         want = step()
     with (
-        mock.patch("samebits.ops.addmm.on_gpu", wraps=addmm.on_gpu) as asked,
+        mock.patch("samebits.ops._sequences.on_gpu", wraps=_sequences.on_gpu) as asked,
         torch.cuda.graph(graph, stream=stream),
         torch.cuda.device(0),
     ):

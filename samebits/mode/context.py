@@ -27,7 +27,7 @@ from samebits.mode.rules import (
     VIEWS,
     is_direct,
 )
-from samebits.ops._library import own
+from samebits.ops._operator import as_no_view
 
 __all__ = ["UncoveredError", "batch_invariant"]
 
@@ -168,7 +168,7 @@ def _owned(result: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
     """No view, as PyTorch's are none: so what was made without gradients may be changed with some."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return result
-    return result if any(result is x for x in (*args, *named.values())) else own(result)
+    return result if any(result is x for x in (*args, *named.values())) else as_no_view(result)
 
 
 def _report(func: Callable[..., Any], outermost: OnUncovered) -> None:

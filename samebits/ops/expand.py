@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from samebits.backends import asked
-from samebits.ops._library import Operator, without_modes
-from samebits.ops.rows import backend, refuse_triton
+from samebits.ops._operator import Operator, without_modes
+from samebits.ops._rows import backend, refuse_triton
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -41,8 +41,8 @@ class _Expand(torch.autograd.Function):
 
 
 def _sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
-    own = (1,) * (grad.ndim - len(shape)) + tuple(shape)
-    summed = [d for d in range(grad.ndim) if own[d] == 1 and grad.shape[d] != 1]
+    sizes = (1,) * (grad.ndim - len(shape)) + tuple(shape)
+    summed = [d for d in range(grad.ndim) if sizes[d] == 1 and grad.shape[d] != 1]
     total = grad
     if summed[-1:] == [grad.ndim - 1]:
         dtype = grad.dtype if len(summed) == 1 else torch.float32

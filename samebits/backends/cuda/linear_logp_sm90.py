@@ -15,7 +15,7 @@ from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES
 from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
 from samebits.backends.product import LARGEST
-from samebits.backends.rows import Rows, Statistics
+from samebits.backends.token_logps import Rows, Statistics
 from samebits.functions import VOCAB_BLOCK
 
 __all__ = ["choose", "grad_logits_later", "schedules", "spec", "statistics", "supports"]

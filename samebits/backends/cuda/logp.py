@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import compiler, runtime
-from samebits.backends.rows import Rows, Statistics
+from samebits.backends.token_logps import Rows, Statistics
 from samebits.functions import VOCAB_BLOCK
 
 _THREADS = 256
@@ -75,7 +75,7 @@ _answers = _Answers()
 
 
 def first_unknown(target: Tensor, vocabulary: int, ignore_index: int) -> Callable[[], int]:
-    """:func:`samebits.backends.rows.first_unknown`, in one launch."""
+    """:func:`samebits.backends.token_logps.first_unknown`, in one launch."""
     target, count = target.contiguous(), target.numel()
     device, (room, turn) = target.get_device(), _answers.place()
     blocks = min(_ANSWERS[1], -(-count // (4 * _THREADS)))

@@ -161,7 +161,7 @@ def _load(spec: KernelSpec, device: int) -> Kernel:
             f"{spec.source} needs {spec.smem} bytes of shared memory, {info.name} has {info.max_smem}"
         )
     code = compiler.cached_cubin(spec, info.arch)
-    from cuda.core import ObjectCode
+    from cuda.core import ObjectCode  # type: ignore[import-untyped]
 
     with torch.cuda.device(device):
         driver.make_context_current(device)

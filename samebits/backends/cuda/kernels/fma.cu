@@ -27,7 +27,7 @@ struct Params {
     i64 bias_stride;
     const void* spans;  // segments + 1 ascending bounds in k; null: `segments` segments of k each
     int m, n, k, segments, tiles_m, tiles_n;
-    int closing, out_together, bias_kind, spans_wide;  // closing: a zero term ends every nonempty segment
+    int closing_zero, out_together, bias_kind, spans_wide;  // closing_zero: a zero term ends every nonempty segment
 };
 
 // Up to TILE_K consecutive k of one segment.
@@ -202,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) fma_product(cons
             }
             next_stage();
         }
-        if (p.closing && signed_count < 0)
+        if (p.closing_zero && signed_count < 0)
 #pragma unroll
             for (int i = 0; i < THREAD_M; ++i)
 #pragma unroll

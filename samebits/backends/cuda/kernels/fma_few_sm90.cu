@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) fma_few_sm90(c
 #pragma unroll
             for (int j = 0; j < THREAD_N; ++j) acc[i][j] = __fmaf_rn(ak[i], bk[j], acc[i][j]);
     }
-    if (p.closing)
+    if (p.closing_zero)
 #pragma unroll
         for (int i = 0; i < THREAD_M; ++i)
 #pragma unroll

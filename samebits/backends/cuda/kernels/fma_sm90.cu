@@ -275,7 +275,7 @@ __device__ __forceinline__ void multiply_all(const Params& p, const Shared& shar
         TileB::read(b[0], at_b, k * TileB::ROWS * 4 + (B_TURNED ? k / 4 * 32 : 0));
         multiply(a[0], b[0]);
     }
-    if (p.closing)
+    if (p.closing_zero)
 #pragma unroll
         for (int i = 0; i < THREAD_M; ++i)
 #pragma unroll

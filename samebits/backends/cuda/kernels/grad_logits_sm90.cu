@@ -21,7 +21,7 @@ struct Problem {
 
 struct GradLogits {
     static constexpr u32 bytes = 2 * PANEL_BYTES;
-    static constexpr bool again_m = true, again_n = true;
+    static constexpr bool recompute_m = true, recompute_n = true;
 
     u32 buffer = 0;
 

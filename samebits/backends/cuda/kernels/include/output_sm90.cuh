@@ -59,7 +59,7 @@ __device__ __forceinline__ void store(Accumulators& acc, const Problem& p, const
 
 struct Output {
     static constexpr u32 bytes = 2 * PANEL_BYTES;  // of shared memory, for a warpgroup
-    static constexpr bool again_m = !ACCUMULATE, again_n = !ACCUMULATE;
+    static constexpr bool recompute_m = !ACCUMULATE, recompute_n = !ACCUMULATE;
 
     u32 buffer = 0;
 

@@ -18,8 +18,8 @@
 //   RAGGED               K holds sequences, each starting a new group of 16
 //
 // A kernel calls `pipeline` with its Problem, which has the members used here, and its Epilogue, of which every
-// warpgroup has one: see output_sm90.cuh. Its again_m and again_n say whether rows and columns may be computed by two
-// tiles, which then write the same bits.
+// warpgroup has one: see output_sm90.cuh. Its recompute_m and recompute_n say whether rows and columns may be computed
+// by two tiles, which then write the same bits.
 #pragma once
 
 #include "ragged.cuh"
@@ -73,8 +73,8 @@ struct Walk {
     __device__ explicit Walk(const Problem& p)
         : rows((p.m + BLOCK_M - 1) / BLOCK_M), columns((p.n + BLOCK_N * CLUSTER - 1) / (BLOCK_N * CLUSTER)),
           per_matrix(rows * columns), count(per_matrix * p.batch), group(p.group),
-          last_m(last_tile<Epilogue::again_m, BLOCK_M, A_MN ? 16 : 1>(p.m)),
-          last_n(last_tile<Epilogue::again_n, BLOCK_N, B_MN ? 16 : 8>(p.n)) {}
+          last_m(last_tile<Epilogue::recompute_m, BLOCK_M, A_MN ? 16 : 1>(p.m)),
+          last_n(last_tile<Epilogue::recompute_n, BLOCK_N, B_MN ? 16 : 8>(p.n)) {}
 
     __device__ Place at(u32 index, u32 rank) const {
         u32 batch = index / per_matrix;

@@ -17,7 +17,7 @@ struct Params {
     i64 bias_stride;
     int m, n, k, tiles_m, tiles_n;
     int a_batch, b_batch;                  // 0 where one matrix serves the whole batch
-    int closing, out_together, bias_kind;  // closing: a zero term ends the chain
+    int closing_zero, out_together, bias_kind;  // closing_zero: a zero term ends the chain
 };
 
 // The tile of a block, by rows and columns of tiles, and its matrix of the batch.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends import UnavailableError, on_gpu
-from samebits.ops._library import shape
+from samebits.ops._checks import shape
 
 
 def backend(t: Tensor) -> Any:
