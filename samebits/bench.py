@@ -30,7 +30,7 @@ from rich.text import Text
 from torch import Tensor
 
 from samebits._version import __version__
-from samebits.backends import UnavailableError, asked, use_backend
+from samebits.backends import UnavailableError, chosen_backend, pack_key, use_backend
 from samebits.backends.product import Operands
 from samebits.contract import FMA, TENSOR_CORE
 from samebits.ops.addmm import addmm_
@@ -249,7 +249,8 @@ def _contestants(case: Case, device: torch.device) -> dict[str, Run]:
     ends = torch.tensor([0, *itertools.accumulate(_lengths(case.m))], dtype=torch.int32, device=device)
 
     def ragged(dy: Tensor, x: Tensor) -> Tensor:
-        parts = dy.mT[None, None], x[None, None], ends, case.dtype, TENSOR_CORE.key + asked("cuda")
+        key = pack_key(TENSOR_CORE.key, chosen_backend("cuda"))
+        parts = dy.mT[None, None], x[None, None], ends, case.dtype, key
         out: Tensor = torch.ops.samebits.addbmm(None, *parts)
         return out[0]
 

@@ -351,7 +351,7 @@ def test_public_operations_are_verified_by_the_backend_that_was_asked_for(
         return out
 
     monkeypatch.setattr(operations, "bmm", wrong)
-    monkeypatch.setattr(operations, "asked", lambda kind: f"@{backends._choice.backend}")
+    monkeypatch.setattr(operations, "chosen_backend", lambda kind: backends._choice.backend)
     monkeypatch.setattr(operations, "finish", lambda doing: None)
     found = report()
     with samebits.use_backend("reference"):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
-from samebits.backends import asked
+from samebits.backends import chosen_backend, pack_key
 from samebits.contract import Contract, resolve
 from samebits.ops._operator import bypasses_dispatcher, transform
 
@@ -28,7 +28,7 @@ def check_operands(
     if contract is None and _needs_no_checks(tensors):
         a = tensors[0]
         kind = "cuda" if a.is_cuda else "cpu"
-        return tensors, resolve(None, a.dtype, kind) + asked(kind), True
+        return tensors, pack_key(resolve(None, a.dtype, kind), chosen_backend(kind)), True
     for name, t in operands.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"samebits.{op}: {name}: expected a Tensor, got {type(t).__name__}")
@@ -66,7 +66,7 @@ def check_operands(
             f"samebits.{op}: {first}: contract {contract.name} takes bfloat16 or float16, got {dtype}"
             " (float32 runs under samebits.FMA, never as TF32)"
         )
-    return tensors, resolve(contract, dtype, kind) + asked(kind), False
+    return tensors, pack_key(resolve(contract, dtype, kind), chosen_backend(kind)), False
 
 
 def check_contract(op: str, contract: Contract | None) -> None:

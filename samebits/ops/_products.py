@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Step, on_gpu
-from samebits.contract import contract_from_key
+from samebits.backends import Step, contract_of, on_gpu
 from samebits.ops._operator import Operator
 from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, sequences
 
@@ -63,7 +62,7 @@ def _product_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tupl
 
 def _as_operand(grad: Tensor, dtype: torch.dtype, key: str) -> Tensor:
     """`grad` in a dtype that the contract takes beside operands of `dtype`."""
-    return grad if contract_from_key(key).step == "fma" else grad.to(dtype)
+    return grad if contract_of(key).step == "fma" else grad.to(dtype)
 
 
 def _summed_over_broadcast(a: Tensor, b: Tensor, size: torch.Size, dtype: torch.dtype, key: str) -> Tensor:

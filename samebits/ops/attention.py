@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samebits.backends import broadcast, on_gpu
-from samebits.contract import Contract, contract_from_key
+from samebits.backends import broadcast, contract_of, on_gpu
+from samebits.contract import Contract
 from samebits.ops._checks import check_device, check_operands, shape
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._rows import backend, refuse_triton
@@ -186,7 +186,7 @@ def _product_over_keys(a: Tensor, b: Tensor, key: str) -> Tensor:
 def _product_over_queries(a: Tensor, b: Tensor, group: int, key: str) -> Tensor:
     """``a[..., group * L, M].mT @ b[..., group * L, N]``, each of the group a sequence."""
     tokens = a.shape[2] // group
-    if contract_from_key(key).step == "fma" or tokens % 16 == 0:
+    if contract_of(key).step == "fma" or tokens % 16 == 0:
         group = 1  # the same chain: no group of 16 reaches over the end of a sequence
     heads = a.shape[:2].numel()
     a4, b4 = (t.reshape(heads, group, t.shape[2] // group, t.shape[3]) for t in (a, b))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import asked
+from samebits.backends import chosen_backend, pack_key
 from samebits.ops._operator import Operator, without_modes
 from samebits.ops._rows import backend, refuse_triton
 
@@ -23,7 +23,7 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     """
     if tuple(shape) == x.shape or not (x.requires_grad and torch.is_grad_enabled()):
         return x.expand(tuple(shape))
-    refuse_triton("expand", asked(x.device.type))
+    refuse_triton("expand", pack_key("", chosen_backend(x.device.type)))
     out: Tensor = _Expand.apply(x, tuple(shape))  # type: ignore[no-untyped-call]
     return out
 

@@ -8,10 +8,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from samebits.backends import Step, on_gpu
+from samebits.backends import Step, contract_of, on_gpu
 from samebits.backends.logits_in_pieces import empty_grads
 from samebits.backends.token_logps import Rows, vocabulary_pieces
-from samebits.contract import Contract, contract_from_key
+from samebits.contract import Contract
 from samebits.ops._checks import check_operands, shape
 from samebits.ops._memory import check_accumulator, refuse_overlap
 from samebits.ops._operator import Operator, refuse_second_derivatives
@@ -277,7 +277,7 @@ def _gradients(
         log_sum,
     )
     grads = [None if g is None else g.reshape(-1).contiguous() for g in (grad, grad_entropy)]
-    dtype = torch.float32 if contract_from_key(key).step == "fma" else hidden.dtype
+    dtype = torch.float32 if contract_of(key).step == "fma" else hidden.dtype
     parts = [*vocabulary_pieces(slice(0, vocabulary), tokens, _GRAD_LOGITS)]
     acc = main_grad if needed[1] else None
     dx = hidden.new_empty((tokens, features) if needed[0] else 0)

@@ -36,15 +36,15 @@ def family(device: int) -> MmaModel:
     return found
 
 
-def check_contract(key: str, device: int) -> None:
+def check_contract(contract: str, device: int) -> None:
     """Refuse a contract that the tensor cores of `device` do not follow."""
-    contract = contract_from_key(key)
-    if contract.step == "fma":
+    wanted = contract_from_key(contract)
+    if wanted.step == "fma":
         return
     found = family(device)
-    if contract.mma not in (None, found):
+    if wanted.mma not in (None, found):
         raise ValueError(
-            f"samebits: contract {contract}: expected the family of {devices.device_info(device).name},"
+            f"samebits: contract {wanted}: expected the family of {devices.device_info(device).name},"
             f" {found.name}; CPU tensors follow any family"
         )
 

@@ -43,7 +43,7 @@ struct Problem {
 struct Statistics {
     static constexpr u32 line = (VOCAB_BLOCK + 4) * 4;  // in bytes, of a token's logits; no bank conflicts
     static constexpr u32 bytes = TRANSPOSED ? BLOCK_N * line : 0;
-    static constexpr bool recompute_m = !TRANSPOSED, recompute_n = TRANSPOSED;  // tokens: blocks of the vocabulary stay whole
+    static constexpr bool recompute_m = !TRANSPOSED, recompute_n = TRANSPOSED;  // tokens; blocks stay whole
 
     static __device__ void prepare(const Problem&) {}
 
