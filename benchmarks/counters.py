@@ -33,6 +33,9 @@ CASES = (
     Case("forward", 2048, 4096, 4096, F32),
 )
 
+OURS = ("tensor_core", "fma_")
+"""How entries of the product kernels begin."""
+
 METRICS = {
     "seconds": "gpu__time_duration.sum",
     "hertz": "sm__cycles_elapsed.avg.per_second",
@@ -73,7 +76,7 @@ def parse(text: str) -> list[dict[str, list[dict[str, Any]]]]:
         kernel: dict[str, Any] = {"kernel": by_name["Kernel Name"]}
         kernel |= {name: float(by_name[metric].replace(",", "")) for name, metric in METRICS.items()}
         kernel["seconds"] /= 1e9
-        if kernel["kernel"].startswith("matmul_"):
+        if kernel["kernel"].startswith(OURS):
             found.append({"samebits": [kernel], "torch": []})
         else:
             found[-1]["torch"].append(kernel)

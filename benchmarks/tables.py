@@ -386,11 +386,22 @@ def gpu_logp(data: dict[str, Any]) -> str:
     return "\n\n".join((picture, table(head, rows), said, _measured_on_gpu(data)))
 
 
+def triton_choice(case: dict[str, Any], sms: int) -> float:
+    """Speed beside torch of the tiles that Triton's estimate chooses, among those that were timed."""
+    from samebits.backends.triton.products import TILE_SCHEDULES  # which imports Triton
+
+    m, n = {"forward": ("m", "n"), "dX": ("m", "k"), "dW": ("n", "k")}[case["work"]]
+    times = {
+        -(-(-(-case[m] // s.block_m) * -(-case[n] // s.block_n)) // sms) * s.us: case["us"][name]
+        for s in TILE_SCHEDULES
+        if (name := f"{s.block_m}x{s.block_n}x{s.block_k}") in case["us"]
+    }
+    return float(case["us"]["torch"] / times[min(times)])
+
+
 def gpu_triton_tune(data: dict[str, Any]) -> str:
     """Of each product the chosen schedule, and the fastest, beside torch."""
-    from benchmarks import triton_tune  # which imports Triton
-
-    pick, rows = partial(triton_tune.chosen, sms=data["environment"]["multiprocessors"]), []
+    pick, rows = partial(triton_choice, sms=data["environment"]["multiprocessors"]), []
     for said, some in (
         ("forward, M <= 128", [c for c in data["cases"] if c["m"] <= 128]),
         ("forward, dX and dW, M >= 2048", [c for c in data["cases"] if c["m"] >= 2048]),

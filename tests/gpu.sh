@@ -43,7 +43,7 @@ export OMP_NUM_THREADS=2 # of each of so many processes, in which PyTorch and th
 start pytest "$python" -m pytest -m gpu -n "${WORKERS:-10}" -v -p no:cacheprovider --tb=short -rfE --durations 40
 start triton "$python" -m pytest -m gpu -n 3 -v -p no:cacheprovider --tb=short -rfE --durations 20 --backend triton \
   tests/test_conformance.py tests/test_invariance.py tests/test_logp.py tests/test_logp_targets.py tests/test_gpu.py \
-  -k "not test_verify and not step and not matmul_sm90" # which need row kernels, or are not Triton's
+  -k "not test_verify and not step and not tensor_core_sm90" # which need row kernels, or are not Triton's
 start memcheck compute-sanitizer --error-exitcode 1 --tool memcheck --report-api-errors no \
   "$python" tests/sanitize.py --every 32 --triton
 start racecheck compute-sanitizer --error-exitcode 1 --tool racecheck "$python" tests/sanitize.py --every 32 --racecheck

@@ -25,10 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import samebits
-from samebits.backends.cuda import ahead, matmul_sm90, runtime
-from samebits.backends.cuda.schedule import Schedule
+from samebits.backends.cuda import compiler, devices, precompile
+from samebits.backends.cuda.products import tensor_core_sm90
+from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
+from samebits.backends.product import Operands, Product, ProductKernel
 from samebits.backends.triton import runtime as triton
-from samebits.verify import Kernel, Operands, kernels
+from samebits.verify import Inputs, kernels, takes
 from tests.devices import multiprocessors
 
 DTYPE = torch.bfloat16
@@ -48,26 +50,27 @@ LAYOUTS = ("k", "rows", "k, any alignment", "rows, any alignment")
 
 
 # Rings of up to eight stages of 32, and of 128, shall go round.
-LONG = {"matmul_fma_sm90": 301, "matmul_fma_few_sm90": 1069}
+LONG = {"fma_sm90": 1069}
 
 
-def some(kernel: Kernel, every: int, first: int = 0) -> list:
+def some(kernel: ProductKernel, every: int, first: int = 0) -> list:
     """Each such schedule where they are many; of Hopper's one of each kind and width too."""
-    if len(kernel.schedules) <= 20:
-        return list(kernel.schedules[first:])
-    hopper = [s for s in kernel.schedules if isinstance(s, Schedule)]
+    schedules = [None, *kernel.catalogue]
+    hopper = [s for s in schedules if isinstance(s, Sm90Schedule)]
+    if not hopper:
+        return schedules[first:]
     kinds = {
         (s.block_m, s.block_n, s.swap, s.warpgroups, s.share, s.cluster): s for s in hopper if s.block_m >= 64
     }
     widths = {(s.block_n, s.swap): s for s in hopper}
-    return list(dict.fromkeys([*kernel.schedules[first::every], *kinds.values(), *widths.values()]))
+    return list(dict.fromkeys([*schedules[first::every], *kinds.values(), *widths.values()]))
 
 
 def products(every: int):
-    """Kernel, schedule, operands and output of each; with `every`, only some of the schedules."""
+    """Kernel, schedule and operands of each; with `every`, only some of the schedules."""
     m, n = 67, 43
     bias = torch.ones(n, device="cuda")
-    for kernel in (k for k in kernels(torch.cuda.current_device()) if k.ahead):
+    for kernel in (k for k in kernels(torch.cuda.current_device()) if k.compiled_ahead):
         k = LONG.get(kernel.name, 85)
         spans = torch.tensor([0, 3, 3, 40, k], device="cuda")
         for schedule in some(kernel, every):
@@ -75,19 +78,19 @@ def products(every: int):
                 dtype = torch.float32 if kernel.step == "fma" else DTYPE
                 a, b = operands(m, k, layout_a, dtype), operands(n, k, layout_b, dtype).mT
                 acc = torch.ones(m, n, device="cuda")
-                for x, out in (
-                    (Operands(a, b, acc=acc, cu_seqlens=spans), acc),
-                    (Operands(a, b, acc=acc), torch.ones_like(acc)),
-                    (Operands(a, b, bias=bias), torch.empty(m, n, dtype=DTYPE, device="cuda")),
-                    (Operands(a, b, bias=bias), torch.empty(m, n, device="cuda")),
+                for x in (
+                    Inputs(a, b, acc=acc, cu_seqlens=spans).into(acc),
+                    Inputs(a, b, acc=acc).into(torch.ones_like(acc)),
+                    Inputs(a, b, bias=bias).into(torch.empty(m, n, dtype=DTYPE, device="cuda")),
+                    Inputs(a, b, bias=bias).into(torch.empty(m, n, device="cuda")),
                 ):
-                    if kernel.takes(x, out, schedule):
-                        yield kernel, schedule, x, out
+                    if takes(kernel, Product.of(x, kernel.step), schedule):
+                        yield kernel, schedule, x
 
 
 def long_products(every: int):
     """Hopper's, with a few multiprocessors for many tiles: blocks take several, and their rings go round."""
-    kernel = next((k for k in kernels(torch.cuda.current_device()) if k.name == "matmul_sm90"), None)
+    kernel = next((k for k in kernels(torch.cuda.current_device()) if k.name == "tensor_core_sm90"), None)
     for i, s in enumerate(some(kernel, every, first=1) if kernel else ()):
         rows, columns = 2 * s.block_m + 8, 2 * s.block_n * s.cluster + 8
         m, n = (columns, rows) if s.swap else (rows, columns)
@@ -102,31 +105,30 @@ def long_products(every: int):
             out = torch.ones(batch, m, n, dtype=(DTYPE, torch.float32)[(i + j) % 2], device="cuda")
             if batch == 1:
                 a, b, out = a[0], b[0], out[0]
-            x = Operands(a, b.mT, bias=torch.ones(n, device="cuda"))
+            x = Inputs(a, b.mT, bias=torch.ones(n, device="cuda"))
             if out.dtype == torch.float32:
                 spans = torch.tensor([0, 3, k // 2, k // 2, k], device="cuda")
-                x = Operands(a, b.mT, acc=out, cu_seqlens=spans if layouts == ("rows", "rows") else None)
-            if kernel.takes(x, out, s):
+                x = Inputs(a, b.mT, acc=out, cu_seqlens=spans if layouts == ("rows", "rows") else None)
+            if takes(kernel, Product.of(x.into(out), kernel.step), s):
                 with multiprocessors(2 * s.cluster):
-                    yield kernel, s, x, out
+                    yield kernel, s, x.into(out)
 
 
-def ways(s, x: Operands, out: Tensor) -> dict[str, bool]:
+def ways(s: Sm90Schedule, x: Operands) -> dict[str, bool]:
     """Which ways of the Hopper kernel a product takes."""
-    plan = matmul_sm90.plan(
-        x.a, x.b, out, bias=x.bias, accumulate=x.acc is not None, cu_seqlens=x.cu_seqlens, schedule=s
-    )
-    constants = dict(plan.kernel.spec.constants)
-    rows, columns, k, batch = plan.rest[2:6]
-    tiles = -(-rows // s.block_m) * -(-columns // (s.block_n * s.cluster)) * batch
+    p = Product.of(x, "mma")
+    constants = dict(tensor_core_sm90.spec(tensor_core_sm90.variant(p), s).constants)
+    rows, columns = (p.n, p.m) if s.swap else (p.m, p.n)
+    tiles = -(-rows // s.block_m) * -(-columns // (s.block_n * s.cluster)) * p.batch
+    blocks = s.grid(rows, columns, p.batch, devices.device_info(p.device).sm_count)[0]
     return {
-        "several tiles for a block": tiles >= 2 * plan.grid[0] // s.cluster,
-        "a ring that goes round": k > s.block_k * s.stages,
-        "a last tile moved back": x.acc is None and rows > s.block_m and rows % s.block_m > 0,
+        "several tiles for a block": tiles >= 2 * blocks // s.cluster,
+        "a ring that goes round": p.k > s.block_k * s.stages,
+        "a last tile moved back": x.start is None and rows > s.block_m and rows % s.block_m > 0,
         "output in panels": constants["PANEL"] > 0,
         "maps folded": constants["FOLDED"] > 0,
-        "a batch": batch > 1,
-        "chains carried on": x.acc is not None,
+        "a batch": p.batch > 1,
+        "chains carried on": x.start is not None,
         "sequences": x.cu_seqlens is not None,
         "clusters": s.cluster > 1,
         "operands swapped": s.swap,
@@ -179,7 +181,7 @@ def log_probabilities_by_triton() -> None:
 
 def tiny_products(every: int):
     """Batches of tiny matrices, several of them in a block."""
-    tiny = [k for k in kernels(torch.cuda.current_device()) if k.name == "bmm_tiny"]
+    tiny = [k for k in kernels(torch.cuda.current_device()) if k.name == "tiny"]
     shapes = ((13, 11, 21), (12, 20, 64), (8, 8, 8), (64, 64, 64))  # of the last, k is copied in parts
     for i, (kernel, (m, n, k), *layouts) in enumerate(itertools.product(tiny, shapes, LAYOUTS, LAYOUTS)):
         dtype = torch.float32 if kernel.step == "fma" else DTYPE
@@ -189,29 +191,29 @@ def tiny_products(every: int):
         )
         a = a.view(5, m, k) if layouts[0][0] == "k" else a.view(5, k, m).mT
         b = b.view(5, n, k).mT if layouts[1][0] == "k" else b.view(5, k, n)
-        in_turn = (kernel.schedules[i % len(kernel.schedules)],)
-        for schedule in in_turn if every > 1 else kernel.schedules:
+        schedules = [None, *kernel.catalogue]
+        for schedule in [schedules[i % len(schedules)]] if every > 1 else schedules:
             acc = torch.ones(5, m, n, device="cuda")
-            yield kernel, schedule, Operands(a, b, acc=acc), acc
-            yield kernel, schedule, Operands(a, b), torch.empty(5, m, n, dtype=dtype, device="cuda")
+            yield kernel, schedule, Inputs(a, b, acc=acc).into(acc)
+            yield kernel, schedule, Operands(a, b, torch.empty(5, m, n, dtype=dtype, device="cuda"))
 
 
 def triton_products():
     """Triton's schedules on operands that it fetches as tiles or by wide loads, and on others."""
     m, n, bias = 67, 48, torch.ones(48, device="cuda")
-    for kernel in (k for k in kernels(torch.cuda.current_device()) if not k.ahead):
+    for kernel in (k for k in kernels(torch.cuda.current_device()) if not k.compiled_ahead):
         dtypes = (torch.float32, DTYPE) if kernel.step == "fma" else (DTYPE,)
         places = (85, LAYOUTS[:2]), (85, LAYOUTS[2:]), (88, ("k", "k"))
-        for dtype, schedule, (k, layouts) in itertools.product(dtypes, kernel.schedules, places):
+        for dtype, schedule, (k, layouts) in itertools.product(dtypes, (None, *kernel.catalogue), places):
             spans = torch.tensor([0, 3, 3, 40, k], device="cuda")
             a, b = (operands(rows, k, layout, dtype) for rows, layout in zip((m, n), layouts, strict=True))
             acc = torch.ones(m, n, device="cuda")
-            for x, out in (
-                (Operands(a, b.mT, acc=acc, cu_seqlens=spans), acc),
-                (Operands(a, b.mT, bias=bias), torch.empty(m, n, dtype=dtype, device="cuda")),
+            for x in (
+                Inputs(a, b.mT, acc=acc, cu_seqlens=spans).into(acc),
+                Inputs(a, b.mT, bias=bias).into(torch.empty(m, n, dtype=dtype, device="cuda")),
             ):
-                if kernel.takes(x, out, schedule):
-                    yield kernel, schedule, x, out
+                if takes(kernel, Product.of(x, kernel.step), schedule):
+                    yield kernel, schedule, x
 
 
 def row_reductions() -> None:
@@ -241,7 +243,7 @@ def attention() -> Iterator[Callable[[], None]]:
         with multiprocessors(2):
             call(*args)
 
-    if runtime.device_info(torch.cuda.current_device()).capability != (9, 0):
+    if devices.device_info(torch.cuda.current_device()).capability != (9, 0):
         return
     schedules = attention_sm90.schedules(128, 128)
     sizes = (
@@ -268,14 +270,14 @@ def attention() -> Iterator[Callable[[], None]]:
 
 def all_lanes_arrive() -> None:
     """Where one lane arrives at a barrier for its warp, all do: see ``warp_arrive`` in ``ptx.cuh``."""
-    made = runtime.KernelSpec.__init__
+    made = compiler.KernelSpec.__init__
 
-    def init(self: runtime.KernelSpec, source: str, entry: str, params: str, constants: tuple, *rest, **kw):
-        if source in ("matmul_fma_sm90.cu", "matmul_fma_few_sm90.cu"):
+    def init(self: compiler.KernelSpec, source: str, entry: str, params: str, constants: tuple, *rest, **kw):
+        if source in ("fma_sm90.cu", "fma_few_sm90.cu"):
             constants = (*constants, ("ALL_LANES_ARRIVE", 1))
         made(self, source, entry, params, constants, *rest, **kw)
 
-    runtime.KernelSpec.__init__ = init
+    compiler.KernelSpec.__init__ = init
 
 
 def main() -> None:
@@ -299,23 +301,22 @@ def main() -> None:
         all_lanes_arrive()
     found = itertools.chain(products(every), tiny_products(every), long_products(every))
     if options.compile:
-        calls = (partial(k.run, x, out, s) for k, s, x, out in found)
-        print(ahead.compile_for(itertools.chain(calls, attention())).needed, "kernels")
+        calls = (partial(k.run, x, s) for k, s, x in found)
+        print(precompile.compile_for(itertools.chain(calls, attention())).needed, "kernels")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            print(len(list(pool.map(lambda p: p[0].run(p[2], p[3], p[1]), triton_products()))), "by Triton")
+            print(len(list(pool.map(lambda p: p[0].run(p[2], p[1]), triton_products()))), "by Triton")
         log_probabilities_by_triton()
         return
     if options.triton:
         found = itertools.chain(found, triton_products())
     count, taken = 0, {}
-    for kernel, schedule, x, out in found:
-        kernel.run(x, out, schedule)
-        right = (
-            torch.tensor(x.a.shape[-1] + float(x.acc is not None or x.bias is not None)).to(out.dtype).item()
-        )
-        assert (out == right).all(), (kernel.name, schedule, x.a.stride(), x.b.stride())
-        if schedule is not None and kernel.name == "matmul_sm90":
-            for way, so in ways(schedule, x, out).items():
+    for kernel, schedule, x in found:
+        kernel.run(x, schedule)
+        more = float(x.start is not None or x.bias is not None)
+        right = torch.tensor(x.a.shape[-1] + more).to(x.out.dtype).item()
+        assert (x.out == right).all(), (kernel.name, schedule, x.a.stride(), x.b.stride())
+        if schedule is not None and kernel.name == "tensor_core_sm90":
+            for way, so in ways(schedule, x).items():
                 taken[way] = taken.get(way, False) or so
         count += 1
     log_probabilities()

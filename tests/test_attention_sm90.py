@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from samebits.backends.cuda.schedule import round_up
 from torch import Tensor
 
 from samebits import TENSOR_CORE
 from samebits.backends.cuda import attention_sm90, devices
+from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.ops.attention import attention, stored
 from samebits.testing import assert_same_bits, values
 from tests.devices import FAMILY, case
@@ -160,7 +160,7 @@ def test_blocks_that_take_several_tiles(
     rest = given, mask == "causal", float(np.float32(1 / math.sqrt(E))), TENSOR_CORE.key
     want = stored(q, k, v, *rest)
     for count, warpgroups in itertools.product(counts, (1, 2)):
-        longest = attention_sm90.Schedule(warpgroups).filled(round_up(E, 16), round_up(Ev, 16))
+        longest = attention_sm90.AttentionSchedule(warpgroups).filled(round_up(E, 16), round_up(Ev, 16))
         _, _, of_queries, of_members = attention_sm90._tiles(longest, G, L)
         multiprocessors = pretend(count)
         assert B * H * of_queries * of_members >= 2 * multiprocessors

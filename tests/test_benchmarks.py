@@ -8,15 +8,14 @@ import time
 from functools import partial
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from benchmarks import counters, logp, models, plot, tables
+from benchmarks import counters, logp, models, plot, tables, tune
 from benchmarks.record import GPUS, environment, load, tiny
 from samebits import bench
-from samebits.backends.cuda.bmm_tiny import Product
+from samebits.backends.cuda.matmul import PRODUCTS
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
 
@@ -94,8 +93,12 @@ def test_counters() -> None:
         return ["0", kernel, *(value.get(name, "50") for name in counters.METRICS)]
 
     lines = [names, ["", "", *["unit"] * len(counters.METRICS)]]
-    lines += [row("matmul_sm90", "2000", "100"), row("gemm<32, 8>", "1500", "200"), row("reduce", "500", "9")]
-    lines += [row("matmul_fma_sm90", "3000", "5"), row("sgemm", "3000", "7")]
+    lines += [
+        row("tensor_core_sm90", "2000", "100"),
+        row("gemm<32, 8>", "1500", "200"),
+        row("reduce", "500", "9"),
+    ]
+    lines += [row("fma_sm90", "3000", "5"), row("sgemm", "3000", "7")]
     quoted = "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
     assert counters.parse("==ERROR== ERR_NVGPUCTRPERM\n") == []
     found = counters.parse(f"==PROF== Connected\n{quoted}\n")
@@ -142,20 +145,24 @@ def test_contestants_alone_take_turns_in_a_fair_order(monkeypatch: pytest.Monkey
 
 
 def test_schedules_have_names_of_their_own() -> None:
-    from benchmarks import fma_tune, tiny_tune
+    for kernel in PRODUCTS:
+        schedules = {*kernel.catalogue}
+        assert len({tune.label(s) for s in schedules}) == len(schedules)  # times are kept by name
 
-    tiny = Product(64, 64, 64, torch.float32, torch.float32, torch.float32, True, False, True)
-    for name, schedules in (
-        (fma_tune.name, fma_tune.SCHEDULES),
-        (tiny_tune.name_of, tiny_tune.menu(tiny, 9, 132)),
-    ):
-        assert len({name(s) for s in schedules}) == len(schedules)  # times are kept by name
+
+def test_a_tuners_report() -> None:
+    us = {"torch": 10.0, "one": 8.0, "two": 5.0}
+    case = {"work": "forward", "m": 16, "k": 64, "n": 32, "us": us, "chosen": "one"}
+    assert tune.speeds(case) == (1.25, 2.0)
+    lines, means = tune.report([case, case | {"chosen": "two"}])
+    assert lines.row_count == 2
+    assert [*means.columns[4].cells] == ["2.000"]
 
 
 def test_schedules_of_triton() -> None:
-    triton_tune = pytest.importorskip("benchmarks.triton_tune")
+    pytest.importorskip("triton")
     data = load("nvidia-h200/triton_tune.json")
-    some = [triton_tune.chosen(c, 132) for c in data["cases"] if c["m"] <= 128]
+    some = [tables.triton_choice(c, 132) for c in data["cases"] if c["m"] <= 128]
     said = tables.gpu_triton_tune(data)
     assert f"| {len(some)} | {statistics.geometric_mean(some):.3f} |" in said
     assert f"| {min(some):.3f} |" in said

@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_map
 import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, verify
 from samebits.backends.cuda import runtime
+from samebits.backends.product import Product
 from samebits.ops import _sequences
 from samebits.testing import KINDS, assert_same_bits, values
-from samebits.verify.operands import Operands
+from samebits.verify.operands import Inputs
 from tests.devices import FAMILY, HOPPER_OR_NEWER, multiprocessors
 from tests.test_invariance import LAYOUTS, relaid
 from tests.test_torch import OPERATORS, PUBLIC, public, registered
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.gpu
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 HALF = (BF16, F16)
 ON_CPU = TENSOR_CORE.on(FAMILY)
-Inputs = dict[str, Tensor]
+Named = dict[str, Tensor]
 
 
 def gradients(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -279,14 +280,14 @@ def test_streams_and_threads() -> None:
 
 
 @pytest.mark.parametrize("part", range(8))
-@pytest.mark.parametrize("name", ["matmul_sm90", "triton matmul_tiles"])
+@pytest.mark.parametrize("name", ["tensor_core_sm90", "triton matmul_tiles"])
 def test_blocks_that_take_several_tiles(name: str, part: int) -> None:
     """Under every schedule, each operand contiguous along k and not, rings going round from tile to tile."""
     universal, *kernels = verify.kernels(torch.cuda.current_device())
     kernel = next((k for k in kernels if k.name == name), None)
     if kernel is None:
         pytest.skip(f"{name} does not run here")
-    for i, s in enumerate(kernel.schedules[1:][part::8]):
+    for i, s in enumerate(kernel.catalogue[part::8]):
         cluster = getattr(s, "cluster", 1)
         tall, wide = 2 * s.block_m + 8, 2 * s.block_n * cluster + 8
         m, n = (wide, tall) if s.swap else (tall, wide)
@@ -299,16 +300,16 @@ def test_blocks_that_take_several_tiles(name: str, part: int) -> None:
             a, b = a.mT if a_mn else a, b if b_mn else b.mT
             out = values("normal", (m, n), F32 if (i + j) % 2 else BF16, 3, "cuda")
             if (i + j) % 2:  # continued from what is there
-                x = Operands(a, b, acc=out, cu_seqlens=spans if a_mn and b_mn else None)
+                x = Inputs(a, b, acc=out, cu_seqlens=spans if a_mn and b_mn else None)
             else:
-                x = Operands(a, b, bias=bias)
+                x = Inputs(a, b, bias=bias)
                 out.fill_(torch.nan)
-            if not kernel.takes(x, out, s):
+            if not verify.takes(kernel, Product.of(x.into(out), kernel.step), s):
                 continue
             want = out.clone()
-            universal.run(x, want, None)
+            universal.run(x.into(want))
             with multiprocessors(2 * cluster):
-                kernel.run(x, out, s)
+                kernel.run(x.into(out), s)
             assert_same_bits(out, want, f"{s}, contiguous along m: {a_mn}, n: {b_mn}")
 
 

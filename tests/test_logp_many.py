@@ -41,7 +41,9 @@ def test_many_tokens_have_the_bits_of_the_universal_kernels(dtype: torch.dtype) 
     got = everything("cuda", dtype, 4096, 136, 20_000)
     with (
         mock.patch("samebits.backends.cuda.linear_logp_sm90.supports", return_value=False),
-        mock.patch("samebits.backends.cuda.matmul_sm90.supports", return_value=False),
+        mock.patch(
+            "samebits.backends.cuda.products.tensor_core_sm90._TensorCoreSm90.supports", return_value=False
+        ),
         mock.patch("samebits.backends.cuda.matmul._plans", {}),  # of products seen before
         mock.patch("samebits.backends.triton.linear_logp.fused", return_value=False),
     ):

@@ -485,7 +485,7 @@ def test_cublas_is_reported_and_does_not_fail() -> None:
 
 def test_a_failure_is_told() -> None:
     found = report()
-    found.failure = "matmul_sm90 did not end"
+    found.failure = "tensor_core_sm90 did not end"
     assert found.exit_code == 1
 
 

@@ -15,7 +15,7 @@ _SMEM = 227 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Sm90Schedule:
-    """One way to run ``matmul_sm90``.
+    """One way to run ``tensor_core_sm90``.
 
     Attributes:
         block_m: rows of a block's tile.

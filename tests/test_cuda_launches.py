@@ -1,0 +1,258 @@
+"""Launches of the CUDA kernels without a GPU: CPU tensors pass for those of an H200, up to the launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from samebits import verify
+from samebits.backends.cuda import attention_sm90, compiler, linear_logp, matmul, runtime
+from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
+from samebits.backends.logits_in_pieces import grad_logits
+from samebits.backends.product import Matrix, Operands, Product
+from samebits.backends.token_logps import Rows
+from samebits.verify import plan, reductions
+from samebits.verify.operands import make_inputs, make_room, unfilled
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize("m", [1, 3, 8, 33, 128, 256, 1000, 4096])
+@pytest.mark.parametrize(("k", "n"), [(4096, 4096), (7168, 256), (768, 3072), (40, 24), (41, 23), (64, 1)])
+def test_every_launch_adds_up(launches: list[str], m: int, k: int, n: int) -> None:
+    def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    key = "TENSOR_CORE:mma"
+    for out_dtype, bias in itertools.product((BF16, F32), (None, empty(n))):
+        for b in (empty(n, k).mT, empty(k, n)):
+            out = matmul.matmul(empty(m, k), b, bias=bias, out_dtype=out_dtype, contract=key)
+            assert (out.shape, out.dtype) == ((m, n), out_dtype)
+    dy, x = empty(m, n).mT[None, None], empty(m, k)[None, None]
+    for bounds in (None, torch.tensor([0, m // 2, m])):
+        assert matmul.addbmm(None, dy, x, bounds, out_dtype=BF16, contract=key).shape == (1, n, k)
+        matmul.addbmm_later(empty(1, n, k, dtype=F32), dy, x, bounds, accumulate=True, contract=key)()
+    rows = empty(4, 7, n).mT[None]
+    assert matmul.addbmm(None, rows, empty(1, 4, 7, k), None, out_dtype=BF16, contract=key).shape == (1, n, k)
+    assert matmul.matmul(empty(3, 5, k), empty(3, k, n), bias=None, out_dtype=BF16, contract=key).shape == (
+        3,
+        5,
+        n,
+    )
+    # TMA asks for strides of 16 bytes; other layouts go to the universal kernel.
+    assert "tensor_core_sm90.cu" in launches or k % 8
+    assert "tensor_core.cu" in launches or k % 8 == n % 8 == 0
+
+
+@pytest.mark.parametrize("m", [1, 3, 33, 128, 1000, 4096])
+@pytest.mark.parametrize(("k", "n"), [(4096, 4096), (7168, 256), (40, 24), (41, 23), (64, 1), (1, 64)])
+def test_every_launch_under_fma_adds_up(launches: list[str], m: int, k: int, n: int) -> None:
+    key = "FMA:fma"
+    for bias in (None, torch.empty(n), torch.empty(n, dtype=BF16)):
+        for b in (torch.empty(n, k).mT, torch.empty(k, n)):
+            out = matmul.matmul(torch.empty(m, k), b, bias=bias, out_dtype=F32, contract=key)
+            assert (out.shape, out.dtype) == ((m, n), F32)
+    dy, x = torch.empty(m, n).mT[None, None], torch.empty(m, k)[None, None]
+    for bounds in (None, torch.tensor([0, m // 2, m])):
+        assert matmul.addbmm(None, dy, x, bounds, out_dtype=F32, contract=key).shape == (1, n, k)
+        matmul.addbmm_later(torch.empty(1, n, k), dy, x, bounds, accumulate=True, contract=key)()
+    a3, b3 = torch.empty(3, 100, k), torch.empty(3, k, n)
+    assert matmul.matmul(a3, b3, bias=None, out_dtype=F32, contract=key).shape == (3, 100, n)
+    # TMA asks for strides of 16 bytes; other layouts, and sequences, go to the universal kernel.
+    assert "fma_sm90.cu" in launches or min(m, n, k) < 64
+    assert "fma.cu" in launches
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 33, 64, 65, 300, 4096])
+@pytest.mark.parametrize(("features", "vocabulary"), [(64, 1000), (200, 129), (8, 1), (41, 300)])
+def test_every_launch_of_log_probabilities_adds_up(
+    launches: list[str], tokens: int, features: int, vocabulary: int
+) -> None:
+    hidden, weight, bias = (
+        torch.empty(s, dtype=BF16) for s in ((tokens, features), (vocabulary, features), (vocabulary,))
+    )
+    key = "TENSOR_CORE:mma"
+    rows = Rows.empty(torch.zeros(tokens, dtype=torch.int64), vocabulary, -100, entropy=True)
+    grad = torch.ones(tokens)
+    part = slice(vocabulary // 256 * 128, vocabulary)
+    for b, h in itertools.product((None, bias), (None, grad)):
+        assert linear_logp.statistics(hidden, weight, b, rows, contract=key).m.shape == (
+            tokens,
+            -(-vocabulary // 128),
+        )
+        given = hidden, weight, b, part, rows, grad, h
+        dz = grad_logits(linear_logp.grad_logits_later, *given, dtype=BF16, contract=key)
+        assert (dz.shape, dz.stride(0) % 8) == ((tokens, part.stop - part.start), 0)
+    fused = {"statistics_sm90.cu", "grad_logits_sm90.cu"}
+    # TMA asks for strides of 16 bytes; other layouts go by way of logits in memory.
+    assert set(launches) == (fused if features % 8 == 0 else {"tensor_core.cu", "logp.cu"})
+
+
+@pytest.mark.parametrize(("batch", "heads", "group"), [(1, 1, 1), (3, 2, 4), (2, 5, 3)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 5000), (70, 4000), (300, 129), (5, 30_000)])
+def test_every_launch_of_attention_adds_up(
+    launches: list[str], batch: int, heads: int, group: int, queries: int, keys: int
+) -> None:
+    key = "TENSOR_CORE:mma"
+    for head, values in ((8, 128), (64, 64), (128, 40)):
+        q = torch.empty((batch, queries, heads, group, head), dtype=BF16).permute(0, 2, 3, 1, 4)
+        cache = torch.empty((batch, keys + 5, heads, head + values), dtype=BF16).transpose(1, 2)
+        k, v = cache[:, :, :keys, :head], cache[:, :, :keys, head:]
+        for shared in (k, k[:1].expand(k.shape), k[:, :1].expand(k.shape)):
+            assert attention_sm90.supports(q, shared, v, key)
+        schedules = attention_sm90.schedules(-(-head // 16) * 16, -(-values // 16) * 16)
+        for mask in (None, torch.empty((1, 1, 1, queries, 1), dtype=torch.bool)):
+            mask = None if mask is None else mask.expand(*q.shape[:-1], keys)
+            for s in (None, *schedules):
+                out = attention_sm90.attention(q, k, v, mask, False, 0.5, key, schedule=s)
+                assert out.shape == (*q.shape[:-1], values)
+    assert set(launches) == {"attention_sm90.cu"}
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "batch", "group", "pays"),
+    [
+        (512, 512, 8, 4, True),
+        (1, 512, 1, 4, True),
+        (1, 4096, 1, 4, False),  # a few queries over many keys
+        (1, 4096, 64, 4, True),
+        (8192, 8192, 1, 4, True),
+        (16_384, 16_384, 1, 4, True),  # blocks of several tiles
+    ],
+)
+def test_where_attention_without_scores_pays(
+    launches: list[str], queries: int, keys: int, batch: int, group: int, pays: bool
+) -> None:
+    q, k = (torch.empty(s, dtype=BF16) for s in ((batch, 8, group, queries, 128), (batch, 8, keys, 128)))
+    assert attention_sm90.pays(q, k) == pays
+
+
+def test_what_attention_cannot_read_is_left_to_others(launches: list[str]) -> None:
+    key = "TENSOR_CORE:mma"
+    q, k = torch.empty((1, 2, 2, 9, 64), dtype=BF16), torch.empty((1, 2, 20, 64), dtype=BF16)
+    assert attention_sm90.supports(q, k, k, key)
+    for other in (
+        (q.float(), k.float(), k.float(), key),
+        (q, k.as_strided((1, 2, 20, 64), (0, 8, 8, 1)), k, key),  # rows overlap
+        (q, k, k, "FMA:fma"),
+        (q[..., :60], k[..., :60], k, key),
+        (q, k, torch.empty((1, 2, 20, 136), dtype=BF16), key),
+        (q, k.mT.contiguous().mT, k, key),
+        (q, k, torch.empty(1 << 15, dtype=BF16)[1 : 20 * 128 + 1].view(1, 2, 20, 64), key),
+        (q, k, k[:, :, :1].expand(k.shape), key),
+        (q[:, :, :, :0], k, k, key),
+    ):
+        assert not attention_sm90.supports(*other)
+
+
+def test_every_launch_of_reductions_adds_up(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what runs a second time loads no other kernels, so that it can be captured then."""
+    cases = list(reductions.reductions(thorough=False, fused=True))[::5]
+    loaded, load = [], runtime.load
+    monkeypatch.setattr(runtime, "load", lambda spec, device: loaded.append(spec) or load(spec, device))
+    counts = []
+    for _ in range(2):
+        for call in reductions.calls(cases, reductions.on_cuda(fused=True), torch.device("cpu")):
+            call()
+        counts.append((len(set(loaded)), len(launches)))
+    assert counts[1] == (counts[0][0], 2 * counts[0][1])
+    fused = {"statistics_sm90.cu", "grad_logits_sm90.cu", "attention_sm90.cu"}
+    assert set(launches) == {"rows.cu", "columns.cu", "logp.cu"} | fused
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_verify_runs_every_schedule_of_products(launches: list[str], thorough: bool) -> None:
+    """In every layout, if a case has operands of it that the kernel takes."""
+    todo = verify.cases(thorough)
+    offered = [kernel for kernel in verify.kernels(0) if kernel.compiled_ahead]
+    taken, tried = set(), set()
+    for case, pairs in zip(todo, plan.runs(todo, offered, thorough), strict=True):
+        inputs = make_inputs(case, torch.device("cpu"), unfilled)
+        p = Product.of(inputs.into(make_room(case, inputs).out), case.step)
+        layout = case.layout if min(case.m, case.n, case.k) > 1 else "any"
+        for kernel in offered:
+            of = kernel.name, kernel.step, layout
+            schedules = (None, *kernel.catalogue) if kernel.step == case.step else ()
+            every = [s for s in schedules if (*of, s) not in tried]
+            found = {(*of, s) for s in every if verify.takes(kernel, p, s)}
+            taken |= found
+            tried |= found & {(*of, s) for k, s in pairs if k is kernel}
+    assert {of for of in taken if of[2] != "any"} <= tried
+    assert {of[:2] for of in taken} == {(kernel.name, kernel.step) for kernel in offered}
+
+
+def test_verify_runs_every_schedule_of_attention_with_every_mask(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled for few heads, which have all the schedules there are; some blocks take several tiles."""
+    on, load = reductions.on_cuda(fused=True), runtime.load
+    taken: dict[object, set[tuple[object, ...]]] = {}
+    several: set[object] = set()
+
+    def noted(spec: compiler.KernelSpec, device: int) -> Any:
+        of, kernel = dict(spec.constants), load(spec, device)
+        taken.setdefault(of["MASK"], set()).add((of["WARPGROUPS"], of["STAGES"], of["HELD"]))
+
+        def launch(grid: tuple[int, int, int], *values: Any) -> None:
+            *_, tiles, _, _, _, _, _ = values  # the grid's cut, causal and scale come after it
+            assert of["HELD"] == 0 or grid[0] == tiles
+            if grid[0] < tiles:
+                several.add((of["MASK"], of["WARPGROUPS"]))
+
+        monkeypatch.setattr(kernel, "launch", launch)
+        return kernel
+
+    monkeypatch.setattr(runtime, "load", noted)
+    cases = [c for c in reductions.reductions(thorough=False, fused=True) if c.values]
+    for call in reductions.calls(cases, on, torch.device("cpu")):
+        call()
+    heads = itertools.product(range(16, 129, 16), repeat=2)
+    every = {(s.warpgroups, s.stages, s.held) for of in heads for s in attention_sm90.schedules(*of)}
+    assert taken == dict.fromkeys(("NONE", "BOOLEAN", "F32"), every)
+    assert several == set(itertools.product(taken, (1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("k", "sequences", "packed", "taken"),
+    [
+        (524_288, 65_536, True, True),
+        (16, 2**30, False, True),
+        (16, 2**31 - 2048, False, True),
+        (17, 2**30 - 1024, False, True),
+        (17, 2**30 - 1023, False, False),
+        (2**30, 2**31 - 2048 - 2**26, True, True),
+        (2**30, 2**31 - 2047 - 2**26, True, False),
+    ],
+)
+def test_every_group_of_sequences_can_be_counted(
+    k: int, sequences: int, packed: bool, taken: bool, launches: list[str]
+) -> None:
+    one, out = torch.ones((), dtype=BF16), torch.empty(1, 9, 8)
+    # Offsets cannot be this many without memory for them: only their number matters.
+    a, b = one.expand(9, k) if packed else one.expand(1, sequences, 9, k), one.expand(k, 8)
+    x = Operands(a, b if packed else one.expand(1, sequences, k, 8), out[0] if packed else out)
+    p = Product.of(x, "mma")
+    if packed:
+        p = dataclasses.replace(p, cu_seqlens=Matrix(torch.int32, (sequences + 1,), (1,)))
+    if taken:
+        TENSOR_CORE.plan(p)
+        return
+    with pytest.raises(ValueError, match="has a size above"):
+        TENSOR_CORE.plan(p)
+
+
+def test_sequences_too_long_for_one_axis_stay_apart(launches: list[str]) -> None:
+    a, b = torch.ones((), dtype=BF16).expand(1, 2**20, 9, 4096), torch.ones(1, 1, 1, 8, dtype=BF16)
+    b = b[..., :1].expand(1, 2**20, 4096, 8)
+    assert matmul.addbmm(None, a, b, None, out_dtype=F32, contract="TENSOR_CORE:mma").shape == (1, 9, 8)
+    assert launches == ["tensor_core.cu"]
+
+
+def test_chains_of_no_element_are_rounded_without_a_launch() -> None:
+    for shape in ((3, 0), (0, 4), (2, 0, 5)):
+        assert matmul.rounded(torch.empty(shape), BF16).shape == shape
