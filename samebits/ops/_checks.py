@@ -21,8 +21,8 @@ def check_operands(
 
     Returns:
         The operands, with `autocast` in the dtype that ``torch.autocast`` wants them in if it is on; the key
-        of the contract to run under, with the backend if one was asked for; and whether all operands are
-        known to be plain (:func:`bypasses_dispatcher`).
+        that operators take (:func:`samebits.backends.pack_key`); and whether it is known that
+        :func:`bypasses_dispatcher` holds of the operands.
     """
     tensors = list(operands.values())
     if contract is None and _needs_no_checks(tensors):
@@ -77,7 +77,7 @@ def check_contract(op: str, contract: Contract | None) -> None:
 
 
 def _needs_no_checks(tensors: list[Tensor]) -> bool:
-    """Whether it is clear that there is nothing to refuse or cast: checks cost an eager call most."""
+    """Whether all checks would pass and cast nothing: checks are what costs an eager call most."""
     if not bypasses_dispatcher(tensors) or torch._C._is_any_autocast_enabled():
         return False
     dtype, device = tensors[0].dtype, tensors[0].get_device()

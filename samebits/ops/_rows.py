@@ -1,4 +1,4 @@
-"""What operations on rows share."""
+"""Reductions of rows: tensors as rows over some dimensions, and the backend that reduces them."""
 
 from __future__ import annotations
 
