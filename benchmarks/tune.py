@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.record import RESULTS, environment, slug, write
-from samebits.backends.cuda import ahead, runtime
+from samebits.backends.cuda import devices, precompile
 from samebits.backends.product import Operands, Product, ProductKernel
 from samebits.testing import assert_same_bits, bits
 from samebits.tools.bench.cases import CASES, F32, BenchCase, make_operands
@@ -124,9 +124,9 @@ def times(
 def measure(kernel: Kernel, universal: Kernel, case: BenchCase, p: Product) -> dict[str, Any]:
     """Microseconds by torch and by each plausible schedule, what these should cost, and which is chosen."""
     costs = plausible(kernel, p)
-    ahead.compile_for(partial(kernel.plan, p, s) for s in costs)
+    precompile.compile_for(partial(kernel.plan, p, s) for s in costs)
     device = torch.device("cuda", p.device)
-    count = max(1, min(64, math.ceil(4.5 * runtime.device_info(p.device).l2_bytes / case.bytes)))
+    count = max(1, min(64, math.ceil(4.5 * devices.device_info(p.device).l2_bytes / case.bytes)))
     sets = [operands(case, *make_operands(case, device, torch.randn)[:2]) for _ in range(count)]
     prove(kernel, universal, p, costs, *sets[0])
 
@@ -229,7 +229,7 @@ def main(
         raise typer.BadParameter(f"expected a kernel with products to time, one of {names}; got {kernel!r}")
     among = wanted([case for _, case, _ in todo], rows, shapes, work)
     todo = [job for job in todo if job[1] in among]
-    record["multiprocessors"] = runtime.device_info(device).sm_count
+    record["multiprocessors"] = devices.device_info(device).sm_count
     data: dict[str, Any] = {"environment": record, "cases": []}
     universal = {step: next(k for k in every if k.step == step) for step in ("mma", "fma")}
     with torch.no_grad():

@@ -164,8 +164,8 @@ _REVISION = 1
 
 @functools.lru_cache(maxsize=64)
 def contract_from_key(key: str) -> Contract:
-    """The contract whose :attr:`Contract.key` is ``key``; a backend that was asked for may follow after @."""
-    name, step, *model = key.partition("@")[0].split(":")
+    """The contract whose :attr:`Contract.key` is ``key``."""
+    name, step, *model = key.split(":")
     mma = MmaModel(model[0], *map(int, model[1:])) if model else None
     return Contract(name, cast(Literal["mma", "fma"], step), mma)
 

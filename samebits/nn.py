@@ -12,17 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from samebits.contract import Contract
-from samebits.ops._library import (
-    SUPPORTED,
-    check_contract,
-    check_operands,
-    has_memory,
-    shape,
-    without_modes,
-)
-from samebits.ops.addmm import addbmm, addbmm_later, check_accumulator, refuse_overlap, refuse_vmap
-from samebits.ops.linear import linear, sequences
-from samebits.ops.matmul import product
+from samebits.ops._checks import SUPPORTED, check_contract, check_operands, shape
+from samebits.ops._memory import check_accumulator, has_memory, refuse_overlap, refuse_vmap
+from samebits.ops._operator import without_modes
+from samebits.ops._products import addbmm, addbmm_later, product
+from samebits.ops._sequences import sequences
+from samebits.ops.linear import linear
 
 __all__ = ["Conversion", "Linear", "Unconverted", "convert"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from samebits.contract import Contract
-from samebits.ops._library import SUPPORTED, check_contract
+from samebits.ops._checks import SUPPORTED, check_contract
 from samebits.ops.linear import linear
 
 

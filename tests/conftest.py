@@ -9,7 +9,16 @@ import torch
 from hypothesis import settings
 
 from samebits import backends
-from samebits.backends.cuda import attention_sm90, linear_logp_sm90, logp, matmul, runtime
+from samebits.backends.cuda import (
+    attention_sm90,
+    compiler,
+    devices,
+    linear_logp_sm90,
+    logp,
+    matmul,
+    runtime,
+    tensor_maps,
+)
 
 # Examples are drawn from a fixed seed, so that a red run stays red; deadlines would time the first compile.
 settings.register_profile("samebits", deadline=None, derandomize=True, max_examples=40, print_blob=True)
@@ -31,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without a GPU, tests marked ``gpu`` are skipped, with the reason."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    status = runtime.status() if marked else None
+    status = devices.status() if marked else None
     if status is not None and not status.available:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=f"no GPU: {status.reason}"))
@@ -60,7 +69,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
 
     class Kernel:
-        def __init__(self, spec: runtime.KernelSpec) -> None:
+        def __init__(self, spec: compiler.KernelSpec) -> None:
             self.spec = spec
 
         def launch(self, grid: tuple[int, int, int], *values: Any) -> None:
@@ -88,10 +97,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert l2_promotion in (0, 64, 128, 256)
         return bytes(128)
 
-    info = runtime.DeviceInfo(-1, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)
-    monkeypatch.setattr(runtime, "device_info", lambda index: info)
+    info = devices.DeviceInfo(-1, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)
+    monkeypatch.setattr(devices, "device_info", lambda index: info)
     monkeypatch.setattr(runtime, "load", lambda spec, device: Kernel(spec))
-    monkeypatch.setattr(runtime, "tensor_map", tensor_map)
+    monkeypatch.setattr(tensor_maps, "tensor_map", tensor_map)
     monkeypatch.setattr(runtime, "empty_matrix", lambda m, n, dtype, device: torch.empty((m, n), dtype=dtype))
     monkeypatch.setattr(matmul, "_plans", {})
     linear_logp_sm90._prepared.cache_clear()

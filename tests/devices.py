@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samebits import AMPERE, HOPPER
-from samebits.backends.cuda import attention_sm90, linear_logp_sm90, matmul, runtime
+from samebits.backends.cuda import attention_sm90, devices, linear_logp_sm90, matmul
 from samebits.testing import values
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -33,10 +33,10 @@ def multiprocessors(count: int | None) -> Iterator[None]:
         yield
         return
     index = torch.cuda.current_device()
-    here = replace(runtime.device_info(index), sm_count=count)
+    here = replace(devices.device_info(index), sm_count=count)
     keep_grids = [linear_logp_sm90._prepared, attention_sm90._prepared]
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(runtime, "device_info", return_value=here))
+        stack.enter_context(mock.patch.object(devices, "device_info", return_value=here))
         stack.enter_context(mock.patch.object(matmul, "_plans", {}))
         if importlib.util.find_spec("triton"):
             triton = importlib.import_module("samebits.backends.triton.runtime")

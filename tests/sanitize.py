@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import samebits
-from samebits.backends.cuda import ahead, runtime
+from samebits.backends.cuda import compiler, devices, precompile
 from samebits.backends.cuda.products import tensor_core_sm90
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.product import Operands, Product, ProductKernel
@@ -120,7 +120,7 @@ def ways(s: Sm90Schedule, x: Operands) -> dict[str, bool]:
     constants = dict(tensor_core_sm90.spec(tensor_core_sm90.variant(p), s).constants)
     rows, columns = (p.n, p.m) if s.swap else (p.m, p.n)
     tiles = -(-rows // s.block_m) * -(-columns // (s.block_n * s.cluster)) * p.batch
-    blocks = s.grid(rows, columns, p.batch, runtime.device_info(p.device).sm_count)[0]
+    blocks = s.grid(rows, columns, p.batch, devices.device_info(p.device).sm_count)[0]
     return {
         "several tiles for a block": tiles >= 2 * blocks // s.cluster,
         "a ring that goes round": p.k > s.block_k * s.stages,
@@ -243,7 +243,7 @@ def attention() -> Iterator[Callable[[], None]]:
         with multiprocessors(2):
             call(*args)
 
-    if runtime.device_info(torch.cuda.current_device()).capability != (9, 0):
+    if devices.device_info(torch.cuda.current_device()).capability != (9, 0):
         return
     schedules = attention_sm90.schedules(128, 128)
     sizes = (
@@ -270,14 +270,14 @@ def attention() -> Iterator[Callable[[], None]]:
 
 def all_lanes_arrive() -> None:
     """Where one lane arrives at a barrier for its warp, all do: see ``warp_arrive`` in ``ptx_sm90.cuh``."""
-    made = runtime.KernelSpec.__init__
+    made = compiler.KernelSpec.__init__
 
-    def init(self: runtime.KernelSpec, source: str, entry: str, params: str, constants: tuple, *rest, **kw):
+    def init(self: compiler.KernelSpec, source: str, entry: str, params: str, constants: tuple, *rest, **kw):
         if source in ("fma_sm90.cu", "fma_few_sm90.cu"):
             constants = (*constants, ("ALL_LANES_ARRIVE", 1))
         made(self, source, entry, params, constants, *rest, **kw)
 
-    runtime.KernelSpec.__init__ = init
+    compiler.KernelSpec.__init__ = init
 
 
 def main() -> None:
@@ -302,7 +302,7 @@ def main() -> None:
     found = itertools.chain(products(every), tiny_products(every), long_products(every))
     if options.compile:
         calls = (partial(k.run, x, s) for k, s, x in found)
-        print(ahead.compile_for(itertools.chain(calls, attention())).needed, "kernels")
+        print(precompile.compile_for(itertools.chain(calls, attention())).needed, "kernels")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             print(len(list(pool.map(lambda p: p[0].run(p[2], p[1]), triton_products()))), "by Triton")
         log_probabilities_by_triton()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from samebits import TENSOR_CORE
-from samebits.backends.cuda import attention_sm90, runtime
+from samebits.backends.cuda import attention_sm90, devices
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.ops.attention import attention, stored
 from samebits.testing import assert_same_bits, values
@@ -126,11 +126,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], int]]:
 
     def set_count(count: int) -> int:
         info = replace(here, sm_count=count or here.sm_count)
-        monkeypatch.setattr(runtime, "device_info", lambda index: info)
+        monkeypatch.setattr(devices, "device_info", lambda index: info)
         attention_sm90._prepared.cache_clear()  # it keeps the grid
         return info.sm_count
 
-    here = runtime.device_info(torch.cuda.current_device())
+    here = devices.device_info(torch.cuda.current_device())
     yield set_count
     attention_sm90._prepared.cache_clear()
 

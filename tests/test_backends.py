@@ -18,10 +18,10 @@ import torch.nn.functional as F
 
 import samebits
 from samebits import FMA, TENSOR_CORE, backends
-from samebits.contract import contract_from_key
-from samebits.ops import _library
+from samebits.ops import _checks
 from samebits.ops import expand as expand_module
-from samebits.ops._library import check_operands
+from samebits.ops._checks import check_operands
+from samebits.ops._operator import Operator
 from samebits.ops.expand import expand
 
 
@@ -30,48 +30,48 @@ def key_of(t: torch.Tensor) -> str:
 
 
 def test_use_backend_as_a_context_nests_restores_and_stays_in_its_thread() -> None:
-    before = backends.asked("cuda")
+    before = backends.chosen_backend("cuda")
     seen: list[str] = []
     with samebits.use_backend("triton"):
-        thread = threading.Thread(target=lambda: seen.append(backends.asked("cuda")))
+        thread = threading.Thread(target=lambda: seen.append(backends.chosen_backend("cuda")))
         thread.start()
         thread.join()
-        assert backends.asked("cuda") == "@triton"
+        assert backends.chosen_backend("cuda") == "triton"
         with samebits.use_backend(None):
-            assert backends.asked("cuda") == ""
+            assert backends.chosen_backend("cuda") is None
         with pytest.raises(RuntimeError, match="inside"), samebits.use_backend("cuda"):
             raise RuntimeError("inside")
-        assert backends.asked("cuda") == "@triton"
-    assert seen == [before] == [backends.asked("cuda")] == [""]
+        assert backends.chosen_backend("cuda") == "triton"
+    assert seen == [before] == [backends.chosen_backend("cuda")] == [None]
 
 
 def test_use_backend_as_a_function() -> None:
     samebits.use_backend("triton")
     try:
-        assert backends.asked("cuda") == "@triton"
+        assert backends.chosen_backend("cuda") == "triton"
     finally:
         samebits.use_backend(None)
-    assert backends.asked("cuda") == ""
+    assert backends.chosen_backend("cuda") is None
 
 
 def test_use_backend_as_a_decorator_and_again() -> None:
-    chosen = samebits.use_backend("triton")(lambda: backends.asked("cuda"))
-    assert backends.asked("cuda") == ""
-    assert [chosen(), backends.asked("cuda"), chosen()] == ["@triton", "", "@triton"]
+    chosen = samebits.use_backend("triton")(lambda: backends.chosen_backend("cuda"))
+    assert backends.chosen_backend("cuda") is None
+    assert [chosen(), backends.chosen_backend("cuda"), chosen()] == ["triton", None, "triton"]
     context = samebits.use_backend("triton")
     samebits.use_backend("cuda")
     for _ in range(2):
         with context, context:
-            assert backends.asked("cuda") == "@triton"
-        assert backends.asked("cuda") == "@cuda"
+            assert backends.chosen_backend("cuda") == "triton"
+        assert backends.chosen_backend("cuda") == "cuda"
     context(lambda: None)
-    assert backends.asked("cuda") == "@cuda"
+    assert backends.chosen_backend("cuda") == "cuda"
     samebits.use_backend(None)
     with pytest.raises(TypeError, match="neither yields nor awaits"):
         samebits.use_backend("triton")(lambda: (yield))
     outer, inner = samebits.use_backend("triton"), samebits.use_backend("cuda")
-    assert outer(inner(lambda: backends.asked("cuda")))() == "@cuda"
-    assert backends.asked("cuda") == ""
+    assert outer(inner(lambda: backends.chosen_backend("cuda")))() == "cuda"
+    assert backends.chosen_backend("cuda") is None
 
 
 def test_an_explicit_backend_never_falls_back() -> None:
@@ -87,7 +87,7 @@ def test_an_explicit_backend_never_falls_back() -> None:
     with samebits.use_backend("reference"):
         assert samebits.matmul(a, a).tolist() == [[2.0, 2.0], [2.0, 2.0]]
         with pytest.raises(ValueError, match="backend reference: expected CPU tensors, got cuda"):
-            backends.asked("cuda")
+            backends.chosen_backend("cuda")
     if not torch.cuda.is_available():
         with pytest.raises(
             backends.UnavailableError, match=r"^samebits: no backend for this GPU tensor. triton: "
@@ -114,23 +114,23 @@ def test_the_automatic_order(operation: str, monkeypatch: pytest.MonkeyPatch) ->
         module = importlib.import_module(f"samebits.backends.{name}.runtime")
         monkeypatch.setattr(module, "require", partial(require, name))
 
-    def chosen(asked: str) -> str:
+    def chosen(asked: str | None) -> str:
         try:
-            module, key = backends.on_gpu.__wrapped__(operation, FMA.key + asked, 0)
+            module, key = backends.on_gpu.__wrapped__(operation, backends.pack_key(FMA.key, asked), 0)
         except backends.UnavailableError as error:
             return str(error).removeprefix("samebits: no backend for this GPU tensor. ")
         assert key == FMA.key
         return str(module.__name__)
 
     by = {name: f"samebits.backends.{name}.{operation}" for name in ("cuda", "triton")}
-    assert chosen("") == "cuda: no cuda here; triton: no triton here"
+    assert chosen(None) == "cuda: no cuda here; triton: no triton here"
     runs.add("triton")
-    assert (chosen(""), chosen("@triton")) == (by["triton"], by["triton"])
-    assert chosen("@cuda") == "cuda: no cuda here"
+    assert (chosen(None), chosen("triton")) == (by["triton"], by["triton"])
+    assert chosen("cuda") == "cuda: no cuda here"
     runs.add("cuda")
-    assert (chosen(""), chosen("@cuda"), chosen("@triton")) == (by["cuda"], by["cuda"], by["triton"])
+    assert (chosen(None), chosen("cuda"), chosen("triton")) == (by["cuda"], by["cuda"], by["triton"])
     runs.remove("triton")
-    assert chosen("@triton") == "triton: no triton here"
+    assert chosen("triton") == "triton: no triton here"
 
 
 PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -146,14 +146,14 @@ PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def test_a_backward_follows_the_choice_of_its_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operator, forward and backward, is given the backend that was asked for, and by it alone."""
     keys: list[str] = []
-    right = _library.Operator._run
+    right = Operator._run
 
-    def run(self: _library.Operator, *args: Any) -> Any:
+    def run(self: Operator, *args: Any) -> Any:
         keys.extend(x for x in args if isinstance(x, str))
         return right(self, *args)
 
-    monkeypatch.setattr(_library, "asked", lambda kind: f"@{backends._choice.backend}")
-    monkeypatch.setattr(_library.Operator, "_run", run)
+    monkeypatch.setattr(_checks, "chosen_backend", lambda kind: backends._choice.backend)
+    monkeypatch.setattr(Operator, "_run", run)
     x, w = (torch.ones(4, 4, requires_grad=True) for _ in range(2))
     with samebits.use_backend("triton"), torch.no_grad():
         PRODUCTS[name](x, w)
@@ -163,7 +163,7 @@ def test_a_backward_follows_the_choice_of_its_forward(name: str, monkeypatch: py
     with samebits.use_backend("cuda"):
         torch.autograd.grad(y.sum(), x)
     assert 0 < forward < len(keys)
-    assert all(key.endswith("@triton") for key in keys), keys
+    assert all(backends.unpack_key(key)[1] == "triton" for key in keys), keys
 
 
 NOT_BY_TRITON: dict[str, Callable[[torch.Tensor], object]] = {
@@ -184,8 +184,8 @@ NOT_BY_TRITON: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("name", NOT_BY_TRITON)
 def test_what_triton_does_not_compute_is_refused_under_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and attention, in place of PyTorch's: neither it nor another backend computes them then."""
-    for module in (_library, expand_module):
-        monkeypatch.setattr(module, "asked", lambda kind: f"@{backends._choice.backend}")
+    for module in (_checks, expand_module):
+        monkeypatch.setattr(module, "chosen_backend", lambda kind: backends._choice.backend)
     x = torch.ones(4, 4, requires_grad=True)
     with (
         samebits.batch_invariant(),
@@ -223,7 +223,9 @@ def test_tensor_core_is_refused_where_no_model_is_known(monkeypatch: pytest.Monk
 
 
 def test_the_choice_is_no_part_of_the_contract() -> None:
-    assert contract_from_key(f"{TENSOR_CORE.key}@triton") == TENSOR_CORE
+    key = backends.pack_key(TENSOR_CORE.key, "triton")
+    assert backends.unpack_key(key) == (TENSOR_CORE.key, "triton")
+    assert backends.contract_of(key) == backends.contract_of(TENSOR_CORE.key) == TENSOR_CORE
 
 
 def test_torch_compile_sees_a_new_choice() -> None:

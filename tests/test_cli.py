@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import samebits
 from samebits.backends import UnavailableError
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import devices
 from samebits.backends.cuda.matmul import family
 from samebits.tools import info as info_module
 from samebits.tools import terminal
@@ -263,7 +263,7 @@ def test_version() -> None:
 
 def test_device_cuda_without_a_gpu(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status = types.SimpleNamespace(available=False, reason="no driver", remedy="install one")
-    monkeypatch.setattr(runtime, "status", lambda: status)
+    monkeypatch.setattr(devices, "status", lambda: status)
     result = run("audit", "mine:make", "--device", "cuda")
     assert result.exit_code == 2
     assert result.stderr == "samebits audit: --device cuda: no driver: install one\n"
@@ -432,12 +432,12 @@ def test_info_without_optional_packages(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_info_asks_the_cuda_runtime(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
+def test_info_asks_for_the_cuda_devices(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
     status = types.SimpleNamespace(
         available=works, reason="" if works else "no [driver]", remedy="" if works else "install one",
         nvrtc="13.0.88", cache="somewhere",
     )  # fmt: skip
-    monkeypatch.setattr("samebits.backends.cuda.runtime.status", lambda: status)
+    monkeypatch.setattr("samebits.backends.cuda.devices.status", lambda: status)
     text = " ".join(run("info").stdout.split())
     if works:
         assert "works on NVIDIA GPUs: FMA from sm_75 on, TENSOR_CORE from sm_80 on: NVRTC 13.0.88" in text
@@ -463,7 +463,7 @@ def test_info_says_what_each_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("old", [(7, 5), (12, 1)])
 def test_tensor_cores_that_are_not_known(monkeypatch: pytest.MonkeyPatch, old: tuple[int, int]) -> None:
     info = types.SimpleNamespace(name="an old one", capability=old)
-    monkeypatch.setattr("samebits.backends.cuda.runtime.device_info", lambda index: info)
+    monkeypatch.setattr("samebits.backends.cuda.devices.device_info", lambda index: info)
     with pytest.raises(UnavailableError, match=r"an old one \(sm_.*contract=samebits.FMA works on it"):
         family.__wrapped__(0)
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import attention_sm90, linear_logp, matmul, runtime
+from samebits.backends.cuda import attention_sm90, compiler, linear_logp, matmul, runtime
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
-from samebits.backends.linear_logp import grad_logits
+from samebits.backends.logits_in_pieces import grad_logits
 from samebits.backends.product import Matrix, Operands, Product
-from samebits.backends.rows import Rows
+from samebits.backends.token_logps import Rows
 from samebits.tools import verify
 from samebits.tools.verify import plan, reductions
 from samebits.tools.verify.operands import make_inputs, make_room, unfilled
@@ -194,7 +194,7 @@ def test_verify_runs_every_schedule_of_attention_with_every_mask(
     taken: dict[object, set[tuple[object, ...]]] = {}
     several: set[object] = set()
 
-    def noted(spec: runtime.KernelSpec, device: int) -> Any:
+    def noted(spec: compiler.KernelSpec, device: int) -> Any:
         of, kernel = dict(spec.constants), load(spec, device)
         taken.setdefault(of["MASK"], set()).add((of["WARPGROUPS"], of["STAGES"], of["HELD"]))
 

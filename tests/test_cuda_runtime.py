@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("cuda.core")
 
-from samebits.backends import cache
-from samebits.backends.cuda import assert_spans, runtime
-from samebits.backends.cuda.runtime import KernelSpec
+from samebits.backends import UnavailableError, cache
+from samebits.backends.cuda import assert_spans, compiler, devices, driver, runtime, tensor_maps
+from samebits.backends.cuda.compiler import KernelSpec
 
 SOURCE = """
 #include "value.cuh"
@@ -40,8 +40,8 @@ def kernels(tmp_path, monkeypatch):
     include.mkdir(parents=True)
     (tmp_path / "kernels" / "fill.cu").write_text(SOURCE)
     (include / "value.cuh").write_text("#define HEADER_VALUE 0\n")
-    monkeypatch.setattr(runtime, "KERNELS", include.parent)
-    monkeypatch.setattr(runtime, "INCLUDE", include)
+    monkeypatch.setattr(compiler, "KERNELS", include.parent)
+    monkeypatch.setattr(compiler, "INCLUDE", include)
     monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_warned", set())
     monkeypatch.setattr(runtime, "_kernels", {})
@@ -52,13 +52,13 @@ def kernels(tmp_path, monkeypatch):
 def compiled(monkeypatch):
     """The specs that were really compiled, in order."""
     calls = []
-    real = runtime.compile
+    real = compiler.compile
 
     def counting(spec, arch):
         calls.append(spec)
         return real(spec, arch)
 
-    monkeypatch.setattr(runtime, "compile", counting)
+    monkeypatch.setattr(compiler, "compile", counting)
     return calls
 
 
@@ -67,12 +67,12 @@ def entries(kernels):
 
 
 def test_import_needs_no_cuda():
-    code = "import sys, samebits.backends.cuda.runtime; sys.exit('cuda.core' in sys.modules)"
+    code = "import sys, samebits.backends.cuda.precompile; sys.exit('cuda.core' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_compile_reports_resources(kernels):
-    cubin = runtime.compile(spec(), "sm_90a")
+    cubin = compiler.compile(spec(), "sm_90a")
     assert cubin.code[:4] == b"\x7fELF"
     assert cubin.registers > 0
     assert cubin.spill_bytes == cubin.local_bytes == 0
@@ -82,49 +82,49 @@ def test_compile_reports_resources(kernels):
         'extern "C" __global__ void fill(const __grid_constant__ Params p)\n'
         "{ float v[64]; for (int i = 0; i < 64; i++) v[(i * p.add) % 64] = p.x[i]; p.x[0] = v[p.n]; }\n"
     )
-    assert runtime.compile(spec(), "sm_90a").local_bytes >= 256
+    assert compiler.compile(spec(), "sm_90a").local_bytes >= 256
 
 
 def test_compile_error_carries_the_log(kernels):
     (kernels / "fill.cu").write_text("not C++")
     with pytest.raises(
-        runtime.CompileError, match=r"fill.cu for sm_80 with .*VALUE(.|\n)*fill.cu\(1\): error"
+        compiler.CompileError, match=r"fill.cu for sm_80 with .*VALUE(.|\n)*fill.cu\(1\): error"
     ):
-        runtime.compile(spec(), "sm_80")
+        compiler.compile(spec(), "sm_80")
 
 
 def test_nvrtc_version_is_full():
-    assert len(runtime.nvrtc_version().split(".")) == 3
+    assert len(compiler.nvrtc_version().split(".")) == 3
 
 
 def test_cache_hit(kernels, compiled):
-    assert runtime.cached_cubin(spec(), "sm_90a") == runtime.cached_cubin(spec(), "sm_90a")
+    assert compiler.cached_cubin(spec(), "sm_90a") == compiler.cached_cubin(spec(), "sm_90a")
     assert len(compiled) == 1
 
 
 def test_cache_key_covers_what_changes_code(kernels, compiled, monkeypatch):
-    base = runtime.cached_cubin(spec(), "sm_90a")
-    assert runtime.cached_cubin(spec(value=2), "sm_90a") != base
-    assert runtime.cached_cubin(spec(), "sm_80") != base
+    base = compiler.cached_cubin(spec(), "sm_90a")
+    assert compiler.cached_cubin(spec(value=2), "sm_90a") != base
+    assert compiler.cached_cubin(spec(), "sm_80") != base
     (kernels / "include" / "value.cuh").write_text("#define HEADER_VALUE 5\n")
-    assert runtime.cached_cubin(spec(), "sm_90a") != base
+    assert compiler.cached_cubin(spec(), "sm_90a") != base
     (kernels / "fill.cu").write_text(SOURCE + "\n// another source\n")
-    runtime.cached_cubin(spec(), "sm_90a")
-    monkeypatch.setattr(runtime, "nvrtc_version", lambda: "13.9.99")
-    runtime.cached_cubin(spec(), "sm_90a")
-    monkeypatch.setattr(runtime, "_FLOAT_OPTIONS", runtime._FLOAT_OPTIONS | {"fma": True})
-    runtime.cached_cubin(spec(), "sm_90a")
+    compiler.cached_cubin(spec(), "sm_90a")
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: "13.9.99")
+    compiler.cached_cubin(spec(), "sm_90a")
+    monkeypatch.setattr(compiler, "_FLOAT_OPTIONS", compiler._FLOAT_OPTIONS | {"fma": True})
+    compiler.cached_cubin(spec(), "sm_90a")
     assert len(compiled) == 7
     assert len(entries(kernels)) == 7
 
 
 def test_damaged_entry_is_compiled_again(kernels, compiled):
-    code = runtime.cached_cubin(spec(), "sm_90a")
+    code = compiler.cached_cubin(spec(), "sm_90a")
     (entry,) = entries(kernels)
     whole = entry.read_bytes()
     entry.write_bytes(whole[:-1])
     with pytest.warns(RuntimeWarning, match="damaged"):
-        assert runtime.cached_cubin(spec(), "sm_90a") == code
+        assert compiler.cached_cubin(spec(), "sm_90a") == code
     assert entry.read_bytes() == whole
     assert len(compiled) == 2
 
@@ -134,16 +134,16 @@ def test_unwritable_cache_warns_once(kernels, compiled, monkeypatch):
     blocked.write_text("a file where the folder should be")
     monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(blocked))
     with pytest.warns(RuntimeWarning, match="SAMEBITS_CACHE_DIR"):
-        runtime.cached_cubin(spec(), "sm_90a")
+        compiler.cached_cubin(spec(), "sm_90a")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        runtime.cached_cubin(spec(), "sm_90a")
+        compiler.cached_cubin(spec(), "sm_90a")
     assert len(compiled) == 2
 
 
 def _compile_in_child(folder, results):
-    runtime.KERNELS, runtime.INCLUDE = folder, folder / "include"
-    results.put(runtime.cached_cubin(spec(), "sm_90a"))
+    compiler.KERNELS, compiler.INCLUDE = folder, folder / "include"
+    results.put(compiler.cached_cubin(spec(), "sm_90a"))
 
 
 def test_many_processes_share_one_cache(kernels):
@@ -162,7 +162,7 @@ def test_many_processes_share_one_cache(kernels):
 
 def test_status_says_why_and_what_to_do(kernels, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = runtime.status()
+    found = devices.status()
     assert not found.available
     assert found.reason
     assert found.remedy
@@ -170,24 +170,24 @@ def test_status_says_why_and_what_to_do(kernels, monkeypatch):
     def missing(_):
         raise ModuleNotFoundError("cuda")
 
-    monkeypatch.setattr(runtime.importlib.util, "find_spec", missing)
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", missing)
     with pytest.raises(
-        runtime.UnavailableError, match=r"cuda-core — install the extra cuda: pip install '.\[cuda\]'"
+        UnavailableError, match=r"cuda-core — install the extra cuda: pip install '.\[cuda\]'"
     ):
         runtime.load(spec(), 0)
 
 
 def test_old_gpu_is_refused():
-    info = runtime.DeviceInfo(0, "Tesla V100", (7, 0), 80, 98304, 6 << 20)
-    with pytest.raises(runtime.UnavailableError, match=r"Tesla V100 is sm_70.*fill.cu needs sm_80"):
-        runtime._require_capability(info, spec().oldest, "fill.cu needs")
+    info = devices.DeviceInfo(0, "Tesla V100", (7, 0), 80, 98304, 6 << 20)
+    with pytest.raises(UnavailableError, match=r"Tesla V100 is sm_70.*fill.cu needs sm_80"):
+        devices._require_capability(info, spec().oldest, "fill.cu needs")
 
 
 @pytest.mark.parametrize(
     ("capability", "arch"), [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((12, 0), "sm_120a")]
 )
 def test_arch(capability, arch):
-    assert runtime.DeviceInfo(0, "", capability, 1, 1, 1).arch == arch
+    assert devices.DeviceInfo(0, "", capability, 1, 1, 1).arch == arch
 
 
 # Below: on a GPU.
@@ -261,7 +261,7 @@ def test_capture_needs_a_loaded_kernel(loaded):
 @pytest.mark.gpu
 def test_launch_errors_surface(loaded):
     x = torch.zeros(10, device="cuda")
-    with pytest.raises(runtime.LaunchError, match="CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(driver.LaunchError, match="CUDA_ERROR_INVALID_VALUE"):
         fill(loaded, x, 1, grid=(0, 1, 1))
     fill(loaded, x, 1)
     assert (x == 2).all()
@@ -269,9 +269,9 @@ def test_launch_errors_surface(loaded):
 
 @pytest.mark.gpu
 def test_what_cannot_run_is_refused_at_load(kernels):
-    with pytest.raises(runtime.LaunchError, match=r"takes parameters of 24 bytes.*packs 16"):
+    with pytest.raises(driver.LaunchError, match=r"takes parameters of 24 bytes.*packs 16"):
         runtime.load(spec(params="Pq"), 0)
-    with pytest.raises(runtime.LaunchError, match="needs 1000000 bytes of shared memory"):
+    with pytest.raises(driver.LaunchError, match="needs 1000000 bytes of shared memory"):
         runtime.load(spec(smem=1_000_000), 0)
 
 
@@ -283,7 +283,7 @@ def test_cluster_and_programmatic_launch(kernels):
     x = torch.zeros(1000, device="cuda")
     fill(kernel, x, 1)
     assert (x == 6).all()
-    with pytest.raises(runtime.LaunchError, match="CUDA_ERROR"):
+    with pytest.raises(driver.LaunchError, match="CUDA_ERROR"):
         fill(kernel, x, 1, grid=(3, 1, 1))
 
 
@@ -292,12 +292,12 @@ def test_tensor_map():
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("tensor maps need sm_90")
     x = torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16)
-    encoded = runtime.tensor_map(x.data_ptr(), x.dtype, (64, 64), (128,), (64, 32))
+    encoded = tensor_maps.tensor_map(x.data_ptr(), x.dtype, (64, 64), (128,), (64, 32))
     assert len(encoded) == 128
     assert any(encoded)
-    assert runtime.tensor_map(x.data_ptr(), x.dtype, (64, 64), (128,), (64, 32)) is encoded
-    with pytest.raises(runtime.LaunchError, match=r"cuTensorMapEncodeTiled.*CUDA_ERROR_INVALID_VALUE"):
-        runtime.tensor_map(x.data_ptr() + 2, x.dtype, (64, 64), (128,), (64, 32))
+    assert tensor_maps.tensor_map(x.data_ptr(), x.dtype, (64, 64), (128,), (64, 32)) is encoded
+    with pytest.raises(driver.LaunchError, match=r"cuTensorMapEncodeTiled.*CUDA_ERROR_INVALID_VALUE"):
+        tensor_maps.tensor_map(x.data_ptr() + 2, x.dtype, (64, 64), (128,), (64, 32))
 
 
 @pytest.mark.gpu
@@ -313,16 +313,16 @@ def test_second_device(kernels):
 
 @pytest.mark.gpu
 def test_status_on_a_gpu():
-    found = runtime.status()
+    found = devices.status()
     assert found.available, found
     assert found.devices[0].sm_count > 0
     assert found.devices[0].max_smem >= 64 << 10
 
 
-@pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_assertion_on_offsets_compiles(arch: str, dtype: torch.dtype) -> None:
-    assert runtime.compile(assert_spans.spec(dtype), arch).local_bytes == 0
+    assert compiler.compile(assert_spans.spec(dtype), arch).local_bytes == 0
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
 from samebits.backends.cuda import runtime
 from samebits.backends.product import Product
-from samebits.ops import addmm
+from samebits.ops import _sequences
 from samebits.testing import KINDS, assert_same_bits, values
 from samebits.tools import verify
 from samebits.tools.verify.operands import Inputs
@@ -373,7 +373,7 @@ def test_capture_on_a_gpu_that_is_not_current() -> None:
     with torch.cuda.stream(stream):
         want = step()
     with (
-        mock.patch("samebits.ops.addmm.on_gpu", wraps=addmm.on_gpu) as asked,
+        mock.patch("samebits.ops._sequences.on_gpu", wraps=_sequences.on_gpu) as asked,
         torch.cuda.graph(graph, stream=stream),
         torch.cuda.device(0),
     ):

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from samebits.backends.cuda import attention_sm90, linear_logp_sm90, runtime
+from samebits.backends.cuda import attention_sm90, compiler, linear_logp_sm90
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None, reason="cuda-core is not installed (samebits[cuda])"
@@ -27,7 +27,7 @@ def test_log_probabilities_compile_without_spills(entry: str, entropy: bool) -> 
         spec = linear_logp_sm90.spec(entry, s, dtype=dtype, bias=bias, entropy=entropy, folded=s.block_n < 32)
         assert spec.smem <= SMEM
         assert s.stages >= 2
-        cubin = runtime.compile(spec, "sm_90a")
+        cubin = compiler.compile(spec, "sm_90a")
         assert cubin.spill_bytes == cubin.local_bytes == 0, spec
         assert not cubin.advice, spec
 
@@ -43,7 +43,7 @@ def test_attention_compiles_without_spills(head: int, values: int, mask: torch.d
     for i, s in enumerate(attention_sm90.schedules(head, values)[::every]):
         case = attention_sm90.AttentionVariant((BF16, F16, F16, BF16)[i % 4], head, values, mask)
         spec = attention_sm90.spec(case, s)
-        cubin = runtime.compile(spec, "sm_90a")
+        cubin = compiler.compile(spec, "sm_90a")
         assert cubin.spill_bytes == cubin.local_bytes == 0, spec
         assert not cubin.advice, spec
 

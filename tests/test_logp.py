@@ -22,12 +22,12 @@ from torch import Tensor
 
 import samebits
 from samebits import FMA, TENSOR_CORE, Contract, functions
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import compiler
 from samebits.backends.cuda.logp import kernel_spec
-from samebits.backends.linear_logp import grad_logits
+from samebits.backends.logits_in_pieces import grad_logits
 from samebits.backends.reference import linear_logp as reference
 from samebits.backends.reference import logp_kernels as kernels
-from samebits.backends.rows import Rows
+from samebits.backends.token_logps import Rows
 from samebits.testing import assert_same_bits, values
 from tests import naive
 from tests.devices import DEVICES, FAMILY, multiprocessors
@@ -298,7 +298,7 @@ def pieces(size: int) -> Iterator[None]:
     names = (
         "samebits.ops.linear_logp._STATISTICS",
         "samebits.ops.linear_logp._GRAD_LOGITS",
-        "samebits.backends.linear_logp._LOGITS",
+        "samebits.backends.logits_in_pieces._LOGITS",
     )
     with ExitStack() as stack:
         for name in names:
@@ -448,10 +448,10 @@ def test_no_gradient_of_an_entropy_that_was_not_asked_for() -> None:
 HALF = [torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_kernels_compile_without_spills(arch: str, dtype: torch.dtype) -> None:
-    cubin = runtime.compile(kernel_spec("grad_logits", dtype, dtype, entropy=True), arch)  # the whole file
+    cubin = compiler.compile(kernel_spec("grad_logits", dtype, dtype, entropy=True), arch)  # the whole file
     assert cubin.spill_bytes == cubin.local_bytes == 0
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import samebits
-from samebits.backends.cuda import matmul, runtime
+from samebits.backends.cuda import matmul, runtime, tensor_maps
 from samebits.ops import linear_logp
 from samebits.testing import assert_same_bits, values
 from tests.devices import DEVICES
@@ -31,7 +31,9 @@ ALLOCATING: list[tuple[Any, str]] = [
     *((Tensor, name) for name in ("reshape", "contiguous", "to", "clone")),
     *((np, name) for name in ("empty", "zeros", "array")),
     # Planning and compilation: of a kernel, and of what the copy engine is told of a tensor.
-    *((runtime, name) for name in ("load", "empty_matrix", "tensor_map")),
+    (runtime, "load"),
+    (runtime, "empty_matrix"),
+    (tensor_maps, "tensor_map"),
 ]
 
 

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.matmul import PRODUCTS, fastest
 from samebits.backends.cuda.products import fma, fma_sm90, schedule_sm90, tensor_core, tensor_core_sm90, tiny
 from samebits.backends.cuda.products.plan import TileLayout, tile_layout
@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(
 )
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
-SMEM = dict.fromkeys(runtime.ARCHITECTURES, 227 << 10) | {
+SMEM = dict.fromkeys(compiler.ARCHITECTURES, 227 << 10) | {
     "sm_75": 64 << 10,
     "sm_80": 163 << 10,
     "sm_86": 99 << 10,
@@ -35,15 +35,15 @@ SMEM = dict.fromkeys(runtime.ARCHITECTURES, 227 << 10) | {
 }
 """Bytes of shared memory that a block may have."""
 
-H200 = runtime.DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 227 << 10, 60 << 20)
-L40S = runtime.DeviceInfo(0, "NVIDIA L40S", (8, 9), 142, 99 << 10, 96 << 20)
-T4 = runtime.DeviceInfo(0, "NVIDIA T4", (7, 5), 40, 64 << 10, 4 << 20)
+H200 = devices.DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 227 << 10, 60 << 20)
+L40S = devices.DeviceInfo(0, "NVIDIA L40S", (8, 9), 142, 99 << 10, 96 << 20)
+T4 = devices.DeviceInfo(0, "NVIDIA T4", (7, 5), 40, 64 << 10, 4 << 20)
 
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes kernels believe in a GPU."""
-    return lambda info: monkeypatch.setattr(runtime, "device_info", lambda index: info)
+    return lambda info: monkeypatch.setattr(devices, "device_info", lambda index: info)
 
 
 def product(m: int, n: int, k: int = 64, batch: int = 0, **more: Any) -> Product:
@@ -58,8 +58,8 @@ def product(m: int, n: int, k: int = 64, batch: int = 0, **more: Any) -> Product
     return Product(step, 0, a or matrix(m, k), b or matrix(k, n), matrix(m, n, dtype=F32), **more)
 
 
-def compiled_without_spills(spec: runtime.KernelSpec, arch: str) -> runtime.Cubin:
-    cubin = runtime.compile(spec, arch)
+def compiled_without_spills(spec: compiler.KernelSpec, arch: str) -> compiler.Cubin:
+    cubin = compiler.compile(spec, arch)
     assert cubin.spill_bytes == cubin.local_bytes == 0, spec
     assert not cubin.advice, spec
     return cubin
@@ -84,7 +84,7 @@ K_VECTOR, ROW_VECTOR, K_GATHER, ROW_GATHER = (
 
 
 @needs_compiler
-@pytest.mark.parametrize("arch", [arch for arch in runtime.ARCHITECTURES if arch != "sm_75"])
+@pytest.mark.parametrize("arch", [arch for arch in compiler.ARCHITECTURES if arch != "sm_75"])
 @pytest.mark.parametrize("schedule", tensor_core.SCHEDULES, ids=shape)
 @pytest.mark.parametrize(
     ("a", "b", "dtype"),
@@ -115,13 +115,13 @@ FMA_CASES = (
 
 
 @needs_compiler
-@pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 @pytest.mark.parametrize("schedule", fma.SCHEDULES, ids=shape)
 def test_fma_compiles_without_spills(schedule: fma.FmaSchedule, arch: str) -> None:
     """Every case on sm_90a; on the others the schedules take turns, so that each case meets each of them."""
     if schedule.smem > SMEM[arch]:
         pytest.skip("needs more shared memory")
-    turn = runtime.ARCHITECTURES.index(arch) + fma.SCHEDULES.index(schedule)
+    turn = compiler.ARCHITECTURES.index(arch) + fma.SCHEDULES.index(schedule)
     cases = FMA_CASES if arch == "sm_90a" else [FMA_CASES[turn % len(FMA_CASES)]]
     for a, b, types, segmented in cases:
         cubin = compiled_without_spills(fma.kernel_spec(schedule, types, a, b, segmented), arch)
@@ -143,16 +143,16 @@ def test_hopper_fma_compiles_without_spills(schedule: fma_sm90.FmaSm90Schedule) 
         assert -(-cubin.registers // 8) * 8 * warps * 32 <= 16384
 
 
-@pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 def test_every_architecture_has_schedules_of_the_fma_kernel(arch: str, on: Any) -> None:
-    on(runtime.DeviceInfo(0, "", (7, 5), 40, SMEM[arch], 4 << 20))
+    on(devices.DeviceInfo(0, "", (7, 5), 40, SMEM[arch], 4 << 20))
     for m, n, batch in itertools.product((1, 7, 64, 5000), (1, 33, 5000), (1, 3000)):
         assert fma.FMA.choose(product(m, n, batch=batch, step="fma")).smem <= SMEM[arch]
 
 
 @pytest.mark.parametrize("schedule", tensor_core.SCHEDULES, ids=shape)
 def test_tensor_core_schedules_fit_every_architecture(schedule: tensor_core.TensorCoreSchedule) -> None:
-    assert schedule.smem <= min(SMEM[arch] for arch in runtime.ARCHITECTURES if arch != "sm_75")
+    assert schedule.smem <= min(SMEM[arch] for arch in compiler.ARCHITECTURES if arch != "sm_75")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_tensor_core_schedules_fit_every_architecture(schedule: tensor_core.Tens
     ],
 )
 def test_tensor_core_choices(
-    info: runtime.DeviceInfo, m: int, n: int, tile: tuple[int, int], on: Any
+    info: devices.DeviceInfo, m: int, n: int, tile: tuple[int, int], on: Any
 ) -> None:
     on(info)
     schedule = tensor_core.TENSOR_CORE.choose(product(m, n))
@@ -233,7 +233,7 @@ CASES = [
 RAGGED = {"out_dtype": F32, "accumulate": True, "bounds_dtype": torch.int32}
 
 
-def variants(a_mn: bool, b_mn: bool) -> Iterator[runtime.KernelSpec]:
+def variants(a_mn: bool, b_mn: bool) -> Iterator[compiler.KernelSpec]:
     cases = itertools.cycle([*CASES, RAGGED] if a_mn and b_mn else CASES)
     for s in schedule_sm90.catalogue(a_mn, b_mn):
         yield tensor_core_sm90.spec(
@@ -425,7 +425,7 @@ def runs(s: TinySchedule, p: TinyMatrices, vectors: tuple[int, int, int]) -> boo
 
 
 @needs_compiler
-@pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 def test_tiny_compiles_without_spills(arch: str) -> None:
     """Each schedule with some of the products; on other architectures than the first, each tenth."""
     some = list(tiny_matrices((4, 63, 64)))
@@ -456,7 +456,7 @@ def test_tiny_choices_compile_without_spills(size: int, arch: str) -> None:
 
 
 @pytest.mark.parametrize("info", [H200, T4], ids=lambda i: i.name)
-def test_a_block_holds_at_least_one_matrix(info: runtime.DeviceInfo) -> None:
+def test_a_block_holds_at_least_one_matrix(info: devices.DeviceInfo) -> None:
     for p, batch in itertools.product(tiny_matrices((1, 4, 17, 64)), (2, 1000, 1 << 24)):
         s = replace(choose_schedule(p, batch, info.sm_count), staged=True)
         spec = tiny.kernel_spec(s, p, (4, 4, 4), None, accumulate=False, programmatic=True)
@@ -469,13 +469,13 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], tuple[A
     found: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
 
     class Kernel:
-        def __init__(self, spec: runtime.KernelSpec) -> None:
+        def __init__(self, spec: compiler.KernelSpec) -> None:
             self.constants = dict(spec.constants)
 
         def launch(self, *values: Any) -> None:
             found.append((self.constants, values))
 
-    monkeypatch.setattr(runtime, "device_info", lambda index: H200)
+    monkeypatch.setattr(devices, "device_info", lambda index: H200)
     monkeypatch.setattr(runtime, "load", lambda spec, device: Kernel(spec))
     return found
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import samebits
 from samebits import FMA, TENSOR_CORE
-from samebits.backends.cuda import rows, runtime
+from samebits.backends.cuda import compiler, rows
 from samebits.ops.attention import attention
 from samebits.ops.einsum import einsum
 from samebits.ops.embedding import embedding
@@ -517,12 +517,12 @@ def test_gradients_are_those_of_the_maths() -> None:
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("arch", runtime.ARCHITECTURES)
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 def test_kernels_compile_without_spills(arch: str) -> None:
     pytest.importorskip("cuda.core")
     specs = [rows.kernel_spec("row_sum", F32, BF16, F16, warps=warps) for warps in (1, 8)]  # whole files
     for spec in (*specs, rows.columns_spec("column_sums", F16, BF16, F32)):
-        cubin = runtime.compile(spec, arch)
+        cubin = compiler.compile(spec, arch)
         assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0)
 
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
-from samebits.ops import _library
+from samebits.ops import _checks, _memory, _operator
 from samebits.ops.reduce import sum as row_sum
 from samebits.testing import assert_same_bits, values
 
@@ -178,7 +178,10 @@ def test_compile(name: str, backend: str) -> None:
 @contextmanager
 def registered() -> Iterator[None]:
     """All calls go through PyTorch's dispatcher."""
-    with mock.patch.object(_library, "all_plain", return_value=False):
+    with (
+        mock.patch.object(_operator, "bypasses_dispatcher", return_value=False),
+        mock.patch.object(_checks, "bypasses_dispatcher", return_value=False),
+    ):
         yield
 
 
@@ -506,12 +509,12 @@ def test_meta_tensors_and_global_defaults() -> None:
 
 
 def test_offsets_are_asserted_once_for_each_state_of_their_tensor() -> None:
-    from samebits.ops.addmm import assert_cu_seqlens
+    from samebits.ops._sequences import assert_cu_seqlens
 
     offsets = torch.tensor([0, 3, 8])
     asserted = mock.Mock()
     found = mock.Mock(assert_spans=asserted), ""
-    with mock.patch("samebits.ops.addmm.on_gpu", return_value=found):
+    with mock.patch("samebits.ops._sequences.on_gpu", return_value=found):
         for calls, change in ((1, None), (1, None), (2, 4), (2, None)):
             if change is not None:
                 offsets[1] = change
@@ -534,8 +537,8 @@ def test_a_capture_is_seen_on_a_device_that_is_not_current(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current == [1])
     on = [mock.Mock(is_cuda=True, device=torch.device("cuda", i), get_device=lambda i=i: i) for i in (0, 1)]
-    assert [_library.capturing(t) for t in on] == [False, True]
-    assert not _library.capturing(torch.ones(1))
+    assert [_memory.capturing(t) for t in on] == [False, True]
+    assert not _memory.capturing(torch.ones(1))
     assert current == [0]
 
 

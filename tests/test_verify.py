@@ -355,7 +355,7 @@ def test_public_operations_are_verified_by_the_backend_that_was_asked_for(
         return out
 
     monkeypatch.setattr(operations, "bmm", wrong)
-    monkeypatch.setattr(operations, "asked", lambda kind: f"@{backends._choice.backend}")
+    monkeypatch.setattr(operations, "chosen_backend", lambda kind: backends._choice.backend)
     monkeypatch.setattr(operations, "finish", lambda doing: None)
     found = report()
     with samebits.use_backend("reference"):
@@ -377,7 +377,7 @@ def test_a_run_from_end_to_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where the CPU passes for a GPU, and the reference for its kernels."""
-    from samebits.backends.cuda import runtime
+    from samebits.backends.cuda import compiler, devices
     from samebits.backends.reference import matmul as reference
     from samebits.backends.triton import runtime as triton
 
@@ -395,7 +395,7 @@ def test_a_run_from_end_to_end(
             self.reduced = [c for c in self.reduced if c.kernel == "sum"][:4]
 
     kernel = StandIn(product)
-    gpu = runtime.DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20)
+    gpu = devices.DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20)
     public: list[tuple[str, str | None]] = []
     for module in (products, reductions):
         monkeypatch.setattr(module, "finish", lambda doing: None)
@@ -403,9 +403,9 @@ def test_a_run_from_end_to_end(
         note = lambda *of, name=name: public.append((name, backends._choice.backend))  # noqa: E731
         monkeypatch.setattr(run, name, note)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(runtime, "device_info", lambda index: gpu)
-    monkeypatch.setattr(runtime, "status", lambda: mock.Mock(available=True, devices=(gpu,), cache="none"))
-    monkeypatch.setattr(runtime, "nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr(devices, "device_info", lambda index: gpu)
+    monkeypatch.setattr(devices, "status", lambda: mock.Mock(available=True, devices=(gpu,), cache="none"))
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: "13.0")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (0, 0))
     monkeypatch.setattr(run, "_helpers", lambda *of: nullcontext(lambda seconds: None))
     monkeypatch.setattr(triton, "status", lambda: mock.Mock(available=True))
@@ -585,7 +585,7 @@ def test_kernels_are_compiled_ahead_of_the_calls_that_load_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("cuda.core")
-    from samebits.backends.cuda import ahead, runtime
+    from samebits.backends.cuda import devices, precompile, runtime
     from samebits.backends.cuda.products import tensor_core
     from samebits.backends.cuda.products.plan import TileLayout
 
@@ -594,8 +594,8 @@ def test_kernels_are_compiled_ahead_of_the_calls_that_load_them(
         tensor_core.kernel_spec(tensor_core.SCHEDULES[2], dtype, layout, layout)
         for dtype in (torch.bfloat16, torch.float16, torch.bfloat16)
     ]
-    hopper = runtime.DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20)
-    monkeypatch.setattr(runtime, "device_info", lambda index: hopper)
+    hopper = devices.DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20)
+    monkeypatch.setattr(devices, "device_info", lambda index: hopper)
     after_load: list[object] = []
     calls = [lambda spec=spec: after_load.append(runtime.load(spec, 0)) for spec in specs]
     monkeypatch.setattr(runtime, "_kernels", {})
@@ -610,10 +610,10 @@ def test_kernels_are_compiled_ahead_of_the_calls_that_load_them(
     for directory in (tmp_path / "one", tmp_path / "another"):  # also where processes were started before
         monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(directory))
         elsewhere.clear()
-        assert ahead.compile_for([*calls, another_thread]) == ahead.Compiled(needed=2, missing=2)
+        assert precompile.compile_for([*calls, another_thread]) == precompile.Compiled(needed=2, missing=2)
         assert elsewhere == [specs[0]]
         assert len(list(directory.glob("*.cubin"))) == 2
-        assert ahead.compile_for(calls) == ahead.Compiled(needed=2, missing=0)
+        assert precompile.compile_for(calls) == precompile.Compiled(needed=2, missing=0)
     assert not after_load, "a call went on without its kernel"
 
 

@@ -23,7 +23,7 @@ from samebits.backends.product import Operands
 from samebits.backends.reference import linear_logp as reference_linear_logp
 from samebits.backends.reference import logp as reference_logp
 from samebits.backends.reference import matmul as reference
-from samebits.backends.rows import Rows
+from samebits.backends.token_logps import Rows
 from samebits.backends.triton import linear_logp, logp, matmul, runtime
 from samebits.backends.triton import products as backend
 from samebits.backends.triton.products import TritonKernel

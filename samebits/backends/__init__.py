@@ -12,7 +12,20 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["NAMES", "Step", "UnavailableError", "asked", "broadcast", "on_gpu", "use_backend"]
+from samebits.contract import Contract, contract_from_key
+
+__all__ = [
+    "NAMES",
+    "Step",
+    "UnavailableError",
+    "broadcast",
+    "chosen_backend",
+    "contract_of",
+    "on_gpu",
+    "pack_key",
+    "unpack_key",
+    "use_backend",
+]
 
 NAMES = ("cuda", "triton", "reference")
 AUTOMATIC: tuple[str, ...] = ("cuda", "triton")
@@ -97,19 +110,40 @@ class use_backend:  # noqa: N801
         return by_backend
 
 
-def asked(device_type: str) -> str:
-    """``@`` and the backend that was asked for, which follows a contract's key through ``torch.library``.
+def chosen_backend(device_type: str) -> str | None:
+    """The backend that was asked for, if any, of which there are several for such a device.
 
-    So the choice is read once, where an operation runs forward, and its backward, which may run in a thread
-    of its own, follows it.
+    Raises:
+        ValueError: it does not compute on such a device.
     """
     name = _choice.backend
     if name is None or device_type == "meta":
-        return ""
+        return None
     if (name == "reference") != (device_type == "cpu"):
         takes = "CPU" if name == "reference" else "GPU"
         raise ValueError(f"samebits: backend {name}: expected {takes} tensors, got {device_type}")
-    return "" if name == "reference" else f"@{name}"
+    return None if name == "reference" else name
+
+
+def pack_key(contract: str, backend: str | None) -> str:
+    """A contract's key and the backend that was asked for, as the one string that an operator takes.
+
+    So the choice is read once, where an operation runs forward. Its backward, which may run in another
+    thread, follows it.
+    """
+    return contract if backend is None else f"{contract}@{backend}"
+
+
+def unpack_key(key: str) -> tuple[str, str | None]:
+    """What :func:`pack_key` was given."""
+    contract, _, backend = key.partition("@")
+    return contract, backend or None
+
+
+@functools.lru_cache(maxsize=64)
+def contract_of(key: str) -> Contract:
+    """The contract in an operator's key."""
+    return contract_from_key(unpack_key(key)[0])
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:
@@ -123,8 +157,17 @@ def broadcast(*shapes: torch.Size) -> torch.Size:
 
 @functools.cache
 def on_gpu(operation: str, key: str, device: int) -> tuple[Any, str]:
-    """The module that computes `operation` on GPU `device`, and the contract's key that it takes."""
-    contract, _, name = key.partition("@")
+    """The module that computes `operation` on GPU `device`, and the contract's own key, which it takes.
+
+    Args:
+        operation: name of the module within its backend.
+        key: of an operator, see :func:`pack_key`.
+        device: index of the GPU.
+
+    Raises:
+        UnavailableError: the backend that was asked for cannot run there; or no backend can.
+    """
+    contract, name = unpack_key(key)
     reasons = []
     for backend in (name,) if name else AUTOMATIC:
         package = f"samebits.backends.{backend}"

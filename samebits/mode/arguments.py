@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from samebits.ops._library import SUPPORTED
+from samebits.ops._checks import SUPPORTED
 
 __all__ = ["as_pytorch", "records", "takes", "tensors_of", "without_autocast"]
 

@@ -27,7 +27,7 @@ from samebits.mode.rules import (
     VIEWS,
     is_direct,
 )
-from samebits.ops._library import own
+from samebits.ops._operator import as_no_view
 
 __all__ = ["UncoveredError", "batch_invariant"]
 
@@ -119,7 +119,7 @@ class _Mode(TorchFunctionMode):
             run = _into_out if "out" in named and func in REPLACING else _watched
             result = run(func, covered, args, named)
             if result is not NotImplemented:
-                return result if func in VIEWS else _owned(result, args, named)
+                return result if func in VIEWS else _as_no_view(result, args, named)
         elif func in BODIES:
             with self:
                 return BODIES[func](*args, **kwargs)
@@ -164,11 +164,11 @@ def _shape_of_out(func: Callable[..., Any], args: Any, named: dict[str, Any]) ->
     return wanted.shape
 
 
-def _owned(result: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
+def _as_no_view(result: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
     """No view, as PyTorch's are none: so what was made without gradients may be changed with some."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return result
-    return result if any(result is x for x in (*args, *named.values())) else own(result)
+    return result if any(result is x for x in (*args, *named.values())) else as_no_view(result)
 
 
 def _report(func: Callable[..., Any], outermost: OnUncovered) -> None:

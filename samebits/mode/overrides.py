@@ -264,24 +264,24 @@ def rms_norm_(
 
 
 def sum_(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    return _over(sum, _autocast(input), dim, keepdim, dtype)
+    return _reduced(sum, _autocast(input), dim, keepdim, dtype)
 
 
 def mean_(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    return _over(mean, input, dim, keepdim, dtype)
+    return _reduced(mean, input, dim, keepdim, dtype)
 
 
 def nansum(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    return _over(_sum_of_numbers, _autocast(input), dim, keepdim, dtype)
+    return _reduced(_sum_of_numbers, _autocast(input), dim, keepdim, dtype)
 
 
 def nanmean(
     input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    return _over(_mean_of_numbers, input, dim, keepdim, dtype)
+    return _reduced(_mean_of_numbers, input, dim, keepdim, dtype)
 
 
-def _over(op: Callable[..., Tensor], x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Any:
+def _reduced(op: Callable[..., Tensor], x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Any:
     x = x if dtype is None else x.to(dtype)
     if not takes(x) or not isinstance(keepdim, bool):
         return NotImplemented

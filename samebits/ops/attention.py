@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samebits.backends import broadcast, on_gpu
-from samebits.contract import Contract, contract_from_key
-from samebits.ops._library import Operator, check_device, check_operands, shape
-from samebits.ops.logp import refuse_second_derivatives
-from samebits.ops.rows import backend, refuse_triton
+from samebits.backends import broadcast, contract_of, on_gpu
+from samebits.contract import Contract
+from samebits.ops._checks import check_device, check_operands, shape
+from samebits.ops._operator import Operator, refuse_second_derivatives
+from samebits.ops._rows import backend, refuse_triton
 
 
 def attention(
@@ -144,27 +144,25 @@ def _pieces(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(b, b + rows), slice(h, h + columns)
 
 
-def _products(t: Tensor, contract: str) -> tuple[Any, str]:
+def _products(t: Tensor, key: str) -> tuple[Any, str]:
     """The module that multiplies on the device of `t`, and the contract's key that it takes."""
     if t.is_cuda:
-        return on_gpu("matmul", contract, t.get_device())
+        return on_gpu("matmul", key, t.get_device())
     from samebits.backends.reference import matmul as reference
 
-    return reference, contract
+    return reference, key
 
 
-def _probabilities(
-    q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, contract: str
-) -> Tensor:
+def _probabilities(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, key: str) -> Tensor:
     """``p[b, heads, group * L, S]``, of the dtype of q."""
     b, heads, group, L, _ = q.shape
     S = k.shape[2]
-    products, key = _products(q, contract)
+    products, contract = _products(q, key)
     scores = products.matmul(
         *(q.reshape(b, heads, group * L, q.shape[-1]), k.mT),
         bias=None,
         out_dtype=torch.float32,
-        contract=key,
+        contract=contract,
     )
     if mask is not None:
         scores = scores.view(b, heads, group, L, S).mul_(scale)
@@ -174,43 +172,43 @@ def _probabilities(
     return p.view(b, heads, group * L, S)  # type: ignore[no-any-return]
 
 
-def _over_keys(a: Tensor, b: Tensor, contract: str) -> Tensor:
+def _product_over_keys(a: Tensor, b: Tensor, key: str) -> Tensor:
     """``a[..., M, keys] @ b[..., keys, N]``, chains that end in a zero term: more zeros change nothing."""
-    products, key = _products(a, contract)
+    products, contract = _products(a, key)
     out = products.addbmm(
         *(None, a.flatten(0, 1)[:, None], b.reshape(-1, 1, *b.shape[2:]), None),
         out_dtype=a.dtype,
-        contract=key,
+        contract=contract,
     )
     return out.view(*a.shape[:2], *out.shape[1:])  # type: ignore[no-any-return]
 
 
-def _over_queries(a: Tensor, b: Tensor, group: int, contract: str) -> Tensor:
+def _product_over_queries(a: Tensor, b: Tensor, group: int, key: str) -> Tensor:
     """``a[..., group * L, M].mT @ b[..., group * L, N]``, each of the group a sequence."""
     tokens = a.shape[2] // group
-    if contract_from_key(contract).step == "fma" or tokens % 16 == 0:
+    if contract_of(key).step == "fma" or tokens % 16 == 0:
         group = 1  # the same chain: no group of 16 reaches over the end of a sequence
     heads = a.shape[:2].numel()
     a4, b4 = (t.reshape(heads, group, t.shape[2] // group, t.shape[3]) for t in (a, b))
-    products, key = _products(a, contract)
-    out = products.addbmm(None, a4.mT, b4, None, out_dtype=a.dtype, contract=key)
+    products, contract = _products(a, key)
+    out = products.addbmm(None, a4.mT, b4, None, out_dtype=a.dtype, contract=contract)
     return out.view(*a.shape[:2], *out.shape[1:])  # type: ignore[no-any-return]
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, contract: str
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, key: str
 ) -> Tensor:
     if q.is_cuda:
         from samebits.backends.cuda import attention_sm90
 
-        _, key = _products(q, contract)
-        if attention_sm90.supports(q, k, v, key) and attention_sm90.pays(q, k):
-            return attention_sm90.attention(q, k, v, mask, causal, scale, key)
-    return stored(q, k, v, mask, causal, scale, contract)
+        _, contract = _products(q, key)
+        if attention_sm90.supports(q, k, v, contract) and attention_sm90.pays(q, k):
+            return attention_sm90.attention(q, k, v, mask, causal, scale, contract)
+    return stored(q, k, v, mask, causal, scale, key)
 
 
 def stored(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, contract: str
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, key: str
 ) -> Tensor:
     """The forward by kernels that store scores, some heads at a time."""
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -218,8 +216,8 @@ def stored(
         return out.zero_()
     for part in _pieces(q, k):
         part_mask = None if mask is None else mask[part]
-        p = _probabilities(q[part], k[part], part_mask, causal, scale, contract)
-        out[part] = _over_keys(p, v[part], contract).view(out[part].shape)
+        p = _probabilities(q[part], k[part], part_mask, causal, scale, key)
+        out[part] = _product_over_keys(p, v[part], key).view(out[part].shape)
     return out
 
 
@@ -231,27 +229,27 @@ def _gradients(
     mask: Tensor | None,
     causal: bool,
     scale: float,
-    contract: str,
+    key: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     if k.shape[2] == 0:
         return dq.zero_(), dk, dv
     group = q.shape[2]
-    products, key = _products(q, contract)
+    products, contract = _products(q, key)
     for part in _pieces(q, k):
         part_mask = None if mask is None else mask[part]
-        p = _probabilities(q[part], k[part], part_mask, causal, scale, contract)
+        p = _probabilities(q[part], k[part], part_mask, causal, scale, key)
         dy, rows = (t[part].flatten(2, 3) for t in (grad, q))
-        dv[part] = _over_queries(p, dy, group, contract)
-        dp = products.matmul(dy, v[part].mT, bias=None, out_dtype=torch.float32, contract=key)
+        dv[part] = _product_over_queries(p, dy, group, key)
+        dp = products.matmul(dy, v[part].mT, bias=None, out_dtype=torch.float32, contract=contract)
         dz = backend(q).grad_scores(dp.flatten(0, 2), p.flatten(0, 2), scale, q.dtype).view(p.shape)
-        dq[part] = _over_keys(dz, k[part], contract).view(dq[part].shape)
-        dk[part] = _over_queries(dz, rows, group, contract)
+        dq[part] = _product_over_keys(dz, k[part], key).view(dq[part].shape)
+        dk[part] = _product_over_queries(dz, rows, group, key)
     return dq, dk, dv
 
 
 def _fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, contract: str
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, key: str
 ) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
@@ -261,13 +259,13 @@ def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> t
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, v, mask, ctx.causal, ctx.scale, ctx.contract = inputs
+    q, k, v, mask, ctx.causal, ctx.scale, ctx.key = inputs
     ctx.save_for_backward(q, k, v, mask)
 
 
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("attention")
-    grads = _gradient(grad, *saved, ctx.causal, ctx.scale, ctx.contract)
+    grads = _gradient(grad, *saved, ctx.causal, ctx.scale, ctx.key)
     return *grads, None, None, None, None
 
 

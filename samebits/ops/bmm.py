@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from samebits.contract import Contract
-from samebits.ops._library import check_operands, check_out_dtype, shape
-from samebits.ops.matmul import product
+from samebits.ops._checks import check_operands, check_out_dtype, shape
+from samebits.ops._products import product
 
 
 def bmm(
@@ -33,7 +33,7 @@ def bmm(
         TypeError: as in :func:`samebits.matmul`.
         ValueError: shapes or devices do not match.
     """
-    (a, b), key, plain = check_operands("bmm", contract, {"a": a, "b": b})
+    (a, b), key, bypass = check_operands("bmm", contract, {"a": a, "b": b})
     dtype = check_out_dtype("bmm", out_dtype, a.dtype)
     if {a.ndim, b.ndim} not in ({3}, {2, 3}):
         raise ValueError(
@@ -50,4 +50,4 @@ def bmm(
             "samebits.bmm: a, b: inner dimensions must be equal, got"
             f" {a3.shape[2]} and {b3.shape[1]} of shapes {shape(a)} and {shape(b)}"
         )
-    return product(a3, b3, None, dtype, key, plain=plain)  # type: ignore[no-any-return]
+    return product(a3, b3, None, dtype, key, bypass=bypass)  # type: ignore[no-any-return]

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.ops._library import Operator, check_device, check_operands, shape
-from samebits.ops.logp import refuse_second_derivatives
-from samebits.ops.rows import backend, refuse_triton
+from samebits.ops._checks import check_device, check_operands, shape
+from samebits.ops._operator import Operator, refuse_second_derivatives
+from samebits.ops._rows import backend, refuse_triton
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import asked
-from samebits.ops._library import Operator, without_modes
-from samebits.ops.rows import backend, refuse_triton
+from samebits.backends import chosen_backend, pack_key
+from samebits.ops._operator import Operator, without_modes
+from samebits.ops._rows import backend, refuse_triton
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -23,7 +23,7 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     """
     if tuple(shape) == x.shape or not (x.requires_grad and torch.is_grad_enabled()):
         return x.expand(tuple(shape))
-    refuse_triton("expand", asked(x.device.type))
+    refuse_triton("expand", pack_key("", chosen_backend(x.device.type)))
     out: Tensor = _Expand.apply(x, tuple(shape))  # type: ignore[no-untyped-call]
     return out
 
@@ -41,8 +41,8 @@ class _Expand(torch.autograd.Function):
 
 
 def _sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
-    own = (1,) * (grad.ndim - len(shape)) + tuple(shape)
-    summed = [d for d in range(grad.ndim) if own[d] == 1 and grad.shape[d] != 1]
+    sizes = (1,) * (grad.ndim - len(shape)) + tuple(shape)
+    summed = [d for d in range(grad.ndim) if sizes[d] == 1 and grad.shape[d] != 1]
     total = grad
     if summed[-1:] == [grad.ndim - 1]:
         dtype = grad.dtype if len(summed) == 1 else torch.float32

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from samebits.backends import on_gpu
 from samebits.contract import Contract
-from samebits.ops._library import Operator, check_device, check_operands, shape
-from samebits.ops.addmm import addbmm, assert_cu_seqlens, check_cu_seqlens
+from samebits.ops import _products
+from samebits.ops._checks import check_operands, shape
+from samebits.ops._sequences import check_cu_seqlens_form
 from samebits.ops.expand import expand
-from samebits.ops.matmul import product
 
 
 def linear(
@@ -59,7 +55,7 @@ def linear(
             but nothing out of bounds is read.
     """
     operands = {"x": x, "weight": weight} if bias is None else {"x": x, "weight": weight, "bias": bias}
-    (x, weight, *biases), key, plain = check_operands("linear", contract, operands)
+    (x, weight, *biases), key, bypass = check_operands("linear", contract, operands)
     bias = biases[0] if biases else None
     if x.ndim == 0:
         raise ValueError("samebits.linear: x: expected at least 1-D, got a 0-D tensor")
@@ -81,92 +77,5 @@ def linear(
         bias = expand(bias, weight.shape[:1])
     if cu_seqlens is not None:
         check_cu_seqlens_form("linear", "x", x, cu_seqlens)
-    plain = plain and cu_seqlens is None
-    return _operator(x, weight, bias, cu_seqlens, key, plain=plain)  # type: ignore[no-any-return]
-
-
-def check_cu_seqlens_form(op: str, name: str, x: Tensor, cu_seqlens: Tensor) -> None:
-    """Refuse what cannot be the offsets of sequences in `x`, called `name`. Reads no values."""
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"samebits.{op}: cu_seqlens: expected a Tensor, got {type(cu_seqlens).__name__}")
-    if cu_seqlens.layout is not torch.strided or cu_seqlens.is_nested:
-        raise TypeError(f"samebits.{op}: cu_seqlens: expected a dense tensor, got layout {cu_seqlens.layout}")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"samebits.{op}: cu_seqlens: expected int32 or int64, got {cu_seqlens.dtype}")
-    if cu_seqlens.ndim != 1:
-        raise ValueError(f"samebits.{op}: cu_seqlens: expected 1-D, got shape {shape(cu_seqlens)}")
-    check_device(op, "cu_seqlens", cu_seqlens, name, x)
-    if x.ndim != 2 and not (x.ndim == 3 and x.shape[0] == 1):
-        raise ValueError(
-            f"samebits.{op}: {name}: with cu_seqlens expected [tokens, features] or [1, tokens, features],"
-            f" got shape {shape(x)}"
-        )
-
-
-def _cpu(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, contract: str) -> Tensor:
-    from samebits.backends.reference import matmul as reference
-
-    if cu_seqlens is not None:
-        check_cu_seqlens("linear", cu_seqlens, x.shape[-2])
-    rows = x if x.ndim > 1 else x.unsqueeze(0)
-    out = reference.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=contract)
-    return out.reshape(*x.shape[:-1], weight.shape[0])
-
-
-def _cuda(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, contract: str) -> Tensor:
-    backend, key = on_gpu("matmul", contract, x.get_device())
-    if cu_seqlens is not None:
-        assert_cu_seqlens("linear", cu_seqlens, x.shape[-2], contract)
-    rows = x if x.ndim > 1 else x.unsqueeze(0)
-    out: Tensor = backend.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=key)
-    return out if x.ndim > 1 else out[0]
-
-
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, contract: str) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, cu_seqlens, ctx.contract = inputs
-    needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
-    ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None, cu_seqlens)
-    ctx.dtype = x.dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, cu_seqlens = saved
-    grad_x = grad_weight = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        rows = grad if grad.ndim > 1 else grad.unsqueeze(0)
-        grad_x = product(rows, weight, None, ctx.dtype, ctx.contract)
-        grad_x = grad_x.reshape(*grad.shape[:-1], weight.shape[1])
-    if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
-        return grad_x, None, None, None, None
-    columns = sequences(grad).mT
-    if ctx.needs_input_grad[1]:
-        out = addbmm(None, columns, sequences(x), cu_seqlens, ctx.dtype, ctx.contract)
-        grad_weight = out[0]
-    if ctx.needs_input_grad[2]:
-        ones = grad.new_ones(()).expand(*columns.shape[:2], columns.shape[3], 1)
-        out = addbmm(None, columns, ones, cu_seqlens, ctx.bias_dtype, ctx.contract)
-        grad_bias = out[0, :, 0]
-    return grad_x, grad_weight, grad_bias, None, None
-
-
-def sequences(t: Tensor) -> Tensor:
-    """``t[B, T, ..., features]`` as ``[1, B, tokens, features]``; 1-D and 2-D tensors are one sequence."""
-    leading = t.shape[:-1]
-    count = leading[0] if len(leading) > 1 else 1
-    tokens = leading[1:].numel() if len(leading) > 1 else leading.numel()
-    return t.reshape(1, count, tokens, t.shape[-1])
-
-
-_operator = Operator(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, str contract) -> Tensor",
-    cpu=_cpu,
-    cuda=_cuda,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
+    bypass = bypass and cu_seqlens is None
+    return _products.linear(x, weight, bias, cu_seqlens, key, bypass=bypass)  # type: ignore[no-any-return]

@@ -8,14 +8,15 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from samebits.backends import Step, on_gpu
-from samebits.backends.linear_logp import empty_grads
-from samebits.backends.rows import Rows, vocabulary_pieces
-from samebits.contract import Contract, contract_from_key
-from samebits.ops._library import Operator, check_operands, shape
-from samebits.ops.addmm import assert_cu_seqlens, check_accumulator, check_cu_seqlens, refuse_overlap
-from samebits.ops.linear import check_cu_seqlens_form, sequences
-from samebits.ops.logp import check_target, pieces, refuse_second_derivatives, watch_target
+from samebits.backends import Step, contract_of, on_gpu
+from samebits.backends.logits_in_pieces import empty_grads
+from samebits.backends.token_logps import Rows, vocabulary_pieces
+from samebits.contract import Contract
+from samebits.ops._checks import check_operands, shape
+from samebits.ops._memory import check_accumulator, refuse_overlap
+from samebits.ops._operator import Operator, refuse_second_derivatives
+from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, check_cu_seqlens_form, sequences
+from samebits.ops.logp import check_target, pieces, watch_target
 
 
 @overload
@@ -186,17 +187,17 @@ def _refuse_overlap(main_grad: Tensor, **others: Tensor | None) -> None:
     )
 
 
-def _backend(t: Tensor, contract: str) -> tuple[Any, Any, Any, str]:
+def _backend(t: Tensor, key: str) -> tuple[Any, Any, Any, str]:
     """Modules for this, log-probabilities of logits, and products on the device of `t`; their contract."""
     if t.is_cuda:
         parts = ("linear_logp", "logp", "matmul")
-        (fused, key), (logp, _), (products, _) = (on_gpu(p, contract, t.get_device()) for p in parts)
-        return fused, logp, products, key
+        (fused, contract), (logp, _), (products, _) = (on_gpu(p, key, t.get_device()) for p in parts)
+        return fused, logp, products, contract
     from samebits.backends.reference import linear_logp as reference
     from samebits.backends.reference import logp as reference_logp
     from samebits.backends.reference import matmul as reference_matmul
 
-    return reference, reference_logp, reference_matmul, contract
+    return reference, reference_logp, reference_matmul, key
 
 
 _STATISTICS = 3 << 27  # logits whose statistics are held at once: 24 to 36 MiB
@@ -213,28 +214,28 @@ def _forward(
     ignore_index: int,
     scale: float,
     entropy: bool,
-    contract: str,
+    key: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if main_grad is not None:  # here, since code that is traced has no memory to look at
         _refuse_overlap(main_grad, hidden=hidden, weight=weight, bias=bias)
-    backend, logits, _, key = _backend(hidden, contract)
-    _check_cu_seqlens(hidden, cu_seqlens, contract)
+    backend, logits, _, contract = _backend(hidden, key)
+    _check_cu_seqlens(hidden, cu_seqlens, key)
     vocabulary, features = weight.shape
     rows = Rows.empty(target.reshape(-1).contiguous(), vocabulary, ignore_index, scale=scale, entropy=entropy)
     x = hidden.reshape(target.numel(), features)
     for start, stop in pieces(target.numel(), vocabulary, _STATISTICS):
         part = rows.part(start, stop)
         some = x if part is rows else x[start:stop]
-        logits.combine(backend.statistics(some, weight, bias, part, contract=key), part)
+        logits.combine(backend.statistics(some, weight, bias, part, contract=contract), part)
     kept = target.shape if entropy else (0,)
     return rows.logp.view(target.shape), rows.entropy.view(kept), rows.shift, rows.log_sum
 
 
-def _check_cu_seqlens(hidden: Tensor, cu_seqlens: Tensor | None, contract: str) -> None:
+def _check_cu_seqlens(hidden: Tensor, cu_seqlens: Tensor | None, key: str) -> None:
     if cu_seqlens is None:
         return
     if hidden.is_cuda:
-        assert_cu_seqlens("linear_logp", cu_seqlens, hidden.shape[-2], contract)
+        assert_cu_seqlens("linear_logp", cu_seqlens, hidden.shape[-2], key)
     else:
         check_cu_seqlens("linear_logp", cu_seqlens, hidden.shape[-2])
 
@@ -253,7 +254,7 @@ def _gradients(
     log_sum: Tensor,
     ignore_index: int,
     scale: float,
-    contract: str,
+    key: str,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     if needed[1] and main_grad is not None:  # it may be another tensor than it was in the forward
@@ -261,7 +262,7 @@ def _gradients(
         _refuse_overlap(
             main_grad, hidden=hidden, weight=weight, bias=bias, grad=grad, grad_entropy=grad_entropy
         )
-    backend, _, products, key = _backend(hidden, contract)
+    backend, _, products, contract = _backend(hidden, key)
     vocabulary, features = weight.shape
     tokens = target.numel()
     x, none = hidden.reshape(tokens, features), shift.new_empty(0)
@@ -276,7 +277,7 @@ def _gradients(
         log_sum,
     )
     grads = [None if g is None else g.reshape(-1).contiguous() for g in (grad, grad_entropy)]
-    dtype = torch.float32 if contract_from_key(contract).step == "fma" else hidden.dtype
+    dtype = torch.float32 if contract_of(key).step == "fma" else hidden.dtype
     parts = [*vocabulary_pieces(slice(0, vocabulary), tokens, _GRAD_LOGITS)]
     acc = main_grad if needed[1] else None
     dx = hidden.new_empty((tokens, features) if needed[0] else 0)
@@ -290,17 +291,19 @@ def _gradients(
 
     def steps() -> Iterator[Step]:
         for part, room in zip(parts, grad_logits, strict=True):
-            yield backend.grad_logits_later(room, x, weight, bias, part, rows, *grads, contract=key)
+            yield backend.grad_logits_later(room, x, weight, bias, part, rows, *grads, contract=contract)
             dz = room[:, : part.stop - part.start]
             columns = dz.view(*by_sequence.shape[:3], dz.shape[1]).mT
             if needed[0]:
-                yield products.matmul_later(chain, dz, weight[part], accumulate=part.start > 0, contract=key)
+                yield products.matmul_later(
+                    chain, dz, weight[part], accumulate=part.start > 0, contract=contract
+                )
             if needed[1]:
                 chains = (dw if acc is None else acc)[None, part], columns, by_sequence, cu_seqlens
-                yield products.addbmm_later(*chains, accumulate=acc is not None, contract=key)
+                yield products.addbmm_later(*chains, accumulate=acc is not None, contract=contract)
             if needed[2]:
                 bias_chains = db[None, part, None], columns, ones, cu_seqlens
-                yield products.addbmm_later(*bias_chains, accumulate=False, contract=key)
+                yield products.addbmm_later(*bias_chains, accumulate=False, contract=contract)
         if chain is not dx:
             yield products.rounded_later(dx, chain)
 
@@ -322,7 +325,7 @@ def _fake(
     ignore_index: int,
     scale: float,
     entropy: bool,
-    contract: str,
+    key: str,
 ) -> tuple[Tensor, ...]:
     shapes = (target.shape, target.shape if entropy else (0,), (target.numel(),), (target.numel(),))
     return tuple(hidden.new_empty(s, dtype=torch.float32) for s in shapes)
@@ -339,7 +342,7 @@ def _fake_gradients(*args: Any) -> tuple[Tensor, ...]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     # main_grad is no saved tensor: other micro-batches may change it before this one's backward.
-    *tensors, ctx.main_grad, ctx.ignore_index, ctx.scale, ctx.entropy, ctx.contract = inputs
+    *tensors, ctx.main_grad, ctx.ignore_index, ctx.scale, ctx.entropy, ctx.key = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
@@ -369,7 +372,7 @@ def _backward(
             shift,
             log_sum,
         ),
-        *(ctx.ignore_index, ctx.scale, ctx.contract, needed),
+        *(ctx.ignore_index, ctx.scale, ctx.key, needed),
     )
     needed[1] = needed[1] and ctx.main_grad is None
     return *(g if n else None for g, n in zip(gradients, needed, strict=True)), *(None,) * 7

@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 
 from samebits.backends import on_gpu
-from samebits.backends.rows import Rows, Statistics
-from samebits.ops._library import (
-    Operator,
-    capturing,
-    check_device,
-    check_operands,
-    has_memory,
-    reshaped,
-    shape,
-)
+from samebits.backends.token_logps import Rows, Statistics
+from samebits.ops._checks import check_device, check_operands, shape
+from samebits.ops._memory import capturing, has_memory
+from samebits.ops._operator import Operator, refuse_second_derivatives, reshaped
 
 
 def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
@@ -80,9 +74,7 @@ def check_target(op: str, target: Tensor, name: str, like: Tensor, ignore_index:
     return target.to(torch.int64)
 
 
-def watch_target(
-    op: str, target: Tensor, vocabulary: int, ignore_index: int, contract: str
-) -> Callable[[], None]:
+def watch_target(op: str, target: Tensor, vocabulary: int, ignore_index: int, key: str) -> Callable[[], None]:
     """Refuse targets out of range: at once on a CPU; on a GPU, where kernels take them for NaN, when called.
 
     So a GPU is given the operation before anybody waits, and that is for the answer on the targets alone.
@@ -92,7 +84,7 @@ def watch_target(
     count = target.numel()
     if count == 0:
         return lambda: None
-    first_unknown = _backend(target, contract).first_unknown(target, vocabulary, ignore_index)
+    first_unknown = _backend(target, key).first_unknown(target, vocabulary, ignore_index)
 
     def refuse() -> None:
         first = first_unknown()
@@ -109,10 +101,10 @@ def watch_target(
     return refuse
 
 
-def _backend(t: Tensor, contract: str) -> Any:
+def _backend(t: Tensor, key: str) -> Any:
     """The module that runs log-probabilities on the device of `t`; of `contract`, its backend matters."""
     if t.is_cuda:
-        return on_gpu("logp", contract, t.get_device())[0]
+        return on_gpu("logp", key, t.get_device())[0]
     from samebits.backends.reference import logp as reference
 
     return reference
@@ -129,20 +121,18 @@ def pieces(tokens: int, vocabulary: int, logits: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, tokens)) for start in range(0, tokens, step)]
 
 
-def row_statistics(logits: Tensor, contract: str) -> tuple[Tensor, Tensor]:
+def row_statistics(logits: Tensor, key: str) -> tuple[Tensor, Tensor]:
     """R and log S of ``docs/contract.md`` of every row of ``logits[rows, V]``."""
     ignored = torch.full(logits.shape[:1], -1, dtype=torch.int64, device=logits.device)
-    return _forward(logits, ignored, -1, contract)[1:]
+    return _forward(logits, ignored, -1, key)[1:]
 
 
 def _pieces(logits: Tensor) -> list[tuple[int, int]]:
     return pieces(logits.shape[0], logits.shape[1], _LOGITS[logits.device.type])
 
 
-def _forward(
-    logits: Tensor, target: Tensor, ignore_index: int, contract: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    backend = _backend(logits, contract)
+def _forward(logits: Tensor, target: Tensor, ignore_index: int, key: str) -> tuple[Tensor, Tensor, Tensor]:
+    backend = _backend(logits, key)
     rows = Rows.empty(target.contiguous(), logits.shape[1], ignore_index)
     for start, stop in _pieces(logits):
         part = rows.part(start, stop)
@@ -159,21 +149,21 @@ def _grad_logits(
     shift: Tensor,
     log_sum: Tensor,
     ignore_index: int,
-    contract: str,
+    key: str,
 ) -> Tensor:
     none = shift.new_empty(0)
     rows = Rows(target.contiguous(), logits.shape[1], ignore_index, 1.0, none, none, shift, log_sum)
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if logits.numel() == 0:
         return out
-    backend, grad = _backend(logits, contract), grad.contiguous()
+    backend, grad = _backend(logits, key), grad.contiguous()
     for start, stop in _pieces(logits):
         some = slice(start, stop)
         backend.grad_logits(out[some], logits[some], 0, rows.part(start, stop), grad[some], None)
     return out
 
 
-def _fake(logits: Tensor, target: Tensor, ignore_index: int, contract: str) -> tuple[Tensor, ...]:
+def _fake(logits: Tensor, target: Tensor, ignore_index: int, key: str) -> tuple[Tensor, ...]:
     return tuple(logits.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
 
 
@@ -184,13 +174,13 @@ def _fake_backward(
     shift: Tensor,
     log_sum: Tensor,
     ignore_index: int,
-    contract: str,
+    key: str,
 ) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, target, ctx.ignore_index, ctx.contract = inputs
+    logits, target, ctx.ignore_index, ctx.key = inputs
     ctx.save_for_backward(logits, target, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
@@ -198,14 +188,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("logp")
     logits, target, shift, log_sum = saved
-    out = _gradient(grad, logits, target, shift, log_sum, ctx.ignore_index, ctx.contract)
+    out = _gradient(grad, logits, target, shift, log_sum, ctx.ignore_index, ctx.key)
     return out, None, None, None
-
-
-def refuse_second_derivatives(op: str) -> None:
-    """Called in a backward: gradients are recorded there only if derivatives of them are wanted."""
-    if torch.is_grad_enabled():
-        raise NotImplementedError(f"samebits.{op}: second derivatives (create_graph) are not implemented")
 
 
 _operator = Operator(

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.ops._library import Operator, check_operands
-from samebits.ops.logp import refuse_second_derivatives, row_statistics
-from samebits.ops.rows import as_rows, backend, refuse_triton, rounded
+from samebits.ops._checks import check_operands
+from samebits.ops._operator import Operator, refuse_second_derivatives
+from samebits.ops._rows import as_rows, backend, refuse_triton, rounded
+from samebits.ops.logp import row_statistics
 
 
 def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
@@ -39,14 +40,14 @@ def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Ten
     return out.reshape(shape)
 
 
-def _forward(x: Tensor, contract: str) -> Tensor:
+def _forward(x: Tensor, key: str) -> Tensor:
     if x.shape[1] == 0:
         return x.new_full((x.shape[0],), -torch.inf)
-    shift, log_sum = row_statistics(x, contract)
+    shift, log_sum = row_statistics(x, key)
     return rounded(torch.where(shift == torch.inf, shift, shift + log_sum), x.dtype)
 
 
-def _fake(x: Tensor, contract: str) -> Tensor:
+def _fake(x: Tensor, key: str) -> Tensor:
     return x.new_empty(x.shape[0])
 
 

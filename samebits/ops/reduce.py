@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.ops._library import Operator, check_operands
-from samebits.ops.rows import as_rows, backend, refuse_triton
+from samebits.ops._checks import check_operands
+from samebits.ops._operator import Operator
+from samebits.ops._rows import as_rows, backend, refuse_triton
 
 
 def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from samebits.ops._library import Operator, check_operands
-from samebits.ops.logp import refuse_second_derivatives
-from samebits.ops.rows import backend, refuse_triton, row_dim
+from samebits.ops._checks import check_operands
+from samebits.ops._operator import Operator, refuse_second_derivatives
+from samebits.ops._rows import backend, refuse_triton, row_dim
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -29,7 +29,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
         TypeError: ``x`` is not a dense tensor of such a dtype.
         IndexError: there is no such dimension.
     """
-    return _along("softmax", x, dim)
+    return _checked("softmax", x, dim)
 
 
 def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -38,14 +38,14 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
     Of float32 rows it has the bits of :func:`samebits.logp`. The gradient is ``grad - exp(y) * sum of grad``
     from the result y as it was rounded.
     """
-    return _along("log_softmax", x, dim)
+    return _checked("log_softmax", x, dim)
 
 
-def _along(op: str, x: Tensor, dim: int) -> Tensor:
+def _checked(op: str, x: Tensor, dim: int) -> Tensor:
     (x,), key, _ = check_operands(op, None, {"x": x}, autocast=False)
     refuse_triton(op, key)
     if x.ndim == 0:
-        return _along(op, x[None], dim)[0]
+        return _checked(op, x[None], dim)[0]
     moved = x.movedim(row_dim(op, x, dim), -1)
     rows = moved.reshape(moved.shape[:-1].numel(), moved.shape[-1])
     out: Tensor = _operator(rows, op == "log_softmax")

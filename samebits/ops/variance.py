@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.ops._library import Operator, check_operands
-from samebits.ops.logp import refuse_second_derivatives
-from samebits.ops.rows import as_rows, backend, refuse_triton, rounded
+from samebits.ops._checks import check_operands
+from samebits.ops._operator import Operator, refuse_second_derivatives
+from samebits.ops._rows import as_rows, backend, refuse_triton, rounded
 
 Dims = int | Sequence[int] | None
 

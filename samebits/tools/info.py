@@ -146,7 +146,7 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def _contracts(*capability: int) -> tuple[str, ...]:
-    from samebits.backends.cuda.runtime import OLDEST
+    from samebits.backends.cuda.devices import OLDEST
 
     if torch.version.hip is not None:  # which numbers its architectures otherwise
         return ("FMA",)
@@ -189,9 +189,9 @@ def _cached() -> str:
 
 
 def _cuda() -> Backend:
-    from samebits.backends.cuda import runtime
+    from samebits.backends.cuda import devices
 
-    status = runtime.status()
+    status = devices.status()
     why = f"NVRTC {status.nvrtc}, {_cached()}" if status.available else status.reason
     computes = "NVIDIA GPUs: FMA from sm_75 on, TENSOR_CORE from sm_80 on"
     return Backend("cuda", computes, status.available, why, status.remedy)

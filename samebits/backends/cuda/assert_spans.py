@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import runtime
+from samebits.backends.cuda import compiler, runtime
 
 
-def spec(dtype: torch.dtype) -> runtime.KernelSpec:
+def spec(dtype: torch.dtype) -> compiler.KernelSpec:
     """The kernel for offsets of ``dtype``, int32 or int64."""
     bound = "long long" if dtype == torch.int64 else "int"
-    return runtime.KernelSpec("assert_spans.cu", "assert_spans", "Pqqi", (("BOUND", bound),), block=256)
+    return compiler.KernelSpec("assert_spans.cu", "assert_spans", "Pqqi", (("BOUND", bound),), block=256)
 
 
 def assert_spans(cu_seqlens: Tensor, tokens: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import matmul, runtime
+from samebits.backends.cuda import compiler, devices, matmul, runtime
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.backends.cuda.tensor_maps import Maps
 from samebits.contract import contract_from_key
@@ -94,7 +94,7 @@ class AttentionVariant:
     mask: torch.dtype | None
 
 
-def spec(case: AttentionVariant, s: AttentionSchedule) -> runtime.KernelSpec:
+def spec(case: AttentionVariant, s: AttentionSchedule) -> compiler.KernelSpec:
     """The kernel of `case` under a schedule."""
     constants: dict[str, int | str] = {
         "INPUT_F16": int(case.dtype == torch.float16),
@@ -105,7 +105,7 @@ def spec(case: AttentionVariant, s: AttentionSchedule) -> runtime.KernelSpec:
         "STAGES": s.stages,
         "HELD": s.held,
     }
-    return runtime.KernelSpec(
+    return compiler.KernelSpec(
         source="attention_sm90.cu",
         entry="attention_sm90",
         params=_PARAMS,
@@ -137,7 +137,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, contract: str) -> bool:
     return (
         q.dtype in (torch.bfloat16, torch.float16)
         and contract_from_key(contract).step == "mma"
-        and runtime.device_info(q.get_device()).capability == (9, 0)
+        and devices.device_info(q.get_device()).capability == (9, 0)
         and 0 < head <= _LARGEST_HEAD
         and 0 < values <= _LARGEST_HEAD
         and head % 8 == values % 8 == 0
@@ -214,7 +214,7 @@ def _prepared(
     together = max(1, min(batch * heads, _L2 // (2 * keys * (layouts[1][0][3] + values))))
     flags = [_shared(layout) for layout in layouts]
     shared = sum(all_batch << i | all_heads << i + 3 for i, (all_batch, all_heads) in enumerate(flags))
-    grid = tiles if s.held else min(tiles, runtime.device_info(device).sm_count)
+    grid = tiles if s.held else min(tiles, devices.device_info(device).sm_count)
     width = 64 if case.values % 64 == 0 else 32
     maps = (
         _maps(case.dtype, layouts[0], (64, 1 << power, members, 1, 1), 128),

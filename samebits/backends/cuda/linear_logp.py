@@ -6,10 +6,9 @@ import functools
 
 from torch import Tensor
 
-from samebits.backends import Step
-from samebits.backends import linear_logp as by_logits
+from samebits.backends import Step, logits_in_pieces
 from samebits.backends.cuda import linear_logp_sm90, logp, matmul
-from samebits.backends.rows import Rows, Statistics
+from samebits.backends.token_logps import Rows, Statistics
 from samebits.contract import contract_from_key
 
 
@@ -19,7 +18,7 @@ def statistics(
     """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``."""
     if _fused(hidden, weight, bias, contract):
         return linear_logp_sm90.statistics(hidden, weight, bias, rows)
-    return by_logits.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
+    return logits_in_pieces.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
 
 
 def grad_logits_later(
@@ -34,11 +33,11 @@ def grad_logits_later(
     *,
     contract: str,
 ) -> Step:
-    """dz of a part of the vocabulary into ``out``, of the shape of ``by_logits.empty_grads``."""
+    """dz of a part of the vocabulary into ``out``, of the shape of ``logits_in_pieces.empty_grads``."""
     given = out, hidden, weight, bias, part, rows, grad, grad_entropy
     if _fused(hidden, weight, bias, contract):
         return linear_logp_sm90.grad_logits_later(*given)
-    return by_logits.grad_logits_later(matmul, logp, *given, contract=contract)
+    return logits_in_pieces.grad_logits_later(matmul, logp, *given, contract=contract)
 
 
 def _fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from samebits.backends import Step
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import compiler, devices, runtime, tensor_maps
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES
 from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
 from samebits.backends.product import LARGEST
-from samebits.backends.rows import Rows, Statistics
+from samebits.backends.token_logps import Rows, Statistics
 from samebits.functions import VOCAB_BLOCK
 
 __all__ = ["choose", "grad_logits_later", "schedules", "spec", "statistics", "supports"]
@@ -60,7 +60,7 @@ def spec(
     bias: torch.dtype | None,
     entropy: bool,
     folded: bool,
-) -> runtime.KernelSpec:
+) -> compiler.KernelSpec:
     """One of the kernels, ``statistics_sm90`` or ``grad_logits_sm90``, under a schedule."""
     constants = {
         "INPUT_F16": int(dtype == torch.float16),
@@ -75,7 +75,7 @@ def spec(
         "RAGGED": 0,
         "ENTROPY": int(entropy),
     }
-    return runtime.KernelSpec(
+    return compiler.KernelSpec(
         source=f"{entry}.cu",
         entry=entry,
         params=_PARAMS[entry],
@@ -90,7 +90,7 @@ def spec(
 def supports(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether these kernels take ``hidden[tokens, D]`` and ``weight[V, D]``; others take all others."""
     return (
-        runtime.device_info(hidden.get_device()).capability == (9, 0)
+        devices.device_info(hidden.get_device()).capability == (9, 0)
         and hidden.dtype in (torch.bfloat16, torch.float16)
         and hidden.numel() > 0
         and max(*hidden.shape, *weight.shape) <= LARGEST
@@ -133,7 +133,7 @@ def _prepared(
     return (
         s,
         runtime.load(spec(entry, s, dtype=dtype, bias=bias, entropy=entropy, folded=folded), device),
-        s.grid(rows, columns, 1, runtime.device_info(device).sm_count),
+        s.grid(rows, columns, 1, devices.device_info(device).sm_count),
         operand_maps(dtype, hidden, 1, False, hidden_block, s.block_k, hidden_sharers, *how),
         operand_maps(dtype, weight, 1, False, weight_block, s.block_k, weight_sharers, *how),
     )
@@ -200,7 +200,7 @@ def grad_logits_later(
     stride = out.stride(0)
     entropy = grad_entropy is not None
     s, kernel, begin = _prepare("grad_logits_sm90", hidden, weight, bias, entropy, schedule)
-    out_map = runtime.tensor_map(
+    out_map = tensor_maps.tensor_map(
         *(out.data_ptr(), out.dtype, (width, tokens, 1), (stride * 2, stride * tokens * 2)),
         *((s.panel, 64, 1), s.panel * 2),
     )

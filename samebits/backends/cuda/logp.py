@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import runtime
-from samebits.backends.rows import Rows, Statistics
+from samebits.backends.cuda import compiler, runtime
+from samebits.backends.token_logps import Rows, Statistics
 from samebits.functions import VOCAB_BLOCK
 
 _THREADS = 256
@@ -37,10 +37,10 @@ def kernel_spec(
     grads: torch.dtype = torch.float32,
     *,
     entropy: bool = False,
-) -> runtime.KernelSpec:
+) -> compiler.KernelSpec:
     """One of the kernels of ``logp.cu``, by its name there."""
     constants = ("LOGITS", _TYPES[logits]), ("GRADS", _TYPES[grads]), ("ENTROPY", int(entropy))
-    return runtime.KernelSpec("logp.cu", entry, _PARAMS[entry], constants, block=_THREADS)
+    return compiler.KernelSpec("logp.cu", entry, _PARAMS[entry], constants, block=_THREADS)
 
 
 @functools.cache
@@ -75,7 +75,7 @@ _answers = _Answers()
 
 
 def first_unknown(target: Tensor, vocabulary: int, ignore_index: int) -> Callable[[], int]:
-    """:func:`samebits.backends.rows.first_unknown`, in one launch."""
+    """:func:`samebits.backends.token_logps.first_unknown`, in one launch."""
     target, count = target.contiguous(), target.numel()
     device, (room, turn) = target.get_device(), _answers.place()
     blocks = min(_ANSWERS[1], -(-count // (4 * _THREADS)))

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samebits.backends import Step, broadcast
-from samebits.backends.cuda import runtime
+from samebits.backends import Step, UnavailableError, broadcast
+from samebits.backends.cuda import devices, runtime
 from samebits.backends.cuda.products.fma import FMA
 from samebits.backends.cuda.products.fma_sm90 import FMA_SM90
 from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan
@@ -24,11 +24,11 @@ from samebits.contract import FAMILIES, MmaModel, contract_from_key
 @functools.cache
 def family(device: int) -> MmaModel:
     """The tensor cores that CUDA device `device` has."""
-    info = runtime.device_info(device)
+    info = devices.device_info(device)
     found = FAMILIES.get(info.capability)
     if found is None:
         major, minor = info.capability
-        raise runtime.UnavailableError(
+        raise UnavailableError(
             f"samebits: it is not known which bits the tensor cores of {info.name} (sm_{major}{minor}) give;"
             f" known are {', '.join(f'sm_{a}{b}' for a, b in FAMILIES)};"
             " contract=samebits.FMA works on it, and CPU tensors follow any family"
@@ -36,15 +36,15 @@ def family(device: int) -> MmaModel:
     return found
 
 
-def check_contract(key: str, device: int) -> None:
+def check_contract(contract: str, device: int) -> None:
     """Refuse a contract that the tensor cores of `device` do not follow."""
-    contract = contract_from_key(key)
-    if contract.step == "fma":
+    wanted = contract_from_key(contract)
+    if wanted.step == "fma":
         return
     found = family(device)
-    if contract.mma not in (None, found):
+    if wanted.mma not in (None, found):
         raise ValueError(
-            f"samebits: contract {contract}: expected the family of {runtime.device_info(device).name},"
+            f"samebits: contract {wanted}: expected the family of {devices.device_info(device).name},"
             f" {found.name}; CPU tensors follow any family"
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import compiler, runtime
 
 _THREADS = 256
 _COLUMNS = 32
@@ -32,18 +32,18 @@ _PARAMS = {
 
 def kernel_spec(
     entry: str, x: torch.dtype, out: torch.dtype, param: torch.dtype = torch.float32, *, warps: int = 1
-) -> runtime.KernelSpec:
+) -> compiler.KernelSpec:
     """A kernel of rows.cu; `warps` share a row."""
     constants = ("IN", _TYPES[x]), ("OUT", _TYPES[out]), ("PARAM", _TYPES[param]), ("WARPS", warps)
-    return runtime.KernelSpec("rows.cu", entry, _PARAMS[entry], constants, block=_THREADS)
+    return compiler.KernelSpec("rows.cu", entry, _PARAMS[entry], constants, block=_THREADS)
 
 
 def columns_spec(
     entry: str, grad: torch.dtype, out: torch.dtype, x: torch.dtype | None = None
-) -> runtime.KernelSpec:
+) -> compiler.KernelSpec:
     """A kernel of columns.cu."""
     constants = ("GRAD", _TYPES[grad]), ("X", _TYPES[x]), ("OUT", _TYPES[out])
-    return runtime.KernelSpec("columns.cu", entry, _PARAMS[entry], constants, block=_THREADS)
+    return compiler.KernelSpec("columns.cu", entry, _PARAMS[entry], constants, block=_THREADS)
 
 
 def _launch(

@@ -1,16 +1,67 @@
-"""Tensor maps: what the copy engine (TMA) is told of a tensor, for operands of Hopper's kernels."""
+"""Tensor maps: what Hopper's copy engine (TMA) is told of a tensor."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import struct
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import driver
 from samebits.backends.product import Matrix
 
-__all__ = ["Maps", "Side", "operand_maps"]
+__all__ = ["Maps", "Side", "operand_maps", "tensor_map"]
+
+
+_MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_MAP_BYTES = {0: 0, 32: 1, 64: 2, 128: 3}
+_L2_BYTES = {0: 0, 64: 1, 128: 2, 256: 3}
+_MAP_SIZES = struct.Struct("@5Q4Q5I5I")  # shape, strides, box, element strides
+
+
+@functools.lru_cache(maxsize=4096)
+def tensor_map(
+    address: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int = 128,
+    l2_promotion: int = 256,
+) -> bytes:
+    """The ``CUtensorMap`` of a tiled tensor, 128 bytes for a ``128s`` member; elements outside read as zero.
+
+    Args:
+        address: of the first element, a multiple of 16.
+        dtype: float16, bfloat16 or float32.
+        shape: sizes in elements, innermost dimension first.
+        strides: in bytes, of every dimension but the innermost (which is contiguous); multiples of 16.
+        box: the tile's sizes, innermost first.
+        swizzle: 0, 32, 64 or 128 bytes.
+        l2_promotion: 0, 64, 128 or 256 bytes.
+    """
+    buffer, rank = driver.buffer, len(shape)
+    more = (0,) * (5 - rank)
+    _MAP_SIZES.pack_into(
+        buffer.memory, buffer.offset + 128, *shape, *more, *strides, *more, *box, *more, *(1,) * rank, *more
+    )
+    sizes = buffer.config + 128
+    arguments = (
+        *(buffer.config, _MAP_DTYPES[dtype], rank, address),
+        *(sizes, sizes + 40, sizes + 72, sizes + 92),
+        *(0, _MAP_BYTES[swizzle], _L2_BYTES[l2_promotion], 0),
+    )
+    result = driver.library().cuTensorMapEncodeTiled(*arguments)
+    if result == driver.INVALID_CONTEXT:  # a thread of autograd's, say
+        driver.make_context_current(torch._C._cuda_getDevice())
+        result = driver.library().cuTensorMapEncodeTiled(*arguments)
+    if result:
+        what = f"{address:#x}, {dtype}, shape {shape}, strides {strides}, box {box}, swizzle {swizzle}"
+        raise driver.LaunchError(f"cuTensorMapEncodeTiled({what}): {driver.error_name(result)}")
+    return ctypes.string_at(buffer.config, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +101,12 @@ class Maps(dict[int, bytes]):
     __slots__ = ("_recipe",)
 
     def __init__(self, *recipe: Any) -> None:
-        self._recipe = recipe  # what runtime.tensor_map takes after the address
+        self._recipe = recipe  # what tensor_map takes after the address
 
     def __missing__(self, address: int) -> bytes:
         if len(self) >= _MOST_MAPS:
             self.clear()
-        made = self[address] = runtime.tensor_map(address, *self._recipe)
+        made = self[address] = tensor_map(address, *self._recipe)
         return made
 
 

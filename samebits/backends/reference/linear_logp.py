@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from samebits.backends import Step
-from samebits.backends import linear_logp as by_logits
+from samebits.backends import Step, logits_in_pieces
 from samebits.backends.reference import logp, matmul
-from samebits.backends.rows import Rows, Statistics
+from samebits.backends.token_logps import Rows, Statistics
 
 
 def statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, *, contract: str
 ) -> Statistics:
     """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``."""
-    return by_logits.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
+    return logits_in_pieces.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
 
 
 def grad_logits_later(
@@ -30,7 +29,7 @@ def grad_logits_later(
     contract: str,
 ) -> Step:
     """dz into the first columns of ``out``, at once."""
-    logits = by_logits.logits_of(matmul, hidden, weight, bias, part, contract)
+    logits = logits_in_pieces.logits_of(matmul, hidden, weight, bias, part, contract)
     dz = out[:, : part.stop - part.start]
     logp.grad_logits(dz, logits, part.start, rows, grad, grad_entropy)
     return int

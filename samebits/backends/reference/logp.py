@@ -10,8 +10,8 @@ from torch import Tensor
 
 from samebits.backends.reference import logp_kernels as kernels
 from samebits.backends.reference.matmul import in_threads, require_subnormals, rounded
-from samebits.backends.rows import Rows, Statistics
-from samebits.backends.rows import first_unknown as first_unknown
+from samebits.backends.token_logps import Rows, Statistics
+from samebits.backends.token_logps import first_unknown as first_unknown
 from samebits.functions import VOCAB_BLOCK
 
 _WORTH_A_THREAD = 1 << 15

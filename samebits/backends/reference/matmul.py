@@ -1,4 +1,7 @@
-"""Products on CPU tensors: hands tiles of the output to threads that run the chains of `kernels`."""
+"""Products on CPU tensors: hands tiles of the output to threads that run the chains of `kernels`.
+
+What is called `contract` may also be an operator's key: CPU tensors have no other backend to choose.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samebits.backends import Step
+from samebits.backends import Step, contract_of
 from samebits.backends.reference import kernels
-from samebits.contract import contract_from_key
 
 _F32 = npt.NDArray[np.float32]
 
@@ -109,7 +111,7 @@ def _chain(
 ) -> None:
     """Carry ``out[B, M, N]`` on over all `spans` of ``a[B, S, M, K]`` and ``b[B, S, K, N]``."""
     require_subnormals()
-    model = contract_from_key(contract)
+    model = contract_of(contract)
     if out.size == 0:
         return
     if out.shape[2] < kernels.TILE_N and out.shape[2] < out.shape[1]:

@@ -8,10 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from samebits.backends import Step
-from samebits.backends import linear_logp as by_logits
+from samebits.backends import Step, logits_in_pieces
 from samebits.backends.product import LARGEST
-from samebits.backends.rows import Rows, Statistics
+from samebits.backends.token_logps import Rows, Statistics
 from samebits.backends.triton import logp, logp_kernels, matmul, runtime, tiles
 from samebits.backends.triton.products import TILE_SCHEDULES
 from samebits.backends.triton.tiles import TileSchedule
@@ -49,7 +48,7 @@ def statistics(
     `schedule` replaces the default choice among STATISTICS_SCHEDULES where the kernels are fused.
     """
     if not fused(hidden, weight, bias, contract):
-        return by_logits.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
+        return logits_in_pieces.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
     (tokens, features), vocabulary = hidden.shape, weight.shape[0]
     out = Statistics.empty(rows)
     gpu = runtime.gpu(hidden.get_device())
@@ -80,13 +79,13 @@ def grad_logits_later(
     contract: str,
     schedule: TileSchedule | None = None,
 ) -> Step:
-    """dz of a part of the vocabulary into ``out``, of the shape of ``by_logits.empty_grads``.
+    """dz of a part of the vocabulary into ``out``, of the shape of ``logits_in_pieces.empty_grads``.
 
     `schedule`, of TILE_SCHEDULES, as above.
     """
     given = out, hidden, weight, bias, part, rows, grad, grad_entropy
     if not fused(hidden, weight, bias, contract):
-        return by_logits.grad_logits_later(matmul, logp, *given, contract=contract)
+        return logits_in_pieces.grad_logits_later(matmul, logp, *given, contract=contract)
     return partial(_grad_logits_tiles, *given, schedule)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends.rows import Rows, Statistics
-from samebits.backends.rows import first_unknown as first_unknown
+from samebits.backends.token_logps import Rows, Statistics
+from samebits.backends.token_logps import first_unknown as first_unknown
 from samebits.backends.triton import logp_kernels as kernels
 from samebits.functions import VOCAB_BLOCK
 

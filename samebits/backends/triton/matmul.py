@@ -17,21 +17,21 @@ from samebits.contract import FAMILIES, FMA, contract_from_key
 
 
 @functools.cache
-def check_contract(key: str, device: int) -> None:
+def check_contract(contract: str, device: int) -> None:
     """Refuse a contract that the matrix unit of `device` does not follow."""
-    contract = contract_from_key(key)
-    if contract.step == "fma" or device < 0:  # Triton's interpreter, on the CPU, has no matrix unit
+    wanted = contract_from_key(contract)
+    if wanted.step == "fma" or device < 0:  # Triton's interpreter, on the CPU, has no matrix unit
         return
     p: Any = torch.cuda.get_device_properties(device)
     family = None if torch.version.hip else FAMILIES.get((p.major, p.minor))
     if family is None:
         raise UnavailableError(
-            f"samebits: it is not known which bits the matrix unit of {p.name} gives, so {contract.name} has"
+            f"samebits: it is not known which bits the matrix unit of {p.name} gives, so {wanted.name} has"
             " no MmaModel for it; contract=samebits.FMA works on it"
         )
-    if contract.mma not in (None, family):
+    if wanted.mma not in (None, family):
         raise ValueError(
-            f"samebits: contract {contract}: expected the family of {p.name}, {family.name};"
+            f"samebits: contract {wanted}: expected the family of {p.name}, {family.name};"
             " CPU tensors follow any family"
         )
 

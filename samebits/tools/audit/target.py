@@ -85,9 +85,10 @@ def why_not(target: Target) -> str | None:
 
 def cuda_problem(device: torch.device) -> str | None:
     """Why samebits does not run on the CUDA device `device`, and what to do; None if it does."""
-    from samebits.backends.cuda import matmul, runtime
+    from samebits.backends import UnavailableError
+    from samebits.backends.cuda import devices, matmul
 
-    status = runtime.status()
+    status = devices.status()
     if not status.available:
         return f"{status.reason}: {status.remedy}" if status.remedy else status.reason
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -95,7 +96,7 @@ def cuda_problem(device: torch.device) -> str | None:
         return f"there is no {device}: {plural(torch.cuda.device_count(), 'CUDA device')} here"
     try:
         matmul.family(index)
-    except runtime.UnavailableError as error:
+    except UnavailableError as error:
         return one_line(error)
     return None
 

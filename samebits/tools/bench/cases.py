@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samebits.backends import asked
+from samebits.backends import chosen_backend, pack_key
 from samebits.contract import TENSOR_CORE
 from samebits.ops.addmm import addmm_
 from samebits.ops.bmm import bmm
@@ -225,7 +225,8 @@ def contestants(case: BenchCase, device: torch.device) -> dict[str, Run]:
     ends = torch.tensor([0, *itertools.accumulate(packed_lengths(case.m))], dtype=torch.int32, device=device)
 
     def ragged(dy: Tensor, x: Tensor) -> Tensor:
-        parts = dy.mT[None, None], x[None, None], ends, case.dtype, TENSOR_CORE.key + asked("cuda")
+        key = pack_key(TENSOR_CORE.key, chosen_backend("cuda"))
+        parts = dy.mT[None, None], x[None, None], ends, case.dtype, key
         out: Tensor = torch.ops.samebits.addbmm(None, *parts)
         return out[0]
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samebits._version import __version__
-from samebits.backends import use_backend
+from samebits.backends import UnavailableError, use_backend
 from samebits.backends.product import Operands
 from samebits.contract import FMA, TENSOR_CORE
 from samebits.ops.linear import linear
@@ -183,7 +183,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
 
 
 def _environment(index: int) -> dict[str, Any]:
-    from samebits.backends.cuda import runtime
+    from samebits.backends.cuda import compiler, devices
     from samebits.backends.cuda.matmul import family
 
     try:
@@ -194,7 +194,7 @@ def _environment(index: int) -> dict[str, Any]:
     contract = TENSOR_CORE.on(family(index))
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "gpu": runtime.device_info(index).name,
+        "gpu": devices.device_info(index).name,
         "driver": driver,
         "contract": str(contract),
         "digest": contract.digest(),
@@ -202,7 +202,7 @@ def _environment(index: int) -> dict[str, Any]:
             "samebits": __version__,
             "torch": str(torch.__version__),
             "CUDA": str(torch.version.cuda),
-            "NVRTC": runtime.nvrtc_version(),
+            "NVRTC": compiler.nvrtc_version(),
         },
     }
 
@@ -229,13 +229,13 @@ def bench(
         specified, of which no time is taken), ``drift``, ``host``.
 
     Raises:
-        samebits.backends.cuda.runtime.UnavailableError: no GPU can run this; the message says why.
+        samebits.backends.UnavailableError: no GPU can run this; the message says why.
     """
-    from samebits.backends.cuda import ahead, runtime
+    from samebits.backends.cuda import devices, precompile
 
-    status = runtime.status()
+    status = devices.status()
     if not status.available:
-        raise runtime.UnavailableError(f"{status.reason}. {status.remedy}".strip())
+        raise UnavailableError(f"{status.reason}. {status.remedy}".strip())
     todo = list(cases)
     where = torch.device("cuda", device)
     with torch.cuda.device(device), torch.no_grad(), use_backend(backend):
@@ -247,14 +247,14 @@ def bench(
                 yield partial(contestants(case, where)["samebits"], *operands)
 
         progress(0.0, "choosing kernels")
-        ahead.compile_for(calls(), lambda done, what: progress(0.1 * done, what))
+        precompile.compile_for(calls(), lambda done, what: progress(0.1 * done, what))
         others = _installed(PEERS) if peers else {}
         data: dict[str, Any] = {"environment": _environment(device), "ceilings": ceilings(where)}
         data["environment"] |= {"backend": backend or "automatic", "alone": ALONE}
         data["cases"], data["red"] = [], []
         for i, case in enumerate(todo):
             progress(0.1 + 0.8 * i / len(todo), f"{case.work}, M {case.m}, K {case.k}, N {case.n}")
-            l2 = runtime.device_info(device).l2_bytes
+            l2 = devices.device_info(device).l2_bytes
             try:
                 data["cases"].append(_measure(case, where, l2, others))
             except AssertionError as error:

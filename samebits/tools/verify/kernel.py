@@ -15,11 +15,11 @@ def kernels(device: int, backends: Sequence[str] = BACKENDS) -> list[ProductKern
 
     Of CUDA's, unless they are asked for, only these two, to which others are held.
     """
-    from samebits.backends.cuda import runtime
+    from samebits.backends.cuda import devices
     from samebits.backends.cuda.matmul import PRODUCTS
     from samebits.backends.triton import runtime as triton
 
-    hopper = runtime.device_info(device).capability == (9, 0)
+    hopper = devices.device_info(device).capability == (9, 0)
     of_cuda = [kernel for kernel in PRODUCTS if hopper or not kernel.name.endswith("_sm90")]
     found: list[ProductKernel[Any]] = [*(of_cuda if "cuda" in backends else of_cuda[:2])]
     if "triton" in backends and triton.status().available:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import asked, use_backend
+from samebits.backends import chosen_backend, use_backend
 from samebits.contract import FMA, Contract
 from samebits.ops.addmm import addmm_
 from samebits.ops.attention import attention
@@ -30,7 +30,7 @@ def verify_operations(report: Report, contract: Contract, device: torch.device) 
 
     On the GPU they are computed by the backend that was asked for, if one was.
     """
-    backend = asked(device.type)[1:]
+    backend = chosen_backend(device.type) or ""
     name = f"{backend} operations".strip()
 
     def both(what: str, run: Callable[..., tuple[Tensor, ...]], *shapes: tuple[int, ...]) -> None:

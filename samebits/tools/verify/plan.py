@@ -34,7 +34,7 @@ class VerifyPlan:
     """
 
     def __init__(self, index: int, thorough: bool, backends: Sequence[str]) -> None:
-        from samebits.backends.cuda import runtime
+        from samebits.backends.cuda import devices
         from samebits.backends.cuda.matmul import family
 
         self.device = torch.device("cuda", index)
@@ -43,7 +43,7 @@ class VerifyPlan:
         self.products = list(zip(todo, runs(todo, self.offered, thorough), strict=True))
         self._on_cuda, self._on_triton = [], []
         if "cuda" in backends:
-            self._on_cuda = [on_cuda(fused=runtime.device_info(index).capability == (9, 0))]
+            self._on_cuda = [on_cuda(fused=devices.device_info(index).capability == (9, 0))]
         if "triton" in backends:
             self._on_triton = [on_triton(TENSOR_CORE.on(family(index)), index)]
         self.reducers = [*self._on_cuda, *self._on_triton]

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samebits.backends.linear_logp import grad_logits as grad_logits_by
-from samebits.backends.rows import Rows, Statistics, vocabulary_pieces
+from samebits.backends.logits_in_pieces import grad_logits as grad_logits_by
+from samebits.backends.token_logps import Rows, Statistics, vocabulary_pieces
 from samebits.contract import TENSOR_CORE, Contract
 from samebits.functions import VOCAB_BLOCK
 from samebits.ops.attention import stored

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import asked
+from samebits.backends import chosen_backend
 from samebits.contract import Contract
 from samebits.ops.linear import linear
 from samebits.testing import values
@@ -35,7 +35,7 @@ def verify_rows(
 
     They are computed by the backend that was asked for, if one was.
     """
-    linears = f"{asked(device.type)[1:]} samebits.linear".strip()
+    linears = f"{chosen_backend(device.type) or ''} samebits.linear".strip()
     where = f"N {n}, K {k}, {dtype}"
     x = values("normal", (ROWS[-1], k), dtype, 1, device)
     weight = values("normal", (n, k), dtype, 2, device)

@@ -53,7 +53,7 @@ def verify(
     Returns:
         The report. Without a GPU it has the CPU reference's known answers, and why no GPU was verified.
     """
-    from samebits.backends.cuda import runtime
+    from samebits.backends.cuda import compiler, devices
     from samebits.backends.triton import runtime as triton
 
     if backend not in (None, *BACKENDS):
@@ -61,7 +61,7 @@ def verify(
             f"samebits.tools.verify: backend: expected one of {BACKENDS} or None, got {backend!r}"
         )
     start = time.monotonic()
-    status, second = runtime.status(), triton.status()
+    status, second = devices.status(), triton.status()
     backends = [backend or "cuda"]
     if thorough and backend is None and second.available:
         backends.append("triton")
@@ -82,7 +82,7 @@ def verify(
         if why_not:
             _verify_cpu(report, progress)
         else:
-            versions["nvrtc"] = runtime.nvrtc_version()
+            versions["nvrtc"] = compiler.nvrtc_version()
             with torch.cuda.device(device), torch.no_grad():
                 _verify_gpu(report, device, thorough, backends, progress)
     except HangError as error:
@@ -99,10 +99,10 @@ def _verify_cpu(report: Report, progress: Show) -> None:
 
 
 def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[str], progress: Show) -> None:
-    from samebits.backends.cuda import ahead, runtime
+    from samebits.backends.cuda import devices, precompile
     from samebits.backends.cuda.matmul import family
 
-    info = runtime.device_info(index)
+    info = devices.device_info(index)
     contract = TENSOR_CORE.on(family(index))
     report.gpu, report.contract, report.digest = info.name, str(contract), contract.digest()
     torch.cuda.mem_get_info(index)  # this process comes first where only one is allowed on the GPU
@@ -110,7 +110,7 @@ def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[s
         _verify_cpu(report, progress)
         progress(0.0, "choosing kernels")
         plan = VerifyPlan(index, thorough, backends)
-        compiled = ahead.compile_for(plan.cuda(), lambda done, what: progress(0.4 * done, what))
+        compiled = precompile.compile_for(plan.cuda(), lambda done, what: progress(0.4 * done, what))
         report.kernels = compiled.needed
         if compiled.missing or "triton" in backends:
             progress(0.4, "compiling more kernels")
@@ -136,7 +136,7 @@ def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[s
 
 @contextmanager
 def _helpers(index: int, thorough: bool, backends: Sequence[str]) -> Iterator[Callable[[float], None]]:
-    """Processes that meanwhile fill the on-disk caches with kernels that are not known ahead.
+    """Processes that meanwhile fill the on-disk caches with kernels that are not known precompile.
 
     Triton, most of whose compiler runs one thread at a time, launches its kernels in some; one for each
     backend runs the public functions. Yields what waits for them, so many seconds at most.
@@ -151,7 +151,7 @@ def _helpers(index: int, thorough: bool, backends: Sequence[str]) -> Iterator[Ca
 @contextmanager
 def _beside(tasks: Iterable[Callable[[], None]]) -> Iterator[Callable[[float], None]]:
     """Run each task in a process of its own, which at the end of this context is ended if it goes on."""
-    from samebits.backends.cuda import ahead
+    from samebits.backends.cuda import precompile
 
     started: list[BaseProcess] = []
 
@@ -163,7 +163,9 @@ def _beside(tasks: Iterable[Callable[[], None]]) -> Iterator[Callable[[float], N
     try:
         for task in tasks:
             arguments = dict(os.environ), task
-            process: BaseProcess = ahead.processes().Process(target=_adopting, args=arguments, daemon=True)
+            process: BaseProcess = precompile.processes().Process(
+                target=_adopting, args=arguments, daemon=True
+            )
             process.start()
             started.append(process)
         yield wait
@@ -174,9 +176,9 @@ def _beside(tasks: Iterable[Callable[[], None]]) -> Iterator[Callable[[float], N
 
 
 def _adopting(environment: dict[str, str], task: Callable[[], None]) -> None:
-    from samebits.backends.cuda import ahead
+    from samebits.backends.cuda import precompile
 
-    ahead.adopt(environment)
+    precompile.adopt(environment)
     task()
 
 

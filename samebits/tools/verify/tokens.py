@@ -8,7 +8,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from samebits.backends import asked
+from samebits.backends import chosen_backend, pack_key
 from samebits.contract import Contract
 from samebits.ops.addmm import addmm_
 from samebits.ops.linear import linear
@@ -30,9 +30,9 @@ def verify_tokens(
 
     They are computed by the backend that was asked for, if one was.
     """
-    backend = asked(device.type)
-    where, key = f"N {n}, K {k}, {dtype}", contract.key + backend
-    name = f"{backend[1:]} gradients of weights".strip()
+    backend = chosen_backend(device.type)
+    where, key = f"N {n}, K {k}, {dtype}", pack_key(contract.key, backend)
+    name = f"{backend or ''} gradients of weights".strip()
     ends = list(itertools.accumulate(_TOKENS, initial=0))
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
     x = values("normal", (ends[-1], k), dtype, 1, device)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import compiler, devices
 from samebits.backends.cuda.products.plan import (
     PARAMS,
     TYPES,
@@ -102,7 +102,7 @@ def kernel_spec(
     a: TileLayout,
     b: TileLayout,
     segmented: bool,
-) -> runtime.KernelSpec:
+) -> compiler.KernelSpec:
     """The kernel for operands of such layouts, and `dtypes` of a, b and the output."""
     sizes = {name.upper(): value for name, value in asdict(schedule).items() if name not in ("alone", "busy")}
     constants = sizes | {
@@ -113,14 +113,14 @@ def kernel_spec(
         "B_COPY": _copy(b, schedule.step if schedule.thread_n < 8 else 1, schedule.thread_n),
         "SEGMENTED": int(segmented),
     }
-    return runtime.KernelSpec(
+    return compiler.KernelSpec(
         "fma.cu",
         "fma_product",  # fma is a function of C
         PARAMS,
         tuple(constants.items()),
         block=schedule.threads,
         smem=schedule.smem,
-        oldest=runtime.OLDEST,
+        oldest=devices.OLDEST,
     )
 
 
@@ -146,14 +146,14 @@ class _Fma(CudaKernel[FmaSchedule]):
         return p.step == self.step
 
     def schedules(self, p: Product) -> Sequence[FmaSchedule]:
-        most = runtime.device_info(p.device).max_smem
+        most = devices.device_info(p.device).max_smem
         return [s for s in SCHEDULES if s.smem <= most]
 
     def choose(self, p: Product) -> FmaSchedule:
         return min(self.schedules(p), key=lambda s: self.cost(p, s))
 
     def cost(self, p: Product, s: FmaSchedule) -> float:
-        sm_count = runtime.device_info(p.device).sm_count
+        sm_count = devices.device_info(p.device).sm_count
         return s.time(p.m, p.n, p.batch, sm_count) * max(1, p.k) / 1000
 
     def plan(self, p: Product, s: FmaSchedule | None = None) -> CudaPlan:

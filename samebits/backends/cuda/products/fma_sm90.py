@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products.plan import (
     CudaKernel,
     CudaPlan,
@@ -88,11 +88,11 @@ class FmaSm90Schedule:
         # A multiprocessor may get one more than its share while others wait.
         return 1 if rest <= 1 else min(self.min_blocks, math.ceil(rest + 0.5))
 
-    def spec(self, a_turned: bool, b_turned: bool) -> runtime.KernelSpec:
+    def spec(self, a_turned: bool, b_turned: bool) -> compiler.KernelSpec:
         """The kernel for operands that are contiguous along k (turned) or along m and n."""
         raise NotImplementedError
 
-    def _spec(self, entry: str, smem: int, **constants: int) -> runtime.KernelSpec:
+    def _spec(self, entry: str, smem: int, **constants: int) -> compiler.KernelSpec:
         shared = {
             "THREAD_M": self.thread_m,
             "THREAD_N": self.thread_n,
@@ -103,7 +103,7 @@ class FmaSm90Schedule:
             "MIN_BLOCKS": self.min_blocks,
             "SMEM": smem,
         }
-        return runtime.KernelSpec(
+        return compiler.KernelSpec(
             f"{entry}.cu",
             entry,
             _PARAMS,
@@ -154,7 +154,7 @@ class FmaManySchedule(FmaSm90Schedule):
                 break
         return stages, raws, smem + 1024
 
-    def spec(self, a_turned: bool, b_turned: bool) -> runtime.KernelSpec:
+    def spec(self, a_turned: bool, b_turned: bool) -> compiler.KernelSpec:
         stages, raws, smem = self.rings(a_turned, b_turned)
         return self._spec(
             "fma_sm90",
@@ -186,7 +186,7 @@ class FmaFewSchedule(FmaSm90Schedule):
         # Blocks of one length end together: the first multiprocessors to have room take as many as they can.
         return self.min_blocks if rounds else FmaSm90Schedule.shared(self, rounds, rest)
 
-    def spec(self, a_turned: bool, b_turned: bool) -> runtime.KernelSpec:
+    def spec(self, a_turned: bool, b_turned: bool) -> compiler.KernelSpec:
         line = sum(round_up(rows * TILE_K * 4, 1024) for rows in (self.tile_m, self.tile_n))
         stage = self.lines * line + 16
         stages = min(_MOST_STAGES, (self._most_smem - 1024) // stage)
@@ -275,7 +275,7 @@ class _FmaSm90(CudaKernel[FmaSm90Schedule]):
         """float32 matrices with terms, which TMA can read."""
         return (
             p.step == self.step
-            and runtime.device_info(p.device).capability == (9, 0)
+            and devices.device_info(p.device).capability == (9, 0)
             and p.cu_seqlens is None
             and p.out.dtype == torch.float32
             and not p.out.empty
@@ -292,7 +292,7 @@ class _FmaSm90(CudaKernel[FmaSm90Schedule]):
         return min(among, key=lambda s: self.cost(p, s))
 
     def cost(self, p: Product, s: FmaSm90Schedule) -> float:
-        sm_count = runtime.device_info(p.device).sm_count
+        sm_count = devices.device_info(p.device).sm_count
         return s.time(p.m, p.n, p.batch, sm_count) * max(1, p.k) / 1000
 
     def plan(self, p: Product, s: FmaSm90Schedule | None = None) -> CudaPlan:

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import compiler, runtime
 from samebits.backends.product import Matrix, Operands, Product, ProductKernel
 
 __all__ = [
@@ -111,7 +111,7 @@ def writes_vectors(p: Product) -> bool:
 
 def tile_plan(
     p: Product,
-    spec: runtime.KernelSpec,
+    spec: compiler.KernelSpec,
     a: TileLayout,
     b: TileLayout,
     tiles_m: int,

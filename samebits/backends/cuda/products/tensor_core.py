@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import compiler, devices
 from samebits.backends.cuda.products.plan import (
     PARAMS,
     TYPES,
@@ -70,7 +70,7 @@ SCHEDULES = (
 
 def kernel_spec(
     schedule: TensorCoreSchedule, dtype: torch.dtype, a: TileLayout, b: TileLayout
-) -> runtime.KernelSpec:
+) -> compiler.KernelSpec:
     """The kernel that multiplies operands of such layouts."""
     sizes = {name.upper(): value for name, value in asdict(schedule).items() if name not in ("alone", "busy")}
     constants = sizes | {
@@ -80,7 +80,7 @@ def kernel_spec(
         "B_K_MAJOR": int(b.k_major),
         "B_VECTOR": int(b.vector),
     }
-    return runtime.KernelSpec(
+    return compiler.KernelSpec(
         "tensor_core.cu",
         "tensor_core",
         PARAMS,
@@ -106,7 +106,7 @@ class _TensorCore(CudaKernel[TensorCoreSchedule]):
         return min(full or SCHEDULES[-2:], key=lambda s: self.cost(p, s))
 
     def cost(self, p: Product, s: TensorCoreSchedule) -> float:
-        info = runtime.device_info(p.device)
+        info = devices.device_info(p.device)
         tiles = -(-p.m // s.tile_m) * -(-p.n // s.tile_n) * p.batch
         shared = 2 * s.smem <= info.max_smem  # blocks hide each other's waiting only if two fit
         busy = s.busy if shared else max(s.alone, s.busy)

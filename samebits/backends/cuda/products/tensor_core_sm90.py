@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan
 from samebits.backends.cuda.products.schedule_sm90 import (
     Gemm,
@@ -52,7 +52,7 @@ class Sm90Variant:
     bounds_dtype: torch.dtype | None = None
 
 
-def spec(variant: Sm90Variant, schedule: Sm90Schedule) -> runtime.KernelSpec:
+def spec(variant: Sm90Variant, schedule: Sm90Schedule) -> compiler.KernelSpec:
     """The kernel of `variant` under `schedule`."""
     s = schedule
     a_mn, b_mn = (variant.b_mn, variant.a_mn) if s.swap else (variant.a_mn, variant.b_mn)
@@ -72,7 +72,7 @@ def spec(variant: Sm90Variant, schedule: Sm90Schedule) -> runtime.KernelSpec:
         "RAGGED": int(variant.bounds_dtype is not None),
         "BOUND": "long long" if variant.bounds_dtype == torch.int64 else "int",
     }
-    return runtime.KernelSpec(
+    return compiler.KernelSpec(
         source="tensor_core_sm90.cu",
         entry="tensor_core_sm90",
         params=_PARAMS,
@@ -136,7 +136,7 @@ class _TensorCoreSm90(CudaKernel[Sm90Schedule]):
         """Operands and outputs that TMA can read; chains from +0 or from the output."""
         if not (
             p.step == self.step
-            and runtime.device_info(p.device).capability == (9, 0)
+            and devices.device_info(p.device).capability == (9, 0)
             and p.a.ndim < 4
             and not p.out.empty
             and p.k > 0
@@ -157,13 +157,13 @@ class _TensorCoreSm90(CudaKernel[Sm90Schedule]):
         return catalogue(not a.k_major, not b.k_major)
 
     def candidates(self, p: Product) -> Sequence[Sm90Schedule]:
-        return candidates(gemm(p), runtime.device_info(p.device).sm_count)
+        return candidates(gemm(p), devices.device_info(p.device).sm_count)
 
     def choose(self, p: Product) -> Sm90Schedule:
-        return choose(gemm(p), runtime.device_info(p.device).sm_count)
+        return choose(gemm(p), devices.device_info(p.device).sm_count)
 
     def cost(self, p: Product, s: Sm90Schedule) -> float:
-        return estimate(s, gemm(p), runtime.device_info(p.device).sm_count)
+        return estimate(s, gemm(p), devices.device_info(p.device).sm_count)
 
     def plan(self, p: Product, s: Sm90Schedule | None = None) -> CudaPlan:
         need(
@@ -190,7 +190,7 @@ class _TensorCoreSm90(CudaKernel[Sm90Schedule]):
             *(0 if p.cu_seqlens is None else p.segments, s.group),
         )
         refuse_large(p, -(-rows // s.block_m) * -(-columns // (s.block_n * s.cluster)) * p.batch)
-        grid = s.grid(rows, columns, p.batch, runtime.device_info(p.device).sm_count)
+        grid = s.grid(rows, columns, p.batch, devices.device_info(p.device).sm_count)
         kernel = runtime.load(spec(v, s), p.device)
 
         def launch(a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:

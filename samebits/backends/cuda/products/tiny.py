@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products.plan import TYPES, CudaKernel, CudaPlan, nothing
 from samebits.backends.product import Matrix, Product, Step, need
 
@@ -213,7 +213,7 @@ def kernel_spec(
     *,
     accumulate: bool,
     programmatic: bool,
-) -> runtime.KernelSpec:
+) -> compiler.KernelSpec:
     """The kernel for such operands; a, b and out are moved in vectors of so many bytes.
 
     `broadcast`: whether a and b do, if all matrices are dense, else None.
@@ -240,7 +240,7 @@ def kernel_spec(
         **dict(zip("MNK", (p.m, p.n, p.k) if known else (0, 0, 0), strict=True)),
     }
     largest = p if known else replace(p, m=LARGEST, n=LARGEST, k=LARGEST)
-    return runtime.KernelSpec(
+    return compiler.KernelSpec(
         "tiny.cu",
         "tiny",
         _PARAMS,
@@ -248,7 +248,7 @@ def kernel_spec(
         block=s.threads,
         smem=max(_SMEM, largest.smem + SLACK) if s.staged else 0,
         programmatic=programmatic,
-        oldest=runtime.OLDEST if p.step == "fma" else (8, 0),
+        oldest=devices.OLDEST if p.step == "fma" else (8, 0),
     )
 
 
@@ -286,12 +286,12 @@ class _Tiny(CudaKernel[TinySchedule]):
         )
 
     def candidates(self, p: Product) -> Sequence[TinySchedule]:
-        given, sms = _arranged(p), runtime.device_info(p.device).sm_count
+        given, sms = _arranged(p), devices.device_info(p.device).sm_count
         found = (settle(s, given.matrices, p.batch, sms) for _, _, s in _CHOICES[self.step])
         return list(dict.fromkeys((self.choose(p), *filter(given.runs, found))))
 
     def choose(self, p: Product) -> TinySchedule:
-        return choose_schedule(_arranged(p).matrices, p.batch, runtime.device_info(p.device).sm_count)
+        return choose_schedule(_arranged(p).matrices, p.batch, devices.device_info(p.device).sm_count)
 
     def cost(self, p: Product, s: TinySchedule) -> float:
         """What memory needs at least, whatever the schedule: measured choices stand in a table."""
@@ -302,7 +302,7 @@ class _Tiny(CudaKernel[TinySchedule]):
         need(self.supports(p), f"{self.name}: expected a batch of matrices of sizes up to {LARGEST}, got {p}")
         if p.out.empty:
             return CudaPlan(nothing)
-        info = runtime.device_info(p.device)
+        info = devices.device_info(p.device)
         of, vectors, (a_strides, b_strides, out_strides) = given = _arranged(p)
         s = s or choose_schedule(of, p.batch, info.sm_count)
         if not given.runs(s):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends import Step
-from samebits.backends.rows import Rows, Statistics, vocabulary_pieces
+from samebits.backends.token_logps import Rows, Statistics, vocabulary_pieces
 
 _LOGITS = 1 << 23  # held at once: 32 MiB
 

@@ -11,7 +11,7 @@ from multiprocessing.context import ForkServerContext
 from typing import NamedTuple
 
 from samebits.backends import cache
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import compiler, devices, runtime
 
 __all__ = ["Compiled", "adopt", "compile_for", "processes"]
 
@@ -44,7 +44,7 @@ class _Needed(BaseException):
     """Carries a kernel's spec out of the call that was about to load it; no plan is kept of such a call."""
 
 
-def _tell(spec: runtime.KernelSpec, device: int) -> None:
+def _tell(spec: compiler.KernelSpec, device: int) -> None:
     raise _Needed(spec, device)
 
 
@@ -56,14 +56,14 @@ def compile_for(
     A call is stopped where it would load its first kernel that is not loaded yet, before any launch of it.
     Where there is no cache, nothing is compiled.
     """
-    needed: dict[tuple[runtime.KernelSpec, str], None] = {}
+    needed: dict[tuple[compiler.KernelSpec, str], None] = {}
     with runtime.before_loading(_tell):
         for call in calls:
             try:
                 call()
             except _Needed as need:
                 spec, device = need.args
-                needed[spec, runtime.device_info(device).arch] = None
+                needed[spec, devices.device_info(device).arch] = None
     if len(needed) < 2 or not _cached():
         return Compiled(len(needed), 0)
     # NVRTC compiles one program at a time in a process.
@@ -84,8 +84,8 @@ def _cached() -> bool:
     return True
 
 
-def _compile(spec: runtime.KernelSpec, arch: str) -> bool:
-    missing = not runtime.is_cached(spec, arch)
+def _compile(spec: compiler.KernelSpec, arch: str) -> bool:
+    missing = not compiler.is_cached(spec, arch)
     if missing:
-        runtime.cached_cubin(spec, arch)
+        compiler.cached_cubin(spec, arch)
     return missing

@@ -1,4 +1,4 @@
-"""What operations on rows share."""
+"""Reductions of rows: tensors as rows over some dimensions, and the backend that reduces them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import UnavailableError, on_gpu
-from samebits.ops._library import shape
+from samebits.backends import UnavailableError, on_gpu, unpack_key
+from samebits.ops._checks import shape
 
 
 def backend(t: Tensor) -> Any:
@@ -24,7 +24,7 @@ def backend(t: Tensor) -> Any:
 
 def refuse_triton(op: str, key: str) -> None:
     """Triton reduces no rows yet, and an explicit choice never falls back; `key` says what was chosen."""
-    if key.endswith("@triton"):
+    if unpack_key(key)[1] == "triton":
         raise UnavailableError(f"samebits.{op}: backend triton does not compute it yet; choose backend cuda")
 
 

@@ -1,4 +1,4 @@
-"""What log-probabilities keep of every token: the arguments that backends share."""
+"""Per-token inputs and results of a log-probability kernel, which all backends share."""
 
 from __future__ import annotations
 

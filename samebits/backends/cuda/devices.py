@@ -1,0 +1,131 @@
+"""The CUDA devices: what a schedule may ask of one, and whether CUDA kernels run on it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from samebits.backends import UnavailableError
+from samebits.backends.cuda.compiler import CompileError, nvrtc_version, require_compiler
+
+__all__ = ["OLDEST", "DeviceInfo", "Status", "device_info", "require", "status"]
+
+OLDEST = (7, 5)
+"""The lowest compute capability that any kernel runs on."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What a schedule may ask of a GPU."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    sm_count: int
+    max_smem: int
+    """Bytes of dynamic shared memory that one block may use."""
+    l2_bytes: int
+
+    @property
+    def arch(self) -> str:
+        """The NVRTC architecture: from Hopper on with the ``a`` that unlocks its own instructions."""
+        major, minor = self.capability
+        return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Whether CUDA kernels can run here, and if not, why and what to do."""
+
+    available: bool
+    reason: str
+    remedy: str
+    cuda_core: str | None
+    nvrtc: str | None
+    torch_cuda: str | None
+    devices: tuple[DeviceInfo, ...]
+
+
+@functools.cache
+def device_info(index: int) -> DeviceInfo:
+    """Properties of the CUDA device ``index``."""
+    p: Any = torch.cuda.get_device_properties(index)
+    return DeviceInfo(
+        index,
+        p.name,
+        (p.major, p.minor),
+        p.multi_processor_count,
+        p.shared_memory_per_block_optin,
+        p.L2_cache_size,
+    )
+
+
+def status() -> Status:
+    """What ``samebits info`` shows of the CUDA backend. Never raises."""
+    reason, remedy = "", ""
+    devices: tuple[DeviceInfo, ...] = ()
+    core, nvrtc = _installed("cuda-core"), None
+    if core is not None:
+        try:
+            nvrtc = nvrtc_version()
+        except (UnavailableError, CompileError) as error:
+            reason, _, remedy = str(error).partition(" — ")
+    if torch.cuda.is_available():
+        devices = tuple(device_info(i) for i in range(torch.cuda.device_count()))
+    try:
+        require_compiler()
+        _require_gpu()
+        if devices and all(d.capability < OLDEST for d in devices):
+            _require_capability(devices[0], OLDEST, "CUDA kernels need")
+    except UnavailableError as error:
+        reason, _, remedy = str(error).partition(" — ")
+    return Status(not reason, reason, remedy, core, nvrtc, torch.version.cuda, devices)
+
+
+def require(device: int, oldest: tuple[int, int] = OLDEST, who: str = "CUDA kernels need") -> None:
+    """Raise UnavailableError unless CUDA kernels run on CUDA device `device`.
+
+    Args:
+        device: its index.
+        oldest: the lowest compute capability that they run on.
+        who: how the message begins: what needs that, and a verb.
+    """
+    require_compiler()
+    _require_gpu()
+    _require_capability(device_info(device), oldest, who)
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _require_gpu() -> None:
+    if torch.version.cuda is None:
+        raise UnavailableError(
+            f"this PyTorch ({torch.__version__}) is built without CUDA — install a CUDA build: https://pytorch.org"
+        )
+    if not torch.cuda.is_available():
+        raise UnavailableError(
+            "PyTorch finds no NVIDIA GPU or no driver — check that nvidia-smi lists a GPU, and that "
+            "CUDA_VISIBLE_DEVICES does not hide it"
+        )
+
+
+def _require_capability(info: DeviceInfo, oldest: tuple[int, int], who: str) -> None:
+    if info.capability < oldest:
+        raise UnavailableError(
+            f"{info.name} is {_sm(info.capability)}; samebits' {who} {_sm(oldest)} or newer — "
+            "use another GPU, or CPU tensors"
+        )
+
+
+def _sm(capability: tuple[int, int]) -> str:
+    major, minor = capability
+    return f"sm_{major}{minor}"

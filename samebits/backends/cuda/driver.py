@@ -1,0 +1,80 @@
+"""The CUDA driver's own interface, for what PyTorch and cuda-core do not offer, or not fast enough."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from typing import Any
+
+__all__ = [
+    "INVALID_CONTEXT",
+    "PARAMS_AT",
+    "PARAMS_MAX",
+    "LaunchError",
+    "buffer",
+    "check",
+    "error_name",
+    "library",
+    "make_context_current",
+]
+
+PARAMS_AT = 128
+"""Where a launch buffer's parameter struct begins, after its CUlaunchConfig."""
+
+PARAMS_MAX = 4096
+"""Bytes that a parameter struct may have."""
+
+INVALID_CONTEXT = 201
+"""What the driver returns to a thread without a context."""
+
+
+class LaunchError(RuntimeError):
+    """The CUDA driver returned an error; its name is in the message."""
+
+
+class _LaunchBuffer(threading.local):
+    """Memory that a launch is described in, one for each thread since the driver reads it without the GIL."""
+
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(PARAMS_AT + PARAMS_MAX + 128)
+        self.offset = -ctypes.addressof(self.memory) % 128  # a CUtensorMap wants 64, to be sure 128
+        self.config = ctypes.addressof(self.memory) + self.offset
+        self.pointers = (ctypes.c_void_p * 1)(self.config + PARAMS_AT)
+        self.launch = (self.memory, self.offset, self.config, ctypes.addressof(self.pointers))
+
+
+buffer = _LaunchBuffer()
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """libcuda, loaded by the first call."""
+    loaded = ctypes.CDLL("libcuda.so.1")
+    pointer: Any = ctypes.c_void_p
+    number: Any = ctypes.c_int
+    loaded.cuLaunchKernelEx.argtypes = [pointer] * 4
+    loaded.cuTensorMapEncodeTiled.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 4]
+    return loaded
+
+
+def error_name(code: int) -> str:
+    """The name, number and text of an error."""
+    name, text = ctypes.c_char_p(), ctypes.c_char_p()
+    library().cuGetErrorName(code, ctypes.byref(name))
+    library().cuGetErrorString(code, ctypes.byref(text))
+    return f"{(name.value or b'unknown').decode()} ({code}): {(text.value or b'').decode()}"
+
+
+def check(code: int, what: str) -> None:
+    """Raise LaunchError if the call that returned `code` failed."""
+    if code:
+        raise LaunchError(f"{what}: {error_name(code)}")
+
+
+def make_context_current(device: int) -> None:
+    """Give a thread that has called no CUDA yet a context: the driver, unlike the runtime, makes it none."""
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    check(library().cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
+    check(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), "cuDevicePrimaryCtxRetain")
+    check(library().cuCtxSetCurrent(context), "cuCtxSetCurrent")

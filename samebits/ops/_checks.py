@@ -1,0 +1,108 @@
+"""Checks of arguments that operations share: operands, contracts, devices and dtypes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType
+from torch.autograd import forward_ad
+
+from samebits.backends import chosen_backend, pack_key
+from samebits.contract import Contract, resolve
+from samebits.ops._operator import bypasses_dispatcher, transform
+
+SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_operands(
+    op: str, contract: Contract | None, operands: dict[str, Tensor], *, autocast: bool = True
+) -> tuple[list[Tensor], str, bool]:
+    """Refuse operands that are not dense tensors of one supported dtype on one device.
+
+    Returns:
+        The operands, with `autocast` in the dtype that ``torch.autocast`` wants them in if it is on; the key
+        that operators take (:func:`samebits.backends.pack_key`); and whether it is known that
+        :func:`bypasses_dispatcher` holds of the operands.
+    """
+    tensors = list(operands.values())
+    if contract is None and _needs_no_checks(tensors):
+        a = tensors[0]
+        kind = "cuda" if a.is_cuda else "cpu"
+        return tensors, pack_key(resolve(None, a.dtype, kind), chosen_backend(kind)), True
+    for name, t in operands.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"samebits.{op}: {name}: expected a Tensor, got {type(t).__name__}")
+        if t.layout is not torch.strided:
+            raise TypeError(
+                f"samebits.{op}: {name}: expected a dense (strided) tensor, got layout {t.layout}"
+            )
+        if t.is_nested:
+            raise TypeError(
+                f"samebits.{op}: {name}: expected a plain tensor, got a nested one (use cu_seqlens)"
+            )
+        if t.dtype not in SUPPORTED:
+            raise TypeError(f"samebits.{op}: {name}: expected bfloat16, float16 or float32, got {t.dtype}")
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(
+                f"samebits.{op}: {name}: forward-mode derivatives are not implemented, backward ones are"
+            )
+    if not torch.compiler.is_compiling() and transform() == TransformType.Grad:
+        raise NotImplementedError(
+            f"samebits.{op}: torch.func's gradients are not implemented; use torch.autograd.grad"
+        )
+    kind = tensors[0].device.type
+    if kind not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"samebits.{op}: expected tensors on a CPU or CUDA device, got {tensors[0].device}")
+    if autocast and kind != "meta" and torch.is_autocast_enabled(kind):
+        tensors = [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
+    dtype, first = tensors[0].dtype, next(iter(operands))
+    for name, t in zip(operands, tensors, strict=True):
+        if t.dtype != dtype:
+            raise TypeError(f"samebits.{op}: {name}: expected {dtype} like {first}, got {t.dtype}")
+        check_device(op, name, t, first, tensors[0])
+    check_contract(op, contract)
+    if contract is not None and dtype not in contract.input_dtypes:
+        raise TypeError(
+            f"samebits.{op}: {first}: contract {contract.name} takes bfloat16 or float16, got {dtype}"
+            " (float32 runs under samebits.FMA, never as TF32)"
+        )
+    return tensors, pack_key(resolve(contract, dtype, kind), chosen_backend(kind)), False
+
+
+def check_contract(op: str, contract: Contract | None) -> None:
+    if contract is not None and not isinstance(contract, Contract):
+        raise TypeError(
+            f"samebits.{op}: contract: expected a samebits.Contract, got {type(contract).__name__}"
+        )
+
+
+def _needs_no_checks(tensors: list[Tensor]) -> bool:
+    """Whether all checks would pass and cast nothing: checks are what costs an eager call most."""
+    if not bypasses_dispatcher(tensors) or torch._C._is_any_autocast_enabled():
+        return False
+    dtype, device = tensors[0].dtype, tensors[0].get_device()
+    for t in tensors:
+        if t.dtype is not dtype or t.get_device() != device:
+            return False
+    return dtype in SUPPORTED
+
+
+def check_device(op: str, name: str, t: Tensor, lead_name: str, lead: Tensor) -> None:
+    if t.device != lead.device:
+        raise ValueError(
+            f"samebits.{op}: {name}: expected device {lead.device} like {lead_name}, got {t.device}"
+        )
+
+
+def check_out_dtype(op: str, out_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    """The output dtype: the input's by default, or float32."""
+    if out_dtype is None:
+        return dtype
+    if out_dtype not in (dtype, torch.float32):
+        wanted = " or ".join(dict.fromkeys([str(dtype), "torch.float32"]))
+        raise TypeError(f"samebits.{op}: out_dtype: expected {wanted}, got {out_dtype!r}")
+    return out_dtype
+
+
+def shape(t: Tensor) -> str:
+    return str(tuple(t.shape))

@@ -1,0 +1,114 @@
+"""The memory of tensors: whether they have any, whether two overlap, and what may be written in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType
+
+from samebits.ops._checks import check_device
+from samebits.ops._operator import transform
+
+
+def has_memory(*tensors: Tensor) -> bool:
+    """Whether these have elements at real addresses: no traced, transformed, fake or meta tensors."""
+    return (
+        not torch.compiler.is_compiling()
+        and transform() is None
+        and all(
+            type(t).__torch_dispatch__ is Tensor.__torch_dispatch__ and (t.is_cpu or t.is_cuda)
+            for t in tensors
+        )
+    )
+
+
+def capturing(t: Tensor) -> bool:
+    """Whether the current stream of the device of `t` is being captured, be that device current or not."""
+    if not t.is_cuda:
+        return False
+    if torch._C._cuda_getDevice() == t.get_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(t.device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def refuse_vmap(op: str, name: str) -> None:
+    """PyTorch has no loop over a batch for operators that write, and says so in other words."""
+    if not torch.compiler.is_compiling() and transform() == TransformType.Vmap:
+        raise NotImplementedError(
+            f"samebits.{op}: {name}: torch.vmap is not implemented for what is written in place; use a loop"
+        )
+
+
+def check_accumulator(op: str, name: str, acc: Tensor, lead_name: str, lead: Tensor) -> None:
+    """Refuse anything but a dense and plain float32 tensor on the device of ``lead``."""
+    if not isinstance(acc, Tensor) or acc.dtype != torch.float32:
+        got = acc.dtype if isinstance(acc, Tensor) else type(acc).__name__
+        raise TypeError(f"samebits.{op}: {name}: expected a dense float32 tensor, got {got}")
+    if acc.layout is not torch.strided or acc.is_nested:
+        raise TypeError(f"samebits.{op}: {name}: expected a dense float32 tensor, got layout {acc.layout}")
+    if not torch.compiler.is_compiling():
+        if acc.is_neg():
+            raise TypeError(
+                f"samebits.{op}: {name}: expected a plain tensor, got a view with negated elements"
+            )
+        if acc.is_inference() and not torch.is_inference_mode_enabled():
+            raise TypeError(f"samebits.{op}: {name}: expected a plain tensor, got one made in inference mode")
+    check_device(op, name, acc, lead_name, lead)
+
+
+# Effort after which two memory layouts count as overlapping. numpy's stub knows of its two names only.
+_OVERLAP_WORK: Any = 1 << 20
+
+
+def refuse_overlap(op: str, called: str, acc: Tensor, **operands: Tensor) -> None:
+    """Refuse an accumulator, `called` so, that overlaps itself or an operand in memory."""
+    if acc.numel() == 0:
+        return
+    extent = 1
+    for stride, size in sorted(zip(acc.stride(), acc.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                raise ValueError(
+                    f"samebits.{op}: {called}: expected elements that do not overlap, got shape"
+                    f" {tuple(acc.shape)} with strides {acc.stride()}"
+                )
+            extent += stride * (size - 1)
+    for name, t in operands.items():
+        if _span(acc)[0] >= _span(t)[1] or _span(t)[0] >= _span(acc)[1]:
+            continue
+        try:
+            overlaps = np.shares_memory(_memory(acc), _memory(t), max_work=_OVERLAP_WORK)
+        except np.exceptions.TooHardError:
+            overlaps = True
+        if overlaps:
+            raise ValueError(
+                f"samebits.{op}: {called}: expected memory of its own, got memory that {name} shares"
+            )
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """First address of a tensor's elements, and the one past its last."""
+    start = t.data_ptr()
+    if t.numel() == 0:
+        return start, start
+    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return start, start + (reach + 1) * t.element_size()
+
+
+def _memory(t: Tensor) -> Any:
+    """An array over the addresses of `t`, on any device, to reason about and never to read."""
+    size = t.element_size()
+    strides = tuple(s * size for s in t.stride())
+    interface = {
+        "version": 3,
+        "typestr": f"|V{size}",
+        "shape": tuple(t.shape),
+        "strides": strides,
+        "data": (t.data_ptr(), True),
+    }
+    holder = type("Addresses", (), {"__array_interface__": interface})
+    return np.asarray(holder())

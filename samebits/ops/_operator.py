@@ -1,0 +1,175 @@
+"""Operators in the ``torch.library`` namespace ``samebits``, with a fast path past PyTorch's dispatcher."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch.autograd import forward_ad, profiler
+
+library = torch.library.Library("samebits", "DEF")
+
+
+class Operator:
+    """An operator of the namespace: registered with PyTorch, and callable past its dispatcher.
+
+    Dispatch costs the host as much as a small product does. So a call goes straight to ``cpu`` or ``cuda``,
+    and is recorded if a gradient may be asked for, where that is all that the dispatcher would do: with plain
+    tensors, outside of ``torch.compile`` and of every mode, transform, trace and profile.
+
+    Args:
+        schema: name, arguments and results, in ``torch.library``'s language.
+        cpu, cuda, fake: what computes it on such devices, and for tensors without data.
+        setup_context: what :func:`torch.library.register_autograd` takes.
+        backward: the gradient, as :func:`without_modes` takes it.
+    """
+
+    __slots__ = ("_cpu", "_cuda", "_recorded", "_registered")
+
+    def __init__(
+        self,
+        schema: str,
+        *,
+        cpu: Callable[..., Any],
+        cuda: Callable[..., Any],
+        fake: Callable[..., Any],
+        setup_context: Callable[..., None] | None = None,
+        backward: Callable[..., Any] | None = None,
+    ) -> None:
+        cpu, cuda = returning_no_views(cpu), returning_no_views(cuda)
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        name = schema.partition("(")[0]
+        library.impl(name, cpu, "CPU")
+        library.impl(name, cuda, "CUDA")
+        torch.library.register_fake(f"samebits::{name}", fake, lib=library)
+        self._registered = getattr(torch.ops.samebits, name).default
+        self._cpu, self._cuda, self._recorded = cpu, cuda, self._registered
+        if backward is not None and setup_context is not None:
+            backward = without_modes(backward)
+            torch.library.register_autograd(
+                f"samebits::{name}", backward, setup_context=setup_context, lib=library
+            )
+            self._recorded = _recorded(self._run, setup_context, backward)
+
+    def __call__(self, *args: Any, bypass: bool = False) -> Any:
+        """Run on the schema's arguments; ``bypass`` says that :func:`bypasses_dispatcher` holds."""
+        if not bypass and not bypasses_dispatcher([t for t in args if isinstance(t, Tensor)]):
+            return self._registered(*args)
+        if torch.is_grad_enabled():
+            for t in args:
+                if isinstance(t, Tensor) and t.requires_grad:
+                    return self._recorded(*args)
+        return self._run(*args)
+
+    def _run(self, *args: Any) -> Any:
+        lead = args[0] if args[0] is not None else args[1]
+        return (self._cuda if lead.is_cuda else self._cpu)(*args)
+
+
+def as_no_view(result: Any) -> Any:
+    """`result`; of a view, a tensor of its own on the same memory, which may be changed in place."""
+    return result.detach() if isinstance(result, Tensor) and result._is_view() else result
+
+
+def returning_no_views(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, with results that are no views: autograd would let nobody change them in place."""
+
+    @functools.wraps(run)
+    def without_views(*args: Any) -> Any:
+        results = run(*args)
+        return tuple(map(as_no_view, results)) if isinstance(results, tuple) else as_no_view(results)
+
+    return without_views
+
+
+def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
+    """A result that nobody else has, in another shape; without gradients no view: see :func:`as_no_view`."""
+    if result.shape == tuple(shape):
+        return result
+    found = result.reshape(tuple(shape))
+    return found if torch.is_grad_enabled() else as_no_view(found)
+
+
+def without_modes(gradients: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward that calls ``gradients(ctx, saved, *grads)`` with function modes off.
+
+    A mode would cost each call of PyTorch's in there microseconds more. But `saved`, the context's saved
+    tensors, are read before that: activation checkpointing computes them then, by running the forward again,
+    which must see the modes around it.
+    """
+
+    @functools.wraps(gradients)
+    def backward(ctx: Any, *grads: Any) -> Any:
+        saved = ctx.saved_tensors
+        with torch._C.DisableTorchFunction():
+            return gradients(ctx, saved, *grads)
+
+    return backward
+
+
+def refuse_second_derivatives(op: str) -> None:
+    """Called in a backward: gradients are recorded there only if derivatives of them are wanted."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(f"samebits.{op}: second derivatives (create_graph) are not implemented")
+
+
+def _recorded(
+    run: Callable[..., Any], setup_context: Callable[..., None], gradients: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`run`, recorded by autograd."""
+
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = run(*args)
+            setup_context(ctx, args, output)
+            return output
+
+        backward = staticmethod(gradients)
+
+    # Function.apply would look for transforms and their wrappers once more.
+    return super(torch.autograd.Function, Recorded).apply
+
+
+_DENSE_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def _dispatch_keys(*names: str) -> int:
+    keys = (DispatchKeySet(DispatchKey.__members__[name]) for name in names)
+    return functools.reduce(operator.or_, keys).raw_repr()
+
+
+# Dense tensors with data, and nothing to unwrap or to negate; in inference mode they have fewer keys.
+_DENSE_KEYS = frozenset(
+    _dispatch_keys(device, f"Autocast{device}", *more)
+    for device in ("CPU", "CUDA")
+    for more in ((), (f"Autograd{device}", "ADInplaceOrView"))
+)
+
+
+def bypasses_dispatcher(tensors: Sequence[Tensor]) -> bool:
+    """Whether the dispatcher would do nothing with these but to record autograd's graph and call a kernel."""
+    if torch.compiler.is_compiling() or (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled
+    ):
+        return False
+    for t in tensors:
+        if type(t) not in _DENSE_TYPES or torch._C._dispatch_keys(t).raw_repr() not in _DENSE_KEYS:
+            return False
+    return True
+
+
+def transform() -> Any:
+    """The kind of the innermost ``torch.func`` transform at work, if any."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return None if interpreter is None else interpreter.key()

@@ -1,0 +1,272 @@
+"""The operators under all matrix products, and their gradients, which are products again.
+
+:data:`product` is one product, :data:`linear` one by a weight, and :data:`addbmm` the chain over sequences.
+The public functions check their arguments and call these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.backends import Step, contract_of, on_gpu
+from samebits.ops._operator import Operator
+from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, sequences
+
+
+def _product_cpu(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: str) -> Tensor:
+    from samebits.backends.reference import matmul as reference
+
+    return reference.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=key)
+
+
+def _product_cuda(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: str) -> Tensor:
+    backend, contract = on_gpu("matmul", key, a.get_device())
+    out: Tensor = backend.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=contract)
+    return out
+
+
+def _product_fake(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: str) -> Tensor:
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=out_dtype)
+
+
+def _product_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, bias, _, ctx.key = inputs
+    needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
+    ctx.save_for_backward(a if needed[1] else None, b if needed[0] else None)
+    ctx.shapes, ctx.dtype = (a.shape, b.shape), a.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _product_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    (a, b), (a_shape, b_shape), dtype = saved, ctx.shapes, ctx.dtype
+    grad = _as_operand(grad, dtype, ctx.key)
+    grad_a = grad_b = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        if a_shape[:-2] == grad.shape[:-2]:
+            grad_a = product(grad, b.mT, None, dtype, ctx.key)
+        else:
+            grad_a = _summed_over_broadcast(grad, b.mT, a_shape, dtype, ctx.key)
+    if ctx.needs_input_grad[1]:
+        grad_b = _summed_over_broadcast(a.mT, grad, b_shape, dtype, ctx.key)
+    if ctx.needs_input_grad[2]:
+        rows = grad.reshape(1, grad.shape[:-2].numel(), *grad.shape[-2:])
+        ones = rows.new_ones(()).expand(*rows.shape[:-1], 1)
+        out = addbmm(None, rows.mT, ones, None, ctx.bias_dtype, ctx.key)
+        grad_bias = out[0, :, 0]
+    return grad_a, grad_b, grad_bias, None, None
+
+
+def _as_operand(grad: Tensor, dtype: torch.dtype, key: str) -> Tensor:
+    """`grad` in a dtype that the contract takes beside operands of `dtype`."""
+    return grad if contract_of(key).step == "fma" else grad.to(dtype)
+
+
+def _summed_over_broadcast(a: Tensor, b: Tensor, size: torch.Size, dtype: torch.dtype, key: str) -> Tensor:
+    """``a @ b`` chained over the batch dimensions that broadcasting had given an operand of `size`."""
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    sizes = (1,) * (len(batch) + 2 - len(size)) + tuple(size[:-2])
+    kept = [d for d in range(len(batch)) if sizes[d] == batch[d]]
+    summed = [d for d in range(len(batch)) if sizes[d] != batch[d]]
+    B = torch.Size([batch[d] for d in kept]).numel()
+    S = torch.Size([batch[d] for d in summed]).numel()
+
+    def as_sequences(t: Tensor) -> Tensor:
+        matrix = t.shape[-2:]
+        t = t.expand(*batch, *matrix).permute(*kept, *summed, len(batch), len(batch) + 1)
+        return t.reshape(B, S, *matrix)
+
+    out = addbmm(None, as_sequences(a), as_sequences(b), None, dtype, key)
+    return out.reshape(size)  # type: ignore[no-any-return]
+
+
+product = Operator(
+    "matmul(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str contract) -> Tensor",
+    cpu=_product_cpu,
+    cuda=_product_cuda,
+    fake=_product_fake,
+    setup_context=_product_setup_context,
+    backward=_product_backward,
+)
+
+
+def _addbmm_cpu(
+    acc: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    cu_seqlens: Tensor | None,
+    out_dtype: torch.dtype,
+    key: str,
+) -> Tensor:
+    from samebits.backends.reference import matmul as reference
+
+    if cu_seqlens is not None:
+        check_cu_seqlens("addbmm", cu_seqlens, a.shape[-1])
+    return reference.addbmm(acc, a, b, cu_seqlens, out_dtype=out_dtype, contract=key)
+
+
+def _addbmm_cuda(
+    acc: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    cu_seqlens: Tensor | None,
+    out_dtype: torch.dtype,
+    key: str,
+) -> Tensor:
+    backend, contract = on_gpu("matmul", key, a.get_device())
+    if cu_seqlens is not None:
+        assert_cu_seqlens("addbmm", cu_seqlens, a.shape[-1], key)
+    out: Tensor = backend.addbmm(acc, a, b, cu_seqlens, out_dtype=out_dtype, contract=contract)
+    return out
+
+
+def _addbmm_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: str) -> None:
+    addbmm_later(acc, a, b, cu_seqlens, key)()
+
+
+def addbmm_later(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: str) -> Step:
+    """:func:`addbmm_` of plain tensors up to the write, which the step that is returned does."""
+    if a.is_cuda:
+        backend, contract = on_gpu("matmul", key, a.get_device())
+        if cu_seqlens is not None:
+            assert_cu_seqlens("addbmm_", cu_seqlens, a.shape[-1], key)
+    else:
+        from samebits.backends.reference import matmul as backend
+
+        contract = key
+        if cu_seqlens is not None:
+            check_cu_seqlens("addbmm_", cu_seqlens, a.shape[-1])
+    write = backend.addbmm_later(acc, a, b, cu_seqlens, accumulate=True, contract=contract)
+
+    def step() -> None:
+        write()
+        torch.autograd.graph.increment_version(acc)  # a kernel writes where autograd cannot see
+
+    return step
+
+
+def _addbmm_fake(
+    acc: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    cu_seqlens: Tensor | None,
+    out_dtype: torch.dtype,
+    key: str,
+) -> Tensor:
+    return a.new_empty((a.shape[0], a.shape[2], b.shape[3]), dtype=out_dtype)
+
+
+def _addbmm_fake_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: str) -> None:
+    pass
+
+
+def _addbmm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, a, b, _, _, ctx.key = inputs
+    needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
+    ctx.save_for_backward(a if needed[2] else None, b if needed[1] else None)
+    ctx.dtype = a.dtype
+
+
+def _addbmm_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, b = saved
+    grad_acc = grad.to(torch.float32) if ctx.needs_input_grad[0] else None
+    grad = _as_operand(grad, ctx.dtype, ctx.key).unsqueeze(1)
+    grad_a = grad_b = None
+    if ctx.needs_input_grad[1]:
+        grad_a = product(grad, b.mT, None, ctx.dtype, ctx.key)
+    if ctx.needs_input_grad[2]:
+        B, S, M, K = a.shape
+        rows = grad.expand(B, S, *grad.shape[2:]).reshape(B * S, 1, *grad.shape[2:])
+        columns = a.mT.reshape(B * S, 1, K, M)
+        out = addbmm(None, columns, rows, None, ctx.dtype, ctx.key)
+        grad_b = out.reshape(B, S, K, grad.shape[-1])
+    return grad_acc, grad_a, grad_b, None, None, None
+
+
+# The chain over sequences: out[B, M, N] = acc[B, M, N] + a[B, S, M, K] @ b[B, S, K, N] over s, then k. Every
+# s, or with cu_seqlens (and S = 1) every span of K, is a sequence.
+addbmm = Operator(
+    "addbmm(Tensor? acc, Tensor a, Tensor b, Tensor? cu_seqlens, ScalarType out_dtype, str contract)"
+    " -> Tensor",
+    cpu=_addbmm_cpu,
+    cuda=_addbmm_cuda,
+    fake=_addbmm_fake,
+    setup_context=_addbmm_setup_context,
+    backward=_addbmm_backward,
+)
+addbmm_ = Operator(
+    "addbmm_(Tensor(a!) acc, Tensor a, Tensor b, Tensor? cu_seqlens, str contract) -> ()",
+    cpu=_addbmm_inplace,
+    cuda=_addbmm_inplace,
+    fake=_addbmm_fake_inplace,
+)
+
+
+def _linear_cpu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: str
+) -> Tensor:
+    from samebits.backends.reference import matmul as reference
+
+    if cu_seqlens is not None:
+        check_cu_seqlens("linear", cu_seqlens, x.shape[-2])
+    rows = x if x.ndim > 1 else x.unsqueeze(0)
+    out = reference.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=key)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _linear_cuda(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: str
+) -> Tensor:
+    backend, contract = on_gpu("matmul", key, x.get_device())
+    if cu_seqlens is not None:
+        assert_cu_seqlens("linear", cu_seqlens, x.shape[-2], key)
+    rows = x if x.ndim > 1 else x.unsqueeze(0)
+    out: Tensor = backend.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=contract)
+    return out if x.ndim > 1 else out[0]
+
+
+def _linear_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: str
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _linear_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, cu_seqlens, ctx.key = inputs
+    needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
+    ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None, cu_seqlens)
+    ctx.dtype = x.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _linear_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, cu_seqlens = saved
+    grad_x = grad_weight = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        rows = grad if grad.ndim > 1 else grad.unsqueeze(0)
+        grad_x = product(rows, weight, None, ctx.dtype, ctx.key)
+        grad_x = grad_x.reshape(*grad.shape[:-1], weight.shape[1])
+    if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
+        return grad_x, None, None, None, None
+    columns = sequences(grad).mT
+    if ctx.needs_input_grad[1]:
+        out = addbmm(None, columns, sequences(x), cu_seqlens, ctx.dtype, ctx.key)
+        grad_weight = out[0]
+    if ctx.needs_input_grad[2]:
+        ones = grad.new_ones(()).expand(*columns.shape[:2], columns.shape[3], 1)
+        out = addbmm(None, columns, ones, cu_seqlens, ctx.bias_dtype, ctx.key)
+        grad_bias = out[0, :, 0]
+    return grad_x, grad_weight, grad_bias, None, None
+
+
+linear = Operator(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, str contract) -> Tensor",
+    cpu=_linear_cpu,
+    cuda=_linear_cuda,
+    fake=_linear_fake,
+    setup_context=_linear_setup_context,
+    backward=_linear_backward,
+)

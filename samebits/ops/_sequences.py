@@ -1,0 +1,81 @@
+"""Sequences of tokens: rows of a batch, or spans of packed tokens between the offsets ``cu_seqlens``."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from samebits.backends import on_gpu
+from samebits.ops._checks import check_device, shape
+from samebits.ops._memory import capturing
+
+
+def sequences(t: Tensor) -> Tensor:
+    """``t[B, T, ..., features]`` as ``[1, B, tokens, features]``; 1-D and 2-D tensors are one sequence."""
+    leading = t.shape[:-1]
+    count = leading[0] if len(leading) > 1 else 1
+    tokens = leading[1:].numel() if len(leading) > 1 else leading.numel()
+    return t.reshape(1, count, tokens, t.shape[-1])
+
+
+def check_cu_seqlens_form(op: str, name: str, x: Tensor, cu_seqlens: Tensor) -> None:
+    """Refuse what cannot be the offsets of sequences in `x`, called `name`. Reads no values."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"samebits.{op}: cu_seqlens: expected a Tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.layout is not torch.strided or cu_seqlens.is_nested:
+        raise TypeError(f"samebits.{op}: cu_seqlens: expected a dense tensor, got layout {cu_seqlens.layout}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"samebits.{op}: cu_seqlens: expected int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.ndim != 1:
+        raise ValueError(f"samebits.{op}: cu_seqlens: expected 1-D, got shape {shape(cu_seqlens)}")
+    check_device(op, "cu_seqlens", cu_seqlens, name, x)
+    if x.ndim != 2 and not (x.ndim == 3 and x.shape[0] == 1):
+        raise ValueError(
+            f"samebits.{op}: {name}: with cu_seqlens expected [tokens, features] or [1, tokens, features],"
+            f" got shape {shape(x)}"
+        )
+
+
+def check_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int) -> None:
+    """Refuse offsets that do not cut `tokens` tokens into consecutive spans. Reads the values."""
+    if cu_seqlens.numel() == 0:
+        raise ValueError(f"samebits.{op}: cu_seqlens: expected at least one offset, got none")
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or ends[-1] != tokens:
+        raise ValueError(
+            f"samebits.{op}: cu_seqlens: expected to run from 0 to {tokens} (the number of tokens),"
+            f" got {ends[0]} to {ends[-1]}"
+        )
+    for i, (start, stop) in enumerate(itertools.pairwise(ends)):
+        if stop < start:
+            raise ValueError(
+                f"samebits.{op}: cu_seqlens: expected non-decreasing offsets, got {start} then {stop}"
+                f" at positions {i} and {i + 1}"
+            )
+
+
+_asserted: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def assert_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int, key: str) -> None:
+    """As :func:`check_cu_seqlens`, on the GPU and without waiting for it: bad offsets end in a device assert.
+
+    Layers share one tensor of offsets, and a look costs a launch, so each state of it is looked at once; but
+    a CUDA graph looks at every replay. PyTorch's version of the tensor tells its states apart, and counts no
+    writes through ``.data``, by a CUDA graph or to an inference tensor. Nobody looks at what those leave. It
+    is safe: kernels take offsets outside of the tokens as the nearer end, and spans that end before they
+    start as empty.
+    """
+    in_graph = capturing(cu_seqlens)
+    seen = (0 if cu_seqlens.is_inference() else cu_seqlens._version, tokens)
+    if not in_graph and _asserted.get(cu_seqlens) == seen:
+        return
+    if cu_seqlens.numel() == 0:
+        raise ValueError(f"samebits.{op}: cu_seqlens: expected at least one offset, got none")
+    backend, _ = on_gpu("assert_spans", key, cu_seqlens.get_device())
+    backend.assert_spans(cu_seqlens, tokens)
+    if not in_graph:
+        _asserted[cu_seqlens] = seen
