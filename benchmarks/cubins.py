@@ -44,18 +44,18 @@ Hashes = dict[str, dict[str, str]]
 
 def host() -> Any:
     """The modules of the host code that this script uses; nothing else here imports any."""
-    modules = (
-        *("assert_spans", "attention_sm90", "bmm_tiny", "linear_logp_sm90", "logp", "matmul_fma"),
-        *("matmul_fma_sm90", "matmul_sm80", "matmul_sm90", "rows", "runtime", "schedule"),
-    )
-    return SimpleNamespace(**{m: importlib.import_module(f"samebits.backends.cuda.{m}") for m in modules})
+    products = ("fma", "fma_sm90", "plan", "schedule_sm90", "tensor_core", "tensor_core_sm90", "tiny")
+    modules = ("assert_spans", "attention_sm90", "compiler", "linear_logp_sm90", "logp", "rows")
+    names = {m: f"products.{m}" for m in products} | {m: m for m in modules}
+    found = {m: importlib.import_module(f"samebits.backends.cuda.{name}") for m, name in names.items()}
+    return SimpleNamespace(**found)
 
 
 def kernels() -> Iterator[Kernel]:
     """The list."""
     h = host()
     layouts = [
-        h.matmul_sm80.Layout(k_major, vector, (0, 0, int(not k_major), int(k_major)))
+        h.plan.TileLayout(k_major, vector, (0, 0, int(not k_major), int(k_major)))
         for vector in (True, False)
         for k_major in (True, False)
     ]
@@ -78,10 +78,10 @@ def tensor_core(h: Any, k_vector: Any, row_vector: Any, k_gather: Any, row_gathe
         (row_gather, row_gather, BF16),
         (k_vector, row_gather, F16),
     )
-    archs = h.runtime.ARCHITECTURES[1:]
-    for i, (s, (a, b, dtype)) in enumerate(itertools.product(h.matmul_sm80.SCHEDULES, operands)):
+    archs = h.compiler.ARCHITECTURES[1:]
+    for i, (s, (a, b, dtype)) in enumerate(itertools.product(h.tensor_core.SCHEDULES, operands)):
         for turn in range(2):
-            yield h.matmul_sm80.kernel_spec(s, dtype, a, b), archs[(i + 3 * turn) % len(archs)]
+            yield h.tensor_core.kernel_spec(s, dtype, a, b), archs[(i + 3 * turn) % len(archs)]
 
 
 def fma(h: Any, k_vector: Any, row_vector: Any, k_gather: Any, row_gather: Any) -> Iterator[Kernel]:
@@ -94,15 +94,15 @@ def fma(h: Any, k_vector: Any, row_vector: Any, k_gather: Any, row_gather: Any) 
         (k_gather._replace(strides=(0, 0, 0, 2)), k_vector, (F32, BF16, BF16), True),
         (k_vector, row_vector, (F16, F16, F16), False),
     )
-    archs = h.runtime.ARCHITECTURES
-    for i, s in enumerate(h.matmul_fma.SCHEDULES):
+    archs = h.compiler.ARCHITECTURES
+    for i, s in enumerate(h.fma.SCHEDULES):
         for j, (a, b, types, segmented) in enumerate(operands):
-            yield h.matmul_fma.kernel_spec(s, types, a, b, segmented), archs[(i + j) % len(archs)]
+            yield h.fma.kernel_spec(s, types, a, b, segmented), archs[(i + j) % len(archs)]
 
 
 def fma_on_hopper(h: Any) -> Iterator[Kernel]:
     """All schedules and layouts; one layout also as tests/sanitize.py compiles it for racecheck."""
-    for i, s in enumerate(h.matmul_fma_sm90.SCHEDULES):
+    for i, s in enumerate((*h.fma_sm90.MANY, *h.fma_sm90.FEW)):
         for turned in FLAGS:
             yield s.spec(*turned), HOPPER
         spec = s.spec(*FLAGS[i % 4])
@@ -127,9 +127,9 @@ def tensor_core_on_hopper(h: Any) -> Iterator[Kernel]:
     ]
     for a_mn, b_mn in FLAGS:
         turns = itertools.cycle(cases + ragged if a_mn and b_mn else cases)
-        for s in h.schedule.catalogue(a_mn, b_mn):
-            case = h.matmul_sm90.Case(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)})
-            yield h.matmul_sm90.spec(case, s), HOPPER
+        for s in h.schedule_sm90.catalogue(a_mn, b_mn):
+            case = h.tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)})
+            yield h.tensor_core_sm90.spec(case, s), HOPPER
 
 
 def log_probabilities_on_hopper(h: Any) -> Iterator[Kernel]:
@@ -149,28 +149,28 @@ def attention(h: Any) -> Iterator[Kernel]:
     for (head, values), mask in itertools.product(sizes, masks):
         schedules = h.attention_sm90.schedules(head, values)[:: 1 if head == 128 else 2]
         for i, s in enumerate(schedules):
-            case = h.attention_sm90.Case((BF16, F16)[i // 2 % 2], head, values, mask)
+            case = h.attention_sm90.AttentionVariant((BF16, F16)[i // 2 % 2], head, values, mask)
             yield h.attention_sm90.spec(case, s), HOPPER
 
 
 def tiny(h: Any) -> Iterator[Kernel]:
     """Some products under each schedule, and what is chosen for squares."""
-    archs, spec = h.runtime.ARCHITECTURES, h.bmm_tiny.kernel_spec
+    archs, spec = h.compiler.ARCHITECTURES, h.tiny.kernel_spec
     types = (
-        (BF16, BF16, BF16, False),
-        (F16, F16, F32, False),
-        (F32, F32, F32, True),
-        (BF16, BF16, BF16, True),
-        (F16, F32, F16, True),
+        (BF16, BF16, BF16, "mma"),
+        (F16, F16, F32, "mma"),
+        (F32, F32, F32, "fma"),
+        (BF16, BF16, BF16, "fma"),
+        (F16, F32, F16, "fma"),
     )
 
     def products(*sizes: int) -> Iterator[Any]:
         shapes = itertools.product(sizes, repeat=3)
-        for shape, k_major, (a, b, out, fused) in itertools.product(shapes, FLAGS, types):
-            yield h.bmm_tiny.Product(*shape, a, b, out, *k_major, fused)
+        for shape, k_major, (a, b, out, step) in itertools.product(shapes, FLAGS, types):
+            yield h.tiny.TinyMatrices(*shape, a, b, out, *k_major, step)
 
     some = list(products(4, 63, 64))
-    pairs = [(s, p) for i, s in enumerate(h.bmm_tiny.SCHEDULES) for p in some[i * 7 % 30 :: 31]]
+    pairs = [(s, p) for i, s in enumerate(h.tiny.SCHEDULES) for p in some[i * 7 % 30 :: 31]]
     for i, (s, p) in enumerate(pairs):
         dense = p.compiled_in and (i % 2 == 1 or not s.staged)
         vectors = (16, 16, 16) if dense else (p.a.itemsize, p.b.itemsize, p.out.itemsize)
@@ -178,12 +178,12 @@ def tiny(h: Any) -> Iterator[Kernel]:
             continue
         broadcast = (i % 5 == 0, i % 7 == 0) if dense else None
         kernel = spec(s, p, vectors, broadcast, accumulate=p.out is F32, programmatic=True)
-        for arch in {HOPPER, archs[i % len(archs)]} - (set() if p.fused else {"sm_75"}):
+        for arch in {HOPPER, archs[i % len(archs)]} - (set() if p.step == "fma" else {"sm_75"}):
             yield kernel, arch
     for size in (4, 8, 16, 64):
         for i, p in enumerate(products(size)):
             s, arch = (
-                h.bmm_tiny.choose_schedule(p, 4096, 132),
+                h.tiny.choose_schedule(p, 4096, 132),
                 (HOPPER, "sm_80", "sm_100a")[(i + size // 4) % 3],
             )
             yield spec(s, p, (16, 16, 16), (False, False), accumulate=False, programmatic=True), arch
@@ -191,7 +191,7 @@ def tiny(h: Any) -> Iterator[Kernel]:
 
 def whole_files(h: Any) -> Iterator[Kernel]:
     """Reductions of rows and columns, log-probabilities from logits: each time all kernels of a file."""
-    for arch in h.runtime.ARCHITECTURES:
+    for arch in h.compiler.ARCHITECTURES:
         for x, out, param in ((F32, BF16, F16), (F16, F32, F32), (BF16, F16, BF16)):
             for warps in (1, 8):
                 yield h.rows.kernel_spec("row_sum", x, out, param, warps=warps), arch
@@ -211,12 +211,13 @@ def name(kernel: Kernel) -> str:
 
 def hashes(kernel: Kernel) -> dict[str, str]:
     """Of the cubin, and of its machine code: instructions, literals, and what else the kernel occupies."""
-    cubin = host().runtime.compile(*kernel)
+    cubin = host().compiler.compile(*kernel)
     occupies = cubin.registers, cubin.local_bytes, cubin.spill_bytes, cubin.static_smem
     code = hashlib.sha256(repr(occupies).encode())
     for section, content in sorted(sections(cubin.code)):
         if section.startswith((".text", ".nv.constant0", ".nv.constant2")):  # instructions, sizes, literals
-            code.update(f"\n{section} {len(content)}\n".encode() + content)
+            kind = section.replace(f".{kernel[0].entry}", "")
+            code.update(f"\n{kind} {len(content)}\n".encode() + content)
     return {"cubin": hashlib.sha256(cubin.code).hexdigest(), "code": code.hexdigest()}
 
 
