@@ -35,7 +35,7 @@ def _product_fake(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dt
 
 def _product_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, bias, _, ctx.key = inputs
-    needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
+    needed = ctx.needs_input_grad  # each operand is needed only for the other's gradient
     ctx.save_for_backward(a if needed[1] else None, b if needed[0] else None)
     ctx.shapes, ctx.dtype = (a.shape, b.shape), a.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -165,7 +165,7 @@ def _addbmm_fake_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor |
 
 def _addbmm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, a, b, _, _, ctx.key = inputs
-    needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
+    needed = ctx.needs_input_grad  # each operand is needed only for the other's gradient
     ctx.save_for_backward(a if needed[2] else None, b if needed[1] else None)
     ctx.dtype = a.dtype
 
@@ -186,8 +186,8 @@ def _addbmm_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple
     return grad_acc, grad_a, grad_b, None, None, None
 
 
-# The chain over sequences: out[B, M, N] = acc[B, M, N] + a[B, S, M, K] @ b[B, S, K, N] over s, then k. Every s
-# is a sequence. With cu_seqlens, S is 1 and the sequences are consecutive parts of K.
+# The chain over sequences: out[B, M, N] = acc[B, M, N] + a[B, S, M, K] @ b[B, S, K, N] over s, then k. Every
+# s is a sequence. With cu_seqlens, S is 1 and the sequences are consecutive parts of K.
 addbmm = Operator(
     "addbmm(Tensor? acc, Tensor a, Tensor b, Tensor? cu_seqlens, ScalarType out_dtype, str contract)"
     " -> Tensor",
@@ -236,7 +236,7 @@ def _linear_fake(
 
 def _linear_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, cu_seqlens, ctx.key = inputs
-    needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
+    needed = ctx.needs_input_grad  # each operand is needed only for the other's gradient
     ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None, cu_seqlens)
     ctx.dtype = x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
