@@ -122,13 +122,15 @@ def tensor_core_on_hopper(h: Any) -> Iterator[Kernel]:
         {"out_dtype": F16, "dtype": F16, "bias_dtype": F16, "folded": True},
     ]
     ragged: list[dict[str, Any]] = [
-        {"out_dtype": F32, "accumulate": True, "bounds_dtype": torch.int32},
-        {"out_dtype": BF16, "bounds_dtype": torch.int64},
+        {"out_dtype": F32, "accumulate": True, "cu_seqlens_dtype": torch.int32},
+        {"out_dtype": BF16, "cu_seqlens_dtype": torch.int64},
     ]
     for a_mn, b_mn in FLAGS:
         turns = itertools.cycle(cases + ragged if a_mn and b_mn else cases)
         for s in h.schedule_sm90.catalogue(a_mn, b_mn):
-            case = h.tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)})
+            case = h.tensor_core_sm90.Sm90Variant(
+                **{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)}
+            )
             yield h.tensor_core_sm90.spec(case, s), HOPPER
 
 

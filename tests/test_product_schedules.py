@@ -230,7 +230,7 @@ CASES = [
     {"out_dtype": BF16, "aligned": False, "bias_dtype": BF16},
     {"out_dtype": F16, "dtype": F16, "bias_dtype": F16, "folded": True},
 ]
-RAGGED = {"out_dtype": F32, "accumulate": True, "bounds_dtype": torch.int32}
+RAGGED = {"out_dtype": F32, "accumulate": True, "cu_seqlens_dtype": torch.int32}
 
 
 def variants(a_mn: bool, b_mn: bool) -> Iterator[compiler.KernelSpec]:

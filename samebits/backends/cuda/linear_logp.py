@@ -16,7 +16,7 @@ def statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, *, contract: str
 ) -> Statistics:
     """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``."""
-    if _fused(hidden, weight, bias, contract):
+    if _supports_fused(hidden, weight, bias, contract):
         return linear_logp_sm90.statistics(hidden, weight, bias, rows)
     return logits_in_pieces.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
 
@@ -35,12 +35,12 @@ def grad_logits_later(
 ) -> Step:
     """dz of a part of the vocabulary into ``out``, of the shape of ``logits_in_pieces.empty_grads``."""
     given = out, hidden, weight, bias, part, rows, grad, grad_entropy
-    if _fused(hidden, weight, bias, contract):
+    if _supports_fused(hidden, weight, bias, contract):
         return linear_logp_sm90.grad_logits_later(*given)
     return logits_in_pieces.grad_logits_later(matmul, logp, *given, contract=contract)
 
 
-def _fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:
+def _supports_fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:
     """Whether logits need no memory at all."""
     return _by_tensor_cores(contract, hidden.get_device()) and linear_logp_sm90.supports(hidden, weight, bias)
 

@@ -135,7 +135,7 @@ def _copy(x: TileLayout, step: int, thread: int) -> str:
     return "ALONG_UNIT_K" if x.strides[3] == 1 else "ALONG_K"
 
 
-class _Fma(CudaKernel[FmaSchedule]):
+class FmaKernel(CudaKernel[FmaSchedule]):
     name, step = "fma", "fma"
 
     @property
@@ -170,4 +170,4 @@ class _Fma(CudaKernel[FmaSchedule]):
         return tile_plan(p, spec, a, b, tiles_m, tiles_n, p.sequences)
 
 
-FMA = _Fma()
+FMA = FmaKernel()

@@ -264,7 +264,7 @@ def _maps(x: Matrix, row_dim: int, k_dim: int, turned: bool, tile: int) -> Maps:
     return Maps(torch.float32, (*sizes, 1, batch), strides, box, 128 if turned else 0)
 
 
-class _FmaSm90(CudaKernel[FmaSm90Schedule]):
+class FmaSm90Kernel(CudaKernel[FmaSm90Schedule]):
     name, step = "fma_sm90", "fma"
 
     @property
@@ -333,4 +333,4 @@ class _FmaSm90(CudaKernel[FmaSm90Schedule]):
         return CudaPlan(launch)
 
 
-FMA_SM90 = _FmaSm90()
+FMA_SM90 = FmaSm90Kernel()

@@ -125,7 +125,7 @@ def tile_plan(
     from_start = start_strides(p)
     bias_stride = 0 if p.bias is None else p.bias.strides[0]
     sizes = (
-        *(p.m, p.n, p.k, p.segments, tiles_m, tiles_n, last, writes_vectors(p)),
+        *(p.m, p.n, p.k, p.sequence_count, tiles_m, tiles_n, last, writes_vectors(p)),
         0 if p.bias is None else TYPES[p.bias.dtype],
         p.cu_seqlens is not None and p.cu_seqlens.dtype == torch.int64,
     )

@@ -90,7 +90,7 @@ def kernel_spec(
     )
 
 
-class _TensorCore(CudaKernel[TensorCoreSchedule]):
+class TensorCoreKernel(CudaKernel[TensorCoreSchedule]):
     name, step = "tensor_core", "mma"
 
     @property
@@ -119,7 +119,7 @@ class _TensorCore(CudaKernel[TensorCoreSchedule]):
         b = tile_layout(p.b, -1, -2, chunk=8, ragged=ragged)
         tiles_m, tiles_n = -(-p.m // s.tile_m), -(-p.n // s.tile_n)
         # Spans cut one K axis, and each starts a step anew; on an axis of their own sequences all have k.
-        steps = p.k // 16 + p.segments if ragged else -(-p.k // 16) * p.segments
+        steps = p.k // 16 + p.sequence_count if ragged else -(-p.k // 16) * p.sequence_count
         refuse_large(p, tiles_m * tiles_n * p.batch, steps)
         if p.out.empty:
             return CudaPlan(nothing)
@@ -127,4 +127,4 @@ class _TensorCore(CudaKernel[TensorCoreSchedule]):
         return tile_plan(p, spec, a, b, tiles_m, tiles_n, TYPES[p.out.dtype])
 
 
-TENSOR_CORE = _TensorCore()
+TENSOR_CORE = TensorCoreKernel()

@@ -38,7 +38,7 @@ class Sm90Variant:
         a_mn, b_mn: whether an operand is contiguous along its rows, and not along k.
         aligned: whether the output can be written in vectors, or by the copy engine.
         folded: whether k is a multiple of 64, so that one box of a tensor map holds several columns of it.
-        bounds_dtype: of ``cu_seqlens``, if there are any.
+        cu_seqlens_dtype: of ``cu_seqlens``, if there are any.
     """
 
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class Sm90Variant:
     accumulate: bool = False
     aligned: bool = True
     folded: bool = False
-    bounds_dtype: torch.dtype | None = None
+    cu_seqlens_dtype: torch.dtype | None = None
 
 
 def spec(variant: Sm90Variant, schedule: Sm90Schedule) -> compiler.KernelSpec:
@@ -69,8 +69,8 @@ def spec(variant: Sm90Variant, schedule: Sm90Schedule) -> compiler.KernelSpec:
         "ACCUMULATE": int(variant.accumulate),
         "ALIGNED": int(variant.aligned),
         "PANEL": panel,
-        "RAGGED": int(variant.bounds_dtype is not None),
-        "BOUND": "long long" if variant.bounds_dtype == torch.int64 else "int",
+        "RAGGED": int(variant.cu_seqlens_dtype is not None),
+        "BOUND": "long long" if variant.cu_seqlens_dtype == torch.int64 else "int",
     }
     return compiler.KernelSpec(
         source="tensor_core_sm90.cu",
@@ -125,7 +125,7 @@ def gemm(p: Product) -> Gemm:
     return Gemm(p.m, p.n, p.k, p.batch, not a.k_major, not b.k_major, moved)
 
 
-class _TensorCoreSm90(CudaKernel[Sm90Schedule]):
+class TensorCoreSm90Kernel(CudaKernel[Sm90Schedule]):
     name, step = "tensor_core_sm90", "mma"
 
     @functools.cached_property
@@ -140,7 +140,7 @@ class _TensorCoreSm90(CudaKernel[Sm90Schedule]):
             and p.a.ndim < 4
             and not p.out.empty
             and p.k > 0
-            and max(*p.a.shape, *p.b.shape, p.segments) <= LARGEST
+            and max(*p.a.shape, *p.b.shape, p.sequence_count) <= LARGEST
             and p.out.strides[-1] == 1
             and isinstance(p.start, str)
             and (p.bias is None or p.bias.strides[0] == 1 or p.n == 1)
@@ -187,7 +187,7 @@ class _TensorCoreSm90(CudaKernel[Sm90Schedule]):
         rest = (
             *(row_stride, batch_stride, rows, columns, p.k, p.batch),
             *(batched[::-1] if swap else batched),
-            *(0 if p.cu_seqlens is None else p.segments, s.group),
+            *(0 if p.cu_seqlens is None else p.sequence_count, s.group),
         )
         refuse_large(p, -(-rows // s.block_m) * -(-columns // (s.block_n * s.cluster)) * p.batch)
         grid = s.grid(rows, columns, p.batch, devices.device_info(p.device).sm_count)
@@ -204,4 +204,4 @@ class _TensorCoreSm90(CudaKernel[Sm90Schedule]):
 
 
 _LAYOUTS = tuple(itertools.product((False, True), repeat=2))
-TENSOR_CORE_SM90 = _TensorCoreSm90()
+TENSOR_CORE_SM90 = TensorCoreSm90Kernel()

@@ -263,7 +263,7 @@ def _resident_threads(s: TinySchedule, p: TinyMatrices, parts: int) -> int:
     return 0 if p.a is p.b is torch.float32 else 512
 
 
-class _Tiny(CudaKernel[TinySchedule]):
+class TinyKernel(CudaKernel[TinySchedule]):
     name = "tiny"
 
     def __init__(self, step: Step) -> None:
@@ -314,7 +314,7 @@ class _Tiny(CudaKernel[TinySchedule]):
         if ("PARTS", 1) not in spec.constants:
             per_block = 1
         kernel, grid = runtime.load(spec, info.index), (-(-p.batch // per_block), 1, 1)
-        sizes = p.batch, per_block, p.m, p.n, p.k, p.sequences, _span(p.a), _span(p.b)
+        sizes = p.batch, per_block, p.m, p.n, p.k, p.sequences, _dense_bytes(p.a), _dense_bytes(p.b)
 
         def launch(a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
             kernel.launch(grid, a, *a_strides, b, *b_strides, out, *out_strides, *sizes)
@@ -350,7 +350,7 @@ def _arranged(p: Product) -> _Arranged:
     return _Arranged(matrices, (a.vector, b.vector, out_vector), (a.strides, b.strides, out_strides))
 
 
-def _span(x: Matrix) -> int:
+def _dense_bytes(x: Matrix) -> int:
     """Bytes of one matrix, where those of the batch lie end to end and aligned, else 0."""
     matrix = x.shape[1] * x.shape[2]
     dense = (
@@ -383,4 +383,4 @@ def _layout(x: Matrix, row_dim: int, k_dim: int) -> LineLayout:
     return LineLayout(k_major, *(along_k if k_major else along_rows))
 
 
-TINY, TINY_FMA = _Tiny("mma"), _Tiny("fma")
+TINY, TINY_FMA = TinyKernel("mma"), TinyKernel("fma")
