@@ -1,4 +1,4 @@
-"""Log-probabilities on CUDA tensors from hidden states: which kernels compute them."""
+"""Log-probabilities on CUDA tensors from hidden states, and the choice of kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def grad_logits_later(
     *,
     contract: str,
 ) -> Step:
-    """dz of a part of the vocabulary into ``out``, of the shape of ``logits_in_pieces.empty_grads``."""
+    """Write dz of a part of the vocabulary into ``out``, of the shape of ``logits_in_pieces.empty_grads``."""
     given = out, hidden, weight, bias, part, rows, grad, grad_entropy
     if _supports_fused(hidden, weight, bias, contract):
         return linear_logp_sm90.grad_logits_later(*given)
@@ -41,7 +41,7 @@ def grad_logits_later(
 
 
 def _supports_fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:
-    """Whether logits need no memory at all."""
+    """Whether the fused kernels, which store no logits, take these operands."""
     return _by_tensor_cores(contract, hidden.get_device()) and linear_logp_sm90.supports(hidden, weight, bias)
 
 

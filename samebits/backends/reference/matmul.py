@@ -122,8 +122,8 @@ def _chain(
     if out.size == 0:
         return
     if out.shape[2] < kernels.TILE_N and out.shape[2] < out.shape[1]:
-        # SIMD runs over columns, so the transpose is faster. Products commute and a fused sum has no order, so
-        # C^T = B^T A^T bit for bit.
+        # SIMD runs over columns, so the transpose is faster. Products commute and a fused sum has no order.
+        # So C^T = B^T A^T bit for bit.
         a, b, out = b.transpose(-1, -2), a.transpose(-1, -2), out.transpose(0, 2, 1)
     arrays = _widen(a), _widen(b), out, sequences
     if model.step == "fma":
@@ -149,8 +149,8 @@ def _chain(
 
 
 def in_threads(run: Callable[[int, int], None], bounds: list[int], threads: int) -> None:
-    """Run it on the sequences between `bounds`, so many at a time."""
-    # A pool for each operation costs 0.1 ms, and leaves nothing behind for a fork to break.
+    """Run ``run(start, stop)`` for consecutive `bounds`, in `threads` threads."""
+    # A pool for each operation costs 0.1 ms, and leaves no threads that a fork would break.
     with ThreadPoolExecutor(threads) as pool:
         try:
             pool.submit(int)

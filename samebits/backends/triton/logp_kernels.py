@@ -77,7 +77,7 @@ def _shift(maximum):
 
 @triton.jit
 def _store_statistics(z, m, s, u, at, inside):
-    """Store m, s and u (unless None) of a block ``z[rows, 128]`` in every row, at ``at[rows]`` where `inside`."""
+    """Store m, s and u (unless None) of a block ``z[rows, 128]``, at ``at[rows]`` where `inside`."""
     maximum = tl.max(z, 1)  # it ignores NaN, which reaches all results through s
     d = z - _shift(maximum)[:, None]
     e = exp(d)

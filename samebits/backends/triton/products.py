@@ -114,7 +114,7 @@ class GeneralKernel(TritonKernel[TritonSchedule]):
         gpu = runtime.gpu(p.device)
         if p.step == "fma":
             return tiles.least_time(self.catalogue, p.m, p.n, p.batch, gpu)
-        # The largest tiles that are not mostly padding and give work to every multiprocessor, or the smallest.
+        # The largest tiles that are not mostly padding and keep all multiprocessors busy, or the smallest.
         some = [s for s in self.catalogue if s.block_m <= 2 * max(p.m, 8) and s.block_n <= 2 * max(p.n, 8)]
         busy = (s for s in some if s.tiles(p.m, p.n) * p.batch >= gpu.multiprocessors)
         return next(busy, (some or self.catalogue)[-1])
@@ -205,7 +205,7 @@ class TileKernel(TritonKernel[TileSchedule]):
 
 
 def _held(p: Product) -> tuple[int, bool, runtime.Gpu]:
-    """The facts that decide which tiles fit: bytes of a result, whether accumulators are read, and the GPU."""
+    """Facts that decide which tiles fit: bytes of a result, whether accumulators are read, and the GPU."""
     return p.out.dtype.itemsize, p.start == "out", runtime.gpu(p.device)
 
 

@@ -78,7 +78,7 @@ S = TypeVar("S", bound=TritonSchedule)
 
 
 def least_time(schedules: Sequence[S], m: int, n: int, batch: int, gpu: Gpu) -> S:
-    """The schedule with the least time for its rounds of tiles, one tile for each multiprocessor at a time."""
+    """The schedule with the least time for its rounds. A round is one tile for each multiprocessor."""
     return min(schedules, key=lambda s: s.rounds(m, n, batch, gpu) * s.us)
 
 

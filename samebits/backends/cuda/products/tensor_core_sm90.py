@@ -25,20 +25,20 @@ from samebits.backends.product import LARGEST, Product, need, refuse_large
 __all__ = ["EPILOGUE_TYPES", "TENSOR_CORE_SM90", "Sm90Variant", "gemm", "spec", "variant"]
 
 EPILOGUE_TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-"""How ``epilogue.cuh`` numbers dtypes; None is no tensor."""
+"""The numbers of dtypes in ``epilogue.cuh``. None means no tensor."""
 
 _PARAMS = "128s128s128sPPPqq8i"
 
 
 @dataclass(frozen=True, slots=True)
 class Sm90Variant:
-    """What a compiled kernel is specialised to, besides its schedule.
+    """The properties that a kernel is compiled for, besides its schedule.
 
     Attributes:
-        a_mn, b_mn: whether an operand is contiguous along its rows, and not along k.
+        a_mn, b_mn: whether the operand is contiguous along m or n, not along k.
         aligned: whether the output can be written in vectors, or by the copy engine.
         folded: whether k is a multiple of 64, so that one box of a tensor map holds several columns of it.
-        cu_seqlens_dtype: of ``cu_seqlens``, if there are any.
+        cu_seqlens_dtype: dtype of ``cu_seqlens``, if there are any.
     """
 
     dtype: torch.dtype
@@ -92,7 +92,7 @@ def _sides(p: Product) -> tuple[Side, Side]:
 
 
 def _output_strides(p: Product) -> tuple[int, int]:
-    """Strides of rows and of matrices, whose batch may be one."""
+    """Strides of rows and of matrices of the output. The batch may be one."""
     row = p.out.strides[-2]
     return row, p.out.strides[0] if p.batch > 1 else -(-row * p.m // 8) * 8
 
@@ -102,7 +102,7 @@ def variant(p: Product) -> Sm90Variant:
     row_stride, batch_stride = _output_strides(p)
     step = 2 if p.out.dtype == torch.float32 else 8
     aligned = p.out.misalignment % 8 == 0 and row_stride % step == 0 and batch_stride % step == 0
-    if step == 8:  # the copy engine writes whole 16 bytes, into what follows a row too
+    if step == 8:  # the copy engine writes multiples of 16 bytes, also past the end of a row
         aligned = aligned and p.out.misalignment == 0 and p.n % 8 == 0
     a, b = _sides(p)
     return Sm90Variant(
@@ -119,7 +119,7 @@ def variant(p: Product) -> Sm90Variant:
 
 
 def gemm(p: Product) -> Gemm:
-    """What a schedule is chosen for."""
+    """The product, in the form that schedules are chosen for."""
     a, b = _sides(p)
     moved = p.out.dtype.itemsize * (2 if p.start == "out" else 1)
     return Gemm(p.m, p.n, p.k, p.batch, not a.k_major, not b.k_major, moved)
@@ -133,7 +133,7 @@ class TensorCoreSm90Kernel(CudaKernel[Sm90Schedule]):
         return tuple(dict.fromkeys(s for layout in _LAYOUTS for s in catalogue(*layout)))
 
     def supports(self, p: Product) -> bool:
-        """Operands and outputs that TMA can read; chains from +0 or from the output."""
+        """Whether TMA can read operands and output, and chains start from +0 or from the output."""
         if not (
             p.step == self.step
             and devices.device_info(p.device).capability == (9, 0)
@@ -195,7 +195,7 @@ class TensorCoreSm90Kernel(CudaKernel[Sm90Schedule]):
 
         def launch(a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
             tall, wide = a_maps[a], b_maps[b]
-            if swap:  # what is called A in the kernel lies on the tall side of its tiles
+            if swap:  # the kernel's A is on the tall side of its tiles
                 tall, wide = wide, tall
             out_map = _NO_MAP if out_maps is None else out_maps[out]
             kernel.launch(grid, tall, wide, out_map, out, bias, cu_seqlens, *rest)
