@@ -128,7 +128,9 @@ def tensor_core_on_hopper(h: Any) -> Iterator[Kernel]:
     for a_mn, b_mn in FLAGS:
         turns = itertools.cycle(cases + ragged if a_mn and b_mn else cases)
         for s in h.schedule_sm90.catalogue(a_mn, b_mn):
-            case = h.tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)})
+            case = h.tensor_core_sm90.Sm90Variant(
+                **{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)}
+            )
             yield h.tensor_core_sm90.spec(case, s), HOPPER
 
 
