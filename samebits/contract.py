@@ -16,14 +16,47 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import local
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
-__all__ = ["AMPERE", "FMA", "HOPPER", "TENSOR_CORE", "Contract", "MmaModel", "use_mma_model"]
+from samebits.functions import CONSTANTS, EX2_SM90
+
+__all__ = [
+    "AMPERE",
+    "FMA",
+    "HOPPER",
+    "TENSOR_CORE",
+    "Contract",
+    "Exp2Model",
+    "MmaModel",
+    "use_mma_model",
+]
 
 GROUP = 16
 """Terms in one step of a tensor-core chain. A sequence of tokens always starts a new group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exp2Model:
+    """The function ``2**x`` of float32 that attention takes.
+
+    Attributes:
+        name: the model's name.
+        data: its constants. ``docs/contract.md``, "exp2", says what they do.
+    """
+
+    name: str
+    data: tuple[Any, ...] = field(repr=False)
+
+
+POLYNOMIAL = Exp2Model("POLYNOMIAL", tuple(CONSTANTS[f"P{i}"].hex() for i in range(1, 7)))
+"""Seven fused multiply-adds: for ``FMA``, and for families whose instruction has not been recorded."""
+
+INTERPOLATION = Exp2Model("INTERPOLATION", EX2_SM90)
+"""The instruction ``ex2.approx.ftz.f32`` of sm_90, in closed form."""
+
+_EXP2_MODELS = {model.name: model for model in (POLYNOMIAL, INTERPOLATION)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +72,7 @@ class MmaModel:
         group: products in one fused sum. A group of 16 consecutive k takes ``16 // group`` sums in turn.
         fraction_bits: fraction bits kept below ``emax``.
         zero_exponent: the exponent of a term equal to zero, for ``emax``.
+        exp2: ``2**x`` in the family's attention.
 
     Source: Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores" (arXiv 2512.07004), and vectors
     recorded for this project on an H200.
@@ -48,6 +82,7 @@ class MmaModel:
     group: int
     fraction_bits: int
     zero_exponent: int
+    exp2: Exp2Model = POLYNOMIAL
     key: str = field(init=False, repr=False, compare=False)
     """All the data above as one string, because ``torch.library`` takes strings."""
 
@@ -66,14 +101,18 @@ class MmaModel:
                 "samebits.MmaModel: zero_exponent: expected an int in [-252, -126],"
                 f" got {self.zero_exponent!r}"
             )
-        key = f"{self.name}:{self.group}:{self.fraction_bits}:{self.zero_exponent}"
+        if self.exp2 not in _EXP2_MODELS.values():
+            raise ValueError(
+                f"samebits.MmaModel: exp2: expected one of {', '.join(_EXP2_MODELS)}, got {self.exp2!r}"
+            )
+        key = f"{self.name}:{self.group}:{self.fraction_bits}:{self.zero_exponent}:{self.exp2.name}"
         object.__setattr__(self, "key", key)
 
 
 AMPERE = MmaModel("AMPERE", group=8, fraction_bits=24, zero_exponent=-132)
 """Tensor cores of sm_80, sm_86 and sm_89 (A100, A2, L40S, Ada)."""
 
-HOPPER = MmaModel("HOPPER", group=16, fraction_bits=25, zero_exponent=-133)
+HOPPER = MmaModel("HOPPER", group=16, fraction_bits=25, zero_exponent=-133, exp2=INTERPOLATION)
 """Tensor cores of sm_90, sm_100, sm_103 and sm_120 (H100, H200, B200)."""
 
 
@@ -133,6 +172,11 @@ class Contract:
         half = (torch.bfloat16, torch.float16)
         return half if self.step == "mma" else (torch.float32, *half)
 
+    @property
+    def exp2(self) -> Exp2Model | None:
+        """``2**x`` in attention; None leaves it to the device, as ``mma`` does."""
+        return POLYNOMIAL if self.step == "fma" else self.mma and self.mma.exp2
+
     def on(self, mma: MmaModel) -> Contract:
         """This contract, bound to the tensor-core family ``mma``."""
         if not isinstance(mma, MmaModel):
@@ -147,7 +191,7 @@ class Contract:
         on all machines and in all Python versions.
         """
         mma = self.mma and [self.mma.group, self.mma.fraction_bits, self.mma.zero_exponent]
-        text = json.dumps([_REVISION, self.step, mma])
+        text = json.dumps([_REVISION, self.step, mma, self.exp2 and self.exp2.data])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -159,14 +203,17 @@ class Contract:
 
 
 # Incremented when docs/contract.md changes in a way that the fields above do not show.
-_REVISION = 1
+_REVISION = 2
 
 
 @functools.lru_cache(maxsize=64)
 def contract_from_key(key: str) -> Contract:
     """The contract whose :attr:`Contract.key` is ``key``."""
     name, step, *model = key.split(":")
-    mma = MmaModel(model[0], *map(int, model[1:])) if model else None
+    mma = None
+    if model:
+        family, *numbers, exp2 = model
+        mma = MmaModel(family, *map(int, numbers), exp2=_EXP2_MODELS[exp2])
     return Contract(name, cast(Literal["mma", "fma"], step), mma)
 
 

@@ -1,12 +1,12 @@
-"""The constants of exp, log and sums over the vocabulary.
+"""The constants of exp, log, exp2 and sums over the vocabulary.
 
-``docs/contract.md``, "Log-probabilities", defines the functions. The CPU reference reads the constants from
+``docs/contract.md``, "Log-probabilities" and "exp2", defines the functions. The CPU reference reads the constants from
 here. ``kernels/include/functions.cuh`` repeats them for CUDA, and a test compares the two.
 """
 
 from __future__ import annotations
 
-__all__ = ["CHAINS", "CONSTANTS", "VOCAB_BLOCK"]
+__all__ = ["CHAINS", "CONSTANTS", "EX2_SM90", "VOCAB_BLOCK"]
 
 VOCAB_BLOCK = 128
 """Consecutive entries of the vocabulary in a block, which is summed by halves."""
@@ -27,6 +27,12 @@ CONSTANTS = {
         "E4": "0x1.555a6ap-5",
         "E5": "0x1.123b28p-7",
         "E6": "0x1.693ea6p-10",
+        "P1": "0x1.62e43p-1",
+        "P2": "0x1.ebfbep-3",
+        "P3": "0x1.c6af6cp-5",
+        "P4": "0x1.3b2a1cp-7",
+        "P5": "0x1.5f0896p-10",
+        "P6": "0x1.444004p-13",
         "L1": "-0x1p-1",
         "L2": "0x1.555554p-2",
         "L3": "-0x1.000226p-2",
@@ -39,3 +45,35 @@ CONSTANTS = {
     }.items()
 }
 """All of them are f32 values."""
+
+# fmt: off
+EX2_SM90: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int] = (
+    (
+        33554435, 33919818, 34289182, 34662565, 35040018, 35421577, 35807292, 36197209, 36591372, 36989825,
+        37392616, 37799797, 38211409, 38627504, 39048131, 39473337, 39903173, 40337690, 40776937, 41220970,
+        41669836, 42123592, 42582286, 43045977, 43514717, 43988561, 44467565, 44951786, 45441278, 45936101,
+        46436314, 46941971, 47453135, 47969867, 48492225, 49020269, 49554065, 50093674, 50639159, 51190582,
+        51748011, 52311510, 52881146, 53456983, 54039091, 54627538, 55222393, 55823725, 56431607, 57046106,
+        57667297, 58295254, 58930048, 59571754, 60220447, 60876205, 61539104, 62209220, 62886634, 63571424,
+        64263672, 64963458, 65670863, 66385972,
+    ),
+    (
+        22713, 22960, 23210, 23463, 23718, 23977, 24238, 24502, 24768, 25038, 25311, 25586, 25865, 26147,
+        26431, 26719, 27010, 27304, 27602, 27902, 28206, 28513, 28824, 29138, 29455, 29776, 30100, 30428,
+        30759, 31094, 31432, 31775, 32121, 32471, 32824, 33182, 33543, 33908, 34277, 34651, 35028, 35409,
+        35795, 36185, 36579, 36977, 37380, 37787, 38198, 38614, 39035, 39460, 39889, 40324, 40763, 41207,
+        41655, 42109, 42568, 43031, 43500, 43973, 44452, 44936,
+    ),
+    (
+        494, 501, 506, 511, 518, 521, 527, 532, 541, 546, 551, 559, 564, 568, 577, 583, 589, 596, 600, 609,
+        615, 622, 627, 633, 641, 647, 655, 661, 670, 677, 686, 691, 699, 705, 715, 721, 730, 739, 748, 753,
+        763, 773, 779, 787, 796, 806, 813, 822, 833, 842, 849, 858, 870, 877, 887, 896, 909, 917, 925, 938,
+        946, 959, 969, 980,
+    ),
+    6114,
+)
+# fmt: on
+"""``ex2.approx.ftz.f32`` of sm_90: for each 64th of [1, 2) the coefficients of its quadratic, and a constant.
+
+Held to an H100 for all float32 of 2^-30 <= |x| < 128, and to a table that an H200 gave.
+"""

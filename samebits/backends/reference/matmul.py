@@ -42,7 +42,7 @@ def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype,
     a4 = a.expand(*batch, M, K).reshape(B, 1, M, K)
     b4 = b.expand(*batch, K, N).reshape(B, 1, K, N)
     acc = np.zeros((B, M, N), np.float32)
-    _chain(a4, b4, acc, np.array([[0, 0, K]]), contract, closing_zero=False)
+    carry_on(a4, b4, acc, np.array([[0, 0, K]]), contract, closing_zero=False)
     return _finish(acc, bias, out_dtype).reshape(*batch, M, N)
 
 
@@ -63,7 +63,7 @@ def addbmm(
         ends = cu_seqlens.tolist()
         sequences = [(0, start, stop) for start, stop in itertools.pairwise(ends)]
     chain = np.zeros((B, M, N), np.float32) if acc is None else _array(acc.detach(), np.float32).copy()
-    _chain(a, b, chain, np.array(sequences, np.int64).reshape(-1, 3), contract, closing_zero=True)
+    carry_on(a, b, chain, np.array(sequences, np.int64).reshape(-1, 3), contract, closing_zero=True)
     if (
         acc is not None
         and out_dtype == torch.float32
@@ -94,7 +94,7 @@ def matmul_later(
     """
     chain = _array(out, np.float32)[None].copy() if accumulate else np.zeros((1, *out.shape), np.float32)
     sequences = np.array([[0, 0, a.shape[1]]])
-    _chain(a[None, None], b[None, None], chain, sequences, contract, closing_zero=False)
+    carry_on(a[None, None], b[None, None], chain, sequences, contract, closing_zero=False)
     out.copy_(_finish(chain, bias, out.dtype)[0])
     return int
 
@@ -110,7 +110,7 @@ def rounded(acc: Tensor, dtype: torch.dtype) -> Tensor:
     return _finish(_array(acc, np.float32)[None], None, dtype)[0]
 
 
-def _chain(
+def carry_on(
     a: Tensor, b: Tensor, out: _F32, sequences: npt.NDArray[np.int64], contract: str, *, closing_zero: bool
 ) -> None:
     """Continue the chains in ``out[B, M, N]`` over `sequences` of ``a[B, S, M, K]`` and ``b[B, S, K, N]``.
