@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 from samebits import nn
 from samebits._version import __version__
 from samebits.backends import use_backend
-from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, MmaModel, use_mma_model
+from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, Exp2Model, MmaModel, use_mma_model
 from samebits.mode import UncoveredError, batch_invariant
 from samebits.nn import convert
 from samebits.ops.addmm import addmm_
+from samebits.ops.attention import attention
 from samebits.ops.bmm import bmm
 from samebits.ops.linear import linear
 from samebits.ops.linear_logp import linear_logp
@@ -25,10 +26,12 @@ __all__ = [
     "HOPPER",
     "TENSOR_CORE",
     "Contract",
+    "Exp2Model",
     "MmaModel",
     "UncoveredError",
     "__version__",
     "addmm_",
+    "attention",
     "audit",
     "batch_invariant",
     "bmm",

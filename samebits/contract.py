@@ -199,6 +199,7 @@ class Contract:
             return self.name
         m = self.mma
         data = f"group {m.group}, {m.fraction_bits} fraction bits, zero exponent {m.zero_exponent}"
+        data += f", exp2 {m.exp2.name}"
         return f"{self.name}[{m.name}: {data}]"
 
 

@@ -1,7 +1,7 @@
 """The constants of exp, log, exp2 and sums over the vocabulary.
 
-``docs/contract.md``, "Log-probabilities" and "exp2", defines the functions. The CPU reference reads the constants from
-here. ``kernels/include/functions.cuh`` repeats them for CUDA, and a test compares the two.
+``docs/contract.md``, "Log-probabilities" and "exp2", defines the functions. The CPU reference reads the
+constants from here. ``kernels/include/functions.cuh`` repeats them for CUDA, and a test compares the two.
 """
 
 from __future__ import annotations

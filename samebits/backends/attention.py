@@ -4,8 +4,8 @@ A backend's module ``attention`` has two functions. The bits that they return ar
 "Attention".
 
 * ``forward(x: Attention) -> (out, lse, lse2)``. ``out`` is contiguous, of q's shape with v's last size. The
-  log-sum-exp ``lse`` is ``[batch, heads, queries]``, or ``[heads, tokens]`` if packed, in float32. ``lse2`` is
-  the same to base 2, for ``backward``.
+  log-sum-exp ``lse`` is ``[batch, heads, queries]``, or ``[heads, tokens]`` if packed, in float32. ``lse2``
+  is the same to base 2, for ``backward``.
 * ``backward(x, grad, out, lse2, *, grad_mask: bool) -> (dq, dk, dv, dmask, dsinks)``. ``dmask`` is
   ``[batch, heads, queries, keys]`` in float32 if ``grad_mask``, else None. ``dsinks`` is None without sinks.
 """

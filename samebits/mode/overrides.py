@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samebits.mode.arguments import as_pytorch, records, takes
-from samebits.ops.attention import attention
+from samebits.ops.attention import scaled_dot_product_attention
 from samebits.ops.embedding import embedding
 from samebits.ops.expand import expand
 from samebits.ops.logsumexp import logsumexp
@@ -284,9 +284,11 @@ def attention_(
     enable_gqa: bool = False,
 ) -> Any:
     floats = [t for t in (attn_mask,) if t is not None and t.dtype != torch.bool]
-    if dropout_p != 0 or not takes(query, key, value, *floats) or any(t.requires_grad for t in floats):
+    if dropout_p != 0 or not takes(query, key, value, *floats):
         return NotImplemented
-    return attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def expand_(input: Tensor, *size: Any, **rest: Any) -> Any:

@@ -42,20 +42,20 @@ def check_cu_seqlens_form(op: str, name: str, x: Tensor, cu_seqlens: Tensor) -> 
         )
 
 
-def check_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int) -> None:
+def check_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int, name: str = "cu_seqlens") -> None:
     """Refuse offsets that do not cut `tokens` tokens into consecutive sequences. Reads the values."""
     if cu_seqlens.numel() == 0:
-        raise ValueError(f"samebits.{op}: cu_seqlens: expected at least one offset, got none")
+        raise ValueError(f"samebits.{op}: {name}: expected at least one offset, got none")
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != tokens:
         raise ValueError(
-            f"samebits.{op}: cu_seqlens: expected to run from 0 to {tokens} (the number of tokens),"
+            f"samebits.{op}: {name}: expected to run from 0 to {tokens} (the number of tokens),"
             f" got {ends[0]} to {ends[-1]}"
         )
     for i, (start, stop) in enumerate(itertools.pairwise(ends)):
         if stop < start:
             raise ValueError(
-                f"samebits.{op}: cu_seqlens: expected non-decreasing offsets, got {start} then {stop}"
+                f"samebits.{op}: {name}: expected non-decreasing offsets, got {start} then {stop}"
                 f" at positions {i} and {i + 1}"
             )
 

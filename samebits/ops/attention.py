@@ -1,23 +1,146 @@
-"""Scaled dot-product attention, made of chains: ``F.scaled_dot_product_attention``."""
+"""Scaled dot-product attention: :func:`attention`, and ``F.scaled_dot_product_attention`` in terms of it."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from samebits.backends import broadcast, contract_of, on_gpu
+from samebits.backends import broadcast, on_gpu, unpack_key
+from samebits.backends.attention import Align, Attention
 from samebits.contract import Contract
+from samebits.functions import CONSTANTS
 from samebits.ops._checks import check_device, check_operands, shape
-from samebits.ops._operator import Operator, refuse_second_derivatives
-from samebits.ops._rows import backend, refuse_triton
+from samebits.ops._operator import Operator, as_no_view, refuse_second_derivatives
+from samebits.ops._rows import refuse_triton, rounded
+from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens
+from samebits.ops.expand import expand, sum_to
 
 
 def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    key_start: Tensor | None = None,
+    key_length: Tensor | None = None,
+    block_table: Tensor | None = None,
+    return_lse: bool = False,
+    contract: Contract | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention, with the shapes and conventions of ``flash_attn``.
+
+    ``z[i, j] = (sum over d of q[i, d] * k[j, d]) * scale``
+    ``out[i] = sum over j of softmax(z[i])[j] * v[j]``
+
+    Keys are counted from the first one of their sequence, whatever slot of a tensor or page they lie in.
+    Their sums are formed in segments of 512 keys, which are merged in ascending order. So the output of a
+    query has the same bits in a prefill, in a chunk of one and in a decoding step, in a padded and in a
+    packed batch, and with pages of any size. Gradients have the same bits for every padding and packing.
+    ``docs/contract.md``, "Attention", has the order of all sums.
+
+    Args:
+        q: ``[B, Tq, H, D]``, or packed ``[tokens, H, D]``; bfloat16, float16 or float32, any strides.
+        k: ``[B, Tk, Hk, D]``, packed ``[tokens, Hk, D]``, or with ``block_table`` pages
+            ``[pages, page, Hk, D]``; same dtype and device. H is a multiple of Hk: each head of k and v
+            serves H / Hk consecutive ones of q.
+        v: the same with a last size Dv of its own.
+        causal: a query sees no key after its own position. With ``causal`` or a window, the last query of a
+            sequence has the position of its last key.
+        window: how many keys to the left and right of its own position a query sees; -1 for all.
+        scale: rounded to float32; 1 / sqrt(D) by default.
+        softcap: scores become ``softcap * tanh(z / softcap)``; 0 for no cap.
+        sinks: ``[H]``, any float dtype: a logit for each head that takes part in the softmax, without a
+            value.
+        mask: ``[B, H, Tq, Tk]``, or of a shape that broadcasts to it. Boolean: a key is invisible where
+            False. Float: added to the scores. Its keys are slots of k. Not for packed operands.
+        cu_seqlens_q: int32 or int64 ``[B + 1]``: the offsets of packed sequences in q.
+        cu_seqlens_k: likewise in k and v. With ``cu_seqlens_q`` it or ``block_table`` is needed.
+        key_start: int32 or int64 ``[B]``: the first slot of each sequence's keys (left padding); 0 by
+            default.
+        key_length: int32 or int64 ``[B]``: the slot after each sequence's last key, as ``cache_seqlens``; all
+            slots are used by default.
+        block_table: int32 or int64 ``[B, n]``: the pages that hold a sequence's slots, in order. It needs
+            ``key_length``, and has no gradients.
+        return_lse: also return the log-sum-exp of the scores.
+        contract: as in :func:`samebits.matmul`.
+
+    Returns:
+        ``[B, Tq, H, Dv]`` or ``[tokens, H, Dv]``. A query that sees no key gives zeros. With ``return_lse``
+        also the log-sum-exp, float32 ``[B, H, Tq]`` or ``[H, tokens]``: natural, sinks included, -inf where
+        no key is visible. It has no gradient.
+
+    What lies outside of a sequence (other sequences, slots before ``key_start`` or from ``key_length`` on,
+    other pages) is never read. Invisible keys within the sequence may hold anything, but their values must be
+    finite; where gradients are computed, all of q, k, v and the gradient must be.
+
+    Gradients: of q, k, v, of ``sinks``, and of a float mask. The probabilities are computed again from the
+    log-sum-exp. Second derivatives are not implemented.
+
+    Raises:
+        TypeError: dtypes are not these, or differ.
+        ValueError: shapes, devices or options do not fit. On a CPU also: offsets, starts, lengths or pages
+            are out of range. On a GPU wrong offsets end in a device assert; the others are clamped to what
+            exists.
+        NotImplementedError: a gradient is wanted with ``block_table``.
+    """
+    (q, k, v), key, _ = check_operands("attention", contract, {"q": q, "k": k, "v": v})
+    refuse_triton("attention", key)
+    batch = _check_shapes(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
+    packed_k = cu_seqlens_k is not None
+    for name, t, size in (
+        ("cu_seqlens_q", cu_seqlens_q, (batch + 1,)),
+        ("cu_seqlens_k", cu_seqlens_k, (batch + 1,)),
+        ("key_start", key_start, (batch,)),
+        ("key_length", key_length, (batch,)),
+        ("block_table", block_table, (batch, None)),
+    ):
+        _check_integers(name, t, size, q)
+    for name, t in (("key_start", key_start), ("key_length", key_length)):
+        if t is not None and packed_k:
+            raise ValueError(f"samebits.attention: {name}: expected none with cu_seqlens_k")
+    if block_table is not None:
+        if key_length is None:
+            raise ValueError("samebits.attention: key_length: expected lengths with block_table, got None")
+        wanted = (t for t in (q, k, v, sinks, mask) if isinstance(t, Tensor))
+        if torch.is_grad_enabled() and any(t.requires_grad for t in wanted):
+            raise NotImplementedError(
+                "samebits.attention: block_table: gradients of a paged cache are not implemented"
+            )
+    window = _check_window(window, causal)
+    heads = q.shape[-2]
+    if sinks is not None:
+        _check_floats("sinks", sinks, q)
+        if tuple(sinks.shape) != (heads,):
+            raise ValueError(f"samebits.attention: sinks: expected shape ({heads},), got {shape(sinks)}")
+    if mask is not None:
+        if cu_seqlens_q is not None:
+            raise ValueError("samebits.attention: mask: expected none with cu_seqlens_q")
+        keys = k.shape[1] if block_table is None else block_table.shape[1] * k.shape[1]
+        mask = _check_mask(mask, (batch, heads, q.shape[1], keys), q)
+    align: Align = "first"
+    if window != (-1, -1):
+        align = "last"
+    elif key_start is not None and block_table is None and q.shape[-3] == k.shape[-3]:
+        align = "slots"
+    positions = cu_seqlens_q, cu_seqlens_k, key_start, key_length, block_table
+    out, lse = _attention(q, k, v, mask, sinks, positions, window, align, scale, softcap, key)
+    return (out, lse) if return_lse else out
+
+
+def scaled_dot_product_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -28,38 +151,25 @@ def attention(
     enable_gqa: bool = False,
     contract: Contract | None = None,
 ) -> Tensor:
-    """``softmax(q @ k.mT * scale + mask) @ v``, as :func:`torch.nn.functional.scaled_dot_product_attention`.
+    """:func:`attention` with the arguments of :func:`torch.nn.functional.scaled_dot_product_attention`.
 
-    ``z[i, j] = (sum over d of q[i, d] * k[j, d]) * scale + mask[i, j]``, -inf where masked,
-    ``p[i, j] = exp(z[i, j] - R) / S`` in the input dtype, ``out[i] = sum over j of p[i, j] * v[j]``
-
-    Scores are float32 accumulators of chains over d; R and S as in ``softmax``; the output is one chain over
-    the keys, from key 0. Masked keys at the end of a row (and how many there are) change no bit, so one query
-    with a cache of its past, a chunk of queries, and all queries at once give a query the same bits. That
-    takes masked keys and values to be finite numbers: 0 * inf and 0 * NaN are NaN. Keys that are masked at
-    the start do move the others, to other blocks of 128 and groups of 16, and so may change bits.
+    Positions are counted from the first key. If a mask hides the first keys of a row of the batch from all of
+    its queries and heads, as with padding on the left, they are counted from the first key that it does not
+    hide.
 
     Args:
-        q: ``[..., H, L, E]``; bfloat16, float16 or float32, any strides.
-        k: ``[..., H, S, E]``; same dtype and device. With ``enable_gqa`` it may have fewer heads, of which
-            each serves H / their number consecutive heads of q. Leading dimensions broadcast.
+        q: ``[..., H, L, E]``.
+        k: ``[..., H, S, E]``. With ``enable_gqa`` it may have fewer heads. Leading dimensions broadcast.
         v: ``[..., H, S, Ev]``, likewise.
-        mask: ``[..., L, S]``, broadcast. Boolean: False is masked. Otherwise added to the scores in float32;
-            it may not require a gradient.
-        is_causal: query i sees keys 0 to i.
-        scale: float32; 1 / sqrt(E) by default.
-        contract: as in :func:`samebits.matmul`.
+        mask: ``[..., L, S]``, broadcast.
+        is_causal: query i sees keys 0 to i, also where L and S differ.
+        scale, contract: as in :func:`attention`.
 
     Returns:
-        ``[..., H, L, Ev]``. A query with all keys masked, or with none, gives zeros.
-
-    Gradients: from the scores computed again; of q a chain over keys, of k and v chains over queries, with
-    each head that they serve as a sequence. See ``docs/contract.md``, "Attention".
+        ``[..., H, L, Ev]``.
 
     Raises:
-        TypeError: dtypes are not these, or differ.
-        ValueError: shapes or devices do not match, both ``mask`` and ``is_causal`` are given, or the mask
-            requires a gradient.
+        TypeError, ValueError: as :func:`attention`; or both ``mask`` and ``is_causal`` are given.
     """
     (q, k, v), key, _ = check_operands("attention", contract, {"q": q, "k": k, "v": v})
     refuse_triton("attention", key)
@@ -68,209 +178,332 @@ def attention(
             raise ValueError(
                 f"samebits.attention: {name}: expected [..., tokens, size], got shape {shape(t)}"
             )
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"samebits.attention: q, k: sizes differ in shapes {shape(q)} and {shape(k)}")
-    if k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"samebits.attention: k, v: tokens differ in shapes {shape(k)} and {shape(v)}")
-    if scale is None:
-        scale = 1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
-    grouped = enable_gqa and q.ndim > 2
-    if grouped:
+    heads = (-3,) if enable_gqa and q.ndim > 2 else ()
+    if heads:
         batch = broadcast(*(t.shape[:-3] for t in (q, k, v)))
         leading = torch.Size((*batch, q.shape[-3]))
     else:
         leading = broadcast(*(t.shape[:-2] for t in (q, k, v)))
-    q5, k4, v4 = _heads(q, k, v, leading, grouped)
+        batch = leading[:-1]
+    q4, k4, v4 = (
+        _by_token(t, torch.Size((*batch, *([t.shape[-3]] if heads else leading[-1:]))), len(batch))
+        for t in (q, k, v)
+    )
+    rows = _check_shapes(q4, k4, v4, None, None, None)
+    key_start = None
     if mask is not None:
         if is_causal:
             raise ValueError("samebits.attention: mask: expected none with is_causal")
-        mask = _mask(mask, q, k, leading, q5)
-    scale = float(np.float32(scale))
-    out: Tensor = _operator(q5, k4, v4, mask, is_causal, scale, key)
-    return out.reshape(*leading, q.shape[-2], v.shape[-1])
+        mask = _check_mask_of_torch(mask, leading, q4, k4)
+        key_start = _hidden_keys(mask, rows)
+    window = (-1, 0) if is_causal else (-1, -1)
+    align: Align = "slots" if key_start is not None and q4.shape[1] == k4.shape[1] else "first"
+    positions = None, None, key_start, None, None
+    out, _ = _attention(q4, k4, v4, mask, None, positions, window, align, scale, 0.0, key)
+    out = out.transpose(1, 2).reshape(*leading, q.shape[-2], v.shape[-1])
+    return out if torch.is_grad_enabled() else as_no_view(out)
 
 
-def _heads(
-    q: Tensor, k: Tensor, v: Tensor, leading: torch.Size, grouped: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q as ``[B, heads of k, group, L, E]``, k and v as ``[B, heads, S, E]``."""
-    batch, heads = leading[:-1], leading[-1] if leading else 1
-    of_k = k.shape[-3] if grouped else heads
-    if of_k == 0 or heads % of_k or (grouped and v.shape[-3] != of_k):
-        raise ValueError(
-            "samebits.attention: k, v: expected as many heads as, or a divisor of, q's, got shapes"
-            f" {shape(q)}, {shape(k)} and {shape(v)}"
-        )
-    q = q.expand(*leading, *q.shape[-2:]).reshape(batch.numel(), of_k, heads // of_k, *q.shape[-2:])
-    k, v = (
-        t.expand(*leading[:-1], *((of_k,) if leading else ()), *t.shape[-2:]).reshape(
-            batch.numel(), of_k, *t.shape[-2:]
-        )
-        for t in (k, v)
-    )
-    return q, k, v
-
-
-def _mask(mask: Tensor, q: Tensor, k: Tensor, leading: torch.Size, q5: Tensor) -> Tensor:
-    """The mask as a view ``[B, heads of k, group, L, S]``, boolean or float32."""
-    check_device("attention", "mask", mask, "q", q)
-    if mask.requires_grad and torch.is_grad_enabled():
-        raise ValueError("samebits.attention: mask: expected one that requires no gradient")
-    if mask.dtype != torch.bool:
-        check_operands("attention", None, {"mask": mask}, autocast=False)
-        mask = mask.to(torch.float32)
-    wanted = (*leading, q.shape[-2], k.shape[-2])
-    try:
-        mask = mask.expand(wanted)
-    except RuntimeError:
-        raise ValueError(
-            f"samebits.attention: mask: expected a shape that broadcasts to {tuple(wanted)},"
-            f" got {shape(mask)}"
-        ) from None
-    return mask.reshape(*q5.shape[:3], *mask.shape[-2:])
-
-
-_SCORES = 1 << 27  # held at once: 512 MiB
-
-
-def _pieces(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Parts of the batch and of k's heads with about so many scores."""
-    batch, heads = q.shape[:2]
-    scores = q.shape[2] * q.shape[3] * k.shape[2]
-    at_once = max(1, _SCORES // max(1, scores))
-    rows, columns = max(1, at_once // max(1, heads)), min(heads, at_once)
-    for b in range(0, batch, rows):
-        for h in range(0, heads, max(1, columns)):
-            yield slice(b, b + rows), slice(h, h + columns)
-
-
-def _products(t: Tensor, key: str) -> tuple[Any, str]:
-    """The module that multiplies on the device of `t`, and the contract's key that it takes."""
-    if t.is_cuda:
-        return on_gpu("matmul", key, t.get_device())
-    from samebits.backends.reference import matmul as reference
-
-    return reference, key
-
-
-def _probabilities(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, key: str) -> Tensor:
-    """``p[b, heads, group * L, S]``, of the dtype of q."""
-    b, heads, group, L, _ = q.shape
-    S = k.shape[2]
-    products, contract = _products(q, key)
-    scores = products.matmul(
-        *(q.reshape(b, heads, group * L, q.shape[-1]), k.mT),
-        bias=None,
-        out_dtype=torch.float32,
-        contract=contract,
-    )
-    if mask is not None:
-        scores = scores.view(b, heads, group, L, S).mul_(scale)
-        scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
-        scale = 1.0
-    p = backend(q).probabilities(scores.reshape(-1, S), scale, L if causal else 0, q.dtype)
-    return p.view(b, heads, group * L, S)  # type: ignore[no-any-return]
-
-
-def _product_over_keys(a: Tensor, b: Tensor, key: str) -> Tensor:
-    """``a[..., M, keys] @ b[..., keys, N]``, chains that end in a zero term: more zeros change nothing."""
-    products, contract = _products(a, key)
-    out = products.addbmm(
-        *(None, a.flatten(0, 1)[:, None], b.reshape(-1, 1, *b.shape[2:]), None),
-        out_dtype=a.dtype,
-        contract=contract,
-    )
-    return out.view(*a.shape[:2], *out.shape[1:])  # type: ignore[no-any-return]
-
-
-def _product_over_queries(a: Tensor, b: Tensor, group: int, key: str) -> Tensor:
-    """``a[..., group * L, M].mT @ b[..., group * L, N]``, each of the group a sequence."""
-    tokens = a.shape[2] // group
-    if contract_of(key).step == "fma" or tokens % 16 == 0:
-        group = 1  # the same chain: no group of 16 reaches over the end of a sequence
-    heads = a.shape[:2].numel()
-    a4, b4 = (t.reshape(heads, group, t.shape[2] // group, t.shape[3]) for t in (a, b))
-    products, contract = _products(a, key)
-    out = products.addbmm(None, a4.mT, b4, None, out_dtype=a.dtype, contract=contract)
-    return out.view(*a.shape[:2], *out.shape[1:])  # type: ignore[no-any-return]
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, key: str
-) -> Tensor:
-    if q.is_cuda:
-        from samebits.backends.cuda import attention_sm90
-
-        _, contract = _products(q, key)
-        if attention_sm90.supports(q, k, v, contract) and attention_sm90.pays(q, k):
-            return attention_sm90.attention(q, k, v, mask, causal, scale, contract)
-    return stored(q, k, v, mask, causal, scale, key)
-
-
-def stored(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, key: str
-) -> Tensor:
-    """The forward by kernels that store scores, some heads at a time."""
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    if k.shape[2] == 0:
-        return out.zero_()
-    for part in _pieces(q, k):
-        part_mask = None if mask is None else mask[part]
-        p = _probabilities(q[part], k[part], part_mask, causal, scale, key)
-        out[part] = _product_over_keys(p, v[part], key).view(out[part].shape)
-    return out
-
-
-def _gradients(
-    grad: Tensor,
+def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    causal: bool,
-    scale: float,
+    sinks: Tensor | None,
+    positions: tuple[Tensor | None, ...],
+    window: tuple[int, int],
+    align: Align,
+    scale: float | None,
+    softcap: float,
     key: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    if k.shape[2] == 0:
-        return dq.zero_(), dk, dv
-    group = q.shape[2]
-    products, contract = _products(q, key)
-    for part in _pieces(q, k):
-        part_mask = None if mask is None else mask[part]
-        p = _probabilities(q[part], k[part], part_mask, causal, scale, key)
-        dy, rows = (t[part].flatten(2, 3) for t in (grad, q))
-        dv[part] = _product_over_queries(p, dy, group, key)
-        dp = products.matmul(dy, v[part].mT, bias=None, out_dtype=torch.float32, contract=contract)
-        dz = backend(q).grad_scores(dp.flatten(0, 2), p.flatten(0, 2), scale, q.dtype).view(p.shape)
-        dq[part] = _product_over_keys(dz, k[part], key).view(dq[part].shape)
-        dk[part] = _product_over_queries(dz, rows, group, key)
-    return dq, dk, dv
+) -> tuple[Tensor, Tensor]:
+    """The operator, after what a scale that is not positive asks of q."""
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
+    scale, softcap = (float(np.float32(x)) for x in (scale, softcap))
+    if not math.isfinite(scale):
+        raise ValueError(f"samebits.attention: scale: expected a finite float32, got {scale}")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"samebits.attention: softcap: expected a finite float32 >= 0, got {softcap}")
+    if scale < 0:
+        q, scale = -q, -scale
+    elif scale == 0:
+        q, scale = q * 0, 1.0
+    out, lse, _ = _operator(q, k, v, mask, sinks, *positions, *window, align, scale, softcap, key)
+    return out, lse
 
 
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, key: str
-) -> Tensor:
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+def _check_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    block_table: Tensor | None,
+) -> int:
+    """Refuse operands that do not fit together. Returns how many sequences there are."""
+
+    def refuse(name: str, expected: str, *tensors: Tensor) -> None:
+        got = " and ".join(map(shape, tensors))
+        raise ValueError(f"samebits.attention: {name}: expected {expected}, got {got}")
+
+    if cu_seqlens_k is not None and (cu_seqlens_q is None or block_table is not None):
+        wrong = "cu_seqlens_q with it" if cu_seqlens_q is None else "none with block_table"
+        raise ValueError(f"samebits.attention: cu_seqlens_k: expected {wrong}")
+    if cu_seqlens_q is not None and cu_seqlens_k is None and block_table is None:
+        raise ValueError("samebits.attention: cu_seqlens_q: expected cu_seqlens_k or block_table with it")
+    if q.ndim != (4 if cu_seqlens_q is None else 3):
+        refuse("q", "[batch, queries, heads, size], or packed with cu_seqlens_q [tokens, heads, size]", q)
+    forms = "[batch, keys, heads, size], packed [tokens, heads, size], or pages [pages, page, heads, size]"
+    for name, t in (("k", k), ("v", v)):
+        if t.ndim != (4 if cu_seqlens_k is None else 3):
+            refuse(name, forms, t)
+    if q.shape[-1] != k.shape[-1]:
+        refuse("q, k", "one last size", q, k)
+    if k.shape[:-1] != v.shape[:-1]:
+        refuse("k, v", "as many tokens and heads in both", k, v)
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        refuse("q, k", "a number of heads in q that is a multiple of k's", q, k)
+    if cu_seqlens_q is not None:
+        return max(0, cu_seqlens_q.numel() - 1)
+    if block_table is None and q.shape[0] != k.shape[0]:
+        refuse("q, k", "one batch size", q, k)
+    return q.shape[0]
 
 
-def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+def _check_integers(name: str, t: Tensor | None, size: tuple[int | None, ...], q: Tensor) -> None:
+    """Refuse anything but a dense tensor of integers of this size; None stands for any number."""
+    if t is None:
+        return
+    if not isinstance(t, Tensor):
+        raise TypeError(f"samebits.attention: {name}: expected a Tensor, got {type(t).__name__}")
+    if t.layout is not torch.strided or t.is_nested:
+        raise TypeError(f"samebits.attention: {name}: expected a dense tensor, got layout {t.layout}")
+    if t.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"samebits.attention: {name}: expected int32 or int64, got {t.dtype}")
+    check_device("attention", name, t, "q", q)
+    if t.ndim != len(size) or any(n is not None and n != m for n, m in zip(size, t.shape, strict=False)):
+        expected = ", ".join("n" if n is None else str(n) for n in size)
+        raise ValueError(f"samebits.attention: {name}: expected shape ({expected}), got {shape(t)}")
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, v, mask, ctx.causal, ctx.scale, ctx.key = inputs
-    ctx.save_for_backward(q, k, v, mask)
+def _check_floats(name: str, t: Tensor, q: Tensor) -> None:
+    """Refuse anything but a dense tensor of a supported dtype."""
+    check_operands("attention", None, {name: t}, autocast=False)
+    check_device("attention", name, t, "q", q)
 
 
-def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+def _check_window(window: tuple[int, int], causal: bool) -> tuple[int, int]:
+    """The window that both arguments together ask for."""
+    if not (
+        isinstance(window, (tuple, list))
+        and len(window) == 2
+        and all(isinstance(n, int) and not isinstance(n, bool) and n >= -1 for n in window)
+    ):
+        raise ValueError(
+            f"samebits.attention: window: expected two integers >= -1 (left, right), got {window!r}"
+        )
+    left, right = window
+    if not causal:
+        return left, right
+    if right > 0:
+        raise ValueError(
+            f"samebits.attention: window: expected 0 or -1 to the right with causal, got {right}"
+        )
+    return left, 0
+
+
+def _check_mask(mask: Tensor, wanted: tuple[int, ...], q: Tensor) -> Tensor:
+    """A mask with four dimensions, each as wanted or 1."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        _check_floats("mask", mask, q)
+    check_device("attention", "mask", mask, "q", q)
+    if mask.ndim > 4 or any(n not in (1, m) for n, m in zip(mask.shape[::-1], wanted[::-1], strict=False)):
+        raise ValueError(
+            f"samebits.attention: mask: expected a shape that broadcasts to {wanted}, got {shape(mask)}"
+        )
+    return mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+
+
+def _by_token(t: Tensor, leading: torch.Size, batch: int) -> Tensor:
+    """``t[..., heads, tokens, size]``, broadcast, as ``[rows, tokens, heads, size]``; without copies."""
+    t = expand(t, (*leading, *t.shape[-2:]))
+    heads = leading[batch] if len(leading) > batch else 1
+    return t.reshape(leading[:batch].numel(), heads, *t.shape[-2:]).transpose(1, 2)
+
+
+def _check_mask_of_torch(mask: Tensor, leading: torch.Size, q: Tensor, k: Tensor) -> Tensor:
+    """A mask of PyTorch's as :func:`_check_mask` returns it: a view, but for unusual broadcasting."""
+    if isinstance(mask, Tensor) and len(leading) > 2 and mask.ndim > 3:
+        batch = leading[:-1]
+        sizes = mask.shape[:-3]
+        if len(sizes) > len(batch) or any(
+            n not in (1, m) for n, m in zip(sizes[::-1], batch[::-1], strict=False)
+        ):
+            wanted = (*leading, q.shape[1], k.shape[1])
+            raise ValueError(
+                f"samebits.attention: mask: expected a shape that broadcasts to {wanted}, got {shape(mask)}"
+            )
+        mask = expand(mask, (*batch, *mask.shape[-3:])).flatten(0, -4)
+    return _check_mask(mask, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q)
+
+
+_LOG2E = CONSTANTS["LOG2E"]
+
+
+def _hidden_keys(mask: Tensor, rows: int) -> Tensor | None:
+    """How many first keys ``mask[rows or 1, heads, queries, keys]`` hides from all queries, ``[rows]``,
+    int32.
+
+    A row that hides all keys has 0. None if the mask is the same for all keys.
+    """
+    if mask.shape[3] < 2 or 0 in mask.shape:
+        return None
+    mask = mask.detach()
+    seen = mask if mask.dtype == torch.bool else mask.to(torch.float32) * _LOG2E != -torch.inf
+    if seen.shape[1] * seen.shape[2] > 1:
+        seen = seen.flatten(1, 2).any(1)
+    seen = seen.reshape(-1, seen.shape[-1])
+    first = seen.to(torch.uint8).argmax(1).to(torch.int32)
+    return first.expand(rows).contiguous() if len(first) < rows else first
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    key_start: Tensor | None,
+    key_length: Tensor | None,
+    block_table: Tensor | None,
+    left: int,
+    right: int,
+    align: Align,
+    scale: float,
+    softcap: float,
+    key: str,
+) -> tuple[Any, Attention]:
+    """The module that computes on the device of q, and what it is to compute."""
+    if q.is_cuda:
+        backend, contract = on_gpu("attention", key, q.get_device())
+    else:
+        from samebits.backends.reference import attention as backend
+
+        contract = unpack_key(key)[0]
+    x = Attention(
+        *(q, k, v, contract, scale, softcap, (left, right), align),
+        mask=mask,
+        sinks=None if sinks is None else sinks.to(torch.float32).contiguous(),
+        cu_seqlens_q=_as_int32(cu_seqlens_q),
+        cu_seqlens_k=_as_int32(cu_seqlens_k),
+        key_start=_as_int32(key_start),
+        key_length=_as_int32(key_length),
+        block_table=_as_int32(block_table),
+    )
+    if mask is not None:
+        whole = (x.batch, x.heads, x.queries, x.keys)
+        x = dataclasses.replace(x, mask=mask.expand(whole))
+    for name, offsets, tokens in (
+        ("cu_seqlens_q", cu_seqlens_q, x.queries),
+        ("cu_seqlens_k", cu_seqlens_k, x.keys),
+    ):
+        if offsets is not None:
+            if q.is_cuda:
+                assert_cu_seqlens("attention", offsets, tokens, key)
+            else:
+                check_cu_seqlens("attention", offsets, tokens, name)
+    if not q.is_cuda:
+        _check_slots(x)
+    return backend, x
+
+
+def _as_int32(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.to(torch.int32).contiguous()
+
+
+def _check_slots(x: Attention) -> None:
+    """Refuse starts, lengths and pages that do not exist. Reads the values."""
+    starts = [0] * x.batch if x.key_start is None else x.key_start.tolist()
+    lengths = [x.keys] * x.batch if x.key_length is None else x.key_length.tolist()
+    if x.cu_seqlens_k is None:
+        for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            if not 0 <= start <= length <= x.keys:
+                raise ValueError(
+                    "samebits.attention: key_start, key_length: expected 0 <= start <= length <="
+                    f" {x.keys} (slots), got {start} and {length} of sequence {b}"
+                )
+    if x.block_table is not None:
+        page, pages = x.k.shape[1], x.k.shape[0]
+        for b, table in enumerate(x.block_table.tolist()):
+            for block in table[starts[b] // page : -(-lengths[b] // page)] if page else ():
+                if not 0 <= block < pages:
+                    raise ValueError(
+                        f"samebits.attention: block_table: expected pages in [0, {pages}), got {block} of"
+                        f" sequence {b}"
+                    )
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    backend, x = _call(*args)
+    results: tuple[Tensor, Tensor, Tensor] = backend.forward(x)
+    return results
+
+
+def _gradients(
+    grad: Tensor, out: Tensor, lse2: Tensor, grad_mask: bool, q: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
+    backend, x = _call(q, *args)
+    mask, sinks = args[2:4]
+    dq, dk, dv, dmask, dsinks = backend.backward(x, grad, out, lse2, grad_mask=grad_mask)
+    if dmask is not None:
+        dmask = rounded(dmask if dmask.shape == mask.shape else sum_to(dmask, mask.shape), mask.dtype)
+    if dsinks is not None:
+        dsinks = rounded(dsinks, sinks.dtype)
+    return dq, dk, dv, *(q.new_empty(0) if t is None else t for t in (dmask, dsinks))
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, *rest: Any) -> tuple[Tensor, ...]:
+    packed = rest[0] is not None
+    statistics = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+    lse, lse2 = (q.new_empty(statistics, dtype=torch.float32) for _ in range(2))
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), lse, lse2
+
+
+def _fake_gradients(
+    grad: Tensor, out: Tensor, lse2: Tensor, grad_mask: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    mask, sinks = rest[:2]
+    like_mask = q.new_empty(mask.shape, dtype=mask.dtype) if grad_mask else q.new_empty(0)
+    like_sinks = q.new_empty(0) if sinks is None else q.new_empty(sinks.shape, dtype=sinks.dtype)
+    return *(t.new_empty(t.shape) for t in (q, k, v)), like_mask, like_sinks
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors, ctx.options = inputs[:10], inputs[10:]
+    out, lse, lse2 = output
+    ctx.mark_non_differentiable(lse, lse2)
+    ctx.save_for_backward(*tensors, out, lse2)
+
+
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("attention")
-    grads = _gradient(grad, *saved, ctx.causal, ctx.scale, ctx.key)
-    return *grads, None, None, None, None
+    *tensors, out, lse2 = saved
+    needed = ctx.needs_input_grad
+    found = _gradient(grad, out, lse2, needed[3], *tensors, *ctx.options)
+    grads = (t if wanted else None for t, wanted in zip(found, needed, strict=False))
+    return *grads, *(None,) * 11
 
 
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,"
+    " Tensor? key_start, Tensor? key_length, Tensor? block_table, int left, int right, str align,"
+    " float scale, float softcap, str contract"
+)
 _operator = Operator(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, str contract) -> Tensor",
+    f"attention({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
     cpu=_forward,
     cuda=_forward,
     fake=_fake,
@@ -278,8 +511,8 @@ _operator = Operator(
     backward=_backward,
 )
 _gradient = Operator(
-    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float"
-    " scale, str contract) -> (Tensor, Tensor, Tensor)",
+    f"attention_backward(Tensor grad, Tensor out, Tensor lse2, bool grad_mask, {_ARGUMENTS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_gradients,
     cuda=_gradients,
     fake=_fake_gradients,

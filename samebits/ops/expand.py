@@ -40,7 +40,7 @@ class _Expand(torch.autograd.Function):
         return _operator(grad, ctx.shape), None
 
 
-def _sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
+def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
     sizes = (1,) * (grad.ndim - len(shape)) + tuple(shape)
     summed = [d for d in range(grad.ndim) if sizes[d] == 1 and grad.shape[d] != 1]
     total = grad
@@ -72,8 +72,8 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor
 
 _operator = Operator(
     "sum_to(Tensor grad, SymInt[] shape) -> Tensor",
-    cpu=_sum_to,
-    cuda=_sum_to,
+    cpu=sum_to,
+    cuda=sum_to,
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,

@@ -1,7 +1,7 @@
 """Attention on CPU tensors: the chains of `matmul`, and `attention_kernels` for what lies between them.
 
-It goes over the blocks of a sequence's keys. To a block come only the queries with a key of it in their window.
-What is left out changes no bit.
+It goes over the blocks of a sequence's keys. To a block come only the queries with a key of it in their
+window. What is left out changes no bit.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _sequences(x: Attention) -> Iterator[_Sequence]:
 
 @dataclass(frozen=True)
 class _Block:
-    """Keys ``start <= j < stop`` of a sequence, and the queries, and rows, with one of them in their window."""
+    """Keys ``start <= j < stop`` of a sequence, and the queries, as rows too, with one in their window."""
 
     start: int
     stop: int
@@ -102,7 +102,7 @@ class _Partial:
 
     def __init__(self, heads: int, rows: int, lanes: int, size: int) -> None:
         self.n = np.full((heads, rows), -np.inf, np.float32)
-        self.l = np.zeros((heads, rows, lanes), np.float32)
+        self.lanes = np.zeros((heads, rows, lanes), np.float32)
         self.o = np.zeros((heads, rows, size), np.float32)
 
 
@@ -136,7 +136,7 @@ class _Call:
 
     def mask(self, t: Tensor, s: _Sequence) -> Tensor:
         """``t[batch, heads, queries, keys]`` of a sequence as a view ``[kv heads, queries, group, keys]``."""
-        own = t[s.row, :, :, s.first_slot : s.first_slot + len(s.slots)]
+        own: Tensor = t[s.row, :, :, s.first_slot : s.first_slot + len(s.slots)]
         return own.unflatten(0, (self.x.kv_heads, self.x.group)).transpose(1, 2)
 
     def visible(self, s: _Sequence) -> Callable[[_Block], tuple[Any, ...]]:
@@ -157,7 +157,7 @@ class _Call:
         return of_block
 
     def chain(self, a: Tensor, b: Tensor, out: _F32) -> None:
-        """Carry ``out[heads, M, N]`` on by ``a[heads, M, K] @ b[heads, K, N]``, or over a second dimension, too."""
+        """Carry ``out[heads, M, N]`` on by ``a[heads, M, K] @ b[heads, K, N]``, or by sequences of these."""
         a4, b4 = (t if t.ndim == 4 else t[:, None] for t in (a, b))
         spans = np.array([(s, 0, a4.shape[3]) for s in range(a4.shape[1])], np.int64)
         carry_on(a4, b4, out, spans, self.x.contract, closing_zero=False)
@@ -205,7 +205,7 @@ def forward(x: Attention) -> tuple[Tensor, Tensor, Tensor]:
         segment = 0
 
         def merge(total: _Partial = total, part: _Partial = part) -> None:
-            into = total.l, total.o, part.n, part.l, part.o
+            into = total.lanes, total.o, part.n, part.lanes, part.o
             _over_rows(kernels.merge_segment, total.n, *into, call.interpolate)
 
         for b in _blocks(s, x.group):
@@ -213,13 +213,13 @@ def forward(x: Attention) -> tuple[Tensor, Tensor, Tensor]:
                 merge()
                 segment = b.start // SEGMENT
             a = call.product(q[:, b.rows], call.keys(call.k, s, b))
-            n, l, o = (state[:, b.rows] for state in (part.n, part.l, part.o))
-            _over_rows(kernels.forward_block, a, *call.scales, *visible(b), n, l, o)
+            n, lanes, o = (state[:, b.rows] for state in (part.n, part.lanes, part.o))
+            _over_rows(kernels.forward_block, a, *call.scales, *visible(b), n, lanes, o)
             call.chain(call.operand(a), call.keys(call.v, s, b), o)
         merge()
         found = np.empty_like(total.n), np.empty_like(total.n)
         _over_rows(
-            kernels.finish, total.n, total.l, total.o, call.sinks, x.group, call.interpolate, *found
+            *(kernels.finish, total.n, total.lanes, total.o, call.sinks, x.group, call.interpolate, *found)
         )
         results = call.rounded(total.o), *map(torch.from_numpy, found)
         for to, values in zip((out, _by_token(lse), _by_token(lse2)), results, strict=True):

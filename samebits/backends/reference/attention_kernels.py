@@ -1,7 +1,7 @@
-"""The steps of attention in ``docs/contract.md`` between its chains: exp2, tanh, weights of a block, merges, gradients.
+"""What attention of ``docs/contract.md`` does between its chains: weights, merges, gradients of scores.
 
-A row is a query of one head. Arrays ``[heads, rows, ...]`` have for each head of k and v the rows of its group:
-row r is query ``r // group`` of the group's head ``r % group``. Every function works on rows
+A row is a query of one head. Arrays ``[heads, rows, ...]`` have for each head of k and v the rows of its
+group: row r is query ``r // group`` of the group's head ``r % group``. Every function works on rows
 ``first <= i < last`` of all heads together.
 """
 
@@ -99,7 +99,7 @@ _MASKS = (boolean[:, :, :, :], f32[:, :, :, :])  # [heads, queries, group, keys]
 
 @_njit()
 def _score(a, c, cap, interpolate, h, query, member, key, first_seen, last_seen, hides, adds):
-    """The score that is multiplied by c (by 1 with a float mask), or -inf where the key is invisible; tanh."""
+    """The score, which c multiplies (1 with a float mask), or -inf for an invisible key; and the tanh."""
     t = tanh(a * cap, interpolate) if cap != _ZERO else a
     seen = first_seen[query] <= key < last_seen[query]
     if seen and hides.size and not hides[h, query, member, key]:
@@ -111,9 +111,9 @@ def _score(a, c, cap, interpolate, h, query, member, key, first_seen, last_seen,
 
 @_njit(void(_ARRAY, *_SCALES, boolean, *_VISIBLE, *_MASKS, _PER_ROW, _ARRAY, _ARRAY, *_SPAN))
 def forward_block(
-    a, c, cap, interpolate, key0, first_seen, last_seen, group, hides, adds, n, l, o, first, last
+    a, c, cap, interpolate, key0, first_seen, last_seen, group, hides, adds, n, lanes, o, first, last
 ):
-    """Turn a block's accumulators into weights, add them to the lanes `l`, and rescale `l` and `o`."""
+    """Turn a block's accumulators into weights, add them to `lanes`, and rescale `lanes` and `o`."""
     rows, keys = a.shape[1], a.shape[2]
     factor = _ONE if adds.size else c
     for i in range(first, last):
@@ -137,9 +137,9 @@ def forward_block(
             s = a[h, row, j]
             a[h, row, j] = _ZERO if s == -_INF else _exp2(fma(s, factor, -r), interpolate)
         for e in range(LANES):
-            l[h, row, e] = fma(l[h, row, e], alpha, a[h, row, e] if e < keys else _ZERO)
+            lanes[h, row, e] = fma(lanes[h, row, e], alpha, a[h, row, e] if e < keys else _ZERO)
         for j in range(LANES, keys):
-            l[h, row, j % LANES] += a[h, row, j]
+            lanes[h, row, j % LANES] += a[h, row, j]
         for d in range(o.shape[2]):
             o[h, row, d] *= alpha
         n[h, row] = n_next
@@ -154,18 +154,18 @@ def _merge(n_all, n, interpolate):
 
 
 @_njit(void(_PER_ROW, _ARRAY, _ARRAY, _PER_ROW, _ARRAY, _ARRAY, boolean, *_SPAN))
-def merge_segment(n_all, l_all, o_all, n, l, o, interpolate, first, last):
+def merge_segment(n_all, l_all, o_all, n, lanes, o, interpolate, first, last):
     """Add a segment to those before it, and empty it."""
     rows = n.shape[1]
     for i in range(first, last):
         h, row = i // rows, i % rows
         n_all[h, row], x, y = _merge(n_all[h, row], n[h, row], interpolate)
-        x0, x1, x2, x3, x4, x5, x6, x7 = l[h, row]
+        x0, x1, x2, x3, x4, x5, x6, x7 = lanes[h, row]
         total = ((x0 + x1) + (x2 + x3)) + ((x4 + x5) + (x6 + x7))
         l_all[h, row, 0] = fma(l_all[h, row, 0], x, total * y)
         for d in range(o.shape[2]):
             o_all[h, row, d] = fma(o_all[h, row, d], x, o[h, row, d] * y)
-        n[h, row], l[h, row], o[h, row] = -_INF, _ZERO, _ZERO
+        n[h, row], lanes[h, row], o[h, row] = -_INF, _ZERO, _ZERO
 
 
 @_njit(void(_PER_ROW, _ARRAY, _ARRAY, _PER_ROW, i64, boolean, _PER_ROW, _PER_ROW, *_SPAN))
@@ -211,7 +211,7 @@ def dots(d, grad, out, first, last):
 def backward_block(
     a, dp, c, cap, interpolate, key0, first_seen, last_seen, group, hides, adds, lse2, d, dmask, first, last
 ):
-    """Turn a block's accumulators `a` into the weights p, and `dp` into ds; fill `dmask` unless it is empty."""
+    """Turn a block's accumulators `a` into the weights p, and `dp` into ds; fill `dmask`, unless empty."""
     rows, keys = a.shape[1], a.shape[2]
     factor = _ONE if adds.size else c
     for i in range(first, last):

@@ -12,7 +12,7 @@ from torch import Tensor
 from samebits.backends import chosen_backend, use_backend
 from samebits.contract import FMA, Contract
 from samebits.ops.addmm import addmm_
-from samebits.ops.attention import attention
+from samebits.ops.attention import scaled_dot_product_attention
 from samebits.ops.bmm import bmm
 from samebits.ops.linear import linear
 from samebits.ops.linear_logp import linear_logp
@@ -82,7 +82,7 @@ def verify_operations(report: Report, contract: Contract, device: torch.device) 
     def attended(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, **options: Any) -> tuple[Tensor, ...]:
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         with torch.enable_grad():
-            out = attention(*leaves, is_causal=True, enable_gqa=True, **options)
+            out = scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True, **options)
         return (out.detach(), *torch.autograd.grad(out, leaves, dy))
 
     for n, k in ((136, 200), (24, 33)):

@@ -16,7 +16,6 @@ from samebits.backends.logits_in_pieces import grad_logits as grad_logits_by
 from samebits.backends.token_logps import Rows, Statistics, vocabulary_pieces
 from samebits.contract import TENSOR_CORE, Contract
 from samebits.functions import VOCAB_BLOCK
-from samebits.ops.attention import stored
 from samebits.testing import KINDS, values
 from samebits.tools.verify.case import BF16, F16, F32
 from samebits.tools.verify.failures import finish, running
@@ -98,9 +97,76 @@ def reference(contract: Contract) -> RowBackend:
 
     def attention(q: Tensor, *args: Any, schedule: Any) -> Tensor:
         k, v, mask, causal, scale, _ = args  # the last argument is the kernels' contract key
-        return stored(q, k, v, mask, causal, scale, contract.key)
+        return _stored(q, k, v, mask, causal, scale, contract.key)
 
     return RowBackend("", rows, logp, statistics, grad_logits, attention, lambda *of: (None,))
+
+
+_SCORES = 1 << 27
+
+
+def _pieces(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Parts of the batch and of k's heads with about so many scores."""
+    batch, heads = q.shape[:2]
+    scores = q.shape[2] * q.shape[3] * k.shape[2]
+    at_once = max(1, _SCORES // max(1, scores))
+    rows, columns = max(1, at_once // max(1, heads)), min(heads, at_once)
+    for b in range(0, batch, rows):
+        for h in range(0, heads, max(1, columns)):
+            yield slice(b, b + rows), slice(h, h + columns)
+
+
+def _products(t: Tensor, key: Key) -> tuple[Any, str]:
+    """The module that multiplies on the device of `t`, and the contract's key that it takes."""
+    if t.is_cuda:
+        return on_gpu("matmul", key, t.get_device())
+    from samebits.backends.reference import matmul as reference
+
+    return reference, key
+
+
+def _probabilities(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, key: Key) -> Tensor:
+    """``p[b, heads, group * L, S]``, of the dtype of q."""
+    b, heads, group, L, _ = q.shape
+    S = k.shape[2]
+    products, contract = _products(q, key)
+    scores = products.matmul(
+        *(q.reshape(b, heads, group * L, q.shape[-1]), k.mT),
+        bias=None,
+        out_dtype=torch.float32,
+        contract=contract,
+    )
+    if mask is not None:
+        scores = scores.view(b, heads, group, L, S).mul_(scale)
+        scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
+        scale = 1.0
+    p = backend(q).probabilities(scores.reshape(-1, S), scale, L if causal else 0, q.dtype)
+    return p.view(b, heads, group * L, S)  # type: ignore[no-any-return]
+
+
+def _product_over_keys(a: Tensor, b: Tensor, key: Key) -> Tensor:
+    """``a[..., M, keys] @ b[..., keys, N]``, chains that end in a zero term: more zeros change nothing."""
+    products, contract = _products(a, key)
+    out = products.addbmm(
+        *(None, a.flatten(0, 1)[:, None], b.reshape(-1, 1, *b.shape[2:]), None),
+        out_dtype=a.dtype,
+        contract=contract,
+    )
+    return out.view(*a.shape[:2], *out.shape[1:])  # type: ignore[no-any-return]
+
+
+def _stored(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, key: Key
+) -> Tensor:
+    """The forward by kernels that store scores, some heads at a time."""
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    if k.shape[2] == 0:
+        return out.zero_()
+    for part in _pieces(q, k):
+        part_mask = None if mask is None else mask[part]
+        p = _probabilities(q[part], k[part], part_mask, causal, scale, key)
+        out[part] = _product_over_keys(p, v[part], key).view(out[part].shape)
+    return out
 
 
 @dataclass(frozen=True, slots=True)
