@@ -101,7 +101,7 @@ def fma(h: Any, k_vector: Any, row_vector: Any, k_gather: Any, row_gather: Any) 
 
 
 def fma_on_hopper(h: Any) -> Iterator[Kernel]:
-    """All schedules and layouts; one layout also as tests/sanitize.py compiles it for racecheck."""
+    """All schedules and layouts; one layout also as tests/support/sanitize.py compiles it for racecheck."""
     for i, s in enumerate((*h.fma_sm90.MANY, *h.fma_sm90.FEW)):
         for turned in FLAGS:
             yield s.spec(*turned), HOPPER
@@ -128,7 +128,9 @@ def tensor_core_on_hopper(h: Any) -> Iterator[Kernel]:
     for a_mn, b_mn in FLAGS:
         turns = itertools.cycle(cases + ragged if a_mn and b_mn else cases)
         for s in h.schedule_sm90.catalogue(a_mn, b_mn):
-            case = h.tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)})
+            case = h.tensor_core_sm90.Sm90Variant(
+                **{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)}
+            )
             yield h.tensor_core_sm90.spec(case, s), HOPPER
 
 
