@@ -164,7 +164,7 @@ class ProductKernel(abc.ABC, Generic[S]):
     Attributes:
         name: of the kernel, and of its host file and source.
         step: of the contracts that it follows.
-        compiled_ahead: whether :mod:`samebits.backends.cuda.ahead` can compile it before it is launched.
+        compiled_ahead: whether :mod:`samebits.backends.cuda.precompile` can compile it before it is launched.
     """
 
     name: str

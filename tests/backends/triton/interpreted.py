@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from torch import Tensor
 import samebits
 from samebits import FMA, HOPPER, TENSOR_CORE, Contract
 from samebits.backends import reference as reference_package
+from samebits.backends.logits_in_pieces import grad_logits
 from samebits.backends.product import Operands
 from samebits.backends.reference import linear_logp as reference_linear_logp
 from samebits.backends.reference import logp as reference_logp
@@ -110,7 +112,7 @@ def fma() -> int:
 def wrong_spans() -> int:
     """Bounds outside of k are taken as the nearer end, and a span that ends before it starts as empty."""
     count = 0
-    for contract, schedule in ((FMA, backend.FMA_SCHEDULES[3]), (ON_HOPPER, backend.MMA_SCHEDULES[1])):
+    for kernel, contract in ((backend.FMA, FMA), (backend.TENSOR_CORE, ON_HOPPER)):
         around = whole((1, 1, 24, 60), 0), whole((1, 1, 60, 24), 1)
         a, b = around[0][..., 10:40], around[1][..., 10:40, :]
         want = torch.zeros(1, 24, 24)
@@ -119,7 +121,8 @@ def wrong_spans() -> int:
             want = reference.addbmm(want, *part, out_dtype=F32, contract=contract.key)
         for dtype in (torch.int32, torch.int64):
             out, spans = torch.full((1, 24, 24), torch.nan), torch.tensor([-7, 20, 5, 44], dtype=dtype)
-            backend.run(a, b, out, contract, cu_seqlens=spans, closing_zero=True, schedule=schedule)
+            x = Operands(a[:, 0], b[:, 0], out, cu_seqlens=spans, sequences=True)
+            kernel.run(x, kernel.catalogue[1])
             assert_same_bits(out, want, f"{contract}, {dtype}")
             count += 1
     return count
@@ -280,7 +283,7 @@ def tensor_core_log_probabilities() -> int:
         statistics = reference_linear_logp.statistics(x, weight, b, want, contract=key)
         reference_logp.combine(statistics, want)
         arguments: tuple[Any, ...] = (x, weight, b, part, want, grad, grad_entropy if entropy else None)
-        want_dz = reference_linear_logp.grad_logits(*arguments, dtype=F16, contract=key)
+        want_dz = grad_logits(reference_linear_logp.grad_logits_later, *arguments, dtype=F16, contract=key)
         for s in linear_logp.STATISTICS_SCHEDULES if fused else (None,):
             got = Rows.empty(target, vocabulary, -100, scale=scale, entropy=entropy)
             logp.combine(linear_logp.statistics(x, weight, b, got, contract=key, schedule=s), got)
@@ -288,7 +291,8 @@ def tensor_core_log_probabilities() -> int:
                 assert_same_bits(getattr(got, name), getattr(want, name), f"{name}, {s}")
                 count += 1
         for s in backend.TILE_SCHEDULES if fused else (None,):
-            dz = linear_logp.grad_logits(*arguments, dtype=F16, contract=key, schedule=s)
+            by = partial(linear_logp.grad_logits_later, schedule=s)
+            dz = grad_logits(by, *arguments, dtype=F16, contract=key)
             assert_same_bits(dz, want_dz, f"dz, {s}")
             count += 1
     return count

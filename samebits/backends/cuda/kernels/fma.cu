@@ -49,12 +49,8 @@ struct Params {
     i64 bias_stride;
     const void* spans;  // segments + 1 ascending bounds in k; null: `segments` segments of k each
     int m, n, k, segments, tiles_m, tiles_n;
-<<<<<<< HEAD
-    int closing_zero, out_together, bias_kind,
-        spans_wide;  // closing_zero: a zero term ends every nonempty segment
-=======
-    int closing_zero, out_together, bias_kind, spans_wide;  // closing_zero: a zero term ends every nonempty segment
->>>>>>> b1
+    int closing_zero;  // a zero term ends every nonempty segment
+    int out_together, bias_kind, spans_wide;
 };
 
 // Up to TILE_K consecutive k of one segment.

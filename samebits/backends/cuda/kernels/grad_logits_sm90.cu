@@ -52,13 +52,8 @@ struct Params {
 };
 
 struct GradLogits {
-<<<<<<< HEAD
     static constexpr u32 smem_bytes = 2 * PANEL_BYTES;
     static constexpr bool overlap_m = true, overlap_n = true;
-=======
-    static constexpr u32 bytes = 2 * PANEL_BYTES;
-    static constexpr bool recompute_m = true, recompute_n = true;
->>>>>>> b1
 
     u32 buffer = 0;
 

@@ -78,14 +78,9 @@ struct Params {
 
 struct Statistics {
     static constexpr u32 line = (VOCAB_BLOCK + 4) * 4;  // in bytes, of a token's logits; no bank conflicts
-<<<<<<< HEAD
     static constexpr u32 smem_bytes = TRANSPOSED ? BLOCK_N * line : 0;
     static constexpr bool overlap_m = !TRANSPOSED,
                           overlap_n = TRANSPOSED;  // tokens; blocks of the vocabulary stay whole
-=======
-    static constexpr u32 bytes = TRANSPOSED ? BLOCK_N * line : 0;
-    static constexpr bool recompute_m = !TRANSPOSED, recompute_n = TRANSPOSED;  // tokens; blocks stay whole
->>>>>>> b1
 
     static __device__ void prefetch_maps(const Params&) {}
 

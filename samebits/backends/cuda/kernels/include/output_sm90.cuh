@@ -56,13 +56,8 @@ __device__ __forceinline__ void store(Accumulators& acc, const Params& p, const 
 }
 
 struct Output {
-<<<<<<< HEAD
     static constexpr u32 smem_bytes = 2 * PANEL_BYTES;  // of shared memory, for a warpgroup
     static constexpr bool overlap_m = !ACCUMULATE, overlap_n = !ACCUMULATE;
-=======
-    static constexpr u32 bytes = 2 * PANEL_BYTES;  // of shared memory, for a warpgroup
-    static constexpr bool recompute_m = !ACCUMULATE, recompute_n = !ACCUMULATE;
->>>>>>> b1
 
     u32 buffer = 0;
 

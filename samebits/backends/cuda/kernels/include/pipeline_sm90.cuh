@@ -9,7 +9,6 @@
 //   1 warp                 producer: one thread issues all TMA loads. With MOVE_REGISTERS it is a whole
 //                          warpgroup, for setmaxnreg counts by warpgroups; its registers go to the consumers.
 //
-<<<<<<< HEAD
 // Consumers form TEAMS of SHARE warpgroups; a team works on one tile.
 //   SHARE == WARPGROUPS    cooperative: one team, each warpgroup with BLOCK_M / SHARE rows
 //   SHARE == 1             ping-pong: teams take tiles in turns, one in its epilogue while the other
@@ -43,11 +42,6 @@
 //   init(acc, ...)         what the chains of a tile start from
 //   apply(acc, ...)        what becomes of them
 //   drain(thread)          before the block leaves
-=======
-// A kernel calls `pipeline` with its Problem, which has the members used here, and its Epilogue, of which every
-// warpgroup has one: see output_sm90.cuh. Its recompute_m and recompute_n say whether rows and columns may be computed
-// by two tiles, which then write the same bits.
->>>>>>> b1
 #pragma once
 
 #include "k_blocks_sm90.cuh"
@@ -110,13 +104,8 @@ struct TileScheduler {
     __device__ explicit TileScheduler(const Params& p)
         : rows((p.m + BLOCK_M - 1) / BLOCK_M), columns((p.n + BLOCK_N * CLUSTER - 1) / (BLOCK_N * CLUSTER)),
           per_matrix(rows * columns), count(per_matrix * p.batch), group(p.group),
-<<<<<<< HEAD
           last_m(last_tile_start<Epilogue::overlap_m, BLOCK_M, A_MN ? 16 : 1>(p.m)),
           last_n(last_tile_start<Epilogue::overlap_n, BLOCK_N, B_MN ? 16 : 8>(p.n)) {}
-=======
-          last_m(last_tile<Epilogue::recompute_m, BLOCK_M, A_MN ? 16 : 1>(p.m)),
-          last_n(last_tile<Epilogue::recompute_n, BLOCK_N, B_MN ? 16 : 8>(p.n)) {}
->>>>>>> b1
 
     __device__ TileCoord at(u32 index, u32 rank) const {
         u32 batch = index / per_matrix;
