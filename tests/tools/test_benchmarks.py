@@ -16,6 +16,7 @@ from benchmarks import counters, logp, models, plot, tables, tune
 from benchmarks.record import GPUS, environment, load, tiny
 from samebits.backends.cuda.matmul import PRODUCTS
 from samebits.tools.bench import clock
+from samebits.tools.bench.cases import BenchCase
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
 
@@ -151,10 +152,28 @@ def test_schedules_have_names_of_their_own() -> None:
 
 
 def test_a_tuners_report() -> None:
-    us = {"torch": 10.0, "one": 8.0, "two": 5.0}
-    case = {"work": "forward", "m": 16, "k": 64, "n": 32, "us": us, "chosen": "one"}
+    us, cost = {"torch": 10.0, "one": 8.0, "two": 5.0}, {"one": 7.25, "two": 5.5}
+    case = BenchCase("forward", 16, 64, 32).record() | {"us": us, "cost": cost, "chosen": "one"}
     assert tune.speeds(case) == (1.25, 2.0)
     lines, means = tune.report([case, case | {"chosen": "two"}])
+    assert [next(column.cells) for column in lines.columns] == (
+        [
+            "forward",
+            "bfloat16",
+            "1",
+            "64",
+            "32",
+            "16",
+            "10.0",
+            "8.0",
+            "7.2",
+            "1.250",
+            "5.0",
+            "5.5",
+            "2.000",
+            "two",
+        ]
+    )
     assert lines.row_count == 2
     assert [*means.columns[4].cells] == ["2.000"]
 

@@ -14,12 +14,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks import tune
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.matmul import PRODUCTS, fastest
 from samebits.backends.cuda.products import fma, fma_sm90, schedule_sm90, tensor_core, tensor_core_sm90, tiny
 from samebits.backends.cuda.products.plan import TileLayout, tile_layout
 from samebits.backends.cuda.products.tiny import TinyMatrices, TinySchedule, choose_schedule
-from samebits.backends.product import Matrix, Operands, Product
+from samebits.backends.product import Matrix, Operands, Product, ProductKernel
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None, reason="cuda-core is not installed (samebits[cuda])"
@@ -148,6 +149,14 @@ def test_every_architecture_has_schedules_of_the_fma_kernel(arch: str, on: Any) 
     on(devices.DeviceInfo(0, "", (7, 5), 40, SMEM[arch], 4 << 20))
     for m, n, batch in itertools.product((1, 7, 64, 5000), (1, 33, 5000), (1, 3000)):
         assert fma.FMA.choose(product(m, n, batch=batch, step="fma")).smem <= SMEM[arch]
+
+
+@pytest.mark.parametrize("info", [H200, L40S, T4], ids=lambda i: i.name)
+def test_schedules_of_the_fma_kernel_fit(info: devices.DeviceInfo, on: Any) -> None:
+    on(info)
+    found = fma.FMA.schedules(product(64, 64, step="fma"))
+    assert found
+    assert max(s.smem for s in found) <= info.max_smem
 
 
 @pytest.mark.parametrize("schedule", tensor_core.SCHEDULES, ids=shape)
@@ -593,6 +602,21 @@ def test_which_kernel_runs_a_product(p: Product, name: str, on: Any) -> None:
     assert fastest(p).name == name
     on(L40S)
     assert fastest(p).name in {"tiny": "tiny"}.get(name, name.removesuffix("_sm90"))
+
+
+@pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda kernel: f"{kernel.name}-{kernel.step}")
+def test_a_choice_is_among_its_candidates(kernel: ProductKernel[Any], on: Any) -> None:
+    """Of the products of ``samebits bench``; tuners time each candidate once."""
+    supported = 0
+    for info in (H200, L40S):
+        on(info)
+        for p in (tune.product(case, kernel, 0) for case in tune.cases(kernel)):
+            if kernel.supports(p):
+                found = kernel.candidates(p)
+                assert kernel.choose(p) in found, p
+                assert len({*found}) == len(found), p
+                supported += 1
+    assert supported > 10
 
 
 def test_every_product_has_a_kernel(on: Any) -> None:
