@@ -33,6 +33,14 @@ def _product_fake(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dt
     return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=out_dtype)
 
 
+product = Operator(
+    "matmul(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str contract) -> Tensor",
+    cpu=_product_cpu,
+    cuda=_product_cuda,
+    fake=_product_fake,
+)
+
+
 def _product_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, bias, _, ctx.key = inputs
     needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
@@ -60,6 +68,9 @@ def _product_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tupl
     return grad_a, grad_b, grad_bias, None, None
 
 
+product.register_autograd(_product_backward, setup_context=_product_setup_context)
+
+
 def _as_operand(grad: Tensor, dtype: torch.dtype, key: str) -> Tensor:
     """`grad` in a dtype that the contract takes beside operands of `dtype`."""
     return grad if contract_of(key).step == "fma" else grad.to(dtype)
@@ -81,16 +92,6 @@ def _summed_over_broadcast(a: Tensor, b: Tensor, size: torch.Size, dtype: torch.
 
     out = addbmm(None, as_sequences(a), as_sequences(b), None, dtype, key)
     return out.reshape(size)  # type: ignore[no-any-return]
-
-
-product = Operator(
-    "matmul(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str contract) -> Tensor",
-    cpu=_product_cpu,
-    cuda=_product_cuda,
-    fake=_product_fake,
-    setup_context=_product_setup_context,
-    backward=_product_backward,
-)
 
 
 def _addbmm_cpu(
@@ -159,8 +160,26 @@ def _addbmm_fake(
     return a.new_empty((a.shape[0], a.shape[2], b.shape[3]), dtype=out_dtype)
 
 
+# The chain over sequences: out[B, M, N] = acc[B, M, N] + a[B, S, M, K] @ b[B, S, K, N] over s, then k. Every
+# s, or with cu_seqlens (and S = 1) every span of K, is a sequence.
+addbmm = Operator(
+    "addbmm(Tensor? acc, Tensor a, Tensor b, Tensor? cu_seqlens, ScalarType out_dtype, str contract)"
+    " -> Tensor",
+    cpu=_addbmm_cpu,
+    cuda=_addbmm_cuda,
+    fake=_addbmm_fake,
+)
+
+
 def _addbmm_fake_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: str) -> None:
     pass
+
+
+addbmm_ = Operator(
+    "addbmm_(Tensor(a!) acc, Tensor a, Tensor b, Tensor? cu_seqlens, str contract) -> ()",
+    cpu=_addbmm_inplace,
+    fake=_addbmm_fake_inplace,
+)
 
 
 def _addbmm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -186,23 +205,7 @@ def _addbmm_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple
     return grad_acc, grad_a, grad_b, None, None, None
 
 
-# The chain over sequences: out[B, M, N] = acc[B, M, N] + a[B, S, M, K] @ b[B, S, K, N] over s, then k. Every
-# s, or with cu_seqlens (and S = 1) every span of K, is a sequence.
-addbmm = Operator(
-    "addbmm(Tensor? acc, Tensor a, Tensor b, Tensor? cu_seqlens, ScalarType out_dtype, str contract)"
-    " -> Tensor",
-    cpu=_addbmm_cpu,
-    cuda=_addbmm_cuda,
-    fake=_addbmm_fake,
-    setup_context=_addbmm_setup_context,
-    backward=_addbmm_backward,
-)
-addbmm_ = Operator(
-    "addbmm_(Tensor(a!) acc, Tensor a, Tensor b, Tensor? cu_seqlens, str contract) -> ()",
-    cpu=_addbmm_inplace,
-    cuda=_addbmm_inplace,
-    fake=_addbmm_fake_inplace,
-)
+addbmm.register_autograd(_addbmm_backward, setup_context=_addbmm_setup_context)
 
 
 def _linear_cpu(
@@ -234,6 +237,14 @@ def _linear_fake(
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+linear = Operator(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, str contract) -> Tensor",
+    cpu=_linear_cpu,
+    cuda=_linear_cuda,
+    fake=_linear_fake,
+)
+
+
 def _linear_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, cu_seqlens, ctx.key = inputs
     needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
@@ -262,11 +273,4 @@ def _linear_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple
     return grad_x, grad_weight, grad_bias, None, None
 
 
-linear = Operator(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, str contract) -> Tensor",
-    cpu=_linear_cpu,
-    cuda=_linear_cuda,
-    fake=_linear_fake,
-    setup_context=_linear_setup_context,
-    backward=_linear_backward,
-)
+linear.register_autograd(_linear_backward, setup_context=_linear_setup_context)

@@ -254,8 +254,23 @@ def _fake(
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
+_operator = Operator(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, str contract) -> Tensor",
+    cpu=_forward,
+    fake=_fake,
+)
+
+
 def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+
+_gradient = Operator(
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float"
+    " scale, str contract) -> (Tensor, Tensor, Tensor)",
+    cpu=_gradients,
+    fake=_fake_gradients,
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -269,18 +284,4 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor
     return *grads, None, None, None, None
 
 
-_operator = Operator(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, str contract) -> Tensor",
-    cpu=_forward,
-    cuda=_forward,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
-_gradient = Operator(
-    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float"
-    " scale, str contract) -> (Tensor, Tensor, Tensor)",
-    cpu=_gradients,
-    cuda=_gradients,
-    fake=_fake_gradients,
-)
+_operator.register_autograd(_backward, setup_context=_setup_context)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samebits.backends import Step, contract_of, on_gpu
 from samebits.backends.logits_in_pieces import empty_grads
-from samebits.backends.token_logps import Rows, vocabulary_pieces
+from samebits.backends.token_logps import GradLogitsInputs, Rows, vocabulary_pieces
 from samebits.contract import Contract
 from samebits.ops._checks import check_operands, shape
 from samebits.ops._memory import check_accumulator, refuse_overlap
@@ -276,7 +276,8 @@ def _gradients(
         shift,
         log_sum,
     )
-    grads = [None if g is None else g.reshape(-1).contiguous() for g in (grad, grad_entropy)]
+    grad = grad.reshape(-1).contiguous()
+    grad_entropy = None if grad_entropy is None else grad_entropy.reshape(-1).contiguous()
     dtype = torch.float32 if contract_of(key).step == "fma" else hidden.dtype
     parts = [*vocabulary_pieces(slice(0, vocabulary), tokens, _GRAD_LOGITS)]
     acc = main_grad if needed[1] else None
@@ -291,7 +292,8 @@ def _gradients(
 
     def steps() -> Iterator[Step]:
         for part, room in zip(parts, grad_logits, strict=True):
-            yield backend.grad_logits_later(room, x, weight, bias, part, rows, *grads, contract=contract)
+            given = GradLogitsInputs(x, weight, bias, part, rows, grad, grad_entropy)
+            yield backend.grad_logits_later(room, given, contract=contract)
             dz = room[:, : part.stop - part.start]
             columns = dz.view(*by_sequence.shape[:3], dz.shape[1]).mT
             if needed[0]:
@@ -331,6 +333,15 @@ def _fake(
     return tuple(hidden.new_empty(s, dtype=torch.float32) for s in shapes)
 
 
+_operator = Operator(
+    "linear_logp(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? cu_seqlens,"
+    " Tensor? main_grad, int ignore_index, float scale, bool entropy, str contract)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    cpu=_forward,
+    fake=_fake,
+)
+
+
 def _fake_gradients(*args: Any) -> tuple[Tensor, ...]:
     hidden, weight, main_grad, needed = args[2], args[3], args[7], args[-1]
     return (
@@ -338,6 +349,15 @@ def _fake_gradients(*args: Any) -> tuple[Tensor, ...]:
         weight.new_empty(weight.shape if needed[1] and main_grad is None else (0, weight.shape[1])),
         weight.new_empty(weight.shape[0] if needed[2] else 0),
     )
+
+
+_gradient = Operator(
+    "linear_logp_backward(Tensor grad, Tensor? grad_entropy, Tensor hidden, Tensor weight, Tensor? bias,"
+    " Tensor target, Tensor? cu_seqlens, Tensor(a!)? main_grad, Tensor entropy, Tensor shift, Tensor log_sum,"
+    " int ignore_index, float scale, str contract, bool[3] needed) -> (Tensor, Tensor, Tensor)",
+    cpu=_gradients,
+    fake=_fake_gradients,
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -378,21 +398,4 @@ def _backward(
     return *(g if n else None for g, n in zip(gradients, needed, strict=True)), *(None,) * 7
 
 
-_operator = Operator(
-    "linear_logp(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? cu_seqlens,"
-    " Tensor? main_grad, int ignore_index, float scale, bool entropy, str contract)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    cpu=_forward,
-    cuda=_forward,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
-_gradient = Operator(
-    "linear_logp_backward(Tensor grad, Tensor? grad_entropy, Tensor hidden, Tensor weight, Tensor? bias,"
-    " Tensor target, Tensor? cu_seqlens, Tensor(a!)? main_grad, Tensor entropy, Tensor shift, Tensor log_sum,"
-    " int ignore_index, float scale, str contract, bool[3] needed) -> (Tensor, Tensor, Tensor)",
-    cpu=_gradients,
-    cuda=_gradients,
-    fake=_fake_gradients,
-)
+_operator.register_autograd(_backward, setup_context=_setup_context)

@@ -167,16 +167,19 @@ def _fake(logits: Tensor, target: Tensor, ignore_index: int, key: str) -> tuple[
     return tuple(logits.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
 
 
-def _fake_backward(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    shift: Tensor,
-    log_sum: Tensor,
-    ignore_index: int,
-    key: str,
-) -> Tensor:
-    return logits.new_empty(logits.shape)
+_operator = Operator(
+    "logp(Tensor logits, Tensor target, int ignore_index, str contract) -> (Tensor, Tensor, Tensor)",
+    cpu=_forward,
+    fake=_fake,
+)
+
+
+_gradient = Operator(
+    "logp_backward(Tensor grad, Tensor logits, Tensor target, Tensor shift, Tensor log_sum, int ignore_index,"
+    " str contract) -> Tensor",
+    cpu=_grad_logits,
+    fake=lambda grad, logits, *_: logits.new_empty(logits.shape),
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -192,18 +195,4 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tup
     return out, None, None, None
 
 
-_operator = Operator(
-    "logp(Tensor logits, Tensor target, int ignore_index, str contract) -> (Tensor, Tensor, Tensor)",
-    cpu=_forward,
-    cuda=_forward,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
-_gradient = Operator(
-    "logp_backward(Tensor grad, Tensor logits, Tensor target, Tensor shift, Tensor log_sum, int ignore_index,"
-    " str contract) -> Tensor",
-    cpu=_grad_logits,
-    cuda=_grad_logits,
-    fake=_fake_backward,
-)
+_operator.register_autograd(_backward, setup_context=_setup_context)

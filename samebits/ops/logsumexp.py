@@ -51,6 +51,9 @@ def _fake(x: Tensor, key: str) -> Tensor:
     return x.new_empty(x.shape[0])
 
 
+_operator = Operator("logsumexp(Tensor x, str contract) -> Tensor", cpu=_forward, fake=_fake)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0])
 
@@ -58,6 +61,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("logsumexp")
     return _gradient(grad, *saved), None
+
+
+_operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _grad(grad: Tensor, x: Tensor) -> Tensor:
@@ -69,14 +75,4 @@ def _fake_grad(grad: Tensor, x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-_operator = Operator(
-    "logsumexp(Tensor x, str contract) -> Tensor",
-    cpu=_forward,
-    cuda=_forward,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
-_gradient = Operator(
-    "logsumexp_backward(Tensor grad, Tensor x) -> Tensor", cpu=_grad, cuda=_grad, fake=_fake_grad
-)
+_gradient = Operator("logsumexp_backward(Tensor grad, Tensor x) -> Tensor", cpu=_grad, fake=_fake_grad)

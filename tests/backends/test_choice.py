@@ -20,6 +20,7 @@ from samebits.ops import expand as expand_module
 from samebits.ops._checks import check_operands
 from samebits.ops._operator import Operator
 from samebits.ops.expand import expand
+from tests.support.threads import in_threads
 
 
 def key_of(t: torch.Tensor) -> str:
@@ -28,11 +29,8 @@ def key_of(t: torch.Tensor) -> str:
 
 def test_use_backend_as_a_context_nests_restores_and_stays_in_its_thread() -> None:
     before = backends.chosen_backend("cuda")
-    seen: list[str] = []
     with samebits.use_backend("triton"):
-        thread = threading.Thread(target=lambda: seen.append(backends.chosen_backend("cuda")))
-        thread.start()
-        thread.join()
+        seen = in_threads(lambda: backends.chosen_backend("cuda"))
         assert backends.chosen_backend("cuda") == "triton"
         with samebits.use_backend(None):
             assert backends.chosen_backend("cuda") is None
@@ -267,11 +265,11 @@ def test_triton_refuses_what_its_launch_cannot_take(monkeypatch: pytest.MonkeyPa
 
 
 def test_threads_share_a_choice_and_not_what_was_there_before() -> None:
-    choice, seen = backends.use_backend("triton"), []
+    choice = backends.use_backend("triton")
     backends.use_backend(None)
     turns = threading.Barrier(2, timeout=20)
 
-    def work(before: str | None, second: bool) -> None:
+    def work(before: str | None, second: bool) -> str | None:
         backends.use_backend(before)
         for turn in (False, True):
             turns.wait()
@@ -281,11 +279,6 @@ def test_threads_share_a_choice_and_not_what_was_there_before() -> None:
             turns.wait()
             if turn == second:
                 choice.__exit__()
-        seen.append((before, backends._choice.backend))
+        return backends._choice.backend
 
-    threads = [threading.Thread(target=work, args=a) for a in ((None, False), ("cuda", True))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(seen, key=str) == [("cuda", "cuda"), (None, None)]
+    assert in_threads(partial(work, None, False), partial(work, "cuda", True)) == [None, "cuda"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -28,7 +27,9 @@ from samebits.tools import verify
 from samebits.tools.verify.operands import Inputs
 from tests.contract.test_invariance import LAYOUTS, relaid
 from tests.ops.test_torch import OPERATORS, PUBLIC, public, registered
+from tests.support.compiled import assert_compiles
 from tests.support.devices import FAMILY, HOPPER_OR_NEWER, multiprocessors
+from tests.support.threads import in_threads
 
 pytestmark = pytest.mark.gpu
 
@@ -260,23 +261,17 @@ def test_streams_and_threads() -> None:
     load = values("normal", (4096, 4096), BF16, 2, "cuda")
     want = samebits.linear(x, weight)
     torch.cuda.synchronize()
-    results: list[Tensor] = []
 
-    def work() -> None:
-        stream = torch.cuda.Stream()
+    def work() -> list[Tensor]:
+        results, stream = [], torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for m in (1, 30, 200, 700):
                 torch.mm(load, load)
                 results.append(samebits.linear(x[:m], weight))
         stream.synchronize()
+        return results
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 16
-    for got in results:
+    for got in itertools.chain(*in_threads(*[work] * 4)):
         assert_same_bits(got, want[: len(got)])
 
 
@@ -333,11 +328,8 @@ def test_a_second_gpu() -> None:
             got = call(*(t.to("cuda:1") for t in inputs))
             want = call(*(t.to("cuda:0") for t in inputs))
             same_on_second_gpu(got, want, f"{name}, {dtype}, {shape}")
-    results: list[Tensor] = []
     x, weight = (values("normal", s, BF16, i, "cuda:1") for i, s in enumerate(((72, 56), (88, 56))))
-    thread = threading.Thread(target=lambda: results.append(samebits.linear(x, weight)))
-    thread.start()
-    thread.join()
+    results = in_threads(lambda: samebits.linear(x, weight))
     want = (samebits.linear(x.to("cuda:0"), weight.to("cuda:0")),)
     same_on_second_gpu(results, want, "another thread")
     with pytest.raises(ValueError, match="device"):
@@ -419,12 +411,8 @@ def test_a_thread_that_has_called_no_cuda() -> None:
     x, weight = values("normal", (72, 56), BF16, 0, "cuda"), values("normal", (88, 56), BF16, 1, "cuda")
     acc = torch.zeros(72, 88, device="cuda")
     want = samebits.addmm_(acc.clone(), x, weight.mT)  # loads the kernel, which would make a context
-    results: list[Tensor] = []
     x, weight = x.clone(), weight.clone()  # at addresses of which no map was made
-    thread = threading.Thread(target=lambda: results.append(samebits.addmm_(acc, x, weight.mT)))
-    thread.start()
-    thread.join()
-    (got,) = results
+    (got,) = in_threads(lambda: samebits.addmm_(acc, x, weight.mT))
     assert_same_bits(got, want)
 
 
@@ -462,15 +450,7 @@ def halves(name: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
     [*((name, "aot_eager") for name in PUBLIC), ("linear", "inductor"), ("addmm_", "inductor")],
 )
 def test_compile(name: str, backend: str) -> None:
-    torch._dynamo.reset()
-    op, leaves = halves(name)
-    compiled = torch.compile(lambda *args: op(*args), fullgraph=True, backend=backend)
-    eager_out, compiled_out = op(*leaves), compiled(*leaves)
-    assert_same_bits(compiled_out, eager_out)
-    grad = torch.ones_like(eager_out)
-    pairs = (torch.autograd.grad(out, leaves, grad) for out in (compiled_out, eager_out))
-    for got, want in zip(*pairs, strict=True):
-        assert_same_bits(got, want)
+    assert_compiles(*halves(name), backend)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

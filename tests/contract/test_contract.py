@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
-import threading
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, MmaModel, functions
 from samebits.contract import contract_from_key, resolve
 from tests.support import ROOT, naive
+from tests.support.threads import in_threads
 
 DOCUMENT = (ROOT / "docs" / "contract.md").read_text()
 CONTRACTS = [TENSOR_CORE, TENSOR_CORE.on(HOPPER), TENSOR_CORE.on(AMPERE), FMA]
@@ -113,11 +113,8 @@ def test_use_mma_model_nests_restores_and_stays_in_its_thread() -> None:
     def current() -> str:
         return resolve(None, torch.bfloat16, "cpu")
 
-    seen = []
     with samebits.use_mma_model(AMPERE):
-        thread = threading.Thread(target=lambda: seen.append(current()))
-        thread.start()
-        thread.join()
+        seen = in_threads(current)
         with samebits.use_mma_model(HOPPER):
             assert current() == TENSOR_CORE.on(HOPPER).key
         assert current() == TENSOR_CORE.on(AMPERE).key

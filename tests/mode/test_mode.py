@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ from samebits.ops.attention import attention
 from samebits.ops.softmax import log_softmax, softmax
 from samebits.testing import assert_same_bits, values
 from tests.support.devices import DEVICES
+from tests.support.threads import in_threads
 
 on_devices = pytest.mark.parametrize("device", DEVICES)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -176,27 +176,20 @@ def test_nothing_changes_outside() -> None:
 def test_other_threads_are_left_alone() -> None:
     x = torch.randn(5, 700)
     plain = x.softmax(1)
-    seen: list[Any] = []
 
-    def work() -> None:
-        seen.append(torch.overrides._get_current_function_mode_stack())
+    def work() -> tuple[list[Any], Tensor, Tensor]:
+        modes = torch.overrides._get_current_function_mode_stack()
         with batch_invariant("error"):
-            seen.append(x.softmax(1))
-        seen.append(x.softmax(1))
+            inside = x.softmax(1)
+        return modes, inside, x.softmax(1)
 
     with batch_invariant():
         ours = x.softmax(1)
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(seen) == 12
-    for item in seen:
-        assert item == [] if isinstance(item, list) else True
-    results = [item for item in seen if isinstance(item, Tensor)]
-    assert sum(torch.equal(r, ours) for r in results) >= 4
-    assert sum(torch.equal(r, plain) for r in results) >= 4
+        seen = in_threads(*[work] * 4)
+    for modes, inside, after in seen:
+        assert modes == []
+        assert_same_bits(inside, ours)
+        assert_same_bits(after, plain)
 
 
 def test_nesting_and_the_decorator() -> None:
@@ -481,17 +474,12 @@ def test_what_a_backward_computes_again_is_covered(device: str, backward: str, r
 def test_threads_that_autograd_takes_the_mode_to_report_too() -> None:
     with batch_invariant("error"):
         (taken,) = torch.overrides._get_current_function_mode_stack()
-    raised = []
 
     def elsewhere() -> None:
-        with taken, pytest.raises(UncoveredError) as caught:
+        with taken, pytest.raises(UncoveredError):
             X.cumsum(0)
-        raised.append(caught)
 
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert raised
+    in_threads(elsewhere)
 
 
 def test_functions_that_dispatch_themselves() -> None:

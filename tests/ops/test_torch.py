@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -29,6 +28,8 @@ from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
 from samebits.ops import _checks, _memory, _operator
 from samebits.ops.reduce import sum as row_sum
 from samebits.testing import assert_same_bits, values
+from tests.support.compiled import assert_compiles
+from tests.support.threads import in_threads
 
 CU = torch.tensor([0, 3, 3, 8])
 TARGET = torch.tensor([0, 8, -100, 3, 3, 1])
@@ -161,18 +162,7 @@ def test_gradients_by_finite_differences(name: str) -> None:
     ],
 )
 def test_compile(name: str, backend: str) -> None:
-    torch._dynamo.reset()
-    op, leaves = public(name)
-    compiled = torch.compile(lambda *args: op(*args), fullgraph=True, backend=backend)
-    eager_out, compiled_out = op(*leaves), compiled(*leaves)
-    assert_same_bits(compiled_out, eager_out)
-    grad = torch.ones_like(eager_out)
-    for got, want in zip(
-        torch.autograd.grad(compiled_out, leaves, grad),
-        torch.autograd.grad(eager_out, leaves, grad),
-        strict=True,
-    ):
-        assert_same_bits(got, want)
+    assert_compiles(*public(name), backend)
 
 
 @contextmanager
@@ -566,14 +556,7 @@ def test_addmm_accumulates_in_place_with_and_without_gradients() -> None:
 def test_concurrent_calls() -> None:
     a, b = values("normal", (200, 300), torch.bfloat16, 0), values("normal", (300, 200), torch.bfloat16, 1)
     want = samebits.matmul(a, b)
-    results: list[Tensor] = []
-    threads = [threading.Thread(target=lambda: results.append(samebits.matmul(a, b))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 8
-    for got in results:
+    for got in in_threads(*[lambda: samebits.matmul(a, b)] * 8):
         assert_same_bits(got, want)
 
 

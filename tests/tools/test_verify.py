@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -35,6 +34,7 @@ from samebits.tools.cli import app
 from samebits.tools.verify import answers, chain, operations, plan, products, reductions, run
 from samebits.tools.verify.case import LAYOUTS
 from samebits.tools.verify.operands import make_inputs, make_room, unfilled
+from tests.support.threads import in_threads
 
 CPU = torch.device("cpu")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -603,9 +603,7 @@ def test_kernels_are_compiled_ahead_of_the_calls_that_load_them(
     elsewhere: list[object] = []
 
     def another_thread() -> None:
-        thread = threading.Thread(target=lambda: elsewhere.append(runtime.load(specs[0], 1)))
-        thread.start()
-        thread.join()
+        elsewhere.extend(in_threads(lambda: runtime.load(specs[0], 1)))
 
     for directory in (tmp_path / "one", tmp_path / "another"):  # also where processes were started before
         monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(directory))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import struct
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,23 +37,20 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             struct.pack("@" + self.spec.params, *values)
             found.append(self.spec.source)
 
-    def tensor_map(
-        address: int,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        box: tuple[int, ...],
-        swizzle: int = 128,
-        l2_promotion: int = 256,
-    ) -> bytes:
+    signature = inspect.signature(tensor_maps.tensor_map)
+
+    def tensor_map(*args: Any, **more: Any) -> bytes:
+        given = signature.bind(*args, **more)
+        given.apply_defaults()
+        x = SimpleNamespace(**given.arguments)
         # What the driver asks of a tensor map.
-        assert len(shape) == len(box) == len(strides) + 1 <= 5
-        assert all(s % 16 == 0 for s in (address, *strides))
-        assert all(0 < n <= 256 for n in box)
-        assert min(shape) > 0
-        assert swizzle == 0 or box[0] * dtype.itemsize <= swizzle
-        assert box[0] * dtype.itemsize % 16 == 0
-        assert l2_promotion in (0, 64, 128, 256)
+        assert len(x.shape) == len(x.box) == len(x.strides) + 1 <= 5
+        assert all(s % 16 == 0 for s in (x.address, *x.strides))
+        assert all(0 < n <= 256 for n in x.box)
+        assert min(x.shape) > 0
+        assert x.swizzle == 0 or x.box[0] * x.dtype.itemsize <= x.swizzle
+        assert x.box[0] * x.dtype.itemsize % 16 == 0
+        assert x.l2_promotion in (0, 64, 128, 256)
         return bytes(128)
 
     info = devices.DeviceInfo(-1, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)

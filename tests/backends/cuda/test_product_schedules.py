@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks import tune
+from benchmarks import cubins, tune
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.matmul import PRODUCTS, fastest
 from samebits.backends.cuda.products import fma, fma_sm90, schedule_sm90, tensor_core, tensor_core_sm90, tiny
@@ -77,11 +77,11 @@ def fma_name(s: fma_sm90.FmaSm90Schedule) -> str:
 
 # The universal kernels.
 
-K_VECTOR, ROW_VECTOR, K_GATHER, ROW_GATHER = (
+TILE_LAYOUTS = [
     TileLayout(k_major, vector, (0, 0, int(not k_major), int(k_major)))
     for vector in (True, False)
     for k_major in (True, False)
-)
+]
 
 
 @needs_compiler
@@ -89,13 +89,7 @@ K_VECTOR, ROW_VECTOR, K_GATHER, ROW_GATHER = (
 @pytest.mark.parametrize("schedule", tensor_core.SCHEDULES, ids=shape)
 @pytest.mark.parametrize(
     ("a", "b", "dtype"),
-    [
-        (K_VECTOR, K_VECTOR, BF16),
-        (ROW_VECTOR, ROW_VECTOR, F16),
-        (K_GATHER, K_GATHER, F16),
-        (ROW_GATHER, ROW_GATHER, BF16),
-        (K_VECTOR, ROW_GATHER, F16),
-    ],
+    cubins.tensor_core_operands(*TILE_LAYOUTS),
     ids=["NT", "TN", "gather-NT", "gather-TN", "vector-gather"],
 )
 def test_tensor_core_compiles_without_spills(
@@ -105,14 +99,7 @@ def test_tensor_core_compiles_without_spills(
     assert cubin.registers * schedule.threads * schedule.min_blocks <= 65536
 
 
-FMA_CASES = (
-    (K_VECTOR, K_VECTOR, (F32, F32, F32), False),
-    (K_VECTOR, ROW_VECTOR, (F32, F32, F32), False),
-    (ROW_VECTOR, ROW_VECTOR, (F32, F32, F32), True),
-    (K_GATHER, ROW_GATHER, (F32, F32, F32), False),
-    (K_GATHER._replace(strides=(0, 0, 0, 2)), K_VECTOR, (F32, BF16, BF16), True),
-    (K_VECTOR, ROW_VECTOR, (F16, F16, F16), False),
-)
+FMA_CASES = cubins.fma_operands(*TILE_LAYOUTS)
 
 
 @needs_compiler
@@ -229,21 +216,10 @@ def test_ragged_layouts_never_assume_where_a_span_begins() -> None:
 LAYOUTS = list(itertools.product((False, True), repeat=2))
 HOPPER_SMEM = 227 << 10
 
-# Each kind of epilogue and operand once; the schedules take turns, so that each meets some of them.
-CASES = [
-    {"out_dtype": BF16},
-    {"out_dtype": F32},
-    {"out_dtype": BF16, "bias_dtype": BF16, "folded": True},
-    {"out_dtype": F32, "accumulate": True},
-    {"out_dtype": F32, "accumulate": True, "aligned": False},
-    {"out_dtype": BF16, "aligned": False, "bias_dtype": BF16},
-    {"out_dtype": F16, "dtype": F16, "bias_dtype": F16, "folded": True},
-]
-RAGGED = {"out_dtype": F32, "accumulate": True, "bounds_dtype": torch.int32}
-
 
 def variants(a_mn: bool, b_mn: bool) -> Iterator[compiler.KernelSpec]:
-    cases = itertools.cycle([*CASES, RAGGED] if a_mn and b_mn else CASES)
+    """Schedules and kinds of epilogue and operand take turns, so that each meets some of the others."""
+    cases = itertools.cycle([*cubins.EPILOGUES, *(cubins.RAGGED[:1] if a_mn and b_mn else ())])
     for s in schedule_sm90.catalogue(a_mn, b_mn):
         yield tensor_core_sm90.spec(
             tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(cases)}), s
@@ -410,20 +386,11 @@ def test_which_products_of_fma_have_few_rows(m: int, n: int, by_k: bool, few: bo
 
 # Batches of tiny matrices.
 
-# Dtypes of the operands and the output, and the contract's step.
-TINY_DTYPES = (
-    (BF16, BF16, BF16, "mma"),
-    (F16, F16, F32, "mma"),
-    (F32, F32, F32, "fma"),
-    (BF16, BF16, BF16, "fma"),
-    (F16, F32, F16, "fma"),
-)
-
 
 def tiny_matrices(sizes: Iterable[int]) -> Iterator[TinyMatrices]:
     shapes = itertools.product(sizes, repeat=3)
     for (m, n, k), layout, dtypes in itertools.product(
-        shapes, itertools.product((True, False), repeat=2), TINY_DTYPES
+        shapes, itertools.product((True, False), repeat=2), cubins.TINY_DTYPES
     ):
         a, b, out, step = dtypes
         yield TinyMatrices(m, n, k, a, b, out, *layout, step)

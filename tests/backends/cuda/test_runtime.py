@@ -3,7 +3,6 @@
 import multiprocessing
 import subprocess
 import sys
-import threading
 import warnings
 
 import pytest
@@ -14,6 +13,7 @@ pytest.importorskip("cuda.core")
 from samebits.backends import UnavailableError, cache
 from samebits.backends.cuda import assert_spans, compiler, devices, driver, runtime, tensor_maps
 from samebits.backends.cuda.compiler import KernelSpec
+from tests.support.threads import in_threads
 
 SOURCE = """
 #include "value.cuh"
@@ -227,21 +227,12 @@ def test_launch_follows_the_current_stream(loaded):
 @pytest.mark.gpu
 def test_launch_from_a_fresh_thread(loaded):
     x = torch.zeros(1000, device="cuda")
-    failures = []
 
     def work():
-        try:
-            for _ in range(200):
-                fill(loaded, x, 1)
-        except Exception as error:
-            failures.append(error)
+        for _ in range(200):
+            fill(loaded, x, 1)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(*[work] * 4)
     assert (x == 2).all()
 
 

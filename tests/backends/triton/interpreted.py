@@ -10,7 +10,7 @@ TENSOR_CORE they are numbers whose sums are exact in every order.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -179,6 +179,13 @@ def by_triton() -> Iterator[None]:
         yield
 
 
+def compare(got: Sequence[Tensor], want: Sequence[Tensor], what: str) -> int:
+    """How many there are, all with the same bits."""
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert_same_bits(g, w, f"{what}, result {i}")
+    return len(want)
+
+
 def operations() -> int:
     """The public operations on products, and their gradients."""
     count = 0
@@ -194,9 +201,7 @@ def operations() -> int:
             want = gradients(call, inputs, contract)
             with by_triton():
                 got = gradients(call, inputs, contract)
-            for i, (g, w) in enumerate(zip(got, want, strict=True)):
-                assert_same_bits(g, w, f"{name}, {contract}, result {i}")
-                count += 1
+            count += compare(got, want, f"{name}, {contract}")
     return count
 
 
@@ -214,9 +219,7 @@ def given_logits() -> int:
         want = run(z)
         with by_triton():
             got = run(z)
-        for i, (g, w) in enumerate(zip(got, want, strict=True)):
-            assert_same_bits(g, w, f"logp, {kind}, {vocabulary}, {dtype}, result {i}")
-            count += 1
+        count += compare(got, want, f"logp, {kind}, {vocabulary}, {dtype}")
     return count
 
 
@@ -255,9 +258,7 @@ def log_probabilities() -> int:
         for size in (1, 1 << 20):
             with by_triton(), pieces(size):
                 got = run()
-            for i, (g, w) in enumerate(zip(got, want, strict=True)):
-                assert_same_bits(g, w, f"linear_logp, {kind}, {dtype}, pieces of {size}, result {i}")
-                count += 1
+            count += compare(got, want, f"linear_logp, {kind}, {dtype}, pieces of {size}")
     return count
 
 
