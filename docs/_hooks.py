@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages that live in the repository's root, and docstring roles as plain code."""
+"""MkDocs hooks: pages and examples that live outside of docs, and docstring roles as plain code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+PAGES = {
+    "index.md": "README.md",
+    "architecture.md": "ARCHITECTURE.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+}
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -18,6 +23,8 @@ def on_files(files: Files, config: Any) -> Files:
         for target, name in PAGES.items():
             text = text.replace(f"]({name})", f"]({target})")
         files.append(File.generated(config, page, content=text))
+    for example in (root / "examples").glob("*.py"):
+        files.append(File.generated(config, f"examples/{example.name}", abs_src_path=str(example)))
     return files
 
 

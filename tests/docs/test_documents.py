@@ -1,4 +1,4 @@
-"""The Python examples in README and docs run."""
+"""README and docs: their Python examples run, and the files and modules that they name exist."""
 
 import re
 from types import SimpleNamespace
@@ -8,7 +8,12 @@ import torch
 
 from tests.support import ROOT
 
-PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *("README.md", "CONTRIBUTING.md", "tests/README.md"),
+    *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
+]
+NAMED_FROM = ("", "samebits/backends/cuda", "samebits/backends/cuda/kernels", "samebits/backends")
+"""Folders that a path in a document may be relative to."""
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -21,3 +26,12 @@ def test_python_examples_run(page: str) -> None:
     }
     for block in blocks:  # one page is one program
         exec(compile(block, page, "exec"), scope)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_modules_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    modules = re.findall(r"python -m ((?:benchmarks|tests)[\w.]*)", text)
+    paths = re.findall(r"`([\w./]+\.(?:py|cuh?|npz|sh))\b[^`]*`|\bbash ([\w./]+\.sh)", text)
+    named = [one or other for one, other in paths] + [f"{m.replace('.', '/')}.py" for m in modules]
+    assert [path for path in named if not any((ROOT / d / path).exists() for d in NAMED_FROM)] == []
