@@ -1,1 +1,1 @@
-"""Benchmarks: cases as data, measurements to JSON, pictures and tables from JSON."""
+"""Benchmarks: cases as data, measurements as JSON, and pictures and tables made from JSON."""

@@ -1,4 +1,4 @@
-"""What is measured, as data."""
+"""The cases of ``benchmarks.reference``, as data."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Product:
     """One ``[m, k] @ [k, n]`` product under one contract.
 
     Attributes:
-        contract: what samebits runs under.
-        dtype: of both operands; samebits and mmasim return float32.
+        contract: samebits' contract.
+        dtype: dtype of both operands. samebits and mmasim return float32.
         m, k, n: the shape.
         mmasim: PTX instruction whose mmasim model computes the same chain, and the GPU family it names; None
-            where mmasim has none.
-        mmasim_m, mmasim_n: rows and columns that mmasim computes; all of them would take hours.
+            if mmasim has none.
+        mmasim_m, mmasim_n: rows and columns that mmasim computes. All of them would take hours.
     """
 
     contract: samebits.Contract

@@ -1,9 +1,9 @@
-"""What the hardware's counters say of products, samebits' beside PyTorch's, into results/<gpu>/counters.json.
+"""Hardware counters of samebits' and PyTorch's products, recorded in results/<gpu>/counters.json.
 
 python -m benchmarks.counters [--commit COMMIT] [--out FILE]
 
-Runs each product once under Nsight Compute, which must be on the PATH and allowed to read the counters: from
-cold caches, after launches that warmed all else up. Clocks are left as they are.
+It runs each product once under Nsight Compute, which must be on the PATH and allowed to read the counters.
+Caches are cold, and everything else is warmed up by earlier launches. Clocks are not changed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CASES = (
 )
 
 OURS = ("tensor_core", "fma_")
-"""How entries of the product kernels begin."""
+"""Prefixes of the entries of the product kernels."""
 
 METRICS = {
     "seconds": "gpu__time_duration.sum",
@@ -50,7 +50,7 @@ METRICS = {
 
 
 def run() -> None:
-    """All products, ours first, with nothing else between the profiler's start and stop."""
+    """Run all products, samebits' first, with nothing else between the profiler's start and stop."""
     device = torch.device("cuda", 0)
     for case in CASES:
         operands = make_operands(case, device, torch.randn)
@@ -67,7 +67,7 @@ def run() -> None:
 
 
 def parse(text: str) -> list[dict[str, list[dict[str, Any]]]]:
-    """The kernels of each product, from Nsight Compute's table: one of ours, then PyTorch's, one or more."""
+    """The kernels of each product, from Nsight Compute's table: one of samebits, one or more of PyTorch."""
     rows = list(csv.reader(line for line in text.splitlines() if line.startswith('"')))
     head, _, *rows = rows or [[], []]
     found: list[dict[str, list[dict[str, Any]]]] = []

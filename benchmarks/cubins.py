@@ -2,13 +2,13 @@
 
 python -m benchmarks.cubins DIR [--against FILE] [--only SOURCE]
 
-Compiles a fixed list of kernels without a GPU, with a process for each CPU. The list has every kernel,
+It compiles a fixed list of kernels without a GPU, with a process for each CPU. The list has every kernel,
 architecture, kind of schedule and branch of the preprocessor. DIR/cubins.json gets two hashes of each kernel:
 of the whole cubin, and of its machine code alone. Only the first depends on names of functions and variables,
 and on constants of the source that no instruction loads.
 
-With ``--against`` an earlier such file it lists what differs, and exits with 1 if machine code does. NVRTC
-is not deterministic for some kernels: such a one gives other machine code when it is compiled once more.
+With ``--against`` and an earlier file, it lists the differences, and exits with 1 if machine code differs.
+NVRTC is not deterministic for some kernels: these give other machine code when they are compiled again.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ EPILOGUES: list[dict[str, Any]] = [
 """Each kind of epilogue and operand of the tensor-core kernel on Hopper once."""
 
 RAGGED: list[dict[str, Any]] = [
-    {"out_dtype": F32, "accumulate": True, "bounds_dtype": torch.int32},
-    {"out_dtype": BF16, "bounds_dtype": torch.int64},
+    {"out_dtype": F32, "accumulate": True, "cu_seqlens_dtype": torch.int32},
+    {"out_dtype": BF16, "cu_seqlens_dtype": torch.int64},
 ]
 """The same over spans of k, where both operands are contiguous along their rows."""
 
@@ -65,11 +65,11 @@ TINY_DTYPES = (
 Kernel = tuple[Any, str]
 """A KernelSpec, and an architecture to compile it for."""
 Hashes = dict[str, dict[str, str]]
-"""Of kernels by their names: ``cubin`` and ``code``."""
+"""The hashes ``cubin`` and ``code`` of kernels, by name."""
 
 
 def host() -> Any:
-    """The modules of the host code that this script uses; nothing else here imports any."""
+    """The modules of host code that this script uses. They are imported only here."""
     products = ("fma", "fma_sm90", "plan", "schedule_sm90", "tensor_core", "tensor_core_sm90", "tiny")
     modules = ("assert_spans", "attention_sm90", "compiler", "linear_logp_sm90", "logp", "rows")
     names = {m: f"products.{m}" for m in products} | {m: m for m in modules}
@@ -78,7 +78,7 @@ def host() -> Any:
 
 
 def kernels() -> Iterator[Kernel]:
-    """The list."""
+    """The fixed list of kernels."""
     h = host()
     layouts = [
         h.plan.TileLayout(k_major, vector, (0, 0, int(not k_major), int(k_major)))
@@ -119,7 +119,7 @@ def fma_operands(k_vector: Any, row_vector: Any, k_gather: Any, row_gather: Any)
 
 
 def tensor_core(h: Any, layouts: list[Any]) -> Iterator[Kernel]:
-    """All schedules and ways to copy; architectures take turns."""
+    """All schedules and ways to copy, for alternating architectures."""
     archs = h.compiler.ARCHITECTURES[1:]
     cases = itertools.product(h.tensor_core.SCHEDULES, tensor_core_operands(*layouts))
     for i, (s, (a, b, dtype)) in enumerate(cases):
@@ -128,7 +128,7 @@ def tensor_core(h: Any, layouts: list[Any]) -> Iterator[Kernel]:
 
 
 def fma(h: Any, layouts: list[Any]) -> Iterator[Kernel]:
-    """The same under FMA."""
+    """All schedules and ways to copy under FMA, for alternating architectures."""
     archs = h.compiler.ARCHITECTURES
     for i, s in enumerate(h.fma.SCHEDULES):
         for j, (a, b, types, segmented) in enumerate(fma_operands(*layouts)):
@@ -136,7 +136,7 @@ def fma(h: Any, layouts: list[Any]) -> Iterator[Kernel]:
 
 
 def fma_on_hopper(h: Any) -> Iterator[Kernel]:
-    """All schedules and layouts; one layout also as tests/support/sanitize.py compiles it for racecheck."""
+    """All schedules and layouts. One layout also as tests/support/sanitize.py compiles it for racecheck."""
     for i, s in enumerate((*h.fma_sm90.MANY, *h.fma_sm90.FEW)):
         for turned in FLAGS:
             yield s.spec(*turned), HOPPER
@@ -146,7 +146,7 @@ def fma_on_hopper(h: Any) -> Iterator[Kernel]:
 
 
 def tensor_core_on_hopper(h: Any) -> Iterator[Kernel]:
-    """All schedules; kinds of epilogue and operand take turns."""
+    """All schedules, with alternating kinds of epilogue and operand."""
     for a_mn, b_mn in FLAGS:
         turns = itertools.cycle(EPILOGUES + RAGGED if a_mn and b_mn else EPILOGUES)
         for s in h.schedule_sm90.catalogue(a_mn, b_mn):
@@ -178,7 +178,7 @@ def attention(h: Any) -> Iterator[Kernel]:
 
 
 def tiny(h: Any) -> Iterator[Kernel]:
-    """Some products under each schedule, and what is chosen for squares."""
+    """Some products under each schedule, and the choices for squares."""
     archs, spec = h.compiler.ARCHITECTURES, h.tiny.kernel_spec
 
     def products(*sizes: int) -> Iterator[Any]:
@@ -207,7 +207,7 @@ def tiny(h: Any) -> Iterator[Kernel]:
 
 
 def whole_files(h: Any) -> Iterator[Kernel]:
-    """Reductions of rows and columns, log-probabilities from logits: each time all kernels of a file."""
+    """All kernels of the files of row and column reductions and of log-probabilities from logits."""
     for arch in h.compiler.ARCHITECTURES:
         for x, out, param in ((F32, BF16, F16), (F16, F32, F32), (BF16, F16, BF16)):
             for warps in (1, 8):
@@ -227,7 +227,7 @@ def name(kernel: Kernel) -> str:
 
 
 def hashes(kernel: Kernel) -> dict[str, str]:
-    """Of the cubin, and of its machine code: instructions, literals, and what else the kernel occupies."""
+    """Hashes of the cubin, and of its machine code: instructions, literals and resource usage."""
     cubin = host().compiler.compile(*kernel)
     occupies = cubin.registers, cubin.local_bytes, cubin.spill_bytes, cubin.static_smem
     code = hashlib.sha256(repr(occupies).encode())
@@ -240,7 +240,7 @@ def hashes(kernel: Kernel) -> dict[str, str]:
 
 def sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the sections of a 64-bit ELF file."""
-    no_bits = 8  # the type of sections that take no room in the file
+    no_bits = 8  # the type of sections without contents in the file
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     size, count, names_at = struct.unpack_from("<3H", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]
@@ -251,7 +251,7 @@ def sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def compare(before: Hashes, after: Hashes, chosen: dict[str, Kernel], console: Console) -> bool:
-    """Print what differs; whether all machine code is the same, as far as it can be told."""
+    """Print the differences. Returns whether all machine code is the same, as far as NVRTC allows to tell."""
     both = before.keys() & after.keys()
     identical = sum(before[k] == after[k] for k in both)
     other = {k for k in both if before[k]["code"] != after[k]["code"]}

@@ -1,4 +1,4 @@
-"""How many rows of a real model change their bits with the batch: the audit of MiniLM, summed over layers.
+"""The audit of MiniLM, summed over layers: how many rows of a real model change their bits with the batch.
 
 python -m benchmarks.drift
 """
@@ -17,7 +17,7 @@ from benchmarks.record import RESULTS, environment, results_file, write
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
-    """The parts of the audit's report that pictures and tables are drawn from."""
+    """The parts of the audit's report that pictures and tables use."""
     totals: dict[tuple[str, str], dict[str, int]] = {}
     for layer in report["layers"]:
         for theirs, ours in zip(layer["torch"]["variations"], layer["samebits"]["variations"], strict=True):

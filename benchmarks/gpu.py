@@ -1,4 +1,4 @@
-"""``samebits bench``, with what it was measured on, into benchmarks/results/<gpu>/bench.json.
+"""``samebits bench`` and its environment, recorded in benchmarks/results/<gpu>/bench.json.
 
 python -m benchmarks.gpu [--quick] [--peers] [--backend NAME] [--commit COMMIT]
 """
@@ -31,7 +31,7 @@ def main() -> None:
 
     def progress(done: float, what: str) -> None:
         nonlocal said
-        if int(done * 10) > said:  # a line for each tenth, where a bar would fill a log
+        if int(done * 10) > said:  # a line for each tenth, because a progress bar would fill a log
             said = int(done * 10)
             console.print(f"{done:4.0%} {what}", style="dim", highlight=False)
 

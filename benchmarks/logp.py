@@ -1,10 +1,10 @@
-"""Log-probabilities beside torch and other libraries: time and memory, in benchmarks/results/<gpu>/logp.json.
+"""Time and memory of log-probabilities in samebits, torch and other libraries.
 
 python -m benchmarks.logp [--commit COMMIT] [--out FILE]
 
-Times are medians of eager calls, the check of targets included, and of the forward in CUDA graphs, without
-what a call costs the host. Each contestant runs alone before it is timed, until the clock follows its power.
-No time is taken of wrong bits.
+It writes benchmarks/results/<gpu>/logp.json. Times are medians of eager calls, which include the check of
+targets, and of the forward in CUDA graphs, without CPU launch overhead. Each contestant runs alone before it
+is timed, until the clock follows its power. Cases with wrong bits are not timed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CASES = (
     Case(16, 4096, 151936),
 )
 PRODUCT = "product (torch.mm)"
-"""The bare product, for scale."""
+"""The product alone, for comparison."""
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -55,7 +55,7 @@ def _triton(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def contestants() -> dict[str, Run]:
-    """Those that are installed."""
+    """The contestants that are installed."""
     found: dict[str, Run] = {
         "samebits": samebits.linear_logp,
         "samebits, Triton": _triton,
@@ -79,7 +79,7 @@ def contestants() -> dict[str, Run]:
 
 
 def check(case: Case, x: Tensor, weight: Tensor, target: Tensor) -> None:
-    """Refuse wrong bits: of Triton against CUDA, and of a few tokens against the CPU reference."""
+    """Raise for wrong bits: compares Triton with CUDA, and a few tokens with the CPU reference."""
     assert_same_bits(_triton(x, weight, target), samebits.linear_logp(x, weight, target))
     product = BenchCase("logp", case.tokens, case.d, case.v)
     check_logp(product, (x, weight, target), x.device, samebits.linear_logp)
@@ -88,13 +88,13 @@ def check(case: Case, x: Tensor, weight: Tensor, target: Tensor) -> None:
 def times(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Median milliseconds."""
     for run in runs.values():
-        run()  # compiles what it needs
+        run()  # compiles its kernels
     found = alone({name: partial(timed, run) for name, run in runs.items()})
     return {name: float(f"{statistics.median(t) / 1e3:.4g}") for name, t in found.items()}
 
 
 def graphs(runs: dict[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
-    """Replays of those that can be captured."""
+    """Replays of the functions that can be captured."""
     found: dict[str, Callable[[], object]] = {}
     stream = torch.cuda.Stream()
     for name, run in runs.items():
@@ -109,7 +109,7 @@ def graphs(runs: dict[str, Callable[[], object]]) -> dict[str, Callable[[], obje
 
 
 def memory(run: Callable[[], object]) -> float:
-    """MiB at the peak, beyond what was there before."""
+    """Peak memory in MiB, beyond the memory in use before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -119,7 +119,7 @@ def memory(run: Callable[[], object]) -> float:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Forward, and forward with backward."""
+    """Time and memory of the forward, and of forward and backward."""
     torch.manual_seed(0)
     x = torch.randn(case.tokens, case.d, device="cuda", dtype=torch.bfloat16)
     weight = (torch.randn(case.v, case.d, device="cuda") * case.d**-0.5).bfloat16()

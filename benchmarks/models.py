@@ -1,13 +1,13 @@
-"""Models of `transformers` on a GPU, in plain PyTorch and under ``samebits.batch_invariant``, in one run.
-
-Drift: the examples' generation against training, and their training loop, with layers of sizes in use; their
-training in micro-batches, and their sentence embeddings, if the demo extra is installed.
-Time: the forward of a model of a billion parameters at 4,096 tokens, attention apart, and a step of the
-training loop.
+"""Models of `transformers` on a GPU, in PyTorch and under ``samebits.batch_invariant``, in one run.
 
 python -m benchmarks.models [--commit COMMIT] [--out FILE]
 
-writes benchmarks/results/<gpu>/models.json, and embeddings.json beside it.
+It writes benchmarks/results/<gpu>/models.json, and embeddings.json beside it. They have:
+
+* Drift: the examples' generation against training, and their training loop, with layers of common sizes;
+  their training in micro-batches; and their sentence embeddings, if the demo extra is installed.
+* Time: the forward of a model of a billion parameters at 4,096 tokens, also without attention, and a step of
+  the training loop.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ QWEN3 = {
 }
 FEW = {"vocab_size": 32768, "num_hidden_layers": 4}
 DRIFT = {"llama": LLAMA | FEW, "qwen3": QWEN3 | FEW}
-PROMPTS, PROMPT, ANSWER = 8, 61, 200  # how many, of how many tokens, answered by how many
+PROMPTS, PROMPT, ANSWER = 8, 61, 200  # number of prompts, tokens of a prompt, tokens of an answer
 
 LOOP = {"prompts": 4, "group": 8, "answer": 32}
 LEARNER = LLAMA | {"vocab_size": 1024, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
@@ -65,7 +65,7 @@ BATCHES = ((1, 4096), (8, 512))
 
 
 def sizes() -> dict[str, Any]:
-    """Of what is measured."""
+    """Sizes of the measured models and batches."""
     drift = {"models": DRIFT, "prompts": PROMPTS, "prompt": PROMPT, "answer": ANSWER}
     return {"drift": drift, "training": LEARNER | LOOP, "forward": BILLION}
 
@@ -75,7 +75,7 @@ def mode(ours: bool) -> AbstractContextManager[None]:
 
 
 def milliseconds(run: Callable[[], Any], repeats: int = 21) -> float:
-    """Median over calls, each from an idle GPU to an idle GPU."""
+    """Median time of calls, each measured from an idle GPU to an idle GPU."""
     for _ in range(2):
         run()
     times = []
@@ -142,7 +142,7 @@ def training(steps: int, device: str = "cuda") -> dict[str, Any]:
     found: dict[str, Any] = {}
     train = partial(grpo.train, dtype=torch.bfloat16, device=device, rate=1e-3, **LOOP, **LEARNER)
     for name, ours in (("torch", False), ("samebits", True), ("samebits, again", True)):
-        train(1, ours=ours)  # kernels are compiled and loaded before the clock starts
+        train(1, ours=ours)  # compiles and loads kernels before the clock starts
         start = time.perf_counter()
         run = train(steps, ours=ours)
         seconds = time.perf_counter() - start
@@ -157,7 +157,7 @@ def training(steps: int, device: str = "cuda") -> dict[str, Any]:
 
 
 def micro_batches(device: str = "cuda") -> dict[str, dict[int, int]]:
-    """Weights that differ from those of training in one batch, for each number of micro-batches."""
+    """How many weights differ from those of training in one batch, for each number of micro-batches."""
     example = importlib.import_module("microbatches")
     found: dict[str, dict[int, int]] = example.main(device)
     return found

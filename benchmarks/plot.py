@@ -1,4 +1,4 @@
-"""Draw docs/assets/*.svg from benchmarks/results; with --check, fail where they are not what would be drawn.
+"""Draw docs/assets/*.svg from benchmarks/results. With --check, fail if a picture is not up to date.
 
 python -m benchmarks.plot [--check]
 """
@@ -23,7 +23,7 @@ from samebits.tools.bench.report import forward, is_forward, ratio
 
 ASSETS = ROOT / "docs" / "assets"
 
-# The same file for the same results: no date, no random ids, and text as text (no glyph outlines).
+# The same results give the same file: no date, no random ids, and text as text (no glyph outlines).
 STYLE: Any = {
     "svg.hashsalt": "samebits",
     "svg.fonttype": "none",
@@ -155,7 +155,7 @@ def gpu_roofline(data: dict[str, Any]) -> Figure:
 
 
 def gpu_tiny(data: dict[str, Any]) -> Figure:
-    """Bars of samebits and torch for each batched product, and a mark where a copy of as many bytes is."""
+    """Bars of samebits and torch for each batched product, and a mark for a copy of as many bytes."""
     by_dtype = {t: [c for c in tiny(data) if c["dtype"] == t] for t in ("float32", "bfloat16")}
     shown = {dtype: cases for dtype, cases in by_dtype.items() if cases}
     figure, (panels,) = plt.subplots(
@@ -204,7 +204,7 @@ def gpu_drift(data: dict[str, Any]) -> Figure:
 
 
 def gpu_logp(data: dict[str, Any]) -> Figure:
-    """Log-probabilities beside logits that are stored: time and memory of each size."""
+    """Time and memory of log-probabilities, with and without stored logits, for each size."""
     cases = data["cases"]
     sizes = [f"{c['tokens']:,} tokens,\nD {c['d']:,}, V {c['v']:,}" for c in cases]
     figure, panels = plt.subplots(1, 3, figsize=(10.5, 3.6), layout="constrained", sharey=True)
@@ -238,7 +238,7 @@ def gpu_logp(data: dict[str, Any]) -> Figure:
 
 
 def gpu_models(data: dict[str, Any]) -> Figure:
-    """Beside each other: the training loop's mismatch step by step, and generation against training."""
+    """Two plots: the training loop's mismatch at each step, and generation against training."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 3.6), layout="constrained")
     for who, colour in (("torch", THEIRS), ("samebits", OURS)):
         largest = data["training"][who]["largest"]

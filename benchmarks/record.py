@@ -1,4 +1,4 @@
-"""What a measurement was made with, and how it is written down."""
+"""Records of measurements: the environment, and JSON files of results."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ GPUS = measured("bench.json")
 
 
 def tiny(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """The batched products among the cases of `samebits bench`, if these were measured."""
+    """The batched products among the cases of `samebits bench`, if they were measured."""
     return [c for c in data["cases"] if c["work"] == "bmm"]
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:
-    """Commit, machine, versions and date. No host name. Where there is no git to ask, `commit` is told."""
+    """Commit, machine, versions and date, without a host name. Without git, pass `commit`."""
     packages = ("samebits", "torch", "numpy", "numba", "llvmlite", "mmasim", "transformers")
     return {
         "commit": commit or _commit(),
@@ -54,7 +54,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 
 
 def slug(gpu: str) -> str:
-    """A GPU's name in the names of files and folders."""
+    """A GPU's name, in the form for names of files and folders."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
@@ -72,7 +72,7 @@ def lines(data: Any, depth: int = 0) -> str:
 
 
 def results_file(name: str) -> Path:
-    """An argument that names a file to write, refused before anything is measured."""
+    """An argument that names a file to write. A bad one is refused before the measurement."""
     path = Path(name)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{name} is a folder; the results are one file")
@@ -91,7 +91,7 @@ def _commit() -> str:
             ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
         ).stdout.strip()
 
-    # What is measured is the package; a benchmark in the making does not taint it.
+    # Only the package is measured, so uncommitted changes of benchmarks do not count.
     changed = git("status", "--porcelain", "--", "samebits")
     return git("rev-parse", "HEAD") + (" with changes" if changed else "")
 

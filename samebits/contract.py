@@ -1,9 +1,9 @@
-"""What may change the bits of a result, as frozen data.
+"""Contracts: the rules that decide the bits of a result, as frozen data.
 
-A :class:`Contract` names every rule that decides an output bit, and nothing else: it never sees the number
-of rows, the batch, the memory layout, or how large or busy a GPU is. Whatever is free to look at those (tile
-sizes, pipeline depth, instruction) is a backend's schedule, which may never change a bit.
-``docs/contract.md`` spells the same rules out for a reader who wants to re-implement them.
+A :class:`Contract` names every rule that decides an output bit, and nothing else. It never depends on the
+number of rows, the batch, the memory layout, or the size and load of a GPU. A backend's schedule may depend
+on those (tile sizes, pipeline depth, instruction), and may never change a bit. ``docs/contract.md`` has the
+same rules for a reader who wants to re-implement them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 __all__ = ["AMPERE", "FMA", "HOPPER", "TENSOR_CORE", "Contract", "MmaModel", "use_mma_model"]
 
 GROUP = 16
-"""Terms in one step of a tensor-core chain; a sequence of tokens always starts a new group of these."""
+"""Terms in one step of a tensor-core chain. A sequence of tokens always starts a new group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class MmaModel:
     """The fused dot-product-add of one family of tensor cores.
 
     One fused sum takes ``group`` products and the f32 accumulator. Every term is truncated toward zero to a
-    multiple of ``2**(emax - fraction_bits)``, where ``emax`` is the largest exponent of all terms, the
+    multiple of ``2**(emax - fraction_bits)``, where ``emax`` is the largest exponent of all terms. The
     truncated terms are added exactly, and the sum is rounded toward zero to f32.
 
     Attributes:
-        name: what the family is called.
+        name: the family's name.
         group: products in one fused sum. A group of 16 consecutive k takes ``16 // group`` sums in turn.
         fraction_bits: fraction bits kept below ``emax``.
-        zero_exponent: the exponent that a term equal to zero takes part with in ``emax``.
+        zero_exponent: the exponent of a term equal to zero, for ``emax``.
 
     Source: Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores" (arXiv 2512.07004), and vectors
     recorded for this project on an H200.
@@ -49,7 +49,7 @@ class MmaModel:
     fraction_bits: int
     zero_exponent: int
     key: str = field(init=False, repr=False, compare=False)
-    """All the data above as one string, the form in which it passes through ``torch.library``."""
+    """All the data above as one string, because ``torch.library`` takes strings."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name.isidentifier()):
@@ -93,17 +93,17 @@ FAMILIES: dict[tuple[int, int], MmaModel] = {
 class Contract:
     """Everything that may change an output bit of a product.
 
-    Every output element is one chain over ascending k with one f32 accumulator, which starts from +0 or from
-    the f32 value carried in. K is never split. Then bias, if any, is added in f32 with one rounding to
-    nearest even, and the result is rounded to nearest even once to the output dtype. Every NaN result is the
+    Every output element is one chain over ascending k with one f32 accumulator. The accumulator starts from
+    +0, or from a given f32 value. K is never split. Then the bias, if any, is added in f32 with one rounding
+    to nearest even. The result is rounded once, to nearest even, to the output dtype. Every NaN result is the
     canonical one: 0x7FFFFFFF in f32, 0x7FFF in bf16 and f16.
 
     Attributes:
-        name: what the contract is called.
-        step: how one step joins its terms to the accumulator. ``"mma"``: 16 products at a time, as the tensor
+        name: the contract's name.
+        step: how one step adds its terms to the accumulator. ``"mma"``: 16 products at a time, as the tensor
             core sums them (see :class:`MmaModel`). ``"fma"``: one IEEE 754 f32 fused multiply-add per k,
             rounding to nearest even, subnormals kept.
-        mma: for ``"mma"``, the tensor-core family whose bits these are. ``None`` leaves it to the device: a
+        mma: for ``"mma"``, the tensor-core family that gives these bits. ``None`` leaves it to the device: a
             GPU follows its own family, CPU tensors follow :func:`use_mma_model`.
     """
 
@@ -140,11 +140,11 @@ class Contract:
         return dataclasses.replace(self, mma=mma)
 
     def digest(self) -> str:
-        """A SHA-256 over everything that may change an output bit, names excluded: 16 hex digits.
+        """16 hex digits of a SHA-256 over everything that may change an output bit. Names are excluded.
 
-        Contracts of one digest give the same bits, except that ``mma=None`` leaves a choice to the device: to
-        name bits, take the digest of ``TENSOR_CORE.on(...)``. Stable over processes, machines and Python
-        versions.
+        Contracts with the same digest give the same bits. With ``mma=None`` the device still has a choice, so
+        take the digest of ``TENSOR_CORE.on(...)`` to identify bits. The digest is the same in all processes,
+        on all machines and in all Python versions.
         """
         mma = self.mma and [self.mma.group, self.mma.fraction_bits, self.mma.zero_exponent]
         text = json.dumps([_REVISION, self.step, mma])
@@ -158,7 +158,7 @@ class Contract:
         return f"{self.name}[{m.name}: {data}]"
 
 
-# Raised when docs/contract.md changes in a way that the fields above do not show.
+# Incremented when docs/contract.md changes in a way that the fields above do not show.
 _REVISION = 1
 
 
@@ -171,14 +171,14 @@ def contract_from_key(key: str) -> Contract:
 
 
 TENSOR_CORE = Contract("TENSOR_CORE", step="mma")
-"""The tensor core's own chain: the default for bf16 and f16."""
+"""The tensor core's chain: the default for bf16 and f16."""
 
 FMA = Contract("FMA", step="fma")
-"""A chain of IEEE fused multiply-adds: the default for f32. The same bits on any IEEE machine."""
+"""A chain of IEEE fused multiply-adds: the default for f32. It has the same bits on any IEEE machine."""
 
 
 class _CpuFamily(local):
-    # An attribute of a thread-local object, because torch.compile reads and guards that (no ContextVar).
+    # A thread-local object, not a ContextVar, because torch.compile reads and guards its attributes.
     def __init__(self) -> None:
         self.mma = HOPPER
 
@@ -187,7 +187,7 @@ _cpu_family = _CpuFamily()
 
 
 def resolve(contract: Contract | None, dtype: torch.dtype, device_type: str) -> str:
-    """The key of the contract that an operation on ``dtype`` tensors of ``device_type`` follows."""
+    """The key of the contract that applies to an operation on ``dtype`` tensors of ``device_type``."""
     if contract is None:
         contract = FMA if dtype == torch.float32 else TENSOR_CORE
     if contract.step == "mma" and contract.mma is None and device_type == "cpu":
@@ -198,17 +198,17 @@ def resolve(contract: Contract | None, dtype: torch.dtype, device_type: str) -> 
 def use_mma_model(model: MmaModel) -> AbstractContextManager[None]:
     """Choose the tensor-core family whose bits CPU tensors get under ``TENSOR_CORE``, for this thread.
 
-    The choice is read when an operation runs forward; its backward follows the same family. Activation
-    checkpointing runs the forward again inside the backward, so enter the context around that too, or pass
-    ``contract=samebits.TENSOR_CORE.on(samebits.AMPERE)`` instead. Do not ``await`` inside: the choice
-    belongs to the thread. GPU tensors always follow the GPU they are on.
+    An operation reads the choice in its forward. Its backward follows the same family. Activation
+    checkpointing runs the forward again inside the backward, so enter the context around the backward too, or
+    pass ``contract=samebits.TENSOR_CORE.on(samebits.AMPERE)`` instead. Do not ``await`` inside, because the
+    choice belongs to the thread. GPU tensors always follow the GPU they are on.
 
     Args:
         model: ``samebits.HOPPER`` (the default outside this context), ``samebits.AMPERE``, or a model of
             your own.
 
     Raises:
-        TypeError: ``model`` is none.
+        TypeError: ``model`` is not an :class:`MmaModel`.
     """
     if not isinstance(model, MmaModel):
         raise TypeError(f"samebits.use_mma_model: model: expected an MmaModel, got {type(model).__name__}")

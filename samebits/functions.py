@@ -1,7 +1,7 @@
-"""The constants of exp, log and sums over the vocabulary, as data.
+"""The constants of exp, log and sums over the vocabulary.
 
-What they are for is in ``docs/contract.md``, "Log-probabilities". The CPU reference reads them from here;
-``kernels/include/functions.cuh`` repeats them for CUDA, and a test compares the two.
+``docs/contract.md``, "Log-probabilities", defines the functions. The CPU reference reads the constants from
+here. ``kernels/include/functions.cuh`` repeats them for CUDA, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 __all__ = ["CHAINS", "CONSTANTS", "VOCAB_BLOCK"]
 
 VOCAB_BLOCK = 128
-"""Consecutive entries of the vocabulary that are summed by halves."""
+"""Consecutive entries of the vocabulary in a block, which is summed by halves."""
 
 CHAINS = 32
-"""Chains that the blocks of a row are dealt to in turn."""
+"""Chains over the blocks of a row. The blocks go to the chains in turn."""
 
 CONSTANTS = {
     name: float.fromhex(value)

@@ -1,4 +1,4 @@
-"""``samebits.nn.Linear`` and ``samebits.convert``: models whose linear layers keep their bits."""
+"""``samebits.nn.Linear`` and ``samebits.convert``: batch-invariant linear layers of models."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ __all__ = ["Conversion", "Linear", "Unconverted", "convert"]
 
 
 class Linear(nn.Linear):
-    """``torch.nn.Linear`` by :func:`samebits.linear`: ``y = x @ weight.T + bias``.
+    """A ``torch.nn.Linear`` that computes ``y = x @ weight.T + bias`` by :func:`samebits.linear`.
 
-    The same constructor, parameters, initialization and state dict. Output bits, gradients and errors are
-    those of :func:`samebits.linear`.
+    Constructor, parameters, initialization and state dict are those of ``torch.nn.Linear``. Output bits,
+    gradients and errors are those of :func:`samebits.linear`.
 
     If a parameter has an attribute ``main_grad`` when the layer runs, its gradient goes there and not to
     ``.grad``, as in Megatron-LM with ``gradient_accumulation_fusion``. ``main_grad`` is a float32 tensor of
-    the parameter's shape, in memory of its own, which the caller makes, zeroes, and hands to the optimizer.
-    The backward carries its chain on over the new tokens (:func:`samebits.addmm_`), so that micro-batches
-    which are cut between sequences give the bits of one large batch; then it sets
-    ``grad_added_to_main_grad`` on the parameter. A backward that fails, for want of memory say, has written
-    nothing there. In eager mode only.
+    the parameter's shape that shares memory with no other tensor. The caller makes it, zeroes it, and gives
+    it to the optimizer. The backward continues its chain over the new tokens (:func:`samebits.addmm_`). So
+    micro-batches that are cut between sequences give the bits of one large batch. Then the backward sets
+    ``grad_added_to_main_grad`` on the parameter. A backward that fails, for example for lack of memory,
+    writes nothing there. ``main_grad`` works in eager mode only.
 
     Args:
         in_features: size of each input row.
         out_features: size of each output row.
-        bias: whether there is one.
-        device: of the parameters.
-        dtype: of the parameters; bfloat16, float16 or float32.
+        bias: whether the layer has a bias.
+        device: device of the parameters.
+        dtype: dtype of the parameters: bfloat16, float16 or float32.
         contract: as in :func:`samebits.linear`.
     """
 
@@ -61,10 +61,10 @@ class Linear(nn.Linear):
 
     @classmethod
     def from_torch(cls, layer: nn.Linear, *, contract: Contract | None = None) -> Linear:
-        """A new layer with the very parameters of `layer`, in its mode (training or eval).
+        """A new layer that shares the parameters of `layer`, in the same mode (training or eval).
 
         Raises:
-            TypeError: `layer` is no plain ``torch.nn.Linear``, or has hooks, which a new layer would lack.
+            TypeError: `layer` is not a plain ``torch.nn.Linear``, or has hooks, which a new layer would lack.
         """
         reason = _why_not(layer)
         if reason is None and any(vars(layer)[hooks] for hooks in _HOOKS):
@@ -98,7 +98,7 @@ _HOOKS = (
 
 
 def _main_grad(parameter: Tensor | None) -> Tensor | None:
-    """Where the gradient of `parameter` is to be accumulated, if not in ``.grad``."""
+    """The tensor that accumulates the gradient of `parameter`, or None for ``.grad``."""
     if parameter is None or not parameter.requires_grad:
         return None
     return getattr(parameter, "main_grad", None)
@@ -119,7 +119,7 @@ def _run_with_main_grads(layer: Linear, x: Tensor, cu_seqlens: Tensor | None) ->
 
 
 def _check_main_grads(weight: Tensor, bias: Tensor | None, **others: Tensor) -> None:
-    """Before anything is written: forward, and backward, for they may be others by then."""
+    """Refuse unsuitable ``main_grad`` tensors. The backward checks again: they may have changed by then."""
     parameters = {"weight": weight} | ({} if bias is None else {"bias": bias})
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
@@ -154,11 +154,11 @@ class _MainGradLinear(torch.autograd.Function):
         cu_seqlens: Tensor | None,
         key: str,
     ) -> Tensor:
-        needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
+        needed = ctx.needs_input_grad  # each operand is needed only for the other's gradient
         ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None, cu_seqlens)
         ctx.parameters = layer.weight, layer.bias
         ctx.shape, ctx.dtype, ctx.contract = x.shape, x.dtype, key
-        with torch.autocast(x.device.type, enabled=False):  # what it casts, is cast already
+        with torch.autocast(x.device.type, enabled=False):  # operands are cast already
             return linear(x, weight, bias, cu_seqlens=cu_seqlens, contract=layer.contract)
 
     @staticmethod
@@ -188,7 +188,7 @@ class _MainGradLinear(torch.autograd.Function):
                 chains = acc.view(1, len(acc), terms.shape[-1])
                 steps.append(addbmm_later(chains, columns, terms, cu_seqlens, ctx.contract))
                 steps.append(partial(setattr, parameter, "grad_added_to_main_grad", True))
-        for step in steps:  # all is written or nothing: whatever can fail has happened
+        for step in steps:  # all is written or nothing: everything that can fail has run before
             step()
         return tuple(grads)
 
@@ -200,7 +200,7 @@ class Unconverted:
     Attributes:
         name: its name in the model.
         kind: its class.
-        reason: why, and where there is something to do, what.
+        reason: why it was left, and what to do if something can be done.
     """
 
     name: str
@@ -210,11 +210,11 @@ class Unconverted:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What :func:`convert` did. Printed, it is a summary.
+    """The result of :func:`convert`. Its ``str`` is a summary.
 
     Attributes:
-        converted: names of the layers that are ``samebits.nn.Linear`` now and were not before.
-        already: names of those that were.
+        converted: names of the layers that became ``samebits.nn.Linear``.
+        already: names of the layers that were ``samebits.nn.Linear`` before.
         unconverted: all other modules known to compute products, and why they were left.
     """
 
@@ -241,19 +241,19 @@ def convert(
 ) -> Conversion:
     """Make every plain ``torch.nn.Linear`` of a model a :class:`samebits.nn.Linear`, in place.
 
-    A layer stays the object that it is and changes its class. So its parameters (tied ones too), dtype,
-    device, ``requires_grad``, mode, hooks, name and every reference to it stay. A layer whose class or
-    instance has a forward of its own is left, as are other modules that compute products: the report names
-    each of them, and says why. What calls ``torch.nn.functional.linear`` itself is seen neither here nor
-    there: use ``samebits.audit`` to be sure. Converting twice changes nothing.
+    A layer stays the same object and only changes its class. So its parameters (tied ones too), dtype,
+    device, ``requires_grad``, mode, hooks, name and every reference to it stay. Layers whose class or
+    instance overrides ``forward`` are left as they are, and so are other modules that compute products. The
+    report names each of them, with the reason. Code that calls ``torch.nn.functional.linear`` itself is
+    neither converted nor reported: use ``samebits.audit`` to be sure. Converting twice changes nothing.
 
     Args:
         module: the model, or one layer. Convert it before it is sharded, compiled or traced.
-        filter: takes a layer's name and the layer; those for which it is false are left.
-        contract: of the converted layers, as in :func:`samebits.linear`.
+        filter: a function of a layer's name and the layer. Layers for which it is false are left.
+        contract: the contract of the converted layers, as in :func:`samebits.linear`.
 
     Raises:
-        TypeError: ``module`` is no module, ``filter`` no function, or ``contract`` no contract.
+        TypeError: ``module`` is not a module, ``filter`` not a function, or ``contract`` not a contract.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"samebits.convert: module: expected a Module, got {type(module).__name__}")
@@ -264,7 +264,7 @@ def convert(
     already, unconverted = [], []
     converted: dict[str, nn.Module] = {}
     for name, part in module.named_modules():
-        if isinstance(part, Linear):  # parametrized since, for example
+        if isinstance(part, Linear):  # also a subclass, such as one that parametrization made
             already.append(name)
             continue
         reason = _product_of_its_own(part)
@@ -276,7 +276,7 @@ def convert(
                 converted[name] = part
         if reason is not None:
             unconverted.append(Unconverted(name, type(part).__name__, reason))
-    for part in converted.values():  # not before `filter` has seen all of them, for it may raise
+    for part in converted.values():  # after `filter` has seen all layers, because it may raise
         part.__class__ = Linear
         vars(part)["contract"] = contract
     return Conversion(tuple(converted), tuple(already), tuple(unconverted))
@@ -292,7 +292,7 @@ def _why_not(layer: nn.Module) -> str | None:
         return "it is not a plain torch.nn.Linear, and its class may compute something else"
     if "forward" in vars(layer):
         return "its forward was replaced on the instance: convert first, then wrap"
-    weight = layer.weight  # with torch.nn.utils.weight_norm a plain tensor, which a hook computes
+    weight = layer.weight  # torch.nn.utils.weight_norm makes it a plain tensor, which a hook computes
     if type(weight) not in (Tensor, nn.Parameter) or weight.layout is not torch.strided:
         return f"its weight is a {type(weight).__name__} of layout {weight.layout}, not a plain dense tensor"
     if weight.dtype not in SUPPORTED:
@@ -301,7 +301,7 @@ def _why_not(layer: nn.Module) -> str | None:
 
 
 def _bypassed(module: nn.Module) -> dict[nn.Module, str]:
-    """Linear layers that PyTorch's own modules never call, and why."""
+    """Linear layers whose weights PyTorch's modules use without calling them, and why."""
     layers: dict[nn.Module, str] = {}
     for part in module.modules():
         if isinstance(part, nn.MultiheadAttention):
@@ -316,8 +316,8 @@ def _bypassed(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def _product_of_its_own(part: nn.Module) -> str | None:
-    """Why the products of `part`, which is no linear layer, stay PyTorch's; None if it has none."""
-    # Looked up, not imported: a Conv1D can only be in a model if transformers is loaded.
+    """Why the products of `part`, which is no linear layer, stay PyTorch's. None if it computes none."""
+    # Not imported: a model can have a Conv1D only if transformers is loaded.
     pytorch_utils = sys.modules.get("transformers.pytorch_utils")
     if pytorch_utils is not None and isinstance(part, pytorch_utils.Conv1D):
         return "its weight is transposed: replace it by a samebits.nn.Linear of weight.mT"

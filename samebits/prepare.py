@@ -1,4 +1,4 @@
-"""``samebits.prepare``: have kernels compiled and loaded before they are needed."""
+"""``samebits.prepare``: compile and load kernels before they are needed."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ def prepare(
 ) -> int:
     """Compile and load the kernels that :func:`samebits.linear` will use with these weights.
 
-    The first product of a kind compiles its kernel, which takes seconds, and loads it, which is not allowed
-    while a CUDA graph is captured. This runs one product of every kind ahead of time, on contiguous scratch
-    inputs of the weight's dtype. Inputs with other strides may want other kernels: run those once yourself.
+    The first product of a kind compiles its kernel, which takes seconds. It also loads the kernel, which is
+    not allowed while a CUDA graph is captured. This function runs one product of every kind, on contiguous
+    scratch inputs of the weight's dtype. Inputs with other strides may need other kernels: run those once
+    yourself.
 
-    Other operations, such as :func:`samebits.linear_logp` and what :func:`samebits.batch_invariant` covers,
-    are not prepared: before a step with these is captured, run it once, forward and backward, with inputs of
-    the same dtypes, shapes and strides.
+    Other operations are not prepared, such as :func:`samebits.linear_logp` and the functions that
+    :func:`samebits.batch_invariant` replaces. Before you capture a step with these, run it once, forward and
+    backward, with inputs of the same dtypes, shapes and strides.
 
     Args:
         weights: a module (all its ``nn.Linear`` layers), or 2-D weights ``[out_features, in_features]``.
-        rows: the inputs to come: their numbers of rows (tokens), or shapes ``(B, T, ...)`` without features.
-        backward: prepare the gradients too.
+        rows: the future inputs: their numbers of rows (tokens), or shapes ``(B, T, ...)`` without features.
+        backward: prepare the gradients, too.
         cu_seqlens: prepare packed sequences, with offsets of this dtype (``torch.int32`` or ``torch.int64``).
-        contract: as in :func:`samebits.linear`; by default each layer's own.
+        contract: as in :func:`samebits.linear`. The default is each layer's contract.
 
     Returns:
         How many different products were prepared.
@@ -80,7 +81,7 @@ def prepare(
 
 
 def _takes(weight: Tensor) -> bool:
-    """Whether :func:`samebits.linear` does; ``samebits.convert`` leaves other layers alone, too."""
+    """Whether :func:`samebits.linear` takes this weight. ``samebits.convert`` skips the same layers."""
     return not is_lazy(weight) and weight.dtype in SUPPORTED and weight.layout is torch.strided
 
 

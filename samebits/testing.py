@@ -1,4 +1,4 @@
-"""Comparing results by their bits, and operand values that try a product's corners."""
+"""Test helpers: comparison of results by their bits, and operands with a product's edge cases."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _BITS = {
 KINDS = ("normal", "wide", "tiny", "brink", "cancel", "sparse", "huge", "special")
 """Kinds of :func:`values`."""
 
-# Factors whose products, and f32 values that, lie about the smallest subnormal of f32 and a zero's exponent.
+# Exponents of factors whose products lie near the smallest f32 subnormal and a zero's exponent. For f32, of
+# values that lie there themselves.
 _BRINK = {torch.float32: (-150, -124), torch.bfloat16: (-84, -58), torch.float16: (-24, -8)}
 
-# The exponents that a dtype holds, subnormals included.
+# The smallest and largest exponent of a dtype, subnormals included.
 _EXPONENTS = {torch.float32: (-149, 127), torch.bfloat16: (-133, 127), torch.float16: (-24, 15)}
 
 
@@ -36,10 +37,10 @@ def pattern(x: Tensor) -> str:
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor, message: str = "") -> None:
-    """Raise AssertionError unless two tensors have the same shape, dtype and bits: -0 is not +0, NaN is NaN.
+    """Raise AssertionError unless two tensors have the same shape, dtype and bits.
 
-    The error names the number of differing elements, the first one's coordinate, and both values and bit
-    patterns there.
+    -0 is not +0, and a NaN equals a NaN of the same bits. The error names the number of differing elements,
+    the first one's coordinate, and both values and bit patterns there.
     """
     head = f"{message}: " if message else ""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -61,9 +62,11 @@ def assert_same_bits(actual: Tensor, expected: Tensor, message: str = "") -> Non
 def values(
     kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Random values of one of :data:`KINDS`, the same for the same seed on one kind of device."""
+    """Random values of one of :data:`KINDS`. One seed gives the same values on one kind of device."""
     if kind not in KINDS or dtype not in _EXPONENTS:
-        raise ValueError(f"values: expected one of {KINDS} and bf16, f16 or f32, got {kind!r} and {dtype}")
+        raise ValueError(
+            f"samebits.testing.values: expected one of {KINDS} and bf16, f16 or f32, got {kind!r} and {dtype}"
+        )
     g = torch.Generator(device).manual_seed(seed)
     x = torch.randn(shape, generator=g, dtype=torch.float64, device=device)
     low, high = _EXPONENTS[dtype]

@@ -1,4 +1,4 @@
-"""Which backend computes. None of them changes a bit, so the choice is no part of a contract."""
+"""Backends, and the choice among them. None of them changes a bit, so contracts do not include the choice."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ __all__ = [
 
 NAMES = ("cuda", "triton", "reference")
 AUTOMATIC: tuple[str, ...] = ("cuda", "triton")
-"""For GPU tensors without a choice: the first of these that can run."""
+"""Backends for GPU tensors if none is chosen: the first of these that can run."""
 
 
 class UnavailableError(RuntimeError):
-    """A backend cannot run here; the message says why and what to do."""
+    """A backend cannot run here. The message says why, and what to do."""
 
 
 Step = Callable[[], object]
-"""The rest of a computation. Whatever can fail (checks, allocation, planning, compilation) happened before.
+"""The last part of a computation, which cannot fail: checks, allocation, planning and compilation are done.
 
-Functions called ``..._later`` return one. So several results can be written together or not at all: make all
-steps, then run them, in order. A backend may compute at once, and leave only a copy for later.
+Functions called ``..._later`` return a step. So several results can be written together or not at all: make
+all steps, then run them in order. A backend may compute immediately, and leave only a copy to the step.
 """
 
 _P = ParamSpec("_P")
@@ -48,36 +48,38 @@ _R = TypeVar("_R")
 
 
 class _Choice(local):
-    # An attribute of a thread-local object, because torch.compile reads and guards that (no ContextVar).
+    # A thread-local object, not a ContextVar, because torch.compile reads and guards its attributes.
     def __init__(self) -> None:
         self.backend: str | None = None
-        self.made_by: use_backend | None = None  # if it holds from a call on, not in a block
-        self.before: list[str | None] = []  # the choices outside of the blocks that are open
+        self.made_by: use_backend | None = None  # set if the choice was made by a call, not by a block
+        self.before: list[str | None] = []  # the choices outside of the open blocks
 
 
 _choice = _Choice()
 
 
 class use_backend:  # noqa: N801
-    """Compute with one backend, or not at all: an explicit choice never falls back to another.
+    """Choose the backend. An explicit choice never falls back to another backend.
 
-    ``samebits.use_backend("triton")`` holds for this thread from now on; as ``with
-    samebits.use_backend("triton"):``, until the end of the block; as a decorator, in each call of a function.
-    An operation's backward uses the backend of its forward. Without a choice, GPU tensors are computed by the
-    CUDA kernels, or else by Triton (where cuda-core is not installed, or the kernels do not know the GPU),
-    and CPU tensors by the reference. All give the same bits.
+    * ``samebits.use_backend("triton")`` holds for this thread from now on.
+    * ``with samebits.use_backend("triton"):`` holds until the end of the block.
+    * As a decorator, it holds in each call of the function.
 
-    The choice belongs to the thread: do not ``await`` or ``yield`` inside, and choose within a function that
-    activation checkpointing runs again, which happens in a thread of autograd's. In code under
-    ``torch.compile`` use ``with``: the first form is forgotten where the graph ends.
+    An operation's backward uses the backend of its forward. Without a choice, the CUDA kernels compute GPU
+    tensors. If they cannot (cuda-core is not installed, or the kernels do not know the GPU), Triton does. The
+    reference computes CPU tensors. All backends give the same bits.
+
+    The choice belongs to the thread, so do not ``await`` or ``yield`` inside. Activation checkpointing runs a
+    function again in a thread of autograd's, so choose within that function. In code under ``torch.compile``
+    use ``with``, because the first form ends with the graph.
 
     Args:
         name: ``"cuda"``, ``"triton"`` (GPU tensors only), ``"reference"`` (CPU tensors only), or None to
             choose automatically again.
 
     Raises:
-        ValueError: there is no backend of this name. An operation raises it for tensors on a device that the
-            backend does not compute on.
+        ValueError: there is no backend of this name. Operations raise it for tensors on a device that the
+            chosen backend does not support.
         samebits.backends.UnavailableError: raised by an operation if the backend cannot run here.
     """
 
@@ -95,7 +97,7 @@ class use_backend:  # noqa: N801
         _choice.backend, _choice.made_by = _choice.before.pop(), None
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        if _choice.made_by is self:  # the choice is for the function alone
+        if _choice.made_by is self:  # the choice holds only in the function
             _choice.backend, _choice.made_by = self._replaced
         kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
         if any(of_kind(function) for of_kind in kinds):
@@ -111,10 +113,10 @@ class use_backend:  # noqa: N801
 
 
 def chosen_backend(device_type: str) -> str | None:
-    """The backend that was asked for, if any, of which there are several for such a device.
+    """The chosen backend. None if there is no choice, or only one backend for such a device.
 
     Raises:
-        ValueError: it does not compute on such a device.
+        ValueError: the chosen backend does not support such a device.
     """
     name = _choice.backend
     if name is None or device_type == "meta":
@@ -126,16 +128,16 @@ def chosen_backend(device_type: str) -> str | None:
 
 
 def pack_key(contract: str, backend: str | None) -> str:
-    """A contract's key and the backend that was asked for, as the one string that an operator takes.
+    """A contract's key and the chosen backend, as the one string that an operator takes.
 
-    So the choice is read once, where an operation runs forward. Its backward, which may run in another
-    thread, follows it.
+    So the choice is read once, in an operation's forward. Its backward may run in another thread, and follows
+    the same choice.
     """
     return contract if backend is None else f"{contract}@{backend}"
 
 
 def unpack_key(key: str) -> tuple[str, str | None]:
-    """What :func:`pack_key` was given."""
+    """The contract's key and the backend in a key of :func:`pack_key`."""
     contract, _, backend = key.partition("@")
     return contract, backend or None
 
@@ -147,7 +149,7 @@ def contract_of(key: str) -> Contract:
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:
-    """``torch.broadcast_shapes``, which takes longer than a small kernel, unless there is nothing to do."""
+    """``torch.broadcast_shapes``, which is slower than a small kernel, with a fast path for equal shapes."""
     longest = max(shapes, key=len)
     if all(s == longest or not s for s in shapes):
         return longest
@@ -157,15 +159,15 @@ def broadcast(*shapes: torch.Size) -> torch.Size:
 
 @functools.cache
 def on_gpu(operation: str, key: str, device: int) -> tuple[Any, str]:
-    """The module that computes `operation` on GPU `device`, and the contract's own key, which it takes.
+    """The module that computes `operation` on GPU `device`, and the contract's key that it takes.
 
     Args:
         operation: name of the module within its backend.
-        key: of an operator, see :func:`pack_key`.
+        key: an operator's key, see :func:`pack_key`.
         device: index of the GPU.
 
     Raises:
-        UnavailableError: the backend that was asked for cannot run there; or no backend can.
+        UnavailableError: the chosen backend cannot run there, or no backend can.
     """
     contract, name = unpack_key(key)
     reasons = []

@@ -1,8 +1,9 @@
-"""Compiled kernels on disk, in one folder for all backends.
+"""The on-disk cache of compiled kernels, in one folder for all backends.
 
-A process runs what it reads here, so nothing is taken that another user could have written, or that is not
-what was written: an entry carries a checksum of its name and contents. It appears whole, by ``os.replace``,
-under any number of processes. Trouble never stops a computation: it costs a compilation, and one warning.
+A process executes what it reads here. So it refuses files that another user could have written, and entries
+that are damaged: each has a checksum of its name and contents. ``os.replace`` makes an entry appear whole,
+with any number of processes. Errors of the cache never stop a computation. They cost a compilation and give
+one warning.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _HEAD = len(_MAGIC) + hashlib.sha256().digest_size
 
 
 def folder() -> Path:
-    """Where compiled kernels are kept: ``SAMEBITS_CACHE_DIR``, or else ``samebits`` among the user's caches.
+    """The cache's folder: ``SAMEBITS_CACHE_DIR``, or ``samebits`` in the user's cache directory.
 
     It need not exist yet.
 
     Raises:
-        OSError: there is no home directory for it, or others than this user and root can write to it.
+        OSError: there is no home directory, or users other than this one and root can write to the folder.
     """
     path = _path()
     with contextlib.suppress(FileNotFoundError):
@@ -35,7 +36,7 @@ def folder() -> Path:
 
 
 def read(name: str) -> bytes | None:
-    """What was written under this name; None if nothing was, or nothing that may be loaded."""
+    """The contents of the entry `name`; None if there is none, or none that may be loaded."""
     try:
         path = folder() / name
         with path.open("rb") as file:
@@ -54,7 +55,7 @@ def read(name: str) -> bytes | None:
 
 
 def write(name: str, contents: bytes) -> None:
-    """Keep this, in place of what was there, if there is a place for it."""
+    """Write the entry `name`, and replace an older one. Without a usable folder, nothing is written."""
     try:
         _path().mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder() / name
@@ -77,14 +78,14 @@ def _path() -> Path:
     try:
         if explicit:
             return Path(explicit).expanduser()
-        # A relative one is invalid, says the XDG Base Directory Specification.
+        # A relative path is invalid by the XDG Base Directory Specification.
         return (caches if caches.is_absolute() else Path.home() / ".cache") / "samebits"
     except RuntimeError as error:
         raise OSError("no home directory") from error
 
 
 def _trust(path: Path, status: os.stat_result) -> None:
-    """Refuse what others can have written: who fills this cache decides what this process runs."""
+    """Refuse a path that other users can write to, because this process executes what is in it."""
     if os.name != "posix":
         return
     if status.st_uid not in (os.geteuid(), 0):

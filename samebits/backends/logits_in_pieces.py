@@ -1,4 +1,4 @@
-"""Log-probabilities from hidden states by way of their logits, in pieces that bound the memory.
+"""Log-probabilities from hidden states, with logits stored in pieces that limit the memory.
 
 `products` and `logp` are a backend's modules for products and for log-probabilities of given logits.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from samebits.backends import Step
 from samebits.backends.token_logps import GradLogitsInputs, Rows, Statistics, vocabulary_pieces
 
-_LOGITS = 1 << 23  # held at once: 32 MiB
+_LOGITS = 1 << 23  # logits in a piece: 32 MiB
 
 
 def statistics(
@@ -40,7 +40,7 @@ def statistics(
 def grad_logits_later(
     products: Any, logp: Any, out: Tensor, given: GradLogitsInputs, *, contract: str
 ) -> Step:
-    """dz of a part of the vocabulary into ``out``, of :func:`empty_grads`' shape."""
+    """Write dz of a part of the vocabulary into ``out``, which has the shape of :func:`empty_grads`."""
     hidden, weight, bias, part, rows, *grads = given
     tokens, steps = hidden.shape[0], []
     pieces = [*vocabulary_pieces(part, tokens, _LOGITS)]
@@ -56,7 +56,7 @@ def grad_logits_later(
 
 
 def grad_logits(later: Callable[..., Step], *inputs: Any, dtype: torch.dtype, **options: Any) -> Tensor:
-    """What a backend's ``grad_logits_later`` computes from :class:`GradLogitsInputs`, now."""
+    """Run a backend's ``grad_logits_later`` on :class:`GradLogitsInputs` immediately."""
     given = GradLogitsInputs(*inputs)
     width = given.part.stop - given.part.start
     (out,) = empty_grads(given.hidden.shape[0], [width], dtype, given.hidden.device)
@@ -65,9 +65,9 @@ def grad_logits(later: Callable[..., Step], *inputs: Any, dtype: torch.dtype, **
 
 
 def empty_grads(tokens: int, widths: Iterable[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Room for dz of parts of so many entries, one after another: all begin at one address.
+    """Memory for dz of parts of the vocabulary, with these `widths`. All parts use the same memory in turn.
 
-    Rows start at multiples of 16 bytes, for the kernels that multiply them.
+    Rows start at multiples of 16 bytes, as the product kernels need.
     """
     padded = [-(-width // 8) * 8 for width in widths]
     room = torch.empty(tokens * max(padded), dtype=dtype, device=device)
@@ -77,7 +77,7 @@ def empty_grads(tokens: int, widths: Iterable[int], dtype: torch.dtype, device: 
 def logits_of(
     products: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, part: slice, contract: str
 ) -> Tensor:
-    """Those of a part of the vocabulary, in float32."""
+    """The logits of a part of the vocabulary, in float32."""
     b = None if bias is None else bias[part]
     z: Tensor = products.matmul(hidden, weight[part].mT, bias=b, out_dtype=torch.float32, contract=contract)
     return z

@@ -1,13 +1,13 @@
-"""What a matrix product is, as data, and what every kernel that computes one offers. Read this file first.
+"""Matrix products as data, and the interface of the kernels that compute them. Read this file first.
 
 The route of a product:
 
 1. :class:`Operands` are the tensors of one call.
-2. :class:`Product` is all that a kernel may know of them before it runs: shapes, strides, dtypes, alignment,
-   where chains start, and which contract's step they follow. It holds no address and no value.
-3. A :class:`ProductKernel` says which products it supports, and under which schedules. A schedule is frozen
-   data: tiles, stages, clusters. It decides the speed and never a bit.
-4. A :class:`Plan` is a kernel, compiled and loaded, with all of a launch but the addresses.
+2. :class:`Product` is all that a kernel may know about them before it runs: shapes, strides, dtypes,
+   alignment, where chains start, and which contract's step they follow. It has no address and no value.
+3. A :class:`ProductKernel` declares which products it supports, and under which schedules. A schedule is
+   frozen data: tiles, stages, clusters. It decides the speed and never a bit.
+4. A :class:`Plan` is a compiled and loaded kernel, with everything for a launch except the addresses.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = [
 ]
 
 Step = Literal["mma", "fma"]
-"""How a contract adds a group of terms: by the tensor core, or by one fused multiply-add each."""
+"""How a contract adds a group of terms: by the tensor core, or by one fused multiply-add for each term."""
 
 LARGEST = 2**31 - 2048
-"""Sizes up to this can be counted in 32 bits, and rounded up to all the tiles that are in flight at once."""
+"""The largest size. Kernels count in 32 bits, and round sizes up to all the tiles in flight at once."""
 
 
 class Operands(NamedTuple):
@@ -48,9 +48,11 @@ class Operands(NamedTuple):
         b: ``[K, N]``, ``[B, K, N]`` or ``[B, S, K, N]``. B may be 1 or missing in either operand.
         out: ``[M, N]`` or ``[B, M, N]``.
         bias: ``[N]``.
-        start: float32, of the shape of ``out``: where chains start. None: at +0. It may be ``out`` itself.
-        cu_seqlens: int32 or int64 ``[sequences + 1]``, contiguous: where sequences begin and end in k.
-        sequences: whether the terms belong to sequences. Under FMA each then ends with the term 0 * 0.
+        start: the values that chains start from: float32, of the shape of ``out``, which it may be itself.
+            With None they start at +0.
+        cu_seqlens: offsets in k of packed sequences: int32 or int64 ``[sequences + 1]``, contiguous.
+        sequences: whether the terms belong to sequences. Under FMA each sequence then ends with the term
+            0 * 0.
     """
 
     a: Tensor
@@ -90,7 +92,7 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """What is to be computed: ``out = start + a @ b + bias``. Attributes as in :class:`Operands`."""
+    """The product ``out = start + a @ b + bias``, without values. Attributes as in :class:`Operands`."""
 
     step: Step
     device: int
@@ -114,7 +116,7 @@ class Product:
 
     @classmethod
     def unchecked(cls, x: Operands, step: Step) -> Product:
-        """:meth:`of` for what an operation has checked."""
+        """:meth:`of` for operands that an operation has already checked."""
         start: Literal["zero", "out"] | Matrix
         start = "zero" if x.start is None else "out" if x.start is x.out else Matrix.of(x.start)
         bias, cu_seqlens = (None if t is None else Matrix.of(t) for t in (x.bias, x.cu_seqlens))
@@ -138,8 +140,8 @@ class Product:
         return self.out.shape[0] if self.out.ndim == 3 else 1
 
     @property
-    def segments(self) -> int:
-        """Sequences of the chain: an axis of a and b, or spans of k."""
+    def sequence_count(self) -> int:
+        """The number of sequences in the chain: on an axis of a and b, or packed along k."""
         if self.cu_seqlens is not None:
             return self.cu_seqlens.shape[0] - 1
         return self.a.shape[1] if self.a.ndim == 4 else 1
@@ -149,10 +151,10 @@ class Product:
 
 
 class Plan(Protocol):
-    """A kernel with everything of a launch but the addresses."""
+    """A kernel with everything for a launch except the addresses."""
 
     def run(self, x: Operands) -> None:
-        """Run on these operands, or others of their :class:`Product`."""
+        """Run on these operands, or on others of the same :class:`Product`."""
 
 
 S = TypeVar("S")
@@ -162,30 +164,30 @@ class ProductKernel(abc.ABC, Generic[S]):
     """One kernel that computes products. `S` is the class of its schedules.
 
     Attributes:
-        name: of the kernel, and of its host file and source.
-        step: of the contracts that it follows.
-        compiled_ahead: whether :mod:`samebits.backends.cuda.precompile` can compile it before it is launched.
+        name: the name of the kernel, its host file and its source.
+        step: the step of the contracts that it follows.
+        can_precompile: whether :mod:`samebits.backends.cuda.precompile` can compile it before its launch.
     """
 
     name: str
     step: Step
-    compiled_ahead: bool = True
+    can_precompile: bool = True
 
     @property
     @abc.abstractmethod
     def catalogue(self) -> Sequence[S]:
-        """Every kind of schedule, to prove that none changes a bit."""
+        """Every kind of schedule. Verification shows that none changes a bit."""
 
     @abc.abstractmethod
     def supports(self, p: Product) -> bool:
-        """Whether it computes `p` at all."""
+        """Whether the kernel can compute `p`."""
 
     def schedules(self, p: Product) -> Sequence[S]:
-        """Those of the catalogue that can run `p`."""
+        """The schedules of the catalogue that can run `p`."""
         return self.catalogue
 
     def candidates(self, p: Product) -> Sequence[S]:
-        """What :meth:`choose` picks from, each as it would run: to time beside the one that it picks."""
+        """The schedules that :meth:`choose` picks from, each as it would run. Tuning times them."""
         return self.schedules(p)
 
     @abc.abstractmethod
@@ -194,14 +196,14 @@ class ProductKernel(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def cost(self, p: Product, s: S) -> float:
-        """Estimated microseconds of `p` under `s`: to compare schedules, and kernels that say so."""
+        """Estimated microseconds of `p` under `s`, to compare schedules, and kernels where documented."""
 
     @abc.abstractmethod
     def plan(self, p: Product, s: S | None = None) -> Plan:
-        """How it runs `p`: under `s`, or what :meth:`choose` says. Compiles and loads the kernel."""
+        """The plan of `p` under `s`, or under the choice of :meth:`choose`. Compiles and loads the kernel."""
 
     def run(self, x: Operands, s: S | None = None) -> None:
-        """Compute ``x.out``. Used by proofs and tuners; operations keep their plans."""
+        """Compute ``x.out``. Verification and tuning use this; operations keep their plans."""
         self.plan(Product.of(x, self.step), s).run(x)
 
 
@@ -209,7 +211,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _check(x: Operands, step: Step) -> None:
-    """Refuse operands of different devices or that do not fit together."""
+    """Refuse operands that are on different devices or do not fit together."""
     a, b, out = x.a, x.b, x.out
     for name, t in (
         ("a", a),
@@ -251,8 +253,8 @@ def _check(x: Operands, step: Step) -> None:
 
 
 def refuse_large(p: Product, *sizes: int) -> None:
-    """Refuse a product with a size, or one of `sizes`, that kernels cannot count."""
-    if max(p.m, p.n, p.k, p.segments, *sizes) > LARGEST:
+    """Refuse a product with a size, or one of `sizes`, above :data:`LARGEST`."""
+    if max(p.m, p.n, p.k, p.sequence_count, *sizes) > LARGEST:
         raise ValueError(f"samebits: {p} has a size above {LARGEST}")
 
 

@@ -1,4 +1,4 @@
-"""Per-token inputs and results of a log-probability kernel, which all backends share."""
+"""Per-token inputs and results of the log-probability kernels of all backends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from samebits.functions import VOCAB_BLOCK
 
 
 def vocabulary_pieces(part: slice, tokens: int, logits: int) -> Iterator[slice]:
-    """A part of the vocabulary in equal pieces of whole blocks, with about so many logits at most."""
+    """A part of the vocabulary in equal pieces of whole blocks, with at most about `logits` logits each."""
     blocks = -(-(part.stop - part.start) // VOCAB_BLOCK)
     pieces = max(1, -(-blocks // max(1, logits // max(1, tokens) // VOCAB_BLOCK)))
     step = max(1, -(-blocks // pieces)) * VOCAB_BLOCK
@@ -21,9 +21,10 @@ def vocabulary_pieces(part: slice, tokens: int, logits: int) -> Iterator[slice]:
 
 
 def first_unknown(target: Tensor, vocabulary: int, ignore_index: int) -> Callable[[], int]:
-    """Where the first target lies that is neither ``ignore_index`` nor in [0, vocabulary), or their number.
+    """The position of the first target that is neither ``ignore_index`` nor in [0, vocabulary).
 
-    A GPU's answer is waited for when it is asked for. A backend may have a faster way of its own.
+    The returned function gives the position, or the number of targets if there is none. On a GPU it waits for
+    the answer. A backend may have a faster version.
     """
     flat = target.reshape(-1)
     unknown = (flat.clamp(0, vocabulary - 1) != flat) & (flat != ignore_index)
@@ -41,15 +42,15 @@ def first_unknown(target: Tensor, vocabulary: int, ignore_index: int) -> Callabl
 
 
 class Rows(NamedTuple):
-    """Inputs and results of rows of logits; tensors are ``[tokens]``, contiguous, float32 but for the target.
+    """Inputs and results of rows of logits. Tensors are ``[tokens]``, contiguous, float32 except the target.
 
     Attributes:
         target: int64.
         vocabulary: entries in a row.
         ignore_index: the target of rows that do not count.
-        scale: what logits are multiplied by, once it is rounded to float32.
-        logp, entropy, shift, log_sum: results; the last two are R and logS of ``docs/contract.md``. The
-            entropy is empty if nobody asked for it.
+        scale: the factor of logits, which is rounded to float32 first.
+        logp, entropy, shift, log_sum: results. The last two are R and logS of ``docs/contract.md``. The
+            entropy is empty if it was not asked for.
     """
 
     target: Tensor
@@ -77,14 +78,14 @@ class Rows(NamedTuple):
         return self.entropy.numel() > 0
 
     def part(self, start: int, stop: int) -> Rows:
-        """Some of the rows: views."""
+        """Views of some of the rows."""
         if (start, stop) == (0, self.target.shape[0]):
             return self
         return Rows._make(x[start:stop] if isinstance(x, Tensor) else x for x in self)
 
 
 class Statistics(NamedTuple):
-    """m, s and u of every block, ``[tokens, blocks]``, and the logit of every target. u may be empty."""
+    """m, s and u of every block, ``[tokens, blocks]``, and every target's logit. u may be empty."""
 
     m: Tensor
     s: Tensor
@@ -93,7 +94,7 @@ class Statistics(NamedTuple):
 
     @classmethod
     def empty(cls, rows: Rows) -> Statistics:
-        """Room for the statistics of `rows`."""
+        """Uninitialized statistics of `rows`."""
         tokens, blocks = rows.target.shape[0], -(-rows.vocabulary // VOCAB_BLOCK)
         like = rows.shift
         m, s = like.new_empty(tokens, blocks), like.new_empty(tokens, blocks)

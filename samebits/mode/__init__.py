@@ -1,4 +1,4 @@
-"""``samebits.batch_invariant``: PyTorch's own operators run this library's."""
+"""``samebits.batch_invariant``: PyTorch's functions run this library's operators."""
 
 from samebits.mode.context import UncoveredError, batch_invariant
 

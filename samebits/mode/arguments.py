@@ -1,4 +1,4 @@
-"""What the mode asks of the arguments of a call."""
+"""Checks and conversions of a call's arguments under ``samebits.batch_invariant``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ __all__ = ["as_pytorch", "records", "takes", "tensors_of", "without_autocast"]
 
 
 def tensors_of(args: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments, also those within tuples and lists."""
     for x in args:
         if isinstance(x, Tensor):
             yield x
@@ -24,6 +25,7 @@ def tensors_of(args: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def takes(*tensors: Any) -> bool:
+    """Whether this library's operators take all of these: dense tensors of a supported dtype and device."""
     return all(
         isinstance(t, Tensor)
         and (type(t) in (Tensor, Parameter) or _keeps_operators(type(t)))
@@ -37,26 +39,27 @@ def takes(*tensors: Any) -> bool:
 
 @functools.cache
 def _keeps_operators(kind: type[Tensor]) -> bool:
-    """Whether a subclass leaves functions and operators as they are, or is one of the compiler's."""
+    """Whether a subclass of Tensor changes neither functions nor operators, or belongs to the compiler."""
 
-    def own(of: type[Tensor], name: str) -> Any:
+    def unbound(of: type[Tensor], name: str) -> Any:
         return getattr(getattr(of, name), "__func__", getattr(of, name))
 
-    functions = own(Tensor, "__torch_function__"), torch._C._disabled_torch_function_impl
-    dispatches = own(kind, "__torch_dispatch__") is not own(Tensor, "__torch_dispatch__")
-    ours = not dispatches or kind.__module__.startswith("torch._subclasses.")
-    return own(kind, "__torch_function__") in functions and ours
+    unchanged = unbound(Tensor, "__torch_function__"), torch._C._disabled_torch_function_impl
+    dispatches = unbound(kind, "__torch_dispatch__") is not unbound(Tensor, "__torch_dispatch__")
+    of_compiler = kind.__module__.startswith("torch._subclasses.")
+    return unbound(kind, "__torch_function__") in unchanged and (not dispatches or of_compiler)
 
 
 def records(x: Any) -> bool:
-    """Whether a gradient of `x` is recorded that this library can compute."""
+    """Whether autograd records a gradient of `x`, and this library can compute it."""
     return torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad and takes(x)
 
 
 def as_pytorch(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `func` of PyTorch makes of tensors without data like these: a result, or its own error.
+    """Call PyTorch's `func` on meta tensors like these arguments. It returns a meta result, or raises.
 
-    So PyTorch itself says which shapes, dtypes and options it refuses, and what shape and dtype a result has.
+    So PyTorch itself decides which shapes, dtypes and options it refuses, and which shape and dtype the
+    result has.
     """
     made: dict[int, Tensor] = {}
 
@@ -75,5 +78,5 @@ def as_pytorch(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def without_autocast(device: torch.device) -> Any:
-    """PyTorch's autocast leaves calls with ``out=`` and in place alone."""
+    """Autocast off: PyTorch does not apply it to calls with ``out=`` or in place."""
     return torch.autocast(device.type, enabled=False)

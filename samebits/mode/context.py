@@ -1,4 +1,4 @@
-"""``samebits.batch_invariant``: PyTorch's own operators run this library's, for as long as it lasts."""
+"""The context ``samebits.batch_invariant``: within it, PyTorch's functions run this library's operators."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from samebits.mode.arguments import as_pytorch, takes, tensors_of, without_autoc
 from samebits.mode.rules import (
     ALIASES,
     BODIES,
-    COVERED,
     HIGHER_ORDER,
     NAMES,
     POWERS,
-    REPLACING,
+    REPLACEMENTS,
     SUMS,
+    TAKE_OUT,
     UNCOVERED,
     VIEWS,
     is_direct,
@@ -35,7 +35,7 @@ OnUncovered = Literal["warn", "error", "ignore"]
 
 
 class UncoveredError(RuntimeError):
-    """An operator whose rows may depend on the batch was called where that was to be an error."""
+    """An operator was called whose rows may depend on the batch, under ``on_uncovered="error"``."""
 
 
 class _State(threading.local):
@@ -49,23 +49,24 @@ _warned: set[str] = set()
 
 
 def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManager[None]:
-    """A context, or a decorator, under which PyTorch's own operators give the bits of this library's.
+    """A context, or a decorator, under which PyTorch's own functions give the bits of this library's.
 
-    Products (``mm``, ``bmm``, ``matmul``, ``@``, ``addmm``, ``baddbmm``, ``mv``, ``dot``, ``einsum``,
-    ``F.linear``), ``softmax``, ``log_softmax``, ``F.cross_entropy``, ``F.layer_norm``, ``F.rms_norm``,
-    ``sum``, ``mean``, ``F.embedding``, ``F.scaled_dot_product_attention``, and broadcasting in sums and
-    products, for the sake of its gradient; ``docs/mode.md`` has the list, and which arguments are covered. A
-    call made here also has this library's gradient, wherever the backward runs.
+    It covers products (``mm``, ``bmm``, ``matmul``, ``@``, ``addmm``, ``baddbmm``, ``mv``, ``dot``,
+    ``einsum``, ``F.linear``), ``softmax``, ``log_softmax``, ``F.cross_entropy``, ``F.layer_norm``,
+    ``F.rms_norm``, ``sum``, ``mean``, ``F.embedding`` and ``F.scaled_dot_product_attention``. It also covers
+    broadcasting in sums and products, because of its gradient. ``docs/mode.md`` has the whole list, and the
+    arguments that are covered. A covered call also has this library's gradient, wherever the backward runs.
 
-    It acts on calls from Python in this thread, in functions and modules of any kind; nothing of PyTorch
-    changes for other threads or afterwards. It may be nested; the innermost ``on_uncovered`` counts. Do not
-    ``await`` or ``yield`` inside, nor decorate a function that does. Activation checkpointing runs the
-    forward again in the backward, so enter it around that too. Under ``torch.compile`` what is traced here is
-    covered. "Limits" in ``README.md`` says what may change bits all the same.
+    The context acts on calls from Python in this thread, in functions and modules of any kind. Nothing
+    changes for other threads, or afterwards. Contexts may be nested; the innermost ``on_uncovered`` counts.
+    Do not ``await`` or ``yield`` inside, and do not decorate a function that does. Activation checkpointing
+    runs the forward again in the backward, so enter the context around the backward too. Under
+    ``torch.compile``, what is traced inside the context is covered. "Limits" in ``README.md`` says what may
+    still change bits.
 
     Args:
-        on_uncovered: what to do when an operator is called whose rows are known to depend on the batch, and
-            which is not covered: ``"warn"`` once for each operator, ``"error"`` (an :class:`UncoveredError`),
+        on_uncovered: what to do when an operator is called that is not covered, and whose rows are known to
+            depend on the batch: ``"warn"`` once for each operator, ``"error"`` (an :class:`UncoveredError`),
             or ``"ignore"``.
 
     Raises:
@@ -91,7 +92,7 @@ def _context(on_uncovered: OnUncovered) -> Iterator[None]:
 
 
 def _is_on(before: OnUncovered | None) -> bool:
-    """Whether an outer context's mode sees calls. It does not see what an operator that it called does."""
+    """Whether an outer context's mode sees calls. It does not see calls within an operator that it called."""
     if before is None or torch.compiler.is_compiling():
         return before is not None
     return any(isinstance(mode, _Mode) for mode in _get_current_function_mode_stack())
@@ -100,7 +101,7 @@ def _is_on(before: OnUncovered | None) -> bool:
 class _Mode(TorchFunctionMode):
     def __init__(self, on_uncovered: OnUncovered) -> None:
         super().__init__()
-        self.on_uncovered = on_uncovered  # in threads that autograd takes this mode to
+        self.on_uncovered = on_uncovered  # for autograd's threads, which get this mode but not `_state`
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -111,46 +112,50 @@ class _Mode(TorchFunctionMode):
                 if func is operator:
                     _report(func, self.on_uncovered)
             return func(*args, **kwargs)
-        covered = COVERED.get(func)
-        for operator, implementation in POWERS:
-            covered = implementation if func is operator else covered
-        if covered is not None:
+        replacement = REPLACEMENTS.get(func)
+        for operator, power in POWERS:
+            replacement = power if func is operator else replacement
+        if replacement is not None:
             named = {ALIASES.get(k, k): x for k, x in kwargs.items() if k != "out" or x is not None}
-            run = _into_out if "out" in named and func in REPLACING else _watched
-            result = run(func, covered, args, named)
+            run = _into_out if "out" in named and func in TAKE_OUT else _watched
+            result = run(func, replacement, args, named)
             if result is not NotImplemented:
                 return result if func in VIEWS else _as_no_view(result, args, named)
         elif func in BODIES:
             with self:
                 return BODIES[func](*args, **kwargs)
-        if (covered is not None or func in UNCOVERED or is_direct(func)) and _inexact(
+        if (replacement is not None or func in UNCOVERED or is_direct(func)) and _inexact(
             (*args, *kwargs.values())
         ):
             _report(func, self.on_uncovered)
         return func(*args, **kwargs)
 
 
-def _watched(func: Callable[..., Any], covered: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
-    """Run `covered`; an audit at work sees it as one call of `func`."""
+def _watched(
+    func: Callable[..., Any], replacement: Callable[..., Any], args: Any, named: dict[str, Any]
+) -> Any:
+    """Run `replacement`. A running audit sees it as one call of `func`."""
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         for mode in _get_current_dispatch_mode_stack():
-            if hasattr(mode, "run_covered"):
-                return mode.run_covered(func, covered, args, named)
-    return covered(*args, **named)
+            if hasattr(mode, "run_replacement"):
+                return mode.run_replacement(func, replacement, args, named)
+    return replacement(*args, **named)
 
 
-def _into_out(func: Callable[..., Any], covered: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
-    """The result of the functional form, in ``out``; what PyTorch refuses or resizes is so here, too."""
+def _into_out(
+    func: Callable[..., Any], replacement: Callable[..., Any], args: Any, named: dict[str, Any]
+) -> Any:
+    """Copy the result of the functional form into ``out``. PyTorch's checks and resizing of it apply."""
     out, rest = named["out"], {name: x for name, x in named.items() if name != "out"}
     if not takes(out):
         return NotImplemented
     if any(t.device != out.device for t in tensors_of((*args, *rest.values()))):
-        return func(*args, **named)  # an error of PyTorch's
+        return func(*args, **named)  # PyTorch raises its error
     shape = out.shape if torch.compiler.is_compiling() else _shape_of_out(func, args, named)
-    if func in SUMS and rest.get("dtype") is None:  # these sum in the dtype of what they write
+    if func in SUMS and rest.get("dtype") is None:  # sums are computed in the dtype of `out`
         rest["dtype"] = out.dtype
     with without_autocast(out.device):
-        result = _watched(func, covered, args, rest)
+        result = _watched(func, replacement, args, rest)
     if result is NotImplemented:
         return result
     if out.shape != shape:
@@ -159,13 +164,13 @@ def _into_out(func: Callable[..., Any], covered: Callable[..., Any], args: Any, 
 
 
 def _shape_of_out(func: Callable[..., Any], args: Any, named: dict[str, Any]) -> torch.Size:
-    """That ``out`` has after PyTorch has resized it, with a warning if it was not empty."""
+    """The shape to which PyTorch resizes ``out``. It warns if ``out`` was not empty."""
     wanted: Tensor = as_pytorch(func, *args, **named)
     return wanted.shape
 
 
 def _as_no_view(result: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
-    """No view, as PyTorch's are none: so what was made without gradients may be changed with some."""
+    """`result` as no view, like PyTorch's: a result made without gradients may be changed with some."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return result
     return result if any(result is x for x in (*args, *named.values())) else as_no_view(result)
@@ -188,5 +193,5 @@ def _report(func: Callable[..., Any], outermost: OnUncovered) -> None:
 
 
 def _inexact(args: Sequence[Any]) -> bool:
-    """Whether rounding is at work: sums of integers have the same bits in any order."""
+    """Whether an argument is not an integer. Sums of integers have the same bits in any order."""
     return any(t.is_floating_point() or t.is_complex() for t in tensors_of(args))

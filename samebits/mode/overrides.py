@@ -1,8 +1,8 @@
-"""What PyTorch's functions do under ``samebits.batch_invariant``, in terms of this library's.
+"""Replacements of PyTorch's functions under ``samebits.batch_invariant``, other than products.
 
-The functions here have the parameters of PyTorch's, but for ``out``, which :mod:`samebits.mode.context` sees
-to. They return NotImplemented for what is not covered. What PyTorch refuses is refused here, too: where the
-usual checks leave that open, :func:`samebits.mode.arguments.as_pytorch` asks it.
+Each function has the parameters of PyTorch's, without ``out``, which :mod:`samebits.mode.context` handles. It
+returns NotImplemented for arguments that are not covered. Arguments that PyTorch refuses are refused here,
+too. Where the usual checks leave that open, :func:`samebits.mode.arguments.as_pytorch` asks PyTorch.
 """
 
 from __future__ import annotations
@@ -15,166 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samebits.mode.arguments import as_pytorch, records, takes, without_autocast
+from samebits.mode.arguments import as_pytorch, records, takes
 from samebits.ops.attention import attention
-from samebits.ops.bmm import bmm
-from samebits.ops.einsum import einsum
 from samebits.ops.embedding import embedding
 from samebits.ops.expand import expand
-from samebits.ops.linear import linear
 from samebits.ops.logsumexp import logsumexp
-from samebits.ops.matmul import matmul
 from samebits.ops.norm import layer_norm, rms_norm
 from samebits.ops.reduce import mean, sum
 from samebits.ops.softmax import log_softmax, softmax
 from samebits.ops.variance import std, var, vector_norm
-
-
-def mm(input: Tensor, mat2: Tensor, out_dtype: torch.dtype | None = None) -> Any:
-    return _of_ranks(2, 2, torch.mm, input, mat2, out_dtype)
-
-
-def mv(input: Tensor, vec: Tensor) -> Any:
-    return _of_ranks(2, 1, torch.mv, input, vec)
-
-
-def dot(input: Tensor, tensor: Tensor) -> Any:
-    return _of_ranks(1, 1, torch.dot, input, tensor)
-
-
-def _of_ranks(
-    rows: int,
-    columns: int,
-    theirs: Callable[..., Any],
-    a: Tensor,
-    b: Tensor,
-    out_dtype: torch.dtype | None = None,
-) -> Any:
-    if not takes(a, b):
-        return NotImplemented
-    if (a.ndim, b.ndim) != (rows, columns) or _on_gpus_only(out_dtype, a):
-        return theirs(a, b, *() if out_dtype is None else (out_dtype,))  # an error of PyTorch's
-    return matmul(a, b, out_dtype=out_dtype)
-
-
-def _on_gpus_only(out_dtype: torch.dtype | None, x: Tensor) -> bool:
-    """Whether PyTorch refuses this: it takes ``out_dtype`` on GPUs alone."""
-    return out_dtype is not None and x.is_cpu
-
-
-def matmul_(input: Tensor, other: Tensor) -> Any:
-    return matmul(input, other) if takes(input, other) else NotImplemented
-
-
-def rmatmul(input: Tensor, other: Tensor) -> Any:
-    return matmul_(other, input)
-
-
-def bmm_(input: Tensor, mat2: Tensor, out_dtype: torch.dtype | None = None) -> Any:
-    if not takes(input, mat2):
-        return NotImplemented
-    if (
-        input.ndim != 3
-        or mat2.ndim != 3
-        or input.shape[0] != mat2.shape[0]
-        or _on_gpus_only(out_dtype, input)
-    ):
-        return torch.bmm(input, mat2, *() if out_dtype is None else (out_dtype,))  # an error of PyTorch's
-    return bmm(input, mat2, out_dtype=out_dtype)
-
-
-def addmm(
-    input: Tensor,
-    mat1: Tensor,
-    mat2: Tensor,
-    out_dtype: torch.dtype | None = None,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> Any:
-    if not takes(input, mat1, mat2):
-        return NotImplemented
-    dtype = out_dtype or _dtype(mat1)
-    fits = mat1.ndim == mat2.ndim == 2 and input.ndim <= 2 and not _on_gpus_only(out_dtype, mat1)
-    if not fits or _dtype(input) not in (dtype, _dtype(mat1)):
-        return torch.addmm(input, mat1, mat2, *() if out_dtype is None else (out_dtype,))  # its error
-    if input.ndim == 1 and beta == alpha == 1 and out_dtype is None:
-        return linear(mat1, mat2.mT, input)
-    return _scaled_sum(input, matmul(mat1, mat2, out_dtype=torch.float32), beta, alpha, dtype)
-
-
-def baddbmm(
-    input: Tensor,
-    batch1: Tensor,
-    batch2: Tensor,
-    out_dtype: torch.dtype | None = None,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> Any:
-    if not takes(input, batch1, batch2):
-        return NotImplemented
-    dtype = out_dtype or _dtype(batch1)
-    fits = batch1.ndim == batch2.ndim == 3 and input.ndim <= 3 and batch1.shape[0] == batch2.shape[0]
-    if not fits or _on_gpus_only(out_dtype, batch1) or _dtype(input) not in (dtype, _dtype(batch1)):
-        return torch.baddbmm(input, batch1, batch2, *() if out_dtype is None else (out_dtype,))  # its error
-    return _scaled_sum(input, bmm(batch1, batch2, out_dtype=torch.float32), beta, alpha, dtype)
-
-
-def in_place(covered: Callable[..., Any]) -> Callable[..., Any]:
-    """`covered`, into its first argument."""
-
-    def write(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with without_autocast(input.device):
-            result = covered(input, *args, **kwargs)
-        if result is NotImplemented:
-            return result
-        if result.shape != input.shape or result.dtype != input.dtype:
-            raise RuntimeError(
-                f"samebits.batch_invariant: in place: expected shape {tuple(result.shape)},"
-                f" {result.dtype}, got {tuple(input.shape)} and {input.dtype}"
-            )
-        return input.copy_(result)
-
-    return write
-
-
-def _dtype(x: Tensor) -> torch.dtype:
-    """Of a product of `x`, which autocast decides."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def _scaled_sum(input: Tensor, product: Tensor, beta: float, alpha: float, dtype: torch.dtype) -> Tensor:
-    """``beta * input + alpha * product``, in float32 up to the end. `input` is not read if beta is 0."""
-    if input.shape != product.shape:
-        input = expand(input, product.shape)
-    out = product if alpha == 1 else product * alpha
-    if beta != 0:
-        wide = input.to(torch.float32)
-        out = (wide if beta == 1 else wide * beta) + out
-    return out.to(dtype)
-
-
-def linear_(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    operands = (input, weight) if bias is None else (input, weight, bias)
-    if not takes(*operands) or weight.ndim != 2:
-        return NotImplemented
-    if bias is not None and bias.ndim > 1:  # PyTorch adds it as it broadcasts
-        rows = input if input.ndim > 1 else input[None]
-        out = _scaled_sum(bias, matmul(rows, weight.mT, out_dtype=torch.float32), 1, 1, _dtype(input))
-        return out if input.ndim > 1 else out[0]
-    return linear(input, weight, bias)
-
-
-def einsum_(equation: str, *operands: Any) -> Any:
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = tuple(operands[0])
-    return (
-        NotImplemented
-        if not isinstance(equation, str) or not takes(*operands)
-        else einsum(equation, *operands)
-    )
 
 
 def softmax_(input: Tensor, dim: Any, dtype: torch.dtype | None = None) -> Any:
@@ -201,7 +50,7 @@ def _rows(op: Callable[..., Tensor], x: Tensor, dim: Any, dtype: torch.dtype | N
     x = _autocast(x) if dtype is None else x.to(dtype)
     if not _is_number(dim) or not takes(x):
         return NotImplemented
-    return op(x, operator.index(dim)).contiguous()  # as PyTorch's is
+    return op(x, operator.index(dim)).contiguous()  # PyTorch's result is contiguous
 
 
 def _is_number(dim: Any) -> bool:
@@ -210,7 +59,7 @@ def _is_number(dim: Any) -> bool:
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """Autocast computes these in float32 on a GPU, and as they come on a CPU."""
+    """`x` in the dtype that autocast computes reductions in: float32 on a GPU, unchanged on a CPU."""
     return x.to(torch.float32) if x.is_cuda and torch.is_autocast_enabled("cuda") else x
 
 
@@ -224,16 +73,18 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
+    only_defaults = weight is None and size_average is None and reduce is None and label_smoothing == 0
     if (
-        not plain
+        not only_defaults
         or not takes(input)
         or target.is_floating_point()
         or reduction not in ("none", "mean", "sum")
     ):
         return NotImplemented
     loss = F.nll_loss(
-        log_softmax(_autocast(input), 1 if input.ndim > 1 else 0).contiguous(),  # its backward wants that
+        log_softmax(
+            _autocast(input), 1 if input.ndim > 1 else 0
+        ).contiguous(),  # nll_loss's backward needs it
         *(target, None, None, ignore_index, None, "none"),
     )
     if reduction == "none":
@@ -342,7 +193,7 @@ def _deviation_options(
     *,
     correction: float | None = None,
 ) -> tuple[Any, float, bool]:
-    """Dimensions, correction and keepdim of all forms of ``torch.var``."""
+    """Dimensions, correction and keepdim, from the arguments of any form of ``torch.var``."""
     if isinstance(dim, bool):  # var(input, unbiased)
         dim, unbiased = None, dim
     if correction is None:
@@ -350,8 +201,8 @@ def _deviation_options(
     return dim, correction, keepdim
 
 
-def _with_mean(covered: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    deviation = covered(input, *args, **kwargs)
+def _with_mean(of: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    deviation = of(input, *args, **kwargs)
     if deviation is NotImplemented:
         return deviation
     dim, _, keepdim = _deviation_options(*args, **kwargs)
@@ -369,7 +220,7 @@ def linalg_norm(
 ) -> Any:
     of_matrices = A.ndim != 1 if dim is None else isinstance(dim, Sequence) and len(dim) == 2
     if ord not in (None, "fro") and of_matrices:
-        return NotImplemented  # another norm of matrices
+        return NotImplemented  # a norm of matrices other than Frobenius
     return _norm(torch.linalg.norm, A, ord, dim, keepdim, dtype)
 
 
@@ -390,7 +241,7 @@ def _norm(
 
 
 def foreach_norm(self: Any, ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
-    """One norm for each tensor, as gradients are clipped with."""
+    """One norm for each tensor. Clipping of gradients uses it."""
     if ord != 2 or dtype is not None or not takes(*self):
         return NotImplemented
     return [vector_norm(x) for x in self]
@@ -462,13 +313,3 @@ def sum_to_size(input: Tensor, *size: Any) -> Any:
     if not dims or any(n not in (1, input.shape[lead + d]) for d, n in enumerate(sizes)):
         return input.sum_to_size(sizes)
     return sum(input, dims, True).reshape(sizes)
-
-
-def unless(func: Callable[..., Any], argument: str, place: int) -> Callable[..., Any]:
-    """`func`, which is covered where it is not asked for what `argument`, at that place, asks for."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        asked = args[place] if len(args) > place else kwargs.get(argument)
-        return NotImplemented if asked else func(*args, **kwargs)
-
-    return call

@@ -1,4 +1,4 @@
-"""Functions of tensors, element by element: broadcasting with a gradient, and whole vectors on a CPU."""
+"""Replacements of elementwise functions: in whole vectors on a CPU, or broadcasting with a gradient."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["broadcasting", "complex_in_whole_vectors", "cross_entropy_of_logits"
 
 
 def broadcasting(func: Callable[..., Any], out_of_place: Callable[..., Any] | None) -> Callable[..., Any]:
-    """`func` of two tensors, element by element, with the gradient of what is broadcast."""
+    """The elementwise `func` of two tensors, with this library's gradient of an operand that broadcasts."""
     scaled = in_whole_vectors(func, out_of_place)
 
     def pointwise(input: Any, other: Any, *args: Any, **rest: Any) -> Any:
         both = isinstance(input, Tensor) and isinstance(other, Tensor)
         if both and not (input.is_nested or other.is_nested) and input.shape != other.shape:
             theirs, ours = records(other), not out_of_place and records(input)
-            if theirs or ours:  # or the shape, which takes longer than a small kernel, is not asked for
+            if theirs or ours:  # broadcast_shapes takes longer than a small kernel
                 shape = torch.broadcast_shapes(input.shape, other.shape)
                 if theirs and other.shape != shape:
                     other = expand(other, shape)
@@ -45,7 +45,7 @@ def _complex(*operands: Any) -> bool:
 def complex_in_whole_vectors(
     func: Callable[..., Any], out_of_place: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """`func`, of complex numbers :func:`in_whole_vectors`; of real ones each has its bits anyway."""
+    """`func`, for complex numbers :func:`in_whole_vectors`. Real ones have the same bits at any position."""
     scaled = in_whole_vectors(func, out_of_place)
 
     def pointwise(*args: Any, **kwargs: Any) -> Any:
@@ -54,16 +54,17 @@ def complex_in_whole_vectors(
     return pointwise
 
 
-_SHARE = 1 << 14  # elements that PyTorch's CPU loops do not divide among threads
+_SHARE = 1 << 14  # so few elements PyTorch's CPU loops do not divide among threads
 
 
 def in_whole_vectors(
     func: Callable[..., Any], out_of_place: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """`func` of tensors, element by element, in lengths for which PyTorch's CPU loops treat all alike.
+    """The elementwise `func`, in lengths for which PyTorch's CPU loops compute all elements alike.
 
-    What is left over after whole vectors, in each thread's share, they compute with other functions.
-    For a `func` that writes into its first argument, `out_of_place` is what computes.
+    PyTorch's loops run over whole SIMD vectors. They compute the remainder of each thread's share with other
+    functions, which may give other bits. If `func` writes into its first argument, `out_of_place` is the
+    function that computes.
     """
     parameters = func.__code__.co_varnames if isinstance(func, FunctionType) else ()
     flag = parameters.index("inplace") if "inplace" in parameters else None
@@ -74,21 +75,22 @@ def in_whole_vectors(
             return func(*args, **kwargs)
         if kwargs.get("out") is not None:
             return NotImplemented
-        compute, in_place, plain, options = out_of_place or func, out_of_place is not None, args, dict(kwargs)
+        compute, in_place, operands = out_of_place or func, out_of_place is not None, args
+        options = dict(kwargs)
         if flag is not None:
             in_place = options.pop("inplace", False) or any(args[flag:])
-            plain = args[:flag]
+            operands = args[:flag]
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
         count = shape.numel()
 
         def parts(x: Any) -> Any:
-            if not isinstance(x, Tensor) or (x.ndim == 0 and shape):  # PyTorch promotes no types for these
+            if not isinstance(x, Tensor) or (x.ndim == 0 and shape):  # PyTorch does not promote types for 0-D
                 return None
             wide = x if x.shape == shape else expand(x, shape) if records(x) else x.expand(shape)
             padding = 0.5 if x.is_floating_point() else 1
             return F.pad(wide.reshape(-1), (0, -count % 64), value=padding).split(_SHARE)
 
-        positional = [(x, parts(x)) for x in plain]
+        positional = [(x, parts(x)) for x in operands]
         named = {key: (x, parts(x)) for key, x in options.items()}
         out = torch.cat(
             [
@@ -102,12 +104,12 @@ def in_whole_vectors(
         out = out[:count].view(shape)
         if not in_place:
             like = next((t for t in tensors if t.shape == shape), out)
-            # As PyTorch's, the result lies in memory as its operand does.
+            # The result has the strides of its operand, as PyTorch's has.
             return out if like.is_contiguous() else torch.empty_like(like, dtype=out.dtype).copy_(out)
         into = tensors[0]
         kinds = [(t.is_floating_point(), t.is_complex()) for t in (into, out)]
         if shape != into.shape or kinds[0] != kinds[1]:
-            return func(*args, **kwargs)  # most often an error of PyTorch's
+            return func(*args, **kwargs)  # PyTorch raises an error in most of these cases
         return into.copy_(out)
 
     return pointwise

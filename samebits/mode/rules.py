@@ -1,8 +1,13 @@
-"""What becomes of each of PyTorch's functions under ``samebits.batch_invariant``: the one table of rules.
+"""The rules of ``samebits.batch_invariant``: which functions of PyTorch are replaced, and by what.
 
-A function is replaced by one of :mod:`samebits.mode.overrides`, computed in whole vectors or broadcast with a
-gradient (:mod:`samebits.mode.pointwise`), followed into (Python functions made of others), or reported. All
-others are PyTorch's own. ``docs/mode.md``'s tables are written from :data:`REPLACED` and the lists below.
+* :mod:`samebits.mode.products` and :mod:`samebits.mode.overrides` have replacements.
+* :mod:`samebits.mode.pointwise` computes elementwise functions in whole vectors, or broadcasts with a
+  gradient.
+* Python functions that call other functions are followed into (:data:`BODIES`).
+* Functions whose rows depend on the batch, and which have no replacement, are reported (:data:`REPORTED`).
+
+All other functions are left to PyTorch. The tables of ``docs/mode.md`` are written from :data:`REPLACED` and
+the lists below.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samebits.mode import overrides as ours
+from samebits.mode import overrides, products
 from samebits.mode.pointwise import (
     broadcasting,
     complex_in_whole_vectors,
@@ -26,14 +31,14 @@ from samebits.mode.pointwise import (
 __all__ = [
     "ALIASES",
     "BODIES",
-    "COVERED",
     "HIGHER_ORDER",
     "NAMES",
     "POWERS",
     "REPLACED",
-    "REPLACING",
+    "REPLACEMENTS",
     "REPORTED",
     "SUMS",
+    "TAKE_OUT",
     "UNCOVERED",
     "VIEWS",
     "WHOLE_VECTORS",
@@ -42,12 +47,13 @@ __all__ = [
 
 
 class Row(NamedTuple):
-    """Functions of PyTorch with what replaces them, as a row of ``docs/mode.md``.
+    """Functions of PyTorch and their replacements: a row of the table in ``docs/mode.md``.
 
     Attributes:
-        functions: by name, which stands for all of PyTorch's functions that are called so, or one by one.
-        result: what they compute.
-        uncovered: the arguments for which they are reported instead.
+        functions: the replacement of each function. A name stands for all functions of PyTorch with that
+            name.
+        result: what the replacements compute.
+        uncovered: the arguments for which the functions are reported instead.
     """
 
     functions: Mapping[str | Callable[..., Any], Callable[..., Any]]
@@ -58,40 +64,40 @@ class Row(NamedTuple):
 REPLACED = (
     Row(
         {
-            "mm": ours.mm,
-            "bmm": ours.bmm_,
-            "matmul": ours.matmul_,
-            "__matmul__": ours.matmul_,
-            "__rmatmul__": ours.rmatmul,
-            "mv": ours.mv,
-            "dot": ours.dot,
-            "linear": ours.linear_,
+            "mm": products.mm,
+            "bmm": products.bmm_,
+            "matmul": products.matmul_,
+            "__matmul__": products.matmul_,
+            "__rmatmul__": products.rmatmul,
+            "mv": products.mv,
+            "dot": products.dot,
+            "linear": products.linear_,
         },
         "`samebits.matmul`, `bmm`, `linear`",
     ),
     Row(
         {
-            "addmm": ours.addmm,
-            "addmm_": ours.in_place(ours.addmm),
-            "baddbmm": ours.baddbmm,
-            "baddbmm_": ours.in_place(ours.baddbmm),
+            "addmm": products.addmm,
+            "addmm_": products.in_place(products.addmm),
+            "baddbmm": products.baddbmm,
+            "baddbmm_": products.in_place(products.baddbmm),
         },
         "a bias that is a vector: as in `linear`. Otherwise beta · input + alpha · product in float32,"
         " rounded once",
     ),
-    Row({"einsum": ours.einsum_}, "products of pairs, always from left to right"),
+    Row({"einsum": products.einsum_}, "products of pairs, always from left to right"),
     Row(
         {
-            "softmax": ours.softmax_,
-            "log_softmax": ours.log_softmax_,
-            F.softmax: ours.functional_softmax,
-            F.log_softmax: ours.functional_log_softmax,
-            "logsumexp": ours.logsumexp_,
+            "softmax": overrides.softmax_,
+            "log_softmax": overrides.log_softmax_,
+            F.softmax: overrides.functional_softmax,
+            F.log_softmax: overrides.functional_log_softmax,
+            "logsumexp": overrides.logsumexp_,
         },
         "[row reductions](contract.md#row-reductions)",
     ),
     Row(
-        {"cross_entropy": ours.cross_entropy},
+        {"cross_entropy": overrides.cross_entropy},
         "log-softmax, then the losses summed as a row",
         "class weights, label smoothing, probabilities as targets",
     ),
@@ -100,45 +106,45 @@ REPLACED = (
         "elementwise, then the losses summed as a row",
     ),
     Row(
-        {"layer_norm": ours.layer_norm_, "rms_norm": ours.rms_norm_},
+        {"layer_norm": overrides.layer_norm_, "rms_norm": overrides.rms_norm_},
         "row reductions; gradients of weights over tokens",
     ),
     Row(
         {
-            "sum": ours.sum_,
-            "mean": ours.mean_,
-            "nansum": ours.nansum,
-            "nanmean": ours.nanmean,
-            "sum_to_size": ours.sum_to_size,
+            "sum": overrides.sum_,
+            "mean": overrides.mean_,
+            "nansum": overrides.nansum,
+            "nanmean": overrides.nanmean,
+            "sum_to_size": overrides.sum_to_size,
         },
         "row reductions",
     ),
     Row(
         {
-            "var": ours.var_,
-            "std": ours.std_,
-            "var_mean": ours.var_mean,
-            "std_mean": ours.std_mean,
-            "norm": ours.norm,
-            torch.linalg.norm: ours.linalg_norm,
-            torch.linalg.vector_norm: ours.linalg_vector_norm,
-            torch._foreach_norm: ours.foreach_norm,
+            "var": overrides.var_,
+            "std": overrides.std_,
+            "var_mean": overrides.var_mean,
+            "std_mean": overrides.std_mean,
+            "norm": overrides.norm,
+            torch.linalg.norm: overrides.linalg_norm,
+            torch.linalg.vector_norm: overrides.linalg_vector_norm,
+            torch._foreach_norm: overrides.foreach_norm,
         },
         "row reductions",
         "norms of other orders than 2, and of matrices",
     ),
     Row(
-        {F.embedding: ours.functional_embedding, torch.embedding: ours.embedding_},
+        {F.embedding: overrides.functional_embedding, torch.embedding: overrides.embedding_},
         "the same rows; a gradient in token order",
         "`max_norm`, `scale_grad_by_freq`, `sparse`",
     ),
     Row(
-        {"scaled_dot_product_attention": ours.attention_},
+        {"scaled_dot_product_attention": overrides.attention_},
         "[attention](contract.md#attention) with causal, boolean and float masks, and `enable_gqa`",
         "dropout, masks that require gradients; a mask with `is_causal` is refused, as by PyTorch on a GPU",
     ),
     Row(
-        {"expand": ours.expand_, "expand_as": ours.expand_as},
+        {"expand": overrides.expand_, "expand_as": overrides.expand_as},
         "themselves; what was broadcast gets a gradient in token order, in +, −, ·, / as well",
         "other functions that broadcast (`where`, `maximum`, …): their gradients are summed by PyTorch",
     ),
@@ -158,7 +164,7 @@ WHOLE_VECTORS = """
     addcdiv sigmoid expit silu gelu mish softplus logsigmoid elu selu celu softshrink tanhshrink
 """.split()  # noqa: SIM905
 _COMPLEX_WHOLE_VECTORS = ("abs", "absolute", "__abs__", "square", "reciprocal", "angle", "sgn", "softsign")
-# Covered unless they are asked to accumulate, by an argument at that place, if it has one.
+# Functions that are covered unless they accumulate: the argument that asks for it, and its position.
 _ACCUMULATING = {
     **dict.fromkeys(("index_put", "index_put_", "put", "put_"), ("accumulate", 3)),
     **dict.fromkeys(("scatter", "scatter_"), ("reduce", 4)),
@@ -227,7 +233,7 @@ HIGHER_ORDER = [
 
 
 def _unless(func: Callable[..., Any], argument: str, place: int) -> Callable[..., Any]:
-    """`func`, which is covered where it is not asked for what `argument`, at that place, asks for."""
+    """`func`, covered only where `argument`, at position `place`, is false or absent."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         asked = args[place] if len(args) > place else kwargs.get(argument)
@@ -241,13 +247,13 @@ _LABELS = ("torch", "torch.Tensor", "torch.nn.functional", "torch.linalg", "torc
 
 
 def _named(name: str) -> dict[Callable[..., Any], str]:
-    """All functions of PyTorch that are called so, with their full names."""
+    """All functions of PyTorch with this name, and their full names."""
     found = zip(_WHERE, _LABELS, strict=True)
     return {getattr(w, name): f"{label}.{name}" for w, label in found if callable(getattr(w, name, None))}
 
 
 def _pointwise(name: str) -> Iterator[tuple[Callable[..., Any], Callable[..., Any] | None]]:
-    """All functions of PyTorch called `name` or `name_`; those in place with what computes the same."""
+    """All functions of PyTorch called `name` or `name_`. In-place ones come with their out-of-place form."""
     for where in _WHERE:
         func = getattr(where, name, None)
         if func is not None:
@@ -263,7 +269,7 @@ _NO_CHECKS = {
 
 
 def _body(function: FunctionType) -> FunctionType:
-    """A Python function of PyTorch that lets the functions it calls be overridden, rather than itself."""
+    """A copy of PyTorch's `function` that does not dispatch itself, so that its calls are overridden."""
     body = FunctionType(
         function.__code__,
         function.__globals__ | _NO_CHECKS,
@@ -276,26 +282,26 @@ def _body(function: FunctionType) -> FunctionType:
 
 
 ALIASES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
-"""Names of arguments that PyTorch takes as well."""
+"""Other names that PyTorch takes for arguments."""
 
 _REPLACED_NAMES = [name for row in REPLACED for name in row.functions if isinstance(name, str)]
-COVERED: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""What covers a function of PyTorch. It returns NotImplemented for arguments that are not covered."""
+REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""The replacement of each function. It returns NotImplemented for arguments that are not covered."""
 
-for _one_by_one in (False, True):  # those come last that were named one by one
+for _one_by_one in (False, True):  # an entry for a function overrides one for its name
     for _row in REPLACED:
         for _key, _override in _row.functions.items():
             if callable(_key) == _one_by_one:
-                COVERED |= dict.fromkeys([_key] if callable(_key) else _named(_key), _override)
+                REPLACEMENTS |= dict.fromkeys([_key] if callable(_key) else _named(_key), _override)
 VIEWS = {func for name in ("expand", "expand_as") for func in _named(name)}
-REPLACING = frozenset(COVERED)
-"""The functions that are replaced, with all that they can write into by ``out``."""
+TAKE_OUT = frozenset(REPLACEMENTS)
+"""Functions whose ``out`` this library writes. Those added below have no replacement with ``out``."""
 SUMS = {func for name in ("sum", "mean", "nansum", "nanmean") for func in _named(name)}
-"""Those that sum in the dtype of ``out``."""
-COVERED |= {func: _unless(func, *asks) for name, asks in _ACCUMULATING.items() for func in _named(name)}
-COVERED |= {
-    func: cover(func, out_of_place)
-    for cover, names in (
+"""Functions that sum in the dtype of ``out``."""
+REPLACEMENTS |= {func: _unless(func, *asks) for name, asks in _ACCUMULATING.items() for func in _named(name)}
+REPLACEMENTS |= {
+    func: replacement(func, out_of_place)
+    for replacement, names in (
         (broadcasting, _BROADCASTING),
         (in_whole_vectors, WHOLE_VECTORS),
         (complex_in_whole_vectors, _COMPLEX_WHOLE_VECTORS),
@@ -318,7 +324,7 @@ NAMES |= {torch.embedding: "torch.embedding", F.embedding: "torch.nn.functional.
 NAMES |= {torch._foreach_norm: "torch._foreach_norm", torch.linalg.vector_norm: "torch.linalg.vector_norm"}
 NAMES |= _OTHER_VARIANT
 
-# Python functions of PyTorch that are followed into. Those that a closure dispatches for check by themselves.
+# Python functions of PyTorch that are followed into. Functions with a closure are dispatched by it.
 BODIES = {
     function: _body(function)
     for module in (F, torch.functional)
@@ -327,9 +333,9 @@ BODIES = {
     and function.__module__ == module.__name__
     and not function.__closure__
     and function not in UNCOVERED
-    and function is not torch.functional.meshgrid  # it calls a function that dispatches it again
+    and function is not torch.functional.meshgrid  # the function that it calls dispatches meshgrid again
 }
-# Of a backward, so that what is computed again there is covered: activation checkpointing.
+# Backward functions are followed into so that activation checkpointing's second forward is covered.
 _BACKWARD: tuple[Any, ...] = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 BODIES |= {func: _body(func) for func in _BACKWARD}
 
@@ -345,7 +351,7 @@ _DIRECT_KINDS = ("linalg_", "_linalg_", "fft_", "_fft_", "upsample_", "grid_samp
 
 
 def is_direct(func: Any) -> bool:
-    """Whether this is a call of ``torch.ops.aten`` that reduces."""
+    """Whether `func` is an operator of ``torch.ops.aten`` that reduces."""
     if not isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return False
     namespace, _, name = str(func).partition(".")

@@ -1,1 +1,1 @@
-"""The public operations: one file each, with its maths, validation, autograd and registration."""
+"""The public operations. Each file has the maths, validation, autograd and registration of one."""

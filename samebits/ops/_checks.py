@@ -1,4 +1,4 @@
-"""Checks of arguments that operations share: operands, contracts, devices and dtypes."""
+"""Checks of arguments that the operations share: operands, contracts, devices and dtypes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def check_operands(
     """Refuse operands that are not dense tensors of one supported dtype on one device.
 
     Returns:
-        The operands, with `autocast` in the dtype that ``torch.autocast`` wants them in if it is on; the key
-        that operators take (:func:`samebits.backends.pack_key`); and whether it is known that
-        :func:`bypasses_dispatcher` holds of the operands.
+        * The operands. With `autocast`, and if ``torch.autocast`` is on, they have its dtype.
+        * The key that operators take (:func:`samebits.backends.pack_key`).
+        * Whether :func:`bypasses_dispatcher` is known to hold for the operands.
     """
     tensors = list(operands.values())
     if contract is None and _needs_no_checks(tensors):
@@ -77,7 +77,7 @@ def check_contract(op: str, contract: Contract | None) -> None:
 
 
 def _needs_no_checks(tensors: list[Tensor]) -> bool:
-    """Whether all checks would pass and cast nothing: checks are what costs an eager call most."""
+    """Whether all checks would pass without a cast. The checks are the largest cost of an eager call."""
     if not bypasses_dispatcher(tensors) or torch._C._is_any_autocast_enabled():
         return False
     dtype, device = tensors[0].dtype, tensors[0].get_device()

@@ -1,4 +1,4 @@
-"""The memory of tensors: whether they have any, whether two overlap, and what may be written in place."""
+"""Checks of tensors' memory: whether they have any, whether two overlap, and what may be written in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from samebits.ops._operator import transform
 
 
 def has_memory(*tensors: Tensor) -> bool:
-    """Whether these have elements at real addresses: no traced, transformed, fake or meta tensors."""
+    """Whether all have elements at real addresses. Traced, transformed, fake and meta tensors do not."""
     return (
         not torch.compiler.is_compiling()
         and transform() is None
@@ -26,7 +26,7 @@ def has_memory(*tensors: Tensor) -> bool:
 
 
 def capturing(t: Tensor) -> bool:
-    """Whether the current stream of the device of `t` is being captured, be that device current or not."""
+    """Whether a CUDA graph captures the current stream of `t`'s device, which need not be current."""
     if not t.is_cuda:
         return False
     if torch._C._cuda_getDevice() == t.get_device():
@@ -36,7 +36,7 @@ def capturing(t: Tensor) -> bool:
 
 
 def refuse_vmap(op: str, name: str) -> None:
-    """PyTorch has no loop over a batch for operators that write, and says so in other words."""
+    """Raise under ``torch.vmap``. PyTorch cannot batch operators that write, and its error is unclear."""
     if not torch.compiler.is_compiling() and transform() == TransformType.Vmap:
         raise NotImplementedError(
             f"samebits.{op}: {name}: torch.vmap is not implemented for what is written in place; use a loop"
@@ -44,7 +44,7 @@ def refuse_vmap(op: str, name: str) -> None:
 
 
 def check_accumulator(op: str, name: str, acc: Tensor, lead_name: str, lead: Tensor) -> None:
-    """Refuse anything but a dense and plain float32 tensor on the device of ``lead``."""
+    """Refuse anything but a dense float32 tensor on the device of ``lead``, not negated or of inference."""
     if not isinstance(acc, Tensor) or acc.dtype != torch.float32:
         got = acc.dtype if isinstance(acc, Tensor) else type(acc).__name__
         raise TypeError(f"samebits.{op}: {name}: expected a dense float32 tensor, got {got}")
@@ -60,12 +60,13 @@ def check_accumulator(op: str, name: str, acc: Tensor, lead_name: str, lead: Ten
     check_device(op, name, acc, lead_name, lead)
 
 
-# Effort after which two memory layouts count as overlapping. numpy's stub knows of its two names only.
+# numpy's effort limit. Layouts that need more count as overlapping. `Any`, because numpy's stub takes only
+# its two named limits.
 _OVERLAP_WORK: Any = 1 << 20
 
 
 def refuse_overlap(op: str, called: str, acc: Tensor, **operands: Tensor) -> None:
-    """Refuse an accumulator, `called` so, that overlaps itself or an operand in memory."""
+    """Refuse an accumulator, the argument `called`, that overlaps itself or an operand in memory."""
     if acc.numel() == 0:
         return
     extent = 1
@@ -78,7 +79,7 @@ def refuse_overlap(op: str, called: str, acc: Tensor, **operands: Tensor) -> Non
                 )
             extent += stride * (size - 1)
     for name, t in operands.items():
-        if _span(acc)[0] >= _span(t)[1] or _span(t)[0] >= _span(acc)[1]:
+        if _addresses(acc)[0] >= _addresses(t)[1] or _addresses(t)[0] >= _addresses(acc)[1]:
             continue
         try:
             overlaps = np.shares_memory(_memory(acc), _memory(t), max_work=_OVERLAP_WORK)
@@ -90,8 +91,8 @@ def refuse_overlap(op: str, called: str, acc: Tensor, **operands: Tensor) -> Non
             )
 
 
-def _span(t: Tensor) -> tuple[int, int]:
-    """First address of a tensor's elements, and the one past its last."""
+def _addresses(t: Tensor) -> tuple[int, int]:
+    """The first address of a tensor's elements, and the one past its last."""
     start = t.data_ptr()
     if t.numel() == 0:
         return start, start
@@ -100,7 +101,7 @@ def _span(t: Tensor) -> tuple[int, int]:
 
 
 def _memory(t: Tensor) -> Any:
-    """An array over the addresses of `t`, on any device, to reason about and never to read."""
+    """A numpy array over the addresses of `t`, on any device. It must never be read."""
     size = t.element_size()
     strides = tuple(s * size for s in t.stride())
     interface = {

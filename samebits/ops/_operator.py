@@ -1,4 +1,4 @@
-"""Operators in the ``torch.library`` namespace ``samebits``, with a fast path past PyTorch's dispatcher."""
+"""Operators in the ``torch.library`` namespace ``samebits``, with a fast path around PyTorch's dispatcher."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ library = torch.library.Library("samebits", "DEF")
 
 
 class Operator:
-    """An operator of the namespace: registered with PyTorch, and callable past its dispatcher.
+    """An operator that is registered with PyTorch, and can be called without its dispatcher.
 
-    Dispatch costs the host as much as a small product does. So a call goes straight to ``cpu`` or ``cuda``,
-    and is recorded if a gradient may be asked for, where that is all that the dispatcher would do: with plain
-    tensors, outside of ``torch.compile`` and of every mode, transform, trace and profile.
+    Dispatch has as much CPU overhead as a small product. So a call goes straight to ``cpu`` or ``cuda``, and
+    autograd records it if a gradient may be asked for. A call does so only where the dispatcher would do no
+    more: with ordinary tensors, outside of ``torch.compile`` and of every mode, transform, trace and profile.
 
     Args:
-        schema: name, arguments and results, in ``torch.library``'s language.
-        cpu, fake: what computes it on the CPU, and for tensors without data.
-        cuda: what computes it on CUDA devices, if not `cpu` does.
+        schema: name, arguments and results, as ``torch.library`` spells them.
+        cpu, fake: implementations for the CPU, and for tensors without data.
+        cuda: implementation for CUDA devices. None: `cpu` is for both.
     """
 
     __slots__ = ("_cpu", "_cuda", "_recorded", "_registered")
@@ -48,13 +48,13 @@ class Operator:
         self._cpu, self._cuda, self._recorded = cpu, cuda, self._registered
 
     def register_autograd(self, gradients: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """As :func:`torch.library.register_autograd`; :func:`without_modes` takes the gradients."""
+        """As :func:`torch.library.register_autograd`, with gradients as :func:`without_modes` takes them."""
         backward = without_modes(gradients)
         torch.library.register_autograd(self._registered, backward, setup_context=setup_context, lib=library)
         self._recorded = _recorded(self._run, setup_context, backward)
 
     def __call__(self, *args: Any, bypass: bool = False) -> Any:
-        """Run on the schema's arguments; ``bypass`` says that :func:`bypasses_dispatcher` holds."""
+        """Run on the schema's arguments. ``bypass``: :func:`bypasses_dispatcher` is known to hold."""
         if not bypass and not bypasses_dispatcher([t for t in args if isinstance(t, Tensor)]):
             return self._registered(*args)
         if torch.is_grad_enabled():
@@ -69,12 +69,12 @@ class Operator:
 
 
 def as_no_view(result: Any) -> Any:
-    """`result`; of a view, a tensor of its own on the same memory, which may be changed in place."""
+    """`result`, or for a view a new tensor on the same memory, which autograd lets be changed in place."""
     return result.detach() if isinstance(result, Tensor) and result._is_view() else result
 
 
 def returning_no_views(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, with results that are no views: autograd would let nobody change them in place."""
+    """`run`, with results that are no views. Autograd does not allow changes of such views in place."""
 
     @functools.wraps(run)
     def without_views(*args: Any) -> Any:
@@ -85,7 +85,7 @@ def returning_no_views(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
-    """A result that nobody else has, in another shape; without gradients no view: see :func:`as_no_view`."""
+    """A fresh result in another shape. It is no view where gradients are off (see :func:`as_no_view`)."""
     if result.shape == tuple(shape):
         return result
     found = result.reshape(tuple(shape))
@@ -93,11 +93,10 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def without_modes(gradients: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward that calls ``gradients(ctx, saved, *grads)`` with function modes off.
+    """A backward that calls ``gradients(ctx, saved, *grads)`` with function modes off.
 
-    A mode would cost each call of PyTorch's in there microseconds more. But `saved`, the context's saved
-    tensors, are read before that: activation checkpointing computes them then, by running the forward again,
-    which must see the modes around it.
+    A mode costs microseconds in each call of PyTorch's functions. The saved tensors `saved` are read before
+    modes are off: activation checkpointing then runs the forward again, which must see the modes around it.
     """
 
     @functools.wraps(gradients)
@@ -110,7 +109,7 @@ def without_modes(gradients: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_second_derivatives(op: str) -> None:
-    """Called in a backward: gradients are recorded there only if derivatives of them are wanted."""
+    """Raise in a backward under ``create_graph``: only then are gradients enabled there."""
     if torch.is_grad_enabled():
         raise NotImplementedError(f"samebits.{op}: second derivatives (create_graph) are not implemented")
 
@@ -129,7 +128,7 @@ def _recorded(
 
         backward = staticmethod(gradients)
 
-    # Function.apply would look for transforms and their wrappers once more.
+    # Function.apply would check for transforms once more.
     return super(torch.autograd.Function, Recorded).apply
 
 
@@ -141,7 +140,8 @@ def _dispatch_keys(*names: str) -> int:
     return functools.reduce(operator.or_, keys).raw_repr()
 
 
-# Dense tensors with data, and nothing to unwrap or to negate; in inference mode they have fewer keys.
+# The keys of dense tensors with data that are not wrapped, conjugated or negated. In inference mode tensors
+# have fewer keys.
 _DENSE_KEYS = frozenset(
     _dispatch_keys(device, f"Autocast{device}", *more)
     for device in ("CPU", "CUDA")
@@ -150,7 +150,7 @@ _DENSE_KEYS = frozenset(
 
 
 def bypasses_dispatcher(tensors: Sequence[Tensor]) -> bool:
-    """Whether the dispatcher would do nothing with these but to record autograd's graph and call a kernel."""
+    """Whether the dispatcher would only record autograd's graph for these tensors and call a kernel."""
     if torch.compiler.is_compiling() or (
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -167,6 +167,6 @@ def bypasses_dispatcher(tensors: Sequence[Tensor]) -> bool:
 
 
 def transform() -> Any:
-    """The kind of the innermost ``torch.func`` transform at work, if any."""
+    """The kind of the innermost active ``torch.func`` transform, if any."""
     interpreter = torch._C._functorch.peek_interpreter_stack()
     return None if interpreter is None else interpreter.key()

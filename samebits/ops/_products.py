@@ -1,7 +1,7 @@
-"""The operators under all matrix products, and their gradients, which are products again.
+"""The operators behind all matrix products, and their gradients, which are products again.
 
-:data:`product` is one product, :data:`linear` one by a weight, and :data:`addbmm` the chain over sequences.
-The public functions check their arguments and call these.
+:data:`product` is one product. :data:`linear` is a product with a weight. :data:`addbmm` is the chain over
+sequences. The public functions check their arguments and call these.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ product = Operator(
 
 def _product_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, bias, _, ctx.key = inputs
-    needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
+    needed = ctx.needs_input_grad  # each operand is needed only for the other's gradient
     ctx.save_for_backward(a if needed[1] else None, b if needed[0] else None)
     ctx.shapes, ctx.dtype = (a.shape, b.shape), a.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -72,12 +72,12 @@ product.register_autograd(_product_backward, setup_context=_product_setup_contex
 
 
 def _as_operand(grad: Tensor, dtype: torch.dtype, key: str) -> Tensor:
-    """`grad` in a dtype that the contract takes beside operands of `dtype`."""
+    """`grad` in a dtype that the contract takes together with operands of `dtype`."""
     return grad if contract_of(key).step == "fma" else grad.to(dtype)
 
 
 def _summed_over_broadcast(a: Tensor, b: Tensor, size: torch.Size, dtype: torch.dtype, key: str) -> Tensor:
-    """``a @ b`` chained over the batch dimensions that broadcasting had given an operand of `size`."""
+    """``a @ b``, chained over the batch dimensions in which an operand of shape `size` was broadcast."""
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     sizes = (1,) * (len(batch) + 2 - len(size)) + tuple(size[:-2])
     kept = [d for d in range(len(batch)) if sizes[d] == batch[d]]
@@ -129,7 +129,7 @@ def _addbmm_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None
 
 
 def addbmm_later(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: str) -> Step:
-    """:func:`addbmm_` of plain tensors up to the write, which the step that is returned does."""
+    """Prepare :func:`addbmm_` of tensors without gradients. The returned step writes the result."""
     if a.is_cuda:
         backend, contract = on_gpu("matmul", key, a.get_device())
         if cu_seqlens is not None:
@@ -144,7 +144,7 @@ def addbmm_later(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, k
 
     def step() -> None:
         write()
-        torch.autograd.graph.increment_version(acc)  # a kernel writes where autograd cannot see
+        torch.autograd.graph.increment_version(acc)  # autograd does not see what a kernel writes
 
     return step
 
@@ -161,7 +161,7 @@ def _addbmm_fake(
 
 
 # The chain over sequences: out[B, M, N] = acc[B, M, N] + a[B, S, M, K] @ b[B, S, K, N] over s, then k. Every
-# s, or with cu_seqlens (and S = 1) every span of K, is a sequence.
+# s is a sequence. With cu_seqlens, S is 1 and the sequences are consecutive parts of K.
 addbmm = Operator(
     "addbmm(Tensor? acc, Tensor a, Tensor b, Tensor? cu_seqlens, ScalarType out_dtype, str contract)"
     " -> Tensor",
@@ -184,7 +184,7 @@ addbmm_ = Operator(
 
 def _addbmm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, a, b, _, _, ctx.key = inputs
-    needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
+    needed = ctx.needs_input_grad  # each operand is needed only for the other's gradient
     ctx.save_for_backward(a if needed[2] else None, b if needed[1] else None)
     ctx.dtype = a.dtype
 
@@ -247,7 +247,7 @@ linear = Operator(
 
 def _linear_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, cu_seqlens, ctx.key = inputs
-    needed = ctx.needs_input_grad  # each operand is saved for the other's gradient alone
+    needed = ctx.needs_input_grad  # each operand is needed only for the other's gradient
     ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None, cu_seqlens)
     ctx.dtype = x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype

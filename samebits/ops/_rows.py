@@ -1,4 +1,4 @@
-"""Reductions of rows: tensors as rows over some dimensions, and the backend that reduces them."""
+"""Helpers of row reductions: a tensor as rows over some dimensions, and the backend that reduces them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def backend(t: Tensor) -> Any:
 
 
 def refuse_triton(op: str, key: str) -> None:
-    """Triton reduces no rows yet, and an explicit choice never falls back; `key` says what was chosen."""
+    """Refuse the Triton backend, if `key` has it as an explicit choice: it does not reduce rows yet."""
     if unpack_key(key)[1] == "triton":
         raise UnavailableError(f"samebits.{op}: backend triton does not compute it yet; choose backend cuda")
 
@@ -34,7 +34,7 @@ _CANONICAL_NAN = {torch.float32: (torch.int32, 0x7FFFFFFF)} | dict.fromkeys(
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 results, rounded once to `dtype`, where a NaN becomes the canonical one."""
+    """float32 results, rounded once to `dtype`. Every NaN becomes the canonical one."""
     integers, bits = _CANONICAL_NAN[dtype]
     nan = torch.full((), bits, dtype=integers, device=x.device).view(dtype)
     out = x.to(dtype)
@@ -42,9 +42,9 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_rows(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> tuple[Tensor, list[int]]:
-    """The elements over `dim` as rows, in row-major order, and the shape of what is left of `x`.
+    """The elements over `dim` as rows, in row-major order, and the shape of the reduced result.
 
-    `dim` is one or several dimensions; None, or none, are all of them.
+    `dim` is one or several dimensions. None, or an empty sequence, means all of them.
 
     Raises:
         IndexError: there is no such dimension, or it is named twice.
@@ -66,7 +66,7 @@ def as_rows(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) 
 
 
 def row_dim(op: str, x: Tensor, dim: int) -> int:
-    """`dim`, counted from the end of a tensor that has it."""
+    """`dim` as a negative index. An IndexError names `op` if `x` has no such dimension."""
     if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
         raise IndexError(f"samebits.{op}: dim: expected a dimension of x {shape(x)}, got {dim!r}")
     return dim % x.ndim - x.ndim

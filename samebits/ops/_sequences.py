@@ -1,4 +1,4 @@
-"""Sequences of tokens: rows of a batch, or spans of packed tokens between the offsets ``cu_seqlens``."""
+"""Sequences of tokens: the rows of a batch, or packed sequences between the offsets ``cu_seqlens``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def sequences(t: Tensor) -> Tensor:
 
 
 def check_cu_seqlens_form(op: str, name: str, x: Tensor, cu_seqlens: Tensor) -> None:
-    """Refuse what cannot be the offsets of sequences in `x`, called `name`. Reads no values."""
+    """Refuse a `cu_seqlens` that cannot be the offsets of sequences in `x`, the argument `name`.
+
+    The check reads no values.
+    """
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"samebits.{op}: cu_seqlens: expected a Tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.layout is not torch.strided or cu_seqlens.is_nested:
@@ -40,7 +43,7 @@ def check_cu_seqlens_form(op: str, name: str, x: Tensor, cu_seqlens: Tensor) -> 
 
 
 def check_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int) -> None:
-    """Refuse offsets that do not cut `tokens` tokens into consecutive spans. Reads the values."""
+    """Refuse offsets that do not cut `tokens` tokens into consecutive sequences. Reads the values."""
     if cu_seqlens.numel() == 0:
         raise ValueError(f"samebits.{op}: cu_seqlens: expected at least one offset, got none")
     ends = cu_seqlens.tolist()
@@ -61,13 +64,13 @@ _asserted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def assert_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int, key: str) -> None:
-    """As :func:`check_cu_seqlens`, on the GPU and without waiting for it: bad offsets end in a device assert.
+    """Check offsets as :func:`check_cu_seqlens` does, on the GPU and without waiting for it.
 
-    Layers share one tensor of offsets, and a look costs a launch, so each state of it is looked at once; but
-    a CUDA graph looks at every replay. PyTorch's version of the tensor tells its states apart, and counts no
-    writes through ``.data``, by a CUDA graph or to an inference tensor. Nobody looks at what those leave. It
-    is safe: kernels take offsets outside of the tokens as the nearer end, and spans that end before they
-    start as empty.
+    Bad offsets end in a device-side assert. The check costs a launch, and layers share one tensor of offsets.
+    So each version of the tensor is checked once, and in a CUDA graph at every replay. PyTorch's version
+    counter does not count writes through ``.data``, by a CUDA graph or to an inference tensor, so offsets
+    that those leave are not checked. They are safe: kernels clamp offsets to the tokens, and take a sequence
+    that ends before it starts as empty.
     """
     in_graph = capturing(cu_seqlens)
     seen = (0 if cu_seqlens.is_inference() else cu_seqlens._version, tokens)

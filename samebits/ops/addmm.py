@@ -12,13 +12,13 @@ from samebits.ops._memory import check_accumulator, has_memory, refuse_overlap, 
 
 
 def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = None) -> Tensor:
-    """Carry the chains that ``acc`` holds on over ``a @ b``, in place.
+    """Continue the chains in ``acc`` over ``a @ b``, in place.
 
     ``acc[m, n] = acc[m, n] + sum over k of a[m, k] * b[k, n]``
 
-    One chain over ascending k that starts from the value in ``acc`` and is never rounded to less than
-    float32, so accumulating one micro-batch after another gives the bits of all of them at once, wherever
-    the cuts between them start a new group of 16 tokens (see ``docs/contract.md``, "Sequences").
+    Every element is one chain over ascending k that starts from the value in ``acc``. It is never rounded to
+    less than float32. So micro-batches that are accumulated one after another give the bits of one large
+    batch, if every cut between them starts a new group of 16 tokens (see ``docs/contract.md``, "Sequences").
 
     Args:
         acc: float32 ``[M, N]``, any strides; may not overlap itself, ``a`` or ``b`` in memory.
@@ -31,7 +31,7 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
 
     Raises:
         TypeError: ``acc`` is not float32, or ``a`` and ``b`` are not what :func:`samebits.matmul` takes.
-        ValueError: shapes or devices do not match, or ``acc`` overlaps. Nothing has been written then.
+        ValueError: shapes or devices do not match, or ``acc`` overlaps. Nothing is written then.
         NotImplementedError: under ``torch.vmap``.
     """
     given = {"a": a, "b": b}
@@ -53,7 +53,7 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
             f"samebits.addmm_: acc: expected shape {(a.shape[0], b.shape[1])}, got {shape(acc)}"
             f" with a {shape(a)} and b {shape(b)}"
         )
-    if has_memory(acc, *given.values()):  # traced code writes to a copy of its own
+    if has_memory(acc, *given.values()):  # traced code writes to a copy
         refuse_overlap("addmm_", "acc", acc, **given)
     a4, b4 = a[None, None], b[None, None]
     if torch.is_grad_enabled() and (acc.requires_grad or a.requires_grad or b.requires_grad):

@@ -13,7 +13,7 @@ from samebits.ops._products import product
 def bmm(
     a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, contract: Contract | None = None
 ) -> Tensor:
-    """A batch of matrix products, as :func:`torch.bmm`, where either operand may broadcast over the batch.
+    """A batch of matrix products, as :func:`torch.bmm`. Either operand may broadcast over the batch.
 
     ``out[i, m, n] = sum over k of a[i, m, k] * b[i, k, n]``
 
@@ -26,8 +26,8 @@ def bmm(
     Returns:
         ``[batch, M, N]``. No element depends on the batch's size or on its neighbours.
 
-    Gradients: as in :func:`samebits.matmul`. That of an operand which broadcasts is one chain, carried from
-    one element of the batch to the next.
+    Gradients: as in :func:`samebits.matmul`. The gradient of an operand that broadcasts is one chain, which
+    continues from one element of the batch to the next.
 
     Raises:
         TypeError: as in :func:`samebits.matmul`.

@@ -16,10 +16,11 @@ from samebits.ops.reduce import sum
 def einsum(equation: str, *operands: Tensor) -> Tensor:
     """Sums of products over named dimensions, as :func:`torch.einsum` with an equation.
 
-    Operands are multiplied in pairs, always from left to right: PyTorch chooses the order by their sizes. A
-    pair is a product of matrices: its chain runs over the letters that both have and nothing else needs, in
-    row-major order of the first operand's letters. Letters that only one of two has and nothing else needs
-    are summed first, as in ``sum``. Every pair's result is rounded to the dtype of the operands.
+    Operands are multiplied in pairs, always from left to right. (PyTorch chooses the order by their sizes.)
+    A pair is a product of matrices. Its chain runs over the letters that both operands have and nothing else
+    needs, in row-major order of the first operand's letters. Letters that only one of the two has, and
+    nothing else needs, are summed first, as by ``sum``. Every pair's result is rounded to the dtype of the
+    operands.
 
     Raises:
         ValueError: the equation does not fit the operands.
@@ -37,7 +38,7 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
 
 
 def _parse(equation: str, ndims: list[int]) -> tuple[list[str], str]:
-    """The letters of every operand and of the result; an ellipsis becomes digits, counted from the right."""
+    """The letters of every operand and of the result. An ellipsis becomes digits, counted from the right."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(ndims):
@@ -61,16 +62,17 @@ def _parse(equation: str, ndims: list[int]) -> tuple[list[str], str]:
 
 
 def _check_sizes(equation: str, terms: list[str], operands: tuple[Tensor, ...]) -> None:
-    """Refuse sizes of one letter that differ. One of 1 broadcasts, but not within an operand."""
+    """Refuse different sizes of one letter. A size of 1 broadcasts, but not within one operand."""
     sizes: dict[str, int] = {}
     for i, (term, t) in enumerate(zip(terms, operands, strict=True)):
-        own: dict[str, int] = {}
+        in_operand: dict[str, int] = {}
         for c, size in zip(term, t.shape, strict=True):
-            if own.setdefault(c, size) != size:
+            if in_operand.setdefault(c, size) != size:
                 raise ValueError(
-                    f"samebits.einsum: {equation!r}: operand {i} has sizes {own[c]} and {size} for {c!r}"
+                    f"samebits.einsum: {equation!r}: operand {i} has sizes {in_operand[c]} and {size}"
+                    f" for {c!r}"
                 )
-        for c, size in own.items():
+        for c, size in in_operand.items():
             if sizes.setdefault(c, size) == 1:
                 sizes[c] = size
             if size not in (1, sizes[c]):
@@ -80,7 +82,7 @@ def _check_sizes(equation: str, terms: list[str], operands: tuple[Tensor, ...]) 
 
 
 def _diagonal_order(term: str) -> str:
-    """The letters that are left once diagonals are taken: a repeated one moves to the end."""
+    """The letters after diagonals are taken. A repeated letter moves to the end."""
     repeated = [c for c in dict.fromkeys(term) if term.count(c) > 1]
     return "".join(c for c in term if c not in repeated) + "".join(repeated)
 

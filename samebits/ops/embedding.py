@@ -1,4 +1,4 @@
-"""Embeddings, whose gradients are chains over tokens: ``F.embedding``."""
+"""Embeddings with gradients that are chains over tokens: ``F.embedding``."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
     """``out[..., :] = weight[ids[...], :]``, as :func:`torch.nn.functional.embedding`.
 
     The gradient of a row of ``weight`` is one chain over the tokens with that id, in row-major order, with a
-    float32 accumulator and one rounding at the end; tokens with zero gradients change no bit of it. Second
+    float32 accumulator and one rounding at the end. Tokens with zero gradients change no bit of it. Second
     derivatives are not implemented.
 
     Args:
-        ids: int64 or int32 ``[...]``, each within [0, V). On a GPU others end in a device-side assert.
+        ids: int64 or int32 ``[...]``, each within [0, V). On a GPU other ids end in a device-side assert.
         weight: ``[V, features]``; bfloat16, float16 or float32.
         padding_idx: tokens with this id have no gradient.
 
     Raises:
         TypeError: a dtype is not one of these.
         ValueError: shapes or devices do not match.
-        IndexError: on the CPU, an id is not within [0, V); or ``padding_idx`` is not within [-V, V).
+        IndexError: on the CPU, an id is not within [0, V). Or ``padding_idx`` is not within [-V, V).
     """
     (weight,), key, _ = check_operands("embedding", None, {"weight": weight}, autocast=False)
     refuse_triton("embedding", key)

@@ -15,11 +15,11 @@ from samebits.ops._rows import backend, refuse_triton
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """`x` broadcast to `shape`, as :meth:`torch.Tensor.expand`: a view.
+    """A view of `x`, broadcast to `shape` as by :meth:`torch.Tensor.expand`.
 
-    Its gradient sums over the dimensions that were expanded: over the last one of all as a row's sum, over
-    the others as one chain in row-major order; all in float32, with one rounding at the end. So the gradient
-    of a vector that was broadcast over tokens is a chain over tokens, in which zeros change nothing.
+    The gradient sums over the expanded dimensions, in float32 with one rounding at the end. An expanded last
+    dimension is summed as a row. The others are summed as one chain in row-major order. So the gradient of a
+    vector that was broadcast over tokens is a chain over tokens, in which zeros change nothing.
     """
     if tuple(shape) == x.shape or not (x.requires_grad and torch.is_grad_enabled()):
         return x.expand(tuple(shape))

@@ -1,4 +1,4 @@
-"""``samebits.linear``: the product at the heart of a model, whose weight gradients are chains over tokens."""
+"""``samebits.linear``: a linear layer's product, whose weight gradient is a chain over tokens."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ def linear(
 ) -> Tensor:
     """``y = x @ weight.T + bias``, as :func:`torch.nn.functional.linear`.
 
-    Every output element is one chain over ascending input features; then the bias is added in float32 with
+    Every output element is one chain over ascending input features. Then the bias is added in float32 with
     one rounding, and the sum is rounded once to the dtype of ``x``.
 
     Args:
         x: ``[..., in_features]``; bfloat16, float16 or float32, any strides.
         weight: ``[out_features, in_features]``; same dtype and device.
         bias: ``[out_features]``, or one number for all of them; same dtype and device.
-        cu_seqlens: int32 or int64 ``[sequences + 1]`` on the same device, for sequences packed one after the
-            other into ``x`` of ``[tokens, in_features]`` or ``[1, tokens, in_features]``: offsets that start
-            at 0, never decrease, and end at ``tokens``. It changes no bit of the output, only where the
-            weight gradient's chain starts new groups.
+        cu_seqlens: offsets of packed sequences, int32 or int64 ``[sequences + 1]`` on the same device. They
+            start at 0, never decrease, and end at ``tokens``. ``x`` is then ``[tokens, in_features]`` or
+            ``[1, tokens, in_features]``. The offsets decide where the weight gradient's chain starts new
+            groups. They change no bit of the output.
         contract: as in :func:`samebits.matmul`.
 
     Gradients:
-        * of ``x``: a chain over output features, for each token by itself;
+        * of ``x``: a chain over output features, for each token by itself.
         * of ``weight`` and ``bias``: one chain over all tokens, in order, with a float32 accumulator, rounded
-          once at the end. Every sequence starts a new group of 16 tokens, its tail padded with zeros. A
-          sequence is a row of a batch ``x[B, T, ...]``, or a span of ``cu_seqlens``; a 2-D ``x`` is one
-          sequence. So these gradients have the same bits however a batch is padded at the end of its
-          sequences (with zero output gradients there) or packed; but not if it is flattened to 2-D first,
-          where padding lies between the sequences' tokens and, in 16 bits, moves them to other groups. A bias
-          of one number gets the sum of the features' gradients, as :func:`torch.sum` of that row in
-          :func:`samebits.batch_invariant`.
+          once at the end. Every sequence starts a new group of 16 tokens, and its tail is padded with zeros.
+          A sequence is a row of a batch ``x[B, T, ...]``, or lies between two offsets of ``cu_seqlens``. A
+          2-D ``x`` is one sequence. So these gradients have the same bits however a batch is packed, or
+          padded at the end of its sequences (with zero output gradients there). This does not hold if a
+          padded batch is flattened to 2-D first: then padding lies between the sequences' tokens and, in 16
+          bits, moves them to other groups.
+        * of a ``bias`` of one number: the sum of the features' gradients, as :func:`torch.sum` of that row
+          under :func:`samebits.batch_invariant`.
 
     Raises:
         TypeError: a tensor is not dense bfloat16, float16 or float32, dtypes differ, ``cu_seqlens`` is not
             int32 or int64, or the contract does not take the dtype.
-        ValueError: shapes or devices do not match, or ``cu_seqlens`` does not cut the tokens into spans. On a
-            GPU its values are checked there, without waiting: bad ones end in a device-side assert, as a bad
-            index does in PyTorch. They are checked once, and again after a change that PyTorch counts: not
-            after one through ``.data`` or by a CUDA graph, where gradients of bad offsets are meaningless,
-            but nothing out of bounds is read.
+        ValueError: shapes or devices do not match, or ``cu_seqlens`` does not cut the tokens into sequences.
+            On a GPU its values are checked on the GPU, without waiting. Bad ones end in a device-side assert,
+            as a bad index does in PyTorch. They are checked once, and again after each change that PyTorch
+            counts. Changes through ``.data`` or by a CUDA graph are not counted. Then gradients of bad
+            offsets are meaningless, but nothing out of bounds is read.
     """
     operands = {"x": x, "weight": weight} if bias is None else {"x": x, "weight": weight, "bias": bias}
     (x, weight, *biases), key, bypass = check_operands("linear", contract, operands)

@@ -1,4 +1,4 @@
-"""``samebits.linear_logp``: log-probabilities from hidden states, whose logits are never stored."""
+"""``samebits.linear_logp``: log-probabilities from hidden states, without storing the logits."""
 
 from __future__ import annotations
 
@@ -70,42 +70,43 @@ def linear_logp(
     ``logp = (z[t] - R) - log(sum over v of exp(z[v] - R))``, with ``R = max z``,
     ``entropy = -sum over v of p[v] * log p[v]``, with ``p = softmax(z)``
 
-    Logits are the float32 accumulators of the product's chain over ascending d, plus the bias; they are never
-    rounded to 16 bits, and exist only a part at a time. The sums over the vocabulary run over blocks of 128
-    entries in the order of ``docs/contract.md``, "Log-probabilities". A token's results depend on its hidden
-    state, the weights and its target alone.
+    Logits are the float32 accumulators of the product's chain over ascending d, plus the bias. They are never
+    rounded to 16 bits, and only a part of them exists at a time. The sums over the vocabulary run over blocks
+    of 128 entries in the order of ``docs/contract.md``, "Log-probabilities". A token's results depend only on
+    its hidden state, the weights and its target.
 
     Args:
         hidden: ``[..., D]``; bfloat16, float16 or float32, any strides.
-        weight: ``[V, D]``; same dtype and device. It may be the embedding's, tied.
+        weight: ``[V, D]``; same dtype and device. It may be tied to the embedding.
         target: int64 or int32 ``[...]``, on the same device.
         bias: ``[V]``; same dtype and device.
         ignore_index: tokens with this target give 0 and have no gradient.
-        temperature: within [2**-126, 2**126]. It divides the logits, here and in the gradient alike.
-        return_entropy: return the entropy of every token's distribution as well.
-        cu_seqlens: packed sequences, as in :func:`samebits.linear`; they matter to weight gradients only.
-        main_grad: float32 ``[V, D]``. The backward then carries the chains of the weight's gradient on in it,
-            in place, instead of giving ``weight`` a gradient, so gradients accumulate over micro-batches
-            without rounding in between. ``weight`` must still require a gradient. A backward that fails, for
-            want of memory say, has written nothing there.
+        temperature: within [2**-126, 2**126]. It divides the logits, in the forward and in the gradient.
+        return_entropy: return the entropy of every token's distribution, too.
+        cu_seqlens: packed sequences, as in :func:`samebits.linear`. They matter only to weight gradients.
+        main_grad: float32 ``[V, D]``. The backward continues the chains of the weight's gradient in it, in
+            place, and gives ``weight`` no gradient. So gradients accumulate over micro-batches without
+            rounding in between. ``weight`` must still require a gradient. A backward that fails, for example
+            for lack of memory, writes nothing there.
         contract: as in :func:`samebits.matmul`.
 
     Returns:
         float32 ``[...]``, and with ``return_entropy`` a pair of these. A token gives NaN if one of its logits
         is NaN or +inf, or all are -inf.
 
-    Gradients: those of the logits are rounded to the dtype of ``hidden`` (not under ``FMA``); from there on
-    as in :func:`samebits.linear`: of ``hidden`` one chain over the vocabulary, of ``weight`` and ``bias``
-    one chain over the tokens of all sequences. They are computed from logits that are computed again, a part
-    of the vocabulary at a time; the size of the parts changes no bit. Second derivatives are not implemented.
+    Gradients: those of the logits are rounded to the dtype of ``hidden``, except under ``FMA``. The others
+    follow as in :func:`samebits.linear`: that of ``hidden`` is one chain over the vocabulary, those of
+    ``weight`` and ``bias`` are one chain over the tokens of all sequences. The backward computes the logits
+    again, a part of the vocabulary at a time. The size of the parts changes no bit. Second derivatives are
+    not implemented.
 
     Raises:
         TypeError: a dtype or the kind of an argument is not one of these.
-        ValueError: shapes or devices do not match, V is 0, or the temperature is not within its bounds.
-        IndexError: a target is neither ``ignore_index`` nor within [0, V). To see that on a GPU, the call
-            waits for the targets, though not for the results. Where it cannot wait (in CUDA-graph capture,
-            under ``torch.compile`` and ``torch.func``), such a token gives NaN and gradients of zero;
-            nothing out of bounds is read.
+        ValueError: shapes or devices do not match, V is 0, or the temperature is out of its range.
+        IndexError: a target is neither ``ignore_index`` nor within [0, V). On a GPU the call waits for the
+            check of the targets, but not for the results. Where it cannot wait (in CUDA-graph capture, under
+            ``torch.compile`` and ``torch.func``), such a token gives NaN and gradients of zero. Nothing out
+            of bounds is read.
     """
     operands = {"hidden": hidden, "weight": weight}
     if bias is not None:
@@ -160,7 +161,7 @@ def _scale(temperature: float) -> float:
         raise TypeError(
             f"samebits.linear_logp: temperature: expected a number, got {type(temperature).__name__}"
         )
-    if not 2.0**-126 <= temperature <= 2.0**126:  # so that float32 holds the inverse, as a normal number
+    if not 2.0**-126 <= temperature <= 2.0**126:  # then the inverse is a normal float32
         raise ValueError(
             f"samebits.linear_logp: temperature: expected a number in [2**-126, 2**126], got {temperature}"
         )
@@ -188,11 +189,11 @@ def _refuse_overlap(main_grad: Tensor, **others: Tensor | None) -> None:
 
 
 def _backend(t: Tensor, key: str) -> tuple[Any, Any, Any, str]:
-    """Modules for this, log-probabilities of logits, and products on the device of `t`; their contract."""
+    """On the device of `t`: the modules of linear_logp, logp and products, and the contract's key."""
     if t.is_cuda:
         parts = ("linear_logp", "logp", "matmul")
-        (fused, contract), (logp, _), (products, _) = (on_gpu(p, key, t.get_device()) for p in parts)
-        return fused, logp, products, contract
+        (main, contract), (logp, _), (products, _) = (on_gpu(p, key, t.get_device()) for p in parts)
+        return main, logp, products, contract
     from samebits.backends.reference import linear_logp as reference
     from samebits.backends.reference import logp as reference_logp
     from samebits.backends.reference import matmul as reference_matmul
@@ -200,8 +201,8 @@ def _backend(t: Tensor, key: str) -> tuple[Any, Any, Any, str]:
     return reference, reference_logp, reference_matmul, key
 
 
-_STATISTICS = 3 << 27  # logits whose statistics are held at once: 24 to 36 MiB
-_GRAD_LOGITS = 7 << 24  # gradients of logits that are held at once: 224 MiB in 16 bits
+_STATISTICS = 3 << 27  # logits in a part of the forward; their statistics take 24 to 36 MiB
+_GRAD_LOGITS = 7 << 24  # logits in a part of the backward; their gradients take 224 MiB in 16 bits
 
 
 def _forward(
@@ -216,7 +217,7 @@ def _forward(
     entropy: bool,
     key: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if main_grad is not None:  # here, since code that is traced has no memory to look at
+    if main_grad is not None:  # checked here, because tensors have no memory while code is traced
         _refuse_overlap(main_grad, hidden=hidden, weight=weight, bias=bias)
     backend, logits, _, contract = _backend(hidden, key)
     _check_cu_seqlens(hidden, cu_seqlens, key)
@@ -257,7 +258,7 @@ def _gradients(
     key: str,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if needed[1] and main_grad is not None:  # it may be another tensor than it was in the forward
+    if needed[1] and main_grad is not None:  # it may have changed since the forward
         _check_main_grad(main_grad, weight)
         _refuse_overlap(
             main_grad, hidden=hidden, weight=weight, bias=bias, grad=grad, grad_entropy=grad_entropy
@@ -282,7 +283,7 @@ def _gradients(
     parts = [*vocabulary_pieces(slice(0, vocabulary), tokens, _GRAD_LOGITS)]
     acc = main_grad if needed[1] else None
     dx = hidden.new_empty((tokens, features) if needed[0] else 0)
-    # It is rounded once, when all parts are done.
+    # With several parts, dx is rounded once, at the end.
     chain = dx if len(parts) == 1 or not needed[0] else torch.empty_like(dx, dtype=torch.float32)
     dw = weight.new_empty(weight.shape if needed[1] and acc is None else (0, features))
     db = weight.new_empty(vocabulary if needed[2] else 0)
@@ -309,11 +310,11 @@ def _gradients(
         if chain is not dx:
             yield products.rounded_later(dx, chain)
 
-    # Into main_grad all is written or nothing: whatever can fail does so before the first step.
+    # All of main_grad is written or nothing: everything that can fail happens before the first step runs.
     for step in steps() if acc is None else [*steps()]:
         step()
     if acc is not None:
-        torch.autograd.graph.increment_version(acc)  # written where autograd cannot see
+        torch.autograd.graph.increment_version(acc)  # autograd does not see what kernels write
     return dx.view(hidden.shape) if needed[0] else dx, dw, db
 
 
@@ -361,7 +362,7 @@ _gradient = Operator(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    # main_grad is no saved tensor: other micro-batches may change it before this one's backward.
+    # main_grad is not a saved tensor, because other micro-batches may change it before this backward.
     *tensors, ctx.main_grad, ctx.ignore_index, ctx.scale, ctx.entropy, ctx.key = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[2:])
@@ -376,7 +377,7 @@ def _backward(
     needed = list(ctx.needs_input_grad[:3])
     if grad is None:
         grad = shift.new_zeros(target.shape)
-    if not ctx.entropy:  # compiled, even a result that does not exist has a gradient, without elements
+    if not ctx.entropy:  # torch.compile passes an empty gradient for the missing result
         grad_entropy = None
     gradients = _gradient(
         *(

@@ -1,4 +1,4 @@
-"""``samebits.logp``: selected log-softmax of given logits."""
+"""``samebits.logp``: the log-softmax of given logits at selected targets."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
 
     ``out[...] = (z[t] - R) - log(sum over v of exp(z[v] - R))``, with ``z = logits[...]`` and ``R = max z``
 
-    The sum runs over fixed blocks of 128 entries in a fixed order, with an exp and a log of this library's
-    own (see ``docs/contract.md``, "Log-probabilities"), so a row's result depends on that row alone and has
-    the same bits on every device.
+    The sum runs over fixed blocks of 128 entries in a fixed order, with this library's exp and log (see
+    ``docs/contract.md``, "Log-probabilities"). So a row's result depends only on that row, and has the same
+    bits on every device.
 
     Args:
-        logits: ``[..., V]``, bfloat16, float16 or float32, any strides; computed with as float32.
+        logits: ``[..., V]``, bfloat16, float16 or float32, any strides. They are widened to float32.
         target: int64 or int32 ``[...]``, on the same device.
         ignore_index: rows with this target give 0 and have no gradient.
 
     Returns:
-        float32 ``[...]``. A row with NaN or +inf in it, or with nothing but -inf, gives NaN.
+        float32 ``[...]``. A row that contains NaN or +inf, or only -inf, gives NaN.
 
     The gradient has the dtype of ``logits``, with one rounding.
 
     Raises:
         TypeError: a dtype is not one of these.
         ValueError: shapes or devices do not match, or V is 0.
-        IndexError: a target is neither ``ignore_index`` nor within [0, V). To see that on a GPU, the call
-            waits for the targets, though not for the results. Where it cannot wait (in CUDA-graph capture,
-            under ``torch.compile`` and ``torch.func``), such a row gives NaN, and a gradient of zero.
+        IndexError: a target is neither ``ignore_index`` nor within [0, V). On a GPU the call waits for the
+            check of the targets, but not for the results. Where it cannot wait (in CUDA-graph capture, under
+            ``torch.compile`` and ``torch.func``), such a row gives NaN and a gradient of zero.
     """
     (logits,), key, _ = check_operands("logp", None, {"logits": logits}, autocast=False)
     if logits.ndim == 0 or logits.shape[-1] == 0:
@@ -54,7 +54,7 @@ def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
 
 
 def check_target(op: str, target: Tensor, name: str, like: Tensor, ignore_index: int) -> Tensor:
-    """Refuse targets that are no integers, one for each row of `like`; as int64."""
+    """The targets as int64. Refuses those that are not integers, one for each row of `like`."""
     if not isinstance(target, Tensor):
         raise TypeError(f"samebits.{op}: target: expected a Tensor, got {type(target).__name__}")
     if target.layout is not torch.strided or target.is_nested:
@@ -75,9 +75,10 @@ def check_target(op: str, target: Tensor, name: str, like: Tensor, ignore_index:
 
 
 def watch_target(op: str, target: Tensor, vocabulary: int, ignore_index: int, key: str) -> Callable[[], None]:
-    """Refuse targets out of range: at once on a CPU; on a GPU, where kernels take them for NaN, when called.
+    """Check that targets are in range. On a GPU the returned function raises, on a CPU this one does.
 
-    So a GPU is given the operation before anybody waits, and that is for the answer on the targets alone.
+    So the operation is launched before the CPU waits, and the CPU waits only for the check of the targets.
+    Kernels give NaN for a target out of range.
     """
     if not has_memory(target) or capturing(target):
         return lambda: None
@@ -102,7 +103,7 @@ def watch_target(op: str, target: Tensor, vocabulary: int, ignore_index: int, ke
 
 
 def _backend(t: Tensor, key: str) -> Any:
-    """The module that runs log-probabilities on the device of `t`; of `contract`, its backend matters."""
+    """The module that computes log-probabilities on the device of `t`, of the backend in `key`."""
     if t.is_cuda:
         return on_gpu("logp", key, t.get_device())[0]
     from samebits.backends.reference import logp as reference
@@ -110,19 +111,22 @@ def _backend(t: Tensor, key: str) -> Any:
     return reference
 
 
-# Logits worked on at once: bounds what widening them takes on a CPU, and on a GPU statistics and launches.
+# Logits in one piece. They limit the memory for widened logits on a CPU, and for statistics on a GPU.
 _LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 def pieces(tokens: int, vocabulary: int, logits: int) -> list[tuple[int, int]]:
-    """Spans of tokens with about so many logits at most, alike in size; long ones are whole tiles of rows."""
+    """Pieces ``(start, stop)`` of the tokens, alike in size, with at most about `logits` logits each.
+
+    Pieces of 128 tokens or more are whole tiles of 128 rows.
+    """
     step = -(-tokens // max(1, -(-tokens * vocabulary // logits)))
     step = max(1, step if step < 128 else -(-step // 128) * 128)
     return [(start, min(start + step, tokens)) for start in range(0, tokens, step)]
 
 
 def row_statistics(logits: Tensor, key: str) -> tuple[Tensor, Tensor]:
-    """R and log S of ``docs/contract.md`` of every row of ``logits[rows, V]``."""
+    """R and log S, as ``docs/contract.md`` defines them, of every row of ``logits[rows, V]``."""
     ignored = torch.full(logits.shape[:1], -1, dtype=torch.int64, device=logits.device)
     return _forward(logits, ignored, -1, key)[1:]
 

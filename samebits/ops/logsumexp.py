@@ -1,4 +1,4 @@
-"""``torch.logsumexp``, by the sums of log-probabilities."""
+"""``torch.logsumexp``, with the sums of log-probabilities."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Ten
     """``out[...] = log(sum over i of exp(x[..., i]))``, as :func:`torch.logsumexp`.
 
     ``out = R + log S``, in float32, rounded once to the dtype of ``x``. R is the row's maximum, and S its sum
-    of exponentials, as ``docs/contract.md`` has them under "Log-probabilities". A row with +inf and no NaN
-    gives +inf, one with nothing but -inf, or nothing at all, gives -inf.
+    of exponentials, as in ``docs/contract.md``, "Log-probabilities". A row with +inf and no NaN gives +inf. A
+    row of nothing but -inf, or of nothing at all, gives -inf.
 
     Args:
         x: bfloat16, float16 or float32, any strides.
-        dim: one or several dimensions, whose elements are a row in row-major order.
+        dim: one or several dimensions. Their elements are a row, in row-major order.
         keepdim: keep them, of size 1.
 
-    The gradient is that of the sum times :func:`samebits.ops.softmax.softmax` of the row in float32, with one
-    more rounding to the dtype of ``x``. Second derivatives are not implemented.
+    The gradient is the result's gradient times :func:`samebits.ops.softmax.softmax` of the row in float32,
+    with one more rounding to the dtype of ``x``. Second derivatives are not implemented.
 
     Raises:
         TypeError: ``x`` is not a dense tensor of such a dtype.

@@ -14,12 +14,12 @@ from samebits.ops._products import product
 def matmul(
     a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, contract: Contract | None = None
 ) -> Tensor:
-    """The matrix product of two tensors, every output element one chain over ascending k.
+    """The matrix product of two tensors. Every output element is one chain over ascending k.
 
     ``out[..., m, n] = sum over k of a[..., m, k] * b[..., k, n]``
 
     Shapes follow :func:`torch.matmul`: 1-D operands are vectors, and leading dimensions are batches that
-    broadcast. An output row depends on nothing but its own row of ``a`` and on ``b``.
+    broadcast. An output row depends only on the same row of ``a``, and on ``b``.
 
     Args:
         a: ``[..., M, K]`` or ``[K]``; bfloat16, float16 or float32, any strides.
@@ -28,11 +28,15 @@ def matmul(
         contract: ``samebits.TENSOR_CORE`` (default for bfloat16 and float16) or ``samebits.FMA`` (default
             for float32).
 
-    Gradients: that of ``a`` is a chain over n. That of ``b`` is a chain over the rows m, in order; every
-    matrix of a batch starts a new group of 16, and where ``b`` is broadcast the chain carries on from one
-    matrix of the batch to the next. With 2-D ``b`` the rows of ``a[B, ..., K]`` are B sequences, as in
-    :func:`samebits.linear`. A broadcast ``a`` likewise. A float32 gradient of 16-bit operands is rounded to
-    their dtype first under ``TENSOR_CORE``, and is used as it is under ``FMA``.
+    Gradients:
+        * of ``a``: a chain over n.
+        * of ``b``: a chain over the rows m, in order. Every matrix of a batch starts a new group of 16. If
+          ``b`` is broadcast, the chain continues from one matrix of the batch to the next. With 2-D ``b`` the
+          rows of ``a[B, ..., K]`` are B sequences, as in :func:`samebits.linear`.
+        * of a broadcast ``a``: a chain over the batch, likewise.
+
+        A float32 output gradient of 16-bit operands is first rounded to their dtype under ``TENSOR_CORE``.
+        It is used as it is under ``FMA``.
 
     Raises:
         TypeError: an operand is not a dense bfloat16, float16 or float32 tensor, dtypes differ, or

@@ -23,7 +23,7 @@ def layer_norm(
     """``y[..., i] = (x[i] - mean) * r * weight[i] + bias[i]``, as :func:`torch.nn.functional.layer_norm`.
 
     ``r = 1 / sqrt(sum over i of (x[i] - mean)**2 / n + eps)``. Both sums are rows of ``docs/contract.md``,
-    "Row reductions"; all is float32, with one rounding to the dtype of ``x`` at the end.
+    "Row reductions". Everything is computed in float32, with one rounding to the dtype of ``x`` at the end.
 
     Args:
         x: ``[..., *normalized_shape]``; bfloat16, float16 or float32, any strides.
@@ -31,9 +31,9 @@ def layer_norm(
         weight, bias: of that shape, any of these dtypes.
         eps: added to the variance, as a float32.
 
-    Gradients: of ``x`` for each row by itself; of ``weight`` and ``bias`` chains over all rows, in order,
-    with a float32 accumulator, so that rows with zero gradients change nothing. Second derivatives are not
-    implemented.
+    Gradients: that of ``x`` is computed for each row by itself. Those of ``weight`` and ``bias`` are chains
+    over all rows, in order, with a float32 accumulator, so rows with zero gradients change nothing. Second
+    derivatives are not implemented.
 
     Raises:
         TypeError: a tensor is not dense or of another dtype.
@@ -47,8 +47,8 @@ def rms_norm(
 ) -> Tensor:
     """``y[..., i] = x[i] * r * weight[i]``, as :func:`torch.nn.functional.rms_norm`.
 
-    ``r = 1 / sqrt(sum over i of x[i]**2 / n + eps)``. Otherwise as :func:`layer_norm`. ``eps`` is by default
-    the one of the dtype that PyTorch computes in, float32.
+    ``r = 1 / sqrt(sum over i of x[i]**2 / n + eps)``. The default of ``eps`` is that of float32, in which
+    PyTorch computes. All else is as in :func:`layer_norm`.
     """
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     return _norm("rms_norm", x, normalized_shape, weight, None, eps, False)

@@ -16,8 +16,8 @@ from samebits.ops._rows import as_rows, backend, refuse_triton
 def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """``out[...] = sum over i of x[..., i]``, as :func:`torch.sum`.
 
-    The elements that are summed, in row-major order, are a row of ``docs/contract.md``, "Row reductions":
-    blocks of 128, in float32, with one rounding to the dtype of ``x`` at the end.
+    The summed elements, in row-major order, are a row of ``docs/contract.md``, "Row reductions": blocks of
+    128, in float32, with one rounding to the dtype of ``x`` at the end.
 
     Args:
         x: bfloat16, float16 or float32, any strides.
@@ -34,10 +34,10 @@ def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 
 
 def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """``out[...] = (sum over i of x[..., i]) / n``, as :func:`torch.mean`; divided in float32.
+    """``out[...] = (sum over i of x[..., i]) / n``, as :func:`torch.mean`.
 
-    Otherwise as :func:`sum`. The gradient is that of the mean times the float32 nearest 1 / n, in float32,
-    with one rounding to its dtype, expanded.
+    The division is in float32. All else is as in :func:`sum`. The gradient is the mean's gradient times the
+    float32 nearest to 1 / n, computed in float32, rounded once to its dtype, and expanded.
     """
     return _reduce("mean", x, dim, keepdim)
 
@@ -76,7 +76,7 @@ _operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _share(grad: Tensor, n: int) -> Tensor:
-    # No quotient of tensors: on a GPU, PyTorch multiplies by the inverse.
+    # A number is multiplied, not divided by, because PyTorch multiplies by the inverse on a GPU.
     return grad.to(torch.float32) * (1 / max(n, 1))
 
 
@@ -84,7 +84,8 @@ def _fake_share(grad: Tensor, n: int) -> Tensor:
     return torch.empty_like(grad, dtype=torch.float32)
 
 
-_divided: Operator = Operator("divided(Tensor grad, SymInt n) -> Tensor", cpu=_share, fake=_fake_share)
+# An operator, because torch.compile would compute 1 / n on the GPU, with an approximate division.
+_divided = Operator("divided(Tensor grad, SymInt n) -> Tensor", cpu=_share, fake=_fake_share)
 
 
 def _keep_n(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -96,6 +97,3 @@ def _backward_share(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[
 
 
 _divided.register_autograd(_backward_share, setup_context=_keep_n)
-
-
-# An operator, lest torch.compile should compute 1 / n on the GPU, where it approximates it.

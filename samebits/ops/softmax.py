@@ -14,16 +14,16 @@ from samebits.ops._rows import backend, refuse_triton, row_dim
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
     """``out[..., v] = exp(x[..., v] - R) / S``, as :func:`torch.softmax`.
 
-    R is the row's maximum, and S its sum of exponentials as ``docs/contract.md`` has it under
-    "Log-probabilities": blocks of 128, all in float32, with one rounding to the dtype of ``x`` at the end.
-    Entries of -inf at the end of a row change no bit of the others.
+    R is the row's maximum, and S its sum of exponentials, as in ``docs/contract.md``, "Log-probabilities":
+    blocks of 128, all in float32, with one rounding to the dtype of ``x`` at the end. Entries of -inf at the
+    end of a row change no bit of the others.
 
     Args:
         x: bfloat16, float16 or float32, any strides.
         dim: the dimension that rows run along.
 
-    The gradient is ``p * (grad - sum of p * grad)`` from the result p as it was rounded; see "Row reductions"
-    there. Second derivatives are not implemented.
+    The gradient is ``p * (grad - sum of p * grad)``, with p the rounded result (see ``docs/contract.md``,
+    "Row reductions"). Second derivatives are not implemented.
 
     Raises:
         TypeError: ``x`` is not a dense tensor of such a dtype.
@@ -35,8 +35,8 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
     """``out[..., v] = (x[..., v] - R) - log S``, as :func:`torch.log_softmax`; R and S as in :func:`softmax`.
 
-    Of float32 rows it has the bits of :func:`samebits.logp`. The gradient is ``grad - exp(y) * sum of grad``
-    from the result y as it was rounded.
+    For float32 rows it has the bits of :func:`samebits.logp`. The gradient is
+    ``grad - exp(y) * sum of grad``, with y the rounded result.
     """
     return _checked("log_softmax", x, dim)
 

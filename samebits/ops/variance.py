@@ -18,14 +18,14 @@ Dims = int | Sequence[int] | None
 def var(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = False) -> Tensor:
     """``out[...] = sum over i of d[i]**2 / max(0, n - correction)``, as :func:`torch.var`.
 
-    ``d[i] = x[..., i] - mean``, with the mean as in :func:`samebits.ops.reduce.mean`. Sums are rows
-    of ``docs/contract.md``, "Row reductions"; all is float32, with one rounding to the dtype of ``x`` at the
-    end.
+    ``d[i] = x[..., i] - mean``, with the mean as in :func:`samebits.ops.reduce.mean`. Sums are rows of
+    ``docs/contract.md``, "Row reductions". Everything is computed in float32, with one rounding to the dtype
+    of ``x`` at the end.
 
     Args:
         x: bfloat16, float16 or float32, any strides.
         dim: one or several dimensions; all of them by default.
-        correction: what is taken from the number of elements.
+        correction: subtracted from the number of elements.
         keepdim: keep the dimensions, of size 1.
 
     The gradient is ``d[i] * (grad * 2 / max(0, n - correction))``, rounded once more. Second derivatives are
@@ -39,7 +39,7 @@ def var(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = Fals
 
 
 def std(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = False) -> Tensor:
-    """The square root, in float32, of :func:`var` before it is rounded, as :func:`torch.std`.
+    """The float32 square root of :func:`var`'s unrounded result, rounded once, as :func:`torch.std`.
 
     The gradient is ``d[i] * (grad / (out * max(0, n - correction)))``, +0 where ``out`` is 0.
     """
@@ -49,8 +49,8 @@ def std(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = Fals
 def vector_norm(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """``out[...] = sqrt(sum over i of x[..., i]**2)``, as :func:`torch.linalg.vector_norm` of order 2.
 
-    All is float32, with one rounding to the dtype of ``x`` at the end. The gradient is
-    ``x[i] * (grad / out)``, +0 where ``out`` is 0. Otherwise as :func:`var`.
+    Everything is computed in float32, with one rounding to the dtype of ``x`` at the end. The gradient is
+    ``x[i] * (grad / out)``, +0 where ``out`` is 0. All else is as in :func:`var`.
     """
     return _moment("vector_norm", x, dim, 0, keepdim)
 
@@ -66,12 +66,12 @@ def _moment(op: str, x: Tensor, dim: Dims, correction: float, keepdim: bool) -> 
 
 
 def _filled(like: Tensor, value: float) -> Tensor:
-    """A divisor. By a number, PyTorch multiplies with the inverse on a GPU."""
+    """`value` as a tensor to divide by. PyTorch on a GPU multiplies by the inverse of a number."""
     return torch.full_like(like, value)
 
 
 def _root(x: Tensor) -> Tensor:
-    """Of float32, correctly rounded, which PyTorch's is not on every CPU: by one in float64, close enough."""
+    """The correctly rounded float32 square root, computed in float64. PyTorch's is not on every CPU."""
     return x.to(torch.float64).sqrt().to(torch.float32)
 
 

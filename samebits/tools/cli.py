@@ -1,6 +1,7 @@
 """The command line: ``samebits audit``, ``bench``, ``info`` and ``verify``.
 
-This file parses; every command calls the ``main`` of its tool, and turns what comes of it into an exit code.
+This file parses the arguments. Every command calls the ``main`` of its tool, and turns the outcome into an
+exit code.
 """
 
 from __future__ import annotations
@@ -202,23 +203,23 @@ def verify(
 
 @contextmanager
 def _errors(command: str) -> Iterator[None]:
-    """Exit codes for all that goes wrong, so that 1 keeps its one meaning.
+    """Turn exceptions into exit codes other than 1, which means that bits changed.
 
-    Errors of the user's are one line of stderr and 2; errors of samebits' own a traceback and 70. A reader
-    who closes the pipe, as `head` does, ends the command without a word.
+    An error of the user gives one line on stderr and exit code 2. An error of samebits gives a traceback and
+    exit code 70. If the reader closes the pipe, as `head` does, the command ends silently.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # where its encoding lacks an arrow
+        sys.stdout.reconfigure(errors="replace")  # the encoding may lack an arrow
     try:
         yield
-        sys.stdout.flush()  # at the interpreter's own exit, it would be too late
+        sys.stdout.flush()  # at the interpreter's exit it would be too late
     except (typer.Exit, typer.Abort):
         raise
     except ToolError as error:
         print(f"samebits {command}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     except BrokenPipeError:
-        with suppress(OSError):  # what is still in the buffer has no reader
+        with suppress(OSError):  # the rest of the buffer has no reader
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(_CLOSED_PIPE) from None
     except (Exception, SystemExit):

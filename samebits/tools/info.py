@@ -1,4 +1,4 @@
-"""``samebits info``: what this machine has, which backends work on it, and what to do about the others."""
+"""``samebits info``: this machine, the backends that work on it, and what to do about the others."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Backend:
 
     Attributes:
         name: ``reference``, ``cuda`` or ``triton``.
-        computes: on what.
-        works: whether it does.
-        why: what it was found to do, or why it does not work.
-        remedy: what to do about that; empty if nothing is to be done.
+        computes: the devices it computes on.
+        works: whether it works.
+        why: how that was found, or why it does not work.
+        remedy: what to do about that; empty if there is nothing to do.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Gpu:
     capability: str
     memory_gib: float
     contracts: tuple[str, ...]
-    """Those that it can compute."""
+    """The contracts that it can compute."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class Info:
     """Everything that ``samebits info`` shows.
 
     Attributes:
-        samebits: its version.
+        samebits: samebits' version.
         python: Python's version.
-        packages: version of each package that samebits can use, None where it is not installed.
+        packages: version of each package that samebits can use; None if it is not installed.
         cpu: the processor's name.
         cores: CPUs that this process may use.
         threads: CPU threads of PyTorch, and of samebits.
         gpus: GPUs that PyTorch sees.
-        contracts: digest of each contract: equal digests promise equal bits.
-        backends: in the order in which a reader meets them.
+        contracts: digest of each contract. Equal digests promise equal bits.
+        backends: the backends, in the order of the report.
     """
 
     samebits: str
@@ -86,7 +86,7 @@ class Info:
 
 
 def gather() -> Info:
-    """Look around. Raises nothing for what is missing or broken: that is what it reports."""
+    """Gather the information. Missing or broken parts are reported, and raise nothing."""
     return Info(
         samebits=__version__,
         python=platform.python_version(),
@@ -105,7 +105,7 @@ def gather() -> Info:
 
 
 def main(*, as_json: bool) -> int:
-    """Print what was found.
+    """Print the information.
 
     Returns:
         The exit code of the command.
@@ -148,7 +148,7 @@ def _gpus() -> tuple[Gpu, ...]:
 def _contracts(*capability: int) -> tuple[str, ...]:
     from samebits.backends.cuda.devices import OLDEST
 
-    if torch.version.hip is not None:  # which numbers its architectures otherwise
+    if torch.version.hip is not None:  # ROCm numbers its architectures differently
         return ("FMA",)
     if capability < OLDEST:
         return ()
@@ -156,7 +156,7 @@ def _contracts(*capability: int) -> tuple[str, ...]:
 
 
 def _reference() -> Backend:
-    """Runs both contracts, on values that only their own order of sums gives."""
+    """The CPU reference. Tests both contracts on sums whose result shows their order."""
     try:
         start = time.perf_counter()
         from samebits.ops.matmul import matmul
@@ -164,7 +164,7 @@ def _reference() -> Backend:
         # 1 + 2**-24 + 2**-24 is 1 as a chain from the left, and more than 1 in any other order.
         a = torch.tensor([[1.0, 2.0**-24, 2.0**-24]], dtype=torch.float32)
         fma = matmul(a, a.new_ones(3, 1)).item()
-        # 2**-25 is kept below 1 by the fused sum of a Hopper tensor core, and 2**-26 cut off.
+        # Next to 1, the fused sum of a Hopper tensor core keeps 2**-25 and cuts off 2**-26.
         b = torch.tensor([[1.0, *[2.0**-25] * 4, *[2.0**-26] * 8]], dtype=torch.bfloat16)
         ones = torch.ones(b.shape[1], 1, dtype=torch.bfloat16)
         mma = matmul(b, ones, out_dtype=torch.float32, contract=TENSOR_CORE.on(HOPPER)).item()

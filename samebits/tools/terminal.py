@@ -1,4 +1,4 @@
-"""The terminal and the files that the tools write to."""
+"""Output of the tools: the terminal, progress bars and JSON files."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _SAY_EVERY = 20.0  # seconds
 
 
 class Console(rich.console.Console):
-    """Where a report is shown: stdout, or stderr where stdout is for the JSON."""
+    """The console that shows a report: stdout, or stderr if the JSON goes to stdout."""
 
     def __init__(self, json_to: str | None = None) -> None:
         super().__init__(stderr=json_to == "-", highlight=False)
 
     def on_broken_pipe(self) -> Never:
-        """Leave it to the command line; rich would exit with 1."""
+        """Raise the error for the command line to handle. rich would exit with 1."""
         raise BrokenPipeError
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[float, str], None]]:
-    """A bar on stderr, gone when done; where that is no terminal, a line now and then."""
+    """A progress bar on stderr, which disappears at the end. Without a terminal, a line now and then."""
     console = rich.console.Console(stderr=True)
     said = time.monotonic()
 
@@ -69,7 +69,7 @@ def progress() -> Iterator[Callable[[float, str], None]]:
 
 
 def check_file(option: str, path: str | Path | None) -> None:
-    """Refuse what cannot be a file, before the work whose result is to go there."""
+    """Refuse a path that cannot be a file, before the work whose result will go there."""
     if path is None or path == "-":
         return
     file = Path(path).absolute()
@@ -79,7 +79,7 @@ def check_file(option: str, path: str | Path | None) -> None:
 
 @contextmanager
 def unless(failed: bool) -> Iterator[None]:
-    """If a report cannot be written, say so; where the run `failed`, let that verdict stand."""
+    """Report a report that cannot be written. If the run `failed`, its exit code stays."""
     try:
         yield
     except ToolError as error:

@@ -481,7 +481,7 @@ def test_cuda_without_fused_kernels() -> None:
         want = everything("cpu", torch.bfloat16, *shape)
         with (
             mock.patch("samebits.backends.cuda.linear_logp_sm90.supports", return_value=False),
-            mock.patch("samebits.backends.triton.linear_logp.fused", return_value=False),
+            mock.patch("samebits.backends.triton.linear_logp.supports_fused", return_value=False),
         ):
             got = everything("cuda", torch.bfloat16, *shape)
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
@@ -537,7 +537,7 @@ def test_cuda_schedules_change_no_bit(
         )
     else:
         schedules = [fused.STATISTICS_SCHEDULES, fused.TILE_SCHEDULES]
-        assert fused.fused(*(torch.empty(8, features, dtype=dtype, device="cuda"),) * 2, None, key)
+        assert fused.supports_fused(*(torch.empty(8, features, dtype=dtype, device="cuda"),) * 2, None, key)
         statistics_of = partial(fused.statistics, contract=key)
         grad_logits_of = partial(grad_logits, fused.grad_logits_later, contract=key, dtype=dtype)
     results, kept = ["logp", "entropy", "log_sum"], ["s", "u"] if with_entropy else ["s"]

@@ -42,10 +42,11 @@ def test_many_tokens_have_the_bits_of_the_universal_kernels(dtype: torch.dtype) 
     with (
         mock.patch("samebits.backends.cuda.linear_logp_sm90.supports", return_value=False),
         mock.patch(
-            "samebits.backends.cuda.products.tensor_core_sm90._TensorCoreSm90.supports", return_value=False
+            "samebits.backends.cuda.products.tensor_core_sm90.TensorCoreSm90Kernel.supports",
+            return_value=False,
         ),
         mock.patch("samebits.backends.cuda.matmul._plans", {}),  # of products seen before
-        mock.patch("samebits.backends.triton.linear_logp.fused", return_value=False),
+        mock.patch("samebits.backends.triton.linear_logp.supports_fused", return_value=False),
     ):
         want = everything("cuda", dtype, 4096, 136, 20_000)
     for i, (g, w) in enumerate(zip(got, want, strict=True)):

@@ -71,7 +71,7 @@ def products(every: int):
     """Kernel, schedule and operands of each; with `every`, only some of the schedules."""
     m, n = 67, 43
     bias = torch.ones(n, device="cuda")
-    for kernel in (k for k in kernels(torch.cuda.current_device()) if k.compiled_ahead):
+    for kernel in (k for k in kernels(torch.cuda.current_device()) if k.can_precompile):
         k = LONG.get(kernel.name, 85)
         spans = torch.tensor([0, 3, 3, 40, k], device="cuda")
         for schedule in some(kernel, every):
@@ -202,7 +202,7 @@ def tiny_products(every: int):
 def triton_products():
     """Triton's schedules on operands that it fetches as tiles or by wide loads, and on others."""
     m, n, bias = 67, 48, torch.ones(48, device="cuda")
-    for kernel in (k for k in kernels(torch.cuda.current_device()) if not k.compiled_ahead):
+    for kernel in (k for k in kernels(torch.cuda.current_device()) if not k.can_precompile):
         dtypes = (torch.float32, DTYPE) if kernel.step == "fma" else (DTYPE,)
         places = (85, LAYOUTS[:2]), (85, LAYOUTS[2:]), (88, ("k", "k"))
         for dtype, schedule, (k, layouts) in itertools.product(dtypes, (None, *kernel.catalogue), places):

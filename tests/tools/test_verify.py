@@ -58,7 +58,7 @@ def test_cases_cover_what_the_kernels_offer(thorough: bool) -> None:
     assert any(c.accumulate for c in cases)
     assert any(c.bias for c in cases)
     assert any(c.lengths for c in cases)
-    assert any(c.segments for c in cases)
+    assert any(c.sequences for c in cases)
     assert len(set(cases)) > 0.9 * len(cases)
 
 
@@ -407,7 +407,7 @@ def test_a_run_from_end_to_end(
     monkeypatch.setattr(devices, "status", lambda: mock.Mock(available=True, devices=(gpu,), cache="none"))
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: "13.0")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (0, 0))
-    monkeypatch.setattr(run, "_helpers", lambda *of: nullcontext(lambda seconds: None))
+    monkeypatch.setattr(run, "_filling_caches", lambda *of: nullcontext(lambda seconds: None))
     monkeypatch.setattr(triton, "status", lambda: mock.Mock(available=True))
     monkeypatch.setattr("samebits.backends.cuda.matmul.family", lambda index: samebits.HOPPER)
     monkeypatch.setattr(run, "VerifyPlan", Some)
@@ -437,7 +437,7 @@ def test_public_functions_are_rehearsed(backend: str, monkeypatch: pytest.Monkey
         note = lambda *of, name=name: public.append((name, backends._choice.backend))  # noqa: E731
         monkeypatch.setattr(run, name, note)
     monkeypatch.setattr("samebits.backends.cuda.matmul.family", lambda index: samebits.HOPPER)
-    run._rehearse(0, False, backend)
+    run._run_public_functions(0, False, backend)
     assert {name for name, _ in public} == {"verify_operations", "verify_tokens", "verify_rows"}
     assert {by for _, by in public} == {None if backend == "cuda" else backend}
 
@@ -450,10 +450,10 @@ def test_processes_beside_are_waited_for_and_ended(tmp_path: Path, monkeypatch: 
     before = multiprocessing.active_children()
     for name in ("one", "another"):
         monkeypatch.setenv("SAMEBITS_CACHE_DIR", name)
-        with run._beside([partial(_note_environment, tmp_path / name), partial(sys.exit, 3)]) as wait:
+        with run._in_processes([partial(_note_environment, tmp_path / name), partial(sys.exit, 3)]) as wait:
             wait(60)
             assert (tmp_path / name).read_text() == name
-    with run._beside([partial(time.sleep, 3600)]) as wait:
+    with run._in_processes([partial(time.sleep, 3600)]) as wait:
         wait(0.1)
         assert len(multiprocessing.active_children()) == len(before) + 1
     assert multiprocessing.active_children() == before
@@ -467,7 +467,7 @@ def test_what_cannot_be_verified_is_said() -> None:
 
 
 def test_what_is_public_is_verified_by_triton_too() -> None:
-    both = list(run._public(report(), HELD_TO, CPU, False, verify.BACKENDS))
+    both = list(run._public_functions(report(), HELD_TO, CPU, False, verify.BACKENDS))
     parts = [{what for what, name, _ in both if name == backend} for backend in (None, "triton")]
     assert len(parts[0]) == 3
     assert parts[0] == parts[1]

@@ -1,4 +1,4 @@
-"""Host side of ``kernels/assert_spans.cu``: offsets of sequences, checked without waiting for the GPU."""
+"""The check of sequence offsets without waiting for the GPU: host side of ``kernels/assert_spans.cu``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def spec(dtype: torch.dtype) -> compiler.KernelSpec:
 
 
 def assert_spans(cu_seqlens: Tensor, tokens: int) -> None:
-    """A device-side assertion that ``cu_seqlens[S + 1]`` rises from 0 to ``tokens`` and never decreases."""
+    """Raise a device-side assert unless ``cu_seqlens`` rises from 0 to ``tokens`` and never decreases."""
     kernel = runtime.load(spec(cu_seqlens.dtype), cu_seqlens.get_device())
     sequences = cu_seqlens.shape[0] - 1
     kernel.launch((1, 1, 1), cu_seqlens.data_ptr(), cu_seqlens.stride(0), tokens, sequences)

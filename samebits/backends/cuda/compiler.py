@@ -1,7 +1,8 @@
-"""Compile CUDA kernels with NVRTC, through the on-disk cache. Needs no GPU and no driver.
+"""Compilation of CUDA kernels with NVRTC, through the on-disk cache. It needs no GPU and no driver.
 
-A kernel is named by a :class:`KernelSpec`, pure data. :func:`compile` turns one into machine code, and
-:func:`cached_cubin` does so through :mod:`samebits.backends.cache`. Importing this module touches no CUDA.
+A :class:`KernelSpec` describes a kernel, as data. :func:`compile` turns it into machine code, and
+:func:`cached_cubin` does so through :mod:`samebits.backends.cache`. Importing this module does not initialize
+CUDA.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ KERNELS = Path(__file__).parent / "kernels"
 INCLUDE = KERNELS / "include"
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
-"""Every architecture that continuous integration compiles for. Tensor-core kernels begin at the second."""
+"""Every architecture that continuous integration compiles for. Tensor-core kernels start at the second."""
 
 INSTALL = "install the extra cuda: pip install '.[cuda]' in a clone of samebits"
 
-# Each would change results. No contraction: a kernel that wants a fused multiply-add says so.
+# Each of these options would change results. There is no contraction: kernels call fused multiply-adds.
 _FLOAT_OPTIONS = {"fma": False, "ftz": False, "prec_div": True, "prec_sqrt": True}
 
 
 class CompileError(RuntimeError):
-    """NVRTC rejected a kernel: its log is in the message."""
+    """NVRTC rejected a kernel. The message has its log."""
 
 
 def require_compiler() -> None:
-    """Raise UnavailableError unless the package cuda-core, through which NVRTC is called, is here."""
+    """Raise UnavailableError unless the package cuda-core, which calls NVRTC, is installed."""
     try:
         found = importlib.util.find_spec("cuda.core") is not None
     except ModuleNotFoundError:
@@ -63,14 +64,14 @@ class KernelSpec:
         source: file name in ``kernels/``.
         entry: the ``extern "C"`` function in it.
         params: ``struct`` format (native alignment) of the kernel's one parameter, a struct passed by value.
-            ``P`` a pointer, ``q`` a 64-bit and ``i`` a 32-bit integer, ``f`` a float, ``128s`` a tensor map;
-            tensor maps come first, and are aligned to 64 or 128 bytes in C.
+            ``P`` is a pointer, ``q`` a 64-bit and ``i`` a 32-bit integer, ``f`` a float, ``128s`` a tensor
+            map. Tensor maps come first, and are aligned to 64 or 128 bytes in C.
         constants: names and values given to the compiler as ``-D``.
         block: threads in a block.
         smem: bytes of dynamic shared memory.
         cluster: blocks in a cluster.
-        programmatic: allow programmatic dependent launch after the kernel before it on the stream.
-        oldest: the lowest compute capability that it runs on.
+        programmatic: allow programmatic dependent launch after the previous kernel on the stream.
+        oldest: the lowest compute capability that the kernel runs on.
     """
 
     source: str
@@ -86,16 +87,16 @@ class KernelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Cubin:
-    """Machine code, and what ``ptxas`` says of it."""
+    """Machine code, and the information that ``ptxas`` prints about it."""
 
     code: bytes
     registers: int
     local_bytes: int
-    """Stack frame: arrays in local memory, and spills."""
+    """Size of the stack frame: arrays in local memory, and spills."""
     spill_bytes: int
     static_smem: int
     advice: tuple[str, ...]
-    """What it says of lost speed, such as that matrix instructions run one by one (C7515)."""
+    """Warnings about lost speed, such as matrix instructions that run one by one (C7515)."""
 
 
 def compile(spec: KernelSpec, arch: str) -> Cubin:
@@ -136,7 +137,7 @@ def compile(spec: KernelSpec, arch: str) -> Cubin:
 
 @functools.cache
 def nvrtc_version() -> str:
-    """Full version of the NVRTC in use, such as ``13.0.88``, asked of the compiler itself."""
+    """Full version of the NVRTC in use, such as ``13.0.88``, from the compiler itself."""
     require_compiler()
     from cuda.core import Program, ProgramOptions
 
@@ -168,7 +169,7 @@ def _cache_key(spec: KernelSpec, arch: str) -> str:
 
 
 def cached_cubin(spec: KernelSpec, arch: str) -> bytes:
-    """Machine code of ``spec`` for ``arch``, from the on-disk cache or else compiled into it."""
+    """Machine code of ``spec`` for ``arch``, from the on-disk cache. If it is missing, it is compiled."""
     name = _entry(spec, arch)
     code = cache.read(name)
     if code is None:
@@ -178,7 +179,7 @@ def cached_cubin(spec: KernelSpec, arch: str) -> bytes:
 
 
 def is_cached(spec: KernelSpec, arch: str) -> bool:
-    """Whether the on-disk cache has its machine code."""
+    """Whether the on-disk cache has the machine code of ``spec`` for ``arch``."""
     return cache.read(_entry(spec, arch)) is not None
 
 

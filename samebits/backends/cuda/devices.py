@@ -1,4 +1,4 @@
-"""The CUDA devices: what a schedule may ask of one, and whether CUDA kernels run on it."""
+"""The CUDA devices: the properties that schedules use, and whether CUDA kernels run on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OLDEST = (7, 5)
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """What a schedule may ask of a GPU."""
+    """The properties of a GPU that schedules use."""
 
     index: int
     name: str
@@ -32,14 +32,14 @@ class DeviceInfo:
 
     @property
     def arch(self) -> str:
-        """The NVRTC architecture: from Hopper on with the ``a`` that unlocks its own instructions."""
+        """The NVRTC architecture. From Hopper on it ends with ``a``, which enables specific instructions."""
         major, minor = self.capability
         return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Whether CUDA kernels can run here, and if not, why and what to do."""
+    """Whether CUDA kernels can run here. If not: why, and what to do."""
 
     available: bool
     reason: str
@@ -65,7 +65,7 @@ def device_info(index: int) -> DeviceInfo:
 
 
 def status() -> Status:
-    """What ``samebits info`` shows of the CUDA backend. Never raises."""
+    """The status that ``samebits info`` shows for the CUDA backend. Never raises."""
     reason, remedy = "", ""
     devices: tuple[DeviceInfo, ...] = ()
     core, nvrtc = _installed("cuda-core"), None
@@ -90,9 +90,9 @@ def require(device: int, oldest: tuple[int, int] = OLDEST, who: str = "CUDA kern
     """Raise UnavailableError unless CUDA kernels run on CUDA device `device`.
 
     Args:
-        device: its index.
-        oldest: the lowest compute capability that they run on.
-        who: how the message begins: what needs that, and a verb.
+        device: index of the device.
+        oldest: the lowest compute capability that the kernels run on.
+        who: the beginning of the message: the kernels, and a verb.
     """
     require_compiler()
     _require_gpu()

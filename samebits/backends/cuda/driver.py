@@ -1,4 +1,4 @@
-"""The CUDA driver's own interface, for what PyTorch and cuda-core do not offer, or not fast enough."""
+"""Calls of the CUDA driver, for functions that PyTorch and cuda-core lack or make too slow."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ PARAMS_AT = 128
 """Where a launch buffer's parameter struct begins, after its CUlaunchConfig."""
 
 PARAMS_MAX = 4096
-"""Bytes that a parameter struct may have."""
+"""The most bytes of a parameter struct."""
 
 INVALID_CONTEXT = 201
-"""What the driver returns to a thread without a context."""
+"""The driver's error code in a thread without a context."""
 
 
 class LaunchError(RuntimeError):
-    """The CUDA driver returned an error; its name is in the message."""
+    """The CUDA driver returned an error. The message has its name."""
 
 
 class _LaunchBuffer(threading.local):
-    """Memory that a launch is described in, one for each thread since the driver reads it without the GIL."""
+    """Memory for a launch's description. Each thread has one, because the driver reads it without the GIL."""
 
     def __init__(self) -> None:
         self.memory = ctypes.create_string_buffer(PARAMS_AT + PARAMS_MAX + 128)
-        self.offset = -ctypes.addressof(self.memory) % 128  # a CUtensorMap wants 64, to be sure 128
+        self.offset = -ctypes.addressof(self.memory) % 128  # a CUtensorMap needs 64; 128 is safe
         self.config = ctypes.addressof(self.memory) + self.offset
         self.pointers = (ctypes.c_void_p * 1)(self.config + PARAMS_AT)
         self.launch = (self.memory, self.offset, self.config, ctypes.addressof(self.pointers))
@@ -73,7 +73,7 @@ def check(code: int, what: str) -> None:
 
 
 def make_context_current(device: int) -> None:
-    """Give a thread that has called no CUDA yet a context: the driver, unlike the runtime, makes it none."""
+    """Give this thread a context. The driver, unlike the runtime, does not make one by itself."""
     handle, context = ctypes.c_int(), ctypes.c_void_p()
     check(library().cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
     check(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), "cuDevicePrimaryCtxRetain")

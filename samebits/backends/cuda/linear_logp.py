@@ -1,4 +1,4 @@
-"""Log-probabilities on CUDA tensors from hidden states: which kernels compute them."""
+"""Log-probabilities on CUDA tensors from hidden states, and the choice of kernels."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, *, contract: str
 ) -> Statistics:
     """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``."""
-    if _fused(hidden, weight, bias, contract):
+    if _supports_fused(hidden, weight, bias, contract):
         return linear_logp_sm90.statistics(hidden, weight, bias, rows)
     return logits_in_pieces.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
 
 
 def grad_logits_later(out: Tensor, given: GradLogitsInputs, *, contract: str) -> Step:
-    """dz of a part of the vocabulary into ``out``, of the shape of ``logits_in_pieces.empty_grads``."""
-    if _fused(given.hidden, given.weight, given.bias, contract):
+    """Write dz of a part of the vocabulary into ``out``, of the shape of ``logits_in_pieces.empty_grads``."""
+    if _supports_fused(given.hidden, given.weight, given.bias, contract):
         return linear_logp_sm90.grad_logits_later(out, given)
     return logits_in_pieces.grad_logits_later(matmul, logp, out, given, contract=contract)
 
 
-def _fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:
-    """Whether logits need no memory at all."""
+def _supports_fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:
+    """Whether the fused kernels, which store no logits, take these operands."""
     return _by_tensor_cores(contract, hidden.get_device()) and linear_logp_sm90.supports(hidden, weight, bias)
 
 

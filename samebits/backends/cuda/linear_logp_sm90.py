@@ -1,4 +1,4 @@
-"""Host side of ``statistics_sm90.cu`` and ``grad_logits_sm90.cu``: log-probabilities on Hopper."""
+"""Log-probabilities on Hopper: host side of ``statistics_sm90.cu`` and ``grad_logits_sm90.cu``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from samebits.functions import VOCAB_BLOCK
 __all__ = ["choose", "grad_logits_later", "schedules", "spec", "statistics", "supports"]
 
 _PARAMS = {"statistics_sm90": "128s128sPPPPPPiiiiif", "grad_logits_sm90": "128s128s128sPPPPPPPqqqiiiif"}
-_LINE = (VOCAB_BLOCK + 4) * 4  # of statistics_sm90.cu
+_LINE = (VOCAB_BLOCK + 4) * 4  # bytes of a line in statistics_sm90.cu
 
 
 def _epilogue_bytes(entry: str, s: Sm90Schedule) -> int:
@@ -31,24 +31,24 @@ def _epilogue_bytes(entry: str, s: Sm90Schedule) -> int:
 
 
 def schedules(entry: str) -> list[Sm90Schedule]:
-    """All that :func:`choose` may return. None changes a bit."""
-    # Two teams of one warpgroup: one in its epilogue while the other multiplies.
+    """All schedules that :func:`choose` may return. None changes a bit."""
+    # Two teams of one warpgroup: one runs its epilogue while the other multiplies.
     statistics = entry == "statistics_sm90"
-    columns = 128 if statistics else 192  # statistics are of whole blocks of the vocabulary
+    columns = 128 if statistics else 192  # statistics need whole blocks of the vocabulary
     found = [
         Sm90Schedule(128, 128, 64, 0, 2, 1),
         Sm90Schedule(128, columns, 64, 0, 2, 1, cluster=2, early=True),
     ]
-    if statistics:  # for few tokens, the vocabulary on the tall side
+    if statistics:  # for few tokens, the vocabulary takes the tall side of tiles
         found += [Sm90Schedule(128, tokens, 128, 0, 1, 1, swap=True) for tokens in (8, 16, 32, 64)]
     return [s.filled(_epilogue_bytes(entry, s)) for s in found]
 
 
 @functools.lru_cache(maxsize=1024)
 def choose(entry: str, tokens: int, vocabulary: int) -> Sm90Schedule:
-    """The schedule for so many tokens, and entries of the vocabulary at a time."""
+    """The schedule for `tokens` tokens, and `vocabulary` entries of the vocabulary at a time."""
     alone, pairs, *few = schedules(entry)
-    wide = round_up(vocabulary, pairs.block_n * pairs.cluster) > 1.15 * vocabulary  # columns for nobody
+    wide = round_up(vocabulary, pairs.block_n * pairs.cluster) > 1.15 * vocabulary  # many padded columns
     return next((s for s in few if s.block_n >= tokens), alone if tokens <= 256 or wide else pairs)
 
 
@@ -61,7 +61,7 @@ def spec(
     entropy: bool,
     folded: bool,
 ) -> compiler.KernelSpec:
-    """One of the kernels, ``statistics_sm90`` or ``grad_logits_sm90``, under a schedule."""
+    """The kernel ``statistics_sm90`` or ``grad_logits_sm90`` under a schedule."""
     constants = {
         "INPUT_F16": int(dtype == torch.float16),
         "A_MN": 0,
@@ -88,7 +88,7 @@ def spec(
 
 
 def supports(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether these kernels take ``hidden[tokens, D]`` and ``weight[V, D]``; others take all others."""
+    """Whether these kernels take ``hidden[tokens, D]`` and ``weight[V, D]``."""
     return (
         devices.device_info(hidden.get_device()).capability == (9, 0)
         and hidden.dtype in (torch.bfloat16, torch.float16)
@@ -101,7 +101,7 @@ def supports(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _readable(x: Tensor) -> bool:
-    """Whether the copy engine can read its rows."""
+    """Whether the copy engine can read the rows of `x`."""
     row = x.stride(0)
     return x.stride(1) == 1 and (len(x) == 1 or (row > 0 and row % 8 == 0)) and x.data_ptr() % 16 == 0
 
@@ -120,7 +120,7 @@ def _prepared(
     device: int,
     schedule: Sm90Schedule | None,
 ) -> tuple[Sm90Schedule, runtime.Kernel, tuple[int, int, int], Maps, Maps]:
-    """Sm90Schedule, kernel, grid, and the maps of hidden states and weights."""
+    """The schedule, the kernel, the grid, and the tensor maps of hidden states and weights."""
     s = schedule or choose(entry, tokens, vocabulary)
     folded = features % 64 == 0
     rows, columns = (vocabulary, tokens) if s.swap else (tokens, vocabulary)
@@ -147,7 +147,7 @@ def _prepare(
     entropy: bool,
     schedule: Sm90Schedule | None,
 ) -> tuple[Sm90Schedule, runtime.Kernel, tuple[Any, ...]]:
-    """Sm90Schedule, kernel, and what its launch begins with."""
+    """The schedule, the kernel, and the first arguments of its launch."""
     (tokens, features), vocabulary = hidden.shape, weight.shape[0]
     s, kernel, grid, hidden_maps, weight_maps = _prepared(
         *(entry, hidden.dtype, None if bias is None else bias.dtype, entropy),
@@ -179,9 +179,9 @@ def statistics(
 
 
 def grad_logits_later(out: Tensor, given: GradLogitsInputs, *, schedule: Sm90Schedule | None = None) -> Step:
-    """dz, in the dtype of ``hidden``, of a part of the vocabulary into ``out``.
+    """Write dz of a part of the vocabulary, in the dtype of ``hidden``, into ``out``.
 
-    ``out`` has the shape of ``linear_logp.empty_grads``. `schedule` replaces the default choice.
+    ``out`` has the shape of ``logits_in_pieces.empty_grads``. `schedule` replaces the default choice.
     """
     hidden, weight, bias, part, rows, grad, grad_entropy = given
     weight, bias = weight[part], None if bias is None else bias[part]

@@ -38,7 +38,7 @@ def kernel_spec(
     *,
     entropy: bool = False,
 ) -> compiler.KernelSpec:
-    """One of the kernels of ``logp.cu``, by its name there."""
+    """The kernel of ``logp.cu`` with this name."""
     constants = ("LOGITS", _TYPES[logits]), ("GRADS", _TYPES[grads]), ("ENTROPY", int(entropy))
     return compiler.KernelSpec("logp.cu", entry, _PARAMS[entry], constants, block=_THREADS)
 
@@ -54,17 +54,17 @@ def _kernel(
     return runtime.load(kernel_spec(entry, logits, grads, entropy=entropy), device)
 
 
-_ANSWERS = 32, 64  # of calls of first_unknown in a thread, which waits for each; blocks of one
+_ANSWERS = 32, 64  # calls of first_unknown in a thread, which waits for each, and blocks of one call
 
 
 class _Answers(threading.local):
-    """Room for answers that a GPU writes to the host."""
+    """Pinned memory for answers that a GPU writes to the CPU."""
 
     room: Tensor | None = None
     turn = 0
 
     def place(self) -> tuple[Tensor, int]:
-        """The room, and the turn of a call in it."""
+        """The memory, and the index of this call in it."""
         if self.room is None:
             self.room = torch.empty(_ANSWERS, dtype=torch.int64, device="cpu", pin_memory=True)
         self.turn = (self.turn + 1) % _ANSWERS[0]
@@ -92,11 +92,11 @@ def first_unknown(target: Tensor, vocabulary: int, ignore_index: int) -> Callabl
 
 
 def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> None:
-    """What of `to` follows from ``logits[tokens, n]`` of the vocabulary's entries from `first` on.
+    """Fill in the part of `to` that depends on ``logits[tokens, n]``, the vocabulary's entries from `first`.
 
     Args:
         logits: float32, bfloat16 or float16.
-        first: a multiple of 128; n is one too, or reaches to the vocabulary's end.
+        first: a multiple of 128. So is n, unless the logits end with the vocabulary.
     """
     logits = _with_rows(logits)
     tokens, width = logits.shape
@@ -114,7 +114,7 @@ def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> No
 def combine(statistics: Statistics, rows: Rows) -> None:
     """Fill in the results of `rows`."""
     tokens, blocks = statistics.m.shape
-    few = tokens <= _FEW_ROWS and blocks > _FEW_BLOCKS  # then a row's latency counts
+    few = tokens <= _FEW_ROWS and blocks > _FEW_BLOCKS  # then the latency of a row decides
     entry, grid = ("combine_few", tokens) if few else ("combine", -(-tokens // _WARPS))
     kernel = _kernel(entry, rows.target.get_device(), entropy=rows.with_entropy)
     kernel.launch(
@@ -128,9 +128,9 @@ def combine(statistics: Statistics, rows: Rows) -> None:
 def grad_logits(
     out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
 ) -> None:
-    """dz into `out` of such logits as :func:`add_statistics` takes, from the gradients of the results.
+    """Write dz of logits as in :func:`add_statistics` into `out`, from the gradients of the results.
 
-    The rows of `out` may lie apart.
+    The rows of `out` need not be contiguous.
     """
     if logits.numel() == 0:
         return
@@ -148,5 +148,5 @@ def grad_logits(
 
 
 def _with_rows(logits: Tensor) -> Tensor:
-    """The same, contiguous along the vocabulary."""
+    """The logits, contiguous along the vocabulary."""
     return logits if logits.stride(1) == 1 else logits.contiguous()

@@ -1,4 +1,4 @@
-"""Products on CUDA tensors: which kernel runs them. Every kernel gives the same bits."""
+"""Products on CUDA tensors, and the choice of kernels. Every kernel gives the same bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from samebits.contract import FAMILIES, MmaModel, contract_from_key
 
 @functools.cache
 def family(device: int) -> MmaModel:
-    """The tensor cores that CUDA device `device` has."""
+    """The tensor-core family of CUDA device `device`."""
     info = devices.device_info(device)
     found = FAMILIES.get(info.capability)
     if found is None:
@@ -91,7 +91,7 @@ def addbmm(
 def addbmm_later(
     out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, accumulate: bool, contract: str
 ) -> Step:
-    """`addbmm` into ``out``, from +0 or from what it holds."""
+    """`addbmm` into ``out``. Chains start from +0, or from the values in ``out``."""
     return partial(
         _launch, *_sequences_planned(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=accumulate)
     )
@@ -100,7 +100,7 @@ def addbmm_later(
 def matmul_later(
     out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, contract: str
 ) -> Step:
-    """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``: plain chains from +0 or from what it holds.
+    """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``. Chains start from +0, or from the values in ``out``.
 
     Under TENSOR_CORE the parts of a chain must be cut at multiples of 16.
     """
@@ -108,7 +108,7 @@ def matmul_later(
 
 
 def rounded_later(out: Tensor, chain: Tensor) -> Step:
-    """The results, rounded, of the chains in contiguous ``chain``, in which kernels left canonical NaN."""
+    """Write the rounded results of chains in contiguous ``chain``, whose NaN are canonical, into ``out``."""
     if chain.numel() == 0:
         return int
     flat, to = (t.view(-1, t.shape[-1]) for t in (chain, out))
@@ -117,7 +117,7 @@ def rounded_later(out: Tensor, chain: Tensor) -> Step:
 
 
 def rounded(chain: Tensor, dtype: torch.dtype) -> Tensor:
-    """:func:`rounded_later`, now, into a new tensor."""
+    """:func:`rounded_later` into a new tensor, immediately."""
     if dtype == torch.float32:
         return chain
     out = torch.empty_like(chain, dtype=dtype)
@@ -137,11 +137,11 @@ def _sequences_planned(
     B, S, M, K = a.shape
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
-    # Under FMA every sequence ends with a zero term.
+    # Only under TENSOR_CORE: under FMA every sequence ends with a zero term.
     tensor_core = contract_from_key(contract).step == "mma"
     together = S > 1 and B == 1 and _one_axis(a, 3) and _one_axis(b, 2)
     if tensor_core and together and S * K <= LARGEST:
-        # The sequences lie end to end in memory, so they are spans of one K axis.
+        # The sequences are contiguous in memory, so they can be packed sequences of one K axis.
         if K % 16:
             cu_seqlens = torch.arange(0, S * K + 1, K, dtype=torch.int32, device=a.device)
         a = a.as_strided((1, 1, M, S * K), (0, 0, a.stride(2), a.stride(3)))
@@ -162,7 +162,7 @@ class _Planned(NamedTuple):
     plan: CudaPlan
     addresses: tuple[int, int, int, int, int, int]
     cu_seqlens: Tensor | None
-    """Kept, as it may have been made for this."""
+    """Kept alive, because it may be a copy made for this launch."""
 
 
 def _launch(
@@ -171,7 +171,7 @@ def _launch(
     plan.launch(*addresses)
 
 
-# How products have been run before, by everything that decides it: the checks and the choice are made once.
+# Plans of earlier products, by everything that decides them. So checks and choices are made only once.
 _plans: dict[tuple[object, ...], CudaPlan] = {}
 _MOST_PLANS = 8192
 
@@ -188,10 +188,10 @@ def _planned(
     accumulate: bool = False,
     fresh: bool = False,
 ) -> _Planned:
-    """The fastest kernel that takes these operands, and their addresses.
+    """The plan of the fastest kernel for these operands, and their addresses.
 
-    With `sequences` the terms belong to sequences, in the contract's sense; with `accumulate` the chains
-    start from `out`. `fresh` says that `out` is contiguous and was allocated for this.
+    With `sequences` the terms belong to sequences, in the contract's sense. With `accumulate` the chains
+    start from `out`. `fresh`: `out` is contiguous and was allocated for this product.
     """
     a_at, b_at, out_at = a.data_ptr(), b.data_ptr(), out.data_ptr()
     key = (
@@ -235,7 +235,8 @@ def _plan(operands: Operands, contract: str) -> CudaPlan:
 
 
 PRODUCTS: tuple[CudaKernel[Any], ...] = (TENSOR_CORE, FMA, TENSOR_CORE_SM90, FMA_SM90, TINY, TINY_FMA)
-"""All kernels of products. Of each step the first supports every product, and is what others are held to."""
+"""All product kernels. The first of each step is universal: it supports every product. Others are compared
+with it."""
 
 
 def fastest(p: Product) -> CudaKernel[Any]:

@@ -1,4 +1,4 @@
-"""Compile many kernels at once, before the calls that will load them."""
+"""Parallel compilation of kernels before the calls that load them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Compiled(NamedTuple):
 
 @functools.cache
 def processes() -> ForkServerContext:
-    """How to start processes: as forks of one that only imported PyTorch. CUDA does not survive a fork.
+    """A context whose processes are forks of one that only imported PyTorch. CUDA does not survive a fork.
 
-    They have the environment that was there when the first one started: see :func:`adopt`.
+    The processes have the environment of the time when the first one started: see :func:`adopt`.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([runtime.__name__])
@@ -41,7 +41,7 @@ def adopt(environment: dict[str, str]) -> None:
 
 
 class _Needed(BaseException):
-    """Carries a kernel's spec out of the call that was about to load it; no plan is kept of such a call."""
+    """Raised in a call that is about to load a kernel, with its spec. No plan of the call is kept."""
 
 
 def _tell(spec: compiler.KernelSpec, device: int) -> None:
@@ -51,10 +51,10 @@ def _tell(spec: compiler.KernelSpec, device: int) -> None:
 def compile_for(
     calls: Iterable[Callable[[], object]], progress: Callable[[float, str], None] = lambda done, what: None
 ) -> Compiled:
-    """Compile, into the on-disk cache and with a process for each CPU, what `calls` will load.
+    """Compile the kernels that `calls` will load into the on-disk cache, with a process for each CPU.
 
-    A call is stopped where it would load its first kernel that is not loaded yet, before any launch of it.
-    Where there is no cache, nothing is compiled.
+    A call is stopped before it loads its first kernel that is not loaded yet, so it launches nothing with it.
+    Without a cache, nothing is compiled.
     """
     needed: dict[tuple[compiler.KernelSpec, str], None] = {}
     with runtime.before_loading(_tell):

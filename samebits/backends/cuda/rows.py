@@ -33,7 +33,7 @@ _PARAMS = {
 def kernel_spec(
     entry: str, x: torch.dtype, out: torch.dtype, param: torch.dtype = torch.float32, *, warps: int = 1
 ) -> compiler.KernelSpec:
-    """A kernel of rows.cu; `warps` share a row."""
+    """A kernel of rows.cu, in which `warps` warps share a row."""
     constants = ("IN", _TYPES[x]), ("OUT", _TYPES[out]), ("PARAM", _TYPES[param]), ("WARPS", warps)
     return compiler.KernelSpec("rows.cu", entry, _PARAMS[entry], constants, block=_THREADS)
 
@@ -49,7 +49,7 @@ def columns_spec(
 def _launch(
     entry: str, like: Tensor, out: torch.dtype, *values: Any, param: torch.dtype = torch.float32
 ) -> None:
-    """Run a kernel of rows.cu on as many rows as `like` has."""
+    """Run a kernel of rows.cu on the rows of `like`."""
     rows, n = like.shape
     if rows == 0:
         return
@@ -109,7 +109,7 @@ def _softmax_backward(entry: str, grad: Tensor, y: Tensor, scale: float, dtype: 
 def norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Layer norm of the rows of ``x[rows, n]``, or without `centred` RMS norm; mean and 1 / deviation."""
+    """Layer norm of the rows of ``x[rows, n]`` (RMS norm without `centred`), means and 1 / deviations."""
     x = _with_rows(x)
     weight, bias = _vectors(weight, bias)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -195,12 +195,12 @@ def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> T
 
 
 def _with_rows(x: Tensor) -> Tensor:
-    """The same, contiguous along rows."""
+    """The matrix, contiguous along rows."""
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
 
 def _vectors(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The same, contiguous and of one dtype."""
+    """The vectors, contiguous and of one dtype."""
     dtypes = {t.dtype for t in vectors if t is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     return tuple(None if t is None else t.to(dtype).contiguous() for t in vectors)

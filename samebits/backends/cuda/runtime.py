@@ -1,11 +1,11 @@
-"""Load and launch CUDA kernels.
+"""Loading and launching of CUDA kernels.
 
 :func:`load` compiles a kernel (see :mod:`samebits.backends.cuda.compiler`), loads it, and keeps the
 :class:`Kernel` for the life of the process. :meth:`Kernel.launch` runs it on PyTorch's current stream.
-Importing this module touches no CUDA.
+Importing this module does not initialize CUDA.
 
-Every kernel takes one parameter, a struct by value, so that a launch is one ``struct.pack_into`` and one
-driver call. Both sides of that struct are checked against each other when the kernel is loaded.
+Every kernel takes one parameter, a struct by value. So a launch is one ``struct.pack_into`` and one driver
+call. When a kernel is loaded, the sizes of the struct on both sides are compared.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Attribute(ctypes.Structure):
 
 
 class Kernel:
-    """A kernel loaded on one device, held for the life of the process. Made by :func:`load`."""
+    """A kernel that is loaded on one device for the life of the process. Made by :func:`load`."""
 
     __slots__ = (
         "_attributes",
@@ -72,10 +72,10 @@ class Kernel:
         self._current_device = torch._C._cuda_getDevice
 
     def launch(self, grid: tuple[int, int, int], *values: Any) -> None:
-        """Run on PyTorch's current stream of this kernel's device; no synchronisation.
+        """Run on PyTorch's current stream of this kernel's device, without synchronisation.
 
         Args:
-            grid: blocks in x, y and z (multiples of the cluster's).
+            grid: blocks in x, y and z (multiples of the cluster's sizes).
             values: the members of the kernel's parameter struct, in order.
         """
         device = self.device
@@ -99,7 +99,7 @@ _allocate: Any = torch._C._dynamo.guards
 
 
 def empty_matrix(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
-    """``torch.empty`` in a third of the time: as code does it that ``torch.compile`` wrote."""
+    """``torch.empty`` in a third of the time, by the function that code of ``torch.compile`` calls."""
     if torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
             return empty_matrix(rows, columns, dtype, device)
@@ -121,7 +121,7 @@ _loading_here = _Loading()
 
 @contextmanager
 def before_loading(hook: Callable[[KernelSpec, int], None]) -> Iterator[None]:
-    """Tell `hook` of each kernel that this thread is about to load, and on which device; it may raise."""
+    """Call `hook` with each kernel that this thread is about to load, and its device. `hook` may raise."""
     before, _loading_here.hook = _loading_here.hook, hook
     try:
         yield
@@ -130,10 +130,10 @@ def before_loading(hook: Callable[[KernelSpec, int], None]) -> Iterator[None]:
 
 
 def load(spec: KernelSpec, device: int) -> Kernel:
-    """The kernel of ``spec`` on CUDA device ``device``: compiled and loaded by the first call, then held.
+    """The kernel of ``spec`` on CUDA device ``device``. The first call compiles and loads it.
 
     Raises:
-        UnavailableError: it cannot run here.
+        UnavailableError: the kernel cannot run here.
         RuntimeError: the first call came during CUDA-graph capture.
     """
     kernel = _kernels.get((spec, device))
@@ -186,7 +186,7 @@ def _load(spec: KernelSpec, device: int) -> Kernel:
             driver.check(result, f"cuKernelSetAttribute({attribute}, {value}) of {spec.source}")
         result = library.cuKernelGetFunction(ctypes.byref(function), handle)
         driver.check(result, f"cuKernelGetFunction of {spec.source}")
-    _code_objects.append((code_object, kernel))  # unloading is never safe while a graph may replay the kernel
+    _code_objects.append((code_object, kernel))  # never unloaded, because a graph may replay the kernel
     assert function.value is not None
     return Kernel(spec, device, function.value)
 

@@ -1,4 +1,4 @@
-"""Tensor maps: what Hopper's copy engine (TMA) is told of a tensor."""
+"""Tensor maps, which describe tensors to Hopper's copy engine (TMA)."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def tensor_map(
     swizzle: int = 128,
     l2_promotion: int = 256,
 ) -> bytes:
-    """The ``CUtensorMap`` of a tiled tensor, 128 bytes for a ``128s`` member; elements outside read as zero.
+    """The ``CUtensorMap`` of a tiled tensor: 128 bytes for a ``128s`` member. Elements outside read as zero.
 
     Args:
-        address: of the first element, a multiple of 16.
+        address: address of the first element, a multiple of 16.
         dtype: float16, bfloat16 or float32.
         shape: sizes in elements, innermost dimension first.
-        strides: in bytes, of every dimension but the innermost (which is contiguous); multiples of 16.
+        strides: strides in bytes, multiples of 16, of every dimension except the innermost (which is
+            contiguous).
         box: the tile's sizes, innermost first.
         swizzle: 0, 32, 64 or 128 bytes.
         l2_promotion: 0, 64, 128 or 256 bytes.
@@ -55,7 +56,7 @@ def tensor_map(
         *(0, _MAP_BYTES[swizzle], _L2_BYTES[l2_promotion], 0),
     )
     result = driver.library().cuTensorMapEncodeTiled(*arguments)
-    if result == driver.INVALID_CONTEXT:  # a thread of autograd's, say
+    if result == driver.INVALID_CONTEXT:  # for example a thread of autograd's
         driver.make_context_current(torch._C._cuda_getDevice())
         result = driver.library().cuTensorMapEncodeTiled(*arguments)
     if result:
@@ -66,7 +67,7 @@ def tensor_map(
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One operand: sizes, and strides in elements (of the batch, of a row, of k)."""
+    """One operand: its sizes, and its strides in elements (of the batch, of a row, of k)."""
 
     rows: int
     k: int
@@ -81,7 +82,7 @@ class Side:
 
     @property
     def k_major(self) -> bool | None:
-        """Whether it is contiguous along k (or else along its rows); None if TMA cannot read it."""
+        """Whether the operand is contiguous along k (or along its rows); None if TMA cannot read it."""
         rows, k = self.rows, self.k
         if (self.k_stride == 1 or k == 1) and (
             rows == 1 or (self.row_stride > 0 and self.row_stride % 8 == 0)
@@ -101,7 +102,7 @@ class Maps(dict[int, bytes]):
     __slots__ = ("_recipe",)
 
     def __init__(self, *recipe: Any) -> None:
-        self._recipe = recipe  # what tensor_map takes after the address
+        self._recipe = recipe  # the arguments of tensor_map after the address
 
     def __missing__(self, address: int) -> bytes:
         if len(self) >= _MOST_MAPS:
@@ -121,7 +122,7 @@ def operand_maps(
     folded: bool,
     l2_promotion: int,
 ) -> Maps:
-    """One operand as the kernel's tensor map sees it."""
+    """The tensor maps of one operand."""
     inner, outer, stride = (side.rows, side.k, side.k_stride) if mn else (side.k, side.rows, side.row_stride)
     stride = stride if outer > 1 else -(-inner // 8) * 8
     batch = batch if side.batch else 1

@@ -1,1 +1,1 @@
-"""The CPU backend: executes a Contract literally, and is its definition."""
+"""The CPU backend. It executes a Contract literally, and is its definition."""

@@ -1,9 +1,9 @@
-"""The chains of ``docs/contract.md`` as scalar loops, which LLVM turns into SIMD over the columns of a tile.
+"""The chains of ``docs/contract.md`` as scalar loops. LLVM vectorizes them over the columns of a tile.
 
-``chain_tiles`` functions compute output tiles ``first <= t < last`` of ``out[B, M, N]``, float32, in place:
-each element is carried on from the value it holds, over every span ``(s, start, stop)`` in turn, with
-``a[B, S, M, K]`` and ``b[B, S, K, N]`` widened to float32. Tiles only divide the work: no element's value
-depends on its tile.
+``chain_tiles`` functions compute output tiles ``first <= t < last`` of ``out[B, M, N]``, float32, in place.
+Each element's chain starts from the value in ``out``, and runs over every row ``(s, start, stop)`` of
+``sequences`` in turn: over k from start to stop of ``a[B, S, M, K]`` and ``b[B, S, K, N]``, widened to
+float32. Tiles only divide the work. No element's value depends on its tile.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TILE_M, TILE_N, GROUP = 16, 64, 16
 
 @functools.cache
 def edition() -> str:
-    """Names what machine code depends on: the sources here, the constants they take, numba and the CPU."""
+    """A hash of all that machine code depends on: the sources here, their constants, numba and the CPU."""
     folder = Path(__file__).parent
     state = hashlib.sha256()
     for source in (*sorted(folder.glob("*.py")), folder.parents[1] / "functions.py"):
@@ -51,10 +51,10 @@ def edition() -> str:
 
 
 class _OnDisk(NullCache):
-    """A function's machine code for its one signature, among the compiled kernels of all backends.
+    """A cache of a function's machine code for its one signature, in the cache of all backends.
 
-    numba's own cache loads what it finds unseen, so that a damaged file ends the process. It also looks at
-    neither callees nor constants elsewhere, which editions do.
+    numba's own cache loads files unchecked, so a damaged one crashes the process. It also ignores changes of
+    callees, and of constants in other modules, which :func:`edition` includes.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -72,9 +72,9 @@ class _OnDisk(NullCache):
 
 
 def _njit(signature: Any = None) -> Callable[[_F], _F]:
-    # No fastmath: LLVM may neither reorder nor contract. nogil: threads share the tiles. A signature takes
-    # any strides, where numba would compile anew for every kind of layout it meets. What has none is part of
-    # what has one, and not cached.
+    # No fastmath, because LLVM must neither reorder nor contract. nogil, because threads share the tiles.
+    # An explicit signature takes any strides; otherwise numba compiles again for every layout. Functions
+    # without a signature are inlined into those with one, and not cached.
     def compile(function: _F) -> _F:
         compiled = numba.njit(nogil=True, error_model="numpy")(function)
         if signature is not None:
@@ -86,10 +86,10 @@ def _njit(signature: Any = None) -> Callable[[_F], _F]:
     return compile
 
 
-_OPERANDS = (f32[:, :, :, :], f32[:, :, :, :], f32[:, :, :], i64[:, :])  # a, b, out, spans
+_OPERANDS = (f32[:, :, :, :], f32[:, :, :, :], f32[:, :, :], i64[:, :])  # a, b, out, sequences
 
 
-# LLVM operations that Python has no spelling for: bit casts, exact truncation, fused multiply-add.
+# LLVM operations that numba lacks: bit casts, exact truncation, fused multiply-add.
 _F64 = ir.DoubleType()
 
 
@@ -128,24 +128,24 @@ def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
-# A product of two exponents below this cannot be mistaken for a real one, nor decide emax.
+# An exponent so small that a sum with it is below every real one, and never decides emax.
 _NO_EXPONENT = -(1 << 20)
 
 
 @_njit()
 def _exponent(x: Any, minimum: Any) -> Any:
-    """The e of x = s * 2**e with 1 <= |s| < 2, or `minimum` with |s| < 1 where e would be smaller."""
+    """The exponent e of x = s * 2**e with 1 <= |s| < 2, but at least `minimum`, where |s| may be below 1."""
     return max(np.int64((f32_to_bits(x) >> 23) & 0xFF) - 127, minimum)
 
 
 def _fused_sum(group: int) -> Any:
-    """One fused sum of `group` products for each column j, carried in `acc`: an MmaModel at work."""
+    """A function that adds one fused sum of `group` products to `acc` for each column, as in MmaModel."""
 
     @_njit()
     def fused_sum(a, a_exponent, a_zero, b, b_exponent, b_zero, acc, width, fraction_bits, zero_exponent):
-        # Arithmetic is in float64, which holds every intermediate exactly: a product has at most 48 bits,
-        # and the sum is of integers below 2**(fraction_bits + 2). Infinities and NaN take IEEE's own course,
-        # which is the contract's. The loop over j is the SIMD one; the loops over i unroll.
+        # float64 holds every intermediate exactly: a product has at most 48 bits, and the sum is of integers
+        # below 2**(fraction_bits + 2). Infinities and NaN follow IEEE 754, as in the contract. LLVM
+        # vectorizes the loop over j, and unrolls the loops over i.
         for j in range(width):
             c = acc[j]
             c_exponent = min(max(((f64_to_bits(c) >> 52) & 0x7FF) - 1023, -126), 128)
@@ -170,13 +170,13 @@ def _fused_sum(group: int) -> Any:
     return fused_sum
 
 
-# The group is a constant of each, so that LLVM unrolls it.
+# `group` is a constant in each function, so that LLVM unrolls the loops.
 _fused_sum_4, _fused_sum_8, _fused_sum_16 = _fused_sum(4), _fused_sum(8), _fused_sum(16)
 
 
 @_njit()
 def _load_columns(b, k0, n0, terms, width, value):
-    """``value[i, j] = b[k0 + i, n0 + j]``, and zero past the last term, reading along the closer stride."""
+    """``value[i, j] = b[k0 + i, n0 + j]``, zero after the last term. Reads along the smaller stride."""
     if b.strides[0] < b.strides[1]:
         for j in range(width):
             for i in range(terms):
@@ -191,8 +191,10 @@ def _load_columns(b, k0, n0, terms, width, value):
 
 
 @_njit(void(*_OPERANDS, *[i64] * 7))
-def mma_chain_tiles(a, b, out, spans, group, fraction_bits, zero_exponent, a_minimum, b_minimum, first, last):
-    """The TENSOR_CORE chain; `a_minimum` and `b_minimum` are the operands' smallest normal exponents."""
+def mma_chain_tiles(
+    a, b, out, sequences, group, fraction_bits, zero_exponent, a_minimum, b_minimum, first, last
+):
+    """The TENSOR_CORE chain. `a_minimum` and `b_minimum` are the operands' smallest normal exponents."""
     M, N = out.shape[1], out.shape[2]
     tiles_m, tiles_n = (M + TILE_M - 1) // TILE_M, (N + TILE_N - 1) // TILE_N
     a_value, a_exponent = np.empty(GROUP), np.empty(GROUP)
@@ -207,8 +209,8 @@ def mma_chain_tiles(a, b, out, spans, group, fraction_bits, zero_exponent, a_min
         for i in range(height):
             for j in range(width):
                 acc[i, j] = out[batch, m0 + i, n0 + j]
-        for p in range(spans.shape[0]):
-            s, start, stop = spans[p, 0], spans[p, 1], spans[p, 2]
+        for p in range(sequences.shape[0]):
+            s, start, stop = sequences[p, 0], sequences[p, 1], sequences[p, 2]
             for k0 in range(start, stop, GROUP):
                 terms = min(GROUP, stop - k0)
                 _load_columns(b[batch, s], k0, n0, terms, width, b_f32)
@@ -258,8 +260,8 @@ def _fma_terms(a, b, acc, terms, width):
 
 
 @_njit(void(*_OPERANDS, boolean, i64, i64))
-def fma_chain_tiles(a, b, out, spans, closing_zero, first, last):
-    """The FMA chain. With `closing_zero`, every span ends with the term 0 * 0, which turns -0 into +0."""
+def fma_chain_tiles(a, b, out, sequences, closing_zero, first, last):
+    """The FMA chain. With `closing_zero`, every sequence ends with the term 0 * 0, which turns -0 into +0."""
     M, N = out.shape[1], out.shape[2]
     tiles_m, tiles_n = (M + TILE_M - 1) // TILE_M, (N + TILE_N - 1) // TILE_N
     a_value = np.empty(GROUP, np.float32)
@@ -272,8 +274,8 @@ def fma_chain_tiles(a, b, out, spans, closing_zero, first, last):
         for i in range(height):
             for j in range(width):
                 acc[i, j] = out[batch, m0 + i, n0 + j]
-        for p in range(spans.shape[0]):
-            s, start, stop = spans[p, 0], spans[p, 1], spans[p, 2]
+        for p in range(sequences.shape[0]):
+            s, start, stop = sequences[p, 0], sequences[p, 1], sequences[p, 2]
             for k0 in range(start, stop, GROUP):
                 terms = min(GROUP, stop - k0)
                 _load_columns(b[batch, s], k0, n0, terms, width, b_value)
@@ -308,8 +310,8 @@ def _f16_from_f32_bits(x):
     exponent = (magnitude >> 23) - 127
     if exponent < -25:  # below half the smallest subnormal
         return sign
-    # The result in units of its last place, which is 2**-24 for subnormals. A carry out of the fraction moves
-    # into the exponent field by itself, up to infinity.
+    # The result in units of its last place, which is 2**-24 for subnormals. A carry out of the fraction goes
+    # into the exponent field, up to infinity.
     significand = (magnitude & 0x7FFFFF) | 0x800000
     drop = 13 if exponent >= -14 else -1 - exponent
     kept = significand >> drop
@@ -323,7 +325,7 @@ def _f16_from_f32_bits(x):
 
 @_njit(void(f32[:, :], f32[:], u32[:, :]))
 def finish_f32(acc, bias, out):
-    """``out = acc + bias`` over rows, one rounding; NaN becomes 0x7FFFFFFF. f32 arrays, `out` of uint32."""
+    """``out = acc + bias`` for rows of f32, with one rounding. NaN becomes 0x7FFFFFFF. `out` is uint32."""
     for i in range(acc.shape[0]):
         for j in range(acc.shape[1]):
             out[i, j] = _f32_result(acc[i, j], bias, j)
@@ -331,7 +333,7 @@ def finish_f32(acc, bias, out):
 
 @_njit(void(f32[:, :], f32[:], u16[:, :]))
 def finish_bf16(acc, bias, out):
-    """As `finish_f32`, then rounded to nearest even to bf16 in `out`, uint16; NaN becomes 0x7FFF."""
+    """As `finish_f32`, then rounded to nearest even to bf16. NaN becomes 0x7FFF. `out` is uint16."""
     for i in range(acc.shape[0]):
         for j in range(acc.shape[1]):
             x = _f32_result(acc[i, j], bias, j)
@@ -341,7 +343,7 @@ def finish_bf16(acc, bias, out):
 
 @_njit(void(f32[:, :], f32[:], u16[:, :]))
 def finish_f16(acc, bias, out):
-    """As `finish_f32`, then rounded to nearest even to f16 in `out`, uint16; NaN becomes 0x7FFF."""
+    """As `finish_f32`, then rounded to nearest even to f16. NaN becomes 0x7FFF. `out` is uint16."""
     for i in range(acc.shape[0]):
         for j in range(acc.shape[1]):
             out[i, j] = _f16_from_f32_bits(_f32_result(acc[i, j], bias, j))
@@ -349,5 +351,5 @@ def finish_f16(acc, bias, out):
 
 @_njit(boolean(f32[:]))
 def keeps_subnormals(probe):
-    """Whether this thread's arithmetic keeps subnormals; `probe` is [2**-126, 0.5] in f32, from memory."""
+    """Whether this thread's arithmetic keeps subnormals. `probe` is the f32 array [2**-126, 0.5]."""
     return probe[0] * probe[1] != np.float32(0)

@@ -1,4 +1,4 @@
-"""Log-probabilities on CPU tensors from hidden states, in pieces of the vocabulary that bound the memory."""
+"""Log-probabilities on CPU tensors from hidden states, in pieces of the vocabulary that limit the memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def statistics(
 
 
 def grad_logits_later(out: Tensor, given: GradLogitsInputs, *, contract: str) -> Step:
-    """dz into the first columns of ``out``, at once."""
+    """Write dz into the first columns of ``out``, immediately."""
     hidden, weight, bias, part, rows, grad, grad_entropy = given
     logits = logits_in_pieces.logits_of(matmul, hidden, weight, bias, part, contract)
     dz = out[:, : part.stop - part.start]

@@ -1,4 +1,4 @@
-"""Log-probabilities on CPU tensors from given logits: hands rows to threads that run `logp_kernels`."""
+"""Log-probabilities on CPU tensors from given logits: threads run `logp_kernels` on parts of the rows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _WORTH_A_THREAD = 1 << 15
 
 
 def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> None:
-    """What of `to` follows from ``logits[tokens, n]`` of the vocabulary's entries from `first` on.
+    """Fill in the part of `to` that depends on ``logits[tokens, n]``, the vocabulary's entries from `first`.
 
     Args:
         logits: float32, bfloat16 or float16.
-        first: a multiple of 128; n is one too, or reaches to the vocabulary's end.
+        first: a multiple of 128. So is n, unless the logits end with the vocabulary.
     """
     require_subnormals()
     wide = logits.to(torch.float32)
@@ -50,7 +50,7 @@ def combine(statistics: Statistics, rows: Rows) -> None:
 def grad_logits(
     out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
 ) -> None:
-    """dz into `out` of such logits as :func:`add_statistics` takes, from the gradients of the results."""
+    """Write dz of logits as in :func:`add_statistics` into `out`, from the gradients of the results."""
     require_subnormals()
     wide = logits.to(torch.float32)
     dz = torch.empty_like(wide)

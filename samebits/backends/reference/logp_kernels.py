@@ -1,6 +1,6 @@
-"""Log-probabilities as ``docs/contract.md`` has them: exp, log, and the loops over blocks of the vocabulary.
+"""Log-probabilities as in ``docs/contract.md``: exp, log, and the loops over blocks of the vocabulary.
 
-The loops over the 128 entries of a block are the ones that LLVM turns into SIMD.
+LLVM vectorizes the loops over the 128 entries of a block.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ bits_to_f32 = _bitcast(types.uint32, types.float32, ir.FloatType())
 
 @_njit(f32(f32))
 def exp(x):
-    """e**x for x <= 0 or NaN, +0 below -87.7; at most 1 ulp off."""
+    """e**x for x <= 0 or NaN, with an error of at most 1 ulp. +0 below -87.7."""
     x = _LOWEST if x < _LOWEST else x
     t = fma(x, _LOG2E, _TO_INTEGER)
     n = t - _TO_INTEGER
@@ -45,7 +45,7 @@ def exp(x):
 
 @_njit(f32(f32))
 def log(x):
-    """The natural logarithm of a normal x > 0, of +0 and of NaN; at most 1 ulp off."""
+    """The natural logarithm of a normal x > 0, of +0 and of NaN, with an error of at most 1 ulp."""
     i = np.int32(f32_to_bits(x) - _SQRT_HALF)
     k = np.float32(i >> 23)
     f = bits_to_f32(np.uint32(i & 0x7FFFFF) + _SQRT_HALF) - _ONE
@@ -86,7 +86,7 @@ def _maximum(x):
 
 @_njit(f32(f32))
 def _shift(maximum):
-    """What is subtracted from logits of this maximum."""
+    """The value that is subtracted from logits with this maximum."""
     return _ZERO if maximum == -_INF else maximum
 
 
@@ -157,9 +157,10 @@ def select(target_logit, shift, log_sum, out):
 
 @_njit(void(_ROWS, f32, i64[:], boolean[:], _ROW, _ROW, _ROW, _ROW, _ROW, _ROWS, i64, i64))
 def grad_logits(logits, scale, target, counts, shift, log_sum, entropy, grad, grad_entropy, out, first, last):
-    """dz of rows ``first <= row < last``; `grad` and `grad_entropy` (may be empty) are scaled already.
+    """dz of rows ``first <= row < last``.
 
-    `target` counts from the first of these logits. Where not `counts`, dz is zero.
+    `grad` and `grad_entropy` (may be empty) are scaled already. `target` counts from the first of these
+    logits. dz is zero where `counts` is false.
     """
     for row in range(first, last):
         g, r, log_s = grad[row], shift[row], log_sum[row]

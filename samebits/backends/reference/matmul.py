@@ -1,6 +1,6 @@
-"""Products on CPU tensors: hands tiles of the output to threads that run the chains of `kernels`.
+"""Products on CPU tensors: threads run the chains of `kernels` on tiles of the output.
 
-What is called `contract` may also be an operator's key: CPU tensors have no other backend to choose.
+An argument `contract` may also be an operator's key, because CPU tensors have only this backend.
 """
 
 from __future__ import annotations
@@ -58,21 +58,25 @@ def addbmm(
     """``acc[B, M, N] + sum over s, k of a[B, S, M, K] * b[B, S, K, N]``: a chain over sequences."""
     B, S, M, K = a.shape
     N = b.shape[-1]
-    spans = [(s, 0, K) for s in range(S)]
+    sequences = [(s, 0, K) for s in range(S)]
     if cu_seqlens is not None:
         ends = cu_seqlens.tolist()
-        spans = [(0, start, stop) for start, stop in itertools.pairwise(ends)]
+        sequences = [(0, start, stop) for start, stop in itertools.pairwise(ends)]
     chain = np.zeros((B, M, N), np.float32) if acc is None else _array(acc.detach(), np.float32).copy()
-    _chain(a, b, chain, np.array(spans, np.int64).reshape(-1, 3), contract, closing_zero=True)
-    if acc is not None and out_dtype == torch.float32 and not any(start < stop for _, start, stop in spans):
-        return torch.from_numpy(chain)  # no term was added: not even a NaN changes its bits
+    _chain(a, b, chain, np.array(sequences, np.int64).reshape(-1, 3), contract, closing_zero=True)
+    if (
+        acc is not None
+        and out_dtype == torch.float32
+        and not any(start < stop for _, start, stop in sequences)
+    ):
+        return torch.from_numpy(chain)  # no term was added, so even a NaN keeps its bits
     return _finish(chain, None, out_dtype)
 
 
 def addbmm_later(
     out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, accumulate: bool, contract: str
 ) -> Step:
-    """`addbmm` into ``out``, from +0 or from what it holds."""
+    """`addbmm` into ``out``. Chains start from +0, or from the values in ``out``."""
     expected = a.shape[0], a.shape[2], b.shape[3]
     if out.shape != expected:
         raise ValueError(f"samebits: out: expected shape {expected}, got {tuple(out.shape)}")
@@ -83,53 +87,59 @@ def addbmm_later(
 def matmul_later(
     out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, contract: str
 ) -> Step:
-    """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``: plain chains from +0 or from what it holds.
+    """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``. Chains start from +0, or from the values in ``out``.
 
-    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16. It is computed at once: ``out`` is
-    the caller's own.
+    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16. The result is written immediately,
+    because no user's tensor is passed as ``out``.
     """
     chain = _array(out, np.float32)[None].copy() if accumulate else np.zeros((1, *out.shape), np.float32)
-    spans = np.array([[0, 0, a.shape[1]]])
-    _chain(a[None, None], b[None, None], chain, spans, contract, closing_zero=False)
+    sequences = np.array([[0, 0, a.shape[1]]])
+    _chain(a[None, None], b[None, None], chain, sequences, contract, closing_zero=False)
     out.copy_(_finish(chain, bias, out.dtype)[0])
     return int
 
 
 def rounded_later(out: Tensor, chain: Tensor) -> Step:
-    """The results, rounded, of chains in ``chain[M, N]``, at once."""
+    """Write the rounded results of chains in ``chain[M, N]`` into ``out``, immediately."""
     out.copy_(rounded(chain, out.dtype))
     return int
 
 
 def rounded(acc: Tensor, dtype: torch.dtype) -> Tensor:
-    """The results in `dtype` of chains in ``acc[M, N]``."""
+    """The results of chains in ``acc[M, N]``, rounded to `dtype`."""
     return _finish(_array(acc, np.float32)[None], None, dtype)[0]
 
 
 def _chain(
-    a: Tensor, b: Tensor, out: _F32, spans: npt.NDArray[np.int64], contract: str, *, closing_zero: bool
+    a: Tensor, b: Tensor, out: _F32, sequences: npt.NDArray[np.int64], contract: str, *, closing_zero: bool
 ) -> None:
-    """Carry ``out[B, M, N]`` on over all `spans` of ``a[B, S, M, K]`` and ``b[B, S, K, N]``."""
+    """Continue the chains in ``out[B, M, N]`` over `sequences` of ``a[B, S, M, K]`` and ``b[B, S, K, N]``.
+
+    A row of `sequences` is ``(s, start, stop)``: index on the axis S, and range of k.
+    """
     require_subnormals()
     model = contract_of(contract)
     if out.size == 0:
         return
     if out.shape[2] < kernels.TILE_N and out.shape[2] < out.shape[1]:
-        # SIMD runs over columns. Products commute and a fused sum has no order, so C^T = B^T A^T bit for bit.
+        # SIMD runs over columns, so the transpose is faster. Products commute and a fused sum has no order.
+        # So C^T = B^T A^T bit for bit.
         a, b, out = b.transpose(-1, -2), a.transpose(-1, -2), out.transpose(0, 2, 1)
-    arrays = _widen(a), _widen(b), out, spans
+    arrays = _widen(a), _widen(b), out, sequences
     if model.step == "fma":
         run = partial(kernels.fma_chain_tiles, *arrays, closing_zero)
     else:
         mma = model.mma
         if mma is None or torch.float32 in (a.dtype, b.dtype):
-            raise ValueError(f"contract {model}: expected one bound to a family, and 16-bit operands")
+            raise ValueError(
+                f"samebits: contract {model}: expected one bound to a family, and 16-bit operands"
+            )
         data = mma.group, mma.fraction_bits, mma.zero_exponent
         minima = _MINIMUM_EXPONENT[a.dtype], _MINIMUM_EXPONENT[b.dtype]
         run = partial(kernels.mma_chain_tiles, *arrays, *data, *minima)
     B, M, N = out.shape
     tiles = B * -(-M // kernels.TILE_M) * -(-N // kernels.TILE_N)
-    terms = out.size * int((spans[:, 2] - spans[:, 1]).sum())
+    terms = out.size * int((sequences[:, 2] - sequences[:, 1]).sum())
     threads = min(torch.get_num_threads(), tiles, 1 + terms // _TERMS_WORTH_A_THREAD)
     if threads == 1:
         run(0, tiles)
@@ -139,8 +149,8 @@ def _chain(
 
 
 def in_threads(run: Callable[[int, int], None], bounds: list[int], threads: int) -> None:
-    """Run it on the spans between `bounds`, so many at a time."""
-    # A pool for each operation costs 0.1 ms, and leaves nothing behind for a fork to break.
+    """Run ``run(start, stop)`` for consecutive `bounds`, in `threads` threads."""
+    # A pool for each operation costs 0.1 ms, and leaves no threads that a fork would break.
     with ThreadPoolExecutor(threads) as pool:
         try:
             pool.submit(int)
@@ -154,12 +164,13 @@ def require_subnormals() -> None:
     """Refuse to compute in a thread whose arithmetic flushes subnormals."""
     if not kernels.keeps_subnormals(_SUBNORMAL_PROBE):
         raise RuntimeError(
-            "this thread flushes subnormals to zero, which changes bits; call torch.set_flush_denormal(False)"
+            "samebits: this thread flushes subnormals to zero, which changes bits; call"
+            " torch.set_flush_denormal(False)"
         )
 
 
 class _Memory:
-    """A tensor's elements as numpy reads them. ``Tensor.numpy`` would forbid FSDP to resize their storage."""
+    """A tensor's elements for numpy. After ``Tensor.numpy``, FSDP could not resize the storage."""
 
     def __init__(self, t: Tensor, dtype: type[np.generic]) -> None:
         self._tensor = t  # kept alive

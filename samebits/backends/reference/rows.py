@@ -1,4 +1,4 @@
-"""Row reductions on CPU tensors: hands rows, or columns, to threads that run `rows_kernels`."""
+"""Row reductions on CPU tensors: threads run `rows_kernels` on parts of the rows, or of the columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from samebits.backends.reference import rows_kernels as kernels
 from samebits.backends.reference.logp import over_rows
 from samebits.backends.reference.matmul import require_subnormals, rounded
 
-_f32 = partial(torch.empty, dtype=torch.float32)  # whatever the default dtype is
+_f32 = partial(torch.empty, dtype=torch.float32)  # the default dtype may be another
 
 
 def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
@@ -59,7 +59,7 @@ def grad_scores(grad: Tensor, p: Tensor, scale: float, dtype: torch.dtype) -> Te
 def norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Layer norm of the rows of ``x[rows, n]``, or without `centred` RMS norm; mean and 1 / deviation."""
+    """Layer norm of the rows of ``x[rows, n]`` (RMS norm without `centred`), means and 1 / deviations."""
     wide, out = _wide(x), _f32(x.shape)
     means, scales = _f32(x.shape[0] if centred else 0), _f32(x.shape[0])
     arrays = (_vector(weight).numpy(), _vector(bias).numpy(), eps, centred, out.numpy())
@@ -122,5 +122,5 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _vector(x: Tensor | None) -> Tensor:
-    """A parameter: a copy, for FSDP2 cannot free memory that ``Tensor.numpy`` has handed out."""
+    """A copy of a parameter. FSDP2 cannot free memory that ``Tensor.numpy`` shares."""
     return _f32(0) if x is None else _wide(x).clone()

@@ -1,4 +1,4 @@
-"""Row reductions as ``docs/contract.md`` has them, and chains over tokens for every column.
+"""Row reductions as in ``docs/contract.md``, and chains over tokens for every column.
 
 Every function works on rows (or columns) ``first <= i < last`` of float32 arrays.
 """
@@ -22,7 +22,7 @@ _ZERO, _ONE, _INF = np.float32(0), np.float32(1), np.float32(np.inf)
 
 @_njit(f32(f32[::1], f32[::1], f32[::1]))
 def _row_sum(terms, block, chains):
-    """The sum of a row's terms. `block` and `chains` are room to work in."""
+    """The sum of a row's terms. `block` and `chains` are scratch memory."""
     chains[:] = _ZERO
     for v in range(0, len(terms), VOCAB_BLOCK):
         count = min(VOCAB_BLOCK, len(terms) - v)
@@ -34,7 +34,7 @@ def _row_sum(terms, block, chains):
 
 @_njit(void(_ROWS, _ROW, boolean, *_SPAN))
 def row_sum(x, out, mean, first, last):
-    """Sums, or with `mean` quotients of them and the number of terms."""
+    """Sums, or with `mean` sums divided by the number of terms."""
     count = x.shape[1]
     terms, block = np.empty(count, np.float32), np.empty(VOCAB_BLOCK, np.float32)
     chains = np.empty(CHAINS, np.float32)
@@ -46,7 +46,7 @@ def row_sum(x, out, mean, first, last):
 
 @_njit(void(_ROWS, _ROWS, boolean, boolean, *_SPAN))
 def softmax(z, out, logarithm, masked_to_zero, first, last):
-    """exp(z - R) / S, or with `logarithm` (z - R) - log S. With `masked_to_zero` rows of -inf give zeros."""
+    """exp(z - R) / S, or with `logarithm` (z - R) - log S. With `masked_to_zero`, rows of -inf give zeros."""
     count = z.shape[1]
     block, chains = np.empty(VOCAB_BLOCK, np.float32), np.empty(CHAINS, np.float32)
     for row in range(first, last):
@@ -81,7 +81,7 @@ def softmax(z, out, logarithm, masked_to_zero, first, last):
 
 @_njit(void(_ROWS, _ROWS, f32, _ROWS, *_SPAN))
 def softmax_backward(grad, p, scale, out, first, last):
-    """p * (grad - D) * scale, with D the row's sum of p * grad; +0 where p is +0."""
+    """p * (grad - D) * scale, with D the row's sum of p * grad. +0 where p is +0."""
     count = grad.shape[1]
     terms, block = np.empty(count, np.float32), np.empty(VOCAB_BLOCK, np.float32)
     chains = np.empty(CHAINS, np.float32)
@@ -109,7 +109,7 @@ def log_softmax_backward(grad, y, out, first, last):
 
 @_njit(void(_ROWS, _ROW, _ROW, f32, boolean, _ROWS, _ROW, _ROW, *_SPAN))
 def norm(x, weight, bias, eps, centred, out, means, scales, first, last):
-    """Layer norm, or without `centred` RMS norm. `weight` and `bias` may be empty."""
+    """Layer norm, or RMS norm without `centred`. `weight` and `bias` may be empty."""
     count = x.shape[1]
     d, terms = np.empty(count, np.float32), np.empty(count, np.float32)
     block, chains = np.empty(VOCAB_BLOCK, np.float32), np.empty(CHAINS, np.float32)
@@ -138,7 +138,7 @@ def _normalised(x, means, scale, row):
 
 @_njit(void(_ROWS, _ROWS, _ROW, _ROW, _ROW, _ROWS, *_SPAN))
 def norm_backward(grad, x, weight, means, scales, out, first, last):
-    """dx of `norm`; `means` is empty for an RMS norm."""
+    """dx of `norm`. `means` is empty for an RMS norm."""
     count = x.shape[1]
     g, terms = np.empty(count, np.float32), np.empty(count, np.float32)
     block, chains = np.empty(VOCAB_BLOCK, np.float32), np.empty(CHAINS, np.float32)
@@ -170,7 +170,7 @@ def norm_columns(grad, x, means, scales, weight_grad, bias_grad, first, last):
 
 @_njit(void(_ROWS, _ROW, *_SPAN))
 def column_sum(x, out, first, last):
-    """For some columns: a chain over the rows."""
+    """Sums of some columns: chains over the rows."""
     out[first:last] = _ZERO
     for row in range(x.shape[0]):
         for i in range(first, last):
@@ -179,7 +179,7 @@ def column_sum(x, out, first, last):
 
 @_njit(void(_ROWS, i64[:], i64, _ROWS, *_SPAN))
 def embedding_backward(grad, ids, padding, out, first, last):
-    """Gradients of an embedding's rows for some columns: a chain over the tokens that have the row's id."""
+    """Some columns of an embedding's gradient: chains over the tokens with each row's id."""
     out[:, first:last] = _ZERO
     for token in range(grad.shape[0]):
         row = ids[token]

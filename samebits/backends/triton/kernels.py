@@ -1,9 +1,9 @@
 """The chains of ``docs/contract.md`` in Triton.
 
-``matmul`` takes every layout, size and sequence under both contracts, on every GPU that Triton compiles for.
-``matmul_tiles`` is for plain products whose operands a GPU's copy engine can fetch as tiles: one loop over
-tensor descriptors. Which tile an element is in, and how many k a step of the loop takes, changes no bit:
-``tl.dot`` joins groups of 16 ascending k, in order, to the accumulator that it is given.
+``matmul`` takes every layout, size and sequence under both contracts, on every GPU that Triton supports.
+``matmul_tiles`` computes products without sequences, whose operands a GPU's copy engine can fetch as tiles.
+It is one loop over tensor descriptors. An element's tile, and the number of k in a step of the loop, change
+no bit: ``tl.dot`` adds groups of 16 ascending k, in order, to the given accumulator.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Row and column of a tile. Tiles that run side by side share rows and columns, for L2 to serve them."""
+    """Row and column of a tile. Tiles that run side by side share rows and columns, which L2 then serves."""
     in_group = GROUP * tiles_n
     first = tile // in_group * GROUP
     rows = min(tiles_m - first, GROUP)
@@ -23,7 +23,7 @@ def place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def finish(acc, dtype: tl.constexpr):
-    """One rounding to nearest even, and the one NaN."""
+    """One rounding to nearest even. NaN becomes the canonical one."""
     if dtype == tl.float32:
         nan = tl.full(acc.shape, 0x7FFFFFFF, tl.int32)
     else:
@@ -33,7 +33,7 @@ def finish(acc, dtype: tl.constexpr):
 
 @triton.jit
 def _mma_chain(acc, a, b, start, stop, a_k, b_k, row, column, BLOCK_K: tl.constexpr):
-    """``acc`` carried on over ``start <= k < stop``, the last group filled up with zeros."""
+    """Continue the chains ``acc`` over ``start <= k < stop``, with the last group padded with zeros."""
     for k0 in range(start, stop, BLOCK_K):
         ks = k0 + tl.arange(0, BLOCK_K)
         some = ks < stop
@@ -60,10 +60,10 @@ def _quarters(x):
 
 @triton.jit
 def _fma_chain(acc, a, b, start, stop, a_k, b_k, row, column, STAGES: tl.constexpr):
-    """``acc`` carried on over ``start <= k < stop``, one fused multiply-add for each k.
+    """Continue the chains ``acc`` over ``start <= k < stop``, with one fused multiply-add for each k.
 
-    Four k at a time, several such pieces in flight; then what is left, by itself: terms of zeros, which fill
-    up other chains, could turn -0 into +0.
+    The loop takes four k at a time, with several loads in flight. The remaining k are taken one by one, not
+    padded: terms of zero could turn -0 into +0.
     """
     whole = start + (stop - start) // 4 * 4
     for k0 in tl.range(start, whole, 4, num_stages=STAGES):
@@ -86,13 +86,13 @@ def _fma_chain(acc, a, b, start, stop, a_k, b_k, row, column, STAGES: tl.constex
 
 @triton.jit
 def _eights(x):
-    """``x``, which is a multiple of 8, in a form that lets the compiler see it: then loads are wide."""
+    """``x``, a multiple of 8, in a form that shows this to the compiler, which then makes wide loads."""
     return x // 8 * 8
 
 
 @triton.jit
 def _load(tensor, row, column, PARTS: tl.constexpr):
-    """A tile of a tensor's, whose descriptor is of one part of it."""
+    """A tile of a tensor, loaded in `PARTS` parts of the descriptor's size."""
     tile = tensor.load([row, column])
     if PARTS == 2:
         parts = tl.join(tile, tensor.load([row, column + tile.shape[1]]))
@@ -120,13 +120,14 @@ def store(tensor, row, column, tile, PARTS: tl.constexpr):
 def _spread(SIZE: tl.constexpr):
     """0 to SIZE - 1 in rows of 16.
 
-    Triton spreads the last dimensions of a tensor over threads first. With the rows and columns of a tile cut
-    so, a thread has a rectangle of it, and needs few operands for each element; uncut it would have a column.
+    Triton distributes the last dimensions of a tensor over threads first. With this shape of a tile's rows
+    and columns, a thread has a rectangle of the tile, and needs few operands for each element. Otherwise it
+    would have a column.
     """
     return tl.arange(0, SIZE // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
 
 
-# Sizes, and strides that follow from them, do not enter what is compiled: no batch size is special.
+# Kernels are not specialized to sizes and strides, so that no batch size gets another kernel.
 _SIZES = ["m", "n", "k", "sequences", "a_batch", "a_sequence", "a_row", "a_k"]
 _SIZES += ["b_batch", "b_sequence", "b_k", "b_column", "out_batch", "out_row", "out_column", "bias_stride"]
 
@@ -135,9 +136,9 @@ _SIZES += ["b_batch", "b_sequence", "b_k", "b_column", "out_batch", "out_row", "
 def matmul(
     a,
     b,
-    acc,  # float32, where chains start, laid out as out; may be out
+    acc,  # float32, the values that chains start from, with the strides of out; may be out
     bias,
-    spans,  # bounds in k of the sequences; else every `a_sequence` is one
+    cu_seqlens,  # offsets of packed sequences in k, or None: then `a_sequence` steps from one to the next
     out,
     m,
     n,
@@ -196,14 +197,14 @@ def matmul(
     chain = tl.zeros(inside.shape, tl.float32) if acc is None else tl.load(acc + at, mask=inside, other=0)
     for s in range(sequences):
         start, stop = 0, k
-        if spans is not None:
-            # Wrong bounds may not read elsewhere.
-            start = tl.minimum(tl.maximum(tl.load(spans + s), 0), k).to(tl.int32)
-            stop = tl.maximum(tl.minimum(tl.load(spans + s + 1), k).to(tl.int32), start)
+        if cu_seqlens is not None:
+            # Wrong offsets must not read elsewhere.
+            start = tl.minimum(tl.maximum(tl.load(cu_seqlens + s), 0), k).to(tl.int32)
+            stop = tl.maximum(tl.minimum(tl.load(cu_seqlens + s + 1), k).to(tl.int32), start)
         x, y = a + tl.cast(s, tl.int64) * a_sequence, b + tl.cast(s, tl.int64) * b_sequence
         if FMA:
             chain = _fma_chain(chain, x, y, start, stop, a_k, b_k, rows < m, columns < n, STAGES)
-            if CLOSING_ZERO:  # fma(+0, +0, chain): what it does is to turn -0 into +0
+            if CLOSING_ZERO:  # fma(+0, +0, chain) turns -0 into +0
                 chain = tl.where((chain == 0) & (start < stop), 0.0, chain)
         else:
             chain = _mma_chain(chain, x, y, start, stop, a_k, b_k, rows < m, columns < n, BLOCK_K)
@@ -225,7 +226,7 @@ def chain_of_tiles(
     SWAP: tl.constexpr,  # compute the transposed tile: columns take the instruction's 64-row side
     BLOCK_K: tl.constexpr,
 ):
-    """``acc`` carried on over all k of a tile, whose last group the copy engine fills up with zeros."""
+    """Continue the chains ``acc`` over all k of a tile. The copy engine pads the last group with zeros."""
     acc = acc.T if SWAP else acc
     for k0 in range(0, k, BLOCK_K):
         x = a.load([m0, k0]) if A_K_MAJOR else a.load([k0, m0]).T

@@ -1,4 +1,4 @@
-"""Log-probabilities on GPU tensors by Triton from hidden states: which kernels compute them."""
+"""Log-probabilities on GPU tensors by Triton from hidden states, and the choice of kernels."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ STATISTICS_SCHEDULES = (
     TileSchedule(32, 128, 64, 4, 5, us=13, swap=True),
     TileSchedule(16, 128, 128, 4, 3, us=11, swap=True),
 )
-"""Tiles of whole blocks of the vocabulary. Two programs of a small one fit on a multiprocessor, so that the
-epilogue of one runs beside the products of the other."""
+"""Tiles of whole blocks of the vocabulary. Two programs with a small tile fit on a multiprocessor. Then the
+epilogue of one runs during the products of the other."""
 
 
 def schedules(entry: str, device: int) -> Sequence[TileSchedule | None]:
-    """All that ``statistics`` or ``grad_logits`` may have on GPU `device`: only None where not fused."""
+    """The schedules of ``statistics`` or ``grad_logits`` on GPU `device`: only None without fused kernels."""
     offered, size = (STATISTICS_SCHEDULES, 0) if entry == "statistics" else (TILE_SCHEDULES, 2)
     gpu = runtime.gpu(device)
     return [s for s in offered if tiles.fits(s, size, False, gpu)] or [None]
@@ -45,9 +45,9 @@ def statistics(
 ) -> Statistics:
     """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``.
 
-    `schedule` replaces the default choice among STATISTICS_SCHEDULES where the kernels are fused.
+    `schedule`, one of STATISTICS_SCHEDULES, replaces the default choice of the fused kernel.
     """
-    if not fused(hidden, weight, bias, contract):
+    if not supports_fused(hidden, weight, bias, contract):
         return logits_in_pieces.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
     (tokens, features), vocabulary = hidden.shape, weight.shape[0]
     out = Statistics.empty(rows)
@@ -69,11 +69,11 @@ def statistics(
 def grad_logits_later(
     out: Tensor, given: GradLogitsInputs, *, contract: str, schedule: TileSchedule | None = None
 ) -> Step:
-    """dz of a part of the vocabulary into ``out``, of the shape of ``logits_in_pieces.empty_grads``.
+    """Write dz of a part of the vocabulary into ``out``, of the shape of ``logits_in_pieces.empty_grads``.
 
-    `schedule`, of TILE_SCHEDULES, as above.
+    `schedule`, one of TILE_SCHEDULES, replaces the default choice of the fused kernel.
     """
-    if not fused(given.hidden, given.weight, given.bias, contract):
+    if not supports_fused(given.hidden, given.weight, given.bias, contract):
         return logits_in_pieces.grad_logits_later(matmul, logp, out, given, contract=contract)
     return partial(_grad_logits_tiles, out, given, schedule)
 
@@ -98,8 +98,8 @@ def _grad_logits_tiles(out: Tensor, given: GradLogitsInputs, schedule: TileSched
         )
 
 
-def fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:
-    """Whether logits need no memory at all."""
+def supports_fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:
+    """Whether the fused kernels, which store no logits, take these operands."""
     device = hidden.get_device()
     matmul.check_contract(contract, device)
     gpu = runtime.gpu(device)

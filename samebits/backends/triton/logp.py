@@ -12,18 +12,18 @@ from samebits.backends.token_logps import first_unknown as first_unknown
 from samebits.backends.triton import logp_kernels as kernels
 from samebits.functions import VOCAB_BLOCK
 
-# A program's share of the work. In block_statistics it is one warp, so that halves of a block meet in it.
+# A program's share of the work. block_statistics has one warp, so that both halves of a block are in it.
 BLOCK_STATISTICS: dict[str, Any] = {"BLOCKS": 8, "num_warps": 1}
 COMBINE: dict[str, Any] = {"ROWS": 4, "num_warps": 4}
 GRAD_LOGITS: dict[str, Any] = {"COLUMNS": 1024, "num_warps": 4}
 
 
 def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> None:
-    """What of `to` follows from ``logits[tokens, n]`` of the vocabulary's entries from `first` on.
+    """Fill in the part of `to` that depends on ``logits[tokens, n]``, the vocabulary's entries from `first`.
 
     Args:
         logits: float32, bfloat16 or float16.
-        first: a multiple of 128; n is one too, or reaches to the vocabulary's end.
+        first: a multiple of 128. So is n, unless the logits end with the vocabulary.
     """
     logits = _with_rows(logits)
     tokens, width = logits.shape
@@ -34,7 +34,7 @@ def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> No
             *(logits, rows.target, to.m, to.s, to.u if rows.with_entropy else None, to.target_logit),
             *(logits.stride(0), first, width, to.m.shape[1], rows.scale),
             **BLOCK_STATISTICS,
-            enable_fp_fusion=False,  # a product and a sum stay two roundings; kernels say tl.fma
+            enable_fp_fusion=False,  # a product and a sum stay two roundings; kernels call tl.fma
         )
 
 
@@ -56,9 +56,9 @@ def combine(statistics: Statistics, rows: Rows) -> None:
 def grad_logits(
     out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
 ) -> None:
-    """dz into `out` of such logits as :func:`add_statistics` takes, from the gradients of the results.
+    """Write dz of logits as in :func:`add_statistics` into `out`, from the gradients of the results.
 
-    The rows of `out` may lie apart.
+    The rows of `out` need not be contiguous.
     """
     if logits.numel() == 0:
         return
@@ -74,5 +74,5 @@ def grad_logits(
 
 
 def _with_rows(logits: Tensor) -> Tensor:
-    """The same, contiguous along the vocabulary."""
+    """The logits, contiguous along the vocabulary."""
     return logits if logits.stride(1) == 1 else logits.contiguous()

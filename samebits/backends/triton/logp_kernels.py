@@ -1,6 +1,6 @@
-"""``docs/contract.md``, "Log-probabilities", in Triton: exp, log, statistics of blocks, gradients of logits.
+"""Log-probabilities as in ``docs/contract.md``, in Triton: exp, log, statistics of blocks, gradients.
 
-``tl.sum`` has an order of its own, so it is only ever given two numbers: a sum of two has no order.
+``tl.sum`` chooses its own order, so it is only used for two numbers: a sum of two has no order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHAIN_HALVES = tl.constexpr(functions.CHAINS.bit_length() - 1)
 
 @triton.jit
 def exp(x):
-    """e**x for x <= 0 or NaN; +0 below -87.7."""
+    """e**x for x <= 0 or NaN. +0 below -87.7."""
     x = tl.maximum(x, -88.0, propagate_nan=tl.PropagateNan.ALL)
     t = tl.fma(x, _LOG2E, _TO_INTEGER)
     n = t - _TO_INTEGER
@@ -71,14 +71,14 @@ def _sum_by_halves(x, HALVES: tl.constexpr):
 
 @triton.jit
 def _shift(maximum):
-    """What is subtracted from logits of this maximum."""
+    """The value that is subtracted from logits with this maximum."""
     return tl.where(maximum == -_INF, 0.0, maximum)
 
 
 @triton.jit
 def _store_statistics(z, m, s, u, at, inside):
-    """m, s and (but for None) u, at ``at[rows]`` where `inside`, of a block ``z[rows, 128]`` in every row."""
-    maximum = tl.max(z, 1)  # which passes over NaN: that reaches all results by way of s
+    """Store m, s and u (unless None) of a block ``z[rows, 128]``, at ``at[rows]`` where `inside`."""
+    maximum = tl.max(z, 1)  # it ignores NaN, which reaches all results through s
     d = z - _shift(maximum)[:, None]
     e = exp(d)
     tl.store(m + at, maximum, mask=inside)
@@ -89,11 +89,11 @@ def _store_statistics(z, m, s, u, at, inside):
 
 @triton.jit
 def _grad(z, is_target, counts, shift, log_sum, g, h, entropy):
-    """dz of logits; `h` may be None."""
+    """dz of logits. `h` may be None."""
     y = z - shift - log_sum
     p = exp(y)
     k = g if h is None else tl.fma(h, tl.where(p == 0, 0.0, y + entropy), g)
-    # Times -1, since -k would be 0 - k, whose zero is +0.
+    # k * -1, because Triton computes -k as 0 - k, whose zero is +0.
     return tl.where(counts, tl.fma(k * -1.0, p, tl.where(is_target, g, 0.0)), 0.0)
 
 
@@ -145,7 +145,7 @@ def combine(
     chains = tl.arange(0, _CHAINS)[None, :]
     starts = rows.to(tl.int64)[:, None] * blocks
 
-    # Many loads under way at once: of few tokens it is their latency that takes the time.
+    # Many loads are in flight at once, because with few tokens their latency takes the time.
     wide = tl.arange(0, _UNROLL * _CHAINS)[None, :]
     largest = tl.full([ROWS, _UNROLL * _CHAINS], -_INF, tl.float32)
     for first in range(0, blocks, _UNROLL * _CHAINS):
@@ -211,7 +211,7 @@ def grad_logits(
 
 @triton.jit
 def _logits(acc, bias, columns, vocabulary, scale):
-    """What `acc` makes of the vocabulary's entries `columns`."""
+    """The scaled logits of the vocabulary's entries `columns`, from the products `acc`."""
     if bias is not None:
         acc += tl.load(bias + columns, mask=columns < vocabulary, other=0).to(tl.float32)[None, :]
     return acc * scale
@@ -219,11 +219,11 @@ def _logits(acc, bias, columns, vocabulary, scale):
 
 @triton.jit
 def _store_block(acc, bias, n0, rows, t, tokens, vocabulary, m, s, u, target_logit, blocks, scale):
-    """Statistics of ``acc[rows, 128]``, the products of a block, and the logits of targets in it."""
+    """Store the statistics of ``acc[rows, 128]``, a block's products, and the logits of targets in it."""
     columns = n0 + tl.arange(0, _BLOCK)
     z = _logits(acc, bias, columns, vocabulary, scale)
     z = tl.where((columns < vocabulary)[None, :], z, -_INF)
-    # A store of `z`, masked, would have the whole tile rearranged first.
+    # A masked store of `z` would rearrange the whole tile first.
     selected = tl.max(tl.where(columns[None, :] == t[:, None], z, -_INF), 1)
     tl.store(target_logit + rows, selected, mask=(t >= n0) & (t < n0 + _BLOCK))
     block = tl.full(rows.shape, n0 // _BLOCK, tl.int32)
@@ -253,7 +253,7 @@ def statistics_tiles(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """:func:`kernels.matmul_tiles` and :func:`block_statistics` in one: logits stay in registers."""
+    """:func:`kernels.matmul_tiles` and :func:`block_statistics` in one kernel. Logits stay in registers."""
     tiles_m, tiles_n = tl.cdiv(tokens, BLOCK_M), tl.cdiv(vocabulary, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
@@ -299,7 +299,7 @@ def grad_logits_tiles(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """:func:`kernels.matmul_tiles` and :func:`grad_logits` in one."""
+    """:func:`kernels.matmul_tiles` and :func:`grad_logits` in one kernel."""
     tiles_m, tiles_n = tl.cdiv(tokens, BLOCK_M), tl.cdiv(width, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)

@@ -1,4 +1,4 @@
-"""Products on GPU tensors by Triton: which kernel runs them. Every kernel gives the same bits."""
+"""Products on GPU tensors by Triton, and the choice of kernels. Every kernel gives the same bits."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ def addbmm(
 def addbmm_later(
     out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, accumulate: bool, contract: str
 ) -> Step:
-    """`addbmm` into ``out``, from +0 or from what it holds. Triton compiles at its first launch of a kind."""
+    """`addbmm` into ``out``. Chains start from +0, or from the values in ``out``.
+
+    Triton compiles at the first launch of a kind, in the step.
+    """
     acc = out if accumulate else None
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     return partial(_run_sequences, a, b, out, acc, cu_seqlens, contract)
@@ -81,7 +84,7 @@ def addbmm_later(
 def matmul_later(
     out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, contract: str
 ) -> Step:
-    """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``: plain chains from +0 or from what it holds.
+    """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``. Chains start from +0, or from the values in ``out``.
 
     Under TENSOR_CORE the parts of a chain must be cut at multiples of 16.
     """
@@ -89,7 +92,7 @@ def matmul_later(
 
 
 def rounded_later(out: Tensor, chain: Tensor) -> Step:
-    """The results, rounded, of the chains in ``chain[M, N]``, in which kernels left canonical NaN."""
+    """Write the rounded results of chains in ``chain[M, N]``, whose NaN are canonical, into ``out``."""
     return partial(_run, Operands(out[:, :0], out[:0], out, start=chain), FMA.key)  # adds no term
 
 
@@ -99,10 +102,10 @@ def _run_sequences(
     B, S, M, K = a.shape
     if out is acc and (S == 0 or K == 0):
         check_contract(contract, out.get_device())
-        return  # no term was added: not even a NaN changes its bits
+        return  # no term was added, so even a NaN keeps its bits
     together = B == 1 and S > 1 and a.stride(1) == K * a.stride(3) and b.stride(1) == K * b.stride(2)
     if together and K % 16 == 0 and S * K <= LARGEST and contract_from_key(contract).step == "mma":
-        # The sequences lie end to end in memory and end with full groups: one sequence.
+        # The sequences are contiguous in memory and end with full groups, so they are one sequence.
         a = a.as_strided((1, 1, M, S * K), (0, 0, a.stride(2), a.stride(3)))
         b = b.as_strided((1, 1, S * K, b.shape[3]), (0, 0, b.stride(2), b.stride(3)))
     if cu_seqlens is not None:

@@ -1,4 +1,4 @@
-"""The kernels of products in Triton, and how each is planned."""
+"""The product kernels in Triton, and their plans."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class TritonPlan:
 
 
 class TritonKernel(ProductKernel[S]):
-    """A product kernel in Triton, which compiles it when it is first launched.
+    """A product kernel in Triton, which compiles it at the first launch.
 
     Attributes:
-        takes: what it supports, to say what was expected.
+        takes: the supported products, for error messages.
     """
 
-    compiled_ahead = False
+    can_precompile = False
     takes: str
 
     def plan(self, p: Product, s: S | None = None) -> TritonPlan:
@@ -84,17 +84,17 @@ class TritonKernel(ProductKernel[S]):
 
     @abc.abstractmethod
     def _launch(self, p: Product, s: S) -> Callable[[Operands], object]:
-        """What launches the kernel on such operands."""
+        """A function that launches the kernel on operands of `p`."""
 
 
 def _nothing(x: Operands) -> None:
     """The launch of a product without elements."""
 
 
-class _General(TritonKernel[TritonSchedule]):
-    """``kernels.matmul``: it takes every layout, stride, alignment and size.
+class GeneralKernel(TritonKernel[TritonSchedule]):
+    """``kernels.matmul``, which takes every layout, stride, alignment and size.
 
-    Only where chains start must be laid out as the output.
+    The values that chains start from must have the strides of the output.
     """
 
     def __init__(self, name: str, step: Step, schedules: Sequence[TritonSchedule]) -> None:
@@ -107,14 +107,14 @@ class _General(TritonKernel[TritonSchedule]):
 
     def supports(self, p: Product) -> bool:
         alike = isinstance(p.start, str) or _strides(p.start) == _strides(p.out)
-        sixteen_bits = p.a.dtype == p.b.dtype != torch.float32  # of float32, tl.dot would take tf32
+        sixteen_bits = p.a.dtype == p.b.dtype != torch.float32  # tl.dot would use TF32 for float32
         return p.step == self.step and alike and (sixteen_bits or p.step == "fma")
 
     def choose(self, p: Product) -> TritonSchedule:
         gpu = runtime.gpu(p.device)
         if p.step == "fma":
             return tiles.least_time(self.catalogue, p.m, p.n, p.batch, gpu)
-        # The largest tiles that are not mostly padding and give every multiprocessor one, else the smallest.
+        # The largest tiles that are not mostly padding and keep all multiprocessors busy, or the smallest.
         some = [s for s in self.catalogue if s.block_m <= 2 * max(p.m, 8) and s.block_n <= 2 * max(p.n, 8)]
         busy = (s for s in some if s.tiles(p.m, p.n) * p.batch >= gpu.multiprocessors)
         return next(busy, (some or self.catalogue)[-1])
@@ -127,7 +127,7 @@ class _General(TritonKernel[TritonSchedule]):
         a, b = _operand(p.a, -2, -1), _operand(p.b, -1, -2)
         a_strides, b_strides = a.strides, (*b.strides[:2], b.strides[3], b.strides[2])
         bias_stride = 0 if p.bias is None else p.bias.strides[0]
-        sizes = p.m, p.n, p.k, p.segments, *a_strides, *b_strides, *_strides(p.out), bias_stride
+        sizes = p.m, p.n, p.k, p.sequence_count, *a_strides, *b_strides, *_strides(p.out), bias_stride
         constants = {
             "FMA": p.step == "fma",
             "CLOSING_ZERO": p.sequences,
@@ -145,11 +145,11 @@ class _General(TritonKernel[TritonSchedule]):
 
 
 _PAIRS_A_MICROSECOND = 3.7e6
-"""Products that the matrix unit of one multiprocessor of an H200 adds at most."""
+"""The most products that the matrix unit of one multiprocessor of an H200 adds in a microsecond."""
 
 
-class _Tiles(TritonKernel[TileSchedule]):
-    """``kernels.matmul_tiles``: plain products of what the copy engine can fetch."""
+class TileKernel(TritonKernel[TileSchedule]):
+    """``kernels.matmul_tiles``: products without sequences, of operands that the copy engine can fetch."""
 
     name, step = "triton matmul_tiles", "mma"
     takes = "matrices of 16 bits with terms, which the copy engine can fetch"
@@ -159,17 +159,17 @@ class _Tiles(TritonKernel[TileSchedule]):
         return TILE_SCHEDULES
 
     def supports(self, p: Product) -> bool:
-        """One product with terms, of matrices that the copy engine can fetch, on a GPU that has one."""
+        """One product with K > 0, of matrices that the GPU's copy engine can fetch."""
         return (
             TENSOR_CORE.supports(p)
-            and p.batch == p.segments == 1
+            and p.batch == p.sequence_count == 1
             and p.cu_seqlens is None
             and p.k > 0
             and runtime.gpu(p.device).fetches_tiles
             and any(tiles.moves_along(p.a, inner) for inner in (-1, -2))
             and any(tiles.moves_along(p.b, inner) for inner in (-1, -2))
             and tiles.moves_along(p.out, -1)
-            and p.n * p.out.dtype.itemsize % 16 == 0  # the copy engine may write whole 16 bytes
+            and p.n * p.out.dtype.itemsize % 16 == 0  # the copy engine writes multiples of 16 bytes
             and isinstance(p.start, str)
             and (p.bias is None or p.bias.strides[0] == 1)
         )
@@ -205,18 +205,18 @@ class _Tiles(TritonKernel[TileSchedule]):
 
 
 def _held(p: Product) -> tuple[int, bool, runtime.Gpu]:
-    """What decides which tiles fit: bytes of a result, whether accumulators come in, and the GPU."""
+    """Facts that decide which tiles fit: bytes of a result, whether accumulators are read, and the GPU."""
     return p.out.dtype.itemsize, p.start == "out", runtime.gpu(p.device)
 
 
 def _strides(x: Matrix) -> list[int]:
-    """Of batch, row and column; 0 for a dimension of one, whose stride may be anything."""
+    """Strides of batch, row and column. 0 for a dimension of size one, whose stride may be anything."""
     strides = [0 if size == 1 else stride for size, stride in zip(x.shape, x.strides, strict=True)]
     return [0] * (3 - x.ndim) + strides
 
 
 class _Operand(NamedTuple):
-    """Strides of an operand's batch, sequence, row and k, and along what 16-byte pieces lie in memory.
+    """Strides of an operand's batch, sequence, row and k, and the dimension of contiguous 16-byte pieces.
 
     "row" is m of a, n of b. `along` is "k", "row", or neither ("").
     """
@@ -239,8 +239,8 @@ def _operand(x: Matrix, row_dim: int, k_dim: int) -> _Operand:
     return _Operand((batch, sequence, row, k), along)
 
 
-TENSOR_CORE = _General("triton matmul", "mma", MMA_SCHEDULES)
-TENSOR_CORE_TILES = _Tiles()
-FMA = _General("triton matmul, FMA", "fma", FMA_SCHEDULES)
+TENSOR_CORE = GeneralKernel("triton matmul", "mma", MMA_SCHEDULES)
+TENSOR_CORE_TILES = TileKernel()
+FMA = GeneralKernel("triton matmul, FMA", "fma", FMA_SCHEDULES)
 PRODUCTS: tuple[TritonKernel[Any], ...] = (TENSOR_CORE, TENSOR_CORE_TILES, FMA)
-"""All kernels of products."""
+"""All product kernels."""

@@ -1,4 +1,4 @@
-"""Whether Triton can run here, and on what. Importing this module imports no Triton."""
+"""Availability of Triton, and the GPUs it can use. Importing this module imports no Triton."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OLDEST = 3, 6
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Whether Triton's kernels can run here, and if not, why and what to do."""
+    """Whether Triton's kernels can run here. If not: why, and what to do."""
 
     available: bool
     reason: str
@@ -31,7 +31,7 @@ class Status:
 
 
 def status() -> Status:
-    """What ``samebits info`` shows of the Triton backend. Never raises."""
+    """The status that ``samebits info`` shows for the Triton backend. Never raises."""
     version = _version()
     try:
         require(0)
@@ -42,7 +42,7 @@ def status() -> Status:
 
 
 def _version() -> str | None:
-    """Triton's, as its package or that of a PyTorch for other GPUs tells."""
+    """The version of the package triton, or of the one that a PyTorch for other GPUs brings."""
     for package in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)
@@ -50,7 +50,7 @@ def _version() -> str | None:
 
 
 def require(device: int) -> None:
-    """Raise UnavailableError unless Triton is here, and a GPU for it."""
+    """Raise UnavailableError unless Triton is installed and there is a GPU for it."""
     if importlib.util.find_spec("triton") is None:
         raise UnavailableError("there is no package triton — pip install triton")
     version = _version()
@@ -69,18 +69,18 @@ _bound = _Bound()
 
 
 def bind(device: int) -> None:
-    """Give this thread a context on GPU `device`: Triton makes tensor maps before it calls what would."""
+    """Give this thread a context on GPU `device`, because Triton makes tensor maps before it needs one."""
     if device not in _bound.devices:
         torch.cuda.mem_get_info(device)
         _bound.devices.add(device)
 
 
 class Gpu(NamedTuple):
-    """What schedules depend on.
+    """The properties of a GPU that schedules depend on.
 
     Attributes:
-        shared_memory: bytes that a program's tiles may take, the last kilobyte being for barriers.
-        fetches_tiles: whether it has a copy engine for tiles; Triton would emulate it elsewhere, slowly.
+        shared_memory: bytes that a program's tiles may take. The last kilobyte is for barriers.
+        fetches_tiles: whether it has a copy engine for tiles. Elsewhere Triton emulates it slowly.
         third_half: whether an output that is written in two parts takes the shared memory of three, as on
             sm_100.
     """
@@ -93,7 +93,7 @@ class Gpu(NamedTuple):
 
 @functools.cache
 def gpu(device: int) -> Gpu:
-    """GPU `device`; -1 is the CPU, on which Triton's interpreter runs."""
+    """The properties of GPU `device`. -1 is the CPU, on which Triton's interpreter runs."""
     if device < 0:
         return Gpu(1, 1 << 18, True)
     p: Any = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""How work is cut into tiles, and what the copy engine needs to fetch them."""
+"""Tile schedules of Triton's kernels, and tensor descriptors for the copy engine."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from samebits.backends.triton.runtime import Gpu
 
 @dataclass(frozen=True, slots=True)
 class TritonSchedule:
-    """How :func:`kernels.matmul` cuts the work.
+    """The schedule of :func:`kernels.matmul`.
 
     Attributes:
         block_m, block_n: a program's share of the output.
         block_k: k in a step of the loop; under FMA always 4.
-        warps: in a program.
+        warps: warps in a program.
         stages: tiles in flight.
         group: rows of tiles that run side by side.
-        us: microseconds that a multiprocessor takes for a tile over 4096 k, fitted to times on an H200;
+        us: microseconds that a multiprocessor takes for a tile over 4096 k, fitted to times on an H200.
             MMA_SCHEDULES have none.
     """
 
@@ -38,16 +38,16 @@ class TritonSchedule:
     us: float = 0.0
 
     def tiles(self, m: int, n: int) -> int:
-        """In an output of m by n."""
+        """Tiles in an output of m by n."""
         return -(-m // self.block_m) * -(-n // self.block_n)
 
     def rounds(self, m: int, n: int, batch: int, gpu: Gpu) -> int:
-        """Tiles that some multiprocessor takes, one after the other."""
+        """The most tiles that one multiprocessor takes, one after another."""
         return -(-self.tiles(m, n) * batch // gpu.multiprocessors)
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What every kernel is compiled for."""
+        """Compile-time constants of every kernel."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -55,18 +55,18 @@ class TritonSchedule:
             "GROUP": self.group,
             "num_warps": self.warps,
             "num_stages": self.stages,
-            "enable_fp_fusion": False,  # a product and a sum stay two roundings; kernels say tl.fma
+            "enable_fp_fusion": False,  # a product and a sum stay two roundings; kernels call tl.fma
         }
 
 
 @dataclass(frozen=True, slots=True)
 class TileSchedule(TritonSchedule):
-    """How :func:`kernels.matmul_tiles` cuts the work.
+    """The schedule of :func:`kernels.matmul_tiles`.
 
     Attributes:
         swap: compute transposed tiles.
-        persistent: one program for each multiprocessor takes tile after tile, fetching ahead across them.
-        parts: in which a tile is written.
+        persistent: one program for each multiprocessor takes tile after tile, and prefetches across tiles.
+        parts: number of parts in which a tile is written.
     """
 
     swap: bool = False
@@ -78,7 +78,7 @@ S = TypeVar("S", bound=TritonSchedule)
 
 
 def least_time(schedules: Sequence[S], m: int, n: int, batch: int, gpu: Gpu) -> S:
-    """The schedule whose rounds of tiles, one for each multiprocessor at a time, take the least time."""
+    """The schedule with the least time for its rounds. A round is one tile for each multiprocessor."""
     return min(schedules, key=lambda s: s.rounds(m, n, batch, gpu) * s.us)
 
 
@@ -86,14 +86,14 @@ def least_time(schedules: Sequence[S], m: int, n: int, batch: int, gpu: Gpu) -> 
 def choose_tiles(
     m: int, n: int, element_size: int, accumulate: bool, gpu: Gpu, offered: Sequence[TileSchedule]
 ) -> TileSchedule:
-    """The one with :func:`least_time` of those that fit and are not mostly padding."""
+    """The schedule with :func:`least_time` among those that fit and are not mostly padding."""
     some = [s for s in offered if s.block_m <= 2 * max(m, 8) and fits(s, element_size, accumulate, gpu)]
     return least_time(some, m, n, 1, gpu)
 
 
 @functools.lru_cache(maxsize=1024)
 def _stages(s: TileSchedule, element_size: int, accumulate: bool, gpu: Gpu) -> int:
-    """As many as fit beside a part of the output, and all the accumulators that come in."""
+    """As many stages as fit beside a part of the output, and all the accumulators that are read."""
     area = s.block_m * s.block_n
     results = area * element_size // s.parts + area * 4 * accumulate
     if gpu.third_half and s.parts == 2:
@@ -102,7 +102,7 @@ def _stages(s: TileSchedule, element_size: int, accumulate: bool, gpu: Gpu) -> i
 
 
 def fits(s: TileSchedule, element_size: int, accumulate: bool, gpu: Gpu) -> bool:
-    """Whether two tiles of each operand can be in flight, with an output of such elements."""
+    """Whether two tiles of each operand can be in flight, with elements of the output of this size."""
     return _stages(s, element_size, accumulate, gpu) >= 2
 
 
@@ -113,7 +113,7 @@ def programs(s: TileSchedule, m: int, n: int, gpu: Gpu) -> tuple[int]:
 
 
 def tile_constants(s: TileSchedule, element_size: int, accumulate: bool, gpu: Gpu) -> dict[str, Any]:
-    """What a kernel of tiles is compiled for."""
+    """Compile-time constants of a kernel with tiles."""
     stages = _stages(s, element_size, accumulate, gpu)
     return {"SWAP": s.swap, "FLATTEN": s.persistent, **s.constants, "num_stages": stages}
 
@@ -137,13 +137,15 @@ def fetches_rows(x: Tensor, gpu: Gpu) -> bool:
 def descriptors(
     x: Matrix, rows: int, columns: int, *, turned: bool = False
 ) -> Callable[[Tensor], TensorDescriptor]:
-    """Makes descriptors of tensors like `x`, for tiles of its last two dimensions.
+    """A function that makes descriptors of tensors like `x`, for tiles of the last two dimensions.
 
-    Its columns are contiguous; or, if `turned`, its rows are, and the descriptors are of the transpose.
+    Columns are contiguous. With `turned`, rows are contiguous, and the descriptors are of the transpose.
     """
     outer, inner, block = (-1, -2, [columns, rows]) if turned else (-2, -1, [rows, columns])
     shape = [x.shape[outer], x.shape[inner]]
-    pitch = x.strides[outer] if shape[0] > 1 else -(-shape[1] // 8) * 8  # a single row's may be anything
+    pitch = (
+        x.strides[outer] if shape[0] > 1 else -(-shape[1] // 8) * 8
+    )  # the stride of a single row may be anything
 
     def describe(t: Tensor) -> TensorDescriptor:
         if t.is_cuda:
@@ -154,5 +156,5 @@ def descriptors(
 
 
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """For tiles of ``x[rows, columns]``, whose columns are contiguous."""
+    """A descriptor for tiles of ``x[rows, columns]``, whose columns are contiguous."""
     return descriptors(Matrix.of(x), rows, columns)(x)

@@ -1,10 +1,14 @@
-"""Which layers' and operators' rows change their bits with the batch they ride in, and by how much.
+"""The audit: which layers' and operators' rows change their bits with the batch, and by how much.
 
 An *operator* is a function from rows to rows: ``F.linear`` with a layer's weights, or ``samebits.linear``
-with the same. :func:`plan` writes down ways in which the same rows can be batched; :func:`measure` runs an
-operator over all of them and compares raw bits; :func:`audit_linears` does so for every linear layer of a
-model, on the activations that reach it in a real forward pass. :func:`audit` runs a whole function in several
-batches, and compares every operator that runs in it. See ``docs/audit.md``.
+with the same weights.
+
+* :func:`plan` lists different ways to batch the same rows.
+* :func:`measure` runs an operator in all of them and compares raw bits.
+* :func:`audit_linears` does so for every linear layer of a model, on the activations of a real forward pass.
+* :func:`audit` runs a whole function in several batches, and compares every operator that runs in it.
+
+See ``docs/audit.md``.
 """
 
 from samebits.tools.audit.drift import Difference, Drift, VariationCount, measure

@@ -1,4 +1,4 @@
-"""The rows that reach the linear layers in a real forward pass."""
+"""Capture of the rows that reach a model's linear layers in a real forward pass."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def capture(
 ) -> tuple[dict[str, list[Tensor]], set[str]]:
     """The rows that reach each target when `model` runs on `inputs`: at most `max_rows`, evenly spaced.
 
-    They have the dtype that the layer computes in: where autocast is on when it is called, autocast's. The
-    rows of a layer that computed in several dtypes or widths come in several tensors.
+    They have the dtype that the layer computes in, which is autocast's if it is on in the call. If a layer
+    computed in several dtypes or widths, its rows come in several tensors.
 
     Returns:
-        The rows of each target, and the names of the targets that autocast was on for.
+        The rows of each target, and the names of the targets that ran under autocast.
     """
     taken: dict[str, list[Tensor]] = {target.name: [] for target in targets}
     autocast: set[str] = set()
@@ -42,7 +42,8 @@ def capture(
         target.module.register_forward_pre_hook(partial(hook, target.name), with_kwargs=True)
         for target in targets
     ]
-    # Of each module, for part of a model in training can be in eval mode; eval() of the user's can do more.
+    # The mode of each module, because a model in training can have parts in eval mode. The user's eval() may
+    # change more than that.
     training = [(module, module.training) for module in model.modules()]
     try:
         model.eval()

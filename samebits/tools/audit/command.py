@@ -57,10 +57,10 @@ def main(
     terminal.check_file("--json", json_to)
     terminal.check_file("--plot", plot)
     if plot is not None:
-        operator_report.figure_for(plot)  # to fail before the run, not after
+        operator_report.figure_for(plot)  # fails before the run
     cast = None if dtype is None else getattr(torch, dtype)
     found: report.Report | operator_report.OperatorReport
-    # What the user's code prints is no part of the JSON.
+    # Output of the user's code must not get into the JSON.
     with terminal.progress() as show, redirect_stdout(sys.stderr) if json_to == "-" else nullcontext():
         show(0, f"loading {model}")
         subject = load(model, text, cast, max_tokens, place)

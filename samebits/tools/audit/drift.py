@@ -1,4 +1,4 @@
-"""Whether an operator's rows change their bits with the batch, and by how much."""
+"""Measurement of drift: whether an operator's rows change their bits with the batch, and by how much."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Difference:
 
     Attributes:
         variation: name of the variation.
-        row: which of the audited rows.
-        column: which output feature.
+        row: index among the audited rows.
+        column: index of the output feature.
         batch_rows: rows in the batch that changed it.
-        position: where in that batch the row was.
+        position: the row's position in that batch.
         expected: the value in the batch of all rows.
         got: the value in this batch.
         expected_bits: bits of ``expected``, in hexadecimal.
@@ -47,7 +47,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class VariationCount:
-    """How one variation did on one layer.
+    """Counts of one variation for one layer.
 
     Attributes:
         kind: see :class:`Variation`.
@@ -67,13 +67,13 @@ class Drift:
     """How one operator's rows depend on their batch.
 
     Attributes:
-        rows: rows compared, each counted once however many variations it went through.
+        rows: rows compared. Each is counted once, in however many variations it was.
         changed: rows of which some variation changed at least one bit.
-        ulp: the largest difference in units in the last place: how many values of the dtype apart, with -0
-            and +0 one apart and NaN beyond infinity. 0 means that no bit changed.
+        ulp: the largest difference in units in the last place, which counts values of the dtype. -0 and +0
+            are one apart, and NaN is beyond infinity. 0 means that no bit changed.
         relative: the largest ``|got - expected| / max(|got|, |expected|)``; infinite if NaN or infinity
-            appeared or vanished. Large, as ``ulp`` is, where a sum cancels to nearly nothing.
-        of_row: the largest ``|got - expected|`` in terms of the largest magnitude in its row.
+            appeared or vanished. Like ``ulp``, it is large where a sum cancels to almost zero.
+        of_row: the largest ``|got - expected|``, relative to the largest magnitude in its row.
         first: the first element that changed, in the order of the plan.
         variations: the same counts for each variation.
     """
@@ -92,7 +92,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def ordered(bits: Tensor, width: int) -> Tensor:
-    """Integers in the order of the values, one for each bit pattern: -0 is -1."""
+    """Integers in the order of the values, one for each bit pattern. -0 becomes -1."""
     return torch.where(bits < 0, -1 - (bits & (2 ** (width - 1) - 1)), bits)
 
 
@@ -102,18 +102,18 @@ def measure(
     variations: Sequence[Variation],
     progress: Callable[[int], None] = lambda rows: None,
 ) -> Drift:
-    """Run `operator` on `rows` in every variation; compare the bits of each row with the batch of all rows.
+    """Run `operator` in every variation, and compare each row's bits with those in the batch of all rows.
 
     Args:
-        operator: what to run.
+        operator: the operator.
         rows: ``[M, K]``.
-        variations: what :func:`plan` gave for M.
-        progress: told after each variation how many rows the operator was run on.
+        variations: the variations of :func:`plan` for M.
+        progress: receives, after each variation, the number of rows that the operator ran on.
     """
     count = rows.shape[0]
     fill = rows.new_tensor([0.0, math.nan, math.inf])[:, None].expand(-1, rows.shape[1])
     pool = torch.cat([rows, fill])
-    expected = operator(rows).cpu()  # where all comparing is done
+    expected = operator(rows).cpu()  # all comparisons are on the CPU
     width = 8 * expected.element_size()
     expected_bits = _bits(expected)
     row_scale = expected.double().nan_to_num(0, 0, 0).abs().amax(1).clamp(min=_TINY)
@@ -159,7 +159,7 @@ def measure(
 
 
 def _place(batches: Sequence[Tensor], at: int) -> tuple[int, int]:
-    """Size of the batch that holds element `at` of all batches end to end, and the place in it."""
+    """The size of the batch that holds element `at` of the concatenated batches, and its position there."""
     for batch in batches:
         if at < len(batch):
             return len(batch), at

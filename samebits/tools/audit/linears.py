@@ -1,4 +1,4 @@
-"""The audit of a model: every linear layer, on the activations that reach it."""
+"""The audit of a model's linear layers, on the activations that reach them."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def audit_linears(
     """Audit every linear layer of `model` on the activations that reach it when the model runs on `inputs`.
 
     Args:
-        model: any module, on the CPU or a CUDA device. It runs in eval mode without gradients, and is left
-            as it was.
-        inputs: one forward pass each, on the model's device: a mapping is passed as keyword arguments, a
-            tuple as positional ones, anything else as the one argument.
+        model: any module, on the CPU or a CUDA device. It runs in eval mode without gradients. Afterwards it
+            is as it was before.
+        inputs: the inputs of each forward pass, on the model's device. A mapping is passed as keyword
+            arguments, a tuple as positional ones, anything else as the one argument.
         max_rows: rows of each layer to audit, at least 2; evenly spaced over all that reach the layer.
-        only: audit only the layers whose name matches this regular expression somewhere.
-        name: what to call the model in the report.
-        source: what to call the inputs in the report.
+        only: audit only the layers whose name contains a match of this regular expression.
+        name: the model's name in the report.
+        source: the name of the inputs in the report.
         notes: passed on to the report.
-        progress: told the fraction of the work that is done, and the layer at hand.
+        progress: receives the fraction of the work that is done, and the current layer.
 
     Raises:
         AuditError: nothing to audit, or the model does not run on the inputs.
@@ -103,7 +103,7 @@ def audit_linears(
 
 
 def _caveats(targets: Sequence[Target], rows: Mapping[str, Tensor]) -> list[str]:
-    """What the audit did otherwise than the layers themselves do, and to which."""
+    """Differences between the audit and the layers' own computation, and the layers concerned."""
     notes = []
     for dtype in DTYPES:
         cast = [t.name for t in targets if rows[t.name].dtype == dtype != t.weight.dtype]
@@ -119,7 +119,7 @@ def _caveats(targets: Sequence[Target], rows: Mapping[str, Tensor]) -> list[str]
 
 
 def _contract(rows: Tensor) -> Contract:
-    """The contract that samebits runs under on `rows`, the tensor core's family included."""
+    """The contract that samebits follows for `rows`, with the tensor core's family."""
     contract = contract_from_key(resolve(None, rows.dtype, rows.device.type))
     if rows.is_cuda and contract.step == "mma":
         from samebits.backends.cuda.matmul import family
@@ -145,9 +145,9 @@ def _measure_all(
             done += count * t.weight.numel()
             progress(done / total, t.name)
 
-        # PyTorch's runs take next to no time: only samebits' move the bar.
+        # PyTorch's runs take almost no time, so only samebits' move the progress bar.
         run_torch, run_samebits = t.operators(rows.dtype)
-        with torch.autocast(rows.device.type, enabled=False):  # what it casts, is cast already
+        with torch.autocast(rows.device.type, enabled=False):  # operands are cast already
             theirs = measure(run_torch, rows, plans[len(rows)])
             ours = measure(run_samebits, rows, plans[len(rows)], advance)
         layers.append(

@@ -1,4 +1,4 @@
-"""What ``samebits audit MODEL`` runs: a module and inputs for it, from disk, from a function, or the demo."""
+"""The models of ``samebits audit MODEL``: a module and its inputs, from disk, a function, or the demo."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_SEQUENCE = 512
 
 @dataclass(frozen=True)
 class Place:
-    """The dtype and the device that a module and its inputs are moved to; None leaves them as they are."""
+    """The dtype and device to which a module and its inputs are moved. None leaves them as they are."""
 
     dtype: torch.dtype | None = None
     device: torch.device | None = None
@@ -48,7 +48,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Subject:
-    """A module, inputs for it, and what to call both."""
+    """A module and its inputs, and names for both."""
 
     module: nn.Module
     inputs: list[Any]
@@ -57,14 +57,14 @@ class Subject:
     notes: tuple[str, ...] = ()
 
     def at(self, place: Place) -> Subject:
-        """This subject in another place; a module moves there itself."""
+        """This subject in another place. The module is moved in place."""
         if place == Place():
             return self
         inputs = [place.inputs(item) for item in self.inputs]
         return dataclasses.replace(self, module=place.module(self.module), inputs=inputs)
 
     def batched(self) -> Subject:
-        """This subject with one forward pass: its sequences are padded at their ends, and masked there."""
+        """This subject with one forward pass. Sequences are padded at their ends, and masked there."""
         if len(self.inputs) == 1:
             return self
         if not all(isinstance(item, dict) and "attention_mask" in item for item in self.inputs):
@@ -89,13 +89,13 @@ def load(
 
     Args:
         model: ``demo``, ``package.module:function``, a Hugging Face folder, or the name of a cached model.
-        text: UTF-8 text to run on; by default the one that comes with samebits.
-        dtype: cast the module, and floating-point inputs, to this; None leaves them as they are.
+        text: UTF-8 text to run on. The default is the text that comes with samebits.
+        dtype: the dtype to cast the module and floating-point inputs to. None leaves them as they are.
         max_tokens: how much of the text to use.
-        device: move the module, and all inputs, there; None leaves them where they are.
+        device: the device to move the module and all inputs to. None leaves them where they are.
 
     Raises:
-        AuditError: it is not there, does not load, or says nothing.
+        AuditError: the model or the text is missing, does not load, or is empty.
     """
     place = Place(dtype, device)
     if model == "demo":
@@ -118,7 +118,7 @@ def _demo_folder() -> str:
 
 
 def _transformers() -> Any:
-    # Also for the parts of transformers that ask the network whatever `local_files_only` says.
+    # Some parts of transformers ask the network in spite of `local_files_only`.
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         transformers: Any = importlib.import_module("transformers")
@@ -136,7 +136,7 @@ def _from_checkpoint(where: str, name: str, text: Path | None, place: Place, max
     transformers = _transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(where, local_files_only=True)
-        # The class that the weights were saved from, so that a language model keeps its head.
+        # The class whose weights were saved, so that a language model keeps its head.
         architecture = getattr(
             transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel
         )
@@ -222,7 +222,7 @@ def _from_function(path: str, text: Path | None, place: Place, max_tokens: int) 
 
 
 def _read(text: Path | None) -> tuple[str, str]:
-    """The text, and what to call it."""
+    """The text, and its name."""
     if text is None:
         return (files("samebits") / "data" / "harbour.txt").read_text(
             "utf-8"
@@ -249,7 +249,7 @@ def _on_text(
     max_tokens: int,
     notes: tuple[str, ...],
 ) -> Subject:
-    """One forward pass for each paragraph; a long one is cut where the model's context ends."""
+    """One forward pass for each paragraph. A long paragraph is cut where the model's context ends."""
     limit = min(tokenizer.model_max_length, _MAX_SEQUENCE)
     encoder_decoder = bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
     inputs: list[Any] = []

@@ -1,4 +1,4 @@
-"""What the audit of a function's operators found, for programs and for people."""
+"""The report of a function's audit, as JSON, as a plot and for the terminal."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Change:
 
     Attributes:
         rows: how many of the audited rows changed at least one bit in some batch.
-        ulp: the largest difference in units in the last place; 0 if the result is no floating-point one.
-        of_row: the largest difference in terms of the largest magnitude in its row; infinite if NaN or
+        ulp: the largest difference in units in the last place; 0 if the result is not floating-point.
+        of_row: the largest difference, relative to the largest magnitude in its row; infinite if NaN or
             infinity appeared or vanished.
-        first: the first batch that changed one; empty if none did.
+        first: the first batch that changed a row; empty if none did.
     """
 
     rows: int = 0
@@ -48,12 +48,12 @@ class OperatorAudit:
         module: the module that it runs in.
         operator: such as ``aten.addmm``.
         inputs: shapes of its tensor arguments in the whole batch.
-        dtype: of its first result that was compared.
-        batches: batches that it was compared in.
-        own: changes that it made itself: its arguments had the bits of the whole batch.
-        drift: changes with all that it inherited from operators before it.
-        after: the operators that made arguments which could not be compared, and so may have made the change
-            in ``own`` instead; empty if there were none.
+        dtype: dtype of its first result that was compared.
+        batches: batches in which it was compared.
+        own: changes that the operator made itself, with arguments that had the bits of the whole batch.
+        drift: changes that include those inherited from earlier operators.
+        after: the operators whose results are arguments here and could not be compared. They may have made
+            the change in ``own`` instead. Empty if there are none.
     """
 
     index: int
@@ -70,15 +70,15 @@ class OperatorAudit:
 
 @dataclass(frozen=True)
 class NotCompared:
-    """A call that could not be compared, or a result of it that could not.
+    """A call that could not be compared, or of which a result could not be compared.
 
     Attributes:
         index: its place in the order of execution, or that of the call before it.
         phase: ``forward`` or ``backward``.
         module: the module that it runs in.
-        operator: such as ``aten.mm``.
-        reason: why.
-        first: in which batch first; empty if in all of them.
+        operator: a name such as ``aten.mm``.
+        reason: why it could not be compared.
+        first: the first batch in which it could not; empty if in all of them.
     """
 
     index: int
@@ -94,19 +94,19 @@ class OperatorReport:
     """The audit of a function's operators.
 
     Attributes:
-        model: what was audited.
-        inputs: what it ran on.
-        device: where.
+        model: the function's name.
+        inputs: a description of the inputs.
+        device: the device of the inputs.
         threads: CPU threads of PyTorch.
         torch_version: PyTorch's version.
         samebits_version: samebits' version.
         batch: rows in the whole batch.
-        rows: which of them were audited.
+        rows: the audited rows.
         batches: the batches that were compared with the whole one.
         seconds: time taken.
-        notes: what to know before trusting the numbers.
-        operators: in order of execution; the last ones, ``output``, are what the function returned.
-        not_compared: in order of execution.
+        notes: facts that a reader should know before trusting the numbers.
+        operators: the operators in order of execution. The last ones, ``output``, are the function's results.
+        not_compared: the calls that could not be compared, in order of execution.
     """
 
     model: str
@@ -125,7 +125,7 @@ class OperatorReport:
 
     @property
     def culprits(self) -> tuple[OperatorAudit, ...]:
-        """The operators whose rows changed although their arguments had not, in order of execution."""
+        """The operators whose rows changed although their arguments did not, in order of execution."""
         return tuple(o for o in self.operators if o.own.rows)
 
     @property
@@ -139,7 +139,7 @@ class OperatorReport:
         return any(o.own.rows or o.drift.rows for o in self.operators)
 
     def to_json(self) -> str:
-        """The report as standard JSON; an infinite number is the string "inf"."""
+        """The report as standard JSON. An infinite number is the string "inf"."""
         return json.dumps({"schema": 1, **plain(dataclasses.asdict(self))}, indent=2, allow_nan=False)
 
     @classmethod
@@ -206,7 +206,7 @@ class OperatorReport:
 
 
 def figure_for(path: str | Path) -> Figure:
-    """An empty figure, or an error if matplotlib is not there or cannot write such a file."""
+    """An empty figure. Raises an error if matplotlib is missing, or cannot write such a file."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -214,13 +214,13 @@ def figure_for(path: str | Path) -> Figure:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     formats = sorted(figure.canvas.get_supported_filetypes())
     ending = Path(path).suffix[1:].lower()
-    if ending and ending not in formats:  # without one, matplotlib appends its own
+    if ending and ending not in formats:  # without an ending, matplotlib appends one
         raise AuditError(f"plot {path}: matplotlib cannot write {ending}, only {', '.join(formats)}")
     return figure
 
 
 def show(report: OperatorReport, width: int) -> RenderableType:
-    """Tables and the answer, for a terminal of `width` columns."""
+    """Tables and the conclusion, for a terminal of `width` columns."""
     wide = width >= 100
     table = Table(box=None, padding=(0, 1 + wide, 0, 0), header_style="dim", title_justify="left")
     table.title = Text("Operators whose rows depend on the batch by themselves", style="bold not italic")

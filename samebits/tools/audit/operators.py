@@ -1,4 +1,4 @@
-"""The audit of a function: which of its operators' rows first depend on the batch, and how that grows."""
+"""The audit of a function: which operator's rows first depend on the batch, and how the difference grows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from samebits._version import __version__
 from samebits.tools.audit.drift import ordered
 from samebits.tools.audit.operator_report import Change, NotCompared, OperatorAudit, OperatorReport
-from samebits.tools.audit.trace import Call, Layout, Observer, Trace, find_layout, is_dense, memory, unseen
+from samebits.tools.audit.trace import (
+    Call,
+    Layout,
+    Observer,
+    Trace,
+    find_layout,
+    is_dense,
+    memory,
+    modes_disabled,
+)
 from samebits.tools.text import AuditError, dtype_name, one_line, plural
 
 
@@ -33,28 +42,31 @@ def audit(
 ) -> OperatorReport:
     """Run `fn` on a batch and on parts of it, and compare the bits of every operator's rows.
 
-    The batch is run whole, and again in other ways: each audited row alone, either half, reversed, and
-    followed by as many copies of a row. Every call of an operator is compared twice: once with all that it
-    inherits from the calls before it, which shows how a difference grows; and once with the audited rows of
-    its arguments set to those of the whole batch, so that a change is the operator's own.
+    The function runs on the whole batch, and again in other ways: each audited row alone, either half, all
+    rows reversed, and all rows followed by as many copies of one. Every call of an operator is compared
+    twice:
 
-    A result belongs to the batch along the one dimension that grows with it, also where the batch is merged
-    with another dimension (``[B * T, C]``, ``[T * B, C]``). What cannot be compared is listed with the
-    reason: a sum over rows such as a weight gradient, or a result whose shape depends on the data.
+    * with all that it inherits from the calls before it, which shows how a difference grows;
+    * with the audited rows of its arguments set to those of the whole batch, so that a change comes from this
+      operator.
+
+    The rows of a result lie along the one dimension that grows with the batch, also where the batch is merged
+    with another dimension (``[B * T, C]``, ``[T * B, C]``). Results that cannot be compared are listed with
+    the reason: a sum over rows such as a weight gradient, or a result whose shape depends on the data.
 
     Args:
-        fn: a module or a function; it runs as it is, so call ``eval()`` on a module first. It should depend
-            on nothing but its arguments, and treat rows alike; it is run about twenty times.
+        fn: a module or a function. It runs as it is, so call ``eval()`` on a module first. It should depend
+            on nothing but its arguments, and treat rows alike. It runs about twenty times.
         inputs: a mapping is passed as keyword arguments, a tuple as positional ones, anything else as the one
             argument. The batch is the first dimension of the first tensor, and of all others of that size.
-        backward: compare the operators of the backward, too. The result ``y`` must have rows; its gradient is
+        backward: compare the operators of the backward, too. The result ``y`` must have rows. Its gradient is
             ``y`` itself, as of ``(y * y).sum() / 2``. No ``.grad`` changes.
-        max_rows: rows to audit, at least 1; evenly spaced. Of every operator's result in the whole batch,
-            these rows are kept in main memory.
-        name: what to call the function in the report.
-        source: what to call the inputs in the report.
+        max_rows: rows to audit, at least 1; evenly spaced. These rows of every operator's result in the whole
+            batch are kept in main memory.
+        name: the function's name in the report.
+        source: the name of the inputs in the report.
         notes: passed on to the report.
-        progress: told the fraction of the work that is done, and the batch at hand.
+        progress: receives the fraction of the work that is done, and the current batch.
 
     Raises:
         AuditError: there are no two rows, ``fn`` does not run on a part of the batch, or there is nothing to
@@ -154,7 +166,7 @@ class _Run:
             ):
                 torch.manual_seed(0)
                 results = [t for t in tree_flatten(self._fn(*args, **kwargs))[0] if isinstance(t, Tensor)]
-                with unseen():
+                with modes_disabled():
                     for t in results:
                         trace.tell("forward", "", "output", [t], [t.detach().clone()])
                 if self._backward:
@@ -177,7 +189,7 @@ class _Run:
 
 
 def _leaves(results: Sequence[Tensor]) -> list[Tensor]:
-    """What the graph of `results` accumulates gradients for."""
+    """The tensors for which the graph of `results` accumulates gradients."""
     nodes = [t.grad_fn for t in results]
     seen, leaves = set(nodes), []
     while nodes:
@@ -207,7 +219,7 @@ def _names(fn: Callable[..., Any]) -> dict[nn.Module, str]:
 
 
 def _find_layouts(run: _Run, row: int) -> dict[Call, list[Layout | None]]:
-    """Where the rows are in every result, from two small batches of one row, repeated."""
+    """Where the rows are in every result, from two small batches of one repeated row."""
     shapes: dict[Call, list[torch.Size]] = {}
     layouts: dict[Call, list[Layout | None]] = {}
 
@@ -228,7 +240,8 @@ def _find_layouts(run: _Run, row: int) -> dict[Call, list[Layout | None]]:
     return layouts
 
 
-# A result without rows that is larger is compared, and not kept: it cannot be set to that of the whole batch.
+# Elements of the largest result without rows that is kept. A larger one is compared by its digest, and cannot
+# be set to that of the whole batch.
 _KEEP = 1 << 20
 
 
@@ -254,7 +267,7 @@ class _Tally:
 
 @dataclass
 class _Record:
-    """A call in the whole batch, and what became of it in others."""
+    """A call in the whole batch, and its comparisons with other batches."""
 
     index: int
     inputs: tuple[tuple[int, ...], ...]
@@ -265,7 +278,7 @@ class _Record:
     after: str = ""
     batches: set[str] = field(default_factory=set)
     reasons: dict[str, str] = field(default_factory=dict)
-    """Why it was not compared, and in which batch first."""
+    """Reasons why the call was not compared, and the first batch of each."""
 
 
 class _Whole(Observer):
@@ -317,14 +330,14 @@ class _Whole(Observer):
 
 
 class _Comparison(Observer):
-    """Compares the calls in a batch of `members` with those in the whole one; to heal, undoes changes."""
+    """Compare the calls in a batch of `members` with those in the whole batch. With `heal`, undo changes."""
 
     def __init__(self, whole: _Whole, batch: str, members: Sequence[int], heal: bool) -> None:
         self._whole, self._batch, self._size, self._heal = whole, batch, len(members), heal
         self._places = [i for i, row in enumerate(members) if row in whole.audited]
         self._audited = [whole.audited.index(members[i]) for i in self._places]
         self._last = 0
-        # Memory with results that were not compared, and so not healed, and what computed them.
+        # Memory of results that were not compared, and so not healed, with the operator that computed them.
         self._unknown: dict[int, str] = {}
 
     def moved(self, inputs: list[Tensor], results: list[Tensor]) -> None:
@@ -351,7 +364,7 @@ class _Comparison(Observer):
             self._learn(t, "" if is_known else call.operator)
 
     def _not_compared(self, inputs: Sequence[Tensor]) -> str:
-        """What computed those of `inputs` that were not compared."""
+        """The operators that computed those of `inputs` that were not compared."""
         return ", ".join(dict.fromkeys(filter(None, (self._unknown.get(memory(t)) for t in inputs))))
 
     def _learn(self, result: Tensor, not_compared: str) -> None:
@@ -360,9 +373,9 @@ class _Comparison(Observer):
             self._unknown[memory(result)] = not_compared
 
     def _compare(self, record: _Record, kept: _Kept, result: Tensor, after: str) -> bool:
-        """Whether `result` was compared, and, to heal, has the bits of the whole batch now."""
+        """Whether `result` was compared. With `heal`, it then has the bits of the whole batch."""
         if after and not (result.is_floating_point() or result.is_complex()):
-            # Such as places in the batch, which are others in another batch, and must be.
+            # Integers such as positions in the batch must differ between batches.
             record.reasons.setdefault("it computes integers from others that were not compared", self._batch)
             return False
         rows = kept.layout.rows(result, self._size) if is_dense(result) else None
@@ -396,8 +409,8 @@ class _Comparison(Observer):
 
 
 def _digest(t: Tensor) -> bytes:
-    own = _integers(t.cpu()).clone()  # for a storage that numpy has seen cannot be resized any more
-    return hashlib.blake2b(own.numpy().tobytes(), digest_size=16).digest()
+    copy = _integers(t.cpu()).clone()  # once numpy has seen a storage, it cannot be resized
+    return hashlib.blake2b(copy.numpy().tobytes(), digest_size=16).digest()
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -409,7 +422,7 @@ def _integers(t: Tensor) -> Tensor:
 
 
 def _tally_changes(got: Tensor, want: Tensor, rows: Sequence[int], batch: str, tally: _Tally) -> bool:
-    """Whether `got` differs from `want`; which of `rows`, and by how much, goes into the tally."""
+    """Whether `got` differs from `want`. Adds the changed `rows`, and by how much, to the tally."""
     got, want = got.reshape(len(got), -1), want.reshape(len(want), -1)
     a, b = _integers(got).reshape(len(got), -1), _integers(want).reshape(len(got), -1)
     changed = (a != b).any(1).nonzero()[:, 0].tolist()

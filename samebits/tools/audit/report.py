@@ -1,4 +1,4 @@
-"""What the audit of a model found, for programs and for people."""
+"""The report of a model's audit, as JSON and for the terminal."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from samebits.tools.text import module_name, plural
 
 @dataclass(frozen=True)
 class Layer:
-    """One linear layer, audited.
+    """The audit of one linear layer.
 
     Attributes:
         name: the module's name in the model.
         operator: the operator that PyTorch runs for it.
         in_features: length of the sums.
         out_features: columns of the output.
-        dtype: of weights and activations.
+        dtype: dtype of weights and activations.
         contract: the contract samebits ran under.
-        digest: its digest.
+        digest: the contract's digest.
         torch: drift of PyTorch's operator.
-        samebits: drift of samebits'.
+        samebits: drift of samebits' operator.
     """
 
     name: str
@@ -58,16 +58,16 @@ class Report:
     """The audit of one model.
 
     Attributes:
-        model: what was audited.
-        inputs: what it ran on.
-        device: where; several are separated by commas.
+        model: the model's name.
+        inputs: a description of the inputs.
+        device: the model's device. Several are separated by commas.
         threads: CPU threads of PyTorch, and of samebits.
         machine: the CPU's architecture.
         torch_version: PyTorch's version.
         samebits_version: samebits' version.
-        max_rows: rows audited of a layer, at most; evenly spaced over all that reached it.
-        seconds: time taken, model loading not counted.
-        notes: what a reader should know before trusting the numbers.
+        max_rows: the most rows that are audited of a layer, evenly spaced over all that reached it.
+        seconds: time taken, without loading of the model.
+        notes: facts that a reader should know before trusting the numbers.
         layers: results, in the model's order.
         skipped: linear layers left out.
     """
@@ -87,7 +87,7 @@ class Report:
 
     @property
     def samebits_drifts(self) -> bool:
-        """Whether any bit of samebits changed, which must never be."""
+        """Whether any bit of samebits changed. This must never happen."""
         return any(layer.samebits.changed for layer in self.layers)
 
     def to_json(self) -> str:
@@ -183,7 +183,7 @@ def _verdict(who: str, alarm: str, drifts: list[Drift]) -> Text:
 
 
 def _layer_table(layers: tuple[Layer, ...], width: int) -> Padding:
-    # Numbers are never clipped: columns give way to them, of which "3 of 96" are the last.
+    # Numbers are never clipped. Columns are dropped to make room for them, those like "3 of 96" last.
     counts = 2 * max(len("samebits"), *(len(_fraction(x.torch.rows, x.torch.rows, "")) for x in layers))
     wide, narrow = width >= 94 + counts, width < 44 + counts
     table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), header_style="dim", title_justify="left")
@@ -226,7 +226,7 @@ def _layer_table(layers: tuple[Layer, ...], width: int) -> Padding:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The block of a model that a layer is in, which ends with a number, and the layer's name in it."""
+    """The name of the block that a layer is in, which ends with a number, and the layer's name in it."""
     parts = name.split(".")
     numbers = [i for i, part in enumerate(parts[:-1]) if part.isdecimal()]
     cut = numbers[-1] + 1 if numbers else 0
@@ -268,5 +268,5 @@ def _fraction(changed: int, rows: int, alarm: str) -> Text:
 
 
 def _short(number: int) -> str:
-    """At most 6 characters."""
+    """The number in at most 6 characters."""
     return str(number) if number < 100_000 else f"{number:.0e}".replace("e+0", "e").replace("e+", "e")

@@ -1,4 +1,4 @@
-"""The linear layers of a model: the operators that they run, and those that cannot be audited."""
+"""Targets of the audit: a model's linear layers, the operators they run, and reasons not to audit one."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _LINEAR, _ADDMM = "torch.nn.functional.linear", "torch.addmm"
 
 @dataclass(frozen=True)
 class Target:
-    """A linear layer: two operators on rows, once its weight and bias have their dtype."""
+    """A linear layer, which PyTorch and samebits compute as operators on rows."""
 
     name: str
     module: nn.Module
     operator: str
     weight: Tensor  # [out_features, in_features]
     bias: Tensor | None
-    overridden: bool  # its forward is not that of its kind
+    overridden: bool  # whether its forward differs from that of its kind
 
     def operators(self, dtype: torch.dtype) -> tuple[Operator, Operator]:
-        """PyTorch's and samebits', in `dtype`: a cast to another one than the weight's is autocast's."""
+        """PyTorch's operator and samebits', in `dtype`. Under autocast it differs from the weight's dtype."""
         weight, bias = self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
         ours = partial(_run_samebits, weight=weight, bias=bias)
         if self.operator == _ADDMM:
@@ -42,7 +42,7 @@ class Target:
 
 def as_target(name: str, module: nn.Module) -> Target | None:
     """`module` as a target, or None if it is no linear layer."""
-    # Looked up, not imported: a Conv1D can only be in a model if transformers is loaded.
+    # Not imported: a model can have a Conv1D only if transformers is loaded.
     pytorch_utils = sys.modules.get("transformers.pytorch_utils")
     weight: Any = getattr(module, "weight", None)
     bias: Any = getattr(module, "bias", None)
@@ -66,7 +66,7 @@ def _run_samebits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def why_not(target: Target) -> str | None:
-    """Why `target` cannot be audited, going by its weight; None if it can."""
+    """Why the weight of `target` cannot be audited; None if it can."""
     weight = target.weight
     if isinstance(weight, nn.UninitializedParameter):
         return "its weight is not initialized"
@@ -102,7 +102,7 @@ def cuda_problem(device: torch.device) -> str | None:
 
 
 def why_not_rows(target: Target, captured: Sequence[Tensor], autocast: bool) -> str | None:
-    """Why `target` cannot be audited, going by the rows that reached it; None if it can."""
+    """Why the rows that reached `target` cannot be audited; None if they can."""
     if not captured:
         return "no activation reached it: its module was not called, or with no rows"
     if len(captured) > 1:

@@ -1,4 +1,4 @@
-"""The operators that run in a function, one by one: where they are called, and what they return."""
+"""Tracing of the operators that run in a function: where each is called, its arguments and its results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
 
-# They move elements or reserve memory, and views do neither; so they cannot change bits, and whether they
-# are needed may depend on the strides of a batch.
+# These operators only move elements or reserve memory, so they cannot change bits. Whether they are needed
+# may depend on the strides of a batch.
 _NO_ARITHMETIC = {
     _aten.clone,
     _aten.contiguous,
@@ -34,13 +34,14 @@ _NO_ARITHMETIC = {
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator, by a name that is the same in every batch.
+    """The identity of one call of an operator, which is the same in every batch.
 
     Attributes:
         phase: ``forward`` or ``backward``.
-        module: name of the module that it runs in; in a backward, of the one whose forward it belongs to.
-        operator: such as ``aten.addmm``; one that ``samebits.batch_invariant`` covers, by PyTorch's name for
-            what was called, such as ``torch.nn.functional.linear``.
+        module: name of the module that the call runs in. In a backward, the module whose forward it belongs
+            to.
+        operator: a name such as ``aten.addmm``. An operator that ``samebits.batch_invariant`` replaces has
+            the name of PyTorch's function, such as ``torch.nn.functional.linear``.
         count: how often this operator had run in this phase and module before.
     """
 
@@ -51,24 +52,24 @@ class Call:
 
 
 class Observer:
-    """Is told of what runs, with the tensors among its arguments, and its results."""
+    """Receives every call, with its tensor arguments and its results."""
 
     def called(self, call: Call, inputs: list[Tensor], results: list[Tensor]) -> None:
-        """An operator has computed; its results may be overwritten."""
+        """An operator has computed `results`. The observer may overwrite them."""
 
     def moved(self, inputs: list[Tensor], results: list[Tensor]) -> None:
-        """Elements were copied as they are, or memory was reserved."""
+        """Elements were copied unchanged, or memory was reserved."""
 
 
 class Trace(TorchDispatchMode):
-    """Tell `observer` of every operator.
+    """Report every operator that runs to `observer`.
 
-    What ``samebits.batch_invariant`` covers is one operator, forward and backward: how it is put together,
-    such as a vector that is padded and cut, is its own business and need not be laid out in rows.
+    A function that ``samebits.batch_invariant`` replaces counts as one operator, forward and backward. Its
+    intermediate results, such as a vector that is padded and cut, need not be laid out in rows.
 
     Args:
-        names: what to call the modules; another is called after its class.
-        observer: whom to tell.
+        names: names of the modules. A module that is not listed is called after its class.
+        observer: receives the calls.
     """
 
     def __init__(self, names: Mapping[nn.Module, str], observer: Observer) -> None:
@@ -79,8 +80,8 @@ class Trace(TorchDispatchMode):
         self._counts: Counter[tuple[str, str, str]] = Counter()
         # The module of each node of autograd's graph, by the node's number.
         self._nodes: dict[int, str] = {}
-        self._is_inside = False  # a covered call
-        self._covered: set[int] = set()  # the numbers of nodes that covered calls made
+        self._in_replacement = False
+        self._replaced_nodes: set[int] = set()  # numbers of the nodes that replacements made
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -112,8 +113,8 @@ class Trace(TorchDispatchMode):
             return result
         inputs = _tensors((args, kwargs))
         results = _unique([*_tensors(result), *_written(func, args, kwargs)])
-        if func.overloadpacket in _NO_ARITHMETIC or self._is_covered():
-            with unseen():
+        if func.overloadpacket in _NO_ARITHMETIC or self._is_replacement():
+            with modes_disabled():
                 self._observer.moved(inputs, results)
         else:
             self.tell(phase, module, str(func).removesuffix(".default"), inputs, results)
@@ -122,33 +123,33 @@ class Trace(TorchDispatchMode):
     def tell(
         self, phase: str, module: str, operator: str, inputs: list[Tensor], results: list[Tensor]
     ) -> None:
-        """Tell the observer of a call."""
+        """Report a call to the observer."""
         if results:
             key = phase, module, operator
-            with unseen():
+            with modes_disabled():
                 self._observer.called(Call(*key, self._counts[key]), inputs, results)
             self._counts[key] += 1
 
-    def run_covered(
+    def run_replacement(
         self,
         func: Callable[..., Any],
-        covered: Callable[..., Any],
+        replacement: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run what :mod:`samebits.mode` covers `func` by, as one call."""
+        """Run the `replacement` that :mod:`samebits.mode` has for `func`, and report it as one call."""
         phase, module = self._place()
         name = resolve_name(func) or getattr(func, "__name__", str(func))
-        first, self._is_inside = torch._C._autograd._get_sequence_nr(), True
+        first, self._in_replacement = torch._C._autograd._get_sequence_nr(), True
         try:
-            result = covered(*args, **kwargs)
+            result = replacement(*args, **kwargs)
         finally:
-            self._is_inside = False
+            self._in_replacement = False
             numbers = range(first, torch._C._autograd._get_sequence_nr())
-            self._covered.update(numbers)
+            self._replaced_nodes.update(numbers)
         inputs, results = _tensors((args, kwargs)), _tensors(result)
-        for node, edges in _ends(results, numbers):
-            # What leaves the call's part of the graph, as what enters it is another call's result.
+        for node, edges in _last_nodes(results, numbers):
+            # The gradients that leave this call's part of the graph are the results of its backward.
             def leave(gradients: Any, given: Any, edges: list[int] = edges) -> Any:
                 gradients = [g if g is None or not _is_expanded(g) else g.clone() for g in gradients]
                 left = [gradients[i] for i in edges]
@@ -157,22 +158,24 @@ class Trace(TorchDispatchMode):
 
             node.register_hook(leave)
         given = {memory(t) for t in inputs}
-        own = [t for t in results if memory(t) not in given or any(t is x for x in inputs)]  # no view
-        # `.data`, as the observer may write what autograd has saved already.
-        self.tell(phase, module, name, inputs, [t.data for t in own])
+        no_views = [t for t in results if memory(t) not in given or any(t is x for x in inputs)]
+        # `.data`, because the observer may write tensors that autograd has saved already.
+        self.tell(phase, module, name, inputs, [t.data for t in no_views])
         return result
 
-    def _is_covered(self) -> bool:
+    def _is_replacement(self) -> bool:
+        """Whether a replacement is running, forward or backward."""
         node = torch._C._current_autograd_node()
-        return self._is_inside or (node is not None and node._sequence_nr() in self._covered)
+        return self._in_replacement or (node is not None and node._sequence_nr() in self._replaced_nodes)
 
     def _place(self) -> tuple[str, str]:
         module = self._modules[-1] if self._modules else ""
         node = torch._C._current_autograd_node()
         if node is not None:
-            # Only a checkpointed forward runs in modules again.
+            # In a backward, only the second forward of a checkpoint runs within modules.
             return "backward", module or self._nodes.get(node._sequence_nr(), "")
-        # Autograd makes the node before the operator runs; what else runs until the next node is not its own.
+        # Autograd makes the node before its operator runs. Operators that follow without a node of their own
+        # must not take this number, so the first one keeps it.
         self._nodes.setdefault(torch._C._autograd._get_sequence_nr() - 1, module)
         return "forward", module
 
@@ -195,17 +198,17 @@ def is_dense(t: Tensor) -> bool:
 
 
 def memory(t: Tensor) -> int:
-    """What tells a tensor's memory from another's."""
+    """An identifier of the tensor's memory."""
     return t.untyped_storage()._cdata if is_dense(t) else id(t)
 
 
 def _is_expanded(t: Tensor) -> bool:
-    """Whether elements share memory, so that none may be written alone."""
+    """Whether elements share memory, so that one cannot be written alone."""
     return is_dense(t) and any(n > 1 and not step for n, step in zip(t.shape, t.stride(), strict=True))
 
 
-def _ends(results: list[Tensor], numbers: range) -> Iterator[tuple[Any, list[int]]]:
-    """The nodes with such numbers that `results` lead to, with edges to others: which edges."""
+def _last_nodes(results: list[Tensor], numbers: range) -> Iterator[tuple[Any, list[int]]]:
+    """Nodes numbered in `numbers` behind `results` whose edges lead to other nodes, and which edges do."""
     nodes, seen = [t.grad_fn for t in results], set()
     while nodes:
         node = nodes.pop()
@@ -220,8 +223,8 @@ def _ends(results: list[Tensor], numbers: range) -> Iterator[tuple[Any, list[int
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
-    """What the audit itself computes is seen by no mode, and covered by none."""
+def modes_disabled() -> Iterator[None]:
+    """All modes are off, so that the audit's computations are neither traced nor replaced."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
@@ -240,9 +243,10 @@ class Layout:
     """Where the rows of a batch are in a result.
 
     Attributes:
-        dim: the dimension that holds them; None if the result has none, and belongs to all rows alike.
+        dim: the dimension of the rows. None if the result has no rows, and belongs to all of them alike.
         share: how many elements of this dimension belong to one row.
-        inner: a row's elements are a batch apart, as in ``[T, B]`` flattened; else next to each other.
+        inner: whether a row's elements are a batch apart, as in ``[T, B]`` flattened. Otherwise they are next
+            to each other.
     """
 
     dim: int | None
@@ -261,7 +265,7 @@ class Layout:
 
 
 def find_layout(two: Tensor, three: torch.Size) -> Layout | None:
-    """The layout of a result, from its values in a batch of two equal rows, and its shape in one of three."""
+    """The layout of a result, from its value in a batch of two equal rows and its shape in one of three."""
     if len(three) != two.ndim:
         return None
     grown = [d for d in range(two.ndim) if two.shape[d] != three[d]]
@@ -277,7 +281,7 @@ def find_layout(two: Tensor, three: torch.Size) -> Layout | None:
         rows = layout.rows(two, 2)
         assert rows is not None
         a, b = rows.to(torch.complex128 if rows.is_complex() else torch.float64)
-        # Equal rows may differ by rounding errors, other elements of a tensor differ by far more.
+        # Equal rows differ by rounding errors at most. Other elements of a tensor differ by far more.
         scale = torch.maximum(a.abs(), b.abs()).nan_to_num(0, 0, 0).sum()
         if (a - b).abs().nan_to_num(0, 0, 0).sum() <= 0.02 * scale:
             return layout

@@ -1,4 +1,4 @@
-"""Ways in which the same rows can be batched."""
+"""Variations: different ways to batch the same rows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Variation:
 
     Attributes:
         kind: ``repeat``, ``batch size``, ``position``, ``padding``, ``neighbours`` or ``chunks``.
-        name: in words.
-        batches: what each batch holds, as indices into the rows; the three indices after the last row stand
-            for a row of zeros, of NaN and of infinities.
+        name: a description.
+        batches: the rows of each batch, as indices. The three indices after the last row stand for a row of
+            zeros, of NaN and of infinities.
     """
 
     kind: str
@@ -27,8 +27,8 @@ class Variation:
 
 
 def plan(rows: int) -> tuple[Variation, ...]:
-    """The variations that `rows` rows are put through. Deterministic; every one covers every row."""
-    cpu = torch.device("cpu")  # whatever the default device is
+    """The variations of a batch of `rows` rows. They are deterministic, and each contains every row."""
+    cpu = torch.device("cpu")  # the default device may be another
     index = torch.arange(rows, device=cpu)
     zero, nan, inf = rows, rows + 1, rows + 2
     variations = [Variation("repeat", "the same batch again", (index,))]
@@ -37,7 +37,7 @@ def plan(rows: int) -> tuple[Variation, ...]:
         variations.append(Variation(kind, name, tuple(batches)))
 
     def cut(size: int, order: Tensor = index) -> list[Tensor]:
-        # The last batch reaches back for rows that the one before had, so that all have the same size.
+        # The last batch repeats rows of the previous one, so that all have the same size.
         return [order[min(start, rows - size) :][:size] for start in range(0, rows, size)]
 
     def some(size: int) -> int:
@@ -59,8 +59,8 @@ def plan(rows: int) -> tuple[Variation, ...]:
             add("padding", f"batches of {size} padded with {extra} rows of zeros", padded)
     twice = torch.cat([index, torch.full_like(index, zero)])
     add("padding", "all rows padded with as many rows of zeros", [twice])
-    if rows > 8:  # else every row has all the others as neighbours, in any order
-        # A multiplication by a number coprime to `rows` gives every row neighbours from far away.
+    if rows > 8:  # with fewer rows, every row has all the others as neighbours anyway
+        # Multiplication by a number coprime to `rows` gives every row neighbours from far away.
         stride = next(s for s in range(int(rows * 0.618) | 1, 3 * rows + 3) if math.gcd(s, rows) == 1)
         add("neighbours", "batches of 8, other neighbours", cut(8, index * stride % rows))
     for filler, name in ((nan, "NaN"), (inf, "infinity")):

@@ -1,10 +1,12 @@
 """``samebits bench``: speed beside PyTorch (cuBLAS) on the shapes of common models, with the right bits.
 
-Times are medians over replays of CUDA graphs, which rotate over enough operands to defeat the L2 cache. Where
-arithmetic is the bound, so is power, and the clock follows the power of the last tenth of a second. There
-each contestant runs alone for as long before it is timed, as in a program that uses no other, in two turns;
-elsewhere they take turns at each replay. No time is taken of a case whose sampled rows differ from the
-universal kernel's or the reference's.
+Times are medians over replays of CUDA graphs. The graphs rotate over enough operands to defeat the L2 cache.
+
+Cases that are bound by arithmetic are also bound by power, and the clock follows the power of the last tenth
+of a second. In these cases each contestant runs alone for that long before it is timed, as in a program that
+uses no other, in two turns. In other cases the contestants take turns at each replay.
+
+A case is not timed if its sampled rows differ from the universal kernel's or the reference's.
 """
 
 from samebits.tools.bench.cases import CASES, BenchCase, quick

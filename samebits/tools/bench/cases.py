@@ -1,4 +1,4 @@
-"""What ``samebits bench`` measures: the cases, their operands, and what samebits is compared with."""
+"""The cases of ``samebits bench``, their operands, and the competitors of samebits."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MODELS = {
     "router": ((7168, 256),),
     "small": ((768, 3072), (3072, 768), (4096, 1024)),
 }
-"""(K, N) of the projections: queries, keys and values together; output; gate and up together; down."""
+"""(K, N) of the projections: queries, keys and values as one; output; gate and up as one; down."""
 
 SHAPES = tuple(dict.fromkeys(itertools.chain(*MODELS.values())))
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BETWEEN = (20, 48, 96, 160, 200, 300)
-"""Rows that fill no tile of a power of two; at some shapes, and in no mean of `ROWS`."""
+"""Rows that fill no tile of a power of two. They are measured at some shapes, and are not in any mean."""
 
 
 F32_SHAPES = (*MODELS["Llama-3 8B"], *MODELS["router"], *MODELS["small"])
@@ -45,15 +45,21 @@ class BenchCase:
     """One product, or log-probabilities.
 
     Attributes:
-        work: ``forward`` x @ weight.T, ``dX`` dy @ weight, ``dW`` dy.T @ x; or ``dW ragged``, over packed
-            sequences of mean length 512, whose competitor is samebits' own dense ``dW``; or ``dW main_grad``,
-            accumulated into float32, beside ``mm`` and ``add_``; or ``bmm``, a batch of a @ b, beside which
-            a copy of as many bytes is timed; or ``logp``, ``linear_logp`` of m tokens under a vocabulary of
-            n, beside logits that are stored, and the bare product.
+        work: one of these:
+
+            * ``forward``: x @ weight.T.
+            * ``dX``: dy @ weight.
+            * ``dW``: dy.T @ x.
+            * ``dW ragged``: the same over packed sequences of mean length 512. The competitor is samebits'
+              dense ``dW``.
+            * ``dW main_grad``: the same accumulated into float32. The competitor is ``mm`` and ``add_``.
+            * ``bmm``: a batch of a @ b. A copy of as many bytes is timed, too.
+            * ``logp``: ``linear_logp`` of m tokens with a vocabulary of n. The competitors store the logits,
+              or compute only the product.
         m: rows, or tokens.
         k, n: in and out features.
-        dtype: of everything.
-        batch: matrices, in ``bmm``.
+        dtype: dtype of all tensors.
+        batch: number of matrices in ``bmm``.
     """
 
     work: Literal["forward", "dX", "dW", "dW ragged", "dW main_grad", "bmm", "logp"]
@@ -69,12 +75,12 @@ class BenchCase:
 
     @property
     def bytes(self) -> int:
-        """Of both operands and the result."""
+        """Bytes of both operands and the result."""
         elements = self.m * self.k + self.k * self.n + self.m * self.n
         return self.dtype.itemsize * elements * self.batch
 
     def record(self) -> dict[str, Any]:
-        """As it is written into results."""
+        """The case as it is written into results."""
         return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
 
 
@@ -95,7 +101,7 @@ TINY = (
 """(batch, M, K, N) of batched products."""
 
 ODD = (4095, 4096)
-"""(K, N) whose rows the copy engine cannot read: products for the universal kernel."""
+"""(K, N) whose rows the copy engine cannot read. The universal kernel computes these products."""
 
 _BETWEEN_AT = ((4096, 28672), (14336, 4096), (8192, 8192), (5120, 10240))
 _TRAINED = ((4096, 4096), (4096, 28672), (14336, 4096), (768, 3072))
@@ -127,7 +133,7 @@ CASES = (
 )
 
 HOST = ((16, 256, 256), (1, 1024, 1024))
-"""(M, K, N) at which a call costs the host more than the GPU."""
+"""(M, K, N) of products whose CPU launch overhead is longer than their time on the GPU."""
 
 _QUICK = {(4096, 6144), (4096, 4096), (14336, 4096), (7168, 256), (768, 3072)}
 
@@ -146,7 +152,7 @@ def quick() -> tuple[BenchCase, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another batch-invariant ``x @ weight.T``: how it wants the weight, and the call."""
+    """Another batch-invariant ``x @ weight.T``: its layout of the weight, and its call."""
 
     weight: Callable[[Tensor], Tensor]
     run: Callable[[Any, Tensor, Tensor], Tensor]
@@ -159,11 +165,11 @@ PEERS = {
         lambda module, x, w: module.deterministic_linear(x, w, None, tensor_cores=True),
     ),
 }
-"""By the module that has to be installed."""
+"""Peers by the module that has to be installed."""
 
 
 def packed_lengths(tokens: int) -> list[int]:
-    """Lengths of sequences of mean 512, the same for every run: between 1 and 1023, most of them odd."""
+    """Lengths of sequences, between 1 and 1023 with mean 512, mostly odd. They are the same in every run."""
     found, left, state = [], tokens, 1
     while left:
         state = state * 48271 % 2147483647
@@ -192,12 +198,12 @@ def make_operands(case: BenchCase, device: torch.device, make: Callable[..., Ten
 
 
 def stored_logits(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Log-probabilities in PyTorch, by way of logits in memory."""
+    """Log-probabilities in PyTorch, which stores the logits."""
     return -F.cross_entropy(F.linear(x, weight).float(), target, reduction="none")
 
 
 def contestants(case: BenchCase, device: torch.device) -> dict[str, Run]:
-    """samebits, and what it is compared with."""
+    """The calls that are timed: samebits' and its competitors'."""
     if case.work == "forward":
         return {"samebits": lambda x, w: matmul(x, w.mT), "torch": lambda x, w: torch.mm(x, w.mT)}
     if case.work == "dX":

@@ -1,4 +1,4 @@
-"""How calls are timed: as CUDA graphs, in turns, by their median."""
+"""Timing of calls as CUDA graphs, in turns, by the median."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from samebits.tools.bench.cases import Run
 
 ALONE = 0.08
-"""Seconds after which a GPU's clock follows what runs alone."""
+"""Seconds after which a GPU's clock follows the power of the code that runs."""
 
 
 class Race:
@@ -28,7 +28,7 @@ class Race:
             run(*operands)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # As many outputs as operands stay alive, so that results do not live in the L2 cache either.
+        # One output for each set of operands stays alive, so that results do not stay in the L2 cache.
         outputs: list[Tensor | None] = [None] * len(sets)
         with torch.cuda.graph(graph):
             for i in range(self._calls):
@@ -36,7 +36,7 @@ class Race:
         self._graphs[name] = graph
 
     def run(self, rounds: int) -> dict[str, float]:
-        """Median microseconds of a call, over so many turns of one replay."""
+        """Median microseconds of a call, over `rounds` turns of one replay each."""
         times: dict[str, list[float]] = {name: [] for name in self._graphs}
         for turn in range(rounds + 1):
             names = list(self._graphs)
@@ -47,7 +47,7 @@ class Race:
         return {name: median(t) for name, t in times.items()}
 
     def alone(self) -> dict[str, float]:
-        """Median microseconds of a call, of each contestant alone."""
+        """Median microseconds of a call. Each contestant runs alone."""
         times = alone({name: partial(self._replay, name) for name in self._graphs})
         return {name: median(t) for name, t in times.items()}
 
@@ -67,9 +67,9 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def alone(runs: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """What each returns over two turns, in which it is counted after ALONE seconds, five times at least.
+    """The results of each function in two turns. A turn counts calls after ALONE seconds, at least five.
 
-    What runs first after a pause is slower: that turn does not count, and the order is A, B, B, A.
+    The first turn after a pause is slower, so it does not count. The order of turns is A, B, B, A.
     """
 
     def heat(run: Callable[[], float]) -> int:

@@ -21,7 +21,7 @@ def main(*, quick: bool, peers: bool, backend: str | None, json_to: str | None, 
         The exit code: 1 if some products had other bits than specified, and otherwise 0.
 
     Raises:
-        ToolError: it cannot run here.
+        ToolError: the benchmark cannot run here.
     """
     out = terminal.Console(json_to)
     terminal.check_file("--json", json_to)

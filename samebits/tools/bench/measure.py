@@ -1,4 +1,4 @@
-"""One run of ``samebits bench``. A case is timed only after its bits were checked."""
+"""One run of ``samebits bench``. Every case is checked for right bits before it is timed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Show = Callable[[float, str], None]
 
 
 def check_bmm(case: BenchCase, operands: Sequence[Tensor], device: torch.device, ours: Run) -> None:
-    """Refuse wrong bits: some matrices against the CPU."""
+    """Raise AssertionError for wrong bits. Compares some matrices with the CPU's."""
     from samebits.backends.cuda.matmul import family
     from samebits.backends.reference import matmul as reference
     from samebits.testing import assert_same_bits
@@ -58,20 +58,23 @@ def check_bmm(case: BenchCase, operands: Sequence[Tensor], device: torch.device,
 
 
 def check_logp(case: BenchCase, operands: Sequence[Tensor], device: torch.device, ours: Run) -> None:
-    """Refuse wrong bits: some tokens against the CPU."""
+    """Raise AssertionError for wrong bits. Compares some tokens with the CPU's."""
     from samebits.backends.cuda.matmul import family
     from samebits.testing import assert_same_bits
 
     x, weight, target = operands
     some = torch.tensor([0, case.m // 2, case.m - 1], device=device)
     contract = TENSOR_CORE.on(family(device.index))
-    with use_backend("reference"):  # whichever is measured
+    with use_backend("reference"):  # another backend may be chosen for the measurement
         want = linear_logp(x[some].cpu(), weight.cpu(), target[some].cpu(), contract=contract)
     assert_same_bits(ours(*operands)[some], want, f"{case}: against the CPU reference")
 
 
 def check(case: BenchCase, operands: Sequence[Tensor], device: torch.device, ours: Run) -> None:
-    """Refuse wrong bits: some rows against a universal kernel, some of their columns against the CPU."""
+    """Raise AssertionError for wrong bits.
+
+    Compares some rows with a universal kernel's, and some columns of those with the CPU's.
+    """
     from samebits.backends.cuda.matmul import family
     from samebits.backends.cuda.products import fma, tensor_core
     from samebits.backends.reference import matmul as reference
@@ -84,11 +87,11 @@ def check(case: BenchCase, operands: Sequence[Tensor], device: torch.device, our
     first, second = operands[:2]
     a, b = {"forward": (first, second.mT), "dX": (first, second)}.get(case.work, (first.mT, second))
     out = ours(*operands)
-    # An odd step meets every place in a tile; the last row is always among them.
+    # An odd step reaches every position in a tile. The last row is always included.
     rows = torch.arange(out.shape[0] - 1, -1, -(out.shape[0] // 16 | 1), device=device)
-    spans = None
+    cu_seqlens = None
     if case.work == "dW ragged":
-        spans = torch.tensor(
+        cu_seqlens = torch.tensor(
             [0, *itertools.accumulate(packed_lengths(case.m))], dtype=torch.int32, device=device
         )
     some = a[rows].contiguous()
@@ -96,15 +99,15 @@ def check(case: BenchCase, operands: Sequence[Tensor], device: torch.device, our
     if case.dtype == F32:
         fma.FMA.run(Operands(some, b, want), fma.SCHEDULES[-1])
     else:
-        tensor_core.TENSOR_CORE.run(Operands(some, b, want, cu_seqlens=spans))
+        tensor_core.TENSOR_CORE.run(Operands(some, b, want, cu_seqlens=cu_seqlens))
     assert_same_bits(out[rows], want, f"{case}: rows {rows.tolist()}")
     columns = torch.arange(out.shape[1] - 1, -1, -(out.shape[1] // 32 | 1), device=device)
     x, y = some[:4].cpu()[None, None], b[:, columns].cpu()[None, None]
     key = FMA.key if case.dtype == F32 else TENSOR_CORE.on(family(device.index)).key
-    if spans is None:
+    if cu_seqlens is None:
         small = reference.matmul(x[0, 0], y[0, 0], bias=None, out_dtype=out.dtype, contract=key)
     else:
-        small = reference.addbmm(None, x, y, spans.cpu(), out_dtype=out.dtype, contract=key)[0]
+        small = reference.addbmm(None, x, y, cu_seqlens.cpu(), out_dtype=out.dtype, contract=key)[0]
     assert_same_bits(want[:4][:, columns].cpu(), small, f"{case}: against the CPU reference")
 
 
@@ -123,14 +126,14 @@ def _measure(case: BenchCase, device: torch.device, l2_bytes: int, peers: dict[s
         try:
             theirs = [(x, PEERS[name].weight(w)) for x, w in sets]
             race.add(name, partial(PEERS[name].run, module), theirs)
-        except Exception as error:  # another library's limits are not ours
+        except Exception as error:  # another library's limits must not end the benchmark
             skipped[name] = f"{type(error).__name__}: {error}"[:200]
     us = race.alone() if arithmetic > memory else race.run(11)
     return case.record() | {"us": us} | ({"skipped": skipped} if skipped else {})
 
 
 def _drift(k: int, n: int, device: torch.device) -> dict[str, Any]:
-    """How many of the first M rows have other bits than in the largest batch, for cuBLAS and for samebits."""
+    """How many of the first M rows have other bits than in the largest batch, in cuBLAS and in samebits."""
     x = torch.randn((ROWS[-1], k), device=device, dtype=BF16)
     weight = torch.randn((n, k), device=device, dtype=BF16)
     changed: dict[str, list[int]] = {}
@@ -143,7 +146,7 @@ def _drift(k: int, n: int, device: torch.device) -> dict[str, Any]:
 
 
 def _host(m: int, k: int, n: int, device: torch.device) -> list[dict[str, Any]]:
-    """Microseconds of the caller's time for one eager call."""
+    """The CPU launch overhead of one eager call, in microseconds."""
     x = torch.randn((m, k), device=device, dtype=BF16)
     weight = torch.randn((n, k), device=device, dtype=BF16)
     leaf = weight.clone().requires_grad_()
@@ -169,7 +172,7 @@ def _host(m: int, k: int, n: int, device: torch.device) -> list[dict[str, Any]]:
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """What a large copy and a large product reach here."""
+    """The bandwidth of a large copy and the speed of a large product on this GPU."""
     source = torch.empty(1 << 30, dtype=torch.int8, device=device).random_()
     a, b = (torch.randn((8192, 8192), device=device, dtype=BF16) for _ in range(2))
     race = Race(4)
@@ -215,18 +218,18 @@ def bench(
     backend: str | None = None,
     progress: Show = lambda done, what: None,
 ) -> dict[str, Any]:
-    """Measure `cases`, cuBLAS's drift on their shapes, and the host's cost of a call.
+    """Measure `cases`, cuBLAS's drift on their shapes, and the CPU launch overhead of a call.
 
     Args:
-        cases: what to measure.
+        cases: the cases.
         device: index of the CUDA device.
-        peers: measure those of `PEERS` that are installed, too.
-        backend: measure this one, as :func:`samebits.use_backend` names it, in place of the automatic choice.
-        progress: told the fraction done, and what is being done.
+        peers: also measure those of `PEERS` that are installed.
+        backend: the measured backend, as named by :func:`samebits.use_backend`. None is the automatic choice.
+        progress: receives the fraction done, and the current work.
 
     Returns:
-        What ``--json`` writes: ``environment``, ``ceilings``, ``cases``, ``red`` (cases with other bits than
-        specified, of which no time is taken), ``drift``, ``host``.
+        The content of ``--json``: ``environment``, ``ceilings``, ``cases``, ``red`` (cases with other bits
+        than specified, which are not timed), ``drift``, ``host``.
 
     Raises:
         samebits.backends.UnavailableError: no GPU can run this; the message says why.
@@ -273,6 +276,6 @@ def bench(
 def _installed(names: Iterable[str]) -> dict[str, Any]:
     found = {}
     for name in names:
-        with suppress(Exception):  # not installed, or not for this machine
+        with suppress(Exception):  # not installed, or it does not run on this machine
             found[name] = importlib.import_module(name)
     return found

@@ -1,4 +1,4 @@
-"""The figures of a benchmark, for a terminal and for the documents: speed by shape, and by band of cases."""
+"""The figures of a benchmark, for the terminal and the documents: speed by shape, and by band of cases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from samebits.tools.bench.cases import BETWEEN, ODD, ROWS
 
 
 def is_forward(case: dict[str, Any]) -> bool:
-    """Whether a result is of a forward on rows that the copy engine can read."""
+    """Whether a result belongs to a forward on rows that the copy engine can read."""
     return bool(case["work"] == "forward" and case["k"] != ODD[0])
 
 
@@ -39,7 +39,7 @@ BANDS: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Speed relative to the competitor's over some cases: above 1 is faster."""
+    """Speed relative to the competitor's, over some cases. Above 1 is faster."""
 
     cases: int
     mean: float
@@ -48,7 +48,7 @@ class Speed:
 
 
 def ratio(case: dict[str, Any], who: str = "samebits") -> float:
-    """How many times as fast as the competitor."""
+    """The speed relative to the competitor's."""
     us = case["us"]
     return float(us.get("torch", us.get("dense")) / us[who])
 

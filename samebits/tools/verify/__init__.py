@@ -1,8 +1,9 @@
 """``samebits verify``: every kernel and schedule on this GPU against the CPU reference, bit for bit.
 
-Nothing here decides what is right. Small products are held to the CPU reference, which executes the contract
-literally; large ones to the universal kernel, of which sampled rows are held to the reference each time;
-batches to one another. Every output is filled with NaN before its kernel runs, and so is what lies beside it.
+The expected results come from elsewhere. Small products are compared with the CPU reference, which executes
+the contract literally. Large ones are compared with the universal kernel, of which sampled rows are compared
+with the reference each time. Batches are compared with one another. Every output, and the memory beside it,
+is filled with NaN before its kernel runs.
 """
 
 from samebits.tools.verify.answers import known_answers

@@ -1,4 +1,4 @@
-"""Known answers, which hold the CPU reference itself to what is recorded."""
+"""Known answers: recorded results that the CPU reference must reproduce."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KNOWN_DIGESTS = {
 
 
 def known_answers(report: Report) -> None:
-    """Hold the CPU reference to what an H200 computed, and to digests of its own results."""
+    """Compare the CPU reference with results of an H200, and with digests of its own results."""
     path = importlib.resources.files("samebits") / "data" / "known_answers.npz"
     with path.open("rb") as file:
         recorded = np.load(file)
@@ -46,7 +46,7 @@ def known_answers(report: Report) -> None:
 
 
 def _digest(contract: Contract) -> str:
-    """Of a product whose operands come from integer arithmetic, so that no random generator matters."""
+    """The digest of a product. Its operands come from integer arithmetic, not from a random generator."""
     i = torch.arange(24 * 200, dtype=torch.int64)
     x = ((i * 2654435761 % 2**32 >> 20) % 255 - 127).float() / 64
     x *= torch.exp2(-((i * 40503 >> 7) % 12).float())

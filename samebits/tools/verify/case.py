@@ -1,4 +1,4 @@
-"""The products that are compared, as data."""
+"""The products that ``samebits verify`` compares, as data."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ class ProductCase:
     """One product ``[m, k] @ [k, n]``.
 
     Attributes:
-        what: what it tries, one line of the report.
+        what: the line of the report that the case belongs to.
         m, n, k: sizes.
-        layout: of A and B: ``N``, rows contiguous, or ``T``, columns contiguous; ``x @ weight.T`` is NT.
-        dtype: of A and B.
+        layout: layouts of A and B: ``N``, rows contiguous, or ``T``, columns contiguous. ``x @ weight.T`` is
+            NT.
+        dtype: dtype of A and B.
         out: dtype of the output; None is that of A and B.
         kind: one of ``samebits.testing.KINDS``.
-        place: of A and B in memory: ``plain``; ``pitched``, rows 16-byte aligned with a gap; ``odd``, at an
-            odd address with an odd pitch; ``spread``, every second element.
-        bias: its dtype, if any.
+        place: place of A and B in memory: ``plain``, contiguous; ``pitched``, rows 16-byte aligned with a
+            gap; ``odd``, at an odd address with an odd pitch; ``spread``, every second element.
+        bias: dtype of the bias, if any.
         accumulate: start the chains from an f32 matrix.
         pitch: elements between the output's rows.
-        batch: number of matrices, 0 for plain 2-D.
-        shared: which operand is one matrix for the whole batch, ``a``, ``b`` or neither.
-        segments: sequences as an axis of A and B; 0 for none.
-        lengths: sequences as spans of k.
-        bounds: dtype of the offsets of those spans.
-        step: of the contract.
+        batch: number of matrices; 0 for 2-D operands.
+        shared: the operand that is one matrix for the whole batch: ``a``, ``b`` or neither.
+        sequences: size of the axis of sequences of A and B; 0 for none.
+        lengths: lengths of sequences packed along k.
+        cu_seqlens_dtype: dtype of the offsets of packed sequences.
+        step: step of the contract.
     """
 
     what: str
@@ -53,9 +54,9 @@ class ProductCase:
     pitch: int = 0
     batch: int = 0
     shared: str = ""
-    segments: int = 0
+    sequences: int = 0
     lengths: tuple[int, ...] = ()
-    bounds: torch.dtype = torch.int32
+    cu_seqlens_dtype: torch.dtype = torch.int32
     step: Literal["mma", "fma"] = "mma"
 
     @property
@@ -64,20 +65,21 @@ class ProductCase:
 
     @property
     def work(self) -> int:
-        """Multiplications."""
-        return self.m * self.n * self.k * max(1, self.batch) * max(1, self.segments)
+        """The number of multiplications."""
+        return self.m * self.n * self.k * max(1, self.batch) * max(1, self.sequences)
 
     @property
     def variant(self) -> tuple[object, ...]:
-        """What kernels are compiled for: cases that share it mostly share kernels."""
+        """The properties that kernels are compiled for. Cases that share them mostly share kernels."""
         out = self.out_dtype, self.bias, self.accumulate, max(self.n, self.pitch) % 8 == 0
-        return self.step, self.layout, self.dtype, *out, self.k % 64 == 0, bool(self.lengths) and self.bounds
+        offsets = bool(self.lengths) and self.cu_seqlens_dtype
+        return self.step, self.layout, self.dtype, *out, self.k % 64 == 0, offsets
 
     def __str__(self) -> str:
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        said = {name: getattr(self, name) for name in list(defaults)[4:]}
-        words = [f"{name} {v}" for name, v in said.items() if v != defaults[name]]
-        text = ", ".join([f"M {self.m}, N {self.n}, K {self.k}", *words])
+        values = {name: getattr(self, name) for name in list(defaults)[4:]}
+        changed = [f"{name} {v}" for name, v in values.items() if v != defaults[name]]
+        text = ", ".join([f"M {self.m}, N {self.n}, K {self.k}", *changed])
         return text.replace("torch.", "")
 
 
@@ -91,7 +93,7 @@ SHAPES = (
     (65, 130, 100), (128, 256, 15), (136, 328, 200), (130, 70, 200), (257, 1, 129), (300, 520, 264),
     (512, 768, 512), (1000, 520, 1096),
 )  # fmt: skip
-# Of the first every schedule moves back its last tile of rows, of columns, or both.
+# In the first size, every schedule moves back its last tile of rows, of columns, or both.
 SIZES = ((520, 776, 512), (136, 328, 200), (8, 72, 8), (1, 264, 392), (2048, 1536, 320))
 LENGTHS = (
     (64, 128),
@@ -117,7 +119,7 @@ LARGEST = ((8192, 8192, 1024), (16384, 4096, 2048), (1024, 8192, 8192), (1, 5734
 
 
 def cases(thorough: bool) -> list[ProductCase]:
-    """What is held to the CPU reference, and, from `LARGE` on, to the universal kernel."""
+    """All cases. Kernels are compared with the CPU reference, and large ones with the universal kernel."""
     return [*_tensor_core(thorough), *_fma(thorough), *_tiny(thorough)]
 
 
@@ -139,7 +141,7 @@ def _tiny(thorough: bool) -> list[ProductCase]:
 
 
 def _fma(thorough: bool) -> list[ProductCase]:
-    """All of f32; of 16-bit operands, whose chains are the same, less."""
+    """All kinds of f32 cases. There are fewer of 16-bit operands, which have the same chains."""
     kinds = itertools.cycle(KINDS)
     f32 = partial(ProductCase, dtype=F32, step="fma")
     found = []
@@ -163,13 +165,16 @@ def _fma(thorough: bool) -> list[ProductCase]:
         for layout in LAYOUTS if thorough else ("NT", "NN"):
             for shape in ((136, 264, 200), (1, 72, 64), (20, 18, 33)):
                 found.append(f32("batches", *shape, layout, batch=5, shared=shared))
-    for lengths, bounds in zip(LENGTHS, itertools.cycle((torch.int32, torch.int64)), strict=False):
+    for lengths, offsets in zip(LENGTHS, itertools.cycle((torch.int32, torch.int64)), strict=False):
         for m, n in ((264, 520), (40, 24)):
-            spans = partial(f32, "sequences", m, n, sum(lengths), "TN", lengths=lengths, bounds=bounds)
-            found += [spans(accumulate=True, kind="wide"), spans(kind="tiny"), spans(dtype=F16, out=F32)]
-    for segments, k in ((3, 1), (4, 16), (3, 37), (2, 80)):
+            packed = partial(f32, "sequences", m, n, sum(lengths), "TN", lengths=lengths)
+            packed = partial(packed, cu_seqlens_dtype=offsets)
+            found += [packed(accumulate=True, kind="wide"), packed(kind="tiny"), packed(dtype=F16, out=F32)]
+    for sequences, k in ((3, 1), (4, 16), (3, 37), (2, 80)):
         for accumulate in (False, True):
-            found.append(f32("sequences", 40, 72, k, "TN", batch=2, segments=segments, accumulate=accumulate))
+            found.append(
+                f32("sequences", 40, 72, k, "TN", batch=2, sequences=sequences, accumulate=accumulate)
+            )
     for shape in LARGE:
         found.append(f32("large", *shape))
         if thorough:
@@ -210,20 +215,27 @@ def _tensor_core(thorough: bool) -> list[ProductCase]:
             for shape in ((136, 264, 200), (1, 72, 64), (20, 18, 33)):
                 found.append(ProductCase("batches", *shape, layout, batch=5, shared=shared))
     for lengths in LENGTHS:
-        for bounds in (torch.int32, torch.int64):
+        for offsets in (torch.int32, torch.int64):
             for m, n in ((264, 520), (40, 24)):
-                spans = partial(
-                    ProductCase, "sequences", m, n, sum(lengths), "TN", lengths=lengths, bounds=bounds
+                packed = partial(
+                    ProductCase,
+                    "sequences",
+                    m,
+                    n,
+                    sum(lengths),
+                    "TN",
+                    lengths=lengths,
+                    cu_seqlens_dtype=offsets,
                 )
-                found += [spans(out=F32, accumulate=True, kind="wide"), spans()]
+                found += [packed(out=F32, accumulate=True, kind="wide"), packed()]
                 if thorough:
-                    found += [spans(dtype=F16, kind="special"), spans(dtype=F16, out=F32)]
-    for segments, k in ((3, 1), (4, 16), (3, 37), (2, 80)):
+                    found += [packed(dtype=F16, kind="special"), packed(dtype=F16, out=F32)]
+    for sequences, k in ((3, 1), (4, 16), (3, 37), (2, 80)):
         for accumulate in (False, True):
             out = F32 if accumulate else None
             found.append(
                 ProductCase(
-                    "sequences", 40, 72, k, "TN", batch=2, segments=segments, accumulate=accumulate, out=out
+                    "sequences", 40, 72, k, "TN", batch=2, sequences=sequences, accumulate=accumulate, out=out
                 )
             )
     for layout, size in itertools.product(LAYOUTS, (1088, 328) if thorough else (1088,)):

@@ -1,7 +1,7 @@
-"""Products that need each other, launched one behind the other with nothing in between.
+"""Verification of dependent products that are launched back to back.
 
-A kernel may begin while the one before it ends. It must not read yet what that one writes, nor write over
-what that one reads.
+A kernel may begin before the previous one has ended. It must not yet read what the previous one writes, nor
+overwrite what the previous one reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def verify_chain(
     pairs: Iterable[tuple[ProductKernel[Any], Any]],
     device: torch.device,
 ) -> None:
-    """Hold chains of square products to the universal kernel's, which waits after each product."""
+    """Compare chains of square products with the universal kernel's, which waits after each product."""
 
     def square(seed: int) -> Tensor:
         return values(case.kind, (case.m, case.m), case.dtype, seed, device).div_(case.m**0.5)
@@ -38,12 +38,12 @@ def verify_chain(
     weight = square(0)
 
     def run(kernel: ProductKernel[Any], schedule: Any, wait: bool) -> Tensor | None:
-        """What the last product wrote; None if the kernel does not take these."""
+        """The result of the last product; None if the kernel does not take these products."""
         acc = torch.zeros((case.m, case.m), device=device) if case.accumulate else None
         matrices = [square(1), square(2)]
         for step in range(_STEPS):
-            # Reads, as A and as B in turn, what the step before wrote, and writes what that one read. An
-            # accumulator is read and written by each.
+            # Each step reads the previous one's output, as A and as B in turn, and overwrites what that step
+            # read. Every step reads and writes an accumulator.
             before, after = matrices if step % 2 == 0 else matrices[::-1]
             out = after if acc is None else acc
             a, b = (before, weight) if step % 4 < 2 else (weight, before)

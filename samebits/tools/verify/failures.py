@@ -18,7 +18,7 @@ class HangError(KernelError):
 
 
 def finish(doing: str, seconds: float = 60.0) -> None:
-    """Wait for the current stream, not for ever."""
+    """Wait for the current stream, at most `seconds`."""
     done = torch.cuda.Event()
     done.record()
     deadline = time.monotonic() + seconds
@@ -30,10 +30,10 @@ def finish(doing: str, seconds: float = 60.0) -> None:
 
 @contextmanager
 def running(what: str) -> Iterator[None]:
-    """Errors in here are the kernel's."""
+    """Raise errors of this block as a KernelError that names `what`."""
     try:
         yield
     except KernelError:
         raise
-    except Exception as error:  # whatever it is, the report says so
+    except Exception as error:  # the report names any error
         raise KernelError(f"{what}: {type(error).__name__}: {error}") from error

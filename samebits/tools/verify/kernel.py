@@ -1,4 +1,4 @@
-"""The product kernels that are proved."""
+"""The product kernels that are verified."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ BACKENDS = ("cuda", "triton")
 
 
 def kernels(device: int, backends: Sequence[str] = BACKENDS) -> list[ProductKernel[Any]]:
-    """Those that run on CUDA device `device`; of every step the one that supports all products comes first.
+    """The kernels that run on CUDA device `device`.
 
-    Of CUDA's, unless they are asked for, only these two, to which others are held.
+    The first kernel of every step is the universal one, which supports all products. Without ``"cuda"`` in
+    `backends`, the CUDA kernels are only these two, because others are compared with them.
     """
     from samebits.backends.cuda import devices
     from samebits.backends.cuda.matmul import PRODUCTS
@@ -30,5 +31,5 @@ def kernels(device: int, backends: Sequence[str] = BACKENDS) -> list[ProductKern
 
 
 def takes(kernel: ProductKernel[Any], p: Product, schedule: Any) -> bool:
-    """Whether `kernel` runs `p` under `schedule`; None is the one that it chooses itself."""
+    """Whether `kernel` runs `p` under `schedule`. None is the kernel's own choice."""
     return kernel.supports(p) and (schedule is None or schedule in kernel.schedules(p))

@@ -1,4 +1,4 @@
-"""The tensors of a case: operands laid out as it says, and outputs that start as NaN."""
+"""The tensors of a case: operands in the case's layout, and outputs that start as NaN."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from samebits.tools.verify.case import F32, ProductCase
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The tensors that go into a product."""
+    """The input tensors of a product."""
 
     a: Tensor
     b: Tensor
@@ -28,7 +28,7 @@ class Inputs:
     cu_seqlens: Tensor | None = None
 
     def into(self, out: Tensor) -> Operands:
-        """The operands of a product that writes `out`, which holds the accumulator if there is one."""
+        """The operands of a product that writes `out`. It already holds the accumulator, if there is one."""
         start = None if self.acc is None else out
         sequences = self.acc is not None or self.cu_seqlens is not None or self.a.ndim == 4
         return Operands(self.a, self.b, out, self.bias, start, self.cu_seqlens, sequences)
@@ -52,7 +52,7 @@ def laid(x: Tensor, layout: str, place: str) -> Tensor:
 def make_inputs(case: ProductCase, device: torch.device, make: Callable[..., Tensor] = values) -> Inputs:
     """The inputs of `case`, filled by `make`."""
     lead = (case.batch,) if case.batch else ()
-    mid = (case.segments,) if case.segments else ()
+    mid = (case.sequences,) if case.sequences else ()
     a_lead = (1,) if case.shared == "a" else lead
     b_lead = (1,) if case.shared == "b" else lead
     a = make(case.kind, (*a_lead, *mid, case.m, case.k), case.dtype, 1, device)
@@ -62,24 +62,24 @@ def make_inputs(case: ProductCase, device: torch.device, make: Callable[..., Ten
     cu_seqlens = None
     if case.lengths:
         ends = list(itertools.accumulate(case.lengths, initial=0))
-        cu_seqlens = torch.tensor(ends, dtype=case.bounds, device=device)
+        cu_seqlens = torch.tensor(ends, dtype=case.cu_seqlens_dtype, device=device)
     return Inputs(
         laid(a, case.layout[0], case.place), laid(b, case.layout[1], case.place), bias, acc, cu_seqlens
     )
 
 
 def unfilled(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: Any) -> Tensor:
-    """In place of `values` where only strides matter."""
+    """A substitute for `values` where only strides matter."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 _MARGIN = 8
-"""Rows before and after an output; their bytes are a multiple of 16."""
+"""Rows of memory before and after an output. Their bytes are a multiple of 16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Memory full of NaN, and an output in it."""
+    """An output within memory full of NaN."""
 
     out: Tensor
     rows: Tensor
@@ -88,12 +88,12 @@ class Room:
 
     @property
     def margins(self) -> Tensor:
-        """What lies before and after the output."""
+        """The memory before and after the output."""
         return torch.cat((self.memory[:_MARGIN], self.memory[-_MARGIN:]))
 
 
 def make_room(case: ProductCase, inputs: Inputs) -> Room:
-    """Room for an output, which starts as NaN or as the accumulator."""
+    """Room for an output that starts as NaN, or as the accumulator."""
     lead = (case.batch,) if case.batch else ()
     height, width = math.prod(lead) * case.m, max(case.n, case.pitch)
     memory = inputs.a.new_full((height + 2 * _MARGIN, width), math.nan, dtype=case.out_dtype)
@@ -108,10 +108,10 @@ _ALLOCATING = (torch.empty, torch.empty_like, Tensor.new_empty)
 
 
 class Surrounded(TorchFunctionMode):
-    """Numbers that are allocated in this context lie, and start, as NaN in memory full of NaN."""
+    """A context in which floating-point tensors are allocated within memory full of NaN, and start as NaN."""
 
     _WIDTH = 64
-    """Elements before and after; their bytes are a multiple of 128."""
+    """Elements before and after a tensor. Their bytes are a multiple of 128."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,5 +129,5 @@ class Surrounded(TorchFunctionMode):
 
     @property
     def margins(self) -> list[Tensor]:
-        """What lies before and after each tensor."""
+        """The memory before and after each tensor."""
         return [torch.cat((m[: self._WIDTH], m[-self._WIDTH :])) for m in self._memories]

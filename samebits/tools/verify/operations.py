@@ -1,4 +1,4 @@
-"""The public operations."""
+"""Verification of the public operations."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from samebits.tools.verify.report import Report
 
 
 def verify_operations(report: Report, contract: Contract, device: torch.device) -> None:
-    """The public operations and their gradients, on the GPU and on the CPU.
+    """Compare the public operations and their gradients on the GPU with those on the CPU.
 
-    On the GPU they are computed by the backend that was asked for, if one was.
+    On the GPU the chosen backend computes them, if one was chosen.
     """
     backend = chosen_backend(device.type) or ""
     name = f"{backend} operations".strip()
@@ -93,7 +93,7 @@ def verify_operations(report: Report, contract: Contract, device: torch.device) 
         both("matmul", lambda a, b, contract: (matmul(a, b, contract=contract),), (3, 1, 20, k), (2, k, n))
         both("linear_logp and gradients", log_probabilities, (70, k), (40 * n, k), (40 * n,), (70,))
         both("logp and gradient", from_logits, (70, 40 * n), (70,))
-        if backend == "triton":  # which has no attention
+        if backend == "triton":  # it has no attention
             continue
         heads, shared = (2, 4, 70), (2, 2, 70)
         both("attention and gradients", attended, (*heads, k), (*shared, k), (*shared, n), (*heads, n))

@@ -1,4 +1,4 @@
-"""What a run of ``samebits verify`` tries, and what it has compiled before."""
+"""The plan of a run of ``samebits verify``: cases, schedules, and kernels to compile first."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from samebits.tools.verify.reductions import calls, on_cuda, on_triton, reductio
 
 Pair = tuple[ProductKernel[Any], Any]
 Runs = list[Pair]
-"""Kernels, each with a schedule."""
+"""Pairs of a kernel and a schedule."""
 
 
 class VerifyPlan:
-    """The products and reductions that are held to the CPU reference on a GPU.
+    """The products and reductions that are compared with the CPU reference on a GPU.
 
     Attributes:
         device: the GPU.
-        offered: the kernels of products.
-        products: cases, with what runs each.
-        reduced: other cases.
-        reducers: the backends that run these.
+        offered: the product kernels.
+        products: cases of products, each with its kernels and schedules.
+        reduced: cases of reductions.
+        reducers: the backends that run `reduced`.
     """
 
     def __init__(self, index: int, thorough: bool, backends: Sequence[str]) -> None:
@@ -52,18 +52,18 @@ class VerifyPlan:
         )
 
     def cuda(self) -> Iterator[Callable[[], object]]:
-        """What loads every CUDA kernel."""
+        """Calls that load every CUDA kernel."""
         for case, pairs in self.products:
-            for _, call in self._launches(case, [pair for pair in pairs if pair[0].compiled_ahead]):
+            for _, call in self._launches(case, [pair for pair in pairs if pair[0].can_precompile]):
                 yield call
         for on in self._on_cuda:
             yield from calls(self.reduced, on, self.device)
 
     def triton(self) -> Iterator[tuple[object, Callable[[], object]]]:
-        """What has Triton compile every kernel, each with a key: calls that need the same mostly share it."""
+        """Calls that make Triton compile every kernel, with keys. Calls of one kernel mostly share a key."""
         for case, pairs in self.products:
-            if case.what != "large":  # sizes do not enter what Triton compiles
-                launches = self._launches(case, [pair for pair in pairs if not pair[0].compiled_ahead])
+            if case.what != "large":  # Triton's kernels do not depend on sizes
+                launches = self._launches(case, [pair for pair in pairs if not pair[0].can_precompile])
                 for (kernel, schedule), call in launches:
                     yield (kernel.name, schedule, case.variant), call
         for on, case in itertools.product(self._on_triton, self.reduced):
@@ -83,40 +83,41 @@ class VerifyPlan:
 
 
 def launch_part(index: int, thorough: bool, part: int, parts: int) -> None:
-    """Launch one part of what Triton will, so that its on-disk cache has the kernels."""
+    """Launch one of `parts` parts of the Triton kernels, to fill Triton's on-disk cache."""
     of: dict[object, int] = {}
     for key, call in VerifyPlan(index, thorough, ("triton",)).triton():
         if of.setdefault(key, len(of)) % parts == part:
-            with suppress(Exception):  # it will fail where it is verified, too
+            with suppress(Exception):  # verification will report the failure
                 call()
 
 
 def runs(todo: Sequence[ProductCase], offered: Sequence[ProductKernel[Any]], thorough: bool) -> list[Runs]:
-    """For each case, the schedules to try: the first, and of many, others for each variant, in turn.
+    """The kernels and schedules to try for each case.
 
-    Those of a CUDA kernel all run on plain operands of each layout, which many are made for, besides in a
-    third of its variants, or, unless `thorough`, in some three of them. Those of Triton run in a third of the
-    variants of each kind of case. Tiny batches are mostly left to the kernel that is made for them, unless
-    `thorough`.
+    * Every case runs under each kernel's own choice. Kernels with few schedules run under all of them.
+    * Every schedule of a CUDA kernel runs on contiguous operands of each layout, for which many schedules are
+      made. It also runs in a third of its variants, or without `thorough` in about three of them.
+    * Every schedule of a Triton kernel runs in a third of the variants of each kind of case.
+    * Without `thorough`, tiny batches mostly run under the kernel that is made for them.
     """
     turns: dict[object, dict[object, int]] = {}
 
-    def alike(case: ProductCase, ahead: bool) -> dict[object, int]:
-        of = (case.what == TINY_BATCHES, case.layout) if ahead else case.what
-        return turns.setdefault((ahead, case.step, of), {})
+    def alike(case: ProductCase, precompiled: bool) -> dict[object, int]:
+        of = (case.what == TINY_BATCHES, case.layout) if precompiled else case.what
+        return turns.setdefault((precompiled, case.step, of), {})
 
-    for case, ahead in itertools.product(todo, (True, False)):
-        alike(case, ahead).setdefault(case.variant, len(alike(case, ahead)))
+    for case, precompiled in itertools.product(todo, (True, False)):
+        alike(case, precompiled).setdefault(case.variant, len(alike(case, precompiled)))
 
     def tried(kernel: ProductKernel[Any], case: ProductCase, j: int) -> bool:
-        variants = alike(case, kernel.compiled_ahead)
+        variants = alike(case, kernel.can_precompile)
         if case.what == TINY_BATCHES and kernel.name != "tiny" and not thorough:
             return j == variants[case.variant] % 4 == 0
         few = len(kernel.catalogue) < 20 and (thorough or kernel.name != "tiny")
-        plain = case.what == "layouts" and (case.m, case.n, case.k) == SIZES[0]
-        if kernel.compiled_ahead and (j == 0 or few or plain):
+        contiguous = case.what == "layouts" and (case.m, case.n, case.k) == SIZES[0]
+        if kernel.can_precompile and (j == 0 or few or contiguous):
             return True
-        every = 3 if thorough or not kernel.compiled_ahead else max(1, len(variants) // 3)
+        every = 3 if thorough or not kernel.can_precompile else max(1, len(variants) // 3)
         return (j + variants[case.variant]) % every == 0
 
     return [

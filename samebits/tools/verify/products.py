@@ -1,4 +1,4 @@
-"""One case by every kernel and schedule; a small one is held to the CPU reference."""
+"""Verification of one product by every kernel and schedule."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from samebits.tools.verify.reference import REFERENCE, on_cpu
 from samebits.tools.verify.report import Report
 
 _LARGE = 1 << 29
-"""Multiplications from which on the CPU is too slow."""
-
+"""Multiplications above which the CPU is too slow."""
 
 AROUND = "memory around outputs"
 
@@ -32,6 +31,11 @@ def verify_case(
     contract: Contract,
     device: torch.device,
 ) -> None:
+    """Compare the results of `pairs` of kernels and schedules with the expected one.
+
+    A small case has the CPU reference's result. A large one has the universal kernel's, of which sampled rows
+    and columns are compared with the CPU reference.
+    """
     inputs = make_inputs(case, device)
     against = REFERENCE
     if case.work <= _LARGE:

@@ -1,4 +1,4 @@
-"""Reductions of rows, log-probabilities and attention: every kernel by itself, on operands of its own."""
+"""Verification of row reductions, log-probabilities and attention: every kernel on operands made for it."""
 
 from __future__ import annotations
 
@@ -36,28 +36,29 @@ IDS, PADDING, IGNORED = 11, 3, -1
 
 
 class RowBackend(NamedTuple):
-    """What runs the kernels: modules, and the functions that may have schedules."""
+    """A backend's kernels: its modules, and the functions that may have schedules."""
 
     name: str
-    """Before the kernels' names in the report."""
+    """A prefix of the kernels' names in the report."""
     rows: Any
-    """None where it reduces no rows."""
+    """The module of row reductions. None if the backend has none."""
     logp: Any
     statistics: Callable[..., Statistics]
     grad_logits: Callable[..., Tensor]
     attention: Callable[..., Tensor] | None
     schedules: Callable[..., Sequence[Any]]
-    """Of one of these three functions, for attention's sizes of k and v; none where no kernel is fused."""
+    """The schedules of one of these three functions. Attention's depend on the sizes of k and v. None without
+    a fused kernel."""
 
     def tried(self, case: Reduction) -> Sequence[Any]:
-        """The schedules under which it runs a case: none if it does not."""
+        """The schedules under which the backend runs a case; none if it does not run it."""
         if entry := KERNELS[case.kernel].entry:
             return self.schedules(entry, *((case.features, case.values) if entry == "attention" else ()))
         return ("",) if self.rows is not None or case.kernel in _LOGP else ()
 
 
 def on_cuda(fused: bool) -> RowBackend:
-    """The CUDA kernels; `fused`, whether those of `linear_logp` are here."""
+    """The CUDA kernels. `fused`: whether those of `linear_logp` and attention run on the GPU."""
     from samebits.backends.cuda import attention_sm90, linear_logp_sm90, logp, rows
     from samebits.backends.cuda.products.schedule_sm90 import round_up
 
@@ -75,7 +76,7 @@ def on_cuda(fused: bool) -> RowBackend:
 
 
 def on_triton(contract: Contract, device: int) -> RowBackend:
-    """Triton's; where a GPU fetches no tiles, its other kernels compute log-probabilities."""
+    """Triton's kernels. On a GPU that cannot fetch tiles, others compute log-probabilities."""
     from samebits.backends.triton import linear_logp, logp
 
     def schedules(entry: str, *sizes: int) -> Sequence[Any]:
@@ -96,7 +97,7 @@ def reference(contract: Contract) -> RowBackend:
         return grad_logits_by(linear_logp.grad_logits_later, *args, dtype=dtype, contract=contract.key)
 
     def attention(q: Tensor, *args: Any, schedule: Any) -> Tensor:
-        k, v, mask, causal, scale, _ = args  # the last is the key that kernels take
+        k, v, mask, causal, scale, _ = args  # the last argument is the kernels' contract key
         return stored(q, k, v, mask, causal, scale, contract.key)
 
     return RowBackend("", rows, logp, statistics, grad_logits, attention, lambda *of: (None,))
@@ -108,14 +109,14 @@ class Reduction:
 
     Attributes:
         kernel: one of `KERNELS`.
-        dtype: of what is reduced.
-        other: of parameters, or of results, where it may be another.
-        what: what it tries, one line of the report.
+        dtype: dtype of the reduced values.
+        other: dtype of parameters, or of results, where it may differ.
+        what: the line of the report that the case belongs to.
         rows, n: sizes.
-        features: of hidden states and weights, 0 for none.
-        values: size of what attention sums, 0 for none.
+        features: size of hidden states and weights; 0 for none.
+        values: size of the vectors that attention sums; 0 for none.
         kind: one of ``samebits.testing.KINDS``.
-        layout, place: of matrices in memory, as a product's A has them.
+        layout, place: of the matrices in memory, as for a product's A.
     """
 
     kernel: str
@@ -136,7 +137,7 @@ class Reduction:
 
 
 class _Operand:
-    """Drawn when first asked for; on a device, what was drawn, placed there, matrices at strides."""
+    """An operand that is drawn when it is first read. Copies on a device have the case's strides."""
 
     def __init__(self, draw: Callable[[RowOperands], Tensor], matrix: bool = False) -> None:
         self._draw, self._matrix = draw, matrix
@@ -152,7 +153,7 @@ class _Operand:
 
 
 def _tokens(features: str, dtype: str, seed: int) -> _Operand:
-    """A matrix with so many columns, as the case has it, and a row for each of its rows."""
+    """A matrix with a row for each of the case's rows. `features` and `dtype` name fields of the case."""
     return _Operand(
         lambda o: o.draw((o.case.rows, getattr(o.case, features)), getattr(o.case, dtype), seed), True
     )
@@ -164,7 +165,7 @@ def _entries(features: str, seed: int) -> _Operand:
 
 
 class RowOperands:
-    """A kernel is a function of its operands: most are drawn by themselves, forward results among them."""
+    """The operands of every kernel. Most are drawn independently, also the results of a forward."""
 
     case: Reduction
     x = _tokens("n", "dtype", 1)
@@ -176,11 +177,12 @@ class RowOperands:
     weight = _Operand(lambda o: o.normal((o.case.n,), o.case.other, 6))
     bias = _Operand(lambda o: o.normal((o.case.n,), o.case.other, 7))
     vectors = _Operand(lambda o: o.draw_vectors())
-    """In f32 for each row: logp, entropy, shift, logarithm of the sum, gradient; of norms mean and scale."""
+    """In f32 for each row: logp, entropy, shift, logarithm of the sum, gradient. For norms the first two are
+    mean and scale."""
     ids = _Operand(lambda o: o.integers(0, IDS, 8))
-    target = _Operand(lambda o: o.integers(IGNORED - 1, o.case.n, 9))  # ignored and wrong ones too
+    target = _Operand(lambda o: o.integers(IGNORED - 1, o.case.n, 9))  # includes ignored and wrong targets
     mask = _Operand(lambda o: o.draw_mask())
-    """In f32: some keys are hidden, and all from some rows."""
+    """In f32. Some keys are masked, and in some rows all keys."""
 
     def __init__(
         self,
@@ -200,7 +202,7 @@ class RowOperands:
     def draw_vectors(self) -> Tensor:
         logits = self.hidden.float() @ self.vocabulary.float().mT if self.case.features else self.x.float()
         vectors = self.normal((5, self.case.rows), F32, 8)
-        vectors[2], vectors[3] = logits.amax(1) * SCALE, vectors[3].abs()  # so that probabilities are such
+        vectors[2], vectors[3] = logits.amax(1) * SCALE, vectors[3].abs()  # then probabilities are at most 1
         return vectors
 
     def draw_mask(self) -> Tensor:
@@ -209,7 +211,7 @@ class RowOperands:
         return mask
 
     def placed(self, device: torch.device) -> RowOperands:
-        """The same on `device`, at the case's strides: at once what was drawn, the rest when asked for."""
+        """The same on `device`, at the case's strides. Operands not drawn yet follow when they are read."""
         there = RowOperands(self.case, source=self, device=device)
         for operand in list(self.kept):
             operand.__get__(there)
@@ -223,7 +225,7 @@ def _norm(
     on: RowBackend, o: RowOperands, *, bias: bool = True, weight: bool = True, centred: bool
 ) -> Results:
     y, *kept = on.rows.norm(o.x, o.weight if weight else None, o.bias if bias else None, EPS, centred)
-    # Of what is kept for the backward the contract specifies no NaN.
+    # The contract does not specify the NaN in values that are saved for the backward.
     return y, *(torch.where(t.isnan(), torch.nan, t) for t in kept)
 
 
@@ -253,7 +255,7 @@ def _statistics(on: RowBackend, o: RowOperands, schedule: Any, *, bias: bool, en
 
 def _combined(on: RowBackend, statistics: Statistics, rows: Rows) -> Results:
     on.logp.combine(statistics, rows)
-    # The shift may be a zero of either sign, and anything where the logarithm of the sum is NaN.
+    # The shift may be a zero of either sign. It may be anything where the logarithm of the sum is NaN.
     shift = torch.where(rows.log_sum.isnan(), torch.nan, rows.shift + 0.0)
     return rows.logp, rows.entropy, shift, rows.log_sum
 
@@ -278,14 +280,15 @@ def _fused_grad_logits(
 
 
 def _attention(on: RowBackend, o: RowOperands, schedule: Any, *, mask: str = "") -> Results:
-    """Tokens are queries of one head, or two in its group; many are of more heads than multiprocessors.
+    """Attention with tokens as queries, and the vocabulary as the keys of all heads.
 
-    The vocabulary is the keys of all heads.
+    Few tokens are queries of one head, or of two in its group. Many tokens are queries of more heads than a
+    GPU has multiprocessors.
     """
     assert on.attention is not None
     rows = len(o.hidden)
     heads, group = (rows // 2, 1) if rows >= 300 else (1, 2 - rows % 2)
-    finite = not mask or o.attended.isfinite().all()  # as the values of masked keys must be
+    finite = not mask or o.attended.isfinite().all()  # values of masked keys must be finite
     attended = o.attended if finite else o.attended.nan_to_num(0.0, 0.0, 0.0)
     k, v = (x.expand(1, heads, *x.shape) for x in (o.vocabulary, attended))
     given = {"boolean": o.mask > -1.0, "float": o.mask}.get(mask)
@@ -294,8 +297,8 @@ def _attention(on: RowBackend, o: RowOperands, schedule: Any, *, mask: str = "")
 
 
 def _given(o: RowOperands, vocabulary: int, entropy: bool) -> tuple[Rows, Tensor, Tensor | None]:
-    """Rows with the results of a forward, and the gradients of these."""
-    logp, entropies, shift, log_sum, grad = (v.clone() for v in o.vectors)  # aligned, as results are
+    """Rows with the results of a forward, and the gradients of those results."""
+    logp, entropies, shift, log_sum, grad = (v.clone() for v in o.vectors)  # cloned to be aligned
     rows = Rows(o.target, vocabulary, IGNORED, SCALE, logp, entropies, shift, log_sum)
     return rows, grad, logp if entropy else None
 
@@ -304,7 +307,7 @@ def _given(o: RowOperands, vocabulary: int, entropy: bool) -> tuple[Rows, Tensor
 class Reducer:
     """A kernel: how to run it, and which pairs of dtypes it takes.
 
-    `entry` is which of a backend's fused functions it is, if any: these run under schedules.
+    `entry` names the backend's fused function, if the kernel is one. Those run under schedules.
     """
 
     run: Callable[..., Results]
@@ -364,7 +367,7 @@ _LOGP = {
 _ATTENTION = {
     "attention, whole": Reducer(_attention, HALF, "attention"),
     "attention, whole, causal": Reducer(partial(_attention, mask="causal"), HALF, "attention"),
-    # How a mask is read does not depend on the dtype: one for each keeps the kernels few.
+    # Reading of a mask does not depend on the dtype, so one dtype for each mask is enough.
     "attention, whole, boolean mask": Reducer(partial(_attention, mask="boolean"), HALF[:1], "attention"),
     "attention, whole, float mask": Reducer(partial(_attention, mask="float"), HALF[1:], "attention"),
 }
@@ -380,7 +383,7 @@ FUSED_SIZES: tuple[Size, ...] = (
     (1, 1, 8, 0), (3, 130, 24, 0), (9, 1100, 40, 0), (20, 300, 72, 0), (33, 129, 64, 0), (70, 300, 136, 0),
     (130, 4097, 64, 0), (300, 700, 24, 0),
 )  # fmt: skip
-# Heads with schedules of their own, and no others: each means kernels to compile.
+# One size for each set of attention's schedules. More would mean more kernels to compile.
 ATTENTION_SIZES: tuple[Size, ...] = (
     (1, 1, 64, 64), (3, 130, 56, 88), (9, 1100, 120, 128), (20, 300, 64, 64), (129, 257, 64, 96),
     (130, 4097, 64, 64), (300, 700, 128, 120),
@@ -390,7 +393,7 @@ STRIDES = (("N", "pitched"), ("N", "odd"), ("N", "spread"), ("T", "plain"))
 
 
 def reductions(thorough: bool, fused: bool) -> Iterator[Reduction]:
-    """What is held to the CPU reference, of the fused kernels only if they are here."""
+    """All cases. Those of fused kernels only with `fused`."""
     kinds = itertools.cycle(KINDS)
     for name, kernel in KERNELS.items():
         if kernel.entry and not fused:
@@ -410,7 +413,7 @@ def reductions(thorough: bool, fused: bool) -> Iterator[Reduction]:
 
 
 def calls(cases: Iterable[Reduction], on: RowBackend, device: torch.device) -> Iterator[Callable[[], object]]:
-    """What loads the kernels that `cases` run."""
+    """Calls that load the kernels of `cases`."""
     for case in cases:
         kernel, operands = KERNELS[case.kernel], RowOperands(case, unfilled).placed(device)
         for schedule in on.tried(case):
@@ -424,11 +427,11 @@ def verify_reductions(
     contract: Contract,
     device: torch.device,
 ) -> None:
-    """Hold the kernels of `backends` to the CPU reference, and what lies around their outputs to NaN."""
+    """Compare the kernels of `backends` with the CPU reference, and the memory around outputs with NaN."""
     right = reference(contract)
     for case in cases:
         runs = [(on, schedule) for on in backends for schedule in on.tried(case)]
-        if not runs:  # attention is Hopper's alone
+        if not runs:  # attention has kernels on Hopper only
             continue
         kernel, operands = KERNELS[case.kernel], RowOperands(case)
         want = [t.to(device) for t in kernel(right, operands, None)]

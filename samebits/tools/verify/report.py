@@ -1,4 +1,4 @@
-"""What was found, for programs and for people."""
+"""The report of ``samebits verify``, as JSON and for the terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Mismatch:
 
 @dataclass
 class Line:
-    """One line of the report: what was compared with what, and how many values differed."""
+    """One line of the report: a comparison, and how many values differed."""
 
     kernel: str
     what: str
@@ -44,25 +44,25 @@ class Line:
     compared: int = 0
     differing: int = 0
     counts: bool = True
-    """Whether a difference is a failure; bits of cuBLAS are only reported."""
+    """Whether a difference is a failure. Differences of cuBLAS are only reported."""
 
 
 @dataclass
 class Report:
-    """What ``samebits verify`` found.
+    """The results of ``samebits verify``.
 
     Attributes:
-        gpu: its name, None if none was verified.
+        gpu: the GPU's name; None if none was verified.
         why_not: why no GPU was verified; empty if one was.
-        contract: what the GPU's bits were held to, with its digest.
-        versions: of samebits, torch, the driver and NVRTC.
+        contract: the contract that the GPU's bits were compared with, and its digest.
+        versions: versions of samebits, torch, the driver and NVRTC.
         thorough: whether all cases ran.
-        backends: whose kernels were verified: ``cuda``, ``triton``.
+        backends: the verified backends: ``cuda``, ``triton``.
         kernels: how many kernels were compiled, or taken from the cache.
         lines: the comparisons.
         first: the first place where bits differ.
-        failure: a kernel that raised an error or did not end; nothing ran after it.
-        seconds: how long it took.
+        failure: a kernel that raised an error or did not end. Nothing ran after it.
+        seconds: time taken.
     """
 
     gpu: str | None
@@ -92,7 +92,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0: every bit as specified. 1: not so. 2: no GPU was verified."""
+        """0: every bit is as specified. 1: some are not. 2: no GPU was verified."""
         if self.differing or self.failure:
             return 1
         return 0 if self.gpu else 2
@@ -119,7 +119,7 @@ class Report:
         schedule: object = "",
         counts: bool = True,
     ) -> None:
-        """Hold `got` to `want`, both on one device, by their bits."""
+        """Compare the bits of `got` with those of `want`, on the same device."""
         line = self.line(kernel, what, against, counts)
         self._schedules.setdefault((kernel, what, against), set()).add(schedule)
         line.schedules = len(self._schedules[kernel, what, against] - {""})

@@ -1,4 +1,4 @@
-"""Rows of a product, whatever batch they ride in."""
+"""Verification that a product's rows have the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def verify_rows(
     dtype: torch.dtype,
     thorough: bool,
 ) -> None:
-    """A row's bits in batches of every size, position, company, chunking, stride, stream and graph.
+    """Compare rows in batches of other sizes, positions, neighbours, chunks, strides, streams and graphs.
 
-    They are computed by the backend that was asked for, if one was.
+    The chosen backend computes them, if one was chosen.
     """
     linears = f"{chosen_backend(device.type) or ''} samebits.linear".strip()
     where = f"N {n}, K {k}, {dtype}"

@@ -1,4 +1,4 @@
-"""One run: the known answers, then all that a GPU is held to."""
+"""One run of ``samebits verify``: the known answers, then all comparisons on a GPU."""
 
 from __future__ import annotations
 
@@ -38,27 +38,30 @@ def verify(
     device: int = 0,
     progress: Show = lambda done, what: None,
 ) -> Report:
-    """Hold every kernel and schedule on a GPU to the CPU reference.
+    """Compare every kernel and schedule on a GPU with the CPU reference.
 
-    Kernels that are not in the on-disk cache yet are compiled first. For that it starts a process for each
-    CPU and some more: a script that calls this needs the usual ``if __name__ == "__main__":``.
+    Kernels that are not in the on-disk cache yet are compiled first, in a process for each CPU and some more.
+    So a script that calls this function needs the usual ``if __name__ == "__main__":``.
 
     Args:
         thorough: more combinations, and more large products.
-        backend: whose kernels, ``"cuda"`` or ``"triton"``; by default CUDA's, and, if `thorough`, Triton's
-            too where it is installed.
+        backend: the kernels' backend, ``"cuda"`` or ``"triton"``. The default is CUDA, and with `thorough`
+            also Triton if it is installed.
         device: index of the CUDA device.
-        progress: told the fraction done, and what is being done.
+        progress: receives the fraction done, and the current work.
 
     Returns:
         The report. Without a GPU it has the CPU reference's known answers, and why no GPU was verified.
+
+    Raises:
+        ValueError: there is no such backend.
     """
     from samebits.backends.cuda import compiler, devices
     from samebits.backends.triton import runtime as triton
 
     if backend not in (None, *BACKENDS):
         raise ValueError(
-            f"samebits.tools.verify: backend: expected one of {BACKENDS} or None, got {backend!r}"
+            f"samebits.tools.verify.verify: backend: expected one of {BACKENDS} or None, got {backend!r}"
         )
     start = time.monotonic()
     status, second = devices.status(), triton.status()
@@ -105,8 +108,8 @@ def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[s
     info = devices.device_info(index)
     contract = TENSOR_CORE.on(family(index))
     report.gpu, report.contract, report.digest = info.name, str(contract), contract.digest()
-    torch.cuda.mem_get_info(index)  # this process comes first where only one is allowed on the GPU
-    with _helpers(index, thorough, backends) as wait:
+    torch.cuda.mem_get_info(index)  # claims the GPU if only one process may use it
+    with _filling_caches(index, thorough, backends) as wait:
         _verify_cpu(report, progress)
         progress(0.0, "choosing kernels")
         plan = VerifyPlan(index, thorough, backends)
@@ -126,7 +129,7 @@ def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[s
     reduce = partial(verify_reductions, report, plan.reduced, plan.reducers, contract, plan.device)
     parts: list[_Part] = [
         ("reductions and log-probabilities", None, reduce),
-        *_public(report, contract, plan.device, thorough, backends),
+        *_public_functions(report, contract, plan.device, thorough, backends),
     ]
     for i, (what, backend, part) in enumerate(parts):
         progress(0.85 + 0.15 * i / len(parts), f"{what}, {backend}" if backend else what)
@@ -135,22 +138,23 @@ def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[s
 
 
 @contextmanager
-def _helpers(index: int, thorough: bool, backends: Sequence[str]) -> Iterator[Callable[[float], None]]:
-    """Processes that meanwhile fill the on-disk caches with kernels that are not known precompile.
+def _filling_caches(index: int, thorough: bool, backends: Sequence[str]) -> Iterator[Callable[[float], None]]:
+    """Fill the on-disk caches in other processes, with kernels that :mod:`precompile` cannot know.
 
-    Triton, most of whose compiler runs one thread at a time, launches its kernels in some; one for each
-    backend runs the public functions. Yields what waits for them, so many seconds at most.
+    Some processes launch Triton's kernels, because most of Triton's compiler runs in one thread. One process
+    for each backend runs the public functions. Yields a function that waits for the processes, at most for a
+    number of seconds.
     """
     parts = min(8, os.cpu_count() or 1) if "triton" in backends else 0
     tasks = [partial(launch_part, index, thorough, part, parts) for part in range(parts)]
-    tasks += [partial(_rehearse, index, thorough, backend) for backend in backends]
-    with _beside([partial(_help, index, task) for task in tasks]) as wait:
+    tasks += [partial(_run_public_functions, index, thorough, backend) for backend in backends]
+    with _in_processes([partial(_quietly, index, task) for task in tasks]) as wait:
         yield wait
 
 
 @contextmanager
-def _beside(tasks: Iterable[Callable[[], None]]) -> Iterator[Callable[[float], None]]:
-    """Run each task in a process of its own, which at the end of this context is ended if it goes on."""
+def _in_processes(tasks: Iterable[Callable[[], None]]) -> Iterator[Callable[[float], None]]:
+    """Run each task in a process. Processes that still run at the end of this context are killed."""
     from samebits.backends.cuda import precompile
 
     started: list[BaseProcess] = []
@@ -164,7 +168,7 @@ def _beside(tasks: Iterable[Callable[[], None]]) -> Iterator[Callable[[float], N
         for task in tasks:
             arguments = dict(os.environ), task
             process: BaseProcess = precompile.processes().Process(
-                target=_adopting, args=arguments, daemon=True
+                target=_in_environment, args=arguments, daemon=True
             )
             process.start()
             started.append(process)
@@ -175,25 +179,25 @@ def _beside(tasks: Iterable[Callable[[], None]]) -> Iterator[Callable[[float], N
         wait(5)
 
 
-def _adopting(environment: dict[str, str], task: Callable[[], None]) -> None:
+def _in_environment(environment: dict[str, str], task: Callable[[], None]) -> None:
     from samebits.backends.cuda import precompile
 
     precompile.adopt(environment)
     task()
 
 
-def _help(index: int, task: Callable[[], None]) -> None:
-    # What goes wrong here shows when it is verified; or else only this process was not allowed on the GPU.
+def _quietly(index: int, task: Callable[[], None]) -> None:
+    # Verification reports the same errors, unless only this process was not allowed on the GPU.
     with suppress(Exception), torch.cuda.device(index), torch.no_grad():
         task()
 
 
-def _rehearse(index: int, thorough: bool, name: str) -> None:
+def _run_public_functions(index: int, thorough: bool, name: str) -> None:
     from samebits.backends.cuda.matmul import family
 
     report = Report(None, "", "", "", {}, thorough)
     contract, device = TENSOR_CORE.on(family(index)), torch.device("cuda", index)
-    for _, backend, part in _public(report, contract, device, thorough, [name]):
+    for _, backend, part in _public_functions(report, contract, device, thorough, [name]):
         with use_backend(backend):
             part()
 
@@ -201,10 +205,10 @@ def _rehearse(index: int, thorough: bool, name: str) -> None:
 _Part = tuple[str, str | None, Callable[[], None]]
 
 
-def _public(
+def _public_functions(
     report: Report, contract: Contract, device: torch.device, thorough: bool, backends: Sequence[str]
 ) -> Iterator[_Part]:
-    """Of the public functions, computed by Triton, or, for CUDA's kernels, as if nobody had chosen."""
+    """Verification of the public functions, by Triton or without a chosen backend for the CUDA kernels."""
     for name in backends:
         backend = None if name == "cuda" else name
         yield "operations", backend, partial(verify_operations, report, contract, device)

@@ -1,4 +1,4 @@
-"""Gradients of weights, sums over tokens, however the tokens are packed."""
+"""Comparison of weight gradients, which are sums over tokens, under different packings of the tokens."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _TOKENS = (700, 0, 1, 333, 16, 1024, 47, 5, 512, 129)
 def verify_tokens(
     report: Report, contract: Contract, device: torch.device, n: int, k: int, dtype: torch.dtype
 ) -> None:
-    """The bits of dW and db however the same sequences are packed, padded, or cut into micro-batches.
+    """Compare the bits of dW and db when the same sequences are packed, padded, or cut into micro-batches.
 
-    They are computed by the backend that was asked for, if one was.
+    The chosen backend computes them, if one was chosen.
     """
     backend = chosen_backend(device.type)
     where, key = f"N {n}, K {k}, {dtype}", pack_key(contract.key, backend)

@@ -279,7 +279,7 @@ def tensor_core_log_probabilities() -> int:
         (strided, bias, True, 0.01),
     ):
         fused = x is hidden
-        assert linear_logp.fused(x, weight, b, key) == fused
+        assert linear_logp.supports_fused(x, weight, b, key) == fused
         want = Rows.empty(target, vocabulary, -100, scale=scale, entropy=entropy)
         statistics = reference_linear_logp.statistics(x, weight, b, want, contract=key)
         reference_logp.combine(statistics, want)

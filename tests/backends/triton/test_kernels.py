@@ -79,7 +79,7 @@ def general(
     from samebits.backends.triton import kernels, products
 
     types = {"a": f"*{PLACES[dtype]}", "b": f"*{PLACES[dtype]}", "out": f"*{PLACES[out]}", **given}
-    constants = {name: None for name in ("acc", "bias", "spans") if name not in given}
+    constants = {name: None for name in ("acc", "bias", "cu_seqlens") if name not in given}
     fma = s in products.FMA_SCHEDULES
     constants |= {"FMA": fma, "CLOSING_ZERO": fma, "STAGES": s.stages}
     constants |= {"A_ALONG": along[0], "B_ALONG": along[1]}
@@ -93,7 +93,7 @@ def test_fma_compiles(target: str) -> None:
 
     for i, schedule in enumerate(FMA_SCHEDULES):
         dtype = (torch.float32, torch.bfloat16, torch.float16)[i % 3]
-        carried = {"acc": "*fp32", "spans": "*i32"} if i % 2 else {"bias": "*fp32"}
+        carried = {"acc": "*fp32", "cu_seqlens": "*i32"} if i % 2 else {"bias": "*fp32"}
         text = general(target, dtype, torch.float32, (("k", "row"), ("", ""))[i % 2], schedule, **carried)
         if target in NVIDIA:
             assert "fma.rn.f32" in text
@@ -110,7 +110,7 @@ def test_tensor_core_compiles(target: str) -> None:
 
     for i, schedule in enumerate(MMA_SCHEDULES):
         dtype = (torch.bfloat16, torch.float16)[i % 2]
-        carried = {"acc": "*fp32", "spans": "*i64"} if i % 2 else {"bias": f"*{PLACES[dtype]}"}
+        carried = {"acc": "*fp32", "cu_seqlens": "*i64"} if i % 2 else {"bias": f"*{PLACES[dtype]}"}
         along = (("k", "k"), ("k", "row"), ("row", "row"), ("", ""))[i]
         text = general(target, dtype, torch.float32 if i % 2 else dtype, along, schedule, **carried)
         assert_multiplies_16_bit_operands(text, target)
@@ -262,7 +262,7 @@ def test_no_size_or_stride_is_compiled_in(module: str, name: str) -> None:
     """Triton compiles anew for an integer that is 1, or a multiple of 16, unless told not to."""
     pytest.importorskip("triton")
     kernels = importlib.import_module(f"samebits.backends.triton.{module}")
-    others = {"a", "b", "acc", "bias", "spans", "out", "hidden", "weight", "logits", *ROWS}
+    others = {"a", "b", "acc", "bias", "cu_seqlens", "out", "hidden", "weight", "logits", *ROWS}
     if module == "kernels":
         others -= {"m"}  # there it is a size
     sizes = [p for p in getattr(kernels, name).params if not p.is_constexpr and p.name not in others]

@@ -1,1 +1,1 @@
-"""Kernels of matrix products, one host file each, and how each is planned."""
+"""Product kernels: a host file for each, and their plans."""

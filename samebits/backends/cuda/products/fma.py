@@ -1,4 +1,4 @@
-"""Products under FMA: host side of ``kernels/fma.cu``.
+"""The universal product under FMA: host side of ``kernels/fma.cu``.
 
 It takes every layout, stride, alignment and size, and operands of any supported dtype, on sm_75 and newer.
 """
@@ -28,19 +28,20 @@ __all__ = ["FMA", "SCHEDULES", "FmaSchedule", "kernel_spec"]
 
 @dataclass(frozen=True, slots=True)
 class FmaSchedule:
-    """How the work is cut.
+    """The schedule of the universal kernel under FMA.
 
     Attributes:
         tile_k: k in a pipeline stage.
         thread_m, thread_n: a thread's share of the output, all of it in registers.
-        lanes_m: rows of threads in a warp, of 32 threads in all.
+        lanes_m: rows of threads in a warp, which has 32 threads in all.
         warps_m, warps_n: rows and columns of warps in a block.
-        helpers: warps of a block that copy for these, which then only multiply.
+        helpers: warps of a block that copy, so that the others only multiply.
         stages: tiles in flight.
         step: k whose operands are read from shared memory at a time.
-        min_blocks: blocks that shall fit on one multiprocessor, from sm_90 on.
-        alone, busy: nanoseconds for a tile over one k, fitted to times of ``benchmarks.tune`` on an H200:
-            of a block that has a multiprocessor to itself, and for each of many that share one.
+        min_blocks: blocks that must fit on one multiprocessor, from sm_90 on.
+        alone, busy: nanoseconds for a tile over one k, fitted to times of ``benchmarks.tune`` on an H200.
+            ``alone`` is for a block that has a multiprocessor to itself. ``busy`` is for each of many that
+            share one.
     """
 
     tile_k: int
@@ -70,7 +71,7 @@ class FmaSchedule:
 
     @property
     def smem(self) -> int:
-        """Bytes of shared memory that suffice, however operands lie in it."""
+        """Bytes of shared memory that suffice for every layout of operands."""
         return (self._floats(self.tile_m) + self._floats(self.tile_n)) * 4 * self.stages
 
     def time(self, m: int, n: int, batch: int, sm_count: int) -> float:
@@ -103,7 +104,7 @@ def kernel_spec(
     b: TileLayout,
     segmented: bool,
 ) -> compiler.KernelSpec:
-    """The kernel for operands of such layouts, and `dtypes` of a, b and the output."""
+    """The kernel for operands with these layouts, and `dtypes` of a, b and the output."""
     sizes = {name.upper(): value for name, value in asdict(schedule).items() if name not in ("alone", "busy")}
     constants = sizes | {
         "A_KIND": TYPES[dtypes[0]],
@@ -115,7 +116,7 @@ def kernel_spec(
     }
     return compiler.KernelSpec(
         "fma.cu",
-        "fma_product",  # fma is a function of C
+        "fma_product",  # fma is a function of the C library
         PARAMS,
         tuple(constants.items()),
         block=schedule.threads,
@@ -125,7 +126,7 @@ def kernel_spec(
 
 
 def _copy(x: TileLayout, step: int, thread: int) -> str:
-    """How tiles of `x` are copied, of which a thread takes so many rows: enum Copy of the kernel."""
+    """How tiles of `x` are copied, as the kernel's enum Copy. A thread takes `thread` rows."""
     if x.vector and x.k_major and step % 4 == 0:
         return "FOUR_K"
     if x.vector and not x.k_major and thread % 4 == 0:
@@ -135,7 +136,7 @@ def _copy(x: TileLayout, step: int, thread: int) -> str:
     return "ALONG_UNIT_K" if x.strides[3] == 1 else "ALONG_K"
 
 
-class _Fma(CudaKernel[FmaSchedule]):
+class FmaKernel(CudaKernel[FmaSchedule]):
     name, step = "fma", "fma"
 
     @property
@@ -170,4 +171,4 @@ class _Fma(CudaKernel[FmaSchedule]):
         return tile_plan(p, spec, a, b, tiles_m, tiles_n, p.sequences)
 
 
-FMA = _Fma()
+FMA = FmaKernel()

@@ -28,7 +28,7 @@ from samebits.backends.product import LARGEST, Matrix, Product, need, refuse_lar
 __all__ = ["FEW", "FMA_SM90", "MANY", "FmaFewSchedule", "FmaManySchedule", "FmaSm90Schedule"]
 
 TILE_K = 32
-"""k in a pipeline stage: a row of a raw tile is one line of the swizzle."""
+"""k in a pipeline stage. A row of a raw tile is one line of the swizzle."""
 
 _PARAMS = "128s128s P3q P3q Pq 10i".replace(" ", "")
 _SMEM, _SMEM_OF_ALL, _SMEM_RESERVED = 227 << 10, 228 << 10, 1 << 10
@@ -37,16 +37,17 @@ _MOST_STAGES = 8
 
 @dataclass(frozen=True, slots=True)
 class FmaSm90Schedule:
-    """How the work is cut.
+    """The schedule of either kernel.
 
     Attributes:
         thread_m, thread_n: a thread's share of the output, all of it in registers.
-        lanes_m: rows of threads in a warp, of 32 threads in all.
+        lanes_m: rows of threads in a warp, which has 32 threads in all.
         warps_m, warps_n: rows and columns of warps in a block.
-        depth: k, or quads of k, whose operands a thread has in registers; all but one are read ahead.
-        min_blocks: blocks that shall fit on one multiprocessor.
-        alone, busy: nanoseconds for a tile over one k, fitted to times of ``benchmarks.tune`` on an H200:
-            of a block that has a multiprocessor to itself, and for each of the ``min_blocks`` that share one.
+        depth: k, or quads of k, whose operands a thread has in registers. All except one are prefetched.
+        min_blocks: blocks that must fit on one multiprocessor.
+        alone, busy: nanoseconds for a tile over one k, fitted to times of ``benchmarks.tune`` on an H200.
+            ``alone`` is for a block that has a multiprocessor to itself. ``busy`` is for each of the
+            ``min_blocks`` that share one.
     """
 
     thread_m: int
@@ -84,8 +85,11 @@ class FmaSm90Schedule:
         return time + max(self.alone, self.shared(int(rounds), rest) * self.busy) if rest else time
 
     def shared(self, rounds: int, rest: float) -> int:
-        """Blocks on one multiprocessor in the last round, of `rest` for each, after so many whole ones."""
-        # A multiprocessor may get one more than its share while others wait.
+        """Blocks on one multiprocessor in the last round.
+
+        The last round has `rest` blocks for each multiprocessor, and comes after `rounds` full rounds.
+        """
+        # A multiprocessor may get one more than its share while others are idle.
         return 1 if rest <= 1 else min(self.min_blocks, math.ceil(rest + 0.5))
 
     def spec(self, a_turned: bool, b_turned: bool) -> compiler.KernelSpec:
@@ -121,11 +125,11 @@ class FmaSm90Schedule:
 
 @dataclass(frozen=True, slots=True)
 class FmaManySchedule(FmaSm90Schedule):
-    """For many rows: ``kernels/fma_sm90.cu``, which reads single k.
+    """The schedule for many rows: ``kernels/fma_sm90.cu``, which reads single k.
 
     Attributes:
-        unroll: k in a turn of the inner loop, whose code the instruction cache should hold.
-        feeders: more warps that fill the stages for these; without any, they do so themselves.
+        unroll: k in an iteration of the inner loop. The instruction cache should hold its code.
+        feeders: additional warps that fill the stages. Without them, the multiplying warps do so.
     """
 
     unroll: int
@@ -140,17 +144,17 @@ class FmaManySchedule(FmaSm90Schedule):
         turned = a_turned + b_turned
         stage = (self.tile_m + self.tile_n) * TILE_K * 4 + turned * TILE_K * 8
         raw = (a_turned * self.tile_m + b_turned * self.tile_n) * TILE_K * 4
-        if self.feeders:  # each has raw tiles, and a stage, of its own
+        if self.feeders:  # each feeder has its own raw tiles and stage
             choices = [
                 (stages, self.feeders * more)
                 for stages, more in itertools.product((8, 6, 4, 3, 2), (2, 1))
                 if stages >= self.feeders
             ]
-        else:  # what is copied for stages ahead lies in raw tiles until it is turned
+        else:  # copies for later stages stay in raw tiles until they are transposed
             choices = [(3, 3), (3, 2), (2, 2), (2, 1)]
         for stages, raws in choices:
             smem = stages * stage + raws * raw + (2 * stages + raws) * 8 + 16
-            if smem + 1024 <= self._most_smem:  # the swizzle's period, to which the beginning is rounded up
+            if smem + 1024 <= self._most_smem:  # 1024: the start is rounded up to the swizzle's period
                 break
         return stages, raws, smem + 1024
 
@@ -170,10 +174,10 @@ class FmaManySchedule(FmaSm90Schedule):
 
 @dataclass(frozen=True, slots=True)
 class FmaFewSchedule(FmaSm90Schedule):
-    """For few rows: ``kernels/fma_few_sm90.cu``, which reads four k of a row at a time.
+    """The schedule for few rows: ``kernels/fma_few_sm90.cu``, which reads four k of a row at a time.
 
     Attributes:
-        lines: blocks of ``TILE_K`` of k in a stage.
+        lines: blocks of ``TILE_K`` k in a stage.
     """
 
     lines: int
@@ -183,7 +187,7 @@ class FmaFewSchedule(FmaSm90Schedule):
         return 1
 
     def shared(self, rounds: int, rest: float) -> int:
-        # Blocks of one length end together: the first multiprocessors to have room take as many as they can.
+        # Blocks of equal length end together. The first free multiprocessors then take as many as they can.
         return self.min_blocks if rounds else FmaSm90Schedule.shared(self, rounds, rest)
 
     def spec(self, a_turned: bool, b_turned: bool) -> compiler.KernelSpec:
@@ -227,7 +231,11 @@ FEW = (
     FmaFewSchedule(4, 4, 4, 1, 4, 2, 2, 2, alone=13.6, busy=12.4),
     FmaFewSchedule(4, 4, 4, 1, 4, 2, 3, 1, alone=15.1, busy=13.3),
 )
-_FEW_ROWS, _FEW_ROWS_BY_K, _FEW_BY_K = 16, 256, 1 << 17  # rows, and for operands that lie along k, outputs
+_FEW_ROWS, _FEW_ROWS_BY_K, _FEW_BY_K = (
+    16,
+    256,
+    1 << 17,
+)  # rows, rows for operands contiguous along k, and their outputs
 
 
 def _turned(x: Matrix, row_dim: int, k_dim: int) -> bool | None:
@@ -241,30 +249,30 @@ def _turned(x: Matrix, row_dim: int, k_dim: int) -> bool | None:
     def lines(inner: int, step: int, outer: int, stride: int) -> bool:
         return (step == 1 or inner == 1) and (outer == 1 or (stride % 4 == 0 and inner <= stride < 1 << 37))
 
-    if lines(rows, row_stride, k, k_stride):  # such need not be turned
+    if lines(rows, row_stride, k, k_stride):  # these need no transpose
         return False
     return True if lines(k, k_stride, rows, row_stride) else None
 
 
 def _batched(x: Matrix) -> bool | None:
-    """Whether every matrix of the batch has an address of its own; None if TMA cannot read them."""
+    """Whether every matrix of the batch has its own address; None if TMA cannot read them."""
     if x.ndim < 3 or x.shape[0] <= 1 or x.strides[0] == 0:
         return False
     return True if x.strides[0] > 0 and x.strides[0] % 4 == 0 else None
 
 
 def _maps(x: Matrix, row_dim: int, k_dim: int, turned: bool, tile: int) -> Maps:
-    """One operand as the kernel's tensor map sees it."""
+    """The tensor maps of one operand."""
     inner, outer = (k_dim, row_dim) if turned else (row_dim, k_dim)
     sizes = x.shape[inner], x.shape[outer]
     stride = x.strides[outer] if sizes[1] > 1 else -(-sizes[0] // 4) * 4
     batch, batch_stride = (x.shape[0], x.strides[0]) if _batched(x) else (1, stride * sizes[1])
     strides = (stride * 4, batch_stride * 4, batch_stride * 4)
-    box = (TILE_K, tile, 1, 1) if turned else (round_up(tile, 4), TILE_K, 1, 1)  # of 16 bytes at least
+    box = (TILE_K, tile, 1, 1) if turned else (round_up(tile, 4), TILE_K, 1, 1)  # at least 16 bytes
     return Maps(torch.float32, (*sizes, 1, batch), strides, box, 128 if turned else 0)
 
 
-class _FmaSm90(CudaKernel[FmaSm90Schedule]):
+class FmaSm90Kernel(CudaKernel[FmaSm90Schedule]):
     name, step = "fma_sm90", "fma"
 
     @property
@@ -272,7 +280,7 @@ class _FmaSm90(CudaKernel[FmaSm90Schedule]):
         return MANY + FEW
 
     def supports(self, p: Product) -> bool:
-        """float32 matrices with terms, which TMA can read."""
+        """Whether these are float32 matrices with K > 0 that TMA can read."""
         return (
             p.step == self.step
             and devices.device_info(p.device).capability == (9, 0)
@@ -333,4 +341,4 @@ class _FmaSm90(CudaKernel[FmaSm90Schedule]):
         return CudaPlan(launch)
 
 
-FMA_SM90 = _FmaSm90()
+FMA_SM90 = FmaSm90Kernel()

@@ -1,4 +1,4 @@
-"""A CUDA kernel ready to launch, and what the universal product kernels tell it of operands."""
+"""Plans of CUDA product kernels, and the launch arguments of the universal kernels."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ __all__ = [
 ]
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""How kernels number dtypes."""
-
+"""The numbers of dtypes in the kernels."""
 
 Launch = Callable[[int, int, int, int, int, int], None]
-"""Launch on addresses of a, b, out, bias, cu_seqlens and where the chains start; 0 where there is none."""
+"""Launch on the addresses of a, b, out, bias, cu_seqlens and the chains' start. A missing one is 0."""
 
 
 class CudaPlan:
-    """A :class:`samebits.backends.product.Plan` of a CUDA kernel: a launch that lacks only the addresses."""
+    """A :class:`samebits.backends.product.Plan` of a CUDA kernel: a launch without the addresses."""
 
     __slots__ = ("launch",)
 
@@ -47,7 +46,7 @@ S = TypeVar("S")
 
 
 class CudaKernel(ProductKernel[S]):
-    """A product kernel in CUDA, launched by addresses."""
+    """A product kernel in CUDA, which is launched with addresses."""
 
     @abc.abstractmethod
     def plan(self, p: Product, s: S | None = None) -> CudaPlan: ...
@@ -62,7 +61,7 @@ PARAMS = "P4q P4q P3q P3q Pq P 10i".replace(" ", "")
 
 
 class TileLayout(NamedTuple):
-    """How an operand's tiles are loaded, and its strides in elements; "row" is m of a, n of b."""
+    """How an operand's tiles are loaded, and its strides in elements. "row" is m of a, n of b."""
 
     k_major: bool
     vector: bool
@@ -70,14 +69,14 @@ class TileLayout(NamedTuple):
 
 
 def tile_layout(x: Matrix, row_dim: int, k_dim: int, *, chunk: int, ragged: bool) -> TileLayout:
-    """Which way aligned chunks of so many elements lie in memory: along k, along the rows, or neither."""
+    """The dimension along which aligned chunks of `chunk` elements lie in memory: k, rows, or neither."""
     batch = x.strides[0] if x.ndim > 2 and x.shape[0] > 1 else 0
     sequence = x.strides[1] if x.ndim > 3 and x.shape[1] > 1 else 0
     row, k = x.strides[row_dim], x.strides[k_dim]
     one_row, one_k = x.shape[row_dim] <= 1, x.shape[k_dim] <= 1
     aligned = x.misalignment % (chunk * x.dtype.itemsize) == batch % chunk == sequence % chunk == 0
-    # A chunk is never asked for where there are fewer elements: its address may be the last of an allocation.
-    along_k = (k == 1 or one_k) and (row % chunk == 0 or one_row) and not ragged  # spans start at any k
+    # Chunks are not used along a dimension with fewer elements, because they could reach past an allocation.
+    along_k = (k == 1 or one_k) and (row % chunk == 0 or one_row) and not ragged  # sequences start at any k
     along_k = along_k and x.shape[k_dim] >= chunk
     along_rows = (row == 1 or one_row) and (k % chunk == 0 or one_k) and x.shape[row_dim] >= chunk
     strides = (batch, sequence, 0 if one_row else row, 0 if one_k else k)
@@ -89,21 +88,21 @@ def tile_layout(x: Matrix, row_dim: int, k_dim: int, *, chunk: int, ragged: bool
 
 
 def matrix_strides(x: Matrix) -> tuple[int, ...]:
-    """Strides of batch, row and column; 0 for a dimension of one, whose stride may be anything."""
+    """Strides of batch, row and column. 0 for a dimension of size one, whose stride may be anything."""
     strides = [0 if size == 1 else stride for size, stride in zip(x.shape, x.strides, strict=True)]
     strides[-1] = strides[-1] or 1
     return (0,) * (3 - x.ndim) + tuple(strides)
 
 
 def start_strides(p: Product) -> tuple[int, ...]:
-    """Strides of what the chains start from; zeros where they start at +0."""
+    """Strides of the values that chains start from. Zeros if they start at +0."""
     if p.start == "zero":
         return 0, 0, 0
     return matrix_strides(p.out if isinstance(p.start, str) else p.start)
 
 
 def writes_vectors(p: Product) -> bool:
-    """Whether four elements side by side can be written at once."""
+    """Whether four adjacent elements can be written at once."""
     strides = matrix_strides(p.out)
     aligned = p.out.misalignment % (4 * p.out.dtype.itemsize) == 0
     return strides[2] == 1 and aligned and strides[0] % 4 == strides[1] % 4 == 0
@@ -118,14 +117,14 @@ def tile_plan(
     tiles_n: int,
     last: int,
 ) -> CudaPlan:
-    """A launch of a universal kernel; `last` is the size that only one of them has."""
+    """The plan of a universal kernel. `last` is the size that only one of the two kernels has."""
     kernel = runtime.load(spec, p.device)
     grid = tiles_m * tiles_n * p.batch, 1, 1
     out_strides = matrix_strides(p.out)
     from_start = start_strides(p)
     bias_stride = 0 if p.bias is None else p.bias.strides[0]
     sizes = (
-        *(p.m, p.n, p.k, p.segments, tiles_m, tiles_n, last, writes_vectors(p)),
+        *(p.m, p.n, p.k, p.sequence_count, tiles_m, tiles_n, last, writes_vectors(p)),
         0 if p.bias is None else TYPES[p.bias.dtype],
         p.cu_seqlens is not None and p.cu_seqlens.dtype == torch.int64,
     )

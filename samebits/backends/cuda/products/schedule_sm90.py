@@ -1,4 +1,4 @@
-"""Schedules of Hopper's tensor-core kernels, and what each should cost: fitted on an H200."""
+"""Schedules of Hopper's tensor-core kernels, and their estimated cost, fitted on an H200."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _SMEM = 227 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Sm90Schedule:
-    """One way to run ``tensor_core_sm90``.
+    """A schedule of ``tensor_core_sm90``.
 
     Attributes:
         block_m: rows of a block's tile.
-        block_n: columns of it.
-        block_k: depth of one stage of the ring.
+        block_n: columns of a block's tile.
+        block_k: k in one stage of the ring.
         stages: length of the ring.
         warpgroups: warpgroups that multiply.
-        share: how many of them work on one tile; with 1 of 2, one writes out while the other multiplies.
-        cluster: blocks side by side that share a tile of A.
-        group: rows of tiles walked together.
+        share: warpgroups that work on one tile. With 1 of 2, one writes its tile while the other multiplies.
+        cluster: adjacent blocks that share a tile of A.
+        group: rows of tiles that are computed together.
         blocks: blocks on one multiprocessor.
-        ahead: stages of the tall side that are brought into L2 while the kernel before this one ends.
-        early: let blocks of the next kernel start as these leave, not when all have left.
+        ahead: stages of the tall side that are prefetched into L2 while the previous kernel ends.
+        early: let blocks of the next kernel start as these blocks end, not only when all have ended.
         swap: compute the transpose, so that B's columns take the tall side of the tile.
     """
 
@@ -51,38 +51,38 @@ class Sm90Schedule:
 
     @property
     def panel(self) -> int:
-        """Columns of a 16-bit output that leave at a time through shared memory; 0 where they cannot."""
+        """Columns of a 16-bit output that are written at once through shared memory; 0 if impossible."""
         if self.swap or self.block_m // self.share % 64:
             return 0
         return next((columns for columns in (64, 32, 16) if self.block_n % columns == 0), 0)
 
     @property
     def panels(self) -> int:
-        """Bytes that those need."""
+        """Bytes of shared memory for the panels."""
         return self.warpgroups * 2 * 128 * self.panel
 
     @property
     def l2_promotion(self) -> int:
-        """Bytes that L2 fetches at least. Few rows stream their weights faster without."""
+        """The least bytes that L2 fetches. With few rows, weights stream faster without it."""
         return 0 if self.swap else 256
 
     def fits(self, a_mn: bool, b_mn: bool) -> bool:
-        """Whether it can read these layouts: contiguous along m, a warpgroup's rows come in columns of 64."""
+        """Whether the schedule can read these layouts. Along m, a warpgroup's rows come in columns of 64."""
         tall_mn = b_mn if self.swap else a_mn
         return not (tall_mn and self.block_m // self.share % 64)
 
     def resident(self, sms: int) -> int:
-        """Clusters at work at once. Clusters of four leave some multiprocessors over: 30 run on an H200."""
+        """Clusters that run at once. Clusters of four leave some multiprocessors idle: 30 run on an H200."""
         usable = sms if self.cluster <= 2 else sms * 10 // 11
         return usable * self.blocks // self.cluster
 
     def grid(self, rows: int, columns: int, batch: int, sms: int) -> tuple[int, int, int]:
-        """Blocks for so many rows and columns, as the kernel sees them."""
+        """The grid for `rows` and `columns` of the output (with `swap`, of its transpose)."""
         tiles = -(-rows // self.block_m) * -(-columns // (self.block_n * self.cluster))
         return min(tiles * batch, self.resident(sms)) * self.cluster, 1, 1
 
     def constants(self) -> dict[str, int | str]:
-        """What ``pipeline_sm90.cuh`` is compiled with."""
+        """Macros for ``pipeline_sm90.cuh``."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -97,17 +97,17 @@ class Sm90Schedule:
         }
 
     def filled(self, epilogue: int, a_mn: bool = False, b_mn: bool = False) -> Sm90Schedule:
-        """With as long a ring as fits beside so many bytes."""
+        """This schedule with the longest ring that fits beside `epilogue` bytes."""
         fixed = replace(self, stages=0).smem(0, a_mn, b_mn)
         stage = replace(self, stages=1).smem(0, a_mn, b_mn) - fixed
         room = _SMEM // self.blocks - 1024 * (self.blocks > 1) - fixed - epilogue
         return replace(self, stages=room // stage)
 
     def smem(self, panel: int, a_mn: bool, b_mn: bool) -> int:
-        """Bytes of shared memory, for operands laid out so as the kernel sees them and such output panels."""
+        """Bytes of shared memory for operands with these layouts (as the kernel sees them), and `panel`."""
         rows = round_up(self.block_m, 32) if a_mn else self.block_m
         columns = round_up(self.block_n, 32) if b_mn else self.block_n
-        # Rows past a warpgroup's own, up to 64, are read too, and their results dropped.
+        # A warpgroup also reads rows past its share, up to 64, and drops their results.
         reach = round_up(self.block_m // self.share, 64) - self.block_m // self.share
         ring = self.stages * ((rows + columns) * self.block_k * 2 + 16)
         return 1024 + ring + reach * 128 + self.warpgroups * 2 * 128 * panel
@@ -120,9 +120,9 @@ def round_up(x: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """What a schedule is chosen for: [m, k] times [k, n], each contiguous along k or else along m, n.
+    """The product that a schedule is chosen for: [m, k] times [k, n]. Each is contiguous along k, or m or n.
 
-    `out_bytes` go to and from memory for an element of the output: 2 or 4, or 8 where it is read first.
+    `out_bytes` is the memory traffic of an element of the output: 2 or 4, or 8 if it is also read.
     """
 
     m: int
@@ -137,29 +137,29 @@ class Gemm:
         return replace(self, m=self.n, n=self.m, a_mn=self.b_mn, b_mn=self.a_mn)
 
 
-# Measured on an H200, or fitted to what the schedules of many products took there.
+# Measured on an H200, or fitted to the times of many products and schedules there.
 _STEP = {8: 18, 16: 20, 24: 22, 32: 24, 40: 26, 48: 28, 56: 30}  # cycles of a k16 step of 64 rows
-_CLOCK = 1750.0  # MHz, as far as power allows
-_POWER = 31_400.0  # MHz that it leaves where a cycle of a multiprocessor takes the energy of one multiply-add
-_SMEM_ENERGY, _L2_ENERGY = 5.0, 10.0  # of a byte to or from there, in that of a multiply-add
+_CLOCK = 1750.0  # MHz, if power allows
+_POWER = 31_400.0  # MHz that power allows if a cycle of a multiprocessor takes the energy of one multiply-add
+_SMEM_ENERGY, _L2_ENERGY = 5.0, 10.0  # energy of a byte to or from there; a multiply-add is 1
 _INTAKE = 60  # bytes a cycle that reach one multiprocessor
-_INTAKE_AT_ONCE = 73  # the same where all tiles run at once, neighbours in squares
-_OUTSIDE = 9  # cycles to copy in 128 bytes that lie outside of a matrix; eight such lines cost nothing
-_L2 = 15e6  # bytes a microsecond that leave L2 for all of them
+_INTAKE_AT_ONCE = 73  # the same if all tiles run at once, with neighbours in squares
+_OUTSIDE = 9  # cycles to load 128 bytes outside of a matrix; eight such lines cost nothing
+_L2 = 15e6  # bytes a microsecond from L2 to all multiprocessors
 _HBM = 4.2e6  # bytes a microsecond
 _GAP = 1.6  # microseconds between kernels
-_TALL_MN = 0.99  # of that time is what tiles of 192 rows contiguous along m take, at k of 2048 and more
-_TOGETHER = 2048  # rows whose tiles are walked together at most: what they take in stays in L2
+_TALL_MN = 0.99  # factor of the time for tiles of 192 rows contiguous along m, at k of 2048 and more
+_TOGETHER = 2048  # the most rows whose tiles are computed together, so that their operands stay in L2
 _LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles are wide and in clusters
 
 
 def _tiles(s: Sm90Schedule, p: Gemm) -> int:
-    """Tiles of a product, as the kernel sees it."""
+    """Tiles of a product, which is transposed with ``s.swap``."""
     return -(-p.m // s.block_m) * -(-p.n // (s.block_n * s.cluster)) * s.cluster * p.batch
 
 
 def _work(s: Sm90Schedule, product: Gemm, sms: int) -> tuple[float, float, float]:
-    """Microseconds that multiplying, taking operands in (as seen from L2, too), and HBM need at least."""
+    """The least microseconds for multiplication, for loading of operands (also from L2), and for HBM."""
     p = product.turned() if s.swap else product
     tiles = _tiles(s, p)
     full, last = divmod(tiles / sms, 1)
@@ -167,56 +167,56 @@ def _work(s: Sm90Schedule, product: Gemm, sms: int) -> tuple[float, float, float
     bands = round_up(s.block_m // s.share, 64) // 64 * s.share
     multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2 + 1)
     rows, columns = float(s.block_m), float(s.block_n)
-    if p.a_mn:  # lines of 64 elements come in faster this way
+    if p.a_mn:  # lines of 64 elements load faster along m
         rows *= 0.75
     if p.b_mn and s.block_n % 64 == 0:
         columns *= 0.85
-    elif p.b_mn:  # but half lines slower
+    elif p.b_mn:  # half lines load more slowly
         columns, multiply = 1.2 * round_up(s.block_n, 32), 1.04 * multiply
-    # Blocks one below the other ask for the same of B at the same time anyway: what comes in is less only by
-    # sharing A, and only beside a B that is contiguous along k.
+    # Blocks in a column of tiles read the same of B at the same time anyway. So only sharing of A reduces the
+    # loads, and only with a B that is contiguous along k.
     shared = 1 if p.b_mn else s.cluster
     at_once = tiles <= sms and product.m > 128
     rate = _INTAKE_AT_ONCE if at_once else _INTAKE
     intake = (rows / shared + columns) * p.k * 2 / rate
-    # Lines along k, of a matrix smaller than a tile; of matrices contiguous along m or n it was not measured.
+    # Lines along k outside of a matrix smaller than a tile. Not measured for those contiguous along m or n.
     outside = max(0, s.block_m - p.m) * (not p.a_mn) + max(0, s.block_n - p.n) * (not p.b_mn)
     intake += max(0, outside - 8) * p.k / 64 * _OUTSIDE
     l2 = tiles * (s.block_m / s.cluster + columns) * p.k * 2 / _L2
-    if at_once and not (s.swap or p.a_mn or p.b_mn):  # as far as it was measured
+    if at_once and not (s.swap or p.a_mn or p.b_mn):  # only these were measured
         l2 *= _INTAKE / _INTAKE_AT_ONCE
-    # Nobody multiplies while a shared tile is written; from registers straight to memory takes longer, and of
-    # transposed tiles of two warpgroups cost as much where each has its own.
+    # No warpgroup multiplies while a shared tile is written. Writing from registers straight to memory takes
+    # longer. Transposed tiles of two warpgroups cost as much if each warpgroup has its own tile.
     if s.swap:
         write = 3000.0 * p.out_bytes if s.warpgroups > 1 else 0.0
     elif s.share > 1:
         write = 950.0 * p.out_bytes
     else:
         write = 0.0 if s.panel else 3000.0
-    if s.warpgroups == 1 and not s.swap:  # nor between tiles, but for the first
+    if s.warpgroups == 1 and not s.swap:  # no multiplication between tiles either, except before the first
         write += max(0, rounds - 1) / rounds * 1500
     hbm = ((p.m + p.n) * p.k * 2 + p.m * p.n * p.out_bytes) * p.batch / _HBM
     if product.m <= 128 and (s.swap or not p.b_mn):
-        # HBM waits while nobody reads: while tiles are written, and towards the end.
+        # HBM is idle while no block reads: while tiles are written, and towards the end.
         idle = -(tiles / (sms * s.blocks)) % 1 if tiles > sms * s.blocks else 0
         hbm += (rounds * write + idle * s.blocks * intake) / _CLOCK
-        if s.swap:  # what is read twice at once comes in more slowly
+        if s.swap:  # data that is read twice at once loads more slowly
             hbm *= 1 + 0.35 * (-(-p.n // s.block_n) - 1)
     clock = _CLOCK
-    if product.m > 128 and p.k > 0:  # few rows never reach the power
-        # Bytes for each k: every 64 rows read their A and all of B, which were written once.
+    if product.m > 128 and p.k > 0:  # few rows never reach the power limit
+        # Bytes for each k: A and B are written once, and every 64 rows read their A and all of B.
         smem = 2 * (bands * (64 + s.block_n) + s.block_m + s.block_n)
         from_l2 = 2 * (s.block_m / s.cluster + s.block_n)
         energy = tiles * p.k * (bands * 64 * s.block_n + _SMEM_ENERGY * smem + _L2_ENERGY * from_l2)
         per_cycle = energy / (sms * rounds * (max(multiply, intake) + write))
-        clock = min(clock, _POWER / per_cycle**0.4)  # power goes with some power of 2.5 of the clock
+        clock = min(clock, _POWER / per_cycle**0.4)  # power grows with about the clock to the 2.5
     return rounds * (multiply + write) / clock, max(rounds * (intake + write) / clock, l2), hbm
 
 
 def estimate(s: Sm90Schedule, product: Gemm, sms: int) -> float:
-    """Microseconds, for comparing schedules: the slowest part, and a little of the others to break ties."""
+    """Estimated microseconds, to compare schedules: the slowest part, and a little of the others for ties."""
     work = _work(s, product, sms)
-    # Clusters start together; B is read again for every further tile of few rows.
+    # Clusters start together. With few rows, B is read again for every further tile.
     extra = 0.2 if s.swap and product.m > s.block_n else 0.1 if s.cluster > 1 else 0
     us = _GAP + max(work) + 0.05 * sum(work) + s.block_m * s.block_n / s.share / 8192 + extra
     return us * (_TALL_MN if product.a_mn and s.block_m == 192 and product.k >= 2048 else 1)
@@ -232,7 +232,7 @@ def _schedule(
     swap: bool = False,
     blocks: int = 1,
 ) -> Sm90Schedule:
-    """With as long a ring as fits."""
+    """The schedule with the longest ring that fits."""
     a_mn, b_mn = (p.b_mn, p.a_mn) if swap else (p.a_mn, p.b_mn)
     s = Sm90Schedule(block_m, block_n, block_k, 0, warpgroups, share, blocks=blocks, swap=swap)
     return s.filled(s.panels, a_mn, b_mn)
@@ -244,11 +244,11 @@ _NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192)
 
 
 def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """The schedules worth estimating."""
+    """The schedules whose cost is estimated."""
     found = _many_rows(p, sms) if p.m > 128 else []
     if 32 < p.m <= 128:
         found += _narrow(p)
-        if not p.b_mn:  # wider ones, for HBM waits while a tile is written, and they are fewer
+        if not p.b_mn:  # wide tiles: HBM is idle while one is written, so fewer are better
             found.append(_schedule(p, 64, 224, 64))
             if p.m > 64:
                 found += [_schedule(p, 128, block_n, 64, 2, 2) for block_n in (80, 96, 112, 160, 192, 224)]
@@ -263,20 +263,20 @@ def _narrow(p: Gemm) -> list[Sm90Schedule]:
 
 
 def _many_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    # Nobody multiplies while a tile that two warpgroups share is written, but these move the fewest bytes,
-    # which saves power.
+    # Tiles that two warpgroups share move the fewest bytes, which saves power. But no warpgroup multiplies
+    # while one is written.
     shared = [_schedule(p, block_m, block_n, 64, 2, 2) for block_m, block_n in _SHARED]
     pairs = [replace(s, cluster=2) for s in shared]
     if p.k > _LONG and min(p.m, p.n) > 256 and p.m * p.n * p.batch >= sms * 128 * 192:
         return pairs
-    # A second warpgroup that multiplies has work where a block takes more than one tile.
+    # A second warpgroup with its own tile has work only if a block takes more than one tile.
     teams = [
         _schedule(p, block_m, block_n, 64, 2, 1)
         for block_m, block_n in _LARGE
         if block_m > 64 or -(-p.m // block_m) * -(-p.n // block_n) * p.batch > sms
     ]
     neighbours = [s for s in teams if _tiles(s, p) > sms]
-    if p.m <= 2048 and not (p.a_mn and p.k > 4096):  # only where there are many rows of tiles
+    if p.m <= 2048 and not (p.a_mn and p.k > 4096):  # only with many rows of tiles
         neighbours = [s for s in neighbours if s.block_n >= 64 and p.m * s.block_n >= 2 * p.n * s.block_m]
     pairs += [replace(s, cluster=2) for s in neighbours]
     few = _narrow(p) + _all_rows(p, sms) + _rows_across(p, sms)
@@ -284,7 +284,7 @@ def _many_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 
 def _all_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """Tiles with all the rows, 64 for each of three or five warpgroups: those that gain by it."""
+    """Tiles with all rows, 64 for each of three or five warpgroups, for products that gain by it."""
     if p.a_mn or p.b_mn:
         return []
     if p.m <= 192:
@@ -295,13 +295,13 @@ def _all_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 
 def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """The transpose, by tiles as wide as there are rows, or half of them: those that gain by it."""
+    """The transpose in tiles as wide as all rows, or half of them, for products that gain by it."""
     halves = -(-p.m // 256)
     columns = round_up(-(-p.m // halves), 8)
-    if not 136 <= columns <= 208 or columns == 192 or p.m > 512 or p.a_mn:  # more rows were not measured
+    if not 136 <= columns <= 208 or columns == 192 or p.m > 512 or p.a_mn:  # others were not measured
         return []
-    # Two warpgroups share a tile where each block has one; else one writes while the other multiplies, if its
-    # registers hold as much.
+    # Two warpgroups share a tile if each block has one tile. Otherwise one writes while the other multiplies,
+    # if its registers suffice.
     if columns == 208 or -(-p.n // 128) * halves * p.batch <= sms:
         tall = _schedule(p, 128, columns, 64, 2, 2, swap=True)
     else:
@@ -310,7 +310,7 @@ def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 
 def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """As many blocks as multiprocessors, each with its share of B's columns on the tall side."""
+    """As many blocks as multiprocessors. Each has its share of B's columns on the tall side."""
     found = []
     for tokens in (8, 16, 24, 32, 48, 64):
         splits = -(-p.m // tokens)
@@ -318,11 +318,11 @@ def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
             continue
         for rows in _rows(p, splits, sms):
             size, tiles = rows + (64 if p.a_mn else tokens), -(-p.n // rows) * splits
-            if tokens == 64 and splits == 1 and tiles > sms:  # many tiles come faster untransposed
+            if tokens == 64 and splits == 1 and tiles > sms:  # many tiles are faster untransposed
                 continue
-            # One long chain, its operands already on their way into L2: the fewest waits.
+            # One long chain whose operands are already prefetched into L2 has the fewest waits.
             deep = splits == 1 and size <= 24
-            # Half of the shared memory is left to the next kernel's blocks where that is enough.
+            # If half of the shared memory is enough, the other half is left to the next kernel's blocks.
             half = tokens == 8 and (size <= 40 or (tiles <= sms and rows == 64 and not p.b_mn)) and not deep
             blocks = 2 if half or tiles > 2 * sms else 1
             depth = 512 if deep else 256 if size <= 64 else 128 if size <= 112 else 64
@@ -332,11 +332,11 @@ def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 
 def _rows(p: Gemm, splits: int, sms: int) -> Sequence[int]:
-    """How many of B's columns a block takes on the tall side, its rows being cut into `splits`."""
+    """Numbers of B's columns that a block may take on the tall side, with the rows in `splits` parts."""
     if p.b_mn:
         return (64,)
     rounds = -(-p.n * splits // (64 * sms))
-    if rounds > 1 and splits == 1:  # bound by HBM: what matters is that all end together
+    if rounds > 1 and splits == 1:  # bound by HBM, so all blocks should end together
         return range(24, 65, 8)
     even = (
         -(-p.n * splits * share // (sms * rounds)) for share in ((1, 2) if splits > 1 == rounds else (1,))
@@ -346,30 +346,30 @@ def _rows(p: Gemm, splits: int, sms: int) -> Sequence[int]:
 
 @functools.lru_cache(maxsize=4096)
 def choose(p: Gemm, sms: int) -> Sm90Schedule:
-    """The schedule for ``p`` on a GPU of so many multiprocessors."""
+    """The schedule for ``p`` on a GPU with `sms` multiprocessors."""
     return _settle(min(menu(p, sms), key=lambda s: estimate(s, p, sms)), p, sms)
 
 
 def candidates(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """What :func:`choose` picks from, each as it would run."""
+    """The schedules that :func:`choose` picks from, each as it would run."""
     return list(dict.fromkeys(_settle(s, p, sms) for s in menu(p, sms)))
 
 
 def _settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
-    """What does not enter the estimate: when blocks start, what they prefetch, and their order."""
+    """`best` with the choices that the estimate leaves out: start of blocks, prefetching, and their order."""
     multiply, intake, hbm = _work(best, p, sms)
-    # An early start scatters neighbouring tiles over the GPU: bad where many rows share what is taken in.
+    # An early start scatters neighbouring tiles over the GPU, which is bad if many rows share operands.
     early = (
         best.cluster > 1 or (best.swap and p.m <= 128) or (intake <= 1.2 * max(multiply, hbm) and p.m > 128)
     )
     ahead = best.stages if best.swap and p.m <= min(best.block_n, 128) and hbm < multiply else 0
-    # Neighbouring tiles run side by side: let them share the much larger operand, if the other stays in L2.
+    # Neighbouring tiles run side by side. They share the much larger operand, if the other stays in L2.
     tall = not best.swap and best.share == 1 and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
     together = min(best.group, -(-_TOGETHER // best.block_m))
     group = 1 if tall and p.n * p.k * 2 <= 24 << 20 else together
     seen = p.turned() if best.swap else p
     if p.m > 128 and _tiles(best, seen) <= sms * best.blocks:  # all run at once
-        # With two rows of tall ones it costs 2 to 7 % at x @ weight.T.
+        # An early start with two rows of tall tiles costs 2 to 7 % at x @ weight.T.
         early = early and (best.block_m == 128 or best.share > 1) and (p.m > 256 or p.a_mn or p.b_mn)
         group = 2 if seen.m > 4 * best.block_m else best.group
     return replace(best, early=early, ahead=ahead, group=group)
@@ -377,7 +377,7 @@ def _settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
 
 @functools.cache
 def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
-    """Every kind of schedule that :func:`choose` can return, to prove that none changes a bit."""
+    """Every kind of schedule that :func:`choose` can return. Verification shows that none changes a bit."""
     found: dict[Sm90Schedule, None] = {}
     rows = (8, 16, 32, 64, 128, *range(136, 257, 8), *range(272, 417, 16), 4096)
     for sms, m in itertools.product((66, 114, 132), rows):
@@ -386,7 +386,7 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
                 found[s] = None
     for s in menu(Gemm(1344, 496, 1024, 1, a_mn, b_mn), 132):  # many tiles of 64 tokens
         found[s] = None
-    # Starting early, prefetching and the order of tiles take turns.
+    # Early start, prefetching and the order of tiles alternate.
     return [
         replace(
             s,

@@ -1,6 +1,6 @@
 """The universal tensor-core product: host side of ``kernels/tensor_core.cu``.
 
-It takes every layout, stride, alignment and size on sm_80 and newer, and is what faster kernels are held to.
+It takes every layout, stride, alignment and size on sm_80 and newer. Faster kernels are compared with it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["SCHEDULES", "TENSOR_CORE", "TensorCoreSchedule", "kernel_spec"]
 
 @dataclass(frozen=True, slots=True)
 class TensorCoreSchedule:
-    """How the work is cut.
+    """The schedule of the universal tensor-core kernel.
 
     Attributes:
         tile_m, tile_n: a block's share of the output.
         tile_k: k in a pipeline stage.
-        warps_m, warps_n: how a block's warps share its tile.
+        warps_m, warps_n: rows and columns of warps that share a block's tile.
         stages: tiles in flight.
-        min_blocks: blocks that shall fit on one multiprocessor.
-        alone, busy: microseconds for a tile over 4096 k, measured on an H200: with few blocks on the GPU, and
-            for each of many that a multiprocessor takes.
+        min_blocks: blocks that must fit on one multiprocessor.
+        alone, busy: microseconds for a tile over 4096 k, measured on an H200. ``alone`` is with few blocks on
+            the GPU. ``busy`` is for each of many blocks that a multiprocessor takes.
     """
 
     tile_m: int
@@ -71,7 +71,7 @@ SCHEDULES = (
 def kernel_spec(
     schedule: TensorCoreSchedule, dtype: torch.dtype, a: TileLayout, b: TileLayout
 ) -> compiler.KernelSpec:
-    """The kernel that multiplies operands of such layouts."""
+    """The kernel for operands with these layouts."""
     sizes = {name.upper(): value for name, value in asdict(schedule).items() if name not in ("alone", "busy")}
     constants = sizes | {
         "INPUT_BF16": int(dtype == torch.bfloat16),
@@ -90,7 +90,7 @@ def kernel_spec(
     )
 
 
-class _TensorCore(CudaKernel[TensorCoreSchedule]):
+class TensorCoreKernel(CudaKernel[TensorCoreSchedule]):
     name, step = "tensor_core", "mma"
 
     @property
@@ -101,14 +101,14 @@ class _TensorCore(CudaKernel[TensorCoreSchedule]):
         return p.step == self.step
 
     def choose(self, p: Product) -> TensorCoreSchedule:
-        # The times are of tiles full of output; in one that is mostly padding, loads are as well.
+        # The times are of full tiles. In a tile that is mostly padding, loads are mostly padding, too.
         full = [s for s in SCHEDULES if s.tile_m <= 2 * max(p.m, 8) and s.tile_n <= 2 * max(p.n, 8)]
         return min(full or SCHEDULES[-2:], key=lambda s: self.cost(p, s))
 
     def cost(self, p: Product, s: TensorCoreSchedule) -> float:
         info = devices.device_info(p.device)
         tiles = -(-p.m // s.tile_m) * -(-p.n // s.tile_n) * p.batch
-        shared = 2 * s.smem <= info.max_smem  # blocks hide each other's waiting only if two fit
+        shared = 2 * s.smem <= info.max_smem  # blocks hide each other's latency only if two fit
         busy = s.busy if shared else max(s.alone, s.busy)
         return max(s.alone, -(-tiles // info.sm_count) * busy) * max(1, p.k) / 4096
 
@@ -118,8 +118,8 @@ class _TensorCore(CudaKernel[TensorCoreSchedule]):
         a = tile_layout(p.a, -2, -1, chunk=8, ragged=ragged)
         b = tile_layout(p.b, -1, -2, chunk=8, ragged=ragged)
         tiles_m, tiles_n = -(-p.m // s.tile_m), -(-p.n // s.tile_n)
-        # Spans cut one K axis, and each starts a step anew; on an axis of their own sequences all have k.
-        steps = p.k // 16 + p.segments if ragged else -(-p.k // 16) * p.segments
+        # Each packed sequence starts a new step along K. Sequences on an axis all have k terms.
+        steps = p.k // 16 + p.sequence_count if ragged else -(-p.k // 16) * p.sequence_count
         refuse_large(p, tiles_m * tiles_n * p.batch, steps)
         if p.out.empty:
             return CudaPlan(nothing)
@@ -127,4 +127,4 @@ class _TensorCore(CudaKernel[TensorCoreSchedule]):
         return tile_plan(p, spec, a, b, tiles_m, tiles_n, TYPES[p.out.dtype])
 
 
-TENSOR_CORE = _TensorCore()
+TENSOR_CORE = TensorCoreKernel()

@@ -25,20 +25,20 @@ from samebits.backends.product import LARGEST, Product, need, refuse_large
 __all__ = ["EPILOGUE_TYPES", "TENSOR_CORE_SM90", "Sm90Variant", "gemm", "spec", "variant"]
 
 EPILOGUE_TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-"""How ``epilogue.cuh`` numbers dtypes; None is no tensor."""
+"""The numbers of dtypes in ``epilogue.cuh``. None means no tensor."""
 
 _PARAMS = "128s128s128sPPPqq8i"
 
 
 @dataclass(frozen=True, slots=True)
 class Sm90Variant:
-    """What a compiled kernel is specialised to, besides its schedule.
+    """The properties that a kernel is compiled for, besides its schedule.
 
     Attributes:
-        a_mn, b_mn: whether an operand is contiguous along its rows, and not along k.
+        a_mn, b_mn: whether the operand is contiguous along m or n, not along k.
         aligned: whether the output can be written in vectors, or by the copy engine.
         folded: whether k is a multiple of 64, so that one box of a tensor map holds several columns of it.
-        bounds_dtype: of ``cu_seqlens``, if there are any.
+        cu_seqlens_dtype: dtype of ``cu_seqlens``, if there are any.
     """
 
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class Sm90Variant:
     accumulate: bool = False
     aligned: bool = True
     folded: bool = False
-    bounds_dtype: torch.dtype | None = None
+    cu_seqlens_dtype: torch.dtype | None = None
 
 
 def spec(variant: Sm90Variant, schedule: Sm90Schedule) -> compiler.KernelSpec:
@@ -69,8 +69,8 @@ def spec(variant: Sm90Variant, schedule: Sm90Schedule) -> compiler.KernelSpec:
         "ACCUMULATE": int(variant.accumulate),
         "ALIGNED": int(variant.aligned),
         "PANEL": panel,
-        "RAGGED": int(variant.bounds_dtype is not None),
-        "BOUND": "long long" if variant.bounds_dtype == torch.int64 else "int",
+        "RAGGED": int(variant.cu_seqlens_dtype is not None),
+        "BOUND": "long long" if variant.cu_seqlens_dtype == torch.int64 else "int",
     }
     return compiler.KernelSpec(
         source="tensor_core_sm90.cu",
@@ -92,7 +92,7 @@ def _sides(p: Product) -> tuple[Side, Side]:
 
 
 def _output_strides(p: Product) -> tuple[int, int]:
-    """Strides of rows and of matrices, whose batch may be one."""
+    """Strides of rows and of matrices of the output. The batch may be one."""
     row = p.out.strides[-2]
     return row, p.out.strides[0] if p.batch > 1 else -(-row * p.m // 8) * 8
 
@@ -102,7 +102,7 @@ def variant(p: Product) -> Sm90Variant:
     row_stride, batch_stride = _output_strides(p)
     step = 2 if p.out.dtype == torch.float32 else 8
     aligned = p.out.misalignment % 8 == 0 and row_stride % step == 0 and batch_stride % step == 0
-    if step == 8:  # the copy engine writes whole 16 bytes, into what follows a row too
+    if step == 8:  # the copy engine writes multiples of 16 bytes, also past the end of a row
         aligned = aligned and p.out.misalignment == 0 and p.n % 8 == 0
     a, b = _sides(p)
     return Sm90Variant(
@@ -119,13 +119,13 @@ def variant(p: Product) -> Sm90Variant:
 
 
 def gemm(p: Product) -> Gemm:
-    """What a schedule is chosen for."""
+    """The product, in the form that schedules are chosen for."""
     a, b = _sides(p)
     moved = p.out.dtype.itemsize * (2 if p.start == "out" else 1)
     return Gemm(p.m, p.n, p.k, p.batch, not a.k_major, not b.k_major, moved)
 
 
-class _TensorCoreSm90(CudaKernel[Sm90Schedule]):
+class TensorCoreSm90Kernel(CudaKernel[Sm90Schedule]):
     name, step = "tensor_core_sm90", "mma"
 
     @functools.cached_property
@@ -133,14 +133,14 @@ class _TensorCoreSm90(CudaKernel[Sm90Schedule]):
         return tuple(dict.fromkeys(s for layout in _LAYOUTS for s in catalogue(*layout)))
 
     def supports(self, p: Product) -> bool:
-        """Operands and outputs that TMA can read; chains from +0 or from the output."""
+        """Whether TMA can read operands and output, and chains start from +0 or from the output."""
         if not (
             p.step == self.step
             and devices.device_info(p.device).capability == (9, 0)
             and p.a.ndim < 4
             and not p.out.empty
             and p.k > 0
-            and max(*p.a.shape, *p.b.shape, p.segments) <= LARGEST
+            and max(*p.a.shape, *p.b.shape, p.sequence_count) <= LARGEST
             and p.out.strides[-1] == 1
             and isinstance(p.start, str)
             and (p.bias is None or p.bias.strides[0] == 1 or p.n == 1)
@@ -187,7 +187,7 @@ class _TensorCoreSm90(CudaKernel[Sm90Schedule]):
         rest = (
             *(row_stride, batch_stride, rows, columns, p.k, p.batch),
             *(batched[::-1] if swap else batched),
-            *(0 if p.cu_seqlens is None else p.segments, s.group),
+            *(0 if p.cu_seqlens is None else p.sequence_count, s.group),
         )
         refuse_large(p, -(-rows // s.block_m) * -(-columns // (s.block_n * s.cluster)) * p.batch)
         grid = s.grid(rows, columns, p.batch, devices.device_info(p.device).sm_count)
@@ -195,7 +195,7 @@ class _TensorCoreSm90(CudaKernel[Sm90Schedule]):
 
         def launch(a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
             tall, wide = a_maps[a], b_maps[b]
-            if swap:  # what is called A in the kernel lies on the tall side of its tiles
+            if swap:  # the kernel's A is on the tall side of its tiles
                 tall, wide = wide, tall
             out_map = _NO_MAP if out_maps is None else out_maps[out]
             kernel.launch(grid, tall, wide, out_map, out, bias, cu_seqlens, *rest)
@@ -204,4 +204,4 @@ class _TensorCoreSm90(CudaKernel[Sm90Schedule]):
 
 
 _LAYOUTS = tuple(itertools.product((False, True), repeat=2))
-TENSOR_CORE_SM90 = _TensorCoreSm90()
+TENSOR_CORE_SM90 = TensorCoreSm90Kernel()

@@ -21,16 +21,17 @@ LARGEST = 64
 
 @dataclass(frozen=True, slots=True)
 class TinySchedule:
-    """How the work is cut.
+    """The schedule of the kernel for tiny matrices.
 
     Attributes:
-        threads: of a block.
-        tile: rows and columns that a thread multiplies under FMA; columns are a multiple of four.
+        threads: threads of a block.
+        tile: rows and columns that a thread multiplies under FMA. Columns are a multiple of four.
         per_block: matrices that a block takes, if its shared memory holds them.
-        staged: through shared memory. Else straight into registers, where the operands' layout allows it.
+        staged: load operands through shared memory. Otherwise they go straight into registers, where their
+            layout allows it.
         in_flight: tiles that a warp loads at once under TENSOR_CORE, if not staged.
-        parts: in which k is copied, 1 or 2, so that multiplication can begin with the first. It is 1 all the
-            same unless :meth:`TinyMatrices.parts` says that the operands allow more.
+        parts: number of parts in which k is copied, 1 or 2. Multiplication can begin with the first. The
+            number is 1 unless :meth:`TinyMatrices.parts` allows more for the operands.
     """
 
     threads: int
@@ -52,11 +53,11 @@ SCHEDULES = (
     TinySchedule(64, (4, 4), 32, staged=False, in_flight=4),
     TinySchedule(256, (2, 8), 16, staged=False, in_flight=2),
 )
-"""Some of each kind, to prove that none changes a bit."""
+"""Some schedules of each kind. Verification shows that none changes a bit."""
 
 
 class LineLayout(NamedTuple):
-    """How an operand's lines lie in memory: along k, or else along its rows (of a) or columns (of b)."""
+    """The layout of an operand's lines in memory: along k, or along m (of a) or n (of b)."""
 
     k_major: bool
     vector: int  # bytes that are contiguous and aligned everywhere, up to 16
@@ -64,23 +65,23 @@ class LineLayout(NamedTuple):
 
 
 Three = tuple[int, int, int]
-"""Something of a, b and out."""
+"""A value for each of a, b and out."""
 
 # struct Params of the kernel.
 _PARAMS = "P3q P3q P3q q 7i".replace(" ", "")
 
 SLACK = 2304
-"""Bytes after the last operand that fragments may reach into: 16 lines of 64 16-bit elements."""
+"""Bytes after the last operand that fragments may read: 16 lines of 64 16-bit elements."""
 
 
 def _pitch(inner: int, size: int) -> int:
-    """Bytes from line to line in shared memory, as the kernel has it."""
+    """Bytes from line to line in shared memory, as in the kernel."""
     return -(-inner * size // 16) * 16 | 16
 
 
 @dataclass(frozen=True, slots=True)
 class TinyMatrices:
-    """What a kernel is chosen for."""
+    """The sizes, dtypes and layouts that a kernel and a schedule are chosen for."""
 
     m: int
     n: int
@@ -94,7 +95,7 @@ class TinyMatrices:
 
     @property
     def smem(self) -> int:
-        """Bytes of shared memory for one matrix of each."""
+        """Bytes of shared memory for one matrix of each operand."""
         a_lines, a_inner = (self.m, self.k) if self.a_k_major else (self.k, self.m)
         b_lines, b_inner = (self.n, self.k) if self.b_k_major else (self.k, self.n)
         operands = a_lines * _pitch(a_inner, self.a.itemsize) + b_lines * _pitch(b_inner, self.b.itemsize)
@@ -102,11 +103,11 @@ class TinyMatrices:
 
     @property
     def compiled_in(self) -> bool:
-        """Whether the sizes are; all others share a kernel that learns them when it runs."""
+        """Whether the sizes are compile-time constants. All other sizes share a kernel that takes them."""
         return self.k > 0 and all(size % 4 == 0 for size in (self.m, self.n, self.k))
 
     def dense(self, batches: Three, lines: Three, inners: Three) -> bool:
-        """Whether matrices of such strides in bytes have no gaps, and lie end to end or broadcast."""
+        """Whether matrices with these strides in bytes have no gaps, and are contiguous or broadcast."""
         sizes = self.a.itemsize, self.b.itemsize, self.out.itemsize
         shapes = (self.m, self.k), (self.n, self.k), (self.m, self.n)
         k_major = self.a_k_major, self.b_k_major, True
@@ -118,22 +119,22 @@ class TinyMatrices:
         )
 
     def tile(self, s: TinySchedule, dense: bool = True) -> tuple[int, int]:
-        """Rows and columns of a thread under FMA: fewer where registers would spill."""
+        """Rows and columns of a thread under FMA. Fewer than in `s` where registers would spill."""
         rows, columns = s.tile
         return (rows, 4 if self.b_k_major else columns) if dense else (min(4, rows), 4)
 
     def direct(self, s: TinySchedule, vectors: Three) -> bool:
-        """Whether a schedule that is not staged can run dense matrices that move in such vectors."""
+        """Whether a schedule that is not staged can run dense matrices that are loaded in these vectors."""
         rows, columns = self.tile(s)
         whole = self.step == "mma" or self.m % rows == self.n % columns == 0
         a, b = (4 * self.a.itemsize, 4 * self.b.itemsize) if self.step == "fma" else (4, 4)
         return whole and all(v >= w for v, w in zip(vectors, (a, b, 4 * self.out.itemsize), strict=True))
 
     def parts(self, s: TinySchedule, dense: bool, vectors: Three) -> int:
-        """In which k is copied: 1 unless under FMA, staged, with sizes compiled in and tiles without edges.
+        """Number of parts in which k is copied.
 
-        Each thread then has one tile of the block's one matrix, and a part is a multiple of four k, in whole
-        vectors.
+        It is 1 unless under FMA, staged, with sizes compiled in and tiles without edges. Then each thread has
+        one tile of the block's one matrix, and a part is a multiple of four k, in whole vectors.
         """
         rows, columns = self.tile(s, dense)
         k, rest = divmod(self.k, s.parts)
@@ -149,7 +150,7 @@ class TinyMatrices:
         return s.parts if can else 1
 
     def threads(self, s: TinySchedule) -> float:
-        """That one matrix keeps busy."""
+        """The number of threads that work on one matrix."""
         if self.step == "fma":
             rows, columns = self.tile(s)
             return -(-self.m // rows) * -(-self.n // columns)
@@ -161,12 +162,12 @@ class TinyMatrices:
 
 
 _SMEM = 26 << 10
-"""Shared memory of a block, unless one matrix wants more: so eight blocks fit on a multiprocessor."""
+"""Shared memory of a block, unless one matrix needs more. So eight blocks fit on a multiprocessor."""
 
 
 _STAGED, _DIRECT = TinySchedule(128, (4, 4), 0), TinySchedule(128, (4, 4), 0, staged=False)
 
-# (m n, k, schedule) under FMA and under TENSOR_CORE: the first that reach a product's m n and k.
+# (m n, k, schedule) under FMA and under TENSOR_CORE. The first that reaches a product's m n and k is chosen.
 _CHOICES: dict[Step, tuple[tuple[int, int, TinySchedule], ...]] = {
     "fma": (
         (16, 16, replace(_DIRECT, tile=(1, 4))),
@@ -188,17 +189,17 @@ _CHOICES: dict[Step, tuple[tuple[int, int, TinySchedule], ...]] = {
         (4096, 64, _STAGED),
     ),
 }
-"""From the times of ``benchmarks.tune`` on an H200."""
+"""Chosen by the times of ``benchmarks.tune`` on an H200."""
 
 
 def choose_schedule(p: TinyMatrices, batch: int, sms: int) -> TinySchedule:
-    """The schedule that should be fastest, if the operands' layout allows it."""
+    """The schedule that should be fastest. The operands' layout may not allow it."""
     s = next(s for area, k, s in _CHOICES[p.step] if p.m * p.n <= area and p.k <= k)
     return settle(s, p, batch, sms)
 
 
 def settle(s: TinySchedule, p: TinyMatrices, batch: int, sms: int) -> TinySchedule:
-    """With matrices for all threads of a block; if staged, for half, but with all of the batch on the GPU."""
+    """`s` with matrices for all threads of a block; if staged, for half, with the whole batch on the GPU."""
     busy = p.threads(s)
     if s.staged:
         return replace(s, per_block=max(1, -(-batch // (8 * sms)), int(s.threads // (2 * busy))))
@@ -214,9 +215,9 @@ def kernel_spec(
     accumulate: bool,
     programmatic: bool,
 ) -> compiler.KernelSpec:
-    """The kernel for such operands; a, b and out are moved in vectors of so many bytes.
+    """The kernel for these matrices. `vectors` are the bytes in which a, b and out are moved.
 
-    `broadcast`: whether a and b do, if all matrices are dense, else None.
+    `broadcast`: whether a and b broadcast if all matrices are dense; otherwise None.
     """
     known, dense = p.compiled_in, broadcast is not None
     parts = p.parts(s, dense, vectors)
@@ -253,7 +254,7 @@ def kernel_spec(
 
 
 def _resident_threads(s: TinySchedule, p: TinyMatrices, parts: int) -> int:
-    """Threads that registers shall allow on a multiprocessor; 0 leaves it to the compiler."""
+    """Threads that must fit on a multiprocessor by their registers. 0 leaves it to the compiler."""
     if p.step == "mma":
         return 768 if s.staged else s.threads
     if not s.staged or (s.tile[0] > 4 and p.b_k_major):
@@ -263,7 +264,7 @@ def _resident_threads(s: TinySchedule, p: TinyMatrices, parts: int) -> int:
     return 0 if p.a is p.b is torch.float32 else 512
 
 
-class _Tiny(CudaKernel[TinySchedule]):
+class TinyKernel(CudaKernel[TinySchedule]):
     name = "tiny"
 
     def __init__(self, step: Step) -> None:
@@ -274,7 +275,7 @@ class _Tiny(CudaKernel[TinySchedule]):
         return SCHEDULES
 
     def supports(self, p: Product) -> bool:
-        """A batch of matrices of at most 64 rows, columns and k."""
+        """Whether this is a batch of matrices of at most 64 rows, columns and k."""
         return (
             p.step == self.step
             and p.bias is None
@@ -294,7 +295,7 @@ class _Tiny(CudaKernel[TinySchedule]):
         return choose_schedule(_arranged(p).matrices, p.batch, devices.device_info(p.device).sm_count)
 
     def cost(self, p: Product, s: TinySchedule) -> float:
-        """What memory needs at least, whatever the schedule: measured choices stand in a table."""
+        """The least time of the memory traffic under any schedule. The choice comes from a table of times."""
         sizes = ((p.a, p.m * p.k), (p.b, p.k * p.n), (p.out, p.m * p.n))
         return sum(x.dtype.itemsize * size * x.shape[0] for x, size in sizes) / _BYTES_A_MICROSECOND
 
@@ -314,7 +315,7 @@ class _Tiny(CudaKernel[TinySchedule]):
         if ("PARTS", 1) not in spec.constants:
             per_block = 1
         kernel, grid = runtime.load(spec, info.index), (-(-p.batch // per_block), 1, 1)
-        sizes = p.batch, per_block, p.m, p.n, p.k, p.sequences, _span(p.a), _span(p.b)
+        sizes = p.batch, per_block, p.m, p.n, p.k, p.sequences, _dense_bytes(p.a), _dense_bytes(p.b)
 
         def launch(a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
             kernel.launch(grid, a, *a_strides, b, *b_strides, out, *out_strides, *sizes)
@@ -334,12 +335,12 @@ class _Arranged(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether sizes and strides are compiled in."""
+        """Whether sizes and strides are compile-time constants."""
         batches, lines, inners = zip(*self.strides, strict=True)
         return self.matrices.compiled_in and self.matrices.dense(batches, lines, inners)
 
     def runs(self, s: TinySchedule) -> bool:
-        """Whether `s` runs as it is: through shared memory it always does."""
+        """Whether `s` runs unchanged. A staged schedule always does."""
         return s.staged or (self.dense and self.matrices.direct(s, self.vectors))
 
 
@@ -350,20 +351,20 @@ def _arranged(p: Product) -> _Arranged:
     return _Arranged(matrices, (a.vector, b.vector, out_vector), (a.strides, b.strides, out_strides))
 
 
-def _span(x: Matrix) -> int:
-    """Bytes of one matrix, where those of the batch lie end to end and aligned, else 0."""
+def _dense_bytes(x: Matrix) -> int:
+    """Bytes of one matrix if the matrices of the batch are contiguous and aligned, else 0."""
     matrix = x.shape[1] * x.shape[2]
     dense = (
         x.shape[0] > 1
         and x.strides[0] == matrix
         and {x.strides[1], x.strides[2]} in ({x.shape[2], 1}, {1, x.shape[1]})
     )
-    span = matrix * x.dtype.itemsize
-    return span if dense and span % 16 == x.misalignment % 16 == 0 else 0
+    size = matrix * x.dtype.itemsize
+    return size if dense and size % 16 == x.misalignment % 16 == 0 else 0
 
 
 def _lines(x: Matrix, line_dim: int, inner_dim: int) -> tuple[int, tuple[int, int, int]]:
-    """Bytes of the widest vectors along `inner_dim`, and strides in bytes; 0 for a dimension of one."""
+    """Bytes of the widest vectors along `inner_dim`, and strides in bytes. 0 for a dimension of size one."""
     size = x.dtype.itemsize
     batch, line, inner = (0 if x.shape[d] == 1 else x.strides[d] * size for d in (0, line_dim, inner_dim))
     extent = x.shape[inner_dim] * size
@@ -375,7 +376,7 @@ def _lines(x: Matrix, line_dim: int, inner_dim: int) -> tuple[int, tuple[int, in
 
 
 def _layout(x: Matrix, row_dim: int, k_dim: int) -> LineLayout:
-    """An operand's layout with lines along k or along its rows, whichever moves in wider vectors."""
+    """An operand's layout, with lines along k or along its rows, whichever allows wider vectors."""
     along_k, along_rows = _lines(x, row_dim, k_dim), _lines(x, k_dim, row_dim)
     k_major = along_k[0] > along_rows[0] or (
         along_k[0] == along_rows[0] and x.strides[k_dim] <= x.strides[row_dim]
@@ -383,4 +384,4 @@ def _layout(x: Matrix, row_dim: int, k_dim: int) -> LineLayout:
     return LineLayout(k_major, *(along_k if k_major else along_rows))
 
 
-TINY, TINY_FMA = _Tiny("mma"), _Tiny("fma")
+TINY, TINY_FMA = TinyKernel("mma"), TinyKernel("fma")

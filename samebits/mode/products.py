@@ -1,0 +1,166 @@
+"""Replacements of PyTorch's products under ``samebits.batch_invariant``.
+
+The functions follow the conventions of :mod:`samebits.mode.overrides`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.mode.arguments import takes, without_autocast
+from samebits.ops.bmm import bmm
+from samebits.ops.einsum import einsum
+from samebits.ops.expand import expand
+from samebits.ops.linear import linear
+from samebits.ops.matmul import matmul
+
+
+def mm(input: Tensor, mat2: Tensor, out_dtype: torch.dtype | None = None) -> Any:
+    return _of_ranks(2, 2, torch.mm, input, mat2, out_dtype)
+
+
+def mv(input: Tensor, vec: Tensor) -> Any:
+    return _of_ranks(2, 1, torch.mv, input, vec)
+
+
+def dot(input: Tensor, tensor: Tensor) -> Any:
+    return _of_ranks(1, 1, torch.dot, input, tensor)
+
+
+def _of_ranks(
+    rows: int,
+    columns: int,
+    theirs: Callable[..., Any],
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    if not takes(a, b):
+        return NotImplemented
+    if (a.ndim, b.ndim) != (rows, columns) or _on_gpus_only(out_dtype, a):
+        return theirs(a, b, *() if out_dtype is None else (out_dtype,))  # PyTorch raises its error
+    return matmul(a, b, out_dtype=out_dtype)
+
+
+def _on_gpus_only(out_dtype: torch.dtype | None, x: Tensor) -> bool:
+    """Whether PyTorch refuses ``out_dtype`` for `x`: it takes it on GPUs only."""
+    return out_dtype is not None and x.is_cpu
+
+
+def matmul_(input: Tensor, other: Tensor) -> Any:
+    return matmul(input, other) if takes(input, other) else NotImplemented
+
+
+def rmatmul(input: Tensor, other: Tensor) -> Any:
+    return matmul_(other, input)
+
+
+def bmm_(input: Tensor, mat2: Tensor, out_dtype: torch.dtype | None = None) -> Any:
+    if not takes(input, mat2):
+        return NotImplemented
+    if (
+        input.ndim != 3
+        or mat2.ndim != 3
+        or input.shape[0] != mat2.shape[0]
+        or _on_gpus_only(out_dtype, input)
+    ):
+        return torch.bmm(input, mat2, *() if out_dtype is None else (out_dtype,))  # PyTorch raises its error
+    return bmm(input, mat2, out_dtype=out_dtype)
+
+
+def addmm(
+    input: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    out_dtype: torch.dtype | None = None,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Any:
+    if not takes(input, mat1, mat2):
+        return NotImplemented
+    dtype = out_dtype or _dtype(mat1)
+    fits = mat1.ndim == mat2.ndim == 2 and input.ndim <= 2 and not _on_gpus_only(out_dtype, mat1)
+    if not fits or _dtype(input) not in (dtype, _dtype(mat1)):
+        return torch.addmm(input, mat1, mat2, *() if out_dtype is None else (out_dtype,))  # its error
+    if input.ndim == 1 and beta == alpha == 1 and out_dtype is None:
+        return linear(mat1, mat2.mT, input)
+    return _scaled_sum(input, matmul(mat1, mat2, out_dtype=torch.float32), beta, alpha, dtype)
+
+
+def baddbmm(
+    input: Tensor,
+    batch1: Tensor,
+    batch2: Tensor,
+    out_dtype: torch.dtype | None = None,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Any:
+    if not takes(input, batch1, batch2):
+        return NotImplemented
+    dtype = out_dtype or _dtype(batch1)
+    fits = batch1.ndim == batch2.ndim == 3 and input.ndim <= 3 and batch1.shape[0] == batch2.shape[0]
+    if not fits or _on_gpus_only(out_dtype, batch1) or _dtype(input) not in (dtype, _dtype(batch1)):
+        return torch.baddbmm(input, batch1, batch2, *() if out_dtype is None else (out_dtype,))  # its error
+    return _scaled_sum(input, bmm(batch1, batch2, out_dtype=torch.float32), beta, alpha, dtype)
+
+
+def in_place(replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """`replacement`, with its result written into the first argument."""
+
+    def write(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with without_autocast(input.device):
+            result = replacement(input, *args, **kwargs)
+        if result is NotImplemented:
+            return result
+        if result.shape != input.shape or result.dtype != input.dtype:
+            raise RuntimeError(
+                f"samebits.batch_invariant: in place: expected shape {tuple(result.shape)},"
+                f" {result.dtype}, got {tuple(input.shape)} and {input.dtype}"
+            )
+        return input.copy_(result)
+
+    return write
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a product of `x`: autocast's if it is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _scaled_sum(input: Tensor, product: Tensor, beta: float, alpha: float, dtype: torch.dtype) -> Tensor:
+    """``beta * input + alpha * product`` in float32, rounded once. `input` is not read if beta is 0."""
+    if input.shape != product.shape:
+        input = expand(input, product.shape)
+    out = product if alpha == 1 else product * alpha
+    if beta != 0:
+        wide = input.to(torch.float32)
+        out = (wide if beta == 1 else wide * beta) + out
+    return out.to(dtype)
+
+
+def linear_(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    operands = (input, weight) if bias is None else (input, weight, bias)
+    if not takes(*operands) or weight.ndim != 2:
+        return NotImplemented
+    if bias is not None and bias.ndim > 1:  # such a bias broadcasts over the output
+        rows = input if input.ndim > 1 else input[None]
+        out = _scaled_sum(bias, matmul(rows, weight.mT, out_dtype=torch.float32), 1, 1, _dtype(input))
+        return out if input.ndim > 1 else out[0]
+    return linear(input, weight, bias)
+
+
+def einsum_(equation: str, *operands: Any) -> Any:
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    return (
+        NotImplemented
+        if not isinstance(equation, str) or not takes(*operands)
+        else einsum(equation, *operands)
+    )
