@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Step, contract_of, on_gpu
+from samebits.backends import Key, Step, contract_of, on_gpu
 from samebits.ops._operator import Operator
 from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, sequences
 
 
-def _product_cpu(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: str) -> Tensor:
+def _product_cpu(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: Key) -> Tensor:
     from samebits.backends.reference import matmul as reference
 
     return reference.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=key)
 
 
-def _product_cuda(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: str) -> Tensor:
+def _product_cuda(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: Key) -> Tensor:
     backend, contract = on_gpu("matmul", key, a.get_device())
     out: Tensor = backend.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=contract)
     return out
 
 
-def _product_fake(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: str) -> Tensor:
+def _product_fake(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: Key) -> Tensor:
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=out_dtype)
 
@@ -71,12 +71,12 @@ def _product_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tupl
 product.register_autograd(_product_backward, setup_context=_product_setup_context)
 
 
-def _as_operand(grad: Tensor, dtype: torch.dtype, key: str) -> Tensor:
+def _as_operand(grad: Tensor, dtype: torch.dtype, key: Key) -> Tensor:
     """`grad` in a dtype that the contract takes together with operands of `dtype`."""
     return grad if contract_of(key).step == "fma" else grad.to(dtype)
 
 
-def _summed_over_broadcast(a: Tensor, b: Tensor, size: torch.Size, dtype: torch.dtype, key: str) -> Tensor:
+def _summed_over_broadcast(a: Tensor, b: Tensor, size: torch.Size, dtype: torch.dtype, key: Key) -> Tensor:
     """``a @ b``, chained over the batch dimensions in which an operand of shape `size` was broadcast."""
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     sizes = (1,) * (len(batch) + 2 - len(size)) + tuple(size[:-2])
@@ -100,7 +100,7 @@ def _addbmm_cpu(
     b: Tensor,
     cu_seqlens: Tensor | None,
     out_dtype: torch.dtype,
-    key: str,
+    key: Key,
 ) -> Tensor:
     from samebits.backends.reference import matmul as reference
 
@@ -115,7 +115,7 @@ def _addbmm_cuda(
     b: Tensor,
     cu_seqlens: Tensor | None,
     out_dtype: torch.dtype,
-    key: str,
+    key: Key,
 ) -> Tensor:
     backend, contract = on_gpu("matmul", key, a.get_device())
     if cu_seqlens is not None:
@@ -124,11 +124,11 @@ def _addbmm_cuda(
     return out
 
 
-def _addbmm_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: str) -> None:
+def _addbmm_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: Key) -> None:
     addbmm_later(acc, a, b, cu_seqlens, key)()
 
 
-def addbmm_later(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: str) -> Step:
+def addbmm_later(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: Key) -> Step:
     """Prepare :func:`addbmm_` of tensors without gradients. The returned step writes the result."""
     if a.is_cuda:
         backend, contract = on_gpu("matmul", key, a.get_device())
@@ -155,7 +155,7 @@ def _addbmm_fake(
     b: Tensor,
     cu_seqlens: Tensor | None,
     out_dtype: torch.dtype,
-    key: str,
+    key: Key,
 ) -> Tensor:
     return a.new_empty((a.shape[0], a.shape[2], b.shape[3]), dtype=out_dtype)
 
@@ -171,7 +171,7 @@ addbmm = Operator(
 )
 
 
-def _addbmm_fake_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: str) -> None:
+def _addbmm_fake_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: Key) -> None:
     pass
 
 
@@ -209,7 +209,7 @@ addbmm.register_autograd(_addbmm_backward, setup_context=_addbmm_setup_context)
 
 
 def _linear_cpu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: Key
 ) -> Tensor:
     from samebits.backends.reference import matmul as reference
 
@@ -221,7 +221,7 @@ def _linear_cpu(
 
 
 def _linear_cuda(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: Key
 ) -> Tensor:
     backend, contract = on_gpu("matmul", key, x.get_device())
     if cu_seqlens is not None:
@@ -232,7 +232,7 @@ def _linear_cuda(
 
 
 def _linear_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: Key
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 

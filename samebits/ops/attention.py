@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samebits.backends import broadcast, contract_of, on_gpu
+from samebits.backends import Key, broadcast, contract_of, on_gpu
 from samebits.contract import Contract
 from samebits.ops._checks import check_device, check_operands, shape
 from samebits.ops._operator import Operator, refuse_second_derivatives
@@ -144,7 +144,7 @@ def _pieces(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(b, b + rows), slice(h, h + columns)
 
 
-def _products(t: Tensor, key: str) -> tuple[Any, str]:
+def _products(t: Tensor, key: Key) -> tuple[Any, str]:
     """The module that multiplies on the device of `t`, and the contract's key that it takes."""
     if t.is_cuda:
         return on_gpu("matmul", key, t.get_device())
@@ -153,7 +153,7 @@ def _products(t: Tensor, key: str) -> tuple[Any, str]:
     return reference, key
 
 
-def _probabilities(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, key: str) -> Tensor:
+def _probabilities(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, key: Key) -> Tensor:
     """``p[b, heads, group * L, S]``, of the dtype of q."""
     b, heads, group, L, _ = q.shape
     S = k.shape[2]
@@ -172,7 +172,7 @@ def _probabilities(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scal
     return p.view(b, heads, group * L, S)  # type: ignore[no-any-return]
 
 
-def _product_over_keys(a: Tensor, b: Tensor, key: str) -> Tensor:
+def _product_over_keys(a: Tensor, b: Tensor, key: Key) -> Tensor:
     """``a[..., M, keys] @ b[..., keys, N]``, chains that end in a zero term: more zeros change nothing."""
     products, contract = _products(a, key)
     out = products.addbmm(
@@ -183,7 +183,7 @@ def _product_over_keys(a: Tensor, b: Tensor, key: str) -> Tensor:
     return out.view(*a.shape[:2], *out.shape[1:])  # type: ignore[no-any-return]
 
 
-def _product_over_queries(a: Tensor, b: Tensor, group: int, key: str) -> Tensor:
+def _product_over_queries(a: Tensor, b: Tensor, group: int, key: Key) -> Tensor:
     """``a[..., group * L, M].mT @ b[..., group * L, N]``, each of the group a sequence."""
     tokens = a.shape[2] // group
     if contract_of(key).step == "fma" or tokens % 16 == 0:
@@ -196,7 +196,7 @@ def _product_over_queries(a: Tensor, b: Tensor, group: int, key: str) -> Tensor:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, key: str
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, key: Key
 ) -> Tensor:
     if q.is_cuda:
         from samebits.backends.cuda import attention_sm90
@@ -208,7 +208,7 @@ def _forward(
 
 
 def stored(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, key: str
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, key: Key
 ) -> Tensor:
     """The forward by kernels that store scores, some heads at a time."""
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -229,7 +229,7 @@ def _gradients(
     mask: Tensor | None,
     causal: bool,
     scale: float,
-    key: str,
+    key: Key,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     if k.shape[2] == 0:
@@ -249,7 +249,7 @@ def _gradients(
 
 
 def _fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, key: str
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, key: Key
 ) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from samebits.backends import Step, contract_of, on_gpu
+from samebits.backends import Key, Step, contract_of, on_gpu
 from samebits.backends.logits_in_pieces import empty_grads
 from samebits.backends.token_logps import GradLogitsInputs, Rows, vocabulary_pieces
 from samebits.contract import Contract
@@ -188,7 +188,7 @@ def _refuse_overlap(main_grad: Tensor, **others: Tensor | None) -> None:
     )
 
 
-def _backend(t: Tensor, key: str) -> tuple[Any, Any, Any, str]:
+def _backend(t: Tensor, key: Key) -> tuple[Any, Any, Any, str]:
     """On the device of `t`: the modules of linear_logp, logp and products, and the contract's key."""
     if t.is_cuda:
         parts = ("linear_logp", "logp", "matmul")
@@ -215,7 +215,7 @@ def _forward(
     ignore_index: int,
     scale: float,
     entropy: bool,
-    key: str,
+    key: Key,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if main_grad is not None:  # checked here, because tensors have no memory while code is traced
         _refuse_overlap(main_grad, hidden=hidden, weight=weight, bias=bias)
@@ -232,7 +232,7 @@ def _forward(
     return rows.logp.view(target.shape), rows.entropy.view(kept), rows.shift, rows.log_sum
 
 
-def _check_cu_seqlens(hidden: Tensor, cu_seqlens: Tensor | None, key: str) -> None:
+def _check_cu_seqlens(hidden: Tensor, cu_seqlens: Tensor | None, key: Key) -> None:
     if cu_seqlens is None:
         return
     if hidden.is_cuda:
@@ -255,7 +255,7 @@ def _gradients(
     log_sum: Tensor,
     ignore_index: int,
     scale: float,
-    key: str,
+    key: Key,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     if needed[1] and main_grad is not None:  # it may have changed since the forward
@@ -328,7 +328,7 @@ def _fake(
     ignore_index: int,
     scale: float,
     entropy: bool,
-    key: str,
+    key: Key,
 ) -> tuple[Tensor, ...]:
     shapes = (target.shape, target.shape if entropy else (0,), (target.numel(),), (target.numel(),))
     return tuple(hidden.new_empty(s, dtype=torch.float32) for s in shapes)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends import Key
 from samebits.ops._checks import check_operands
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._rows import as_rows, backend, refuse_triton, rounded
@@ -40,14 +41,14 @@ def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Ten
     return out.reshape(shape)
 
 
-def _forward(x: Tensor, key: str) -> Tensor:
+def _forward(x: Tensor, key: Key) -> Tensor:
     if x.shape[1] == 0:
         return x.new_full((x.shape[0],), -torch.inf)
     shift, log_sum = row_statistics(x, key)
     return rounded(torch.where(shift == torch.inf, shift, shift + log_sum), x.dtype)
 
 
-def _fake(x: Tensor, key: str) -> Tensor:
+def _fake(x: Tensor, key: Key) -> Tensor:
     return x.new_empty(x.shape[0])
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samebits.backends import pack_key
 from samebits.backends.logits_in_pieces import grad_logits as grad_logits_by
 from samebits.backends.token_logps import Rows, Statistics, vocabulary_pieces
 from samebits.contract import TENSOR_CORE, Contract
@@ -98,7 +99,7 @@ def reference(contract: Contract) -> RowBackend:
 
     def attention(q: Tensor, *args: Any, schedule: Any) -> Tensor:
         k, v, mask, causal, scale, _ = args  # the last argument is the kernels' contract key
-        return stored(q, k, v, mask, causal, scale, contract.key)
+        return stored(q, k, v, mask, causal, scale, pack_key(contract.key, None))
 
     return RowBackend("", rows, logp, statistics, grad_logits, attention, lambda *of: (None,))
 
