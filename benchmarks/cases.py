@@ -33,25 +33,10 @@ class Product:
 
 
 REFERENCE = (
-    Product(
-        samebits.TENSOR_CORE.on(samebits.HOPPER),
-        torch.bfloat16,
-        mmasim=("Hopper", "m16n8k16.f32.bf16.bf16.f32"),
-    ),
-    Product(
-        samebits.TENSOR_CORE.on(samebits.HOPPER),
-        torch.float16,
-        mmasim=("Hopper", "m16n8k16.f32.f16.f16.f32"),
-    ),
-    Product(
-        samebits.TENSOR_CORE.on(samebits.AMPERE),
-        torch.bfloat16,
-        mmasim=("Ampere", "m16n8k16.f32.bf16.bf16.f32"),
-    ),
-    Product(
-        samebits.TENSOR_CORE.on(samebits.AMPERE),
-        torch.float16,
-        mmasim=("Ampere", "m16n8k16.f32.f16.f16.f32"),
+    *(
+        Product(samebits.TENSOR_CORE.on(model), dtype, mmasim=(family, f"m16n8k16.f32.{kind}.{kind}.f32"))
+        for model, family in ((samebits.HOPPER, "Hopper"), (samebits.AMPERE, "Ampere"))
+        for dtype, kind in ((torch.bfloat16, "bf16"), (torch.float16, "f16"))
     ),
     Product(samebits.FMA, torch.float32),
 )

@@ -36,6 +36,32 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 HOPPER = "sm_90a"
 FLAGS = list(itertools.product((False, True), repeat=2))
 
+EPILOGUES: list[dict[str, Any]] = [
+    {"out_dtype": BF16},
+    {"out_dtype": F32},
+    {"out_dtype": BF16, "bias_dtype": BF16, "folded": True},
+    {"out_dtype": F32, "accumulate": True},
+    {"out_dtype": F32, "accumulate": True, "aligned": False},
+    {"out_dtype": BF16, "aligned": False, "bias_dtype": BF16},
+    {"out_dtype": F16, "dtype": F16, "bias_dtype": F16, "folded": True},
+]
+"""Each kind of epilogue and operand of the tensor-core kernel on Hopper once."""
+
+RAGGED: list[dict[str, Any]] = [
+    {"out_dtype": F32, "accumulate": True, "cu_seqlens_dtype": torch.int32},
+    {"out_dtype": BF16, "cu_seqlens_dtype": torch.int64},
+]
+"""The same over spans of k, where both operands are contiguous along their rows."""
+
+TINY_DTYPES = (
+    (BF16, BF16, BF16, "mma"),
+    (F16, F16, F32, "mma"),
+    (F32, F32, F32, "fma"),
+    (BF16, BF16, BF16, "fma"),
+    (F16, F32, F16, "fma"),
+)
+"""Of the operands and the output of tiny matrices, with the contract's step."""
+
 Kernel = tuple[Any, str]
 """A KernelSpec, and an architecture to compile it for."""
 Hashes = dict[str, dict[str, str]]
@@ -59,8 +85,8 @@ def kernels() -> Iterator[Kernel]:
         for vector in (True, False)
         for k_major in (True, False)
     ]
-    yield from tensor_core(h, *layouts)
-    yield from fma(h, *layouts)
+    yield from tensor_core(h, layouts)
+    yield from fma(h, layouts)
     yield from fma_on_hopper(h)
     yield from tensor_core_on_hopper(h)
     yield from log_probabilities_on_hopper(h)
@@ -69,24 +95,20 @@ def kernels() -> Iterator[Kernel]:
     yield from whole_files(h)
 
 
-def tensor_core(h: Any, k_vector: Any, row_vector: Any, k_gather: Any, row_gather: Any) -> Iterator[Kernel]:
-    """All schedules and ways to copy, for alternating architectures."""
-    operands = (
+def tensor_core_operands(k_vector: Any, row_vector: Any, k_gather: Any, row_gather: Any) -> tuple[Any, ...]:
+    """Ways to copy, of a and of b, each with a dtype."""
+    return (
         (k_vector, k_vector, BF16),
         (row_vector, row_vector, F16),
         (k_gather, k_gather, F16),
         (row_gather, row_gather, BF16),
         (k_vector, row_gather, F16),
     )
-    archs = h.compiler.ARCHITECTURES[1:]
-    for i, (s, (a, b, dtype)) in enumerate(itertools.product(h.tensor_core.SCHEDULES, operands)):
-        for turn in range(2):
-            yield h.tensor_core.kernel_spec(s, dtype, a, b), archs[(i + 3 * turn) % len(archs)]
 
 
-def fma(h: Any, k_vector: Any, row_vector: Any, k_gather: Any, row_gather: Any) -> Iterator[Kernel]:
-    """All schedules and ways to copy under FMA, for alternating architectures."""
-    operands = (
+def fma_operands(k_vector: Any, row_vector: Any, k_gather: Any, row_gather: Any) -> tuple[Any, ...]:
+    """The same under FMA, with dtypes of a, b and the output, and whether k has segments."""
+    return (
         (k_vector, k_vector, (F32, F32, F32), False),
         (k_vector, row_vector, (F32, F32, F32), False),
         (row_vector, row_vector, (F32, F32, F32), True),
@@ -94,14 +116,27 @@ def fma(h: Any, k_vector: Any, row_vector: Any, k_gather: Any, row_gather: Any) 
         (k_gather._replace(strides=(0, 0, 0, 2)), k_vector, (F32, BF16, BF16), True),
         (k_vector, row_vector, (F16, F16, F16), False),
     )
+
+
+def tensor_core(h: Any, layouts: list[Any]) -> Iterator[Kernel]:
+    """All schedules and ways to copy, for alternating architectures."""
+    archs = h.compiler.ARCHITECTURES[1:]
+    cases = itertools.product(h.tensor_core.SCHEDULES, tensor_core_operands(*layouts))
+    for i, (s, (a, b, dtype)) in enumerate(cases):
+        for turn in range(2):
+            yield h.tensor_core.kernel_spec(s, dtype, a, b), archs[(i + 3 * turn) % len(archs)]
+
+
+def fma(h: Any, layouts: list[Any]) -> Iterator[Kernel]:
+    """All schedules and ways to copy under FMA, for alternating architectures."""
     archs = h.compiler.ARCHITECTURES
     for i, s in enumerate(h.fma.SCHEDULES):
-        for j, (a, b, types, segmented) in enumerate(operands):
+        for j, (a, b, types, segmented) in enumerate(fma_operands(*layouts)):
             yield h.fma.kernel_spec(s, types, a, b, segmented), archs[(i + j) % len(archs)]
 
 
 def fma_on_hopper(h: Any) -> Iterator[Kernel]:
-    """All schedules and layouts. One layout also as tests/sanitize.py compiles it for racecheck."""
+    """All schedules and layouts. One layout also as tests/support/sanitize.py compiles it for racecheck."""
     for i, s in enumerate((*h.fma_sm90.MANY, *h.fma_sm90.FEW)):
         for turned in FLAGS:
             yield s.spec(*turned), HOPPER
@@ -112,21 +147,8 @@ def fma_on_hopper(h: Any) -> Iterator[Kernel]:
 
 def tensor_core_on_hopper(h: Any) -> Iterator[Kernel]:
     """All schedules, with alternating kinds of epilogue and operand."""
-    cases: list[dict[str, Any]] = [
-        {"out_dtype": BF16},
-        {"out_dtype": F32},
-        {"out_dtype": BF16, "bias_dtype": BF16, "folded": True},
-        {"out_dtype": F32, "accumulate": True},
-        {"out_dtype": F32, "accumulate": True, "aligned": False},
-        {"out_dtype": BF16, "aligned": False, "bias_dtype": BF16},
-        {"out_dtype": F16, "dtype": F16, "bias_dtype": F16, "folded": True},
-    ]
-    ragged: list[dict[str, Any]] = [
-        {"out_dtype": F32, "accumulate": True, "cu_seqlens_dtype": torch.int32},
-        {"out_dtype": BF16, "cu_seqlens_dtype": torch.int64},
-    ]
     for a_mn, b_mn in FLAGS:
-        turns = itertools.cycle(cases + ragged if a_mn and b_mn else cases)
+        turns = itertools.cycle(EPILOGUES + RAGGED if a_mn and b_mn else EPILOGUES)
         for s in h.schedule_sm90.catalogue(a_mn, b_mn):
             case = h.tensor_core_sm90.Sm90Variant(
                 **{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)}
@@ -158,17 +180,10 @@ def attention(h: Any) -> Iterator[Kernel]:
 def tiny(h: Any) -> Iterator[Kernel]:
     """Some products under each schedule, and the choices for squares."""
     archs, spec = h.compiler.ARCHITECTURES, h.tiny.kernel_spec
-    types = (
-        (BF16, BF16, BF16, "mma"),
-        (F16, F16, F32, "mma"),
-        (F32, F32, F32, "fma"),
-        (BF16, BF16, BF16, "fma"),
-        (F16, F32, F16, "fma"),
-    )
 
     def products(*sizes: int) -> Iterator[Any]:
         shapes = itertools.product(sizes, repeat=3)
-        for shape, k_major, (a, b, out, step) in itertools.product(shapes, FLAGS, types):
+        for shape, k_major, (a, b, out, step) in itertools.product(shapes, FLAGS, TINY_DTYPES):
             yield h.tiny.TinyMatrices(*shape, a, b, out, *k_major, step)
 
     some = list(products(4, 63, 64))

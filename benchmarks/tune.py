@@ -161,17 +161,16 @@ def report(measured: Iterable[dict[str, Any]]) -> Iterator[Table]:
     by_work: dict[str, list[tuple[float, float]]] = {}
 
     def product_of(case: dict[str, Any]) -> list[Any]:
-        return [case[name] for name in names if name in case]
+        return [case[name] for name in names]
 
     for case in sorted(measured, key=product_of):
         us, chosen = case["us"], case["chosen"]
         fastest = min((t, by) for by, t in us.items() if by != "torch")[1]
         by_work.setdefault(case["work"], []).append(speeds(case))
-        cells = [str(case.get(name, "")) for name in names]
+        cells = [str(value) for value in product_of(case)]
         cells.append(f"{us['torch']:.1f}")
         for by, speed in zip((chosen, fastest), speeds(case), strict=True):
-            cost = case.get("cost", {}).get(by)
-            cells += [f"{us[by]:.1f}", "" if cost is None else f"{cost:.1f}", f"{speed:.3f}"]
+            cells += [f"{us[by]:.1f}", f"{case['cost'][by]:.1f}", f"{speed:.3f}"]
         lines.add_row(*cells, " ".join(word for word in fastest.split() if word not in chosen.split()))
     yield lines
     means = Table("work", "products", "chosen", "worst", "fastest", "worst", box=None)

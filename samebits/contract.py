@@ -175,7 +175,9 @@ class Contract:
     @property
     def exp2(self) -> Exp2Model | None:
         """``2**x`` in attention; None leaves it to the device, as ``mma`` does."""
-        return POLYNOMIAL if self.step == "fma" else self.mma and self.mma.exp2
+        if self.step == "fma":
+            return POLYNOMIAL
+        return None if self.mma is None else self.mma.exp2
 
     def on(self, mma: MmaModel) -> Contract:
         """This contract, bound to the tensor-core family ``mma``."""
@@ -213,8 +215,8 @@ def contract_from_key(key: str) -> Contract:
     name, step, *model = key.split(":")
     mma = None
     if model:
-        family, *numbers, exp2 = model
-        mma = MmaModel(family, *map(int, numbers), exp2=_EXP2_MODELS[exp2])
+        family, group, fraction_bits, zero_exponent, exp2 = model
+        mma = MmaModel(family, int(group), int(fraction_bits), int(zero_exponent), _EXP2_MODELS[exp2])
     return Contract(name, cast(Literal["mma", "fma"], step), mma)
 
 

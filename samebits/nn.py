@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samebits.backends import Key
 from samebits.contract import Contract
 from samebits.ops._checks import SUPPORTED, check_contract, check_operands, shape
 from samebits.ops._memory import check_accumulator, has_memory, refuse_overlap, refuse_vmap
@@ -152,7 +153,7 @@ class _MainGradLinear(torch.autograd.Function):
         bias: Tensor | None,
         layer: Linear,
         cu_seqlens: Tensor | None,
-        key: str,
+        key: Key,
     ) -> Tensor:
         needed = ctx.needs_input_grad  # each operand is needed only for the other's gradient
         ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None, cu_seqlens)

@@ -16,6 +16,7 @@ wanted=" ${*:-$all} "
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} SAMEBITS_CACHE_DIR=${SAMEBITS_CACHE_DIR:-$out/../samebits-cache}
 python=${PYTHON:-python3}
+sanitize=tests/support/sanitize.py
 
 declare -A pids codes
 start() { # NAME COMMAND...
@@ -35,18 +36,19 @@ finish() {
 
 for tool in memcheck racecheck; do
   [[ $wanted == *" $tool "* ]] || continue
-  start "$tool" "$python" tests/sanitize.py --every 32 --compile $([ $tool = racecheck ] && echo --racecheck)
+  start "$tool" "$python" $sanitize --every 32 --compile $([ $tool = racecheck ] && echo --racecheck)
   finish
   [ "${codes[$tool]}" = 0 ] || { tail -n 5 "$out/$tool.log" && exit 1; }
 done
 export OMP_NUM_THREADS=2 # of each of so many processes, in which PyTorch and the CPU reference would start one for each CPU
 start pytest "$python" -m pytest -m gpu -n "${WORKERS:-10}" -v -p no:cacheprovider --tb=short -rfE --durations 40
 start triton "$python" -m pytest -m gpu -n 3 -v -p no:cacheprovider --tb=short -rfE --durations 20 --backend triton \
-  tests/test_conformance.py tests/test_invariance.py tests/test_logp.py tests/test_logp_targets.py tests/test_gpu.py \
+  tests/contract/test_conformance.py tests/contract/test_invariance.py tests/ops/test_logp.py tests/ops/test_logp_targets.py \
+  tests/backends/test_gpu.py \
   -k "not test_verify and not step and not tensor_core_sm90" # which need row kernels, or are not Triton's
 start memcheck compute-sanitizer --error-exitcode 1 --tool memcheck --report-api-errors no \
-  "$python" tests/sanitize.py --every 32 --triton
-start racecheck compute-sanitizer --error-exitcode 1 --tool racecheck "$python" tests/sanitize.py --every 32 --racecheck
+  "$python" $sanitize --every 32 --triton
+start racecheck compute-sanitizer --error-exitcode 1 --tool racecheck "$python" $sanitize --every 32 --racecheck
 finish
 unset OMP_NUM_THREADS
 start verify "$python" -m samebits verify --thorough --json "$out/verify.json"

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from threading import local
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NewType, ParamSpec, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from samebits.contract import Contract, contract_from_key
 
 __all__ = [
     "NAMES",
+    "Key",
     "Step",
     "UnavailableError",
     "broadcast",
@@ -127,23 +128,28 @@ def chosen_backend(device_type: str) -> str | None:
     return None if name == "reference" else name
 
 
-def pack_key(contract: str, backend: str | None) -> str:
-    """A contract's key and the chosen backend, as the one string that an operator takes.
+Key = NewType("Key", str)
+"""A contract's key and the chosen backend, as one string: ``torch.library`` takes no objects."""
+
+
+def pack_key(contract: str, backend: str | None) -> Key:
+    """What an operator takes.
 
     So the choice is read once, in an operation's forward. Its backward may run in another thread, and follows
     the same choice.
     """
-    return contract if backend is None else f"{contract}@{backend}"
+    # Not Key(...), which is one more call on the way to every kernel.
+    return contract if backend is None else f"{contract}@{backend}"  # type: ignore[return-value]
 
 
-def unpack_key(key: str) -> tuple[str, str | None]:
+def unpack_key(key: Key) -> tuple[str, str | None]:
     """The contract's key and the backend in a key of :func:`pack_key`."""
     contract, _, backend = key.partition("@")
     return contract, backend or None
 
 
 @functools.lru_cache(maxsize=64)
-def contract_of(key: str) -> Contract:
+def contract_of(key: Key) -> Contract:
     """The contract in an operator's key."""
     return contract_from_key(unpack_key(key)[0])
 
@@ -158,7 +164,7 @@ def broadcast(*shapes: torch.Size) -> torch.Size:
 
 
 @functools.cache
-def on_gpu(operation: str, key: str, device: int) -> tuple[Any, str]:
+def on_gpu(operation: str, key: Key, device: int) -> tuple[Any, str]:
     """The module that computes `operation` on GPU `device`, and the contract's key that it takes.
 
     Args:

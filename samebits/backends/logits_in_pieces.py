@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends import Step
-from samebits.backends.token_logps import Rows, Statistics, vocabulary_pieces
+from samebits.backends.token_logps import GradLogitsInputs, Rows, Statistics, vocabulary_pieces
 
 _LOGITS = 1 << 23  # logits in a piece: 32 MiB
 
@@ -38,20 +38,10 @@ def statistics(
 
 
 def grad_logits_later(
-    products: Any,
-    logp: Any,
-    out: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    part: slice,
-    rows: Rows,
-    grad: Tensor,
-    grad_entropy: Tensor | None,
-    *,
-    contract: str,
+    products: Any, logp: Any, out: Tensor, given: GradLogitsInputs, *, contract: str
 ) -> Step:
     """Write dz of a part of the vocabulary into ``out``, which has the shape of :func:`empty_grads`."""
+    hidden, weight, bias, part, rows, *grads = given
     tokens, steps = hidden.shape[0], []
     pieces = [*vocabulary_pieces(part, tokens, _LOGITS)]
     room = hidden.new_empty(tokens * max(p.stop - p.start for p in pieces), dtype=torch.float32)
@@ -61,24 +51,16 @@ def grad_logits_later(
         b = None if bias is None else bias[some]
         steps.append(products.matmul_later(logits, hidden, weight[some].mT, bias=b, contract=contract))
         columns = out[:, some.start - part.start : some.stop - part.start]
-        steps.append(partial(logp.grad_logits, columns, logits, some.start, rows, grad, grad_entropy))
+        steps.append(partial(logp.grad_logits, columns, logits, some.start, rows, *grads))
     return lambda: [step() for step in steps]
 
 
-def grad_logits(
-    later: Callable[..., Step],
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    part: slice,
-    *given: Any,
-    dtype: torch.dtype,
-    **options: Any,
-) -> Tensor:
-    """Run a backend's ``grad_logits_later`` for one part of the vocabulary immediately."""
-    width = part.stop - part.start
-    (out,) = empty_grads(hidden.shape[0], [width], dtype, hidden.device)
-    later(out, hidden, weight, bias, part, *given, **options)()
+def grad_logits(later: Callable[..., Step], *inputs: Any, dtype: torch.dtype, **options: Any) -> Tensor:
+    """Run a backend's ``grad_logits_later`` on :class:`GradLogitsInputs` immediately."""
+    given = GradLogitsInputs(*inputs)
+    width = given.part.stop - given.part.start
+    (out,) = empty_grads(given.hidden.shape[0], [width], dtype, given.hidden.device)
+    later(out, given, **options)()
     return out[:, :width]
 
 

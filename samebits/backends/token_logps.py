@@ -99,3 +99,23 @@ class Statistics(NamedTuple):
         like = rows.shift
         m, s = like.new_empty(tokens, blocks), like.new_empty(tokens, blocks)
         return cls(m, s, like.new_empty(tokens, blocks if rows.with_entropy else 0), torch.empty_like(like))
+
+
+class GradLogitsInputs(NamedTuple):
+    """What the gradient of a part of the logits is computed from.
+
+    Attributes:
+        hidden: ``[tokens, D]``.
+        weight, bias: ``[V, D]`` and ``[V]``, of the whole vocabulary.
+        part: of the vocabulary, whose columns the result has.
+        rows: with their results.
+        grad, grad_entropy: of the results, ``[tokens]``, float32.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    part: slice
+    rows: Rows
+    grad: Tensor
+    grad_entropy: Tensor | None

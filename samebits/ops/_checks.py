@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
-from samebits.backends import chosen_backend, pack_key
+from samebits.backends import Key, chosen_backend, pack_key
 from samebits.contract import Contract, resolve
 from samebits.ops._operator import bypasses_dispatcher, transform
 
@@ -16,7 +16,7 @@ SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 
 def check_operands(
     op: str, contract: Contract | None, operands: dict[str, Tensor], *, autocast: bool = True
-) -> tuple[list[Tensor], str, bool]:
+) -> tuple[list[Tensor], Key, bool]:
     """Refuse operands that are not dense tensors of one supported dtype on one device.
 
     Returns:

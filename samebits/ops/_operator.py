@@ -24,9 +24,8 @@ class Operator:
 
     Args:
         schema: name, arguments and results, as ``torch.library`` spells them.
-        cpu, cuda, fake: implementations for these devices, and for tensors without data.
-        setup_context: as in :func:`torch.library.register_autograd`.
-        backward: the gradient, as :func:`without_modes` takes it.
+        cpu, fake: implementations for the CPU, and for tensors without data.
+        cuda: implementation for CUDA devices. None: `cpu` is for both.
     """
 
     __slots__ = ("_cpu", "_cuda", "_recorded", "_registered")
@@ -36,12 +35,10 @@ class Operator:
         schema: str,
         *,
         cpu: Callable[..., Any],
-        cuda: Callable[..., Any],
+        cuda: Callable[..., Any] | None = None,
         fake: Callable[..., Any],
-        setup_context: Callable[..., None] | None = None,
-        backward: Callable[..., Any] | None = None,
     ) -> None:
-        cpu, cuda = returning_no_views(cpu), returning_no_views(cuda)
+        cpu, cuda = returning_no_views(cpu), returning_no_views(cuda or cpu)
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         name = schema.partition("(")[0]
         library.impl(name, cpu, "CPU")
@@ -49,12 +46,12 @@ class Operator:
         torch.library.register_fake(f"samebits::{name}", fake, lib=library)
         self._registered = getattr(torch.ops.samebits, name).default
         self._cpu, self._cuda, self._recorded = cpu, cuda, self._registered
-        if backward is not None and setup_context is not None:
-            backward = without_modes(backward)
-            torch.library.register_autograd(
-                f"samebits::{name}", backward, setup_context=setup_context, lib=library
-            )
-            self._recorded = _recorded(self._run, setup_context, backward)
+
+    def register_autograd(self, gradients: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
+        """As :func:`torch.library.register_autograd`, with gradients as :func:`without_modes` takes them."""
+        backward = without_modes(gradients)
+        torch.library.register_autograd(self._registered, backward, setup_context=setup_context, lib=library)
+        self._recorded = _recorded(self._run, setup_context, backward)
 
     def __call__(self, *args: Any, bypass: bool = False) -> Any:
         """Run on the schema's arguments. ``bypass``: :func:`bypasses_dispatcher` is known to hold."""

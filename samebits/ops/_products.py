@@ -11,26 +11,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Step, contract_of, on_gpu
+from samebits.backends import Key, Step, contract_of, on_gpu
 from samebits.ops._operator import Operator
 from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, sequences
 
 
-def _product_cpu(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: str) -> Tensor:
+def _product_cpu(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: Key) -> Tensor:
     from samebits.backends.reference import matmul as reference
 
     return reference.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=key)
 
 
-def _product_cuda(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: str) -> Tensor:
+def _product_cuda(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: Key) -> Tensor:
     backend, contract = on_gpu("matmul", key, a.get_device())
     out: Tensor = backend.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=contract)
     return out
 
 
-def _product_fake(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: str) -> Tensor:
+def _product_fake(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: Key) -> Tensor:
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=out_dtype)
+
+
+product = Operator(
+    "matmul(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str contract) -> Tensor",
+    cpu=_product_cpu,
+    cuda=_product_cuda,
+    fake=_product_fake,
+)
 
 
 def _product_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -60,12 +68,15 @@ def _product_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tupl
     return grad_a, grad_b, grad_bias, None, None
 
 
-def _as_operand(grad: Tensor, dtype: torch.dtype, key: str) -> Tensor:
+product.register_autograd(_product_backward, setup_context=_product_setup_context)
+
+
+def _as_operand(grad: Tensor, dtype: torch.dtype, key: Key) -> Tensor:
     """`grad` in a dtype that the contract takes together with operands of `dtype`."""
     return grad if contract_of(key).step == "fma" else grad.to(dtype)
 
 
-def _summed_over_broadcast(a: Tensor, b: Tensor, size: torch.Size, dtype: torch.dtype, key: str) -> Tensor:
+def _summed_over_broadcast(a: Tensor, b: Tensor, size: torch.Size, dtype: torch.dtype, key: Key) -> Tensor:
     """``a @ b``, chained over the batch dimensions in which an operand of shape `size` was broadcast."""
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     sizes = (1,) * (len(batch) + 2 - len(size)) + tuple(size[:-2])
@@ -83,23 +94,13 @@ def _summed_over_broadcast(a: Tensor, b: Tensor, size: torch.Size, dtype: torch.
     return out.reshape(size)  # type: ignore[no-any-return]
 
 
-product = Operator(
-    "matmul(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str contract) -> Tensor",
-    cpu=_product_cpu,
-    cuda=_product_cuda,
-    fake=_product_fake,
-    setup_context=_product_setup_context,
-    backward=_product_backward,
-)
-
-
 def _addbmm_cpu(
     acc: Tensor | None,
     a: Tensor,
     b: Tensor,
     cu_seqlens: Tensor | None,
     out_dtype: torch.dtype,
-    key: str,
+    key: Key,
 ) -> Tensor:
     from samebits.backends.reference import matmul as reference
 
@@ -114,7 +115,7 @@ def _addbmm_cuda(
     b: Tensor,
     cu_seqlens: Tensor | None,
     out_dtype: torch.dtype,
-    key: str,
+    key: Key,
 ) -> Tensor:
     backend, contract = on_gpu("matmul", key, a.get_device())
     if cu_seqlens is not None:
@@ -123,11 +124,11 @@ def _addbmm_cuda(
     return out
 
 
-def _addbmm_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: str) -> None:
+def _addbmm_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: Key) -> None:
     addbmm_later(acc, a, b, cu_seqlens, key)()
 
 
-def addbmm_later(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: str) -> Step:
+def addbmm_later(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: Key) -> Step:
     """Prepare :func:`addbmm_` of tensors without gradients. The returned step writes the result."""
     if a.is_cuda:
         backend, contract = on_gpu("matmul", key, a.get_device())
@@ -154,13 +155,31 @@ def _addbmm_fake(
     b: Tensor,
     cu_seqlens: Tensor | None,
     out_dtype: torch.dtype,
-    key: str,
+    key: Key,
 ) -> Tensor:
     return a.new_empty((a.shape[0], a.shape[2], b.shape[3]), dtype=out_dtype)
 
 
-def _addbmm_fake_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: str) -> None:
+# The chain over sequences: out[B, M, N] = acc[B, M, N] + a[B, S, M, K] @ b[B, S, K, N] over s, then k. Every
+# s is a sequence. With cu_seqlens, S is 1 and the sequences are consecutive parts of K.
+addbmm = Operator(
+    "addbmm(Tensor? acc, Tensor a, Tensor b, Tensor? cu_seqlens, ScalarType out_dtype, str contract)"
+    " -> Tensor",
+    cpu=_addbmm_cpu,
+    cuda=_addbmm_cuda,
+    fake=_addbmm_fake,
+)
+
+
+def _addbmm_fake_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: Key) -> None:
     pass
+
+
+addbmm_ = Operator(
+    "addbmm_(Tensor(a!) acc, Tensor a, Tensor b, Tensor? cu_seqlens, str contract) -> ()",
+    cpu=_addbmm_inplace,
+    fake=_addbmm_fake_inplace,
+)
 
 
 def _addbmm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -186,27 +205,11 @@ def _addbmm_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple
     return grad_acc, grad_a, grad_b, None, None, None
 
 
-# The chain over sequences: out[B, M, N] = acc[B, M, N] + a[B, S, M, K] @ b[B, S, K, N] over s, then k. Every
-# s is a sequence. With cu_seqlens, S is 1 and the sequences are consecutive parts of K.
-addbmm = Operator(
-    "addbmm(Tensor? acc, Tensor a, Tensor b, Tensor? cu_seqlens, ScalarType out_dtype, str contract)"
-    " -> Tensor",
-    cpu=_addbmm_cpu,
-    cuda=_addbmm_cuda,
-    fake=_addbmm_fake,
-    setup_context=_addbmm_setup_context,
-    backward=_addbmm_backward,
-)
-addbmm_ = Operator(
-    "addbmm_(Tensor(a!) acc, Tensor a, Tensor b, Tensor? cu_seqlens, str contract) -> ()",
-    cpu=_addbmm_inplace,
-    cuda=_addbmm_inplace,
-    fake=_addbmm_fake_inplace,
-)
+addbmm.register_autograd(_addbmm_backward, setup_context=_addbmm_setup_context)
 
 
 def _linear_cpu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: Key
 ) -> Tensor:
     from samebits.backends.reference import matmul as reference
 
@@ -218,7 +221,7 @@ def _linear_cpu(
 
 
 def _linear_cuda(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: Key
 ) -> Tensor:
     backend, contract = on_gpu("matmul", key, x.get_device())
     if cu_seqlens is not None:
@@ -229,9 +232,17 @@ def _linear_cuda(
 
 
 def _linear_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: Key
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+linear = Operator(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, str contract) -> Tensor",
+    cpu=_linear_cpu,
+    cuda=_linear_cuda,
+    fake=_linear_fake,
+)
 
 
 def _linear_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -262,11 +273,4 @@ def _linear_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple
     return grad_x, grad_weight, grad_bias, None, None
 
 
-linear = Operator(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, str contract) -> Tensor",
-    cpu=_linear_cpu,
-    cuda=_linear_cuda,
-    fake=_linear_fake,
-    setup_context=_linear_setup_context,
-    backward=_linear_backward,
-)
+linear.register_autograd(_linear_backward, setup_context=_linear_setup_context)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import UnavailableError, on_gpu, unpack_key
+from samebits.backends import Key, UnavailableError, on_gpu, unpack_key
 from samebits.ops._checks import shape
 
 
@@ -22,7 +22,7 @@ def backend(t: Tensor) -> Any:
     return reference
 
 
-def refuse_triton(op: str, key: str) -> None:
+def refuse_triton(op: str, key: Key) -> None:
     """Refuse the Triton backend, if `key` has it as an explicit choice: it does not reduce rows yet."""
     if unpack_key(key)[1] == "triton":
         raise UnavailableError(f"samebits.{op}: backend triton does not compute it yet; choose backend cuda")

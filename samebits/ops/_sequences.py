@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from samebits.backends import on_gpu
+from samebits.backends import Key, on_gpu
 from samebits.ops._checks import check_device, shape
 from samebits.ops._memory import capturing
 
@@ -63,7 +63,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int, name: str = "cu_s
 _asserted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def assert_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int, key: str) -> None:
+def assert_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int, key: Key) -> None:
     """Check offsets as :func:`check_cu_seqlens` does, on the GPU and without waiting for it.
 
     Bad offsets end in a device-side assert. The check costs a launch, and layers share one tensor of offsets.

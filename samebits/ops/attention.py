@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samebits.backends import broadcast, on_gpu, unpack_key
+from samebits.backends import Key, broadcast, on_gpu, unpack_key
 from samebits.backends.attention import Align, Attention
 from samebits.contract import Contract
 from samebits.functions import CONSTANTS
@@ -215,7 +215,7 @@ def _attention(
     align: Align,
     scale: float | None,
     softcap: float,
-    key: str,
+    key: Key,
 ) -> tuple[Tensor, Tensor]:
     """The operator, after what a scale that is not positive asks of q."""
     if scale is None:
@@ -384,7 +384,7 @@ def _call(
     align: Align,
     scale: float,
     softcap: float,
-    key: str,
+    key: Key,
 ) -> tuple[Any, Attention]:
     """The module that computes on the device of q, and what it is to compute."""
     if q.is_cuda:
@@ -502,18 +502,11 @@ _ARGUMENTS = (
     " Tensor? key_start, Tensor? key_length, Tensor? block_table, int left, int right, str align,"
     " float scale, float softcap, str contract"
 )
-_operator = Operator(
-    f"attention({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
-    cpu=_forward,
-    cuda=_forward,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
+_operator = Operator(f"attention({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", cpu=_forward, fake=_fake)
+_operator.register_autograd(_backward, setup_context=_setup_context)
 _gradient = Operator(
     f"attention_backward(Tensor grad, Tensor out, Tensor lse2, bool grad_mask, {_ARGUMENTS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_gradients,
-    cuda=_gradients,
     fake=_fake_gradients,
 )

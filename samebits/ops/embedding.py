@@ -59,8 +59,20 @@ def _fake(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
     return weight.new_empty((*ids.shape, weight.shape[1]))
 
 
+_operator = Operator(
+    "embedding(Tensor weight, Tensor ids, int padding_idx) -> Tensor", cpu=_forward, fake=_fake
+)
+
+
 def _fake_grad(grad: Tensor, ids: Tensor, count: int, padding_idx: int) -> Tensor:
     return grad.new_empty((count, grad.shape[-1]))
+
+
+_gradient = Operator(
+    "embedding_backward(Tensor grad, Tensor ids, int count, int padding_idx) -> Tensor",
+    cpu=_grad,
+    fake=_fake_grad,
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -75,17 +87,4 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor
     return _gradient(grad, ids, ctx.count, ctx.padding_idx), None, None
 
 
-_operator = Operator(
-    "embedding(Tensor weight, Tensor ids, int padding_idx) -> Tensor",
-    cpu=_forward,
-    cuda=_forward,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
-_gradient = Operator(
-    "embedding_backward(Tensor grad, Tensor ids, int count, int padding_idx) -> Tensor",
-    cpu=_grad,
-    cuda=_grad,
-    fake=_fake_grad,
-)
+_operator.register_autograd(_backward, setup_context=_setup_context)

@@ -62,6 +62,9 @@ def _fake(grad: Tensor, shape: Sequence[int]) -> Tensor:
     return grad.new_empty(tuple(shape))
 
 
+_operator = Operator("sum_to(Tensor grad, SymInt[] shape) -> Tensor", cpu=sum_to, fake=_fake)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.shape = inputs[0].shape
 
@@ -70,11 +73,4 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor
     return grad.expand(ctx.shape), None
 
 
-_operator = Operator(
-    "sum_to(Tensor grad, SymInt[] shape) -> Tensor",
-    cpu=sum_to,
-    cuda=sum_to,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
+_operator.register_autograd(_backward, setup_context=_setup_context)

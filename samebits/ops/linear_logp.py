@@ -8,9 +8,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from samebits.backends import Step, contract_of, on_gpu
+from samebits.backends import Key, Step, contract_of, on_gpu
 from samebits.backends.logits_in_pieces import empty_grads
-from samebits.backends.token_logps import Rows, vocabulary_pieces
+from samebits.backends.token_logps import GradLogitsInputs, Rows, vocabulary_pieces
 from samebits.contract import Contract
 from samebits.ops._checks import check_operands, shape
 from samebits.ops._memory import check_accumulator, refuse_overlap
@@ -188,7 +188,7 @@ def _refuse_overlap(main_grad: Tensor, **others: Tensor | None) -> None:
     )
 
 
-def _backend(t: Tensor, key: str) -> tuple[Any, Any, Any, str]:
+def _backend(t: Tensor, key: Key) -> tuple[Any, Any, Any, str]:
     """On the device of `t`: the modules of linear_logp, logp and products, and the contract's key."""
     if t.is_cuda:
         parts = ("linear_logp", "logp", "matmul")
@@ -215,7 +215,7 @@ def _forward(
     ignore_index: int,
     scale: float,
     entropy: bool,
-    key: str,
+    key: Key,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if main_grad is not None:  # checked here, because tensors have no memory while code is traced
         _refuse_overlap(main_grad, hidden=hidden, weight=weight, bias=bias)
@@ -232,7 +232,7 @@ def _forward(
     return rows.logp.view(target.shape), rows.entropy.view(kept), rows.shift, rows.log_sum
 
 
-def _check_cu_seqlens(hidden: Tensor, cu_seqlens: Tensor | None, key: str) -> None:
+def _check_cu_seqlens(hidden: Tensor, cu_seqlens: Tensor | None, key: Key) -> None:
     if cu_seqlens is None:
         return
     if hidden.is_cuda:
@@ -255,7 +255,7 @@ def _gradients(
     log_sum: Tensor,
     ignore_index: int,
     scale: float,
-    key: str,
+    key: Key,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     if needed[1] and main_grad is not None:  # it may have changed since the forward
@@ -277,7 +277,8 @@ def _gradients(
         shift,
         log_sum,
     )
-    grads = [None if g is None else g.reshape(-1).contiguous() for g in (grad, grad_entropy)]
+    grad = grad.reshape(-1).contiguous()
+    grad_entropy = None if grad_entropy is None else grad_entropy.reshape(-1).contiguous()
     dtype = torch.float32 if contract_of(key).step == "fma" else hidden.dtype
     parts = [*vocabulary_pieces(slice(0, vocabulary), tokens, _GRAD_LOGITS)]
     acc = main_grad if needed[1] else None
@@ -292,7 +293,8 @@ def _gradients(
 
     def steps() -> Iterator[Step]:
         for part, room in zip(parts, grad_logits, strict=True):
-            yield backend.grad_logits_later(room, x, weight, bias, part, rows, *grads, contract=contract)
+            given = GradLogitsInputs(x, weight, bias, part, rows, grad, grad_entropy)
+            yield backend.grad_logits_later(room, given, contract=contract)
             dz = room[:, : part.stop - part.start]
             columns = dz.view(*by_sequence.shape[:3], dz.shape[1]).mT
             if needed[0]:
@@ -326,10 +328,19 @@ def _fake(
     ignore_index: int,
     scale: float,
     entropy: bool,
-    key: str,
+    key: Key,
 ) -> tuple[Tensor, ...]:
     shapes = (target.shape, target.shape if entropy else (0,), (target.numel(),), (target.numel(),))
     return tuple(hidden.new_empty(s, dtype=torch.float32) for s in shapes)
+
+
+_operator = Operator(
+    "linear_logp(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? cu_seqlens,"
+    " Tensor? main_grad, int ignore_index, float scale, bool entropy, str contract)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    cpu=_forward,
+    fake=_fake,
+)
 
 
 def _fake_gradients(*args: Any) -> tuple[Tensor, ...]:
@@ -339,6 +350,15 @@ def _fake_gradients(*args: Any) -> tuple[Tensor, ...]:
         weight.new_empty(weight.shape if needed[1] and main_grad is None else (0, weight.shape[1])),
         weight.new_empty(weight.shape[0] if needed[2] else 0),
     )
+
+
+_gradient = Operator(
+    "linear_logp_backward(Tensor grad, Tensor? grad_entropy, Tensor hidden, Tensor weight, Tensor? bias,"
+    " Tensor target, Tensor? cu_seqlens, Tensor(a!)? main_grad, Tensor entropy, Tensor shift, Tensor log_sum,"
+    " int ignore_index, float scale, str contract, bool[3] needed) -> (Tensor, Tensor, Tensor)",
+    cpu=_gradients,
+    fake=_fake_gradients,
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -379,21 +399,4 @@ def _backward(
     return *(g if n else None for g, n in zip(gradients, needed, strict=True)), *(None,) * 7
 
 
-_operator = Operator(
-    "linear_logp(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? cu_seqlens,"
-    " Tensor? main_grad, int ignore_index, float scale, bool entropy, str contract)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    cpu=_forward,
-    cuda=_forward,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
-_gradient = Operator(
-    "linear_logp_backward(Tensor grad, Tensor? grad_entropy, Tensor hidden, Tensor weight, Tensor? bias,"
-    " Tensor target, Tensor? cu_seqlens, Tensor(a!)? main_grad, Tensor entropy, Tensor shift, Tensor log_sum,"
-    " int ignore_index, float scale, str contract, bool[3] needed) -> (Tensor, Tensor, Tensor)",
-    cpu=_gradients,
-    cuda=_gradients,
-    fake=_fake_gradients,
-)
+_operator.register_autograd(_backward, setup_context=_setup_context)

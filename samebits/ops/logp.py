@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samebits.backends import on_gpu
+from samebits.backends import Key, on_gpu
 from samebits.backends.token_logps import Rows, Statistics
 from samebits.ops._checks import check_device, check_operands, shape
 from samebits.ops._memory import capturing, has_memory
@@ -74,7 +74,7 @@ def check_target(op: str, target: Tensor, name: str, like: Tensor, ignore_index:
     return target.to(torch.int64)
 
 
-def watch_target(op: str, target: Tensor, vocabulary: int, ignore_index: int, key: str) -> Callable[[], None]:
+def watch_target(op: str, target: Tensor, vocabulary: int, ignore_index: int, key: Key) -> Callable[[], None]:
     """Check that targets are in range. On a GPU the returned function raises, on a CPU this one does.
 
     So the operation is launched before the CPU waits, and the CPU waits only for the check of the targets.
@@ -102,7 +102,7 @@ def watch_target(op: str, target: Tensor, vocabulary: int, ignore_index: int, ke
     return refuse
 
 
-def _backend(t: Tensor, key: str) -> Any:
+def _backend(t: Tensor, key: Key) -> Any:
     """The module that computes log-probabilities on the device of `t`, of the backend in `key`."""
     if t.is_cuda:
         return on_gpu("logp", key, t.get_device())[0]
@@ -125,7 +125,7 @@ def pieces(tokens: int, vocabulary: int, logits: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, tokens)) for start in range(0, tokens, step)]
 
 
-def row_statistics(logits: Tensor, key: str) -> tuple[Tensor, Tensor]:
+def row_statistics(logits: Tensor, key: Key) -> tuple[Tensor, Tensor]:
     """R and log S, as ``docs/contract.md`` defines them, of every row of ``logits[rows, V]``."""
     ignored = torch.full(logits.shape[:1], -1, dtype=torch.int64, device=logits.device)
     return _forward(logits, ignored, -1, key)[1:]
@@ -135,7 +135,7 @@ def _pieces(logits: Tensor) -> list[tuple[int, int]]:
     return pieces(logits.shape[0], logits.shape[1], _LOGITS[logits.device.type])
 
 
-def _forward(logits: Tensor, target: Tensor, ignore_index: int, key: str) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(logits: Tensor, target: Tensor, ignore_index: int, key: Key) -> tuple[Tensor, Tensor, Tensor]:
     backend = _backend(logits, key)
     rows = Rows.empty(target.contiguous(), logits.shape[1], ignore_index)
     for start, stop in _pieces(logits):
@@ -153,7 +153,7 @@ def _grad_logits(
     shift: Tensor,
     log_sum: Tensor,
     ignore_index: int,
-    key: str,
+    key: Key,
 ) -> Tensor:
     none = shift.new_empty(0)
     rows = Rows(target.contiguous(), logits.shape[1], ignore_index, 1.0, none, none, shift, log_sum)
@@ -167,20 +167,23 @@ def _grad_logits(
     return out
 
 
-def _fake(logits: Tensor, target: Tensor, ignore_index: int, key: str) -> tuple[Tensor, ...]:
+def _fake(logits: Tensor, target: Tensor, ignore_index: int, key: Key) -> tuple[Tensor, ...]:
     return tuple(logits.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
 
 
-def _fake_backward(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    shift: Tensor,
-    log_sum: Tensor,
-    ignore_index: int,
-    key: str,
-) -> Tensor:
-    return logits.new_empty(logits.shape)
+_operator = Operator(
+    "logp(Tensor logits, Tensor target, int ignore_index, str contract) -> (Tensor, Tensor, Tensor)",
+    cpu=_forward,
+    fake=_fake,
+)
+
+
+_gradient = Operator(
+    "logp_backward(Tensor grad, Tensor logits, Tensor target, Tensor shift, Tensor log_sum, int ignore_index,"
+    " str contract) -> Tensor",
+    cpu=_grad_logits,
+    fake=lambda grad, logits, *_: logits.new_empty(logits.shape),
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -196,18 +199,4 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tup
     return out, None, None, None
 
 
-_operator = Operator(
-    "logp(Tensor logits, Tensor target, int ignore_index, str contract) -> (Tensor, Tensor, Tensor)",
-    cpu=_forward,
-    cuda=_forward,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
-_gradient = Operator(
-    "logp_backward(Tensor grad, Tensor logits, Tensor target, Tensor shift, Tensor log_sum, int ignore_index,"
-    " str contract) -> Tensor",
-    cpu=_grad_logits,
-    cuda=_grad_logits,
-    fake=_fake_backward,
-)
+_operator.register_autograd(_backward, setup_context=_setup_context)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends import Key
 from samebits.ops._checks import check_operands
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._rows import as_rows, backend, refuse_triton, rounded
@@ -40,15 +41,18 @@ def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Ten
     return out.reshape(shape)
 
 
-def _forward(x: Tensor, key: str) -> Tensor:
+def _forward(x: Tensor, key: Key) -> Tensor:
     if x.shape[1] == 0:
         return x.new_full((x.shape[0],), -torch.inf)
     shift, log_sum = row_statistics(x, key)
     return rounded(torch.where(shift == torch.inf, shift, shift + log_sum), x.dtype)
 
 
-def _fake(x: Tensor, key: str) -> Tensor:
+def _fake(x: Tensor, key: Key) -> Tensor:
     return x.new_empty(x.shape[0])
+
+
+_operator = Operator("logsumexp(Tensor x, str contract) -> Tensor", cpu=_forward, fake=_fake)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -60,6 +64,9 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor
     return _gradient(grad, *saved), None
 
 
+_operator.register_autograd(_backward, setup_context=_setup_context)
+
+
 def _grad(grad: Tensor, x: Tensor) -> Tensor:
     p = backend(x).softmax(x, False, torch.float32)
     return rounded(grad.to(torch.float32)[:, None] * p, x.dtype)
@@ -69,14 +76,4 @@ def _fake_grad(grad: Tensor, x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-_operator = Operator(
-    "logsumexp(Tensor x, str contract) -> Tensor",
-    cpu=_forward,
-    cuda=_forward,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
-_gradient = Operator(
-    "logsumexp_backward(Tensor grad, Tensor x) -> Tensor", cpu=_grad, cuda=_grad, fake=_fake_grad
-)
+_gradient = Operator("logsumexp_backward(Tensor grad, Tensor x) -> Tensor", cpu=_grad, fake=_fake_grad)

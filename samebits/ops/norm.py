@@ -111,14 +111,35 @@ def _fake(
     )
 
 
+_operator = Operator(
+    "norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool centred) -> (Tensor, Tensor, Tensor)",
+    cpu=_forward,
+    fake=_fake,
+)
+
+
 def _fake_grad(grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor) -> Tensor:
     return x.new_empty(x.shape)
+
+
+_gradient = Operator(
+    "norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor means, Tensor scales) -> Tensor",
+    cpu=_grad,
+    fake=_fake_grad,
+)
 
 
 def _fake_columns(
     grad: Tensor, x: Tensor, means: Tensor, scales: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[1], dtype=dtype), x.new_empty(x.shape[1], dtype=dtype)
+
+
+_column_gradients = Operator(
+    "norm_columns(Tensor grad, Tensor x, Tensor means, Tensor scales, ScalarType dtype) -> (Tensor, Tensor)",
+    cpu=_columns,
+    fake=_fake_columns,
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -141,23 +162,4 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tup
     return dx, *grads, None, None
 
 
-_operator = Operator(
-    "norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool centred) -> (Tensor, Tensor, Tensor)",
-    cpu=_forward,
-    cuda=_forward,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
-_gradient = Operator(
-    "norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor means, Tensor scales) -> Tensor",
-    cpu=_grad,
-    cuda=_grad,
-    fake=_fake_grad,
-)
-_column_gradients = Operator(
-    "norm_columns(Tensor grad, Tensor x, Tensor means, Tensor scales, ScalarType dtype) -> (Tensor, Tensor)",
-    cpu=_columns,
-    cuda=_columns,
-    fake=_fake_columns,
-)
+_operator.register_autograd(_backward, setup_context=_setup_context)

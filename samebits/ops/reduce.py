@@ -58,6 +58,9 @@ def _fake(x: Tensor, mean: bool) -> Tensor:
     return x.new_empty(x.shape[0])
 
 
+_operator = Operator("row_sum(Tensor x, bool mean) -> Tensor", cpu=_forward, fake=_fake)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.mean = inputs
     ctx.shape, ctx.dtype = x.shape, x.dtype
@@ -69,14 +72,7 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor
     return grad.to(ctx.dtype)[:, None].expand(ctx.shape), None
 
 
-_operator = Operator(
-    "row_sum(Tensor x, bool mean) -> Tensor",
-    cpu=_forward,
-    cuda=_forward,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
+_operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _share(grad: Tensor, n: int) -> Tensor:
@@ -88,6 +84,10 @@ def _fake_share(grad: Tensor, n: int) -> Tensor:
     return torch.empty_like(grad, dtype=torch.float32)
 
 
+# An operator, because torch.compile would compute 1 / n on the GPU, with an approximate division.
+_divided = Operator("divided(Tensor grad, SymInt n) -> Tensor", cpu=_share, fake=_fake_share)
+
+
 def _keep_n(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype, ctx.n = inputs[0].dtype, inputs[1]
 
@@ -96,12 +96,4 @@ def _backward_share(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[
     return _divided(grad, ctx.n).to(ctx.dtype), None
 
 
-# An operator, because torch.compile would compute 1 / n on the GPU, with an approximate division.
-_divided: Operator = Operator(
-    "divided(Tensor grad, SymInt n) -> Tensor",
-    cpu=_share,
-    cuda=_share,
-    fake=_fake_share,
-    setup_context=_keep_n,
-    backward=_backward_share,
-)
+_divided.register_autograd(_backward_share, setup_context=_keep_n)

@@ -64,8 +64,16 @@ def _fake(x: Tensor, logarithm: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 
+_operator = Operator("softmax(Tensor x, bool logarithm) -> Tensor", cpu=_forward, fake=_fake)
+
+
 def _fake_grad(grad: Tensor, out: Tensor, logarithm: bool) -> Tensor:
     return out.new_empty(out.shape)
+
+
+_gradient = Operator(
+    "softmax_backward(Tensor grad, Tensor out, bool logarithm) -> Tensor", cpu=_grad, fake=_fake_grad
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -79,17 +87,4 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor
     return _gradient(grad, out, ctx.logarithm), None
 
 
-_operator = Operator(
-    "softmax(Tensor x, bool logarithm) -> Tensor",
-    cpu=_forward,
-    cuda=_forward,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
-_gradient = Operator(
-    "softmax_backward(Tensor grad, Tensor out, bool logarithm) -> Tensor",
-    cpu=_grad,
-    cuda=_grad,
-    fake=_fake_grad,
-)
+_operator.register_autograd(_backward, setup_context=_setup_context)

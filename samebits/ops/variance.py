@@ -89,6 +89,9 @@ def _forward_norm(x: Tensor) -> Tensor:
     return rounded(_root(backend(x).row_sum(wide * wide, False, torch.float32)), x.dtype)
 
 
+_norm = Operator("vector_norm(Tensor x) -> Tensor", cpu=_forward_norm, fake=lambda x: x.new_empty(x.shape[0]))
+
+
 def _grad_deviation(grad: Tensor, x: Tensor, out: Tensor | None, means: Tensor, correction: float) -> Tensor:
     g, count = grad.to(torch.float32), max(0.0, x.shape[1] - correction)
     if out is not None:
@@ -98,13 +101,34 @@ def _grad_deviation(grad: Tensor, x: Tensor, out: Tensor | None, means: Tensor, 
     return rounded((x.to(torch.float32) - means[:, None]) * factor[:, None], x.dtype)
 
 
+_deviation_gradient = Operator(
+    "deviation_backward(Tensor grad, Tensor x, Tensor? out, Tensor means, float correction) -> Tensor",
+    cpu=_grad_deviation,
+    fake=lambda grad, x, *_: x.new_empty(x.shape),
+)
+
+
 def _grad_norm(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
     factor = (grad.to(torch.float32) / out.to(torch.float32)).masked_fill(out == 0, 0)
     return rounded(x.to(torch.float32) * factor[:, None], x.dtype)
 
 
+_norm_gradient = Operator(
+    "vector_norm_backward(Tensor grad, Tensor x, Tensor out) -> Tensor",
+    cpu=_grad_norm,
+    fake=lambda grad, x, out: x.new_empty(x.shape),
+)
+
+
 def _fake_deviation(x: Tensor, correction: float, root: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[0]), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+_deviation = Operator(
+    "deviation(Tensor x, float correction, bool root) -> (Tensor, Tensor)",
+    cpu=_forward_deviation,
+    fake=_fake_deviation,
+)
 
 
 def _keep_deviation(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -120,6 +144,9 @@ def _backward_deviation(
     return _deviation_gradient(grad, *saved, ctx.correction), None, None
 
 
+_deviation.register_autograd(_backward_deviation, setup_context=_keep_deviation)
+
+
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0], output)
 
@@ -129,31 +156,4 @@ def _backward_norm(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> Tensor:
     return _norm_gradient(grad, *saved)  # type: ignore[no-any-return]
 
 
-_deviation = Operator(
-    "deviation(Tensor x, float correction, bool root) -> (Tensor, Tensor)",
-    cpu=_forward_deviation,
-    cuda=_forward_deviation,
-    fake=_fake_deviation,
-    setup_context=_keep_deviation,
-    backward=_backward_deviation,
-)
-_deviation_gradient = Operator(
-    "deviation_backward(Tensor grad, Tensor x, Tensor? out, Tensor means, float correction) -> Tensor",
-    cpu=_grad_deviation,
-    cuda=_grad_deviation,
-    fake=lambda grad, x, *_: x.new_empty(x.shape),
-)
-_norm = Operator(
-    "vector_norm(Tensor x) -> Tensor",
-    cpu=_forward_norm,
-    cuda=_forward_norm,
-    fake=lambda x: x.new_empty(x.shape[0]),
-    setup_context=_keep_norm,
-    backward=_backward_norm,
-)
-_norm_gradient = Operator(
-    "vector_norm_backward(Tensor grad, Tensor x, Tensor out) -> Tensor",
-    cpu=_grad_norm,
-    cuda=_grad_norm,
-    fake=lambda grad, x, out: x.new_empty(x.shape),
-)
+_norm.register_autograd(_backward_norm, setup_context=_keep_norm)

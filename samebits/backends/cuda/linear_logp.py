@@ -8,7 +8,7 @@ from torch import Tensor
 
 from samebits.backends import Step, logits_in_pieces
 from samebits.backends.cuda import linear_logp_sm90, logp, matmul
-from samebits.backends.token_logps import Rows, Statistics
+from samebits.backends.token_logps import GradLogitsInputs, Rows, Statistics
 from samebits.contract import contract_from_key
 
 
@@ -21,23 +21,11 @@ def statistics(
     return logits_in_pieces.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
 
 
-def grad_logits_later(
-    out: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    part: slice,
-    rows: Rows,
-    grad: Tensor,
-    grad_entropy: Tensor | None,
-    *,
-    contract: str,
-) -> Step:
+def grad_logits_later(out: Tensor, given: GradLogitsInputs, *, contract: str) -> Step:
     """Write dz of a part of the vocabulary into ``out``, of the shape of ``logits_in_pieces.empty_grads``."""
-    given = out, hidden, weight, bias, part, rows, grad, grad_entropy
-    if _supports_fused(hidden, weight, bias, contract):
-        return linear_logp_sm90.grad_logits_later(*given)
-    return logits_in_pieces.grad_logits_later(matmul, logp, *given, contract=contract)
+    if _supports_fused(given.hidden, given.weight, given.bias, contract):
+        return linear_logp_sm90.grad_logits_later(out, given)
+    return logits_in_pieces.grad_logits_later(matmul, logp, out, given, contract=contract)
 
 
 def _supports_fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:

@@ -15,7 +15,7 @@ from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES
 from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
 from samebits.backends.product import LARGEST
-from samebits.backends.token_logps import Rows, Statistics
+from samebits.backends.token_logps import GradLogitsInputs, Rows, Statistics
 from samebits.functions import VOCAB_BLOCK
 
 __all__ = ["choose", "grad_logits_later", "schedules", "spec", "statistics", "supports"]
@@ -178,24 +178,13 @@ def statistics(
     return out
 
 
-def grad_logits_later(
-    out: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    part: slice,
-    rows: Rows,
-    grad: Tensor,
-    grad_entropy: Tensor | None,
-    *,
-    schedule: Sm90Schedule | None = None,
-) -> Step:
+def grad_logits_later(out: Tensor, given: GradLogitsInputs, *, schedule: Sm90Schedule | None = None) -> Step:
     """Write dz of a part of the vocabulary, in the dtype of ``hidden``, into ``out``.
 
     ``out`` has the shape of ``logits_in_pieces.empty_grads``. `schedule` replaces the default choice.
     """
-    weight = weight[part]
-    bias = None if bias is None else bias[part]
+    hidden, weight, bias, part, rows, grad, grad_entropy = given
+    weight, bias = weight[part], None if bias is None else bias[part]
     (tokens, features), width = hidden.shape, weight.shape[0]
     stride = out.stride(0)
     entropy = grad_entropy is not None

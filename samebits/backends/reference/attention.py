@@ -16,13 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samebits.backends import contract_of
 from samebits.backends.attention import BLOCK, LANES, SEGMENT, Attention
 from samebits.backends.reference import attention_kernels as kernels
 from samebits.backends.reference.logp import over_rows
 from samebits.backends.reference.matmul import carry_on, require_subnormals, rounded
 from samebits.backends.reference.rows import column_sum
-from samebits.contract import GROUP, INTERPOLATION
+from samebits.contract import GROUP, INTERPOLATION, contract_from_key
 from samebits.functions import CONSTANTS
 
 _F32 = npt.NDArray[np.float32]
@@ -112,7 +111,7 @@ class _Call:
     def __init__(self, x: Attention) -> None:
         require_subnormals()
         self.x = x
-        self.contract = contract_of(x.contract)
+        self.contract = contract_from_key(x.contract)
         self.k, self.v = (t.detach().flatten(0, -3) for t in (x.k, x.v))  # [slots, kv heads, size]
         scale, softcap, log2e = (np.float32(c) for c in (x.scale, x.softcap, CONSTANTS["LOG2E"]))
         cap = scale / softcap if x.softcap else np.float32(0)
@@ -124,7 +123,7 @@ class _Call:
     def grouped(self, t: Tensor, s: _Sequence) -> Tensor:
         """``t[batch, queries, heads, ...]`` of a sequence as a view ``[kv heads, queries, group, ...]``."""
         own = t[s.queries] if self.x.packed else t[s.row, s.queries]
-        return own.unflatten(1, (self.x.kv_heads, self.x.group)).transpose(0, 1)
+        return own.view(len(own), self.x.kv_heads, self.x.group, *own.shape[2:]).transpose(0, 1)
 
     def rows(self, t: Tensor, s: _Sequence) -> Tensor:
         """The same with queries and group as one dimension, the rows."""
@@ -136,8 +135,8 @@ class _Call:
 
     def mask(self, t: Tensor, s: _Sequence) -> Tensor:
         """``t[batch, heads, queries, keys]`` of a sequence as a view ``[kv heads, queries, group, keys]``."""
-        own: Tensor = t[s.row, :, :, s.first_slot : s.first_slot + len(s.slots)]
-        return own.unflatten(0, (self.x.kv_heads, self.x.group)).transpose(1, 2)
+        own = t[s.row, :, :, s.first_slot : s.first_slot + len(s.slots)]
+        return own.view(self.x.kv_heads, self.x.group, *own.shape[1:]).transpose(1, 2)
 
     def visible(self, s: _Sequence) -> Callable[[_Block], tuple[Any, ...]]:
         """For a block of a sequence, the arguments that tell kernels which keys queries see."""

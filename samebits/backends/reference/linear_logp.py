@@ -6,7 +6,7 @@ from torch import Tensor
 
 from samebits.backends import Step, logits_in_pieces
 from samebits.backends.reference import logp, matmul
-from samebits.backends.token_logps import Rows, Statistics
+from samebits.backends.token_logps import GradLogitsInputs, Rows, Statistics
 
 
 def statistics(
@@ -16,19 +16,9 @@ def statistics(
     return logits_in_pieces.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
 
 
-def grad_logits_later(
-    out: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    part: slice,
-    rows: Rows,
-    grad: Tensor,
-    grad_entropy: Tensor | None,
-    *,
-    contract: str,
-) -> Step:
+def grad_logits_later(out: Tensor, given: GradLogitsInputs, *, contract: str) -> Step:
     """Write dz into the first columns of ``out``, immediately."""
+    hidden, weight, bias, part, rows, grad, grad_entropy = given
     logits = logits_in_pieces.logits_of(matmul, hidden, weight, bias, part, contract)
     dz = out[:, : part.stop - part.start]
     logp.grad_logits(dz, logits, part.start, rows, grad, grad_entropy)

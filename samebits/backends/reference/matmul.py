@@ -16,8 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samebits.backends import Step, contract_of
+from samebits.backends import Step
 from samebits.backends.reference import kernels
+from samebits.contract import contract_from_key
 
 _F32 = npt.NDArray[np.float32]
 
@@ -118,7 +119,7 @@ def carry_on(
     A row of `sequences` is ``(s, start, stop)``: index on the axis S, and range of k.
     """
     require_subnormals()
-    model = contract_of(contract)
+    model = contract_from_key(contract)
     if out.size == 0:
         return
     if out.shape[2] < kernels.TILE_N and out.shape[2] < out.shape[1]:

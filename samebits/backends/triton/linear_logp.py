@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samebits.backends import Step, logits_in_pieces
 from samebits.backends.product import LARGEST
-from samebits.backends.token_logps import Rows, Statistics
+from samebits.backends.token_logps import GradLogitsInputs, Rows, Statistics
 from samebits.backends.triton import logp, logp_kernels, matmul, runtime, tiles
 from samebits.backends.triton.products import TILE_SCHEDULES
 from samebits.backends.triton.tiles import TileSchedule
@@ -67,39 +67,19 @@ def statistics(
 
 
 def grad_logits_later(
-    out: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    part: slice,
-    rows: Rows,
-    grad: Tensor,
-    grad_entropy: Tensor | None,
-    *,
-    contract: str,
-    schedule: TileSchedule | None = None,
+    out: Tensor, given: GradLogitsInputs, *, contract: str, schedule: TileSchedule | None = None
 ) -> Step:
     """Write dz of a part of the vocabulary into ``out``, of the shape of ``logits_in_pieces.empty_grads``.
 
     `schedule`, one of TILE_SCHEDULES, replaces the default choice of the fused kernel.
     """
-    given = out, hidden, weight, bias, part, rows, grad, grad_entropy
-    if not supports_fused(hidden, weight, bias, contract):
-        return logits_in_pieces.grad_logits_later(matmul, logp, *given, contract=contract)
-    return partial(_grad_logits_tiles, *given, schedule)
+    if not supports_fused(given.hidden, given.weight, given.bias, contract):
+        return logits_in_pieces.grad_logits_later(matmul, logp, out, given, contract=contract)
+    return partial(_grad_logits_tiles, out, given, schedule)
 
 
-def _grad_logits_tiles(
-    out: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    part: slice,
-    rows: Rows,
-    grad: Tensor,
-    grad_entropy: Tensor | None,
-    schedule: TileSchedule | None,
-) -> None:
+def _grad_logits_tiles(out: Tensor, given: GradLogitsInputs, schedule: TileSchedule | None) -> None:
+    hidden, weight, bias, part, rows, grad, grad_entropy = given
     weight, bias = weight[part], None if bias is None else bias[part]
     (tokens, features), width, dtype = hidden.shape, weight.shape[0], out.dtype
     gpu = runtime.gpu(hidden.get_device())

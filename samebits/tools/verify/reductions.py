@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samebits.backends import Key, on_gpu, pack_key
 from samebits.backends.logits_in_pieces import grad_logits as grad_logits_by
 from samebits.backends.token_logps import Rows, Statistics, vocabulary_pieces
 from samebits.contract import TENSOR_CORE, Contract
 from samebits.functions import VOCAB_BLOCK
+from samebits.ops._rows import backend
 from samebits.testing import KINDS, values
 from samebits.tools.verify.case import BF16, F16, F32
 from samebits.tools.verify.failures import finish, running
@@ -97,7 +99,7 @@ def reference(contract: Contract) -> RowBackend:
 
     def attention(q: Tensor, *args: Any, schedule: Any) -> Tensor:
         k, v, mask, causal, scale, _ = args  # the last argument is the kernels' contract key
-        return _stored(q, k, v, mask, causal, scale, contract.key)
+        return _stored(q, k, v, mask, causal, scale, pack_key(contract.key, None))
 
     return RowBackend("", rows, logp, statistics, grad_logits, attention, lambda *of: (None,))
 

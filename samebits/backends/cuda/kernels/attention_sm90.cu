@@ -263,7 +263,7 @@ struct Divisor {
     }
 
     // For x = 0, and x >= 2^-81. The inverse is rounded to nearest, so one correction is enough: the
-    // quotients near the midpoint of two numbers are few enough to try them all (tests/test_rows.py).
+    // quotients near the midpoint of two numbers are few enough to try them all (tests/ops/test_rows.py).
     __device__ __forceinline__ float quotient(float x) const {
         float q = __fmul_rn(x, inverse);
         return __fmaf_rn(__fmaf_rn(-divisor, q, x), inverse, q);

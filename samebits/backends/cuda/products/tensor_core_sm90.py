@@ -25,7 +25,7 @@ from samebits.backends.product import LARGEST, Product, need, refuse_large
 __all__ = ["EPILOGUE_TYPES", "TENSOR_CORE_SM90", "Sm90Variant", "gemm", "spec", "variant"]
 
 EPILOGUE_TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-"""The numbers of dtypes in ``epilogue.cuh``. None means no tensor."""
+"""Types of outputs and biases, as in ``convert.cuh``."""
 
 _PARAMS = "128s128s128sPPPqq8i"
 

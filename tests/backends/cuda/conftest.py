@@ -1,0 +1,65 @@
+"""CPU tensors in place of those of an H200, up to the launch of a kernel."""
+
+from __future__ import annotations
+
+import inspect
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from samebits.backends.cuda import (
+    attention_sm90,
+    compiler,
+    devices,
+    linear_logp_sm90,
+    logp,
+    matmul,
+    runtime,
+    tensor_maps,
+)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """CPU tensors pass for those of an H200: everything of a launch but the launch, which is noted."""
+    found: list[str] = []
+
+    class Kernel:
+        def __init__(self, spec: compiler.KernelSpec) -> None:
+            self.spec = spec
+
+        def launch(self, grid: tuple[int, int, int], *values: Any) -> None:
+            assert min(grid) > 0
+            assert grid[0] % self.spec.cluster[0] == 0
+            struct.pack("@" + self.spec.params, *values)
+            found.append(self.spec.source)
+
+    signature = inspect.signature(tensor_maps.tensor_map)
+
+    def tensor_map(*args: Any, **more: Any) -> bytes:
+        given = signature.bind(*args, **more)
+        given.apply_defaults()
+        x = SimpleNamespace(**given.arguments)
+        # What the driver asks of a tensor map.
+        assert len(x.shape) == len(x.box) == len(x.strides) + 1 <= 5
+        assert all(s % 16 == 0 for s in (x.address, *x.strides))
+        assert all(0 < n <= 256 for n in x.box)
+        assert min(x.shape) > 0
+        assert x.swizzle == 0 or x.box[0] * x.dtype.itemsize <= x.swizzle
+        assert x.box[0] * x.dtype.itemsize % 16 == 0
+        assert x.l2_promotion in (0, 64, 128, 256)
+        return bytes(128)
+
+    info = devices.DeviceInfo(-1, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)
+    monkeypatch.setattr(devices, "device_info", lambda index: info)
+    monkeypatch.setattr(runtime, "load", lambda spec, device: Kernel(spec))
+    monkeypatch.setattr(tensor_maps, "tensor_map", tensor_map)
+    monkeypatch.setattr(runtime, "empty_matrix", lambda m, n, dtype, device: torch.empty((m, n), dtype=dtype))
+    monkeypatch.setattr(matmul, "_plans", {})
+    linear_logp_sm90._prepared.cache_clear()
+    logp._kernel.cache_clear()
+    attention_sm90._prepared.cache_clear()
+    return found

@@ -1,0 +1,156 @@
+"""Contracts as values, and that the numbers in code, kernels and docs/contract.md are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import samebits
+from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, MmaModel, functions
+from samebits.contract import contract_from_key, resolve
+from tests.support import ROOT, naive
+from tests.support.threads import in_threads
+
+DOCUMENT = (ROOT / "docs" / "contract.md").read_text()
+CONTRACTS = [TENSOR_CORE, TENSOR_CORE.on(HOPPER), TENSOR_CORE.on(AMPERE), FMA]
+
+
+@pytest.mark.parametrize("model", [AMPERE, HOPPER], ids=lambda m: m.name)
+def test_models_are_those_of_the_document(model: MmaModel) -> None:
+    row = re.search(rf"\| `{model.name}` \| (\d+) \| (\d+) \| −(\d+) \|", DOCUMENT)
+    assert row is not None
+    group, fraction_bits, zero = map(int, row.groups())
+    assert (model.group, model.fraction_bits, model.zero_exponent) == (group, fraction_bits, -zero)
+    assert naive.MODELS[model.name] == (group, fraction_bits, -zero)
+
+
+# Digests are written into results, so they may not change unless bits do (then: CHANGELOG, Numerics).
+@pytest.mark.parametrize(
+    ("contract", "digest"),
+    [
+        (TENSOR_CORE, "ea593d7f2b67200e"),
+        (TENSOR_CORE.on(HOPPER), "daec60304f083ed4"),
+        (TENSOR_CORE.on(AMPERE), "48be276d9421874c"),
+        (FMA, "cb1d0d4fddc81a55"),
+    ],
+    ids=str,
+)
+def test_digest_is_stable(contract: Contract, digest: str) -> None:
+    assert contract.digest() == digest
+
+
+def test_digest_ignores_names_and_nothing_else() -> None:
+    assert Contract("MINE", "mma").digest() == TENSOR_CORE.digest()
+    renamed = dataclasses.replace(HOPPER, name="H")
+    assert TENSOR_CORE.on(renamed).digest() == TENSOR_CORE.on(HOPPER).digest()
+    others = [
+        dataclasses.replace(HOPPER, group=8),
+        dataclasses.replace(HOPPER, fraction_bits=24),
+        dataclasses.replace(HOPPER, zero_exponent=-132),
+    ]
+    digests = {c.digest() for c in [*CONTRACTS, *map(TENSOR_CORE.on, others)]}
+    assert len(digests) == len(CONTRACTS) + len(others)
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=str)
+def test_key_and_pickle_round_trip(contract: Contract) -> None:
+    assert contract_from_key(contract.key) == contract
+    assert pickle.loads(pickle.dumps(contract)) == contract
+
+
+def test_frozen_and_readable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TENSOR_CORE.step = "fma"  # type: ignore[misc]
+    assert str(FMA) == "FMA"
+    assert str(TENSOR_CORE.on(AMPERE)) == (
+        "TENSOR_CORE[AMPERE: group 8, 24 fraction bits, zero exponent -132]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"name": "two words"}, "name: expected an identifier"),
+        ({"group": 12}, "group: expected 4, 8 or 16, got 12"),
+        ({"group": True}, "group"),
+        ({"fraction_bits": 22}, "fraction_bits: expected an int in"),
+        ({"fraction_bits": 25.0}, "fraction_bits"),
+        ({"zero_exponent": 0}, "zero_exponent: expected an int in"),
+    ],
+)
+def test_mma_model_validates_itself(change: dict[str, object], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        dataclasses.replace(HOPPER, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "match"),
+    [
+        (("", "mma"), ValueError, "name"),
+        (("X", "mfma"), ValueError, 'step: expected "mma" or "fma"'),
+        (("X", "fma", HOPPER), ValueError, "takes no MmaModel"),
+        (("X", "mma", "HOPPER"), TypeError, "mma: expected an MmaModel"),
+    ],
+)
+def test_contract_validates_itself(args: tuple[object, ...], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        Contract(*args)  # type: ignore[arg-type]
+
+
+def test_defaults_by_dtype_and_device() -> None:
+    assert resolve(None, torch.float32, "cpu") == FMA.key
+    assert resolve(None, torch.bfloat16, "cpu") == TENSOR_CORE.on(HOPPER).key
+    assert resolve(None, torch.float16, "cuda") == TENSOR_CORE.key
+    assert resolve(FMA, torch.float16, "cpu") == FMA.key
+
+
+def test_use_mma_model_nests_restores_and_stays_in_its_thread() -> None:
+    def current() -> str:
+        return resolve(None, torch.bfloat16, "cpu")
+
+    with samebits.use_mma_model(AMPERE):
+        seen = in_threads(current)
+        with samebits.use_mma_model(HOPPER):
+            assert current() == TENSOR_CORE.on(HOPPER).key
+        assert current() == TENSOR_CORE.on(AMPERE).key
+        with pytest.raises(RuntimeError, match="inside"), samebits.use_mma_model(HOPPER):
+            raise RuntimeError("inside")
+        assert current() == TENSOR_CORE.on(AMPERE).key
+    assert current() == TENSOR_CORE.on(HOPPER).key
+    assert seen == [TENSOR_CORE.on(HOPPER).key]
+    with pytest.raises(TypeError, match="expected an MmaModel, got str"), samebits.use_mma_model("AMPERE"):  # type: ignore[arg-type]
+        pass
+
+
+def test_explicit_model_wins_over_the_context() -> None:
+    a = torch.randn(8, 256).bfloat16()
+    explicit = samebits.matmul(a, a.mT, out_dtype=torch.float32, contract=TENSOR_CORE.on(HOPPER))
+    with samebits.use_mma_model(AMPERE):
+        inside = samebits.matmul(a, a.mT, out_dtype=torch.float32, contract=TENSOR_CORE.on(HOPPER))
+        ampere = samebits.matmul(a, a.mT, out_dtype=torch.float32)
+    assert torch.equal(explicit, inside)
+    assert not torch.equal(explicit, ampere)
+
+
+def test_constants_are_the_same_everywhere() -> None:
+    header = (ROOT / "samebits/backends/cuda/kernels/include/functions.cuh").read_text()
+    in_header = {
+        name: float.fromhex(value)
+        for name, value in re.findall(r"constexpr float (\w+) = (-?0x[\w.+-]+)f;", header)
+    }
+    assert in_header == functions.CONSTANTS
+    for name in ("VOCAB_BLOCK", "CHAINS"):
+        assert f"constexpr int {name} = {getattr(functions, name)};" in header
+    in_page = {
+        name: float.fromhex(value)
+        for names, value in re.findall(r"\| ([A-Z][A-Z0-9_, ]*) \| `(-?0x[^`]+)`", DOCUMENT)
+        for name in names.split(", ")
+    }
+    assert in_page == functions.CONSTANTS
+    for value in functions.CONSTANTS.values():
+        assert float(np.float32(value)) == value

@@ -1,0 +1,37 @@
+"""README and docs: their Python examples run, and the files and modules that they name exist."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support import ROOT
+
+PAGES = [
+    *("README.md", "CONTRIBUTING.md", "tests/README.md"),
+    *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
+]
+NAMED_FROM = ("", "samebits/backends/cuda", "samebits/backends/cuda/kernels", "samebits/backends")
+"""Folders that a path in a document may be relative to."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_examples_run(page: str) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    scope = {  # a reader's own
+        "model": torch.nn.Linear(8, 4),
+        "inputs": torch.randn(3, 8),
+        "trainer": SimpleNamespace(train=lambda: None),
+    }
+    for block in blocks:  # one page is one program
+        exec(compile(block, page, "exec"), scope)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_modules_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    modules = re.findall(r"python -m ((?:benchmarks|tests)[\w.]*)", text)
+    paths = re.findall(r"`([\w./]+\.(?:py|cuh?|npz|sh))\b[^`]*`|\bbash ([\w./]+\.sh)", text)
+    named = [one or other for one, other in paths] + [f"{m.replace('.', '/')}.py" for m in modules]
+    assert [path for path in named if not any((ROOT / d / path).exists() for d in NAMED_FROM)] == []

@@ -1,0 +1,152 @@
+"""samebits.batch_invariant: calls in all forms that PyTorch takes, and results that behave as PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import samebits
+from samebits.mode import batch_invariant
+from samebits.testing import assert_same_bits, values
+from tests.mode.test_mode import COVERED, X
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_results_made_without_gradients_change_in_place_with_some(name: str) -> None:
+    scale = torch.ones((), requires_grad=True)
+    w, b = values("normal", (40, 40), torch.float32, 1), values("normal", (40,), torch.float32, 2)
+    for mode in (nullcontext(), batch_invariant()):
+        with mode, torch.no_grad():
+            y = COVERED[name](X, w, b)
+        if isinstance(mode, nullcontext) and y._is_view():
+            return  # PyTorch's own may not be changed either
+        assert y.mul_(scale).requires_grad
+
+
+def test_in_place_functions_return_what_they_changed() -> None:
+    x = torch.rand(3, 4)
+    with batch_invariant("error"), torch.no_grad():
+        assert x.exp_() is x
+        assert x[:2].mul_(2)._base is x
+        assert torch.add(x[0], x[1], out=(row := x[2])) is row
+
+
+COMPLEX: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "*": lambda a, b: a * b,
+    "/": lambda a, b: a / b,
+    "abs": lambda a, b: a.abs(),
+    "angle": lambda a, b: a.angle(),
+    "square": lambda a, b: a.square(),
+    "sgn": lambda a, b: a.sgn(),
+    "reciprocal": lambda a, b: a.reciprocal(),
+    "softsign": lambda a, b: F.softsign(a),
+    "rotary": lambda a, b: torch.view_as_real(torch.view_as_complex(torch.view_as_real(a)) * b).flatten(1),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_numbers_alone_and_in_batches(name: str) -> None:
+    a, b = (torch.complex(*values("normal", (2, 61, 7), torch.float32, i)) for i in (0, 1))
+
+    def run(part: slice) -> tuple[Tensor, Tensor]:
+        leaf = a[part].clone().requires_grad_()
+        with batch_invariant("error"):
+            y = COMPLEX[name](leaf, b[part])
+        return y.detach(), torch.autograd.grad(y, leaf, torch.ones_like(y))[0]
+
+    def bits(t: Tensor) -> Tensor:
+        return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+    whole = run(slice(None))
+    for row in range(61):
+        for got, want in zip(run(slice(row, row + 1)), whole, strict=True):
+            assert_same_bits(bits(got), bits(want[row : row + 1]), f"row {row}")
+
+
+@pytest.mark.parametrize("form", ["*", "alpha"])
+def test_what_a_complex_or_scaled_operand_is_broadcast_with_has_a_gradient_in_token_order(form: str) -> None:
+    """On any device: meta tensors stand for those of a GPU."""
+    z = torch.randn(8, 4, dtype=torch.complex64 if form == "*" else torch.float32, device="meta")
+    w = torch.randn(4, device="meta", requires_grad=True)
+    with batch_invariant("error"):
+        y = z * w if form == "*" else torch.add(z, w, alpha=2)
+    nodes, seen = [y.grad_fn], []
+    while nodes:
+        node = nodes.pop()
+        seen.append(type(node).__name__)
+        nodes += [n for n, _ in node.next_functions if n is not None]
+    assert "_ExpandBackward" in seen
+
+
+def test_a_context_within_an_operator_that_another_context_called() -> None:
+    a, b = values("normal", (30, 99), torch.float32, 0), values("normal", (99, 33), torch.float32, 1)
+
+    @torch.library.custom_op("samebits_tests::product", mutates_args=())
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        with batch_invariant("error"):
+            return torch.mm(a, b)
+
+    with batch_invariant():
+        assert_same_bits(product(a, b), samebits.matmul(a, b))
+
+
+def test_softmax_lies_in_memory_as_pytorchs() -> None:
+    for x in (X, X.mT, X[:, :, ::2]):
+        for dim in range(3):
+            for f in (F.softmax, F.log_softmax):
+                want = f(x, dim=dim)
+                with batch_invariant("error"):
+                    assert f(x, dim=dim).stride() == want.stride()
+
+
+def test_attention_without_queries_has_a_backward() -> None:
+    q, k = torch.randn(1, 2, 0, 8, requires_grad=True), torch.randn(1, 2, 5, 8, requires_grad=True)
+    with batch_invariant("error"):
+        out = F.scaled_dot_product_attention(q, k, k)
+    dq, dk = torch.autograd.grad(out.sum(), (q, k))
+    assert dq.shape == q.shape
+    assert dk.shape == k.shape
+    assert not dk.any()
+
+
+ODD_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a dim of numpy's": lambda x: x.sum(np.int64(1)),
+    "a dim in a tensor": lambda x: x.mean(torch.tensor(1)),
+    "softmax over a dim of numpy's": lambda x: x.softmax(np.int64(1)),
+    "no out": lambda x: torch.mm(x, x.mT, out=None),
+    "a bias of rows": lambda x: F.linear(x, x, x @ x.mT),
+    "expanded to its own shape": lambda x: (x * 1).expand(3, 40).add_(1),
+}
+
+
+@pytest.mark.parametrize("name", ODD_CALLS)
+def test_calls_that_pytorch_takes(name: str) -> None:
+    x = X[:3, 0].clone().requires_grad_()
+    want = ODD_CALLS[name](x)
+    with batch_invariant("error"):
+        got = ODD_CALLS[name](x)
+    torch.testing.assert_close(got, want)
+
+
+WRONG_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mm of a batch": lambda x: torch.mm(x, x.mT),
+    "mv of a batch": lambda x: torch.mv(x, x[0, 0]),
+    "dot of matrices": lambda x: torch.dot(x[0], x[0]),
+    "bmm of two batches": lambda x: torch.bmm(x, x.mT[:1]),
+    "bmm of a matrix": lambda x: torch.bmm(x, x[0].mT),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_calls_that_pytorch_refuses(name: str) -> None:
+    with pytest.raises((RuntimeError, IndexError)) as theirs:
+        WRONG_CALLS[name](X)
+    with batch_invariant("error"), pytest.raises(type(theirs.value)) as ours:
+        WRONG_CALLS[name](X)
+    assert str(ours.value) == str(theirs.value)

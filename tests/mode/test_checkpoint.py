@@ -1,0 +1,121 @@
+"""Activation checkpointing under samebits.batch_invariant: gradients have the same bits with and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import samebits
+from samebits.mode import batch_invariant
+from samebits.testing import assert_same_bits, values
+from tests.mode.test_mode import COVERED
+from tests.support.devices import DEVICES
+
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# Of a matrix x[rows, 40], square weights w[40, 40] and b[40]: a product with w in place of w.T has the right
+# shape and the wrong bits.
+MATRICES: dict[str, Function] = {
+    "mm": lambda x, w, b: torch.mm(x, w),
+    "matmul": lambda x, w, b: torch.matmul(x, w),
+    "mv": lambda x, w, b: torch.mv(x, b),
+    "dot": lambda x, w, b: torch.dot(x[0], b),
+    "addmm": lambda x, w, b: torch.addmm(b, x, w),
+    "addmm of a matrix": lambda x, w, b: torch.addmm(x, x, w, beta=0.5),
+    "linear": lambda x, w, b: F.linear(x, w, b),
+    "einsum": lambda x, w, b: torch.einsum("ri,oi->ro", x, w),
+    "softmax": lambda x, w, b: x.softmax(-1),
+    "log_softmax": lambda x, w, b: F.log_softmax(x, dim=1),
+    "cross_entropy": lambda x, w, b: F.cross_entropy(x, x.argmax(1)),
+    "layer_norm": lambda x, w, b: F.layer_norm(x, (40,), b, b),
+    "rms_norm": lambda x, w, b: F.rms_norm(x, (40,), b),
+    "sum": lambda x, w, b: x.sum(0),
+    "mean": lambda x, w, b: x.mean(1),
+    "attention": lambda x, w, b: F.scaled_dot_product_attention(x, w, w),
+    "embedding": lambda x, w, b: F.embedding(x.argmax(1), w),
+    "broadcast": lambda x, w, b: x * b,
+    "samebits.matmul": lambda x, w, b: samebits.matmul(x, w),
+    "samebits.addmm_": lambda x, w, b: samebits.addmm_(x * 1.0, x, w),
+    "samebits.logp": lambda x, w, b: samebits.logp(x, x.argmax(1)),
+    "samebits.linear_logp": lambda x, w, b: samebits.linear_logp(x, w, x.argmax(1), b),
+}
+FUNCTIONS = {f"{name}, 2-D": f for name, f in MATRICES.items()} | {
+    f"{name}, 3-D": f for name, f in COVERED.items()
+}
+
+
+def leaves(name: str, device: str) -> list[Tensor]:
+    shape = (12, 40) if name.endswith("2-D") else (6, 3, 40)
+    made = (values("normal", size, torch.float32, i) for i, size in enumerate((shape, (40, 40), (40,))))
+    return [t.to(device).requires_grad_() for t in made]
+
+
+def gradients(loss: Tensor, to: Sequence[Tensor], backward: str) -> list[Tensor | None]:
+    if backward == "autograd.grad":
+        return list(torch.autograd.grad(loss, to, allow_unused=True))
+    for t in to:
+        t.grad = None
+    loss.backward() if backward == "Tensor.backward" else torch.autograd.backward(loss)
+    return [t.grad for t in to]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_with_and_without_checkpointing(name: str, device: str) -> None:
+    """A function that ends in each covered operator: its backward reads what is computed again."""
+    f, to = FUNCTIONS[name], leaves(name, device)
+    with batch_invariant("error"):
+        want = gradients(f(*to).square().sum(), to, "autograd.grad")
+        assert any(t is not None for t in want)
+        for backward in ("Tensor.backward", "autograd.backward", "autograd.grad"):
+            got = gradients(checkpoint(f, *to, use_reentrant=False).square().sum(), to, backward)
+            for ours, right in zip(got, want, strict=True):
+                assert (ours is None) == (right is None)
+                if ours is not None and right is not None:
+                    assert_same_bits(ours, right, backward)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nested_checkpoints(device: str) -> None:
+    def inner(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.linear(F.layer_norm(x, (40,), b), w)
+
+    def outer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        y = checkpoint(inner, x, w, b, use_reentrant=False).softmax(-1)
+        return torch.addmm(b, y, w)
+
+    to = leaves("2-D", device)
+    with batch_invariant("error"):
+        want = gradients(torch.addmm(to[2], inner(*to).softmax(-1), to[1]).sum(), to, "autograd.grad")
+        got = gradients(checkpoint(outer, *to, use_reentrant=False).sum(), to, "Tensor.backward")
+    for ours, right in zip(got, want, strict=True):
+        assert_same_bits(ours, right)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_layer_with_main_grad(device: str) -> None:
+    x = values("normal", (12, 40), torch.float32, 0).to(device).requires_grad_()
+
+    def run(again: bool) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        layer = samebits.nn.Linear(40, 40, device=device)
+        norm = nn.LayerNorm(40, device=device)
+        layer.weight.main_grad = torch.zeros(40, 40, device=device)
+
+        def f(x: Tensor) -> Tensor:
+            return layer(norm(x) * 0.5)  # type: ignore[no-any-return]
+
+        x.grad = None
+        with batch_invariant("error"):
+            y = checkpoint(f, x, use_reentrant=False) if again else f(x)
+            y.square().sum().backward()
+        assert x.grad is not None
+        return x.grad, layer.weight.main_grad
+
+    for got, want in zip(run(True), run(False), strict=True):
+        assert_same_bits(got, want)

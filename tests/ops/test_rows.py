@@ -1,0 +1,594 @@
+"""Row reductions and attention: the naive implementation's bits, and rows that know nothing of each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import samebits
+from samebits import FMA, TENSOR_CORE
+from samebits.backends.cuda import compiler, rows
+from samebits.ops.attention import attention
+from samebits.ops.einsum import einsum
+from samebits.ops.embedding import embedding
+from samebits.ops.expand import expand
+from samebits.ops.logsumexp import logsumexp
+from samebits.ops.norm import layer_norm, rms_norm
+from samebits.ops.reduce import mean, sum
+from samebits.ops.softmax import log_softmax, softmax
+from samebits.ops.variance import std, var, vector_norm
+from samebits.testing import assert_same_bits, values
+from tests.support import naive, naive_rows
+from tests.support.devices import DEVICES, FAMILY, case
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = [F32, BF16, F16]
+NAMES = {F32: "f32", BF16: "bf16", F16: "f16"}
+KINDS = ["normal", "wide", "tiny", "cancel", "special"]
+LENGTHS = [1, 140]
+on_devices = pytest.mark.parametrize("device", DEVICES)
+in_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+EPS = float(np.float32(1e-5))
+
+
+def rounded(rows: Any, dtype: torch.dtype) -> Tensor:
+    """Naive results in `dtype`: nested lists of floats."""
+
+    def bits(x: Any) -> Any:
+        return [bits(y) for y in x] if isinstance(x, list) else naive.finish(float(x), NAMES[dtype])
+
+    width = torch.int32 if dtype == F32 else torch.int16
+    return torch.tensor(bits(rows), dtype=torch.int64).to(width).view(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Any:
+    with np.errstate(all="ignore"):
+        yield
+
+
+@on_devices
+@in_dtypes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", LENGTHS)
+class TestNaive:
+    """Every operation and its gradients, on every kind of values."""
+
+    def test_sum_and_mean(self, device: str, dtype: torch.dtype, kind: str, n: int) -> None:
+        x = case(kind, (2, n), dtype, device)
+        assert_same_bits(sum(x, -1), rounded([naive_rows.row_sum(r) for r in x.tolist()], dtype))
+        assert_same_bits(mean(x, -1), rounded([naive_rows.mean(r) for r in x.tolist()], dtype))
+
+    def test_softmax(self, device: str, dtype: torch.dtype, kind: str, n: int) -> None:
+        x, grad = (case(kind, (2, n), dtype, device, seed) for seed in (0, 1))
+        x.requires_grad_()
+        for op, forward, backward in (
+            (softmax, naive_rows.softmax, naive_rows.softmax_backward),
+            (log_softmax, naive_rows.log_softmax, naive_rows.log_softmax_backward),
+        ):
+            y = op(x)
+            assert_same_bits(y, rounded([forward(r) for r in x.tolist()], dtype), op.__name__)
+            (dx,) = torch.autograd.grad(y, x, grad)
+            want = [backward(g, r) for g, r in zip(grad.tolist(), y.tolist(), strict=True)]
+            assert_same_bits(dx, rounded(want, dtype), op.__name__)
+
+    @pytest.mark.parametrize("correction", [0, 1])
+    def test_deviations(self, device: str, dtype: torch.dtype, kind: str, n: int, correction: int) -> None:
+        x, grad = case(kind, (2, n), dtype, device).requires_grad_(), case("normal", (2,), dtype, device, 1)
+        for op, root in ((var, False), (std, True)):
+            y = op(x, -1, correction)
+            want = [naive_rows.deviation(r, correction, root=root) for r in x.tolist()]
+            assert_same_bits(y, rounded(want, dtype), op.__name__)
+            (dx,) = torch.autograd.grad(y, x, grad)
+            of_rows = zip(grad.tolist(), x.tolist(), y.tolist(), strict=True)
+            dx_want = [naive_rows.deviation_backward(*r, correction, root=root) for r in of_rows]
+            assert_same_bits(dx, rounded(dx_want, dtype), op.__name__)
+
+    def test_norm_and_logsumexp(self, device: str, dtype: torch.dtype, kind: str, n: int) -> None:
+        x, grad = case(kind, (2, n), dtype, device).requires_grad_(), case("normal", (2,), dtype, device, 1)
+        y, z = vector_norm(x, -1), logsumexp(x, -1)
+        assert_same_bits(y, rounded([naive_rows.vector_norm(r) for r in x.tolist()], dtype), "norm")
+        assert_same_bits(z, rounded([naive_rows.logsumexp(r) for r in x.tolist()], dtype), "logsumexp")
+        (dy,), (dz,) = (torch.autograd.grad(out, x, grad) for out in (y, z))
+        of_rows = list(zip(grad.tolist(), x.tolist(), y.tolist(), strict=True))
+        want = [naive_rows.vector_norm_backward(*r) for r in of_rows]
+        assert_same_bits(dy, rounded(want, dtype), "gradient of the norm")
+        want = [naive_rows.logsumexp_backward(g, r) for g, r, _ in of_rows]
+        assert_same_bits(dz, rounded(want, dtype), "gradient of logsumexp")
+
+    @pytest.mark.parametrize("centred", [True, False])
+    def test_norms(self, device: str, dtype: torch.dtype, kind: str, n: int, centred: bool) -> None:
+        x, grad = (case(kind, (2, n), dtype, device, seed) for seed in (0, 1))
+        weight, bias = (case("normal", (n,), dtype, device, seed) for seed in (2, 3))
+        leaves = [t.requires_grad_() for t in ((x, weight, bias) if centred else (x, weight))]
+        y = layer_norm(x, (n,), weight, bias, EPS) if centred else rms_norm(x, (n,), weight, EPS)
+        w, b = weight.tolist(), bias.tolist() if centred else None
+        want = [naive_rows.norm(r, w, b, EPS, centred=centred) for r in x.tolist()]
+        assert_same_bits(y, rounded(want, dtype))
+        grads = torch.autograd.grad(y, leaves, grad)
+        pairs = list(zip(grad.tolist(), x.tolist(), strict=True))
+        dx = [naive_rows.norm_backward(g, r, w, EPS, centred=centred) for g, r in pairs]
+        columns = naive_rows.norm_columns(grad.tolist(), x.tolist(), EPS, centred=centred)
+        for name, got, expected in zip(("x", "weight", "bias"), grads, (dx, *columns), strict=False):
+            assert_same_bits(got, rounded(expected, dtype), name)
+
+    def test_embedding_and_broadcasting(self, device: str, dtype: torch.dtype, kind: str, n: int) -> None:
+        ids = torch.tensor([[2, 0, 2, 1], [3, 2, 0, 3]], device=device)
+        weight, grad = case(kind, (5, n), dtype, device), case(kind, (2, 4, n), dtype, device, 1)
+        weight.requires_grad_()
+        out = embedding(ids, weight, padding_idx=3)
+        assert_same_bits(out, weight[ids])
+        (dw,) = torch.autograd.grad(out, weight, grad)
+        flat = grad.view(8, n).tolist()
+        groups = [
+            [g for g, i in zip(flat, ids.flatten().tolist(), strict=True) if i == row] for row in range(5)
+        ]
+        groups[3] = []
+        want = [naive_rows.column_sum(group) if group else [0.0] * n for group in groups]
+        assert_same_bits(dw, rounded(want, dtype), "embedding")
+        row = case(kind, (n,), dtype, device).requires_grad_()
+        (db,) = torch.autograd.grad(expand(row, (2, 4, n)), row, grad)
+        assert_same_bits(db, rounded(naive_rows.column_sum(flat), dtype), "over tokens")
+        if n == 1:
+            return  # nothing is broadcast
+        column = case(kind, (2, 4, 1), dtype, device).requires_grad_()
+        (dc,) = torch.autograd.grad(expand(column, (2, 4, n)), column, grad)
+        assert_same_bits(dc.view(8), rounded([naive_rows.row_sum(r) for r in flat], dtype), "along rows")
+
+
+@in_dtypes
+@pytest.mark.parametrize("kind", ["normal", "wide", "sparse", "special"])
+@pytest.mark.parametrize("mask", [None, "causal", "boolean", "float"])
+@on_devices
+def test_attention_is_the_naive_one(device: str, dtype: torch.dtype, kind: str, mask: str | None) -> None:
+    """Two heads of q share one of k and v; 5 queries of 21 keys."""
+    L, S, E = 5, 21, 3
+    contract = FMA if dtype == F32 else TENSOR_CORE.on(FAMILY)
+    name = contract.mma.name if contract.mma else "FMA"
+    q, k, v, grad = (
+        case(kind, shape, dtype, device, seed).requires_grad_()
+        for seed, shape in enumerate([(2, L, E), (1, S, E), (1, S, 3), (2, L, 3)])
+    )
+    given_mask = {
+        None: None,
+        "causal": None,
+        "boolean": torch.rand(L, S, generator=torch.Generator().manual_seed(5)) > 0.4,
+        "float": values("normal", (L, S), dtype, 9),
+    }[mask]
+    if mask == "boolean":
+        given_mask[3] = False  # type: ignore[index]
+    out = attention(
+        *(q, k, v, None if given_mask is None else given_mask.to(device)),
+        is_causal=mask == "causal",
+        enable_gqa=True,
+        contract=contract,
+    )
+    grads = torch.autograd.grad(out, (q, k, v), grad)
+    seen = torch.ones(L, S, dtype=torch.bool).tril() if mask == "causal" else given_mask
+    rows = [None] * L if seen is None else seen.tolist()
+    scale = float(np.float32(1 / math.sqrt(E)))
+    keys, vals = k[0].tolist(), v[0].tolist()
+    dk_terms: list[Any] = [[[[] for _ in range(2)] for _ in range(E)] for _ in range(S)]
+    dv_terms: list[Any] = [[[[] for _ in range(2)] for _ in range(3)] for _ in range(S)]
+
+    def product(sequences: Any, *, plain: bool = False, to: torch.dtype = dtype) -> float:
+        acc = naive.chain(sequences, name, NAMES[dtype], plain=plain)
+        return float(rounded([acc], to)[0])
+
+    for h in range(2):
+        for i in range(L):
+            query, g = q[h, i].tolist(), grad[h, i].tolist()
+            z = naive_rows.scores(query, keys, scale, rows[i], name, NAMES[dtype])
+            p = rounded(naive_rows.softmax(z, masked_to_zero=True), dtype).tolist()
+            want = [product([[(p[j], vals[j][d]) for j in range(S)]]) for d in range(3)]
+            assert_same_bits(out[h, i].detach().cpu(), rounded(want, dtype), f"out {h} {i}")
+            dp = [product([list(zip(g, vals[j], strict=True))], plain=True, to=F32) for j in range(S)]
+            dz = rounded(naive_rows.softmax_backward(dp, p, scale), dtype).tolist()
+            want = [product([[(dz[j], keys[j][e]) for j in range(S)]]) for e in range(E)]
+            assert_same_bits(grads[0][h, i].cpu(), rounded(want, dtype), f"q {h} {i}")
+            for j in range(S):
+                for e in range(E):
+                    dk_terms[j][e][h].append((dz[j], query[e]))
+                for d in range(3):
+                    dv_terms[j][d][h].append((p[j], g[d]))
+    for got, terms, which in ((grads[1], dk_terms, "k"), (grads[2], dv_terms, "v")):
+        want = [[product(sequences) for sequences in row] for row in terms]
+        assert_same_bits(got[0].cpu(), rounded(want, dtype), which)
+
+
+def rounded_right(n: np.ndarray, bits: int) -> np.ndarray:
+    """n / 2^bits to the nearest integer, ties to even."""
+    low, down = n & (1 << bits) - 1, n >> bits
+    half = 1 << bits - 1
+    return down + ((low > half) | ((low == half) & (down % 2 == 1)))
+
+
+@pytest.mark.parametrize("less", [True, False])
+@pytest.mark.parametrize("twos", [0, 1, 2])
+def test_quotients_of_probabilities_are_those_of_ieee(less: bool, twos: int) -> None:
+    """All quotients a / b of 24-bit integers that come near the midpoint of two floats, as Divisor does them.
+
+    With y = RN(1 / b), q = RN(a y), r = RN(a - b q), RN(q + r y) is off by less than 3 · 2^-24 ulp before
+    it is rounded. A midpoint m / 2^25 (m / 2^24 for a >= b) of floats lies k / (b 2^25) from a / b for an
+    integer k, so it is right where |k| > 6. What is left for each b, odd but for `twos` factors, are a few a.
+    """
+    shift = 25 if less else 24
+    odd = np.arange((1 << 23 - twos) | 1, 1 << 24 - twos, 2, dtype=np.int64)
+    odd = odd[odd << twos >= 1 << 23]
+    b = odd << twos
+    modulus = 1 << shift - twos
+    inverse = odd.copy()
+    for _ in range(5):
+        inverse = inverse * (2 - odd * inverse % modulus) % modulus
+    y = np.rint(np.longdouble(2) ** 47 / b.astype(np.longdouble)).astype(np.int64)  # in units of 2^-24
+    tried = 0
+    for k in range(-8, 9):
+        if k == 0 or k % (1 << twos) or (k >> twos) % 2 == 0:
+            continue  # m is odd
+        for m in (-(k >> twos) * inverse % modulus + i * modulus for i in range((1 << 25) // modulus)):
+            a = b * m + k >> shift
+            right = (m >= 1 << 24) & (m < 1 << 25) & (a >= 1 << 23) & (a < 1 << 24) & ((a < b) == less)
+            a, at, divisor, inv = a[right], m[right], b[right], y[right]
+            assert (a * (1 << shift) - divisor * at == k).all()
+            q = rounded_right(a * inv, 48 - shift)
+            r = a * (1 << shift - 1) - divisor * q
+            exact = np.abs(r) < 1 << 24
+            r = np.where(exact, r, np.sign(r) * (rounded_right(np.abs(r), 1) << 1))
+            got = q + rounded_right(r * inv, 47)
+            assert (got == np.where(k > 0, at + 1, at - 1) // 2).all()
+            tried += len(a)
+    assert tried > 0
+
+
+# Operations of rows: name -> what is computed from rows x[rows, n] and a vector w[n].
+ROWWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda x, w: sum(x, -1),
+    "mean": lambda x, w: mean(x, -1),
+    "softmax": lambda x, w: softmax(x),
+    "log_softmax": lambda x, w: log_softmax(x),
+    "layer_norm": lambda x, w: layer_norm(x, w.shape, w),
+    "layer_norm, bias": lambda x, w: layer_norm(x, w.shape, w.detach(), w),
+    "rms_norm": lambda x, w: rms_norm(x, w.shape, w),
+    "mul": lambda x, w: x * expand(w, x.shape),
+}
+
+
+@pytest.mark.parametrize("name", ROWWISE)
+@on_devices
+@given(
+    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(["normal", "wide", "cancel"]),
+    rows=st.integers(1, 40),
+    n=st.sampled_from([1, 7, 64, 129, 1000, 1025, 5000]),
+    data=st.data(),
+)
+def test_rows_and_padding(
+    device: str, name: str, dtype: torch.dtype, kind: str, rows: int, n: int, data: st.DataObject
+) -> None:
+    """A row alone, at other places and strides; weight gradients with padding between the tokens."""
+    op = ROWWISE[name]
+    x, w = case(kind, (rows, n), dtype, device).requires_grad_(), case("normal", (n,), dtype, device, 1)
+    w.requires_grad_()
+    y = op(x, w)
+    grad = case("normal", tuple(y.shape), dtype, device, 2)
+    dx, dw = torch.autograd.grad(y, (x, w), grad, allow_unused=True)
+    i = data.draw(st.integers(0, rows - 1), "row")
+    one = x[i : i + 1].detach().requires_grad_()
+    alone = op(one, w)
+    assert_same_bits(alone, y[i : i + 1])
+    (d_alone,) = torch.autograd.grad(alone, one, grad[i : i + 1])
+    assert_same_bits(d_alone, dx[i : i + 1])
+    spread = torch.full((2 * rows + 3, n + 5), torch.nan, dtype=dtype, device=device)
+    spread[: 2 * rows : 2, :n] = x.detach()
+    assert_same_bits(op(spread[: 2 * rows : 2, :n], w), y)
+    if dw is not None:
+        padded = torch.ones(2 * rows + 3, n, dtype=dtype, device=device)
+        padded[: 2 * rows : 2] = x.detach()
+        padded_grad = torch.zeros(2 * rows + 3, *grad.shape[1:], dtype=dtype, device=device)
+        padded_grad[: 2 * rows : 2] = grad
+        assert_same_bits(torch.autograd.grad(op(padded, w), w, padded_grad)[0], dw)
+
+
+@on_devices
+@pytest.mark.parametrize("n", [200, 3000, 9000])
+def test_what_is_masked_at_the_end_of_a_row_changes_nothing(device: str, n: int) -> None:
+    z = case("normal", (5, n), F32, device)
+    longer = torch.cat([z, torch.full((5, 777), -torch.inf, device=device)], 1)
+    assert_same_bits(softmax(longer)[:, :n], softmax(z))
+    assert_same_bits(sum(torch.cat([z, torch.zeros(5, 777, device=device)], 1), 1), sum(z, 1))
+
+
+@on_devices
+def test_log_softmax_is_logp(device: str) -> None:
+    z = case("normal", (9, 700), F32, device).requires_grad_()
+    target = torch.arange(9, device=device) * 71
+    picked = log_softmax(z)[torch.arange(9, device=device), target]
+    assert_same_bits(picked, samebits.logp(z, target))
+    grad = case("normal", (9,), F32, device, 1)
+    first, second = (torch.autograd.grad(y, z, grad)[0] for y in (picked, samebits.logp(z, target)))
+    assert_same_bits(first, second)
+
+
+@in_dtypes
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@on_devices
+def test_decoding_chunks_and_a_full_forward_are_the_same(
+    device: str, dtype: torch.dtype, heads: tuple[int, int]
+) -> None:
+    T, E = 150, 16
+    q = case("normal", (2, heads[0], T, E), dtype, device)
+    k, v = (case("normal", (2, heads[1], T, E), dtype, device, seed) for seed in (1, 2))
+    full = attention(q, k, v, is_causal=True, enable_gqa=True)
+    for t in (0, 1, 15, 16, 17, 127, 128, 149):
+        step = attention(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], enable_gqa=True)
+        assert_same_bits(step, full[:, :, t : t + 1], f"step {t}")
+    visible = torch.ones(T, T, dtype=torch.bool, device=device).tril()
+    for start, stop in ((0, 33), (33, 130), (130, 150)):
+        mask = visible[start:stop, :stop]
+        chunk = attention(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], mask, enable_gqa=True)
+        assert_same_bits(chunk, full[:, :, start:stop], f"from {start}")
+    room = [torch.cat([t, torch.ones_like(t)], 2) for t in (k, v)]  # a cache with free places
+    mask = torch.cat([visible, torch.zeros_like(visible)], 1)
+    assert_same_bits(attention(q, *room, mask, enable_gqa=True), full, "static cache")
+
+
+@in_dtypes
+@on_devices
+def test_attention_gradients_in_a_batch_and_padded(device: str, dtype: torch.dtype) -> None:
+    q, k, v, grad = (case("normal", (3, 4, 30, 8), dtype, device, seed) for seed in range(4))
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        *leaves, dy = (t.detach().requires_grad_() for t in tensors)
+        out = attention(*leaves, is_causal=True)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dy)]
+
+    want = run(q, k, v, grad)
+    for i in range(3):
+        for got, all_of in zip(run(*(t[i : i + 1] for t in (q, k, v, grad))), want, strict=True):
+            assert_same_bits(got, all_of[i : i + 1])
+    pad = [torch.cat([t, torch.ones_like(t)], 2) for t in (q, k, v)]
+    padded = run(*pad, torch.cat([grad, torch.zeros_like(grad)], 2))
+    for got, expected in zip(padded, want, strict=True):
+        assert_same_bits(got[:, :, :30], expected)
+
+
+@on_devices
+def test_pieces_change_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import samebits.ops.attention as module
+
+    tensors = [case("normal", (3, 4, 20, 8), F16, device, seed).requires_grad_() for seed in range(3)]
+    mask = case("normal", (3, 1, 20, 20), F16, device, 5)
+    results = []
+    for scores in (1 << 27, 4 * 400, 3 * 400, 1):
+        monkeypatch.setattr(module, "_SCORES", scores)
+        out = attention(*tensors, mask)
+        results.append([out, *torch.autograd.grad(out.sum(), tensors)])
+    for other in results[1:]:
+        for got, want in zip(other, results[0], strict=True):
+            assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("btd,df->btf", [(2, 3, 4), (4, 5)]),
+        ("bhid,bhjd->bhij", [(2, 3, 4, 5), (2, 3, 6, 5)]),
+        ("bhij,bhjd->bihd", [(2, 3, 4, 6), (2, 3, 6, 5)]),
+        ("ij,jk,kl->il", [(2, 3), (3, 4), (4, 5)]),
+        ("i,i", [(4,), (4,)]),
+        ("i,j->ij", [(4,), (3,)]),
+        ("...ij,...jk->...ik", [(2, 1, 3, 4), (5, 4, 2)]),
+        ("ii->i", [(4, 4)]),
+        ("iij->j", [(3, 3, 2)]),
+        ("ab,cb,ad->cd", [(2, 3), (4, 3), (2, 5)]),
+        ("abc,bd->ad", [(2, 3, 4), (3, 5)]),
+        ("ij", [(2, 3)]),
+        ("ba", [(2, 3)]),
+    ],
+)
+def test_einsum(equation: str, shapes: list[tuple[int, ...]]) -> None:
+    operands = [values("cancel", shape, F32, seed) for seed, shape in enumerate(shapes)]
+    torch.testing.assert_close(einsum(equation, *operands), torch.einsum(equation, *operands))
+    for bad in ("ij,jk", equation + "z"):
+        with pytest.raises(ValueError, match="einsum"):
+            einsum(bad, *operands[:1])
+
+
+@pytest.mark.gpu
+@in_dtypes
+@pytest.mark.parametrize("kind", ["normal", "special"])
+@pytest.mark.parametrize(("count", "n"), [(1, 40_000), (300, 1024), (70, 1025), (9, 5000)])
+def test_cuda_has_the_bits_of_the_cpu(dtype: torch.dtype, kind: str, count: int, n: int) -> None:
+    x, w = values(kind, (count, n), dtype, 0), values("normal", (n,), dtype, 1)
+    for name, op in ROWWISE.items():
+        if name == "mul" and kind == "special":
+            continue  # the product is PyTorch's, whose NaN is the device's own
+        results = []
+        for device in ("cpu", "cuda"):
+            leaves = [t.to(device).requires_grad_() for t in (x, w)]
+            y = op(*leaves)
+            grad = values("normal", tuple(y.shape), dtype, 2).to(device)
+            grads = torch.autograd.grad(y, leaves, grad, allow_unused=True)
+            results.append([y, *(g for g in grads if g is not None)])
+        for got, want in zip(results[1], results[0], strict=True):
+            assert_same_bits(got.cpu(), want, name)
+
+
+@on_devices
+def test_sum_and_mean_of_one_number_and_of_a_vector(device: str) -> None:
+    x = torch.tensor(2.0, device=device, requires_grad=True)
+    for op in (sum, mean):
+        for dim, keepdim in ((None, False), (0, False), (-1, True), ((), False)):
+            assert_same_bits(op(x, dim, keepdim), x.detach())
+        (grad,) = torch.autograd.grad(op(x), x)
+        assert_same_bits(grad, torch.ones_like(grad))
+    v = torch.randn(5, device=device)
+    assert_same_bits(sum(v, 0, keepdim=True), sum(v[None], 1))
+    with samebits.batch_invariant():
+        assert_same_bits(x.sum(), x.detach())
+        assert_same_bits(x.mean(), x.detach())
+        target = torch.tensor(2, device=device)
+        loss = torch.nn.functional.cross_entropy(v, target)
+        assert_same_bits(loss, torch.nn.functional.cross_entropy(v[None], target[None]))
+
+
+@on_devices
+def test_gradient_of_a_mean(device: str) -> None:
+    """A GPU's quotient of a tensor by a number is a product with the inverse, a CPU's is not."""
+    x, grad = torch.zeros(400, 49, device=device, requires_grad=True), values("normal", (400,), F32, 0)
+    got = torch.autograd.grad(mean(x, 1), x, grad.to(device))[0]
+    want = grad * torch.tensor(1 / 49, dtype=torch.float64).to(F32)
+    assert_same_bits(got.cpu(), want[:, None].expand(400, 49))
+
+
+X = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: sum(X.double()), TypeError, "sum: x"),
+        (lambda: sum(X, 2), IndexError, "sum: dim"),
+        (lambda: mean(X.long()), TypeError, "mean: x"),
+        (lambda: softmax(X, 5), IndexError, "softmax: dim"),
+        (lambda: layer_norm(X, (2,)), ValueError, "normalized_shape"),
+        (lambda: layer_norm(X, (3,), torch.ones(2)), ValueError, "weight: expected shape"),
+        (lambda: rms_norm(X, (3,), torch.ones(3).double()), TypeError, "weight"),
+        (lambda: embedding(X, X), TypeError, "ids"),
+        (lambda: embedding(torch.tensor([2]), X), IndexError, "out of range"),
+        (lambda: embedding(torch.tensor([0]), X, 2), IndexError, "padding_idx"),
+        (lambda: embedding(torch.tensor([0]), X[0]), ValueError, "weight"),
+        (lambda: attention(X, X[:, :2], X), ValueError, "q, k"),
+        (lambda: attention(X, X, X[:1]), ValueError, "k, v"),
+        (lambda: attention(X, X, X.half()), TypeError, "v: expected"),
+        (lambda: attention(X, X, X, X, is_causal=True), ValueError, "mask"),
+        (lambda: attention(X, X, X, X), ValueError, "mask: expected a shape"),
+        (lambda: attention(X, X, X, torch.ones(2, 2).requires_grad_()), ValueError, "mask"),
+        (
+            lambda: attention(*[torch.ones(3, 2, 2)] * 1, *[torch.ones(2, 2, 2)] * 2, enable_gqa=True),
+            ValueError,
+            "heads",
+        ),
+    ],
+)
+def test_errors(call: Callable[[], Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_second_derivatives_are_refused() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    weight = torch.ones(3, requires_grad=True)
+    for y in (softmax(x), layer_norm(x, (3,), weight), attention(x, x, x), embedding(torch.tensor([0]), x)):
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_gradients_are_those_of_the_maths() -> None:
+    x, w = (torch.randn(4, 9, dtype=F32, requires_grad=True) for _ in range(2))
+    for ours, theirs in (
+        (lambda: sum(x * w, (0, 1)), lambda: (x * w).sum()),
+        (lambda: mean(x * w, 0), lambda: (x * w).mean(0)),
+        (lambda: softmax(x * w, 0), lambda: (x * w).softmax(0)),
+        (lambda: log_softmax(x * w), lambda: (x * w).log_softmax(1)),
+        (lambda: layer_norm(x, (4, 9), w, w), lambda: torch.nn.functional.layer_norm(x, (4, 9), w, w)),
+        (lambda: rms_norm(x, (9,), w[0], 1e-6), lambda: torch.nn.functional.rms_norm(x, (9,), w[0], 1e-6)),
+        (
+            lambda: attention(x, w, x),
+            lambda: torch.nn.functional.scaled_dot_product_attention(x[None], w[None], x[None])[0],
+        ),
+    ):
+        a, b = ours(), theirs()
+        torch.testing.assert_close(a, b)
+        seed = torch.randn_like(a)
+        for got, want in zip(
+            *(torch.autograd.grad(t, (x, w), seed, allow_unused=True) for t in (a, b)), strict=True
+        ):
+            if want is not None:
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
+def test_kernels_compile_without_spills(arch: str) -> None:
+    pytest.importorskip("cuda.core")
+    specs = [rows.kernel_spec("row_sum", F32, BF16, F16, warps=warps) for warps in (1, 8)]  # whole files
+    for spec in (*specs, rows.columns_spec("column_sums", F16, BF16, F32)):
+        cubin = compiler.compile(spec, arch)
+        assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0)
+
+
+OPS = torch.ops.samebits
+T = torch.tensor
+OPCHECKS: list[tuple[Any, Callable[[], tuple[Any, ...]]]] = [
+    (OPS.row_sum, lambda: (torch.randn(3, 5, requires_grad=True), True)),
+    (OPS.divided, lambda: (torch.randn(3, requires_grad=True), 7)),
+    (OPS.sum_to, lambda: (torch.randn(2, 3, 5, requires_grad=True), (3, 1))),
+    (OPS.softmax, lambda: (torch.randn(3, 5, requires_grad=True), False)),
+    (OPS.softmax, lambda: (torch.randn(3, 5, requires_grad=True), True)),
+    (OPS.softmax_backward, lambda: (torch.randn(3, 5), torch.rand(3, 5), False)),
+    (OPS.norm, lambda: (*(torch.randn(s, requires_grad=True) for s in ((3, 5), (5,), (5,))), 1e-5, True)),
+    (OPS.norm, lambda: (torch.randn(3, 5, requires_grad=True), None, None, 1e-5, False)),
+    (OPS.norm_backward, lambda: (torch.randn(3, 5), torch.randn(3, 5), None, torch.randn(3), torch.rand(3))),
+    (OPS.norm_columns, lambda: (torch.randn(3, 5), torch.randn(3, 5), torch.randn(3), torch.rand(3), F16)),
+    (OPS.embedding, lambda: (torch.randn(3, 5, requires_grad=True), T([[0, 1], [2, 0]]), -1)),
+    (OPS.embedding_backward, lambda: (torch.randn(2, 2, 5), T([[0, 1], [2, 0]]), 3, 2)),
+    (
+        OPS.attention,
+        lambda: (
+            torch.randn(2, 2, 1, 3, 4, requires_grad=True),
+            *(torch.randn(2, 2, 5, 4, requires_grad=True) for _ in range(2)),
+            *(torch.rand(2, 2, 1, 3, 5) > 0.5, False, 0.5, FMA.key),
+        ),
+    ),
+    (
+        OPS.attention_backward,
+        lambda: (
+            *(torch.randn(2, 2, 1, 3, 4) for _ in range(2)),
+            *(torch.randn(2, 2, 5, 4) for _ in range(2)),
+            *(None, True, 0.5, FMA.key),
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("operator", "arguments"), OPCHECKS, ids=range(len(OPCHECKS)))
+def test_opcheck(operator: Any, arguments: Callable[[], tuple[Any, ...]]) -> None:
+    torch.library.opcheck(operator.default, arguments())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
+    x, weight, ids = values("normal", (4, 16), torch.bfloat16, 0), torch.ones(16), torch.tensor([1, 0, 1, 3])
+    bias = torch.zeros(1)
+
+    def everything() -> list[Tensor]:
+        leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias)]
+        y, w, b = leaves
+        with samebits.batch_invariant("error"):
+            results = [
+                *(y.softmax(1), y.log_softmax(0), y.sum(0), y.mean(1), F.layer_norm(y, (16,), w, w)),
+                *(F.rms_norm(y, (16,)), F.embedding(ids, y), F.cross_entropy(y, ids)),
+                *(
+                    F.scaled_dot_product_attention(y[None], y[None], y[None]),
+                    samebits.linear(w, y.float(), b),
+                ),
+            ]
+        return [*results, *torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results])]
+
+    want = everything()
+    torch.set_default_dtype(dtype)
+    try:
+        got = everything()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for g, w in zip(got, want, strict=True):
+        assert_same_bits(g, w)

@@ -1,0 +1,335 @@
+"""Schedules and layouts of the CUDA kernels on small shapes, to be run under compute-sanitizer:
+
+export PYTHONPATH=.
+sanitize=tests/support/sanitize.py
+python $sanitize --compile  # first, by a process for each CPU; with --racecheck too, before that tool
+compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python $sanitize --triton
+compute-sanitizer --tool racecheck --error-exitcode 1 python $sanitize --every 8 --racecheck
+
+The bindings probe the driver for functions it may lack, which memcheck would report as API errors. Caching
+allocations would hide accesses next to a tensor, so PYTORCH_NO_CUDA_MEMORY_CACHING=1 is set here.
+"""
+
+import argparse
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from unittest import mock
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import samebits
+from samebits.backends.cuda import compiler, devices, precompile
+from samebits.backends.cuda.products import tensor_core_sm90
+from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
+from samebits.backends.product import Operands, Product, ProductKernel
+from samebits.backends.triton import runtime as triton
+from samebits.tools.verify import Inputs, kernels, takes
+from tests.support.devices import multiprocessors
+
+DTYPE = torch.bfloat16
+
+
+def operands(rows: int, k: int, layout: str, dtype: torch.dtype = DTYPE) -> Tensor:
+    if layout == "k":
+        return torch.ones(rows, -(-k // 8) * 8, dtype=dtype, device="cuda")[:, :k]
+    if layout == "rows":
+        return torch.ones(k, -(-rows // 8) * 8, dtype=dtype, device="cuda")[:, :rows].mT
+    if layout == "k, any alignment":
+        return torch.ones(rows * k + 1, dtype=dtype, device="cuda")[1:].view(rows, k)
+    return torch.ones(rows * k + 1, dtype=dtype, device="cuda")[1:].view(k, rows).mT
+
+
+LAYOUTS = ("k", "rows", "k, any alignment", "rows, any alignment")
+
+
+# Rings of up to eight stages of 32, and of 128, shall go round.
+LONG = {"fma_sm90": 1069}
+
+
+def some(kernel: ProductKernel, every: int, first: int = 0) -> list:
+    """Each such schedule where they are many; of Hopper's one of each kind and width too."""
+    schedules = [None, *kernel.catalogue]
+    hopper = [s for s in schedules if isinstance(s, Sm90Schedule)]
+    if not hopper:
+        return schedules[first:]
+    kinds = {
+        (s.block_m, s.block_n, s.swap, s.warpgroups, s.share, s.cluster): s for s in hopper if s.block_m >= 64
+    }
+    widths = {(s.block_n, s.swap): s for s in hopper}
+    return list(dict.fromkeys([*schedules[first::every], *kinds.values(), *widths.values()]))
+
+
+def products(every: int):
+    """Kernel, schedule and operands of each; with `every`, only some of the schedules."""
+    m, n = 67, 43
+    bias = torch.ones(n, device="cuda")
+    for kernel in (k for k in kernels(torch.cuda.current_device()) if k.can_precompile):
+        k = LONG.get(kernel.name, 85)
+        spans = torch.tensor([0, 3, 3, 40, k], device="cuda")
+        for schedule in some(kernel, every):
+            for layout_a, layout_b in itertools.product(LAYOUTS, LAYOUTS):
+                dtype = torch.float32 if kernel.step == "fma" else DTYPE
+                a, b = operands(m, k, layout_a, dtype), operands(n, k, layout_b, dtype).mT
+                acc = torch.ones(m, n, device="cuda")
+                for x in (
+                    Inputs(a, b, acc=acc, cu_seqlens=spans).into(acc),
+                    Inputs(a, b, acc=acc).into(torch.ones_like(acc)),
+                    Inputs(a, b, bias=bias).into(torch.empty(m, n, dtype=DTYPE, device="cuda")),
+                    Inputs(a, b, bias=bias).into(torch.empty(m, n, device="cuda")),
+                ):
+                    if takes(kernel, Product.of(x, kernel.step), schedule):
+                        yield kernel, schedule, x
+
+
+def long_products(every: int):
+    """Hopper's, with a few multiprocessors for many tiles: blocks take several, and their rings go round."""
+    kernel = next((k for k in kernels(torch.cuda.current_device()) if k.name == "tensor_core_sm90"), None)
+    for i, s in enumerate(some(kernel, every, first=1) if kernel else ()):
+        rows, columns = 2 * s.block_m + 8, 2 * s.block_n * s.cluster + 8
+        m, n = (columns, rows) if s.swap else (rows, columns)
+        k, batch = s.block_k * (s.stages + 2), 2 if i % 3 == 0 else 1
+        for j, layouts in enumerate(itertools.product(LAYOUTS[:2], LAYOUTS[:2])):
+            a, b = (
+                torch.stack([operands(size, k, layout).mT] * batch).mT
+                if layout == "rows"
+                else torch.stack([operands(size, k, layout)] * batch)
+                for size, layout in zip((m, n), layouts, strict=True)
+            )
+            out = torch.ones(batch, m, n, dtype=(DTYPE, torch.float32)[(i + j) % 2], device="cuda")
+            if batch == 1:
+                a, b, out = a[0], b[0], out[0]
+            x = Inputs(a, b.mT, bias=torch.ones(n, device="cuda"))
+            if out.dtype == torch.float32:
+                spans = torch.tensor([0, 3, k // 2, k // 2, k], device="cuda")
+                x = Inputs(a, b.mT, acc=out, cu_seqlens=spans if layouts == ("rows", "rows") else None)
+            if takes(kernel, Product.of(x.into(out), kernel.step), s):
+                with multiprocessors(2 * s.cluster):
+                    yield kernel, s, x.into(out)
+
+
+def ways(s: Sm90Schedule, x: Operands) -> dict[str, bool]:
+    """Which ways of the Hopper kernel a product takes."""
+    p = Product.of(x, "mma")
+    constants = dict(tensor_core_sm90.spec(tensor_core_sm90.variant(p), s).constants)
+    rows, columns = (p.n, p.m) if s.swap else (p.m, p.n)
+    tiles = -(-rows // s.block_m) * -(-columns // (s.block_n * s.cluster)) * p.batch
+    blocks = s.grid(rows, columns, p.batch, devices.device_info(p.device).sm_count)[0]
+    return {
+        "several tiles for a block": tiles >= 2 * blocks // s.cluster,
+        "a ring that goes round": p.k > s.block_k * s.stages,
+        "a last tile moved back": x.start is None and rows > s.block_m and rows % s.block_m > 0,
+        "output in panels": constants["PANEL"] > 0,
+        "maps folded": constants["FOLDED"] > 0,
+        "a batch": p.batch > 1,
+        "chains carried on": x.start is not None,
+        "sequences": x.cu_seqlens is not None,
+        "clusters": s.cluster > 1,
+        "operands swapped": s.swap,
+    }
+
+
+# Of log-probabilities: each schedule of the fused kernels, parts of blocks empty, rows that they cannot read.
+SIZES = (
+    *((1, 8, 1), (3, 24, 130), (9, 40, 1100), (20, 72, 300), (33, 16, 129), (70, 136, 300), (300, 24, 700)),
+    (9, 7, 300),
+    (2, 16, 131_201),  # more blocks than are weighed at once
+)
+
+
+def log_probabilities() -> None:
+    """Forward and backward, on sizes that leave parts of blocks empty; then several tiles for a block."""
+    for size in SIZES:
+        log_probabilities_of(*size)
+    with multiprocessors(4):
+        log_probabilities_of(300, 24, 700)
+
+
+def log_probabilities_of(tokens: int, features: int, vocabulary: int) -> None:
+    x, weight = (
+        torch.ones(shape, dtype=DTYPE, device="cuda", requires_grad=True)
+        for shape in ((tokens, features), (vocabulary, features))
+    )
+    target = torch.arange(tokens, device="cuda") % vocabulary
+    bias = torch.zeros(vocabulary, dtype=DTYPE, device="cuda", requires_grad=True)
+    for b, entropy in itertools.product((None, bias), (False, True)):
+        results = samebits.linear_logp(x, weight, target, b, return_entropy=entropy)
+        torch.autograd.grad(results, [t for t in (x, weight, b) if t is not None], results)
+    logits = torch.zeros(tokens, vocabulary, dtype=DTYPE, device="cuda", requires_grad=True)
+    out = samebits.logp(logits, target)
+    torch.autograd.grad(out, logits, out)
+    assert torch.allclose(out, torch.full_like(out, -math.log(vocabulary)))
+    # As in a CUDA graph, where nobody can be told of targets that are out of range.
+    target[0], target[-1] = vocabulary, -1 << 40
+    with mock.patch("samebits.ops.linear_logp.watch_target", return_value=lambda: None):
+        results = samebits.linear_logp(x, weight, target, return_entropy=True)
+    assert results[0][0].isnan()
+    torch.autograd.grad(results, (x, weight), results)
+
+
+def log_probabilities_by_triton() -> None:
+    if triton.status().available:
+        with samebits.use_backend("triton"):
+            log_probabilities()
+
+
+def tiny_products(every: int):
+    """Batches of tiny matrices, several of them in a block."""
+    tiny = [k for k in kernels(torch.cuda.current_device()) if k.name == "tiny"]
+    shapes = ((13, 11, 21), (12, 20, 64), (8, 8, 8), (64, 64, 64))  # of the last, k is copied in parts
+    for i, (kernel, (m, n, k), *layouts) in enumerate(itertools.product(tiny, shapes, LAYOUTS, LAYOUTS)):
+        dtype = torch.float32 if kernel.step == "fma" else DTYPE
+        a, b = (
+            torch.ones(5 * rows * k + 1, dtype=dtype, device="cuda")["any" in layout :][: 5 * rows * k]
+            for rows, layout in zip((m, n), layouts, strict=True)
+        )
+        a = a.view(5, m, k) if layouts[0][0] == "k" else a.view(5, k, m).mT
+        b = b.view(5, n, k).mT if layouts[1][0] == "k" else b.view(5, k, n)
+        schedules = [None, *kernel.catalogue]
+        for schedule in [schedules[i % len(schedules)]] if every > 1 else schedules:
+            acc = torch.ones(5, m, n, device="cuda")
+            yield kernel, schedule, Inputs(a, b, acc=acc).into(acc)
+            yield kernel, schedule, Operands(a, b, torch.empty(5, m, n, dtype=dtype, device="cuda"))
+
+
+def triton_products():
+    """Triton's schedules on operands that it fetches as tiles or by wide loads, and on others."""
+    m, n, bias = 67, 48, torch.ones(48, device="cuda")
+    for kernel in (k for k in kernels(torch.cuda.current_device()) if not k.can_precompile):
+        dtypes = (torch.float32, DTYPE) if kernel.step == "fma" else (DTYPE,)
+        places = (85, LAYOUTS[:2]), (85, LAYOUTS[2:]), (88, ("k", "k"))
+        for dtype, schedule, (k, layouts) in itertools.product(dtypes, (None, *kernel.catalogue), places):
+            spans = torch.tensor([0, 3, 3, 40, k], device="cuda")
+            a, b = (operands(rows, k, layout, dtype) for rows, layout in zip((m, n), layouts, strict=True))
+            acc = torch.ones(m, n, device="cuda")
+            for x in (
+                Inputs(a, b.mT, acc=acc, cu_seqlens=spans).into(acc),
+                Inputs(a, b.mT, bias=bias).into(torch.empty(m, n, dtype=dtype, device="cuda")),
+            ):
+                if takes(kernel, Product.of(x, kernel.step), schedule):
+                    yield kernel, schedule, x
+
+
+def row_reductions() -> None:
+    """Every operation of rows and attention, forward and backward, by one warp and by eight for a row."""
+    for rows, n in ((1, 1), (3, 130), (9, 1100), (70, 40)):
+        x, y = (torch.ones(rows, n, dtype=DTYPE, device="cuda", requires_grad=True) for _ in range(2))
+        w = torch.ones(n, dtype=DTYPE, device="cuda", requires_grad=True)
+        ids = torch.arange(2 * rows, device="cuda") % rows
+        with samebits.batch_invariant("error"):
+            results = (
+                *(x.softmax(1), x.log_softmax(0), x.sum(0), x.mean(1), y * w, y * x[:, :1]),
+                *(F.layer_norm(x, (n,), w, w), F.rms_norm(x, (n,), w), F.embedding(ids, y)),
+                F.scaled_dot_product_attention(x[None], y[None], y[None], is_causal=True),
+            )
+        torch.autograd.grad(results, (x, y, w), results)
+
+
+def attention() -> Iterator[Callable[[], None]]:
+    """Calls of its forward, where scores are not stored: every schedule and mask, blocks filled in part."""
+    from samebits.backends.cuda import attention_sm90
+
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s: object) -> None:
+        out = attention_sm90.attention(q, k, v, mask, causal, 0.5, samebits.TENSOR_CORE.key, schedule=s)
+        assert (out - 1).abs().max() < 0.02, (q.shape, k.shape, s)
+
+    def on_few(*args: object) -> None:
+        with multiprocessors(2):
+            call(*args)
+
+    if devices.device_info(torch.cuda.current_device()).capability != (9, 0):
+        return
+    schedules = attention_sm90.schedules(128, 128)
+    sizes = (
+        (1, 3, 1, 1, 8, 128),
+        (2, 1, 70, 300, 72, 64),
+        (1, 2, 130, 200, 128, 40),
+        (1, 3, 150, 300, 72, 64),
+    )
+    for i, (batch, group, queries, keys, head, values) in enumerate(sizes):
+        q, k, v = (
+            torch.ones(shape, dtype=DTYPE, device="cuda")
+            for shape in ((batch, 2, group, queries, head), (batch, 2, keys, head), (batch, 2, keys, values))
+        )
+        seen = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril().expand(*q.shape[:-1], keys)
+        masks = (None, False), (None, True), (seen, False), (seen.float(), False)
+        if i == 3:  # the last sizes are for statistics in memory, and many tiles for a block
+            stay = (s for s in schedules if s.held == 0)
+            yield from (partial(on_few, q, k, v, *of, s) for s, of in itertools.product(stay, masks))
+            continue
+        for j, s in enumerate(schedules):
+            for mask, causal in masks if (i + j) % 3 == 0 else masks[(i + j) % 2 :: 2][:1]:
+                yield partial(call, q, k, v, mask, causal, s)
+
+
+def all_lanes_arrive() -> None:
+    """Where one lane arrives at a barrier for its warp, all do: see ``warp_arrive`` in ``ptx_sm90.cuh``."""
+    made = compiler.KernelSpec.__init__
+
+    def init(self: compiler.KernelSpec, source: str, entry: str, params: str, constants: tuple, *rest, **kw):
+        if source in ("fma_sm90.cu", "fma_few_sm90.cu"):
+            constants = (*constants, ("ALL_LANES_ARRIVE", 1))
+        made(self, source, entry, params, constants, *rest, **kw)
+
+    compiler.KernelSpec.__init__ = init
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--compile", action="store_true", help="only fill the cache of kernels")
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=1,
+        help="each such schedule, where they are many, and one of each kind and width",
+    )
+    parser.add_argument("--racecheck", action="store_true", help="kernels as that tool can follow them")
+    parser.add_argument(
+        "--triton", action="store_true", help="its kernels too, but for racecheck: their barriers are its own"
+    )
+    options = parser.parse_args()
+    every = options.every
+    if options.racecheck:
+        all_lanes_arrive()
+    found = itertools.chain(products(every), tiny_products(every), long_products(every))
+    if options.compile:
+        calls = (partial(k.run, x, s) for k, s, x in found)
+        print(precompile.compile_for(itertools.chain(calls, attention())).needed, "kernels")
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            print(len(list(pool.map(lambda p: p[0].run(p[2], p[1]), triton_products()))), "by Triton")
+        log_probabilities_by_triton()
+        return
+    if options.triton:
+        found = itertools.chain(found, triton_products())
+    count, taken = 0, {}
+    for kernel, schedule, x in found:
+        kernel.run(x, schedule)
+        more = float(x.start is not None or x.bias is not None)
+        right = torch.tensor(x.a.shape[-1] + more).to(x.out.dtype).item()
+        assert (x.out == right).all(), (kernel.name, schedule, x.a.stride(), x.b.stride())
+        if schedule is not None and kernel.name == "tensor_core_sm90":
+            for way, so in ways(schedule, x).items():
+                taken[way] = taken.get(way, False) or so
+        count += 1
+    log_probabilities()
+    if options.triton:
+        log_probabilities_by_triton()
+    row_reductions()
+    for call in attention():
+        call()
+    torch.cuda.synchronize()
+    print(f"{count} products")
+    assert all(taken.values()), [way for way, so in taken.items() if not so]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Benchmarks that want a GPU, in small on a CPU; what they write is what tables and pictures are made of."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from functools import partial
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+from benchmarks import counters, logp, models, plot, tables, tune
+from benchmarks.record import GPUS, environment, load, tiny
+from samebits.backends.cuda.matmul import PRODUCTS
+from samebits.tools.bench import clock
+from samebits.tools.bench.cases import BenchCase
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
+
+
+def test_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, small in {
+        "DRIFT": {name: shape | SMALL for name, shape in models.DRIFT.items()},
+        "LEARNER": models.LEARNER | SMALL,
+        "LOOP": {"prompts": 2, "group": 3, "answer": 4},
+        "PROMPTS": 2,
+        "PROMPT": 5,
+        "ANSWER": 6,
+    }.items():
+        monkeypatch.setattr(models, name, small)
+    changed = {"PyTorch": {"one by one": 5, "padded": 2}, "samebits": {"one by one": 0, "padded": 0}}
+    data = {
+        "environment": environment("c0ffee") | {"gpu": "A GPU"},
+        "micro_batches": {"torch.nn.Linear": {"2": 10, "4": 1200}, "samebits.nn.Linear": {"2": 0, "4": 0}},
+        "sizes": models.sizes(),
+        "drift": models.drift("cpu"),
+        "training": models.training(2, "cpu"),
+        "forward": [
+            {
+                "rows": 1,
+                "tokens": 4096,
+                "torch": {"forward_ms": 20.0, "attention_ms": 4.0},
+                "samebits": {"forward_ms": 40.0, "attention_ms": 20.0},
+            }
+        ],
+    }
+    assert {d["differing"] for d in data["drift"] if d["by"] == "samebits"} == {0}
+    said = tables.gpu_models_drift(data)
+    assert said.count("| 0 | 0 | 0 |") == 6
+    assert "0 in samebits, of which two runs end with identical weights" in said
+    assert "10 and 1,200 other weights in PyTorch, 0 and 0 in samebits" in said
+    found = {"environment": data["environment"], "sentences": 16, "changed": changed}
+    assert "16 sentences (its own weights, float32), 5 change" in tables.gpu_embeddings(found)
+    assert "(docs/assets/a-gpu-models.svg)" in said
+    assert "on one A GPU" in said
+    assert "| 1 x 4,096 | 20.0 | 40.0 | 4.0 | 20.0 | 2.00 | 1.25 |" in tables.gpu_models_time(data)
+    assert "% of tokens" in plot.render(plot.gpu_models(data))
+
+
+def test_logp() -> None:
+    ms, mib = {"samebits": 2.0, "torch": 3.0}, {"samebits": 40.2, "torch": 4096.0}
+    case = {"tokens": 16, "d": 64, "v": 1000, "forward_ms": ms | {logp.PRODUCT: 1.0}, "forward_mib": mib}
+    case |= {"forward_graph_ms": ms, "forward_backward_ms": ms, "forward_backward_peak_mib": mib}
+    said = tables.gpu_logp({"environment": environment("c0ffee") | {"gpu": "A GPU"}, "cases": [case]})
+    assert "| 16, 64, 1,000 | forward | 2 ms, 40 MiB | 3 ms, 4,096 MiB | 1 ms | 1.50 |" in said
+    assert "| 16, 64, 1,000 | and backward | 2 ms, 40 MiB | 3 ms, 4,096 MiB |  | 1.50 |" in said
+    assert "gradients included" in said
+    assert "(docs/assets/a-gpu-logp.svg)" in said
+    assert plot.OURS in plot.render(plot.gpu_logp({"environment": {"gpu": "A GPU"}, "cases": [case]}))
+
+
+def test_tiny_products_have_a_picture_if_they_were_measured() -> None:
+    us = {"samebits": 4.0, "torch": 9.0, "copy": 3.0}
+    case = {"work": "bmm", "dtype": "bfloat16", "batch": 1000, "m": 4, "k": 5, "n": 6, "us": us}
+    data = {"environment": {"gpu": "A GPU"}, "ceilings": {"copy_bytes_per_s": 2e12}, "cases": [case]}
+    assert "(docs/assets/a-gpu-tiny.svg)" in tables.gpu_tiny(data)
+    drawn = plot.render(plot.gpu_tiny(data))
+    assert plot.OURS in drawn
+    assert plot.THEIRS in drawn
+    assert tables.gpu_tiny(data | {"cases": []}) == "Not measured yet."
+    for gpu in GPUS:
+        assert (f"{gpu}-tiny.svg" in plot.PICTURES) == bool(tiny(load(f"{gpu}/bench.json")))
+    assert {path.name for path in plot.ASSETS.glob("*.svg")} == plot.PICTURES.keys()
+
+
+def test_counters() -> None:
+    names = ["ID", "Kernel Name", *counters.METRICS.values()]
+
+    def row(kernel: str, nanoseconds: str, grid: str) -> list[str]:
+        value = {"seconds": nanoseconds, "blocks": grid, "hertz": "1500000000", "cycles": "1,000"}
+        return ["0", kernel, *(value.get(name, "50") for name in counters.METRICS)]
+
+    lines = [names, ["", "", *["unit"] * len(counters.METRICS)]]
+    lines += [
+        row("tensor_core_sm90", "2000", "100"),
+        row("gemm<32, 8>", "1500", "200"),
+        row("reduce", "500", "9"),
+    ]
+    lines += [row("fma_sm90", "3000", "5"), row("sgemm", "3000", "7")]
+    quoted = "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
+    assert counters.parse("==ERROR== ERR_NVGPUCTRPERM\n") == []
+    found = counters.parse(f"==PROF== Connected\n{quoted}\n")
+    assert [len(case["torch"]) for case in found] == [2, 1]
+    assert found[0]["samebits"][0]["seconds"] == 2e-6
+    cases = [
+        {"work": "dX", "m": 1000, "k": 64, "n": 32, "dtype": dtype, **kernels}
+        for dtype, kernels in zip(("bfloat16", "float32"), found, strict=True)
+    ]
+    made = environment("c0ffee") | {"gpu": "A GPU", "multiprocessors": 132}
+    said = tables.gpu_counters({"environment": made, "cases": cases})
+    assert "| dX 1,000, 64, 32, bfloat16 | samebits | 2.0 | 1.50 | 50% | 0 | 50% | 0.0 |" in said
+    assert "|  | `gemm<32, 8>` | 2.0 | 1.50 |" in said
+
+
+def test_no_point_of_the_roofline_is_under_its_label() -> None:
+    for gpu in GPUS:
+        with plot.matplotlib.rc_context(plot.STYLE):
+            figure = plot.gpu_roofline(load(f"{gpu}/bench.json"))
+            figure.canvas.draw()
+        (axes,) = figure.axes
+        (label,) = (text for text in axes.texts if "clone" in text.get_text())
+        assert "No bound" in label.get_text()
+        extent = plot.matplotlib.text.Text.get_window_extent(label)  # without the line that leads from it
+        points = [axes.transData.transform(line.get_xydata()) for line in axes.lines]
+        assert not any(extent.contains(*point) for line in points for point in line)
+        plot.plt.close(figure)
+
+
+def test_contestants_alone_take_turns_in_a_fair_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "ALONE", 0.005)
+    calls: list[str] = []
+
+    def run(name: str) -> float:
+        time.sleep(0.001)
+        calls.append(name)
+        return float(len(calls))
+
+    counted = clock.alone({name: partial(run, name) for name in "AB"})
+    turns = [(name, len([*turn])) for name, turn in itertools.groupby(calls)]
+    assert "".join(name for name, _ in turns) == "BABA"
+    assert min(counted["B"]) > turns[0][1] + turns[1][1]  # its first turn, after a pause, does not count
+    assert counted["A"][-1] == len(calls)
+
+
+def test_schedules_have_names_of_their_own() -> None:
+    for kernel in PRODUCTS:
+        schedules = {*kernel.catalogue}
+        assert len({tune.label(s) for s in schedules}) == len(schedules)  # times are kept by name
+
+
+def test_a_tuners_report() -> None:
+    us, cost = {"torch": 10.0, "one": 8.0, "two": 5.0}, {"one": 7.25, "two": 5.5}
+    case = BenchCase("forward", 16, 64, 32).record() | {"us": us, "cost": cost, "chosen": "one"}
+    assert tune.speeds(case) == (1.25, 2.0)
+    lines, means = tune.report([case, case | {"chosen": "two"}])
+    assert [next(column.cells) for column in lines.columns] == (
+        [
+            "forward",
+            "bfloat16",
+            "1",
+            "64",
+            "32",
+            "16",
+            "10.0",
+            "8.0",
+            "7.2",
+            "1.250",
+            "5.0",
+            "5.5",
+            "2.000",
+            "two",
+        ]
+    )
+    assert lines.row_count == 2
+    assert [*means.columns[4].cells] == ["2.000"]
+
+
+def test_schedules_of_triton() -> None:
+    pytest.importorskip("triton")
+    data = load("nvidia-h200/triton_tune.json")
+    some = [tables.triton_choice(c, 132) for c in data["cases"] if c["m"] <= 128]
+    said = tables.gpu_triton_tune(data)
+    assert f"| {len(some)} | {statistics.geometric_mean(some):.3f} |" in said
+    assert f"| {min(some):.3f} |" in said
