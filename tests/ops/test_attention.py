@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ def test_interpolation_gives_the_recorded_table() -> None:
     increments = [np.unpackbits(recorded[name])[: 2**23 - 1].astype(np.int64) for name in ("inc", "inc2")]
     first = recorded["first"]
     table = np.concatenate([first, first[0] + np.cumsum(increments[0] + 2 * increments[1])])
-    for n in (-2, -1, -126):
+    for n in (-2, -126):
         x = (n + np.arange(2**23) * 2.0**-23).astype(np.float32)
         exact = x == n + np.arange(2**23) * 2.0**-23  # not where x has fewer bits
         want = (table * 2.0 ** (n - 23)).astype(np.float32)
@@ -70,7 +70,7 @@ def test_exp2(model: str) -> None:
     exact = np.where(integers < -126, 0, 2.0 ** integers.astype(np.float64)).astype(np.float32)
     np.testing.assert_array_equal(exp2_of(integers, interpolate=model == "INTERPOLATION"), exact)
     assert np.isnan(exp2_of(np.array([np.nan], np.float32), interpolate=model == "INTERPOLATION"))[0]
-    x = np.linspace(-125.99, 127.4, 1 << 20).astype(np.float32)
+    x = np.linspace(-125.99, 127.4, 1 << 18).astype(np.float32)
     true = np.exp2(x.astype(np.float64))
     ulps = (exp2_of(x, interpolate=model == "INTERPOLATION") - true) / np.spacing(true.astype(np.float32))
     assert np.abs(ulps).max() < {"POLYNOMIAL": 0.86, "INTERPOLATION": 2.1}[model]

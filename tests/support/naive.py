@@ -30,7 +30,8 @@ def round_to(value: Fraction, dtype: str, *, toward_zero: bool = False, negative
     magnitude = abs(value)
     if magnitude == 0:
         return math.copysign(0.0, sign)
-    e = SMALLEST_NORMAL[dtype]
+    # Not above the exponent, and near it.
+    e = max(SMALLEST_NORMAL[dtype], magnitude.numerator.bit_length() - magnitude.denominator.bit_length() - 1)
     while magnitude >= Fraction(2) ** (e + 1):
         e += 1
     unit = Fraction(2) ** (e - fraction_bits)

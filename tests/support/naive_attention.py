@@ -61,7 +61,7 @@ def tanh(y: float, model: str) -> Any:
     return f32(math.copysign(f32(f32(1 - e) / f32(1 + e)), y))
 
 
-@dataclass
+@dataclass(eq=False)
 class Naive:
     """A head of k and v, and the heads of q that share it, in one sequence.
 
@@ -100,6 +100,7 @@ class Naive:
     def exp2(self, x: float) -> Any:
         return exp2(float(x), EXP2[self.contract])
 
+    @functools.cache  # noqa: B019
     def score(self, h: int, i: int, j: int) -> tuple[Any, Any, Any]:
         """a, c and t."""
         a = f32(self.chain(self.q[h][i], self.k[j]))
@@ -111,6 +112,7 @@ class Naive:
             a, c = fma32(a, c, f32(f32(self.bias[h][i][j]) * f32(LOG2E))), f32(1)
         return (a if self.visible[h][i][j] else -INF), c, t
 
+    @functools.cache  # noqa: B019
     def forward(self, h: int, i: int) -> tuple[Row, Any, Any]:
         """out (rounded to the dtype), lse and lse2 of a query."""
         size = len(self.v[0])
