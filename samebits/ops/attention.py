@@ -204,6 +204,9 @@ def scaled_dot_product_attention(
     return out if torch.is_grad_enabled() else as_no_view(out)
 
 
+_LARGEST = 1e38  # LOG2E times this is finite
+
+
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -221,10 +224,10 @@ def _attention(
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
     scale, softcap = (float(np.float32(x)) for x in (scale, softcap))
-    if not math.isfinite(scale):
-        raise ValueError(f"samebits.attention: scale: expected a finite float32, got {scale}")
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"samebits.attention: softcap: expected a finite float32 >= 0, got {softcap}")
+    if not abs(scale) < _LARGEST:
+        raise ValueError(f"samebits.attention: scale: expected a magnitude below {_LARGEST:g}, got {scale}")
+    if not 0 <= softcap < _LARGEST:
+        raise ValueError(f"samebits.attention: softcap: expected one in [0, {_LARGEST:g}), got {softcap}")
     if scale < 0:
         q, scale = -q, -scale
     elif scale == 0:

@@ -102,15 +102,13 @@ class Naive:
 
     @functools.cache  # noqa: B019
     def score(self, h: int, i: int, j: int) -> tuple[Any, Any, Any]:
-        """a, c and t."""
-        a = f32(self.chain(self.q[h][i], self.k[j]))
-        c, t = f32(f32(self.scale) * f32(LOG2E)), a
+        """a, c and what the mask adds."""
+        a, c = f32(self.chain(self.q[h][i], self.k[j])), f32(f32(self.scale) * f32(LOG2E))
         if self.softcap:
-            a = t = tanh(f32(a * f32(f32(self.scale) / f32(self.softcap))), EXP2[self.contract])
+            a = tanh(f32(a * f32(f32(self.scale) / f32(self.softcap))), EXP2[self.contract])
             c = f32(f32(self.softcap) * f32(LOG2E))
-        if self.bias is not None:
-            a, c = fma32(a, c, f32(f32(self.bias[h][i][j]) * f32(LOG2E))), f32(1)
-        return (a if self.visible[h][i][j] else -INF), c, t
+        bias = f32(0) if self.bias is None else f32(f32(self.bias[h][i][j]) * f32(LOG2E))
+        return (a if self.visible[h][i][j] and bias != -INF else -INF), c, bias
 
     @functools.cache  # noqa: B019
     def forward(self, h: int, i: int) -> tuple[Row, Any, Any]:
@@ -132,13 +130,12 @@ class Naive:
             for block in range(segment, min(segment + 512, len(self.k)), 128):
                 keys = range(block, min(block + 128, len(self.k)))
                 scores = [self.score(h, i, j) for j in keys]
-                a, c = [s[0] for s in scores], scores[0][1]
-                largest = max((x for x in a if not math.isnan(x)), default=-INF)
-                above = f32(largest * c)
+                sums = [-INF if a == -INF else fma32(a, c, bias) for a, c, bias in scores]
+                above = max((x for x in sums if not math.isnan(x)), default=-INF)
                 n_next = max(n, f32(math.ceil(above)) if math.isfinite(above) else above)
                 r = f32(0) if n_next == -INF else n_next
                 alpha = self.exp2(f32(n - r))
-                p = [f32(0) if x == -INF else self.exp2(fma32(x, c, -r)) for x in a]
+                p = [f32(0) if a == -INF else self.exp2(fma32(a, c, f32(bias - r))) for a, c, bias in scores]
                 p += [f32(0)] * (128 - len(p))
                 lanes = [fma32(lanes[e], alpha, p[e]) for e in range(8)]
                 for u in range(1, 16):
@@ -177,14 +174,14 @@ class Naive:
                 if self.sinks is not None and lse2 != -INF:
                     sinks[h][i] = -f32(self.exp2(f32(self.sink(h) - lse2)) * d)
                 for j in range(keys):
-                    a, c, t = self.score(h, i, j)
+                    a, c, bias = self.score(h, i, j)
                     if a == -INF or lse2 == -INF:
                         continue
-                    p[h][i][j] = self.exp2(fma32(a, c, -lse2))
+                    p[h][i][j] = self.exp2(fma32(a, c, f32(bias - lse2)))
                     dp = f32(self.chain(g, self.v[j]))
                     u[h][i][j] = ds[h][i][j] = f32(p[h][i][j] * f32(dp - d))
                     if self.softcap:
-                        ds[h][i][j] = f32(u[h][i][j] * fma32(-t, t, 1.0))
+                        ds[h][i][j] = f32(u[h][i][j] * fma32(-a, a, 1.0))
         before = self.offset % 16
         scale = f32(self.scale)
 

@@ -98,15 +98,14 @@ _MASKS = (boolean[:, :, :, :], f32[:, :, :, :])  # [heads, queries, group, keys]
 
 
 @_njit()
-def _score(a, c, cap, interpolate, h, query, member, key, first_seen, last_seen, hides, adds):
-    """The score, which c multiplies (1 with a float mask), or -inf for an invisible key; and the tanh."""
+def _score(a, cap, interpolate, h, query, member, key, first_seen, last_seen, hides, adds):
+    """The accumulator, perhaps capped, or -inf where the key is invisible; and what the mask adds."""
     t = tanh(a * cap, interpolate) if cap != _ZERO else a
     seen = first_seen[query] <= key < last_seen[query]
     if seen and hides.size and not hides[h, query, member, key]:
         seen = False
-    if not seen:
-        return -_INF, t
-    return (fma(t, c, adds[h, query, member, key] * _LOG2E) if adds.size else t), t
+    bias = adds[h, query, member, key] * _LOG2E if adds.size and seen else _ZERO
+    return (t if seen and bias != -_INF else -_INF), bias
 
 
 @_njit(void(_ARRAY, *_SCALES, boolean, *_VISIBLE, *_MASKS, _PER_ROW, _ARRAY, _ARRAY, *_SPAN))
@@ -115,27 +114,28 @@ def forward_block(
 ):
     """Turn a block's accumulators into weights, add them to `lanes`, and rescale `lanes` and `o`."""
     rows, keys = a.shape[1], a.shape[2]
-    factor = _ONE if adds.size else c
+    biases = np.empty(keys, np.float32)
     for i in range(first, last):
         h, row = i // rows, i % rows
         query, member = row // group, row % group
         largest = -_INF
         for j in range(keys):
-            s, _ = _score(
-                *(a[h, row, j], c, cap, interpolate, h, query, member, key0 + j),
+            t, biases[j] = _score(
+                *(a[h, row, j], cap, interpolate, h, query, member, key0 + j),
                 *(first_seen, last_seen, hides, adds),
             )
-            a[h, row, j] = s
+            a[h, row, j] = t
+            s = -_INF if t == -_INF else fma(t, c, biases[j])
             if s > largest:
                 largest = s
-        n_next = np.ceil(largest * factor)
+        n_next = np.ceil(largest)
         if not n_next > n[h, row]:
             n_next = n[h, row]
         r = _shift(n_next)
         alpha = _exp2(n[h, row] - r, interpolate)
         for j in range(keys):
-            s = a[h, row, j]
-            a[h, row, j] = _ZERO if s == -_INF else _exp2(fma(s, factor, -r), interpolate)
+            t = a[h, row, j]
+            a[h, row, j] = _ZERO if t == -_INF else _exp2(fma(t, c, biases[j] - r), interpolate)
         for e in range(LANES):
             lanes[h, row, e] = fma(lanes[h, row, e], alpha, a[h, row, e] if e < keys else _ZERO)
         for j in range(LANES, keys):
@@ -213,20 +213,19 @@ def backward_block(
 ):
     """Turn a block's accumulators `a` into the weights p, and `dp` into ds; fill `dmask`, unless empty."""
     rows, keys = a.shape[1], a.shape[2]
-    factor = _ONE if adds.size else c
     for i in range(first, last):
         h, row = i // rows, i % rows
         query, member = row // group, row % group
         shift = lse2[h, row]
         for j in range(keys):
-            s, t = _score(
-                *(a[h, row, j], c, cap, interpolate, h, query, member, key0 + j),
+            t, bias = _score(
+                *(a[h, row, j], cap, interpolate, h, query, member, key0 + j),
                 *(first_seen, last_seen, hides, adds),
             )
-            if s == -_INF or shift == -_INF:
+            if t == -_INF or shift == -_INF:
                 a[h, row, j], dp[h, row, j] = _ZERO, _ZERO
                 continue
-            p = _exp2(fma(s, factor, -shift), interpolate)
+            p = _exp2(fma(t, c, bias - shift), interpolate)
             ds = p * (dp[h, row, j] - d[h, row])
             if dmask.size:
                 dmask[h, query, member, key0 + j] = _canonical(ds)
