@@ -201,6 +201,8 @@ def scaled_dot_product_attention(
     positions = None, None, key_start, None, None
     out, _ = _attention(q4, k4, v4, mask, None, positions, window, align, scale, 0.0, key)
     out = out.transpose(1, 2).reshape(*leading, q.shape[-2], v.shape[-1])
+    if q.ndim != 4 and torch.is_grad_enabled():
+        out = out.clone()  # PyTorch's own result may be changed in place then, and the gradient needs ours
     return out if torch.is_grad_enabled() else as_no_view(out)
 
 

@@ -13,7 +13,7 @@ import torch
 import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, MmaModel, functions
 from samebits.contract import contract_from_key, resolve
-from tests.support import ROOT, naive
+from tests.support import ROOT, naive, naive_attention
 from tests.support.threads import in_threads
 
 DOCUMENT = (ROOT / "docs" / "contract.md").read_text()
@@ -33,10 +33,10 @@ def test_models_are_those_of_the_document(model: MmaModel) -> None:
 @pytest.mark.parametrize(
     ("contract", "digest"),
     [
-        (TENSOR_CORE, "ea593d7f2b67200e"),
-        (TENSOR_CORE.on(HOPPER), "daec60304f083ed4"),
-        (TENSOR_CORE.on(AMPERE), "48be276d9421874c"),
-        (FMA, "cb1d0d4fddc81a55"),
+        (TENSOR_CORE, "02bbd91cdbadc5e7"),
+        (TENSOR_CORE.on(HOPPER), "dc52487fda6f0d82"),
+        (TENSOR_CORE.on(AMPERE), "94cd418ecb2799c5"),
+        (FMA, "2cf3f6370bac772b"),
     ],
     ids=str,
 )
@@ -52,6 +52,7 @@ def test_digest_ignores_names_and_nothing_else() -> None:
         dataclasses.replace(HOPPER, group=8),
         dataclasses.replace(HOPPER, fraction_bits=24),
         dataclasses.replace(HOPPER, zero_exponent=-132),
+        dataclasses.replace(HOPPER, exp2=AMPERE.exp2),
     ]
     digests = {c.digest() for c in [*CONTRACTS, *map(TENSOR_CORE.on, others)]}
     assert len(digests) == len(CONTRACTS) + len(others)
@@ -68,7 +69,7 @@ def test_frozen_and_readable() -> None:
         TENSOR_CORE.step = "fma"  # type: ignore[misc]
     assert str(FMA) == "FMA"
     assert str(TENSOR_CORE.on(AMPERE)) == (
-        "TENSOR_CORE[AMPERE: group 8, 24 fraction bits, zero exponent -132]"
+        "TENSOR_CORE[AMPERE: group 8, 24 fraction bits, zero exponent -132, exp2 POLYNOMIAL]"
     )
 
 
@@ -81,6 +82,7 @@ def test_frozen_and_readable() -> None:
         ({"fraction_bits": 22}, "fraction_bits: expected an int in"),
         ({"fraction_bits": 25.0}, "fraction_bits"),
         ({"zero_exponent": 0}, "zero_exponent: expected an int in"),
+        ({"exp2": "POLYNOMIAL"}, "exp2: expected one of POLYNOMIAL, INTERPOLATION, got 'POLYNOMIAL'"),
     ],
 )
 def test_mma_model_validates_itself(change: dict[str, object], match: str) -> None:
@@ -135,6 +137,15 @@ def test_explicit_model_wins_over_the_context() -> None:
         ampere = samebits.matmul(a, a.mT, out_dtype=torch.float32)
     assert torch.equal(explicit, inside)
     assert not torch.equal(explicit, ampere)
+
+
+def test_the_interpolation_of_exp2_is_that_of_the_document() -> None:
+    *columns, constant = functions.EX2_SM90
+    assert list(zip(*columns, strict=True)) == naive_attention.NUMBERS
+    assert f"C0[g] · 2^13 + {constant} + C1[g]" in DOCUMENT
+    for model in (AMPERE, HOPPER):
+        assert naive_attention.EXP2[model.name] == model.exp2.name
+        assert re.search(rf"\| `{model.name}` \|.*\| `{model.exp2.name}` \|", DOCUMENT)
 
 
 def test_constants_are_the_same_everywhere() -> None:

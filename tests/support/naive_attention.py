@@ -21,7 +21,7 @@ Matrix = list[Row]
 
 _PAGE = (ROOT / "docs" / "contract.md").read_text().partition("## exp2")[2].partition("## Attention")[0]
 P = [f32(float.fromhex(x)) for x in re.findall(r"\| P\d \| `([^`]+)`", _PAGE)]
-_NUMBERS = [tuple(map(int, numbers)) for numbers in re.findall(r"\b(\d{8}) (\d{5}) (\d{3})\b", _PAGE)]
+NUMBERS = [tuple(map(int, numbers)) for numbers in re.findall(r"\b(\d{8}) (\d{5}) (\d{3})\b", _PAGE)]
 EXP2 = {"FMA": "POLYNOMIAL", "AMPERE": "POLYNOMIAL", "HOPPER": "INTERPOLATION"}
 
 
@@ -49,7 +49,7 @@ def exp2(x: float, model: str) -> Any:
     k = i if x > 0 else max(i - 1, 0)
     g, y = divmod(k, 2**17)
     s = sum(((y % 2**a) >> (18 - a)) + 2 ** (2 * a - 19) for a in range(10, 17) if y // 2**a % 2)
-    c0, c1, c2 = _NUMBERS[g]
+    c0, c1, c2 = NUMBERS[g]
     significand = (c0 * 2**13 + 6114 + c1 * y + c2 * s) >> 15
     if n >= 128:
         return INF

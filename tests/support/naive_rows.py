@@ -1,10 +1,10 @@
-"""A second implementation of docs/contract.md, "Row reductions" and "Attention", on lists of floats."""
+"""A second implementation of docs/contract.md, "Row reductions", on lists of floats."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from tests.support.naive import INF, by_halves, chain, exp32, f32, fma32, largest, log32
+from tests.support.naive import INF, by_halves, exp32, f32, fma32, largest, log32
 
 Row = list[float]
 
@@ -137,15 +137,3 @@ def column_sum(g: list[Row]) -> Row:
     for row in g:
         total = [f32(acc + f32(a)) for a, acc in zip(row, total, strict=True)]
     return [float(a) for a in total]
-
-
-def scores(
-    q: Row, keys: list[Row], scale: float, mask: list[float | bool] | None, contract: str, dtype: str
-) -> Row:
-    z = []
-    for j, k in enumerate(keys):
-        x = f32(f32(chain([list(zip(q, k, strict=True))], contract, dtype)) * f32(scale))
-        if mask is not None:
-            x = (x if mask[j] else -INF) if isinstance(mask[j], bool) else f32(x + f32(mask[j]))
-        z.append(float(x))
-    return z

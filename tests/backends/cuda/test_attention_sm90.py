@@ -15,8 +15,9 @@ from torch import Tensor
 from samebits import TENSOR_CORE
 from samebits.backends.cuda import attention_sm90, devices
 from samebits.backends.cuda.products.schedule_sm90 import round_up
-from samebits.ops.attention import attention, stored
+from samebits.ops.attention import scaled_dot_product_attention as attention
 from samebits.testing import assert_same_bits, values
+from samebits.tools.verify.reductions import _stored as stored
 from tests.support.devices import FAMILY, case
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
