@@ -141,7 +141,7 @@ REPLACED = (
     Row(
         {"scaled_dot_product_attention": overrides.attention_},
         "[attention](contract.md#attention) with causal, boolean and float masks, and `enable_gqa`",
-        "dropout, masks that require gradients; a mask with `is_causal` is refused, as by PyTorch on a GPU",
+        "dropout; a mask with `is_causal` is refused, as by PyTorch on a GPU",
     ),
     Row(
         {"expand": overrides.expand_, "expand_as": overrides.expand_as},

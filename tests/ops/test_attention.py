@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, attention
 from samebits.backends.reference.attention_kernels import exp2
 from samebits.ops.attention import scaled_dot_product_attention
@@ -513,6 +514,22 @@ class TestOfPyTorch:
                     assert_same_bits(got[b : b + 1, :, start:], want, f"row {b}")
         step = scaled_dot_product_attention(tensors[0][:, :, -1:], *tensors[1:3], mask[:, :, -1:])
         assert_same_bits(step, run(tensors, mask=mask)[0][:, :, -1:], "a step")
+
+    def test_gradients_of_a_mask(self, device: str, dtype: torch.dtype) -> None:
+        """A bias for all of the batch, as T5's: a chain over its rows, in float32, rounded once."""
+        q, k, v, g = (case("normal", (3, 2, 20, 8), dtype, device, seed) for seed in range(4))
+        bias = case("normal", (1, 2, 20, 20), dtype, device, 5)
+
+        def gradient(bias: Tensor, rows: slice) -> Tensor:
+            bias = bias.detach().requires_grad_()
+            with samebits.batch_invariant("error"):
+                out = F.scaled_dot_product_attention(q[rows], k[rows], v[rows], bias)
+            return torch.autograd.grad(out, bias, g[rows])[0]
+
+        total = torch.zeros(bias.shape, device=device)
+        for b in range(3):
+            total += gradient(bias.to(F32), slice(b, b + 1))
+        assert_same_bits(gradient(bias, slice(None)), total.to(dtype))
 
     @pytest.mark.parametrize(
         ("shapes", "mask"),
