@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, broadcast, on_gpu, unpack_key
-from samebits.backends.attention import Align, Attention
+from samebits.backends import broadcast
+from samebits.backends.attention import Align
 from samebits.contract import Contract
 from samebits.functions import CONSTANTS
+from samebits.ops._attention import attend
 from samebits.ops._checks import check_device, check_operands, shape
-from samebits.ops._operator import Operator, as_no_view, refuse_second_derivatives
-from samebits.ops._rows import refuse_triton, rounded
-from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens
-from samebits.ops.expand import expand, sum_to
+from samebits.ops._operator import as_no_view
+from samebits.ops._rows import refuse_triton
+from samebits.ops.expand import expand
 
 
 def attention(
@@ -136,7 +131,7 @@ def attention(
     elif key_start is not None and block_table is None and q.shape[-3] == k.shape[-3]:
         align = "slots"
     positions = cu_seqlens_q, cu_seqlens_k, key_start, key_length, block_table
-    out, lse = _attention(q, k, v, mask, sinks, positions, window, align, scale, softcap, key)
+    out, lse = attend(q, k, v, mask, sinks, positions, window, align, scale, softcap, key)
     return (out, lse) if return_lse else out
 
 
@@ -199,43 +194,11 @@ def scaled_dot_product_attention(
     window = (-1, 0) if is_causal else (-1, -1)
     align: Align = "slots" if key_start is not None and q4.shape[1] == k4.shape[1] else "first"
     positions = None, None, key_start, None, None
-    out, _ = _attention(q4, k4, v4, mask, None, positions, window, align, scale, 0.0, key)
+    out, _ = attend(q4, k4, v4, mask, None, positions, window, align, scale, 0.0, key)
     out = out.transpose(1, 2).reshape(*leading, q.shape[-2], v.shape[-1])
     if q.ndim != 4 and torch.is_grad_enabled():
         out = out.clone()  # PyTorch's own result may be changed in place then, and the gradient needs ours
     return out if torch.is_grad_enabled() else as_no_view(out)
-
-
-_LARGEST = 1e38  # LOG2E times this is finite
-
-
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    positions: tuple[Tensor | None, ...],
-    window: tuple[int, int],
-    align: Align,
-    scale: float | None,
-    softcap: float,
-    key: Key,
-) -> tuple[Tensor, Tensor]:
-    """The operator, after what a scale that is not positive asks of q."""
-    if scale is None:
-        scale = 1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
-    scale, softcap = (float(np.float32(x)) for x in (scale, softcap))
-    if not abs(scale) < _LARGEST:
-        raise ValueError(f"samebits.attention: scale: expected a magnitude below {_LARGEST:g}, got {scale}")
-    if not 0 <= softcap < _LARGEST:
-        raise ValueError(f"samebits.attention: softcap: expected one in [0, {_LARGEST:g}), got {softcap}")
-    if scale < 0:
-        q, scale = -q, -scale
-    elif scale == 0:
-        q, scale = q * 0, 1.0
-    out, lse, _ = _operator(q, k, v, mask, sinks, *positions, *window, align, scale, softcap, key)
-    return out, lse
 
 
 def _check_shapes(
@@ -371,147 +334,3 @@ def _hidden_keys(mask: Tensor, rows: int) -> Tensor | None:
     seen = seen.reshape(-1, seen.shape[-1])
     first = seen.to(torch.uint8).argmax(1).to(torch.int32)
     return first.expand(rows).contiguous() if len(first) < rows else first
-
-
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    key_start: Tensor | None,
-    key_length: Tensor | None,
-    block_table: Tensor | None,
-    left: int,
-    right: int,
-    align: Align,
-    scale: float,
-    softcap: float,
-    key: Key,
-) -> tuple[Any, Attention]:
-    """The module that computes on the device of q, and what it is to compute."""
-    if q.is_cuda:
-        backend, contract = on_gpu("attention", key, q.get_device())
-    else:
-        from samebits.backends.reference import attention as backend
-
-        contract = unpack_key(key)[0]
-    x = Attention(
-        *(q, k, v, contract, scale, softcap, (left, right), align),
-        mask=mask,
-        sinks=None if sinks is None else sinks.to(torch.float32).contiguous(),
-        cu_seqlens_q=_as_int32(cu_seqlens_q),
-        cu_seqlens_k=_as_int32(cu_seqlens_k),
-        key_start=_as_int32(key_start),
-        key_length=_as_int32(key_length),
-        block_table=_as_int32(block_table),
-    )
-    if mask is not None:
-        whole = (x.batch, x.heads, x.queries, x.keys)
-        x = dataclasses.replace(x, mask=mask.expand(whole))
-    for name, offsets, tokens in (
-        ("cu_seqlens_q", cu_seqlens_q, x.queries),
-        ("cu_seqlens_k", cu_seqlens_k, x.keys),
-    ):
-        if offsets is not None:
-            if q.is_cuda:
-                assert_cu_seqlens("attention", offsets, tokens, key)
-            else:
-                check_cu_seqlens("attention", offsets, tokens, name)
-    if not q.is_cuda:
-        _check_slots(x)
-    return backend, x
-
-
-def _as_int32(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.to(torch.int32).contiguous()
-
-
-def _check_slots(x: Attention) -> None:
-    """Refuse starts, lengths and pages that do not exist. Reads the values."""
-    starts = [0] * x.batch if x.key_start is None else x.key_start.tolist()
-    lengths = [x.keys] * x.batch if x.key_length is None else x.key_length.tolist()
-    if x.cu_seqlens_k is None:
-        for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            if not 0 <= start <= length <= x.keys:
-                raise ValueError(
-                    "samebits.attention: key_start, key_length: expected 0 <= start <= length <="
-                    f" {x.keys} (slots), got {start} and {length} of sequence {b}"
-                )
-    if x.block_table is not None:
-        page, pages = x.k.shape[1], x.k.shape[0]
-        for b, table in enumerate(x.block_table.tolist()):
-            for block in table[starts[b] // page : -(-lengths[b] // page)] if page else ():
-                if not 0 <= block < pages:
-                    raise ValueError(
-                        f"samebits.attention: block_table: expected pages in [0, {pages}), got {block} of"
-                        f" sequence {b}"
-                    )
-
-
-def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    backend, x = _call(*args)
-    results: tuple[Tensor, Tensor, Tensor] = backend.forward(x)
-    return results
-
-
-def _gradients(
-    grad: Tensor, out: Tensor, lse2: Tensor, grad_mask: bool, q: Tensor, *args: Any
-) -> tuple[Tensor, ...]:
-    backend, x = _call(q, *args)
-    mask, sinks = args[2:4]
-    dq, dk, dv, dmask, dsinks = backend.backward(x, grad, out, lse2, grad_mask=grad_mask)
-    if dmask is not None:
-        dmask = rounded(dmask if dmask.shape == mask.shape else sum_to(dmask, mask.shape), mask.dtype)
-    if dsinks is not None:
-        dsinks = rounded(dsinks, sinks.dtype)
-    return dq, dk, dv, *(q.new_empty(0) if t is None else t for t in (dmask, dsinks))
-
-
-def _fake(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, *rest: Any) -> tuple[Tensor, ...]:
-    packed = rest[0] is not None
-    statistics = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
-    lse, lse2 = (q.new_empty(statistics, dtype=torch.float32) for _ in range(2))
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), lse, lse2
-
-
-def _fake_gradients(
-    grad: Tensor, out: Tensor, lse2: Tensor, grad_mask: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    mask, sinks = rest[:2]
-    like_mask = q.new_empty(mask.shape, dtype=mask.dtype) if grad_mask else q.new_empty(0)
-    like_sinks = q.new_empty(0) if sinks is None else q.new_empty(sinks.shape, dtype=sinks.dtype)
-    return *(t.new_empty(t.shape) for t in (q, k, v)), like_mask, like_sinks
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, ctx.options = inputs[:10], inputs[10:]
-    out, lse, lse2 = output
-    ctx.mark_non_differentiable(lse, lse2)
-    ctx.save_for_backward(*tensors, out, lse2)
-
-
-def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    refuse_second_derivatives("attention")
-    *tensors, out, lse2 = saved
-    needed = ctx.needs_input_grad
-    found = _gradient(grad, out, lse2, needed[3], *tensors, *ctx.options)
-    grads = (t if wanted else None for t, wanted in zip(found, needed, strict=False))
-    return *grads, *(None,) * 11
-
-
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,"
-    " Tensor? key_start, Tensor? key_length, Tensor? block_table, int left, int right, str align,"
-    " float scale, float softcap, str contract"
-)
-_operator = Operator(f"attention({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", cpu=_forward, fake=_fake)
-_operator.register_autograd(_backward, setup_context=_setup_context)
-_gradient = Operator(
-    f"attention_backward(Tensor grad, Tensor out, Tensor lse2, bool grad_mask, {_ARGUMENTS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    cpu=_gradients,
-    fake=_fake_gradients,
-)

@@ -291,6 +291,11 @@ class TestInvariance:
             ends = of.ints(0, 1, 1)
             packed = of.run(q[0], *pages, block_table=table, key_length=lengths, cu_seqlens_q=ends)
             of.check(packed, t, t + 1, "packed decoding")
+        q, lengths = of.q[:, -1:], of.ints(of.T)
+        later = {"key_start": of.ints(5), "key_length": lengths, "block_table": table[:1]}
+        flat = (t[:, 5:] for t in (of.k, of.v))
+        for got, want in zip(of.run(q, *pages, **later), of.run(q, *flat), strict=True):
+            assert_same_bits(got, want, "from the 6th slot on")
 
 
 @on_devices
@@ -478,6 +483,30 @@ def test_strides_and_scales(device: str, dtype: torch.dtype) -> None:
     even = run(q, k, v, scale=0)
     assert_same_bits(even[0][:, :1].expand_as(even[0]), even[0])
     assert not even[1].any()
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_16_bits_under_fma_are_widened(dtype: torch.dtype) -> None:
+    q, k, v = (values("normal", (1, 200, 2, 16), dtype, seed) for seed in range(3))
+    out, lse = attention(q, k, v, causal=True, return_lse=True, contract=FMA)
+    wide, wide_lse = attention(q.float(), k.float(), v.float(), causal=True, return_lse=True)
+    assert_same_bits(out, wide.to(dtype))
+    assert_same_bits(lse, wide_lse)
+
+
+def test_compiled_whole() -> None:
+    q, k, v = (values("normal", (2, 20, 2, 8), F32, seed).requires_grad_() for seed in range(3))
+    start = torch.tensor([0, 3])
+
+    def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = attention(q, k, v, window=(9, 0), softcap=5.0, key_start=start, return_lse=True)
+        return out[0] * out[1].transpose(1, 2)[..., None].clamp(-1, 1)
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    results = [g(q, k, v) for g in (f, compiled)]
+    want, got = ([out, *torch.autograd.grad(out.sum(), (q, k, v))] for out in results)
+    for x, y in zip(got, want, strict=True):
+        assert_same_bits(x, y)
 
 
 @on_devices
