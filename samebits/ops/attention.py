@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, broadcast, contract_of, on_gpu
+from samebits.backends import Key, broadcast, contract_of, on_gpu, unpack_key
 from samebits.contract import Contract
 from samebits.ops._checks import check_device, check_operands, shape
 from samebits.ops._operator import Operator, refuse_second_derivatives
@@ -150,7 +150,7 @@ def _products(t: Tensor, key: Key) -> tuple[Any, str]:
         return on_gpu("matmul", key, t.get_device())
     from samebits.backends.reference import matmul as reference
 
-    return reference, key
+    return reference, unpack_key(key)[0]
 
 
 def _probabilities(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, key: Key) -> Tensor:
