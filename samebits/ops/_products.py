@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, Step, contract_of, on_gpu
+from samebits.backends import Key, Step, contract_of, on_gpu, unpack_key
 from samebits.ops._operator import Operator
 from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, sequences
 
@@ -19,7 +19,7 @@ from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, sequenc
 def _product_cpu(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: Key) -> Tensor:
     from samebits.backends.reference import matmul as reference
 
-    return reference.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=key)
+    return reference.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=unpack_key(key)[0])
 
 
 def _product_cuda(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: Key) -> Tensor:
@@ -106,7 +106,7 @@ def _addbmm_cpu(
 
     if cu_seqlens is not None:
         check_cu_seqlens("addbmm", cu_seqlens, a.shape[-1])
-    return reference.addbmm(acc, a, b, cu_seqlens, out_dtype=out_dtype, contract=key)
+    return reference.addbmm(acc, a, b, cu_seqlens, out_dtype=out_dtype, contract=unpack_key(key)[0])
 
 
 def _addbmm_cuda(
@@ -137,7 +137,7 @@ def addbmm_later(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, k
     else:
         from samebits.backends.reference import matmul as backend
 
-        contract = key
+        contract = unpack_key(key)[0]
         if cu_seqlens is not None:
             check_cu_seqlens("addbmm_", cu_seqlens, a.shape[-1])
     write = backend.addbmm_later(acc, a, b, cu_seqlens, accumulate=True, contract=contract)
@@ -216,7 +216,7 @@ def _linear_cpu(
     if cu_seqlens is not None:
         check_cu_seqlens("linear", cu_seqlens, x.shape[-2])
     rows = x if x.ndim > 1 else x.unsqueeze(0)
-    out = reference.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=key)
+    out = reference.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=unpack_key(key)[0])
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, Step, contract_of, on_gpu
+from samebits.backends import Key, Step, contract_of, on_gpu, unpack_key
 from samebits.backends.logits_in_pieces import empty_grads
 from samebits.backends.token_logps import GradLogitsInputs, Rows, vocabulary_pieces
 from samebits.contract import Contract
@@ -198,7 +198,7 @@ def _backend(t: Tensor, key: Key) -> tuple[Any, Any, Any, str]:
     from samebits.backends.reference import logp as reference_logp
     from samebits.backends.reference import matmul as reference_matmul
 
-    return reference, reference_logp, reference_matmul, key
+    return reference, reference_logp, reference_matmul, unpack_key(key)[0]
 
 
 _STATISTICS = 3 << 27  # logits in a part of the forward; their statistics take 24 to 36 MiB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,18 +53,19 @@ def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype,
     """``a[*A, M, K] @ b[*B, K, N] (+ bias[N])`` with batch dimensions broadcast as in ``torch.matmul``."""
     if a.ndim == 2 and b.ndim == 2:
         out = runtime.empty_matrix(a.shape[0], b.shape[1], out_dtype, a.get_device())
-        _launch(*_planned(a, b, out, contract, bias=bias, fresh=True))
+        plan, addresses, _ = _planned(a, b, out, contract, bias=bias, fresh=True)
+        plan.launch(*addresses)
         return out
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
     batch = broadcast(a.shape[:-2], b.shape[:-2])
     out = a.new_empty((*batch, M, N), dtype=out_dtype)
     if b.ndim == 2:  # one tall product: the rows of every batch share b
         tall, tall_out = a.reshape(batch.numel() * M, K), out.view(batch.numel() * M, N)
-        _launch(*_planned(tall, b, tall_out, contract, bias=bias, fresh=True))
+        _launch(_planned(tall, b, tall_out, contract, bias=bias, fresh=True))
         return out
     a3 = a.expand(*batch, M, K).reshape(batch.numel(), M, K)
     b3 = b.expand(*batch, K, N).reshape(batch.numel(), K, N)
-    _launch(*_planned(a3, b3, out.view(batch.numel(), M, N), contract, bias=bias, fresh=True))
+    _launch(_planned(a3, b3, out.view(batch.numel(), M, N), contract, bias=bias, fresh=True))
     return out
 
 
@@ -92,9 +93,7 @@ def addbmm_later(
     out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, accumulate: bool, contract: str
 ) -> Step:
     """`addbmm` into ``out``. Chains start from +0, or from the values in ``out``."""
-    return partial(
-        _launch, *_sequences_planned(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=accumulate)
-    )
+    return _later(_sequences_planned(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=accumulate))
 
 
 def matmul_later(
@@ -104,7 +103,7 @@ def matmul_later(
 
     Under TENSOR_CORE the parts of a chain must be cut at multiples of 16.
     """
-    return partial(_launch, *_planned(a, b, out, contract, bias=bias, accumulate=accumulate))
+    return _later(_planned(a, b, out, contract, bias=bias, accumulate=accumulate))
 
 
 def rounded_later(out: Tensor, chain: Tensor) -> Step:
@@ -128,7 +127,7 @@ def rounded(chain: Tensor, dtype: torch.dtype) -> Tensor:
 def _run_sequences(
     a: Tensor, b: Tensor, out: Tensor, contract: str, *, cu_seqlens: Tensor | None, accumulate: bool
 ) -> None:
-    _launch(*_sequences_planned(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=accumulate))
+    _launch(_sequences_planned(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=accumulate))
 
 
 def _sequences_planned(
@@ -158,17 +157,19 @@ def _one_axis(t: Tensor, k: int) -> bool:
     return t.stride(1) == t.shape[k] * t.stride(k)
 
 
-class _Planned(NamedTuple):
-    plan: CudaPlan
-    addresses: tuple[int, int, int, int, int, int]
-    cu_seqlens: Tensor | None
-    """Kept alive, because it may be a copy made for this launch."""
+_Planned = tuple[CudaPlan, tuple[int, int, int, int, int, int], Tensor | None]
+"""A plan, its addresses, and cu_seqlens, which must live as long: it may be a copy made for this launch."""
 
 
-def _launch(
-    plan: CudaPlan, addresses: tuple[int, int, int, int, int, int], cu_seqlens: Tensor | None
-) -> None:
+def _launch(planned: _Planned) -> None:
+    plan, addresses, _ = planned
     plan.launch(*addresses)
+
+
+def _later(planned: _Planned) -> Step:
+    plan, addresses, _ = planned
+    plan.encode(*addresses[:3])
+    return partial(_launch, planned)
 
 
 # Plans of earlier products, by everything that decides them. So checks and choices are made only once.
@@ -225,7 +226,7 @@ def _planned(
         0 if cu_seqlens is None else cu_seqlens.data_ptr(),
         out_at if accumulate else 0,
     )
-    return _Planned(plan, at, cu_seqlens)
+    return plan, at, cu_seqlens
 
 
 def _plan(operands: Operands, contract: str) -> CudaPlan:

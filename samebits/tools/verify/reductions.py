@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, on_gpu, pack_key
+from samebits.backends import Key, on_gpu, pack_key, unpack_key
 from samebits.backends.logits_in_pieces import grad_logits as grad_logits_by
 from samebits.backends.token_logps import Rows, Statistics, vocabulary_pieces
 from samebits.contract import TENSOR_CORE, Contract
@@ -124,7 +124,7 @@ def _products(t: Tensor, key: Key) -> tuple[Any, str]:
         return on_gpu("matmul", key, t.get_device())
     from samebits.backends.reference import matmul as reference
 
-    return reference, key
+    return reference, unpack_key(key)[0]
 
 
 def _probabilities(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, key: Key) -> Tensor:

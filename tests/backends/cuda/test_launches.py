@@ -10,16 +10,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import attention_sm90, compiler, linear_logp, matmul, runtime
+from samebits.backends.cuda import attention_sm90, compiler, linear_logp, matmul, runtime, tensor_maps
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.logits_in_pieces import grad_logits
 from samebits.backends.product import Matrix, Operands, Product
 from samebits.backends.token_logps import Rows
+from samebits.contract import resolve
 from samebits.tools import verify
 from samebits.tools.verify import plan, reductions
 from samebits.tools.verify.operands import make_inputs, make_room, unfilled
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_a_later_launch_cannot_fail(
+    launches: list[str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensor maps are made when the step is. So main_grad is written whole or not at all."""
+    key = resolve(None, dtype, "cuda")
+    out, a, b = torch.zeros(2048, 2048), *torch.ones(2, 2048, 2048, dtype=dtype)
+    steps = [
+        matmul.matmul_later(out, a, b, accumulate=True, contract=key),
+        matmul.addbmm_later(out[None], a[None, None], b[None, None], None, accumulate=True, contract=key),
+    ]
+    monkeypatch.setattr(tensor_maps, "tensor_map", None)
+    for step in steps:
+        step()
+    assert launches == ["tensor_core_sm90.cu" if dtype == BF16 else "fma_sm90.cu"] * 2
 
 
 @pytest.mark.parametrize("m", [1, 3, 8, 33, 128, 256, 1000, 4096])

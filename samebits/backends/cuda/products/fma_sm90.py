@@ -338,7 +338,7 @@ class FmaSm90Kernel(CudaKernel[FmaSm90Schedule]):
                 *sizes,
             )
 
-        return CudaPlan(launch)
+        return CudaPlan(launch, a_maps, b_maps)
 
 
 FMA_SM90 = FmaSm90Kernel()

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from samebits.backends.cuda import compiler, runtime
+from samebits.backends.cuda.tensor_maps import Maps
 from samebits.backends.product import Matrix, Operands, Product, ProductKernel
 
 __all__ = [
@@ -31,10 +32,17 @@ Launch = Callable[[int, int, int, int, int, int], None]
 class CudaPlan:
     """A :class:`samebits.backends.product.Plan` of a CUDA kernel: a launch without the addresses."""
 
-    __slots__ = ("launch",)
+    __slots__ = ("_maps", "launch")
 
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
+    def __init__(self, launch: Launch, *maps: Maps | None) -> None:
+        """`maps`: the tensor maps of a, b and out that the launch takes, by address."""
+        self.launch, self._maps = launch, maps
+
+    def encode(self, *addresses: int) -> None:
+        """Make the tensor maps for these addresses of a, b and out. Nothing else of a launch can fail."""
+        for maps, address in zip(self._maps, addresses, strict=False):
+            if maps is not None:
+                maps[address]
 
     def run(self, x: Operands) -> None:
         """Run on these operands."""

@@ -200,7 +200,7 @@ class TensorCoreSm90Kernel(CudaKernel[Sm90Schedule]):
             out_map = _NO_MAP if out_maps is None else out_maps[out]
             kernel.launch(grid, tall, wide, out_map, out, bias, cu_seqlens, *rest)
 
-        return CudaPlan(launch)
+        return CudaPlan(launch, a_maps, b_maps, out_maps)
 
 
 _LAYOUTS = tuple(itertools.product((False, True), repeat=2))
