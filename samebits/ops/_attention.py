@@ -100,7 +100,7 @@ def _call(
             else:
                 check_cu_seqlens("attention", offsets, tokens, name)
     if not q.is_cuda:
-        _check_slots(x)
+        _check_slots(x, key_start, key_length, block_table)
     return backend, x
 
 
@@ -108,10 +108,12 @@ def _as_int32(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.to(torch.int32).contiguous()
 
 
-def _check_slots(x: Attention) -> None:
+def _check_slots(
+    x: Attention, key_start: Tensor | None, key_length: Tensor | None, block_table: Tensor | None
+) -> None:
     """Refuse starts, lengths and pages that do not exist. Reads the values."""
-    starts = [0] * x.batch if x.key_start is None else x.key_start.tolist()
-    lengths = [x.keys] * x.batch if x.key_length is None else x.key_length.tolist()
+    starts = [0] * x.batch if key_start is None else key_start.tolist()
+    lengths = [x.keys] * x.batch if key_length is None else key_length.tolist()
     if x.cu_seqlens_k is None:
         for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             if not 0 <= start <= length <= x.keys:
@@ -119,9 +121,9 @@ def _check_slots(x: Attention) -> None:
                     "samebits.attention: key_start, key_length: expected 0 <= start <= length <="
                     f" {x.keys} (slots), got {start} and {length} of sequence {b}"
                 )
-    if x.block_table is not None:
+    if block_table is not None:
         page, pages = x.k.shape[1], x.k.shape[0]
-        for b, table in enumerate(x.block_table.tolist()):
+        for b, table in enumerate(block_table.tolist()):
             for block in table[starts[b] // page : -(-lengths[b] // page)] if page else ():
                 if not 0 <= block < pages:
                     raise ValueError(

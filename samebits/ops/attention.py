@@ -93,8 +93,8 @@ def attention(
     """
     (q, k, v), key, _ = check_operands("attention", contract, {"q": q, "k": k, "v": v})
     refuse_triton("attention", key)
+    _check_integers("cu_seqlens_q", cu_seqlens_q, (None,), q)
     batch = _check_shapes(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
-    packed_k = cu_seqlens_k is not None
     for name, t, size in (
         ("cu_seqlens_q", cu_seqlens_q, (batch + 1,)),
         ("cu_seqlens_k", cu_seqlens_k, (batch + 1,)),
@@ -104,7 +104,7 @@ def attention(
     ):
         _check_integers(name, t, size, q)
     for name, t in (("key_start", key_start), ("key_length", key_length)):
-        if t is not None and packed_k:
+        if t is not None and cu_seqlens_k is not None:
             raise ValueError(f"samebits.attention: {name}: expected none with cu_seqlens_k")
     if block_table is not None:
         if key_length is None:

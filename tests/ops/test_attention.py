@@ -615,6 +615,8 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
         "0 <= start <= length <= 7 .*got 8 and 7 of sequence 1",
     ),
     ({"key_length": torch.tensor([0, 8])}, ValueError, "key_length: expected .* got 0 and 8 of sequence 1"),
+    ({"key_length": torch.tensor([2**32 + 3, 7])}, ValueError, "got 0 and 4294967299 of sequence 0"),
+    ({"cu_seqlens_q": [0, 2, 5]}, TypeError, "cu_seqlens_q: expected a Tensor, got list"),
     ({"key_length": 7}, TypeError, "key_length: expected a Tensor, got int"),
     ({"block_table": PAGES["block_table"]}, ValueError, "key_length: expected lengths with block_table"),
     (PAGES | {"block_table": torch.full((2, 3), 2)}, ValueError, r"pages in \[0, 2\), got 2 of sequence 0"),
