@@ -4,9 +4,9 @@
 #include "types.cuh"
 
 // One chain step: c = step(c, 16 products), the sum that the contract names. a: 16x16, b: 16x8, c: 16x8.
-template <bool BF16>
+template <bool IS_BF16>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], const u32* b) {
-    if constexpr (BF16)
+    if constexpr (IS_BF16)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
             "{%0,%1,%2,%3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
