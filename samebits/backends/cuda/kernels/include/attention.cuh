@@ -150,27 +150,6 @@ __device__ __forceinline__ Place place_in_packed(const int* bounds, int batch, i
 
 // ---- tiles in shared memory
 
-__device__ __forceinline__ float read_shared(u32 from) {
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ float2 read_shared_2(u32 from) {
-    float2 x;
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ float4 read_shared_4(u32 from) {
-    float4 x;
-    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(from)
-                 : "memory");
-    return x;
-}
-
 __device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ u32 bits_of(u16 x) { return x; }
 

@@ -46,6 +46,27 @@ __device__ __forceinline__ void cp_async_4(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
+__device__ __forceinline__ float read_shared(u32 from) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ float2 read_shared_2(u32 from) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ float4 read_shared_4(u32 from) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(from)
+                 : "memory");
+    return x;
+}
+
 __device__ __forceinline__ void store_shared_16(u32 to, const u32 (&v)[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                  : "memory");

@@ -1,0 +1,552 @@
+"""Attention by the universal kernels: host side of ``kernels/attention.cu`` and ``attention_backward.cu``.
+
+They take all that docs/contract.md, "Attention", allows: on tensor cores from sm_80 on, under FMA from sm_75 on.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samebits.backends import UnavailableError
+from samebits.backends.cuda import compiler, devices, matmul, runtime
+from samebits.backends.cuda.products.schedule_sm90 import round_up
+from samebits.contract import HOPPER, contract_from_key
+from samebits.functions import CONSTANTS
+
+__all__ = [
+    "Backward",
+    "Call",
+    "Forward",
+    "Variant",
+    "attention",
+    "backward",
+    "backward_schedules",
+    "choose",
+    "choose_backward",
+    "forward_schedules",
+    "specs",
+]
+
+_BLOCK, _SEGMENT = 128, 512
+_LARGEST_HEAD = 256
+_SCRATCH = 512 << 20  # bytes that the segments of split keys may take
+
+# The macros of convert.cuh and attention.cuh.
+_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_MASKS = {None: "NONE", torch.bool: "BOOLEAN", **_TYPES}
+
+# Problem, and the parameter structs.
+_PROBLEM = "PPPPPqPqqqqiiiiiiiiiiiifffi"
+_FORWARD = "PPPPPPPP" + 3 * "qqqq" + "qqqqq" + "iiii" + _PROBLEM
+_BACKWARD = "PPPPPPPPPPPPP" + 8 * "qqqq" + "qq" + "ii" + _PROBLEM
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is to be computed.
+
+    Attributes:
+        q: ``[batch, queries, heads, size]``, or packed ``[tokens, heads, size]``.
+        k, v: ``[batch, keys, kv heads, ...]``, packed ``[tokens, kv heads, ...]``, or pages
+            ``[pages, page, kv heads, ...]``.
+        contract: its key.
+        scale: f32, > 0.
+        softcap: f32; 0 for none.
+        window: keys to the left and to the right that a query sees; -1 for all. Causal is 0 to the right.
+        aligned: whether the last query has the position of its sequence's last key; else the first query
+            has position 0.
+        mask: ``[batch, heads, queries, keys]``, boolean or float, any strides.
+        sinks: ``[heads]``, float32, contiguous.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[batch + 1]``.
+        key_start, key_length: int32 ``[batch]``: the first slot of a sequence's keys, and the one behind the last.
+        block_table: int32 ``[batch, pages]``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    contract: str
+    scale: float
+    softcap: float = 0.0
+    window: tuple[int, int] = (-1, -1)
+    aligned: bool = False
+    mask: Tensor | None = None
+    sinks: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    key_start: Tensor | None = None
+    key_length: Tensor | None = None
+    block_table: Tensor | None = None
+
+    @property
+    def heads(self) -> int:
+        """Of q."""
+        return self.q.shape[-2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def sequences(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.numel() - 1
+
+    @property
+    def queries(self) -> int:
+        """Slots of q: of a sequence, or of all if packed."""
+        return self.q.shape[-3]
+
+    @property
+    def keys(self) -> int:
+        """Slots of k likewise; of a sequence's pages."""
+        if self.block_table is not None:
+            return self.block_table.shape[1] * self.k.shape[1]
+        return self.k.shape[-3]
+
+    @property
+    def whole_keys(self) -> bool:
+        """Whether every slot of k belongs to a sequence."""
+        return self.cu_seqlens_k is None and self.key_start is None and self.key_length is None
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What kernels are specialised to, besides their schedules. Sizes are multiples of 16."""
+
+    dtype: torch.dtype
+    head: int
+    values: int
+    vector: bool
+    mask: torch.dtype | None
+    softcap: bool
+    paged: bool
+    hardware_exp2: bool
+
+    def constants(self, warps: int, values: int) -> dict[str, int | str]:
+        return {
+            "TYPE": _TYPES[self.dtype],
+            "HEAD": self.head,
+            "VALUES": values,
+            "WARPS": warps,
+            "VECTOR": int(self.vector),
+            "MASK": _MASKS[self.mask],
+            "SOFTCAP": int(self.softcap),
+            "PAGED": int(self.paged),
+            "HARDWARE_EXP2": int(self.hardware_exp2),
+        }
+
+    @property
+    def oldest(self) -> tuple[int, int]:
+        return (7, 5) if self.dtype == torch.float32 else (8, 0)
+
+    def pitch(self, columns: int) -> int:
+        """Bytes of a line in shared memory."""
+        return (columns * self.dtype.itemsize // 16 | 1) * 16
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """How the forward goes about it. None changes a bit.
+
+    Attributes:
+        row_warps: warps with 16 rows of a tile each.
+        parts: warps that share such rows, and the columns of values.
+        key_step: keys of a stage.
+        stages: of the ring.
+        min_blocks: blocks that shall fit on one multiprocessor.
+        split: whether blocks share the segments of a tile, and a second kernel merges them.
+    """
+
+    row_warps: int
+    parts: int
+    key_step: int
+    stages: int
+    min_blocks: int
+    split: bool
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.row_warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.parts
+
+    def values(self, of: Variant) -> int:
+        return round_up(of.values, 16 * self.parts)
+
+    def smem(self, of: Variant) -> int:
+        values = self.values(of)
+        merged = 0 if self.split else self.threads * values // self.parts * 2
+        stage = self.key_step * max(of.pitch(of.head), of.pitch(values))
+        return self.rows * of.pitch(of.head) + self.stages * stage + merged
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """How a pass of the backward goes about it. None changes a bit.
+
+    Attributes:
+        warps: of a block; each has 16 keys, or 16 rows of queries.
+        step: queries, or keys, of a stage.
+        stages: of the ring.
+        min_blocks: blocks that shall fit on one multiprocessor.
+    """
+
+    warps: int
+    step: int
+    stages: int
+    min_blocks: int
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.warps
+
+    def smem(self, of: Variant) -> int:
+        return (self.rows + self.stages * self.step) * (of.pitch(of.head) + of.pitch(of.values))
+
+    @property
+    def static_smem(self) -> int:
+        return self.stages * self.step * 8
+
+
+def _forward_candidates(of: Variant) -> Iterator[Forward]:
+    parts = 2 if of.values > 128 else 1
+    steps = (32, 16) if of.dtype.itemsize == 2 else (16,)
+    for row_warps, split in itertools.product((4, 2, 1), (False, True)):
+        for step in steps:
+            wide = of.head + of.values > 256
+            stages = (3, 2) if row_warps == 4 else (6, 4, 3, 2)
+            for count in stages:
+                yield Forward(row_warps, parts, step, count, 2 if row_warps == 4 and not wide else 1, split)
+
+
+@functools.cache
+def forward_schedules(of: Variant, max_smem: int) -> tuple[Forward, ...]:
+    """All that :func:`choose` may return, on a GPU with so much shared memory for a block."""
+    # With split keys a block is small, and four of them stream side by side.
+    return tuple(s for s in _forward_candidates(of) if s.smem(of) <= max_smem)
+
+
+@functools.cache
+def backward_schedules(of: Variant, max_smem: int) -> tuple[Backward, ...]:
+    """All that :func:`choose_backward` may return, the best first."""
+    steps = (32, 16) if of.dtype.itemsize == 2 else (16,)
+    found = (Backward(w, step, stages, 1) for w, step, stages in itertools.product((4, 2, 1), steps, (3, 2)))
+    return tuple(s for s in found if s.smem(of) + s.static_smem <= max_smem)
+
+
+def _constants(of: Variant, s: Forward) -> dict[str, int | str]:
+    return of.constants(s.row_warps * s.parts, s.values(of)) | {
+        "PARTS": s.parts,
+        "KEY_STEP": s.key_step,
+        "STAGES": s.stages,
+        "MIN_BLOCKS": s.min_blocks,
+        "SPLIT": int(s.split),
+    }
+
+
+def forward_spec(of: Variant, s: Forward, programmatic: bool) -> compiler.KernelSpec:
+    """The forward under a schedule."""
+    return compiler.KernelSpec(
+        *("attention.cu", "attention", _FORWARD, tuple(_constants(of, s).items())),
+        block=s.threads,
+        smem=s.smem(of),
+        programmatic=programmatic,
+        oldest=of.oldest,
+    )
+
+
+def merge_spec(of: Variant, s: Forward, programmatic: bool) -> compiler.KernelSpec:
+    """The merge of the segments that the forward under a schedule leaves."""
+    return compiler.KernelSpec(
+        *("attention.cu", "merge_segments", _FORWARD, tuple(_constants(of, s).items())),
+        block=round_up(of.values, 32),
+        programmatic=programmatic,
+        oldest=of.oldest,
+    )
+
+
+_ROWS, _DK, _DV, _DQ = 0, 1, 2, 4  # values of the macro GRADS
+_THREADS = {"grad_dots": 256, "grad_sinks": 1024}
+
+
+def backward_spec(
+    of: Variant, s: Backward, entry: str, grads: int, grad_mask: bool = False
+) -> compiler.KernelSpec:
+    """A kernel of the backward."""
+    constants = of.constants(s.warps, of.values) | {
+        "STEP": s.step,
+        "STAGES": s.stages,
+        "MIN_BLOCKS": s.min_blocks,
+        "GRADS": grads,
+        "GRAD_MASK": int(grad_mask),
+    }
+    return compiler.KernelSpec(
+        *("attention_backward.cu", entry, _BACKWARD, tuple(constants.items())),
+        block=_THREADS.get(entry, 32 * s.warps),
+        smem=0 if grads == _ROWS else s.smem(of),
+        oldest=of.oldest,
+    )
+
+
+def _key_grads(of: Variant) -> tuple[int, ...]:
+    """What the kernels of dK and dV give: both at once, if a warp's registers hold them."""
+    return (_DK | _DV,) if of.head + of.values <= 256 else (_DK, _DV)
+
+
+def specs(of: Variant, max_smem: int, *, grad_mask: bool = False) -> Iterator[compiler.KernelSpec]:
+    """All kernels under all schedules, for tests."""
+    for s in forward_schedules(of, max_smem):
+        yield forward_spec(of, s, programmatic=False)
+    yield merge_spec(of, next(s for s in forward_schedules(of, max_smem) if s.split), programmatic=False)
+    if of.paged:
+        return
+    for b in backward_schedules(of, max_smem):
+        for grads in _key_grads(of):
+            yield backward_spec(of, b, "grad_keys", grads)
+        yield backward_spec(of, b, "grad_queries", _DQ, grad_mask)
+    for entry in _THREADS:
+        yield backward_spec(of, backward_schedules(of, max_smem)[0], entry, _ROWS)
+
+
+def variant(x: Call, *more: Tensor) -> Variant:
+    """What kernels are specialised to for a call, and further tensors that they read as they read q."""
+    step = contract_from_key(x.contract).step
+    return Variant(
+        dtype=x.q.dtype,
+        head=round_up(x.q.shape[-1], 16),
+        values=round_up(x.v.shape[-1], 16),
+        vector=all(map(_aligned, (x.q, x.k, x.v, *more))),
+        mask=None if x.mask is None else x.mask.dtype,
+        softcap=x.softcap != 0,
+        paged=x.block_table is not None,
+        hardware_exp2=step == "mma" and matmul.family(x.q.get_device()) == HOPPER,
+    )
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether rows are contiguous and consist of aligned chunks of 16 bytes."""
+    strides = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    sizes = (x.shape[-1], *strides)
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in sizes)
+
+
+def _tiles(x: Call, rows: int) -> tuple[int, int]:
+    """Tiles of so many rows in a sequence, and no fewer than there are for a head of k."""
+    if x.cu_seqlens_q is None:
+        tiles = -(-x.queries * x.group // rows)
+        return tiles, tiles * x.sequences
+    # How long sequences are is not known here. Each has at most one tile that is not full.
+    return 0, -(-x.queries * x.group // rows) + x.sequences
+
+
+def choose(x: Call, of: Variant) -> tuple[Forward, int]:
+    """The forward's schedule for a call, and how many blocks share a tile."""
+    info = devices.device_info(x.q.get_device())
+    rows = x.queries * x.group
+    if x.cu_seqlens_q is not None:
+        rows = -(-rows // max(1, x.sequences))
+    warps = next((w for w in (1, 2) if rows <= 16 * w), 4)
+    schedules = forward_schedules(of, info.max_smem)
+    full = (2 if warps == 4 else 4) * info.sm_count
+    tiles = _tiles(x, 16 * warps)[1] * x.kv_heads
+    segments = -(-x.keys // _SEGMENT)
+    scratch = _scratch_floats(x, of, segments) * 4
+    # Few rows: streams of keys are to be many, and of equal length. Many rows: a multiprocessor needs a block.
+    shares = -(-4 * full // max(tiles, 1)) if warps < 4 and tiles < 2 * full else full // (2 * max(tiles, 1))
+    split = segments > 1 and shares > 1 and scratch <= _SCRATCH
+    fitting = [s for s in schedules if s.row_warps <= warps]
+    found = next((s for s in fitting if s.split == split), None) or next(iter(fitting), None)
+    if found is None:
+        raise UnavailableError(
+            f"{info.name} has {info.max_smem} bytes of shared memory, too few for attention in"
+            f" {of.dtype} with heads of {of.head} and {of.values} — use CPU tensors"
+        )
+    return found, max(1, min(segments, shares)) if split else 1
+
+
+def choose_backward(x: Call, of: Variant) -> Backward:
+    """The backward's schedule."""
+    info = devices.device_info(x.q.get_device())
+    found = next(iter(backward_schedules(of, info.max_smem)), None)
+    if found is None:
+        raise UnavailableError(
+            f"{info.name} has {info.max_smem} bytes of shared memory, too few for gradients of attention in"
+            f" {of.dtype} with heads of {of.head} and {of.values} — use CPU tensors"
+        )
+    return found
+
+
+def _scratch_floats(x: Call, of: Variant, segments: int) -> int:
+    rows = x.q.shape[:-1].numel()
+    return rows * segments * (round_up(of.values, 32) + 2)
+
+
+def _strides(x: Tensor) -> tuple[int, int, int, int]:
+    """Strides of batch (or page), token, head and column."""
+    return 0 if x.ndim == 3 else x.stride(0), *x.stride()[-3:]
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _problem(x: Call) -> tuple[Any, ...]:
+    """The values of ``struct Problem``."""
+    f32 = np.float32
+    paged = x.block_table is not None
+    span = x.keys + x.queries  # no window is wider
+    left, right = (w if 0 <= w < span else -1 for w in x.window)
+    factor = x.softcap or x.scale
+    return (
+        *map(_address, (x.cu_seqlens_q, x.cu_seqlens_k, x.key_start, x.key_length, x.block_table)),
+        0 if x.block_table is None else x.block_table.stride(0),
+        _address(x.mask),
+        *((0, 0, 0, 0) if x.mask is None else x.mask.stride()),
+        *(x.sequences, x.kv_heads, x.group, x.queries, x.keys, x.q.shape[-1], x.v.shape[-1]),
+        *((x.k.shape[1], x.k.shape[0]) if paged else (1, 1)),
+        *(left, right, int(x.aligned)),
+        float(f32(factor) * f32(CONSTANTS["LOG2E"])),
+        float(f32(x.scale) / f32(x.softcap)) if x.softcap else 0.0,
+        *(x.scale, 0),
+    )
+
+
+def _statistics(x: Call) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Shape of the log-sum-exps, and their strides of batch and head."""
+    if x.q.ndim == 3:
+        return (x.heads, x.queries), (0, x.queries)
+    return (x.sequences, x.heads, x.queries), (x.heads * x.queries, x.queries)
+
+
+def _check(x: Call) -> None:
+    device = x.q.get_device()
+    matmul.check_contract(x.contract, device)
+    step = contract_from_key(x.contract).step
+    if (step == "fma") != (x.q.dtype == torch.float32) or max(x.q.shape[-1], x.v.shape[-1]) > _LARGEST_HEAD:
+        raise UnavailableError(
+            f"the universal attention kernels take float32 under FMA, 16 bits on tensor cores, and heads up to"
+            f" {_LARGEST_HEAD}; got {x.q.dtype} under {step!r}, heads of {x.q.shape[-1]} and {x.v.shape[-1]}"
+        )
+
+
+def attention(
+    x: Call, *, lse: bool = False, schedule: Forward | None = None, splits: int = 1
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The output, its log-sum-exp (if `lse`), and that to base 2 which the backward takes.
+
+    Args:
+        schedule: instead of the default choice, with `splits` blocks for a tile. Never changes a bit.
+    """
+    _check(x)
+    of = variant(x)
+    if schedule is None:
+        schedule, splits = choose(x, of)
+    shape, strides = _statistics(x)
+    packed = x.cu_seqlens_q is not None  # there may be tokens of no sequence
+    out = (x.q.new_zeros if packed else x.q.new_empty)((*x.q.shape[:-1], x.v.shape[-1]))
+    statistics = [
+        torch.full(shape, -torch.inf, device=x.q.device)
+        if packed
+        else torch.empty(shape, dtype=torch.float32, device=x.q.device)
+        for _ in range(1 + lse)
+    ]
+    lse2, natural = statistics[0], statistics[1] if lse else None
+    if out.numel() == 0:
+        return out, natural, lse2
+    device = x.q.get_device()
+    programmatic = devices.device_info(device).capability >= (9, 0)
+    tiles, all_tiles = _tiles(x, schedule.rows)
+    segments = -(-x.keys // _SEGMENT)
+    scratch = None
+    if schedule.split:
+        floats = x.q.shape[:-1].numel() * segments * (schedule.values(of) + 2)
+        scratch = torch.empty(max(floats, 1), dtype=torch.float32, device=x.q.device)
+    values = (
+        *map(_address, (x.q, x.k, x.v, x.sinks, out, natural, lse2, scratch)),
+        *(*_strides(x.q), *_strides(x.k), *_strides(x.v), *_strides(out)[:3], *strides),
+        *(tiles, splits, segments, 0),
+        *_problem(x),
+    )
+    grid = all_tiles * x.kv_heads * splits
+    runtime.load(forward_spec(of, schedule, programmatic), device).launch((grid, 1, 1), *values)
+    if schedule.split:
+        rows = x.q.shape[:-1].numel()
+        runtime.load(merge_spec(of, schedule, programmatic), device).launch((rows, 1, 1), *values)
+    return out, natural, lse2
+
+
+def backward(
+    x: Call,
+    g: Tensor,
+    out: Tensor,
+    lse2: Tensor,
+    *,
+    grad_mask: bool = False,
+    schedule: Backward | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of q, k, v, of the mask (float32 ``[batch, heads, queries, keys]``) and of the sinks.
+
+    Args:
+        g: the gradient of `out`.
+        out, lse2: as :func:`attention` gave them.
+        grad_mask: whether the mask's is wanted.
+        schedule: instead of the default choice. Never changes a bit.
+    """
+    _check(x)
+    of = variant(x, g)
+    if schedule is None:
+        schedule = choose_backward(x, of)
+    device = x.q.get_device()
+    dots = torch.empty_like(lse2)
+    # Tokens of no sequence have zeros, and so have pairs that no block goes over.
+    dq = (torch.empty if x.cu_seqlens_q is None else torch.zeros)(x.q.shape, dtype=x.q.dtype, device=x.q.device)
+    dk, dv = (
+        (torch.empty if x.whole_keys else torch.zeros)(t.shape, dtype=t.dtype, device=t.device)
+        for t in (x.k, x.v)
+    )
+    mask_shape = (x.sequences, x.heads, x.queries, x.keys)
+    dmask = torch.zeros(mask_shape, dtype=torch.float32, device=x.q.device) if grad_mask else None
+    dsinks = None if x.sinks is None else torch.zeros_like(x.sinks)
+    if out.numel() == 0:
+        return dq, dk.zero_(), dv.zero_(), dmask, dsinks
+    tensors = (x.q, x.k, x.v, g, out)
+    strides = _statistics(x)[1]
+
+    def launch(grid: int, entry: str, grads: int, tiles: int = 0) -> None:
+        if grid == 0:
+            return
+        kernel = runtime.load(backward_spec(of, schedule, entry, grads, grad_mask and grads == _DQ), device)
+        kernel.launch(
+            (grid, 1, 1),
+            *map(_address, (*tensors, x.sinks, lse2, dots, dq, dk, dv, dmask, dsinks)),
+            *(s for t in (*tensors, dq, dk, dv) for s in _strides(t)),
+            *(*strides, tiles, 0),
+            *_problem(x),
+        )
+
+    launch(-(-x.q.shape[:-1].numel() // 8), "grad_dots", _ROWS)
+    if x.cu_seqlens_k is None:
+        key_tiles = -(-x.keys // schedule.rows) * x.sequences
+    else:
+        key_tiles = -(-x.keys // schedule.rows) + x.sequences
+    for grads in _key_grads(of):
+        launch(key_tiles * x.kv_heads, "grad_keys", grads)
+    tiles, all_tiles = _tiles(x, schedule.rows)
+    launch(all_tiles * x.kv_heads, "grad_queries", _DQ, tiles)
+    if x.sinks is not None:
+        launch(x.heads, "grad_sinks", _ROWS)
+    return dq, dk, dv, dmask, dsinks
