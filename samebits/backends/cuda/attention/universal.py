@@ -1,6 +1,7 @@
 """Attention by the universal kernels: host side of ``kernels/attention.cu`` and ``attention_backward.cu``.
 
-They take all that docs/contract.md, "Attention", allows: on tensor cores from sm_80 on, under FMA from sm_75 on.
+They take all that docs/contract.md, "Attention", allows: on tensor cores from sm_80 on, under FMA from
+sm_75 on.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _SCRATCH = 512 << 20  # bytes that the segments of split keys may take
 
 # The macros of convert.cuh and attention.cuh.
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_MASKS = {None: "NONE", torch.bool: "BOOLEAN", **_TYPES}
+_MASKS: dict[torch.dtype | None, str] = {None: "NONE", torch.bool: "BOOLEAN"} | _TYPES
 
 # Problem, and the parameter structs.
 _PROBLEM = "PPPPPqPqqqqiiiiiiiiiiiifffi"
@@ -66,7 +67,8 @@ class Call:
         mask: ``[batch, heads, queries, keys]``, boolean or float, any strides.
         sinks: ``[heads]``, float32, contiguous.
         cu_seqlens_q, cu_seqlens_k: int32 ``[batch + 1]``.
-        key_start, key_length: int32 ``[batch]``: the first slot of a sequence's keys, and the one behind the last.
+        key_start, key_length: int32 ``[batch]``: the first slot of a sequence's keys, and the one behind the
+            last.
         block_table: int32 ``[batch, pages]``.
     """
 
@@ -162,7 +164,7 @@ class Forward:
 
     Attributes:
         row_warps: warps with 16 rows of a tile each.
-        parts: warps that share such rows, and the columns of values.
+        parts: warps that share such rows; each has some of the keys, and some columns of the values.
         key_step: keys of a stage.
         stages: of the ring.
         min_blocks: blocks that shall fit on one multiprocessor.
@@ -190,8 +192,9 @@ class Forward:
     def smem(self, of: Variant) -> int:
         values = self.values(of)
         merged = 0 if self.split else self.threads * values // self.parts * 2
+        exchange = 0 if self.parts == 1 else self.rows * (self.parts + _BLOCK + 8) * 4
         stage = self.key_step * max(of.pitch(of.head), of.pitch(values))
-        return self.rows * of.pitch(of.head) + self.stages * stage + merged
+        return self.rows * of.pitch(of.head) + self.stages * stage + exchange + merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,28 +226,28 @@ class Backward:
 
 
 def _forward_candidates(of: Variant) -> Iterator[Forward]:
-    parts = 2 if of.values > 128 else 1
-    steps = (32, 16) if of.dtype.itemsize == 2 else (16,)
+    narrow = of.dtype.itemsize == 2
     for row_warps, split in itertools.product((4, 2, 1), (False, True)):
-        for step in steps:
-            wide = of.head + of.values > 256
-            stages = (3, 2) if row_warps == 4 else (6, 4, 3, 2)
-            for count in stages:
-                yield Forward(row_warps, parts, step, count, 2 if row_warps == 4 and not wide else 1, split)
+        # Two warps for 16 rows where the columns of values take too many registers; four where few rows are
+        # to be done soon.
+        all_parts = (2,) if of.values > 128 else (1,) if row_warps > 1 or of.values % 64 else (1, 4)
+        for parts in all_parts:
+            step = (32 if narrow else 16) if parts == 1 else 16 * parts
+            for stages in (6, 3, 2) if row_warps * parts == 1 else (3, 2):
+                blocks = {1: 2, 4: 3}.get(parts, 1) if row_warps * parts == 4 and of.head <= 128 else 1
+                yield Forward(row_warps, parts, step, stages, blocks if narrow else 1, split)
 
 
 @functools.cache
 def forward_schedules(of: Variant, max_smem: int) -> tuple[Forward, ...]:
     """All that :func:`choose` may return, on a GPU with so much shared memory for a block."""
-    # With split keys a block is small, and four of them stream side by side.
     return tuple(s for s in _forward_candidates(of) if s.smem(of) <= max_smem)
 
 
 @functools.cache
 def backward_schedules(of: Variant, max_smem: int) -> tuple[Backward, ...]:
     """All that :func:`choose_backward` may return, the best first."""
-    steps = (32, 16) if of.dtype.itemsize == 2 else (16,)
-    found = (Backward(w, step, stages, 1) for w, step, stages in itertools.product((4, 2, 1), steps, (3, 2)))
+    found = (Backward(4, 32, 2, 1), Backward(4, 16, 2, 1), Backward(2, 16, 2, 1), Backward(1, 16, 2, 1))
     return tuple(s for s in found if s.smem(of) + s.static_smem <= max_smem)
 
 
@@ -361,21 +364,36 @@ def choose(x: Call, of: Variant) -> tuple[Forward, int]:
         rows = -(-rows // max(1, x.sequences))
     warps = next((w for w in (1, 2) if rows <= 16 * w), 4)
     schedules = forward_schedules(of, info.max_smem)
-    full = (2 if warps == 4 else 4) * info.sm_count
-    tiles = _tiles(x, 16 * warps)[1] * x.kv_heads
+    tiles = max(1, _tiles(x, 16 * warps)[1] * x.kv_heads)
     segments = -(-x.keys // _SEGMENT)
-    scratch = _scratch_floats(x, of, segments) * 4
-    # Few rows: streams of keys are to be many, and of equal length. Many rows: a multiprocessor needs a block.
-    shares = -(-4 * full // max(tiles, 1)) if warps < 4 and tiles < 2 * full else full // (2 * max(tiles, 1))
+    # Few rows: four warps share a segment if there are no more of those than warps that run at once; else
+    # there are to be many streams of keys, of equal length. Many rows: a multiprocessor needs a block.
+    hurried = warps == 1 and tiles * segments <= 4 * info.sm_count
+    full = 4 * info.sm_count
+    shares = (
+        segments
+        if hurried
+        else -(-4 * full // tiles)
+        if warps < 4 and tiles < 2 * full
+        else full // (4 * tiles)
+    )
+    scratch = x.q.shape[:-1].numel() * segments * (round_up(of.values, 64) + 2) * 4
     split = segments > 1 and shares > 1 and scratch <= _SCRATCH
+    wanted = (
+        lambda s: s.split == split and (s.parts == 4) == hurried,
+        lambda s: s.split == split,
+        lambda s: True,
+    )
     fitting = [s for s in schedules if s.row_warps <= warps]
-    found = next((s for s in fitting if s.split == split), None) or next(iter(fitting), None)
+    found = next((s for want in wanted for s in fitting if want(s)), None)
+    if found is not None and found.split != split:
+        shares = 1
     if found is None:
         raise UnavailableError(
             f"{info.name} has {info.max_smem} bytes of shared memory, too few for attention in"
             f" {of.dtype} with heads of {of.head} and {of.values} — use CPU tensors"
         )
-    return found, max(1, min(segments, shares)) if split else 1
+    return found, max(1, min(segments, shares)) if found.split else 1
 
 
 def choose_backward(x: Call, of: Variant) -> Backward:
@@ -390,14 +408,10 @@ def choose_backward(x: Call, of: Variant) -> Backward:
     return found
 
 
-def _scratch_floats(x: Call, of: Variant, segments: int) -> int:
-    rows = x.q.shape[:-1].numel()
-    return rows * segments * (round_up(of.values, 32) + 2)
-
-
 def _strides(x: Tensor) -> tuple[int, int, int, int]:
     """Strides of batch (or page), token, head and column."""
-    return 0 if x.ndim == 3 else x.stride(0), *x.stride()[-3:]
+    token, head, column = x.stride()[-3:]
+    return 0 if x.ndim == 3 else x.stride(0), token, head, column
 
 
 def _address(x: Tensor | None) -> int:
@@ -438,8 +452,8 @@ def _check(x: Call) -> None:
     step = contract_from_key(x.contract).step
     if (step == "fma") != (x.q.dtype == torch.float32) or max(x.q.shape[-1], x.v.shape[-1]) > _LARGEST_HEAD:
         raise UnavailableError(
-            f"the universal attention kernels take float32 under FMA, 16 bits on tensor cores, and heads up to"
-            f" {_LARGEST_HEAD}; got {x.q.dtype} under {step!r}, heads of {x.q.shape[-1]} and {x.v.shape[-1]}"
+            f"the universal attention kernels take float32 under FMA, 16 bits on tensor cores, and heads up"
+            f" to {_LARGEST_HEAD}; got {x.q.dtype} under {step!r}, heads of {x.q.shape[-1]} and {x.v.shape[-1]}"
         )
 
 
@@ -513,7 +527,9 @@ def backward(
     device = x.q.get_device()
     dots = torch.empty_like(lse2)
     # Tokens of no sequence have zeros, and so have pairs that no block goes over.
-    dq = (torch.empty if x.cu_seqlens_q is None else torch.zeros)(x.q.shape, dtype=x.q.dtype, device=x.q.device)
+    dq = (torch.empty if x.cu_seqlens_q is None else torch.zeros)(
+        x.q.shape, dtype=x.q.dtype, device=x.q.device
+    )
     dk, dv = (
         (torch.empty if x.whole_keys else torch.zeros)(t.shape, dtype=t.dtype, device=t.device)
         for t in (x.k, x.v)

@@ -1,9 +1,10 @@
 // Attention, forward, for everything that docs/contract.md, "Attention", allows: O = softmax(Q K^T) V.
 //
 // A block takes a tile of rows: the queries of one sequence times the heads that share a head of k and v, heads
-// side by side. A warp has 16 rows of it, for itself or, where values are long, with a second one: each has half
-// of their columns. Warps share keys and values, which come in through a ring of cp.async stages of KEY_STEP
-// lines: those of a block's 128 keys, then its values.
+// side by side. A warp has 16 rows of it, for itself or with others, where values are long or a block shall be
+// done soon: each of these PARTS has some keys of every step, hands their probabilities to the others through
+// shared memory, and has some columns of the values. All warps share keys and values, which come in through a
+// ring of cp.async stages of KEY_STEP lines: those of a block's 128 keys, then its values.
 //
 // Prefill: a block goes over all segments of its rows. What they come to so far is kept in shared memory,
 // each value by the thread that has it, and touched once a segment.
@@ -11,8 +12,8 @@
 // comes to. merge_segments, a second kernel, merges them in order. How many blocks share them changes no bit.
 //
 // Macros, and those of attention.cuh
-//   PARTS        warps that share 16 rows, and the columns of values: 1 or 2
-//   KEY_STEP     keys of a stage: 16, 32 or 64
+//   PARTS        warps that share 16 rows: 1, 2 or 4
+//   KEY_STEP     keys of a stage: 16, 32 or 64, and no less than 16 for each part
 //   STAGES       of the ring, 2 or more
 //   MIN_BLOCKS   blocks that shall fit on one multiprocessor
 //   SPLIT        1: segments go to scratch; 0: to `out`
@@ -30,7 +31,20 @@ using VTile = Tile<KEY_STEP, VALUES>;
 constexpr int STAGE_BYTES = KTile::BYTES > VTile::BYTES ? KTile::BYTES : VTile::BYTES;
 constexpr int STEPS = KEYS / KEY_STEP;
 constexpr int PART = VALUES / PARTS, COLUMNS = PART / 8;  // a warp's columns of values, and how many eights
-static_assert(PART % 16 == 0);
+constexpr int OWN_STEP = KEY_STEP / PARTS;                // a warp's keys of a step
+constexpr int OWN_KEYS = KEYS / PARTS;                    // and of a block
+static_assert(PART % 16 == 0 && OWN_STEP % 16 == 0);
+
+// The key in its block that is a warp's own key i of those of its part.
+__device__ __forceinline__ constexpr int key_in_block(int part, int i) {
+    return i / OWN_STEP * KEY_STEP + part * OWN_STEP + i % OWN_STEP;
+}
+
+// What the parts tell each other of a block. Eight floats of padding: half a warp writes to all banks.
+struct Exchange {
+    float maxima[PARTS][ROWS];
+    float probabilities[ROWS][KEYS + 8];
+};
 // Under FMA one group of keys is a thousand instructions. They are not repeated.
 constexpr int UNROLL = FMA ? 1 : STEPS, UNROLL_GROUPS = FMA ? 1 : KEY_STEP / 16;
 constexpr int SCRATCH = VALUES + 2;  // floats of a row and segment: o, n and l
@@ -103,28 +117,62 @@ struct Segment {
         for (int h = 0; h < 2; ++h) n[h] = -INF, l[h][0] = l[h][1] = 0.0f;
     }
 
-    // Scores of a block to probabilities; o and l are scaled to them.
-    __device__ __forceinline__ void probabilities(float (&s)[KEYS / 8][4], float c) {
-        float scale[2];
+    // The scores of this part's keys of a block, which come first in `s`, to probabilities of all keys; o and l
+    // are scaled to them. `row`: this thread's first one in the tile.
+    __device__ __forceinline__ void probabilities(float (&s)[KEYS / 8][4], float c, Exchange& exchange,
+                                                  int part, int row) {
+        const int lane = threadIdx.x % 32;
+        float m[2], shift[2], scale[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float m = -INF;
+            m[h] = -INF;
 #pragma unroll
-            for (int u = 0; u < KEYS / 8; ++u) m = fmaxf(m, fmaxf(s[u][2 * h], s[u][2 * h + 1]));
-            m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFF, m, 1));
-            m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFF, m, 2));
-            const float larger = fmaxf(n[h], ceilf(__fmul_rn(m, c))), shift = contract::shift_of(larger);
-            scale[h] = scores::exp2(__fsub_rn(n[h], shift));
+            for (int u = 0; u < OWN_KEYS / 8; ++u) m[h] = fmaxf(m[h], fmaxf(s[u][2 * h], s[u][2 * h + 1]));
+            m[h] = fmaxf(m[h], __shfl_xor_sync(0xFFFFFFFF, m[h], 1));
+            m[h] = fmaxf(m[h], __shfl_xor_sync(0xFFFFFFFF, m[h], 2));
+            if (PARTS > 1 && lane % 4 == 0) exchange.maxima[part][row + 8 * h] = m[h];
+        }
+        if (PARTS > 1) __syncthreads();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            if (PARTS > 1)
+#pragma unroll
+                for (int i = 0; i < PARTS; ++i) m[h] = fmaxf(m[h], exchange.maxima[i][row + 8 * h]);
+            const float larger = fmaxf(n[h], ceilf(__fmul_rn(m[h], c)));
+            shift[h] = contract::shift_of(larger);
+            scale[h] = scores::exp2(__fsub_rn(n[h], shift[h]));
             n[h] = larger;
+        }
+#pragma unroll
+        for (int u = 0; u < OWN_KEYS / 8; ++u)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; ++e)
+                    s[u][e] = scores::exp2(__fmaf_rn(s[u][e], c, -shift[h]));
+                if (PARTS > 1)
+                    *reinterpret_cast<float2*>(
+                        &exchange.probabilities[row + 8 * h][key_in_block(part, u * 8) + lane % 4 * 2]) =
+                        make_float2(s[u][2 * h], s[u][2 * h + 1]);
+            }
+        if (PARTS > 1) {
+            __syncthreads();
 #pragma unroll
             for (int u = 0; u < KEYS / 8; ++u)
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& p = s[u][2 * h + e];
-                    p = scores::exp2(__fmaf_rn(p, c, -shift));
-                    l[h][e] = u == 0 ? __fmaf_rn(l[h][e], scale[h], p) : __fadd_rn(l[h][e], p);
+                for (int h = 0; h < 2; ++h) {
+                    const float2 both = *reinterpret_cast<const float2*>(
+                        &exchange.probabilities[row + 8 * h][u * 8 + lane % 4 * 2]);
+                    s[u][2 * h] = both.x, s[u][2 * h + 1] = both.y;
                 }
         }
+#pragma unroll
+        for (int u = 0; u < KEYS / 8; ++u)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                float& sum = l[e / 2][e % 2];
+                sum = u == 0 ? __fmaf_rn(sum, scale[e / 2], s[u][e]) : __fadd_rn(sum, s[u][e]);
+            }
         if (__any_sync(0xFFFFFFFF, scale[0] != 1.0f || scale[1] != 1.0f))
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j)
@@ -145,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     extern __shared__ __align__(16) unsigned char memory[];
     const Problem& x = p.x;
     const int warp = threadIdx.x / 32 % ROW_WARPS, lane = threadIdx.x % 32;
-    const int part = threadIdx.x / 32 / ROW_WARPS * PART;  // the warp's first column of values
+    const int part = threadIdx.x / 32 / ROW_WARPS, first_column = part * PART;
     wait_for_kernel_before();
     let_kernel_behind_start();
 
@@ -172,7 +220,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
 
     const u32 q_tile = shared_address(memory);
     Ring<STAGES, STAGE_BYTES> ring{q_tile + QTile::BYTES};
-    float* merged_o = reinterpret_cast<float*>(memory + QTile::BYTES + STAGES * STAGE_BYTES) + threadIdx.x;
+    unsigned char* behind_ring = memory + QTile::BYTES + STAGES * STAGE_BYTES;
+    Exchange& exchange = *reinterpret_cast<Exchange*>(behind_ring);
+    float* merged_o =
+        reinterpret_cast<float*>(behind_ring + (PARTS > 1 ? sizeof(Exchange) : 0)) + threadIdx.x;
 
     const Stored* k = p.k + head * p.k_strides.head + sequence.batch_of_k * p.k_strides.batch;
     const Stored* v = p.v + head * p.v_strides.head + sequence.batch_of_k * p.v_strides.batch;
@@ -252,31 +303,33 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         for (int step = 0; step < STEPS; ++step) {
             const u32 tile = ring.filled();
             load(block, step + STAGES - 1);
-            multiply<KEY_STEP / 8, HEAD>(s + step * (KEY_STEP / 8), own_q, tile, x.head);
+            multiply<OWN_STEP / 8, HEAD>(s + step * (OWN_STEP / 8), own_q,
+                                         tile + part * OWN_STEP * KTile::PITCH, x.head);
         }
         if (SOFTCAP)
 #pragma unroll
-            for (int u = 0; u < KEYS / 8; ++u)
+            for (int u = 0; u < OWN_KEYS / 8; ++u)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) s[u][e] = scores::tanh(__fmul_rn(s[u][e], x.cap));
         if (MASK != NONE || block * KEYS < all_first || block * KEYS + KEYS > all_last)
 #pragma unroll
-            for (int u = 0; u < KEYS / 8; ++u)
+            for (int u = 0; u < OWN_KEYS / 8; ++u)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const int h = e / 2, key = block * KEYS + u * 8 + lane % 4 * 2 + e % 2;
+                    const int h = e / 2;
+                    const int key = block * KEYS + key_in_block(part, u * 8) + lane % 4 * 2 + e % 2;
                     const bool visible = key >= first[h] && key < last[h];
                     s[u][e] = scores::masked(x, s[u][e], visible, mask[h] + key * x.mask_key);
                 }
-        segment.probabilities(s, scores::factor(x));
+        segment.probabilities(s, scores::factor(x), exchange, part, warp * 16 + lane / 4);
 #pragma unroll UNROLL
         for (int step = STEPS; step < 2 * STEPS; ++step) {
             const u32 tile = ring.filled();
             load(block, step + STAGES - 1);
 #pragma unroll UNROLL_GROUPS
             for (int g = 0; g < KEY_STEP / 16; ++g) {
-                multiply_weights<VALUES, COLUMNS>(segment.o, s[0], s[1],
-                                                  tile + g * 16 * VTile::PITCH + part * int(sizeof(Stored)));
+                multiply_weights<VALUES, COLUMNS>(
+                    segment.o, s[0], s[1], tile + g * 16 * VTile::PITCH + first_column * int(sizeof(Stored)));
 #pragma unroll
                 for (int u = 0; u < KEYS / 8 - 2; ++u)
 #pragma unroll
@@ -295,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
                             (sequence.row(x, row.query, row.head) * p.segments + block / BLOCKS) * SCRATCH;
 #pragma unroll
                 for (int j = 0; j < COLUMNS; ++j)
-                    *reinterpret_cast<float2*>(to + part + j * 8 + lane % 4 * 2) =
+                    *reinterpret_cast<float2*>(to + first_column + j * 8 + lane % 4 * 2) =
                         make_float2(segment.o[j][2 * h], segment.o[j][2 * h + 1]);
                 if (part == 0 && lane % 4 == 0)
                     *reinterpret_cast<float2*>(to + VALUES) = make_float2(segment.n[h], sums[h]);
@@ -332,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
                 const float o = any ? merged_o[(j * 4 + 2 * h + e) * 32 * WARPS] : 0.0f;
                 value[e] = merged[h].quotient(__fmul_rn(o, scale), inverse);
             }
-            store_two(to, part + j * 8 + lane % 4 * 2, x.values, value[0], value[1]);
+            store_two(to, first_column + j * 8 + lane % 4 * 2, x.values, value[0], value[1]);
         }
         if (part == 0 && lane % 4 == 0) merged[h].store(p, lse_at(p, sequence, row.query, row.head));
     }
