@@ -41,8 +41,13 @@ _LARGEST_HEAD = 256
 _SCRATCH = 512 << 20  # bytes that the segments of split keys may take
 
 # The macros of convert.cuh and attention.cuh.
-_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_MASKS: dict[torch.dtype | None, str] = {None: "NONE", torch.bool: "BOOLEAN"} | _TYPES
+_NAMES: dict[torch.dtype | None, str] = {
+    None: "NONE",
+    torch.bool: "BOOLEAN",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
 
 # Problem, and the parameter structs.
 _PROBLEM = "PPPPPqPqqqqiiiiiiiiiiiifffi"
@@ -138,12 +143,12 @@ class Variant:
 
     def constants(self, warps: int, values: int) -> dict[str, int | str]:
         return {
-            "TYPE": _TYPES[self.dtype],
+            "TYPE": _NAMES[self.dtype],
             "HEAD": self.head,
             "VALUES": values,
             "WARPS": warps,
             "VECTOR": int(self.vector),
-            "MASK": _MASKS[self.mask],
+            "MASK": _NAMES[self.mask],
             "SOFTCAP": int(self.softcap),
             "PAGED": int(self.paged),
             "HARDWARE_EXP2": int(self.hardware_exp2),
@@ -449,11 +454,11 @@ def _statistics(x: Call) -> tuple[tuple[int, ...], tuple[int, int]]:
 def _check(x: Call) -> None:
     device = x.q.get_device()
     matmul.check_contract(x.contract, device)
-    step = contract_from_key(x.contract).step
-    if (step == "fma") != (x.q.dtype == torch.float32) or max(x.q.shape[-1], x.v.shape[-1]) > _LARGEST_HEAD:
+    step, sizes = contract_from_key(x.contract).step, (x.q.shape[-1], x.v.shape[-1])
+    if (step == "fma") != (x.q.dtype == torch.float32) or max(sizes) > _LARGEST_HEAD:
         raise UnavailableError(
-            f"the universal attention kernels take float32 under FMA, 16 bits on tensor cores, and heads up"
-            f" to {_LARGEST_HEAD}; got {x.q.dtype} under {step!r}, heads of {x.q.shape[-1]} and {x.v.shape[-1]}"
+            "the universal attention kernels take float32 under FMA, 16 bits on tensor cores, and heads up"
+            f" to {_LARGEST_HEAD}; got {x.q.dtype} under {step!r}, heads of {sizes[0]} and {sizes[1]}"
         )
 
 

@@ -225,33 +225,39 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     float* merged_o =
         reinterpret_cast<float*>(behind_ring + (PARTS > 1 ? sizeof(Exchange) : 0)) + threadIdx.x;
 
-    const Stored* k = p.k + head * p.k_strides.head + sequence.batch_of_k * p.k_strides.batch;
-    const Stored* v = p.v + head * p.v_strides.head + sequence.batch_of_k * p.v_strides.batch;
+    const Stored* k = p.k + head * p.k_strides.head + sequence.batch_of_k * p.k_strides.batch +
+                      (PAGED ? 0 : sequence.first_key * p.k_strides.token);
+    const Stored* v = p.v + head * p.v_strides.head + sequence.batch_of_k * p.v_strides.batch +
+                      (PAGED ? 0 : sequence.first_key * p.v_strides.token);
     int page = 0;  // of this lane's line in the next step, which is looked up one step ahead
-    const auto own_key = [&](int block, int step) {
-        return block * KEYS + step % STEPS * KEY_STEP + KTile::own_line();
+    const auto first_key = [&](int block, int step) {
+        return (block + step / (2 * STEPS)) * KEYS + step % STEPS * KEY_STEP;
     };
     const auto look_up = [&](int block, int step) {
-        const int key = own_key(block + step / (2 * STEPS), step);
+        const int key = first_key(block, step) + KTile::own_line();
         if (PAGED && KTile::finds() && key < sequence.keys)
             page = x.pages[sequence.batch * x.pages_batch + (sequence.first_key + key) / x.page];
     };
     // Steps of a block: STEPS of keys, STEPS of values, then those of the next block.
     const auto load = [&](int block, int step) {
         const bool values = step / STEPS % 2;
-        const int at = block + step / (2 * STEPS);
-        if (at < end) {
-            const Strides& strides = values ? p.v_strides : p.k_strides;
-            const int key = own_key(at, step), slot = sequence.first_key + key;
-            i64 own =
-                PAGED ? min(max(page, 0), x.page_count - 1) * strides.batch + slot % x.page * strides.token
-                      : slot * strides.token;
-            if (!KTile::finds() || key >= sequence.keys) own = -1;
+        if (block + step / (2 * STEPS) < end) {
             const u32 to = ring.to_fill();
-            if (values)
-                VTile::load(to, v, own, strides.column, x.values);
-            else
-                KTile::load(to, k, own, strides.column, x.head);
+            const int key = first_key(block, step);
+            if (PAGED) {
+                const Strides& strides = values ? p.v_strides : p.k_strides;
+                const int own = key + KTile::own_line(), in_page = (sequence.first_key + own) % x.page;
+                const i64 at = min(max(page, 0), x.page_count - 1) * strides.batch + in_page * strides.token;
+                const i64 place = KTile::finds() && own < sequence.keys ? at : -1;
+                if (values)
+                    VTile::load_found(to, v, place, strides, x.values);
+                else
+                    KTile::load_found(to, k, place, strides, x.head);
+            } else if (values) {
+                VTile::load(to, v, key, sequence.keys, p.v_strides, x.values);
+            } else {
+                KTile::load(to, k, key, sequence.keys, p.k_strides, x.head);
+            }
             look_up(block, step + 1);
         }
         cp_async_commit();  // empty ones too, so that their number tells which stage is whole
@@ -261,8 +267,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         const int row = first_row + QTile::own_line(), query = row / x.group, member = row % x.group;
         const i64 own =
             (sequence.first_query + query) * p.q_strides.token + (head * x.group + member) * p.q_strides.head;
-        QTile::load(q_tile, p.q + sequence.batch_of_q * p.q_strides.batch,
-                    QTile::finds() && row < rows ? own : -1, p.q_strides.column, x.head);
+        QTile::load_found(q_tile, p.q + sequence.batch_of_q * p.q_strides.batch,
+                          QTile::finds() && row < rows ? own : -1, p.q_strides, x.head);
     }
     look_up(block, 0);
 #pragma unroll UNROLL

@@ -53,6 +53,12 @@ __device__ __forceinline__ i64 row_at(const Strides& s, int token, int head) {
     return token * s.token + head * s.head;
 }
 
+// The first key of a sequence, in k or v.
+__device__ __forceinline__ const Stored* keys_of(const Stored* x, const Strides& strides, const Sequence& s,
+                                                 int head) {
+    return x + s.batch_of_k * strides.batch + row_at(strides, s.first_key, head);
+}
+
 __device__ __forceinline__ i64 lse_at(const Params& p, const Sequence& s, int query, int head) {
     return s.batch_of_q * p.lse_batch + head * p.lse_head + s.first_query + query;
 }
@@ -161,22 +167,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     const u32 k_tile = shared_address(memory), v_tile = k_tile + KeyTile::BYTES;
     Ring<STAGES, STAGE_BYTES> ring{v_tile + ValueTile::BYTES};
 
-    const Stored* q = p.q + sequence.batch_of_q * p.q_strides.batch;
-    const Stored* g = p.g + sequence.batch_of_q * p.g_strides.batch;
+    const Stored* q =
+        p.q + sequence.batch_of_q * p.q_strides.batch + sequence.first_query * p.q_strides.token;
+    const Stored* g =
+        p.g + sequence.batch_of_q * p.g_strides.batch + sequence.first_query * p.g_strides.token;
     int load_step = 0, load_member = 0, load_stage = 0;
     const auto load = [&] {
         if (load_member < x.group && steps > 0) {
             const int member = head * x.group + load_member;
-            const auto query_of = [&](int line) { return begin + load_step * STEP + line - sequence.offset; };
-            const int query = query_of(KeyStage::own_line()), token = sequence.first_query + query;
-            const bool exists = KeyStage::finds() && query >= 0 && query < sequence.queries;
+            const int first_query = begin + load_step * STEP - sequence.offset;
             const u32 to = ring.to_fill();
-            KeyStage::load(to, q, exists ? row_at(p.q_strides, token, member) : -1, p.q_strides.column,
+            KeyStage::load(to, q + member * p.q_strides.head, first_query, sequence.queries, p.q_strides,
                            x.head);
-            ValueStage::load(to + KeyStage::BYTES, g, exists ? row_at(p.g_strides, token, member) : -1,
-                             p.g_strides.column, x.values);
+            ValueStage::load(to + KeyStage::BYTES, g + member * p.g_strides.head, first_query,
+                             sequence.queries, p.g_strides, x.values);
             for (int line = threadIdx.x; line < STEP; line += 32 * WARPS) {
-                const int query = query_of(line);
+                const int query = first_query + line;
                 if (query < 0 || query >= sequence.queries) continue;
                 const i64 at = lse_at(p, sequence, query, member);
                 copy_float(&row_values[load_stage][0][line], p.lse2 + at);
@@ -188,15 +194,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         cp_async_commit();  // empty ones too, so that their number tells which stage is whole
     };
 
-    {
-        const int key = first_key + KeyTile::own_line(), slot = sequence.first_key + key;
-        const bool exists = KeyTile::finds() && key < sequence.keys;
-        KeyTile::load(k_tile, p.k + sequence.batch_of_k * p.k_strides.batch,
-                      exists ? row_at(p.k_strides, slot, head) : -1, p.k_strides.column, x.head);
-        if (GRADS & 1)
-            ValueTile::load(v_tile, p.v + sequence.batch_of_k * p.v_strides.batch,
-                            exists ? row_at(p.v_strides, slot, head) : -1, p.v_strides.column, x.values);
-    }
+    KeyTile::load(k_tile, keys_of(p.k, p.k_strides, sequence, head), first_key, sequence.keys, p.k_strides,
+                  x.head);
+    if (GRADS & 1)
+        ValueTile::load(v_tile, keys_of(p.v, p.v_strides, sequence, head), first_key, sequence.keys,
+                        p.v_strides, x.values);
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) load();
 
@@ -292,17 +294,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
 
     const u32 q_tile = shared_address(memory), g_tile = q_tile + KeyTile::BYTES;
     Ring<STAGES, STAGE_BYTES> ring{g_tile + ValueTile::BYTES};
-    const Stored* k = p.k + sequence.batch_of_k * p.k_strides.batch;
-    const Stored* v = p.v + sequence.batch_of_k * p.v_strides.batch;
+    const Stored* k = keys_of(p.k, p.k_strides, sequence, head);
+    const Stored* v = keys_of(p.v, p.v_strides, sequence, head);
     int load_key = first_seen;
     const auto load = [&] {
         if (load_key < last_seen) {
-            const int key = load_key + KeyStage::own_line(), slot = sequence.first_key + key;
-            const bool exists = KeyStage::finds() && key < sequence.keys;
             const u32 to = ring.to_fill();
-            KeyStage::load(to, k, exists ? row_at(p.k_strides, slot, head) : -1, p.k_strides.column, x.head);
-            ValueStage::load(to + KeyStage::BYTES, v, exists ? row_at(p.v_strides, slot, head) : -1,
-                             p.v_strides.column, x.values);
+            KeyStage::load(to, k, load_key, sequence.keys, p.k_strides, x.head);
+            ValueStage::load(to + KeyStage::BYTES, v, load_key, sequence.keys, p.v_strides, x.values);
             load_key += STEP;
         }
         cp_async_commit();
@@ -311,10 +310,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         const int row = first_row + KeyTile::own_line(), token = sequence.first_query + row / x.group;
         const int member = head * x.group + row % x.group;
         const bool exists = KeyTile::finds() && row < rows;
-        KeyTile::load(q_tile, p.q + sequence.batch_of_q * p.q_strides.batch,
-                      exists ? row_at(p.q_strides, token, member) : -1, p.q_strides.column, x.head);
-        ValueTile::load(g_tile, p.g + sequence.batch_of_q * p.g_strides.batch,
-                        exists ? row_at(p.g_strides, token, member) : -1, p.g_strides.column, x.values);
+        KeyTile::load_found(q_tile, p.q + sequence.batch_of_q * p.q_strides.batch,
+                            exists ? row_at(p.q_strides, token, member) : -1, p.q_strides, x.head);
+        ValueTile::load_found(g_tile, p.g + sequence.batch_of_q * p.g_strides.batch,
+                              exists ? row_at(p.g_strides, token, member) : -1, p.g_strides, x.values);
     }
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) load();

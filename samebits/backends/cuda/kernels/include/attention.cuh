@@ -159,28 +159,61 @@ template <int LINES, int COLUMNS>
 struct Tile {
     static constexpr int WIDTH = 16 / sizeof(Stored), CHUNKS = COLUMNS / WIDTH;
     static constexpr int PITCH = (CHUNKS | 1) * 16, BYTES = LINES * PITCH;
-    static constexpr int OWN = LINES / WARPS;  // lines that a warp copies
+    static constexpr int OWN = LINES / WARPS, ALL = OWN * CHUNKS;  // lines and chunks that a warp copies
+    static constexpr int PASSES = (ALL + 31) / 32, UNROLL = VECTOR ? PASSES : 1;
     static_assert(LINES % WARPS == 0 && OWN <= 32 && COLUMNS % 16 == 0);
 
-    // The line that this lane of OWN finds the place of.
+    // Lines first, first + 1, ... of `count` that lie `stride` apart; others are zeros, as columns past `columns`.
+    static __device__ __forceinline__ void load(u32 to, const Stored* data, int first, int count,
+                                                const Strides& strides, int columns) {
+        const int warp_line = threadIdx.x / 32 * OWN, lane = threadIdx.x % 32;
+        if constexpr (32 % CHUNKS == 0 && ALL % 32 == 0) {  // a lane has the same chunk of every line
+            const int line = warp_line + lane / CHUNKS, chunk = lane % CHUNKS;
+            const int width = min(max(columns - chunk * WIDTH, 0), WIDTH), index = first + line;
+            const Stored* from = data + index * strides.token + chunk * WIDTH * column(strides);
+            const i64 step = 32 / CHUNKS * strides.token;
+            to += line * PITCH + chunk * 16;
+#pragma unroll UNROLL
+            for (int pass = 0; pass < PASSES; ++pass, from += step) {
+                const bool exists = u32(index + pass * (32 / CHUNKS)) < u32(count);
+                copy(to + pass * (32 / CHUNKS) * PITCH, from, strides.column, exists ? width : 0);
+            }
+        } else {
+#pragma unroll UNROLL
+            for (int pass = 0; pass < PASSES; ++pass) {
+                const int i = pass * 32 + lane, line = warp_line + i / CHUNKS, index = first + line;
+                copy_chunk(to, data, i, u32(index) < u32(count) ? index * strides.token : -1, strides,
+                           columns);
+            }
+        }
+    }
+
+    // The line, of those that its warp copies, whose place in `data` a lane finds for all of them.
     static __device__ __forceinline__ int own_line() { return threadIdx.x / 32 * OWN + threadIdx.x % 32; }
     static __device__ __forceinline__ bool finds() { return threadIdx.x % 32 < OWN; }
 
-    // `place`: where this lane's own line begins in `data`, or -1: it is zeros. `columns` of it exist.
-    static __device__ __forceinline__ void load(u32 to, const Stored* data, i64 place, i64 stride,
-                                                int columns) {
-        constexpr int ALL = OWN * CHUNKS, PASSES = (ALL + 31) / 32, UNROLL = VECTOR && COLUMNS <= 192 ? 4 : 1;
-        const int lane = threadIdx.x % 32;
-        to += threadIdx.x / 32 * OWN * PITCH;
+    // Lines of which each lane has found one. `place`: where it begins, or -1: it is zeros.
+    static __device__ __forceinline__ void load_found(u32 to, const Stored* data, i64 place,
+                                                      const Strides& strides, int columns) {
 #pragma unroll UNROLL
         for (int pass = 0; pass < PASSES; ++pass) {
-            const int i = pass * 32 + lane, line = i / CHUNKS, chunk = i % CHUNKS;
-            const i64 at = __shfl_sync(0xFFFFFFFF, place, line);
-            const int count = at < 0 ? 0 : min(max(columns - chunk * WIDTH, 0), WIDTH);
-            if (ALL % 32 == 0 || i < ALL)
-                copy(to + line * PITCH + chunk * 16, count ? data + at + chunk * WIDTH * stride : data,
-                     stride, count);
+            const int i = pass * 32 + threadIdx.x % 32;
+            copy_chunk(to, data, i, __shfl_sync(0xFFFFFFFF, place, i / CHUNKS), strides, columns);
         }
+    }
+
+    static __device__ __forceinline__ i64 column(const Strides& strides) {
+        return VECTOR ? 1 : strides.column;
+    }
+
+    // Chunk `i` of its warp's, of a line that begins at `place`.
+    static __device__ __forceinline__ void copy_chunk(u32 to, const Stored* data, int i, i64 place,
+                                                      const Strides& strides, int columns) {
+        const int line = threadIdx.x / 32 * OWN + i / CHUNKS, chunk = i % CHUNKS;
+        const int width = place < 0 ? 0 : min(max(columns - chunk * WIDTH, 0), WIDTH);
+        if (ALL % 32 == 0 || i < ALL)
+            copy(to + line * PITCH + chunk * 16, data + place + chunk * WIDTH * column(strides),
+                 strides.column, width);
     }
 
     // `count` elements, then zeros: 16 bytes.
