@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,27 +17,27 @@ import torch
 from torch import Tensor
 
 from samebits.backends import UnavailableError
-from samebits.backends.cuda import compiler, devices, matmul, runtime
+from samebits.backends.attention import BLOCK, SEGMENT, Attention
+from samebits.backends.cuda import compiler, devices, matmul, rows, runtime
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.contract import HOPPER, contract_from_key
 from samebits.functions import CONSTANTS
 
 __all__ = [
     "Backward",
-    "Call",
     "Forward",
     "Variant",
-    "attention",
     "backward",
     "backward_schedules",
     "choose",
     "choose_backward",
+    "forward",
     "forward_schedules",
     "specs",
 ]
 
-_BLOCK, _SEGMENT = 128, 512
 _LARGEST_HEAD = 256
+_ALIGN = {"first": 0, "slots": 1, "last": 2}  # enum Align of attention.cuh
 _SCRATCH = 512 << 20  # bytes that the segments of split keys may take
 
 # The macros of convert.cuh and attention.cuh.
@@ -53,79 +53,6 @@ _NAMES: dict[torch.dtype | None, str] = {
 _PROBLEM = "PPPPPqPqqqqiiiiiiiiiiiifffi"
 _FORWARD = "PPPPPPPP" + 3 * "qqqq" + "qqqqq" + "iiii" + _PROBLEM
 _BACKWARD = "PPPPPPPPPPPPP" + 8 * "qqqq" + "qq" + "ii" + _PROBLEM
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What is to be computed.
-
-    Attributes:
-        q: ``[batch, queries, heads, size]``, or packed ``[tokens, heads, size]``.
-        k, v: ``[batch, keys, kv heads, ...]``, packed ``[tokens, kv heads, ...]``, or pages
-            ``[pages, page, kv heads, ...]``.
-        contract: its key.
-        scale: f32, > 0.
-        softcap: f32; 0 for none.
-        window: keys to the left and to the right that a query sees; -1 for all. Causal is 0 to the right.
-        aligned: whether the last query has the position of its sequence's last key; else the first query
-            has position 0.
-        mask: ``[batch, heads, queries, keys]``, boolean or float, any strides.
-        sinks: ``[heads]``, float32, contiguous.
-        cu_seqlens_q, cu_seqlens_k: int32 ``[batch + 1]``.
-        key_start, key_length: int32 ``[batch]``: the first slot of a sequence's keys, and the one behind the
-            last.
-        block_table: int32 ``[batch, pages]``.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    contract: str
-    scale: float
-    softcap: float = 0.0
-    window: tuple[int, int] = (-1, -1)
-    aligned: bool = False
-    mask: Tensor | None = None
-    sinks: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    key_start: Tensor | None = None
-    key_length: Tensor | None = None
-    block_table: Tensor | None = None
-
-    @property
-    def heads(self) -> int:
-        """Of q."""
-        return self.q.shape[-2]
-
-    @property
-    def kv_heads(self) -> int:
-        return self.k.shape[-2]
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-    @property
-    def sequences(self) -> int:
-        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.numel() - 1
-
-    @property
-    def queries(self) -> int:
-        """Slots of q: of a sequence, or of all if packed."""
-        return self.q.shape[-3]
-
-    @property
-    def keys(self) -> int:
-        """Slots of k likewise; of a sequence's pages."""
-        if self.block_table is not None:
-            return self.block_table.shape[1] * self.k.shape[1]
-        return self.k.shape[-3]
-
-    @property
-    def whole_keys(self) -> bool:
-        """Whether every slot of k belongs to a sequence."""
-        return self.cu_seqlens_k is None and self.key_start is None and self.key_length is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +124,7 @@ class Forward:
     def smem(self, of: Variant) -> int:
         values = self.values(of)
         merged = 0 if self.split else self.threads * values // self.parts * 2
-        exchange = 0 if self.parts == 1 else self.rows * (self.parts + _BLOCK + 8) * 4
+        exchange = 0 if self.parts == 1 else self.rows * (self.parts + BLOCK + 8) * 4
         stage = self.key_step * max(of.pitch(of.head), of.pitch(values))
         return self.rows * of.pitch(of.head) + self.stages * stage + exchange + merged
 
@@ -261,7 +188,7 @@ def _constants(of: Variant, s: Forward) -> dict[str, int | str]:
         "PARTS": s.parts,
         "KEY_STEP": s.key_step,
         "STAGES": s.stages,
-        "MIN_BLOCKS": s.min_blocks,
+        "MINBLOCKS": s.min_blocks,
         "SPLIT": int(s.split),
     }
 
@@ -288,7 +215,6 @@ def merge_spec(of: Variant, s: Forward, programmatic: bool) -> compiler.KernelSp
 
 
 _ROWS, _DK, _DV, _DQ = 0, 1, 2, 4  # values of the macro GRADS
-_THREADS = {"grad_dots": 256, "grad_sinks": 1024}
 
 
 def backward_spec(
@@ -298,13 +224,13 @@ def backward_spec(
     constants = of.constants(s.warps, of.values) | {
         "STEP": s.step,
         "STAGES": s.stages,
-        "MIN_BLOCKS": s.min_blocks,
+        "MINBLOCKS": s.min_blocks,
         "GRADS": grads,
         "GRAD_MASK": int(grad_mask),
     }
     return compiler.KernelSpec(
         *("attention_backward.cu", entry, _BACKWARD, tuple(constants.items())),
-        block=_THREADS.get(entry, 32 * s.warps),
+        block=256 if grads == _ROWS else 32 * s.warps,
         smem=0 if grads == _ROWS else s.smem(of),
         oldest=of.oldest,
     )
@@ -326,11 +252,10 @@ def specs(of: Variant, max_smem: int, *, grad_mask: bool = False) -> Iterator[co
         for grads in _key_grads(of):
             yield backward_spec(of, b, "grad_keys", grads)
         yield backward_spec(of, b, "grad_queries", _DQ, grad_mask)
-    for entry in _THREADS:
-        yield backward_spec(of, backward_schedules(of, max_smem)[0], entry, _ROWS)
+    yield backward_spec(of, backward_schedules(of, max_smem)[0], "grad_dots", _ROWS)
 
 
-def variant(x: Call, *more: Tensor) -> Variant:
+def variant(x: Attention, *more: Tensor) -> Variant:
     """What kernels are specialised to for a call, and further tensors that they read as they read q."""
     step = contract_from_key(x.contract).step
     return Variant(
@@ -352,25 +277,25 @@ def _aligned(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in sizes)
 
 
-def _tiles(x: Call, rows: int) -> tuple[int, int]:
+def _tiles(x: Attention, rows: int) -> tuple[int, int]:
     """Tiles of so many rows in a sequence, and no fewer than there are for a head of k."""
-    if x.cu_seqlens_q is None:
+    if not x.packed:
         tiles = -(-x.queries * x.group // rows)
-        return tiles, tiles * x.sequences
+        return tiles, tiles * x.batch
     # How long sequences are is not known here. Each has at most one tile that is not full.
-    return 0, -(-x.queries * x.group // rows) + x.sequences
+    return 0, -(-x.queries * x.group // rows) + x.batch
 
 
-def choose(x: Call, of: Variant) -> tuple[Forward, int]:
+def choose(x: Attention, of: Variant) -> tuple[Forward, int]:
     """The forward's schedule for a call, and how many blocks share a tile."""
     info = devices.device_info(x.q.get_device())
     rows = x.queries * x.group
-    if x.cu_seqlens_q is not None:
-        rows = -(-rows // max(1, x.sequences))
+    if x.packed:
+        rows = -(-rows // max(1, x.batch))
     warps = next((w for w in (1, 2) if rows <= 16 * w), 4)
     schedules = forward_schedules(of, info.max_smem)
     tiles = max(1, _tiles(x, 16 * warps)[1] * x.kv_heads)
-    segments = -(-x.keys // _SEGMENT)
+    segments = -(-x.keys // SEGMENT)
     # Few rows: four warps share a segment if there are no more of those than warps that run at once; else
     # there are to be many streams of keys, of equal length. Many rows: a multiprocessor needs a block.
     hurried = warps == 1 and tiles * segments <= 4 * info.sm_count
@@ -401,7 +326,7 @@ def choose(x: Call, of: Variant) -> tuple[Forward, int]:
     return found, max(1, min(segments, shares)) if found.split else 1
 
 
-def choose_backward(x: Call, of: Variant) -> Backward:
+def choose_backward(x: Attention, of: Variant) -> Backward:
     """The backward's schedule."""
     info = devices.device_info(x.q.get_device())
     found = next(iter(backward_schedules(of, info.max_smem)), None)
@@ -423,7 +348,7 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _problem(x: Call) -> tuple[Any, ...]:
+def _problem(x: Attention) -> tuple[Any, ...]:
     """The values of ``struct Problem``."""
     f32 = np.float32
     paged = x.block_table is not None
@@ -435,68 +360,77 @@ def _problem(x: Call) -> tuple[Any, ...]:
         0 if x.block_table is None else x.block_table.stride(0),
         _address(x.mask),
         *((0, 0, 0, 0) if x.mask is None else x.mask.stride()),
-        *(x.sequences, x.kv_heads, x.group, x.queries, x.keys, x.q.shape[-1], x.v.shape[-1]),
+        *(x.batch, x.kv_heads, x.group, x.queries, x.keys, x.q.shape[-1], x.v.shape[-1]),
         *((x.k.shape[1], x.k.shape[0]) if paged else (1, 1)),
-        *(left, right, int(x.aligned)),
+        *(left, right, _ALIGN[x.align]),
         float(f32(factor) * f32(CONSTANTS["LOG2E"])),
         float(f32(x.scale) / f32(x.softcap)) if x.softcap else 0.0,
         *(x.scale, 0),
     )
 
 
-def _statistics(x: Call) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Shape of the log-sum-exps, and their strides of batch and head."""
-    if x.q.ndim == 3:
-        return (x.heads, x.queries), (0, x.queries)
-    return (x.sequences, x.heads, x.queries), (x.heads * x.queries, x.queries)
+def _lse_strides(x: Attention) -> tuple[int, int]:
+    """Strides of batch and head."""
+    return 0 if x.packed else x.heads * x.queries, x.queries
 
 
-def _check(x: Call) -> None:
+def _check(x: Attention) -> None:
     device = x.q.get_device()
     matmul.check_contract(x.contract, device)
-    step, sizes = contract_from_key(x.contract).step, (x.q.shape[-1], x.v.shape[-1])
-    if (step == "fma") != (x.q.dtype == torch.float32) or max(sizes) > _LARGEST_HEAD:
+    sizes = x.q.shape[-1], x.v.shape[-1]
+    if max(sizes) > _LARGEST_HEAD:
         raise UnavailableError(
-            "the universal attention kernels take float32 under FMA, 16 bits on tensor cores, and heads up"
-            f" to {_LARGEST_HEAD}; got {x.q.dtype} under {step!r}, heads of {sizes[0]} and {sizes[1]}"
+            f"samebits' CUDA kernels for attention take heads up to {_LARGEST_HEAD}, got {sizes[0]} and"
+            f" {sizes[1]} — use CPU tensors"
         )
 
 
-def attention(
-    x: Call, *, lse: bool = False, schedule: Forward | None = None, splits: int = 1
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The output, its log-sum-exp (if `lse`), and that to base 2 which the backward takes.
+def _to_widen(x: Attention) -> bool:
+    """Whether operands of 16 bits are to be computed with in float32, under FMA."""
+    return contract_from_key(x.contract).step == "fma" and x.q.dtype != torch.float32
+
+
+def _widened(x: Attention) -> Attention:
+    q, k, v = (t.to(torch.float32) for t in (x.q, x.k, x.v))
+    return replace(x, q=q, k=k, v=v)
+
+
+def forward(
+    x: Attention, *, schedule: Forward | None = None, splits: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :mod:`samebits.backends.attention`.
 
     Args:
         schedule: instead of the default choice, with `splits` blocks for a tile. Never changes a bit.
     """
+    if _to_widen(x):
+        out, lse, lse2 = forward(_widened(x), schedule=schedule, splits=splits)
+        return out.to(x.q.dtype), lse, lse2
     _check(x)
+    if x.block_table is not None:
+        x = replace(x, block_table=x.block_table.contiguous())
     of = variant(x)
     if schedule is None:
         schedule, splits = choose(x, of)
-    shape, strides = _statistics(x)
-    packed = x.cu_seqlens_q is not None  # there may be tokens of no sequence
-    out = (x.q.new_zeros if packed else x.q.new_empty)((*x.q.shape[:-1], x.v.shape[-1]))
-    statistics = [
-        torch.full(shape, -torch.inf, device=x.q.device)
-        if packed
-        else torch.empty(shape, dtype=torch.float32, device=x.q.device)
-        for _ in range(1 + lse)
-    ]
-    lse2, natural = statistics[0], statistics[1] if lse else None
+    out = x.q.new_empty((*x.q.shape[:-1], x.v.shape[-1]))
+    lse, lse2 = (torch.empty(x.lse_shape, dtype=torch.float32, device=x.q.device) for _ in range(2))
+    if x.packed:  # there may be tokens of no sequence
+        out.zero_()
+        lse.fill_(-torch.inf)
+        lse2.fill_(-torch.inf)
     if out.numel() == 0:
-        return out, natural, lse2
+        return out, lse, lse2
     device = x.q.get_device()
     programmatic = devices.device_info(device).capability >= (9, 0)
     tiles, all_tiles = _tiles(x, schedule.rows)
-    segments = -(-x.keys // _SEGMENT)
+    segments = -(-x.keys // SEGMENT)
     scratch = None
     if schedule.split:
         floats = x.q.shape[:-1].numel() * segments * (schedule.values(of) + 2)
         scratch = torch.empty(max(floats, 1), dtype=torch.float32, device=x.q.device)
     values = (
-        *map(_address, (x.q, x.k, x.v, x.sinks, out, natural, lse2, scratch)),
-        *(*_strides(x.q), *_strides(x.k), *_strides(x.v), *_strides(out)[:3], *strides),
+        *map(_address, (x.q, x.k, x.v, x.sinks, out, lse, lse2, scratch)),
+        *(*_strides(x.q), *_strides(x.k), *_strides(x.v), *_strides(out)[:3], *_lse_strides(x)),
         *(tiles, splits, segments, 0),
         *_problem(x),
     )
@@ -505,47 +439,50 @@ def attention(
     if schedule.split:
         rows = x.q.shape[:-1].numel()
         runtime.load(merge_spec(of, schedule, programmatic), device).launch((rows, 1, 1), *values)
-    return out, natural, lse2
+    return out, lse, lse2
 
 
 def backward(
-    x: Call,
-    g: Tensor,
+    x: Attention,
+    grad: Tensor,
     out: Tensor,
     lse2: Tensor,
     *,
     grad_mask: bool = False,
     schedule: Backward | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q, k, v, of the mask (float32 ``[batch, heads, queries, keys]``) and of the sinks.
+    """See :mod:`samebits.backends.attention`.
 
     Args:
-        g: the gradient of `out`.
-        out, lse2: as :func:`attention` gave them.
-        grad_mask: whether the mask's is wanted.
+        x, grad, out, lse2, grad_mask: as there.
         schedule: instead of the default choice. Never changes a bit.
     """
+    if _to_widen(x):
+        wide = grad.to(torch.float32), out.to(torch.float32)
+        found = backward(_widened(x), *wide, lse2, grad_mask=grad_mask, schedule=schedule)
+        dq, dk, dv = (t.to(x.q.dtype) for t in found[:3])
+        return dq, dk, dv, *found[3:]
     _check(x)
-    of = variant(x, g)
+    of = variant(x, grad)
     if schedule is None:
         schedule = choose_backward(x, of)
     device = x.q.get_device()
     dots = torch.empty_like(lse2)
     # Tokens of no sequence have zeros, and so have pairs that no block goes over.
-    dq = (torch.empty if x.cu_seqlens_q is None else torch.zeros)(
-        x.q.shape, dtype=x.q.dtype, device=x.q.device
-    )
+    dq = (torch.empty if not x.packed else torch.zeros)(x.q.shape, dtype=x.q.dtype, device=x.q.device)
     dk, dv = (
         (torch.empty if x.whole_keys else torch.zeros)(t.shape, dtype=t.dtype, device=t.device)
         for t in (x.k, x.v)
     )
-    mask_shape = (x.sequences, x.heads, x.queries, x.keys)
+    mask_shape = (x.batch, x.heads, x.queries, x.keys)
     dmask = torch.zeros(mask_shape, dtype=torch.float32, device=x.q.device) if grad_mask else None
-    dsinks = None if x.sinks is None else torch.zeros_like(x.sinks)
+    tokens = x.q.shape[:-2].numel()
+    of_sinks = (
+        None if x.sinks is None else torch.zeros(tokens, x.heads, dtype=torch.float32, device=x.q.device)
+    )
     if out.numel() == 0:
-        return dq, dk.zero_(), dv.zero_(), dmask, dsinks
-    tensors = (x.q, x.k, x.v, g, out)
-    strides = _statistics(x)[1]
+        return dq, dk.zero_(), dv.zero_(), dmask, None if x.sinks is None else torch.zeros_like(x.sinks)
+    tensors = (x.q, x.k, x.v, grad, out)
 
     def launch(grid: int, entry: str, grads: int, tiles: int = 0) -> None:
         if grid == 0:
@@ -553,21 +490,20 @@ def backward(
         kernel = runtime.load(backward_spec(of, schedule, entry, grads, grad_mask and grads == _DQ), device)
         kernel.launch(
             (grid, 1, 1),
-            *map(_address, (*tensors, x.sinks, lse2, dots, dq, dk, dv, dmask, dsinks)),
+            *map(_address, (*tensors, x.sinks, lse2, dots, dq, dk, dv, dmask, of_sinks)),
             *(s for t in (*tensors, dq, dk, dv) for s in _strides(t)),
-            *(*strides, tiles, 0),
+            *(*_lse_strides(x), tiles, 0),
             *_problem(x),
         )
 
     launch(-(-x.q.shape[:-1].numel() // 8), "grad_dots", _ROWS)
     if x.cu_seqlens_k is None:
-        key_tiles = -(-x.keys // schedule.rows) * x.sequences
+        key_tiles = -(-x.keys // schedule.rows) * x.batch
     else:
-        key_tiles = -(-x.keys // schedule.rows) + x.sequences
+        key_tiles = -(-x.keys // schedule.rows) + x.batch
     for grads in _key_grads(of):
         launch(key_tiles * x.kv_heads, "grad_keys", grads)
     tiles, all_tiles = _tiles(x, schedule.rows)
     launch(all_tiles * x.kv_heads, "grad_queries", _DQ, tiles)
-    if x.sinks is not None:
-        launch(x.heads, "grad_sinks", _ROWS)
+    dsinks = None if of_sinks is None else rows.column_sum(of_sinks, torch.float32)
     return dq, dk, dv, dmask, dsinks

@@ -1,11 +1,10 @@
 // Attention, backward, for everything that docs/contract.md, "Attention", allows but pages.
 //
-//   grad_dots      D, for each row of queries: the sum of g * out
+//   grad_dots      D, for each row of queries: the sum of g * out; and what the row adds to its sink's gradient
 //   grad_keys      dK and dV: a block has 16 WARPS keys of a head of k, and goes over the queries that see
 //                  them, of one head of the group after another
 //   grad_queries   dQ and the mask's gradient: a block has a tile of rows as the forward has, and goes over
 //                  their keys
-//   grad_sinks     the sinks' gradients
 //
 // Scores and their gradients are computed in both passes, so neither waits for the other, and each sum has one
 // owner. Warps have 16 rows each (of keys, or of queries), and share what comes in through a ring of cp.async
@@ -15,8 +14,8 @@
 //   STEP         lines of a stage: 16 or 32
 //   STAGES       of the ring, 2 or more
 //   MIN_BLOCKS   blocks that shall fit on one multiprocessor
-//   GRADS        what is compiled: 1: dK; 2: dV; 3: both, where there are registers for that; 4: dQ; 0: the sums
-//                along rows, grad_dots and grad_sinks
+//   GRADS        what is compiled: 1: dK; 2: dV; 3: both, where there are registers for that; 4: dQ;
+//                0: grad_dots
 //   GRAD_MASK    1: the mask's gradient is wanted
 
 #include "attention.cuh"
@@ -39,7 +38,8 @@ struct Params {
     const float *sinks, *lse2;
     float* dots;
     Stored *dq, *dk, *dv;
-    float *dmask, *dsinks;  // dmask: [batch, heads of q, queries, keys]
+    float* dmask;     // [batch, heads of q, queries, keys]
+    float* of_sinks;  // [tokens, heads of q]
     Strides q_strides, k_strides, v_strides, g_strides, out_strides;
     Strides dq_strides, dk_strides, dv_strides;
     i64 lse_batch, lse_head;  // of `dots` too
@@ -111,32 +111,12 @@ extern "C" __global__ void __launch_bounds__(256) grad_dots(const __grid_constan
         }
         sum = __fadd_rn(sum, contract::sum_by_halves<32, 1>(product));
     }
-    if (lane == 0) p.dots[batch * p.lse_batch + head * p.lse_head + query] = sum;
-}
-
-extern "C" __global__ void __launch_bounds__(1024) grad_sinks(const __grid_constant__ Params p) {
-    __shared__ float chains[contract::CHAINS];
-    const Problem& x = p.x;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.x;
-    const i64 count = i64(x.cu_q ? 1 : x.batch) * x.queries;
-    const float h = __fmul_rn(p.sinks[head], contract::LOG2E);
-    float chain = 0.0f;
-    for (i64 first = warp * contract::VOCAB_BLOCK; first < count; first += 32 * contract::VOCAB_BLOCK) {
-        float term[contract::VOCAB_BLOCK / 32];
-#pragma unroll
-        for (int i = 0; i < contract::VOCAB_BLOCK / 32; ++i) {
-            const i64 row = first + lane + 32 * i;
-            const i64 at = row / x.queries * p.lse_batch + head * p.lse_head + row % x.queries;
-            const float lse2 = row < count ? p.lse2[at] : -INF;
-            term[i] = lse2 == -INF ? 0.0f : __fmul_rn(scores::exp2(__fsub_rn(h, lse2)), p.dots[at]);
-        }
-        chain = __fadd_rn(chain, contract::sum_by_halves<32, 1>(term));
-    }
-    if (lane == 0) chains[warp] = chain;
-    __syncthreads();
-    if (warp > 0) return;
-    const float sum = contract::sum_of_lanes(chains[lane]);
-    if (lane == 0) p.dsinks[head] = contract::canonical(-sum);
+    if (lane > 0) return;
+    const i64 at = batch * p.lse_batch + head * p.lse_head + query;
+    p.dots[at] = sum;
+    if (!p.sinks) return;
+    const float exponent = __fsub_rn(__fmul_rn(p.sinks[head], contract::LOG2E), p.lse2[at]);
+    p.of_sinks[row] = p.lse2[at] == -INF ? 0.0f : -__fmul_rn(scores::exp2(exponent), sum);
 }
 #endif
 

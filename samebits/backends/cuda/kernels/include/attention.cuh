@@ -52,6 +52,9 @@ struct Strides {
     i64 batch, token, head, column;  // in elements; `batch` is the page's if PAGED, for k and v
 };
 
+// A query's position: that of its first one is 0; its slot's; or that of its last one is its last key's.
+enum Align { FIRST, SLOTS, LAST };
+
 struct Problem {
     // [batch + 1] bounds of packed sequences; [batch] first and last slots of keys; pages [batch, ...]. Null
     // where there are none.
@@ -64,7 +67,7 @@ struct Problem {
     int head, values;               // real sizes
     int page, page_count;           // slots of a page, and pages that there are
     int window_left, window_right;  // -1: no bound; causal is a right window of 0
-    int aligned;                    // 1: the last query has the position of the last key; 0: the first ones'
+    int align;                      // enum Align
     float c;                        // RNE(scale LOG2E); with a softcap RNE(softcap LOG2E)
     float cap;                      // RNE(scale / softcap)
     float scale;
@@ -87,13 +90,13 @@ struct Sequence {
         queries = x.cu_q ? max(0, bound(x.cu_q, b + 1, x.queries) - first_query) : x.queries;
         if (x.cu_k) {
             const int begin = bound(x.cu_k, b, x.keys), end = bound(x.cu_k, b + 1, x.keys);
-            first_key = PAGED ? 0 : begin;
+            first_key = begin;
             keys = max(0, end - begin);
         } else {
             first_key = x.key_start ? bound(x.key_start, b, x.keys) : 0;
             keys = max(0, (x.key_length ? bound(x.key_length, b, x.keys) : x.keys) - first_key);
         }
-        offset = x.aligned ? keys - queries : 0;
+        offset = x.align == LAST ? keys - queries : x.align == SLOTS && x.key_start ? -first_key : 0;
         batch_of_q = x.cu_q ? 0 : b;
         batch_of_k = x.cu_k || PAGED ? 0 : b;
     }

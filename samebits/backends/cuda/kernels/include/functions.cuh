@@ -23,7 +23,7 @@ constexpr float P2 = 0x1.ebfbep-3f;
 constexpr float P3 = 0x1.c6af6cp-5f;
 constexpr float P4 = 0x1.3b2a1cp-7f;
 constexpr float P5 = 0x1.5f0896p-10f;
-constexpr float P6 = 0x1.44400400p-13f;
+constexpr float P6 = 0x1.444004p-13f;
 constexpr float L1 = -0x1p-1f;
 constexpr float L2 = 0x1.555554p-2f;
 constexpr float L3 = -0x1.000226p-2f;
@@ -65,10 +65,10 @@ __device__ __forceinline__ float exp(float x) {
     return __fmul_rn(q, __int_as_float(__float_as_int(t) << 23));
 }
 
-// 2^x by a polynomial, for x < 128 and NaN; exact for integers, +0 from -127 down.
+// 2^x by a polynomial: exact for integers, +0 from -127 down, infinity from 128 on.
 __device__ __forceinline__ float exp2(float x) {
     constexpr float TO_INTEGER = 12583039.0f;
-    x = maximum(x, -127.0f);
+    x = x > 128.0f ? 128.0f : maximum(x, -127.0f);
     const float t = __fadd_rn(x, TO_INTEGER);
     const float f = __fsub_rn(x, __fsub_rn(t, TO_INTEGER));
     float q = __fmaf_rn(P6, f, P5);
