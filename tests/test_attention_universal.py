@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -23,15 +21,14 @@ FMA = Variant(torch.float32, 128, 128, True, None, False, False, False)
 
 @pytest.mark.parametrize(
     ("variant", "arch"),
-    [(PLAIN, "sm_120a"), (PAGED, "sm_90a"), (EVERYTHING, "sm_90a"), (FMA, "sm_75"), (FMA, "sm_86")],
+    [(PLAIN, "sm_120a"), (PAGED, "sm_90a"), (EVERYTHING, "sm_80"), (FMA, "sm_75")],
     ids=lambda x: x if isinstance(x, str) else f"{x.dtype}-{x.head}-{x.values}",
 )
 def test_registers_suffice(variant: Variant, arch: str) -> None:
-    """One schedule of each kind: the others differ by the depth of their rings alone."""
+    """Every kernel under its first schedule, which has the most to hold."""
     every = specs(variant, SMEM.get(arch, 227 << 10), grad_mask=variant.mask is not None)
-    kinds = itertools.groupby(every, key=lambda s: (s.entry, s.block, dict(s.constants).get("GRADS")))
-    for _, same in kinds:
-        spec = next(same)
+    first = {(s.entry, dict(s.constants).get("GRADS")): s for s in reversed([*every])}
+    for spec in first.values():
         cubin = compiler.compile(spec, arch)
         assert cubin.spill_bytes == 0, spec
         assert not cubin.advice, spec

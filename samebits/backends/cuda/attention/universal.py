@@ -188,7 +188,7 @@ def _constants(of: Variant, s: Forward) -> dict[str, int | str]:
         "PARTS": s.parts,
         "KEY_STEP": s.key_step,
         "STAGES": s.stages,
-        "MINBLOCKS": s.min_blocks,
+        "MIN_BLOCKS": s.min_blocks,
         "SPLIT": int(s.split),
     }
 
@@ -224,7 +224,7 @@ def backward_spec(
     constants = of.constants(s.warps, of.values) | {
         "STEP": s.step,
         "STAGES": s.stages,
-        "MINBLOCKS": s.min_blocks,
+        "MIN_BLOCKS": s.min_blocks,
         "GRADS": grads,
         "GRAD_MASK": int(grad_mask),
     }

@@ -163,7 +163,8 @@ struct Tile {
     static constexpr int WIDTH = 16 / sizeof(Stored), CHUNKS = COLUMNS / WIDTH;
     static constexpr int PITCH = (CHUNKS | 1) * 16, BYTES = LINES * PITCH;
     static constexpr int OWN = LINES / WARPS, ALL = OWN * CHUNKS;  // lines and chunks that a warp copies
-    static constexpr int PASSES = (ALL + 31) / 32, UNROLL = VECTOR ? PASSES : 1;
+    static constexpr int PASSES = (ALL + 31) / 32;
+    static constexpr int UNROLL = !VECTOR ? 1 : 32 % CHUNKS == 0 ? PASSES : 4;  // as registers allow
     static_assert(LINES % WARPS == 0 && OWN <= 32 && COLUMNS % 16 == 0);
 
     // Lines first, first + 1, ... of `count` that lie `stride` apart; others are zeros, as columns past `columns`.
