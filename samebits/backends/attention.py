@@ -1,13 +1,13 @@
 """What a call of attention computes, as data: the operands and options that every backend receives.
 
-A backend's module ``attention`` has two functions. The bits of what they return are those of docs/contract.md,
+A backend's module ``attention`` has two functions. The bits that they return are those of docs/contract.md,
 "Attention".
 
-* ``forward(x: Attention) -> (out, lse, lse2)``: the output, contiguous, of q's shape with v's last size; the
-  log-sum-exp, ``[batch, heads, queries]``, or ``[heads, tokens]`` if packed, float32; and what ``backward`` takes
-  in its place, the same to base 2.
-* ``backward(x, grad, out, lse2, *, grad_mask: bool) -> (dq, dk, dv, dmask, dsinks)``: the gradients. ``dmask`` is
-  ``[batch, heads, queries, keys]``, float32, if ``grad_mask``, else None. ``dsinks`` is None without sinks.
+* ``forward(x: Attention) -> (out, lse, lse2)``. ``out`` is contiguous, of q's shape with v's last size. The
+  log-sum-exp ``lse`` is ``[batch, heads, queries]``, or ``[heads, tokens]`` if packed, in float32. ``lse2``
+  is the same to base 2, for ``backward``.
+* ``backward(x, grad, out, lse2, *, grad_mask: bool) -> (dq, dk, dv, dmask, dsinks)``. ``dmask`` is
+  ``[batch, heads, queries, keys]`` in float32 if ``grad_mask``, else None. ``dsinks`` is None without sinks.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Attention:
         window: how many keys to the left and to the right of its own position a query sees; -1 for all.
             Causal is 0 to the right.
         align: positions of queries.
-        mask: ``[batch, heads, queries, keys]``: boolean, float32, or of another float dtype; any strides, which
-            may be 0. Indices of keys are slots. Never with packed keys.
+        mask: ``[batch, heads, queries, keys]``: boolean, or float32, bfloat16 or float16; any strides,
+            which may be 0. Its keys are slots. Never with packed operands.
         sinks: ``[heads]``, float32, contiguous.
         cu_seqlens_q: int32 ``[batch + 1]``, contiguous: where sequences of packed queries begin and end.
         cu_seqlens_k: likewise for packed keys. None with ``block_table``.
         key_start: int32 ``[batch]``, contiguous: the first slot that belongs to the sequence; 0 without.
         key_length: int32 ``[batch]``, contiguous: the first slot after the sequence; all slots without.
-        block_table: int32 ``[batch, pages of a sequence]``: the pages that have the sequence's slots, in order.
+        block_table: int32 ``[batch, pages of a sequence]``: pages with the sequence's slots, in order.
     """
 
     q: Tensor
