@@ -65,6 +65,21 @@ __device__ __forceinline__ float exp(float x) {
     return __fmul_rn(q, __int_as_float(__float_as_int(t) << 23));
 }
 
+// 2^x by a polynomial: exact for integers, +0 from -127 down, infinity from 128 on.
+__device__ __forceinline__ float exp2(float x) {
+    constexpr float TO_INTEGER = 12583039.0f;
+    x = x > 128.0f ? 128.0f : maximum(x, -127.0f);
+    const float t = __fadd_rn(x, TO_INTEGER);
+    const float f = __fsub_rn(x, __fsub_rn(t, TO_INTEGER));
+    float q = __fmaf_rn(P6, f, P5);
+    q = __fmaf_rn(q, f, P4);
+    q = __fmaf_rn(q, f, P3);
+    q = __fmaf_rn(q, f, P2);
+    q = __fmaf_rn(q, f, P1);
+    q = __fmaf_rn(q, f, 1.0f);
+    return __fmul_rn(q, __int_as_float(__float_as_int(t) << 23));
+}
+
 // For normal x > 0, +0 and NaN.
 __device__ __forceinline__ float log(float x) {
     constexpr int SQRT_HALF = 0x3F3504F3;

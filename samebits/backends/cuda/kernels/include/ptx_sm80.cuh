@@ -4,9 +4,9 @@
 #include "types.cuh"
 
 // One chain step: c = step(c, 16 products), the sum that the contract names. a: 16x16, b: 16x8, c: 16x8.
-template <bool BF16>
+template <bool IS_BF16>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], const u32* b) {
-    if constexpr (BF16)
+    if constexpr (IS_BF16)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
             "{%0,%1,%2,%3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -44,6 +44,27 @@ __device__ __forceinline__ void cp_async_16(u32 to, const void* from) {
 
 __device__ __forceinline__ void cp_async_4(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ float read_shared(u32 from) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ float2 read_shared_2(u32 from) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ float4 read_shared_4(u32 from) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(from)
+                 : "memory");
+    return x;
 }
 
 __device__ __forceinline__ void store_shared_16(u32 to, const u32 (&v)[4]) {

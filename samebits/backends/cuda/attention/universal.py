@@ -1,0 +1,509 @@
+"""Attention by the universal kernels: host side of ``kernels/attention.cu`` and ``attention_backward.cu``.
+
+They take all that docs/contract.md, "Attention", allows: on tensor cores from sm_80 on, under FMA from
+sm_75 on.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samebits.backends import UnavailableError
+from samebits.backends.attention import BLOCK, SEGMENT, Attention
+from samebits.backends.cuda import compiler, devices, matmul, rows, runtime
+from samebits.backends.cuda.products.schedule_sm90 import round_up
+from samebits.contract import HOPPER, contract_from_key
+from samebits.functions import CONSTANTS
+
+__all__ = [
+    "Backward",
+    "Forward",
+    "Variant",
+    "backward",
+    "backward_schedules",
+    "choose",
+    "choose_backward",
+    "forward",
+    "forward_schedules",
+    "specs",
+]
+
+_LARGEST_HEAD = 256
+_ALIGN = {"first": 0, "slots": 1, "last": 2}  # enum Align of attention.cuh
+_SCRATCH = 512 << 20  # bytes that the segments of split keys may take
+
+# The macros of convert.cuh and attention.cuh.
+_NAMES: dict[torch.dtype | None, str] = {
+    None: "NONE",
+    torch.bool: "BOOLEAN",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
+
+# Problem, and the parameter structs.
+_PROBLEM = "PPPPPqPqqqqiiiiiiiiiiiifffi"
+_FORWARD = "PPPPPPPP" + 3 * "qqqq" + "qqqqq" + "iiii" + _PROBLEM
+_BACKWARD = "PPPPPPPPPPPPP" + 8 * "qqqq" + "qq" + "ii" + _PROBLEM
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What kernels are specialised to, besides their schedules. Sizes are multiples of 16."""
+
+    dtype: torch.dtype
+    head: int
+    values: int
+    vector: bool
+    mask: torch.dtype | None
+    softcap: bool
+    paged: bool
+    hardware_exp2: bool
+
+    def constants(self, warps: int, values: int) -> dict[str, int | str]:
+        return {
+            "TYPE": _NAMES[self.dtype],
+            "HEAD": self.head,
+            "VALUES": values,
+            "WARPS": warps,
+            "VECTOR": int(self.vector),
+            "MASK": _NAMES[self.mask],
+            "SOFTCAP": int(self.softcap),
+            "PAGED": int(self.paged),
+            "HARDWARE_EXP2": int(self.hardware_exp2),
+        }
+
+    @property
+    def oldest(self) -> tuple[int, int]:
+        return (7, 5) if self.dtype == torch.float32 else (8, 0)
+
+    def pitch(self, columns: int) -> int:
+        """Bytes of a line in shared memory."""
+        return (columns * self.dtype.itemsize // 16 | 1) * 16
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """How the forward goes about it. None changes a bit.
+
+    Attributes:
+        row_warps: warps with 16 rows of a tile each.
+        parts: warps that share such rows; each has some of the keys, and some columns of the values.
+        key_step: keys of a stage.
+        stages: of the ring.
+        min_blocks: blocks that shall fit on one multiprocessor.
+        split: whether blocks share the segments of a tile, and a second kernel merges them.
+    """
+
+    row_warps: int
+    parts: int
+    key_step: int
+    stages: int
+    min_blocks: int
+    split: bool
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.row_warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.parts
+
+    def values(self, of: Variant) -> int:
+        return round_up(of.values, 16 * self.parts)
+
+    def smem(self, of: Variant) -> int:
+        values = self.values(of)
+        merged = 0 if self.split else self.threads * values // self.parts * 2
+        exchange = 0 if self.parts == 1 else self.rows * (self.parts + BLOCK + 8) * 4
+        stage = self.key_step * max(of.pitch(of.head), of.pitch(values))
+        return self.rows * of.pitch(of.head) + self.stages * stage + exchange + merged
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """How a pass of the backward goes about it. None changes a bit.
+
+    Attributes:
+        warps: of a block; each has 16 keys, or 16 rows of queries.
+        step: queries, or keys, of a stage.
+        stages: of the ring.
+        min_blocks: blocks that shall fit on one multiprocessor.
+    """
+
+    warps: int
+    step: int
+    stages: int
+    min_blocks: int
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.warps
+
+    def smem(self, of: Variant) -> int:
+        return (self.rows + self.stages * self.step) * (of.pitch(of.head) + of.pitch(of.values))
+
+    @property
+    def static_smem(self) -> int:
+        return self.stages * self.step * 8
+
+
+def _forward_candidates(of: Variant) -> Iterator[Forward]:
+    narrow = of.dtype.itemsize == 2
+    for row_warps, split in itertools.product((4, 2, 1), (False, True)):
+        # Two warps for 16 rows where the columns of values take too many registers; four where few rows are
+        # to be done soon.
+        all_parts = (2,) if of.values > 128 else (1,) if row_warps > 1 or of.values % 64 else (1, 4)
+        for parts in all_parts:
+            step = (32 if narrow else 16) if parts == 1 else 16 * parts
+            for stages in (6, 3, 2) if row_warps * parts == 1 else (3, 2):
+                blocks = {1: 2, 4: 3}.get(parts, 1) if row_warps * parts == 4 and of.head <= 128 else 1
+                yield Forward(row_warps, parts, step, stages, blocks if narrow else 1, split)
+
+
+@functools.cache
+def forward_schedules(of: Variant, max_smem: int) -> tuple[Forward, ...]:
+    """All that :func:`choose` may return, on a GPU with so much shared memory for a block."""
+    return tuple(s for s in _forward_candidates(of) if s.smem(of) <= max_smem)
+
+
+@functools.cache
+def backward_schedules(of: Variant, max_smem: int) -> tuple[Backward, ...]:
+    """All that :func:`choose_backward` may return, the best first."""
+    found = (Backward(4, 32, 2, 1), Backward(4, 16, 2, 1), Backward(2, 16, 2, 1), Backward(1, 16, 2, 1))
+    return tuple(s for s in found if s.smem(of) + s.static_smem <= max_smem)
+
+
+def _constants(of: Variant, s: Forward) -> dict[str, int | str]:
+    return of.constants(s.row_warps * s.parts, s.values(of)) | {
+        "PARTS": s.parts,
+        "KEY_STEP": s.key_step,
+        "STAGES": s.stages,
+        "MIN_BLOCKS": s.min_blocks,
+        "SPLIT": int(s.split),
+    }
+
+
+def forward_spec(of: Variant, s: Forward, programmatic: bool) -> compiler.KernelSpec:
+    """The forward under a schedule."""
+    return compiler.KernelSpec(
+        *("attention.cu", "attention", _FORWARD, tuple(_constants(of, s).items())),
+        block=s.threads,
+        smem=s.smem(of),
+        programmatic=programmatic,
+        oldest=of.oldest,
+    )
+
+
+def merge_spec(of: Variant, s: Forward, programmatic: bool) -> compiler.KernelSpec:
+    """The merge of the segments that the forward under a schedule leaves."""
+    return compiler.KernelSpec(
+        *("attention.cu", "merge_segments", _FORWARD, tuple(_constants(of, s).items())),
+        block=round_up(of.values, 32),
+        programmatic=programmatic,
+        oldest=of.oldest,
+    )
+
+
+_ROWS, _DK, _DV, _DQ = 0, 1, 2, 4  # values of the macro GRADS
+
+
+def backward_spec(
+    of: Variant, s: Backward, entry: str, grads: int, grad_mask: bool = False
+) -> compiler.KernelSpec:
+    """A kernel of the backward."""
+    constants = of.constants(s.warps, of.values) | {
+        "STEP": s.step,
+        "STAGES": s.stages,
+        "MIN_BLOCKS": s.min_blocks,
+        "GRADS": grads,
+        "GRAD_MASK": int(grad_mask),
+    }
+    return compiler.KernelSpec(
+        *("attention_backward.cu", entry, _BACKWARD, tuple(constants.items())),
+        block=256 if grads == _ROWS else 32 * s.warps,
+        smem=0 if grads == _ROWS else s.smem(of),
+        oldest=of.oldest,
+    )
+
+
+def _key_grads(of: Variant) -> tuple[int, ...]:
+    """What the kernels of dK and dV give: both at once, if a warp's registers hold them."""
+    return (_DK | _DV,) if of.head + of.values <= 256 else (_DK, _DV)
+
+
+def specs(of: Variant, max_smem: int, *, grad_mask: bool = False) -> Iterator[compiler.KernelSpec]:
+    """All kernels under all schedules, for tests."""
+    for s in forward_schedules(of, max_smem):
+        yield forward_spec(of, s, programmatic=False)
+    yield merge_spec(of, next(s for s in forward_schedules(of, max_smem) if s.split), programmatic=False)
+    if of.paged:
+        return
+    for b in backward_schedules(of, max_smem):
+        for grads in _key_grads(of):
+            yield backward_spec(of, b, "grad_keys", grads)
+        yield backward_spec(of, b, "grad_queries", _DQ, grad_mask)
+    yield backward_spec(of, backward_schedules(of, max_smem)[0], "grad_dots", _ROWS)
+
+
+def variant(x: Attention, *more: Tensor) -> Variant:
+    """What kernels are specialised to for a call, and further tensors that they read as they read q."""
+    step = contract_from_key(x.contract).step
+    return Variant(
+        dtype=x.q.dtype,
+        head=round_up(x.q.shape[-1], 16),
+        values=round_up(x.v.shape[-1], 16),
+        vector=all(map(_aligned, (x.q, x.k, x.v, *more))),
+        mask=None if x.mask is None else x.mask.dtype,
+        softcap=x.softcap != 0,
+        paged=x.block_table is not None,
+        hardware_exp2=step == "mma" and matmul.family(x.q.get_device()) == HOPPER,
+    )
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether rows are contiguous and consist of aligned chunks of 16 bytes."""
+    strides = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    sizes = (x.shape[-1], *strides)
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in sizes)
+
+
+def _tiles(x: Attention, rows: int) -> tuple[int, int]:
+    """Tiles of so many rows in a sequence, and no fewer than there are for a head of k."""
+    if not x.packed:
+        tiles = -(-x.queries * x.group // rows)
+        return tiles, tiles * x.batch
+    # How long sequences are is not known here. Each has at most one tile that is not full.
+    return 0, -(-x.queries * x.group // rows) + x.batch
+
+
+def choose(x: Attention, of: Variant) -> tuple[Forward, int]:
+    """The forward's schedule for a call, and how many blocks share a tile."""
+    info = devices.device_info(x.q.get_device())
+    rows = x.queries * x.group
+    if x.packed:
+        rows = -(-rows // max(1, x.batch))
+    warps = next((w for w in (1, 2) if rows <= 16 * w), 4)
+    schedules = forward_schedules(of, info.max_smem)
+    tiles = max(1, _tiles(x, 16 * warps)[1] * x.kv_heads)
+    segments = -(-x.keys // SEGMENT)
+    # Few rows: four warps share a segment if there are no more of those than warps that run at once; else
+    # there are to be many streams of keys, of equal length. Many rows: a multiprocessor needs a block.
+    hurried = warps == 1 and tiles * segments <= 4 * info.sm_count
+    full = 4 * info.sm_count
+    shares = (
+        segments
+        if hurried
+        else -(-4 * full // tiles)
+        if warps < 4 and tiles < 2 * full
+        else full // (4 * tiles)
+    )
+    scratch = x.q.shape[:-1].numel() * segments * (round_up(of.values, 64) + 2) * 4
+    split = segments > 1 and shares > 1 and scratch <= _SCRATCH
+    wanted = (
+        lambda s: s.split == split and (s.parts == 4) == hurried,
+        lambda s: s.split == split,
+        lambda s: True,
+    )
+    fitting = [s for s in schedules if s.row_warps <= warps]
+    found = next((s for want in wanted for s in fitting if want(s)), None)
+    if found is not None and found.split != split:
+        shares = 1
+    if found is None:
+        raise UnavailableError(
+            f"{info.name} has {info.max_smem} bytes of shared memory, too few for attention in"
+            f" {of.dtype} with heads of {of.head} and {of.values} — use CPU tensors"
+        )
+    return found, max(1, min(segments, shares)) if found.split else 1
+
+
+def choose_backward(x: Attention, of: Variant) -> Backward:
+    """The backward's schedule."""
+    info = devices.device_info(x.q.get_device())
+    found = next(iter(backward_schedules(of, info.max_smem)), None)
+    if found is None:
+        raise UnavailableError(
+            f"{info.name} has {info.max_smem} bytes of shared memory, too few for gradients of attention in"
+            f" {of.dtype} with heads of {of.head} and {of.values} — use CPU tensors"
+        )
+    return found
+
+
+def _strides(x: Tensor) -> tuple[int, int, int, int]:
+    """Strides of batch (or page), token, head and column."""
+    token, head, column = x.stride()[-3:]
+    return 0 if x.ndim == 3 else x.stride(0), token, head, column
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _problem(x: Attention) -> tuple[Any, ...]:
+    """The values of ``struct Problem``."""
+    f32 = np.float32
+    paged = x.block_table is not None
+    span = x.keys + x.queries  # no window is wider
+    left, right = (w if 0 <= w < span else -1 for w in x.window)
+    factor = x.softcap or x.scale
+    return (
+        *map(_address, (x.cu_seqlens_q, x.cu_seqlens_k, x.key_start, x.key_length, x.block_table)),
+        0 if x.block_table is None else x.block_table.stride(0),
+        _address(x.mask),
+        *((0, 0, 0, 0) if x.mask is None else x.mask.stride()),
+        *(x.batch, x.kv_heads, x.group, x.queries, x.keys, x.q.shape[-1], x.v.shape[-1]),
+        *((x.k.shape[1], x.k.shape[0]) if paged else (1, 1)),
+        *(left, right, _ALIGN[x.align]),
+        float(f32(factor) * f32(CONSTANTS["LOG2E"])),
+        float(f32(x.scale) / f32(x.softcap)) if x.softcap else 0.0,
+        *(x.scale, 0),
+    )
+
+
+def _lse_strides(x: Attention) -> tuple[int, int]:
+    """Strides of batch and head."""
+    return 0 if x.packed else x.heads * x.queries, x.queries
+
+
+def _check(x: Attention) -> None:
+    device = x.q.get_device()
+    matmul.check_contract(x.contract, device)
+    sizes = x.q.shape[-1], x.v.shape[-1]
+    if max(sizes) > _LARGEST_HEAD:
+        raise UnavailableError(
+            f"samebits' CUDA kernels for attention take heads up to {_LARGEST_HEAD}, got {sizes[0]} and"
+            f" {sizes[1]} — use CPU tensors"
+        )
+
+
+def _to_widen(x: Attention) -> bool:
+    """Whether operands of 16 bits are to be computed with in float32, under FMA."""
+    return contract_from_key(x.contract).step == "fma" and x.q.dtype != torch.float32
+
+
+def _widened(x: Attention) -> Attention:
+    q, k, v = (t.to(torch.float32) for t in (x.q, x.k, x.v))
+    return replace(x, q=q, k=k, v=v)
+
+
+def forward(
+    x: Attention, *, schedule: Forward | None = None, splits: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :mod:`samebits.backends.attention`.
+
+    Args:
+        schedule: instead of the default choice, with `splits` blocks for a tile. Never changes a bit.
+    """
+    if _to_widen(x):
+        out, lse, lse2 = forward(_widened(x), schedule=schedule, splits=splits)
+        return out.to(x.q.dtype), lse, lse2
+    _check(x)
+    if x.block_table is not None:
+        x = replace(x, block_table=x.block_table.contiguous())
+    of = variant(x)
+    if schedule is None:
+        schedule, splits = choose(x, of)
+    out = x.q.new_empty((*x.q.shape[:-1], x.v.shape[-1]))
+    lse, lse2 = (torch.empty(x.lse_shape, dtype=torch.float32, device=x.q.device) for _ in range(2))
+    if x.packed:  # there may be tokens of no sequence
+        out.zero_()
+        lse.fill_(-torch.inf)
+        lse2.fill_(-torch.inf)
+    if out.numel() == 0:
+        return out, lse, lse2
+    device = x.q.get_device()
+    programmatic = devices.device_info(device).capability >= (9, 0)
+    tiles, all_tiles = _tiles(x, schedule.rows)
+    segments = -(-x.keys // SEGMENT)
+    scratch = None
+    if schedule.split:
+        floats = x.q.shape[:-1].numel() * segments * (schedule.values(of) + 2)
+        scratch = torch.empty(max(floats, 1), dtype=torch.float32, device=x.q.device)
+    values = (
+        *map(_address, (x.q, x.k, x.v, x.sinks, out, lse, lse2, scratch)),
+        *(*_strides(x.q), *_strides(x.k), *_strides(x.v), *_strides(out)[:3], *_lse_strides(x)),
+        *(tiles, splits, segments, 0),
+        *_problem(x),
+    )
+    grid = all_tiles * x.kv_heads * splits
+    runtime.load(forward_spec(of, schedule, programmatic), device).launch((grid, 1, 1), *values)
+    if schedule.split:
+        rows = x.q.shape[:-1].numel()
+        runtime.load(merge_spec(of, schedule, programmatic), device).launch((rows, 1, 1), *values)
+    return out, lse, lse2
+
+
+def backward(
+    x: Attention,
+    grad: Tensor,
+    out: Tensor,
+    lse2: Tensor,
+    *,
+    grad_mask: bool = False,
+    schedule: Backward | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """See :mod:`samebits.backends.attention`.
+
+    Args:
+        x, grad, out, lse2, grad_mask: as there.
+        schedule: instead of the default choice. Never changes a bit.
+    """
+    if _to_widen(x):
+        wide = grad.to(torch.float32), out.to(torch.float32)
+        found = backward(_widened(x), *wide, lse2, grad_mask=grad_mask, schedule=schedule)
+        dq, dk, dv = (t.to(x.q.dtype) for t in found[:3])
+        return dq, dk, dv, *found[3:]
+    _check(x)
+    of = variant(x, grad)
+    if schedule is None:
+        schedule = choose_backward(x, of)
+    device = x.q.get_device()
+    dots = torch.empty_like(lse2)
+    # Tokens of no sequence have zeros, and so have pairs that no block goes over.
+    dq = (torch.empty if not x.packed else torch.zeros)(x.q.shape, dtype=x.q.dtype, device=x.q.device)
+    dk, dv = (
+        (torch.empty if x.whole_keys else torch.zeros)(t.shape, dtype=t.dtype, device=t.device)
+        for t in (x.k, x.v)
+    )
+    mask_shape = (x.batch, x.heads, x.queries, x.keys)
+    dmask = torch.zeros(mask_shape, dtype=torch.float32, device=x.q.device) if grad_mask else None
+    tokens = x.q.shape[:-2].numel()
+    of_sinks = (
+        None if x.sinks is None else torch.zeros(tokens, x.heads, dtype=torch.float32, device=x.q.device)
+    )
+    if out.numel() == 0:
+        return dq, dk.zero_(), dv.zero_(), dmask, None if x.sinks is None else torch.zeros_like(x.sinks)
+    tensors = (x.q, x.k, x.v, grad, out)
+
+    def launch(grid: int, entry: str, grads: int, tiles: int = 0) -> None:
+        if grid == 0:
+            return
+        kernel = runtime.load(backward_spec(of, schedule, entry, grads, grad_mask and grads == _DQ), device)
+        kernel.launch(
+            (grid, 1, 1),
+            *map(_address, (*tensors, x.sinks, lse2, dots, dq, dk, dv, dmask, of_sinks)),
+            *(s for t in (*tensors, dq, dk, dv) for s in _strides(t)),
+            *(*_lse_strides(x), tiles, 0),
+            *_problem(x),
+        )
+
+    launch(-(-x.q.shape[:-1].numel() // 8), "grad_dots", _ROWS)
+    if x.cu_seqlens_k is None:
+        key_tiles = -(-x.keys // schedule.rows) * x.batch
+    else:
+        key_tiles = -(-x.keys // schedule.rows) + x.batch
+    for grads in _key_grads(of):
+        launch(key_tiles * x.kv_heads, "grad_keys", grads)
+    tiles, all_tiles = _tiles(x, schedule.rows)
+    launch(all_tiles * x.kv_heads, "grad_queries", _DQ, tiles)
+    dsinks = None if of_sinks is None else rows.column_sum(of_sinks, torch.float32)
+    return dq, dk, dv, dmask, dsinks

@@ -1,0 +1,449 @@
+// Attention, forward, for everything that docs/contract.md, "Attention", allows: O = softmax(Q K^T) V.
+//
+// A block takes a tile of rows: the queries of one sequence times the heads that share a head of k and v, heads
+// side by side. A warp has 16 rows of it, for itself or with others, where values are long or a block shall be
+// done soon: each of these PARTS has some keys of every step, hands their probabilities to the others through
+// shared memory, and has some columns of the values. All warps share keys and values, which come in through a
+// ring of cp.async stages of KEY_STEP lines: those of a block's 128 keys, then its values.
+//
+// Prefill: a block goes over all segments of its rows. What they come to so far is kept in shared memory,
+// each value by the thread that has it, and touched once a segment.
+// Decode (SPLIT): few rows, and many keys to stream. Blocks share the segments of a tile, and write what each
+// comes to. merge_segments, a second kernel, merges them in order. How many blocks share them changes no bit.
+//
+// Macros, and those of attention.cuh
+//   PARTS        warps that share 16 rows: 1, 2 or 4
+//   KEY_STEP     keys of a stage: 16, 32 or 64, and no less than 16 for each part
+//   STAGES       of the ring, 2 or more
+//   MIN_BLOCKS   blocks that shall fit on one multiprocessor
+//   SPLIT        1: segments go to scratch; 0: to `out`
+
+#include "attention.cuh"
+
+#ifndef SPLIT
+#error "SPLIT is needed: #if takes a missing macro for 0"
+#endif
+
+constexpr int ROW_WARPS = WARPS / PARTS, ROWS = 16 * ROW_WARPS;
+using QTile = Tile<ROWS, HEAD>;
+using KTile = Tile<KEY_STEP, HEAD>;
+using VTile = Tile<KEY_STEP, VALUES>;
+constexpr int STAGE_BYTES = KTile::BYTES > VTile::BYTES ? KTile::BYTES : VTile::BYTES;
+constexpr int STEPS = KEYS / KEY_STEP;
+constexpr int PART = VALUES / PARTS, COLUMNS = PART / 8;  // a warp's columns of values, and how many eights
+constexpr int OWN_STEP = KEY_STEP / PARTS;                // a warp's keys of a step
+constexpr int OWN_KEYS = KEYS / PARTS;                    // and of a block
+static_assert(PART % 16 == 0 && OWN_STEP % 16 == 0);
+
+// The key in its block that is a warp's own key i of those of its part.
+__device__ __forceinline__ constexpr int key_in_block(int part, int i) {
+    return i / OWN_STEP * KEY_STEP + part * OWN_STEP + i % OWN_STEP;
+}
+
+// What the parts tell each other of a block. Eight floats of padding: half a warp writes to all banks.
+struct Exchange {
+    float maxima[PARTS][ROWS];
+    float probabilities[ROWS][KEYS + 8];
+};
+// Under FMA one group of keys is a thousand instructions. They are not repeated.
+constexpr int UNROLL = FMA ? 1 : STEPS, UNROLL_GROUPS = FMA ? 1 : KEY_STEP / 16;
+constexpr int SCRATCH = VALUES + 2;  // floats of a row and segment: o, n and l
+
+struct Params {
+    const Stored *q, *k, *v;
+    const float* sinks;  // of each head, or null
+    Stored* out;
+    float *lse, *lse2;  // lse may be null
+    float* scratch;     // [rows, segments, SCRATCH]
+    Strides q_strides, k_strides, v_strides;
+    i64 out_batch, out_token, out_head, lse_batch, lse_head;
+    int tiles;     // of a sequence, if not packed
+    int splits;    // blocks that share a tile
+    int segments;  // most that a sequence may have
+    int unused;
+    Problem x;
+};
+
+// Segments of a row, merged one after another.
+struct Merged {
+    float n = -INF, l = 0.0f;
+
+    // Adds one; O becomes fma(O, x, RNE(o y)).
+    __device__ __forceinline__ void add(float n_, float l_, float& x, float& y) {
+        const float larger = fmaxf(n, n_), shift = contract::shift_of(larger);
+        x = scores::exp2(__fsub_rn(n, shift));
+        y = scores::exp2(__fsub_rn(n_, shift));
+        l = __fmaf_rn(l, x, __fmul_rn(l_, y));
+        n = larger;
+    }
+
+    // Adds a sink; O becomes O x.
+    __device__ __forceinline__ float add_sink(float sink) {
+        const float h = __fmul_rn(sink, contract::LOG2E), top = ceilf(h);
+        float x, y;
+        add(top, scores::exp2(__fsub_rn(h, contract::shift_of(top))), x, y);
+        return x;
+    }
+
+    __device__ __forceinline__ float inverse() const { return __frcp_rn(l); }
+    __device__ __forceinline__ float quotient(float o, float inverse) const {
+        return l == 0.0f ? 0.0f : __fmul_rn(__fadd_rn(o, 0.0f), inverse);
+    }
+
+    __device__ __forceinline__ void store(const Params& p, i64 at) const {
+        const float log = contract::log(l);
+        const float lse2 = __fadd_rn(n, __fmul_rn(log, contract::LOG2E));
+        p.lse2[at] = l == 0.0f ? -INF : contract::canonical(lse2);
+        if (p.lse) p.lse[at] = l == 0.0f ? -INF : contract::canonical(__fmaf_rn(n, contract::LN2, log));
+    }
+};
+
+__device__ __forceinline__ i64 lse_at(const Params& p, const Sequence& s, int query, int head) {
+    return s.batch_of_q * p.lse_batch + head * p.lse_head + s.first_query + query;
+}
+
+__device__ __forceinline__ Stored* out_at(const Params& p, const Sequence& s, int query, int head) {
+    return p.out + s.batch_of_q * p.out_batch + (s.first_query + query) * p.out_token + head * p.out_head;
+}
+
+// What a thread has of the current segment of its two rows.
+struct Segment {
+    float o[COLUMNS][4];
+    float n[2], l[2][2];  // l: partial sums 2 (lane % 4) and the next
+
+    __device__ __forceinline__ void start() {
+        clear(o);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) n[h] = -INF, l[h][0] = l[h][1] = 0.0f;
+    }
+
+    // The scores of this part's keys of a block, which come first in `s`, to probabilities of all keys; o and l
+    // are scaled to them. `row`: this thread's first one in the tile.
+    __device__ __forceinline__ void probabilities(float (&s)[KEYS / 8][4], float c, Exchange& exchange,
+                                                  int part, int row) {
+        const int lane = threadIdx.x % 32;
+        float m[2], shift[2], scale[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            m[h] = -INF;
+#pragma unroll
+            for (int u = 0; u < OWN_KEYS / 8; ++u) m[h] = fmaxf(m[h], fmaxf(s[u][2 * h], s[u][2 * h + 1]));
+            m[h] = fmaxf(m[h], __shfl_xor_sync(0xFFFFFFFF, m[h], 1));
+            m[h] = fmaxf(m[h], __shfl_xor_sync(0xFFFFFFFF, m[h], 2));
+            if (PARTS > 1 && lane % 4 == 0) exchange.maxima[part][row + 8 * h] = m[h];
+        }
+        if (PARTS > 1) __syncthreads();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            if (PARTS > 1)
+#pragma unroll
+                for (int i = 0; i < PARTS; ++i) m[h] = fmaxf(m[h], exchange.maxima[i][row + 8 * h]);
+            const float larger = fmaxf(n[h], ceilf(__fmul_rn(m[h], c)));
+            shift[h] = contract::shift_of(larger);
+            scale[h] = scores::exp2(__fsub_rn(n[h], shift[h]));
+            n[h] = larger;
+        }
+#pragma unroll
+        for (int u = 0; u < OWN_KEYS / 8; ++u)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; ++e)
+                    s[u][e] = scores::exp2(__fmaf_rn(s[u][e], c, -shift[h]));
+                if (PARTS > 1)
+                    *reinterpret_cast<float2*>(
+                        &exchange.probabilities[row + 8 * h][key_in_block(part, u * 8) + lane % 4 * 2]) =
+                        make_float2(s[u][2 * h], s[u][2 * h + 1]);
+            }
+        if (PARTS > 1) {
+            __syncthreads();
+#pragma unroll
+            for (int u = 0; u < KEYS / 8; ++u)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const float2 both = *reinterpret_cast<const float2*>(
+                        &exchange.probabilities[row + 8 * h][u * 8 + lane % 4 * 2]);
+                    s[u][2 * h] = both.x, s[u][2 * h + 1] = both.y;
+                }
+        }
+#pragma unroll
+        for (int u = 0; u < KEYS / 8; ++u)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                float& sum = l[e / 2][e % 2];
+                sum = u == 0 ? __fmaf_rn(sum, scale[e / 2], s[u][e]) : __fadd_rn(sum, s[u][e]);
+            }
+        if (__any_sync(0xFFFFFFFF, scale[0] != 1.0f || scale[1] != 1.0f))
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) o[j][e] = __fmul_rn(o[j][e], scale[e / 2]);
+    }
+
+    // All eight partial sums of a row.
+    __device__ __forceinline__ float sum(int h) const {
+        float x = __fadd_rn(l[h][0], l[h][1]);
+        x = __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFF, x, 1));
+        return __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFF, x, 2));
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
+    attention(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    const Problem& x = p.x;
+    const int warp = threadIdx.x / 32 % ROW_WARPS, lane = threadIdx.x % 32;
+    const int part = threadIdx.x / 32 / ROW_WARPS, first_column = part * PART;
+    wait_for_kernel_before();
+    let_kernel_behind_start();
+
+    // Tiles of the last queries come first: they may see the most keys.
+    const u32 split = blockIdx.x % p.splits, rest = blockIdx.x / p.splits;
+    const int head = rest % x.heads, index = rest / x.heads;
+    const Place place = x.cu_q ? place_in_packed(x.cu_q, x.batch, x.queries, x.group, ROWS, index)
+                               : Place{index % x.batch, p.tiles - 1 - index / x.batch};
+    if (place.batch < 0) return;
+    const Sequence sequence(x, place.batch);
+    const int first_row = place.tile * ROWS, rows = sequence.queries * x.group;
+    if (first_row >= rows) return;
+
+    const int first_seen = sequence.first_seen(x, first_row / x.group);
+    const int last_seen = sequence.last_seen(x, (min(first_row + ROWS, rows) - 1) / x.group);
+    int block = first_seen / KEYS, end = max(block, (last_seen + KEYS - 1) / KEYS);
+    if (SPLIT) {
+        const int first = block / BLOCKS, count = (end + BLOCKS - 1) / BLOCKS - first;
+        const int share = (count + p.splits - 1) / p.splits, from = first + int(split) * share;
+        block = max(block, from * BLOCKS);
+        end = min(end, (from + share) * BLOCKS);
+        if (block >= end) return;
+    }
+
+    const u32 q_tile = shared_address(memory);
+    Ring<STAGES, STAGE_BYTES> ring{q_tile + QTile::BYTES};
+    unsigned char* behind_ring = memory + QTile::BYTES + STAGES * STAGE_BYTES;
+    Exchange& exchange = *reinterpret_cast<Exchange*>(behind_ring);
+    float* merged_o =
+        reinterpret_cast<float*>(behind_ring + (PARTS > 1 ? sizeof(Exchange) : 0)) + threadIdx.x;
+
+    const Stored* k = p.k + head * p.k_strides.head + sequence.batch_of_k * p.k_strides.batch +
+                      (PAGED ? 0 : sequence.first_key * p.k_strides.token);
+    const Stored* v = p.v + head * p.v_strides.head + sequence.batch_of_k * p.v_strides.batch +
+                      (PAGED ? 0 : sequence.first_key * p.v_strides.token);
+    int page = 0;  // of this lane's line in the next step, which is looked up one step ahead
+    const auto first_key = [&](int block, int step) {
+        return (block + step / (2 * STEPS)) * KEYS + step % STEPS * KEY_STEP;
+    };
+    const auto look_up = [&](int block, int step) {
+        const int key = first_key(block, step) + KTile::own_line();
+        if (PAGED && KTile::finds() && key < sequence.keys)
+            page = x.pages[sequence.batch * x.pages_batch + (sequence.first_key + key) / x.page];
+    };
+    // Steps of a block: STEPS of keys, STEPS of values, then those of the next block.
+    const auto load = [&](int block, int step) {
+        const bool values = step / STEPS % 2;
+        if (block + step / (2 * STEPS) < end) {
+            const u32 to = ring.to_fill();
+            const int key = first_key(block, step);
+            if (PAGED) {
+                const Strides& strides = values ? p.v_strides : p.k_strides;
+                const int own = key + KTile::own_line(), in_page = (sequence.first_key + own) % x.page;
+                const i64 at = min(max(page, 0), x.page_count - 1) * strides.batch + in_page * strides.token;
+                const i64 place = KTile::finds() && own < sequence.keys ? at : -1;
+                if (values)
+                    VTile::load_found(to, v, place, strides, x.values);
+                else
+                    KTile::load_found(to, k, place, strides, x.head);
+            } else if (values) {
+                VTile::load(to, v, key, sequence.keys, p.v_strides, x.values);
+            } else {
+                KTile::load(to, k, key, sequence.keys, p.k_strides, x.head);
+            }
+            look_up(block, step + 1);
+        }
+        cp_async_commit();  // empty ones too, so that their number tells which stage is whole
+    };
+
+    {
+        const int row = first_row + QTile::own_line(), query = row / x.group, member = row % x.group;
+        const i64 own =
+            (sequence.first_query + query) * p.q_strides.token + (head * x.group + member) * p.q_strides.head;
+        QTile::load_found(q_tile, p.q + sequence.batch_of_q * p.q_strides.batch,
+                          QTile::finds() && row < rows ? own : -1, p.q_strides, x.head);
+    }
+    look_up(block, 0);
+#pragma unroll UNROLL
+    for (int step = 0; step < STAGES - 1; ++step) load(block, step);
+
+    // Rows past the end see what the last one sees, and are not stored.
+    struct Row {
+        int query, head;
+        bool exists;
+    };
+    const auto row_of = [&](int h) {
+        const int row = first_row + warp * 16 + lane / 4 + 8 * h, inside = min(row, rows - 1);
+        return Row{inside / x.group, head * x.group + inside % x.group, row < rows};
+    };
+    int first[2], last[2];
+    i64 mask[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const Row row = row_of(h);
+        first[h] = sequence.first_seen(x, row.query);
+        last[h] = sequence.last_seen(x, row.query);
+        mask[h] = sequence.mask_row(x, row.query, row.head);
+    }
+    // Keys that all rows of the warp see.
+    const int all_first = __shfl_sync(0xFFFFFFFF, first[1], 31),
+              all_last = __shfl_sync(0xFFFFFFFF, last[0], 0);
+
+    const u32 own_q = q_tile + warp * 16 * QTile::PITCH;
+    Segment segment;
+    Merged merged[2];
+    bool any = false;  // segment has been merged
+    segment.start();
+#pragma unroll 1
+    for (; block < end; ++block) {
+        float s[KEYS / 8][4];
+        clear(s);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const u32 tile = ring.filled();
+            load(block, step + STAGES - 1);
+            multiply<OWN_STEP / 8, HEAD>(s + step * (OWN_STEP / 8), own_q,
+                                         tile + part * OWN_STEP * KTile::PITCH, x.head);
+        }
+        if (SOFTCAP)
+#pragma unroll
+            for (int u = 0; u < OWN_KEYS / 8; ++u)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[u][e] = scores::tanh(__fmul_rn(s[u][e], x.cap));
+        if (MASK != NONE || block * KEYS < all_first || block * KEYS + KEYS > all_last)
+#pragma unroll
+            for (int u = 0; u < OWN_KEYS / 8; ++u)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int h = e / 2;
+                    const int key = block * KEYS + key_in_block(part, u * 8) + lane % 4 * 2 + e % 2;
+                    const bool visible = key >= first[h] && key < last[h];
+                    s[u][e] = scores::masked(x, s[u][e], visible, mask[h] + key * x.mask_key);
+                }
+        segment.probabilities(s, scores::factor(x), exchange, part, warp * 16 + lane / 4);
+#pragma unroll UNROLL
+        for (int step = STEPS; step < 2 * STEPS; ++step) {
+            const u32 tile = ring.filled();
+            load(block, step + STAGES - 1);
+#pragma unroll UNROLL_GROUPS
+            for (int g = 0; g < KEY_STEP / 16; ++g) {
+                multiply_weights<VALUES, COLUMNS>(
+                    segment.o, s[0], s[1], tile + g * 16 * VTile::PITCH + first_column * int(sizeof(Stored)));
+#pragma unroll
+                for (int u = 0; u < KEYS / 8 - 2; ++u)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) s[u][e] = s[u + 2][e];
+            }
+        }
+        if (block % BLOCKS < BLOCKS - 1 && block + 1 < end) continue;
+
+        const float sums[2] = {segment.sum(0), segment.sum(1)};
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            if (SPLIT) {
+                const Row row = row_of(h);
+                if (!row.exists) continue;
+                float* to = p.scratch +
+                            (sequence.row(x, row.query, row.head) * p.segments + block / BLOCKS) * SCRATCH;
+#pragma unroll
+                for (int j = 0; j < COLUMNS; ++j)
+                    *reinterpret_cast<float2*>(to + first_column + j * 8 + lane % 4 * 2) =
+                        make_float2(segment.o[j][2 * h], segment.o[j][2 * h + 1]);
+                if (part == 0 && lane % 4 == 0)
+                    *reinterpret_cast<float2*>(to + VALUES) = make_float2(segment.n[h], sums[h]);
+            } else {
+                float scale, own_scale;
+                merged[h].add(segment.n[h], sums[h], scale, own_scale);
+#pragma unroll
+                for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+                    for (int e = 2 * h; e < 2 * h + 2; ++e) {
+                        float& o = merged_o[(j * 4 + e) * 32 * WARPS];
+                        o = __fmaf_rn(any ? o : 0.0f, scale, __fmul_rn(segment.o[j][e], own_scale));
+                    }
+            }
+        }
+        any = true;
+        segment.start();
+    }
+    cp_async_wait<0>();
+    if (SPLIT) return;
+
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const Row row = row_of(h);
+        if (!row.exists) continue;
+        const float scale = p.sinks ? merged[h].add_sink(p.sinks[row.head]) : 1.0f;
+        const float inverse = merged[h].inverse();
+        Stored* to = out_at(p, sequence, row.query, row.head);
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) {
+            float value[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float o = any ? merged_o[(j * 4 + 2 * h + e) * 32 * WARPS] : 0.0f;
+                value[e] = merged[h].quotient(__fmul_rn(o, scale), inverse);
+            }
+            store_two(to, first_column + j * 8 + lane % 4 * 2, x.values, value[0], value[1]);
+        }
+        if (part == 0 && lane % 4 == 0) merged[h].store(p, lse_at(p, sequence, row.query, row.head));
+    }
+}
+
+#if SPLIT
+// The results of a row from those of its segments. A block has a row, a thread a column of it.
+extern "C" __global__ void merge_segments(const __grid_constant__ Params p) {
+    constexpr int AHEAD = 8;
+    const Problem& x = p.x;
+    const int heads = x.heads * x.group, head = blockIdx.x % heads, token = blockIdx.x / heads;
+    wait_for_kernel_before();
+    let_kernel_behind_start();
+    int b = token / x.queries, query = token % x.queries;
+    if (x.cu_q) {
+        int past = x.batch;  // the last sequence that begins at or before the token
+        for (b = 0; b + 1 < past;) (x.cu_q[(b + past) / 2] <= token ? b : past) = (b + past) / 2;
+        query = token - bound(x.cu_q, b, x.queries);
+    }
+    const Sequence sequence(x, b);
+    if (query < 0 || query >= sequence.queries) return;
+    const int first_seen = sequence.first_seen(x, query), last_seen = sequence.last_seen(x, query);
+    constexpr int LENGTH = KEYS * BLOCKS;
+    int segment = first_seen / LENGTH;
+    const int end = last_seen > first_seen ? (last_seen + LENGTH - 1) / LENGTH : segment;
+    const float* from = p.scratch + i64(blockIdx.x) * p.segments * SCRATCH;
+    const int column = min(int(threadIdx.x), VALUES - 1);
+
+    Merged merged;
+    float o = 0.0f;
+    for (; segment < end; segment += AHEAD) {
+        float values[AHEAD];
+        float2 sums[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const float* at = from + (segment + i) * SCRATCH;
+            if (segment + i < end)
+                values[i] = at[column], sums[i] = *reinterpret_cast<const float2*>(at + VALUES);
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            if (segment + i >= end) break;
+            float scale, own_scale;
+            merged.add(sums[i].x, sums[i].y, scale, own_scale);
+            o = __fmaf_rn(o, scale, __fmul_rn(values[i], own_scale));
+        }
+    }
+    if (p.sinks) o = __fmul_rn(o, merged.add_sink(p.sinks[head]));
+    const float value = merged.quotient(o, merged.inverse());
+    if (int(threadIdx.x) < x.values)
+        out_at(p, sequence, query, head)[threadIdx.x] =
+            Type::narrow(FMA ? contract::canonical(value) : value);
+    if (threadIdx.x == 0) merged.store(p, lse_at(p, sequence, query, head));
+}
+#endif

@@ -1,0 +1,360 @@
+// Attention, backward, for everything that docs/contract.md, "Attention", allows but pages.
+//
+//   grad_dots      D, for each row of queries: the sum of g * out; and what the row adds to its sink's gradient
+//   grad_keys      dK and dV: a block has 16 WARPS keys of a head of k, and goes over the queries that see
+//                  them, of one head of the group after another
+//   grad_queries   dQ and the mask's gradient: a block has a tile of rows as the forward has, and goes over
+//                  their keys
+//
+// Scores and their gradients are computed in both passes, so neither waits for the other, and each sum has one
+// owner. Warps have 16 rows each (of keys, or of queries), and share what comes in through a ring of cp.async
+// stages of STEP lines: q and g, or k and v.
+//
+// Macros, and those of attention.cuh
+//   STEP         lines of a stage: 16 or 32
+//   STAGES       of the ring, 2 or more
+//   MIN_BLOCKS   blocks that shall fit on one multiprocessor
+//   GRADS        what is compiled: 1: dK; 2: dV; 3: both, where there are registers for that; 4: dQ;
+//                0: grad_dots
+//   GRAD_MASK    1: the mask's gradient is wanted
+
+#include "attention.cuh"
+
+#if !defined(GRADS) || !defined(GRAD_MASK)
+#error "GRADS and GRAD_MASK are needed: #if takes a missing macro for 0"
+#endif
+
+constexpr int ROWS = 16 * WARPS;
+constexpr int COLUMNS = STEP / 8;
+
+using KeyTile = Tile<ROWS, HEAD>;  // of what a block keeps: k and v, or q and g
+using ValueTile = Tile<ROWS, VALUES>;
+using KeyStage = Tile<STEP, HEAD>;  // of what passes by: q and g, or k and v
+using ValueStage = Tile<STEP, VALUES>;
+constexpr int STAGE_BYTES = KeyStage::BYTES + ValueStage::BYTES;
+
+struct Params {
+    const Stored *q, *k, *v, *g, *out;
+    const float *sinks, *lse2;
+    float* dots;
+    Stored *dq, *dk, *dv;
+    float* dmask;     // [batch, heads of q, queries, keys]
+    float* of_sinks;  // [tokens, heads of q]
+    Strides q_strides, k_strides, v_strides, g_strides, out_strides;
+    Strides dq_strides, dk_strides, dv_strides;
+    i64 lse_batch, lse_head;  // of `dots` too
+    int tiles;                // of a sequence, if not packed
+    int unused;
+    Problem x;
+};
+
+// Where a row of one of the tensors begins.
+__device__ __forceinline__ i64 row_at(const Strides& s, int token, int head) {
+    return token * s.token + head * s.head;
+}
+
+// The first key of a sequence, in k or v.
+__device__ __forceinline__ const Stored* keys_of(const Stored* x, const Strides& strides, const Sequence& s,
+                                                 int head) {
+    return x + s.batch_of_k * strides.batch + row_at(strides, s.first_key, head);
+}
+
+__device__ __forceinline__ i64 lse_at(const Params& p, const Sequence& s, int query, int head) {
+    return s.batch_of_q * p.lse_batch + head * p.lse_head + s.first_query + query;
+}
+
+// The probability of a pair, and the gradient of its score, from the products q k^T and g v^T.
+struct Pair {
+    float probability, grad;
+
+    // `lse2` and `dot` of the query; `mask` the place of the mask's entry; `dmask` that of its gradient.
+    __device__ __forceinline__ Pair(const Params& p, float product, float grad_product, float lse2, float dot,
+                                    bool visible, i64 mask, i64 dmask) {
+        const float a = SOFTCAP ? scores::tanh(__fmul_rn(product, p.x.cap)) : product;
+        const float z = scores::masked(p.x, a, visible, mask);
+        const bool counts = z != -INF && lse2 != -INF;
+        probability = counts ? scores::exp2(__fmaf_rn(z, scores::factor(p.x), -lse2)) : 0.0f;
+        grad = counts ? __fmul_rn(probability, __fsub_rn(grad_product, dot)) : 0.0f;
+        if (GRAD_MASK && visible) p.dmask[dmask] = contract::canonical(grad);
+        if (SOFTCAP && counts) grad = __fmul_rn(grad, __fmaf_rn(-a, a, 1.0f));
+    }
+};
+
+__device__ __forceinline__ void copy_float(float* to, const float* from) {
+#if __CUDA_ARCH__ >= 800
+    cp_async_4(shared_address(to), from);
+#else
+    *to = *from;
+#endif
+}
+
+#if GRADS == 0
+extern "C" __global__ void __launch_bounds__(256) grad_dots(const __grid_constant__ Params p) {
+    const Problem& x = p.x;
+    const int lane = threadIdx.x % 32, heads = x.heads * x.group;
+    const i64 row = i64(blockIdx.x) * 8 + threadIdx.x / 32, tokens = i64(x.cu_q ? 1 : x.batch) * x.queries;
+    if (row >= tokens * heads) return;
+    const int head = row % heads, query = row / heads % x.queries;
+    const i64 batch = row / heads / x.queries;
+    const Stored* g = p.g + batch * p.g_strides.batch + row_at(p.g_strides, query, head);
+    const Stored* out = p.out + batch * p.out_strides.batch + row_at(p.out_strides, query, head);
+    float sum = 0.0f;  // of at most two blocks, which are chains of their own
+#pragma unroll 1
+    for (int first = 0; first < x.values; first += contract::VOCAB_BLOCK) {
+        float product[contract::VOCAB_BLOCK / 32];
+#pragma unroll
+        for (int i = 0; i < contract::VOCAB_BLOCK / 32; ++i) {
+            const int column = first + lane + 32 * i;
+            product[i] = column < x.values ? __fmul_rn(Type::widen(g[column * p.g_strides.column]),
+                                                       Type::widen(out[column * p.out_strides.column]))
+                                           : 0.0f;
+        }
+        sum = __fadd_rn(sum, contract::sum_by_halves<32, 1>(product));
+    }
+    if (lane > 0) return;
+    const i64 at = batch * p.lse_batch + head * p.lse_head + query;
+    p.dots[at] = sum;
+    if (!p.sinks) return;
+    const float exponent = __fsub_rn(__fmul_rn(p.sinks[head], contract::LOG2E), p.lse2[at]);
+    p.of_sinks[row] = p.lse2[at] == -INF ? 0.0f : -__fmul_rn(scores::exp2(exponent), sum);
+}
+#endif
+
+#if GRADS & 3
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
+    grad_keys(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    __shared__ float row_values[STAGES][2][STEP];  // lse2 and D of the queries of a stage
+    const Problem& x = p.x;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    const int head = blockIdx.x % x.heads, index = blockIdx.x / x.heads;
+    const Place place = x.cu_k ? place_in_packed(x.cu_k, x.batch, x.keys, 1, ROWS, index)
+                               : Place{index % x.batch, index / x.batch};
+    if (place.batch < 0) return;
+    const Sequence sequence(x, place.batch);
+    const int first_key = place.tile * ROWS;
+    if (first_key >= sequence.keys) return;
+    const int last_key = min(first_key + ROWS, sequence.keys) - 1;
+
+    // Queries are taken by their positions: groups of 16 begin at multiples of 16 of those.
+    int begin = sequence.offset, end = sequence.offset + sequence.queries;
+    if (x.window_right >= 0) begin = max(begin, first_key - x.window_right);
+    if (x.window_left >= 0) end = min(end, last_key + x.window_left + 1);
+    begin &= ~15;
+    const int steps = max(0, (end - begin + STEP - 1) / STEP), all_steps = steps * x.group;
+
+    const u32 k_tile = shared_address(memory), v_tile = k_tile + KeyTile::BYTES;
+    Ring<STAGES, STAGE_BYTES> ring{v_tile + ValueTile::BYTES};
+
+    const Stored* q =
+        p.q + sequence.batch_of_q * p.q_strides.batch + sequence.first_query * p.q_strides.token;
+    const Stored* g =
+        p.g + sequence.batch_of_q * p.g_strides.batch + sequence.first_query * p.g_strides.token;
+    int load_step = 0, load_member = 0, load_stage = 0;
+    const auto load = [&] {
+        if (load_member < x.group && steps > 0) {
+            const int member = head * x.group + load_member;
+            const int first_query = begin + load_step * STEP - sequence.offset;
+            const u32 to = ring.to_fill();
+            KeyStage::load(to, q + member * p.q_strides.head, first_query, sequence.queries, p.q_strides,
+                           x.head);
+            ValueStage::load(to + KeyStage::BYTES, g + member * p.g_strides.head, first_query,
+                             sequence.queries, p.g_strides, x.values);
+            for (int line = threadIdx.x; line < STEP; line += 32 * WARPS) {
+                const int query = first_query + line;
+                if (query < 0 || query >= sequence.queries) continue;
+                const i64 at = lse_at(p, sequence, query, member);
+                copy_float(&row_values[load_stage][0][line], p.lse2 + at);
+                copy_float(&row_values[load_stage][1][line], p.dots + at);
+            }
+            load_stage = load_stage == STAGES - 1 ? 0 : load_stage + 1;
+            if (++load_step == steps) load_step = 0, ++load_member;
+        }
+        cp_async_commit();  // empty ones too, so that their number tells which stage is whole
+    };
+
+    KeyTile::load(k_tile, keys_of(p.k, p.k_strides, sequence, head), first_key, sequence.keys, p.k_strides,
+                  x.head);
+    if (GRADS & 1)
+        ValueTile::load(v_tile, keys_of(p.v, p.v_strides, sequence, head), first_key, sequence.keys,
+                        p.v_strides, x.values);
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; ++i) load();
+
+    const u32 own_k = k_tile + warp * 16 * KeyTile::PITCH, own_v = v_tile + warp * 16 * ValueTile::PITCH;
+    float dk[HEAD / 8][4], dv[VALUES / 8][4];
+    clear(dk);
+    clear(dv);
+    int step = 0, member = 0, stage = 0;
+#pragma unroll 1
+    for (int i = 0; i < all_steps; ++i) {
+        const u32 q_stage = ring.filled(), g_stage = q_stage + KeyStage::BYTES;
+        load();
+        float products[COLUMNS][4], grad_products[COLUMNS][4];  // rows are keys
+        clear(products);
+        clear(grad_products);
+        multiply<COLUMNS, HEAD>(products, own_k, q_stage, x.head);
+        if (GRADS & 1) multiply<COLUMNS, VALUES>(grad_products, own_v, g_stage, x.values);
+
+        const int first_query = begin + step * STEP - sequence.offset, query_head = head * x.group + member;
+        // Whether all of these queries exist, and see all keys of the tile.
+        const bool whole = first_query >= 0 && first_query + STEP <= sequence.queries &&
+                           first_key >= sequence.first_seen(x, first_query + STEP - 1) &&
+                           first_key + ROWS <= sequence.last_seen(x, first_query);
+#pragma unroll
+        for (int u = 0; u < COLUMNS; ++u)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int key = first_key + warp * 16 + lane / 4 + e / 2 * 8;
+                const int line = u * 8 + lane % 4 * 2 + e % 2, query = first_query + line;
+                const bool visible =
+                    whole || (query >= 0 && query < sequence.queries &&
+                              key >= sequence.first_seen(x, query) && key < sequence.last_seen(x, query));
+                const i64 mask =
+                    MASK == NONE ? 0 : sequence.mask_row(x, query, query_head) + key * x.mask_key;
+                const Pair pair(p, products[u][e], grad_products[u][e], row_values[stage][0][line],
+                                row_values[stage][1][line], visible, mask, -1);
+                products[u][e] = pair.probability;
+                grad_products[u][e] = pair.grad;
+            }
+#pragma unroll
+        for (int g = 0; g < STEP / 16; ++g) {
+            if (GRADS & 2)
+                multiply_weights<VALUES, VALUES / 8>(dv, products[2 * g], products[2 * g + 1],
+                                                     g_stage + g * 16 * ValueStage::PITCH);
+            if (GRADS & 1)
+                multiply_weights<HEAD, HEAD / 8>(dk, grad_products[2 * g], grad_products[2 * g + 1],
+                                                 q_stage + g * 16 * KeyStage::PITCH);
+        }
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+        if (++step == steps) step = 0, ++member;
+    }
+    cp_async_wait<0>();
+
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int key = first_key + warp * 16 + lane / 4 + 8 * h;
+        if (key > last_key) continue;
+        const int slot = sequence.first_key + key;
+        if (GRADS & 1) {
+            Stored* to = p.dk + sequence.batch_of_k * p.dk_strides.batch + row_at(p.dk_strides, slot, head);
+#pragma unroll
+            for (int j = 0; j < HEAD / 8; ++j)
+                store_two(to, j * 8 + lane % 4 * 2, x.head, __fmul_rn(__fadd_rn(dk[j][2 * h], 0.0f), x.scale),
+                          __fmul_rn(__fadd_rn(dk[j][2 * h + 1], 0.0f), x.scale));
+        }
+        if (GRADS & 2) {
+            Stored* to = p.dv + sequence.batch_of_k * p.dv_strides.batch + row_at(p.dv_strides, slot, head);
+#pragma unroll
+            for (int j = 0; j < VALUES / 8; ++j)
+                store_two(to, j * 8 + lane % 4 * 2, x.values, __fadd_rn(dv[j][2 * h], 0.0f),
+                          __fadd_rn(dv[j][2 * h + 1], 0.0f));
+        }
+    }
+}
+#endif
+
+#if GRADS == 4
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
+    grad_queries(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    const Problem& x = p.x;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    const int head = blockIdx.x % x.heads, index = blockIdx.x / x.heads;
+    const Place place = x.cu_q ? place_in_packed(x.cu_q, x.batch, x.queries, x.group, ROWS, index)
+                               : Place{index % x.batch, p.tiles - 1 - index / x.batch};
+    if (place.batch < 0) return;
+    const Sequence sequence(x, place.batch);
+    const int first_row = place.tile * ROWS, rows = sequence.queries * x.group;
+    if (first_row >= rows) return;
+    const int first_seen = sequence.first_seen(x, first_row / x.group) & ~15;
+    const int last_seen = sequence.last_seen(x, (min(first_row + ROWS, rows) - 1) / x.group);
+
+    const u32 q_tile = shared_address(memory), g_tile = q_tile + KeyTile::BYTES;
+    Ring<STAGES, STAGE_BYTES> ring{g_tile + ValueTile::BYTES};
+    const Stored* k = keys_of(p.k, p.k_strides, sequence, head);
+    const Stored* v = keys_of(p.v, p.v_strides, sequence, head);
+    int load_key = first_seen;
+    const auto load = [&] {
+        if (load_key < last_seen) {
+            const u32 to = ring.to_fill();
+            KeyStage::load(to, k, load_key, sequence.keys, p.k_strides, x.head);
+            ValueStage::load(to + KeyStage::BYTES, v, load_key, sequence.keys, p.v_strides, x.values);
+            load_key += STEP;
+        }
+        cp_async_commit();
+    };
+    {
+        const int row = first_row + KeyTile::own_line(), token = sequence.first_query + row / x.group;
+        const int member = head * x.group + row % x.group;
+        const bool exists = KeyTile::finds() && row < rows;
+        KeyTile::load_found(q_tile, p.q + sequence.batch_of_q * p.q_strides.batch,
+                            exists ? row_at(p.q_strides, token, member) : -1, p.q_strides, x.head);
+        ValueTile::load_found(g_tile, p.g + sequence.batch_of_q * p.g_strides.batch,
+                              exists ? row_at(p.g_strides, token, member) : -1, p.g_strides, x.values);
+    }
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; ++i) load();
+
+    int first[2], last[2];  // keys that a row sees; none, past the end
+    float lse2[2] = {}, dots[2] = {};
+    i64 mask[2] = {}, dmask[2] = {};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int row = first_row + warp * 16 + lane / 4 + 8 * h, query = row / x.group;
+        const int member = head * x.group + row % x.group;
+        first[h] = sequence.first_seen(x, query);
+        last[h] = row < rows ? sequence.last_seen(x, query) : 0;
+        if (row >= rows) continue;
+        lse2[h] = p.lse2[lse_at(p, sequence, query, member)];
+        dots[h] = p.dots[lse_at(p, sequence, query, member)];
+        mask[h] = sequence.mask_row(x, query, member);
+        dmask[h] = ((i64(sequence.batch) * x.heads * x.group + member) * x.queries + query) * x.keys +
+                   sequence.first_key;
+    }
+
+    const u32 own_q = q_tile + warp * 16 * KeyTile::PITCH, own_g = g_tile + warp * 16 * ValueTile::PITCH;
+    float dq[HEAD / 8][4];
+    clear(dq);
+#pragma unroll 1
+    for (int first_key = first_seen; first_key < last_seen; first_key += STEP) {
+        const u32 k_stage = ring.filled(), v_stage = k_stage + KeyStage::BYTES;
+        load();
+        float products[COLUMNS][4], grad_products[COLUMNS][4];
+        clear(products);
+        clear(grad_products);
+        multiply<COLUMNS, HEAD>(products, own_q, k_stage, x.head);
+        multiply<COLUMNS, VALUES>(grad_products, own_g, v_stage, x.values);
+#pragma unroll
+        for (int u = 0; u < COLUMNS; ++u)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int h = e / 2, key = first_key + u * 8 + lane % 4 * 2 + e % 2;
+                const bool visible = key >= first[h] && key < last[h];
+                const Pair pair(p, products[u][e], grad_products[u][e], lse2[h], dots[h], visible,
+                                mask[h] + key * x.mask_key, dmask[h] + key);
+                grad_products[u][e] = pair.grad;
+            }
+#pragma unroll
+        for (int g = 0; g < STEP / 16; ++g)
+            multiply_weights<HEAD, HEAD / 8>(dq, grad_products[2 * g], grad_products[2 * g + 1],
+                                             k_stage + g * 16 * KeyStage::PITCH);
+    }
+    cp_async_wait<0>();
+
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int row = first_row + warp * 16 + lane / 4 + 8 * h;
+        if (row >= rows) continue;
+        Stored* to =
+            p.dq + sequence.batch_of_q * p.dq_strides.batch +
+            row_at(p.dq_strides, sequence.first_query + row / x.group, head * x.group + row % x.group);
+#pragma unroll
+        for (int j = 0; j < HEAD / 8; ++j)
+            store_two(to, j * 8 + lane % 4 * 2, x.head, __fmul_rn(__fadd_rn(dq[j][2 * h], 0.0f), x.scale),
+                      __fmul_rn(__fadd_rn(dq[j][2 * h + 1], 0.0f), x.scale));
+    }
+}
+#endif
