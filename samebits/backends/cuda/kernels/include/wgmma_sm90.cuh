@@ -73,18 +73,19 @@ __device__ __forceinline__ void wgmma_wait() {
 template <int n, int a_mn, int b_mn>
 struct Wgmma;
 
-// One k16 step of a 64-row chain. a_mn, b_mn: whether that operand is contiguous along m or n rather than k.
+// One k16 step of a 64-row chain; without `accumulate` the first of it, from +0. a_mn, b_mn: whether that operand is contiguous along m or n rather than k.
 // The five numbers are the operands' places in the instruction, after the n / 2 accumulators.
 #define WGMMA(n, regs, a, b, on, ta, tb, ...)                                                        \
     template <int a_mn, int b_mn>                                                                    \
     struct Wgmma<n, a_mn, b_mn> {                                                                    \
-        static __device__ __forceinline__ void step(float (&d)[n / 2], u64 a_tile, u64 b_tile) {     \
+        static __device__ __forceinline__ void step(float (&d)[n / 2], u64 a_tile, u64 b_tile,       \
+                                                    u32 accumulate = 1) {                            \
             asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #on                  \
                          ", 0;\n"                                                                    \
                          "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." INPUT "." INPUT " {" regs \
                          "}, %" #a ", %" #b ", accumulate, 1, 1, %" #ta ", %" #tb ";\n}\n"           \
                          : __VA_ARGS__                                                               \
-                         : "l"(a_tile), "l"(b_tile), "r"(1), "n"(a_mn), "n"(b_mn));                  \
+                         : "l"(a_tile), "l"(b_tile), "r"(accumulate), "n"(a_mn), "n"(b_mn));         \
         }                                                                                            \
     };
 
@@ -119,18 +120,19 @@ struct WgmmaFragment;
 // The same with A in registers, elements where accumulators of its columns would have them: for rows r and r
 // + 8, where r = lane / 4, columns 2 (lane % 4) and the next of rows r, r + 8, then 8 columns on those of
 // rows r, r + 8.
-#define WGMMA_FRAGMENT(n, regs, a0, a1, a2, a3, b, on, tb, ...)                                          \
-    template <int b_mn>                                                                                  \
-    struct WgmmaFragment<n, b_mn> {                                                                      \
-        static __device__ __forceinline__ void step(float (&d)[n / 2], const u32 (&a)[4], u64 b_tile) {  \
-            asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #on                      \
-                         ", 0;\n"                                                                        \
-                         "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." INPUT "." INPUT " {" regs     \
-                         "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", accumulate, 1, 1, %" #tb \
-                         ";\n}\n"                                                                        \
-                         : __VA_ARGS__                                                                   \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_tile), "r"(1), "n"(b_mn));  \
-        }                                                                                                \
+#define WGMMA_FRAGMENT(n, regs, a0, a1, a2, a3, b, on, tb, ...)                                         \
+    template <int b_mn>                                                                                 \
+    struct WgmmaFragment<n, b_mn> {                                                                     \
+        static __device__ __forceinline__ void step(float (&d)[n / 2], const u32 (&a)[4], u64 b_tile,   \
+                                                    u32 accumulate = 1) {                               \
+            asm volatile(                                                                               \
+                "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #on                              \
+                ", 0;\n"                                                                                \
+                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." INPUT "." INPUT " {" regs "}, {%" #a0 \
+                ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", accumulate, 1, 1, %" #tb ";\n}\n"            \
+                : __VA_ARGS__                                                                           \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_tile), "r"(accumulate), "n"(b_mn)); \
+        }                                                                                               \
     };
 
 WGMMA_FRAGMENT(16, REGS_8, 8, 9, 10, 11, 12, 13, 14, ACC_8(0))
