@@ -59,7 +59,7 @@ struct Sequence {
         }
         offset = x.align == LAST ? keys - queries : x.align == SLOTS && x.key_start ? -first_key : 0;
         batch_of_q = x.cu_q ? 0 : b;
-        batch_of_k = x.cu_k || PAGED ? 0 : b;
+        batch_of_k = x.cu_k || x.pages ? 0 : b;
     }
 
     // The keys that a query may see, but for masks: first to last - 1. Neither falls as the query rises.
