@@ -47,8 +47,8 @@
 static_assert(HEAD % 16 == 0 && HEAD <= 128 && VALUES % 16 == 0 && VALUES <= 128 && STAGES >= 3);
 static_assert(WARPGROUPS >= 1 && WARPGROUPS <= 3);
 constexpr u32 CONSUMERS = WARPGROUPS * 128, ROWS = WARPGROUPS * 64, THREADS = CONSUMERS + 128;
-constexpr u32 PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 24;
-constexpr u32 CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 240;
+constexpr u32 PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 40;
+constexpr u32 CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
 constexpr bool TOTAL_IN_REGISTERS = VALUES <= 64 && WARPGROUPS < 3;
 constexpr u32 TOTAL_BYTES = TOTAL_IN_REGISTERS ? 0 : ROWS * VALUES * 4;
 constexpr u32 ORDER = 1, CLEARED = ORDER + WARPGROUPS;  // named barriers; 0 is __syncthreads
@@ -223,9 +223,9 @@ __device__ __forceinline__ void multiply(float (&o)[VALUES / 2], const u32 (&p)[
 
 // The two rows of a thread, 8 apart. Three other lanes have the rest of their scores.
 struct Rows {
-    int query[2];           // in the sequence
-    bool exists[2];         // else it sees what the last one sees, and is not stored
-    int first[2], last[2];  // the keys that it sees
+    int query[2];             // in the sequence
+    bool exists[2];           // else it sees what the last one sees, and is not stored
+    int first[2], last[2];    // the keys that it sees
     int all_first, all_last;  // that all rows of the warp see
 
     __device__ __forceinline__ Rows(const Problem& x, const Sequence& s, int first_row) {
@@ -399,8 +399,8 @@ struct Consumer {
     }
 
     // Goes over the keys; o and `total` are then those of all segments.
-    __device__ __forceinline__ void accumulate(const Sequence& sequence, const Range& blocks, const Rows& rows,
-                                               float (&o)[VALUES / 2], Total& total) {
+    __device__ __forceinline__ void accumulate(const Sequence& sequence, const Range& blocks,
+                                               const Rows& rows, float (&o)[VALUES / 2], Total& total) {
         const u32 q = shared.q + QTile::step(warpgroup * 64, 0);
         float s[KEYS / 2];
         u32 probabilities[KEYS / 16][4];
@@ -445,24 +445,32 @@ struct Consumer {
                 segment.start();
             }
             segment.add(s, p.x, rows, block);
-            wgmma_wait<0>();
-            pin(o);
-            pin(probabilities);
-            release(v_stage);
+            pin(s);
+            // The wait is in each branch, as ptxas would move it before the arithmetic above.
             if (start) {
+                wgmma_wait<0>();
+                pin(o);
                 total.merge(o);
                 total.keep(o);
             } else if (__any_sync(0xFFFFFFFF, segment.scale[0] != 1.0f || segment.scale[1] != 1.0f)) {
+                wgmma_wait<0>();
+                pin(o);
 #pragma unroll
                 for (int i = 0; i < VALUES / 2; ++i) o[i] = __fmul_rn(o[i], segment.scale[i / 2 % 2]);
+            } else {
+                wgmma_wait<0>();
+                pin(o);
             }
+            pin(probabilities);
+            release(v_stage);
             pack(probabilities, s);
         }
         if (thread == 0) mbarrier_arrive(shared.q_empty);
 
         const u32 v = wait();
         const int valid = sequence.keys - (blocks.end - 1) * KEYS;
-        if (valid < KEYS) {  // what lies behind may be another sequence's: each warpgroup clears it for itself
+        if (valid <
+            KEYS) {  // what lies behind may be another sequence's: each warpgroup clears it for itself
             VTile::clear(v, valid, thread, 128);
             fence_async_proxy();
             named_barrier(CLEARED + warpgroup, 128);
@@ -496,7 +504,7 @@ struct Consumer {
 #pragma unroll
                 for (int u = 0; u < 4; ++u)
                     if (i + u * 4 < VALUES / 2) {
-                        const float *at = o + i + u * 4 + 2 * h;
+                        const float* at = o + i + u * 4 + 2 * h;
                         columns[u] = Type::pack(merged.quotient(__fmul_rn(at[0], scale), inverse),
                                                 merged.quotient(__fmul_rn(at[1], scale), inverse));
                     }
