@@ -1,15 +1,20 @@
 // Attention on Hopper, forward: O = softmax(Q K^T) V, as docs/contract.md, "Attention", has it, without masks
 // and pages.
 //
-// A block takes a tile of ROWS queries of one head, and goes over the keys that they may see, 128 at a time.
-// Blocks of the grid stay, and take several tiles, one after another; the longest come first.
+// A block takes a tile of queries, of one head or of all heads that share one of k and v, and goes over the
+// keys that they may see, 128 at a time. Blocks of the grid stay, and take several tiles, one after another.
+//
+// Prefill: a tile goes over all segments of its rows.
+// Decode (SPLIT): few rows, and many keys to stream. A tile goes over one segment, and writes what that comes
+// to; merge_segments in attention.cu merges them in order.
 //
 // Warps of a block
 //   WARPGROUPS warpgroups   consumers, 64 rows each; they share keys and values
-//   1 warpgroup             producer: one thread issues all TMA loads; its registers go to the consumers
+//   1 warpgroup             producer: one warp finds tiles and issues all TMA loads; its registers go to the
+//                           consumers
 //
 // Barriers
-//   q_full, q_empty         the tile of queries has arrived; all consumers have multiplied it
+//   q_full, q_empty         a ticket and its tile of queries have arrived; all consumers have multiplied it
 //   full[stage]             a tile of keys or of values has arrived
 //   empty[stage]            all consumers have read it
 //   ORDER + warpgroup       a named one: the warpgroup's turn to issue products
@@ -32,8 +37,9 @@
 //   SOFTCAP         1: scores are capped
 //   WARPGROUPS      consumer warpgroups: 1, 2 or 3
 //   STAGES          stages of the ring, 3 or more
+//   SPLIT           1: segments go to scratch; 0: to `out`
 
-#if !defined(INPUT_F16) || !defined(SOFTCAP)
+#if !defined(INPUT_F16) || !defined(SOFTCAP) || !defined(SPLIT)
 #error "all macros are needed: #if takes a missing macro for 0"
 #endif
 #define HARDWARE_EXP2 1
@@ -47,10 +53,10 @@
 static_assert(HEAD % 16 == 0 && HEAD <= 128 && VALUES % 16 == 0 && VALUES <= 128 && STAGES >= 3);
 static_assert(WARPGROUPS >= 1 && WARPGROUPS <= 3);
 constexpr u32 CONSUMERS = WARPGROUPS * 128, ROWS = WARPGROUPS * 64, THREADS = CONSUMERS + 128;
-constexpr u32 PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 40;
-constexpr u32 CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
+constexpr u32 PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 56;
+constexpr u32 CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 224;
 constexpr bool TOTAL_IN_REGISTERS = VALUES <= 64 && WARPGROUPS < 3;
-constexpr u32 TOTAL_BYTES = TOTAL_IN_REGISTERS ? 0 : ROWS * VALUES * 4;
+constexpr u32 TOTAL_BYTES = SPLIT || TOTAL_IN_REGISTERS ? 0 : ROWS * VALUES * 4;
 constexpr u32 ORDER = 1, CLEARED = ORDER + WARPGROUPS;  // named barriers; 0 is __syncthreads
 
 using QTile = Tile<false, false, ROWS, HEAD, 1>;
@@ -65,130 +71,150 @@ struct Params {
     Stored* out;
     const float* sinks;  // of each head, or null
     float *lse, *lse2;   // lse may be null
+    float* scratch;      // [rows, segments, VALUES + 2]
+    int* next;           // the next tile, if blocks take what comes; null: each has its own
     i64 lse_batch, lse_head;
-    int tiles;     // of a head
-    int heads;     // of all sequences, or of all together if packed
+    int tiles;     // of queries, for each of `heads`
+    int heads;     // or groups of heads, of all sequences, or of all together if packed
     int together;  // heads whose tiles are taken in turns, so that keys and values stay in L2
+    int segments;  // most that a sequence may have
+    int members;   // heads in a tile, side by side: 1, or all that share a head of k and v
+    int height;    // queries in a tile
     int shared;    // bits 0 to 5: q, k, v have one matrix for all of the batch; for all heads
+    int unused;
     Problem x;
 };
 
-// A tile of queries of one head, and the blocks of keys that they may see. All lanes of a warp make it
-// together.
-struct Work {
-    int batch, head, first_query;
-    int block = 0, end = 0;  // none: there is no such tile
-
-    __device__ __forceinline__ Work(const Params& p, int index) {
-        const Problem& x = p.x;
-        // Of a pack of heads the last tiles come first: they see the most keys.
-        const int per_pack = p.tiles * p.together, pack = index / per_pack;
-        index -= pack * per_pack;
-        const int side_by_side = min(p.together, p.heads - pack * p.together), late = index / side_by_side;
-        const int matrix = pack * p.together + index - late * side_by_side, heads = x.heads * x.group;
-        Place place{matrix / heads, p.tiles - 1 - late};
-        if (x.cu_q) place = place_in_packed(x.cu_q, x.batch, x.queries, 1, ROWS, place.tile);
-        batch = place.batch;
-        head = matrix % heads;
-        first_query = place.tile * int(ROWS);
-    }
+// What the producer tells consumers of a tile.
+struct Ticket {
+    Sequence sequence;
+    int head;         // the first one's
+    int first_query;  // in the sequence; negative: there are no more tiles
+    int first, end;   // blocks of keys
 };
 
 struct SharedStorage {
     u32 q, ring, total, full, empty, q_full, q_empty;
+    Ticket* tickets;  // three: of the next tile, of this one, and of that which some consumers still store
 
     __device__ explicit SharedStorage(unsigned char* raw) {
-        q = (shared_address(raw) + 1023) & ~1023u;  // a whole period of the swizzle
+        const u32 start = shared_address(raw);
+        q = (start + 1023) & ~1023u;  // a whole period of the swizzle
         ring = q + QTile::bytes;
         total = ring + STAGES * STAGE_BYTES;
         full = total + TOTAL_BYTES;
         empty = full + STAGES * 8;
         q_full = empty + STAGES * 8;
         q_empty = q_full + 8;
+        tickets = reinterpret_cast<Ticket*>(raw + (q_empty + 8 - start));
     }
 };
 
-// Blocks of keys that some row of the tile may see.
-struct Range {
-    int first, end;
-
-    __device__ __forceinline__ Range(const Problem& x, const Sequence& s, int first_query) {
-        const int last_query = min(first_query + int(ROWS), s.queries) - 1;
-        first = s.first_seen(x, first_query) / KEYS;
-        end = (s.last_seen(x, last_query) + KEYS - 1) / KEYS;
+// Fills the ticket of tile `index`; false if there is no such tile. All lanes of a warp do so together.
+__device__ __forceinline__ bool find(const Params& p, int index, Ticket& to) {
+    const Problem& x = p.x;
+    Ticket ticket;
+    const int all_heads = x.heads * x.group / p.members;
+    int matrix, tile, segment = 0;
+    if (SPLIT) {
+        matrix = index % p.heads;
+        index /= p.heads;
+        segment = index % p.segments;
+        tile = index / p.segments;
+    } else {
+        // Of a pack of heads the last tiles come first: they see the most keys.
+        const int per_pack = p.tiles * p.together, pack = index / per_pack;
+        index -= pack * per_pack;
+        const int side_by_side = min(p.together, p.heads - pack * p.together), late = index / side_by_side;
+        matrix = pack * p.together + index - late * side_by_side;
+        tile = p.tiles - 1 - late;
     }
-};
-
-// The tile that a block takes in a round, or -1. Every other round is reversed, so that no block gets all the
-// long ones.
-__device__ __forceinline__ int tile_of(const Params& p, int round) {
-    const int slot = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    const int index = round * int(gridDim.x) + slot;
-    return index < p.tiles * p.heads ? index : -1;
+    Place place{matrix / all_heads, tile};
+    ticket.head = (matrix - place.batch * all_heads) * p.members;
+    if (x.cu_q) place = place_in_packed(x.cu_q, x.batch, x.queries, 1, p.height, tile);
+    if (place.batch < 0) return false;
+    const Sequence sequence(x, place.batch);
+    const int first_query = place.tile * p.height;
+    if (first_query >= sequence.queries) return false;
+    ticket.sequence = sequence;
+    ticket.first_query = first_query;
+    ticket.first = sequence.first_seen(x, first_query) / KEYS;
+    ticket.end = (sequence.last_seen(x, min(first_query + p.height, sequence.queries) - 1) + KEYS - 1) / KEYS;
+    if (SPLIT) {
+        ticket.first = max(ticket.first, segment * BLOCKS);
+        ticket.end = min(ticket.end, segment * BLOCKS + BLOCKS);
+        if (ticket.first >= ticket.end) return false;
+    }
+    if (threadIdx.x % 32 == 0) to = ticket;
+    return true;
 }
 
-// f(work, sequence, range, number) for each tile of this block in which a query sees a key, if `empty` is false; else for
-// every tile. `number` counts those with keys.
-template <typename F>
-__device__ __forceinline__ void for_each_tile(const Params& p, F f) {
-    const int last_round = (p.tiles * p.heads - 1) / int(gridDim.x);
-    for (int round = 0; round <= last_round; ++round) {
-        const int index = tile_of(p, round);
-        if (index < 0) return;
-        const Work work(p, index);
-        if (work.batch < 0) continue;
-        const Sequence sequence(p.x, work.batch);
-        if (work.first_query >= sequence.queries) continue;
-        f(work, sequence, Range(p.x, sequence, work.first_query));
+// The tile that a block takes in a round. Every other round is reversed, so that no block gets all the long
+// ones.
+__device__ __forceinline__ int tile_of(const Params& p, int round) {
+    if (p.next) {
+        int taken = 0;
+        if (threadIdx.x % 32 == 0) taken = atomicAdd(p.next, 1);
+        return __shfl_sync(0xFFFFFFFF, taken, 0);
     }
+    const int slot = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    return round * int(gridDim.x) + slot;
 }
 
 __device__ __forceinline__ void producer(const SharedStorage& shared, const Params& p) {
+    const int count = p.tiles * p.heads * (SPLIT ? p.segments : 1);
+    const auto one_for = [&](int bit) { return p.shared >> bit & 1; };
     Ring<STAGES> ring;
-    const bool issues = threadIdx.x == CONSUMERS;
-    u32 q_parity = 1;
-    for_each_tile(p, [&](const Work& work, const Sequence& sequence, const Range& blocks) {
-        if (blocks.first >= blocks.end) return;
-        const auto one_for = [&](int bit) { return p.shared >> bit & 1; };
-        const int kv_head = work.head / p.x.group;
-        const auto load_keys = [&](int block) {
-            const u32 full = shared.full + ring.stage * 8, to = shared.ring + ring.stage * STAGE_BYTES;
-            mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
-            mbarrier_arrive_expect_tx(full, KTile::bytes);
-            KTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int line, int) {
-                tma_load(to + offset, p.k, full, column, sequence.first_key + block * KEYS + line,
-                         one_for(4) ? 0 : kv_head, one_for(1) ? 0 : int(sequence.batch_of_k));
-            });
-            ring.step();
-        };
-        const auto load_values = [&](int block) {
-            const u32 full = shared.full + ring.stage * 8, to = shared.ring + ring.stage * STAGE_BYTES;
-            mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
-            mbarrier_arrive_expect_tx(full, VTile::bytes);
-            VTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int line, int) {
-                tma_load(to + offset, p.v, full, column, sequence.first_key + block * KEYS + line,
-                         one_for(5) ? 0 : kv_head, one_for(2) ? 0 : int(sequence.batch_of_k));
-            });
-            ring.step();
-        };
-        if (issues) {
-            mbarrier_wait(shared.q_empty, q_parity);
-            mbarrier_arrive_expect_tx(shared.q_full, QTile::bytes);
-            QTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int line, int) {
-                tma_load(shared.q + offset, p.q, shared.q_full, column,
-                         sequence.first_query + work.first_query + line, one_for(3) ? 0 : work.head,
-                         one_for(0) ? 0 : int(sequence.batch_of_q));
-            });
-            load_keys(blocks.first);
-            for (int block = blocks.first + 1; block < blocks.end; ++block) {
-                load_keys(block);
-                load_values(block - 1);
+    u32 parity = 1, slot = 0;
+    bool more = true;
+    for (int round = 0; more; ++round) {
+        const int index = tile_of(p, round);
+        more = p.next ? index < count : round * int(gridDim.x) < count;
+        Ticket& ticket = shared.tickets[slot];
+        if (more && (index >= count || !find(p, index, ticket))) continue;
+        if (threadIdx.x % 32 == 0) {
+            mbarrier_wait(shared.q_empty, parity);
+            if (!more) {
+                ticket.first_query = -1;
+                mbarrier_arrive(shared.q_full);
+                break;
             }
-            load_values(blocks.end - 1);
+            mbarrier_arrive_expect_tx(shared.q_full, QTile::columns * p.height * p.members * 128);
+#pragma unroll
+            for (u32 column = 0; column < QTile::columns; ++column)
+                tma_load(shared.q + column * QTile::column_bytes, p.q, shared.q_full, column * 64,
+                         one_for(3) ? 0 : ticket.head, ticket.sequence.first_query + ticket.first_query,
+                         one_for(0) ? 0 : int(ticket.sequence.batch_of_q));
+            const int head = ticket.head / p.x.group, batch = int(ticket.sequence.batch_of_k);
+            const int end = ticket.sequence.first_key + ticket.end * KEYS;
+            int k_line = ticket.sequence.first_key + ticket.first * KEYS, v_line = k_line;
+            // K0, K1, V0, K2, V1, ...: keys keep ahead by a tile.
+            for (int ahead = 0; v_line < end; ring.step()) {
+                const u32 full = shared.full + ring.stage * 8, to = shared.ring + ring.stage * STAGE_BYTES;
+                mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
+                if (ahead < 2 && k_line < end) {
+                    mbarrier_arrive_expect_tx(full, KTile::bytes);
+                    KTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
+                        tma_load(to + offset, p.k, full, column, k_line, one_for(4) ? 0 : head,
+                                 one_for(1) ? 0 : batch);
+                    });
+                    k_line += KEYS;
+                    ++ahead;
+                } else {
+                    mbarrier_arrive_expect_tx(full, VTile::bytes);
+                    VTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
+                        tma_load(to + offset, p.v, full, column, v_line, one_for(5) ? 0 : head,
+                                 one_for(2) ? 0 : batch);
+                    });
+                    v_line += KEYS;
+                    --ahead;
+                }
+            }
         }
-        q_parity ^= 1;
+        parity ^= 1;
+        slot = slot == 2 ? 0 : slot + 1;
         __syncwarp();
-    });
+    }
 }
 
 // Keeps the compiler from moving work on these registers across a fence or a wait, which name none.
@@ -221,25 +247,29 @@ __device__ __forceinline__ void multiply(float (&o)[VALUES / 2], const u32 (&p)[
         WgmmaFragment<VALUES, 1>::step(o, p[i], v_tile.at(VTile::step(0, i * 16)), i > 0 || !start);
 }
 
-// The two rows of a thread, 8 apart. Three other lanes have the rest of their scores.
-struct Rows {
-    int query[2];             // in the sequence
-    bool exists[2];           // else it sees what the last one sees, and is not stored
-    int first[2], last[2];    // the keys that it sees
-    int all_first, all_last;  // that all rows of the warp see
+// One of the two rows of a thread, 8 apart. Rows that do not exist see what the last one sees, and are not
+// stored.
+struct Row {
+    int query, head;  // in the sequence; of q
+    bool exists;
 
-    __device__ __forceinline__ Rows(const Problem& x, const Sequence& s, int first_row) {
-        const int thread = threadIdx.x;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int row = first_row + thread / 32 * 16 + thread % 32 / 4 + 8 * h;
-            query[h] = min(row, s.queries - 1);
-            exists[h] = row < s.queries;
-            first[h] = s.first_seen(x, query[h]);
-            last[h] = s.last_seen(x, query[h]);
-        }
-        all_first = __shfl_sync(0xFFFFFFFF, first[1], 31);
-        all_last = __shfl_sync(0xFFFFFFFF, last[0], 0);
+    __device__ __forceinline__ Row(const Params& p, const Ticket& ticket, int h) {
+        const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h;
+        const int down = p.members == 1 ? row : row / p.members, last_query = ticket.sequence.queries - 1;
+        head = ticket.head + row - down * p.members;
+        query = min(ticket.first_query + min(down, p.height - 1), last_query);
+        exists = down < p.height && ticket.first_query + down <= last_query;
+    }
+};
+
+// The keys that all rows of a warp see.
+struct Seen {
+    int first, last;
+
+    __device__ __forceinline__ Seen(const Params& p, const Ticket& ticket) {
+        const Row upper(p, ticket, 0), lower(p, ticket, 1);
+        first = __shfl_sync(0xFFFFFFFF, ticket.sequence.first_seen(p.x, lower.query), 31);
+        last = __shfl_sync(0xFFFFFFFF, ticket.sequence.last_seen(p.x, upper.query), 0);
     }
 };
 
@@ -254,16 +284,24 @@ struct Softmax {
     }
 
     // Products of a block to probabilities.
-    __device__ __forceinline__ void add(float (&s)[KEYS / 2], const Problem& x, const Rows& rows, int block) {
+    __device__ __forceinline__ void add(float (&s)[KEYS / 2], const Params& p, const Ticket& ticket,
+                                        const Seen& by_all, int block) {
+        const Problem& x = p.x;
         if (SOFTCAP)
 #pragma unroll
             for (int i = 0; i < KEYS / 2; ++i) s[i] = scores::tanh(__fmul_rn(s[i], x.cap));
-        if (block * KEYS < rows.all_first || block * KEYS + KEYS > rows.all_last) {
+        if (block * KEYS < by_all.first || block * KEYS + KEYS > by_all.last) {
             const int column = block * KEYS + threadIdx.x % 4 * 2;
 #pragma unroll
-            for (int i = 0; i < KEYS / 2; ++i) {
-                const int h = i / 2 % 2, key = column + i / 4 * 8 + i % 2;
-                if (key < rows.first[h] || key >= rows.last[h]) s[i] = -INF;
+            for (int h = 0; h < 2; ++h) {
+                const int query = Row(p, ticket, h).query;
+                const int first = ticket.sequence.first_seen(x, query) - column;
+                const int last = ticket.sequence.last_seen(x, query) - column;
+#pragma unroll
+                for (int u = 0; u < KEYS / 8; ++u)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e)
+                        if (u * 8 + e < first || u * 8 + e >= last) s[u * 4 + 2 * h + e] = -INF;
             }
         }
         float shift[2];
@@ -381,7 +419,6 @@ struct Consumer {
     const SharedStorage& shared;
     u32 warpgroup, thread;
     Ring<STAGES> ring;
-    u32 q_parity = 0;
 
     __device__ __forceinline__ u32 wait() const {
         mbarrier_wait(shared.full + ring.stage * 8, ring.parity);
@@ -398,17 +435,15 @@ struct Consumer {
             named_barrier_arrive(ORDER + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), 256);
     }
 
-    // Goes over the keys; o and `total` are then those of all segments.
-    __device__ __forceinline__ void accumulate(const Sequence& sequence, const Range& blocks,
-                                               const Rows& rows, float (&o)[VALUES / 2], Total& total) {
+    // Goes over the keys. o and `segment` are then those of the last segment, `total` that of those before.
+    __device__ __forceinline__ void accumulate(const Ticket& ticket, float (&o)[VALUES / 2], Softmax& segment,
+                                               Total& total) {
         const u32 q = shared.q + QTile::step(warpgroup * 64, 0);
+        const int first = ticket.first, end = ticket.end;
+        const Seen seen(p, ticket);
         float s[KEYS / 2];
         u32 probabilities[KEYS / 16][4];
-        Softmax segment;
-        segment.start();
 
-        mbarrier_wait(shared.q_full, q_parity);
-        q_parity ^= 1;
         const u32 first_keys = wait();
         wgmma_fence();
         multiply(s, q, first_keys);
@@ -417,12 +452,12 @@ struct Consumer {
         pin(s);
         release(ring.stage);
         ring.step();
-        segment.add(s, p.x, rows, blocks.first);
+        segment.add(s, p, ticket, seen, first);
         pack(probabilities, s);
 
         bool start = true;  // o has nothing of the segment
 #pragma unroll 1
-        for (int block = blocks.first + 1; block < blocks.end; ++block) {
+        for (int block = first + 1; block < end; ++block) {
             const u32 k = wait(), k_stage = ring.stage;
             ring.step();
             take_turn();
@@ -439,12 +474,12 @@ struct Consumer {
             wgmma_wait<1>();
             pin(s);
             release(k_stage);
-            start = block % BLOCKS == 0;
+            start = !SPLIT && block % BLOCKS == 0;
             if (start) {
                 total.add(segment);
                 segment.start();
             }
-            segment.add(s, p.x, rows, block);
+            segment.add(s, p, ticket, seen, block);
             pin(s);
             // The wait is in each branch, as ptxas would move it before the arithmetic above.
             if (start) {
@@ -465,10 +500,10 @@ struct Consumer {
             release(v_stage);
             pack(probabilities, s);
         }
-        if (thread == 0) mbarrier_arrive(shared.q_empty);
+        if (thread % 32 == 0) mbarrier_arrive(shared.q_empty);
 
         const u32 v = wait();
-        const int valid = sequence.keys - (blocks.end - 1) * KEYS;
+        const int valid = ticket.sequence.keys - (end - 1) * KEYS;
         if (valid <
             KEYS) {  // what lies behind may be another sequence's: each warpgroup clears it for itself
             VTile::clear(v, valid, thread, 128);
@@ -480,57 +515,93 @@ struct Consumer {
         wgmma_fence();
         multiply(o, probabilities, v, start);
         wgmma_commit();
-        total.add(segment);
+        if (!SPLIT) total.add(segment);
         wgmma_wait<0>();
         pin(o);
         release(ring.stage);
         ring.step();
-        total.merge(o);
+        if (!SPLIT) total.merge(o);
     }
 
-    __device__ __forceinline__ void store(const Work& work, const Sequence& sequence, const Rows& rows,
-                                          float (&o)[VALUES / 2], Total& total) const {
-        const int heads = p.x.heads * p.x.group, lane = threadIdx.x % 4;
+    // Columns of o that belong to row h, in pairs, from `o + pair(u, h)` on.
+    static __device__ __forceinline__ constexpr int pair(int u, int h) { return u * 4 + 2 * h; }
+
+    __device__ __forceinline__ void store(const Ticket& ticket, const float (&o)[VALUES / 2],
+                                          Total& total) const {
+        const Sequence& sequence = ticket.sequence;
+        const int lane = threadIdx.x % 4;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
+            const Row row(p, ticket, h);
             Merged& merged = total.rows[h];
-            const float scale = p.sinks ? merged.add_sink(p.sinks[work.head]) : 1.0f;
+            const float scale = p.sinks ? merged.add_sink(p.sinks[row.exists ? row.head : 0]) : 1.0f;
             const float inverse = merged.inverse();
-            const i64 token = sequence.batch_of_q * p.x.queries + sequence.first_query + rows.query[h];
-            Stored* to = p.out + (token * heads + work.head) * p.x.values;
+            Stored* to = p.out + sequence.row(p.x, row.query, row.head) * p.x.values;
 #pragma unroll
-            for (int i = 0; i < VALUES / 2; i += 16) {
+            for (int u = 0; u < VALUES / 8; u += 4) {
                 u32 columns[4] = {};
 #pragma unroll
-                for (int u = 0; u < 4; ++u)
-                    if (i + u * 4 < VALUES / 2) {
-                        const float* at = o + i + u * 4 + 2 * h;
-                        columns[u] = Type::pack(merged.quotient(__fmul_rn(at[0], scale), inverse),
+                for (int i = 0; i < 4; ++i)
+                    if (u + i < VALUES / 8) {
+                        const float* at = o + pair(u + i, h);
+                        columns[i] = Type::pack(merged.quotient(__fmul_rn(at[0], scale), inverse),
                                                 merged.quotient(__fmul_rn(at[1], scale), inverse));
                     }
                 transpose(columns);
-                const int column = i * 2 + lane * 8;
-                if (rows.exists[h] && column < p.x.values)
+                const int column = (u + lane) * 8;
+                if (row.exists && column < p.x.values)
                     *reinterpret_cast<uint4*>(to + column) =
                         make_uint4(columns[0], columns[1], columns[2], columns[3]);
             }
-            if (rows.exists[h] && lane == 0)
+            if (row.exists && lane == 0)
                 merged.store(p.lse, p.lse2,
-                             sequence.batch_of_q * p.lse_batch + work.head * p.lse_head +
-                                 sequence.first_query + rows.query[h]);
+                             sequence.batch_of_q * p.lse_batch + row.head * p.lse_head +
+                                 sequence.first_query + row.query);
+        }
+    }
+
+    // What the segment comes to.
+    __device__ __forceinline__ void store_segment(const Ticket& ticket, const float (&o)[VALUES / 2],
+                                                  const Softmax& segment) const {
+        const int lane = threadIdx.x % 4;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float sum = segment.sum(h);
+            const Row row(p, ticket, h);
+            if (!row.exists) continue;
+            const i64 at = ticket.sequence.row(p.x, row.query, row.head);
+            float* to = p.scratch + (at * p.segments + ticket.first / BLOCKS) * (VALUES + 2);
+#pragma unroll
+            for (int u = 0; u < VALUES / 8; ++u)
+                *reinterpret_cast<float2*>(to + u * 8 + lane * 2) =
+                    make_float2(o[pair(u, h)], o[pair(u, h) + 1]);
+            if (lane == 0) *reinterpret_cast<float2*>(to + VALUES) = make_float2(segment.n[h], sum);
         }
     }
 
     __device__ __forceinline__ void run() {
         if (warpgroup == WARPGROUPS - 1) pass_turn();
-        for_each_tile(p, [&](const Work& work, const Sequence& sequence, const Range& blocks) {
-            const Rows rows(p.x, sequence, work.first_query);
+        for (u32 parity = 0, slot = 0;; parity ^= 1, slot = slot == 2 ? 0 : slot + 1) {
+            mbarrier_wait(shared.q_full, parity);
+            const Ticket& ticket = shared.tickets[slot];
+            if (ticket.first_query < 0) break;
             float o[VALUES / 2] = {};
+            Softmax segment;
             Total total(shared);
-            if (blocks.first < blocks.end) accumulate(sequence, blocks, rows, o, total);
-            store(work, sequence, rows, o, total);
+            segment.start();
+            if (ticket.first < ticket.end) {
+                accumulate(ticket, o, segment, total);
+            } else {
+                __syncwarp();
+                if (thread % 32 == 0) mbarrier_arrive(shared.q_empty);
+            }
+            if constexpr (SPLIT) {
+                store_segment(ticket, o, segment);
+            } else {
+                store(ticket, o, total);
+            }
             __syncwarp();
-        });
+        }
         if (warpgroup == 0) take_turn();  // nobody leaves a barrier half full
     }
 };
@@ -547,7 +618,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_sm90(const __
             mbarrier_init(shared.empty + stage * 8, WARPGROUPS);
         }
         mbarrier_init(shared.q_full, 1);
-        mbarrier_init(shared.q_empty, WARPGROUPS);
+        mbarrier_init(shared.q_empty, WARPGROUPS * 4);
         mbarrier_init_fence();
     }
     __syncthreads();

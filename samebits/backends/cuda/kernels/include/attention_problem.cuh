@@ -46,6 +46,7 @@ struct Sequence {
     int offset;                  // of a query's position among the keys
     i64 batch_of_q, batch_of_k;  // indices in the tensors: 0 if packed
 
+    Sequence() = default;
     __device__ __forceinline__ Sequence(const Problem& x, int b) : batch(b) {
         first_query = x.cu_q ? bound(x.cu_q, b, x.queries) : 0;
         queries = x.cu_q ? max(0, bound(x.cu_q, b + 1, x.queries) - first_query) : x.queries;
