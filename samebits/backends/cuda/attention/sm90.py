@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from samebits.backends.attention import BLOCK, Attention
+from samebits.backends.attention import BLOCK, SEGMENT, Attention
 from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda.attention import universal
 from samebits.backends.cuda.attention.universal import _PROBLEM, _address, _check, _lse_strides, _problem
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.backends.cuda.tensor_maps import Maps
 from samebits.contract import contract_from_key
 
-__all__ = ["Schedule", "Variant", "choose", "forward", "schedules", "spec", "supports"]
+__all__ = ["Schedule", "Variant", "choose", "forward", "schedules", "spec", "supports", "variant"]
 
-_PARAMS = "128s128s128sPPPPqqiiii" + _PROBLEM
+_PARAMS = "128s128s128sPPPPPPqqiiiiiiii" + _PROBLEM
 _LARGEST_HEAD = 128
 _LARGEST_STRIDE = 1 << 38
 _SMEM = 227 * 1024
+_TICKETS = 3 * 56
+_SCRATCH = 512 << 20  # bytes that segments may take
 _L2 = 24 << 20  # bytes of keys and values that are used side by side
 
 
@@ -51,19 +55,32 @@ class Schedule:
     Attributes:
         warpgroups: that compute; each has 64 rows.
         stages: tiles of keys or values held at once.
+        grouped: whether a tile has all heads that share a head of k and v, side by side; else it has one.
+        split: whether tiles have one segment each, and a second kernel merges them.
+        dynamic: whether blocks of the grid take tiles as they come; else each has its own.
     """
 
     warpgroups: int
     stages: int
+    grouped: bool = False
+    split: bool = False
+    dynamic: bool = False
 
     @property
     def rows(self) -> int:
         return 64 * self.warpgroups
 
     def smem(self, of: Variant) -> int:
-        total = 0 if of.values <= 64 and self.warpgroups < 3 else self.rows * of.values * 4
+        in_registers = self.split or (of.values <= 64 and self.warpgroups < 3)
+        total = 0 if in_registers else self.rows * of.values * 4
         barriers = (2 * self.stages + 2) * 8
-        return 1024 + self.rows * _columns(of.head) * 2 + self.stages * of.stage + total + barriers
+        q = self.rows * _columns(of.head) * 2
+        return 1024 + q + self.stages * of.stage + total + barriers + _TICKETS
+
+    def filled(self, of: Variant) -> Schedule:
+        """With as many stages, up to 8, as there is room for."""
+        room = _SMEM - self.smem(of)
+        return replace(self, stages=max(0, min(8, self.stages + room // (of.stage + 16))))
 
 
 def _columns(head: int) -> int:
@@ -72,9 +89,19 @@ def _columns(head: int) -> int:
 
 @functools.cache
 def schedules(of: Variant) -> tuple[Schedule, ...]:
-    """All that :func:`choose` may return."""
-    found = (Schedule(warpgroups, stages) for warpgroups in (3, 2, 1) for stages in (8, 6, 4, 3))
-    return tuple(s for s in found if s.smem(of) <= _SMEM)
+    """All that :func:`choose` may return, and those with the fewest stages."""
+    flags = (
+        (False, False, False),
+        (True, False, False),
+        (False, False, True),
+        (False, True, False),
+        (True, True, False),
+    )
+    found = []
+    for warpgroups, (grouped, split, dynamic) in itertools.product((1, 2, 3), flags):
+        least = Schedule(warpgroups, 3, grouped, split, dynamic)
+        found += [least.filled(of), least]
+    return tuple(dict.fromkeys(s for s in found if s.smem(of) <= _SMEM))
 
 
 def spec(of: Variant, s: Schedule) -> compiler.KernelSpec:
@@ -86,6 +113,7 @@ def spec(of: Variant, s: Schedule) -> compiler.KernelSpec:
         "SOFTCAP": int(of.softcap),
         "WARPGROUPS": s.warpgroups,
         "STAGES": s.stages,
+        "SPLIT": int(s.split),
     }
     return compiler.KernelSpec(
         *("attention_sm90.cu", "attention_sm90", _PARAMS, tuple(constants.items())),
@@ -98,9 +126,36 @@ def spec(of: Variant, s: Schedule) -> compiler.KernelSpec:
 
 def choose(x: Attention, of: Variant) -> Schedule:
     """The schedule for a call."""
-    rows = -(-x.queries // x.batch) if x.packed else x.queries
-    warpgroups = 1 if rows <= 64 else 2
-    return next(s for s in schedules(of) if s.warpgroups == warpgroups)
+    multiprocessors = devices.device_info(x.q.get_device()).sm_count
+    queries = -(-x.queries // x.batch) if x.packed else x.queries
+    grouped = x.group > 1 and queries < 128 and _can_group(x)
+    rows = queries * (x.group if grouped else 1)
+    # A third warpgroup hides more of the arithmetic of short heads, but its tiles see more keys in vain.
+    triple = of.head <= 64 and of.values <= 64 and rows >= 192 and (x.window[1] != 0 or x.keys > 1024)
+    warpgroups = 1 if rows <= 64 else 3 if triple else 2
+    s = Schedule(
+        warpgroups, 3, grouped, dynamic=x.packed or x.key_start is not None or x.key_length is not None
+    )
+    tiles, heads, height, _ = _tiles(x, s)
+    waves = -(-tiles * heads // multiprocessors)
+    busy = tiles * heads / (waves * multiprocessors)
+    # Segments that are written and merged cost as much as some of their keys.
+    split = busy < 0.9 / (1 + height * (x.group if grouped else 1) / 256) and x.keys > SEGMENT
+    if split and x.q.shape[:-1].numel() * -(-x.keys // SEGMENT) * (of.values + 2) * 4 <= _SCRATCH:
+        s = replace(s, split=True, dynamic=False)
+    return s.filled(of)
+
+
+def _can_group(x: Attention) -> bool:
+    return x.group <= 64 and x.q.stride(-2) != 0
+
+
+def _tiles(x: Attention, s: Schedule) -> tuple[int, int, int, int]:
+    """Tiles of queries, heads or groups of heads, queries in a tile, and heads in it."""
+    members = x.group if s.grouped else 1
+    height = s.rows // members
+    tiles = -(-x.queries // height) + (x.batch if x.packed else 0)
+    return tiles, (1 if x.packed else x.batch) * x.heads // members, height, members
 
 
 def supports(x: Attention) -> bool:
@@ -145,19 +200,27 @@ def _layout(x: Tensor) -> _Layout:
 
 
 def _maps(dtype: torch.dtype, layout: _Layout, lines: int, width: int) -> Maps:
+    """Tensor maps of k or v."""
     (batch, tokens, heads, size), (of_batch, of_token, of_head, _) = layout
     sizes = (size, tokens, heads if of_head else 1, batch if of_batch else 1)
     strides = tuple(2 * s or 16 for s in (of_token, of_head, of_batch))
     return Maps(dtype, sizes, strides, (width, lines, 1, 1), width * 2)
 
 
+def _query_maps(dtype: torch.dtype, layout: _Layout, height: int, members: int) -> Maps:
+    (batch, tokens, heads, size), (of_batch, of_token, of_head, _) = layout
+    sizes = (size, heads if of_head else 1, tokens, batch if of_batch else 1)
+    strides = tuple(2 * s or 16 for s in (of_head, of_token, of_batch))
+    return Maps(dtype, sizes, strides, (64, members, height, 1), 128)
+
+
 @functools.lru_cache(maxsize=256)  # a cache of keys that grows makes an entry at each step
 def _prepared(
-    of: Variant, s: Schedule, layouts: tuple[_Layout, ...], device: int
+    of: Variant, s: Schedule, layouts: tuple[_Layout, ...], height: int, members: int, device: int
 ) -> tuple[runtime.Kernel, tuple[Maps, ...], int]:
     """The kernel, the maps of q, k and v, and which of them have one matrix for all."""
     maps = (
-        _maps(of.dtype, layouts[0], s.rows, 64),
+        _query_maps(of.dtype, layouts[0], height, members),
         _maps(of.dtype, layouts[1], BLOCK, 64),
         _maps(of.dtype, layouts[2], BLOCK, of.width),
     )
@@ -167,6 +230,12 @@ def _prepared(
     return runtime.load(spec(of, s), device), maps, shared
 
 
+def variant(x: Attention) -> Variant:
+    """What the kernel is specialised to for a call."""
+    head, values = (round_up(t.shape[-1], 16) for t in (x.q, x.v))
+    return Variant(x.q.dtype, head, values, softcap=x.softcap != 0)
+
+
 def forward(x: Attention, *, schedule: Schedule | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`samebits.backends.attention`.
 
@@ -174,8 +243,10 @@ def forward(x: Attention, *, schedule: Schedule | None = None) -> tuple[Tensor, 
         schedule: instead of the default choice. Never changes a bit.
     """
     _check(x)
-    of = Variant(x.q.dtype, round_up(x.q.shape[-1], 16), round_up(x.v.shape[-1], 16), softcap=x.softcap != 0)
+    of = variant(x)
     s = schedule or choose(x, of)
+    if s.grouped and not _can_group(x):
+        s = replace(s, grouped=False)
     device = x.q.get_device()
     out = x.q.new_empty((*x.q.shape[:-1], x.v.shape[-1]))
     lse, lse2 = (torch.empty(x.lse_shape, dtype=torch.float32, device=x.q.device) for _ in range(2))
@@ -184,16 +255,25 @@ def forward(x: Attention, *, schedule: Schedule | None = None) -> tuple[Tensor, 
         lse.fill_(-torch.inf)
         lse2.fill_(-torch.inf)
     operands = (x.q, x.k, x.v)
-    kernel, maps, shared = _prepared(of, s, tuple(map(_layout, operands)), device)
-    tiles = -(-x.queries // s.rows) + (x.batch if x.packed else 0)
-    heads = x.heads if x.packed else x.batch * x.heads
+    tiles, heads, height, members = _tiles(x, s)
+    kernel, maps, shared = _prepared(of, s, tuple(map(_layout, operands)), height, members, device)
     of_head = 2 * x.keys * (x.k.shape[-1] + x.v.shape[-1])
-    together = min(heads, x.group * max(1, _L2 // of_head))
+    together = min(heads, max(1, _L2 // of_head) * (x.group // members))
+    segments = -(-x.keys // SEGMENT)
+    scratch = following = None
+    if s.split:
+        floats = x.q.shape[:-1].numel() * segments * (of.values + 2)
+        scratch = torch.empty(floats, dtype=torch.float32, device=x.q.device)
+    if s.dynamic:
+        following = torch.zeros(1, dtype=torch.int32, device=x.q.device)
+    count = tiles * heads * (segments if s.split else 1)
     kernel.launch(
-        (min(tiles * heads, devices.device_info(device).sm_count), 1, 1),
+        (min(count, devices.device_info(device).sm_count), 1, 1),
         *(of_operand[t.data_ptr()] for of_operand, t in zip(maps, operands, strict=True)),
-        *map(_address, (out, x.sinks, lse, lse2)),
-        *(*_lse_strides(x), tiles, heads, together, shared),
+        *map(_address, (out, x.sinks, lse, lse2, scratch, following)),
+        *(*_lse_strides(x), tiles, heads, together, segments, members, height, shared, 0),
         *_problem(x),
     )
+    if scratch is not None:
+        universal.merge(x, out, lse, lse2, scratch)
     return out, lse, lse2

@@ -428,18 +428,34 @@ def forward(
     if schedule.split:
         floats = x.q.shape[:-1].numel() * segments * (schedule.values(of) + 2)
         scratch = torch.empty(max(floats, 1), dtype=torch.float32, device=x.q.device)
-    values = (
-        *map(_address, (x.q, x.k, x.v, x.sinks, out, lse, lse2, scratch)),
-        *(*_strides(x.q), *_strides(x.k), *_strides(x.v), *_strides(out)[:3], *_lse_strides(x)),
-        *(tiles, splits, segments, 0),
-        *_problem(x),
-    )
+    values = _values(x, out, lse, lse2, scratch, tiles, splits)
     grid = all_tiles * x.kv_heads * splits
     runtime.load(forward_spec(of, schedule, programmatic), device).launch((grid, 1, 1), *values)
     if schedule.split:
         rows = x.q.shape[:-1].numel()
         runtime.load(merge_spec(of, schedule, programmatic), device).launch((rows, 1, 1), *values)
     return out, lse, lse2
+
+
+def _values(
+    x: Attention, out: Tensor, lse: Tensor, lse2: Tensor, scratch: Tensor | None, tiles: int, splits: int
+) -> tuple[Any, ...]:
+    """The values of the forward's ``struct Params``."""
+    return (
+        *map(_address, (x.q, x.k, x.v, x.sinks, out, lse, lse2, scratch)),
+        *(*_strides(x.q), *_strides(x.k), *_strides(x.v), *_strides(out)[:3], *_lse_strides(x)),
+        *(tiles, splits, -(-x.keys // SEGMENT), 0),
+        *_problem(x),
+    )
+
+
+def merge(x: Attention, out: Tensor, lse: Tensor, lse2: Tensor, scratch: Tensor) -> None:
+    """Merge segments that another kernel left in `scratch`, ``[rows, segments, values + 2]``."""
+    of, device = variant(x), x.q.get_device()
+    info = devices.device_info(device)
+    s = next(s for s in forward_schedules(of, info.max_smem) if s.split and s.values(of) == of.values)
+    kernel = runtime.load(merge_spec(of, s, info.capability >= (9, 0)), device)
+    kernel.launch((x.q.shape[:-1].numel(), 1, 1), *_values(x, out, lse, lse2, scratch, 0, 0))
 
 
 def backward(
