@@ -101,7 +101,7 @@ def schedules(of: Variant) -> tuple[Schedule, ...]:
     for warpgroups, (grouped, split, dynamic) in itertools.product((1, 2, 3), flags):
         least = Schedule(warpgroups, 3, grouped, split, dynamic)
         found += [least.filled(of), least]
-    return tuple(dict.fromkeys(s for s in found if s.smem(of) <= _SMEM))
+    return tuple(dict.fromkeys(s for s in found if s.stages >= 3 and s.smem(of) <= _SMEM))
 
 
 def spec(of: Variant, s: Schedule) -> compiler.KernelSpec:
