@@ -22,8 +22,7 @@ __all__ = ["Schedule", "Variant", "choose", "forward", "schedules", "spec", "sup
 _PARAMS = "128s128s128sPPPPPPqqiiiiiiii" + _PROBLEM
 _LARGEST_HEAD = 128
 _LARGEST_STRIDE = 1 << 38
-_SMEM = 227 * 1024
-_TICKETS = 3 * 56
+_SMEM = 227 * 1024 - 3 * 56  # but for the tickets
 _SCRATCH = 512 << 20  # bytes that segments may take
 _L2 = 24 << 20  # bytes of keys and values that are used side by side
 
@@ -73,9 +72,13 @@ class Schedule:
     def smem(self, of: Variant) -> int:
         in_registers = self.split or (of.values <= 64 and self.warpgroups < 3)
         total = 0 if in_registers else self.rows * of.values * 4
-        barriers = (2 * self.stages + 2) * 8
-        q = self.rows * _columns(of.head) * 2
-        return 1024 + q + self.stages * of.stage + total + barriers + _TICKETS
+        barriers = (2 * self.stages + 4) * 8
+        q = 2 * self.rows * _columns(of.head) * 2
+        return 1024 + q + self.stages * of.stage + total + barriers
+
+    def fits(self, of: Variant) -> bool:
+        # The registers of three warpgroups hold scores, probabilities and short values.
+        return self.stages >= 3 and self.smem(of) <= _SMEM and (self.warpgroups < 3 or of.values <= 64)
 
     def filled(self, of: Variant) -> Schedule:
         """With as many stages, up to 8, as there is room for."""
@@ -101,7 +104,7 @@ def schedules(of: Variant) -> tuple[Schedule, ...]:
     for warpgroups, (grouped, split, dynamic) in itertools.product((1, 2, 3), flags):
         least = Schedule(warpgroups, 3, grouped, split, dynamic)
         found += [least.filled(of), least]
-    return tuple(dict.fromkeys(s for s in found if s.stages >= 3 and s.smem(of) <= _SMEM))
+    return tuple(dict.fromkeys(s for s in found if s.fits(of)))
 
 
 def spec(of: Variant, s: Schedule) -> compiler.KernelSpec:
@@ -124,23 +127,32 @@ def spec(of: Variant, s: Schedule) -> compiler.KernelSpec:
     )
 
 
+def _cost(x: Attention, s: Schedule, multiprocessors: int) -> float:
+    """How long a call takes, in arbitrary units."""
+    tiles, heads, height, _ = _tiles(x, s)
+    left, right = x.window
+    seen = x.keys if left < 0 or right < 0 else min(x.keys, left + right + 1)
+    if left < 0 <= right and x.queries > height:  # causal: half of them, if there are as many queries as keys
+        seen -= min(x.queries, x.keys) // 2
+    blocks = min(seen + height, x.keys) / BLOCK + 1
+    # A third warpgroup hides more of the arithmetic.
+    return -(-tiles * heads // multiprocessors) * blocks * s.warpgroups * (0.94 if s.warpgroups == 3 else 1.0)
+
+
 def choose(x: Attention, of: Variant) -> Schedule:
     """The schedule for a call."""
     multiprocessors = devices.device_info(x.q.get_device()).sm_count
     queries = -(-x.queries // x.batch) if x.packed else x.queries
     grouped = x.group > 1 and queries < 128 and _can_group(x)
     rows = queries * (x.group if grouped else 1)
-    # A third warpgroup hides more of the arithmetic of short heads, but its tiles see more keys in vain.
-    triple = of.head <= 64 and of.values <= 64 and rows >= 192 and (x.window[1] != 0 or x.keys > 1024)
-    warpgroups = 1 if rows <= 64 else 3 if triple else 2
-    s = Schedule(
-        warpgroups, 3, grouped, dynamic=x.packed or x.key_start is not None or x.key_length is not None
-    )
-    tiles, heads, height, _ = _tiles(x, s)
+    dynamic = x.packed or x.key_start is not None or x.key_length is not None
+    found = [Schedule(n, 3, grouped, dynamic=dynamic) for n in ((1,) if rows <= 64 else (2, 3))]
+    s = min((s for s in found if s.fits(of)), key=lambda s: _cost(x, s, multiprocessors))
+    tiles, heads, height, members = _tiles(x, s)
     waves = -(-tiles * heads // multiprocessors)
     busy = tiles * heads / (waves * multiprocessors)
     # Segments that are written and merged cost as much as some of their keys.
-    split = busy < 0.9 / (1 + height * (x.group if grouped else 1) / 256) and x.keys > SEGMENT
+    split = busy < 0.9 / (1 + height * members / 256) and x.keys > SEGMENT
     if split and x.q.shape[:-1].numel() * -(-x.keys // SEGMENT) * (of.values + 2) * 4 <= _SCRATCH:
         s = replace(s, split=True, dynamic=False)
     return s.filled(of)

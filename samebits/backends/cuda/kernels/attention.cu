@@ -400,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
 #if SPLIT
 // The results of a row from those of its segments. A block has a row, a thread a column of it.
 extern "C" __global__ void merge_segments(const __grid_constant__ Params p) {
-    constexpr int AHEAD = 8;
+    constexpr int AHEAD = 32;
     const Problem& x = p.x;
     const int heads = x.heads * x.group, head = blockIdx.x % heads, token = blockIdx.x / heads;
     wait_for_kernel_before();

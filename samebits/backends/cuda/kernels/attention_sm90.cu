@@ -14,15 +14,16 @@
 //                           consumers
 //
 // Barriers
-//   q_full, q_empty         a ticket and its tile of queries have arrived; all consumers have multiplied it
+//   q_full[2], q_empty[2]   a ticket and its tile of queries have arrived; all consumers have multiplied it
 //   full[stage]             a tile of keys or of values has arrived
 //   empty[stage]            all consumers have read it
 //   ORDER + warpgroup       a named one: the warpgroup's turn to issue products
 //
-// Ring: K0 K1 V0 K2 V1 ... Kn Vn-1 Vn, as consumers read them, then those of the next tile.
+// Ring: K0 K1 V0 K2 V1 ..., as consumers read them, from tile to tile without a break.
 //
 // Timeline of a consumer. Its next scores and its last values are multiplied while it does the arithmetic of
-// scores; and warpgroups issue in turn, so that one has the tensor cores while the other does arithmetic.
+// scores; and warpgroups issue in turn, so that one has the tensor cores while the other does arithmetic. The
+// first scores of the next tile are multiplied beside the last values of this one, before that is stored.
 //
 //   tensor cores  |QK 0|         |QK 1, PV 0|         |QK 2, PV 1|
 //   arithmetic         |softmax 0|     |softmax 1     |     |softmax 2
@@ -93,20 +94,23 @@ struct Ticket {
     int first, end;   // blocks of keys
 };
 
+// Of the next tile, of this one, and of that which some consumers still store.
+__shared__ Ticket tickets[3];
+
+__device__ __forceinline__ u32 slot_after(u32 slot) { return slot == 2 ? 0 : slot + 1; }
+
 struct SharedStorage {
     u32 q, ring, total, full, empty, q_full, q_empty;
-    Ticket* tickets;  // three: of the next tile, of this one, and of that which some consumers still store
 
     __device__ explicit SharedStorage(unsigned char* raw) {
         const u32 start = shared_address(raw);
         q = (start + 1023) & ~1023u;  // a whole period of the swizzle
-        ring = q + QTile::bytes;
+        ring = q + 2 * QTile::bytes;
         total = ring + STAGES * STAGE_BYTES;
         full = total + TOTAL_BYTES;
         empty = full + STAGES * 8;
         q_full = empty + STAGES * 8;
-        q_empty = q_full + 8;
-        tickets = reinterpret_cast<Ticket*>(raw + (q_empty + 8 - start));
+        q_empty = q_full + 16;
     }
 };
 
@@ -165,54 +169,61 @@ __device__ __forceinline__ void producer(const SharedStorage& shared, const Para
     const int count = p.tiles * p.heads * (SPLIT ? p.segments : 1);
     const auto one_for = [&](int bit) { return p.shared >> bit & 1; };
     Ring<STAGES> ring;
-    u32 parity = 1, slot = 0;
+    Ring<2> queries;
+    u32 slot = 0;
+    const auto begin_stage = [&](u32 bytes) {
+        mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
+        mbarrier_arrive_expect_tx(shared.full + ring.stage * 8, bytes);
+    };
+    // Values come after the keys of the next block, and so after those of the next tile.
+    int line = -1, head = 0, batch = 0;
+    const auto load_values = [&] {
+        begin_stage(VTile::bytes);
+        VTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
+            tma_load(shared.ring + ring.stage * STAGE_BYTES + offset, p.v, shared.full + ring.stage * 8,
+                     column, line, one_for(5) ? 0 : head, one_for(2) ? 0 : batch);
+        });
+        ring.step();
+    };
     bool more = true;
     for (int round = 0; more; ++round) {
         const int index = tile_of(p, round);
         more = p.next ? index < count : round * int(gridDim.x) < count;
-        Ticket& ticket = shared.tickets[slot];
+        Ticket& ticket = tickets[slot];
         if (more && (index >= count || !find(p, index, ticket))) continue;
         if (threadIdx.x % 32 == 0) {
-            mbarrier_wait(shared.q_empty, parity);
+            const u32 full = shared.q_full + queries.stage * 8;
+            mbarrier_wait(shared.q_empty + queries.stage * 8, queries.parity ^ 1);
             if (!more) {
                 ticket.first_query = -1;
-                mbarrier_arrive(shared.q_full);
+                mbarrier_arrive(full);
+                if (line >= 0) load_values();
                 break;
             }
-            mbarrier_arrive_expect_tx(shared.q_full, QTile::columns * p.height * p.members * 128);
+            mbarrier_arrive_expect_tx(full, QTile::columns * p.height * p.members * 128);
 #pragma unroll
             for (u32 column = 0; column < QTile::columns; ++column)
-                tma_load(shared.q + column * QTile::column_bytes, p.q, shared.q_full, column * 64,
-                         one_for(3) ? 0 : ticket.head, ticket.sequence.first_query + ticket.first_query,
+                tma_load(shared.q + queries.stage * QTile::bytes + column * QTile::column_bytes, p.q, full,
+                         column * 64, one_for(3) ? 0 : ticket.head,
+                         ticket.sequence.first_query + ticket.first_query,
                          one_for(0) ? 0 : int(ticket.sequence.batch_of_q));
-            const int head = ticket.head / p.x.group, batch = int(ticket.sequence.batch_of_k);
-            const int end = ticket.sequence.first_key + ticket.end * KEYS;
-            int k_line = ticket.sequence.first_key + ticket.first * KEYS, v_line = k_line;
-            // K0, K1, V0, K2, V1, ...: keys keep ahead by a tile.
-            for (int ahead = 0; v_line < end; ring.step()) {
-                const u32 full = shared.full + ring.stage * 8, to = shared.ring + ring.stage * STAGE_BYTES;
-                mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
-                if (ahead < 2 && k_line < end) {
-                    mbarrier_arrive_expect_tx(full, KTile::bytes);
-                    KTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
-                        tma_load(to + offset, p.k, full, column, k_line, one_for(4) ? 0 : head,
-                                 one_for(1) ? 0 : batch);
-                    });
-                    k_line += KEYS;
-                    ++ahead;
-                } else {
-                    mbarrier_arrive_expect_tx(full, VTile::bytes);
-                    VTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
-                        tma_load(to + offset, p.v, full, column, v_line, one_for(5) ? 0 : head,
-                                 one_for(2) ? 0 : batch);
-                    });
-                    v_line += KEYS;
-                    --ahead;
-                }
+            const int next_head = ticket.head / p.x.group, next_batch = int(ticket.sequence.batch_of_k);
+            int next_line = ticket.sequence.first_key + ticket.first * KEYS;
+            for (int blocks = ticket.end - ticket.first; blocks > 0; --blocks) {
+                begin_stage(KTile::bytes);
+                KTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
+                    tma_load(shared.ring + ring.stage * STAGE_BYTES + offset, p.k,
+                             shared.full + ring.stage * 8, column, next_line, one_for(4) ? 0 : next_head,
+                             one_for(1) ? 0 : next_batch);
+                });
+                ring.step();
+                if (line >= 0) load_values();
+                line = next_line, head = next_head, batch = next_batch;
+                next_line += KEYS;
             }
         }
-        parity ^= 1;
-        slot = slot == 2 ? 0 : slot + 1;
+        queries.step();
+        slot = slot_after(slot);
         __syncwarp();
     }
 }
@@ -339,16 +350,21 @@ __device__ __forceinline__ void pack(u32 (&p)[KEYS / 16][4], const float (&s)[KE
     for (int i = 0; i < KEYS / 4; ++i) p[i / 4][i % 4] = Type::pack(s[2 * i], s[2 * i + 1]);
 }
 
-// What segments before the current one come to.
+// What the segments of a tile before the current one come to.
 struct Total {
     u32 memory;  // this thread's first four values
-    float held[TOTAL_IN_REGISTERS ? VALUES / 2 : 1];
+    float held[TOTAL_IN_REGISTERS && !SPLIT ? VALUES / 2 : 1];
     Merged rows[2];
     float scale[2], own_scale[2];  // of this, and of the segment that is added
     bool any = false;
 
     __device__ __forceinline__ explicit Total(const SharedStorage& shared)
         : memory(shared.total + threadIdx.x * 16) {}
+
+    __device__ __forceinline__ void start() {
+        rows[0] = rows[1] = Merged();
+        any = false;
+    }
 
     __device__ __forceinline__ void add(const Softmax& segment) {
 #pragma unroll
@@ -360,7 +376,7 @@ struct Total {
 #pragma unroll
         for (int i = 0; i < VALUES / 2; i += 4) {
             float of_total[4] = {};
-            if (any) {
+            if (any && !SPLIT) {
                 if constexpr (TOTAL_IN_REGISTERS) {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) of_total[e] = held[i + e];
@@ -414,12 +430,131 @@ __device__ __forceinline__ void transpose(u32 (&w)[4]) {
     }
 }
 
+// Stores the rows of tiles.
+struct Output {
+    const Params& p;
+    const Ticket& ticket;
+
+    // What all keys come to, o = `total`'s.
+    __device__ __forceinline__ void store(const float (&o)[VALUES / 2], Total& total) const {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const Row row(p, ticket, h);
+            if constexpr (SPLIT) {
+                store_segment(row, h, o, total.rows[h]);
+            } else {
+                store_row(row, h, o, total.rows[h]);
+            }
+        }
+        __syncwarp();
+    }
+
+    // Where nobody sees a key.
+    __device__ __forceinline__ void store_nothing() const {
+#pragma unroll 1
+        for (int h = 0; h < 2; ++h) {
+            const Row row(p, ticket, h);
+            if (!row.exists) continue;
+#pragma unroll 1
+            for (int column = lane() * 8; column < p.x.values; column += 32)
+                *reinterpret_cast<uint4*>(out(row) + column) = make_uint4(0, 0, 0, 0);
+            Merged merged;
+            if (p.sinks) merged.add_sink(p.sinks[row.head]);
+            if (lane() == 0) merged.store(p.lse, p.lse2, lse_at(row));
+        }
+        __syncwarp();
+    }
+
+  private:
+    static __device__ __forceinline__ int lane() { return threadIdx.x % 4; }
+
+    // Where o has the first of row h's two columns of eight.
+    static __device__ __forceinline__ constexpr int pair(int eight, int h) { return eight * 4 + 2 * h; }
+
+    __device__ __forceinline__ i64 row_at(const Row& row) const {
+        return ticket.sequence.row(p.x, row.query, row.head);
+    }
+    __device__ __forceinline__ Stored* out(const Row& row) const { return p.out + row_at(row) * p.x.values; }
+    __device__ __forceinline__ i64 lse_at(const Row& row) const {
+        const int token = ticket.sequence.first_query + row.query;
+        return ticket.sequence.batch_of_q * p.lse_batch + row.head * p.lse_head + token;
+    }
+
+    __device__ __forceinline__ void store_row(const Row& row, int h, const float (&o)[VALUES / 2],
+                                              Merged& merged) const {
+        const float scale = p.sinks ? merged.add_sink(p.sinks[row.exists ? row.head : 0]) : 1.0f;
+        const float inverse = merged.inverse();
+        Stored* const to = out(row);
+#pragma unroll
+        for (int u = 0; u < VALUES / 8; u += 4) {
+            u32 columns[4] = {};
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (u + i < VALUES / 8) {
+                    const float* at = o + pair(u + i, h);
+                    columns[i] = Type::pack(merged.quotient(__fmul_rn(at[0], scale), inverse),
+                                            merged.quotient(__fmul_rn(at[1], scale), inverse));
+                }
+            transpose(columns);
+            const int column = (u + lane()) * 8;
+            if (row.exists && column < p.x.values)
+                *reinterpret_cast<uint4*>(to + column) =
+                    make_uint4(columns[0], columns[1], columns[2], columns[3]);
+        }
+        if (row.exists && lane() == 0) merged.store(p.lse, p.lse2, lse_at(row));
+    }
+
+    __device__ __forceinline__ void store_segment(const Row& row, int h, const float (&o)[VALUES / 2],
+                                                  const Merged& segment) const {
+        if (!row.exists) return;
+        float* to = p.scratch + (row_at(row) * p.segments + ticket.first / BLOCKS) * (VALUES + 2);
+#pragma unroll
+        for (int u = 0; u < VALUES / 8; ++u)
+            *reinterpret_cast<float2*>(to + u * 8 + lane() * 2) =
+                make_float2(o[pair(u, h)], o[pair(u, h) + 1]);
+        if (lane() == 0) *reinterpret_cast<float2*>(to + VALUES) = make_float2(segment.n, segment.l);
+    }
+};
+
 struct Consumer {
     const Params& p;
     const SharedStorage& shared;
     u32 warpgroup, thread;
     Ring<STAGES> ring;
+    Ring<2> queries;
+    u32 slot = 0;  // of the tile whose scores are multiplied
 
+    __device__ __forceinline__ void run() {
+        if (warpgroup == WARPGROUPS - 1) pass_turn();
+        if (find_tile()) go_over_tiles();
+        if (warpgroup == 0) take_turn();  // nobody leaves a barrier half full
+    }
+
+  private:
+    __device__ __forceinline__ const Ticket& ticket() const { return tickets[slot]; }
+
+    // Goes on to a tile in which somebody sees a key, or returns false; stores the rows of others.
+    __device__ __forceinline__ bool find_tile() {
+        while (true) {
+            mbarrier_wait(shared.q_full + queries.stage * 8, queries.parity);
+            if (ticket().first_query < 0) return false;
+            if (ticket().first < ticket().end) return true;
+            Output{p, ticket()}.store_nothing();
+            leave_tile();
+        }
+    }
+
+    __device__ __forceinline__ void leave_tile() {
+        if (thread % 32 == 0) mbarrier_arrive(shared.q_empty + queries.stage * 8);
+        queries.step();
+        slot = slot_after(slot);
+    }
+
+    __device__ __forceinline__ u32 own_queries() const {
+        return shared.q + queries.stage * QTile::bytes + QTile::step(warpgroup * 64, 0);
+    }
+
+    // The next tile of the ring, when it has arrived.
     __device__ __forceinline__ u32 wait() const {
         mbarrier_wait(shared.full + ring.stage * 8, ring.parity);
         return shared.ring + ring.stage * STAGE_BYTES;
@@ -427,6 +562,16 @@ struct Consumer {
     __device__ __forceinline__ void release(u32 stage) const {
         if (thread == 0) mbarrier_arrive(shared.empty + stage * 8);
     }
+
+    // Zeroes what lies behind the last of `valid` values, as it may be another sequence's. Each warpgroup does
+    // so for itself.
+    __device__ __forceinline__ void clear_values(int valid) const {
+        if (valid >= KEYS) return;
+        VTile::clear(wait(), valid, thread, 128);
+        fence_async_proxy();
+        named_barrier(CLEARED + warpgroup, 128);
+    }
+
     __device__ __forceinline__ void take_turn() const {
         if (WARPGROUPS > 1) named_barrier(ORDER + warpgroup, 256);
     }
@@ -435,36 +580,49 @@ struct Consumer {
             named_barrier_arrive(ORDER + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), 256);
     }
 
-    // Goes over the keys. o and `segment` are then those of the last segment, `total` that of those before.
-    __device__ __forceinline__ void accumulate(const Ticket& ticket, float (&o)[VALUES / 2], Softmax& segment,
-                                               Total& total) {
-        const u32 q = shared.q + QTile::step(warpgroup * 64, 0);
-        const int first = ticket.first, end = ticket.end;
-        const Seen seen(p, ticket);
-        float s[KEYS / 2];
+    __device__ __forceinline__ void go_over_tiles() {
+        float s[KEYS / 2], o[VALUES / 2];
         u32 probabilities[KEYS / 16][4];
+        Softmax segment;
+        Total total(shared);
+        segment.start();
 
+        int block = ticket().first, end = ticket().end;
+        Seen seen(p, ticket());
         const u32 first_keys = wait();
         wgmma_fence();
-        multiply(s, q, first_keys);
+        multiply(s, own_queries(), first_keys);
         wgmma_commit();
         wgmma_wait<0>();
         pin(s);
         release(ring.stage);
         ring.step();
-        segment.add(s, p, ticket, seen, first);
+        segment.add(s, p, ticket(), seen, block);
         pack(probabilities, s);
 
         bool start = true;  // o has nothing of the segment
+        int valid;          // values of the block
 #pragma unroll 1
-        for (int block = first + 1; block < end; ++block) {
+        while (true) {
+            const u32 before = slot;
+            valid = ticket().sequence.keys - block * KEYS;
+            if (++block == end) {
+                leave_tile();
+                if (!find_tile()) {
+                    slot = before;
+                    break;
+                }
+                block = ticket().first, end = ticket().end;
+                seen = Seen(p, ticket());
+            }
             const u32 k = wait(), k_stage = ring.stage;
             ring.step();
+            clear_values(valid);
             take_turn();
             pin(o);
             pin(probabilities);
             wgmma_fence();
-            multiply(s, q, k);
+            multiply(s, own_queries(), k);
             wgmma_commit();
             const u32 v = wait(), v_stage = ring.stage;
             ring.step();
@@ -474,19 +632,24 @@ struct Consumer {
             wgmma_wait<1>();
             pin(s);
             release(k_stage);
-            start = !SPLIT && block % BLOCKS == 0;
+            start = block % BLOCKS == 0 || slot != before;
             if (start) {
                 total.add(segment);
                 segment.start();
             }
-            segment.add(s, p, ticket, seen, block);
+            segment.add(s, p, ticket(), seen, block);
             pin(s);
             // The wait is in each branch, as ptxas would move it before the arithmetic above.
             if (start) {
                 wgmma_wait<0>();
                 pin(o);
                 total.merge(o);
-                total.keep(o);
+                if (slot != before) {
+                    Output{p, tickets[before]}.store(o, total);
+                    total.start();
+                } else {
+                    total.keep(o);
+                }
             } else if (__any_sync(0xFFFFFFFF, segment.scale[0] != 1.0f || segment.scale[1] != 1.0f)) {
                 wgmma_wait<0>();
                 pin(o);
@@ -500,109 +663,21 @@ struct Consumer {
             release(v_stage);
             pack(probabilities, s);
         }
-        if (thread % 32 == 0) mbarrier_arrive(shared.q_empty);
 
+        clear_values(valid);
         const u32 v = wait();
-        const int valid = ticket.sequence.keys - (end - 1) * KEYS;
-        if (valid <
-            KEYS) {  // what lies behind may be another sequence's: each warpgroup clears it for itself
-            VTile::clear(v, valid, thread, 128);
-            fence_async_proxy();
-            named_barrier(CLEARED + warpgroup, 128);
-        }
         pin(o);
         pin(probabilities);
         wgmma_fence();
         multiply(o, probabilities, v, start);
         wgmma_commit();
-        if (!SPLIT) total.add(segment);
+        total.add(segment);
         wgmma_wait<0>();
         pin(o);
         release(ring.stage);
         ring.step();
-        if (!SPLIT) total.merge(o);
-    }
-
-    // Columns of o that belong to row h, in pairs, from `o + pair(u, h)` on.
-    static __device__ __forceinline__ constexpr int pair(int u, int h) { return u * 4 + 2 * h; }
-
-    __device__ __forceinline__ void store(const Ticket& ticket, const float (&o)[VALUES / 2],
-                                          Total& total) const {
-        const Sequence& sequence = ticket.sequence;
-        const int lane = threadIdx.x % 4;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const Row row(p, ticket, h);
-            Merged& merged = total.rows[h];
-            const float scale = p.sinks ? merged.add_sink(p.sinks[row.exists ? row.head : 0]) : 1.0f;
-            const float inverse = merged.inverse();
-            Stored* to = p.out + sequence.row(p.x, row.query, row.head) * p.x.values;
-#pragma unroll
-            for (int u = 0; u < VALUES / 8; u += 4) {
-                u32 columns[4] = {};
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (u + i < VALUES / 8) {
-                        const float* at = o + pair(u + i, h);
-                        columns[i] = Type::pack(merged.quotient(__fmul_rn(at[0], scale), inverse),
-                                                merged.quotient(__fmul_rn(at[1], scale), inverse));
-                    }
-                transpose(columns);
-                const int column = (u + lane) * 8;
-                if (row.exists && column < p.x.values)
-                    *reinterpret_cast<uint4*>(to + column) =
-                        make_uint4(columns[0], columns[1], columns[2], columns[3]);
-            }
-            if (row.exists && lane == 0)
-                merged.store(p.lse, p.lse2,
-                             sequence.batch_of_q * p.lse_batch + row.head * p.lse_head +
-                                 sequence.first_query + row.query);
-        }
-    }
-
-    // What the segment comes to.
-    __device__ __forceinline__ void store_segment(const Ticket& ticket, const float (&o)[VALUES / 2],
-                                                  const Softmax& segment) const {
-        const int lane = threadIdx.x % 4;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float sum = segment.sum(h);
-            const Row row(p, ticket, h);
-            if (!row.exists) continue;
-            const i64 at = ticket.sequence.row(p.x, row.query, row.head);
-            float* to = p.scratch + (at * p.segments + ticket.first / BLOCKS) * (VALUES + 2);
-#pragma unroll
-            for (int u = 0; u < VALUES / 8; ++u)
-                *reinterpret_cast<float2*>(to + u * 8 + lane * 2) =
-                    make_float2(o[pair(u, h)], o[pair(u, h) + 1]);
-            if (lane == 0) *reinterpret_cast<float2*>(to + VALUES) = make_float2(segment.n[h], sum);
-        }
-    }
-
-    __device__ __forceinline__ void run() {
-        if (warpgroup == WARPGROUPS - 1) pass_turn();
-        for (u32 parity = 0, slot = 0;; parity ^= 1, slot = slot == 2 ? 0 : slot + 1) {
-            mbarrier_wait(shared.q_full, parity);
-            const Ticket& ticket = shared.tickets[slot];
-            if (ticket.first_query < 0) break;
-            float o[VALUES / 2] = {};
-            Softmax segment;
-            Total total(shared);
-            segment.start();
-            if (ticket.first < ticket.end) {
-                accumulate(ticket, o, segment, total);
-            } else {
-                __syncwarp();
-                if (thread % 32 == 0) mbarrier_arrive(shared.q_empty);
-            }
-            if constexpr (SPLIT) {
-                store_segment(ticket, o, segment);
-            } else {
-                store(ticket, o, total);
-            }
-            __syncwarp();
-        }
-        if (warpgroup == 0) take_turn();  // nobody leaves a barrier half full
+        total.merge(o);
+        Output{p, ticket()}.store(o, total);
     }
 };
 
@@ -617,8 +692,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_sm90(const __
             mbarrier_init(shared.full + stage * 8, 1);
             mbarrier_init(shared.empty + stage * 8, WARPGROUPS);
         }
-        mbarrier_init(shared.q_full, 1);
-        mbarrier_init(shared.q_empty, WARPGROUPS * 4);
+        for (u32 i = 0; i < 2; ++i) {
+            mbarrier_init(shared.q_full + i * 8, 1);
+            mbarrier_init(shared.q_empty + i * 8, WARPGROUPS * 4);
+        }
         mbarrier_init_fence();
     }
     __syncthreads();
