@@ -72,8 +72,8 @@ class Schedule:
     def smem(self, of: Variant) -> int:
         in_registers = self.split or (of.values <= 64 and self.warpgroups < 3)
         total = 0 if in_registers else self.rows * of.values * 4
-        barriers = (2 * self.stages + 4) * 8
-        q = 2 * self.rows * _columns(of.head) * 2
+        barriers = (2 * self.stages + 2) * 8
+        q = self.rows * _columns(of.head) * 2
         return 1024 + q + self.stages * of.stage + total + barriers
 
     def fits(self, of: Variant) -> bool:
@@ -128,15 +128,19 @@ def spec(of: Variant, s: Schedule) -> compiler.KernelSpec:
 
 
 def _cost(x: Attention, s: Schedule, multiprocessors: int) -> float:
-    """How long a call takes, in arbitrary units."""
+    """How long a call takes, in blocks of keys for 64 rows, roughly."""
     tiles, heads, height, _ = _tiles(x, s)
     left, right = x.window
-    seen = x.keys if left < 0 or right < 0 else min(x.keys, left + right + 1)
-    if left < 0 <= right and x.queries > height:  # causal: half of them, if there are as many queries as keys
-        seen -= min(x.queries, x.keys) // 2
-    blocks = min(seen + height, x.keys) / BLOCK + 1
+    waves: float = -(-tiles * heads // multiprocessors)
+    if left >= 0 and right >= 0:
+        seen = min(x.keys, left + right + height)
+    elif x.window != (-1, -1) and x.queries > height:
+        seen = x.keys - min(x.queries, x.keys) // 2 + height // 2
+        waves = tiles * heads / multiprocessors  # long ones make up for short ones
+    else:
+        seen = x.keys
     # A third warpgroup hides more of the arithmetic.
-    return -(-tiles * heads // multiprocessors) * blocks * s.warpgroups * (0.94 if s.warpgroups == 3 else 1.0)
+    return waves * (seen / BLOCK + 1.5) * s.warpgroups * (0.88 if s.warpgroups == 3 else 1.0)
 
 
 def choose(x: Attention, of: Variant) -> Schedule:

@@ -14,16 +14,15 @@
 //                           consumers
 //
 // Barriers
-//   q_full[2], q_empty[2]   a ticket and its tile of queries have arrived; all consumers have multiplied it
+//   q_full, q_empty         a ticket and its tile of queries have arrived; all consumers have multiplied it
 //   full[stage]             a tile of keys or of values has arrived
 //   empty[stage]            all consumers have read it
 //   ORDER + warpgroup       a named one: the warpgroup's turn to issue products
 //
-// Ring: K0 K1 V0 K2 V1 ..., as consumers read them, from tile to tile without a break.
+// Ring: K0 K1 V0 K2 V1 ... Kn Vn-1 Vn, as consumers read them, then those of the next tile.
 //
 // Timeline of a consumer. Its next scores and its last values are multiplied while it does the arithmetic of
-// scores; and warpgroups issue in turn, so that one has the tensor cores while the other does arithmetic. The
-// first scores of the next tile are multiplied beside the last values of this one, before that is stored.
+// scores; and warpgroups issue in turn, so that one has the tensor cores while the other does arithmetic.
 //
 //   tensor cores  |QK 0|         |QK 1, PV 0|         |QK 2, PV 1|
 //   arithmetic         |softmax 0|     |softmax 1     |     |softmax 2
@@ -105,12 +104,12 @@ struct SharedStorage {
     __device__ explicit SharedStorage(unsigned char* raw) {
         const u32 start = shared_address(raw);
         q = (start + 1023) & ~1023u;  // a whole period of the swizzle
-        ring = q + 2 * QTile::bytes;
+        ring = q + QTile::bytes;
         total = ring + STAGES * STAGE_BYTES;
         full = total + TOTAL_BYTES;
         empty = full + STAGES * 8;
         q_full = empty + STAGES * 8;
-        q_empty = q_full + 16;
+        q_empty = q_full + 8;
     }
 };
 
@@ -169,22 +168,7 @@ __device__ __forceinline__ void producer(const SharedStorage& shared, const Para
     const int count = p.tiles * p.heads * (SPLIT ? p.segments : 1);
     const auto one_for = [&](int bit) { return p.shared >> bit & 1; };
     Ring<STAGES> ring;
-    Ring<2> queries;
-    u32 slot = 0;
-    const auto begin_stage = [&](u32 bytes) {
-        mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
-        mbarrier_arrive_expect_tx(shared.full + ring.stage * 8, bytes);
-    };
-    // Values come after the keys of the next block, and so after those of the next tile.
-    int line = -1, head = 0, batch = 0;
-    const auto load_values = [&] {
-        begin_stage(VTile::bytes);
-        VTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
-            tma_load(shared.ring + ring.stage * STAGE_BYTES + offset, p.v, shared.full + ring.stage * 8,
-                     column, line, one_for(5) ? 0 : head, one_for(2) ? 0 : batch);
-        });
-        ring.step();
-    };
+    u32 parity = 1, slot = 0;
     bool more = true;
     for (int round = 0; more; ++round) {
         const int index = tile_of(p, round);
@@ -192,37 +176,45 @@ __device__ __forceinline__ void producer(const SharedStorage& shared, const Para
         Ticket& ticket = tickets[slot];
         if (more && (index >= count || !find(p, index, ticket))) continue;
         if (threadIdx.x % 32 == 0) {
-            const u32 full = shared.q_full + queries.stage * 8;
-            mbarrier_wait(shared.q_empty + queries.stage * 8, queries.parity ^ 1);
+            mbarrier_wait(shared.q_empty, parity);
             if (!more) {
                 ticket.first_query = -1;
-                mbarrier_arrive(full);
-                if (line >= 0) load_values();
+                mbarrier_arrive(shared.q_full);
                 break;
             }
-            mbarrier_arrive_expect_tx(full, QTile::columns * p.height * p.members * 128);
+            mbarrier_arrive_expect_tx(shared.q_full, QTile::columns * p.height * p.members * 128);
 #pragma unroll
             for (u32 column = 0; column < QTile::columns; ++column)
-                tma_load(shared.q + queries.stage * QTile::bytes + column * QTile::column_bytes, p.q, full,
-                         column * 64, one_for(3) ? 0 : ticket.head,
-                         ticket.sequence.first_query + ticket.first_query,
+                tma_load(shared.q + column * QTile::column_bytes, p.q, shared.q_full, column * 64,
+                         one_for(3) ? 0 : ticket.head, ticket.sequence.first_query + ticket.first_query,
                          one_for(0) ? 0 : int(ticket.sequence.batch_of_q));
-            const int next_head = ticket.head / p.x.group, next_batch = int(ticket.sequence.batch_of_k);
-            int next_line = ticket.sequence.first_key + ticket.first * KEYS;
-            for (int blocks = ticket.end - ticket.first; blocks > 0; --blocks) {
-                begin_stage(KTile::bytes);
-                KTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
-                    tma_load(shared.ring + ring.stage * STAGE_BYTES + offset, p.k,
-                             shared.full + ring.stage * 8, column, next_line, one_for(4) ? 0 : next_head,
-                             one_for(1) ? 0 : next_batch);
-                });
-                ring.step();
-                if (line >= 0) load_values();
-                line = next_line, head = next_head, batch = next_batch;
-                next_line += KEYS;
+            const int head = ticket.head / p.x.group, batch = int(ticket.sequence.batch_of_k);
+            const int end = ticket.sequence.first_key + ticket.end * KEYS;
+            int k_line = ticket.sequence.first_key + ticket.first * KEYS, v_line = k_line;
+            // K0, K1, V0, K2, V1, ...: keys keep ahead by a tile.
+            for (int ahead = 0; v_line < end; ring.step()) {
+                const u32 full = shared.full + ring.stage * 8, to = shared.ring + ring.stage * STAGE_BYTES;
+                mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
+                if (ahead < 2 && k_line < end) {
+                    mbarrier_arrive_expect_tx(full, KTile::bytes);
+                    KTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
+                        tma_load(to + offset, p.k, full, column, k_line, one_for(4) ? 0 : head,
+                                 one_for(1) ? 0 : batch);
+                    });
+                    k_line += KEYS;
+                    ++ahead;
+                } else {
+                    mbarrier_arrive_expect_tx(full, VTile::bytes);
+                    VTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
+                        tma_load(to + offset, p.v, full, column, v_line, one_for(5) ? 0 : head,
+                                 one_for(2) ? 0 : batch);
+                    });
+                    v_line += KEYS;
+                    --ahead;
+                }
             }
         }
-        queries.step();
+        parity ^= 1;
         slot = slot_after(slot);
         __syncwarp();
     }
@@ -284,6 +276,12 @@ struct Seen {
     }
 };
 
+// Of a thread's keys 0, 1, 8, 9, 16, ... of a block, a bit for each below `key`.
+__device__ __forceinline__ u32 keys_below(int key) {
+    const int count = min(max(key, 0) / 8 * 2 + min(max(key, 0) % 8, 2), KEYS / 4);
+    return count == 32 ? 0xFFFFFFFF : (1u << count) - 1;
+}
+
 // The softmax of the current segment.
 struct Softmax {
     float n[2], l[2][2];  // l: partial sums 2 (lane % 4) and the next
@@ -306,13 +304,11 @@ struct Softmax {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int query = Row(p, ticket, h).query;
-                const int first = ticket.sequence.first_seen(x, query) - column;
-                const int last = ticket.sequence.last_seen(x, query) - column;
+                const u32 visible = keys_below(ticket.sequence.last_seen(x, query) - column) &
+                                    ~keys_below(ticket.sequence.first_seen(x, query) - column);
 #pragma unroll
-                for (int u = 0; u < KEYS / 8; ++u)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e)
-                        if (u * 8 + e < first || u * 8 + e >= last) s[u * 4 + 2 * h + e] = -INF;
+                for (int i = 0; i < KEYS / 4; ++i)
+                    if (!(visible >> i & 1)) s[i / 2 * 4 + 2 * h + i % 2] = -INF;
             }
         }
         float shift[2];
@@ -350,7 +346,7 @@ __device__ __forceinline__ void pack(u32 (&p)[KEYS / 16][4], const float (&s)[KE
     for (int i = 0; i < KEYS / 4; ++i) p[i / 4][i % 4] = Type::pack(s[2 * i], s[2 * i + 1]);
 }
 
-// What the segments of a tile before the current one come to.
+// What segments before the current one come to.
 struct Total {
     u32 memory;  // this thread's first four values
     float held[TOTAL_IN_REGISTERS && !SPLIT ? VALUES / 2 : 1];
@@ -360,11 +356,6 @@ struct Total {
 
     __device__ __forceinline__ explicit Total(const SharedStorage& shared)
         : memory(shared.total + threadIdx.x * 16) {}
-
-    __device__ __forceinline__ void start() {
-        rows[0] = rows[1] = Merged();
-        any = false;
-    }
 
     __device__ __forceinline__ void add(const Softmax& segment) {
 #pragma unroll
@@ -521,40 +512,7 @@ struct Consumer {
     const SharedStorage& shared;
     u32 warpgroup, thread;
     Ring<STAGES> ring;
-    Ring<2> queries;
-    u32 slot = 0;  // of the tile whose scores are multiplied
 
-    __device__ __forceinline__ void run() {
-        if (warpgroup == WARPGROUPS - 1) pass_turn();
-        if (find_tile()) go_over_tiles();
-        if (warpgroup == 0) take_turn();  // nobody leaves a barrier half full
-    }
-
-  private:
-    __device__ __forceinline__ const Ticket& ticket() const { return tickets[slot]; }
-
-    // Goes on to a tile in which somebody sees a key, or returns false; stores the rows of others.
-    __device__ __forceinline__ bool find_tile() {
-        while (true) {
-            mbarrier_wait(shared.q_full + queries.stage * 8, queries.parity);
-            if (ticket().first_query < 0) return false;
-            if (ticket().first < ticket().end) return true;
-            Output{p, ticket()}.store_nothing();
-            leave_tile();
-        }
-    }
-
-    __device__ __forceinline__ void leave_tile() {
-        if (thread % 32 == 0) mbarrier_arrive(shared.q_empty + queries.stage * 8);
-        queries.step();
-        slot = slot_after(slot);
-    }
-
-    __device__ __forceinline__ u32 own_queries() const {
-        return shared.q + queries.stage * QTile::bytes + QTile::step(warpgroup * 64, 0);
-    }
-
-    // The next tile of the ring, when it has arrived.
     __device__ __forceinline__ u32 wait() const {
         mbarrier_wait(shared.full + ring.stage * 8, ring.parity);
         return shared.ring + ring.stage * STAGE_BYTES;
@@ -562,16 +520,6 @@ struct Consumer {
     __device__ __forceinline__ void release(u32 stage) const {
         if (thread == 0) mbarrier_arrive(shared.empty + stage * 8);
     }
-
-    // Zeroes what lies behind the last of `valid` values, as it may be another sequence's. Each warpgroup does
-    // so for itself.
-    __device__ __forceinline__ void clear_values(int valid) const {
-        if (valid >= KEYS) return;
-        VTile::clear(wait(), valid, thread, 128);
-        fence_async_proxy();
-        named_barrier(CLEARED + warpgroup, 128);
-    }
-
     __device__ __forceinline__ void take_turn() const {
         if (WARPGROUPS > 1) named_barrier(ORDER + warpgroup, 256);
     }
@@ -580,49 +528,37 @@ struct Consumer {
             named_barrier_arrive(ORDER + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), 256);
     }
 
-    __device__ __forceinline__ void go_over_tiles() {
-        float s[KEYS / 2], o[VALUES / 2];
+    // Goes over the keys; o and `total` are then those of all of them.
+    __device__ __forceinline__ void accumulate(const Ticket& ticket, float (&o)[VALUES / 2], Total& total) {
+        const u32 q = shared.q + QTile::step(warpgroup * 64, 0);
+        const int first = ticket.first, end = ticket.end;
+        const Seen seen(p, ticket);
+        float s[KEYS / 2];
         u32 probabilities[KEYS / 16][4];
         Softmax segment;
-        Total total(shared);
         segment.start();
 
-        int block = ticket().first, end = ticket().end;
-        Seen seen(p, ticket());
         const u32 first_keys = wait();
         wgmma_fence();
-        multiply(s, own_queries(), first_keys);
+        multiply(s, q, first_keys);
         wgmma_commit();
         wgmma_wait<0>();
         pin(s);
         release(ring.stage);
         ring.step();
-        segment.add(s, p, ticket(), seen, block);
+        segment.add(s, p, ticket, seen, first);
         pack(probabilities, s);
 
         bool start = true;  // o has nothing of the segment
-        int valid;          // values of the block
 #pragma unroll 1
-        while (true) {
-            const u32 before = slot;
-            valid = ticket().sequence.keys - block * KEYS;
-            if (++block == end) {
-                leave_tile();
-                if (!find_tile()) {
-                    slot = before;
-                    break;
-                }
-                block = ticket().first, end = ticket().end;
-                seen = Seen(p, ticket());
-            }
+        for (int block = first + 1; block < end; ++block) {
             const u32 k = wait(), k_stage = ring.stage;
             ring.step();
-            clear_values(valid);
             take_turn();
             pin(o);
             pin(probabilities);
             wgmma_fence();
-            multiply(s, own_queries(), k);
+            multiply(s, q, k);
             wgmma_commit();
             const u32 v = wait(), v_stage = ring.stage;
             ring.step();
@@ -632,24 +568,19 @@ struct Consumer {
             wgmma_wait<1>();
             pin(s);
             release(k_stage);
-            start = block % BLOCKS == 0 || slot != before;
+            start = block % BLOCKS == 0;
             if (start) {
                 total.add(segment);
                 segment.start();
             }
-            segment.add(s, p, ticket(), seen, block);
+            segment.add(s, p, ticket, seen, block);
             pin(s);
             // The wait is in each branch, as ptxas would move it before the arithmetic above.
             if (start) {
                 wgmma_wait<0>();
                 pin(o);
                 total.merge(o);
-                if (slot != before) {
-                    Output{p, tickets[before]}.store(o, total);
-                    total.start();
-                } else {
-                    total.keep(o);
-                }
+                total.keep(o);
             } else if (__any_sync(0xFFFFFFFF, segment.scale[0] != 1.0f || segment.scale[1] != 1.0f)) {
                 wgmma_wait<0>();
                 pin(o);
@@ -663,9 +594,16 @@ struct Consumer {
             release(v_stage);
             pack(probabilities, s);
         }
+        if (thread % 32 == 0) mbarrier_arrive(shared.q_empty);
 
-        clear_values(valid);
         const u32 v = wait();
+        const int valid = ticket.sequence.keys - (end - 1) * KEYS;
+        if (valid <
+            KEYS) {  // what lies behind may be another sequence's: each warpgroup clears it for itself
+            VTile::clear(v, valid, thread, 128);
+            fence_async_proxy();
+            named_barrier(CLEARED + warpgroup, 128);
+        }
         pin(o);
         pin(probabilities);
         wgmma_fence();
@@ -677,7 +615,25 @@ struct Consumer {
         release(ring.stage);
         ring.step();
         total.merge(o);
-        Output{p, ticket()}.store(o, total);
+    }
+
+    __device__ __forceinline__ void run() {
+        if (warpgroup == WARPGROUPS - 1) pass_turn();
+        for (u32 parity = 0, slot = 0;; parity ^= 1, slot = slot_after(slot)) {
+            mbarrier_wait(shared.q_full, parity);
+            const Ticket& ticket = tickets[slot];
+            if (ticket.first_query < 0) break;
+            if (ticket.first >= ticket.end) {
+                Output{p, ticket}.store_nothing();
+                if (thread % 32 == 0) mbarrier_arrive(shared.q_empty);
+                continue;
+            }
+            float o[VALUES / 2];
+            Total total(shared);
+            accumulate(ticket, o, total);
+            Output{p, ticket}.store(o, total);
+        }
+        if (warpgroup == 0) take_turn();  // nobody leaves a barrier half full
     }
 };
 
@@ -692,10 +648,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_sm90(const __
             mbarrier_init(shared.full + stage * 8, 1);
             mbarrier_init(shared.empty + stage * 8, WARPGROUPS);
         }
-        for (u32 i = 0; i < 2; ++i) {
-            mbarrier_init(shared.q_full + i * 8, 1);
-            mbarrier_init(shared.q_empty + i * 8, WARPGROUPS * 4);
-        }
+        mbarrier_init(shared.q_full, 1);
+        mbarrier_init(shared.q_empty, WARPGROUPS * 4);
         mbarrier_init_fence();
     }
     __syncthreads();
