@@ -19,12 +19,11 @@ from samebits.contract import contract_from_key
 
 __all__ = ["Schedule", "Variant", "choose", "forward", "schedules", "spec", "supports", "variant"]
 
-_PARAMS = "128s128s128sPPPPPPqqiiiiiiii" + _PROBLEM
+_PARAMS = "128s128s128sPPPPPPqqiiiiiiiiii" + _PROBLEM
 _LARGEST_HEAD = 128
 _LARGEST_STRIDE = 1 << 38
 _SMEM = 227 * 1024 - 3 * 56  # but for the tickets
 _SCRATCH = 512 << 20  # bytes that segments may take
-_L2_PROMOTION = 128  # bytes; with 256 keys stream 6 % slower
 _L2 = 24 << 20  # bytes of keys and values that are used side by side
 
 
@@ -56,7 +55,7 @@ class Schedule:
         warpgroups: that compute; each has 64 rows.
         stages: tiles of keys or values held at once.
         grouped: whether a tile has all heads that share a head of k and v, side by side; else it has one.
-        split: whether tiles have one segment each, and a second kernel merges them.
+        split: whether tiles share the segments of their rows, and a second kernel merges them.
         dynamic: whether blocks of the grid take tiles as they come; else each has its own.
     """
 
@@ -153,14 +152,32 @@ def choose(x: Attention, of: Variant) -> Schedule:
     dynamic = x.packed or x.key_start is not None or x.key_length is not None
     found = [Schedule(n, 3, grouped, dynamic=dynamic) for n in ((1,) if rows <= 64 else (2, 3))]
     s = min((s for s in found if s.fits(of)), key=lambda s: _cost(x, s, multiprocessors))
-    tiles, heads, height, members = _tiles(x, s)
-    waves = -(-tiles * heads // multiprocessors)
-    busy = tiles * heads / (waves * multiprocessors)
-    # Segments that are written and merged cost as much as some of their keys.
-    split = busy < 0.9 / (1 + height * members / 256) and x.keys > SEGMENT
-    if split and x.q.shape[:-1].numel() * -(-x.keys // SEGMENT) * (of.values + 2) * 4 <= _SCRATCH:
+    if _shares(x, s) > 1 and x.q.shape[:-1].numel() * _segments(x) * (of.values + 2) * 4 <= _SCRATCH:
         s = replace(s, split=True, dynamic=False)
     return s.filled(of)
+
+
+def _segments(x: Attention) -> int:
+    return -(-x.keys // SEGMENT)
+
+
+def _shares(x: Attention, s: Schedule) -> int:
+    """How many tiles best share the segments of their rows."""
+    tiles, heads, height, members = _tiles(x, s)
+    multiprocessors = devices.device_info(x.q.get_device()).sm_count
+    return _best_shares(tiles * heads, _segments(x), height * members, multiprocessors)
+
+
+@functools.lru_cache(maxsize=4096)
+def _best_shares(tiles: int, segments: int, rows: int, multiprocessors: int) -> int:
+    def cost(shares: int) -> float:  # in blocks of keys
+        waves = -(-tiles * shares // multiprocessors)
+        share = -(-segments // shares) * SEGMENT // BLOCK
+        if shares == 1:
+            return 0.85 * waves * (share + 1.5)
+        return waves * (share * (1 + rows / 256) + 1.5) + 1.5  # segments are written, and merged
+
+    return min(range(1, max(1, segments) + 1), key=cost)
 
 
 def _can_group(x: Attention) -> bool:
@@ -216,12 +233,12 @@ def _layout(x: Tensor) -> _Layout:
     return shape, tuple(0 if n == 1 else s for n, s in zip(shape, strides, strict=True))
 
 
-def _maps(dtype: torch.dtype, layout: _Layout, lines: int, width: int) -> Maps:
+def _maps(dtype: torch.dtype, layout: _Layout, width: int, l2_promotion: int) -> Maps:
     """Tensor maps of k or v."""
     (batch, tokens, heads, size), (of_batch, of_token, of_head, _) = layout
     sizes = (size, tokens, heads if of_head else 1, batch if of_batch else 1)
     strides = tuple(2 * s or 16 for s in (of_token, of_head, of_batch))
-    return Maps(dtype, sizes, strides, (width, lines, 1, 1), width * 2, _L2_PROMOTION)
+    return Maps(dtype, sizes, strides, (width, BLOCK, 1, 1), width * 2, l2_promotion)
 
 
 def _query_maps(dtype: torch.dtype, layout: _Layout, height: int, members: int) -> Maps:
@@ -236,10 +253,11 @@ def _prepared(
     of: Variant, s: Schedule, layouts: tuple[_Layout, ...], height: int, members: int, device: int
 ) -> tuple[runtime.Kernel, tuple[Maps, ...], int]:
     """The kernel, the maps of q, k and v, and which of them have one matrix for all."""
+    l2_promotion = 128 if s.warpgroups == 1 else 256  # keys that stream from memory do so 6 % faster
     maps = (
         _query_maps(of.dtype, layouts[0], height, members),
-        _maps(of.dtype, layouts[1], BLOCK, 64),
-        _maps(of.dtype, layouts[2], BLOCK, of.width),
+        _maps(of.dtype, layouts[1], 64, l2_promotion),
+        _maps(of.dtype, layouts[2], of.width, l2_promotion),
     )
     shared = 0
     for i, (_, (of_batch, _, of_head, _)) in enumerate(layouts):
@@ -276,19 +294,21 @@ def forward(x: Attention, *, schedule: Schedule | None = None) -> tuple[Tensor, 
     kernel, maps, shared = _prepared(of, s, tuple(map(_layout, operands)), height, members, device)
     of_head = 2 * x.keys * (x.k.shape[-1] + x.v.shape[-1])
     together = min(heads, max(1, _L2 // of_head) * (x.group // members))
-    segments = -(-x.keys // SEGMENT)
+    segments = _segments(x)
+    shares = min(segments, max(_shares(x, s), 2)) if s.split else 1
+    share = -(-segments // shares)
     scratch = following = None
     if s.split:
         floats = x.q.shape[:-1].numel() * segments * (of.values + 2)
         scratch = torch.empty(floats, dtype=torch.float32, device=x.q.device)
     if s.dynamic:
         following = torch.zeros(1, dtype=torch.int32, device=x.q.device)
-    count = tiles * heads * (segments if s.split else 1)
+    shares = -(-segments // share)
     kernel.launch(
-        (min(count, devices.device_info(device).sm_count), 1, 1),
+        (min(tiles * heads * shares, devices.device_info(device).sm_count), 1, 1),
         *(of_operand[t.data_ptr()] for of_operand, t in zip(maps, operands, strict=True)),
         *map(_address, (out, x.sinks, lse, lse2, scratch, following)),
-        *(*_lse_strides(x), tiles, heads, together, segments, members, height, shared, 0),
+        *(*_lse_strides(x), tiles, heads, together, segments, shares, share, members, height, shared, 0),
         *_problem(x),
     )
     if scratch is not None:

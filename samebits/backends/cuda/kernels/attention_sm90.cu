@@ -5,8 +5,8 @@
 // keys that they may see, 128 at a time. Blocks of the grid stay, and take several tiles, one after another.
 //
 // Prefill: a tile goes over all segments of its rows.
-// Decode (SPLIT): few rows, and many keys to stream. A tile goes over one segment, and writes what that comes
-// to; merge_segments in attention.cu merges them in order.
+// Decode (SPLIT): few rows, and many keys to stream. Tiles share the segments of their rows, and write what
+// each comes to; merge_segments in attention.cu merges them in order.
 //
 // Warps of a block
 //   WARPGROUPS warpgroups   consumers, 64 rows each; they share keys and values
@@ -78,6 +78,8 @@ struct Params {
     int heads;     // or groups of heads, of all sequences, or of all together if packed
     int together;  // heads whose tiles are taken in turns, so that keys and values stay in L2
     int segments;  // most that a sequence may have
+    int shares;    // tiles that share the segments of a row, if SPLIT
+    int share;     // and how many segments each has
     int members;   // heads in a tile, side by side: 1, or all that share a head of k and v
     int height;    // queries in a tile
     int shared;    // bits 0 to 5: q, k, v have one matrix for all of the batch; for all heads
@@ -118,12 +120,12 @@ __device__ __forceinline__ bool find(const Params& p, int index, Ticket& to) {
     const Problem& x = p.x;
     Ticket ticket;
     const int all_heads = x.heads * x.group / p.members;
-    int matrix, tile, segment = 0;
+    int matrix, tile, share = 0;
     if (SPLIT) {
         matrix = index % p.heads;
         index /= p.heads;
-        segment = index % p.segments;
-        tile = index / p.segments;
+        share = index % p.shares;
+        tile = index / p.shares;
     } else {
         // Of a pack of heads the last tiles come first: they see the most keys.
         const int per_pack = p.tiles * p.together, pack = index / per_pack;
@@ -144,8 +146,8 @@ __device__ __forceinline__ bool find(const Params& p, int index, Ticket& to) {
     ticket.first = sequence.first_seen(x, first_query) / KEYS;
     ticket.end = (sequence.last_seen(x, min(first_query + p.height, sequence.queries) - 1) + KEYS - 1) / KEYS;
     if (SPLIT) {
-        ticket.first = max(ticket.first, segment * BLOCKS);
-        ticket.end = min(ticket.end, segment * BLOCKS + BLOCKS);
+        ticket.first = max(ticket.first, share * p.share * BLOCKS);
+        ticket.end = min(ticket.end, (share + 1) * p.share * BLOCKS);
         if (ticket.first >= ticket.end) return false;
     }
     if (threadIdx.x % 32 == 0) to = ticket;
@@ -165,7 +167,7 @@ __device__ __forceinline__ int tile_of(const Params& p, int round) {
 }
 
 __device__ __forceinline__ void producer(const SharedStorage& shared, const Params& p) {
-    const int count = p.tiles * p.heads * (SPLIT ? p.segments : 1);
+    const int count = p.tiles * p.heads * (SPLIT ? p.shares : 1);
     const auto one_for = [&](int bit) { return p.shared >> bit & 1; };
     Ring<STAGES> ring;
     u32 parity = 1, slot = 0;
@@ -429,13 +431,24 @@ struct Output {
     // What all keys come to, o = `total`'s.
     __device__ __forceinline__ void store(const float (&o)[VALUES / 2], Total& total) const {
 #pragma unroll
+        for (int h = 0; h < 2; ++h) store_row(Row(p, ticket, h), h, o, total.rows[h]);
+        __syncwarp();
+    }
+
+    // What the segment with a block comes to.
+    __device__ __forceinline__ void store_segment(int block, const float (&o)[VALUES / 2],
+                                                  const Total& total) const {
+#pragma unroll
         for (int h = 0; h < 2; ++h) {
             const Row row(p, ticket, h);
-            if constexpr (SPLIT) {
-                store_segment(row, h, o, total.rows[h]);
-            } else {
-                store_row(row, h, o, total.rows[h]);
-            }
+            if (!row.exists) continue;
+            float* to = p.scratch + (row_at(row) * p.segments + block / BLOCKS) * (VALUES + 2);
+#pragma unroll
+            for (int u = 0; u < VALUES / 8; ++u)
+                *reinterpret_cast<float2*>(to + u * 8 + lane() * 2) =
+                    make_float2(o[pair(u, h)], o[pair(u, h) + 1]);
+            if (lane() == 0)
+                *reinterpret_cast<float2*>(to + VALUES) = make_float2(total.rows[h].n, total.rows[h].l);
         }
         __syncwarp();
     }
@@ -493,17 +506,6 @@ struct Output {
                     make_uint4(columns[0], columns[1], columns[2], columns[3]);
         }
         if (row.exists && lane() == 0) merged.store(p.lse, p.lse2, lse_at(row));
-    }
-
-    __device__ __forceinline__ void store_segment(const Row& row, int h, const float (&o)[VALUES / 2],
-                                                  const Merged& segment) const {
-        if (!row.exists) return;
-        float* to = p.scratch + (row_at(row) * p.segments + ticket.first / BLOCKS) * (VALUES + 2);
-#pragma unroll
-        for (int u = 0; u < VALUES / 8; ++u)
-            *reinterpret_cast<float2*>(to + u * 8 + lane() * 2) =
-                make_float2(o[pair(u, h)], o[pair(u, h) + 1]);
-        if (lane() == 0) *reinterpret_cast<float2*>(to + VALUES) = make_float2(segment.n, segment.l);
     }
 };
 
@@ -579,8 +581,7 @@ struct Consumer {
             if (start) {
                 wgmma_wait<0>();
                 pin(o);
-                total.merge(o);
-                total.keep(o);
+                finish_segment(ticket, block - 1, o, total);
             } else if (__any_sync(0xFFFFFFFF, segment.scale[0] != 1.0f || segment.scale[1] != 1.0f)) {
                 wgmma_wait<0>();
                 pin(o);
@@ -615,6 +616,19 @@ struct Consumer {
         release(ring.stage);
         ring.step();
         total.merge(o);
+        if (SPLIT) Output{p, ticket}.store_segment(end - 1, o, total);
+    }
+
+    // Merges the segment with a block, or writes it.
+    __device__ __forceinline__ void finish_segment(const Ticket& ticket, int block, float (&o)[VALUES / 2],
+                                                   Total& total) const {
+        total.merge(o);
+        if constexpr (SPLIT) {
+            Output{p, ticket}.store_segment(block, o, total);
+            total = Total(shared);
+        } else {
+            total.keep(o);
+        }
     }
 
     __device__ __forceinline__ void run() {
@@ -631,7 +645,7 @@ struct Consumer {
             float o[VALUES / 2];
             Total total(shared);
             accumulate(ticket, o, total);
-            Output{p, ticket}.store(o, total);
+            if (!SPLIT) Output{p, ticket}.store(o, total);
         }
         if (warpgroup == 0) take_turn();  // nobody leaves a barrier half full
     }
