@@ -20,7 +20,7 @@ from samebits.backends import UnavailableError
 from samebits.backends.attention import BLOCK, SEGMENT, Attention
 from samebits.backends.cuda import compiler, devices, matmul, rows, runtime
 from samebits.backends.cuda.products.schedule_sm90 import round_up
-from samebits.contract import HOPPER, contract_from_key
+from samebits.contract import INTERPOLATION, contract_from_key
 from samebits.functions import CONSTANTS
 
 __all__ = [
@@ -266,7 +266,7 @@ def variant(x: Attention, *more: Tensor) -> Variant:
         mask=None if x.mask is None else x.mask.dtype,
         softcap=x.softcap != 0,
         paged=x.block_table is not None,
-        hardware_exp2=step == "mma" and matmul.family(x.q.get_device()) == HOPPER,
+        hardware_exp2=step == "mma" and matmul.family(x.q.get_device()).exp2 == INTERPOLATION,
     )
 
 

@@ -64,40 +64,6 @@ struct Params {
     Problem x;
 };
 
-// Segments of a row, merged one after another.
-struct Merged {
-    float n = -INF, l = 0.0f;
-
-    // Adds one; O becomes fma(O, x, RNE(o y)).
-    __device__ __forceinline__ void add(float n_, float l_, float& x, float& y) {
-        const float larger = fmaxf(n, n_), shift = contract::shift_of(larger);
-        x = scores::exp2(__fsub_rn(n, shift));
-        y = scores::exp2(__fsub_rn(n_, shift));
-        l = __fmaf_rn(l, x, __fmul_rn(l_, y));
-        n = larger;
-    }
-
-    // Adds a sink; O becomes O x.
-    __device__ __forceinline__ float add_sink(float sink) {
-        const float h = __fmul_rn(sink, contract::LOG2E), top = ceilf(h);
-        float x, y;
-        add(top, scores::exp2(__fsub_rn(h, contract::shift_of(top))), x, y);
-        return x;
-    }
-
-    __device__ __forceinline__ float inverse() const { return __frcp_rn(l); }
-    __device__ __forceinline__ float quotient(float o, float inverse) const {
-        return l == 0.0f ? 0.0f : __fmul_rn(__fadd_rn(o, 0.0f), inverse);
-    }
-
-    __device__ __forceinline__ void store(const Params& p, i64 at) const {
-        const float log = contract::log(l);
-        const float lse2 = __fadd_rn(n, __fmul_rn(log, contract::LOG2E));
-        p.lse2[at] = l == 0.0f ? -INF : contract::canonical(lse2);
-        if (p.lse) p.lse[at] = l == 0.0f ? -INF : contract::canonical(__fmaf_rn(n, contract::LN2, log));
-    }
-};
-
 __device__ __forceinline__ i64 lse_at(const Params& p, const Sequence& s, int query, int head) {
     return s.batch_of_q * p.lse_batch + head * p.lse_head + s.first_query + query;
 }
@@ -118,16 +84,20 @@ struct Segment {
     }
 
     // The scores of this part's keys of a block, which come first in `s`, to probabilities of all keys; o and l
-    // are scaled to them. `row`: this thread's first one in the tile.
+    // are scaled to them. `row`: this thread's first one in the tile. `bias(u, e)`: what a float mask adds.
+    template <typename Bias>
     __device__ __forceinline__ void probabilities(float (&s)[KEYS / 8][4], float c, Exchange& exchange,
-                                                  int part, int row) {
+                                                  int part, int row, const Bias& bias) {
         const int lane = threadIdx.x % 32;
         float m[2], shift[2], scale[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             m[h] = -INF;
 #pragma unroll
-            for (int u = 0; u < OWN_KEYS / 8; ++u) m[h] = fmaxf(m[h], fmaxf(s[u][2 * h], s[u][2 * h + 1]));
+            for (int u = 0; u < OWN_KEYS / 8; ++u)
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; ++e)
+                    m[h] = fmaxf(m[h], FLOAT_MASK ? __fmaf_rn(s[u][e], c, bias(u, e)) : s[u][e]);
             m[h] = fmaxf(m[h], __shfl_xor_sync(0xFFFFFFFF, m[h], 1));
             m[h] = fmaxf(m[h], __shfl_xor_sync(0xFFFFFFFF, m[h], 2));
             if (PARTS > 1 && lane % 4 == 0) exchange.maxima[part][row + 8 * h] = m[h];
@@ -138,7 +108,7 @@ struct Segment {
             if (PARTS > 1)
 #pragma unroll
                 for (int i = 0; i < PARTS; ++i) m[h] = fmaxf(m[h], exchange.maxima[i][row + 8 * h]);
-            const float larger = fmaxf(n[h], ceilf(__fmul_rn(m[h], c)));
+            const float larger = fmaxf(n[h], ceilf(FLOAT_MASK ? m[h] : __fmul_rn(m[h], c)));
             shift[h] = contract::shift_of(larger);
             scale[h] = scores::exp2(__fsub_rn(n[h], shift[h]));
             n[h] = larger;
@@ -149,7 +119,8 @@ struct Segment {
             for (int h = 0; h < 2; ++h) {
 #pragma unroll
                 for (int e = 2 * h; e < 2 * h + 2; ++e)
-                    s[u][e] = scores::exp2(__fmaf_rn(s[u][e], c, -shift[h]));
+                    s[u][e] = scores::exp2(
+                        __fmaf_rn(s[u][e], c, FLOAT_MASK ? __fsub_rn(bias(u, e), shift[h]) : -shift[h]));
                 if (PARTS > 1)
                     *reinterpret_cast<float2*>(
                         &exchange.probabilities[row + 8 * h][key_in_block(part, u * 8) + lane % 4 * 2]) =
@@ -317,17 +288,26 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
             for (int u = 0; u < OWN_KEYS / 8; ++u)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) s[u][e] = scores::tanh(__fmul_rn(s[u][e], x.cap));
+        // The bias of a float mask is read where it is needed, twice, as registers do not hold it beside scores.
+        const auto visible = [&](int u, int e, float& bias) {
+            const int h = e / 2, key = block * KEYS + key_in_block(part, u * 8) + lane % 4 * 2 + e % 2;
+            return scores::visible_in_mask(x, key >= first[h] && key < last[h], mask[h] + key * x.mask_key,
+                                           bias);
+        };
+        const auto bias_of = [&](int u, int e) {
+            float bias;
+            visible(u, e, bias);
+            return bias;
+        };
         if (MASK != NONE || block * KEYS < all_first || block * KEYS + KEYS > all_last)
 #pragma unroll
             for (int u = 0; u < OWN_KEYS / 8; ++u)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const int h = e / 2;
-                    const int key = block * KEYS + key_in_block(part, u * 8) + lane % 4 * 2 + e % 2;
-                    const bool visible = key >= first[h] && key < last[h];
-                    s[u][e] = scores::masked(x, s[u][e], visible, mask[h] + key * x.mask_key);
+                    float bias;
+                    if (!visible(u, e, bias)) s[u][e] = -INF;
                 }
-        segment.probabilities(s, scores::factor(x), exchange, part, warp * 16 + lane / 4);
+        segment.probabilities(s, x.c, exchange, part, warp * 16 + lane / 4, bias_of);
 #pragma unroll UNROLL
         for (int step = STEPS; step < 2 * STEPS; ++step) {
             const u32 tile = ring.filled();
@@ -393,7 +373,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
             }
             store_two(to, first_column + j * 8 + lane % 4 * 2, x.values, value[0], value[1]);
         }
-        if (part == 0 && lane % 4 == 0) merged[h].store(p, lse_at(p, sequence, row.query, row.head));
+        if (part == 0 && lane % 4 == 0)
+            merged[h].store(p.lse, p.lse2, lse_at(p, sequence, row.query, row.head));
     }
 }
 
@@ -444,6 +425,6 @@ extern "C" __global__ void merge_segments(const __grid_constant__ Params p) {
     if (int(threadIdx.x) < x.values)
         out_at(p, sequence, query, head)[threadIdx.x] =
             Type::narrow(FMA ? contract::canonical(value) : value);
-    if (threadIdx.x == 0) merged.store(p, lse_at(p, sequence, query, head));
+    if (threadIdx.x == 0) merged.store(p.lse, p.lse2, lse_at(p, sequence, query, head));
 }
 #endif

@@ -71,9 +71,10 @@ struct Pair {
     __device__ __forceinline__ Pair(const Params& p, float product, float grad_product, float lse2, float dot,
                                     bool visible, i64 mask, i64 dmask) {
         const float a = SOFTCAP ? scores::tanh(__fmul_rn(product, p.x.cap)) : product;
-        const float z = scores::masked(p.x, a, visible, mask);
-        const bool counts = z != -INF && lse2 != -INF;
-        probability = counts ? scores::exp2(__fmaf_rn(z, scores::factor(p.x), -lse2)) : 0.0f;
+        float bias;
+        const bool counts = scores::visible_in_mask(p.x, visible, mask, bias) && a != -INF && lse2 != -INF;
+        const float shift = FLOAT_MASK ? __fsub_rn(bias, lse2) : -lse2;
+        probability = counts ? scores::exp2(__fmaf_rn(a, p.x.c, shift)) : 0.0f;
         grad = counts ? __fmul_rn(probability, __fsub_rn(grad_product, dot)) : 0.0f;
         if (GRAD_MASK && visible) p.dmask[dmask] = contract::canonical(grad);
         if (SOFTCAP && counts) grad = __fmul_rn(grad, __fmaf_rn(-a, a, 1.0f));

@@ -16,8 +16,8 @@
 #pragma once
 
 #include "attention_problem.cuh"
+#include "attention_softmax.cuh"
 #include "convert.cuh"
-#include "functions.cuh"
 #include "ptx_sm80.cuh"
 
 #if !defined(HARDWARE_EXP2) || !defined(PAGED) || !defined(SOFTCAP)
@@ -265,36 +265,17 @@ __device__ __forceinline__ void clear(float (&acc)[N][4]) {
 
 namespace scores {
 
-__device__ __forceinline__ float exp2(float x) {
-#if HARDWARE_EXP2
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return contract::exp2(x);
-#endif
-}
-
-// The hyperbolic tangent that a softcap takes.
-__device__ __forceinline__ float tanh(float y) {
-    const float e = exp2(__fmul_rn(fabsf(y), -2.0f * contract::LOG2E));
-    return copysignf(__fdiv_rn(__fsub_rn(1.0f, e), __fadd_rn(1.0f, e)), y);
-}
-
-// The factor of scores in exponents.
-__device__ __forceinline__ float factor(const Problem& x) { return FLOAT_MASK ? 1.0f : x.c; }
-
-// `a`, perhaps capped, with the mask's entry at `at`; -inf where it is not visible.
-__device__ __forceinline__ float masked(const Problem& x, float a, bool visible, i64 at) {
+// Whether a pair is visible and the mask, whose entry is at `at`, does not hide it. `bias`: what the mask adds.
+__device__ __forceinline__ bool visible_in_mask(const Problem& x, bool visible, i64 at, float& bias) {
+    bias = 0.0f;
     if constexpr (MASK == BOOLEAN) {
         if (visible) visible = static_cast<const unsigned char*>(x.mask)[at] != 0;
     } else if constexpr (FLOAT_MASK) {
-        if (visible) {
-            const float b = Mask::widen(static_cast<const Mask::Stored*>(x.mask)[at]);
-            a = __fmaf_rn(a, x.c, __fmul_rn(b, contract::LOG2E));
-        }
+        if (visible)
+            bias = __fmul_rn(Mask::widen(static_cast<const Mask::Stored*>(x.mask)[at]), contract::LOG2E);
+        visible = visible && bias != -INF;
     }
-    return visible ? a : -INF;
+    return visible;
 }
 
 }  // namespace scores
