@@ -288,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
             for (int u = 0; u < OWN_KEYS / 8; ++u)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) s[u][e] = scores::tanh(__fmul_rn(s[u][e], x.cap));
-        // The bias of a float mask is read where it is needed, twice, as registers do not hold it beside scores.
+        // A float mask is read twice, as registers do not hold it beside scores.
         const auto visible = [&](int u, int e, float& bias) {
             const int h = e / 2, key = block * KEYS + key_in_block(part, u * 8) + lane % 4 * 2 + e % 2;
             return scores::visible_in_mask(x, key >= first[h] && key < last[h], mask[h] + key * x.mask_key,
