@@ -12,14 +12,14 @@ from torch import Tensor
 from samebits.backends.attention import BLOCK, SEGMENT, Attention
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.attention import universal
-from samebits.backends.cuda.attention.universal import _PROBLEM, _address, _check, _lse_strides, _problem
+from samebits.backends.cuda.attention.problem import PROBLEM, address, check, lse_strides, problem
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.backends.cuda.tensor_maps import Maps
 from samebits.contract import contract_from_key
 
 __all__ = ["Schedule", "Variant", "choose", "forward", "schedules", "spec", "supports", "variant"]
 
-_PARAMS = "128s128s128sPPPPPPqqiiiiiiiiii" + _PROBLEM
+_PARAMS = "128s128s128sPPPPPPqqiiiiiiiiii" + PROBLEM
 _LARGEST_HEAD = 128
 _LARGEST_STRIDE = 1 << 38
 _SMEM = 227 * 1024 - 3 * 56  # but for the tickets
@@ -277,7 +277,7 @@ def forward(x: Attention, *, schedule: Schedule | None = None) -> tuple[Tensor, 
     Args:
         schedule: instead of the default choice. Never changes a bit.
     """
-    _check(x)
+    check(x)
     of = variant(x)
     s = schedule or choose(x, of)
     if s.grouped and not _can_group(x):
@@ -307,9 +307,9 @@ def forward(x: Attention, *, schedule: Schedule | None = None) -> tuple[Tensor, 
     kernel.launch(
         (min(tiles * heads * shares, devices.device_info(device).sm_count), 1, 1),
         *(of_operand[t.data_ptr()] for of_operand, t in zip(maps, operands, strict=True)),
-        *map(_address, (out, x.sinks, lse, lse2, scratch, following)),
-        *(*_lse_strides(x), tiles, heads, together, segments, shares, share, members, height, shared, 0),
-        *_problem(x),
+        *map(address, (out, x.sinks, lse, lse2, scratch, following)),
+        *(*lse_strides(x), tiles, heads, together, segments, shares, share, members, height, shared, 0),
+        *problem(x),
     )
     if scratch is not None:
         universal.merge(x, out, lse, lse2, scratch)

@@ -12,16 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from samebits.backends import UnavailableError
 from samebits.backends.attention import BLOCK, SEGMENT, Attention
 from samebits.backends.cuda import compiler, devices, matmul, rows, runtime
+from samebits.backends.cuda.attention.problem import PROBLEM, address, check, lse_strides, problem
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.contract import INTERPOLATION, contract_from_key
-from samebits.functions import CONSTANTS
 
 __all__ = [
     "Backward",
@@ -36,8 +35,6 @@ __all__ = [
     "specs",
 ]
 
-_LARGEST_HEAD = 256
-_ALIGN = {"first": 0, "slots": 1, "last": 2}  # enum Align of attention.cuh
 _SCRATCH = 512 << 20  # bytes that the segments of split keys may take
 
 # The macros of convert.cuh and attention.cuh.
@@ -49,10 +46,9 @@ _NAMES: dict[torch.dtype | None, str] = {
     torch.float16: "F16",
 }
 
-# Problem, and the parameter structs.
-_PROBLEM = "PPPPPqPqqqqiiiiiiiiiiiifffi"
-_FORWARD = "PPPPPPPP" + 3 * "qqqq" + "qqqqq" + "iiii" + _PROBLEM
-_BACKWARD = "PPPPPPPPPPPPP" + 8 * "qqqq" + "qq" + "ii" + _PROBLEM
+# The parameter structs.
+_FORWARD = "PPPPPPPP" + 3 * "qqqq" + "qqqqq" + "iiii" + PROBLEM
+_BACKWARD = "PPPPPPPPPPPPP" + 8 * "qqqq" + "qq" + "ii" + PROBLEM
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,47 +340,6 @@ def _strides(x: Tensor) -> tuple[int, int, int, int]:
     return 0 if x.ndim == 3 else x.stride(0), token, head, column
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def _problem(x: Attention) -> tuple[Any, ...]:
-    """The values of ``struct Problem``."""
-    f32 = np.float32
-    paged = x.block_table is not None
-    span = x.keys + x.queries  # no window is wider
-    left, right = (w if 0 <= w < span else -1 for w in x.window)
-    factor = x.softcap or x.scale
-    return (
-        *map(_address, (x.cu_seqlens_q, x.cu_seqlens_k, x.key_start, x.key_length, x.block_table)),
-        0 if x.block_table is None else x.block_table.stride(0),
-        _address(x.mask),
-        *((0, 0, 0, 0) if x.mask is None else x.mask.stride()),
-        *(x.batch, x.kv_heads, x.group, x.queries, x.keys, x.q.shape[-1], x.v.shape[-1]),
-        *((x.k.shape[1], x.k.shape[0]) if paged else (1, 1)),
-        *(left, right, _ALIGN[x.align]),
-        float(f32(factor) * f32(CONSTANTS["LOG2E"])),
-        float(f32(x.scale) / f32(x.softcap)) if x.softcap else 0.0,
-        *(x.scale, 0),
-    )
-
-
-def _lse_strides(x: Attention) -> tuple[int, int]:
-    """Strides of batch and head."""
-    return 0 if x.packed else x.heads * x.queries, x.queries
-
-
-def _check(x: Attention) -> None:
-    device = x.q.get_device()
-    matmul.check_contract(x.contract, device)
-    sizes = x.q.shape[-1], x.v.shape[-1]
-    if max(sizes) > _LARGEST_HEAD:
-        raise UnavailableError(
-            f"samebits' CUDA kernels for attention take heads up to {_LARGEST_HEAD}, got {sizes[0]} and"
-            f" {sizes[1]} — use CPU tensors"
-        )
-
-
 def _to_widen(x: Attention) -> bool:
     """Whether operands of 16 bits are to be computed with in float32, under FMA."""
     return contract_from_key(x.contract).step == "fma" and x.q.dtype != torch.float32
@@ -406,7 +361,7 @@ def forward(
     if _to_widen(x):
         out, lse, lse2 = forward(_widened(x), schedule=schedule, splits=splits)
         return out.to(x.q.dtype), lse, lse2
-    _check(x)
+    check(x)
     if x.block_table is not None:
         x = replace(x, block_table=x.block_table.contiguous())
     of = variant(x)
@@ -442,10 +397,10 @@ def _values(
 ) -> tuple[Any, ...]:
     """The values of the forward's ``struct Params``."""
     return (
-        *map(_address, (x.q, x.k, x.v, x.sinks, out, lse, lse2, scratch)),
-        *(*_strides(x.q), *_strides(x.k), *_strides(x.v), *_strides(out)[:3], *_lse_strides(x)),
+        *map(address, (x.q, x.k, x.v, x.sinks, out, lse, lse2, scratch)),
+        *(*_strides(x.q), *_strides(x.k), *_strides(x.v), *_strides(out)[:3], *lse_strides(x)),
         *(tiles, splits, -(-x.keys // SEGMENT), 0),
-        *_problem(x),
+        *problem(x),
     )
 
 
@@ -478,7 +433,7 @@ def backward(
         found = backward(_widened(x), *wide, lse2, grad_mask=grad_mask, schedule=schedule)
         dq, dk, dv = (t.to(x.q.dtype) for t in found[:3])
         return dq, dk, dv, *found[3:]
-    _check(x)
+    check(x)
     of = variant(x, grad)
     if schedule is None:
         schedule = choose_backward(x, of)
@@ -506,10 +461,10 @@ def backward(
         kernel = runtime.load(backward_spec(of, schedule, entry, grads, grad_mask and grads == _DQ), device)
         kernel.launch(
             (grid, 1, 1),
-            *map(_address, (*tensors, x.sinks, lse2, dots, dq, dk, dv, dmask, of_sinks)),
+            *map(address, (*tensors, x.sinks, lse2, dots, dq, dk, dv, dmask, of_sinks)),
             *(s for t in (*tensors, dq, dk, dv) for s in _strides(t)),
-            *(*_lse_strides(x), tiles, 0),
-            *_problem(x),
+            *(*lse_strides(x), tiles, 0),
+            *problem(x),
         )
 
     launch(-(-x.q.shape[:-1].numel() // 8), "grad_dots", _ROWS)

@@ -1,0 +1,64 @@
+"""What the kernels of attention share on the host: ``struct Problem`` of ``attention_problem.cuh``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from samebits.backends import UnavailableError
+from samebits.backends.attention import Attention
+from samebits.backends.cuda import matmul
+from samebits.functions import CONSTANTS
+
+__all__ = ["PROBLEM", "address", "check", "lse_strides", "problem"]
+
+PROBLEM = "PPPPPqPqqqqiiiiiiiiiiiifffi"
+"""The ``struct`` format of the values of :func:`problem`."""
+
+_LARGEST_HEAD = 256
+_ALIGN = {"first": 0, "slots": 1, "last": 2}  # enum Align
+
+
+def check(x: Attention) -> None:
+    """Raise unless the kernels take the call on its device."""
+    device = x.q.get_device()
+    matmul.check_contract(x.contract, device)
+    sizes = x.q.shape[-1], x.v.shape[-1]
+    if max(sizes) > _LARGEST_HEAD:
+        raise UnavailableError(
+            f"samebits' CUDA kernels for attention take heads up to {_LARGEST_HEAD}, got {sizes[0]} and"
+            f" {sizes[1]} — use CPU tensors"
+        )
+
+
+def address(x: Tensor | None) -> int:
+    """Of a tensor that may be missing."""
+    return 0 if x is None else x.data_ptr()
+
+
+def lse_strides(x: Attention) -> tuple[int, int]:
+    """Strides of batch and head."""
+    return 0 if x.packed else x.heads * x.queries, x.queries
+
+
+def problem(x: Attention) -> tuple[Any, ...]:
+    """The values of ``struct Problem``."""
+    f32 = np.float32
+    paged = x.block_table is not None
+    span = x.keys + x.queries  # no window is wider
+    left, right = (w if 0 <= w < span else -1 for w in x.window)
+    factor = x.softcap or x.scale
+    return (
+        *map(address, (x.cu_seqlens_q, x.cu_seqlens_k, x.key_start, x.key_length, x.block_table)),
+        0 if x.block_table is None else x.block_table.stride(0),
+        address(x.mask),
+        *((0, 0, 0, 0) if x.mask is None else x.mask.stride()),
+        *(x.batch, x.kv_heads, x.group, x.queries, x.keys, x.q.shape[-1], x.v.shape[-1]),
+        *((x.k.shape[1], x.k.shape[0]) if paged else (1, 1)),
+        *(left, right, _ALIGN[x.align]),
+        float(f32(factor) * f32(CONSTANTS["LOG2E"])),
+        float(f32(x.scale) / f32(x.softcap)) if x.softcap else 0.0,
+        *(x.scale, 0),
+    )
