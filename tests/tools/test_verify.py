@@ -204,7 +204,7 @@ def test_reductions_cover_what_the_backends_offer() -> None:
     assert {call[0] for call in spy.method_calls} == offered
     assert {(c.layout, c.place) for c in REDUCTIONS} == {("N", "plain"), *reductions.STRIDES}
     entries = {kernel.entry for kernel in reductions.KERNELS.values() if kernel.entry}
-    assert {f"{entry}_sm90" for entry in entries} == {*linear_logp_sm90._PARAMS, "attention_sm90"}
+    assert {f"{entry}_sm90" for entry in entries} == {*linear_logp_sm90._PARAMS}
     assert not any(reductions.KERNELS[c.kernel].entry for c in reductions.reductions(True, fused=False))
 
 
@@ -267,8 +267,8 @@ def test_log_probabilities_of_a_second_backend_are_held_to_the_reference(
         flipped("combine", rows.logp)
 
     second = reductions.RowBackend(
-        *("second ", None, mock.Mock(wraps=right.logp, combine=combine), statistics, grad_logits, None),
-        lambda entry, *sizes: () if entry == "attention" else ("first", "second"),
+        *("second ", None, mock.Mock(wraps=right.logp, combine=combine), statistics, grad_logits),
+        lambda entry: ("first", "second"),
     )
     found = report()
     some = [c for c in REDUCTIONS if c.n <= 700 and c.kind == "normal"][::3]
