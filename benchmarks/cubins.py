@@ -34,6 +34,7 @@ from rich.progress import Progress
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 HOPPER = "sm_90a"
+SMEM = 227 << 10
 FLAGS = list(itertools.product((False, True), repeat=2))
 
 EPILOGUES: list[dict[str, Any]] = [
@@ -71,8 +72,9 @@ Hashes = dict[str, dict[str, str]]
 def host() -> Any:
     """The modules of host code that this script uses. They are imported only here."""
     products = ("fma", "fma_sm90", "plan", "schedule_sm90", "tensor_core", "tensor_core_sm90", "tiny")
-    modules = ("assert_spans", "attention_sm90", "compiler", "linear_logp_sm90", "logp", "rows")
+    modules = ("assert_spans", "compiler", "linear_logp_sm90", "logp", "rows")
     names = {m: f"products.{m}" for m in products} | {m: m for m in modules}
+    names["universal"] = "attention.universal"
     found = {m: importlib.import_module(f"samebits.backends.cuda.{name}") for m, name in names.items()}
     return SimpleNamespace(**found)
 
@@ -168,13 +170,21 @@ def log_probabilities_on_hopper(h: Any) -> Iterator[Kernel]:
 
 
 def attention(h: Any) -> Iterator[Kernel]:
-    """Small, large and uneven heads under all masks."""
-    sizes, masks = ((64, 64), (128, 128), (16, 96)), (None, torch.bool, F32)
-    for (head, values), mask in itertools.product(sizes, masks):
-        schedules = h.attention_sm90.schedules(head, values)[:: 1 if head == 128 else 2]
-        for i, s in enumerate(schedules):
-            case = h.attention_sm90.AttentionVariant((BF16, F16)[i // 2 % 2], head, values, mask)
-            yield h.attention_sm90.spec(case, s), HOPPER
+    """All schedules of the universal kernels, for alternating architectures, with each macro both ways."""
+    some = (
+        (BF16, 64, 64, True, None, False, False, True),
+        (F16, 128, 128, True, torch.bool, False, False, True),
+        (BF16, 192, 128, True, None, True, True, False),
+        (F16, 256, 256, False, F16, False, False, False),
+        (F32, 64, 80, True, F32, True, False, False),
+        (F32, 128, 128, False, None, False, True, False),
+    )
+    for i, case in enumerate(some):
+        of = h.universal.Variant(*case)
+        archs = h.compiler.ARCHITECTURES[of.dtype != F32 :]
+        grad_mask = of.mask not in (None, torch.bool)
+        for j, spec in enumerate(h.universal.specs(of, SMEM, grad_mask=grad_mask)):
+            yield spec, archs[(3 * i + j) % len(archs)]
 
 
 def tiny(h: Any) -> Iterator[Kernel]:

@@ -143,50 +143,6 @@ class TestNaive:
         assert_same_bits(dc.view(8), rounded([naive_rows.row_sum(r) for r in flat], dtype), "along rows")
 
 
-def rounded_right(n: np.ndarray, bits: int) -> np.ndarray:
-    """n / 2^bits to the nearest integer, ties to even."""
-    low, down = n & (1 << bits) - 1, n >> bits
-    half = 1 << bits - 1
-    return down + ((low > half) | ((low == half) & (down % 2 == 1)))
-
-
-@pytest.mark.parametrize("less", [True, False])
-@pytest.mark.parametrize("twos", [0, 1, 2])
-def test_quotients_of_probabilities_are_those_of_ieee(less: bool, twos: int) -> None:
-    """All quotients a / b of 24-bit integers that come near the midpoint of two floats, as Divisor does them.
-
-    With y = RN(1 / b), q = RN(a y), r = RN(a - b q), RN(q + r y) is off by less than 3 · 2^-24 ulp before
-    it is rounded. A midpoint m / 2^25 (m / 2^24 for a >= b) of floats lies k / (b 2^25) from a / b for an
-    integer k, so it is right where |k| > 6. What is left for each b, odd but for `twos` factors, are a few a.
-    """
-    shift = 25 if less else 24
-    odd = np.arange((1 << 23 - twos) | 1, 1 << 24 - twos, 2, dtype=np.int64)
-    odd = odd[odd << twos >= 1 << 23]
-    b = odd << twos
-    modulus = 1 << shift - twos
-    inverse = odd.copy()
-    for _ in range(5):
-        inverse = inverse * (2 - odd * inverse % modulus) % modulus
-    y = np.rint(np.longdouble(2) ** 47 / b.astype(np.longdouble)).astype(np.int64)  # in units of 2^-24
-    tried = 0
-    for k in range(-8, 9):
-        if k == 0 or k % (1 << twos) or (k >> twos) % 2 == 0:
-            continue  # m is odd
-        for m in (-(k >> twos) * inverse % modulus + i * modulus for i in range((1 << 25) // modulus)):
-            a = b * m + k >> shift
-            right = (m >= 1 << 24) & (m < 1 << 25) & (a >= 1 << 23) & (a < 1 << 24) & ((a < b) == less)
-            a, at, divisor, inv = a[right], m[right], b[right], y[right]
-            assert (a * (1 << shift) - divisor * at == k).all()
-            q = rounded_right(a * inv, 48 - shift)
-            r = a * (1 << shift - 1) - divisor * q
-            exact = np.abs(r) < 1 << 24
-            r = np.where(exact, r, np.sign(r) * (rounded_right(np.abs(r), 1) << 1))
-            got = q + rounded_right(r * inv, 47)
-            assert (got == np.where(k > 0, at + 1, at - 1) // 2).all()
-            tried += len(a)
-    assert tried > 0
-
-
 # Operations of rows: name -> what is computed from rows x[rows, n] and a vector w[n].
 ROWWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": lambda x, w: sum(x, -1),

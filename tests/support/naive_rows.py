@@ -70,10 +70,8 @@ def logsumexp_backward(g: float, z: Row) -> Row:
     return [float(f32(f32(g) * f32(p))) for p in softmax(z)]
 
 
-def softmax(z: Row, *, masked_to_zero: bool = False) -> Row:
+def softmax(z: Row) -> Row:
     r, s = statistics(z)
-    if masked_to_zero and s == 0:
-        return [0.0] * len(z)
     return [float(f32(exp32(f32(f32(x) - r)) / s)) for x in z]
 
 
@@ -82,12 +80,9 @@ def log_softmax(z: Row) -> Row:
     return [float(f32(f32(f32(x) - r) - log32(s))) for x in z]
 
 
-def softmax_backward(g: Row, p: Row, scale: float = 1.0) -> Row:
+def softmax_backward(g: Row, p: Row) -> Row:
     d = row_sum([0.0 if b == 0 else f32(f32(b) * f32(a)) for a, b in zip(g, p, strict=True)])
-    return [
-        0.0 if b == 0 else float(f32(f32(f32(b) * f32(f32(a) - d)) * f32(scale)))
-        for a, b in zip(g, p, strict=True)
-    ]
+    return [0.0 if b == 0 else float(f32(f32(b) * f32(f32(a) - d))) for a, b in zip(g, p, strict=True)]
 
 
 def log_softmax_backward(g: Row, y: Row) -> Row:

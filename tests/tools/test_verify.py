@@ -31,7 +31,7 @@ from samebits.tools.bench import cases as bench_cases
 from samebits.tools.bench import measure
 from samebits.tools.bench import report as bench_report
 from samebits.tools.cli import app
-from samebits.tools.verify import answers, chain, operations, plan, products, reductions, run
+from samebits.tools.verify import answers, attention, chain, exp2, operations, plan, products, reductions, run
 from samebits.tools.verify.case import LAYOUTS
 from samebits.tools.verify.operands import make_inputs, make_room, unfilled
 from tests.support.threads import in_threads
@@ -204,7 +204,7 @@ def test_reductions_cover_what_the_backends_offer() -> None:
     assert {call[0] for call in spy.method_calls} == offered
     assert {(c.layout, c.place) for c in REDUCTIONS} == {("N", "plain"), *reductions.STRIDES}
     entries = {kernel.entry for kernel in reductions.KERNELS.values() if kernel.entry}
-    assert {f"{entry}_sm90" for entry in entries} == {*linear_logp_sm90._PARAMS, "attention_sm90"}
+    assert {f"{entry}_sm90" for entry in entries} == {*linear_logp_sm90._PARAMS}
     assert not any(reductions.KERNELS[c.kernel].entry for c in reductions.reductions(True, fused=False))
 
 
@@ -267,8 +267,8 @@ def test_log_probabilities_of_a_second_backend_are_held_to_the_reference(
         flipped("combine", rows.logp)
 
     second = reductions.RowBackend(
-        *("second ", None, mock.Mock(wraps=right.logp, combine=combine), statistics, grad_logits, None),
-        lambda entry, *sizes: () if entry == "attention" else ("first", "second"),
+        *("second ", None, mock.Mock(wraps=right.logp, combine=combine), statistics, grad_logits),
+        lambda entry: ("first", "second"),
     )
     found = report()
     some = [c for c in REDUCTIONS if c.n <= 700 and c.kind == "normal"][::3]
@@ -364,6 +364,10 @@ def test_public_operations_are_verified_by_the_backend_that_was_asked_for(
     assert [line.what for line in found.lines if line.differing] == ["bmm"]
 
 
+PUBLIC = ("verify_sequences", "verify_operations", "verify_tokens", "verify_rows")
+"""Of public functions. The first is of attention, which Triton does not compute."""
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize(
     ("backend", "thorough", "verified"),
@@ -378,6 +382,9 @@ def test_a_run_from_end_to_end(
 ) -> None:
     """Where the CPU passes for a GPU, and the reference for its kernels."""
     from samebits.backends.cuda import compiler, devices
+    from samebits.backends.cuda.attention import catalogue
+    from samebits.backends.cuda.attention.catalogue import Way
+    from samebits.backends.reference import attention as reference_attention
     from samebits.backends.reference import matmul as reference
     from samebits.backends.triton import runtime as triton
 
@@ -393,15 +400,23 @@ def test_a_run_from_end_to_end(
             self.device = CPU
             self.products = [p for p in self.products if p[0].what == "shapes" and p[0].step == "mma"][:6]
             self.reduced = [c for c in self.reduced if c.kernel == "sum"][:4]
+            self.attended = self.attended[:3]
 
     kernel = StandIn(product)
     gpu = devices.DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20)
     public: list[tuple[str, str | None]] = []
-    for module in (products, reductions):
+    for module in (products, reductions, attention, exp2):
         monkeypatch.setattr(module, "finish", lambda doing: None)
-    for name in ("verify_operations", "verify_tokens", "verify_rows"):
+    for name in PUBLIC:
         note = lambda *of, name=name: public.append((name, backends._choice.backend))  # noqa: E731
         monkeypatch.setattr(run, name, note)
+    edges = [(what, x) for what, x in exp2.arguments() if what == "edges"]
+    monkeypatch.setattr(exp2, "arguments", lambda: edges)
+    monkeypatch.setattr("samebits.backends.cuda.exp2.exp2", exp2.on_cpu)
+    for direction in ("forward", "backward"):
+        compute = getattr(reference_attention, direction)
+        ways = lambda x, *of, compute=compute: [Way("attention", "", partial(compute, x))]  # noqa: E731
+        monkeypatch.setattr(catalogue, f"{direction}s", ways)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(devices, "device_info", lambda index: gpu)
     monkeypatch.setattr(devices, "status", lambda: mock.Mock(available=True, devices=(gpu,), cache="none"))
@@ -412,6 +427,7 @@ def test_a_run_from_end_to_end(
     monkeypatch.setattr("samebits.backends.cuda.matmul.family", lambda index: samebits.HOPPER)
     monkeypatch.setattr(run, "VerifyPlan", Some)
     monkeypatch.setattr(plan, "kernels", lambda index, backends: [kernel])
+    monkeypatch.setattr(plan, "attention_kernels", lambda *of: ())
     monkeypatch.setattr(plan, "on_cuda", lambda fused: on._replace(name="cuda ", rows=rows))
     monkeypatch.setattr(plan, "on_triton", lambda *of: on._replace(name="triton ", rows=rows))
     done: list[float] = []
@@ -421,11 +437,13 @@ def test_a_run_from_end_to_end(
     assert found.gpu == "a GPU"
     assert found.backends == [name or "cuda" for name in verified]
     reduced = {f"{name or 'cuda'} sum" for name in verified}
-    assert {line.kernel for line in found.lines} == {"CPU reference", "a kernel", *reduced}
+    attended = {"attention", "ex2.approx.ftz.f32", "exp2 by polynomial"} if None in verified else set()
+    assert {line.kernel for line in found.lines} == {"CPU reference", "a kernel", *reduced, *attended}
     assert {line.kernel for line in found.lines if line.differing} == (reduced if wrong else set())
     called = [("verify_operations", name) for name in verified]
     assert [call for call in public if call[0] == "verify_operations"] == called
-    assert {name for name, _ in public} == {"verify_operations", "verify_tokens", "verify_rows"}
+    assert {name for name, _ in public} == {*PUBLIC[None not in verified :]}
+    assert ("verify_sequences", "triton") not in public
     assert done == sorted(done)
     assert done[-1] < 1
 
@@ -433,12 +451,12 @@ def test_a_run_from_end_to_end(
 @pytest.mark.parametrize("backend", verify.BACKENDS)
 def test_public_functions_are_rehearsed(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     public: list[tuple[str, str | None]] = []
-    for name in ("verify_operations", "verify_tokens", "verify_rows"):
+    for name in PUBLIC:
         note = lambda *of, name=name: public.append((name, backends._choice.backend))  # noqa: E731
         monkeypatch.setattr(run, name, note)
     monkeypatch.setattr("samebits.backends.cuda.matmul.family", lambda index: samebits.HOPPER)
     run._run_public_functions(0, False, backend)
-    assert {name for name, _ in public} == {"verify_operations", "verify_tokens", "verify_rows"}
+    assert {name for name, _ in public} == {*PUBLIC[backend == "triton" :]}
     assert {by for _, by in public} == {None if backend == "cuda" else backend}
 
 
@@ -469,8 +487,8 @@ def test_what_cannot_be_verified_is_said() -> None:
 def test_what_is_public_is_verified_by_triton_too() -> None:
     both = list(run._public_functions(report(), HELD_TO, CPU, False, verify.BACKENDS))
     parts = [{what for what, name, _ in both if name == backend} for backend in (None, "triton")]
-    assert len(parts[0]) == 3
-    assert parts[0] == parts[1]
+    assert len(parts[1]) == 3
+    assert parts[0] == parts[1] | {"attention of sequences"}
 
 
 def test_zeros_and_nans_are_compared_by_their_bits() -> None:

@@ -20,9 +20,8 @@ _PARAMS = {
     "row_sum": "PPqqqi",
     "softmax": "PPqqq",
     "log_softmax": "PPqqq",
-    "probabilities": "PPqqqf",
-    "softmax_backward": "PPPqqf",
-    "log_softmax_backward": "PPPqqf",
+    "softmax_backward": "PPPqq",
+    "log_softmax_backward": "PPPqq",
     "norm_forward": "PPPPPPqqqf",
     "norm_backward": "PPPPPPqqqq",
     "column_sums": "PPPPPPqqqq",
@@ -77,33 +76,11 @@ def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
 
 def softmax_backward(grad: Tensor, out: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
     """Gradients in `dtype` of the rows that gave `out`."""
-    return _softmax_backward(
-        "log_softmax_backward" if logarithm else "softmax_backward", grad, out, 1.0, dtype
-    )
-
-
-def probabilities(scores: Tensor, scale: float, queries: int, dtype: torch.dtype) -> Tensor:
-    """Softmax of ``scores[rows, keys] * scale`` in `dtype`; zeros where all are -inf.
-
-    With `queries` > 0, row i sees keys 0 to i % queries.
-    """
-    scores = scores.contiguous()
-    out = torch.empty(scores.shape, dtype=dtype, device=scores.device)
-    _launch("probabilities", scores, dtype, scores.data_ptr(), out.data_ptr(), *scores.shape, queries, scale)
-    return out
-
-
-def grad_scores(grad: Tensor, p: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Gradients in `dtype` of the scores that gave the probabilities `p`."""
-    return _softmax_backward("softmax_backward", grad, p, scale, dtype)
-
-
-def _softmax_backward(entry: str, grad: Tensor, y: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    grad, y = grad.contiguous(), y.contiguous()
-    out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
-    addresses = (t.data_ptr() for t in (grad, y, out))
-    _launch(entry, grad, dtype, *addresses, *grad.shape, scale, param=y.dtype)
-    return out
+    grad, y = grad.contiguous(), out.contiguous()
+    dx = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+    entry = "log_softmax_backward" if logarithm else "softmax_backward"
+    _launch(entry, grad, dtype, *(t.data_ptr() for t in (grad, y, dx)), *grad.shape, param=y.dtype)
+    return dx
 
 
 def norm(

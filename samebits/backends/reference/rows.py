@@ -23,7 +23,9 @@ def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
 
 def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
     """Softmax or its logarithm in `dtype` of the rows of ``x[rows, n]``."""
-    return _softmax(_wide(x), logarithm, False, dtype)
+    z, out = _wide(x), _f32(x.shape)
+    over_rows(z, lambda *span: kernels.softmax(z.numpy(), out.numpy(), logarithm, *span))
+    return rounded(out, dtype)
 
 
 def softmax_backward(grad: Tensor, out: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
@@ -33,26 +35,7 @@ def softmax_backward(grad: Tensor, out: Tensor, logarithm: bool, dtype: torch.dt
     if logarithm:
         over_rows(g, lambda *span: kernels.log_softmax_backward(g.numpy(), y.numpy(), dx.numpy(), *span))
     else:
-        over_rows(g, lambda *span: kernels.softmax_backward(g.numpy(), y.numpy(), 1.0, dx.numpy(), *span))
-    return rounded(dx, dtype)
-
-
-def probabilities(scores: Tensor, scale: float, queries: int, dtype: torch.dtype) -> Tensor:
-    """Softmax of ``scores[rows, keys] * scale`` in `dtype`; zeros where all are -inf.
-
-    With `queries` > 0, row i sees keys 0 to i % queries.
-    """
-    z = scores * torch.tensor(scale, dtype=torch.float32)
-    if queries > 0:
-        z = z.masked_fill(~_visible(z.shape, queries), -torch.inf)
-    return _softmax(z, False, True, dtype)
-
-
-def grad_scores(grad: Tensor, p: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Gradients in `dtype` of the scores that gave the probabilities `p`."""
-    g, wide = _wide(grad), _wide(p)
-    dx = torch.empty_like(g)
-    over_rows(g, lambda *span: kernels.softmax_backward(g.numpy(), wide.numpy(), scale, dx.numpy(), *span))
+        over_rows(g, lambda *span: kernels.softmax_backward(g.numpy(), y.numpy(), dx.numpy(), *span))
     return rounded(dx, dtype)
 
 
@@ -102,18 +85,6 @@ def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> T
     arrays = (g.numpy(), ids.numpy(), padding, out.numpy())
     over_rows(g.T, lambda *span: kernels.embedding_backward(*arrays, *span))
     return rounded(out, grad.dtype)
-
-
-def _softmax(z: Tensor, logarithm: bool, masked_to_zero: bool, dtype: torch.dtype) -> Tensor:
-    require_subnormals()
-    out = _f32(z.shape)
-    over_rows(z, lambda *span: kernels.softmax(z.numpy(), out.numpy(), logarithm, masked_to_zero, *span))
-    return rounded(out, dtype)
-
-
-def _visible(shape: torch.Size, queries: int) -> Tensor:
-    rows, keys = shape
-    return torch.arange(keys) <= (torch.arange(rows) % queries)[:, None]
 
 
 def _wide(x: Tensor) -> Tensor:

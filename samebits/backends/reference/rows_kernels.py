@@ -44,9 +44,9 @@ def row_sum(x, out, mean, first, last):
         out[row] = total / np.float32(count) if mean else total
 
 
-@_njit(void(_ROWS, _ROWS, boolean, boolean, *_SPAN))
-def softmax(z, out, logarithm, masked_to_zero, first, last):
-    """exp(z - R) / S, or with `logarithm` (z - R) - log S. With `masked_to_zero`, rows of -inf give zeros."""
+@_njit(void(_ROWS, _ROWS, boolean, *_SPAN))
+def softmax(z, out, logarithm, first, last):
+    """exp(z - R) / S, or with `logarithm` (z - R) - log S."""
     count = z.shape[1]
     block, chains = np.empty(VOCAB_BLOCK, np.float32), np.empty(CHAINS, np.float32)
     for row in range(first, last):
@@ -72,16 +72,14 @@ def softmax(z, out, logarithm, masked_to_zero, first, last):
             log_sum = log(total)
             for v in range(count):
                 out[row, v] = z[row, v] - r - log_sum
-        elif masked_to_zero and total == _ZERO:
-            out[row, :] = _ZERO
         else:
             for v in range(count):
                 out[row, v] = exp(z[row, v] - r) / total
 
 
-@_njit(void(_ROWS, _ROWS, f32, _ROWS, *_SPAN))
-def softmax_backward(grad, p, scale, out, first, last):
-    """p * (grad - D) * scale, with D the row's sum of p * grad. +0 where p is +0."""
+@_njit(void(_ROWS, _ROWS, _ROWS, *_SPAN))
+def softmax_backward(grad, p, out, first, last):
+    """p * (grad - D), with D the row's sum of p * grad. +0 where p is +0."""
     count = grad.shape[1]
     terms, block = np.empty(count, np.float32), np.empty(VOCAB_BLOCK, np.float32)
     chains = np.empty(CHAINS, np.float32)
@@ -91,7 +89,7 @@ def softmax_backward(grad, p, scale, out, first, last):
         total = _row_sum(terms, block, chains)
         for v in range(count):
             q = p[row, v]
-            out[row, v] = _ZERO if q == _ZERO else q * (grad[row, v] - total) * scale
+            out[row, v] = _ZERO if q == _ZERO else q * (grad[row, v] - total)
 
 
 @_njit(void(_ROWS, _ROWS, _ROWS, *_SPAN))

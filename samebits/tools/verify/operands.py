@@ -108,7 +108,10 @@ _ALLOCATING = (torch.empty, torch.empty_like, Tensor.new_empty)
 
 
 class Surrounded(TorchFunctionMode):
-    """A context in which floating-point tensors are allocated within memory full of NaN, and start as NaN."""
+    """A context in which floating-point tensors are allocated within memory full of NaN.
+
+    They start as NaN, too, unless zeros were asked for.
+    """
 
     _WIDTH = 64
     """Elements before and after a tensor. Their bytes are a multiple of 128."""
@@ -121,11 +124,12 @@ class Surrounded(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func not in _ALLOCATING or not out.dtype.is_floating_point:
+        if func not in (*_ALLOCATING, torch.zeros) or not out.dtype.is_floating_point:
             return out
         memory = out.new_full((out.numel() + 2 * self._WIDTH,), math.nan)
         self._memories.append(memory)
-        return memory[self._WIDTH : -self._WIDTH].view(out.shape)
+        inside = memory[self._WIDTH : -self._WIDTH].view(out.shape)
+        return inside.zero_() if func is torch.zeros else inside
 
     @property
     def margins(self) -> list[Tensor]:

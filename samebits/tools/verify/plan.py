@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from samebits.backends.product import Product, ProductKernel
-from samebits.contract import TENSOR_CORE
+from samebits.contract import TENSOR_CORE, Contract
+from samebits.tools.verify.attention import AttentionCase, attentions, build
 from samebits.tools.verify.case import SIZES, TINY_BATCHES, ProductCase, cases
+from samebits.tools.verify.exp2 import exp2_models
 from samebits.tools.verify.kernel import kernels, takes
 from samebits.tools.verify.operands import make_inputs, make_room, unfilled
 from samebits.tools.verify.reductions import calls, on_cuda, on_triton, reductions
@@ -23,21 +25,23 @@ Runs = list[Pair]
 
 
 class VerifyPlan:
-    """The products and reductions that are compared with the CPU reference on a GPU.
+    """What is compared with the CPU reference on a GPU.
 
     Attributes:
         device: the GPU.
+        contract: that of its tensor cores.
         offered: the product kernels.
         products: cases of products, each with its kernels and schedules.
         reduced: cases of reductions.
         reducers: the backends that run `reduced`.
+        attended: cases of attention, which only the CUDA backend computes.
     """
 
     def __init__(self, index: int, thorough: bool, backends: Sequence[str]) -> None:
         from samebits.backends.cuda import devices
         from samebits.backends.cuda.matmul import family
 
-        self.device = torch.device("cuda", index)
+        self.device, self.contract = torch.device("cuda", index), TENSOR_CORE.on(family(index))
         todo = cases(thorough)
         self.offered = kernels(index, backends)
         self.products = list(zip(todo, runs(todo, self.offered, thorough), strict=True))
@@ -45,8 +49,9 @@ class VerifyPlan:
         if "cuda" in backends:
             self._on_cuda = [on_cuda(fused=devices.device_info(index).capability == (9, 0))]
         if "triton" in backends:
-            self._on_triton = [on_triton(TENSOR_CORE.on(family(index)), index)]
+            self._on_triton = [on_triton(self.contract, index)]
         self.reducers = [*self._on_cuda, *self._on_triton]
+        self.attended = attentions(thorough) if "cuda" in backends else []
         self.reduced = list(
             reductions(thorough, fused=any(on.schedules("statistics") for on in self.reducers))
         )
@@ -58,6 +63,7 @@ class VerifyPlan:
                 yield call
         for on in self._on_cuda:
             yield from calls(self.reduced, on, self.device)
+        yield from attention_kernels(self.attended, self.contract, self.device)
 
     def triton(self) -> Iterator[tuple[object, Callable[[], object]]]:
         """Calls that make Triton compile every kernel, with keys. Calls of one kernel mostly share a key."""
@@ -80,6 +86,22 @@ class VerifyPlan:
         for kernel, schedule in pairs:
             if takes(kernel, p, schedule):
                 yield (kernel, schedule), partial(kernel.run, operands, schedule)
+
+
+def attention_kernels(
+    cases: Sequence[AttentionCase], contract: Contract, device: torch.device
+) -> Iterator[Callable[[], object]]:
+    """Calls that load the kernels of `cases`. Those of one variant share them."""
+    from samebits.backends.cuda import exp2, runtime
+    from samebits.backends.cuda.attention import catalogue
+
+    first = {case.of: case for case in reversed(cases)}
+    for case in first.values():
+        x, _ = build(case, contract, device)
+        for spec in catalogue.specs(x, grad_mask=case.grad_mask):
+            yield partial(runtime.load, spec, device.index)
+    for model in exp2_models(contract) if cases else ():
+        yield partial(runtime.load, exp2.spec(model), device.index)
 
 
 def launch_part(index: int, thorough: bool, part: int, parts: int) -> None:

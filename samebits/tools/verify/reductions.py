@@ -1,4 +1,4 @@
-"""Verification of row reductions, log-probabilities and attention: every kernel on operands made for it."""
+"""Verification of row reductions and log-probabilities: every kernel on operands made for it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, on_gpu, pack_key, unpack_key
 from samebits.backends.logits_in_pieces import grad_logits as grad_logits_by
 from samebits.backends.token_logps import Rows, Statistics, vocabulary_pieces
-from samebits.contract import TENSOR_CORE, Contract
+from samebits.contract import Contract
 from samebits.functions import VOCAB_BLOCK
-from samebits.ops._rows import backend
 from samebits.testing import KINDS, values
 from samebits.tools.verify.case import BF16, F16, F32
 from samebits.tools.verify.failures import finish, running
@@ -46,46 +44,35 @@ class RowBackend(NamedTuple):
     logp: Any
     statistics: Callable[..., Statistics]
     grad_logits: Callable[..., Tensor]
-    attention: Callable[..., Tensor] | None
-    schedules: Callable[..., Sequence[Any]]
-    """The schedules of one of these three functions. Attention's depend on the sizes of k and v. None without
-    a fused kernel."""
+    schedules: Callable[[str], Sequence[Any]]
+    """The schedules of one of these two functions; none without a fused kernel."""
 
     def tried(self, case: Reduction) -> Sequence[Any]:
         """The schedules under which the backend runs a case; none if it does not run it."""
         if entry := KERNELS[case.kernel].entry:
-            return self.schedules(entry, *((case.features, case.values) if entry == "attention" else ()))
+            return self.schedules(entry)
         return ("",) if self.rows is not None or case.kernel in _LOGP else ()
 
 
 def on_cuda(fused: bool) -> RowBackend:
-    """The CUDA kernels. `fused`: whether those of `linear_logp` and attention run on the GPU."""
-    from samebits.backends.cuda import attention_sm90, linear_logp_sm90, logp, rows
-    from samebits.backends.cuda.products.schedule_sm90 import round_up
+    """The CUDA kernels. `fused`: whether those of `linear_logp` run on the GPU."""
+    from samebits.backends.cuda import linear_logp_sm90, logp, rows
 
-    def schedules(entry: str, *sizes: int) -> Sequence[Any]:
-        if not fused:
-            return ()
-        if entry == "attention":
-            head, values = (round_up(size, 16) for size in sizes)
-            return attention_sm90.schedules(head, values)
-        return linear_logp_sm90.schedules(f"{entry}_sm90")
+    def schedules(entry: str) -> Sequence[Any]:
+        return linear_logp_sm90.schedules(f"{entry}_sm90") if fused else ()
 
     grad_logits = partial(grad_logits_by, linear_logp_sm90.grad_logits_later)
-    kernels = linear_logp_sm90.statistics, grad_logits, attention_sm90.attention
-    return RowBackend("", rows, logp, *kernels, schedules)
+    return RowBackend("", rows, logp, linear_logp_sm90.statistics, grad_logits, schedules)
 
 
 def on_triton(contract: Contract, device: int) -> RowBackend:
     """Triton's kernels. On a GPU that cannot fetch tiles, others compute log-probabilities."""
     from samebits.backends.triton import linear_logp, logp
 
-    def schedules(entry: str, *sizes: int) -> Sequence[Any]:
-        return () if entry == "attention" else linear_logp.schedules(entry, device)
-
     statistics = partial(linear_logp.statistics, contract=contract.key)
     grad_logits = partial(grad_logits_by, linear_logp.grad_logits_later, contract=contract.key)
-    return RowBackend("triton ", None, logp, statistics, grad_logits, None, schedules)
+    schedules = partial(linear_logp.schedules, device=device)
+    return RowBackend("triton ", None, logp, statistics, grad_logits, schedules)
 
 
 def reference(contract: Contract) -> RowBackend:
@@ -97,78 +84,7 @@ def reference(contract: Contract) -> RowBackend:
     def grad_logits(*args: Any, dtype: torch.dtype, schedule: Any) -> Tensor:
         return grad_logits_by(linear_logp.grad_logits_later, *args, dtype=dtype, contract=contract.key)
 
-    def attention(q: Tensor, *args: Any, schedule: Any) -> Tensor:
-        k, v, mask, causal, scale, _ = args  # the last argument is the kernels' contract key
-        return _stored(q, k, v, mask, causal, scale, pack_key(contract.key, None))
-
-    return RowBackend("", rows, logp, statistics, grad_logits, attention, lambda *of: (None,))
-
-
-_SCORES = 1 << 27
-
-
-def _pieces(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Parts of the batch and of k's heads with about so many scores."""
-    batch, heads = q.shape[:2]
-    scores = q.shape[2] * q.shape[3] * k.shape[2]
-    at_once = max(1, _SCORES // max(1, scores))
-    rows, columns = max(1, at_once // max(1, heads)), min(heads, at_once)
-    for b in range(0, batch, rows):
-        for h in range(0, heads, max(1, columns)):
-            yield slice(b, b + rows), slice(h, h + columns)
-
-
-def _products(t: Tensor, key: Key) -> tuple[Any, str]:
-    """The module that multiplies on the device of `t`, and the contract's key that it takes."""
-    if t.is_cuda:
-        return on_gpu("matmul", key, t.get_device())
-    from samebits.backends.reference import matmul as reference
-
-    return reference, unpack_key(key)[0]
-
-
-def _probabilities(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, key: Key) -> Tensor:
-    """``p[b, heads, group * L, S]``, of the dtype of q."""
-    b, heads, group, L, _ = q.shape
-    S = k.shape[2]
-    products, contract = _products(q, key)
-    scores = products.matmul(
-        *(q.reshape(b, heads, group * L, q.shape[-1]), k.mT),
-        bias=None,
-        out_dtype=torch.float32,
-        contract=contract,
-    )
-    if mask is not None:
-        scores = scores.view(b, heads, group, L, S).mul_(scale)
-        scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
-        scale = 1.0
-    p = backend(q).probabilities(scores.reshape(-1, S), scale, L if causal else 0, q.dtype)
-    return p.view(b, heads, group * L, S)  # type: ignore[no-any-return]
-
-
-def _product_over_keys(a: Tensor, b: Tensor, key: Key) -> Tensor:
-    """``a[..., M, keys] @ b[..., keys, N]``, chains that end in a zero term: more zeros change nothing."""
-    products, contract = _products(a, key)
-    out = products.addbmm(
-        *(None, a.flatten(0, 1)[:, None], b.reshape(-1, 1, *b.shape[2:]), None),
-        out_dtype=a.dtype,
-        contract=contract,
-    )
-    return out.view(*a.shape[:2], *out.shape[1:])  # type: ignore[no-any-return]
-
-
-def _stored(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, key: Key
-) -> Tensor:
-    """The forward by kernels that store scores, some heads at a time."""
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    if k.shape[2] == 0:
-        return out.zero_()
-    for part in _pieces(q, k):
-        part_mask = None if mask is None else mask[part]
-        p = _probabilities(q[part], k[part], part_mask, causal, scale, key)
-        out[part] = _product_over_keys(p, v[part], key).view(out[part].shape)
-    return out
+    return RowBackend("", rows, logp, statistics, grad_logits, lambda entry: (None,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +98,6 @@ class Reduction:
         what: the line of the report that the case belongs to.
         rows, n: sizes.
         features: size of hidden states and weights; 0 for none.
-        values: size of the vectors that attention sums; 0 for none.
         kind: one of ``samebits.testing.KINDS``.
         layout, place: of the matrices in memory, as for a product's A.
     """
@@ -194,7 +109,6 @@ class Reduction:
     rows: int
     n: int
     features: int = 0
-    values: int = 0
     kind: str = "normal"
     layout: str = "N"
     place: str = "plain"
@@ -241,7 +155,6 @@ class RowOperands:
     y = _tokens("n", "other", 3)
     hidden = _tokens("features", "dtype", 4)
     vocabulary = _entries("features", 5)
-    attended = _entries("values", 10)
     weight = _Operand(lambda o: o.normal((o.case.n,), o.case.other, 6))
     bias = _Operand(lambda o: o.normal((o.case.n,), o.case.other, 7))
     vectors = _Operand(lambda o: o.draw_vectors())
@@ -249,8 +162,6 @@ class RowOperands:
     mean and scale."""
     ids = _Operand(lambda o: o.integers(0, IDS, 8))
     target = _Operand(lambda o: o.integers(IGNORED - 1, o.case.n, 9))  # includes ignored and wrong targets
-    mask = _Operand(lambda o: o.draw_mask())
-    """In f32. Some keys are masked, and in some rows all keys."""
 
     def __init__(
         self,
@@ -272,11 +183,6 @@ class RowOperands:
         vectors = self.normal((5, self.case.rows), F32, 8)
         vectors[2], vectors[3] = logits.amax(1) * SCALE, vectors[3].abs()  # then probabilities are at most 1
         return vectors
-
-    def draw_mask(self) -> Tensor:
-        mask = self.normal((self.case.rows, self.case.n), F32, 11)
-        mask[mask > 1.5] = mask[1::7] = -torch.inf
-        return mask
 
     def placed(self, device: torch.device) -> RowOperands:
         """The same on `device`, at the case's strides. Operands not drawn yet follow when they are read."""
@@ -347,23 +253,6 @@ def _fused_grad_logits(
     )
 
 
-def _attention(on: RowBackend, o: RowOperands, schedule: Any, *, mask: str = "") -> Results:
-    """Attention with tokens as queries, and the vocabulary as the keys of all heads.
-
-    Few tokens are queries of one head, or of two in its group. Many tokens are queries of more heads than a
-    GPU has multiprocessors.
-    """
-    assert on.attention is not None
-    rows = len(o.hidden)
-    heads, group = (rows // 2, 1) if rows >= 300 else (1, 2 - rows % 2)
-    finite = not mask or o.attended.isfinite().all()  # values of masked keys must be finite
-    attended = o.attended if finite else o.attended.nan_to_num(0.0, 0.0, 0.0)
-    k, v = (x.expand(1, heads, *x.shape) for x in (o.vocabulary, attended))
-    given = {"boolean": o.mask > -1.0, "float": o.mask}.get(mask)
-    q, m = (None if x is None else x.unflatten(0, (heads, group, -1))[None] for x in (o.hidden, given))
-    return (on.attention(q, k, v, m, mask == "causal", SCALE, TENSOR_CORE.key, schedule=schedule),)
-
-
 def _given(o: RowOperands, vocabulary: int, entropy: bool) -> tuple[Rows, Tensor, Tensor | None]:
     """Rows with the results of a forward, and the gradients of those results."""
     logp, entropies, shift, log_sum, grad = (v.clone() for v in o.vectors)  # cloned to be aligned
@@ -397,13 +286,6 @@ _ROWS = {
     "log_softmax backward": Reducer(
         lambda on, o: (on.rows.softmax_backward(o.grad, -o.y.abs(), True, o.y.dtype),), SAME
     ),
-    "attention": Reducer(
-        lambda on, o: tuple(on.rows.probabilities(o.x, SCALE, queries, o.y.dtype) for queries in (0, 5)),
-        SAME[2:] + NARROWER,
-    ),
-    "attention backward": Reducer(
-        lambda on, o: (on.rows.grad_scores(o.grad, o.y, SCALE, o.y.dtype),), SAME[2:] + NARROWER
-    ),
     "layer_norm": Reducer(partial(_norm, centred=True), SAME + WIDER),
     "layer_norm, bias": Reducer(partial(_norm, weight=False, centred=True), SAME),
     "layer_norm, weight": Reducer(partial(_norm, bias=False, centred=True), SAME),
@@ -432,31 +314,18 @@ _LOGP = {
         partial(_fused_grad_logits, bias=True, entropy=False), HALF, "grad_logits"
     ),
 }
-_ATTENTION = {
-    "attention, whole": Reducer(_attention, HALF, "attention"),
-    "attention, whole, causal": Reducer(partial(_attention, mask="causal"), HALF, "attention"),
-    # Reading of a mask does not depend on the dtype, so one dtype for each mask is enough.
-    "attention, whole, boolean mask": Reducer(partial(_attention, mask="boolean"), HALF[:1], "attention"),
-    "attention, whole, float mask": Reducer(partial(_attention, mask="float"), HALF[1:], "attention"),
-}
-KERNELS = _ROWS | _LOGP | _ATTENTION
+KERNELS = _ROWS | _LOGP
 
-Size = tuple[int, int, int, int]
-"""Rows, n, features and values."""
+Size = tuple[int, int, int]
+"""Rows, n and features."""
 SIZES: tuple[Size, ...] = (
-    (1, 1, 0, 0), (1, 129, 0, 0), (3, 127, 0, 0), (2, 128, 0, 0), (64, 32, 0, 0), (65, 31, 0, 0),
-    (129, 1, 0, 0), (7, 1024, 0, 0), (9, 1025, 0, 0), (3, 4097, 0, 0), (300, 70, 0, 0),
+    (1, 1, 0), (1, 129, 0), (3, 127, 0), (2, 128, 0), (64, 32, 0), (65, 31, 0),
+    (129, 1, 0), (7, 1024, 0), (9, 1025, 0), (3, 4097, 0), (300, 70, 0),
 )  # fmt: skip
 FUSED_SIZES: tuple[Size, ...] = (
-    (1, 1, 8, 0), (3, 130, 24, 0), (9, 1100, 40, 0), (20, 300, 72, 0), (33, 129, 64, 0), (70, 300, 136, 0),
-    (130, 4097, 64, 0), (300, 700, 24, 0),
+    (1, 1, 8), (3, 130, 24), (9, 1100, 40), (20, 300, 72), (33, 129, 64), (70, 300, 136),
+    (130, 4097, 64), (300, 700, 24),
 )  # fmt: skip
-# One size for each set of attention's schedules. More would mean more kernels to compile.
-ATTENTION_SIZES: tuple[Size, ...] = (
-    (1, 1, 64, 64), (3, 130, 56, 88), (9, 1100, 120, 128), (20, 300, 64, 64), (129, 257, 64, 96),
-    (130, 4097, 64, 64), (300, 700, 128, 120),
-)  # fmt: skip
-MORE_HEADS: tuple[Size, ...] = ((3, 130, 8, 16), (20, 300, 24, 40), (33, 129, 40, 24), (300, 700, 72, 104))
 STRIDES = (("N", "pitched"), ("N", "odd"), ("N", "spread"), ("T", "plain"))
 
 
@@ -467,9 +336,7 @@ def reductions(thorough: bool, fused: bool) -> Iterator[Reduction]:
         if kernel.entry and not fused:
             continue
         sizes = FUSED_SIZES if kernel.entry else SIZES
-        middle: Size = (70, 300, 72, 0) if kernel.entry else (5, 1100, 0, 0)
-        if kernel.entry == "attention":
-            sizes, middle = ATTENTION_SIZES + (MORE_HEADS if thorough else ()), (70, 300, 128, 128)
+        middle: Size = (70, 300, 72) if kernel.entry else (5, 1100, 0)
         for dtype, other in kernel.dtypes:
             case = partial(Reduction, name, dtype, other)
             for size in sizes * (3 if thorough else 1):
@@ -499,7 +366,7 @@ def verify_reductions(
     right = reference(contract)
     for case in cases:
         runs = [(on, schedule) for on in backends for schedule in on.tried(case)]
-        if not runs:  # attention has kernels on Hopper only
+        if not runs:  # Triton reduces no rows
             continue
         kernel, operands = KERNELS[case.kernel], RowOperands(case)
         want = [t.to(device) for t in kernel(right, operands, None)]

@@ -16,8 +16,10 @@ from samebits._version import __version__
 from samebits.backends import use_backend
 from samebits.contract import FMA, HOPPER, TENSOR_CORE, Contract
 from samebits.tools.verify.answers import known_answers
+from samebits.tools.verify.attention import verify_attention
 from samebits.tools.verify.case import BF16, CHAIN, F16
 from samebits.tools.verify.chain import verify_chain
+from samebits.tools.verify.exp2 import verify_exp2
 from samebits.tools.verify.failures import HangError, KernelError, running
 from samebits.tools.verify.kernel import BACKENDS
 from samebits.tools.verify.operations import verify_operations
@@ -26,6 +28,7 @@ from samebits.tools.verify.products import verify_case
 from samebits.tools.verify.reductions import verify_reductions
 from samebits.tools.verify.report import Report
 from samebits.tools.verify.rows import ROWS_OF, verify_rows
+from samebits.tools.verify.sequences import verify_sequences
 from samebits.tools.verify.tokens import verify_tokens
 
 Show = Callable[[float, str], None]
@@ -129,6 +132,7 @@ def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[s
     reduce = partial(verify_reductions, report, plan.reduced, plan.reducers, contract, plan.device)
     parts: list[_Part] = [
         ("reductions and log-probabilities", None, reduce),
+        *_attention(report, plan, thorough),
         *_public_functions(report, contract, plan.device, thorough, backends),
     ]
     for i, (what, backend, part) in enumerate(parts):
@@ -205,10 +209,24 @@ def _run_public_functions(index: int, thorough: bool, name: str) -> None:
 _Part = tuple[str, str | None, Callable[[], None]]
 
 
+def _attention(report: Report, plan: VerifyPlan, thorough: bool) -> Iterator[_Part]:
+    """Verification of attention's kernels, which are CUDA's."""
+    if not plan.attended:
+        return
+    from samebits.backends.cuda import exp2
+    from samebits.backends.cuda.attention import catalogue
+
+    yield "exp2", None, partial(verify_exp2, report, plan.contract, plan.device, exp2.exp2)
+    on = plan.contract, plan.device, thorough
+    yield "attention", None, partial(verify_attention, report, plan.attended, catalogue, *on)
+
+
 def _public_functions(
     report: Report, contract: Contract, device: torch.device, thorough: bool, backends: Sequence[str]
 ) -> Iterator[_Part]:
     """Verification of the public functions, by Triton or without a chosen backend for the CUDA kernels."""
+    if "cuda" in backends:
+        yield "attention of sequences", None, partial(verify_sequences, report, device, thorough)
     for name in backends:
         backend = None if name == "cuda" else name
         yield "operations", backend, partial(verify_operations, report, contract, device)

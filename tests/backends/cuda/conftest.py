@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from samebits.backends.cuda import (
-    attention_sm90,
-    compiler,
-    devices,
-    linear_logp_sm90,
-    logp,
-    matmul,
-    runtime,
-    tensor_maps,
-)
+from samebits.backends.cuda import compiler, devices, linear_logp_sm90, logp, matmul, runtime, tensor_maps
 
 
 @pytest.fixture
@@ -61,5 +52,4 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(matmul, "_plans", {})
     linear_logp_sm90._prepared.cache_clear()
     logp._kernel.cache_clear()
-    attention_sm90._prepared.cache_clear()
     return found

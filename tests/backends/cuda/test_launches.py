@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import attention_sm90, compiler, linear_logp, matmul, runtime, tensor_maps
+from samebits.backends.cuda import linear_logp, matmul, runtime, tensor_maps
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.logits_in_pieces import grad_logits
 from samebits.backends.product import Matrix, Operands, Product
@@ -111,63 +110,6 @@ def test_every_launch_of_log_probabilities_adds_up(
     assert set(launches) == (fused if features % 8 == 0 else {"tensor_core.cu", "logp.cu"})
 
 
-@pytest.mark.parametrize(("batch", "heads", "group"), [(1, 1, 1), (3, 2, 4), (2, 5, 3)])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 5000), (70, 4000), (300, 129), (5, 30_000)])
-def test_every_launch_of_attention_adds_up(
-    launches: list[str], batch: int, heads: int, group: int, queries: int, keys: int
-) -> None:
-    key = "TENSOR_CORE:mma"
-    for head, values in ((8, 128), (64, 64), (128, 40)):
-        q = torch.empty((batch, queries, heads, group, head), dtype=BF16).permute(0, 2, 3, 1, 4)
-        cache = torch.empty((batch, keys + 5, heads, head + values), dtype=BF16).transpose(1, 2)
-        k, v = cache[:, :, :keys, :head], cache[:, :, :keys, head:]
-        for shared in (k, k[:1].expand(k.shape), k[:, :1].expand(k.shape)):
-            assert attention_sm90.supports(q, shared, v, key)
-        schedules = attention_sm90.schedules(-(-head // 16) * 16, -(-values // 16) * 16)
-        for mask in (None, torch.empty((1, 1, 1, queries, 1), dtype=torch.bool)):
-            mask = None if mask is None else mask.expand(*q.shape[:-1], keys)
-            for s in (None, *schedules):
-                out = attention_sm90.attention(q, k, v, mask, False, 0.5, key, schedule=s)
-                assert out.shape == (*q.shape[:-1], values)
-    assert set(launches) == {"attention_sm90.cu"}
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys", "batch", "group", "pays"),
-    [
-        (512, 512, 8, 4, True),
-        (1, 512, 1, 4, True),
-        (1, 4096, 1, 4, False),  # a few queries over many keys
-        (1, 4096, 64, 4, True),
-        (8192, 8192, 1, 4, True),
-        (16_384, 16_384, 1, 4, True),  # blocks of several tiles
-    ],
-)
-def test_where_attention_without_scores_pays(
-    launches: list[str], queries: int, keys: int, batch: int, group: int, pays: bool
-) -> None:
-    q, k = (torch.empty(s, dtype=BF16) for s in ((batch, 8, group, queries, 128), (batch, 8, keys, 128)))
-    assert attention_sm90.pays(q, k) == pays
-
-
-def test_what_attention_cannot_read_is_left_to_others(launches: list[str]) -> None:
-    key = "TENSOR_CORE:mma"
-    q, k = torch.empty((1, 2, 2, 9, 64), dtype=BF16), torch.empty((1, 2, 20, 64), dtype=BF16)
-    assert attention_sm90.supports(q, k, k, key)
-    for other in (
-        (q.float(), k.float(), k.float(), key),
-        (q, k.as_strided((1, 2, 20, 64), (0, 8, 8, 1)), k, key),  # rows overlap
-        (q, k, k, "FMA:fma"),
-        (q[..., :60], k[..., :60], k, key),
-        (q, k, torch.empty((1, 2, 20, 136), dtype=BF16), key),
-        (q, k.mT.contiguous().mT, k, key),
-        (q, k, torch.empty(1 << 15, dtype=BF16)[1 : 20 * 128 + 1].view(1, 2, 20, 64), key),
-        (q, k, k[:, :, :1].expand(k.shape), key),
-        (q[:, :, :, :0], k, k, key),
-    ):
-        assert not attention_sm90.supports(*other)
-
-
 def test_every_launch_of_reductions_adds_up(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """And what runs a second time loads no other kernels, so that it can be captured then."""
     cases = list(reductions.reductions(thorough=False, fused=True))[::5]
@@ -179,7 +121,7 @@ def test_every_launch_of_reductions_adds_up(launches: list[str], monkeypatch: py
             call()
         counts.append((len(set(loaded)), len(launches)))
     assert counts[1] == (counts[0][0], 2 * counts[0][1])
-    fused = {"statistics_sm90.cu", "grad_logits_sm90.cu", "attention_sm90.cu"}
+    fused = {"statistics_sm90.cu", "grad_logits_sm90.cu"}
     assert set(launches) == {"rows.cu", "columns.cu", "logp.cu"} | fused
 
 
@@ -202,37 +144,6 @@ def test_verify_runs_every_schedule_of_products(launches: list[str], thorough: b
             tried |= found & {(*of, s) for k, s in pairs if k is kernel}
     assert {of for of in taken if of[2] != "any"} <= tried
     assert {of[:2] for of in taken} == {(kernel.name, kernel.step) for kernel in offered}
-
-
-def test_verify_runs_every_schedule_of_attention_with_every_mask(
-    launches: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compiled for few heads, which have all the schedules there are; some blocks take several tiles."""
-    on, load = reductions.on_cuda(fused=True), runtime.load
-    taken: dict[object, set[tuple[object, ...]]] = {}
-    several: set[object] = set()
-
-    def noted(spec: compiler.KernelSpec, device: int) -> Any:
-        of, kernel = dict(spec.constants), load(spec, device)
-        taken.setdefault(of["MASK"], set()).add((of["WARPGROUPS"], of["STAGES"], of["HELD"]))
-
-        def launch(grid: tuple[int, int, int], *values: Any) -> None:
-            *_, tiles, _, _, _, _, _ = values  # the grid's cut, causal and scale come after it
-            assert of["HELD"] == 0 or grid[0] == tiles
-            if grid[0] < tiles:
-                several.add((of["MASK"], of["WARPGROUPS"]))
-
-        monkeypatch.setattr(kernel, "launch", launch)
-        return kernel
-
-    monkeypatch.setattr(runtime, "load", noted)
-    cases = [c for c in reductions.reductions(thorough=False, fused=True) if c.values]
-    for call in reductions.calls(cases, on, torch.device("cpu")):
-        call()
-    heads = itertools.product(range(16, 129, 16), repeat=2)
-    every = {(s.warpgroups, s.stages, s.held) for of in heads for s in attention_sm90.schedules(*of)}
-    assert taken == dict.fromkeys(("NONE", "BOOLEAN", "F32"), every)
-    assert several == set(itertools.product(taken, (1, 2)))
 
 
 @pytest.mark.parametrize(

@@ -16,4 +16,4 @@ __all__ = ["backward", "forward"]
 
 def forward(x: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`samebits.backends.attention`."""
-    return (sm90 if sm90.supports(x) else universal).forward(x)
+    return sm90.forward(x) if sm90.supports(x) else universal.forward(x)

@@ -159,36 +159,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) log_softmax(const __grid_c
               [&](i64 v) { return __fsub_rn(__fsub_rn(logit(v), shift), log_sum); });
 }
 
-struct ProbabilitiesParams {
-    const In::Stored* x;
-    Out::Stored* out;
-    i64 rows, n, queries;  // with queries > 0, row i sees entries 0 to i % queries
-    float scale;
-};
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    probabilities(const __grid_constant__ ProbabilitiesParams p) {
-    __shared__ float memory[SHARED_FLOATS];
-    Row row(memory);
-    if (row.row >= p.rows) return;
-    const In::Stored* x = p.x + row.row * p.n;
-    const i64 visible = p.queries > 0 ? min(row.row % p.queries + 1, p.n) : p.n;
-    const auto logit = [&](i64 v) { return __fmul_rn(In::widen(x[v]), p.scale); };
-    float shift, total;
-    row.softmax(visible, logit, shift, total);
-    row.store(p.out + row.row * p.n, p.n, [&](i64 v) {
-        if (total == 0.0f) return 0.0f;
-        // Not just 0 where masked: a row with a NaN is NaN throughout.
-        return __fdiv_rn(v < visible ? contract::exp(__fsub_rn(logit(v), shift)) : 0.0f, total);
-    });
-}
-
 struct SoftmaxGradParams {
     const In::Stored* grad;
     const Param::Stored* y;  // the result
     Out::Stored* out;
     i64 rows, n;
-    float scale;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -205,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     row.store(p.out + row.row * p.n, p.n, [&](i64 v) {
         const float probability = Param::widen(y[v]);
         if (probability == 0.0f) return 0.0f;
-        return __fmul_rn(__fmul_rn(probability, __fsub_rn(In::widen(grad[v]), total)), p.scale);
+        return __fmul_rn(probability, __fsub_rn(In::widen(grad[v]), total));
     });
 }
 
