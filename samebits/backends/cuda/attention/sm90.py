@@ -17,7 +17,7 @@ from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.backends.cuda.tensor_maps import Maps
 from samebits.contract import contract_from_key
 
-__all__ = ["Schedule", "Variant", "choose", "forward", "schedules", "spec", "supports", "variant"]
+__all__ = ["HopperSchedule", "HopperVariant", "choose", "forward", "schedules", "spec", "supports", "variant"]
 
 _PARAMS = "128s128s128sPPPPPPqqiiiiiiiiii" + PROBLEM
 _LARGEST_HEAD = 128
@@ -28,7 +28,7 @@ _L2 = 24 << 20  # bytes of keys and values that are used side by side
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class HopperVariant:
     """What a compiled kernel is specialised to, besides its schedule. Sizes are multiples of 16."""
 
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class HopperSchedule:
     """How the kernel goes about it. None changes a bit.
 
     Attributes:
@@ -69,18 +69,18 @@ class Schedule:
     def rows(self) -> int:
         return 64 * self.warpgroups
 
-    def smem(self, of: Variant) -> int:
+    def smem(self, of: HopperVariant) -> int:
         in_registers = self.split or (of.values <= 64 and self.warpgroups < 3)
         total = 0 if in_registers else self.rows * of.values * 4
         barriers = (2 * self.stages + 2) * 8
         q = self.rows * _columns(of.head) * 2
         return 1024 + q + self.stages * of.stage + total + barriers
 
-    def fits(self, of: Variant) -> bool:
+    def fits(self, of: HopperVariant) -> bool:
         # The registers of three warpgroups hold scores, probabilities and short values.
         return self.stages >= 3 and self.smem(of) <= _SMEM and (self.warpgroups < 3 or of.values <= 64)
 
-    def filled(self, of: Variant) -> Schedule:
+    def filled(self, of: HopperVariant) -> HopperSchedule:
         """With as many stages, up to 8, as there is room for."""
         room = _SMEM - self.smem(of)
         return replace(self, stages=max(0, min(8, self.stages + room // (of.stage + 16))))
@@ -91,7 +91,7 @@ def _columns(head: int) -> int:
 
 
 @functools.cache
-def schedules(of: Variant) -> tuple[Schedule, ...]:
+def schedules(of: HopperVariant) -> tuple[HopperSchedule, ...]:
     """All that :func:`choose` may return, and those with the fewest stages."""
     flags = (
         (False, False, False),
@@ -102,12 +102,12 @@ def schedules(of: Variant) -> tuple[Schedule, ...]:
     )
     found = []
     for warpgroups, (grouped, split, dynamic) in itertools.product((1, 2, 3), flags):
-        least = Schedule(warpgroups, 3, grouped, split, dynamic)
+        least = HopperSchedule(warpgroups, 3, grouped, split, dynamic)
         found += [least.filled(of), least]
     return tuple(dict.fromkeys(s for s in found if s.fits(of)))
 
 
-def spec(of: Variant, s: Schedule) -> compiler.KernelSpec:
+def spec(of: HopperVariant, s: HopperSchedule) -> compiler.KernelSpec:
     """The kernel under a schedule."""
     constants: dict[str, int | str] = {
         "INPUT_F16": int(of.dtype == torch.float16),
@@ -127,7 +127,7 @@ def spec(of: Variant, s: Schedule) -> compiler.KernelSpec:
     )
 
 
-def _cost(x: Attention, s: Schedule, multiprocessors: int) -> float:
+def _cost(x: Attention, s: HopperSchedule, multiprocessors: int) -> float:
     """How long a call takes, in blocks of keys for 64 rows, roughly."""
     tiles, heads, height, _ = _tiles(x, s)
     left, right = x.window
@@ -143,14 +143,14 @@ def _cost(x: Attention, s: Schedule, multiprocessors: int) -> float:
     return waves * (seen / BLOCK + 1.5) * s.warpgroups * (0.88 if s.warpgroups == 3 else 1.0)
 
 
-def choose(x: Attention, of: Variant) -> Schedule:
+def choose(x: Attention, of: HopperVariant) -> HopperSchedule:
     """The schedule for a call."""
     multiprocessors = devices.device_info(x.q.get_device()).sm_count
     queries = -(-x.queries // x.batch) if x.packed else x.queries
     grouped = x.group > 1 and queries < 128 and _can_group(x)
     rows = queries * (x.group if grouped else 1)
     dynamic = x.packed or x.key_start is not None or x.key_length is not None
-    found = [Schedule(n, 3, grouped, dynamic=dynamic) for n in ((1,) if rows <= 64 else (2, 3))]
+    found = [HopperSchedule(n, 3, grouped, dynamic=dynamic) for n in ((1,) if rows <= 64 else (2, 3))]
     s = min((s for s in found if s.fits(of)), key=lambda s: _cost(x, s, multiprocessors))
     if _shares(x, s) > 1 and x.q.shape[:-1].numel() * _segments(x) * (of.values + 2) * 4 <= _SCRATCH:
         s = replace(s, split=True, dynamic=False)
@@ -161,7 +161,7 @@ def _segments(x: Attention) -> int:
     return -(-x.keys // SEGMENT)
 
 
-def _shares(x: Attention, s: Schedule) -> int:
+def _shares(x: Attention, s: HopperSchedule) -> int:
     """How many tiles best share the segments of their rows."""
     tiles, heads, height, members = _tiles(x, s)
     multiprocessors = devices.device_info(x.q.get_device()).sm_count
@@ -184,7 +184,7 @@ def _can_group(x: Attention) -> bool:
     return x.group <= 64 and x.q.stride(-2) != 0
 
 
-def _tiles(x: Attention, s: Schedule) -> tuple[int, int, int, int]:
+def _tiles(x: Attention, s: HopperSchedule) -> tuple[int, int, int, int]:
     """Tiles of queries, heads or groups of heads, queries in a tile, and heads in it."""
     members = x.group if s.grouped else 1
     height = s.rows // members
@@ -250,7 +250,7 @@ def _query_maps(dtype: torch.dtype, layout: _Layout, height: int, members: int) 
 
 @functools.lru_cache(maxsize=256)  # a cache of keys that grows makes an entry at each step
 def _prepared(
-    of: Variant, s: Schedule, layouts: tuple[_Layout, ...], height: int, members: int, device: int
+    of: HopperVariant, s: HopperSchedule, layouts: tuple[_Layout, ...], height: int, members: int, device: int
 ) -> tuple[runtime.Kernel, tuple[Maps, ...], int]:
     """The kernel, the maps of q, k and v, and which of them have one matrix for all."""
     l2_promotion = 128 if s.warpgroups == 1 else 256  # keys that stream from memory do so 6 % faster
@@ -265,13 +265,13 @@ def _prepared(
     return runtime.load(spec(of, s), device), maps, shared
 
 
-def variant(x: Attention) -> Variant:
+def variant(x: Attention) -> HopperVariant:
     """What the kernel is specialised to for a call."""
     head, values = (round_up(t.shape[-1], 16) for t in (x.q, x.v))
-    return Variant(x.q.dtype, head, values, softcap=x.softcap != 0)
+    return HopperVariant(x.q.dtype, head, values, softcap=x.softcap != 0)
 
 
-def forward(x: Attention, *, schedule: Schedule | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def forward(x: Attention, *, schedule: HopperSchedule | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`samebits.backends.attention`.
 
     Args:
