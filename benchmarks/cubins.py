@@ -74,7 +74,7 @@ def host() -> Any:
     products = ("fma", "fma_sm90", "plan", "schedule_sm90", "tensor_core", "tensor_core_sm90", "tiny")
     modules = ("assert_spans", "compiler", "linear_logp_sm90", "logp", "rows")
     names = {m: f"products.{m}" for m in products} | {m: m for m in modules}
-    names["universal"] = "attention.universal"
+    names |= {n: f"attention.{n}" for n in ("universal", "universal_backward")}
     found = {m: importlib.import_module(f"samebits.backends.cuda.{name}") for m, name in names.items()}
     return SimpleNamespace(**found)
 
@@ -183,7 +183,10 @@ def attention(h: Any) -> Iterator[Kernel]:
         of = h.universal.Variant(*case)
         archs = h.compiler.ARCHITECTURES[of.dtype != F32 :]
         grad_mask = of.mask not in (None, torch.bool)
-        for j, spec in enumerate(h.universal.specs(of, SMEM, grad_mask=grad_mask)):
+        specs = [*h.universal.specs(of, SMEM)]
+        if not of.paged:
+            specs += h.universal_backward.specs(of, SMEM, grad_mask=grad_mask)
+        for j, spec in enumerate(specs):
             yield spec, archs[(3 * i + j) % len(archs)]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from samebits.backends.attention import Attention
 from samebits.backends.cuda.attention import sm90, universal
-from samebits.backends.cuda.attention.universal import backward
+from samebits.backends.cuda.attention.universal_backward import backward
 
 __all__ = ["backward", "forward"]
 

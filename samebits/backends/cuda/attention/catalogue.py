@@ -12,7 +12,7 @@ from torch import Tensor
 
 from samebits.backends.attention import SEGMENT, Attention
 from samebits.backends.cuda import compiler, devices
-from samebits.backends.cuda.attention import backward, forward, sm90, universal
+from samebits.backends.cuda.attention import backward, forward, sm90, universal, universal_backward
 from samebits.contract import contract_from_key
 
 __all__ = ["Way", "backwards", "forwards", "specs"]
@@ -49,13 +49,15 @@ def forwards(x: Attention) -> Iterator[Way]:
 def backwards(x: Attention, grad: Tensor) -> Iterator[Way]:
     """The same for the gradients."""
     yield Way("attention backward", "", partial(backward, x))
-    for s in universal.backward_schedules(*_universal(x, grad)):
-        yield Way("universal attention backward", s, partial(universal.backward, x, schedule=s))
+    for s in universal_backward.backward_schedules(*_universal(x, grad)):
+        yield Way("universal attention backward", s, partial(universal_backward.backward, x, schedule=s))
 
 
 def specs(x: Attention, *, grad_mask: bool = False) -> Iterator[compiler.KernelSpec]:
     """All kernels that the ways of `x` load, so that they can be compiled side by side."""
-    yield from universal.specs(*_universal(x), grad_mask=grad_mask)
+    yield from universal.specs(*_universal(x))
+    if x.block_table is None:
+        yield from universal_backward.specs(*_universal(x), grad_mask=grad_mask)
     if sm90.supports(x):
         of = sm90.variant(x)
         yield from {sm90.spec(of, s): None for s in sm90.schedules(of)}

@@ -1,4 +1,4 @@
-"""Attention by the universal kernels: host side of ``kernels/attention.cu`` and ``attention_backward.cu``.
+"""Attention by the universal kernels: host side of ``kernels/attention.cu``.
 
 They take all that docs/contract.md, "Attention", allows: on tensor cores from sm_80 on, under FMA from
 sm_75 on.
@@ -17,23 +17,12 @@ from torch import Tensor
 
 from samebits.backends import UnavailableError
 from samebits.backends.attention import BLOCK, SEGMENT, Attention
-from samebits.backends.cuda import compiler, devices, matmul, rows, runtime
+from samebits.backends.cuda import compiler, devices, matmul, runtime
 from samebits.backends.cuda.attention.problem import PROBLEM, address, check, lse_strides, problem
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.contract import INTERPOLATION, contract_from_key
 
-__all__ = [
-    "Backward",
-    "Forward",
-    "Variant",
-    "backward",
-    "backward_schedules",
-    "choose",
-    "choose_backward",
-    "forward",
-    "forward_schedules",
-    "specs",
-]
+__all__ = ["Forward", "Variant", "choose", "forward", "forward_schedules", "merge", "specs", "variant"]
 
 _SCRATCH = 512 << 20  # bytes that the segments of split keys may take
 
@@ -48,7 +37,6 @@ _NAMES: dict[torch.dtype | None, str] = {
 
 # The parameter structs.
 _FORWARD = "PPPPPPPP" + 3 * "qqqq" + "qqqqq" + "iiii" + PROBLEM
-_BACKWARD = "PPPPPPPPPPPPP" + 8 * "qqqq" + "qq" + "ii" + PROBLEM
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,34 +113,6 @@ class Forward:
         return self.rows * of.pitch(of.head) + self.stages * stage + exchange + merged
 
 
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """How a pass of the backward goes about it. None changes a bit.
-
-    Attributes:
-        warps: of a block; each has 16 keys, or 16 rows of queries.
-        step: queries, or keys, of a stage.
-        stages: of the ring.
-        min_blocks: blocks that shall fit on one multiprocessor.
-    """
-
-    warps: int
-    step: int
-    stages: int
-    min_blocks: int
-
-    @property
-    def rows(self) -> int:
-        return 16 * self.warps
-
-    def smem(self, of: Variant) -> int:
-        return (self.rows + self.stages * self.step) * (of.pitch(of.head) + of.pitch(of.values))
-
-    @property
-    def static_smem(self) -> int:
-        return self.stages * self.step * 8
-
-
 def _forward_candidates(of: Variant) -> Iterator[Forward]:
     narrow = of.dtype.itemsize == 2
     for row_warps, split in itertools.product((4, 2, 1), (False, True)):
@@ -170,13 +130,6 @@ def _forward_candidates(of: Variant) -> Iterator[Forward]:
 def forward_schedules(of: Variant, max_smem: int) -> tuple[Forward, ...]:
     """All that :func:`choose` may return, on a GPU with so much shared memory for a block."""
     return tuple(s for s in _forward_candidates(of) if s.smem(of) <= max_smem)
-
-
-@functools.cache
-def backward_schedules(of: Variant, max_smem: int) -> tuple[Backward, ...]:
-    """All that :func:`choose_backward` may return, the best first."""
-    found = (Backward(4, 32, 2, 1), Backward(4, 16, 2, 1), Backward(2, 16, 2, 1), Backward(1, 16, 2, 1))
-    return tuple(s for s in found if s.smem(of) + s.static_smem <= max_smem)
 
 
 def _constants(of: Variant, s: Forward) -> dict[str, int | str]:
@@ -210,45 +163,11 @@ def merge_spec(of: Variant, s: Forward, programmatic: bool) -> compiler.KernelSp
     )
 
 
-_ROWS, _DK, _DV, _DQ = 0, 1, 2, 4  # values of the macro GRADS
-
-
-def backward_spec(
-    of: Variant, s: Backward, entry: str, grads: int, grad_mask: bool = False
-) -> compiler.KernelSpec:
-    """A kernel of the backward."""
-    constants = of.constants(s.warps, of.values) | {
-        "STEP": s.step,
-        "STAGES": s.stages,
-        "MIN_BLOCKS": s.min_blocks,
-        "GRADS": grads,
-        "GRAD_MASK": int(grad_mask),
-    }
-    return compiler.KernelSpec(
-        *("attention_backward.cu", entry, _BACKWARD, tuple(constants.items())),
-        block=256 if grads == _ROWS else 32 * s.warps,
-        smem=0 if grads == _ROWS else s.smem(of),
-        oldest=of.oldest,
-    )
-
-
-def _key_grads(of: Variant) -> tuple[int, ...]:
-    """What the kernels of dK and dV give: both at once, if a warp's registers hold them."""
-    return (_DK | _DV,) if of.head + of.values <= 256 else (_DK, _DV)
-
-
-def specs(of: Variant, max_smem: int, *, grad_mask: bool = False) -> Iterator[compiler.KernelSpec]:
+def specs(of: Variant, max_smem: int) -> Iterator[compiler.KernelSpec]:
     """All kernels under all schedules, for tests."""
     for s in forward_schedules(of, max_smem):
         yield forward_spec(of, s, programmatic=False)
     yield merge_spec(of, next(s for s in forward_schedules(of, max_smem) if s.split), programmatic=False)
-    if of.paged:
-        return
-    for b in backward_schedules(of, max_smem):
-        for grads in _key_grads(of):
-            yield backward_spec(of, b, "grad_keys", grads)
-        yield backward_spec(of, b, "grad_queries", _DQ, grad_mask)
-    yield backward_spec(of, backward_schedules(of, max_smem)[0], "grad_dots", _ROWS)
 
 
 def variant(x: Attention, *more: Tensor) -> Variant:
@@ -273,7 +192,7 @@ def _aligned(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in sizes)
 
 
-def _tiles(x: Attention, rows: int) -> tuple[int, int]:
+def tile_counts(x: Attention, rows: int) -> tuple[int, int]:
     """Tiles of so many rows in a sequence, and no fewer than there are for a head of k."""
     if not x.packed:
         tiles = -(-x.queries * x.group // rows)
@@ -290,7 +209,7 @@ def choose(x: Attention, of: Variant) -> tuple[Forward, int]:
         rows = -(-rows // max(1, x.batch))
     warps = next((w for w in (1, 2) if rows <= 16 * w), 4)
     schedules = forward_schedules(of, info.max_smem)
-    tiles = max(1, _tiles(x, 16 * warps)[1] * x.kv_heads)
+    tiles = max(1, tile_counts(x, 16 * warps)[1] * x.kv_heads)
     segments = -(-x.keys // SEGMENT)
     # Few rows: four warps share a segment if there are no more of those than warps that run at once; else
     # there are to be many streams of keys, of equal length. Many rows: a multiprocessor needs a block.
@@ -322,30 +241,18 @@ def choose(x: Attention, of: Variant) -> tuple[Forward, int]:
     return found, max(1, min(segments, shares)) if found.split else 1
 
 
-def choose_backward(x: Attention, of: Variant) -> Backward:
-    """The backward's schedule."""
-    info = devices.device_info(x.q.get_device())
-    found = next(iter(backward_schedules(of, info.max_smem)), None)
-    if found is None:
-        raise UnavailableError(
-            f"{info.name} has {info.max_smem} bytes of shared memory, too few for gradients of attention in"
-            f" {of.dtype} with heads of {of.head} and {of.values} — use CPU tensors"
-        )
-    return found
-
-
-def _strides(x: Tensor) -> tuple[int, int, int, int]:
+def strides(x: Tensor) -> tuple[int, int, int, int]:
     """Strides of batch (or page), token, head and column."""
     token, head, column = x.stride()[-3:]
     return 0 if x.ndim == 3 else x.stride(0), token, head, column
 
 
-def _to_widen(x: Attention) -> bool:
+def to_widen(x: Attention) -> bool:
     """Whether operands of 16 bits are to be computed with in float32, under FMA."""
     return contract_from_key(x.contract).step == "fma" and x.q.dtype != torch.float32
 
 
-def _widened(x: Attention) -> Attention:
+def widened(x: Attention) -> Attention:
     q, k, v = (t.to(torch.float32) for t in (x.q, x.k, x.v))
     return replace(x, q=q, k=k, v=v)
 
@@ -358,8 +265,8 @@ def forward(
     Args:
         schedule: instead of the default choice, with `splits` blocks for a tile. Never changes a bit.
     """
-    if _to_widen(x):
-        out, lse, lse2 = forward(_widened(x), schedule=schedule, splits=splits)
+    if to_widen(x):
+        out, lse, lse2 = forward(widened(x), schedule=schedule, splits=splits)
         return out.to(x.q.dtype), lse, lse2
     check(x)
     if x.block_table is not None:
@@ -377,7 +284,7 @@ def forward(
         return out, lse, lse2
     device = x.q.get_device()
     programmatic = devices.device_info(device).capability >= (9, 0)
-    tiles, all_tiles = _tiles(x, schedule.rows)
+    tiles, all_tiles = tile_counts(x, schedule.rows)
     segments = -(-x.keys // SEGMENT)
     scratch = None
     if schedule.split:
@@ -398,7 +305,7 @@ def _values(
     """The values of the forward's ``struct Params``."""
     return (
         *map(address, (x.q, x.k, x.v, x.sinks, out, lse, lse2, scratch)),
-        *(*_strides(x.q), *_strides(x.k), *_strides(x.v), *_strides(out)[:3], *lse_strides(x)),
+        *(*strides(x.q), *strides(x.k), *strides(x.v), *strides(out)[:3], *lse_strides(x)),
         *(tiles, splits, -(-x.keys // SEGMENT), 0),
         *problem(x),
     )
@@ -411,70 +318,3 @@ def merge(x: Attention, out: Tensor, lse: Tensor, lse2: Tensor, scratch: Tensor)
     s = next(s for s in forward_schedules(of, info.max_smem) if s.split and s.values(of) == of.values)
     kernel = runtime.load(merge_spec(of, s, info.capability >= (9, 0)), device)
     kernel.launch((x.q.shape[:-1].numel(), 1, 1), *_values(x, out, lse, lse2, scratch, 0, 0))
-
-
-def backward(
-    x: Attention,
-    grad: Tensor,
-    out: Tensor,
-    lse2: Tensor,
-    *,
-    grad_mask: bool = False,
-    schedule: Backward | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """See :mod:`samebits.backends.attention`.
-
-    Args:
-        x, grad, out, lse2, grad_mask: as there.
-        schedule: instead of the default choice. Never changes a bit.
-    """
-    if _to_widen(x):
-        wide = grad.to(torch.float32), out.to(torch.float32)
-        found = backward(_widened(x), *wide, lse2, grad_mask=grad_mask, schedule=schedule)
-        dq, dk, dv = (t.to(x.q.dtype) for t in found[:3])
-        return dq, dk, dv, *found[3:]
-    check(x)
-    of = variant(x, grad)
-    if schedule is None:
-        schedule = choose_backward(x, of)
-    device = x.q.get_device()
-    dots = torch.empty_like(lse2)
-    # Tokens of no sequence have zeros, and so have pairs that no block goes over.
-    dq = (torch.empty if not x.packed else torch.zeros)(x.q.shape, dtype=x.q.dtype, device=x.q.device)
-    dk, dv = (
-        (torch.empty if x.whole_keys else torch.zeros)(t.shape, dtype=t.dtype, device=t.device)
-        for t in (x.k, x.v)
-    )
-    mask_shape = (x.batch, x.heads, x.queries, x.keys)
-    dmask = torch.zeros(mask_shape, dtype=torch.float32, device=x.q.device) if grad_mask else None
-    tokens = x.q.shape[:-2].numel()
-    of_sinks = (
-        None if x.sinks is None else torch.zeros(tokens, x.heads, dtype=torch.float32, device=x.q.device)
-    )
-    if out.numel() == 0:
-        return dq, dk.zero_(), dv.zero_(), dmask, None if x.sinks is None else torch.zeros_like(x.sinks)
-    tensors = (x.q, x.k, x.v, grad, out)
-
-    def launch(grid: int, entry: str, grads: int, tiles: int = 0) -> None:
-        if grid == 0:
-            return
-        kernel = runtime.load(backward_spec(of, schedule, entry, grads, grad_mask and grads == _DQ), device)
-        kernel.launch(
-            (grid, 1, 1),
-            *map(address, (*tensors, x.sinks, lse2, dots, dq, dk, dv, dmask, of_sinks)),
-            *(s for t in (*tensors, dq, dk, dv) for s in _strides(t)),
-            *(*lse_strides(x), tiles, 0),
-            *problem(x),
-        )
-
-    launch(-(-x.q.shape[:-1].numel() // 8), "grad_dots", _ROWS)
-    if x.cu_seqlens_k is None:
-        key_tiles = -(-x.keys // schedule.rows) * x.batch
-    else:
-        key_tiles = -(-x.keys // schedule.rows) + x.batch
-    for grads in _key_grads(of):
-        launch(key_tiles * x.kv_heads, "grad_keys", grads)
-    tiles, all_tiles = _tiles(x, schedule.rows)
-    launch(all_tiles * x.kv_heads, "grad_queries", _DQ, tiles)
-    dsinks = None if of_sinks is None else rows.column_sum(of_sinks, torch.float32)
-    return dq, dk, dv, dmask, dsinks

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from samebits.backends.cuda import compiler
-from samebits.backends.cuda.attention.universal import Variant, specs
+from samebits.backends.cuda.attention import universal, universal_backward
+from samebits.backends.cuda.attention.universal import Variant
 
 pytest.importorskip("cuda.core", reason="NVRTC is called through the package cuda-core")
 
@@ -15,7 +16,7 @@ SMEM = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 <<
 
 PLAIN = Variant(torch.bfloat16, 64, 64, True, None, False, False, True)
 PAGED = Variant(torch.float16, 192, 128, True, None, False, True, True)
-EVERYTHING = Variant(torch.bfloat16, 256, 256, False, torch.bfloat16, True, False, False)
+EVERYTHING = Variant(torch.bfloat16, 256, 256, False, torch.bool, True, False, False)
 FMA = Variant(torch.float32, 128, 128, True, None, False, False, False)
 
 
@@ -26,8 +27,11 @@ FMA = Variant(torch.float32, 128, 128, True, None, False, False, False)
 )
 def test_registers_suffice(variant: Variant, arch: str) -> None:
     """Every kernel under its first schedule, which has the most to hold."""
-    every = specs(variant, SMEM.get(arch, 227 << 10), grad_mask=variant.mask is not None)
-    first = {(s.entry, dict(s.constants).get("GRADS")): s for s in reversed([*every])}
+    smem = SMEM.get(arch, 227 << 10)
+    every = [*universal.specs(variant, smem)]
+    if not variant.paged:
+        every += universal_backward.specs(variant, smem)
+    first = {(s.entry, dict(s.constants).get("GRADS")): s for s in reversed(every)}
     for spec in first.values():
         cubin = compiler.compile(spec, arch)
         assert cubin.spill_bytes == 0, spec
