@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samebits.backends.attention import SEGMENT, Attention
+from samebits.backends.attention import Attention
 from samebits.backends.cuda import compiler, devices
 from samebits.backends.cuda.attention import backward, forward, sm90, universal, universal_backward
 from samebits.contract import contract_from_key
 
 __all__ = ["Way", "backwards", "forwards", "specs"]
+
+_SPLITS = (1, 2, 5)
+"""Blocks that share a tile's segments. There may be more of them than of segments."""
 
 
 class Way(NamedTuple):
@@ -36,9 +39,8 @@ class Way(NamedTuple):
 def forwards(x: Attention) -> Iterator[Way]:
     """The default choice, then every schedule of each kernel that takes `x`."""
     yield Way("attention", "", partial(forward, x))
-    segments = max(1, -(-x.keys // SEGMENT))
     for s in universal.forward_schedules(*_universal(x)):
-        for splits in sorted({1, min(3, segments), segments}) if s.split else (1,):
+        for splits in _SPLITS if s.split else (1,):
             run = partial(universal.forward, x, schedule=s, splits=splits)
             yield Way("universal attention", (s, splits), run)
     if sm90.supports(x):

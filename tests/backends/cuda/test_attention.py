@@ -1,0 +1,254 @@
+"""Attention on CUDA: launches and machine code without a GPU; every kernel and schedule on one."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import samebits
+from samebits import FMA, TENSOR_CORE
+from samebits.backends import UnavailableError
+from samebits.backends.attention import Attention
+from samebits.backends.cuda import attention as on_cuda
+from samebits.backends.cuda import compiler, devices, matmul
+from samebits.backends.cuda.attention import catalogue, universal
+from samebits.contract import AMPERE
+from samebits.testing import assert_same_bits
+from samebits.tools.verify import attention as cases
+from samebits.tools.verify.attention import VARIANTS, AttentionCase, AttentionVariant, Form, build
+from samebits.tools.verify.report import Report
+from tests.support.devices import FAMILY, case, multiprocessors
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("cuda") is None, reason="cuda-core is not installed (samebits[cuda])"
+)
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+CPU = torch.device("cpu")
+DRAWN = cases.attentions(thorough=False)
+
+# Bytes of shared memory that a block may use, of every architecture.
+SMEM = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_120a": 99}
+GPUS = {arch: SMEM.get(arch, 227) << 10 for arch in compiler.ARCHITECTURES}
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a", multiprocessors: int = 132) -> None:
+    """CPU tensors pass for those of such a GPU."""
+    number = int(arch[3:].rstrip("a"))
+    info = devices.DeviceInfo(-1, "a GPU", divmod(number, 10), multiprocessors, GPUS[arch], 50 << 20)
+    assert info.arch == arch
+    monkeypatch.setattr(devices, "device_info", lambda index: info)
+    monkeypatch.setattr(matmul, "family", inspect.unwrap(matmul.family))  # which keeps what it found
+
+
+def call(
+    queries: int, keys: int, *, batch: int = 1, heads: int = 8, size: int = 128, dtype: torch.dtype = BF16
+) -> Attention:
+    """Causal, with two heads of q for each of k."""
+    one = torch.empty((), dtype=dtype)
+    q = one.expand(batch, queries, 2 * heads, size)
+    k = one.expand(batch, keys, heads, size)
+    key = (FMA if dtype == F32 else TENSOR_CORE).key
+    return Attention(q, k, k, key, 0.125, window=(-1, 0), align="last")
+
+
+@pytest.mark.parametrize("of", VARIANTS, ids=str)
+def test_every_launch_adds_up(launches: list[str], of: AttentionVariant) -> None:
+    """Under every schedule; and verify runs each of them without ``--thorough``, too."""
+    schedules: dict[bool, set[object]] = {False: set(), True: set()}
+    for i, drawn in enumerate(c for c in DRAWN if c.of == of):
+        x, grad = build(drawn, TENSOR_CORE, CPU)
+        every = [*catalogue.forwards(x)]
+        tried = {way.schedule for way in cases._in_turn(iter(every), i, thorough=False)}
+        for way in every:
+            out, lse, lse2 = way.run()
+            assert (out.shape, out.dtype) == ((*x.q.shape[:-1], of.of_values), of.dtype)
+            assert out.is_contiguous()
+            assert lse.shape == lse2.shape == x.lse_shape
+        backwards = [*catalogue.backwards(x, grad)] if drawn.gradients else []
+        for way in backwards:
+            dq, dk, dv, dmask, dsinks = way.run(grad, out, lse2, grad_mask=drawn.grad_mask)
+            assert [t.shape for t in (dq, dk, dv)] == [t.shape for t in (x.q, x.k, x.v)]
+            assert (dmask is not None, dsinks is not None) == (drawn.grad_mask, drawn.sinks)
+        tried |= {way.schedule for way in cases._in_turn(iter(backwards), i, thorough=False)}
+        for way in every + backwards:
+            s = way.schedule[0] if isinstance(way.schedule, tuple) else way.schedule  # with splits
+            schedules[False].add(s)
+            if way.schedule in tried:
+                schedules[True].add(s)
+    assert schedules[True] == schedules[False]
+    assert all(Path(name).stem.startswith("attention") or name == "columns.cu" for name in launches)
+    assert {"attention.cu"} <= set(launches)
+
+
+def test_a_choice_is_one_of_the_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every GPU, for every size of heads; and no schedule takes more shared memory than there is."""
+    for arch, smem in GPUS.items():
+        on_gpu(monkeypatch, arch)
+        for dtype in (BF16, F32) if arch != "sm_75" else (F32,):
+            # Tiles of float32 with heads above 128 do not fit into a T4's shared memory.
+            for size in (1, 16, 40, 64, 96, 128, *((192, 256) if arch != "sm_75" else ())):
+                for queries, keys in ((1, 1), (1, 40_000), (17, 700), (4096, 4096)):
+                    x = call(queries, keys, size=size, dtype=dtype)
+                    of = universal.variant(x)
+                    chosen, splits = universal.choose(x, of)
+                    assert chosen in universal.forward_schedules(of, smem)
+                    assert 1 <= splits <= (-(-keys // 512) if chosen.split else 1)
+                    assert universal.choose_backward(x, of) in universal.backward_schedules(of, smem)
+                assert all(spec.smem <= smem for spec in catalogue.specs(x)), (arch, size)
+
+
+def test_keys_are_split_where_rows_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch)
+
+    def splits(*shape: int, **more: int) -> int:
+        x = call(*shape, **more)
+        return universal.choose(x, universal.variant(x))[1]
+
+    assert splits(1, 500) == splits(4096, 4096, batch=4) == splits(1, 512, batch=512) == 1
+    assert splits(1, 65536) > 30
+    assert splits(1, 65536, batch=4) > 1
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("of", "arch"),
+    [
+        (AttentionVariant(F32, 128, 128, step="fma"), "sm_75"),
+        (AttentionVariant(BF16, 256, 256, BF16, softcap=True, place="odd"), "sm_80"),
+        (AttentionVariant(F16, 64, 64, torch.bool), "sm_86"),
+        (AttentionVariant(BF16, 40, 96, place="by head"), "sm_89"),
+        (AttentionVariant(BF16, 128, 128), "sm_90a"),
+        (AttentionVariant(F16, 192, 128, paged=True), "sm_90a"),
+        (AttentionVariant(BF16, 64, 64, F16, softcap=True), "sm_100a"),
+        (AttentionVariant(F32, 64, 64, paged=True, step="fma"), "sm_103a"),
+        (AttentionVariant(BF16, 128, 64, softcap=True, place="spread"), "sm_120a"),
+    ],
+    ids=str,
+)
+def test_kernels_compile_without_spills(
+    of: AttentionVariant, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each under its first schedule, which has the most to hold."""
+    on_gpu(monkeypatch, arch)
+    form: Form = "pages" if of.paged else "batch"
+    x, _ = build(AttentionCase(of, form, False, (3,), (20,), softcap=float(of.softcap)), TENSOR_CORE, CPU)
+    grad_mask = of.mask is not None and of.mask.is_floating_point
+    first = {
+        (s.source, s.entry, dict(s.constants).get("GRADS")): s
+        for s in reversed([*catalogue.specs(x, grad_mask=grad_mask)])
+    }
+    assert len(first) >= (2 if of.paged else 5)
+    for spec in first.values():
+        cubin = compiler.compile(spec, arch)
+        assert cubin.spill_bytes == 0, spec
+        assert not cubin.advice, spec
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_refusals(backward: bool, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(x: Attention) -> object:
+        if not backward:
+            return on_cuda.forward(x)
+        grad = torch.empty((*x.q.shape[:-1], x.v.shape[-1]), dtype=x.q.dtype)
+        return on_cuda.backward(x, grad, grad, torch.empty(x.lse_shape), grad_mask=False)
+
+    refused: list[tuple[Callable[[], Attention], type[Exception], str]] = [
+        (lambda: call(3, 20, size=257), UnavailableError, "heads up to 256, got 257 and 257"),
+        (
+            lambda: replace(call(3, 20), contract=TENSOR_CORE.on(AMPERE).key),
+            ValueError,
+            "expected the family of NVIDIA H200, HOPPER",
+        ),
+    ]
+    for x, error, match in refused:
+        with pytest.raises(error, match=match):
+            run(x())
+    here = devices.device_info(0)
+    monkeypatch.setattr(devices, "device_info", lambda index: replace(here, max_smem=4096))
+    with pytest.raises(UnavailableError, match="has 4096 bytes of shared memory, too few for"):
+        run(call(3, 20))
+    on_gpu(monkeypatch, "sm_75")
+    with pytest.raises(UnavailableError, match="which bits the tensor cores of a GPU"):
+        run(call(3, 20))
+    assert not launches
+    run(call(3, 20, dtype=F32))
+    assert launches
+
+
+# Edges that drawn cases may miss: form, packed, queries, keys, heads of k, group, and the rest.
+EDGES: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    (("batch", False, (0, 0), (5, 5), 1, 2), {}),
+    (("batch", False, (5, 5), (0, 0), 2, 1), {"sinks": True}),
+    (("packed", True, (0, 0), (0, 0), 1, 1), {}),
+    (("packed", True, (3, 0, 70, 1), (0, 9, 40, 1300), 2, 3), {"window": (-1, 0), "align": "last"}),
+    (("batch", False, (130, 130), (20, 20), 1, 2), {"window": (-1, 0), "align": "last", "sinks": True}),
+    (("batch", False, (64,), (3000,), 1, 2), {"window": (40, 7), "align": "last"}),
+    (("batch", False, (1,), (9001,), 2, 4), {}),
+    (("batch", False, (2, 2), (4100, 700), 1, 16), {"window": (1030, 0), "align": "last", "right": 3}),
+    (("batch", False, (140, 140), (140, 11), 1, 1), {"align": "slots", "left": 3}),
+    (("batch", False, (1100,), (1100,), 1, 1), {"window": (-1, 0), "align": "first"}),
+    (("packed", True, (1, 1, 1, 1, 1), (513, 0, 1025, 1, 128), 1, 8), {"window": (-1, 0), "align": "last"}),
+]
+
+
+def assert_conforms(some: list[AttentionCase]) -> None:
+    found = Report("", "", "", "", {}, True)
+    contract = TENSOR_CORE.on(FAMILY)
+    device = torch.device("cuda", torch.cuda.current_device())
+    cases.verify_attention(found, some, catalogue, contract, device, thorough=True)
+    assert found.compared > 0
+    assert found.differing == 0, found.first
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("of", VARIANTS, ids=str)
+def test_every_schedule_of_what_is_drawn(of: AttentionVariant) -> None:
+    assert_conforms([c for c in DRAWN if c.of == of])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "options"), EDGES)
+@pytest.mark.parametrize("of", [VARIANTS[0], VARIANTS[2], VARIANTS[14]], ids=str)
+def test_every_schedule_at_the_edges(
+    of: AttentionVariant, shape: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    assert_conforms([AttentionCase(of, *shape, **options)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 3])
+def test_blocks_that_take_several_tiles(count: int) -> None:
+    with multiprocessors(count):
+        for of in VARIANTS[:3]:
+            assert_conforms([c for c in DRAWN if c.of == of][:4])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("queries", "keys"), [(1, 5000), (700, 700)])
+def test_in_a_graph_and_back_to_back(queries: int, keys: int) -> None:
+    """Launches that may begin early wait for what they read, and for who reads what they overwrite."""
+    q, k = (case("normal", (2, *of, 64), BF16, "cuda", of[0]) for of in ((queries, 8), (keys, 2)))
+
+    def steps(*, wait: bool) -> torch.Tensor:
+        x = q
+        for _ in range(8):
+            x = samebits.attention(x, k, k, causal=True)
+            if wait:
+                torch.cuda.synchronize()
+        return x
+
+    want = steps(wait=True)
+    assert_same_bits(steps(wait=False), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = steps(wait=False)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert_same_bits(out, want)
