@@ -44,11 +44,7 @@
 #endif
 #define HARDWARE_EXP2 1
 
-#include "attention_problem.cuh"
-#include "attention_softmax.cuh"
-#include "convert.cuh"
-#include "ring_sm90.cuh"
-#include "tile_sm90.cuh"
+#include "attention_sm90.cuh"
 
 static_assert(HEAD % 16 == 0 && HEAD <= 128 && VALUES % 16 == 0 && VALUES <= 128 && STAGES >= 3);
 static_assert(WARPGROUPS >= 1 && WARPGROUPS <= 3);
@@ -62,8 +58,6 @@ constexpr u32 ORDER = 1, CLEARED = ORDER + WARPGROUPS;  // named barriers; 0 is 
 using QTile = Tile<false, false, ROWS, HEAD, 1>;
 using KTile = Tile<false, false, KEYS, HEAD, 1>;
 using VTile = Tile<true, false, VALUES, KEYS, 1>;
-using Type = Element<INPUT_F16 ? F16 : BF16>;
-using Stored = Type::Stored;
 constexpr u32 STAGE_BYTES = KTile::bytes > VTile::bytes ? KTile::bytes : VTile::bytes;
 
 struct Params {
@@ -222,18 +216,6 @@ __device__ __forceinline__ void producer(const SharedStorage& shared, const Para
     }
 }
 
-// Keeps the compiler from moving work on these registers across a fence or a wait, which name none.
-template <int count>
-__device__ __forceinline__ void pin(float (&x)[count]) {
-#pragma unroll
-    for (int i = 0; i < count; ++i) asm volatile("" : "+f"(x[i])::"memory");
-}
-
-__device__ __forceinline__ void pin(u32 (&x)[KEYS / 16][4]) {
-#pragma unroll
-    for (int i = 0; i < KEYS / 4; ++i) asm volatile("" : "+r"(x[i / 4][i % 4])::"memory");
-}
-
 // Issues s = Q K^T, for the rows of this warpgroup.
 __device__ __forceinline__ void multiply(float (&s)[KEYS / 2], u32 q, u32 k) {
     const auto q_tile = QTile::descriptor(q);
@@ -278,12 +260,6 @@ struct Seen {
     }
 };
 
-// Of a thread's keys 0, 1, 8, 9, 16, ... of a block, a bit for each below `key`.
-__device__ __forceinline__ u32 keys_below(int key) {
-    const int count = min(max(key, 0) / 8 * 2 + min(max(key, 0) % 8, 2), KEYS / 4);
-    return count == 32 ? 0xFFFFFFFF : (1u << count) - 1;
-}
-
 // The softmax of the current segment.
 struct Softmax {
     float n[2], l[2][2];  // l: partial sums 2 (lane % 4) and the next
@@ -306,8 +282,8 @@ struct Softmax {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int query = Row(p, ticket, h).query;
-                const u32 visible = keys_below(ticket.sequence.last_seen(x, query) - column) &
-                                    ~keys_below(ticket.sequence.first_seen(x, query) - column);
+                const u32 visible = columns_below(ticket.sequence.last_seen(x, query) - column) &
+                                    ~columns_below(ticket.sequence.first_seen(x, query) - column);
 #pragma unroll
                 for (int i = 0; i < KEYS / 4; ++i)
                     if (!(visible >> i & 1)) s[i / 2 * 4 + 2 * h + i % 2] = -INF;
@@ -342,11 +318,6 @@ struct Softmax {
         return __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFF, x, 2));
     }
 };
-
-__device__ __forceinline__ void pack(u32 (&p)[KEYS / 16][4], const float (&s)[KEYS / 2]) {
-#pragma unroll
-    for (int i = 0; i < KEYS / 4; ++i) p[i / 4][i % 4] = Type::pack(s[2 * i], s[2 * i + 1]);
-}
 
 // What segments before the current one come to.
 struct Total {
@@ -406,22 +377,6 @@ struct Total {
                      : "memory");
     }
 };
-
-// Each of four lanes has `w[i]`, a part of line i; then it has line `lane % 4`, by parts.
-__device__ __forceinline__ void transpose(u32 (&w)[4]) {
-    const u32 lane = threadIdx.x;
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-        const bool high = lane & step;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (!(i & step)) {
-                const u32 sent = high ? w[i] : w[i + step];
-                const u32 got = __shfl_xor_sync(0xFFFFFFFF, sent, step);
-                (high ? w[i] : w[i + step]) = got;
-            }
-    }
-}
 
 // Stores the rows of tiles.
 struct Output {
