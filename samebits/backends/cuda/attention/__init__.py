@@ -8,8 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from samebits.backends.attention import Attention
-from samebits.backends.cuda.attention import sm90, universal
-from samebits.backends.cuda.attention.universal_backward import backward
+from samebits.backends.cuda.attention import backward_sm90, sm90, universal, universal_backward
 
 __all__ = ["backward", "forward"]
 
@@ -17,3 +16,12 @@ __all__ = ["backward", "forward"]
 def forward(x: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`samebits.backends.attention`."""
     return sm90.forward(x) if sm90.supports(x) else universal.forward(x)
+
+
+def backward(
+    x: Attention, grad: Tensor, out: Tensor, lse2: Tensor, *, grad_mask: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """See :mod:`samebits.backends.attention`."""
+    if backward_sm90.supports(x) and not grad_mask:
+        return backward_sm90.backward(x, grad, out, lse2)
+    return universal_backward.backward(x, grad, out, lse2, grad_mask=grad_mask)

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from samebits.backends.attention import Attention
 from samebits.backends.cuda import compiler, devices
-from samebits.backends.cuda.attention import backward, forward, sm90, universal, universal_backward
+from samebits.backends.cuda.attention import (
+    backward,
+    backward_sm90,
+    forward,
+    sm90,
+    universal,
+    universal_backward,
+)
 from samebits.contract import contract_from_key
 
 __all__ = ["Way", "backwards", "forwards", "specs"]
@@ -53,6 +60,9 @@ def backwards(x: Attention, grad: Tensor) -> Iterator[Way]:
     yield Way("attention backward", "", partial(backward, x))
     for s in universal_backward.backward_schedules(*_universal(x, grad)):
         yield Way("universal attention backward", s, partial(universal_backward.backward, x, schedule=s))
+    if backward_sm90.supports(x):
+        for schedule in backward_sm90.schedules(*backward_sm90.sizes(x)):
+            yield Way("attention backward on Hopper", schedule, partial(_without_mask, x, schedule))
 
 
 def specs(x: Attention, *, grad_mask: bool = False) -> Iterator[compiler.KernelSpec]:
@@ -62,6 +72,7 @@ def specs(x: Attention, *, grad_mask: bool = False) -> Iterator[compiler.KernelS
         yield from universal_backward.specs(*_universal(x), grad_mask=grad_mask)
     if sm90.supports(x):
         of = sm90.variant(x)
+        yield from backward_sm90.specs(x)
         yield from {sm90.spec(of, s): None for s in sm90.schedules(of)}
 
 
@@ -70,3 +81,10 @@ def _universal(x: Attention, *more: Tensor) -> tuple[universal.Variant, int]:
     if contract_from_key(x.contract).step == "fma":  # which widens its operands
         of = replace(of, dtype=torch.float32)
     return of, devices.device_info(x.q.get_device()).max_smem
+
+
+def _without_mask(
+    x: Attention, schedule: backward_sm90.HopperBackward, *operands: Tensor, grad_mask: bool
+) -> Any:
+    assert not grad_mask, "these kernels take no masks"
+    return backward_sm90.backward(x, *operands, schedule=schedule)

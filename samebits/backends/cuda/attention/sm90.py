@@ -206,11 +206,11 @@ def supports(x: Attention) -> bool:
         and head % 8 == values % 8 == 0
         and x.q.numel() > 0
         and x.k.numel() > 0
-        and all(map(_readable, (x.q, x.k, x.v)))
+        and all(map(readable, (x.q, x.k, x.v)))
     )
 
 
-def _readable(x: Tensor) -> bool:
+def readable(x: Tensor) -> bool:
     """Whether the copy engine can read ``x[..., tokens, heads, size]``."""
     strides = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
     tokens = x.stride(-3) if x.shape[-3] > 1 else x.shape[-1]
@@ -223,26 +223,28 @@ def _readable(x: Tensor) -> bool:
     )
 
 
-_Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of x[batch, tokens, heads, size]
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides of ``x[batch, tokens, heads, size]``; strides of sizes 1 are 0."""
 
 
-def _layout(x: Tensor) -> _Layout:
+def layout(x: Tensor) -> Layout:
+    """Of a tensor; a packed one has a batch of 1."""
     shape, strides = tuple(x.shape), x.stride()
     if len(shape) == 3:
         shape, strides = (1, *shape), (0, *strides)
     return shape, tuple(0 if n == 1 else s for n, s in zip(shape, strides, strict=True))
 
 
-def _maps(dtype: torch.dtype, layout: _Layout, width: int, l2_promotion: int) -> Maps:
-    """Tensor maps of k or v."""
-    (batch, tokens, heads, size), (of_batch, of_token, of_head, _) = layout
+def tile_maps(dtype: torch.dtype, of: Layout, lines: int, width: int, l2_promotion: int) -> Maps:
+    """Tensor maps of tiles of so many tokens of a head; with one matrix where it serves a whole dimension."""
+    (batch, tokens, heads, size), (of_batch, of_token, of_head, _) = of
     sizes = (size, tokens, heads if of_head else 1, batch if of_batch else 1)
     strides = tuple(2 * s or 16 for s in (of_token, of_head, of_batch))
-    return Maps(dtype, sizes, strides, (width, BLOCK, 1, 1), width * 2, l2_promotion)
+    return Maps(dtype, sizes, strides, (width, lines, 1, 1), width * 2, l2_promotion)
 
 
-def _query_maps(dtype: torch.dtype, layout: _Layout, height: int, members: int) -> Maps:
-    (batch, tokens, heads, size), (of_batch, of_token, of_head, _) = layout
+def _query_maps(dtype: torch.dtype, of: Layout, height: int, members: int) -> Maps:
+    (batch, tokens, heads, size), (of_batch, of_token, of_head, _) = of
     sizes = (size, heads if of_head else 1, tokens, batch if of_batch else 1)
     strides = tuple(2 * s or 16 for s in (of_head, of_token, of_batch))
     return Maps(dtype, sizes, strides, (64, members, height, 1), 128)
@@ -250,19 +252,22 @@ def _query_maps(dtype: torch.dtype, layout: _Layout, height: int, members: int) 
 
 @functools.lru_cache(maxsize=256)  # a cache of keys that grows makes an entry at each step
 def _prepared(
-    of: HopperVariant, s: HopperSchedule, layouts: tuple[_Layout, ...], height: int, members: int, device: int
+    of: HopperVariant, s: HopperSchedule, layouts: tuple[Layout, ...], height: int, members: int, device: int
 ) -> tuple[runtime.Kernel, tuple[Maps, ...], int]:
     """The kernel, the maps of q, k and v, and which of them have one matrix for all."""
     l2_promotion = 128 if s.warpgroups == 1 else 256  # keys that stream from memory do so 6 % faster
     maps = (
         _query_maps(of.dtype, layouts[0], height, members),
-        _maps(of.dtype, layouts[1], 64, l2_promotion),
-        _maps(of.dtype, layouts[2], of.width, l2_promotion),
+        tile_maps(of.dtype, layouts[1], BLOCK, 64, l2_promotion),
+        tile_maps(of.dtype, layouts[2], BLOCK, of.width, l2_promotion),
     )
-    shared = 0
-    for i, (_, (of_batch, _, of_head, _)) in enumerate(layouts):
-        shared |= (of_batch == 0) << i | (of_head == 0) << i + 3
-    return runtime.load(spec(of, s), device), maps, shared
+    return runtime.load(spec(of, s), device), maps, shared_matrices(layouts)
+
+
+def shared_matrices(layouts: tuple[Layout, ...]) -> int:
+    """Bits of the operands that have one matrix for all of the batch, then of those that do for all heads."""
+    n = len(layouts)
+    return sum((s[0] == 0) << i | (s[2] == 0) << i + n for i, (_, s) in enumerate(layouts))
 
 
 def variant(x: Attention) -> HopperVariant:
@@ -291,7 +296,7 @@ def forward(x: Attention, *, schedule: HopperSchedule | None = None) -> tuple[Te
         lse2.fill_(-torch.inf)
     operands = (x.q, x.k, x.v)
     tiles, heads, height, members = _tiles(x, s)
-    kernel, maps, shared = _prepared(of, s, tuple(map(_layout, operands)), height, members, device)
+    kernel, maps, shared = _prepared(of, s, tuple(map(layout, operands)), height, members, device)
     of_head = 2 * x.keys * (x.k.shape[-1] + x.v.shape[-1])
     together = min(heads, max(1, _L2 // of_head) * (x.group // members))
     segments = _segments(x)

@@ -22,7 +22,7 @@ from samebits.backends.cuda.attention.universal import (
     widened,
 )
 
-__all__ = ["Backward", "backward", "backward_schedules", "choose_backward", "specs"]
+__all__ = ["Backward", "Gradients", "backward", "backward_schedules", "choose_backward", "find_dots", "specs"]
 
 _BACKWARD = "PPPPPPPPPPPPP" + 8 * "qqqq" + "qq" + "ii" + PROBLEM
 
@@ -110,6 +110,77 @@ def choose_backward(x: Attention, of: Variant) -> Backward:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What kernels of the backward fill.
+
+    Attributes:
+        dots: D, as the log-sum-exp lies.
+        dq, dk, dv, dmask: results.
+        of_sinks: ``[tokens, heads]``: what each row adds to the gradient of its sink.
+    """
+
+    dots: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dmask: Tensor | None
+    of_sinks: Tensor | None
+
+    @classmethod
+    def empty(cls, x: Attention, lse2: Tensor, grad_mask: bool = False) -> Gradients:
+        """Zeros where no kernel writes: at tokens of no sequence, and at pairs that no block goes over."""
+
+        def like(t: Tensor, whole: bool) -> Tensor:
+            return (torch.empty if whole else torch.zeros)(t.shape, dtype=t.dtype, device=t.device)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=x.q.device)
+
+        return cls(
+            dots=torch.empty_like(lse2),
+            dq=like(x.q, not x.packed),
+            dk=like(x.k, x.whole_keys),
+            dv=like(x.v, x.whole_keys),
+            dmask=zeros(x.batch, x.heads, x.queries, x.keys) if grad_mask else None,
+            of_sinks=None if x.sinks is None else zeros(x.q.shape[:-2].numel(), x.heads),
+        )
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        dsinks = None if self.of_sinks is None else rows.column_sum(self.of_sinks, torch.float32)
+        return self.dq, self.dk, self.dv, self.dmask, dsinks
+
+
+def _launch(
+    kernel: compiler.KernelSpec,
+    grid: int,
+    x: Attention,
+    grad: Tensor,
+    out: Tensor,
+    lse2: Tensor,
+    to: Gradients,
+    tiles: int = 0,
+) -> None:
+    if grid == 0:
+        return
+    tensors = (x.q, x.k, x.v, grad, out)
+    results = (to.dq, to.dk, to.dv)
+    runtime.load(kernel, x.q.get_device()).launch(
+        (grid, 1, 1),
+        *map(address, (*tensors, x.sinks, lse2, to.dots, *results, to.dmask, to.of_sinks)),
+        *(s for t in (*tensors, *results) for s in strides(t)),
+        *(*lse_strides(x), tiles, 0),
+        *problem(x),
+    )
+
+
+def find_dots(x: Attention, grad: Tensor, out: Tensor, lse2: Tensor, to: Gradients) -> None:
+    """Fill ``to.dots`` and ``to.of_sinks``."""
+    of = variant(x, grad)
+    kernel = backward_spec(of, choose_backward(x, of), "grad_dots", _ROWS)
+    _launch(kernel, -(-x.q.shape[:-1].numel() // 8), x, grad, out, lse2, to)
+
+
 def backward(
     x: Attention,
     grad: Tensor,
@@ -132,46 +203,19 @@ def backward(
         return dq, dk, dv, *found[3:]
     check(x)
     of = variant(x, grad)
-    if schedule is None:
-        schedule = choose_backward(x, of)
-    device = x.q.get_device()
-    dots = torch.empty_like(lse2)
-    # Tokens of no sequence have zeros, and so have pairs that no block goes over.
-    dq = (torch.empty if not x.packed else torch.zeros)(x.q.shape, dtype=x.q.dtype, device=x.q.device)
-    dk, dv = (
-        (torch.empty if x.whole_keys else torch.zeros)(t.shape, dtype=t.dtype, device=t.device)
-        for t in (x.k, x.v)
-    )
-    mask_shape = (x.batch, x.heads, x.queries, x.keys)
-    dmask = torch.zeros(mask_shape, dtype=torch.float32, device=x.q.device) if grad_mask else None
-    tokens = x.q.shape[:-2].numel()
-    of_sinks = (
-        None if x.sinks is None else torch.zeros(tokens, x.heads, dtype=torch.float32, device=x.q.device)
-    )
+    s = schedule or choose_backward(x, of)
+    to = Gradients.empty(x, lse2, grad_mask)
+    operands = (x, grad, out, lse2, to)
     if out.numel() == 0:
-        return dq, dk.zero_(), dv.zero_(), dmask, None if x.sinks is None else torch.zeros_like(x.sinks)
-    tensors = (x.q, x.k, x.v, grad, out)
-
-    def launch(grid: int, entry: str, grads: int, tiles: int = 0) -> None:
-        if grid == 0:
-            return
-        kernel = runtime.load(backward_spec(of, schedule, entry, grads, grad_mask and grads == _DQ), device)
-        kernel.launch(
-            (grid, 1, 1),
-            *map(address, (*tensors, x.sinks, lse2, dots, dq, dk, dv, dmask, of_sinks)),
-            *(s for t in (*tensors, dq, dk, dv) for s in strides(t)),
-            *(*lse_strides(x), tiles, 0),
-            *problem(x),
-        )
-
-    launch(-(-x.q.shape[:-1].numel() // 8), "grad_dots", _ROWS)
-    if x.cu_seqlens_k is None:
-        key_tiles = -(-x.keys // schedule.rows) * x.batch
-    else:
-        key_tiles = -(-x.keys // schedule.rows) + x.batch
+        to.dk.zero_()
+        to.dv.zero_()
+        return to.results()
+    find_dots(*operands)
+    key_tiles = -(-x.keys // s.rows)
+    key_tiles = key_tiles * x.batch if x.cu_seqlens_k is None else key_tiles + x.batch
     for grads in _key_grads(of):
-        launch(key_tiles * x.kv_heads, "grad_keys", grads)
-    tiles, all_tiles = tile_counts(x, schedule.rows)
-    launch(all_tiles * x.kv_heads, "grad_queries", _DQ, tiles)
-    dsinks = None if of_sinks is None else rows.column_sum(of_sinks, torch.float32)
-    return dq, dk, dv, dmask, dsinks
+        _launch(backward_spec(of, s, "grad_keys", grads), key_tiles * x.kv_heads, *operands)
+    tiles, all_tiles = tile_counts(x, s.rows)
+    of_queries = backward_spec(of, s, "grad_queries", _DQ, grad_mask)
+    _launch(of_queries, all_tiles * x.kv_heads, *operands, tiles)
+    return to.results()
