@@ -219,7 +219,7 @@ def tiny(h: Any) -> Iterator[Kernel]:
 
 
 def whole_files(h: Any) -> Iterator[Kernel]:
-    """All kernels of the files of row and column reductions, of log-probabilities from logits, and of 2**x."""
+    """All kernels of row and column reductions, of log-probabilities from logits, and of exp2."""
     for arch in h.compiler.ARCHITECTURES:
         for x, out, param in ((F32, BF16, F16), (F16, F32, F32), (BF16, F16, BF16)):
             for warps in (1, 8):
