@@ -32,6 +32,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from samebits.contract import INTERPOLATION, POLYNOMIAL
+
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 HOPPER = "sm_90a"
 SMEM = 227 << 10
@@ -72,7 +74,7 @@ Hashes = dict[str, dict[str, str]]
 def host() -> Any:
     """The modules of host code that this script uses. They are imported only here."""
     products = ("fma", "fma_sm90", "plan", "schedule_sm90", "tensor_core", "tensor_core_sm90", "tiny")
-    modules = ("assert_spans", "compiler", "linear_logp_sm90", "logp", "rows")
+    modules = ("assert_spans", "compiler", "exp2", "linear_logp_sm90", "logp", "rows")
     names = {m: f"products.{m}" for m in products} | {m: m for m in modules}
     names |= {n: f"attention.{n}" for n in ("universal", "universal_backward")}
     found = {m: importlib.import_module(f"samebits.backends.cuda.{name}") for m, name in names.items()}
@@ -220,7 +222,7 @@ def tiny(h: Any) -> Iterator[Kernel]:
 
 
 def whole_files(h: Any) -> Iterator[Kernel]:
-    """All kernels of the files of row and column reductions and of log-probabilities from logits."""
+    """All kernels of row and column reductions, of log-probabilities from logits, and of exp2."""
     for arch in h.compiler.ARCHITECTURES:
         for x, out, param in ((F32, BF16, F16), (F16, F32, F32), (BF16, F16, BF16)):
             for warps in (1, 8):
@@ -232,6 +234,8 @@ def whole_files(h: Any) -> Iterator[Kernel]:
                 yield h.logp.kernel_spec("grad_logits", logits, grads, entropy=entropy), arch
         for bounds in (torch.int32, torch.int64):
             yield h.assert_spans.spec(bounds), arch
+        for model in (INTERPOLATION, POLYNOMIAL):
+            yield h.exp2.spec(model), arch
 
 
 def name(kernel: Kernel) -> str:

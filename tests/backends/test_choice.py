@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -128,6 +129,31 @@ def test_the_automatic_order(operation: str, monkeypatch: pytest.MonkeyPatch) ->
     assert chosen("triton") == "triton: no triton here"
 
 
+@pytest.mark.parametrize("operation", ["attention", "rows"])
+def test_what_only_the_cuda_kernels_compute(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under an explicit choice of Triton, and without cuda-core, an error says why, and what to do."""
+    from samebits.backends.cuda import compiler, runtime
+
+    asked = backends.on_gpu.__wrapped__
+    said = f"triton: it does not compute {operation} yet"
+    with pytest.raises(backends.UnavailableError, match=f"for this GPU tensor. {said}$"):
+        asked(operation, backends.pack_key(FMA.key, "triton"), 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler.importlib.util, "find_spec", _without("cuda.core"))
+        with pytest.raises(
+            backends.UnavailableError, match=f"cuda: .* need the package cuda-core — install .*; {said}$"
+        ):
+            asked(operation, FMA.key, 0)
+    monkeypatch.setattr(runtime, "require", lambda device: None)
+    assert asked(operation, FMA.key, 0)[0].__name__ == f"samebits.backends.cuda.{operation}"
+
+
+def _without(package: str) -> Callable[[str], object]:
+    """``find_spec`` where a package is not installed."""
+    find = importlib.util.find_spec
+    return lambda name, *of: None if name == package else find(name, *of)
+
+
 PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "linear": samebits.linear,
     "matmul": samebits.matmul,
@@ -170,7 +196,8 @@ NOT_BY_TRITON: dict[str, Callable[[torch.Tensor], object]] = {
     "layer_norm": lambda x: F.layer_norm(x, (4,)),
     "rms_norm": lambda x: F.rms_norm(x, (4,)),
     "embedding": lambda x: F.embedding(torch.tensor([1]), x),
-    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "attention": lambda x: samebits.attention(*[x[None, :, None]] * 3),
+    "attention of PyTorch": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
     "broadcasting": lambda x: x + x[:, :1],
     "expand": lambda x: x[:, :1].expand(4, 4),
 }

@@ -26,12 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import samebits
-from samebits.backends.cuda import compiler, devices, precompile
+from samebits.backends.cuda import compiler, devices, exp2, matmul, precompile
+from samebits.backends.cuda.attention import catalogue
 from samebits.backends.cuda.products import tensor_core_sm90
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.product import Operands, Product, ProductKernel
 from samebits.backends.triton import runtime as triton
-from samebits.tools.verify import Inputs, kernels, takes
+from samebits.contract import INTERPOLATION, TENSOR_CORE
+from samebits.tools.verify import Inputs, kernels, plan, takes
+from samebits.tools.verify.attention import VARIANTS, AttentionCase, verify_attention
+from samebits.tools.verify.report import Report
 from tests.support.devices import multiprocessors
 
 DTYPE = torch.bfloat16
@@ -218,7 +222,7 @@ def triton_products():
 
 
 def row_reductions() -> None:
-    """Every operation of rows and attention, forward and backward, by one warp and by eight for a row."""
+    """Every operation of rows, forward and backward, by one warp and by eight for a row."""
     for rows, n in ((1, 1), (3, 130), (9, 1100), (70, 40)):
         x, y = (torch.ones(rows, n, dtype=DTYPE, device="cuda", requires_grad=True) for _ in range(2))
         w = torch.ones(n, dtype=DTYPE, device="cuda", requires_grad=True)
@@ -227,46 +231,65 @@ def row_reductions() -> None:
             results = (
                 *(x.softmax(1), x.log_softmax(0), x.sum(0), x.mean(1), y * w, y * x[:, :1]),
                 *(F.layer_norm(x, (n,), w, w), F.rms_norm(x, (n,), w), F.embedding(ids, y)),
-                F.scaled_dot_product_attention(x[None], y[None], y[None], is_causal=True),
             )
         torch.autograd.grad(results, (x, y, w), results)
 
 
-def attention() -> Iterator[Callable[[], None]]:
-    """Calls of its forward, where scores are not stored: every schedule and mask, blocks filled in part."""
-    from samebits.backends.cuda import attention_sm90
-
-    def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s: object) -> None:
-        out = attention_sm90.attention(q, k, v, mask, causal, 0.5, samebits.TENSOR_CORE.key, schedule=s)
-        assert (out - 1).abs().max() < 0.02, (q.shape, k.shape, s)
-
-    def on_few(*args: object) -> None:
-        with multiprocessors(2):
-            call(*args)
-
-    if devices.device_info(torch.cuda.current_device()).capability != (9, 0):
-        return
-    schedules = attention_sm90.schedules(128, 128)
-    sizes = (
-        (1, 3, 1, 1, 8, 128),
-        (2, 1, 70, 300, 72, 64),
-        (1, 2, 130, 200, 128, 40),
-        (1, 3, 150, 300, 72, 64),
-    )
-    for i, (batch, group, queries, keys, head, values) in enumerate(sizes):
-        q, k, v = (
-            torch.ones(shape, dtype=DTYPE, device="cuda")
-            for shape in ((batch, 2, group, queries, head), (batch, 2, keys, head), (batch, 2, keys, values))
+# Of attention, small: rows and keys that fill tiles in part, segments to split, and each way to read.
+ATTENTION = (
+    *(
+        AttentionCase(of, "batch", False, (37, 37), (150, 20), 2, 3, (-1, 0), "last", left=5)
+        for of in VARIANTS[:2]
+    ),
+    AttentionCase(VARIANTS[2], "packed", True, (5, 0, 70), (130, 7, 600), 1, 2, (100, 3), "last", sinks=True),
+    AttentionCase(VARIANTS[6], "pages", False, (1, 1), (600, 1100), 2, 4, (-1, 0), "last", page=16),
+    AttentionCase(VARIANTS[7], "pages", True, (3, 40), (513, 9), 1, 1, softcap=2.0, left=5, page=7),
+    *(
+        AttentionCase(
+            of, "batch", False, (33,), (140,), 1, 2, softcap=float(of.softcap), broadcast=(2,), right=9
         )
-        seen = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril().expand(*q.shape[:-1], keys)
-        masks = (None, False), (None, True), (seen, False), (seen.float(), False)
-        if i == 3:  # the last sizes are for statistics in memory, and many tiles for a block
-            stay = (s for s in schedules if s.held == 0)
-            yield from (partial(on_few, q, k, v, *of, s) for s, of in itertools.product(stay, masks))
-            continue
-        for j, s in enumerate(schedules):
-            for mask, causal in masks if (i + j) % 3 == 0 else masks[(i + j) % 2 :: 2][:1]:
-                yield partial(call, q, k, v, mask, causal, s)
+        for of in VARIANTS
+        if of.mask is not None
+    ),
+    AttentionCase(VARIANTS[9], "batch", False, (20,), (530,), 1, 1),
+    AttentionCase(VARIANTS[11], "packed", True, (9, 1), (40, 129), 2, 1, (-1, 0), "last"),
+    AttentionCase(VARIANTS[14], "packed", True, (17, 2), (17, 1030), 1, 3, (-1, 0), "last", sinks=True),
+    AttentionCase(VARIANTS[17], "batch", False, (6, 6), (6, 3), 1, 2, softcap=2.0, align="slots", left=2),
+    AttentionCase(VARIANTS[18], "pages", False, (2,), (700,), 1, 2, page=64),
+)
+
+
+class Alone:
+    """In place of ``Surrounded``: it is for the sanitizer to see what is beside an output."""
+
+    margins = ()
+
+    def __enter__(self) -> "Alone":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def attention(every: int) -> None:
+    """Its cases under every schedule, or a third of them, forward and backward; then many tiles a block."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    contract = TENSOR_CORE.on(matmul.family(device.index))
+
+    def verify(cases: tuple[AttentionCase, ...]) -> None:
+        found = Report("", "", "", "", {}, True)
+        verify_attention(found, cases, catalogue, contract, device, thorough=every == 1)
+        assert found.differing == 0, found.first
+
+    with mock.patch("samebits.tools.verify.attention.Surrounded", Alone):
+        verify(ATTENTION)
+        with multiprocessors(2):
+            verify(ATTENTION[:4])
+
+
+def attention_kernels() -> Iterator[Callable[[], object]]:
+    """Calls that load its kernels."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    return plan.attention_kernels(ATTENTION, TENSOR_CORE.on(matmul.family(device.index)), device)
 
 
 def all_lanes_arrive() -> None:
@@ -303,7 +326,7 @@ def main() -> None:
     found = itertools.chain(products(every), tiny_products(every), long_products(every))
     if options.compile:
         calls = (partial(k.run, x, s) for k, s, x in found)
-        print(precompile.compile_for(itertools.chain(calls, attention())).needed, "kernels")
+        print(precompile.compile_for(itertools.chain(calls, attention_kernels())).needed, "kernels")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             print(len(list(pool.map(lambda p: p[0].run(p[2], p[1]), triton_products()))), "by Triton")
         log_probabilities_by_triton()
@@ -324,8 +347,8 @@ def main() -> None:
     if options.triton:
         log_probabilities_by_triton()
     row_reductions()
-    for call in attention():
-        call()
+    attention(every)
+    exp2.exp2(torch.linspace(-150, 130, 1001, device="cuda"), INTERPOLATION)
     torch.cuda.synchronize()
     print(f"{count} products")
     assert all(taken.values()), [way for way, so in taken.items() if not so]

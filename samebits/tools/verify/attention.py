@@ -150,7 +150,7 @@ _LARGEST = 1 << 25
 
 def attentions(thorough: bool) -> list[AttentionCase]:
     """All cases: some of every variant, drawn at random, but the same in every run."""
-    count = 24 if thorough else 6
+    count = 12 if thorough else 6
     return [_drawn(of, i, n) for i, of in enumerate(VARIANTS) for n in range(count)]
 
 

@@ -32,8 +32,10 @@ def arguments() -> Iterator[tuple[str, Tensor]]:
     patterns = torch.randint(-(1 << 31), 1 << 31, (_PART,), generator=g)
     yield "any bits", patterns.to(torch.int32).view(torch.float32)
     edges = [0.0, math.inf, math.nan, 127.5, 128.0, 126.0, 127.0, 149.0, 150.0, 2.0**-30, 1e-45, 1e30]
-    edges += [math.nextafter(2.0**-30, 0), *(float(np.float32(x)) for x in (126.00001, 127.99999, 2.0**-126))]
-    some = torch.tensor(edges, dtype=torch.float32)
+    # Beside where results become 1, subnormal, or infinite.
+    for x in (2.0**-30, 126.0, 127.0, 127.5, 128.0):
+        edges += [float(np.nextafter(np.float32(x), np.float32(to))) for to in (0, 1000)]
+    some = torch.tensor([*edges, 2.0**-126, 2.0**-127], dtype=torch.float32)
     yield "edges", torch.cat([some, -some, torch.arange(-160, 130).float()])
 
 

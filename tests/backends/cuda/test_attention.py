@@ -17,11 +17,12 @@ from samebits import FMA, TENSOR_CORE
 from samebits.backends import UnavailableError
 from samebits.backends.attention import Attention
 from samebits.backends.cuda import attention as on_cuda
-from samebits.backends.cuda import compiler, devices, matmul
+from samebits.backends.cuda import compiler, devices, matmul, runtime
 from samebits.backends.cuda.attention import catalogue, universal, universal_backward
-from samebits.contract import AMPERE
+from samebits.contract import AMPERE, HOPPER
 from samebits.testing import assert_same_bits
 from samebits.tools.verify import attention as cases
+from samebits.tools.verify import plan
 from samebits.tools.verify.attention import VARIANTS, AttentionCase, AttentionVariant, Form, build
 from samebits.tools.verify.report import Report
 from tests.support.devices import FAMILY, case, multiprocessors
@@ -85,6 +86,30 @@ def test_every_launch_adds_up(launches: list[str], of: AttentionVariant) -> None
     assert schedules[True] == schedules[False]
     assert all(Path(name).stem.startswith("attention") or name == "columns.cu" for name in launches)
     assert {"attention.cu"} <= set(launches)
+
+
+def test_what_verify_compiles_ahead_is_all_that_runs(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: set[object] = set()
+    load = runtime.load
+
+    def noted(spec: compiler.KernelSpec, device: int) -> object:
+        if spec.source.startswith("attention") and spec.entry != "grad_dots":  # a small one
+            loaded.add((spec.source, spec.constants))
+        return load(spec, device)
+
+    monkeypatch.setattr(runtime, "load", noted)
+    for ahead in plan.attention_kernels(DRAWN, TENSOR_CORE.on(HOPPER), CPU):
+        ahead()
+    ready = loaded.copy()
+    for drawn in DRAWN:
+        x, grad = build(drawn, TENSOR_CORE, CPU)
+        for way in catalogue.forwards(x):
+            out, _, lse2 = way.run()
+        for way in catalogue.backwards(x, grad) if drawn.gradients else ():
+            way.run(grad, out, lse2, grad_mask=drawn.grad_mask)
+    assert loaded == ready
 
 
 def test_a_choice_is_one_of_the_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
