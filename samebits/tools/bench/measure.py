@@ -185,7 +185,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
     }
 
 
-def _environment(index: int) -> dict[str, Any]:
+def environment(index: int) -> dict[str, Any]:
     from samebits.backends.cuda import compiler, devices
     from samebits.backends.cuda.matmul import family
 
@@ -252,7 +252,7 @@ def bench(
         progress(0.0, "choosing kernels")
         precompile.compile_for(calls(), lambda done, what: progress(0.1 * done, what))
         others = _installed(PEERS) if peers else {}
-        data: dict[str, Any] = {"environment": _environment(device), "ceilings": ceilings(where)}
+        data: dict[str, Any] = {"environment": environment(device), "ceilings": ceilings(where)}
         data["environment"] |= {"backend": backend or "automatic", "alone": ALONE}
         data["cases"], data["red"] = [], []
         for i, case in enumerate(todo):
