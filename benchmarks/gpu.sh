@@ -22,6 +22,7 @@ measure logp 80 benchmarks.logp
 measure models 140 benchmarks.models
 measure bench 450 benchmarks.gpu
 measure attention 300 benchmarks.attention
+measure attention_invariance 180 benchmarks.attention_invariance
 measure counters 60 benchmarks.counters
 measure triton 200 benchmarks.gpu --quick --backend triton
 exit $status

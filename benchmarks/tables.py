@@ -455,6 +455,21 @@ def gpu_attention_cases(data: dict[str, Any]) -> str:
     return table([*head, "speed", "of a large copy's bandwidth"], rows)
 
 
+def gpu_attention_invariance(data: dict[str, Any]) -> str:
+    """How many values of attention were computed again in which ways."""
+    ways: dict[str, list[int]] = {}
+    for way in (way for s in data["setups"] for way in s["ways"]):
+        count = ways.setdefault(way["way"], [0, 0])
+        count[0] += way["values"]
+        count[1] += way["differing"]
+    rows = [[name, f"{values:,}", f"{differing:,}"] for name, (values, differing) in ways.items()]
+    said = (
+        f"{data['compared']:,} values of {len(data['setups'])} kinds of attention, beside one prefill of"
+        f" each: {data['differing']:,} differ. Packed and padded with the gradients."
+    )
+    return "\n\n".join((table(["computed again", "values", "differ"], rows), said, _measured_on_gpu(data)))
+
+
 def triton_choice(case: dict[str, Any], sms: int) -> float:
     """Speed relative to torch of the tiles that Triton's estimate chooses among those that were timed."""
     from samebits.backends.triton.products import TILE_SCHEDULES  # imports Triton
@@ -518,6 +533,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
         "drift": gpu_drift,
     },
     "attention.json": {"attention": gpu_attention, "attention-cases": gpu_attention_cases},
+    "attention_invariance.json": {"attention-invariance": gpu_attention_invariance},
     "logp.json": {"logp": gpu_logp},
     "triton_tune.json": {"triton-tune": gpu_triton_tune},
     "triton.json": {"triton": gpu_summary},
