@@ -130,21 +130,21 @@ def _mask(**asked: Any) -> Tensor:
     included. ``attention_mask`` is indexed by positions. Lengths are integers; ``q_offset`` may be on the
     device.
     """
-    batch, keys, dropped = asked["batch_size"], asked["kv_length"], asked["kv_offset"]
-    padding = asked["attention_mask"]
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    batch, keys, dropped = asked["batch_size"], asked["kv_length"], asked.get("kv_offset", 0)
+    padding = asked.get("attention_mask")
     if "q_length" in asked:
-        queries, offset, device = asked["q_length"], asked["q_offset"], asked["device"]
+        queries, offset, device = asked["q_length"], asked.get("q_offset", 0), asked.get("device", "cpu")
     else:  # older versions
         at = asked["cache_position"]
         queries, offset, device = len(at), at[0], at.device
-    pattern = _pattern(asked["mask_function"], asked.get("local_size"))
+    pattern = _pattern(asked.get("mask_function", causal_mask_function), asked.get("local_size"))
     spans = (
         None if pattern is None else _spans(pattern, batch, queries, keys, offset, dropped, padding, device)
     )
     if spans is not None:
         return spans.pack(batch, device)
-    from transformers.masking_utils import sdpa_mask
-
     whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     seen: Any = sdpa_mask(**asked | whole)
     start = torch.zeros(batch, dtype=torch.int32, device=device) if padding is None else _first(padding)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import UnavailableError
 from samebits.contract import TENSOR_CORE
 from samebits.ops.attention import attention
 from samebits.tools.bench.attention_cases import (
@@ -27,7 +26,7 @@ from samebits.tools.bench.attention_cases import (
     theirs,
 )
 from samebits.tools.bench.clock import ALONE, Race
-from samebits.tools.bench.measure import Show, ceilings, environment
+from samebits.tools.bench.measure import Show, ceilings, environment, gpu
 
 ROWS = 4
 """Queries, of the last sequence and its last group of heads, that are compared with the CPU's."""
@@ -192,11 +191,7 @@ def bench_attention(
     """
     from samebits.backends.cuda import devices, precompile
 
-    status = devices.status()
-    if not status.available:
-        raise UnavailableError(f"{status.reason}. {status.remedy}".strip())
-    todo = list(cases)
-    where = torch.device("cuda", device)
+    where, todo = gpu(device), list(cases)
     with torch.cuda.device(device), torch.no_grad():
         torch.manual_seed(0)
 

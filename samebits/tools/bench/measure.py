@@ -210,6 +210,16 @@ def environment(index: int) -> dict[str, Any]:
     }
 
 
+def gpu(index: int) -> torch.device:
+    """The CUDA device, or UnavailableError."""
+    from samebits.backends.cuda import devices
+
+    status = devices.status()
+    if not status.available:
+        raise UnavailableError(f"{status.reason}. {status.remedy}".strip())
+    return torch.device("cuda", index)
+
+
 def bench(
     cases: Iterable[BenchCase] = CASES,
     *,
@@ -236,11 +246,7 @@ def bench(
     """
     from samebits.backends.cuda import devices, precompile
 
-    status = devices.status()
-    if not status.available:
-        raise UnavailableError(f"{status.reason}. {status.remedy}".strip())
-    todo = list(cases)
-    where = torch.device("cuda", device)
+    where, todo = gpu(device), list(cases)
     with torch.cuda.device(device), torch.no_grad(), use_backend(backend):
         torch.manual_seed(0)
 
