@@ -1,4 +1,4 @@
-"""``samebits bench`` and its environment, recorded in benchmarks/results/<gpu>/bench.json.
+"""The products of ``samebits bench`` and their environment, recorded in benchmarks/results/<gpu>/bench.json.
 
 python -m benchmarks.gpu [--quick] [--peers] [--backend NAME] [--commit COMMIT]
 """
@@ -11,7 +11,7 @@ import sys
 import torch
 from rich.console import Console
 
-from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.record import RESULTS, environment, lines_of_progress, results_file, slug, write
 from samebits.tools import bench
 
 
@@ -27,16 +27,10 @@ def main() -> None:
     options = parser.parse_args()
     record = environment(options.commit)
     console = Console(width=150)
-    said = -1
-
-    def progress(done: float, what: str) -> None:
-        nonlocal said
-        if int(done * 10) > said:  # a line for each tenth, because a progress bar would fill a log
-            said = int(done * 10)
-            console.print(f"{done:4.0%} {what}", style="dim", highlight=False)
-
     cases = bench.quick() if options.quick else bench.CASES
-    data = bench.bench(cases, peers=options.peers, backend=options.backend, progress=progress)
+    data = bench.bench(
+        cases, peers=options.peers, backend=options.backend, progress=lines_of_progress(console)
+    )
     measured = data["environment"]
     data["environment"] = record | measured | {"versions": record["versions"] | measured["versions"]}
     gpu = slug(torch.cuda.get_device_name())

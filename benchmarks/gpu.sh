@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All benchmarks that want a GPU, one after the other, in some fifteen minutes: bash benchmarks/gpu.sh OUT [COMMIT]
+# All benchmarks that want a GPU, one after the other, in some twenty minutes: bash benchmarks/gpu.sh OUT [COMMIT]
 #
 # With OUT, results go there and not into benchmarks/results/; COMMIT names what is measured where git cannot tell.
 set -uo pipefail
@@ -21,6 +21,8 @@ measure() { # NAME SECONDS COMMAND...
 measure logp 80 benchmarks.logp
 measure models 140 benchmarks.models
 measure bench 450 benchmarks.gpu
+measure attention 300 benchmarks.attention
+measure attention_invariance 180 benchmarks.attention_invariance
 measure counters 60 benchmarks.counters
 measure triton 200 benchmarks.gpu --quick --backend triton
 exit $status

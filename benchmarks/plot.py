@@ -19,6 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.record import GPUS, ROOT, load, measured, tiny
+from samebits.tools.bench.attention_report import speed
 from samebits.tools.bench.report import forward, is_forward, ratio
 
 ASSETS = ROOT / "docs" / "assets"
@@ -203,6 +204,38 @@ def gpu_drift(data: dict[str, Any]) -> Figure:
     return figure
 
 
+def gpu_attention(data: dict[str, Any]) -> Figure:
+    """Speed beside PyTorch over tokens, forward and with backward, and over keys in decoding."""
+    figure, panels = plt.subplots(1, 3, figsize=(10.5, 3.8), layout="constrained", sharey=True)
+    for axes, (work, title) in zip(
+        panels, (("forward", "forward"), ("both", "forward and backward"), (None, "decode")), strict=True
+    ):
+        lines: dict[str, dict[int, list[float]]] = {}
+        for c in data["cases"]:
+            ratio = speed(c)
+            if ratio is None or (c["form"] != "decode" if work is None else c["work"] != work):
+                continue
+            if work is not None and c["form"] not in ("causal", "full"):
+                continue
+            name = f"batch {c['batch']}" if work is None else f"{c['form']}, head of {c['head']}"
+            lines.setdefault(name, {}).setdefault(c["keys"], []).append(ratio)
+        colours = plt.colormaps["viridis"](np.linspace(0.0, 0.9, max(1, len(lines))))
+        for (name, by_keys), colour in zip(lines.items(), colours, strict=True):
+            at = sorted(by_keys)
+            means = [np.exp(np.mean(np.log(by_keys[n]))) for n in at]
+            axes.plot(at, means, color=colour, lw=1.5, marker=".", label=name)
+        axes.axhline(1, color=THEIRS, lw=1.5)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("keys" if work is None else "tokens of a sequence")
+        axes.set_title(title, fontsize=11, loc="left")
+        axes.legend(frameon=False, fontsize=9)
+    panels[0].set_ylabel("speed relative to torch")
+    figure.suptitle(
+        f"{data['environment']['gpu']}, bf16: attention beside torch's fastest backend", fontsize=11
+    )
+    return figure
+
+
 def gpu_logp(data: dict[str, Any]) -> Figure:
     """Time and memory of log-probabilities, with and without stored logits, for each size."""
     cases = data["cases"]
@@ -279,6 +312,7 @@ PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = (
             ("drift", gpu_drift),
         )
     }
+    | {f"{gpu}-attention.svg": (f"{gpu}/attention.json", gpu_attention) for gpu in measured("attention.json")}
     | {f"{gpu}-logp.svg": (f"{gpu}/logp.json", gpu_logp) for gpu in measured("logp.json")}
     | {f"{gpu}-models.svg": (f"{gpu}/models.json", gpu_models) for gpu in measured("models.json")}
 )

@@ -8,12 +8,14 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -69,6 +71,19 @@ def lines(data: Any, depth: int = 0) -> str:
         inner = [f"{pad}{json.dumps(key)}: {lines(value, depth + 1)}" for key, value in data.items()]
         return "{\n" + ",\n".join(inner) + "\n" + " " * depth + "}"
     return "[\n" + ",\n".join(f"{pad}{lines(item, depth + 1)}" for item in data) + "\n" + " " * depth + "]"
+
+
+def lines_of_progress(console: Console) -> Callable[[float, str], None]:
+    """Shows progress as a line for each tenth. A progress bar would fill a log."""
+    said = -1
+
+    def show(done: float, what: str) -> None:
+        nonlocal said
+        if int(done * 10) > said:
+            said = int(done * 10)
+            console.print(f"{done:4.0%} {what}", style="dim", highlight=False)
+
+    return show
 
 
 def results_file(name: str) -> Path:

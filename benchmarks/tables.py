@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.logp import PRODUCT
 from benchmarks.record import GPUS, ROOT, load, measured, slug, tiny
 from samebits.mode import rules
+from samebits.tools.bench.attention_report import attention_summary, bandwidth, speed, where
 from samebits.tools.bench.cases import BETWEEN
 from samebits.tools.bench.report import forward, ratio, summary
 
@@ -386,6 +387,89 @@ def gpu_logp(data: dict[str, Any]) -> str:
     return "\n\n".join((picture, table(head, rows), said, _measured_on_gpu(data)))
 
 
+def gpu_attention(data: dict[str, Any]) -> str:
+    """Geometric means and worsts of attention's bands, with errors and memory."""
+    head = ["attention", "cases", "geometric mean", "worst", "worst at"]
+    bands = [
+        [name, str(f.cases), f"{f.mean:.3f}", f"{f.worst:.3f}", where(f.at)]
+        for name, f in attention_summary(data).items()
+    ]
+    said = (
+        "bf16. Speed relative to PyTorch's fastest backend for the case; where it says so, relative to"
+        " samebits' own causal attention of as many pairs of queries and keys. Sizes: batch x keys, head."
+    )
+    picture = f"docs/assets/{slug(data['environment']['gpu'])}-attention.svg"
+    backends = list(dict.fromkeys(name for c in data["accuracy"] for name in c["error"]))
+    errors = [
+        [
+            where(c),
+            c["dtype"],
+            name,
+            *(f"{c['error'][who][name]:.3g}" if who in c["error"] else "" for who in backends),
+        ]
+        for c in data["accuracy"]
+        for name in ("out", "dq", "dk", "dv")
+    ]
+    names = list(dict.fromkeys(name for c in data["memory"] for name in c["bytes"]))
+    memory = [
+        [
+            f"{where(c)}, {c['heads']} heads over {c['kv_heads']}",
+            *(f"{c['bytes'][who] / 2**20:,.0f}" if who in c["bytes"] else "" for who in names),
+        ]
+        for c in data["memory"]
+    ]
+    return "\n\n".join(
+        (
+            f"![Speed of attention over the number of tokens and keys]({picture})",
+            table(head, bands),
+            said,
+            table(["error of", "dtype", "", *backends], errors),
+            "Root mean square of the difference from float64, relative to that of the result.",
+            table(["MiB of memory, forward and backward", *names], memory),
+            "At the peak, beyond operands, results and the log-sum-exp.",
+            _measured_on_gpu(data),
+        )
+    )
+
+
+def gpu_attention_cases(data: dict[str, Any]) -> str:
+    """Every case of attention: its time, and that of what it is compared with."""
+    rows = []
+    for c in data["cases"]:
+        us, ratio = c["us"], speed(c)
+        beside = us.get("dense", us.get("torch"))
+        rows.append(
+            [
+                c["form"],
+                "forward" if c["work"] == "forward" else "and backward",
+                f"{c['batch']} x {c['keys']:,}",
+                str(c["head"]),
+                f"{us['samebits']:,.1f}",
+                "" if beside is None else f"{beside:,.1f}",
+                "own causal" if "dense" in us else c.get("backend", ""),
+                "" if ratio is None else f"{ratio:.2f}",
+                f"{bandwidth(c, data):.0%}" if c["form"] == "decode" else "",
+            ]
+        )
+    head = ["keys that are seen", "work", "batch x keys", "head", "samebits, µs", "beside, µs", "which"]
+    return table([*head, "speed", "of a large copy's bandwidth"], rows)
+
+
+def gpu_attention_invariance(data: dict[str, Any]) -> str:
+    """How many values of attention were computed again in which ways."""
+    ways: dict[str, list[int]] = {}
+    for way in (way for s in data["setups"] for way in s["ways"]):
+        count = ways.setdefault(way["way"], [0, 0])
+        count[0] += way["values"]
+        count[1] += way["differing"]
+    rows = [[name, f"{values:,}", f"{differing:,}"] for name, (values, differing) in ways.items()]
+    said = (
+        f"{data['compared']:,} values of {len(data['setups'])} kinds of attention, beside one prefill of"
+        f" each: {data['differing']:,} differ. Packed and padded with the gradients."
+    )
+    return "\n\n".join((table(["computed again", "values", "differ"], rows), said, _measured_on_gpu(data)))
+
+
 def triton_choice(case: dict[str, Any], sms: int) -> float:
     """Speed relative to torch of the tiles that Triton's estimate chooses among those that were timed."""
     from samebits.backends.triton.products import TILE_SCHEDULES  # imports Triton
@@ -448,6 +532,8 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
         "host": gpu_host,
         "drift": gpu_drift,
     },
+    "attention.json": {"attention": gpu_attention, "attention-cases": gpu_attention_cases},
+    "attention_invariance.json": {"attention-invariance": gpu_attention_invariance},
     "logp.json": {"logp": gpu_logp},
     "triton_tune.json": {"triton-tune": gpu_triton_tune},
     "triton.json": {"triton": gpu_summary},

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from samebits import nn
+from samebits import nn, transformers
 from samebits._version import __version__
 from samebits.backends import use_backend
 from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, Exp2Model, MmaModel, use_mma_model
@@ -42,6 +42,7 @@ __all__ = [
     "matmul",
     "nn",
     "prepare",
+    "transformers",
     "use_backend",
     "use_mma_model",
 ]

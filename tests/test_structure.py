@@ -26,7 +26,7 @@ LAYERS = (
     ("_version", "contract", "functions", "testing"),
     ("backends",),
     ("ops",),
-    ("nn", "mode", "prepare"),
+    ("nn", "mode", "prepare", "transformers"),
 )
 """From below. A module imports from its own layer and those under it. All others, the tools, stand on top."""
 

@@ -190,7 +190,7 @@ def scaled_dot_product_attention(
         if is_causal:
             raise ValueError("samebits.attention: mask: expected none with is_causal")
         mask = _check_mask_of_torch(mask, leading, q4, k4)
-        key_start = _hidden_keys(mask, rows)
+        key_start = hidden_keys(mask, rows)
     window = (-1, 0) if is_causal else (-1, -1)
     align: Align = "slots" if key_start is not None and q4.shape[1] == k4.shape[1] else "first"
     positions = None, None, key_start, None, None
@@ -319,7 +319,7 @@ def _check_mask_of_torch(mask: Tensor, leading: torch.Size, q: Tensor, k: Tensor
 _LOG2E = CONSTANTS["LOG2E"]
 
 
-def _hidden_keys(mask: Tensor, rows: int) -> Tensor | None:
+def hidden_keys(mask: Tensor, rows: int) -> Tensor | None:
     """How many first keys ``mask[rows or 1, heads, queries, keys]`` hides from all queries, ``[rows]``,
     int32.
 

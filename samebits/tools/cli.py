@@ -161,9 +161,9 @@ def bench(
     ] = None,
     device: Annotated[int, typer.Option(min=0, help="Index of the CUDA device.")] = 0,
 ) -> None:
-    """Speed on this GPU beside PyTorch (cuBLAS): forward and gradients, from one row to 16,384.
+    """Speed on this GPU beside PyTorch: products and attention, forward and gradients.
 
-    Exit code: 0, measured; 1, some products had other bits than specified, and have no time; 2, it cannot run
+    Exit code: 0, measured; 1, some results had other bits than specified, and have no time; 2, it cannot run
     here; 70, samebits itself failed.
     """
     with _errors("bench"):

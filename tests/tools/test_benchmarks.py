@@ -6,13 +6,17 @@ import itertools
 import statistics
 import time
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
+
+import samebits
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from benchmarks import counters, logp, models, plot, tables, tune
+from benchmarks import attention_invariance, counters, logp, models, plot, tables, tune
 from benchmarks.record import GPUS, environment, load, tiny
 from samebits.backends.cuda.matmul import PRODUCTS
 from samebits.tools.bench import clock
@@ -84,6 +88,42 @@ def test_tiny_products_have_a_picture_if_they_were_measured() -> None:
     for gpu in GPUS:
         assert (f"{gpu}-tiny.svg" in plot.PICTURES) == bool(tiny(load(f"{gpu}/bench.json")))
     assert {path.name for path in plot.ASSETS.glob("*.svg")} == plot.PICTURES.keys()
+
+
+def test_attention_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = attention_invariance.SMALL_SETUPS, attention_invariance.SMALL, "cpu"
+    setups = attention_invariance.invariance(*small)
+    ways = [way for s in setups for way in s["ways"]]
+    assert {way["differing"] for way in ways} == {0}
+    assert {"chunks of 7", "decoding, 1 at a time", "decoding from pages of 9", "a cache that drops keys"} | {
+        "packed",
+        "padded on the left",
+        "padded on the right",
+    } <= {way["way"] for way in ways}
+    counts = {key: sum(way[key] for way in ways) for key in ("values", "differing")}
+    data = {
+        "environment": environment("c0ffee"),
+        "setups": setups,
+        "compared": counts["values"],
+        "differing": 0,
+    }
+    said = tables.gpu_attention_invariance(data)
+    assert (
+        f"{counts['values']:,} values of 2 kinds of attention, beside one prefill of each: 0 differ." in said
+    )
+
+    def from_the_second_slot(*x: Any, **options: Any) -> Any:
+        keys = (torch.nn.functional.pad(t, (0, 0, 0, 0, 1, 0)) for t in x[1:])
+        return (
+            samebits.attention(x[0], *keys, **options)
+            if x[0].ndim == 4
+            else samebits.attention(*x, **options)
+        )
+
+    # Keys counted from another place: every other way has other bits then.
+    monkeypatch.setattr(attention_invariance, "attention", from_the_second_slot)
+    ways = attention_invariance.invariance(*small)[1]["ways"]
+    assert any(way["differing"] for way in ways)
 
 
 def test_counters() -> None:

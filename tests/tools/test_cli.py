@@ -572,7 +572,9 @@ def test_info_where_only_latin_letters_can_be_shown() -> None:
 def test_bits_that_differ_outweigh_a_report_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     data = {"red": ["a product"]}
     monkeypatch.setattr("samebits.tools.bench.command.bench", lambda *_, **__: data)
-    monkeypatch.setattr("samebits.tools.bench.command.show", lambda _: "")
+    monkeypatch.setattr("samebits.tools.bench.command.bench_attention", lambda *_, **__: {"red": []})
+    for show in ("show", "show_attention"):
+        monkeypatch.setattr(f"samebits.tools.bench.command.{show}", lambda _: "")
     done = run("bench", "--json", "/dev/full")
     assert (done.exit_code, "a product" in done.stderr, "No space" in done.stderr) == (1, True, True)
     data["red"] = []

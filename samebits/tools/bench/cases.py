@@ -19,7 +19,7 @@ from samebits.ops.linear_logp import linear_logp
 from samebits.ops.matmul import matmul
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-Run = Callable[..., Tensor]
+Run = Callable[..., Any]
 
 MODELS = {
     "Llama-3 8B": ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +30,15 @@ class Race:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # One output for each set of operands stays alive, so that results do not stay in the L2 cache.
-        outputs: list[Tensor | None] = [None] * len(sets)
+        outputs: list[Any] = [None] * len(sets)
         with torch.cuda.graph(graph):
             for i in range(self._calls):
                 outputs[i % len(sets)] = run(*sets[i % len(sets)])
         self._graphs[name] = graph
+
+    def keep(self, names: Collection[str]) -> None:
+        """Drop all other contestants."""
+        self._graphs = {name: graph for name, graph in self._graphs.items() if name in names}
 
     def run(self, rounds: int) -> dict[str, float]:
         """Median microseconds of a call, over `rounds` turns of one replay each."""

@@ -7,6 +7,9 @@ import sys
 
 from samebits.backends import UnavailableError
 from samebits.tools import terminal
+from samebits.tools.bench.attention import bench_attention
+from samebits.tools.bench.attention_cases import ATTENTION, quick_attention
+from samebits.tools.bench.attention_report import show_attention
 from samebits.tools.bench.cases import CASES
 from samebits.tools.bench.cases import quick as some_cases
 from samebits.tools.bench.measure import bench
@@ -28,13 +31,30 @@ def main(*, quick: bool, peers: bool, backend: str | None, json_to: str | None, 
     try:
         with terminal.progress() as say:
             cases = some_cases() if quick else CASES
-            data = bench(cases, device=device, peers=peers, backend=backend, progress=say)
+            part = 1.0 if backend == "triton" else 0.65  # which has no attention
+            data = bench(
+                cases,
+                device=device,
+                peers=peers,
+                backend=backend,
+                progress=lambda done, what: say(part * done, what),
+            )
+            if backend != "triton":
+                data["attention"] = bench_attention(
+                    quick_attention() if quick else ATTENTION,
+                    device=device,
+                    progress=lambda done, what: say(part + (1 - part) * done, what),
+                )
     except UnavailableError as error:
         raise ToolError(str(error)) from error
     out.print(show(data))
-    if data["red"]:
-        print(*(f"samebits bench: {case}" for case in data["red"]), sep="\n", file=sys.stderr)
+    red = [*data["red"]]
+    if "attention" in data:
+        out.print(show_attention(data["attention"]))
+        red += data["attention"]["red"]
+    if red:
+        print(*(f"samebits bench: {case}" for case in red), sep="\n", file=sys.stderr)
     if json_to is not None:
-        with terminal.unless(bool(data["red"])):
+        with terminal.unless(bool(red)):
             terminal.write_json(json.dumps(data), json_to)
-    return int(bool(data["red"]))
+    return int(bool(red))

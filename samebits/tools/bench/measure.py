@@ -185,7 +185,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
     }
 
 
-def _environment(index: int) -> dict[str, Any]:
+def environment(index: int) -> dict[str, Any]:
     from samebits.backends.cuda import compiler, devices
     from samebits.backends.cuda.matmul import family
 
@@ -208,6 +208,16 @@ def _environment(index: int) -> dict[str, Any]:
             "NVRTC": compiler.nvrtc_version(),
         },
     }
+
+
+def gpu(index: int) -> torch.device:
+    """The CUDA device, or UnavailableError."""
+    from samebits.backends.cuda import devices
+
+    status = devices.status()
+    if not status.available:
+        raise UnavailableError(f"{status.reason}. {status.remedy}".strip())
+    return torch.device("cuda", index)
 
 
 def bench(
@@ -236,11 +246,7 @@ def bench(
     """
     from samebits.backends.cuda import devices, precompile
 
-    status = devices.status()
-    if not status.available:
-        raise UnavailableError(f"{status.reason}. {status.remedy}".strip())
-    todo = list(cases)
-    where = torch.device("cuda", device)
+    where, todo = gpu(device), list(cases)
     with torch.cuda.device(device), torch.no_grad(), use_backend(backend):
         torch.manual_seed(0)
 
@@ -252,7 +258,7 @@ def bench(
         progress(0.0, "choosing kernels")
         precompile.compile_for(calls(), lambda done, what: progress(0.1 * done, what))
         others = _installed(PEERS) if peers else {}
-        data: dict[str, Any] = {"environment": _environment(device), "ceilings": ceilings(where)}
+        data: dict[str, Any] = {"environment": environment(device), "ceilings": ceilings(where)}
         data["environment"] |= {"backend": backend or "automatic", "alone": ALONE}
         data["cases"], data["red"] = [], []
         for i, case in enumerate(todo):

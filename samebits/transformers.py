@@ -1,0 +1,364 @@
+"""Attention of Hugging Face models by :func:`samebits.attention`: ``attn_implementation="samebits"``.
+
+``transformers`` asks twice. Once in a forward, the *mask function* is told which keys queries see. Then every
+layer calls the *attention function*, and hands over what the mask function returned. That has to be a tensor
+of four dimensions: models, ``torch.compile`` and moves to other devices let nothing else through. So
+:func:`_mask` returns one of these, and their dtypes tell :func:`_attention` which:
+
+* int32: :class:`_Spans`, where a causal or full pattern, a window, padding and packed sequences say it all;
+* uint8: a mask, for all else. It has one row more than there are queries, with the slots of the sequence.
+
+Masks of other dtypes are the user's or the model's own.
+"""
+
+from __future__ import annotations
+
+import enum
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from samebits.backends.attention import SEGMENT
+from samebits.ops.attention import attention, hidden_keys
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Make ``attn_implementation="samebits"`` known to ``transformers``.
+
+    ::
+
+        samebits.transformers.register()
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="samebits")
+
+    Such a model calls :func:`samebits.attention`, within :class:`samebits.batch_invariant` and outside of it.
+    A query has the same bits alone and in a batch, with padding on either side, in a row of packed sequences,
+    in a prefill, in chunks of it and in decoding, with every cache: also one that drops keys outside of a
+    window. A second call changes nothing.
+
+    * Windows, soft caps, attention sinks, position biases and grouped heads are those of the model.
+    * ``attention_mask[batch, keys]`` is padding: what it shows of a row has no gaps. On a CPU another one is
+      refused. On a GPU it ends in a device assert, because nothing here waits for the GPU. A mask of four
+      dimensions may have gaps.
+    * Sequences packed into a row are told by ``position_ids``, without mask and cache, or by
+      ``cu_seq_lens_q`` and ``cu_seq_lens_k``. With ``position_ids`` each forward waits for the GPU once, as
+      ``transformers`` does itself. Models that do not hand ``position_ids`` on to masks, as GPT-OSS, need the
+      others.
+    * Masks of four dimensions, and patterns other than these (images in Gemma 3, chunks in Llama 4), are
+      passed as masks.
+    * ``torch.compile`` does not trace the mask function: a graph breaks there, once in a forward.
+
+    A model's call is refused with dropout, ``output_attentions``, a head mask, or the paged cache of
+    ``generate_batch``.
+
+    Raises:
+        ImportError: ``transformers`` is not installed.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register("samebits", _attention)
+    # It looks into functions, which cannot be traced.
+    AttentionMaskInterface.register("samebits", torch.compiler.disable(_mask))
+
+
+class _Flag(enum.IntFlag):
+    CAUSAL = enum.auto()
+    START = enum.auto()
+    LENGTH = enum.auto()
+    PACKED = enum.auto()
+    DROPPED = enum.auto()
+
+
+class _Spans(NamedTuple):
+    """Which keys queries see, in the arguments of :func:`samebits.attention`.
+
+    Attributes:
+        causal: whether a query sees no key after its own position.
+        left: how many keys it sees before it, and after it if not causal; -1 for all.
+        start: int32 ``[batch]``: ``key_start``; negative for a first key that the cache has dropped.
+        length: int32 ``[batch]``: ``key_length``.
+        offsets: int32 ``[n + 1]``: packed sequences in the tokens of the whole batch.
+        dropped: whether the cache has dropped keys.
+    """
+
+    causal: bool
+    left: int
+    start: Tensor | None = None
+    length: Tensor | None = None
+    offsets: Tensor | None = None
+    dropped: bool = False
+
+    def pack(self, batch: int, device: torch.device | str) -> Tensor:
+        """As a tensor. Its sizes hold what the CPU must know, its values what only the GPU may know."""
+        flags = _Flag.CAUSAL * self.causal | _Flag.DROPPED * self.dropped
+        if self.offsets is not None:
+            flags, values = flags | _Flag.PACKED, self.offsets[None]
+        else:
+            flags |= _Flag.START * (self.start is not None) | _Flag.LENGTH * (self.length is not None)
+            zero = torch.zeros(batch, dtype=torch.int32, device=device)
+            some = (zero if t is None else t for t in (self.start, self.length))
+            values = torch.stack([*some]).T  # each of them contiguous
+        return values[:, None, None].expand(-1, 1 + flags, 2 + self.left, -1)
+
+    @classmethod
+    def unpack(cls, t: Tensor) -> _Spans:
+        flags, left = _Flag(t.shape[1] - 1), t.shape[2] - 2
+        spans = cls(_Flag.CAUSAL in flags, left, dropped=_Flag.DROPPED in flags)
+        if _Flag.PACKED in flags:
+            return spans._replace(offsets=t[0, 0, 0])
+        return spans._replace(
+            start=t[:, 0, 0, 0] if _Flag.START in flags else None,
+            length=t[:, 0, 0, 1] if _Flag.LENGTH in flags else None,
+        )
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return self.left, 0 if self.causal else self.left
+
+
+# ---- the mask function
+
+
+def _mask(**asked: Any) -> Tensor:
+    """What ``transformers`` asks its mask functions for: see ``transformers.masking_utils.sdpa_mask``.
+
+    Queries have the positions from ``q_offset`` on, slots of keys those from ``kv_offset`` on, padding
+    included. ``attention_mask`` is indexed by positions. Lengths are integers; ``q_offset`` may be on the
+    device.
+    """
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    batch, keys, dropped = asked["batch_size"], asked["kv_length"], asked.get("kv_offset", 0)
+    padding = asked.get("attention_mask")
+    if "q_length" in asked:
+        queries, offset, device = asked["q_length"], asked.get("q_offset", 0), asked.get("device", "cpu")
+    else:  # older versions
+        at = asked["cache_position"]
+        queries, offset, device = len(at), at[0], at.device
+    pattern = _pattern(asked.get("mask_function", causal_mask_function), asked.get("local_size"))
+    spans = (
+        None if pattern is None else _spans(pattern, batch, queries, keys, offset, dropped, padding, device)
+    )
+    if spans is not None:
+        return spans.pack(batch, device)
+    whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    seen: Any = sdpa_mask(**asked | whole)
+    start = torch.zeros(batch, dtype=torch.int32, device=device) if padding is None else _first(padding)
+    start = start - dropped
+    if dropped:
+        seen, start = F.pad(seen, (SEGMENT, 0)), _behind_a_segment(start)
+    own = torch.arange(seen.shape[-1], device=device) >= start[:, None]
+    return torch.cat([seen, own[:, None, None].expand(-1, seen.shape[1], -1, -1)], 2).view(torch.uint8)
+
+
+def _spans(
+    pattern: tuple[bool, int, Tensor | None],
+    batch: int,
+    queries: int,
+    keys: int,
+    offset: int | Tensor,
+    dropped: int,
+    padding: Tensor | None,
+    device: torch.device | str,
+) -> _Spans | None:
+    """A pattern with these sizes, offsets and padding, or None if spans cannot tell it."""
+    causal, left, segments = pattern
+    if segments is not None:
+        if dropped or padding is not None or keys != queries:
+            return None
+        return _Spans(causal, left, offsets=_offsets(segments.expand(batch, -1)))
+    if not causal:
+        aligned = isinstance(offset, int) and offset == 0 and queries == keys and padding is None
+        if dropped or (left >= 0 and not aligned):
+            return None
+        start, length = (None, None) if padding is None else _shown(padding, keys)
+        return _Spans(False, left, start, length)
+    if dropped and not 0 <= left <= keys - queries:
+        return None  # queries would see keys that are not there
+    used = offset + queries - dropped
+    if isinstance(used, int) and used > keys:
+        return None
+    start = length = None
+    if padding is not None:
+        start = _shown(padding, keys + dropped)[0] - dropped
+    elif dropped:
+        start = torch.full((batch,), -dropped, dtype=torch.int32, device=device)
+    if isinstance(used, Tensor):
+        length = used.to(torch.int32).expand(batch)
+    elif used < keys:
+        length = torch.full((batch,), used, dtype=torch.int32, device=device)
+    if start is not None and length is not None:
+        start = torch.minimum(start, length)  # the mask may show a row's first key before there is one
+    return _Spans(True, left, start, length, dropped=dropped > 0)
+
+
+class _Anything:
+    """Stands for any value of a captured variable, and keeps it."""
+
+    value: Any = None
+
+
+def _pattern(function: Any, size: int | None) -> tuple[bool, int, Tensor | None] | None:
+    """Causal or not, the window to the left, and numbers of packed sequences; None for another pattern.
+
+    A mask function of ``transformers`` is made of nested functions. It is compared with those that this
+    module knows, by their code and all that they capture.
+    """
+    from transformers import masking_utils as m
+
+    known = [(m.causal_mask_function, True, -1), (m.bidirectional_mask_function, False, -1)]
+    if isinstance(size, int) and size > 0:
+        known.append((m.sliding_window_causal_mask_function(size), True, size - 1))
+        if hasattr(m, "sliding_window_bidirectional_mask_function"):
+            known.append((m.sliding_window_bidirectional_mask_function(size), False, size))
+    anything: Any = _Anything()
+    for own, causal, left in known:
+        if _same(function, own):
+            return causal, left, None
+        segments: Any = _Anything()
+        if hasattr(m, "packed_sequence_compatibility_function"):
+            packed = m.packed_sequence_compatibility_function(own, anything, segments)
+        else:
+            packed = m.and_masks(own, m.packed_sequence_mask_function(segments))
+        if _same(function, packed):
+            return causal, left, segments.value
+    return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two functions do the same, as far as can be told from what they are made of."""
+    if isinstance(b, _Anything):
+        b.value = a
+        return True
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, FunctionType):
+        parts = ([c.cell_contents for c in f.__closure__ or ()] for f in (a, b))
+        return a.__code__ is b.__code__ and _same(*map(tuple, parts))
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return isinstance(a, int) and a == b
+
+
+def _first(shown: Tensor) -> Tensor:
+    """The first True of each row, or 0."""
+    return shown.to(torch.uint8).argmax(1).to(torch.int32)
+
+
+def _shown(padding: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """The first key of each row that padding shows, and the one after the last. Refuses gaps."""
+    padding = padding[:, :keys]
+    start, count = _first(padding), padding.count_nonzero(1).to(torch.int32)
+    stop = start + count
+    ends = ((padding.shape[1] - _first(padding.flip(1)) == stop) | (count == 0)).all()
+    said = (
+        "samebits.transformers: attention_mask: expected no gaps in a row; give a mask with four dimensions"
+    )
+    if padding.is_cuda:
+        torch._assert_async(ends, said)
+    elif not ends:
+        raise ValueError(said)
+    return start, stop
+
+
+def _offsets(segments: Tensor) -> Tensor:
+    """Where packed sequences begin in the tokens of all rows, and the end."""
+    begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+    return F.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=segments.numel()).to(torch.int32)
+
+
+def _behind_a_segment(start: Tensor) -> Tensor:
+    """First slots of sequences with a segment of slots put before the others.
+
+    A negative one moves by whole segments, which changes no bit: what counts is where segments are cut.
+    """
+    return torch.where(start < 0, start % SEGMENT, start + SEGMENT)
+
+
+# ---- the attention function
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """:func:`samebits.attention` of ``[batch, heads, tokens, size]``, as layers of models call it."""
+    _refuse(dropout, others)
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    if attention_mask is not None and attention_mask.dtype != torch.int32:
+        if cu_seq_lens_q is not None:
+            raise ValueError("samebits.transformers: attention_mask: expected none with cu_seq_lens_q")
+        mask, options["key_start"] = _seen(attention_mask, len(q))
+        if mask.shape[-1] == k.shape[1] + SEGMENT:
+            k, v = (F.pad(t, (0, 0, 0, 0, SEGMENT, 0)) for t in (k, v))
+        return _attend(q, k, v, mask=_with_bias(mask, position_bias), **options), None
+    if attention_mask is not None:
+        spans = _Spans.unpack(attention_mask)
+    else:
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if sliding_window is not None and not causal:
+            raise ValueError("samebits.transformers: sliding_window: expected none without a mask or causal")
+        spans = _Spans(causal, -1 if sliding_window is None else sliding_window - 1)
+    options |= {"window": spans.window, "mask": position_bias}
+    offsets = (spans.offsets, spans.offsets) if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k)
+    if offsets[0] is not None:
+        flat = (t.flatten(0, 1) for t in (q, k, v))
+        out = _attend(*flat, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], **options)
+        return out.unflatten(0, q.shape[:2]), None
+    start, length = spans.start, spans.length
+    if spans.dropped and start is not None:
+        k, v = (F.pad(t, (0, 0, 0, 0, SEGMENT, 0)) for t in (k, v))
+        start, length = _behind_a_segment(start), None if length is None else length + SEGMENT
+    return _attend(q, k, v, key_start=start, key_length=length, **options), None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    out = attention(q, k, v, **options)
+    assert isinstance(out, Tensor)  # without return_lse
+    return out
+
+
+def _refuse(dropout: float, others: dict[str, Any]) -> None:
+    """Refuse what would change the result and is not implemented."""
+    wanted = {name: others.get(name) for name in ("output_attentions", "head_mask", "sinks", "cache")}
+    if dropout:
+        wanted["dropout"] = dropout
+    for name, value in wanted.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(
+                f'samebits.transformers: {name}: attn_implementation="samebits" does not have it'
+            )
+
+
+def _seen(mask: Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
+    """A mask for :func:`samebits.attention`, and the first slot of each sequence."""
+    if mask.dtype == torch.uint8:
+        mask = mask.view(torch.bool)
+        return mask[:, :, :-1], _first(mask[:, 0, -1])
+    return mask, hidden_keys(mask, rows)
+
+
+def _with_bias(mask: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return mask
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
