@@ -550,7 +550,7 @@ struct Consumer {
             release(v_stage);
             pack(probabilities, s);
         }
-        warp_arrive(shared.q_empty);
+        if (thread % 32 == 0) mbarrier_arrive(shared.q_empty);
 
         const u32 v = wait();
         const int valid = ticket.sequence.keys - (end - 1) * KEYS;
@@ -594,7 +594,7 @@ struct Consumer {
             if (ticket.first_query < 0) break;
             if (ticket.first >= ticket.end) {
                 Output{p, ticket}.store_nothing();
-                warp_arrive(shared.q_empty);
+                if (thread % 32 == 0) mbarrier_arrive(shared.q_empty);
                 continue;
             }
             float o[VALUES / 2];
@@ -618,7 +618,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_sm90(const __
             mbarrier_init(shared.empty + stage * 8, WARPGROUPS);
         }
         mbarrier_init(shared.q_full, 1);
-        mbarrier_init(shared.q_empty, WARPGROUPS * 4 * WARP_ARRIVALS);
+        mbarrier_init(shared.q_empty, WARPGROUPS * 4);
         mbarrier_init_fence();
     }
     __syncthreads();
