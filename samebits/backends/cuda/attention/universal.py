@@ -157,7 +157,7 @@ def merge_spec(of: Variant, s: Forward, programmatic: bool) -> compiler.KernelSp
     """The merge of the segments that the forward under a schedule leaves."""
     return compiler.KernelSpec(
         *("attention.cu", "merge_segments", _FORWARD, tuple(_constants(of, s).items())),
-        block=min(512, 4 * round_up(of.values, 32)),
+        block=round_up(of.values, 32),
         programmatic=programmatic,
         oldest=of.oldest,
     )
