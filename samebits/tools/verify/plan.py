@@ -91,15 +91,17 @@ class VerifyPlan:
 def attention_kernels(
     cases: Sequence[AttentionCase], contract: Contract, device: torch.device
 ) -> Iterator[Callable[[], object]]:
-    """Calls that load the kernels of `cases`. Those of one variant share them."""
+    """Calls that load the kernels of `cases`."""
     from samebits.backends.cuda import exp2, runtime
     from samebits.backends.cuda.attention import catalogue
 
-    first = {case.of: case for case in reversed(cases)}
-    for case in first.values():
+    specs: set[object] = set()
+    for case in cases:
         x, _ = build(case, contract, device)
         for spec in catalogue.specs(x, grad_mask=case.grad_mask):
-            yield partial(runtime.load, spec, device.index)
+            if spec not in specs:
+                specs.add(spec)
+                yield partial(runtime.load, spec, device.index)
     for model in exp2_models(contract) if cases else ():
         yield partial(runtime.load, exp2.spec(model), device.index)
 
