@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from samebits.backends import UnavailableError
@@ -12,7 +13,7 @@ from samebits.backends.attention import Attention
 from samebits.backends.cuda import matmul
 from samebits.functions import CONSTANTS
 
-__all__ = ["PROBLEM", "address", "check", "lse_strides", "problem"]
+__all__ = ["PROBLEM", "address", "check", "empty_results", "lse_strides", "problem"]
 
 PROBLEM = "PPPPPqPqqqqiiiiiiiiiiiifffi"
 """The ``struct`` format of the values of :func:`problem`."""
@@ -62,3 +63,14 @@ def problem(x: Attention) -> tuple[Any, ...]:
         float(f32(x.scale) / f32(x.softcap)) if x.softcap else 0.0,
         *(x.scale, 0),
     )
+
+
+def empty_results(x: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """The output and both log-sum-exps, to be filled."""
+    out = x.q.new_empty((*x.q.shape[:-1], x.v.shape[-1]))
+    lse, lse2 = (torch.empty(x.lse_shape, dtype=torch.float32, device=x.q.device) for _ in range(2))
+    if x.packed:  # there may be tokens of no sequence
+        out.zero_()
+        lse.fill_(-torch.inf)
+        lse2.fill_(-torch.inf)
+    return out, lse, lse2

@@ -12,7 +12,14 @@ from torch import Tensor
 from samebits.backends.attention import BLOCK, SEGMENT, Attention
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.attention import universal
-from samebits.backends.cuda.attention.problem import PROBLEM, address, check, lse_strides, problem
+from samebits.backends.cuda.attention.problem import (
+    PROBLEM,
+    address,
+    check,
+    empty_results,
+    lse_strides,
+    problem,
+)
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.backends.cuda.tensor_maps import Maps
 from samebits.contract import contract_from_key
@@ -288,12 +295,7 @@ def forward(x: Attention, *, schedule: HopperSchedule | None = None) -> tuple[Te
     if s.grouped and not _can_group(x):
         s = replace(s, grouped=False)
     device = x.q.get_device()
-    out = x.q.new_empty((*x.q.shape[:-1], x.v.shape[-1]))
-    lse, lse2 = (torch.empty(x.lse_shape, dtype=torch.float32, device=x.q.device) for _ in range(2))
-    if x.packed:  # there may be tokens of no sequence
-        out.zero_()
-        lse.fill_(-torch.inf)
-        lse2.fill_(-torch.inf)
+    out, lse, lse2 = empty_results(x)
     operands = (x.q, x.k, x.v)
     tiles, heads, height, members = _tiles(x, s)
     kernel, maps, shared = _prepared(of, s, tuple(map(layout, operands)), height, members, device)

@@ -18,7 +18,14 @@ from torch import Tensor
 from samebits.backends import UnavailableError
 from samebits.backends.attention import BLOCK, SEGMENT, Attention
 from samebits.backends.cuda import compiler, devices, matmul, runtime
-from samebits.backends.cuda.attention.problem import PROBLEM, address, check, lse_strides, problem
+from samebits.backends.cuda.attention.problem import (
+    PROBLEM,
+    address,
+    check,
+    empty_results,
+    lse_strides,
+    problem,
+)
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.contract import INTERPOLATION, contract_from_key
 
@@ -274,12 +281,7 @@ def forward(
     of = variant(x)
     if schedule is None:
         schedule, splits = choose(x, of)
-    out = x.q.new_empty((*x.q.shape[:-1], x.v.shape[-1]))
-    lse, lse2 = (torch.empty(x.lse_shape, dtype=torch.float32, device=x.q.device) for _ in range(2))
-    if x.packed:  # there may be tokens of no sequence
-        out.zero_()
-        lse.fill_(-torch.inf)
-        lse2.fill_(-torch.inf)
+    out, lse, lse2 = empty_results(x)
     if out.numel() == 0:
         return out, lse, lse2
     device = x.q.get_device()
