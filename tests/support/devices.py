@@ -12,6 +12,7 @@ from torch import Tensor
 
 from samebits import AMPERE, HOPPER
 from samebits.backends.cuda import devices, linear_logp_sm90, matmul
+from samebits.backends.cuda.attention import sm90
 from samebits.testing import values
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -38,6 +39,7 @@ def multiprocessors(count: int | None) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(devices, "device_info", return_value=here))
         stack.enter_context(mock.patch.object(matmul, "_plans", {}))
+        stack.enter_context(mock.patch.object(sm90, "_plans", {}))
         if importlib.util.find_spec("triton"):
             triton = importlib.import_module("samebits.backends.triton.runtime")
             gpu = triton.gpu(index)._replace(multiprocessors=count)

@@ -297,7 +297,7 @@ def all_lanes_arrive() -> None:
     made = compiler.KernelSpec.__init__
 
     def init(self: compiler.KernelSpec, source: str, entry: str, params: str, constants: tuple, *rest, **kw):
-        if source in ("fma_sm90.cu", "fma_few_sm90.cu"):
+        if source in ("fma_sm90.cu", "fma_few_sm90.cu", "attention_sm90.cu", "attention_backward_sm90.cu"):
             constants = (*constants, ("ALL_LANES_ARRIVE", 1))
         made(self, source, entry, params, constants, *rest, **kw)
 

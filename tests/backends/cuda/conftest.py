@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from samebits.backends.cuda import compiler, devices, linear_logp_sm90, logp, matmul, runtime, tensor_maps
+from samebits.backends.cuda.attention import sm90
 
 
 @pytest.fixture
@@ -50,6 +51,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(tensor_maps, "tensor_map", tensor_map)
     monkeypatch.setattr(runtime, "empty_matrix", lambda m, n, dtype, device: torch.empty((m, n), dtype=dtype))
     monkeypatch.setattr(matmul, "_plans", {})
+    monkeypatch.setattr(sm90, "_plans", {})
     linear_logp_sm90._prepared.cache_clear()
     logp._kernel.cache_clear()
     return found

@@ -15,7 +15,8 @@ __all__ = ["backward", "forward"]
 
 def forward(x: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`samebits.backends.attention`."""
-    return sm90.forward(x) if sm90.supports(x) else universal.forward(x)
+    plan = sm90.plan(x)
+    return universal.forward(x) if plan is None else plan.run(x)
 
 
 def backward(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,19 @@ from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.backends.cuda.tensor_maps import Maps
 from samebits.contract import contract_from_key
 
-__all__ = ["HopperSchedule", "HopperVariant", "choose", "forward", "schedules", "spec", "supports", "variant"]
+__all__ = [
+    "HopperSchedule",
+    "HopperVariant",
+    "Plan",
+    "choose",
+    "forward",
+    "make_plan",
+    "plan",
+    "schedules",
+    "spec",
+    "supports",
+    "variant",
+]
 
 _PARAMS = "128s128s128sPPPPPPqqiiiiiiiiii" + PROBLEM
 _LARGEST_HEAD = 128
@@ -64,6 +77,7 @@ class HopperSchedule:
         grouped: whether a tile has all heads that share a head of k and v, side by side; else it has one.
         split: whether tiles share the segments of their rows, and a second kernel merges them.
         dynamic: whether blocks of the grid take tiles as they come; else each has its own.
+        few: whether tiles have 8 rows only, so that threads do the arithmetic of one row, not of two.
     """
 
     warpgroups: int
@@ -71,10 +85,17 @@ class HopperSchedule:
     grouped: bool = False
     split: bool = False
     dynamic: bool = False
+    few: bool = False
 
     @property
     def rows(self) -> int:
+        """That products have."""
         return 64 * self.warpgroups
+
+    @property
+    def most_rows(self) -> int:
+        """That a tile fills of them."""
+        return 8 if self.few else self.rows
 
     def smem(self, of: HopperVariant) -> int:
         in_registers = self.split or (of.values <= 64 and self.warpgroups < 3)
@@ -111,6 +132,8 @@ def schedules(of: HopperVariant) -> tuple[HopperSchedule, ...]:
     for warpgroups, (grouped, split, dynamic) in itertools.product((1, 2, 3), flags):
         least = HopperSchedule(warpgroups, 3, grouped, split, dynamic)
         found += [least.filled(of), least]
+    for grouped, split in itertools.product((False, True), repeat=2):
+        found.append(HopperSchedule(1, 3, grouped, split, few=True).filled(of))
     return tuple(dict.fromkeys(s for s in found if s.fits(of)))
 
 
@@ -124,6 +147,7 @@ def spec(of: HopperVariant, s: HopperSchedule) -> compiler.KernelSpec:
         "WARPGROUPS": s.warpgroups,
         "STAGES": s.stages,
         "SPLIT": int(s.split),
+        "FEW": int(s.few),
     }
     return compiler.KernelSpec(
         *("attention_sm90.cu", "attention_sm90", _PARAMS, tuple(constants.items())),
@@ -157,7 +181,8 @@ def choose(x: Attention, of: HopperVariant) -> HopperSchedule:
     grouped = x.group > 1 and queries < 128 and _can_group(x)
     rows = queries * (x.group if grouped else 1)
     dynamic = x.packed or x.key_start is not None or x.key_length is not None
-    found = [HopperSchedule(n, 3, grouped, dynamic=dynamic) for n in ((1,) if rows <= 64 else (2, 3))]
+    least = HopperSchedule(1, 3, grouped, dynamic=dynamic, few=rows <= 8)
+    found = [replace(least, warpgroups=n) for n in ((1,) if rows <= 64 else (2, 3))]
     s = min((s for s in found if s.fits(of)), key=lambda s: _cost(x, s, multiprocessors))
     if _shares(x, s) > 1 and x.q.shape[:-1].numel() * _segments(x) * (of.values + 2) * 4 <= _SCRATCH:
         s = replace(s, split=True, dynamic=False)
@@ -187,20 +212,20 @@ def _best_shares(tiles: int, segments: int, rows: int, multiprocessors: int) -> 
     return min(range(1, max(1, segments) + 1), key=cost)
 
 
-def _can_group(x: Attention) -> bool:
-    return x.group <= 64 and x.q.stride(-2) != 0
+def _can_group(x: Attention, rows: int = 64) -> bool:
+    return x.group <= rows and x.q.stride(-2) != 0
 
 
 def _tiles(x: Attention, s: HopperSchedule) -> tuple[int, int, int, int]:
     """Tiles of queries, heads or groups of heads, queries in a tile, and heads in it."""
     members = x.group if s.grouped else 1
-    height = s.rows // members
+    height = s.most_rows // members
     tiles = -(-x.queries // height) + (x.batch if x.packed else 0)
     return tiles, (1 if x.packed else x.batch) * x.heads // members, height, members
 
 
 def supports(x: Attention) -> bool:
-    """Whether :func:`forward` takes the call. The universal kernels take all others."""
+    """Whether the kernel takes the call. The universal kernels take all others."""
     head, values = x.q.shape[-1], x.v.shape[-1]
     return (
         x.q.dtype in (torch.bfloat16, torch.float16)
@@ -257,20 +282,6 @@ def _query_maps(dtype: torch.dtype, of: Layout, height: int, members: int) -> Ma
     return Maps(dtype, sizes, strides, (64, members, height, 1), 128)
 
 
-@functools.lru_cache(maxsize=256)  # a cache of keys that grows makes an entry at each step
-def _prepared(
-    of: HopperVariant, s: HopperSchedule, layouts: tuple[Layout, ...], height: int, members: int, device: int
-) -> tuple[runtime.Kernel, tuple[Maps, ...], int]:
-    """The kernel, the maps of q, k and v, and which of them have one matrix for all."""
-    l2_promotion = 128 if s.warpgroups == 1 else 256  # keys that stream from memory do so 6 % faster
-    maps = (
-        _query_maps(of.dtype, layouts[0], height, members),
-        tile_maps(of.dtype, layouts[1], BLOCK, 64, l2_promotion),
-        tile_maps(of.dtype, layouts[2], BLOCK, of.width, l2_promotion),
-    )
-    return runtime.load(spec(of, s), device), maps, shared_matrices(layouts)
-
-
 def shared_matrices(layouts: tuple[Layout, ...]) -> int:
     """Bits of the operands that have one matrix for all of the batch, then of those that do for all heads."""
     n = len(layouts)
@@ -283,41 +294,113 @@ def variant(x: Attention) -> HopperVariant:
     return HopperVariant(x.q.dtype, head, values, softcap=x.softcap != 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All of a call that its geometry decides: everything but addresses.
+
+    Attributes:
+        kernel: under its schedule.
+        maps: of q, k and v.
+        grid: blocks.
+        sizes: members of ``struct Params`` between the addresses of results and those of sequences.
+        problem: those after the latter.
+        scratch: floats that hold segments, if they are merged by a kernel of their own.
+        dynamic: whether blocks take tiles as they come.
+        merge: that kernel.
+    """
+
+    kernel: runtime.Kernel
+    maps: tuple[Maps, ...]
+    grid: int
+    sizes: tuple[int, ...]
+    problem: tuple[Any, ...]
+    scratch: int
+    dynamic: bool
+    merge: universal.Merge | None
+
+    def run(self, x: Attention) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = x.q, x.k, x.v
+        out, lse, lse2 = empty_results(x)
+        scratch = following = None
+        if self.scratch:
+            scratch = torch.empty(self.scratch, dtype=torch.float32, device=q.device)
+        if self.dynamic:
+            following = torch.zeros(1, dtype=torch.int32, device=q.device)
+        of_q, of_k, of_v = self.maps
+        self.kernel.launch(
+            (self.grid, 1, 1),
+            *(of_q[q.data_ptr()], of_k[k.data_ptr()], of_v[v.data_ptr()]),
+            *map(address, (out, x.sinks, lse, lse2, scratch, following)),
+            *self.sizes,
+            *map(address, (x.cu_seqlens_q, x.cu_seqlens_k, x.key_start, x.key_length, None)),
+            *self.problem,
+        )
+        if scratch is not None and self.merge is not None:
+            self.merge.run(x, out, lse, lse2, scratch)
+        return out, lse, lse2
+
+
+def make_plan(x: Attention, schedule: HopperSchedule | None = None) -> Plan:
+    """The plan of a call that the kernel supports; with a schedule instead of the default choice."""
+    check(x)
+    of = variant(x)
+    s = schedule or choose(x, of)
+    if s.grouped and not _can_group(x, s.most_rows):
+        s = replace(s, grouped=False)
+    device = x.q.get_device()
+    layouts = tuple(map(layout, (x.q, x.k, x.v)))
+    tiles, heads, height, members = _tiles(x, s)
+    l2_promotion = 128 if s.warpgroups == 1 else 256  # keys that stream from memory do so 6 % faster
+    maps = (
+        _query_maps(of.dtype, layouts[0], height, members),
+        tile_maps(of.dtype, layouts[1], BLOCK, 64, l2_promotion),
+        tile_maps(of.dtype, layouts[2], BLOCK, of.width, l2_promotion),
+    )
+    of_head = 2 * x.keys * (x.k.shape[-1] + x.v.shape[-1])
+    together = min(heads, max(1, _L2 // of_head) * (x.group // members))
+    segments = _segments(x)
+    share = -(-segments // min(segments, max(_shares(x, s), 2))) if s.split else segments
+    shares = -(-segments // share)
+    sizes = (*lse_strides(x), tiles, heads, together, segments, shares, share, members, height)
+    return Plan(
+        kernel=runtime.load(spec(of, s), device),
+        maps=maps,
+        grid=min(tiles * heads * shares, devices.device_info(device).sm_count),
+        sizes=(*sizes, shared_matrices(layouts), 0),
+        problem=problem(x)[5:],
+        scratch=x.q.shape[:-1].numel() * segments * (of.values + 2) if s.split else 0,
+        dynamic=s.dynamic,
+        merge=universal.Merge.of(x) if s.split else None,
+    )
+
+
 def forward(x: Attention, *, schedule: HopperSchedule | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`samebits.backends.attention`.
 
     Args:
         schedule: instead of the default choice. Never changes a bit.
     """
-    check(x)
-    of = variant(x)
-    s = schedule or choose(x, of)
-    if s.grouped and not _can_group(x):
-        s = replace(s, grouped=False)
-    device = x.q.get_device()
-    out, lse, lse2 = empty_results(x)
-    operands = (x.q, x.k, x.v)
-    tiles, heads, height, members = _tiles(x, s)
-    kernel, maps, shared = _prepared(of, s, tuple(map(layout, operands)), height, members, device)
-    of_head = 2 * x.keys * (x.k.shape[-1] + x.v.shape[-1])
-    together = min(heads, max(1, _L2 // of_head) * (x.group // members))
-    segments = _segments(x)
-    shares = min(segments, max(_shares(x, s), 2)) if s.split else 1
-    share = -(-segments // shares)
-    scratch = following = None
-    if s.split:
-        floats = x.q.shape[:-1].numel() * segments * (of.values + 2)
-        scratch = torch.empty(floats, dtype=torch.float32, device=x.q.device)
-    if s.dynamic:
-        following = torch.zeros(1, dtype=torch.int32, device=x.q.device)
-    shares = -(-segments // share)
-    kernel.launch(
-        (min(tiles * heads * shares, devices.device_info(device).sm_count), 1, 1),
-        *(of_operand[t.data_ptr()] for of_operand, t in zip(maps, operands, strict=True)),
-        *map(address, (out, x.sinks, lse, lse2, scratch, following)),
-        *(*lse_strides(x), tiles, heads, together, segments, shares, share, members, height, shared, 0),
-        *problem(x),
+    return make_plan(x, schedule).run(x)
+
+
+_MOST_PLANS = 1024  # a cache of keys that grows makes one at each step
+_plans: dict[tuple[Any, ...], Plan | None] = {}
+
+
+def plan(x: Attention) -> Plan | None:
+    """The plan of a call, found by its geometry; None if the kernel does not support it."""
+    q, k, v, offsets = x.q, x.k, x.v, x.cu_seqlens_q
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or x.mask is not None or x.block_table is not None:
+        return None
+    key = (
+        *(q.dtype, q.get_device(), q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()),
+        *(x.contract, x.scale, x.softcap, x.window, x.align, None if offsets is None else len(offsets)),
+        *(x.cu_seqlens_k is None, x.key_start is None, x.key_length is None),
     )
-    if scratch is not None:
-        universal.merge(x, out, lse, lse2, scratch)
-    return out, lse, lse2
+    try:
+        return _plans[key]
+    except KeyError:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        found = _plans[key] = make_plan(x) if supports(x) else None
+        return found

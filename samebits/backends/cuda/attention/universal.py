@@ -29,7 +29,7 @@ from samebits.backends.cuda.attention.problem import (
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.contract import INTERPOLATION, contract_from_key
 
-__all__ = ["Forward", "Variant", "choose", "forward", "forward_schedules", "merge", "specs", "variant"]
+__all__ = ["Forward", "Merge", "Variant", "choose", "forward", "forward_schedules", "specs", "variant"]
 
 _SCRATCH = 512 << 20  # bytes that the segments of split keys may take
 
@@ -164,7 +164,7 @@ def merge_spec(of: Variant, s: Forward, programmatic: bool) -> compiler.KernelSp
     """The merge of the segments that the forward under a schedule leaves."""
     return compiler.KernelSpec(
         *("attention.cu", "merge_segments", _FORWARD, tuple(_constants(of, s).items())),
-        block=round_up(of.values, 32),
+        block=min(512, 4 * round_up(of.values, 32)),
         programmatic=programmatic,
         oldest=of.oldest,
     )
@@ -292,7 +292,11 @@ def forward(
     if schedule.split:
         floats = x.q.shape[:-1].numel() * segments * (schedule.values(of) + 2)
         scratch = torch.empty(max(floats, 1), dtype=torch.float32, device=x.q.device)
-    values = _values(x, out, lse, lse2, scratch, tiles, splits)
+    values = (
+        *map(address, (x.q, x.k, x.v, x.sinks, out, lse, lse2, scratch)),
+        *_sizes(x, tiles, splits),
+        *problem(x),
+    )
     grid = all_tiles * x.kv_heads * splits
     runtime.load(forward_spec(of, schedule, programmatic), device).launch((grid, 1, 1), *values)
     if schedule.split:
@@ -301,22 +305,46 @@ def forward(
     return out, lse, lse2
 
 
-def _values(
-    x: Attention, out: Tensor, lse: Tensor, lse2: Tensor, scratch: Tensor | None, tiles: int, splits: int
-) -> tuple[Any, ...]:
-    """The values of the forward's ``struct Params``."""
-    return (
-        *map(address, (x.q, x.k, x.v, x.sinks, out, lse, lse2, scratch)),
-        *(*strides(x.q), *strides(x.k), *strides(x.v), *strides(out)[:3], *lse_strides(x)),
-        *(tiles, splits, -(-x.keys // SEGMENT), 0),
-        *problem(x),
-    )
+def _sizes(x: Attention, tiles: int, splits: int) -> tuple[int, ...]:
+    """Members of the forward's ``struct Params`` between the addresses of tensors and the problem."""
+    by_row = x.heads * x.v.shape[-1]
+    of_out = (0 if x.packed else x.queries * by_row, by_row, x.v.shape[-1])
+    segments = -(-x.keys // SEGMENT)
+    of_tensors = (*strides(x.q), *strides(x.k), *strides(x.v), *of_out)
+    return (*of_tensors, *lse_strides(x), tiles, splits, segments, 0)
 
 
-def merge(x: Attention, out: Tensor, lse: Tensor, lse2: Tensor, scratch: Tensor) -> None:
-    """Merge segments that another kernel left in `scratch`, ``[rows, segments, values + 2]``."""
-    of, device = variant(x), x.q.get_device()
-    info = devices.device_info(device)
-    s = next(s for s in forward_schedules(of, info.max_smem) if s.split and s.values(of) == of.values)
-    kernel = runtime.load(merge_spec(of, s, info.capability >= (9, 0)), device)
-    kernel.launch((x.q.shape[:-1].numel(), 1, 1), *_values(x, out, lse, lse2, scratch, 0, 0))
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Merges segments that another kernel left in scratch, ``[rows, segments, values + 2]``.
+
+    Attributes:
+        kernel: ``merge_segments``.
+        rows: how many there are.
+        sizes: members of ``struct Params`` between the addresses of tensors and those of sequences.
+        problem: those after the latter.
+    """
+
+    kernel: runtime.Kernel
+    rows: int
+    sizes: tuple[int, ...]
+    problem: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, x: Attention) -> Merge:
+        """For calls of this geometry."""
+        form, device = variant(x), x.q.get_device()
+        info = devices.device_info(device)
+        schedules = forward_schedules(form, info.max_smem)
+        s = next(s for s in schedules if s.split and s.values(form) == form.values)
+        kernel = runtime.load(merge_spec(form, s, info.capability >= (9, 0)), device)
+        return cls(kernel, x.q.shape[:-1].numel(), _sizes(x, 0, 0), problem(x)[5:])
+
+    def run(self, x: Attention, out: Tensor, lse: Tensor, lse2: Tensor, scratch: Tensor) -> None:
+        self.kernel.launch(
+            (self.rows, 1, 1),
+            *map(address, (x.q, x.k, x.v, x.sinks, out, lse, lse2, scratch)),
+            *self.sizes,
+            *map(address, (x.cu_seqlens_q, x.cu_seqlens_k, x.key_start, x.key_length, x.block_table)),
+            *self.problem,
+        )

@@ -379,9 +379,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
 }
 
 #if SPLIT
-// The results of a row from those of its segments. A block has a row, a thread a column of it.
-extern "C" __global__ void merge_segments(const __grid_constant__ Params p) {
-    constexpr int AHEAD = 32;
+// The results of a row from those of its segments. A block has a row. All threads bring a chunk of segments, a warp
+// finds what each, and those before it, are scaled by, and threads that have a column merge it.
+constexpr int CHUNK = VALUES > 64 ? 8192 / VALUES : 128;  // at most 36 KiB
+
+extern "C" __global__ void __launch_bounds__(512, 1) merge_segments(const __grid_constant__ Params p) {
+    __shared__ float2 chunk[CHUNK * SCRATCH / 2], scales[CHUNK];
+    __shared__ float highest;
     const Problem& x = p.x;
     const int heads = x.heads * x.group, head = blockIdx.x % heads, token = blockIdx.x / heads;
     wait_for_kernel_before();
@@ -398,33 +402,56 @@ extern "C" __global__ void merge_segments(const __grid_constant__ Params p) {
     constexpr int LENGTH = KEYS * BLOCKS;
     int segment = first_seen / LENGTH;
     const int end = last_seen > first_seen ? (last_seen + LENGTH - 1) / LENGTH : segment;
-    const float* from = p.scratch + i64(blockIdx.x) * p.segments * SCRATCH;
-    const int column = min(int(threadIdx.x), VALUES - 1);
+    const auto* from = reinterpret_cast<const float2*>(p.scratch + i64(blockIdx.x) * p.segments * SCRATCH);
+    const auto* sums = reinterpret_cast<const float*>(chunk);
+    const int column = threadIdx.x;
+    const bool merges = column < VALUES;
 
     Merged merged;
     float o = 0.0f;
-    for (; segment < end; segment += AHEAD) {
-        float values[AHEAD];
-        float2 sums[AHEAD];
+    for (; segment < end; segment += CHUNK) {
+        const int count = min(CHUNK, end - segment);
+#pragma unroll 8
+        for (int i = threadIdx.x; i < count * (SCRATCH / 2); i += blockDim.x)
+            chunk[i] = from[segment * (SCRATCH / 2) + i];
+        __syncthreads();
+        if (threadIdx.x < 32)
+            for (int first = 0; first < count; first += 32) {
+                const int i = first + threadIdx.x;
+                const float own = i < count ? sums[i * SCRATCH + VALUES] : -INF;
+                float upto = own;
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            const float* at = from + (segment + i) * SCRATCH;
-            if (segment + i < end)
-                values[i] = at[column], sums[i] = *reinterpret_cast<const float2*>(at + VALUES);
-        }
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            if (segment + i >= end) break;
-            float scale, own_scale;
-            merged.add(sums[i].x, sums[i].y, scale, own_scale);
-            o = __fmaf_rn(o, scale, __fmul_rn(values[i], own_scale));
-        }
+                for (int step = 1; step < 32; step *= 2) {
+                    const float other = __shfl_up_sync(0xFFFFFFFF, upto, step);
+                    if (threadIdx.x >= step) upto = fmaxf(upto, other);
+                }
+                Merged before = merged;
+                const float others = __shfl_up_sync(0xFFFFFFFF, upto, 1);
+                if (threadIdx.x > 0) before.n = fmaxf(before.n, others);
+                float x, y;
+                before.raise(own, x, y);
+                if (i < count) scales[i] = make_float2(x, y);
+                merged.n = __shfl_sync(0xFFFFFFFF, before.n, 31);
+            }
+        __syncthreads();
+        if (merges)
+#pragma unroll 8
+            for (int i = 0; i < count; ++i) {
+                const float* at = sums + i * SCRATCH;
+                const auto [x, y] = scales[i];
+                merged.l = __fmaf_rn(merged.l, x, __fmul_rn(at[VALUES + 1], y));
+                o = __fmaf_rn(o, x, __fmul_rn(at[column], y));
+            }
+        __syncthreads();
     }
+    if (threadIdx.x == 0) highest = merged.n;
+    __syncthreads();
+    if (!merges) return;
+    merged.n = highest;
     if (p.sinks) o = __fmul_rn(o, merged.add_sink(p.sinks[head]));
     const float value = merged.quotient(o, merged.inverse());
-    if (int(threadIdx.x) < x.values)
-        out_at(p, sequence, query, head)[threadIdx.x] =
-            Type::narrow(FMA ? contract::canonical(value) : value);
-    if (threadIdx.x == 0) merged.store(p.lse, p.lse2, lse_at(p, sequence, query, head));
+    if (column < x.values)
+        out_at(p, sequence, query, head)[column] = Type::narrow(FMA ? contract::canonical(value) : value);
+    if (column == 0) merged.store(p.lse, p.lse2, lse_at(p, sequence, query, head));
 }
 #endif

@@ -368,7 +368,7 @@ struct Consumer {
             wgmma_wait<0>();
             pin(sum);
             if (OF_KEYS) pin(sum_of_values);
-            if (thread == 0) mbarrier_arrive(shared.empty + ring.stage * 8);
+            warp_arrive(shared.empty + ring.stage * 8);
             ring.step();
         }
 
@@ -400,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         prefetch_tensor_map(p.g);
         for (u32 stage = 0; stage < STAGES; ++stage) {
             mbarrier_init(shared.full + stage * 8, 1 + (OF_KEYS ? WARP_ARRIVALS : 0));
-            mbarrier_init(shared.empty + stage * 8, WARPGROUPS);
+            mbarrier_init(shared.empty + stage * 8, WARPGROUPS * 4 * WARP_ARRIVALS);
         }
         mbarrier_init(shared.own, 1);
         mbarrier_init_fence();

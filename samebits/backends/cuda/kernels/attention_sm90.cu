@@ -36,10 +36,11 @@
 //                   zeros
 //   SOFTCAP         1: scores are capped
 //   WARPGROUPS      consumer warpgroups: 1, 2 or 3
+//   FEW             1: tiles have at most 8 rows, so that no thread has a second one
 //   STAGES          stages of the ring, 3 or more
 //   SPLIT           1: segments go to scratch; 0: to `out`
 
-#if !defined(INPUT_F16) || !defined(SOFTCAP) || !defined(SPLIT)
+#if !defined(INPUT_F16) || !defined(SOFTCAP) || !defined(SPLIT) || !defined(FEW)
 #error "all macros are needed: #if takes a missing macro for 0"
 #endif
 #define HARDWARE_EXP2 1
@@ -160,9 +161,45 @@ __device__ __forceinline__ int tile_of(const Params& p, int round) {
     return round * int(gridDim.x) + slot;
 }
 
+// Loads the tile of a ticket: its queries, and keys and values as consumers read them. One thread does so.
+__device__ __forceinline__ void load(const SharedStorage& shared, const Params& p, const Ticket& ticket,
+                                     Ring<STAGES>& ring) {
+    const auto one_for = [&](int bit) { return p.shared >> bit & 1; };
+    mbarrier_arrive_expect_tx(shared.q_full, QTile::columns * p.height * p.members * 128);
+#pragma unroll
+    for (u32 column = 0; column < QTile::columns; ++column)
+        tma_load(shared.q + column * QTile::column_bytes, p.q, shared.q_full, column * 64,
+                 one_for(3) ? 0 : ticket.head, ticket.sequence.first_query + ticket.first_query,
+                 one_for(0) ? 0 : int(ticket.sequence.batch_of_q));
+    const int head = ticket.head / p.x.group, batch = int(ticket.sequence.batch_of_k);
+    const int end = ticket.sequence.first_key + ticket.end * KEYS;
+    int k_line = ticket.sequence.first_key + ticket.first * KEYS, v_line = k_line;
+    // K0, K1, V0, K2, V1, ...: keys keep ahead by a tile.
+    for (int ahead = 0; v_line < end; ring.step()) {
+        const u32 full = shared.full + ring.stage * 8, to = shared.ring + ring.stage * STAGE_BYTES;
+        mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
+        if (ahead < 2 && k_line < end) {
+            mbarrier_arrive_expect_tx(full, KTile::bytes);
+            KTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
+                tma_load(to + offset, p.k, full, column, k_line, one_for(4) ? 0 : head,
+                         one_for(1) ? 0 : batch);
+            });
+            k_line += KEYS;
+            ++ahead;
+        } else {
+            mbarrier_arrive_expect_tx(full, VTile::bytes);
+            VTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
+                tma_load(to + offset, p.v, full, column, v_line, one_for(5) ? 0 : head,
+                         one_for(2) ? 0 : batch);
+            });
+            v_line += KEYS;
+            --ahead;
+        }
+    }
+}
+
 __device__ __forceinline__ void producer(const SharedStorage& shared, const Params& p) {
     const int count = p.tiles * p.heads * (SPLIT ? p.shares : 1);
-    const auto one_for = [&](int bit) { return p.shared >> bit & 1; };
     Ring<STAGES> ring;
     u32 parity = 1, slot = 0;
     bool more = true;
@@ -173,41 +210,11 @@ __device__ __forceinline__ void producer(const SharedStorage& shared, const Para
         if (more && (index >= count || !find(p, index, ticket))) continue;
         if (threadIdx.x % 32 == 0) {
             mbarrier_wait(shared.q_empty, parity);
-            if (!more) {
+            if (more) {
+                load(shared, p, ticket, ring);
+            } else {
                 ticket.first_query = -1;
                 mbarrier_arrive(shared.q_full);
-                break;
-            }
-            mbarrier_arrive_expect_tx(shared.q_full, QTile::columns * p.height * p.members * 128);
-#pragma unroll
-            for (u32 column = 0; column < QTile::columns; ++column)
-                tma_load(shared.q + column * QTile::column_bytes, p.q, shared.q_full, column * 64,
-                         one_for(3) ? 0 : ticket.head, ticket.sequence.first_query + ticket.first_query,
-                         one_for(0) ? 0 : int(ticket.sequence.batch_of_q));
-            const int head = ticket.head / p.x.group, batch = int(ticket.sequence.batch_of_k);
-            const int end = ticket.sequence.first_key + ticket.end * KEYS;
-            int k_line = ticket.sequence.first_key + ticket.first * KEYS, v_line = k_line;
-            // K0, K1, V0, K2, V1, ...: keys keep ahead by a tile.
-            for (int ahead = 0; v_line < end; ring.step()) {
-                const u32 full = shared.full + ring.stage * 8, to = shared.ring + ring.stage * STAGE_BYTES;
-                mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
-                if (ahead < 2 && k_line < end) {
-                    mbarrier_arrive_expect_tx(full, KTile::bytes);
-                    KTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
-                        tma_load(to + offset, p.k, full, column, k_line, one_for(4) ? 0 : head,
-                                 one_for(1) ? 0 : batch);
-                    });
-                    k_line += KEYS;
-                    ++ahead;
-                } else {
-                    mbarrier_arrive_expect_tx(full, VTile::bytes);
-                    VTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
-                        tma_load(to + offset, p.v, full, column, v_line, one_for(5) ? 0 : head,
-                                 one_for(2) ? 0 : batch);
-                    });
-                    v_line += KEYS;
-                    --ahead;
-                }
             }
         }
         parity ^= 1;
@@ -290,8 +297,10 @@ struct Softmax {
             }
         }
         float shift[2];
+        scale[1] = 1.0f;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
+            if (FEW && h == 1) break;
             float m = fmaxf(s[2 * h], s[2 * h + 1]);
 #pragma unroll
             for (int u = 1; u < KEYS / 8; ++u) m = fmaxf(m, fmaxf(s[u * 4 + 2 * h], s[u * 4 + 2 * h + 1]));
@@ -305,6 +314,10 @@ struct Softmax {
 #pragma unroll
         for (int i = 0; i < KEYS / 2; ++i) {
             const int h = i / 2 % 2;
+            if (FEW && h == 1) {
+                s[i] = 0.0f;
+                continue;
+            }
             s[i] = scores::exp2(__fmaf_rn(s[i], x.c, -shift[h]));
             float& sum = l[h][i % 2];
             sum = i < 4 ? __fmaf_rn(sum, scale[h], s[i]) : __fadd_rn(sum, s[i]);
@@ -550,7 +563,7 @@ struct Consumer {
             release(v_stage);
             pack(probabilities, s);
         }
-        if (thread % 32 == 0) mbarrier_arrive(shared.q_empty);
+        warp_arrive(shared.q_empty);
 
         const u32 v = wait();
         const int valid = ticket.sequence.keys - (end - 1) * KEYS;
@@ -594,7 +607,7 @@ struct Consumer {
             if (ticket.first_query < 0) break;
             if (ticket.first >= ticket.end) {
                 Output{p, ticket}.store_nothing();
-                if (thread % 32 == 0) mbarrier_arrive(shared.q_empty);
+                warp_arrive(shared.q_empty);
                 continue;
             }
             float o[VALUES / 2];
@@ -618,7 +631,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_sm90(const __
             mbarrier_init(shared.empty + stage * 8, WARPGROUPS);
         }
         mbarrier_init(shared.q_full, 1);
-        mbarrier_init(shared.q_empty, WARPGROUPS * 4);
+        mbarrier_init(shared.q_empty, WARPGROUPS * 4 * WARP_ARRIVALS);
         mbarrier_init_fence();
     }
     __syncthreads();

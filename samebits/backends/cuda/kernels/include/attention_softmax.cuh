@@ -36,13 +36,18 @@ __device__ __forceinline__ float tanh(float y) {
 struct Merged {
     float n = -INF, l = 0.0f;
 
-    // Adds one; O becomes fma(O, x, RNE(o y)).
-    __device__ __forceinline__ void add(float n_, float l_, float& x, float& y) {
+    // Raises n to that of one more; totals are then scaled by x, and what is added by y.
+    __device__ __forceinline__ void raise(float n_, float& x, float& y) {
         const float larger = fmaxf(n, n_), shift = contract::shift_of(larger);
         x = scores::exp2(__fsub_rn(n, shift));
         y = scores::exp2(__fsub_rn(n_, shift));
-        l = __fmaf_rn(l, x, __fmul_rn(l_, y));
         n = larger;
+    }
+
+    // Adds one; O becomes fma(O, x, RNE(o y)).
+    __device__ __forceinline__ void add(float n_, float l_, float& x, float& y) {
+        raise(n_, x, y);
+        l = __fmaf_rn(l, x, __fmul_rn(l_, y));
     }
 
     // Adds a sink; O becomes O x.
