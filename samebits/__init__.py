@@ -6,7 +6,14 @@ from samebits import nn, transformers
 from samebits._version import __version__
 from samebits.backends import use_backend
 from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, Exp2Model, MmaModel, use_mma_model
-from samebits.mode import UncoveredError, batch_invariant
+from samebits.mode import (
+    UncoveredError,
+    batch_invariant,
+    disable_batch_invariant_mode,
+    enable_batch_invariant_mode,
+    is_batch_invariant_mode_enabled,
+    set_batch_invariant_mode,
+)
 from samebits.nn import convert
 from samebits.ops.addmm import addmm_
 from samebits.ops.attention import attention
@@ -36,12 +43,16 @@ __all__ = [
     "batch_invariant",
     "bmm",
     "convert",
+    "disable_batch_invariant_mode",
+    "enable_batch_invariant_mode",
+    "is_batch_invariant_mode_enabled",
     "linear",
     "linear_logp",
     "logp",
     "matmul",
     "nn",
     "prepare",
+    "set_batch_invariant_mode",
     "transformers",
     "use_backend",
     "use_mma_model",

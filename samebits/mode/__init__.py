@@ -1,5 +1,18 @@
-"""``samebits.batch_invariant``: PyTorch's functions run this library's operators."""
+"""``samebits.batch_invariant`` and its like: PyTorch's functions run this library's operators."""
 
 from samebits.mode.context import UncoveredError, batch_invariant
+from samebits.mode.process import (
+    disable_batch_invariant_mode,
+    enable_batch_invariant_mode,
+    is_batch_invariant_mode_enabled,
+    set_batch_invariant_mode,
+)
 
-__all__ = ["UncoveredError", "batch_invariant"]
+__all__ = [
+    "UncoveredError",
+    "batch_invariant",
+    "disable_batch_invariant_mode",
+    "enable_batch_invariant_mode",
+    "is_batch_invariant_mode_enabled",
+    "set_batch_invariant_mode",
+]

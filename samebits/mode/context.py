@@ -29,7 +29,16 @@ from samebits.mode.rules import (
 )
 from samebits.ops._operator import as_no_view
 
-__all__ = ["UncoveredError", "batch_invariant"]
+__all__ = [
+    "UncoveredError",
+    "batch_invariant",
+    "check_on_uncovered",
+    "inexact",
+    "into_out",
+    "report",
+    "returned",
+    "watched",
+]
 
 OnUncovered = Literal["warn", "error", "ignore"]
 
@@ -72,12 +81,15 @@ def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManage
     Raises:
         ValueError: ``on_uncovered`` is none of these.
     """
+    check_on_uncovered("batch_invariant", on_uncovered)
+    return _context(on_uncovered)
+
+
+def check_on_uncovered(of: str, on_uncovered: OnUncovered) -> None:
     if on_uncovered not in ("warn", "error", "ignore"):
         raise ValueError(
-            'samebits.batch_invariant: on_uncovered: expected "warn", "error" or "ignore",'
-            f" got {on_uncovered!r}"
+            f'samebits.{of}: on_uncovered: expected "warn", "error" or "ignore", got {on_uncovered!r}'
         )
-    return _context(on_uncovered)
 
 
 @contextmanager
@@ -110,28 +122,30 @@ class _Mode(TorchFunctionMode):
         if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile cannot look these up
             for operator in HIGHER_ORDER:
                 if func is operator:
-                    _report(func, self.on_uncovered)
+                    report(func, self.on_uncovered)
             return func(*args, **kwargs)
         replacement = REPLACEMENTS.get(func)
         for operator, power in POWERS:
             replacement = power if func is operator else replacement
         if replacement is not None:
             named = {ALIASES.get(k, k): x for k, x in kwargs.items() if k != "out" or x is not None}
-            run = _into_out if "out" in named and func in TAKE_OUT else _watched
-            result = run(func, replacement, args, named)
+            if "out" in named and func in TAKE_OUT:
+                result = into_out(func, replacement, args, named, func in SUMS)
+            else:
+                result = watched(func, replacement, args, named)
             if result is not NotImplemented:
-                return result if func in VIEWS else _as_no_view(result, args, named)
+                return result if func in VIEWS else returned(result, args, named)
         elif func in BODIES:
             with self:
                 return BODIES[func](*args, **kwargs)
-        if (replacement is not None or func in UNCOVERED or is_direct(func)) and _inexact(
+        if (replacement is not None or func in UNCOVERED or is_direct(func)) and inexact(
             (*args, *kwargs.values())
         ):
-            _report(func, self.on_uncovered)
+            report(func, self.on_uncovered)
         return func(*args, **kwargs)
 
 
-def _watched(
+def watched(
     func: Callable[..., Any], replacement: Callable[..., Any], args: Any, named: dict[str, Any]
 ) -> Any:
     """Run `replacement`. A running audit sees it as one call of `func`."""
@@ -142,20 +156,27 @@ def _watched(
     return replacement(*args, **named)
 
 
-def _into_out(
-    func: Callable[..., Any], replacement: Callable[..., Any], args: Any, named: dict[str, Any]
+def into_out(
+    func: Callable[..., Any],
+    replacement: Callable[..., Any],
+    args: Any,
+    named: dict[str, Any],
+    sums: bool,
 ) -> Any:
-    """Copy the result of the functional form into ``out``. PyTorch's checks and resizing of it apply."""
+    """Copy the result of the functional form into ``out``. PyTorch's checks and resizing of it apply.
+
+    ``sums``: whether `func` computes in the dtype of ``out``.
+    """
     out, rest = named["out"], {name: x for name, x in named.items() if name != "out"}
     if not takes(out):
         return NotImplemented
     if any(t.device != out.device for t in tensors_of((*args, *rest.values()))):
         return func(*args, **named)  # PyTorch raises its error
     shape = out.shape if torch.compiler.is_compiling() else _shape_of_out(func, args, named)
-    if func in SUMS and rest.get("dtype") is None:  # sums are computed in the dtype of `out`
+    if sums and rest.get("dtype") is None:
         rest["dtype"] = out.dtype
     with without_autocast(out.device):
-        result = _watched(func, replacement, args, rest)
+        result = watched(func, replacement, args, rest)
     if result is NotImplemented:
         return result
     if out.shape != shape:
@@ -169,14 +190,15 @@ def _shape_of_out(func: Callable[..., Any], args: Any, named: dict[str, Any]) ->
     return wanted.shape
 
 
-def _as_no_view(result: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
+def returned(result: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
     """`result` as no view, like PyTorch's: a result made without gradients may be changed with some."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return result
     return result if any(result is x for x in (*args, *named.values())) else as_no_view(result)
 
 
-def _report(func: Callable[..., Any], outermost: OnUncovered) -> None:
+def report(func: Callable[..., Any], outermost: OnUncovered) -> None:
+    """Warn or raise, as the innermost context in this thread says, or else `outermost`."""
     what = _state.on_uncovered or outermost
     if what == "ignore":
         return
@@ -192,6 +214,6 @@ def _report(func: Callable[..., Any], outermost: OnUncovered) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
-def _inexact(args: Sequence[Any]) -> bool:
+def inexact(args: Sequence[Any]) -> bool:
     """Whether an argument is not an integer. Sums of integers have the same bits in any order."""
     return any(t.is_floating_point() or t.is_complex() for t in tensors_of(args))

@@ -14,12 +14,18 @@ from samebits.mode.arguments import records, takes, tensors_of
 from samebits.ops.expand import expand
 from samebits.ops.reduce import mean, sum
 
-__all__ = ["broadcasting", "complex_in_whole_vectors", "cross_entropy_of_logits", "in_whole_vectors"]
+__all__ = [
+    "broadcasting",
+    "complex_in_whole_vectors",
+    "cross_entropy_of_logits",
+    "in_whole_vectors",
+    "scaling_in_whole_vectors",
+]
 
 
 def broadcasting(func: Callable[..., Any], out_of_place: Callable[..., Any] | None) -> Callable[..., Any]:
     """The elementwise `func` of two tensors, with this library's gradient of an operand that broadcasts."""
-    scaled = in_whole_vectors(func, out_of_place)
+    compute = scaling_in_whole_vectors(func, out_of_place)
 
     def pointwise(input: Any, other: Any, *args: Any, **rest: Any) -> Any:
         both = isinstance(input, Tensor) and isinstance(other, Tensor)
@@ -31,6 +37,18 @@ def broadcasting(func: Callable[..., Any], out_of_place: Callable[..., Any] | No
                     other = expand(other, shape)
                 if ours and input.shape != shape:
                     input = expand(input, shape)
+        return compute(input, other, *args, **rest)
+
+    return pointwise
+
+
+def scaling_in_whole_vectors(
+    func: Callable[..., Any], out_of_place: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """`func`, of two operands, for scales, roundings and complex numbers :func:`in_whole_vectors`."""
+    scaled = in_whole_vectors(func, out_of_place)
+
+    def pointwise(input: Any, other: Any, *args: Any, **rest: Any) -> Any:
         if args or rest.get("alpha", 1) != 1 or rest.get("rounding_mode") or _complex(input, other):
             return scaled(input, other, *args, **rest)
         return func(input, other, **rest)
@@ -107,7 +125,7 @@ def in_whole_vectors(
             # The result has the strides of its operand, as PyTorch's has.
             return out if like.is_contiguous() else torch.empty_like(like, dtype=out.dtype).copy_(out)
         into = tensors[0]
-        kinds = [(t.is_floating_point(), t.is_complex()) for t in (into, out)]
+        kinds = [(t.is_floating_point(), t.is_complex(), t.dtype == torch.bool) for t in (into, out)]
         if shape != into.shape or kinds[0] != kinds[1]:
             return func(*args, **kwargs)  # PyTorch raises an error in most of these cases
         return into.copy_(out)

@@ -29,20 +29,25 @@ from samebits.mode.pointwise import (
 )
 
 __all__ = [
+    "ACCUMULATING",
     "ALIASES",
     "BODIES",
+    "COMPLEX_WHOLE_VECTORS",
     "HIGHER_ORDER",
     "NAMES",
+    "NAMES_OF_SUMS",
     "POWERS",
     "REPLACED",
     "REPLACEMENTS",
     "REPORTED",
+    "REPORTED_NAMES",
     "SUMS",
     "TAKE_OUT",
     "UNCOVERED",
     "VIEWS",
     "WHOLE_VECTORS",
     "is_direct",
+    "unless",
 ]
 
 
@@ -163,9 +168,9 @@ WHOLE_VECTORS = """
     igamma igammac gammainc gammaincc logit xlogy xlog1py logaddexp logaddexp2 ldexp hypot lerp addcmul
     addcdiv sigmoid expit silu gelu mish softplus logsigmoid elu selu celu softshrink tanhshrink
 """.split()  # noqa: SIM905
-_COMPLEX_WHOLE_VECTORS = ("abs", "absolute", "__abs__", "square", "reciprocal", "angle", "sgn", "softsign")
+COMPLEX_WHOLE_VECTORS = ("abs", "absolute", "__abs__", "square", "reciprocal", "angle", "sgn", "softsign")
 # Functions that are covered unless they accumulate: the argument that asks for it, and its position.
-_ACCUMULATING = {
+ACCUMULATING = {
     **dict.fromkeys(("index_put", "index_put_", "put", "put_"), ("accumulate", 3)),
     **dict.fromkeys(("scatter", "scatter_"), ("reduce", 4)),
 }
@@ -215,7 +220,7 @@ REPORTED = {
     """,
 }
 """Functions whose rows are known to depend on the batch, and which are not covered."""
-_REPORTED_NAMES = [name for names in REPORTED.values() for name in names.split()]
+REPORTED_NAMES = [name for names in REPORTED.values() for name in names.split()]
 _OTHER_VARIANT: dict[Callable[..., Any], str] = {
     torch.sparse.mm: "torch.sparse.mm",
     torch.sparse.addmm: "torch.sparse.addmm",
@@ -232,7 +237,7 @@ HIGHER_ORDER = [
 ]
 
 
-def _unless(func: Callable[..., Any], argument: str, place: int) -> Callable[..., Any]:
+def unless(func: Callable[..., Any], argument: str, place: int) -> Callable[..., Any]:
     """`func`, covered only where `argument`, at position `place`, is false or absent."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -296,15 +301,16 @@ for _one_by_one in (False, True):  # an entry for a function overrides one for i
 VIEWS = {func for name in ("expand", "expand_as") for func in _named(name)}
 TAKE_OUT = frozenset(REPLACEMENTS)
 """Functions whose ``out`` this library writes. Those added below have no replacement with ``out``."""
-SUMS = {func for name in ("sum", "mean", "nansum", "nanmean") for func in _named(name)}
+NAMES_OF_SUMS = ("sum", "mean", "nansum", "nanmean")
+SUMS = {func for name in NAMES_OF_SUMS for func in _named(name)}
 """Functions that sum in the dtype of ``out``."""
-REPLACEMENTS |= {func: _unless(func, *asks) for name, asks in _ACCUMULATING.items() for func in _named(name)}
+REPLACEMENTS |= {func: unless(func, *asks) for name, asks in ACCUMULATING.items() for func in _named(name)}
 REPLACEMENTS |= {
     func: replacement(func, out_of_place)
     for replacement, names in (
         (broadcasting, _BROADCASTING),
         (in_whole_vectors, WHOLE_VECTORS),
-        (complex_in_whole_vectors, _COMPLEX_WHOLE_VECTORS),
+        (complex_in_whole_vectors, COMPLEX_WHOLE_VECTORS),
     )
     for name in names
     for func, out_of_place in _pointwise(name)
@@ -314,10 +320,10 @@ POWERS = [  # torch.compile does not find these in a dictionary
     (Tensor.__rpow__, in_whole_vectors(Tensor.__rpow__)),
     (Tensor.__ipow__, in_whole_vectors(Tensor.pow_, Tensor.pow)),
 ]
-UNCOVERED = {func for name in _REPORTED_NAMES for func in _named(name)} | set(_OTHER_VARIANT)
+UNCOVERED = {func for name in REPORTED_NAMES for func in _named(name)} | set(_OTHER_VARIANT)
 NAMES = {
     func: label
-    for name in (*_REPLACED_NAMES, *_REPORTED_NAMES, *_ACCUMULATING)
+    for name in (*_REPLACED_NAMES, *REPORTED_NAMES, *ACCUMULATING)
     for func, label in _named(name).items()
 }
 NAMES |= {torch.embedding: "torch.embedding", F.embedding: "torch.nn.functional.embedding"}
@@ -341,7 +347,7 @@ BODIES |= {func: _body(func) for func in _BACKWARD}
 
 _DIRECT = {
     *_REPLACED_NAMES,
-    *_REPORTED_NAMES,
+    *REPORTED_NAMES,
     "embedding",
     "_fused_rms_norm",
     "_foreach_norm",

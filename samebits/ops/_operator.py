@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,18 +93,30 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
     return found if torch.is_grad_enabled() else as_no_view(found)
 
 
-def without_modes(gradients: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that calls ``gradients(ctx, saved, *grads)`` with function modes off.
+class _Thread(threading.local):
+    plain = False
 
-    A mode costs microseconds in each call of PyTorch's functions. The saved tensors `saved` are read before
-    modes are off: activation checkpointing then runs the forward again, which must see the modes around it.
+
+thread = _Thread()
+"""``plain``: whether PyTorch's operators are its own in this thread, whatever the process has switched on."""
+
+
+def without_modes(gradients: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward that calls ``gradients(ctx, saved, *grads)`` with function modes and the switch off.
+
+    They cost microseconds in each call of PyTorch's functions. The saved tensors `saved` are read before
+    they are off: activation checkpointing then runs the forward again, which must see them.
     """
 
     @functools.wraps(gradients)
     def backward(ctx: Any, *grads: Any) -> Any:
-        saved = ctx.saved_tensors
-        with torch._C.DisableTorchFunction():
-            return gradients(ctx, saved, *grads)
+        saved, before = ctx.saved_tensors, thread.plain
+        thread.plain = True
+        try:
+            with torch._C.DisableTorchFunction():
+                return gradients(ctx, saved, *grads)
+        finally:
+            thread.plain = before
 
     return backward
 

@@ -37,7 +37,7 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     @without_modes
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, None]:
-        return _operator(grad, ctx.shape), None
+        return sum_over_broadcast(grad, ctx.shape), None
 
 
 def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
@@ -62,7 +62,7 @@ def _fake(grad: Tensor, shape: Sequence[int]) -> Tensor:
     return grad.new_empty(tuple(shape))
 
 
-_operator = Operator("sum_to(Tensor grad, SymInt[] shape) -> Tensor", cpu=sum_to, fake=_fake)
+sum_over_broadcast = Operator("sum_to(Tensor grad, SymInt[] shape) -> Tensor", cpu=sum_to, fake=_fake)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -73,4 +73,4 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor
     return grad.expand(ctx.shape), None
 
 
-_operator.register_autograd(_backward, setup_context=_setup_context)
+sum_over_broadcast.register_autograd(_backward, setup_context=_setup_context)

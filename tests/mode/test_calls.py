@@ -14,14 +14,15 @@ from torch import Tensor
 import samebits
 from samebits.mode import batch_invariant
 from samebits.testing import assert_same_bits, values
+from tests.mode.conftest import Within
 from tests.mode.test_mode import COVERED, X
 
 
 @pytest.mark.parametrize("name", COVERED)
-def test_results_made_without_gradients_change_in_place_with_some(name: str) -> None:
+def test_results_made_without_gradients_change_in_place_with_some(name: str, within: Within) -> None:
     scale = torch.ones((), requires_grad=True)
     w, b = values("normal", (40, 40), torch.float32, 1), values("normal", (40,), torch.float32, 2)
-    for mode in (nullcontext(), batch_invariant()):
+    for mode in (nullcontext(), within()):
         with mode, torch.no_grad():
             y = COVERED[name](X, w, b)
         if isinstance(mode, nullcontext) and y._is_view():
@@ -29,9 +30,9 @@ def test_results_made_without_gradients_change_in_place_with_some(name: str) -> 
         assert y.mul_(scale).requires_grad
 
 
-def test_in_place_functions_return_what_they_changed() -> None:
+def test_in_place_functions_return_what_they_changed(within: Within) -> None:
     x = torch.rand(3, 4)
-    with batch_invariant("error"), torch.no_grad():
+    with within("error"), torch.no_grad():
         assert x.exp_() is x
         assert x[:2].mul_(2)._base is x
         assert torch.add(x[0], x[1], out=(row := x[2])) is row
@@ -51,12 +52,12 @@ COMPLEX: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", COMPLEX)
-def test_complex_numbers_alone_and_in_batches(name: str) -> None:
+def test_complex_numbers_alone_and_in_batches(name: str, within: Within) -> None:
     a, b = (torch.complex(*values("normal", (2, 61, 7), torch.float32, i)) for i in (0, 1))
 
     def run(part: slice) -> tuple[Tensor, Tensor]:
         leaf = a[part].clone().requires_grad_()
-        with batch_invariant("error"):
+        with within("error"):
             y = COMPLEX[name](leaf, b[part])
         return y.detach(), torch.autograd.grad(y, leaf, torch.ones_like(y))[0]
 
@@ -96,18 +97,18 @@ def test_a_context_within_an_operator_that_another_context_called() -> None:
         assert_same_bits(product(a, b), samebits.matmul(a, b))
 
 
-def test_softmax_lies_in_memory_as_pytorchs() -> None:
+def test_softmax_lies_in_memory_as_pytorchs(within: Within) -> None:
     for x in (X, X.mT, X[:, :, ::2]):
         for dim in range(3):
             for f in (F.softmax, F.log_softmax):
                 want = f(x, dim=dim)
-                with batch_invariant("error"):
+                with within("error"):
                     assert f(x, dim=dim).stride() == want.stride()
 
 
-def test_attention_without_queries_has_a_backward() -> None:
+def test_attention_without_queries_has_a_backward(within: Within) -> None:
     q, k = torch.randn(1, 2, 0, 8, requires_grad=True), torch.randn(1, 2, 5, 8, requires_grad=True)
-    with batch_invariant("error"):
+    with within("error"):
         out = F.scaled_dot_product_attention(q, k, k)
     dq, dk = torch.autograd.grad(out.sum(), (q, k))
     assert dq.shape == q.shape
@@ -126,10 +127,10 @@ ODD_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ODD_CALLS)
-def test_calls_that_pytorch_takes(name: str) -> None:
+def test_calls_that_pytorch_takes(name: str, within: Within) -> None:
     x = X[:3, 0].clone().requires_grad_()
     want = ODD_CALLS[name](x)
-    with batch_invariant("error"):
+    with within("error"):
         got = ODD_CALLS[name](x)
     torch.testing.assert_close(got, want)
 
@@ -144,9 +145,9 @@ WRONG_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", WRONG_CALLS)
-def test_calls_that_pytorch_refuses(name: str) -> None:
+def test_calls_that_pytorch_refuses(name: str, within: Within) -> None:
     with pytest.raises((RuntimeError, IndexError)) as theirs:
         WRONG_CALLS[name](X)
-    with batch_invariant("error"), pytest.raises(type(theirs.value)) as ours:
+    with within("error"), pytest.raises(type(theirs.value)) as ours:
         WRONG_CALLS[name](X)
     assert str(ours.value) == str(theirs.value)

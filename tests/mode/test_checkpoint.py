@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import samebits
-from samebits.mode import batch_invariant
 from samebits.testing import assert_same_bits, values
+from tests.mode.conftest import Within
 from tests.mode.test_mode import COVERED
 from tests.support.devices import DEVICES
 
@@ -66,10 +66,10 @@ def gradients(loss: Tensor, to: Sequence[Tensor], backward: str) -> list[Tensor 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_gradients_with_and_without_checkpointing(name: str, device: str) -> None:
+def test_gradients_with_and_without_checkpointing(name: str, device: str, within: Within) -> None:
     """A function that ends in each covered operator: its backward reads what is computed again."""
     f, to = FUNCTIONS[name], leaves(name, device)
-    with batch_invariant("error"):
+    with within("error"):
         want = gradients(f(*to).square().sum(), to, "autograd.grad")
         assert any(t is not None for t in want)
         for backward in ("Tensor.backward", "autograd.backward", "autograd.grad"):
@@ -81,7 +81,7 @@ def test_gradients_with_and_without_checkpointing(name: str, device: str) -> Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_nested_checkpoints(device: str) -> None:
+def test_nested_checkpoints(device: str, within: Within) -> None:
     def inner(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.linear(F.layer_norm(x, (40,), b), w)
 
@@ -90,7 +90,7 @@ def test_nested_checkpoints(device: str) -> None:
         return torch.addmm(b, y, w)
 
     to = leaves("2-D", device)
-    with batch_invariant("error"):
+    with within("error"):
         want = gradients(torch.addmm(to[2], inner(*to).softmax(-1), to[1]).sum(), to, "autograd.grad")
         got = gradients(checkpoint(outer, *to, use_reentrant=False).sum(), to, "Tensor.backward")
     for ours, right in zip(got, want, strict=True):
@@ -98,7 +98,7 @@ def test_nested_checkpoints(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_layer_with_main_grad(device: str) -> None:
+def test_a_layer_with_main_grad(device: str, within: Within) -> None:
     x = values("normal", (12, 40), torch.float32, 0).to(device).requires_grad_()
 
     def run(again: bool) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ def test_a_layer_with_main_grad(device: str) -> None:
             return layer(norm(x) * 0.5)  # type: ignore[no-any-return]
 
         x.grad = None
-        with batch_invariant("error"):
+        with within("error"):
             y = checkpoint(f, x, use_reentrant=False) if again else f(x)
             y.square().sum().backward()
         assert x.grad is not None

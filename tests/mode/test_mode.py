@@ -19,6 +19,7 @@ from samebits.ops import reduce
 from samebits.ops.attention import scaled_dot_product_attention
 from samebits.ops.softmax import log_softmax, softmax
 from samebits.testing import assert_same_bits, values
+from tests.mode.conftest import Within
 from tests.support.devices import DEVICES
 from tests.support.threads import in_threads
 
@@ -73,7 +74,7 @@ COVERED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", COVERED)
 @on_devices
-def test_rows_in_every_company_and_place(device: str, name: str, dtype: torch.dtype) -> None:
+def test_rows_in_every_company_and_place(device: str, name: str, dtype: torch.dtype, within: Within) -> None:
     """Forward and the gradient of the rows; also where a backward comes after the context."""
     f = COVERED[name]
     x = X.to(device, dtype)
@@ -82,7 +83,7 @@ def test_rows_in_every_company_and_place(device: str, name: str, dtype: torch.dt
 
     def run(rows: Tensor) -> tuple[Tensor, Tensor]:
         leaf = rows.detach().requires_grad_()
-        with batch_invariant("error"):
+        with within("error"):
             y = f(leaf, w, b)
         seed = values("normal", (6, *y.shape[1:]), dtype, 3).to(device)[: len(y)]
         return y.detach(), torch.autograd.grad(y, leaf, seed)[0]
@@ -117,9 +118,9 @@ def test_gradients_of_weights_in_a_padded_batch(device: str, name: str) -> None:
             assert_same_bits(got, want)
 
 
-def test_operators_are_this_librarys() -> None:
+def test_operators_are_this_librarys(within: Within) -> None:
     x, w = values("normal", (3, 300), torch.bfloat16, 0), values("normal", (200, 300), torch.bfloat16, 1)
-    with batch_invariant():
+    with within():
         assert_same_bits(F.linear(x, w), samebits.linear(x, w))
         assert_same_bits(x @ w.mT, samebits.matmul(x, w.mT))
         assert_same_bits(torch.softmax(x, 1), softmax(x))
@@ -132,13 +133,13 @@ def test_operators_are_this_librarys() -> None:
         assert torch.ones(3, dtype=torch.int64).sum() == 3
     embedding = nn.Embedding(5, 4, padding_idx=1)
     ids = torch.tensor([[1, 2], [2, 2]])
-    with batch_invariant():
+    with within():
         (got,) = torch.autograd.grad(embedding(ids).sum(), embedding.weight)
     (want,) = torch.autograd.grad(embedding(ids).sum(), embedding.weight)
     assert_same_bits(got, want)
 
 
-def test_close_to_pytorch_in_a_transformer() -> None:
+def test_close_to_pytorch_in_a_transformer(within: Within) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     model = nn.Sequential(nn.Embedding(10, 16), layer, nn.LayerNorm(16), nn.Linear(16, 10))
@@ -149,7 +150,7 @@ def test_close_to_pytorch_in_a_transformer() -> None:
         return torch.autograd.grad(loss, list(model.parameters()))
 
     plain = gradients()
-    with batch_invariant("error"):
+    with within("error"):
         for got, want in zip(gradients(), plain, strict=True):
             torch.testing.assert_close(got, want)
         model.eval()  # PyTorch has a fast path for this
@@ -157,14 +158,14 @@ def test_close_to_pytorch_in_a_transformer() -> None:
             assert_same_bits(model(ids[:1]), model(ids)[:1])
 
 
-def test_nothing_changes_outside() -> None:
+def test_nothing_changes_outside(within: Within) -> None:
     names = ("mm", "softmax", "sum", "conv1d", "rsqrt")
     functions = [getattr(torch, name) for name in names] + [F.linear, F.silu, Tensor.__matmul__]
     x, w = torch.randn(5, 700), torch.randn(9, 700)
     before = [F.linear(x, w), x.softmax(1), x.sum(1), F.layer_norm(x, (700,))]
-    with batch_invariant():
+    with within():
         inside = [F.linear(x, w), x.softmax(1), x.sum(1), F.layer_norm(x, (700,))]
-    with pytest.raises(KeyError), batch_invariant():
+    with pytest.raises(KeyError), within():
         raise KeyError
     assert torch.overrides._get_current_function_mode_stack() == []
     after = [F.linear(x, w), x.softmax(1), x.sum(1), F.layer_norm(x, (700,))]
@@ -314,12 +315,12 @@ def test_every_listed_operator_is_reported() -> None:
 
 
 @pytest.mark.parametrize("on_uncovered", ["error", "warn", "ignore"])
-def test_pooling_by_maxima(on_uncovered: Any) -> None:
+def test_pooling_by_maxima(on_uncovered: Any, within: Within) -> None:
     x = values("normal", (1, 2, 4, 4, 4), torch.float32, 0)
     pools: list[tuple[str, int, dict[str, Any]]] = [("max_pool", d, {"kernel_size": 2}) for d in (1, 2, 3)]
     pools += [("adaptive_max_pool", d, {"output_size": 2}) for d in (1, 2, 3)]
     pools += [("fractional_max_pool", d, {"kernel_size": 2, "output_size": 2}) for d in (2, 3)]
-    with batch_invariant(on_uncovered):
+    with within(on_uncovered):
         for name, d, options in pools:
             rows = x.view(1, 2, *{1: (64,), 2: (8, 8), 3: (4, 4, 4)}[d])
             out, _ = getattr(F, f"{name}{d}d")(rows, **options, return_indices=True)
@@ -327,9 +328,9 @@ def test_pooling_by_maxima(on_uncovered: Any) -> None:
         assert nn.MaxPool2d(2)(x[0]).shape == (2, 4, 2, 2)
 
 
-def test_elementwise_functions_over_lengths_and_threads() -> None:
+def test_elementwise_functions_over_lengths_and_threads(within: Within) -> None:
     x = torch.randn(70_001)
-    with batch_invariant("error"):
+    with within("error"):
         for f in (F.silu, F.gelu, torch.sigmoid, F.softplus, torch.exp2, torch.cosh, lambda x: 2.5**x):
             full = f(x)
             for start, stop in ((0, 1), (5, 38), (100, 33_000), (3, 70_000)):
@@ -406,7 +407,7 @@ def _calls(name: str) -> list[Callable[[Tensor, Tensor], Any]]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [*POINTWISE, *VARIANTS])
 @pytest.mark.filterwarnings("ignore:This overload")
-def test_elements_alone_and_in_batches(name: str, dtype: torch.dtype) -> None:
+def test_elements_alone_and_in_batches(name: str, dtype: torch.dtype, within: Within) -> None:
     """Forward and gradient of each elementwise function, of rows that whole vectors do not divide."""
     g = torch.Generator().manual_seed(0)
     uniform, normal = (f(2, 90, 37, generator=g) for f in (torch.rand, torch.randn))
@@ -414,7 +415,7 @@ def test_elements_alone_and_in_batches(name: str, dtype: torch.dtype) -> None:
 
     def run(call: Any, x: Tensor, y: Tensor, start: int, stop: int, gradient: bool) -> list[Tensor]:
         leaves = [t[start:stop].clone().requires_grad_(gradient) for t in (x, y)]
-        with batch_invariant("error"):
+        with within("error"):
             out = call(*leaves)
             out = torch.view_as_real(out).flatten(1) if out.is_complex() else out
         if not out.requires_grad:
@@ -483,25 +484,25 @@ def test_threads_that_autograd_takes_the_mode_to_report_too() -> None:
     in_threads(elsewhere)
 
 
-def test_functions_that_dispatch_themselves() -> None:
-    with batch_invariant("error"):
+def test_functions_that_dispatch_themselves(within: Within) -> None:
+    with within("error"):
         grid = torch.meshgrid(torch.arange(3), torch.arange(2), indexing="ij")
     assert [t.tolist() for t in grid] == [[[0, 0], [1, 1], [2, 2]], [[0, 1]] * 3]
 
 
-def test_cross_entropy_of_pictures_has_a_backward() -> None:
+def test_cross_entropy_of_pictures_has_a_backward(within: Within) -> None:
     x = values("normal", (2, 5, 3, 4), torch.float32, 0).requires_grad_()
     target = torch.arange(24).view(2, 3, 4) % 5
-    with batch_invariant("error"):
+    with within("error"):
         (got,) = torch.autograd.grad(F.cross_entropy(x, target), x)
     (theirs,) = torch.autograd.grad(F.cross_entropy(x, target), x)
     torch.testing.assert_close(got, theirs)
 
 
-def test_results_lie_in_memory_as_pytorchs() -> None:
+def test_results_lie_in_memory_as_pytorchs(within: Within) -> None:
     for x in (X.mT, values("normal", (2, 3, 4, 5), torch.float32, 0).to(memory_format=torch.channels_last)):
         for function in (F.gelu, torch.exp, lambda t: t**2, lambda t: torch.lerp(t, t, 0.5)):
-            with batch_invariant("error"):
+            with within("error"):
                 got = function(x)
             assert got.stride() == function(x).stride()
             torch.testing.assert_close(got, function(x))
@@ -519,7 +520,7 @@ class Tripling(Tensor):
 
 @on_devices
 @pytest.mark.parametrize("name", COVERED)
-def test_results_change_in_place_where_pytorchs_do(device: str, name: str) -> None:
+def test_results_change_in_place_where_pytorchs_do(device: str, name: str, within: Within) -> None:
     """As ``ReLU(inplace=True)`` behind a layer does."""
 
     def run(in_place: bool) -> tuple[Tensor, ...]:
@@ -533,7 +534,7 @@ def test_results_change_in_place_where_pytorchs_do(device: str, name: str) -> No
         run(in_place=True)
     except RuntimeError:  # PyTorch's own backward needs the result
         return
-    with batch_invariant():
+    with within():
         for i, (got, want) in enumerate(zip(run(in_place=True), run(in_place=False), strict=True)):
             assert (got is None) == (want is None)
             if got is not None:
@@ -555,9 +556,9 @@ def test_subclasses_that_override_functions_or_operators_do_so() -> None:
         F.linear(X, nn.Parameter(torch.eye(40)))
 
 
-def test_nested_tensors_are_left_to_pytorch() -> None:
+def test_nested_tensors_are_left_to_pytorch(within: Within) -> None:
     nested = torch.nested.nested_tensor([X[0], X[1, :2]])
-    with batch_invariant("ignore"):
+    with within("ignore"):
         assert torch.equal((nested + nested).unbind()[1], X[1, :2] * 2)
 
 
@@ -571,9 +572,9 @@ def test_a_wrong_argument() -> None:
         batch_invariant("no")  # type: ignore[arg-type]
 
 
-def test_autocast() -> None:
+def test_autocast(within: Within) -> None:
     x, w = torch.randn(3, 40), torch.randn(5, 40)
-    with batch_invariant(), torch.autocast("cpu", torch.bfloat16):
+    with within(), torch.autocast("cpu", torch.bfloat16):
         assert_same_bits(F.linear(x, w), samebits.linear(x.bfloat16(), w.bfloat16()))
         assert F.scaled_dot_product_attention(x, x, x).dtype == torch.bfloat16
         assert torch.addmm(torch.ones(3, 5), x, w.mT).dtype == torch.bfloat16
@@ -618,8 +619,8 @@ def test_compiled_elementwise(dynamic: bool) -> None:
             torch.compile(lambda x: x.cumsum(1), fullgraph=True, backend="aot_eager")(x)
 
 
-def test_names_and_shapes_that_pytorch_takes() -> None:
-    with batch_invariant("error"):
+def test_names_and_shapes_that_pytorch_takes(within: Within) -> None:
+    with within("error"):
         assert_same_bits(X.sum(axis=1), reduce.sum(X, 1))
         assert_same_bits(torch.mean(X, axis=(0, 2), keepdims=True), reduce.mean(X, (0, 2), True))
         assert_same_bits(X.sum_to_size(3, 1), reduce.sum(X, (0, 2), True)[0])
@@ -634,5 +635,5 @@ def test_names_and_shapes_that_pytorch_takes() -> None:
     assert_same_bits(dq, torch.zeros(2, 3, 4, 8))
     assert dk.shape == empty.shape
     mask = torch.ones(4, 4, dtype=torch.bool)
-    with batch_invariant("error"), pytest.raises(ValueError, match="is_causal"):
+    with within("error"), pytest.raises(ValueError, match="is_causal"):
         F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=True)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samebits.mode import batch_invariant
 from samebits.testing import assert_same_bits
+from tests.mode.conftest import Within
 
 # By their names: v vectors, m matrices, b batches, numbers are sizes; i integers, h bfloat16.
 T: dict[str, Tensor] = {
@@ -146,15 +146,15 @@ def described(result: Any) -> Any:
 
 
 @pytest.mark.parametrize("call", calls(PRODUCTS + REDUCTIONS + OUT))
-def test_accepted_and_refused_alike(call: str) -> None:
+def test_accepted_and_refused_alike(call: str, within: Within) -> None:
     theirs, _ = tried(call, nullcontext())
-    ours, _ = tried(call, batch_invariant("ignore"))
+    ours, _ = tried(call, within("ignore"))
     assert described(ours) == described(theirs), (ours, theirs)
 
 
 @pytest.mark.parametrize("call", calls(OUT))
-def test_what_is_written_is_the_functional_result(call: str) -> None:
-    ours, given = tried(call, batch_invariant("error"))
+def test_what_is_written_is_the_functional_result(call: str, within: Within) -> None:
+    ours, given = tried(call, within("error"))
     if isinstance(ours, Exception):
         untouched = operands()
         for name in ("e35", "t35", "w35"):
@@ -165,18 +165,18 @@ def test_what_is_written_is_the_functional_result(call: str) -> None:
     functional = call.replace(f", out={name}", "").replace("addmm_", "addmm").replace("baddbmm_", "baddbmm")
     if name == "d35" or "h34" in call:
         functional = f"{functional[:-1]}, dtype=torch.{str(ours.dtype)[6:]})"
-    want, _ = tried(functional, batch_invariant("ignore"))
+    want, _ = tried(functional, within("ignore"))
     assert_same_bits(ours.detach(), want.detach(), call)
 
 
-def test_gradients_flow_through_what_is_written_in_place() -> None:
+def test_gradients_flow_through_what_is_written_in_place(within: Within) -> None:
     acc, a, b = (torch.randn(3, 5), torch.randn(3, 4), torch.randn(4, 5))
     leaves = [t.requires_grad_() for t in (acc, a, b)]
     run: list[Callable[[], Tensor]] = [
         lambda: (leaves[0] * 1).addmm_(leaves[1], leaves[2], beta=0.5),
         lambda: torch.addmm(leaves[0] * 1, leaves[1], leaves[2], beta=0.5),
     ]
-    with batch_invariant("error"):
+    with within("error"):
         in_place, functional = (torch.autograd.grad(f().square().sum(), leaves) for f in run)
     for got, want in zip(in_place, functional, strict=True):
         assert_same_bits(got, want)
