@@ -26,15 +26,17 @@ def tensors_of(args: Sequence[Any]) -> Iterator[Tensor]:
 
 def takes(*tensors: Any) -> bool:
     """Whether this library's operators take all of these: dense tensors of a supported dtype and device."""
-    return all(
-        isinstance(t, Tensor)
-        and (type(t) in (Tensor, Parameter) or _keeps_operators(type(t)))
-        and t.dtype in SUPPORTED
-        and t.layout == torch.strided
-        and t.device.type in ("cpu", "cuda", "meta")
-        and not t.is_nested
-        for t in tensors
-    )
+    for t in tensors:  # a generator would take longer than the checks
+        if type(t) not in _PLAIN and not (isinstance(t, Tensor) and _keeps_operators(type(t))):
+            return False
+        if t.dtype not in SUPPORTED or t.layout is not torch.strided or t.is_nested:
+            return False
+        if not (t.is_cuda or t.is_cpu or t.is_meta):
+            return False
+    return True
+
+
+_PLAIN = (Tensor, Parameter)
 
 
 @functools.cache

@@ -192,7 +192,9 @@ def _shape_of_out(func: Callable[..., Any], args: Any, named: dict[str, Any]) ->
 
 def returned(result: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
     """`result` as no view, like PyTorch's: a result made without gradients may be changed with some."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return result
+    if isinstance(result, Tensor) and not result._is_view():
         return result
     return result if any(result is x for x in (*args, *named.values())) else as_no_view(result)
 

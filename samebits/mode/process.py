@@ -214,30 +214,36 @@ def _dtype_beside(lead: Tensor, number: complex) -> torch.dtype:
 
 
 def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
-    """The kernel of an operator at a dispatch key."""
-    run = _with_out(op, rule) if outs(op) else _without_out(op, rule)
-    below_autograd = not key.startswith("Autograd")
+    """The kernel of an operator at a dispatch key. Its own cost is part of every covered call's."""
+    below_autograd, has_out = not key.startswith("Autograd"), bool(outs(op))
+    in_autograd = rule.in_autograd
+    asks_for_autograd = rule.replacement is None or in_autograd is not None
+
+    def run(replacement: Kernel, args: Any, kwargs: dict[str, Any]) -> Any:
+        if has_out:
+            return into_out(op, replacement, args, kwargs, rule.sums)
+        result = watched(op, replacement, args, kwargs)
+        return result if result is NotImplemented else returned(result, args, kwargs)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         on_uncovered = _switch.on_uncovered
-        if thread.plain or on_uncovered is None:
+        if on_uncovered is None or thread.plain:
             return own(keys, *args, **kwargs)
         replacement = rule.replacement
-        if (replacement is None or rule.in_autograd) and _called_by_autograd():
-            if rule.in_autograd is None:
+        if asks_for_autograd and _called_by_autograd():
+            replacement = in_autograd
+            if replacement is None:
                 return own(keys, *args, **kwargs)
-            replacement = rule.in_autograd
         thread.plain = True
         try:
-            result = NotImplemented
             if replacement is not None:
                 if below_autograd and torch.is_grad_enabled():
                     with torch.no_grad():
                         result = run(replacement, args, kwargs)
                 else:
                     result = run(replacement, args, kwargs)
-            if result is not NotImplemented:
-                return result
+                if result is not NotImplemented:
+                    return result
             if inexact((*args, *kwargs.values())):
                 report(op, on_uncovered)
             return own(keys, *args, **kwargs)
@@ -245,18 +251,3 @@ def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
             thread.plain = False
 
     return kernel
-
-
-def _without_out(op: OpOverload, rule: Rule) -> Callable[..., Any]:
-    def run(replacement: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        result = watched(op, replacement, args, kwargs)
-        return result if result is NotImplemented else returned(result, args, kwargs)
-
-    return run
-
-
-def _with_out(op: OpOverload, rule: Rule) -> Callable[..., Any]:
-    def run(replacement: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        return into_out(op, replacement, args, kwargs, rule.sums)
-
-    return run
