@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from benchmarks.host import ratios
 from benchmarks.logp import PRODUCT
 from benchmarks.record import GPUS, ROOT, load, measured, slug, tiny
 from samebits.mode import rules
@@ -501,6 +502,20 @@ def gpu_triton_tune(data: dict[str, Any]) -> str:
     return "\n\n".join((table(head, rows), f"{said} Measured {e['date']} on one {e['gpu']}."))
 
 
+def gpu_host_calls(data: dict[str, Any]) -> str:
+    """What the mode's calls cost the CPU, in both of its forms."""
+    means = table(
+        ["geometric means beside PyTorch", "`batch_invariant()`", "`enable_batch_invariant_mode()`"],
+        ([what, f"{context:.2f}", f"{process:.2f}"] for what, context, process in ratios(data)),
+    )
+    head = ["call", "", "PyTorch, µs", "`batch_invariant()`, µs", "`enable_batch_invariant_mode()`, µs"]
+    rows = (
+        [c["call"], c["work"], *(f"{c['us'][form]:.1f}" for form in ("torch", "context", "process"))]
+        for c in data["cases"]
+    )
+    return "\n\n".join((means, table(head, rows), _measured_on_gpu(data)))
+
+
 def named(functions: Iterable[str | Callable[..., Any]]) -> str:
     """Names of PyTorch's functions, each once. Operators are shown as symbols."""
     names = [f if isinstance(f, str) else f.__name__ for f in functions]
@@ -534,6 +549,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     },
     "attention.json": {"attention": gpu_attention, "attention-cases": gpu_attention_cases},
     "attention_invariance.json": {"attention-invariance": gpu_attention_invariance},
+    "host.json": {"host-calls": gpu_host_calls},
     "logp.json": {"logp": gpu_logp},
     "triton_tune.json": {"triton-tune": gpu_triton_tune},
     "triton.json": {"triton": gpu_summary},
