@@ -12,6 +12,7 @@ from samebits.contract import Contract, resolve
 from samebits.ops._operator import bypasses_dispatcher, transform
 
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
+_SUPPORTED = frozenset(SUPPORTED)
 
 
 def check_operands(
@@ -78,13 +79,16 @@ def check_contract(op: str, contract: Contract | None) -> None:
 
 def _needs_no_checks(tensors: list[Tensor]) -> bool:
     """Whether all checks would pass without a cast. The checks are the largest cost of an eager call."""
-    if not bypasses_dispatcher(tensors) or torch._C._is_any_autocast_enabled():
+    if torch._C._is_any_autocast_enabled() or not are_plain(tensors):
         return False
-    dtype, device = tensors[0].dtype, tensors[0].get_device()
-    for t in tensors:
-        if t.dtype is not dtype or t.get_device() != device:
-            return False
-    return dtype in SUPPORTED
+    return len({t.dtype for t in tensors}) == 1
+
+
+def are_plain(tensors: list[Tensor]) -> bool:
+    """Whether :func:`bypasses_dispatcher` holds, all have a supported dtype, and all are on one device."""
+    if not bypasses_dispatcher(tensors):
+        return False
+    return len({t.get_device() for t in tensors}) == 1 and {t.dtype for t in tensors} <= _SUPPORTED
 
 
 def check_device(op: str, name: str, t: Tensor, lead_name: str, lead: Tensor) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.ops._checks import check_device, check_operands, shape
-from samebits.ops._operator import Operator, refuse_second_derivatives
-from samebits.ops._rows import backend, refuse_triton
+from samebits.ops._checks import check_device, shape
+from samebits.ops._operator import Operator, bypasses_dispatcher, refuse_second_derivatives
+from samebits.ops._rows import backend, check_rows
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -29,8 +29,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
         ValueError: shapes or devices do not match.
         IndexError: on the CPU, an id is not within [0, V). Or ``padding_idx`` is not within [-V, V).
     """
-    (weight,), key, _ = check_operands("embedding", None, {"weight": weight}, autocast=False)
-    refuse_triton("embedding", key)
+    bypass = check_rows("embedding", weight)
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"samebits.embedding: ids: expected an int64 or int32 tensor, got {got}")
@@ -41,7 +40,8 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
     if padding_idx is not None and not -count <= padding_idx < count:
         raise IndexError(f"samebits.embedding: padding_idx: expected one of {count} rows, got {padding_idx}")
     padding = -1 if padding_idx is None else padding_idx % count
-    out: Tensor = _operator(weight, ids, padding)
+    bypass = bypass and bypasses_dispatcher([ids])
+    out: Tensor = _operator(weight, ids, padding, bypass=bypass)
     return out
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.ops._checks import check_device, check_operands, shape
+from samebits.ops._checks import shape
 from samebits.ops._operator import Operator, refuse_second_derivatives
-from samebits.ops._rows import backend, refuse_triton
+from samebits.ops._rows import backend, check_rows
 
 
 def layer_norm(
@@ -63,8 +63,7 @@ def _norm(
     eps: float,
     centred: bool,
 ) -> Tensor:
-    (x,), key, _ = check_operands(op, None, {"x": x}, autocast=False)
-    refuse_triton(op, key)
+    bypass = check_rows(op, x, weight=weight, bias=bias)
     wanted = torch.Size(normalized_shape)
     if len(wanted) == 0 or x.shape[-len(wanted) :] != wanted:
         raise ValueError(
@@ -72,16 +71,16 @@ def _norm(
             f" got {shape(x)}"
         )
     for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None:
-            check_operands(op, None, {name: t}, autocast=False)
-            check_device(op, name, t, "x", x)
-            if t.shape != wanted:
-                raise ValueError(f"samebits.{op}: {name}: expected shape {tuple(wanted)}, got {shape(t)}")
-    rows = x.reshape(-1, wanted.numel()) if wanted.numel() else x.reshape(0, 0)
-    vectors = (None if t is None else t.reshape(-1) for t in (weight, bias))
-    out: Any = _operator(rows, *vectors, float(eps), centred)
+        if t is not None and t.shape != wanted:
+            raise ValueError(f"samebits.{op}: {name}: expected shape {tuple(wanted)}, got {shape(t)}")
+    rows = x
+    if x.ndim != 2 or len(wanted) != 1 or not wanted.numel():
+        rows = x.reshape(-1, wanted.numel()) if wanted.numel() else x.reshape(0, 0)
+    if len(wanted) > 1:
+        weight, bias = (None if t is None else t.reshape(-1) for t in (weight, bias))
+    out: Any = _operator(rows, weight, bias, float(eps), centred, bypass=bypass)
     y: Tensor = out[0]
-    return y.reshape(x.shape)
+    return y if rows is x else y.reshape(x.shape)
 
 
 def _forward(

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.ops._checks import check_operands
 from samebits.ops._operator import Operator
-from samebits.ops._rows import as_rows, backend, refuse_triton
+from samebits.ops._rows import as_rows, backend, check_rows
 
 
 def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
@@ -43,11 +42,10 @@ def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = Fals
 
 
 def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> Tensor:
-    (x,), key, _ = check_operands(op, None, {"x": x}, autocast=False)
-    refuse_triton(op, key)
+    bypass = check_rows(op, x)
     rows, shape = as_rows(op, x, dim, keepdim)
-    out: Tensor = _operator(rows, op == "mean")
-    return out.reshape(shape)
+    out: Tensor = _operator(rows, op == "mean", bypass=bypass)
+    return out if len(shape) == 1 else out.reshape(shape)
 
 
 def _forward(x: Tensor, mean: bool) -> Tensor:

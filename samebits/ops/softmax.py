@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from samebits.ops._checks import check_operands
 from samebits.ops._operator import Operator, refuse_second_derivatives
-from samebits.ops._rows import backend, refuse_triton, row_dim
+from samebits.ops._rows import backend, check_rows, row_dim
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -42,14 +41,15 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def _checked(op: str, x: Tensor, dim: int) -> Tensor:
-    (x,), key, _ = check_operands(op, None, {"x": x}, autocast=False)
-    refuse_triton(op, key)
+    bypass = check_rows(op, x)
     if x.ndim == 0:
         return _checked(op, x[None], dim)[0]
-    moved = x.movedim(row_dim(op, x, dim), -1)
-    rows = moved.reshape(moved.shape[:-1].numel(), moved.shape[-1])
-    out: Tensor = _operator(rows, op == "log_softmax")
-    return out.reshape(moved.shape).movedim(-1, row_dim(op, x, dim))
+    dim = row_dim(op, x, dim)
+    moved = x if dim == -1 else x.movedim(dim, -1)
+    rows = moved if x.ndim == 2 else moved.reshape(moved.shape[:-1].numel(), moved.shape[-1])
+    out: Tensor = _operator(rows, op == "log_softmax", bypass=bypass)
+    out = out if x.ndim == 2 else out.reshape(moved.shape)
+    return out if dim == -1 else out.movedim(-1, dim)
 
 
 def _forward(x: Tensor, logarithm: bool) -> Tensor:

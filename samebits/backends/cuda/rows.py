@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -45,6 +46,20 @@ def columns_spec(
     return compiler.KernelSpec("columns.cu", entry, _PARAMS[entry], constants, block=_THREADS)
 
 
+@functools.cache  # to make a KernelSpec, and its hash, takes longer than a launch
+def _kernel(
+    entry: str, device: int, x: torch.dtype, out: torch.dtype, param: torch.dtype, warps: int
+) -> runtime.Kernel:
+    return runtime.load(kernel_spec(entry, x, out, param, warps=warps), device)
+
+
+@functools.cache
+def _columns_kernel(
+    entry: str, device: int, grad: torch.dtype, out: torch.dtype, x: torch.dtype | None
+) -> runtime.Kernel:
+    return runtime.load(columns_spec(entry, grad, out, x), device)
+
+
 def _launch(
     entry: str, like: Tensor, out: torch.dtype, *values: Any, param: torch.dtype = torch.float32
 ) -> None:
@@ -53,7 +68,7 @@ def _launch(
     if rows == 0:
         return
     warps = 1 if n <= 1024 else 8
-    kernel = runtime.load(kernel_spec(entry, like.dtype, out, param, warps=warps), like.get_device())
+    kernel = _kernel(entry, like.get_device(), like.dtype, out, param, warps)
     kernel.launch((-(-rows * warps // (_THREADS // 32)), 1, 1), *values)
 
 
@@ -68,7 +83,7 @@ def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
 def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
     """Softmax or its logarithm in `dtype` of the rows of ``x[rows, n]``."""
     x = _with_rows(x)
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    out = runtime.empty_matrix(x.shape[0], x.shape[1], dtype, x.get_device())
     entry = "log_softmax" if logarithm else "softmax"
     _launch(entry, x, dtype, x.data_ptr(), out.data_ptr(), x.stride(0), *x.shape)
     return out
@@ -77,7 +92,7 @@ def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
 def softmax_backward(grad: Tensor, out: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
     """Gradients in `dtype` of the rows that gave `out`."""
     grad, y = grad.contiguous(), out.contiguous()
-    dx = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+    dx = runtime.empty_matrix(grad.shape[0], grad.shape[1], dtype, grad.get_device())
     entry = "log_softmax_backward" if logarithm else "softmax_backward"
     _launch(entry, grad, dtype, *(t.data_ptr() for t in (grad, y, dx)), *grad.shape, param=y.dtype)
     return dx
@@ -89,7 +104,7 @@ def norm(
     """Layer norm of the rows of ``x[rows, n]`` (RMS norm without `centred`), means and 1 / deviations."""
     x = _with_rows(x)
     weight, bias = _vectors(weight, bias)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = runtime.empty_matrix(x.shape[0], x.shape[1], x.dtype, x.get_device())
     means, scales = (
         torch.empty(n, dtype=torch.float32, device=x.device)
         for n in (x.shape[0] if centred else 0, x.shape[0])
@@ -107,7 +122,7 @@ def norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor,
     """Gradients of the rows of `x`."""
     x, grad = _with_rows(x), _with_rows(grad)
     (weight,) = _vectors(weight)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = runtime.empty_matrix(x.shape[0], x.shape[1], x.dtype, x.get_device())
     _launch(
         *("norm_backward", x, x.dtype, grad.data_ptr(), x.data_ptr(), _address(weight)),
         *(means.data_ptr() if means.numel() else 0, scales.data_ptr(), out.data_ptr()),
@@ -146,8 +161,10 @@ def _column_sums(
     tokens, n = grad.shape
     if n == 0:
         return
-    spec = columns_spec("column_sums", grad.dtype, out.dtype, None if x is None else x.dtype)
-    runtime.load(spec, grad.get_device()).launch(
+    kernel = _columns_kernel(
+        "column_sums", grad.get_device(), grad.dtype, out.dtype, None if x is None else x.dtype
+    )
+    kernel.launch(
         (-(-n // _COLUMNS), 1, 1),
         *(grad.data_ptr(), _address(x), _address(means), _address(scales), _address(product), out.data_ptr()),
         *(grad.stride(0), 0 if x is None else x.stride(0), tokens, n),
@@ -162,8 +179,8 @@ def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> T
         return out
     by_id, tokens = ids.sort(stable=True)
     starts = torch.searchsorted(by_id, torch.arange(count + 1, device=ids.device))
-    spec = columns_spec("embedding_backward", grad.dtype, out.dtype)
-    runtime.load(spec, grad.get_device()).launch(
+    kernel = _columns_kernel("embedding_backward", grad.get_device(), grad.dtype, out.dtype, None)
+    kernel.launch(
         (count, 1, 1),
         *(t.data_ptr() for t in (grad, tokens, starts, out)),
         *(grad.stride(0), grad.shape[1], padding),
@@ -179,8 +196,9 @@ def _with_rows(x: Tensor) -> Tensor:
 def _vectors(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The vectors, contiguous and of one dtype."""
     dtypes = {t.dtype for t in vectors if t is not None}
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    return tuple(None if t is None else t.to(dtype).contiguous() for t in vectors)
+    if len(dtypes) > 1:
+        vectors = tuple(None if t is None else t.to(torch.float32) for t in vectors)
+    return tuple(None if t is None or t.is_contiguous() else t.contiguous() for t in vectors)
 
 
 def _address(t: Tensor | None) -> int:

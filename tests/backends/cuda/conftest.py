@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from samebits.backends.cuda import compiler, devices, linear_logp_sm90, logp, matmul, runtime, tensor_maps
+from samebits.backends.cuda import (
+    compiler,
+    devices,
+    linear_logp_sm90,
+    logp,
+    matmul,
+    rows,
+    runtime,
+    tensor_maps,
+)
 from samebits.backends.cuda.attention import sm90
 
 
@@ -53,5 +62,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(matmul, "_plans", {})
     monkeypatch.setattr(sm90, "_plans", {})
     linear_logp_sm90._prepared.cache_clear()
-    logp._kernel.cache_clear()
+    for made in (logp._kernel, rows._kernel, rows._columns_kernel):
+        made.cache_clear()
     return found
