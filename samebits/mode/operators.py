@@ -33,13 +33,13 @@ class Rule(NamedTuple):
         replacement: takes the operator's arguments but ``out``, and returns NotImplemented for those that are
             not covered. None: all calls are reported.
         in_autograd: takes the calls by which autograd itself reduces gradients.
-        devices: on which.
+        keys: of the dispatcher, at which the rule holds.
         sums: whether the operator computes in the dtype of ``out``.
     """
 
     replacement: Replacement | None
     in_autograd: Replacement | None = None
-    devices: tuple[str, ...] = ("CPU", "CUDA")
+    keys: tuple[str, ...] = ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA")
     sums: bool = False
 
 
@@ -65,7 +65,7 @@ def _sum_of_gradients(
     input: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
     """A gradient's sum over the dimensions in which its tensor was broadcast."""
-    if not takes(input):
+    if not takes(input) or dtype is not None or input.ndim == 0:
         return NotImplemented
     summed = {d % input.ndim for d in dim} if dim else set(range(input.ndim))
     total = sum_over_broadcast(input, [1 if d in summed else n for d, n in enumerate(input.shape)])
@@ -132,7 +132,11 @@ def _accumulating() -> Iterator[tuple[OpOverload, Rule]]:
 
 
 def _pointwise() -> Iterator[tuple[OpOverload, Rule]]:
-    """Elementwise operators on a CPU."""
+    """Elementwise operators on a CPU.
+
+    Those of several tensors have a rule below autograd alone: above, a number may come in place of a tensor,
+    which PyTorch cannot hand to Python under ``torch.func``. Their gradients consist of other operators.
+    """
     for replacement, names in (
         (scaling_in_whole_vectors, ("add", "sub", "mul", "div")),
         (in_whole_vectors, rules.WHOLE_VECTORS),
@@ -142,13 +146,15 @@ def _pointwise() -> Iterator[tuple[OpOverload, Rule]]:
             functional = {_kinds(op): op for op in _overloads(name) if not outs(op)}
             for op in (*_overloads(name), *_overloads(name + "_")):
                 compute = functional.get(_kinds(op))
+                several = _kinds(op).count("Tensor") > 1
+                keys = ("CPU",) if several else ("CPU", "AutogradCPU")
                 if compute is None:  # polygamma_, whose arguments have another order
-                    yield op, Rule(None, devices=("CPU",))
+                    yield op, Rule(None, keys=keys)
                 elif outs(op):
-                    yield op, Rule(replacement(compute, None), devices=("CPU",))
+                    yield op, Rule(replacement(compute, None), keys=keys)
                 else:
                     in_place = op._schema.is_mutable
-                    yield op, Rule(replacement(op, compute if in_place else None), devices=("CPU",))
+                    yield op, Rule(replacement(op, compute if in_place else None), keys=keys)
 
 
 def _kinds(op: OpOverload) -> tuple[str, ...]:

@@ -89,7 +89,9 @@ def in_whole_vectors(
 
     def pointwise(*args: Any, **kwargs: Any) -> Any:
         tensors = list(tensors_of((*args, *kwargs.values())))
-        if not all(t.is_cpu and t.layout == torch.strided and not t.is_nested for t in tensors):
+        if not tensors or not all(
+            t.is_cpu and t.layout == torch.strided and not t.is_nested for t in tensors
+        ):
             return func(*args, **kwargs)
         if kwargs.get("out") is not None:
             return NotImplemented
@@ -99,14 +101,14 @@ def in_whole_vectors(
             in_place = options.pop("inplace", False) or any(args[flag:])
             operands = args[:flag]
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-        count = shape.numel()
+        count, wide = shape.numel(), {t.dtype for t in tensors if t.ndim > 0}
 
         def parts(x: Any) -> Any:
-            if not isinstance(x, Tensor) or (x.ndim == 0 and shape):  # PyTorch does not promote types for 0-D
-                return None
-            wide = x if x.shape == shape else expand(x, shape) if records(x) else x.expand(shape)
+            if not isinstance(x, Tensor) or (x.ndim == 0 and shape and not (records(x) and x.dtype in wide)):
+                return None  # PyTorch does not promote types for 0-D
+            whole = x if x.shape == shape else expand(x, shape) if records(x) else x.expand(shape)
             padding = 0.5 if x.is_floating_point() else 1
-            return F.pad(wide.reshape(-1), (0, -count % 64), value=padding).split(_SHARE)
+            return F.pad(whole.reshape(-1), (0, -count % 64), value=padding).split(_SHARE)
 
         positional = [(x, parts(x)) for x in operands]
         named = {key: (x, parts(x)) for key, x in options.items()}

@@ -69,7 +69,8 @@ class _Switch:
                 self.fast_path = torch.backends.mha.get_fastpath_enabled()
                 torch.backends.mha.set_fastpath_enabled(False)
             elif on_uncovered is None and before is not None:
-                self.stance.__exit__(None, None, None)
+                if torch._dynamo.eval_frame._stance.stance == "force_eager":  # nobody has changed it since
+                    self.stance.__exit__(None, None, None)
                 torch.backends.mha.set_fastpath_enabled(self.fast_path)
             self.on_uncovered = on_uncovered
             return before
@@ -81,7 +82,7 @@ _switch = _Switch()
 def enable_batch_invariant_mode(on_uncovered: OnUncovered = "warn") -> None:
     """Let PyTorch's own functions give the bits of this library's, in the whole process, until disabled.
 
-    It covers what :func:`samebits.batch_invariant` covers, with the same bits, but in all threads: those of
+    It covers what :func:`samebits.batch_invariant` covers, by the same rules, but in all threads: those of
     data-parallel workers, of autograd, and of ``generate_batch`` in ``transformers``. It also covers
     operators that are called from C++, and what activation checkpointing computes again. What is not
     covered costs nothing. While it is on, functions under ``torch.compile`` run eagerly
@@ -104,8 +105,8 @@ def enable_batch_invariant_mode(on_uncovered: OnUncovered = "warn") -> None:
 def disable_batch_invariant_mode() -> None:
     """Undo :func:`enable_batch_invariant_mode`, however often it was called.
 
-    Calls that run go on as they began. The kernels stay registered and call PyTorch's, for some microseconds
-    in each call of what was covered.
+    Calls that run go on as they began. The kernels stay registered and call PyTorch's own: "The whole
+    process" in ``docs/mode.md`` says what that costs.
     """
     _switch.set(None)
 
@@ -141,9 +142,8 @@ def _registered() -> torch.library.Library:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         for op, rule in operator_rules().items():
-            keys = [key for device in rule.devices for key in (device, f"Autograd{device}")]
             # All at first: a kernel for a backend takes the place of what others compose for autograd.
-            own = {key: found for key in keys if (found := _own(op, key))}
+            own = {key: found for key in rule.keys if (found := _own(op, key))}
             for key in own:
                 library.impl(op, _kernel(op, rule, key, own[key]), key, with_keyset=True)
     return library
@@ -157,6 +157,8 @@ def _called_by_autograd() -> bool:
 
     The engine works below the call that started it, or in a thread of its own, without Python's frames.
     """
+    if torch._C._current_graph_task_id() == -1:
+        return False
     try:
         return sys._getframe(2).f_code is _RUN_BACKWARD
     except ValueError:
@@ -188,7 +190,9 @@ def _taking_numbers(own: Kernel, places: list[int], into_out: bool) -> Kernel:
         numbers = [i for i in places if i < len(args) and isinstance(args[i], (bool, int, float, complex))]
         if not numbers:
             return own(keys, *args, **kwargs)
-        lead = next(args[i] for i in places if isinstance(args[i], Tensor))
+        lead = next((args[i] for i in places if isinstance(args[i], Tensor)), None)
+        if lead is None:
+            return own(keys, *(torch.tensor(x) if i in numbers else x for i, x in enumerate(args)), **kwargs)
         alone = lead.ndim == 0 and not into_out
         wide = [x.view(1) if x is lead and alone else x for x in args]
         for i in numbers:
@@ -217,7 +221,6 @@ def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
     """The kernel of an operator at a dispatch key. Its own cost is part of every covered call's."""
     below_autograd, has_out = not key.startswith("Autograd"), bool(outs(op))
     in_autograd = rule.in_autograd
-    asks_for_autograd = rule.replacement is None or in_autograd is not None
 
     def run(replacement: Kernel, args: Any, kwargs: dict[str, Any]) -> Any:
         if has_out:
@@ -230,10 +233,8 @@ def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
         if on_uncovered is None or thread.plain:
             return own(keys, *args, **kwargs)
         replacement = rule.replacement
-        if asks_for_autograd and _called_by_autograd():
+        if in_autograd is not None and _called_by_autograd():
             replacement = in_autograd
-            if replacement is None:
-                return own(keys, *args, **kwargs)
         thread.plain = True
         try:
             if replacement is not None:
@@ -244,7 +245,7 @@ def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
                     result = run(replacement, args, kwargs)
                 if result is not NotImplemented:
                     return result
-            if inexact((*args, *kwargs.values())):
+            if inexact((*args, *kwargs.values())) and not _called_by_autograd():
                 report(op, on_uncovered)
             return own(keys, *args, **kwargs)
         finally:

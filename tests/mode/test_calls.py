@@ -151,3 +151,11 @@ def test_calls_that_pytorch_refuses(name: str, within: Within) -> None:
     with within("error"), pytest.raises(type(theirs.value)) as ours:
         WRONG_CALLS[name](X)
     assert str(ours.value) == str(theirs.value)
+
+
+def test_a_number_in_a_tensor_has_the_gradient_of_its_elements_alone() -> None:
+    """Not of those that fill a whole vector, which may be infinite."""
+    power = torch.tensor(-200.0, requires_grad=True)
+    with batch_invariant("error"):
+        (got,) = torch.autograd.grad(torch.pow(torch.tensor([2.0, 3.0]), power).sum(), power)
+    assert got == 0

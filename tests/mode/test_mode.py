@@ -418,10 +418,10 @@ def test_elements_alone_and_in_batches(name: str, dtype: torch.dtype, within: Wi
         with within("error"):
             out = call(*leaves)
             out = torch.view_as_real(out).flatten(1) if out.is_complex() else out
-        if not out.requires_grad:
-            return [out]
-        weights = seed[start:stop, : out.shape[1]].to(out.dtype)
-        grads = torch.autograd.grad(out, leaves, weights, allow_unused=True, materialize_grads=True)
+            if not out.requires_grad:
+                return [out]
+            weights = seed[start:stop, : out.shape[1]].to(out.dtype)
+            grads = torch.autograd.grad(out, leaves, weights, allow_unused=True, materialize_grads=True)
         return [out.detach(), *grads]
 
     checked = 0

@@ -74,7 +74,7 @@ class TestTheSwitch:
         for op in (aten.view.default, aten.relu.default, aten.copy_.default, aten.cat.default):
             assert op not in rules
         for op in (aten.add.Tensor, aten.mul.Tensor, aten.exp.default):
-            assert rules[op].devices == ("CPU",)
+            assert all("CUDA" not in key for key in rules[op].keys)
 
     def test_gradients_outside_are_pytorchs_again(self) -> None:
         leaves = [t.detach().clone().requires_grad_() for t in (X, W, B)]
@@ -225,6 +225,38 @@ class TestWhatItCovers:
         with set_batch_invariant_mode(True, "error"), pytest.raises(UncoveredError):
             UNCOVERED[name]()
 
+    @pytest.mark.parametrize(
+        "f",
+        [
+            lambda x: x.log_softmax(-1).gather(1, torch.zeros(6, 1, 40, dtype=torch.int64)),
+            lambda x: x.index_select(0, torch.tensor([0, 0])),
+            lambda x: x.take(torch.tensor([1, 1])),
+            lambda x: x.double() * torch.ones(40, dtype=torch.double, requires_grad=True),
+        ],
+    )
+    def test_what_autograd_calls_is_not_reported(self, f: Callable[[Tensor], Tensor]) -> None:
+        """As under the context. But what Python code calls in a backward is."""
+        with set_batch_invariant_mode(True, "error"):
+            y = f(X.clone().requires_grad_())
+            y.backward(torch.ones_like(y))
+            leaf = X.clone().requires_grad_()
+            leaf.register_hook(lambda grad: grad.cumsum(0))
+            with pytest.raises(UncoveredError):
+                leaf.exp().sum().backward()
+
+    def test_sums_in_threads_without_python(self) -> None:
+        """They are not autograd's, though no Python function has called them."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # TorchScript is old
+
+            @torch.jit.script
+            def forked(x: Tensor) -> Tensor:
+                return torch.jit.wait(torch.jit.fork(torch.sum, x, [0]))  # type: ignore[no-any-return]
+
+        x = values("normal", (2000, 50), torch.float32, 0)
+        with set_batch_invariant_mode(True, "error"):
+            assert_same_bits(forked(x), x.sum(0))
+
     def test_compiled_functions_run_eagerly(self) -> None:
         compiled: list[Any] = []
 
@@ -249,6 +281,20 @@ class TestWhatItCovers:
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.complex64)
+
+
+def test_the_kernels_that_stay_change_nothing() -> None:
+    with set_batch_invariant_mode():
+        pass
+    assert torch.func.grad(lambda s: s * 2 + 1)(torch.tensor(3.0)) == 2
+    doubled = torch.tensor(3.0, requires_grad=True) * 2
+    assert type(doubled.grad_fn).__name__ == "MulBackward0"
+    doubled.detach_()
+    x = torch.tensor(2.0)
+    assert torch.ops.aten.mul_.Tensor(x, 2) is x
+    assert (torch.add(2, 3), torch.mul(2, 3.5), torch.floor_divide(7, 2)) == (5, 7, 3)
+
+
 NUMBERS = (2, 0.1, True, 1e-45, 1 + 2j, -7)
 OF_NUMBERS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "+": lambda x, n: x + n,
