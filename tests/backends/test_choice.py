@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import samebits
 from samebits import FMA, TENSOR_CORE, backends
-from samebits.ops import _checks
+from samebits.ops import _checks, _rows
 from samebits.ops import expand as expand_module
 from samebits.ops._checks import check_operands
 from samebits.ops._operator import Operator
@@ -206,7 +206,7 @@ NOT_BY_TRITON: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("name", NOT_BY_TRITON)
 def test_what_triton_does_not_compute_is_refused_under_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and attention, in place of PyTorch's: neither it nor another backend computes them then."""
-    for module in (_checks, expand_module):
+    for module in (_checks, _rows, expand_module):
         monkeypatch.setattr(module, "chosen_backend", lambda kind: backends._choice.backend)
     x = torch.ones(4, 4, requires_grad=True)
     with (
