@@ -225,10 +225,12 @@ def whole_files(h: Any) -> Iterator[Kernel]:
     """All kernels of row and column reductions, of log-probabilities from logits, and of exp2."""
     for arch in h.compiler.ARCHITECTURES:
         for x, out, param in ((F32, BF16, F16), (F16, F32, F32), (BF16, F16, BF16)):
-            for warps in (1, 8):
-                yield h.rows.kernel_spec("row_sum", x, out, param, warps=warps), arch
+            for n in (100, 2048, 40000):
+                for sharing in h.rows.sharings(n, x):
+                    yield h.rows.kernel_spec("row_sum", x, out, param, sharing), arch
         for grad, out, of in ((F16, BF16, F32), (BF16, F16, None), (F32, F32, BF16)):
-            yield h.rows.columns_spec("column_sums", grad, out, of), arch
+            for vector in (1, 16 // grad.itemsize):
+                yield h.rows.columns_spec("column_sums", grad, out, of, vector=vector), arch
         for logits, grads in ((F32, F32), (BF16, F16), (F16, BF16)):
             for entropy in (False, True):
                 yield h.logp.kernel_spec("grad_logits", logits, grads, entropy=entropy), arch

@@ -354,8 +354,11 @@ def test_gradients_are_those_of_the_maths() -> None:
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 def test_kernels_compile_without_spills(arch: str) -> None:
     pytest.importorskip("cuda.core")
-    specs = [rows.kernel_spec("row_sum", F32, BF16, F16, warps=warps) for warps in (1, 8)]  # whole files
-    for spec in (*specs, rows.columns_spec("column_sums", F16, BF16, F32)):
+    types = (F32, BF16, F16), (F16, F32, F32)
+    shared = rows.Sharing(1, 1, 4), rows.Sharing(8, 0, 1)
+    specs = [rows.kernel_spec("row_sum", *of, sharing) for of, sharing in zip(types, shared, strict=True)]
+    specs += [rows.columns_spec("column_sums", F16, BF16, F32, vector=vector) for vector in (1, 8)]
+    for spec in specs:  # whole files
         cubin = compiler.compile(spec, arch)
         assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0)
 

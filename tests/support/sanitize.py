@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import samebits
-from samebits.backends.cuda import compiler, devices, exp2, matmul, precompile
+from samebits.backends.cuda import compiler, devices, exp2, matmul, precompile, rows
 from samebits.backends.cuda.attention import catalogue
 from samebits.backends.cuda.products import tensor_core_sm90
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
@@ -222,17 +222,18 @@ def triton_products():
 
 
 def row_reductions() -> None:
-    """Every operation of rows, forward and backward, by one warp and by eight for a row."""
-    for rows, n in ((1, 1), (3, 130), (9, 1100), (70, 40)):
-        x, y = (torch.ones(rows, n, dtype=DTYPE, device="cuda", requires_grad=True) for _ in range(2))
+    """Every operation of rows, forward and backward, in every way to share a row; also on unaligned rows."""
+    for count, n in ((1, 1), (3, 130), (9, 1100), (70, 40), (5, 2048), (2, 7000), (3, 12296), (1, 20000)):
+        x, y = (torch.ones(count, n, dtype=DTYPE, device="cuda", requires_grad=True) for _ in range(2))
         w = torch.ones(n, dtype=DTYPE, device="cuda", requires_grad=True)
-        ids = torch.arange(2 * rows, device="cuda") % rows
-        with samebits.batch_invariant("error"):
-            results = (
-                *(x.softmax(1), x.log_softmax(0), x.sum(0), x.mean(1), y * w, y * x[:, :1]),
-                *(F.layer_norm(x, (n,), w, w), F.rms_norm(x, (n,), w), F.embedding(ids, y)),
-            )
-        torch.autograd.grad(results, (x, y, w), results)
+        ids = torch.arange(2 * count, device="cuda") % count
+        for sharing in rows.sharings(n, DTYPE):
+            with rows.shared_as(sharing), samebits.batch_invariant("error"):
+                results = (
+                    *(x.softmax(1), x.log_softmax(0), x.sum(0), x.mean(1), y * w, y * x[:, :1]),
+                    *(F.layer_norm(x, (n,), w, w), F.rms_norm(x, (n,), w), F.embedding(ids, y)),
+                )
+                torch.autograd.grad(results, (x, y, w), results)
 
 
 # Of attention, small: rows and keys that fill tiles in part, segments to split, and each way to read.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samebits.backends.cuda import compiler, runtime
 
-_THREADS = 256
-_COLUMNS = 32
+_THREADS = 256  # of a block of rows.cu
+_PASS = 512  # entries of a row that a warp takes in a pass
+_MANY = 1024  # rows that fill a GPU without sharing
+_COPIERS = 256  # threads of a block of columns.cu, without the warp that adds
 
 # The macros of convert.cuh.
 _TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -30,53 +34,117 @@ _PARAMS = {
 }
 
 
+class Sharing(NamedTuple):
+    """How threads share a row: the macros of row.cuh of these names. It changes no bit."""
+
+    warps: int
+    passes: int
+    vector: int
+
+
+def choose_sharing(rows: int, n: int, dtype: torch.dtype, aligned: bool) -> Sharing:
+    """As few warps as take a row in a pass, or in two where there are many rows of 16-bit values."""
+    passes = 2 if rows >= _MANY and dtype.itemsize == 2 else 1
+    warps = next((w for w in (1, 2, 4) if n <= passes * w * _PASS), 8)
+    held = next((p for p in (1, 2, 4) if n <= p * warps * _PASS), 0)
+    vector = 16 // dtype.itemsize
+    return Sharing(warps, held, vector if aligned and n % vector == 0 else 1)
+
+
+def sharings(n: int, dtype: torch.dtype) -> list[Sharing]:
+    """All choices for rows of `n` values."""
+    every = (choose_sharing(rows, n, dtype, aligned) for rows in (1, _MANY) for aligned in (True, False))
+    return list(dict.fromkeys(every))
+
+
+_forced: Sharing | None = None
+
+
+@contextmanager
+def shared_as(sharing: Sharing | None) -> Iterator[None]:
+    """All rows in this way, in all threads; those not aligned with 1 as `vector`. For verification."""
+    global _forced
+    before, _forced = _forced, sharing
+    try:
+        yield
+    finally:
+        _forced = before
+
+
 def kernel_spec(
-    entry: str, x: torch.dtype, out: torch.dtype, param: torch.dtype = torch.float32, *, warps: int = 1
+    entry: str, x: torch.dtype, out: torch.dtype, param: torch.dtype, sharing: Sharing
 ) -> compiler.KernelSpec:
-    """A kernel of rows.cu, in which `warps` warps share a row."""
-    constants = ("IN", _TYPES[x]), ("OUT", _TYPES[out]), ("PARAM", _TYPES[param]), ("WARPS", warps)
-    return compiler.KernelSpec("rows.cu", entry, _PARAMS[entry], constants, block=_THREADS)
+    """A kernel of rows.cu."""
+    types = ("IN", _TYPES[x]), ("OUT", _TYPES[out]), ("PARAM", _TYPES[param])
+    shared = ("WARPS", sharing.warps), ("PASSES", sharing.passes), ("VECTOR", sharing.vector)
+    return compiler.KernelSpec("rows.cu", entry, _PARAMS[entry], (*types, *shared), block=_THREADS)
 
 
 def columns_spec(
-    entry: str, grad: torch.dtype, out: torch.dtype, x: torch.dtype | None = None
+    entry: str, grad: torch.dtype, out: torch.dtype, x: torch.dtype | None = None, *, vector: int = 1
 ) -> compiler.KernelSpec:
     """A kernel of columns.cu."""
-    constants = ("GRAD", _TYPES[grad]), ("X", _TYPES[x]), ("OUT", _TYPES[out])
-    return compiler.KernelSpec("columns.cu", entry, _PARAMS[entry], constants, block=_THREADS)
+    constants = ("GRAD", _TYPES[grad]), ("X", _TYPES[x]), ("OUT", _TYPES[out]), ("VECTOR", vector)
+    block = _COPIERS if entry == "embedding_backward" else _COPIERS + 32
+    return compiler.KernelSpec("columns.cu", entry, _PARAMS[entry], constants, block=block)
 
 
-@functools.cache  # to make a KernelSpec, and its hash, takes longer than a launch
-def _kernel(
-    entry: str, device: int, x: torch.dtype, out: torch.dtype, param: torch.dtype, warps: int
-) -> runtime.Kernel:
-    return runtime.load(kernel_spec(entry, x, out, param, warps=warps), device)
+# To make a KernelSpec, and its hash, takes longer than a launch.
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    entry: str,
+    device: int,
+    many: bool,
+    n: int,
+    x: torch.dtype,
+    out: torch.dtype,
+    param: torch.dtype,
+    aligned: bool,
+    forced: Sharing | None,
+) -> tuple[runtime.Kernel, int]:
+    """A kernel of rows.cu, and the rows that one of its blocks takes."""
+    sharing = forced or choose_sharing(_MANY if many else 1, n, x, aligned)
+    if not aligned:
+        sharing = sharing._replace(vector=1)
+    return runtime.load(kernel_spec(entry, x, out, param, sharing), device), _THREADS // 32 // sharing.warps
 
 
 @functools.cache
 def _columns_kernel(
-    entry: str, device: int, grad: torch.dtype, out: torch.dtype, x: torch.dtype | None
+    entry: str, device: int, grad: torch.dtype, out: torch.dtype, x: torch.dtype | None, aligned: bool
 ) -> runtime.Kernel:
-    return runtime.load(columns_spec(entry, grad, out, x), device)
+    vector = 16 // grad.itemsize if aligned else 1
+    return runtime.load(columns_spec(entry, grad, out, x, vector=vector), device)
 
 
 def _launch(
-    entry: str, like: Tensor, out: torch.dtype, *values: Any, param: torch.dtype = torch.float32
+    entry: str, like: Tensor, out: torch.dtype, low: int, *values: Any, param: torch.dtype = torch.float32
 ) -> None:
-    """Run a kernel of rows.cu on the rows of `like`."""
+    """Run a kernel of rows.cu on the rows of `like`.
+
+    Args:
+        entry: the kernel.
+        like: a matrix of the type IN.
+        out: the type OUT.
+        low: addresses, and bytes from row to row, by bitwise or. All are multiples of 16 if this is.
+        values: the kernel's parameters.
+        param: the type PARAM.
+    """
     rows, n = like.shape
     if rows == 0:
         return
-    warps = 1 if n <= 1024 else 8
-    kernel = _kernel(entry, like.get_device(), like.dtype, out, param, warps)
-    kernel.launch((-(-rows * warps // (_THREADS // 32)), 1, 1), *values)
+    kernel, per_block = _plan(
+        entry, like.get_device(), rows >= _MANY, n, like.dtype, out, param, low & 15 == 0, _forced
+    )
+    kernel.launch((-(-rows // per_block), 1, 1), *values)
 
 
 def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
     """Sums or means in `dtype` of the rows of ``x[rows, n]``."""
     x = _with_rows(x)
     out = torch.empty(x.shape[0], dtype=dtype, device=x.device)
-    _launch("row_sum", x, dtype, x.data_ptr(), out.data_ptr(), x.stride(0), *x.shape, mean)
+    at, step = x.data_ptr(), x.stride(0)
+    _launch("row_sum", x, dtype, at | step * x.itemsize, at, out.data_ptr(), step, *x.shape, mean)
     return out
 
 
@@ -84,8 +152,9 @@ def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
     """Softmax or its logarithm in `dtype` of the rows of ``x[rows, n]``."""
     x = _with_rows(x)
     out = runtime.empty_matrix(x.shape[0], x.shape[1], dtype, x.get_device())
+    at, step = x.data_ptr(), x.stride(0)
     entry = "log_softmax" if logarithm else "softmax"
-    _launch(entry, x, dtype, x.data_ptr(), out.data_ptr(), x.stride(0), *x.shape)
+    _launch(entry, x, dtype, at | step * x.itemsize, at, out.data_ptr(), step, *x.shape)
     return out
 
 
@@ -93,8 +162,9 @@ def softmax_backward(grad: Tensor, out: Tensor, logarithm: bool, dtype: torch.dt
     """Gradients in `dtype` of the rows that gave `out`."""
     grad, y = grad.contiguous(), out.contiguous()
     dx = runtime.empty_matrix(grad.shape[0], grad.shape[1], dtype, grad.get_device())
+    at, y_at = grad.data_ptr(), y.data_ptr()
     entry = "log_softmax_backward" if logarithm else "softmax_backward"
-    _launch(entry, grad, dtype, *(t.data_ptr() for t in (grad, y, dx)), *grad.shape, param=y.dtype)
+    _launch(entry, grad, dtype, at | y_at, at, y_at, dx.data_ptr(), *grad.shape, param=y.dtype)
     return dx
 
 
@@ -110,9 +180,11 @@ def norm(
         for n in (x.shape[0] if centred else 0, x.shape[0])
     )
     param = next((t.dtype for t in (weight, bias) if t is not None), torch.float32)
+    at, weight_at, bias_at, step = x.data_ptr(), _address(weight), _address(bias), x.stride(0)
     _launch(
-        *("norm_forward", x, x.dtype, x.data_ptr(), _address(weight), _address(bias), out.data_ptr()),
-        *(means.data_ptr() if centred else 0, scales.data_ptr(), x.stride(0), *x.shape, eps),
+        *("norm_forward", x, x.dtype, at | weight_at | bias_at | step * x.itemsize),
+        *(at, weight_at, bias_at, out.data_ptr(), means.data_ptr() if centred else 0, scales.data_ptr()),
+        *(step, *x.shape, eps),
         param=param,
     )
     return out, means, scales
@@ -123,10 +195,16 @@ def norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor,
     x, grad = _with_rows(x), _with_rows(grad)
     (weight,) = _vectors(weight)
     out = runtime.empty_matrix(x.shape[0], x.shape[1], x.dtype, x.get_device())
+    at, grad_at, weight_at, steps = (
+        x.data_ptr(),
+        grad.data_ptr(),
+        _address(weight),
+        (grad.stride(0), x.stride(0)),
+    )
     _launch(
-        *("norm_backward", x, x.dtype, grad.data_ptr(), x.data_ptr(), _address(weight)),
-        *(means.data_ptr() if means.numel() else 0, scales.data_ptr(), out.data_ptr()),
-        *(grad.stride(0), x.stride(0), *x.shape),
+        *("norm_backward", x, x.dtype, at | grad_at | weight_at | (steps[0] | steps[1]) * x.itemsize),
+        *(grad_at, at, weight_at, means.data_ptr() if means.numel() else 0, scales.data_ptr()),
+        *(out.data_ptr(), *steps, *x.shape),
         param=torch.float32 if weight is None else weight.dtype,
     )
     return out
@@ -161,13 +239,15 @@ def _column_sums(
     tokens, n = grad.shape
     if n == 0:
         return
-    kernel = _columns_kernel(
-        "column_sums", grad.get_device(), grad.dtype, out.dtype, None if x is None else x.dtype
-    )
+    x_at, x_row, x_bytes = (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.itemsize)
+    at, row, size = grad.data_ptr(), grad.stride(0), grad.itemsize
+    low = at | x_at | (row | n) * size | (x_row | n) * x_bytes
+    x_dtype = None if x is None else x.dtype
+    kernel = _columns_kernel("column_sums", grad.get_device(), grad.dtype, out.dtype, x_dtype, low & 15 == 0)
     kernel.launch(
-        (-(-n // _COLUMNS), 1, 1),
-        *(grad.data_ptr(), _address(x), _address(means), _address(scales), _address(product), out.data_ptr()),
-        *(grad.stride(0), 0 if x is None else x.stride(0), tokens, n),
+        (-(-n // (32 if x is None else 16)), 1, 1),
+        *(at, x_at, _address(means), _address(scales), _address(product), out.data_ptr()),
+        *(row, x_row, tokens, n),
     )
 
 
@@ -179,7 +259,10 @@ def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> T
         return out
     by_id, tokens = ids.sort(stable=True)
     starts = torch.searchsorted(by_id, torch.arange(count + 1, device=ids.device))
-    kernel = _columns_kernel("embedding_backward", grad.get_device(), grad.dtype, out.dtype, None)
+    low = grad.data_ptr() | (grad.stride(0) | grad.shape[1]) * grad.itemsize
+    kernel = _columns_kernel(
+        "embedding_backward", grad.get_device(), grad.dtype, out.dtype, None, low & 15 == 0
+    )
     kernel.launch(
         (count, 1, 1),
         *(t.data_ptr() for t in (grad, tokens, starts, out)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,12 +47,17 @@ class RowBackend(NamedTuple):
     grad_logits: Callable[..., Tensor]
     schedules: Callable[[str], Sequence[Any]]
     """The schedules of one of these two functions; none without a fused kernel."""
+    sharings: Callable[[int, torch.dtype], Sequence[Any]] = lambda n, dtype: ("",)
+    """The ways to share rows of so many values."""
+    shared_as: Callable[[Any], AbstractContextManager[None]] = lambda sharing: nullcontext()
 
     def tried(self, case: Reduction) -> Sequence[Any]:
         """The schedules under which the backend runs a case; none if it does not run it."""
         if entry := KERNELS[case.kernel].entry:
             return self.schedules(entry)
-        return ("",) if self.rows is not None or case.kernel in _LOGP else ()
+        if case.kernel in _LOGP:
+            return ("",)
+        return self.sharings(case.n, case.dtype) if self.rows is not None else ()
 
 
 def on_cuda(fused: bool) -> RowBackend:
@@ -62,7 +68,8 @@ def on_cuda(fused: bool) -> RowBackend:
         return linear_logp_sm90.schedules(f"{entry}_sm90") if fused else ()
 
     grad_logits = partial(grad_logits_by, linear_logp_sm90.grad_logits_later)
-    return RowBackend("", rows, logp, linear_logp_sm90.statistics, grad_logits, schedules)
+    fused_ones = linear_logp_sm90.statistics, grad_logits, schedules
+    return RowBackend("", rows, logp, *fused_ones, rows.sharings, rows.shared_as)
 
 
 def on_triton(contract: Contract, device: int) -> RowBackend:
@@ -264,7 +271,7 @@ def _given(o: RowOperands, vocabulary: int, entropy: bool) -> tuple[Rows, Tensor
 class Reducer:
     """A kernel: how to run it, and which pairs of dtypes it takes.
 
-    `entry` names the backend's fused function, if the kernel is one. Those run under schedules.
+    `entry` names the backend's fused function, if the kernel is one. Those take schedules.
     """
 
     run: Callable[..., Results]
@@ -272,7 +279,10 @@ class Reducer:
     entry: str = ""
 
     def __call__(self, on: RowBackend, o: RowOperands, schedule: Any) -> Results:
-        return self.run(on, o, schedule) if self.entry else self.run(on, o)
+        if self.entry:
+            return self.run(on, o, schedule)
+        with on.shared_as(schedule or None):
+            return self.run(on, o)
 
 
 _ROWS = {
@@ -320,7 +330,8 @@ Size = tuple[int, int, int]
 """Rows, n and features."""
 SIZES: tuple[Size, ...] = (
     (1, 1, 0), (1, 129, 0), (3, 127, 0), (2, 128, 0), (64, 32, 0), (65, 31, 0),
-    (129, 1, 0), (7, 1024, 0), (9, 1025, 0), (3, 4097, 0), (300, 70, 0),
+    (129, 1, 0), (7, 1024, 0), (9, 1025, 0), (3, 4097, 0), (300, 70, 0), (5, 1504, 0), (3, 4088, 0),
+    (2, 7000, 0), (3, 12288, 0), (1, 40000, 0),
 )  # fmt: skip
 FUSED_SIZES: tuple[Size, ...] = (
     (1, 1, 8), (3, 130, 24), (9, 1100, 40), (20, 300, 72), (33, 129, 64), (70, 300, 136),
