@@ -62,7 +62,7 @@ _forced: Sharing | None = None
 
 @contextmanager
 def shared_as(sharing: Sharing | None) -> Iterator[None]:
-    """All rows in this way, in all threads; those not aligned with 1 as `vector`. For verification."""
+    """Rows that this is a choice for in this way, in all threads; unaligned ones with 1 as `vector`."""
     global _forced
     before, _forced = _forced, sharing
     try:
@@ -103,9 +103,9 @@ def _plan(
     forced: Sharing | None,
 ) -> tuple[runtime.Kernel, int]:
     """A kernel of rows.cu, and the rows that one of its blocks takes."""
-    sharing = forced or choose_sharing(_MANY if many else 1, n, x, aligned)
-    if not aligned:
-        sharing = sharing._replace(vector=1)
+    sharing = choose_sharing(_MANY if many else 1, n, x, aligned)
+    if forced in sharings(n, x):
+        sharing = forced if aligned else forced._replace(vector=1)
     return runtime.load(kernel_spec(entry, x, out, param, sharing), device), _THREADS // 32 // sharing.warps
 
 
@@ -281,7 +281,7 @@ def _vectors(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
     dtypes = {t.dtype for t in vectors if t is not None}
     if len(dtypes) > 1:
         vectors = tuple(None if t is None else t.to(torch.float32) for t in vectors)
-    return tuple(None if t is None or t.is_contiguous() else t.contiguous() for t in vectors)
+    return tuple(t if t is None or t.is_contiguous() else t.contiguous() for t in vectors)
 
 
 def _address(t: Tensor | None) -> int:

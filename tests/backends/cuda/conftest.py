@@ -23,10 +23,16 @@ from samebits.backends.cuda import (
 from samebits.backends.cuda.attention import sm90
 
 
+class Launch(str):
+    """The source of a kernel that was launched, and the values of its parameters."""
+
+    values: tuple[Any, ...]
+
+
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """CPU tensors pass for those of an H200: everything of a launch but the launch, which is noted."""
-    found: list[str] = []
+    found: list[Launch] = []
 
     class Kernel:
         def __init__(self, spec: compiler.KernelSpec) -> None:
@@ -36,7 +42,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             assert min(grid) > 0
             assert grid[0] % self.spec.cluster[0] == 0
             struct.pack("@" + self.spec.params, *values)
-            found.append(self.spec.source)
+            launch = Launch(self.spec.source)
+            launch.values = values
+            found.append(launch)
 
     signature = inspect.signature(tensor_maps.tensor_map)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,34 @@ def test_every_launch_of_reductions_adds_up(launches: list[str], monkeypatch: py
     assert counts[1] == (counts[0][0], 2 * counts[0][1])
     fused = {"statistics_sm90.cu", "grad_logits_sm90.cu"}
     assert set(launches) == {"rows.cu", "columns.cu", "logp.cu"} | fused
+
+
+# What kernels of rows read. The rest of their operands is copied first, or gives only a dtype.
+READ = {
+    **dict.fromkeys(("sum", "mean", "softmax", "log_softmax", "sum over tokens", "rms_norm, no weight"), "x"),
+    "softmax backward": "grad y",
+    "log_softmax backward": "grad",
+    "layer_norm": "x weight bias",
+    "layer_norm, bias": "x bias",
+    "layer_norm, weight": "x weight",
+    "rms_norm": "x weight",
+    "layer_norm backward": "x weight grad vectors",
+    "rms_norm backward": "x grad",
+    "layer_norm weights": "x grad vectors",
+    "rms_norm weights": "x grad",
+    "embedding backward": "grad",
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("name", READ)
+def test_a_kernel_gets_the_addresses_of_what_it_reads(
+    launches: list[Any], name: str, dtype: torch.dtype
+) -> None:
+    operands = reductions.RowOperands(reductions.Reduction(name, dtype, dtype, "", 5, 40))
+    result = reductions.KERNELS[name](reductions.on_cuda(fused=False), operands, "")[0]
+    given = {value for launch in launches for value in launch.values}
+    assert {t.data_ptr() for t in (result, *(getattr(operands, x) for x in READ[name].split()))} <= given
 
 
 @pytest.mark.parametrize("thorough", [False, True])
