@@ -55,6 +55,8 @@ class _State(threading.local):
 
 _state = _State()
 _warned: set[str] = set()
+_untouched: set[Callable[..., Any]] = set()  # functions that were called and that the mode leaves alone
+_MOST_UNTOUCHED = 4096  # more would be made as the program runs
 
 
 def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManager[None]:
@@ -119,6 +121,8 @@ class _Mode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not torch.compiler.is_compiling() and func in _untouched:
+            return func(*args, **kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile cannot look these up
             for operator in HIGHER_ORDER:
                 if func is operator:
@@ -138,10 +142,11 @@ class _Mode(TorchFunctionMode):
         elif func in BODIES:
             with self:
                 return BODIES[func](*args, **kwargs)
-        if (replacement is not None or func in UNCOVERED or is_direct(func)) and inexact(
-            (*args, *kwargs.values())
-        ):
-            report(func, self.on_uncovered)
+        if replacement is not None or func in UNCOVERED or is_direct(func):
+            if inexact((*args, *kwargs.values())):
+                report(func, self.on_uncovered)
+        elif not torch.compiler.is_compiling() and len(_untouched) < _MOST_UNTOUCHED:
+            _untouched.add(func)
         return func(*args, **kwargs)
 
 

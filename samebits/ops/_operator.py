@@ -166,7 +166,7 @@ def bypasses_dispatcher(tensors: Sequence[Tensor]) -> bool:
     """Whether the dispatcher would only record autograd's graph for these tensors and call a kernel."""
     if torch.compiler.is_compiling() or (
         torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
+        or torch._C._is_torch_function_mode_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0

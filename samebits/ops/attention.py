@@ -195,7 +195,9 @@ def scaled_dot_product_attention(
     align: Align = "slots" if key_start is not None and q4.shape[1] == k4.shape[1] else "first"
     positions = None, None, key_start, None, None
     out, _ = attend(q4, k4, v4, mask, None, positions, window, align, scale, 0.0, key)
-    out = out.transpose(1, 2).reshape(*leading, q.shape[-2], v.shape[-1])
+    out = out.transpose(1, 2)
+    if len(leading) != 2:
+        out = out.reshape(*leading, q.shape[-2], v.shape[-1])
     if q.ndim != 4 and torch.is_grad_enabled():
         out = out.clone()  # PyTorch's own result may be changed in place then, and the gradient needs ours
     return out if torch.is_grad_enabled() else as_no_view(out)
@@ -295,6 +297,8 @@ def _check_mask(mask: Tensor, wanted: tuple[int, ...], q: Tensor) -> Tensor:
 
 def _by_token(t: Tensor, leading: torch.Size, batch: int) -> Tensor:
     """``t[..., heads, tokens, size]``, broadcast, as ``[rows, tokens, heads, size]``; without copies."""
+    if t.ndim == 4 and t.shape[:2] == leading:
+        return t.transpose(1, 2)
     t = expand(t, (*leading, *t.shape[-2:]))
     heads = leading[batch] if len(leading) > batch else 1
     return t.reshape(leading[:batch].numel(), heads, *t.shape[-2:]).transpose(1, 2)

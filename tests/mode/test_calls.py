@@ -13,6 +13,7 @@ from torch import Tensor
 
 import samebits
 from samebits.mode import batch_invariant
+from samebits.ops import _operator
 from samebits.testing import assert_same_bits, values
 from tests.mode.conftest import Within
 from tests.mode.test_mode import COVERED, X
@@ -159,3 +160,20 @@ def test_a_number_in_a_tensor_has_the_gradient_of_its_elements_alone() -> None:
     with batch_invariant("error"):
         (got,) = torch.autograd.grad(torch.pow(torch.tensor([2.0, 3.0]), power).sum(), power)
     assert got == 0
+
+
+def test_a_backward_goes_around_the_dispatcher(within: Within, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function mode that is on the stack, but disabled in the backward, is no reason for a slow call."""
+    bypass, answers = _operator.bypasses_dispatcher, []
+
+    def asked(tensors: list[Tensor]) -> bool:
+        answers.append(bypass(tensors))
+        return answers[-1]
+
+    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    with within():
+        y = F.linear(x, w)
+        monkeypatch.setattr(_operator, "bypasses_dispatcher", asked)
+        torch.autograd.grad(y, (x, w), torch.ones(4, 4))
+    assert answers == [True] * len(answers)
+    assert len(answers) >= 2

@@ -32,7 +32,7 @@ ALLOCATING: list[tuple[Any, str]] = [
     *((np, name) for name in ("empty", "zeros", "array")),
     # Planning and compilation: of a kernel, and of what the copy engine is told of a tensor.
     (runtime, "load"),
-    (runtime, "empty_matrix"),
+    (runtime, "empty"),
     (tensor_maps, "tensor_map"),
 ]
 

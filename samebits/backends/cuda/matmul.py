@@ -52,13 +52,13 @@ def check_contract(contract: str, device: int) -> None:
 def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:
     """``a[*A, M, K] @ b[*B, K, N] (+ bias[N])`` with batch dimensions broadcast as in ``torch.matmul``."""
     if a.ndim == 2 and b.ndim == 2:
-        out = runtime.empty_matrix(a.shape[0], b.shape[1], out_dtype, a.get_device())
+        out = runtime.empty((a.shape[0], b.shape[1]), out_dtype, a.get_device())
         plan, addresses, _ = _planned(a, b, out, contract, bias=bias, fresh=True)
         plan.launch(*addresses)
         return out
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
     batch = broadcast(a.shape[:-2], b.shape[:-2])
-    out = a.new_empty((*batch, M, N), dtype=out_dtype)
+    out = runtime.empty((*batch, M, N), out_dtype, a.get_device())
     if b.ndim == 2:  # one tall product: the rows of every batch share b
         tall, tall_out = a.reshape(batch.numel() * M, K), out.view(batch.numel() * M, N)
         _launch(_planned(tall, b, tall_out, contract, bias=bias, fresh=True))
@@ -81,7 +81,7 @@ def addbmm(
     """``acc[B, M, N] + sum over s, k of a[B, S, M, K] * b[B, S, K, N]``: a chain over sequences."""
     shape = (a.shape[0], a.shape[2], b.shape[3])
     if acc is None:
-        out = a.new_empty(shape, dtype=out_dtype)
+        out = runtime.empty(shape, out_dtype, a.get_device())
         _run_sequences(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=False)
         return out
     chain = torch.empty(shape, dtype=torch.float32, device=a.device).copy_(acc)

@@ -142,7 +142,7 @@ def _launch(
 def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
     """Sums or means in `dtype` of the rows of ``x[rows, n]``."""
     x = _with_rows(x)
-    out = torch.empty(x.shape[0], dtype=dtype, device=x.device)
+    out = runtime.empty(x.shape[:1], dtype, x.get_device())
     at, step = x.data_ptr(), x.stride(0)
     _launch("row_sum", x, dtype, at | step * x.itemsize, at, out.data_ptr(), step, *x.shape, mean)
     return out
@@ -151,7 +151,7 @@ def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
 def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
     """Softmax or its logarithm in `dtype` of the rows of ``x[rows, n]``."""
     x = _with_rows(x)
-    out = runtime.empty_matrix(x.shape[0], x.shape[1], dtype, x.get_device())
+    out = runtime.empty(x.shape, dtype, x.get_device())
     at, step = x.data_ptr(), x.stride(0)
     entry = "log_softmax" if logarithm else "softmax"
     _launch(entry, x, dtype, at | step * x.itemsize, at, out.data_ptr(), step, *x.shape)
@@ -161,7 +161,7 @@ def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
 def softmax_backward(grad: Tensor, out: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
     """Gradients in `dtype` of the rows that gave `out`."""
     grad, y = grad.contiguous(), out.contiguous()
-    dx = runtime.empty_matrix(grad.shape[0], grad.shape[1], dtype, grad.get_device())
+    dx = runtime.empty(grad.shape, dtype, grad.get_device())
     at, y_at = grad.data_ptr(), y.data_ptr()
     entry = "log_softmax_backward" if logarithm else "softmax_backward"
     _launch(entry, grad, dtype, at | y_at, at, y_at, dx.data_ptr(), *grad.shape, param=y.dtype)
@@ -174,10 +174,9 @@ def norm(
     """Layer norm of the rows of ``x[rows, n]`` (RMS norm without `centred`), means and 1 / deviations."""
     x = _with_rows(x)
     weight, bias = _vectors(weight, bias)
-    out = runtime.empty_matrix(x.shape[0], x.shape[1], x.dtype, x.get_device())
+    out = runtime.empty(x.shape, x.dtype, x.get_device())
     means, scales = (
-        torch.empty(n, dtype=torch.float32, device=x.device)
-        for n in (x.shape[0] if centred else 0, x.shape[0])
+        runtime.empty((n,), torch.float32, x.get_device()) for n in (x.shape[0] if centred else 0, x.shape[0])
     )
     param = next((t.dtype for t in (weight, bias) if t is not None), torch.float32)
     at, weight_at, bias_at, step = x.data_ptr(), _address(weight), _address(bias), x.stride(0)
@@ -194,7 +193,7 @@ def norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor,
     """Gradients of the rows of `x`."""
     x, grad = _with_rows(x), _with_rows(grad)
     (weight,) = _vectors(weight)
-    out = runtime.empty_matrix(x.shape[0], x.shape[1], x.dtype, x.get_device())
+    out = runtime.empty(x.shape, x.dtype, x.get_device())
     at, grad_at, weight_at, steps = (
         x.data_ptr(),
         grad.data_ptr(),
@@ -215,14 +214,14 @@ def norm_columns(
 ) -> tuple[Tensor, Tensor]:
     """Gradients in `dtype` of weight and bias."""
     x = _with_rows(x)
-    weight_grad, bias_grad = (torch.empty(x.shape[1], dtype=dtype, device=x.device) for _ in range(2))
+    weight_grad, bias_grad = (runtime.empty(x.shape[1:], dtype, x.get_device()) for _ in range(2))
     _column_sums(grad, bias_grad, x, means, scales, weight_grad)
     return weight_grad, bias_grad
 
 
 def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums in `dtype` of the columns of ``x[tokens, n]``: chains over tokens."""
-    out = torch.empty(x.shape[1], dtype=dtype, device=x.device)
+    out = runtime.empty(x.shape[1:], dtype, x.get_device())
     _column_sums(x, out)
     return out
 
@@ -254,7 +253,7 @@ def _column_sums(
 def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
     """Gradients ``[count, n]`` of an embedding's rows from ``grad[tokens, n]`` and ``ids[tokens]``."""
     grad = _with_rows(grad)
-    out = torch.empty(count, grad.shape[1], dtype=grad.dtype, device=grad.device)
+    out = runtime.empty((count, grad.shape[1]), grad.dtype, grad.get_device())
     if out.numel() == 0:
         return out
     by_id, tokens = ids.sort(stable=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from samebits.backends.cuda import compiler, devices, driver
 from samebits.backends.cuda.compiler import KernelSpec
 from samebits.backends.cuda.devices import require
 
-__all__ = ["Kernel", "before_loading", "empty_matrix", "load", "require"]
+__all__ = ["Kernel", "before_loading", "empty", "load", "require"]
 
 _CONFIG = "@7I P P I"  # CUlaunchConfig: grid, block, shared memory; stream; attributes; their number
 _MAX_DYNAMIC_SMEM = 8
@@ -98,13 +98,19 @@ class Kernel:
 _allocate: Any = torch._C._dynamo.guards
 
 
-def empty_matrix(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
+def empty(shape: Sequence[int], dtype: torch.dtype, device: int) -> torch.Tensor:
     """``torch.empty`` in a third of the time, by the function that code of ``torch.compile`` calls."""
+    if torch._C._is_torch_function_mode_enabled():  # such a mode shall see the call
+        return torch.empty(shape, dtype=dtype, device=f"cuda:{device}")
     if torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
-            return empty_matrix(rows, columns, dtype, device)
-    matrix: torch.Tensor = _allocate._empty_strided_cuda((rows, columns), (columns or 1, 1), dtype)
-    return matrix
+            return empty(shape, dtype, device)
+    steps, step = [], 1
+    for n in reversed(shape):
+        steps.append(step)
+        step *= n or 1
+    found: torch.Tensor = _allocate._empty_strided_cuda(tuple(shape), tuple(reversed(steps)), dtype)
+    return found
 
 
 _kernels: dict[tuple[KernelSpec, int], Kernel] = {}

@@ -66,7 +66,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(devices, "device_info", lambda index: info)
     monkeypatch.setattr(runtime, "load", lambda spec, device: Kernel(spec))
     monkeypatch.setattr(tensor_maps, "tensor_map", tensor_map)
-    monkeypatch.setattr(runtime, "empty_matrix", lambda m, n, dtype, device: torch.empty((m, n), dtype=dtype))
+    monkeypatch.setattr(runtime, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
     monkeypatch.setattr(matmul, "_plans", {})
     monkeypatch.setattr(sm90, "_plans", {})
     linear_logp_sm90._prepared.cache_clear()

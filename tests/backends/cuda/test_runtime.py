@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("cuda.core")
 
@@ -308,6 +309,27 @@ def test_status_on_a_gpu():
     assert found.available, found
     assert found.devices[0].sm_count > 0
     assert found.devices[0].max_smem >= 64 << 10
+
+
+class Allocations(TorchFunctionMode):
+    """A mode that gives CPU tensors in place of new ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func is torch.empty
+        self.shapes.append(args[0])
+        return torch.ones(args[0])
+
+
+def test_a_function_mode_sees_what_kernels_write() -> None:
+    """``samebits verify`` puts NaN around it so."""
+    with Allocations() as mode:
+        out = runtime.empty((2, 3), torch.float32, 0)
+    assert out.sum() == 6
+    assert mode.shapes == [(2, 3)]
 
 
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samebits.backends import UnavailableError
 from samebits.backends.attention import Attention
-from samebits.backends.cuda import matmul
+from samebits.backends.cuda import matmul, runtime
 from samebits.functions import CONSTANTS
 
 __all__ = ["PROBLEM", "address", "check", "empty_results", "lse_strides", "problem"]
@@ -67,8 +67,9 @@ def problem(x: Attention) -> tuple[Any, ...]:
 
 def empty_results(x: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """The output and both log-sum-exps, to be filled."""
-    out = x.q.new_empty((*x.q.shape[:-1], x.v.shape[-1]))
-    lse, lse2 = (torch.empty(x.lse_shape, dtype=torch.float32, device=x.q.device) for _ in range(2))
+    device = x.q.get_device()
+    out = runtime.empty((*x.q.shape[:-1], x.v.shape[-1]), x.q.dtype, device)
+    lse, lse2 = (runtime.empty(x.lse_shape, torch.float32, device) for _ in range(2))
     if x.packed:  # there may be tokens of no sequence
         out.zero_()
         lse.fill_(-torch.inf)

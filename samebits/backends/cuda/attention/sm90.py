@@ -323,7 +323,7 @@ class Plan:
         out, lse, lse2 = empty_results(x)
         scratch = following = None
         if self.scratch:
-            scratch = torch.empty(self.scratch, dtype=torch.float32, device=q.device)
+            scratch = runtime.empty((self.scratch,), torch.float32, q.get_device())
         if self.dynamic:
             following = torch.zeros(1, dtype=torch.int32, device=q.device)
         of_q, of_k, of_v = self.maps
