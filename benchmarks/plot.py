@@ -19,6 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.record import GPUS, ROOT, load, measured, tiny
+from benchmarks.rows import TOKENS, WIDTHS
 from samebits.tools.bench.attention_report import speed
 from samebits.tools.bench.report import forward, is_forward, ratio
 
@@ -236,6 +237,31 @@ def gpu_attention(data: dict[str, Any]) -> Figure:
     return figure
 
 
+def gpu_rows(data: dict[str, Any]) -> Figure:
+    """Bandwidth beside a copy's, and speed beside PyTorch, over the width of a row, for each operation."""
+    figure, panels = plt.subplots(1, 2, figsize=(10.5, 3.8), layout="constrained")
+    cases = [
+        c for c in data["cases"] if c["rows"] == TOKENS and c["n"] in WIDTHS and c["dtype"] == "bfloat16"
+    ]
+    ops = list(dict.fromkeys(c["op"] for c in cases))
+    colours = plt.colormaps["viridis"](np.linspace(0.0, 0.9, max(1, len(ops))))
+    for axes, who, title in zip(
+        panels, ("copy", "torch"), ("bandwidth relative to a copy", "speed relative to torch"), strict=True
+    ):
+        for op, colour in zip(ops, colours, strict=True):
+            some = [c for c in cases if c["op"] == op]
+            ratios = [c["us"][who] / c["us"]["samebits"] for c in some]
+            axes.plot([c["n"] for c in some], ratios, color=colour, lw=1.5, marker=".", label=op)
+        axes.axhline(1, color=THEIRS, lw=1.5)
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("values in a row")
+        axes.set_title(title, fontsize=11, loc="left")
+    panels[1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.suptitle(f"{data['environment']['gpu']}, bf16: {TOKENS:,} rows", fontsize=11)
+    return figure
+
+
 def gpu_logp(data: dict[str, Any]) -> Figure:
     """Time and memory of log-probabilities, with and without stored logits, for each size."""
     cases = data["cases"]
@@ -313,6 +339,7 @@ PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = (
         )
     }
     | {f"{gpu}-attention.svg": (f"{gpu}/attention.json", gpu_attention) for gpu in measured("attention.json")}
+    | {f"{gpu}-rows.svg": (f"{gpu}/rows.json", gpu_rows) for gpu in measured("rows.json")}
     | {f"{gpu}-logp.svg": (f"{gpu}/logp.json", gpu_logp) for gpu in measured("logp.json")}
     | {f"{gpu}-models.svg": (f"{gpu}/models.json", gpu_models) for gpu in measured("models.json")}
 )

@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.host import ratios
 from benchmarks.logp import PRODUCT
 from benchmarks.record import GPUS, ROOT, load, measured, slug, tiny
+from benchmarks.rows import TOKENS, means
 from samebits.mode import rules
 from samebits.tools.bench.attention_report import attention_summary, bandwidth, speed, where
 from samebits.tools.bench.cases import BETWEEN
@@ -516,6 +517,38 @@ def gpu_host_calls(data: dict[str, Any]) -> str:
     return "\n\n".join((means, table(head, rows), _measured_on_gpu(data)))
 
 
+def gpu_rows(data: dict[str, Any]) -> str:
+    """Row operations: means over widths, then every case."""
+    over_widths = table(
+        ["operation", "of a copy's bandwidth: mean", "least", "speed relative to PyTorch: mean", "least"],
+        ([op, *(f"{x:.2f}" for x in values)] for op, *values in means(data)),
+    )
+    picture = f"docs/assets/{slug(data['environment']['gpu'])}-rows.svg"
+    said = f"Means over {TOKENS:,} aligned rows; the copy is of the bytes that have to be read and written."
+    head = ["operation", "rows", "n", "dtype", "samebits, µs", "PyTorch, µs", "a copy, µs"]
+    cases = (
+        [c["op"], f"{c['rows']:,}", f"{c['n']:,}", c["dtype"]]
+        + [f"{c['us'][who]:.1f}" for who in ("samebits", "torch", "copy")]
+        for c in data["cases"]
+    )
+    drawn = f"![Bandwidth of row operations over the width of a row]({picture})"
+    return "\n\n".join((drawn, over_widths, said, table(head, cases), _measured_on_gpu(data)))
+
+
+def gpu_steps(data: dict[str, Any]) -> str:
+    """Steps of a model of a billion parameters."""
+    head = ["step", "PyTorch, ms", "samebits, ms", "samebits / PyTorch", "its memory / PyTorch's"]
+    lines = (
+        [
+            c["work"],
+            *(f"{c[who]['ms']:.2f}" for who in ("torch", "samebits")),
+            *(f"{c['samebits'][of] / c['torch'][of]:.2f}" for of in ("ms", "mib")),
+        ]
+        for c in data["cases"]
+    )
+    return "\n\n".join((table(head, lines), _measured_on_gpu(data)))
+
+
 def named(functions: Iterable[str | Callable[..., Any]]) -> str:
     """Names of PyTorch's functions, each once. Operators are shown as symbols."""
     names = [f if isinstance(f, str) else f.__name__ for f in functions]
@@ -551,6 +584,8 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "attention_invariance.json": {"attention-invariance": gpu_attention_invariance},
     "host.json": {"host-calls": gpu_host_calls},
     "logp.json": {"logp": gpu_logp},
+    "rows.json": {"rows": gpu_rows},
+    "steps.json": {"steps": gpu_steps},
     "triton_tune.json": {"triton-tune": gpu_triton_tune},
     "triton.json": {"triton": gpu_summary},
     "counters.json": {"counters": gpu_counters},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -16,7 +17,7 @@ import samebits
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from benchmarks import attention_invariance, counters, logp, models, plot, tables, tune
+from benchmarks import attention_invariance, counters, logp, models, plot, rows, tables, tune
 from benchmarks.record import GPUS, environment, load, tiny
 from samebits.backends.cuda.matmul import PRODUCTS
 from samebits.tools.bench import clock
@@ -62,6 +63,38 @@ def test_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "on one A GPU" in said
     assert "| 1 x 4,096 | 20.0 | 40.0 | 4.0 | 20.0 | 2.00 | 1.25 |" in tables.gpu_models_time(data)
     assert "% of tokens" in plot.render(plot.gpu_models(data))
+
+
+@pytest.mark.parametrize("op", rows.OPS)
+def test_row_operations_are_checked(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right bits pass. A bit of a result that is wrong is found."""
+    monkeypatch.setattr(rows, "DEVICE", "cpu")
+    monkeypatch.setattr(rows, "ENTRIES", 50)
+    case, ours = rows.RowCase(op, 40, 24), rows.OPS[op].ours
+    operands = rows.OPS[op].operands(case)
+    rows.check(case, operands)
+
+    def wrong(*operands: Any) -> Any:
+        results = ours(*operands)
+        results = results if isinstance(results, tuple) else (results,)
+        results[-1].view(torch.int16).bitwise_xor_(1)
+        return results
+
+    monkeypatch.setitem(rows.OPS, op, dataclasses.replace(rows.OPS[op], ours=wrong))
+    with pytest.raises(AssertionError, match=op):
+        rows.check(case, operands)
+
+
+def test_tables_of_row_operations_and_steps() -> None:
+    data = {"environment": environment("c0ffee") | {"gpu": "A GPU"}}
+    us = {"samebits": 2.0, "torch": 3.0, "copy": 1.0}
+    cases = [rows.RowCase("sum", rows.TOKENS, n).record() | {"us": us} for n in rows.WIDTHS]
+    said = tables.gpu_rows(data | {"cases": cases})
+    assert "| sum | 0.50 | 0.50 | 1.50 | 1.50 |" in said
+    assert "| sum | 4,096 | 1,024 | bfloat16 | 2.0 | 3.0 | 1.0 |" in said
+    assert "sum" in plot.render(plot.gpu_rows(data | {"cases": cases}))
+    step = {"work": "decode", "torch": {"ms": 4.0, "mib": 100}, "samebits": {"ms": 3.0, "mib": 90}}
+    assert "| decode | 4.00 | 3.00 | 0.75 | 0.90 |" in tables.gpu_steps(data | {"cases": [step]})
 
 
 def test_logp() -> None:
