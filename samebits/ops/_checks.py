@@ -79,9 +79,15 @@ def check_contract(op: str, contract: Contract | None) -> None:
 
 def _needs_no_checks(tensors: list[Tensor]) -> bool:
     """Whether all checks would pass without a cast. The checks are the largest cost of an eager call."""
-    if torch._C._is_any_autocast_enabled() or not are_plain(tensors):
+    if torch._C._is_any_autocast_enabled() or not bypasses_dispatcher(tensors):
         return False
-    return len({t.dtype for t in tensors}) == 1
+    dtype, device = tensors[0].dtype, tensors[0].get_device()
+    if dtype not in _SUPPORTED:
+        return False
+    for t in tensors[1:]:  # noqa: SIM110 - sets and generators would take longer
+        if t.dtype is not dtype or t.get_device() != device:
+            return False
+    return True
 
 
 def are_plain(tensors: list[Tensor]) -> bool:

@@ -51,18 +51,16 @@ def check_contract(contract: str, device: int) -> None:
 
 def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype, contract: str) -> Tensor:
     """``a[*A, M, K] @ b[*B, K, N] (+ bias[N])`` with batch dimensions broadcast as in ``torch.matmul``."""
-    if a.ndim == 2 and b.ndim == 2:
-        out = runtime.empty((a.shape[0], b.shape[1]), out_dtype, a.get_device())
+    if b.ndim == 2:  # one tall product: the rows of every batch share b
+        out = runtime.empty((*a.shape[:-1], b.shape[1]), out_dtype, a.get_device())
+        if a.ndim > 2 and not a.is_contiguous():
+            a = a.reshape(a.shape[:-1].numel(), a.shape[-1])
         plan, addresses, _ = _planned(a, b, out, contract, bias=bias, fresh=True)
         plan.launch(*addresses)
         return out
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
     batch = broadcast(a.shape[:-2], b.shape[:-2])
     out = runtime.empty((*batch, M, N), out_dtype, a.get_device())
-    if b.ndim == 2:  # one tall product: the rows of every batch share b
-        tall, tall_out = a.reshape(batch.numel() * M, K), out.view(batch.numel() * M, N)
-        _launch(_planned(tall, b, tall_out, contract, bias=bias, fresh=True))
-        return out
     a3 = a.expand(*batch, M, K).reshape(batch.numel(), M, K)
     b3 = b.expand(*batch, K, N).reshape(batch.numel(), K, N)
     _launch(_planned(a3, b3, out.view(batch.numel(), M, N), contract, bias=bias, fresh=True))
@@ -216,6 +214,8 @@ def _planned(
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
+        if b.ndim == 2:  # only a plan needs the rows of all batches in one dimension
+            a, out = (t if t.ndim == 2 else t.view(t.shape[:-1].numel(), t.shape[-1]) for t in (a, out))
         operands = Operands(a, b, out, bias, out if accumulate else None, cu_seqlens, sequences)
         plan = _plans[key] = _plan(operands, contract)
     at = (
