@@ -19,6 +19,7 @@ from samebits.mode.arguments import as_pytorch, records, takes
 from samebits.ops.attention import scaled_dot_product_attention
 from samebits.ops.embedding import embedding
 from samebits.ops.expand import expand
+from samebits.ops.logp import losses
 from samebits.ops.logsumexp import logsumexp
 from samebits.ops.norm import layer_norm, rms_norm
 from samebits.ops.reduce import mean, sum
@@ -81,12 +82,14 @@ def cross_entropy(
         or reduction not in ("none", "mean", "sum")
     ):
         return NotImplemented
-    loss = F.nll_loss(
-        log_softmax(
-            _autocast(input), 1 if input.ndim > 1 else 0
-        ).contiguous(),  # nll_loss's backward needs it
-        *(target, None, None, ignore_index, None, "none"),
-    )
+    input = _autocast(input)
+    if input.dtype == torch.float32 and input.ndim == 2 and target.dtype == torch.int64 and input.shape[1]:
+        loss = losses(input, target, ignore_index)
+    else:
+        logarithms = log_softmax(
+            input, 1 if input.ndim > 1 else 0
+        ).contiguous()  # nll_loss's backward needs it
+        loss = F.nll_loss(logarithms, target, None, None, ignore_index, None, "none")
     if reduction == "none":
         return loss
     total = sum(loss)

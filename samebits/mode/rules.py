@@ -103,7 +103,8 @@ REPLACED = (
     ),
     Row(
         {"cross_entropy": overrides.cross_entropy},
-        "log-softmax, then the losses summed as a row",
+        "log-softmax, then the losses summed as a row; of a float32 matrix by `samebits.logp`, whose"
+        " gradients are those of [log-probabilities](contract.md#log-probabilities)",
         "class weights, label smoothing, probabilities as targets",
     ),
     Row(

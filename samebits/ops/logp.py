@@ -53,6 +53,24 @@ def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
     return reshaped(out, target.shape)
 
 
+def losses(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """``F.cross_entropy`` of ``logits[rows, V]`` in float32 and int64 ``target[rows]``, one for each row.
+
+    They have the bits of the negated log-softmax at the targets, which is never stored. On a GPU a target
+    out of range ends in a device-side assert, as in PyTorch.
+    """
+    (logits,), key, _ = check_operands("cross_entropy", None, {"logits": logits}, autocast=False)
+    target = check_target("cross_entropy", target, "logits", logits, ignore_index)
+    ignored = target == ignore_index
+    if target.is_cuda and has_memory(target):
+        known = ignored | ((target >= 0) & (target < logits.shape[1]))
+        torch._assert_async(known.all(), "samebits: cross_entropy: a target is out of range")
+    else:
+        watch_target("cross_entropy", target, logits.shape[1], ignore_index, key)
+    out: Tensor = _operator(logits, target, ignore_index, key)[0]
+    return out.neg().masked_fill(ignored, 0.0)
+
+
 def check_target(op: str, target: Tensor, name: str, like: Tensor, ignore_index: int) -> Tensor:
     """The targets as int64. Refuses those that are not integers, one for each row of `like`."""
     if not isinstance(target, Tensor):

@@ -14,6 +14,8 @@ from torch import Tensor
 import samebits
 from samebits.mode import batch_invariant
 from samebits.ops import _operator
+from samebits.ops.reduce import sum
+from samebits.ops.softmax import log_softmax
 from samebits.testing import assert_same_bits, values
 from tests.mode.conftest import Within
 from tests.mode.test_mode import COVERED, X
@@ -177,3 +179,37 @@ def test_a_backward_goes_around_the_dispatcher(within: Within, monkeypatch: pyte
         torch.autograd.grad(y, (x, w), torch.ones(4, 4))
     assert answers == [True] * len(answers)
     assert len(answers) >= 2
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_cross_entropy_has_the_bits_of_its_parts(reduction: str, within: Within) -> None:
+    """Of a float32 matrix it stores no log-softmax. Losses, and gradients that are not zero, are the same."""
+    x = values("wide", (7, 300), torch.float32, 3)
+    x[1, 5], x[2] = -torch.inf, -torch.inf
+    x.requires_grad_()
+    target = torch.tensor([0, 5, 1, 299, -100, 7, 8])
+    losses = F.nll_loss(log_softmax(x, 1), target, reduction="none")
+    total = losses if reduction == "none" else sum(losses)
+    want = total / 6 if reduction == "mean" else total
+    with within("error"):
+        got = F.cross_entropy(x, target, reduction=reduction)
+    assert_same_bits(got, want)
+    seed = torch.tensor([0.5, 1, 1, -2, 3, 4, 1e-30]) if reduction == "none" else torch.tensor(3.0)
+    ours, theirs = (torch.autograd.grad(y, x, seed)[0] for y in (got, want))
+    assert_same_bits(ours, theirs)
+
+
+def test_a_row_that_cross_entropy_ignores_may_be_nan(within: Within) -> None:
+    x = torch.rand(3, 200)
+    x[1] = torch.nan
+    x.requires_grad_()
+    with within("error"):
+        loss = F.cross_entropy(x, torch.tensor([1, -100, 2]))
+    assert loss.isfinite()
+    assert torch.autograd.grad(loss, x)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("target", [-1, 200])
+def test_cross_entropy_refuses_targets_that_are_out_of_range(target: int, within: Within) -> None:
+    with within("error"), pytest.raises(IndexError, match="target"):
+        F.cross_entropy(torch.rand(2, 200), torch.tensor([1, target]))
