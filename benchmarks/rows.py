@@ -66,6 +66,7 @@ class RowOp:
         matrices: how many matrices ``[rows, n]`` it has to read and write.
         reference: results on the CPU, of rows of the operands.
         columns: results on the CPU, of columns of the operands. They follow the others.
+        weights: places of operands that all rows share.
     """
 
     operands: Callable[[RowCase], Operands]
@@ -74,6 +75,7 @@ class RowOp:
     matrices: int
     reference: Callable[..., Results] = lambda *operands: ()
     columns: Callable[..., Results] = lambda *operands: ()
+    weights: tuple[int, ...] = ()
 
 
 def _matrix(case: RowCase) -> Tensor:
@@ -123,6 +125,7 @@ OPS = {
         lambda x, w: F.rms_norm(x, w.shape, w, EPS),
         2,
         lambda x, w: reference.norm(x, w, None, EPS, False)[:1],
+        weights=(1,),
     ),
     "rms_norm backward": RowOp(
         lambda c: _normed(c, False),
@@ -131,6 +134,7 @@ OPS = {
         3,
         lambda *of: (reference.norm_backward(*of),),
         _columns,
+        weights=(2,),
     ),
     "layer_norm": RowOp(
         lambda c: (_matrix(c), *_weights(c, 2)),
@@ -138,6 +142,7 @@ OPS = {
         lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS),
         2,
         lambda x, w, b: reference.norm(x, w, b, EPS, True)[:1],
+        weights=(1, 2),
     ),
     "layer_norm backward": RowOp(
         lambda c: _normed(c, True),
@@ -146,6 +151,7 @@ OPS = {
         3,
         lambda *of: (reference.norm_backward(*of),),
         _columns,
+        weights=(2,),
     ),
     "softmax": RowOp(
         lambda c: (_matrix(c),),
@@ -232,7 +238,7 @@ def check(case: RowCase, operands: Operands) -> None:
     got = op.ours(*operands)
     got = got if isinstance(got, tuple) else (got,)
     some = torch.arange(case.rows - 1, -1, -(case.rows // 16 | 1), device=DEVICE)
-    matrices = [t.ndim > 0 and t.shape[:1] == (case.rows,) for t in operands]
+    matrices = [t.shape[:1] == (case.rows,) and i not in op.weights for i, t in enumerate(operands)]
     of_rows = op.reference(
         *(t[some].cpu() if m else t.cpu() for t, m in zip(operands, matrices, strict=True))
     )

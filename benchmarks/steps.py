@@ -1,11 +1,12 @@
-"""Whole steps of a model of a billion parameters, in PyTorch and under ``samebits.batch_invariant``.
+"""Whole steps of a model of a billion parameters, in PyTorch and in both forms of the mode.
 
 python -m benchmarks.steps [--commit COMMIT] [--out FILE]
 
 It writes benchmarks/results/<gpu>/steps.json: training steps (forward and backward, with the logits' loss and
 with ``linear_logp``), decoding with a static cache of 1,024 keys (as a CUDA graph and call by call), and the
 peak memory of each. PyTorch attends by ``sdpa``, samebits by ``sdpa`` in training and by its own
-implementation in decoding.
+implementation in decoding. PyTorch and the context are measured first, since what the switch of the process
+registers stays.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,8 +23,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import samebits
 import samebits.transformers
-from benchmarks.models import BATCHES, BILLION, mode
+from benchmarks.models import BATCHES, BILLION
 from benchmarks.record import RESULTS, environment, results_file, slug, write
 from samebits.ops.linear_logp import linear_logp
 
@@ -103,45 +106,46 @@ def measured(step: Step, after: Step = lambda: None, repeats: int = 7) -> dict[s
     return {"ms": ms, "mib": torch.cuda.max_memory_allocated() >> 20}
 
 
-def training(model: Any) -> list[dict[str, Any]]:
+FORMS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "torch": nullcontext,
+    "context": lambda: samebits.batch_invariant("error"),
+    "process": lambda: samebits.set_batch_invariant_mode(True, "error"),
+}
+
+
+def training(model: Any, form: str) -> dict[str, dict[str, float]]:
+    """The steps of training in a form, by their names."""
     model.set_attn_implementation("sdpa")
-    found = []
+    found = {}
     for rows, tokens in BATCHES:
         ids = torch.randint(model.config.vocab_size, (rows, tokens), device="cuda")
-        case: dict[str, Any] = {"work": f"forward + backward, {rows} x {tokens:,}"}
-        case["torch"] = measured(partial(stored_logits, model, ids))
-        with mode(True):
-            case["samebits"] = measured(partial(stored_logits, model, ids))
-            found.append(case)
-            fused = measured(partial(fused_logits, model, ids))
-        found.append({"work": f"{case['work']}, linear_logp", "torch": case["torch"], "samebits": fused})
+        name = f"forward + backward, {rows} x {tokens:,}"
+        found[name] = measured(partial(stored_logits, model, ids))
+        fused = found[name] if form == "torch" else measured(partial(fused_logits, model, ids))
+        found[f"{name}, linear_logp"] = fused
     return found
 
 
 @torch.no_grad()
-def decoding(model: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+def decoding(model: Any, form: str) -> dict[str, dict[str, float]]:
+    """The steps of decoding in a form, by their names."""
+    model.set_attn_implementation("sdpa" if form == "torch" else "samebits")
+    found = {}
     for batch in DECODED:
-        cases: dict[str, dict[str, Any]] = {
-            how: {"work": f"decode, {how}, batch {batch}"} for how in ("CUDA graph", "eager")
-        }
-        for ours, name in ((False, "torch"), (True, "samebits")):
-            model.set_attn_implementation("samebits" if ours else "sdpa")
-            with mode(ours):
-                decode = Decoding(model, batch)
-                cases["eager"][name] = measured(decode.eager, decode.forget, 15)
-                cases["CUDA graph"][name] = measured(decode.graph(), decode.forget, 15)
-            del decode
-        found += cases.values()
+        decode = Decoding(model, batch)
+        found[f"decode, eager, batch {batch}"] = measured(decode.eager, decode.forget, 15)
+        found[f"decode, CUDA graph, batch {batch}"] = measured(decode.graph(), decode.forget, 15)
+        del decode
     return found
 
 
 def show(data: dict[str, Any]) -> Table:
-    table = Table("step", "torch, ms", "samebits, ms", "samebits / torch", "memory / torch")
+    table = Table("step", *(f"{form}, ms" for form in FORMS), "context / torch", "process / torch", "memory")
     for case in data["cases"]:
-        ours, theirs = case["samebits"], case["torch"]
-        ratios = (f"{ours[of] / theirs[of]:.3f}" for of in ("ms", "mib"))
-        table.add_row(case["work"], f"{theirs['ms']:.2f}", f"{ours['ms']:.2f}", *ratios)
+        theirs, *ours = (case[form] for form in FORMS)
+        times = (f"{of['ms']:.2f}" for of in (theirs, *ours))
+        ratios = (f"{of['ms'] / theirs['ms']:.3f}" for of in ours)
+        table.add_row(case["work"], *times, *ratios, f"{ours[0]['mib'] / theirs['mib']:.3f}")
     return table
 
 
@@ -160,12 +164,15 @@ def main() -> None:
         torch.manual_seed(0)
         model: Any = LlamaForCausalLM(LlamaConfig(**BILLION))
         model = model.to(torch.bfloat16)
-    data: dict[str, Any] = {"environment": record, "model": BILLION, "cases": []}
     out = options.out or RESULTS / slug(torch.cuda.get_device_name()) / "steps.json"
-    for part in (training, decoding):
-        data["cases"] += part(model)
-        Console(width=110).print(show(data))
-        write(out, data)
+    times: dict[str, dict[str, Any]] = {}
+    for form, within in FORMS.items():
+        with within():
+            times[form] = training(model, form) | decoding(model, form)
+    cases = [{"work": work} | {form: times[form][work] for form in FORMS} for work in times["torch"]]
+    data: dict[str, Any] = {"environment": record, "model": BILLION, "cases": cases}
+    Console(width=130).print(show(data))
+    write(out, data)
 
 
 if __name__ == "__main__":

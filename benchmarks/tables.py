@@ -537,16 +537,17 @@ def gpu_rows(data: dict[str, Any]) -> str:
 
 def gpu_steps(data: dict[str, Any]) -> str:
     """Steps of a model of a billion parameters."""
-    head = ["step", "PyTorch, ms", "samebits, ms", "samebits / PyTorch", "its memory / PyTorch's"]
+    head = ["step", "PyTorch, ms", "context, ms", "process, ms", "context / PyTorch", "process / PyTorch"]
     lines = (
         [
             c["work"],
-            *(f"{c[who]['ms']:.2f}" for who in ("torch", "samebits")),
-            *(f"{c['samebits'][of] / c['torch'][of]:.2f}" for of in ("ms", "mib")),
+            *(f"{c[form]['ms']:.2f}" for form in ("torch", "context", "process")),
+            *(f"{c[form]['ms'] / c['torch']['ms']:.2f}" for form in ("context", "process")),
+            f"{c['context']['mib'] / c['torch']['mib']:.2f}",
         ]
         for c in data["cases"]
     )
-    return "\n\n".join((table(head, lines), _measured_on_gpu(data)))
+    return "\n\n".join((table([*head, "memory / PyTorch's"], lines), _measured_on_gpu(data)))
 
 
 def named(functions: Iterable[str | Callable[..., Any]]) -> str:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from torch import Tensor
 
 from samebits import backends
+from samebits.backends import replay
 from samebits.backends.cuda import devices
+from samebits.ops import _products
+from samebits.ops._operator import Operator
+from samebits.testing import assert_same_bits
 
 # Examples are drawn from a fixed seed, so that a red run stays red; deadlines would time the first compile.
 settings.register_profile("samebits", deadline=None, derandomize=True, max_examples=40, print_blob=True)
@@ -20,12 +27,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--backend", choices=("cuda", "triton"), help="what computes the operations on GPU tensors"
     )
+    parser.addoption(
+        "--replay",
+        action="store_true",
+        help="on a GPU, also replay every operator, and compare bits",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The option holds for every thread and leaves CPU tensors alone, so it is no `use_backend`."""
+    """The first option holds for every thread and leaves CPU tensors alone, so it is no `use_backend`."""
     if config.getoption("--backend"):
         backends.AUTOMATIC = (config.getoption("--backend"),)
+    if config.getoption("--replay"):
+        assert replay.available, "the extension was not built: no C compiler"
+        _products._linear_gradients_on_gpu = replayed_too(_products._linear_gradients_on_gpu)
+        for x in gc.get_objects():
+            if isinstance(x, Operator):
+                x._cuda = replayed_too(x._cuda)
+
+
+def replayed_too(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, whose third result of the same arguments, a replay into poisoned memory, is compared too."""
+
+    def run(*args: Any) -> Any:
+        first = call(*args)
+        if torch.cuda.is_current_stream_capturing():
+            return first
+        recorded = call(*args)
+        poison = [torch.full_like(t, torch.nan) for t in floats(recorded)]
+        del recorded, poison  # the replay allocates their memory
+        for t, want in zip(floats(call(*args)), floats(first), strict=True):
+            assert_same_bits(t, want, "a replay")
+        return first
+
+    def floats(result: Any) -> list[Tensor]:
+        results = result if isinstance(result, tuple) else (result,)
+        return [t for t in results if t is not None and t.is_floating_point()]
+
+    return run if hasattr(call, "recipes") else call
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -128,6 +128,11 @@ def chosen_backend(device_type: str) -> str | None:
     return None if name == "reference" else name
 
 
+def is_chosen() -> bool:
+    """Whether a backend is chosen in this thread."""
+    return _choice.backend is not None
+
+
 Key = NewType("Key", str)
 """A contract's key and the chosen backend, as one string: ``torch.library`` takes no objects."""
 

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from samebits.backends.modes import OwnMode
+from samebits.backends.replay import replayed
 from samebits.mode.arguments import as_pytorch, takes, tensors_of, without_autocast
 from samebits.mode.rules import (
     ALIASES,
     BODIES,
+    ELEMENTWISE,
     HIGHER_ORDER,
     NAMES,
     POWERS,
     REPLACEMENTS,
+    REPLAYED,
     SUMS,
     TAKE_OUT,
     UNCOVERED,
     VIEWS,
     is_direct,
 )
-from samebits.ops._operator import as_no_view
+from samebits.ops._operator import EXTRAORDINARY, as_no_view
 
 __all__ = [
     "UncoveredError",
@@ -51,6 +58,7 @@ class _State(threading.local):
     # Attributes of a thread-local object, because torch.compile reads and guards those.
     def __init__(self) -> None:
         self.on_uncovered: OnUncovered | None = None
+        self.outermost: OnUncovered = "warn"  # of the mode that sees a call, also in autograd's threads
 
 
 _state = _State()
@@ -112,7 +120,7 @@ def _is_on(before: OnUncovered | None) -> bool:
     return any(isinstance(mode, _Mode) for mode in _get_current_function_mode_stack())
 
 
-class _Mode(TorchFunctionMode):
+class _Mode(OwnMode):
     def __init__(self, on_uncovered: OnUncovered) -> None:
         super().__init__()
         self.on_uncovered = on_uncovered  # for autograd's threads, which get this mode but not `_state`
@@ -121,8 +129,16 @@ class _Mode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not torch.compiler.is_compiling() and func in _untouched:
+        if torch.compiler.is_compiling():
+            return self._overridden(func, args, kwargs)
+        if func in _untouched or (func in _ELEMENTWISE and _as_ever(args, kwargs)):
             return func(*args, **kwargs)
+        if func in REPLAYED:
+            _state.outermost = self.on_uncovered
+            return _replayed(func)(*args, **kwargs)
+        return self._overridden(func, args, kwargs)
+
+    def _overridden(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile cannot look these up
             for operator in HIGHER_ORDER:
                 if func is operator:
@@ -132,22 +148,60 @@ class _Mode(TorchFunctionMode):
         for operator, power in POWERS:
             replacement = power if func is operator else replacement
         if replacement is not None:
-            named = {ALIASES.get(k, k): x for k, x in kwargs.items() if k != "out" or x is not None}
-            if "out" in named and func in TAKE_OUT:
-                result = into_out(func, replacement, args, named, func in SUMS)
-            else:
-                result = watched(func, replacement, args, named)
-            if result is not NotImplemented:
-                return result if func in VIEWS else returned(result, args, named)
-        elif func in BODIES:
+            return _replaced(func, replacement, args, kwargs, self.on_uncovered)
+        if func in BODIES:
             with self:
                 return BODIES[func](*args, **kwargs)
-        if replacement is not None or func in UNCOVERED or is_direct(func):
+        if func in UNCOVERED or is_direct(func):
             if inexact((*args, *kwargs.values())):
                 report(func, self.on_uncovered)
         elif not torch.compiler.is_compiling() and len(_untouched) < _MOST_UNTOUCHED:
             _untouched.add(func)
         return func(*args, **kwargs)
+
+
+def _replaced(
+    func: Callable[..., Any],
+    replacement: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    on_uncovered: OnUncovered,
+) -> Any:
+    named = {ALIASES.get(k, k): x for k, x in kwargs.items() if k != "out" or x is not None}
+    if "out" in named and func in TAKE_OUT:
+        result = into_out(func, replacement, args, named, func in SUMS)
+    else:
+        result = watched(func, replacement, args, named)
+    if result is not NotImplemented:
+        return result if func in VIEWS else returned(result, args, named)
+    if inexact((*args, *kwargs.values())):
+        report(func, on_uncovered)
+    return func(*args, **kwargs)
+
+
+_ELEMENTWISE = frozenset((*ELEMENTWISE, *(func for func, _ in POWERS)))
+
+
+def _as_ever(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an elementwise function of PyTorch's has the bits, and the gradients, of its replacement."""
+    if kwargs and any(isinstance(x, Tensor) for x in kwargs.values()):
+        return False
+    lead = args[0] if args else None
+    if not isinstance(lead, Tensor) or not lead.is_cuda:
+        return False
+    if len(args) < 2 or not isinstance(args[1], Tensor):
+        return True
+    return args[1].is_cuda and (not torch.is_grad_enabled() or args[1].shape == lead.shape)
+
+
+@functools.cache
+def _replayed(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of `func`, whose calls without gradients are replayed on GPUs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _replaced(func, REPLACEMENTS[func], args, kwargs, _state.outermost)
+
+    return replayed(run, *EXTRAORDINARY)
 
 
 def watched(
@@ -218,7 +272,13 @@ def report(func: Callable[..., Any], outermost: OnUncovered) -> None:
         raise UncoveredError(message)
     if name not in _warned and not torch.compiler.is_compiling():
         _warned.add(name)
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(message, RuntimeWarning, stacklevel=level)
+
+
+_NOT_THE_CALLER = (str(Path(__file__).parent), torch._ops.__file__, torch.overrides.__file__)
 
 
 def inexact(args: Sequence[Any]) -> bool:

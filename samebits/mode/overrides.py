@@ -266,6 +266,9 @@ def functional_embedding(
     return embedding(input, weight, padding_idx)
 
 
+_copied_rows = torch.embedding
+
+
 def embedding_(
     weight: Tensor,
     indices: Tensor,
@@ -275,6 +278,8 @@ def embedding_(
 ) -> Any:
     if scale_grad_by_freq or sparse or not takes(weight):
         return NotImplemented
+    if not records(weight):  # rows are copied
+        return _copied_rows(weight, indices, padding_idx)
     return embedding(indices, weight, None if padding_idx == -1 else padding_idx)
 
 

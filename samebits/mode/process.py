@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import graph
 
+from samebits.backends.replay import replayed
 from samebits.mode.context import (
     OnUncovered,
     check_on_uncovered,
@@ -30,7 +31,7 @@ from samebits.mode.context import (
     watched,
 )
 from samebits.mode.operators import Rule, operator_rules, outs
-from samebits.ops._operator import thread
+from samebits.ops._operator import EXTRAORDINARY, thread
 
 __all__ = [
     "disable_batch_invariant_mode",
@@ -228,21 +229,27 @@ def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
         result = watched(op, replacement, args, kwargs)
         return result if result is NotImplemented else returned(result, args, kwargs)
 
+    def covered(*args: Any, **kwargs: Any) -> Any:
+        return run(rule.replacement, args, kwargs)  # type: ignore[arg-type]
+
+    returns_new = rule.replacement is not None and not op._schema.is_mutable
+    call = replayed(covered, *EXTRAORDINARY) if returns_new else covered
+
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         on_uncovered = _switch.on_uncovered
         if on_uncovered is None or thread.plain:
             return own(keys, *args, **kwargs)
-        replacement = rule.replacement
-        if in_autograd is not None and _called_by_autograd():
-            replacement = in_autograd
+        of_gradients = in_autograd is not None and _called_by_autograd()
         thread.plain = True
         try:
-            if replacement is not None:
-                if below_autograd and torch.is_grad_enabled():
+            if rule.replacement is not None:
+                if of_gradients and in_autograd is not None:
+                    result = run(in_autograd, args, kwargs)
+                elif below_autograd and torch.is_grad_enabled():
                     with torch.no_grad():
-                        result = run(replacement, args, kwargs)
+                        result = call(*args, **kwargs)
                 else:
-                    result = run(replacement, args, kwargs)
+                    result = call(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
             if inexact((*args, *kwargs.values())) and not _called_by_autograd():

@@ -33,12 +33,14 @@ __all__ = [
     "ALIASES",
     "BODIES",
     "COMPLEX_WHOLE_VECTORS",
+    "ELEMENTWISE",
     "HIGHER_ORDER",
     "NAMES",
     "NAMES_OF_SUMS",
     "POWERS",
     "REPLACED",
     "REPLACEMENTS",
+    "REPLAYED",
     "REPORTED",
     "REPORTED_NAMES",
     "SUMS",
@@ -305,8 +307,14 @@ TAKE_OUT = frozenset(REPLACEMENTS)
 NAMES_OF_SUMS = ("sum", "mean", "nansum", "nanmean")
 SUMS = {func for name in NAMES_OF_SUMS for func in _named(name)}
 """Functions that sum in the dtype of ``out``."""
+REPLAYED = {
+    func
+    for func, replacement in REPLACEMENTS.items()
+    if func not in VIEWS and not getattr(func, "__name__", "_").removesuffix("__").endswith("_")
+}
+"""Functions whose calls on GPUs can be replayed: they return a new tensor of this library's."""
 REPLACEMENTS |= {func: unless(func, *asks) for name, asks in ACCUMULATING.items() for func in _named(name)}
-REPLACEMENTS |= {
+ELEMENTWISE = {
     func: replacement(func, out_of_place)
     for replacement, names in (
         (broadcasting, _BROADCASTING),
@@ -316,6 +324,8 @@ REPLACEMENTS |= {
     for name in names
     for func, out_of_place in _pointwise(name)
 }
+"""Those that matter on a CPU, or in the gradients of what broadcasts."""
+REPLACEMENTS |= ELEMENTWISE
 POWERS = [  # torch.compile does not find these in a dictionary
     (Tensor.__pow__, in_whole_vectors(Tensor.pow)),
     (Tensor.__rpow__, in_whole_vectors(Tensor.__rpow__)),

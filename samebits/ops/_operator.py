@@ -13,6 +13,10 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad, profiler
 
+from samebits.backends import is_chosen
+from samebits.backends.modes import sees_calls
+from samebits.backends.replay import here, replayed
+
 library = torch.library.Library("samebits", "DEF")
 
 
@@ -46,7 +50,9 @@ class Operator:
         library.impl(name, cuda, "CUDA")
         torch.library.register_fake(f"samebits::{name}", fake, lib=library)
         self._registered = getattr(torch.ops.samebits, name).default
-        self._cpu, self._cuda, self._recorded = cpu, cuda, self._registered
+        # A replay does not tell autograd what was written in place.
+        self._cuda = cuda if "!" in schema else replayed(cuda)
+        self._cpu, self._recorded = cpu, self._registered
 
     def register_autograd(self, gradients: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """As :func:`torch.library.register_autograd`, with gradients as :func:`without_modes` takes them."""
@@ -165,8 +171,8 @@ _DENSE_KEYS = frozenset(
 def bypasses_dispatcher(tensors: Sequence[Tensor]) -> bool:
     """Whether the dispatcher would only record autograd's graph for these tensors and call a kernel."""
     if torch.compiler.is_compiling() or (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._is_torch_function_mode_enabled()
+        torch._C._len_torch_dispatch_stack() > (here.recording is not None)  # its own mode only watches
+        or sees_calls()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
@@ -177,6 +183,19 @@ def bypasses_dispatcher(tensors: Sequence[Tensor]) -> bool:
         if type(t) not in _DENSE_TYPES or torch._C._dispatch_keys(t).raw_repr() not in _DENSE_KEYS:
             return False
     return True
+
+
+def _is_watched() -> bool:
+    return forward_ad._current_level >= 0 or profiler._is_profiler_enabled or is_chosen()
+
+
+EXTRAORDINARY: tuple[Callable[[], Any], ...] = (
+    torch._C._is_any_autocast_enabled,
+    torch._C._functorch.peek_interpreter_stack,
+    torch._C._get_tracing_state,
+    _is_watched,
+)
+"""Questions for :func:`replayed`: whether calls of public functions may do more than their arguments say."""
 
 
 def transform() -> Any:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from samebits.backends import Key, Step, contract_of, on_gpu, unpack_key
-from samebits.ops._operator import Operator
+from samebits.backends.replay import constant, replayed
+from samebits.ops._memory import capturing, has_memory
+from samebits.ops._operator import Operator, bypasses_dispatcher
 from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, sequences
 
 
@@ -249,28 +251,60 @@ def _linear_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> 
     x, weight, bias, cu_seqlens, ctx.key = inputs
     needed = ctx.needs_input_grad  # each operand is needed only for the other's gradient
     ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None, cu_seqlens)
-    ctx.dtype = x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _linear_gradients(
+    grad: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    cu_seqlens: Tensor | None,
+    bias_dtype: torch.dtype | None,
+    needs_bias: bool,
+    key: Key,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, weight and bias. Without `weight`, or `x`, there is none of the other."""
+    grad_x = grad_weight = grad_bias = None
+    if weight is not None:
+        rows = grad if grad.ndim > 1 else grad.unsqueeze(0)
+        grad_x = product(rows, weight, None, weight.dtype, key)
+        grad_x = grad_x.reshape(*grad.shape[:-1], weight.shape[1])
+    if x is None and not needs_bias:
+        return grad_x, None, None
+    columns = sequences(grad).mT
+    if x is not None:
+        grad_weight = addbmm(None, columns, sequences(x), cu_seqlens, x.dtype, key)[0]
+    if needs_bias:
+        ones = _one(grad).expand(*columns.shape[:2], columns.shape[3], 1)
+        grad_bias = addbmm(None, columns, ones, cu_seqlens, bias_dtype, key)[0, :, 0]
+    return grad_x, grad_weight, grad_bias
+
+
+_linear_gradients_on_gpu = replayed(_linear_gradients)
+_ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def _one(like: Tensor) -> Tensor:
+    """A 1 without dimensions."""
+    if not has_memory(like) or capturing(like):  # what a graph fills is not filled before it runs
+        return like.new_ones(())
+    key = like.dtype, like.device
+    if key not in _ones:
+        _ones[key] = torch.ones((), dtype=like.dtype, device=like.device)
+    return constant(_ones[key])
 
 
 def _linear_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, cu_seqlens = saved
-    grad_x = grad_weight = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        rows = grad if grad.ndim > 1 else grad.unsqueeze(0)
-        grad_x = product(rows, weight, None, ctx.dtype, ctx.key)
-        grad_x = grad_x.reshape(*grad.shape[:-1], weight.shape[1])
-    if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
-        return grad_x, None, None, None, None
-    columns = sequences(grad).mT
-    if ctx.needs_input_grad[1]:
-        out = addbmm(None, columns, sequences(x), cu_seqlens, ctx.dtype, ctx.key)
-        grad_weight = out[0]
-    if ctx.needs_input_grad[2]:
-        ones = grad.new_ones(()).expand(*columns.shape[:2], columns.shape[3], 1)
-        out = addbmm(None, columns, ones, cu_seqlens, ctx.bias_dtype, ctx.key)
-        grad_bias = out[0, :, 0]
-    return grad_x, grad_weight, grad_bias, None, None
+    given = grad, x, weight, cu_seqlens, ctx.bias_dtype, ctx.needs_input_grad[2], ctx.key
+    run = _linear_gradients
+    if (
+        grad.is_cuda
+        and not torch.is_grad_enabled()
+        and bypasses_dispatcher([t for t in saved if t is not None])
+    ):
+        run = _linear_gradients_on_gpu
+    return *run(*given), None, None
 
 
 linear.register_autograd(_linear_backward, setup_context=_linear_setup_context)

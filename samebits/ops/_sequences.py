@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samebits.backends import Key, on_gpu
+from samebits.backends.replay import refuse
 from samebits.ops._checks import check_device, shape
 from samebits.ops._memory import capturing
 
@@ -72,6 +73,7 @@ def assert_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int, key: Key) -> Non
     that those leave are not checked. They are safe: kernels clamp offsets to the tokens, and take a sequence
     that ends before it starts as empty.
     """
+    refuse("offsets are checked once, not in each call")
     in_graph = capturing(cu_seqlens)
     seen = (0 if cu_seqlens.is_inference() else cu_seqlens._version, tokens)
     if not in_graph and _asserted.get(cu_seqlens) == seen:

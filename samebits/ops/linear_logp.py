@@ -10,6 +10,7 @@ from torch import Tensor
 
 from samebits.backends import Key, Step, contract_of, on_gpu, unpack_key
 from samebits.backends.logits_in_pieces import empty_grads
+from samebits.backends.replay import refuse
 from samebits.backends.token_logps import GradLogitsInputs, Rows, vocabulary_pieces
 from samebits.contract import Contract
 from samebits.ops._checks import check_operands, shape
@@ -218,6 +219,7 @@ def _forward(
     key: Key,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if main_grad is not None:  # checked here, because tensors have no memory while code is traced
+        refuse("memory that overlaps is refused in each call")
         _refuse_overlap(main_grad, hidden=hidden, weight=weight, bias=bias)
     backend, logits, _, contract = _backend(hidden, key)
     _check_cu_seqlens(hidden, cu_seqlens, key)
@@ -287,7 +289,7 @@ def _gradients(
     chain = dx if len(parts) == 1 or not needed[0] else torch.empty_like(dx, dtype=torch.float32)
     dw = weight.new_empty(weight.shape if needed[1] and acc is None else (0, features))
     db = weight.new_empty(vocabulary if needed[2] else 0)
-    by_sequence = sequences(hidden)
+    by_sequence = sequences(x.view(hidden.shape))  # of x, whose sequences follow each other in memory
     grad_logits = empty_grads(tokens, (p.stop - p.start for p in parts), dtype, hidden.device)
     ones = grad_logits[0].new_ones(()).expand(*by_sequence.shape[:2], by_sequence.shape[2], 1)
 

@@ -55,6 +55,7 @@ def library() -> ctypes.CDLL:
     number: Any = ctypes.c_int
     loaded.cuLaunchKernelEx.argtypes = [pointer] * 4
     loaded.cuTensorMapEncodeTiled.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 4]
+    loaded.cuMemsetD8Async.argtypes = [pointer, ctypes.c_ubyte, ctypes.c_size_t, pointer]
     return loaded
 
 

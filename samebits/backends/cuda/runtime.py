@@ -11,6 +11,7 @@ call. When a kernel is loaded, the sizes of the struct on both sides are compare
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +20,13 @@ from typing import Any
 
 import torch
 
-from samebits.backends import UnavailableError
+from samebits.backends import UnavailableError, replay
 from samebits.backends.cuda import compiler, devices, driver
 from samebits.backends.cuda.compiler import KernelSpec
 from samebits.backends.cuda.devices import require
+from samebits.backends.modes import sees_calls
 
-__all__ = ["Kernel", "before_loading", "empty", "load", "require"]
+__all__ = ["Kernel", "before_loading", "empty", "load", "require", "zeros"]
 
 _CONFIG = "@7I P P I"  # CUlaunchConfig: grid, block, shared memory; stream; attributes; their number
 _MAX_DYNAMIC_SMEM = 8
@@ -89,10 +91,28 @@ class Kernel:
             driver.make_context_current(device)
             code = self._launch(config, self._function, params, None)
         if code:
-            raise driver.LaunchError(
-                f"{self.spec.source} on cuda:{self.device}, grid {grid}, block {self.spec.block}, cluster "
-                f"{self.spec.cluster}, {self.spec.smem} bytes of shared memory: {driver.error_name(code)}"
-            )
+            _fail(code, self, grid)
+        if replay.here.recording is not None:
+            packed = ctypes.string_at(config, driver.PARAMS_AT + struct.calcsize("@" + self.spec.params))
+            replay.here.recording.launched(self, self._function, self.spec.params, packed, values)
+
+
+def _fail(code: int, kernel: Kernel | None, grid: tuple[int, int, int] | None = None) -> None:
+    """Raise the driver's error of a launch; without a kernel, of setting memory to zeros."""
+    if kernel is None:
+        raise driver.LaunchError(f"cuMemsetD8Async: {driver.error_name(code)}")
+    spec, size = kernel.spec, "" if grid is None else f"grid {grid}, "
+    raise driver.LaunchError(
+        f"{spec.source} on cuda:{kernel.device}, {size}block {spec.block}, cluster {spec.cluster},"
+        f" {spec.smem} bytes of shared memory: {driver.error_name(code)}"
+    )
+
+
+@functools.cache
+def _allow_replays() -> None:
+    library = driver.library()
+    functions = library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress, library.cuMemsetD8Async
+    replay.configure(driver.make_context_current, _fail, *functions)
 
 
 _allocate: Any = torch._C._dynamo.guards
@@ -100,7 +120,7 @@ _allocate: Any = torch._C._dynamo.guards
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: int) -> torch.Tensor:
     """``torch.empty`` in a third of the time, by the function that code of ``torch.compile`` calls."""
-    if torch._C._is_torch_function_mode_enabled():  # such a mode shall see the call
+    if sees_calls():
         return torch.empty(shape, dtype=dtype, device=f"cuda:{device}")
     if torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
@@ -110,6 +130,29 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: int) -> torch.Tensor
         steps.append(step)
         step *= n or 1
     found: torch.Tensor = _allocate._empty_strided_cuda(tuple(shape), tuple(reversed(steps)), dtype)
+    if replay.here.recording is not None:
+        replay.here.recording.allocated(found)
+    return found
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: int) -> torch.Tensor:
+    """``torch.zeros``, which can be replayed."""
+    if sees_calls():
+        return torch.zeros(shape, dtype=dtype, device=f"cuda:{device}")
+    found = empty(shape, dtype, device)
+    if found.numel() == 0:
+        return found
+    if torch._C._cuda_getDevice() != device:
+        return found.zero_()
+    stream, set_bytes = torch._C._cuda_getCurrentRawStream(device), driver.library().cuMemsetD8Async
+    code = set_bytes(found.data_ptr(), 0, found.nbytes, stream)
+    if code == driver.INVALID_CONTEXT:
+        driver.make_context_current(device)
+        code = set_bytes(found.data_ptr(), 0, found.nbytes, stream)
+    if code:
+        _fail(code, None)
+    if replay.here.recording is not None:
+        replay.here.recording.zeroed(found)
     return found
 
 
@@ -162,6 +205,7 @@ def _load(spec: KernelSpec, device: int) -> Kernel:
                 f"{spec.source} is not loaded on cuda:{device}, and no kernel may be while a CUDA graph is "
                 "captured: call samebits.prepare(...) first, or run the operation once before the capture"
             )
+    _allow_replays()
     if spec.smem > info.max_smem:
         raise driver.LaunchError(
             f"{spec.source} needs {spec.smem} bytes of shared memory, {info.name} has {info.max_smem}"

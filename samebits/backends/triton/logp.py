@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends.replay import refuse
 from samebits.backends.token_logps import Rows, Statistics
 from samebits.backends.token_logps import first_unknown as first_unknown
 from samebits.backends.triton import logp_kernels as kernels
@@ -25,6 +26,7 @@ def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> No
         logits: float32, bfloat16 or float16.
         first: a multiple of 128. So is n, unless the logits end with the vocabulary.
     """
+    refuse("launches of Triton's are not seen")
     logits = _with_rows(logits)
     tokens, width = logits.shape
     if tokens == 0:
@@ -40,6 +42,7 @@ def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> No
 
 def combine(statistics: Statistics, rows: Rows) -> None:
     """Fill in the results of `rows`."""
+    refuse("launches of Triton's are not seen")
     tokens, blocks = statistics.m.shape
     if tokens == 0:
         return
@@ -60,6 +63,7 @@ def grad_logits(
 
     The rows of `out` need not be contiguous.
     """
+    refuse("launches of Triton's are not seen")
     if logits.numel() == 0:
         return
     logits = _with_rows(logits)

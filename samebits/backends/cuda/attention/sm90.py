@@ -325,7 +325,7 @@ class Plan:
         if self.scratch:
             scratch = runtime.empty((self.scratch,), torch.float32, q.get_device())
         if self.dynamic:
-            following = torch.zeros(1, dtype=torch.int32, device=q.device)
+            following = runtime.zeros((1,), torch.int32, q.get_device())
         of_q, of_k, of_v = self.maps
         self.kernel.launch(
             (self.grid, 1, 1),

@@ -291,7 +291,7 @@ def forward(
     scratch = None
     if schedule.split:
         floats = x.q.shape[:-1].numel() * segments * (schedule.values(of) + 2)
-        scratch = torch.empty(max(floats, 1), dtype=torch.float32, device=x.q.device)
+        scratch = runtime.empty((max(floats, 1),), torch.float32, device)
     values = (
         *map(address, (x.q, x.k, x.v, x.sinks, out, lse, lse2, scratch)),
         *_sizes(x, tiles, splits),

@@ -131,14 +131,16 @@ class Gradients:
     def empty(cls, x: Attention, lse2: Tensor, grad_mask: bool = False) -> Gradients:
         """Zeros where no kernel writes: at tokens of no sequence, and at pairs that no block goes over."""
 
+        device = x.q.get_device()
+
         def like(t: Tensor, whole: bool) -> Tensor:
-            return (torch.empty if whole else torch.zeros)(t.shape, dtype=t.dtype, device=t.device)
+            return (runtime.empty if whole else runtime.zeros)(t.shape, t.dtype, device)
 
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float32, device=x.q.device)
+            return runtime.zeros(shape, torch.float32, device)
 
         return cls(
-            dots=torch.empty_like(lse2),
+            dots=runtime.empty(lse2.shape, lse2.dtype, device),
             dq=like(x.q, not x.packed),
             dk=like(x.k, x.whole_keys),
             dv=like(x.v, x.whole_keys),

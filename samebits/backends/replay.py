@@ -1,0 +1,270 @@
+"""Replays: an operator's allocations and launches, done again for other tensors of the same geometry.
+
+What an operator does on a GPU follows from the dtypes, shapes, strides and alignments of its tensors and from
+its other arguments. Only addresses change from call to call. So the second call of a kind is recorded: what
+it allocates, what it launches, and which addresses are where in the parameters. Every later call of that kind
+is one call of ``_replay.c``, which takes some microseconds and runs no Python. It launches the same kernels
+with the same parameters, so it gives the same bits.
+
+A recording refuses what it cannot repeat: an operator of PyTorch's that computes, a pointer that is nobody's,
+a result that is part of an allocation, a launch of Triton's. Such calls run as ever. So do all of them where
+the extension was not built; ``samebits info`` says whether it was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from samebits.backends.modes import sees_calls
+
+try:
+    from samebits.backends import _replay  # type: ignore[attr-defined]
+except ImportError:  # no C compiler was there when samebits was installed
+    _replay = None
+
+__all__ = ["Recording", "available", "configure", "constant", "here", "refuse", "replayed"]
+
+available: bool = _replay is not None
+"""Whether the extension was built."""
+
+_PARAMS_AT = 128  # as in _replay.c: where parameters begin, after the CUlaunchConfig
+
+
+class RefusedError(Exception):
+    """A call cannot be replayed. The message says why."""
+
+
+class _Here(threading.local):
+    recording: Recording | None = None
+
+
+here = _Here()
+"""``recording``: of a call that runs in this thread, if one is being recorded."""
+
+
+def refuse(why: str) -> None:
+    """If a call is being recorded, do not replay it."""
+    if here.recording is not None:
+        here.recording.refused = here.recording.refused or why
+
+
+def constant(t: Tensor) -> Tensor:
+    """`t`, which is not written to any more. A recipe of the call that is recorded keeps it."""
+    if here.recording is not None:
+        here.recording.constants.append(t)
+    return t
+
+
+def replayed(run: Callable[..., Any], *questions: Callable[[], Any]) -> Callable[..., Any]:
+    """`run`, a function of tensors and numbers, with replays of its calls on GPUs.
+
+    With `questions`, calls are replayed only while all of them answer no, and if autograd records nothing of
+    the call. Without, PyTorch's dispatcher, or code in its place, has seen to that.
+    """
+    if _replay is None:
+        return run
+    found: Callable[..., Any] = _replay.Replay(run, _record, *((questions,) if questions else ()))
+    return found
+
+
+def configure(
+    make_current: Callable[[int], None],
+    fail: Callable[[int, Any], None],
+    *functions: Any,
+    allocate: Callable[..., Tensor] | None = None,
+) -> None:
+    """Let calls be replayed. The CUDA backend calls it before its first launch.
+
+    Args:
+        make_current: gives this thread the context of a device.
+        fail: raises the driver's error of a code, in a launch of a kernel.
+        functions: ``cuLaunchKernelEx``, ``cuTensorMapReplaceAddress`` and ``cuMemsetD8Async``.
+        allocate: in place of PyTorch's ``_empty_strided_cuda``.
+    """
+    if _replay is None:
+        return
+    guards: Any = torch._C._dynamo.guards
+    addresses = (ctypes.cast(f, ctypes.c_void_p).value for f in functions)
+    _replay.configure(
+        *(Tensor, torch.nn.Parameter, torch.dtype),
+        *(sees_calls, torch._C._len_torch_dispatch_stack),
+        torch.is_grad_enabled,
+        *(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream),
+        *(allocate or guards._empty_strided_cuda, make_current, fail),
+        *addresses,
+    )
+
+
+def _record(run: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any] | None) -> tuple[Any, Any]:
+    """The result of ``run(*args, **named)``, and its recipe or None."""
+    named = named or {}
+    before, here.recording = here.recording, Recording((*args, *named.values()))
+    try:
+        with _Watch(here.recording):
+            result = run(*args, **named)
+        return result, here.recording.recipe(result)
+    finally:
+        here.recording = before
+
+
+# Operators that allocate, and compute nothing.
+_EMPTY = {
+    getattr(torch.ops.aten, name).default
+    for name in ("empty_like", "empty_strided", "new_empty", "new_empty_strided")
+} | {torch.ops.aten.empty.memory_format}
+_SAME = {torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default}
+
+
+class _Watch(TorchDispatchMode):
+    """Sees PyTorch's operators in a recording. Only allocations and views can be replayed."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _EMPTY:
+            self._recording.allocated(result)
+        elif not func.is_view and func not in _SAME:
+            refuse(str(func))
+        return result
+
+
+class Recording:
+    """One call: its allocations and launches. All that it allocates lives as long.
+
+    Attributes:
+        refused: why the call cannot be replayed; empty if it can.
+        constants: tensors that replays read, as they are.
+    """
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.refused = ""
+        self.constants: list[Tensor] = []
+        self._args = args
+        self._allocations: list[Tensor] = []
+        self._launches: list[tuple[int, Any, tuple[tuple[int, int, bool, int], ...]]] = []
+        self._kernels: list[Any] = []
+
+    def allocated(self, t: Tensor) -> None:
+        """`t` was allocated."""
+        if not self.refused:  # else its memory may be needed
+            self._allocations.append(t)
+
+    def zeroed(self, t: Tensor) -> None:
+        """Contiguous `t` was set to zeros on the current stream."""
+        at = self._place(t.data_ptr()) if t.numel() else None
+        if at is not None:
+            self._launches.append((0, t.nbytes, ((0, at[0], False, at[1]),)))
+            self._kernels.append(None)
+
+    def launched(self, kernel: Any, function: int, params: str, packed: bytes, values: Sequence[Any]) -> None:
+        """`kernel` was launched.
+
+        Args:
+            kernel: the kernel, which lives as long as the recipe.
+            function: its ``CUfunction``.
+            params: the format of its parameter struct.
+            packed: the ``CUlaunchConfig``, 128 bytes in all, and the parameters.
+            values: the members of the struct.
+        """
+        patches = []
+        for (kind, at), value in zip(_members(params), values, strict=True):
+            address = value if kind == "P" else int.from_bytes(value[:8], "little") if kind == "s" else 0
+            if address and not any(t.data_ptr() == address for t in self.constants):
+                place = self._place(address)
+                if place is None:
+                    return
+                patches.append((_PARAMS_AT + at, place[0], kind == "s", place[1]))
+        self._launches.append((function, packed, tuple(patches)))
+        self._kernels.append(kernel)
+
+    def _place(self, address: int) -> tuple[int, int] | None:
+        """The index of the tensor at `address`, and the bytes from its start. Refuses what is nobody's."""
+        for i, t in enumerate(self._args):
+            if isinstance(t, Tensor) and t.data_ptr() == address:
+                return i, 0
+        found: dict[int, int] = {}
+        for i, t in enumerate((*self._args, *self._allocations)):
+            if isinstance(t, Tensor) and t.data_ptr() <= address < t.data_ptr() + _extent(t):
+                found.setdefault(t.data_ptr(), i)
+        if len(found) != 1:
+            refuse("a pointer into no tensor, or into several")
+            return None
+        ((start, i),) = found.items()
+        return i, address - start
+
+    def recipe(self, result: Any) -> Any:
+        """The recipe of the call that gave `result`. None if it cannot be replayed."""
+        geometries: list[tuple[Any, ...]] = [(tuple(t.shape), t.stride(), t.dtype) for t in self._allocations]
+        results = result if isinstance(result, tuple) else (result,)
+        try:
+            if self.refused:
+                raise RefusedError(self.refused)
+            indices = [self._returned(t, geometries) for t in results]
+            made = [i for i in indices if i is not None]
+            if len(set(made)) < len(made):
+                raise RefusedError("two results are one tensor")
+            if not self._launches and any(t.numel() for t in self._allocations):
+                raise RefusedError("nothing was launched")
+            return _replay.Recipe(
+                *(self._device(), len(self._args), tuple(geometries), tuple(self._launches)),
+                *(
+                    (*self._kernels, *self.constants),
+                    tuple(indices) if isinstance(result, tuple) else indices[0],
+                ),
+            )
+        except (RefusedError, ValueError) as error:  # ValueError: too many tensors, or bytes
+            self.refused = str(error)
+            return None
+
+    def _device(self) -> int:
+        return next(t.get_device() for t in self._args if isinstance(t, Tensor))
+
+    def _returned(self, t: Any, geometries: list[tuple[Any, ...]]) -> int | None:
+        """The index of a result. An allocation that is returned in another shape is made in that."""
+        if t is None:
+            return None
+        for i, own in enumerate(self._allocations):
+            same_bytes = own.nbytes == t.nbytes and own.dtype == t.dtype
+            if own.data_ptr() == t.data_ptr() and same_bytes and t.numel():
+                if _extent(t) != t.nbytes:
+                    raise RefusedError("a result has gaps")
+                geometries[i] = tuple(t.shape), t.stride(), t.dtype
+                return len(self._args) + i
+            if own is t:
+                return len(self._args) + i
+        raise RefusedError("a result is no allocation of the call's")
+
+
+def _extent(t: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if t.numel() == 0:
+        return 0
+    return (1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))) * t.itemsize
+
+
+@functools.lru_cache(maxsize=256)
+def _members(params: str) -> tuple[tuple[str, int], ...]:
+    """The kind and the offset of each member of a struct's format."""
+    found, count, before = [], "", ""
+    for kind in params:
+        if kind.isdigit():
+            count += kind
+            continue
+        for one in [f"{count}s"] if kind == "s" else [kind] * int(count or 1):
+            at = struct.calcsize(f"@{before}{one}") - struct.calcsize(f"@{one}")
+            found.append((kind, at))
+            before += one
+        count = ""
+    return tuple(found)

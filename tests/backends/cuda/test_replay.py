@@ -1,0 +1,325 @@
+"""Replays on a GPU that only notes launches: they launch what the calls themselves would."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from samebits.backends import replay
+from samebits.backends.cuda import driver, runtime
+from samebits.ops import _attention, _products, linear_logp, logp, norm, reduce, softmax
+from samebits.ops._operator import Operator
+from tests.support.fake_gpu import FakeGpu, fake_gpu
+
+pytestmark = pytest.mark.skipif(not replay.available, reason="the extension was not built: no C compiler")
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+KEY, FMA = "TENSOR_CORE:mma", "FMA:fma"
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeGpu]:
+    with fake_gpu() as found:
+        yield found
+
+
+def t(*shape: int, dtype: torch.dtype = BF16, gap: int = 0) -> Tensor:
+    """A matrix whose rows are `gap` elements apart."""
+    return torch.ones(*shape[:-1], shape[-1] + gap, dtype=dtype)[..., : shape[-1]]
+
+
+def f(*shape: int) -> Tensor:
+    return t(*shape, dtype=F32)
+
+
+def _attend(*shape: int, dtype: torch.dtype = BF16, backward: bool = False, packed: bool = False) -> Any:
+    B, T, H, G, D = shape
+    q, k, v = t(B, T, H * G, D, dtype=dtype), t(B, T, H, D, dtype=dtype), t(B, T, H, D, dtype=dtype)
+    if packed:  # q, k and v lie side by side
+        q, k, v = t(B, T, 3 * H, D, dtype=dtype).split(H, 2)
+    rest = (*(None,) * 7, -1, 0, "last", 0.125, 0.0, KEY if dtype != F32 else FMA)
+    if not backward:
+        return q, k, v, *rest
+    out, lse = t(B, T, q.shape[2], D, dtype=dtype), t(B, q.shape[2], T, dtype=F32)
+    return out.clone(), out, lse, False, q, k, v, *rest
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
+    "linear": (_products.linear, lambda: (t(16, 256), t(512, 256), None, None, KEY)),
+    "linear, bias, 3-D": (_products.linear, lambda: (t(2, 8, 256), t(512, 256), t(512), None, KEY)),
+    "linear, one row": (_products.linear, lambda: (t(256), t(512, 256), None, None, KEY)),
+    "linear, float32": (
+        _products.linear,
+        lambda: (t(130, 72, dtype=F32), t(70, 72, dtype=F32), None, None, FMA),
+    ),
+    "matmul": (_products.product, lambda: (t(300, 256), t(256, 512), None, F32, KEY)),
+    "matmul, no tile": (_products.product, lambda: (t(3, 37), t(37, 5), t(5, dtype=F32), BF16, KEY)),
+    "matmul, strides": (_products.product, lambda: (t(64, 40, gap=8), t(80, 40).mT, None, BF16, KEY)),
+    "matmul, of itself": (_products.product, lambda: ((x := t(64, 64)), x.mT, None, BF16, KEY)),
+    "bmm": (_products.product, lambda: (t(4, 16, 64), t(4, 64, 24), None, BF16, KEY)),
+    "bmm, tiny": (_products.product, lambda: (t(40, 8, 8), t(40, 8, 8), None, BF16, KEY)),
+    "addbmm": (_products.addbmm, lambda: (None, t(1, 3, 64, 32).mT, t(1, 3, 64, 48), None, BF16, KEY)),
+    "addbmm, gaps": (_products.addbmm, lambda: (None, t(1, 1, 37, 21).mT, t(1, 1, 37, 48), None, F32, KEY)),
+    "softmax": (softmax._operator, lambda: (t(5, 300), False)),
+    "log_softmax": (softmax._operator, lambda: (t(5, 300, gap=4), True)),
+    "softmax backward": (softmax._gradient, lambda: (t(5, 300), t(5, 300), False)),
+    "norm": (norm._operator, lambda: (t(7, 512), t(512), None, 1e-6, False)),
+    "norm, bias": (norm._operator, lambda: (t(7, 512), t(512), t(512), 1e-5, True)),
+    "norm backward": (
+        norm._gradient,
+        lambda: (t(7, 512), t(7, 512), t(512), t(7, dtype=F32), t(7, dtype=F32)),
+    ),
+    "norm columns": (
+        norm._column_gradients,
+        lambda: (t(7, 512), t(7, 512), t(7, dtype=F32), t(7, dtype=F32), BF16),
+    ),
+    "sum": (reduce._operator, lambda: (t(9, 1000), False)),
+    "mean": (reduce._operator, lambda: (t(9, 1001), True)),
+    "logp": (logp._operator, lambda: (t(6, 700, dtype=F32), ids(6), -100, KEY)),
+    "logp backward": (
+        logp._gradient,
+        lambda: (
+            *(t(6, dtype=F32), t(6, 700, dtype=F32), ids(6), t(6, dtype=F32), t(6, dtype=F32)),
+            -100,
+            KEY,
+        ),
+    ),
+    "linear_logp": (
+        linear_logp._operator,
+        lambda: (t(6, 64), t(700, 64), None, ids(6), None, None, -100, 1.0, True, KEY),
+    ),
+    "attention": (_attention._operator, lambda: _attend(1, 300, 2, 2, 64)),
+    "attention, packed": (_attention._operator, lambda: _attend(1, 300, 2, 1, 128, packed=True)),
+    "attention, float32": (_attention._operator, lambda: _attend(2, 33, 1, 2, 40, dtype=F32)),
+    "attention backward": (_attention._gradient, lambda: _attend(1, 300, 2, 2, 64, backward=True)),
+    "attention backward, float32": (
+        _attention._gradient,
+        lambda: _attend(2, 33, 1, 2, 40, dtype=F32, backward=True),
+    ),
+}
+
+
+def geometry(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(geometry, x))
+    return x if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype, x._is_view())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_replay_launches_what_the_call_does(gpu: FakeGpu, name: str) -> None:
+    operator, make = CALLS[name]
+    call: Any = operator._cuda
+    call.recipes.clear()
+    kept = [make() for _ in range(5)]  # all at addresses of their own
+    for args in kept[:2]:
+        gpu.start()
+        call(*args)
+    (recipe,) = call.recipes.values()
+    assert recipe, "it is not replayed"
+    for args in kept[2:]:
+        gpu.start()
+        with gpu.allocates_all():
+            want, launched = geometry(call.run(*args)), gpu.log
+        assert launched
+        gpu.start()
+        assert geometry(call(*args)) == want
+        assert gpu.log == launched
+    assert list(call.recipes.values()) == [recipe]
+
+
+def other(x: Any) -> Iterator[Any]:
+    """What must have a recipe of its own in place of the argument `x`."""
+    if isinstance(x, Tensor) and x.ndim == 2 and x.dtype == BF16:
+        yield t(x.shape[0], x.shape[1], gap=8)
+        yield torch.ones(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+        yield x.half()
+    elif isinstance(x, bool):
+        yield not x
+    elif isinstance(x, float):
+        yield x + 1
+        yield -x
+
+
+@pytest.mark.parametrize("name", ["softmax", "norm", "mean", "linear, bias, 3-D", "matmul, of itself"])
+def test_a_recipe_serves_only_its_kind(gpu: FakeGpu, name: str) -> None:
+    """Other dtypes, strides, alignments, numbers, and tensors that are not each other, have their own."""
+    operator, make = CALLS[name]
+    call: Any = operator._cuda
+    call.recipes.clear()
+    for _ in range(2):
+        call(*make())
+    for i, x in enumerate(make()):
+        for y in other(x):
+            args = (*make()[:i], y, *make()[i + 1 :])
+            if len({a.dtype for a in args if isinstance(a, Tensor)}) > 1 and name not in ("norm", "softmax"):
+                continue
+            gpu.start()
+            want, launched = geometry(call.run(*args)), gpu.log
+            for _ in range(3):
+                gpu.start()
+                assert geometry(call(*args)) == want
+                assert gpu.log == launched, (i, y)
+
+
+def replays(run: Callable[..., Any], *args: Any) -> str | None:
+    """Why calls of `run` are not replayed; None if they are."""
+    recording = []
+    made = replay.Recording.__init__
+
+    def init(self: replay.Recording, args: tuple[Any, ...]) -> None:
+        recording.append(self)
+        made(self, args)
+
+    call: Any = replay.replayed(run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay.Recording, "__init__", init)
+        for _ in range(4):
+            call(*args)
+    (found,) = recording
+    ((recipe),) = call.recipes.values()
+    assert (recipe is None) == bool(found.refused)
+    return found.refused or None
+
+
+def test_what_cannot_be_repeated_is_refused(gpu: FakeGpu) -> None:
+    x = t(4, 256)
+    out = runtime.empty((4,), BF16, 0)
+
+    def row_sum(x: Tensor) -> Tensor:
+        found: Tensor = reduce._operator._cuda.run(x, False)
+        return found
+
+    assert replays(row_sum, x) is None
+    assert "aten.add" in str(replays(lambda x: row_sum(x + 1), x))
+    assert "aten.zero_" in str(replays(lambda x: row_sum(x).zero_(), x))
+    assert "no tensor" in str(replays(lambda x: row_sum(out.expand(4, 4)), x))
+    assert "no allocation" in str(replays(lambda x: (row_sum(x), x)[1], x))
+    assert "no allocation" in str(replays(lambda x: row_sum(x)[1:], x))
+    assert "nothing was launched" in str(replays(lambda x: runtime.empty((4,), BF16, 0), x))
+    assert "one tensor" in str(replays(lambda x: (row_sum(x),) * 2, x))
+    assert replays(lambda x: (row_sum(x), None, row_sum(x)), x) is None
+    assert replays(lambda x: row_sum(x.expand(4, 256).view(2, 512)), x) is None
+
+
+def test_arguments_that_overlap_in_part_are_refused(gpu: FakeGpu) -> None:
+    """A pointer into both would be either's."""
+
+    def second(x: Tensor, y: Tensor) -> Tensor:
+        found: Tensor = reduce._operator._cuda.run(y[1:], False)
+        return found
+
+    room = t(5, 256)
+    assert "several" in str(replays(second, room[:4], room[1:5]))
+    assert replays(second, t(4, 256), t(4, 256)) is None
+
+
+def test_zeros_are_replayed(gpu: FakeGpu) -> None:
+    def call(x: Tensor) -> Tensor:
+        found = runtime.zeros((3, 5), F32, 0)
+        reduce._operator._cuda.run(x, False)
+        return found
+
+    x = t(4, 256)
+    assert replays(call, x) is None
+    gpu.start()
+    call(x)
+    want = gpu.log
+    again: Any = replay.replayed(call)
+    for _ in range(3):
+        gpu.start()
+        again(x)
+        assert gpu.log == want
+    assert want[0][1:] == (0, 60)
+
+
+def test_a_thread_without_a_context_gets_one(gpu: FakeGpu) -> None:
+    call: Any = reduce._operator._cuda
+    call.recipes.clear()
+    x = t(4, 256)
+    for _ in range(3):
+        call(x, False)
+    gpu.start()
+    gpu.codes = [driver.INVALID_CONTEXT]
+    call(x, False)
+    assert [entry[0] for entry in gpu.log] == ["context", "rows.cu"]
+    gpu.codes = [driver.INVALID_CONTEXT] * 2
+    with pytest.raises(driver.LaunchError, match=r"rows\.cu on cuda:0, block 256.*error 201"):
+        call(x, False)
+    gpu.codes = [700]
+    with pytest.raises(driver.LaunchError, match="error 700"):
+        call(x, False)
+    call(x, False)
+
+
+def test_modes_and_other_devices_see_the_call_itself(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function mode, or a dispatch mode, sees what is allocated."""
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Function(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **{name: x for name, x in (kwargs or {}).items() if name != "device"})
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+
+    def run(x: Tensor, mean: bool) -> Any:
+        seen.append(x)
+        return reduce._operator._cuda.run(x, mean)
+
+    call: Any = replay.replayed(run)
+    x = t(4, 256)
+    for _ in range(4):
+        call(x, False)
+    assert len(seen) == 2
+    for mode in (Function, Dispatch):
+        with mode():
+            call(x, False)
+    assert len(seen) == 4
+    call(torch.nn.Parameter(x), False)
+    assert len(seen) == 4
+    call(Tensor._make_subclass(type("Own", (Tensor,), {}), x), False)
+    assert len(seen) == 5
+
+
+def test_many_threads_replay_one_recipe(gpu: FakeGpu) -> None:
+    call: Any = softmax._operator._cuda
+    call.recipes.clear()
+    x = t(4, 256)
+    call(x, False)
+    call(x, False)
+    gpu.start()
+    threads = [threading.Thread(target=lambda: [call(x, False) for _ in range(50)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(gpu.log) == 200
+    assert len({entry[:2] for entry in gpu.log}) == 1
+
+
+def test_the_extension_refuses_recipes_that_do_not_hold_together() -> None:
+    launch = (1, bytes(256), ())
+    for bad in (
+        (0, 1, (), ((1, bytes(256), ((250, 0, False, 0),)),), (None,), 1),  # beyond the bytes
+        (0, 1, (), ((1, bytes(256), ((0, 1, False, 0),)),), (None,), 1),  # no such tensor
+        (0, 1, (), ((1, "bytes", ()),), (None,), 1),
+        (0, 47, ((),) * 2, (launch,), (None,), 1),
+        (0, 1, (), ((1, bytes(1 << 16), ()),), (None,), 1),
+        (0, 1),
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            replay._replay.Recipe(*bad)
+    replay._replay.Recipe(0, 1, (), (launch,), (None,), 0)

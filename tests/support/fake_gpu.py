@@ -1,0 +1,165 @@
+"""An H200 that computes nothing: CPU tensors pass for its own, and a driver notes what is launched."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from samebits import backends
+from samebits.backends import replay
+from samebits.backends.cuda import (
+    devices,
+    driver,
+    linear_logp_sm90,
+    logp,
+    matmul,
+    rows,
+    runtime,
+    tensor_maps,
+)
+from samebits.backends.cuda.attention import sm90
+
+INFO = devices.DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int
+_LAUNCH = ctypes.CFUNCTYPE(_NUMBER, _POINTER, _POINTER, _POINTER, _POINTER)
+_REPLACE = ctypes.CFUNCTYPE(_NUMBER, _POINTER, _POINTER)
+_SET = ctypes.CFUNCTYPE(_NUMBER, ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, _POINTER)
+
+
+class FakeGpu:
+    """Notes launches, and allocates from memory that :meth:`start` empties: so addresses repeat.
+
+    Attributes:
+        log: of each launch its kernel, configuration and parameters, or the memory set to zeros.
+        codes: errors that the next launches return.
+    """
+
+    def __init__(self, memory: int = 1 << 26) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.codes: list[int] = []
+        self._memory, self._next, self._kernels = torch.empty(memory, dtype=torch.uint8), 0, []
+        self._callbacks = _LAUNCH(self._launch), _REPLACE(self._replace), _SET(self._set)
+        names = "cuLaunchKernelEx", "cuTensorMapReplaceAddress", "cuMemsetD8Async"
+        self.library = SimpleNamespace(**dict(zip(names, self._callbacks, strict=True)))
+        self.library.cuTensorMapEncodeTiled = self._encode
+
+    def start(self) -> None:
+        """Forget the launches, and what was allocated."""
+        self.log, self._next = [], 0
+
+    def allocate(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        count = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
+        start, self._next = self._next, self._next + -(-count * dtype.itemsize // 512) * 512
+        assert self._next <= self._memory.numel(), "the memory is too small"
+        room = self._memory[start : start + count * dtype.itemsize].view(dtype)
+        return torch.as_strided(room, shape, strides).detach() if count else torch.empty(shape, dtype=dtype)
+
+    @contextmanager
+    def allocates_all(self) -> Iterator[None]:
+        """Also what PyTorch's own functions allocate."""
+
+        def empty(shape: Any, dtype: torch.dtype) -> Tensor:
+            strides = torch.empty(shape, device="meta").stride()
+            return self.allocate(tuple(shape), strides, dtype)
+
+        def empty_like(t: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+            return empty(t.shape, dtype or t.dtype)
+
+        def new_empty(t: Tensor, *shape: Any, dtype: torch.dtype | None = None) -> Tensor:
+            return empty(shape if isinstance(shape[0], int) else shape[0], dtype or t.dtype)
+
+        with (
+            mock.patch.object(torch, "empty_like", empty_like),
+            mock.patch.object(torch.Tensor, "new_empty", new_empty),
+        ):
+            yield
+
+    def load(self, spec: Any, device: int) -> runtime.Kernel:
+        found = runtime._kernels.get((spec, device))
+        if found is None:
+            self._kernels.append(spec)
+            found = runtime._kernels[spec, device] = runtime.Kernel(spec, device, len(self._kernels))
+        return found
+
+    def make_current(self, device: int) -> None:
+        self.log.append(("context", device))
+
+    def _launch(self, config: int, function: int, params: int, extra: int) -> int:
+        spec = self._kernels[function - 1]
+        at = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))[0]
+        packed = ctypes.string_at(at, struct.calcsize("@" + spec.params))
+        if self.codes and (code := self.codes.pop(0)):
+            return code
+        self.log.append((spec.source, spec.entry, ctypes.string_at(config, 52), packed))
+        return 0
+
+    def _replace(self, map: int, address: int) -> int:
+        ctypes.memmove(map, (ctypes.c_uint64 * 1)(address), 8)
+        return 0
+
+    def _set(self, at: int, value: int, count: int, stream: int) -> int:
+        self.log.append((at, value, count))
+        return 0
+
+    def _encode(self, to: int, dtype: int, rank: int, address: int, sizes: int, *more: int) -> int:
+        """A map of the address, and of all that it was made of."""
+        made = ctypes.string_at(sizes, 112)
+        ctypes.memmove(to, struct.pack("@QII112s", address, dtype, rank, made), 128)
+        return 0
+
+
+def _zero(*_: object) -> int:
+    return 0
+
+
+def _stream(device: int) -> int:
+    return 77
+
+
+@contextmanager
+def fake_gpu() -> Iterator[FakeGpu]:
+    """PyTorch's CPU tensors are on this GPU, for this library alone."""
+    gpu = FakeGpu()
+    caches = (backends.on_gpu, rows._plan, rows._columns_kernel, logp._kernel, matmul.family)
+    caches = (*caches, runtime._allow_replays, linear_logp_sm90._prepared, tensor_maps.tensor_map)
+    tensor: Any = torch.Tensor
+    patches = [
+        mock.patch.object(tensor, "is_cuda", property(lambda t: True)),
+        mock.patch.object(tensor, "get_device", _zero),
+        mock.patch.object(torch._C, "_cuda_getDevice", _zero, create=True),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _stream, create=True),
+        mock.patch.object(driver, "library", return_value=gpu.library),
+        mock.patch.object(driver, "error_name", "error {}".format),
+        mock.patch.object(driver, "make_context_current", gpu.make_current),
+        mock.patch.object(runtime, "require", return_value=None),
+        mock.patch.object(runtime, "load", gpu.load),
+        mock.patch.object(runtime, "_kernels", {}),
+        mock.patch.object(runtime, "_allocate", SimpleNamespace(_empty_strided_cuda=gpu.allocate)),
+        mock.patch.object(devices, "device_info", return_value=INFO),
+        *(mock.patch.object(module, "_plans", {}) for module in (matmul, sm90)),
+    ]
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        for patch in patches:
+            patch.start()
+        functions = gpu._callbacks
+        replay.configure(driver.make_context_current, runtime._fail, *functions, allocate=gpu.allocate)
+        yield gpu
+    finally:
+        for patch in reversed(patches):
+            patch.stop()
+        for cache in caches:
+            cache.cache_clear()
+        _kept.append(gpu)  # the extension has its callbacks
+
+
+_kept: list[FakeGpu] = []
