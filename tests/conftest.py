@@ -69,6 +69,9 @@ def replayed_too(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without a GPU, tests marked ``gpu`` are skipped, with the reason."""
+    for item in items:
+        if item.config.getoption("--replay") and item.get_closest_marker("counts_calls"):
+            item.add_marker(pytest.mark.skip(reason="--replay repeats the calls that it counts"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     status = devices.status() if marked else None
     if status is not None and not status.available:

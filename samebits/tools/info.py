@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from samebits._version import __version__
-from samebits.backends import cache
+from samebits.backends import cache, replay
 from samebits.contract import AMPERE, FAMILIES, FMA, HOPPER, TENSOR_CORE
 from samebits.tools.terminal import Console
 from samebits.tools.text import plural
@@ -193,8 +193,11 @@ def _cuda() -> Backend:
 
     status = devices.status()
     why = f"NVRTC {status.nvrtc}, {_cached()}" if status.available else status.reason
-    computes = "NVIDIA GPUs: FMA from sm_75 on, TENSOR_CORE from sm_80 on"
-    return Backend("cuda", computes, status.available, why, status.remedy)
+    computes, remedy = "NVIDIA GPUs: FMA from sm_75 on, TENSOR_CORE from sm_80 on", status.remedy
+    if status.available and not replay.available:
+        why += ", calls cost the CPU more than they need to: the extension was not built"
+        remedy = "install a C compiler, then samebits again"
+    return Backend("cuda", computes, status.available, why, remedy)
 
 
 def _triton() -> Backend:

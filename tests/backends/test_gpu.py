@@ -453,6 +453,7 @@ def test_compile(name: str, backend: str) -> None:
     assert_compiles(*halves(name), backend)
 
 
+@pytest.mark.counts_calls
 @pytest.mark.parametrize("name", PUBLIC)
 def test_both_ways_to_an_operator_give_the_same_bits(name: str) -> None:
     """Past PyTorch's dispatcher, and through it."""

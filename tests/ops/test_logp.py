@@ -255,6 +255,7 @@ def pieces(size: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.counts_calls
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_given_logits_are_worked_on_in_pieces_both_ways(device: str, dtype: torch.dtype) -> None:

@@ -506,6 +506,7 @@ def test_more_than_two_to_the_31_elements(dtype: torch.dtype) -> None:
     assert torch.equal(bits(half), bits(out[batch // 2 :]))
 
 
+@pytest.mark.counts_calls
 def test_tiny_batches_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and gradients alike."""
     launched: list[str] = []
