@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import struct
 from types import SimpleNamespace
@@ -27,6 +28,11 @@ class Launch(str):
     """The source of a kernel that was launched, and the values of its parameters."""
 
     values: tuple[Any, ...]
+
+
+def _without_device(allocate: Any, shape: Any, dtype: torch.dtype, device: int) -> torch.Tensor:
+    found: torch.Tensor = allocate(shape, dtype=dtype)
+    return found
 
 
 @pytest.fixture
@@ -66,7 +72,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(devices, "device_info", lambda index: info)
     monkeypatch.setattr(runtime, "load", lambda spec, device: Kernel(spec))
     monkeypatch.setattr(tensor_maps, "tensor_map", tensor_map)
-    monkeypatch.setattr(runtime, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
+    for name, allocate in (("empty", torch.empty), ("zeros", torch.zeros)):
+        fake = functools.partial(_without_device, allocate)
+        monkeypatch.setattr(runtime, name, fake)
     monkeypatch.setattr(matmul, "_plans", {})
     monkeypatch.setattr(sm90, "_plans", {})
     linear_logp_sm90._prepared.cache_clear()
