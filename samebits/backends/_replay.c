@@ -206,6 +206,35 @@ static PyObject* one_of(const Recipe* recipe, const Tensors* tensors, PyObject* 
     return Py_NewRef(i < recipe->arguments ? args[i] : tensors->made[i - recipe->arguments]);
 }
 
+/* Run launches from `*i` on, on a copy of their bytes. An error's code comes back, and `*i` is whose it is. */
+static int run_from(int* i, const Recipe* recipe, const Tensors* tensors, uintptr_t stream,
+                    unsigned char* bytes) {
+    int code = 0;
+    Py_BEGIN_ALLOW_THREADS for (; *i < recipe->launches; ++*i) {
+        const Launch* launch = &recipe->launch[*i];
+        unsigned char* own = bytes + launch->from;
+        for (int j = 0; launch->function != NULL && j < launch->patches && code == 0; j++) {
+            const Patch* patch = &launch->patch[j];
+            uintptr_t to = tensors->at[patch->tensor] + (uintptr_t)patch->delta;
+            if (patch->is_map)
+                code = with.replace_address(own + patch->at, (void*)to);
+            else
+                memcpy(own + patch->at, &to, sizeof to);
+        }
+        if (code != 0) break;
+        if (launch->function == NULL) {
+            uintptr_t to = tensors->at[launch->patch->tensor] + (uintptr_t)launch->patch->delta;
+            code = with.set_bytes(to, 0, launch->size, (void*)stream);
+        } else {
+            void* params = own + PARAMS;
+            memcpy(own + STREAM, &stream, sizeof stream);
+            code = with.launch(own, launch->function, &params, NULL);
+        }
+        if (code != 0) break;
+    }
+    Py_END_ALLOW_THREADS return code;
+}
+
 static int run_launches(const Recipe* recipe, const Tensors* tensors) {
     PyObject* device = PyLong_FromLong(recipe->device);
     if (device == NULL) return -1;
@@ -218,45 +247,15 @@ static int run_launches(const Recipe* recipe, const Tensors* tensors) {
 
     alignas(128) unsigned char bytes[MOST_BYTES];
     memcpy(bytes, recipe->bytes, recipe->size);
-    int code = 0, i = 0;
-    for (; i < recipe->launches && code == 0; i++) {
-        const Launch* launch = &recipe->launch[i];
-        unsigned char* own = bytes + launch->from;
-        if (launch->function == NULL) continue;
-        memcpy(own + STREAM, &stream, sizeof stream);
-        for (int j = 0; j < launch->patches && code == 0; j++) {
-            const Patch* patch = &launch->patch[j];
-            uintptr_t to = tensors->at[patch->tensor] + (uintptr_t)patch->delta;
-            if (patch->is_map)
-                code = with.replace_address(own + patch->at, (void*)to);
-            else
-                memcpy(own + patch->at, &to, sizeof to);
-        }
-    }
-    if (code == 0) i = 0;
-    for (int tries = 0; tries < 2; tries++) {
-        if (code == 0) {
-            Py_BEGIN_ALLOW_THREADS for (; i < recipe->launches; i++) {
-                const Launch* launch = &recipe->launch[i];
-                if (launch->function == NULL) {
-                    uintptr_t to = tensors->at[launch->patch->tensor] + (uintptr_t)launch->patch->delta;
-                    code = with.set_bytes(to, 0, launch->size, (void*)stream);
-                } else {
-                    void* params = bytes + launch->from + PARAMS;
-                    code = with.launch(bytes + launch->from, launch->function, &params, NULL);
-                }
-                if (code) break;
-            }
-            Py_END_ALLOW_THREADS
-        }
-        if (code != INVALID_CONTEXT || tries == 1) break;
+    int i = 0, code = run_from(&i, recipe, tensors, stream, bytes);
+    if (code == INVALID_CONTEXT) {
         PyObject* made = PyObject_CallFunction(with.make_current, "l", recipe->device);
         if (made == NULL) return -1;
         Py_DECREF(made);
-        code = 0;
+        code = run_from(&i, recipe, tensors, stream, bytes);
     }
     if (code == 0) return 0;
-    PyObject* kernel = i < recipe->launches ? PyTuple_GET_ITEM(recipe->kernels, i) : Py_None;
+    PyObject* kernel = PyTuple_GET_ITEM(recipe->kernels, i);
     PyObject* none = PyObject_CallFunction(with.fail, "iO", code, kernel);
     Py_XDECREF(none);
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "a launch failed");

@@ -301,7 +301,7 @@ def _linear_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple
     if (
         grad.is_cuda
         and not torch.is_grad_enabled()
-        and bypasses_dispatcher([t for t in saved if t is not None])
+        and bypasses_dispatcher([t for t in (grad, *saved) if t is not None])
     ):
         run = _linear_gradients_on_gpu
     return *run(*given), None, None

@@ -40,11 +40,13 @@ class FakeGpu:
     Attributes:
         log: of each launch its kernel, configuration and parameters, or the memory set to zeros.
         codes: errors that the next launches return.
+        map_codes: errors that the next changes of a tensor map's address return.
     """
 
     def __init__(self, memory: int = 1 << 26) -> None:
         self.log: list[tuple[Any, ...]] = []
         self.codes: list[int] = []
+        self.map_codes: list[int] = []
         self._memory, self._next, self._kernels = torch.empty(memory, dtype=torch.uint8), 0, []
         self._callbacks = _LAUNCH(self._launch), _REPLACE(self._replace), _SET(self._set)
         names = "cuLaunchKernelEx", "cuTensorMapReplaceAddress", "cuMemsetD8Async"
@@ -102,6 +104,8 @@ class FakeGpu:
         return 0
 
     def _replace(self, map: int, address: int) -> int:
+        if self.map_codes and (code := self.map_codes.pop(0)):
+            return code
         ctypes.memmove(map, (ctypes.c_uint64 * 1)(address), 8)
         return 0
 

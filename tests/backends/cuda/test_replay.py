@@ -267,6 +267,27 @@ def test_a_thread_without_a_context_gets_one(gpu: FakeGpu) -> None:
     call(x, False)
 
 
+def test_an_error_of_a_tensor_map_is_that_of_its_kernel(gpu: FakeGpu) -> None:
+    call: Any = _products.linear._cuda
+    call.recipes.clear()
+    args = CALLS["linear"][1]()
+    for _ in range(3):
+        gpu.start()
+        call(*args)
+    want = gpu.log
+    assert len(want) == 1
+    gpu.map_codes = [700]
+    with pytest.raises(driver.LaunchError, match=rf"{want[0][0]}.*error 700"):
+        call(*args)
+    gpu.start()
+    gpu.map_codes = [driver.INVALID_CONTEXT]  # then both maps have the addresses of this call
+    call(*(x.clone() if isinstance(x, Tensor) else x for x in args))
+    (context, launch) = gpu.log
+    assert context[0] == "context"
+    assert launch[:3] == want[0][:3]
+    assert launch[3] != want[0][3]
+
+
 def test_modes_and_other_devices_see_the_call_itself(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function mode, or a dispatch mode, sees what is allocated."""
     from torch.overrides import TorchFunctionMode
