@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import compiler, runtime
+from samebits.backends.cuda import compiler, devices, runtime
 
 _THREADS = 256  # of a block of rows.cu
 _PASS = 512  # entries of a row that a warp takes in a pass
 _MANY = 1024  # rows that fill a GPU without sharing
-_COPIERS = 256  # threads of a block of columns.cu, without the warp that adds
 
 # The macros of convert.cuh.
 _TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -32,6 +31,8 @@ _PARAMS = {
     "column_sums": "PPPPPPqqqq",
     "embedding_backward": "PPPPqqq",
 }
+
+_LOOPS = ("row_sum", "softmax", "log_softmax", "norm_forward")  # a block of these takes row after row
 
 
 class Sharing(NamedTuple):
@@ -77,16 +78,33 @@ def kernel_spec(
     """A kernel of rows.cu."""
     types = ("IN", _TYPES[x]), ("OUT", _TYPES[out]), ("PARAM", _TYPES[param])
     shared = ("WARPS", sharing.warps), ("PASSES", sharing.passes), ("VECTOR", sharing.vector)
-    return compiler.KernelSpec("rows.cu", entry, _PARAMS[entry], (*types, *shared), block=_THREADS)
+    blocks = ("BLOCKS", _blocks(entry, x, out, param, sharing))
+    return compiler.KernelSpec("rows.cu", entry, _PARAMS[entry], (*types, *shared, blocks), block=_THREADS)
+
+
+def _blocks(entry: str, x: torch.dtype, out: torch.dtype, param: torch.dtype, sharing: Sharing) -> int:
+    """Blocks of a multiprocessor. With more, registers would spill."""
+    words = 4 * x.itemsize * sharing.passes  # of a row, in a thread
+    if words > 32 or (words == 32 and x.itemsize == 4 and entry == "norm_forward"):
+        return 1
+    narrow = sharing.passes == 1 or (out.itemsize == 2 and param.itemsize == 2)
+    return 3 if sharing.vector > 1 and 0 < words <= 16 and narrow and entry != "norm_forward" else 2
 
 
 def columns_spec(
     entry: str, grad: torch.dtype, out: torch.dtype, x: torch.dtype | None = None, *, vector: int = 1
 ) -> compiler.KernelSpec:
     """A kernel of columns.cu."""
-    constants = ("GRAD", _TYPES[grad]), ("X", _TYPES[x]), ("OUT", _TYPES[out]), ("VECTOR", vector)
-    block = _COPIERS if entry == "embedding_backward" else _COPIERS + 32
-    return compiler.KernelSpec("columns.cu", entry, _PARAMS[entry], constants, block=block)
+    types = ("GRAD", _TYPES[grad]), ("X", _TYPES[x]), ("OUT", _TYPES[out])
+    if entry == "embedding_backward":
+        block, smem, producers = 256, 0, 1
+    else:
+        values = 32 * grad.itemsize if x is None else 16 * (grad.itemsize + x.itemsize)
+        copied = 32 * values + (0 if x is None else 256)  # 32 tokens, their means and scales
+        producers = 8 if copied <= 2304 else 6  # what fits into shared memory several times
+        block, smem = 32 * (producers + 1), producers * (copied + 32 * 36 * 4)
+    constants = *types, ("VECTOR", vector), ("PRODUCERS", producers)
+    return compiler.KernelSpec("columns.cu", entry, _PARAMS[entry], constants, block=block, smem=smem)
 
 
 # To make a KernelSpec, and its hash, takes longer than a launch.
@@ -101,12 +119,16 @@ def _plan(
     param: torch.dtype,
     aligned: bool,
     forced: Sharing | None,
-) -> tuple[runtime.Kernel, int]:
-    """A kernel of rows.cu, and the rows that one of its blocks takes."""
+) -> tuple[runtime.Kernel, int, int]:
+    """A kernel of rows.cu, the rows that one of its blocks takes at a time, and the most blocks."""
     sharing = choose_sharing(_MANY if many else 1, n, x, aligned)
     if forced in sharings(n, x):
         sharing = forced if aligned else forced._replace(vector=1)
-    return runtime.load(kernel_spec(entry, x, out, param, sharing), device), _THREADS // 32 // sharing.warps
+    kernel = runtime.load(kernel_spec(entry, x, out, param, sharing), device)
+    most = 1 << 30
+    if entry in _LOOPS:
+        most = devices.device_info(device).sm_count * _blocks(entry, x, out, param, sharing)
+    return kernel, _THREADS // 32 // sharing.warps, most
 
 
 @functools.cache
@@ -133,10 +155,10 @@ def _launch(
     rows, n = like.shape
     if rows == 0:
         return
-    kernel, per_block = _plan(
+    kernel, per_block, most = _plan(
         entry, like.get_device(), rows >= _MANY, n, like.dtype, out, param, low & 15 == 0, _forced
     )
-    kernel.launch((-(-rows // per_block), 1, 1), *values)
+    kernel.launch((min(-(-rows // per_block), most), 1, 1), *values)
 
 
 def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
@@ -144,7 +166,8 @@ def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
     x = _with_rows(x)
     out = runtime.empty(x.shape[:1], dtype, x.get_device())
     at, step = x.data_ptr(), x.stride(0)
-    _launch("row_sum", x, dtype, at | step * x.itemsize, at, out.data_ptr(), step, *x.shape, mean)
+    low = at | step * x.itemsize
+    _launch("row_sum", x, dtype, low, at, out.data_ptr(), step, *x.shape, mean, param=dtype)
     return out
 
 
@@ -154,7 +177,8 @@ def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
     out = runtime.empty(x.shape, dtype, x.get_device())
     at, step = x.data_ptr(), x.stride(0)
     entry = "log_softmax" if logarithm else "softmax"
-    _launch(entry, x, dtype, at | step * x.itemsize, at, out.data_ptr(), step, *x.shape)
+    low = at | step * x.itemsize
+    _launch(entry, x, dtype, low, at, out.data_ptr(), step, *x.shape, param=dtype)
     return out
 
 

@@ -15,6 +15,7 @@
 //   WARPS    warps that share a row: 1, 2, 4 or 8
 //   PASSES   passes that a row takes, 1, 2 or 4; 0: any number, and rows are read again for each use
 //   VECTOR   entries of one access to memory: 16 bytes' worth of IN, or 1
+//   BLOCKS   blocks that a multiprocessor has registers for
 #pragma once
 
 #include "convert.cuh"
@@ -251,7 +252,13 @@ struct Entries {
     u32 words[HELD ? PASSES : 1][WORDS<E>];
 
     __device__ Entries(const typename E::Stored* at, const Row& row, float beyond = 0.0f)
-        : at(at), row(row), beyond(beyond) {
+        : row(row), beyond(beyond) {
+        read(at);
+    }
+
+    // Another row. What is held is on its way until it is used.
+    __device__ __forceinline__ void read(const typename E::Stored* from) {
+        at = from;
         if constexpr (HELD) row.each_pass([&](int pass) { load(pass, words[pass]); });
     }
 
@@ -291,6 +298,32 @@ struct Entries {
         }
     }
 };
+
+// The entries of a row, where rows follow one another.
+template <class E>
+constexpr bool AHEAD = Entries<E, 2 * WORDS<E>>::HELD;  // there are registers for two rows
+
+template <class E>
+using OneRow = Entries<E, (AHEAD<E> ? 2 : 1) * WORDS<E>>;
+
+// Calls each(x) for the rows of this thread, x being the entries of row.row. The next row is on its way
+// meanwhile.
+template <class E, class Each>
+__device__ __forceinline__ void each_row(Row& row, i64 rows, const typename E::Stored* x, i64 x_row,
+                                         float beyond, Each each) {
+    const i64 step = i64(gridDim.x) * ROWS;
+    if (row.row >= rows) return;
+    OneRow<E> next(x + row.row * x_row, row, beyond);
+    for (;;) {
+        const OneRow<E> here = next;
+        const bool last = row.row + step >= rows;
+        if (AHEAD<E> && !last) next.read(x + (row.row + step) * x_row);
+        each(here);
+        if (last) return;
+        row.row += step;
+        if (!AHEAD<E>) next.read(x + row.row * x_row);
+    }
+}
 
 // Stores values(pass, x) of this thread's entries.
 template <class E, class Values>
