@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samebits import AMPERE, HOPPER
-from samebits.backends.cuda import devices, linear_logp_sm90, matmul, rows
+from samebits.backends.cuda import devices, linear_logp_sm90, matmul
 from samebits.backends.cuda.attention import sm90
 from samebits.testing import values
 
@@ -35,7 +35,7 @@ def multiprocessors(count: int | None) -> Iterator[None]:
         return
     index = torch.cuda.current_device()
     here = replace(devices.device_info(index), sm_count=count)
-    keep_grids = [linear_logp_sm90._prepared, rows._plan]
+    keep_grids = [linear_logp_sm90._prepared]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(devices, "device_info", return_value=here))
         stack.enter_context(mock.patch.object(matmul, "_plans", {}))

@@ -222,16 +222,13 @@ def triton_products():
 
 
 def row_reductions() -> None:
-    """Every operation of rows, forward and backward, in every way to share a row; also on unaligned rows.
-
-    With one multiprocessor blocks take row after row.
-    """
+    """Every operation of rows, forward and backward, in every way to share a row; also on unaligned rows."""
     for count, n in ((1, 1), (3, 130), (9, 1100), (70, 40), (5, 2048), (2, 7000), (3, 12296), (1, 20000)):
         x, y = (torch.ones(count, n, dtype=DTYPE, device="cuda", requires_grad=True) for _ in range(2))
         w = torch.ones(n, dtype=DTYPE, device="cuda", requires_grad=True)
         ids = torch.arange(2 * count, device="cuda") % count
         for sharing in rows.sharings(n, DTYPE):
-            with multiprocessors(1), rows.shared_as(sharing), samebits.batch_invariant("error"):
+            with rows.shared_as(sharing), samebits.batch_invariant("error"):
                 results = (
                     *(x.softmax(1), x.log_softmax(0), x.sum(0), x.mean(1), y * w, y * x[:, :1]),
                     *(F.layer_norm(x, (n,), w, w), F.rms_norm(x, (n,), w), F.embedding(ids, y)),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda import compiler, runtime
 
 _THREADS = 256  # of a block of rows.cu
 _PASS = 512  # entries of a row that a warp takes in a pass
@@ -31,8 +31,6 @@ _PARAMS = {
     "column_sums": "PPPPPPqqqq",
     "embedding_backward": "PPPPqqq",
 }
-
-_LOOPS = ("row_sum", "softmax", "log_softmax", "norm_forward")  # a block of these takes row after row
 
 
 class Sharing(NamedTuple):
@@ -78,17 +76,7 @@ def kernel_spec(
     """A kernel of rows.cu."""
     types = ("IN", _TYPES[x]), ("OUT", _TYPES[out]), ("PARAM", _TYPES[param])
     shared = ("WARPS", sharing.warps), ("PASSES", sharing.passes), ("VECTOR", sharing.vector)
-    blocks = ("BLOCKS", _blocks(entry, x, out, param, sharing))
-    return compiler.KernelSpec("rows.cu", entry, _PARAMS[entry], (*types, *shared, blocks), block=_THREADS)
-
-
-def _blocks(entry: str, x: torch.dtype, out: torch.dtype, param: torch.dtype, sharing: Sharing) -> int:
-    """Blocks of a multiprocessor. With more, registers would spill."""
-    words = 4 * x.itemsize * sharing.passes  # of a row, in a thread
-    if words > 32 or (words == 32 and x.itemsize == 4 and entry == "norm_forward"):
-        return 1
-    narrow = sharing.passes == 1 or (out.itemsize == 2 and param.itemsize == 2)
-    return 3 if sharing.vector > 1 and 0 < words <= 16 and narrow and entry != "norm_forward" else 2
+    return compiler.KernelSpec("rows.cu", entry, _PARAMS[entry], (*types, *shared), block=_THREADS)
 
 
 def columns_spec(
@@ -119,16 +107,12 @@ def _plan(
     param: torch.dtype,
     aligned: bool,
     forced: Sharing | None,
-) -> tuple[runtime.Kernel, int, int]:
-    """A kernel of rows.cu, the rows that one of its blocks takes at a time, and the most blocks."""
+) -> tuple[runtime.Kernel, int]:
+    """A kernel of rows.cu, and the rows that one of its blocks takes."""
     sharing = choose_sharing(_MANY if many else 1, n, x, aligned)
     if forced in sharings(n, x):
         sharing = forced if aligned else forced._replace(vector=1)
-    kernel = runtime.load(kernel_spec(entry, x, out, param, sharing), device)
-    most = 1 << 30
-    if entry in _LOOPS:
-        most = devices.device_info(device).sm_count * _blocks(entry, x, out, param, sharing)
-    return kernel, _THREADS // 32 // sharing.warps, most
+    return runtime.load(kernel_spec(entry, x, out, param, sharing), device), _THREADS // 32 // sharing.warps
 
 
 @functools.cache
@@ -155,10 +139,10 @@ def _launch(
     rows, n = like.shape
     if rows == 0:
         return
-    kernel, per_block, most = _plan(
+    kernel, per_block = _plan(
         entry, like.get_device(), rows >= _MANY, n, like.dtype, out, param, low & 15 == 0, _forced
     )
-    kernel.launch((min(-(-rows // per_block), most), 1, 1), *values)
+    kernel.launch((-(-rows // per_block), 1, 1), *values)
 
 
 def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
 //
 // Macros
 //   IN, OUT, PARAM           types of rows, results and weights: F32, BF16 or F16
-//   WARPS, PASSES, VECTOR, BLOCKS   how threads share rows: row.cuh
+//   WARPS, PASSES, VECTOR    how threads share rows: row.cuh
 
 #include "row.cuh"
 
@@ -13,6 +13,11 @@ using Param = Element<PARAM>;
 
 constexpr int SHARED_FLOATS = ROWS * contract::CHAINS;
 constexpr int IN_WORDS = WORDS<In>;
+constexpr int HELD_WORDS = PASSES * IN_WORDS;
+constexpr bool NARROW = OUT != F32 && PARAM != F32;
+constexpr bool FEW_REGISTERS = VECTOR > 1 && HELD_WORDS > 0 && HELD_WORDS <= 16 && (NARROW || PASSES == 1);
+constexpr int BLOCKS = FEW_REGISTERS ? 3 : 1;  // of a multiprocessor; with more, registers would spill
+
 struct SumParams {
     const In::Stored* x;
     Out::Stored* out;
@@ -22,12 +27,12 @@ struct SumParams {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) row_sum(const __grid_constant__ SumParams p) {
     __shared__ float memory[SHARED_FLOATS];
-    Row row(memory, p.n);
-    each_row<In>(row, p.rows, p.x, p.x_row, 0.0f, [&](const OneRow<In>& x) {
-        float sum = row.sum(x);
-        if (p.mean) sum = __fdiv_rn(sum, static_cast<float>(p.n));
-        if (row.leads()) p.out[row.row] = Out::narrow(contract::canonical(sum));
-    });
+    const Row row(memory, p.n);
+    if (row.row >= p.rows) return;
+    const Entries<In, IN_WORDS> x(p.x + row.row * p.x_row, row);
+    float sum = row.sum(x);
+    if (p.mean) sum = __fdiv_rn(sum, static_cast<float>(p.n));
+    if (row.leads()) p.out[row.row] = Out::narrow(contract::canonical(sum));
 }
 
 struct SoftmaxParams {
@@ -39,33 +44,33 @@ struct SoftmaxParams {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     softmax(const __grid_constant__ SoftmaxParams p) {
     __shared__ float memory[SHARED_FLOATS];
-    Row row(memory, p.n);
-    each_row<In>(row, p.rows, p.x, p.x_row, -INF, [&](const OneRow<In>& logits) {
-        float shift, total;
-        row.softmax(logits, shift, total);
-        const Divisor over_total(total);
-        store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&y)[OWN]) {
-            logits(pass, y);
+    const Row row(memory, p.n);
+    if (row.row >= p.rows) return;
+    const Entries<In, IN_WORDS> logits(p.x + row.row * p.x_row, row, -INF);
+    float shift, total;
+    row.softmax(logits, shift, total);
+    const Divisor over_total(total);
+    store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&y)[OWN]) {
+        logits(pass, y);
 #pragma unroll
-            for (int i = 0; i < OWN; ++i) y[i] = contract::exp(__fsub_rn(y[i], shift));
-            over_total.divide(y);
-        });
+        for (int i = 0; i < OWN; ++i) y[i] = contract::exp(__fsub_rn(y[i], shift));
+        over_total.divide(y);
     });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     log_softmax(const __grid_constant__ SoftmaxParams p) {
     __shared__ float memory[SHARED_FLOATS];
-    Row row(memory, p.n);
-    each_row<In>(row, p.rows, p.x, p.x_row, -INF, [&](const OneRow<In>& logits) {
-        float shift, total;
-        row.softmax(logits, shift, total);
-        const float log_sum = contract::log(total);
-        store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&y)[OWN]) {
-            logits(pass, y);
+    const Row row(memory, p.n);
+    if (row.row >= p.rows) return;
+    const Entries<In, IN_WORDS> logits(p.x + row.row * p.x_row, row, -INF);
+    float shift, total;
+    row.softmax(logits, shift, total);
+    const float log_sum = contract::log(total);
+    store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&y)[OWN]) {
+        logits(pass, y);
 #pragma unroll
-            for (int i = 0; i < OWN; ++i) y[i] = __fsub_rn(__fsub_rn(y[i], shift), log_sum);
-        });
+        for (int i = 0; i < OWN; ++i) y[i] = __fsub_rn(__fsub_rn(y[i], shift), log_sum);
     });
 }
 
@@ -119,12 +124,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     });
 }
 
-// A norm's weight or bias, which all rows read. It may be null.
+// A norm's weight or bias, which all rows read. Null stands for values that change nothing.
 struct Vector {
     Entries<Param, 65> entries;  // so many words are not held
-    bool given;
+    float otherwise;
 
-    __device__ Vector(const Param::Stored* at, const Row& row) : entries(at, row), given(at) {}
+    __device__ Vector(const Param::Stored* at, const Row& row, float otherwise)
+        : entries(at, row), otherwise(otherwise) {}
+
+    __device__ __forceinline__ void operator()(int pass, float (&x)[OWN]) const {
+        if (entries.at)
+            entries(pass, x);
+        else
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) x[i] = otherwise;
+    }
 };
 
 struct NormParams {
@@ -139,45 +153,39 @@ struct NormParams {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     norm_forward(const __grid_constant__ NormParams p) {
     __shared__ float memory[SHARED_FLOATS];
-    Row row(memory, p.n);
-    const Vector weight(p.weight, row), bias(p.bias, row);
+    const Row row(memory, p.n);
+    if (row.row >= p.rows) return;
+    const Entries<In, IN_WORDS> entries(p.x + row.row * p.x_row, row);
+    const Vector weight(p.weight, row, 1.0f), bias(p.bias, row, -0.0f);
     const float count = static_cast<float>(p.n);
-    each_row<In>(row, p.rows, p.x, p.x_row, 0.0f, [&](const OneRow<In>& entries) {
-        float mean = 0.0f;
-        if (p.means) mean = __fdiv_rn(row.sum(entries), count);
-        const auto centred = [&](int pass, float (&x)[OWN]) {
-            entries(pass, x);
-            if (p.means)
+    float mean = 0.0f;
+    if (p.means) mean = __fdiv_rn(row.sum(entries), count);
+    const auto centred = [&](int pass, float (&x)[OWN]) {
+        entries(pass, x);
+        if (p.means) {
 #pragma unroll
-                for (int i = 0; i < OWN; ++i) x[i] = __fsub_rn(x[i], mean);
-        };
-        const float squares = row.sum([&](int pass, float (&x)[OWN]) {
-            centred(pass, x);
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) x[i] = __fmul_rn(x[i], x[i]);
-        });
-        const float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, count), p.eps)));
-        store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&y)[OWN]) {
-            float w[OWN], b[OWN];
-            if (weight.given) weight.entries(pass, w);
-            if (bias.given) bias.entries(pass, b);
-            centred(pass, y);
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) {
-                y[i] = __fmul_rn(y[i], scale);
-                if (weight.given && bias.given)
-                    y[i] = __fmaf_rn(y[i], w[i], b[i]);
-                else if (weight.given)
-                    y[i] = __fmul_rn(y[i], w[i]);
-                else if (bias.given)
-                    y[i] = __fadd_rn(y[i], b[i]);
-            }
-        });
-        if (row.leads()) {
-            if (p.means) p.means[row.row] = mean;
-            p.scales[row.row] = scale;
+            for (int i = 0; i < OWN; ++i) x[i] = __fsub_rn(x[i], mean);
+            row.mask(pass, x);
         }
+    };
+    const float squares = row.sum([&](int pass, float (&x)[OWN]) {
+        centred(pass, x);
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) x[i] = __fmul_rn(x[i], x[i]);
     });
+    const float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, count), p.eps)));
+    store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&y)[OWN]) {
+        float w[OWN], b[OWN];
+        weight(pass, w);
+        bias(pass, b);
+        centred(pass, y);
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) y[i] = __fmaf_rn(__fmul_rn(y[i], scale), w[i], b[i]);
+    });
+    if (row.leads()) {
+        if (p.means) p.means[row.row] = mean;
+        p.scales[row.row] = scale;
+    }
 }
 
 struct NormGradParams {
@@ -198,14 +206,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (row.row >= p.rows) return;
     const Entries<Out, GRAD_AND_X> grads(p.grad + row.row * p.grad_row, row);
     const Entries<In, GRAD_AND_X> entries(p.x + row.row * p.x_row, row);
-    const Vector weight(p.weight, row);
+    const Vector weight(p.weight, row, 1.0f);
     const float count = static_cast<float>(p.n), scale = p.scales[row.row];
     const float mean = p.means ? p.means[row.row] : 0.0f;
     const auto weighted = [&](int pass, float (&g)[OWN]) {
         float w[OWN];
         grads(pass, g);
-        if (!weight.given) return;
-        weight.entries(pass, w);
+        weight(pass, w);
 #pragma unroll
         for (int i = 0; i < OWN; ++i) g[i] = __fmul_rn(g[i], w[i]);
     };
@@ -220,6 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         normalised(pass, x);
 #pragma unroll
         for (int i = 0; i < OWN; ++i) x[i] = __fmul_rn(g[i], x[i]);
+        row.mask(pass, x);
     }),
                                   count);
     float average = 0.0f;
