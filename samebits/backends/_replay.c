@@ -38,7 +38,7 @@ static struct {
 } with;
 
 static PyObject *str_dtype, *str_shape, *str_stride, *str_data_ptr, *str_get_device, *str_requires_grad,
-    *str_is_neg;
+    *str_is_neg, *str_numel;
 
 /* ---- Recipe ---------------------------------------------------------------------------------------------- */
 
@@ -321,13 +321,21 @@ static int add_tensor(PyObject* key, Py_ssize_t* next, PyObject* tensor, Tensors
     if (index == -1 && PyErr_Occurred()) return -1;
     if (*device == LONG_MIN) *device = index;
     if (*device != index) return 1; /* on several devices */
+    if (tensors->at[i] == 0) { /* empty, or without memory of its own */
+        PyObject* count = PyObject_VectorcallMethod(str_numel, &tensor, 1, NULL);
+        if (count == NULL) return -1;
+        int some = PyObject_IsTrue(count);
+        Py_DECREF(count);
+        if (some) return some;
+    }
     int same = i;
     for (int j = 0; j < i && same == i; j++)
         if (tensors->at[j] == tensors->at[i] && tensors->at[j] != 0) same = j;
     parts[0] = PyObject_GetAttr(tensor, str_dtype);
     parts[1] = PyObject_GetAttr(tensor, str_shape);
     parts[2] = PyObject_VectorcallMethod(str_stride, &tensor, 1, NULL);
-    parts[3] = PyLong_FromLong((long)(tensors->at[i] & 15) << 8 | same);
+    char tail[2] = {(char)(tensors->at[i] & 15), (char)same}; /* two bytes: no other argument has such a part */
+    parts[3] = PyBytes_FromStringAndSize(tail, 2);
     for (int p = 0; p < 4; p++) {
         if (parts[p] == NULL) {
             for (int rest = p; rest < 4; rest++) Py_XDECREF(parts[rest]);
@@ -592,6 +600,7 @@ PyMODINIT_FUNC PyInit__replay(void) {
     str_stride = PyUnicode_InternFromString("stride");
     str_data_ptr = PyUnicode_InternFromString("data_ptr");
     str_requires_grad = PyUnicode_InternFromString("requires_grad");
+    str_numel = PyUnicode_InternFromString("numel");
     str_is_neg = PyUnicode_InternFromString("is_neg");
     str_get_device = PyUnicode_InternFromString("get_device");
     if (PyType_Ready(&RecipeType) || PyType_Ready(&ReplayType)) return NULL;
