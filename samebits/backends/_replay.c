@@ -58,13 +58,19 @@ typedef struct {
 } Launch;
 
 typedef struct {
+    int of, to; /* arguments that overlap in part */
+    int64_t apart;
+} Tie;
+
+typedef struct {
     PyObject_HEAD long device;
-    int arguments, allocations, launches;
+    int arguments, allocations, launches, ties;
     PyObject* geometries; /* a tuple of (shape, strides, dtype), one for each allocation */
     PyObject* kernels;    /* what the launches were of: for errors, and kept alive */
     PyObject* result;     /* the index of a tensor, or a tuple of indices and None */
     Launch* launch;
     Patch* patch;
+    Tie* tie;
     Py_ssize_t size;
     unsigned char* bytes;
 } Recipe;
@@ -75,22 +81,24 @@ static void recipe_dealloc(Recipe* self) {
     Py_XDECREF(self->result);
     PyMem_Free(self->launch);
     PyMem_Free(self->patch);
+    PyMem_Free(self->tie);
     PyMem_Free(self->bytes);
     Py_TYPE(self)->tp_free((PyObject*)self);
 }
 
-/* Recipe(device, arguments, geometries, launches, kernels, result). A launch is (function, bytes, patches), a
+/* Recipe(device, arguments, geometries, launches, kernels, result, ties). A tie (of, to, apart) says how many
+   bytes apart two arguments begin. A launch is (function, bytes, patches), a
    patch (at, tensor, is_map, delta). To set bytes to zero is (0, count, (patch,)). */
 static PyObject* recipe_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     long device;
     int arguments;
-    PyObject *geometries, *launches, *kernels, *result;
+    PyObject *geometries, *launches, *kernels, *result, *ties = NULL;
     if (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0) {
         PyErr_SetString(PyExc_TypeError, "Recipe takes no keyword arguments");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "liO!O!O!O", &device, &arguments, &PyTuple_Type, &geometries, &PyTuple_Type,
-                          &launches, &PyTuple_Type, &kernels, &result))
+    if (!PyArg_ParseTuple(args, "liO!O!O!O|O!", &device, &arguments, &PyTuple_Type, &geometries, &PyTuple_Type,
+                          &launches, &PyTuple_Type, &kernels, &result, &PyTuple_Type, &ties))
         return NULL;
     Recipe* self = (Recipe*)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
@@ -127,7 +135,9 @@ static PyObject* recipe_new(PyTypeObject* type, PyObject* args, PyObject* kwargs
     self->launch = PyMem_Calloc(self->launches + 1, sizeof(Launch));
     self->patch = PyMem_Calloc(patches + 1, sizeof(Patch));
     self->bytes = PyMem_Calloc(self->size + 1, 1);
-    if (self->launch == NULL || self->patch == NULL || self->bytes == NULL) {
+    self->ties = ties == NULL ? 0 : (int)PyTuple_GET_SIZE(ties);
+    self->tie = PyMem_Calloc(self->ties + 1, sizeof(Tie));
+    if (self->tie == NULL || self->launch == NULL || self->patch == NULL || self->bytes == NULL) {
         PyErr_NoMemory();
         goto failed;
     }
@@ -163,6 +173,13 @@ static PyObject* recipe_new(PyTypeObject* type, PyObject* args, PyObject* kwargs
                 goto failed;
             }
         }
+    }
+    for (int i = 0; i < self->ties; i++) {
+        Tie* tie = &self->tie[i];
+        long long apart;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(ties, i), "iiL", &tie->of, &tie->to, &apart)) goto failed;
+        tie->apart = apart;
+        if (tie->of < 0 || tie->of >= arguments || tie->to < 0 || tie->to >= arguments) goto failed;
     }
     return (PyObject*)self;
 failed:
@@ -260,6 +277,15 @@ static int run_launches(const Recipe* recipe, const Tensors* tensors) {
     Py_XDECREF(none);
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "a launch failed");
     return -1;
+}
+
+/* Whether arguments overlap as in the call that was recorded, where that decides whose a pointer is. */
+static int is_tied(const Recipe* recipe, const Tensors* tensors) {
+    for (int i = 0; i < recipe->ties; i++) {
+        const Tie* tie = &recipe->tie[i];
+        if ((int64_t)(tensors->at[tie->to] - tensors->at[tie->of]) != tie->apart) return 0;
+    }
+    return 1;
 }
 
 static PyObject* replay(const Recipe* recipe, Tensors* tensors, PyObject* const* args) {
@@ -480,7 +506,7 @@ static PyObject* replay_call(Replay* self, PyObject* const* args, size_t nargsf,
         goto slow;
     }
     PyObject *found = PyDict_GetItemWithError(self->recipes, key), *result;
-    if (found != NULL && Py_TYPE(found) == &RecipeType) {
+    if (found != NULL && Py_TYPE(found) == &RecipeType && is_tied((Recipe*)found, &tensors)) {
         Py_INCREF(found); /* another thread may empty the dictionary */
         Py_DECREF(key);
         result = replay((Recipe*)found, &tensors, args);

@@ -160,6 +160,7 @@ class Recording:
         self._allocations: list[Tensor] = []
         self._launches: list[tuple[int, Any, tuple[tuple[int, int, bool, int], ...]]] = []
         self._kernels: list[Any] = []
+        self._ties: set[tuple[int, int, int]] = set()
 
     def allocated(self, t: Tensor) -> None:
         """`t` was allocated."""
@@ -202,6 +203,12 @@ class Recording:
         """The index of the tensor at `address`, and the bytes from its start. Refuses what is nobody's."""
         for i, t in enumerate(self._args):
             if isinstance(t, Tensor) and t.data_ptr() == address:
+                self._ties |= {  # else it may be a pointer into the other one
+                    (j, i, address - other.data_ptr())
+                    for j, other in enumerate(self._args)
+                    if isinstance(other, Tensor)
+                    and other.data_ptr() < address < other.data_ptr() + _extent(other)
+                }
                 return i, 0
         found: dict[int, int] = {}
         for i, t in enumerate((*self._args, *self._allocations)):
@@ -232,6 +239,7 @@ class Recording:
                 *(
                     (*self._kernels, *self.constants),
                     tuple(indices) if type(result) is tuple else indices[0],
+                    tuple(self._ties),
                 ),
             )
         except (RefusedError, ValueError) as error:  # ValueError: too many tensors, or bytes
