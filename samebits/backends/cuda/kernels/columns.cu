@@ -166,30 +166,34 @@ __device__ __forceinline__ void produce(Stage& own, int producer, i64 stages, i6
     }
 }
 
-// A stage of this lane's chain. Zeros beyond the last token change nothing.
-__device__ __forceinline__ float add(const Terms& terms, float chain, int c, bool product) {
+// Eight tokens of a lane's chain. They are read while the eight before them are added.
+struct Eight {
+    static constexpr int COUNT = TOKENS / 8;  // of a stage
+    float4 g[2], y[2];
+
+    __device__ __forceinline__ void read(const Terms& terms, int at, int c, bool product) {
 #pragma unroll
-    for (int half = 0; half < TOKENS; half += TOKENS / 2) {
-        constexpr int FOURS = TOKENS / 8;  // they are read before the first is added
-        float4 g[FOURS], y[FOURS];
-#pragma unroll
-        for (int i = 0; i < FOURS; ++i) {
-            g[i] = *reinterpret_cast<const float4*>(&terms.grads[c][half + 4 * i]);
+        for (int i = 0; i < 2; ++i) {
+            g[i] = *reinterpret_cast<const float4*>(&terms.grads[c][8 * at + 4 * i]);
             y[i] = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
 #if X != NONE
-            if (product) y[i] = *reinterpret_cast<const float4*>(&terms.normalised[c][half + 4 * i]);
+            if (product) y[i] = *reinterpret_cast<const float4*>(&terms.normalised[c][8 * at + 4 * i]);
 #endif
         }
+    }
+
+    // Zeros beyond the last token change nothing.
+    __device__ __forceinline__ float add_to(float chain) const {
 #pragma unroll
-        for (int i = 0; i < FOURS; ++i) {
+        for (int i = 0; i < 2; ++i) {
             chain = __fmaf_rn(g[i].x, y[i].x, chain);
             chain = __fmaf_rn(g[i].y, y[i].y, chain);
             chain = __fmaf_rn(g[i].z, y[i].z, chain);
             chain = __fmaf_rn(g[i].w, y[i].w, chain);
         }
+        return chain;
     }
-    return chain;
-}
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     column_sums(const __grid_constant__ ColumnsParams p) {
@@ -204,12 +208,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int c = lane % COLUMNS;
     const bool product = lane >= COLUMNS;
     float chain = 0.0f;
+    Eight next;
+    if (stages > 0) {
+        wait_for(full(0));
+        next.read(own[0].terms, 0, c, product);
+    }
     int producer = 0;
     for (i64 stage = 0; stage < stages; ++stage) {
-        wait_for(full(producer));
-        chain = add(own[producer].terms, chain, c, product);
+        const int following = producer + 1 == PRODUCERS ? 0 : producer + 1;
+#pragma unroll
+        for (int i = 0; i < Eight::COUNT; ++i) {
+            const Eight here = next;
+            if (i + 1 < Eight::COUNT) {
+                next.read(own[producer].terms, i + 1, c, product);
+            } else if (stage + 1 < stages) {
+                wait_for(full(following));
+                next.read(own[following].terms, 0, c, product);
+            }
+            chain = here.add_to(chain);
+        }
         if (stage + PRODUCERS < stages) arrive_at(empty(producer));
-        producer = producer + 1 == PRODUCERS ? 0 : producer + 1;
+        producer = following;
     }
     if (column + c >= p.n) return;
     if (product)
