@@ -36,10 +36,9 @@ __all__ = ["Recording", "available", "configure", "constant", "here", "refuse", 
 available: bool = _replay is not None
 """Whether the extension was built."""
 
-_PARAMS_AT = 128  # as in _replay.c: where parameters begin, after the CUlaunchConfig
-
-
-_MOST_TENSORS = 48  # there, too: arguments and allocations
+# As in _replay.c:
+_PARAMS_AT = 128  # where parameters begin, after the CUlaunchConfig
+_MOST_TENSORS = 48  # arguments and allocations
 
 
 class RefusedError(Exception):
@@ -110,8 +109,9 @@ def configure(
 def _record(run: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any] | None) -> tuple[Any, Any]:
     """The result of ``run(*args, **named)``, and its recipe or None."""
     named = named or {}
-    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
-        return run(*args, **named), False  # no mode would see what is called: record a later call
+    unseen = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)  # by a mode
+    if unseen or torch.cuda.is_current_stream_capturing():  # which some calls allow for
+        return run(*args, **named), False  # record a later call
     before, here.recording = here.recording, Recording((*args, *named.values()))
     try:
         with _Watch(here.recording):

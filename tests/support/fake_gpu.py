@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -140,6 +141,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
         mock.patch.object(tensor, "get_device", _zero),
         mock.patch.object(torch._C, "_cuda_getDevice", _zero, create=True),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _stream, create=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(driver, "library", return_value=gpu.library),
         mock.patch.object(driver, "error_name", "error {}".format),
         mock.patch.object(driver, "make_context_current", gpu.make_current),
@@ -152,6 +154,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
     ]
     for cache in caches:
         cache.cache_clear()
+    _forget_recipes()
     try:
         for patch in patches:
             patch.start()
@@ -163,7 +166,16 @@ def fake_gpu() -> Iterator[FakeGpu]:
             patch.stop()
         for cache in caches:
             cache.cache_clear()
+        _forget_recipes()
         _kept.append(gpu)  # the extension has its callbacks
 
 
 _kept: list[FakeGpu] = []
+
+
+def _forget_recipes() -> None:
+    """They have functions of a fake driver."""
+    if replay.available:
+        for found in gc.get_objects():
+            if type(found) is replay._replay.Replay:
+                found.recipes.clear()

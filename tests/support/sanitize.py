@@ -10,16 +10,20 @@ The bindings probe the driver for functions it may lack, which memcheck would re
 allocations would hide accesses next to a tensor, so PYTORCH_NO_CUDA_MEMORY_CACHING=1 is set here.
 """
 
+# ruff: noqa: E402
+
 import argparse
 import itertools
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest import mock
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+sys.modules["samebits.backends._replay"] = None  # a replay would run another schedule than the one forced
 
 import torch
 import torch.nn.functional as F

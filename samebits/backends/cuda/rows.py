@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samebits.backends import replay
 from samebits.backends.cuda import compiler, runtime
 
 _THREADS = 256  # of a block of rows.cu
 _PASS = 512  # entries of a row that a warp takes in a pass
 _MANY = 1024  # rows that fill a GPU without sharing
+_FEW_COLUMNS = 6144  # with which shared memory has room to copy further ahead
 
 # The macros of convert.cuh.
 _TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -80,7 +82,13 @@ def kernel_spec(
 
 
 def columns_spec(
-    entry: str, grad: torch.dtype, out: torch.dtype, x: torch.dtype | None = None, *, vector: int = 1
+    entry: str,
+    grad: torch.dtype,
+    out: torch.dtype,
+    x: torch.dtype | None = None,
+    *,
+    vector: int = 1,
+    depth: int = 1,
 ) -> compiler.KernelSpec:
     """A kernel of columns.cu."""
     types = ("GRAD", _TYPES[grad]), ("X", _TYPES[x]), ("OUT", _TYPES[out])
@@ -90,8 +98,8 @@ def columns_spec(
         values = 32 * grad.itemsize if x is None else 16 * (grad.itemsize + x.itemsize)
         copied = 32 * values + (0 if x is None else 256)  # 32 tokens, their means and scales
         producers = 8 if copied <= 2304 else 6  # what fits into shared memory several times
-        block, smem = 32 * (producers + 1), producers * (copied + 32 * 36 * 4)
-    constants = *types, ("VECTOR", vector), ("PRODUCERS", producers)
+        block, smem = 32 * (producers + 1), producers * (depth * copied + 32 * 36 * 4)
+    constants = *types, ("VECTOR", vector), ("PRODUCERS", producers), ("DEPTH", depth)
     return compiler.KernelSpec("columns.cu", entry, _PARAMS[entry], constants, block=block, smem=smem)
 
 
@@ -117,10 +125,16 @@ def _plan(
 
 @functools.cache
 def _columns_kernel(
-    entry: str, device: int, grad: torch.dtype, out: torch.dtype, x: torch.dtype | None, aligned: bool
+    entry: str,
+    device: int,
+    grad: torch.dtype,
+    out: torch.dtype,
+    x: torch.dtype | None,
+    aligned: bool,
+    few: bool,
 ) -> runtime.Kernel:
     vector = 16 // grad.itemsize if aligned else 1
-    return runtime.load(columns_spec(entry, grad, out, x, vector=vector), device)
+    return runtime.load(columns_spec(entry, grad, out, x, vector=vector, depth=1 + few), device)
 
 
 def _launch(
@@ -139,6 +153,8 @@ def _launch(
     rows, n = like.shape
     if rows == 0:
         return
+    if _forced is not None:
+        replay.refuse("a sharing is forced")
     kernel, per_block = _plan(
         entry, like.get_device(), rows >= _MANY, n, like.dtype, out, param, low & 15 == 0, _forced
     )
@@ -250,7 +266,9 @@ def _column_sums(
     at, row, size = grad.data_ptr(), grad.stride(0), grad.itemsize
     low = at | x_at | (row | n) * size | (x_row | n) * x_bytes
     x_dtype = None if x is None else x.dtype
-    kernel = _columns_kernel("column_sums", grad.get_device(), grad.dtype, out.dtype, x_dtype, low & 15 == 0)
+    kernel = _columns_kernel(
+        "column_sums", grad.get_device(), grad.dtype, out.dtype, x_dtype, low & 15 == 0, n <= _FEW_COLUMNS
+    )
     kernel.launch(
         (-(-n // (32 if x is None else 16)), 1, 1),
         *(at, x_at, _address(means), _address(scales), _address(product), out.data_ptr()),
@@ -268,7 +286,7 @@ def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> T
     starts = torch.searchsorted(by_id, torch.arange(count + 1, device=ids.device))
     low = grad.data_ptr() | (grad.stride(0) | grad.shape[1]) * grad.itemsize
     kernel = _columns_kernel(
-        "embedding_backward", grad.get_device(), grad.dtype, out.dtype, None, low & 15 == 0
+        "embedding_backward", grad.get_device(), grad.dtype, out.dtype, None, low & 15 == 0, False
     )
     kernel.launch(
         (count, 1, 1),

@@ -6,6 +6,7 @@ import collections
 import gc
 import struct
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,8 +18,16 @@ from samebits.backends import replay
 from samebits.backends.cuda import driver, rows, runtime
 from samebits.mode import context
 from samebits.ops import linear_logp, reduce, softmax
-from tests.backends.cuda.test_replay import BF16, F32, KEY, gpu, ids, replays, t  # noqa: F401
-from tests.support.fake_gpu import FakeGpu
+from tests.backends.cuda.test_replay import BF16, F32, KEY, ids, replays, t
+from tests.support.fake_gpu import FakeGpu, fake_gpu
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeGpu]:
+    if not replay.available:
+        pytest.skip("the extension was not built")
+    with fake_gpu() as found:
+        yield found
 
 
 def _first_pointer(entry: tuple[Any, ...]) -> int:
@@ -26,7 +35,7 @@ def _first_pointer(entry: tuple[Any, ...]) -> int:
     return found
 
 
-def test_a_part_of_one_argument_is_not_another_argument(gpu: FakeGpu) -> None:  # noqa: F811
+def test_a_part_of_one_argument_is_not_another_argument(gpu: FakeGpu) -> None:
     """Recorded where x[1:] is y; replayed where it is not."""
 
     def run(x: Tensor, y: Tensor) -> Any:
@@ -41,7 +50,7 @@ def test_a_part_of_one_argument_is_not_another_argument(gpu: FakeGpu) -> None:  
     assert _first_pointer(gpu.log[0]) == x[1:].data_ptr()
 
 
-def test_linear_logp_in_pieces_reads_hidden(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_linear_logp_in_pieces_reads_hidden(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_logp, "_STATISTICS", 128 * 640)
     call: Any = linear_logp._operator._cuda
     call.recipes.clear()
@@ -59,7 +68,7 @@ def test_linear_logp_in_pieces_reads_hidden(gpu: FakeGpu, monkeypatch: pytest.Mo
     assert gpu.log == want
 
 
-def test_pieces_share_memory_in_replays(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_pieces_share_memory_in_replays(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """The most memory at a time is that of the call itself, in a recording and in a replay."""
     live, most = 0, 0
 
@@ -97,7 +106,7 @@ def test_pieces_share_memory_in_replays(gpu: FakeGpu, monkeypatch: pytest.Monkey
         assert max(found) <= 1.5 * found[0], (tokens, found)
 
 
-def test_linear_logp_without_entropy_is_replayed(gpu: FakeGpu) -> None:  # noqa: F811
+def test_linear_logp_without_entropy_is_replayed(gpu: FakeGpu) -> None:
     call: Any = linear_logp._operator._cuda
     call.recipes.clear()
     for _ in range(2):
@@ -109,7 +118,7 @@ def test_linear_logp_without_entropy_is_replayed(gpu: FakeGpu) -> None:  # noqa:
 @pytest.mark.parametrize(
     "make", [torch._efficientzerotensor, lambda n: torch._to_functional_tensor(torch.ones(n))]
 )
-def test_tensors_without_an_address_run_the_call(gpu: FakeGpu, make: Any) -> None:  # noqa: F811
+def test_tensors_without_an_address_run_the_call(gpu: FakeGpu, make: Any) -> None:
     context._replayed.cache_clear()
     with samebits.batch_invariant("error"):
         for _ in range(3):
@@ -119,7 +128,7 @@ def test_tensors_without_an_address_run_the_call(gpu: FakeGpu, make: Any) -> Non
     assert _first_pointer(gpu.log[0]) != 0
 
 
-def test_a_tensor_is_not_its_metadata(gpu: FakeGpu) -> None:  # noqa: F811
+def test_a_tensor_is_not_its_metadata(gpu: FakeGpu) -> None:
     def add(x: Tensor, y: Tensor, *rest: Any) -> Any:
         assert isinstance(y, Tensor)
         reduce._operator._cuda.run(y, False)
@@ -135,7 +144,7 @@ def test_a_tensor_is_not_its_metadata(gpu: FakeGpu) -> None:  # noqa: F811
 Pair = collections.namedtuple("Pair", "a b")
 
 
-def test_other_results_are_refused(gpu: FakeGpu) -> None:  # noqa: F811
+def test_other_results_are_refused(gpu: FakeGpu) -> None:
     def one(x: Tensor) -> Any:
         return reduce._operator._cuda.run(x, False)
 
@@ -146,21 +155,17 @@ def test_other_results_are_refused(gpu: FakeGpu) -> None:  # noqa: F811
     assert {type(call(x)) for _ in range(4)} == {Pair}
 
 
-def test_forced_sharings_are_used(gpu: FakeGpu) -> None:  # noqa: F811
+def test_a_forced_sharing_is_not_recorded(gpu: FakeGpu) -> None:
     call: Any = softmax._operator._cuda
     call.recipes.clear()
-    x = t(5, 2048)
-    for sharing in rows.sharings(2048, BF16):
-        with rows.shared_as(sharing):
-            gpu.start()
-            call.run(x, False)
-            want = gpu.log[0][2]
-            gpu.start()
+    x, (sharing, *_) = t(5, 2048), rows.sharings(2048, BF16)
+    with rows.shared_as(sharing):
+        for _ in range(2):
             call(x, False)
-            assert gpu.log[0][2] == want, sharing
+    assert [*call.recipes.values()] == [None]
 
 
-def test_what_is_not_watched_is_not_recorded(gpu: FakeGpu) -> None:  # noqa: F811
+def test_what_is_not_watched_is_not_recorded(gpu: FakeGpu) -> None:
     def negated(x: Tensor) -> Any:
         return reduce._operator._cuda.run(x, False).neg_()
 
@@ -169,3 +174,16 @@ def test_what_is_not_watched_is_not_recorded(gpu: FakeGpu) -> None:  # noqa: F81
         for _ in range(2):
             call(t(4, 256))
     assert not any(call.recipes.values())
+
+
+def test_a_capture_does_not_decide_for_later_calls(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused only while a graph is captured is recorded afterwards."""
+    call: Any = replay.replayed(lambda x: reduce._operator._cuda.run(x, False).add(0))
+    x = t(4, 256)
+    call(x)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    call(x)
+    assert [*call.recipes.values()] == [False]
+    monkeypatch.undo()
+    call(x)
+    assert [*call.recipes.values()] == [None]

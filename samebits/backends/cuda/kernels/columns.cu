@@ -11,7 +11,7 @@
 //   X        type of what a norm was taken of, or NONE: there is none
 //   OUT      type of the results: F32, BF16 or F16
 //   VECTOR   entries of one access to memory: 16 bytes' worth of GRAD, or 1
-//   PRODUCERS  warps of column_sums beside the last one
+//   PRODUCERS, DEPTH  warps of column_sums beside the last one, and stages that each copies ahead
 
 #ifndef X
 #error "X is needed: #if takes a missing macro for 0"
@@ -53,8 +53,8 @@ struct Terms {
 };
 
 // A producer's shared memory.
-struct Stage {
-    Copied copied;
+struct Stages {
+    Copied copied[DEPTH];
     Terms terms;
 };
 
@@ -150,19 +150,27 @@ __device__ __forceinline__ void widen(const Copied& from, Terms& to, int lane, b
     }
 }
 
-// The stages of one producer: every PRODUCERS-th. The next one is copied while others' are added up.
-__device__ __forceinline__ void produce(Stage& own, int producer, i64 stages, i64 column, int lane,
+// The stages of one producer: every PRODUCERS-th.
+__device__ __forceinline__ void produce(Stages& own, int producer, i64 stages, i64 column, int lane,
                                         const ColumnsParams& p) {
-    if (producer < stages) copy(own.copied, i64(producer) * TOKENS, column, lane, p);
+#pragma unroll
+    for (int ahead = 0; ahead < DEPTH; ++ahead) {
+        const i64 stage = producer + ahead * PRODUCERS;
+        if (stage < stages) copy(own.copied[ahead], stage * TOKENS, column, lane, p);
+        cp_async_commit();  // empty ones too, so that their number tells which stage is whole
+    }
+    int at = 0;
     for (i64 stage = producer; stage < stages; stage += PRODUCERS) {
-        cp_async_commit();
-        cp_async_wait<0>();
+        cp_async_wait<DEPTH - 1>();
         __syncwarp();
         if (stage >= PRODUCERS) wait_for(empty(producer));
-        widen(own.copied, own.terms, lane, p.means);
+        widen(own.copied[at], own.terms, lane, p.means);
         arrive_at(full(producer));
         __syncwarp();
-        if (stage + PRODUCERS < stages) copy(own.copied, (stage + PRODUCERS) * TOKENS, column, lane, p);
+        const i64 ahead = stage + DEPTH * PRODUCERS;
+        if (ahead < stages) copy(own.copied[at], ahead * TOKENS, column, lane, p);
+        cp_async_commit();
+        at = at + 1 == DEPTH ? 0 : at + 1;
     }
 }
 
@@ -197,7 +205,7 @@ struct Eight {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     column_sums(const __grid_constant__ ColumnsParams p) {
-    extern __shared__ Stage own[];
+    extern __shared__ Stages own[];
     const i64 column = i64(blockIdx.x) * COLUMNS;
     const i64 stages = (p.tokens + TOKENS - 1) / TOKENS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
