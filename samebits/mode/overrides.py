@@ -263,6 +263,8 @@ def functional_embedding(
 ) -> Any:
     if max_norm is not None or scale_grad_by_freq or sparse or not takes(weight):
         return NotImplemented
+    if not records(weight):  # rows are copied
+        return F.embedding(input, weight, padding_idx)
     return embedding(input, weight, padding_idx)
 
 

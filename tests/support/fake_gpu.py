@@ -133,7 +133,8 @@ def _stream(device: int) -> int:
 def fake_gpu() -> Iterator[FakeGpu]:
     """PyTorch's CPU tensors are on this GPU, for this library alone."""
     gpu = FakeGpu()
-    caches = (backends.on_gpu, rows._plan, rows._columns_kernel, logp._kernel, matmul.family)
+    caches = (backends.on_gpu, rows._plan, rows._columns_kernel, rows._split_kernel, logp._kernel)
+    caches = (*caches, matmul.family)
     caches = (*caches, runtime._allow_replays, linear_logp_sm90._prepared, tensor_maps.tensor_map)
     tensor: Any = torch.Tensor
     patches = [

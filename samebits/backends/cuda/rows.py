@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from samebits.backends import replay
 from samebits.backends.cuda import compiler, runtime
+from samebits.functions import VOCAB_BLOCK
 
 _THREADS = 256  # of a block of rows.cu
 _PASS = 512  # entries of a row that a warp takes in a pass
 _MANY = 1024  # rows that fill a GPU without sharing
+_LONG = 1 << 15  # entries of a row that a whole GPU sums, if there are few rows
 _FEW_COLUMNS = 6144  # with which shared memory has room to copy further ahead
 
 # The macros of convert.cuh.
@@ -24,6 +27,8 @@ _TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.floa
 # The parameter structs of rows.cu and columns.cu.
 _PARAMS = {
     "row_sum": "PPqqqi",
+    "block_sums": "PPqqqi",
+    "chains": "PPqqi",
     "softmax": "PPqqq",
     "log_softmax": "PPqqq",
     "softmax_backward": "PPPqq",
@@ -41,6 +46,8 @@ class Sharing(NamedTuple):
     warps: int
     passes: int
     vector: int
+    split: bool = False
+    """Sums alone: those of blocks come first, by the whole GPU."""
 
 
 def choose_sharing(rows: int, n: int, dtype: torch.dtype, aligned: bool) -> Sharing:
@@ -55,7 +62,8 @@ def choose_sharing(rows: int, n: int, dtype: torch.dtype, aligned: bool) -> Shar
 def sharings(n: int, dtype: torch.dtype) -> list[Sharing]:
     """All choices for rows of `n` values."""
     every = (choose_sharing(rows, n, dtype, aligned) for rows in (1, _MANY) for aligned in (True, False))
-    return list(dict.fromkeys(every))
+    found = list(dict.fromkeys(every))
+    return found + [s._replace(split=True) for s in found if n >= _LONG]
 
 
 _forced: Sharing | None = None
@@ -163,12 +171,48 @@ def _launch(
 
 def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
     """Sums or means in `dtype` of the rows of ``x[rows, n]``."""
+    return _summed(x, int(mean), dtype)
+
+
+def row_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """2-norms in `dtype` of the rows of ``x[rows, n]``."""
+    return _summed(x, 2, dtype)
+
+
+def _summed(x: Tensor, what: int, dtype: torch.dtype) -> Tensor:
+    """Sums (0), means (1) or 2-norms (2) of rows."""
     x = _with_rows(x)
-    out = runtime.empty(x.shape[:1], dtype, x.get_device())
+    rows, n = x.shape
+    out = runtime.empty((rows,), dtype, x.get_device())
     at, step = x.data_ptr(), x.stride(0)
     low = at | step * x.itemsize
-    _launch("row_sum", x, dtype, low, at, out.data_ptr(), step, *x.shape, mean, param=dtype)
+    if _forced.split if _forced in sharings(n, x.dtype) else n >= _LONG and 0 < rows <= 64:
+        _sum_blocks_first(x, out, low, what)
+    else:
+        _launch("row_sum", x, dtype, low, at, out.data_ptr(), step, rows, n, what, param=dtype)
     return out
+
+
+def _sum_blocks_first(x: Tensor, out: Tensor, low: int, what: int) -> None:
+    if _forced is not None:
+        replay.refuse("a sharing is forced")
+    (rows, n), device = x.shape, x.get_device()
+    blocks = -(-n // VOCAB_BLOCK)
+    sums = runtime.empty((rows, blocks), torch.float32, device)
+    aligned = low & 15 == 0 and n * x.itemsize % 16 == 0
+    first, second = (
+        _split_kernel(entry, device, x.dtype, out.dtype, aligned) for entry in ("block_sums", "chains")
+    )
+    grid = -(-blocks // (4 * 8)), rows, 1
+    first.launch(grid, x.data_ptr(), sums.data_ptr(), x.stride(0), n, blocks, what)
+    second.launch((rows, 1, 1), sums.data_ptr(), out.data_ptr(), n, blocks, what)
+
+
+@functools.cache
+def _split_kernel(entry: str, device: int, x: torch.dtype, out: torch.dtype, aligned: bool) -> runtime.Kernel:
+    sharing = Sharing(8, 0, 16 // x.itemsize if aligned else 1)
+    spec = kernel_spec(entry, x, out, out, sharing)
+    return runtime.load(replace(spec, block=32) if entry == "chains" else spec, device)
 
 
 def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:

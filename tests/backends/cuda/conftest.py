@@ -78,6 +78,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(matmul, "_plans", {})
     monkeypatch.setattr(sm90, "_plans", {})
     linear_logp_sm90._prepared.cache_clear()
-    for made in (logp._kernel, rows._plan, rows._columns_kernel):
+    for made in (logp._kernel, rows._plan, rows._columns_kernel, rows._split_kernel):
         made.cache_clear()
     return found

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samebits.backends import replay
 from samebits.backends.cuda import driver, runtime
-from samebits.ops import _attention, _products, linear_logp, logp, norm, reduce, softmax
+from samebits.ops import _attention, _products, linear_logp, logp, norm, reduce, softmax, variance
 from samebits.ops._operator import Operator
 from tests.support.fake_gpu import FakeGpu, fake_gpu
 
@@ -91,6 +91,8 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
     ),
     "sum": (reduce._operator, lambda: (t(9, 1000), False)),
     "mean": (reduce._operator, lambda: (t(9, 1001), True)),
+    "sum of a long row": (reduce._operator, lambda: (t(2, 40_000), False)),
+    "2-norm": (variance._norm, lambda: (t(9, 1000),)),
     "logp": (logp._operator, lambda: (t(6, 700, dtype=F32), ids(6), -100, KEY)),
     "logp backward": (
         logp._gradient,

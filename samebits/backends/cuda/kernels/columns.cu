@@ -22,7 +22,9 @@
 #include "ptx_sm80.cuh"
 
 constexpr int THREADS = 32 * (PRODUCERS + 1);
-constexpr int BLOCKS = PRODUCERS == 8 ? 4 : 3;  // of a multiprocessor: as many as shared memory has room for
+constexpr int BLOCKS = VECTOR == 1      ? 2
+                       : PRODUCERS == 8 ? 4
+                                        : 3;  // of a multiprocessor: as many as shared memory has room for
 constexpr int COLUMNS = X == NONE ? 32 : 16;
 constexpr int TOKENS = 32;  // of a stage
 constexpr int PITCH =
