@@ -223,7 +223,7 @@ CASES = (
     *(RowCase(op, 1, 1 << 24) for op in ("sum", "2-norm")),
     *(RowCase(op, TOKENS, 5001) for op in ("rms_norm", "softmax", "sum")),
 )
-"""Widths of models, a vocabulary, few rows of a decode, one row of a weight, and rows that are not aligned."""
+"""Widths of models, a vocabulary, few rows of a decode, a weight as one row, and rows not aligned."""
 
 
 def quick() -> tuple[RowCase, ...]:
