@@ -1,0 +1,76 @@
+// Groups of rows, or of terms, between offsets on the device.
+//
+// Wrong offsets end in an assertion, which block 0 makes. Until it stops the GPU nothing is read out of
+// place: offsets outside of the rows are taken as the nearer end, a group that ends before it starts as empty.
+#pragma once
+
+#include "types.cuh"
+
+extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line,
+                                        const char* function, size_t char_size);
+
+struct Groups {
+    const int* offs;       // the ends of `count` groups; the first starts at 0
+    const int* sequences;  // of every row; null: a group is one sequence
+    int count, rows;
+
+    // The bounds of a group. Number `count` are the rows after the last offset; there are none from there on.
+    __device__ __forceinline__ int first(int group) const {
+        return group == 0 ? 0 : group > count ? rows : inside(offs[group - 1]);
+    }
+    __device__ __forceinline__ int end(int group) const {
+        return group >= count ? rows : max(inside(offs[group]), first(group));
+    }
+    __device__ __forceinline__ int inside(int offset) const { return min(max(offset, 0), rows); }
+
+    // All threads of block 0 call it.
+    __device__ __forceinline__ void check(int threads) const {
+        bool good = true;
+        for (int i = threadIdx.x; i < count; i += threads)
+            good = good && (i == 0 ? 0 : offs[i - 1]) <= offs[i] && offs[i] <= rows;
+        if (!good)
+            __assertfail("offs never decreases and lies within the number of rows", "samebits", 0, "", 1);
+    }
+
+    // How many rows from `row` on, at most `most` of 32, are of its sequence and before `end`. For a whole
+    // warp.
+    __device__ __forceinline__ int together(int row, int end, int most) const {
+        const int found = min(end - row, most), lane = threadIdx.x % 32;
+        if (!sequences) return found;
+        const bool other = lane > 0 && lane < found && sequences[row + lane] != sequences[row + lane - 1];
+        const u32 others = __ballot_sync(0xFFFFFFFF, other);
+        return others ? __ffs(others) - 1 : found;
+    }
+};
+
+// A tile of a group's own rows.
+struct RowsOfTile {
+    int group;       // Groups::count for rows after the last offset, more for a tile that does not exist
+    int first, end;  // the tile's first row, and the end of the group
+
+    // The `index`-th tile of `tile` rows, if every group is cut by itself. For a whole warp.
+    __device__ __forceinline__ RowsOfTile(const Groups& groups, int tile, int index)
+        : group(groups.count + 1), first(groups.rows), end(groups.rows) {
+        const int lane = threadIdx.x % 32;
+        for (int base = 0; base <= groups.count; base += 32) {
+            const int from = groups.first(base + lane), to = groups.end(base + lane);
+            const int tiles = (to - from + tile - 1) / tile;
+            int sum = tiles;
+#pragma unroll
+            for (int d = 1; d < 32; d *= 2) {
+                const int before = __shfl_up_sync(0xFFFFFFFF, sum, d);
+                if (lane >= d) sum += before;
+            }
+            const u32 past = __ballot_sync(0xFFFFFFFF, sum > index);
+            if (past) {
+                const int found = __ffs(past) - 1;
+                group = base + found;
+                first = __shfl_sync(0xFFFFFFFF, from, found) +
+                        (index - __shfl_sync(0xFFFFFFFF, sum - tiles, found)) * tile;
+                end = __shfl_sync(0xFFFFFFFF, to, found);
+                return;
+            }
+            index -= __shfl_sync(0xFFFFFFFF, sum, 31);
+        }
+    }
+};
