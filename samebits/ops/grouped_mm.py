@@ -12,7 +12,7 @@ from samebits.contract import Contract
 from samebits.ops import _grouped
 from samebits.ops._checks import check_device, check_operands, check_out_dtype, shape
 from samebits.ops._memory import check_accumulator, has_memory, refuse_overlap, refuse_vmap
-from samebits.ops._operator import without_modes
+from samebits.ops._operator import as_no_view, without_modes
 from samebits.ops.bmm import bmm
 
 
@@ -102,7 +102,7 @@ def grouped_mm(
         return _grouped.grouped_terms(a, b, offs, sequences, dtype, key)  # type: ignore[no-any-return]
     if ranks == (3, 2):
         found: Tensor = _grouped.grouped_rows(b.mT, a.mT, None, offs, sequences, dtype, key)
-        return found.mT
+        return found.mT if torch.is_grad_enabled() else as_no_view(found.mT)  # type: ignore[no-any-return]
     if bias is not None and bias.shape != (b.shape[0], b.shape[2]):
         raise ValueError(
             f"samebits.grouped_mm: bias: expected shape {(b.shape[0], b.shape[2])} for b {shape(b)}, got"
