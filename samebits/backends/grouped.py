@@ -36,8 +36,9 @@ class GroupedOperands(NamedTuple):
         out: ``[T, N]``, or with groups of terms ``[G, M, N]``. It decides which of the two it is.
         offs: the groups' ends: int32 ``[G]``, contiguous, on the GPU.
         bias: ``[G, N]``, of groups of rows.
-        sequences: the sequence of every row: int32 ``[T]``, contiguous, of groups of terms. A new one begins
-            wherever two neighbours in a group differ. With None every group is one sequence.
+        runs: the sequences of the rows of groups of terms: int32 ``[T + G]``, contiguous. From a group's first
+            row on it has the first rows of the group's sequences, and from T on the number of them for every
+            group. With None every group is one sequence.
         accumulate: whether the chains of groups of terms start from ``out``, which is float32; else from +0.
     """
 
@@ -46,17 +47,13 @@ class GroupedOperands(NamedTuple):
     out: Tensor
     offs: Tensor
     bias: Tensor | None = None
-    sequences: Tensor | None = None
+    runs: Tensor | None = None
     accumulate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedProduct:
-    """A grouped product without values. Attributes as in :class:`GroupedOperands`.
-
-    Attributes:
-        sequences: whether there are sequences of rows.
-    """
+    """A grouped product without values. Attributes as in :class:`GroupedOperands`; ``runs``: whether there are some."""
 
     step: Step
     device: int
@@ -64,7 +61,7 @@ class GroupedProduct:
     b: Matrix
     out: Matrix
     bias: Matrix | None = None
-    sequences: bool = False
+    runs: bool = False
     accumulate: bool = False
 
     @classmethod
@@ -77,7 +74,7 @@ class GroupedProduct:
         _check(x, step)
         bias = None if x.bias is None else Matrix.of(x.bias)
         matrices = Matrix.of(x.a), Matrix.of(x.b), Matrix.of(x.out)
-        return cls(step, x.a.get_device(), *matrices, bias, x.sequences is not None, x.accumulate)
+        return cls(step, x.a.get_device(), *matrices, bias, x.runs is not None, x.accumulate)
 
     @property
     def of_terms(self) -> bool:
@@ -173,7 +170,7 @@ def refuse_large(p: GroupedProduct, *sizes: int) -> None:
 def _check(x: GroupedOperands, step: Step) -> None:
     """Refuse operands that are on different devices or do not fit together."""
     a, b, out, offs = x.a, x.b, x.out, x.offs
-    named = {"b": b, "out": out, "offs": offs, "bias": x.bias, "sequences": x.sequences}
+    named = {"b": b, "out": out, "offs": offs, "bias": x.bias, "runs": x.runs}
     for name, t in named.items():
         if t is not None:
             need(t.device == a.device, f"{name}: expected a tensor on {a.device}, got {t.device}")
@@ -195,11 +192,12 @@ def _check(x: GroupedOperands, step: Step) -> None:
     else:
         rows, want = a.shape[0], (a.shape[0], b.shape[-1])
         need(tuple(b.shape) == (groups, a.shape[1], want[1]), f"b: expected {groups} matrices, got {tuple(b.shape)}")
-        need(x.sequences is None and not x.accumulate, "sequences, accumulate: expected groups of terms")
+        need(x.runs is None and not x.accumulate, "runs, accumulate: expected groups of terms")
         if x.bias is not None:
             need(tuple(x.bias.shape) == (groups, want[1]), f"bias: got {tuple(x.bias.shape)}")
     need(tuple(out.shape) == want, f"out: expected {want}, got {tuple(out.shape)}")
-    if x.sequences is not None:
-        ids = x.sequences
-        need(ids.dtype == torch.int32 and tuple(ids.shape) == (rows,), f"sequences: got {tuple(ids.shape)}")
-        need(ids.is_contiguous(), "sequences: expected contiguous")
+    if x.runs is not None:
+        runs = x.runs
+        need(runs.dtype == torch.int32, f"runs: expected int32, got {runs.dtype}")
+        need(tuple(runs.shape) == (rows + groups,), f"runs: expected {rows + groups}, got {tuple(runs.shape)}")
+        need(runs.is_contiguous(), "runs: expected contiguous")

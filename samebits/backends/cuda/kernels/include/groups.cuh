@@ -10,8 +10,9 @@ extern "C" __device__ void __assertfail(const char* message, const char* file, u
                                         const char* function, size_t char_size);
 
 struct Groups {
-    const int* offs;       // the ends of `count` groups; the first starts at 0
-    const int* sequences;  // of every row; null: a group is one sequence
+    const int* offs;  // the ends of `count` groups; the first starts at 0
+    const int* runs;  // from a group's first row on, the first rows of its sequences; from `rows` on, their
+                      // number for every group; null: a group is one sequence
     int count, rows;
 
     // The bounds of a group. Number `count` are the rows after the last offset; there are none from there on.
@@ -32,14 +33,12 @@ struct Groups {
             __assertfail("offs never decreases and lies within the number of rows", "samebits", 0, "", 1);
     }
 
-    // How many rows from `row` on, at most `most` of 32, are of its sequence and before `end`. For a whole
-    // warp.
-    __device__ __forceinline__ int together(int row, int end, int most) const {
-        const int found = min(end - row, most), lane = threadIdx.x % 32;
-        if (!sequences) return found;
-        const bool other = lane > 0 && lane < found && sequences[row + lane] != sequences[row + lane - 1];
-        const u32 others = __ballot_sync(0xFFFFFFFF, other);
-        return others ? __ffs(others) - 1 : found;
+    __device__ __forceinline__ int sequences(int group) const {
+        return runs ? runs[rows + group] : first(group) < end(group);
+    }
+    // The first row of a group's sequence. That of the next one is the end of this one.
+    __device__ __forceinline__ int start(int group, int sequence, int of_group) const {
+        return sequence == of_group ? end(group) : runs ? runs[first(group) + sequence] : first(group);
     }
 };
 
