@@ -36,9 +36,9 @@ class GroupedOperands(NamedTuple):
         out: ``[T, N]``, or with groups of terms ``[G, M, N]``. It decides which of the two it is.
         offs: the groups' ends: int32 ``[G]``, contiguous, on the GPU.
         bias: ``[G, N]``, of groups of rows.
-        runs: the sequences of the rows of groups of terms: int32 ``[T + G]``, contiguous. From a group's first
-            row on it has the first rows of the group's sequences, and from T on the number of them for every
-            group. With None every group is one sequence.
+        runs: the sequences of groups of terms: int32 ``[T + 2 G]``, contiguous. Element ``start + g``, and those after
+            it, are the first rows of the sequences of group ``g``, whose first row is ``start``, and then its end.
+            Element ``T + G + g`` is the number of them. With None every group is one sequence.
         accumulate: whether the chains of groups of terms start from ``out``, which is float32; else from +0.
     """
 
@@ -199,5 +199,5 @@ def _check(x: GroupedOperands, step: Step) -> None:
     if x.runs is not None:
         runs = x.runs
         need(runs.dtype == torch.int32, f"runs: expected int32, got {runs.dtype}")
-        need(tuple(runs.shape) == (rows + groups,), f"runs: expected {rows + groups}, got {tuple(runs.shape)}")
+        need(tuple(runs.shape) == (rows + 2 * groups,), f"runs: got {tuple(runs.shape)}")
         need(runs.is_contiguous(), "runs: expected contiguous")

@@ -13,6 +13,7 @@ from samebits.backends.cuda.tensor_maps import Maps
 from samebits.backends.product import Matrix, Operands, Product, ProductKernel
 
 __all__ = [
+    "GROUPED_PARAMS",
     "PARAMS",
     "TYPES",
     "CudaKernel",
@@ -66,6 +67,9 @@ def nothing(a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) ->
 
 PARAMS = "P4q P4q P3q P3q Pq P 10i".replace(" ", "")
 """``struct Params`` of the universal kernels."""
+
+GROUPED_PARAMS = f"{PARAMS}PP2iq"
+"""The same of their grouped form."""
 
 
 class TileLayout(NamedTuple):

@@ -6,13 +6,16 @@
 
 #include "types.cuh"
 
+// What a kernel's macro GROUPED may be: every group of rows has a matrix, every group of terms a result.
+#define OF_ROWS 1
+#define OF_TERMS 2
+
 extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line,
                                         const char* function, size_t char_size);
 
 struct Groups {
     const int* offs;  // the ends of `count` groups; the first starts at 0
-    const int* runs;  // from a group's first row on, the first rows of its sequences; from `rows` on, their
-                      // number for every group; null: a group is one sequence
+    const int* runs;  // the sequences of groups of terms: bounds() and sequences(); null: a group is one
     int count, rows;
 
     // The bounds of a group. Number `count` are the rows after the last offset; there are none from there on.
@@ -24,6 +27,10 @@ struct Groups {
     }
     __device__ __forceinline__ int inside(int offset) const { return min(max(offset, 0), rows); }
 
+    // The first rows of a group's sequences, and the end of the last one.
+    __device__ __forceinline__ const int* bounds(int group) const { return runs + first(group) + group; }
+    __device__ __forceinline__ int sequences(int group) const { return runs[rows + count + group]; }
+
     // All threads of block 0 call it.
     __device__ __forceinline__ void check(int threads) const {
         bool good = true;
@@ -31,14 +38,6 @@ struct Groups {
             good = good && (i == 0 ? 0 : offs[i - 1]) <= offs[i] && offs[i] <= rows;
         if (!good)
             __assertfail("offs never decreases and lies within the number of rows", "samebits", 0, "", 1);
-    }
-
-    __device__ __forceinline__ int sequences(int group) const {
-        return runs ? runs[rows + group] : first(group) < end(group);
-    }
-    // The first row of a group's sequence. That of the next one is the end of this one.
-    __device__ __forceinline__ int start(int group, int sequence, int of_group) const {
-        return sequence == of_group ? end(group) : runs ? runs[first(group) + sequence] : first(group);
     }
 };
 
@@ -73,3 +72,35 @@ struct RowsOfTile {
         }
     }
 };
+
+// The universal kernels compute a grouped product as a batch of others: with these changes of a block's
+// parameters.
+
+// Whether the block has a tile to compute. All its threads call it, and write +0 to rows of no group.
+template <int HEIGHT, int WIDTH, int BLOCK, typename Params>
+__device__ __forceinline__ bool take_rows(Params& p, u32& group, int& first_row, int first_col,
+                                          int out_bytes) {
+    const RowsOfTile rows(p.groups, HEIGHT, first_row / HEIGHT);
+    group = rows.group, first_row = rows.first, p.m = rows.end;
+    if (rows.group == p.groups.count)
+        for (int i = threadIdx.x; i < HEIGHT * WIDTH; i += BLOCK) {
+            const int row = first_row + i / WIDTH, col = first_col + i % WIDTH;
+            const i64 index = row * p.out_row + col * p.out_col;
+            if (row >= p.m || col >= p.n) continue;
+            if (out_bytes == 4)
+                static_cast<u32*>(p.out)[index] = 0;
+            else
+                static_cast<u16*>(p.out)[index] = 0;
+        }
+    return rows.group < p.groups.count;
+}
+
+template <typename Params>
+__device__ __forceinline__ void take_terms(Params& p, int group, int (&bounds)[2]) {
+    if (p.groups.runs) {
+        p.spans = p.groups.bounds(group), p.segments = p.groups.sequences(group);
+    } else {
+        bounds[0] = p.groups.first(group), bounds[1] = p.groups.end(group);
+        p.spans = bounds, p.segments = 1;
+    }
+}
