@@ -1,9 +1,9 @@
 """Grouped products as data, and the interface of the kernels that compute them.
 
-As :mod:`samebits.backends.product` has it for one product: :class:`GroupedOperands` are the tensors of a call,
-:class:`GroupedProduct` is what a kernel may know before it runs, and a :class:`GroupedKernel` makes a plan of it.
-Groups lie between offsets on the GPU, whose values no host code knows. So a grid has blocks for every way to cut
-the rows, and a block finds its group by itself.
+As :mod:`samebits.backends.product` has it for one product: :class:`GroupedOperands` are the tensors of a
+call, :class:`GroupedProduct` is what a kernel may know before it runs, and a :class:`GroupedKernel` makes a
+plan of it. Groups lie between offsets on the GPU, whose values no host code knows. So a grid has blocks for
+every way to cut the rows, and a block finds its group by itself.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class GroupedOperands(NamedTuple):
         out: ``[T, N]``, or with groups of terms ``[G, M, N]``. It decides which of the two it is.
         offs: the groups' ends: int32 ``[G]``, contiguous, on the GPU.
         bias: ``[G, N]``, of groups of rows.
-        runs: the sequences of groups of terms: int32 ``[T + 2 G]``, contiguous. Element ``start + g``, and those after
-            it, are the first rows of the sequences of group ``g``, whose first row is ``start``, and then its end.
-            Element ``T + G + g`` is the number of them. With None every group is one sequence.
+        runs: the sequences of groups of terms: int32 ``[T + 2 G]``, contiguous. Element ``start + g``, and
+            those after it, are the first rows of the sequences of group ``g``, whose first row is ``start``,
+            and then its end. Element ``T + G + g`` is the number of them. With None every group is one
+            sequence.
         accumulate: whether the chains of groups of terms start from ``out``, which is float32; else from +0.
     """
 
@@ -53,7 +54,11 @@ class GroupedOperands(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupedProduct:
-    """A grouped product without values. Attributes as in :class:`GroupedOperands`; ``runs``: whether there are some."""
+    """A grouped product without values. Attributes as in :class:`GroupedOperands`.
+
+    Attributes:
+        runs: whether there are sequences.
+    """
 
     step: Step
     device: int
@@ -183,6 +188,7 @@ def _check(x: GroupedOperands, step: Step) -> None:
     need(offs.dtype == torch.int32 and offs.ndim == 1, f"offs: expected 1-D int32, got {offs.dtype}")
     need(offs.is_contiguous(), "offs: expected contiguous")
     groups = offs.shape[0]
+    want: tuple[int, ...]
     need(a.ndim == 2, f"a: expected 2-D, got {tuple(a.shape)}")
     if out.ndim == 3:
         rows, want = a.shape[1], (groups, a.shape[0], b.shape[-1])
@@ -191,7 +197,10 @@ def _check(x: GroupedOperands, step: Step) -> None:
         need(not x.accumulate or out.dtype == torch.float32, f"out: expected float32, got {out.dtype}")
     else:
         rows, want = a.shape[0], (a.shape[0], b.shape[-1])
-        need(tuple(b.shape) == (groups, a.shape[1], want[1]), f"b: expected {groups} matrices, got {tuple(b.shape)}")
+        need(
+            tuple(b.shape) == (groups, a.shape[1], want[1]),
+            f"b: expected {groups} matrices, got {tuple(b.shape)}",
+        )
         need(x.runs is None and not x.accumulate, "runs, accumulate: expected groups of terms")
         if x.bias is not None:
             need(tuple(x.bias.shape) == (groups, want[1]), f"bias: got {tuple(x.bias.shape)}")

@@ -137,7 +137,8 @@ def _rows_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[T
     given = [t for t in (grad, *saved) if t is not None]
     plain = grad.is_cuda and not torch.is_grad_enabled() and bypasses_dispatcher(given)
     run = _rows_gradients_on_gpu if plain else rows_gradients
-    grads = run(grad, *saved, ctx.dtype, bias_dtype, ctx.transposed, ctx.key)
+    a, b, offs, sequences = saved
+    grads = run(grad, a, b, offs, sequences, ctx.dtype, bias_dtype, ctx.transposed, ctx.key)
     return *grads, None, None, None, None
 
 

@@ -13,6 +13,7 @@ from samebits.ops import _grouped
 from samebits.ops._checks import check_device, check_operands, check_out_dtype, shape
 from samebits.ops._memory import check_accumulator, has_memory, refuse_overlap, refuse_vmap
 from samebits.ops._operator import as_no_view, without_modes
+from samebits.ops._products import as_operand
 from samebits.ops.bmm import bmm
 
 
@@ -29,12 +30,12 @@ def grouped_mm(
 ) -> Tensor:
     """A matrix product for each of G groups of rows, as :func:`torch.nn.functional.grouped_mm`.
 
-    ``offs[0 ... G - 1]`` are the groups' ends: group ``g`` has the rows ``offs[g - 1] ... offs[g] - 1``, and the
-    first group starts at row 0. A group may be empty. Rows from ``offs[G - 1]`` on belong to none: they are +0 in
-    the result and in gradients, and add nothing to any sum. (PyTorch leaves them undefined.)
+    ``offs[0 ... G - 1]`` are the groups' ends: group ``g`` has the rows ``offs[g - 1] ... offs[g] - 1``, and
+    the first group starts at row 0. A group may be empty. Rows from ``offs[G - 1]`` on belong to none: they
+    are +0 in the result and in gradients, and add nothing to any sum. (PyTorch leaves them undefined.)
 
-    * ``a[T, K]``, ``b[G, K, N]``: ``out[t] = a[t] @ b[g] + bias[g]`` for the rows t of group g. A row has the bits
-      that :func:`samebits.linear` gives it with its group's matrix.
+    * ``a[T, K]``, ``b[G, K, N]``: ``out[t] = a[t] @ b[g] + bias[g]`` for the rows t of group g. A row has the
+      bits that :func:`samebits.linear` gives it with its group's matrix.
     * ``a[G, M, K]``, ``b[K, T]``: ``out[:, t] = a[g] @ b[:, t]`` for the columns t of group g.
     * ``a[M, T]``, ``b[T, N]``: ``out[g] = sum over the rows t of group g of a[:, t] * b[t]``.
     * ``a[G, M, K]``, ``b[G, K, N]`` without ``offs``: :func:`samebits.bmm`.
@@ -58,10 +59,11 @@ def grouped_mm(
         out_dtype: the input dtype (default) or ``torch.float32``.
         contract: as in :func:`samebits.matmul`.
 
-    Gradients: grouped products again, also in second derivatives. That of ``b[G, K, N]``, and of ``bias``, is one
-    chain over the group's rows in order, with a float32 accumulator, rounded once at the end. Every sequence starts
-    a new group of 16 rows, whose tail is padded with zeros. So these gradients have the same bits however a batch
-    is packed, or padded at the end of its sequences, if tokens are sorted by a stable sort.
+    Gradients: grouped products again, also in second derivatives. That of ``b[G, K, N]``, and of ``bias``, is
+    one chain over the group's rows in order, with a float32 accumulator, rounded once at the end. Every
+    sequence starts a new group of 16 rows, whose tail is padded with zeros. So these gradients have the same
+    bits however a batch is packed, or padded at the end of its sequences, if tokens are sorted by a stable
+    sort.
 
     Raises:
         TypeError: an operand is not a dense bfloat16, float16 or float32 tensor, dtypes differ, ``offs`` or
@@ -102,7 +104,7 @@ def grouped_mm(
         return _grouped.grouped_terms(a, b, offs, sequences, dtype, key)  # type: ignore[no-any-return]
     if ranks == (3, 2):
         found: Tensor = _grouped.grouped_rows(b.mT, a.mT, None, offs, sequences, dtype, key)
-        return found.mT if torch.is_grad_enabled() else as_no_view(found.mT)  # type: ignore[no-any-return]
+        return found.mT if torch.is_grad_enabled() else as_no_view(found.mT)
     if bias is not None and bias.shape != (b.shape[0], b.shape[2]):
         raise ValueError(
             f"samebits.grouped_mm: bias: expected shape {(b.shape[0], b.shape[2])} for b {shape(b)}, got"
@@ -139,7 +141,8 @@ def _check_shapes(a: Tensor, b: Tensor, offs: Tensor | None) -> None:
         return
     if offs is None:
         raise ValueError(
-            f"samebits.grouped_mm: offs: expected the groups' ends for a {shape(a)} and b {shape(b)}, got None"
+            f"samebits.grouped_mm: offs: expected the groups' ends for a {shape(a)} and b {shape(b)},"
+            " got None"
         )
     _check_integers("offs", offs, a)
     groups = None if ranks == (2, 2) else (b if ranks == (2, 3) else a).shape[0]
@@ -212,7 +215,7 @@ class _WithMainGrad(torch.autograd.Function):
             False,
             ctx.key,
         )
-        terms = a.mT, _grouped.as_operand(grad, a.dtype, ctx.key)
+        terms = a.mT, as_operand(grad, a.dtype, ctx.key)
         # All that can fail has run before anything is written.
         _grouped.grouped_terms_later(ctx.main_grad, *terms, offs, sequences, ctx.key)()
         return grad_a, None, grad_bias, None, None, None, None, None

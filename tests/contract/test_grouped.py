@@ -1,4 +1,4 @@
-"""Grouped products against the naive implementation of docs/contract.md, and against `linear`, bit for bit."""
+"""Grouped products against the naive implementation of docs/contract.md, and against `linear`."""
 
 from __future__ import annotations
 
@@ -127,7 +127,9 @@ def test_second_derivatives(contract: Contract, dtype: torch.dtype, device: str)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_are_those_of_linear(device: str, dtype: torch.dtype) -> None:
-    x, weight, bias, grad = cases("wide", (40, 70), (3, 33, 70), (3, 33), (40, 33), dtype=dtype, device=device)
+    x, weight, bias, grad = cases(
+        "wide", (40, 70), (3, 33, 70), (3, 33), (40, 33), dtype=dtype, device=device
+    )
     for t in (x, weight, bias):
         t.requires_grad_()
     ends = [17, 17, 39]
@@ -158,7 +160,9 @@ def test_a_layer_of_experts_packed_padded_and_in_micro_batches(device: str, cont
     dtype = torch.bfloat16
     x, grad = cases("normal", (tokens, size), (tokens, top_k, width), dtype=dtype, device=device)
     weight = values("normal", (experts, width, size), dtype, 9).to(device).requires_grad_()
-    chosen = torch.stack([torch.randperm(experts, generator=torch.manual_seed(t))[:top_k] for t in range(tokens)])
+    chosen = torch.stack(
+        [torch.randperm(experts, generator=torch.manual_seed(t))[:top_k] for t in range(tokens)]
+    )
     chosen = chosen.to(device)
 
     def accumulate(acc: Tensor, x: Tensor, chosen: Tensor, grad: Tensor, of_token: Tensor) -> None:

@@ -58,9 +58,9 @@ def _chains(
     return out
 
 
-def _groups(offs: Tensor) -> itertools.pairwise[int]:
+def _groups(offs: Tensor) -> list[tuple[int, int]]:
     """The first row of every group, and the one after its last."""
-    return itertools.pairwise([0, *offs.tolist()])
+    return list(itertools.pairwise([0, *offs.tolist()]))
 
 
 def _bounds(sequences: Tensor | None, start: int, stop: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Grouped products by the universal kernels: host side of their form with ``GROUPED``.
 
-``kernels/tensor_core.cu`` and ``kernels/fma.cu`` take every layout, stride, alignment and size here, too. Their
-schedules are those of plain products.
+``kernels/tensor_core.cu`` and ``kernels/fma.cu`` take every layout, stride, alignment and size here, too.
+Their schedules are those of plain products.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class GroupedUniversal(GroupedKernel[Any]):
         bias_group, bias_column = (0, 0) if p.bias is None else p.bias.strides
         last = TYPES[p.out.dtype] if p.step == "mma" else p.of_terms
         sizes = (
-            *(p.m, p.n, p.k, 1, tiles_m, tiles_n, last, writes_vectors(p)),
+            *(p.m, p.n, p.k, 1, tiles_m, tiles_n, last, writes_vectors(p.out)),
             0 if p.bias is None else TYPES[p.bias.dtype],
             False,
         )

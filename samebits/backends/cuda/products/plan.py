@@ -113,10 +113,10 @@ def start_strides(p: Product) -> tuple[int, ...]:
     return matrix_strides(p.out if isinstance(p.start, str) else p.start)
 
 
-def writes_vectors(p: Product) -> bool:
+def writes_vectors(out: Matrix) -> bool:
     """Whether four adjacent elements can be written at once."""
-    strides = matrix_strides(p.out)
-    aligned = p.out.misalignment % (4 * p.out.dtype.itemsize) == 0
+    strides = matrix_strides(out)
+    aligned = out.misalignment % (4 * out.dtype.itemsize) == 0
     return strides[2] == 1 and aligned and strides[0] % 4 == strides[1] % 4 == 0
 
 
@@ -136,7 +136,7 @@ def tile_plan(
     from_start = start_strides(p)
     bias_stride = 0 if p.bias is None else p.bias.strides[0]
     sizes = (
-        *(p.m, p.n, p.k, p.sequence_count, tiles_m, tiles_n, last, writes_vectors(p)),
+        *(p.m, p.n, p.k, p.sequence_count, tiles_m, tiles_n, last, writes_vectors(p.out)),
         0 if p.bias is None else TYPES[p.bias.dtype],
         p.cu_seqlens is not None and p.cu_seqlens.dtype == torch.int64,
     )
