@@ -82,6 +82,15 @@ def test_grouped_products_are_held_to_the_reference(kind: str, monkeypatch: pyte
         grouped.check(operands)
 
 
+def test_tables_of_grouped_products() -> None:
+    case = {f: getattr(grouped.CASES[0], f) for f in grouped.GroupedCase.__slots__}
+    timed = {"touched": 9.0, "limit": 1.5, "us": {"samebits": 2.0, "torch": 3.0}}
+    data = {"environment": environment("c0ffee") | {"gpu": "A GPU"}, "cases": [case | timed]}
+    said = tables.gpu_grouped(data)
+    assert "| forward | 1.50 | 1.50 | 0.75 |" in said
+    assert "| Qwen3-30B-A3B | forward | 2048, 1536 | 16 | balanced | 2.0 | 3.0 | 1.5 |" in said
+
+
 @pytest.mark.parametrize("op", rows.OPS)
 def test_row_operations_are_checked(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right bits pass. A bit of a result that is wrong is found."""

@@ -63,6 +63,9 @@ class GroupedCase:
     def __str__(self) -> str:
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         changed = {name: getattr(self, name) for name in defaults if getattr(self, name) != defaults[name]}
+        changed |= {
+            name: f"({len(changed[name])})" for name in ("ends", "runs") if len(changed.get(name, ())) > 9
+        }
         return ", ".join(f"{name} {value}" for name, value in changed.items()).replace("torch.", "")
 
 
@@ -171,6 +174,7 @@ def on_cpu(case: GroupedCase, x: GroupedInputs, contract: Contract) -> Tensor:
         return backend.grouped_rows(a, b, offs, bias=bias, **options)  # type: ignore[arg-type]
     if acc is None:
         return backend.grouped_terms(a, b, offs, sequences, **options)  # type: ignore[arg-type]
+    acc = acc.clone()
     backend.grouped_terms_later(acc, a, b, offs, sequences, contract=contract.key)()  # type: ignore[arg-type]
     return acc
 
