@@ -542,10 +542,10 @@ def gpu_grouped(data: dict[str, Any]) -> str:
         ["kind", "speed relative to PyTorch: mean", "least", "of the limit: mean"],
         ([kind, *(f"{x:.2f}" for x in values)] for kind, *values in grouped.means(data)),
     )
+    bandwidth, rate = grouped.BYTES_A_SECOND / 1e12, grouped.OPERATIONS_A_SECOND / 1e12
     said = (
         "The limit is the time to read and write all bytes, those of the experts that have tokens, at"
-        f" {grouped.BYTES_A_SECOND / 1e12:.1f} TB/s, or to multiply at {grouped.OPERATIONS_A_SECOND / 1e12:.0f} TFLOP/s."
-        f" Sequences have {grouped.SEQUENCE:,} tokens."
+        f" {bandwidth:.1f} TB/s, or to multiply at {rate:.0f} TFLOP/s. Sequences have {grouped.SEQUENCE:,} tokens."
     )
     head = ["model", "kind", "K, N", "tokens", "shares", "samebits, µs", "PyTorch, µs", "limit, µs"]
     cases = (
