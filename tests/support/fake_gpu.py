@@ -19,6 +19,7 @@ from samebits.backends import replay
 from samebits.backends.cuda import (
     devices,
     driver,
+    grouped,
     linear_logp_sm90,
     logp,
     matmul,
@@ -151,7 +152,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
         mock.patch.object(runtime, "_kernels", {}),
         mock.patch.object(runtime, "_allocate", SimpleNamespace(_empty_strided_cuda=gpu.allocate)),
         mock.patch.object(devices, "device_info", return_value=INFO),
-        *(mock.patch.object(module, "_plans", {}) for module in (matmul, sm90)),
+        *(mock.patch.object(module, "_plans", {}) for module in (matmul, grouped, sm90)),
     ]
     for cache in caches:
         cache.cache_clear()
