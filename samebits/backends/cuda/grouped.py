@@ -12,10 +12,11 @@ from samebits.backends import Step
 from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.matmul import check_contract
 from samebits.backends.cuda.products.grouped import GROUPED_FMA, GROUPED_TENSOR_CORE, GroupedCudaPlan
+from samebits.backends.cuda.products.grouped_sm90 import GROUPED_SM90
 from samebits.backends.grouped import GroupedKernel, GroupedOperands, GroupedProduct
 from samebits.contract import contract_from_key
 
-GROUPED: tuple[GroupedKernel[Any], ...] = (GROUPED_TENSOR_CORE, GROUPED_FMA)
+GROUPED: tuple[GroupedKernel[Any], ...] = (GROUPED_TENSOR_CORE, GROUPED_FMA, GROUPED_SM90)
 """All kernels of grouped products. The first of each step is universal: it supports every product."""
 
 

@@ -31,12 +31,15 @@ struct Groups {
     __device__ __forceinline__ const int* bounds(int group) const { return runs + first(group) + group; }
     __device__ __forceinline__ int sequences(int group) const { return runs[rows + count + group]; }
 
-    // All threads of block 0 call it.
-    __device__ __forceinline__ void check(int threads) const {
+    // Whether this thread's share of the offsets is in order. All threads of block 0 ask.
+    __device__ __forceinline__ bool good(int threads) const {
         bool good = true;
         for (int i = threadIdx.x; i < count; i += threads)
             good = good && (i == 0 ? 0 : offs[i - 1]) <= offs[i] && offs[i] <= rows;
-        if (!good)
+        return good;
+    }
+    __device__ __forceinline__ void check(int threads) const {
+        if (!good(threads))
             __assertfail("offs never decreases and lies within the number of rows", "samebits", 0, "", 1);
     }
 };
