@@ -71,8 +71,8 @@ def grouped_mm(
             fit them.
         ValueError: shapes or devices do not match, an argument does not go with these operands, or ``offs``
             decreases or leaves the rows. On a GPU the values of ``offs`` are checked by the kernel, without
-            waiting. Bad ones end in a device-side assert, as a bad index does in PyTorch, and nothing out of
-            bounds is read.
+            waiting. Bad ones end in an error of the device, as a bad index does in PyTorch: an assertion, or
+            on Hopper an "unspecified launch failure". Nothing out of bounds is read.
         NotImplementedError: ``main_grad`` under ``torch.compile`` or ``torch.vmap``.
     """
     operands = {"a": a, "b": b} if bias is None else {"a": a, "b": b, "bias": bias}

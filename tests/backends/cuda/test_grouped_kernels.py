@@ -197,7 +197,7 @@ except Exception as error:
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["rows", "terms"])
 @pytest.mark.parametrize("offs", ["[0, 3, 9]", "[-1, 3, 8]", "[5, 3, 8]"])
-def test_bad_offsets_end_in_an_assertion_on_the_device(offs: str, form: str) -> None:
+def test_bad_offsets_end_in_an_error_of_the_device(offs: str, form: str) -> None:
     import subprocess
     import sys
 
@@ -205,4 +205,5 @@ def test_bad_offsets_end_in_an_assertion_on_the_device(offs: str, form: str) -> 
         [sys.executable, "-c", BAD, offs, form], capture_output=True, text=True, check=False
     )
     assert "refused:" in done.stdout, done.stdout + done.stderr
-    assert "device-side assert" in done.stdout + done.stderr
+    said = done.stdout + done.stderr  # an assertion, or on Hopper a trap
+    assert "device-side assert" in said or "unspecified launch failure" in said

@@ -1,6 +1,6 @@
 // Groups of rows, or of terms, between offsets on the device.
 //
-// Wrong offsets end in an assertion, which block 0 makes. Until it stops the GPU nothing is read out of
+// Wrong offsets end in an assertion, or a trap, which block 0 makes. Until it stops the GPU nothing is read out of
 // place: offsets outside of the rows are taken as the nearer end, a group that ends before it starts as empty.
 #pragma once
 
