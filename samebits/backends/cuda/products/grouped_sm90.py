@@ -127,7 +127,16 @@ def _chosen(g: Gemm, sms: int, of_terms: bool) -> Sm90Schedule:
         return _few_rows(g)
     g = replace(g, m=max(g.m, 129))  # the schedules for many rows: others count on one matrix
     found = [s for s in schedule_sm90.candidates(g, sms) if not s.swap]
-    return replace(min(found, key=lambda s: schedule_sm90.estimate(s, g, sms)), ahead=0)
+    cost = schedule_sm90.estimate if of_terms else _estimate
+    return replace(min(found, key=lambda s: cost(s, g, sms)), ahead=0)
+
+
+def _estimate(s: Sm90Schedule, g: Gemm, sms: int) -> float:
+    """The cost where groups differ: on average half of a tile of each has no rows of its own."""
+    tiles = g.m / s.block_m + 0.5
+    low = max(1, int(tiles))
+    few, more = (schedule_sm90.estimate(s, replace(g, m=n * s.block_m), sms) for n in (low, low + 1))
+    return few + (more - few) * max(0.0, tiles - low)
 
 
 def _table(p: GroupedProduct) -> int:
