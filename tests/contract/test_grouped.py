@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import samebits
@@ -149,6 +151,58 @@ def test_rows_are_those_of_linear(device: str, dtype: torch.dtype) -> None:
         assert_same_bits(grads[2][g], wanted[2], f"bias {g}")
     assert_same_bits(y[39:], torch.zeros_like(y[39:]))
     assert_same_bits(grads[0][39:], torch.zeros_like(x[39:]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    kind=st.sampled_from(KINDS),
+    counts=st.lists(st.integers(0, 40), min_size=1, max_size=7),
+    k=st.integers(0, 90),
+    n=st.integers(1, 70),
+    seed=st.integers(0, 2**16),
+    data=st.data(),
+)
+def test_rows_in_every_company(
+    device: str,
+    dtype: torch.dtype,
+    kind: str,
+    counts: list[int],
+    k: int,
+    n: int,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    groups, rows = len(counts), sum(counts) + 1
+    x = values(kind, (rows, k), dtype, seed, device)
+    weight = values(kind, (groups, n, k), dtype, seed + 1, device)
+    bias = values("normal", (groups, n), dtype, seed + 2, device)
+    ends = torch.tensor(counts, device=device).cumsum(0).int()
+    full = samebits.grouped_mm(x, weight.mT, ends, bias=bias)
+    assert_same_bits(full[-1], torch.zeros_like(full[-1]), "a row of no group")
+
+    row = data.draw(st.integers(0, rows - 1), "row")
+    g = int((ends <= row).sum())
+    if g == groups:
+        return
+    alone = samebits.linear(x[row], weight[g], bias[g])
+    assert_same_bits(full[row], alone, "linear")
+
+    company = values("special", (data.draw(st.integers(1, 50), "company"), k), dtype, seed + 3, device)
+    at = data.draw(st.integers(0, len(company) - 1), "position")
+    company[at] = x[row]
+    start = data.draw(st.integers(0, at), "start")
+    end = data.draw(st.integers(at + 1, len(company)), "end")
+    offs = torch.tensor([start] * g + [end, end, end], dtype=torch.int32, device=device)
+
+    def among(one: Tensor) -> Tensor:
+        return torch.stack(
+            [torch.full_like(one, torch.nan)] * g + [one] + [torch.full_like(one, torch.nan)] * 2
+        )
+
+    others = among(weight[g]).transpose(1, 2).contiguous()
+    got = samebits.grouped_mm(company, others, offs, bias=among(bias[g]))
+    assert_same_bits(got[at], alone, "beside NaN and inf")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -134,14 +134,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     int tile_m = (group * GROUP_M + in_group % height) * TileA::ROWS;
     const int tile_n = in_group / height * TileB::ROWS;
 #ifdef GROUPED
+    int end_row = p.m;  // rows from there on are computed, and not stored
+    const auto end_m = [&] { return end_row; };
     if (blockIdx.x == 0) p.groups.check(THREADS);
 #if GROUPED == OF_ROWS
-    if (!take_rows<TileA::ROWS, TileB::ROWS, THREADS>(p, batch, tile_m, tile_n, OUT_KIND == F32 ? 4 : 2))
+    if (!take_rows<TileA::ROWS, TileB::ROWS, THREADS>(p, batch, tile_m, end_row, tile_n,
+                                                      OUT_KIND == F32 ? 4 : 2))
         return;
 #else
     int bounds[2];
     take_terms(p, batch, bounds);
 #endif
+#else
+    const auto end_m = [&] { return p.m; };
 #endif
 
     // Neighbours share a row of a, and lanes two apart a column of b: then 16 lanes read 16 bytes each at
@@ -177,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
             for (int j = 0; j < THREAD_N; ++j) {
                 const int row = tile_m + own_m + TileA::row(i), col = tile_n + own_n + TileB::row(j);
-                if (row < p.m && col < p.n)
+                if (row < end_m() && col < p.n)
                     acc[i][j] = p.acc[batch * p.acc_batch + row * p.acc_row + col * p.acc_col];
             }
     }
@@ -281,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             for (int e = 0; e < TOGETHER; ++e)
                 value[e] = p.bias ? __fadd_rn(acc[i][j + e], bias[e]) : acc[i][j + e];
             const i64 index = batch * p.out_batch + row * p.out_row + col * p.out_col;
-            if (row < p.m)
+            if (row < end_m())
                 store_four(p.out, index, p.out_col, value, columns, out_kind,
                            TOGETHER == 4 && p.out_together);
         }

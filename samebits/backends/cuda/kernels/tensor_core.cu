@@ -127,13 +127,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const u32 in_group = tile % (GROUP_M * p.tiles_n);
     int tile_m = (group * GROUP_M + in_group % height) * TILE_M, tile_n = in_group / height * TILE_N;
 #ifdef GROUPED
+    int end_row = p.m;  // rows from there on are computed, and not stored
+    const auto end_m = [&] { return end_row; };
     if (blockIdx.x == 0) p.groups.check(THREADS);
 #if GROUPED == OF_ROWS
-    if (!take_rows<TILE_M, TILE_N, THREADS>(p, batch, tile_m, tile_n, p.out_kind == F32 ? 4 : 2)) return;
+    if (!take_rows<TILE_M, TILE_N, THREADS>(p, batch, tile_m, end_row, tile_n, p.out_kind == F32 ? 4 : 2))
+        return;
 #else
     int bounds[2];
     take_terms(p, batch, bounds);
 #endif
+#else
+    const auto end_m = [&] { return p.m; };
 #endif
     const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
 
@@ -180,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (int r = 0; r < 16; r += 32 / LANES)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    if (row0 + i * 16 + r < p.m && e < columns)
+                    if (row0 + i * 16 + r < end_m() && e < columns)
                         strip[(lane_row + r) * STRIP + lane_col + e] =
                             acc[(row0 + i * 16 + r) * p.acc_row + e * p.acc_col];
             __syncwarp();
@@ -263,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
         for (int r = 0; r < 16; r += 32 / LANES) {
             const int row = row0 + i * 16 + r;
-            if (row >= p.m) break;
+            if (row >= end_m()) break;
             const float4 x = *reinterpret_cast<const float4*>(strip + (lane_row + r) * STRIP + lane_col);
             float value[4] = {x.x, x.y, x.z, x.w};
             if (p.bias)

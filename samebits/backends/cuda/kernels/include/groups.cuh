@@ -81,15 +81,15 @@ struct RowsOfTile {
 
 // Whether the block has a tile to compute. All its threads call it, and write +0 to rows of no group.
 template <int HEIGHT, int WIDTH, int BLOCK, typename Params>
-__device__ __forceinline__ bool take_rows(Params& p, u32& group, int& first_row, int first_col,
-                                          int out_bytes) {
+__device__ __forceinline__ bool take_rows(const Params& p, u32& group, int& first_row, int& end_row,
+                                          int first_col, int out_bytes) {
     const RowsOfTile rows(p.groups, HEIGHT, first_row / HEIGHT);
-    group = rows.group, first_row = rows.first, p.m = rows.end;
+    group = rows.group, first_row = rows.first, end_row = rows.end;
     if (rows.group == p.groups.count)
         for (int i = threadIdx.x; i < HEIGHT * WIDTH; i += BLOCK) {
             const int row = first_row + i / WIDTH, col = first_col + i % WIDTH;
             const i64 index = row * p.out_row + col * p.out_col;
-            if (row >= p.m || col >= p.n) continue;
+            if (row >= end_row || col >= p.n) continue;
             if (out_bytes == 4)
                 static_cast<u32*>(p.out)[index] = 0;
             else
