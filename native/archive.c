@@ -25,7 +25,7 @@ _Static_assert(sizeof(header) == 240 && sizeof(schedule) == 48 && sizeof(variant
                    sizeof(cubin) == 64 && sizeof(table) == 32,
                "samebits/tools/export/archive.py has these sizes");
 
-enum { CHECKED_FROM = 24 };
+enum { CHECKED_FROM = 24, MOST_BYTES = 1 << 30 };
 
 static uint32_t crc32(const unsigned char* bytes, size_t count) {
     uint32_t lines[256], crc = 0xFFFFFFFF;
@@ -45,11 +45,43 @@ static bool big_endian(void) {
 
 /* The section's array, or NULL if it is not within the file. */
 static const void* array(const sb_archive* x, section of, size_t item) {
-    if (of.at % 16 || of.at > x->size || of.count > UINT32_MAX || of.count * item > x->size - of.at) return NULL;
+    if (of.at % 16 || of.at > x->size || of.count > UINT32_MAX || of.count * item > x->size - of.at)
+        return NULL;
     return x->bytes + of.at;
 }
 
 static bool text_ends(const char* text, size_t size) { return memchr(text, 0, size) != NULL; }
+
+/* The bytes of parameters that this library gives to a kernel. */
+static uint32_t params_of(int32_t f, uint32_t variant) {
+    static const uint32_t sizes[FAMILIES] = {UNIVERSAL_PARAMS, UNIVERSAL_PARAMS,  TENSOR_CORE_SM90_PARAMS,
+                                             FMA_SM90_PARAMS,  STATISTICS_PARAMS, COMBINE_PARAMS};
+    return f == LOGP && variant % 4 == BLOCK_STATISTICS ? BLOCK_STATISTICS_PARAMS : sizes[f];
+}
+
+/* The first of a kernel's variants, or of the next one's. */
+static uint32_t first_variant(const sb_archive* x, int32_t kernel) {
+    uint32_t low = 0, high = x->variant_count;
+    while (low < high) {
+        const uint32_t middle = low + (high - low) / 2;
+        if (x->variants[middle].kernel < (uint32_t)kernel)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* Whether a schedule's kernels take the parameters that it gives them. */
+static bool kernels_fit(const sb_archive* x, const schedule* s) {
+    for (uint32_t i = first_variant(x, s->kernel); i < x->variant_count; i++) {
+        const variant* v = &x->variants[i];
+        if (v->kernel != (uint32_t)s->kernel) break;
+        const cubin* c = &x->cubins[v->cubin];
+        if (c->params != params_of(s->family, v->variant) || c->cluster != (uint32_t)s->cluster) return false;
+    }
+    return true;
+}
 
 /* Whether all indices are within their arrays, and all keys in order. */
 static bool consistent(const sb_archive* x, const header* h, uint64_t bounds, uint64_t cells) {
@@ -79,6 +111,8 @@ static bool consistent(const sb_archive* x, const header* h, uint64_t bounds, ui
             c->params > 4096)
             return false;
     }
+    for (uint32_t i = 0; i < x->schedule_count; i++)
+        if (!kernels_fit(x, &x->schedules[i])) return false;
     for (uint32_t i = 0; i < x->table_count; i++) {
         const table* t = &x->tables[i];
         if (i > 0 && (t->family < t[-1].family || (t->family == t[-1].family && t->key <= t[-1].key)))
@@ -108,7 +142,7 @@ static sb_status read_file(const char* path, sb_archive* x) {
     long size = -1;
     if (fseek(file, 0, SEEK_END) == 0) size = ftell(file);
     sb_status status = SB_OK;
-    if (size < 0 || fseek(file, 0, SEEK_SET) != 0)
+    if (size < 0 || size > MOST_BYTES || fseek(file, 0, SEEK_SET) != 0) /* a folder has any size */
         status = fail(SB_ARCHIVE, "%s: it cannot be read", path);
     else if ((x->bytes = aligned_alloc(64, ((size_t)size / 64 + 1) * 64)) == NULL)
         status = fail(SB_MEMORY, "%s: no memory for its %ld bytes", path, size);
@@ -124,14 +158,15 @@ static sb_status check(const char* path, sb_archive* x) {
     if (x->size < sizeof *h || memcmp(h->magic, "samebits", 8) != 0)
         return fail(SB_ARCHIVE, "%s: it is not an archive of samebits export", path);
     if (h->abi != SB_ABI_VERSION)
-        return fail(SB_ARCHIVE, "%s: it has ABI version %" PRIu32 ", this library %d: export it again", path, h->abi,
-                    SB_ABI_VERSION);
+        return fail(SB_ARCHIVE, "%s: it has ABI version %" PRIu32 ", this library %d: export it again", path,
+                    h->abi, SB_ABI_VERSION);
     if (h->size != x->size)
-        return fail(SB_ARCHIVE, "%s: it is damaged: expected %" PRIu64 " bytes, got %zu", path, h->size, x->size);
+        return fail(SB_ARCHIVE, "%s: it is damaged: expected %" PRIu64 " bytes, got %zu", path, h->size,
+                    x->size);
     const uint32_t crc = crc32(x->bytes + CHECKED_FROM, x->size - CHECKED_FROM);
     if (crc != h->checksum)
-        return fail(SB_ARCHIVE, "%s: it is damaged: expected the checksum %08" PRIx32 ", got %08" PRIx32, path,
-                    h->checksum, crc);
+        return fail(SB_ARCHIVE, "%s: it is damaged: expected the checksum %08" PRIx32 ", got %08" PRIx32,
+                    path, h->checksum, crc);
     x->schedules = array(x, h->schedules, sizeof(schedule));
     x->variants = array(x, h->variants, sizeof(variant));
     x->cubins = array(x, h->cubins, sizeof(cubin));

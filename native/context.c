@@ -37,17 +37,26 @@ static sb_status load_kernels(sb_context* x) {
     for (uint32_t i = 0; i < archive->cubin_count; i++) {
         const cubin* c = &archive->cubins[i];
         if ((int64_t)c->smem > x->max_smem)
-            return fail(SB_UNSUPPORTED, "%s needs %" PRIu32 " bytes of shared memory, this GPU has %d", c->entry,
-                        c->smem, x->max_smem);
-        sb_status status = check_driver(driver.cuModuleLoadData(&x->modules[i], archive->bytes + c->at), c->entry);
+            return fail(SB_UNSUPPORTED, "%s needs %" PRIu32 " bytes of shared memory, this GPU has %d",
+                        c->entry, c->smem, x->max_smem);
+        sb_status status =
+            check_driver(driver.cuModuleLoadData(&x->modules[i], archive->bytes + c->at), c->entry);
         if (status == SB_OK)
-            status = check_driver(driver.cuModuleGetFunction(&x->functions[i], x->modules[i], c->entry), c->entry);
+            status =
+                check_driver(driver.cuModuleGetFunction(&x->functions[i], x->modules[i], c->entry), c->entry);
         if (status == SB_OK && c->smem > 0)
             status = check_driver(driver.cuFuncSetAttribute(x->functions[i], DYNAMIC_SMEM, (int)c->smem),
                                   "cuFuncSetAttribute");
         if (status == SB_OK && c->cluster > 8)
             status = check_driver(driver.cuFuncSetAttribute(x->functions[i], NON_PORTABLE_CLUSTER, 1),
                                   "cuFuncSetAttribute");
+        size_t offset = 0, size = 0;
+        if (status == SB_OK)
+            status = check_driver(driver.cuFuncGetParamInfo(x->functions[i], 0, &offset, &size),
+                                  "cuFuncGetParamInfo");
+        if (status == SB_OK && (size < c->params || size >= (size_t)c->params + 128))
+            status = fail(SB_ARCHIVE, "%s takes parameters of %zu bytes, the archive says %" PRIu32, c->entry,
+                          size, c->params);
         if (status != SB_OK) return status;
     }
     return SB_OK;
@@ -71,7 +80,8 @@ static sb_status prepare(sb_context* x) {
         if (status != SB_OK) return status;
     }
     if (major != archive->major || minor != archive->minor)
-        return fail(SB_UNSUPPORTED, "device %d is sm_%d%d, the archive is for %s: samebits export --arch sm_%d%d%s",
+        return fail(SB_UNSUPPORTED,
+                    "device %d is sm_%d%d, the archive is for %s: samebits export --arch sm_%d%d%s",
                     x->device, major, minor, archive->arch, major, minor, major >= 9 ? "a" : "");
     if (x->multiprocessors < 1) return fail(SB_DRIVER, "device %d has no multiprocessors", x->device);
     status = check_driver(driver.cuDevicePrimaryCtxRetain(&x->current, handle), "cuDevicePrimaryCtxRetain");
@@ -155,9 +165,10 @@ static sb_status make(void* map, const void* address, const map_recipe* x) {
     static const int dtypes[] = {7, 9, 6}; /* float32, bfloat16, float16 */
     const int swizzle = x->swizzle == 128 ? 3 : x->swizzle == 64 ? 2 : x->swizzle == 32 ? 1 : 0;
     const int promotion = x->promotion == 256 ? 3 : x->promotion == 128 ? 2 : x->promotion == 64 ? 1 : 0;
-    return check_driver(driver.cuTensorMapEncodeTiled(map, dtypes[x->dtype], (uint32_t)x->rank, (void*)address,
-                                                      x->shape, x->strides, x->box, one, 0, swizzle, promotion, 0),
-                        "cuTensorMapEncodeTiled");
+    return check_driver(
+        driver.cuTensorMapEncodeTiled(map, dtypes[x->dtype], (uint32_t)x->rank, (void*)address, x->shape,
+                                      x->strides, x->box, one, 0, swizzle, promotion, 0),
+        "cuTensorMapEncodeTiled");
 }
 
 sb_status encode(void* map, const void* address, const map_recipe* recipe) {

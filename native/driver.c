@@ -45,7 +45,7 @@ static void load(void) {
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         void* found = dlsym(library, names[i]);
         if (found == NULL) {
-            snprintf(why, sizeof why, "the CUDA driver has no %s: it is older than CUDA 12.0", names[i]);
+            snprintf(why, sizeof why, "the CUDA driver has no %s: it is older than CUDA 12.4", names[i]);
             return;
         }
         memcpy((char*)&driver + i * sizeof found, &found, sizeof found);

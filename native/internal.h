@@ -11,7 +11,9 @@
 #define SB_LIBCUDA "libcuda.so.1"
 #endif
 
-enum { LARGEST = 2147481600 /* 2^31 - 2048: kernels count in 32 bits, and round up to all tiles in flight */ };
+enum {
+    LARGEST = 2147481600 /* 2^31 - 2048: kernels count in 32 bits, and round up to all tiles in flight */
+};
 
 /* ---- Errors ---- */
 
@@ -33,17 +35,28 @@ typedef struct {
 } launch_config; /* CUlaunchConfig */
 
 /* cuda.h is not needed. Devices are ints; contexts, modules and functions are pointers. */
-#define DRIVER_FUNCTIONS(of)                                                                               \
-    of(cuInit, (unsigned)) of(cuDeviceGet, (int*, int)) of(cuDeviceGetAttribute, (int*, int, int))           \
-    of(cuDevicePrimaryCtxRetain, (void**, int)) of(cuDevicePrimaryCtxRelease_v2, (int))                      \
-    of(cuCtxGetCurrent, (void**)) of(cuCtxPushCurrent_v2, (void*)) of(cuCtxPopCurrent_v2, (void**))          \
-    of(cuModuleLoadData, (void**, const void*)) of(cuModuleUnload, (void*))                                  \
-    of(cuModuleGetFunction, (void**, void*, const char*)) of(cuFuncSetAttribute, (void*, int, int))          \
-    of(cuLaunchKernelEx, (const launch_config*, void*, void**, void**))                                      \
-    of(cuTensorMapEncodeTiled, (void*, int, uint32_t, void*, const uint64_t*, const uint64_t*,               \
-                                const uint32_t*, const uint32_t*, int, int, int, int))                       \
-    of(cuTensorMapReplaceAddress, (void*, void*)) of(cuGetErrorName, (int, const char**))                    \
+/* clang-format off */
+#define DRIVER_FUNCTIONS(of)                                                                                    \
+    of(cuInit, (unsigned))                                                                                      \
+    of(cuDeviceGet, (int*, int))                                                                                \
+    of(cuDeviceGetAttribute, (int*, int, int))                                                                  \
+    of(cuDevicePrimaryCtxRetain, (void**, int))                                                                 \
+    of(cuDevicePrimaryCtxRelease_v2, (int))                                                                     \
+    of(cuCtxGetCurrent, (void**))                                                                               \
+    of(cuCtxPushCurrent_v2, (void*))                                                                            \
+    of(cuCtxPopCurrent_v2, (void**))                                                                            \
+    of(cuModuleLoadData, (void**, const void*))                                                                 \
+    of(cuModuleUnload, (void*))                                                                                 \
+    of(cuModuleGetFunction, (void**, void*, const char*))                                                       \
+    of(cuFuncGetParamInfo, (void*, size_t, size_t*, size_t*))                                                   \
+    of(cuFuncSetAttribute, (void*, int, int))                                                                   \
+    of(cuLaunchKernelEx, (const launch_config*, void*, void**, void**))                                         \
+    of(cuTensorMapEncodeTiled, (void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, \
+                                const uint32_t*, int, int, int, int))                                           \
+    of(cuTensorMapReplaceAddress, (void*, void*))                                                               \
+    of(cuGetErrorName, (int, const char**))                                                                     \
     of(cuGetErrorString, (int, const char**))
+/* clang-format on */
 
 #define DRIVER_POINTER(name, arguments) int(*name) arguments;
 extern struct driver {
@@ -89,6 +102,19 @@ typedef struct {
     uint32_t cells;
 } table;
 
+/* Bytes of the kernels' parameters. */
+enum {
+    UNIVERSAL_PARAMS = 208,
+    TENSOR_CORE_SM90_PARAMS = 456,
+    FMA_SM90_PARAMS = 376,
+    STATISTICS_PARAMS = 328,
+    BLOCK_STATISTICS_PARAMS = 80,
+    COMBINE_PARAMS = 96
+};
+
+/* The variants of the kernels of logp.cu, in their lowest bits. */
+enum { BLOCK_STATISTICS, COMBINE, COMBINE_FEW };
+
 struct sb_archive {
     int references;
     unsigned char* bytes;
@@ -121,7 +147,8 @@ struct sb_context {
     void **modules, **functions;
 };
 
-/* Launch a cubin's function on `grid` blocks in x. `params` has room for 128 bytes more than the kernel reads. */
+/* Launch a cubin's function on `grid` blocks in x. `params` has room for 128 bytes more than the struct has: where
+   the kernel's struct is aligned to 128 bytes, so is its size. */
 sb_status launch(const sb_context* context, int64_t cubin, int64_t grid, void* params, CUstream stream);
 
 /* A tensor map, as cuTensorMapEncodeTiled takes it. */
@@ -142,7 +169,7 @@ void leave(bool pushed);
 
 typedef struct {
     const void* at;
-    int64_t rows, k;                        /* rows: m of a, n of b */
+    int64_t rows, k;                            /* rows: m of a, n of b */
     int64_t row_stride, k_stride, batch_stride; /* batch_stride: 0 if all share one matrix */
 } operand;
 

@@ -5,18 +5,23 @@
 
 #include "internal.h"
 
-enum { VOCAB_BLOCK = 128, THREADS = 256, WARPS = THREADS / 32, FEW_ROWS = 1024, FEW_BLOCKS = 64, ALIGNMENT = 256 };
+enum {
+    VOCAB_BLOCK = 128,
+    THREADS = 256,
+    WARPS = THREADS / 32,
+    FEW_ROWS = 1024,
+    FEW_BLOCKS = 64,
+    ALIGNMENT = 256
+};
 
 static const int64_t MOST_STATISTICS = INT64_C(3) << 27; /* logits whose statistics exist at a time */
 static const int64_t MOST_LOGITS = 1 << 23;              /* logits that exist at a time, if any do */
 
-/* The variants of the kernels of logp.cu. */
-enum { BLOCK_STATISTICS, COMBINE, COMBINE_FEW };
-
 /* Scratch, as distances from its beginning, and how the call is cut. */
 typedef struct {
-    bool fused;                  /* no logits are stored */
-    int64_t tokens, blocks, width; /* at a time: tokens, and entries of the vocabulary; blocks of the vocabulary */
+    bool fused; /* no logits are stored */
+    int64_t tokens, blocks,
+        width; /* at a time: tokens, and entries of the vocabulary; blocks of the vocabulary */
     int64_t m, s, u, target_logit, shift, log_sum, logits, bytes;
 } layout;
 
@@ -42,8 +47,8 @@ static layout arrange(const sb_context* context, const sb_logp* p, bool readable
     if (x.tokens >= 128) x.tokens = round_up(x.tokens, 128);
     if (x.tokens > p->tokens) x.tokens = p->tokens;
     x.blocks = ceil_div(p->vocabulary, VOCAB_BLOCK);
-    x.fused = readable_addresses && fused_table(context, p) != NULL && readable(NULL, p->tokens, p->hidden_row) &&
-              readable(NULL, p->vocabulary, p->weight_row);
+    x.fused = readable_addresses && fused_table(context, p) != NULL &&
+              readable(NULL, p->tokens, p->hidden_row) && readable(NULL, p->vocabulary, p->weight_row);
     x.m = take(&x.bytes, x.tokens * x.blocks);
     x.s = take(&x.bytes, x.tokens * x.blocks);
     x.u = take(&x.bytes, p->entropy ? x.tokens * x.blocks : 0);
@@ -77,7 +82,8 @@ static sb_status check_sizes(const sb_context* context, const sb_logp* p) {
 static sb_status check_address(const char* name, const void* at, uintptr_t of, bool needed) {
     if (needed && at == NULL) return fail(SB_INVALID, "%s: expected an address, got NULL", name);
     if (!multiple(at, of))
-        return fail(SB_INVALID, "%s: expected an address that is a multiple of %d, got %p", name, (int)of, at);
+        return fail(SB_INVALID, "%s: expected an address that is a multiple of %d, got %p", name, (int)of,
+                    at);
     return SB_OK;
 }
 
@@ -86,7 +92,8 @@ static sb_status check(const sb_context* context, const sb_logp* p) {
     if (status != SB_OK) return status;
     if (!(p->temperature >= 0x1p-126 && p->temperature <= 0x1p126))
         return fail(SB_INVALID, "temperature: expected a number in [2^-126, 2^126], got %g", p->temperature);
-    const sb_matrix hidden = {(void*)p->hidden, p->hidden_row, 1, 0}, weight = {(void*)p->weight, p->weight_row, 1, 0};
+    const sb_matrix hidden = {(void*)p->hidden, p->hidden_row, 1, 0},
+                    weight = {(void*)p->weight, p->weight_row, 1, 0};
     if ((status = check_matrix("hidden", &hidden, p->dtype, p->tokens, p->features, 1)) ||
         (status = check_matrix("weight", &weight, p->dtype, p->vocabulary, p->features, 1)) ||
         (status = check_address("bias", p->bias, (uintptr_t)itemsize(p->dtype), false)) ||
@@ -134,6 +141,10 @@ typedef struct {
     int32_t rows, blocks;
 } combine_params;
 
+_Static_assert(sizeof(fused_params) == STATISTICS_PARAMS && sizeof(block_params) == BLOCK_STATISTICS_PARAMS &&
+                   sizeof(combine_params) == COMBINE_PARAMS,
+               "");
+
 /* Some of a call's tokens. */
 typedef struct {
     const sb_logp* p;
@@ -162,8 +173,8 @@ static sb_status fused(const sb_context* context, const part* x) {
                              (uint32_t)(p->entropy != NULL) << 3 | (uint32_t)folded << 4;
     const int64_t cubin = find_variant(context->archive, s->kernel, variant);
     if (cubin < 0) return missing("log-probabilities of this dtype");
-    const operand hidden = {rows_from(p->hidden, x->first, p->hidden_row, p->dtype), x->tokens, p->features,
-                            p->hidden_row, 1, 0};
+    const operand hidden = {
+        rows_from(p->hidden, x->first, p->hidden_row, p->dtype), x->tokens, p->features, p->hidden_row, 1, 0};
     const operand weight = {p->weight, p->vocabulary, p->features, p->weight_row, 1, 0};
     const operand *tall = swap ? &weight : &hidden, *wide = swap ? &hidden : &weight;
     const map_recipe maps[2] = {
@@ -246,7 +257,8 @@ static sb_status in_pieces(const sb_context* context, const part* x) {
 
 static sb_status combine(const sb_context* context, const part* x) {
     const sb_logp* p = x->p;
-    const bool few = x->tokens <= FEW_ROWS && x->at->blocks > FEW_BLOCKS; /* then the latency of a row decides */
+    const bool few =
+        x->tokens <= FEW_ROWS && x->at->blocks > FEW_BLOCKS; /* then the latency of a row decides */
     const int64_t cubin = logp_kernel(context, few ? COMBINE_FEW : COMBINE, p);
     if (cubin < 0) return missing("log-probabilities");
     union {
@@ -283,7 +295,8 @@ sb_status sb_linear_logp(const sb_context* context, const sb_logp* p, void* work
     if ((status = enter(context, &pushed))) return status;
     for (int64_t first = 0; first < p->tokens && status == SB_OK; first += at.tokens) {
         const int64_t rest = p->tokens - first;
-        const part x = {p, first, rest < at.tokens ? rest : at.tokens, workspace, &at, (float)(1 / p->temperature),
+        const part x = {p,         first, rest < at.tokens ? rest : at.tokens,
+                        workspace, &at,   (float)(1 / p->temperature),
                         stream};
         status = at.fused ? fused(context, &x) : in_pieces(context, &x);
         if (status == SB_OK) status = combine(context, &x);

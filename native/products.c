@@ -11,19 +11,19 @@ enum { LONGEST_STRIDE_LOG2 = 36, MOST_ELEMENTS_LOG2 = 46 };
 
 /* Whether all of a matrix lies within 2^46 elements, with strides that no kernel's arithmetic leaves. */
 sb_status check_matrix(const char* name, const sb_matrix* x, sb_dtype dtype, int64_t rows, int64_t columns,
-                              int64_t batch) {
+                       int64_t batch) {
     const int64_t sizes[3] = {batch, rows, columns}, strides[3] = {x->batch, x->row, x->column};
     static const char* const of[3] = {"batch", "row", "column"};
     int64_t last = 0;
     for (int i = 0; i < 3; i++) {
         if (sizes[i] <= 1) continue;
         if (strides[i] < 0 || strides[i] > INT64_C(1) << LONGEST_STRIDE_LOG2)
-            return fail(SB_INVALID, "%s.%s: expected a distance from 0 to 2^36 elements, got %" PRId64, name, of[i],
-                        strides[i]);
+            return fail(SB_INVALID, "%s.%s: expected a distance from 0 to 2^36 elements, got %" PRId64, name,
+                        of[i], strides[i]);
         const int64_t most = (INT64_C(1) << MOST_ELEMENTS_LOG2) - last;
         if (strides[i] > 0 && sizes[i] - 1 > most / strides[i])
-            return fail(SB_INVALID, "%s: expected a matrix within 2^46 elements, got %s distance %" PRId64, name, of[i],
-                        strides[i]);
+            return fail(SB_INVALID, "%s: expected a matrix within 2^46 elements, got %s distance %" PRId64,
+                        name, of[i], strides[i]);
         last += (sizes[i] - 1) * strides[i];
     }
     if (rows == 0 || columns == 0 || batch == 0) return SB_OK;
@@ -64,8 +64,8 @@ static sb_status check(const sb_product* p, const sb_sequences* s) {
         return fail(SB_INVALID, "dtype: expected SB_F32, SB_BF16 or SB_F16, got %d", (int)p->dtype);
     if (p->out_dtype != p->dtype && p->out_dtype != SB_F32)
         return fail(SB_INVALID, "out_dtype: expected dtype or SB_F32, got %d", (int)p->out_dtype);
-    if ((status = check_size("m", p->m)) || (status = check_size("n", p->n)) || (status = check_size("k", p->k)) ||
-        (status = check_size("batch", p->batch)))
+    if ((status = check_size("m", p->m)) || (status = check_size("n", p->n)) ||
+        (status = check_size("k", p->k)) || (status = check_size("batch", p->batch)))
         return status;
     if (p->accumulate != 0 && p->accumulate != 1)
         return fail(SB_INVALID, "accumulate: expected 0 or 1, got %d", p->accumulate);
@@ -76,16 +76,19 @@ static sb_status check(const sb_product* p, const sb_sequences* s) {
         (status = check_matrix("out", &p->out, p->out_dtype, p->m, p->n, p->batch)))
         return status;
     if (p->m > 0 && p->n > 0 && p->batch > 0 && !distinct(p))
-        return fail(SB_INVALID, "out: expected elements that do not overlap, got distances %" PRId64 ", %" PRId64
-                                ", %" PRId64,
+        return fail(SB_INVALID,
+                    "out: expected elements that do not overlap, got distances %" PRId64 ", %" PRId64
+                    ", %" PRId64,
                     p->out.batch, p->out.row, p->out.column);
     if (!multiple(p->bias, (uintptr_t)itemsize(p->dtype)))
-        return fail(SB_INVALID, "bias: expected an address that is a multiple of %d, got %p", itemsize(p->dtype),
-                    p->bias);
+        return fail(SB_INVALID, "bias: expected an address that is a multiple of %d, got %p",
+                    itemsize(p->dtype), p->bias);
     if (s == NULL) return SB_OK;
-    if (s->wide != 0 && s->wide != 1) return fail(SB_INVALID, "sequences.wide: expected 0 or 1, got %d", s->wide);
+    if (s->wide != 0 && s->wide != 1)
+        return fail(SB_INVALID, "sequences.wide: expected 0 or 1, got %d", s->wide);
     if (s->count < 1 || s->count > LARGEST || (s->offsets == NULL && s->count != 1))
-        return fail(SB_INVALID, "sequences.count: expected 1 or more, and 1 without offsets, got %" PRId64, s->count);
+        return fail(SB_INVALID, "sequences.count: expected 1 or more, and 1 without offsets, got %" PRId64,
+                    s->count);
     if (!multiple(s->offsets, s->wide ? 8 : 4))
         return fail(SB_INVALID, "sequences.offsets: expected an address that is a multiple of %d, got %p",
                     s->wide ? 8 : 4, s->offsets);
@@ -103,8 +106,8 @@ void out_strides(const sb_product* p, int64_t strides[3]) {
 bool writes_vectors(const sb_product* p) {
     int64_t strides[3];
     out_strides(p, strides);
-    return strides[2] == 1 && multiple(p->out.data, 4 * (uintptr_t)itemsize(p->out_dtype)) && strides[0] % 4 == 0 &&
-           strides[1] % 4 == 0;
+    return strides[2] == 1 && multiple(p->out.data, 4 * (uintptr_t)itemsize(p->out_dtype)) &&
+           strides[0] % 4 == 0 && strides[1] % 4 == 0;
 }
 
 /* ---- The universal kernels ---- */
@@ -146,6 +149,8 @@ typedef struct {
     int32_t m, n, k, sequences, tiles_m, tiles_n, last, vectors, bias_type, wide;
 } universal_params;
 
+_Static_assert(sizeof(universal_params) == UNIVERSAL_PARAMS, "");
+
 static sb_status universal(const sb_context* context, const call* c) {
     const sb_product* p = c->p;
     const bool fma = p->dtype == SB_F32, ragged = c->offsets != NULL;
@@ -153,7 +158,10 @@ static sb_status universal(const sb_context* context, const call* c) {
     const table* t = find_table(archive, fma ? FMA : TENSOR_CORE, p->batch > 1);
     if (t == NULL)
         return fail(SB_UNSUPPORTED, "the archive has no products of %s: samebits export --dtype %s",
-                    fma ? "float32" : "16 bits", fma ? "f32" : p->dtype == SB_BF16 ? "bf16" : "f16");
+                    fma ? "float32" : "16 bits",
+                    fma                   ? "f32"
+                    : p->dtype == SB_BF16 ? "bf16"
+                                          : "f16");
     _Alignas(64) union {
         universal_params of;
         char room[sizeof(universal_params) + 128];
@@ -171,12 +179,16 @@ static sb_status universal(const sb_context* context, const call* c) {
         cubin = find_variant(archive, s->kernel, variant);
     }
     if (cubin < 0)
-        return fail(SB_UNSUPPORTED, "the archive has no kernel for products of this dtype: samebits export --dtype %s",
-                    fma ? "f32" : p->dtype == SB_BF16 ? "bf16" : "f16");
+        return fail(SB_UNSUPPORTED,
+                    "the archive has no kernel for products of this dtype: samebits export --dtype %s",
+                    fma                   ? "f32"
+                    : p->dtype == SB_BF16 ? "bf16"
+                                          : "f16");
     const int64_t tiles_m = ceil_div(p->m, s->tile_m), tiles_n = ceil_div(p->n, s->tile_n);
     const int64_t steps = ragged ? p->k / 16 + c->sequences : ceil_div(p->k, 16);
     if (tiles_m * tiles_n > LARGEST / p->batch || steps > LARGEST)
-        return fail(SB_INVALID, "m, n, batch: expected at most %d tiles, got %" PRId64 " x %" PRId64 " x %" PRId64,
+        return fail(SB_INVALID,
+                    "m, n, batch: expected at most %d tiles, got %" PRId64 " x %" PRId64 " x %" PRId64,
                     LARGEST, p->m, p->n, p->batch);
     x->a = c->a.at;
     x->b = c->b.at;
@@ -204,7 +216,8 @@ static sb_status universal(const sb_context* context, const call* c) {
 
 /* ---- The functions ---- */
 
-sb_status run_product(const sb_context* context, const sb_product* p, const sb_sequences* s, CUstream stream) {
+sb_status run_product(const sb_context* context, const sb_product* p, const sb_sequences* s,
+                      CUstream stream) {
     if (p->m == 0 || p->n == 0 || p->batch == 0) return SB_OK;
     const bool batched = p->batch > 1;
     const call c = {
@@ -226,7 +239,8 @@ sb_status run_product(const sb_context* context, const sb_product* p, const sb_s
     return status;
 }
 
-static sb_status checked(const sb_context* context, const sb_product* p, const sb_sequences* s, CUstream stream) {
+static sb_status checked(const sb_context* context, const sb_product* p, const sb_sequences* s,
+                         CUstream stream) {
     if (context == NULL) return fail(SB_INVALID, "context: expected a handle, got NULL");
     if (p == NULL) return fail(SB_INVALID, "product: expected a description, got NULL");
     const sb_status status = check(p, s);

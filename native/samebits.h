@@ -77,9 +77,10 @@ typedef struct sb_product {
 
 /* Packed sequences along k, as in the gradient of a weight: each sequence starts a new group of the chain. */
 typedef struct sb_sequences {
-    const void* offsets; /* on the GPU: count + 1 ascending offsets, from 0 to k; NULL: one sequence, of all k */
-    int64_t count;       /* sequences, 1 or more; 1 without offsets */
-    int wide;            /* offsets are int64_t; 0: int32_t */
+    const void*
+        offsets;   /* on the GPU: count + 1 ascending offsets, from 0 to k; NULL: one sequence, of all k */
+    int64_t count; /* sequences, 1 or more; 1 without offsets */
+    int wide;      /* offsets are int64_t; 0: int32_t */
 } sb_sequences;
 
 /* Log-probabilities of targets: softmax((hidden weight^T + bias) / temperature). */

@@ -5,20 +5,23 @@
 #include "internal.h"
 
 static sb_status too_many(const sb_product* p) {
-    return fail(SB_INVALID, "m, n, batch: expected at most %d tiles, got %" PRId64 " x %" PRId64 " x %" PRId64,
-                LARGEST, p->m, p->n, p->batch);
+    return fail(SB_INVALID,
+                "m, n, batch: expected at most %d tiles, got %" PRId64 " x %" PRId64 " x %" PRId64, LARGEST,
+                p->m, p->n, p->batch);
 }
 
 /* ---- 16 bits ---- */
 
 int k_major(const operand* x) {
-    if ((x->k_stride == 1 || x->k == 1) && (x->rows == 1 || (x->row_stride > 0 && x->row_stride % 8 == 0))) return 1;
-    if ((x->row_stride == 1 || x->rows == 1) && (x->k == 1 || (x->k_stride > 0 && x->k_stride % 8 == 0))) return 0;
+    if ((x->k_stride == 1 || x->k == 1) && (x->rows == 1 || (x->row_stride > 0 && x->row_stride % 8 == 0)))
+        return 1;
+    if ((x->row_stride == 1 || x->rows == 1) && (x->k == 1 || (x->k_stride > 0 && x->k_stride % 8 == 0)))
+        return 0;
     return -1;
 }
 
-map_recipe operand_map(sb_dtype dtype, const operand* x, int64_t batch, bool mn, int block, int depth, int sharers,
-                       bool folded, int promotion) {
+map_recipe operand_map(sb_dtype dtype, const operand* x, int64_t batch, bool mn, int block, int depth,
+                       int sharers, bool folded, int promotion) {
     const int64_t inner = mn ? x->rows : x->k, outer = mn ? x->k : x->rows;
     int64_t stride = mn ? x->k_stride : x->row_stride;
     if (outer <= 1) stride = round_up(inner, 8);
@@ -44,16 +47,28 @@ map_recipe operand_map(sb_dtype dtype, const operand* x, int64_t batch, bool mn,
     return map;
 }
 
-int64_t blocks_sm90(const sb_context* context, const schedule* s, int64_t rows, int64_t columns, int64_t batch) {
+int64_t blocks_sm90(const sb_context* context, const schedule* s, int64_t rows, int64_t columns,
+                    int64_t batch) {
     /* Clusters of four leave some multiprocessors idle. */
     const int64_t usable = s->cluster <= 2 ? context->multiprocessors : context->multiprocessors * 10 / 11;
     const int64_t resident = usable * s->blocks / s->cluster;
-    const int64_t tiles = ceil_div(rows, s->tile_m) * ceil_div(columns, (int64_t)s->tile_n * s->cluster) * batch;
+    const int64_t tiles =
+        ceil_div(rows, s->tile_m) * ceil_div(columns, (int64_t)s->tile_n * s->cluster) * batch;
     return (tiles < resident ? tiles : resident) * s->cluster;
 }
 
 /* The bits of a variant's number. */
-enum { A_MN = 0, B_MN = 1, DTYPE = 2, OUT_F32 = 4, BIAS = 5, ACCUMULATE = 6, ALIGNED = 7, FOLDED = 8, RAGGED = 9 };
+enum {
+    A_MN = 0,
+    B_MN = 1,
+    DTYPE = 2,
+    OUT_F32 = 4,
+    BIAS = 5,
+    ACCUMULATE = 6,
+    ALIGNED = 7,
+    FOLDED = 8,
+    RAGGED = 9
+};
 /* The bits of a table's key after the layouts: 0 for a 16-bit output, 1 for f32, 2 for f32 that is read, too. */
 enum { OUTPUT = 2, BATCHED = 4 };
 
@@ -64,6 +79,8 @@ typedef struct {
     int64_t row_stride, batch_stride;
     int32_t rows, columns, k, batch, tall_batched, wide_batched, sequences, group;
 } tensor_core_params;
+
+_Static_assert(sizeof(tensor_core_params) == TENSOR_CORE_SM90_PARAMS, "");
 
 static const table* table_of(const sb_archive* archive, uint32_t layouts, uint32_t output, uint32_t batched) {
     const table* t = NULL;
@@ -96,7 +113,10 @@ sb_status tensor_core_sm90(const sb_context* context, const call* c, bool* done)
     const uint32_t variant = layouts | (uint32_t)p->dtype << DTYPE | (uint32_t)f32 << OUT_F32 |
                              (uint32_t)(p->bias != NULL) << BIAS | (uint32_t)p->accumulate << ACCUMULATE |
                              (uint32_t)aligned << ALIGNED |
-                             (c->offsets == NULL ? 0u : c->wide ? 2u : 1u) << RAGGED;
+                             (c->offsets == NULL ? 0u
+                              : c->wide          ? 2u
+                                                 : 1u)
+                                 << RAGGED;
     const schedule* s = choose(archive, t, p->m, p->n, p->k);
     int64_t cubin = -1;
     bool folded = false;
@@ -113,10 +133,10 @@ sb_status tensor_core_sm90(const sb_context* context, const call* c, bool* done)
     const int64_t across = ceil_div(columns, (int64_t)s->tile_n * s->cluster);
     if (ceil_div(rows, s->tile_m) * across > LARGEST / p->batch) return too_many(p);
     const operand *tall = swap ? &c->b : &c->a, *wide = swap ? &c->a : &c->b;
-    const map_recipe maps[2] = {
-        operand_map(p->dtype, tall, p->batch, swap ? b_mn : a_mn, s->tile_m, s->tile_k, s->cluster, folded,
-                    s->promotion),
-        operand_map(p->dtype, wide, p->batch, swap ? a_mn : b_mn, s->tile_n, s->tile_k, 1, folded, s->promotion)};
+    const map_recipe maps[2] = {operand_map(p->dtype, tall, p->batch, swap ? b_mn : a_mn, s->tile_m,
+                                            s->tile_k, s->cluster, folded, s->promotion),
+                                operand_map(p->dtype, wide, p->batch, swap ? a_mn : b_mn, s->tile_n,
+                                            s->tile_k, 1, folded, s->promotion)};
     _Alignas(128) union {
         tensor_core_params of;
         char room[sizeof(tensor_core_params) + 128];
@@ -199,6 +219,8 @@ typedef struct {
     int32_t m, n, k, tiles_m, tiles_n, a_batched, b_batched, in_sequences, vectors, bias_type;
 } fma_params;
 
+_Static_assert(sizeof(fma_params) == FMA_SM90_PARAMS, "");
+
 sb_status fma_sm90(const sb_context* context, const call* c, bool* done) {
     const sb_archive* archive = context->archive;
     const sb_product* p = c->p;
@@ -212,7 +234,8 @@ sb_status fma_sm90(const sb_context* context, const call* c, bool* done) {
     if (cubin < 0) return SB_OK;
     const int64_t tiles_m = ceil_div(p->m, s->tile_m), tiles_n = ceil_div(p->n, s->tile_n);
     if (tiles_m * tiles_n > LARGEST / p->batch) return too_many(p);
-    const map_recipe a = fma_map(&c->a, p->batch, a_by_k, s->tile_m), b = fma_map(&c->b, p->batch, b_by_k, s->tile_n);
+    const map_recipe a = fma_map(&c->a, p->batch, a_by_k, s->tile_m),
+                     b = fma_map(&c->b, p->batch, b_by_k, s->tile_n);
     _Alignas(128) union {
         fma_params of;
         char room[sizeof(fma_params) + 128];

@@ -1,12 +1,12 @@
-"""Products and log-probabilities by raw pointers: ``libsamebits`` for Python programs whose arrays are not PyTorch's.
+"""Products and log-probabilities by raw pointers, for programs whose arrays are not PyTorch's.
 
     engine = Engine("model.samebits", library="libsamebits.so")
     engine.matmul(x, w.T, out=y, stream=stream)
 
 Arrays are objects with ``__cuda_array_interface__`` or ``__dlpack__`` (CuPy, JAX, numba, PyTorch), or an
-:class:`Array`. A call runs on the stream that it is given, a ``CUstream`` as an integer. It does not wait, neither
-for the arrays to be ready: their producers' work must be on that stream, or before it. `docs/native.md` says how to
-build the library and the archive.
+:class:`Array`. A call runs on the stream that it is given, a ``CUstream`` as an integer. It does not wait for
+the arrays to be ready: what writes them must be on that stream, or done. ``docs/native.md`` says how to build
+``libsamebits``, which computes, and the archive.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Array(NamedTuple):
         raise TypeError(f"samebits.engine: expected an array on a GPU, got {type(x).__name__}")
 
     @property
-    def mT(self) -> Array:  # noqa: N802
+    def mT(self) -> Array:
         """The transposed matrix, or matrices."""
         shape, strides = self.shape, self.strides
         return Array(self.data, self.dtype, (*shape[:-2], *shape[:-3:-1]), (*strides[:-2], *strides[:-3:-1]))
@@ -221,14 +221,14 @@ class Engine:
     def matmul(
         self, a: Any, b: Any, *, out: Any, bias: Any = None, accumulate: bool = False, stream: int
     ) -> None:
-        """``out = a @ b (+ bias)``, or with `accumulate` ``out += a @ b (+ bias)``: the bits of ``samebits.matmul``.
+        """``out = a @ b (+ bias)``, or ``out += a @ b (+ bias)``, with the bits of ``samebits.matmul``.
 
         Args:
             a: ``[M, K]`` or ``[B, M, K]``; float32, bfloat16 or float16, any strides that are not negative.
-            b: ``[K, N]`` or ``[B, K, N]``, of the same dtype. With one dimension of batch in either, that of the
-                other may be missing or 1.
+            b: ``[K, N]`` or ``[B, K, N]``, of the same dtype. The batch of a or b may be missing, or 1.
             out: ``[M, N]`` or ``[B, M, N]``, of the same dtype or float32; with `accumulate` float32.
             bias: ``[N]``, contiguous, of the same dtype as a.
+            accumulate: chains start from the values in `out`, not from +0.
             stream: a ``CUstream``; 0 is the default stream.
 
         Reduction order: one chain over ascending k for every element, as in ``docs/contract.md``.
@@ -243,7 +243,7 @@ class Engine:
     def matmul_sequences(
         self, a: Any, b: Any, cu_seqlens: Any = None, *, out: Any, accumulate: bool = False, stream: int
     ) -> None:
-        """``out = a[M, K] @ b[K, N]`` whose k are tokens of packed sequences: a weight's gradient ``dy.mT @ x``.
+        """``out = a[M, K] @ b[K, N]`` over the tokens of packed sequences: a weight's gradient ``dy.mT @ x``.
 
         Args:
             a, b, out, accumulate, stream: as in :meth:`matmul`, without batches.

@@ -51,7 +51,10 @@ int cuDeviceGet(int* device, int ordinal) {
 }
 
 int cuDeviceGetAttribute(int* to, int which, int device) {
-    *to = which == 16 ? driver_multiprocessors : which == 75 ? driver_major : which == 76 ? driver_minor : driver_smem;
+    *to = which == 16   ? driver_multiprocessors
+          : which == 75 ? driver_major
+          : which == 76 ? driver_minor
+                        : driver_smem;
     return device;
 }
 
@@ -104,7 +107,15 @@ int cuModuleGetFunction(void** to, void* module, const char* name) {
     return *name == 0;
 }
 
-int cuFuncSetAttribute(void* of, int which, int value) { return of == NULL || (which == 8 && value > driver_smem); }
+int cuFuncGetParamInfo(void* of, size_t index, size_t* offset, size_t* size) {
+    *offset = 0;
+    *size = ((const function*)of)->size;
+    return index != 0;
+}
+
+int cuFuncSetAttribute(void* of, int which, int value) {
+    return of == NULL || (which == 8 && value > driver_smem);
+}
 
 int cuLaunchKernelEx(const config* c, void* of, void** params, void** extra) {
     const function* f = of;
@@ -128,8 +139,8 @@ int cuLaunchKernelEx(const config* c, void* of, void** params, void** extra) {
 }
 
 int cuTensorMapEncodeTiled(void* to, int dtype, uint32_t rank, void* address, const uint64_t* shape,
-                           const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave,
-                           int swizzle, int promotion, int fill) {
+                           const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
+                           int interleave, int swizzle, int promotion, int fill) {
     struct {
         uint64_t address;
         uint32_t what, rank;
@@ -137,7 +148,8 @@ int cuTensorMapEncodeTiled(void* to, int dtype, uint32_t rank, void* address, co
         uint32_t box[5], steps[5];
     } map;
     memset(&map, 0, sizeof map);
-    if (rank < 1 || rank > 5 || interleave || fill || (uintptr_t)address % 16 || current != &context) return 1;
+    if (rank < 1 || rank > 5 || interleave || fill || (uintptr_t)address % 16 || current != &context)
+        return 1;
     map.address = (uintptr_t)address;
     map.what = (uint32_t)(dtype | swizzle << 8 | promotion << 16);
     map.rank = rank;

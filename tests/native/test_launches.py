@@ -1,4 +1,4 @@
-"""What ``libsamebits`` launches is what the library's own plans launch, at random shapes, strides and addresses."""
+"""``libsamebits`` launches what the library's own plans launch, at random shapes, strides and addresses."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ _described: list[DeviceInfo] = []
 
 
 def describe(name: str, capability: tuple[int, int], sm_count: int, max_smem: int) -> int:
-    """An index below 0 of a GPU that need not be here: schedules are chosen for it, and nothing else works."""
+    """An index below 0 for a GPU that is not here: schedules can be chosen for it, and nothing else."""
     index = -1 - len(_described)
     _described.append(DeviceInfo(index, name, capability, sm_count, max_smem, 0))
     return index

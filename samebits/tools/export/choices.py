@@ -1,7 +1,7 @@
 """The choice of schedules, as tables by ranges of sizes. The library's own choice fills them in.
 
-A range is known by its last size. Where the sizes are a model's (:data:`SHAPES` and :data:`ROWS`), the table has exactly
-the schedule that the library chooses for them. Elsewhere it has the best of those that some model's sizes need
+A range is known by its last size. Where the sizes are a model's (:data:`SHAPES` and :data:`ROWS`), the table
+has exactly the schedule that the library chooses for them. Elsewhere it has the best of those that they need
 anyway, so that the number of kernels stays small. No schedule changes a bit.
 """
 
@@ -105,6 +105,10 @@ _MOVED = (2, 4, 8)
 """Bytes moved for an element of the output: 16 bits, float32, and float32 that is read, too."""
 
 
+Point = tuple[int, int, int]
+"""m, n and k."""
+
+
 class Layout(NamedTuple):
     """A layout of both operands, and which sizes m, n and k have in it."""
 
@@ -112,7 +116,11 @@ class Layout(NamedTuple):
     b_mn: bool
     outputs: tuple[int, ...]  # indices of _MOVED
     grid: Callable[[Sizes], tuple[list[int], list[int], list[int]]]
-    anchors: Callable[[int, int, int], tuple[int, int, int]]  # of rows, K and N
+    anchors: Callable[[int, int, int], Point]  # of rows, K and N
+
+    def gemm(self, point: Point, batch: int, output: int) -> Gemm:
+        m, n, k = point
+        return Gemm(m, n, k, batch, self.a_mn, self.b_mn, _MOVED[output])
 
 
 def _many(rows: Iterable[int]) -> list[int]:
@@ -128,30 +136,28 @@ LAYOUTS = (
 
 
 def layout_tables(sizes: Sizes, sms: int) -> Iterator[tuple[Layout, int, bool, Table3]]:
-    """For every layout, output (an index of :data:`_MOVED`), and for single products and batches: the table."""
+    """The table of every layout, output (an index of :data:`_MOVED`), for single products and for batches."""
     for layout in LAYOUTS:
         anchored = sizes.rows if not layout.b_mn else _many(sizes.rows)
         points = {layout.anchors(m, k, n) for (k, n) in sizes.shapes for m in anchored}
         for output in layout.outputs:
-            of = _chooser(layout, _MOVED[output], 1, sms)
-            exact = {point: of(*point) for point in points}
+            exact = {point: schedule_sm90.choose(layout.gemm(point, 1, output), sms) for point in points}
             kernels = list(dict.fromkeys(replace(s, group=16) for s in exact.values()))
             kernels = kernels or [plain(layout.a_mn, layout.b_mn)]
             bounds = layout.grid(sizes) if exact else ([LARGEST],) * 3
             cells = [
-                exact.get(point)
-                or _best(of(*point), kernels, Gemm(*point, 1, *layout[:2], _MOVED[output]), sms)
-                for point in itertools.product(*bounds)
+                exact.get(point) or _best(layout.gemm(point, 1, output), kernels, sms)
+                for point in _points(*bounds)
             ]
             yield layout, output, False, Table3(bounds, cells)
             if output == 2:
                 continue
-            of = _chooser(layout, _MOVED[output], BATCH, sms)
-            cells = [
-                _best(of(*point), kernels, Gemm(*point, BATCH, *layout[:2], _MOVED[output]), sms)
-                for point in itertools.product(_BATCHED, repeat=3)
-            ]
+            cells = [_best(layout.gemm(point, BATCH, output), kernels, sms) for point in _points(_BATCHED, _BATCHED, _BATCHED)]
             yield layout, output, True, Table3((_BATCHED,) * 3, cells)
+
+
+def _points(m: Sequence[int], n: Sequence[int], k: Sequence[int]) -> Iterator[Point]:
+    return itertools.product(m, n, k)
 
 
 def plain(a_mn: bool, b_mn: bool) -> Sm90Schedule:
@@ -159,12 +165,9 @@ def plain(a_mn: bool, b_mn: bool) -> Sm90Schedule:
     return PLAIN.filled(PLAIN.panels, a_mn, b_mn)
 
 
-def _chooser(layout: Layout, moved: int, batch: int, sms: int) -> Callable[[int, int, int], Sm90Schedule]:
-    return lambda m, n, k: schedule_sm90.choose(Gemm(m, n, k, batch, layout.a_mn, layout.b_mn, moved), sms)
-
-
-def _best(chosen: Sm90Schedule, kernels: Sequence[Sm90Schedule], p: Gemm, sms: int) -> Sm90Schedule:
-    """`chosen` if it has a kernel, otherwise the best that has one."""
+def _best(p: Gemm, kernels: Sequence[Sm90Schedule], sms: int) -> Sm90Schedule:
+    """The choice for `p` if it has a kernel, otherwise the best that has one."""
+    chosen = schedule_sm90.choose(p, sms)
     if replace(chosen, group=16) in kernels:
         return chosen
     best = min(kernels, key=lambda s: schedule_sm90.estimate(s, p, sms))
