@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { MOST = 64, ROOM = 2048 };
+enum { MOST = 512, ROOM = 2048 };
 
 typedef struct {
     int id;

@@ -28,14 +28,17 @@ def folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="samebits-native-"))
 
 
+def sources() -> list[str]:
+    """The library's files."""
+    return sorted(str(file) for file in NATIVE.glob("*.c") if file.name != "smoke.c")
+
+
 @functools.cache
 def build(driver: str | None = None) -> Path:
     """The library; with `driver`, for that file in place of the CUDA driver."""
-    out = folder() / ("libsamebits.so" if driver is None else "libsamebits-test.so")
+    out = folder() / ("libsamebits.so" if driver is None else f"libsamebits-{len(driver)}.so")
     options = () if driver is None else (f'-DSB_LIBCUDA="{driver}"',)
-    sources = sorted(map(str, NATIVE.glob("*.c")))
-    sources = [s for s in sources if not s.endswith("smoke.c")]
-    command = ["cc", *FLAGS, "-fvisibility=hidden", *options, "-o", str(out), *sources, "-ldl", "-lpthread"]
+    command = ["cc", *FLAGS, "-fvisibility=hidden", *options, "-o", str(out), *sources(), "-ldl", "-lpthread"]
     subprocess.run(command, check=True)
     return out
 

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from samebits import engine
+from samebits.backends.cuda import linear_logp, logp
 from samebits.backends.cuda.matmul import PRODUCTS, fastest
 from samebits.backends.product import Matrix, Product
+from samebits.backends.token_logps import Rows
+from samebits.ops.logp import pieces
 from samebits.tools.export.archive import Archive
 from tests.native import support
 from tests.support.fake_gpu import FakeGpu, fake_gpu
@@ -188,7 +191,7 @@ def test_at_the_sizes_of_models_the_choice_is_the_librarys(
         for (k, n), m in ((shape, m) for shape in sizes.shapes for m in sizes.rows):
             works = [("NT", (m, n, k)), ("NN", (m, k, n)), ("TN", (n, k, m))]
             for layout, of in works[: 3 if m >= 256 else 1]:
-                for f32 in (False, True)[dtype == 0 :]:
+                for f32 in (False, True)[dtype == 0 : 1 if dtype == 2 else 2]:
                     for accumulate in (False, True)[: 1 + (f32 and layout == "TN")]:
                         x = dense(*of, layout, dtype, f32, accumulate=accumulate)
                         p = product_of(x, None)
@@ -197,4 +200,69 @@ def test_at_the_sizes_of_models_the_choice_is_the_librarys(
                         spec, schedule = check(gpu, archive, engine_, x, None)
                         assert (kernel_of(spec, p), schedule) == (kernel, want), p
                         checked += 1
-    assert checked > 30
+    assert checked >= 30
+
+
+@pytest.mark.parametrize("readable", [True, False])
+@pytest.mark.parametrize("tokens", [1, 9, 64, 65, 300, 3001])
+@pytest.mark.parametrize(("features", "vocabulary"), [(64, 1000), (200, 129), (8, 1), (64, 151_936)])
+def test_log_probabilities_launch_what_the_library_launches(
+    tokens: int, features: int, vocabulary: int, readable: bool, archive: Archive, engine_: engine.Engine
+) -> None:
+    """Hopper's kernel, or where the copy engine cannot read the operands, logits in pieces."""
+    support.launches()
+    pitch = features if readable else features + 1
+    with fake_gpu() as gpu:
+        gpu._memory = torch.empty(1 << 32, dtype=torch.uint8)  # which is never touched
+        hidden, weight = (
+            gpu.allocate((rows, features), (pitch, 1), torch.bfloat16) for rows in (tokens, vocabulary)
+        )
+        bias, target = torch.empty(vocabulary, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int64)
+        room = torch.empty(1 << 29, dtype=torch.uint8)
+        for b, entropy in ((None, False), (bias, True)):
+            rows = Rows.empty(target, vocabulary, -100, scale=1 / 0.7, entropy=entropy)
+            want = []
+            for start, stop in pieces(tokens, vocabulary, 3 << 27):
+                gpu.log, gpu.specs = [], []
+                part = rows.part(start, stop)
+                found = linear_logp.statistics(
+                    hidden[start:stop], weight, b, part, contract="TENSOR_CORE:mma"
+                )
+                logp.combine(found, part)
+                want += [(spec, of[2], of[3]) for spec, of in zip(gpu.specs, gpu.log, strict=True)]
+            x = engine._Logp(1, tokens, features, vocabulary, hidden.data_ptr(), pitch, weight.data_ptr())
+            x.weight_row, x.bias, x.target = pitch, None if b is None else b.data_ptr(), target.data_ptr()
+            x.ignore_index, x.temperature, x.logp = -100, 0.7, rows.logp.data_ptr()
+            x.entropy = rows.entropy.data_ptr() if entropy else None
+            size, call = ctypes.c_size_t(), engine_._library.sb_linear_logp
+            engine_._library.sb_workspace_size(engine_._context, ctypes.byref(x), ctypes.byref(size))
+            at = -(-room.data_ptr() // 256) * 256
+            assert size.value <= room.numel() - 256
+            status = call(engine_._context, ctypes.byref(x), at, size.value, STREAM)
+            assert status == 0, engine_._library.sb_last_error()
+            assert call(engine_._context, ctypes.byref(x), at, size.value - 1, STREAM) == 1
+            launches = support.launches()
+            for launch, (spec, config, packed) in zip(launches, want, strict=True):
+                mine = archive.specs[launch.kernel]
+                if spec.source in ("statistics_sm90.cu", "logp.cu"):
+                    assert mine == spec
+                    assert launch.grid == struct.unpack_from("@3I", config)
+                    fixed = inputs(spec.entry, launch.params)
+                    assert fixed == inputs(spec.entry, packed)
+                else:  # any kernel computes the logits
+                    assert mine.source in ("tensor_core.cu", "tensor_core_sm90.cu")
+
+
+SCRATCH = {
+    "statistics_sm90": range(272, 304),
+    "block_statistics": (*range(0, 8), *range(24, 56)),
+    "combine": (*range(0, 32), *range(56, 72)),
+    "combine_few": (*range(0, 32), *range(56, 72)),
+}
+"""Bytes of parameters that are addresses of scratch."""
+
+
+def inputs(entry: str, packed: bytes) -> bytes:
+    """The parameters without the addresses of scratch. Those that are NULL stay."""
+    hidden = {at for at in SCRATCH[entry] if any(packed[at // 8 * 8 : at // 8 * 8 + 8])}
+    return bytes(0xFF if i in hidden else byte for i, byte in enumerate(packed))

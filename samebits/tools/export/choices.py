@@ -152,7 +152,10 @@ def layout_tables(sizes: Sizes, sms: int) -> Iterator[tuple[Layout, int, bool, T
             yield layout, output, False, Table3(bounds, cells)
             if output == 2:
                 continue
-            cells = [_best(layout.gemm(point, BATCH, output), kernels, sms) for point in _points(_BATCHED, _BATCHED, _BATCHED)]
+            cells = [
+                _best(layout.gemm(point, BATCH, output), kernels, sms)
+                for point in _points(_BATCHED, _BATCHED, _BATCHED)
+            ]
             yield layout, output, True, Table3((_BATCHED,) * 3, cells)
 
 

@@ -78,7 +78,7 @@ def build(
             found.add_tensor_core_sm90(half, gemm="gemm" in ops, ragged="ragged" in ops)
         if half and "linear_logp" in ops:
             found.add_statistics(half)
-    if "linear_logp" in ops:
+    if "linear_logp" in ops and gpu.capability >= (8, 0):
         found.add_logp()
     return found.archive
 
@@ -189,7 +189,8 @@ class _Builder:
             for s, dtype, offsets, bias in itertools.product(
                 dict.fromkeys(replace(s, group=1) for s in found.cells), dtypes, spans, biases
             ):
-                if bias and output > 0:
+                # The archive would be too large with every variant. These have the plain schedule alone.
+                if (output > 0 and (bias or dtype == torch.float16)) or offsets == torch.int64:
                     continue
                 of = self._variant(layout, dtype, output > 0, bias, output == 2, True, offsets)
                 self._add_variant(s, of)
