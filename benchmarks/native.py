@@ -3,8 +3,8 @@
 python -m benchmarks.native [--archive FILE] [--commit COMMIT] [--out FILE]
 
 Sixty cases of ``samebits bench``, each compared bit for bit and then timed in CUDA graphs. And what a call
-costs the CPU, from C and through ``samebits.engine``, where the loop never waits for the GPU. Without an archive,
-one is made.
+costs the CPU, from C and through ``samebits.engine``, where the loop never waits for the GPU. Without an
+archive, one is made.
 """
 
 from __future__ import annotations

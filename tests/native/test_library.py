@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shutil
 import subprocess
 import sys
 import zlib
@@ -211,3 +212,37 @@ def test_export_refuses(options: dict[str, Any], message: str, tmp_path: Path) -
     with pytest.raises(ToolError, match=message):
         export(tmp_path, **given)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_program_in_the_documents_compiles(tmp_path: Path) -> None:
+    text = (support.NATIVE.parent / "docs" / "native.md").read_text()
+    (program,) = re.findall(r"^```c\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    (tmp_path / "program.c").write_text(program)
+    command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{support.NATIVE}", "-c"]
+    subprocess.run([*command, "-o", str(tmp_path / "program.o"), str(tmp_path / "program.c")], check=True)
+
+
+def test_the_documents_command_builds_the_library(tmp_path: Path) -> None:
+    text = (support.NATIVE.parent / "docs" / "native.md").read_text()
+    (command,) = re.findall(r"^cc .*libsamebits\.so.*$", text, re.MULTILINE)
+    out = tmp_path / "libsamebits.so"
+    command = command.replace("-o libsamebits.so", f"-o {out}")
+    subprocess.run(["bash", "-c", command], check=True, cwd=support.NATIVE.parent)
+    assert engine.load_library(out).sb_abi_version() == format_.ABI
+
+
+@pytest.mark.skipif(shutil.which("rustc") is None, reason="no Rust compiler")
+def test_the_example_in_rust_runs(path: Path, tmp_path: Path) -> None:
+    shutil.copy(support.build(support.fake_driver()._name), tmp_path / "libsamebits.so")
+    example = support.NATIVE.parent / "examples" / "native.rs"
+    options = ["--edition=2021", "-D", "warnings", "-L", str(tmp_path), "-l", "samebits"]
+    program = tmp_path / "native"
+    subprocess.run(["rustc", *options, "-o", str(program), str(example)], check=True)
+    done = subprocess.run(
+        [str(program), str(path)],
+        env={"LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, f"f32: {FMA.digest()}\n"), done.stderr
