@@ -23,6 +23,7 @@ measure models 140 benchmarks.models
 measure steps 90 benchmarks.steps
 measure rows 90 benchmarks.rows
 measure host 90 benchmarks.host
+measure native 200 benchmarks.native
 measure bench 450 benchmarks.gpu
 measure attention 300 benchmarks.attention
 measure attention_invariance 180 benchmarks.attention_invariance

@@ -21,13 +21,13 @@ static void* symbol(const char* name) {
     return found;
 }
 
-#define CALL(name, types, ...)                                                      \
-    do {                                                                            \
-        int(*f) types;                                                              \
-        void* found = symbol(#name);                                                \
-        memcpy(&f, &found, sizeof f);                                               \
-        const int code = f(__VA_ARGS__);                                            \
-        if (code) exit((fprintf(stderr, #name ": driver's error %d\n", code), 2));  \
+#define CALL(name, types, ...)                                                     \
+    do {                                                                           \
+        int(*f) types;                                                             \
+        void* found = symbol(#name);                                               \
+        memcpy(&f, &found, sizeof f);                                              \
+        const int code = f(__VA_ARGS__);                                           \
+        if (code) exit((fprintf(stderr, #name ": driver's error %d\n", code), 2)); \
     } while (0)
 
 static void* on_gpu(const void* from, size_t bytes) {
@@ -73,7 +73,9 @@ static void* made(sb_dtype dtype, size_t count, uint32_t seed) {
         else if (dtype == SB_BF16)
             narrow[i] = (uint16_t)(bits >> 16);
         else
-            narrow[i] = (uint16_t)(bits << 1 == 0 ? 0 : (bits >> 16 & 0x8000) | ((bits >> 13 & 0x3FFFF) - (112u << 10)));
+            narrow[i] =
+                (uint16_t)(bits << 1 == 0 ? 0
+                                          : (bits >> 16 & 0x8000) | ((bits >> 13 & 0x3FFFF) - (112u << 10)));
     }
     void* at = on_gpu(wide, count * (dtype == SB_F32 ? 4 : 2));
     free(wide);
@@ -116,7 +118,8 @@ static void run(const sb_context* context) {
     expect(sb_gemm(context, &p, stream), 0, p.out.data, 70 * 96 * 2);
 
     void *graph = NULL, *replay = NULL;
-    CALL(cuMemsetD8_v2, (unsigned long long, unsigned char, size_t), (uintptr_t)p.out.data, 0xFF, 70 * 96 * 2);
+    CALL(cuMemsetD8_v2, (unsigned long long, unsigned char, size_t), (uintptr_t)p.out.data, 0xFF,
+         70 * 96 * 2);
     CALL(cuStreamBeginCapture_v2, (CUstream, int), stream, 1);
     const sb_status captured = sb_gemm(context, &p, stream);
     CALL(cuStreamEndCapture, (CUstream, void**), stream, &graph);
