@@ -24,6 +24,7 @@ measure steps 90 benchmarks.steps
 measure rows 90 benchmarks.rows
 measure grouped 240 benchmarks.grouped
 measure host 90 benchmarks.host
+measure native 200 benchmarks.native
 measure bench 450 benchmarks.gpu
 measure attention 300 benchmarks.attention
 measure attention_invariance 180 benchmarks.attention_invariance

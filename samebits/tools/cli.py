@@ -201,6 +201,30 @@ def verify(
     raise typer.Exit(code)
 
 
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write ARCH.samebits.")],
+    arch: Annotated[list[str], typer.Option(help="sm_90a, sm_80 and so on; may be given again.")],
+    dtype: Annotated[
+        list[str] | None, typer.Option("--dtype", metavar="DTYPE", help="f32, bf16, f16; by default all.")
+    ] = None,
+    op: Annotated[list[str] | None, typer.Option(help="gemm, ragged, linear_logp; by default all.")] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="KxN of a weight that schedules are for, instead of some models'; any size works."),
+    ] = None,
+) -> None:
+    """Compile kernels, with the choice of their schedules, into an archive for libsamebits. Needs no GPU.
+
+    Exit code: 0, written; 2, an argument is wrong, or nothing compiles here; 70, samebits itself failed.
+    """
+    with _errors("export"):
+        from samebits.tools.export.command import main
+
+        code = main(folder, archs=arch, dtypes=dtype or (), ops=op or (), shapes=shape or ())
+    raise typer.Exit(code)
+
+
 @contextmanager
 def _errors(command: str) -> Iterator[None]:
     """Turn exceptions into exit codes other than 1, which means that bits changed.

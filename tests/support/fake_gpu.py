@@ -41,12 +41,14 @@ class FakeGpu:
 
     Attributes:
         log: of each launch its kernel, configuration and parameters, or the memory set to zeros.
+        specs: the kernels launched.
         codes: errors that the next launches return.
         map_codes: errors that the next changes of a tensor map's address return.
     """
 
     def __init__(self, memory: int = 1 << 26) -> None:
         self.log: list[tuple[Any, ...]] = []
+        self.specs: list[Any] = []
         self.codes: list[int] = []
         self.map_codes: list[int] = []
         self._memory, self._next, self._kernels = torch.empty(memory, dtype=torch.uint8), 0, []
@@ -57,7 +59,7 @@ class FakeGpu:
 
     def start(self) -> None:
         """Forget the launches, and what was allocated."""
-        self.log, self._next = [], 0
+        self.log, self.specs, self._next = [], [], 0
 
     def allocate(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
@@ -103,6 +105,7 @@ class FakeGpu:
         if self.codes and (code := self.codes.pop(0)):
             return code
         self.log.append((spec.source, spec.entry, ctypes.string_at(config, 52), packed))
+        self.specs.append(spec)
         return 0
 
     def _replace(self, map: int, address: int) -> int:
@@ -118,7 +121,8 @@ class FakeGpu:
     def _encode(self, to: int, dtype: int, rank: int, address: int, sizes: int, *more: int) -> int:
         """A map of the address, and of all that it was made of."""
         made = ctypes.string_at(sizes, 112)
-        ctypes.memmove(to, struct.pack("@QII112s", address, dtype, rank, made), 128)
+        how = dtype | more[4] << 8 | more[5] << 16  # with the swizzle and the promotion into L2
+        ctypes.memmove(to, struct.pack("@QII112s", address, how, rank, made), 128)
         return 0
 
 

@@ -12,7 +12,7 @@ import torch
 from samebits.backends import UnavailableError
 from samebits.backends.cuda.compiler import CompileError, nvrtc_version, require_compiler
 
-__all__ = ["OLDEST", "DeviceInfo", "Status", "device_info", "require", "status"]
+__all__ = ["OLDEST", "DeviceInfo", "Status", "describe", "device_info", "require", "status"]
 
 OLDEST = (7, 5)
 """The lowest compute capability that any kernel runs on."""
@@ -50,9 +50,21 @@ class Status:
     devices: tuple[DeviceInfo, ...]
 
 
+_described: list[DeviceInfo] = []
+
+
+def describe(name: str, capability: tuple[int, int], sm_count: int, max_smem: int) -> int:
+    """An index below 0 for a GPU that is not here: schedules can be chosen for it, and nothing else."""
+    index = -1 - len(_described)
+    _described.append(DeviceInfo(index, name, capability, sm_count, max_smem, 0))
+    return index
+
+
 @functools.cache
 def device_info(index: int) -> DeviceInfo:
-    """Properties of the CUDA device ``index``."""
+    """Properties of the CUDA device ``index``, or of one that was described."""
+    if index < 0:
+        return _described[-1 - index]
     p: Any = torch.cuda.get_device_properties(index)
     return DeviceInfo(
         index,

@@ -1,0 +1,216 @@
+/* What the files of libsamebits share: the driver, the archive in memory, contexts, and launches. */
+
+#ifndef SAMEBITS_INTERNAL_H
+#define SAMEBITS_INTERNAL_H
+
+#include <stdbool.h>
+
+#include "samebits.h"
+
+#ifndef SB_LIBCUDA
+#define SB_LIBCUDA "libcuda.so.1"
+#endif
+
+enum {
+    LARGEST = 2147481600 /* 2^31 - 2048: kernels count in 32 bits, and round up to all tiles in flight */
+};
+
+/* ---- Errors ---- */
+
+__attribute__((format(printf, 2, 3))) sb_status fail(sb_status status, const char* format, ...);
+
+/* ---- The driver (driver.c) ---- */
+
+typedef struct {
+    int id;
+    char pad[4];
+    unsigned value[16];
+} launch_attribute; /* CUlaunchAttribute */
+
+typedef struct {
+    unsigned grid[3], block[3], smem;
+    CUstream stream;
+    launch_attribute* attributes;
+    unsigned count;
+} launch_config; /* CUlaunchConfig */
+
+/* cuda.h is not needed. Devices are ints; contexts, modules and functions are pointers. */
+/* clang-format off */
+#define DRIVER_FUNCTIONS(of)                                                                                    \
+    of(cuInit, (unsigned))                                                                                      \
+    of(cuDeviceGet, (int*, int))                                                                                \
+    of(cuDeviceGetAttribute, (int*, int, int))                                                                  \
+    of(cuDevicePrimaryCtxRetain, (void**, int))                                                                 \
+    of(cuDevicePrimaryCtxRelease_v2, (int))                                                                     \
+    of(cuCtxGetCurrent, (void**))                                                                               \
+    of(cuCtxPushCurrent_v2, (void*))                                                                            \
+    of(cuCtxPopCurrent_v2, (void**))                                                                            \
+    of(cuModuleLoadData, (void**, const void*))                                                                 \
+    of(cuModuleUnload, (void*))                                                                                 \
+    of(cuModuleGetFunction, (void**, void*, const char*))                                                       \
+    of(cuFuncGetParamInfo, (void*, size_t, size_t*, size_t*))                                                   \
+    of(cuFuncSetAttribute, (void*, int, int))                                                                   \
+    of(cuLaunchKernelEx, (const launch_config*, void*, void**, void**))                                         \
+    of(cuTensorMapEncodeTiled, (void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, \
+                                const uint32_t*, int, int, int, int))                                           \
+    of(cuTensorMapReplaceAddress, (void*, void*))                                                               \
+    of(cuGetErrorName, (int, const char**))                                                                     \
+    of(cuGetErrorString, (int, const char**))
+/* clang-format on */
+
+#define DRIVER_POINTER(name, arguments) int(*name) arguments;
+extern struct driver {
+    DRIVER_FUNCTIONS(DRIVER_POINTER)
+} driver;
+
+sb_status load_driver(void);
+sb_status check_driver(int code, const char* what);
+
+/* ---- The archive (archive.c). samebits/tools/export/archive.py writes the same structs. ---- */
+
+typedef enum { TENSOR_CORE, FMA, TENSOR_CORE_SM90, FMA_SM90, STATISTICS_SM90, LOGP, FAMILIES } family;
+
+typedef struct {
+    int32_t family, kernel; /* kernel: its number, of those that `kernels` has in variants */
+    int32_t tile_m, tile_n, tile_k;
+    int32_t cluster, group, blocks;
+    int32_t panel;     /* columns of a 16-bit output that leave at once; 0: none do */
+    int32_t swap;      /* compute the transpose */
+    int32_t promotion; /* of loads into L2, in bytes */
+    int32_t spare;
+} schedule;
+
+typedef struct {
+    uint32_t kernel, variant; /* in ascending order */
+    uint32_t cubin, spare;
+} variant;
+
+typedef struct {
+    uint64_t at, size; /* of the machine code */
+    uint32_t block, smem, cluster, programmatic, params, spare;
+    char entry[24];
+} cubin;
+
+enum { NONE = 0xFFFF }; /* a cell without a schedule: another kernel is faster */
+
+/* The choice of schedules by sizes: a cell for each range of m, n and k. */
+typedef struct {
+    uint32_t family, key; /* in ascending order */
+    uint32_t plain;       /* the schedule that takes what the chosen one cannot */
+    uint32_t counts[3];   /* ranges of m, n and k */
+    uint32_t bounds;      /* where the last m, n and k of each range begin */
+    uint32_t cells;
+} table;
+
+/* Bytes of the kernels' parameters. */
+enum {
+    UNIVERSAL_PARAMS = 208,
+    TENSOR_CORE_SM90_PARAMS = 456,
+    FMA_SM90_PARAMS = 376,
+    STATISTICS_PARAMS = 328,
+    BLOCK_STATISTICS_PARAMS = 80,
+    COMBINE_PARAMS = 96
+};
+
+/* The variants of the kernels of logp.cu, in their lowest bits. */
+enum { BLOCK_STATISTICS, COMBINE, COMBINE_FEW };
+
+struct sb_archive {
+    int references;
+    unsigned char* bytes;
+    size_t size;
+    const char *arch, *version, *digests[2];
+    int major, minor;
+    uint32_t schedule_count, variant_count, cubin_count, table_count;
+    const schedule* schedules;
+    const variant* variants;
+    const cubin* cubins;
+    const table* tables;
+    const int32_t* bounds;
+    const uint16_t* cells;
+};
+
+void keep(const sb_archive* archive);
+
+const table* find_table(const sb_archive* archive, family f, uint32_t key);
+/* The schedule of a table for these sizes, or NULL. */
+const schedule* choose(const sb_archive* archive, const table* t, int64_t m, int64_t n, int64_t k);
+/* The cubin's index of a kernel's variant, or -1. */
+int64_t find_variant(const sb_archive* archive, int32_t kernel, uint32_t variant);
+
+/* ---- Contexts and launches (context.c) ---- */
+
+struct sb_context {
+    sb_archive* archive;
+    int device, multiprocessors, max_smem;
+    void* current; /* the driver's context */
+    void **modules, **functions;
+};
+
+/* Launch a cubin's function on `grid` blocks in x. `params` has room for 128 bytes more than the struct has: where
+   the kernel's struct is aligned to 128 bytes, so is its size. */
+sb_status launch(const sb_context* context, int64_t cubin, int64_t grid, void* params, CUstream stream);
+
+/* A tensor map, as cuTensorMapEncodeTiled takes it. */
+typedef struct {
+    int32_t dtype, rank;
+    uint64_t shape[4], strides[3]; /* strides in bytes, of all dimensions but the innermost */
+    uint32_t box[4];
+    int32_t swizzle, promotion; /* in bytes */
+} map_recipe;
+
+sb_status encode(void* map, const void* address, const map_recipe* recipe);
+
+/* Make the context current for this call; `pushed` says whether leave() has to undo it. */
+sb_status enter(const sb_context* context, bool* pushed);
+void leave(bool pushed);
+
+/* ---- Products (products.c, sm90.c) ---- */
+
+typedef struct {
+    const void* at;
+    int64_t rows, k;                            /* rows: m of a, n of b */
+    int64_t row_stride, k_stride, batch_stride; /* batch_stride: 0 if all share one matrix */
+} operand;
+
+typedef struct {
+    const sb_product* p;
+    operand a, b;
+    bool in_sequences; /* the terms belong to sequences */
+    const void* offsets;
+    int64_t sequences;
+    int wide;
+    CUstream stream;
+} call;
+
+sb_status run_product(const sb_context* context, const sb_product* product, const sb_sequences* sequences,
+                      CUstream stream);
+
+static inline int64_t ceil_div(int64_t x, int64_t by) { return (x + by - 1) / by; }
+static inline int64_t round_up(int64_t x, int64_t step) { return ceil_div(x, step) * step; }
+static inline int itemsize(sb_dtype dtype) { return dtype == SB_F32 ? 4 : 2; }
+static inline bool multiple(const void* at, uintptr_t of) { return (uintptr_t)at % of == 0; }
+
+/* The types of convert.cuh, where 0 is none. */
+static inline int epilogue_type(sb_dtype dtype) { return (int)dtype + 1; }
+
+sb_status check_size(const char* name, int64_t size);
+sb_status check_matrix(const char* name, const sb_matrix* x, sb_dtype dtype, int64_t rows, int64_t columns,
+                       int64_t batch);
+
+void out_strides(const sb_product* p, int64_t strides[3]);
+bool writes_vectors(const sb_product* p);
+
+/* Launch a Hopper kernel if it takes the call. `done` says whether it did. */
+sb_status tensor_core_sm90(const sb_context* context, const call* c, bool* done);
+sb_status fma_sm90(const sb_context* context, const call* c, bool* done);
+
+/* The tensor map of one operand of 16 bits; `mn`: contiguous along its rows, not along k. */
+map_recipe operand_map(sb_dtype dtype, const operand* x, int64_t batch, bool mn, int block, int depth,
+                       int sharers, bool folded, int promotion);
+/* 1: TMA can read it, contiguous along k; 0: along its rows; -1: TMA cannot. */
+int k_major(const operand* x);
+int64_t blocks_sm90(const sb_context* context, const schedule* s, int64_t rows, int64_t columns,
+                    int64_t batch);
+
+#endif

@@ -1,0 +1,382 @@
+"""Products and log-probabilities by raw pointers, for programs whose arrays are not PyTorch's.
+
+    engine = Engine("model.samebits", library="libsamebits.so")
+    engine.matmul(x, w.T, out=y, stream=stream)
+
+Arrays are objects with ``__cuda_array_interface__`` or ``__dlpack__`` (CuPy, JAX, numba, PyTorch), or an
+:class:`Array`. A call runs on the stream that it is given, a ``CUstream`` as an integer. It does not wait for
+the arrays to be ready: what writes them must be on that stream, or done. ``docs/native.md`` says how to build
+``libsamebits``, which computes, and the archive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["Array", "Engine", "EngineError"]
+
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+"""Names of dtypes, with the library's numbers."""
+
+_ABI = 1
+_Int, _Long, _Pointer, _Size = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t
+
+
+class EngineError(ValueError):
+    """A call of the library failed. The message is its sentence; `status` its number in ``samebits.h``."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Array(NamedTuple):
+    """An array in a GPU's memory.
+
+    Attributes:
+        data: the address of its first element.
+        dtype: ``float32``, ``bfloat16``, ``float16``, ``int32`` or ``int64``.
+        shape, strides: in elements.
+    """
+
+    data: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Any) -> Array:
+        """The array of an object with ``__cuda_array_interface__`` or ``__dlpack__``.
+
+        Raises:
+            TypeError: it has neither, or is not in a GPU's memory, or has another dtype.
+        """
+        if isinstance(x, Array):
+            return x
+        try:
+            described = x.__cuda_array_interface__
+        except (AttributeError, TypeError, RuntimeError):  # it may have no letter for bfloat16
+            described = None
+        if described is not None and (name := _LETTERS.get(described["typestr"][1:])) is not None:
+            shape = tuple(described["shape"])
+            size = int(described["typestr"][2:])
+            steps = described.get("strides")
+            strides = _dense(shape) if steps is None else tuple(step // size for step in steps)
+            return cls(described["data"][0], name, shape, strides)
+        if hasattr(x, "__dlpack__"):
+            return _from_dlpack(x)
+        raise TypeError(f"samebits.engine: expected an array on a GPU, got {type(x).__name__}")
+
+    @property
+    def mT(self) -> Array:
+        """The transposed matrix, or matrices."""
+        shape, strides = self.shape, self.strides
+        return Array(self.data, self.dtype, (*shape[:-2], *shape[:-3:-1]), (*strides[:-2], *strides[:-3:-1]))
+
+
+_LETTERS = {"f4": "float32", "f2": "float16", "i4": "int32", "i8": "int64"}
+_CODES = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64"}
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    steps, step = [], 1
+    for size in reversed(shape):
+        steps.append(step)
+        step *= size
+    return tuple(reversed(steps))
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", _Pointer),
+        ("device_type", _Int),
+        ("device_id", _Int),
+        ("ndim", _Int),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(_Long)),
+        ("strides", ctypes.POINTER(_Long)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+_CUDA = (2, 13)  # DLPack's numbers of GPU memory and of managed memory
+_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_get_pointer.restype, _get_pointer.argtypes = _Pointer, [ctypes.py_object, ctypes.c_char_p]
+
+
+def _from_dlpack(x: Any) -> Array:
+    capsule = x.__dlpack__(stream=-1)  # -1: no synchronization
+    t = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
+    name = _CODES.get((t.code, t.bits))
+    if t.device_type not in _CUDA or name is None or t.lanes != 1:
+        raise TypeError(
+            "samebits.engine: expected float32, bfloat16, float16, int32 or int64 on a GPU, got"
+            f" DLPack's device {t.device_type} and dtype {t.code, t.bits}"
+        )
+    shape = tuple(t.shape[: t.ndim])
+    strides = tuple(t.strides[: t.ndim]) if t.strides else _dense(shape)
+    return Array((t.data or 0) + t.byte_offset, name, shape, strides)
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [("data", _Pointer), ("row", _Long), ("column", _Long), ("batch", _Long)]
+
+
+class _Product(ctypes.Structure):
+    _fields_ = [
+        ("dtype", _Int),
+        ("out_dtype", _Int),
+        *((name, _Long) for name in ("m", "n", "k", "batch")),
+        *((name, _Matrix) for name in ("a", "b", "out")),
+        ("bias", _Pointer),
+        ("accumulate", _Int),
+    ]
+
+
+class _Sequences(ctypes.Structure):
+    _fields_ = [("offsets", _Pointer), ("count", _Long), ("wide", _Int)]
+
+
+class _Logp(ctypes.Structure):
+    _fields_ = [
+        ("dtype", _Int),
+        *((name, _Long) for name in ("tokens", "features", "vocabulary")),
+        *(("hidden", _Pointer), ("hidden_row", _Long)),
+        *(("weight", _Pointer), ("weight_row", _Long)),
+        *(("bias", _Pointer), ("target", _Pointer)),
+        *(("ignore_index", _Long), ("temperature", ctypes.c_double)),
+        *(("logp", _Pointer), ("entropy", _Pointer)),
+    ]
+
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "sb_archive_open": (ctypes.c_char_p, _Pointer),
+    "sb_context_create": (_Pointer, _Int, _Pointer),
+    "sb_gemm": (_Pointer, _Pointer, _Pointer),
+    "sb_bmm": (_Pointer, _Pointer, _Pointer),
+    "sb_gemm_ragged": (_Pointer, _Pointer, _Pointer, _Pointer),
+    "sb_workspace_size": (_Pointer, _Pointer, _Pointer),
+    "sb_linear_logp": (_Pointer, _Pointer, _Pointer, _Size, _Pointer),
+}
+
+
+def load_library(path: str | Path) -> ctypes.CDLL:
+    """``libsamebits``, with the types of its functions.
+
+    Raises:
+        OSError: it does not load.
+        EngineError: it has another ABI version.
+    """
+    library = ctypes.CDLL(str(path))
+    for name, types in _SIGNATURES.items():
+        getattr(library, name).argtypes = types
+    library.sb_abi_version.restype = ctypes.c_uint32
+    library.sb_last_error.restype = library.sb_contract_digest.restype = ctypes.c_char_p
+    library.sb_contract_digest.argtypes = [_Pointer, _Int]
+    for name in ("sb_archive_close", "sb_context_destroy"):
+        getattr(library, name).argtypes, getattr(library, name).restype = [_Pointer], None
+    if library.sb_abi_version() != _ABI:
+        raise EngineError(f"{path}: it has ABI version {library.sb_abi_version()}, samebits.engine {_ABI}", 3)
+    return library
+
+
+class Engine:
+    """An archive's kernels on a GPU. Threads may share it.
+
+    Args:
+        archive: the file that ``samebits export`` wrote.
+        device: ordinal of the GPU.
+        library: path of ``libsamebits.so``.
+
+    Raises:
+        OSError: the library does not load.
+        EngineError: the archive is damaged, or for another GPU; or the driver is missing.
+    """
+
+    def __init__(
+        self, archive: str | Path, *, device: int = 0, library: str | Path = "libsamebits.so"
+    ) -> None:
+        self._archive, self._context = _Pointer(), _Pointer()
+        self._library = load_library(library)
+        self._check(self._library.sb_archive_open(str(archive).encode(), ctypes.byref(self._archive)))
+        self._check(self._library.sb_context_create(self._archive, device, ctypes.byref(self._context)))
+
+    def close(self) -> None:
+        """Unload the kernels. No launch may be pending, and no graph may run again."""
+        context, self._context = self._context, _Pointer()
+        archive, self._archive = self._archive, _Pointer()
+        self._library.sb_context_destroy(context)
+        self._library.sb_archive_close(archive)
+
+    def contract_digest(self, dtype: str) -> str | None:
+        """16 hex digits that name the bits of products of `dtype`; None if the archive has none."""
+        digest = self._library.sb_contract_digest(self._archive, _number("dtype", dtype))
+        return None if digest is None else digest.decode()
+
+    def matmul(
+        self, a: Any, b: Any, *, out: Any, bias: Any = None, accumulate: bool = False, stream: int
+    ) -> None:
+        """``out = a @ b (+ bias)``, or ``out += a @ b (+ bias)``, with the bits of ``samebits.matmul``.
+
+        Args:
+            a: ``[M, K]`` or ``[B, M, K]``; float32, bfloat16 or float16, any strides that are not negative.
+            b: ``[K, N]`` or ``[B, K, N]``, of the same dtype. The batch of a or b may be missing, or 1.
+            out: ``[M, N]`` or ``[B, M, N]``, of the same dtype or float32; with `accumulate` float32.
+            bias: ``[N]``, contiguous, of the same dtype as a.
+            accumulate: chains start from the values in `out`, not from +0.
+            stream: a ``CUstream``; 0 is the default stream.
+
+        Reduction order: one chain over ascending k for every element, as in ``docs/contract.md``.
+
+        Raises:
+            TypeError: an array is none, or of another dtype.
+            EngineError: the arrays do not fit together, or the library refuses them.
+        """
+        product = _product(Array.of(a), Array.of(b), Array.of(out), _bias(bias), accumulate)
+        self._check(self._library.sb_bmm(self._context, ctypes.byref(product), stream))
+
+    def matmul_sequences(
+        self, a: Any, b: Any, cu_seqlens: Any = None, *, out: Any, accumulate: bool = False, stream: int
+    ) -> None:
+        """``out = a[M, K] @ b[K, N]`` over the tokens of packed sequences: a weight's gradient ``dy.mT @ x``.
+
+        Args:
+            a, b, out, accumulate, stream: as in :meth:`matmul`, without batches.
+            cu_seqlens: int32 or int64 ``[sequences + 1]``, contiguous, from 0 to K; not checked. None: all of
+                K is one sequence.
+
+        Reduction order: as in :meth:`matmul`, and each sequence starts a new group of the chain.
+        """
+        product = _product(Array.of(a), Array.of(b), Array.of(out), None, accumulate)
+        sequences = _Sequences(None, 1, 0)
+        if cu_seqlens is not None:
+            offsets = _vector("cu_seqlens", cu_seqlens, ("int32", "int64"))
+            sequences = _Sequences(offsets.data, offsets.shape[0] - 1, offsets.dtype == "int64")
+        call = self._library.sb_gemm_ragged
+        self._check(call(self._context, ctypes.byref(product), ctypes.byref(sequences), stream))
+
+    def workspace_size(self, hidden: Any, weight: Any, *, entropy: bool = False) -> int:
+        """Bytes of scratch that :meth:`linear_logp` wants for arrays like these."""
+        size = _Size()
+        logp = _logp(Array.of(hidden), Array.of(weight))
+        logp.entropy = 4 if entropy else None
+        self._check(self._library.sb_workspace_size(self._context, ctypes.byref(logp), ctypes.byref(size)))
+        return size.value
+
+    def linear_logp(
+        self,
+        hidden: Any,
+        weight: Any,
+        target: Any,
+        *,
+        out: Any,
+        workspace: Any,
+        stream: int,
+        bias: Any = None,
+        entropy: Any = None,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+    ) -> None:
+        """Log-probabilities of targets under ``softmax((hidden @ weight.T + bias) / temperature)``.
+
+        Args:
+            hidden: ``[tokens, D]``, rows contiguous; float32, bfloat16 or float16.
+            weight: ``[V, D]``, rows contiguous, of the same dtype.
+            target: int64 ``[tokens]``. One outside of [0, V) that is not `ignore_index` gives NaN.
+            out: float32 ``[tokens]``.
+            workspace: an array of :meth:`workspace_size` bytes or more, at a multiple of 256.
+            bias: ``[V]``, of the dtype of `hidden`.
+            entropy: float32 ``[tokens]``, which gets the entropies.
+
+        Reduction order: ``docs/contract.md``, "Log-probabilities".
+        """
+        logp = _logp(Array.of(hidden), Array.of(weight))
+        of = _vector("target", target, ("int64",)), _vector("out", out, ("float32",))
+        kept = None if entropy is None else _vector("entropy", entropy, ("float32",))
+        for name, x in (("target", of[0]), ("out", of[1]), ("entropy", kept)):
+            if x is not None and x.shape != (logp.tokens,):
+                raise EngineError(f"{name}: expected shape {(logp.tokens,)}, got {x.shape}", 1)
+        room, given = Array.of(workspace), _bias(bias)
+        if given is not None and (given.shape != (logp.vocabulary,) or DTYPES[given.dtype] != logp.dtype):
+            raise EngineError(f"bias: expected hidden's dtype and ({logp.vocabulary},), got {given}", 1)
+        logp.target, logp.logp = of[0].data, of[1].data
+        logp.entropy = None if kept is None else kept.data
+        logp.bias = None if given is None else given.data
+        logp.ignore_index, logp.temperature = ignore_index, temperature
+        size = _itemsize(room.dtype) * (room.shape[0] if len(room.shape) == 1 else 0)
+        call = self._library.sb_linear_logp
+        self._check(call(self._context, ctypes.byref(logp), room.data, size, stream))
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise EngineError(f"samebits.engine: {self._library.sb_last_error().decode()}", status)
+
+
+def _itemsize(dtype: str) -> int:
+    return {"int64": 8, "float16": 2, "bfloat16": 2}.get(dtype, 4)
+
+
+def _number(name: str, dtype: str) -> int:
+    if dtype not in DTYPES:
+        raise TypeError(f"samebits.engine: {name}: expected one of {', '.join(DTYPES)}, got {dtype}")
+    return DTYPES[dtype]
+
+
+def _vector(name: str, x: Any, dtypes: tuple[str, ...]) -> Array:
+    found = Array.of(x)
+    if found.dtype not in dtypes:
+        raise TypeError(f"samebits.engine: {name}: expected {' or '.join(dtypes)}, got {found.dtype}")
+    if len(found.shape) != 1 or (found.shape[0] > 1 and found.strides[0] != 1):
+        raise EngineError(f"{name}: expected a contiguous vector, got {found}", 1)
+    return found
+
+
+def _bias(x: Any) -> Array | None:
+    return None if x is None else _vector("bias", x, tuple(DTYPES))
+
+
+def _matrix(x: Array) -> _Matrix:
+    batch = x.strides[0] if len(x.shape) == 3 and x.shape[0] > 1 else 0
+    return _Matrix(x.data, *x.strides[-2:], batch)
+
+
+def _product(a: Array, b: Array, out: Array, bias: Array | None, accumulate: bool) -> _Product:
+    dtype, out_dtype = _number("a", a.dtype), _number("out", out.dtype)
+    batch = {x.shape[0] for x in (a, b) if len(x.shape) == 3} - {1} or {1}
+    shapes = [x.shape for x in (a, b, out)]
+    fits = (
+        {len(shape) for shape in shapes} <= {2, 3}
+        and len(batch) == 1
+        and a.shape[-1] == b.shape[-2]
+        and out.shape[-2:] == (a.shape[-2], b.shape[-1])
+        and (out.shape[0] if len(out.shape) == 3 else 1) == max(batch)
+    )
+    if not fits:
+        raise EngineError(f"a, b, out: expected matrices that fit together, got shapes {shapes}", 1)
+    if b.dtype != a.dtype or (bias is not None and bias.dtype != a.dtype):
+        raise EngineError(f"b, bias: expected a's dtype {a.dtype}, got {b.dtype, bias and bias.dtype}", 1)
+    if bias is not None and bias.shape != out.shape[-1:]:
+        raise EngineError(f"bias: expected shape {out.shape[-1:]}, got {bias.shape}", 1)
+    sizes = a.shape[-2], b.shape[-1], a.shape[-1], max(batch)
+    matrices = _matrix(a), _matrix(b), _matrix(out)
+    return _Product(dtype, out_dtype, *sizes, *matrices, None if bias is None else bias.data, accumulate)
+
+
+def _logp(hidden: Array, weight: Array) -> _Logp:
+    if len(hidden.shape) != 2 or len(weight.shape) != 2 or hidden.shape[1] != weight.shape[1]:
+        raise EngineError(
+            f"hidden, weight: expected [tokens, D] and [V, D], got {hidden.shape} and {weight.shape}", 1
+        )
+    if weight.dtype != hidden.dtype:
+        raise EngineError(f"weight: expected hidden's dtype {hidden.dtype}, got {weight.dtype}", 1)
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        if x.shape[1] > 1 and x.strides[1] != 1:
+            raise EngineError(f"{name}: expected contiguous rows, got strides {x.strides}", 1)
+    sizes = *hidden.shape, weight.shape[0]
+    rows = hidden.data, hidden.strides[0], weight.data, weight.strides[0]
+    return _Logp(_number("hidden", hidden.dtype), *sizes, *rows)

@@ -1,0 +1,232 @@
+"""The choice of schedules, as tables by ranges of sizes. The library's own choice fills them in.
+
+A range is known by its last size. Where the sizes are a model's (:data:`SHAPES` and :data:`ROWS`), the table
+has exactly the schedule that the library chooses for them. Elsewhere it has the best of those that they need
+anyway, so that the number of kernels stays small. No schedule changes a bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from samebits.backends.cuda import linear_logp_sm90
+from samebits.backends.cuda.products import schedule_sm90
+from samebits.backends.cuda.products.fma import FMA
+from samebits.backends.cuda.products.fma_sm90 import FMA_SM90
+from samebits.backends.cuda.products.schedule_sm90 import Gemm, Sm90Schedule, round_up
+from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
+from samebits.backends.product import LARGEST, Matrix, Product, Step
+from samebits.functions import VOCAB_BLOCK
+
+__all__ = [
+    "BATCH",
+    "ROWS",
+    "SHAPES",
+    "Layout",
+    "Sizes",
+    "Table3",
+    "fma_sm90",
+    "layout_tables",
+    "plain",
+    "statistics",
+    "universal",
+]
+
+SHAPES = (
+    *((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
+    *((8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192)),
+    *((4096, 24576), (12288, 4096), (5120, 10240), (8192, 5120), (5120, 51200), (25600, 5120)),
+    *((7168, 256), (768, 3072), (3072, 768), (4096, 1024)),
+)
+"""(K, N) of models' projections: those of ``samebits bench``."""
+
+ROWS = (
+    *(1, 2, 4, 8, 16, 20, 32, 48, 64, 96, 128, 160, 200, 256, 300),
+    *(512, 1024, 2048, 4096, 8192, 16384),
+)
+"""Numbers of rows that a schedule is chosen for exactly."""
+
+_MORE_ROWS = (384, 768, 1536, 3072)
+_MORE_N, _MORE_K = (16, 64, 512, 2048, 16384, 131072), (64, 256, 1024, 2048)
+_BATCHED = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+BATCH = 32
+"""The number of matrices that schedules of batches are chosen for."""
+
+
+class Sizes(NamedTuple):
+    """The sizes that tables are for.
+
+    Attributes:
+        shapes: (K, N) of weights.
+        rows: numbers of rows.
+        more: also the sizes between them, by the best schedules among those that are needed anyway.
+    """
+
+    shapes: Sequence[tuple[int, int]] = SHAPES
+    rows: Sequence[int] = ROWS
+    more: bool = True
+
+    @property
+    def m(self) -> list[int]:
+        return sorted({*self.rows, *(_MORE_ROWS if self.more else ())})
+
+    @property
+    def k(self) -> list[int]:
+        return sorted({*(k for k, _ in self.shapes), *(_MORE_K if self.more else ())})
+
+    @property
+    def n(self) -> list[int]:
+        return sorted({*(n for _, n in self.shapes), *(_MORE_N if self.more else ())})
+
+
+@dataclass(frozen=True)
+class Table3:
+    """A table of any schedules: :class:`samebits.tools.export.archive.Table` without its numbers."""
+
+    bounds: tuple[Sequence[int], Sequence[int], Sequence[int]]
+    cells: list[Any]
+
+
+ANY = (LARGEST,)
+"""One range for all sizes."""
+
+
+# ---- 16 bits on Hopper ----
+
+PLAIN = Sm90Schedule(128, 128, 64, 0, 2, 1)
+"""The tiles of the schedule that has a kernel for every variant."""
+
+_MOVED = (2, 4, 8)
+"""Bytes moved for an element of the output: 16 bits, float32, and float32 that is read, too."""
+
+
+Point = tuple[int, int, int]
+"""m, n and k."""
+
+
+class Layout(NamedTuple):
+    """A layout of both operands, and which sizes m, n and k have in it."""
+
+    a_mn: bool
+    b_mn: bool
+    outputs: tuple[int, ...]  # indices of _MOVED
+    grid: Callable[[Sizes], tuple[list[int], list[int], list[int]]]
+    anchors: Callable[[int, int, int], Point]  # of rows, K and N
+
+    def gemm(self, point: Point, batch: int, output: int) -> Gemm:
+        m, n, k = point
+        return Gemm(m, n, k, batch, self.a_mn, self.b_mn, _MOVED[output])
+
+
+def _many(rows: Iterable[int]) -> list[int]:
+    return [m for m in rows if m >= 256]
+
+
+LAYOUTS = (
+    Layout(False, False, (0, 1), lambda s: (s.m, s.n, s.k), lambda m, k, n: (m, n, k)),
+    Layout(False, True, (0, 1), lambda s: (s.m, s.k, s.n), lambda m, k, n: (m, k, n)),
+    Layout(True, True, (0, 1, 2), lambda s: (s.n, s.k, _many(s.m)), lambda m, k, n: (n, k, m)),
+)
+"""x @ weight.T; dy @ weight; dy.T @ x. In the latter two, many rows alone are chosen for exactly."""
+
+
+def layout_tables(sizes: Sizes, sms: int) -> Iterator[tuple[Layout, int, bool, Table3]]:
+    """The table of every layout, output (an index of :data:`_MOVED`), for single products and for batches."""
+    for layout in LAYOUTS:
+        anchored = sizes.rows if not layout.b_mn else _many(sizes.rows)
+        points = {layout.anchors(m, k, n) for (k, n) in sizes.shapes for m in anchored}
+        for output in layout.outputs:
+            exact = {point: schedule_sm90.choose(layout.gemm(point, 1, output), sms) for point in points}
+            kernels = list(dict.fromkeys(replace(s, group=16) for s in exact.values()))
+            kernels = kernels or [plain(layout.a_mn, layout.b_mn)]
+            bounds = layout.grid(sizes) if exact else ([LARGEST],) * 3
+            cells = [
+                exact.get(point) or _best(layout.gemm(point, 1, output), kernels, sms)
+                for point in _points(*bounds)
+            ]
+            yield layout, output, False, Table3(bounds, cells)
+            if output == 2:
+                continue
+            cells = [
+                _best(layout.gemm(point, BATCH, output), kernels, sms)
+                for point in _points(_BATCHED, _BATCHED, _BATCHED)
+            ]
+            yield layout, output, True, Table3((_BATCHED,) * 3, cells)
+
+
+def _points(m: Sequence[int], n: Sequence[int], k: Sequence[int]) -> Iterator[Point]:
+    return itertools.product(m, n, k)
+
+
+def plain(a_mn: bool, b_mn: bool) -> Sm90Schedule:
+    """:data:`PLAIN` with the longest ring for this layout."""
+    return PLAIN.filled(PLAIN.panels, a_mn, b_mn)
+
+
+def _best(p: Gemm, kernels: Sequence[Sm90Schedule], sms: int) -> Sm90Schedule:
+    """The choice for `p` if it has a kernel, otherwise the best that has one."""
+    chosen = schedule_sm90.choose(p, sms)
+    if replace(chosen, group=16) in kernels:
+        return chosen
+    best = min(kernels, key=lambda s: schedule_sm90.estimate(s, p, sms))
+    return replace(best, group=chosen.group)
+
+
+# ---- All others ----
+
+
+def _product(step: Step, device: int, m: int, n: int, batch: int, a_by_k: bool, b_by_k: bool) -> Product:
+    """A product that the copy engine can read. No choice made of it depends on k."""
+    k = 4096
+    dtype = torch.float32 if step == "fma" else torch.bfloat16
+
+    def matrix(rows: int, columns: int, transposed: bool = False) -> Matrix:
+        pitch = round_up(rows if transposed else columns, 8)
+        shape, strides = (rows, columns), (1, pitch) if transposed else (pitch, 1)
+        if batch == 1:
+            return Matrix(dtype, shape, strides)
+        return Matrix(dtype, (batch, *shape), (pitch * (columns if transposed else rows), *strides))
+
+    return Product(step, device, matrix(m, k, not a_by_k), matrix(k, n, b_by_k), matrix(m, n))
+
+
+def universal(step: Step, sizes: Sizes, device: int, batch: int) -> Table3:
+    """The choice of the universal kernel's schedules."""
+    kernel: Any = FMA if step == "fma" else TENSOR_CORE
+    return _by_products(lambda m, n: kernel.choose(_product(step, device, m, n, batch, True, True)), sizes)
+
+
+def fma_sm90(sizes: Sizes, device: int, batch: int, a_by_k: bool, b_by_k: bool) -> Table3:
+    """The choice of schedules in float32 on Hopper; None where the universal kernel is faster."""
+
+    def of(m: int, n: int) -> Any:
+        p = _product("fma", device, m, n, batch, a_by_k, b_by_k)
+        s = FMA_SM90.choose(p)
+        return s if FMA_SM90.cost(p, s) < FMA.cost(p, FMA.choose(p)) else None
+
+    return _by_products(of, sizes)
+
+
+def _by_products(of: Callable[[int, int], Any], sizes: Sizes) -> Table3:
+    every = sorted({*sizes.k, *sizes.n})  # either is n: of x @ weight.T, and of dy @ weight
+    rows = sorted({*sizes.m, *every})
+    return Table3((rows, every, ANY), [of(m, n) for m, n in itertools.product(rows, every)])
+
+
+def statistics() -> Table3:
+    """The choice of schedules of ``statistics_sm90``, exactly: by tokens, and entries of the vocabulary."""
+
+    def of(tokens: int, vocabulary: int) -> Sm90Schedule:
+        return linear_logp_sm90.choose("statistics_sm90", tokens, vocabulary)
+
+    few = [1 << i for i in range(3, 13)]
+    vocabularies = [*range(1, 64 * VOCAB_BLOCK)]
+    chosen = [of(1 << 20, v) for v in vocabularies]
+    ends = [v for v, s, after in zip(vocabularies, chosen, chosen[1:], strict=False) if s != after]
+    bounds = (few, [*ends, LARGEST], ANY)
+    return Table3(bounds, [of(m, v) for m, v in itertools.product(*bounds[:2])])

@@ -1,0 +1,261 @@
+"""The kernels of an archive: each schedule's variants, numbered as ``native/`` numbers them.
+
+A variant's bits are said in ``native/products.c``, ``sm90.c`` and ``logp.c``, where calls look for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from samebits._version import __version__
+from samebits.backends.cuda import devices, linear_logp_sm90, logp
+from samebits.backends.cuda.compiler import KernelSpec
+from samebits.backends.cuda.products import fma, tensor_core, tensor_core_sm90
+from samebits.backends.cuda.products.fma_sm90 import FmaSm90Schedule
+from samebits.backends.cuda.products.plan import TYPES, TileLayout
+from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
+from samebits.backends.cuda.products.tensor_core_sm90 import Sm90Variant
+from samebits.contract import FAMILIES, FMA, TENSOR_CORE
+from samebits.tools.export import choices
+from samebits.tools.export.archive import Archive, Family, Schedule, Table
+from samebits.tools.export.choices import BATCH, Sizes, Table3
+
+__all__ = ["DTYPES", "GPUS", "OPS", "build"]
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+OPS = ("gemm", "ragged", "linear_logp")
+
+
+class _Gpu(NamedTuple):
+    """The GPU of an architecture that schedules are chosen for."""
+
+    name: str
+    capability: tuple[int, int]
+    sm_count: int
+    max_smem: int
+
+
+_SMEM = {64: 65536, 99: 101376, 163: 166912, 227: 232448}
+
+GPUS = {
+    "sm_75": _Gpu("T4", (7, 5), 40, _SMEM[64]),
+    "sm_80": _Gpu("A100", (8, 0), 108, _SMEM[163]),
+    "sm_86": _Gpu("A10", (8, 6), 72, _SMEM[99]),
+    "sm_89": _Gpu("L40S", (8, 9), 142, _SMEM[99]),
+    "sm_90a": _Gpu("H200", (9, 0), 132, _SMEM[227]),
+    "sm_100a": _Gpu("B200", (10, 0), 148, _SMEM[227]),
+    "sm_103a": _Gpu("B300", (10, 3), 148, _SMEM[227]),
+    "sm_120a": _Gpu("RTX PRO 6000", (12, 0), 188, _SMEM[99]),
+}
+"""By architecture: the compute capability, multiprocessors, and bytes of a block's shared memory."""
+
+
+def build(
+    arch: str,
+    dtypes: Collection[torch.dtype],
+    ops: Collection[str] = OPS,
+    sizes: Sizes = Sizes(),  # noqa: B008
+) -> Archive:
+    """An archive's tables and kernels, which are not compiled yet."""
+    gpu = GPUS[arch]
+    family = FAMILIES.get(gpu.capability)
+    half = [d for d in dtypes if d != torch.float32 and family is not None]
+    digests = FMA.digest(), "" if family is None else TENSOR_CORE.on(family).digest()
+    found = _Builder(Archive(arch, gpu.capability, __version__, digests), devices.describe(*gpu), gpu, sizes)
+    if torch.float32 in dtypes:
+        found.add_fma(ragged="ragged" in ops)
+    if half:
+        found.add_tensor_core(half)
+    if gpu.capability == (9, 0):
+        if torch.float32 in dtypes and "gemm" in ops:
+            found.add_fma_sm90()
+        if half and {"gemm", "ragged"} & {*ops}:
+            found.add_tensor_core_sm90(half, gemm="gemm" in ops, ragged="ragged" in ops)
+        if half and "linear_logp" in ops:
+            found.add_statistics(half)
+    if "linear_logp" in ops and gpu.capability >= (8, 0):
+        found.add_logp()
+    return found.archive
+
+
+def _layouts() -> list[TileLayout]:
+    """How operands are loaded, in the order of their numbers in ``native/products.c``."""
+    return [
+        TileLayout(True, True, (0, 0, 8, 1)),
+        TileLayout(False, True, (0, 0, 1, 8)),
+        TileLayout(True, False, (0, 0, 9, 1)),
+        TileLayout(True, False, (0, 0, 9, 2)),
+        TileLayout(False, False, (0, 0, 1, 9)),
+    ]
+
+
+_VECTORS = 2  # the first layouts load vectors
+
+
+class _Builder:
+    """An archive that grows."""
+
+    def __init__(self, archive: Archive, device: int, gpu: _Gpu, sizes: Sizes) -> None:
+        self.archive, self._device, self._gpu, self._sizes = archive, device, gpu, sizes
+        self._kernels: dict[tuple[Family, Any], int] = {}
+
+    def _number(self, family: Family, schedule: Any) -> int:
+        """The number that the variants of a schedule are found by."""
+        number = self._kernels.setdefault((family, schedule), len(self._kernels))
+        self.archive.schedules[number] = schedule
+        return number
+
+    def _add_table(
+        self, family: Family, key: int, plain: Schedule, found: Table3, record: Callable[[Any], Schedule]
+    ) -> None:
+        records = {s: record(s) for s in dict.fromkeys(found.cells) if s is not None}
+        cells = [None if s is None else records[s] for s in found.cells]
+        self.archive.tables.append(Table(family, key, plain, found.bounds, cells))
+
+    def _add(self, kernel: int, variant: int, spec: KernelSpec) -> None:
+        self.archive.variants[kernel, variant] = spec
+
+    # ---- The universal kernels ----
+
+    def _universal(self, family: Family, step: Any, plain: Any) -> list[Any]:
+        """The tables of a universal kernel, and the schedules in them. The plain one is the first."""
+
+        def record(s: Any) -> Schedule:
+            return Schedule(family, self._number(family, s), s.tile_m, s.tile_n, s.tile_k)
+
+        used: dict[Any, None] = {plain: None}
+        for batch in (1, BATCH):
+            found = choices.universal(step, self._sizes, self._device, batch)
+            used |= dict.fromkeys(found.cells)
+            self._add_table(family, int(batch > 1), record(plain), found, record)
+        return list(used)
+
+    def add_tensor_core(self, dtypes: Iterable[torch.dtype]) -> None:
+        fitting = [s for s in tensor_core.SCHEDULES if s.smem <= self._gpu.max_smem]
+        used = self._universal(Family.TENSOR_CORE, "mma", fitting[2])
+        layouts = list(enumerate(_layouts()))
+        for s, dtype, (i, a), (j, b) in itertools.product(used, dtypes, layouts, layouts):
+            spec = tensor_core.kernel_spec(s, dtype, a, b)
+            self._add(self._number(Family.TENSOR_CORE, s), i | j << 3 | TYPES[dtype] << 6, spec)
+
+    def add_fma(self, ragged: bool) -> None:
+        plain = next(s for s in fma.SCHEDULES if s.tile_m == 64 and s.smem <= self._gpu.max_smem)
+        layouts, f32 = list(enumerate(_layouts())), torch.float32
+        for s in self._universal(Family.FMA, "fma", plain):
+            pairs = itertools.product(layouts if s == plain else layouts[:_VECTORS], repeat=2)
+            for ((i, a), (j, b)), segmented in itertools.product(pairs, (False, True)[: 1 + ragged]):
+                spec = fma.kernel_spec(s, (f32, f32, f32), a, b, segmented)
+                self._add(self._number(Family.FMA, s), i | j << 3 | TYPES[f32] << 6 | segmented << 8, spec)
+
+    # ---- Hopper ----
+
+    def add_fma_sm90(self) -> None:
+        def record(s: FmaSm90Schedule) -> Schedule:
+            return Schedule(family, self._number(family, s), s.tile_m, s.tile_n)
+
+        family = Family.FMA_SM90
+        for a_by_k, b_by_k, batch in itertools.product((False, True), (False, True), (1, BATCH)):
+            found = choices.fma_sm90(self._sizes, self._device, batch, a_by_k, b_by_k)
+            used = [s for s in dict.fromkeys(found.cells) if s is not None]
+            if not used:
+                continue
+            variant = a_by_k | b_by_k << 1
+            self._add_table(family, variant | (batch > 1) << 2, record(used[0]), found, record)
+            for s in used:
+                self._add(self._number(family, s), variant, s.spec(a_by_k, b_by_k))
+
+    def _hopper(self, family: Family, s: Sm90Schedule) -> Schedule:
+        kernel = self._number(family, replace(s, group=1))  # the order of tiles is a parameter
+        sizes = s.block_m, s.block_n, s.block_k, s.cluster, s.group, s.blocks
+        return Schedule(family, kernel, *sizes, s.panel, s.swap, s.l2_promotion)
+
+    def add_tensor_core_sm90(self, dtypes: Collection[torch.dtype], gemm: bool, ragged: bool) -> None:
+        family = Family.TENSOR_CORE_SM90
+        for layout, output, batched, found in choices.layout_tables(self._sizes, self._gpu.sm_count):
+            a_mn, b_mn = layout.a_mn, layout.b_mn
+            spans = (None, torch.int32, torch.int64) if ragged and a_mn and b_mn else (None,)
+            if not gemm and len(spans) == 1:
+                continue
+            plain = choices.plain(a_mn, b_mn)
+            key = a_mn | b_mn << 1 | output << 2 | batched << 4
+            record = self._hopper(family, plain)
+            self._add_table(family, key, record, found, lambda s: self._hopper(family, s))
+            biases = (False,) if a_mn else (False, True)
+            for s, dtype, offsets, bias in itertools.product(
+                dict.fromkeys(replace(s, group=1) for s in found.cells), dtypes, spans, biases
+            ):
+                # The archive would be too large with every variant. These have the plain schedule alone.
+                if (output > 0 and (bias or dtype == torch.float16)) or offsets == torch.int64:
+                    continue
+                of = self._variant(layout, dtype, output > 0, bias, output == 2, True, offsets)
+                self._add_variant(s, of)
+            for dtype, offsets, bias, aligned in itertools.product(
+                dtypes, spans, (False, True), (False, True)
+            ):
+                of = self._variant(layout, dtype, output > 0, bias, output == 2, aligned, offsets)
+                self._add_variant(plain, of)
+                if output == 1:
+                    self._add_variant(plain, replace(of, accumulate=True))
+
+    def _variant(
+        self,
+        layout: choices.Layout,
+        dtype: torch.dtype,
+        f32: bool,
+        bias: bool,
+        accumulate: bool,
+        aligned: bool,
+        offsets: torch.dtype | None,
+    ) -> Sm90Variant:
+        out = torch.float32 if f32 else dtype
+        bias_dtype = dtype if bias else None
+        return Sm90Variant(
+            dtype, out, layout.a_mn, layout.b_mn, bias_dtype, accumulate, aligned, True, offsets
+        )
+
+    def _add_variant(self, s: Sm90Schedule, of: Sm90Variant) -> None:
+        """A kernel for k that is a multiple of 64, which is any k if stages have 64."""
+        spans = {None: 0, torch.int32: 1, torch.int64: 2}[of.cu_seqlens_dtype]
+        bits = of.a_mn | of.b_mn << 1 | TYPES[of.dtype] << 2 | (of.out_dtype == torch.float32) << 4
+        bits |= (of.bias_dtype is not None) << 5 | of.accumulate << 6 | of.aligned << 7
+        bits |= (s.block_k > 64) << 8 | spans << 9
+        kernel = self._number(Family.TENSOR_CORE_SM90, replace(s, group=1))
+        self._add(kernel, bits, tensor_core_sm90.spec(of, s))
+
+    # ---- Log-probabilities ----
+
+    def add_statistics(self, dtypes: Iterable[torch.dtype]) -> None:
+        family, found = Family.STATISTICS_SM90, choices.statistics()
+        plain = linear_logp_sm90.schedules("statistics_sm90")[0]
+        record = self._hopper(family, plain)
+        self._add_table(family, 0, record, found, lambda s: self._hopper(family, s))
+        flags = (False, True)
+        for s, dtype, bias, entropy, folded in itertools.product(
+            dict.fromkeys((plain, *found.cells)), dtypes, flags, flags, flags
+        ):
+            if folded and s.block_k <= 64:
+                continue
+            spec = linear_logp_sm90.spec(
+                "statistics_sm90",
+                s,
+                dtype=dtype,
+                bias=dtype if bias else None,
+                entropy=entropy,
+                folded=folded,
+            )
+            bits = TYPES[dtype] | bias << 2 | entropy << 3 | folded << 4
+            self._add(self._number(family, replace(s, group=1)), bits, spec)
+
+    def add_logp(self) -> None:
+        schedule = Schedule(Family.LOGP, self._number(Family.LOGP, None))
+        every = Table3((choices.ANY,) * 3, [None])
+        self._add_table(Family.LOGP, 0, schedule, every, lambda s: schedule)
+        for entropy, (i, entry) in itertools.product(
+            (False, True), enumerate(("block_statistics", "combine", "combine_few"))
+        ):
+            self._add(schedule.kernel, i | entropy << 2, logp.kernel_spec(entry, entropy=entropy))

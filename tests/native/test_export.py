@@ -1,0 +1,72 @@
+"""``samebits export``: what it compiles, writes and says. The machine code is real for two kernels alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from samebits.backends.cuda import logp
+from samebits.tools.cli import app
+from samebits.tools.export import command
+from samebits.tools.export.choices import ROWS, SHAPES, Sizes, layout_tables, statistics
+from samebits.tools.export.kernels import build
+from tests.native import support
+
+
+def test_the_command_writes_an_archive_for_each_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def fake_build(arch: str, dtypes: list[object], ops: tuple[str, ...], sizes: Sizes) -> object:
+        made.append((arch, len(dtypes), tuple(ops), tuple(sizes.shapes)))
+        return build(arch, dtypes, ops, support.SMALL)
+
+    monkeypatch.setattr(command, "build", fake_build)
+    monkeypatch.setattr(command, "compile_all", lambda specs, arch, say: [bytes(16)] * len(specs))
+    options = ["--arch", "sm_90a", "--arch", "sm_80", "--dtype", "bf16", "--op", "gemm", "--shape", "64x128"]
+    done = CliRunner().invoke(app, ["export", *options, str(tmp_path / "kernels")])
+    assert done.exit_code == 0, done.output
+    assert made == [(arch, 1, ("gemm",), ((64, 128),)) for arch in ("sm_90a", "sm_80")]
+    files = sorted((tmp_path / "kernels").iterdir())
+    assert [file.name for file in files] == ["sm_80.samebits", "sm_90a.samebits"]
+    assert all(file.read_bytes().startswith(b"samebits") for file in files)
+    assert "bf16 and f16 dc52487fda6f0d82" in " ".join(done.output.split())
+
+
+def test_a_wrong_option_is_exit_code_two(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["export", "--arch", "sm_1", str(tmp_path)])
+    assert done.exit_code == 2
+
+
+def test_kernels_are_compiled_for_their_architecture() -> None:
+    pytest.importorskip("cuda.core")
+    specs = [logp.kernel_spec("combine", entropy=entropy) for entropy in (False, True)]
+    codes = command.compile_all(specs, "sm_80")
+    assert [code[:4] for code in codes] == [b"\x7fELF"] * 2
+    assert codes[0] != codes[1]
+
+
+def test_the_choice_for_log_probabilities_is_exact() -> None:
+    from samebits.backends.cuda import linear_logp_sm90
+
+    found = statistics()
+    rows, words, _ = found.bounds
+    for tokens in (1, 8, 9, 63, 64, 65, 256, 257, 5000):
+        for vocabulary in (*range(1, 2500, 7), 50257, 151_936):
+            i = next((i for i, end in enumerate(rows) if tokens <= end), len(rows) - 1)
+            j = next(j for j, end in enumerate(words) if vocabulary <= end)
+            want = linear_logp_sm90.choose("statistics_sm90", tokens, vocabulary)
+            assert found.cells[i * len(words) + j] == want, (tokens, vocabulary)
+
+
+def test_few_kernels_serve_all_sizes() -> None:
+    """So that an archive stays small, though its tables have a cell for each range of sizes."""
+    kernels = {}
+    for layout, output, batched, table in layout_tables(support.SMALL._replace(more=True), 132):
+        used = {(layout[:2], output, s.block_m, s.block_n, s.block_k, s.cluster) for s in table.cells}
+        kernels[layout[:2], output, batched] = len(used)
+    assert max(kernels.values()) <= 3 * len(support.SMALL.rows)
+    assert len(SHAPES) * len(ROWS) > 300

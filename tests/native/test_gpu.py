@@ -1,0 +1,158 @@
+"""``libsamebits`` on a GPU: the bits of the library's operators, also in a graph; and known answers."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import samebits
+from samebits import engine
+from samebits.backends.cuda import devices, matmul
+from samebits.contract import resolve
+from samebits.testing import assert_same_bits
+from samebits.tools.export.command import compile_all
+from samebits.tools.export.kernels import build
+from tests.native import answers, support
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+COMPILER = pytest.mark.skipif(not support.HAS_COMPILER, reason="no C compiler")
+
+
+@COMPILER
+def test_the_known_answers_are_the_references() -> None:
+    assert answers.HEADER.read_text() == answers.header()
+
+
+@pytest.fixture(scope="module")
+def archive() -> Path:
+    arch = devices.device_info(0).arch
+    made = build(arch, [F32, BF16, F16], sizes=support.SMALL)
+    path = support.folder() / "gpu.samebits"
+    path.write_bytes(made.pack(compile_all(made.specs, arch)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def of(archive: Path) -> Iterator[engine.Engine]:
+    found = engine.Engine(archive, library=support.build())
+    yield found
+    torch.cuda.synchronize()
+    found.close()
+
+
+def stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+def matrix(drawn: random.Random, dtype: torch.dtype, rows: int, columns: int, batch: int) -> Tensor:
+    """Of either layout, padded and shifted or not."""
+    turned = drawn.random() < 0.5
+    outer, inner = (columns, rows) if turned else (rows, columns)
+    pitch = inner + drawn.choice((0, 0, -inner % 8, 3, 8))
+    room = torch.randn(batch * outer * pitch + 8, device="cuda").to(dtype)
+    x = room[drawn.choice((0, 0, 0, 1)) :][: batch * outer * pitch].view(batch, outer, pitch)[..., :inner]
+    x = x.mT if turned else x
+    return x if batch > 1 else x[0]
+
+
+@pytest.mark.gpu
+@COMPILER
+def test_random_products_have_the_librarys_bits(of: engine.Engine) -> None:
+    drawn = random.Random(3)
+    torch.manual_seed(3)
+    for _ in range(400):
+        dtype = drawn.choice((F32, BF16, BF16, F16))
+        sizes = (1, 2, 7, 8, 33, 64, 100, 128, 256, 300, 768, 1000, 4096)
+        m, n, k = (
+            drawn.choice(sizes) if drawn.random() < 0.7 else drawn.randrange(1, 2000) for _ in range(3)
+        )
+        out_dtype = drawn.choice((dtype, F32))
+        accumulate = out_dtype == F32 and drawn.random() < 0.3
+        batch = 1 if accumulate or drawn.random() < 0.8 else drawn.randrange(2, 20)
+        a, b = matrix(drawn, dtype, m, k, batch), matrix(drawn, dtype, k, n, batch)
+        bias = torch.randn(n, device="cuda").to(dtype) if drawn.random() < 0.3 else None
+        key, shape = resolve(None, dtype, "cuda"), (batch, m, n)[batch == 1 :]
+        out = torch.randn(shape, device="cuda").to(out_dtype)
+        if accumulate:
+            want = out.clone()
+            matmul.matmul_later(want, a, b, bias=bias, accumulate=True, contract=key)()
+        else:
+            want = matmul.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=key)
+        of.matmul(a, b, out=out, bias=bias, accumulate=accumulate, stream=stream())
+        assert_same_bits(out, want, f"{dtype} {shape} k {k}")
+
+
+@pytest.mark.gpu
+@COMPILER
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_weights_gradients_of_packed_sequences_have_the_librarys_bits(
+    of: engine.Engine, dtype: torch.dtype
+) -> None:
+    drawn = random.Random(4)
+    for turn in range(40):
+        tokens, m, n = (drawn.choice((16, 63, 128, 500, 2048)) for _ in range(3))
+        dy, x = (torch.randn(tokens, width, device="cuda").to(dtype) for width in (m, n))
+        ends = sorted(drawn.randrange(tokens) for _ in range(drawn.randrange(6)))
+        kind = drawn.choice((torch.int32, torch.int64))
+        offsets = torch.tensor([0, *ends, tokens], dtype=kind, device="cuda") if turn % 4 else None
+        accumulate = turn % 2 == 0
+        out = torch.randn(m, n, device="cuda").to(F32 if accumulate else dtype)
+        want, key = out.clone()[None], resolve(None, dtype, "cuda")
+        operands = dy.mT[None, None], x[None, None], offsets
+        matmul.addbmm_later(want, *operands, accumulate=accumulate, contract=key)()
+        of.matmul_sequences(dy.mT, x, offsets, out=out, accumulate=accumulate, stream=stream())
+        assert_same_bits(out, want[0], f"{dtype} {tokens} {m} {n} {ends}")
+
+
+@pytest.mark.gpu
+@COMPILER
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("tokens", [1, 9, 64, 300])
+@pytest.mark.parametrize(("features", "vocabulary"), [(64, 1000), (200, 129), (41, 3000), (512, 20_000)])
+def test_log_probabilities_have_the_librarys_bits(
+    of: engine.Engine, dtype: torch.dtype, tokens: int, features: int, vocabulary: int
+) -> None:
+    hidden, weight = (torch.randn(r, features, device="cuda").to(dtype) for r in (tokens, vocabulary))
+    bias, target = torch.randn(vocabulary, device="cuda").to(dtype), torch.randint(vocabulary, (tokens,))
+    target[::5] = -100
+    target = target.cuda()
+    want = samebits.linear_logp(hidden, weight, target, bias, temperature=0.7, return_entropy=True)
+    size = of.workspace_size(hidden, weight, entropy=True)
+    room = torch.empty(size // 4, device="cuda")
+    found = torch.empty(2, tokens, device="cuda")
+    given: dict[str, Any] = {"bias": bias, "entropy": found[1], "temperature": 0.7, "stream": stream()}
+    of.linear_logp(hidden, weight, target, out=found[0], workspace=room, **given)
+    assert_same_bits(found, torch.stack(want), "log-probabilities, and entropies")
+
+
+@pytest.mark.gpu
+@COMPILER
+def test_calls_are_captured_in_a_graph(of: engine.Engine) -> None:
+    x, w = torch.randn(8, 4096, device="cuda").to(BF16), torch.randn(4096, 4096, device="cuda").to(BF16)
+    out, graph = torch.empty(8, 4096, device="cuda", dtype=BF16), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        of.matmul(x, w.mT, out=out, stream=stream())
+    x.copy_(torch.randn(8, 4096, device="cuda"))
+    graph.replay()
+    assert_same_bits(out, samebits.linear(x, w), "a replay, with other values")
+
+
+@pytest.mark.gpu
+@COMPILER
+def test_smoke_in_c(archive: Path) -> None:
+    program = support.folder() / "smoke"
+    smoke = str(support.NATIVE / "smoke.c")
+    flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-D_POSIX_C_SOURCE=200809L"]
+    subprocess.run(
+        ["cc", *flags, smoke, *support.sources(), "-o", str(program), "-ldl", "-lpthread"], check=True
+    )
+    done = subprocess.run([str(program), str(archive)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" ok\n") == 8

@@ -1,0 +1,248 @@
+"""``libsamebits`` without a GPU, over a driver of tests: archives, errors, symbols, and the engine."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from samebits import FMA, HOPPER, TENSOR_CORE, engine
+from samebits.tools.export import archive as format_
+from samebits.tools.export.command import main as export
+from samebits.tools.export.kernels import GPUS, OPS, build
+from samebits.tools.text import ToolError
+from tests.native import support
+
+pytestmark = pytest.mark.skipif(not support.HAS_COMPILER, reason="no C compiler")
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    return support.write(support.built(), "library.samebits")
+
+
+def opening(path: Path) -> engine.EngineError:
+    with pytest.raises(engine.EngineError) as caught:
+        support.opened(path)
+    return caught.value
+
+
+def changed(path: Path, at: int, by: bytes, *, checksum: bool = False) -> Path:
+    data = bytearray(path.read_bytes())
+    data[at : at + len(by)] = by
+    if checksum:
+        data[12:16] = zlib.crc32(data[24:]).to_bytes(4, "little")
+    other = path.with_name("changed.samebits")
+    other.write_bytes(data)
+    return other
+
+
+def test_the_library_exports_the_functions_of_its_header() -> None:
+    shown = subprocess.run(
+        ["nm", "-D", "--defined-only", str(support.build())], check=True, capture_output=True, text=True
+    )
+    symbols = {line.split()[-1] for line in shown.stdout.splitlines()}
+    declared = re.findall(r"^SB_API .*?\b(sb_\w+)\(", (support.NATIVE / "samebits.h").read_text(), re.M)
+    assert (
+        symbols
+        == {*declared}
+        == {
+            *("sb_abi_version", "sb_last_error", "sb_archive_open", "sb_archive_close", "sb_contract_digest"),
+            *("sb_context_create", "sb_context_destroy", "sb_gemm", "sb_bmm", "sb_gemm_ragged"),
+            *("sb_workspace_size", "sb_linear_logp"),
+        }
+    )
+
+
+def test_the_library_needs_no_cuda_library() -> None:
+    shown = subprocess.run(["ldd", str(support.build())], check=True, capture_output=True, text=True)
+    assert re.findall("cuda|libnv", shown.stdout) == []
+
+
+def test_the_abi_is_one() -> None:
+    header = (support.NATIVE / "samebits.h").read_text()
+    assert f"#define SB_ABI_VERSION {format_.ABI}\n" in header
+    assert support.library().sb_abi_version() == format_.ABI == engine._ABI
+
+
+def test_the_header_is_c_plus_plus_too() -> None:
+    command = ["cc", "-x", "c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
+    subprocess.run([*command, str(support.NATIVE / "samebits.h")], check=True)
+
+
+def test_contract_digests_are_the_librarys(path: Path) -> None:
+    found = support.opened(path)
+    digests = [found.contract_digest(d) for d in ("float32", "bfloat16", "float16")]
+    assert digests == [FMA.digest(), *[TENSOR_CORE.on(HOPPER).digest()] * 2]
+
+
+def test_an_archive_is_refused(path: Path) -> None:
+    damaged = opening(changed(path, 5000, b"\xff\x00"))
+    assert damaged.status == 3
+    assert re.search(r"damaged: expected the checksum \w{8}, got", str(damaged))
+    cut = path.with_name("cut.samebits")
+    cut.write_bytes(path.read_bytes()[:-16])
+    assert "damaged: expected" in str(opening(cut))
+    assert "has ABI version 99, this library 1: export it again" in str(opening(changed(path, 8, b"\x63")))
+    assert "it is not an archive of samebits export" in str(opening(changed(path, 0, b"X")))
+    assert "its tables contradict each other" in str(opening(changed(path, 136, b"\xff", checksum=True)))
+    assert "cannot be opened" in str(opening(path.with_name("none")))
+
+
+def test_an_archive_for_another_gpu_is_refused() -> None:
+    other = support.write(support.built("sm_80"), "other.samebits")
+    error = opening(other)
+    assert error.status == 2
+    assert "device 0 is sm_90, the archive is for sm_80: samebits export --arch sm_90a" in str(error)
+
+
+def test_contexts_give_back_what_they_take(path: Path) -> None:
+    driver = support.fake_driver()
+    counts = [ctypes.c_int.in_dll(driver, f"driver_{of}") for of in ("retained", "modules")]
+    before = [c.value for c in counts]
+    support.opened(path).close()
+    assert [c.value for c in counts] == before
+
+
+def test_a_driver_that_is_not_there_gives_a_status(path: Path) -> None:
+    code = (
+        "import sys; from samebits import engine\n"
+        "try: engine.Engine(sys.argv[1], library=sys.argv[2])\n"
+        "except engine.EngineError as error: print(error.status, error)"
+    )
+    library = support.build("/nowhere/libcuda.so")
+    command = [sys.executable, "-c", code, str(path), str(library)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("4 samebits.engine: the CUDA driver does not load: /nowhere/libcuda.so")
+
+
+def test_bad_arguments_and_damaged_archives_under_sanitizers(path: Path) -> None:
+    folder, tests = support.folder(), Path(__file__).parent
+    flags = ["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror"]
+    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    probe = folder / "probe.c"
+    probe.write_text("int main(void) { return 0; }\n")
+    if subprocess.run(["cc", *sanitize, str(probe), "-o", str(folder / "probe")], check=False).returncode:
+        sanitize = []
+    driver, program = folder / "libdriver-fuzz.so", folder / "fuzz"
+    subprocess.run(
+        ["cc", *flags, *sanitize, "-fPIC", "-shared", "-o", str(driver), str(tests / "driver.c")], check=True
+    )
+    sources = [*support.sources(), str(tests / "fuzz.c"), str(driver)]
+    options = [f"-I{support.NATIVE}", f'-DSB_LIBCUDA="{driver}"', "-o", str(program)]
+    subprocess.run(["cc", *flags, *sanitize, *options, *sources, "-ldl", "-lpthread", "-lm"], check=True)
+    command = [str(program), str(path), str(folder / "damaged.samebits")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("1000 statuses of 1000 bad arguments; ")
+
+
+class Described:
+    """An array by its ``__cuda_array_interface__``."""
+
+    def __init__(self, x: Any) -> None:
+        interface = dict(x.__array_interface__)
+        interface["version"] = 3
+        self.__cuda_array_interface__ = interface
+
+
+def test_the_engine_takes_arrays_that_are_not_torchs(path: Path) -> None:
+    of = support.opened(path)
+    support.launches()
+    a, b, out = (Described(np.zeros(s, np.float32)) for s in ((8, 16), (4, 16), (8, 4)))
+    of.matmul(a, engine.Array.of(b).mT, out=out, stream=5)
+    (launch,) = support.launches()
+    assert launch.stream == 5
+    strided = Described(np.zeros((8, 32), np.float16)[:, ::2])
+    assert engine.Array.of(strided).strides == (32, 2)
+    with pytest.raises(engine.EngineError, match=r"expected matrices that fit together, got shapes"):
+        of.matmul(a, b, out=out, stream=0)
+    with pytest.raises(engine.EngineError, match="expected a's dtype float32, got"):
+        of.matmul(a, Described(np.zeros((16, 4), np.float16)), out=out, stream=0)
+    with pytest.raises(TypeError, match="expected an array on a GPU, got list"):
+        of.matmul([1], b, out=out, stream=0)
+    halves = [Described(np.zeros(s, np.float16)) for s in ((8, 16), (16, 4), (8, 4))]
+    with pytest.raises(engine.EngineError, match="accumulate: expected an out_dtype of SB_F32") as caught:
+        of.matmul(*halves[:2], out=halves[2], accumulate=True, stream=0)
+    assert caught.value.status == 1
+    assert support.launches() == []
+
+
+@pytest.mark.parametrize("arch", GPUS)
+def test_every_architecture_has_an_archive(arch: str) -> None:
+    made = support.built(arch)
+    assert [bool(digest) for digest in made.digests] == [True, arch != "sm_75"]
+    assert len(made.pack(support.fake_code(made))) < 1 << 20
+    assert all(spec.oldest <= made.capability for spec in made.specs)
+
+
+def test_an_archive_has_the_operations_that_were_asked_for() -> None:
+    sources = {}
+    for op in OPS:
+        made = build("sm_90a", [torch.bfloat16], [op], support.SMALL)
+        sources[op] = {spec.source for spec in made.specs}
+    assert sources == {
+        "gemm": {"tensor_core.cu", "tensor_core_sm90.cu"},
+        "ragged": {"tensor_core.cu", "tensor_core_sm90.cu"},
+        "linear_logp": {"tensor_core.cu", "statistics_sm90.cu", "logp.cu"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"archs": ["sm_70"]}, "--arch: expected one of sm_75, .*, got sm_70"),
+        ({"dtypes": ["int8"]}, "--dtype: expected one of f32, bf16, f16, got int8"),
+        ({"ops": ["conv"]}, "--op: expected one of gemm, ragged, linear_logp, got conv"),
+        ({"shapes": ["4096"]}, "--shape: expected KxN, such as 4096x28672, got 4096"),
+        ({"archs": ["sm_75"], "dtypes": ["bf16"]}, "--dtype: expected f32 for sm_75"),
+    ],
+)
+def test_export_refuses(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    given = {"archs": ["sm_90a"], "dtypes": [], "ops": [], "shapes": []} | options
+    with pytest.raises(ToolError, match=message):
+        export(tmp_path, **given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_program_in_the_documents_compiles(tmp_path: Path) -> None:
+    text = (support.NATIVE.parent / "docs" / "native.md").read_text()
+    (program,) = re.findall(r"^```c\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    (tmp_path / "program.c").write_text(program)
+    command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{support.NATIVE}", "-c"]
+    subprocess.run([*command, "-o", str(tmp_path / "program.o"), str(tmp_path / "program.c")], check=True)
+
+
+def test_the_documents_command_builds_the_library(tmp_path: Path) -> None:
+    text = (support.NATIVE.parent / "docs" / "native.md").read_text()
+    (command,) = re.findall(r"^cc .*libsamebits\.so.*$", text, re.MULTILINE)
+    out = tmp_path / "libsamebits.so"
+    command = command.replace("-o libsamebits.so", f"-o {out}")
+    subprocess.run(["bash", "-c", command], check=True, cwd=support.NATIVE.parent)
+    assert engine.load_library(out).sb_abi_version() == format_.ABI
+
+
+@pytest.mark.skipif(shutil.which("rustc") is None, reason="no Rust compiler")
+def test_the_example_in_rust_runs(path: Path, tmp_path: Path) -> None:
+    shutil.copy(support.build(support.fake_driver()._name), tmp_path / "libsamebits.so")
+    example = support.NATIVE.parent / "examples" / "native.rs"
+    options = ["--edition=2021", "-D", "warnings", "-L", str(tmp_path), "-l", "samebits"]
+    program = tmp_path / "native"
+    subprocess.run(["rustc", *options, "-o", str(program), str(example)], check=True)
+    done = subprocess.run(
+        [str(program), str(path)],
+        env={"LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, f"f32: {FMA.digest()}\n"), done.stderr
