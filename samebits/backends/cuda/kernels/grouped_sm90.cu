@@ -105,26 +105,42 @@ struct Scheduler {
 #else
 struct Scheduler : TileScheduler<Output> {
     static constexpr bool VARIED = true;
-    const int* whole;  // without sequences, the first row and the end of every group
 
-    __device__ explicit Scheduler(const Params& p) : TileScheduler<Output>(p), whole(nullptr) {}
+    // Of a group: where its sequences' bounds are, the number of sequences, and that of their blocks.
+    struct Group {
+        const int* bounds;
+        int sequences;
+        u32 blocks;
+    };
+    const Group* groups = nullptr;
+
+    __device__ explicit Scheduler(const Params& p) : TileScheduler<Output>(p) {}
 
     __device__ __forceinline__ void prepare(const Params& p, u32 shared) {
-        if (p.groups.runs) return;
-        int* table = table_at(shared);
-        for (int i = threadIdx.x; i < p.groups.count; i += THREADS)
-            table[2 * i] = p.groups.first(i), table[2 * i + 1] = p.groups.end(i);
+        auto* group = reinterpret_cast<Group*>(table_at(shared));
+        auto* whole = reinterpret_cast<int*>(group + p.groups.count);  // of groups without sequences
+        for (int i = threadIdx.x; i < p.groups.count; i += THREADS) {
+            if (p.groups.runs) {
+                group[i] = {p.groups.bounds(i), p.groups.sequences(i), 0};
+            } else {
+                whole[2 * i] = p.groups.first(i), whole[2 * i + 1] = p.groups.end(i);
+                group[i] = {whole + 2 * i, 1, 0};
+            }
+        }
         __syncthreads();
-        whole = table;
+        for (int i = threadIdx.x / 32; i < p.groups.count; i += THREADS / 32) {
+            u32 blocks = KBlocks::count(p.k, group[i].bounds, group[i].sequences);
+            if (threadIdx.x % 32 == 0) group[i].blocks = blocks;
+        }
+        __syncthreads();
+        groups = group;
     }
 
     __device__ __forceinline__ KBlocks blocks(const Params& p, const TileCoord& tile) const {
-        if (whole) return KBlocks(p.k, whole + 2 * tile.batch, 1);
-        return KBlocks(p.k, p.groups.bounds(tile.batch), p.groups.sequences(tile.batch));
+        return KBlocks(p.k, groups[tile.batch].bounds, groups[tile.batch].sequences);
     }
-    __device__ __forceinline__ u32 number_of_blocks(const Params& p, const TileCoord& tile) const {
-        if (whole) return KBlocks::count(p.k, whole + 2 * tile.batch, 1);
-        return KBlocks::count(p.k, p.groups.bounds(tile.batch), p.groups.sequences(tile.batch));
+    __device__ __forceinline__ u32 number_of_blocks(const Params&, const TileCoord& tile) const {
+        return groups[tile.batch].blocks;
     }
 };
 #endif

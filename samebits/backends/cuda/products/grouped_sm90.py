@@ -140,7 +140,8 @@ def _estimate(s: Sm90Schedule, g: Gemm, sms: int) -> float:
 
 
 def _table(p: GroupedProduct) -> int:
-    return (2 * p.groups + 1) * 4
+    """Bytes of shared memory that the kernel's scheduler takes."""
+    return p.groups * 24 if p.of_terms else (2 * p.groups + 1) * 4
 
 
 def _with_table(s: Sm90Schedule, p: GroupedProduct) -> Sm90Schedule:

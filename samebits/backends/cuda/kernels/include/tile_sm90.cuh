@@ -59,9 +59,9 @@ struct Tile {
         for_each_box(row, k, slice, [&](u32, int x, int y, int z) { tma_prefetch(map, x, y, z, batch); });
     }
 
-    // Zeroes all k from `valid` on; the swizzle moves nothing out of a line. Contiguous along m or n only.
-    static __device__ __forceinline__ void clear(u32 tile, u32 valid, u32 thread, u32 threads) {
-        u32 chunks = (depth - valid) * (line_bytes / 16);
+    // Zeroes k from `valid` to `end`; the swizzle moves nothing out of a line. Contiguous along m or n only.
+    static __device__ __forceinline__ void clear(u32 tile, u32 valid, u32 end, u32 thread, u32 threads) {
+        u32 chunks = (end - valid) * (line_bytes / 16);
         for (u32 column = 0; column < columns; ++column) {
             for (u32 i = thread; i < chunks; i += threads) {
                 asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + column * column_bytes +
