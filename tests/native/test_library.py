@@ -177,6 +177,22 @@ def test_the_engine_takes_arrays_that_are_not_torchs(path: Path) -> None:
     assert support.launches() == []
 
 
+def test_the_engine_reads_dlpack(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(6, 8, dtype=torch.bfloat16)[1:, 2:]
+
+    class Exported:
+        def __dlpack__(self, stream: int) -> Any:
+            assert stream == -1  # no synchronization
+            return x.__dlpack__()
+
+    with pytest.raises(TypeError, match=r"on a GPU, got DLPack's device 1 and dtype \(4, 16\)"):
+        engine.Array.of(Exported())
+    monkeypatch.setattr(engine, "_CUDA", (1,))
+    found = engine.Array.of(Exported())
+    assert found == engine.Array(x.data_ptr(), "bfloat16", (5, 6), (8, 1))
+    assert found.mT == engine.Array(x.data_ptr(), "bfloat16", (6, 5), (1, 8))
+
+
 @pytest.mark.parametrize("arch", GPUS)
 def test_every_architecture_has_an_archive(arch: str) -> None:
     made = support.built(arch)
