@@ -74,7 +74,7 @@ Hashes = dict[str, dict[str, str]]
 def host() -> Any:
     """The modules of host code that this script uses. They are imported only here."""
     products = ("fma", "fma_sm90", "plan", "schedule_sm90", "tensor_core", "tensor_core_sm90", "tiny")
-    modules = ("assert_spans", "compiler", "exp2", "linear_logp_sm90", "logp", "rows")
+    modules = ("assert_spans", "compiler", "exp2", "grouped", "linear_logp_sm90", "logp", "rows")
     names = {m: f"products.{m}" for m in products} | {m: m for m in modules}
     names |= {n: f"attention.{n}" for n in ("universal", "universal_backward")}
     found = {m: importlib.import_module(f"samebits.backends.cuda.{name}") for m, name in names.items()}
@@ -91,6 +91,7 @@ def kernels() -> Iterator[Kernel]:
     ]
     yield from tensor_core(h, layouts)
     yield from fma(h, layouts)
+    yield from grouped(h, layouts)
     yield from fma_on_hopper(h)
     yield from tensor_core_on_hopper(h)
     yield from log_probabilities_on_hopper(h)
@@ -137,6 +138,28 @@ def fma(h: Any, layouts: list[Any]) -> Iterator[Kernel]:
     for i, s in enumerate(h.fma.SCHEDULES):
         for j, (a, b, types, segmented) in enumerate(fma_operands(*layouts)):
             yield h.fma.kernel_spec(s, types, a, b, segmented), archs[(i + j) % len(archs)]
+
+
+def grouped(h: Any, layouts: list[Any]) -> Iterator[Kernel]:
+    """Both forms of grouped products under all schedules, for alternating architectures."""
+    archs = h.compiler.ARCHITECTURES
+    k_vector, row_vector, k_gather, row_gather = layouts
+    of_rows, of_terms = (
+        (("OF_ROWS", k_vector, k_vector), ("OF_ROWS", row_gather, row_vector)),
+        (
+            ("OF_TERMS", row_vector, row_vector),
+            ("OF_TERMS", k_gather, row_vector),
+        ),
+    )
+    for i, s in enumerate(h.tensor_core.SCHEDULES):
+        for j, (form, a, b) in enumerate((*of_rows, *of_terms)):
+            yield h.tensor_core.kernel_spec(s, BF16, a, b, form), archs[1 + (i + j) % (len(archs) - 1)]
+    for i, s in enumerate(h.fma.SCHEDULES):
+        for j, (form, a, b) in enumerate((*of_rows, *of_terms)):
+            types = (F32, F32, F32) if j % 2 == 0 else (BF16, BF16, F32)
+            yield h.fma.kernel_spec(s, types, a, b, form == "OF_TERMS", form), archs[(i + j) % len(archs)]
+    for arch in archs[1:]:
+        yield h.grouped.RUNS, arch
 
 
 def fma_on_hopper(h: Any) -> Iterator[Kernel]:

@@ -22,6 +22,7 @@ measure logp 80 benchmarks.logp
 measure models 140 benchmarks.models
 measure steps 90 benchmarks.steps
 measure rows 90 benchmarks.rows
+measure grouped 240 benchmarks.grouped
 measure host 90 benchmarks.host
 measure native 200 benchmarks.native
 measure bench 450 benchmarks.gpu

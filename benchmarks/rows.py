@@ -28,6 +28,7 @@ from samebits.backends.reference import rows as reference
 from samebits.ops.norm import layer_norm, rms_norm
 from samebits.ops.reduce import sum
 from samebits.ops.softmax import log_softmax, softmax
+from samebits.ops.variance import vector_norm
 from samebits.testing import assert_same_bits
 from samebits.tools.bench.clock import Race
 
@@ -188,6 +189,13 @@ OPS = {
         1,
         lambda x: (reference.row_sum(x, False, x.dtype),),
     ),
+    "2-norm": RowOp(
+        lambda c: (_matrix(c),),
+        lambda x: vector_norm(x, -1),
+        lambda x: torch.linalg.vector_norm(x, dim=-1),
+        1,
+        lambda x: (reference.row_norm(x, x.dtype),),
+    ),
     "sum over tokens": RowOp(
         lambda c: (_matrix(c),),
         lambda x: OURS.sum_to(x, [1, x.shape[1]]),
@@ -206,15 +214,16 @@ OPS = {
 WIDTHS = (1024, 2048, 4096, 8192, 16384)
 TOKENS = 4096
 CASES = (
-    *(RowCase(op, TOKENS, n) for op in OPS if op != "embedding backward" for n in WIDTHS),
+    *(RowCase(op, TOKENS, n) for op in OPS if op not in ("2-norm", "embedding backward") for n in WIDTHS),
     *(RowCase("embedding backward", TOKENS, n) for n in WIDTHS[:3]),
     *(RowCase(op, TOKENS, n, F32) for op in OPS if "softmax" in op for n in WIDTHS[1::2]),
     *(RowCase(op, TOKENS, n, F32) for op in ("rms_norm", "rms_norm backward", "sum") for n in WIDTHS[1::2]),
     *(RowCase(op, 16, n) for op in ("rms_norm", "layer_norm", "softmax", "sum") for n in WIDTHS[1::2]),
     *(RowCase(op, 1024, ENTRIES, F32) for op in ("log_softmax", "log_softmax backward")),
+    *(RowCase(op, 1, 1 << 24) for op in ("sum", "2-norm")),
     *(RowCase(op, TOKENS, 5001) for op in ("rms_norm", "softmax", "sum")),
 )
-"""Widths of models, a vocabulary, the few rows of a decode, and rows that are not aligned."""
+"""Widths of models, a vocabulary, few rows of a decode, a weight as one row, and rows not aligned."""
 
 
 def quick() -> tuple[RowCase, ...]:

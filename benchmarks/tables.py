@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from benchmarks import grouped
 from benchmarks.host import ratios
 from benchmarks.logp import PRODUCT
 from benchmarks.record import GPUS, ROOT, load, measured, slug, tiny
@@ -535,6 +536,28 @@ def gpu_rows(data: dict[str, Any]) -> str:
     return "\n\n".join((drawn, over_widths, said, table(head, cases), _measured_on_gpu(data)))
 
 
+def gpu_grouped(data: dict[str, Any]) -> str:
+    """Grouped products: means over all cases, then every case."""
+    over_cases = table(
+        ["kind", "speed relative to PyTorch: mean", "least", "of the limit: mean"],
+        ([kind, *(f"{x:.2f}" for x in values)] for kind, *values in grouped.means(data)),
+    )
+    bandwidth, rate = grouped.BYTES_A_SECOND / 1e12, grouped.OPERATIONS_A_SECOND / 1e12
+    said = (
+        "The limit is the time to read and write all bytes, those of the experts that have tokens, at"
+        f" {bandwidth:.1f} TB/s, or to multiply at {rate:.0f} TFLOP/s. Sequences have"
+        f" {grouped.SEQUENCE:,} tokens."
+    )
+    head = ["model", "kind", "K, N", "tokens", "shares", "samebits, µs", "PyTorch, µs", "limit, µs"]
+    cases = (
+        [c["model"], c["kind"], f"{c['k']}, {c['n']}", f"{c['tokens']:,}"]
+        + ["skewed" if c["skewed"] else "balanced"]
+        + [f"{x:.1f}" for x in (c["us"]["samebits"], c["us"]["torch"], c["limit"])]
+        for c in data["cases"]
+    )
+    return "\n\n".join((over_cases, said, table(head, cases), _measured_on_gpu(data)))
+
+
 def gpu_steps(data: dict[str, Any]) -> str:
     """Steps of a model of a billion parameters."""
     head = ["step", "PyTorch, ms", "context, ms", "process, ms", "context / PyTorch", "process / PyTorch"]
@@ -583,6 +606,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     },
     "attention.json": {"attention": gpu_attention, "attention-cases": gpu_attention_cases},
     "attention_invariance.json": {"attention-invariance": gpu_attention_invariance},
+    "grouped.json": {"grouped": gpu_grouped},
     "host.json": {"host-calls": gpu_host_calls},
     "logp.json": {"logp": gpu_logp},
     "rows.json": {"rows": gpu_rows},

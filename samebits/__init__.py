@@ -18,6 +18,7 @@ from samebits.nn import convert
 from samebits.ops.addmm import addmm_
 from samebits.ops.attention import attention
 from samebits.ops.bmm import bmm
+from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.linear import linear
 from samebits.ops.linear_logp import linear_logp
 from samebits.ops.logp import logp
@@ -45,6 +46,7 @@ __all__ = [
     "convert",
     "disable_batch_invariant_mode",
     "enable_batch_invariant_mode",
+    "grouped_mm",
     "is_batch_invariant_mode_enabled",
     "linear",
     "linear_logp",

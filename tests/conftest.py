@@ -14,7 +14,7 @@ from torch import Tensor
 from samebits import backends
 from samebits.backends import replay
 from samebits.backends.cuda import devices
-from samebits.ops import _products
+from samebits.ops import _grouped, _products
 from samebits.ops._operator import Operator
 from samebits.testing import assert_same_bits
 
@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--replay"):
         assert replay.available, "the extension was not built: no C compiler"
         _products._linear_gradients_on_gpu = replayed_too(_products._linear_gradients_on_gpu)
+        _grouped._rows_gradients_on_gpu = replayed_too(_grouped._rows_gradients_on_gpu)
         for x in gc.get_objects():
             if isinstance(x, Operator):
                 x._cuda = replayed_too(x._cuda)

@@ -38,7 +38,7 @@ static struct {
 } with;
 
 static PyObject *str_dtype, *str_shape, *str_stride, *str_data_ptr, *str_get_device, *str_requires_grad,
-    *str_is_neg;
+    *str_is_neg, *str_numel;
 
 /* ---- Recipe ---------------------------------------------------------------------------------------------- */
 
@@ -58,13 +58,19 @@ typedef struct {
 } Launch;
 
 typedef struct {
+    int of, to; /* arguments that overlap in part */
+    int64_t apart;
+} Tie;
+
+typedef struct {
     PyObject_HEAD long device;
-    int arguments, allocations, launches;
+    int arguments, allocations, launches, ties;
     PyObject* geometries; /* a tuple of (shape, strides, dtype), one for each allocation */
     PyObject* kernels;    /* what the launches were of: for errors, and kept alive */
     PyObject* result;     /* the index of a tensor, or a tuple of indices and None */
     Launch* launch;
     Patch* patch;
+    Tie* tie;
     Py_ssize_t size;
     unsigned char* bytes;
 } Recipe;
@@ -75,22 +81,24 @@ static void recipe_dealloc(Recipe* self) {
     Py_XDECREF(self->result);
     PyMem_Free(self->launch);
     PyMem_Free(self->patch);
+    PyMem_Free(self->tie);
     PyMem_Free(self->bytes);
     Py_TYPE(self)->tp_free((PyObject*)self);
 }
 
-/* Recipe(device, arguments, geometries, launches, kernels, result). A launch is (function, bytes, patches), a
+/* Recipe(device, arguments, geometries, launches, kernels, result, ties). A tie (of, to, apart) says how many
+   bytes apart two arguments begin. A launch is (function, bytes, patches), a
    patch (at, tensor, is_map, delta). To set bytes to zero is (0, count, (patch,)). */
 static PyObject* recipe_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     long device;
     int arguments;
-    PyObject *geometries, *launches, *kernels, *result;
+    PyObject *geometries, *launches, *kernels, *result, *ties = NULL;
     if (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0) {
         PyErr_SetString(PyExc_TypeError, "Recipe takes no keyword arguments");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "liO!O!O!O", &device, &arguments, &PyTuple_Type, &geometries, &PyTuple_Type,
-                          &launches, &PyTuple_Type, &kernels, &result))
+    if (!PyArg_ParseTuple(args, "liO!O!O!O|O!", &device, &arguments, &PyTuple_Type, &geometries, &PyTuple_Type,
+                          &launches, &PyTuple_Type, &kernels, &result, &PyTuple_Type, &ties))
         return NULL;
     Recipe* self = (Recipe*)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
@@ -127,7 +135,9 @@ static PyObject* recipe_new(PyTypeObject* type, PyObject* args, PyObject* kwargs
     self->launch = PyMem_Calloc(self->launches + 1, sizeof(Launch));
     self->patch = PyMem_Calloc(patches + 1, sizeof(Patch));
     self->bytes = PyMem_Calloc(self->size + 1, 1);
-    if (self->launch == NULL || self->patch == NULL || self->bytes == NULL) {
+    self->ties = ties == NULL ? 0 : (int)PyTuple_GET_SIZE(ties);
+    self->tie = PyMem_Calloc(self->ties + 1, sizeof(Tie));
+    if (self->tie == NULL || self->launch == NULL || self->patch == NULL || self->bytes == NULL) {
         PyErr_NoMemory();
         goto failed;
     }
@@ -163,6 +173,13 @@ static PyObject* recipe_new(PyTypeObject* type, PyObject* args, PyObject* kwargs
                 goto failed;
             }
         }
+    }
+    for (int i = 0; i < self->ties; i++) {
+        Tie* tie = &self->tie[i];
+        long long apart;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(ties, i), "iiL", &tie->of, &tie->to, &apart)) goto failed;
+        tie->apart = apart;
+        if (tie->of < 0 || tie->of >= arguments || tie->to < 0 || tie->to >= arguments) goto failed;
     }
     return (PyObject*)self;
 failed:
@@ -262,6 +279,15 @@ static int run_launches(const Recipe* recipe, const Tensors* tensors) {
     return -1;
 }
 
+/* Whether arguments overlap as in the call that was recorded, where that decides whose a pointer is. */
+static int is_tied(const Recipe* recipe, const Tensors* tensors) {
+    for (int i = 0; i < recipe->ties; i++) {
+        const Tie* tie = &recipe->tie[i];
+        if ((int64_t)(tensors->at[tie->to] - tensors->at[tie->of]) != tie->apart) return 0;
+    }
+    return 1;
+}
+
 static PyObject* replay(const Recipe* recipe, Tensors* tensors, PyObject* const* args) {
     PyObject* result = NULL;
     for (; tensors->count < recipe->allocations; tensors->count++) {
@@ -321,13 +347,21 @@ static int add_tensor(PyObject* key, Py_ssize_t* next, PyObject* tensor, Tensors
     if (index == -1 && PyErr_Occurred()) return -1;
     if (*device == LONG_MIN) *device = index;
     if (*device != index) return 1; /* on several devices */
+    if (tensors->at[i] == 0) { /* empty, or without memory of its own */
+        PyObject* count = PyObject_VectorcallMethod(str_numel, &tensor, 1, NULL);
+        if (count == NULL) return -1;
+        int some = PyObject_IsTrue(count);
+        Py_DECREF(count);
+        if (some) return some;
+    }
     int same = i;
     for (int j = 0; j < i && same == i; j++)
         if (tensors->at[j] == tensors->at[i] && tensors->at[j] != 0) same = j;
     parts[0] = PyObject_GetAttr(tensor, str_dtype);
     parts[1] = PyObject_GetAttr(tensor, str_shape);
     parts[2] = PyObject_VectorcallMethod(str_stride, &tensor, 1, NULL);
-    parts[3] = PyLong_FromLong((long)(tensors->at[i] & 15) << 8 | same);
+    char tail[2] = {(char)(tensors->at[i] & 15), (char)same}; /* two bytes: no other argument has such a part */
+    parts[3] = PyBytes_FromStringAndSize(tail, 2);
     for (int p = 0; p < 4; p++) {
         if (parts[p] == NULL) {
             for (int rest = p; rest < 4; rest++) Py_XDECREF(parts[rest]);
@@ -472,7 +506,7 @@ static PyObject* replay_call(Replay* self, PyObject* const* args, size_t nargsf,
         goto slow;
     }
     PyObject *found = PyDict_GetItemWithError(self->recipes, key), *result;
-    if (found != NULL && Py_TYPE(found) == &RecipeType) {
+    if (found != NULL && Py_TYPE(found) == &RecipeType && is_tied((Recipe*)found, &tensors)) {
         Py_INCREF(found); /* another thread may empty the dictionary */
         Py_DECREF(key);
         result = replay((Recipe*)found, &tensors, args);
@@ -592,6 +626,7 @@ PyMODINIT_FUNC PyInit__replay(void) {
     str_stride = PyUnicode_InternFromString("stride");
     str_data_ptr = PyUnicode_InternFromString("data_ptr");
     str_requires_grad = PyUnicode_InternFromString("requires_grad");
+    str_numel = PyUnicode_InternFromString("numel");
     str_is_neg = PyUnicode_InternFromString("is_neg");
     str_get_device = PyUnicode_InternFromString("get_device");
     if (PyType_Ready(&RecipeType) || PyType_Ready(&ReplayType)) return NULL;

@@ -36,7 +36,9 @@ __all__ = ["Recording", "available", "configure", "constant", "here", "refuse", 
 available: bool = _replay is not None
 """Whether the extension was built."""
 
-_PARAMS_AT = 128  # as in _replay.c: where parameters begin, after the CUlaunchConfig
+# As in _replay.c:
+_PARAMS_AT = 128  # where parameters begin, after the CUlaunchConfig
+_MOST_TENSORS = 48  # arguments and allocations
 
 
 class RefusedError(Exception):
@@ -107,6 +109,9 @@ def configure(
 def _record(run: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any] | None) -> tuple[Any, Any]:
     """The result of ``run(*args, **named)``, and its recipe or None."""
     named = named or {}
+    unseen = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)  # by a mode
+    if unseen or torch.cuda.is_current_stream_capturing():  # which some calls allow for
+        return run(*args, **named), False  # record a later call
     before, here.recording = here.recording, Recording((*args, *named.values()))
     try:
         with _Watch(here.recording):
@@ -155,10 +160,15 @@ class Recording:
         self._allocations: list[Tensor] = []
         self._launches: list[tuple[int, Any, tuple[tuple[int, int, bool, int], ...]]] = []
         self._kernels: list[Any] = []
+        self._ties: set[tuple[int, int, int]] = set()
 
     def allocated(self, t: Tensor) -> None:
         """`t` was allocated."""
-        if not self.refused:  # else its memory may be needed
+        if len(self._args) + len(self._allocations) >= _MOST_TENSORS:
+            refuse("too many tensors")
+        if self.refused:  # then their memory may be needed
+            self._allocations.clear()
+        else:
             self._allocations.append(t)
 
     def zeroed(self, t: Tensor) -> None:
@@ -193,6 +203,12 @@ class Recording:
         """The index of the tensor at `address`, and the bytes from its start. Refuses what is nobody's."""
         for i, t in enumerate(self._args):
             if isinstance(t, Tensor) and t.data_ptr() == address:
+                self._ties |= {  # else it may be a pointer into the other one
+                    (j, i, address - other.data_ptr())
+                    for j, other in enumerate(self._args)
+                    if isinstance(other, Tensor)
+                    and other.data_ptr() < address < other.data_ptr() + _extent(other)
+                }
                 return i, 0
         found: dict[int, int] = {}
         for i, t in enumerate((*self._args, *self._allocations)):
@@ -207,11 +223,12 @@ class Recording:
     def recipe(self, result: Any) -> Any:
         """The recipe of the call that gave `result`. None if it cannot be replayed."""
         geometries: list[tuple[Any, ...]] = [(tuple(t.shape), t.stride(), t.dtype) for t in self._allocations]
-        results = result if isinstance(result, tuple) else (result,)
+        results = result if type(result) is tuple else (result,)
         try:
             if self.refused:
                 raise RefusedError(self.refused)
-            indices = [self._returned(t, geometries) for t in results]
+            taken: set[int] = set()
+            indices = [self._returned(t, geometries, taken) for t in results]
             made = [i for i in indices if i is not None]
             if len(set(made)) < len(made):
                 raise RefusedError("two results are one tensor")
@@ -221,7 +238,8 @@ class Recording:
                 *(self._device(), len(self._args), tuple(geometries), tuple(self._launches)),
                 *(
                     (*self._kernels, *self.constants),
-                    tuple(indices) if isinstance(result, tuple) else indices[0],
+                    tuple(indices) if type(result) is tuple else indices[0],
+                    tuple(self._ties),
                 ),
             )
         except (RefusedError, ValueError) as error:  # ValueError: too many tensors, or bytes
@@ -231,10 +249,12 @@ class Recording:
     def _device(self) -> int:
         return next(t.get_device() for t in self._args if isinstance(t, Tensor))
 
-    def _returned(self, t: Any, geometries: list[tuple[Any, ...]]) -> int | None:
+    def _returned(self, t: Any, geometries: list[tuple[Any, ...]], taken: set[int]) -> int | None:
         """The index of a result. An allocation that is returned in another shape is made in that."""
         if t is None:
             return None
+        if not isinstance(t, Tensor):
+            raise RefusedError(f"a result is a {type(t).__name__}")
         for i, own in enumerate(self._allocations):
             same_bytes = own.nbytes == t.nbytes and own.dtype == t.dtype
             if own.data_ptr() == t.data_ptr() and same_bytes and t.numel():
@@ -242,7 +262,9 @@ class Recording:
                     raise RefusedError("a result has gaps")
                 geometries[i] = tuple(t.shape), t.stride(), t.dtype
                 return len(self._args) + i
-            if own is t:
+            if own is t or (t.numel() == own.numel() == 0 and own.dtype == t.dtype and i not in taken):
+                taken.add(i)
+                geometries[i] = tuple(t.shape), t.stride(), t.dtype
                 return len(self._args) + i
         raise RefusedError("a result is no allocation of the call's")
 

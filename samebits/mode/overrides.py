@@ -238,6 +238,8 @@ def _norm(
 ) -> Any:
     if order not in (None, "fro", 2) or isinstance(order, bool) or not takes(x):
         return NotImplemented
+    if isinstance(dim, (list, tuple)) and len(dim) == 1:
+        (dim,) = dim
     plain = theirs is torch.norm or (theirs is torch.linalg.vector_norm and order == 2)
     if not (plain and (dim is None or _is_number(dim)) and isinstance(keepdim, bool) and dtype is None):
         as_pytorch(theirs, x, order, dim=dim, keepdim=keepdim, dtype=dtype)  # it takes longer than the norm
@@ -263,6 +265,8 @@ def functional_embedding(
 ) -> Any:
     if max_norm is not None or scale_grad_by_freq or sparse or not takes(weight):
         return NotImplemented
+    if not records(weight):  # rows are copied
+        return F.embedding(input, weight, padding_idx)
     return embedding(input, weight, padding_idx)
 
 

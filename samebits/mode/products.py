@@ -15,6 +15,7 @@ from samebits.mode.arguments import takes, without_autocast
 from samebits.ops.bmm import bmm
 from samebits.ops.einsum import einsum
 from samebits.ops.expand import expand
+from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.linear import linear
 from samebits.ops.matmul import matmul
 
@@ -70,6 +71,22 @@ def bmm_(input: Tensor, mat2: Tensor, out_dtype: torch.dtype | None = None) -> A
     ):
         return torch.bmm(input, mat2, *() if out_dtype is None else (out_dtype,))  # PyTorch raises its error
     return bmm(input, mat2, out_dtype=out_dtype)
+
+
+def grouped_mm_(
+    input: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    if not takes(input, mat2):
+        return NotImplemented
+    fits = input.dtype == mat2.dtype and {input.ndim, mat2.ndim} <= {2, 3}
+    if not fits or bias is not None or out_dtype not in (None, input.dtype):
+        return torch._grouped_mm(input, mat2, offs, bias, out_dtype)  # PyTorch raises its error
+    with without_autocast(input.device):  # PyTorch does not apply it either
+        return grouped_mm(input, mat2, offs)
 
 
 def addmm(

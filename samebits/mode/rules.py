@@ -92,6 +92,10 @@ REPLACED = (
         "a bias that is a vector: as in `linear`. Otherwise beta · input + alpha · product in float32,"
         " rounded once",
     ),
+    Row(
+        {"_grouped_mm": products.grouped_mm_},
+        "`samebits.grouped_mm`, for `F.grouped_mm`, too; rows of no group are +0",
+    ),
     Row({"einsum": products.einsum_}, "products of pairs, always from left to right"),
     Row(
         {
@@ -181,7 +185,7 @@ ACCUMULATING = {
 REPORTED = {
     "products": """
         addbmm addbmm_ addmv addmv_ addr bilinear chain_matmul inner multi_dot tensordot trace vdot vecdot
-        grouped_mm scaled_mm scaled_grouped_mm _grouped_mm _scaled_mm _scaled_grouped_mm
+        scaled_mm scaled_grouped_mm _scaled_mm _scaled_grouped_mm
     """,
     "distances and losses": """
         cdist pdist dist cosine_similarity pairwise_distance cosine_embedding_loss triplet_margin_loss
@@ -311,7 +315,7 @@ REPLAYED = {
     func
     for func, replacement in REPLACEMENTS.items()
     if func not in VIEWS and not getattr(func, "__name__", "_").removesuffix("__").endswith("_")
-}
+} - {F.embedding, torch.embedding}  # without gradients PyTorch's own copies rows
 """Functions whose calls on GPUs can be replayed: they return a new tensor of this library's."""
 REPLACEMENTS |= {func: unless(func, *asks) for name, asks in ACCUMULATING.items() for func in _named(name)}
 ELEMENTWISE = {

@@ -53,7 +53,7 @@ def _product_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) ->
 
 def _product_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     (a, b), (a_shape, b_shape), dtype = saved, ctx.shapes, ctx.dtype
-    grad = _as_operand(grad, dtype, ctx.key)
+    grad = as_operand(grad, dtype, ctx.key)
     grad_a = grad_b = grad_bias = None
     if ctx.needs_input_grad[0]:
         if a_shape[:-2] == grad.shape[:-2]:
@@ -73,7 +73,7 @@ def _product_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tupl
 product.register_autograd(_product_backward, setup_context=_product_setup_context)
 
 
-def _as_operand(grad: Tensor, dtype: torch.dtype, key: Key) -> Tensor:
+def as_operand(grad: Tensor, dtype: torch.dtype, key: Key) -> Tensor:
     """`grad` in a dtype that the contract takes together with operands of `dtype`."""
     return grad if contract_of(key).step == "fma" else grad.to(dtype)
 
@@ -194,7 +194,7 @@ def _addbmm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> 
 def _addbmm_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b = saved
     grad_acc = grad.to(torch.float32) if ctx.needs_input_grad[0] else None
-    grad = _as_operand(grad, ctx.dtype, ctx.key).unsqueeze(1)
+    grad = as_operand(grad, ctx.dtype, ctx.key).unsqueeze(1)
     grad_a = grad_b = None
     if ctx.needs_input_grad[1]:
         grad_a = product(grad, b.mT, None, ctx.dtype, ctx.key)
@@ -275,7 +275,7 @@ def _linear_gradients(
     if x is not None:
         grad_weight = addbmm(None, columns, sequences(x), cu_seqlens, x.dtype, key)[0]
     if needs_bias:
-        ones = _one(grad).expand(*columns.shape[:2], columns.shape[3], 1)
+        ones = one(grad).expand(*columns.shape[:2], columns.shape[3], 1)
         grad_bias = addbmm(None, columns, ones, cu_seqlens, bias_dtype, key)[0, :, 0]
     return grad_x, grad_weight, grad_bias
 
@@ -284,7 +284,7 @@ _linear_gradients_on_gpu = replayed(_linear_gradients)
 _ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
-def _one(like: Tensor) -> Tensor:
+def one(like: Tensor) -> Tensor:
     """A 1 without dimensions."""
     if not has_memory(like) or capturing(like):  # what a graph fills is not filled before it runs
         return like.new_ones(())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends import Key, on_gpu
+from samebits.backends.replay import refuse
 from samebits.backends.token_logps import Rows, Statistics
 from samebits.ops._checks import check_device, check_operands, shape
 from samebits.ops._memory import capturing, has_memory
@@ -140,6 +141,8 @@ def pieces(tokens: int, vocabulary: int, logits: int) -> list[tuple[int, int]]:
     """
     step = -(-tokens // max(1, -(-tokens * vocabulary // logits)))
     step = max(1, step if step < 128 else -(-step // 128) * 128)
+    if step < tokens:
+        refuse("pieces use the same memory, one after the other")
     return [(start, min(start + step, tokens)) for start in range(0, tokens, step)]
 
 

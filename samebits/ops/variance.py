@@ -85,8 +85,7 @@ def _forward_deviation(x: Tensor, correction: float, root: bool) -> tuple[Tensor
 
 
 def _forward_norm(x: Tensor) -> Tensor:
-    wide = x.to(torch.float32)
-    return rounded(_root(backend(x).row_sum(wide * wide, False, torch.float32)), x.dtype)
+    return backend(x).row_norm(x, x.dtype)  # type: ignore[no-any-return]
 
 
 _norm = Operator("vector_norm(Tensor x) -> Tensor", cpu=_forward_norm, fake=lambda x: x.new_empty(x.shape[0]))

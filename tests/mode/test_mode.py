@@ -44,6 +44,9 @@ COVERED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "addmm, scaled": lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w, beta=0.5, alpha=2).view(x.shape),
     "baddbmm": lambda x, w, b: torch.baddbmm(x, x, w.expand(len(x), -1, -1), alpha=0.5),
     "linear": lambda x, w, b: F.linear(x, w, b),
+    "grouped_mm": lambda x, w, b: F.grouped_mm(
+        x.flatten(0, 1), w[None], offs=torch.tensor([x.shape[:2].numel()], dtype=torch.int32, device=x.device)
+    ).view(x.shape),
     "einsum": lambda x, w, b: torch.einsum("...i,oi->...o", x, w) + b,
     "softmax": lambda x, w, b: x.softmax(-1),
     "log_softmax": lambda x, w, b: F.log_softmax(x, dim=2),
@@ -123,6 +126,8 @@ def test_operators_are_this_librarys(within: Within) -> None:
     with within():
         assert_same_bits(F.linear(x, w), samebits.linear(x, w))
         assert_same_bits(x @ w.mT, samebits.matmul(x, w.mT))
+        pair, ends = torch.stack((w, -w)).mT, torch.tensor([1, 3], dtype=torch.int32)
+        assert_same_bits(F.grouped_mm(x, pair, offs=ends), samebits.grouped_mm(x, pair, ends))
         assert_same_bits(torch.softmax(x, 1), softmax(x))
         assert_same_bits(nn.LogSoftmax(0)(x), log_softmax(x, 0))
         q = values("normal", (2, 4, 9, 8), torch.bfloat16, 2)

@@ -25,12 +25,20 @@ T: dict[str, Tensor] = {
     "h34": torch.randn(3, 4, dtype=torch.bfloat16),
     "h45": torch.randn(4, 5, dtype=torch.bfloat16),
     "i34": torch.ones(3, 4, dtype=torch.int64),
+    "i2": torch.tensor([1, 4]),
+    "o2": torch.tensor([1, 4], dtype=torch.int32),
 }  # fmt: skip
 
 PRODUCTS = """
     torch.mm(m34, m45)  torch.mm(m34, m34)  torch.mm(v4, m45)  torch.mm(b234, m45)  torch.mm(h34, m45)
     torch.mm(m30, m05)  torch.mm(m34, m45, out_dtype=torch.float32)
     torch.mm(h34, h45, out_dtype=torch.float32)  torch.mv(m34, v4)  torch.mv(m34, v3)  torch.mv(m34, m45)
+    F.grouped_mm(m34.mT, b234, offs=o2)  F.grouped_mm(m34.mT, b234)  F.grouped_mm(m34.mT, b234, offs=i2)
+    torch._grouped_mm(m34.mT, b134, offs=o2)  torch._grouped_mm(m34.mT, b234, offs=o2, bias=m34)
+    torch._grouped_mm(m34.mT, b234, offs=o2, out_dtype=torch.bfloat16)  torch._grouped_mm(v4, b234, offs=o2)
+    torch._grouped_mm(m34.mT, b234, offs=o2, out_dtype=torch.float32)  torch._grouped_mm(b234, b234.mT)
+    torch._grouped_mm(b234, b234)  torch._grouped_mm(b234, m44, offs=o2)  F.grouped_mm(m34, m44, offs=o2)
+    torch._grouped_mm(h34, b245, offs=o2)  torch._grouped_mm(b234, b234.mT, offs=o2)
     torch.dot(v4, v4)  torch.dot(v4, v3)  torch.dot(m34, m34)  torch.matmul(v4, v4)  torch.matmul(s, v4)
     torch.matmul(b234, m45)  torch.matmul(b234, b145)  torch.matmul(b234, m34)  torch.matmul(c2345, v5)
     torch.matmul(v3, b234)  torch.matmul(h34, m45)  m34 @ m45  m34 @ h45  m34 @ i34  torch.bmm(b234, b245)

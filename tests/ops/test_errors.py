@@ -23,9 +23,11 @@ def t(*shape: int, dtype: torch.dtype = f32, device: str = "cpu") -> torch.Tenso
 
 
 matmul, addmm_, linear, bmm = samebits.matmul, samebits.addmm_, samebits.linear, samebits.bmm
+grouped_mm = samebits.grouped_mm
 logp, linear_logp = samebits.logp, samebits.linear_logp
 cu = torch.tensor
-SHARED = t(4, 3)
+SHARED, SHARED3 = t(4, 3), t(3, 2, 4)
+ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)
 
 CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     # ranks and shapes
@@ -47,6 +49,78 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exce
     (addmm_, (t(2, 5), t(2, 3), t(3, 4)), {}, ValueError, "acc: expected shape (2, 4), got (2, 5)"),
     (addmm_, (t(4), t(2, 3), t(3, 4)), {}, ValueError, "acc: expected shape (2, 4), got (4,)"),
     (addmm_, (t(1, 2, 4), t(1, 2, 3), t(3, 4)), {}, ValueError, "a, b: expected 2-D"),
+    (grouped_mm, (t(8), t(3, 2, 4), ENDS), {}, ValueError, "a, b: expected 2-D or 3-D, got shapes (8,)"),
+    (grouped_mm, (t(8, 3), t(3, 2, 4), ENDS), {}, ValueError, "inner dimensions must be equal, got 3 and 2"),
+    (grouped_mm, (t(8, 2), t(3, 2, 4)), {}, ValueError, "offs: expected the groups' ends for a (8, 2)"),
+    (grouped_mm, (t(3, 8, 2), t(3, 2, 4), ENDS), {}, ValueError, "offs: expected None for 3-D a and b"),
+    (grouped_mm, (t(2, 8, 2), t(3, 2, 4)), {}, ValueError, "numbers of groups must be equal, got shapes (2"),
+    (grouped_mm, (t(8, 2), t(2, 2, 4), ENDS), {}, ValueError, "offs: expected shape (2,), one end for every"),
+    (grouped_mm, (t(8, 2), t(3, 2, 4), ENDS[None]), {}, ValueError, "offs: expected shape (3,), one end for"),
+    (grouped_mm, (t(2, 8), t(8, 4), ENDS[None]), {}, ValueError, "offs: expected 1-D, got shape (1, 3)"),
+    (
+        grouped_mm,
+        (t(8, 2), t(3, 2, 4), ENDS.long()),
+        {},
+        TypeError,
+        "offs: expected dense int32, got torch.in",
+    ),
+    (grouped_mm, (t(8, 2), t(3, 2, 4), [2, 2, 7]), {}, TypeError, "offs: expected a Tensor, got list"),
+    (grouped_mm, (t(8, 2), t(3, 2, 4), ENDS.to("meta")), {}, ValueError, "offs: expected device cpu like a"),
+    (
+        grouped_mm,
+        (t(8, 2), t(3, 2, 4), ENDS + 2),
+        {},
+        ValueError,
+        "from 0 to 8 at most (the number of rows), got 9",
+    ),
+    (grouped_mm, (t(8, 2), t(3, 2, 4), ENDS.flip(0)), {}, ValueError, "got 2 after 7 at position 1"),
+    (grouped_mm, (t(8, 2), t(3, 2, 4), ENDS - 3), {}, ValueError, "got -1 after 0 at position 0"),
+    (grouped_mm, (t(2, 8), t(8, 4), ENDS + 2), {}, ValueError, "offs: expected ends that never decrease"),
+    (
+        grouped_mm,
+        (t(8, 2), t(3, 2, 4), ENDS),
+        {"bias": t(4)},
+        ValueError,
+        "bias: expected shape (3, 4) for b",
+    ),
+    (grouped_mm, (t(2, 8), t(8, 4), ENDS), {"bias": t(3, 4)}, ValueError, "bias: expected None unless a is"),
+    (grouped_mm, (t(3, 8, 2), t(3, 2, 4)), {"main_grad": t(3, 2, 4)}, ValueError, "main_grad: expected None"),
+    (
+        grouped_mm,
+        (t(3, 8, 2), t(3, 2, 4)),
+        {"sequences": ENDS},
+        ValueError,
+        "sequences: expected None without",
+    ),
+    (
+        grouped_mm,
+        (t(8, 2), t(3, 2, 4), ENDS),
+        {"sequences": ENDS},
+        ValueError,
+        "expected shape (8,), one for",
+    ),
+    (grouped_mm, (t(2, 8), t(8, 4), ENDS), {"sequences": t(8)}, TypeError, "sequences: expected dense int32"),
+    (
+        grouped_mm,
+        (t(8, 2), t(3, 2, 4), ENDS),
+        {"main_grad": t(3, 4, 2)},
+        ValueError,
+        "main_grad: expected shape",
+    ),
+    (
+        grouped_mm,
+        (t(8, 2), t(3, 2, 4), ENDS),
+        {"main_grad": t(3, 2, 4, dtype=bf16)},
+        TypeError,
+        "main_grad: exp",
+    ),
+    (
+        grouped_mm,
+        (t(8, 2), SHARED3, ENDS),
+        {"main_grad": SHARED3},
+        ValueError,
+        "main_grad: expected memory of",
+    ),
     # kinds of tensors
     (matmul, ([[1.0]], t(1, 1)), {}, TypeError, "a: expected a Tensor, got list"),
     (linear, (t(2, 3), None), {}, TypeError, "weight: expected a Tensor, got NoneType"),

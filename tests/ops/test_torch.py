@@ -33,6 +33,8 @@ from tests.support.threads import in_threads
 
 CU = torch.tensor([0, 3, 3, 8])
 TARGET = torch.tensor([0, 8, -100, 3, 3, 1])
+OFFS = torch.tensor([2, 2, 7], dtype=torch.int32)  # of 8 rows
+OF_ROWS = torch.tensor([1, 0, 0, 0, 1, 1, 1, 1], dtype=torch.int32)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -55,6 +57,13 @@ OPERATORS: dict[str, Callable[[torch.dtype, str], tuple[Any, ...]]] = {
         None,
         c,
     ),
+    "grouped_rows": lambda d, c: (
+        *(leaf(8, 5, dtype=d), leaf(3, 5, 4, dtype=d), leaf(3, 4, dtype=d), OFFS, OF_ROWS, d, c),
+    ),
+    "grouped_rows transposed": lambda d, c: (
+        *(leaf(8, 5, dtype=d), leaf(3, 4, 5, dtype=d).mT, None, OFFS, None, torch.float32, c),
+    ),
+    "grouped_terms": lambda d, c: (leaf(4, 8, dtype=d), leaf(8, 5, dtype=d), OFFS, OF_ROWS, d, c),
     "logp": lambda d, c: (leaf(6, 9, dtype=d), TARGET, -100, c),
     "logp_backward": lambda d, c: (
         leaf(6).detach(),
@@ -89,6 +98,20 @@ def test_opcheck(name: str, dtype: torch.dtype) -> None:
     torch.library.opcheck(operator, OPERATORS[name](dtype, CONTRACT_KEYS[dtype]))
 
 
+def by_groups(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The maths of a grouped product, with `OFFS`."""
+    starts, stops = [0, 2, 2], OFFS.tolist()
+    if a.ndim == b.ndim == 2:
+        return torch.stack([a[:, i:j] @ b[i:j] for i, j in zip(starts, stops, strict=True)])
+    if a.ndim == 3:
+        return by_groups(b.mT, a.mT).mT
+    weights = b if b.shape[1] == a.shape[1] else b.mT
+    parts = [a[i:j] @ w for i, j, w in zip(starts, stops, weights, strict=True)]
+    if bias is not None:
+        parts = [part + row for part, row in zip(parts, bias, strict=True)]
+    return torch.cat([*parts, torch.zeros(1, weights.shape[2])])
+
+
 def public(name: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
     return {
         "matmul": (samebits.matmul, [leaf(2, 3, 5), leaf(5, 4)]),
@@ -100,6 +123,16 @@ def public(name: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
         "linear vector": (samebits.linear, [leaf(5), leaf(4, 5), leaf(4)]),
         "linear packed": (lambda *a: samebits.linear(*a, cu_seqlens=CU), [leaf(8, 5), leaf(4, 5), leaf(4)]),
         "addmm_": (lambda c, a, b: samebits.addmm_(c * 1, a, b), [leaf(3, 4), leaf(3, 5), leaf(5, 4)]),
+        "grouped_mm": (lambda a, b: samebits.grouped_mm(a, b, OFFS), [leaf(8, 5), leaf(3, 5, 4)]),
+        "grouped_mm weights": (
+            lambda x, w, b: samebits.grouped_mm(x, w.mT, OFFS, bias=b, sequences=OF_ROWS),
+            [leaf(8, 5), leaf(3, 4, 5), leaf(3, 4)],
+        ),
+        "grouped_mm columns": (lambda a, b: samebits.grouped_mm(a, b, OFFS), [leaf(3, 4, 5), leaf(5, 8)]),
+        "grouped_mm terms": (
+            lambda a, b: samebits.grouped_mm(a, b, OFFS, sequences=OF_ROWS),
+            [leaf(4, 8), leaf(8, 5)],
+        ),
         "logp": (lambda z: samebits.logp(z, TARGET), [leaf(6, 9)]),
         "linear_logp": (
             lambda x, w, b: samebits.linear_logp(x, w, TARGET, b),
@@ -122,12 +155,17 @@ PUBLIC = [
     "linear vector",
     "linear packed",
     "addmm_",
+    "grouped_mm",
+    "grouped_mm weights",
+    "grouped_mm columns",
+    "grouped_mm terms",
 ]
 TORCH: dict[str, Callable[..., Tensor]] = {
     "matmul": torch.matmul,
     "bmm": lambda a, b: torch.bmm(a, b.expand(a.shape[0], -1, -1)),
     "linear": F.linear,
     "addmm_": torch.addmm,
+    "grouped_mm": lambda a, b, bias=None: by_groups(a, b, bias),
     "logp": lambda z: -F.cross_entropy(z, TARGET, reduction="none"),
     "linear_logp": lambda x, w, b: -F.cross_entropy(F.linear(x, w, b), TARGET, reduction="none"),
 }
@@ -158,7 +196,7 @@ def test_gradients_by_finite_differences(name: str) -> None:
     ("name", "backend"),
     [
         *((name, "aot_eager") for name in (*PUBLIC, *ONCE)),
-        *((name, "inductor") for name in ("linear", "addmm_", "linear_logp")),
+        *((name, "inductor") for name in ("linear", "addmm_", "grouped_mm weights", "linear_logp")),
     ],
 )
 def test_compile(name: str, backend: str) -> None:
@@ -220,6 +258,10 @@ FROZEN = {
     "linear vector": "ab",
     "linear packed": "ab",
     "addmm_": ".ab",
+    "grouped_mm": "ab",
+    "grouped_mm weights": "ab",
+    "grouped_mm columns": "ab",
+    "grouped_mm terms": "ab",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from samebits.backends import replay
 from samebits.backends.cuda import (
     devices,
     driver,
+    grouped,
     linear_logp_sm90,
     logp,
     matmul,
@@ -136,7 +138,8 @@ def _stream(device: int) -> int:
 def fake_gpu() -> Iterator[FakeGpu]:
     """PyTorch's CPU tensors are on this GPU, for this library alone."""
     gpu = FakeGpu()
-    caches = (backends.on_gpu, rows._plan, rows._columns_kernel, logp._kernel, matmul.family)
+    caches = (backends.on_gpu, rows._plan, rows._columns_kernel, rows._split_kernel, logp._kernel)
+    caches = (*caches, matmul.family)
     caches = (*caches, runtime._allow_replays, linear_logp_sm90._prepared, tensor_maps.tensor_map)
     tensor: Any = torch.Tensor
     patches = [
@@ -144,6 +147,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
         mock.patch.object(tensor, "get_device", _zero),
         mock.patch.object(torch._C, "_cuda_getDevice", _zero, create=True),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _stream, create=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(driver, "library", return_value=gpu.library),
         mock.patch.object(driver, "error_name", "error {}".format),
         mock.patch.object(driver, "make_context_current", gpu.make_current),
@@ -152,10 +156,11 @@ def fake_gpu() -> Iterator[FakeGpu]:
         mock.patch.object(runtime, "_kernels", {}),
         mock.patch.object(runtime, "_allocate", SimpleNamespace(_empty_strided_cuda=gpu.allocate)),
         mock.patch.object(devices, "device_info", return_value=INFO),
-        *(mock.patch.object(module, "_plans", {}) for module in (matmul, sm90)),
+        *(mock.patch.object(module, "_plans", {}) for module in (matmul, grouped, sm90)),
     ]
     for cache in caches:
         cache.cache_clear()
+    _forget_recipes()
     try:
         for patch in patches:
             patch.start()
@@ -167,7 +172,16 @@ def fake_gpu() -> Iterator[FakeGpu]:
             patch.stop()
         for cache in caches:
             cache.cache_clear()
+        _forget_recipes()
         _kept.append(gpu)  # the extension has its callbacks
 
 
 _kept: list[FakeGpu] = []
+
+
+def _forget_recipes() -> None:
+    """They have functions of a fake driver."""
+    if replay.available:
+        for found in gc.get_objects():
+            if type(found) is replay._replay.Replay:
+                found.recipes.clear()

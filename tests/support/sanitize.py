@@ -10,16 +10,20 @@ The bindings probe the driver for functions it may lack, which memcheck would re
 allocations would hide accesses next to a tensor, so PYTORCH_NO_CUDA_MEMORY_CACHING=1 is set here.
 """
 
+# ruff: noqa: E402
+
 import argparse
 import itertools
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest import mock
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+sys.modules["samebits.backends._replay"] = None  # a replay would run another schedule than the one forced
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +38,7 @@ from samebits.backends.product import Operands, Product, ProductKernel
 from samebits.backends.triton import runtime as triton
 from samebits.contract import INTERPOLATION, TENSOR_CORE
 from samebits.tools.verify import Inputs, kernels, plan, takes
+from samebits.tools.verify import grouped as verification
 from samebits.tools.verify.attention import VARIANTS, AttentionCase, verify_attention
 from samebits.tools.verify.report import Report
 from tests.support.devices import multiprocessors
@@ -293,6 +298,25 @@ def attention_kernels() -> Iterator[Callable[[], object]]:
     return plan.attention_kernels(ATTENTION, TENSOR_CORE.on(matmul.family(device.index)), device)
 
 
+# Of grouped products: empty groups, groups smaller and larger than a tile, and rows of no group.
+GROUPED = [case for case in verification.grouped_cases(False) if case.rows < 400]
+
+
+def grouped(every: int) -> None:
+    """Every kernel and schedule; with `every`, in a third of the cases."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = Report("", "", "", "", {}, True)
+    contract = TENSOR_CORE.on(matmul.family(device.index))
+    cases = GROUPED if every == 1 else GROUPED[::3]
+    verification.verify_grouped(found, cases, contract, device, every == 1)
+    assert found.differing == 0, found.first
+
+
+def grouped_kernels() -> Iterator[Callable[[], object]]:
+    """Calls that load its kernels."""
+    return verification.loads(GROUPED, torch.device("cuda", torch.cuda.current_device()), True)
+
+
 def all_lanes_arrive() -> None:
     """Where one lane arrives at a barrier for its warp, all do: see ``warp_arrive`` in ``ptx_sm90.cuh``."""
     made = compiler.KernelSpec.__init__
@@ -327,7 +351,10 @@ def main() -> None:
     found = itertools.chain(products(every), tiny_products(every), long_products(every))
     if options.compile:
         calls = (partial(k.run, x, s) for k, s, x in found)
-        print(precompile.compile_for(itertools.chain(calls, attention_kernels())).needed, "kernels")
+        print(
+            precompile.compile_for(itertools.chain(calls, attention_kernels(), grouped_kernels())).needed,
+            "kernels",
+        )
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             print(len(list(pool.map(lambda p: p[0].run(p[2], p[1]), triton_products()))), "by Triton")
         log_probabilities_by_triton()
@@ -349,6 +376,7 @@ def main() -> None:
         log_probabilities_by_triton()
     row_reductions()
     attention(every)
+    grouped(every)
     exp2.exp2(torch.linspace(-150, 130, 1001, device="cuda"), INTERPOLATION)
     torch.cuda.synchronize()
     print(f"{count} products")

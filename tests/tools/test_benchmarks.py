@@ -17,7 +17,7 @@ import samebits
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from benchmarks import attention_invariance, counters, logp, models, plot, rows, tables, tune
+from benchmarks import attention_invariance, counters, grouped, logp, models, plot, rows, tables, tune
 from benchmarks.record import GPUS, environment, load, tiny
 from samebits.backends.cuda.matmul import PRODUCTS
 from samebits.tools.bench import clock
@@ -63,6 +63,32 @@ def test_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "on one A GPU" in said
     assert "| 1 x 4,096 | 20.0 | 40.0 | 4.0 | 20.0 | 2.00 | 1.25 |" in tables.gpu_models_time(data)
     assert "% of tokens" in plot.render(plot.gpu_models(data))
+
+
+@pytest.mark.parametrize("kind", ["forward", "dX", "dW"])
+def test_grouped_products_are_held_to_the_reference(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "DEVICE", "cpu")
+    case = grouped.GroupedCase("a model", kind, 5, 2, 24, 40, 30, True)
+    operands = grouped.routed(case, torch.randn(5, 40, 24, dtype=torch.bfloat16), 0)
+    grouped.check(operands)
+    grouped.theirs(operands.a, operands.b, operands.offs, operands.sequences)  # takes them, too
+    ours = grouped.ours
+
+    def wrong(*given: torch.Tensor) -> torch.Tensor:
+        return ours(*given) * 1.01
+
+    monkeypatch.setattr(grouped, "ours", wrong)
+    with pytest.raises(AssertionError, match="against the CPU reference"):
+        grouped.check(operands)
+
+
+def test_tables_of_grouped_products() -> None:
+    case = {f: getattr(grouped.CASES[0], f) for f in grouped.GroupedCase.__slots__}
+    timed = {"touched": 9.0, "limit": 1.5, "us": {"samebits": 2.0, "torch": 3.0}}
+    data = {"environment": environment("c0ffee") | {"gpu": "A GPU"}, "cases": [case | timed]}
+    said = tables.gpu_grouped(data)
+    assert "| forward | 1.50 | 1.50 | 0.75 |" in said
+    assert "| Qwen3-30B-A3B | forward | 2048, 1536 | 16 | balanced | 2.0 | 3.0 | 1.5 |" in said
 
 
 @pytest.mark.parametrize("op", rows.OPS)

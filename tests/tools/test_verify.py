@@ -31,10 +31,22 @@ from samebits.tools.bench import cases as bench_cases
 from samebits.tools.bench import measure
 from samebits.tools.bench import report as bench_report
 from samebits.tools.cli import app
-from samebits.tools.verify import answers, attention, chain, exp2, operations, plan, products, reductions, run
+from samebits.tools.verify import (
+    answers,
+    attention,
+    chain,
+    exp2,
+    grouped,
+    operations,
+    plan,
+    products,
+    reductions,
+    run,
+)
 from samebits.tools.verify.case import LAYOUTS
 from samebits.tools.verify.operands import make_inputs, make_room, unfilled
 from tests.support.threads import in_threads
+from tests.tools.test_verify_grouped import GroupedStandIn
 
 CPU = torch.device("cpu")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -364,8 +376,8 @@ def test_public_operations_are_verified_by_the_backend_that_was_asked_for(
     assert [line.what for line in found.lines if line.differing] == ["bmm"]
 
 
-PUBLIC = ("verify_sequences", "verify_operations", "verify_tokens", "verify_rows")
-"""Of public functions. The first is of attention, which Triton does not compute."""
+PUBLIC = ("verify_sequences", "verify_experts", "verify_operations", "verify_tokens", "verify_rows")
+"""Of public functions. The first two are of what Triton does not compute."""
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -401,11 +413,12 @@ def test_a_run_from_end_to_end(
             self.products = [p for p in self.products if p[0].what == "shapes" and p[0].step == "mma"][:6]
             self.reduced = [c for c in self.reduced if c.kernel == "sum"][:4]
             self.attended = self.attended[:3]
+            self.grouped = [c for c in self.grouped if not c.runs][:3]
 
     kernel = StandIn(product)
     gpu = devices.DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20)
     public: list[tuple[str, str | None]] = []
-    for module in (products, reductions, attention, exp2):
+    for module in (products, reductions, attention, exp2, grouped):
         monkeypatch.setattr(module, "finish", lambda doing: None)
     for name in PUBLIC:
         note = lambda *of, name=name: public.append((name, backends._choice.backend))  # noqa: E731
@@ -428,6 +441,9 @@ def test_a_run_from_end_to_end(
     monkeypatch.setattr(run, "VerifyPlan", Some)
     monkeypatch.setattr(plan, "kernels", lambda index, backends: [kernel])
     monkeypatch.setattr(plan, "attention_kernels", lambda *of: ())
+    monkeypatch.setattr(plan, "loads", lambda *of: ())
+    of_groups = [GroupedStandIn("mma"), GroupedStandIn("fma")]
+    monkeypatch.setattr(grouped, "grouped_kernels", lambda index: of_groups)
     monkeypatch.setattr(plan, "on_cuda", lambda fused: on._replace(name="cuda ", rows=rows))
     monkeypatch.setattr(plan, "on_triton", lambda *of: on._replace(name="triton ", rows=rows))
     done: list[float] = []
@@ -437,12 +453,19 @@ def test_a_run_from_end_to_end(
     assert found.gpu == "a GPU"
     assert found.backends == [name or "cuda" for name in verified]
     reduced = {f"{name or 'cuda'} sum" for name in verified}
-    attended = {"attention", "ex2.approx.ftz.f32", "exp2 by polynomial"} if None in verified else set()
-    assert {line.kernel for line in found.lines} == {"CPU reference", "a kernel", *reduced, *attended}
+    attended = (
+        {"attention", "ex2.approx.ftz.f32", "exp2 by polynomial", "grouped"} if None in verified else set()
+    )
+    assert {line.kernel for line in found.lines} == {
+        "CPU reference",
+        "a kernel",
+        *reduced,
+        *attended,
+    }
     assert {line.kernel for line in found.lines if line.differing} == (reduced if wrong else set())
     called = [("verify_operations", name) for name in verified]
     assert [call for call in public if call[0] == "verify_operations"] == called
-    assert {name for name, _ in public} == {*PUBLIC[None not in verified :]}
+    assert {name for name, _ in public} == {*PUBLIC[2 * (None not in verified) :]}
     assert ("verify_sequences", "triton") not in public
     assert done == sorted(done)
     assert done[-1] < 1
@@ -456,7 +479,7 @@ def test_public_functions_are_rehearsed(backend: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(run, name, note)
     monkeypatch.setattr("samebits.backends.cuda.matmul.family", lambda index: samebits.HOPPER)
     run._run_public_functions(0, False, backend)
-    assert {name for name, _ in public} == {*PUBLIC[backend == "triton" :]}
+    assert {name for name, _ in public} == {*PUBLIC[2 * (backend == "triton") :]}
     assert {by for _, by in public} == {None if backend == "cuda" else backend}
 
 
@@ -488,7 +511,7 @@ def test_what_is_public_is_verified_by_triton_too() -> None:
     both = list(run._public_functions(report(), HELD_TO, CPU, False, verify.BACKENDS))
     parts = [{what for what, name, _ in both if name == backend} for backend in (None, "triton")]
     assert len(parts[1]) == 3
-    assert parts[0] == parts[1] | {"attention of sequences"}
+    assert parts[0] == parts[1] | {"attention of sequences", "experts"}
 
 
 def test_zeros_and_nans_are_compared_by_their_bits() -> None:

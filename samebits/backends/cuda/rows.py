@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from samebits.backends import replay
 from samebits.backends.cuda import compiler, runtime
+from samebits.functions import VOCAB_BLOCK
 
 _THREADS = 256  # of a block of rows.cu
 _PASS = 512  # entries of a row that a warp takes in a pass
 _MANY = 1024  # rows that fill a GPU without sharing
-_COPIERS = 256  # threads of a block of columns.cu, without the warp that adds
+_LONG = 1 << 15  # entries of a row that a whole GPU sums, if there are few rows
+_FEW_COLUMNS = 6144  # with which shared memory has room to copy further ahead
 
 # The macros of convert.cuh.
 _TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -23,6 +27,8 @@ _TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.floa
 # The parameter structs of rows.cu and columns.cu.
 _PARAMS = {
     "row_sum": "PPqqqi",
+    "block_sums": "PPqqqi",
+    "chains": "PPqqi",
     "softmax": "PPqqq",
     "log_softmax": "PPqqq",
     "softmax_backward": "PPPqq",
@@ -40,6 +46,8 @@ class Sharing(NamedTuple):
     warps: int
     passes: int
     vector: int
+    split: bool = False
+    """Sums alone: those of blocks come first, by the whole GPU."""
 
 
 def choose_sharing(rows: int, n: int, dtype: torch.dtype, aligned: bool) -> Sharing:
@@ -54,7 +62,8 @@ def choose_sharing(rows: int, n: int, dtype: torch.dtype, aligned: bool) -> Shar
 def sharings(n: int, dtype: torch.dtype) -> list[Sharing]:
     """All choices for rows of `n` values."""
     every = (choose_sharing(rows, n, dtype, aligned) for rows in (1, _MANY) for aligned in (True, False))
-    return list(dict.fromkeys(every))
+    found = list(dict.fromkeys(every))
+    return found + [s._replace(split=True) for s in found if n >= _LONG]
 
 
 _forced: Sharing | None = None
@@ -81,12 +90,25 @@ def kernel_spec(
 
 
 def columns_spec(
-    entry: str, grad: torch.dtype, out: torch.dtype, x: torch.dtype | None = None, *, vector: int = 1
+    entry: str,
+    grad: torch.dtype,
+    out: torch.dtype,
+    x: torch.dtype | None = None,
+    *,
+    vector: int = 1,
+    depth: int = 1,
 ) -> compiler.KernelSpec:
     """A kernel of columns.cu."""
-    constants = ("GRAD", _TYPES[grad]), ("X", _TYPES[x]), ("OUT", _TYPES[out]), ("VECTOR", vector)
-    block = _COPIERS if entry == "embedding_backward" else _COPIERS + 32
-    return compiler.KernelSpec("columns.cu", entry, _PARAMS[entry], constants, block=block)
+    types = ("GRAD", _TYPES[grad]), ("X", _TYPES[x]), ("OUT", _TYPES[out])
+    if entry == "embedding_backward":
+        block, smem, producers = 256, 0, 1
+    else:
+        values = 32 * grad.itemsize if x is None else 16 * (grad.itemsize + x.itemsize)
+        copied = 32 * values + (0 if x is None else 256)  # 32 tokens, their means and scales
+        producers = 8 if copied <= 2304 else 6  # what fits into shared memory several times
+        block, smem = 32 * (producers + 1), producers * (depth * copied + 32 * 36 * 4)
+    constants = *types, ("VECTOR", vector), ("PRODUCERS", producers), ("DEPTH", depth)
+    return compiler.KernelSpec("columns.cu", entry, _PARAMS[entry], constants, block=block, smem=smem)
 
 
 # To make a KernelSpec, and its hash, takes longer than a launch.
@@ -111,10 +133,16 @@ def _plan(
 
 @functools.cache
 def _columns_kernel(
-    entry: str, device: int, grad: torch.dtype, out: torch.dtype, x: torch.dtype | None, aligned: bool
+    entry: str,
+    device: int,
+    grad: torch.dtype,
+    out: torch.dtype,
+    x: torch.dtype | None,
+    aligned: bool,
+    few: bool,
 ) -> runtime.Kernel:
     vector = 16 // grad.itemsize if aligned else 1
-    return runtime.load(columns_spec(entry, grad, out, x, vector=vector), device)
+    return runtime.load(columns_spec(entry, grad, out, x, vector=vector, depth=1 + few), device)
 
 
 def _launch(
@@ -133,6 +161,8 @@ def _launch(
     rows, n = like.shape
     if rows == 0:
         return
+    if _forced is not None:
+        replay.refuse("a sharing is forced")
     kernel, per_block = _plan(
         entry, like.get_device(), rows >= _MANY, n, like.dtype, out, param, low & 15 == 0, _forced
     )
@@ -141,11 +171,48 @@ def _launch(
 
 def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
     """Sums or means in `dtype` of the rows of ``x[rows, n]``."""
+    return _summed(x, int(mean), dtype)
+
+
+def row_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """2-norms in `dtype` of the rows of ``x[rows, n]``."""
+    return _summed(x, 2, dtype)
+
+
+def _summed(x: Tensor, what: int, dtype: torch.dtype) -> Tensor:
+    """Sums (0), means (1) or 2-norms (2) of rows."""
     x = _with_rows(x)
-    out = runtime.empty(x.shape[:1], dtype, x.get_device())
+    rows, n = x.shape
+    out = runtime.empty((rows,), dtype, x.get_device())
     at, step = x.data_ptr(), x.stride(0)
-    _launch("row_sum", x, dtype, at | step * x.itemsize, at, out.data_ptr(), step, *x.shape, mean)
+    low = at | step * x.itemsize
+    if _forced.split if _forced in sharings(n, x.dtype) else n >= _LONG and 0 < rows <= 64:
+        _sum_blocks_first(x, out, low, what)
+    else:
+        _launch("row_sum", x, dtype, low, at, out.data_ptr(), step, rows, n, what, param=dtype)
     return out
+
+
+def _sum_blocks_first(x: Tensor, out: Tensor, low: int, what: int) -> None:
+    if _forced is not None:
+        replay.refuse("a sharing is forced")
+    (rows, n), device = x.shape, x.get_device()
+    blocks = -(-n // VOCAB_BLOCK)
+    sums = runtime.empty((rows, blocks), torch.float32, device)
+    aligned = low & 15 == 0 and n * x.itemsize % 16 == 0
+    first, second = (
+        _split_kernel(entry, device, x.dtype, out.dtype, aligned) for entry in ("block_sums", "chains")
+    )
+    grid = -(-blocks // (4 * 8)), rows, 1
+    first.launch(grid, x.data_ptr(), sums.data_ptr(), x.stride(0), n, blocks, what)
+    second.launch((rows, 1, 1), sums.data_ptr(), out.data_ptr(), n, blocks, what)
+
+
+@functools.cache
+def _split_kernel(entry: str, device: int, x: torch.dtype, out: torch.dtype, aligned: bool) -> runtime.Kernel:
+    sharing = Sharing(8, 0, 16 // x.itemsize if aligned else 1)
+    spec = kernel_spec(entry, x, out, out, sharing)
+    return runtime.load(replace(spec, block=32) if entry == "chains" else spec, device)
 
 
 def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
@@ -154,7 +221,8 @@ def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
     out = runtime.empty(x.shape, dtype, x.get_device())
     at, step = x.data_ptr(), x.stride(0)
     entry = "log_softmax" if logarithm else "softmax"
-    _launch(entry, x, dtype, at | step * x.itemsize, at, out.data_ptr(), step, *x.shape)
+    low = at | step * x.itemsize
+    _launch(entry, x, dtype, low, at, out.data_ptr(), step, *x.shape, param=dtype)
     return out
 
 
@@ -242,7 +310,9 @@ def _column_sums(
     at, row, size = grad.data_ptr(), grad.stride(0), grad.itemsize
     low = at | x_at | (row | n) * size | (x_row | n) * x_bytes
     x_dtype = None if x is None else x.dtype
-    kernel = _columns_kernel("column_sums", grad.get_device(), grad.dtype, out.dtype, x_dtype, low & 15 == 0)
+    kernel = _columns_kernel(
+        "column_sums", grad.get_device(), grad.dtype, out.dtype, x_dtype, low & 15 == 0, n <= _FEW_COLUMNS
+    )
     kernel.launch(
         (-(-n // (32 if x is None else 16)), 1, 1),
         *(at, x_at, _address(means), _address(scales), _address(product), out.data_ptr()),
@@ -260,7 +330,7 @@ def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> T
     starts = torch.searchsorted(by_id, torch.arange(count + 1, device=ids.device))
     low = grad.data_ptr() | (grad.stride(0) | grad.shape[1]) * grad.itemsize
     kernel = _columns_kernel(
-        "embedding_backward", grad.get_device(), grad.dtype, out.dtype, None, low & 15 == 0
+        "embedding_backward", grad.get_device(), grad.dtype, out.dtype, None, low & 15 == 0, False
     )
     kernel.launch(
         (count, 1, 1),

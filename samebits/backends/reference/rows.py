@@ -21,6 +21,15 @@ def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
     return rounded(out[:, None], dtype)[:, 0]
 
 
+def row_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """2-norms in `dtype` of the rows of ``x[rows, n]``."""
+    wide = _wide(x)
+    squares = row_sum(wide * wide, False, torch.float32)
+    # PyTorch's float32 square root is not rounded correctly on every CPU; that of float64 rounds to it.
+    root = squares.to(torch.float64).sqrt().to(torch.float32)
+    return rounded(root[:, None], dtype)[:, 0]
+
+
 def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
     """Softmax or its logarithm in `dtype` of the rows of ``x[rows, n]``."""
     z, out = _wide(x), _f32(x.shape)

@@ -15,6 +15,7 @@ from samebits.contract import TENSOR_CORE, Contract
 from samebits.tools.verify.attention import AttentionCase, attentions, build
 from samebits.tools.verify.case import SIZES, TINY_BATCHES, ProductCase, cases
 from samebits.tools.verify.exp2 import exp2_models
+from samebits.tools.verify.grouped import grouped_cases, loads
 from samebits.tools.verify.kernel import kernels, takes
 from samebits.tools.verify.operands import make_inputs, make_room, unfilled
 from samebits.tools.verify.reductions import calls, on_cuda, on_triton, reductions
@@ -35,6 +36,7 @@ class VerifyPlan:
         reduced: cases of reductions.
         reducers: the backends that run `reduced`.
         attended: cases of attention, which only the CUDA backend computes.
+        grouped: cases of grouped products, likewise.
     """
 
     def __init__(self, index: int, thorough: bool, backends: Sequence[str]) -> None:
@@ -52,6 +54,7 @@ class VerifyPlan:
             self._on_triton = [on_triton(self.contract, index)]
         self.reducers = [*self._on_cuda, *self._on_triton]
         self.attended = attentions(thorough) if "cuda" in backends else []
+        self.thorough, self.grouped = thorough, grouped_cases(thorough) if "cuda" in backends else []
         self.reduced = list(
             reductions(thorough, fused=any(on.schedules("statistics") for on in self.reducers))
         )
@@ -64,6 +67,7 @@ class VerifyPlan:
         for on in self._on_cuda:
             yield from calls(self.reduced, on, self.device)
         yield from attention_kernels(self.attended, self.contract, self.device)
+        yield from loads(self.grouped, self.device, self.thorough)
 
     def triton(self) -> Iterator[tuple[object, Callable[[], object]]]:
         """Calls that make Triton compile every kernel, with keys. Calls of one kernel mostly share a key."""

@@ -288,6 +288,7 @@ class Reducer:
 _ROWS = {
     "sum": Reducer(lambda on, o: (on.rows.row_sum(o.x, False, o.y.dtype),), SAME + WIDER),
     "mean": Reducer(lambda on, o: (on.rows.row_sum(o.x, True, o.y.dtype),), SAME),
+    "2-norm": Reducer(lambda on, o: (on.rows.row_norm(o.x, o.y.dtype),), SAME),
     "softmax": Reducer(lambda on, o: (on.rows.softmax(o.x, False, o.y.dtype),), SAME),
     "log_softmax": Reducer(lambda on, o: (on.rows.softmax(o.x, True, o.y.dtype),), SAME),
     "softmax backward": Reducer(

@@ -21,6 +21,7 @@ from samebits.tools.verify.case import BF16, CHAIN, F16
 from samebits.tools.verify.chain import verify_chain
 from samebits.tools.verify.exp2 import verify_exp2
 from samebits.tools.verify.failures import HangError, KernelError, running
+from samebits.tools.verify.grouped import verify_experts, verify_grouped
 from samebits.tools.verify.kernel import BACKENDS
 from samebits.tools.verify.operations import verify_operations
 from samebits.tools.verify.plan import VerifyPlan, launch_part
@@ -133,6 +134,7 @@ def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[s
     parts: list[_Part] = [
         ("reductions and log-probabilities", None, reduce),
         *_attention(report, plan, thorough),
+        *_grouped(report, plan),
         *_public_functions(report, contract, plan.device, thorough, backends),
     ]
     for i, (what, backend, part) in enumerate(parts):
@@ -221,12 +223,20 @@ def _attention(report: Report, plan: VerifyPlan, thorough: bool) -> Iterator[_Pa
     yield "attention", None, partial(verify_attention, report, plan.attended, catalogue, *on)
 
 
+def _grouped(report: Report, plan: VerifyPlan) -> Iterator[_Part]:
+    """Verification of the kernels of grouped products, which are CUDA's."""
+    if plan.grouped:
+        on = plan.contract, plan.device, plan.thorough
+        yield "grouped products", None, partial(verify_grouped, report, plan.grouped, *on)
+
+
 def _public_functions(
     report: Report, contract: Contract, device: torch.device, thorough: bool, backends: Sequence[str]
 ) -> Iterator[_Part]:
     """Verification of the public functions, by Triton or without a chosen backend for the CUDA kernels."""
     if "cuda" in backends:
         yield "attention of sequences", None, partial(verify_sequences, report, device, thorough)
+        yield "experts", None, partial(verify_experts, report, device)
     for name in backends:
         backend = None if name == "cuda" else name
         yield "operations", backend, partial(verify_operations, report, contract, device)

@@ -14,6 +14,7 @@ import torch
 from samebits.backends.cuda import (
     compiler,
     devices,
+    grouped,
     linear_logp_sm90,
     logp,
     matmul,
@@ -77,7 +78,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         monkeypatch.setattr(runtime, name, fake)
     monkeypatch.setattr(matmul, "_plans", {})
     monkeypatch.setattr(sm90, "_plans", {})
+    monkeypatch.setattr(grouped, "_plans", {})
     linear_logp_sm90._prepared.cache_clear()
-    for made in (logp._kernel, rows._plan, rows._columns_kernel):
+    for made in (logp._kernel, rows._plan, rows._columns_kernel, rows._split_kernel):
         made.cache_clear()
     return found

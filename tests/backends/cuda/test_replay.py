@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samebits.backends import replay
 from samebits.backends.cuda import driver, runtime
-from samebits.ops import _attention, _products, linear_logp, logp, norm, reduce, softmax
+from samebits.ops import _attention, _grouped, _products, linear_logp, logp, norm, reduce, softmax, variance
 from samebits.ops._operator import Operator
 from tests.support.fake_gpu import FakeGpu, fake_gpu
 
@@ -60,6 +60,10 @@ def ids(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
 
+def ints(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
 CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
     "linear": (_products.linear, lambda: (t(16, 256), t(512, 256), None, None, KEY)),
     "linear, bias, 3-D": (_products.linear, lambda: (t(2, 8, 256), t(512, 256), t(512), None, KEY)),
@@ -76,6 +80,22 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
     "bmm, tiny": (_products.product, lambda: (t(40, 8, 8), t(40, 8, 8), None, BF16, KEY)),
     "addbmm": (_products.addbmm, lambda: (None, t(1, 3, 64, 32).mT, t(1, 3, 64, 48), None, BF16, KEY)),
     "addbmm, gaps": (_products.addbmm, lambda: (None, t(1, 1, 37, 21).mT, t(1, 1, 37, 48), None, F32, KEY)),
+    "grouped_rows": (
+        _grouped.grouped_rows,
+        lambda: (t(40, 64), t(3, 24, 64).mT, t(3, 24), ints(3), None, BF16, KEY),
+    ),
+    "grouped_rows, float32": (
+        _grouped.grouped_rows,
+        lambda: (f(40, 64), f(3, 64, 24), None, ints(3), ints(40), F32, FMA),
+    ),
+    "grouped_terms": (
+        _grouped.grouped_terms,
+        lambda: (t(40, 24).mT, t(40, 64), ints(3), ints(40), F32, KEY),
+    ),
+    "grouped_terms, one sequence": (
+        _grouped.grouped_terms,
+        lambda: (t(24, 40), t(40, 64), ints(3), None, BF16, FMA),
+    ),
     "softmax": (softmax._operator, lambda: (t(5, 300), False)),
     "log_softmax": (softmax._operator, lambda: (t(5, 300, gap=4), True)),
     "softmax backward": (softmax._gradient, lambda: (t(5, 300), t(5, 300), False)),
@@ -91,6 +111,8 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
     ),
     "sum": (reduce._operator, lambda: (t(9, 1000), False)),
     "mean": (reduce._operator, lambda: (t(9, 1001), True)),
+    "sum of a long row": (reduce._operator, lambda: (t(2, 40_000), False)),
+    "2-norm": (variance._norm, lambda: (t(9, 1000),)),
     "logp": (logp._operator, lambda: (t(6, 700, dtype=F32), ids(6), -100, KEY)),
     "logp backward": (
         logp._gradient,
@@ -227,6 +249,18 @@ def test_arguments_that_overlap_in_part_are_refused(gpu: FakeGpu) -> None:
     room = t(5, 256)
     assert "several" in str(replays(second, room[:4], room[1:5]))
     assert replays(second, t(4, 256), t(4, 256)) is None
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_grouped_products_are_replayed(gpu: FakeGpu, transposed: bool) -> None:
+    call: Any = _grouped._rows_gradients_on_gpu
+    call.recipes.clear()
+    a, b, grad = t(40, 64), t(3, 64, 24), t(40, 24)
+    for _ in range(3):
+        gpu.start()
+        call(grad, a, b, ints(3), ints(40), BF16, BF16, transposed, KEY)
+    assert all(call.recipes.values())
+    assert [entry for _, entry, *_ in gpu.log] == ["tensor_core", *["grouped_runs", "tensor_core"] * 2]
 
 
 def test_zeros_are_replayed(gpu: FakeGpu) -> None:

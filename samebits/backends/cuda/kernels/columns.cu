@@ -1,9 +1,9 @@
 // Sums over tokens for every column, each one chain in f32 over ascending tokens: docs/contract.md, "Row
 // reductions".
 //
-// column_sums: a block takes 16 columns, or 32 where there is no x. Its first eight warps copy tokens into
-// shared memory, STAGES - 1 stages of 64 ahead, and widen and normalise the stage after the one that the last
-// warp adds up. A lane of that warp carries one chain: of a column's gradients, or of its products.
+// column_sums: a block takes 16 columns, or 32 where there is no x. Stages of 32 tokens go round its first
+// warps, the producers: each copies its stages into shared memory, widens and normalises them, by itself. The last warp adds them up: a lane carries one chain, of a column's gradients or of its products. It
+// waits for nothing but the stage that is next, so a token costs little more than one addition's latency.
 // embedding_backward: a block takes a row of the embedding, a thread some columns.
 //
 // Macros
@@ -11,6 +11,7 @@
 //   X        type of what a norm was taken of, or NONE: there is none
 //   OUT      type of the results: F32, BF16 or F16
 //   VECTOR   entries of one access to memory: 16 bytes' worth of GRAD, or 1
+//   PRODUCERS, DEPTH  warps of column_sums beside the last one, and stages that each copies ahead
 
 #ifndef X
 #error "X is needed: #if takes a missing macro for 0"
@@ -20,10 +21,12 @@
 #include "functions.cuh"
 #include "ptx_sm80.cuh"
 
-constexpr int COPIERS = 256;
-constexpr int THREADS = COPIERS + 32;
+constexpr int THREADS = 32 * (PRODUCERS + 1);
+constexpr int BLOCKS = VECTOR == 1      ? 2
+                       : PRODUCERS == 8 ? 4
+                                        : 3;  // of a multiprocessor: as many as shared memory has room for
 constexpr int COLUMNS = X == NONE ? 32 : 16;
-constexpr int TOKENS = 64;  // of a stage
+constexpr int TOKENS = 32;  // of a stage
 constexpr int PITCH =
     TOKENS + 4;  // floats from column to column: the lanes' reads of four meet no bank twice
 
@@ -51,8 +54,26 @@ struct Terms {
 #endif
 };
 
-constexpr int STAGES = (48 * 1024 - 2 * int(sizeof(Terms))) / int(sizeof(Copied));  // with both, 48 KiB
-static_assert(STAGES >= 2);
+// A producer's shared memory.
+struct Stages {
+    Copied copied[DEPTH];
+    Terms terms;
+};
+
+// The named barriers of a producer: its terms are full, and they are empty again.
+__device__ __forceinline__ int full(int producer) { return producer; }
+__device__ __forceinline__ int empty(int producer) { return PRODUCERS + producer; }
+
+// Two warps meet: one waits for what the other did before it arrived.
+__device__ __forceinline__ void wait_for(int barrier) {
+    asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void arrive_at(int barrier) {
+    asm volatile("bar.arrive %0, 64;" ::"r"(barrier) : "memory");
+}
+
+// Where a token is in what was copied. Tokens four apart, which lanes read together, meet no bank twice.
+__device__ __forceinline__ int place(int token) { return token ^ (token >> 2 & 1); }
 
 struct ColumnsParams {
     const Grad::Stored* grad;
@@ -65,20 +86,24 @@ struct ColumnsParams {
 // Copies a stage's part of a matrix, with zeros beyond it.
 template <class E>
 __device__ __forceinline__ void copy(Raw<E>& to, const typename E::Stored* from, i64 step, i64 token,
-                                     i64 column, const ColumnsParams& p) {
+                                     i64 column, int lane, const ColumnsParams& p) {
     constexpr int RUN = VECTOR == 1 ? 1 : 16 / int(sizeof(typename E::Stored));
-    for (int i = threadIdx.x; i < TOKENS * COLUMNS / RUN; i += COPIERS) {
-        const int at = i / (COLUMNS / RUN), c = i % (COLUMNS / RUN) * RUN;
-        const bool inside = token + at < p.tokens && column + c < p.n;
-        const typename E::Stored* source = from + (inside ? (token + at) * step + column + c : 0);
+    constexpr int ACROSS = COLUMNS / RUN, DOWN = 32 / ACROSS;
+    const int c = lane % ACROSS * RUN;
+    i64 at = token + lane / ACROSS;
+    const typename E::Stored* source = from + at * step + column + c;
+#pragma unroll
+    for (int t = lane / ACROSS; t < TOKENS; t += DOWN, at += DOWN, source += DOWN * step) {
+        const bool inside = at < p.tokens && column + c < p.n;
         if constexpr (RUN == 1) {
-            to[at][c] = inside ? *source : typename E::Stored(0);
+            to[place(t)][c] = inside ? *source : typename E::Stored(0);
         } else {
 #if __CUDA_ARCH__ >= 800
-            cp_async_16(shared_address(&to[at][c]), source, inside ? 16 : 0);
+            cp_async_16(shared_address(&to[place(t)][c]), inside ? source : from, inside ? 16 : 0);
 #else
             const uint4 zero = make_uint4(0, 0, 0, 0);
-            *reinterpret_cast<uint4*>(&to[at][c]) = inside ? *reinterpret_cast<const uint4*>(source) : zero;
+            *reinterpret_cast<uint4*>(&to[place(t)][c]) =
+                inside ? *reinterpret_cast<const uint4*>(source) : zero;
 #endif
         }
     }
@@ -95,32 +120,31 @@ __device__ __forceinline__ void copy(float& to, const float* from, bool inside) 
 #endif
 }
 
-__device__ __forceinline__ void copy(Copied& to, i64 token, i64 column, const ColumnsParams& p) {
-    copy<Grad>(to.grads, p.grad, p.grad_row, token, column, p);
+__device__ __forceinline__ void copy(Copied& to, i64 token, i64 column, int lane, const ColumnsParams& p) {
+    copy<Grad>(to.grads, p.grad, p.grad_row, token, column, lane, p);
 #if X != NONE
-    copy<Of>(to.entries, static_cast<const Of::Stored*>(p.x), p.x_row, token, column, p);
-    const int at = threadIdx.x % TOKENS;
-    const bool inside = token + at < p.tokens;
-    if (threadIdx.x < TOKENS)
-        copy(to.scales[at], p.scales + token + at, inside);
-    else if (threadIdx.x < 2 * TOKENS && p.means)
-        copy(to.means[at], p.means + token + at, inside);
+    copy<Of>(to.entries, static_cast<const Of::Stored*>(p.x), p.x_row, token, column, lane, p);
+    static_assert(TOKENS == 32);
+    const bool inside = token + lane < p.tokens;
+    copy(to.scales[lane], p.scales + token + lane, inside);
+    if (p.means) copy(to.means[lane], p.means + token + lane, inside);
 #endif
 }
 
-// Four tokens of a column for a thread.
-__device__ __forceinline__ void widen(const Copied& from, Terms& to, bool centred) {
-    for (int i = threadIdx.x; i < TOKENS / 4 * COLUMNS; i += COPIERS) {
+// Four tokens of a column for a lane.
+__device__ __forceinline__ void widen(const Copied& from, Terms& to, int lane, bool centred) {
+#pragma unroll 4
+    for (int i = lane; i < TOKENS / 4 * COLUMNS; i += 32) {
         const int c = i % COLUMNS, first = i / COLUMNS * 4;
         float g[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) g[j] = Grad::widen(from.grads[first + j][c]);
+        for (int j = 0; j < 4; ++j) g[j] = Grad::widen(from.grads[place(first + j)][c]);
         *reinterpret_cast<float4*>(&to.grads[c][first]) = make_float4(g[0], g[1], g[2], g[3]);
 #if X != NONE
         float y[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const float wide = Of::widen(from.entries[first + j][c]);
+            const float wide = Of::widen(from.entries[place(first + j)][c]);
             y[j] = __fmul_rn(centred ? __fsub_rn(wide, from.means[first + j]) : wide, from.scales[first + j]);
         }
         *reinterpret_cast<float4*>(&to.normalised[c][first]) = make_float4(y[0], y[1], y[2], y[3]);
@@ -128,56 +152,102 @@ __device__ __forceinline__ void widen(const Copied& from, Terms& to, bool centre
     }
 }
 
-// A stage of this lane's chain. Zeros beyond the last token change nothing.
-__device__ __forceinline__ float add(const Terms& terms, float chain, int c, bool product) {
+// The stages of one producer: every PRODUCERS-th.
+__device__ __forceinline__ void produce(Stages& own, int producer, i64 stages, i64 column, int lane,
+                                        const ColumnsParams& p) {
 #pragma unroll
-    for (int first = 0; first < TOKENS; first += 4) {
-        const float4 g = *reinterpret_cast<const float4*>(&terms.grads[c][first]);
-        float4 y = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-#if X != NONE
-        if (product) y = *reinterpret_cast<const float4*>(&terms.normalised[c][first]);
-#endif
-        chain = __fmaf_rn(g.x, y.x, chain);
-        chain = __fmaf_rn(g.y, y.y, chain);
-        chain = __fmaf_rn(g.z, y.z, chain);
-        chain = __fmaf_rn(g.w, y.w, chain);
+    for (int ahead = 0; ahead < DEPTH; ++ahead) {
+        const i64 stage = producer + ahead * PRODUCERS;
+        if (stage < stages) copy(own.copied[ahead], stage * TOKENS, column, lane, p);
+        cp_async_commit();  // empty ones too, so that their number tells which stage is whole
     }
-    return chain;
+    int at = 0;
+    for (i64 stage = producer; stage < stages; stage += PRODUCERS) {
+        cp_async_wait<DEPTH - 1>();
+        __syncwarp();
+        if (stage >= PRODUCERS) wait_for(empty(producer));
+        widen(own.copied[at], own.terms, lane, p.means);
+        arrive_at(full(producer));
+        __syncwarp();
+        const i64 ahead = stage + DEPTH * PRODUCERS;
+        if (ahead < stages) copy(own.copied[at], ahead * TOKENS, column, lane, p);
+        cp_async_commit();
+        at = at + 1 == DEPTH ? 0 : at + 1;
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) column_sums(const __grid_constant__ ColumnsParams p) {
-    __shared__ Copied copied[STAGES];
-    __shared__ Terms terms[2];
-    const i64 column = i64(blockIdx.x) * COLUMNS;
-    const int stages = int((p.tokens + TOKENS - 1) / TOKENS);
-    const bool copies = threadIdx.x < COPIERS;
-    const int lane = threadIdx.x % 32, c = lane % COLUMNS;
-    const bool product = X != NONE && lane >= COLUMNS;
+// Eight tokens of a lane's chain. They are read while the eight before them are added.
+struct Eight {
+    static constexpr int COUNT = TOKENS / 8;  // of a stage
+    float4 g[2], y[2];
 
-    if (copies)
-        for (int stage = 0; stage < STAGES - 1; ++stage) {
-            if (stage < stages) copy(copied[stage], i64(stage) * TOKENS, column, p);
-            cp_async_commit();  // empty ones too, so that their number tells which stage is whole
-        }
-    float chain = 0.0f;
-    for (int stage = 0; stage <= stages; ++stage) {
-        if (copies) cp_async_wait<STAGES - 2>();
-        __syncthreads();
-        if (copies && stage < stages) {
-            const int ahead = stage + STAGES - 1;
-            if (ahead < stages) copy(copied[ahead % STAGES], i64(ahead) * TOKENS, column, p);
-            cp_async_commit();
-            widen(copied[stage % STAGES], terms[stage % 2], p.means);
-        } else if (!copies && stage > 0) {
-            chain = add(terms[(stage - 1) % 2], chain, c, product);
+    __device__ __forceinline__ void read(const Terms& terms, int at, int c, bool product) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            g[i] = *reinterpret_cast<const float4*>(&terms.grads[c][8 * at + 4 * i]);
+            y[i] = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+#if X != NONE
+            if (product) y[i] = *reinterpret_cast<const float4*>(&terms.normalised[c][8 * at + 4 * i]);
+#endif
         }
     }
-    if (copies || column + c >= p.n) return;
+
+    // Zeros beyond the last token change nothing.
+    __device__ __forceinline__ float add_to(float chain) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            chain = __fmaf_rn(g[i].x, y[i].x, chain);
+            chain = __fmaf_rn(g[i].y, y[i].y, chain);
+            chain = __fmaf_rn(g[i].z, y[i].z, chain);
+            chain = __fmaf_rn(g[i].w, y[i].w, chain);
+        }
+        return chain;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    column_sums(const __grid_constant__ ColumnsParams p) {
+    extern __shared__ Stages own[];
+    const i64 column = i64(blockIdx.x) * COLUMNS;
+    const i64 stages = (p.tokens + TOKENS - 1) / TOKENS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp < PRODUCERS) {
+        produce(own[warp], warp, stages, column, lane, p);
+        return;
+    }
+    const int c = lane % COLUMNS;
+    const bool product = lane >= COLUMNS;
+    float chain = 0.0f;
+    Eight next;
+    if (stages > 0) {
+        wait_for(full(0));
+        next.read(own[0].terms, 0, c, product);
+    }
+    int producer = 0;
+    for (i64 stage = 0; stage < stages; ++stage) {
+        const int following = producer + 1 == PRODUCERS ? 0 : producer + 1;
+#pragma unroll
+        for (int i = 0; i < Eight::COUNT; ++i) {
+            const Eight here = next;
+            if (i + 1 < Eight::COUNT) {
+                next.read(own[producer].terms, i + 1, c, product);
+            } else if (stage + 1 < stages) {
+                wait_for(full(following));
+                next.read(own[following].terms, 0, c, product);
+            }
+            chain = here.add_to(chain);
+        }
+        if (stage + PRODUCERS < stages) arrive_at(empty(producer));
+        producer = following;
+    }
+    if (column + c >= p.n) return;
     if (product)
         p.product[column + c] = Out::narrow(contract::canonical(__fadd_rn(chain, 0.0f)));
     else
         p.sum[column + c] = Out::narrow(contract::canonical(chain));
 }
+
+constexpr int EMBEDDING_THREADS = 256;
 
 struct EmbeddingParams {
     const Grad::Stored* grad;
@@ -188,11 +258,11 @@ struct EmbeddingParams {
 };
 
 // A block for each row of the embedding.
-extern "C" __global__ void __launch_bounds__(COPIERS)
+extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
     embedding_backward(const __grid_constant__ EmbeddingParams p) {
     const i64 id = blockIdx.x;
     const i64 first = p.starts[id], last = id == p.padding ? first : p.starts[id + 1];
-    for (i64 column = i64(threadIdx.x) * VECTOR; column < p.n; column += COPIERS * VECTOR) {
+    for (i64 column = i64(threadIdx.x) * VECTOR; column < p.n; column += EMBEDDING_THREADS * VECTOR) {
         float sums[VECTOR] = {};
         for (i64 i = first; i < last; ++i) {
             alignas(16) Grad::Stored row[VECTOR];

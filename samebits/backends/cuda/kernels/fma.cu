@@ -21,12 +21,14 @@
 //   A_KIND, B_KIND, OUT_KIND   types: 0 f32, 1 bf16, 2 f16 (enum Kind of epilogue.cuh)
 //   A_COPY, B_COPY             how the operand is copied: enum Copy of tile_fma.cuh
 //   SEGMENTED                  1: k has segments; 0: one chain over all of k
+//   GROUPED                    OF_ROWS, OF_TERMS: a grouped product (groups.cuh); absent: any other
 
 #ifndef SEGMENTED
 #error "SEGMENTED is needed: #if takes a missing macro for 0"
 #endif
 
 #include "epilogue.cuh"
+#include "groups.cuh"
 #include "tile_fma.cuh"
 #include "tile_order.cuh"
 
@@ -51,6 +53,10 @@ struct Params {
     int m, n, k, segments, tiles_m, tiles_n;
     int closing_zero;  // a zero term ends every nonempty segment
     int out_together, bias_kind, spans_wide;
+#ifdef GROUPED
+    Groups groups;
+    i64 bias_group;
+#endif
 };
 
 // Up to TILE_K consecutive k of one segment.
@@ -110,18 +116,38 @@ class BlockIterator {
 constexpr int RESIDENT = __CUDA_ARCH__ < 900 ? 1 : MIN_BLOCKS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-    fma_product(const __grid_constant__ Params p) {
+    fma_product(const __grid_constant__ Params given) {
+#ifdef GROUPED
+    Params p = given;
+#else
+    const Params& p = given;
+#endif
     extern __shared__ __align__(16) float memory[];
     __shared__ int counts[STAGES];  // terms of each block in the ring; negative if it is its segment's last
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     const u32 tiles = static_cast<u32>(p.tiles_m) * p.tiles_n;
-    const u32 batch = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+    u32 batch = blockIdx.x / tiles, tile = blockIdx.x % tiles;
     const u32 group = tile / (GROUP_M * p.tiles_n);
     const u32 height = min(p.tiles_m - group * GROUP_M, static_cast<u32>(GROUP_M));
     const u32 in_group = tile % (GROUP_M * p.tiles_n);
-    const int tile_m = (group * GROUP_M + in_group % height) * TileA::ROWS;
+    int tile_m = (group * GROUP_M + in_group % height) * TileA::ROWS;
     const int tile_n = in_group / height * TileB::ROWS;
+#ifdef GROUPED
+    int end_row = p.m;  // rows from there on are computed, and not stored
+    const auto end_m = [&] { return end_row; };
+    if (blockIdx.x == 0) p.groups.check(THREADS);
+#if GROUPED == OF_ROWS
+    if (!take_rows<TileA::ROWS, TileB::ROWS, THREADS>(p, batch, tile_m, end_row, tile_n,
+                                                      OUT_KIND == F32 ? 4 : 2))
+        return;
+#else
+    int bounds[2];
+    take_terms(p, batch, bounds);
+#endif
+#else
+    const auto end_m = [&] { return p.m; };
+#endif
 
     // Neighbours share a row of a, and lanes two apart a column of b: then 16 lanes read 16 bytes each at
     // once, not 8.
@@ -156,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
             for (int j = 0; j < THREAD_N; ++j) {
                 const int row = tile_m + own_m + TileA::row(i), col = tile_n + own_n + TileB::row(j);
-                if (row < p.m && col < p.n)
+                if (row < end_m() && col < p.n)
                     acc[i][j] = p.acc[batch * p.acc_batch + row * p.acc_row + col * p.acc_col];
             }
     }
@@ -237,6 +263,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     }
 
     if (!multiplies) return;
+#ifdef GROUPED
+    const i64 bias_at = batch * p.bias_group;
+#else
+    constexpr i64 bias_at = 0;
+#endif
     const int out_kind = empty && !p.bias && OUT_KIND == F32 ? F32_AS_IS : OUT_KIND;
     constexpr int TOGETHER = TileB::NEIGHBOURS;
 #pragma unroll
@@ -246,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         if (p.bias)
 #pragma unroll
             for (int e = 0; e < TOGETHER; ++e)
-                if (e < columns) bias[e] = widen(p.bias, (col + e) * p.bias_stride, p.bias_kind);
+                if (e < columns) bias[e] = widen(p.bias, bias_at + (col + e) * p.bias_stride, p.bias_kind);
 #pragma unroll
         for (int i = 0; i < THREAD_M; ++i) {
             const int row = tile_m + own_m + TileA::row(i);
@@ -255,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             for (int e = 0; e < TOGETHER; ++e)
                 value[e] = p.bias ? __fadd_rn(acc[i][j + e], bias[e]) : acc[i][j + e];
             const i64 index = batch * p.out_batch + row * p.out_row + col * p.out_col;
-            if (row < p.m)
+            if (row < end_m())
                 store_four(p.out, index, p.out_col, value, columns, out_kind,
                            TOGETHER == 4 && p.out_together);
         }

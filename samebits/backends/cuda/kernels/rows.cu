@@ -18,21 +18,80 @@ constexpr bool NARROW = OUT != F32 && PARAM != F32;
 constexpr bool FEW_REGISTERS = VECTOR > 1 && HELD_WORDS > 0 && HELD_WORDS <= 16 && (NARROW || PASSES == 1);
 constexpr int BLOCKS = FEW_REGISTERS ? 3 : 1;  // of a multiprocessor; with more, registers would spill
 
+enum { SUM, MEAN, NORM };  // what becomes of x: the last is the square root of the sum of squares
+
 struct SumParams {
     const In::Stored* x;
     Out::Stored* out;
     i64 x_row, rows, n;
-    int mean;
+    int what;
 };
+
+__device__ __forceinline__ void square(float (&x)[OWN]) {
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) x[i] = __fmul_rn(x[i], x[i]);
+}
+
+__device__ __forceinline__ Out::Stored result_of(float sum, int what, i64 n) {
+    if (what == MEAN) sum = __fdiv_rn(sum, static_cast<float>(n));
+    if (what == NORM) sum = __fsqrt_rn(sum);
+    return Out::narrow(contract::canonical(sum));
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) row_sum(const __grid_constant__ SumParams p) {
     __shared__ float memory[SHARED_FLOATS];
     const Row row(memory, p.n);
     if (row.row >= p.rows) return;
     const Entries<In, IN_WORDS> x(p.x + row.row * p.x_row, row);
-    float sum = row.sum(x);
-    if (p.mean) sum = __fdiv_rn(sum, static_cast<float>(p.n));
-    if (row.leads()) p.out[row.row] = Out::narrow(contract::canonical(sum));
+    const float sum = row.sum([&](int pass, float (&terms)[OWN]) {
+        x(pass, terms);
+        if (p.what == NORM) square(terms);
+    });
+    if (row.leads()) p.out[row.row] = result_of(sum, p.what, p.n);
+}
+
+// Few long rows: first the sums of all blocks, a pass of a row for each block of threads, then a warp's chains.
+struct BlockSumsParams {
+    const In::Stored* x;
+    float* sums;  // [rows, blocks]
+    i64 x_row, n, blocks;
+    int what;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) block_sums(const __grid_constant__ BlockSumsParams p) {
+    const Row row(nullptr, p.n);
+    const Entries<In, 65> x(p.x + blockIdx.y * p.x_row, row);  // so many words are not held
+    float terms[OWN];
+    x(blockIdx.x, terms);
+    if (p.what == NORM) square(terms);
+    const float sum = row.block_sum(terms);
+    const i64 block = i64(blockIdx.x) * (4 * WARPS) + row.warp * 4 + row.lane / GROUP;
+    if (row.lane % GROUP == 0 && block < p.blocks) p.sums[blockIdx.y * p.blocks + block] = sum;
+}
+
+struct ChainsParams {
+    const float* sums;
+    Out::Stored* out;
+    i64 n, blocks;
+    int what;
+};
+
+// A lane for each chain.
+extern "C" __global__ void __launch_bounds__(32) chains(const __grid_constant__ ChainsParams p) {
+    constexpr int AHEAD = 32;
+    const float* sums = p.sums + blockIdx.x * p.blocks;
+    float chain = 0.0f;
+    i64 block = threadIdx.x;
+    for (; block + (AHEAD - 1) * 32 < p.blocks; block += AHEAD * 32) {
+        float terms[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) terms[i] = sums[block + i * 32];
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) chain = __fadd_rn(chain, terms[i]);
+    }
+    for (; block < p.blocks; block += 32) chain = __fadd_rn(chain, sums[block]);
+    const float sum = contract::sum_of_lanes(chain);
+    if (threadIdx.x == 0) p.out[blockIdx.x] = result_of(sum, p.what, p.n);
 }
 
 struct SoftmaxParams {
@@ -124,12 +183,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     });
 }
 
-// A norm's weight or bias, which all rows read. It may be null.
+// A norm's weight or bias, which all rows read. Null stands for values that change nothing.
 struct Vector {
     Entries<Param, 65> entries;  // so many words are not held
-    bool given;
+    float otherwise;
 
-    __device__ Vector(const Param::Stored* at, const Row& row) : entries(at, row), given(at) {}
+    __device__ Vector(const Param::Stored* at, const Row& row, float otherwise)
+        : entries(at, row), otherwise(otherwise) {}
+
+    __device__ __forceinline__ void operator()(int pass, float (&x)[OWN]) const {
+        if (entries.at)
+            entries(pass, x);
+        else
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) x[i] = otherwise;
+    }
 };
 
 struct NormParams {
@@ -147,15 +215,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Row row(memory, p.n);
     if (row.row >= p.rows) return;
     const Entries<In, IN_WORDS> entries(p.x + row.row * p.x_row, row);
-    const Vector weight(p.weight, row), bias(p.bias, row);
+    const Vector weight(p.weight, row, 1.0f), bias(p.bias, row, -0.0f);
     const float count = static_cast<float>(p.n);
     float mean = 0.0f;
     if (p.means) mean = __fdiv_rn(row.sum(entries), count);
     const auto centred = [&](int pass, float (&x)[OWN]) {
         entries(pass, x);
-        if (p.means)
+        if (p.means) {
 #pragma unroll
             for (int i = 0; i < OWN; ++i) x[i] = __fsub_rn(x[i], mean);
+            row.mask(pass, x);
+        }
     };
     const float squares = row.sum([&](int pass, float (&x)[OWN]) {
         centred(pass, x);
@@ -165,19 +235,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, count), p.eps)));
     store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&y)[OWN]) {
         float w[OWN], b[OWN];
-        if (weight.given) weight.entries(pass, w);
-        if (bias.given) bias.entries(pass, b);
+        weight(pass, w);
+        bias(pass, b);
         centred(pass, y);
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            y[i] = __fmul_rn(y[i], scale);
-            if (weight.given && bias.given)
-                y[i] = __fmaf_rn(y[i], w[i], b[i]);
-            else if (weight.given)
-                y[i] = __fmul_rn(y[i], w[i]);
-            else if (bias.given)
-                y[i] = __fadd_rn(y[i], b[i]);
-        }
+        for (int i = 0; i < OWN; ++i) y[i] = __fmaf_rn(__fmul_rn(y[i], scale), w[i], b[i]);
     });
     if (row.leads()) {
         if (p.means) p.means[row.row] = mean;
@@ -203,14 +265,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (row.row >= p.rows) return;
     const Entries<Out, GRAD_AND_X> grads(p.grad + row.row * p.grad_row, row);
     const Entries<In, GRAD_AND_X> entries(p.x + row.row * p.x_row, row);
-    const Vector weight(p.weight, row);
+    const Vector weight(p.weight, row, 1.0f);
     const float count = static_cast<float>(p.n), scale = p.scales[row.row];
     const float mean = p.means ? p.means[row.row] : 0.0f;
     const auto weighted = [&](int pass, float (&g)[OWN]) {
         float w[OWN];
         grads(pass, g);
-        if (!weight.given) return;
-        weight.entries(pass, w);
+        weight(pass, w);
 #pragma unroll
         for (int i = 0; i < OWN; ++i) g[i] = __fmul_rn(g[i], w[i]);
     };
@@ -225,6 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         normalised(pass, x);
 #pragma unroll
         for (int i = 0; i < OWN; ++i) x[i] = __fmul_rn(g[i], x[i]);
+        row.mask(pass, x);
     }),
                                   count);
     float average = 0.0f;

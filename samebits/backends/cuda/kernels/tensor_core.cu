@@ -17,8 +17,10 @@
 //   A_K_MAJOR, B_K_MAJOR      1: the operand's lines run along k; 0: along m (n)
 //   A_VECTOR, B_VECTOR        1: 16 bytes along a line are contiguous and aligned; 0: elements are gathered
 //                             one by one
+//   GROUPED                   OF_ROWS, OF_TERMS: a grouped product (groups.cuh); absent: any other
 
 #include "epilogue.cuh"
+#include "groups.cuh"
 #include "tile_order.cuh"
 #include "tile_sm80.cuh"
 
@@ -44,6 +46,10 @@ struct Params {
     const void* spans;  // segments + 1 ascending bounds in k; null: `segments` segments of k each
     int m, n, k, segments, tiles_m, tiles_n;
     int out_kind, out_together, bias_kind, spans_wide;
+#ifdef GROUPED
+    Groups groups;
+    i64 bias_group;
+#endif
 };
 
 // Gives the groups of all segments in order.
@@ -104,17 +110,36 @@ __device__ __forceinline__ int total_groups(const Params& p, int* shared) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    tensor_core(const __grid_constant__ Params p) {
+    tensor_core(const __grid_constant__ Params given) {
+#ifdef GROUPED
+    Params p = given;
+#else
+    const Params& p = given;
+#endif
     extern __shared__ __align__(128) unsigned char memory[];
     const u32 stages = shared_address(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     const u32 tiles = static_cast<u32>(p.tiles_m) * p.tiles_n;
-    const u32 batch = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+    u32 batch = blockIdx.x / tiles, tile = blockIdx.x % tiles;
     const u32 group = tile / (GROUP_M * p.tiles_n);
     const u32 height = min(p.tiles_m - group * GROUP_M, static_cast<u32>(GROUP_M));
     const u32 in_group = tile % (GROUP_M * p.tiles_n);
-    const int tile_m = (group * GROUP_M + in_group % height) * TILE_M, tile_n = in_group / height * TILE_N;
+    int tile_m = (group * GROUP_M + in_group % height) * TILE_M, tile_n = in_group / height * TILE_N;
+#ifdef GROUPED
+    int end_row = p.m;  // rows from there on are computed, and not stored
+    const auto end_m = [&] { return end_row; };
+    if (blockIdx.x == 0) p.groups.check(THREADS);
+#if GROUPED == OF_ROWS
+    if (!take_rows<TILE_M, TILE_N, THREADS>(p, batch, tile_m, end_row, tile_n, p.out_kind == F32 ? 4 : 2))
+        return;
+#else
+    int bounds[2];
+    take_terms(p, batch, bounds);
+#endif
+#else
+    const auto end_m = [&] { return p.m; };
+#endif
     const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
 
     const u16* a = p.a.data + batch * p.a.batch;
@@ -160,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (int r = 0; r < 16; r += 32 / LANES)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    if (row0 + i * 16 + r < p.m && e < columns)
+                    if (row0 + i * 16 + r < end_m() && e < columns)
                         strip[(lane_row + r) * STRIP + lane_col + e] =
                             acc[(row0 + i * 16 + r) * p.acc_row + e * p.acc_col];
             __syncwarp();
@@ -220,12 +245,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     cp_async_wait<0>();
     __syncthreads();  // the strips take the stages' memory
+#ifdef GROUPED
+    const i64 bias_at = batch * p.bias_group;
+#else
+    constexpr i64 bias_at = 0;
+#endif
     const int out_kind = steps == 0 && !p.bias && p.out_kind == F32 ? F32_AS_IS : p.out_kind;
     float bias[4] = {};
     if (p.bias)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-            if (e < columns) bias[e] = widen(p.bias, (col + e) * p.bias_stride, p.bias_kind);
+            if (e < columns) bias[e] = widen(p.bias, bias_at + (col + e) * p.bias_stride, p.bias_kind);
 #pragma unroll
     for (int i = 0; i < WARP_M / 16; ++i) {
 #pragma unroll
@@ -238,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
         for (int r = 0; r < 16; r += 32 / LANES) {
             const int row = row0 + i * 16 + r;
-            if (row >= p.m) break;
+            if (row >= end_m()) break;
             const float4 x = *reinterpret_cast<const float4*>(strip + (lane_row + r) * STRIP + lane_col);
             float value[4] = {x.x, x.y, x.z, x.w};
             if (p.bias)

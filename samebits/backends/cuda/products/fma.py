@@ -12,6 +12,7 @@ import torch
 
 from samebits.backends.cuda import compiler, devices
 from samebits.backends.cuda.products.plan import (
+    GROUPED_PARAMS,
     PARAMS,
     TYPES,
     CudaKernel,
@@ -103,8 +104,12 @@ def kernel_spec(
     a: TileLayout,
     b: TileLayout,
     segmented: bool,
+    grouped: str | None = None,
 ) -> compiler.KernelSpec:
-    """The kernel for operands with these layouts, and `dtypes` of a, b and the output."""
+    """The kernel for operands with these layouts, and `dtypes` of a, b and the output.
+
+    `grouped`: the macro GROUPED, of a grouped product.
+    """
     sizes = {name.upper(): value for name, value in asdict(schedule).items() if name not in ("alone", "busy")}
     constants = sizes | {
         "A_KIND": TYPES[dtypes[0]],
@@ -114,10 +119,12 @@ def kernel_spec(
         "B_COPY": _copy(b, schedule.step if schedule.thread_n < 8 else 1, schedule.thread_n),
         "SEGMENTED": int(segmented),
     }
+    if grouped is not None:
+        constants["GROUPED"] = grouped
     return compiler.KernelSpec(
         "fma.cu",
         "fma_product",  # fma is a function of the C library
-        PARAMS,
+        PARAMS if grouped is None else GROUPED_PARAMS,
         tuple(constants.items()),
         block=schedule.threads,
         smem=schedule.smem,

@@ -321,7 +321,7 @@ class FmaSm90Kernel(CudaKernel[FmaSm90Schedule]):
         sizes = (
             *(p.m, p.n, p.k, tiles_m, tiles_n),
             *(bool(_batched(p.a)), bool(_batched(p.b))),
-            *(p.sequences, writes_vectors(p), EPILOGUE_TYPES[None if p.bias is None else p.bias.dtype]),
+            *(p.sequences, writes_vectors(p.out), EPILOGUE_TYPES[None if p.bias is None else p.bias.dtype]),
         )
 
         def launch(a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:

@@ -13,6 +13,7 @@ from samebits.backends.cuda.tensor_maps import Maps
 from samebits.backends.product import Matrix, Operands, Product, ProductKernel
 
 __all__ = [
+    "GROUPED_PARAMS",
     "PARAMS",
     "TYPES",
     "CudaKernel",
@@ -67,6 +68,9 @@ def nothing(a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) ->
 PARAMS = "P4q P4q P3q P3q Pq P 10i".replace(" ", "")
 """``struct Params`` of the universal kernels."""
 
+GROUPED_PARAMS = f"{PARAMS}PP2iq"
+"""The same of their grouped form."""
+
 
 class TileLayout(NamedTuple):
     """How an operand's tiles are loaded, and its strides in elements. "row" is m of a, n of b."""
@@ -109,10 +113,10 @@ def start_strides(p: Product) -> tuple[int, ...]:
     return matrix_strides(p.out if isinstance(p.start, str) else p.start)
 
 
-def writes_vectors(p: Product) -> bool:
+def writes_vectors(out: Matrix) -> bool:
     """Whether four adjacent elements can be written at once."""
-    strides = matrix_strides(p.out)
-    aligned = p.out.misalignment % (4 * p.out.dtype.itemsize) == 0
+    strides = matrix_strides(out)
+    aligned = out.misalignment % (4 * out.dtype.itemsize) == 0
     return strides[2] == 1 and aligned and strides[0] % 4 == strides[1] % 4 == 0
 
 
@@ -132,7 +136,7 @@ def tile_plan(
     from_start = start_strides(p)
     bias_stride = 0 if p.bias is None else p.bias.strides[0]
     sizes = (
-        *(p.m, p.n, p.k, p.sequence_count, tiles_m, tiles_n, last, writes_vectors(p)),
+        *(p.m, p.n, p.k, p.sequence_count, tiles_m, tiles_n, last, writes_vectors(p.out)),
         0 if p.bias is None else TYPES[p.bias.dtype],
         p.cu_seqlens is not None and p.cu_seqlens.dtype == torch.int64,
     )

@@ -12,6 +12,7 @@ import torch
 
 from samebits.backends.cuda import compiler, devices
 from samebits.backends.cuda.products.plan import (
+    GROUPED_PARAMS,
     PARAMS,
     TYPES,
     CudaKernel,
@@ -69,9 +70,9 @@ SCHEDULES = (
 
 
 def kernel_spec(
-    schedule: TensorCoreSchedule, dtype: torch.dtype, a: TileLayout, b: TileLayout
+    schedule: TensorCoreSchedule, dtype: torch.dtype, a: TileLayout, b: TileLayout, grouped: str | None = None
 ) -> compiler.KernelSpec:
-    """The kernel for operands with these layouts."""
+    """The kernel for operands with these layouts. `grouped`: the macro GROUPED, of a grouped product."""
     sizes = {name.upper(): value for name, value in asdict(schedule).items() if name not in ("alone", "busy")}
     constants = sizes | {
         "INPUT_BF16": int(dtype == torch.bfloat16),
@@ -80,10 +81,12 @@ def kernel_spec(
         "B_K_MAJOR": int(b.k_major),
         "B_VECTOR": int(b.vector),
     }
+    if grouped is not None:
+        constants["GROUPED"] = grouped
     return compiler.KernelSpec(
         "tensor_core.cu",
         "tensor_core",
-        PARAMS,
+        PARAMS if grouped is None else GROUPED_PARAMS,
         tuple(constants.items()),
         block=schedule.threads,
         smem=schedule.smem,

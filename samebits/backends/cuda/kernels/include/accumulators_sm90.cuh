@@ -28,13 +28,19 @@ __device__ __forceinline__ void clear(Accumulators& acc) {
     }
 }
 
+// Where a tile's bias begins.
+template <typename Params>
+__device__ __forceinline__ i64 bias_offset(const Params&, const TileCoord&) {
+    return 0;
+}
+
 template <int type, typename Params>
 __device__ __forceinline__ void add_bias(Accumulators& acc, const Params& p, const TileCoord& tile,
                                          u32 thread) {
     using Bias = Element<type>;
     Fragment fragment(tile, thread);
     int begin = TRANSPOSED ? fragment.row : fragment.column;
-    const auto* bias = static_cast<const typename Bias::Stored*>(p.bias) + begin;
+    const auto* bias = static_cast<const typename Bias::Stored*>(p.bias) + bias_offset(p, tile) + begin;
     int left = (TRANSPOSED ? p.m : p.n) - begin;
     auto at = [&](int i) { return i < left ? Bias::widen(bias[i]) : 0; };
     auto add = [](float* d, float first, float second) {

@@ -1,8 +1,13 @@
 // The epilogue of a plain product: D, or D^T, in memory. Uses the macros OUTPUT, ACCUMULATE, ALIGNED and
-// those of accumulators_sm90.cuh.
+// those of accumulators_sm90.cuh. With GROUPED, of a grouped product: groups.cuh.
 #pragma once
 
+#ifndef GROUPED
+#define GROUPED 0
+#endif
+
 #include "accumulators_sm90.cuh"
+#include "groups.cuh"
 
 static_assert(PANEL == 0 || (ALIGNED && OUTPUT != F32), "panels are of 16-bit elements, and aligned");
 
@@ -16,7 +21,17 @@ struct Params {
     int a_batch, b_batch;  // 0 where one matrix serves the whole batch
     int sequences;
     int group;  // rows of tiles that are taken together, so that their operands stay in L2
+#if GROUPED
+    Groups groups;
+    i64 bias_group;
+#endif
 };
+
+#if GROUPED
+__device__ __forceinline__ i64 bias_offset(const Params& p, const TileCoord& tile) {
+    return tile.batch * p.bias_group;
+}
+#endif
 
 // f(accumulators, offset in the output, step from one column to the next there, columns left) for each row of
 // this thread's, its pairs of columns lying 8 apart.
@@ -30,9 +45,10 @@ __device__ __forceinline__ void for_each_row(Accumulators& acc, const Params& p,
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             int row = fragment.row + mma_m * 64 + half * 8;
-            bool inside = row < p.m && (ROWS % 64 == 0 || row < tile.m + int(ROWS));
-            f(&acc[mma_m][half * 2], tile.batch * p.batch_stride + row * down + fragment.column * right,
-              right, inside ? p.n - fragment.column : 0);
+            bool inside = row < tile.m_end && (ROWS % 64 == 0 || row < tile.m + int(ROWS));
+            f(&acc[mma_m][half * 2],
+              (GROUPED == OF_ROWS ? 0 : tile.batch * p.batch_stride) + row * down + fragment.column * right,
+              right, inside ? tile.n_end - fragment.column : 0);
         }
     }
 }
@@ -57,7 +73,8 @@ __device__ __forceinline__ void store(Accumulators& acc, const Params& p, const 
 
 struct Output {
     static constexpr u32 smem_bytes = 2 * PANEL_BYTES;  // of shared memory, for a warpgroup
-    static constexpr bool overlap_m = !ACCUMULATE, overlap_n = !ACCUMULATE;
+    static constexpr bool overlap_m = !ACCUMULATE && (GROUPED != OF_ROWS || TRANSPOSED);
+    static constexpr bool overlap_n = !ACCUMULATE && (GROUPED != OF_ROWS || !TRANSPOSED);
 
     u32 buffer = 0;
 
@@ -84,10 +101,14 @@ struct Output {
     __device__ __forceinline__ void apply(Accumulators& acc, u32 panels, const Params& p,
                                           const TileCoord& tile, u32 warpgroup, u32 thread) {
         if constexpr (BIAS != NONE) add_bias<BIAS>(acc, p, tile, thread);
-        if constexpr (PANEL > 0) {
+        bool whole = GROUPED != OF_ROWS || tile.m + int(ROWS) <= tile.m_end;  // panels are
+        if (PANEL > 0 && whole) {
+            TileCoord to = tile;
+            if (GROUPED == OF_ROWS) to.batch = 0;  // rows of all groups are one matrix
 #pragma unroll
             for (u32 mma_m = 0; mma_m < MMA_M; ++mma_m) {
-                store_panels<OUTPUT>(acc, mma_m, panels, p, tile, warpgroup, thread, buffer);
+                if constexpr (PANEL > 0)
+                    store_panels<OUTPUT>(acc, mma_m, panels, p, to, warpgroup, thread, buffer);
             }
         } else {
             store<OUTPUT>(acc, p, tile, thread);

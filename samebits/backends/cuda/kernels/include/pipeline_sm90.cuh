@@ -42,6 +42,7 @@
 //   init(acc, ...)         what the chains of a tile start from
 //   apply(acc, ...)        what becomes of them
 //   drain(thread)          before the block leaves
+// Grouped products have a scheduler of their own: see TileScheduler, which has what one needs.
 #pragma once
 
 #include "k_blocks_sm90.cuh"
@@ -82,6 +83,7 @@ constexpr u32 A_BYTES = ATile::bytes, B_BYTES = BTile::bytes;  // of a stage
 
 struct TileCoord {
     int m, n, batch;
+    int m_end, n_end;  // what lies beyond is not the tile's
 };
 
 // Where the last tile begins. It is moved back to end where the matrix does, if tiles may overlap: TMA takes
@@ -95,8 +97,9 @@ __device__ __forceinline__ int last_tile_start(int size) {
 // The order in which a cluster takes tiles: `group` rows of tiles at a time, down their columns.
 template <typename Epilogue>
 struct TileScheduler {
+    static constexpr bool VARIED = false;  // whether tiles may have other blocks of k than the one before
     u32 rows, columns, per_matrix, count, group;
-    int last_m, last_n;
+    int last_m, last_n, m, n;
 
     // Tiles move in steps that keep TMA stores at 16 bytes, and loads of operands contiguous along m or n at
     // sectors.
@@ -105,7 +108,22 @@ struct TileScheduler {
         : rows((p.m + BLOCK_M - 1) / BLOCK_M), columns((p.n + BLOCK_N * CLUSTER - 1) / (BLOCK_N * CLUSTER)),
           per_matrix(rows * columns), count(per_matrix * p.batch), group(p.group),
           last_m(last_tile_start<Epilogue::overlap_m, BLOCK_M, A_MN ? 16 : 1>(p.m)),
-          last_n(last_tile_start<Epilogue::overlap_n, BLOCK_N, B_MN ? 16 : 8>(p.n)) {}
+          last_n(last_tile_start<Epilogue::overlap_n, BLOCK_N, B_MN ? 16 : 8>(p.n)), m(p.m), n(p.n) {}
+
+    // For all threads, once what earlier kernels wrote may be read.
+    template <typename Params>
+    __device__ __forceinline__ void prepare(const Params&, u32) {}
+
+    template <typename Params>
+    __device__ __forceinline__ KBlocks blocks(const Params& p, const TileCoord&) const {
+        return KBlocks(p.k, p.bounds, p.sequences);
+    }
+
+    // For a whole warp.
+    template <typename Params>
+    __device__ __forceinline__ u32 number_of_blocks(const Params& p, const TileCoord&) const {
+        return KBlocks::count(p.k, p.bounds, p.sequences);
+    }
 
     __device__ TileCoord at(u32 index, u32 rank) const {
         u32 batch = index / per_matrix;
@@ -116,12 +134,12 @@ struct TileScheduler {
         u32 column = index / height;
         u32 row = taken * group + index - column * height;
         return {min(int(row * BLOCK_M), last_m), min(int((column * CLUSTER + rank) * BLOCK_N), last_n),
-                int(batch)};
+                int(batch), m, n};
     }
 };
 
 struct SharedStorage {
-    u32 a, b, epilogue, full, empty;
+    u32 a, b, epilogue, full, empty, table;
 
     __device__ SharedStorage(unsigned char* raw, u32 epilogue_bytes) {
         u32 start = shared_address(raw);
@@ -131,14 +149,14 @@ struct SharedStorage {
         epilogue = b + STAGES * B_BYTES;
         full = epilogue + WARPGROUPS * epilogue_bytes;
         empty = full + STAGES * 8;
+        table = empty + STAGES * 8;
     }
 };
 
 // This runs before the previous kernel is known to have written A. That is safe: it writes to L2, and only L2
 // is filled.
-template <typename Params, typename Epilogue>
-__device__ __forceinline__ void prefetch_a(const Params& p, const TileScheduler<Epilogue>& scheduler,
-                                           u32 rank) {
+template <typename Params, typename Scheduler>
+__device__ __forceinline__ void prefetch_a(const Params& p, const Scheduler& scheduler, u32 rank) {
     u32 index = blockIdx.x / CLUSTER;
     TileCoord tile = scheduler.at(index, rank);
     for (int i = 0; i < AHEAD && i * BLOCK_K < p.k; ++i) {
@@ -146,14 +164,14 @@ __device__ __forceinline__ void prefetch_a(const Params& p, const TileScheduler<
     }
 }
 
-template <typename Params, typename Epilogue>
+template <typename Params, typename Scheduler>
 __device__ __forceinline__ void producer(const SharedStorage& shared, const Params& p,
-                                         const TileScheduler<Epilogue>& scheduler, u32 rank) {
+                                         const Scheduler& scheduler, u32 rank) {
     constexpr u32 bytes = A_BYTES + B_BYTES;
     Ring<STAGES> ring;
     for (u32 index = blockIdx.x / CLUSTER; index < scheduler.count; index += gridDim.x / CLUSTER) {
         TileCoord tile = scheduler.at(index, rank);
-        KBlocks blocks(p.k, p.bounds, p.sequences);
+        KBlocks blocks = scheduler.blocks(p, tile);
         while (blocks.next()) {
             u32 full = shared.full + ring.stage * 8;
             mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
@@ -176,19 +194,31 @@ __device__ __forceinline__ void release(const SharedStorage& shared, u32 stage, 
     }
 }
 
-template <typename Params, typename Epilogue>
+// Blocks of k of the tiles that other teams take from `index` on, `count` tiles.
+template <typename Params, typename Scheduler>
+__device__ __forceinline__ u32 blocks_of_others(const Params& p, const Scheduler& scheduler, u32 index,
+                                                u32 count, u32 k_blocks) {
+    if constexpr (!Scheduler::VARIED) return count * k_blocks;
+    u32 sum = 0;
+    for (u32 i = 0; i < count; ++i, index += gridDim.x / CLUSTER)
+        if (index < scheduler.count) sum += scheduler.number_of_blocks(p, scheduler.at(index, 0));
+    return sum;
+}
+
+template <typename Epilogue, typename Params, typename Scheduler>
 __device__ __forceinline__ void consumer(const SharedStorage& shared, const Params& p,
-                                         const TileScheduler<Epilogue>& scheduler, u32 rank, u32 warpgroup) {
+                                         const Scheduler& scheduler, u32 rank, u32 warpgroup) {
     u32 team = TEAMS == 1 ? 0 : warpgroup / SHARE, member = warpgroup % SHARE;
     u32 thread = threadIdx.x % 128;
-    u32 k_blocks = KBlocks::count(p.k, p.bounds, p.sequences);
+    u32 k_blocks = Scheduler::VARIED ? 0 : scheduler.number_of_blocks(p, {});
     u32 clusters = gridDim.x / CLUSTER;
     Ring<STAGES> ring;
-    ring.skip(team * k_blocks);
+    ring.skip(blocks_of_others(p, scheduler, blockIdx.x / CLUSTER, team, k_blocks));
     Epilogue epilogue;
     for (u32 index = blockIdx.x / CLUSTER + team * clusters; index < scheduler.count;
          index += TEAMS * clusters) {
         TileCoord tile = scheduler.at(index, rank);
+        if constexpr (Scheduler::VARIED) k_blocks = scheduler.number_of_blocks(p, tile);
         tile.m += member * ROWS;
         Accumulators acc;
         epilogue.init(acc, p, tile, thread);
@@ -197,7 +227,7 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
         if (TEAMS > 1 && index >= clusters) named_barrier(ORDER_BARRIER + team, 2 * SHARE * 128);
         u32 previous = 0;
         bool ready = false;
-        KBlocks blocks(p.k, p.bounds, p.sequences);
+        KBlocks blocks = scheduler.blocks(p, tile);
         for (u32 block = 0; block < k_blocks; ++block) {
             if (!ready) mbarrier_wait(shared.full + ring.stage * 8, ring.parity);
             u32 a = shared.a + ring.stage * A_BYTES, b = shared.b + ring.stage * B_BYTES;
@@ -240,7 +270,7 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
         if constexpr (TEAMS > 1) named_barrier_arrive(ORDER_BARRIER + (team + 1) % TEAMS, 2 * SHARE * 128);
         wgmma_wait<0>();
         if (k_blocks > 0) release(shared, previous, thread);
-        ring.skip((TEAMS - 1) * k_blocks);
+        ring.skip(blocks_of_others(p, scheduler, index + clusters, TEAMS - 1, k_blocks));
 
         epilogue.apply(acc, shared.epilogue + warpgroup * Epilogue::smem_bytes, p, tile, warpgroup, thread);
     }
@@ -248,12 +278,12 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
 }
 
 // The whole kernel, for all of its threads.
-template <typename Epilogue, typename Params>
+template <typename Epilogue, typename Scheduler = TileScheduler<Epilogue>, typename Params>
 __device__ __forceinline__ void pipeline(const Params& p) {
     extern __shared__ unsigned char raw[];
     SharedStorage shared(raw, Epilogue::smem_bytes);
     u32 rank = CLUSTER == 1 ? 0 : cluster_rank();
-    TileScheduler<Epilogue> scheduler(p);
+    Scheduler scheduler(p);
 
     if (threadIdx.x == CONSUMERS) {
         prefetch_tensor_map(p.a);
@@ -273,6 +303,7 @@ __device__ __forceinline__ void pipeline(const Params& p) {
     if (AHEAD > 0 && threadIdx.x == CONSUMERS) prefetch_a(p, scheduler, rank);
     griddepcontrol_wait();
     if constexpr (EARLY) griddepcontrol_launch_dependents();
+    scheduler.prepare(p, shared.table);
 
     // Read from one lane: then the compiler knows it, and all addresses made of it, to be uniform in a warp.
     u32 warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
@@ -282,7 +313,7 @@ __device__ __forceinline__ void pipeline(const Params& p) {
         __syncwarp();
     } else {
         if constexpr (MOVE_REGISTERS) setmaxnreg_inc<CONSUMER_REGISTERS>();
-        consumer(shared, p, scheduler, rank, WARPGROUPS == 1 ? 0 : warpgroup);
+        consumer<Epilogue>(shared, p, scheduler, rank, WARPGROUPS == 1 ? 0 : warpgroup);
     }
     // Other blocks of the cluster may still copy into this one and arrive at its barriers.
     if constexpr (CLUSTER > 1) cluster_sync();

@@ -49,20 +49,33 @@ __device__ __forceinline__ float add_across(float x, int distance) {
     return __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFF, x, distance));
 }
 
+// Numbers of entries in a row.
+template <bool LONG>
+struct PlaceIn {
+    using Type = i64;
+};
+template <>
+struct PlaceIn<false> {
+    using Type = int;
+};
+using Place = PlaceIn<PASSES == 0>::Type;
+
 struct Row {
-    i64 row, n;
+    i64 row;
+    Place n;
     int warp, lane;
     float* shared;  // CHAINS values of this row
 
     __device__ Row(float* memory, i64 n)
-        : row(i64(blockIdx.x) * ROWS + threadIdx.x / ROW_THREADS), n(n), warp(threadIdx.x / 32 % WARPS),
-          lane(threadIdx.x % 32), shared(memory + threadIdx.x / ROW_THREADS * contract::CHAINS) {}
+        : row(i64(blockIdx.x) * ROWS + threadIdx.x / ROW_THREADS), n(Place(n)),
+          warp(threadIdx.x / 32 % WARPS), lane(threadIdx.x % 32),
+          shared(memory + threadIdx.x / ROW_THREADS * contract::CHAINS) {}
 
     __device__ bool leads() const { return threadIdx.x % ROW_THREADS == 0; }
 
     // Where in the row entry i of this thread lies, in a pass. `i` is known when compiling.
-    __device__ i64 place(int pass, int i) const {
-        const i64 first = i64(pass) * PASS + warp * (4 * contract::VOCAB_BLOCK);
+    __device__ Place place(int pass, int i) const {
+        const Place first = Place(pass) * PASS + warp * (4 * contract::VOCAB_BLOCK);
         if (VECTOR > 1)
             return first + lane / GROUP * contract::VOCAB_BLOCK + lane % GROUP * VECTOR +
                    i / VECTOR * (GROUP * VECTOR) + i % VECTOR;
@@ -77,10 +90,10 @@ struct Row {
         if constexpr (PASSES > 0) {
 #pragma unroll
             for (int pass = 0; pass < PASSES; ++pass)
-                if (i64(pass) * PASS < n) each(pass);
+                if (pass * PASS < n) each(pass);
         } else {
 #pragma unroll 1
-            for (int pass = 0; i64(pass) * PASS < n; ++pass) each(pass);
+            for (int pass = 0; Place(pass) * PASS < n; ++pass) each(pass);
         }
     }
 
@@ -131,15 +144,19 @@ struct Row {
         return contract::sum_of_lanes(all);
     }
 
-    // The sum of terms(pass, x), which fills x with those of this thread's entries.
+    // Makes zeros of what lies beyond the row.
+    __device__ __forceinline__ void mask(int pass, float (&x)[OWN]) const {
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) x[i] = inside(pass, i) ? x[i] : 0.0f;
+    }
+
+    // The sum of terms(pass, x), which fills x with those of this thread's entries, and with zeros beyond them.
     template <class Terms>
     __device__ __forceinline__ float sum(Terms terms) const {
         float chain = 0.0f;
         each_pass([&](int pass) {
             float x[OWN];
             terms(pass, x);
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) x[i] = inside(pass, i) ? x[i] : 0.0f;
             const float block = block_sum(x);
             if (keeps(pass)) chain = __fadd_rn(chain, block);
         });
@@ -238,6 +255,15 @@ __device__ __forceinline__ void store_words(void* to, const u32* from) {
     }
 }
 
+// A word of one value.
+template <class E>
+__device__ __forceinline__ u32 word_of(float x) {
+    if constexpr (sizeof(typename E::Stored) == 4)
+        return __float_as_uint(x);
+    else
+        return E::pack(x, x);
+}
+
 // One of the matrices that are read: this thread's entries of its row, as they are stored. They stay in
 // registers if those of all matrices fit in 64: `count` is the number of words of a pass over all.
 template <class E, int count>
@@ -259,17 +285,20 @@ struct Entries {
         if constexpr (VECTOR > 1) {
             constexpr int BYTES = VECTOR * int(sizeof(typename E::Stored));
 #pragma unroll
-            for (int i = 0; i < OWN; i += VECTOR)
+            for (int i = 0; i < OWN; i += VECTOR) {
+#pragma unroll
+                for (int w = 0; w < BYTES / 4; ++w) to[i / VECTOR * (BYTES / 4) + w] = word_of<E>(beyond);
                 if (row.inside(pass, i))
                     load_words<BYTES / 4>(at + row.place(pass, i), to + i / VECTOR * (BYTES / 4));
+            }
         } else if constexpr (WIDE) {
 #pragma unroll
             for (int i = 0; i < OWN; ++i)
-                if (row.inside(pass, i)) to[i] = __float_as_uint(at[row.place(pass, i)]);
+                to[i] = row.inside(pass, i) ? __float_as_uint(at[row.place(pass, i)]) : word_of<E>(beyond);
         } else {
 #pragma unroll
             for (int i = 0; i < OWN; ++i) {
-                const u32 x = row.inside(pass, i) ? at[row.place(pass, i)] : 0;
+                const u32 x = row.inside(pass, i) ? at[row.place(pass, i)] : word_of<E>(beyond) & 0xFFFF;
                 to[i / 2] = i % 2 ? to[i / 2] | x << 16 : x;
             }
         }
@@ -282,12 +311,10 @@ struct Entries {
         const u32* from = HELD ? words[pass] : again;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
-            float wide;
             if constexpr (WIDE)
-                wide = __uint_as_float(from[i]);
+                x[i] = __uint_as_float(from[i]);
             else
-                wide = E::widen(u16(i % 2 ? from[i / 2] >> 16 : from[i / 2]));
-            x[i] = row.inside(pass, i) ? wide : beyond;
+                x[i] = E::widen(u16(i % 2 ? from[i / 2] >> 16 : from[i / 2]));
         }
     }
 };

@@ -1,0 +1,110 @@
+"""Grouped products on CUDA tensors, and the choice of kernels. Every kernel gives the same bits."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.backends import Step
+from samebits.backends.cuda import compiler, runtime
+from samebits.backends.cuda.matmul import check_contract
+from samebits.backends.cuda.products.grouped import GROUPED_FMA, GROUPED_TENSOR_CORE, GroupedCudaPlan
+from samebits.backends.cuda.products.grouped_sm90 import GROUPED_SM90
+from samebits.backends.grouped import GroupedKernel, GroupedOperands, GroupedProduct
+from samebits.contract import contract_from_key
+
+GROUPED: tuple[GroupedKernel[Any], ...] = (GROUPED_TENSOR_CORE, GROUPED_FMA, GROUPED_SM90)
+"""All kernels of grouped products. The first of each step is universal: it supports every product."""
+
+
+def fastest(p: GroupedProduct) -> Any:
+    """The kernel that should be fastest. This is the one place where they are chosen."""
+    return [kernel for kernel in GROUPED if kernel.step == p.step and kernel.supports(p)][-1]
+
+
+def grouped_rows(
+    a: Tensor, b: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype, contract: str
+) -> Tensor:
+    """``a[t, K] @ b[g, K, N] (+ bias[g, N])`` for the rows t of every group g, and +0 for rows of none."""
+    out = runtime.empty((a.shape[0], b.shape[2]), out_dtype, a.get_device())
+    _launch(_planned(GroupedOperands(a, b, out, _contiguous(offs), bias), contract))
+    return out
+
+
+def grouped_terms(
+    a: Tensor, b: Tensor, offs: Tensor, sequences: Tensor | None, *, out_dtype: torch.dtype, contract: str
+) -> Tensor:
+    """``a[M, t] @ b[t, N]`` over the rows t of every group: chains over sequences from +0."""
+    out = runtime.empty((offs.shape[0], a.shape[0], b.shape[1]), out_dtype, a.get_device())
+    offs = _contiguous(offs)
+    _launch(_planned(GroupedOperands(a, b, out, offs, runs=runs(sequences, offs)), contract))
+    return out
+
+
+def grouped_terms_later(
+    out: Tensor, a: Tensor, b: Tensor, offs: Tensor, sequences: Tensor | None, *, contract: str
+) -> Step:
+    """`grouped_terms` into ``out[G, M, N]``, from whose values the chains start."""
+    if out.stride(1) < out.stride(2):  # products commute, and a kernel writes along rows
+        out, a, b = out.mT, b.mT, a.mT
+    offs = _contiguous(offs)
+    x = GroupedOperands(a, b, out, offs, runs=runs(sequences, offs), accumulate=True)
+    planned = _planned(x, contract)
+    planned[0].encode(a.data_ptr(), b.data_ptr(), out.data_ptr())
+    return partial(_launch, planned)
+
+
+RUNS = compiler.KernelSpec("grouped_runs.cu", "grouped_runs", "3P2i", (), block=512)
+
+
+def runs(sequences: Tensor | None, offs: Tensor) -> Tensor | None:
+    """The sequences of the rows of every group, as :class:`GroupedOperands` has them."""
+    if sequences is None:
+        return None
+    rows, groups, device = sequences.shape[0], offs.shape[0], offs.get_device()
+    found = runtime.empty((rows + 2 * groups,), torch.int32, device)
+    if groups:
+        sequences = _contiguous(sequences)
+        kernel = runtime.load(RUNS, device)
+        kernel.launch((groups, 1, 1), offs.data_ptr(), found.data_ptr(), sequences.data_ptr(), groups, rows)
+    return found
+
+
+def _contiguous(t: Tensor) -> Tensor:
+    return t if t.is_contiguous() else t.contiguous()
+
+
+_Planned = tuple[GroupedCudaPlan, GroupedOperands]
+
+
+def _launch(planned: _Planned) -> None:
+    plan, x = planned
+    plan.run(x)
+
+
+# Plans of earlier products, by everything that decides them. So checks and choices are made only once.
+_plans: dict[tuple[object, ...], GroupedCudaPlan] = {}
+_MOST_PLANS = 8192
+
+
+def _planned(x: GroupedOperands, contract: str) -> _Planned:
+    """The plan of the fastest kernel for these operands."""
+    a, b, out, bias = x.a, x.b, x.out, x.bias
+    key = (
+        contract,
+        (a.data_ptr() & 15, b.data_ptr() & 15, out.data_ptr() & 15, a.get_device(), x.accumulate),
+        (a.dtype, b.dtype, out.dtype, x.offs.shape[0], x.runs is None),
+        (a.shape, a.stride(), b.shape, b.stride(), out.shape, out.stride()),
+        None if bias is None else (bias.dtype, bias.stride()),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        check_contract(contract, a.get_device())
+        p = GroupedProduct.of(x, contract_from_key(contract).step)
+        plan = _plans[key] = fastest(p).plan(p)
+    return plan, x

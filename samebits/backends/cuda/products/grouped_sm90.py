@@ -1,0 +1,200 @@
+"""Grouped products of bf16 and f16 matrices on Hopper: host side of ``kernels/grouped_sm90.cu``."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from samebits.backends.cuda import devices, runtime
+from samebits.backends.cuda.products import schedule_sm90, tensor_core_sm90
+from samebits.backends.cuda.products.grouped import GroupedCudaPlan, nothing
+from samebits.backends.cuda.products.schedule_sm90 import Gemm, Sm90Schedule
+from samebits.backends.cuda.products.tensor_core_sm90 import Sm90Variant
+from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
+from samebits.backends.grouped import GroupedKernel, GroupedProduct, refuse_large
+from samebits.backends.product import need
+
+__all__ = ["GROUPED_SM90"]
+
+_PARAMS = "128s128s128sPPPqq8iPP2iq"
+_MOST_GROUPS = 1024  # whose table fits into shared memory beside the ring
+_NO_MAP = bytes(128)
+
+
+def _sides(p: GroupedProduct) -> tuple[Side, Side]:
+    return Side.of(p.a, -2, -1), Side.of(p.b, -1, -2)
+
+
+def _balanced(p: GroupedProduct) -> Gemm:
+    """The batch of products that it would be if all its groups had as many rows."""
+    a, b = _sides(p)
+    parts = max(1, min(p.groups, p.rows))
+    share, moved = -(-p.rows // parts), p.out.dtype.itemsize * (2 if p.accumulate else 1)
+    if p.of_terms:
+        return Gemm(p.m, p.n, share, p.groups, not a.k_major, not b.k_major, moved)
+    return Gemm(share, p.n, p.k, parts, not a.k_major, not b.k_major, moved)
+
+
+def _few_rows(p: Gemm) -> Sm90Schedule:
+    """A tile with all rows of most groups, so that a matrix is read once. Groups differ: room for twice."""
+    tokens = next((n for n in (8, 16, 32, 48, 64) if n >= 2 * p.m), 64)
+    found = Sm90Schedule(64, tokens, 128, 0, 1, 1, swap=True, blocks=2)
+    return found.filled(found.panels, p.b_mn, p.a_mn)
+
+
+class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
+    name, step = "grouped_sm90", "mma"
+
+    @functools.cached_property
+    def catalogue(self) -> Sequence[Sm90Schedule]:
+        sizes = itertools.product(
+            (1, 8, 16, 24, 32, 64, 200, 512, 4096), (256, 1536, 4096, 14336), (1, 8, 128)
+        )
+        found = [
+            _chosen(Gemm(m, n, 1024, batch, a_mn, b_mn), sms, of_terms)
+            for sms, (m, n, batch) in itertools.product((114, 132), sizes)
+            for a_mn, b_mn, of_terms in ((False, False, False), (False, True, False), (True, True, True))
+        ]
+        return tuple(dict.fromkeys(found))
+
+    def supports(self, p: GroupedProduct) -> bool:
+        """Whether TMA can read the operands, as groups of rows along k, and there are few enough groups."""
+        if not (
+            p.step == self.step
+            and devices.device_info(p.device).capability == (9, 0)
+            and not p.out.empty
+            and p.k > 0
+            and p.groups <= _MOST_GROUPS
+            and p.out.strides[-1] == 1
+            and (p.bias is None or p.bias.strides[-1] == 1 or p.n == 1)
+            and p.a.misalignment == p.b.misalignment == 0
+        ):
+            return False
+        a, b = _sides(p)
+        if any(side.k_major is None or side.batch % 8 for side in (a, b)):
+            return False
+        return not (a.k_major or b.k_major) if p.of_terms else bool(a.k_major)
+
+    def schedules(self, p: GroupedProduct) -> Sequence[Sm90Schedule]:
+        a, b = (not side.k_major for side in _sides(p))
+        return [s for s in self.catalogue if s.fits(a, b) and not (p.of_terms and s.swap)]
+
+    def choose(self, p: GroupedProduct) -> Sm90Schedule:
+        return _chosen(_balanced(p), devices.device_info(p.device).sm_count, p.of_terms)
+
+    def plan(self, p: GroupedProduct, s: Sm90Schedule | None = None) -> GroupedCudaPlan:
+        need(p.out.empty or self.supports(p), f"{self.name}: expected {p} that TMA can read, on sm_90")
+        if p.out.empty:
+            return GroupedCudaPlan(nothing)
+        s = _with_table(s or self.choose(p), p)
+        v, (a, b), swap = _variant(p), _sides(p), s.swap
+        a_block, b_block = (s.block_n, s.block_m) if swap else (s.block_m, s.block_n)
+        a_sharers, b_sharers = (1, s.cluster) if swap else (s.cluster, 1)
+        how, matrices = (v.folded and s.block_k > 64, s.l2_promotion), 1 if p.of_terms else p.groups
+        a_maps = operand_maps(v.dtype, a, 1, v.a_mn, a_block, s.block_k, a_sharers, *how)
+        b_maps = operand_maps(v.dtype, b, matrices, v.b_mn, b_block, s.block_k, b_sharers, *how)
+        row_stride, batch_stride = _output_strides(p)
+        out_maps = None
+        if v.aligned and v.out_dtype != torch.float32 and s.panel:
+            sizes, strides = (p.n, p.m, p.groups if p.of_terms else 1), (row_stride * 2, batch_stride * 2)
+            out_maps = Maps(v.out_dtype, sizes, strides, (s.panel, 64, 1), s.panel * 2)
+        rows, columns = (p.n, p.m) if swap else (p.m, p.n)
+        batched = (0, 0) if p.of_terms else (int(b.batch != 0), 0) if swap else (0, int(b.batch != 0))
+        batch = p.groups if p.of_terms else 1
+        rest = (row_stride, batch_stride, rows, columns, p.k, batch, *batched, 0, s.group)
+        of_groups = p.groups, p.rows, 0 if p.bias is None else p.bias.strides[0]
+        grid = _grid(p, s)
+        kernel = runtime.load(_spec(p, v, s), p.device)
+
+        def launch(a_at: int, b_at: int, out: int, offs: int, bias: int, runs: int) -> None:
+            tall, wide = a_maps[a_at], b_maps[b_at]
+            if swap:  # the kernel's A is on the tall side of its tiles
+                tall, wide = wide, tall
+            out_map = _NO_MAP if out_maps is None else out_maps[out]
+            kernel.launch(grid, tall, wide, out_map, out, bias, 0, *rest, offs, runs, *of_groups)
+
+        return GroupedCudaPlan(launch, a_maps, b_maps, out_maps)
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen(g: Gemm, sms: int, of_terms: bool) -> Sm90Schedule:
+    if not of_terms and g.m <= 32:
+        return _few_rows(g)
+    g = replace(g, m=max(g.m, 129))  # the schedules for many rows: others count on one matrix
+    found = [s for s in schedule_sm90.candidates(g, sms) if not s.swap]
+    cost = schedule_sm90.estimate if of_terms else _estimate
+    return replace(min(found, key=lambda s: cost(s, g, sms)), ahead=0)
+
+
+def _estimate(s: Sm90Schedule, g: Gemm, sms: int) -> float:
+    """The cost where groups differ: on average half of a tile of each has no rows of its own."""
+    tiles = g.m / s.block_m + 0.5
+    low = max(1, int(tiles))
+    few, more = (schedule_sm90.estimate(s, replace(g, m=n * s.block_m), sms) for n in (low, low + 1))
+    return few + (more - few) * max(0.0, tiles - low)
+
+
+def _table(p: GroupedProduct) -> int:
+    return (2 * p.groups + 1) * 4
+
+
+def _with_table(s: Sm90Schedule, p: GroupedProduct) -> Sm90Schedule:
+    """`s` with a ring that leaves room for the table of groups."""
+    a_mn, b_mn = (not side.k_major for side in _sides(p))
+    layouts = (b_mn, a_mn) if s.swap else (a_mn, b_mn)
+    longest = s.filled(s.panels + _table(p), *layouts)
+    return replace(s, stages=min(s.stages, longest.stages))
+
+
+def _output_strides(p: GroupedProduct) -> tuple[int, int]:
+    """Strides of rows and of matrices of the output. Groups of rows have one matrix."""
+    row = p.out.strides[-2]
+    return row, p.out.strides[0] if p.of_terms and p.groups > 1 else -(-row * p.m // 8) * 8
+
+
+def _variant(p: GroupedProduct) -> Sm90Variant:
+    """The variant that `p` needs."""
+    step = 2 if p.out.dtype == torch.float32 else 8
+    aligned = p.out.misalignment % 8 == 0 and all(stride % step == 0 for stride in _output_strides(p))
+    if step == 8:  # the copy engine writes multiples of 16 bytes, also past the end of a row
+        aligned = aligned and p.out.misalignment == 0 and p.n % 8 == 0
+    a, b = _sides(p)
+    return Sm90Variant(
+        *(p.a.dtype, p.out.dtype, not a.k_major, not b.k_major),
+        *(None if p.bias is None else p.bias.dtype, p.accumulate, aligned, p.k % 64 == 0),
+        torch.int32 if p.of_terms else None,
+    )
+
+
+def _spec(p: GroupedProduct, v: Sm90Variant, s: Sm90Schedule) -> Any:
+    of = tensor_core_sm90.spec(v, s)
+    form = ("GROUPED", "OF_TERMS" if p.of_terms else "OF_ROWS")
+    return replace(
+        of,
+        source="grouped_sm90.cu",
+        entry="grouped_sm90",
+        params=_PARAMS,
+        constants=(*of.constants, form),
+        smem=of.smem + _table(p),
+    )
+
+
+def _grid(p: GroupedProduct, s: Sm90Schedule) -> tuple[int, int, int]:
+    """As many blocks as run at once, or as there can be tiles."""
+    sms = devices.device_info(p.device).sm_count
+    if p.of_terms:
+        tiles = -(-p.m // s.block_m) * -(-p.n // (s.block_n * s.cluster)) * p.groups
+    elif s.swap:
+        tiles = p.most_tiles(s.block_n) * -(-p.n // s.block_m)
+    else:
+        tiles = p.most_tiles(s.block_m) * -(-p.n // (s.block_n * s.cluster))
+    refuse_large(p, tiles)
+    return min(tiles, s.resident(sms)) * s.cluster, 1, 1
+
+
+GROUPED_SM90 = GroupedSm90Kernel()

@@ -1,0 +1,209 @@
+"""Grouped products on CUDA: host code and compilation without a GPU, and every kernel on one."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import samebits
+from samebits import TENSOR_CORE
+from samebits.backends.cuda import compiler, grouped
+from samebits.backends.cuda.products import fma, tensor_core
+from samebits.backends.cuda.products.grouped import balanced
+from samebits.backends.cuda.products.plan import TileLayout
+from samebits.backends.grouped import GroupedOperands, GroupedProduct
+from samebits.testing import assert_same_bits, values
+from samebits.tools.verify import grouped as verification
+from samebits.tools.verify.report import Report
+from tests.support.devices import FAMILY
+
+BF16, F32 = torch.bfloat16, torch.float32
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("cuda") is None, reason="cuda-core is not installed (samebits[cuda])"
+)
+K_VECTOR, ROW_VECTOR = TileLayout(True, True, (0, 0, 0, 1)), TileLayout(False, True, (0, 0, 1, 0))
+K_GATHER, ROW_GATHER = (x._replace(vector=False) for x in (K_VECTOR, ROW_VECTOR))
+FORMS = [
+    ("OF_ROWS", K_VECTOR, K_VECTOR),
+    ("OF_ROWS", K_VECTOR, ROW_VECTOR),
+    ("OF_ROWS", ROW_GATHER, K_GATHER),
+    ("OF_TERMS", ROW_VECTOR, ROW_VECTOR),
+    ("OF_TERMS", K_GATHER, ROW_GATHER),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
+def test_runs_compile(arch: str) -> None:
+    assert compiler.compile(grouped.RUNS, arch).local_bytes == 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
+@pytest.mark.parametrize("schedule", [tensor_core.SCHEDULES[1], tensor_core.SCHEDULES[3]], ids=str)
+@pytest.mark.parametrize(("form", "a", "b"), FORMS)
+def test_tensor_core_compiles(schedule: Any, arch: str, form: str, a: TileLayout, b: TileLayout) -> None:
+    """A few registers may be spilled around the loop: the largest tiles have none left for a group."""
+    cubin = compiler.compile(tensor_core.kernel_spec(schedule, BF16, a, b, form), arch)
+    assert cubin.spill_bytes <= 32
+    assert cubin.registers * schedule.threads * schedule.min_blocks <= 65536
+
+
+@needs_compiler
+@pytest.mark.parametrize("schedule", [fma.SCHEDULES[1], fma.SCHEDULES[5]], ids=str)
+@pytest.mark.parametrize(("form", "a", "b"), FORMS)
+def test_fma_compiles(schedule: Any, form: str, a: TileLayout, b: TileLayout) -> None:
+    spec = fma.kernel_spec(schedule, (F32, F32, F32), a, b, form == "OF_TERMS", form)
+    assert compiler.compile(spec, "sm_90a").spill_bytes == 0
+
+
+def test_no_group_is_cut_into_more_tiles_than_there_are_blocks() -> None:
+    offs = torch.zeros(5, dtype=torch.int32)
+    for rows, tile in itertools.product((1, 2, 7, 16, 33), (1, 4, 16)):
+        a, b = torch.empty(rows, 8, dtype=BF16), torch.empty(5, 8, 3, dtype=BF16)
+        p = GroupedProduct.of(GroupedOperands(a, b, torch.empty(rows, 3), offs), "mma")
+        r = torch.Generator().manual_seed(rows)
+        for _ in range(200):
+            ends = torch.randint(0, rows + 1, (5,), generator=r).sort().values.tolist()
+            bounds = [0, *ends, rows]
+            tiles = sum(-(-(j - i) // tile) for i, j in itertools.pairwise(bounds))
+            assert tiles <= p.most_tiles(tile)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize(
+    ("rows", "groups", "k", "n"), [(8, 128, 64, 48), (300, 4, 33, 20), (0, 3, 8, 8), (5, 2, 0, 8)]
+)
+def test_launches_add_up(
+    launches: list[Any], dtype: torch.dtype, rows: int, groups: int, k: int, n: int
+) -> None:
+    key = "TENSOR_CORE:mma" if dtype == BF16 else "FMA:fma"
+    x, weight = torch.empty(rows, k, dtype=dtype), torch.empty(groups, n, k, dtype=dtype)
+    offs, bias = torch.zeros(groups, dtype=torch.int32), torch.empty(groups, n, dtype=dtype)
+    sequences = torch.zeros(rows, dtype=torch.int32)
+    out = grouped.grouped_rows(x, weight.mT, offs, bias=bias, out_dtype=F32, contract=key)
+    assert (out.shape, out.dtype) == ((rows, n), F32)
+    dx = grouped.grouped_rows(out.to(dtype), weight, offs, bias=None, out_dtype=dtype, contract=key)
+    assert dx.shape == x.shape
+    columns = grouped.grouped_rows(
+        x.mT.contiguous().mT, weight.mT, offs, bias=None, out_dtype=dtype, contract=key
+    )
+    assert columns.shape == out.shape
+    for of_rows in (None, sequences):
+        dw = grouped.grouped_terms(out.to(dtype).mT, x, offs, of_rows, out_dtype=dtype, contract=key)
+        assert (dw.shape, dw.dtype) == ((groups, n, k), dtype)
+        acc = torch.zeros(groups, n, k)
+        for into, a, b in ((acc, out.to(dtype).mT, x), (acc.mT, x.mT, out.to(dtype))):
+            grouped.grouped_terms_later(into, a, b, offs, of_rows, contract=key)()
+    names = {str(launch) for launch in launches}
+    assert names <= {"tensor_core.cu", "fma.cu", "grouped_runs.cu", "grouped_sm90.cu"}
+    assert "grouped_runs.cu" in names or groups == 0
+
+
+def test_schedules_are_chosen_for_the_rows_of_a_group() -> None:
+    offs = torch.zeros(128, dtype=torch.int32)
+    x, weight = torch.empty(512, 64, dtype=BF16), torch.empty(128, 32, 64, dtype=BF16)
+    p = GroupedProduct.of(GroupedOperands(x, weight.mT, torch.empty(512, 32), offs), "mma")
+    assert balanced(p)[1:] == (4, 32, 64, 128)
+    p = GroupedProduct.of(GroupedOperands(x.mT, x, torch.empty(128, 64, 64), offs), "mma")
+    assert balanced(p)[1:] == (64, 64, 4, 128)
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+def test_every_kernel_under_its_schedules() -> None:
+    report = Report("", "", "", "", {}, False)
+    device = torch.device("cuda", torch.cuda.current_device())
+    cases = verification.grouped_cases(False)[::3]
+    verification.verify_grouped(report, cases, TENSOR_CORE.on(FAMILY), device, False)
+    assert report.compared > 0
+    assert report.differing == 0, report.first
+
+
+@pytest.mark.gpu
+def test_experts_beside_linear() -> None:
+    report = Report("", "", "", "", {}, False)
+    verification.verify_experts(report, torch.device("cuda", torch.cuda.current_device()))
+    assert report.differing == 0, report.first
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_a_graph_replays_other_offsets(dtype: torch.dtype) -> None:
+    """Nothing of the offsets is on the host: a captured layer computes other groups, and their gradients."""
+    x, weight = (values("normal", s, dtype, i, "cuda") for i, s in enumerate(((300, 72), (6, 40, 72))))
+    grad = values("normal", (300, 40), dtype, 2, "cuda")
+    offs, numbers = (
+        torch.full((6,), 300, dtype=torch.int32, device="cuda"),
+        torch.zeros_like(x[:, 0], dtype=torch.int32),
+    )
+    leaves = [t.requires_grad_() for t in (x, weight)]
+
+    def run() -> list[Tensor]:
+        y = samebits.grouped_mm(x, weight.mT, offs, sequences=numbers)
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for ends in ([0, 0, 3, 150, 151, 290], [50, 100, 150, 200, 250, 300], [0] * 6):
+        offs.copy_(torch.tensor(ends, dtype=torch.int32))
+        numbers.copy_(torch.arange(300, dtype=torch.int32) // 21)
+        graph.replay()
+        found = [t.clone() for t in captured]
+        for got, want in zip(found, run(), strict=True):
+            assert_same_bits(got, want)
+
+
+@pytest.mark.gpu
+def test_no_wait() -> None:
+    """Neither the forward nor the backward waits for the GPU."""
+    x, weight = (
+        values("normal", s, BF16, i, "cuda").requires_grad_() for i, s in enumerate(((64, 72), (6, 40, 72)))
+    )
+    offs = torch.tensor([1, 2, 3, 40, 50, 64], dtype=torch.int32, device="cuda")
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            samebits.grouped_mm(x, weight.mT, offs, sequences=offs.repeat(11)[:64]).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+BAD = """
+import sys, torch, samebits
+offs = torch.tensor(eval(sys.argv[1]), dtype=torch.int32, device="cuda")
+x = torch.ones(8, 16, dtype=torch.bfloat16, device="cuda")
+try:
+    if sys.argv[2] == "rows":
+        samebits.grouped_mm(x, torch.ones(3, 16, 4, dtype=torch.bfloat16, device="cuda"), offs)
+    else:
+        samebits.grouped_mm(x.mT, x, offs)
+    torch.cuda.synchronize()
+except Exception as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["rows", "terms"])
+@pytest.mark.parametrize("offs", ["[0, 3, 9]", "[-1, 3, 8]", "[5, 3, 8]"])
+def test_bad_offsets_end_in_an_error_of_the_device(offs: str, form: str) -> None:
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-c", BAD, offs, form], capture_output=True, text=True, check=False
+    )
+    assert "refused:" in done.stdout, done.stdout + done.stderr
+    said = done.stdout + done.stderr  # an assertion, or on Hopper a trap
+    assert "device-side assert" in said or "unspecified launch failure" in said

@@ -1,0 +1,189 @@
+"""Replays: calls that look like an earlier one, and are not."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import struct
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import samebits
+from samebits.backends import replay
+from samebits.backends.cuda import driver, rows, runtime
+from samebits.mode import context
+from samebits.ops import linear_logp, reduce, softmax
+from tests.backends.cuda.test_replay import BF16, F32, KEY, ids, replays, t
+from tests.support.fake_gpu import FakeGpu, fake_gpu
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeGpu]:
+    if not replay.available:
+        pytest.skip("the extension was not built")
+    with fake_gpu() as found:
+        yield found
+
+
+def _first_pointer(entry: tuple[Any, ...]) -> int:
+    found: int = struct.unpack_from("@P", entry[3])[0]
+    return found
+
+
+def test_a_part_of_one_argument_is_not_another_argument(gpu: FakeGpu) -> None:
+    """Recorded where x[1:] is y; replayed where it is not."""
+
+    def run(x: Tensor, y: Tensor) -> Any:
+        return reduce._operator._cuda.run(x[1:], False)
+
+    call, room = replay.replayed(run), t(5, 256)
+    for _ in range(2):
+        call(room[:4], room[1:5])
+    x, y = t(4, 256), t(4, 256)
+    gpu.start()
+    call(x, y)
+    assert _first_pointer(gpu.log[0]) == x[1:].data_ptr()
+
+
+def test_linear_logp_in_pieces_reads_hidden(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_logp, "_STATISTICS", 128 * 640)
+    call: Any = linear_logp._operator._cuda
+    call.recipes.clear()
+    room, h, w = t(768, 64), t(256, 64), t(640, 64)
+    rest = None, ids(256), None, None, -100, 1.0, True, KEY
+    for _ in range(2):
+        call(room[:256], room[128:], *rest)
+    gpu.start()
+    with gpu.allocates_all():
+        call.run(h, w, *rest)
+    want = gpu.log
+    gpu.start()
+    with gpu.allocates_all():
+        call(h, w, *rest)
+    assert gpu.log == want
+
+
+def test_pieces_share_memory_in_replays(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most memory at a time is that of the call itself, in a recording and in a replay."""
+    live, most = 0, 0
+
+    def count(made: Tensor) -> Tensor:
+        nonlocal live, most
+        size = made.nbytes
+        live += size
+        most = max(live, most)
+
+        def died() -> None:
+            nonlocal live
+            live -= size
+
+        weakref.finalize(made, died)
+        return made
+
+    def allocate(shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
+        return count(torch.empty_strided(shape, strides, dtype=dtype))
+
+    like, new = torch.empty_like, Tensor.new_empty
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: count(like(*a, **k)))
+    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: count(new(*a, **k)))
+    replay.configure(driver.make_context_current, runtime._fail, *gpu._callbacks, allocate=allocate)
+    monkeypatch.setattr(linear_logp, "_STATISTICS", 1 << 17)
+    call: Any = linear_logp._operator._cuda
+    for tokens in (1024, 8192):
+        call.recipes.clear()
+        found = []
+        for _ in range(3):
+            most = live
+            before = live
+            call(t(tokens, 64), t(1024, 64), None, ids(tokens), None, None, -100, 1.0, True, KEY)
+            gc.collect()
+            found.append(most - before)
+        assert max(found) <= 1.5 * found[0], (tokens, found)
+
+
+def test_linear_logp_without_entropy_is_replayed(gpu: FakeGpu) -> None:
+    call: Any = linear_logp._operator._cuda
+    call.recipes.clear()
+    for _ in range(2):
+        call(t(6, 64), t(700, 64), None, ids(6), None, None, -100, 1.0, False, KEY)
+    (recipe,) = call.recipes.values()
+    assert recipe
+
+
+@pytest.mark.parametrize(
+    "make", [torch._efficientzerotensor, lambda n: torch._to_functional_tensor(torch.ones(n))]
+)
+def test_tensors_without_an_address_run_the_call(gpu: FakeGpu, make: Any) -> None:
+    context._replayed.cache_clear()
+    with samebits.batch_invariant("error"):
+        for _ in range(3):
+            torch.softmax(t(4, 256, dtype=F32), -1)
+        gpu.start()
+        torch.softmax(make((4, 256)), -1)
+    assert _first_pointer(gpu.log[0]) != 0
+
+
+def test_a_tensor_is_not_its_metadata(gpu: FakeGpu) -> None:
+    def add(x: Tensor, y: Tensor, *rest: Any) -> Any:
+        assert isinstance(y, Tensor)
+        reduce._operator._cuda.run(y, False)
+        return reduce._operator._cuda.run(x, False)
+
+    call, x, y = replay.replayed(add), t(4, 256), t(4, 256)
+    for _ in range(3):
+        call(x, y)
+    with pytest.raises(AssertionError):
+        call(x, BF16, (4, 256), (256, 1), (y.data_ptr() & 15) << 8 | 1)
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+def test_other_results_are_refused(gpu: FakeGpu) -> None:
+    def one(x: Tensor) -> Any:
+        return reduce._operator._cuda.run(x, False)
+
+    x = t(4, 256)
+    assert replays(lambda x: (one(x), 3), x)
+    assert replays(lambda x: [one(x)], x)
+    call = replay.replayed(lambda x: Pair(one(x), one(x)))
+    assert {type(call(x)) for _ in range(4)} == {Pair}
+
+
+def test_a_forced_sharing_is_not_recorded(gpu: FakeGpu) -> None:
+    call: Any = softmax._operator._cuda
+    call.recipes.clear()
+    x, (sharing, *_) = t(5, 2048), rows.sharings(2048, BF16)
+    with rows.shared_as(sharing):
+        for _ in range(2):
+            call(x, False)
+    assert [*call.recipes.values()] == [None]
+
+
+def test_what_is_not_watched_is_not_recorded(gpu: FakeGpu) -> None:
+    def negated(x: Tensor) -> Any:
+        return reduce._operator._cuda.run(x, False).neg_()
+
+    call: Any = replay.replayed(negated)
+    with torch._C._DisableTorchDispatch():
+        for _ in range(2):
+            call(t(4, 256))
+    assert not any(call.recipes.values())
+
+
+def test_a_capture_does_not_decide_for_later_calls(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused only while a graph is captured is recorded afterwards."""
+    call: Any = replay.replayed(lambda x: reduce._operator._cuda.run(x, False).add(0))
+    x = t(4, 256)
+    call(x)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    call(x)
+    assert [*call.recipes.values()] == [False]
+    monkeypatch.undo()
+    call(x)
+    assert [*call.recipes.values()] == [None]
