@@ -181,7 +181,7 @@ int main(int count, char** arguments) {
     void* primary;
     CALL(cuDevicePrimaryCtxRetain, (void**, int), &primary, device);
     CALL(cuCtxSetCurrent, (void*), primary);
-    CALL(cuStreamCreate, (CUstream*, unsigned), &stream, 1);
+    CALL(cuStreamCreate, (CUstream*, unsigned), &stream, 0); /* in order with copies on the default stream */
     run(context);
     sb_context_destroy(context);
     sb_archive_close(archive);

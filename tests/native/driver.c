@@ -1,6 +1,7 @@
 /* A CUDA driver that computes nothing: it notes what is launched. Kernels are 16 bytes: "fakecode", a number and the
    bytes of parameters. A tensor map is what it was made of, in the layout of tests/support/fake_gpu.py. */
 
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -37,7 +38,9 @@ static function functions[8192];
 static int made;
 
 int driver_failure, driver_smem = 232448, driver_major = 9, driver_minor = 0, driver_multiprocessors = 132,
-                    driver_retained, driver_modules, driver_encoded;
+                    driver_retained, driver_modules;
+
+static pthread_mutex_t noting = PTHREAD_MUTEX_INITIALIZER;
 
 int driver_launches(void) { return launches; }
 const noted* driver_launch(int i) { return &log_[i % MOST]; }
@@ -121,6 +124,7 @@ int cuLaunchKernelEx(const config* c, void* of, void** params, void** extra) {
     const function* f = of;
     if (driver_failure) return driver_failure;
     if (current != &context || extra != NULL) return 201;
+    pthread_mutex_lock(&noting);
     noted* to = &log_[launches++ % most];
     memset(to, 0, sizeof *to);
     to->kernel = f->kernel;
@@ -135,6 +139,7 @@ int cuLaunchKernelEx(const config* c, void* of, void** params, void** extra) {
         if (c->attributes[i].id == 6) to->programmatic = c->attributes[i].value[0];
     }
     memcpy(to->params, params[0], f->size);
+    pthread_mutex_unlock(&noting);
     return 0;
 }
 
@@ -158,7 +163,6 @@ int cuTensorMapEncodeTiled(void* to, int dtype, uint32_t rank, void* address, co
     memcpy(map.box, box, rank * sizeof *box);
     memcpy(map.steps, steps, rank * sizeof *steps);
     memcpy(to, &map, 128);
-    driver_encoded++;
     return 0;
 }
 

@@ -5,6 +5,7 @@
 
 #include <inttypes.h>
 #include <math.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,7 +17,7 @@ enum { BAD_ARGUMENTS = 1000, DAMAGED = 3000 };
 int driver_launches(void);
 void driver_reset(void);
 
-static uint64_t state = 1;
+static _Thread_local uint64_t state = 1;
 
 static uint32_t draw(uint32_t below) {
     state = state * 6364136223846793005u + 1442695040888963407u;
@@ -250,6 +251,26 @@ static int some_calls(const sb_context* context) {
     return refused;
 }
 
+static void* calls_of_a_thread(void* context) {
+    intptr_t refused = 0;
+    for (int i = 0; i < 50; i++) refused += some_calls(context);
+    return (void*)refused;
+}
+
+/* Threads that share a context. */
+static int refused_in_threads(sb_context* context) {
+    pthread_t threads[4];
+    void* refused;
+    int all = 0;
+    for (int i = 0; i < 4; i++)
+        if (pthread_create(&threads[i], NULL, calls_of_a_thread, context)) exit(2);
+    for (int i = 0; i < 4; i++) {
+        if (pthread_join(threads[i], &refused)) exit(2);
+        all += (int)(intptr_t)refused;
+    }
+    return all;
+}
+
 static uint32_t crc32(const unsigned char* bytes, size_t count) {
     uint32_t crc = 0xFFFFFFFF;
     for (size_t i = 0; i < count; i++) {
@@ -299,7 +320,7 @@ int main(int count, char** arguments) {
         fprintf(stderr, "%s\n", sb_last_error());
         return 2;
     }
-    if (some_calls(context) != 0) {
+    if (some_calls(context) + refused_in_threads(context) != 0) {
         fprintf(stderr, "a good call was refused: %s\n", sb_last_error());
         return 1;
     }

@@ -125,15 +125,17 @@ def test_a_driver_that_is_not_there_gives_a_status(path: Path) -> None:
     assert done.stdout.startswith("4 samebits.engine: the CUDA driver does not load: /nowhere/libcuda.so")
 
 
-def test_bad_arguments_and_damaged_archives_under_sanitizers(path: Path) -> None:
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_bad_arguments_damaged_archives_and_threads_under_sanitizers(path: Path, sanitizer: str) -> None:
     folder, tests = support.folder(), Path(__file__).parent
     flags = ["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror"]
-    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-    probe = folder / "probe.c"
+    sanitize = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    driver, program, probe = folder / "libdriver-fuzz.so", folder / "fuzz", folder / "probe.c"
     probe.write_text("int main(void) { return 0; }\n")
-    if subprocess.run(["cc", *sanitize, str(probe), "-o", str(folder / "probe")], check=False).returncode:
-        sanitize = []
-    driver, program = folder / "libdriver-fuzz.so", folder / "fuzz"
+    if subprocess.run(["cc", *sanitize, str(probe), "-o", str(program)], check=False).returncode:
+        sanitize = []  # without them, it still must not crash
+    elif subprocess.run([str(program)], check=False).returncode:
+        pytest.skip("the sanitizer does not run here")
     subprocess.run(
         ["cc", *flags, *sanitize, "-fPIC", "-shared", "-o", str(driver), str(tests / "driver.c")], check=True
     )
@@ -175,6 +177,22 @@ def test_the_engine_takes_arrays_that_are_not_torchs(path: Path) -> None:
         of.matmul(*halves[:2], out=halves[2], accumulate=True, stream=0)
     assert caught.value.status == 1
     assert support.launches() == []
+
+
+def test_the_engine_reads_dlpack(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(6, 8, dtype=torch.bfloat16)[1:, 2:]
+
+    class Exported:
+        def __dlpack__(self, stream: int) -> Any:
+            assert stream == -1  # no synchronization
+            return x.__dlpack__()
+
+    with pytest.raises(TypeError, match=r"on a GPU, got DLPack's device 1 and dtype \(4, 16\)"):
+        engine.Array.of(Exported())
+    monkeypatch.setattr(engine, "_CUDA", (1,))
+    found = engine.Array.of(Exported())
+    assert found == engine.Array(x.data_ptr(), "bfloat16", (5, 6), (8, 1))
+    assert found.mT == engine.Array(x.data_ptr(), "bfloat16", (6, 5), (1, 8))
 
 
 @pytest.mark.parametrize("arch", GPUS)
