@@ -558,6 +558,24 @@ def gpu_grouped(data: dict[str, Any]) -> str:
     return "\n\n".join((over_cases, said, table(head, cases), _measured_on_gpu(data)))
 
 
+def gpu_native(data: dict[str, Any]) -> str:
+    """libsamebits beside the library's own path through PyTorch."""
+    speed, bits = data["speed"], len(data["cases"])
+    said = (
+        f"{bits} products of `samebits bench`, in CUDA graphs, each compared bit for bit: `libsamebits` has"
+        f" {speed['mean']:.3f} of the speed of the path through PyTorch (geometric mean),"
+        f" {speed['worst']:.3f} at least. The archive for this GPU takes {data['archive_bytes'] / 1e6:.1f} MB; its kernels load in"
+        f" {data['seconds']['load']:.1f} s. A call costs the CPU, in microseconds:"
+    )
+    head = ["M, K, N", "dtype", "from C", "`samebits.engine`", "PyTorch path"]
+    lines = (
+        [f"{c['m']:,}, {c['k']:,}, {c['n']:,}", c["dtype"]]
+        + [f"{c['us'][name]:.1f}" for name in ("c", "engine", "torch")]
+        for c in data["host"]
+    )
+    return "\n\n".join((said, table(head, lines), _measured_on_gpu(data)))
+
+
 def gpu_steps(data: dict[str, Any]) -> str:
     """Steps of a model of a billion parameters."""
     head = ["step", "PyTorch, ms", "context, ms", "process, ms", "context / PyTorch", "process / PyTorch"]
@@ -607,6 +625,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "attention.json": {"attention": gpu_attention, "attention-cases": gpu_attention_cases},
     "attention_invariance.json": {"attention-invariance": gpu_attention_invariance},
     "grouped.json": {"grouped": gpu_grouped},
+    "native.json": {"native": gpu_native},
     "host.json": {"host-calls": gpu_host_calls},
     "logp.json": {"logp": gpu_logp},
     "rows.json": {"rows": gpu_rows},

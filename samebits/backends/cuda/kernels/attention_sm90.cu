@@ -569,7 +569,7 @@ struct Consumer {
         const int valid = ticket.sequence.keys - (end - 1) * KEYS;
         if (valid <
             KEYS) {  // what lies behind may be another sequence's: each warpgroup clears it for itself
-            VTile::clear(v, valid, thread, 128);
+            VTile::clear(v, valid, KEYS, thread, 128);
             fence_async_proxy();
             named_barrier(CLEARED + warpgroup, 128);
         }
