@@ -560,11 +560,11 @@ def gpu_grouped(data: dict[str, Any]) -> str:
 
 def gpu_native(data: dict[str, Any]) -> str:
     """libsamebits beside the library's own path through PyTorch."""
-    speed, bits = data["speed"], len(data["cases"])
+    speed, count = data["speed"], len(data["cases"])
     said = (
-        f"{bits} products of `samebits bench`, in CUDA graphs, each compared bit for bit: `libsamebits` has"
+        f"{count} products of `samebits bench`, in CUDA graphs, each compared bit for bit: `libsamebits` has"
         f" {speed['mean']:.3f} of the speed of the path through PyTorch (geometric mean),"
-        f" {speed['worst']:.3f} at least. The archive for this GPU takes {data['archive_bytes'] / 1e6:.1f} MB;"
+        f" {speed['worst']:.3f} at least. The archive takes {data['archive_bytes'] / 1e6:.1f} MB;"
         f" its kernels load in {data['seconds']['load']:.1f} s. A call costs the CPU, in microseconds:"
     )
     head = ["M, K, N", "dtype", "from C", "`samebits.engine`", "PyTorch path"]

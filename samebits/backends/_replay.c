@@ -97,8 +97,8 @@ static PyObject* recipe_new(PyTypeObject* type, PyObject* args, PyObject* kwargs
         PyErr_SetString(PyExc_TypeError, "Recipe takes no keyword arguments");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "liO!O!O!O|O!", &device, &arguments, &PyTuple_Type, &geometries, &PyTuple_Type,
-                          &launches, &PyTuple_Type, &kernels, &result, &PyTuple_Type, &ties))
+    if (!PyArg_ParseTuple(args, "liO!O!O!O|O!", &device, &arguments, &PyTuple_Type, &geometries,
+                          &PyTuple_Type, &launches, &PyTuple_Type, &kernels, &result, &PyTuple_Type, &ties))
         return NULL;
     Recipe* self = (Recipe*)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
@@ -347,7 +347,7 @@ static int add_tensor(PyObject* key, Py_ssize_t* next, PyObject* tensor, Tensors
     if (index == -1 && PyErr_Occurred()) return -1;
     if (*device == LONG_MIN) *device = index;
     if (*device != index) return 1; /* on several devices */
-    if (tensors->at[i] == 0) { /* empty, or without memory of its own */
+    if (tensors->at[i] == 0) {      /* empty, or without memory of its own */
         PyObject* count = PyObject_VectorcallMethod(str_numel, &tensor, 1, NULL);
         if (count == NULL) return -1;
         int some = PyObject_IsTrue(count);
@@ -360,7 +360,8 @@ static int add_tensor(PyObject* key, Py_ssize_t* next, PyObject* tensor, Tensors
     parts[0] = PyObject_GetAttr(tensor, str_dtype);
     parts[1] = PyObject_GetAttr(tensor, str_shape);
     parts[2] = PyObject_VectorcallMethod(str_stride, &tensor, 1, NULL);
-    char tail[2] = {(char)(tensors->at[i] & 15), (char)same}; /* two bytes: no other argument has such a part */
+    char tail[2] = {(char)(tensors->at[i] & 15),
+                    (char)same}; /* two bytes: no other argument has such a part */
     parts[3] = PyBytes_FromStringAndSize(tail, 2);
     for (int p = 0; p < 4; p++) {
         if (parts[p] == NULL) {
