@@ -45,10 +45,10 @@ __device__ __forceinline__ void for_each_row(Accumulators& acc, const Params& p,
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             int row = fragment.row + mma_m * 64 + half * 8;
-            bool inside = row < tile.m_end && (ROWS % 64 == 0 || row < tile.m + int(ROWS));
+            bool inside = row < (GROUPED ? tile.m_end : p.m) && (ROWS % 64 == 0 || row < tile.m + int(ROWS));
             f(&acc[mma_m][half * 2],
               (GROUPED == OF_ROWS ? 0 : tile.batch * p.batch_stride) + row * down + fragment.column * right,
-              right, inside ? tile.n_end - fragment.column : 0);
+              right, inside ? (GROUPED ? tile.n_end : p.n) - fragment.column : 0);
         }
     }
 }

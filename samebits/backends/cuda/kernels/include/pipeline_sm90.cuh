@@ -197,8 +197,7 @@ __device__ __forceinline__ void release(const SharedStorage& shared, u32 stage, 
 // Blocks of k of the tiles that other teams take from `index` on, `count` tiles.
 template <typename Params, typename Scheduler>
 __device__ __forceinline__ u32 blocks_of_others(const Params& p, const Scheduler& scheduler, u32 index,
-                                                u32 count, u32 k_blocks) {
-    if constexpr (!Scheduler::VARIED) return count * k_blocks;
+                                                u32 count) {
     u32 sum = 0;
     for (u32 i = 0; i < count; ++i, index += gridDim.x / CLUSTER)
         if (index < scheduler.count) sum += scheduler.number_of_blocks(p, scheduler.at(index, 0));
@@ -210,10 +209,13 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
                                          const Scheduler& scheduler, u32 rank, u32 warpgroup) {
     u32 team = TEAMS == 1 ? 0 : warpgroup / SHARE, member = warpgroup % SHARE;
     u32 thread = threadIdx.x % 128;
-    u32 k_blocks = Scheduler::VARIED ? 0 : scheduler.number_of_blocks(p, {});
+    u32 k_blocks = Scheduler::VARIED ? 0 : KBlocks::count(p.k, p.bounds, p.sequences);
     u32 clusters = gridDim.x / CLUSTER;
     Ring<STAGES> ring;
-    ring.skip(blocks_of_others(p, scheduler, blockIdx.x / CLUSTER, team, k_blocks));
+    if constexpr (Scheduler::VARIED)
+        ring.skip(blocks_of_others(p, scheduler, blockIdx.x / CLUSTER, team));
+    else
+        ring.skip(team * k_blocks);
     Epilogue epilogue;
     for (u32 index = blockIdx.x / CLUSTER + team * clusters; index < scheduler.count;
          index += TEAMS * clusters) {
@@ -273,7 +275,10 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
         if constexpr (TEAMS > 1) named_barrier_arrive(ORDER_BARRIER + (team + 1) % TEAMS, 2 * SHARE * 128);
         wgmma_wait<0>();
         if (k_blocks > 0) release(shared, previous, thread);
-        ring.skip(blocks_of_others(p, scheduler, index + clusters, TEAMS - 1, k_blocks));
+        if constexpr (Scheduler::VARIED)
+            ring.skip(blocks_of_others(p, scheduler, index + clusters, TEAMS - 1));
+        else  // not by a function: some schedules would spill
+            ring.skip((TEAMS - 1) * k_blocks);
 
         epilogue.apply(acc, shared.epilogue + warpgroup * Epilogue::smem_bytes, p, tile, warpgroup, thread);
     }
