@@ -233,14 +233,11 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
         for (u32 block = 0; block < k_blocks; ++block) {
             if (!ready) mbarrier_wait(shared.full + ring.stage * 8, ring.parity);
             u32 a = shared.a + ring.stage * A_BYTES, b = shared.b + ring.stage * B_BYTES;
-            int valid = BLOCK_K;  // rows of k inside their sequence
             if constexpr (RAGGED) {
                 blocks.next();
-                valid = blocks.valid();
-                int read = Scheduler::VARIED ? (valid + 15) / 16 * 16 : BLOCK_K;
-                if (valid < read) {
-                    ATile::clear(a, valid, read, member * 128 + thread, SHARE * 128);
-                    BTile::clear(b, valid, read, member * 128 + thread, SHARE * 128);
+                if (blocks.valid() < BLOCK_K) {  // rows of k outside of their sequence
+                    ATile::clear(a, blocks.valid(), BLOCK_K, member * 128 + thread, SHARE * 128);
+                    BTile::clear(b, blocks.valid(), BLOCK_K, member * 128 + thread, SHARE * 128);
                     fence_async_proxy();
                     named_barrier(CLEARED_BARRIER + team, SHARE * 128);
                 }
@@ -261,7 +258,6 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
                     ready =
                         block + 1 < k_blocks && mbarrier_try_wait(shared.full + next.stage * 8, next.parity);
                 }
-                if (Scheduler::VARIED && int(k) >= valid) continue;  // zeros would change nothing
 #pragma unroll
                 for (u32 mma_m = 0; mma_m < MMA_M; ++mma_m) {
                     Wgmma<BLOCK_N, A_MN, B_MN>::step(acc[mma_m], a_tile.at(ATile::step(mma_m * 64, k)),
