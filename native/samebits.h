@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define SB_ABI_VERSION 1
+#define SB_ABI_VERSION 2
 
 #if defined(__GNUC__)
 #define SB_API __attribute__((visibility("default")))
@@ -83,6 +83,14 @@ typedef struct sb_sequences {
     int wide;      /* offsets are int64_t; 0: int32_t */
 } sb_sequences;
 
+/* Groups of rows, such as the tokens of experts: each has a matrix b of its own, b.batch elements apart. */
+typedef struct sb_groups {
+    const int32_t* ends; /* on the GPU: the row after each group, never descending, from 0 to m; the first
+                            group begins at row 0 */
+    int64_t count;       /* groups, 1 or more */
+    int64_t bias;        /* distance from a group's bias to the next group's, in elements */
+} sb_groups;
+
 /* Log-probabilities of targets: softmax((hidden weight^T + bias) / temperature). */
 typedef struct sb_logp {
     sb_dtype dtype; /* of hidden, weight and bias */
@@ -124,6 +132,14 @@ SB_API sb_status sb_bmm(const sb_context* context, const sb_product* product, CU
 /* One product whose terms belong to sequences: out[m, n] = sum over sequences s, and k in s, of a[m, k] b[k, n]. */
 SB_API sb_status sb_gemm_ragged(const sb_context* context, const sb_product* product,
                                 const sb_sequences* sequences, CUstream stream);
+
+/* A product for each group of rows: out[t, n] = a[t, k] b[g][k, n] + bias[g][n] for the rows t of group g, and +0 for
+   rows after the last group. batch is 1, accumulate 0. A row has the bits that sb_gemm gives it with its group's matrix.
+
+   With b transposed by its strides this is the gradient of a, too. That of b, a sum over each group's rows, is not in
+   the library. Wrong ends stop the kernel with an error of the device; nothing is read out of place. */
+SB_API sb_status sb_gemm_grouped(const sb_context* context, const sb_product* product,
+                                 const sb_groups* groups, CUstream stream);
 
 /* Bytes of scratch that sb_linear_logp wants for these sizes and dtypes; the pointers are not looked at, except
    whether `entropy` is NULL. Products need no scratch. */

@@ -149,6 +149,19 @@ static void run(const sb_context* context) {
     p.accumulate = 1;
     expect(sb_gemm_ragged(context, &p, &sequences, stream), 6, p.out.data, 64 * 40 * 4);
 
+    const int32_t ends[] = {5, 5, 33}; /* and five rows of no group */
+    const sb_groups groups = {on_gpu(ends, sizeof ends), 3, 72};
+    p = product(SB_BF16, SB_BF16, 38, 72, 128, 1); /* NT, of experts with biases */
+    p.b = sb_transposed(made(SB_BF16, 3 * 72 * 128, 2), 128);
+    p.b.batch = 72 * 128;
+    p.bias = made(SB_BF16, 3 * 72, 4);
+    expect(sb_gemm_grouped(context, &p, &groups, stream), 7, p.out.data, 38 * 72 * 2);
+
+    p = product(SB_F32, SB_F32, 38, 50, 60, 1); /* NN, of groups */
+    p.b = sb_rows(made(SB_F32, 3 * 60 * 50, 2), 50);
+    p.b.batch = 60 * 50;
+    expect(sb_gemm_grouped(context, &p, &groups, stream), 8, p.out.data, 38 * 50 * 4);
+
     const int64_t target[] = {0, 299, 7, -100, 128, 127, 300, 1, 2};
     sb_logp l = {.dtype = SB_BF16, .tokens = 9, .features = 64, .vocabulary = 300, .ignore_index = -100};
     l.hidden = made(SB_BF16, 9 * 64, 5), l.hidden_row = 64;
@@ -161,7 +174,7 @@ static void run(const sb_context* context) {
     size_t bytes;
     sb_status status = sb_workspace_size(context, &l, &bytes);
     if (status == SB_OK) status = sb_linear_logp(context, &l, on_gpu(NULL, bytes), bytes, stream);
-    expect(status, 7, l.logp, 2 * 9 * 4);
+    expect(status, 9, l.logp, 2 * 9 * 4);
 }
 
 int main(int count, char** arguments) {

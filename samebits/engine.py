@@ -21,7 +21,7 @@ __all__ = ["Array", "Engine", "EngineError"]
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 """Names of dtypes, with the library's numbers."""
 
-_ABI = 1
+_ABI = 2
 _Int, _Long, _Pointer, _Size = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t
 
 
@@ -142,6 +142,10 @@ class _Sequences(ctypes.Structure):
     _fields_ = [("offsets", _Pointer), ("count", _Long), ("wide", _Int)]
 
 
+class _Groups(ctypes.Structure):
+    _fields_ = [("ends", _Pointer), ("count", _Long), ("bias", _Long)]
+
+
 class _Logp(ctypes.Structure):
     _fields_ = [
         ("dtype", _Int),
@@ -160,6 +164,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "sb_gemm": (_Pointer, _Pointer, _Pointer),
     "sb_bmm": (_Pointer, _Pointer, _Pointer),
     "sb_gemm_ragged": (_Pointer, _Pointer, _Pointer, _Pointer),
+    "sb_gemm_grouped": (_Pointer, _Pointer, _Pointer, _Pointer),
     "sb_workspace_size": (_Pointer, _Pointer, _Pointer),
     "sb_linear_logp": (_Pointer, _Pointer, _Pointer, _Size, _Pointer),
 }
@@ -259,6 +264,46 @@ class Engine:
             sequences = _Sequences(offsets.data, offsets.shape[0] - 1, offsets.dtype == "int64")
         call = self._library.sb_gemm_ragged
         self._check(call(self._context, ctypes.byref(product), ctypes.byref(sequences), stream))
+
+    def grouped_mm(self, a: Any, b: Any, offs: Any, *, out: Any, bias: Any = None, stream: int) -> None:
+        """``out[t] = a[t] @ b[g] (+ bias[g])`` for the rows t of every group g: ``samebits.grouped_mm``.
+
+        Group g has the rows from ``offs[g - 1]`` to ``offs[g] - 1``, the first one those from 0. Rows after
+        the last group get +0. With ``b.mT`` this is the gradient of a, too; that of b is not in the library.
+
+        Args:
+            a: ``[T, K]``; float32, bfloat16 or float16, any strides that are not negative.
+            b: ``[G, K, N]``, of the same dtype.
+            offs: int32 ``[G]``, contiguous: the groups' ends, which never descend. Wrong ones end in an error
+                of the device.
+            out: ``[T, N]``, of the same dtype or float32.
+            bias: ``[G, N]``, rows contiguous, of the same dtype as a.
+            stream: as in :meth:`matmul`.
+
+        Reduction order: as in :meth:`matmul`, whatever the group is.
+
+        Raises:
+            TypeError, EngineError: as :meth:`matmul`.
+        """
+        of = Array.of(a), Array.of(b), Array.of(out)
+        ends, given = _vector("offs", offs, ("int32",)), None if bias is None else Array.of(bias)
+        if [len(x.shape) for x in of] != [2, 3, 2] or ends.shape != of[1].shape[:1]:
+            shapes = [x.shape for x in (*of, ends)]
+            raise EngineError(f"a, b, out, offs: expected [T, K], [G, K, N], [T, N], [G], got {shapes}", 1)
+        product = _product(of[0], of[1]._replace(shape=(1, *of[1].shape[1:])), of[2], None, False)
+        product.b.batch = of[1].strides[0]
+        groups = _Groups(ends.data, ends.shape[0], 0)
+        if given is not None:
+            wanted = of[1].shape[0], of[1].shape[2]
+            if (
+                given.dtype != of[0].dtype
+                or given.shape != wanted
+                or (wanted[1] > 1 and given.strides[1] != 1)
+            ):
+                raise EngineError(f"bias: expected a's dtype and {wanted}, rows contiguous, got {given}", 1)
+            product.bias, groups.bias = given.data, given.strides[0]
+        call = self._library.sb_gemm_grouped
+        self._check(call(self._context, ctypes.byref(product), ctypes.byref(groups), stream))
 
     def workspace_size(self, hidden: Any, weight: Any, *, entropy: bool = False) -> int:
         """Bytes of scratch that :meth:`linear_logp` wants for arrays like these."""

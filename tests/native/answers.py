@@ -54,6 +54,12 @@ def cases(model: MmaModel) -> dict[str, Tensor]:
     found["gemm NT f32"] = samebits.matmul(a, b.mT)
     found["bmm bf16"] = samebits.bmm(*operands(BF16, (3, 50, 72), (3, 72, 40)), contract=mma)
     found["gemm_ragged TN bf16"] = ragged(mma.key)
+    ends = torch.tensor([5, 5, 33], dtype=torch.int32)
+    a, b = operands(BF16, (38, 128), (3, 72, 128))
+    found["gemm_grouped NT bf16, bias"] = samebits.grouped_mm(
+        a, b.mT, ends, bias=made(BF16, (3, 72), 4), contract=mma
+    )
+    found["gemm_grouped NN f32"] = samebits.grouped_mm(*operands(F32, (38, 60), (3, 60, 50)), ends)
     target = torch.tensor([0, 299, 7, -100, 128, 127, 300, 1, 2])
     known = target.clamp(max=299)  # a target outside of the vocabulary gives NaN, which the operation refuses
     hidden, weight = made(BF16, (9, 64), 5), made(BF16, (300, 64), 6)

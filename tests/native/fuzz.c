@@ -136,6 +136,48 @@ static sb_status bad_product(const sb_context* context) {
     return sb_gemm_ragged(context, &p, &s, NULL);
 }
 
+static sb_product good_grouped(sb_groups* groups) {
+    sb_product p = good_product();
+    p.accumulate = 0;
+    p.b.batch = p.k * p.n;
+    *groups = (sb_groups){address(5 << 20), ANY(1, 2, 8, 100, 2000), p.n};
+    return p;
+}
+
+static sb_status bad_grouped(const sb_context* context) {
+    sb_groups g;
+    sb_product p = good_grouped(&g);
+    const uint32_t which = draw(24);
+    if (which < 16) {
+        spoil_product(&p, which);
+        return sb_gemm_grouped(context, &p, &g, NULL);
+    }
+    switch (which) {
+        case 16:
+            return sb_gemm_grouped(NULL, &p, &g, NULL);
+        case 17:
+            return sb_gemm_grouped(context, NULL, &g, NULL);
+        case 18:
+            return sb_gemm_grouped(context, &p, NULL, NULL);
+        case 19:
+            g.count = ANY(0, -1, INT64_MIN, INT64_MAX, 2147483647);
+            break;
+        case 20:
+            g.ends = draw(2) ? NULL : address((5 << 20) + ANY(1, 2, 3));
+            break;
+        case 21:
+            g.bias = ANY(-1, INT64_MIN, INT64_MAX);
+            break;
+        case 22:
+            p.batch = ANY(0, 2, 100);
+            break;
+        default:
+            p.b.batch = ANY(-1, INT64_MIN, INT64_MAX), g.count = 9;
+            break;
+    }
+    return sb_gemm_grouped(context, &p, &g, NULL);
+}
+
 static sb_logp good_logp(void) {
     sb_logp p = {.dtype = (sb_dtype)draw(3), .tokens = ANY(1, 9, 300), .features = ANY(8, 64, 100)};
     p.vocabulary = ANY(1, 129, 5000);
@@ -244,6 +286,9 @@ static int some_calls(const sb_context* context) {
         const sb_product p = good_product();
         const sb_sequences s = {address(5 << 20), 3, 0};
         const sb_logp l = good_logp();
+        sb_groups g;
+        const sb_product of_groups = good_grouped(&g);
+        refused += sb_gemm_grouped(context, &of_groups, &g, NULL) != SB_OK;
         refused += sb_gemm(context, &p, NULL) != SB_OK;
         refused += sb_gemm_ragged(context, &p, &s, NULL) != SB_OK;
         refused += sb_linear_logp(context, &l, address(1 << 24), (size_t)1 << 40, NULL) != SB_OK;
@@ -327,9 +372,10 @@ int main(int count, char** arguments) {
     driver_reset();
     int statuses = 0;
     for (int i = 0; i < BAD_ARGUMENTS; i++) {
-        const uint32_t kind = draw(8);
+        const uint32_t kind = draw(10);
         const sb_status status = kind == 0  ? bad_handle(archive, arguments[1])
                                  : kind < 4 ? bad_logp(context)
+                                 : kind < 6 ? bad_grouped(context)
                                             : bad_product(context);
         statuses += status != SB_OK && strlen(sb_last_error()) > 10 && driver_launches() == 0;
     }

@@ -58,6 +58,7 @@ def test_the_library_exports_the_functions_of_its_header() -> None:
         == {
             *("sb_abi_version", "sb_last_error", "sb_archive_open", "sb_archive_close", "sb_contract_digest"),
             *("sb_context_create", "sb_context_destroy", "sb_gemm", "sb_bmm", "sb_gemm_ragged"),
+            "sb_gemm_grouped",
             *("sb_workspace_size", "sb_linear_logp"),
         }
     )
@@ -92,7 +93,7 @@ def test_an_archive_is_refused(path: Path) -> None:
     cut = path.with_name("cut.samebits")
     cut.write_bytes(path.read_bytes()[:-16])
     assert "damaged: expected" in str(opening(cut))
-    assert "has ABI version 99, this library 1: export it again" in str(opening(changed(path, 8, b"\x63")))
+    assert "has ABI version 99, this library 2: export it again" in str(opening(changed(path, 8, b"\x63")))
     assert "it is not an archive of samebits export" in str(opening(changed(path, 0, b"X")))
     assert "its tables contradict each other" in str(opening(changed(path, 136, b"\xff", checksum=True)))
     assert "cannot be opened" in str(opening(path.with_name("none")))
@@ -212,6 +213,7 @@ def test_an_archive_has_the_operations_that_were_asked_for() -> None:
         "gemm": {"tensor_core.cu", "tensor_core_sm90.cu"},
         "ragged": {"tensor_core.cu", "tensor_core_sm90.cu"},
         "linear_logp": {"tensor_core.cu", "statistics_sm90.cu", "logp.cu"},
+        "grouped_mm": {"tensor_core.cu", "grouped_sm90.cu"},
     }
 
 
@@ -220,7 +222,7 @@ def test_an_archive_has_the_operations_that_were_asked_for() -> None:
     [
         ({"archs": ["sm_70"]}, "--arch: expected one of sm_75, .*, got sm_70"),
         ({"dtypes": ["int8"]}, "--dtype: expected one of f32, bf16, f16, got int8"),
-        ({"ops": ["conv"]}, "--op: expected one of gemm, ragged, linear_logp, got conv"),
+        ({"ops": ["conv"]}, "--op: expected one of gemm, ragged, linear_logp, grouped_mm, got conv"),
         ({"shapes": ["4096"]}, "--shape: expected KxN, such as 4096x28672, got 4096"),
         ({"archs": ["sm_75"], "dtypes": ["bf16"]}, "--dtype: expected f32 for sm_75"),
     ],

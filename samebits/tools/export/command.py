@@ -14,7 +14,7 @@ from samebits.backends import UnavailableError
 from samebits.backends.cuda import compiler, precompile
 from samebits.backends.cuda.compiler import KernelSpec
 from samebits.tools import terminal
-from samebits.tools.export.choices import SHAPES, Sizes
+from samebits.tools.export.choices import Sizes
 from samebits.tools.export.kernels import DTYPES, GPUS, OPS, build
 from samebits.tools.text import ToolError, one_line, plural
 
@@ -36,7 +36,8 @@ def main(
     _among("--dtype", dtypes, DTYPES)
     _among("--op", ops, OPS)
     chosen = [DTYPES[d] for d in dtypes or DTYPES]
-    sizes = Sizes([_shape(text) for text in shapes] or SHAPES)
+    given = [_shape(text) for text in shapes]
+    sizes = Sizes(given, experts=given) if given else Sizes()
     if "sm_75" in archs and torch.float32 not in chosen:
         raise ToolError("--dtype: expected f32 for sm_75, whose tensor cores no contract describes")
     try:
