@@ -54,6 +54,8 @@ typedef struct {
     of(cuTensorMapEncodeTiled, (void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, \
                                 const uint32_t*, int, int, int, int))                                           \
     of(cuTensorMapReplaceAddress, (void*, void*))                                                               \
+    of(cuMemsetD8Async, (void*, unsigned char, size_t, CUstream))                                               \
+    of(cuMemsetD32Async, (void*, unsigned, size_t, CUstream))                                                   \
     of(cuGetErrorName, (int, const char**))                                                                     \
     of(cuGetErrorString, (int, const char**))
 /* clang-format on */
@@ -78,6 +80,9 @@ typedef enum {
     GROUPED_TENSOR_CORE,
     GROUPED_FMA,
     GROUPED_SM90,
+    ATTENTION_SM90,
+    ATTENTION,
+    ATTENTION_MERGE,
     FAMILIES
 } family;
 
@@ -119,6 +124,8 @@ enum {
     TENSOR_CORE_SM90_PARAMS = 456,
     FMA_SM90_PARAMS = 376,
     GROUPED_PARAMS = 32, /* more than those of other products */
+    ATTENTION_SM90_PARAMS = 640,
+    ATTENTION_PARAMS = 368,
     STATISTICS_PARAMS = 328,
     BLOCK_STATISTICS_PARAMS = 80,
     COMBINE_PARAMS = 96
@@ -256,6 +263,9 @@ static inline bool multiple(const void* at, uintptr_t of) { return (uintptr_t)at
 static inline int epilogue_type(sb_dtype dtype) { return (int)dtype + 1; }
 
 sb_status check_size(const char* name, int64_t size);
+/* Whether an array of runs of `run` elements lies within 2^46, with strides that no kernel's arithmetic leaves. */
+sb_status check_array(const char* name, const void* data, sb_dtype dtype, const char* const of[3],
+                      const int64_t sizes[3], const int64_t strides[3], int64_t run);
 sb_status check_matrix(const char* name, const sb_matrix* x, sb_dtype dtype, int64_t rows, int64_t columns,
                        int64_t batch);
 

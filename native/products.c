@@ -9,12 +9,9 @@
 
 enum { LONGEST_STRIDE_LOG2 = 36, MOST_ELEMENTS_LOG2 = 46 };
 
-/* Whether all of a matrix lies within 2^46 elements, with strides that no kernel's arithmetic leaves. */
-sb_status check_matrix(const char* name, const sb_matrix* x, sb_dtype dtype, int64_t rows, int64_t columns,
-                       int64_t batch) {
-    const int64_t sizes[3] = {batch, rows, columns}, strides[3] = {x->batch, x->row, x->column};
-    static const char* const of[3] = {"batch", "row", "column"};
-    int64_t last = 0;
+sb_status check_array(const char* name, const void* data, sb_dtype dtype, const char* const of[3],
+                      const int64_t sizes[3], const int64_t strides[3], int64_t run) {
+    int64_t last = run;
     for (int i = 0; i < 3; i++) {
         if (sizes[i] <= 1) continue;
         if (strides[i] < 0 || strides[i] > INT64_C(1) << LONGEST_STRIDE_LOG2)
@@ -22,16 +19,23 @@ sb_status check_matrix(const char* name, const sb_matrix* x, sb_dtype dtype, int
                         of[i], strides[i]);
         const int64_t most = (INT64_C(1) << MOST_ELEMENTS_LOG2) - last;
         if (strides[i] > 0 && sizes[i] - 1 > most / strides[i])
-            return fail(SB_INVALID, "%s: expected a matrix within 2^46 elements, got %s distance %" PRId64,
+            return fail(SB_INVALID, "%s: expected an array within 2^46 elements, got %s distance %" PRId64,
                         name, of[i], strides[i]);
         last += (sizes[i] - 1) * strides[i];
     }
-    if (rows == 0 || columns == 0 || batch == 0) return SB_OK;
-    if (x->data == NULL) return fail(SB_INVALID, "%s.data: expected an address, got NULL", name);
-    if (!multiple(x->data, (uintptr_t)itemsize(dtype)))
+    if (sizes[0] == 0 || sizes[1] == 0 || sizes[2] == 0 || run == 0) return SB_OK;
+    if (data == NULL) return fail(SB_INVALID, "%s.data: expected an address, got NULL", name);
+    if (!multiple(data, (uintptr_t)itemsize(dtype)))
         return fail(SB_INVALID, "%s.data: expected an address that is a multiple of %d, got %p", name,
-                    itemsize(dtype), x->data);
+                    itemsize(dtype), data);
     return SB_OK;
+}
+
+sb_status check_matrix(const char* name, const sb_matrix* x, sb_dtype dtype, int64_t rows, int64_t columns,
+                       int64_t batch) {
+    static const char* const of[3] = {"batch", "row", "column"};
+    return check_array(name, x->data, dtype, of, (const int64_t[3]){batch, rows, columns},
+                       (const int64_t[3]){x->batch, x->row, x->column}, 1);
 }
 
 /* Whether no two elements of the output are one. */

@@ -59,7 +59,7 @@ def test_the_library_exports_the_functions_of_its_header() -> None:
             *("sb_abi_version", "sb_last_error", "sb_archive_open", "sb_archive_close", "sb_contract_digest"),
             *("sb_context_create", "sb_context_destroy", "sb_gemm", "sb_bmm", "sb_gemm_ragged"),
             "sb_gemm_grouped",
-            *("sb_workspace_size", "sb_linear_logp"),
+            *("sb_workspace_size", "sb_linear_logp", "sb_attention_workspace_size", "sb_attention"),
         }
     )
 
@@ -214,6 +214,7 @@ def test_an_archive_has_the_operations_that_were_asked_for() -> None:
         "ragged": {"tensor_core.cu", "tensor_core_sm90.cu"},
         "linear_logp": {"tensor_core.cu", "statistics_sm90.cu", "logp.cu"},
         "grouped_mm": {"tensor_core.cu", "grouped_sm90.cu"},
+        "attention": {"tensor_core.cu", "attention.cu", "attention_sm90.cu"},
     }
 
 
@@ -222,8 +223,15 @@ def test_an_archive_has_the_operations_that_were_asked_for() -> None:
     [
         ({"archs": ["sm_70"]}, "--arch: expected one of sm_75, .*, got sm_70"),
         ({"dtypes": ["int8"]}, "--dtype: expected one of f32, bf16, f16, got int8"),
-        ({"ops": ["conv"]}, "--op: expected one of gemm, ragged, linear_logp, grouped_mm, got conv"),
+        (
+            {"ops": ["conv"]},
+            "--op: expected one of gemm, ragged, linear_logp, grouped_mm, attention, got conv",
+        ),
         ({"shapes": ["4096"]}, "--shape: expected KxN, such as 4096x28672, got 4096"),
+        (
+            {"heads": ["512"]},
+            "--head: expected a size from 1 to 256, or those of q and v as 192x128, got 512",
+        ),
         ({"archs": ["sm_75"], "dtypes": ["bf16"]}, "--dtype: expected f32 for sm_75"),
     ],
 )

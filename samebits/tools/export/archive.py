@@ -40,6 +40,9 @@ class Family(IntEnum):
     GROUPED_TENSOR_CORE = 6
     GROUPED_FMA = 7
     GROUPED_SM90 = 8
+    ATTENTION_SM90 = 9
+    ATTENTION = 10
+    ATTENTION_MERGE = 11
 
 
 class Schedule(NamedTuple):

@@ -27,6 +27,7 @@ __all__ = [
     "BATCH",
     "EXPERTS",
     "GROUPS",
+    "HEADS",
     "ROWS",
     "SHAPES",
     "Layout",
@@ -66,6 +67,9 @@ EXPERTS = (
 )
 """(K, N) of matrices of models' experts."""
 
+HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
+"""Sizes of models' heads: of q and k, and of v."""
+
 GROUPS = (8, 32, 128, 256)
 """Numbers of groups that schedules are chosen for: where ranges end, but for the last one."""
 
@@ -80,12 +84,14 @@ class Sizes(NamedTuple):
         shapes: (K, N) of weights.
         rows: numbers of rows.
         experts: (K, N) of a group's matrix.
+        heads: sizes of attention's heads: of q and k, and of v.
         more: also the sizes between them, by the best schedules among those that are needed anyway.
     """
 
     shapes: Sequence[tuple[int, int]] = SHAPES
     rows: Sequence[int] = ROWS
     experts: Sequence[tuple[int, int]] = EXPERTS
+    heads: Sequence[tuple[int, int]] = HEADS
     more: bool = True
 
     @property

@@ -1,7 +1,7 @@
 """The kernels of an archive: each schedule's variants, numbered as ``native/`` numbers them.
 
-A variant's bits are said in ``products.c``, ``grouped.c``, ``sm90.c`` and ``logp.c`` of ``native/``, where
-calls look for them.
+A variant's bits are said in ``products.c``, ``grouped.c``, ``sm90.c``, ``attention.c`` and ``logp.c`` of
+``native/``, where calls look for them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from samebits.backends.cuda.products.plan import TYPES, TileLayout
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.cuda.products.tensor_core_sm90 import Sm90Variant
 from samebits.contract import FAMILIES, FMA, TENSOR_CORE
-from samebits.tools.export import choices
+from samebits.tools.export import attention, choices
 from samebits.tools.export.archive import Archive, Family, Schedule, Table
 from samebits.tools.export.choices import BATCH, GROUPS, Sizes, Table3
 
 __all__ = ["DTYPES", "GPUS", "OPS", "build"]
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-OPS = ("gemm", "ragged", "linear_logp", "grouped_mm")
+OPS = ("gemm", "ragged", "linear_logp", "grouped_mm", "attention")
 
 
 class _Gpu(NamedTuple):
@@ -86,6 +86,8 @@ def build(
             found.add_statistics(half)
         if half and "grouped_mm" in ops:
             found.add_grouped_sm90(half)
+    if "attention" in ops:
+        found.add_attention([*half, *([torch.float32] if torch.float32 in dtypes else [])])
     if "linear_logp" in ops and gpu.capability >= (8, 0):
         found.add_logp()
     return found.archive
@@ -331,3 +333,24 @@ class _Builder:
             (False, True), enumerate(("block_statistics", "combine", "combine_few"))
         ):
             self._add(schedule.kernel, i | entropy << 2, logp.kernel_spec(entry, entropy=entropy))
+
+    # ---- Attention ----
+
+    def add_attention(self, dtypes: Collection[torch.dtype]) -> None:
+        of = self._sizes.heads, dtypes, self._device
+        found = attention.universals(*of)
+        if self._gpu.capability == (9, 0):
+            found = itertools.chain(attention.hopper(*of), found)
+        for x in found:
+
+            def record(cell: Any, x: attention.Found = x) -> Schedule:
+                return x.record(cell)._replace(kernel=self._number(x.family, x.kernel(cell)))
+
+            self._add_table(x.family, x.key, record(x.plain), x.table, record)
+            for schedule, bits, spec in x.kernels:
+                self._add(self._number(x.family, schedule), bits, spec)
+        merge = Schedule(Family.ATTENTION_MERGE, self._number(Family.ATTENTION_MERGE, None))
+        every = Table3((choices.ANY,) * 3, [None])
+        self._add_table(Family.ATTENTION_MERGE, 0, merge, every, lambda s: merge)
+        for bits, spec in attention.merges(*of):
+            self.archive.variants.setdefault((merge.kernel, bits), spec)
