@@ -67,7 +67,6 @@ typedef struct {
     int64_t group, segments, rows; /* rows: queries times heads, of all sequences */
     int64_t queries;               /* of a sequence, on average if packed */
     char* workspace;
-    size_t workspace_bytes;
     CUstream stream;
 } attention;
 
@@ -128,27 +127,42 @@ static char* statistics_of(const attention* x) { return x->workspace + ALIGNMENT
 static char* segments_of(const attention* x) { return x->workspace + ALIGNMENT + of_statistics(x); }
 
 static int64_t of_segments(const attention* x, int64_t values) {
-    return x->rows * x->segments * (values + 2) * 4;
+    const int64_t row = x->segments * (values + 2) * 4, most = INT64_MAX / 4;
+    return row > 0 && x->rows > most / row ? most : x->rows * row;
 }
 
-static sb_status missing(const sb_attention_call* p) {
-    return fail(SB_UNSUPPORTED,
-                "the archive has no attention of this dtype with heads of %" PRId64 " and %" PRId64
-                ": samebits export --head %" PRId64 "x%" PRId64,
-                p->head, p->values, p->head, p->values);
+static int64_t room_for(const attention* x, int64_t scratch) {
+    return ALIGNMENT + of_statistics(x) + scratch;
 }
 
-static sb_status check_room(const attention* x, int64_t of_segments) {
-    const int64_t wanted = ALIGNMENT + of_statistics(x) + of_segments;
-    if ((uint64_t)wanted <= x->workspace_bytes) return SB_OK;
-    return fail(SB_INVALID, "workspace: expected %" PRId64 " bytes, got %zu", wanted, x->workspace_bytes);
-}
+/* What a kernel would do; its cubin is below 0 if there is none for the call. */
+typedef struct {
+    const schedule* s;
+    int64_t cubin, merge;           /* merge: the kernel that merges segments, if there is scratch */
+    int64_t scratch;                /* bytes of segments; 0: a tile has all of its own */
+    int64_t blocks, tiles, shares;  /* shares: blocks that share the segments of a tile */
+    int64_t heads, height, members; /* of Hopper's tiles: sets of heads in all, queries, and heads of a set */
+} plan;
 
-/* ---- The universal kernels ---- */
+/* The bits of a variant's number after the dtype. Universal kernels' are VECTOR to PAGED, Hopper's SOFTCAP and SPLIT;
+   then come both sizes. */
+enum { VECTOR = 2, SOFTCAP = 3, PAGED = 4, SPLIT = 4, SIZES = 5, VALUES_OF_MERGE = 2 };
+/* The bits of a table's key: of universal kernels' after the sizes, and of Hopper's. */
+enum { F32 = 10, LONG_VALUES = 0, WINDOWED = 1 };
 
 static uint32_t sizes_of(const sb_attention_call* p) {
     return (uint32_t)ceil_div(p->head, 16) | (uint32_t)ceil_div(p->values, 16) << 5;
 }
+
+/* The kernel that merges segments of so many values. */
+static int64_t find_merge(const sb_archive* archive, sb_dtype dtype, int64_t values) {
+    const table* t = find_table(archive, ATTENTION_MERGE, 0);
+    if (t == NULL) return -1;
+    return find_variant(archive, archive->schedules[t->plain].kernel,
+                        (uint32_t)dtype | (uint32_t)(values / 16) << VALUES_OF_MERGE);
+}
+
+/* ---- The universal kernels ---- */
 
 /* Whether rows consist of aligned chunks of 16 bytes. */
 static bool in_chunks(const tensor* x, int size, bool with_address) {
@@ -158,21 +172,11 @@ static bool in_chunks(const tensor* x, int size, bool with_address) {
     return true;
 }
 
-/* The bits of a variant's number after the dtype, and of a table's key after the sizes. */
-enum { VECTOR = 2, SOFTCAP = 3, PAGED = 4, SIZES = 5, VALUES_OF_MERGE = 2, F32 = 10 };
-
-typedef struct {
-    const schedule* s;
-    int64_t cubin;
-    int64_t splits;  /* blocks that share the segments of a tile */
-    int64_t scratch; /* bytes of segments; 0: a tile has all of its own */
-} universal_plan;
-
-static universal_plan plan_universal(const sb_context* context, const attention* x, bool with_addresses) {
+static plan plan_universal(const sb_context* context, const attention* x, bool with_addresses) {
     const sb_archive* archive = context->archive;
     const sb_attention_call* p = x->p;
     const int size = itemsize(p->dtype);
-    universal_plan found = {NULL, -1, 1, 0};
+    plan found = {.cubin = -1};
     const table* t = find_table(archive, ATTENTION, sizes_of(p) | (uint32_t)(p->dtype == SB_F32) << F32);
     if (t == NULL) return found;
     const bool vector = in_chunks(&x->q, size, with_addresses) && in_chunks(&x->k, size, with_addresses) &&
@@ -186,9 +190,14 @@ static universal_plan plan_universal(const sb_context* context, const attention*
         if (s == NULL) continue;
         const int64_t scratch = s->swap ? of_segments(x, s->tile_n) : 0;
         if (turn == 0 && scratch > MOST_SCRATCH) continue;
-        const int64_t splits = s->swap && s->group < x->segments ? s->group : s->swap ? x->segments : 1;
-        found =
-            (universal_plan){s, find_variant(archive, s->kernel, variant), splits > 1 ? splits : 1, scratch};
+        found.s = s;
+        found.scratch = scratch;
+        found.merge = scratch ? find_merge(archive, p->dtype, s->tile_n) : 0;
+        found.cubin = found.merge < 0 ? -1 : find_variant(archive, s->kernel, variant);
+        found.shares = s->group < x->segments ? s->group : x->segments > 1 ? x->segments : 1;
+        found.tiles = ceil_div(p->queries * x->group, s->tile_m);
+        const int64_t all = p->cu_seqlens_q ? found.tiles + p->batch : found.tiles * p->batch;
+        found.blocks = all * p->kv_heads * found.shares;
     }
     return found;
 }
@@ -219,38 +228,18 @@ static void fill_tensors(const attention* x, universal_attention_params* to) {
     fill_problem(x, &to->x);
 }
 
-/* Merge the segments of all rows; each has so many values in scratch. */
-static sb_status merge(const sb_context* context, const attention* x, int64_t values,
-                       universal_attention_params* params) {
-    const table* t = find_table(context->archive, ATTENTION_MERGE, 0);
-    const uint32_t variant = (uint32_t)x->p->dtype | (uint32_t)(values / 16) << VALUES_OF_MERGE;
-    const int64_t cubin =
-        t == NULL ? -1
-                  : find_variant(context->archive, context->archive->schedules[t->plain].kernel, variant);
-    return cubin < 0 ? missing(x->p) : launch(context, cubin, x->rows, params, x->stream);
-}
-
-static sb_status run_universal(const sb_context* context, const attention* x) {
+static sb_status run_universal(const sb_context* context, const attention* x, const plan* of) {
     const sb_attention_call* p = x->p;
-    const universal_plan plan = plan_universal(context, x, true);
-    if (plan.cubin < 0) return missing(p);
-    sb_status status = check_room(x, plan.scratch);
-    if (status != SB_OK) return status;
-    const int64_t tiles = ceil_div(p->queries * x->group, plan.s->tile_m);
-    const int64_t all = p->cu_seqlens_q ? tiles + p->batch : tiles * p->batch;
-    if (all > LARGEST / p->kv_heads / plan.splits)
-        return fail(SB_INVALID, "batch, queries, heads: expected at most %d tiles", LARGEST);
     union {
         universal_attention_params of;
         char room[sizeof(universal_attention_params) + 128];
     } params = {0};
     fill_tensors(x, &params.of);
-    if (plan.scratch == 0) params.of.scratch = NULL;
-    params.of.tiles = p->cu_seqlens_q ? 0 : (int32_t)tiles;
-    params.of.splits = (int32_t)plan.splits;
-    status = launch(context, plan.cubin, all * p->kv_heads * plan.splits, &params, x->stream);
-    if (status == SB_OK && plan.scratch) status = merge(context, x, plan.s->tile_n, &params.of);
-    return status;
+    if (of->scratch == 0) params.of.scratch = NULL;
+    params.of.tiles = p->cu_seqlens_q ? 0 : (int32_t)of->tiles;
+    params.of.splits = (int32_t)of->shares;
+    const sb_status status = launch(context, of->cubin, of->blocks, &params, x->stream);
+    return status || !of->scratch ? status : launch(context, of->merge, x->rows, &params, x->stream);
 }
 
 /* ---- Hopper ---- */
@@ -264,45 +253,40 @@ static bool copyable(const tensor* x, bool with_address) {
     return x->sizes[1] <= 1 || x->strides[1] >= x->sizes[3];
 }
 
-typedef struct {
-    const schedule* s;
-    int64_t cubin, tiles, heads, height, members, shares, scratch;
-} hopper_plan;
-
-enum { SPLIT = 4 }; /* after the dtype and SOFTCAP; the sizes follow */
-enum { LONG_VALUES = 0, WINDOWED = 1 };
-
-/* What a Hopper kernel would do; its cubin is below 0 if there is none for the call. */
-static hopper_plan plan_hopper(const sb_context* context, const attention* x, bool with_addresses) {
+static plan plan_hopper(const sb_context* context, const attention* x, bool with_addresses) {
     const sb_archive* archive = context->archive;
     const sb_attention_call* p = x->p;
-    hopper_plan plan = {.cubin = -1};
+    plan found = {.cubin = -1};
     if (p->dtype == SB_F32 || p->block_table != NULL || p->head > LARGEST_HEAD_SM90 ||
         p->values > LARGEST_HEAD_SM90 || p->head % 8 || p->values % 8 || p->keys == 0 ||
         !copyable(&x->q, with_addresses) || !copyable(&x->k, with_addresses) ||
         !copyable(&x->v, with_addresses))
-        return plan;
+        return found;
     const bool windowed = p->window.left != -1 || p->window.right != -1;
     const uint32_t key = (uint32_t)(p->values > 64) << LONG_VALUES | (uint32_t)windowed << WINDOWED;
     const table* t = find_table(archive, ATTENTION_SM90, key);
-    if (t == NULL) return plan;
+    if (t == NULL) return found;
     const bool grouped =
         x->group > 1 && x->queries < FEW_QUERIES && x->group <= MOST_MEMBERS && x->q.strides[2] != 0;
-    plan.members = grouped ? x->group : 1;
-    const int64_t sets = p->heads / plan.members;
-    plan.s = choose(archive, t, x->queries * plan.members, p->batch * sets, p->keys);
-    if (plan.s == NULL) return plan;
-    const int64_t values = round_up(p->values, 16);
-    const bool split = plan.s->group > 1 && x->segments > 1 && of_segments(x, values) <= MOST_SCRATCH;
-    plan.height = plan.s->tile_n / plan.members;
-    plan.tiles = ceil_div(p->queries, plan.height) + (p->cu_seqlens_q ? p->batch : 0);
-    plan.heads = x->q.sizes[0] * sets;
-    plan.shares = !split ? 1 : plan.s->group < x->segments ? plan.s->group : x->segments;
-    plan.scratch = split ? of_segments(x, values) : 0;
+    const int64_t members = grouped ? x->group : 1, sets = p->heads / members;
+    const int64_t values = round_up(p->values, 16), scratch = of_segments(x, values);
+    const schedule* s = choose(archive, t, x->queries * members, p->batch * sets, p->keys);
+    if (s == NULL || s->tile_n < members) return found;
+    const bool split = s->group > 1 && x->segments > 1 && scratch <= MOST_SCRATCH;
+    found.s = s;
+    found.members = members;
+    found.height = s->tile_n / members;
+    found.tiles = ceil_div(p->queries, found.height) + (p->cu_seqlens_q ? p->batch : 0);
+    found.heads = x->q.sizes[0] * sets;
+    const int64_t wanted = !split ? 1 : s->group < x->segments ? s->group : x->segments;
+    found.shares = ceil_div(x->segments, ceil_div(x->segments, wanted));
+    found.scratch = split ? scratch : 0;
+    found.blocks = found.tiles * found.heads * found.shares;
+    found.merge = split ? find_merge(archive, p->dtype, values) : 0;
     const uint32_t variant = (uint32_t)p->dtype | (uint32_t)(p->softcap > 0) << SOFTCAP |
                              (uint32_t)split << SPLIT | sizes_of(p) << SIZES;
-    plan.cubin = find_variant(archive, plan.s->kernel, variant);
-    return plan;
+    found.cubin = found.merge < 0 ? -1 : find_variant(archive, s->kernel, variant);
+    return found;
 }
 
 /* A stride in bytes, of a dimension that one matrix may serve. */
@@ -351,62 +335,53 @@ static int32_t shared_matrices(const attention* x) {
     return bits;
 }
 
-static sb_status run_hopper(const sb_context* context, const attention* x, const hopper_plan* plan) {
+static sb_status run_hopper(const sb_context* context, const attention* x, const plan* of) {
     const sb_attention_call* p = x->p;
-    sb_status status = check_room(x, plan->scratch);
-    if (status != SB_OK) return status;
     const int64_t values = round_up(p->values, 16);
     _Alignas(128) union {
         hopper_params of;
         char room[sizeof(hopper_params) + 128];
     } params = {0};
     hopper_params* to = &params.of;
-    const map_recipe maps[] = {query_map(p->dtype, &x->q, plan->height, plan->members),
-                               key_map(p->dtype, &x->k, 64, plan->s->promotion),
-                               key_map(p->dtype, &x->v, values % 64 ? 32 : 64, plan->s->promotion)};
-    status = encode(to->q, x->q.at, &maps[0]);
+    const map_recipe maps[] = {query_map(p->dtype, &x->q, of->height, of->members),
+                               key_map(p->dtype, &x->k, 64, of->s->promotion),
+                               key_map(p->dtype, &x->v, values % 64 ? 32 : 64, of->s->promotion)};
+    sb_status status = encode(to->q, x->q.at, &maps[0]);
     if (status == SB_OK) status = encode(to->k, x->k.at, &maps[1]);
     if (status == SB_OK) status = encode(to->v, x->v.at, &maps[2]);
-    if (status != SB_OK) return status;
-    const bool split = plan->scratch > 0;
-    const bool dynamic = !split && (p->cu_seqlens_q || p->key_start || p->key_length);
-    if (dynamic) {
+    const bool dynamic = !of->scratch && (p->cu_seqlens_q || p->key_start || p->key_length);
+    if (status == SB_OK && dynamic)
         status = check_driver(driver.cuMemsetD32Async(counter_of(x), 0, 1, x->stream), "cuMemsetD32Async");
-        if (status != SB_OK) return status;
-    }
+    if (status != SB_OK) return status;
     const int64_t of_head = 2 * p->keys * (p->head + p->values);
-    const int64_t beside = (L2 / of_head > 1 ? L2 / of_head : 1) * (x->group / plan->members);
-    const int64_t share = ceil_div(x->segments, plan->shares), shares = ceil_div(x->segments, share);
-    const int64_t blocks = plan->tiles * plan->heads * shares;
-    if (blocks > LARGEST)
-        return fail(SB_INVALID, "batch, queries, heads: expected at most %d tiles", LARGEST);
+    const int64_t beside = (L2 / of_head > 1 ? L2 / of_head : 1) * (x->group / of->members);
     to->out = p->out;
     to->sinks = p->sinks;
     to->lse = p->lse;
     to->lse2 = statistics_of(x);
-    to->scratch = split ? segments_of(x) : NULL;
+    to->scratch = of->scratch ? segments_of(x) : NULL;
     to->next = dynamic ? counter_of(x) : NULL;
     to->lse_batch = p->cu_seqlens_q ? 0 : p->heads * p->queries;
     to->lse_head = p->queries;
-    to->tiles = (int32_t)plan->tiles;
-    to->heads = (int32_t)plan->heads;
-    to->together = (int32_t)(beside < plan->heads ? beside : plan->heads);
+    to->tiles = (int32_t)of->tiles;
+    to->heads = (int32_t)of->heads;
+    to->together = (int32_t)(beside < of->heads ? beside : of->heads);
     to->segments = (int32_t)x->segments;
-    to->shares = (int32_t)shares;
-    to->share = (int32_t)share;
-    to->members = (int32_t)plan->members;
-    to->height = (int32_t)plan->height;
+    to->shares = (int32_t)of->shares;
+    to->share = (int32_t)ceil_div(x->segments, of->shares);
+    to->members = (int32_t)of->members;
+    to->height = (int32_t)of->height;
     to->shared = shared_matrices(x);
     fill_problem(x, &to->x);
     const int64_t most = context->multiprocessors;
-    status = launch(context, plan->cubin, blocks < most ? blocks : most, &params, x->stream);
-    if (status != SB_OK || !split) return status;
+    status = launch(context, of->cubin, of->blocks < most ? of->blocks : most, &params, x->stream);
+    if (status != SB_OK || !of->scratch) return status;
     union {
         universal_attention_params of;
         char room[sizeof(universal_attention_params) + 128];
     } merged = {0};
     fill_tensors(x, &merged.of);
-    return merge(context, x, values, &merged.of);
+    return launch(context, of->merge, x->rows, &merged, x->stream);
 }
 
 /* ---- Checks ---- */
@@ -430,7 +405,8 @@ static sb_status check_sizes(const sb_attention_call* p) {
         return fail(SB_INVALID, "head, values: expected 1 to %d, got %" PRId64 " and %" PRId64, LARGEST_HEAD,
                     p->head, p->values);
     const int64_t of_q = p->cu_seqlens_q || p->batch == 0 ? 1 : p->batch;
-    if (p->queries > LARGEST / of_q / p->heads || p->keys + p->queries > LARGEST)
+    if (p->queries > LARGEST / of_q / p->heads || p->batch > LARGEST / p->heads ||
+        p->keys + p->queries > LARGEST)
         return fail(SB_INVALID,
                     "batch, queries, keys, heads: expected at most %d rows, got %" PRId64 ", %" PRId64
                     ", %" PRId64 ", %" PRId64,
@@ -497,7 +473,7 @@ sb_status sb_attention_workspace_size(const sb_context* context, const sb_attent
     const int64_t hopper = plan_hopper(context, &x, false).scratch;
     const int64_t aligned = plan_universal(context, &x, false).scratch;
     const int64_t most = hopper > aligned ? hopper : aligned;
-    *bytes = (size_t)(ALIGNMENT + of_statistics(&x) + most);
+    *bytes = (size_t)room_for(&x, most);
     return SB_OK;
 }
 
@@ -524,16 +500,25 @@ sb_status sb_attention(const sb_context* context, const sb_attention_call* p, vo
         return fail(SB_INVALID, "workspace: expected an address that is a multiple of %d, got %p", ALIGNMENT,
                     workspace);
     x.workspace = workspace;
-    x.workspace_bytes = workspace_bytes;
     x.stream = stream;
-    const hopper_plan plan = plan_hopper(context, &x, true);
-    const int64_t scratch = plan.cubin >= 0 ? plan.scratch : plan_universal(context, &x, true).scratch;
-    if ((status = check_room(&x, scratch))) return status;
+    plan of = plan_hopper(context, &x, true);
+    const bool hopper = of.cubin >= 0;
+    if (!hopper) of = plan_universal(context, &x, true);
+    if (of.cubin < 0)
+        return fail(SB_UNSUPPORTED,
+                    "the archive has no attention of this dtype with heads of %" PRId64 " and %" PRId64
+                    ": samebits export --head %" PRId64 "x%" PRId64,
+                    p->head, p->values, p->head, p->values);
+    if (of.blocks > LARGEST)
+        return fail(SB_INVALID, "batch, queries, heads: expected at most %d tiles, got %" PRId64, LARGEST,
+                    of.blocks);
+    const int64_t wanted = room_for(&x, of.scratch);
+    if ((uint64_t)wanted > workspace_bytes)
+        return fail(SB_INVALID, "workspace: expected %" PRId64 " bytes, got %zu", wanted, workspace_bytes);
     bool pushed;
     if ((status = enter(context, &pushed))) return status;
     if (p->cu_seqlens_q) status = clear(&x);
-    if (status == SB_OK)
-        status = plan.cubin >= 0 ? run_hopper(context, &x, &plan) : run_universal(context, &x);
+    if (status == SB_OK) status = (hopper ? run_hopper : run_universal)(context, &x, &of);
     leave(pushed);
     return status;
 }

@@ -1,4 +1,4 @@
-"""Products and log-probabilities by raw pointers, for programs whose arrays are not PyTorch's.
+"""Products, attention and log-probabilities by raw pointers, for programs whose arrays are not PyTorch's.
 
     engine = Engine("model.samebits", library="libsamebits.so")
     engine.matmul(x, w.T, out=y, stream=stream)

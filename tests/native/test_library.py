@@ -180,6 +180,57 @@ def test_the_engine_takes_arrays_that_are_not_torchs(path: Path) -> None:
     assert support.launches() == []
 
 
+def test_the_engine_checks_groups(path: Path) -> None:
+    of = support.opened(path)
+    support.launches()
+    shapes, ends = ((8, 16), (3, 16, 4), (8, 4)), Described(np.zeros(3, np.int32))
+    a, b, out = (Described(np.zeros(s, np.float16)) for s in shapes)
+    of.grouped_mm(a, b, ends, out=out, bias=Described(np.zeros((3, 4), np.float16)), stream=5)
+    (launch,) = support.launches()
+    assert launch.stream == 5
+    with pytest.raises(engine.EngineError, match=r"expected \[T, K\], \[G, K, N\], \[T, N\], \[G\], got"):
+        of.grouped_mm(a, b, Described(np.zeros(2, np.int32)), out=out, stream=0)
+    with pytest.raises(engine.EngineError, match=r"bias: expected a's dtype and \(3, 4\)"):
+        of.grouped_mm(a, b, ends, out=out, bias=Described(np.zeros((4, 3), np.float16)), stream=0)
+    with pytest.raises(TypeError, match="offs: expected int32, got int64"):
+        of.grouped_mm(a, b, Described(np.zeros(3, np.int64)), out=out, stream=0)
+    assert support.launches() == []
+
+
+def test_the_engine_checks_attention(path: Path) -> None:
+    of = support.opened(path)
+    support.launches()
+    q, k, out = (Described(np.zeros((2, n, 4, 64), np.float16)) for n in (1, 600, 1))
+    lengths = Described(np.zeros(2, np.int32))
+    room = engine.Array(1 << 20, "float32", (1 << 20,), (1,))
+    given: dict[str, Any] = {"workspace": room, "stream": 5}
+    result = engine.Array(1 << 21, "float16", (2, 1, 4, 64), (256, 256, 64, 1))
+    of.attention(q, k, k, out=result, key_length=lengths, **given)
+    assert {launch.stream for launch in support.launches()} == {5}
+    wrong = [
+        ({"k": out}, "q, k, v: expected arrays that fit together"),
+        ({"window": (0, 5), "causal": True}, "window: expected 0 or -1 to the right with causal, got 5"),
+        ({"key_length": Described(np.zeros(3, np.int32))}, r"key_length: expected shape \(2,\)"),
+        ({"scale": -1.0}, r"scale: expected a number in \(0, 1e38\), got -1"),
+        ({"lse": Described(np.zeros((2, 4), np.float32))}, r"lse: expected contiguous \(2, 4, 1\)"),
+    ]
+    for change, message in wrong:
+        with pytest.raises(engine.EngineError, match=message):
+            of.attention(q, change.pop("k", k), k, out=result, **(given | change))
+    with pytest.raises(TypeError, match="attention has no option mask"):
+        of.attention(q, k, k, out=result, mask=q, **given)
+    size = of.attention_workspace_size(q, k, k, key_length=lengths)
+    small = room._replace(shape=(size // 4 - 1,))
+    with pytest.raises(engine.EngineError, match=f"workspace: expected {size} bytes, got {size - 4}"):
+        of.attention(q, k, k, out=result, key_length=lengths, workspace=small, stream=0)
+    other = [Described(np.zeros((2, 9, 4, 96), np.float16)) for _ in range(3)]
+    with pytest.raises(
+        engine.EngineError, match=r"no attention .* heads of 96 and 96: samebits export --head"
+    ):
+        of.attention(*other, out=engine.Array(1 << 21, "float16", (2, 9, 4, 96), (3456, 384, 96, 1)), **given)
+    assert support.launches() == []
+
+
 def test_the_engine_reads_dlpack(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(6, 8, dtype=torch.bfloat16)[1:, 2:]
 
