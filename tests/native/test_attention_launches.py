@@ -117,7 +117,7 @@ def check(gpu: FakeGpu, archive: Archive, of: engine.Engine, x: Attention) -> tu
 def random_call(drawn: random.Random, gpu: FakeGpu) -> Attention:
     dtype = drawn.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
     head, values = drawn.choice(
-        ((64, 64), (64, 64), (128, 128), (128, 128), (192, 128), (56, 50), (120, 128))
+        ((64, 64), (64, 64), (128, 128), (128, 128), (192, 128), (56, 50), (96, 80), (120, 128))
     )
     group, kv_heads, batch = (
         drawn.choice((1, 1, 2, 3, 4, 8, 16, 71)),

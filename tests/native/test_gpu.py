@@ -155,7 +155,9 @@ def test_log_probabilities_have_the_librarys_bits(
 def attention_call(drawn: random.Random) -> tuple[list[Tensor], dict[str, Any]]:
     """Operands and options, of every form."""
     dtype = drawn.choice((BF16, BF16, F16, F32))
-    head, values = drawn.choice(((64, 64), (128, 128), (128, 128), (192, 128), (256, 256), (56, 50)))
+    head, values = drawn.choice(
+        ((64, 64), (128, 128), (128, 128), (192, 128), (256, 256), (56, 50), (96, 80))
+    )
     group, kv_heads, batch = drawn.choice((1, 2, 4, 7, 8)), drawn.choice((1, 2, 4)), drawn.choice((1, 2, 5))
     form = drawn.choice(("whole", "whole", "padded", "packed", "paged"))
     queries, keys = drawn.choice((1, 1, 3, 64, 200, 700)), drawn.choice((1, 100, 512, 513, 2000, 5000))

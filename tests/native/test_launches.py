@@ -16,11 +16,12 @@ from samebits import engine
 from samebits.backends.cuda import grouped, linear_logp, logp
 from samebits.backends.cuda.matmul import PRODUCTS, fastest
 from samebits.backends.cuda.products import grouped_sm90
+from samebits.backends.cuda.products.grouped_sm90 import MOST_GROUPS
 from samebits.backends.grouped import GroupedProduct
 from samebits.backends.product import Matrix, Product
 from samebits.backends.token_logps import Rows
 from samebits.ops.logp import pieces
-from samebits.tools.export.archive import Archive
+from samebits.tools.export.archive import Archive, Family
 from tests.native import support
 from tests.support.fake_gpu import FakeGpu, fake_gpu
 
@@ -247,10 +248,10 @@ def check_grouped(gpu: FakeGpu, archive: Archive, of: engine.Engine, x: Any, gro
     return mine, (kernel, p, schedule)
 
 
-def random_grouped(random: random.Random) -> tuple[Any, Any]:
+def random_grouped(random: random.Random, counts: list[int]) -> tuple[Any, Any]:
     dtype = random.choice((0, 1, 1, 2))
     f32 = dtype == 0 or random.random() < 0.3
-    count = random.choice((1, 2, 8, 9, 32, 128, 129, 1024, 1025))
+    count = random.choice((1, 2, 8, 9, 32, 128, 129, 1024, 1025, *counts))
     sizes = (1, 7, 8, 64, 100, 128, 256, 768, 1000, 2048, 7168)
     n, k = (random.choice(sizes) if random.random() < 0.7 else random.randrange(1, 3000) for _ in range(2))
     m = random.choice((1, 3, 64, 100, 1000, 4096, 100_000))
@@ -277,9 +278,13 @@ def random_grouped(random: random.Random) -> tuple[Any, Any]:
 
 def test_random_grouped_products_launch_what_plans_launch(archive: Archive, engine_: engine.Engine) -> None:
     drawn, seen = random.Random(2), {}
+    tables = [t for t in archive.tables if t.family == Family.GROUPED_SM90]
+    most = {s.groups for t in tables for s in (t.plain, *t.cells) if s is not None} - {MOST_GROUPS}
+    counts = [most_ + more for most_ in sorted(most) for more in (0, 1)]  # the last with the whole ring
+    assert counts
     with fake_gpu() as gpu:
-        for _ in range(1000):
-            spec, (_, _, schedule) = check_grouped(gpu, archive, engine_, *random_grouped(drawn))
+        for _ in range(1500):
+            spec, (_, _, schedule) = check_grouped(gpu, archive, engine_, *random_grouped(drawn, counts))
             seen.setdefault(spec.source, set()).add(schedule)
     few = {source: len(schedules) for source, schedules in seen.items()}
     assert few.keys() == {"tensor_core.cu", "fma.cu", "grouped_sm90.cu"}

@@ -223,11 +223,11 @@ def test_the_engine_checks_attention(path: Path) -> None:
     small = room._replace(shape=(size // 4 - 1,))
     with pytest.raises(engine.EngineError, match=f"workspace: expected {size} bytes, got {size - 4}"):
         of.attention(q, k, k, out=result, key_length=lengths, workspace=small, stream=0)
-    other = [Described(np.zeros((2, 9, 4, 96), np.float16)) for _ in range(3)]
+    other = [Described(np.zeros((2, 9, 4, 32), np.float16)) for _ in range(3)]
     with pytest.raises(
-        engine.EngineError, match=r"no attention .* heads of 96 and 96: samebits export --head"
+        engine.EngineError, match=r"no attention .* heads of 32 and 32: samebits export --head"
     ):
-        of.attention(*other, out=engine.Array(1 << 21, "float16", (2, 9, 4, 96), (3456, 384, 96, 1)), **given)
+        of.attention(*other, out=engine.Array(1 << 21, "float16", (2, 9, 4, 32), (1152, 128, 32, 1)), **given)
     assert support.launches() == []
 
 
