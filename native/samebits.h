@@ -155,13 +155,10 @@ typedef struct sb_attention_call {
     const int32_t* cu_seqlens_q; /* [batch + 1]: offsets of packed sequences in q; or NULL */
     const int32_t* cu_seqlens_k; /* the same in k and v; needed with cu_seqlens_q, unless there are pages */
     const int32_t* key_start;    /* [batch]: the first slot of each sequence's keys; NULL: 0 */
-    const int32_t*
-        key_length; /* [batch]: the slot after each sequence's last key; NULL: all slots are used */
-    const int32_t*
-        block_table;         /* [batch, keys / page]: the pages of each sequence, in order; or NULL. It needs
-                                key_length */
-    int64_t block_table_row; /* from a row of it to the next */
-    int64_t page, pages;     /* slots of a page, and pages that there are, if there is a block_table */
+    const int32_t* key_length;   /* [batch]: the slot after each sequence's last key; NULL: all slots */
+    const int32_t* block_table;  /* [batch, keys / page]: pages in order; or NULL. Needs key_length */
+    int64_t block_table_row;     /* from a row of it to the next */
+    int64_t page, pages;         /* slots of a page, and pages that there are, if there is a block_table */
 } sb_attention_call;
 
 /* SB_ABI_VERSION of the library, for comparison with that of the header. */
