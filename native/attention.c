@@ -420,9 +420,9 @@ static sb_status check_sizes(const sb_attention_call* p) {
     if (p->block_table == NULL) return SB_OK;
     if (p->key_length == NULL)
         return fail(SB_INVALID, "key_length: expected lengths with block_table, got NULL");
-    if ((status = check_size("pages", p->pages)) ||
-        (status = check_size("block_table_row", p->block_table_row)))
-        return status;
+    if ((status = check_size("block_table_row", p->block_table_row))) return status;
+    if (p->pages < 1 || p->pages > LARGEST)
+        return fail(SB_INVALID, "pages: expected 1 to %d, got %" PRId64, LARGEST, p->pages);
     if (p->page < 1 || p->page > LARGEST || p->keys % p->page)
         return fail(SB_INVALID, "page: expected slots of which keys is a multiple, got %" PRId64, p->page);
     return SB_OK;

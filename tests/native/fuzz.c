@@ -361,7 +361,10 @@ static sb_status bad_attention(const sb_context* context) {
         case 21:
             p.cu_seqlens_q = p.cu_seqlens_k = NULL;
             p.block_table = p.key_length = address(7 << 20), p.pages = 9;
-            p.page = ANY(0, -1, 63, INT64_MIN, INT64_MAX);
+            if (draw(2))
+                p.pages = ANY(0, -1, INT64_MIN, INT64_MAX), p.page = 1;
+            else
+                p.page = ANY(0, -1, 63, INT64_MIN, INT64_MAX);
             break;
         case 22:
             scratch = draw(2) ? NULL : address(4096 + 128);
