@@ -25,7 +25,7 @@ _Static_assert(sizeof(header) == 240 && sizeof(schedule) == 48 && sizeof(variant
                    sizeof(cubin) == 64 && sizeof(table) == 32,
                "samebits/tools/export/archive.py has these sizes");
 
-enum { CHECKED_FROM = 24, MOST_BYTES = 1 << 30 };
+enum { CHECKED_FROM = 24, MOST_BYTES = 1 << 30, MOST_UNPACKED = 1 << 24 };
 
 static uint32_t crc32(const unsigned char* bytes, size_t count) {
     uint32_t lines[256], crc = 0xFFFFFFFF;
@@ -54,8 +54,20 @@ static bool text_ends(const char* text, size_t size) { return memchr(text, 0, si
 
 /* The bytes of parameters that this library gives to a kernel. */
 static uint32_t params_of(int32_t f, uint32_t variant) {
-    static const uint32_t sizes[FAMILIES] = {UNIVERSAL_PARAMS, UNIVERSAL_PARAMS,  TENSOR_CORE_SM90_PARAMS,
-                                             FMA_SM90_PARAMS,  STATISTICS_PARAMS, COMBINE_PARAMS};
+    static const uint32_t sizes[FAMILIES] = {
+        [TENSOR_CORE] = UNIVERSAL_PARAMS,
+        [FMA] = UNIVERSAL_PARAMS,
+        [TENSOR_CORE_SM90] = TENSOR_CORE_SM90_PARAMS,
+        [FMA_SM90] = FMA_SM90_PARAMS,
+        [STATISTICS_SM90] = STATISTICS_PARAMS,
+        [LOGP] = COMBINE_PARAMS,
+        [GROUPED_TENSOR_CORE] = UNIVERSAL_PARAMS + GROUPED_PARAMS,
+        [GROUPED_FMA] = UNIVERSAL_PARAMS + GROUPED_PARAMS,
+        [GROUPED_SM90] = TENSOR_CORE_SM90_PARAMS + GROUPED_PARAMS,
+        [ATTENTION_SM90] = ATTENTION_SM90_PARAMS,
+        [ATTENTION] = ATTENTION_PARAMS,
+        [ATTENTION_MERGE] = ATTENTION_PARAMS,
+    };
     return f == LOGP && variant % 4 == BLOCK_STATISTICS ? BLOCK_STATISTICS_PARAMS : sizes[f];
 }
 
@@ -105,7 +117,7 @@ static bool consistent(const sb_archive* x, const header* h, uint64_t bounds, ui
     for (uint32_t i = 0; i < x->cubin_count; i++) {
         const cubin* c = &x->cubins[i];
         if (!text_ends(c->entry, sizeof c->entry) || c->at % 16 || c->at > x->size ||
-            c->size > x->size - c->at || c->size < 16)
+            c->size > x->size - c->at || c->unpacked < 16 || c->unpacked > MOST_UNPACKED)
             return false;
         if (c->block < 1 || c->block > 1024 || c->smem > 1 << 20 || c->cluster < 1 || c->cluster > 16 ||
             c->params > 4096)

@@ -32,34 +32,49 @@ void leave(bool pushed) {
     if (pushed) driver.cuCtxPopCurrent_v2(&popped);
 }
 
+/* Load a kernel; `code` is its machine code. */
+static sb_status load_kernel(sb_context* x, uint32_t i, const unsigned char* code) {
+    const cubin* c = &x->archive->cubins[i];
+    if ((int64_t)c->smem > x->max_smem)
+        return fail(SB_UNSUPPORTED, "%s needs %" PRIu32 " bytes of shared memory, this GPU has %d", c->entry,
+                    c->smem, x->max_smem);
+    sb_status status = check_driver(driver.cuModuleLoadData(&x->modules[i], code), c->entry);
+    if (status == SB_OK)
+        status =
+            check_driver(driver.cuModuleGetFunction(&x->functions[i], x->modules[i], c->entry), c->entry);
+    if (status == SB_OK && c->smem > 0)
+        status = check_driver(driver.cuFuncSetAttribute(x->functions[i], DYNAMIC_SMEM, (int)c->smem),
+                              "cuFuncSetAttribute");
+    if (status == SB_OK && c->cluster > 8)
+        status = check_driver(driver.cuFuncSetAttribute(x->functions[i], NON_PORTABLE_CLUSTER, 1),
+                              "cuFuncSetAttribute");
+    size_t offset = 0, size = 0;
+    if (status == SB_OK)
+        status =
+            check_driver(driver.cuFuncGetParamInfo(x->functions[i], 0, &offset, &size), "cuFuncGetParamInfo");
+    if (status == SB_OK && (size < c->params || size >= (size_t)c->params + 128))
+        status = fail(SB_ARCHIVE, "%s takes parameters of %zu bytes, the archive says %" PRIu32, c->entry,
+                      size, c->params);
+    return status;
+}
+
 static sb_status load_kernels(sb_context* x) {
     const sb_archive* archive = x->archive;
-    for (uint32_t i = 0; i < archive->cubin_count; i++) {
+    size_t largest = 1;
+    for (uint32_t i = 0; i < archive->cubin_count; i++)
+        if (archive->cubins[i].unpacked > largest) largest = archive->cubins[i].unpacked;
+    inflate_room* room = malloc(sizeof *room);
+    unsigned char* code = malloc(largest);
+    sb_status status = room && code ? SB_OK : fail(SB_MEMORY, "no memory to unpack kernels");
+    for (uint32_t i = 0; i < archive->cubin_count && status == SB_OK; i++) {
         const cubin* c = &archive->cubins[i];
-        if ((int64_t)c->smem > x->max_smem)
-            return fail(SB_UNSUPPORTED, "%s needs %" PRIu32 " bytes of shared memory, this GPU has %d",
-                        c->entry, c->smem, x->max_smem);
-        sb_status status =
-            check_driver(driver.cuModuleLoadData(&x->modules[i], archive->bytes + c->at), c->entry);
-        if (status == SB_OK)
-            status =
-                check_driver(driver.cuModuleGetFunction(&x->functions[i], x->modules[i], c->entry), c->entry);
-        if (status == SB_OK && c->smem > 0)
-            status = check_driver(driver.cuFuncSetAttribute(x->functions[i], DYNAMIC_SMEM, (int)c->smem),
-                                  "cuFuncSetAttribute");
-        if (status == SB_OK && c->cluster > 8)
-            status = check_driver(driver.cuFuncSetAttribute(x->functions[i], NON_PORTABLE_CLUSTER, 1),
-                                  "cuFuncSetAttribute");
-        size_t offset = 0, size = 0;
-        if (status == SB_OK)
-            status = check_driver(driver.cuFuncGetParamInfo(x->functions[i], 0, &offset, &size),
-                                  "cuFuncGetParamInfo");
-        if (status == SB_OK && (size < c->params || size >= (size_t)c->params + 128))
-            status = fail(SB_ARCHIVE, "%s takes parameters of %zu bytes, the archive says %" PRIu32, c->entry,
-                          size, c->params);
-        if (status != SB_OK) return status;
+        status = inflate(archive->bytes + c->at, (size_t)c->size, code, c->unpacked, room)
+                     ? load_kernel(x, i, code)
+                     : fail(SB_ARCHIVE, "the archive's machine code of %s is damaged", c->entry);
     }
-    return SB_OK;
+    free(room);
+    free(code);
+    return status;
 }
 
 static sb_status prepare(sb_context* x) {

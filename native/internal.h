@@ -54,6 +54,8 @@ typedef struct {
     of(cuTensorMapEncodeTiled, (void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, \
                                 const uint32_t*, int, int, int, int))                                           \
     of(cuTensorMapReplaceAddress, (void*, void*))                                                               \
+    of(cuMemsetD8Async, (void*, unsigned char, size_t, CUstream))                                               \
+    of(cuMemsetD32Async, (void*, unsigned, size_t, CUstream))                                                   \
     of(cuGetErrorName, (int, const char**))                                                                     \
     of(cuGetErrorString, (int, const char**))
 /* clang-format on */
@@ -68,7 +70,21 @@ sb_status check_driver(int code, const char* what);
 
 /* ---- The archive (archive.c). samebits/tools/export/archive.py writes the same structs. ---- */
 
-typedef enum { TENSOR_CORE, FMA, TENSOR_CORE_SM90, FMA_SM90, STATISTICS_SM90, LOGP, FAMILIES } family;
+typedef enum {
+    TENSOR_CORE,
+    FMA,
+    TENSOR_CORE_SM90,
+    FMA_SM90,
+    STATISTICS_SM90,
+    LOGP,
+    GROUPED_TENSOR_CORE,
+    GROUPED_FMA,
+    GROUPED_SM90,
+    ATTENTION_SM90,
+    ATTENTION,
+    ATTENTION_MERGE,
+    FAMILIES
+} family;
 
 typedef struct {
     int32_t family, kernel; /* kernel: its number, of those that `kernels` has in variants */
@@ -77,7 +93,7 @@ typedef struct {
     int32_t panel;     /* columns of a 16-bit output that leave at once; 0: none do */
     int32_t swap;      /* compute the transpose */
     int32_t promotion; /* of loads into L2, in bytes */
-    int32_t spare;
+    int32_t groups;    /* the most whose table leaves room for the whole ring */
 } schedule;
 
 typedef struct {
@@ -86,8 +102,8 @@ typedef struct {
 } variant;
 
 typedef struct {
-    uint64_t at, size; /* of the machine code */
-    uint32_t block, smem, cluster, programmatic, params, spare;
+    uint64_t at, size; /* of the packed machine code */
+    uint32_t block, smem, cluster, programmatic, params, unpacked;
     char entry[24];
 } cubin;
 
@@ -107,6 +123,9 @@ enum {
     UNIVERSAL_PARAMS = 208,
     TENSOR_CORE_SM90_PARAMS = 456,
     FMA_SM90_PARAMS = 376,
+    GROUPED_PARAMS = 32, /* more than those of other products */
+    ATTENTION_SM90_PARAMS = 640,
+    ATTENTION_PARAMS = 368,
     STATISTICS_PARAMS = 328,
     BLOCK_STATISTICS_PARAMS = 80,
     COMBINE_PARAMS = 96
@@ -131,6 +150,14 @@ struct sb_archive {
 };
 
 void keep(const sb_archive* archive);
+
+/* Tables that inflate() works with. */
+typedef struct {
+    uint16_t literals[1 << 15], distances[1 << 15];
+} inflate_room;
+
+/* Unpack machine code (inflate.c): whether it is of this size. */
+bool inflate(const unsigned char* from, size_t size, unsigned char* to, size_t to_size, inflate_room* room);
 
 const table* find_table(const sb_archive* archive, family f, uint32_t key);
 /* The schedule of a table for these sizes, or NULL. */
@@ -165,7 +192,7 @@ sb_status encode(void* map, const void* address, const map_recipe* recipe);
 sb_status enter(const sb_context* context, bool* pushed);
 void leave(bool pushed);
 
-/* ---- Products (products.c, sm90.c) ---- */
+/* ---- Products (products.c, grouped.c, sm90.c) ---- */
 
 typedef struct {
     const void* at;
@@ -180,11 +207,52 @@ typedef struct {
     const void* offsets;
     int64_t sequences;
     int wide;
+    const sb_groups* groups; /* of grouped products, or NULL */
     CUstream stream;
 } call;
 
+/* struct Params of the universal kernels. */
+typedef struct {
+    const void* a;
+    int64_t a_strides[4];
+    const void* b;
+    int64_t b_strides[4];
+    void* out;
+    int64_t out_strides[3];
+    void* start;
+    int64_t start_strides[3];
+    const void* bias;
+    int64_t bias_stride;
+    const void* offsets;
+    int32_t m, n, k, sequences, tiles_m, tiles_n, last, vectors, bias_type, wide;
+} universal_params;
+
+/* struct Params of tensor_core_sm90.cu. */
+typedef struct {
+    unsigned char tall[128], wide[128], out_map[128];
+    void* out;
+    const void *bias, *offsets;
+    int64_t row_stride, batch_stride;
+    int32_t rows, columns, k, batch, tall_batched, wide_batched, sequences, group;
+} tensor_core_params;
+
+/* What follows in those of grouped products: struct Groups, and the distance between biases. */
+typedef struct {
+    const void *ends, *sequences;
+    int32_t count, rows;
+    int64_t bias;
+} grouped_params;
+
+_Static_assert(sizeof(universal_params) == UNIVERSAL_PARAMS &&
+                   sizeof(tensor_core_params) == TENSOR_CORE_SM90_PARAMS &&
+                   sizeof(grouped_params) == GROUPED_PARAMS,
+               "");
+
 sb_status run_product(const sb_context* context, const sb_product* product, const sb_sequences* sequences,
                       CUstream stream);
+
+/* The matrices of an operand that has a batch_stride. */
+static inline int64_t matrices_of(const call* c) { return c->groups ? c->groups->count : c->p->batch; }
 
 static inline int64_t ceil_div(int64_t x, int64_t by) { return (x + by - 1) / by; }
 static inline int64_t round_up(int64_t x, int64_t step) { return ceil_div(x, step) * step; }
@@ -195,11 +263,27 @@ static inline bool multiple(const void* at, uintptr_t of) { return (uintptr_t)at
 static inline int epilogue_type(sb_dtype dtype) { return (int)dtype + 1; }
 
 sb_status check_size(const char* name, int64_t size);
+/* Whether an array of runs of `run` elements lies within 2^46, with strides that no kernel's arithmetic leaves. */
+sb_status check_array(const char* name, const void* data, sb_dtype dtype, const char* const of[3],
+                      const int64_t sizes[3], const int64_t strides[3], int64_t run);
 sb_status check_matrix(const char* name, const sb_matrix* x, sb_dtype dtype, int64_t rows, int64_t columns,
                        int64_t batch);
 
+/* Check all of a product; b has so many matrices. */
+sb_status check_product(const sb_product* p, int64_t matrices);
+sb_status too_many(const sb_product* p);
+sb_status no_products(sb_dtype dtype);
+
 void out_strides(const sb_product* p, int64_t strides[3]);
 bool writes_vectors(const sb_product* p);
+
+/* How an operand's tiles are loaded, as universal kernels' variants have it. */
+enum { ALONG_K, ALONG_ROWS, GATHER_UNIT_K, GATHER_K, GATHER_ROWS };
+
+/* The way to load an operand, and its strides. `ragged`: sequences start at any k. */
+unsigned layout_of(const operand* x, int chunk, bool ragged, int64_t strides[4]);
+/* All but the strides of a and b, and `last`. */
+void fill_universal(const call* c, const schedule* s, int64_t tiles_m, universal_params* x);
 
 /* Launch a Hopper kernel if it takes the call. `done` says whether it did. */
 sb_status tensor_core_sm90(const sb_context* context, const call* c, bool* done);
@@ -210,7 +294,13 @@ map_recipe operand_map(sb_dtype dtype, const operand* x, int64_t batch, bool mn,
                        int sharers, bool folded, int promotion);
 /* 1: TMA can read it, contiguous along k; 0: along its rows; -1: TMA cannot. */
 int k_major(const operand* x);
+/* Blocks that run at once, or as many as there are tiles (of all that are in a cluster together). */
+int64_t blocks_of_tiles(const sb_context* context, const schedule* s, int64_t tiles);
 int64_t blocks_sm90(const sb_context* context, const schedule* s, int64_t rows, int64_t columns,
                     int64_t batch);
+/* Whether the output can be written in vectors, or by the copy engine. */
+bool aligned_output(const sb_product* p);
+/* All but the sequences. */
+sb_status fill_tensor_core(const call* c, const schedule* s, bool folded, tensor_core_params* x);
 
 #endif

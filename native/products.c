@@ -9,12 +9,9 @@
 
 enum { LONGEST_STRIDE_LOG2 = 36, MOST_ELEMENTS_LOG2 = 46 };
 
-/* Whether all of a matrix lies within 2^46 elements, with strides that no kernel's arithmetic leaves. */
-sb_status check_matrix(const char* name, const sb_matrix* x, sb_dtype dtype, int64_t rows, int64_t columns,
-                       int64_t batch) {
-    const int64_t sizes[3] = {batch, rows, columns}, strides[3] = {x->batch, x->row, x->column};
-    static const char* const of[3] = {"batch", "row", "column"};
-    int64_t last = 0;
+sb_status check_array(const char* name, const void* data, sb_dtype dtype, const char* const of[3],
+                      const int64_t sizes[3], const int64_t strides[3], int64_t run) {
+    int64_t last = run;
     for (int i = 0; i < 3; i++) {
         if (sizes[i] <= 1) continue;
         if (strides[i] < 0 || strides[i] > INT64_C(1) << LONGEST_STRIDE_LOG2)
@@ -22,16 +19,23 @@ sb_status check_matrix(const char* name, const sb_matrix* x, sb_dtype dtype, int
                         of[i], strides[i]);
         const int64_t most = (INT64_C(1) << MOST_ELEMENTS_LOG2) - last;
         if (strides[i] > 0 && sizes[i] - 1 > most / strides[i])
-            return fail(SB_INVALID, "%s: expected a matrix within 2^46 elements, got %s distance %" PRId64,
+            return fail(SB_INVALID, "%s: expected an array within 2^46 elements, got %s distance %" PRId64,
                         name, of[i], strides[i]);
         last += (sizes[i] - 1) * strides[i];
     }
-    if (rows == 0 || columns == 0 || batch == 0) return SB_OK;
-    if (x->data == NULL) return fail(SB_INVALID, "%s.data: expected an address, got NULL", name);
-    if (!multiple(x->data, (uintptr_t)itemsize(dtype)))
+    if (sizes[0] == 0 || sizes[1] == 0 || sizes[2] == 0 || run == 0) return SB_OK;
+    if (data == NULL) return fail(SB_INVALID, "%s.data: expected an address, got NULL", name);
+    if (!multiple(data, (uintptr_t)itemsize(dtype)))
         return fail(SB_INVALID, "%s.data: expected an address that is a multiple of %d, got %p", name,
-                    itemsize(dtype), x->data);
+                    itemsize(dtype), data);
     return SB_OK;
+}
+
+sb_status check_matrix(const char* name, const sb_matrix* x, sb_dtype dtype, int64_t rows, int64_t columns,
+                       int64_t batch) {
+    static const char* const of[3] = {"batch", "row", "column"};
+    return check_array(name, x->data, dtype, of, (const int64_t[3]){batch, rows, columns},
+                       (const int64_t[3]){x->batch, x->row, x->column}, 1);
 }
 
 /* Whether no two elements of the output are one. */
@@ -58,7 +62,7 @@ sb_status check_size(const char* name, int64_t size) {
     return fail(SB_INVALID, "%s: expected a size from 0 to %d, got %" PRId64, name, LARGEST, size);
 }
 
-static sb_status check(const sb_product* p, const sb_sequences* s) {
+sb_status check_product(const sb_product* p, int64_t matrices) {
     sb_status status;
     if (p->dtype < SB_F32 || p->dtype > SB_F16)
         return fail(SB_INVALID, "dtype: expected SB_F32, SB_BF16 or SB_F16, got %d", (int)p->dtype);
@@ -72,7 +76,7 @@ static sb_status check(const sb_product* p, const sb_sequences* s) {
     if (p->accumulate && p->out_dtype != SB_F32)
         return fail(SB_INVALID, "accumulate: expected an out_dtype of SB_F32, got %d", (int)p->out_dtype);
     if ((status = check_matrix("a", &p->a, p->dtype, p->m, p->k, p->batch)) ||
-        (status = check_matrix("b", &p->b, p->dtype, p->k, p->n, p->batch)) ||
+        (status = check_matrix("b", &p->b, p->dtype, p->k, p->n, matrices)) ||
         (status = check_matrix("out", &p->out, p->out_dtype, p->m, p->n, p->batch)))
         return status;
     if (p->m > 0 && p->n > 0 && p->batch > 0 && !distinct(p))
@@ -83,7 +87,10 @@ static sb_status check(const sb_product* p, const sb_sequences* s) {
     if (!multiple(p->bias, (uintptr_t)itemsize(p->dtype)))
         return fail(SB_INVALID, "bias: expected an address that is a multiple of %d, got %p",
                     itemsize(p->dtype), p->bias);
-    if (s == NULL) return SB_OK;
+    return SB_OK;
+}
+
+static sb_status check_sequences(const sb_sequences* s) {
     if (s->wide != 0 && s->wide != 1)
         return fail(SB_INVALID, "sequences.wide: expected 0 or 1, got %d", s->wide);
     if (s->count < 1 || s->count > LARGEST || (s->offsets == NULL && s->count != 1))
@@ -93,6 +100,12 @@ static sb_status check(const sb_product* p, const sb_sequences* s) {
         return fail(SB_INVALID, "sequences.offsets: expected an address that is a multiple of %d, got %p",
                     s->wide ? 8 : 4, s->offsets);
     return SB_OK;
+}
+
+sb_status too_many(const sb_product* p) {
+    return fail(SB_INVALID,
+                "m, n, batch: expected at most %d tiles, got %" PRId64 " x %" PRId64 " x %" PRId64, LARGEST,
+                p->m, p->n, p->batch);
 }
 
 /* ---- What several kernels take ---- */
@@ -112,10 +125,7 @@ bool writes_vectors(const sb_product* p) {
 
 /* ---- The universal kernels ---- */
 
-/* How an operand's tiles are loaded: the first bits of a kernel's variant. */
-enum { ALONG_K, ALONG_ROWS, GATHER_UNIT_K, GATHER_K, GATHER_ROWS };
-
-static unsigned layout(const operand* x, int chunk, bool ragged, int64_t strides[4]) {
+unsigned layout_of(const operand* x, int chunk, bool ragged, int64_t strides[4]) {
     const bool one_row = x->rows <= 1, one_k = x->k <= 1;
     strides[0] = x->batch_stride;
     strides[1] = 0;
@@ -133,63 +143,8 @@ static unsigned layout(const operand* x, int chunk, bool ragged, int64_t strides
     return strides[3] == 1 ? GATHER_UNIT_K : GATHER_K;
 }
 
-/* struct Params of both kernels. */
-typedef struct {
-    const void* a;
-    int64_t a_strides[4];
-    const void* b;
-    int64_t b_strides[4];
-    void* out;
-    int64_t out_strides[3];
-    void* start;
-    int64_t start_strides[3];
-    const void* bias;
-    int64_t bias_stride;
-    const void* offsets;
-    int32_t m, n, k, sequences, tiles_m, tiles_n, last, vectors, bias_type, wide;
-} universal_params;
-
-_Static_assert(sizeof(universal_params) == UNIVERSAL_PARAMS, "");
-
-static sb_status universal(const sb_context* context, const call* c) {
+void fill_universal(const call* c, const schedule* s, int64_t tiles_m, universal_params* x) {
     const sb_product* p = c->p;
-    const bool fma = p->dtype == SB_F32, ragged = c->offsets != NULL;
-    const sb_archive* archive = context->archive;
-    const table* t = find_table(archive, fma ? FMA : TENSOR_CORE, p->batch > 1);
-    if (t == NULL)
-        return fail(SB_UNSUPPORTED, "the archive has no products of %s: samebits export --dtype %s",
-                    fma ? "float32" : "16 bits",
-                    fma                   ? "f32"
-                    : p->dtype == SB_BF16 ? "bf16"
-                                          : "f16");
-    _Alignas(64) union {
-        universal_params of;
-        char room[sizeof(universal_params) + 128];
-    } params = {0};
-    universal_params* x = &params.of;
-    const int chunk = fma ? 4 : 8;
-    uint32_t variant = layout(&c->a, chunk, ragged, x->a_strides);
-    variant |= layout(&c->b, chunk, ragged, x->b_strides) << 3;
-    variant |= (uint32_t)p->dtype << 6;
-    if (fma) variant |= (uint32_t)ragged << 8;
-    const schedule* s = choose(archive, t, p->m, p->n, p->k);
-    int64_t cubin = s == NULL ? -1 : find_variant(archive, s->kernel, variant);
-    if (cubin < 0) {
-        s = &archive->schedules[t->plain];
-        cubin = find_variant(archive, s->kernel, variant);
-    }
-    if (cubin < 0)
-        return fail(SB_UNSUPPORTED,
-                    "the archive has no kernel for products of this dtype: samebits export --dtype %s",
-                    fma                   ? "f32"
-                    : p->dtype == SB_BF16 ? "bf16"
-                                          : "f16");
-    const int64_t tiles_m = ceil_div(p->m, s->tile_m), tiles_n = ceil_div(p->n, s->tile_n);
-    const int64_t steps = ragged ? p->k / 16 + c->sequences : ceil_div(p->k, 16);
-    if (tiles_m * tiles_n > LARGEST / p->batch || steps > LARGEST)
-        return fail(SB_INVALID,
-                    "m, n, batch: expected at most %d tiles, got %" PRId64 " x %" PRId64 " x %" PRId64,
-                    LARGEST, p->m, p->n, p->batch);
     x->a = c->a.at;
     x->b = c->b.at;
     x->out = p->out.data;
@@ -206,11 +161,45 @@ static sb_status universal(const sb_context* context, const call* c) {
     x->k = (int32_t)p->k;
     x->sequences = (int32_t)c->sequences;
     x->tiles_m = (int32_t)tiles_m;
-    x->tiles_n = (int32_t)tiles_n;
-    x->last = fma ? c->in_sequences : (int32_t)p->out_dtype;
+    x->tiles_n = (int32_t)ceil_div(p->n, s->tile_n);
+    x->last = p->dtype == SB_F32 ? c->in_sequences : (int32_t)p->out_dtype;
     x->vectors = writes_vectors(p);
     x->bias_type = p->bias == NULL ? 0 : (int32_t)p->dtype;
-    x->wide = ragged && c->wide;
+    x->wide = c->offsets != NULL && c->wide;
+}
+
+sb_status no_products(sb_dtype dtype) {
+    static const char* const names[] = {"f32", "bf16", "f16"};
+    return fail(SB_UNSUPPORTED, "the archive has no products of %s: samebits export --dtype %s", names[dtype],
+                names[dtype]);
+}
+
+static sb_status universal(const sb_context* context, const call* c) {
+    const sb_product* p = c->p;
+    const bool fma = p->dtype == SB_F32, ragged = c->offsets != NULL;
+    const sb_archive* archive = context->archive;
+    const table* t = find_table(archive, fma ? FMA : TENSOR_CORE, p->batch > 1);
+    if (t == NULL) return no_products(p->dtype);
+    _Alignas(64) union {
+        universal_params of;
+        char room[sizeof(universal_params) + 128];
+    } params = {0};
+    const int chunk = fma ? 4 : 8;
+    uint32_t variant = layout_of(&c->a, chunk, ragged, params.of.a_strides);
+    variant |= layout_of(&c->b, chunk, ragged, params.of.b_strides) << 3;
+    variant |= (uint32_t)p->dtype << 6;
+    if (fma) variant |= (uint32_t)ragged << 8;
+    const schedule* s = choose(archive, t, p->m, p->n, p->k);
+    int64_t cubin = s == NULL ? -1 : find_variant(archive, s->kernel, variant);
+    if (cubin < 0) {
+        s = &archive->schedules[t->plain];
+        cubin = find_variant(archive, s->kernel, variant);
+    }
+    if (cubin < 0) return no_products(p->dtype);
+    const int64_t tiles_m = ceil_div(p->m, s->tile_m), tiles_n = ceil_div(p->n, s->tile_n);
+    const int64_t steps = ragged ? p->k / 16 + c->sequences : ceil_div(p->k, 16);
+    if (tiles_m * tiles_n > LARGEST / p->batch || steps > LARGEST) return too_many(p);
+    fill_universal(c, s, tiles_m, &params.of);
     return launch(context, cubin, tiles_m * tiles_n * p->batch, &params, c->stream);
 }
 
@@ -243,7 +232,8 @@ static sb_status checked(const sb_context* context, const sb_product* p, const s
                          CUstream stream) {
     if (context == NULL) return fail(SB_INVALID, "context: expected a handle, got NULL");
     if (p == NULL) return fail(SB_INVALID, "product: expected a description, got NULL");
-    const sb_status status = check(p, s);
+    sb_status status = check_product(p, p->batch);
+    if (status == SB_OK && s != NULL) status = check_sequences(s);
     return status ? status : run_product(context, p, s, stream);
 }
 

@@ -1,4 +1,4 @@
-/* libsamebits: matrix products and log-probabilities whose bits do not depend on the batch, on NVIDIA GPUs.
+/* libsamebits: matrix products, attention and log-probabilities whose bits do not depend on the batch, on NVIDIA GPUs.
 
    The library needs the CUDA driver alone, which it loads when the first context is created. Its kernels come from
    an archive, made by `samebits export`. Results have the bits that docs/contract.md of samebits specifies: bf16 and
@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define SB_ABI_VERSION 1
+#define SB_ABI_VERSION 2
 
 #if defined(__GNUC__)
 #define SB_API __attribute__((visibility("default")))
@@ -83,6 +83,14 @@ typedef struct sb_sequences {
     int wide;      /* offsets are int64_t; 0: int32_t */
 } sb_sequences;
 
+/* Groups of rows, such as the tokens of experts: each has a matrix b of its own, b.batch elements apart. */
+typedef struct sb_groups {
+    const int32_t* ends; /* on the GPU: the row after each group, never descending, from 0 to m; the first
+                            group begins at row 0 */
+    int64_t count;       /* groups, 1 or more */
+    int64_t bias;        /* distance from a group's bias to the next group's, in elements */
+} sb_groups;
+
 /* Log-probabilities of targets: softmax((hidden weight^T + bias) / temperature). */
 typedef struct sb_logp {
     sb_dtype dtype; /* of hidden, weight and bias */
@@ -98,6 +106,60 @@ typedef struct sb_logp {
     float* logp;           /* [tokens] */
     float* entropy;        /* [tokens] too: the entropy of each distribution; or NULL */
 } sb_logp;
+
+/* Vectors of tokens and heads: element i of (b, t, h) at data[b * batch + t * token + h * head + i]. Distances are in
+   elements, and not negative. Packed ones have no batch. One of 0 lets all share. */
+typedef struct sb_vectors {
+    void* data;
+    int64_t batch, token, head;
+} sb_vectors;
+
+/* How many keys to the left and to the right of its own position a query sees; -1: all. */
+typedef struct sb_window {
+    int64_t left, right;
+} sb_window;
+
+static inline sb_window sb_all_keys(void) {
+    sb_window x = {-1, -1};
+    return x;
+}
+
+/* No key after its own position. */
+static inline sb_window sb_causal(void) {
+    sb_window x = {-1, 0};
+    return x;
+}
+
+/* Softmax attention: out = softmax(q k^T scale) v, with the conventions of samebits.attention. With a window other than
+   sb_all_keys() the last query of a sequence has the position of its last key.
+
+   Offsets, starts, lengths and pages are on the GPU and int32. They are not checked; nothing is read out of place. */
+typedef struct sb_attention_call {
+    sb_dtype dtype;       /* of q, k, v and out */
+    int64_t batch;        /* sequences */
+    int64_t queries;      /* tokens of each in q; packed: of all together */
+    int64_t keys;         /* slots of each in k and v; packed: of all together */
+    int64_t heads;        /* of q: a multiple of kv_heads */
+    int64_t kv_heads;     /* each serves heads / kv_heads consecutive ones of q */
+    int64_t head, values; /* sizes of vectors: of q and k; of v and out. 1 to 256 */
+    sb_vectors q, k, v;   /* with pages, k's and v's batch is the distance from a page to the next */
+    void* out;            /* contiguous [batch, queries, heads, values], packed [queries, heads, values]; at a
+                             multiple of 16. A query that sees no key gives zeros, and so does a packed token of
+                             no sequence */
+    float* lse;           /* the log-sum-exps of scores, contiguous [batch, heads, queries] or packed
+                             [heads, queries]; or NULL */
+    float scale;          /* of scores: usually 1 / sqrt(head) */
+    float softcap;        /* scores become softcap tanh(score / softcap); 0: they do not */
+    sb_window window;     /* sb_all_keys(), sb_causal(), or one of your own */
+    const float* sinks;   /* [heads]: logits that take part in the softmax without a value; or NULL */
+    const int32_t* cu_seqlens_q; /* [batch + 1]: offsets of packed sequences in q; or NULL */
+    const int32_t* cu_seqlens_k; /* the same in k and v; needed with cu_seqlens_q, unless there are pages */
+    const int32_t* key_start;    /* [batch]: the first slot of each sequence's keys; NULL: 0 */
+    const int32_t* key_length;   /* [batch]: the slot after each sequence's last key; NULL: all slots */
+    const int32_t* block_table;  /* [batch, keys / page]: pages in order; or NULL. Needs key_length */
+    int64_t block_table_row;     /* from a row of it to the next */
+    int64_t page, pages;         /* slots of a page, and pages that there are, if there is a block_table */
+} sb_attention_call;
 
 /* SB_ABI_VERSION of the library, for comparison with that of the header. */
 SB_API uint32_t sb_abi_version(void);
@@ -125,12 +187,27 @@ SB_API sb_status sb_bmm(const sb_context* context, const sb_product* product, CU
 SB_API sb_status sb_gemm_ragged(const sb_context* context, const sb_product* product,
                                 const sb_sequences* sequences, CUstream stream);
 
+/* A product for each group of rows: out[t, n] = a[t, k] b[g][k, n] + bias[g][n] for the rows t of group g, and +0 for
+   rows after the last group. batch is 1, accumulate 0. A row has the bits that sb_gemm gives it with its group's matrix.
+
+   With b transposed by its strides this is the gradient of a, too. That of b, a sum over each group's rows, is not in
+   the library. Wrong ends stop the kernel with an error of the device; nothing is read out of place. */
+SB_API sb_status sb_gemm_grouped(const sb_context* context, const sb_product* product,
+                                 const sb_groups* groups, CUstream stream);
+
 /* Bytes of scratch that sb_linear_logp wants for these sizes and dtypes; the pointers are not looked at, except
    whether `entropy` is NULL. Products need no scratch. */
 SB_API sb_status sb_workspace_size(const sb_context* context, const sb_logp* logp, size_t* bytes);
 /* `workspace`: scratch on the GPU, its address a multiple of 256, for this call alone until it has run. */
 SB_API sb_status sb_linear_logp(const sb_context* context, const sb_logp* logp, void* workspace,
                                 size_t workspace_bytes, CUstream stream);
+
+/* Bytes of scratch that sb_attention wants for these sizes; addresses are not looked at, except whether they are NULL. */
+SB_API sb_status sb_attention_workspace_size(const sb_context* context, const sb_attention_call* call,
+                                             size_t* bytes);
+/* `workspace` as in sb_linear_logp. Masks, heads above 256, and gradients are not in the library. */
+SB_API sb_status sb_attention(const sb_context* context, const sb_attention_call* call, void* workspace,
+                              size_t workspace_bytes, CUstream stream);
 
 #ifdef __cplusplus
 }

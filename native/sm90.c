@@ -4,12 +4,6 @@
 
 #include "internal.h"
 
-static sb_status too_many(const sb_product* p) {
-    return fail(SB_INVALID,
-                "m, n, batch: expected at most %d tiles, got %" PRId64 " x %" PRId64 " x %" PRId64, LARGEST,
-                p->m, p->n, p->batch);
-}
-
 /* ---- 16 bits ---- */
 
 int k_major(const operand* x) {
@@ -47,14 +41,17 @@ map_recipe operand_map(sb_dtype dtype, const operand* x, int64_t batch, bool mn,
     return map;
 }
 
-int64_t blocks_sm90(const sb_context* context, const schedule* s, int64_t rows, int64_t columns,
-                    int64_t batch) {
+int64_t blocks_of_tiles(const sb_context* context, const schedule* s, int64_t tiles) {
     /* Clusters of four leave some multiprocessors idle. */
     const int64_t usable = s->cluster <= 2 ? context->multiprocessors : context->multiprocessors * 10 / 11;
     const int64_t resident = usable * s->blocks / s->cluster;
-    const int64_t tiles =
-        ceil_div(rows, s->tile_m) * ceil_div(columns, (int64_t)s->tile_n * s->cluster) * batch;
     return (tiles < resident ? tiles : resident) * s->cluster;
+}
+
+int64_t blocks_sm90(const sb_context* context, const schedule* s, int64_t rows, int64_t columns,
+                    int64_t batch) {
+    const int64_t across = ceil_div(columns, (int64_t)s->tile_n * s->cluster);
+    return blocks_of_tiles(context, s, ceil_div(rows, s->tile_m) * across * batch);
 }
 
 /* The bits of a variant's number. */
@@ -72,15 +69,58 @@ enum {
 /* The bits of a table's key after the layouts: 0 for a 16-bit output, 1 for f32, 2 for f32 that is read, too. */
 enum { OUTPUT = 2, BATCHED = 4 };
 
-typedef struct {
-    unsigned char tall[128], wide[128], out_map[128];
-    void* out;
-    const void *bias, *offsets;
-    int64_t row_stride, batch_stride;
-    int32_t rows, columns, k, batch, tall_batched, wide_batched, sequences, group;
-} tensor_core_params;
+static int64_t matrix_stride(const sb_product* p) {
+    return p->batch > 1 ? p->out.batch : round_up(p->out.row * p->m, 8);
+}
 
-_Static_assert(sizeof(tensor_core_params) == TENSOR_CORE_SM90_PARAMS, "");
+bool aligned_output(const sb_product* p) {
+    const bool f32 = p->out_dtype == SB_F32;
+    const int step = f32 ? 2 : 8;
+    if (!multiple(p->out.data, 8) || p->out.row % step || matrix_stride(p) % step) return false;
+    /* The copy engine writes multiples of 16 bytes, also past the end of a row. */
+    return f32 || (multiple(p->out.data, 16) && p->n % 8 == 0);
+}
+
+sb_status fill_tensor_core(const call* c, const schedule* s, bool folded, tensor_core_params* x) {
+    const sb_product* p = c->p;
+    const bool a_mn = !k_major(&c->a), b_mn = !k_major(&c->b), swap = s->swap;
+    const operand *tall = swap ? &c->b : &c->a, *wide = swap ? &c->a : &c->b;
+    const int64_t matrices = matrices_of(c);
+    const map_recipe maps[2] = {operand_map(p->dtype, tall, matrices, swap ? b_mn : a_mn, s->tile_m,
+                                            s->tile_k, s->cluster, folded, s->promotion),
+                                operand_map(p->dtype, wide, matrices, swap ? a_mn : b_mn, s->tile_n,
+                                            s->tile_k, 1, folded, s->promotion)};
+    sb_status status = encode(x->tall, tall->at, &maps[0]);
+    if (status == SB_OK) status = encode(x->wide, wide->at, &maps[1]);
+    if (status == SB_OK && p->out_dtype != SB_F32 && s->panel && aligned_output(p)) {
+        const map_recipe out = {
+            .dtype = p->out_dtype,
+            .rank = 3,
+            .shape = {(uint64_t)p->n, (uint64_t)p->m, (uint64_t)p->batch},
+            .strides = {(uint64_t)p->out.row * 2, (uint64_t)matrix_stride(p) * 2},
+            .box = {(uint32_t)s->panel, 64, 1},
+            .swizzle = s->panel * 2,
+            .promotion = 256,
+        };
+        status = encode(x->out_map, p->out.data, &out);
+    } else {
+        for (size_t i = 0; i < sizeof x->out_map; i++) x->out_map[i] = 0;
+    }
+    x->out = p->out.data;
+    x->bias = p->bias;
+    x->offsets = c->offsets;
+    x->row_stride = p->out.row;
+    x->batch_stride = matrix_stride(p);
+    x->rows = (int32_t)(swap ? p->n : p->m);
+    x->columns = (int32_t)(swap ? p->m : p->n);
+    x->k = (int32_t)p->k;
+    x->batch = (int32_t)p->batch;
+    x->tall_batched = tall->batch_stride != 0;
+    x->wide_batched = wide->batch_stride != 0;
+    x->sequences = c->offsets == NULL ? 0 : (int32_t)c->sequences;
+    x->group = s->group;
+    return status;
+}
 
 static const table* table_of(const sb_archive* archive, uint32_t layouts, uint32_t output, uint32_t batched) {
     const table* t = NULL;
@@ -104,12 +144,7 @@ sb_status tensor_core_sm90(const sb_context* context, const call* c, bool* done)
     const table* t = table_of(archive, layouts, !f32 ? 0 : p->accumulate ? 2 : 1, p->batch > 1);
     if (t == NULL) return SB_OK;
 
-    const int64_t row_stride = p->out.row;
-    const int64_t batch_stride = p->batch > 1 ? p->out.batch : round_up(row_stride * p->m, 8);
-    const int step = f32 ? 2 : 8;
-    bool aligned = multiple(p->out.data, 8) && row_stride % step == 0 && batch_stride % step == 0;
-    /* The copy engine writes multiples of 16 bytes, also past the end of a row. */
-    if (!f32) aligned = aligned && multiple(p->out.data, 16) && p->n % 8 == 0;
+    const bool aligned = aligned_output(p);
     const uint32_t variant = layouts | (uint32_t)p->dtype << DTYPE | (uint32_t)f32 << OUT_F32 |
                              (uint32_t)(p->bias != NULL) << BIAS | (uint32_t)p->accumulate << ACCUMULATE |
                              (uint32_t)aligned << ALIGNED |
@@ -128,50 +163,15 @@ sb_status tensor_core_sm90(const sb_context* context, const call* c, bool* done)
     }
     if (cubin < 0) return SB_OK;
 
-    const bool swap = s->swap;
-    const int64_t rows = swap ? p->n : p->m, columns = swap ? p->m : p->n;
+    const int64_t rows = s->swap ? p->n : p->m, columns = s->swap ? p->m : p->n;
     const int64_t across = ceil_div(columns, (int64_t)s->tile_n * s->cluster);
     if (ceil_div(rows, s->tile_m) * across > LARGEST / p->batch) return too_many(p);
-    const operand *tall = swap ? &c->b : &c->a, *wide = swap ? &c->a : &c->b;
-    const map_recipe maps[2] = {operand_map(p->dtype, tall, p->batch, swap ? b_mn : a_mn, s->tile_m,
-                                            s->tile_k, s->cluster, folded, s->promotion),
-                                operand_map(p->dtype, wide, p->batch, swap ? a_mn : b_mn, s->tile_n,
-                                            s->tile_k, 1, folded, s->promotion)};
     _Alignas(128) union {
         tensor_core_params of;
         char room[sizeof(tensor_core_params) + 128];
     } params;
-    tensor_core_params* x = &params.of;
-    sb_status status = encode(x->tall, tall->at, &maps[0]);
-    if (status == SB_OK) status = encode(x->wide, wide->at, &maps[1]);
-    if (status == SB_OK && aligned && !f32 && s->panel) {
-        const map_recipe out = {
-            .dtype = p->out_dtype,
-            .rank = 3,
-            .shape = {(uint64_t)p->n, (uint64_t)p->m, (uint64_t)p->batch},
-            .strides = {(uint64_t)row_stride * 2, (uint64_t)batch_stride * 2},
-            .box = {(uint32_t)s->panel, 64, 1},
-            .swizzle = s->panel * 2,
-            .promotion = 256,
-        };
-        status = encode(x->out_map, p->out.data, &out);
-    } else {
-        for (size_t i = 0; i < sizeof x->out_map; i++) x->out_map[i] = 0;
-    }
+    const sb_status status = fill_tensor_core(c, s, folded, &params.of);
     if (status != SB_OK) return status;
-    x->out = p->out.data;
-    x->bias = p->bias;
-    x->offsets = c->offsets;
-    x->row_stride = row_stride;
-    x->batch_stride = batch_stride;
-    x->rows = (int32_t)rows;
-    x->columns = (int32_t)columns;
-    x->k = (int32_t)p->k;
-    x->batch = (int32_t)p->batch;
-    x->tall_batched = tall->batch_stride != 0;
-    x->wide_batched = wide->batch_stride != 0;
-    x->sequences = c->offsets == NULL ? 0 : (int32_t)c->sequences;
-    x->group = s->group;
     *done = true;
     return launch(context, cubin, blocks_sm90(context, s, rows, columns, p->batch), &params, c->stream);
 }

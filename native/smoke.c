@@ -111,6 +111,42 @@ static sb_product product(sb_dtype dtype, sb_dtype out, int64_t m, int64_t n, in
     return p;
 }
 
+static sb_vectors vectors(int64_t tokens, int64_t heads, int64_t size, uint32_t seed) {
+    const sb_vectors x = {made(SB_BF16, (size_t)(2 * tokens * heads * size), seed), tokens * heads * size,
+                          heads * size, size};
+    return x;
+}
+
+static void attended(const sb_context* context, sb_attention_call* p, int which) {
+    const int64_t rows = (p->cu_seqlens_q ? 1 : p->batch) * p->queries * p->heads;
+    size_t bytes;
+    p->out = on_gpu(NULL, (size_t)(rows * p->values * 2));
+    sb_status status = sb_attention_workspace_size(context, p, &bytes);
+    if (status == SB_OK) status = sb_attention(context, p, on_gpu(NULL, bytes), bytes, stream);
+    expect(status, which, p->out, (size_t)(rows * p->values * 2));
+}
+
+static void attend(const sb_context* context) {
+    sb_attention_call p = {
+        .dtype = SB_BF16, .batch = 2, .queries = 70, .keys = 70, .heads = 4, .kv_heads = 2};
+    p.head = p.values = 64;
+    p.q = vectors(70, 4, 64, 1), p.k = vectors(70, 2, 64, 2), p.v = vectors(70, 2, 64, 3);
+    p.scale = 0x1p-10f, p.window = sb_causal();
+    attended(context, &p, 9);
+
+    const int32_t lengths[] = {1100, 530}; /* a decoding step with a cache, which begins a segment */
+    p.queries = 1, p.keys = 1200, p.window = sb_all_keys();
+    p.q = vectors(1, 4, 64, 1), p.k = vectors(1200, 2, 64, 2), p.v = vectors(1200, 2, 64, 3);
+    p.key_length = on_gpu(lengths, sizeof lengths);
+    attended(context, &p, 10);
+
+    const int32_t offsets[] = {0, 33, 100}; /* and forty tokens of no sequence */
+    p.queries = p.keys = 140, p.window = sb_causal(), p.key_length = NULL, p.softcap = 20;
+    p.q = vectors(70, 4, 64, 1), p.k = vectors(70, 2, 64, 2), p.v = vectors(70, 2, 64, 3);
+    p.cu_seqlens_q = p.cu_seqlens_k = on_gpu(offsets, sizeof offsets);
+    attended(context, &p, 11);
+}
+
 static void run(const sb_context* context) {
     sb_product p = product(SB_BF16, SB_BF16, 70, 96, 128, 1); /* NT, with a bias */
     p.b = sb_transposed(p.b.data, 128);
@@ -149,6 +185,21 @@ static void run(const sb_context* context) {
     p.accumulate = 1;
     expect(sb_gemm_ragged(context, &p, &sequences, stream), 6, p.out.data, 64 * 40 * 4);
 
+    const int32_t ends[] = {5, 5, 33}; /* and five rows of no group */
+    const sb_groups groups = {on_gpu(ends, sizeof ends), 3, 72};
+    p = product(SB_BF16, SB_BF16, 38, 72, 128, 1); /* NT, of experts with biases */
+    p.b = sb_transposed(made(SB_BF16, 3 * 72 * 128, 2), 128);
+    p.b.batch = 72 * 128;
+    p.bias = made(SB_BF16, 3 * 72, 4);
+    expect(sb_gemm_grouped(context, &p, &groups, stream), 7, p.out.data, 38 * 72 * 2);
+
+    p = product(SB_F32, SB_F32, 38, 50, 60, 1); /* NN, of groups */
+    p.b = sb_rows(made(SB_F32, 3 * 60 * 50, 2), 50);
+    p.b.batch = 60 * 50;
+    expect(sb_gemm_grouped(context, &p, &groups, stream), 8, p.out.data, 38 * 50 * 4);
+
+    attend(context);
+
     const int64_t target[] = {0, 299, 7, -100, 128, 127, 300, 1, 2};
     sb_logp l = {.dtype = SB_BF16, .tokens = 9, .features = 64, .vocabulary = 300, .ignore_index = -100};
     l.hidden = made(SB_BF16, 9 * 64, 5), l.hidden_row = 64;
@@ -161,7 +212,7 @@ static void run(const sb_context* context) {
     size_t bytes;
     sb_status status = sb_workspace_size(context, &l, &bytes);
     if (status == SB_OK) status = sb_linear_logp(context, &l, on_gpu(NULL, bytes), bytes, stream);
-    expect(status, 7, l.logp, 2 * 9 * 4);
+    expect(status, 12, l.logp, 2 * 9 * 4);
 }
 
 int main(int count, char** arguments) {

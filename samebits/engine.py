@@ -1,4 +1,4 @@
-"""Products and log-probabilities by raw pointers, for programs whose arrays are not PyTorch's.
+"""Products, attention and log-probabilities by raw pointers, for programs whose arrays are not PyTorch's.
 
     engine = Engine("model.samebits", library="libsamebits.so")
     engine.matmul(x, w.T, out=y, stream=stream)
@@ -12,6 +12,7 @@ the arrays to be ready: what writes them must be on that stream, or done. ``docs
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ __all__ = ["Array", "Engine", "EngineError"]
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 """Names of dtypes, with the library's numbers."""
 
-_ABI = 1
+_ABI = 2
 _Int, _Long, _Pointer, _Size = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t
 
 
@@ -142,6 +143,10 @@ class _Sequences(ctypes.Structure):
     _fields_ = [("offsets", _Pointer), ("count", _Long), ("wide", _Int)]
 
 
+class _Groups(ctypes.Structure):
+    _fields_ = [("ends", _Pointer), ("count", _Long), ("bias", _Long)]
+
+
 class _Logp(ctypes.Structure):
     _fields_ = [
         ("dtype", _Int),
@@ -154,14 +159,38 @@ class _Logp(ctypes.Structure):
     ]
 
 
+class _Vectors(ctypes.Structure):
+    _fields_ = [("data", _Pointer), *((name, _Long) for name in ("batch", "token", "head"))]
+
+
+_LISTS = ("cu_seqlens_q", "cu_seqlens_k", "key_start", "key_length", "block_table")
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = [
+        ("dtype", _Int),
+        *((name, _Long) for name in ("batch", "queries", "keys", "heads", "kv_heads", "head", "values")),
+        *((name, _Vectors) for name in ("q", "k", "v")),
+        *(("out", _Pointer), ("lse", _Pointer)),
+        *(("scale", ctypes.c_float), ("softcap", ctypes.c_float)),
+        *(("left", _Long), ("right", _Long)),
+        ("sinks", _Pointer),
+        *((name, _Pointer) for name in _LISTS),
+        *((name, _Long) for name in ("block_table_row", "page", "pages")),
+    ]
+
+
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "sb_archive_open": (ctypes.c_char_p, _Pointer),
     "sb_context_create": (_Pointer, _Int, _Pointer),
     "sb_gemm": (_Pointer, _Pointer, _Pointer),
     "sb_bmm": (_Pointer, _Pointer, _Pointer),
     "sb_gemm_ragged": (_Pointer, _Pointer, _Pointer, _Pointer),
+    "sb_gemm_grouped": (_Pointer, _Pointer, _Pointer, _Pointer),
     "sb_workspace_size": (_Pointer, _Pointer, _Pointer),
     "sb_linear_logp": (_Pointer, _Pointer, _Pointer, _Size, _Pointer),
+    "sb_attention_workspace_size": (_Pointer, _Pointer, _Pointer),
+    "sb_attention": (_Pointer, _Pointer, _Pointer, _Size, _Pointer),
 }
 
 
@@ -260,6 +289,46 @@ class Engine:
         call = self._library.sb_gemm_ragged
         self._check(call(self._context, ctypes.byref(product), ctypes.byref(sequences), stream))
 
+    def grouped_mm(self, a: Any, b: Any, offs: Any, *, out: Any, bias: Any = None, stream: int) -> None:
+        """``out[t] = a[t] @ b[g] (+ bias[g])`` for the rows t of every group g: ``samebits.grouped_mm``.
+
+        Group g has the rows from ``offs[g - 1]`` to ``offs[g] - 1``, the first one those from 0. Rows after
+        the last group get +0. With ``b.mT`` this is the gradient of a, too; that of b is not in the library.
+
+        Args:
+            a: ``[T, K]``; float32, bfloat16 or float16, any strides that are not negative.
+            b: ``[G, K, N]``, of the same dtype.
+            offs: int32 ``[G]``, contiguous: the groups' ends, which never descend. Wrong ones end in an error
+                of the device.
+            out: ``[T, N]``, of the same dtype or float32.
+            bias: ``[G, N]``, rows contiguous, of the same dtype as a.
+            stream: as in :meth:`matmul`.
+
+        Reduction order: as in :meth:`matmul`, whatever the group is.
+
+        Raises:
+            TypeError, EngineError: as :meth:`matmul`.
+        """
+        of = Array.of(a), Array.of(b), Array.of(out)
+        ends, given = _vector("offs", offs, ("int32",)), None if bias is None else Array.of(bias)
+        if [len(x.shape) for x in of] != [2, 3, 2] or ends.shape != of[1].shape[:1]:
+            shapes = [x.shape for x in (*of, ends)]
+            raise EngineError(f"a, b, out, offs: expected [T, K], [G, K, N], [T, N], [G], got {shapes}", 1)
+        product = _product(of[0], of[1]._replace(shape=(1, *of[1].shape[1:])), of[2], None, False)
+        product.b.batch = of[1].strides[0]
+        groups = _Groups(ends.data, ends.shape[0], 0)
+        if given is not None:
+            wanted = of[1].shape[0], of[1].shape[2]
+            if (
+                given.dtype != of[0].dtype
+                or given.shape != wanted
+                or (wanted[1] > 1 and given.strides[1] != 1)
+            ):
+                raise EngineError(f"bias: expected a's dtype and {wanted}, rows contiguous, got {given}", 1)
+            product.bias, groups.bias = given.data, given.strides[0]
+        call = self._library.sb_gemm_grouped
+        self._check(call(self._context, ctypes.byref(product), ctypes.byref(groups), stream))
+
     def workspace_size(self, hidden: Any, weight: Any, *, entropy: bool = False) -> int:
         """Bytes of scratch that :meth:`linear_logp` wants for arrays like these."""
         size = _Size()
@@ -311,6 +380,64 @@ class Engine:
         size = _itemsize(room.dtype) * (room.shape[0] if len(room.shape) == 1 else 0)
         call = self._library.sb_linear_logp
         self._check(call(self._context, ctypes.byref(logp), room.data, size, stream))
+
+    def attention_workspace_size(self, q: Any, k: Any, v: Any, **options: Any) -> int:
+        """Bytes of scratch that :meth:`attention` wants for arrays like these, and the same `options`."""
+        size, call = _Size(), _attention(q, k, v, **options)
+        asked = self._library.sb_attention_workspace_size
+        self._check(asked(self._context, ctypes.byref(call), ctypes.byref(size)))
+        return size.value
+
+    def attention(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        out: Any,
+        workspace: Any,
+        stream: int,
+        lse: Any = None,
+        **options: Any,
+    ) -> None:
+        """Softmax attention with the bits of ``samebits.attention``: ``softmax(q k^T * scale) v``.
+
+        Args:
+            q: ``[B, Tq, H, D]``, or packed ``[tokens, H, D]``, vectors contiguous; float32, bfloat16 or
+                float16.
+            k: ``[B, Tk, Hk, D]``, packed ``[tokens, Hk, D]``, or pages ``[pages, page, Hk, D]``, of the same
+                dtype.
+            v: the same with its own last size.
+            out: of q's shape with v's last size and of its dtype, contiguous, at a multiple of 16.
+            workspace: an array of :meth:`attention_workspace_size` bytes or more, at a multiple of 256.
+            stream: as in :meth:`matmul`.
+            lse: float32 ``[B, H, Tq]`` or ``[H, tokens]``, contiguous, which gets the log-sum-exps.
+            options: ``causal``, ``window``, ``scale``, ``softcap``, ``sinks``, ``cu_seqlens_q``,
+                ``cu_seqlens_k``, ``key_start``, ``key_length`` and ``block_table`` of ``samebits.attention``.
+                Here the scale is positive, sinks are float32, and the lists int32 and contiguous. What is in
+                them is not checked.
+
+        Reduction order: ``docs/contract.md``, "Attention".
+
+        Raises:
+            TypeError, EngineError: as :meth:`matmul`. Masks and heads above 256 are not in the library.
+        """
+        call, result = _attention(q, k, v, **options), Array.of(out)
+        shape = (*Array.of(q).shape[:-1], call.values)
+        for name, x, wanted, dtype in (
+            ("out", result, shape, call.dtype),
+            ("lse", lse, (*shape[:-3], shape[-2], shape[-3]), DTYPES["float32"]),
+        ):
+            if x is None:
+                continue
+            found = Array.of(x)
+            if (found.shape, DTYPES.get(found.dtype)) != (wanted, dtype) or not _contiguous(found):
+                raise EngineError(f"{name}: expected contiguous {wanted} of its dtype, got {found}", 1)
+            setattr(call, name, found.data)
+        room = Array.of(workspace)
+        size = _itemsize(room.dtype) * (room.shape[0] if len(room.shape) == 1 else 0)
+        run = self._library.sb_attention
+        self._check(run(self._context, ctypes.byref(call), room.data, size, stream))
 
     def _check(self, status: int) -> None:
         if status:
@@ -380,3 +507,77 @@ def _logp(hidden: Array, weight: Array) -> _Logp:
     sizes = *hidden.shape, weight.shape[0]
     rows = hidden.data, hidden.strides[0], weight.data, weight.strides[0]
     return _Logp(_number("hidden", hidden.dtype), *sizes, *rows)
+
+
+def _contiguous(x: Array) -> bool:
+    wanted = _dense(x.shape)
+    return all(n <= 1 or s == w for n, s, w in zip(x.shape, x.strides, wanted, strict=True))
+
+
+def _vectors(x: Array) -> _Vectors:
+    return _Vectors(x.data, 0 if len(x.shape) == 3 else x.strides[0], *x.strides[-3:-1])
+
+
+def _attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Any = None,
+    **lists: Any,
+) -> _Attention:
+    of = [Array.of(x) for x in (q, k, v)]
+    given = {name: None if lists.get(name) is None else Array.of(lists[name]) for name in _LISTS}
+    if unknown := lists.keys() - given.keys():
+        raise TypeError(f"samebits.engine: attention has no option {min(unknown)}")
+    for name, x in given.items():
+        if x is not None and x.dtype != "int32":
+            raise TypeError(f"samebits.engine: {name}: expected int32, got {x.dtype}")
+    cu_q, cu_k, _, _, table = given.values()
+    shapes = [x.shape for x in of]
+    ranks = [3 if cu_q else 4, *[3 if cu_k else 4] * 2]
+    if (
+        [len(shape) for shape in shapes] != ranks
+        or shapes[1][:-1] != shapes[2][:-1]
+        or shapes[0][-1] != shapes[1][-1]
+        or (cu_q is None and table is None and shapes[0][0] != shapes[1][0])
+    ):
+        raise EngineError(f"q, k, v: expected arrays that fit together, got shapes {shapes}", 1)
+    batch = shapes[0][0] if cu_q is None else cu_q.shape[0] - 1
+    if any(x.dtype != of[0].dtype for x in of):
+        raise EngineError(f"k, v: expected q's dtype {of[0].dtype}, got {of[1].dtype, of[2].dtype}", 1)
+    if any(x.shape[-1] > 1 and x.strides[-1] != 1 for x in of):
+        raise EngineError(f"q, k, v: expected contiguous vectors, got {of}", 1)
+    sizes = {"cu_seqlens_q": batch + 1, "cu_seqlens_k": batch + 1, "key_start": batch, "key_length": batch}
+    for name, size in sizes.items():
+        if given[name] is not None and _vector(name, given[name], ("int32",)).shape != (size,):
+            raise EngineError(f"{name}: expected shape {(size,)}, got {given[name]}", 1)
+    page, pages, columns = 0, 0, 0
+    if table is not None:
+        pages, page = shapes[1][:2]
+        columns = table.shape[-1]
+        if len(table.shape) != 2 or table.shape[0] != batch or (columns > 1 and table.strides[1] != 1):
+            raise EngineError(f"block_table: expected {batch} contiguous rows, got {table}", 1)
+    heads, head = shapes[0][-2:]
+    capped = None if sinks is None else _vector("sinks", sinks, ("float32",))
+    if capped is not None and capped.shape != (heads,):
+        raise EngineError(f"sinks: expected shape {(heads,)}, got {capped.shape}", 1)
+    if causal and window[1] > 0:
+        raise EngineError(f"window: expected 0 or -1 to the right with causal, got {window[1]}", 1)
+    call = _Attention(
+        _number("q", of[0].dtype),
+        *(batch, shapes[0][-3], shapes[1][-3] if table is None else columns * page),
+        *(heads, shapes[1][-2], head, shapes[2][-1]),
+        *map(_vectors, of),
+    )
+    call.scale = 1 / math.sqrt(head) if scale is None and head else scale or 0.0
+    call.softcap, call.sinks = softcap, None if capped is None else capped.data
+    call.left, call.right = window[0], 0 if causal else window[1]
+    for name, x in given.items():
+        setattr(call, name, None if x is None else x.data)
+    call.block_table_row, call.page, call.pages = 0 if table is None else table.strides[0], page, pages
+    return call

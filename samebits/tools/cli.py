@@ -208,10 +208,19 @@ def export(
     dtype: Annotated[
         list[str] | None, typer.Option("--dtype", metavar="DTYPE", help="f32, bf16, f16; by default all.")
     ] = None,
-    op: Annotated[list[str] | None, typer.Option(help="gemm, ragged, linear_logp; by default all.")] = None,
+    op: Annotated[
+        list[str] | None,
+        typer.Option(help="gemm, ragged, linear_logp, grouped_mm, attention; by default all."),
+    ] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(help="KxN of a weight that schedules are for, instead of some models'; any size works."),
+    ] = None,
+    head: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Size of attention's heads, or those of q and v, 192x128, instead of some models'."
+        ),
     ] = None,
 ) -> None:
     """Compile kernels, with the choice of their schedules, into an archive for libsamebits. Needs no GPU.
@@ -221,7 +230,9 @@ def export(
     with _errors("export"):
         from samebits.tools.export.command import main
 
-        code = main(folder, archs=arch, dtypes=dtype or (), ops=op or (), shapes=shape or ())
+        code = main(
+            folder, archs=arch, dtypes=dtype or (), ops=op or (), shapes=shape or (), heads=head or ()
+        )
     raise typer.Exit(code)
 
 

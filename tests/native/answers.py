@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import samebits
-from samebits.contract import AMPERE, HOPPER, TENSOR_CORE, MmaModel
+from samebits.contract import AMPERE, HOPPER, TENSOR_CORE, Contract, MmaModel
 
 HEADER = Path(__file__).parents[2] / "native" / "smoke_answers.h"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -54,6 +55,13 @@ def cases(model: MmaModel) -> dict[str, Tensor]:
     found["gemm NT f32"] = samebits.matmul(a, b.mT)
     found["bmm bf16"] = samebits.bmm(*operands(BF16, (3, 50, 72), (3, 72, 40)), contract=mma)
     found["gemm_ragged TN bf16"] = ragged(mma.key)
+    ends = torch.tensor([5, 5, 33], dtype=torch.int32)
+    a, b = operands(BF16, (38, 128), (3, 72, 128))
+    found["gemm_grouped NT bf16, bias"] = samebits.grouped_mm(
+        a, b.mT, ends, bias=made(BF16, (3, 72), 4), contract=mma
+    )
+    found["gemm_grouped NN f32"] = samebits.grouped_mm(*operands(F32, (38, 60), (3, 60, 50)), ends)
+    found |= attention(mma)
     target = torch.tensor([0, 299, 7, -100, 128, 127, 300, 1, 2])
     known = target.clamp(max=299)  # a target outside of the vocabulary gives NaN, which the operation refuses
     hidden, weight = made(BF16, (9, 64), 5), made(BF16, (300, 64), 6)
@@ -63,6 +71,26 @@ def cases(model: MmaModel) -> dict[str, Tensor]:
     nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(F32)
     found["linear_logp bf16, entropy"] = torch.stack([torch.where(target == 300, nan, r) for r in results])
     return found
+
+
+def attention(contract: Contract) -> dict[str, Tensor]:
+    def tensors(queries: int, keys: int) -> list[Tensor]:
+        shapes = (2, queries, 4, 64), (2, keys, 2, 64), (2, keys, 2, 64)
+        return [made(BF16, shape, i + 1) for i, shape in enumerate(shapes)]
+
+    options: dict[str, Any] = {"scale": 2.0**-10, "contract": contract}
+    lengths, offsets = (torch.tensor(x, dtype=torch.int32) for x in ([1100, 530], [0, 33, 100]))
+    packed = [x.flatten(0, 1) for x in tensors(70, 70)]
+    # A reference of its own for tokens of no sequence, which an operator refuses.
+    ours = [x[:100] for x in packed]
+    of_sequences = samebits.attention(
+        *ours, causal=True, softcap=20, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **options
+    )
+    return {
+        "attention bf16, causal": samebits.attention(*tensors(70, 70), causal=True, **options),
+        "attention bf16, a cache": samebits.attention(*tensors(1, 1200), key_length=lengths, **options),
+        "attention bf16, packed": torch.cat([of_sequences, of_sequences.new_zeros(40, 4, 64)]),
+    }
 
 
 def ragged(contract: str) -> Tensor:

@@ -136,6 +136,48 @@ static sb_status bad_product(const sb_context* context) {
     return sb_gemm_ragged(context, &p, &s, NULL);
 }
 
+static sb_product good_grouped(sb_groups* groups) {
+    sb_product p = good_product();
+    p.accumulate = 0;
+    p.b.batch = p.k * p.n;
+    *groups = (sb_groups){address(5 << 20), ANY(1, 2, 8, 100, 2000), p.n};
+    return p;
+}
+
+static sb_status bad_grouped(const sb_context* context) {
+    sb_groups g;
+    sb_product p = good_grouped(&g);
+    const uint32_t which = draw(24);
+    if (which < 16) {
+        spoil_product(&p, which);
+        return sb_gemm_grouped(context, &p, &g, NULL);
+    }
+    switch (which) {
+        case 16:
+            return sb_gemm_grouped(NULL, &p, &g, NULL);
+        case 17:
+            return sb_gemm_grouped(context, NULL, &g, NULL);
+        case 18:
+            return sb_gemm_grouped(context, &p, NULL, NULL);
+        case 19:
+            g.count = ANY(0, -1, INT64_MIN, INT64_MAX, 2147483647);
+            break;
+        case 20:
+            g.ends = draw(2) ? NULL : address((5 << 20) + ANY(1, 2, 3));
+            break;
+        case 21:
+            g.bias = ANY(-1, INT64_MIN, INT64_MAX);
+            break;
+        case 22:
+            p.batch = ANY(0, 2, 100);
+            break;
+        default:
+            p.b.batch = ANY(-1, INT64_MIN, INT64_MAX), g.count = 9;
+            break;
+    }
+    return sb_gemm_grouped(context, &p, &g, NULL);
+}
+
 static sb_logp good_logp(void) {
     sb_logp p = {.dtype = (sb_dtype)draw(3), .tokens = ANY(1, 9, 300), .features = ANY(8, 64, 100)};
     p.vocabulary = ANY(1, 129, 5000);
@@ -216,6 +258,129 @@ static sb_status bad_logp(const sb_context* context) {
     return sb_linear_logp(context, &p, scratch, bytes, NULL);
 }
 
+static sb_attention_call good_attention(void) {
+    const sb_dtype dtype = (sb_dtype)draw(3);
+    const int64_t kv_heads = ANY(1, 2, 8), size = ANY(64, 128), batch = ANY(1, 3, 40),
+                  keys = ANY(64, 512, 4096);
+    sb_attention_call p = {.dtype = dtype, .batch = batch, .queries = ANY(1, 7, 300), .keys = keys};
+    p.heads = kv_heads * ANY(1, 4, 7), p.kv_heads = kv_heads, p.head = p.values = size;
+    p.q = (sb_vectors){address(1 << 20), p.queries * p.heads * size, p.heads * size, size};
+    p.k = (sb_vectors){address(2 << 20), keys * kv_heads * size, kv_heads * size, size};
+    p.v = (sb_vectors){address(3 << 20), keys * kv_heads * size, kv_heads * size, size};
+    p.out = address(4 << 20), p.lse = draw(2) ? address(5 << 20) : NULL;
+    p.scale = 0.125f, p.softcap = draw(2) ? 50 : 0;
+    p.window = draw(2) ? sb_causal() : sb_all_keys();
+    p.sinks = draw(2) ? address(6 << 20) : NULL;
+    switch (draw(4)) {
+        case 0:
+            p.cu_seqlens_q = p.cu_seqlens_k = address(7 << 20);
+            break;
+        case 1:
+            p.key_length = address(7 << 20), p.key_start = draw(2) ? address(8 << 20) : NULL;
+            break;
+        case 2:
+            p.key_length = p.block_table = address(7 << 20);
+            p.page = 64, p.pages = 9, p.block_table_row = keys / 64;
+            break;
+        default:
+            break;
+    }
+    return p;
+}
+
+static sb_status bad_attention(const sb_context* context) {
+    sb_attention_call p = good_attention();
+    sb_vectors* x = (sb_vectors*[]){&p.q, &p.k, &p.v}[draw(3)];
+    size_t bytes = (size_t)1 << 40;
+    void* scratch = address(1 << 24);
+    const int64_t bad = any(bad_sizes, 5);
+    switch (draw(26)) {
+        case 0:
+            p.dtype = (sb_dtype)ANY(-1, 3, 99);
+            break;
+        case 1:
+            p.batch = bad;
+            break;
+        case 2:
+            p.queries = bad;
+            break;
+        case 3:
+            p.keys = bad;
+            break;
+        case 4:
+            p.heads = ANY(-1, 0, INT64_MIN, INT64_MAX), p.kv_heads = 2;
+            break;
+        case 5:
+            p.kv_heads = ANY(-1, 0, INT64_MIN, INT64_MAX);
+            break;
+        case 6:
+            p.head = ANY(-1, 0, 257, INT64_MAX);
+            break;
+        case 7:
+            p.values = ANY(-1, 0, 257, INT64_MIN);
+            break;
+        case 8:
+            x->data = draw(2) ? NULL : (char*)x->data + 1;
+            break;
+        case 9:
+            x->head = ANY(-1, INT64_MIN, INT64_MAX), p.kv_heads = 2, p.heads = 4;
+            break;
+        case 10:
+            p.q.token = ANY(-1, INT64_MIN, INT64_MAX), p.queries = 9;
+            break;
+        case 11:
+            p.out = draw(2) ? NULL : address((4 << 20) + 8);
+            break;
+        case 12:
+            p.lse = address((5 << 20) + 2);
+            break;
+        case 13:
+            p.scale = (float[]){0, -1, NAN, INFINITY, 2e38f}[draw(5)];
+            break;
+        case 14:
+            p.softcap = (float[]){-1, NAN, INFINITY, 2e38f}[draw(4)];
+            break;
+        case 15:
+            p.window.left = ANY(-2, INT64_MIN);
+            break;
+        case 16:
+            p.window.right = ANY(-2, INT64_MIN);
+            break;
+        case 17:
+            p.sinks = address(4097);
+            break;
+        case 18:
+            p.cu_seqlens_q = address(7 << 20), p.cu_seqlens_k = p.block_table = NULL;
+            break;
+        case 19:
+            p.cu_seqlens_k = address(7 << 20), p.cu_seqlens_q = NULL;
+            break;
+        case 20:
+            p.block_table = address(7 << 20), p.key_length = NULL;
+            break;
+        case 21:
+            p.cu_seqlens_q = p.cu_seqlens_k = NULL;
+            p.block_table = p.key_length = address(7 << 20), p.pages = 9;
+            if (draw(2))
+                p.pages = ANY(0, -1, INT64_MIN, INT64_MAX), p.page = 1;
+            else
+                p.page = ANY(0, -1, 63, INT64_MIN, INT64_MAX);
+            break;
+        case 22:
+            scratch = draw(2) ? NULL : address(4096 + 128);
+            break;
+        case 23:
+            bytes = (size_t)draw(256);
+            break;
+        case 24:
+            return sb_attention(draw(2) ? NULL : context, draw(2) ? NULL : &p, draw(2) ? NULL : address(1), 0,
+                                NULL);
+        default:
+            return sb_attention_workspace_size(draw(2) ? context : NULL, &p, NULL);
+    }
+    return sb_attention(context, &p, scratch, bytes, NULL);
+}
+
 static sb_status bad_handle(const sb_archive* archive, const char* path) {
     sb_archive* a;
     sb_context* c;
@@ -244,6 +409,13 @@ static int some_calls(const sb_context* context) {
         const sb_product p = good_product();
         const sb_sequences s = {address(5 << 20), 3, 0};
         const sb_logp l = good_logp();
+        const sb_attention_call attention = good_attention();
+        size_t wanted = 0;
+        refused += sb_attention_workspace_size(context, &attention, &wanted) != SB_OK;
+        refused += sb_attention(context, &attention, address(1 << 24), wanted, NULL) != SB_OK;
+        sb_groups g;
+        const sb_product of_groups = good_grouped(&g);
+        refused += sb_gemm_grouped(context, &of_groups, &g, NULL) != SB_OK;
         refused += sb_gemm(context, &p, NULL) != SB_OK;
         refused += sb_gemm_ragged(context, &p, &s, NULL) != SB_OK;
         refused += sb_linear_logp(context, &l, address(1 << 24), (size_t)1 << 40, NULL) != SB_OK;
@@ -327,9 +499,11 @@ int main(int count, char** arguments) {
     driver_reset();
     int statuses = 0;
     for (int i = 0; i < BAD_ARGUMENTS; i++) {
-        const uint32_t kind = draw(8);
+        const uint32_t kind = draw(13);
         const sb_status status = kind == 0  ? bad_handle(archive, arguments[1])
                                  : kind < 4 ? bad_logp(context)
+                                 : kind < 6 ? bad_grouped(context)
+                                 : kind < 9 ? bad_attention(context)
                                             : bad_product(context);
         statuses += status != SB_OK && strlen(sb_last_error()) > 10 && driver_launches() == 0;
     }

@@ -20,7 +20,13 @@ from samebits.tools.export.choices import Sizes
 NATIVE = Path(__file__).parents[2] / "native"
 FLAGS = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-Wpedantic", "-O1", "-fPIC", "-shared")
 HAS_COMPILER = shutil.which("cc") is not None
-SMALL = Sizes(((4096, 4096), (768, 3072), (7168, 256)), (1, 8, 48, 64, 300, 2048), more=False)
+SMALL = Sizes(
+    ((4096, 4096), (768, 3072), (7168, 256)),
+    (1, 8, 48, 64, 300, 2048),
+    ((2048, 1536), (7168, 4096)),
+    ((64, 64), (96, 80), (128, 128), (192, 128), (256, 256)),
+    more=False,
+)
 
 
 @functools.cache

@@ -21,15 +21,28 @@ def test_the_command_writes_an_archive_for_each_architecture(
     made = []
 
     def fake_build(arch: str, dtypes: list[object], ops: tuple[str, ...], sizes: Sizes) -> object:
-        made.append((arch, len(dtypes), tuple(ops), tuple(sizes.shapes)))
+        made.append((arch, len(dtypes), tuple(ops), tuple(sizes.shapes), tuple(sizes.heads)))
         return build(arch, dtypes, ops, support.SMALL)
 
     monkeypatch.setattr(command, "build", fake_build)
     monkeypatch.setattr(command, "compile_all", lambda specs, arch, say: [bytes(16)] * len(specs))
-    options = ["--arch", "sm_90a", "--arch", "sm_80", "--dtype", "bf16", "--op", "gemm", "--shape", "64x128"]
+    options = [
+        "--arch",
+        "sm_90a",
+        "--arch",
+        "sm_80",
+        "--dtype",
+        "bf16",
+        "--op",
+        "gemm",
+        "--shape",
+        "64x128",
+        "--head",
+        "80",
+    ]
     done = CliRunner().invoke(app, ["export", *options, str(tmp_path / "kernels")])
     assert done.exit_code == 0, done.output
-    assert made == [(arch, 1, ("gemm",), ((64, 128),)) for arch in ("sm_90a", "sm_80")]
+    assert made == [(arch, 1, ("gemm",), ((64, 128),), ((80, 80),)) for arch in ("sm_90a", "sm_80")]
     files = sorted((tmp_path / "kernels").iterdir())
     assert [file.name for file in files] == ["sm_80.samebits", "sm_90a.samebits"]
     assert all(file.read_bytes().startswith(b"samebits") for file in files)

@@ -15,7 +15,7 @@ from torch import Tensor
 import samebits
 from samebits import engine
 from samebits.backends.cuda import devices, matmul
-from samebits.contract import resolve
+from samebits.contract import HOPPER, resolve
 from samebits.testing import assert_same_bits
 from samebits.tools.export.command import compile_all
 from samebits.tools.export.kernels import build
@@ -113,6 +113,26 @@ def test_weights_gradients_of_packed_sequences_have_the_librarys_bits(
 
 @pytest.mark.gpu
 @COMPILER
+def test_random_grouped_products_have_the_librarys_bits(of: engine.Engine) -> None:
+    drawn = random.Random(5)
+    torch.manual_seed(5)
+    for _ in range(300):
+        dtype = drawn.choice((F32, BF16, BF16, F16))
+        groups, rows = drawn.choice((1, 2, 8, 32, 128, 300, 1100)), drawn.choice((1, 40, 500, 3000))
+        n, k = (drawn.choice((1, 8, 64, 100, 256, 768, 2048, drawn.randrange(1, 900))) for _ in range(2))
+        a = matrix(drawn, dtype, rows, k, 1)
+        b = matrix(drawn, dtype, k, n, groups) if groups > 1 else matrix(drawn, dtype, k, n, 1)[None]
+        ends = sorted(drawn.randrange(rows + 1) for _ in range(groups))
+        offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        bias = torch.randn(groups, n + 3, device="cuda").to(dtype)[:, :n] if drawn.random() < 0.4 else None
+        out = torch.full((rows, n), torch.nan, device="cuda", dtype=drawn.choice((dtype, F32)))
+        of.grouped_mm(a, b, offs, out=out, bias=bias, stream=stream())
+        want = samebits.grouped_mm(a, b, offs, bias=bias, out_dtype=out.dtype)
+        assert_same_bits(out, want, f"{dtype} {rows} rows, {groups} groups, {n} by {k}")
+
+
+@pytest.mark.gpu
+@COMPILER
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("tokens", [1, 9, 64, 300])
 @pytest.mark.parametrize(("features", "vocabulary"), [(64, 1000), (200, 129), (41, 3000), (512, 20_000)])
@@ -130,6 +150,85 @@ def test_log_probabilities_have_the_librarys_bits(
     given: dict[str, Any] = {"bias": bias, "entropy": found[1], "temperature": 0.7, "stream": stream()}
     of.linear_logp(hidden, weight, target, out=found[0], workspace=room, **given)
     assert_same_bits(found, torch.stack(want), "log-probabilities, and entropies")
+
+
+def attention_call(drawn: random.Random) -> tuple[list[Tensor], dict[str, Any]]:
+    """Operands and options, of every form."""
+    dtype = drawn.choice((BF16, BF16, F16, F32))
+    head, values = drawn.choice(
+        ((64, 64), (128, 128), (128, 128), (192, 128), (256, 256), (56, 50), (96, 80))
+    )
+    group, kv_heads, batch = drawn.choice((1, 2, 4, 7, 8)), drawn.choice((1, 2, 4)), drawn.choice((1, 2, 5))
+    form = drawn.choice(("whole", "whole", "padded", "packed", "paged"))
+    queries, keys = drawn.choice((1, 1, 3, 64, 200, 700)), drawn.choice((1, 100, 512, 513, 2000, 5000))
+
+    def tensor(*shape: int) -> Tensor:
+        pitch = shape[-1] + drawn.choice((0, 0, 8, 3))
+        return torch.randn(*shape[:-1], pitch, device="cuda").to(dtype)[..., : shape[-1]]
+
+    def integers(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    window = drawn.choice(((-1, -1), (-1, 0), (-1, 0), (127, 0), (5, 9)))
+    options: dict[str, Any] = {"window": window, "softcap": drawn.choice((0.0, 0.0, 30.0))}
+    if drawn.random() < 0.3:
+        options["sinks"] = torch.randn(group * kv_heads, device="cuda")
+    if form == "packed":
+        for name, tokens in (("cu_seqlens_q", queries), ("cu_seqlens_k", keys)):
+            options[name] = integers(
+                [0, *sorted(drawn.randrange(tokens + 1) for _ in range(batch - 1)), tokens]
+            )
+        q, of_k = tensor(queries, group * kv_heads, head), (keys,)
+    else:
+        q, of_k = tensor(batch, queries, group * kv_heads, head), (batch, keys)
+    if form in ("padded", "paged"):
+        starts = [drawn.randrange(keys // 2 + 1) for _ in range(batch)]
+        options["key_start"] = integers(starts)
+        options["key_length"] = integers([drawn.randrange(start, keys + 1) for start in starts])
+    if form == "paged":
+        page = drawn.choice((16, 64, 100))
+        columns = -(-keys // page)
+        of_k = batch * columns + 3, page
+        pages = drawn.sample(range(of_k[0]), batch * columns)
+        options["block_table"] = integers(pages).view(batch, columns)
+    return [q, tensor(*of_k, kv_heads, head), tensor(*of_k, kv_heads, values)], options
+
+
+@pytest.mark.gpu
+@COMPILER
+def test_random_attention_has_the_librarys_bits(of: engine.Engine) -> None:
+    drawn = random.Random(7)
+    torch.manual_seed(7)
+    for _ in range(300):
+        operands, options = attention_call(drawn)
+        want, want_lse = samebits.attention(*operands, return_lse=True, **options)
+        out, lse = torch.full_like(want, torch.nan), torch.full_like(want_lse, torch.nan)
+        size = of.attention_workspace_size(*operands, **options)
+        room = torch.randint(-9, 9, (-(-size // 4),), dtype=torch.int32, device="cuda")
+        of.attention(*operands, out=out, lse=lse, workspace=room, stream=stream(), **options)
+        shapes = [tuple(x.shape) for x in operands]
+        assert_same_bits(out, want, f"{out.dtype} {shapes} {options}")
+        assert_same_bits(lse, want_lse, f"log-sum-exps of {out.dtype} {shapes} {options}")
+
+
+@pytest.mark.gpu
+@COMPILER
+def test_grouped_products_and_attention_are_captured_in_a_graph(of: engine.Engine) -> None:
+    x, w = torch.randn(64, 512, device="cuda").to(BF16), torch.randn(8, 768, 512, device="cuda").to(BF16)
+    offs = torch.arange(8, 65, 8, dtype=torch.int32, device="cuda")
+    y, graph = torch.empty(64, 768, device="cuda", dtype=BF16), torch.cuda.CUDAGraph()
+    q, k = (torch.randn(2, n, 8, 128, device="cuda").to(BF16) for n in (1, 3000))
+    lengths, out = torch.tensor([700, 1], dtype=torch.int32, device="cuda"), torch.empty_like(q)
+    room = torch.empty(of.attention_workspace_size(q, k, k, key_length=lengths) // 4, device="cuda")
+    with torch.cuda.graph(graph):
+        of.grouped_mm(x, w.mT, offs, out=y, stream=stream())
+        of.attention(q, k, k, out=out, workspace=room, key_length=lengths, stream=stream())
+    x.copy_(torch.randn(64, 512, device="cuda"))
+    offs.copy_(torch.tensor([0, 9, 9, 30, 31, 50, 60, 64]))
+    lengths.copy_(torch.tensor([3000, 513]))
+    graph.replay()
+    assert_same_bits(y, samebits.grouped_mm(x, w.mT, offs), "a replay, with other groups")
+    assert_same_bits(out, samebits.attention(q, k, k, key_length=lengths), "a replay, with other lengths")
 
 
 @pytest.mark.gpu
@@ -155,4 +254,4 @@ def test_smoke_in_c(archive: Path) -> None:
     )
     done = subprocess.run([str(program), str(archive)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" ok\n") == 8
+    assert done.stdout.count(" ok\n") == len(answers.cases(HOPPER))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import random
 import struct
 from typing import Any
@@ -12,12 +13,15 @@ import pytest
 import torch
 
 from samebits import engine
-from samebits.backends.cuda import linear_logp, logp
+from samebits.backends.cuda import grouped, linear_logp, logp
 from samebits.backends.cuda.matmul import PRODUCTS, fastest
+from samebits.backends.cuda.products import grouped_sm90
+from samebits.backends.cuda.products.grouped_sm90 import MOST_GROUPS
+from samebits.backends.grouped import GroupedProduct
 from samebits.backends.product import Matrix, Product
 from samebits.backends.token_logps import Rows
 from samebits.ops.logp import pieces
-from samebits.tools.export.archive import Archive
+from samebits.tools.export.archive import Archive, Family
 from tests.native import support
 from tests.support.fake_gpu import FakeGpu, fake_gpu
 
@@ -201,6 +205,110 @@ def test_at_the_sizes_of_models_the_choice_is_the_librarys(
                         assert (kernel_of(spec, p), schedule) == (kernel, want), p
                         checked += 1
     assert checked >= 30
+
+
+def grouped_product_of(x: engine._Product, groups: engine._Groups) -> GroupedProduct:
+    """The grouped product that these arguments describe."""
+
+    def matrix(of: Any, dtype: torch.dtype, *shape: int) -> Matrix:
+        strides = (of.batch, of.row, of.column)[-len(shape) :]
+        return Matrix(dtype, shape, strides, of.data % 16)
+
+    dtype = DTYPES[x.dtype]
+    return GroupedProduct(
+        "fma" if x.dtype == 0 else "mma",
+        0,
+        matrix(x.a, dtype, x.m, x.k),
+        matrix(x.b, dtype, groups.count, x.k, x.n),
+        matrix(x.out, DTYPES[x.out_dtype], x.m, x.n),
+        Matrix(dtype, (groups.count, x.n), (groups.bias, 1), x.bias % 16) if x.bias else None,
+    )
+
+
+def check_grouped(gpu: FakeGpu, archive: Archive, of: engine.Engine, x: Any, groups: Any) -> tuple[Any, Any]:
+    """The same of a grouped product."""
+    status = of._library.sb_gemm_grouped(of._context, ctypes.byref(x), ctypes.byref(groups), STREAM)
+    assert status == 0, of._library.sb_last_error()
+    (launch,) = support.launches()
+    mine = archive.specs[launch.kernel]
+    schedule = archive.schedules[next(k for (k, _), s in archive.variants.items() if s is mine)]
+    p = grouped_product_of(x, groups)
+    kernel = next(k for k in grouped.GROUPED if f"{k.name}.cu".endswith(mine.source))
+    if mine.source == "grouped_sm90.cu":
+        (group,) = struct.unpack_from("@i", launch.params, 452)
+        schedule = dataclasses.replace(schedule, group=group)
+    gpu.start()
+    kernel.plan(p, schedule).launch(x.a.data, x.b.data, x.out.data, groups.ends, x.bias or 0, 0)
+    (_, _, config, packed), (found,) = gpu.log[0], gpu.specs
+    assert dataclasses.replace(found, smem=mine.smem) == mine, (p, schedule)
+    assert found.smem <= mine.smem <= 232448  # there is room for the table of more groups
+    assert launch.grid == struct.unpack_from("@3I", config), (p, schedule)
+    assert launch[2:7] == (mine.block, mine.smem, mine.cluster[0], mine.programmatic, STREAM)
+    assert launch.params == packed, (p, schedule)
+    return mine, (kernel, p, schedule)
+
+
+def random_grouped(random: random.Random, counts: list[int]) -> tuple[Any, Any]:
+    dtype = random.choice((0, 1, 1, 2))
+    f32 = dtype == 0 or random.random() < 0.3
+    count = random.choice((1, 2, 8, 9, 32, 128, 129, 1024, 1025, *counts))
+    sizes = (1, 7, 8, 64, 100, 128, 256, 768, 1000, 2048, 7168)
+    n, k = (random.choice(sizes) if random.random() < 0.7 else random.randrange(1, 3000) for _ in range(2))
+    m = random.choice((1, 3, 64, 100, 1000, 4096, 100_000))
+    if random.random() < 0.05:
+        k = 0
+    size, out_size = 4 if dtype == 0 else 2, 4 if f32 else 2
+    a, b, out = (
+        random_matrix(random, *of)
+        for of in ((m, k, 1, size, False), (k, n, 2, size, False), (m, n, 1, out_size, True))
+    )
+    if random.random() < 0.6:  # as experts have them
+        k = -(-k // 64) * 64
+        n = -(-n // 8) * 8
+        a, b, out = (
+            engine._Matrix(t.data & ~15, *s)
+            for t, s in ((a, (k, 1, 0)), (b, (1, k, n * k)), (out, (n, 1, 0)))
+        )
+        if random.random() < 0.5:
+            b.row, b.column = n, 1
+    bias = 0x6F0000000000 + 16 * random.randrange(100) if random.random() < 0.3 else None
+    x = engine._Product(dtype, 0 if f32 else dtype, m, n, k, 1, a, b, out, bias, 0)
+    return x, engine._Groups(0x5F0000000000 + 4 * random.randrange(9), count, n + random.choice((0, 3)))
+
+
+def test_random_grouped_products_launch_what_plans_launch(archive: Archive, engine_: engine.Engine) -> None:
+    drawn, seen = random.Random(2), {}
+    tables = [t for t in archive.tables if t.family == Family.GROUPED_SM90]
+    most = {s.groups for t in tables for s in (t.plain, *t.cells) if s is not None} - {MOST_GROUPS}
+    counts = [most_ + more for most_ in sorted(most) for more in (0, 1)]  # the last with the whole ring
+    assert counts
+    with fake_gpu() as gpu:
+        for _ in range(1500):
+            spec, (_, _, schedule) = check_grouped(gpu, archive, engine_, *random_grouped(drawn, counts))
+            seen.setdefault(spec.source, set()).add(schedule)
+    few = {source: len(schedules) for source, schedules in seen.items()}
+    assert few.keys() == {"tensor_core.cu", "fma.cu", "grouped_sm90.cu"}
+    assert min(few.values()) >= 3, few
+
+
+@pytest.mark.parametrize("groups", [8, 32, 128, 256])
+@pytest.mark.parametrize("turned", [False, True])
+def test_for_models_experts_the_choice_is_the_librarys(
+    groups: int, turned: bool, archive: Archive, engine_: engine.Engine
+) -> None:
+    at = [0x7F0000000000 << i for i in range(3)]
+    with fake_gpu() as gpu:
+        for (k, n), share in itertools.product(support.SMALL.experts, (1, 4, 8, 32, 64, 256, 1024, 4096)):
+            m, (k_, n_) = share * groups, (n, k) if turned else (k, n)
+            b = engine._Matrix(at[1], *((n_, 1) if turned else (1, k_)), k_ * n_)
+            a, out = engine._Matrix(at[0], k_, 1, 0), engine._Matrix(at[2], n_, 1, 0)
+            x = engine._Product(1, 1, m, n_, k_, 1, a, b, out, None, 0)
+            of = engine._Groups(0x5F0000000000, groups, 0)
+            _, (kernel, p, schedule) = check_grouped(gpu, archive, engine_, x, of)
+            want = grouped.fastest(p)
+            assert kernel is want
+            chosen = grouped_sm90.with_table(want.choose(p), grouped_sm90.variant(p), groups)
+            assert grouped_sm90.with_table(schedule, grouped_sm90.variant(p), groups) == chosen, p
 
 
 @pytest.mark.parametrize("readable", [True, False])

@@ -58,7 +58,8 @@ def test_the_library_exports_the_functions_of_its_header() -> None:
         == {
             *("sb_abi_version", "sb_last_error", "sb_archive_open", "sb_archive_close", "sb_contract_digest"),
             *("sb_context_create", "sb_context_destroy", "sb_gemm", "sb_bmm", "sb_gemm_ragged"),
-            *("sb_workspace_size", "sb_linear_logp"),
+            "sb_gemm_grouped",
+            *("sb_workspace_size", "sb_linear_logp", "sb_attention_workspace_size", "sb_attention"),
         }
     )
 
@@ -92,7 +93,7 @@ def test_an_archive_is_refused(path: Path) -> None:
     cut = path.with_name("cut.samebits")
     cut.write_bytes(path.read_bytes()[:-16])
     assert "damaged: expected" in str(opening(cut))
-    assert "has ABI version 99, this library 1: export it again" in str(opening(changed(path, 8, b"\x63")))
+    assert "has ABI version 99, this library 2: export it again" in str(opening(changed(path, 8, b"\x63")))
     assert "it is not an archive of samebits export" in str(opening(changed(path, 0, b"X")))
     assert "its tables contradict each other" in str(opening(changed(path, 136, b"\xff", checksum=True)))
     assert "cannot be opened" in str(opening(path.with_name("none")))
@@ -179,6 +180,57 @@ def test_the_engine_takes_arrays_that_are_not_torchs(path: Path) -> None:
     assert support.launches() == []
 
 
+def test_the_engine_checks_groups(path: Path) -> None:
+    of = support.opened(path)
+    support.launches()
+    shapes, ends = ((8, 16), (3, 16, 4), (8, 4)), Described(np.zeros(3, np.int32))
+    a, b, out = (Described(np.zeros(s, np.float16)) for s in shapes)
+    of.grouped_mm(a, b, ends, out=out, bias=Described(np.zeros((3, 4), np.float16)), stream=5)
+    (launch,) = support.launches()
+    assert launch.stream == 5
+    with pytest.raises(engine.EngineError, match=r"expected \[T, K\], \[G, K, N\], \[T, N\], \[G\], got"):
+        of.grouped_mm(a, b, Described(np.zeros(2, np.int32)), out=out, stream=0)
+    with pytest.raises(engine.EngineError, match=r"bias: expected a's dtype and \(3, 4\)"):
+        of.grouped_mm(a, b, ends, out=out, bias=Described(np.zeros((4, 3), np.float16)), stream=0)
+    with pytest.raises(TypeError, match="offs: expected int32, got int64"):
+        of.grouped_mm(a, b, Described(np.zeros(3, np.int64)), out=out, stream=0)
+    assert support.launches() == []
+
+
+def test_the_engine_checks_attention(path: Path) -> None:
+    of = support.opened(path)
+    support.launches()
+    q, k, out = (Described(np.zeros((2, n, 4, 64), np.float16)) for n in (1, 600, 1))
+    lengths = Described(np.zeros(2, np.int32))
+    room = engine.Array(1 << 20, "float32", (1 << 20,), (1,))
+    given: dict[str, Any] = {"workspace": room, "stream": 5}
+    result = engine.Array(1 << 21, "float16", (2, 1, 4, 64), (256, 256, 64, 1))
+    of.attention(q, k, k, out=result, key_length=lengths, **given)
+    assert {launch.stream for launch in support.launches()} == {5}
+    wrong = [
+        ({"k": out}, "q, k, v: expected arrays that fit together"),
+        ({"window": (0, 5), "causal": True}, "window: expected 0 or -1 to the right with causal, got 5"),
+        ({"key_length": Described(np.zeros(3, np.int32))}, r"key_length: expected shape \(2,\)"),
+        ({"scale": -1.0}, r"scale: expected a number in \(0, 1e38\), got -1"),
+        ({"lse": Described(np.zeros((2, 4), np.float32))}, r"lse: expected contiguous \(2, 4, 1\)"),
+    ]
+    for change, message in wrong:
+        with pytest.raises(engine.EngineError, match=message):
+            of.attention(q, change.pop("k", k), k, out=result, **(given | change))
+    with pytest.raises(TypeError, match="attention has no option mask"):
+        of.attention(q, k, k, out=result, mask=q, **given)
+    size = of.attention_workspace_size(q, k, k, key_length=lengths)
+    small = room._replace(shape=(size // 4 - 1,))
+    with pytest.raises(engine.EngineError, match=f"workspace: expected {size} bytes, got {size - 4}"):
+        of.attention(q, k, k, out=result, key_length=lengths, workspace=small, stream=0)
+    other = [Described(np.zeros((2, 9, 4, 32), np.float16)) for _ in range(3)]
+    with pytest.raises(
+        engine.EngineError, match=r"no attention .* heads of 32 and 32: samebits export --head"
+    ):
+        of.attention(*other, out=engine.Array(1 << 21, "float16", (2, 9, 4, 32), (1152, 128, 32, 1)), **given)
+    assert support.launches() == []
+
+
 def test_the_engine_reads_dlpack(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(6, 8, dtype=torch.bfloat16)[1:, 2:]
 
@@ -212,6 +264,8 @@ def test_an_archive_has_the_operations_that_were_asked_for() -> None:
         "gemm": {"tensor_core.cu", "tensor_core_sm90.cu"},
         "ragged": {"tensor_core.cu", "tensor_core_sm90.cu"},
         "linear_logp": {"tensor_core.cu", "statistics_sm90.cu", "logp.cu"},
+        "grouped_mm": {"tensor_core.cu", "grouped_sm90.cu"},
+        "attention": {"tensor_core.cu", "attention.cu", "attention_sm90.cu"},
     }
 
 
@@ -220,8 +274,15 @@ def test_an_archive_has_the_operations_that_were_asked_for() -> None:
     [
         ({"archs": ["sm_70"]}, "--arch: expected one of sm_75, .*, got sm_70"),
         ({"dtypes": ["int8"]}, "--dtype: expected one of f32, bf16, f16, got int8"),
-        ({"ops": ["conv"]}, "--op: expected one of gemm, ragged, linear_logp, got conv"),
+        (
+            {"ops": ["conv"]},
+            "--op: expected one of gemm, ragged, linear_logp, grouped_mm, attention, got conv",
+        ),
         ({"shapes": ["4096"]}, "--shape: expected KxN, such as 4096x28672, got 4096"),
+        (
+            {"heads": ["512"]},
+            "--head: expected a size from 1 to 256, or those of q and v as 192x128, got 512",
+        ),
         ({"archs": ["sm_75"], "dtypes": ["bf16"]}, "--dtype: expected f32 for sm_75"),
     ],
 )

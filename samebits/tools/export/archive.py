@@ -1,4 +1,7 @@
-"""The archive's format. ``native/archive.c`` reads the same structs: all numbers are little-endian."""
+"""The archive's format. ``native/archive.c`` reads the same structs: all numbers are little-endian.
+
+Machine code is packed as zlib packs it, without its header: to about a quarter.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from samebits.backends.cuda.compiler import KernelSpec
 
 __all__ = ["ABI", "NONE", "Archive", "Family", "Schedule", "Table"]
 
-ABI = 1
+ABI = 2
 """Incremented with every change of this file's structs, of a kernel's parameters, or of ``samebits.h``."""
 
 NONE = 0xFFFF
@@ -34,10 +37,21 @@ class Family(IntEnum):
     FMA_SM90 = 3
     STATISTICS_SM90 = 4
     LOGP = 5
+    GROUPED_TENSOR_CORE = 6
+    GROUPED_FMA = 7
+    GROUPED_SM90 = 8
+    ATTENTION_SM90 = 9
+    ATTENTION = 10
+    ATTENTION_MERGE = 11
 
 
 class Schedule(NamedTuple):
-    """What launches need to know of a schedule. `kernel` is the number that its variants are found by."""
+    """What launches need to know of a schedule.
+
+    Attributes:
+        kernel: the number that its variants are found by.
+        groups: the most groups whose table leaves room for the schedule's whole ring.
+    """
 
     family: Family
     kernel: int
@@ -50,6 +64,7 @@ class Schedule(NamedTuple):
     panel: int = 0
     swap: bool = False
     promotion: int = 0
+    groups: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,7 +128,7 @@ class Archive:
         specs = {spec: i for i, spec in enumerate(self.specs)}
         variants = sorted(self.variants.items())
         sections = [
-            (len(numbers), b"".join(_SCHEDULE.pack(*s, 0) for s in numbers)),
+            (len(numbers), b"".join(_SCHEDULE.pack(*s) for s in numbers)),
             (len(variants), b"".join(_VARIANT.pack(*key, specs[spec], 0) for key, spec in variants)),
             (len(specs), bytes(_CUBIN.size * len(specs))),
             (len(records), b"".join(records)),
@@ -129,9 +144,10 @@ class Archive:
         cubins_at = where[2][0]
         where.append((len(out), len(specs)))
         for i, (spec, machine) in enumerate(zip(specs, code, strict=True)):
-            record = _cubin(spec, len(out), len(machine))
+            packed = _packed(machine)
+            record = _cubin(spec, len(out), len(packed), len(machine))
             out[cubins_at + i * _CUBIN.size : cubins_at + (i + 1) * _CUBIN.size] = record
-            out += _padded(machine)
+            out += _padded(packed)
         texts = (text.encode() for text in (self.arch, self.version, *self.digests))
         out[: _HEADER.size] = _HEADER.pack(b"samebits", ABI, 0, len(out), *self.capability, *texts)
         out[_HEADER.size : head] = b"".join(_SECTION.pack(*x) for x in where)
@@ -139,9 +155,14 @@ class Archive:
         return bytes(out)
 
 
-def _cubin(spec: KernelSpec, at: int, size: int) -> bytes:
+def _packed(machine: bytes) -> bytes:
+    packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
+    return packer.compress(machine) + packer.flush()
+
+
+def _cubin(spec: KernelSpec, at: int, size: int, unpacked: int) -> bytes:
     params = struct.calcsize("@" + spec.params)
-    numbers = spec.block, spec.smem, spec.cluster[0], spec.programmatic, params, 0
+    numbers = spec.block, spec.smem, spec.cluster[0], spec.programmatic, params, unpacked
     assert len(spec.entry) < 24
     return _CUBIN.pack(at, size, *numbers, spec.entry.encode())
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from samebits.backends.cuda import linear_logp_sm90
-from samebits.backends.cuda.products import schedule_sm90
+from samebits.backends.cuda.products import grouped_sm90, schedule_sm90
 from samebits.backends.cuda.products.fma import FMA
 from samebits.backends.cuda.products.fma_sm90 import FMA_SM90
 from samebits.backends.cuda.products.schedule_sm90 import Gemm, Sm90Schedule, round_up
@@ -25,12 +25,16 @@ from samebits.functions import VOCAB_BLOCK
 
 __all__ = [
     "BATCH",
+    "EXPERTS",
+    "GROUPS",
+    "HEADS",
     "ROWS",
     "SHAPES",
     "Layout",
     "Sizes",
     "Table3",
     "fma_sm90",
+    "grouped_tables",
     "layout_tables",
     "plain",
     "statistics",
@@ -57,6 +61,21 @@ _BATCHED = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 BATCH = 32
 """The number of matrices that schedules of batches are chosen for."""
 
+EXPERTS = (
+    *((2048, 1536), (768, 2048), (4096, 28672), (14336, 4096)),
+    *((7168, 4096), (2048, 7168), (2880, 5760), (2880, 2880)),
+)
+"""(K, N) of matrices of models' experts."""
+
+HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
+"""Sizes of models' heads: of q and k, and of v."""
+
+GROUPS = (8, 32, 128, 256)
+"""Numbers of groups that schedules are chosen for: where ranges end, but for the last one."""
+
+_SHARES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+"""Rows of a group."""
+
 
 class Sizes(NamedTuple):
     """The sizes that tables are for.
@@ -64,11 +83,15 @@ class Sizes(NamedTuple):
     Attributes:
         shapes: (K, N) of weights.
         rows: numbers of rows.
+        experts: (K, N) of a group's matrix.
+        heads: sizes of attention's heads: of q and k, and of v.
         more: also the sizes between them, by the best schedules among those that are needed anyway.
     """
 
     shapes: Sequence[tuple[int, int]] = SHAPES
     rows: Sequence[int] = ROWS
+    experts: Sequence[tuple[int, int]] = EXPERTS
+    heads: Sequence[tuple[int, int]] = HEADS
     more: bool = True
 
     @property
@@ -157,6 +180,36 @@ def layout_tables(sizes: Sizes, sms: int) -> Iterator[tuple[Layout, int, bool, T
                 for point in _points(_BATCHED, _BATCHED, _BATCHED)
             ]
             yield layout, output, True, Table3((_BATCHED,) * 3, cells)
+
+
+def grouped_tables(sizes: Sizes, sms: int) -> Iterator[tuple[bool, int, Table3]]:
+    """The tables of grouped products: by the layout of matrices (along n or not), and the range of groups."""
+    for b_mn in (False, True):
+        of_k, of_n = (sorted({shape[of] for shape in sizes.experts}) for of in (b_mn, not b_mn))
+        anchors = [(m, shape[not b_mn], shape[b_mn]) for m in _SHARES for shape in sizes.experts]
+        every = [_of_group(point, batch, b_mn) for point in anchors for batch in GROUPS]
+        kernels = list(dict.fromkeys(replace(_choice(g, sms), group=16) for g in every))
+        for i, batch in enumerate(GROUPS):
+            points = _points(_SHARES, of_n, of_k)
+            cells = [_best_grouped(_of_group(point, batch, b_mn), kernels, sms) for point in points]
+            yield b_mn, i, Table3((_SHARES, of_n, of_k), cells)
+
+
+def _of_group(point: Point, batch: int, b_mn: bool) -> Gemm:
+    m, n, k = point
+    return Gemm(m, n, k, batch, False, b_mn)
+
+
+def _choice(g: Gemm, sms: int) -> Sm90Schedule:
+    return grouped_sm90.chosen(g, sms, False)
+
+
+def _best_grouped(g: Gemm, kernels: Sequence[Sm90Schedule], sms: int) -> Sm90Schedule:
+    """As :func:`_best`, of a group."""
+    chosen = _choice(g, sms)
+    if replace(chosen, group=16) in kernels:
+        return chosen
+    return min(kernels, key=lambda s: grouped_sm90.estimate(s, g, sms))
 
 
 def _points(m: Sequence[int], n: Sequence[int], k: Sequence[int]) -> Iterator[Point]:

@@ -14,13 +14,19 @@ from samebits.backends import UnavailableError
 from samebits.backends.cuda import compiler, precompile
 from samebits.backends.cuda.compiler import KernelSpec
 from samebits.tools import terminal
-from samebits.tools.export.choices import SHAPES, Sizes
+from samebits.tools.export.choices import Sizes
 from samebits.tools.export.kernels import DTYPES, GPUS, OPS, build
 from samebits.tools.text import ToolError, one_line, plural
 
 
 def main(
-    folder: Path, *, archs: Sequence[str], dtypes: Sequence[str], ops: Sequence[str], shapes: Sequence[str]
+    folder: Path,
+    *,
+    archs: Sequence[str],
+    dtypes: Sequence[str],
+    ops: Sequence[str],
+    shapes: Sequence[str],
+    heads: Sequence[str] = (),
 ) -> int:
     """Write archives into `folder`. The arguments are the command's options; an empty one stands for all.
 
@@ -36,7 +42,12 @@ def main(
     _among("--dtype", dtypes, DTYPES)
     _among("--op", ops, OPS)
     chosen = [DTYPES[d] for d in dtypes or DTYPES]
-    sizes = Sizes([_shape(text) for text in shapes] or SHAPES)
+    sizes = Sizes()
+    if shapes:
+        given = [_shape(text) for text in shapes]
+        sizes = sizes._replace(shapes=given, experts=given)
+    if heads:
+        sizes = sizes._replace(heads=[_head(text) for text in heads])
     if "sm_75" in archs and torch.float32 not in chosen:
         raise ToolError("--dtype: expected f32 for sm_75, whose tensor cores no contract describes")
     try:
@@ -89,3 +100,11 @@ def _shape(text: str) -> tuple[int, int]:
     if found is None or not all(0 < int(size) < 1 << 31 for size in found.groups()):
         raise ToolError(f"--shape: expected KxN, such as 4096x28672, got {text}")
     return int(found[1]), int(found[2])
+
+
+def _head(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
+    sizes = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
+    if not all(1 <= size <= 256 for size in sizes):
+        raise ToolError(f"--head: expected a size from 1 to 256, or those of q and v as 192x128, got {text}")
+    return sizes

@@ -1,12 +1,15 @@
 """The kernels of an archive: each schedule's variants, numbered as ``native/`` numbers them.
 
-A variant's bits are said in ``native/products.c``, ``sm90.c`` and ``logp.c``, where calls look for them.
+A variant's bits are said in ``products.c``, ``grouped.c``, ``sm90.c``, ``attention.c`` and ``logp.c`` of
+``native/``, where calls look for them.
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,20 +18,21 @@ import torch
 from samebits._version import __version__
 from samebits.backends.cuda import devices, linear_logp_sm90, logp
 from samebits.backends.cuda.compiler import KernelSpec
-from samebits.backends.cuda.products import fma, tensor_core, tensor_core_sm90
+from samebits.backends.cuda.products import fma, grouped_sm90, tensor_core, tensor_core_sm90
 from samebits.backends.cuda.products.fma_sm90 import FmaSm90Schedule
+from samebits.backends.cuda.products.grouped_sm90 import MOST_GROUPS
 from samebits.backends.cuda.products.plan import TYPES, TileLayout
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.cuda.products.tensor_core_sm90 import Sm90Variant
 from samebits.contract import FAMILIES, FMA, TENSOR_CORE
-from samebits.tools.export import choices
+from samebits.tools.export import attention, choices
 from samebits.tools.export.archive import Archive, Family, Schedule, Table
-from samebits.tools.export.choices import BATCH, Sizes, Table3
+from samebits.tools.export.choices import BATCH, GROUPS, Sizes, Table3
 
 __all__ = ["DTYPES", "GPUS", "OPS", "build"]
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-OPS = ("gemm", "ragged", "linear_logp")
+OPS = ("gemm", "ragged", "linear_logp", "grouped_mm", "attention")
 
 
 class _Gpu(NamedTuple):
@@ -71,6 +75,8 @@ def build(
         found.add_fma(ragged="ragged" in ops)
     if half:
         found.add_tensor_core(half)
+    if "grouped_mm" in ops:
+        found.add_grouped(dtypes if family is not None else [torch.float32])
     if gpu.capability == (9, 0):
         if torch.float32 in dtypes and "gemm" in ops:
             found.add_fma_sm90()
@@ -78,6 +84,10 @@ def build(
             found.add_tensor_core_sm90(half, gemm="gemm" in ops, ragged="ragged" in ops)
         if half and "linear_logp" in ops:
             found.add_statistics(half)
+        if half and "grouped_mm" in ops:
+            found.add_grouped_sm90(half)
+    if "attention" in ops:
+        found.add_attention([*half, *([torch.float32] if torch.float32 in dtypes else [])])
     if "linear_logp" in ops and gpu.capability >= (8, 0):
         found.add_logp()
     return found.archive
@@ -95,6 +105,19 @@ def _layouts() -> list[TileLayout]:
 
 
 _VECTORS = 2  # the first layouts load vectors
+
+
+def _grouped_variant(
+    b_mn: bool, dtype: torch.dtype, f32: bool = False, bias: bool = False, aligned: bool = True
+) -> Sm90Variant:
+    out, bias_dtype = torch.float32 if f32 else dtype, dtype if bias else None
+    return Sm90Variant(dtype, out, False, b_mn, bias_dtype, False, aligned, True)
+
+
+def _most_groups(s: Sm90Schedule, of: Sm90Variant) -> int:
+    """Groups whose table leaves room for the whole ring."""
+    counts = range(1, MOST_GROUPS + 1)
+    return bisect.bisect_left(counts, True, key=lambda n: grouped_sm90.with_table(s, of, n).stages < s.stages)
 
 
 class _Builder:
@@ -122,35 +145,61 @@ class _Builder:
 
     # ---- The universal kernels ----
 
-    def _universal(self, family: Family, step: Any, plain: Any) -> list[Any]:
+    def _universal(self, family: Family, step: Any, plain: Any, batches: Sequence[int]) -> list[Any]:
         """The tables of a universal kernel, and the schedules in them. The plain one is the first."""
 
         def record(s: Any) -> Schedule:
             return Schedule(family, self._number(family, s), s.tile_m, s.tile_n, s.tile_k)
 
         used: dict[Any, None] = {plain: None}
-        for batch in (1, BATCH):
+        for key, batch in enumerate(batches):
             found = choices.universal(step, self._sizes, self._device, batch)
             used |= dict.fromkeys(found.cells)
-            self._add_table(family, int(batch > 1), record(plain), found, record)
+            self._add_table(family, key, record(plain), found, record)
         return list(used)
 
+    @property
+    def _plain_tensor_core(self) -> Any:
+        return [s for s in tensor_core.SCHEDULES if s.smem <= self._gpu.max_smem][2]
+
+    @property
+    def _plain_fma(self) -> Any:
+        return next(s for s in fma.SCHEDULES if s.tile_m == 64 and s.smem <= self._gpu.max_smem)
+
     def add_tensor_core(self, dtypes: Iterable[torch.dtype]) -> None:
-        fitting = [s for s in tensor_core.SCHEDULES if s.smem <= self._gpu.max_smem]
-        used = self._universal(Family.TENSOR_CORE, "mma", fitting[2])
+        used = self._universal(Family.TENSOR_CORE, "mma", self._plain_tensor_core, (1, BATCH))
         layouts = list(enumerate(_layouts()))
         for s, dtype, (i, a), (j, b) in itertools.product(used, dtypes, layouts, layouts):
             spec = tensor_core.kernel_spec(s, dtype, a, b)
             self._add(self._number(Family.TENSOR_CORE, s), i | j << 3 | TYPES[dtype] << 6, spec)
 
     def add_fma(self, ragged: bool) -> None:
-        plain = next(s for s in fma.SCHEDULES if s.tile_m == 64 and s.smem <= self._gpu.max_smem)
-        layouts, f32 = list(enumerate(_layouts())), torch.float32
-        for s in self._universal(Family.FMA, "fma", plain):
+        plain, layouts, f32 = self._plain_fma, list(enumerate(_layouts())), torch.float32
+        for s in self._universal(Family.FMA, "fma", plain, (1, BATCH)):
             pairs = itertools.product(layouts if s == plain else layouts[:_VECTORS], repeat=2)
             for ((i, a), (j, b)), segmented in itertools.product(pairs, (False, True)[: 1 + ragged]):
                 spec = fma.kernel_spec(s, (f32, f32, f32), a, b, segmented)
                 self._add(self._number(Family.FMA, s), i | j << 3 | TYPES[f32] << 6 | segmented << 8, spec)
+
+    def add_grouped(self, dtypes: Collection[torch.dtype]) -> None:
+        """The universal kernels' form for groups of rows: the plain schedule for all layouts."""
+        layouts = list(enumerate(_layouts()))
+        for fma_, family in ((True, Family.GROUPED_FMA), (False, Family.GROUPED_TENSOR_CORE)):
+            of = [d for d in dtypes if (d == torch.float32) == fma_]
+            if not of:
+                continue
+            plain = self._plain_fma if fma_ else self._plain_tensor_core
+            used = self._universal(family, "fma" if fma_ else "mma", plain, GROUPS)
+            for s, dtype in itertools.product(used, of):
+                every = layouts if s == plain else layouts[:_VECTORS]
+                for (i, a), (j, b) in itertools.product(every, every):
+                    if a.vector and not a.k_major:
+                        continue  # groups start at any row
+                    if fma_:
+                        spec = fma.kernel_spec(s, (dtype, dtype, dtype), a, b, False, "OF_ROWS")
+                    else:
+                        spec = tensor_core.kernel_spec(s, dtype, a, b, "OF_ROWS")
+                    self._add(self._number(family, s), i | j << 3 | TYPES[dtype] << 6, spec)
 
     # ---- Hopper ----
 
@@ -227,6 +276,31 @@ class _Builder:
         kernel = self._number(Family.TENSOR_CORE_SM90, replace(s, group=1))
         self._add(kernel, bits, tensor_core_sm90.spec(of, s))
 
+    def add_grouped_sm90(self, dtypes: Collection[torch.dtype]) -> None:
+        family, flags = Family.GROUPED_SM90, (False, True)
+        for b_mn, groups, found in choices.grouped_tables(self._sizes, self._gpu.sm_count):
+            record = functools.partial(self._grouped, b_mn)
+            plain = choices.plain(False, b_mn)
+            self._add_table(family, b_mn | groups << 1, record(plain), found, record)
+            for dtype, f32, bias, aligned in itertools.product(dtypes, flags, flags, flags):
+                self._add_grouped(plain, _grouped_variant(b_mn, dtype, f32, bias, aligned))
+            biases = (False,) if b_mn else flags
+            for s, dtype, bias in itertools.product(dict.fromkeys(found.cells), dtypes, biases):
+                self._add_grouped(s, _grouped_variant(b_mn, dtype, bias=bias))
+
+    def _grouped(self, b_mn: bool, s: Sm90Schedule) -> Schedule:
+        most = _most_groups(s, _grouped_variant(b_mn, torch.bfloat16))
+        return self._hopper(Family.GROUPED_SM90, s)._replace(groups=most)
+
+    def _add_grouped(self, s: Sm90Schedule, of: Sm90Variant) -> None:
+        """A kernel for as many groups as leave room for the whole ring, and one for more if they do not."""
+        bits = of.b_mn | TYPES[of.dtype] << 1 | (of.out_dtype == torch.float32) << 3
+        bits |= (of.bias_dtype is not None) << 4 | of.aligned << 5 | (s.block_k > 64) << 6
+        kernel, most = self._number(Family.GROUPED_SM90, replace(s, group=1)), _most_groups(s, of)
+        for reduced, groups in ((False, most), (True, MOST_GROUPS))[most == 0 : 1 + (most < MOST_GROUPS)]:
+            ring = grouped_sm90.with_table(s, of, groups)
+            self._add(kernel, bits | reduced << 7, grouped_sm90.spec(of, ring, groups))
+
     # ---- Log-probabilities ----
 
     def add_statistics(self, dtypes: Iterable[torch.dtype]) -> None:
@@ -259,3 +333,24 @@ class _Builder:
             (False, True), enumerate(("block_statistics", "combine", "combine_few"))
         ):
             self._add(schedule.kernel, i | entropy << 2, logp.kernel_spec(entry, entropy=entropy))
+
+    # ---- Attention ----
+
+    def add_attention(self, dtypes: Collection[torch.dtype]) -> None:
+        of = self._sizes.heads, dtypes, self._device
+        found = attention.universals(*of)
+        if self._gpu.capability == (9, 0):
+            found = itertools.chain(attention.hopper(*of), found)
+        for x in found:
+
+            def record(cell: Any, x: attention.Found = x) -> Schedule:
+                return x.record(cell)._replace(kernel=self._number(x.family, x.kernel(cell)))
+
+            self._add_table(x.family, x.key, record(x.plain), x.table, record)
+            for schedule, bits, spec in x.kernels:
+                self._add(self._number(x.family, schedule), bits, spec)
+        merge = Schedule(Family.ATTENTION_MERGE, self._number(Family.ATTENTION_MERGE, None))
+        every = Table3((choices.ANY,) * 3, [None])
+        self._add_table(Family.ATTENTION_MERGE, 0, merge, every, lambda s: merge)
+        for bits, spec in attention.merges(*of):
+            self.archive.variants.setdefault((merge.kernel, bits), spec)

@@ -31,9 +31,11 @@ __all__ = [
     "Plan",
     "choose",
     "forward",
+    "l2_promotion",
     "make_plan",
     "plan",
     "schedules",
+    "shares_of",
     "spec",
     "supports",
     "variant",
@@ -184,7 +186,7 @@ def choose(x: Attention, of: HopperVariant) -> HopperSchedule:
     least = HopperSchedule(1, 3, grouped, dynamic=dynamic, few=rows <= 8)
     found = [replace(least, warpgroups=n) for n in ((1,) if rows <= 64 else (2, 3))]
     s = min((s for s in found if s.fits(of)), key=lambda s: _cost(x, s, multiprocessors))
-    if _shares(x, s) > 1 and x.q.shape[:-1].numel() * _segments(x) * (of.values + 2) * 4 <= _SCRATCH:
+    if shares_of(x, s) > 1 and x.q.shape[:-1].numel() * _segments(x) * (of.values + 2) * 4 <= _SCRATCH:
         s = replace(s, split=True, dynamic=False)
     return s.filled(of)
 
@@ -193,7 +195,7 @@ def _segments(x: Attention) -> int:
     return -(-x.keys // SEGMENT)
 
 
-def _shares(x: Attention, s: HopperSchedule) -> int:
+def shares_of(x: Attention, s: HopperSchedule) -> int:
     """How many tiles best share the segments of their rows."""
     tiles, heads, height, members = _tiles(x, s)
     multiprocessors = devices.device_info(x.q.get_device()).sm_count
@@ -222,6 +224,11 @@ def _tiles(x: Attention, s: HopperSchedule) -> tuple[int, int, int, int]:
     height = s.most_rows // members
     tiles = -(-x.queries // height) + (x.batch if x.packed else 0)
     return tiles, (1 if x.packed else x.batch) * x.heads // members, height, members
+
+
+def l2_promotion(s: HopperSchedule) -> int:
+    """The least bytes of keys and values that L2 fetches. Those that stream from memory do so 6 % faster."""
+    return 128 if s.warpgroups == 1 else 256
 
 
 def supports(x: Attention) -> bool:
@@ -350,16 +357,16 @@ def make_plan(x: Attention, schedule: HopperSchedule | None = None) -> Plan:
     device = x.q.get_device()
     layouts = tuple(map(layout, (x.q, x.k, x.v)))
     tiles, heads, height, members = _tiles(x, s)
-    l2_promotion = 128 if s.warpgroups == 1 else 256  # keys that stream from memory do so 6 % faster
+    promotion = l2_promotion(s)
     maps = (
         _query_maps(of.dtype, layouts[0], height, members),
-        tile_maps(of.dtype, layouts[1], BLOCK, 64, l2_promotion),
-        tile_maps(of.dtype, layouts[2], BLOCK, of.width, l2_promotion),
+        tile_maps(of.dtype, layouts[1], BLOCK, 64, promotion),
+        tile_maps(of.dtype, layouts[2], BLOCK, of.width, promotion),
     )
     of_head = 2 * x.keys * (x.k.shape[-1] + x.v.shape[-1])
     together = min(heads, max(1, _L2 // of_head) * (x.group // members))
     segments = _segments(x)
-    share = -(-segments // min(segments, max(_shares(x, s), 2))) if s.split else segments
+    share = -(-segments // min(segments, max(shares_of(x, s), 2))) if s.split else segments
     shares = -(-segments // share)
     sizes = (*lse_strides(x), tiles, heads, together, segments, shares, share, members, height)
     return Plan(

@@ -6,11 +6,10 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from samebits.backends.cuda import devices, runtime
+from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products import schedule_sm90, tensor_core_sm90
 from samebits.backends.cuda.products.grouped import GroupedCudaPlan, nothing
 from samebits.backends.cuda.products.schedule_sm90 import Gemm, Sm90Schedule
@@ -19,11 +18,12 @@ from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
 from samebits.backends.grouped import GroupedKernel, GroupedProduct, refuse_large
 from samebits.backends.product import need
 
-__all__ = ["GROUPED_SM90"]
+__all__ = ["GROUPED_SM90", "MOST_GROUPS", "chosen", "estimate", "spec", "variant", "with_table"]
 
 _PARAMS = "128s128s128sPPPqq8iPP2iq"
-_MOST_GROUPS = 1024  # whose table fits into shared memory beside the ring
 _NO_MAP = bytes(128)
+MOST_GROUPS = 1024
+"""Groups whose table fits into shared memory beside the ring."""
 
 
 def _sides(p: GroupedProduct) -> tuple[Side, Side]:
@@ -56,7 +56,7 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
             (1, 8, 16, 24, 32, 64, 200, 512, 4096), (256, 1536, 4096, 14336), (1, 8, 128)
         )
         found = [
-            _chosen(Gemm(m, n, 1024, batch, a_mn, b_mn), sms, of_terms)
+            chosen(Gemm(m, n, 1024, batch, a_mn, b_mn), sms, of_terms)
             for sms, (m, n, batch) in itertools.product((114, 132), sizes)
             for a_mn, b_mn, of_terms in ((False, False, False), (False, True, False), (True, True, True))
         ]
@@ -69,7 +69,7 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
             and devices.device_info(p.device).capability == (9, 0)
             and not p.out.empty
             and p.k > 0
-            and p.groups <= _MOST_GROUPS
+            and p.groups <= MOST_GROUPS
             and p.out.strides[-1] == 1
             and (p.bias is None or p.bias.strides[-1] == 1 or p.n == 1)
             and p.a.misalignment == p.b.misalignment == 0
@@ -85,14 +85,15 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
         return [s for s in self.catalogue if s.fits(a, b) and not (p.of_terms and s.swap)]
 
     def choose(self, p: GroupedProduct) -> Sm90Schedule:
-        return _chosen(_balanced(p), devices.device_info(p.device).sm_count, p.of_terms)
+        return chosen(_balanced(p), devices.device_info(p.device).sm_count, p.of_terms)
 
     def plan(self, p: GroupedProduct, s: Sm90Schedule | None = None) -> GroupedCudaPlan:
         need(p.out.empty or self.supports(p), f"{self.name}: expected {p} that TMA can read, on sm_90")
         if p.out.empty:
             return GroupedCudaPlan(nothing)
-        s = _with_table(s or self.choose(p), p)
-        v, (a, b), swap = _variant(p), _sides(p), s.swap
+        v, (a, b) = variant(p), _sides(p)
+        s = with_table(s or self.choose(p), v, p.groups)
+        swap = s.swap
         a_block, b_block = (s.block_n, s.block_m) if swap else (s.block_m, s.block_n)
         a_sharers, b_sharers = (1, s.cluster) if swap else (s.cluster, 1)
         how, matrices = (v.folded and s.block_k > 64, s.l2_promotion), 1 if p.of_terms else p.groups
@@ -109,7 +110,7 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
         rest = (row_stride, batch_stride, rows, columns, p.k, batch, *batched, 0, s.group)
         of_groups = p.groups, p.rows, 0 if p.bias is None else p.bias.strides[0]
         grid = _grid(p, s)
-        kernel = runtime.load(_spec(p, v, s), p.device)
+        kernel = runtime.load(spec(v, s, p.groups), p.device)
 
         def launch(a_at: int, b_at: int, out: int, offs: int, bias: int, runs: int) -> None:
             tall, wide = a_maps[a_at], b_maps[b_at]
@@ -122,16 +123,17 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(g: Gemm, sms: int, of_terms: bool) -> Sm90Schedule:
+def chosen(g: Gemm, sms: int, of_terms: bool) -> Sm90Schedule:
+    """The schedule for groups of which each is as `g`, a batch of products."""
     if not of_terms and g.m <= 32:
         return _few_rows(g)
     g = replace(g, m=max(g.m, 129))  # the schedules for many rows: others count on one matrix
     found = [s for s in schedule_sm90.candidates(g, sms) if not s.swap]
-    cost = schedule_sm90.estimate if of_terms else _estimate
+    cost = schedule_sm90.estimate if of_terms else estimate
     return replace(min(found, key=lambda s: cost(s, g, sms)), ahead=0)
 
 
-def _estimate(s: Sm90Schedule, g: Gemm, sms: int) -> float:
+def estimate(s: Sm90Schedule, g: Gemm, sms: int) -> float:
     """The cost where groups differ: on average half of a tile of each has no rows of its own."""
     tiles = g.m / s.block_m + 0.5
     low = max(1, int(tiles))
@@ -139,16 +141,15 @@ def _estimate(s: Sm90Schedule, g: Gemm, sms: int) -> float:
     return few + (more - few) * max(0.0, tiles - low)
 
 
-def _table(p: GroupedProduct) -> int:
+def _table(v: Sm90Variant, groups: int) -> int:
     """Bytes of shared memory that the kernel's scheduler takes."""
-    return p.groups * 24 if p.of_terms else (2 * p.groups + 1) * 4
+    return groups * 24 if v.cu_seqlens_dtype is not None else (2 * groups + 1) * 4
 
 
-def _with_table(s: Sm90Schedule, p: GroupedProduct) -> Sm90Schedule:
+def with_table(s: Sm90Schedule, v: Sm90Variant, groups: int) -> Sm90Schedule:
     """`s` with a ring that leaves room for the table of groups."""
-    a_mn, b_mn = (not side.k_major for side in _sides(p))
-    layouts = (b_mn, a_mn) if s.swap else (a_mn, b_mn)
-    longest = s.filled(s.panels + _table(p), *layouts)
+    layouts = (v.b_mn, v.a_mn) if s.swap else (v.a_mn, v.b_mn)
+    longest = s.filled(s.panels + _table(v, groups), *layouts)
     return replace(s, stages=min(s.stages, longest.stages))
 
 
@@ -158,7 +159,7 @@ def _output_strides(p: GroupedProduct) -> tuple[int, int]:
     return row, p.out.strides[0] if p.of_terms and p.groups > 1 else -(-row * p.m // 8) * 8
 
 
-def _variant(p: GroupedProduct) -> Sm90Variant:
+def variant(p: GroupedProduct) -> Sm90Variant:
     """The variant that `p` needs."""
     step = 2 if p.out.dtype == torch.float32 else 8
     aligned = p.out.misalignment % 8 == 0 and all(stride % step == 0 for stride in _output_strides(p))
@@ -172,16 +173,17 @@ def _variant(p: GroupedProduct) -> Sm90Variant:
     )
 
 
-def _spec(p: GroupedProduct, v: Sm90Variant, s: Sm90Schedule) -> Any:
+def spec(v: Sm90Variant, s: Sm90Schedule, groups: int) -> compiler.KernelSpec:
+    """The kernel of `v`, beside whose ring the table of so many groups has room."""
     of = tensor_core_sm90.spec(v, s)
-    form = ("GROUPED", "OF_TERMS" if p.of_terms else "OF_ROWS")
+    form = ("GROUPED", "OF_ROWS" if v.cu_seqlens_dtype is None else "OF_TERMS")
     return replace(
         of,
         source="grouped_sm90.cu",
         entry="grouped_sm90",
         params=_PARAMS,
         constants=(*of.constants, form),
-        smem=of.smem + _table(p),
+        smem=of.smem + _table(v, groups),
     )
 
 
