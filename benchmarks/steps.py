@@ -5,8 +5,8 @@ python -m benchmarks.steps [--commit COMMIT] [--out FILE]
 It writes benchmarks/results/<gpu>/steps.json: training steps (forward and backward, with the logits' loss and
 with ``linear_logp``), decoding with a static cache of 1,024 keys (as a CUDA graph and call by call), and the
 peak memory of each. PyTorch attends by ``sdpa``, samebits by ``sdpa`` in training and by its own
-implementation in decoding. PyTorch and the context are measured first, since what the switch of the process
-registers stays.
+implementation in decoding. PyTorch and the context take turns. The switch of the process is measured
+afterwards, since what it registers stays.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -50,10 +50,11 @@ def fused_logits(model: Any, ids: torch.Tensor) -> None:
 class Decoding:
     """A step of decoding, with the cache as it was after each one."""
 
-    def __init__(self, model: Any, batch: int) -> None:
+    def __init__(self, model: Any, batch: int, attention: str) -> None:
         from transformers import StaticCache
 
-        self._model = model
+        self._model, self._attention = model, attention
+        self.prepare()
         self._cache: Any = StaticCache(config=model.config, max_cache_len=KEYS)
         prompt = torch.randint(model.config.vocab_size, (batch, KEYS - 1), device="cuda")
         for part in prompt.split(128, 1):
@@ -65,6 +66,9 @@ class Decoding:
         out = self._model(self._ids, past_key_values=self._cache, position_ids=self._at, use_cache=True)
         logits: torch.Tensor = out.logits
         return logits
+
+    def prepare(self) -> None:
+        self._model.set_attn_implementation(self._attention)
 
     def forget(self) -> None:
         """Takes the last token out of the cache again."""
@@ -83,59 +87,81 @@ class Decoding:
         return graph.replay
 
 
-def milliseconds(step: Step, after: Step, repeats: int) -> float:
-    """Median time of steps, each from an idle GPU to an idle GPU; `after` is not timed."""
-    times = []
-    for turn in range(repeats + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        if turn:
-            times.append((time.perf_counter() - start) * 1e3)
-        after()
-    return float(f"{statistics.median(times):.4g}")
+class Form(NamedTuple):
+    """PyTorch, or a form of the mode, with the attention that a model has in it while it decodes."""
+
+    within: Callable[[], AbstractContextManager[Any]]
+    decoding: str
 
 
-def measured(step: Step, after: Step = lambda: None, repeats: int = 7) -> dict[str, float]:
-    for _ in range(2):
-        step()
-        after()
-    torch.cuda.reset_peak_memory_stats()
-    ms = milliseconds(step, after, repeats)
-    return {"ms": ms, "mib": torch.cuda.max_memory_allocated() >> 20}
-
-
-FORMS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "torch": nullcontext,
-    "context": lambda: samebits.batch_invariant("error"),
-    "process": lambda: samebits.set_batch_invariant_mode(True, "error"),
+FORMS = {
+    "torch": Form(nullcontext, "sdpa"),
+    "context": Form(lambda: samebits.batch_invariant("error"), "samebits"),
+    "process": Form(lambda: samebits.set_batch_invariant_mode(True, "error"), "samebits"),
 }
+Measured = dict[str, dict[str, float]]
 
 
-def training(model: Any, form: str) -> dict[str, dict[str, float]]:
-    """The steps of training in a form, by their names."""
+def nothing() -> None:
+    """Before a step that needs nothing, and after one that leaves nothing behind."""
+
+
+def in_turns(steps: dict[str, tuple[Step, Step, Step]], repeats: int) -> Measured:
+    """Median times of a step in several forms, which take turns: what changes with time, changes for all.
+
+    Each step starts with an idle GPU and ends with one. The functions before and after it are not timed.
+    """
+    times: dict[str, list[float]] = {form: [] for form in steps}
+    peaks = dict.fromkeys(steps, 0)
+    for turn in range(repeats + 2):
+        for form, (before, step, after) in steps.items():
+            with FORMS[form].within():
+                before()
+                held = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                step()
+                torch.cuda.synchronize()
+                if turn > 1:
+                    times[form].append((time.perf_counter() - start) * 1e3)
+                    peaks[form] = max(peaks[form], torch.cuda.max_memory_allocated() - held)
+                after()
+    return {
+        form: {"ms": float(f"{statistics.median(times[form]):.4g}"), "mib": peaks[form] >> 20}
+        for form in steps
+    }
+
+
+def training(model: Any, forms: Sequence[str]) -> dict[str, Measured]:
+    """The steps of training, by their names."""
     model.set_attn_implementation("sdpa")
     found = {}
     for rows, tokens in BATCHES:
         ids = torch.randint(model.config.vocab_size, (rows, tokens), device="cuda")
+        stored, fused = (partial(f, model, ids) for f in (stored_logits, fused_logits))
         name = f"forward + backward, {rows} x {tokens:,}"
-        found[name] = measured(partial(stored_logits, model, ids))
-        fused = found[name] if form == "torch" else measured(partial(fused_logits, model, ids))
-        found[f"{name}, linear_logp"] = fused
+        found[name] = in_turns(dict.fromkeys(forms, (nothing, stored, nothing)), 9)
+        ours: dict[str, Step] = {form: stored if form == "torch" else fused for form in forms}
+        found[f"{name}, linear_logp"] = in_turns(
+            {form: (nothing, step, nothing) for form, step in ours.items()}, 9
+        )
     return found
 
 
 @torch.no_grad()
-def decoding(model: Any, form: str) -> dict[str, dict[str, float]]:
-    """The steps of decoding in a form, by their names."""
-    model.set_attn_implementation("sdpa" if form == "torch" else "samebits")
+def decoding(model: Any, forms: Sequence[str]) -> dict[str, Measured]:
+    """The steps of decoding, by their names."""
     found = {}
     for batch in DECODED:
-        decode = Decoding(model, batch)
-        found[f"decode, eager, batch {batch}"] = measured(decode.eager, decode.forget, 15)
-        found[f"decode, CUDA graph, batch {batch}"] = measured(decode.graph(), decode.forget, 15)
-        del decode
+        eager, graphs = {}, {}
+        for form in forms:
+            with FORMS[form].within():
+                decode = Decoding(model, batch, FORMS[form].decoding)
+                eager[form] = decode.prepare, decode.eager, decode.forget
+                graphs[form] = nothing, decode.graph(), decode.forget
+        found[f"decode, eager, batch {batch}"] = in_turns(eager, 15)
+        found[f"decode, CUDA graph, batch {batch}"] = in_turns(graphs, 15)
     return found
 
 
@@ -165,12 +191,15 @@ def main() -> None:
         model: Any = LlamaForCausalLM(LlamaConfig(**BILLION))
         model = model.to(torch.bfloat16)
     out = options.out or RESULTS / slug(torch.cuda.get_device_name()) / "steps.json"
-    times: dict[str, dict[str, Any]] = {}
-    for form, within in FORMS.items():
-        with within():
-            times[form] = training(model, form) | decoding(model, form)
-    cases = [{"work": work} | {form: times[form][work] for form in FORMS} for work in times["torch"]]
-    data: dict[str, Any] = {"environment": record, "model": BILLION, "cases": cases}
+    cases: dict[str, Measured] = {}
+    for forms in (("torch", "context"), ("process",)):
+        for work, times in (training(model, forms) | decoding(model, forms)).items():
+            cases[work] = cases.get(work, {}) | times
+    data: dict[str, Any] = {
+        "environment": record,
+        "model": BILLION,
+        "cases": [{"work": work} | times for work, times in cases.items()],
+    }
     Console(width=130).print(show(data))
     write(out, data)
 
