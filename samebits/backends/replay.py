@@ -138,6 +138,8 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_meta:
+            return result  # computes nothing: a question about shapes and dtypes, which the key has
         if func in _EMPTY:
             self._recording.allocated(result)
         elif not func.is_view and func not in _SAME:
