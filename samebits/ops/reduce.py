@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends.replay import viewed
 from samebits.ops._operator import Operator
 from samebits.ops._rows import as_rows, backend, check_rows
 
@@ -45,7 +46,7 @@ def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) 
     bypass = check_rows(op, x)
     rows, shape = as_rows(op, x, dim, keepdim)
     out: Tensor = _operator(rows, op == "mean", bypass=bypass)
-    return out if len(shape) == 1 else out.reshape(shape)
+    return out if len(shape) == 1 else viewed(out, Tensor.reshape, shape)
 
 
 def _forward(x: Tensor, mean: bool) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends.replay import viewed
 from samebits.ops._checks import check_operands
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._rows import as_rows, backend, refuse_triton, rounded
@@ -60,8 +61,9 @@ def _moment(op: str, x: Tensor, dim: Dims, correction: float, keepdim: bool) -> 
     refuse_triton(op, key)
     rows, shape = as_rows(op, x, dim, keepdim)
     if op == "vector_norm":
-        return _norm(rows).reshape(shape)  # type: ignore[no-any-return]
-    out: Tensor = _deviation(rows, float(correction), op == "std")[0]
+        out: Tensor = _norm(rows)
+        return out if len(shape) == 1 else viewed(out, Tensor.reshape, shape)
+    out = _deviation(rows, float(correction), op == "std")[0]
     return out.reshape(shape)
 
 
