@@ -337,8 +337,8 @@ static int is_no(PyObject* question) {
 }
 
 /* `self`: the index of the first argument that is the same object; `recorded`: whether autograd records it. */
-static int add_tensor(PyObject* key, Py_ssize_t* next, PyObject* tensor, Tensors* tensors, int i,
-                      int self, int recorded, long* device) {
+static int add_tensor(PyObject* key, Py_ssize_t* next, PyObject* tensor, Tensors* tensors, int i, int self,
+                      int recorded, long* device) {
     PyObject* parts[4] = {NULL};
     if (address_of(tensor, &tensors->at[i])) return -1;
     PyObject* on = PyObject_VectorcallMethod(str_get_device, &tensor, 1, NULL);
