@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends import on_gpu
 from samebits.backends.replay import viewed
 from samebits.ops._checks import check_operands
 from samebits.ops._operator import Operator, refuse_second_derivatives
@@ -114,9 +115,14 @@ def _grad_norm(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
     return rounded(x.to(torch.float32) * factor[:, None], x.dtype)
 
 
+def _grad_norm_cuda(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
+    return on_gpu("vector_norm", "", x.get_device())[0].backward(grad, x, out)  # type: ignore[no-any-return]
+
+
 _norm_gradient = Operator(
     "vector_norm_backward(Tensor grad, Tensor x, Tensor out) -> Tensor",
     cpu=_grad_norm,
+    cuda=_grad_norm_cuda,
     fake=lambda grad, x, out: x.new_empty(x.shape),
 )
 

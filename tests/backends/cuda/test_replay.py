@@ -124,6 +124,7 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
     "mean": (reduce._operator, lambda: (t(9, 1001), True)),
     "sum of a long row": (reduce._operator, lambda: (t(2, 40_000), False)),
     "2-norm": (variance._norm, lambda: (t(9, 1000),)),
+    "2-norm backward": (variance._norm_gradient, lambda: (t(1, 9)[0], t(9, 1000), t(1, 9)[0])),
     "logp": (logp._operator, lambda: (t(6, 700, dtype=F32), ids(6), -100, KEY)),
     "logp backward": (
         logp._gradient,
