@@ -68,7 +68,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.mean:
         grad = _divided(grad, ctx.shape[1])
-    return grad.to(ctx.dtype)[:, None].expand(ctx.shape), None
+    return grad.to(ctx.dtype).unsqueeze(1).expand(ctx.shape), None
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)
