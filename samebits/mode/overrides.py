@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samebits.backends.replay import traced
 from samebits.mode.arguments import as_pytorch, records, takes
 from samebits.ops._memory import has_memory
 from samebits.ops.attention import scaled_dot_product_attention
@@ -266,6 +267,8 @@ def functional_embedding(
     if max_norm is not None or scale_grad_by_freq or sparse or not takes(weight):
         return NotImplemented
     if not records(weight):  # rows are copied
+        if padding_idx is None and not torch.compiler.is_compiling():
+            return traced(_copied_rows, (weight, input))
         return F.embedding(input, weight, padding_idx)
     return embedding(input, weight, padding_idx)
 
@@ -283,7 +286,9 @@ def embedding_(
     if scale_grad_by_freq or sparse or not takes(weight):
         return NotImplemented
     if not records(weight):  # rows are copied
-        return _copied_rows(weight, indices, padding_idx)
+        if torch.compiler.is_compiling():
+            return _copied_rows(weight, indices, padding_idx)
+        return traced(_copied_rows, (weight, indices, padding_idx))
     return embedding(indices, weight, None if padding_idx == -1 else padding_idx)
 
 
