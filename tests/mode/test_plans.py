@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import samebits
 from samebits.backends import replay
 from samebits.backends.cuda import runtime
-from samebits.mode import context
+from samebits.mode import context, rules
 from samebits.testing import assert_same_bits
 
 BF16 = torch.bfloat16
@@ -27,7 +28,7 @@ def plans() -> Iterator[None]:
     if not replay.available:
         pytest.skip("the extension was not built")
     device = mock.Mock(return_value=-1)
-    functions = (replay.ctypes.CFUNCTYPE(None)(lambda: None),) * 3  # nothing is launched
+    functions = (ctypes.CFUNCTYPE(None)(lambda: None),) * 3  # nothing is launched
     context._replayed.cache_clear()
     with (
         mock.patch.object(torch._C, "_cuda_getDevice", device, create=True),
@@ -75,7 +76,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 PLANNED = set(CALLS) - {"cross_entropy of pictures", "softmax over tokens"}
 
 
-def _run(name: str, within: Callable[[str], Any]) -> list[Tensor]:
+def _run(name: str, within: Callable[[Any], Any]) -> list[Tensor]:
     leaves = [t.requires_grad_() for t in (make(2, 5, 64), make(64, 64), make(64))]
     with within("error"):
         out = CALLS[name](*leaves)
@@ -88,7 +89,7 @@ def test_a_plan_has_the_bits_of_the_call(name: str, plans: None) -> None:
     def found() -> list[Any]:
         return [
             plan
-            for func in context.REPLAYED
+            for func in rules.REPLAYED
             for plan in getattr(context._replayed(func), "recipes", {}).values()
         ]
 
