@@ -160,12 +160,17 @@ def contract_of(key: Key) -> Contract:
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:
-    """``torch.broadcast_shapes``, which is slower than a small kernel, with a fast path for equal shapes."""
+    """``torch.broadcast_shapes``, which is slower than a small kernel."""
     longest = max(shapes, key=len)
     if all(s == longest or not s for s in shapes):
         return longest
-    found: torch.Size = torch.broadcast_shapes(*shapes)
-    return found
+    if not torch.compiler.is_compiling() and all(type(n) is int for s in shapes for n in s):
+        padded = ((1,) * (len(longest) - len(s)) + tuple(s) for s in shapes)
+        sizes = [{n for n in of_dimension if n != 1} for of_dimension in zip(*padded, strict=True)]
+        if all(len(found) < 2 for found in sizes):
+            return torch.Size(found.pop() if found else 1 for found in sizes)
+    theirs: torch.Size = torch.broadcast_shapes(*shapes)
+    return theirs
 
 
 @functools.cache

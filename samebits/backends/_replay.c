@@ -336,8 +336,9 @@ static int is_no(PyObject* question) {
     return yes < 0 ? -1 : !yes;
 }
 
-static int add_tensor(PyObject* key, Py_ssize_t* next, PyObject* tensor, Tensors* tensors, int i,
-                      long* device) {
+/* `self`: the index of the first argument that is the same object; `recorded`: whether autograd records it. */
+static int add_tensor(PyObject* key, Py_ssize_t* next, PyObject* tensor, Tensors* tensors, int i, int self,
+                      int recorded, long* device) {
     PyObject* parts[4] = {NULL};
     if (address_of(tensor, &tensors->at[i])) return -1;
     PyObject* on = PyObject_VectorcallMethod(str_get_device, &tensor, 1, NULL);
@@ -360,9 +361,9 @@ static int add_tensor(PyObject* key, Py_ssize_t* next, PyObject* tensor, Tensors
     parts[0] = PyObject_GetAttr(tensor, str_dtype);
     parts[1] = PyObject_GetAttr(tensor, str_shape);
     parts[2] = PyObject_VectorcallMethod(str_stride, &tensor, 1, NULL);
-    char tail[2] = {(char)(tensors->at[i] & 15),
-                    (char)same}; /* two bytes: no other argument has such a part */
-    parts[3] = PyBytes_FromStringAndSize(tail, 2);
+    char tail[4] = {(char)(tensors->at[i] & 15), (char)same, (char)self,
+                    (char)recorded}; /* four bytes: no other argument has such a part */
+    parts[3] = PyBytes_FromStringAndSize(tail, 4);
     for (int p = 0; p < 4; p++) {
         if (parts[p] == NULL) {
             for (int rest = p; rest < 4; rest++) Py_XDECREF(parts[rest]);
@@ -373,18 +374,10 @@ static int add_tensor(PyObject* key, Py_ssize_t* next, PyObject* tensor, Tensors
     return 0;
 }
 
-/* Whether autograd would record a call on this tensor, or its elements are negated: 1, 0, or -1 with an error. */
-static int is_more_than_data(PyObject* tensor, int grad_enabled) {
-    if (grad_enabled) {
-        PyObject* found = PyObject_GetAttr(tensor, str_requires_grad);
-        if (found == NULL) return -1;
-        Py_DECREF(found);
-        if (found != Py_False) return 1;
-    }
-    PyObject* found = PyObject_VectorcallMethod(str_is_neg, &tensor, 1, NULL);
-    if (found == NULL) return -1;
-    Py_DECREF(found);
-    return found != Py_False;
+/* Whether a tensor has an attribute that is not False, or the method returns that: 1, 0, or -1 with an error. */
+static int is_true(PyObject* found) {
+    Py_XDECREF(found);
+    return found == NULL ? -1 : found != Py_False;
 }
 
 static int is_number(PyObject* x) { return x == Py_None || PyLong_Check(x) || PyUnicode_CheckExact(x); }
@@ -400,9 +393,10 @@ static PyObject* numbers(PyObject* x) {
 }
 
 /* A key of all that decides what a call does, but for the addresses. NULL, perhaps with an error: there is none.
-   `grad_enabled` is -1 where PyTorch has looked at the tensors before. */
+   `grad_enabled` is -1 where PyTorch has looked at the tensors before. `recorded` becomes 1 if autograd records
+   the call. */
 static PyObject* make_key(PyObject* const* args, Py_ssize_t count, PyObject* names, int grad_enabled,
-                          Tensors* tensors, long* device) {
+                          Tensors* tensors, long* device, int* recorded) {
     Py_ssize_t size = 2, next = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject* type = (PyObject*)Py_TYPE(args[i]);
@@ -415,10 +409,16 @@ static PyObject* make_key(PyObject* const* args, Py_ssize_t count, PyObject* nam
         PyObject *x = args[i], *type = (PyObject*)Py_TYPE(x), *part = NULL;
         tensors->at[i] = 0;
         if (type == with.tensor || type == with.parameter) {
-            if (grad_enabled >= 0 && is_more_than_data(x, grad_enabled)) goto none;
-            int code = add_tensor(key, &next, x, tensors, (int)i, device);
-            if (code == 0) continue;
-            goto none;
+            int one = 0, self = 0;
+            if (grad_enabled >= 0 && is_true(PyObject_VectorcallMethod(str_is_neg, &x, 1, NULL))) goto none;
+            if (grad_enabled == 1) {
+                one = is_true(PyObject_GetAttr(x, str_requires_grad));
+                if (one < 0) goto none;
+                while (args[self] != x) self++;
+            }
+            *recorded |= one;
+            if (add_tensor(key, &next, x, tensors, (int)i, self, one, device)) goto none;
+            continue;
         }
         if (PyBool_Check(x)) {
             part = PyBytes_FromStringAndSize(x == Py_True ? "T" : "F", 1); /* True == 1 as a key */
@@ -455,7 +455,7 @@ static int on_current_device(long device) {
 }
 
 static PyObject* recorded(Replay* self, PyObject* key, PyObject* const* args, Py_ssize_t count,
-                          PyObject* names) {
+                          PyObject* names, int by_autograd) {
     Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
     PyObject *given = PyTuple_New(count), *by_name = named ? PyDict_New() : NULL, *pair = NULL,
              *result = NULL;
@@ -463,7 +463,8 @@ static PyObject* recorded(Replay* self, PyObject* key, PyObject* const* args, Py
     for (Py_ssize_t i = 0; i < count; i++) PyTuple_SET_ITEM(given, i, Py_NewRef(args[i]));
     for (Py_ssize_t i = 0; i < named; i++)
         if (PyDict_SetItem(by_name, PyTuple_GET_ITEM(names, i), args[count + i])) goto done;
-    pair = PyObject_CallFunctionObjArgs(self->record, self->run, given, by_name ? by_name : Py_None, NULL);
+    pair = PyObject_CallFunctionObjArgs(self->record, self->run, given, by_name ? by_name : Py_None,
+                                        by_autograd ? Py_True : Py_False, NULL);
     if (pair == NULL) goto done;
     if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
         PyErr_SetString(PyExc_TypeError, "Replay: record returns a result and a recipe");
@@ -499,7 +500,8 @@ static PyObject* replay_call(Replay* self, PyObject* const* args, size_t nargsf,
     }
     if (may < 0 || grad_enabled == -2) return NULL;
     if (!may) goto slow;
-    PyObject* key = make_key(args, count + named, names, grad_enabled, &tensors, &device);
+    int by_autograd = 0;
+    PyObject* key = make_key(args, count + named, names, grad_enabled, &tensors, &device, &by_autograd);
     int here = key == NULL ? 0 : on_current_device(device);
     if (here != 1) { /* tensors without data, such as sparse ones, have errors for their strides */
         PyErr_Clear();
@@ -507,6 +509,13 @@ static PyObject* replay_call(Replay* self, PyObject* const* args, size_t nargsf,
         goto slow;
     }
     PyObject *found = PyDict_GetItemWithError(self->recipes, key), *result;
+    if (found != NULL && PyFunction_Check(found)) { /* a plan */
+        Py_INCREF(found);
+        Py_DECREF(key);
+        result = PyObject_Vectorcall(found, args, count + named, NULL);
+        Py_DECREF(found);
+        return result;
+    }
     if (found != NULL && Py_TYPE(found) == &RecipeType && is_tied((Recipe*)found, &tensors)) {
         Py_INCREF(found); /* another thread may empty the dictionary */
         Py_DECREF(key);
@@ -518,7 +527,7 @@ static PyObject* replay_call(Replay* self, PyObject* const* args, size_t nargsf,
         if (PyDict_GET_SIZE(self->recipes) >= MOST_RECIPES) PyDict_Clear(self->recipes);
         PyDict_SetItem(self->recipes, key, Py_False);
     } else if (found == Py_False) {
-        result = recorded(self, key, args, count, names);
+        result = recorded(self, key, args, count, names, by_autograd);
         Py_DECREF(key);
         return result;
     }
@@ -571,7 +580,7 @@ static PyObject* replay_new(PyTypeObject* type, PyObject* args, PyObject* kwargs
 static PyMemberDef replay_members[] = {
     {"run", T_OBJECT_EX, offsetof(Replay, run), READONLY, "What is replayed."},
     {"recipes", T_OBJECT_EX, offsetof(Replay, recipes), READONLY,
-     "By key: False (seen once), None (cannot be replayed) or a Recipe."},
+     "By key: False (seen once), None (cannot be replayed), a Recipe, or a plan: a Python function."},
     {NULL}};
 
 static PyTypeObject ReplayType = {

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +33,17 @@ try:
 except ImportError:  # no C compiler was there when samebits was installed
     _replay = None
 
-__all__ = ["Recording", "available", "configure", "constant", "here", "refuse", "replayed"]
+__all__ = [
+    "Recording",
+    "available",
+    "configure",
+    "constant",
+    "here",
+    "refuse",
+    "replayed",
+    "traced",
+    "viewed",
+]
 
 available: bool = _replay is not None
 """Whether the extension was built."""
@@ -47,10 +59,11 @@ class RefusedError(Exception):
 
 class _Here(threading.local):
     recording: Recording | None = None
+    trace: Trace | None = None
 
 
 here = _Here()
-"""``recording``: of a call that runs in this thread, if one is being recorded."""
+"""``recording`` and ``trace``: of a call that runs in this thread, if one is being recorded."""
 
 
 def refuse(why: str) -> None:
@@ -69,8 +82,8 @@ def constant(t: Tensor) -> Tensor:
 def replayed(run: Callable[..., Any], *questions: Callable[[], Any]) -> Callable[..., Any]:
     """`run`, a function of tensors and numbers, with replays of its calls on GPUs.
 
-    With `questions`, calls are replayed only while all of them answer no, and if autograd records nothing of
-    the call. Without, PyTorch's dispatcher, or code in its place, has seen to that.
+    With `questions`, calls are replayed only while all of them answer no. Those that autograd records have a
+    plan (:class:`Trace`) instead. Without, PyTorch's dispatcher, or code in its place, has seen to all that.
     """
     if _replay is None:
         return run
@@ -106,19 +119,103 @@ def configure(
     )
 
 
-def _record(run: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any] | None) -> tuple[Any, Any]:
-    """The result of ``run(*args, **named)``, and its recipe or None."""
+def _record(
+    run: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any] | None, by_autograd: bool
+) -> tuple[Any, Any]:
+    """The result of ``run(*args, **named)``, and its recipe, its plan, or None."""
     named = named or {}
     unseen = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)  # by a mode
     if unseen or torch.cuda.is_current_stream_capturing():  # which some calls allow for
         return run(*args, **named), False  # record a later call
-    before, here.recording = here.recording, Recording((*args, *named.values()))
+    before, given = (here.recording, here.trace), (*args, *named.values())
+    trace = here.trace = Trace()
+    recording = here.recording = None if by_autograd else Recording(given)
     try:
-        with _Watch(here.recording):
+        with _Watch(recording) if recording else nullcontext():
             result = run(*args, **named)
-        return result, here.recording.recipe(result)
+        return result, (recording and recording.recipe(result)) or trace.plan(given, result)
     finally:
-        here.recording = before
+        here.recording, here.trace = before
+
+
+class Trace:
+    """What a call comes to, if that is one call of an operator: its *plan*.
+
+    A call that autograd records cannot be replayed. But which operator it calls, with which of the call's
+    arguments, or views of them, follows from what a recipe follows from. A plan calls that at once.
+
+    Attributes:
+        calls: functions that operators ran as, their arguments and results.
+        views: tensors by their id; what each is a view of, and by which function with which arguments.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = []
+        self.views: dict[int, tuple[Tensor, Tensor, Callable[..., Tensor], tuple[Any, ...]]] = {}
+
+    def plan(self, given: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
+        """A function of the call's arguments. None: the call is more than one operator's."""
+        if len(self.calls) != 1:
+            return None
+        ((run, args, made),) = self.calls
+        constants = tuple(x for x in args if not isinstance(x, Tensor))
+        numbers = iter(range(len(given), len(given) + len(constants)))
+        tensors: list[Any] = [*given, *(None for _ in constants)]
+        steps: list[tuple[int, Callable[..., Tensor], tuple[Any, ...]]] = []
+        last: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
+
+        def place(x: Tensor) -> int:
+            for i, known in enumerate(tensors):
+                if known is x:
+                    return i
+            _, of, view, rest = self.views[id(x)]
+            steps.append((place(of), view, rest))
+            tensors.append(x)
+            return len(tensors) - 1
+
+        parts = made if isinstance(made, tuple) else ()
+        try:
+            places = [place(x) if isinstance(x, Tensor) else next(numbers) for x in args]
+            while result is not made and not any(result is x for x in parts):
+                _, result, view, rest = self.views[id(result)]
+                last.insert(0, (view, rest))
+        except KeyError:  # something else was computed
+            return None
+        part = next((i for i, x in enumerate(parts) if x is result), None)
+        pick = operator.itemgetter(*places, places[0])  # a tuple, even of one
+
+        def plan(*given: Any) -> Any:
+            values = given + constants
+            for at, view, rest in steps:
+                values += (view(values[at], *rest),)
+            result = run(*pick(values)[:-1])
+            if part is not None:
+                result = result[part]
+            for view, rest in last:
+                result = view(result, *rest)
+            return result
+
+        return plan
+
+
+def traced(run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """``run(*args)``, by which an operator runs, noted in the trace of this thread."""
+    trace, here.trace = here.trace, None
+    try:
+        made = run(*args)
+    finally:
+        here.trace = trace
+    if trace is not None:
+        trace.calls.append((run, args, made))
+    return made
+
+
+def viewed(t: Tensor, view: Callable[..., Tensor], *rest: Any) -> Tensor:
+    """``view(t, *rest)``, a view that plans make again."""
+    result = view(t, *rest)
+    if not torch.compiler.is_compiling() and here.trace is not None and result is not t:
+        here.trace.views[id(result)] = result, t, view, rest
+    return result
 
 
 # Operators that allocate, and compute nothing.
@@ -138,6 +235,8 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_meta:
+            return result  # computes nothing: a question about shapes and dtypes, which the key has
         if func in _EMPTY:
             self._recording.allocated(result)
         elif not func.is_view and func not in _SAME:

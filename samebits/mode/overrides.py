@@ -15,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samebits.backends.replay import traced
 from samebits.mode.arguments import as_pytorch, records, takes
+from samebits.ops._memory import has_memory
 from samebits.ops.attention import scaled_dot_product_attention
+from samebits.ops.cross_entropy import cross_entropy as cross_entropy_of_rows
 from samebits.ops.embedding import embedding
 from samebits.ops.expand import expand
-from samebits.ops.logp import losses
 from samebits.ops.logsumexp import logsumexp
 from samebits.ops.norm import layer_norm, rms_norm
 from samebits.ops.reduce import mean, sum
@@ -83,13 +85,12 @@ def cross_entropy(
     ):
         return NotImplemented
     input = _autocast(input)
-    if input.dtype == torch.float32 and input.ndim == 2 and target.dtype == torch.int64 and input.shape[1]:
-        loss = losses(input, target, ignore_index)
-    else:
-        logarithms = log_softmax(
-            input, 1 if input.ndim > 1 else 0
-        ).contiguous()  # nll_loss's backward needs it
-        loss = F.nll_loss(logarithms, target, None, None, ignore_index, None, "none")
+    matrix = input.ndim == 2 and target.dtype == torch.int64 and input.shape[1] > 0
+    if matrix and (input.dtype == torch.float32 or (target.ndim == 1 and has_memory(input, target))):
+        return cross_entropy_of_rows(input, target, ignore_index, reduction)
+    # nll_loss's backward needs contiguous ones.
+    logarithms = log_softmax(input, 1 if input.ndim > 1 else 0).contiguous()
+    loss = F.nll_loss(logarithms, target, None, None, ignore_index, None, "none")
     if reduction == "none":
         return loss
     total = sum(loss)
@@ -266,6 +267,8 @@ def functional_embedding(
     if max_norm is not None or scale_grad_by_freq or sparse or not takes(weight):
         return NotImplemented
     if not records(weight):  # rows are copied
+        if padding_idx is None and not torch.compiler.is_compiling():
+            return traced(_copied_rows, (weight, input))
         return F.embedding(input, weight, padding_idx)
     return embedding(input, weight, padding_idx)
 
@@ -283,7 +286,9 @@ def embedding_(
     if scale_grad_by_freq or sparse or not takes(weight):
         return NotImplemented
     if not records(weight):  # rows are copied
-        return _copied_rows(weight, indices, padding_idx)
+        if torch.compiler.is_compiling():
+            return _copied_rows(weight, indices, padding_idx)
+        return traced(_copied_rows, (weight, indices, padding_idx))
     return embedding(indices, weight, None if padding_idx == -1 else padding_idx)
 
 

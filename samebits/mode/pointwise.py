@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samebits.backends import broadcast
 from samebits.mode.arguments import records, takes, tensors_of
 from samebits.ops.expand import expand
 from samebits.ops.reduce import mean, sum
@@ -31,8 +32,8 @@ def broadcasting(func: Callable[..., Any], out_of_place: Callable[..., Any] | No
         both = isinstance(input, Tensor) and isinstance(other, Tensor)
         if both and not (input.is_nested or other.is_nested) and input.shape != other.shape:
             theirs, ours = records(other), not out_of_place and records(input)
-            if theirs or ours:  # broadcast_shapes takes longer than a small kernel
-                shape = torch.broadcast_shapes(input.shape, other.shape)
+            if theirs or ours:
+                shape = broadcast(input.shape, other.shape)
                 if theirs and other.shape != shape:
                     other = expand(other, shape)
                 if ours and input.shape != shape:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends.replay import viewed
 from samebits.mode.arguments import takes, without_autocast
 from samebits.ops.bmm import bmm
 from samebits.ops.einsum import einsum
@@ -105,7 +106,7 @@ def addmm(
     if not fits or _dtype(input) not in (dtype, _dtype(mat1)):
         return torch.addmm(input, mat1, mat2, *() if out_dtype is None else (out_dtype,))  # its error
     if input.ndim == 1 and beta == alpha == 1 and out_dtype is None:
-        return linear(mat1, mat2.mT, input)
+        return linear(mat1, viewed(mat2, Tensor.transpose, 0, 1), input)
     return _scaled_sum(input, matmul(mat1, mat2, out_dtype=torch.float32), beta, alpha, dtype)
 
 

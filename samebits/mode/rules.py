@@ -315,7 +315,7 @@ REPLAYED = {
     func
     for func, replacement in REPLACEMENTS.items()
     if func not in VIEWS and not getattr(func, "__name__", "_").removesuffix("__").endswith("_")
-} - {F.embedding, torch.embedding}  # without gradients PyTorch's own copies rows
+}
 """Functions whose calls on GPUs can be replayed: they return a new tensor of this library's."""
 REPLACEMENTS |= {func: unless(func, *asks) for name, asks in ACCUMULATING.items() for func in _named(name)}
 ELEMENTWISE = {

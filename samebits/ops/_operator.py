@@ -15,9 +15,22 @@ from torch.autograd import forward_ad, profiler
 
 from samebits.backends import is_chosen
 from samebits.backends.modes import sees_calls
-from samebits.backends.replay import here, replayed
+from samebits.backends.replay import here, replayed, traced, viewed
 
 library = torch.library.Library("samebits", "DEF")
+
+
+def _is_watched() -> bool:
+    return forward_ad._current_level >= 0 or profiler._is_profiler_enabled or is_chosen()
+
+
+EXTRAORDINARY: tuple[Callable[[], Any], ...] = (
+    torch._C._is_any_autocast_enabled,
+    torch._C._functorch.peek_interpreter_stack,
+    torch._C._get_tracing_state,
+    _is_watched,
+)
+"""Questions for :func:`replayed`: whether calls of public functions may do more than their arguments say."""
 
 
 class Operator:
@@ -33,7 +46,7 @@ class Operator:
         cuda: implementation for CUDA devices. None: `cpu` is for both.
     """
 
-    __slots__ = ("_cpu", "_cuda", "_recorded", "_registered")
+    __slots__ = ("_call", "_cpu", "_cuda", "_recorded", "_registered")
 
     def __init__(
         self,
@@ -53,6 +66,7 @@ class Operator:
         # A replay does not tell autograd what was written in place.
         self._cuda = cuda if "!" in schema else replayed(cuda)
         self._cpu, self._recorded = cpu, self._registered
+        self._call = self._dispatched if "!" in schema else replayed(self._dispatched, *EXTRAORDINARY)
 
     def register_autograd(self, gradients: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """As :func:`torch.library.register_autograd`, with gradients as :func:`without_modes` takes them."""
@@ -62,13 +76,25 @@ class Operator:
 
     def __call__(self, *args: Any, bypass: bool = False) -> Any:
         """Run on the schema's arguments. ``bypass``: :func:`bypasses_dispatcher` is known to hold."""
-        if not bypass and not bypasses_dispatcher([t for t in args if isinstance(t, Tensor)]):
+        if bypass:
+            return self._past_dispatcher(*args)
+        if torch.compiler.is_compiling():
             return self._registered(*args)
+        return self._call(*args) if here.trace is None else self._dispatched(*args)
+
+    def _dispatched(self, *args: Any) -> Any:
+        if not bypasses_dispatcher([t for t in args if isinstance(t, Tensor)]):
+            return self._registered(*args)
+        return self._past_dispatcher(*args)
+
+    def _past_dispatcher(self, *args: Any) -> Any:
+        run = self._run
         if torch.is_grad_enabled():
             for t in args:
                 if isinstance(t, Tensor) and t.requires_grad:
-                    return self._recorded(*args)
-        return self._run(*args)
+                    run = self._recorded
+                    break
+        return run(*args) if here.trace is None else traced(run, args)
 
     def _run(self, *args: Any) -> Any:
         lead = args[0] if args[0] is not None else args[1]
@@ -95,7 +121,7 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
     """A fresh result in another shape. It is no view where gradients are off (see :func:`as_no_view`)."""
     if result.shape == tuple(shape):
         return result
-    found = result.reshape(tuple(shape))
+    found = viewed(result, Tensor.reshape, tuple(shape))
     return found if torch.is_grad_enabled() else as_no_view(found)
 
 
@@ -183,19 +209,6 @@ def bypasses_dispatcher(tensors: Sequence[Tensor]) -> bool:
         if type(t) not in _DENSE_TYPES or torch._C._dispatch_keys(t).raw_repr() not in _DENSE_KEYS:
             return False
     return True
-
-
-def _is_watched() -> bool:
-    return forward_ad._current_level >= 0 or profiler._is_profiler_enabled or is_chosen()
-
-
-EXTRAORDINARY: tuple[Callable[[], Any], ...] = (
-    torch._C._is_any_autocast_enabled,
-    torch._C._functorch.peek_interpreter_stack,
-    torch._C._get_tracing_state,
-    _is_watched,
-)
-"""Questions for :func:`replayed`: whether calls of public functions may do more than their arguments say."""
 
 
 def transform() -> Any:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, Step, contract_of, on_gpu, unpack_key
+from samebits.backends import Key, Step, broadcast, contract_of, on_gpu, unpack_key
 from samebits.backends.replay import constant, replayed
 from samebits.ops._memory import capturing, has_memory
-from samebits.ops._operator import Operator, bypasses_dispatcher
+from samebits.ops._operator import EXTRAORDINARY, Operator
 from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, sequences
 
 
@@ -51,23 +51,42 @@ def _product_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) ->
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _product_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    (a, b), (a_shape, b_shape), dtype = saved, ctx.shapes, ctx.dtype
-    grad = as_operand(grad, dtype, ctx.key)
+def _product_gradients(
+    grad: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    a_shape: torch.Size,
+    b_shape: torch.Size,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    needs_bias: bool,
+    key: Key,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of a, b and bias. Without `a`, or `b`, there is none of the other."""
+    grad = as_operand(grad, dtype, key)
     grad_a = grad_b = grad_bias = None
-    if ctx.needs_input_grad[0]:
+    if b is not None:
         if a_shape[:-2] == grad.shape[:-2]:
-            grad_a = product(grad, b.mT, None, dtype, ctx.key)
+            grad_a = product(grad, b.mT, None, dtype, key)
         else:
-            grad_a = _summed_over_broadcast(grad, b.mT, a_shape, dtype, ctx.key)
-    if ctx.needs_input_grad[1]:
-        grad_b = _summed_over_broadcast(a.mT, grad, b_shape, dtype, ctx.key)
-    if ctx.needs_input_grad[2]:
+            grad_a = _summed_over_broadcast(grad, b.mT, a_shape, dtype, key)
+    if a is not None:
+        grad_b = _summed_over_broadcast(a.mT, grad, b_shape, dtype, key)
+    if needs_bias:
         rows = grad.reshape(1, grad.shape[:-2].numel(), *grad.shape[-2:])
-        ones = rows.new_ones(()).expand(*rows.shape[:-1], 1)
-        out = addbmm(None, rows.mT, ones, None, ctx.bias_dtype, ctx.key)
+        ones = one(rows).expand(*rows.shape[:-1], 1)
+        out = addbmm(None, rows.mT, ones, None, bias_dtype, key)
         grad_bias = out[0, :, 0]
-    return grad_a, grad_b, grad_bias, None, None
+    return grad_a, grad_b, grad_bias
+
+
+_product_gradients_on_gpu = replayed(_product_gradients, *EXTRAORDINARY)
+
+
+def _product_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    run: Any = _product_gradients if torch.compiler.is_compiling() else _product_gradients_on_gpu
+    given = *ctx.shapes, ctx.dtype, ctx.bias_dtype, ctx.needs_input_grad[2], ctx.key
+    return *run(grad, *saved, *given), None, None
 
 
 product.register_autograd(_product_backward, setup_context=_product_setup_context)
@@ -80,7 +99,7 @@ def as_operand(grad: Tensor, dtype: torch.dtype, key: Key) -> Tensor:
 
 def _summed_over_broadcast(a: Tensor, b: Tensor, size: torch.Size, dtype: torch.dtype, key: Key) -> Tensor:
     """``a @ b``, chained over the batch dimensions in which an operand of shape `size` was broadcast."""
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    batch = broadcast(a.shape[:-2], b.shape[:-2])
     sizes = (1,) * (len(batch) + 2 - len(size)) + tuple(size[:-2])
     kept = [d for d in range(len(batch)) if sizes[d] == batch[d]]
     summed = [d for d in range(len(batch)) if sizes[d] != batch[d]]
@@ -280,7 +299,7 @@ def _linear_gradients(
     return grad_x, grad_weight, grad_bias
 
 
-_linear_gradients_on_gpu = replayed(_linear_gradients)
+_linear_gradients_on_gpu = replayed(_linear_gradients, *EXTRAORDINARY)
 _ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
@@ -297,13 +316,7 @@ def one(like: Tensor) -> Tensor:
 def _linear_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, cu_seqlens = saved
     given = grad, x, weight, cu_seqlens, ctx.bias_dtype, ctx.needs_input_grad[2], ctx.key
-    run = _linear_gradients
-    if (
-        grad.is_cuda
-        and not torch.is_grad_enabled()
-        and bypasses_dispatcher([t for t in (grad, *saved) if t is not None])
-    ):
-        run = _linear_gradients_on_gpu
+    run = _linear_gradients if torch.compiler.is_compiling() else _linear_gradients_on_gpu
     return *run(*given), None, None
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends import Key, UnavailableError, chosen_backend, on_gpu, unpack_key
+from samebits.backends.replay import viewed
 from samebits.ops._checks import are_plain, check_device, check_operands, shape
 
 
@@ -72,7 +73,7 @@ def as_rows(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) 
     given = (dim,) if isinstance(dim, int) else tuple(dim)
     if len(given) == 1 and x.ndim > 1 and type(given[0]) is int and given[0] in (-1, x.ndim - 1):
         lead = x.shape[:-1]  # rows lie as they are, which takes a fifth of the time
-        rows = x if x.ndim == 2 else x.reshape(lead.numel(), x.shape[-1])
+        rows = x if x.ndim == 2 else viewed(x, Tensor.reshape, (lead.numel(), x.shape[-1]))
         return rows, [*lead, 1] if keepdim else list(lead)
     ndim = max(x.ndim, 1)  # a 0-D tensor has one dimension here, as in PyTorch
     if not all(-ndim <= d < ndim for d in given):
@@ -83,7 +84,8 @@ def as_rows(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) 
     kept = [d for d in range(x.ndim) if d not in dims]
     shape = [x.shape[d] for d in kept]
     summed = [d for d in range(x.ndim) if d in dims]
-    rows = x.permute([*kept, *summed]).reshape(math.prod(shape), math.prod([x.shape[d] for d in summed]))
+    ordered = viewed(x, Tensor.permute, [*kept, *summed])
+    rows = viewed(ordered, Tensor.reshape, (math.prod(shape), math.prod([x.shape[d] for d in summed])))
     return rows, [1 if d in dims else x.shape[d] for d in range(x.ndim)] if keepdim else shape
 
 

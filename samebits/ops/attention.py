@@ -7,6 +7,7 @@ from torch import Tensor
 
 from samebits.backends import broadcast
 from samebits.backends.attention import Align
+from samebits.backends.replay import viewed
 from samebits.contract import Contract
 from samebits.functions import CONSTANTS
 from samebits.ops._attention import attend
@@ -195,7 +196,7 @@ def scaled_dot_product_attention(
     align: Align = "slots" if key_start is not None and q4.shape[1] == k4.shape[1] else "first"
     positions = None, None, key_start, None, None
     out, _ = attend(q4, k4, v4, mask, None, positions, window, align, scale, 0.0, key)
-    out = out.transpose(1, 2)
+    out = viewed(out, Tensor.transpose, 1, 2)
     if len(leading) != 2:
         out = out.reshape(*leading, q.shape[-2], v.shape[-1])
     if q.ndim != 4 and torch.is_grad_enabled():
@@ -298,7 +299,7 @@ def _check_mask(mask: Tensor, wanted: tuple[int, ...], q: Tensor) -> Tensor:
 def _by_token(t: Tensor, leading: torch.Size, batch: int) -> Tensor:
     """``t[..., heads, tokens, size]``, broadcast, as ``[rows, tokens, heads, size]``; without copies."""
     if t.ndim == 4 and t.shape[:2] == leading:
-        return t.transpose(1, 2)
+        return viewed(t, Tensor.transpose, 1, 2)
     t = expand(t, (*leading, *t.shape[-2:]))
     heads = leading[batch] if len(leading) > batch else 1
     return t.reshape(leading[:batch].numel(), heads, *t.shape[-2:]).transpose(1, 2)

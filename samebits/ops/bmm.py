@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from samebits.backends.replay import viewed
 from samebits.contract import Contract
 from samebits.ops._checks import check_operands, check_out_dtype, shape
 from samebits.ops._products import product
@@ -40,7 +41,7 @@ def bmm(
             "samebits.bmm: a, b: expected 3-D, or one 3-D and one 2-D that broadcasts, got shapes"
             f" {shape(a)} and {shape(b)}"
         )
-    a3, b3 = (t if t.ndim == 3 else t.unsqueeze(0) for t in (a, b))
+    a3, b3 = (t if t.ndim == 3 else viewed(t, Tensor.unsqueeze, 0) for t in (a, b))
     if a3.shape[0] != b3.shape[0] and 1 not in (a3.shape[0], b3.shape[0]):
         raise ValueError(
             f"samebits.bmm: a, b: batch sizes must be equal or 1, got shapes {shape(a)} and {shape(b)}"

@@ -54,24 +54,6 @@ def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
     return reshaped(out, target.shape)
 
 
-def losses(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """``F.cross_entropy`` of ``logits[rows, V]`` in float32 and int64 ``target[rows]``, one for each row.
-
-    They have the bits of the negated log-softmax at the targets, which is never stored. On a GPU a target
-    out of range ends in a device-side assert, as in PyTorch.
-    """
-    (logits,), key, _ = check_operands("cross_entropy", None, {"logits": logits}, autocast=False)
-    target = check_target("cross_entropy", target, "logits", logits, ignore_index)
-    ignored = target == ignore_index
-    if target.is_cuda and has_memory(target):
-        known = ignored | ((target >= 0) & (target < logits.shape[1]))
-        torch._assert_async(known.all(), "samebits: cross_entropy: a target is out of range")
-    else:
-        watch_target("cross_entropy", target, logits.shape[1], ignore_index, key)
-    out: Tensor = _operator(logits, target, ignore_index, key)[0]
-    return out.neg().masked_fill(ignored, 0.0)
-
-
 def check_target(op: str, target: Tensor, name: str, like: Tensor, ignore_index: int) -> Tensor:
     """The targets as int64. Refuses those that are not integers, one for each row of `like`."""
     if not isinstance(target, Tensor):
@@ -149,14 +131,15 @@ def pieces(tokens: int, vocabulary: int, logits: int) -> list[tuple[int, int]]:
 def row_statistics(logits: Tensor, key: Key) -> tuple[Tensor, Tensor]:
     """R and log S, as ``docs/contract.md`` defines them, of every row of ``logits[rows, V]``."""
     ignored = torch.full(logits.shape[:1], -1, dtype=torch.int64, device=logits.device)
-    return _forward(logits, ignored, -1, key)[1:]
+    return forward(logits, ignored, -1, key)[1:]
 
 
 def _pieces(logits: Tensor) -> list[tuple[int, int]]:
     return pieces(logits.shape[0], logits.shape[1], _LOGITS[logits.device.type])
 
 
-def _forward(logits: Tensor, target: Tensor, ignore_index: int, key: Key) -> tuple[Tensor, Tensor, Tensor]:
+def forward(logits: Tensor, target: Tensor, ignore_index: int, key: Key) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, R and log S of ``logits[rows, V]``. NaN at a target out of range."""
     backend = _backend(logits, key)
     rows = Rows.empty(target.contiguous(), logits.shape[1], ignore_index)
     for start, stop in _pieces(logits):
@@ -167,7 +150,7 @@ def _forward(logits: Tensor, target: Tensor, ignore_index: int, key: Key) -> tup
     return rows.logp, rows.shift, rows.log_sum
 
 
-def _grad_logits(
+def grad_logits(
     grad: Tensor,
     logits: Tensor,
     target: Tensor,
@@ -194,7 +177,7 @@ def _fake(logits: Tensor, target: Tensor, ignore_index: int, key: Key) -> tuple[
 
 _operator = Operator(
     "logp(Tensor logits, Tensor target, int ignore_index, str contract) -> (Tensor, Tensor, Tensor)",
-    cpu=_forward,
+    cpu=forward,
     fake=_fake,
 )
 
@@ -202,7 +185,7 @@ _operator = Operator(
 _gradient = Operator(
     "logp_backward(Tensor grad, Tensor logits, Tensor target, Tensor shift, Tensor log_sum, int ignore_index,"
     " str contract) -> Tensor",
-    cpu=_grad_logits,
+    cpu=grad_logits,
     fake=lambda grad, logits, *_: logits.new_empty(logits.shape),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from samebits.backends.replay import viewed
 from samebits.contract import Contract
 from samebits.ops._checks import check_operands, check_out_dtype, shape
 from samebits.ops._operator import reshaped
@@ -51,8 +52,8 @@ def matmul(
         raise ValueError(
             f"samebits.matmul: a, b: expected at least 1-D, got shapes {shape(a)} and {shape(b)}"
         )
-    rows = a if a.ndim > 1 else a.unsqueeze(0)
-    columns = b if b.ndim > 1 else b.unsqueeze(1)
+    rows = a if a.ndim > 1 else viewed(a, Tensor.unsqueeze, 0)
+    columns = b if b.ndim > 1 else viewed(b, Tensor.unsqueeze, 1)
     if rows.shape[-1] != columns.shape[-2]:
         raise ValueError(
             "samebits.matmul: a, b: inner dimensions must be equal, got"
@@ -66,7 +67,7 @@ def matmul(
             )
     leading = rows.shape[:-1]
     if columns.ndim == 2 and rows.ndim > 3:
-        rows = rows.reshape(leading[0], leading[1:].numel(), rows.shape[-1])
+        rows = viewed(rows, Tensor.reshape, (leading[0], leading[1:].numel(), rows.shape[-1]))
     out: Tensor = product(rows, columns, None, dtype, key, bypass=bypass)
     wanted = [*(leading if columns.ndim == 2 else out.shape[:-1]), columns.shape[-1]]
     if a.ndim == 1:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends.replay import viewed
 from samebits.ops._checks import shape
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._rows import backend, check_rows
@@ -75,12 +76,12 @@ def _norm(
             raise ValueError(f"samebits.{op}: {name}: expected shape {tuple(wanted)}, got {shape(t)}")
     rows = x
     if x.ndim != 2 or len(wanted) != 1 or not wanted.numel():
-        rows = x.reshape(-1, wanted.numel()) if wanted.numel() else x.reshape(0, 0)
+        rows = viewed(x, Tensor.reshape, (-1, wanted.numel()) if wanted.numel() else (0, 0))
     if len(wanted) > 1:
-        weight, bias = (None if t is None else t.reshape(-1) for t in (weight, bias))
+        weight, bias = (None if t is None else viewed(t, Tensor.reshape, -1) for t in (weight, bias))
     out: Any = _operator(rows, weight, bias, float(eps), centred, bypass=bypass)
     y: Tensor = out[0]
-    return y if rows is x else y.reshape(x.shape)
+    return y if rows is x else viewed(y, Tensor.reshape, x.shape)
 
 
 def _forward(

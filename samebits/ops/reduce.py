@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends.replay import viewed
 from samebits.ops._operator import Operator
 from samebits.ops._rows import as_rows, backend, check_rows
 
@@ -45,7 +46,7 @@ def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) 
     bypass = check_rows(op, x)
     rows, shape = as_rows(op, x, dim, keepdim)
     out: Tensor = _operator(rows, op == "mean", bypass=bypass)
-    return out if len(shape) == 1 else out.reshape(shape)
+    return out if len(shape) == 1 else viewed(out, Tensor.reshape, shape)
 
 
 def _forward(x: Tensor, mean: bool) -> Tensor:
@@ -67,7 +68,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.mean:
         grad = _divided(grad, ctx.shape[1])
-    return grad.to(ctx.dtype)[:, None].expand(ctx.shape), None
+    return grad.to(ctx.dtype).unsqueeze(1).expand(ctx.shape), None
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)

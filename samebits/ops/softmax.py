@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from samebits.backends.replay import viewed
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._rows import backend, check_rows, row_dim
 
@@ -45,11 +46,13 @@ def _checked(op: str, x: Tensor, dim: int) -> Tensor:
     if x.ndim == 0:
         return _checked(op, x[None], dim)[0]
     dim = row_dim(op, x, dim)
-    moved = x if dim == -1 else x.movedim(dim, -1)
-    rows = moved if x.ndim == 2 else moved.reshape(moved.shape[:-1].numel(), moved.shape[-1])
+    moved = x if dim == -1 else viewed(x, Tensor.movedim, dim, -1)
+    rows = (
+        moved if x.ndim == 2 else viewed(moved, Tensor.reshape, (moved.shape[:-1].numel(), moved.shape[-1]))
+    )
     out: Tensor = _operator(rows, op == "log_softmax", bypass=bypass)
-    out = out if x.ndim == 2 else out.reshape(moved.shape)
-    return out if dim == -1 else out.movedim(-1, dim)
+    out = out if x.ndim == 2 else viewed(out, Tensor.reshape, moved.shape)
+    return out if dim == -1 else viewed(out, Tensor.movedim, -1, dim)
 
 
 def _forward(x: Tensor, logarithm: bool) -> Tensor:

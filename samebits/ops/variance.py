@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends import on_gpu
+from samebits.backends.replay import viewed
 from samebits.ops._checks import check_operands
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._rows import as_rows, backend, refuse_triton, rounded
@@ -60,8 +62,9 @@ def _moment(op: str, x: Tensor, dim: Dims, correction: float, keepdim: bool) -> 
     refuse_triton(op, key)
     rows, shape = as_rows(op, x, dim, keepdim)
     if op == "vector_norm":
-        return _norm(rows).reshape(shape)  # type: ignore[no-any-return]
-    out: Tensor = _deviation(rows, float(correction), op == "std")[0]
+        out: Tensor = _norm(rows)
+        return out if len(shape) == 1 else viewed(out, Tensor.reshape, shape)
+    out = _deviation(rows, float(correction), op == "std")[0]
     return out.reshape(shape)
 
 
@@ -112,9 +115,14 @@ def _grad_norm(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
     return rounded(x.to(torch.float32) * factor[:, None], x.dtype)
 
 
+def _grad_norm_cuda(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
+    return on_gpu("vector_norm", "", x.get_device())[0].backward(grad, x, out)  # type: ignore[no-any-return]
+
+
 _norm_gradient = Operator(
     "vector_norm_backward(Tensor grad, Tensor x, Tensor out) -> Tensor",
     cpu=_grad_norm,
+    cuda=_grad_norm_cuda,
     fake=lambda grad, x, out: x.new_empty(x.shape),
 )
 

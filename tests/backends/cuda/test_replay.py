@@ -13,7 +13,18 @@ from torch import Tensor
 
 from samebits.backends import replay
 from samebits.backends.cuda import driver, runtime
-from samebits.ops import _attention, _grouped, _products, linear_logp, logp, norm, reduce, softmax, variance
+from samebits.ops import (
+    _attention,
+    _grouped,
+    _products,
+    cross_entropy,
+    linear_logp,
+    logp,
+    norm,
+    reduce,
+    softmax,
+    variance,
+)
 from samebits.ops._operator import Operator
 from tests.support.fake_gpu import FakeGpu, fake_gpu
 
@@ -113,6 +124,7 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
     "mean": (reduce._operator, lambda: (t(9, 1001), True)),
     "sum of a long row": (reduce._operator, lambda: (t(2, 40_000), False)),
     "2-norm": (variance._norm, lambda: (t(9, 1000),)),
+    "2-norm backward": (variance._norm_gradient, lambda: (t(1, 9)[0], t(9, 1000), t(1, 9)[0])),
     "logp": (logp._operator, lambda: (t(6, 700, dtype=F32), ids(6), -100, KEY)),
     "logp backward": (
         logp._gradient,
@@ -121,6 +133,16 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
             -100,
             KEY,
         ),
+    ),
+    "cross-entropy": (cross_entropy._operator, lambda: (t(6, 700), ids(6), -100, 1, KEY)),
+    "cross-entropy, float32": (cross_entropy._operator, lambda: (f(6, 700), ids(6), -100, 0, KEY)),
+    "cross-entropy backward": (
+        cross_entropy._gradient,
+        lambda: (t(1)[0], t(6, 700), ids(6), t(0), t(0), ids(1)[0], -100, 1, KEY),
+    ),
+    "cross-entropy backward, float32": (
+        cross_entropy._gradient,
+        lambda: (f(6), f(6, 700), ids(6), f(6), f(6), ids(0), -100, 0, KEY),
     ),
     "linear_logp": (
         linear_logp._operator,

@@ -187,3 +187,16 @@ def test_a_capture_does_not_decide_for_later_calls(gpu: FakeGpu, monkeypatch: py
     monkeypatch.undo()
     call(x)
     assert [*call.recipes.values()] == [None]
+
+
+def test_what_pytorch_is_asked_about_shapes_is_not_asked_again(gpu: FakeGpu) -> None:
+    """The mode asks on meta tensors, which takes longer than the norm."""
+    context._replayed.cache_clear()
+    x = t(4, 256)
+    with samebits.batch_invariant("error"):
+        for _ in range(3):
+            gpu.start()
+            torch.linalg.norm(x, dim=(0, 1))
+        (recipe,) = context._replayed(torch.linalg.norm).recipes.values()  # type: ignore[attr-defined]
+    assert recipe
+    assert [entry for _, entry, *_ in gpu.log] == ["row_sum"]

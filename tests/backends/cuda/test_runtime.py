@@ -12,7 +12,16 @@ from torch.overrides import TorchFunctionMode
 pytest.importorskip("cuda.core")
 
 from samebits.backends import UnavailableError, cache
-from samebits.backends.cuda import assert_spans, compiler, devices, driver, runtime, tensor_maps
+from samebits.backends.cuda import (
+    assert_spans,
+    compiler,
+    devices,
+    driver,
+    losses,
+    runtime,
+    tensor_maps,
+    vector_norm,
+)
 from samebits.backends.cuda.compiler import KernelSpec
 from tests.support.threads import in_threads
 
@@ -336,6 +345,19 @@ def test_a_function_mode_sees_what_kernels_write() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_assertion_on_offsets_compiles(arch: str, dtype: torch.dtype) -> None:
     assert compiler.compile(assert_spans.spec(dtype), arch).local_bytes == 0
+
+
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("entry", ["pick", "mean_of_losses", "spread"])
+def test_the_steps_of_cross_entropy_compile(arch: str, dtype: torch.dtype, entry: str) -> None:
+    assert compiler.compile(losses.kernel_spec(entry, dtype), arch).local_bytes == 0
+
+
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_gradient_of_norms_compiles(arch: str, dtype: torch.dtype) -> None:
+    assert compiler.compile(vector_norm.kernel_spec(dtype), arch).local_bytes == 0
 
 
 @pytest.mark.gpu

@@ -1,0 +1,39 @@
+"""The gradient of 2-norms of rows on CUDA tensors: ``kernels/vector_norm.cu``."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from samebits.backends.cuda import compiler, runtime
+
+_THREADS = 256
+_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as in convert.cuh
+
+
+def kernel_spec(dtype: torch.dtype) -> compiler.KernelSpec:
+    """The kernel of ``vector_norm.cu``."""
+    constants = (("VALUE", _TYPES[dtype]),)
+    return compiler.KernelSpec(
+        "vector_norm.cu", "vector_norm_backward", "PPPPqqqqq", constants, block=_THREADS
+    )
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, device: int) -> runtime.Kernel:
+    return runtime.load(kernel_spec(dtype), device)
+
+
+def backward(grad: Tensor, x: Tensor, norms: Tensor) -> Tensor:
+    """The gradient of ``x[rows, n]`` from that of its rows' norms. All have one dtype."""
+    x = x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+    out = runtime.empty(x.shape, x.dtype, x.get_device())
+    if out.numel():
+        _kernel(x.dtype, x.get_device()).launch(
+            (-(-out.numel() // _THREADS), 1, 1),
+            *(t.data_ptr() for t in (grad, x, norms, out)),
+            *(grad.stride(0), x.stride(0), norms.stride(0), out.numel(), x.shape[1]),
+        )
+    return out

@@ -1,0 +1,156 @@
+"""Plans of calls that autograd records: what they give is what the calls themselves give."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import samebits
+from samebits.backends import replay
+from samebits.backends.cuda import runtime
+from samebits.mode import context, rules
+from samebits.testing import assert_same_bits
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def plans() -> Iterator[None]:
+    """Calls on CPU tensors are looked up as those on GPUs are. What they compute, the CPU computes."""
+    if not replay.available:
+        pytest.skip("the extension was not built")
+    device = mock.Mock(return_value=-1)
+    functions = (ctypes.CFUNCTYPE(None)(lambda: None),) * 3  # nothing is launched
+    context._replayed.cache_clear()
+    with (
+        mock.patch.object(torch._C, "_cuda_getDevice", device, create=True),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+    ):
+        replay.configure(mock.Mock(), mock.Mock(), *functions, allocate=torch.empty_strided)
+        try:
+            yield
+        finally:
+            device.return_value = -2  # no tensor's
+            runtime._allow_replays.cache_clear()
+            context._replayed.cache_clear()
+
+
+def make(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+# Of x[2, 5, 64], w[64, 64] and b[64].
+CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "linear": lambda x, w, b: F.linear(x, w, b),
+    "mm": lambda x, w, b: torch.mm(x[0], w),
+    "matmul": lambda x, w, b: x @ w,
+    "matmul of a vector": lambda x, w, b: x[0, 0] @ w,
+    "bmm": lambda x, w, b: torch.bmm(x, w.expand(2, 64, 64)),
+    "addmm": lambda x, w, b: torch.addmm(b, x[0], w),
+    "softmax": lambda x, w, b: x.softmax(-1),
+    "softmax over tokens": lambda x, w, b: F.softmax(x, dim=1),
+    "log_softmax": lambda x, w, b: x.log_softmax(-1),
+    "layer_norm": lambda x, w, b: F.layer_norm(x, (64,), b, b.clone()),
+    "layer_norm, one vector twice": lambda x, w, b: F.layer_norm(x, (64,), b, b),
+    "rms_norm": lambda x, w, b: F.rms_norm(x, (64,), b, eps=1e-6),
+    "sum": lambda x, w, b: x.sum(-1),
+    "sum over tokens": lambda x, w, b: x.sum((0, 1), keepdim=True),
+    "mean": lambda x, w, b: x.mean(),
+    "norm": lambda x, w, b: x.norm(dim=-1),
+    "embedding": lambda x, w, b: F.embedding(torch.arange(10).view(2, 5), w),
+    "cross_entropy": lambda x, w, b: F.cross_entropy(x[0], torch.arange(5)),
+    "cross_entropy of pictures": lambda x, w, b: F.cross_entropy(x, torch.zeros(2, 64, dtype=torch.int64)),
+    "attention": lambda x, w, b: F.scaled_dot_product_attention(
+        *(x.view(2, 5, 4, 16).transpose(1, 2),) * 3, is_causal=True
+    ),
+}
+PLANNED = set(CALLS) - {"cross_entropy of pictures", "softmax over tokens"}
+
+
+def _run(name: str, within: Callable[[Any], Any]) -> list[Tensor]:
+    leaves = [t.requires_grad_() for t in (make(2, 5, 64), make(64, 64), make(64))]
+    with within("error"):
+        out = CALLS[name](*leaves)
+        grads = torch.autograd.grad(out, leaves, make(*out.shape), allow_unused=True)
+    return [out.detach(), *(torch.zeros(0) if g is None else g for g in grads)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_plan_has_the_bits_of_the_call(name: str, plans: None) -> None:
+    def found() -> list[Any]:
+        return [
+            plan
+            for func in rules.REPLAYED
+            for plan in getattr(context._replayed(func), "recipes", {}).values()
+        ]
+
+    first, *others = (_run(name, samebits.batch_invariant) for _ in range(4))
+    assert any(map(callable, found())) == (name in PLANNED)
+    for again in others:
+        for got, want in zip(again, first, strict=True):
+            assert_same_bits(got, want, name)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_under_the_switch(name: str, plans: None) -> None:
+    def switched(on_uncovered: Any) -> Any:
+        return samebits.set_batch_invariant_mode(True, on_uncovered)
+
+    first, *others = (_run(name, switched) for _ in range(4))
+    for again in others:
+        for got, want in zip(again, first, strict=True):
+            assert_same_bits(got, want, name)
+
+
+def test_a_plan_knows_which_arguments_are_one(plans: None) -> None:
+    """Two tensors on the same memory have gradients of their own; one tensor given twice has their sum."""
+    x, w = make(4, 64), make(64)
+    for _ in range(4):
+        twice = w.clone().requires_grad_()
+        with samebits.batch_invariant("error"):
+            (both,) = torch.autograd.grad(F.layer_norm(x, (64,), twice, twice).sum(), twice)
+        room = w.clone()
+        one, other = (room.detach().requires_grad_() for _ in range(2))
+        with samebits.batch_invariant("error"):
+            parts = torch.autograd.grad(F.layer_norm(x, (64,), one, other).sum(), (one, other))
+        assert_same_bits(parts[1], torch.full_like(w, 4))
+        assert_same_bits(parts[0] + parts[1], both)
+
+
+def test_what_is_recorded_follows_from_the_call(plans: None) -> None:
+    x, w = make(4, 64), make(64, 64)
+    for _ in range(3):
+        for records in ((False, True), (True, False), (True, True), (False, False)):
+            leaves = [t.clone().requires_grad_(r) for t, r in zip((x, w), records, strict=True)]
+            with samebits.batch_invariant("error"):
+                y = F.linear(*leaves)
+                with torch.no_grad():
+                    assert not F.linear(*leaves).requires_grad
+            assert y.requires_grad == any(records)
+            if any(records):
+                y.sum().backward()
+            assert [t.grad is not None for t in leaves] == list(records)
+
+
+def test_double_backward_and_checkpoints(plans: None) -> None:
+    x, w = (t.requires_grad_() for t in (make(4, 64), make(64, 64)))
+    seen = []
+    for _ in range(4):
+        with samebits.batch_invariant("error"):
+            (g,) = torch.autograd.grad(F.linear(x, w).square().sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(g.square().sum(), w)
+            y: Any = checkpoint(lambda x: F.linear(x, w).softmax(-1), x, use_reentrant=False)
+            (third,) = torch.autograd.grad(y.square().sum(), w)
+        seen.append((second, third))
+    for again in seen[1:]:
+        for got, want in zip(again, seen[0], strict=True):
+            assert_same_bits(got, want)
