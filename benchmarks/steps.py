@@ -171,7 +171,8 @@ def show(data: dict[str, Any]) -> Table:
         theirs, *ours = (case[form] for form in FORMS)
         times = (f"{of['ms']:.2f}" for of in (theirs, *ours))
         ratios = (f"{of['ms'] / theirs['ms']:.3f}" for of in ours)
-        table.add_row(case["work"], *times, *ratios, f"{ours[0]['mib'] / theirs['mib']:.3f}")
+        memory = f"{ours[0]['mib'] / theirs['mib']:.3f}" if theirs["mib"] else ""  # none in a graph's replay
+        table.add_row(case["work"], *times, *ratios, memory)
     return table
 
 

@@ -12,7 +12,7 @@ from samebits.backends import Key, on_gpu, unpack_key
 from samebits.ops import logp
 from samebits.ops._checks import check_operands
 from samebits.ops._operator import Operator, refuse_second_derivatives
-from samebits.ops._rows import backend, refuse_triton
+from samebits.ops._rows import backend, refuse_triton, rounded
 
 _NONE, _MEAN = 0, 1  # reductions, as PyTorch numbers them; 2 is a sum
 
@@ -70,7 +70,7 @@ def _forward(
         mean, count = kernels.mean(total, target, ignore_index)
     else:
         count = (target != ignore_index).sum()
-        mean = total.reshape(()) / count
+        mean = rounded(total.reshape(()) / count, total.dtype)
     return mean, *kept, count
 
 

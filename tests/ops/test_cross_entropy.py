@@ -34,7 +34,7 @@ def results(x: Tensor, target: Tensor, ignore_index: int, reduction: str) -> lis
         with samebits.batch_invariant("error"):
             loss = F.cross_entropy(leaf, target, ignore_index=ignore_index, reduction=reduction)
             seed = torch.arange(1, loss.numel() + 1).reshape(loss.shape).to(loss)
-            found += [loss.detach(), *torch.autograd.grad(loss, leaf, seed / 3)]
+            found += [loss.detach(), *torch.autograd.grad(loss, leaf, seed * 0.375)]
             found.append(F.cross_entropy(x, target, ignore_index=ignore_index, reduction=reduction))
     return found
 
