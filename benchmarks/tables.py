@@ -584,7 +584,7 @@ def gpu_steps(data: dict[str, Any]) -> str:
             c["work"],
             *(f"{c[form]['ms']:.2f}" for form in ("torch", "context", "process")),
             *(f"{c[form]['ms'] / c['torch']['ms']:.2f}" for form in ("context", "process")),
-            f"{c['context']['mib'] / c['torch']['mib']:.2f}",
+            f"{c['context']['mib'] / c['torch']['mib']:.2f}" if c["torch"]["mib"] else "none",
         ]
         for c in data["cases"]
     )
