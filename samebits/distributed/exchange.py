@@ -109,8 +109,10 @@ def _check(op: str, x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     return out_dtype
 
 
-def _finished(sums: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``sums + bias``, rounded once to `dtype`. It may write to `sums`."""
+def finished(sums: Tensor, bias: Tensor | None, dtype: torch.dtype, divisor: int = 1) -> Tensor:
+    """``sums / divisor + bias``, rounded to `dtype`. It may write to `sums`."""
+    if divisor > 1:
+        sums = sums.div_(divisor)
     if bias is not None:
         sums = sums.add_(bias)  # widens the bias
     out = sums.to(dtype)
@@ -119,7 +121,7 @@ def _finished(sums: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _tree(partials: Tensor) -> Tensor:
+def tree(partials: Tensor) -> Tensor:
     """The float32 sum over the first dimension, pairs of neighbours first. Never a view of `partials`."""
     if partials.is_cpu:
         from samebits.backends.reference.matmul import require_subnormals
@@ -131,17 +133,20 @@ def _tree(partials: Tensor) -> Tensor:
     return wide[0]
 
 
-def _all_reduce(x: Tensor, bias: Tensor | None, group: str, out_dtype: torch.dtype) -> Tensor:
+def all_reduce(
+    x: Tensor, bias: Tensor | None, group: str, out_dtype: torch.dtype, divisor: int = 1
+) -> Tensor:
+    """The sum over ranks, divided by a power of two, plus a bias, in `out_dtype`."""
     refuse("an exchange between ranks is no launch")
     _, size = ranks(group)
     if size == 1:
-        return _finished(_tree(x[None]), bias, out_dtype)
+        return finished(tree(x[None]), bias, out_dtype, divisor)
     rows = x.reshape(-1, x.shape[-1] if bias is not None and x.ndim else 1)
     if x.numel() * x.element_size() * (size - 1) <= _SMALL or len(rows) < size:
-        return _finished(_tree(all_gather(rows, group)), bias, out_dtype).view(x.shape)
+        return finished(tree(all_gather(rows, group)), bias, out_dtype, divisor).view(x.shape)
     step = -(-len(rows) // size)
     sizes = [min(step, max(0, len(rows) - r * step)) for r in range(size)]
-    mine = _finished(_tree(all_to_all(rows, group, sizes)), bias, out_dtype)
+    mine = finished(tree(all_to_all(rows, group, sizes)), bias, out_dtype, divisor)
     if len(mine) < step:  # all ranks send parts of the same size
         mine = torch.cat([mine, mine.new_empty(step - len(mine), rows.shape[1])])
     return all_gather(mine, group).view(-1, rows.shape[1])[: len(rows)].view(x.shape)
@@ -153,7 +158,7 @@ def _all_reduce_fake(x: Tensor, bias: Tensor | None, group: str, out_dtype: torc
 
 reduce_over_ranks = Operator(
     "ordered_all_reduce(Tensor x, Tensor? bias, str group, ScalarType out_dtype) -> Tensor",
-    cpu=_all_reduce,
+    cpu=all_reduce,
     fake=_all_reduce_fake,
 )
 """The sum over ranks, plus a bias that has no gradient here, rounded once."""
@@ -174,8 +179,8 @@ def _reduce_scatter(x: Tensor, bias: Tensor | None, dim: int, group: str, out_dt
     refuse("an exchange between ranks is no launch")
     _, size = ranks(group)
     rows = x.movedim(dim, 0)
-    sums = _tree(all_to_all(rows, group, [len(rows) // size] * size)).movedim(0, dim)
-    return _finished(sums, bias, out_dtype).contiguous()
+    sums = tree(all_to_all(rows, group, [len(rows) // size] * size)).movedim(0, dim)
+    return finished(sums, bias, out_dtype).contiguous()
 
 
 def _reduce_scatter_fake(
