@@ -3,6 +3,7 @@
 from samebits.distributed.data import GradientGroups, OrderedReduceScatter, ordered_hook
 from samebits.distributed.exchange import ordered_all_reduce, ordered_reduce_scatter
 from samebits.distributed.linear import column_parallel_linear, row_parallel_linear
+from samebits.distributed.vocabulary import vocab_parallel_embedding, vocab_parallel_linear_logp
 
 __all__ = [
     "GradientGroups",
@@ -12,4 +13,6 @@ __all__ = [
     "ordered_hook",
     "ordered_reduce_scatter",
     "row_parallel_linear",
+    "vocab_parallel_embedding",
+    "vocab_parallel_linear_logp",
 ]
