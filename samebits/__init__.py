@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from samebits import nn, transformers
 from samebits._version import __version__
 from samebits.backends import use_backend
+from samebits.backends.cuda.tuned import load_tuned
 from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, Exp2Model, MmaModel, use_mma_model
 from samebits.mode import (
     UncoveredError,
@@ -50,6 +51,7 @@ __all__ = [
     "is_batch_invariant_mode_enabled",
     "linear",
     "linear_logp",
+    "load_tuned",
     "logp",
     "matmul",
     "nn",
