@@ -1,5 +1,6 @@
 """Batch-invariant operators for PyTorch, from matrix products to attention, with specified bits."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from samebits import nn, transformers
@@ -27,6 +28,7 @@ from samebits.ops.matmul import matmul
 from samebits.prepare import prepare
 
 if TYPE_CHECKING:
+    from samebits import distributed
     from samebits.tools.audit import audit
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "bmm",
     "convert",
     "disable_batch_invariant_mode",
+    "distributed",
     "enable_batch_invariant_mode",
     "grouped_mm",
     "is_batch_invariant_mode_enabled",
@@ -68,4 +71,6 @@ def __getattr__(name: str) -> Any:
         from samebits.tools.audit import audit
 
         return audit
+    if name == "distributed":
+        return importlib.import_module("samebits.distributed")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
