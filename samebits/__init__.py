@@ -1,10 +1,12 @@
 """Batch-invariant operators for PyTorch, from matrix products to attention, with specified bits."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from samebits import nn, transformers
 from samebits._version import __version__
 from samebits.backends import use_backend
+from samebits.backends.cuda.tuned import load_tuned
 from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, Exp2Model, MmaModel, use_mma_model
 from samebits.mode import (
     UncoveredError,
@@ -26,6 +28,7 @@ from samebits.ops.matmul import matmul
 from samebits.prepare import prepare
 
 if TYPE_CHECKING:
+    from samebits import distributed
     from samebits.tools.audit import audit
 
 __all__ = [
@@ -45,11 +48,13 @@ __all__ = [
     "bmm",
     "convert",
     "disable_batch_invariant_mode",
+    "distributed",
     "enable_batch_invariant_mode",
     "grouped_mm",
     "is_batch_invariant_mode_enabled",
     "linear",
     "linear_logp",
+    "load_tuned",
     "logp",
     "matmul",
     "nn",
@@ -66,4 +71,6 @@ def __getattr__(name: str) -> Any:
         from samebits.tools.audit import audit
 
         return audit
+    if name == "distributed":
+        return importlib.import_module("samebits.distributed")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,6 +27,7 @@ LAYERS = (
     ("backends",),
     ("ops",),
     ("nn", "mode", "prepare", "transformers"),
+    ("distributed",),
 )
 """From below. A module imports from its own layer and those under it. All others, the tools, stand on top."""
 

@@ -1,4 +1,4 @@
-"""The command line: ``samebits audit``, ``bench``, ``info`` and ``verify``.
+"""The command line: ``samebits audit``, ``bench``, ``export``, ``info``, ``tune`` and ``verify``.
 
 This file parses the arguments. Every command calls the ``main`` of its tool, and turns the outcome into an
 exit code.
@@ -170,6 +170,69 @@ def bench(
         from samebits.tools.bench.command import main
 
         code = main(quick=quick, peers=peers, backend=backend, json_to=json_to, device=device)
+    raise typer.Exit(code)
+
+
+@app.command()
+def tune(
+    shape: Annotated[
+        list[str] | None, typer.Option(help="KxN of a linear layer's weight; may be given again.")
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME_OR_CONFIG",
+            help="Linear layers of a Hugging Face config: a folder, or a name in its cache. No weights.",
+        ),
+    ] = None,
+    shapes: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What a run has met: from samebits.record_shapes.")
+    ] = None,
+    rows: Annotated[
+        str, typer.Option(help="Numbers of rows; from 256 on, dX and dW are measured, too.")
+    ] = "1,8,16,32,64,128,256,512,1024,2048,4096,8192",
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(
+            "--dtype",
+            metavar="DTYPE",
+            help="bfloat16, float16, float32; by default the model's, or bfloat16.",
+        ),
+    ] = None,
+    budget: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="Begin no measurement after so many seconds.")
+    ] = 600,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the table there, not to where it is found by itself."),
+    ] = None,
+    merge: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A B", help="Measure nothing: write both tables to --out, B's entries first."),
+    ] = None,
+    device: Annotated[int, typer.Option(min=0, help="Index of the CUDA device.")] = 0,
+) -> None:
+    """Measure which schedules are fastest on this GPU, and keep them in a table. No bit depends on it.
+
+    Exit code: 0, measured; 1, a schedule gave other bits; 2, an argument is wrong, or it cannot run here; 70,
+    samebits itself failed.
+    """
+    with _errors("tune"):
+        from samebits.tools.tune.command import main
+
+        if dtype is Dtype.loaded:
+            raise ToolError("--dtype: expected bfloat16, float16 or float32")
+        code = main(
+            shape=shape or (),
+            models=model or (),
+            shapes=shapes,
+            rows=rows,
+            dtype=None if dtype is None else dtype.value,
+            budget=budget,
+            out=out,
+            merge=merge or (),
+            device=device,
+        )
     raise typer.Exit(code)
 
 
