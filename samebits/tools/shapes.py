@@ -38,12 +38,15 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def of_weights(
-    weights: Iterable[tuple[int, int]], rows: Sequence[int], dtype: torch.dtype
+    weights: Iterable[tuple[int, int]],
+    rows: Sequence[int],
+    dtype: torch.dtype,
+    gradients_from: int = GRADIENTS_FROM,
 ) -> list[ProductShape]:
     """The products of a linear layer with each weight: all forwards, then dX and dW of many rows."""
     step: Any = "fma" if dtype == torch.float32 else "mma"
     kind, shapes = (step, *(dtype_name(dtype),) * 3), list(dict.fromkeys(weights))
-    many = [m for m in rows if m >= GRADIENTS_FROM]
+    many = [m for m in rows if m >= gradients_from]
     found = [_laid(ProductShape(*kind, m, n, k)) for m in rows for k, n in shapes]
     for m in many:
         for k, n in shapes:
