@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from samebits import nn, transformers
 from samebits._version import __version__
 from samebits.backends import use_backend
+from samebits.backends.cuda.shapes import record_shapes
 from samebits.backends.cuda.tuned import load_tuned
 from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, Exp2Model, MmaModel, use_mma_model
 from samebits.mode import (
@@ -59,6 +60,7 @@ __all__ = [
     "matmul",
     "nn",
     "prepare",
+    "record_shapes",
     "set_batch_invariant_mode",
     "transformers",
     "use_backend",

@@ -44,6 +44,36 @@ class Backend(StrEnum):
     triton = "triton"
 
 
+class Operands(StrEnum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+ROWS = "1,8,16,32,64,128,256,512,1024,2048,4096,8192"
+
+_SHAPE = Annotated[list[str] | None, typer.Option(help="KxN of a linear layer's weight; may be given again.")]
+_MODEL = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME_OR_CONFIG",
+        help="Linear layers of a Hugging Face config: a folder, or a name in its cache. No weights.",
+    ),
+]
+_SHAPES = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="What a run has met: from samebits.record_shapes.")
+]
+_ROWS = Annotated[
+    str, typer.Option(help="Numbers of rows of --shape and --model; from 256 on with dX and dW.")
+]
+_DTYPE = Annotated[
+    Operands | None,
+    typer.Option(
+        "--dtype", metavar="DTYPE", help="bfloat16, float16, float32; by default the model's, or bfloat16."
+    ),
+]
+
+
 def _version(asked: bool) -> None:
     if asked:
         print(f"samebits {__version__}")
@@ -160,8 +190,15 @@ def bench(
         str | None, typer.Option("--json", metavar="FILE", help="Write all times there; - is stdout.")
     ] = None,
     device: Annotated[int, typer.Option(min=0, help="Index of the CUDA device.")] = 0,
+    shape: _SHAPE = None,
+    model: _MODEL = None,
+    shapes: _SHAPES = None,
+    rows: _ROWS = ROWS,
+    dtype: _DTYPE = None,
 ) -> None:
     """Speed on this GPU beside PyTorch: products and attention, forward and gradients.
+
+    With --shape, --model or --shapes: of those products, and of nothing else.
 
     Exit code: 0, measured; 1, some results had other bits than specified, and have no time; 2, it cannot run
     here; 70, samebits itself failed.
@@ -169,36 +206,22 @@ def bench(
     with _errors("bench"):
         from samebits.tools.bench.command import main
 
-        code = main(quick=quick, peers=peers, backend=backend, json_to=json_to, device=device)
+        own = None
+        if shape or model or shapes:
+            from samebits.tools.shapes import asked
+
+            own = asked(shape or (), model or (), shapes, rows, dtype)
+        code = main(quick=quick, peers=peers, backend=backend, json_to=json_to, device=device, own=own)
     raise typer.Exit(code)
 
 
 @app.command()
 def tune(
-    shape: Annotated[
-        list[str] | None, typer.Option(help="KxN of a linear layer's weight; may be given again.")
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME_OR_CONFIG",
-            help="Linear layers of a Hugging Face config: a folder, or a name in its cache. No weights.",
-        ),
-    ] = None,
-    shapes: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What a run has met: from samebits.record_shapes.")
-    ] = None,
-    rows: Annotated[
-        str, typer.Option(help="Numbers of rows; from 256 on, dX and dW are measured, too.")
-    ] = "1,8,16,32,64,128,256,512,1024,2048,4096,8192",
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(
-            "--dtype",
-            metavar="DTYPE",
-            help="bfloat16, float16, float32; by default the model's, or bfloat16.",
-        ),
-    ] = None,
+    shape: _SHAPE = None,
+    model: _MODEL = None,
+    shapes: _SHAPES = None,
+    rows: _ROWS = ROWS,
+    dtype: _DTYPE = None,
     budget: Annotated[
         float, typer.Option(min=1, metavar="SECONDS", help="Begin no measurement after so many seconds.")
     ] = 600,
@@ -220,14 +243,12 @@ def tune(
     with _errors("tune"):
         from samebits.tools.tune.command import main
 
-        if dtype is Dtype.loaded:
-            raise ToolError("--dtype: expected bfloat16, float16 or float32")
         code = main(
             shape=shape or (),
             models=model or (),
             shapes=shapes,
             rows=rows,
-            dtype=None if dtype is None else dtype.value,
+            dtype=dtype,
             budget=budget,
             out=out,
             merge=merge or (),

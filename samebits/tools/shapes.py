@@ -15,7 +15,7 @@ from torch import nn
 from samebits.backends.cuda.shapes import ProductShape, Shape, dtype_name, from_data
 from samebits.tools.text import ToolError, one_line
 
-__all__ = ["GRADIENTS_FROM", "numbers", "of_model", "of_weights", "read_shapes", "weight"]
+__all__ = ["GRADIENTS_FROM", "asked", "numbers", "of_model", "of_weights", "read_shapes", "weight"]
 
 GRADIENTS_FROM = 256
 """Rows from which on the gradients of a weight's products count: nobody trains on fewer."""
@@ -38,12 +38,15 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def of_weights(
-    weights: Iterable[tuple[int, int]], rows: Sequence[int], dtype: torch.dtype
+    weights: Iterable[tuple[int, int]],
+    rows: Sequence[int],
+    dtype: torch.dtype,
+    gradients_from: int = GRADIENTS_FROM,
 ) -> list[ProductShape]:
     """The products of a linear layer with each weight: all forwards, then dX and dW of many rows."""
     step: Any = "fma" if dtype == torch.float32 else "mma"
     kind, shapes = (step, *(dtype_name(dtype),) * 3), list(dict.fromkeys(weights))
-    many = [m for m in rows if m >= GRADIENTS_FROM]
+    many = [m for m in rows if m >= gradients_from]
     found = [_laid(ProductShape(*kind, m, n, k)) for m in rows for k, n in shapes]
     for m in many:
         for k, n in shapes:
@@ -118,4 +121,27 @@ def read_shapes(path: Path) -> list[Shape]:
         raise ToolError(f"--shapes {path}: expected a file of samebits.record_shapes: {error}") from error
     if not found:
         raise ToolError(f"--shapes {path}: it has no shapes")
+    return list(dict.fromkeys(found))
+
+
+def asked(
+    shape: Sequence[str], models: Sequence[str], shapes: Path | None, rows: str, dtype: str | None
+) -> list[Shape]:
+    """The shapes of the options.
+
+    Raises:
+        ToolError: there are none, or an option is wrong.
+    """
+    sizes = numbers("--rows", rows)
+    given: torch.dtype = getattr(torch, dtype or "bfloat16")
+    found: list[Shape] = []
+    if shape:
+        found += of_weights([weight(text) for text in shape], sizes, given)
+    for model in models:
+        weights, own = of_model(model)
+        found += of_weights(weights, sizes, given if dtype else own)
+    if shapes is not None:
+        found += read_shapes(shapes)
+    if not found:
+        raise ToolError("expected --shape KxN, --model NAME_OR_CONFIG or --shapes FILE")
     return list(dict.fromkeys(found))

@@ -21,6 +21,7 @@ from samebits.backends.cuda import devices, matmul, tuned
 from samebits.backends.cuda.shapes import ProductShape, as_data
 from samebits.backends.cuda.tuned import Entry, Table, schedule_data
 from samebits.tools import shapes as wanted
+from samebits.tools.bench.cases import BenchCase
 from samebits.tools.cli import app
 from samebits.tools.text import ToolError
 from samebits.tools.tune import command, contest, measure, report
@@ -198,10 +199,10 @@ def test_shapes_of_a_model(tmp_path: Path) -> None:
     want = [(64, 64), (64, 32), (64, 96), (96, 64), (64, 100)]
     for name in (config(tmp_path), tmp_path):
         assert wanted.of_model(str(name)) == (want, torch.float16)
-    found = command.asked([], [str(tmp_path)], None, "1,512", None)
+    found = wanted.asked([], [str(tmp_path)], None, "1,512", None)
     assert len(found) == 4 * len(want)
     assert {s.a for s in found} == {"float16"}
-    assert {s.a for s in command.asked([], [str(tmp_path)], None, "1", "bfloat16")} == {"bfloat16"}
+    assert {s.a for s in wanted.asked([], [str(tmp_path)], None, "1", "bfloat16")} == {"bfloat16"}
     with pytest.raises(ToolError, match=r"--model .*absent: expected a folder with config\.json"):
         wanted.of_model(str(tmp_path / "absent"))
     config(tmp_path, model_type="no-such-type")
@@ -217,7 +218,6 @@ def test_shapes_of_a_model(tmp_path: Path) -> None:
         (["--shape", "0x8"], "--shape: expected KxN"),
         (["--shape", "8x8", "--rows", "1,x"], "--rows: expected numbers of rows, such as 1,16,512, got 1,x"),
         (["--shape", "8x8", "--rows", "0"], "--rows: expected numbers of rows"),
-        (["--shape", "8x8", "--dtype", "loaded"], "--dtype: expected bfloat16, float16 or float32"),
         (["--shapes", "absent.json"], "--shapes absent.json: No such file"),
         (["--shapes", "bad.json"], "--shapes bad.json: expected a file of samebits.record_shapes"),
         (["--shapes", "none.json"], "--shapes none.json: it has no shapes"),
@@ -277,7 +277,7 @@ def test_merging(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it measures, without a table in use, and where it writes."""
+    """What it measures, and where it writes."""
     info = devices.DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 227 << 10, 60 << 20)
     monkeypatch.setattr(devices, "device_info", lambda index: info)
     monkeypatch.setattr("samebits.tools.bench.measure.gpu", lambda index: None)
@@ -286,7 +286,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def tune(shapes: Any, **options: Any) -> measure.Outcome:
-        assert tuned.in_use() == ""
         asked.append((shapes, options["budget"]))
         entries = {shape: Entry("fma", None, 1.0, 1.0) for shape in shapes}
         return measure.Outcome(entries, [], [], [] if len(asked) < 3 else ["a way gave other bits"])
@@ -295,7 +294,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "t.json"
     result = run("tune", "--shape", "128x256", "--rows", "48", "--budget", "9", "--out", str(out))
     assert (result.exit_code, asked) == (0, [([SHAPE], 9.0)])
-    assert tuned.in_use() is None
     assert [*tuned.read(out).entries] == [SHAPE]
     for rows in ("48", "64"):  # what was measured before is kept
         result = run("tune", "--shape", "128x256", "--rows", rows)
@@ -333,3 +331,41 @@ def test_tuning_on_a_gpu(tmp_path: Path) -> None:
     samebits.load_tuned(None)
     for t, want in zip(results[6:], results[:6], strict=True):
         assert torch.equal(t, want)
+
+
+def test_bench_of_own_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "shapes.json"
+    dX = replace(SHAPE, k=256, n=128, b_by_k=False)
+    dW = replace(SHAPE, m=256, n=128, k=48, a_by_k=False, b_by_k=False)
+    into = replace(dW, out="float32", accumulate=True)
+    batch, bad = replace(SHAPE, batch=3, b_by_k=False), replace(SHAPE, out="float32")
+    path.write_text(json.dumps({"shapes": [as_data(s) for s in (SHAPE, dX, dW, into, batch, bad)]}))
+    asked: list[BenchCase] = []
+
+    def bench(cases: Any, **_: Any) -> Any:
+        asked.extend(cases)
+        made = {"gpu": "A GPU", "driver": "1", "digest": "0"}
+        timed = [case.record() | {"us": {"samebits": 2.0, "torch": 3.0}} for case in cases]
+        return {"cases": timed, "red": [], "environment": made}
+
+    monkeypatch.setattr("samebits.tools.bench.command.bench", bench)
+    monkeypatch.setattr("samebits.tools.bench.command.bench_attention", lambda *_, **__: pytest.fail("ran"))
+    result = run("bench", "--shapes", str(path))
+    assert result.exit_code == 0, result.stderr
+    sizes = (48, 128, 256)
+    assert asked == [BenchCase(work, *sizes) for work in ("forward", "dX", "dW", "dW main_grad")] + [  # type: ignore[arg-type]
+        BenchCase("bmm", *sizes, batch=3)
+    ]
+    assert "1.500" in result.stdout
+    assert "dW main_grad" in result.stdout
+    asked.clear()
+    assert run("bench", "--shape", "128x256", "--rows", "48").exit_code == 0
+    assert asked == [BenchCase("forward", *sizes)]
+    path.write_text(json.dumps({"shapes": [as_data(bad)]}))
+    for args, says in (
+        (["--shapes", str(path)], "no shape here has a competitor"),
+        (["--shape", "8x8", "--quick"], "--quick: expected none of --shape, --model and --shapes"),
+    ):
+        result = run("bench", *args)
+        assert result.exit_code == 2
+        assert says in result.stderr

@@ -6,10 +6,13 @@ schedule is fastest. :func:`met` notes the shapes of a run for ``samebits.record
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import torch
@@ -21,13 +24,14 @@ __all__ = [
     "KINDS",
     "ProductShape",
     "Shape",
+    "Shapes",
     "as_data",
     "dtype_name",
     "forget_plans",
     "from_data",
     "met",
     "on_change",
-    "recording",
+    "record_shapes",
 ]
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -177,15 +181,49 @@ def met(shape: Shape) -> None:
                 found[shape] = None
 
 
+class Shapes:
+    """The shapes that a run has met: what :func:`record_shapes` gives."""
+
+    def __init__(self) -> None:
+        self._met: dict[Shape, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._met)
+
+    def __iter__(self) -> Iterator[Shape]:
+        with _recorder.lock:
+            return iter([*self._met])
+
+    def to_json(self) -> str:
+        """What ``samebits tune --shapes`` and ``samebits bench --shapes`` read."""
+        lines = sorted(json.dumps(as_data(shape)) for shape in self)
+        return '{"shapes": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
 @contextmanager
-def recording() -> Iterator[dict[Shape, None]]:
-    """Collects the shapes that any thread meets. Plans are forgotten first, so that all are met."""
-    found: dict[Shape, None] = {}
+def record_shapes(path: str | os.PathLike[str] | None = None) -> Iterator[Shapes]:
+    """Collect the shapes of the calls on CUDA tensors in this block, to tune for them, or to measure them.
+
+    It sees every thread, also the backward's: products, products of groups, attention and log-probabilities,
+    by whatever function they are called. Replays of CUDA graphs that were captured before call nothing, so
+    capture them within the block. Recording costs a call something only if it is the first of its kind.
+
+    Args:
+        path: a file to write at the end of the block, for ``samebits tune --shapes``.
+
+    Yields:
+        The shapes: their number by ``len``, JSON by ``to_json()``.
+    """
+    if path is not None and not isinstance(path, str | os.PathLike):
+        raise TypeError(f"samebits.record_shapes: path: expected a path or None, got {type(path).__name__}")
+    found = Shapes()
     with _recorder.lock:
-        _recorder.active.append(found)
-    forget_plans()
+        _recorder.active.append(found._met)
+    forget_plans()  # so that all are met
     try:
         yield found
     finally:
         with _recorder.lock:
-            _recorder.active = [one for one in _recorder.active if one is not found]
+            _recorder.active = [one for one in _recorder.active if one is not found._met]
+        if path is not None:
+            Path(path).write_text(found.to_json(), "utf-8")

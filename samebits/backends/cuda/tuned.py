@@ -33,9 +33,12 @@ __all__ = [
     "Entry",
     "Table",
     "TunedError",
+    "add",
     "default_file",
     "find",
     "in_use",
+    "keep",
+    "known",
     "load_tuned",
     "read",
     "schedule_data",
@@ -285,6 +288,33 @@ def load_tuned(path: str | os.PathLike[str] | None) -> int:
         count = len(_checked(_in_use.given).entries) if isinstance(_in_use.given, Path) else 0
     forget_plans()
     return count
+
+
+def keep(table: Table) -> Path:
+    """Write a table to where it is found by itself, over the entries that are there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = default_file(table.gpu)
+    with suppress(TunedError):
+        before = read(path)
+        if before.gpu == table.gpu:
+            table = before.changed(table.entries)
+    write(path, table)
+    return path
+
+
+def add(table: Table, device: int) -> None:
+    """Choose by these entries, too, until :func:`load_tuned` is called."""
+    with _in_use.lock:
+        _in_use.tables[table.gpu] = _table(device).changed(table.entries)
+    forget_plans()
+
+
+def known(shape: Shape, device: int) -> bool:
+    """Whether the shape was measured."""
+    return shape in _table(device).entries
 
 
 def in_use() -> Path | str | None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from samebits.backends import UnavailableError
 from samebits.backends.cuda import tuned
-from samebits.backends.cuda.shapes import Shape
 from samebits.backends.cuda.tuned import Table, TunedError
 from samebits.tools import shapes as wanted
 from samebits.tools import terminal
@@ -51,7 +47,7 @@ def main(
         _write(out, table)
         console.print(f"{out}: {_counted(table)}, {table.gpu}")
         return 0
-    todo = asked(shape, models, shapes, rows, dtype)
+    todo = wanted.asked(shape, models, shapes, rows, dtype)
     try:
         from samebits.tools.bench.measure import gpu
 
@@ -59,8 +55,9 @@ def main(
         from samebits.backends.cuda import devices
 
         name = devices.device_info(device).name
-        file = out or tuned.default_file(name)
-        with _untuned(), terminal.progress() as say:
+        if out is None:
+            tuned.default_file(name)
+        with terminal.progress() as say:
             found = tune(todo, device=device, budget=budget, progress=say)
     except UnavailableError as error:
         raise ToolError(str(error)) from error
@@ -70,34 +67,9 @@ def main(
     if found.wrong:
         print(*(f"samebits tune: {what}" for what in found.wrong), sep="\n", file=sys.stderr)
     table = Table(name, found.entries)
-    if out is None and file.is_file():
-        table = _kept(file, table)
-    _write(file, table)
+    file = _write(out, table)
     console.print(f"{file}: {_counted(table)}", soft_wrap=True)
     return int(bool(found.wrong))
-
-
-def asked(
-    shape: Sequence[str], models: Sequence[str], shapes: Path | None, rows: str, dtype: str | None
-) -> list[Shape]:
-    """The shapes of the options.
-
-    Raises:
-        ToolError: there are none, or an option is wrong.
-    """
-    sizes = wanted.numbers("--rows", rows)
-    given: torch.dtype = getattr(torch, dtype or "bfloat16")
-    found: list[Shape] = []
-    if shape:
-        found += wanted.of_weights([wanted.weight(text) for text in shape], sizes, given)
-    for model in models:
-        weights, own = wanted.of_model(model)
-        found += wanted.of_weights(weights, sizes, given if dtype else own)
-    if shapes is not None:
-        found += wanted.read_shapes(shapes)
-    if not found:
-        raise ToolError("expected --shape KxN, --model NAME_OR_CONFIG or --shapes FILE")
-    return list(dict.fromkeys(found))
 
 
 def merged(files: Sequence[Path]) -> Table:
@@ -122,33 +94,16 @@ def merged(files: Sequence[Path]) -> Table:
     return found
 
 
-def _kept(file: Path, table: Table) -> Table:
-    """`table` with what its file already has."""
-    try:
-        before = tuned.read(file)
-    except TunedError as error:
-        print(f"samebits tune: {file} is replaced: {error}", file=sys.stderr)
-        return table
-    return before.changed(table.entries) if before.gpu == table.gpu else table
-
-
 def _counted(table: Table) -> str:
     return f"{plural(len(table.entries), 'entry', 'entries')}: {said(table.entries.values())}"
 
 
-def _write(file: Path, table: Table) -> None:
+def _write(file: Path | None, table: Table) -> Path:
+    """Write a table to a file, or to where it is found by itself."""
     try:
+        if file is None:
+            return tuned.keep(table)
         tuned.write(file, table)
     except OSError as error:
-        raise ToolError(f"{file}: {error.strerror or error}") from error
-
-
-@contextmanager
-def _untuned() -> Iterator[None]:
-    """No table in use: it is the cost model that is measured against."""
-    before = tuned.in_use()
-    tuned.load_tuned("")
-    try:
-        yield
-    finally:
-        tuned.load_tuned(before)
+        raise ToolError(f"{file or 'the table'}: {error.strerror or error}") from error
+    return file

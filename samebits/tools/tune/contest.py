@@ -56,9 +56,10 @@ class Contest:
         return getattr(self.shape, "step", "mma") == "fma"
 
 
-def contest(shape: Shape, device: int) -> Contest | None:
-    """The contest of a shape on a GPU; None if there is one way only, or it cannot be computed there."""
-    return _product(shape, device)
+def contest(shape: Shape, device: int, *, alone: bool = False) -> Contest | None:
+    """The contest of a shape on a GPU; None if there is one way only, unless that may run `alone`."""
+    found = _product(shape, device)
+    return found if alone or len(found.ways) > 1 else None
 
 
 def few(choice: Any, costs: dict[Any, float], most: int = MOST) -> list[Any]:
@@ -104,7 +105,7 @@ def product(s: ProductShape, device: int) -> Product:
     )
 
 
-def _product(shape: ProductShape, device: int) -> Contest | None:
+def _product(shape: ProductShape, device: int) -> Contest:
     from samebits.backends.cuda import matmul
 
     p = product(shape, device)
@@ -113,8 +114,6 @@ def _product(shape: ProductShape, device: int) -> Contest | None:
     choice = first, first.choose(p)
     kernels.setdefault(choice, first.cost(p, choice[1]))
     found: Sequence[tuple[Any, Any]] = few(choice, kernels)
-    if len(found) < 2:
-        return None
 
     def way(kernel: Any, s: Any) -> Way:
         def plan() -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from samebits.tools.bench.clock import Race, how
 from samebits.tools.tune import contest as contests
 from samebits.tools.tune.contest import Contest
 
-__all__ = ["Clock", "GraphClock", "Outcome", "decide", "label", "tune"]
+__all__ = ["Clock", "GraphClock", "Outcome", "decide", "label", "loaded", "operand_sets", "tidy", "tune"]
 
 MARGIN = 0.01
 """A schedule that is faster than the choice by less is no winner, however little the times spread."""
@@ -46,6 +46,7 @@ class GraphClock:
     def __init__(
         self, of: Contest, runs: dict[str, Callable[..., Any]], sets: Sequence[tuple[Tensor, ...]]
     ) -> None:
+        tidy()
         calls, self._alone = how(of.flop, of.bytes, of.in_float32)
         self._race = Race(calls)
         for name, run in runs.items():
@@ -57,6 +58,12 @@ class GraphClock:
     def final(self, names: Sequence[str]) -> dict[str, list[float]]:
         self._race.keep(names)
         return self._race.turns_alone() if self._alone else self._race.turns(15)
+
+
+def tidy() -> None:
+    """Give back the memory of earlier graphs, if they have much."""
+    if torch.cuda.memory_reserved() > 0.4 * torch.cuda.get_device_properties().total_memory:
+        torch.cuda.empty_cache()
 
 
 Times = Callable[[Contest, dict[str, Callable[..., Any]], Sequence[tuple[Tensor, ...]]], Clock]
@@ -122,22 +129,28 @@ def _results(found: Any) -> tuple[Tensor, ...]:
     return (found,) if isinstance(found, Tensor) else tuple(t for t in found if t is not None)
 
 
-def _measure(of: Contest, l2_bytes: int, times: Times, wrong: list[str]) -> Entry | None:
-    """The entry of a contest. Ways that give other bits than the choice are noted, and do not compete."""
-    count = max(1, min(64, math.ceil(4.5 * l2_bytes / of.bytes)))
-    sets = [of.operands() for _ in range(count)]
+def operand_sets(of: Contest, l2_bytes: int) -> list[tuple[Tensor, ...]]:
+    """Operands of several calls: together larger than the L2 cache."""
+    return [of.operands() for _ in range(max(1, min(64, math.ceil(4.5 * l2_bytes / of.bytes))))]
+
+
+def loaded(of: Contest, operands: tuple[Tensor, ...]) -> dict[str, Callable[..., Any]]:
+    """What computes each way, by its place, once all have given the same bits.
+
+    Raises:
+        AssertionError: they have not.
+    """
     runs: dict[str, Callable[..., Any]] = {}
     want: tuple[Tensor, ...] = ()
     for i, way in enumerate(of.ways):
-        run = way.plan()
-        given = tuple(t.clone() for t in sets[0]) if getattr(of.shape, "accumulate", False) else sets[0]
+        runs[str(i)] = run = way.plan()
+        given = tuple(t.clone() for t in operands) if getattr(of.shape, "accumulate", False) else operands
         got = tuple(map(bits, _results(run(*given))))
         want = want or got
         if not all(torch.equal(x, y) for x, y in zip(got, want, strict=True)):
-            wrong.append(f"{of.shape}: {way.kernel}, {way.schedule}: other bits than {of.ways[0].schedule}")
-            return None
-        runs[str(i)] = run
-    return decide(of, times(of, runs, sets))
+            choice = of.ways[0].schedule
+            raise AssertionError(f"{of.shape}: {way.kernel}, {way.schedule}: other bits than {choice}")
+    return runs
 
 
 def tune(
@@ -181,7 +194,9 @@ def tune(
                 continue
             for job in compiling:
                 job.result()  # a kernel that does not compile is an error of samebits
-            entry = _measure(of, devices.device_info(device).l2_bytes, times, found.wrong)
-            if entry is not None:
-                found.entries[of.shape] = entry
+            sets = operand_sets(of, devices.device_info(device).l2_bytes)
+            try:
+                found.entries[of.shape] = decide(of, times(of, loaded(of, sets[0]), sets))
+            except AssertionError as error:
+                found.wrong.append(str(error))
     return found

@@ -21,6 +21,8 @@ from samebits.backends.cuda.shapes import ProductShape
 from samebits.backends.cuda.tuned import Entry, Table, TunedError, schedule_data
 from samebits.backends.product import Operands, Product
 from samebits.testing import assert_same_bits
+from samebits.tools.shapes import read_shapes
+from samebits.tools.tune import Outcome
 from samebits.tools.tune.contest import product
 from tests.support.fake_gpu import INFO, FakeGpu, fake_gpu
 
@@ -341,3 +343,57 @@ def test_a_tuned_product_has_the_same_bits(dtype: torch.dtype, tmp_path: Path) -
 
 def test_the_environment_of_tests() -> None:
     assert os.environ["SAMEBITS_TUNED"] == ""
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_shapes_of_a_run(tmp_path: Path) -> None:
+    for _ in range(4):
+        multiply()  # replayed by now
+    path = tmp_path / "shapes.json"
+    with samebits.record_shapes(path) as found:
+        for _ in range(3):
+            multiply()
+        assert len(found) == 1
+        x, w, dy = (torch.zeros(m, n, dtype=BF16) for m, n in ((48, 128), (256, 128), (48, 256)))
+        with samebits.record_shapes() as inner:
+            for a, b in ((x, w.mT), (dy, w), (dy.mT, x)):
+                samebits.matmul(a, b)
+    multiply(replace(SHAPE, m=1))
+    dX = replace(SHAPE, k=256, n=128, b_by_k=False)
+    dW = replace(SHAPE, m=256, n=128, k=48, a_by_k=False, b_by_k=False)
+    assert {*inner} == {SHAPE, dX, dW}
+    assert {*found} == {*inner}
+    assert read_shapes(path) == sorted(found, key=lambda s: json.dumps(shapes.as_data(s)))
+    with pytest.raises(TypeError, match="record_shapes: path: expected a path or None, got int"):
+        samebits.record_shapes(3).__enter__()  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_prepare_tunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no table has is measured once, chosen by, and kept, unless a table was named."""
+    asked: list[list[ProductShape]] = []
+
+    def tune(todo: Any, *, device: int) -> Outcome:
+        asked.append([*todo])
+        return Outcome({shape: entry(shape) for shape in todo}, [], [], [])
+
+    monkeypatch.setattr("samebits.tools.tune.tune", tune)
+    monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("SAMEBITS_TUNED")
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path)
+    tmp_path.chmod(0o700)
+    samebits.load_tuned(None)
+    w = torch.zeros(256, 128, dtype=BF16)
+    samebits.prepare(w, [48, 64], tune=True)
+    samebits.prepare(w, [48, 96], tune=True)
+    assert [[s.m for s in some] for some in asked] == [[48, 64], [96]]
+    kept = tuned.read(tuned.default_file(INFO.name))
+    assert [s.m for s in kept.entries] == [48, 64, 96]
+    assert tuned.known(SHAPE, 0)
+    samebits.load_tuned("")
+    assert not tuned.known(SHAPE, 0)
+    samebits.prepare(w, [128], tune=True)
+    assert tuned.read(tuned.default_file(INFO.name)).entries == kept.entries
+    assert tuned.known(replace(SHAPE, m=128), 0)
+    with pytest.raises(TypeError, match=r"prepare: tune: expected a bool, got int"):
+        samebits.prepare(w, [1], tune=1)  # type: ignore[arg-type]
