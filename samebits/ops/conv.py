@@ -164,7 +164,7 @@ def _taps(weight: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Taps in row-major order: where they are, and their weights ``[channels, 1, …]`` in float32."""
     dims = weight.ndim - 2
     for at in all_of(*map(range, weight.shape[2:])):
-        yield at, weight[(slice(None), 0, *at)].to(torch.float32).reshape(-1, *[1] * dims)
+        yield at, _at(weight[:, 0], at).to(torch.float32).reshape(-1, *[1] * dims)
 
 
 def _by_taps(windows: Tensor, weight: Tensor, bias: Tensor | None, dims: int) -> Tensor:
