@@ -1,5 +1,7 @@
 """Times of a product kernel's schedules and of torch. The kernel's choices are based on these times.
 
+``samebits tune`` finds the fastest schedule of a shape. This shows all of them, beside their estimated costs.
+
 python -m benchmarks.tune tensor_core_sm90 --rows 512,2048 --shapes 4096x4096 --work forward,dW
 
 It times the schedules that the kernel might choose, and whose estimated cost is plausible, in the same way as
@@ -13,8 +15,8 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,13 +33,12 @@ from samebits.backends.cuda import devices, precompile
 from samebits.backends.product import Operands, Product, ProductKernel
 from samebits.testing import assert_same_bits, bits
 from samebits.tools.bench.cases import CASES, F32, BenchCase, make_operands
-from samebits.tools.bench.clock import Race
+from samebits.tools.bench.clock import medians
+from samebits.tools.tune.contest import few
+from samebits.tools.tune.measure import label
 from samebits.tools.verify import Inputs, ProductCase, kernels
 from samebits.tools.verify.failures import finish, running
 from samebits.tools.verify.operands import Room, make_room
-
-PLAUSIBLE = 1.6
-"""Schedules are timed if their estimated cost is at most this many times the least cost."""
 
 Kernel = ProductKernel[Any]
 
@@ -66,19 +67,11 @@ def _out(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
-def label(s: Any) -> str:
-    """A unique name for every schedule of a kernel: its fields, without the measured times."""
-    fields = {name: value for name, value in asdict(s).items() if name not in ("alone", "busy", "us")}
-    kind = type(s).__name__.removesuffix("Schedule")
-    return f"{kind} " + " ".join(f"{name}={value}".replace(" ", "") for name, value in fields.items())
-
-
 def plausible(kernel: Kernel, p: Product) -> dict[Any, float]:
     """The schedules to time, each with its cost: the choice, then others that should not be much slower."""
     chosen = kernel.choose(p)
     costs = {s: kernel.cost(p, s) for s in (chosen, *kernel.candidates(p))}
-    most = PLAUSIBLE * min(costs.values())
-    return {s: cost for s, cost in costs.items() if s == chosen or cost <= most}
+    return {s: costs[s] for s in few(chosen, costs, len(costs))}
 
 
 def prove(
@@ -110,17 +103,6 @@ def prove(
                 assert_same_bits(x, y, f"{kernel.name}, {proof}, {schedule}, {what}")
 
 
-def times(
-    case: BenchCase, runs: dict[str, Callable[..., Tensor]], sets: Sequence[Sequence[Tensor]]
-) -> dict[str, float]:
-    """Microseconds of each function, timed as in ``samebits bench``."""
-    arithmetic, memory = case.flop / (50e12 if case.dtype == F32 else 600e12), case.bytes / 3.5e12
-    race = Race(max(2, min(300, math.ceil(3e-3 / max(arithmetic, memory, 3e-6)))))
-    for name, run in runs.items():
-        race.add(name, run, sets)
-    return race.alone() if arithmetic > memory else race.run(11)
-
-
 def measure(kernel: Kernel, universal: Kernel, case: BenchCase, p: Product) -> dict[str, Any]:
     """Microseconds of torch and of each plausible schedule, the estimated costs, and the chosen schedule."""
     costs = plausible(kernel, p)
@@ -137,7 +119,7 @@ def measure(kernel: Kernel, universal: Kernel, case: BenchCase, p: Product) -> d
 
     runs: dict[str, Callable[..., Tensor]] = {label(s): partial(run, s) for s in costs}
     return case.record() | {
-        "us": times(case, {"torch": torch.matmul} | runs, sets),
+        "us": medians(case, {"torch": torch.matmul} | runs, sets),
         "cost": {label(s): float(f"{cost:.5g}") for s, cost in costs.items()},
         "chosen": label(kernel.choose(p)),
     }

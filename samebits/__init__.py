@@ -1,10 +1,13 @@
 """Batch-invariant operators for PyTorch, from matrix products to attention, with specified bits."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from samebits import nn, transformers
 from samebits._version import __version__
 from samebits.backends import use_backend
+from samebits.backends.cuda.shapes import record_shapes
+from samebits.backends.cuda.tuned import load_tuned
 from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, Exp2Model, MmaModel, use_mma_model
 from samebits.mode import (
     UncoveredError,
@@ -26,6 +29,7 @@ from samebits.ops.matmul import matmul
 from samebits.prepare import prepare
 
 if TYPE_CHECKING:
+    from samebits import distributed
     from samebits.tools.audit import audit
 
 __all__ = [
@@ -45,15 +49,18 @@ __all__ = [
     "bmm",
     "convert",
     "disable_batch_invariant_mode",
+    "distributed",
     "enable_batch_invariant_mode",
     "grouped_mm",
     "is_batch_invariant_mode_enabled",
     "linear",
     "linear_logp",
+    "load_tuned",
     "logp",
     "matmul",
     "nn",
     "prepare",
+    "record_shapes",
     "set_batch_invariant_mode",
     "transformers",
     "use_backend",
@@ -66,4 +73,6 @@ def __getattr__(name: str) -> Any:
         from samebits.tools.audit import audit
 
         return audit
+    if name == "distributed":
+        return importlib.import_module("samebits.distributed")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

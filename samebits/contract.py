@@ -128,14 +128,18 @@ FAMILIES: dict[tuple[int, int], MmaModel] = {
 """The tensor cores of NVIDIA's GPUs, by compute capability."""
 
 
+MOST_SEGMENTS = 64
+
+
 @dataclass(frozen=True, slots=True)
 class Contract:
     """Everything that may change an output bit of a product.
 
     Every output element is one chain over ascending k with one f32 accumulator. The accumulator starts from
-    +0, or from a given f32 value. K is never split. Then the bias, if any, is added in f32 with one rounding
-    to nearest even. The result is rounded once, to nearest even, to the output dtype. Every NaN result is the
-    canonical one: 0x7FFFFFFF in f32, 0x7FFF in bf16 and f16.
+    +0, or from a given f32 value. K is never split, except at the fixed places that :meth:`segmented` names.
+    Then the bias, if any, is added in f32 with one rounding to nearest even. The result is rounded once, to
+    nearest even, to the output dtype. Every NaN result is the canonical one: 0x7FFFFFFF in f32, 0x7FFF in
+    bf16 and f16.
 
     Attributes:
         name: the contract's name.
@@ -144,11 +148,13 @@ class Contract:
             rounding to nearest even, subnormals kept.
         mma: for ``"mma"``, the tensor-core family that gives these bits. ``None`` leaves it to the device: a
             GPU follows its own family, CPU tensors follow :func:`use_mma_model`.
+        segments: into how many chains a plain sum is cut, see :meth:`segmented`. 1: it is one chain.
     """
 
     name: str
     step: Literal["mma", "fma"]
     mma: MmaModel | None = None
+    segments: int = 1
     key: str = field(init=False, repr=False, compare=False)
     """All the data above as one string; :func:`contract_from_key` reads it back."""
 
@@ -163,7 +169,13 @@ class Contract:
             )
         if self.step == "fma" and self.mma is not None:
             raise ValueError(f'samebits.Contract: mma: step "fma" takes no MmaModel, got {self.mma.name}')
-        key = f"{self.name}:{self.step}" if self.mma is None else f"{self.name}:{self.step}:{self.mma.key}"
+        s = self.segments
+        if type(s) is not int or not 1 <= s <= MOST_SEGMENTS or s & (s - 1):
+            raise ValueError(
+                f"samebits.Contract: segments: expected a power of two from 1 to {MOST_SEGMENTS}, got {s!r}"
+            )
+        step = self.step if s == 1 else f"{self.step}/{s}"
+        key = f"{self.name}:{step}" if self.mma is None else f"{self.name}:{step}:{self.mma.key}"
         object.__setattr__(self, "key", key)
 
     @property
@@ -185,6 +197,37 @@ class Contract:
             raise TypeError(f"samebits.Contract.on: mma: expected an MmaModel, got {type(mma).__name__}")
         return dataclasses.replace(self, mma=mma)
 
+    def segmented(self, segments: int) -> Contract:
+        """This contract with plain sums cut into `segments` chains, which a fixed binary tree adds.
+
+        The K terms of a sum are cut into S = `segments` equal, consecutive parts. Each part is a chain of its
+        own, from +0 over ascending k, as if it were the whole sum:
+
+        ``p[s] = chain over k of a[m, k] * b[k, n]``, ``s * K / S <= k < (s + 1) * K / S``
+
+        The S float32 results are added in float32, each sum rounded once, to nearest even. For S = 8:
+
+        ``((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + (p[6] + p[7]))``
+
+        Then bias and rounding follow, as without segments.
+
+        Why: tensor parallelism gives every GPU a part of the terms. With 1, 2, 4, … or S GPUs each one owns a
+        whole subtree, so the same sums are added in the same order, and all sizes give the same bits.
+
+        What is cut is what tensor parallelism splits: outputs of ``matmul``, ``bmm``, ``linear`` and
+        ``grouped_mm`` over k, and gradients of their activations over output columns; the gradient of
+        ``hidden`` in ``linear_logp`` over the vocabulary. What is not: sums over tokens (gradients of weights
+        and biases, ``addmm_``), the logits in ``linear_logp``, and attention.
+
+        Args:
+            segments: a power of two up to 64. 1 is the contract without segments.
+
+        Raises:
+            ValueError: `segments` is not one of these. Operations raise it where a sum's number of terms is
+                not a multiple of `segments`.
+        """
+        return dataclasses.replace(self, segments=segments)
+
     def digest(self) -> str:
         """16 hex digits of a SHA-256 over everything that may change an output bit. Names are excluded.
 
@@ -193,16 +236,18 @@ class Contract:
         on all machines and in all Python versions.
         """
         mma = self.mma and [self.mma.group, self.mma.fraction_bits, self.mma.zero_exponent]
-        text = json.dumps([_REVISION, self.step, mma, self.exp2 and self.exp2.data])
+        data = [_REVISION, self.step, mma, self.exp2 and self.exp2.data]
+        text = json.dumps(data if self.segments == 1 else [*data, self.segments])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
+        name = self.name if self.segments == 1 else f"{self.name}.segmented({self.segments})"
         if self.mma is None:
-            return self.name
+            return name
         m = self.mma
         data = f"group {m.group}, {m.fraction_bits} fraction bits, zero exponent {m.zero_exponent}"
         data += f", exp2 {m.exp2.name}"
-        return f"{self.name}[{m.name}: {data}]"
+        return f"{name}[{m.name}: {data}]"
 
 
 # Incremented when docs/contract.md changes in a way that the fields above do not show.
@@ -217,7 +262,14 @@ def contract_from_key(key: str) -> Contract:
     if model:
         family, group, fraction_bits, zero_exponent, exp2 = model
         mma = MmaModel(family, int(group), int(fraction_bits), int(zero_exponent), _EXP2_MODELS[exp2])
-    return Contract(name, cast(Literal["mma", "fma"], step), mma)
+    step, _, segments = step.partition("/")
+    return Contract(name, cast(Literal["mma", "fma"], step), mma, int(segments or 1))
+
+
+@functools.lru_cache(maxsize=64)
+def segmented_key(key: str, segments: int) -> str:
+    """The key of the contract of `key` with this number of segments."""
+    return contract_from_key(key).segmented(segments).key
 
 
 TENSOR_CORE = Contract("TENSOR_CORE", step="mma")

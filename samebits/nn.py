@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from samebits.backends import Key
 from samebits.contract import Contract
-from samebits.ops._checks import SUPPORTED, check_contract, check_operands, shape
+from samebits.ops._checks import SUPPORTED, check_contract, check_operands, check_segments, shape
 from samebits.ops._memory import check_accumulator, has_memory, refuse_overlap, refuse_vmap
 from samebits.ops._operator import without_modes
 from samebits.ops._products import addbmm, addbmm_later, product
@@ -111,6 +111,7 @@ def _run_with_main_grads(layer: Linear, x: Tensor, cu_seqlens: Tensor | None) ->
     refuse_vmap("nn.Linear", "main_grad")
     given = {"x": x, "weight": layer.weight} | ({} if layer.bias is None else {"bias": layer.bias})
     operands, key, _ = check_operands("linear", layer.contract, given)
+    check_segments("nn.Linear", layer.contract, ("", 0), x, ("out_features", len(layer.weight)))
     _check_main_grads(layer.weight, layer.bias, x=x)
     bias = operands[2] if len(operands) > 2 else None
     out: Tensor = _MainGradLinear.apply(  # type: ignore[no-untyped-call]

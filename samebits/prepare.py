@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from samebits.backends.cuda import devices, tuned
+from samebits.backends.cuda.shapes import Shape, record_shapes
+from samebits.backends.cuda.tuned import Table
 from samebits.contract import Contract
 from samebits.ops._checks import SUPPORTED, check_contract
 from samebits.ops.linear import linear
@@ -22,6 +27,7 @@ def prepare(
     backward: bool = False,
     cu_seqlens: torch.dtype | None = None,
     contract: Contract | None = None,
+    tune: bool = False,
 ) -> int:
     """Compile and load the kernels that :func:`samebits.linear` will use with these weights.
 
@@ -40,6 +46,9 @@ def prepare(
         backward: prepare the gradients, too.
         cu_seqlens: prepare packed sequences, with offsets of this dtype (``torch.int32`` or ``torch.int64``).
         contract: as in :func:`samebits.linear`. The default is each layer's contract.
+        tune: on GPUs, first time the schedules of products that no table has, as ``samebits tune`` does.
+            This process chooses by the result. It is kept beside the compiled kernels, too, so that the next
+            process need not measure, unless ``SAMEBITS_TUNED`` or :func:`samebits.load_tuned` names a table.
 
     Returns:
         How many different products were prepared.
@@ -49,8 +58,9 @@ def prepare(
         ValueError: a size is negative, or there is nothing to prepare.
     """
     check_contract("prepare", contract)
-    if not isinstance(backward, bool):
-        raise TypeError(f"samebits.prepare: backward: expected a bool, got {type(backward).__name__}")
+    for name, flag in (("backward", backward), ("tune", tune)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"samebits.prepare: {name}: expected a bool, got {type(flag).__name__}")
     if cu_seqlens not in (None, torch.int32, torch.int64):
         raise TypeError(
             "samebits.prepare: cu_seqlens: expected a dtype, torch.int32 or torch.int64, got"
@@ -66,18 +76,42 @@ def prepare(
     shapes = _shapes(rows)
     if not kinds or not shapes:
         raise ValueError(f"samebits.prepare: nothing to prepare: {len(layers)} linear layers, rows {shapes}")
-    with torch.inference_mode(False), torch.set_grad_enabled(backward):
-        for weight, bias, its_contract in kinds.values():
-            parameters = [t.detach().requires_grad_(backward) for t in (weight, bias) if t is not None]
-            for shape in shapes:
-                x = weight.new_zeros(*shape, weight.shape[-1], requires_grad=backward)
-                ends = None
-                if cu_seqlens is not None:
-                    ends = torch.tensor([0, math.prod(shape)], dtype=cu_seqlens, device=weight.device)
-                y = linear(x, *parameters, cu_seqlens=ends, contract=its_contract)
-                if backward:
-                    torch.autograd.grad(y, (x, *parameters), torch.zeros_like(y))
+
+    def run() -> None:
+        with torch.inference_mode(False), torch.set_grad_enabled(backward):
+            for weight, bias, its_contract in kinds.values():
+                parameters = [t.detach().requires_grad_(backward) for t in (weight, bias) if t is not None]
+                for shape in shapes:
+                    x = weight.new_zeros(*shape, weight.shape[-1], requires_grad=backward)
+                    ends = None
+                    if cu_seqlens is not None:
+                        ends = torch.tensor([0, math.prod(shape)], dtype=cu_seqlens, device=weight.device)
+                    y = linear(x, *parameters, cu_seqlens=ends, contract=its_contract)
+                    if backward:
+                        torch.autograd.grad(y, (x, *parameters), torch.zeros_like(y))
+
+    if tune:
+        with record_shapes() as met:
+            run()
+        _tune(met, {w.get_device() for w, _, _ in kinds.values() if w.is_cuda})
+    run()
     return len(kinds) * len(shapes)
+
+
+def _tune(met: Iterable[Shape], gpus: Iterable[int]) -> None:
+    """Time the shapes that no table has, on each GPU, choose by the winners, and keep them."""
+    from samebits.tools.tune import tune
+
+    for device in gpus:
+        todo = [shape for shape in met if not tuned.known(shape, device)]
+        found = tune(todo, device=device) if todo else None
+        if found is None or not found.entries:
+            continue
+        table = Table(devices.device_info(device).name, found.entries)
+        tuned.add(table, device)
+        if tuned.in_use() is None and "SAMEBITS_TUNED" not in os.environ:
+            with suppress(OSError):  # it holds for this process, at least
+                tuned.keep(table)
 
 
 def _takes(weight: Tensor) -> bool:

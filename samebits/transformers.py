@@ -1,4 +1,4 @@
-"""Attention of Hugging Face models by :func:`samebits.attention`: ``attn_implementation="samebits"``.
+"""Attention and experts of Hugging Face models: ``attn_implementation`` and ``experts_implementation``.
 
 ``transformers`` asks twice. Once in a forward, the *mask function* is told which keys queries see. Then every
 layer calls the *attention function*, and hands over what the mask function returned. That has to be a tensor
@@ -9,6 +9,8 @@ of four dimensions: models, ``torch.compile`` and moves to other devices let not
 * uint8: a mask, for all else. It has one row more than there are queries, with the slots of the sequence.
 
 Masks of other dtypes are the user's or the model's own.
+
+A layer of experts calls its *experts function* (:func:`_experts`) with the tokens of all sequences as rows.
 """
 
 from __future__ import annotations
@@ -22,23 +24,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samebits.backends.attention import SEGMENT
+from samebits.mode.arguments import without_autocast
 from samebits.ops.attention import attention, hidden_keys
+from samebits.ops.experts import Routed, experts
 
 __all__ = ["register"]
 
 
 def register() -> None:
-    """Make ``attn_implementation="samebits"`` known to ``transformers``.
+    """Make ``attn_implementation="samebits"`` and ``experts_implementation="samebits"`` known.
 
     ::
 
         samebits.transformers.register()
-        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="samebits")
+        model = AutoModelForCausalLM.from_pretrained(
+            name, attn_implementation="samebits", experts_implementation="samebits"
+        )
 
-    Such a model calls :func:`samebits.attention`, within :class:`samebits.batch_invariant` and outside of it.
-    A query has the same bits alone and in a batch, with padding on either side, in a row of packed sequences,
-    in a prefill, in chunks of it and in decoding, with every cache: also one that drops keys outside of a
-    window. A second call changes nothing.
+    **Attention.** Such a model calls :func:`samebits.attention`, within :class:`samebits.batch_invariant` and
+    outside of it. A query has the same bits alone and in a batch, with padding on either side, in a row of
+    packed sequences, in a prefill, in chunks of it and in decoding, with every cache: also one that drops
+    keys outside of a window. A second call changes nothing.
 
     * Windows, soft caps, attention sinks, position biases and grouped heads are those of the model.
     * ``attention_mask[batch, keys]`` is padding: what it shows of a row has no gaps. On a CPU another one is
@@ -55,11 +61,27 @@ def register() -> None:
     A model's call is refused with dropout, ``output_attentions``, a head mask, or the paged cache of
     ``generate_batch``.
 
+    **Experts.** A mixture-of-experts layer sorts its tokens by expert and calls :func:`samebits.grouped_mm`
+    twice. Nothing waits for the GPU. The results have the bits of the layer's own ``"grouped_mm"`` and
+    ``"batched_mm"`` under :func:`samebits.batch_invariant`, which then also covers the rest of the model.
+
+    * The sum over a token's experts is in the order of its slots, in float32, rounded once. So is the sum of
+      the gradients of the token.
+    * Where the layer flattens ``[batch, tokens, hidden]`` by a view, as most do, each row of the batch is a
+      sequence in the gradients of weights: padding at the end of rows changes no bit of them. Elsewhere, and
+      under ``torch.compile``, all tokens are one sequence.
+
     Raises:
         ImportError: ``transformers`` is not installed.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:  # an older version, in which layers of experts have one form
+        pass
+    else:
+        ALL_EXPERTS_FUNCTIONS.register("samebits", _experts)
     AttentionInterface.register("samebits", _attention)
     # It looks into functions, which cannot be traced.
     AttentionMaskInterface.register("samebits", torch.compiler.disable(_mask))
@@ -362,3 +384,43 @@ def _with_bias(mask: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
         return mask
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+# ---- the experts function
+
+
+def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """A layer of experts, as ``transformers.integrations.moe`` has them. Results are ``[tokens, hidden]``."""
+    count = module.num_experts
+    if getattr(module, "_is_expert_parallel", False):  # slots of other processes have numbers from `count` on
+        top_k_weights = top_k_weights.masked_fill(top_k_index >= count, 0.0)
+    inward = "gate_up_proj" if module.has_gate else "up_proj"
+    with without_autocast(hidden_states.device):  # as PyTorch's grouped products are without it
+        out = experts(
+            hidden_states,
+            Routed(top_k_index, count, _rows_of_batch(hidden_states)),
+            top_k_weights,
+            _weights(module, inward),
+            _weights(module, "down_proj"),
+            module._apply_gate if module.has_gate else module.act_fn,
+            module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None,
+        )
+    return out.to(hidden_states.dtype)
+
+
+def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
+    """``[experts, inputs, outputs]``, and a bias."""
+    weight = getattr(module, name)
+    bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    return weight if module.is_transposed else weight.mT, bias
+
+
+def _rows_of_batch(tokens: Tensor) -> int:
+    """How many rows of a batch were flattened to these tokens, as far as that can be told."""
+    if torch.compiler.is_compiling():
+        return 1
+    whole = tokens._base
+    if whole is None or whole.ndim != 3 or whole.shape[0] * whole.shape[1] != tokens.shape[0]:
+        return 1
+    same = whole.shape[2:] == tokens.shape[1:] and whole.is_contiguous() and tokens.is_contiguous()
+    return whole.shape[0] if same else 1

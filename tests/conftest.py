@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from samebits.backends.cuda import devices
 from samebits.ops import _grouped, _products
 from samebits.ops._operator import Operator
 from samebits.testing import assert_same_bits
+
+os.environ["SAMEBITS_TUNED"] = ""  # tests choose by the cost model, whatever was tuned on this machine
 
 # Examples are drawn from a fixed seed, so that a red run stays red; deadlines would time the first compile.
 settings.register_profile("samebits", deadline=None, derandomize=True, max_examples=40, print_blob=True)

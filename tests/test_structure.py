@@ -26,9 +26,11 @@ LAYERS = (
     ("_version", "contract", "functions", "testing"),
     ("backends",),
     ("ops",),
-    ("nn", "mode", "prepare", "transformers"),
+    ("nn", "mode", "transformers"),
+    ("distributed",),
 )
-"""From below. A module imports from its own layer and those under it. All others, the tools, stand on top."""
+"""From below. A module imports from its own layer and those under it. All others, the tools, stand on top:
+so does ``prepare``, which can tune."""
 
 BACKENDS = ("cuda", "reference", "triton")
 LONGEST = 450

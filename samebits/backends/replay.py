@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import operator
 import struct
 import threading
@@ -38,6 +39,7 @@ __all__ = [
     "available",
     "configure",
     "constant",
+    "forget",
     "here",
     "refuse",
     "replayed",
@@ -89,6 +91,14 @@ def replayed(run: Callable[..., Any], *questions: Callable[[], Any]) -> Callable
         return run
     found: Callable[..., Any] = _replay.Replay(run, _record, *((questions,) if questions else ()))
     return found
+
+
+def forget() -> None:
+    """Drop all recipes and plans, so that the next calls run anew."""
+    if _replay is not None:
+        for found in gc.get_objects():  # it is called rarely
+            if type(found) is _replay.Replay:
+                found.recipes.clear()
 
 
 def configure(

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from samebits.backends.modes import OwnMode
 from samebits.backends.replay import replayed
 from samebits.mode.arguments import as_pytorch, takes, tensors_of, without_autocast
+from samebits.mode.indexing import picks
 from samebits.mode.rules import (
     ALIASES,
     BODIES,
@@ -133,6 +134,8 @@ class _Mode(OwnMode):
             return self._overridden(func, args, kwargs)
         if func in _untouched or (func in _ELEMENTWISE and _as_ever(args, kwargs)):
             return func(*args, **kwargs)
+        if func is _GETITEM and not picks(*args):
+            return func(*args)
         if func in REPLAYED:
             _state.outermost = self.on_uncovered
             return _replayed(func)(*args, **kwargs)
@@ -179,6 +182,7 @@ def _replaced(
     return func(*args, **kwargs)
 
 
+_GETITEM = Tensor.__getitem__
 _ELEMENTWISE = frozenset((*ELEMENTWISE, *(func for func, _ in POWERS)))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from samebits.mode import overrides, products, rules
+from samebits.mode import indexing, overrides, products, rules
 from samebits.mode.arguments import takes
 from samebits.mode.pointwise import complex_in_whole_vectors, in_whole_vectors, scaling_in_whole_vectors
 from samebits.ops.expand import sum_over_broadcast
@@ -75,9 +75,10 @@ def _sum_of_gradients(
 _OF_OPERATORS: dict[str, Replacement] = {
     "cross_entropy_loss": _cross_entropy_loss,
     "einsum": _einsum,
+    "_index_put_impl_": indexing.index_put_,
 }
-# Their gradients are sums.
-_LEFT = ("expand", "expand_as", "sum_to_size")
+# Their gradients are other operators: sums, `index_add_`, `scatter_add_` and `_index_put_impl_`.
+_LEFT = ("expand", "expand_as", "sum_to_size", "index_select", "gather", "repeat_interleave", "repeat")
 _OTHER_NAMES = {"logsigmoid": "log_sigmoid", "fold": "col2im"}
 
 

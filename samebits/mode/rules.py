@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samebits.mode import overrides, products
+from samebits.mode import indexing, overrides, products, windows
 from samebits.mode.pointwise import (
     broadcasting,
     complex_in_whole_vectors,
@@ -160,6 +160,50 @@ REPLACED = (
         "themselves; what was broadcast gets a gradient in token order, in +, −, ·, / as well",
         "other functions that broadcast (`where`, `maximum`, …): their gradients are summed by PyTorch",
     ),
+    Row(
+        {"conv1d": windows.conv1d, "conv2d": windows.conv2d, "conv3d": windows.conv3d},
+        "[convolutions](contract.md#convolutions): products of what a window sees; sums over positions that"
+        " begin anew at each row of the batch",
+        "transposed ones",
+    ),
+    Row(
+        {"sort": indexing.sort, "argsort": indexing.argsort, "msort": indexing.msort, "topk": indexing.topk},
+        "stable: equal values in the order of their places, also in `topk`",
+        "`out=`",
+    ),
+    Row(
+        {
+            Tensor.__getitem__: indexing.getitem,
+            "index_select": indexing.index_select,
+            "gather": indexing.gather,
+            "repeat_interleave": indexing.repeat_interleave,
+            Tensor.repeat: indexing.repeat,
+        },
+        "themselves; a gradient in the order of the index",
+        "tensors of integers apart from each other (`x[i, :, j]`): their gradients are summed by PyTorch",
+    ),
+    Row(
+        {
+            "index_add": indexing.index_add,
+            "index_add_": products.in_place(indexing.index_add),
+            "scatter_add": indexing.scatter_add,
+            "scatter_add_": products.in_place(indexing.scatter_add),
+            "index_put": indexing.index_put,
+            "index_put_": indexing.index_put_,
+        },
+        "float32 chains from what was there, in the order of the index, rounded once",
+        "`index_put` that accumulates at masks, or at tensors of integers apart from each other",
+    ),
+    Row(
+        {
+            "cumsum": indexing.cumsum,
+            "cumsum_": products.in_place(indexing.cumsum),
+            "cumprod": indexing.cumprod,
+            "cumprod_": products.in_place(indexing.cumprod),
+        },
+        "[row reductions](contract.md#row-reductions), by doubling",
+        "gradients of `cumprod`",
+    ),
 )
 
 _BROADCASTING = """
@@ -178,7 +222,7 @@ WHOLE_VECTORS = """
 COMPLEX_WHOLE_VECTORS = ("abs", "absolute", "__abs__", "square", "reciprocal", "angle", "sgn", "softsign")
 # Functions that are covered unless they accumulate: the argument that asks for it, and its position.
 ACCUMULATING = {
-    **dict.fromkeys(("index_put", "index_put_", "put", "put_"), ("accumulate", 3)),
+    **dict.fromkeys(("put", "put_"), ("accumulate", 3)),
     **dict.fromkeys(("scatter", "scatter_"), ("reduce", 4)),
 }
 
@@ -192,7 +236,7 @@ REPORTED = {
         multi_margin_loss multilabel_margin_loss ctc_loss
     """,
     "convolutions, pooling, interpolation": """
-        convolution _convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+        convolution _convolution conv_transpose1d conv_transpose2d conv_transpose3d
         conv_tbc avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
         interpolate grid_sample fold
     """,
@@ -201,11 +245,8 @@ REPORTED = {
         native_group_norm native_layer_norm _weight_norm
     """,
     "sums of other kinds": """
-        cumsum cumsum_ cumprod cumprod_ logcumsumexp prod cov corrcoef histc histogram bincount
-        embedding_bag
-        trapezoid trapz cumulative_trapezoid segment_reduce
-        scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_
-        index_reduce index_reduce_
+        logcumsumexp prod cov corrcoef histogram bincount embedding_bag trapezoid trapz cumulative_trapezoid
+        segment_reduce scatter_reduce scatter_reduce_ index_reduce index_reduce_
     """,
     "recurrent layers": """
         lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
@@ -305,7 +346,7 @@ for _one_by_one in (False, True):  # an entry for a function overrides one for i
         for _key, _override in _row.functions.items():
             if callable(_key) == _one_by_one:
                 REPLACEMENTS |= dict.fromkeys([_key] if callable(_key) else _named(_key), _override)
-VIEWS = {func for name in ("expand", "expand_as") for func in _named(name)}
+VIEWS = {func for name in ("expand", "expand_as") for func in _named(name)} | {Tensor.__getitem__}
 TAKE_OUT = frozenset(REPLACEMENTS)
 """Functions whose ``out`` this library writes. Those added below have no replacement with ``out``."""
 NAMES_OF_SUMS = ("sum", "mean", "nansum", "nanmean")
@@ -367,14 +408,19 @@ _DIRECT = {
     "_fused_rms_norm",
     "_foreach_norm",
     "linalg_vector_norm",
-} - {"expand", "expand_as"}
+} - {
+    *("expand", "expand_as", "sort", "argsort", "msort", "index_select", "gather", "repeat_interleave"),
+    *("index_put", "index_put_"),
+}
 _DIRECT_KINDS = ("linalg_", "_linalg_", "fft_", "_fft_", "upsample_", "grid_sampler_", "_scaled_dot_product_")
 
 
 def is_direct(func: Any) -> bool:
-    """Whether `func` is an operator of ``torch.ops.aten`` that reduces."""
+    """Whether `func` is an operator of ``torch.ops.aten`` that reduces, or of ``transformers``."""
     if not isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return False
     namespace, _, name = str(func).partition(".")
     name = name.partition(".")[0]
+    if namespace == "transformers":
+        return name == "grouped_mm_fallback"
     return namespace == "aten" and (name in _DIRECT or name.startswith(_DIRECT_KINDS))

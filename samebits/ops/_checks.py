@@ -77,6 +77,27 @@ def check_contract(op: str, contract: Contract | None) -> None:
         )
 
 
+def check_segments(
+    op: str, contract: Contract | None, terms: tuple[str, int], x: Tensor, gradient: tuple[str, int]
+) -> None:
+    """Refuse sums that the contract's segments do not divide.
+
+    `terms` is the name and the size of what the operation sums over. `gradient` is the same of what the
+    gradient of `x` is summed over, if it needs one.
+    """
+    if contract is None or contract.segments == 1:
+        return
+    needed = {"": terms}
+    if torch.is_grad_enabled() and x.requires_grad:
+        needed["the gradient under "] = gradient
+    for of, (name, size) in needed.items():
+        if size % contract.segments:
+            raise ValueError(
+                f"samebits.{op}: {name}: expected a multiple of {contract.segments} for {of}contract"
+                f" {contract}, got {size}"
+            )
+
+
 def _needs_no_checks(tensors: list[Tensor]) -> bool:
     """Whether all checks would pass without a cast. The checks are the largest cost of an eager call."""
     if torch._C._is_any_autocast_enabled() or not bypasses_dispatcher(tensors):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from samebits.contract import Contract
 from samebits.ops import _products
-from samebits.ops._checks import check_operands, shape
+from samebits.ops._checks import check_operands, check_segments, shape
 from samebits.ops._memory import check_accumulator, has_memory, refuse_overlap, refuse_vmap
 
 
@@ -24,7 +24,7 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
         acc: float32 ``[M, N]``, any strides; may not overlap itself, ``a`` or ``b`` in memory.
         a: ``[M, K]``; bfloat16, float16 or float32.
         b: ``[K, N]``; same dtype and device.
-        contract: as in :func:`samebits.matmul`.
+        contract: as in :func:`samebits.matmul`. Segments do not cut this sum: it is one chain.
 
     Returns:
         ``acc``. With K = 0 it keeps its bits.
@@ -53,6 +53,7 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, contract: Contract | None = Non
             f"samebits.addmm_: acc: expected shape {(a.shape[0], b.shape[1])}, got {shape(acc)}"
             f" with a {shape(a)} and b {shape(b)}"
         )
+    check_segments("addmm_", contract, ("", 0), a, ("b: N", b.shape[1]))
     if has_memory(acc, *given.values()):  # traced code writes to a copy
         refuse_overlap("addmm_", "acc", acc, **given)
     a4, b4 = a[None, None], b[None, None]

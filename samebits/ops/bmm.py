@@ -7,7 +7,7 @@ from torch import Tensor
 
 from samebits.backends.replay import viewed
 from samebits.contract import Contract
-from samebits.ops._checks import check_operands, check_out_dtype, shape
+from samebits.ops._checks import check_operands, check_out_dtype, check_segments, shape
 from samebits.ops._products import product
 
 
@@ -51,4 +51,6 @@ def bmm(
             "samebits.bmm: a, b: inner dimensions must be equal, got"
             f" {a3.shape[2]} and {b3.shape[1]} of shapes {shape(a)} and {shape(b)}"
         )
+    over = b3.shape[2] if a3.shape[0] == max(a3.shape[0], b3.shape[0]) else 0  # or a chain over the batch
+    check_segments("bmm", contract, ("a, b: K", a3.shape[2]), a, ("b: N", over))
     return product(a3, b3, None, dtype, key, bypass=bypass)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from torch import Tensor
 from samebits.backends import Key
 from samebits.contract import Contract
 from samebits.ops import _grouped
-from samebits.ops._checks import check_device, check_operands, check_out_dtype, shape
+from samebits.ops._checks import check_device, check_operands, check_out_dtype, check_segments, shape
 from samebits.ops._memory import check_accumulator, has_memory, refuse_overlap, refuse_vmap
 from samebits.ops._operator import as_no_view, without_modes
 from samebits.ops._products import as_operand
@@ -102,6 +102,8 @@ def grouped_mm(
             )
     if ranks == (2, 2):
         return _grouped.grouped_terms(a, b, offs, sequences, dtype, key)  # type: ignore[no-any-return]
+    x, size, n = (a, "b: N", b.shape[-1]) if ranks == (2, 3) else (b, "a: M", a.shape[-2])
+    check_segments("grouped_mm", contract, ("a, b: K", a.shape[-1]), x, (size, n))
     if ranks == (3, 2):
         found: Tensor = _grouped.grouped_rows(b.mT, a.mT, None, offs, sequences, dtype, key)
         return found.mT if torch.is_grad_enabled() else as_no_view(found.mT)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from samebits.contract import Contract
 from samebits.ops import _products
-from samebits.ops._checks import check_operands, shape
+from samebits.ops._checks import check_operands, check_segments, shape
 from samebits.ops._sequences import check_cu_seqlens_form
 from samebits.ops.expand import expand
 
@@ -21,8 +21,8 @@ def linear(
 ) -> Tensor:
     """``y = x @ weight.T + bias``, as :func:`torch.nn.functional.linear`.
 
-    Every output element is one chain over ascending input features. Then the bias is added in float32 with
-    one rounding, and the sum is rounded once to the dtype of ``x``.
+    Every output element is one chain over ascending input features, or the tree of the contract's segments.
+    Then the bias is added in float32 with one rounding, and the sum is rounded once to the dtype of ``x``.
 
     Args:
         x: ``[..., in_features]``; bfloat16, float16 or float32, any strides.
@@ -69,6 +69,8 @@ def linear(
             "samebits.linear: x, weight: in_features must be equal, got"
             f" {x.shape[-1]} and {weight.shape[1]} of shapes {shape(x)} and {shape(weight)}"
         )
+    sizes = ("x, weight: in_features", x.shape[-1]), ("weight: out_features", weight.shape[0])
+    check_segments("linear", contract, sizes[0], x, sizes[1])
     if bias is not None and (bias.ndim != 1 or bias.shape[0] != weight.shape[0]):
         if bias.shape not in ((), (1,)):
             raise ValueError(

@@ -11,11 +11,12 @@ from torch import Tensor
 from samebits.backends import Key, Step, contract_of, on_gpu, unpack_key
 from samebits.backends.logits_in_pieces import empty_grads
 from samebits.backends.replay import refuse
-from samebits.backends.token_logps import GradLogitsInputs, Rows, vocabulary_pieces
-from samebits.contract import Contract
-from samebits.ops._checks import check_operands, shape
+from samebits.backends.token_logps import GradLogitsInputs, Rows
+from samebits.contract import Contract, segmented_key
+from samebits.ops._checks import check_operands, check_segments, shape
 from samebits.ops._memory import check_accumulator, refuse_overlap
 from samebits.ops._operator import Operator, refuse_second_derivatives
+from samebits.ops._segments import sum_in_parts
 from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, check_cu_seqlens_form, sequences
 from samebits.ops.logp import check_target, pieces, watch_target
 
@@ -89,7 +90,8 @@ def linear_logp(
             place, and gives ``weight`` no gradient. So gradients accumulate over micro-batches without
             rounding in between. ``weight`` must still require a gradient. A backward that fails, for example
             for lack of memory, writes nothing there.
-        contract: as in :func:`samebits.matmul`.
+        contract: as in :func:`samebits.matmul`. Segments cut the gradient of ``hidden`` alone: V must be a
+            multiple of them if ``hidden`` needs one.
 
     Returns:
         float32 ``[...]``, and with ``return_entropy`` a pair of these. A token gives NaN if one of its logits
@@ -115,6 +117,7 @@ def linear_logp(
     (hidden, weight, *biases), key, _ = check_operands("linear_logp", contract, operands)
     bias = biases[0] if biases else None
     _check_shapes(hidden, weight, bias)
+    check_segments("linear_logp", contract, ("", 0), hidden, ("weight: V", weight.shape[0]))
     target = check_target("linear_logp", target, "hidden", hidden, ignore_index)
     scale = _scale(temperature)
     if cu_seqlens is not None:
@@ -190,16 +193,16 @@ def _refuse_overlap(main_grad: Tensor, **others: Tensor | None) -> None:
 
 
 def _backend(t: Tensor, key: Key) -> tuple[Any, Any, Any, str]:
-    """On the device of `t`: the modules of linear_logp, logp and products, and the contract's key."""
+    """On the device of `t`: the modules of linear_logp, logp and products, and the contract's plain key."""
     if t.is_cuda:
         parts = ("linear_logp", "logp", "matmul")
         (main, contract), (logp, _), (products, _) = (on_gpu(p, key, t.get_device()) for p in parts)
-        return main, logp, products, contract
+        return main, logp, products, segmented_key(contract, 1)
     from samebits.backends.reference import linear_logp as reference
     from samebits.backends.reference import logp as reference_logp
     from samebits.backends.reference import matmul as reference_matmul
 
-    return reference, reference_logp, reference_matmul, unpack_key(key)[0]
+    return reference, reference_logp, reference_matmul, segmented_key(unpack_key(key)[0], 1)
 
 
 _STATISTICS = 3 << 27  # logits in a part of the forward; their statistics take 24 to 36 MiB
@@ -282,11 +285,10 @@ def _gradients(
     grad = grad.reshape(-1).contiguous()
     grad_entropy = None if grad_entropy is None else grad_entropy.reshape(-1).contiguous()
     dtype = torch.float32 if contract_of(key).step == "fma" else hidden.dtype
-    parts = [*vocabulary_pieces(slice(0, vocabulary), tokens, _GRAD_LOGITS)]
     acc = main_grad if needed[1] else None
     dx = hidden.new_empty((tokens, features) if needed[0] else 0)
-    # With several parts, dx is rounded once, at the end.
-    chain = dx if len(parts) == 1 or not needed[0] else torch.empty_like(dx, dtype=torch.float32)
+    segments = contract_of(key).segments if needed[0] else 1
+    parts, sums = sum_in_parts(products, dx, tokens, vocabulary, segments, _GRAD_LOGITS, contract)
     dw = weight.new_empty(weight.shape if needed[1] and acc is None else (0, features))
     db = weight.new_empty(vocabulary if needed[2] else 0)
     by_sequence = sequences(x.view(hidden.shape))  # of x, whose sequences follow each other in memory
@@ -300,17 +302,13 @@ def _gradients(
             dz = room[:, : part.stop - part.start]
             columns = dz.view(*by_sequence.shape[:3], dz.shape[1]).mT
             if needed[0]:
-                yield products.matmul_later(
-                    chain, dz, weight[part], accumulate=part.start > 0, contract=contract
-                )
+                yield from sums(part, dz, weight)
             if needed[1]:
                 chains = (dw if acc is None else acc)[None, part], columns, by_sequence, cu_seqlens
                 yield products.addbmm_later(*chains, accumulate=acc is not None, contract=contract)
             if needed[2]:
                 bias_chains = db[None, part, None], columns, ones, cu_seqlens
                 yield products.addbmm_later(*bias_chains, accumulate=False, contract=contract)
-        if chain is not dx:
-            yield products.rounded_later(dx, chain)
 
     # All of main_grad is written or nothing: everything that can fail happens before the first step runs.
     for step in steps() if acc is None else [*steps()]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from samebits.backends import broadcast
 from samebits.backends.replay import viewed
 from samebits.contract import Contract
-from samebits.ops._checks import check_operands, check_out_dtype, shape
+from samebits.ops._checks import check_operands, check_out_dtype, check_segments, shape
 from samebits.ops._operator import reshaped
 from samebits.ops._products import product
 
@@ -27,7 +28,8 @@ def matmul(
         b: ``[..., K, N]`` or ``[K]``; same dtype and device.
         out_dtype: the input dtype (default) or ``torch.float32``. Results are rounded to it once.
         contract: ``samebits.TENSOR_CORE`` (default for bfloat16 and float16) or ``samebits.FMA`` (default
-            for float32).
+            for float32), or one of them with :meth:`samebits.Contract.segmented`: then K must be a multiple
+            of its segments, and N, too, if ``a`` needs a gradient.
 
     Gradients:
         * of ``a``: a chain over n.
@@ -42,11 +44,12 @@ def matmul(
     Raises:
         TypeError: an operand is not a dense bfloat16, float16 or float32 tensor, dtypes differ, or
             ``out_dtype`` or ``contract`` do not fit them.
-        ValueError: shapes or devices do not match.
+        ValueError: shapes or devices do not match, or the contract's segments do not divide them.
     """
     (a, b), key, bypass = check_operands("matmul", contract, {"a": a, "b": b})
     dtype = check_out_dtype("matmul", out_dtype, a.dtype)
     if a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0]:
+        check_segments("matmul", contract, ("a, b: K", a.shape[1]), a, ("b: N", b.shape[1]))
         return product(a, b, None, dtype, key, bypass=bypass)  # type: ignore[no-any-return]
     if a.ndim == 0 or b.ndim == 0:
         raise ValueError(
@@ -65,6 +68,9 @@ def matmul(
                 "samebits.matmul: a, b: batch dimensions must be equal or 1,"
                 f" got shapes {shape(a)} and {shape(b)}"
             )
+    broadcasts = columns.ndim > 2 and broadcast(rows.shape[:-2], columns.shape[:-2]) != rows.shape[:-2]
+    over = 0 if broadcasts else columns.shape[-1]  # then a's gradient is a chain over the batch
+    check_segments("matmul", contract, ("a, b: K", rows.shape[-1]), a, ("b: N", over))
     leading = rows.shape[:-1]
     if columns.ndim == 2 and rows.ndim > 3:
         rows = viewed(rows, Tensor.reshape, (leading[0], leading[1:].numel(), rows.shape[-1]))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samebits.backends.replay import viewed
 from samebits.ops._operator import Operator
-from samebits.ops._rows import as_rows, backend, check_rows
+from samebits.ops._rows import as_rows, backend, check_rows, rounded
 
 
 def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
@@ -42,11 +42,75 @@ def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = Fals
     return _reduce("mean", x, dim, keepdim)
 
 
+_FEW = 16  # terms that are added as whole tensors on a GPU, where rows would have to be copied
+
+
 def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> Tensor:
     bypass = check_rows(op, x)
+    if op == "sum" and x.is_cuda and (few := _few_terms(x, dim)):
+        before, after = x.shape[:few], x.shape[few + 1 :]
+        slots = viewed(x, Tensor.reshape, (before.numel(), x.shape[few], after.numel()))
+        total: Tensor = sum_of_slots(slots, bypass=bypass)
+        return viewed(total, Tensor.reshape, (*before, *(1,) * keepdim, *after))
     rows, shape = as_rows(op, x, dim, keepdim)
     out: Tensor = _operator(rows, op == "mean", bypass=bypass)
     return out if len(shape) == 1 else viewed(out, Tensor.reshape, shape)
+
+
+def _few_terms(x: Tensor, dim: Any) -> int:
+    """The dimension, if it is one of few terms, not the first or last, that may be summed by itself."""
+    if isinstance(dim, Sequence) and len(dim) == 1:
+        (dim,) = dim
+    if type(dim) is not int or not -x.ndim <= dim < x.ndim or x.numel() == 0:
+        return 0
+    dim = dim % x.ndim
+    return dim if dim < x.ndim - 1 and 0 < x.shape[dim] <= _FEW else 0
+
+
+def by_halves(x: Tensor) -> Tensor:
+    """Sums over dimension 1 of ``x[a, n, b]``, with the bits of a row's: few terms are one block.
+
+    A block is filled up with zeros, and its halves are added until one entry is left. What adds zeros alone
+    changes nothing but a negative zero.
+    """
+    n = x.shape[1]
+    half = 1 << max(n - 1, 0).bit_length() >> 1
+    total = x.to(torch.float32)
+    while half:
+        both = total[:, : n - half] + total[:, half:n]
+        total = both if n == 2 * half else torch.cat([both, total[:, n - half : half]], 1)
+        n, half = half, half >> 1
+    return rounded(total[:, 0] + 0.0, x.dtype)
+
+
+def _few_by_rows(x: Tensor) -> Tensor:
+    rows = x.transpose(1, 2).reshape(x.shape[0] * x.shape[2], x.shape[1])
+    return backend(x).row_sum(rows, False, x.dtype).reshape(x.shape[0], x.shape[2])  # type: ignore[no-any-return]
+
+
+def _fake_slots(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], x.shape[2]))
+
+
+def _sum_of_slots_cuda(x: Tensor) -> Tensor:
+    return by_halves(x) if x.shape[1] <= _FEW else _few_by_rows(x)
+
+
+sum_of_slots = Operator(
+    "slot_sum(Tensor x) -> Tensor", cpu=_few_by_rows, cuda=_sum_of_slots_cuda, fake=_fake_slots
+)
+"""``x[a, n, b].sum(1)``, where `n` is small."""
+
+
+def _keep_slots(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.slots = inputs[0].shape[1]
+
+
+def _backward_slots(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+    return grad.unsqueeze(1).expand(-1, ctx.slots, -1)
+
+
+sum_of_slots.register_autograd(_backward_slots, setup_context=_keep_slots)
 
 
 def _forward(x: Tensor, mean: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""The command line: ``samebits audit``, ``bench``, ``info`` and ``verify``.
+"""The command line: ``samebits audit``, ``bench``, ``export``, ``info``, ``tune`` and ``verify``.
 
 This file parses the arguments. Every command calls the ``main`` of its tool, and turns the outcome into an
 exit code.
@@ -42,6 +42,36 @@ class Dtype(StrEnum):
 class Backend(StrEnum):
     cuda = "cuda"
     triton = "triton"
+
+
+class Operands(StrEnum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+ROWS = "1,8,16,32,64,128,256,512,1024,2048,4096,8192"
+
+_SHAPE = Annotated[list[str] | None, typer.Option(help="KxN of a linear layer's weight; may be given again.")]
+_MODEL = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME_OR_CONFIG",
+        help="Linear layers of a Hugging Face config: a folder, or a name in its cache. No weights.",
+    ),
+]
+_SHAPES = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="What a run has met: from samebits.record_shapes.")
+]
+_ROWS = Annotated[
+    str, typer.Option(help="Numbers of rows of --shape and --model; from 256 on with dX and dW.")
+]
+_DTYPE = Annotated[
+    Operands | None,
+    typer.Option(
+        "--dtype", metavar="DTYPE", help="bfloat16, float16, float32; by default the model's, or bfloat16."
+    ),
+]
 
 
 def _version(asked: bool) -> None:
@@ -160,8 +190,15 @@ def bench(
         str | None, typer.Option("--json", metavar="FILE", help="Write all times there; - is stdout.")
     ] = None,
     device: Annotated[int, typer.Option(min=0, help="Index of the CUDA device.")] = 0,
+    shape: _SHAPE = None,
+    model: _MODEL = None,
+    shapes: _SHAPES = None,
+    rows: _ROWS = ROWS,
+    dtype: _DTYPE = None,
 ) -> None:
     """Speed on this GPU beside PyTorch: products and attention, forward and gradients.
+
+    With --shape, --model or --shapes: of those products, and of nothing else.
 
     Exit code: 0, measured; 1, some results had other bits than specified, and have no time; 2, it cannot run
     here; 70, samebits itself failed.
@@ -169,7 +206,54 @@ def bench(
     with _errors("bench"):
         from samebits.tools.bench.command import main
 
-        code = main(quick=quick, peers=peers, backend=backend, json_to=json_to, device=device)
+        own = None
+        if shape or model or shapes:
+            from samebits.tools.shapes import asked
+
+            own = asked(shape or (), model or (), shapes, rows, dtype)
+        code = main(quick=quick, peers=peers, backend=backend, json_to=json_to, device=device, own=own)
+    raise typer.Exit(code)
+
+
+@app.command()
+def tune(
+    shape: _SHAPE = None,
+    model: _MODEL = None,
+    shapes: _SHAPES = None,
+    rows: _ROWS = ROWS,
+    dtype: _DTYPE = None,
+    budget: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="Begin no measurement after so many seconds.")
+    ] = 600,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the table there, not to where it is found by itself."),
+    ] = None,
+    merge: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A B", help="Measure nothing: write both tables to --out, B's entries first."),
+    ] = None,
+    device: Annotated[int, typer.Option(min=0, help="Index of the CUDA device.")] = 0,
+) -> None:
+    """Measure which schedules are fastest on this GPU, and keep them in a table. No bit depends on it.
+
+    Exit code: 0, measured; 1, a schedule gave other bits; 2, an argument is wrong, or it cannot run here; 70,
+    samebits itself failed.
+    """
+    with _errors("tune"):
+        from samebits.tools.tune.command import main
+
+        code = main(
+            shape=shape or (),
+            models=model or (),
+            shapes=shapes,
+            rows=rows,
+            dtype=dtype,
+            budget=budget,
+            out=out,
+            merge=merge or (),
+            device=device,
+        )
     raise typer.Exit(code)
 
 

@@ -21,13 +21,16 @@ CONTRACTS = [
         contract,
         dtype,
         device,
-        id=f"{contract.mma.name if contract.mma else contract.name}-{name}-{device}",
+        id=f"{contract.mma.name if contract.mma else contract.name}-{contract.segments}-{name}-{device}",
         marks=[pytest.mark.gpu] if device == "cuda" else [],
     )
     for contract, device in (
         (TENSOR_CORE.on(HOPPER), "cpu"),
         (TENSOR_CORE.on(AMPERE), "cpu"),
         (FMA, "cpu"),
+        (TENSOR_CORE.on(HOPPER).segmented(4), "cpu"),
+        (TENSOR_CORE.on(AMPERE).segmented(2), "cpu"),
+        (FMA.segmented(4), "cpu"),
         (TENSOR_CORE.on(FAMILY), "cuda"),
         (FMA, "cuda"),
     )
@@ -47,7 +50,10 @@ def expected(
     acc: Tensor | None = None,
     sequences: Spans | None = None,
 ) -> Tensor:
-    """``a[M, K] @ b[K, N]`` by tests/support/naive.py; with `sequences` as spans of K, else plain."""
+    """``a[M, K] @ b[K, N]`` by tests/support/naive.py; with `sequences` as spans of K, else plain.
+
+    Only plain sums are cut into the contract's segments.
+    """
     out = out or a.dtype
     name = contract.mma.name if contract.mma else "FMA"
     rows, columns = a.double().tolist(), b.double().mT.tolist()
@@ -56,13 +62,16 @@ def expected(
     for m, row in enumerate(rows):
         for n, column in enumerate(columns):
             terms = list(zip(row, column, strict=True))
-            value = naive.chain(
-                [terms[i:j] for i, j in (sequences or [(0, len(terms))])],
-                name,
-                NAMES[a.dtype],
-                acc=start[m][n] if start else 0.0,
-                plain=sequences is None,
-            )
+            if sequences is None:
+                value = naive.segmented(terms, name, NAMES[a.dtype], contract.segments)
+            else:
+                value = naive.chain(
+                    [terms[i:j] for i, j in sequences],
+                    name,
+                    NAMES[a.dtype],
+                    acc=start[m][n] if start else 0.0,
+                    plain=False,
+                )
             result[m, n] = naive.finish(value, NAMES[out], bias[n].item() if bias is not None else None)
     width = torch.int32 if out == torch.float32 else torch.int16
     return result.to(width).view(out)
@@ -79,6 +88,7 @@ class TestOperations:
 
     @pytest.mark.parametrize("k", [1, 2, 16, 37])
     def test_matmul(self, contract: Contract, dtype: torch.dtype, device: str, kind: str, k: int) -> None:
+        k *= contract.segments
         a, b = cases(kind, (3, k), (k, 5), dtype=dtype, device=device)
         for out in {dtype, torch.float32}:
             actual = samebits.matmul(a, b, out_dtype=out, contract=contract)
@@ -92,17 +102,19 @@ class TestOperations:
         assert_same_bits(acc, want)
 
     def test_linear(self, contract: Contract, dtype: torch.dtype, device: str, kind: str) -> None:
-        x, weight, bias = cases(kind, (2, 3, 19), (4, 19), (4,), dtype=dtype, device=device)
+        k = 19 * contract.segments
+        x, weight, bias = cases(kind, (2, 3, k), (4, k), (4,), dtype=dtype, device=device)
         actual = samebits.linear(x, weight, bias, contract=contract)
-        assert_same_bits(actual.view(6, 4), expected(x.view(6, 19), weight.mT, contract, bias=bias))
+        assert_same_bits(actual.view(6, 4), expected(x.view(6, k), weight.mT, contract, bias=bias))
 
     def test_linear_backward(self, contract: Contract, dtype: torch.dtype, device: str, kind: str) -> None:
-        x, weight, bias, grad = cases(kind, (2, 19, 3), (5, 3), (5,), (2, 19, 5), dtype=dtype, device=device)
+        k, n = (3, 5) if contract.segments == 1 else (contract.segments, 5 * contract.segments)
+        x, weight, bias, grad = cases(kind, (2, 19, k), (n, k), (n,), (2, 19, n), dtype=dtype, device=device)
         leaves = [t.requires_grad_() for t in (x, weight, bias)]
         grads = torch.autograd.grad(samebits.linear(x, weight, bias, contract=contract), leaves, grad)
         rows = [(0, 19), (19, 38)]
-        dy, x2 = grad.view(38, 5), x.detach().view(38, 3)
-        assert_same_bits(grads[0].view(38, 3), expected(dy, weight, contract), "x")
+        dy, x2 = grad.view(38, n), x.detach().view(38, k)
+        assert_same_bits(grads[0].view(38, k), expected(dy, weight, contract), "x")
         assert_same_bits(grads[1], expected(dy.mT, x2, contract, sequences=rows), "weight")
         ones = torch.ones(38, 1, dtype=dtype)
         assert_same_bits(grads[2][:, None], expected(dy.mT, ones, contract, sequences=rows), "bias")
@@ -110,7 +122,8 @@ class TestOperations:
     def test_linear_backward_packed(
         self, contract: Contract, dtype: torch.dtype, device: str, kind: str
     ) -> None:
-        x, weight, grad = cases(kind, (41, 3), (2, 3), (41, 2), dtype=dtype, device=device)
+        k = 3 if contract.segments == 1 else contract.segments
+        x, weight, grad = cases(kind, (41, k), (2, k), (41, 2), dtype=dtype, device=device)
         ends = [0, 5, 5, 22, 38, 41]
         weight.requires_grad_()
         offsets = torch.tensor(ends, dtype=torch.int32, device=device)
@@ -122,7 +135,8 @@ class TestOperations:
     def test_bmm_backward_of_a_broadcast_operand(
         self, contract: Contract, dtype: torch.dtype, device: str, kind: str
     ) -> None:
-        a, b, grad = cases(kind, (3, 5), (4, 5, 2), (4, 3, 2), dtype=dtype, device=device)
+        k = 5 if contract.segments == 1 else contract.segments
+        a, b, grad = cases(kind, (3, k), (4, k, 2), (4, 3, 2), dtype=dtype, device=device)
         leaves = [t.requires_grad_() for t in (a, b)]
         out = samebits.bmm(a, b, contract=contract)
         grad_a, grad_b = torch.autograd.grad(out, leaves, grad)
@@ -130,23 +144,24 @@ class TestOperations:
             assert_same_bits(out[i].detach(), expected(a, b[i], contract), f"out {i}")
             assert_same_bits(grad_b[i], expected(a.mT, grad[i], contract, sequences=[(0, 3)]), f"b {i}")
         over = [(2 * i, 2 * i + 2) for i in range(4)]
-        left, right = grad.permute(1, 0, 2).reshape(3, 8), b.detach().mT.reshape(8, 5)
+        left, right = grad.permute(1, 0, 2).reshape(3, 8), b.detach().mT.reshape(8, k)
         assert_same_bits(grad_a, expected(left, right, contract, sequences=over), "a")
 
 
 @pytest.mark.parametrize(("contract", "dtype", "device"), CONTRACTS)
 def test_matmul_broadcast_both_ways(contract: Contract, dtype: torch.dtype, device: str) -> None:
-    a, b, grad = cases("normal", (3, 1, 2, 5), (4, 5, 3), (3, 4, 2, 3), dtype=dtype, device=device)
+    k = 5 if contract.segments == 1 else contract.segments
+    a, b, grad = cases("normal", (3, 1, 2, k), (4, k, 3), (3, 4, 2, 3), dtype=dtype, device=device)
     leaves = [t.requires_grad_() for t in (a, b)]
     out = samebits.matmul(a, b, contract=contract)
     grad_a, grad_b = torch.autograd.grad(out, leaves, grad)
     for i in range(3):
         left = grad[i].permute(1, 0, 2).reshape(2, 12)
         over = [(3 * j, 3 * j + 3) for j in range(4)]
-        right = b.detach().mT.reshape(12, 5)
+        right = b.detach().mT.reshape(12, k)
         assert_same_bits(grad_a[i, 0], expected(left, right, contract, sequences=over), f"a {i}")
     for j in range(4):
-        left = a.detach()[:, 0].reshape(6, 5).mT
+        left = a.detach()[:, 0].reshape(6, k).mT
         over = [(2 * i, 2 * i + 2) for i in range(3)]
         right = grad[:, j].reshape(6, 3)
         assert_same_bits(grad_b[j], expected(left, right, contract, sequences=over), f"b {j}")
@@ -171,8 +186,8 @@ def test_f32_output_takes_an_f32_gradient(contract: Contract, dtype: torch.dtype
 @pytest.mark.parametrize(("contract", "dtype", "device"), CONTRACTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounding_to_the_output(contract: Contract, dtype: torch.dtype, device: str, kind: str) -> None:
-    """One term and a bias: every rounding of `finish`, ties and overflow included."""
-    a, b = cases(kind, (64, 1), (1, 8), dtype=dtype, device=device)
+    """One term (for each segment) and a bias: every rounding of `finish`, ties and overflow included."""
+    a, b = cases(kind, (64, contract.segments), (contract.segments, 8), dtype=dtype, device=device)
     bias = values(kind, (8,), dtype, 5).to(device)
     actual = samebits.linear(a, b.mT, bias, contract=contract)
     assert_same_bits(actual, expected(a, b, contract, bias=bias))

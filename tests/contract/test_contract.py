@@ -18,6 +18,7 @@ from tests.support.threads import in_threads
 
 DOCUMENT = (ROOT / "docs" / "contract.md").read_text()
 CONTRACTS = [TENSOR_CORE, TENSOR_CORE.on(HOPPER), TENSOR_CORE.on(AMPERE), FMA]
+CONTRACTS += [TENSOR_CORE.on(HOPPER).segmented(8), FMA.segmented(8), FMA.segmented(2)]
 
 
 @pytest.mark.parametrize("model", [AMPERE, HOPPER], ids=lambda m: m.name)
@@ -37,6 +38,8 @@ def test_models_are_those_of_the_document(model: MmaModel) -> None:
         (TENSOR_CORE.on(HOPPER), "dc52487fda6f0d82"),
         (TENSOR_CORE.on(AMPERE), "94cd418ecb2799c5"),
         (FMA, "2cf3f6370bac772b"),
+        (FMA.segmented(1), "2cf3f6370bac772b"),
+        (FMA.segmented(8), "3cc5b2ac2845b24c"),
     ],
     ids=str,
 )
@@ -68,6 +71,7 @@ def test_frozen_and_readable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         TENSOR_CORE.step = "fma"  # type: ignore[misc]
     assert str(FMA) == "FMA"
+    assert str(FMA.segmented(8)) == "FMA.segmented(8)"
     assert str(TENSOR_CORE.on(AMPERE)) == (
         "TENSOR_CORE[AMPERE: group 8, 24 fraction bits, zero exponent -132, exp2 POLYNOMIAL]"
     )
@@ -97,6 +101,10 @@ def test_mma_model_validates_itself(change: dict[str, object], match: str) -> No
         (("X", "mfma"), ValueError, 'step: expected "mma" or "fma"'),
         (("X", "fma", HOPPER), ValueError, "takes no MmaModel"),
         (("X", "mma", "HOPPER"), TypeError, "mma: expected an MmaModel"),
+        (("X", "fma", None, 3), ValueError, "segments: expected a power of two from 1 to 64, got 3"),
+        (("X", "fma", None, 0), ValueError, "segments"),
+        (("X", "fma", None, 128), ValueError, "segments"),
+        (("X", "fma", None, True), ValueError, "segments"),
     ],
 )
 def test_contract_validates_itself(args: tuple[object, ...], error: type[Exception], match: str) -> None:
@@ -109,6 +117,9 @@ def test_defaults_by_dtype_and_device() -> None:
     assert resolve(None, torch.bfloat16, "cpu") == TENSOR_CORE.on(HOPPER).key
     assert resolve(None, torch.float16, "cuda") == TENSOR_CORE.key
     assert resolve(FMA, torch.float16, "cpu") == FMA.key
+    segmented = TENSOR_CORE.segmented(8)
+    assert resolve(segmented, torch.float16, "cpu") == segmented.on(HOPPER).key
+    assert resolve(segmented, torch.float16, "cuda") == segmented.key
 
 
 def test_use_mma_model_nests_restores_and_stays_in_its_thread() -> None:

@@ -36,7 +36,8 @@ def rows_by_hand(
 ) -> Tensor:
     out = out or a.dtype
     given = a.double().tolist(), b.double().tolist(), OFFS, name(contract), NAMES[a.dtype], NAMES[out]
-    return as_tensor(naive_grouped.rows(*given, None if bias is None else bias.double().tolist()), out)
+    by_hand = None if bias is None else bias.double().tolist()
+    return as_tensor(naive_grouped.rows(*given, by_hand, contract.segments), out)
 
 
 def terms_by_hand(
@@ -61,7 +62,8 @@ def ints(of: list[int] | None, device: str) -> Tensor | None:
 @pytest.mark.parametrize(("contract", "dtype", "device"), CONTRACTS)
 class TestGroups:
     def test_of_rows(self, contract: Contract, dtype: torch.dtype, device: str, kind: str) -> None:
-        a, b, bias = cases(kind, (26, 19), (5, 19, 3), (5, 3), dtype=dtype, device=device)
+        k = 19 * contract.segments
+        a, b, bias = cases(kind, (26, k), (5, k, 3), (5, 3), dtype=dtype, device=device)
         offs = ints(OFFS, device)
         for out in {dtype, torch.float32}:
             actual = samebits.grouped_mm(a, b, offs, bias=bias, out_dtype=out, contract=contract)
@@ -86,7 +88,8 @@ class TestGroups:
             assert_same_bits(actual, terms_by_hand(a, b, sequences, contract, out))
 
     def test_backward(self, contract: Contract, dtype: torch.dtype, device: str, kind: str) -> None:
-        a, b, bias, grad = cases(kind, (26, 4), (5, 4, 3), (5, 3), (26, 3), dtype=dtype, device=device)
+        n = 3 if contract.segments == 1 else contract.segments
+        a, b, bias, grad = cases(kind, (26, 4), (5, 4, n), (5, n), (26, n), dtype=dtype, device=device)
         leaves = [t.requires_grad_() for t in (a, b, bias)]
         options = {"sequences": ints(SEQUENCES, device), "contract": contract}
         offs = ints(OFFS, device)
@@ -98,7 +101,7 @@ class TestGroups:
         ones = torch.ones(1, 26, dtype=dtype)
         assert_same_bits(of_bias[:, None], terms_by_hand(ones, grad, SEQUENCES, contract), "bias")
 
-        acc = values(kind, (5, 4, 3), torch.float32, 7).to(device)
+        acc = values(kind, (5, 4, n), torch.float32, 7).to(device)
         want = terms_by_hand(a.mT, grad, SEQUENCES, contract, torch.float32, acc)
         leaf = b.mT.contiguous().requires_grad_()  # as a weight [G, out_features, in_features]
         samebits.grouped_mm(a, leaf.mT, offs, main_grad=acc, **options).backward(grad)
@@ -108,7 +111,8 @@ class TestGroups:
 
 @pytest.mark.parametrize(("contract", "dtype", "device"), CONTRACTS)
 def test_second_derivatives(contract: Contract, dtype: torch.dtype, device: str) -> None:
-    shapes = (26, 4), (5, 4, 3), (26, 3), (26, 4), (5, 4, 3)
+    n = 3 if contract.segments == 1 else contract.segments
+    shapes = (26, 4), (5, 4, n), (26, n), (26, 4), (5, 4, n)
     a, b, grad, of_a, of_b = cases("normal", *shapes, dtype=dtype, device=device)
     leaves = [t.requires_grad_() for t in (a, b, grad)]
     options = {"sequences": ints(SEQUENCES, device), "contract": contract}

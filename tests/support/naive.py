@@ -102,17 +102,27 @@ def chain(
     return acc
 
 
+def segmented(terms: list[tuple[float, float]], contract: str, dtype: str, segments: int) -> float:
+    """The accumulator of a plain sum in this number of segments."""
+    if segments == 1:
+        return chain([terms], contract, dtype)
+    half = len(terms) // 2
+    left, right = (segmented(part, contract, dtype, segments // 2) for part in (terms[:half], terms[half:]))
+    return add(left, right)
+
+
+def add(x: float, y: float) -> float:
+    """The sum of two f32 values by RNE."""
+    if not (math.isfinite(x) and math.isfinite(y)):
+        return x + y
+    negative_zeros = x == y == 0 and math.copysign(1, x) + math.copysign(1, y) == -2
+    return round_to(Fraction(x) + Fraction(y), "f32", negative_zero=negative_zeros)
+
+
 def finish(acc: float, out: str, bias: float | None = None) -> int:
     """The bits of the result in the output format."""
     if bias is not None:
-        if math.isfinite(acc) and math.isfinite(bias):
-            both_negative_zero = (
-                acc == 0 and bias == 0 and math.copysign(1, acc) + math.copysign(1, bias) == -2
-            )
-            exact = Fraction(acc) + Fraction(bias)
-            acc = round_to(exact, "f32", negative_zero=both_negative_zero)
-        else:
-            acc = acc + bias
+        acc = add(acc, bias)
     if math.isnan(acc):
         return 0x7FFFFFFF if out == "f32" else 0x7FFF
     if math.isfinite(acc):

@@ -29,6 +29,7 @@ def rows(
     dtype: str,
     out: str,
     bias: Matrix | None = None,
+    segments: int = 1,
 ) -> Bits:
     """``a[T, K]`` by ``b[G, K, N]``."""
     width = len(b[0][0])
@@ -41,7 +42,7 @@ def rows(
         found.append([])
         for n in range(width):
             terms = [(x, b[g][k][n]) for k, x in enumerate(row)]
-            value = naive.chain([terms], contract, dtype)
+            value = naive.segmented(terms, contract, dtype, segments)
             found[-1].append(naive.finish(value, out, None if bias is None else bias[g][n]))
     return found
 

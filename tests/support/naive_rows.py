@@ -132,3 +132,21 @@ def column_sum(g: list[Row]) -> Row:
     for row in g:
         total = [f32(acc + f32(a)) for a, acc in zip(row, total, strict=True)]
     return [float(a) for a in total]
+
+
+def cumulated(x: Row, product: bool = False) -> Row:
+    """Every entry takes the one that is 1, 2, 4, … before it."""
+    total, step = [f32(v) for v in x], 1
+    while step < len(total):
+        pairs = zip(total[step:], total, strict=False)
+        total = total[:step] + [f32(a * b) if product else f32(a + b) for a, b in pairs]
+        step *= 2
+    return [float(v) for v in total]
+
+
+def added_at(x: Row, places: list[int], terms: Row) -> Row:
+    """Chains from +0 over the entries of `x` and the terms that are sent to them."""
+    total = [f32(f32(0) + f32(v)) for v in x]
+    for place, term in zip(places, terms, strict=True):
+        total[place] = f32(total[place] + f32(term))
+    return [float(v) for v in total]

@@ -17,11 +17,22 @@ import samebits
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from benchmarks import attention_invariance, counters, grouped, logp, models, plot, rows, tables, tune
+from benchmarks import (
+    attention_invariance,
+    counters,
+    grouped,
+    held_out,
+    logp,
+    models,
+    plot,
+    rows,
+    tables,
+    tune,
+)
 from benchmarks.record import GPUS, environment, load, tiny
 from samebits.backends.cuda.matmul import PRODUCTS
 from samebits.tools.bench import clock
-from samebits.tools.bench.cases import BenchCase
+from samebits.tools.bench.cases import SHAPES, BenchCase
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
 
@@ -278,6 +289,52 @@ def test_a_tuners_report() -> None:
     )
     assert lines.row_count == 2
     assert [*means.columns[4].cells] == ["2.000"]
+
+
+def test_held_out_shapes() -> None:
+    drawn = held_out.drawn()
+    assert len({*drawn}) == 40
+    assert drawn[:2] == [(1, 18944, 3584), (2476, 16384, 106496)]  # another draw is another benchmark
+    assert {(k, n) for _, k, n in drawn} & {*SHAPES} == set()
+    every = held_out.products(drawn)
+    assert [held_out.sizes(work, s) for work, s in every] == [shape for shape in drawn for _ in range(3)]
+    assert {work: (s.a_by_k, s.b_by_k) for work, s in every} == {
+        "forward": (True, True),
+        "dX": (True, False),
+        "dW": (False, False),
+    }
+
+
+def test_held_out_times_are_not_those_that_chose() -> None:
+    class Race:
+        """The third is the fastest in its first turn, and not in its second."""
+
+        kept: list[str]
+
+        def turns(self, rounds: int) -> dict[str, list[float]]:
+            return {"0": [10.0], "1": [11.0], "2": [9.0], "3": [8.0], "torch": [10.0]}
+
+        def keep(self, names: list[str]) -> None:
+            self.kept = names
+
+        def turns_alone(self) -> dict[str, list[float]]:
+            times = {"torch": (12, 12), "0": (10, 10), "2": (9, 9), "3": (8, 9.5)}
+            return {name: [times[name][0]] * 3 + [times[name][1]] * 3 for name in self.kept}
+
+    class Of:
+        ways = (0, 1, 2, 3)
+
+    race: Any = Race()
+    of: Any = Of()
+    us, place = held_out.measured(of, race, True)
+    assert race.kept == ["torch", "0", "3", "2"]
+    assert (us, place) == ({"torch": 12, "untuned": 10, "tuned": 9.5}, 3)
+    case = {"work": "dX", "m": 16, "k": 64, "n": 32, "us": us}
+    data = {"environment": environment("c0ffee") | {"gpu": "A GPU"}, "seed": 28, "left": 1, "cases": [case]}
+    said = tables.gpu_held_out(data)
+    assert "| M <= 128 | all | 1 | 1.263 | 1.263 | 1.200 | 1.200 | 0.950 | 0.950 |" in said
+    assert "1 products were left" in said
+    assert held_out.show(data).row_count == 2
 
 
 def test_schedules_of_triton() -> None:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from samebits.backends import Step, UnavailableError, broadcast
-from samebits.backends.cuda import devices, runtime
+from samebits.backends.cuda import devices, runtime, shapes, tuned
 from samebits.backends.cuda.products.fma import FMA
 from samebits.backends.cuda.products.fma_sm90 import FMA_SM90
 from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
 from samebits.backends.cuda.products.tiny import TINY, TINY_FMA
+from samebits.backends.cuda.shapes import ProductShape
 from samebits.backends.product import LARGEST, Operands, Product
 from samebits.contract import FAMILIES, MmaModel, contract_from_key
 
@@ -173,6 +174,7 @@ def _later(planned: _Planned) -> Step:
 # Plans of earlier products, by everything that decides them. So checks and choices are made only once.
 _plans: dict[tuple[object, ...], CudaPlan] = {}
 _MOST_PLANS = 8192
+shapes.on_change(lambda: _plans.clear())
 
 
 def _planned(
@@ -232,12 +234,37 @@ def _planned(
 def _plan(operands: Operands, contract: str) -> CudaPlan:
     check_contract(contract, operands.a.get_device())
     p = Product.of(operands, contract_from_key(contract).step)
-    return fastest(p).plan(p)
+    kernel, schedule = chosen(p)
+    return kernel.plan(p, schedule)
 
 
 PRODUCTS: tuple[CudaKernel[Any], ...] = (TENSOR_CORE, FMA, TENSOR_CORE_SM90, FMA_SM90, TINY, TINY_FMA)
 """All product kernels. The first of each step is universal: it supports every product. Others are compared
 with it."""
+
+
+def chosen(p: Product) -> tuple[CudaKernel[Any], Any]:
+    """The kernel and the schedule that should be fastest: those of a tuned table, or the cost model's.
+
+    The schedule is None if it is what the kernel itself chooses.
+    """
+    shape = ProductShape.of(p)
+    if shape is not None:
+        shapes.met(shape)
+    return tuned.find(shape, p.device, partial(ways, p)) or (fastest(p), None)
+
+
+def ways(p: Product, name: str = "") -> list[tuple[CudaKernel[Any], Any]]:
+    """Kernels, or the one of this name, and schedules that could be fastest for `p`. Tuning times them."""
+    first = fastest(p)
+    # Costs of the two kernels for float32 can be compared.
+    kernels = (FMA_SM90, FMA) if first in (FMA_SM90, FMA) else (first,)
+    return [
+        (kernel, s)
+        for kernel in kernels
+        if kernel.supports(p) and name in ("", kernel.name)
+        for s in kernel.candidates(p)
+    ]
 
 
 def fastest(p: Product) -> CudaKernel[Any]:

@@ -6,14 +6,14 @@ import functools
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing.context import ForkServerContext
 from typing import NamedTuple
 
 from samebits.backends import cache
 from samebits.backends.cuda import compiler, devices, runtime
 
-__all__ = ["Compiled", "adopt", "compile_for", "processes"]
+__all__ = ["Ahead", "Compiled", "adopt", "compile_for", "processes"]
 
 
 class Compiled(NamedTuple):
@@ -56,14 +56,7 @@ def compile_for(
     A call is stopped before it loads its first kernel that is not loaded yet, so it launches nothing with it.
     Without a cache, nothing is compiled.
     """
-    needed: dict[tuple[compiler.KernelSpec, str], None] = {}
-    with runtime.before_loading(_tell):
-        for call in calls:
-            try:
-                call()
-            except _Needed as need:
-                spec, device = need.args
-                needed[spec, devices.device_info(device).arch] = None
+    needed = _needed(calls)
     if len(needed) < 2 or not _cached():
         return Compiled(len(needed), 0)
     # NVRTC compiles one program at a time in a process.
@@ -74,6 +67,50 @@ def compile_for(
             missing += job.result()
             progress((done + 1) / len(jobs), f"compiling {len(jobs)} kernels")
     return Compiled(len(needed), missing)
+
+
+def _needed(calls: Iterable[Callable[[], object]]) -> dict[tuple[compiler.KernelSpec, str], None]:
+    """The kernels that the calls load first, of those that are not loaded yet, and their architectures."""
+    needed: dict[tuple[compiler.KernelSpec, str], None] = {}
+    with runtime.before_loading(_tell):
+        for call in calls:
+            try:
+                call()
+            except _Needed as need:
+                spec, device = need.args
+                needed[spec, devices.device_info(device).arch] = None
+    return needed
+
+
+class Ahead:
+    """Compiles kernels into the on-disk cache in other processes, while this one does something else.
+
+    Use it as a context. Without a cache, nothing is compiled.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: dict[tuple[compiler.KernelSpec, str], Future[bool]] = {}
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def add(self, calls: Iterable[Callable[[], object]]) -> list[Future[bool]]:
+        """Compile what `calls` will load, as in :func:`compile_for`, after what was added before."""
+        needed = _needed(calls)
+        if needed and self._pool is None and _cached():
+            workers = max(1, (os.cpu_count() or 1) - 1)  # one is left to this process
+            self._pool = ProcessPoolExecutor(workers, processes(), adopt, (dict(os.environ),))
+        if self._pool is None:
+            return []
+        for one in needed:
+            if one not in self._jobs:
+                self._jobs[one] = self._pool.submit(_compile, *one)
+        return [self._jobs[one] for one in needed]
 
 
 def _cached() -> bool:

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from samebits.backends import Step
 from samebits.backends.reference import kernels
+from samebits.backends.segments import refuse_start, segment_bounds
 from samebits.contract import contract_from_key
 
 _F32 = npt.NDArray[np.float32]
@@ -42,9 +43,7 @@ def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype,
         return tall.reshape(*batch, M, N)
     a4 = a.expand(*batch, M, K).reshape(B, 1, M, K)
     b4 = b.expand(*batch, K, N).reshape(B, 1, K, N)
-    acc = np.zeros((B, M, N), np.float32)
-    carry_on(a4, b4, acc, np.array([[0, 0, K]]), contract, closing_zero=False)
-    return _finish(acc, bias, out_dtype).reshape(*batch, M, N)
+    return _finish(_plain(a4, b4, contract), bias, out_dtype).reshape(*batch, M, N)
 
 
 def addbmm(
@@ -90,14 +89,41 @@ def matmul_later(
 ) -> Step:
     """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``. Chains start from +0, or from the values in ``out``.
 
-    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16. The result is written immediately,
-    because no user's tensor is passed as ``out``.
+    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16. A contract with segments takes no
+    values to start from. The result is written immediately, because no user's tensor is passed as ``out``.
     """
-    chain = _array(out, np.float32)[None].copy() if accumulate else np.zeros((1, *out.shape), np.float32)
-    sequences = np.array([[0, 0, a.shape[1]]])
-    carry_on(a[None, None], b[None, None], chain, sequences, contract, closing_zero=False)
-    out.copy_(_finish(chain, bias, out.dtype)[0])
+    refuse_start(contract, accumulate)
+    start = _array(out, np.float32)[None].copy() if accumulate else None
+    out.copy_(_finish(_plain(a[None, None], b[None, None], contract, start), bias, out.dtype)[0])
     return int
+
+
+def tree_later(out: Tensor, partials: Tensor) -> Step:
+    """Write the rounded sum of ``partials[S, M, N]``, float32, by pairs of neighbours into ``out[M, N]``.
+
+    S is a power of two. ``out`` may be ``partials[0]``. The result is written immediately.
+    """
+    require_subnormals()
+    out.copy_(_finish(_tree(_array(partials, np.float32))[None], None, out.dtype)[0])
+    return int
+
+
+def _plain(a: Tensor, b: Tensor, contract: str, start: _F32 | None = None) -> _F32:
+    """The accumulators of ``a[B, 1, M, K] @ b[B, 1, K, N]``: a chain, or the tree of its segments."""
+    (B, _, M, K), N = a.shape, b.shape[-1]
+    bounds = segment_bounds(K, contract)
+    partials = np.zeros((len(bounds) - 1, B, M, N), np.float32) if start is None else start[None]
+    for partial_sum, span in zip(partials, itertools.pairwise(bounds), strict=True):
+        carry_on(a, b, partial_sum, np.array([[0, *span]]), contract, closing_zero=False)
+    return _tree(partials)
+
+
+def _tree(partials: _F32) -> _F32:
+    """The sum over the first dimension, pairs of neighbours first."""
+    with np.errstate(all="ignore"):
+        while len(partials) > 1:
+            partials = partials[0::2] + partials[1::2]
+    return cast(_F32, partials[0])
 
 
 def rounded_later(out: Tensor, chain: Tensor) -> Step:

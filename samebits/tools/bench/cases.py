@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samebits.backends import chosen_backend, pack_key
+from samebits.backends.cuda.shapes import ProductShape, Shape
 from samebits.contract import TENSOR_CORE
 from samebits.ops.addmm import addmm_
 from samebits.ops.bmm import bmm
@@ -131,6 +132,30 @@ CASES = (
     *(BenchCase("logp", m, 4096, 151936) for m in (16, 256)),
     BenchCase("logp", 4096, 2048, 131072),
 )
+
+
+def of_shapes(shapes: Iterable[Shape]) -> list[BenchCase]:
+    """The cases of a user's shapes, but for those that have no competitor."""
+    found = (_of_shape(shape) for shape in shapes)
+    return list(dict.fromkeys(case for case in found if case is not None))
+
+
+def _of_shape(s: Shape) -> BenchCase | None:
+    if not isinstance(s, ProductShape) or s.a != s.b or (s.out != s.a and not s.accumulate):
+        return None
+    dtype: torch.dtype = getattr(torch, s.a)
+    if s.batch > 1:
+        plain = s.a_by_k and not s.b_by_k and not s.accumulate
+        return BenchCase("bmm", s.m, s.k, s.n, dtype, s.batch) if plain else None
+    if s.accumulate:
+        by_terms = not (s.a_by_k or s.b_by_k) and s.a != "float32"
+        return BenchCase("dW main_grad", s.k, s.n, s.m, dtype) if by_terms else None
+    if not s.a_by_k:
+        return None if s.b_by_k else BenchCase("dW", s.k, s.n, s.m, dtype)
+    if s.b_by_k:
+        return BenchCase("forward", s.m, s.k, s.n, dtype)
+    return BenchCase("dX", s.m, s.n, s.k, dtype)
+
 
 HOST = ((16, 256, 256), (1, 1024, 1024))
 """(M, K, N) of products whose CPU launch overhead is longer than their time on the GPU."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.tools.bench.cases import Run
+from samebits.tools.bench.cases import F32, BenchCase, Run
 
 ALONE = 0.08
 """Seconds after which a GPU's clock follows the power of the code that runs."""
@@ -42,6 +43,10 @@ class Race:
 
     def run(self, rounds: int) -> dict[str, float]:
         """Median microseconds of a call, over `rounds` turns of one replay each."""
+        return {name: median(t) for name, t in self.turns(rounds).items()}
+
+    def turns(self, rounds: int) -> dict[str, list[float]]:
+        """Microseconds of a call in each of `rounds` turns of one replay."""
         times: dict[str, list[float]] = {name: [] for name in self._graphs}
         for turn in range(rounds + 1):
             names = list(self._graphs)
@@ -49,16 +54,34 @@ class Race:
                 found = self._replay(name)
                 if turn:
                     times[name].append(found)
-        return {name: median(t) for name, t in times.items()}
+        return times
 
     def alone(self) -> dict[str, float]:
         """Median microseconds of a call. Each contestant runs alone."""
-        times = alone({name: partial(self._replay, name) for name in self._graphs})
-        return {name: median(t) for name, t in times.items()}
+        return {name: median(t) for name, t in self.turns_alone().items()}
+
+    def turns_alone(self) -> dict[str, list[float]]:
+        """Microseconds of a call in each replay that counts. Each contestant runs alone, in two turns."""
+        return alone({name: partial(self._replay, name) for name in self._graphs})
 
     def _replay(self, name: str) -> float:
         """Microseconds of a call."""
         return timed(self._graphs[name][0].replay) / self._calls
+
+
+def how(flop: float, moved: float, in_float32: bool) -> tuple[int, bool]:
+    """How many calls a graph has, some 3 ms, and whether arithmetic bounds them, so that each runs alone."""
+    arithmetic, memory = flop / (50e12 if in_float32 else 600e12), moved / 3.5e12
+    return max(2, min(300, math.ceil(3e-3 / max(arithmetic, memory, 3e-6)))), arithmetic > memory
+
+
+def medians(case: BenchCase, runs: dict[str, Run], sets: Sequence[Sequence[Tensor]]) -> dict[str, float]:
+    """Microseconds of each function on the operands of a case."""
+    calls, by_itself = how(case.flop, case.bytes, case.dtype == F32)
+    race = Race(calls)
+    for name, run in runs.items():
+        race.add(name, run, sets)
+    return race.alone() if by_itself else race.run(11)
 
 
 def timed(run: Callable[[], object]) -> float:

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 
 from samebits.backends import UnavailableError
+from samebits.backends.cuda.shapes import Shape
 from samebits.tools import terminal
 from samebits.tools.bench.attention import bench_attention
 from samebits.tools.bench.attention_cases import ATTENTION, quick_attention
 from samebits.tools.bench.attention_report import show_attention
-from samebits.tools.bench.cases import CASES
+from samebits.tools.bench.cases import CASES, of_shapes
 from samebits.tools.bench.cases import quick as some_cases
 from samebits.tools.bench.measure import bench
-from samebits.tools.bench.report import show
+from samebits.tools.bench.report import show, show_own
 from samebits.tools.text import ToolError
 
 
-def main(*, quick: bool, peers: bool, backend: str | None, json_to: str | None, device: int) -> int:
-    """Measure on the CUDA device `device`. The arguments are the command's options.
+def main(
+    *,
+    quick: bool,
+    peers: bool,
+    backend: str | None,
+    json_to: str | None,
+    device: int,
+    own: Sequence[Shape] | None = None,
+) -> int:
+    """Measure on the CUDA device `device`. The arguments are the command's options; `own`: a user's
+    shapes, in place of all others.
 
     Returns:
         The exit code: 1 if some products had other bits than specified, and otherwise 0.
@@ -28,10 +39,15 @@ def main(*, quick: bool, peers: bool, backend: str | None, json_to: str | None, 
     """
     out = terminal.Console(json_to)
     terminal.check_file("--json", json_to)
+    if own is not None and quick:
+        raise ToolError("--quick: expected none of --shape, --model and --shapes beside it")
     try:
         with terminal.progress() as say:
-            cases = some_cases() if quick else CASES
-            part = 1.0 if backend == "triton" else 0.65  # which has no attention
+            cases = some_cases() if quick else CASES if own is None else of_shapes(own)
+            if not cases:
+                raise ToolError("no shape here has a competitor")
+            attention = own is None and backend != "triton"  # which has none
+            part = 0.65 if attention else 1.0
             data = bench(
                 cases,
                 device=device,
@@ -39,7 +55,7 @@ def main(*, quick: bool, peers: bool, backend: str | None, json_to: str | None, 
                 backend=backend,
                 progress=lambda done, what: say(part * done, what),
             )
-            if backend != "triton":
+            if attention:
                 data["attention"] = bench_attention(
                     quick_attention() if quick else ATTENTION,
                     device=device,
@@ -47,7 +63,7 @@ def main(*, quick: bool, peers: bool, backend: str | None, json_to: str | None, 
                 )
     except UnavailableError as error:
         raise ToolError(str(error)) from error
-    out.print(show(data))
+    out.print(show(data) if own is None else show_own(data))
     red = [*data["red"]]
     if "attention" in data:
         out.print(show_attention(data["attention"]))

@@ -39,7 +39,7 @@ from samebits.tools.bench.cases import (
     make_operands,
     packed_lengths,
 )
-from samebits.tools.bench.clock import ALONE, Race
+from samebits.tools.bench.clock import ALONE, Race, how
 
 Show = Callable[[float, str], None]
 
@@ -117,8 +117,8 @@ def _measure(case: BenchCase, device: torch.device, l2_bytes: int, peers: dict[s
     sets = [make_operands(case, device, torch.randn) for _ in range(count)]
     runs = contestants(case, device)
     check(case, sets[0], device, runs["samebits"])
-    arithmetic, memory = case.flop / (50e12 if case.dtype == F32 else 600e12), case.bytes / 3.5e12
-    race = Race(max(2, min(300, math.ceil(3e-3 / max(arithmetic, memory, 3e-6)))))
+    calls, by_itself = how(case.flop, case.bytes, case.dtype == F32)
+    race = Race(calls)
     skipped = {}
     for name, run in runs.items():
         race.add(name, run, sets)
@@ -128,7 +128,7 @@ def _measure(case: BenchCase, device: torch.device, l2_bytes: int, peers: dict[s
             race.add(name, partial(PEERS[name].run, module), theirs)
         except Exception as error:  # another library's limits must not end the benchmark
             skipped[name] = f"{type(error).__name__}: {error}"[:200]
-    us = race.alone() if arithmetic > memory else race.run(11)
+    us = race.alone() if by_itself else race.run(11)
     return case.record() | {"us": us} | ({"skipped": skipped} if skipped else {})
 
 

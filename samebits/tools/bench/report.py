@@ -111,5 +111,27 @@ def show(data: dict[str, Any]) -> RenderableType:
     )
 
 
+def show_own(data: dict[str, Any]) -> RenderableType:
+    """A line for each case of a user's shapes, then a mean for each kind of work."""
+    lines = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("work", "dtype", "M", "K", "N", "batch", "samebits, µs", "torch, µs", "speed"):
+        lines.add_column(name, justify="left" if name in ("work", "dtype") else "right")
+    by_work: dict[str, list[float]] = {}
+    for c in data["cases"]:
+        speed = ratio(c)
+        by_work.setdefault(c["work"], []).append(speed)
+        us = (f"{c['us'][who]:.1f}" for who in ("samebits", "torch"))
+        sizes = (f"{c[name]:,}" for name in ("m", "k", "n", "batch"))
+        lines.add_row(c["work"], c["dtype"], *sizes, *us, _speed(speed, 3))
+    e = data["environment"]
+    means = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("speed relative to torch", "cases", "geometric mean", "worst"):
+        means.add_column(name, justify="left" if name[0] == "s" else "right")
+    for work, found in by_work.items():
+        mean = statistics.geometric_mean(found)
+        means.add_row(work, str(len(found)), _speed(mean, 3), _speed(min(found), 3))
+    return Group(lines, "", Text(f"{e['gpu']}, driver {e['driver']}, digest {e['digest']}", "dim"), means)
+
+
 def _speed(x: float, digits: int = 2) -> Text:
     return Text(f"{x:.{digits}f}", style="green" if x >= 1 else "default" if x >= 0.95 else "yellow")

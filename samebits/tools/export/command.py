@@ -16,6 +16,7 @@ from samebits.backends.cuda.compiler import KernelSpec
 from samebits.tools import terminal
 from samebits.tools.export.choices import Sizes
 from samebits.tools.export.kernels import DTYPES, GPUS, OPS, build
+from samebits.tools.shapes import weight
 from samebits.tools.text import ToolError, one_line, plural
 
 
@@ -44,7 +45,7 @@ def main(
     chosen = [DTYPES[d] for d in dtypes or DTYPES]
     sizes = Sizes()
     if shapes:
-        given = [_shape(text) for text in shapes]
+        given = [weight(text) for text in shapes]
         sizes = sizes._replace(shapes=given, experts=given)
     if heads:
         sizes = sizes._replace(heads=[_head(text) for text in heads])
@@ -93,13 +94,6 @@ def _among(option: str, given: Sequence[str], names: Iterable[str]) -> None:
     for name in given:
         if name not in known:
             raise ToolError(f"{option}: expected one of {', '.join(known)}, got {name}")
-
-
-def _shape(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)x(\d+)", text)
-    if found is None or not all(0 < int(size) < 1 << 31 for size in found.groups()):
-        raise ToolError(f"--shape: expected KxN, such as 4096x28672, got {text}")
-    return int(found[1]), int(found[2])
 
 
 def _head(text: str) -> tuple[int, int]:

@@ -177,9 +177,9 @@ class _Builder:
         plain, layouts, f32 = self._plain_fma, list(enumerate(_layouts())), torch.float32
         for s in self._universal(Family.FMA, "fma", plain, (1, BATCH)):
             pairs = itertools.product(layouts if s == plain else layouts[:_VECTORS], repeat=2)
-            for ((i, a), (j, b)), segmented in itertools.product(pairs, (False, True)[: 1 + ragged]):
-                spec = fma.kernel_spec(s, (f32, f32, f32), a, b, segmented)
-                self._add(self._number(Family.FMA, s), i | j << 3 | TYPES[f32] << 6 | segmented << 8, spec)
+            for ((i, a), (j, b)), sequences in itertools.product(pairs, (False, True)[: 1 + ragged]):
+                spec = fma.kernel_spec(s, (f32, f32, f32), a, b, sequences)
+                self._add(self._number(Family.FMA, s), i | j << 3 | TYPES[f32] << 6 | sequences << 8, spec)
 
     def add_grouped(self, dtypes: Collection[torch.dtype]) -> None:
         """The universal kernels' form for groups of rows: the plain schedule for all layouts."""

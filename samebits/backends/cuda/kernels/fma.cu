@@ -20,11 +20,11 @@
 //   MIN_BLOCKS                 blocks that shall fit on one multiprocessor, from sm_90 on
 //   A_KIND, B_KIND, OUT_KIND   types: 0 f32, 1 bf16, 2 f16 (enum Kind of epilogue.cuh)
 //   A_COPY, B_COPY             how the operand is copied: enum Copy of tile_fma.cuh
-//   SEGMENTED                  1: k has segments; 0: one chain over all of k
+//   SEQUENCES                  1: k has sequences; 0: one chain over all of k
 //   GROUPED                    OF_ROWS, OF_TERMS: a grouped product (groups.cuh); absent: any other
 
-#ifndef SEGMENTED
-#error "SEGMENTED is needed: #if takes a missing macro for 0"
+#ifndef SEQUENCES
+#error "SEQUENCES is needed: #if takes a missing macro for 0"
 #endif
 
 #include "epilogue.cuh"
@@ -65,7 +65,7 @@ struct Block {
     bool last;  // of its segment
 };
 
-#if SEGMENTED
+#if SEQUENCES
 // Gives the blocks of all segments in order; one of no terms follows the last.
 class BlockIterator {
     int segment = 0, k = 0, end = 0;

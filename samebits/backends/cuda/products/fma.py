@@ -103,7 +103,7 @@ def kernel_spec(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     a: TileLayout,
     b: TileLayout,
-    segmented: bool,
+    sequences: bool,
     grouped: str | None = None,
 ) -> compiler.KernelSpec:
     """The kernel for operands with these layouts, and `dtypes` of a, b and the output.
@@ -117,7 +117,7 @@ def kernel_spec(
         "OUT_KIND": TYPES[dtypes[2]],
         "A_COPY": _copy(a, schedule.step, schedule.thread_m),
         "B_COPY": _copy(b, schedule.step if schedule.thread_n < 8 else 1, schedule.thread_n),
-        "SEGMENTED": int(segmented),
+        "SEQUENCES": int(sequences),
     }
     if grouped is not None:
         constants["GROUPED"] = grouped
@@ -173,8 +173,8 @@ class FmaKernel(CudaKernel[FmaSchedule]):
         refuse_large(p, tiles_m * tiles_n * p.batch)
         if p.out.empty:
             return CudaPlan(nothing)
-        segmented = ragged or p.a.ndim == 4
-        spec = kernel_spec(s, (p.a.dtype, p.b.dtype, p.out.dtype), a, b, segmented)
+        sequences = ragged or p.a.ndim == 4
+        spec = kernel_spec(s, (p.a.dtype, p.b.dtype, p.out.dtype), a, b, sequences)
         return tile_plan(p, spec, a, b, tiles_m, tiles_n, p.sequences)
 
 

@@ -56,6 +56,11 @@ def _few_rows(p: Gemm) -> Sm90Schedule:
     return found.filled(found.panels, p.b_mn, p.a_mn)
 
 
+def _kind(s: Sm90Schedule) -> Sm90Schedule:
+    """Without what no kernel is compiled for."""
+    return replace(s, group=16, early=False)
+
+
 class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
     name, step = "grouped_sm90", "mma"
 
@@ -95,6 +100,26 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
     def schedules(self, p: GroupedProduct) -> Sequence[Sm90Schedule]:
         a, b = (not side.k_major for side in _sides(p))
         return [s for s in self.catalogue if s.fits(a, b) and not (p.of_terms and s.swap)]
+
+    def candidates(self, p: GroupedProduct) -> Sequence[Sm90Schedule]:
+        """The choice, and others of the kinds in the catalogue."""
+        g, sms = _balanced(p), devices.device_info(p.device).sm_count
+        many = schedule_sm90.candidates(replace(g, m=max(g.m, 129)), sms)
+        found = [replace(s, ahead=0) for s in many if not s.swap]
+        if not p.of_terms and g.m <= 64:
+            found += [_few_rows(replace(g, m=m)) for m in (-(-g.m // 2), g.m)]
+        a, b = (not side.k_major for side in _sides(p))
+        right = (s for s in found if _kind(s) in self._kinds and s.fits(a, b))
+        return tuple(dict.fromkeys((self.choose(p), *right)))
+
+    @functools.cached_property
+    def _kinds(self) -> set[Sm90Schedule]:
+        return {_kind(s) for s in self.catalogue}
+
+    def cost(self, p: GroupedProduct, s: Sm90Schedule) -> float:
+        g, sms = _balanced(p), devices.device_info(p.device).sm_count
+        of_tiles = schedule_sm90.estimate if s.swap or p.of_terms else estimate
+        return of_tiles(s, g if s.swap else replace(g, m=max(g.m, 129)), sms)
 
     def choose(self, p: GroupedProduct) -> Sm90Schedule:
         g = _balanced(p)

@@ -1,0 +1,195 @@
+"""Tuned and untuned schedules beside cuBLAS, on shapes that no fit of the cost model has seen.
+
+python -m benchmarks.held_out
+
+Forty shapes are drawn by a seed that does not change: (K, N) of current models' projections, none of them in
+``samebits bench``, and M of three groups. Each is measured forward, for dX and for dW, in bf16. A product's
+plausible schedules race in turns. Then the cost model's choice, the best of the others and cuBLAS run as in
+``samebits bench``, in two turns each. The first turn decides which schedule a table would have, and the times
+are those of the second, so they are not the lucky ones of a choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.record import RESULTS, environment, lines_of_progress, results_file, slug, write
+from samebits.backends.cuda import devices, precompile
+from samebits.backends.cuda.shapes import ProductShape
+from samebits.tools.bench.clock import Race, how
+from samebits.tools.shapes import of_weights
+from samebits.tools.tune.contest import Contest
+from samebits.tools.tune.families import contest
+from samebits.tools.tune.measure import MARGIN, label, loaded, operand_sets, tidy
+
+SEED = 28
+
+WEIGHTS = (
+    *((2048, 3072), (2048, 16384), (8192, 2048)),  # Llama-3.2 1B
+    *((3072, 5120), (3072, 16384), (8192, 3072)),  # Llama-3.2 3B
+    *((16384, 18432), (16384, 106496), (53248, 16384)),  # Llama-3.1 405B
+    *((3584, 4608), (3584, 37888), (18944, 3584)),  # Qwen2.5 7B
+    *((2560, 6144), (4096, 2560), (2560, 19456), (9728, 2560)),  # Qwen3 4B
+    *((5120, 7168), (5120, 34816), (17408, 5120)),  # Qwen3 14B
+    *((5120, 6144), (5120, 65536), (32768, 5120)),  # Mistral Small
+    *((3584, 8192), (3584, 28672), (14336, 3584)),  # Gemma 2 9B
+    *((5376, 8192), (5376, 43008), (21504, 5376)),  # Gemma 3 27B
+    *((5120, 7680), (5120, 35840), (17920, 5120)),  # Phi-4
+    *((7168, 2112), (1536, 24576), (16384, 7168), (7168, 36864), (18432, 7168)),  # DeepSeek-V3
+    *((2880, 5120), (4096, 2880)),  # gpt-oss
+)
+"""(K, N) of projections: queries, keys and values as one; output; gate and up as one; down."""
+
+GROUPS: dict[str, tuple[int, int, int]] = {
+    "M <= 128": (1, 128, 14),
+    "M 129 to 511": (129, 511, 13),
+    "M >= 512": (512, 8192, 13),
+}
+"""The least and the most rows of a group, and how many shapes it has. All magnitudes are as frequent."""
+
+_FINALISTS = 2
+
+
+def drawn(seed: int = SEED) -> list[tuple[int, int, int]]:
+    """(M, K, N) of the shapes, in an order that mixes the groups."""
+    dice = random.Random(seed)
+    found: list[tuple[int, int, int]] = []
+    for least, most, count in GROUPS.values():
+        for k, n in dice.sample(WEIGHTS, count):
+            m = round(math.exp(dice.uniform(math.log(least), math.log(most))))
+            found.append((m, k, n))
+    dice.shuffle(found)
+    return found
+
+
+def products(shapes: Iterable[tuple[int, int, int]]) -> list[tuple[str, ProductShape]]:
+    """Forward, dX and dW of each shape, by their names."""
+    found = []
+    for m, k, n in shapes:
+        (forward,) = of_weights([(k, n)], [m], torch.bfloat16, gradients_from=m + 1)
+        _, dX, dW = of_weights([(k, n)], [m], torch.bfloat16, gradients_from=m)
+        found += [("forward", forward), ("dX", dX), ("dW", dW)]
+    return found
+
+
+def group(m: int) -> str:
+    return next(name for name, (least, most, _) in GROUPS.items() if least <= m <= most)
+
+
+def halves(times: Sequence[float]) -> tuple[float, float]:
+    """The medians of both turns."""
+    half = len(times) // 2
+    return statistics.median(times[:half]), statistics.median(times[half:])
+
+
+def measured(of: Contest, race: Any, by_itself: bool) -> tuple[dict[str, float], int]:
+    """Microseconds of torch, of the cost model's choice and of the tuned one, and the place of the latter."""
+    early = {name: statistics.median(t) for name, t in race.turns(3).items()}
+    places = sorted((str(i) for i in range(1, len(of.ways))), key=lambda name: early[name])[:_FINALISTS]
+    names = ["torch", "0", *(name for name in places if early[name] < 1.02 * early["0"])]
+    race.keep(names)
+    times = {name: halves(t) for name, t in (race.turns_alone() if by_itself else race.turns(16)).items()}
+    best = min(names[1:], key=lambda name: times[name][0])
+    tuned = best if times["0"][0] > (1 + MARGIN) * times[best][0] else "0"
+    us = {"torch": times["torch"][1], "untuned": times["0"][1], "tuned": times[tuned][1]}
+    return {who: float(f"{t:.5g}") for who, t in us.items()}, int(tuned)
+
+
+def measure(of: Contest, l2_bytes: int) -> tuple[dict[str, float], int]:
+    """The same, on the GPU."""
+    tidy()
+    sets = operand_sets(of, l2_bytes)
+    runs: dict[str, Callable[..., Tensor]] = loaded(of, sets[0]) | {"torch": torch.matmul}
+    calls, by_itself = how(of.flop, of.bytes, of.in_float32)
+    race = Race(calls)
+    for name, run in runs.items():
+        race.add(name, run, sets)
+    return measured(of, race, by_itself)
+
+
+def speeds(cases: Iterable[dict[str, Any]], who: str, beside: str) -> list[float]:
+    return [c["us"][beside] / c["us"][who] for c in cases]
+
+
+def bands(cases: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The cases by group and kind of work, and of all kinds together."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for name in GROUPS:
+        for work in ("all", "forward", "dX", "dW"):
+            some = [c for c in cases if group(c["m"]) == name and work in ("all", c["work"])]
+            if some:
+                found[name, work] = some
+    return found
+
+
+COMPARED = (("tuned", "torch"), ("untuned", "torch"), ("untuned", "tuned"))
+
+
+def show(data: dict[str, Any]) -> Table:
+    table = Table("rows", "work", "products", box=None)
+    for who, beside in COMPARED:
+        table.add_column(f"{who} / {beside}", justify="right")
+        table.add_column("worst", justify="right")
+    for (rows, work), cases in bands(data["cases"]).items():
+        cells = []
+        for who, beside in COMPARED:
+            found = speeds(cases, who, beside)
+            cells += [f"{statistics.geometric_mean(found):.3f}", f"{min(found):.3f}"]
+        table.add_row(rows, work, str(len(cases)), *cells)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    parser.add_argument("--budget", type=float, default=140, help="begin no product after so many seconds")
+    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/held_out.json")
+    options = parser.parse_args()
+    start, console, record = time.monotonic(), Console(width=130), environment(options.commit)
+    device, say = torch.cuda.current_device(), lines_of_progress(console)
+    todo: list[tuple[str, Contest, list[Future[bool]]]] = []
+    data: dict[str, Any] = {"environment": record, "seed": SEED, "cases": []}
+    every = products(drawn())
+    with torch.no_grad(), precompile.Ahead() as ahead:
+        torch.manual_seed(0)
+        for work, shape in every:
+            of = contest(shape, device, alone=True)
+            assert of is not None
+            todo.append((work, of, ahead.add(way.plan for way in of.ways)))
+        for i, (work, of, compiling) in enumerate(todo):
+            say(i / len(todo), f"{work} {of.shape}, {time.monotonic() - start:.0f} s")
+            wait(compiling, max(0.0, options.budget - (time.monotonic() - start)))
+            if time.monotonic() - start >= options.budget:
+                break
+            us, place = measure(of, devices.device_info(device).l2_bytes)
+            m, k, n = sizes(work, of.shape)
+            schedules = {who: label(of.ways[at].schedule) for who, at in (("untuned", 0), ("tuned", place))}
+            data["cases"].append({"work": work, "m": m, "k": k, "n": n, "us": us, "schedules": schedules})
+    data["left"] = len(every) - len(data["cases"])
+    out = options.out or RESULTS / slug(torch.cuda.get_device_name()) / "held_out.json"
+    console.print(show(data))
+    console.print(f"{len(data['cases'])} of {len(every)} products in {time.monotonic() - start:.0f} s")
+    write(out, data)
+
+
+def sizes(work: str, s: Any) -> tuple[int, int, int]:
+    """M, K and N of the linear layer whose product it is."""
+    return {"forward": (s.m, s.k, s.n), "dX": (s.m, s.n, s.k), "dW": (s.k, s.n, s.m)}[work]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Groups of ranks: what the package's functions take as ``group``, and how bytes move between ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from samebits._version import __version__
+from samebits.ops._memory import capturing, has_memory
+
+Group: TypeAlias = Any
+"""A ``torch.distributed`` process group, a ``DeviceMesh`` of one dimension, or None for all ranks."""
+
+ALONE = ""
+"""The name of a group of one rank, where ``torch.distributed`` was not initialized."""
+
+_resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def name_of(op: str, group: Group) -> str:
+    """The group's name, by which operators know it.
+
+    Raises:
+        TypeError: `group` is none of :data:`Group`.
+        ValueError: the number of its ranks is not a power of two, this rank is not one of them, or a mesh has
+            several dimensions.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            return ALONE
+        group = dist.group.WORLD
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"samebits.distributed.{op}: group: expected a mesh of one dimension, got {group}: take"
+                ' one by its name, as mesh["tp"]'
+            )
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"samebits.distributed.{op}: group: this rank is not a member of the group")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"samebits.distributed.{op}: group: expected a process group, a DeviceMesh or None,"
+            f" got {type(group).__name__}"
+        )
+    size = group.size()
+    if size & (size - 1):
+        raise ValueError(
+            f"samebits.distributed.{op}: group: expected a power of two of ranks, because a binary tree adds"
+            f" their results, got {size}"
+        )
+    return cast(str, group.group_name)
+
+
+def ranks(name: str) -> tuple[int, int]:
+    """This rank in the group `name`, and how many there are."""
+    if name == ALONE:
+        return 0, 1
+    group = _resolve(name)
+    return group.rank(), group.size()
+
+
+def all_gather(x: Tensor, name: str) -> Tensor:
+    """``out[T, ...]``: the bytes of every rank's `x`."""
+    x, (_, size) = x.contiguous(), ranks(name)
+    out = x.new_empty(size, *x.shape)
+    if size == 1:
+        return out.copy_(x)
+    if x.numel():
+        _gather(_bytes(out), _bytes(x), group=_resolve(name))
+    return out
+
+
+def all_to_all(x: Tensor, name: str, sizes: list[int]) -> Tensor:
+    """``out[T, n, ...]``: of every rank's ``x[sum(sizes), ...]`` the part that is for this rank.
+
+    Rank r gets n = ``sizes[r]`` rows, those after the ones for lower ranks.
+    """
+    rank, size = ranks(name)
+    x = x.contiguous()
+    out = x.new_empty(size, sizes[rank], *x.shape[1:])
+    width = x[0].numel() * x.element_size() if len(x) else 0
+    if size == 1:
+        return out.copy_(x[None])
+    if width:
+        dist.all_to_all_single(
+            _bytes(out),
+            _bytes(x),
+            [sizes[rank] * width] * size,
+            [n * width for n in sizes],
+            group=_resolve(name),
+        )
+    return out
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+_agreed: set[tuple[str, str]] = set()
+
+
+def agree(op: str, name: str, like: Tensor | torch.device | str, **facts: Any) -> None:
+    """Compare `facts`, and the version of samebits, on all ranks of the group `name`, once for each `facts`.
+
+    Facts are exchanged as a digest, which moves 32 bytes from every rank. In the capture of a CUDA graph and
+    in traced code nothing is compared.
+
+    Args:
+        like: a tensor on the device that the group moves data from, or the device.
+        facts: whatever must be the same. It is compared as JSON, or as its ``str``.
+
+    Raises:
+        ValueError: on every rank, if they differ. It names the ranks that differ from rank 0.
+    """
+    if name == ALONE or torch.compiler.is_compiling():
+        return
+    if isinstance(like, Tensor):
+        if not has_memory(like) or capturing(like):
+            return
+        like = like.device
+    text = json.dumps({"op": op, "samebits": __version__, **facts}, default=str, sort_keys=True)
+    if (name, text) in _agreed:
+        return
+    mine = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).to(like)
+    digests = all_gather(mine, name).cpu()
+    others = [rank for rank, digest in enumerate(digests) if not digest.equal(digests[0])]
+    if others:
+        raise ValueError(
+            f"samebits.distributed.{op}: expected the same version, contract, shapes and options on all ranks"
+            f" of the group, but ranks {others} differ from rank 0; here: {text}"
+        )
+    _agreed.add((name, text))

@@ -1,0 +1,216 @@
+"""Replacements of PyTorch's functions that sort, pick and add by index, under ``samebits.batch_invariant``.
+
+The functions follow the conventions of :mod:`samebits.mode.overrides`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.mode.arguments import as_pytorch, records, takes
+from samebits.ops import indexing, scan
+from samebits.ops.expand import expand
+
+_BY_SORTING = 4096  # so many entries or fewer
+_INTEGERS = (torch.int64, torch.int32)
+
+# Bound here, before the mode's rules find them.
+_sort, _argsort, _topk = torch.sort, torch.argsort, torch.topk
+
+
+def sort(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _sort(input, **_sorting(*args, **kwargs))
+
+
+def argsort(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _argsort(input, **_sorting(*args, **kwargs))
+
+
+def msort(input: Tensor) -> Any:
+    return _sort(input, dim=0, stable=True)[0]
+
+
+def _sorting(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a stable sort. ``stable`` comes first in one of PyTorch's forms, but by name only."""
+    names: tuple[str, ...] = ("dim", "descending")
+    if args and (args[0] is None or isinstance(args[0], bool)):  # the operator's own form
+        names = ("stable", *names)
+    return {**dict(zip(names, args, strict=False)), **kwargs, "stable": True}
+
+
+def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """The largest, or smallest: among equal ones those that come first, in this order."""
+    as_pytorch(_topk, input, k, dim, largest, sorted)
+    k, dim = operator.index(k), operator.index(dim)
+    with torch.no_grad():
+        places = _first_places(input.detach(), k, dim, largest)
+    values = input.clone() if input.ndim == 0 else gather(input, dim, places)
+    return torch.return_types.topk((values, places))
+
+
+def _first_places(x: Tensor, k: int, dim: int, largest: bool) -> Tensor:
+    if x.ndim == 0 or x.shape[dim] <= _BY_SORTING or not takes(x):
+        places = _sort(x, dim=dim, descending=largest, stable=True)[1]
+        return places if x.ndim == 0 else places.narrow(dim, 0, k).contiguous()
+    wide = (x.to(torch.float32) + 0.0).contiguous().view(torch.int32)
+    order = (wide ^ (wide >> 31 & 0x7FFFFFFF)).to(torch.int64)  # as the numbers are ordered
+    order = torch.where(x.isnan(), 0x7FFFFFFF, order)  # NaN is the largest
+    shape = [1] * x.ndim
+    shape[dim] = x.shape[dim]
+    place = torch.arange(x.shape[dim], device=x.device).view(shape)
+    keys = order << 32 | (0xFFFFFFFF - place if largest else place)
+    low = _topk(keys, k, dim, largest, True)[0] & 0xFFFFFFFF
+    return 0xFFFFFFFF - low if largest else low
+
+
+def getitem(input: Tensor, index: Any) -> Any:
+    """``input[index]``: where integers pick parts that have gradients, these are summed in order."""
+    picked = _picked(index if isinstance(index, tuple) else (index,)) if records(input) else None
+    if picked is None:
+        return input[index]
+    before, indices, after = picked
+    found = _taken(input[before], len(before), indices)
+    shape = torch.broadcast_shapes(*(i.shape for i in indices))
+    return found[(*(slice(None),) * (len(before) + len(shape)), *after)] if after else found
+
+
+def picks(input: Any, index: Any) -> bool:
+    """Whether autograd sums the gradient of ``input[index]`` over equal indices."""
+    if not (torch.is_grad_enabled() and isinstance(input, Tensor) and input.requires_grad):
+        return False
+    return _picked(index if isinstance(index, tuple) else (index,)) is not None
+
+
+def _picked(index: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor], tuple[Any, ...]] | None:
+    """Slices, tensors of integers one after the other, and slices again, if that is all."""
+    found = [i for i, x in enumerate(index) if isinstance(x, Tensor)]
+    if not found or found[-1] - found[0] != len(found) - 1:
+        return None
+    before, indices, after = index[: found[0]], [*index[found[0] : found[-1] + 1]], index[found[-1] + 1 :]
+    integers = all(x.dtype in _INTEGERS and x.ndim > 0 for x in indices)
+    plain = all(isinstance(x, slice) for x in before) and all(
+        x is None or x is Ellipsis or isinstance(x, slice) for x in after
+    )
+    return (before, indices, after) if integers and plain else None
+
+
+def _taken(x: Tensor, first: int, indices: Sequence[Tensor]) -> Tensor:
+    """`x` at integers for the dimensions from `first` on."""
+    rows, places = _as_rows(x, first, indices)
+    found = indexing.take(rows, places)
+    return found.movedim([*range(places.ndim)], [*range(first, first + places.ndim)])
+
+
+def _as_rows(x: Tensor, first: int, indices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """`x` with the dimensions from `first` on, as many as there are indices, as one in front; its rows."""
+    count = len(indices)
+    sizes = x.shape[first : first + count]
+    places = indexing.row_numbers(sizes, torch.broadcast_tensors(*indices))
+    moved = x.movedim([*range(first, first + count)], [*range(count)]) if first else x
+    return moved.reshape(sizes.numel(), *moved.shape[count:]), places
+
+
+def index_select(input: Tensor, dim: int, index: Tensor) -> Any:
+    if not records(input) or input.ndim == 0 or index.ndim > 1:
+        return torch.index_select(input, dim, index)
+    return indexing.take(input.movedim(dim, 0), index.reshape(-1)).movedim(0, dim)
+
+
+def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
+    if not records(input) or sparse_grad:
+        return torch.gather(input, dim, index, sparse_grad=sparse_grad)
+    as_pytorch(torch.gather, input, dim, index)
+    return indexing.gather(input, operator.index(dim), index)
+
+
+def repeat_interleave(input: Tensor, repeats: Any, dim: int | None = None, *, output_size: Any = None) -> Any:
+    if not records(input):
+        return torch.repeat_interleave(input, repeats, dim, output_size=output_size)
+    x, dim = (input.reshape(-1), 0) if dim is None else (input, dim % input.ndim)
+    if isinstance(repeats, Tensor):
+        places = torch.repeat_interleave(repeats.expand(x.shape[dim]), output_size=output_size)
+        return index_select(x, dim, places)
+    shape = (*x.shape[: dim + 1], operator.index(repeats), *x.shape[dim + 1 :])
+    return expand(x.unsqueeze(dim + 1), shape).flatten(dim, dim + 1)
+
+
+def repeat(input: Tensor, *repeats: Any) -> Any:
+    counts = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
+    if not records(input) or len(counts) < input.ndim:
+        return input.repeat(counts)
+    sizes = (1,) * (len(counts) - input.ndim) + tuple(input.shape)
+    apart = [n for size in sizes for n in (1, size)]
+    wide = [n for pair in zip(counts, sizes, strict=True) for n in pair]
+    return expand(input.reshape(apart), wide).reshape([c * n for c, n in zip(counts, sizes, strict=True)])
+
+
+def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
+    if not takes(input, source):
+        return NotImplemented
+    as_pytorch(torch.index_add, input, dim, index, source, alpha=alpha)
+    return indexing.index_add(input, operator.index(dim), index, source, alpha)
+
+
+def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
+    if not takes(input, src):
+        return NotImplemented
+    as_pytorch(torch.scatter_add, input, dim, index, src)
+    return indexing.scatter_add(input, operator.index(dim), index, src)
+
+
+def index_put(input: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False) -> Any:
+    if not accumulate:
+        return torch.index_put(input, list(indices), values)
+    return _put(input, indices, values)
+
+
+def index_put_(
+    input: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False, unsafe: bool = False
+) -> Any:
+    if not accumulate:
+        return input.index_put_(list(indices), values)
+    result = _put(input, indices, values)
+    return result if result is NotImplemented else input.copy_(result)
+
+
+def _put(x: Tensor, indices: Sequence[Any], values: Tensor) -> Any:
+    picked = _picked(tuple(slice(None) if i is None else i for i in indices))
+    if picked is None or not takes(x, values) or x.dtype != values.dtype:
+        return NotImplemented
+    as_pytorch(torch.ops.aten.index_put, x, list(indices), values, True)
+    first, (rows, places) = len(picked[0]), _as_rows(x, len(picked[0]), picked[1])
+    added = values.expand(*x.shape[:first], *places.shape, *x.shape[first + len(picked[1]) :])
+    added = added.movedim([*range(first, first + places.ndim)], [*range(places.ndim)])
+    added = added.reshape(places.numel(), *rows.shape[1:])
+    total = indexing.index_add(rows, 0, places.reshape(-1), added)
+    if not first:
+        return total.reshape(x.shape)
+    count = len(picked[1])
+    total = total.reshape(*x.shape[first : first + count], *rows.shape[1:])
+    return total.movedim([*range(count)], [*range(first, first + count)])
+
+
+def cumsum(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    return _cumulated(torch.cumsum, scan.cumsum, input, dim, dtype)
+
+
+def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    if records(input):
+        return NotImplemented
+    return _cumulated(torch.cumprod, scan.cumprod, input, dim, dtype)
+
+
+def _cumulated(theirs: Any, ours: Any, input: Tensor, dim: int, dtype: torch.dtype | None) -> Any:
+    kind = dtype or input.dtype
+    if not (kind.is_floating_point or kind.is_complex):
+        return theirs(input, dim, dtype=dtype)  # integers: exact in any order
+    x = input if dtype is None else input.to(dtype)
+    if not takes(x):
+        return NotImplemented
+    as_pytorch(theirs, x, dim)
+    return ours(x, operator.index(dim))

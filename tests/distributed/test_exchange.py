@@ -1,0 +1,64 @@
+"""Sums over ranks, at 1, 2, 4 and 8 processes; and what happens to others when one ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from samebits.distributed import ordered_all_reduce, ordered_reduce_scatter
+from samebits.testing import assert_same_bits
+from tests.support.ranks import SIZES, assert_passed, checks, needs_gloo
+
+CHECKS = "tests.distributed.exchange_checks"
+
+
+@needs_gloo
+@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("name", checks(CHECKS))
+def test_on_ranks(name: str, ranks: int) -> None:
+    assert_passed(CHECKS, ranks, name)
+
+
+def test_a_process_alone_needs_no_group() -> None:
+    x = torch.randn(3, 4)
+    assert_same_bits(ordered_all_reduce(x), x)
+    assert_same_bits(ordered_reduce_scatter(x, out_dtype=torch.bfloat16), x.bfloat16())
+
+
+def test_the_package_is_loaded_only_when_it_is_used() -> None:
+    code = """
+import sys, samebits
+assert not any(name.startswith("samebits.distributed") for name in sys.modules)
+assert samebits.distributed.ordered_all_reduce
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@needs_gloo
+def test_a_rank_that_ends_is_an_error_on_the_others(tmp_path: Path) -> None:
+    code = """
+import datetime, os, sys, torch, torch.distributed as dist
+from samebits.distributed import ordered_all_reduce
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group(
+    "gloo", "file://" + store, timeout=datetime.timedelta(seconds=10), rank=rank, world_size=2
+)
+ordered_all_reduce(torch.ones(4))
+if rank == 1:
+    os._exit(0)
+try:
+    ordered_all_reduce(torch.ones(4))
+except RuntimeError:
+    os._exit(7)
+"""
+    command = [sys.executable, "-c", code]
+    ranks = [subprocess.Popen([*command, str(r), str(tmp_path / "store")]) for r in (0, 1)]
+    try:
+        assert [r.wait(120) for r in ranks] == [7, 0]
+    finally:
+        for r in ranks:
+            r.kill()
