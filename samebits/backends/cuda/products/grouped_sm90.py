@@ -18,7 +18,16 @@ from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
 from samebits.backends.grouped import GroupedKernel, GroupedProduct, refuse_large
 from samebits.backends.product import need
 
-__all__ = ["GROUPED_SM90", "MOST_GROUPS", "chosen", "estimate", "spec", "variant", "with_table"]
+__all__ = [
+    "GROUPED_SM90",
+    "MOST_GROUPS",
+    "chosen",
+    "estimate",
+    "for_sequences",
+    "spec",
+    "variant",
+    "with_table",
+]
 
 _PARAMS = "128s128s128sPPPqq8iPP2iq"
 _NO_MAP = bytes(128)
@@ -57,13 +66,16 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
 
     @functools.cached_property
     def catalogue(self) -> Sequence[Sm90Schedule]:
-        sizes = itertools.product(
-            (1, 8, 16, 24, 32, 64, 200, 512, 4096), (256, 1536, 4096, 14336), (1, 8, 128)
-        )
+        rows, columns = (1, 8, 16, 24, 32, 64, 200, 512, 4096), (256, 1536, 4096, 14336)
+        sizes = list(itertools.product(rows, columns, (1, 8, 128)))
         found = [
             chosen(Gemm(m, n, 1024, batch, a_mn, b_mn), sms, of_terms)
             for sms, (m, n, batch) in itertools.product((114, 132), sizes)
             for a_mn, b_mn, of_terms in ((False, False, False), (False, True, False), (True, True, True))
+        ]
+        found += [
+            for_sequences(chosen(Gemm(m, n, k, batch, True, True), 132, True), k)
+            for (m, n, batch), k in itertools.product(sizes, (64, 512))
         ]
         return tuple(dict.fromkeys(found))
 
@@ -110,7 +122,9 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
         return of_tiles(s, g if s.swap else replace(g, m=max(g.m, 129)), sms)
 
     def choose(self, p: GroupedProduct) -> Sm90Schedule:
-        return chosen(_balanced(p), devices.device_info(p.device).sm_count, p.of_terms)
+        g = _balanced(p)
+        found = chosen(g, devices.device_info(p.device).sm_count, p.of_terms)
+        return for_sequences(found, g.k) if p.runs else found
 
     def plan(self, p: GroupedProduct, s: Sm90Schedule | None = None) -> GroupedCudaPlan:
         need(p.out.empty or self.supports(p), f"{self.name}: expected {p} that TMA can read, on sm_90")
@@ -156,6 +170,15 @@ def chosen(g: Gemm, sms: int, of_terms: bool) -> Sm90Schedule:
     found = [s for s in schedule_sm90.candidates(g, sms) if not s.swap]
     cost = schedule_sm90.estimate if of_terms else estimate
     return replace(min(found, key=lambda s: cost(s, g, sms)), ahead=0)
+
+
+def for_sequences(s: Sm90Schedule, terms: int) -> Sm90Schedule:
+    """`s`, for groups of so many terms in sequences: each begins a new block of k, so blocks are short."""
+    if terms >= 128:
+        s = replace(s, block_k=32)
+    elif s.block_m < 128:  # what is written bounds such groups, and wide tiles write fastest
+        s = replace(s, block_m=128, block_n=256, block_k=32, share=2)
+    return s.filled(s.panels, True, True)
 
 
 def estimate(s: Sm90Schedule, g: Gemm, sms: int) -> float:
