@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from samebits.backends import Step
-from samebits.backends.cuda import compiler, runtime
+from samebits.backends.cuda import compiler, runtime, shapes, tuned
 from samebits.backends.cuda.matmul import check_contract
 from samebits.backends.cuda.products.grouped import GROUPED_FMA, GROUPED_TENSOR_CORE, GroupedCudaPlan
 from samebits.backends.cuda.products.grouped_sm90 import GROUPED_SM90
+from samebits.backends.cuda.shapes import GroupedShape
 from samebits.backends.grouped import GroupedKernel, GroupedOperands, GroupedProduct
 from samebits.contract import contract_from_key
 
@@ -23,6 +24,20 @@ GROUPED: tuple[GroupedKernel[Any], ...] = (GROUPED_TENSOR_CORE, GROUPED_FMA, GRO
 def fastest(p: GroupedProduct) -> Any:
     """The kernel that should be fastest. This is the one place where they are chosen."""
     return [kernel for kernel in GROUPED if kernel.step == p.step and kernel.supports(p)][-1]
+
+
+def chosen(p: GroupedProduct) -> tuple[Any, Any]:
+    """The kernel and the schedule that should be fastest: a tuned table's, or its own choice, as None."""
+    shape = GroupedShape.of(p)
+    if shape is not None:
+        shapes.met(shape)
+    return tuned.find(shape, p.device, partial(ways, p)) or (fastest(p), None)
+
+
+def ways(p: GroupedProduct, name: str = "") -> list[tuple[Any, Any]]:
+    """The fastest kernel, if it is that of this name, and the schedules that could be. Tuning times them."""
+    kernel = fastest(p)
+    return [(kernel, s) for s in kernel.candidates(p)] if name in ("", kernel.name) else []
 
 
 def grouped_rows(
@@ -88,6 +103,7 @@ def _launch(planned: _Planned) -> None:
 # Plans of earlier products, by everything that decides them. So checks and choices are made only once.
 _plans: dict[tuple[object, ...], GroupedCudaPlan] = {}
 _MOST_PLANS = 8192
+shapes.on_change(lambda: _plans.clear())
 
 
 def _planned(x: GroupedOperands, contract: str) -> _Planned:
@@ -106,5 +122,6 @@ def _planned(x: GroupedOperands, contract: str) -> _Planned:
             _plans.clear()
         check_contract(contract, a.get_device())
         p = GroupedProduct.of(x, contract_from_key(contract).step)
-        plan = _plans[key] = fastest(p).plan(p)
+        kernel, schedule = chosen(p)
+        plan = _plans[key] = kernel.plan(p, schedule)
     return plan, x
