@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,12 @@ from torch import Tensor
 from samebits.backends import Step
 from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.matmul import check_contract
-from samebits.backends.cuda.products.grouped import GROUPED_FMA, GROUPED_TENSOR_CORE, GroupedCudaPlan
+from samebits.backends.cuda.products.grouped import GROUPED_FMA, GROUPED_TENSOR_CORE, GroupedCudaPlan, nothing
 from samebits.backends.cuda.products.grouped_sm90 import GROUPED_SM90
+from samebits.backends.cuda.products.segmented import Partials, part_of, tree_launch
 from samebits.backends.grouped import GroupedKernel, GroupedOperands, GroupedProduct
+from samebits.backends.product import Matrix
+from samebits.backends.segments import check_terms
 from samebits.contract import contract_from_key
 
 GROUPED: tuple[GroupedKernel[Any], ...] = (GROUPED_TENSOR_CORE, GROUPED_FMA, GROUPED_SM90)
@@ -77,6 +81,28 @@ def _contiguous(t: Tensor) -> Tensor:
     return t if t.is_contiguous() else t.contiguous()
 
 
+def _segmented_plan(p: GroupedProduct, segments: int) -> GroupedCudaPlan:
+    """The plan of groups of rows in segments: a product of each segment, and the tree of their sums."""
+    if 0 in p.out.shape:
+        return GroupedCudaPlan(nothing)
+    k, at = p.k // segments, Partials(segments, p.m, p.n)
+    steps = k * p.a.strides[-1] * p.a.dtype.itemsize, k * p.b.strides[-2] * p.b.dtype.itemsize
+    a = part_of(p.a, (p.rows, k), p.a.strides, steps[0])
+    b = part_of(p.b, (p.groups, k, p.n), p.b.strides, steps[1])
+    part = replace(p, a=a, b=b, out=Matrix(torch.float32, (p.m, p.n), (at.row, 1)), bias=None)
+    inner = fastest(part).plan(part)
+    tree = tree_launch(p.device, segments, (at.segment, at.row), p.out, p.bias, p.groups)
+
+    def launch(a: int, b: int, out: int, offs: int, bias: int, runs: int) -> None:
+        room = runtime.empty((at.floats,), torch.float32, p.device)
+        for s in range(segments):
+            sums = room.data_ptr() + s * at.segment * 4
+            inner.launch(a + s * steps[0], b + s * steps[1], sums, offs, 0, 0)
+        tree(room.data_ptr(), out, bias, offs)
+
+    return GroupedCudaPlan(launch)
+
+
 _Planned = tuple[GroupedCudaPlan, GroupedOperands]
 
 
@@ -106,5 +132,6 @@ def _planned(x: GroupedOperands, contract: str) -> _Planned:
             _plans.clear()
         check_contract(contract, a.get_device())
         p = GroupedProduct.of(x, contract_from_key(contract).step)
-        plan = _plans[key] = fastest(p).plan(p)
+        segments = 1 if p.of_terms else check_terms(contract, p.k)
+        plan = _plans[key] = _segmented_plan(p, segments) if segments > 1 else fastest(p).plan(p)
     return plan, x
