@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samebits.mode import indexing, overrides, products
+from samebits.mode import indexing, overrides, products, windows
 from samebits.mode.pointwise import (
     broadcasting,
     complex_in_whole_vectors,
@@ -161,6 +161,12 @@ REPLACED = (
         "other functions that broadcast (`where`, `maximum`, …): their gradients are summed by PyTorch",
     ),
     Row(
+        {"conv1d": windows.conv1d, "conv2d": windows.conv2d, "conv3d": windows.conv3d},
+        "[convolutions](contract.md#convolutions): products of what a window sees; sums over positions that"
+        " begin anew at each row of the batch",
+        "transposed ones",
+    ),
+    Row(
         {"sort": indexing.sort, "argsort": indexing.argsort, "msort": indexing.msort, "topk": indexing.topk},
         "stable: equal values in the order of their places, also in `topk`",
         "`out=`",
@@ -230,7 +236,7 @@ REPORTED = {
         multi_margin_loss multilabel_margin_loss ctc_loss
     """,
     "convolutions, pooling, interpolation": """
-        convolution _convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+        convolution _convolution conv_transpose1d conv_transpose2d conv_transpose3d
         conv_tbc avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
         interpolate grid_sample fold
     """,

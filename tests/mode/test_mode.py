@@ -68,6 +68,12 @@ COVERED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "normalize": lambda x, w, b: F.normalize(x, dim=-1),
     "mean": lambda x, w, b: torch.mean(x, dim=1),
     "attention": lambda x, w, b: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "conv1d": lambda x, w, b: F.conv1d(x.mT, w[:, :, None].expand(-1, -1, 3), b, padding=1).mT,
+    "conv1d, depthwise": lambda x, w, b: F.conv1d(x.mT, w[:, None, :4], b, padding=3, groups=40)[..., :-3].mT,
+    "conv2d": lambda x, w, b: F.conv2d(x[:, None], w[:2, None, :9].view(2, 1, 3, 3), b[:2], 2, 1),
+    "topk": lambda x, w, b: x.topk(5)[0],
+    "cumsum": lambda x, w, b: x.cumsum(-1),
+    "x[i]": lambda x, w, b: x[:, torch.tensor([0, 0, 2, 1], device=x.device)],
     "silu": lambda x, w, b: F.silu(x * b),
     "gelu": lambda x, w, b: F.gelu(x + b),
     "repeat": lambda x, w, b: x[:, None].expand(-1, 2, -1, -1).reshape(len(x), 6, 40).softmax(-1),
@@ -221,7 +227,7 @@ def test_nesting_and_the_decorator() -> None:
 
 
 UNCOVERED: dict[str, Callable[[], Any]] = {
-    "conv1d": lambda: nn.Conv1d(3, 2, 3)(X),
+    "conv_transpose1d": lambda: nn.ConvTranspose1d(3, 2, 3)(X),
     "logcumsumexp": lambda: X.logcumsumexp(0),
     "cumprod": lambda: X.clone().requires_grad_().cumprod(0),
     "norm": lambda: X.norm(p=1),
@@ -272,7 +278,7 @@ def test_uncovered_operators_are_named(name: str) -> None:
 
 # Reached through Python of PyTorch.
 PYTHON = (
-    *("lstm", "rnn_tanh_cell", "conv1d", "batch_norm", "bilinear", "normalize", "norm"),
+    *("lstm", "rnn_tanh_cell", "conv_transpose1d", "batch_norm", "bilinear", "normalize", "norm"),
     *("tensordot", "interpolate", "fold", "grid_sample"),
 )
 
