@@ -223,7 +223,8 @@ def main() -> None:
         torch.manual_seed(0)
         model: Any = LlamaForCausalLM(LlamaConfig(**BILLION))
         model = model.to(torch.bfloat16)
-        experts: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS)).to(torch.bfloat16)
+        experts: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS))
+        experts = experts.to(torch.bfloat16)
     out = options.out or RESULTS / slug(torch.cuda.get_device_name()) / "steps.json"
     cases: dict[str, Measured] = {}
     for forms in (("torch", "context"), ("process",)):
