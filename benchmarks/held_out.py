@@ -30,7 +30,8 @@ from samebits.backends.cuda import devices, precompile
 from samebits.backends.cuda.shapes import ProductShape
 from samebits.tools.bench.clock import Race, how
 from samebits.tools.shapes import of_weights
-from samebits.tools.tune.contest import Contest, contest
+from samebits.tools.tune.contest import Contest
+from samebits.tools.tune.families import contest
 from samebits.tools.tune.measure import MARGIN, label, loaded, operand_sets, tidy
 
 SEED = 28

@@ -40,7 +40,7 @@ HOST = ((1, 1024, 1024), (16, 256, 256), (2048, 1024, 1024))
 LOOP = """
 #include <time.h>
 #include "samebits.h"
-double loop(const sb_context* context, const sb_product* product, CUstream stream, int count) {
+SB_API double loop(const sb_context* context, const sb_product* product, CUstream stream, int count) {
     struct timespec start, end;
     clock_gettime(CLOCK_MONOTONIC, &start);
     for (int i = 0; i < count; i++)
@@ -62,7 +62,15 @@ def library(folder: Path) -> Path:
     """The library, and beside it the loop, compiled."""
     sources = [str(f) for f in sorted((ROOT / "native").glob("*.c")) if f.name != "smoke.c"]
     (folder / "loop.c").write_text(LOOP)
-    flags = ["-std=c11", "-O2", "-fPIC", "-shared", f"-I{ROOT / 'native'}", "-D_POSIX_C_SOURCE=200809L"]
+    flags = [
+        "-std=c11",
+        "-O2",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-shared",
+        f"-I{ROOT / 'native'}",
+        "-D_POSIX_C_SOURCE=200809L",
+    ]
     out = folder / "libsamebits.so"
     options = ["-o", str(out), "-ldl", "-lpthread"]
     subprocess.run(["cc", *flags, *sources, str(folder / "loop.c"), *options], check=True)

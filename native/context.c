@@ -68,7 +68,7 @@ static sb_status load_kernels(sb_context* x) {
     sb_status status = room && code ? SB_OK : fail(SB_MEMORY, "no memory to unpack kernels");
     for (uint32_t i = 0; i < archive->cubin_count && status == SB_OK; i++) {
         const cubin* c = &archive->cubins[i];
-        status = inflate(archive->bytes + c->at, (size_t)c->size, code, c->unpacked, room)
+        status = sb_inflate(archive->bytes + c->at, (size_t)c->size, code, c->unpacked, room)
                      ? load_kernel(x, i, code)
                      : fail(SB_ARCHIVE, "the archive's machine code of %s is damaged", c->entry);
     }

@@ -134,7 +134,8 @@ static bool coded_block(source* x, const code* literals, const code* distances, 
     return true;
 }
 
-bool inflate(const unsigned char* from, size_t size, unsigned char* to, size_t to_size, inflate_room* room) {
+bool sb_inflate(const unsigned char* from, size_t size, unsigned char* to, size_t to_size,
+                inflate_room* room) {
     source x = {from, from + size, 0, 0};
     code literals = {0, room->literals}, distances = {0, room->distances};
     unsigned char *at = to, *const end = to + to_size;

@@ -7,6 +7,11 @@
 
 #include "samebits.h"
 
+/* Nothing here is seen outside, whatever the compiler was told: other libraries have functions of such names. */
+#if defined(__GNUC__)
+#pragma GCC visibility push(hidden)
+#endif
+
 #ifndef SB_LIBCUDA
 #define SB_LIBCUDA "libcuda.so.1"
 #endif
@@ -151,13 +156,14 @@ struct sb_archive {
 
 void keep(const sb_archive* archive);
 
-/* Tables that inflate() works with. */
+/* Tables that sb_inflate() works with. */
 typedef struct {
     uint16_t literals[1 << 15], distances[1 << 15];
 } inflate_room;
 
 /* Unpack machine code (inflate.c): whether it is of this size. */
-bool inflate(const unsigned char* from, size_t size, unsigned char* to, size_t to_size, inflate_room* room);
+bool sb_inflate(const unsigned char* from, size_t size, unsigned char* to, size_t to_size,
+                inflate_room* room);
 
 const table* find_table(const sb_archive* archive, family f, uint32_t key);
 /* The schedule of a table for these sizes, or NULL. */
@@ -302,5 +308,9 @@ int64_t blocks_sm90(const sb_context* context, const schedule* s, int64_t rows, 
 bool aligned_output(const sb_product* p);
 /* All but the sequences. */
 sb_status fill_tensor_core(const call* c, const schedule* s, bool folded, tensor_core_params* x);
+
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
 
 #endif

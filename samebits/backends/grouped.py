@@ -153,6 +153,14 @@ class GroupedKernel(abc.ABC, Generic[S]):
         """The schedules of the catalogue that can run `p`."""
         return self.catalogue
 
+    def candidates(self, p: GroupedProduct) -> Sequence[S]:
+        """The schedules that could be fastest, each as it would run. Tuning times them."""
+        return self.schedules(p)
+
+    @abc.abstractmethod
+    def cost(self, p: GroupedProduct, s: S) -> float:
+        """Estimated microseconds of `p` under `s`, to compare schedules."""
+
     @abc.abstractmethod
     def choose(self, p: GroupedProduct) -> S:
         """The schedule that should be fastest, whatever the offsets are."""

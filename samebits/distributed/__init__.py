@@ -2,11 +2,17 @@
 
 from samebits.distributed.data import GradientGroups, OrderedReduceScatter, ordered_hook
 from samebits.distributed.exchange import ordered_all_reduce, ordered_reduce_scatter
+from samebits.distributed.linear import column_parallel_linear, row_parallel_linear
+from samebits.distributed.vocabulary import vocab_parallel_embedding, vocab_parallel_linear_logp
 
 __all__ = [
     "GradientGroups",
     "OrderedReduceScatter",
+    "column_parallel_linear",
     "ordered_all_reduce",
     "ordered_hook",
     "ordered_reduce_scatter",
+    "row_parallel_linear",
+    "vocab_parallel_embedding",
+    "vocab_parallel_linear_logp",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from samebits._version import __version__
+from samebits.contract import FAMILIES
 from samebits.ops._memory import capturing, has_memory
 
 Group: TypeAlias = Any
@@ -59,12 +60,15 @@ def name_of(op: str, group: Group) -> str:
     return cast(str, group.group_name)
 
 
-def ranks(name: str) -> tuple[int, int]:
+def _ranks(name: str) -> tuple[int, int]:
     """This rank in the group `name`, and how many there are."""
     if name == ALONE:
         return 0, 1
     group = _resolve(name)
     return group.rank(), group.size()
+
+
+ranks: Callable[[str], tuple[int, int]] = torch.compiler.assume_constant_result(_ranks)
 
 
 def all_gather(x: Tensor, name: str) -> Tensor:
@@ -100,14 +104,22 @@ def all_to_all(x: Tensor, name: str, sizes: list[int]) -> Tensor:
     return out
 
 
+def add_bits(x: Tensor, name: str) -> Tensor:
+    """`x` of the ranks, added as integers: exact where at most one rank has anything but zero bytes."""
+    out = x.contiguous()
+    whole = out.numel() * out.element_size() % 4 == 0 and out.data_ptr() % 4 == 0
+    dist.all_reduce(out.view(-1).view(torch.int32 if whole else torch.uint8), group=_resolve(name))
+    return out
+
+
 def _bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-_agreed: set[tuple[str, str]] = set()
+_agreed: set[tuple[Any, ...]] = set()
 
 
-def agree(op: str, name: str, like: Tensor | torch.device | str, **facts: Any) -> None:
+def agree(op: str, name: str, like: Tensor | torch.device, **facts: Any) -> None:
     """Compare `facts`, and the version of samebits, on all ranks of the group `name`, once for each `facts`.
 
     Facts are exchanged as a digest, which moves 32 bytes from every rank. In the capture of a CUDA graph and
@@ -115,7 +127,7 @@ def agree(op: str, name: str, like: Tensor | torch.device | str, **facts: Any) -
 
     Args:
         like: a tensor on the device that the group moves data from, or the device.
-        facts: whatever must be the same. It is compared as JSON, or as its ``str``.
+        facts: hashable data that must be the same. They are compared as text.
 
     Raises:
         ValueError: on every rank, if they differ. It names the ranks that differ from rank 0.
@@ -126,9 +138,13 @@ def agree(op: str, name: str, like: Tensor | torch.device | str, **facts: Any) -
         if not has_memory(like) or capturing(like):
             return
         like = like.device
-    text = json.dumps({"op": op, "samebits": __version__, **facts}, default=str, sort_keys=True)
-    if (name, text) in _agreed:
+    known = op, name, __version__, *facts.items()
+    if known in _agreed:
         return
+    family = FAMILIES.get(torch.cuda.get_device_capability(like)) if like.type == "cuda" else None
+    of_device = family and family.name  # decides bits of a contract that is not bound to any
+    compared = {"of": op, "samebits": __version__, "tensor cores": of_device, **facts}
+    text = ", ".join(f"{fact} {value}" for fact, value in compared.items())
     mine = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).to(like)
     digests = all_gather(mine, name).cpu()
     others = [rank for rank, digest in enumerate(digests) if not digest.equal(digests[0])]
@@ -137,4 +153,4 @@ def agree(op: str, name: str, like: Tensor | torch.device | str, **facts: Any) -
             f"samebits.distributed.{op}: expected the same version, contract, shapes and options on all ranks"
             f" of the group, but ranks {others} differ from rank 0; here: {text}"
         )
-    _agreed.add((name, text))
+    _agreed.add(known)

@@ -62,7 +62,7 @@ def ordered_hook(state: Group, bucket: GradBucket) -> torch.futures.Future[Tenso
 
 
 def _agree_on_parameters(op: str, name: str, like: Tensor, parameters: Iterable[Tensor]) -> None:
-    agree(op, name, like, parameters=[(str(p.dtype), *p.shape) for p in parameters])
+    agree(op, name, like, parameters=tuple((p.dtype, *p.shape) for p in parameters))
 
 
 class OrderedReduceScatter:
@@ -96,9 +96,7 @@ class OrderedReduceScatter:
                 f"samebits.distributed.OrderedReduceScatter: op: expected SUM or AVG, got {op};"
                 " set_force_sum_reduction_for_comms(True) asks for SUM"
             )
-        agree(
-            "OrderedReduceScatter", name, input_tensor, shape=[*input_tensor.shape], dtype=input_tensor.dtype
-        )
+        agree("OrderedReduceScatter", name, input_tensor, shape=input_tensor.shape, dtype=input_tensor.dtype)
         sums = tree(all_to_all(input_tensor, name, [output_tensor.numel()] * size))
         divisor = size if op == dist.ReduceOp.AVG else 1
         output_tensor.copy_(finished(sums, None, output_tensor.dtype, divisor))

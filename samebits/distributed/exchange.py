@@ -175,7 +175,8 @@ def _reduce_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple
 reduce_over_ranks.register_autograd(_reduce_backward, setup_context=_reduce_setup)
 
 
-def _reduce_scatter(x: Tensor, bias: Tensor | None, dim: int, group: str, out_dtype: torch.dtype) -> Tensor:
+def reduce_scatter(x: Tensor, bias: Tensor | None, dim: int, group: str, out_dtype: torch.dtype) -> Tensor:
+    """This rank's part of the sum over ranks, plus a bias."""
     refuse("an exchange between ranks is no launch")
     _, size = ranks(group)
     rows = x.movedim(dim, 0)
@@ -192,7 +193,7 @@ def _reduce_scatter_fake(
 
 scatter_over_ranks = Operator(
     "ordered_reduce_scatter(Tensor x, Tensor? bias, int dim, str group, ScalarType out_dtype) -> Tensor",
-    cpu=_reduce_scatter,
+    cpu=reduce_scatter,
     fake=_reduce_scatter_fake,
 )
 """This rank's part of the sum over ranks, plus a bias that has no gradient here, rounded once."""

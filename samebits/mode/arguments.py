@@ -64,6 +64,9 @@ def as_pytorch(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result has.
     """
     made: dict[int, Tensor] = {}
+    refused = (
+        "out" in kwargs
+    )  # with gradients; nothing else is saved, which activation checkpointing would count
 
     def like(x: Any) -> Any:
         if isinstance(x, (tuple, list)):
@@ -72,7 +75,7 @@ def as_pytorch(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return x
         if id(x) not in made:
             empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-            made[id(x)] = empty.requires_grad_(x.requires_grad)
+            made[id(x)] = empty.requires_grad_(refused and x.requires_grad)
         return made[id(x)]
 
     with torch._C.DisableTorchFunction():

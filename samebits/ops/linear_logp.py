@@ -116,10 +116,10 @@ def linear_logp(
         operands["bias"] = bias
     (hidden, weight, *biases), key, _ = check_operands("linear_logp", contract, operands)
     bias = biases[0] if biases else None
-    _check_shapes(hidden, weight, bias)
+    check_shapes("linear_logp", hidden, weight, bias)
     check_segments("linear_logp", contract, ("", 0), hidden, ("weight: V", weight.shape[0]))
     target = check_target("linear_logp", target, "hidden", hidden, ignore_index)
-    scale = _scale(temperature)
+    scale = scale_of("linear_logp", temperature)
     if cu_seqlens is not None:
         check_cu_seqlens_form("linear_logp", "hidden", hidden, cu_seqlens)
     if not isinstance(return_entropy, bool):
@@ -141,33 +141,29 @@ def linear_logp(
     return (logp, entropy) if return_entropy else logp
 
 
-def _check_shapes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_shapes(op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if hidden.ndim == 0:
-        raise ValueError("samebits.linear_logp: hidden: expected at least 1-D, got a 0-D tensor")
+        raise ValueError(f"samebits.{op}: hidden: expected at least 1-D, got a 0-D tensor")
     if weight.ndim != 2 or weight.shape[0] == 0:
-        raise ValueError(
-            f"samebits.linear_logp: weight: expected [V, D] with V > 0, got shape {shape(weight)}"
-        )
+        raise ValueError(f"samebits.{op}: weight: expected [V, D] with V > 0, got shape {shape(weight)}")
     if hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
-            "samebits.linear_logp: hidden, weight: D must be equal, got"
+            f"samebits.{op}: hidden, weight: D must be equal, got"
             f" {hidden.shape[-1]} and {weight.shape[1]} of shapes {shape(hidden)} and {shape(weight)}"
         )
     if bias is not None and (bias.ndim != 1 or bias.shape[0] != weight.shape[0]):
         raise ValueError(
-            f"samebits.linear_logp: bias: expected shape {(weight.shape[0],)} for weight {shape(weight)},"
+            f"samebits.{op}: bias: expected shape {(weight.shape[0],)} for weight {shape(weight)},"
             f" got {shape(bias)}"
         )
 
 
-def _scale(temperature: float) -> float:
+def scale_of(op: str, temperature: float) -> float:
     if not isinstance(temperature, (int, float)) or isinstance(temperature, bool):
-        raise TypeError(
-            f"samebits.linear_logp: temperature: expected a number, got {type(temperature).__name__}"
-        )
+        raise TypeError(f"samebits.{op}: temperature: expected a number, got {type(temperature).__name__}")
     if not 2.0**-126 <= temperature <= 2.0**126:  # then the inverse is a normal float32
         raise ValueError(
-            f"samebits.linear_logp: temperature: expected a number in [2**-126, 2**126], got {temperature}"
+            f"samebits.{op}: temperature: expected a number in [2**-126, 2**126], got {temperature}"
         )
     return 1 / temperature
 
@@ -192,7 +188,7 @@ def _refuse_overlap(main_grad: Tensor, **others: Tensor | None) -> None:
     )
 
 
-def _backend(t: Tensor, key: Key) -> tuple[Any, Any, Any, str]:
+def backend_of(t: Tensor, key: Key) -> tuple[Any, Any, Any, str]:
     """On the device of `t`: the modules of linear_logp, logp and products, and the contract's plain key."""
     if t.is_cuda:
         parts = ("linear_logp", "logp", "matmul")
@@ -224,8 +220,8 @@ def _forward(
     if main_grad is not None:  # checked here, because tensors have no memory while code is traced
         refuse("memory that overlaps is refused in each call")
         _refuse_overlap(main_grad, hidden=hidden, weight=weight, bias=bias)
-    backend, logits, _, contract = _backend(hidden, key)
-    _check_cu_seqlens(hidden, cu_seqlens, key)
+    backend, logits, _, contract = backend_of(hidden, key)
+    check_offsets(hidden, cu_seqlens, key)
     vocabulary, features = weight.shape
     rows = Rows.empty(target.reshape(-1).contiguous(), vocabulary, ignore_index, scale=scale, entropy=entropy)
     x = hidden.reshape(target.numel(), features)
@@ -237,7 +233,7 @@ def _forward(
     return rows.logp.view(target.shape), rows.entropy.view(kept), rows.shift, rows.log_sum
 
 
-def _check_cu_seqlens(hidden: Tensor, cu_seqlens: Tensor | None, key: Key) -> None:
+def check_offsets(hidden: Tensor, cu_seqlens: Tensor | None, key: Key) -> None:
     if cu_seqlens is None:
         return
     if hidden.is_cuda:
@@ -268,25 +264,44 @@ def _gradients(
         _refuse_overlap(
             main_grad, hidden=hidden, weight=weight, bias=bias, grad=grad, grad_entropy=grad_entropy
         )
-    backend, _, products, contract = _backend(hidden, key)
-    vocabulary, features = weight.shape
-    tokens = target.numel()
-    x, none = hidden.reshape(tokens, features), shift.new_empty(0)
-    rows = Rows(
-        target.reshape(-1).contiguous(),
-        vocabulary,
-        ignore_index,
-        scale,
-        none,
-        entropy.reshape(-1),
-        shift,
-        log_sum,
+    flat, none = target.reshape(-1).contiguous(), shift.new_empty(0)
+    rows = Rows(flat, weight.shape[0], ignore_index, scale, none, entropy.reshape(-1), shift, log_sum)
+    dx = hidden.new_empty((len(flat), hidden.shape[-1]) if needed[0] else 0)
+    grads = (
+        grad.reshape(-1).contiguous(),
+        None if grad_entropy is None else grad_entropy.reshape(-1).contiguous(),
     )
-    grad = grad.reshape(-1).contiguous()
-    grad_entropy = None if grad_entropy is None else grad_entropy.reshape(-1).contiguous()
+    dw, db = gradients_into(
+        dx, rows, *grads, hidden, weight, bias, cu_seqlens, main_grad if needed[1] else None, needed, key
+    )
+    return dx.view(hidden.shape) if needed[0] else dx, dw, db
+
+
+def gradients_into(
+    dx: Tensor,
+    rows: Rows,
+    grad: Tensor,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    acc: Tensor | None,
+    needed: list[bool],
+    key: Key,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of weight and bias, and that of hidden into `dx`. Those not `needed` have no elements.
+
+    Args:
+        dx: ``[tokens, D]``, of the dtype of `hidden`, or float32 for the sum as it is before it is rounded.
+        rows: with their results.
+        acc: the weight's ``main_grad``.
+    """
+    backend, _, products, contract = backend_of(hidden, key)
+    vocabulary, features = weight.shape
+    tokens = len(rows.target)
+    x = hidden.reshape(tokens, features)
     dtype = torch.float32 if contract_of(key).step == "fma" else hidden.dtype
-    acc = main_grad if needed[1] else None
-    dx = hidden.new_empty((tokens, features) if needed[0] else 0)
     segments = contract_of(key).segments if needed[0] else 1
     parts, sums = sum_in_parts(products, dx, tokens, vocabulary, segments, _GRAD_LOGITS, contract)
     dw = weight.new_empty(weight.shape if needed[1] and acc is None else (0, features))
@@ -315,7 +330,7 @@ def _gradients(
         step()
     if acc is not None:
         torch.autograd.graph.increment_version(acc)  # autograd does not see what kernels write
-    return dx.view(hidden.shape) if needed[0] else dx, dw, db
+    return dw, db
 
 
 def _fake(

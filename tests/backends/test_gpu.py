@@ -436,13 +436,11 @@ def test_opcheck(name: str) -> None:
 
 def halves(name: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
     """`tests.ops.test_torch.public`, its leaves on the GPU in bf16, but for accumulators."""
-    op, leaves = public(name)
+    op, leaves = public(name, "cuda")
     keep = 1 if name == "addmm_" else 0
-    moved = [t.detach().cuda().to(F32 if i < keep else BF16).requires_grad_() for i, t in enumerate(leaves)]
-    if name == "linear packed":
-        offsets = torch.tensor([0, 3, 3, 8], device="cuda")
-        return (lambda *a: samebits.linear(*a, cu_seqlens=offsets)), moved
-    return op, moved
+    return op, [
+        t.detach().cuda().to(F32 if i < keep else BF16).requires_grad_() for i, t in enumerate(leaves)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -465,6 +463,8 @@ def test_both_ways_to_an_operator_give_the_same_bits(name: str) -> None:
             again = op(*leaves)
         return [out, again, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
+    for _ in range(4):  # the second call of its kind is recorded, by a mode that calls operators
+        run()
     with mock.patch("torch._ops.OpOverload.__call__", side_effect=AssertionError("not the short way")):
         got = run()
     with registered():

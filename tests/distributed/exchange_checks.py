@@ -157,13 +157,13 @@ def check_ranks_agree() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     name = name_of("test", None)
     for _ in range(2):
-        agree("test", name, "cpu", contract="a", shape=(1, 2))
+        agree("test", name, torch.device("cpu"), contract="a", shape=(1, 2))
     if ranks > 1:
         for _ in range(2):
             with pytest.raises(ValueError, match=rf"ranks \[{ranks - 1}\] differ from rank 0"):
-                agree("test", name, "cpu", contract="b" if rank == ranks - 1 else "c")
+                agree("test", name, torch.device("cpu"), contract="b" if rank == ranks - 1 else "c")
         with (
             mock.patch("samebits.distributed._groups.__version__", str(rank)),
             pytest.raises(ValueError, match="differ"),
         ):
-            agree("test", name, "cpu")
+            agree("test", name, torch.device("cpu"))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.support.ranks import SIZES, assert_passed, checks, needs_gloo
+from tests.support.ranks import SIZES, needs_gloo, run
 
 CHECKS = "tests.distributed.data_checks"
 
 
 @needs_gloo
 @pytest.mark.parametrize("ranks", SIZES)
-@pytest.mark.parametrize("name", checks(CHECKS))
-def test_on_ranks(name: str, ranks: int) -> None:
-    assert_passed(CHECKS, ranks, name)
+def test_on_ranks(ranks: int, tmp_path: Path) -> None:
+    run(CHECKS, ranks, tmp_path)

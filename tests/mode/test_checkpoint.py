@@ -119,3 +119,16 @@ def test_a_layer_with_main_grad(device: str, within: Within) -> None:
 
     for got, want in zip(run(True), run(False), strict=True):
         assert_same_bits(got, want)
+
+
+def test_questions_to_pytorch_save_nothing(within: Within) -> None:
+    """Checkpointing counts what is saved, and a plan asks no questions."""
+    saved: list[Tensor] = []
+    x = values("normal", (6, 3, 40), torch.float32, 0).requires_grad_()
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        within("error"),
+    ):
+        torch.linalg.vector_norm(x, dim=(1, 2))
+    assert saved
+    assert not any(t.is_meta for t in saved)

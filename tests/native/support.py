@@ -44,7 +44,7 @@ def build(driver: str | None = None) -> Path:
     """The library; with `driver`, for that file in place of the CUDA driver."""
     out = folder() / ("libsamebits.so" if driver is None else f"libsamebits-{len(driver)}.so")
     options = () if driver is None else (f'-DSB_LIBCUDA="{driver}"',)
-    command = ["cc", *FLAGS, "-fvisibility=hidden", *options, "-o", str(out), *sources(), "-ldl", "-lpthread"]
+    command = ["cc", *FLAGS, *options, "-o", str(out), *sources(), "-ldl", "-lpthread"]
     subprocess.run(command, check=True)
     return out
 

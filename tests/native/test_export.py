@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from samebits.backends.cuda import logp
+from samebits.backends.cuda import devices, logp, matmul, tuned
+from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
+from samebits.backends.cuda.shapes import ProductShape
 from samebits.tools.cli import app
 from samebits.tools.export import command
 from samebits.tools.export.choices import ROWS, SHAPES, Sizes, layout_tables, statistics
 from samebits.tools.export.kernels import build
+from samebits.tools.tune.families import product
 from tests.native import support
 
 
@@ -83,3 +86,40 @@ def test_few_kernels_serve_all_sizes() -> None:
         kernels[layout[:2], output, batched] = len(used)
     assert max(kernels.values()) <= 3 * len(support.SMALL.rows)
     assert len(SHAPES) * len(ROWS) > 300
+
+
+def test_a_tuned_table_goes_before_the_cost_model(tmp_path: Path) -> None:
+    device = devices.describe("NVIDIA H200", (9, 0), 132, 227 << 10)
+    m, (k, n) = support.SMALL.rows[-1], support.SMALL.shapes[0]
+    forward = ProductShape("mma", "bfloat16", "bfloat16", "bfloat16", m, n, k)
+    dW = ProductShape(
+        "mma", *("bfloat16", "bfloat16", "float32"), n, k, 512, 1, False, False, accumulate=True
+    )
+    sizes = support.SMALL._replace(rows=(m, 512))
+    entries = {}
+    for shape in (forward, dW):
+        p = product(shape, device)
+        other = [s for _, s in matmul.ways(p) if s != TENSOR_CORE_SM90.choose(p)][-1]
+        entries[shape] = tuned.Entry("tensor_core_sm90", tuned.schedule_data(other), 1.0, 2.0)
+    tuned.write(tmp_path / "t.json", tuned.Table("NVIDIA H200", entries))
+    before = {found[:3]: found[3].cells for found in layout_tables(sizes, 132, device)}
+    try:
+        assert tuned.load_tuned(tmp_path / "t.json") == 2
+        after = {found[:3]: found[3] for found in layout_tables(sizes, 132, device)}
+    finally:
+        tuned.load_tuned(None)
+    for key, table in after.items():
+        data = [tuned.schedule_data(s) for s in table.cells]
+        for shape, entry in entries.items():
+            mine = (key[0].a_mn, key[0].b_mn, key[1]) == (
+                not shape.a_by_k,
+                not shape.b_by_k,
+                2 * shape.accumulate,
+            )
+            if mine and not key[2]:
+                rows, columns, terms = table.bounds
+                at = (rows.index(shape.m) * len(columns) + columns.index(shape.n)) * len(terms) + terms.index(
+                    shape.k
+                )
+                assert data[at] == entry.schedule
+                assert before[key][at] != table.cells[at]

@@ -18,7 +18,7 @@ CALL = """
 #include "internal.h"
 bool unpack(const unsigned char* from, size_t size, unsigned char* to, size_t to_size) {
     static inflate_room room;
-    return inflate(from, size, to, to_size, &room);
+    return sb_inflate(from, size, to, to_size, &room);
 }
 """
 

@@ -111,7 +111,9 @@ def by_groups(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.cat([*parts, torch.zeros(1, weights.shape[2])])
 
 
-def public(name: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
+def public(name: str, device: str = "cpu") -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """A public function, and leaves of the CPU. Its integers are on `device`."""
+    cu, target, offs, of_rows = (t.to(device) for t in (CU, TARGET, OFFS, OF_ROWS))
     return {
         "matmul": (samebits.matmul, [leaf(2, 3, 5), leaf(5, 4)]),
         "matmul vectors": (samebits.matmul, [leaf(5), leaf(5)]),
@@ -120,25 +122,25 @@ def public(name: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
         "bmm": (samebits.bmm, [leaf(3, 2, 5), leaf(1, 5, 4)]),
         "linear": (samebits.linear, [leaf(2, 3, 5), leaf(4, 5), leaf(4)]),
         "linear vector": (samebits.linear, [leaf(5), leaf(4, 5), leaf(4)]),
-        "linear packed": (lambda *a: samebits.linear(*a, cu_seqlens=CU), [leaf(8, 5), leaf(4, 5), leaf(4)]),
+        "linear packed": (lambda *a: samebits.linear(*a, cu_seqlens=cu), [leaf(8, 5), leaf(4, 5), leaf(4)]),
         "addmm_": (lambda c, a, b: samebits.addmm_(c * 1, a, b), [leaf(3, 4), leaf(3, 5), leaf(5, 4)]),
-        "grouped_mm": (lambda a, b: samebits.grouped_mm(a, b, OFFS), [leaf(8, 5), leaf(3, 5, 4)]),
+        "grouped_mm": (lambda a, b: samebits.grouped_mm(a, b, offs), [leaf(8, 5), leaf(3, 5, 4)]),
         "grouped_mm weights": (
-            lambda x, w, b: samebits.grouped_mm(x, w.mT, OFFS, bias=b, sequences=OF_ROWS),
+            lambda x, w, b: samebits.grouped_mm(x, w.mT, offs, bias=b, sequences=of_rows),
             [leaf(8, 5), leaf(3, 4, 5), leaf(3, 4)],
         ),
-        "grouped_mm columns": (lambda a, b: samebits.grouped_mm(a, b, OFFS), [leaf(3, 4, 5), leaf(5, 8)]),
+        "grouped_mm columns": (lambda a, b: samebits.grouped_mm(a, b, offs), [leaf(3, 4, 5), leaf(5, 8)]),
         "grouped_mm terms": (
-            lambda a, b: samebits.grouped_mm(a, b, OFFS, sequences=OF_ROWS),
+            lambda a, b: samebits.grouped_mm(a, b, offs, sequences=of_rows),
             [leaf(4, 8), leaf(8, 5)],
         ),
-        "logp": (lambda z: samebits.logp(z, TARGET), [leaf(6, 9)]),
+        "logp": (lambda z: samebits.logp(z, target), [leaf(6, 9)]),
         "linear_logp": (
-            lambda x, w, b: samebits.linear_logp(x, w, TARGET, b),
+            lambda x, w, b: samebits.linear_logp(x, w, target, b),
             [leaf(6, 5), leaf(9, 5), leaf(9)],
         ),
         "linear_logp entropy": (
-            lambda *a: torch.stack(samebits.linear_logp(*a, TARGET, temperature=0.7, return_entropy=True)),
+            lambda *a: torch.stack(samebits.linear_logp(*a, target, temperature=0.7, return_entropy=True)),
             [leaf(6, 5), leaf(9, 5)],
         ),
     }[name]

@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 import samebits
 from samebits.backends import UnavailableError
 from samebits.backends.cuda import devices, matmul, tuned
-from samebits.backends.cuda.shapes import ProductShape, as_data
+from samebits.backends.cuda.shapes import AttentionShape, GroupedShape, LogpShape, ProductShape, as_data
 from samebits.backends.cuda.tuned import Entry, Table, schedule_data
 from samebits.tools import shapes as wanted
 from samebits.tools.bench.cases import BenchCase
 from samebits.tools.cli import app
 from samebits.tools.text import ToolError
-from samebits.tools.tune import command, contest, measure, report
+from samebits.tools.tune import command, contest, families, measure, report
 from samebits.tools.tune.contest import Contest, Way
 
 SHAPE = ProductShape("mma", "bfloat16", "bfloat16", "bfloat16", 48, 256, 128)
@@ -87,20 +87,23 @@ def test_what_may_be_noise_is_not_kept(first: list[float], final: list[float], s
 def test_the_plausible_schedules(hopper: int) -> None:
     for m, layout in itertools.product((1, 48, 300, 4096), ({}, {"b_by_k": False})):
         shape = ProductShape("mma", "bfloat16", "bfloat16", "bfloat16", m, 4096, 4096, **layout)  # type: ignore[arg-type]
-        found = contest.contest(shape, hopper)
-        p = contest.product(shape, hopper)
+        found = families.contest(shape, hopper)
+        p = families.product(shape, hopper)
         kernel = matmul.fastest(p)
         if found is None:  # one schedule only
             assert m == 1
             continue
         assert found.ways[0].schedule == kernel.choose(p)
-        assert 2 <= len(found.ways) <= contest.MOST
-        costs = [kernel.cost(p, way.schedule) for way in found.ways]
+        several = [way.schedule for way in found.ways[: contest.MOST]]
+        assert 2 <= len(found.ways) <= contest.MOST + 6
+        assert len({way.schedule for way in found.ways}) == len(found.ways)
+        candidates = [s for s in several if s in kernel.candidates(p)]
+        costs = [kernel.cost(p, s) for s in candidates]
         assert costs[1:] == sorted(costs[1:])
         assert costs[-1] <= contest.PLAUSIBLE * min(costs)
         assert {way.schedule for way in found.ways} <= {s for _, s in matmul.ways(p)}
     single = ProductShape("fma", "float32", "float32", "float32", 4096, 4096, 4096)
-    both = contest.contest(single, hopper)
+    both = families.contest(single, hopper)
     assert both is not None
     assert {way.kernel for way in both.ways} <= {"fma", "fma_sm90"}
     assert contest.few("a", {"a": 3.0, "b": 1.0, "c": 1.7, "d": 1.2}) == ["a", "b", "d"]
@@ -127,7 +130,7 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [replace(SHAPE, m=m) for m in (64, 96, 128)]
     made: dict[Any, Contest | None] = {shape: replace(a_contest(), shape=shape) for shape in (SHAPE, *others)}
     made[others[0]] = None
-    monkeypatch.setattr(contest, "contest", lambda shape, device: made[shape])
+    monkeypatch.setattr(families, "contest", lambda shape, device: made[shape])
     said: list[str] = []
 
     def times(of: Contest, runs: dict[str, Callable[..., Any]], sets: Any) -> FakeClock:
@@ -306,6 +309,32 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("tune", "--shape", "128x256")
     assert result.exit_code == 2
     assert "name a file with --out" in result.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_every_kind_of_shape_on_a_gpu() -> None:
+    """Each way that a table may choose gives the same bits, and the next."""
+    kind: Any = ("mma", "bfloat16", "bfloat16")
+    of_terms: Any = {"of_terms": True, "a_by_k": False, "b_by_k": False}
+    shapes = [
+        GroupedShape(*kind, 8, 512, 256, k=128),
+        GroupedShape(*kind, 8, 4096, 256, k=128, b_by_k=False),
+        GroupedShape("mma", "bfloat16", "float32", 8, 4096, 256, 512, accumulate=True, **of_terms),
+        AttentionShape("bfloat16", 2, 600, 2000, 8, 2, 64, 64, right=0, align="last"),
+        AttentionShape("bfloat16", 4, 1, 3000, 8, 2, 128, 128, align="last"),
+        AttentionShape("float16", 3, 1000, 1000, 4, 4, 64, 64, right=0, packed=True),
+        AttentionShape("bfloat16", 3, 700, 700, 4, 4, 128, 64, softcap=True, ragged=True),
+        LogpShape("bfloat16", 48, 4096, 256),
+        LogpShape("bfloat16", 300, 4096, 256),
+        ProductShape("mma", *("bfloat16",) * 3, 64, 64, 64, batch=40),  # type: ignore[arg-type]
+        ProductShape("fma", *("float32",) * 3, 33, 65, 67, aligned=False),  # type: ignore[arg-type]
+    ]
+    found = measure.tune(shapes)
+    assert found.wrong == []
+    assert len(found.entries) + len(found.alone) == len(shapes)
+    if devices.device_info(0).capability == (9, 0):
+        assert len(found.entries) >= 8
 
 
 @pytest.mark.gpu

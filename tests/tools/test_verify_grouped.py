@@ -34,6 +34,9 @@ class GroupedStandIn(GroupedKernel[int]):
     def supports(self, p: GroupedProduct) -> bool:
         return p.step == self.step
 
+    def cost(self, p: GroupedProduct, s: int) -> float:
+        raise NotImplementedError
+
     def choose(self, p: GroupedProduct) -> int:
         return 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,11 +10,15 @@ import torch
 from torch import Tensor
 
 from samebits.backends import Step
-from samebits.backends.cuda import compiler, runtime
+from samebits.backends.cuda import compiler, runtime, shapes, tuned
 from samebits.backends.cuda.matmul import check_contract
-from samebits.backends.cuda.products.grouped import GROUPED_FMA, GROUPED_TENSOR_CORE, GroupedCudaPlan
+from samebits.backends.cuda.products.grouped import GROUPED_FMA, GROUPED_TENSOR_CORE, GroupedCudaPlan, nothing
 from samebits.backends.cuda.products.grouped_sm90 import GROUPED_SM90
+from samebits.backends.cuda.products.segmented import Partials, part_of, tree_launch
+from samebits.backends.cuda.shapes import GroupedShape
 from samebits.backends.grouped import GroupedKernel, GroupedOperands, GroupedProduct
+from samebits.backends.product import Matrix
+from samebits.backends.segments import check_terms
 from samebits.contract import contract_from_key
 
 GROUPED: tuple[GroupedKernel[Any], ...] = (GROUPED_TENSOR_CORE, GROUPED_FMA, GROUPED_SM90)
@@ -23,6 +28,20 @@ GROUPED: tuple[GroupedKernel[Any], ...] = (GROUPED_TENSOR_CORE, GROUPED_FMA, GRO
 def fastest(p: GroupedProduct) -> Any:
     """The kernel that should be fastest. This is the one place where they are chosen."""
     return [kernel for kernel in GROUPED if kernel.step == p.step and kernel.supports(p)][-1]
+
+
+def chosen(p: GroupedProduct) -> tuple[Any, Any]:
+    """The kernel and the schedule that should be fastest: a tuned table's, or its own choice, as None."""
+    shape = GroupedShape.of(p)
+    if shape is not None:
+        shapes.met(shape)
+    return tuned.find(shape, p.device, partial(ways, p)) or (fastest(p), None)
+
+
+def ways(p: GroupedProduct, name: str = "") -> list[tuple[Any, Any]]:
+    """The fastest kernel, if it is that of this name, and the schedules that could be. Tuning times them."""
+    kernel = fastest(p)
+    return [(kernel, s) for s in kernel.candidates(p)] if name in ("", kernel.name) else []
 
 
 def grouped_rows(
@@ -77,6 +96,34 @@ def _contiguous(t: Tensor) -> Tensor:
     return t if t.is_contiguous() else t.contiguous()
 
 
+def _plan_of(p: GroupedProduct) -> GroupedCudaPlan:
+    kernel, schedule = chosen(p)
+    plan: GroupedCudaPlan = kernel.plan(p, schedule)
+    return plan
+
+
+def _segmented_plan(p: GroupedProduct, segments: int) -> GroupedCudaPlan:
+    """The plan of groups of rows in segments: a product of each segment, and the tree of their sums."""
+    if 0 in p.out.shape:
+        return GroupedCudaPlan(nothing)
+    k, at = p.k // segments, Partials(segments, p.m, p.n)
+    steps = k * p.a.strides[-1] * p.a.dtype.itemsize, k * p.b.strides[-2] * p.b.dtype.itemsize
+    a = part_of(p.a, (p.rows, k), p.a.strides, steps[0])
+    b = part_of(p.b, (p.groups, k, p.n), p.b.strides, steps[1])
+    part = replace(p, a=a, b=b, out=Matrix(torch.float32, (p.m, p.n), (at.row, 1)), bias=None)
+    inner = _plan_of(part)
+    tree = tree_launch(p.device, segments, (at.segment, at.row), p.out, p.bias, p.groups)
+
+    def launch(a: int, b: int, out: int, offs: int, bias: int, runs: int) -> None:
+        room = runtime.empty((at.floats,), torch.float32, p.device)
+        for s in range(segments):
+            sums = room.data_ptr() + s * at.segment * 4
+            inner.launch(a + s * steps[0], b + s * steps[1], sums, offs, 0, 0)
+        tree(room.data_ptr(), out, bias, offs)
+
+    return GroupedCudaPlan(launch)
+
+
 _Planned = tuple[GroupedCudaPlan, GroupedOperands]
 
 
@@ -88,6 +135,7 @@ def _launch(planned: _Planned) -> None:
 # Plans of earlier products, by everything that decides them. So checks and choices are made only once.
 _plans: dict[tuple[object, ...], GroupedCudaPlan] = {}
 _MOST_PLANS = 8192
+shapes.on_change(lambda: _plans.clear())
 
 
 def _planned(x: GroupedOperands, contract: str) -> _Planned:
@@ -106,5 +154,6 @@ def _planned(x: GroupedOperands, contract: str) -> _Planned:
             _plans.clear()
         check_contract(contract, a.get_device())
         p = GroupedProduct.of(x, contract_from_key(contract).step)
-        plan = _plans[key] = fastest(p).plan(p)
+        segments = 1 if p.of_terms else check_terms(contract, p.k)
+        plan = _plans[key] = _segmented_plan(p, segments) if segments > 1 else _plan_of(p)
     return plan, x

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from samebits.backends import Step
-from samebits.backends.cuda import compiler, devices, runtime, tensor_maps
+from samebits.backends.cuda import compiler, devices, runtime, shapes, tensor_maps, tuned
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES
+from samebits.backends.cuda.shapes import LogpShape, dtype_name
 from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
 from samebits.backends.product import LARGEST
 from samebits.backends.token_logps import GradLogitsInputs, Rows, Statistics
@@ -121,7 +122,8 @@ def _prepared(
     schedule: Sm90Schedule | None,
 ) -> tuple[Sm90Schedule, runtime.Kernel, tuple[int, int, int], Maps, Maps]:
     """The schedule, the kernel, the grid, and the tensor maps of hidden states and weights."""
-    s = schedule or choose(entry, tokens, vocabulary)
+    s = schedule or _tuned(entry, dtype, tokens, vocabulary, features, device)
+    s = s or choose(entry, tokens, vocabulary)
     folded = features % 64 == 0
     rows, columns = (vocabulary, tokens) if s.swap else (tokens, vocabulary)
     (hidden_block, hidden_sharers), (weight_block, weight_sharers) = (
@@ -137,6 +139,21 @@ def _prepared(
         operand_maps(dtype, hidden, 1, False, hidden_block, s.block_k, hidden_sharers, *how),
         operand_maps(dtype, weight, 1, False, weight_block, s.block_k, weight_sharers, *how),
     )
+
+
+shapes.on_change(lambda: _prepared.cache_clear())
+
+
+def _tuned(
+    entry: str, dtype: torch.dtype, tokens: int, vocabulary: int, features: int, device: int
+) -> Sm90Schedule | None:
+    """A tuned table's schedule. Only statistics have some: gradients have two schedules."""
+    if entry != "statistics_sm90":
+        return None
+    shape = LogpShape(dtype_name(dtype), tokens, vocabulary, features)
+    shapes.met(shape)
+    found = tuned.find(shape, device, lambda name: [(None, s) for s in schedules(entry)])
+    return None if found is None else found[1]
 
 
 def _prepare(
@@ -156,6 +173,11 @@ def _prepare(
     )
     maps = hidden_maps[hidden.data_ptr()], weight_maps[weight.data_ptr()]
     return s, kernel, (grid, *(maps[::-1] if s.swap else maps))
+
+
+def load(entry: str, hidden: Tensor, weight: Tensor, schedule: Sm90Schedule) -> None:
+    """Compile and load a kernel without bias and entropy for operands like these."""
+    _prepare(entry, hidden, weight, None, False, schedule)
 
 
 def statistics(

@@ -18,10 +18,15 @@ from typing import Any, Literal, get_args, get_type_hints
 import torch
 
 from samebits.backends import replay
+from samebits.backends.attention import Attention
+from samebits.backends.grouped import GroupedProduct
 from samebits.backends.product import LARGEST, Matrix, Product, Step
 
 __all__ = [
     "KINDS",
+    "AttentionShape",
+    "GroupedShape",
+    "LogpShape",
     "ProductShape",
     "Shape",
     "Shapes",
@@ -112,8 +117,119 @@ def _aligned(x: Matrix) -> bool:
     return x.misalignment == 0 and all(s % units == 0 for s in strides)
 
 
-Shape = ProductShape
-KINDS: dict[str, type[Shape]] = {"product": ProductShape}
+@dataclass(frozen=True, slots=True)
+class GroupedShape:
+    """A product of each group, as :class:`samebits.backends.grouped.GroupedProduct` has it.
+
+    Attributes:
+        rows: of all groups, or with `of_terms` terms.
+        m: rows of each result with `of_terms`, else 0.
+        k: the length of all chains, with `of_terms` 0.
+        a_by_k, b_by_k, aligned, accumulate: as in :class:`ProductShape`.
+    """
+
+    step: Step
+    dtype: Dtype
+    out: Dtype
+    groups: int
+    rows: int
+    n: int
+    m: int = 0
+    k: int = 0
+    of_terms: bool = False
+    a_by_k: bool = True
+    b_by_k: bool = True
+    aligned: bool = True
+    accumulate: bool = False
+
+    @classmethod
+    def of(cls, p: GroupedProduct) -> GroupedShape | None:
+        """The shape of a product; None if tables have none for it."""
+        if p.out.empty or p.k == 0 or p.out.strides[-1] != 1 or p.a.dtype != p.b.dtype:
+            return None
+        a, b = _by_k(p.a, -2, -1), _by_k(p.b, -1, -2)
+        if a is None or b is None:
+            return None
+        aligned = all(map(_aligned, (p.a, p.b, p.out)))
+        sizes = (p.m, 0) if p.of_terms else (0, p.k)
+        kind = p.step, dtype_name(p.a.dtype), dtype_name(p.out.dtype), p.groups, p.rows, p.n
+        return cls(*kind, *sizes, p.of_terms, a, b, aligned, p.accumulate)
+
+    @property
+    def along(self) -> str:
+        return "rows"
+
+    def __str__(self) -> str:
+        if self.of_terms:
+            return f"{self.groups} x [{self.m}, part of {self.rows}] @ [.., {self.n}] {self.dtype}"
+        return f"[{self.rows}, {self.k}] @ {self.groups} x [{self.k}, {self.n}] {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Attention, forward, on Hopper. Attributes as in :class:`samebits.backends.attention.Attention`.
+
+    Attributes:
+        ragged: whether sequences have their own lengths in padded tensors.
+    """
+
+    dtype: Dtype
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head: int
+    values: int
+    left: int = -1
+    right: int = -1
+    align: Literal["first", "slots", "last"] = "first"
+    softcap: bool = False
+    packed: bool = False
+    ragged: bool = False
+
+    @classmethod
+    def of(cls, x: Attention) -> AttentionShape:
+        span = x.keys + x.queries  # no window is wider
+        left, right = (w if 0 <= w < span else -1 for w in x.window)
+        sizes = x.batch, x.queries, x.keys, x.heads, x.kv_heads, x.q.shape[-1], x.v.shape[-1]
+        ragged = x.key_start is not None or x.key_length is not None
+        capped = x.softcap != 0
+        return cls(dtype_name(x.q.dtype), *sizes, left, right, x.align, capped, x.packed, ragged)
+
+    @property
+    def along(self) -> str:
+        return "keys"
+
+    def __str__(self) -> str:
+        sizes = f"{self.batch} x {self.queries} queries, {self.keys} keys"
+        return f"attention, {sizes}, {self.heads}:{self.kv_heads} heads of {self.head} {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class LogpShape:
+    """The statistics of log-probabilities from hidden states, on Hopper."""
+
+    dtype: Dtype
+    tokens: int
+    vocabulary: int
+    features: int
+
+    @property
+    def along(self) -> str:
+        return "tokens"
+
+    def __str__(self) -> str:
+        return f"logp of {self.tokens} tokens, {self.features}, {self.vocabulary} {self.dtype}"
+
+
+Shape = ProductShape | GroupedShape | AttentionShape | LogpShape
+KINDS: dict[str, type[Shape]] = {
+    "product": ProductShape,
+    "grouped": GroupedShape,
+    "attention": AttentionShape,
+    "logp": LogpShape,
+}
 """Shapes by the names that files have for them."""
 
 _NAMES = {kind: name for name, kind in KINDS.items()}

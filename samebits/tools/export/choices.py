@@ -10,18 +10,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from samebits.backends.cuda import linear_logp_sm90
+from samebits.backends.cuda import linear_logp_sm90, matmul, tuned
 from samebits.backends.cuda.products import grouped_sm90, schedule_sm90
 from samebits.backends.cuda.products.fma import FMA
 from samebits.backends.cuda.products.fma_sm90 import FMA_SM90
 from samebits.backends.cuda.products.schedule_sm90 import Gemm, Sm90Schedule, round_up
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
+from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
+from samebits.backends.cuda.shapes import ProductShape
 from samebits.backends.product import LARGEST, Matrix, Product, Step
 from samebits.functions import VOCAB_BLOCK
+from samebits.tools.tune.families import product
 
 __all__ = [
     "BATCH",
@@ -158,13 +162,22 @@ LAYOUTS = (
 """x @ weight.T; dy @ weight; dy.T @ x. In the latter two, many rows alone are chosen for exactly."""
 
 
-def layout_tables(sizes: Sizes, sms: int) -> Iterator[tuple[Layout, int, bool, Table3]]:
-    """The table of every layout, output (an index of :data:`_MOVED`), for single products and for batches."""
+def layout_tables(
+    sizes: Sizes, sms: int, device: int | None = None
+) -> Iterator[tuple[Layout, int, bool, Table3]]:
+    """The table of every layout, output (an index of :data:`_MOVED`), for single products and for batches.
+
+    With a device, the tuned table that is in use for it goes before the cost model.
+    """
     for layout in LAYOUTS:
         anchored = sizes.rows if not layout.b_mn else _many(sizes.rows)
         points = {layout.anchors(m, k, n) for (k, n) in sizes.shapes for m in anchored}
         for output in layout.outputs:
-            exact = {point: schedule_sm90.choose(layout.gemm(point, 1, output), sms) for point in points}
+            exact = {
+                point: _tuned(layout, point, output, device)
+                or schedule_sm90.choose(layout.gemm(point, 1, output), sms)
+                for point in points
+            }
             kernels = list(dict.fromkeys(replace(s, group=16) for s in exact.values()))
             kernels = kernels or [plain(layout.a_mn, layout.b_mn)]
             bounds = layout.grid(sizes) if exact else ([LARGEST],) * 3
@@ -180,6 +193,17 @@ def layout_tables(sizes: Sizes, sms: int) -> Iterator[tuple[Layout, int, bool, T
                 for point in _points(_BATCHED, _BATCHED, _BATCHED)
             ]
             yield layout, output, True, Table3((_BATCHED,) * 3, cells)
+
+
+def _tuned(layout: Layout, point: Point, output: int, device: int | None) -> Sm90Schedule | None:
+    """A tuned table's schedule for a product of 16 bits; None if it has none."""
+    if device is None:
+        return None
+    out: Literal["bfloat16", "float32"] = "float32" if output else "bfloat16"
+    by_k, accumulate = (not layout.a_mn, not layout.b_mn), output == 2
+    shape = ProductShape("mma", "bfloat16", "bfloat16", out, *point, 1, *by_k, accumulate=accumulate)
+    found = tuned.find(shape, device, partial(matmul.ways, product(shape, device)))
+    return found[1] if found is not None and found[0] is TENSOR_CORE_SM90 else None
 
 
 def grouped_tables(sizes: Sizes, sms: int) -> Iterator[tuple[bool, int, Table3]]:

@@ -51,7 +51,7 @@ GPUS = {
     "sm_80": _Gpu("A100", (8, 0), 108, _SMEM[163]),
     "sm_86": _Gpu("A10", (8, 6), 72, _SMEM[99]),
     "sm_89": _Gpu("L40S", (8, 9), 142, _SMEM[99]),
-    "sm_90a": _Gpu("H200", (9, 0), 132, _SMEM[227]),
+    "sm_90a": _Gpu("NVIDIA H200", (9, 0), 132, _SMEM[227]),
     "sm_100a": _Gpu("B200", (10, 0), 148, _SMEM[227]),
     "sm_103a": _Gpu("B300", (10, 3), 148, _SMEM[227]),
     "sm_120a": _Gpu("RTX PRO 6000", (12, 0), 188, _SMEM[99]),
@@ -225,7 +225,9 @@ class _Builder:
 
     def add_tensor_core_sm90(self, dtypes: Collection[torch.dtype], gemm: bool, ragged: bool) -> None:
         family = Family.TENSOR_CORE_SM90
-        for layout, output, batched, found in choices.layout_tables(self._sizes, self._gpu.sm_count):
+        for layout, output, batched, found in choices.layout_tables(
+            self._sizes, self._gpu.sm_count, self._device
+        ):
             a_mn, b_mn = layout.a_mn, layout.b_mn
             spans = (None, torch.int32, torch.int64) if ragged and a_mn and b_mn else (None,)
             if not gemm and len(spans) == 1:

@@ -18,7 +18,7 @@ from samebits.backends.cuda.shapes import Shape
 from samebits.backends.cuda.tuned import Entry, schedule_data
 from samebits.testing import bits
 from samebits.tools.bench.clock import Race, how
-from samebits.tools.tune import contest as contests
+from samebits.tools.tune import families
 from samebits.tools.tune.contest import Contest
 
 __all__ = ["Clock", "GraphClock", "Outcome", "decide", "label", "loaded", "operand_sets", "tidy", "tune"]
@@ -179,7 +179,7 @@ def tune(
     with torch.cuda.device(device), torch.no_grad(), precompile.Ahead() as ahead:
         torch.manual_seed(0)
         for shape in every:
-            of = contests.contest(shape, device)
+            of = families.contest(shape, device)
             if of is None:
                 found.alone.append(shape)
             else:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.attention import BLOCK, SEGMENT, Attention
-from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda import compiler, devices, runtime, shapes, tuned
 from samebits.backends.cuda.attention import universal
 from samebits.backends.cuda.attention.problem import (
     PROBLEM,
@@ -22,6 +22,7 @@ from samebits.backends.cuda.attention.problem import (
     problem,
 )
 from samebits.backends.cuda.products.schedule_sm90 import round_up
+from samebits.backends.cuda.shapes import AttentionShape
 from samebits.backends.cuda.tensor_maps import Maps
 from samebits.contract import contract_from_key
 
@@ -29,6 +30,7 @@ __all__ = [
     "HopperSchedule",
     "HopperVariant",
     "Plan",
+    "candidates",
     "choose",
     "forward",
     "l2_promotion",
@@ -186,9 +188,13 @@ def choose(x: Attention, of: HopperVariant) -> HopperSchedule:
     least = HopperSchedule(1, 3, grouped, dynamic=dynamic, few=rows <= 8)
     found = [replace(least, warpgroups=n) for n in ((1,) if rows <= 64 else (2, 3))]
     s = min((s for s in found if s.fits(of)), key=lambda s: _cost(x, s, multiprocessors))
-    if shares_of(x, s) > 1 and x.q.shape[:-1].numel() * _segments(x) * (of.values + 2) * 4 <= _SCRATCH:
+    if shares_of(x, s) > 1 and _has_scratch(x, of):
         s = replace(s, split=True, dynamic=False)
     return s.filled(of)
+
+
+def _has_scratch(x: Attention, of: HopperVariant) -> bool:
+    return x.q.shape[:-1].numel() * _segments(x) * (of.values + 2) * 4 <= _SCRATCH
 
 
 def _segments(x: Attention) -> int:
@@ -409,5 +415,30 @@ def plan(x: Attention) -> Plan | None:
     except KeyError:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        found = _plans[key] = make_plan(x) if supports(x) else None
+        found = _plans[key] = make_plan(x, tuned_schedule(x)) if supports(x) else None
         return found
+
+
+shapes.on_change(lambda: _plans.clear())
+
+
+def tuned_schedule(x: Attention) -> HopperSchedule | None:
+    """A tuned table's schedule for a call; None if :func:`choose` should say."""
+    shape = AttentionShape.of(x)
+    shapes.met(shape)
+    found = tuned.find(shape, x.q.get_device(), lambda name: [(None, s) for s in candidates(x)])
+    return None if found is None else found[1]
+
+
+def candidates(x: Attention) -> tuple[HopperSchedule, ...]:
+    """The choice, and other schedules that could be the fastest. Tuning times them."""
+    of = variant(x)
+    found = (
+        s
+        for s in schedules(of)
+        if s == s.filled(of)
+        and (not s.split or (_segments(x) > 1 and _has_scratch(x, of)))
+        and (not s.grouped or (x.group > 1 and _can_group(x, s.most_rows)))
+        and (not s.few or x.queries * (x.group if s.grouped else 1) <= 64)
+    )
+    return tuple(dict.fromkeys((choose(x, of), *found)))

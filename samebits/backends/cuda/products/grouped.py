@@ -95,6 +95,9 @@ class GroupedUniversal(GroupedKernel[Any]):
     def schedules(self, p: GroupedProduct) -> Sequence[Any]:
         return self._of.schedules(p)  # type: ignore[no-any-return]
 
+    def cost(self, p: GroupedProduct, s: Any) -> float:
+        return float(self._of.cost(balanced(p), s))
+
     def choose(self, p: GroupedProduct) -> Any:
         return self._of.choose(balanced(p))
 

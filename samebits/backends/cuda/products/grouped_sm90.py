@@ -18,7 +18,16 @@ from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
 from samebits.backends.grouped import GroupedKernel, GroupedProduct, refuse_large
 from samebits.backends.product import need
 
-__all__ = ["GROUPED_SM90", "MOST_GROUPS", "chosen", "estimate", "spec", "variant", "with_table"]
+__all__ = [
+    "GROUPED_SM90",
+    "MOST_GROUPS",
+    "chosen",
+    "estimate",
+    "for_sequences",
+    "spec",
+    "variant",
+    "with_table",
+]
 
 _PARAMS = "128s128s128sPPPqq8iPP2iq"
 _NO_MAP = bytes(128)
@@ -47,18 +56,26 @@ def _few_rows(p: Gemm) -> Sm90Schedule:
     return found.filled(found.panels, p.b_mn, p.a_mn)
 
 
+def _kind(s: Sm90Schedule) -> Sm90Schedule:
+    """Without what no kernel is compiled for."""
+    return replace(s, group=16, early=False)
+
+
 class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
     name, step = "grouped_sm90", "mma"
 
     @functools.cached_property
     def catalogue(self) -> Sequence[Sm90Schedule]:
-        sizes = itertools.product(
-            (1, 8, 16, 24, 32, 64, 200, 512, 4096), (256, 1536, 4096, 14336), (1, 8, 128)
-        )
+        rows, columns = (1, 8, 16, 24, 32, 64, 200, 512, 4096), (256, 1536, 4096, 14336)
+        sizes = list(itertools.product(rows, columns, (1, 8, 128)))
         found = [
             chosen(Gemm(m, n, 1024, batch, a_mn, b_mn), sms, of_terms)
             for sms, (m, n, batch) in itertools.product((114, 132), sizes)
             for a_mn, b_mn, of_terms in ((False, False, False), (False, True, False), (True, True, True))
+        ]
+        found += [
+            for_sequences(chosen(Gemm(m, n, k, batch, True, True), 132, True), k)
+            for (m, n, batch), k in itertools.product(sizes, (64, 512))
         ]
         return tuple(dict.fromkeys(found))
 
@@ -84,8 +101,30 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
         a, b = (not side.k_major for side in _sides(p))
         return [s for s in self.catalogue if s.fits(a, b) and not (p.of_terms and s.swap)]
 
+    def candidates(self, p: GroupedProduct) -> Sequence[Sm90Schedule]:
+        """The choice, and others of the kinds in the catalogue."""
+        g, sms = _balanced(p), devices.device_info(p.device).sm_count
+        many = schedule_sm90.candidates(replace(g, m=max(g.m, 129)), sms)
+        found = [replace(s, ahead=0) for s in many if not s.swap]
+        if not p.of_terms and g.m <= 64:
+            found += [_few_rows(replace(g, m=m)) for m in (-(-g.m // 2), g.m)]
+        a, b = (not side.k_major for side in _sides(p))
+        right = (s for s in found if _kind(s) in self._kinds and s.fits(a, b))
+        return tuple(dict.fromkeys((self.choose(p), *right)))
+
+    @functools.cached_property
+    def _kinds(self) -> set[Sm90Schedule]:
+        return {_kind(s) for s in self.catalogue}
+
+    def cost(self, p: GroupedProduct, s: Sm90Schedule) -> float:
+        g, sms = _balanced(p), devices.device_info(p.device).sm_count
+        of_tiles = schedule_sm90.estimate if s.swap or p.of_terms else estimate
+        return of_tiles(s, g if s.swap else replace(g, m=max(g.m, 129)), sms)
+
     def choose(self, p: GroupedProduct) -> Sm90Schedule:
-        return chosen(_balanced(p), devices.device_info(p.device).sm_count, p.of_terms)
+        g = _balanced(p)
+        found = chosen(g, devices.device_info(p.device).sm_count, p.of_terms)
+        return for_sequences(found, g.k) if p.runs else found
 
     def plan(self, p: GroupedProduct, s: Sm90Schedule | None = None) -> GroupedCudaPlan:
         need(p.out.empty or self.supports(p), f"{self.name}: expected {p} that TMA can read, on sm_90")
@@ -131,6 +170,15 @@ def chosen(g: Gemm, sms: int, of_terms: bool) -> Sm90Schedule:
     found = [s for s in schedule_sm90.candidates(g, sms) if not s.swap]
     cost = schedule_sm90.estimate if of_terms else estimate
     return replace(min(found, key=lambda s: cost(s, g, sms)), ahead=0)
+
+
+def for_sequences(s: Sm90Schedule, terms: int) -> Sm90Schedule:
+    """`s`, for groups of so many terms in sequences: each begins a new block of k, so blocks are short."""
+    if terms >= 128:
+        s = replace(s, block_k=32)
+    elif s.block_m < 128:  # what is written bounds such groups, and wide tiles write fastest
+        s = replace(s, block_m=128, block_n=256, block_k=32, share=2)
+    return s.filled(s.panels, True, True)
 
 
 def estimate(s: Sm90Schedule, g: Gemm, sms: int) -> float:
