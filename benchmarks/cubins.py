@@ -73,7 +73,16 @@ Hashes = dict[str, dict[str, str]]
 
 def host() -> Any:
     """The modules of host code that this script uses. They are imported only here."""
-    products = ("fma", "fma_sm90", "plan", "schedule_sm90", "tensor_core", "tensor_core_sm90", "tiny")
+    products = (
+        "fma",
+        "fma_sm90",
+        "plan",
+        "schedule_sm90",
+        "segmented",
+        "tensor_core",
+        "tensor_core_sm90",
+        "tiny",
+    )
     modules = ("assert_spans", "compiler", "exp2", "grouped", "linear_logp_sm90", "logp", "rows")
     names = {m: f"products.{m}" for m in products} | {m: m for m in modules}
     names |= {n: f"attention.{n}" for n in ("universal", "universal_backward")}
@@ -245,7 +254,7 @@ def tiny(h: Any) -> Iterator[Kernel]:
 
 
 def whole_files(h: Any) -> Iterator[Kernel]:
-    """All kernels of row and column reductions, of log-probabilities from logits, and of exp2."""
+    """All kernels of row and column reductions, of log-probabilities from logits, exp2 and trees."""
     for arch in h.compiler.ARCHITECTURES:
         for x, out, param in ((F32, BF16, F16), (F16, F32, F32), (BF16, F16, BF16)):
             for n in (100, 2048, 40000):
@@ -261,6 +270,8 @@ def whole_files(h: Any) -> Iterator[Kernel]:
             yield h.assert_spans.spec(bounds), arch
         for model in (INTERPOLATION, POLYNOMIAL):
             yield h.exp2.spec(model), arch
+        for segments in (2, 8, 64):
+            yield h.segmented.tree_spec(segments), arch
 
 
 def name(kernel: Kernel) -> str:

@@ -186,11 +186,6 @@ def on_gpu(operation: str, key: Key, device: int) -> tuple[Any, str]:
         UnavailableError: the chosen backend cannot run there, or no backend can.
     """
     contract, name = unpack_key(key)
-    if operation in ("matmul", "grouped", "linear_logp") and contract_from_key(contract).segments > 1:
-        raise UnavailableError(
-            f"samebits: contract {contract_from_key(contract)}: expected CPU tensors, or a contract without"
-            " segments; the kernels for GPUs do not compute them yet"
-        )
     reasons = []
     for backend in (name,) if name else AUTOMATIC:
         package = f"samebits.backends.{backend}"

@@ -33,6 +33,8 @@ CONTRACTS = [
         (FMA.segmented(4), "cpu"),
         (TENSOR_CORE.on(FAMILY), "cuda"),
         (FMA, "cuda"),
+        (TENSOR_CORE.on(FAMILY).segmented(4), "cuda"),
+        (FMA.segmented(4), "cuda"),
     )
     for dtype, name in NAMES.items()
     if dtype in contract.input_dtypes

@@ -14,9 +14,8 @@ import samebits
 from samebits import FMA, HOPPER, TENSOR_CORE, Contract
 from samebits.testing import KINDS, assert_same_bits, bits, values
 from tests.contract.test_conformance import expected
-from tests.support.devices import FAMILY
+from tests.support.devices import DEVICES, FAMILY
 
-DEVICES = ["cpu"]  # GPU tensors are refused
 f32, bf16 = torch.float32, torch.bfloat16
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,13 @@ from torch import Tensor
 from samebits.backends import Step
 from samebits.backends.cuda import compiler, runtime, shapes, tuned
 from samebits.backends.cuda.matmul import check_contract
-from samebits.backends.cuda.products.grouped import GROUPED_FMA, GROUPED_TENSOR_CORE, GroupedCudaPlan
+from samebits.backends.cuda.products.grouped import GROUPED_FMA, GROUPED_TENSOR_CORE, GroupedCudaPlan, nothing
 from samebits.backends.cuda.products.grouped_sm90 import GROUPED_SM90
+from samebits.backends.cuda.products.segmented import Partials, part_of, tree_launch
 from samebits.backends.cuda.shapes import GroupedShape
 from samebits.backends.grouped import GroupedKernel, GroupedOperands, GroupedProduct
+from samebits.backends.product import Matrix
+from samebits.backends.segments import check_terms
 from samebits.contract import contract_from_key
 
 GROUPED: tuple[GroupedKernel[Any], ...] = (GROUPED_TENSOR_CORE, GROUPED_FMA, GROUPED_SM90)
@@ -92,6 +96,34 @@ def _contiguous(t: Tensor) -> Tensor:
     return t if t.is_contiguous() else t.contiguous()
 
 
+def _plan_of(p: GroupedProduct) -> GroupedCudaPlan:
+    kernel, schedule = chosen(p)
+    plan: GroupedCudaPlan = kernel.plan(p, schedule)
+    return plan
+
+
+def _segmented_plan(p: GroupedProduct, segments: int) -> GroupedCudaPlan:
+    """The plan of groups of rows in segments: a product of each segment, and the tree of their sums."""
+    if 0 in p.out.shape:
+        return GroupedCudaPlan(nothing)
+    k, at = p.k // segments, Partials(segments, p.m, p.n)
+    steps = k * p.a.strides[-1] * p.a.dtype.itemsize, k * p.b.strides[-2] * p.b.dtype.itemsize
+    a = part_of(p.a, (p.rows, k), p.a.strides, steps[0])
+    b = part_of(p.b, (p.groups, k, p.n), p.b.strides, steps[1])
+    part = replace(p, a=a, b=b, out=Matrix(torch.float32, (p.m, p.n), (at.row, 1)), bias=None)
+    inner = _plan_of(part)
+    tree = tree_launch(p.device, segments, (at.segment, at.row), p.out, p.bias, p.groups)
+
+    def launch(a: int, b: int, out: int, offs: int, bias: int, runs: int) -> None:
+        room = runtime.empty((at.floats,), torch.float32, p.device)
+        for s in range(segments):
+            sums = room.data_ptr() + s * at.segment * 4
+            inner.launch(a + s * steps[0], b + s * steps[1], sums, offs, 0, 0)
+        tree(room.data_ptr(), out, bias, offs)
+
+    return GroupedCudaPlan(launch)
+
+
 _Planned = tuple[GroupedCudaPlan, GroupedOperands]
 
 
@@ -122,6 +154,6 @@ def _planned(x: GroupedOperands, contract: str) -> _Planned:
             _plans.clear()
         check_contract(contract, a.get_device())
         p = GroupedProduct.of(x, contract_from_key(contract).step)
-        kernel, schedule = chosen(p)
-        plan = _plans[key] = kernel.plan(p, schedule)
+        segments = 1 if p.of_terms else check_terms(contract, p.k)
+        plan = _plans[key] = _segmented_plan(p, segments) if segments > 1 else _plan_of(p)
     return plan, x

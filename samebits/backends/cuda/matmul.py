@@ -13,12 +13,14 @@ from samebits.backends import Step, UnavailableError, broadcast
 from samebits.backends.cuda import devices, runtime, shapes, tuned
 from samebits.backends.cuda.products.fma import FMA
 from samebits.backends.cuda.products.fma_sm90 import FMA_SM90
-from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan
+from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan, ScratchPlan
+from samebits.backends.cuda.products.segmented import segmented_plan, tree_launch
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
 from samebits.backends.cuda.products.tiny import TINY, TINY_FMA
 from samebits.backends.cuda.shapes import ProductShape
-from samebits.backends.product import LARGEST, Operands, Product
+from samebits.backends.product import LARGEST, Matrix, Operands, Product
+from samebits.backends.segments import check_terms, refuse_start
 from samebits.contract import FAMILIES, MmaModel, contract_from_key
 
 
@@ -100,9 +102,21 @@ def matmul_later(
 ) -> Step:
     """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``. Chains start from +0, or from the values in ``out``.
 
-    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16.
+    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16. A contract with segments takes no
+    values to start from.
     """
+    refuse_start(contract, accumulate)
     return _later(_planned(a, b, out, contract, bias=bias, accumulate=accumulate))
+
+
+def tree_later(out: Tensor, partials: Tensor) -> Step:
+    """Write the rounded sum of contiguous ``partials[S, M, N]`` by pairs of neighbours into ``out[M, N]``.
+
+    S is a power of two. ``out`` may be ``partials[0]``.
+    """
+    segment, row, _ = partials.stride()
+    launch = tree_launch(out.get_device(), partials.shape[0], (segment, row), Matrix.of(out), None)
+    return partial(launch, partials.data_ptr(), out.data_ptr(), 0, 0)
 
 
 def rounded_later(out: Tensor, chain: Tensor) -> Step:
@@ -168,6 +182,8 @@ def _launch(planned: _Planned) -> None:
 def _later(planned: _Planned) -> Step:
     plan, addresses, _ = planned
     plan.encode(*addresses[:3])
+    if isinstance(plan, ScratchPlan):
+        return partial(plan.launch_in, plan.room(), *addresses[:4])
     return partial(_launch, planned)
 
 
@@ -234,6 +250,11 @@ def _planned(
 def _plan(operands: Operands, contract: str) -> CudaPlan:
     check_contract(contract, operands.a.get_device())
     p = Product.of(operands, contract_from_key(contract).step)
+    segments = 1 if p.sequences else check_terms(contract, p.k)
+    return segmented_plan(p, segments, _plan_of) if segments > 1 else _plan_of(p)
+
+
+def _plan_of(p: Product) -> CudaPlan:
     kernel, schedule = chosen(p)
     return kernel.plan(p, schedule)
 
@@ -256,15 +277,19 @@ def chosen(p: Product) -> tuple[CudaKernel[Any], Any]:
 
 def ways(p: Product, name: str = "") -> list[tuple[CudaKernel[Any], Any]]:
     """Kernels, or the one of this name, and schedules that could be fastest for `p`. Tuning times them."""
-    first = fastest(p)
-    # Costs of the two kernels for float32 can be compared.
-    kernels = (FMA_SM90, FMA) if first in (FMA_SM90, FMA) else (first,)
     return [
         (kernel, s)
-        for kernel in kernels
-        if kernel.supports(p) and name in ("", kernel.name)
-        for s in kernel.candidates(p)
+        for kernel in rivals(p)
+        if name in ("", kernel.name)
+        for candidate in kernel.candidates(p)
+        for s in (candidate, *kernel.variations(p, candidate))
     ]
+
+
+def rivals(p: Product) -> list[CudaKernel[Any]]:
+    """The kernels that could be fastest: one, or the two for float32, whose costs can be compared."""
+    first = fastest(p)
+    return [FMA_SM90, FMA] if first in (FMA_SM90, FMA) and FMA_SM90.supports(p) else [first]
 
 
 def fastest(p: Product) -> CudaKernel[Any]:

@@ -32,6 +32,41 @@ def finish(acc, dtype: tl.constexpr):
 
 
 @triton.jit
+def _pairs(x):
+    """``x[:, 0] + x[:, 1]``, ``x[:, 2] + x[:, 3]`` and so on."""
+    left, right = tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)).split()
+    return left + right
+
+
+@triton.jit
+def tree(
+    partials, bias, out, count, m, n, segment_stride, out_batch, out_row, out_col, bias_stride,
+    SEGMENTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Partial sums ``partials[SEGMENTS, count]`` of ``out[batch, m, n]``, added by the contract's tree."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    some = i < count
+    places = i[:, None] + tl.arange(0, SEGMENTS)[None, :] * segment_stride
+    x = tl.load(partials + places, mask=some[:, None], other=0)
+    if SEGMENTS >= 64:
+        x = _pairs(x)
+    if SEGMENTS >= 32:
+        x = _pairs(x)
+    if SEGMENTS >= 16:
+        x = _pairs(x)
+    if SEGMENTS >= 8:
+        x = _pairs(x)
+    if SEGMENTS >= 4:
+        x = _pairs(x)
+    acc = tl.reshape(_pairs(x), (BLOCK,))
+    row, column = i // n, i % n
+    if bias is not None:
+        acc += tl.load(bias + column * bias_stride, mask=some, other=0).to(tl.float32)
+    to = out + row // m * out_batch + row % m * out_row + column * out_col
+    tl.store(to, finish(acc, out.dtype.element_ty), mask=some)
+
+
+@triton.jit
 def _mma_chain(acc, a, b, start, stop, a_k, b_k, row, column, BLOCK_K: tl.constexpr):
     """Continue the chains ``acc`` over ``start <= k < stop``, with the last group padded with zeros."""
     for k0 in range(start, stop, BLOCK_K):

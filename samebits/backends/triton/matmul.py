@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from samebits.backends import Step, UnavailableError, broadcast
 from samebits.backends.product import LARGEST, Operands, Product
-from samebits.backends.triton import products
+from samebits.backends.replay import refuse
+from samebits.backends.segments import refuse_start, segment_bounds
+from samebits.backends.triton import kernels, products
 from samebits.backends.triton.products import TritonKernel, TritonPlan
 from samebits.contract import FAMILIES, FMA, contract_from_key
 
@@ -47,7 +50,7 @@ def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype,
     else:
         a, b = a.expand(*batch, M, K).reshape(B, M, K), b.expand(*batch, K, N).reshape(B, K, N)
         x = Operands(a, b, out.view(B, M, N), bias)
-    _run(x, contract)
+    _run_plain(x, contract)
     return out
 
 
@@ -86,9 +89,19 @@ def matmul_later(
 ) -> Step:
     """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``. Chains start from +0, or from the values in ``out``.
 
-    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16.
+    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16. A contract with segments takes no
+    values to start from.
     """
-    return partial(_run, Operands(a, b, out, bias, out if accumulate else None), contract)
+    refuse_start(contract, accumulate)
+    return partial(_run_plain, Operands(a, b, out, bias, out if accumulate else None), contract)
+
+
+def tree_later(out: Tensor, partials: Tensor) -> Step:
+    """Write the rounded sum of contiguous ``partials[S, M, N]`` by pairs of neighbours into ``out[M, N]``.
+
+    S is a power of two. ``out`` may be ``partials[0]``.
+    """
+    return partial(_tree, out, partials, None)
 
 
 def rounded_later(out: Tensor, chain: Tensor) -> Step:
@@ -111,6 +124,39 @@ def _run_sequences(
     if cu_seqlens is not None:
         a, b, cu_seqlens = a[:, 0], b[:, 0], cu_seqlens.contiguous()
     _run(Operands(a, b, out, None, acc, cu_seqlens, sequences=True), contract)
+
+
+def _run_plain(x: Operands, contract: str) -> None:
+    """Run a plain product, in the contract's segments one after another, and add their sums."""
+    bounds = segment_bounds(x.a.shape[-1], contract)
+    if len(bounds) == 2:
+        _run(x, contract)
+        return
+    partials = torch.empty((len(bounds) - 1, *x.out.shape), dtype=torch.float32, device=x.out.device)
+    for sums, (start, stop) in zip(partials, itertools.pairwise(bounds), strict=True):
+        _run(Operands(x.a[..., start:stop], x.b[..., start:stop, :], sums), contract)
+    _tree(x.out, partials, x.bias)
+
+
+def _tree(out: Tensor, partials: Tensor, bias: Tensor | None) -> None:
+    if out.numel() == 0:
+        return
+    batch, row, column = (0, *out.stride())[-3:]
+    sizes = (
+        out.numel(),
+        *out.shape[-2:],
+        out.numel(),
+        batch,
+        row,
+        column,
+        0 if bias is None else bias.stride(0),
+    )
+    refuse("launches of Triton's are not seen")
+    block = max(16, 2048 // len(partials))
+    with torch.cuda.device(out.get_device()):
+        kernels.tree[(-(-out.numel() // block),)](
+            partials, bias, out, *sizes, SEGMENTS=len(partials), BLOCK=block
+        )
 
 
 def _run(x: Operands, contract: str) -> None:

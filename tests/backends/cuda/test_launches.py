@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import linear_logp, matmul, runtime, tensor_maps
+import samebits
+from samebits.backends.cuda import grouped, linear_logp, matmul, runtime, tensor_maps
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.logits_in_pieces import grad_logits
 from samebits.backends.product import Matrix, Operands, Product
@@ -84,6 +85,44 @@ def test_every_launch_under_fma_adds_up(launches: list[str], m: int, k: int, n: 
     # TMA asks for strides of 16 bytes; other layouts, and sequences, go to the universal kernel.
     assert "fma_sm90.cu" in launches or min(m, n, k) < 64
     assert "fma.cu" in launches
+
+
+@pytest.mark.parametrize("m", [1, 3, 33, 1000])
+@pytest.mark.parametrize(("k", "n"), [(4096, 4096), (40, 24), (8, 1), (0, 5)])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_every_launch_in_segments_adds_up(
+    launches: list[str], dtype: torch.dtype, m: int, k: int, n: int
+) -> None:
+    contract = samebits.FMA if dtype == F32 else samebits.TENSOR_CORE
+    key = contract.segmented(8).key
+    for out_dtype, bias in itertools.product({dtype, F32}, (None, torch.empty(n, dtype=dtype))):
+        for b in (torch.empty(n, k, dtype=dtype).mT, torch.empty(k, n, dtype=dtype)):
+            a = torch.empty(m, k, dtype=dtype)
+            out = matmul.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=key)
+            assert (out.shape, out.dtype) == ((m, n), out_dtype)
+            assert matmul.matmul(a.view(1, m, k), b, bias=bias, out_dtype=out_dtype, contract=key).shape == (
+                *(1, m, n),
+            )
+            matmul.matmul_later(torch.empty(m, n, dtype=out_dtype), a, b, bias=bias, contract=key)()
+    batch = torch.empty(3, m, k, dtype=dtype), torch.empty(3, k, n, dtype=dtype)
+    assert matmul.matmul(*batch, bias=None, out_dtype=F32, contract=key).shape == (3, m, n)
+    matmul.tree_later(torch.empty(m, n, dtype=dtype), torch.empty(2, m, n))()
+    offs = torch.tensor([0, m], dtype=torch.int32)
+    bias = torch.empty(2, n, dtype=dtype)
+    experts = torch.empty(2, k, n, dtype=dtype)
+    out = grouped.grouped_rows(a, experts, offs, bias=bias, out_dtype=dtype, contract=key)
+    assert out.shape == (m, n)
+    assert "tree.cu" in launches
+    with pytest.raises(ValueError, match="accumulate: expected False under"):
+        matmul.matmul_later(torch.empty(m, n), a, b, accumulate=True, contract=key)
+    with pytest.raises(ValueError, match="expected a multiple of 8 under"):
+        matmul.matmul(
+            torch.empty(m, 12).to(dtype),
+            torch.empty(12, n).to(dtype),
+            bias=None,
+            out_dtype=dtype,
+            contract=key,
+        )
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 33, 64, 65, 300, 4096])

@@ -17,7 +17,15 @@ from torch import Tensor
 from benchmarks import cubins, tune
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.matmul import PRODUCTS, fastest
-from samebits.backends.cuda.products import fma, fma_sm90, schedule_sm90, tensor_core, tensor_core_sm90, tiny
+from samebits.backends.cuda.products import (
+    fma,
+    fma_sm90,
+    schedule_sm90,
+    segmented,
+    tensor_core,
+    tensor_core_sm90,
+    tiny,
+)
 from samebits.backends.cuda.products.plan import TileLayout, tile_layout
 from samebits.backends.cuda.products.tiny import TinyMatrices, TinySchedule, choose_schedule
 from samebits.backends.product import Matrix, Operands, Product, ProductKernel
@@ -75,6 +83,13 @@ def fma_name(s: fma_sm90.FmaSm90Schedule) -> str:
     return f"{kind}-{s.tile_m}x{s.tile_n}-{s.thread_m}x{s.thread_n}x{s.depth}-{s.min_blocks}"
 
 
+@needs_compiler
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
+@pytest.mark.parametrize("segments", [2, 4, 8, 16, 32, 64])
+def test_trees_compile_without_spills(segments: int, arch: str) -> None:
+    compiled_without_spills(segmented.tree_spec(segments), arch)
+
+
 # The universal kernels.
 
 TILE_LAYOUTS = [
@@ -111,8 +126,8 @@ def test_fma_compiles_without_spills(schedule: fma.FmaSchedule, arch: str) -> No
         pytest.skip("needs more shared memory")
     turn = compiler.ARCHITECTURES.index(arch) + fma.SCHEDULES.index(schedule)
     cases = FMA_CASES if arch == "sm_90a" else [FMA_CASES[turn % len(FMA_CASES)]]
-    for a, b, types, segmented in cases:
-        cubin = compiled_without_spills(fma.kernel_spec(schedule, types, a, b, segmented), arch)
+    for a, b, types, sequences in cases:
+        cubin = compiled_without_spills(fma.kernel_spec(schedule, types, a, b, sequences), arch)
         blocks = schedule.min_blocks if arch.endswith("a") else 1
         assert cubin.registers * schedule.threads * blocks <= 65536
 

@@ -205,6 +205,28 @@ def operations() -> int:
     return count
 
 
+def segments() -> int:
+    """Products in segments, batches of them, with a bias, and their gradients."""
+    count = 0
+    for segments, dtype in itertools.product((2, 8, 64), (F32, F16)):
+        shapes = (3, 2 * segments), (segments, 2 * segments), (segments,)
+        batch = (2, 3, 2 * segments), (2, 2 * segments, segments)
+        for kind, contract in (("special", FMA), ("whole", ON_HOPPER)):
+            if contract is not FMA and dtype == F32:
+                continue
+            make = whole_values if kind == "whole" else values
+            for call, sizes in ((samebits.linear, shapes), (samebits.bmm, batch)):
+                inputs = [make(kind, s, dtype, seed, "cpu") for seed, s in enumerate(sizes)]
+                want = gradients(call, inputs, contract.segmented(segments))
+                with by_triton():
+                    got = gradients(call, inputs, contract.segmented(segments))
+                count += compare(got, want, f"{segments} segments, {contract}")
+    partials = values("wide", (2, 5, 7), F32, 1)
+    want = partials[0] + partials[1]
+    matmul.tree_later(partials[0], partials)()
+    return count + compare([partials[0]], [want], "a tree in place")
+
+
 def given_logits() -> int:
     count = 0
     for kind, vocabulary, dtype in itertools.product(KINDS_OF_LOGITS, (1, 200, 33 * 128 + 5), (F32, F16)):
@@ -336,6 +358,7 @@ if __name__ == "__main__":
         + wrong_spans()
         + tensor_core()
         + operations()
+        + segments()
         + given_logits()
         + log_probabilities()
         + tensor_core_log_probabilities()

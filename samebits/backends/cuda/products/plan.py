@@ -18,6 +18,7 @@ __all__ = [
     "TYPES",
     "CudaKernel",
     "CudaPlan",
+    "ScratchPlan",
     "TileLayout",
     "tile_layout",
     "tile_plan",
@@ -49,6 +50,37 @@ class CudaPlan:
         """Run on these operands."""
         bias, cu_seqlens, start = (0 if t is None else t.data_ptr() for t in (x.bias, x.cu_seqlens, x.start))
         self.launch(x.a.data_ptr(), x.b.data_ptr(), x.out.data_ptr(), bias, cu_seqlens, start)
+
+
+class ScratchPlan(CudaPlan):
+    """A plan whose launches need memory for a while."""
+
+    __slots__ = ("_device", "_encode", "_floats", "_launch")
+
+    def __init__(
+        self,
+        device: int,
+        floats: int,
+        launch: Callable[[int, int, int, int, int], None],
+        encode: Callable[[int, int], None],
+    ) -> None:
+        """`launch`: on the addresses of `floats` floats, a, b, out and bias. `encode`: for a and b."""
+        super().__init__(self._launch_now)
+        self._device, self._floats, self._launch, self._encode = device, floats, launch, encode
+
+    def encode(self, *addresses: int) -> None:
+        self._encode(*addresses[:2])
+
+    def room(self) -> torch.Tensor:
+        """The memory for a launch."""
+        return runtime.empty((self._floats,), torch.float32, self._device)
+
+    def launch_in(self, room: torch.Tensor, a: int, b: int, out: int, bias: int) -> None:
+        """Launch on these addresses, with memory that nothing else uses until the launch has run."""
+        self._launch(room.data_ptr(), a, b, out, bias)
+
+    def _launch_now(self, a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
+        self.launch_in(self.room(), a, b, out, bias)
 
 
 S = TypeVar("S")
