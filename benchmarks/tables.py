@@ -578,7 +578,7 @@ def gpu_native(data: dict[str, Any]) -> str:
 
 
 def gpu_steps(data: dict[str, Any]) -> str:
-    """Steps of a model of a billion parameters."""
+    """Steps of a model of a billion parameters, and of one of experts."""
     head = ["step", "PyTorch, ms", "context, ms", "process, ms", "context / PyTorch", "process / PyTorch"]
     lines = (
         [

@@ -237,15 +237,17 @@ def linalg_vector_norm(
 def _norm(
     theirs: Callable[..., Any], x: Tensor, order: Any, dim: Any, keepdim: bool, dtype: torch.dtype | None
 ) -> Any:
-    if order not in (None, "fro", 2) or isinstance(order, bool) or not takes(x):
+    if order not in (None, "fro", 2, 1) or isinstance(order, bool) or not takes(x):
         return NotImplemented
     if isinstance(dim, (list, tuple)) and len(dim) == 1:
         (dim,) = dim
-    plain = theirs is torch.norm or (theirs is torch.linalg.vector_norm and order == 2)
+    plain = theirs is torch.norm or (theirs is torch.linalg.vector_norm and order in (1, 2))
     if not (plain and (dim is None or _is_number(dim)) and isinstance(keepdim, bool) and dtype is None):
         as_pytorch(theirs, x, order, dim=dim, keepdim=keepdim, dtype=dtype)  # it takes longer than the norm
     x = _autocast(x) if dtype is None else x.to(dtype)
-    return vector_norm(x, dim, keepdim) if takes(x) else NotImplemented
+    if not takes(x):
+        return NotImplemented
+    return sum(x.abs(), dim, keepdim) if order == 1 else vector_norm(x, dim, keepdim)
 
 
 def foreach_norm(self: Any, ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
