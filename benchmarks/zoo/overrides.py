@@ -13,6 +13,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "rope_parameters": {key: {"rope_type": "default", "rope_theta": 1e4} for key in (SLIDING, FULL)},
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0}},
+    "convnextv2": {"image_size": 64},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "donut-swin": {"num_heads": [2, 4], "depths": [1, 1], "embed_dim": 16, "window_size": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4},

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-STEPS: dict[str, str] = {}
+STEPS: dict[str, str] = {
+    name: what
+    for what, names in {
+        "Mamba 2": "mamba2 bamba falcon_h1 granitemoehybrid nemotron_h zamba2",
+        "A gated delta rule": """
+            qwen3_next qwen3_5_text qwen3_5_moe_text qwen4_exp_text olmo_hybrid kimi_linear
+        """,
+        "Linear attention in blocks": "bailing_hybrid minimax",
+        "mLSTM in chunks": "xlstm",
+    }.items()
+    for name in names.split()
+}
 """Models that decode by another algorithm than they prefill by, and what it is."""
+
+WHOLE = set("mamba falcon_mamba jamba zamba recurrent_gemma rwkv".split())  # noqa: SIM905
+"""Models whose prefill cannot go on from a cache: it is in one piece."""
 
 REASONS: dict[str, str] = {}
 """What in a model makes it fail."""

@@ -96,6 +96,10 @@ REPLACED = (
         {"_grouped_mm": products.grouped_mm_},
         "`samebits.grouped_mm`, for `F.grouped_mm`, too; rows of no group are +0",
     ),
+    Row(
+        {torch.linalg.solve_triangular: products.solve_triangular_},
+        "[row by row](contract.md#triangular-systems), in float32",
+    ),
     Row({"einsum": products.einsum_}, "products of pairs, always from left to right"),
     Row(
         {
@@ -277,7 +281,7 @@ REPORTED = {
     """,
     "linear algebra": """
         cholesky cholesky_ex cholesky_solve cholesky_inverse qr svd svdvals eigh eigvalsh eig eigvals
-        solve solve_ex solve_triangular triangular_solve lstsq inv inv_ex inverse pinv det logdet slogdet
+        solve solve_ex triangular_solve lstsq inv inv_ex inverse pinv det logdet slogdet
         tensorinv tensorsolve matrix_exp matrix_power matrix_rank householder_product geqrf ormqr
         lu lu_factor lu_factor_ex lu_solve ldl_factor ldl_solve
     """,
@@ -399,6 +403,7 @@ NAMES = {
 }
 NAMES |= {f: f"torch.{f.__name__}" for f in (torch.group_norm, torch.instance_norm, torch.batch_norm)}
 NAMES |= {torch.embedding: "torch.embedding", F.embedding: "torch.nn.functional.embedding"}
+NAMES |= {torch.linalg.solve_triangular: "torch.linalg.solve_triangular"}
 NAMES |= {torch._foreach_norm: "torch._foreach_norm", torch.linalg.vector_norm: "torch.linalg.vector_norm"}
 NAMES |= _OTHER_VARIANT
 
