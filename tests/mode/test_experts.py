@@ -42,6 +42,18 @@ TIES = torch.tensor([[1.0, 2, 2, 0, 2, 1], [0.0, -0.0, torch.nan, 0, -1, torch.n
 
 
 @on_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_is_sorted_alike_in_every_company(device: str, dtype: torch.dtype, within: Within) -> None:
+    x = TIES.repeat(500, 500).to(device, dtype)
+    with within("error"):
+        every, one, two = (t.sort(-1) for t in (x, x[:1], x[1:2]))
+    values, places = (torch.cat(parts) for parts in zip(one, two, strict=True))
+    for some in (slice(2), slice(998, None)):
+        assert_same_bits(every.values[some], values)
+        assert torch.equal(every.indices[some], places)
+
+
+@on_devices
 def test_sorts_are_stable(device: str, within: Within) -> None:
     x = TIES.repeat(1, 40).to(device)
     want = torch.sort(x, stable=True)
@@ -67,7 +79,8 @@ def test_topk_takes_the_first_of_equal_values(
     """For few entries, by sorting; for many, by keys."""
     for count in (2, 900):
         x = TIES.repeat(1, count).to(device, dtype)
-        want = torch.sort(x, dim=1, descending=largest, stable=True)[1][:, :11]
+        # In 16 bits PyTorch sorts NaN of long rows elsewhere on a GPU.
+        want = torch.sort(x.float() + 0.0, dim=1, descending=largest, stable=True)[1][:, :11]
         for row in (slice(None), slice(1, 2)):
             with within("error"):
                 found, places = x[row].topk(11, 1, largest, False)
