@@ -142,7 +142,7 @@ class _Mode(OwnMode):
             return func(*args)
         if func in REPLAYED:
             _state.outermost = self.on_uncovered
-            return _replayed(func)(*args, **kwargs)
+            return _entry(func)(*args, **kwargs)
         return self._overridden(func, args, kwargs)
 
     def _overridden(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -209,8 +209,13 @@ def _replayed(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         return _replaced(func, REPLACEMENTS[func], args, kwargs, _state.outermost)
 
-    found = replayed(run, *EXTRAORDINARY)
-    return in_sequences(found) if func is F.linear else found
+    return replayed(run, *EXTRAORDINARY)
+
+
+@functools.cache
+def _entry(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What a call of a replayed function comes to first."""
+    return in_sequences(_replayed(func)) if func is F.linear else _replayed(func)
 
 
 def watched(
