@@ -31,6 +31,7 @@ from samebits.mode.context import (
     watched,
 )
 from samebits.mode.operators import Rule, operator_rules, outs
+from samebits.mode.sequences import forget, in_sequences
 from samebits.ops._operator import EXTRAORDINARY, thread
 
 __all__ = [
@@ -63,6 +64,7 @@ class _Switch:
         with self.lock:
             before = self.on_uncovered
             if on_uncovered is not None and before is None:
+                forget()
                 self.library = self.library or _registered()
                 # What has been compiled, and would be, has other kernels.
                 self.stance = torch.compiler.set_stance("force_eager")
@@ -234,6 +236,8 @@ def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
 
     returns_new = rule.replacement is not None and not op._schema.is_mutable
     call = replayed(covered, *EXTRAORDINARY) if returns_new else covered
+    if op is torch.ops.aten.linear.default:
+        call = in_sequences(call)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         on_uncovered = _switch.on_uncovered

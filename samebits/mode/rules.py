@@ -183,6 +183,10 @@ REPLACED = (
         "statistics of the batch (`batch_norm` in training), and those that `instance_norm` keeps",
     ),
     Row(
+        {torch.linalg.solve_triangular: overrides.solve_triangular},
+        "substitution, [row by row](contract.md#triangular-systems), of float32",
+    ),
+    Row(
         {"sort": indexing.sort, "argsort": indexing.argsort, "msort": indexing.msort, "topk": indexing.topk},
         "stable: equal values in the order of their places, also in `topk`",
         "`out=`",
@@ -277,7 +281,7 @@ REPORTED = {
     """,
     "linear algebra": """
         cholesky cholesky_ex cholesky_solve cholesky_inverse qr svd svdvals eigh eigvalsh eig eigvals
-        solve solve_ex solve_triangular triangular_solve lstsq inv inv_ex inverse pinv det logdet slogdet
+        solve solve_ex triangular_solve lstsq inv inv_ex inverse pinv det logdet slogdet
         tensorinv tensorsolve matrix_exp matrix_power matrix_rank householder_product geqrf ormqr
         lu lu_factor lu_factor_ex lu_solve ldl_factor ldl_solve
     """,
@@ -399,6 +403,7 @@ NAMES = {
 }
 NAMES |= {f: f"torch.{f.__name__}" for f in (torch.group_norm, torch.instance_norm, torch.batch_norm)}
 NAMES |= {torch.embedding: "torch.embedding", F.embedding: "torch.nn.functional.embedding"}
+NAMES |= {torch.linalg.solve_triangular: "torch.linalg.solve_triangular"}
 NAMES |= {torch._foreach_norm: "torch._foreach_norm", torch.linalg.vector_norm: "torch.linalg.vector_norm"}
 NAMES |= _OTHER_VARIANT
 
