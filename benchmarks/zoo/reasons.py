@@ -11,6 +11,7 @@ STEPS: dict[str, str] = {
         """,
         "Linear attention in blocks": "bailing_hybrid minimax",
         "mLSTM in chunks": "xlstm",
+        "Mamba": "mamba falcon_mamba jamba zamba",
     }.items()
     for name in names.split()
 }

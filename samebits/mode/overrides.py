@@ -26,6 +26,7 @@ from samebits.ops.logsumexp import logsumexp
 from samebits.ops.norm import layer_norm, rms_norm
 from samebits.ops.reduce import mean, sum
 from samebits.ops.softmax import log_softmax, softmax
+from samebits.ops.solve import solve_triangular as solve_by_substitution
 from samebits.ops.variance import std, var, vector_norm
 
 
@@ -248,6 +249,15 @@ def _norm(
     if not takes(x):
         return NotImplemented
     return sum(x.abs(), dim, keepdim) if order == 1 else vector_norm(x, dim, keepdim)
+
+
+def solve_triangular(
+    A: Tensor, B: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> Any:
+    if not takes(A, B) or not A.dtype == B.dtype == torch.float32:
+        return NotImplemented
+    as_pytorch(torch.linalg.solve_triangular, A, B, upper=upper, left=left, unitriangular=unitriangular)
+    return solve_by_substitution(A, B, upper=upper, left=left, unitriangular=unitriangular)
 
 
 def foreach_norm(self: Any, ord: Any = 2, dtype: torch.dtype | None = None) -> Any:

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from samebits.backends.replay import viewed
-from samebits.mode.arguments import records, takes, without_autocast
-from samebits.ops._sequences import rows_of_batch
+from samebits.mode.arguments import takes, without_autocast
 from samebits.ops.bmm import bmm
 from samebits.ops.einsum import einsum
 from samebits.ops.expand import expand
 from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.linear import linear
 from samebits.ops.matmul import matmul
-from samebits.ops.triangular import solve_triangular
 
 
 def mm(input: Tensor, mat2: Tensor, out_dtype: torch.dtype | None = None) -> Any:
@@ -108,7 +106,7 @@ def addmm(
     if not fits or _dtype(input) not in (dtype, _dtype(mat1)):
         return torch.addmm(input, mat1, mat2, *() if out_dtype is None else (out_dtype,))  # its error
     if input.ndim == 1 and beta == alpha == 1 and out_dtype is None:
-        return _linear(mat1, viewed(mat2, Tensor.transpose, 0, 1), input)
+        return linear(mat1, viewed(mat2, Tensor.transpose, 0, 1), input)
     return _scaled_sum(input, matmul(mat1, mat2, out_dtype=torch.float32), beta, alpha, dtype)
 
 
@@ -173,22 +171,7 @@ def linear_(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         rows = input if input.ndim > 1 else input[None]
         out = _scaled_sum(bias, matmul(rows, weight.mT, out_dtype=torch.float32), 1, 1, _dtype(input))
         return out if input.ndim > 1 else out[0]
-    return _linear(input, weight, bias)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """:func:`samebits.linear`, in whose gradients a flattened batch is still one."""
-    if x.ndim == 2 and (records(weight) or records(bias)) and (rows := rows_of_batch(x)) > 1:
-        return linear(x.unflatten(0, (rows, -1)), weight, bias).flatten(0, 1)
-    return linear(x, weight, bias)
-
-
-def solve_triangular_(
-    A: Tensor, B: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
-) -> Any:
-    if A.dtype != torch.float32 or B.dtype != torch.float32 or not takes(A, B):
-        return NotImplemented
-    return solve_triangular(A, B, upper=upper, left=left, unitriangular=unitriangular)
+    return linear(input, weight, bias)
 
 
 def einsum_(equation: str, *operands: Any) -> Any:

@@ -96,10 +96,6 @@ REPLACED = (
         {"_grouped_mm": products.grouped_mm_},
         "`samebits.grouped_mm`, for `F.grouped_mm`, too; rows of no group are +0",
     ),
-    Row(
-        {torch.linalg.solve_triangular: products.solve_triangular_},
-        "[row by row](contract.md#triangular-systems), in float32",
-    ),
     Row({"einsum": products.einsum_}, "products of pairs, always from left to right"),
     Row(
         {
@@ -185,6 +181,10 @@ REPLACED = (
         },
         "row reductions; `batch_norm` with the statistics that it keeps, elementwise",
         "statistics of the batch (`batch_norm` in training), and those that `instance_norm` keeps",
+    ),
+    Row(
+        {torch.linalg.solve_triangular: overrides.solve_triangular},
+        "substitution, [row by row](contract.md#triangular-systems), of float32",
     ),
     Row(
         {"sort": indexing.sort, "argsort": indexing.argsort, "msort": indexing.msort, "topk": indexing.topk},

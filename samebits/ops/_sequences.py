@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import torch
 from torch import Tensor
@@ -21,39 +20,6 @@ def sequences(t: Tensor) -> Tensor:
     count = leading[0] if len(leading) > 1 else 1
     tokens = leading[1:].numel() if len(leading) > 1 else leading.numel()
     return t.reshape(1, count, tokens, t.shape[-1])
-
-
-# What autograd records of functions that keep tokens where they are. Elementwise functions on a CPU are cut
-# into whole vectors.
-_STAY = """
-    View ReshapeAlias UnsafeView Alias ToCopy Clone Mul Div Add Sub Pow Neg Silu Gelu Relu Sigmoid Tanh
-    Softplus Clamp ClampMin ClampMax Slice Cat Split ConstantPadNd
-"""
-_IN_PLACE = frozenset(f"{name}Backward0" for name in _STAY.split())
-_FARTHEST = 24
-
-
-def rows_of_batch(tokens: Tensor) -> int:
-    """How many rows of a batch ``[rows, T, ...]`` were flattened to ``tokens[n, k]``, as far as can be told.
-
-    Autograd's graph tells, back to the last view of a tensor with more dimensions; without one, the tensor
-    that `tokens` is a view of.
-    """
-    if torch.compiler.is_compiling():
-        return 1
-    node = tokens.grad_fn
-    for _ in range(_FARTHEST):
-        if node is None or node.name() not in _IN_PLACE:
-            break
-        sizes = getattr(node, "_saved_self_sym_sizes", ())
-        if len(sizes) > 2 and math.prod(sizes[:2]) == tokens.shape[0]:
-            return int(sizes[0])
-        node = node.next_functions[0][0]
-    whole = tokens._base
-    if whole is None or whole.ndim < 3 or math.prod(whole.shape[:2]) != tokens.shape[0]:
-        return 1
-    same = whole.numel() == tokens.numel() and whole.is_contiguous() and tokens.is_contiguous()
-    return whole.shape[0] if same else 1
 
 
 def check_cu_seqlens_form(op: str, name: str, x: Tensor, cu_seqlens: Tensor) -> None:

@@ -132,29 +132,6 @@ def test_gradients_of_weights_in_a_padded_batch(device: str, name: str) -> None:
             assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["linear", "addmm"])
-def test_gradients_of_weights_of_a_flattened_batch(name: str, dtype: torch.dtype) -> None:
-    """Two layers and elementwise functions on flattened rows: padding changes no bit."""
-    leaves = [values("normal", (40, 40), dtype, i).div(8).requires_grad_() for i in (1, 2)]
-    b = values("normal", (40,), dtype, 3).requires_grad_()
-
-    def layer(x: Tensor, w: Tensor) -> Tensor:
-        return F.linear(x, w, b) if name == "linear" else torch.addmm(b, x, w)
-
-    def run(extra: int) -> tuple[Tensor, ...]:
-        x = F.pad(X.to(dtype), (0, 0, 0, extra))
-        seed = F.pad(values("normal", tuple(X.shape), dtype, 4), (0, 0, 0, extra))
-        with batch_invariant("error"):
-            norm = F.layer_norm(x, (40,), b)
-            rows = norm.view(-1, 40)
-            y = layer(F.silu(layer(rows, leaves[0])) * rows, leaves[1])
-        return torch.autograd.grad(y, (*leaves, b), seed.view(-1, 40))
-
-    for got, want in zip(run(5), run(0), strict=True):
-        assert_same_bits(got, want)
-
-
 def test_operators_are_this_librarys(within: Within) -> None:
     x, w = values("normal", (3, 300), torch.bfloat16, 0), values("normal", (200, 300), torch.bfloat16, 1)
     with within():
