@@ -308,13 +308,24 @@ def attention(name: str, kind: str, device: str) -> tuple[str, str]:
         return plain, plain
 
 
-def measure(name: str, kind: str, device: str, path: str, sources: str) -> None:
-    """Writes the results of one architecture. It is the whole of a process."""
+def serve(pipe: Any, device: str, sources: str) -> None:
+    """Writes the results of each architecture that is asked for. It is the whole of a process."""
     torch.set_num_threads(1)
     numba.set_num_threads(1)
     samebits.transformers.register()
-    start = time.monotonic()
-    found = results(name, kind, device) | {"seconds": round(time.monotonic() - start, 1), "sources": sources}
-    whole = Path(path).with_suffix(".part")
-    whole.write_text(json.dumps(found, indent=1))
-    whole.rename(path)
+    while (job := _received(pipe)) is not None:
+        name, kind, path = job
+        start = time.monotonic()
+        found = results(name, kind, device)
+        found |= {"seconds": round(time.monotonic() - start, 1), "sources": sources}
+        whole = Path(path).with_suffix(".part")
+        whole.write_text(json.dumps(found, indent=1))
+        whole.rename(path)
+        pipe.send(name)
+
+
+def _received(pipe: Any) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:  # there are no more
+        return None

@@ -7,6 +7,7 @@ from typing import Any
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "bit": {"hidden_sizes": [32, 32, 64, 64], "num_groups": 8},
     "cohere_compass_text": {
         "layer_types": [SLIDING, FULL],
         "num_hidden_layers": 2,
