@@ -1,11 +1,12 @@
-"""Whole steps of a model of a billion parameters, in PyTorch and in both forms of the mode.
+"""Whole steps of two models, one of experts, in PyTorch and in both forms of the mode.
 
 python -m benchmarks.steps [--commit COMMIT] [--out FILE]
 
 It writes benchmarks/results/<gpu>/steps.json: training steps (forward and backward, with the logits' loss and
 with ``linear_logp``), decoding with a static cache of 1,024 keys (as a CUDA graph and call by call), and the
 peak memory of each. PyTorch attends by ``sdpa``, samebits by ``sdpa`` in training and by its own
-implementation in decoding. PyTorch and the context take turns. The switch of the process is measured
+implementation in decoding; experts run PyTorch's grouped products, and samebits' own implementation. PyTorch
+and the context take turns. The switch of the process is measured
 afterwards, since what it registers stays.
 """
 
@@ -29,6 +30,19 @@ from benchmarks.models import BATCHES, BILLION
 from benchmarks.record import RESULTS, environment, results_file, slug, write
 from samebits.ops.linear_logp import linear_logp
 
+EXPERTS: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "vocab_size": 32768,
+    "max_position_embeddings": 4096,
+}
+"""A Qwen3-MoE."""
 DECODED = (1, 32, 128)
 KEYS = 1024
 Step = Callable[[], Any]
@@ -88,16 +102,17 @@ class Decoding:
 
 
 class Form(NamedTuple):
-    """PyTorch, or a form of the mode, with the attention that a model has in it while it decodes."""
+    """PyTorch, or a form of the mode, with a model's attention while it decodes, and its experts."""
 
     within: Callable[[], AbstractContextManager[Any]]
     decoding: str
+    experts: str
 
 
 FORMS = {
-    "torch": Form(nullcontext, "sdpa"),
-    "context": Form(lambda: samebits.batch_invariant("error"), "samebits"),
-    "process": Form(lambda: samebits.set_batch_invariant_mode(True, "error"), "samebits"),
+    "torch": Form(nullcontext, "sdpa", "grouped_mm"),
+    "context": Form(lambda: samebits.batch_invariant("error"), "samebits", "samebits"),
+    "process": Form(lambda: samebits.set_batch_invariant_mode(True, "error"), "samebits", "samebits"),
 }
 Measured = dict[str, dict[str, float]]
 
@@ -149,6 +164,23 @@ def training(model: Any, forms: Sequence[str]) -> dict[str, Measured]:
     return found
 
 
+def training_experts(model: Any, forms: Sequence[str]) -> dict[str, Measured]:
+    """The steps of training a model of experts, by their names."""
+    model.set_attn_implementation("sdpa")
+    found = {}
+    for rows, tokens in BATCHES:
+        ids = torch.randint(model.config.vocab_size, (rows, tokens), device="cuda")
+        step = partial(stored_logits, model, ids)
+        found[f"experts, forward + backward, {rows} x {tokens:,}"] = in_turns(
+            {
+                form: (partial(model.set_experts_implementation, FORMS[form].experts), step, nothing)
+                for form in forms
+            },
+            9,
+        )
+    return found
+
+
 @torch.no_grad()
 def decoding(model: Any, forms: Sequence[str]) -> dict[str, Measured]:
     """The steps of decoding, by their names."""
@@ -177,7 +209,7 @@ def show(data: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -191,14 +223,18 @@ def main() -> None:
         torch.manual_seed(0)
         model: Any = LlamaForCausalLM(LlamaConfig(**BILLION))
         model = model.to(torch.bfloat16)
+        experts: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS))
+        experts = experts.to(torch.bfloat16)
     out = options.out or RESULTS / slug(torch.cuda.get_device_name()) / "steps.json"
     cases: dict[str, Measured] = {}
     for forms in (("torch", "context"), ("process",)):
-        for work, times in (training(model, forms) | decoding(model, forms)).items():
+        measured = training(model, forms) | training_experts(experts, forms) | decoding(model, forms)
+        for work, times in measured.items():
             cases[work] = cases.get(work, {}) | times
     data: dict[str, Any] = {
         "environment": record,
         "model": BILLION,
+        "experts": EXPERTS,
         "cases": [{"work": work} | times for work, times in cases.items()],
     }
     Console(width=130).print(show(data))

@@ -20,6 +20,7 @@ from benchmarks.host import ratios
 from benchmarks.logp import PRODUCT
 from benchmarks.record import GPUS, ROOT, load, measured, slug, tiny
 from benchmarks.rows import TOKENS, means
+from benchmarks.zoo.report import architectures
 from samebits.mode import rules
 from samebits.tools.bench.attention_report import attention_summary, bandwidth, speed, where
 from samebits.tools.bench.cases import BETWEEN
@@ -577,7 +578,7 @@ def gpu_native(data: dict[str, Any]) -> str:
 
 
 def gpu_steps(data: dict[str, Any]) -> str:
-    """Steps of a model of a billion parameters."""
+    """Steps of a model of a billion parameters, and of one of experts."""
     head = ["step", "PyTorch, ms", "context, ms", "process, ms", "context / PyTorch", "process / PyTorch"]
     lines = (
         [
@@ -671,6 +672,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "mode-replaced": mode_replaced,
     "mode-vectors": mode_vectors,
     "mode-reported": mode_reported,
+    "architectures": lambda: gpu_block("cpu", "zoo.json", architectures),
 } | {
     f"{gpu}-{what}": partial(gpu_block, gpu, results, write)
     for gpu in GPUS

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from samebits.backends.attention import SEGMENT
 from samebits.mode.arguments import without_autocast
+from samebits.mode.sequences import sequences_of
 from samebits.ops.attention import attention, hidden_keys
 from samebits.ops.experts import Routed, experts
 
@@ -67,9 +68,10 @@ def register() -> None:
 
     * The sum over a token's experts is in the order of its slots, in float32, rounded once. So is the sum of
       the gradients of the token.
-    * Where the layer flattens ``[batch, tokens, hidden]`` by a view, as most do, each row of the batch is a
-      sequence in the gradients of weights: padding at the end of rows changes no bit of them. Elsewhere, and
-      under ``torch.compile``, all tokens are one sequence.
+    * Each row of the batch ``[batch, tokens, hidden]`` that the layer flattens is a sequence in the gradients
+      of weights: padding at the end of rows changes no bit of them. That is so where the layer flattens it
+      by a view, and within :func:`samebits.batch_invariant`, which remembers the batch that linear layers saw
+      last. Elsewhere, and under ``torch.compile``, all tokens are one sequence.
 
     Raises:
         ImportError: ``transformers`` is not installed.
@@ -421,6 +423,6 @@ def _rows_of_batch(tokens: Tensor) -> int:
         return 1
     whole = tokens._base
     if whole is None or whole.ndim != 3 or whole.shape[0] * whole.shape[1] != tokens.shape[0]:
-        return 1
+        return sequences_of(tokens.shape[0])
     same = whole.shape[2:] == tokens.shape[1:] and whole.is_contiguous() and tokens.is_contiguous()
-    return whole.shape[0] if same else 1
+    return whole.shape[0] if same else sequences_of(tokens.shape[0])

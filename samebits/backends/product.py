@@ -190,6 +190,10 @@ class ProductKernel(abc.ABC, Generic[S]):
         """The schedules that :meth:`choose` picks from, each as it would run. Tuning times them."""
         return self.schedules(p)
 
+    def variations(self, p: Product, s: S) -> Sequence[S]:
+        """`s` with other values of what no estimate tells apart. Tuning times some; a table may have any."""
+        return ()
+
     @abc.abstractmethod
     def choose(self, p: Product) -> S:
         """The schedule that should be fastest."""

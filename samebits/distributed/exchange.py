@@ -23,6 +23,7 @@ __all__ = [
     "ordered_reduce_scatter",
     "reduce_over_ranks",
     "scatter_over_ranks",
+    "split",
 ]
 
 _SMALL = 1 << 20
@@ -244,6 +245,27 @@ def _gather_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple
 
 
 gather.register_autograd(_gather_backward, setup_context=_gather_setup)
+
+
+split = Operator(
+    "split_over_ranks(Tensor x, int dim, str group) -> Tensor",
+    cpu=lambda x, dim, group: own_part(x, dim, group).clone(),
+    fake=lambda x, dim, group: x.new_empty(
+        [n // ranks(group)[1] if d == dim else n for d, n in enumerate(x.shape)]
+    ),
+)
+"""This rank's part of `x`, which is the same on all ranks."""
+
+
+def _split_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.dim, ctx.group = inputs
+
+
+def _split_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    return gather(grad, ctx.dim, ctx.group, False), None, None
+
+
+split.register_autograd(_split_backward, setup_context=_split_setup)
 
 
 def own_part(x: Tensor, dim: int, group: str) -> Tensor:

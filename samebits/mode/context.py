@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -35,6 +36,7 @@ from samebits.mode.rules import (
     VIEWS,
     is_direct,
 )
+from samebits.mode.sequences import forget, in_sequences
 from samebits.ops._operator import EXTRAORDINARY, as_no_view
 
 __all__ = [
@@ -107,6 +109,8 @@ def check_on_uncovered(of: str, on_uncovered: OnUncovered) -> None:
 def _context(on_uncovered: OnUncovered) -> Iterator[None]:
     before = _state.on_uncovered
     _state.on_uncovered = on_uncovered
+    if before is None and not torch.compiler.is_compiling():
+        forget()  # what came before has nothing to do with what follows
     try:
         with nullcontext() if _is_on(before) else _Mode(on_uncovered):
             yield
@@ -138,6 +142,8 @@ class _Mode(OwnMode):
             return func(*args)
         if func in REPLAYED:
             _state.outermost = self.on_uncovered
+            if func is F.linear:
+                return in_sequences(_replayed(func), args, kwargs)
             return _replayed(func)(*args, **kwargs)
         return self._overridden(func, args, kwargs)
 

@@ -24,15 +24,30 @@ _sort, _argsort, _topk = torch.sort, torch.argsort, torch.topk
 
 
 def sort(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return _sort(input, **_sorting(*args, **kwargs))
+    how = _sorting(*args, **kwargs)
+    if not _has_keys(input):
+        return _sort(input, **how)
+    as_pytorch(_sort, input, **how)
+    places = _sort(_keys(input), **how)[1]
+    return torch.return_types.sort((gather(input, how.get("dim", -1), places), places))
 
 
 def argsort(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return _argsort(input, **_sorting(*args, **kwargs))
+    return _argsort(_keys(input) if _has_keys(input) else input, **_sorting(*args, **kwargs))
 
 
 def msort(input: Tensor) -> Any:
-    return _sort(input, dim=0, stable=True)[0]
+    return sort(input, dim=0)[0]
+
+
+def _has_keys(x: Any) -> bool:
+    """Whether PyTorch may sort -0 and NaN by the batch, as on GPUs, where it has several ways."""
+    return isinstance(x, Tensor) and x.is_cuda and x.ndim > 0 and takes(x)
+
+
+def _keys(x: Tensor) -> Tensor:
+    """`x` in float32, with one zero and one NaN."""
+    return x.detach().to(torch.float32) + 0.0
 
 
 def _sorting(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -55,9 +70,10 @@ def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: boo
 
 def _first_places(x: Tensor, k: int, dim: int, largest: bool) -> Tensor:
     if x.ndim == 0 or x.shape[dim] <= _BY_SORTING or not takes(x):
-        places = _sort(x, dim=dim, descending=largest, stable=True)[1]
+        keys = _keys(x) if _has_keys(x) else x
+        places = _sort(keys, dim=dim, descending=largest, stable=True)[1]
         return places if x.ndim == 0 else places.narrow(dim, 0, k).contiguous()
-    wide = (x.to(torch.float32) + 0.0).contiguous().view(torch.int32)
+    wide = _keys(x).contiguous().view(torch.int32)
     order = (wide ^ (wide >> 31 & 0x7FFFFFFF)).to(torch.int64)  # as the numbers are ordered
     order = torch.where(x.isnan(), 0x7FFFFFFF, order)  # NaN is the largest
     shape = [1] * x.ndim

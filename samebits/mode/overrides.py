@@ -26,6 +26,7 @@ from samebits.ops.logsumexp import logsumexp
 from samebits.ops.norm import layer_norm, rms_norm
 from samebits.ops.reduce import mean, sum
 from samebits.ops.softmax import log_softmax, softmax
+from samebits.ops.solve import solve_triangular as solve_by_substitution
 from samebits.ops.variance import std, var, vector_norm
 
 
@@ -237,15 +238,26 @@ def linalg_vector_norm(
 def _norm(
     theirs: Callable[..., Any], x: Tensor, order: Any, dim: Any, keepdim: bool, dtype: torch.dtype | None
 ) -> Any:
-    if order not in (None, "fro", 2) or isinstance(order, bool) or not takes(x):
+    if order not in (None, "fro", 2, 1) or isinstance(order, bool) or not takes(x):
         return NotImplemented
     if isinstance(dim, (list, tuple)) and len(dim) == 1:
         (dim,) = dim
-    plain = theirs is torch.norm or (theirs is torch.linalg.vector_norm and order == 2)
+    plain = theirs is torch.norm or (theirs is torch.linalg.vector_norm and order in (1, 2))
     if not (plain and (dim is None or _is_number(dim)) and isinstance(keepdim, bool) and dtype is None):
         as_pytorch(theirs, x, order, dim=dim, keepdim=keepdim, dtype=dtype)  # it takes longer than the norm
     x = _autocast(x) if dtype is None else x.to(dtype)
-    return vector_norm(x, dim, keepdim) if takes(x) else NotImplemented
+    if not takes(x):
+        return NotImplemented
+    return sum(x.abs(), dim, keepdim) if order == 1 else vector_norm(x, dim, keepdim)
+
+
+def solve_triangular(
+    A: Tensor, B: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> Any:
+    if not takes(A, B) or not A.dtype == B.dtype == torch.float32:
+        return NotImplemented
+    as_pytorch(torch.linalg.solve_triangular, A, B, upper=upper, left=left, unitriangular=unitriangular)
+    return solve_by_substitution(A, B, upper=upper, left=left, unitriangular=unitriangular)
 
 
 def foreach_norm(self: Any, ord: Any = 2, dtype: torch.dtype | None = None) -> Any:

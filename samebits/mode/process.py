@@ -8,6 +8,7 @@ since other threads may be running them; while the mode is off they call PyTorch
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import warnings
@@ -31,6 +32,7 @@ from samebits.mode.context import (
     watched,
 )
 from samebits.mode.operators import Rule, operator_rules, outs
+from samebits.mode.sequences import forget, in_sequences
 from samebits.ops._operator import EXTRAORDINARY, thread
 
 __all__ = [
@@ -63,6 +65,7 @@ class _Switch:
         with self.lock:
             before = self.on_uncovered
             if on_uncovered is not None and before is None:
+                forget()
                 self.library = self.library or _registered()
                 # What has been compiled, and would be, has other kernels.
                 self.stance = torch.compiler.set_stance("force_eager")
@@ -218,6 +221,10 @@ def _dtype_beside(lead: Tensor, number: complex) -> torch.dtype:
     return exact if same_kind else torch.result_type(lead, number)
 
 
+def _in_sequences(call: Kernel, *args: Any, **kwargs: Any) -> Any:
+    return in_sequences(call, args, kwargs)
+
+
 def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
     """The kernel of an operator at a dispatch key. Its own cost is part of every covered call's."""
     below_autograd, has_out = not key.startswith("Autograd"), bool(outs(op))
@@ -234,6 +241,8 @@ def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
 
     returns_new = rule.replacement is not None and not op._schema.is_mutable
     call = replayed(covered, *EXTRAORDINARY) if returns_new else covered
+    if op is torch.ops.aten.linear.default:
+        call = functools.partial(_in_sequences, call)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         on_uncovered = _switch.on_uncovered

@@ -143,7 +143,7 @@ REPLACED = (
             torch._foreach_norm: overrides.foreach_norm,
         },
         "row reductions",
-        "norms of other orders than 2, and of matrices",
+        "norms of other orders than 1 and 2, and of matrices",
     ),
     Row(
         {F.embedding: overrides.functional_embedding, torch.embedding: overrides.embedding_},
@@ -165,6 +165,26 @@ REPLACED = (
         "[convolutions](contract.md#convolutions): products of what a window sees; sums over positions that"
         " begin anew at each row of the batch",
         "transposed ones",
+    ),
+    Row(
+        {
+            **{f"avg_pool{d}d": getattr(windows, f"avg_pool{d}d") for d in (1, 2, 3)},
+            **{f"adaptive_avg_pool{d}d": getattr(windows, f"adaptive_avg_pool{d}d") for d in (1, 2, 3)},
+        },
+        "[means](contract.md#convolutions) over windows, and rows of what a part of a picture has",
+    ),
+    Row(
+        {
+            torch.group_norm: windows.group_norm,
+            torch.instance_norm: windows.instance_norm,
+            torch.batch_norm: windows.batch_norm,
+        },
+        "row reductions; `batch_norm` with the statistics that it keeps, elementwise",
+        "statistics of the batch (`batch_norm` in training), and those that `instance_norm` keeps",
+    ),
+    Row(
+        {torch.linalg.solve_triangular: overrides.solve_triangular},
+        "substitution, [row by row](contract.md#triangular-systems), of float32",
     ),
     Row(
         {"sort": indexing.sort, "argsort": indexing.argsort, "msort": indexing.msort, "topk": indexing.topk},
@@ -237,11 +257,10 @@ REPORTED = {
     """,
     "convolutions, pooling, interpolation": """
         convolution _convolution conv_transpose1d conv_transpose2d conv_transpose3d
-        conv_tbc avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-        interpolate grid_sample fold
+        conv_tbc interpolate grid_sample fold
     """,
     "norms": """
-        batch_norm instance_norm group_norm local_response_norm renorm renorm_ matrix_norm native_batch_norm
+        renorm renorm_ matrix_norm native_batch_norm
         native_group_norm native_layer_norm _weight_norm
     """,
     "sums of other kinds": """
@@ -262,7 +281,7 @@ REPORTED = {
     """,
     "linear algebra": """
         cholesky cholesky_ex cholesky_solve cholesky_inverse qr svd svdvals eigh eigvalsh eig eigvals
-        solve solve_ex solve_triangular triangular_solve lstsq inv inv_ex inverse pinv det logdet slogdet
+        solve solve_ex triangular_solve lstsq inv inv_ex inverse pinv det logdet slogdet
         tensorinv tensorsolve matrix_exp matrix_power matrix_rank householder_product geqrf ormqr
         lu lu_factor lu_factor_ex lu_solve ldl_factor ldl_solve
     """,
@@ -382,7 +401,9 @@ NAMES = {
     for name in (*_REPLACED_NAMES, *REPORTED_NAMES, *ACCUMULATING)
     for func, label in _named(name).items()
 }
+NAMES |= {f: f"torch.{f.__name__}" for f in (torch.group_norm, torch.instance_norm, torch.batch_norm)}
 NAMES |= {torch.embedding: "torch.embedding", F.embedding: "torch.nn.functional.embedding"}
+NAMES |= {torch.linalg.solve_triangular: "torch.linalg.solve_triangular"}
 NAMES |= {torch._foreach_norm: "torch._foreach_norm", torch.linalg.vector_norm: "torch.linalg.vector_norm"}
 NAMES |= _OTHER_VARIANT
 

@@ -282,15 +282,19 @@ def chosen(p: Product) -> tuple[CudaKernel[Any], Any]:
 
 def ways(p: Product, name: str = "") -> list[tuple[CudaKernel[Any], Any]]:
     """Kernels, or the one of this name, and schedules that could be fastest for `p`. Tuning times them."""
-    first = fastest(p)
-    # Costs of the two kernels for float32 can be compared.
-    kernels = (FMA_SM90, FMA) if first in (FMA_SM90, FMA) else (first,)
     return [
         (kernel, s)
-        for kernel in kernels
-        if kernel.supports(p) and name in ("", kernel.name)
-        for s in kernel.candidates(p)
+        for kernel in rivals(p)
+        if name in ("", kernel.name)
+        for candidate in kernel.candidates(p)
+        for s in (candidate, *kernel.variations(p, candidate))
     ]
+
+
+def rivals(p: Product) -> list[CudaKernel[Any]]:
+    """The kernels that could be fastest: one, or the two for float32, whose costs can be compared."""
+    first = fastest(p)
+    return [FMA_SM90, FMA] if first in (FMA_SM90, FMA) and FMA_SM90.supports(p) else [first]
 
 
 def fastest(p: Product) -> CudaKernel[Any]:

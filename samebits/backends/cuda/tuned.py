@@ -21,7 +21,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ __all__ = [
 
 _FORMAT = 1
 SHIPPED = Path(__file__).parents[2] / "data" / "tuned"
+"""Tables that come along. They give no warning if kernels have changed since: a user could do nothing."""
+
 _WIDEST = 2
 """A schedule holds between two measured sizes of which the larger is at most so many times the smaller."""
 
@@ -138,9 +140,12 @@ _MEASURED = ("alone", "busy", "us")
 
 def schedule_data(s: Any) -> dict[str, Any]:
     """A schedule for JSON: its fields, without times that were measured. No two of a kernel have the same."""
-    found = {name: value for name, value in asdict(s).items() if name not in _MEASURED}
-    data: dict[str, Any] = json.loads(json.dumps({"kind": type(s).__name__} | found))
-    return data
+    found: dict[str, Any] = {"kind": type(s).__name__}
+    for f in fields(s):
+        if f.name not in _MEASURED:
+            value = getattr(s, f.name)
+            found[f.name] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 _INCLUDE = re.compile(rb'^#include "(\w+\.cuh)"', re.MULTILINE)
@@ -335,7 +340,7 @@ def _checked(path: Path) -> Table:
     except TunedError as error:
         _warn(str(path), str(error))
         return Table("")
-    if table.stale:
+    if table.stale and path.parent != SHIPPED:
         _warn(
             f"{path}" + (f" ({table.stale} of its entries)" if table.entries else ""),
             "it is of other versions of the kernels: run samebits tune again",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,10 @@ from samebits.contract import TENSOR_CORE
 from samebits.tools.tune.contest import MOST, Contest, Way, few, make, place
 
 __all__ = ["contest", "grouped_product", "product"]
+
+
+_VARIED, _VARIATIONS = 2, 3
+"""How many schedules run in variations, too, and in how many of them."""
 
 
 def contest(shape: Shape, device: int, *, alone: bool = False) -> Contest | None:
@@ -79,9 +83,11 @@ def _product(shape: ProductShape, device: int) -> Contest:
 
     p = product(shape, device)
     first = matmul.fastest(p)
-    choice = first, first.choose(p)
-    costs = {(kernel, s): kernel.cost(p, s) for kernel, s in (choice, *matmul.ways(p))}
-    found: Sequence[tuple[Any, Any]] = few(choice, costs)
+    choice: tuple[Any, Any] = first, first.choose(p)
+    ways = [choice, *((kernel, s) for kernel in matmul.rivals(p) for s in kernel.candidates(p))]
+    found = few(choice, {(kernel, s): kernel.cost(p, s) for kernel, s in ways})
+    for kernel, s in found[:_VARIED]:
+        found += [(kernel, x) for x in kernel.variations(p, s)[:_VARIATIONS]]
 
     def way(kernel: Any, s: Any) -> Way:
         def plan() -> Callable[..., Any]:

@@ -13,9 +13,11 @@ from torch import Tensor
 import samebits
 from samebits import TENSOR_CORE
 from samebits.backends.cuda import compiler, grouped
-from samebits.backends.cuda.products import fma, tensor_core
+from samebits.backends.cuda.products import fma, grouped_sm90, tensor_core
 from samebits.backends.cuda.products.grouped import balanced
 from samebits.backends.cuda.products.plan import TileLayout
+from samebits.backends.cuda.products.schedule_sm90 import Gemm
+from samebits.backends.cuda.products.tensor_core_sm90 import Sm90Variant
 from samebits.backends.grouped import GroupedOperands, GroupedProduct
 from samebits.testing import assert_same_bits, values
 from samebits.tools.verify import grouped as verification
@@ -41,6 +43,39 @@ FORMS = [
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
 def test_runs_compile(arch: str) -> None:
     assert compiler.compile(grouped.RUNS, arch).local_bytes == 0
+
+
+SIZES = [
+    (m, n, terms, groups)
+    for m, n in ((64, 7168), (768, 2048), (4096, 28672))
+    for terms in (1, 64, 512)
+    for groups in (1, 128)
+]
+
+
+@pytest.mark.parametrize(("m", "n", "terms", "groups"), SIZES)
+def test_groups_of_sequences_have_a_hopper_schedule_that_fits(
+    m: int, n: int, terms: int, groups: int
+) -> None:
+    g = Gemm(m, n, terms, groups, True, True)
+    s = grouped_sm90.for_sequences(grouped_sm90.chosen(g, 132, True), g)
+    assert s.share in (1, s.warpgroups)
+    assert s.stages >= 2
+    assert s.fits(True, True)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("b_mn", "bound"), [(False, None), (True, None), (True, torch.int32)])
+def test_hopper_compiles(b_mn: bool, bound: torch.dtype | None) -> None:
+    """Some kinds of schedule for each form: all of short blocks, and every fifth of the others."""
+    a_mn = bound is not None
+    v = Sm90Variant(BF16, BF16, a_mn, b_mn, cu_seqlens_dtype=bound)
+    kinds = [s for s in grouped_sm90.GROUPED_SM90.catalogue if s.fits(a_mn, b_mn) and not (a_mn and s.swap)]
+    short = [s for s in kinds if s.block_k < 64]
+    assert bool(short) == a_mn
+    for s in {*short, *kinds[::5]}:
+        spec = grouped_sm90.spec(v, grouped_sm90.with_table(s, v, 128), 128)
+        assert compiler.compile(spec, "sm_90a").local_bytes == 0, s
 
 
 @needs_compiler

@@ -73,10 +73,9 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
             for sms, (m, n, batch) in itertools.product((114, 132), sizes)
             for a_mn, b_mn, of_terms in ((False, False, False), (False, True, False), (True, True, True))
         ]
-        found += [
-            for_sequences(chosen(Gemm(m, n, k, batch, True, True), 132, True), k)
-            for (m, n, batch), k in itertools.product(sizes, (64, 512))
-        ]
+        for (m, n, batch), k in itertools.product(sizes, (64, 512)):
+            g = Gemm(m, n, k, batch, True, True)
+            found.append(for_sequences(chosen(g, 132, True), g))
         return tuple(dict.fromkeys(found))
 
     def supports(self, p: GroupedProduct) -> bool:
@@ -124,7 +123,7 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
     def choose(self, p: GroupedProduct) -> Sm90Schedule:
         g = _balanced(p)
         found = chosen(g, devices.device_info(p.device).sm_count, p.of_terms)
-        return for_sequences(found, g.k) if p.runs else found
+        return for_sequences(found, g) if p.runs else found
 
     def plan(self, p: GroupedProduct, s: Sm90Schedule | None = None) -> GroupedCudaPlan:
         need(p.out.empty or self.supports(p), f"{self.name}: expected {p} that TMA can read, on sm_90")
@@ -172,12 +171,12 @@ def chosen(g: Gemm, sms: int, of_terms: bool) -> Sm90Schedule:
     return replace(min(found, key=lambda s: cost(s, g, sms)), ahead=0)
 
 
-def for_sequences(s: Sm90Schedule, terms: int) -> Sm90Schedule:
-    """`s`, for groups of so many terms in sequences: each begins a new block of k, so blocks are short."""
-    if terms >= 128:
+def for_sequences(s: Sm90Schedule, g: Gemm) -> Sm90Schedule:
+    """`s`, for groups whose terms are in sequences: each begins a new block of k, so blocks are short."""
+    if g.k >= 128:
         s = replace(s, block_k=32)
-    elif s.block_m < 128:  # what is written bounds such groups, and wide tiles write fastest
-        s = replace(s, block_m=128, block_n=256, block_k=32, share=2)
+    elif s.block_m < 128 <= g.m:  # what is written bounds such groups, and wide tiles write fastest
+        s = replace(s, block_m=128, block_n=256, block_k=32, warpgroups=2, share=2)
     return s.filled(s.panels, True, True)
 
 

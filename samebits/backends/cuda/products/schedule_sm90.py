@@ -7,7 +7,17 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Gemm", "Sm90Schedule", "candidates", "catalogue", "choose", "estimate", "menu", "round_up"]
+__all__ = [
+    "Gemm",
+    "Sm90Schedule",
+    "candidates",
+    "catalogue",
+    "choose",
+    "estimate",
+    "menu",
+    "round_up",
+    "variations",
+]
 
 
 _SMEM = 227 * 1024
@@ -67,7 +77,12 @@ class Sm90Schedule:
         return 0 if self.swap else 256
 
     def fits(self, a_mn: bool, b_mn: bool) -> bool:
-        """Whether the schedule can read these layouts. Along m, a warpgroup's rows come in columns of 64."""
+        """Whether the schedule can read these layouts.
+
+        Along m, a warpgroup's rows come in columns of 64; along k, its columns do.
+        """
+        if self.block_k % 64 and not (a_mn and b_mn):
+            return False
         tall_mn = b_mn if self.swap else a_mn
         return not (tall_mn and self.block_m // self.share % 64)
 
@@ -373,6 +388,17 @@ def _settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
         early = early and (best.block_m == 128 or best.share > 1) and (p.m > 256 or p.a_mn or p.b_mn)
         group = 2 if seen.m > 4 * best.block_m else best.group
     return replace(best, early=early, ahead=ahead, group=group)
+
+
+def variations(s: Sm90Schedule, p: Gemm) -> list[Sm90Schedule]:
+    """`s` with the other start of blocks, and other orders of tiles: what the estimate leaves out.
+
+    The first are the most promising. The catalogue has all of their values.
+    """
+    orders = [replace(s, group=group) for group in (8, 2, 16, 1) if group != s.group]
+    several = -(-(p.n if s.swap else p.m) // s.block_m) > 1  # rows of tiles
+    found = [replace(s, early=not s.early), *(orders if several else ())]
+    return [*found, *(replace(x, early=not s.early) for x in found[1:])]
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from samebits.backends.cuda.products.schedule_sm90 import (
     catalogue,
     choose,
     estimate,
+    variations,
 )
 from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
 from samebits.backends.product import LARGEST, Product, need, refuse_large
@@ -158,6 +159,9 @@ class TensorCoreSm90Kernel(CudaKernel[Sm90Schedule]):
 
     def candidates(self, p: Product) -> Sequence[Sm90Schedule]:
         return candidates(gemm(p), devices.device_info(p.device).sm_count)
+
+    def variations(self, p: Product, s: Sm90Schedule) -> Sequence[Sm90Schedule]:
+        return variations(s, gemm(p))
 
     def choose(self, p: Product) -> Sm90Schedule:
         return choose(gemm(p), devices.device_info(p.device).sm_count)

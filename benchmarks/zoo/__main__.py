@@ -1,0 +1,143 @@
+"""Every architecture of `transformers` as a tiny model, in PyTorch and under ``samebits.batch_invariant``.
+
+python -m benchmarks.zoo [NAME ...] [--device cuda] [--jobs 2] [--out FILE]
+
+It writes benchmarks/results/cpu/zoo.json, or <gpu>/zoo.json. Every architecture has a process of its own.
+What is known of it lies in build/zoo, so that the next run goes on from there while the sources are the same.
+Those that are named are measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from benchmarks.record import RESULTS, ROOT, environment, lines_of_progress, results_file, slug, write
+from benchmarks.zoo.report import verdict
+
+KEPT = ROOT / "build" / "zoo"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="architectures, such as llama; all without")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one architecture")
+    parser.add_argument("--keep", action="store_true", help="results of other sources, too")
+    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<machine>/zoo.json")
+    options = parser.parse_args()
+    from benchmarks.zoo.build import names
+
+    every = names()
+    if unknown := set(options.names) - {name for name, _ in every}:
+        parser.error(f"unknown architectures: {', '.join(sorted(unknown))}")
+    folder = KEPT / options.device
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = digest_of_sources()
+    todo = [
+        (name, kind)
+        for name, kind in every
+        if (
+            name in options.names
+            if options.names
+            else not _known(folder / f"{name}.json", sources, options.keep)
+        )
+    ]
+    head = {"environment": environment(options.commit), "contract": contracts()}
+    _run(todo, folder, sources, options)
+    found = [json.loads(p.read_text()) for name, _ in every if (p := folder / f"{name}.json").exists()]
+    for one in found:
+        one.pop("sources")
+    if options.names:
+        print("named architectures are measured; run without names to write the results of all")
+        return
+    machine = "cpu" if options.device == "cpu" else slug(torch.cuda.get_device_name())
+    write(options.out or RESULTS / machine / "zoo.json", head | {"architectures": found})
+
+
+def contracts() -> dict[str, str]:
+    """The digests of the contracts that the models run under."""
+    import samebits
+
+    return {"float32": samebits.FMA.digest(), "bfloat16": samebits.TENSOR_CORE.on(samebits.HOPPER).digest()}
+
+
+def digest_of_sources() -> str:
+    files = [*(ROOT / "samebits").rglob("*.py"), *Path(__file__).parent.glob("*.py")]
+    return hashlib.sha256(b"".join(p.read_bytes() for p in sorted(files))).hexdigest()[:16]
+
+
+def _known(path: Path, sources: str, keep: bool) -> bool:
+    return path.exists() and (keep or json.loads(path.read_text())["sources"] == sources)
+
+
+def _run(todo: list[tuple[str, str]], folder: Path, sources: str, options: Any) -> None:
+    from benchmarks.zoo.checks import measure
+
+    os.environ |= {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    context: Any = multiprocessing.get_context("forkserver" if options.device == "cpu" else "spawn")
+    if options.device == "cpu":
+        context.set_forkserver_preload(["transformers", "benchmarks.zoo.checks"])
+    console = Console()
+    states: Counter[str] = Counter()
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    show = lines_of_progress(console)
+    task = bar.add_task("architectures", total=len(todo))
+
+    def one(job: tuple[str, str]) -> None:
+        name, kind = job
+        path, start = folder / f"{name}.json", time.monotonic()
+        path.unlink(missing_ok=True)
+        process = context.Process(target=measure, args=(name, kind, options.device, str(path), sources))
+        process.start()
+        process.join(options.timeout)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        if not path.exists():
+            why = (
+                "ended by a signal" if process.exitcode != -9 else f"took longer than {options.timeout:.0f} s"
+            )
+            path.write_text(json.dumps({"name": name, "kind": kind, "unbuilt": why, "sources": sources}))
+        state, said = verdict(json.loads(path.read_text()))
+        states[state] += 1
+        if state != "passes":
+            console.print(f"{name}: {state}: {said}"[:230], highlight=False, markup=False, soft_wrap=True)
+        bar.advance(task)
+        if not console.is_terminal:
+            done = sum(states.values())
+            show(done / len(todo), f"{name}, {time.monotonic() - start:.0f} s; {dict(states)}")
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        if console.is_terminal:
+            with bar:
+                list(pool.map(one, todo))
+        else:
+            list(pool.map(one, todo))
+    console.print(", ".join(f"{count} {state}" for state, count in states.most_common()) or "nothing to do")
+
+
+if __name__ == "__main__":
+    main()

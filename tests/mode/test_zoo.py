@@ -1,0 +1,26 @@
+"""A sample of the architectures that ``python -m benchmarks.zoo`` measures: all of them keep their bits."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import samebits.transformers
+from benchmarks.zoo.build import names
+from benchmarks.zoo.checks import results
+from benchmarks.zoo.report import verdict
+
+CHECKS = ("rows", "right padding", "left padding", "decode", "gradients")
+SAMPLE = """
+    llama qwen3 gemma3_text gpt_oss mixtral deepseek_v3 phi3 bloom bert modernbert t5 bart
+""".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_an_architecture_keeps_its_bits(name: str) -> None:
+    samebits.transformers.register()
+    found = results(name, dict(names())[name], "cpu", CHECKS)
+    assert verdict(found) == ("passes", ""), verdict(found)
+    asked = [r for checks in found["checks"].values() for r in checks.values() if isinstance(r, float)]
+    assert len(asked) >= 4, found  # and not because nothing applies
