@@ -22,6 +22,7 @@ from samebits.backends.cuda.products import (
     fma_sm90,
     schedule_sm90,
     segmented,
+    segmented_sm90,
     tensor_core,
     tensor_core_sm90,
     tiny,
@@ -288,6 +289,20 @@ def test_hopper_tensor_core_compiles_without_spills(a_mn: bool, b_mn: bool, part
     assert specs
     for spec in specs:
         compiled_without_spills(spec, "sm_90a")
+
+
+@needs_compiler
+@pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
+def test_hopper_segments_compile(a_mn: bool, b_mn: bool) -> None:
+    """Some schedules keep two or three numbers in memory between segments, but never a sum."""
+    cases = [case for case in cubins.EPILOGUES if not case.get("accumulate")]
+    for i, case in enumerate(cases):
+        v = tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **case})
+        for j, s in enumerate(segmented_sm90.catalogue(v)[i :: 3 * len(cases)]):
+            spec = segmented_sm90.segmented_spec(v, s, (8, 8, 8, 2, 8, 4, 64)[(i + j) % 7])
+            cubin = compiler.compile(spec, "sm_90a")
+            assert cubin.local_bytes <= 16, spec
+            assert not cubin.advice, spec
 
 
 @pytest.mark.parametrize(
