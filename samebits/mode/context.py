@@ -142,7 +142,9 @@ class _Mode(OwnMode):
             return func(*args)
         if func in REPLAYED:
             _state.outermost = self.on_uncovered
-            return _entry(func)(*args, **kwargs)
+            if func is F.linear:
+                return in_sequences(_replayed(func), args, kwargs)
+            return _replayed(func)(*args, **kwargs)
         return self._overridden(func, args, kwargs)
 
     def _overridden(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -210,12 +212,6 @@ def _replayed(func: Callable[..., Any]) -> Callable[..., Any]:
         return _replaced(func, REPLACEMENTS[func], args, kwargs, _state.outermost)
 
     return replayed(run, *EXTRAORDINARY)
-
-
-@functools.cache
-def _entry(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What a call of a replayed function comes to first."""
-    return in_sequences(_replayed(func)) if func is F.linear else _replayed(func)
 
 
 def watched(

@@ -8,6 +8,7 @@ since other threads may be running them; while the mode is off they call PyTorch
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import warnings
@@ -220,6 +221,10 @@ def _dtype_beside(lead: Tensor, number: complex) -> torch.dtype:
     return exact if same_kind else torch.result_type(lead, number)
 
 
+def _in_sequences(call: Kernel, *args: Any, **kwargs: Any) -> Any:
+    return in_sequences(call, args, kwargs)
+
+
 def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
     """The kernel of an operator at a dispatch key. Its own cost is part of every covered call's."""
     below_autograd, has_out = not key.startswith("Autograd"), bool(outs(op))
@@ -237,7 +242,7 @@ def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
     returns_new = rule.replacement is not None and not op._schema.is_mutable
     call = replayed(covered, *EXTRAORDINARY) if returns_new else covered
     if op is torch.ops.aten.linear.default:
-        call = in_sequences(call)
+        call = functools.partial(_in_sequences, call)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         on_uncovered = _switch.on_uncovered

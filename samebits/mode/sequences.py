@@ -7,9 +7,8 @@ tells how many sequences a product of as many rows has.
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,14 +34,10 @@ def sequences_of(rows: int) -> int:
     return _seen.sequences if rows == _seen.tokens else 1
 
 
-def in_sequences(linear: Callable[..., Any]) -> Callable[..., Any]:
-    """`linear`, with rows of a flattened batch as sequences, where a gradient may be asked for."""
-
-    @functools.wraps(linear)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args else None
-        if not isinstance(x, Tensor):
-            return linear(*args, **kwargs)
+def in_sequences(linear: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``linear(*args, **kwargs)``. Rows of a flattened batch are sequences where gradients are recorded."""
+    x = args[0] if args else None
+    if isinstance(x, Tensor):
         ndim = x.ndim
         if ndim == 3:
             _seen.sequences, tokens = x.shape[0], x.shape[1]
@@ -50,6 +45,4 @@ def in_sequences(linear: Callable[..., Any]) -> Callable[..., Any]:
         elif ndim == 2 and x.shape[0] == _seen.tokens and _seen.sequences > 1 and torch.is_grad_enabled():
             out = linear(x.unflatten(0, (_seen.sequences, -1)), *args[1:], **kwargs)
             return out if out is NotImplemented else out.flatten(0, 1)
-        return linear(*args, **kwargs)
-
-    return call
+    return linear(*args, **kwargs)

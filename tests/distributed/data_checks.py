@@ -15,6 +15,7 @@ import samebits
 from samebits.distributed import GradientGroups, OrderedReduceScatter, ordered_hook
 from samebits.testing import assert_same_bits, values
 from tests.distributed.exchange_checks import tree
+from tests.support.ranks import device, place
 
 GROUPS = 8
 
@@ -23,18 +24,18 @@ def make(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 6, bias=False)).to(dtype)
     samebits.convert(model)
-    return model
+    return model.to(device())
 
 
 def batch(part: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return values("normal", (5, 12), dtype, 1000 + part)
+    return place(values("normal", (5, 12), dtype, 1000 + part))
 
 
 def gradients_of(part: int, dtype: torch.dtype) -> list[Tensor]:
     model = make(dtype)
     y = model(batch(part, dtype))
     y.backward(y.detach())
-    return [p.grad for p in model.parameters() if p.grad is not None]
+    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
 
 def mean_over_ranks(dtype: torch.dtype) -> list[Tensor]:
@@ -58,7 +59,7 @@ def check_ddp() -> None:
 
 def check_fsdp() -> None:
     ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh(device().type, (ranks,))
     for dtype, summed in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
         want = mean_over_ranks(dtype)
         model: Any = make(dtype)
@@ -76,7 +77,7 @@ def check_groups_have_the_bits_of_one_rank() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for dtype in (torch.float32, torch.bfloat16):
         model = make(dtype)
-        unused = nn.Parameter(torch.ones(3))
+        unused = nn.Parameter(place(torch.ones(3)))
         gradients = GradientGroups([*model.parameters(), unused], GROUPS)
         of_groups = [gradients_of(part, dtype) for part in range(GROUPS)]
         want = [tree([*grads]).to(dtype) for grads in zip(*of_groups, strict=True)]
@@ -100,14 +101,14 @@ def check_refusals() -> None:
         with pytest.raises(ValueError, match="multiple of"):
             GradientGroups([], 1)
         with pytest.raises(ValueError, match="differ from rank 0"):
-            GradientGroups([nn.Parameter(torch.ones(2 + rank))])
-    groups = GradientGroups([nn.Parameter(torch.ones(2))], ranks)
+            GradientGroups([nn.Parameter(place(torch.ones(2 + rank)))])
+    groups = GradientGroups([nn.Parameter(place(torch.ones(2)))], ranks)
     with pytest.raises(RuntimeError, match="got 0"):
         groups.reduce()
     groups.add()
     with pytest.raises(RuntimeError, match="got one more"):
         groups.add()
     if ranks > 1:
-        x = torch.zeros(8)
+        x = place(torch.zeros(8))
         with pytest.raises(NotImplementedError, match="SUM or AVG"):
             OrderedReduceScatter()(x[: 8 // ranks], x, dist.group.WORLD, dist.ReduceOp.MAX)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from samebits.backends.reference.matmul import rounded
 from samebits.distributed import exchange, ordered_all_reduce, ordered_reduce_scatter
 from samebits.distributed._groups import agree, name_of
 from samebits.testing import assert_same_bits, values
+from tests.support.ranks import device, place
 
 DTYPES = (
     (torch.float32, torch.float32),
@@ -57,7 +58,7 @@ def check_the_tree_of_all_ranks() -> None:
             for dtype, out in DTYPES:
                 kind = next(kinds)
                 partials = [of_rank(r, kind, shape, dtype) for r in range(ranks)]
-                x = partials[dist.get_rank()]
+                x = place(partials[dist.get_rank()])
                 got = ordered_all_reduce(x, out_dtype=out)
                 want = rounded(tree(partials).reshape(1, -1), out).reshape(shape)
                 assert_same_bits(got, want, f"{kind} {shape} {dtype} {out}")
@@ -67,8 +68,8 @@ def check_the_tree_of_all_ranks() -> None:
 
 
 def check_no_rows() -> None:
-    assert ordered_all_reduce(torch.empty(0, 4)).shape == (0, 4)
-    assert ordered_reduce_scatter(torch.empty(0, 4)).shape == (0, 4)
+    assert ordered_all_reduce(place(torch.empty(0, 4))).shape == (0, 4)
+    assert ordered_reduce_scatter(place(torch.empty(0, 4))).shape == (0, 4)
 
 
 def check_parts() -> None:
@@ -76,26 +77,26 @@ def check_parts() -> None:
     for dim, shape in ((0, (16, 3)), (1, (3, 8, 5)), (-1, (5, 24))):
         partials = [of_rank(r, "cancel", shape, torch.float32) for r in range(ranks)]
         want = rounded(tree(partials).reshape(1, -1), torch.bfloat16).reshape(shape)
-        got = ordered_reduce_scatter(partials[rank], dim=dim, out_dtype=torch.bfloat16)
+        got = ordered_reduce_scatter(place(partials[rank]), dim=dim, out_dtype=torch.bfloat16)
         assert got.is_contiguous()
         assert_same_bits(got, want.chunk(ranks, dim)[rank].contiguous(), f"{dim} {shape}")
 
 
 def check_strides() -> None:
     partials = [of_rank(r, "normal", (8, 6), torch.float32) for r in range(dist.get_world_size())]
-    x = partials[dist.get_rank()].T.contiguous().T
+    x = place(partials[dist.get_rank()].T.contiguous()).T
     by_both_ways(lambda: assert_same_bits(ordered_all_reduce(x), tree(partials)))
 
 
 def check_gradients() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    x = of_rank(rank, "normal", (8, 4), torch.bfloat16).requires_grad_()
+    x = place(of_rank(rank, "normal", (8, 4), torch.bfloat16)).requires_grad_()
     grad = of_rank(99, "normal", (8, 4), torch.float32)
-    ordered_all_reduce(x, out_dtype=torch.float32).backward(grad)
+    ordered_all_reduce(x, out_dtype=torch.float32).backward(place(grad))
     assert x.grad is not None
     assert_same_bits(x.grad, grad.bfloat16(), "all-reduce")
     x.grad = None
-    ordered_reduce_scatter(x, out_dtype=torch.float32).backward(grad.chunk(ranks)[rank])
+    ordered_reduce_scatter(x, out_dtype=torch.float32).backward(place(grad.chunk(ranks)[rank]))
     assert_same_bits(x.grad, grad.bfloat16(), "reduce-scatter")
     x.grad = None
     whole = exchange.gather(x, 1, name_of("gather", None), True)
@@ -103,7 +104,7 @@ def check_gradients() -> None:
         whole, torch.cat([of_rank(r, "normal", (8, 4), torch.bfloat16) for r in range(ranks)], 1)
     )
     grads = [of_rank(200 + r, "normal", tuple(whole.shape), torch.bfloat16) for r in range(ranks)]
-    whole.backward(grads[rank])
+    whole.backward(place(grads[rank]))
     assert_same_bits(x.grad, tree(grads).bfloat16().chunk(ranks, 1)[rank].contiguous(), "gather")
 
 
@@ -115,7 +116,7 @@ def check_traced() -> None:
     def double(x: Tensor) -> Tensor:
         return ordered_all_reduce(x * 2) * 1
 
-    x = of_rank(dist.get_rank(), "normal", (4, 4), torch.float32).requires_grad_()
+    x = place(of_rank(dist.get_rank(), "normal", (4, 4), torch.float32)).requires_grad_()
     y = double(x)
     partials = [of_rank(r, "normal", (4, 4), torch.float32) * 2 for r in range(dist.get_world_size())]
     assert_same_bits(y, tree(partials))
@@ -126,17 +127,20 @@ def check_traced() -> None:
 
 def check_groups() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (max(1, ranks // 2), min(2, ranks)), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(
+        device().type, (max(1, ranks // 2), min(2, ranks)), mesh_dim_names=("data", "tensor")
+    )
     pair = [r for r in range(ranks) if r // 2 == rank // 2]
     x = [of_rank(r, "normal", (4, 4), torch.float32) for r in range(ranks)]
-    assert_same_bits(ordered_all_reduce(x[rank], mesh["tensor"]), tree([x[r] for r in pair]))
-    assert_same_bits(ordered_all_reduce(x[rank], mesh["tensor"].get_group()), tree([x[r] for r in pair]))
+    mine = place(x[rank])
+    assert_same_bits(ordered_all_reduce(mine, mesh["tensor"]), tree([x[r] for r in pair]))
+    assert_same_bits(ordered_all_reduce(mine, mesh["tensor"].get_group()), tree([x[r] for r in pair]))
     with pytest.raises(ValueError, match="mesh of one dimension"):
-        ordered_all_reduce(x[rank], mesh)
+        ordered_all_reduce(mine, mesh)
     if ranks == 4:
         three = dist.new_group([0, 1, 2])
         with pytest.raises(ValueError, match="not a member" if rank == 3 else "power of two"):
-            ordered_all_reduce(x[rank], three)
+            ordered_all_reduce(mine, three)
 
 
 def check_refusals() -> None:
@@ -157,13 +161,13 @@ def check_ranks_agree() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     name = name_of("test", None)
     for _ in range(2):
-        agree("test", name, torch.device("cpu"), contract="a", shape=(1, 2))
+        agree("test", name, device(), contract="a", shape=(1, 2))
     if ranks > 1:
         for _ in range(2):
             with pytest.raises(ValueError, match=rf"ranks \[{ranks - 1}\] differ from rank 0"):
-                agree("test", name, torch.device("cpu"), contract="b" if rank == ranks - 1 else "c")
+                agree("test", name, device(), contract="b" if rank == ranks - 1 else "c")
         with (
             mock.patch("samebits.distributed._groups.__version__", str(rank)),
             pytest.raises(ValueError, match="differ"),
         ):
-            agree("test", name, torch.device("cpu"))
+            agree("test", name, device())

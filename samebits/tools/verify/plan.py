@@ -12,6 +12,7 @@ import torch
 
 from samebits.backends.product import Product, ProductKernel
 from samebits.contract import TENSOR_CORE, Contract
+from samebits.tools.verify import segments
 from samebits.tools.verify.attention import AttentionCase, attentions, build
 from samebits.tools.verify.case import SIZES, TINY_BATCHES, ProductCase, cases
 from samebits.tools.verify.exp2 import exp2_models
@@ -19,6 +20,7 @@ from samebits.tools.verify.grouped import grouped_cases, loads
 from samebits.tools.verify.kernel import kernels, takes
 from samebits.tools.verify.operands import make_inputs, make_room, unfilled
 from samebits.tools.verify.reductions import calls, on_cuda, on_triton, reductions
+from samebits.tools.verify.segments import segmented_cases
 
 Pair = tuple[ProductKernel[Any], Any]
 Runs = list[Pair]
@@ -37,6 +39,7 @@ class VerifyPlan:
         reducers: the backends that run `reduced`.
         attended: cases of attention, which only the CUDA backend computes.
         grouped: cases of grouped products, likewise.
+        segmented: cases of sums in segments, likewise.
     """
 
     def __init__(self, index: int, thorough: bool, backends: Sequence[str]) -> None:
@@ -55,6 +58,7 @@ class VerifyPlan:
         self.reducers = [*self._on_cuda, *self._on_triton]
         self.attended = attentions(thorough) if "cuda" in backends else []
         self.thorough, self.grouped = thorough, grouped_cases(thorough) if "cuda" in backends else []
+        self.segmented = segmented_cases(thorough) if "cuda" in backends else []
         self.reduced = list(
             reductions(thorough, fused=any(on.schedules("statistics") for on in self.reducers))
         )
@@ -68,6 +72,7 @@ class VerifyPlan:
             yield from calls(self.reduced, on, self.device)
         yield from attention_kernels(self.attended, self.contract, self.device)
         yield from loads(self.grouped, self.device, self.thorough)
+        yield from segments.loads(self.segmented, self.device, self.thorough)
 
     def triton(self) -> Iterator[tuple[object, Callable[[], object]]]:
         """Calls that make Triton compile every kernel, with keys. Calls of one kernel mostly share a key."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from samebits.backends.product import Matrix, Operands, Product
 from samebits.backends.token_logps import Rows
 from samebits.contract import resolve
 from samebits.tools import verify
-from samebits.tools.verify import plan, reductions
+from samebits.tools.verify import plan, reductions, segments
 from samebits.tools.verify.operands import make_inputs, make_room, unfilled
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -123,6 +124,24 @@ def test_every_launch_in_segments_adds_up(
             out_dtype=dtype,
             contract=key,
         )
+
+
+def test_verify_runs_every_kernel_of_segments(launches: list[str]) -> None:
+    """And every schedule of Hopper's."""
+    tried = set()
+    for turn, case in enumerate(segments.segmented_cases(True)):
+        a, b, bias = segments.make(case, torch.device("cpu"), unfilled)
+        x = Operands(a, b, segments.room(case, torch.device("cpu"))[0], bias)
+        p = Product.of(x, case.step)
+        for name, schedule, made in segments.ways(case, p, True, turn):
+            with suppress(segments._UnsupportedError):
+                made().run(x)
+                tried.add((name, schedule, p.a.strides[-1] == 1, p.b.strides[-2] == 1))
+    assert {name for name, *_ in tried} == {
+        "tensor_core_sm90, segments",
+        *(f"{kernel.name}, tree" for kernel in matmul.PRODUCTS),
+    }
+    assert len(tried) > 300
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 33, 64, 65, 300, 4096])

@@ -22,6 +22,7 @@ from samebits.backends.cuda.products import (
     fma_sm90,
     schedule_sm90,
     segmented,
+    segmented_sm90,
     tensor_core,
     tensor_core_sm90,
     tiny,
@@ -276,6 +277,24 @@ def test_what_is_chosen_is_in_the_hopper_catalogue(
     assert _kind(chosen) in {_kind(s) for s in schedule_sm90.catalogue(a_mn, b_mn)}
 
 
+@pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
+@given(SIZES, SIZES, SIZES, st.sampled_from([2, 8, 64]), st.sampled_from([(BF16, None), (F32, BF16)]))
+@example(3000, 8000, 8000, 8, (F32, None))
+def test_what_is_chosen_for_segments_is_in_their_catalogue(
+    a_mn: bool,
+    b_mn: bool,
+    m: int,
+    n: int,
+    k: int,
+    segments: int,
+    kinds: tuple[torch.dtype, torch.dtype | None],
+) -> None:
+    v = tensor_core_sm90.Sm90Variant(BF16, kinds[0], a_mn, b_mn, kinds[1])
+    p, light = schedule_sm90.Gemm(m, n, k * segments, 1, a_mn, b_mn), kinds == (BF16, None)
+    chosen = segmented_sm90.choose(p, 132, segments, light)
+    assert _kind(chosen) in {_kind(s) for s in segmented_sm90.catalogue(v)}
+
+
 def _kind(s: schedule_sm90.Sm90Schedule) -> schedule_sm90.Sm90Schedule:
     return replace(s, early=False, ahead=0, group=0)  # which take turns in the catalogue
 
@@ -288,6 +307,20 @@ def test_hopper_tensor_core_compiles_without_spills(a_mn: bool, b_mn: bool, part
     assert specs
     for spec in specs:
         compiled_without_spills(spec, "sm_90a")
+
+
+@needs_compiler
+@pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
+def test_hopper_segments_compile(a_mn: bool, b_mn: bool) -> None:
+    """Some schedules keep two or three numbers in memory between segments, but never a sum."""
+    cases = [case for case in cubins.EPILOGUES if not case.get("accumulate")]
+    for i, case in enumerate(cases):
+        v = tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **case})
+        for j, s in enumerate(segmented_sm90.catalogue(v)[i :: 3 * len(cases)]):
+            spec = segmented_sm90.segmented_spec(v, s, (8, 8, 8, 2, 8, 4, 64)[(i + j) % 7])
+            cubin = compiler.compile(spec, "sm_90a")
+            assert cubin.local_bytes <= 16, spec
+            assert not cubin.advice, spec
 
 
 @pytest.mark.parametrize(

@@ -55,29 +55,26 @@ class CudaPlan:
 class ScratchPlan(CudaPlan):
     """A plan whose launches need memory for a while."""
 
-    __slots__ = ("_device", "_encode", "_floats", "_launch")
+    __slots__ = ("_device", "_floats", "_launch")
 
     def __init__(
         self,
         device: int,
         floats: int,
         launch: Callable[[int, int, int, int, int], None],
-        encode: Callable[[int, int], None],
+        *maps: Maps | None,
     ) -> None:
-        """`launch`: on the addresses of `floats` floats, a, b, out and bias. `encode`: for a and b."""
-        super().__init__(self._launch_now)
-        self._device, self._floats, self._launch, self._encode = device, floats, launch, encode
+        """`launch`: on the addresses of `floats` floats, a, b, out and bias. `maps`: as of a plan."""
+        super().__init__(self._launch_now, *maps)
+        self._device, self._floats, self._launch = device, floats, launch
 
-    def encode(self, *addresses: int) -> None:
-        self._encode(*addresses[:2])
+    def room(self) -> torch.Tensor | None:
+        """The memory for a launch, if it needs any."""
+        return runtime.empty((self._floats,), torch.float32, self._device) if self._floats else None
 
-    def room(self) -> torch.Tensor:
-        """The memory for a launch."""
-        return runtime.empty((self._floats,), torch.float32, self._device)
-
-    def launch_in(self, room: torch.Tensor, a: int, b: int, out: int, bias: int) -> None:
+    def launch_in(self, room: torch.Tensor | None, a: int, b: int, out: int, bias: int) -> None:
         """Launch on these addresses, with memory that nothing else uses until the launch has run."""
-        self._launch(room.data_ptr(), a, b, out, bias)
+        self._launch(0 if room is None else room.data_ptr(), a, b, out, bias)
 
     def _launch_now(self, a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
         self.launch_in(self.room(), a, b, out, bias)

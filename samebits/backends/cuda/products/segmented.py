@@ -109,11 +109,28 @@ def segmented_plan(p: Product, segments: int, plan_of: Callable[[Product], CudaP
             inner.launch(a + s * steps[0], b + s * steps[1], room + s * at.segment * 4, 0, 0, 0)
         tree(room, out, bias, 0)
 
-    def encode(a: int, b: int) -> None:
-        for s in range(turns):
-            inner.encode(a + s * steps[0], b + s * steps[1])
+    return _InTurns(p.device, at.floats, launch, inner, [(s * steps[0], s * steps[1]) for s in range(turns)])
 
-    return ScratchPlan(p.device, at.floats, launch, encode)
+
+class _InTurns(ScratchPlan):
+    """The plan of segments that another plan computes, from addresses `steps` on."""
+
+    __slots__ = ("_inner", "_steps")
+
+    def __init__(
+        self,
+        device: int,
+        floats: int,
+        launch: Callable[[int, int, int, int, int], None],
+        inner: CudaPlan,
+        steps: list[tuple[int, int]],
+    ) -> None:
+        super().__init__(device, floats, launch)
+        self._inner, self._steps = inner, steps
+
+    def encode(self, *addresses: int) -> None:
+        for of_a, of_b in self._steps:
+            self._inner.encode(addresses[0] + of_a, addresses[1] + of_b)
 
 
 def part_of(x: Matrix, shape: tuple[int, ...], strides: tuple[int, ...], step: int = 0) -> Matrix:

@@ -23,7 +23,7 @@ from samebits.backends.cuda.products.schedule_sm90 import (
 from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
 from samebits.backends.product import LARGEST, Product, need, refuse_large
 
-__all__ = ["EPILOGUE_TYPES", "TENSOR_CORE_SM90", "Sm90Variant", "gemm", "spec", "variant"]
+__all__ = ["EPILOGUE_TYPES", "NO_MAP", "TENSOR_CORE_SM90", "Sm90Variant", "gemm", "spec", "tables", "variant"]
 
 EPILOGUE_TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """Types of outputs and biases, as in ``convert.cuh``."""
@@ -85,7 +85,7 @@ def spec(variant: Sm90Variant, schedule: Sm90Schedule) -> compiler.KernelSpec:
     )
 
 
-_NO_MAP = bytes(128)
+NO_MAP = bytes(128)
 
 
 def _sides(p: Product) -> tuple[Side, Side]:
@@ -175,36 +175,45 @@ class TensorCoreSm90Kernel(CudaKernel[Sm90Schedule]):
             f"{self.name}: expected matrices of 16 bits with terms, which TMA can read, on sm_90",
         )
         s = s or self.choose(p)
-        v, (a, b), swap = variant(p), _sides(p), s.swap
-        a_block, b_block = (s.block_n, s.block_m) if swap else (s.block_m, s.block_n)
-        a_sharers, b_sharers = (1, s.cluster) if swap else (s.cluster, 1)
-        how = v.folded and s.block_k > 64, s.l2_promotion
-        a_maps = operand_maps(v.dtype, a, p.batch, v.a_mn, a_block, s.block_k, a_sharers, *how)
-        b_maps = operand_maps(v.dtype, b, p.batch, v.b_mn, b_block, s.block_k, b_sharers, *how)
-        row_stride, batch_stride = _output_strides(p)
-        out_maps = None
-        if v.aligned and v.out_dtype != torch.float32 and s.panel:
-            strides = (row_stride * 2, batch_stride * 2)
-            out_maps = Maps(v.out_dtype, (p.n, p.m, p.batch), strides, (s.panel, 64, 1), s.panel * 2)
-        rows, columns = (p.n, p.m) if swap else (p.m, p.n)
-        batched = int(a.batch != 0), int(b.batch != 0)
-        rest = (
-            *(row_stride, batch_stride, rows, columns, p.k, p.batch),
-            *(batched[::-1] if swap else batched),
-            *(0 if p.cu_seqlens is None else p.sequence_count, s.group),
-        )
-        refuse_large(p, -(-rows // s.block_m) * -(-columns // (s.block_n * s.cluster)) * p.batch)
-        grid = s.grid(rows, columns, p.batch, devices.device_info(p.device).sm_count)
-        kernel = runtime.load(spec(v, s), p.device)
+        grid, a_maps, b_maps, out_maps, rest = tables(p, s)
+        kernel, swap = runtime.load(spec(variant(p), s), p.device), s.swap
 
         def launch(a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
             tall, wide = a_maps[a], b_maps[b]
             if swap:  # the kernel's A is on the tall side of its tiles
                 tall, wide = wide, tall
-            out_map = _NO_MAP if out_maps is None else out_maps[out]
+            out_map = NO_MAP if out_maps is None else out_maps[out]
             kernel.launch(grid, tall, wide, out_map, out, bias, cu_seqlens, *rest)
 
         return CudaPlan(launch, a_maps, b_maps, out_maps)
+
+
+def tables(
+    p: Product, s: Sm90Schedule
+) -> tuple[tuple[int, int, int], Maps, Maps, Maps | None, tuple[int, ...]]:
+    """The grid, the tensor maps of a, b and out, and the parameters that follow the addresses."""
+    v, (a, b), swap = variant(p), _sides(p), s.swap
+    a_block, b_block = (s.block_n, s.block_m) if swap else (s.block_m, s.block_n)
+    a_sharers, b_sharers = (1, s.cluster) if swap else (s.cluster, 1)
+    how = v.folded and s.block_k > 64, s.l2_promotion
+    matrices = max(x.shape[0] if x.ndim == 3 else 1 for x in (p.a, p.b))
+    a_maps = operand_maps(v.dtype, a, matrices, v.a_mn, a_block, s.block_k, a_sharers, *how)
+    b_maps = operand_maps(v.dtype, b, matrices, v.b_mn, b_block, s.block_k, b_sharers, *how)
+    row_stride, batch_stride = _output_strides(p)
+    out_maps = None
+    if v.aligned and v.out_dtype != torch.float32 and s.panel:
+        strides = (row_stride * 2, batch_stride * 2)
+        out_maps = Maps(v.out_dtype, (p.n, p.m, p.batch), strides, (s.panel, 64, 1), s.panel * 2)
+    rows, columns = (p.n, p.m) if swap else (p.m, p.n)
+    batched = int(a.batch != 0), int(b.batch != 0)
+    rest = (
+        *(row_stride, batch_stride, rows, columns, p.k, p.batch),
+        *(batched[::-1] if swap else batched),
+        *(0 if p.cu_seqlens is None else p.sequence_count, s.group),
+    )
+    refuse_large(p, -(-rows // s.block_m) * -(-columns // (s.block_n * s.cluster)) * p.batch)
+    grid = s.grid(rows, columns, p.batch, devices.device_info(p.device).sm_count)
+    return grid, a_maps, b_maps, out_maps, rest
 
 
 _LAYOUTS = tuple(itertools.product((False, True), repeat=2))

@@ -25,6 +25,9 @@ struct Params {
     Groups groups;
     i64 bias_group;
 #endif
+#if SEGMENTS > 1
+    float* sums;  // of segments that wait for others: memory of warpgroups
+#endif
 };
 
 #if GROUPED

@@ -42,11 +42,16 @@
 //   init(acc, ...)         what the chains of a tile start from
 //   apply(acc, ...)        what becomes of them
 //   drain(thread)          before the block leaves
+// With SEGMENTS, k is cut into so many segments, of p.k each. The operands' maps have them as batches, so that
+// what lies past a segment's end reads as zero. Teams then take turns with every segment: while one adds its
+// sum to the tree (segments_sm90.cuh), the other multiplies.
+//
 // Grouped products have a scheduler of their own: see TileScheduler, which has what one needs.
 #pragma once
 
 #include "k_blocks_sm90.cuh"
 #include "ring_sm90.cuh"
+#include "segments_sm90.cuh"
 #include "tile_sm90.cuh"
 #include "wgmma_sm90.cuh"
 
@@ -73,6 +78,7 @@ static_assert(!A_MN || ROWS % 64 == 0, "A contiguous along m comes in columns of
 static_assert(!MOVE_REGISTERS || PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <=
                                      THREADS / 128 * (65536 / THREADS / 8 * 8),
               "no more registers than the block starts with");
+static_assert(SEGMENTS == 1 || (TEAMS <= 2 && !RAGGED));
 static_assert(SHARE == 1 || SHARE == WARPGROUPS, "ping-pong or cooperative");
 static_assert(BLOCK_K % 32 == 0 && BLOCK_M % SHARE == 0 && STAGES >= 2);
 static_assert(!RAGGED || (A_MN && B_MN), "sequences lie along the rows of both operands");
@@ -169,8 +175,19 @@ __device__ __forceinline__ void producer(const SharedStorage& shared, const Para
                                          const Scheduler& scheduler, u32 rank) {
     constexpr u32 bytes = A_BYTES + B_BYTES;
     Ring<STAGES> ring;
+#if SEGMENTS > 1
+    // Units of work are segments of tiles, in the order in which teams take them.
+    u32 clusters = gridDim.x / CLUSTER, unit = 0, first = blockIdx.x / CLUSTER;
+    for (; first < scheduler.count;
+         unit + 1 < SEGMENTS * TEAMS ? ++unit : (unit = 0, first += TEAMS * clusters)) {
+        u32 index = first + unit % TEAMS * clusters;
+        if (index >= scheduler.count) continue;
+        TileCoord tile = scheduler.at(index, rank);
+        tile.batch = unit / TEAMS;  // as the maps have it
+#else
     for (u32 index = blockIdx.x / CLUSTER; index < scheduler.count; index += gridDim.x / CLUSTER) {
         TileCoord tile = scheduler.at(index, rank);
+#endif
         KBlocks blocks = scheduler.blocks(p, tile);
         while (blocks.next()) {
             u32 full = shared.full + ring.stage * 8;
@@ -217,6 +234,9 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
     else
         ring.skip(team * k_blocks);
     Epilogue epilogue;
+#if SEGMENTS > 1
+    SegmentSums<MMA_M, BLOCK_N / 2> sums;
+#endif
     for (u32 index = blockIdx.x / CLUSTER + team * clusters; index < scheduler.count;
          index += TEAMS * clusters) {
         TileCoord tile = scheduler.at(index, rank);
@@ -224,57 +244,77 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
         tile.m += member * ROWS;
         Accumulators acc;
         epilogue.init(acc, p, tile, thread);
-
-        // Teams take the ring in turns: an mbarrier can be waited for only one phase ahead.
-        if (TEAMS > 1 && index >= clusters) named_barrier(ORDER_BARRIER + team, 2 * SHARE * 128);
-        u32 previous = 0;
-        bool ready = false;
-        KBlocks blocks = scheduler.blocks(p, tile);
-        for (u32 block = 0; block < k_blocks; ++block) {
-            if (!ready) mbarrier_wait(shared.full + ring.stage * 8, ring.parity);
-            u32 a = shared.a + ring.stage * A_BYTES, b = shared.b + ring.stage * B_BYTES;
-            if constexpr (RAGGED) {
-                blocks.next();
-                if (blocks.valid() < BLOCK_K) {  // rows of k outside of their sequence
-                    ATile::clear(a, blocks.valid(), BLOCK_K, member * 128 + thread, SHARE * 128);
-                    BTile::clear(b, blocks.valid(), BLOCK_K, member * 128 + thread, SHARE * 128);
-                    fence_async_proxy();
-                    named_barrier(CLEARED_BARRIER + team, SHARE * 128);
+#if SEGMENTS > 1
+        // Whether the other team has a tile in the turn of this one's: not after the last tile of all.
+        const bool others = TEAMS > 1 && (team > 0 || index + clusters < scheduler.count);
+        for (u32 segment = 0; segment < SEGMENTS; ++segment) {
+            if (segment > 0) sums.clear(acc);
+            const bool turns = segment > 0 ? others : TEAMS > 1 && index >= clusters;
+#else
+        {
+            const bool turns = TEAMS > 1 && index >= clusters;
+#endif
+            // Teams take the ring in turns: an mbarrier can be waited for only one phase ahead.
+            if (turns) named_barrier(ORDER_BARRIER + team, 2 * SHARE * 128);
+            u32 previous = 0;
+            bool ready = false;
+            KBlocks blocks = scheduler.blocks(p, tile);
+            for (u32 block = 0; block < k_blocks; ++block) {
+                if (!ready) mbarrier_wait(shared.full + ring.stage * 8, ring.parity);
+                u32 a = shared.a + ring.stage * A_BYTES, b = shared.b + ring.stage * B_BYTES;
+                if constexpr (RAGGED) {
+                    blocks.next();
+                    if (blocks.valid() < BLOCK_K) {  // rows of k outside of their sequence
+                        ATile::clear(a, blocks.valid(), BLOCK_K, member * 128 + thread, SHARE * 128);
+                        BTile::clear(b, blocks.valid(), BLOCK_K, member * 128 + thread, SHARE * 128);
+                        fence_async_proxy();
+                        named_barrier(CLEARED_BARRIER + team, SHARE * 128);
+                    }
                 }
-            }
-            auto a_tile = ATile::descriptor(a + ATile::step(member * ROWS, 0));
-            auto b_tile = BTile::descriptor(b);
-            Ring<STAGES> next = ring;
-            next.step();
-            wgmma_fence();
+                auto a_tile = ATile::descriptor(a + ATile::step(member * ROWS, 0));
+                auto b_tile = BTile::descriptor(b);
+                Ring<STAGES> next = ring;
+                next.step();
+                wgmma_fence();
 #pragma unroll
-            for (u32 k = 0; k < BLOCK_K; k += 16) {
-                // The stage before is released in the middle of this one, so that the tensor cores have work
-                // meanwhile.
-                if (k == BLOCK_K / 32 * 16) {
-                    wgmma_commit();
-                    wgmma_wait<1>();  // of the stage before
-                    if (block > 0) release(shared, previous, thread);
-                    ready =
-                        block + 1 < k_blocks && mbarrier_try_wait(shared.full + next.stage * 8, next.parity);
-                }
+                for (u32 k = 0; k < BLOCK_K; k += 16) {
+                    // The stage before is released in the middle of this one, so that the tensor cores have work
+                    // meanwhile.
+                    if (k == BLOCK_K / 32 * 16) {
+                        wgmma_commit();
+                        wgmma_wait<1>();  // of the stage before
+                        if (block > 0) release(shared, previous, thread);
+                        ready = block + 1 < k_blocks &&
+                                mbarrier_try_wait(shared.full + next.stage * 8, next.parity);
+                    }
 #pragma unroll
-                for (u32 mma_m = 0; mma_m < MMA_M; ++mma_m) {
-                    Wgmma<BLOCK_N, A_MN, B_MN>::step(acc[mma_m], a_tile.at(ATile::step(mma_m * 64, k)),
-                                                     b_tile.at(BTile::step(0, k)));
+                    for (u32 mma_m = 0; mma_m < MMA_M; ++mma_m) {
+                        Wgmma<BLOCK_N, A_MN, B_MN>::step(acc[mma_m], a_tile.at(ATile::step(mma_m * 64, k)),
+                                                         b_tile.at(BTile::step(0, k)));
+                    }
                 }
+                wgmma_commit();
+                previous = ring.stage;
+                ring = next;
             }
-            wgmma_commit();
-            previous = ring.stage;
-            ring = next;
+#if SEGMENTS > 1
+            if (others) named_barrier_arrive(ORDER_BARRIER + (team + 1) % TEAMS, 2 * SHARE * 128);
+#else
+            if constexpr (TEAMS > 1)
+                named_barrier_arrive(ORDER_BARRIER + (team + 1) % TEAMS, 2 * SHARE * 128);
+#endif
+            wgmma_wait<0>();
+            if (k_blocks > 0) release(shared, previous, thread);
+#if SEGMENTS > 1
+            if (others) ring.skip(k_blocks);
+            sums.add(acc, segment, p.sums, blockIdx.x * WARPGROUPS + warpgroup, thread);
+#else
+            if constexpr (Scheduler::VARIED)
+                ring.skip(blocks_of_others(p, scheduler, index + clusters, TEAMS - 1));
+            else  // not by a function: some schedules would spill
+                ring.skip((TEAMS - 1) * k_blocks);
+#endif
         }
-        if constexpr (TEAMS > 1) named_barrier_arrive(ORDER_BARRIER + (team + 1) % TEAMS, 2 * SHARE * 128);
-        wgmma_wait<0>();
-        if (k_blocks > 0) release(shared, previous, thread);
-        if constexpr (Scheduler::VARIED)
-            ring.skip(blocks_of_others(p, scheduler, index + clusters, TEAMS - 1));
-        else  // not by a function: some schedules would spill
-            ring.skip((TEAMS - 1) * k_blocks);
 
         epilogue.apply(acc, shared.epilogue + warpgroup * Epilogue::smem_bytes, p, tile, warpgroup, thread);
     }

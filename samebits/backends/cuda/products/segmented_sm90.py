@@ -1,0 +1,149 @@
+"""Products in segments on Hopper: host side of ``kernels/tensor_core_sm90.cu`` with ``SEGMENTS``.
+
+The kernel takes a tile's segments in turn, and adds their sums on the way: those that wait stay in registers,
+or in L2. So nothing is written but the output. Schedules are those of plain products. Tensor maps have the
+segments as a batch of matrices.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda.products import schedule_sm90
+from samebits.backends.cuda.products.plan import ScratchPlan
+from samebits.backends.cuda.products.schedule_sm90 import Gemm, Sm90Schedule, estimate, round_up
+from samebits.backends.cuda.products.segmented import part_of
+from samebits.backends.cuda.products.tensor_core_sm90 import (
+    NO_MAP,
+    TENSOR_CORE_SM90,
+    Sm90Variant,
+    gemm,
+    spec,
+    tables,
+    variant,
+)
+from samebits.backends.product import Product, need
+
+__all__ = ["catalogue", "choose", "held", "plan", "schedules", "segmented_spec", "supports"]
+
+_OTHER_REGISTERS = 56  # of a consumer, besides sums
+_MOST_HELD = 3  # levels in registers
+_STALL = 400  # cycles between the segments of a warpgroup
+_INTAKE = 60  # bytes a cycle between a multiprocessor and L2
+_CLOCK = 1750.0  # MHz
+
+
+def _accumulators(s: Sm90Schedule) -> int:
+    """Floats of a thread."""
+    return round_up(s.block_m // s.share, 64) * s.block_n // 128
+
+
+def _levels(segments: int) -> int:
+    return segments.bit_length() - 1
+
+
+def held(s: Sm90Schedule, segments: int) -> int:
+    """The levels of the tree whose sums wait in registers: the kernel's ``HELD``."""
+    if s.warpgroups == 1:
+        registers = 255 if s.blocks == 1 else 168
+    else:
+        registers = {2: 232, 3: 152}.get(s.warpgroups, 88) if s.blocks == 1 else 0
+    free = (registers - _OTHER_REGISTERS) // _accumulators(s) - 2  # the compiler wants room for one more
+    return min(max(free, 0), _levels(segments), _MOST_HELD)
+
+
+def _memory(s: Sm90Schedule, segments: int) -> int:
+    """Floats of memory that a block needs for sums that wait."""
+    return (_levels(segments) - held(s, segments)) * _accumulators(s) * 128 * s.warpgroups
+
+
+def _usable(s: Sm90Schedule, light: bool) -> bool:
+    """Whether sums stay in registers while a segment is multiplied. Others would be spilled.
+
+    `light`: whether the epilogue takes few registers, see :func:`_light`.
+    """
+    return (light or _accumulators(s) < 192) and not (s.swap and s.warpgroups > s.share)
+
+
+def _light(v: Sm90Variant) -> bool:
+    return v.aligned and v.bias_dtype is None and v.out_dtype != torch.float32
+
+
+@functools.cache
+def catalogue(v: Sm90Variant) -> list[Sm90Schedule]:
+    """Every kind of schedule that :func:`choose` can return for kernels of `v`."""
+    return [s for s in schedule_sm90.catalogue(v.a_mn, v.b_mn) if _usable(s, _light(v))]
+
+
+def _cost(s: Sm90Schedule, p: Gemm, sms: int, segments: int) -> float:
+    """Estimated microseconds, to compare schedules: those of the plain product, and what the tree adds."""
+    rows, columns = (p.n, p.m) if s.swap else (p.m, p.n)
+    tiles = -(-rows // s.block_m) * -(-columns // s.block_n)
+    rounds = -(-tiles // (sms * s.blocks))
+    moves = 2 * ((segments >> held(s, segments)) - 1) * s.block_m * s.block_n * 4 / _INTAKE
+    cycles = moves + segments * _STALL
+    alone = 0.25 if s.warpgroups > s.share or s.blocks > 1 else 1  # or others multiply meanwhile
+    padded = replace(p, k=segments * round_up(p.k // segments, s.block_k))
+    return estimate(s, padded, sms) + rounds * alone * cycles / _CLOCK
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(p: Gemm, sms: int, segments: int, light: bool) -> Sm90Schedule:
+    """The schedule of product ``p`` in `segments`, on a GPU with `sms` multiprocessors.
+
+    `light`: whether the epilogue adds no bias, and stores 16 bits by TMA.
+    """
+    some = [s for s in schedule_sm90.candidates(p, sms) if _usable(s, light)]
+    return min(some, key=lambda s: _cost(s, p, sms, segments))
+
+
+def _by_segments(p: Product, segments: int) -> Product:
+    """The product whose operands have a batch of segments, but not the output."""
+    k = p.k // segments
+    a = part_of(p.a, (segments, p.m, k), (k * p.a.strides[-1], *p.a.strides[-2:]))
+    b = part_of(p.b, (segments, k, p.n), (k * p.b.strides[-2], *p.b.strides[-2:]))
+    return replace(p, a=a, b=b)
+
+
+def supports(p: Product, segments: int) -> bool:
+    """Whether TMA can read the segments of one product."""
+    if p.a.ndim != 2 or p.b.ndim != 2 or p.k < segments or p.k % segments:
+        return False
+    one = p.start == "zero" and not p.sequences and p.cu_seqlens is None
+    return one and TENSOR_CORE_SM90.supports(_by_segments(p, segments))
+
+
+def schedules(p: Product) -> Sequence[Sm90Schedule]:
+    """The schedules of the catalogue for `p`."""
+    return catalogue(variant(p))
+
+
+def segmented_spec(v: Sm90Variant, s: Sm90Schedule, segments: int) -> compiler.KernelSpec:
+    """The kernel of `v`, of a product by segments, under schedule `s`."""
+    plain, more = spec(v, s), (("SEGMENTS", segments), ("HELD", held(s, segments)))
+    return replace(plain, params=plain.params + "P", constants=plain.constants + more)
+
+
+def plan(p: Product, segments: int, s: Sm90Schedule | None = None) -> ScratchPlan:
+    """The plan of `p` in `segments` under schedule `s`, or under that of :func:`choose`."""
+    need(supports(p, segments), f"expected {p} in {segments} segments that TMA can read, on sm_90")
+    parts = _by_segments(p, segments)
+    v, sms = variant(parts), devices.device_info(p.device).sm_count
+    s = s or choose(gemm(p), sms, segments, _light(v))
+    grid, a_maps, b_maps, out_maps, rest = tables(parts, s)
+    kernel = runtime.load(segmented_spec(v, s, segments), p.device)
+    swap = s.swap
+
+    def launch(room: int, a: int, b: int, out: int, bias: int) -> None:
+        tall, wide = a_maps[a], b_maps[b]
+        if swap:  # the kernel's A is on the tall side of its tiles
+            tall, wide = wide, tall
+        out_map = NO_MAP if out_maps is None else out_maps[out]
+        kernel.launch(grid, tall, wide, out_map, out, bias, 0, *rest, room)
+
+    return ScratchPlan(p.device, grid[0] * _memory(s, segments), launch, a_maps, b_maps, out_maps)

@@ -1,0 +1,51 @@
+"""Verification of sums in segments, where the CPU passes for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from samebits.backends.product import Operands, Product
+from samebits.backends.reference import matmul as reference
+from samebits.contract import FMA, HOPPER, TENSOR_CORE
+from samebits.tools.verify import segments
+from samebits.tools.verify.report import Report
+from samebits.tools.verify.segments import SegmentedCase, segmented_cases
+
+CPU, HELD_TO = torch.device("cpu"), TENSOR_CORE.on(HOPPER)
+
+
+class Plan:
+    """Computes by the reference, maybe wrongly."""
+
+    def __init__(self, case: SegmentedCase, wrong: bool) -> None:
+        self.contract = (FMA if case.step == "fma" else HELD_TO).segmented(case.segments).key
+        self.wrong = wrong
+
+    def run(self, x: Operands) -> None:
+        x.out.copy_(reference.matmul(x.a, x.b, bias=x.bias, out_dtype=x.out.dtype, contract=self.contract))
+        if self.wrong:
+            x.out[-1, -1] += 1
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_wrong_schedule_is_found(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ways(
+        case: SegmentedCase, p: Product, thorough: bool, turn: int
+    ) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
+        yield "kernel", 1, lambda: Plan(case, False)
+        yield "kernel", 2, lambda: Plan(case, wrong)
+
+    monkeypatch.setattr(segments, "ways", ways)
+    monkeypatch.setattr(segments, "finish", lambda doing: None)
+    report = Report(None, "", "", "", {}, False)
+    cases = [c for c in segmented_cases(True) if c.m * c.n * c.k < 1 << 16]
+    assert {c.step for c in cases} == {"mma", "fma"}
+    assert {c.segments for c in cases} > {2, 4, 8, 64}
+    segments.verify_segments(report, cases, HELD_TO, CPU, False)
+    assert report.compared > 0
+    assert (report.differing > 0) == wrong
+    assert not wrong or (report.first is not None and report.first.schedule == "2")
