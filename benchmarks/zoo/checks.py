@@ -228,24 +228,25 @@ def check(name: str, theirs: Model, ours: Model) -> Verdict:
 
 def _compare(pairs: Pairs) -> tuple[float, str, bool]:
     """The largest relative difference, what differs first, and whether all is finite."""
-    largest, total, different, first, finite, where = 0.0, 0, 0, "", True, 0
+    largest, scale = 0.0, 1e-30  # gradients that are zero but for rounding do not count as others do
+    total, different, first, finite, where = 0, 0, "", True, 0
     for label, a, b in pairs:
         if a.shape != b.shape or a.dtype != b.dtype:
             raise ValueError(f"{label}: {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}")
         finite &= bool(a.isfinite().all()) and bool(b.isfinite().all())
         total += a.numel()
+        scale = max(scale, float(a.abs().max()), float(b.abs().max()))
         at = (bits(a.contiguous()) != bits(b.contiguous())).nonzero()
         if not len(at):
             continue
         different += len(at)
         where += 1
-        scale = max(float(a.abs().max()), float(b.abs().max()), 1e-30)
-        largest = max(largest, float((a.double() - b.double()).abs().max()) / scale)
+        largest = max(largest, float((a.double() - b.double()).abs().max()))
         if not first:
             i = tuple(at[0].tolist())
             first = f"{label} at {list(i)}: {pattern(a[i])} and {pattern(b[i])}"
     said = f"{different} of {total} elements in {where} tensors differ, first {first}" if different else ""
-    return largest, said, finite
+    return largest / scale, said, finite
 
 
 def _said(error: Exception) -> str:
@@ -293,17 +294,21 @@ def _short(v: Verdict) -> Any:
 def attention(name: str, kind: str, device: str) -> tuple[str, str]:
     """The implementations of attention that a model has: PyTorch's, and the one for the mode."""
 
-    def works(implementation: str) -> bool:
+    def tried(implementation: str) -> Model:
         m = Model(name, kind, implementation, torch.float32, device)
         m.forward(m.short[:1])
-        return True
+        return m
 
     try:
-        plain = "sdpa" if works("sdpa") else ""
+        tried("sdpa")
+        plain = "sdpa"
     except Exception:
-        plain = "eager" if works("eager") else ""
+        tried("eager")
+        plain = "eager"
     try:
-        return plain, "samebits" if works("samebits") else ""
+        own = tried("samebits")
+        asks = plain == "sdpa" or own.net._supports_attention_backend
+        return plain, "samebits" if asks else plain
     except Exception:
         return plain, plain
 

@@ -20,5 +20,10 @@ STEPS: dict[str, str] = {
 WHOLE = set("mamba falcon_mamba jamba zamba recurrent_gemma rwkv".split())  # noqa: SIM905
 """Models whose prefill cannot go on from a cache: it is in one piece."""
 
-REASONS: dict[str, str] = {}
+_COMPRESSED = "the keys of compressed blocks lie behind those of all tokens, so padding and chunks move them"
+REASONS: dict[str, str] = {
+    "deepseek_v4": _COMPRESSED,
+    "jetmoe": "its experts call `linear` with the rows of each, so their gradients do not know sequences",
+    "fnet": "mixes tokens by a Fourier transform",
+}
 """What in a model makes it fail."""
