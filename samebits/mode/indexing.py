@@ -179,6 +179,23 @@ def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
     return indexing.scatter_add(input, operator.index(dim), index, src)
 
 
+def scatter_reduce(
+    input: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    if reduce in ("amax", "amin"):  # exact in any order
+        return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
+    if reduce not in ("sum", "mean") or not takes(input, src):
+        return NotImplemented
+    as_pytorch(torch.scatter_reduce, input, dim, index, src, reduce, include_self=include_self)
+    dim, wide = operator.index(dim), input.to(torch.float32)
+    count = torch.zeros_like(wide).scatter_add(dim, index, torch.ones_like(index, dtype=torch.float32))
+    start = wide if include_self else wide.masked_fill(count > 0, 0.0)
+    total = indexing.scatter_add(start, dim, index, src.to(torch.float32))
+    if reduce == "mean":
+        total = total / (count + 1 if include_self else count.clamp(min=1))
+    return total.to(input.dtype)
+
+
 def index_put(input: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False) -> Any:
     if not accumulate:
         return torch.index_put(input, list(indices), values)

@@ -175,6 +175,22 @@ REPLACED = (
     ),
     Row(
         {
+            torch._C._nn.upsample_linear1d: windows.upsample("upsample_linear1d", 1),
+            torch._C._nn.upsample_bilinear2d: windows.upsample("upsample_bilinear2d", 2),
+            torch._C._nn.upsample_trilinear3d: windows.upsample("upsample_trilinear3d", 3),
+            torch._C._nn.upsample_bicubic2d: windows.upsample("upsample_bicubic2d", 2, cubic=True),
+            **{
+                getattr(torch._C._nn, name): windows.upsample_nearest(name, d)
+                for d in (1, 2, 3)
+                for name in (f"upsample_nearest{d}d", f"_upsample_nearest_exact{d}d")
+            },
+        },
+        "`F.interpolate`: [products](contract.md#convolutions) with weights, one dimension after the other",
+        "`antialias`",
+    ),
+    Row({"fold": windows.fold}, "itself, where windows do not meet", "windows that meet"),
+    Row(
+        {
             torch.group_norm: windows.group_norm,
             torch.instance_norm: windows.instance_norm,
             torch.batch_norm: windows.batch_norm,
@@ -208,11 +224,14 @@ REPLACED = (
             "index_add_": products.in_place(indexing.index_add),
             "scatter_add": indexing.scatter_add,
             "scatter_add_": products.in_place(indexing.scatter_add),
+            "scatter_reduce": indexing.scatter_reduce,
+            "scatter_reduce_": products.in_place(indexing.scatter_reduce),
             "index_put": indexing.index_put,
             "index_put_": indexing.index_put_,
         },
         "float32 chains from what was there, in the order of the index, rounded once",
-        "`index_put` that accumulates at masks, or at tensors of integers apart from each other",
+        "`index_put` that accumulates at masks, or at tensors of integers apart from each other; products in"
+        " `scatter_reduce`",
     ),
     Row(
         {
@@ -257,7 +276,7 @@ REPORTED = {
     """,
     "convolutions, pooling, interpolation": """
         convolution _convolution conv_transpose1d conv_transpose2d conv_transpose3d
-        conv_tbc interpolate grid_sample fold
+        conv_tbc grid_sample
     """,
     "norms": """
         renorm renorm_ matrix_norm native_batch_norm
@@ -265,7 +284,7 @@ REPORTED = {
     """,
     "sums of other kinds": """
         logcumsumexp prod cov corrcoef histogram bincount embedding_bag trapezoid trapz cumulative_trapezoid
-        segment_reduce scatter_reduce scatter_reduce_ index_reduce index_reduce_
+        segment_reduce index_reduce index_reduce_
     """,
     "recurrent layers": """
         lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
@@ -295,6 +314,8 @@ _OTHER_VARIANT: dict[Callable[..., Any], str] = {
     torch.sparse.softmax: "torch.sparse.softmax",
     torch.sparse.log_softmax: "torch.sparse.log_softmax",
     torch.linalg.cond: "torch.linalg.cond",
+    torch._C._nn._upsample_bilinear2d_aa: "torch.nn.functional.interpolate with antialias",
+    torch._C._nn._upsample_bicubic2d_aa: "torch.nn.functional.interpolate with antialias",
 }
 
 HIGHER_ORDER = [
@@ -433,7 +454,16 @@ _DIRECT = {
     *("expand", "expand_as", "sort", "argsort", "msort", "index_select", "gather", "repeat_interleave"),
     *("index_put", "index_put_"),
 }
-_DIRECT_KINDS = ("linalg_", "_linalg_", "fft_", "_fft_", "upsample_", "grid_sampler_", "_scaled_dot_product_")
+_DIRECT_KINDS = (
+    "linalg_",
+    "_linalg_",
+    "fft_",
+    "_fft_",
+    "upsample_",
+    "_upsample_",
+    "grid_sampler_",
+    "_scaled_dot_product_",
+)
 
 
 def is_direct(func: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Replacements of convolutions, pools, and norms of channels, under ``samebits.batch_invariant``.
+"""Replacements of convolutions, pools, interpolation and norms of channels under the mode.
 
 The functions follow the conventions of :mod:`samebits.mode.overrides`.
 """
@@ -12,14 +12,8 @@ import torch
 from torch import Tensor
 
 from samebits.mode.arguments import as_pytorch, takes, without_autocast
-from samebits.ops import channels, pool
+from samebits.ops import channels, pool, resize
 from samebits.ops.conv import conv
-
-__all__ = [
-    *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
-    *("avg_pool1d", "avg_pool2d", "avg_pool3d", "batch_norm", "conv1d", "conv2d", "conv3d", "group_norm"),
-    "instance_norm",
-]
 
 
 def _each(n: int | Sequence[int], dims: int) -> list[int]:
@@ -120,6 +114,57 @@ def _adaptive_avg_pool(theirs: Callable[..., Tensor], dims: int) -> Callable[...
 adaptive_avg_pool1d = _adaptive_avg_pool(torch.adaptive_avg_pool1d, 1)
 adaptive_avg_pool2d = _adaptive_avg_pool(torch._C._nn.adaptive_avg_pool2d, 2)
 adaptive_avg_pool3d = _adaptive_avg_pool(torch._C._nn.adaptive_avg_pool3d, 3)
+
+
+def _scales(given: Sequence[Any], dims: int) -> list[float | None]:
+    """Of all dimensions, from a list for all of them, or one number for each, if they are known."""
+    flat = given[0] if len(given) == 1 and not isinstance(given[0], float) else given
+    return [None] * dims if not flat else [*flat]
+
+
+def upsample(name: str, dims: int, cubic: bool = False) -> Callable[..., Any]:
+    """Of PyTorch's function with this name, which ``F.interpolate`` calls."""
+    theirs = getattr(torch._C._nn, name)
+
+    def interpolate(input: Tensor, output_size: Any, align_corners: bool, *scales: Any, **named: Any) -> Any:
+        known = [*scales, *named.values()]
+        if not takes(input):
+            return NotImplemented
+        sizes = as_pytorch(theirs, input, output_size, align_corners, *known).shape[2:]
+        with without_autocast(input.device):
+            return resize.resized(input, sizes, _scales(known, dims), align_corners, cubic)
+
+    return interpolate
+
+
+def upsample_nearest(name: str, dims: int) -> Callable[..., Any]:
+    theirs = getattr(torch._C._nn, name)
+
+    def interpolate(input: Tensor, output_size: Any, *scales: Any, **named: Any) -> Any:
+        known = [*scales, *named.values()]
+        if not takes(input):
+            return NotImplemented
+        sizes = as_pytorch(theirs, input, output_size, *known).shape[2:]
+        return resize.nearest(input, sizes, _scales(known, dims), "exact" in name)
+
+    return interpolate
+
+
+def fold(
+    input: Tensor,
+    output_size: int | Sequence[int],
+    kernel_size: int | Sequence[int],
+    dilation: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    stride: int | Sequence[int] = 1,
+) -> Any:
+    """Where windows do not meet, nothing is summed."""
+    size, taps, apart, around, steps = (
+        _each(n, 2) for n in (output_size, kernel_size, dilation, padding, stride)
+    )
+    if not all(s >= d * (k - 1) + 1 for s, d, k in zip(steps, apart, taps, strict=True)):
+        return NotImplemented
+    return torch._C._nn.col2im(input, size, taps, apart, around, steps)
 
 
 def group_norm(

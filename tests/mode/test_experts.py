@@ -156,6 +156,38 @@ def test_terms_of_other_places_and_sizes(within: Within) -> None:
             x.index_add(0, torch.tensor([0]), x[:1, :2])
 
 
+@pytest.mark.parametrize("include_self", [True, False])
+@on_dtypes
+@on_devices
+def test_sums_and_means_of_what_is_scattered(
+    device: str, dtype: torch.dtype, include_self: bool, within: Within
+) -> None:
+    places = torch.tensor(PLACES, device=device)
+    x, terms = make((5, 3), dtype, 0, device), make((7, 3), dtype, 1, device)
+    index = places[:, None].expand_as(terms)
+    hit = torch.zeros(5, 1, device=device)
+    hit[places] = 1
+    start = x.float() if include_self else x.float() * (1 - hit)
+    sums = chains(start, places, terms.float()).to(device)
+    count = torch.bincount(places, minlength=5)[:, None]
+    means = sums / (count + 1 if include_self else count.clamp(min=1)).float()
+    options = {"include_self": include_self}
+    leaves = [t.clone().requires_grad_() for t in (x, terms)]
+    with within("error"):
+        assert_same_bits(x.scatter_reduce(0, index, terms, "sum", **options), sums.to(dtype))
+        got = torch.scatter_reduce(leaves[0], 0, index, leaves[1], "mean", **options)
+        assert_same_bits(x.clone().scatter_reduce_(0, index, terms, "mean", **options), got.detach())
+        most = x.scatter_reduce(0, index, terms, "amax", **options)
+    assert_same_bits(got.detach(), means.to(dtype))
+    assert_same_bits(most, x.scatter_reduce(0, index, terms, "amax", **options))
+    wide = [t.double().requires_grad_() for t in (x, terms)]
+    want = torch.scatter_reduce(wide[0], 0, index, wide[1], "mean", **options)
+    seed = make((5, 3), dtype, 2, device)
+    exact = torch.autograd.grad(want, wide, seed.double())
+    for found, grad in zip(torch.autograd.grad(got, leaves, seed), exact, strict=True):
+        torch.testing.assert_close(found.double(), grad, rtol=0.01, atol=0.01)
+
+
 PICK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "x[i]": lambda x, i: x[i],
     "x[i - n]": lambda x, i: x[i - 5],

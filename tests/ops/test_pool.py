@@ -18,7 +18,7 @@ from samebits.testing import assert_same_bits, values
 from tests.mode.conftest import Within, within  # noqa: F401 - a fixture
 from tests.support import naive_rows
 from tests.support.devices import DEVICES
-from tests.support.naive import f32
+from tests.support.naive import f32, fma
 
 on_devices = pytest.mark.parametrize("device", DEVICES)
 on_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -35,6 +35,16 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "adaptive_avg_pool2d, whole": lambda x: nn.AdaptiveAvgPool2d(1)(x),
     "adaptive_avg_pool2d, one side": lambda x: F.adaptive_avg_pool2d(x, (None, 3)),
     "adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x[:, None], 2),
+    "linear": lambda x: F.interpolate(x[:, 0], 11, mode="linear"),
+    "bilinear": lambda x: F.interpolate(x, (5, 13), mode="bilinear"),
+    "bilinear, corners": lambda x: F.interpolate(x, (12, 1), mode="bilinear", align_corners=True),
+    "bilinear, a scale": lambda x: F.interpolate(x, scale_factor=1.3, mode="bilinear"),
+    "bicubic": lambda x: F.interpolate(x, scale_factor=(1.7, 0.6), mode="bicubic"),
+    "trilinear": lambda x: F.interpolate(x[:, None], (5, 4, 9), mode="trilinear"),
+    "nearest": lambda x: F.interpolate(x, scale_factor=1.7),
+    "nearest, exact": lambda x: F.interpolate(x, (8, 19), mode="nearest-exact"),
+    "area": lambda x: F.interpolate(x, (3, 4), mode="area"),
+    "fold": lambda x: F.fold(x[..., :4].reshape(len(x), 36, 4), (6, 6), 3, stride=3),
     "group_norm": lambda x: F.group_norm(x, 2, _vector(x, 1), _vector(x, 2)),
     "instance_norm": lambda x: F.instance_norm(x, weight=_vector(x, 1)),
     "batch_norm": lambda x: F.batch_norm(x, _vector(x, 3), _vector(x, 4).abs(), _vector(x, 1), _vector(x, 2)),
@@ -102,6 +112,37 @@ def test_means_over_windows(device: str, dtype: torch.dtype) -> None:
     assert_same_bits(whole, rounded(rows, (2, 3, 1, 1), dtype))
 
 
+@on_devices
+def test_interpolation(device: str) -> None:
+    """Chains over the old entries, along the last dimension first."""
+    x = values("normal", (3, 5), torch.float32, 0).to(device)
+
+    def weights(n: int, size: int) -> list[list[float]]:
+        found = []
+        for i in range(size):
+            at = max((i + 0.5) * (n / size) - 0.5, 0.0)
+            first = int(at)
+            row = [0.0] * n
+            row[first] += 1 - (at - first)
+            row[min(first + 1, n - 1)] += at - first
+            found.append([float(f32(w)) for w in row])
+        return found
+
+    rows: list[list[float]] = x.tolist()
+    for size in (8, 2):  # of columns, and then of rows as columns
+        by = weights(len(rows[0]), size)
+        found = []
+        for row in rows:
+            found.append([0.0] * size)
+            for j in range(size):
+                for a, w in zip(row, by[j], strict=True):
+                    found[-1][j] = fma(a, w, found[-1][j])
+        rows = [list(column) for column in zip(*found, strict=True)]
+    with samebits.batch_invariant("error"):
+        got = F.interpolate(x[None, None], (2, 8), mode="bilinear")[0, 0]
+    assert_same_bits(got.cpu(), torch.tensor(rows))
+
+
 @on_dtypes
 @on_devices
 def test_norms_of_channels(device: str, dtype: torch.dtype) -> None:
@@ -157,6 +198,10 @@ def test_what_pytorch_refuses(within: Within) -> None:  # noqa: F811
                 call()
         with pytest.raises(UncoveredError):
             nn.BatchNorm2d(4)(x)
+        with pytest.raises(UncoveredError):
+            F.interpolate(x, 3, mode="bilinear", antialias=True)
+        with pytest.raises(UncoveredError):
+            F.fold(x.reshape(2, 16, 9), (4, 4), 2)
         with pytest.raises(UncoveredError):
             nn.InstanceNorm2d(4, track_running_stats=True).eval()(x)
         assert F.avg_pool2d(x[0], 2).shape == (4, 3, 3)
