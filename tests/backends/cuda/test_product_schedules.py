@@ -277,6 +277,24 @@ def test_what_is_chosen_is_in_the_hopper_catalogue(
     assert _kind(chosen) in {_kind(s) for s in schedule_sm90.catalogue(a_mn, b_mn)}
 
 
+@pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
+@given(SIZES, SIZES, SIZES, st.sampled_from([2, 8, 64]), st.sampled_from([(BF16, None), (F32, BF16)]))
+@example(3000, 8000, 8000, 8, (F32, None))
+def test_what_is_chosen_for_segments_is_in_their_catalogue(
+    a_mn: bool,
+    b_mn: bool,
+    m: int,
+    n: int,
+    k: int,
+    segments: int,
+    kinds: tuple[torch.dtype, torch.dtype | None],
+) -> None:
+    v = tensor_core_sm90.Sm90Variant(BF16, kinds[0], a_mn, b_mn, kinds[1])
+    p, light = schedule_sm90.Gemm(m, n, k * segments, 1, a_mn, b_mn), kinds == (BF16, None)
+    chosen = segmented_sm90.choose(p, 132, segments, light)
+    assert _kind(chosen) in {_kind(s) for s in segmented_sm90.catalogue(v)}
+
+
 def _kind(s: schedule_sm90.Sm90Schedule) -> schedule_sm90.Sm90Schedule:
     return replace(s, early=False, ahead=0, group=0)  # which take turns in the catalogue
 

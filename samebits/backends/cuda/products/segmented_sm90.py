@@ -88,7 +88,8 @@ def _cost(s: Sm90Schedule, p: Gemm, sms: int, segments: int) -> float:
     moves = 2 * ((segments >> held(s, segments)) - 1) * s.block_m * s.block_n * 4 / _INTAKE
     cycles = moves + segments * _STALL
     alone = 0.25 if s.warpgroups > s.share or s.blocks > 1 else 1  # or others multiply meanwhile
-    return estimate(s, p, sms) + rounds * alone * cycles / _CLOCK
+    padded = replace(p, k=segments * round_up(p.k // segments, s.block_k))
+    return estimate(s, padded, sms) + rounds * alone * cycles / _CLOCK
 
 
 @functools.lru_cache(maxsize=4096)
