@@ -454,8 +454,7 @@ static sb_status check(const attention* x) {
         (status = check_address("key_length", p->key_length, 4)) ||
         (status = check_address("block_table", p->block_table, 4)))
         return status;
-    if (x->rows > 0 && p->batch > 0 && p->out == NULL)
-        return fail(SB_INVALID, "out: expected an address, got NULL");
+    if (x->rows > 0 && p->out == NULL) return fail(SB_INVALID, "out: expected an address, got NULL");
     return SB_OK;
 }
 
@@ -488,6 +487,18 @@ static sb_status clear(const attention* x) {
     return status;
 }
 
+/* Clear what no sequence may have, and launch `kernels`, unless there are no sequences at all. */
+static sb_status run(const sb_context* context, const attention* x, const plan* of,
+                     sb_status (*kernels)(const sb_context*, const attention*, const plan*)) {
+    bool pushed;
+    sb_status status = enter(context, &pushed);
+    if (status != SB_OK) return status;
+    if (x->p->cu_seqlens_q) status = clear(x);
+    if (status == SB_OK && kernels) status = kernels(context, x, of);
+    leave(pushed);
+    return status;
+}
+
 sb_status sb_attention(const sb_context* context, const sb_attention_call* p, void* workspace,
                        size_t workspace_bytes, CUstream stream) {
     if (context == NULL) return fail(SB_INVALID, "context: expected a handle, got NULL");
@@ -495,12 +506,13 @@ sb_status sb_attention(const sb_context* context, const sb_attention_call* p, vo
     sb_status status = check_sizes(p);
     if (status != SB_OK) return status;
     attention x = describe(p);
-    if ((status = check(&x)) || x.rows == 0 || p->batch == 0) return status;
+    x.stream = stream;
+    if ((status = check(&x)) || x.rows == 0) return status;
+    if (p->batch == 0) return run(context, &x, NULL, NULL);
     if (workspace == NULL || !multiple(workspace, ALIGNMENT))
         return fail(SB_INVALID, "workspace: expected an address that is a multiple of %d, got %p", ALIGNMENT,
                     workspace);
     x.workspace = workspace;
-    x.stream = stream;
     plan of = plan_hopper(context, &x, true);
     const bool hopper = of.cubin >= 0;
     if (!hopper) of = plan_universal(context, &x, true);
@@ -515,10 +527,5 @@ sb_status sb_attention(const sb_context* context, const sb_attention_call* p, vo
     const int64_t wanted = room_for(&x, of.scratch);
     if ((uint64_t)wanted > workspace_bytes)
         return fail(SB_INVALID, "workspace: expected %" PRId64 " bytes, got %zu", wanted, workspace_bytes);
-    bool pushed;
-    if ((status = enter(context, &pushed))) return status;
-    if (p->cu_seqlens_q) status = clear(&x);
-    if (status == SB_OK) status = (hopper ? run_hopper : run_universal)(context, &x, &of);
-    leave(pushed);
-    return status;
+    return run(context, &x, &of, hopper ? run_hopper : run_universal);
 }

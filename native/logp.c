@@ -33,22 +33,23 @@ static int64_t take(int64_t* end, int64_t floats) {
 
 /* Whether the copy engine can read the rows. */
 static bool readable(const void* at, int64_t rows, int64_t row) {
-    return multiple(at, 16) && (rows == 1 || (row > 0 && row % 8 == 0));
+    return at != NULL && multiple(at, 16) && (rows == 1 || (row > 0 && row % 8 == 0));
 }
 
 static const table* fused_table(const sb_context* context, const sb_logp* p) {
     return p->dtype == SB_F32 || p->features == 0 ? NULL : find_table(context->archive, STATISTICS_SM90, 0);
 }
 
-static layout arrange(const sb_context* context, const sb_logp* p, bool readable_addresses) {
+/* An operand without an address may be anywhere: the layout without Hopper's kernel is the larger one. */
+static layout arrange(const sb_context* context, const sb_logp* p) {
     layout x = {0};
     const int64_t parts = ceil_div(p->tokens * p->vocabulary, MOST_STATISTICS);
     x.tokens = p->tokens ? ceil_div(p->tokens, parts) : 0;
     if (x.tokens >= 128) x.tokens = round_up(x.tokens, 128);
     if (x.tokens > p->tokens) x.tokens = p->tokens;
     x.blocks = ceil_div(p->vocabulary, VOCAB_BLOCK);
-    x.fused = readable_addresses && fused_table(context, p) != NULL &&
-              readable(NULL, p->tokens, p->hidden_row) && readable(NULL, p->vocabulary, p->weight_row);
+    x.fused = fused_table(context, p) != NULL && readable(p->hidden, p->tokens, p->hidden_row) &&
+              readable(p->weight, p->vocabulary, p->weight_row);
     x.m = take(&x.bytes, x.tokens * x.blocks);
     x.s = take(&x.bytes, x.tokens * x.blocks);
     x.u = take(&x.bytes, p->entropy ? x.tokens * x.blocks : 0);
@@ -108,7 +109,7 @@ sb_status sb_workspace_size(const sb_context* context, const sb_logp* p, size_t*
     if (bytes == NULL) return fail(SB_INVALID, "bytes: expected where to put the size, got NULL");
     *bytes = 0;
     const sb_status status = check_sizes(context, p);
-    if (status == SB_OK) *bytes = (size_t)arrange(context, p, true).bytes;
+    if (status == SB_OK) *bytes = (size_t)arrange(context, p).bytes;
     return status;
 }
 
@@ -286,7 +287,7 @@ sb_status sb_linear_logp(const sb_context* context, const sb_logp* p, void* work
                          CUstream stream) {
     sb_status status = check(context, p);
     if (status != SB_OK || p->tokens == 0) return status;
-    const layout at = arrange(context, p, multiple(p->hidden, 16) && multiple(p->weight, 16));
+    const layout at = arrange(context, p);
     if ((status = check_address("workspace", workspace, ALIGNMENT, true))) return status;
     if (workspace_bytes < (size_t)at.bytes)
         return fail(SB_INVALID, "workspace: expected %" PRId64 " bytes%s, got %zu", at.bytes,

@@ -195,8 +195,9 @@ SB_API sb_status sb_gemm_ragged(const sb_context* context, const sb_product* pro
 SB_API sb_status sb_gemm_grouped(const sb_context* context, const sb_product* product,
                                  const sb_groups* groups, CUstream stream);
 
-/* Bytes of scratch that sb_linear_logp wants for these sizes and dtypes; the pointers are not looked at, except
-   whether `entropy` is NULL. Products need no scratch. */
+/* Bytes of scratch that sb_linear_logp wants for these sizes, distances and dtypes, whether `entropy` is NULL, and these
+   addresses of hidden and weight: less if both are multiples of 16. With NULL, enough for any. What is there is not read.
+   Products need no scratch. */
 SB_API sb_status sb_workspace_size(const sb_context* context, const sb_logp* logp, size_t* bytes);
 /* `workspace`: scratch on the GPU, its address a multiple of 256, for this call alone until it has run. */
 SB_API sb_status sb_linear_logp(const sb_context* context, const sb_logp* logp, void* workspace,

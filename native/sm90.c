@@ -69,14 +69,17 @@ enum {
 /* The bits of a table's key after the layouts: 0 for a 16-bit output, 1 for f32, 2 for f32 that is read, too. */
 enum { OUTPUT = 2, BATCHED = 4 };
 
+/* Distances in the output. Those that no element is at may be anything: they become what a dense one has. */
+static int64_t row_stride(const sb_product* p) { return p->m == 1 ? round_up(p->n, 8) : p->out.row; }
+
 static int64_t matrix_stride(const sb_product* p) {
-    return p->batch > 1 ? p->out.batch : round_up(p->out.row * p->m, 8);
+    return p->batch > 1 ? p->out.batch : round_up(row_stride(p) * p->m, 8);
 }
 
 bool aligned_output(const sb_product* p) {
     const bool f32 = p->out_dtype == SB_F32;
     const int step = f32 ? 2 : 8;
-    if (!multiple(p->out.data, 8) || p->out.row % step || matrix_stride(p) % step) return false;
+    if (!multiple(p->out.data, 8) || row_stride(p) % step || matrix_stride(p) % step) return false;
     /* The copy engine writes multiples of 16 bytes, also past the end of a row. */
     return f32 || (multiple(p->out.data, 16) && p->n % 8 == 0);
 }
@@ -97,7 +100,7 @@ sb_status fill_tensor_core(const call* c, const schedule* s, bool folded, tensor
             .dtype = p->out_dtype,
             .rank = 3,
             .shape = {(uint64_t)p->n, (uint64_t)p->m, (uint64_t)p->batch},
-            .strides = {(uint64_t)p->out.row * 2, (uint64_t)matrix_stride(p) * 2},
+            .strides = {(uint64_t)row_stride(p) * 2, (uint64_t)matrix_stride(p) * 2},
             .box = {(uint32_t)s->panel, 64, 1},
             .swizzle = s->panel * 2,
             .promotion = 256,
@@ -109,7 +112,7 @@ sb_status fill_tensor_core(const call* c, const schedule* s, bool folded, tensor
     x->out = p->out.data;
     x->bias = p->bias;
     x->offsets = c->offsets;
-    x->row_stride = p->out.row;
+    x->row_stride = row_stride(p);
     x->batch_stride = matrix_stride(p);
     x->rows = (int32_t)(swap ? p->n : p->m);
     x->columns = (int32_t)(swap ? p->m : p->n);

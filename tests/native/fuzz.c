@@ -29,6 +29,9 @@ static int64_t any(const int64_t* values, uint32_t count) { return values[draw(c
 
 static void* address(int64_t at) { return (void*)(uintptr_t)at; }
 
+/* One that no element is at. */
+static int64_t any_distance(void) { return ANY(0, 1, 3, 8, 4096, -1, INT64_MIN, INT64_MAX); }
+
 static sb_product good_product(void) {
     const int64_t m = ANY(1, 7, 64, 300, 4096), n = ANY(2, 64, 768, 1001), k = ANY(2, 64, 100, 4096);
     const sb_dtype dtype = (sb_dtype)draw(3);
@@ -39,6 +42,8 @@ static sb_product good_product(void) {
     p.out = sb_rows(address(3 << 20), n);
     p.bias = draw(2) ? address(4 << 20) : NULL;
     p.accumulate = p.out_dtype == SB_F32 && draw(2);
+    p.a.batch = any_distance(), p.b.batch = any_distance(), p.out.batch = any_distance();
+    if (m == 1) p.a.row = any_distance(), p.out.row = any_distance();
     return p;
 }
 
@@ -141,6 +146,7 @@ static sb_product good_grouped(sb_groups* groups) {
     p.accumulate = 0;
     p.b.batch = p.k * p.n;
     *groups = (sb_groups){address(5 << 20), ANY(1, 2, 8, 100, 2000), p.n};
+    if (groups->count == 1) p.b.batch = any_distance();
     return p;
 }
 
@@ -188,6 +194,8 @@ static sb_logp good_logp(void) {
     p.ignore_index = -100, p.temperature = 1;
     p.logp = address(5 << 20);
     p.entropy = draw(2) ? address(6 << 20) : NULL;
+    if (p.tokens == 1) p.hidden_row = any_distance();
+    if (p.vocabulary == 1) p.weight_row = any_distance();
     return p;
 }
 
@@ -284,6 +292,12 @@ static sb_attention_call good_attention(void) {
             break;
         default:
             break;
+    }
+    sb_vectors* tensors[] = {&p.q, &p.k, &p.v};
+    for (int i = 0; i < 3; i++) {
+        if (p.batch == 1 && !(i > 0 && p.block_table)) tensors[i]->batch = any_distance();
+        if (i == 0 && p.queries == 1) p.q.token = any_distance();
+        if ((i == 0 ? p.heads : p.kv_heads) == 1) tensors[i]->head = any_distance();
     }
     return p;
 }

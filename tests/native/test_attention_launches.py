@@ -72,6 +72,23 @@ def launched(of: engine.Engine, x: Attention) -> list[support.Launched]:
     return found
 
 
+def test_tokens_of_no_sequence_are_cleared(engine_: engine.Engine) -> None:
+    cleared = ctypes.c_uint64.in_dll(support.fake_driver(), "driver_cleared")
+    support.launches()
+    at, lists = [0x7F0000000000 << i for i in range(3)], {"cu_seqlens_q": 1 << 20, "cu_seqlens_k": 1 << 20}
+    x = engine._Attention(1, 0, 9, 5, 4, 2, 64, 64, *(engine._Vectors(a, 0, 256, 64) for a in at))
+    x.scale, x.left, x.right = 1.0, -1, -1
+    for name, value in lists.items():
+        setattr(x, name, value)
+    run, before = engine_._library.sb_attention, cleared.value
+    assert run(engine_._context, ctypes.byref(x), None, 0, STREAM) == 1
+    assert b"out: expected an address, got NULL" in engine_._library.sb_last_error()
+    x.out = 0x6F0000000000
+    assert run(engine_._context, ctypes.byref(x), None, 0, STREAM) == 0
+    assert cleared.value - before == 9 * 4 * 64 * 2
+    assert support.launches() == []
+
+
 def noted(gpu: FakeGpu) -> list[Any]:
     launches = [event for event in gpu.log if isinstance(event[0], str) and event[0].endswith(".cu")]
     return list(zip(gpu.specs, launches, strict=True))

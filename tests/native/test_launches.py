@@ -131,6 +131,15 @@ def random_matrix(random: random.Random, rows: int, columns: int, batch: int, si
     return engine._Matrix(at, *strides, matrix if batch > 1 else random.choice((0, 7)))
 
 
+def forget(random: random.Random, x: Any) -> None:
+    """Give anything to the distances between rows of matrices that have one."""
+    anything = (0, 1, 3, 8, -1, (1 << 63) - 1, -1 << 63)
+    if x.m == 1:
+        x.a.row, x.out.row = random.choice(anything), random.choice(anything)
+    if x.k == 1:
+        x.b.row = random.choice(anything)
+
+
 def random_product(random: random.Random) -> tuple[Any, Any]:
     dtype = random.choice((0, 1, 1, 2))
     f32 = dtype == 0 or random.random() < 0.4
@@ -155,6 +164,8 @@ def random_product(random: random.Random) -> tuple[Any, Any]:
         bias,
         accumulate,
     )
+    if random.random() < 0.5:
+        forget(random, x)
     if not ragged:
         return x, None
     if random.random() < 0.6:  # the layout of weights' gradients
@@ -176,6 +187,26 @@ def test_random_products_launch_what_plans_launch(archive: Archive, engine_: eng
     few = {source: len(schedules) for source, schedules in seen.items()}
     assert few.keys() == {"tensor_core.cu", "fma.cu", "tensor_core_sm90.cu", "fma_sm90.cu", "fma_few_sm90.cu"}
     assert min(few.values()) >= 3, few
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_the_distance_between_rows_of_one_row_does_not_count(
+    m: int, archive: Archive, engine_: engine.Engine
+) -> None:
+    found = []
+    with fake_gpu() as gpu:
+        for row in (4096, 3, (1 << 63) - 1, -1 << 63):
+            for dtype, out in ((1, 1), (2, 0), (0, 0)):
+                x = dense(m, 4096, 768, "NT", dtype, out == 0)
+                x.out.row = row
+                if m == 1:
+                    check(gpu, archive, engine_, x, None)
+                    assert engine_._library.sb_gemm(engine_._context, ctypes.byref(x), STREAM) == 0
+                    found.append(support.launches())
+                else:
+                    assert (call(engine_, x, None) == 0) == (row == 4096)
+                    support.launches()
+    assert found[:3] * 4 == found if m == 1 else not found
 
 
 def dense(m: int, n: int, k: int, layout: str, dtype: int, f32: bool, *, accumulate: bool = False) -> Any:
@@ -273,6 +304,8 @@ def random_grouped(random: random.Random, counts: list[int]) -> tuple[Any, Any]:
             b.row, b.column = n, 1
     bias = 0x6F0000000000 + 16 * random.randrange(100) if random.random() < 0.3 else None
     x = engine._Product(dtype, 0 if f32 else dtype, m, n, k, 1, a, b, out, bias, 0)
+    if random.random() < 0.5:
+        forget(random, x)
     return x, engine._Groups(0x5F0000000000 + 4 * random.randrange(9), count, n + random.choice((0, 3)))
 
 
@@ -342,13 +375,12 @@ def test_log_probabilities_launch_what_the_library_launches(
             x.weight_row, x.bias, x.target = pitch, None if b is None else b.data_ptr(), target.data_ptr()
             x.ignore_index, x.temperature, x.logp = -100, 0.7, rows.logp.data_ptr()
             x.entropy = rows.entropy.data_ptr() if entropy else None
-            size, call = ctypes.c_size_t(), engine_._library.sb_linear_logp
-            engine_._library.sb_workspace_size(engine_._context, ctypes.byref(x), ctypes.byref(size))
+            size, call = scratch_of(engine_, x), engine_._library.sb_linear_logp
             at = -(-room.data_ptr() // 256) * 256
-            assert size.value <= room.numel() - 256
-            status = call(engine_._context, ctypes.byref(x), at, size.value, STREAM)
+            assert size <= room.numel() - 256
+            status = call(engine_._context, ctypes.byref(x), at, size, STREAM)
             assert status == 0, engine_._library.sb_last_error()
-            assert call(engine_._context, ctypes.byref(x), at, size.value - 1, STREAM) == 1
+            assert call(engine_._context, ctypes.byref(x), at, size - 1, STREAM) == 1
             launches = support.launches()
             for launch, (spec, config, packed) in zip(launches, want, strict=True):
                 mine = archive.specs[launch.kernel]
@@ -359,6 +391,34 @@ def test_log_probabilities_launch_what_the_library_launches(
                     assert fixed == inputs(spec.entry, packed)
                 else:  # any kernel computes the logits
                     assert mine.source in ("tensor_core.cu", "tensor_core_sm90.cu")
+
+
+def scratch_of(of: engine.Engine, x: engine._Logp) -> int:
+    size = ctypes.c_size_t()
+    assert of._library.sb_workspace_size(of._context, ctypes.byref(x), ctypes.byref(size)) == 0
+    return size.value
+
+
+@pytest.mark.parametrize(("tokens", "features", "vocabulary"), [(9, 64, 1000), (300, 64, 50_000), (1, 8, 1)])
+def test_the_scratch_of_log_probabilities_is_enough_at_any_address(
+    tokens: int, features: int, vocabulary: int, engine_: engine.Engine
+) -> None:
+    support.launches()
+    sizes = {}
+    for shifts in itertools.product((None, 0, 2, 8, 14), repeat=2):
+        at = [None if s is None else (0x7F0000000000 << i) + s for i, s in enumerate(shifts)]
+        x = engine._Logp(1, tokens, features, vocabulary, at[0], features, at[1], features)
+        sizes[shifts] = size = scratch_of(engine_, x)
+        if None in shifts:
+            continue
+        x.target, x.temperature, x.logp = 0x6F0000000000, 1.0, 0x6E0000000000
+        run = engine_._library.sb_linear_logp
+        assert run(engine_._context, ctypes.byref(x), 0x5F0000000000, size, STREAM) == 0, shifts
+        assert support.launches()
+        assert run(engine_._context, ctypes.byref(x), 0x5F0000000000, size - 1, STREAM) == 1
+    aligned = sizes.pop((0, 0))
+    assert {size > aligned for size in sizes.values()} == {True}  # also where an address is not known yet
+    assert len({*sizes.values()}) == 1
 
 
 SCRATCH = {

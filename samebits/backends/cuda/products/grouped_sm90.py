@@ -202,7 +202,7 @@ def with_table(s: Sm90Schedule, v: Sm90Variant, groups: int) -> Sm90Schedule:
 
 def _output_strides(p: GroupedProduct) -> tuple[int, int]:
     """Strides of rows and of matrices of the output. Groups of rows have one matrix."""
-    row = p.out.strides[-2]
+    row = p.out.strides[-2] if p.m > 1 else -(-p.n // 8) * 8
     return row, p.out.strides[0] if p.of_terms and p.groups > 1 else -(-row * p.m // 8) * 8
 
 
