@@ -106,23 +106,8 @@ def addmm(
     if not fits or _dtype(input) not in (dtype, _dtype(mat1)):
         return torch.addmm(input, mat1, mat2, *() if out_dtype is None else (out_dtype,))  # its error
     if input.ndim == 1 and beta == alpha == 1 and out_dtype is None:
-        columns = viewed(mat2, Tensor.transpose, 0, 1)
-        if (batch := _batch_viewed(mat1)) > 1:
-            return linear(mat1.unflatten(0, (batch, -1)), columns, input).flatten(0, 1)
-        return linear(mat1, columns, input)
+        return linear(mat1, viewed(mat2, Tensor.transpose, 0, 1), input)
     return _scaled_sum(input, matmul(mat1, mat2, out_dtype=torch.float32), beta, alpha, dtype)
-
-
-def _batch_viewed(rows: Tensor) -> int:
-    """How many sequences ``x[batch, tokens, D]`` has, if `rows` is the view ``x.view(-1, D)`` of it.
-
-    So GPT-2 flattens. No layer before has seen its batch (:mod:`samebits.mode.sequences`), but autograd's
-    graph tells.
-    """
-    if torch.compiler.is_compiling() or rows.grad_fn is None or rows.grad_fn.name() != "ViewBackward0":
-        return 1
-    sizes = getattr(rows.grad_fn, "_saved_self_sym_sizes", ())
-    return int(sizes[0]) if len(sizes) == 3 and sizes[0] * sizes[1] == rows.shape[0] else 1
 
 
 def baddbmm(

@@ -132,22 +132,6 @@ def test_gradients_of_weights_in_a_padded_batch(device: str, name: str) -> None:
             assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_addmm_of_a_flattened_batch(dtype: torch.dtype, within: Within) -> None:
-    """As in GPT-2: padding at the end of its rows changes no gradient of a weight."""
-    w, b = (values("normal", size, dtype, 1).requires_grad_() for size in ((40, 40), (40,)))
-
-    def run(extra: int) -> tuple[Tensor, ...]:
-        x = F.pad(X.to(dtype), (0, 0, 0, extra)).requires_grad_()
-        seed = F.pad(values("normal", tuple(X.shape), dtype, 4), (0, 0, 0, extra))
-        with within("error"):
-            y = torch.addmm(b, (x * 2).view(-1, 40), w).view(x.shape)
-        return torch.autograd.grad(y, (w, b), seed)
-
-    for got, want in zip(run(5), run(0), strict=True):
-        assert_same_bits(got, want)
-
-
 def test_operators_are_this_librarys(within: Within) -> None:
     x, w = values("normal", (3, 300), torch.bfloat16, 0), values("normal", (200, 300), torch.bfloat16, 1)
     with within():
