@@ -489,13 +489,43 @@ def test_the_program_in_the_documents_compiles(tmp_path: Path) -> None:
     subprocess.run([*command, "-o", str(tmp_path / "program.o"), str(tmp_path / "program.c")], check=True)
 
 
-def test_the_documents_command_builds_the_library(tmp_path: Path) -> None:
+def test_the_documents_commands_build_the_library_and_the_program(tmp_path: Path) -> None:
     text = (support.NATIVE.parent / "docs" / "native.md").read_text()
-    (command,) = re.findall(r"^cc .*libsamebits\.so.*$", text, re.MULTILINE)
+    library, program = re.findall(r"^cc (?:.*\\\n)*.*$", text, re.MULTILINE)
+    assert {*re.findall(r"native/(\w+\.c)", library)} == {Path(file).name for file in support.sources()}
     out = tmp_path / "libsamebits.so"
-    command = command.replace("-o libsamebits.so", f"-o {out}")
-    subprocess.run(["bash", "-c", command], check=True, cwd=support.NATIVE.parent)
+    build = library.replace("-o libsamebits.so", f"-o {out}")
+    subprocess.run(["sh", "-c", build], check=True, cwd=support.NATIVE.parent)
     assert engine.load_library(out).sb_abi_version() == format_.ABI
+    (source,) = re.findall(r"^```c\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    (tmp_path / "program.c").write_text(source)
+    (tmp_path / "native").symlink_to(support.NATIVE)
+    driver = (tmp_path / "cuda.c", tmp_path / "libcuda.so")
+    driver[0].write_text(
+        "".join(f"int {name}(void) {{ return 0; }}\n" for name in re.findall(r"cu\w+(?=\()", source)[:6])
+    )
+    subprocess.run(["cc", "-shared", "-o", str(driver[1]), str(driver[0])], check=True)
+    subprocess.run(["sh", "-c", program], check=True, cwd=tmp_path)
+
+
+def cmake_list() -> set[str]:
+    (listed,) = re.findall(
+        r"add_library\(samebits SHARED ([^)]*)\)", (support.NATIVE / "CMakeLists.txt").read_text()
+    )
+    return {*listed.split()}
+
+
+def test_cmake_has_the_librarys_files() -> None:
+    assert cmake_list() == {Path(file).name for file in support.sources()}
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
+def test_cmake_builds_the_library(tmp_path: Path) -> None:
+    for command in (["-S", str(support.NATIVE), "-B", str(tmp_path)], ["--build", str(tmp_path)]):
+        subprocess.run(["cmake", *command], check=True, capture_output=True)
+    built = tmp_path / "libsamebits.so"
+    assert built.resolve().name == f"libsamebits.so.{format_.ABI}"
+    assert engine.load_library(built).sb_abi_version() == format_.ABI
 
 
 @pytest.mark.skipif(shutil.which("rustc") is None, reason="no Rust compiler")
