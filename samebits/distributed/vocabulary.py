@@ -1,4 +1,4 @@
-"""Embeddings and log-probabilities with the vocabulary split over ranks, with the bits of one rank."""
+"""Embeddings and log-probabilities with the vocabulary split over ranks, with one rank's bits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends import Key, contract_of, unpack_key
+from samebits.backends.logits_in_pieces import logits_of
 from samebits.backends.replay import refuse
 from samebits.backends.token_logps import Rows, Statistics
 from samebits.contract import Contract
@@ -187,11 +188,12 @@ def vocab_parallel_linear_logp(
 
     Results and gradients have the bits of one rank with the whole ``weight``, under the same contract. Ranks
     exchange the statistics of blocks of 128 entries (8 or 12 bytes for each block and token), and every rank
-    merges all of them. The gradient of ``hidden`` is a sum over ranks, in segments of the vocabulary.
+    merges all of them. If V / T is no multiple of 128, they also exchange the logits of blocks that lie on
+    two ranks. The gradient of ``hidden`` is a sum over ranks, in segments of the vocabulary.
 
     Args:
         hidden: ``[..., D]``, the same on all ranks; bfloat16, float16 or float32.
-        weight: ``[V / T, D]``: this rank's part of T; same dtype and device. V / T is a multiple of 128.
+        weight: ``[V / T, D]``: this rank's part of T, at least 256 entries; same dtype and device.
         target: int64 or int32 ``[...]``, the same on all ranks, from the whole vocabulary.
         bias: ``[V / T]``, the same part.
         group: as in :func:`samebits.distributed.ordered_all_reduce`.
@@ -203,7 +205,7 @@ def vocab_parallel_linear_logp(
 
     Raises:
         TypeError, ValueError, IndexError: as in :func:`samebits.linear_logp` and
-            :func:`samebits.distributed.row_parallel_linear`; or V / T is no multiple of 128.
+            :func:`samebits.distributed.row_parallel_linear`; or V / T is less than 256.
     """
     op = "vocab_parallel_linear_logp"
     called = f"distributed.{op}"
@@ -213,7 +215,7 @@ def vocab_parallel_linear_logp(
     whole.check_shapes(called, hidden, weight, bias)
     size = ranks(name)[1]
     if size > 1:
-        check_divides(op, "weight: V / T", len(weight), VOCAB_BLOCK, "entries")
+        _check_blocks(called, len(weight))
     own = contract_of(of_one_rank(key, size))
     check_segments(called, own, ("", 0), hidden, ("weight: V / T", len(weight)))
     target = check_target(called, target, "hidden", hidden, ignore_index)
@@ -236,6 +238,13 @@ def vocab_parallel_linear_logp(
     return (logp, entropy) if return_entropy else logp
 
 
+def _check_blocks(op: str, count: int) -> None:
+    if count < 2 * VOCAB_BLOCK:  # then every rank has a whole block, and a block lies on two ranks at most
+        raise ValueError(
+            f"samebits.{op}: weight: expected a V / T of {2 * VOCAB_BLOCK} entries or more, got {count}"
+        )
+
+
 def _logp_forward(
     hidden: Tensor,
     weight: Tensor,
@@ -249,35 +258,85 @@ def _logp_forward(
     key: Key,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     refuse("an exchange between ranks is no launch")
-    backend, logits, _, contract = whole.backend_of(hidden, key)
+    backend, logits, products, contract = whole.backend_of(hidden, key)
     whole.check_offsets(hidden, cu_seqlens, key)
-    count, features = weight.shape
-    (_, size), flat = ranks(group), target.reshape(-1).contiguous()
+    (count, features), (rank, size) = weight.shape, ranks(group)
+    flat, blocks = target.reshape(-1).contiguous(), whole_blocks(count, size)
     rows = Rows.empty(flat, count * size, ignore_index, scale=scale, entropy=entropy)
-    own, mine = _owned(flat, count, group)
-    mine_only = Rows.empty(own.where(mine, -1), count, -2, scale=scale, entropy=entropy)
+    first, last = (block * VOCAB_BLOCK - rank * count for block in blocks[rank])
+    inner, edges = slice(first, min(last, count)), (slice(0, first), slice(min(last, count), count))
+    own = flat - (rank * count + first)
+    own = own.where((own >= 0) & (own < inner.stop - first), -1)  # or another rank's
+    inner_rows = Rows.empty(own, inner.stop - first, -2, scale=scale, entropy=entropy)
+    inner_bias = None if bias is None else bias[inner]
     x = hidden.reshape(len(flat), features)
     for start, stop in pieces(len(flat), count * size, whole._STATISTICS):
-        part = rows.part(start, stop)
+        part, some = rows.part(start, stop), x[start:stop]
         found = backend.statistics(
-            x[start:stop], weight, bias, mine_only.part(start, stop), contract=contract
+            some, weight[inner], inner_bias, inner_rows.part(start, stop), contract=contract
         )
-        logits.combine(_gathered(found, part, count, group), part)
+        given = some, weight, bias
+        z = [logits_of(products, *given, e, contract) if e.stop > e.start else None for e in edges]
+        logits.combine(_gathered(logits, found, z, part, count, blocks, group), part)
     kept = target.shape if entropy else (0,)
     return rows.logp.view(target.shape), rows.entropy.view(kept), rows.shift, rows.log_sum
 
 
-def _gathered(own: Statistics, rows: Rows, count: int, group: str) -> Statistics:
-    """The statistics of all ranks' blocks, from a rank's own."""
+def whole_blocks(count: int, size: int) -> list[tuple[int, int]]:
+    """The blocks of the vocabulary that lie within the `count` entries of each of `size` ranks.
+
+    The first one, and the one after the last. The vocabulary's last block may be shorter than others.
+    """
+    ends = [r * count // VOCAB_BLOCK for r in range(1, size)] + [-(-size * count // VOCAB_BLOCK)]
+    return [(-(-r * count // VOCAB_BLOCK), end) for r, end in enumerate(ends)]
+
+
+def _gathered(
+    logits: Any,
+    own: Statistics,
+    edges: list[Tensor | None],
+    rows: Rows,
+    count: int,
+    blocks: list[tuple[int, int]],
+    group: str,
+) -> Statistics:
+    """The statistics of all blocks, from those of each rank's own.
+
+    Args:
+        logits: a backend's module for log-probabilities of given logits.
+        edges: the logits of a rank's first and last entries, in blocks that it shares with others.
+    """
     size = ranks(group)[1]
     if size == 1:
         return own
-    parts = all_gather(torch.cat([own.m, own.s, own.u, own.target_logit[:, None]], 1), group)
-    blocks = own.m.shape[1]
-    widths = [blocks, blocks, own.u.shape[1] if rows.with_entropy else 0, 1]
-    m, s, u, logit = (t.transpose(0, 1).flatten(1).contiguous() for t in parts.split(widths, 2))
+    tokens, most = len(rows.target), max(end - first for first, end in blocks)
+    shared = [r for r in range(1, size) if r * count % VOCAB_BLOCK]  # ranks that begin within a block
+    widths = [
+        most,
+        most,
+        most if rows.with_entropy else 0,
+        1,
+        *((VOCAB_BLOCK, VOCAB_BLOCK) if shared else ()),
+    ]
+    sent = own.m.new_empty(tokens, sum(widths))
+    columns = sent.split(widths, 1)
+    tails = edges if shared else ()
+    for room, mine in zip(columns, (*own[:3], own.target_logit[:, None], *tails), strict=True):
+        if mine is not None:
+            room[:, : mine.shape[1]].copy_(mine)
+    parts = all_gather(sent, group).split(widths, 2)
+    found = Statistics.empty(rows)
+    for r, (first, end) in enumerate(blocks):
+        for room, theirs in zip(found[:3] if rows.with_entropy else found[:2], parts, strict=False):
+            room[:, first:end] = theirs[r, :, : end - first]
     owner = rows.target.div(count, rounding_mode="floor").clamp(0, size - 1)
-    return Statistics(m, s, u, logit.gather(1, owner[:, None])[:, 0])
+    found.target_logit.copy_(parts[3][..., 0].gather(0, owner[None])[0])
+    for r in shared:  # every rank computes these blocks from their logits
+        first = r * count // VOCAB_BLOCK * VOCAB_BLOCK
+        end = min(first + VOCAB_BLOCK, size * count)
+        left, right = parts[5][r - 1, :, : r * count - first], parts[4][r, :, : end - r * count]
+        logits.add_statistics(found, torch.cat([left, right], 1), first, rows)
+    return found
 
 
 def _logp_fake(

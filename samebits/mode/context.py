@@ -36,7 +36,7 @@ from samebits.mode.rules import (
     VIEWS,
     is_direct,
 )
-from samebits.mode.sequences import forget, in_sequences
+from samebits.mode.sequences import added_in_sequences, forget, in_sequences, seeing
 from samebits.ops._operator import EXTRAORDINARY, as_no_view
 
 __all__ = [
@@ -142,9 +142,14 @@ class _Mode(OwnMode):
             return func(*args)
         if func in REPLAYED:
             _state.outermost = self.on_uncovered
+            call = _replayed(func)
             if func is F.linear:
-                return in_sequences(_replayed(func), args, kwargs)
-            return _replayed(func)(*args, **kwargs)
+                return in_sequences(call, args, kwargs)
+            if func is F.layer_norm or func is F.rms_norm:
+                return seeing(call, args, kwargs)
+            if func is torch.addmm:
+                return added_in_sequences(_replayed(F.linear), call, args, kwargs)
+            return call(*args, **kwargs)
         return self._overridden(func, args, kwargs)
 
     def _overridden(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

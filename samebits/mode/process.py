@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from torch.autograd import graph
 
 from samebits.backends.replay import replayed
+from samebits.mode import products
 from samebits.mode.context import (
     OnUncovered,
     check_on_uncovered,
@@ -32,7 +33,7 @@ from samebits.mode.context import (
     watched,
 )
 from samebits.mode.operators import Rule, operator_rules, outs
-from samebits.mode.sequences import forget, in_sequences
+from samebits.mode.sequences import added_in_sequences, forget, in_sequences, seeing
 from samebits.ops._operator import EXTRAORDINARY, thread
 
 __all__ = [
@@ -221,8 +222,12 @@ def _dtype_beside(lead: Tensor, number: complex) -> torch.dtype:
     return exact if same_kind else torch.result_type(lead, number)
 
 
-def _in_sequences(call: Kernel, *args: Any, **kwargs: Any) -> Any:
-    return in_sequences(call, args, kwargs)
+_IN_SEQUENCES: dict[OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.linear.default: in_sequences,
+    torch.ops.aten.addmm.default: functools.partial(added_in_sequences, products.linear_),
+    torch.ops.aten.layer_norm.default: seeing,
+    torch.ops.aten.rms_norm.default: seeing,
+}
 
 
 def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
@@ -241,8 +246,7 @@ def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
 
     returns_new = rule.replacement is not None and not op._schema.is_mutable
     call = replayed(covered, *EXTRAORDINARY) if returns_new else covered
-    if op is torch.ops.aten.linear.default:
-        call = functools.partial(_in_sequences, call)
+    sequenced = _IN_SEQUENCES.get(op)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         on_uncovered = _switch.on_uncovered
@@ -257,6 +261,8 @@ def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
                 elif below_autograd and torch.is_grad_enabled():
                     with torch.no_grad():
                         result = call(*args, **kwargs)
+                elif sequenced is not None:
+                    result = sequenced(call, args, kwargs)
                 else:
                     result = call(*args, **kwargs)
                 if result is not NotImplemented:

@@ -215,7 +215,7 @@ REPLACED = (
             "repeat_interleave": indexing.repeat_interleave,
             Tensor.repeat: indexing.repeat,
         },
-        "themselves; a gradient in the order of the index",
+        "themselves, and `x[i]`; a gradient in the order of the index",
         "tensors of integers apart from each other (`x[i, :, j]`): their gradients are summed by PyTorch",
     ),
     Row(

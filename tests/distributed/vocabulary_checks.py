@@ -60,8 +60,9 @@ def check_log_probabilities() -> None:
     ranks = dist.get_world_size()
     for dtype, contract, vocabulary, features, entropy, temperature in (
         (torch.bfloat16, TENSOR_CORE.segmented(8), 128 * 8 * 3, 48, True, 1.0),
-        (torch.bfloat16, None, 128 * 8, 33, False, 0.7),
-        (torch.float32, FMA.segmented(16), 128 * 16, 24, True, 1.5),
+        (torch.bfloat16, None, 128 * 16 + 32, 33, False, 0.7),  # blocks that lie on two ranks
+        (torch.float32, FMA.segmented(16), 128 * 17 + 16, 24, True, 1.5),
+        (torch.float16, None, 128 * 24, 17, False, 1.0),
     ):
         hidden = drawn("normal", (3, 7, features), dtype, 1)
         weight = drawn("normal", (vocabulary, features), dtype, 2)
@@ -135,9 +136,9 @@ def check_traced() -> None:
 
 def check_refusals() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    weight, hidden = place(torch.zeros(1024 // ranks, 8)), place(torch.zeros(2, 8))
-    target = place(torch.tensor([1, 1024]))
-    with pytest.raises(IndexError, match=r"\[0, 1024\), got 1024"):
+    weight, hidden = place(torch.zeros(2048 // ranks, 8)), place(torch.zeros(2, 8))
+    target = place(torch.tensor([1, 2048]))
+    with pytest.raises(IndexError, match=r"\[0, 2048\), got 2048"):
         vocab_parallel_linear_logp(hidden, weight, target)
     if not target.is_cuda:  # where it ends in a device assert
         with pytest.raises(IndexError):
@@ -147,7 +148,7 @@ def check_refusals() -> None:
     with pytest.raises(ValueError, match="D must be equal"):
         vocab_parallel_linear_logp(hidden[:, :4], weight, target)
     if ranks > 1:
-        with pytest.raises(ValueError, match="multiple of 128 entries"):
+        with pytest.raises(ValueError, match="of 256 entries or more, got 100"):
             vocab_parallel_linear_logp(hidden, weight[:100], target)
         with pytest.raises(ValueError, match="differ from rank 0"):
             vocab_parallel_linear_logp(hidden, weight, target, temperature=2.0 + rank)

@@ -403,6 +403,12 @@ def test_rows_of_a_flattened_batch_are_its_sequences(device: str, within: Within
         assert_same_bits(gradient(rows[:62], seeds[:62]), gradient(rows[:62].clone(), seeds[:62]))
         assert_same_bits(found.detach(), F.linear(x, w, x[0, 0]).detach().flatten(0, 1))
         found += 1  # PyTorch's may be changed in place
+        (added,) = torch.autograd.grad(torch.addmm(x[0, 0], rows + 0, w), w, seeds)
+        (want,) = torch.autograd.grad(F.linear(x, w.T, x[0, 0]), w, seed)
+        assert_same_bits(added, want)
+    with within("error"):
+        F.layer_norm(x, (40,))
+        assert_same_bits(gradient(rows + 0, seeds), whole)
     assert (one != whole).any()
 
 

@@ -42,11 +42,13 @@ from samebits.tools.verify import (
     products,
     reductions,
     run,
+    segments,
 )
 from samebits.tools.verify.case import LAYOUTS
 from samebits.tools.verify.operands import make_inputs, make_room, unfilled
 from tests.support.threads import in_threads
 from tests.tools.test_verify_grouped import GroupedStandIn
+from tests.tools.test_verify_segments import SegmentedStandIn
 
 CPU = torch.device("cpu")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -418,7 +420,7 @@ def test_a_run_from_end_to_end(
     kernel = StandIn(product)
     gpu = devices.DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20)
     public: list[tuple[str, str | None]] = []
-    for module in (products, reductions, attention, exp2, grouped):
+    for module in (products, reductions, attention, exp2, grouped, segments):
         monkeypatch.setattr(module, "finish", lambda doing: None)
     for name in PUBLIC:
         note = lambda *of, name=name: public.append((name, backends._choice.backend))  # noqa: E731
@@ -444,6 +446,11 @@ def test_a_run_from_end_to_end(
     monkeypatch.setattr(plan, "loads", lambda *of: ())
     of_groups = [GroupedStandIn("mma"), GroupedStandIn("fma")]
     monkeypatch.setattr(grouped, "grouped_kernels", lambda index: of_groups)
+    few = segments.segmented_cases(True)[-6:]
+    monkeypatch.setattr(plan, "segmented_cases", lambda thorough: few)
+    by_reference = lambda case, *of: [("segments", None, partial(SegmentedStandIn, case, False))]  # noqa: E731
+    monkeypatch.setattr(segments, "ways", by_reference)
+    monkeypatch.setattr(segments, "loads", lambda *of: ())
     monkeypatch.setattr(plan, "on_cuda", lambda fused: on._replace(name="cuda ", rows=rows))
     monkeypatch.setattr(plan, "on_triton", lambda *of: on._replace(name="triton ", rows=rows))
     done: list[float] = []
@@ -454,7 +461,9 @@ def test_a_run_from_end_to_end(
     assert found.backends == [name or "cuda" for name in verified]
     reduced = {f"{name or 'cuda'} sum" for name in verified}
     attended = (
-        {"attention", "ex2.approx.ftz.f32", "exp2 by polynomial", "grouped"} if None in verified else set()
+        {"attention", "ex2.approx.ftz.f32", "exp2 by polynomial", "grouped", "segments"}
+        if None in verified
+        else set()
     )
     assert {line.kernel for line in found.lines} == {
         "CPU reference",

@@ -18,7 +18,7 @@ from samebits.tools.verify.segments import SegmentedCase, segmented_cases
 CPU, HELD_TO = torch.device("cpu"), TENSOR_CORE.on(HOPPER)
 
 
-class Plan:
+class SegmentedStandIn:
     """Computes by the reference, maybe wrongly."""
 
     def __init__(self, case: SegmentedCase, wrong: bool) -> None:
@@ -36,8 +36,8 @@ def test_a_wrong_schedule_is_found(wrong: bool, monkeypatch: pytest.MonkeyPatch)
     def ways(
         case: SegmentedCase, p: Product, thorough: bool, turn: int
     ) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
-        yield "kernel", 1, lambda: Plan(case, False)
-        yield "kernel", 2, lambda: Plan(case, wrong)
+        yield "kernel", 1, lambda: SegmentedStandIn(case, False)
+        yield "kernel", 2, lambda: SegmentedStandIn(case, wrong)
 
     monkeypatch.setattr(segments, "ways", ways)
     monkeypatch.setattr(segments, "finish", lambda doing: None)
