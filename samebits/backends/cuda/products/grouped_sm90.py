@@ -173,10 +173,9 @@ def chosen(g: Gemm, sms: int, of_terms: bool) -> Sm90Schedule:
 
 def for_sequences(s: Sm90Schedule, g: Gemm) -> Sm90Schedule:
     """`s`, for groups whose terms are in sequences: each begins a new block of k, so blocks are short."""
-    if g.k >= 128:
-        s = replace(s, block_k=32)
-    elif s.block_m < 128 <= g.m:  # what is written bounds such groups, and wide tiles write fastest
-        s = replace(s, block_m=128, block_n=256, block_k=32, warpgroups=2, share=2)
+    if g.k < 128:  # what is written is the bound
+        return s
+    s = replace(s, block_k=32)
     return s.filled(s.panels, True, True)
 
 

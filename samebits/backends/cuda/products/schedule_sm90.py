@@ -165,6 +165,7 @@ _HBM = 4.2e6  # bytes a microsecond
 _GAP = 1.6  # microseconds between kernels
 _TALL_MN = 0.99  # factor of the time for tiles of 192 rows contiguous along m, at k of 2048 and more
 _TOGETHER = 2048  # the most rows whose tiles are computed together, so that their operands stay in L2
+_FEW_TERMS = 256  # k of products that are bound by their writes
 _LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles are wide and in clusters
 
 
@@ -254,6 +255,7 @@ def _schedule(
 
 
 _LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (192, 96), (128, 96), (64, 192), (64, 128))
+_WRITTEN = ((128, 128), (128, 192), (192, 128))
 _SHARED = ((256, 128), (128, 256), (256, 160), (256, 192))
 _NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192)
 
@@ -284,6 +286,10 @@ def _many_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
     pairs = [replace(s, cluster=2) for s in shared]
     if p.k > _LONG and min(p.m, p.n) > 256 and p.m * p.n * p.batch >= sms * 128 * 192:
         return pairs
+    if p.a_mn and p.b_mn and p.k <= _FEW_TERMS and p.m * p.n * p.batch > sms * 128 * 128:
+        # Writing is the bound, as for a weight over few tokens: smaller tiles take up to a third longer.
+        teams = [_schedule(p, block_m, block_n, 64, 2, 1) for block_m, block_n in _WRITTEN]
+        return [*teams, *(replace(s, cluster=2) for s in teams)]
     # A second warpgroup with its own tile has work only if a block takes more than one tile.
     teams = [
         _schedule(p, block_m, block_n, 64, 2, 1)
