@@ -14,14 +14,14 @@ typedef struct {
 /* The beginning of the file. All numbers are little-endian; sections begin at multiples of 16 bytes. */
 typedef struct {
     char magic[8];
-    uint32_t abi, checksum; /* CRC-32 of all that follows `size` */
-    uint64_t size;          /* of the file */
-    int32_t major, minor;   /* the compute capability that the kernels are for */
-    char arch[16], version[32], digests[2][24];
+    uint32_t abi, checksum;                     /* CRC-32 of all that follows `size` */
+    uint64_t size;                              /* of the file */
+    int32_t major, minor;                       /* the compute capability that the kernels are for */
+    char arch[16], version[40], digests[3][24]; /* a digest for each dtype; empty: no kernels */
     section schedules, variants, cubins, tables, bounds, cells, code;
 } header;
 
-_Static_assert(sizeof(header) == 240 && sizeof(schedule) == 48 && sizeof(variant) == 16 &&
+_Static_assert(sizeof(header) == 272 && sizeof(schedule) == 48 && sizeof(variant) == 16 &&
                    sizeof(cubin) == 64 && sizeof(table) == 32,
                "samebits/tools/export/archive.py has these sizes");
 
@@ -84,8 +84,8 @@ static uint32_t first_variant(const sb_archive* x, int32_t kernel) {
     return low;
 }
 
-/* Whether a schedule's kernels take the parameters that it gives them. */
-static bool kernels_fit(const sb_archive* x, const schedule* s) {
+/* Whether all variants of a schedule's kernel take the parameters that it gives them. */
+static bool kernel_fits(const sb_archive* x, const schedule* s) {
     for (uint32_t i = first_variant(x, s->kernel); i < x->variant_count; i++) {
         const variant* v = &x->variants[i];
         if (v->kernel != (uint32_t)s->kernel) break;
@@ -95,10 +95,11 @@ static bool kernels_fit(const sb_archive* x, const schedule* s) {
     return true;
 }
 
-/* Whether all indices are within their arrays, and all keys in order. */
+/* Whether all indices are within their arrays, and all keys in order. The time is linear in the file's size: each array is
+   read once. */
 static bool consistent(const sb_archive* x, const header* h, uint64_t bounds, uint64_t cells) {
     if (!text_ends(h->arch, sizeof h->arch) || !text_ends(h->version, sizeof h->version)) return false;
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < 3; i++)
         if (!text_ends(h->digests[i], sizeof h->digests[i])) return false;
     for (uint32_t i = 0; i < x->schedule_count; i++) {
         const schedule* s = &x->schedules[i];
@@ -123,8 +124,14 @@ static bool consistent(const sb_archive* x, const header* h, uint64_t bounds, ui
             c->params > 4096)
             return false;
     }
-    for (uint32_t i = 0; i < x->schedule_count; i++)
-        if (!kernels_fit(x, &x->schedules[i])) return false;
+    for (uint32_t i = 0; i < x->schedule_count; i++) {
+        const schedule *s = &x->schedules[i], *last = i > 0 ? s - 1 : NULL;
+        if (last && (uint32_t)s->kernel < (uint32_t)last->kernel) return false;
+        const bool same = last && s->kernel == last->kernel; /* then its variants were looked at */
+        if (same ? s->family != last->family || s->cluster != last->cluster : !kernel_fits(x, s))
+            return false;
+    }
+    uint64_t edges_before = 0, cells_before = 0;
     for (uint32_t i = 0; i < x->table_count; i++) {
         const table* t = &x->tables[i];
         if (i > 0 && (t->family < t[-1].family || (t->family == t[-1].family && t->key <= t[-1].key)))
@@ -135,9 +142,11 @@ static bool consistent(const sb_archive* x, const header* h, uint64_t bounds, ui
             edges += t->counts[j];
             all *= t->counts[j];
         }
-        if (t->family >= FAMILIES || t->bounds > bounds || edges > bounds - t->bounds || t->cells > cells ||
-            all > cells - t->cells || t->plain >= x->schedule_count)
+        if (t->family >= FAMILIES || t->bounds != edges_before || edges > bounds - edges_before ||
+            t->cells != cells_before || all > cells - cells_before || t->plain >= x->schedule_count)
             return false;
+        edges_before += edges;
+        cells_before += all;
         if (x->schedules[t->plain].family != (int32_t)t->family) return false;
         for (uint64_t j = 0; j < all; j++) {
             const uint16_t cell = x->cells[t->cells + j];
@@ -194,8 +203,7 @@ static sb_status check(const char* path, sb_archive* x) {
         return fail(SB_ARCHIVE, "%s: its tables contradict each other", path);
     x->arch = h->arch;
     x->version = h->version;
-    x->digests[0] = h->digests[0];
-    x->digests[1] = h->digests[1];
+    for (int i = 0; i < 3; i++) x->digests[i] = h->digests[i];
     x->major = h->major;
     x->minor = h->minor;
     return SB_OK;
@@ -230,9 +238,11 @@ sb_status sb_archive_open(const char* path, sb_archive** archive) {
 
 const char* sb_contract_digest(const sb_archive* archive, sb_dtype dtype) {
     if (archive == NULL || dtype < SB_F32 || dtype > SB_F16) return NULL;
-    const char* digest = archive->digests[dtype != SB_F32];
+    const char* digest = archive->digests[dtype];
     return *digest ? digest : NULL;
 }
+
+const char* sb_archive_version(const sb_archive* archive) { return archive ? archive->version : NULL; }
 
 const table* find_table(const sb_archive* x, family f, uint32_t key) {
     for (uint32_t low = 0, high = x->table_count; low < high;) {

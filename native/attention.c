@@ -2,6 +2,7 @@
    which schedule a call has, and how many blocks share the keys of a tile. */
 
 #include <inttypes.h>
+#include <stdio.h>
 
 #include "internal.h"
 
@@ -487,6 +488,13 @@ static sb_status clear(const attention* x) {
     return status;
 }
 
+static sb_status missing(const sb_context* context, const sb_attention_call* p) {
+    char what[80], options[80];
+    snprintf(what, sizeof what, "attention with heads of %" PRId64 " and %" PRId64, p->head, p->values);
+    snprintf(options, sizeof options, "--op attention --head %" PRId64 "x%" PRId64, p->head, p->values);
+    return no_kernel(context, what, p->dtype, options);
+}
+
 /* Clear what no sequence may have, and launch `kernels`, unless there are no sequences at all. */
 static sb_status run(const sb_context* context, const attention* x, const plan* of,
                      sb_status (*kernels)(const sb_context*, const attention*, const plan*)) {
@@ -516,11 +524,7 @@ sb_status sb_attention(const sb_context* context, const sb_attention_call* p, vo
     plan of = plan_hopper(context, &x, true);
     const bool hopper = of.cubin >= 0;
     if (!hopper) of = plan_universal(context, &x, true);
-    if (of.cubin < 0)
-        return fail(SB_UNSUPPORTED,
-                    "the archive has no attention of this dtype with heads of %" PRId64 " and %" PRId64
-                    ": samebits export --head %" PRId64 "x%" PRId64,
-                    p->head, p->values, p->head, p->values);
+    if (of.cubin < 0) return missing(context, p);
     if (of.blocks > LARGEST)
         return fail(SB_INVALID, "batch, queries, heads: expected at most %d tiles, got %" PRId64, LARGEST,
                     of.blocks);

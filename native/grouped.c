@@ -113,9 +113,7 @@ static sb_status grouped_universal(const sb_context* context, const call* c) {
         s = &archive->schedules[t->plain];
         cubin = find_variant(archive, s->kernel, variant);
     }
-    if (cubin < 0)
-        return fail(SB_UNSUPPORTED,
-                    "the archive has no grouped products of this dtype: samebits export --op grouped_mm");
+    if (cubin < 0) return no_kernel(context, "grouped products", p->dtype, "--op grouped_mm");
     const int64_t tiles_m = most_tiles(c, s->tile_m), blocks = tiles_m * ceil_div(p->n, s->tile_n);
     if (blocks > LARGEST) return too_many(p);
     fill_universal(c, s, tiles_m, x);

@@ -92,7 +92,7 @@ typedef enum {
 } family;
 
 typedef struct {
-    int32_t family, kernel; /* kernel: its number, of those that `kernels` has in variants */
+    int32_t family, kernel; /* kernel: the number that its variants have; never descending */
     int32_t tile_m, tile_n, tile_k;
     int32_t cluster, group, blocks;
     int32_t panel;     /* columns of a 16-bit output that leave at once; 0: none do */
@@ -119,8 +119,8 @@ typedef struct {
     uint32_t family, key; /* in ascending order */
     uint32_t plain;       /* the schedule that takes what the chosen one cannot */
     uint32_t counts[3];   /* ranges of m, n and k */
-    uint32_t bounds;      /* where the last m, n and k of each range begin */
-    uint32_t cells;
+    uint32_t bounds;      /* where the last m, n and k of each range begin: after those of the table before */
+    uint32_t cells;       /* and its cells */
 } table;
 
 /* Bytes of the kernels' parameters. */
@@ -143,7 +143,7 @@ struct sb_archive {
     int references;
     unsigned char* bytes;
     size_t size;
-    const char *arch, *version, *digests[2];
+    const char *arch, *version, *digests[3];
     int major, minor;
     uint32_t schedule_count, variant_count, cubin_count, table_count;
     const schedule* schedules;
@@ -278,7 +278,8 @@ sb_status check_matrix(const char* name, const sb_matrix* x, sb_dtype dtype, int
 /* Check all of a product; b has so many matrices. */
 sb_status check_product(const sb_product* p, int64_t matrices);
 sb_status too_many(const sb_product* p);
-sb_status no_products(sb_dtype dtype);
+/* The archive has nothing for a call: `options` of samebits export, with the dtype's, that it needs. */
+sb_status no_kernel(const sb_context* context, const char* what, sb_dtype dtype, const char* options);
 
 void out_strides(const sb_product* p, int64_t strides[3]);
 bool writes_vectors(const sb_product* p);

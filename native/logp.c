@@ -160,8 +160,12 @@ static const char* rows_from(const void* x, int64_t row, int64_t stride, sb_dtyp
     return (const char*)x + row * stride * itemsize(dtype);
 }
 
-static sb_status missing(const char* what) {
-    return fail(SB_UNSUPPORTED, "the archive has no kernel for %s: samebits export --op linear_logp", what);
+static sb_status missing(const sb_context* context, const sb_logp* p) {
+    const sb_archive* archive = context->archive;
+    if (archive->major < 8)
+        return fail(SB_UNSUPPORTED, "log-probabilities: expected sm_80 or newer, the archive is for %s",
+                    archive->arch);
+    return no_kernel(context, "log-probabilities", p->dtype, "--op linear_logp");
 }
 
 static sb_status fused(const sb_context* context, const part* x) {
@@ -173,7 +177,7 @@ static sb_status fused(const sb_context* context, const part* x) {
     const uint32_t variant = (uint32_t)p->dtype | (uint32_t)(p->bias != NULL) << 2 |
                              (uint32_t)(p->entropy != NULL) << 3 | (uint32_t)folded << 4;
     const int64_t cubin = find_variant(context->archive, s->kernel, variant);
-    if (cubin < 0) return missing("log-probabilities of this dtype");
+    if (cubin < 0) return missing(context, p);
     const operand hidden = {
         rows_from(p->hidden, x->first, p->hidden_row, p->dtype), x->tokens, p->features, p->hidden_row, 1, 0};
     const operand weight = {p->weight, p->vocabulary, p->features, p->weight_row, 1, 0};
@@ -214,7 +218,7 @@ static int64_t logp_kernel(const sb_context* context, uint32_t which, const sb_l
 static sb_status in_pieces(const sb_context* context, const part* x) {
     const sb_logp* p = x->p;
     const int64_t cubin = logp_kernel(context, BLOCK_STATISTICS, p);
-    if (cubin < 0) return missing("statistics of logits");
+    if (cubin < 0) return missing(context, p);
     char* logits = x->scratch + x->at->logits;
     for (int64_t first = 0; first < p->vocabulary; first += x->at->width) {
         const int64_t rest = p->vocabulary - first, width = rest < x->at->width ? rest : x->at->width;
@@ -231,7 +235,7 @@ static sb_status in_pieces(const sb_context* context, const part* x) {
             .bias = p->bias ? rows_from(p->bias, first, 1, p->dtype) : NULL,
         };
         sb_status status = run_product(context, &product, NULL, x->stream);
-        if (status != SB_OK) return status;
+        if (status != SB_OK) return status == SB_UNSUPPORTED ? missing(context, p) : status;
         const int64_t block = first / VOCAB_BLOCK * 4;
         union {
             block_params of;
@@ -261,7 +265,7 @@ static sb_status combine(const sb_context* context, const part* x) {
     const bool few =
         x->tokens <= FEW_ROWS && x->at->blocks > FEW_BLOCKS; /* then the latency of a row decides */
     const int64_t cubin = logp_kernel(context, few ? COMBINE_FEW : COMBINE, p);
-    if (cubin < 0) return missing("log-probabilities");
+    if (cubin < 0) return missing(context, p);
     union {
         combine_params of;
         char room[sizeof(combine_params) + 128];

@@ -168,10 +168,19 @@ void fill_universal(const call* c, const schedule* s, int64_t tiles_m, universal
     x->wide = c->offsets != NULL && c->wide;
 }
 
-sb_status no_products(sb_dtype dtype) {
+sb_status no_kernel(const sb_context* context, const char* what, sb_dtype dtype, const char* options) {
     static const char* const names[] = {"f32", "bf16", "f16"};
-    return fail(SB_UNSUPPORTED, "the archive has no products of %s: samebits export --dtype %s", names[dtype],
-                names[dtype]);
+    const sb_archive* archive = context->archive;
+    if (archive->major < 8 && dtype != SB_F32)
+        return fail(SB_UNSUPPORTED, "%s of %s: expected sm_80 or newer, the archive is for %s", what,
+                    names[dtype], archive->arch);
+    return fail(SB_UNSUPPORTED, "the archive has no %s of %s: samebits export --dtype %s %s", what,
+                names[dtype], names[dtype], options);
+}
+
+static sb_status no_products(const sb_context* context, const call* c) {
+    return c->in_sequences ? no_kernel(context, "products over sequences", c->p->dtype, "--op ragged")
+                           : no_kernel(context, "products", c->p->dtype, "--op gemm");
 }
 
 static sb_status universal(const sb_context* context, const call* c) {
@@ -179,7 +188,7 @@ static sb_status universal(const sb_context* context, const call* c) {
     const bool fma = p->dtype == SB_F32, ragged = c->offsets != NULL;
     const sb_archive* archive = context->archive;
     const table* t = find_table(archive, fma ? FMA : TENSOR_CORE, p->batch > 1);
-    if (t == NULL) return no_products(p->dtype);
+    if (t == NULL) return no_products(context, c);
     _Alignas(64) union {
         universal_params of;
         char room[sizeof(universal_params) + 128];
@@ -195,7 +204,7 @@ static sb_status universal(const sb_context* context, const call* c) {
         s = &archive->schedules[t->plain];
         cubin = find_variant(archive, s->kernel, variant);
     }
-    if (cubin < 0) return no_products(p->dtype);
+    if (cubin < 0) return no_products(context, c);
     const int64_t tiles_m = ceil_div(p->m, s->tile_m), tiles_n = ceil_div(p->n, s->tile_n);
     const int64_t steps = ragged ? p->k / 16 + c->sequences : ceil_div(p->k, 16);
     if (tiles_m * tiles_n > LARGEST / p->batch || steps > LARGEST) return too_many(p);

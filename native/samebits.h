@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define SB_ABI_VERSION 2
+#define SB_ABI_VERSION 3
 
 #if defined(__GNUC__)
 #define SB_API __attribute__((visibility("default")))
@@ -171,7 +171,11 @@ SB_API const char* sb_last_error(void);
 SB_API sb_status sb_archive_open(const char* path, sb_archive** archive);
 SB_API void sb_archive_close(sb_archive* archive);
 
-/* 16 hex digits that name the bits of products of this dtype. Equal digests mean equal bits. NULL for no archive. */
+/* The version of samebits that wrote the archive. NULL for no archive. */
+SB_API const char* sb_archive_version(const sb_archive* archive);
+
+/* 16 hex digits that name the bits of products of this dtype. Equal digests mean equal bits. NULL for no archive, for a
+   number that is no dtype, and for a dtype that the archive has no kernels for. */
 SB_API const char* sb_contract_digest(const sb_archive* archive, sb_dtype dtype);
 
 /* Load an archive's kernels on a device, into its primary context. The device is the driver's ordinal. */

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 __all__ = ["Array", "Engine", "EngineError"]
 
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 """Names of dtypes, with the library's numbers."""
 
-_ABI = 2
+_ABI = 3
 _Int, _Long, _Pointer, _Size = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t
 
 
@@ -39,7 +40,7 @@ class Array(NamedTuple):
 
     Attributes:
         data: the address of its first element.
-        dtype: ``float32``, ``bfloat16``, ``float16``, ``int32`` or ``int64``.
+        dtype: ``float32``, ``bfloat16``, ``float16``, ``int32``, ``int64``, or of a workspace ``uint8``.
         shape, strides: in elements.
     """
 
@@ -49,27 +50,25 @@ class Array(NamedTuple):
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, x: Any) -> Array:
+    def of(cls, x: Any, name: str = "array", *, written: bool = False) -> Array:
         """The array of an object with ``__cuda_array_interface__`` or ``__dlpack__``.
 
+        Args:
+            name: of the argument, for errors.
+            written: one that says that it is read-only is refused.
+
         Raises:
-            TypeError: it has neither, or is not in a GPU's memory, or has another dtype.
+            TypeError: it has neither, or is not in a GPU's memory, or has another dtype, or strides of no
+                whole elements.
         """
         if isinstance(x, Array):
             return x
-        try:
-            described = x.__cuda_array_interface__
-        except (AttributeError, TypeError, RuntimeError):  # it may have no letter for bfloat16
-            described = None
-        if described is not None and (name := _LETTERS.get(described["typestr"][1:])) is not None:
-            shape = tuple(described["shape"])
-            size = int(described["typestr"][2:])
-            steps = described.get("strides")
-            strides = _dense(shape) if steps is None else tuple(step // size for step in steps)
-            return cls(described["data"][0], name, shape, strides)
-        if hasattr(x, "__dlpack__"):
-            return _from_dlpack(x)
-        raise TypeError(f"samebits.engine: expected an array on a GPU, got {type(x).__name__}")
+        found = _seen(name, x)
+        if found.dtype not in _SIZES:
+            raise _wrong(name, ", ".join(_SIZES), found.dtype)
+        if written and found.read_only:
+            raise _wrong(name, "an array that may be written", "a read-only one")
+        return cls(found.data, found.dtype, found.shape, found.strides)
 
     @property
     def mT(self) -> Array:
@@ -78,8 +77,66 @@ class Array(NamedTuple):
         return Array(self.data, self.dtype, (*shape[:-2], *shape[:-3:-1]), (*strides[:-2], *strides[:-3:-1]))
 
 
-_LETTERS = {"f4": "float32", "f2": "float16", "i4": "int32", "i8": "int64"}
-_CODES = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64"}
+class _Seen(NamedTuple):
+    """What an object says of its array. `dtype` is a name of :data:`_SIZES`, or the object's own."""
+
+    data: int
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    read_only: bool = False
+
+
+_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "uint8": 1}
+_LETTERS = {"f4": "float32", "f2": "float16", "i4": "int32", "i8": "int64", "u1": "uint8"}
+_CODES = {
+    (2, 32): "float32",
+    (2, 16): "float16",
+    (4, 16): "bfloat16",
+    (0, 32): "int32",
+    (0, 64): "int64",
+    (1, 8): "uint8",
+}
+
+
+def _wrong(name: str, expected: str, got: object) -> TypeError:
+    return TypeError(f"samebits.engine: {name}: expected {expected}, got {got}")
+
+
+def _seen(name: str, x: Any) -> _Seen:
+    if isinstance(x, Array):
+        if x.dtype not in _SIZES:
+            raise _wrong(name, ", ".join(_SIZES), x.dtype)
+        return _Seen(x.data, x.dtype, _SIZES[x.dtype], x.shape, x.strides)
+    by_dlpack = hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")
+    try:
+        described = x.__cuda_array_interface__
+    except (AttributeError, TypeError, RuntimeError):  # it may have no letter for bfloat16
+        described = None
+    if described is not None:
+        found = _described(name, described)
+        if found.dtype in _SIZES or not by_dlpack:
+            return found
+    if by_dlpack:
+        return _from_dlpack(name, x)
+    raise _wrong(name, "an array on a GPU", type(x).__name__)
+
+
+def _described(name: str, of: dict[str, Any]) -> _Seen:
+    """The array of a ``__cuda_array_interface__``."""
+    shape, kind, steps = tuple(of["shape"]), of["typestr"], of.get("strides")
+    size = int(kind[2:])
+    if kind[0] not in "<|":
+        raise _wrong(name, "little-endian numbers", kind)
+    if steps is None:
+        strides = _dense(shape)
+    elif any(n > 1 and step % size for n, step in zip(shape, steps, strict=True)):
+        raise _wrong(name, f"strides in whole elements of {size} bytes", f"{tuple(steps)} bytes")
+    else:
+        strides = tuple(step // size for step in steps)
+    data, read_only = of["data"]
+    return _Seen(data, _LETTERS.get(kind[1:], kind), size, shape, strides, read_only)
 
 
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:
@@ -110,18 +167,20 @@ _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype, _get_pointer.argtypes = _Pointer, [ctypes.py_object, ctypes.c_char_p]
 
 
-def _from_dlpack(x: Any) -> Array:
-    capsule = x.__dlpack__(stream=-1)  # -1: no synchronization
+def _from_dlpack(name: str, x: Any) -> _Seen:
+    try:
+        device = int(x.__dlpack_device__()[0])
+        capsule = x.__dlpack__(stream=-1) if device in _CUDA else None  # -1: no synchronization
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:  # whatever its library raises
+        raise _wrong(name, "an array that DLPack gives", error) from error
+    if capsule is None:
+        raise _wrong(name, "an array on a GPU", f"DLPack's device {device}")
     t = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
-    name = _CODES.get((t.code, t.bits))
-    if t.device_type not in _CUDA or name is None or t.lanes != 1:
-        raise TypeError(
-            "samebits.engine: expected float32, bfloat16, float16, int32 or int64 on a GPU, got"
-            f" DLPack's device {t.device_type} and dtype {t.code, t.bits}"
-        )
+    kind = _CODES.get((t.code, t.bits)) if t.lanes == 1 else None
     shape = tuple(t.shape[: t.ndim])
     strides = tuple(t.strides[: t.ndim]) if t.strides else _dense(shape)
-    return Array((t.data or 0) + t.byte_offset, name, shape, strides)
+    dtype = kind or f"DLPack's dtype {t.code, t.bits, t.lanes}"
+    return _Seen((t.data or 0) + t.byte_offset, dtype, t.bits * t.lanes // 8, shape, strides)
 
 
 class _Matrix(ctypes.Structure):
@@ -205,8 +264,9 @@ def load_library(path: str | Path) -> ctypes.CDLL:
     for name, types in _SIGNATURES.items():
         getattr(library, name).argtypes = types
     library.sb_abi_version.restype = ctypes.c_uint32
-    library.sb_last_error.restype = library.sb_contract_digest.restype = ctypes.c_char_p
-    library.sb_contract_digest.argtypes = [_Pointer, _Int]
+    for name in ("sb_last_error", "sb_contract_digest", "sb_archive_version"):
+        getattr(library, name).restype = ctypes.c_char_p
+    library.sb_contract_digest.argtypes, library.sb_archive_version.argtypes = [_Pointer, _Int], [_Pointer]
     for name in ("sb_archive_close", "sb_context_destroy"):
         getattr(library, name).argtypes, getattr(library, name).restype = [_Pointer], None
     if library.sb_abi_version() != _ABI:
@@ -215,7 +275,7 @@ def load_library(path: str | Path) -> ctypes.CDLL:
 
 
 class Engine:
-    """An archive's kernels on a GPU. Threads may share it.
+    """An archive's kernels on a GPU. Threads may share it. A ``with`` statement closes it.
 
     Args:
         archive: the file that ``samebits export`` wrote.
@@ -232,8 +292,18 @@ class Engine:
     ) -> None:
         self._archive, self._context = _Pointer(), _Pointer()
         self._library = load_library(library)
-        self._check(self._library.sb_archive_open(str(archive).encode(), ctypes.byref(self._archive)))
-        self._check(self._library.sb_context_create(self._archive, device, ctypes.byref(self._context)))
+        self._check(self._library.sb_archive_open(os.fsencode(archive), ctypes.byref(self._archive)))
+        try:
+            self._check(self._library.sb_context_create(self._archive, device, ctypes.byref(self._context)))
+        except Exception:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Unload the kernels. No launch may be pending, and no graph may run again."""
@@ -242,8 +312,14 @@ class Engine:
         self._library.sb_context_destroy(context)
         self._library.sb_archive_close(archive)
 
+    @property
+    def version(self) -> str | None:
+        """The version of samebits that wrote the archive; None when closed."""
+        version = self._library.sb_archive_version(self._archive)
+        return None if version is None else version.decode()
+
     def contract_digest(self, dtype: str) -> str | None:
-        """16 hex digits that name the bits of products of `dtype`; None if the archive has none."""
+        """16 hex digits that name the bits of products of `dtype`; None if the archive has none of it."""
         digest = self._library.sb_contract_digest(self._archive, _number("dtype", dtype))
         return None if digest is None else digest.decode()
 
@@ -266,7 +342,7 @@ class Engine:
             TypeError: an array is none, or of another dtype.
             EngineError: the arrays do not fit together, or the library refuses them.
         """
-        product = _product(Array.of(a), Array.of(b), Array.of(out), _bias(bias), accumulate)
+        product = _product(*_matrices(a, b, out), _bias(bias), accumulate)
         self._check(self._library.sb_bmm(self._context, ctypes.byref(product), stream))
 
     def matmul_sequences(
@@ -281,7 +357,7 @@ class Engine:
 
         Reduction order: as in :meth:`matmul`, and each sequence starts a new group of the chain.
         """
-        product = _product(Array.of(a), Array.of(b), Array.of(out), None, accumulate)
+        product = _product(*_matrices(a, b, out), None, accumulate)
         sequences = _Sequences(None, 1, 0)
         if cu_seqlens is not None:
             offsets = _vector("cu_seqlens", cu_seqlens, ("int32", "int64"))
@@ -309,8 +385,8 @@ class Engine:
         Raises:
             TypeError, EngineError: as :meth:`matmul`.
         """
-        of = Array.of(a), Array.of(b), Array.of(out)
-        ends, given = _vector("offs", offs, ("int32",)), None if bias is None else Array.of(bias)
+        of, ends = _matrices(a, b, out), _vector("offs", offs, ("int32",))
+        given = None if bias is None else Array.of(bias, "bias")
         if [len(x.shape) for x in of] != [2, 3, 2] or ends.shape != of[1].shape[:1]:
             shapes = [x.shape for x in (*of, ends)]
             raise EngineError(f"a, b, out, offs: expected [T, K], [G, K, N], [T, N], [G], got {shapes}", 1)
@@ -330,9 +406,9 @@ class Engine:
         self._check(call(self._context, ctypes.byref(product), ctypes.byref(groups), stream))
 
     def workspace_size(self, hidden: Any, weight: Any, *, entropy: bool = False) -> int:
-        """Bytes of scratch that :meth:`linear_logp` wants for arrays like these."""
+        """Bytes of scratch that :meth:`linear_logp` wants for these arrays, or others as well aligned."""
         size = _Size()
-        logp = _logp(Array.of(hidden), Array.of(weight))
+        logp = _logp(Array.of(hidden, "hidden"), Array.of(weight, "weight"))
         logp.entropy = 4 if entropy else None
         self._check(self._library.sb_workspace_size(self._context, ctypes.byref(logp), ctypes.byref(size)))
         return size.value
@@ -358,28 +434,28 @@ class Engine:
             weight: ``[V, D]``, rows contiguous, of the same dtype.
             target: int64 ``[tokens]``. One outside of [0, V) that is not `ignore_index` gives NaN.
             out: float32 ``[tokens]``.
-            workspace: an array of :meth:`workspace_size` bytes or more, at a multiple of 256.
+            workspace: a contiguous array, of any dtype, of :meth:`workspace_size` bytes or more, at a
+                multiple of 256.
             bias: ``[V]``, of the dtype of `hidden`.
             entropy: float32 ``[tokens]``, which gets the entropies.
 
         Reduction order: ``docs/contract.md``, "Log-probabilities".
         """
-        logp = _logp(Array.of(hidden), Array.of(weight))
-        of = _vector("target", target, ("int64",)), _vector("out", out, ("float32",))
-        kept = None if entropy is None else _vector("entropy", entropy, ("float32",))
+        logp = _logp(Array.of(hidden, "hidden"), Array.of(weight, "weight"))
+        of = _vector("target", target, ("int64",)), _vector("out", out, ("float32",), written=True)
+        kept = None if entropy is None else _vector("entropy", entropy, ("float32",), written=True)
         for name, x in (("target", of[0]), ("out", of[1]), ("entropy", kept)):
             if x is not None and x.shape != (logp.tokens,):
                 raise EngineError(f"{name}: expected shape {(logp.tokens,)}, got {x.shape}", 1)
-        room, given = Array.of(workspace), _bias(bias)
+        (room, size), given = _room(workspace), _bias(bias)
         if given is not None and (given.shape != (logp.vocabulary,) or DTYPES[given.dtype] != logp.dtype):
             raise EngineError(f"bias: expected hidden's dtype and ({logp.vocabulary},), got {given}", 1)
         logp.target, logp.logp = of[0].data, of[1].data
         logp.entropy = None if kept is None else kept.data
         logp.bias = None if given is None else given.data
         logp.ignore_index, logp.temperature = ignore_index, temperature
-        size = _itemsize(room.dtype) * (room.shape[0] if len(room.shape) == 1 else 0)
         call = self._library.sb_linear_logp
-        self._check(call(self._context, ctypes.byref(logp), room.data, size, stream))
+        self._check(call(self._context, ctypes.byref(logp), room, size, stream))
 
     def attention_workspace_size(self, q: Any, k: Any, v: Any, **options: Any) -> int:
         """Bytes of scratch that :meth:`attention` wants for arrays like these, and the same `options`."""
@@ -409,7 +485,8 @@ class Engine:
                 dtype.
             v: the same with its own last size.
             out: of q's shape with v's last size and of its dtype, contiguous, at a multiple of 16.
-            workspace: an array of :meth:`attention_workspace_size` bytes or more, at a multiple of 256.
+            workspace: a contiguous array, of any dtype, of :meth:`attention_workspace_size` bytes or more,
+                at a multiple of 256.
             stream: as in :meth:`matmul`.
             lse: float32 ``[B, H, Tq]`` or ``[H, tokens]``, contiguous, which gets the log-sum-exps.
             options: ``causal``, ``window``, ``scale``, ``softcap``, ``sinks``, ``cu_seqlens_q``,
@@ -422,30 +499,24 @@ class Engine:
         Raises:
             TypeError, EngineError: as :meth:`matmul`. Masks and heads above 256 are not in the library.
         """
-        call, result = _attention(q, k, v, **options), Array.of(out)
-        shape = (*Array.of(q).shape[:-1], call.values)
+        call, (room, size) = _attention(q, k, v, **options), _room(workspace)
+        shape = (*Array.of(q, "q").shape[:-1], call.values)
         for name, x, wanted, dtype in (
-            ("out", result, shape, call.dtype),
+            ("out", out, shape, call.dtype),
             ("lse", lse, (*shape[:-3], shape[-2], shape[-3]), DTYPES["float32"]),
         ):
-            if x is None:
+            if x is None and name == "lse":
                 continue
-            found = Array.of(x)
+            found = Array.of(x, name, written=True)
             if (found.shape, DTYPES.get(found.dtype)) != (wanted, dtype) or not _contiguous(found):
                 raise EngineError(f"{name}: expected contiguous {wanted} of its dtype, got {found}", 1)
             setattr(call, name, found.data)
-        room = Array.of(workspace)
-        size = _itemsize(room.dtype) * (room.shape[0] if len(room.shape) == 1 else 0)
         run = self._library.sb_attention
-        self._check(run(self._context, ctypes.byref(call), room.data, size, stream))
+        self._check(run(self._context, ctypes.byref(call), room, size, stream))
 
     def _check(self, status: int) -> None:
         if status:
             raise EngineError(f"samebits.engine: {self._library.sb_last_error().decode()}", status)
-
-
-def _itemsize(dtype: str) -> int:
-    return {"int64": 8, "float16": 2, "bfloat16": 2}.get(dtype, 4)
 
 
 def _number(name: str, dtype: str) -> int:
@@ -454,8 +525,23 @@ def _number(name: str, dtype: str) -> int:
     return DTYPES[dtype]
 
 
-def _vector(name: str, x: Any, dtypes: tuple[str, ...]) -> Array:
-    found = Array.of(x)
+def _matrices(a: Any, b: Any, out: Any) -> tuple[Array, Array, Array]:
+    return Array.of(a, "a"), Array.of(b, "b"), Array.of(out, "out", written=True)
+
+
+def _room(workspace: Any) -> tuple[int, int]:
+    """The address and the bytes of an array of any dtype."""
+    found = _seen("workspace", workspace)
+    if found.read_only:
+        raise _wrong("workspace", "an array that may be written", "a read-only one")
+    if not _contiguous(found):
+        got = f"shape {found.shape}, strides {found.strides}"
+        raise EngineError(f"workspace: expected a contiguous array, got {got}", 1)
+    return found.data, found.itemsize * math.prod(found.shape)
+
+
+def _vector(name: str, x: Any, dtypes: tuple[str, ...], *, written: bool = False) -> Array:
+    found = Array.of(x, name, written=written)
     if found.dtype not in dtypes:
         raise TypeError(f"samebits.engine: {name}: expected {' or '.join(dtypes)}, got {found.dtype}")
     if len(found.shape) != 1 or (found.shape[0] > 1 and found.strides[0] != 1):
@@ -509,7 +595,7 @@ def _logp(hidden: Array, weight: Array) -> _Logp:
     return _Logp(_number("hidden", hidden.dtype), *sizes, *rows)
 
 
-def _contiguous(x: Array) -> bool:
+def _contiguous(x: Array | _Seen) -> bool:
     wanted = _dense(x.shape)
     return all(n <= 1 or s == w for n, s, w in zip(x.shape, x.strides, wanted, strict=True))
 
@@ -530,8 +616,8 @@ def _attention(
     sinks: Any = None,
     **lists: Any,
 ) -> _Attention:
-    of = [Array.of(x) for x in (q, k, v)]
-    given = {name: None if lists.get(name) is None else Array.of(lists[name]) for name in _LISTS}
+    of = [Array.of(x, name) for name, x in (("q", q), ("k", k), ("v", v))]
+    given = {name: None if lists.get(name) is None else Array.of(lists[name], name) for name in _LISTS}
     if unknown := lists.keys() - given.keys():
         raise TypeError(f"samebits.engine: attention has no option {min(unknown)}")
     for name, x in given.items():

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # All tests that want a GPU: bash tests/gpu.sh OUT [NAME...]
 #
-# NAME: pytest, triton, memcheck, racecheck, which run side by side; or verify, which takes all CPUs and comes last. The
+# NAME: pytest, triton, memcheck, racecheck, native, which run side by side; or verify, which takes all CPUs and comes last. The
 # sanitizer's kernels are compiled first. What takes longer than LIMIT seconds, 500 unless told, is interrupted, so that its
 # report is not lost. The benchmarks want the GPU for themselves: benchmarks/gpu.sh.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=$1
 shift
-all="pytest triton memcheck racecheck verify"
+all="pytest triton memcheck racecheck native verify"
 for name in "$@"; do
   [[ " $all " == *" $name "* ]] || { echo "unknown: $name; one or more of: $all" && exit 2; }
 done
@@ -48,6 +48,7 @@ start triton "$python" -m pytest -m gpu -n 3 -v -p no:cacheprovider --tb=short -
   -k "not test_verify and not step and not tensor_core_sm90" # which need row kernels, or are not Triton's
 start memcheck compute-sanitizer --error-exitcode 1 --tool memcheck --report-api-errors no \
   "$python" $sanitize --every 32 --triton
+start native bash tests/native/memcheck.sh "$out/native"
 start racecheck compute-sanitizer --error-exitcode 1 --tool racecheck "$python" $sanitize --every 32 --racecheck
 finish
 unset OMP_NUM_THREADS
@@ -55,7 +56,7 @@ start verify "$python" -m samebits verify --thorough --json "$out/verify.json"
 finish
 
 status=0
-for name in pytest triton memcheck racecheck verify; do
+for name in pytest triton memcheck racecheck native verify; do
   [ -n "${codes[$name]:-}" ] || continue
   printf '\n==> %s: exit %s\n' "$name" "${codes[$name]}"
   grep -E '^(FAILED|ERROR)' "$out/$name.log" | cut -c1-180 | sort -u

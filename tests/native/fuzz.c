@@ -475,7 +475,7 @@ static int damaged(const unsigned char* bytes, size_t size, const char* scratch,
     for (uint32_t j = 0, changes = 1 + draw(4); j < changes; j++) {
         /* The header, where an accident does most, or anywhere. */
         const size_t at =
-            with_checksum ? 24 + (draw(3) ? draw(216) : draw((uint32_t)size - 24)) : draw((uint32_t)size);
+            with_checksum ? 24 + (draw(3) ? draw(248) : draw((uint32_t)size - 24)) : draw((uint32_t)size);
         copy[at] ^= (unsigned char)(1u << draw(8));
     }
     if (!with_checksum && draw(3) == 0) kept = draw((uint32_t)size);

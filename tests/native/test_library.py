@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import time
 import zlib
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from samebits import FMA, HOPPER, TENSOR_CORE, engine
+from samebits import FMA, HOPPER, TENSOR_CORE, __version__, engine
 from samebits.tools.export import archive as format_
 from samebits.tools.export.command import main as export
 from samebits.tools.export.kernels import GPUS, OPS, build
@@ -57,6 +62,7 @@ def test_the_library_exports_the_functions_of_its_header() -> None:
         == {*declared}
         == {
             *("sb_abi_version", "sb_last_error", "sb_archive_open", "sb_archive_close", "sb_contract_digest"),
+            "sb_archive_version",
             *("sb_context_create", "sb_context_destroy", "sb_gemm", "sb_bmm", "sb_gemm_ragged"),
             "sb_gemm_grouped",
             *("sb_workspace_size", "sb_linear_logp", "sb_attention_workspace_size", "sb_attention"),
@@ -86,6 +92,90 @@ def test_contract_digests_are_the_librarys(path: Path) -> None:
     assert digests == [FMA.digest(), *[TENSOR_CORE.on(HOPPER).digest()] * 2]
 
 
+@pytest.mark.parametrize("given", [["float32"], ["bfloat16"], ["float16"], ["float16", "float32"]])
+def test_an_archive_names_the_contracts_of_its_own_dtypes(given: list[str]) -> None:
+    made = build("sm_90a", [getattr(torch, dtype) for dtype in given], ["gemm"], support.SMALL)
+    with support.opened(support.write(made, "dtypes.samebits")) as of:
+        named = [dtype for dtype in engine.DTYPES if of.contract_digest(dtype)]
+        assert sorted(named) == sorted(given)
+        assert of.version == __version__
+
+
+REFUSALS = [
+    ("sm_90a", "bfloat16", "gemm", 0, "products of f32: samebits export --dtype f32 --op gemm"),
+    ("sm_90a", "float16", "gemm", 1, "products of bf16: samebits export --dtype bf16 --op gemm"),
+    ("sm_90a", "float32", "ragged", 0, "sequences of f32: samebits export --dtype f32 --op ragged"),
+    ("sm_90a", "float16", "grouped", 1, "grouped products of bf16: .* --dtype bf16 --op grouped_mm"),
+    ("sm_90a", "float32", "logp", 0, "log-probabilities of f32: .* --dtype f32 --op linear_logp"),
+    ("sm_90a", "float32", "logp", 2, "log-probabilities of f16: .* --dtype f16 --op linear_logp"),
+    ("sm_75", "float32", "gemm", 2, "products of f16: expected sm_80 or newer, the archive is for sm_75"),
+    ("sm_75", "float32", "logp", 0, "log-probabilities: expected sm_80 or newer, .* sm_75"),
+]
+
+
+@pytest.mark.parametrize(("arch", "has", "call", "dtype", "message"), REFUSALS)
+def test_a_refusal_names_the_options_that_help(
+    arch: str, has: str, call: str, dtype: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, ops = support.fake_driver(), ["gemm"]
+    capability = [ctypes.c_int.in_dll(driver, f"driver_{name}") for name in ("major", "minor")]
+    made = build(arch, [getattr(torch, has)], ops, support.SMALL)
+    before = [x.value for x in capability]
+    for x, value in zip(capability, made.capability, strict=True):
+        x.value = value
+    try:
+        of = support.opened(support.write(made, "refusals.samebits"))
+    finally:
+        for x, value in zip(capability, before, strict=True):
+            x.value = value
+    at, size = [0x7F0000000000 << i for i in range(4)], {0: "float32", 1: "bfloat16", 2: "float16"}[dtype]
+
+    def array(i: int, *shape: int, dtype: str = size) -> engine.Array:
+        return engine.Array(at[i], dtype, shape, engine._dense(shape))
+
+    a, b, out = array(0, 64, 64), array(1, 64, 64), array(2, 64, 64)
+    target, found = array(3, 64, dtype="int64"), array(2, 64, dtype="float32")
+    room = array(3, 1 << 26, dtype="float32")
+    calls: dict[str, Callable[[], None]] = {
+        "gemm": lambda: of.matmul(a, b, out=out, stream=0),
+        "ragged": lambda: of.matmul_sequences(a, b, array(3, 3, dtype="int32"), out=out, stream=0),
+        "grouped": lambda: of.grouped_mm(
+            a, array(1, 2, 64, 64), array(3, 2, dtype="int32"), out=out, stream=0
+        ),
+        "logp": lambda: of.linear_logp(a, b, target, out=found, workspace=room, stream=0),
+    }
+    with of, pytest.raises(engine.EngineError, match=message) as caught:
+        calls[call]()
+    assert caught.value.status == 2
+
+
+def test_a_hostile_archive_is_checked_in_little_time() -> None:
+    """All its schedules share a kernel of very many variants."""
+    made = support.built()
+    kernel, spec = 5, made.specs[0]
+    many = replace(
+        made,
+        tables=[],
+        variants={(kernel, i): spec for i in range(400_000)},
+    )
+    plain = made.tables[0].plain._replace(kernel=kernel, cluster=spec.cluster[0])
+    cells = [plain._replace(group=1 + i) for i in range(60_000)]
+    many.tables.append(format_.Table(plain.family, 0, plain, ([1] * 60, [1] * 1000, [1]), cells))
+    hostile, archive, library = support.write(many, "hostile.samebits"), ctypes.c_void_p(), support.library()
+    start = time.perf_counter()
+    assert library.sb_archive_open(str(hostile).encode(), ctypes.byref(archive)) == 0
+    library.sb_archive_close(archive)
+    assert time.perf_counter() - start < 5
+
+
+def test_tables_do_not_share_their_cells(path: Path) -> None:
+    sections = struct.unpack_from("<14Q", path.read_bytes(), 160)
+    cells_of_the_second = sections[6] + 32 + 28
+    assert "its tables contradict each other" in str(
+        opening(changed(path, cells_of_the_second, bytes(4), checksum=True))
+    )
+
+
 def test_an_archive_is_refused(path: Path) -> None:
     damaged = opening(changed(path, 5000, b"\xff\x00"))
     assert damaged.status == 3
@@ -93,9 +183,9 @@ def test_an_archive_is_refused(path: Path) -> None:
     cut = path.with_name("cut.samebits")
     cut.write_bytes(path.read_bytes()[:-16])
     assert "damaged: expected" in str(opening(cut))
-    assert "has ABI version 99, this library 2: export it again" in str(opening(changed(path, 8, b"\x63")))
+    assert "has ABI version 99, this library 3: export it again" in str(opening(changed(path, 8, b"\x63")))
     assert "it is not an archive of samebits export" in str(opening(changed(path, 0, b"X")))
-    assert "its tables contradict each other" in str(opening(changed(path, 136, b"\xff", checksum=True)))
+    assert "its tables contradict each other" in str(opening(changed(path, 168, b"\xff", checksum=True)))
     assert "cannot be opened" in str(opening(path.with_name("none")))
 
 
@@ -180,6 +270,85 @@ def test_the_engine_takes_arrays_that_are_not_torchs(path: Path) -> None:
     assert support.launches() == []
 
 
+def test_the_engine_refuses_arrays_that_it_would_misread(path: Path) -> None:
+    of = support.opened(path)
+    support.launches()
+    a, b, out = (Described(np.zeros(s, np.float32)) for s in ((8, 16), (16, 4), (8, 4)))
+
+    def refused(message: str, **given: Any) -> None:
+        with pytest.raises(TypeError, match=message):
+            of.matmul(**({"a": a, "b": b, "out": out, "stream": 0} | given))
+
+    fields = np.zeros((16, 4), np.dtype([("x", "<f4"), ("y", "<u2")]))["x"]  # six bytes apart
+    refused(r"b: expected strides in whole elements of 4 bytes, got \(24, 6\) bytes", b=Described(fields))
+    refused("a: expected little-endian numbers, got >f4", a=Described(np.zeros((8, 16), ">f4")))
+    refused("a: expected float32, .*, got <f8", a=Described(np.zeros((8, 16))))
+    fixed = np.zeros((8, 4), np.float32)
+    fixed.flags.writeable = False
+    refused("out: expected an array that may be written, got a read-only one", out=Described(fixed))
+    refused("bias: expected one of|bias: expected float32", bias=Described(np.zeros(4, np.int32)))
+    of.matmul(Described(np.broadcast_to(np.float32(1), (8, 16))), b, out=out, stream=0)  # a may be read-only
+    assert len(support.launches()) == 1
+
+
+def test_the_engine_takes_workspaces_of_any_dtype(path: Path) -> None:
+    of = support.opened(path)
+    hidden, weight = (Described(np.zeros((n, 64), np.float32)) for n in (9, 300))
+    target, out = Described(np.zeros(9, np.int64)), Described(np.zeros(9, np.float32))
+    size = of.workspace_size(hidden, weight)
+
+    def run(room: np.ndarray[Any, Any], *, fixed: bool = False) -> None:
+        described = Described(room)
+        described.__cuda_array_interface__["data"] = (1 << 24, fixed)
+        of.linear_logp(hidden, weight, target, out=out, workspace=described, stream=0)
+
+    for dtype in ("u1", "f4", "f8", "i2", "V256"):
+        item = np.dtype(dtype).itemsize
+        run(np.zeros((2, size // item // 2), dtype))
+        with pytest.raises(engine.EngineError, match=f"expected {size} bytes.*, got {size - item}"):
+            run(np.zeros(size // item - 1, dtype))
+    for room in (np.broadcast_to(np.uint8(0), size), np.zeros(2 * size, np.uint8)[::2]):
+        with pytest.raises(engine.EngineError, match="workspace: expected a contiguous array, got shape"):
+            run(room)
+    with pytest.raises(TypeError, match="workspace: expected an array that may be written"):
+        run(np.zeros(size, np.uint8), fixed=True)
+    with pytest.raises(TypeError, match="workspace: expected an array on a GPU, got DLPack"):
+        of.linear_logp(hidden, weight, target, out=out, workspace=np.zeros(size, np.uint8), stream=0)
+    support.launches()
+
+
+def test_an_engine_gives_back_what_it_takes_if_it_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    real = engine.load_library
+
+    def loaded(path: str | Path) -> Any:
+        library = real(path)
+        close = library.sb_archive_close
+
+        def counted(archive: Any) -> None:
+            closed.append(bool(archive))
+            close(archive)
+
+        library.sb_archive_close = counted
+        return library
+
+    monkeypatch.setattr(engine, "load_library", loaded)
+    with pytest.raises(engine.EngineError, match="device: cuDeviceGet"):
+        engine.Engine(path, library=support.build(support.fake_driver()._name), device=7)
+    assert closed == [True]
+    with support.opened(path) as of:
+        assert of.version == __version__
+    assert closed == [True, True]
+    assert of.version is None
+    assert of.contract_digest("float32") is None
+
+
+def test_an_archives_path_may_have_any_bytes(path: Path) -> None:
+    other = path.with_name(os.fsdecode(b"\xff.samebits"))
+    shutil.copy(path, other)
+    support.opened(other).close()
+
+
 def test_the_engine_checks_groups(path: Path) -> None:
     of = support.opened(path)
     support.launches()
@@ -225,7 +394,8 @@ def test_the_engine_checks_attention(path: Path) -> None:
         of.attention(q, k, k, out=result, key_length=lengths, workspace=small, stream=0)
     other = [Described(np.zeros((2, 9, 4, 32), np.float16)) for _ in range(3)]
     with pytest.raises(
-        engine.EngineError, match=r"no attention .* heads of 32 and 32: samebits export --head"
+        engine.EngineError,
+        match=r"no attention with heads of 32 and 32 of f16: .* --op attention --head 32x32",
     ):
         of.attention(*other, out=engine.Array(1 << 21, "float16", (2, 9, 4, 32), (1152, 128, 32, 1)), **given)
     assert support.launches() == []
@@ -235,22 +405,40 @@ def test_the_engine_reads_dlpack(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(6, 8, dtype=torch.bfloat16)[1:, 2:]
 
     class Exported:
+        def __init__(self, error: Exception | None = None) -> None:
+            self.error = error
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return x.__dlpack_device__()
+
         def __dlpack__(self, stream: int) -> Any:
             assert stream == -1  # no synchronization
+            if self.error is not None:
+                raise self.error
             return x.__dlpack__()
 
-    with pytest.raises(TypeError, match=r"on a GPU, got DLPack's device 1 and dtype \(4, 16\)"):
-        engine.Array.of(Exported())
+    with pytest.raises(TypeError, match="q: expected an array on a GPU, got DLPack's device 1"):
+        engine.Array.of(Exported(), "q")
+    with pytest.raises(TypeError, match="array: expected an array on a GPU, got DLPack's device 1"):
+        engine.Array.of(np.zeros(4, np.float32))
+    with pytest.raises(TypeError, match="array: expected an array on a GPU, got DLPack's device 1"):
+        engine.Array.of(Exported(BufferError("which is not asked")))
     monkeypatch.setattr(engine, "_CUDA", (1,))
     found = engine.Array.of(Exported())
     assert found == engine.Array(x.data_ptr(), "bfloat16", (5, 6), (8, 1))
     assert found.mT == engine.Array(x.data_ptr(), "bfloat16", (6, 5), (1, 8))
+    for error in (BufferError("it has a gradient"), RuntimeError("it has a gradient")):
+        with pytest.raises(TypeError, match="k: expected an array that DLPack gives, got it has a gradient"):
+            engine.Array.of(Exported(error), "k")
+    x = torch.zeros(2, dtype=torch.complex64)
+    with pytest.raises(TypeError, match=r"v: expected float32, .*, got DLPack's dtype \(5, 64, 1\)"):
+        engine.Array.of(Exported(), "v")
 
 
 @pytest.mark.parametrize("arch", GPUS)
 def test_every_architecture_has_an_archive(arch: str) -> None:
     made = support.built(arch)
-    assert [bool(digest) for digest in made.digests] == [True, arch != "sm_75"]
+    assert [bool(digest) for digest in made.digests] == [True, *[arch != "sm_75"] * 2]
     assert len(made.pack(support.fake_code(made))) < 1 << 20
     assert all(spec.oldest <= made.capability for spec in made.specs)
 
@@ -301,13 +489,43 @@ def test_the_program_in_the_documents_compiles(tmp_path: Path) -> None:
     subprocess.run([*command, "-o", str(tmp_path / "program.o"), str(tmp_path / "program.c")], check=True)
 
 
-def test_the_documents_command_builds_the_library(tmp_path: Path) -> None:
+def test_the_documents_commands_build_the_library_and_the_program(tmp_path: Path) -> None:
     text = (support.NATIVE.parent / "docs" / "native.md").read_text()
-    (command,) = re.findall(r"^cc .*libsamebits\.so.*$", text, re.MULTILINE)
+    library, program = re.findall(r"^cc (?:.*\\\n)*.*$", text, re.MULTILINE)
+    assert {*re.findall(r"native/(\w+\.c)", library)} == {Path(file).name for file in support.sources()}
     out = tmp_path / "libsamebits.so"
-    command = command.replace("-o libsamebits.so", f"-o {out}")
-    subprocess.run(["bash", "-c", command], check=True, cwd=support.NATIVE.parent)
+    build = library.replace("-o libsamebits.so", f"-o {out}")
+    subprocess.run(["sh", "-c", build], check=True, cwd=support.NATIVE.parent)
     assert engine.load_library(out).sb_abi_version() == format_.ABI
+    (source,) = re.findall(r"^```c\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    (tmp_path / "program.c").write_text(source)
+    (tmp_path / "native").symlink_to(support.NATIVE)
+    driver = (tmp_path / "cuda.c", tmp_path / "libcuda.so")
+    driver[0].write_text(
+        "".join(f"int {name}(void) {{ return 0; }}\n" for name in re.findall(r"cu\w+(?=\()", source)[:6])
+    )
+    subprocess.run(["cc", "-shared", "-o", str(driver[1]), str(driver[0])], check=True)
+    subprocess.run(["sh", "-c", program], check=True, cwd=tmp_path)
+
+
+def cmake_list() -> set[str]:
+    (listed,) = re.findall(
+        r"add_library\(samebits SHARED ([^)]*)\)", (support.NATIVE / "CMakeLists.txt").read_text()
+    )
+    return {*listed.split()}
+
+
+def test_cmake_has_the_librarys_files() -> None:
+    assert cmake_list() == {Path(file).name for file in support.sources()}
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
+def test_cmake_builds_the_library(tmp_path: Path) -> None:
+    for command in (["-S", str(support.NATIVE), "-B", str(tmp_path)], ["--build", str(tmp_path)]):
+        subprocess.run(["cmake", *command], check=True, capture_output=True)
+    built = tmp_path / "libsamebits.so"
+    assert built.resolve().name == f"libsamebits.so.{format_.ABI}"
+    assert engine.load_library(built).sb_abi_version() == format_.ABI
 
 
 @pytest.mark.skipif(shutil.which("rustc") is None, reason="no Rust compiler")

@@ -16,13 +16,13 @@ from samebits.backends.cuda.compiler import KernelSpec
 
 __all__ = ["ABI", "NONE", "Archive", "Family", "Schedule", "Table"]
 
-ABI = 2
+ABI = 3
 """Incremented with every change of this file's structs, of a kernel's parameters, or of ``samebits.h``."""
 
 NONE = 0xFFFF
 """A cell without a schedule."""
 
-_HEADER = struct.Struct("<8s2IQ2i16s32s24s24s")
+_HEADER = struct.Struct("<8s2IQ2i16s40s24s24s24s")
 _SECTION = struct.Struct("<2Q")
 _SCHEDULE, _VARIANT, _CUBIN, _TABLE = map(struct.Struct, ("<12i", "<4I", "<2Q6I24s", "<8I"))
 _CHECKED_FROM = 24
@@ -89,7 +89,7 @@ class Archive:
     """All that is in an archive.
 
     Attributes:
-        digests: of the contracts of float32 and of 16 bits; empty for one that the GPU has not.
+        digests: of the contracts of float32, bfloat16 and float16; empty for one that it has no kernels for.
         variants: the kernels, by their schedule's number and their variant.
         schedules: the library's own schedules by that number. They are not in the file.
     """
@@ -97,7 +97,7 @@ class Archive:
     arch: str
     capability: tuple[int, int]
     version: str
-    digests: tuple[str, str]
+    digests: Sequence[str]
     tables: list[Table] = field(default_factory=list)
     variants: dict[tuple[int, int], KernelSpec] = field(default_factory=dict)
     schedules: dict[int, Any] = field(default_factory=dict)
@@ -110,11 +110,8 @@ class Archive:
     def pack(self, code: Sequence[bytes]) -> bytes:
         """The file. `code` is the machine code of each of :attr:`specs`."""
         tables = sorted(self.tables, key=lambda t: (t.family, t.key))
-        numbers: dict[Schedule, int] = {}
-        for table in tables:
-            for s in (table.plain, *table.cells):
-                if s is not None:
-                    numbers.setdefault(s, len(numbers))
+        used = {s: None for t in tables for s in (t.plain, *t.cells) if s is not None}
+        numbers = {s: i for i, s in enumerate(sorted(used, key=lambda s: s.kernel))}
         assert len(numbers) < NONE
         bounds: list[int] = []
         cells: list[int] = []

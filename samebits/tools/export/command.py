@@ -61,13 +61,8 @@ def main(
                 code = compile_all(archive.specs, arch, say)
             path, packed = folder / f"{arch}.samebits", archive.pack(code)
             path.write_bytes(packed)
-            digests = ", ".join(
-                f"{name} {digest}"
-                for name, digest in zip(("f32", "bf16 and f16"), archive.digests, strict=True)
-                if digest
-            )
-            kernels = plural(len(code), "kernel")
-            out.print(f"{path}: {kernels}, {len(packed) / 1e6:.1f} MB; contracts: {digests}")
+            kernels, contracts = plural(len(code), "kernel"), _contracts(archive.digests)
+            out.print(f"{path}: {kernels}, {len(packed) / 1e6:.1f} MB; contracts: {contracts}")
     except UnavailableError as error:
         raise ToolError(str(error)) from error
     except OSError as error:
@@ -87,6 +82,14 @@ def compile_all(
             found[jobs[job]] = job.result()
             say((done + 1) / len(specs), f"compiling {plural(len(specs), 'kernel')} for {arch}")
     return found
+
+
+def _contracts(digests: Sequence[str]) -> str:
+    """The contracts' digests, and the dtypes that follow each."""
+    dtypes: dict[str, list[str]] = {}
+    for dtype, digest in zip(DTYPES, digests, strict=True):
+        dtypes.setdefault(digest, []).append(dtype)
+    return ", ".join(f"{' and '.join(names)} {digest}" for digest, names in dtypes.items() if digest)
 
 
 def _among(option: str, given: Sequence[str], names: Iterable[str]) -> None:

@@ -69,7 +69,10 @@ def build(
     gpu = GPUS[arch]
     family = FAMILIES.get(gpu.capability)
     half = [d for d in dtypes if d != torch.float32 and family is not None]
-    digests = FMA.digest(), "" if family is None else TENSOR_CORE.on(family).digest()
+    contracts = {} if family is None else dict.fromkeys(half, TENSOR_CORE.on(family))
+    if torch.float32 in dtypes:
+        contracts[torch.float32] = FMA
+    digests = [contracts[d].digest() if d in contracts else "" for d in DTYPES.values()]
     found = _Builder(Archive(arch, gpu.capability, __version__, digests), devices.describe(*gpu), gpu, sizes)
     if torch.float32 in dtypes:
         found.add_fma(ragged="ragged" in ops)
