@@ -2,9 +2,9 @@
 
 python -m benchmarks.zoo [NAME ...] [--device cuda] [--jobs 2] [--out FILE]
 
-It writes benchmarks/results/cpu/zoo.json, or <gpu>/zoo.json. Every architecture has a process of its own.
-What is known of it lies in build/zoo, so that the next run goes on from there while the sources are the same.
-Those that are named are measured again.
+It writes benchmarks/results/cpu/zoo.json, or <gpu>/zoo.json. What is known of an architecture lies in
+build/zoo, so that the next run goes on from there while the sources are the same. Those that are named are
+measured again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import os
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -87,13 +89,39 @@ def _known(path: Path, sources: str, keep: bool) -> bool:
     return path.exists() and (keep or json.loads(path.read_text())["sources"] == sources)
 
 
-def _run(todo: list[tuple[str, str]], folder: Path, sources: str, options: Any) -> None:
-    from benchmarks.zoo.checks import measure
+class Worker:
+    """A process that measures one architecture after the other. It ends with one that takes too long."""
 
+    def __init__(self, device: str, sources: str, timeout: float) -> None:
+        self.given = (device, sources)
+        self.timeout = timeout
+        self.process: Any = None
+
+    def measure(self, name: str, kind: str, path: Path) -> None:
+        from benchmarks.zoo.checks import serve
+
+        if self.process is None or not self.process.is_alive():
+            context = multiprocessing.get_context("spawn")
+            self.pipe, theirs = context.Pipe()
+            self.process = context.Process(target=serve, args=(theirs, *self.given), daemon=True)
+            self.process.start()
+            theirs.close()
+        self.pipe.send((name, kind, str(path)))
+        try:
+            why = "" if self.pipe.poll(self.timeout) else f"took longer than {self.timeout:.0f} s"
+            if not why:
+                self.pipe.recv()
+        except EOFError:
+            why = "ended its process"
+        if why:
+            self.process.kill()
+            self.process.join()
+            said = {"name": name, "kind": kind, "unbuilt": why, "sources": self.given[1]}
+            path.write_text(json.dumps(said))
+
+
+def _run(todo: list[tuple[str, str]], folder: Path, sources: str, options: Any) -> None:
     os.environ |= {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    context: Any = multiprocessing.get_context("forkserver" if options.device == "cpu" else "spawn")
-    if options.device == "cpu":
-        context.set_forkserver_preload(["transformers", "benchmarks.zoo.checks"])
     console = Console()
     states: Counter[str] = Counter()
     bar = Progress(
@@ -105,22 +133,16 @@ def _run(todo: list[tuple[str, str]], folder: Path, sources: str, options: Any) 
     )
     show = lines_of_progress(console)
     task = bar.add_task("architectures", total=len(todo))
+    workers: SimpleQueue[Worker] = SimpleQueue()
+    for _ in range(options.jobs):
+        workers.put(Worker(options.device, sources, options.timeout))
 
     def one(job: tuple[str, str]) -> None:
         name, kind = job
         path, start = folder / f"{name}.json", time.monotonic()
-        path.unlink(missing_ok=True)
-        process = context.Process(target=measure, args=(name, kind, options.device, str(path), sources))
-        process.start()
-        process.join(options.timeout)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        if not path.exists():
-            why = (
-                "ended by a signal" if process.exitcode != -9 else f"took longer than {options.timeout:.0f} s"
-            )
-            path.write_text(json.dumps({"name": name, "kind": kind, "unbuilt": why, "sources": sources}))
+        worker = workers.get()
+        worker.measure(name, kind, path)
+        workers.put(worker)
         state, said = verdict(json.loads(path.read_text()))
         states[state] += 1
         if state != "passes":
@@ -130,12 +152,8 @@ def _run(todo: list[tuple[str, str]], folder: Path, sources: str, options: Any) 
             done = sum(states.values())
             show(done / len(todo), f"{name}, {time.monotonic() - start:.0f} s; {dict(states)}")
 
-    with ThreadPoolExecutor(options.jobs) as pool:
-        if console.is_terminal:
-            with bar:
-                list(pool.map(one, todo))
-        else:
-            list(pool.map(one, todo))
+    with ThreadPoolExecutor(options.jobs) as pool, bar if console.is_terminal else nullcontext():
+        list(pool.map(one, todo))
     console.print(", ".join(f"{count} {state}" for state, count in states.most_common()) or "nothing to do")
 
 

@@ -95,7 +95,7 @@ NEVER_NONE = {"num_key_value_heads": 2, "head_dim": 16}
 _DROPPED = re.compile(r"dropout|drop_path|drop_rate|layerdrop|_pdrop|jitter")
 
 
-def names(kind: str | None = None) -> list[tuple[str, str]]:
+def names() -> list[tuple[str, str]]:
     """All architectures, with their kinds."""
     found: dict[str, str] = {}
     for k, classes in KINDS.items():
@@ -103,8 +103,9 @@ def names(kind: str | None = None) -> list[tuple[str, str]]:
             found.setdefault(name, k)
     for name in found:
         if found[name] == "causal" and name in ENCODERS | PAIRS:
-            found[name] = "encoder" if name in ENCODERS and name not in PAIRS else "encoder-decoder"
-    return sorted((name, k) for name, k in found.items() if kind in (None, k))
+            found[name] = "encoder-decoder" if name in PAIRS else "encoder"
+    kinds = list(KINDS)
+    return sorted(found.items(), key=lambda pair: (kinds.index(pair[1]), pair[0]))
 
 
 def configuration(name: str) -> PretrainedConfig:
@@ -144,6 +145,10 @@ def _tiny(
             fields[key] = 16
         elif key in ("initializer_range", "init_std") and isinstance(value, float):
             fields[key] = 0.1
+        elif key == "depths" and isinstance(value, list):
+            fields[key] = [1] * len(value)
+        elif key == "hidden_sizes" and isinstance(value, list) and len(value) < 6:
+            fields[key] = [16 * (i + 1) for i in range(len(value))]
         elif key in SIZES and isinstance(value, int) and value > SIZES[key]:
             fields[key] = SIZES[key]
         elif re.search(r"_(token_id|token_index|id)$", key) and _beyond(value):
@@ -195,7 +200,9 @@ def model_class(name: str, kind: str) -> type[nn.Module]:
     raise KeyError(name)
 
 
-def build(name: str, kind: str, attention: str, dtype: torch.dtype, device: str) -> Any:
+def build(
+    name: str, kind: str, attention: str, dtype: torch.dtype, device: str, experts: str | None = None
+) -> Any:
     """A model with random weights: no two layers alike, none zero."""
     if name in UNBUILT:
         raise ValueError(UNBUILT[name])
@@ -207,8 +214,8 @@ def build(name: str, kind: str, attention: str, dtype: torch.dtype, device: str)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: Any = cls._from_config(config, attn_implementation=attention)
-        if attention == "samebits":
-            model.set_experts_implementation("samebits")
+        if experts is not None:
+            model.set_experts_implementation(experts)
     with torch.no_grad():
         for p in model.parameters():
             noise = torch.randn(p.shape)

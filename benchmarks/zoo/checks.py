@@ -23,7 +23,7 @@ import samebits.transformers
 from benchmarks.zoo.lora import add_adapters
 from benchmarks.zoo.models import Model
 from benchmarks.zoo.overrides import LORA, NOT_APPLICABLE
-from benchmarks.zoo.reasons import STEPS
+from benchmarks.zoo.reasons import STEPS, WHOLE
 from samebits import batch_invariant
 from samebits.mode import UncoveredError
 from samebits.testing import bits, pattern
@@ -31,6 +31,7 @@ from samebits.testing import bits, pattern
 Pairs = Iterator[tuple[str, Tensor, Tensor]]
 CUTS = (0, 128, 190, 256, 297, 298, 299)
 NEW = 5
+OTHER = "another function"
 ROUNDING = {torch.float32: 2e-3, torch.bfloat16: 0.3}
 """Relative differences beyond this are not those of rounding."""
 
@@ -61,20 +62,21 @@ def rows(m: Model) -> Pairs:
 
 
 def padding_right(m: Model) -> Pairs:
-    items = [m.items[0], *m.items[2:]]
+    items = [m.items[0], m.items[3]]
     for i, (item, row) in enumerate(zip(items, m.forward(items, extra=5), strict=True)):
         yield f"row {i}", m.forward([item])[0], row
 
 
 def padding_left(m: Model) -> Pairs:
-    items = [m.items[0], *m.items[2:]]
+    items = m.items[2:]
     for i, (item, row) in enumerate(zip(items, m.forward(items, "left", extra=5), strict=True)):
-        yield f"row {i}", m.forward([item])[0], row
+        yield f"row {i}", m.forward([item], "left")[0], row
 
 
 def cuts(m: Model) -> tuple[int, ...]:
     tokens = len(list(m.items[0].values())[-1])
-    return tuple(c for c in CUTS if c < tokens)
+    found = tuple(c for c in CUTS if c < tokens)
+    return (0, *found[-3:]) if m.name in WHOLE or m.name in STEPS else found
 
 
 def decode(m: Model) -> Pairs:
@@ -88,7 +90,7 @@ def decode(m: Model) -> Pairs:
 def decode_alone(m: Model) -> Pairs:
     """For models that decode by another algorithm: a prefill and steps, of each row alone and in a batch."""
     items = m.items[:2]
-    at = (0, *cuts(m)[-4:])
+    at = cuts(m)
     steps = m.decode(items, at)
     for i, item in enumerate(items):
         yield f"row {i}", m.decode([item], at)[0], steps[i]
@@ -97,26 +99,34 @@ def decode_alone(m: Model) -> Pairs:
 def static(m: Model) -> Pairs:
     item = m.items[0]
     tokens = len(list(item.values())[-1])
-    at = (0, *cuts(m)[-4:]) if m.name in STEPS else cuts(m)
+    at = cuts(m)
     want = m.decode([item], at)[0] if m.name in STEPS else m.forward([item])[0]
     yield "row 0", want, m.decode([item], at, m.static_cache(tokens + 4))[0]
 
 
 def generate(m: Model) -> Pairs:
     items = m.items[2:]
+    if asked(m, "left padding"):  # of one length
+        items = [items[1], {k: v.flip(0) for k, v in items[1].items()}]
     for i, (item, row) in enumerate(zip(items, m.generate(items, NEW), strict=True)):
         yield f"row {i}", m.generate([item], NEW)[0], row
 
 
 def gradients(m: Model) -> Pairs:
-    """Of all parameters: more padding, and mates whose logits have no gradient, change nothing."""
+    """Of all parameters: mates whose logits have no gradient change nothing."""
+    item = m.short[1]
+    seeds = m.seeds([item])
+    mate = m.items[0] if m.kind == "vision" else {k: v.flip(0) for k, v in item.items()}
+    alone, beside = m.gradients([item], seeds), m.gradients([item, mate], [*seeds, None])
+    yield from _named("beside a mate", alone, beside)
+
+
+def gradients_with_padding(m: Model) -> Pairs:
     items = m.short
     seeds = m.seeds(items)
     alone = m.gradients(items[1:2], seeds[1:2])
-    with_mates = m.gradients(items, [None, seeds[1], None])
-    yield from _named("beside mates", alone, with_mates)
-    if m.padded:
-        yield from _named("with padding", m.gradients(items, seeds), m.gradients(items, seeds, extra=21))
+    yield from _named("beside longer ones", alone, m.gradients(items, [None, seeds[1], None]))
+    yield from _named("with padding", m.gradients(items, seeds), m.gradients(items, seeds, extra=21))
 
 
 def checkpointing(m: Model) -> Pairs:
@@ -157,6 +167,7 @@ CHECKS: dict[str, Callable[[Model], Pairs]] = {
     "static cache": static,
     "generate": generate,
     "gradients": gradients,
+    "gradients with padding": gradients_with_padding,
     "checkpointing": checkpointing,
     "LoRA": lora,
 }
@@ -166,12 +177,16 @@ def asked(m: Model, check: str) -> str:
     """Why a check is not applicable, or an empty string."""
     if found := NOT_APPLICABLE.get((m.name, check)):
         return found
-    if check in ("right padding", "left padding") and not m.padded:
+    if check in ("right padding", "left padding", "gradients with padding") and not m.padded:
         return "pictures of one size" if m.kind == "vision" else "takes no mask"
     if check == "left padding" and m.kind == "encoder-decoder":
         return "positions count from the row's start"
     if check == "left padding" and "attention_mask" not in m.takes:
         return "takes no mask"
+    if check == "left padding" and m.name in STEPS:
+        return "its chunks count from the row's start"
+    if check == "left padding" and m.attention == "eager":
+        return "attention of its own, whose sums count from the row's start"
     if check in ("decode", "static cache", "generate") and m.kind in ("encoder", "vision"):
         return "does not decode"
     if check == "checkpointing" and not m.net.supports_gradient_checkpointing:
@@ -207,30 +222,31 @@ def check(name: str, theirs: Model, ours: Model) -> Verdict:
         return Verdict("passes", drift, 0.0)
     beyond = ROUNDING[ours.dtype]
     if drift > beyond and mine > beyond:
-        return Verdict("not applicable", drift, mine, f"another function: PyTorch's differ by {drift:.2g}")
+        return Verdict("not applicable", drift, mine, f"{OTHER}: PyTorch's differ by {drift:.2g}")
     return Verdict("differs", drift, mine, said)
 
 
 def _compare(pairs: Pairs) -> tuple[float, str, bool]:
     """The largest relative difference, what differs first, and whether all is finite."""
-    largest, total, different, first, finite, where = 0.0, 0, 0, "", True, 0
+    largest, scale = 0.0, 1e-30  # gradients that are zero but for rounding do not count as others do
+    total, different, first, finite, where = 0, 0, "", True, 0
     for label, a, b in pairs:
         if a.shape != b.shape or a.dtype != b.dtype:
             raise ValueError(f"{label}: {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}")
         finite &= bool(a.isfinite().all()) and bool(b.isfinite().all())
         total += a.numel()
+        scale = max(scale, float(a.abs().max()), float(b.abs().max()))
         at = (bits(a.contiguous()) != bits(b.contiguous())).nonzero()
         if not len(at):
             continue
         different += len(at)
         where += 1
-        scale = max(float(a.abs().max()), float(b.abs().max()), 1e-30)
-        largest = max(largest, float((a.double() - b.double()).abs().max()) / scale)
+        largest = max(largest, float((a.double() - b.double()).abs().max()))
         if not first:
             i = tuple(at[0].tolist())
             first = f"{label} at {list(i)}: {pattern(a[i])} and {pattern(b[i])}"
     said = f"{different} of {total} elements in {where} tensors differ, first {first}" if different else ""
-    return largest, said, finite
+    return largest / scale, said, finite
 
 
 def _said(error: Exception) -> str:
@@ -250,11 +266,15 @@ def results(name: str, kind: str, device: str, only: tuple[str, ...] = ()) -> di
         return {"name": name, "kind": kind, "unbuilt": _said(error)}
     found: dict[str, Any] = {"name": name, "attention": own, "checks": {}}
     for dtype in (torch.float32, torch.bfloat16):
-        theirs, ours = (Model(name, kind, a, dtype, device) for a in (plain, own))
+        theirs, ours = Model(name, kind, plain, dtype, device), Model(name, kind, own, dtype, device, True)
         found["kind"], found["class"] = ours.kind, type(ours.net).__name__
-        found["checks"][str(dtype).removeprefix("torch.")] = {
-            c: _short(check(c, theirs, ours)) for c in CHECKS if not only or c in only
-        }
+        seen: dict[str, Any] = {}
+        for name_of, wide in found["checks"].get("float32", dict.fromkeys(CHECKS)).items():
+            if only and name_of not in only:
+                continue
+            other = isinstance(wide, dict) and wide["said"].startswith(OTHER)
+            seen[name_of] = wide["said"] if other else _short(check(name_of, theirs, ours))
+        found["checks"][str(dtype).removeprefix("torch.")] = seen
     return found
 
 
@@ -274,28 +294,43 @@ def _short(v: Verdict) -> Any:
 def attention(name: str, kind: str, device: str) -> tuple[str, str]:
     """The implementations of attention that a model has: PyTorch's, and the one for the mode."""
 
-    def works(implementation: str) -> bool:
+    def tried(implementation: str) -> Model:
         m = Model(name, kind, implementation, torch.float32, device)
         m.forward(m.short[:1])
-        return True
+        return m
 
     try:
-        plain = "sdpa" if works("sdpa") else ""
+        tried("sdpa")
+        plain = "sdpa"
     except Exception:
-        plain = "eager" if works("eager") else ""
+        tried("eager")
+        plain = "eager"
     try:
-        return plain, "samebits" if works("samebits") else ""
+        own = tried("samebits")
+        asks = plain == "sdpa" or own.net._supports_attention_backend
+        return plain, "samebits" if asks else plain
     except Exception:
         return plain, plain
 
 
-def measure(name: str, kind: str, device: str, path: str, sources: str) -> None:
-    """Writes the results of one architecture. It is the whole of a process."""
+def serve(pipe: Any, device: str, sources: str) -> None:
+    """Writes the results of each architecture that is asked for. It is the whole of a process."""
     torch.set_num_threads(1)
     numba.set_num_threads(1)
     samebits.transformers.register()
-    start = time.monotonic()
-    found = results(name, kind, device) | {"seconds": round(time.monotonic() - start, 1), "sources": sources}
-    whole = Path(path).with_suffix(".part")
-    whole.write_text(json.dumps(found, indent=1))
-    whole.rename(path)
+    while (job := _received(pipe)) is not None:
+        name, kind, path = job
+        start = time.monotonic()
+        found = results(name, kind, device)
+        found |= {"seconds": round(time.monotonic() - start, 1), "sources": sources}
+        whole = Path(path).with_suffix(".part")
+        whole.write_text(json.dumps(found, indent=1))
+        whole.rename(path)
+        pipe.send(name)
+
+
+def _received(pipe: Any) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:  # there are no more
+        return None

@@ -7,18 +7,24 @@ from typing import Any
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "bit": {"hidden_sizes": [32, 32, 64, 64], "num_groups": 8},
     "cohere_compass_text": {
         "layer_types": [SLIDING, FULL],
         "num_hidden_layers": 2,
         "rope_parameters": {key: {"rope_type": "default", "rope_theta": 1e4} for key in (SLIDING, FULL)},
     },
+    "cvt": {"embed_dim": [16, 32, 48], "depth": [1, 2, 3], "num_heads": [1, 2, 3]},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0}},
+    "convnextv2": {"image_size": 64},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "donut-swin": {"num_heads": [2, 4], "depths": [1, 1], "embed_dim": 16, "window_size": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
     "esm": {"vocab_size": 128, "pad_token_id": 0, "mask_token_id": 3},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320},
     "esmc": {"num_key_value_heads": 4, "vocab_size": 128},
+    "focalnet": {"embed_dim": 16},
+    "funnel": {"block_sizes": [1, 1, 1], "d_head": 16, "d_inner": 96},
     "gemma3n_text": {
         "layer_types": [SLIDING, FULL, SLIDING, FULL],
         "num_hidden_layers": 4,
@@ -34,8 +40,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mobilevitv2": {"image_size": 64},
     "musicgen": {".decoder": {"num_codebooks": 1}},
     "musicgen_melody": {".decoder": {"num_codebooks": 1}},
+    "perceiver": {
+        "num_latents": 32,
+        "d_latents": 64,
+        "num_blocks": 1,
+        "num_self_attends_per_block": 2,
+        "num_self_attention_heads": 4,
+        "num_cross_attention_heads": 4,
+    },
+    "regnet": {"groups_width": 8},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "swin": {"num_heads": [2, 4], "depths": [1, 1], "embed_dim": 16, "window_size": 4},
+    "swiftformer": {"embed_dims": [16, 32, 48, 64]},
+    "whisper": {"max_source_positions": 64},
     "xmod": {"default_language": "en_XX"},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
     "qwen4_exp_text": {
@@ -70,6 +87,9 @@ UNBUILT: dict[str, str] = {
     "siglip2": "takes patches of pictures of several sizes",
     "voxtral_realtime": "takes audio with every token",
     "timm_wrapper": _TIMM,
+    "blt": "sizes of its parts depend on each other",
+    "nemo_speechlm": "sizes of its parts depend on each other",
+    "vibevoice_asr": "its codecs of speech stay large",
 }
 
 NOT_APPLICABLE: dict[tuple[str, str], str] = {}

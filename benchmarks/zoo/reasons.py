@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
-STEPS: dict[str, str] = {}
+STEPS: dict[str, str] = {
+    name: what
+    for what, names in {
+        "Mamba 2": "mamba2 bamba falcon_h1 granitemoehybrid nemotron_h zamba2",
+        "A gated delta rule": """
+            qwen3_next qwen3_5_text qwen3_5_moe_text qwen4_exp_text olmo_hybrid kimi_linear
+        """,
+        "Linear attention in blocks": "bailing_hybrid minimax",
+        "mLSTM in chunks": "xlstm",
+        "Mamba": "mamba falcon_mamba jamba zamba",
+    }.items()
+    for name in names.split()
+}
 """Models that decode by another algorithm than they prefill by, and what it is."""
 
-REASONS: dict[str, str] = {}
+WHOLE = set("mamba falcon_mamba jamba zamba recurrent_gemma rwkv".split())  # noqa: SIM905
+"""Models whose prefill cannot go on from a cache: it is in one piece."""
+
+_COMPRESSED = "the keys of compressed blocks lie behind those of all tokens, so padding and chunks move them"
+REASONS: dict[str, str] = {
+    "deepseek_v4": _COMPRESSED,
+    "jetmoe": "its experts call `linear` with the rows of each, so their gradients do not know sequences",
+    "fnet": "mixes tokens by a Fourier transform",
+}
 """What in a model makes it fail."""

@@ -13,7 +13,7 @@ GROUPS = {
     "padding": ("right padding", "left padding"),
     "decode": ("decode", "static cache"),
     "generate": ("generate",),
-    "gradients": ("gradients", "checkpointing", "LoRA"),
+    "gradients": ("gradients", "gradients with padding", "checkpointing", "LoRA"),
 }
 STATES = ("uncovered", "fails", "differs")
 Found = dict[str, Any]
