@@ -346,7 +346,8 @@ def test_an_engine_gives_back_what_it_takes_if_it_fails(path: Path, monkeypatch:
 def test_an_archives_path_may_have_any_bytes(path: Path) -> None:
     other = path.with_name(os.fsdecode(b"\xff.samebits"))
     shutil.copy(path, other)
-    support.opened(other).close()
+    with support.opened(other) as of:
+        assert of.version == __version__
 
 
 def test_the_engine_checks_groups(path: Path) -> None:
