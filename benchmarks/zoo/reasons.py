@@ -28,6 +28,9 @@ REASONS: dict[str, str] = {
     "inkling2_text": _UNKNOWN,
     "inkling_text": "a bias of positions had no place for keys that the cache dropped; mended after this run",
     "jetmoe": "its experts call `linear` with the rows of each, so their gradients do not know sequences",
+    "llama4_text": "every expert has all rows of the flattened batch in one `bmm`, as one sequence",
+    "mpt": "its bias of positions counts from the row's padded end, which moves all scores",
+    "recurrent_gemma": "its gates have the rows of the flattened batch in one `baddbmm`, as one sequence",
     "fnet": "mixes tokens by a Fourier transform",
 }
 """What in a model makes it fail."""
