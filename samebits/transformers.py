@@ -335,6 +335,7 @@ def _attention(
         mask, options["key_start"] = _seen(attention_mask, len(q))
         if mask.shape[-1] == k.shape[1] + SEGMENT:
             k, v = (F.pad(t, (0, 0, 0, 0, SEGMENT, 0)) for t in (k, v))
+            position_bias = _behind(position_bias)
         return _attend(q, k, v, mask=_with_bias(mask, position_bias), **options), None
     if attention_mask is not None:
         spans = _Spans.unpack(attention_mask)
@@ -352,8 +353,14 @@ def _attention(
     start, length = spans.start, spans.length
     if spans.dropped and start is not None:
         k, v = (F.pad(t, (0, 0, 0, 0, SEGMENT, 0)) for t in (k, v))
+        options["mask"] = _behind(position_bias)
         start, length = _behind_a_segment(start), None if length is None else length + SEGMENT
     return _attend(q, k, v, key_start=start, key_length=length, **options), None
+
+
+def _behind(bias: Tensor | None) -> Tensor | None:
+    """A bias of keys that a segment of slots was put before."""
+    return bias if bias is None or bias.shape[-1] == 1 else F.pad(bias, (SEGMENT, 0))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

@@ -128,6 +128,7 @@ ORDINARY = (
     "does not decode",
     "pictures of one size",
     "checked of others",
+    "checked in bfloat16",
     "positions count from the row's start",
 )
 
@@ -151,7 +152,7 @@ def _unbuilt(every: list[Found]) -> list[list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for a in every:
         if "unbuilt" in a:
-            found[a["unbuilt"]].append(f"`{a['name']}`")
+            found[a["unbuilt"].removeprefix("ValueError: ")].append(f"`{a['name']}`")
     return [[_escaped(why), ", ".join(names)] for why, names in sorted(found.items())]
 
 

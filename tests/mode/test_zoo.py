@@ -13,7 +13,7 @@ from benchmarks.zoo.report import verdict
 
 CHECKS = ("rows", "right padding", "left padding", "decode", "gradients")
 SAMPLE = """
-    llama qwen3 gemma3_text gpt_oss mixtral deepseek_v3 phi3 bloom bert modernbert t5 bart
+    llama qwen3_next inkling_text gpt_oss mixtral deepseek_v3 gpt2 mamba bert vit t5 whisper
 """.split()  # noqa: SIM905
 
 
