@@ -161,15 +161,19 @@ def contract_of(key: Key) -> Contract:
 
 def broadcast(*shapes: torch.Size) -> torch.Size:
     """``torch.broadcast_shapes``, which is slower than a small kernel."""
+    theirs: torch.Size
+    if torch.compiler.is_compiling():  # it cannot trace what follows
+        theirs = torch.broadcast_shapes(*shapes)
+        return theirs
     longest = max(shapes, key=len)
     if all(s == longest or not s for s in shapes):
         return longest
-    if not torch.compiler.is_compiling() and all(type(n) is int for s in shapes for n in s):
+    if all(type(n) is int for s in shapes for n in s):
         padded = ((1,) * (len(longest) - len(s)) + tuple(s) for s in shapes)
         sizes = [{n for n in of_dimension if n != 1} for of_dimension in zip(*padded, strict=True)]
         if all(len(found) < 2 for found in sizes):
             return torch.Size(found.pop() if found else 1 for found in sizes)
-    theirs: torch.Size = torch.broadcast_shapes(*shapes)
+    theirs = torch.broadcast_shapes(*shapes)
     return theirs
 
 

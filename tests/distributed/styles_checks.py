@@ -31,7 +31,7 @@ with suppress(ImportError):  # here, before the process forks
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 CONTRACT = TENSOR_CORE.segmented(8)
-TOKENS, VOCABULARY, WIDTH = (2, 16), 1024, 64
+TOKENS, VOCABULARY, WIDTH = (2, 16), 2048, 64
 
 
 class Block(nn.Module):
