@@ -24,7 +24,7 @@ from torch import Tensor
 import samebits
 from benchmarks.record import environment, write
 from samebits.backends.cuda import devices
-from samebits.backends.cuda.products import schedule_sm90, segmented_sm90
+from samebits.backends.cuda.products import segmented_sm90
 from samebits.backends.cuda.products.tensor_core_sm90 import gemm
 from samebits.backends.product import Operands, Product
 from samebits.contract import TENSOR_CORE
@@ -65,16 +65,10 @@ def measure(m: int, k: int, n: int, form: str, segments: int, every: bool) -> di
     race.add("segments", partial(samebits.matmul, contract=contract), sets)
     race.add("torch", torch.matmul, sets)
     p = Product.of(Operands(*sets[0], torch.empty(m, n, dtype=torch.bfloat16, device="cuda")), "mma")
-    usable = set(segmented_sm90.schedules(p)) if every else set()
-    kinds = {
-        (s.block_m, s.block_n, s.block_k, s.warpgroups, s.share, s.cluster, s.swap, s.blocks) for s in usable
-    }
     sms = devices.device_info(0).sm_count
-    for s in schedule_sm90.candidates(gemm(p), sms) if every else ():
-        kind = (s.block_m, s.block_n, s.block_k, s.warpgroups, s.share, s.cluster, s.swap, s.blocks)
-        if kind in kinds:
-            plan, out = segmented_sm90.plan(p, segments, s), torch.empty_like(samebits.matmul(*sets[0]))
-            race.add(str(s), lambda a, b, plan=plan, out=out: plan.run(Operands(a, b, out)), sets)
+    for s in segmented_sm90.candidates(gemm(p), sms, light=True) if every else ():
+        plan, out = segmented_sm90.plan(p, segments, s), torch.empty_like(samebits.matmul(*sets[0]))
+        race.add(str(s), lambda a, b, plan=plan, out=out: plan.run(Operands(a, b, out)), sets)
     us = race.alone() if by_itself else race.run(11)
     names = ("plain", "segments", "torch")
     found: dict[str, Any] = {"m": m, "k": k, "n": n, "form": form, "us": {x: us[x] for x in names}}

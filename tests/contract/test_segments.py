@@ -44,10 +44,8 @@ def test_every_number_of_ranks_gives_the_same_bits(
     whole = samebits.matmul(a, b, out_dtype=f32, contract=contract)
     for ranks in (1, 2, 4, 8, 16, 32, 64):
         if ranks <= segments:
-            found = tree(by_ranks(a, b, contract, ranks))
-            found = torch.where(
-                found.isnan(), torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(f32), found.cpu()
-            )
+            found = tree([partial.cpu() for partial in by_ranks(a, b, contract, ranks)])
+            found = torch.where(found.isnan(), torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(f32), found)
             assert_same_bits(found, whole.cpu(), f"{ranks} ranks")
 
 

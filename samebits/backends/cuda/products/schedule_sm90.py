@@ -16,6 +16,7 @@ __all__ = [
     "estimate",
     "menu",
     "round_up",
+    "settle",
     "variations",
 ]
 
@@ -368,15 +369,15 @@ def _rows(p: Gemm, splits: int, sms: int) -> Sequence[int]:
 @functools.lru_cache(maxsize=4096)
 def choose(p: Gemm, sms: int) -> Sm90Schedule:
     """The schedule for ``p`` on a GPU with `sms` multiprocessors."""
-    return _settle(min(menu(p, sms), key=lambda s: estimate(s, p, sms)), p, sms)
+    return settle(min(menu(p, sms), key=lambda s: estimate(s, p, sms)), p, sms)
 
 
 def candidates(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The schedules that :func:`choose` picks from, each as it would run."""
-    return list(dict.fromkeys(_settle(s, p, sms) for s in menu(p, sms)))
+    return list(dict.fromkeys(settle(s, p, sms) for s in menu(p, sms)))
 
 
-def _settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
+def settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
     """`best` with the choices that the estimate leaves out: start of blocks, prefetching, and their order."""
     multiply, intake, hbm = _work(best, p, sms)
     # An early start scatters neighbouring tiles over the GPU, which is bad if many rows share operands.

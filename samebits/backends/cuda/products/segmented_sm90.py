@@ -1,8 +1,9 @@
 """Products in segments on Hopper: host side of ``kernels/tensor_core_sm90.cu`` with ``SEGMENTS``.
 
 The kernel takes a tile's segments in turn, and adds their sums on the way: those that wait stay in registers,
-or in L2. So nothing is written but the output. Schedules are those of plain products. Tensor maps have the
-segments as a batch of matrices.
+or in L2. So nothing is written but the output. Schedules are those of plain products, and tiles of two
+warpgroups small enough that sums of the lowest levels stay in registers. Tensor maps have the segments as a
+batch of matrices.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from samebits.backends.cuda.products.tensor_core_sm90 import (
 )
 from samebits.backends.product import Product, need
 
-__all__ = ["catalogue", "choose", "held", "plan", "schedules", "segmented_spec", "supports"]
+__all__ = ["candidates", "catalogue", "choose", "held", "plan", "schedules", "segmented_spec", "supports"]
 
-_OTHER_REGISTERS = 56  # of a consumer, besides sums
-_MOST_HELD = 3  # levels in registers
+_OTHER_REGISTERS = 38  # of a consumer, besides sums
+_MOST_HELD = 3  # levels in registers: the kernel has the code of 2^HELD segments
+_TILES = ((128, 128), (128, 192), (256, 96), (128, 96))  # that two warpgroups share
 _STALL = 400  # cycles between the segments of a warpgroup
 _INTAKE = 60  # bytes a cycle between a multiprocessor and L2
 _CLOCK = 1750.0  # MHz
@@ -53,7 +55,7 @@ def held(s: Sm90Schedule, segments: int) -> int:
         registers = 255 if s.blocks == 1 else 168
     else:
         registers = {2: 232, 3: 152}.get(s.warpgroups, 88) if s.blocks == 1 else 0
-    free = (registers - _OTHER_REGISTERS) // _accumulators(s) - 2  # the compiler wants room for one more
+    free = (registers - _OTHER_REGISTERS) // _accumulators(s) - 1
     return min(max(free, 0), _levels(segments), _MOST_HELD)
 
 
@@ -77,7 +79,14 @@ def _light(v: Sm90Variant) -> bool:
 @functools.cache
 def catalogue(v: Sm90Variant) -> list[Sm90Schedule]:
     """Every kind of schedule that :func:`choose` can return for kernels of `v`."""
-    return [s for s in schedule_sm90.catalogue(v.a_mn, v.b_mn) if _usable(s, _light(v))]
+    some = [*schedule_sm90.catalogue(v.a_mn, v.b_mn), *_shared(v.a_mn, v.b_mn)]
+    return [s for s in some if _usable(s, _light(v))]
+
+
+def _shared(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
+    """Schedules for many rows whose sums wait in registers."""
+    some = (Sm90Schedule(*tile, 64, 0, 2, 2, cluster) for tile in _TILES for cluster in (1, 2))
+    return [s.filled(s.panels, a_mn, b_mn) for s in some if s.fits(a_mn, b_mn)]
 
 
 def _cost(s: Sm90Schedule, p: Gemm, sms: int, segments: int) -> float:
@@ -92,14 +101,20 @@ def _cost(s: Sm90Schedule, p: Gemm, sms: int, segments: int) -> float:
     return estimate(s, padded, sms) + rounds * alone * cycles / _CLOCK
 
 
+def candidates(p: Gemm, sms: int, light: bool) -> list[Sm90Schedule]:
+    """The schedules that :func:`choose` picks from, each as it would run."""
+    more = _shared(p.a_mn, p.b_mn) if p.m > 128 else []
+    some = [*schedule_sm90.candidates(p, sms), *(schedule_sm90.settle(s, p, sms) for s in more)]
+    return [s for s in some if _usable(s, light)]
+
+
 @functools.lru_cache(maxsize=4096)
 def choose(p: Gemm, sms: int, segments: int, light: bool) -> Sm90Schedule:
     """The schedule of product ``p`` in `segments`, on a GPU with `sms` multiprocessors.
 
     `light`: whether the epilogue adds no bias, and stores 16 bits by TMA.
     """
-    some = [s for s in schedule_sm90.candidates(p, sms) if _usable(s, light)]
-    return min(some, key=lambda s: _cost(s, p, sms, segments))
+    return min(candidates(p, sms, light), key=lambda s: _cost(s, p, sms, segments))
 
 
 def _by_segments(p: Product, segments: int) -> Product:

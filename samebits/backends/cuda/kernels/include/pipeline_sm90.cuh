@@ -234,23 +234,20 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
     else
         ring.skip(team * k_blocks);
     Epilogue epilogue;
-#if SEGMENTS > 1
-    SegmentSums<MMA_M, BLOCK_N / 2> sums;
-#endif
     for (u32 index = blockIdx.x / CLUSTER + team * clusters; index < scheduler.count;
          index += TEAMS * clusters) {
         TileCoord tile = scheduler.at(index, rank);
         if constexpr (Scheduler::VARIED) k_blocks = scheduler.number_of_blocks(p, tile);
         tile.m += member * ROWS;
         Accumulators acc;
-        epilogue.init(acc, p, tile, thread);
 #if SEGMENTS > 1
         // Whether the other team has a tile in the turn of this one's: not after the last tile of all.
         const bool others = TEAMS > 1 && (team > 0 || index + clusters < scheduler.count);
-        for (u32 segment = 0; segment < SEGMENTS; ++segment) {
-            if (segment > 0) sums.clear(acc);
+        auto multiply = [&](Accumulators& acc, u32 segment) {
+            SegmentSums<MMA_M, BLOCK_N / 2>::clear(acc);
             const bool turns = segment > 0 ? others : TEAMS > 1 && index >= clusters;
 #else
+        epilogue.init(acc, p, tile, thread);
         {
             const bool turns = TEAMS > 1 && index >= clusters;
 #endif
@@ -307,14 +304,16 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
             if (k_blocks > 0) release(shared, previous, thread);
 #if SEGMENTS > 1
             if (others) ring.skip(k_blocks);
-            sums.add(acc, segment, p.sums, blockIdx.x * WARPGROUPS + warpgroup, thread);
+        };
+        SegmentSums<MMA_M, BLOCK_N / 2>::all(acc, p.sums, blockIdx.x * WARPGROUPS + warpgroup, thread,
+                                             multiply);
 #else
             if constexpr (Scheduler::VARIED)
                 ring.skip(blocks_of_others(p, scheduler, index + clusters, TEAMS - 1));
             else  // not by a function: some schedules would spill
                 ring.skip((TEAMS - 1) * k_blocks);
-#endif
         }
+#endif
 
         epilogue.apply(acc, shared.epilogue + warpgroup * Epilogue::smem_bytes, p, tile, warpgroup, thread);
     }

@@ -8,8 +8,9 @@
 //   level 1          wait          add           wait          add
 //   level 2                        wait                        add
 //
-// The HELD lowest levels, which change most often, wait in registers; the others in memory, that is, in L2.
-// There each thread reads what it wrote itself, so nothing is synchronised.
+// The HELD lowest levels, which change most often, wait in registers: the accumulators of 2^HELD segments are
+// different ones, so nothing is copied there. The other levels wait in memory, that is, in L2. There each thread
+// reads what it wrote itself, so nothing is synchronised.
 #pragma once
 
 #include "ptx_sm90.cuh"
@@ -25,44 +26,47 @@ class SegmentSums {
     using Sum = float (&)[TILES][FLOATS];
     static constexpr int FOURS = TILES * FLOATS / 4;
 
-    float held[HELD ? HELD : 1][TILES][FLOATS];
+    // `sum` becomes the sum of 2^LEVEL segments from `segment` on. `multiply(sum, segment)` gives that of one.
+    template <int LEVEL, typename Multiply>
+    static __device__ __forceinline__ void subtree(Sum sum, u32 segment, Multiply& multiply) {
+        if constexpr (LEVEL == 0) {
+            multiply(sum, segment);
+        } else {
+            float left[TILES][FLOATS];
+            subtree<LEVEL - 1>(left, segment, multiply);
+            subtree<LEVEL - 1>(sum, segment + (1 << (LEVEL - 1)), multiply);
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+                for (int i = 0; i < FLOATS; ++i) sum[tile][i] = __fadd_rn(left[tile][i], sum[tile][i]);
+            }
+        }
+    }
 
-    static __device__ __forceinline__ void plus(float& right, float left) { right = __fadd_rn(left, right); }
-
-    template <int level>
-    __device__ __forceinline__ void add_from(Sum sum, u32 segment, float4* memory) {
-        if constexpr (1 << level < SEGMENTS) {
-            if (segment >> level & 1) {
+    template <int LEVEL>
+    static __device__ __forceinline__ void add_from(Sum sum, u32 segment, float4* memory) {
+        if constexpr (1 << LEVEL < SEGMENTS) {
+            if (segment >> LEVEL & 1) {
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
                     for (int i = 0; i < FLOATS; i += 4) {
                         float* d = &sum[tile][i];
-                        if constexpr (level < HELD) {
-#pragma unroll
-                            for (int j = 0; j < 4; ++j) plus(d[j], held[level][tile][i + j]);
-                        } else {
-                            float4 left = __ldcg(memory + place(level, tile, i));
-                            plus(d[0], left.x);
-                            plus(d[1], left.y);
-                            plus(d[2], left.z);
-                            plus(d[3], left.w);
-                        }
+                        float4 left = __ldcg(memory + place(LEVEL, tile, i));
+                        d[0] = __fadd_rn(left.x, d[0]);
+                        d[1] = __fadd_rn(left.y, d[1]);
+                        d[2] = __fadd_rn(left.z, d[2]);
+                        d[3] = __fadd_rn(left.w, d[3]);
                     }
                 }
-                add_from<level + 1>(sum, segment, memory);
+                add_from<LEVEL + 1>(sum, segment, memory);
             } else {
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
                     for (int i = 0; i < FLOATS; i += 4) {
                         const float* d = &sum[tile][i];
-                        if constexpr (level < HELD) {
-#pragma unroll
-                            for (int j = 0; j < 4; ++j) held[level][tile][i + j] = d[j];
-                        } else {
-                            __stcg(memory + place(level, tile, i), make_float4(d[0], d[1], d[2], d[3]));
-                        }
+                        __stcg(memory + place(LEVEL, tile, i), make_float4(d[0], d[1], d[2], d[3]));
                     }
                 }
             }
@@ -73,13 +77,13 @@ class SegmentSums {
         return ((level - HELD) * FOURS + (tile * FLOATS + i) / 4) * 128;
     }
 
-  public:
     static __device__ constexpr int levels_in_memory() {
         int levels = 0;
         while (1 << levels < SEGMENTS) ++levels;
         return levels - HELD;
     }
 
+  public:
     static __device__ __forceinline__ void clear(Sum sum) {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
@@ -88,11 +92,17 @@ class SegmentSums {
         }
     }
 
-    // Adds the sum of a segment, or puts it aside. After the last one, `sum` is that of all. `of_all`: where the
+    // `sum` becomes that of all segments. `multiply(sum, segment)` makes it that of one. `of_all`: where the
     // memory of all warpgroups begins; host code counts it.
-    __device__ __forceinline__ void add(Sum sum, u32 segment, float* of_all, u32 warpgroup, u32 thread) {
-        asm volatile("" : "+r"(thread));  // or the address stays in registers from one segment to the next
-        i64 start = i64(warpgroup) * (levels_in_memory() * FOURS * 128) + thread;
-        add_from<0>(sum, segment, reinterpret_cast<float4*>(of_all) + start);
+    template <typename Multiply>
+    static __device__ __forceinline__ void all(Sum sum, float* of_all, u32 warpgroup, u32 thread,
+                                               Multiply multiply) {
+        for (u32 segment = 0; segment < SEGMENTS; segment += 1 << HELD) {
+            subtree<HELD>(sum, segment, multiply);
+            u32 lane = thread;
+            asm volatile("" : "+r"(lane));  // or the address stays in registers from one segment to the next
+            i64 start = i64(warpgroup) * (levels_in_memory() * FOURS * 128) + lane;
+            add_from<HELD>(sum, segment, reinterpret_cast<float4*>(of_all) + start);
+        }
     }
 };
