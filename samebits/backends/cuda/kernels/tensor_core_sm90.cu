@@ -32,7 +32,7 @@
 //   ACCUMULATE           1: chains start from the output, which is f32; 0: from +0
 //   ALIGNED              1: the output's rows allow vector stores
 //   SEGMENTS             segments of k, a power of two, each a chain of its own; absent: k is one chain
-//   HELD                 with SEGMENTS: levels of their tree whose sums wait in registers
+//   HELD, SHARED         with SEGMENTS: levels of their tree whose sums wait in registers, in shared memory
 
 #if !defined(INPUT_F16) || !defined(RAGGED)
 #error "INPUT_F16 and RAGGED are needed: #if takes a missing macro for 0"

@@ -1,9 +1,9 @@
 """Products in segments on Hopper: host side of ``kernels/tensor_core_sm90.cu`` with ``SEGMENTS``.
 
 The kernel takes a tile's segments in turn, and adds their sums on the way: those that wait stay in registers,
-or in L2. So nothing is written but the output. Schedules are those of plain products, and tiles of two
-warpgroups small enough that sums of the lowest levels stay in registers. Tensor maps have the segments as a
-batch of matrices.
+in shared memory or in L2. So nothing is written but the output. Schedules are those of plain products, and
+tiles of two warpgroups small enough that sums of the lowest levels stay in registers. Tensor maps have the
+segments as a batch of matrices.
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ __all__ = ["candidates", "catalogue", "choose", "held", "plan", "schedules", "se
 _OTHER_REGISTERS = 38  # of a consumer, besides sums
 _MOST_HELD = 3  # levels in registers: the kernel has the code of 2^HELD segments
 _TILES = ((128, 128), (128, 192), (256, 96), (128, 96))  # that two warpgroups share
+_SHORT = (128, 128)  # of these, with a ring so short that one more level waits in shared memory
 _STALL = 400  # cycles between the segments of a warpgroup
-_INTAKE = 60  # bytes a cycle between a multiprocessor and L2
+_TO_L2 = 25  # bytes a cycle between a multiprocessor and L2, of sums that wait, beside loads of operands
+_TO_SHARED = 100
+_SMEM = 227 * 1024
+_LEAST_STAGES = 4  # beside sums in shared memory
 _CLOCK = 1750.0  # MHz
 
 
@@ -59,9 +63,21 @@ def held(s: Sm90Schedule, segments: int) -> int:
     return min(max(free, 0), _levels(segments), _MOST_HELD)
 
 
-def _memory(s: Sm90Schedule, segments: int) -> int:
-    """Floats of memory that a block needs for sums that wait."""
-    return (_levels(segments) - held(s, segments)) * _accumulators(s) * 128 * s.warpgroups
+def _sums(s: Sm90Schedule) -> int:
+    """Bytes of a block's sums of one level."""
+    return _accumulators(s) * 4 * 128 * s.warpgroups
+
+
+def _in_shared(s: Sm90Schedule, segments: int) -> int:
+    """The levels above those whose sums wait in shared memory, 0 or 1: the kernel's ``SHARED``."""
+    ring = max(s.smem(s.panel, a_mn, b_mn) for a_mn in (False, True) for b_mn in (False, True))
+    fits = s.blocks == 1 and ring + 16 + _sums(s) <= _SMEM
+    return min(int(fits), _levels(segments) - held(s, segments))
+
+
+def _in_l2(s: Sm90Schedule, segments: int) -> int:
+    """The levels whose sums wait in L2."""
+    return _levels(segments) - held(s, segments) - _in_shared(s, segments)
 
 
 def _usable(s: Sm90Schedule, light: bool) -> bool:
@@ -85,8 +101,10 @@ def catalogue(v: Sm90Variant) -> list[Sm90Schedule]:
 
 def _shared(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
     """Schedules for many rows whose sums wait in registers."""
-    some = (Sm90Schedule(*tile, 64, 0, 2, 2, cluster) for tile in _TILES for cluster in (1, 2))
-    return [s.filled(s.panels, a_mn, b_mn) for s in some if s.fits(a_mn, b_mn)]
+    some = [Sm90Schedule(*tile, 64, 0, 2, 2, cluster) for tile in _TILES for cluster in (1, 2)]
+    filled = [s.filled(s.panels, a_mn, b_mn) for s in some if s.fits(a_mn, b_mn)]
+    short = [replace(s, stages=_LEAST_STAGES) for s in filled if (s.block_m, s.block_n) == _SHORT]
+    return [*short, *filled]
 
 
 def _cost(s: Sm90Schedule, p: Gemm, sms: int, segments: int) -> float:
@@ -94,11 +112,12 @@ def _cost(s: Sm90Schedule, p: Gemm, sms: int, segments: int) -> float:
     rows, columns = (p.n, p.m) if s.swap else (p.m, p.n)
     tiles = -(-rows // s.block_m) * -(-columns // s.block_n)
     rounds = -(-tiles // (sms * s.blocks))
-    moves = 2 * ((segments >> held(s, segments)) - 1) * s.block_m * s.block_n * 4 / _INTAKE
-    cycles = moves + segments * _STALL
-    alone = 0.25 if s.warpgroups > s.share or s.blocks > 1 else 1  # or others multiply meanwhile
+    waits = segments >> _levels(segments) - _in_l2(s, segments)  # sums that wait in L2, and the last one
+    l2 = 2 * (waits - 1) * _sums(s) / _TO_L2
+    shared = 2 * ((segments >> held(s, segments)) - waits) * _sums(s) / _TO_SHARED
+    stalls = segments * _STALL * (0.25 if s.warpgroups > s.share or s.blocks > 1 else 1)  # or others multiply
     padded = replace(p, k=segments * round_up(p.k // segments, s.block_k))
-    return estimate(s, padded, sms) + rounds * alone * cycles / _CLOCK
+    return estimate(s, padded, sms) + rounds * (l2 + shared + stalls) / _CLOCK
 
 
 def candidates(p: Gemm, sms: int, light: bool) -> list[Sm90Schedule]:
@@ -140,8 +159,10 @@ def schedules(p: Product) -> Sequence[Sm90Schedule]:
 
 def segmented_spec(v: Sm90Variant, s: Sm90Schedule, segments: int) -> compiler.KernelSpec:
     """The kernel of `v`, of a product by segments, under schedule `s`."""
-    plain, more = spec(v, s), (("SEGMENTS", segments), ("HELD", held(s, segments)))
-    return replace(plain, params=plain.params + "P", constants=plain.constants + more)
+    plain, shared = spec(v, s), _in_shared(s, segments)
+    more = ("SEGMENTS", segments), ("HELD", held(s, segments)), ("SHARED", shared)
+    smem = plain.smem + shared * (16 + _sums(s))
+    return replace(plain, params=plain.params + "P", constants=plain.constants + more, smem=smem)
 
 
 def plan(p: Product, segments: int, s: Sm90Schedule | None = None) -> ScratchPlan:
@@ -161,4 +182,6 @@ def plan(p: Product, segments: int, s: Sm90Schedule | None = None) -> ScratchPla
         out_map = NO_MAP if out_maps is None else out_maps[out]
         kernel.launch(grid, tall, wide, out_map, out, bias, 0, *rest, room)
 
-    return ScratchPlan(p.device, grid[0] * _memory(s, segments), launch, a_maps, b_maps, out_maps)
+    return ScratchPlan(
+        p.device, grid[0] * _in_l2(s, segments) * _sums(s) // 4, launch, a_maps, b_maps, out_maps
+    )

@@ -305,8 +305,11 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
 #if SEGMENTS > 1
             if (others) ring.skip(k_blocks);
         };
-        SegmentSums<MMA_M, BLOCK_N / 2>::all(acc, p.sums, blockIdx.x * WARPGROUPS + warpgroup, thread,
-                                             multiply);
+        using Sums = SegmentSums<MMA_M, BLOCK_N / 2>;
+        extern __shared__ unsigned char raw[];
+        void* waiting =
+            raw + ((shared.table - shared_address(raw) + 15) & ~15u) + warpgroup * Sums::shared_bytes;
+        Sums::all(acc, waiting, p.sums, blockIdx.x * WARPGROUPS + warpgroup, thread, multiply);
 #else
             if constexpr (Scheduler::VARIED)
                 ring.skip(blocks_of_others(p, scheduler, index + clusters, TEAMS - 1));

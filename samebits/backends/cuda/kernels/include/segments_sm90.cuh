@@ -1,5 +1,5 @@
-// Sums of segments: what each segment of k gives, added by the contract's tree. Uses the macros SEGMENTS and
-// HELD.
+// Sums of segments: what each segment of k gives, added by the contract's tree. Uses the macros SEGMENTS, HELD
+// and SHARED.
 //
 // A warpgroup takes a tile's segments in order. At most one sum of every level waits for its right neighbour:
 //
@@ -9,8 +9,8 @@
 //   level 2                        wait                        add
 //
 // The HELD lowest levels, which change most often, wait in registers: the accumulators of 2^HELD segments are
-// different ones, so nothing is copied there. The other levels wait in memory, that is, in L2. There each thread
-// reads what it wrote itself, so nothing is synchronised.
+// different ones, so nothing is copied there. The next SHARED levels, 0 or 1, wait in shared memory, and the
+// others in memory, that is, in L2. There each thread reads what it wrote itself, so nothing is synchronised.
 #pragma once
 
 #include "ptx_sm90.cuh"
@@ -18,6 +18,7 @@
 #ifndef SEGMENTS
 #define SEGMENTS 1
 #define HELD 0
+#define SHARED 0
 #endif
 
 // Of a thread's accumulators, TILES times FLOATS.
@@ -25,6 +26,8 @@ template <int TILES, int FLOATS>
 class SegmentSums {
     using Sum = float (&)[TILES][FLOATS];
     static constexpr int FOURS = TILES * FLOATS / 4;
+
+    static constexpr int ABOVE = HELD + SHARED;  // the lowest level that waits in L2
 
     // `sum` becomes the sum of 2^LEVEL segments from `segment` on. `multiply(sum, segment)` gives that of one.
     template <int LEVEL, typename Multiply>
@@ -44,7 +47,7 @@ class SegmentSums {
     }
 
     template <int LEVEL>
-    static __device__ __forceinline__ void add_from(Sum sum, u32 segment, float4* memory) {
+    static __device__ __forceinline__ void add_from(Sum sum, u32 segment, float4* shared, float4* memory) {
         if constexpr (1 << LEVEL < SEGMENTS) {
             if (segment >> LEVEL & 1) {
 #pragma unroll
@@ -52,38 +55,45 @@ class SegmentSums {
 #pragma unroll
                     for (int i = 0; i < FLOATS; i += 4) {
                         float* d = &sum[tile][i];
-                        float4 left = __ldcg(memory + place(LEVEL, tile, i));
+                        float4 left = LEVEL < ABOVE ? shared[place(LEVEL, HELD, tile, i)]
+                                                    : __ldcg(memory + place(LEVEL, ABOVE, tile, i));
                         d[0] = __fadd_rn(left.x, d[0]);
                         d[1] = __fadd_rn(left.y, d[1]);
                         d[2] = __fadd_rn(left.z, d[2]);
                         d[3] = __fadd_rn(left.w, d[3]);
                     }
                 }
-                add_from<LEVEL + 1>(sum, segment, memory);
+                add_from<LEVEL + 1>(sum, segment, shared, memory);
             } else {
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
                     for (int i = 0; i < FLOATS; i += 4) {
                         const float* d = &sum[tile][i];
-                        __stcg(memory + place(LEVEL, tile, i), make_float4(d[0], d[1], d[2], d[3]));
+                        float4 right = make_float4(d[0], d[1], d[2], d[3]);
+                        if constexpr (LEVEL < ABOVE)
+                            shared[place(LEVEL, HELD, tile, i)] = right;
+                        else
+                            __stcg(memory + place(LEVEL, ABOVE, tile, i), right);
                     }
                 }
             }
         }
     }
 
-    static __device__ constexpr int place(int level, int tile, int i) {
-        return ((level - HELD) * FOURS + (tile * FLOATS + i) / 4) * 128;
+    static __device__ constexpr int place(int level, int first, int tile, int i) {
+        return ((level - first) * FOURS + (tile * FLOATS + i) / 4) * 128;
     }
 
     static __device__ constexpr int levels_in_memory() {
         int levels = 0;
         while (1 << levels < SEGMENTS) ++levels;
-        return levels - HELD;
+        return levels - ABOVE;
     }
 
   public:
+    static constexpr u32 shared_bytes = SHARED * FOURS * 128 * sizeof(float4);  // of a warpgroup
+
     static __device__ __forceinline__ void clear(Sum sum) {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
@@ -92,17 +102,18 @@ class SegmentSums {
         }
     }
 
-    // `sum` becomes that of all segments. `multiply(sum, segment)` makes it that of one. `of_all`: where the
-    // memory of all warpgroups begins; host code counts it.
+    // `sum` becomes that of all segments. `multiply(sum, segment)` makes it that of one. `shared`: memory of
+    // the warpgroup. `of_all`: where that of all warpgroups in L2 begins; host code counts it.
     template <typename Multiply>
-    static __device__ __forceinline__ void all(Sum sum, float* of_all, u32 warpgroup, u32 thread,
-                                               Multiply multiply) {
+    static __device__ __forceinline__ void all(Sum sum, void* shared, float* of_all, u32 warpgroup,
+                                               u32 thread, Multiply multiply) {
         for (u32 segment = 0; segment < SEGMENTS; segment += 1 << HELD) {
             subtree<HELD>(sum, segment, multiply);
             u32 lane = thread;
             asm volatile("" : "+r"(lane));  // or the address stays in registers from one segment to the next
             i64 start = i64(warpgroup) * (levels_in_memory() * FOURS * 128) + lane;
-            add_from<HELD>(sum, segment, reinterpret_cast<float4*>(of_all) + start);
+            add_from<HELD>(sum, segment, static_cast<float4*>(shared) + lane,
+                           reinterpret_cast<float4*>(of_all) + start);
         }
     }
 };
