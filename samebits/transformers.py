@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from samebits.backends.attention import SEGMENT
 from samebits.mode.arguments import without_autocast
-from samebits.mode.sequences import sequences_of
 from samebits.ops.attention import attention, hidden_keys
 from samebits.ops.experts import Routed, experts
 
@@ -425,11 +424,9 @@ def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
 
 
 def _rows_of_batch(tokens: Tensor) -> int:
-    """How many rows of a batch were flattened to these tokens, as far as that can be told."""
-    if torch.compiler.is_compiling():
-        return 1
-    whole = tokens._base
+    """How many rows of a batch were flattened to these tokens, if they are a view of it. Otherwise 1."""
+    whole = None if torch.compiler.is_compiling() else tokens._base
     if whole is None or whole.ndim != 3 or whole.shape[0] * whole.shape[1] != tokens.shape[0]:
-        return sequences_of(tokens.shape[0])
+        return 1
     same = whole.shape[2:] == tokens.shape[1:] and whole.is_contiguous() and tokens.is_contiguous()
-    return whole.shape[0] if same else sequences_of(tokens.shape[0])
+    return whole.shape[0] if same else 1
