@@ -69,8 +69,8 @@ def register() -> None:
       the gradients of the token.
     * Each row of the batch ``[batch, tokens, hidden]`` that the layer flattens is a sequence in the gradients
       of weights: padding at the end of rows changes no bit of them. That is so where the layer flattens it
-      by a view, and within :func:`samebits.batch_invariant`, which remembers the batch that linear layers saw
-      last. Elsewhere, and under ``torch.compile``, all tokens are one sequence.
+      by a view. Elsewhere, and under ``torch.compile``, all tokens are one sequence. Routers and shared
+      experts are not part of this: they are products of rows, which are one sequence.
 
     Raises:
         ImportError: ``transformers`` is not installed.
