@@ -21,6 +21,7 @@ WHOLE = set("mamba falcon_mamba jamba zamba recurrent_gemma rwkv".split())  # no
 """Models whose prefill cannot go on from a cache: it is in one piece."""
 
 _COMPRESSED = "the keys of compressed blocks lie behind those of all tokens, so padding and chunks move them"
+_ROWS = "some of its layers take the rows of the flattened batch, which are one sequence"
 _UNKNOWN = "attention of its own; what depends on the padded length, from 256 tokens on, is not found yet"
 REASONS: dict[str, str] = {
     "deepseek_v4": _COMPRESSED,
@@ -32,5 +33,5 @@ REASONS: dict[str, str] = {
     "mpt": "its bias of positions counts from the row's padded end, which moves all scores",
     "recurrent_gemma": "its gates have the rows of the flattened batch in one `baddbmm`, as one sequence",
     "fnet": "mixes tokens by a Fourier transform",
-}
+} | dict.fromkeys("afmoe gpt2 gpt-sw3 hy_v3 laguna mellum minimax_m3_vl_text openai-gpt".split(), _ROWS)  # noqa: SIM905
 """What in a model makes it fail."""
