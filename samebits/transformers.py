@@ -69,7 +69,7 @@ def register() -> None:
       the gradients of the token.
     * Each row of the batch ``[batch, tokens, hidden]`` that the layer flattens is a sequence in the gradients
       of weights: padding at the end of rows changes no bit of them. That is so where the layer flattens it
-      by a view. Elsewhere, and under ``torch.compile``, all tokens are one sequence. Routers and shared
+      just before. Elsewhere, and under ``torch.compile``, all tokens are one sequence. Routers and shared
       experts are not part of this: they are products of rows, which are one sequence.
 
     Raises:
@@ -424,9 +424,17 @@ def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
 
 
 def _rows_of_batch(tokens: Tensor) -> int:
-    """How many rows of a batch were flattened to these tokens, if they are a view of it. Otherwise 1."""
-    whole = None if torch.compiler.is_compiling() else tokens._base
-    if whole is None or whole.ndim != 3 or whole.shape[0] * whole.shape[1] != tokens.shape[0]:
+    """How many rows of a batch were flattened to these tokens, if they are a view of it. Otherwise 1.
+
+    Autograd has recorded the shape that was flattened. Where it has not, the view's base tells it.
+    """
+    if torch.compiler.is_compiling():
         return 1
-    same = whole.shape[2:] == tokens.shape[1:] and whole.is_contiguous() and tokens.is_contiguous()
-    return whole.shape[0] if same else 1
+    made = tokens.grad_fn
+    if made is not None and made.name() in ("ViewBackward0", "UnsafeViewBackward0"):
+        shape = made._saved_self_sym_sizes  # type: ignore[attr-defined]
+    else:
+        whole = tokens._base
+        shape = whole.shape if whole is not None and whole.is_contiguous() and tokens.is_contiguous() else ()
+    flattens = len(shape) == 3 and (shape[0] * shape[1], shape[2]) == tuple(tokens.shape)
+    return int(shape[0]) if flattens else 1

@@ -13,6 +13,7 @@ from torch import Tensor
 import samebits
 from samebits.ops import reduce
 from samebits.testing import assert_same_bits, values
+from samebits.transformers import _rows_of_batch
 from tests.mode.conftest import Within
 from tests.support import naive_rows
 from tests.support.devices import DEVICES
@@ -405,6 +406,21 @@ def test_bits_do_not_depend_on_earlier_calls(device: str, product: str, within: 
     assert_same_bits(got, first)
     assert_same_bits(then, want)
     assert (first != want).any()
+
+
+@on_devices
+@pytest.mark.parametrize(
+    "made", [F.gelu, lambda x: F.layer_norm(x, (8,)), lambda x: x * 2, lambda x: x[:, 1:]]
+)
+def test_flattened_tokens_know_their_batch(
+    device: str, made: Callable[[Tensor], Tensor], within: Within
+) -> None:
+    """Whatever function made it, and whatever memory its result is a view of."""
+    x = make((3, 5, 8), torch.bfloat16, 0, device).requires_grad_()
+    with within("error"):
+        batch = made(x)
+        assert _rows_of_batch(batch.reshape(-1, 8)) == 3
+        assert _rows_of_batch(batch.reshape(-1, 8) + 0) == 1
 
 
 @pytest.mark.usefixtures("_registered")
