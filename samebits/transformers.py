@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from samebits.backends.attention import SEGMENT
 from samebits.mode.arguments import without_autocast
-from samebits.mode.sequences import sequences_of
 from samebits.ops.attention import attention, hidden_keys
 from samebits.ops.experts import Routed, experts
 
@@ -70,8 +69,8 @@ def register() -> None:
       the gradients of the token.
     * Each row of the batch ``[batch, tokens, hidden]`` that the layer flattens is a sequence in the gradients
       of weights: padding at the end of rows changes no bit of them. That is so where the layer flattens it
-      by a view, and within :func:`samebits.batch_invariant`, which remembers the batch that linear layers saw
-      last. Elsewhere, and under ``torch.compile``, all tokens are one sequence.
+      just before. Elsewhere, and under ``torch.compile``, all tokens are one sequence. Routers and shared
+      experts are not part of this: they are products of rows, which are one sequence.
 
     Raises:
         ImportError: ``transformers`` is not installed.
@@ -425,11 +424,17 @@ def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
 
 
 def _rows_of_batch(tokens: Tensor) -> int:
-    """How many rows of a batch were flattened to these tokens, as far as that can be told."""
+    """How many rows of a batch were flattened to these tokens, if they are a view of it. Otherwise 1.
+
+    Autograd has recorded the shape that was flattened. Where it has not, the view's base tells it.
+    """
     if torch.compiler.is_compiling():
         return 1
-    whole = tokens._base
-    if whole is None or whole.ndim != 3 or whole.shape[0] * whole.shape[1] != tokens.shape[0]:
-        return sequences_of(tokens.shape[0])
-    same = whole.shape[2:] == tokens.shape[1:] and whole.is_contiguous() and tokens.is_contiguous()
-    return whole.shape[0] if same else sequences_of(tokens.shape[0])
+    made = tokens.grad_fn
+    if made is not None and made.name() in ("ViewBackward0", "UnsafeViewBackward0"):
+        shape = made._saved_self_sym_sizes  # type: ignore[attr-defined]
+    else:
+        whole = tokens._base
+        shape = whole.shape if whole is not None and whole.is_contiguous() and tokens.is_contiguous() else ()
+    flattens = len(shape) == 3 and (shape[0] * shape[1], shape[2]) == tuple(tokens.shape)
+    return int(shape[0]) if flattens else 1

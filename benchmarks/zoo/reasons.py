@@ -21,16 +21,21 @@ WHOLE = set("mamba falcon_mamba jamba zamba recurrent_gemma rwkv".split())  # no
 """Models whose prefill cannot go on from a cache: it is in one piece."""
 
 _COMPRESSED = "the keys of compressed blocks lie behind those of all tokens, so padding and chunks move them"
+_ROWS = "some of its layers take the rows of the flattened batch, which are one sequence"
 _UNKNOWN = "attention of its own; what depends on the padded length, from 256 tokens on, is not found yet"
 REASONS: dict[str, str] = {
     "deepseek_v4": _COMPRESSED,
     "hy_v4": _UNKNOWN,
     "inkling2_text": _UNKNOWN,
-    "inkling_text": "a bias of positions had no place for keys that the cache dropped; mended after this run",
     "jetmoe": "its experts call `linear` with the rows of each, so their gradients do not know sequences",
-    "llama4_text": "every expert has all rows of the flattened batch in one `bmm`, as one sequence",
+    "llama4_text": "its experts and shared experts have all rows of the flattened batch as one sequence",
     "mpt": "its bias of positions counts from the row's padded end, which moves all scores",
     "recurrent_gemma": "its gates have the rows of the flattened batch in one `baddbmm`, as one sequence",
     "fnet": "mixes tokens by a Fourier transform",
-}
+} | dict.fromkeys(
+    """
+    afmoe gpt2 gpt-sw3 hy_v3 inkling_text laguna mellum minimax_m3_vl_text openai-gpt qwen2_moe qwen4_exp_text
+    """.split(),  # noqa: SIM905
+    _ROWS,
+)
 """What in a model makes it fail."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -36,7 +35,6 @@ from samebits.mode.rules import (
     VIEWS,
     is_direct,
 )
-from samebits.mode.sequences import added_in_sequences, forget, in_sequences, seeing
 from samebits.ops._operator import EXTRAORDINARY, as_no_view
 
 __all__ = [
@@ -109,8 +107,6 @@ def check_on_uncovered(of: str, on_uncovered: OnUncovered) -> None:
 def _context(on_uncovered: OnUncovered) -> Iterator[None]:
     before = _state.on_uncovered
     _state.on_uncovered = on_uncovered
-    if before is None and not torch.compiler.is_compiling():
-        forget()  # what came before has nothing to do with what follows
     try:
         with nullcontext() if _is_on(before) else _Mode(on_uncovered):
             yield
@@ -142,14 +138,7 @@ class _Mode(OwnMode):
             return func(*args)
         if func in REPLAYED:
             _state.outermost = self.on_uncovered
-            call = _replayed(func)
-            if func is F.linear:
-                return in_sequences(call, args, kwargs)
-            if func is F.layer_norm or func is F.rms_norm:
-                return seeing(call, args, kwargs)
-            if func is torch.addmm:
-                return added_in_sequences(_replayed(F.linear), call, args, kwargs)
-            return call(*args, **kwargs)
+            return _replayed(func)(*args, **kwargs)
         return self._overridden(func, args, kwargs)
 
     def _overridden(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -8,7 +8,6 @@ since other threads may be running them; while the mode is off they call PyTorch
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import warnings
@@ -22,7 +21,6 @@ from torch._ops import OpOverload
 from torch.autograd import graph
 
 from samebits.backends.replay import replayed
-from samebits.mode import products
 from samebits.mode.context import (
     OnUncovered,
     check_on_uncovered,
@@ -33,7 +31,6 @@ from samebits.mode.context import (
     watched,
 )
 from samebits.mode.operators import Rule, operator_rules, outs
-from samebits.mode.sequences import added_in_sequences, forget, in_sequences, seeing
 from samebits.ops._operator import EXTRAORDINARY, thread
 
 __all__ = [
@@ -66,7 +63,6 @@ class _Switch:
         with self.lock:
             before = self.on_uncovered
             if on_uncovered is not None and before is None:
-                forget()
                 self.library = self.library or _registered()
                 # What has been compiled, and would be, has other kernels.
                 self.stance = torch.compiler.set_stance("force_eager")
@@ -222,14 +218,6 @@ def _dtype_beside(lead: Tensor, number: complex) -> torch.dtype:
     return exact if same_kind else torch.result_type(lead, number)
 
 
-_IN_SEQUENCES: dict[OpOverload, Callable[..., Any]] = {
-    torch.ops.aten.linear.default: in_sequences,
-    torch.ops.aten.addmm.default: functools.partial(added_in_sequences, products.linear_),
-    torch.ops.aten.layer_norm.default: seeing,
-    torch.ops.aten.rms_norm.default: seeing,
-}
-
-
 def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
     """The kernel of an operator at a dispatch key. Its own cost is part of every covered call's."""
     below_autograd, has_out = not key.startswith("Autograd"), bool(outs(op))
@@ -246,7 +234,6 @@ def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
 
     returns_new = rule.replacement is not None and not op._schema.is_mutable
     call = replayed(covered, *EXTRAORDINARY) if returns_new else covered
-    sequenced = _IN_SEQUENCES.get(op)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         on_uncovered = _switch.on_uncovered
@@ -261,8 +248,6 @@ def _kernel(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
                 elif below_autograd and torch.is_grad_enabled():
                     with torch.no_grad():
                         result = call(*args, **kwargs)
-                elif sequenced is not None:
-                    result = sequenced(call, args, kwargs)
                 else:
                     result = call(*args, **kwargs)
                 if result is not NotImplemented:

@@ -13,6 +13,7 @@ from torch import Tensor
 import samebits
 from samebits.ops import reduce
 from samebits.testing import assert_same_bits, values
+from samebits.transformers import _rows_of_batch
 from tests.mode.conftest import Within
 from tests.support import naive_rows
 from tests.support.devices import DEVICES
@@ -381,35 +382,43 @@ def test_gradients_of_experts_are_free_of_padding(
 
 
 @on_devices
-def test_rows_of_a_flattened_batch_are_its_sequences(device: str, within: Within) -> None:
-    """If a linear layer saw the batch before; on a fresh start rows are one sequence."""
+@pytest.mark.parametrize("product", ["linear", "addmm"])
+def test_bits_do_not_depend_on_earlier_calls(device: str, product: str, within: Within) -> None:
+    """Rows of a flattened batch are one sequence, whichever call comes first."""
     x, seed = (make((3, 21, 40), torch.bfloat16, i, device) for i in (0, 1))
     w = make((40, 40), torch.bfloat16, 2, device).requires_grad_()
     x[0, 5] *= 4096  # great terms that cancel, so that it shows where groups begin
     x[2, 5], seed[2, 5] = x[0, 5], -seed[0, 5]
 
-    def gradient(x: Tensor, seed: Tensor) -> Tensor:
-        return torch.autograd.grad(F.linear(x, w), w, seed)[0]
-
-    rows, seeds = x.view(-1, 40), seed.view(-1, 40)
-    with within("error"):
-        one = gradient(rows, seeds)
-    with within("error"):
-        assert_same_bits(gradient(rows, seeds), one)
-        whole = gradient(x, seed)
-        found = F.linear(rows + 0, w, x[0, 0])
-        assert found.shape == rows.shape
-        assert_same_bits(gradient(rows + 0, seeds), whole)
-        assert_same_bits(gradient(rows[:62], seeds[:62]), gradient(rows[:62].clone(), seeds[:62]))
-        assert_same_bits(found.detach(), F.linear(x, w, x[0, 0]).detach().flatten(0, 1))
-        found += 1  # PyTorch's may be changed in place
-        (added,) = torch.autograd.grad(torch.addmm(x[0, 0], rows + 0, w), w, seeds)
-        (want,) = torch.autograd.grad(F.linear(x, w.T, x[0, 0]), w, seed)
-        assert_same_bits(added, want)
-    with within("error"):
+    def whole() -> Tensor:
         F.layer_norm(x, (40,))
-        assert_same_bits(gradient(rows + 0, seeds), whole)
-    assert (one != whole).any()
+        return torch.autograd.grad(F.linear(x, w.T), w, seed)[0]
+
+    def flattened() -> Tensor:
+        rows = x.view(-1, 40)
+        out = F.linear(rows, w.T) if product == "linear" else torch.addmm(x[0, 0], rows, w)
+        return torch.autograd.grad(out, w, seed.view(-1, 40))[0]
+
+    with within("error"):
+        first, then = flattened(), whole()
+    with within("error"):
+        want, got = whole(), flattened()
+    assert_same_bits(got, first)
+    assert_same_bits(then, want)
+    assert (first != want).any()
+
+
+@on_devices
+@pytest.mark.parametrize("made", [F.gelu, lambda x: F.layer_norm(x, (8,)), lambda x: x[:, 1:]])
+def test_flattened_tokens_know_their_batch(
+    device: str, made: Callable[[Tensor], Tensor], within: Within
+) -> None:
+    """Whatever function made it, and whatever memory its result is a view of."""
+    x = make((3, 5, 8), torch.bfloat16, 0, device).requires_grad_()
+    with within("error"):
+        batch = made(x)
+        assert _rows_of_batch(batch.reshape(-1, 8)) == 3
+        assert _rows_of_batch(batch.reshape(-1, 8) + 0) == 1
 
 
 @pytest.mark.usefixtures("_registered")
