@@ -13,6 +13,7 @@ PAGES = {
     "architecture.md": "ARCHITECTURE.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
+    "security.md": "SECURITY.md",
 }
 
 
@@ -29,7 +30,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return markdown.replace("](../README.md", "](index.md")
+    for page, source in PAGES.items():
+        markdown = markdown.replace(f"](../{source}", f"]({page}")
+    return markdown
 
 
 def on_page_content(html: str, **_: Any) -> str:
