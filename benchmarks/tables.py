@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from benchmarks import grouped, held_out
+from benchmarks import grouped, held_out, support
 from benchmarks.host import ratios
 from benchmarks.logp import PRODUCT
 from benchmarks.record import GPUS, ROOT, load, measured, slug, tiny
@@ -612,6 +612,12 @@ def gpu_held_out(data: dict[str, Any]) -> str:
     return "\n\n".join((table(head, lines), said, _measured_on_gpu(data)))
 
 
+def supported() -> str:
+    """Which operation is proven on which GPU."""
+    head, *rows = support.table_of_support()
+    return table(head, rows)
+
+
 def named(functions: Iterable[str | Callable[..., Any]]) -> str:
     """Names of PyTorch's functions, each once. Operators are shown as symbols."""
     names = [f if isinstance(f, str) else f.__name__ for f in functions]
@@ -669,6 +675,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "before-after": before_after,
     "reference-speed": reference_speed,
     "drift": drift,
+    "support": supported,
     "mode-replaced": mode_replaced,
     "mode-vectors": mode_vectors,
     "mode-reported": mode_reported,
@@ -703,6 +710,11 @@ def main() -> None:
                 print(f"wrote {path}")
     if unused := BLOCKS.keys() - used:
         raise SystemExit(f"no page has a block for {', '.join(sorted(unused))}")
+    if not support.PROVEN.exists() or support.PROVEN.read_text() != support.text():
+        stale.append(str(support.PROVEN.relative_to(ROOT)))
+        if not options.check:
+            support.PROVEN.write_text(support.text())
+            print(f"wrote {support.PROVEN}")
     if options.check and stale:
         raise SystemExit(f"out of date: {', '.join(stale)}; run python -m benchmarks.tables")
 

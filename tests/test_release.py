@@ -22,7 +22,10 @@ KINDS = {
     ".cuh": "samebits/backends/cuda/kernels/include",
 }
 """Suffixes of the sources in a wheel, and the folders that they are in."""
-OTHERS = {"samebits/py.typed", "samebits/data/harbour.txt", "samebits/data/known_answers.npz"}
+OTHERS = {
+    "samebits/py.typed",
+    *(f"samebits/data/{name}" for name in ("harbour.txt", "known_answers.npz", "proven.json")),
+}
 METADATA = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}
 
 

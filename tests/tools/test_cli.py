@@ -412,7 +412,10 @@ def test_info() -> None:
     assert result.exit_code == 0
     for text in (samebits.__version__, torch.__version__, samebits.FMA.digest(), "both contracts ran"):
         assert text in result.stdout
+    assert result.stdout.startswith("Will it work here, and how fast?")
     data = json.loads(run("info", "--json").stdout)
+    assert data["answer"][0].startswith("CPU tensors: yes")
+    assert {"driver", "cache", "gpus"} <= data.keys()
     assert data["contracts"]["TENSOR_CORE, AMPERE"] == samebits.TENSOR_CORE.on(samebits.AMPERE).digest()
     assert [b["name"] for b in data["backends"]] == ["reference", "cuda", "triton"]
     assert data["backends"][0]["works"]
@@ -458,6 +461,43 @@ def test_info_says_what_each_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> No
     )
     found = [gpu.contracts for gpu in info_module._gpus()]
     assert found == [(), ("FMA",), ("FMA", "TENSOR_CORE"), ("FMA",)]
+
+
+@pytest.mark.parametrize(
+    ("name", "contracts", "works", "says"),
+    [
+        (
+            "NVIDIA H200",
+            ("FMA", "TENSOR_CORE"),
+            True,
+            ("yes, by cuda", "Proven on this model: products", "PyTorch = 1"),
+        ),
+        (
+            "another",
+            ("FMA", "TENSOR_CORE"),
+            True,
+            ("yes, by cuda", "only compiled", "run samebits bench --quick"),
+        ),
+        ("another", ("FMA",), True, ("Pass contract=samebits.FMA for 16-bit operands",)),
+        ("another", (), True, ("no, it is too old for every kernel",)),
+        ("another", ("FMA",), False, ("no, no driver. → install one",)),
+    ],
+)
+def test_info_answers_at_a_glance(
+    name: str, contracts: tuple[str, ...], works: bool, says: tuple[str, ...]
+) -> None:
+    proven = info_module._proven().get(name)
+    gpu = info_module.Gpu(name, "sm_90", 80.0, contracts, "HOPPER", proven, 0)
+    cuda = info_module.Backend(
+        "cuda", "", works, "" if works else "no driver", "" if works else "install one"
+    )
+    backends = (info_module.Backend("reference", "CPU", True, "", ""), cuda)
+    triton = info_module.Backend("triton", "", False, "there is no package triton", "pip install triton")
+    answer = "\n".join(info_module._answer((gpu,), (*backends, triton)))
+    for text in ("CPU tensors: yes", *says):
+        assert text in answer
+    none = info_module._answer((), (*backends, triton))
+    assert none[1].startswith("GPU tensors: no")
 
 
 @pytest.mark.parametrize("old", [(7, 5), (12, 1)])
