@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -29,6 +30,7 @@ from samebits.tools.audit import OperatorReport, Report
 from samebits.tools.audit import linears as linears_module
 from samebits.tools.audit import target as target_module
 from samebits.tools.cli import app
+from tests.support import ROOT
 from tests.support.devices import FAMILY
 
 
@@ -134,8 +136,43 @@ def test_audit_of_operators(here: Path) -> None:
     assert "rows 0, 1 of 3" in says
     assert (here / "growth.svg").exists()
 
+    text = (here / "growth.svg").read_text()
+    assert "prefers-color-scheme: dark" in text
+    assert "#000000" not in text, "ink that a dark page hides"
+
     result = run("audit", "mine:varies_backward", "--operators", "--backward", "--json", "-")
     assert {o.phase for o in OperatorReport.from_json(result.stdout).culprits} == {"forward", "backward"}
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("mine:make",), "Of 2 layers, "),
+        (("mine:varies", "--operators"), "1 of 3 calls depend on the batch"),
+        (("mine:exact", "--operators"), "no operator of 2 calls depends on the batch"),
+    ],
+)
+def test_a_page_needs_no_other_file(here: Path, args: tuple[str, ...], says: str) -> None:
+    pytest.importorskip("matplotlib")
+    result = run("audit", *args, "--html", "page.html")
+    assert result.exit_code in (0, 1), result.stderr
+    text = (here / "page.html").read_text()
+    assert says in text
+    assert "prefers-color-scheme: dark" in text
+    assert 'name=viewport content="width=device-width' in text
+    links = {*re.findall(r'(?:src|href)="([^"]+)"', text), *re.findall(r"url\(([^)]+)\)", text)}
+    assert all(link.startswith("#") for link in links)
+
+
+def test_a_page_of_the_recorded_benchmark(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from samebits.tools.bench.page import write_page
+
+    data = json.loads((ROOT / "benchmarks/results/nvidia-h200/bench.json").read_text())
+    write_page(data, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "Speed on NVIDIA H200" in text
+    assert text.count("<tr>") > len([c for c in data["cases"] if c["work"] in ("forward", "dX", "dW")])
 
 
 def test_audit_of_operators_pads_the_texts_sequences(here: Path) -> None:
@@ -212,7 +249,7 @@ def test_exit_code_0_when_only_pytorch_drifts(monkeypatch: pytest.MonkeyPatch) -
         (["mine:make", "--json", "absent/report.json"], "expected a file in a folder that exists"),
         (["mine:make", "--json", "."], "expected a file in a folder that exists"),
         (["mine:make", "--backward"], "--backward: expected --operators beside it"),
-        (["mine:make", "--plot", "x.svg"], "--plot: expected --operators beside it"),
+        (["mine:make", "--plot", "x.odd"], "plot x.odd: matplotlib cannot write odd"),
         (["mine:make", "--operators", "--plot", "absent/x.svg"], "--plot absent/x.svg: expected a file"),
         (["mine:make", "--operators", "--only", "0"], "--only: chooses linear layers"),
         (["mine:several", "--operators"], "expected one forward pass on a batch, got 2 of them"),
