@@ -108,5 +108,5 @@ def _svg(drawn: Figure) -> str:
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "samebits"}):
         drawn.savefig(file, format="svg", metadata={"Date": None})
-    text = file.getvalue()
-    return text[text.index("<svg") :].replace(_INK, "currentColor")
+    drawing = file.getvalue()
+    return drawing[drawing.index("<svg") :].replace(_INK, "currentColor")
