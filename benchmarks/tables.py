@@ -617,8 +617,8 @@ def gpu_price(gpu: str) -> str:
     said = (
         f"On one {load(f'{gpu}/bench.json')['environment']['gpu']}; time, PyTorch = 1, below 1 is faster."
         " Geometric means, and the worst case. Steps under `enable_batch_invariant_mode`, the GRPO step under"
-        " `batch_invariant`. PyTorch's decode takes a slow path of its attention there, because of the cache's"
-        " mask."
+        " `batch_invariant`. PyTorch's decode takes a slow path of its attention there, because of the"
+        " cache's mask."
     )
     return "\n\n".join((table(["work", "time", "worst", "measured"], price.rows(gpu)), said))
 

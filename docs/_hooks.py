@@ -24,7 +24,7 @@ def on_files(files: Files, config: Any) -> Files:
         for target, name in PAGES.items():
             text = text.replace(f"]({name})", f"]({target})")
         files.append(File.generated(config, page, content=text))
-    for example in (root / "examples").glob("*.py"):
+    for example in (p for p in (root / "examples").iterdir() if p.suffix in (".py", ".ipynb")):
         files.append(File.generated(config, f"examples/{example.name}", abs_src_path=str(example)))
     return files
 
