@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from benchmarks import grouped, held_out
+from benchmarks import grouped, held_out, price, support
 from benchmarks.host import ratios
 from benchmarks.logp import PRODUCT
 from benchmarks.record import GPUS, ROOT, load, measured, slug, tiny
@@ -612,6 +612,23 @@ def gpu_held_out(data: dict[str, Any]) -> str:
     return "\n\n".join((table(head, lines), said, _measured_on_gpu(data)))
 
 
+def gpu_price(gpu: str) -> str:
+    """README's table of speed."""
+    said = (
+        f"On one {load(f'{gpu}/bench.json')['environment']['gpu']}; time, PyTorch = 1, below 1 is faster."
+        " Geometric means, and the worst case. Steps under `enable_batch_invariant_mode`, the GRPO step under"
+        " `batch_invariant`. PyTorch's decode takes a slow path of its attention there, because of the"
+        " cache's mask."
+    )
+    return "\n\n".join((table(["work", "time", "worst", "measured"], price.rows(gpu)), said))
+
+
+def supported() -> str:
+    """Which operation is proven on which GPU."""
+    head, *rows = support.table_of_support()
+    return table(head, rows)
+
+
 def named(functions: Iterable[str | Callable[..., Any]]) -> str:
     """Names of PyTorch's functions, each once. Operators are shown as symbols."""
     names = [f if isinstance(f, str) else f.__name__ for f in functions]
@@ -665,20 +682,25 @@ def gpu_block(gpu: str, results: str, write: Callable[[dict[str, Any]], str]) ->
     return write(load(f"{gpu}/{results}")) if gpu in measured(results) else "Not measured yet."
 
 
-BLOCKS: dict[str, Callable[[], str]] = {
-    "before-after": before_after,
-    "reference-speed": reference_speed,
-    "drift": drift,
-    "mode-replaced": mode_replaced,
-    "mode-vectors": mode_vectors,
-    "mode-reported": mode_reported,
-    "architectures": lambda: gpu_block("cpu", "zoo.json", architectures),
-} | {
-    f"{gpu}-{what}": partial(gpu_block, gpu, results, write)
-    for gpu in GPUS
-    for results, blocks in GPU_BLOCKS.items()
-    for what, write in blocks.items()
-}
+BLOCKS: dict[str, Callable[[], str]] = (
+    {
+        "before-after": before_after,
+        "reference-speed": reference_speed,
+        "drift": drift,
+        "support": supported,
+        "mode-replaced": mode_replaced,
+        "mode-vectors": mode_vectors,
+        "mode-reported": mode_reported,
+        "architectures": lambda: gpu_block("cpu", "zoo.json", architectures),
+    }
+    | {f"{gpu}-price": partial(gpu_price, gpu) for gpu in GPUS}
+    | {
+        f"{gpu}-{what}": partial(gpu_block, gpu, results, write)
+        for gpu in GPUS
+        for results, blocks in GPU_BLOCKS.items()
+        for what, write in blocks.items()
+    }
+)
 
 
 def main() -> None:
@@ -703,6 +725,11 @@ def main() -> None:
                 print(f"wrote {path}")
     if unused := BLOCKS.keys() - used:
         raise SystemExit(f"no page has a block for {', '.join(sorted(unused))}")
+    if not support.PROVEN.exists() or support.PROVEN.read_text() != support.text():
+        stale.append(str(support.PROVEN.relative_to(ROOT)))
+        if not options.check:
+            support.PROVEN.write_text(support.text())
+            print(f"wrote {support.PROVEN}")
     if options.check and stale:
         raise SystemExit(f"out of date: {', '.join(stale)}; run python -m benchmarks.tables")
 

@@ -13,6 +13,7 @@ PAGES = {
     "architecture.md": "ARCHITECTURE.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
+    "security.md": "SECURITY.md",
 }
 
 
@@ -23,13 +24,15 @@ def on_files(files: Files, config: Any) -> Files:
         for target, name in PAGES.items():
             text = text.replace(f"]({name})", f"]({target})")
         files.append(File.generated(config, page, content=text))
-    for example in (root / "examples").glob("*.py"):
+    for example in (p for p in (root / "examples").iterdir() if p.suffix in (".py", ".ipynb")):
         files.append(File.generated(config, f"examples/{example.name}", abs_src_path=str(example)))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return markdown.replace("](../README.md", "](index.md")
+    for page, source in PAGES.items():
+        markdown = markdown.replace(f"](../{source}", f"]({page}")
+    return markdown
 
 
 def on_page_content(html: str, **_: Any) -> str:

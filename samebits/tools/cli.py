@@ -74,6 +74,11 @@ _DTYPE = Annotated[
 ]
 
 
+_HTML = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write a page to send to somebody, in one file.")
+]
+
+
 def _version(asked: bool) -> None:
     if asked:
         print(f"samebits {__version__}")
@@ -136,8 +141,9 @@ def audit(
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With --operators: draw how the difference grows (SVG, PNG, PDF)."),
+        typer.Option(metavar="FILE", help="Draw the drift of layers, or operators (SVG, PNG, PDF)."),
     ] = None,
+    html: _HTML = None,
 ) -> None:
     """Which of a model's linear layers change their bits with the batch: PyTorch's, and samebits'.
 
@@ -161,6 +167,7 @@ def audit(
             operators=operators,
             backward=backward,
             plot=plot,
+            html=html,
         )
     raise typer.Exit(code)
 
@@ -189,6 +196,10 @@ def bench(
     json_to: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write all times there; - is stdout.")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw speed over rows (SVG, PNG, PDF).")
+    ] = None,
+    html: _HTML = None,
     device: Annotated[int, typer.Option(min=0, help="Index of the CUDA device.")] = 0,
     shape: _SHAPE = None,
     model: _MODEL = None,
@@ -211,7 +222,16 @@ def bench(
             from samebits.tools.shapes import asked
 
             own = asked(shape or (), model or (), shapes, rows, dtype)
-        code = main(quick=quick, peers=peers, backend=backend, json_to=json_to, device=device, own=own)
+        code = main(
+            quick=quick,
+            peers=peers,
+            backend=backend,
+            json_to=json_to,
+            plot=plot,
+            html=html,
+            device=device,
+            own=own,
+        )
     raise typer.Exit(code)
 
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -56,6 +58,12 @@ class Gpu:
     memory_gib: float
     contracts: tuple[str, ...]
     """The contracts that it can compute."""
+    family: str
+    """How its tensor cores add: HOPPER or AMPERE; empty if that is not known."""
+    proven: dict[str, Any] | None
+    """The last recorded `samebits verify` on this model, and its speed; None if there is none."""
+    tuned: int
+    """Entries of the tables of `samebits tune` in use for it."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,9 @@ class Info:
         gpus: GPUs that PyTorch sees.
         contracts: digest of each contract. Equal digests promise equal bits.
         backends: the backends, in the order of the report.
+        driver: the NVIDIA driver's version; None if there is none.
+        cache: where compiled kernels are kept, or why they are not.
+        answer: whether it works here, how fast, and what to install, a line each.
     """
 
     samebits: str
@@ -83,10 +94,14 @@ class Info:
     gpus: tuple[Gpu, ...]
     contracts: dict[str, str]
     backends: tuple[Backend, ...]
+    driver: str | None
+    cache: str
+    answer: tuple[str, ...]
 
 
 def gather() -> Info:
     """Gather the information. Missing or broken parts are reported, and raise nothing."""
+    gpus, backends = _gpus(), (_reference(), _cuda(), _triton())
     return Info(
         samebits=__version__,
         python=platform.python_version(),
@@ -94,13 +109,16 @@ def gather() -> Info:
         cpu=_cpu(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
-        gpus=_gpus(),
+        gpus=gpus,
         contracts={
             "FMA": FMA.digest(),
             "TENSOR_CORE, HOPPER": TENSOR_CORE.on(HOPPER).digest(),
             "TENSOR_CORE, AMPERE": TENSOR_CORE.on(AMPERE).digest(),
         },
-        backends=(_reference(), _cuda(), _triton()),
+        backends=backends,
+        driver=_driver(),
+        cache=_cached(),
+        answer=_answer(gpus, backends),
     )
 
 
@@ -140,9 +158,83 @@ def _gpus() -> tuple[Gpu, ...]:
         return ()
     found: list[Any] = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return tuple(
-        Gpu(p.name, f"sm_{p.major}{p.minor}", round(p.total_memory / 2**30, 1), _contracts(p.major, p.minor))
-        for p in found
+        Gpu(
+            p.name,
+            f"sm_{p.major}{p.minor}",
+            round(p.total_memory / 2**30, 1),
+            _contracts(p.major, p.minor),
+            _family(p.major, p.minor),
+            _proven().get(p.name),
+            _tuned(i),
+        )
+        for i, p in enumerate(found)
     )
+
+
+def _family(*capability: int) -> str:
+    if torch.version.hip is not None or capability not in FAMILIES:
+        return ""
+    return "HOPPER" if FAMILIES[capability] is HOPPER else "AMPERE"
+
+
+def _proven() -> dict[str, Any]:
+    """What this project has recorded of each model of GPU."""
+    recorded: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "proven.json").read_text())
+    return recorded
+
+
+def _tuned(device: int) -> int:
+    from samebits.backends.cuda import tuned
+
+    try:
+        return tuned.entries(device)
+    except Exception:  # it is asked of GPUs that nothing else works on
+        return 0
+
+
+def _driver() -> str | None:
+    try:
+        said = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"(?<=\s)\d+\.\d+(\.\d+)?(?=\s)", said)
+    return found[0] if found else None
+
+
+def _answer(gpus: tuple[Gpu, ...], backends: tuple[Backend, ...]) -> tuple[str, ...]:
+    """Will it work here, how fast, and what is missing?"""
+    reference, cuda, triton = backends
+    said = [
+        "CPU tensors: yes, for proofs and tests. It is the reference, and slow."
+        if reference.works
+        else f"CPU tensors: no. The reference {reference.why}. → {reference.remedy}"
+    ]
+    if not gpus:
+        return (*said, f"GPU tensors: no, {cuda.why}. → {cuda.remedy}")
+    for gpu in gpus:
+        by = [b for b in (cuda, triton) if b.works]
+        if not by or not gpu.contracts:
+            why = f"{cuda.why}. → {cuda.remedy}" if not by else "it is too old for every kernel"
+            said.append(f"{gpu.name}: no, {why}")
+            continue
+        needs = "" if "TENSOR_CORE" in gpu.contracts else " Pass contract=samebits.FMA for 16-bit operands."
+        said.append(f"{gpu.name}: yes, by {' and '.join(b.name for b in by)}.{needs}")
+        if gpu.proven is None:
+            said += [
+                "  Proven on this model: no, its kernels are only compiled. → run samebits verify",
+                "  Speed on this model: not measured. → run samebits bench --quick",
+            ]
+            continue
+        p = gpu.proven
+        said.append(
+            f"  Proven on this model: {', '.join(p['operations'])} ({p['compared']:,} values, {p['date']},"
+            f" commit {p['commit']}). For your driver and version: samebits verify"
+        )
+        times = ", ".join(f"{what} {speed:.2f}" for what, speed in p["speed"].items())
+        said.append(f"  Speed on this model, PyTorch = 1: {times}")
+        if not gpu.tuned:
+            said.append("  No tuned table. samebits tune may find faster schedules for your shapes.")
+    return tuple(said)
 
 
 def _contracts(*capability: int) -> tuple[str, ...]:
@@ -211,7 +303,11 @@ def _triton() -> Backend:
 
 def show(found: Info) -> RenderableType:
     """The sections for a terminal."""
-    parts: list[RenderableType] = []
+    parts: list[RenderableType] = [
+        Text("Will it work here, and how fast?", style="bold"),
+        *(Padding(line, (0, 2)) for line in map(Text, found.answer)),
+        Text(),
+    ]
 
     def section(title: str, rows: list[tuple[str, str | Text]]) -> None:
         table = Table(box=None, padding=(0, 2, 0, 2), show_header=False)
@@ -226,10 +322,16 @@ def show(found: Info) -> RenderableType:
     section("Versions", versions)
     gpus = [
         f"{gpu.name}, {gpu.capability}, {gpu.memory_gib} GiB: {', '.join(gpu.contracts) or 'too old'}"
+        + (f", family {gpu.family}" if gpu.family else "")
+        + f", {gpu.tuned} tuned shapes"
         for gpu in found.gpus
     ]
     machine = f"{found.cpu}, {plural(found.cores, 'core')}, {plural(found.threads, 'thread')}"
-    section("Machine", [("CPU", machine), ("GPUs", "\n".join(gpus) or "none that PyTorch can use")])
+    rows: list[tuple[str, str | Text]] = [
+        ("CPU", machine),
+        ("GPUs", "\n".join(gpus) or "none that PyTorch can use"),
+    ]
+    section("Machine", [*rows, ("driver", found.driver or "none"), ("cache", found.cache)])
     section("Contracts (equal digests promise equal bits)", list(found.contracts.items()))
     backends: list[tuple[str, str | Text]] = []
     for backend in found.backends:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -29,6 +30,7 @@ from samebits.tools.audit import OperatorReport, Report
 from samebits.tools.audit import linears as linears_module
 from samebits.tools.audit import target as target_module
 from samebits.tools.cli import app
+from tests.support import ROOT
 from tests.support.devices import FAMILY
 
 
@@ -134,8 +136,43 @@ def test_audit_of_operators(here: Path) -> None:
     assert "rows 0, 1 of 3" in says
     assert (here / "growth.svg").exists()
 
+    text = (here / "growth.svg").read_text()
+    assert "prefers-color-scheme: dark" in text
+    assert "#000000" not in text, "ink that a dark page hides"
+
     result = run("audit", "mine:varies_backward", "--operators", "--backward", "--json", "-")
     assert {o.phase for o in OperatorReport.from_json(result.stdout).culprits} == {"forward", "backward"}
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("mine:make",), "Of 2 layers, "),
+        (("mine:varies", "--operators"), "1 of 3 calls depend on the batch"),
+        (("mine:exact", "--operators"), "no operator of 2 calls depends on the batch"),
+    ],
+)
+def test_a_page_needs_no_other_file(here: Path, args: tuple[str, ...], says: str) -> None:
+    pytest.importorskip("matplotlib")
+    result = run("audit", *args, "--html", "page.html")
+    assert result.exit_code in (0, 1), result.stderr
+    text = (here / "page.html").read_text()
+    assert says in text
+    assert "prefers-color-scheme: dark" in text
+    assert 'name=viewport content="width=device-width' in text
+    links = {*re.findall(r'(?:src|href)="([^"]+)"', text), *re.findall(r"url\(([^)]+)\)", text)}
+    assert all(link.startswith("#") for link in links)
+
+
+def test_a_page_of_the_recorded_benchmark(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from samebits.tools.bench.page import write_page
+
+    data = json.loads((ROOT / "benchmarks/results/nvidia-h200/bench.json").read_text())
+    write_page(data, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "Speed on NVIDIA H200" in text
+    assert text.count("<tr>") > len([c for c in data["cases"] if c["work"] in ("forward", "dX", "dW")])
 
 
 def test_audit_of_operators_pads_the_texts_sequences(here: Path) -> None:
@@ -212,7 +249,7 @@ def test_exit_code_0_when_only_pytorch_drifts(monkeypatch: pytest.MonkeyPatch) -
         (["mine:make", "--json", "absent/report.json"], "expected a file in a folder that exists"),
         (["mine:make", "--json", "."], "expected a file in a folder that exists"),
         (["mine:make", "--backward"], "--backward: expected --operators beside it"),
-        (["mine:make", "--plot", "x.svg"], "--plot: expected --operators beside it"),
+        (["mine:make", "--plot", "x.odd"], "plot x.odd: matplotlib cannot write odd"),
         (["mine:make", "--operators", "--plot", "absent/x.svg"], "--plot absent/x.svg: expected a file"),
         (["mine:make", "--operators", "--only", "0"], "--only: chooses linear layers"),
         (["mine:several", "--operators"], "expected one forward pass on a batch, got 2 of them"),
@@ -412,7 +449,10 @@ def test_info() -> None:
     assert result.exit_code == 0
     for text in (samebits.__version__, torch.__version__, samebits.FMA.digest(), "both contracts ran"):
         assert text in result.stdout
+    assert result.stdout.startswith("Will it work here, and how fast?")
     data = json.loads(run("info", "--json").stdout)
+    assert data["answer"][0].startswith("CPU tensors: yes")
+    assert {"driver", "cache", "gpus"} <= data.keys()
     assert data["contracts"]["TENSOR_CORE, AMPERE"] == samebits.TENSOR_CORE.on(samebits.AMPERE).digest()
     assert [b["name"] for b in data["backends"]] == ["reference", "cuda", "triton"]
     assert data["backends"][0]["works"]
@@ -458,6 +498,43 @@ def test_info_says_what_each_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> No
     )
     found = [gpu.contracts for gpu in info_module._gpus()]
     assert found == [(), ("FMA",), ("FMA", "TENSOR_CORE"), ("FMA",)]
+
+
+@pytest.mark.parametrize(
+    ("name", "contracts", "works", "says"),
+    [
+        (
+            "NVIDIA H200",
+            ("FMA", "TENSOR_CORE"),
+            True,
+            ("yes, by cuda", "Proven on this model: products", "PyTorch = 1"),
+        ),
+        (
+            "another",
+            ("FMA", "TENSOR_CORE"),
+            True,
+            ("yes, by cuda", "only compiled", "run samebits bench --quick"),
+        ),
+        ("another", ("FMA",), True, ("Pass contract=samebits.FMA for 16-bit operands",)),
+        ("another", (), True, ("no, it is too old for every kernel",)),
+        ("another", ("FMA",), False, ("no, no driver. → install one",)),
+    ],
+)
+def test_info_answers_at_a_glance(
+    name: str, contracts: tuple[str, ...], works: bool, says: tuple[str, ...]
+) -> None:
+    proven = info_module._proven().get(name)
+    gpu = info_module.Gpu(name, "sm_90", 80.0, contracts, "HOPPER", proven, 0)
+    cuda = info_module.Backend(
+        "cuda", "", works, "" if works else "no driver", "" if works else "install one"
+    )
+    backends = (info_module.Backend("reference", "CPU", True, "", ""), cuda)
+    triton = info_module.Backend("triton", "", False, "there is no package triton", "pip install triton")
+    answer = "\n".join(info_module._answer((gpu,), (*backends, triton)))
+    for text in ("CPU tensors: yes", *says):
+        assert text in answer
+    none = info_module._answer((), (*backends, triton))
+    assert none[1].startswith("GPU tensors: no")
 
 
 @pytest.mark.parametrize("old", [(7, 5), (12, 1)])

@@ -322,6 +322,11 @@ def known(shape: Shape, device: int) -> bool:
     return shape in _table(device).entries
 
 
+def entries(device: int) -> int:
+    """How many shapes the tables in use know for a GPU."""
+    return len(_table(device).entries)
+
+
 def in_use() -> Path | str | None:
     """What :func:`load_tuned` was given last."""
     return _in_use.given

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import RenderableType
 
-from samebits.tools import terminal
+from samebits.tools import page, terminal
 from samebits.tools.audit import operator_report, report
 from samebits.tools.audit.linears import audit_linears
 from samebits.tools.audit.models import load
@@ -33,6 +33,7 @@ def main(
     operators: bool,
     backward: bool,
     plot: Path | None,
+    html: Path | None,
 ) -> int:
     """Audit `model`. The arguments are the command's options; a `dtype` of None leaves the model as it is.
 
@@ -43,9 +44,8 @@ def main(
         ToolError: the audit cannot run on what it was given.
     """
     out = terminal.Console(json_to)
-    for option, given in (("--backward", backward), ("--plot", plot is not None)):
-        if given and not operators:
-            raise AuditError(f"{option}: expected --operators beside it")
+    if backward and not operators:
+        raise AuditError("--backward: expected --operators beside it")
     if only is not None and operators:
         raise AuditError("--only: chooses linear layers; leave it out with --operators")
     place = None if device is None else _device(device)
@@ -56,8 +56,11 @@ def main(
             raise AuditError(f"--only {only}: not a regular expression: {error}") from error
     terminal.check_file("--json", json_to)
     terminal.check_file("--plot", plot)
+    terminal.check_file("--html", html)
     if plot is not None:
-        operator_report.figure_for(plot)  # fails before the run
+        page.check(plot)  # fails before the run
+    if html is not None:
+        page.figure()
     cast = None if dtype is None else getattr(torch, dtype)
     found: report.Report | operator_report.OperatorReport
     # Output of the user's code must not get into the JSON.
@@ -75,10 +78,12 @@ def main(
             )
     if json_to is not None:
         terminal.write_json(found.to_json(), json_to)
+    if plot is not None:
+        found.save_plot(plot)
+    if html is not None:
+        found.save_html(html)
     shown: RenderableType
     if isinstance(found, operator_report.OperatorReport):
-        if plot is not None:
-            found.save_plot(plot)
         shown, changed = operator_report.show(found, out.width), found.drifts
     else:
         shown, changed = report.show(found, out.width), found.samebits_drifts

@@ -13,8 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from samebits.tools import page
 from samebits.tools.audit.report import plain
-from samebits.tools.text import AuditError, module_name, plural
+from samebits.tools.text import module_name, plural
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -172,51 +173,55 @@ class OperatorReport:
 
     def save_plot(self, path: str | Path) -> None:
         """Draw how the difference grows from operator to operator. Needs matplotlib (the ``bench`` extra)."""
-        figure = figure_for(path)
+        page.check(Path(path))
+        page.save(self._drawn(), path)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write a page with the plot and the operators, in one file, to send to somebody."""
+        rows = (
+            [
+                *(str(o.index), _where(o.phase, o.module), _what(o), f"{o.own.rows} of {len(self.rows)}"),
+                *(str(o.own.ulp), f"{o.own.of_row:.0e}", f"{o.drift.of_row:.0e}", o.own.first),
+            ]
+            for o in self.culprits
+        )
+        head = ["#", "module", "operator", "rows", "ulp", "of row", "by here", "first in"]
+        tables = [page.Table("Operators whose rows depend on the batch by themselves", head, rows)]
+        if self.not_compared:
+            left = (
+                [str(n.index), _where(n.phase, n.module), n.operator, n.reason] for n in self.not_compared
+            )
+            tables.append(page.Table("Not compared", ["#", "module", "operator", "why"], left))
+        said = f"{self.inputs}; PyTorch {self.torch_version}, {self.device}. {' '.join(self.notes)}"
+        page.write(Path(path), f"Audit of {self.model}", _verdict(self), self._drawn(), tables, said)
+
+    def _drawn(self) -> Figure:
+        figure = page.figure()
         axes = figure.subplots()
         shown = [o for o in self.operators if math.isfinite(o.drift.of_row)]
-        axes.plot(
-            [o.index for o in shown],
-            [o.drift.of_row or math.nan for o in shown],
-            ".",
-            color="#999999",
-            label="difference, in terms of its row",
-        )
-        own = [o for o in shown if o.own.rows]
-        axes.plot(
-            [o.index for o in own],
-            [o.drift.of_row or math.nan for o in own],
-            "o",
-            color="#c62828",
-            ms=4,
-            label="operators that depend on the batch themselves",
-        )
+        for some, mark, colour, label in (
+            (shown, ".", page.QUIET, "difference, in terms of its row"),
+            (
+                [o for o in shown if o.own.rows],
+                "o",
+                page.THEIRS,
+                "operators that depend on the batch themselves",
+            ),
+        ):
+            at, sizes = [o.index for o in some], [o.drift.of_row or math.nan for o in some]
+            axes.plot(at, sizes, mark, color=colour, ms=4, label=label)
         if any(o.drift.of_row for o in shown):
             axes.set_yscale("log")
         axes.set_xlim(-0.5, max((o.index for o in self.operators), default=0) + 0.5)
         backward = [o.index for o in self.operators if o.phase == "backward"]
         if backward:
-            axes.axvline(backward[0] - 0.5, color="black", lw=0.8)
+            axes.axvline(backward[0] - 0.5, color=page.QUIET, lw=0.8)
             axes.text(backward[0], 1.01, "backward", transform=axes.get_xaxis_transform(), fontsize=9)
         axes.set_xlabel("operators, in order of execution")
         axes.set_ylabel("largest difference")
         axes.set_title(f"{self.model}: {plural(self.batch, 'row')}", fontsize=11, loc="left")
         axes.legend(frameon=False)
-        figure.savefig(path)
-
-
-def figure_for(path: str | Path) -> Figure:
-    """An empty figure. Raises an error if matplotlib is missing, or cannot write such a file."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise AuditError("a plot needs matplotlib: pip install '.[bench]' in a clone of samebits") from error
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    formats = sorted(figure.canvas.get_supported_filetypes())
-    ending = Path(path).suffix[1:].lower()
-    if ending and ending not in formats:  # without an ending, matplotlib appends one
-        raise AuditError(f"plot {path}: matplotlib cannot write {ending}, only {', '.join(formats)}")
-    return figure
+        return figure
 
 
 def show(report: OperatorReport, width: int) -> RenderableType:

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -14,8 +15,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from samebits.tools import page
 from samebits.tools.audit.drift import Difference, Drift, VariationCount
 from samebits.tools.text import module_name, plural
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,57 @@ class Report:
     def samebits_drifts(self) -> bool:
         """Whether any bit of samebits changed. This must never happen."""
         return any(layer.samebits.changed for layer in self.layers)
+
+    def save_plot(self, path: str | Path) -> None:
+        """Draw how many rows of each layer changed. Needs matplotlib (the ``bench`` extra)."""
+        page.check(Path(path))
+        page.save(self._drawn(), path)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write a page with the plot and the layers, in one file, to send to somebody."""
+        rows = (
+            [x.name or "(the module itself)", x.operator, f"{x.in_features} x {x.out_features}", x.dtype]
+            + [f"{d.changed} of {d.rows}" for d in (x.torch, x.samebits)]
+            + [f"{x.torch.of_row:.1g}"]
+            for x in self.layers
+        )
+        head = [
+            "layer",
+            "operator",
+            "K x N",
+            "dtype",
+            "changed: PyTorch",
+            "samebits",
+            "PyTorch: by up to, of row",
+        ]
+        tables = [page.Table("Rows that changed with the batch", head, rows)]
+        if self.skipped:
+            left = ([s.name, s.reason] for s in self.skipped)
+            tables.append(page.Table("Not audited", ["layer", "why"], left))
+        theirs, ours = (sum(bool(d.changed) for d in side) for side in self._sides())
+        of = plural(len(self.layers), "layer")
+        verdict = f"Of {of}, {theirs} change bits with the batch in PyTorch, {ours} in samebits."
+        said = f"{self.inputs}; PyTorch {self.torch_version}, {self.device}. {' '.join(self.notes)}"
+        page.write(Path(path), f"Audit of {self.model}", verdict, self._drawn(), tables, said)
+
+    def _sides(self) -> tuple[list[Drift], list[Drift]]:
+        return [x.torch for x in self.layers], [x.samebits for x in self.layers]
+
+    def _drawn(self) -> Figure:
+        figure = page.figure(1.4 + 0.2 * len(self.layers))
+        axes = figure.subplots()
+        names = [module_name(x.name) for x in self.layers]
+        for side, name, colour, shift in zip(
+            self._sides(), ("PyTorch", "samebits"), (page.THEIRS, page.OURS), (-0.2, 0.2), strict=True
+        ):
+            at = [i + shift for i in range(len(names))]
+            axes.barh(at, [100 * d.changed / max(d.rows, 1) for d in side], 0.4, color=colour, label=name)
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set_xlim(0, 100)
+        axes.set_xlabel("rows with other bits in some batch, %")
+        axes.legend(frameon=False)
+        return figure
 
     def to_json(self) -> str:
         """The report as standard JSON: numbers that JSON lacks are the strings "nan", "inf" and "-inf"."""

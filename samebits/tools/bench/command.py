@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from samebits.backends import UnavailableError
 from samebits.backends.cuda.shapes import Shape
-from samebits.tools import terminal
+from samebits.tools import page, terminal
 from samebits.tools.bench.attention import bench_attention
 from samebits.tools.bench.attention_cases import ATTENTION, quick_attention
 from samebits.tools.bench.attention_report import show_attention
 from samebits.tools.bench.cases import CASES, of_shapes
 from samebits.tools.bench.cases import quick as some_cases
 from samebits.tools.bench.measure import bench
+from samebits.tools.bench.page import speed_figure, write_page
 from samebits.tools.bench.report import show, show_own
 from samebits.tools.text import ToolError
 
@@ -25,6 +27,8 @@ def main(
     peers: bool,
     backend: str | None,
     json_to: str | None,
+    plot: Path | None,
+    html: Path | None,
     device: int,
     own: Sequence[Shape] | None = None,
 ) -> int:
@@ -39,6 +43,12 @@ def main(
     """
     out = terminal.Console(json_to)
     terminal.check_file("--json", json_to)
+    terminal.check_file("--plot", plot)
+    terminal.check_file("--html", html)
+    if plot is not None:
+        page.check(plot)  # fails before the run
+    if html is not None:
+        page.figure()
     if own is not None and quick:
         raise ToolError("--quick: expected none of --shape, --model and --shapes beside it")
     try:
@@ -68,6 +78,10 @@ def main(
     if "attention" in data:
         out.print(show_attention(data["attention"]))
         red += data["attention"]["red"]
+    if plot is not None:
+        page.save(speed_figure(data), plot)
+    if html is not None:
+        write_page(data, html)
     if red:
         print(*(f"samebits bench: {case}" for case in red), sep="\n", file=sys.stderr)
     if json_to is not None:

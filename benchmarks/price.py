@@ -1,0 +1,56 @@
+"""The price of the same bits: a few rows from all results of a GPU."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+from benchmarks import grouped
+from benchmarks.record import load, measured
+from samebits.tools.bench.attention_report import attention_summary
+from samebits.tools.bench.report import summary
+
+STEPS = {
+    "forward + backward, 8 x 512": "training step of a Llama of a billion parameters, 8 x 512 tokens",
+    "decode, CUDA graph, batch 1": "decode of that model, CUDA graph, 1 row",
+    "decode, CUDA graph, batch 128": "decode of that model, CUDA graph, 128 rows",
+    "decode, eager, batch 1": "decode of that model, eager, 1 row",
+}
+
+
+def rows(gpu: str) -> list[list[str]]:
+    """Work, time beside PyTorch's (= 1) and where it is worst, and the date of the measurement."""
+    found: list[list[str]] = []
+
+    def add(work: str, file: str, times: Iterable[float], worst: float | None = None) -> None:
+        every = list(times)
+        slowest = max(every) if worst is None else worst
+        date = load(f"{gpu}/{file}")["environment"]["date"]
+        found.append([work, f"{statistics.geometric_mean(every):.2f}", f"{slowest:.2f}", date])
+
+    if gpu in measured("steps.json"):
+        for case in load(f"{gpu}/steps.json")["cases"]:
+            if case["work"] in STEPS:
+                add(STEPS[case["work"]], "steps.json", [case["process"]["ms"] / case["torch"]["ms"]])
+    if gpu in measured("models.json"):
+        runs = load(f"{gpu}/models.json")["training"]
+        ours, theirs = (runs[who]["seconds_a_step"] for who in ("samebits, again", "torch"))
+        add("GRPO step of a small Llama, eager", "models.json", [ours / theirs])
+    bands = summary(load(f"{gpu}/bench.json")["cases"])
+    for band in ("forward, M <= 128", "forward, dX and dW, M >= 512"):
+        speed = bands["bfloat16", band]
+        add(f"products, bf16, {band}", "bench.json", [1 / speed.mean], 1 / speed.worst)
+    if gpu in measured("attention.json"):
+        figures = attention_summary(load(f"{gpu}/attention.json"))
+        for band in ("forward and backward, causal and full", "decode"):
+            figure = figures[band]
+            add(f"attention, {band}", "attention.json", [1 / figure.mean], 1 / figure.worst)
+    if gpu in measured("logp.json"):
+        cases = load(f"{gpu}/logp.json")["cases"]
+        times = [c["forward_backward_ms"] for c in cases]
+        add("log-probs, forward and backward", "logp.json", [t["samebits"] / t["torch"] for t in times])
+    if gpu in measured("grouped.json"):
+        means = {kind: values for kind, *values in grouped.means(load(f"{gpu}/grouped.json"))}
+        mean, least, _ = means["forward"]
+        add("experts' products, forward", "grouped.json", [1 / mean], 1 / least)
+    return found
