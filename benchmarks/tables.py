@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from benchmarks import grouped, held_out, price, support
+from benchmarks import grouped, held_out, price, ranks, support
 from benchmarks.host import ratios
 from benchmarks.logp import PRODUCT
 from benchmarks.record import GPUS, ROOT, load, measured, slug, tiny
@@ -612,6 +612,45 @@ def gpu_held_out(data: dict[str, Any]) -> str:
     return "\n\n".join((table(head, lines), said, _measured_on_gpu(data)))
 
 
+def gpu_segments(data: dict[str, Any]) -> str:
+    """What sums in segments cost on one GPU."""
+    head = ["rows", "time / plain chain", "worst", "time / torch.mm", "worst"]
+    text = (
+        f"`TENSOR_CORE.segmented({data['segments']})`, {len(data['cases'])} products, bf16, geometric means."
+    )
+    return "\n\n".join((table(head, ranks.segments_rows(data)), text, _measured_on_gpu(data)))
+
+
+def gpu_distributed(data: dict[str, Any]) -> str:
+    """What several GPUs cost beside PyTorch and NCCL, and that they change no bit."""
+    llama, logp = data["llama"], data["log_probabilities"]
+    compared, differing = llama["values compared"], llama["values that differ from one rank's"]
+    logps = (
+        f"{logp['tokens']:,} log-probabilities, {logp['features']:,} features, a vocabulary of"
+        f" {logp['vocabulary']:,}: {logp['ms']['one GPU']:.2f} ms on one GPU, {logp['ms']['split']:.2f} ms split."
+    )
+    return "\n\n".join(
+        (
+            f"On {data['ranks']} GPUs a training step of a Llama of a billion parameters was compared with one GPU's:"
+            f" **{differing:,} of {compared:,} values differ**, log-probabilities and gradients.",
+            table(
+                ["row-parallel layer, M", "speed / torch.mm and all_reduce", "worst"],
+                ranks.parallel_rows(data),
+            ),
+            table(
+                ["rows of 8,192, microseconds", "`ordered_all_reduce`", "NCCL bf16", "NCCL float32"],
+                ranks.exchange_rows(data),
+            ),
+            table(
+                ["step, milliseconds", "PyTorch, split", "samebits, split", "samebits, one GPU"],
+                ranks.step_rows(data),
+            ),
+            f"{logps} Layers and exchanges in CUDA graphs; steps are eager. Medians, of the slowest rank.",
+            _measured_on_gpu(data),
+        )
+    )
+
+
 def gpu_price(gpu: str) -> str:
     """README's table of speed."""
     said = (
@@ -669,6 +708,8 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "logp.json": {"logp": gpu_logp},
     "rows.json": {"rows": gpu_rows},
     "steps.json": {"steps": gpu_steps},
+    "segments.json": {"segments": gpu_segments},
+    "distributed.json": {"distributed": gpu_distributed},
     "triton_tune.json": {"triton-tune": gpu_triton_tune},
     "triton.json": {"triton": gpu_summary},
     "counters.json": {"counters": gpu_counters},
