@@ -28,7 +28,7 @@ def segments_rows(data: dict[str, Any]) -> list[tuple[str, ...]]:
     return [(*a, *b[1:]) for a, b in zip(plain, torch, strict=True)]
 
 
-def parallel_rows(data: dict[str, Any]) -> list[tuple[str, ...]]:
+def parallel_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Speed of a split layer with its exchange, beside a product and NCCL's all-reduce in bf16, in graphs."""
     cases = [(c["M"], c["ms"]["torch, graph"] / c["ms"]["samebits, graph"]) for c in data["row_parallel"]]
     return _means(cases, min)

@@ -111,7 +111,8 @@ def main() -> None:
             table.add_row(name, f"{geometric_mean(cost):.3f}", f"{max(cost):.3f}", f"{beside:.3f}")
     Console().print(table)
     if options.out:
-        write(Path(options.out), environment(options.commit) | {"segments": options.segments, "cases": cases})
+        record = {"environment": environment(options.commit), "segments": options.segments, "cases": cases}
+        write(Path(options.out), record)
 
 
 if __name__ == "__main__":

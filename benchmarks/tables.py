@@ -627,12 +627,13 @@ def gpu_distributed(data: dict[str, Any]) -> str:
     compared, differing = llama["values compared"], llama["values that differ from one rank's"]
     logps = (
         f"{logp['tokens']:,} log-probabilities, {logp['features']:,} features, a vocabulary of"
-        f" {logp['vocabulary']:,}: {logp['ms']['one GPU']:.2f} ms on one GPU, {logp['ms']['split']:.2f} ms split."
+        f" {logp['vocabulary']:,}: {logp['ms']['one GPU']:.2f} ms on one GPU,"
+        f" {logp['ms']['split']:.2f} ms split."
     )
     return "\n\n".join(
         (
-            f"On {data['ranks']} GPUs a training step of a Llama of a billion parameters was compared with one GPU's:"
-            f" **{differing:,} of {compared:,} values differ**, log-probabilities and gradients.",
+            f"On {data['ranks']} GPUs a training step of a Llama of a billion parameters was compared with"
+            f" one GPU's: **{differing:,} of {compared:,} values differ**, log-probabilities and gradients.",
             table(
                 ["row-parallel layer, M", "speed / torch.mm and all_reduce", "worst"],
                 ranks.parallel_rows(data),
