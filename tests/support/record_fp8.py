@@ -1,9 +1,9 @@
 """Record single steps and chains of FP8 ``wgmma`` on a Hopper GPU, for ``tests/data/fp8_chain_sm90.npz``.
 
-``python -m tests.support.record_fp8 FILE`` runs ``wgmma.m64n64k32`` with float32 accumulators on all four pairs
-of e4m3 and e5m2, prints how many results differ from the model in docs/contract.md, and writes operands as
-bytes and results as the bits of float32. It also counts how many differ through ``mma.sync`` (another
-arithmetic on Hopper) and where the first step overwrites its accumulator instead of adding to +0.
+``python -m tests.support.record_fp8 FILE`` runs ``wgmma.m64n64k32`` with float32 accumulators on all four
+pairs of e4m3 and e5m2, prints how many results differ from the model in docs/contract.md, and writes operands
+as bytes and results as the bits of float32. It also counts how many differ through ``mma.sync`` (another
+arithmetic on Hopper), and where the first step overwrites its accumulator instead of adding to +0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// A K-major tile of 64 x 32 bytes without swizzle: 8 x 16 cores of 128 bytes, 128 apart along k, 256 along rows.
+// A K-major tile of 64 x 32 bytes: cores of 8 x 16, 128 bytes apart along k and 256 along rows.
 __device__ u64 descriptor(const void* tile) {
     u64 at = (u64)__cvta_generic_to_shared(tile);
     return at >> 4 | u64(128 >> 4) << 16 | u64(256 >> 4) << 32;
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(128) warpgroup(
 
 extern "C" __global__ void __launch_bounds__(32) one_warp(
     const u8* a, const u8* b, const float* start, float* out, int K) {
-    int row = blockIdx.x * 16 + threadIdx.x / 4, column = blockIdx.y * 8 + threadIdx.x / 4, q = threadIdx.x % 4;
+    int q = threadIdx.x % 4, g = threadIdx.x / 4, row = blockIdx.x * 16 + g, column = blockIdx.y * 8 + g;
     float c[4];
     int at[4];
     for (int i = 0; i < 4; i++) {
@@ -82,8 +82,8 @@ extern "C" __global__ void __launch_bounds__(32) one_warp(
         u32 x0 = *(const u32*)x, x1 = *(const u32*)(x + 8 * K), x2 = *(const u32*)(x + 16);
         u32 x3 = *(const u32*)(x + 8 * K + 16), y0 = *(const u32*)y, y1 = *(const u32*)(y + 16);
         asm volatile(
-            "mma.sync.aligned.m16n8k32.row.col.f32." FORMATS ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-            " {%0, %1, %2, %3};"
+            "mma.sync.aligned.m16n8k32.row.col.f32." FORMATS ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+            "{%8, %9}, {%0, %1, %2, %3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(y0), "r"(y1));
     }
@@ -209,58 +209,58 @@ def model(
     return np.where(np.isnan(found), 0x7FFFFFFF, found.view(np.int32)).astype(np.int32)
 
 
-def _kernels(left: str, right: str) -> list[Any]:
-    from cuda.core import Program, ProgramOptions  # type: ignore[import-untyped]
+class _Recorder:
+    """The two kernels for one pair of formats."""
 
-    options = ProgramOptions(arch="sm_90a", std="c++17", define_macro=[("FORMATS", f'".{left}.{right}"')])
-    code = Program(_SOURCE.replace('" FORMATS "', f"{left}.{right}"), "c++", options).compile("cubin")
-    return [code, "warpgroup", "one_warp"]
+    def __init__(self, left: str, right: str) -> None:
+        from cuda.core import Device, Program, ProgramOptions  # type: ignore[import-untyped]
+
+        torch.empty(1, device="cuda")  # PyTorch's context is the one that cuda.core takes
+        device = Device(0)
+        device.set_current()
+        self.stream = device.create_stream()
+        source = _SOURCE.replace('" FORMATS "', f"{left}.{right}")
+        code = Program(source, "c++", ProgramOptions(arch="sm_90a", std="c++17")).compile("cubin")
+        self.warpgroup, self.one_warp = code.get_kernel("warpgroup"), code.get_kernel("one_warp")
+
+    def __call__(self, case: Case, overwrite: bool | None) -> np.ndarray[Any, Any]:
+        """Bits of the results of `case` by ``wgmma``; by ``mma.sync`` if `overwrite` is None."""
+        from cuda.core import LaunchConfig, launch
+
+        tensors = [x.cuda().contiguous() for x in case] + [torch.full((M, N), float("nan"), device="cuda")]
+        torch.cuda.synchronize()
+        values: list[Any] = [*(x.data_ptr() for x in tensors), np.int32(case.a.shape[1])]
+        if overwrite is None:
+            launch(self.stream, LaunchConfig(grid=(4, 8), block=32), self.one_warp, *values)
+        else:
+            config = LaunchConfig(grid=1, block=128)
+            launch(self.stream, config, self.warpgroup, *values, np.int32(overwrite))
+        self.stream.sync()
+        return tensors[-1].cpu().view(torch.int32).numpy()
 
 
 def main(file: str) -> None:
     """Record everything into `file`, and print how many results differ from the model."""
-    from cuda.core import Device, LaunchConfig, launch
-
-    torch.empty(1, device="cuda")  # PyTorch's context is the one that cuda.core takes
-    device = Device(0)
-    device.set_current()
-    stream = device.create_stream()
-    print(torch.cuda.get_device_name(), flush=True)
     arrays: dict[str, Any] = {}
     for left in FORMATS:
         for right in FORMATS:
-            code, *names = _kernels(left, right)
-            warpgroup, one_warp = (code.get_kernel(name) for name in names)
+            record = _Recorder(left, right)
             for name, case in cases(left, right):
-                a, b, start = (x.cuda().contiguous() for x in case)
-                K = a.shape[1]
+                found = record(case, overwrite=False)
 
-                def run(kernel: Any, grid: Any, block: int, *more: Any) -> np.ndarray[Any, Any]:
-                    out = torch.full((M, N), float("nan"), device="cuda")
-                    torch.cuda.synchronize()
-                    pointers = [x.data_ptr() for x in (a, b, start, out)]
-                    launch(
-                        stream, LaunchConfig(grid=grid, block=block), kernel, *pointers, np.int32(K), *more
-                    )
-                    stream.sync()
-                    return out.cpu().view(torch.int32).numpy()
+                def differ(other: np.ndarray[Any, Any], found: np.ndarray[Any, Any] = found) -> int:
+                    return int((other != found).sum())
 
-                found = run(warpgroup, 1, 128, np.int32(0))
-                line = f"{left} {right} {name:25} K {K:3}  differ from the model"
-                line += f" {int((found != model(left, right, case)).sum())}"
-                line += f" (24 bits: {int((found != model(left, right, case, 24)).sum())})"
-                line += f"  mma.sync {int((found != run(one_warp, (4, 8), 32)).sum())}"
-                if not bool(case.start.view(torch.int32).any()):
-                    line += f"  overwriting {int((found != run(warpgroup, 1, 128, np.int32(1))).sum())}"
-                    start_bits = None
+                line = f"{left} {right} {name:25} K {case.a.shape[1]:3}  differ from the model"
+                line += f" {differ(model(left, right, case))}, with 24 bits"
+                line += f" {differ(model(left, right, case, 24))}; mma.sync {differ(record(case, None))}"
+                start, key = case.start.view(torch.int32), f"{left} {right} {name}"
+                if not bool(start.any()):
+                    line += f"; overwriting {differ(record(case, overwrite=True))}"
                 else:
-                    start_bits = case.start.view(torch.int32).numpy()
+                    arrays[f"{key}/start"] = start.numpy()
                 print(line, flush=True)
-                key = f"{left} {right} {name}"
-                arrays[f"{key}/a"], arrays[f"{key}/b"] = case.a.numpy(), case.b.numpy()
-                arrays[f"{key}/out"] = found
-                if start_bits is not None:
-                    arrays[f"{key}/start"] = start_bits
+                arrays |= {f"{key}/a": case.a.numpy(), f"{key}/b": case.b.numpy(), f"{key}/out": found}
     np.savez_compressed(file, **arrays)
 
 
