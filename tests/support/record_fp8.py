@@ -19,6 +19,7 @@ from torch import Tensor
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LOWEST = {"e4m3": -6, "e5m2": -14}
 M = N = 64
+ROWS = 48  # that are kept of every case, to keep the file small
 
 _REGISTERS = ", ".join(f"%{i}" for i in range(32))
 _SOURCE = (
@@ -159,7 +160,7 @@ def cases(left: str, right: str) -> Iterator[tuple[str, Case]]:
         0, 23, (M, N), generator=draw
     )
     tiny = torch.where(uniform(M, N) < 0.6, shifted.int().view(torch.float32), tiny)
-    a[:48] &= 0x80
+    a[:36] &= 0x80
     yield "tiny carried", Case(a, b, some(tiny * torch.where(uniform(M, N) < 0.5, -1, 1), 0.1, edges))
     huge = torch.randint(0x7E000000, 0x7F800000, (M, N), generator=draw, dtype=torch.int32).view(
         torch.float32
@@ -258,9 +259,10 @@ def main(file: str) -> None:
                 if not bool(start.any()):
                     line += f"; overwriting {differ(record(case, overwrite=True))}"
                 else:
-                    arrays[f"{key}/start"] = start.numpy()
+                    arrays[f"{key}/start"] = start[:ROWS].numpy()
                 print(line, flush=True)
-                arrays |= {f"{key}/a": case.a.numpy(), f"{key}/b": case.b.numpy(), f"{key}/out": found}
+                arrays |= {f"{key}/a": case.a[:ROWS].numpy(), f"{key}/b": case.b.numpy()}
+                arrays[f"{key}/out"] = found[:ROWS]
     np.savez_compressed(file, **arrays)
 
 
