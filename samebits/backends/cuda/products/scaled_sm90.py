@@ -48,8 +48,7 @@ SCHEDULES = (
     *(_schedule(128, 64, chains, group=8) for chains in (1, 2)),
     *(_schedule(64, 64, chains) for chains in (1, 2)),
     *(_schedule(block_m, n, 2, swap=True) for n in (8, 16, 32, 64) for block_m in (64, 128)),
-    _schedule(128, 128, 2, swap=True),
-    _schedule(64, 128, 1, swap=True),
+    *(_schedule(block_m, 128, 1, swap=True) for block_m in (64, 128)),
 )
 """All schedules. None changes a bit."""
 
@@ -127,8 +126,8 @@ def spec(p: Scaled, s: ScaledSchedule) -> compiler.KernelSpec:
 
 
 def schedules(p: Scaled) -> Sequence[ScaledSchedule]:
-    """The schedules that can compute `p`: all of them."""
-    return SCHEDULES
+    """The schedules that can compute `p`. Scales of columns need registers that two wide chains take."""
+    return [s for s in SCHEDULES if not (p.b_rows and s.chains == 2 and s.tile.block_n == 128)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -139,7 +138,8 @@ def choose(p: Scaled) -> ScaledSchedule:
         width = next(n for n in (8, 16, 32, 64) if p.m <= n)
         return _schedule(64, width, 2, swap=True)
     if -(-p.m // 128) * -(-p.n // 128) >= sms:
-        return _schedule(128, 128, 2, cluster=2 if p.n % 256 == 0 else 1, group=8)
+        chains = 1 if p.b_rows else 2
+        return _schedule(128, 128, chains, cluster=2 if p.n % 256 == 0 else 1, group=8)
     if -(-p.m // 128) * -(-p.n // 64) >= sms:
         return _schedule(128, 64, 2, group=8)
     return _schedule(64, 64, 2)
