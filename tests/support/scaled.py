@@ -14,9 +14,13 @@ def _exponents(x: Tensor, lowest: int) -> Tensor:
     return torch.where(x == 0, _ZERO, torch.frexp(x).exponent.sub(1).clamp(min=lowest))
 
 
+def _times_power(x: Tensor, exponent: Tensor) -> Tensor:
+    return x * ((exponent.long() + 1023) << 52).view(torch.float64)
+
+
 def _truncated(x: Tensor, bits: int) -> Tensor:
     mantissa, exponent = torch.frexp(x)
-    return torch.ldexp(torch.trunc(torch.ldexp(mantissa, torch.tensor(bits))), exponent - bits)
+    return _times_power(torch.trunc(mantissa * 2.0**bits), exponent - bits)
 
 
 def chain(a: Tensor, b: Tensor) -> Tensor:
@@ -31,8 +35,9 @@ def chain(a: Tensor, b: Tensor) -> Tensor:
         largest = torch.maximum(torch.where(terms == 0, _ZERO, exponents).amax(-1), _exponents(acc, -126))
         nothing = largest == _ZERO
         shift = torch.where(nothing, 0, FRACTION - largest)
-        whole = torch.trunc(torch.ldexp(terms, shift[..., None])).sum(-1) + torch.trunc(torch.ldexp(acc, shift))
-        acc = _truncated(torch.ldexp(whole, -shift), FRACTION + 1)
+        whole = torch.trunc(_times_power(terms, shift[..., None])).sum(-1)
+        whole = whole + torch.trunc(_times_power(acc, shift))
+        acc = _truncated(_times_power(whole, -shift), FRACTION + 1)
     return acc
 
 

@@ -45,6 +45,8 @@ def _schedule(block_m: int, block_n: int, chains: int, *, swap: bool = False, **
 
 SCHEDULES = (
     *(_schedule(128, 128, chains, cluster=c, group=8) for chains in (1, 2) for c in (1, 2)),
+    *(_schedule(128, 192, 1, cluster=c, group=8) for c in (1, 2)),
+    _schedule(192, 128, 1, group=8),
     *(_schedule(128, 64, chains, group=8) for chains in (1, 2)),
     *(_schedule(64, 64, chains) for chains in (1, 2)),
     *(_schedule(block_m, n, 2, swap=True) for n in (8, 16, 32, 64) for block_m in (64, 128)),
@@ -127,7 +129,7 @@ def spec(p: Scaled, s: ScaledSchedule) -> compiler.KernelSpec:
 
 def schedules(p: Scaled) -> Sequence[ScaledSchedule]:
     """The schedules that can compute `p`. Scales of columns need registers that two wide chains take."""
-    return [s for s in SCHEDULES if not (p.b_rows and s.chains == 2 and s.tile.block_n == 128)]
+    return [s for s in SCHEDULES if not (p.b_rows and s.chains * s.tile.block_n > 128 and not s.tile.swap)]
 
 
 @functools.lru_cache(maxsize=4096)
