@@ -180,9 +180,7 @@ class Contract:
         if not (isinstance(self.name, str) and self.name.isidentifier()):
             raise ValueError(f"samebits.Contract: name: expected an identifier, got {self.name!r}")
         if self.step not in ("mma", "fma", "scaled"):
-            raise ValueError(
-                f'samebits.Contract: step: expected "mma", "fma" or "scaled", got {self.step!r}'
-            )
+            raise ValueError(f'samebits.Contract: step: expected "mma", "fma" or "scaled", got {self.step!r}')
         if self.mma is not None and not isinstance(self.mma, MmaModel):
             raise TypeError(
                 f"samebits.Contract: mma: expected an MmaModel or None, got {type(self.mma).__name__}"

@@ -77,9 +77,7 @@ def scaled_mm(
             f" {shape(mat_a)} and {shape(mat_b)}"
         )
     if mat_a.device.type not in ("cpu", "cuda", "meta"):
-        raise ValueError(
-            f"samebits.scaled_mm: expected tensors on a CPU or CUDA device, got {mat_a.device}"
-        )
+        raise ValueError(f"samebits.scaled_mm: expected tensors on a CPU or CUDA device, got {mat_a.device}")
     if output_dtype not in SUPPORTED:
         raise TypeError(
             f"samebits.scaled_mm: output_dtype: expected bfloat16, float16 or float32, got {output_dtype!r}"

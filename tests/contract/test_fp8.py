@@ -202,3 +202,180 @@ class TestQuantize:
             codes, of_block = naive_fp8.quantized(x[here].flatten().double().tolist(), form)
             assert found[here].view(torch.uint8).flatten().tolist() == codes
             assert bits(scale[top, left]).item() == naive_fp8.finish(of_block, "f32")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+class TestLinear:
+    """``samebits.nn.Linear`` with ``fp8="block"``: the same invariances as in 16 bits."""
+
+    @staticmethod
+    def layer(device: str, dtype: torch.dtype = torch.bfloat16) -> samebits.nn.Linear:
+        torch.manual_seed(0)
+        return samebits.nn.Linear(200, 150, dtype=dtype, fp8="block").to(device)
+
+    @staticmethod
+    def run(layer: samebits.nn.Linear, x: Tensor, grad: Tensor, **more: Tensor) -> list[Tensor]:
+        """Output and gradients of x, weight and bias."""
+        x = x.clone().requires_grad_()
+        assert layer.bias is not None
+        out = layer(x, **more)
+        return [out.detach(), *torch.autograd.grad(out, [x, layer.weight, layer.bias], grad)]
+
+    @staticmethod
+    def batch(device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+        x, grad = values("normal", (2, 9, 200), dtype, 1), values("normal", (2, 9, 150), dtype, 2)
+        return x.to(device), grad.to(device)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_is_a_product_of_quantized_operands(self, device: str, dtype: torch.dtype) -> None:
+        layer, (x, grad) = self.layer(device, dtype), self.batch(device, dtype)
+        out, grad_x, grad_weight, grad_bias = self.run(layer, x, grad)
+        weight, of_weight = samebits.quantize(layer.weight, block=(128, 128))
+        for found, given, b, of_b, bias in (
+            (out, x, weight.mT, of_weight.mT, layer.bias),
+            (grad_x, grad, weight, of_weight, None),
+        ):
+            a, of_a = samebits.quantize(given.flatten(0, 1))
+            want = samebits.scaled_mm(a, b, of_a, GROUPS, of_b, BLOCKS, bias=bias, output_dtype=dtype)
+            assert_same_bits(found.flatten(0, 1), want.detach())
+        plain = samebits.nn.Linear.from_torch(torch.nn.Linear(200, 150, dtype=dtype, device=device))
+        _, _, want_weight, want_bias = self.run(plain, x, grad)
+        assert_same_bits(grad_weight, want_weight, "weight")
+        assert_same_bits(grad_bias, want_bias, "bias")
+
+    def test_rows_alone_are_rows_of_the_batch(self, device: str) -> None:
+        layer, (x, grad) = self.layer(device), self.batch(device)
+        out, grad_x, *_ = self.run(layer, x, grad)
+        poisoned = x.clone()
+        poisoned[1] = torch.nan
+        assert_same_bits(layer(poisoned)[0].detach(), out[0], "beside NaN")
+        for row, position in ((0, 0), (1, 8)):
+            one = slice(position, position + 1)
+            alone = self.run(layer, x[row, one], grad[row, one])
+            assert_same_bits(alone[0], out[row, one])
+            assert_same_bits(alone[1], grad_x[row, one])
+
+    def test_packing_and_padding_change_nothing(self, device: str) -> None:
+        layer, (x, grad) = self.layer(device), self.batch(device)
+        x[1, 5:], grad[1, 5:] = 0, 0  # padding of the second sequence
+        out, grad_x, *of_parameters = self.run(layer, x, grad)
+        packed = [torch.cat([t[0], t[1, :5]]) for t in (x, grad)]
+        cu_seqlens = torch.tensor([0, 9, 14], dtype=torch.int32, device=device)
+        found = self.run(layer, *packed, cu_seqlens=cu_seqlens)
+        for one, whole in zip(found, (out, grad_x), strict=False):
+            assert_same_bits(one, torch.cat([whole[0], whole[1, :5]]))
+        for one, whole in zip(found[2:], of_parameters, strict=True):
+            assert_same_bits(one, whole)
+
+    def test_micro_batches_into_main_grad(self, device: str) -> None:
+        layer, (x, grad) = self.layer(device), self.batch(device)
+        layer.weight.main_grad = torch.zeros(150, 200, device=device)
+        leaf = x.clone().requires_grad_()
+        layer(leaf).backward(grad)
+        assert leaf.grad is not None
+        whole, layer.weight.main_grad = layer.weight.main_grad, torch.zeros(150, 200, device=device)
+        for row in range(2):
+            part = x[row : row + 1].clone().requires_grad_()
+            layer(part).backward(grad[row : row + 1])
+            assert part.grad is not None
+            assert_same_bits(part.grad[0], leaf.grad[row])
+        assert_same_bits(layer.weight.main_grad, whole)
+
+    def test_compiles(self, device: str) -> None:
+        layer, (x, grad) = self.layer(device), self.batch(device)
+        want = self.run(layer, x, grad)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for found, eager in zip(self.run(compiled, x, grad), want, strict=True):
+            assert_same_bits(found, eager)
+
+    def test_convert(self, device: str) -> None:
+        plain = torch.nn.Linear(200, 150, dtype=torch.bfloat16, device=device)
+        like = samebits.nn.Linear.from_torch(plain, fp8="block")
+        samebits.convert(plain, fp8="block")
+        assert "fp8=block" in repr(plain)
+        x, _ = self.batch(device)
+        assert_same_bits(plain(x).detach(), like(x).detach())
+
+
+def test_linear_refuses() -> None:
+    with pytest.raises(ValueError, match="nn.Linear: fp8: expected \"block\" or None, got 'row'"):
+        samebits.nn.Linear(8, 8, fp8="row")  # type: ignore[arg-type]
+    layer = samebits.nn.Linear(8, 8, fp8="block", contract=samebits.FMA.segmented(2))
+    with pytest.raises(ValueError, match="expected no segments in FP8"):
+        layer(torch.ones(1, 8))
+    with pytest.raises(ValueError, match="weight: expected features in FP8, got \\(0, 8\\)"):
+        samebits.nn.Linear(8, 0, bias=False, fp8="block")(torch.ones(1, 8))
+
+
+GIVEN = {
+    "mat_a": torch.zeros(3, 200, dtype=torch.float8_e4m3fn),
+    "mat_b": torch.zeros(200, 130, dtype=torch.float8_e5m2),
+    "scale_a": torch.ones(3, 2),
+    "scale_recipe_a": GROUPS,
+    "scale_b": torch.ones(2, 2),
+    "scale_recipe_b": BLOCKS,
+}
+
+
+def test_scales_may_be_powers_of_two_in_8_bits() -> None:
+    in_8_bits = {name: GIVEN[name].to(torch.float8_e8m0fnu) for name in ("scale_a", "scale_b")}
+    assert_same_bits(samebits.scaled_mm(**(GIVEN | in_8_bits)), samebits.scaled_mm(**GIVEN))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"scale_recipe_a": ScalingType.TensorWise}, ValueError, "depends on the others in the batch"),
+        ({"scale_recipe_a": BLOCKS}, ValueError, "depends on the others in the batch"),
+        (
+            {"scale_recipe_a": ScalingType.BlockWise1x32},
+            ValueError,
+            "expected one of RowWise, BlockWise1x128",
+        ),
+        ({"scale_recipe_b": ScalingType.TensorWise}, ValueError, "scale_recipe_b: expected one of RowWise"),
+        ({"scale_recipe_b": "RowWise"}, TypeError, "scale_recipe_b: expected a .*ScalingType, got str"),
+        ({"scale_a": torch.ones(3, 1)}, ValueError, r"scale_a: expected shape \(3, 2\), got \(3, 1\)"),
+        (
+            {"scale_b": torch.ones(3, 2)},
+            ValueError,
+            r"scale_b: expected shape \(2, 2\) or \(4, 2\), got \(3, 2\)",
+        ),
+        ({"scale_a": torch.ones(3, 2).double()}, TypeError, "scale_a: expected torch.float32"),
+        ({"mat_a": torch.zeros(3, 200)}, TypeError, "mat_a: expected a dense tensor of torch.float8_e4m3fn"),
+        (
+            {"mat_b": GIVEN["mat_b"][:5]},
+            ValueError,
+            r"mat_a, mat_b: expected \[M, K\] and \[K, N\] with K > 0",
+        ),
+        ({"mat_b": GIVEN["mat_b"][0]}, ValueError, "mat_b: expected a matrix"),
+        ({"bias": torch.ones(3)}, ValueError, r"bias: expected shape \(130,\), got \(3,\)"),
+        ({"bias": torch.ones(130).double()}, TypeError, "bias: expected bfloat16, float16 or float32"),
+        ({"output_dtype": torch.float64}, TypeError, "output_dtype: expected bfloat16, float16 or float32"),
+        ({"scale_a": torch.ones(3, 2, device="meta")}, ValueError, "scale_a: expected device cpu like mat_a"),
+    ],
+)
+def test_scaled_mm_refuses(change: dict[str, object], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        samebits.scaled_mm(**(GIVEN | change))
+
+
+@pytest.mark.parametrize(
+    ("x", "more", "error", "match"),
+    [
+        (torch.ones(2).double(), {}, TypeError, "x: expected bfloat16, float16 or float32"),
+        (torch.ones(2), {"dtype": torch.int8}, TypeError, "dtype: expected torch.float8_e4m3fn"),
+        (torch.ones(2), {"block": 64}, ValueError, r"block: expected 128 or \(128, 128\), got 64"),
+        (torch.ones(2), {"block": (128, 128)}, ValueError, r"x: expected \[M, K\] for blocks"),
+        (torch.ones(()), {}, ValueError, "x: expected at least 1-D"),
+    ],
+)
+def test_quantize_refuses(x: Tensor, more: dict[str, object], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        samebits.quantize(x, **more)  # type: ignore[arg-type]
+
+
+def test_no_rows() -> None:
+    values_, scale = samebits.quantize(torch.zeros(0, 200))
+    assert scale.shape == (0, 2)
+    assert samebits.scaled_mm(**(GIVEN | {"mat_a": values_, "scale_a": scale})).shape == (0, 130)
+    assert samebits.quantize(torch.zeros(3, 0))[1].shape == (3, 0)

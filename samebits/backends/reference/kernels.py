@@ -142,7 +142,9 @@ def _fused_sum(group: int) -> Any:
     """A function that adds one fused sum of `group` products to `acc` for each column, as in MmaModel."""
 
     @_njit()
-    def fused_sum(a, a_exponent, a_zero, b, b_exponent, b_zero, acc, width, fraction_bits, zero_exponent, kept):
+    def fused_sum(
+        a, a_exponent, a_zero, b, b_exponent, b_zero, acc, width, fraction_bits, zero_exponent, kept
+    ):
         # float64 holds every intermediate exactly: a product has at most 48 bits, and the sum is of integers
         # below 2**(fraction_bits + 2). Infinities and NaN follow IEEE 754, as in the contract. LLVM
         # vectorizes the loop over j, and unrolls the loops over i.
