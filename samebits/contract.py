@@ -191,7 +191,7 @@ class Contract:
             raise ValueError('samebits.Contract: step "scaled" takes an MmaModel, and no segments')
         if self.mma is not None and (self.mma.group == 32) != (self.step == "scaled"):
             raise ValueError(
-                'samebits.Contract: mma: expected a group of 32 for step "scaled", and a smaller one for "mma",'
+                'samebits.Contract: mma: expected a group of 32 for step "scaled", a smaller one for "mma",'
                 f" got {self.mma.name} of {self.mma.group}"
             )
         s = self.segments

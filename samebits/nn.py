@@ -46,10 +46,11 @@ class Linear(nn.Linear):
         device: device of the parameters.
         dtype: dtype of the parameters: bfloat16, float16 or float32.
         contract: as in :func:`samebits.linear`.
-        fp8: ``"block"`` computes the output, and the gradient of the input, in FP8 (:func:`samebits.scaled_mm`):
-            inputs and output gradients in groups of 1 x 128, weights in blocks of 128 x 128, all in e4m3
-            (:func:`samebits.quantize`). Gradients of weight and bias stay those of :func:`samebits.linear`.
-            Outputs still depend on no other row, and gradients not on packing, padding or micro-batches.
+        fp8: ``"block"`` computes the output, and the gradient of the input, in FP8
+            (:func:`samebits.scaled_mm`): inputs and output gradients in groups of 1 x 128, weights in blocks
+            of 128 x 128, all in e4m3 (:func:`samebits.quantize`). Gradients of weight and bias stay those of
+            :func:`samebits.linear`. Outputs still depend on no other row, and gradients not on packing,
+            padding or micro-batches.
     """
 
     fp8: Literal["block"] | None = None

@@ -56,7 +56,7 @@ def _product_fake(
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-# a[M, K] @ b[N, K].T. Scales are [M, blocks of K] or [M, 1], and [N, blocks], [blocks of N, blocks] or [N, 1].
+# a[M, K] @ b[N, K].T. Scales: [M, blocks of K] or [M, 1]; and [N, blocks], [blocks of N, blocks] or [N, 1].
 scaled_product = Operator(
     "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
     " str contract) -> Tensor",

@@ -18,7 +18,7 @@ def quantize(
     """FP8 values of `x`, and a float32 scale for each block: ``x`` is about ``values * scale``.
 
     A block is 128 consecutive elements of a row, or 128 x 128 of a matrix. Blocks are aligned from 0, and the
-    last ones may be smaller. For each block, in float32, with one rounding to nearest even for each operation:
+    last ones may be smaller. For each block, in float32, with one rounding to nearest even an operation:
 
     ``m = max |x|``, ``scale = max(m / largest, 2**-126)``, ``r = 1 / scale``, ``value = to FP8(x * r)``
 

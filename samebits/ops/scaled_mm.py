@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def scaled_mm(
 ) -> Tensor:
     """The product of two FP8 matrices times their scales, with names as ``torch.nn.functional.scaled_mm``.
 
-    ``out[m, n] = sum over blocks of (sum over k in the block of a[m, k] * b[k, n]) * scale_a * scale_b + bias``
+    ``out[m, n] = sum over blocks of (sum over k in the block of a[m, k] * b[k, n]) * scale_a * scale_b``
 
     Blocks are 128 consecutive k, aligned from 0. Each is a chain of its own from +0, as Hopper's tensor cores
     compute it, of up to four steps of 32 terms. Then ``acc = fma(chain, s, acc)`` in float32, blocks
@@ -93,7 +94,7 @@ def scaled_mm(
             raise ValueError(f"samebits.scaled_mm: {name}: expected one of {', '.join(known)}, got {recipe}")
     shapes_a = {"RowWise": [(M, 1)], "BlockWise1x128": [(M, blocks(K))]}
     padded = [(blocks(K) + more, blocks(N)) for more in range(4) if not more or (blocks(K) + more) % 4 == 0]
-    shapes_b = {
+    shapes_b: dict[str, Sequence[tuple[int, ...]]] = {
         "RowWise": [(1, N), (N, 1), (N,)],
         "BlockWise1x128": [(N, blocks(K))],
         "BlockWise128x128": padded,
@@ -129,7 +130,7 @@ def _recipe(name: str, recipe: Any) -> str:
     return found
 
 
-def _scale(name: str, scale: Tensor, shapes: list[tuple[int, ...]], mat_a: Tensor) -> Tensor:
+def _scale(name: str, scale: Tensor, shapes: Sequence[tuple[int, ...]], mat_a: Tensor) -> Tensor:
     """`scale` in float32, if it has one of these shapes."""
     if not isinstance(scale, Tensor):
         raise TypeError(f"samebits.scaled_mm: {name}: expected a Tensor, got {type(scale).__name__}")

@@ -162,9 +162,7 @@ def test_use_mma_model_nests_restores_and_stays_in_its_thread() -> None:
     with pytest.raises(ValueError, match="expected one for operands of 16 bits, got HOPPER_FP8"):
         samebits.use_mma_model(HOPPER_FP8)
     a = torch.ones(2, 2, dtype=torch.bfloat16)
-    with pytest.raises(
-        TypeError, match="contract FP8 takes float8_e4m3fn or float8_e5m2, got torch.bfloat16"
-    ):
+    with pytest.raises(TypeError, match="contract FP8 takes float8_e4m3fn or float8_e5m2"):
         samebits.matmul(a, a, contract=FP8)
 
 

@@ -298,7 +298,7 @@ class TestLinear:
 
 
 def test_linear_refuses() -> None:
-    with pytest.raises(ValueError, match="nn.Linear: fp8: expected \"block\" or None, got 'row'"):
+    with pytest.raises(ValueError, match="fp8: expected \"block\" or None, got 'row'"):
         samebits.nn.Linear(8, 8, fp8="row")  # type: ignore[arg-type]
     layer = samebits.nn.Linear(8, 8, fp8="block", contract=samebits.FMA.segmented(2))
     with pytest.raises(ValueError, match="expected no segments in FP8"):
