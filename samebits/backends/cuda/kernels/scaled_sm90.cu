@@ -16,6 +16,7 @@
 // Macros: those of tensor_core_sm90.cu, with BLOCK_K 64, A_MN, B_MN, FOLDED, RAGGED and ACCUMULATE 0, and
 //   A_E5M2, B_E5M2       1: the operand is of e5m2; 0: of e4m3
 //   A_ROWS, B_ROWS       1: every row of A (column of B) has scales of its own; 0: 128 of them share theirs
+//   TURNS                1: two warpgroups give their chains to the tensor cores in turns; 0: at any time
 //   CHAINS               chains of a warpgroup that are in flight or being promoted: 1 or 2
 
 #if !defined(A_E5M2) || !defined(B_E5M2)
@@ -29,6 +30,11 @@
 static_assert(BLOCK_K == 64 && !A_MN && !B_MN && !ACCUMULATE && SHARE == WARPGROUPS);
 static_assert(128 % ROWS == 0, "a warpgroup's rows have one scale of blocks of 128");
 static_assert(128 % BLOCK_N == 0 || BLOCK_N % 64 == 0);
+
+// Named barriers, one for each warpgroup: the other has given its chain to the tensor cores. Without turns,
+// both chains would be multiplied at the same time, and then promoted at the same time.
+constexpr u32 TURN_BARRIER = ORDER_BARRIER + TEAMS;
+static_assert(!TURNS || WARPGROUPS == 2);
 
 // Columns of a tile that surely share scales of blocks of 128.
 constexpr u32 SPAN = 128 % BLOCK_N == 0 ? BLOCK_N : 64;
@@ -45,30 +51,49 @@ __device__ __forceinline__ float load_scale(const float* from) {
     return x;
 }
 
+// Where the scales of a thread's rows and columns are, for the block of k that is next.
+struct ScalePointers {
+    const float *rows[A_ROWS ? 2 * MMA_M : 1], *columns[B_ROWS ? 1 : BLOCK_N / SPAN];
+
+    __device__ __forceinline__ ScalePointers(const Params& p, const TileCoord& tile, u32 thread) {
+#pragma unroll
+        for (int i = 0; i < int(A_ROWS ? 2 * MMA_M : 1); ++i) {
+            const int row = A_ROWS ? Fragment(tile, thread).row + i / 2 * 64 + i % 2 * 8 : tile.m;
+            rows[i] = p.scale_a + min(row, p.m - 1) / (A_ROWS ? 1 : 128) * p.scale_a_row;
+        }
+#pragma unroll
+        for (int i = 0; i < int(B_ROWS ? 1 : BLOCK_N / SPAN); ++i) {
+            const int column = min(tile.n + i * int(SPAN), p.n - 1);
+            columns[i] = p.scale_b + (B_ROWS ? 0 : column / 128 * p.scale_b_row);
+        }
+    }
+};
+
 // The scales of a thread's rows and columns, for one block of k.
 struct Scales {
     float rows[A_ROWS ? 2 * MMA_M : 1], columns[B_ROWS ? BLOCK_N / 4 : BLOCK_N / SPAN];
 
-    __device__ __forceinline__ void load(const Params& p, const TileCoord& tile, u32 thread, u32 block) {
-        Fragment fragment(tile, thread);
-        const float* a = p.scale_a + block * p.scale_a_k;
-        if constexpr (A_ROWS) {
+    __device__ __forceinline__ void load(ScalePointers& from, const Params& p, const TileCoord& tile,
+                                         u32 thread) {
 #pragma unroll
-            for (int i = 0; i < int(2 * MMA_M); ++i)
-                rows[i] = load_scale(a + min(fragment.row + i / 2 * 64 + i % 2 * 8, p.m - 1) * p.scale_a_row);
-        } else {
-            rows[0] = load_scale(a + min(tile.m, p.m - 1) / 128 * p.scale_a_row);
+        for (u32 i = 0; i < (A_ROWS ? 2 * MMA_M : 1); ++i) {
+            rows[i] = load_scale(from.rows[i]);
+            from.rows[i] += p.scale_a_k;
         }
-        const float* b = p.scale_b + block * p.scale_b_k;
         if constexpr (B_ROWS) {
+            const int first = Fragment(tile, thread).column;
 #pragma unroll
-            for (int i = 0; i < BLOCK_N / 4; ++i)
-                columns[i] =
-                    load_scale(b + min(fragment.column + i / 2 * 8 + i % 2, p.n - 1) * p.scale_b_row);
+            for (int i = 0; i < BLOCK_N / 4; ++i) {
+                const int column = min(first + i / 2 * 8 + i % 2, p.n - 1);
+                columns[i] = load_scale(from.columns[0] + column * p.scale_b_row);
+            }
+            from.columns[0] += p.scale_b_k;
         } else {
 #pragma unroll
-            for (int i = 0; i < int(BLOCK_N / SPAN); ++i)
-                columns[i] = load_scale(b + min(tile.n + i * int(SPAN), p.n - 1) / 128 * p.scale_b_row);
+            for (u32 i = 0; i < BLOCK_N / SPAN; ++i) {
+                columns[i] = load_scale(from.columns[i]);
+                from.columns[i] += p.scale_b_k;
+            }
         }
     }
 
@@ -104,14 +129,16 @@ struct Blocks {
     const TileCoord& tile;
     const u32 member, thread;
     Ring<STAGES>& ring;
-    u32 next = 0, used;  // blocks that have begun; the stage to release
+    ScalePointers scales_at;
+    u32 used;  // the stage to release
 
     // Begins the chain of the next block.
     __device__ __forceinline__ void begin(Accumulators& chain, Scales& scales) {
-        scales.load(p, tile, thread, next++);
+        scales.load(scales_at, p, tile, thread);
         mbarrier_wait(shared.full + ring.stage * 8, ring.parity);
         auto a = ATile::descriptor(shared.a + ring.stage * A_BYTES + ATile::step(member * ROWS, 0));
         auto b = BTile::descriptor(shared.b + ring.stage * B_BYTES);
+        if constexpr (TURNS) named_barrier(TURN_BARRIER + member, CONSUMERS);
         wgmma_fence();
 #pragma unroll
         for (u32 k = 0; k < BLOCK_K; k += 16) {
@@ -121,6 +148,7 @@ struct Blocks {
                                         b.at(BTile::step(0, k)), k > 0);
         }
         wgmma_commit();
+        if constexpr (TURNS) named_barrier_arrive(TURN_BARRIER + (member ^ 1), CONSUMERS);
         ring.step();
     }
 
@@ -131,11 +159,7 @@ struct Blocks {
         arrived(chain);
         release(shared, used, thread);
         if (++used == STAGES) used = 0;
-#ifndef SKIP
         scales.promote(acc, chain);
-#else
-        acc[0][0] += chain[0][0] * scales.rows[0] * scales.columns[0];
-#endif
     }
 };
 
@@ -146,12 +170,13 @@ struct ScaledConsumer {
         const u32 thread = threadIdx.x % 128, k_blocks = KBlocks::count(p.k, p.bounds, p.sequences);
         Ring<STAGES> ring;
         Epilogue epilogue;
+        if (TURNS && member == 1) named_barrier_arrive(TURN_BARRIER, CONSUMERS);
         for (u32 index = blockIdx.x / CLUSTER; index < scheduler.count; index += gridDim.x / CLUSTER) {
             TileCoord tile = scheduler.at(index, rank);
             tile.m += member * ROWS;
             Accumulators acc;
             clear(acc);
-            Blocks blocks{shared, p, tile, member, thread, ring, 0, ring.stage};
+            Blocks blocks{shared, p, tile, member, thread, ring, {p, tile, thread}, ring.stage};
 #if CHAINS == 1
             for (u32 block = 0; block < k_blocks; ++block) {
                 Accumulators chain;
@@ -180,6 +205,7 @@ struct ScaledConsumer {
 #endif
             epilogue.apply(acc, shared.epilogue + member * Epilogue::smem_bytes, p, tile, member, thread);
         }
+        if (TURNS && member == 0) named_barrier(TURN_BARRIER, CONSUMERS);  // the last arrival there
         epilogue.drain(thread);
     }
 };
