@@ -2,7 +2,7 @@
 
 python -m benchmarks.scaled [--schedules] [--quick] [--commit COMMIT] [--out FILE]
 
-Rows of a result are compared with the second implementation in ``tests/support/scaled.py`` before it is timed.
+Rows of a result are compared with the second implementation in ``tests/support/scaled.py``, then it is timed.
 With ``--schedules``, every schedule is timed, too, and the fastest one is named. Where PyTorch has no
 block-scaled product, half the time of its bf16 product stands for it.
 """
@@ -126,7 +126,9 @@ def main() -> None:
         found = measure(m, k, n, options.schedules)
         cases.append(found)
         best = f", best {found['best_us']:.1f} by {found['best']}" if options.schedules else ""
-        print(f"{m} {k} {n}: {found['us']} {found['tflops']} TFLOP/s {beside(found):.3f}{best}", file=sys.stderr)
+        print(
+            f"{m} {k} {n}: {found['us']} {found['tflops']} TFLOP/s {beside(found):.3f}{best}", file=sys.stderr
+        )
     table = Table("rows", "times as fast as PyTorch", "worst")
     for name, of in (
         ("128 and fewer", [beside(c) for c in cases if c["m"] <= 128]),

@@ -8,8 +8,8 @@ from torch import Tensor
 from samebits.backends import UnavailableError
 from samebits.backends.cuda import devices, runtime
 from samebits.backends.cuda.products import scaled_sm90
-from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.backends.cuda.products.scaled_sm90 import Launch, Scaled, ScaledSchedule
+from samebits.backends.cuda.products.schedule_sm90 import round_up
 
 __all__ = ["scaled_mm"]
 
@@ -54,10 +54,19 @@ def scaled_mm(
     if out.numel() == 0:
         return out
     a, b = _readable(a), _readable(b)
+    bias_dtype = None if bias is None else bias.dtype
     p = Scaled(
-        *(device, m, n, a.shape[1], a.dtype, b.dtype, _row_stride(a), _row_stride(b)),
-        *(_strides(scale_a, k), _strides(scale_b, k), scale_b.shape[0] == n),
-        *(out_dtype, n, out.data_ptr() % 16, None if bias is None else bias.dtype),
+        device,
+        *(m, n, a.shape[1]),
+        a.dtype,
+        b.dtype,
+        *(_row_stride(a), _row_stride(b)),
+        _strides(scale_a, k),
+        _strides(scale_b, k),
+        scale_b.shape[0] == n,
+        out_dtype,
+        *(n, out.data_ptr() % 16),
+        bias_dtype,
     )
     launch = _plans.get((p, schedule))
     if launch is None:

@@ -53,8 +53,8 @@ def operand(rows: int, k: int, dtype: torch.dtype, device: str) -> Tensor:
 @needs_compiler
 @pytest.mark.parametrize("s", SCHEDULES, ids=name)
 def test_schedules_compile_without_spills(s: ScaledSchedule) -> None:
-    more = {"b_dtype": E5M2, "out_dtype": F16, "bias_dtype": F32}
-    for p in (PLAIN, replace(PLAIN, b_rows=True), replace(PLAIN, out_dtype=F32), replace(PLAIN, **more)):
+    mixed = replace(PLAIN, b_dtype=E5M2, out_dtype=F16, bias_dtype=F32)
+    for p in (PLAIN, replace(PLAIN, b_rows=True), replace(PLAIN, out_dtype=F32), mixed):
         if s not in scaled_sm90.schedules(p):
             continue
         spec = scaled_sm90.spec(p, s)
@@ -66,7 +66,7 @@ def test_schedules_compile_without_spills(s: ScaledSchedule) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", (BLOCKS, ROWS, WHOLE))
+@pytest.mark.parametrize("kind", [BLOCKS, ROWS, WHOLE])
 @pytest.mark.parametrize("s", SCHEDULES, ids=name)
 def test_schedules_have_the_bits_of_the_second_implementation(s: ScaledSchedule, kind: str) -> None:
     if s not in scaled_sm90.schedules(replace(PLAIN, b_rows=kind != BLOCKS)):
@@ -88,7 +88,7 @@ def test_schedules_have_the_bits_of_the_second_implementation(s: ScaledSchedule,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("k", (1, 17, 130))
+@pytest.mark.parametrize("k", [1, 17, 130])
 def test_rows_at_any_address(k: int) -> None:
     a, b = operand(33, k, E4M3, "cuda"), operand(40, k, E4M3, "cuda")
     blocks = -(-k // 128)
