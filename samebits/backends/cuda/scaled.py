@@ -73,8 +73,9 @@ def scaled_mm(
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
         launch = _plans[p, schedule] = scaled_sm90.plan(p, schedule)
-    operands = a, b, scale_a, scale_b, out
-    launch(*(t.data_ptr() for t in operands), 0 if bias is None else bias.data_ptr())
+    at_bias = 0 if bias is None else bias.data_ptr()
+    at = [t.data_ptr() for t in (a, b, scale_a, scale_b, out)]
+    launch(at[0], at[1], at[2], at[3], at[4], at_bias)
     return out
 
 
