@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -379,3 +380,27 @@ def test_no_rows() -> None:
     assert scale.shape == (0, 2)
     assert samebits.scaled_mm(**(GIVEN | {"mat_a": values_, "scale_a": scale})).shape == (0, 130)
     assert samebits.quantize(torch.zeros(3, 0))[1].shape == (3, 0)
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_under_the_mode(process: bool) -> None:
+    """``F.scaled_mm`` is this library's; scales over rows are refused."""
+    given = {name: GIVEN[name] for name in ("mat_a", "mat_b", "scale_a", "scale_recipe_a")}
+    given |= {"scale_b": torch.ones(130, 2), "scale_recipe_b": GROUPS}
+    given["mat_a"], given["mat_b"] = (
+        operand(3, 200, FORMATS["e4m3"], 0),
+        operand(130, 200, FORMATS["e4m3"], 1).mT,
+    )
+    want = samebits.scaled_mm(**given)
+    of_tensors = {"scale_recipe_a": ScalingType.TensorWise, "scale_recipe_b": ScalingType.TensorWise}
+    of_tensors |= {"scale_a": torch.ones(1), "scale_b": torch.ones(1)}
+    if process:
+        samebits.enable_batch_invariant_mode("error")
+    try:
+        with nullcontext() if process else samebits.batch_invariant("error"):
+            assert_same_bits(torch.nn.functional.scaled_mm(**given), want)
+            with pytest.raises(ValueError, match="depends on the others in the batch"):
+                torch.nn.functional.scaled_mm(**(given | of_tensors))
+    finally:
+        if process:
+            samebits.disable_batch_invariant_mode()
