@@ -422,7 +422,7 @@ def test_a_run_from_end_to_end(
     kernel = StandIn(product)
     gpu = devices.DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20)
     public: list[tuple[str, str | None]] = []
-    for module in (products, reductions, attention, exp2, grouped, segments):
+    for module in (products, reductions, attention, exp2, grouped, segments, scaled):
         monkeypatch.setattr(module, "finish", lambda doing: None)
     for name in PUBLIC:
         note = lambda *of, name=name: public.append((name, backends._choice.backend))  # noqa: E731

@@ -38,6 +38,11 @@ class Operands(NamedTuple):
     scale_b: Tensor
     bias: Tensor | None
 
+    def to(self, device: torch.device) -> Operands:
+        bias = None if self.bias is None else self.bias.to(device)
+        scales = self.scale_a.to(device), self.scale_b.to(device)
+        return Operands(self.a.to(device), self.b.to(device), *scales, bias)
+
 
 @dataclass(frozen=True, slots=True)
 class ScaledCase:
@@ -136,8 +141,7 @@ def verify_scaled(report: Report, cases: Sequence[ScaledCase], device: torch.dev
         x = case.operands()
         options = {"bias": x.bias, "out_dtype": case.out, "contract": FP8.key}
         want = reference.scaled_mm(*x[:4], **options).to(device)  # type: ignore[arg-type]
-        a, b, *scales = (t.to(device) for t in x[:4])
-        on_device = Operands(a, b, *scales, None if x.bias is None else x.bias.to(device))
+        on_device = x.to(device)
         for schedule, call in launches(case, on_device, device.index or 0):
             with running(f"scaled_sm90, {case}, {schedule}"):
                 got = call()
