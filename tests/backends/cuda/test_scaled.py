@@ -29,7 +29,7 @@ BLOCKS, ROWS, WHOLE = "128x128", "1x128", "rows"
 
 def name(s: ScaledSchedule) -> str:
     tile = s.tile
-    return f"{tile.block_m}x{tile.block_n}-{s.chains}-{tile.cluster}{'-swap' * tile.swap}{'-turns' * s.turns}"
+    return f"{tile.block_m}x{tile.block_n}-{s.chains}-{tile.cluster}{'-swap' * tile.swap}"
 
 
 def scales(kind: str, rows: int, k: int, *, of_b: bool, device: str) -> Tensor:

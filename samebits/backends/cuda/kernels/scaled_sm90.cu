@@ -16,7 +16,6 @@
 // Macros: those of tensor_core_sm90.cu, with BLOCK_K 64, A_MN, B_MN, FOLDED, RAGGED and ACCUMULATE 0, and
 //   A_E5M2, B_E5M2       1: the operand is of e5m2; 0: of e4m3
 //   A_ROWS, B_ROWS       1: every row of A (column of B) has scales of its own; 0: 128 of them share theirs
-//   TURNS                1: two warpgroups give their chains to the tensor cores in turns; 0: at any time
 //   CHAINS               chains of a warpgroup that are in flight or being promoted: 1 or 2
 
 #if !defined(A_E5M2) || !defined(B_E5M2)
@@ -28,16 +27,7 @@
 #include "wgmma_fp8_sm90.cuh"
 
 static_assert(BLOCK_K == 64 && !A_MN && !B_MN && !ACCUMULATE && SHARE == WARPGROUPS);
-static_assert(128 % ROWS == 0, "a warpgroup's rows have one scale of blocks of 128");
-static_assert(128 % BLOCK_N == 0 || BLOCK_N % 64 == 0);
-
-// Named barriers, one for each warpgroup: the other has given its chain to the tensor cores. Without turns,
-// both chains would be multiplied at the same time, and then promoted at the same time.
-constexpr u32 TURN_BARRIER = ORDER_BARRIER + TEAMS;
-static_assert(!TURNS || WARPGROUPS == 2);
-
-// Columns of a tile that surely share scales of blocks of 128.
-constexpr u32 SPAN = 128 % BLOCK_N == 0 ? BLOCK_N : 64;
+static_assert(128 % ROWS == 0 && 128 % BLOCK_N == 0, "a warpgroup's tile has one scale of blocks of 128");
 
 // Tiles do not overlap, so that they begin where a scale does.
 struct ScaledOutput : Output {
@@ -53,7 +43,7 @@ __device__ __forceinline__ float load_scale(const float* from) {
 
 // Where the scales of a thread's rows and columns are, for the block of k that is next.
 struct ScalePointers {
-    const float *rows[A_ROWS ? 2 * MMA_M : 1], *columns[B_ROWS ? 1 : BLOCK_N / SPAN];
+    const float *rows[A_ROWS ? 2 * MMA_M : 1], *columns;  // the latter of column 0 with B_ROWS
 
     __device__ __forceinline__ ScalePointers(const Params& p, const TileCoord& tile, u32 thread) {
 #pragma unroll
@@ -61,17 +51,13 @@ struct ScalePointers {
             const int row = A_ROWS ? Fragment(tile, thread).row + i / 2 * 64 + i % 2 * 8 : tile.m;
             rows[i] = p.scale_a + min(row, p.m - 1) / (A_ROWS ? 1 : 128) * p.scale_a_row;
         }
-#pragma unroll
-        for (int i = 0; i < int(B_ROWS ? 1 : BLOCK_N / SPAN); ++i) {
-            const int column = min(tile.n + i * int(SPAN), p.n - 1);
-            columns[i] = p.scale_b + (B_ROWS ? 0 : column / 128 * p.scale_b_row);
-        }
+        columns = p.scale_b + (B_ROWS ? 0 : min(tile.n, p.n - 1) / 128 * p.scale_b_row);
     }
 };
 
 // The scales of a thread's rows and columns, for one block of k.
 struct Scales {
-    float rows[A_ROWS ? 2 * MMA_M : 1], columns[B_ROWS ? BLOCK_N / 4 : BLOCK_N / SPAN];
+    float rows[A_ROWS ? 2 * MMA_M : 1], columns[B_ROWS ? BLOCK_N / 4 : 1];
 
     __device__ __forceinline__ void load(ScalePointers& from, const Params& p, const TileCoord& tile,
                                          u32 thread) {
@@ -85,29 +71,24 @@ struct Scales {
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 4; ++i) {
                 const int column = min(first + i / 2 * 8 + i % 2, p.n - 1);
-                columns[i] = load_scale(from.columns[0] + column * p.scale_b_row);
+                columns[i] = load_scale(from.columns + column * p.scale_b_row);
             }
-            from.columns[0] += p.scale_b_k;
         } else {
-#pragma unroll
-            for (u32 i = 0; i < BLOCK_N / SPAN; ++i) {
-                columns[i] = load_scale(from.columns[i]);
-                from.columns[i] += p.scale_b_k;
-            }
+            columns[0] = load_scale(from.columns);
         }
+        from.columns += p.scale_b_k;
     }
 
     __device__ __forceinline__ void promote(Accumulators& acc, const Accumulators& chain) const {
 #pragma unroll
         for (u32 row = 0; row < 2 * MMA_M; ++row) {
             const float of_row = rows[A_ROWS ? row : 0];
-            float both;
+            const float both = __fmul_rn(of_row, columns[0]);
 #pragma unroll
             for (u32 i = 0; i < BLOCK_N / 4; ++i) {
                 const u32 at = i / 2 * 4 + row % 2 * 2 + i % 2;
-                if (B_ROWS || i % (SPAN / 4) == 0)
-                    both = __fmul_rn(of_row, columns[B_ROWS ? i : i / (SPAN / 4)]);
-                acc[row / 2][at] = __fmaf_rn(chain[row / 2][at], both, acc[row / 2][at]);
+                const float scale = B_ROWS ? __fmul_rn(of_row, columns[B_ROWS ? i : 0]) : both;
+                acc[row / 2][at] = __fmaf_rn(chain[row / 2][at], scale, acc[row / 2][at]);
             }
         }
     }
@@ -138,7 +119,6 @@ struct Blocks {
         mbarrier_wait(shared.full + ring.stage * 8, ring.parity);
         auto a = ATile::descriptor(shared.a + ring.stage * A_BYTES + ATile::step(member * ROWS, 0));
         auto b = BTile::descriptor(shared.b + ring.stage * B_BYTES);
-        if constexpr (TURNS) named_barrier(TURN_BARRIER + member, CONSUMERS);
         wgmma_fence();
 #pragma unroll
         for (u32 k = 0; k < BLOCK_K; k += 16) {
@@ -148,7 +128,6 @@ struct Blocks {
                                         b.at(BTile::step(0, k)), k > 0);
         }
         wgmma_commit();
-        if constexpr (TURNS) named_barrier_arrive(TURN_BARRIER + (member ^ 1), CONSUMERS);
         ring.step();
     }
 
@@ -170,7 +149,6 @@ struct ScaledConsumer {
         const u32 thread = threadIdx.x % 128, k_blocks = KBlocks::count(p.k, p.bounds, p.sequences);
         Ring<STAGES> ring;
         Epilogue epilogue;
-        if (TURNS && member == 1) named_barrier_arrive(TURN_BARRIER, CONSUMERS);
         for (u32 index = blockIdx.x / CLUSTER; index < scheduler.count; index += gridDim.x / CLUSTER) {
             TileCoord tile = scheduler.at(index, rank);
             tile.m += member * ROWS;
@@ -205,7 +183,6 @@ struct ScaledConsumer {
 #endif
             epilogue.apply(acc, shared.epilogue + member * Epilogue::smem_bytes, p, tile, member, thread);
         }
-        if (TURNS && member == 0) named_barrier(TURN_BARRIER, CONSUMERS);  // the last arrival there
         epilogue.drain(thread);
     }
 };

@@ -30,33 +30,28 @@ class ScaledSchedule:
         tile: as of a product of 16-bit elements that are pairs of FP8: its block of k is 64.
         chains: chains of a warpgroup that are multiplied or added at a time. With 2, one is added while the
             tensor cores multiply the other.
-        turns: whether two warpgroups give their chains to the tensor cores in turns.
     """
 
     tile: Sm90Schedule
     chains: int
-    turns: bool = False
 
 
-def _schedule(
-    block_m: int, block_n: int, chains: int, *, swap: bool = False, turns: bool = False, **more: int
-) -> ScaledSchedule:
+def _schedule(block_m: int, block_n: int, chains: int, *, swap: bool = False, **more: int) -> ScaledSchedule:
     groups = block_m // 64
     tile = Sm90Schedule(block_m, block_n, 64, 2, groups, groups, swap=swap, early=swap, **more)
     filled = tile.filled(tile.panels)
-    return ScaledSchedule(replace(filled, stages=min(filled.stages, 24)), chains, turns)
+    return ScaledSchedule(replace(filled, stages=min(filled.stages, 24)), chains)
 
+
+_FEW = [_schedule(64, n, 2, swap=True) for n in (8, 16)]
+_SOME = [_schedule(64, 64, 2), _schedule(128, 64, 2, group=8)]
+_MANY = [_schedule(128, 128, chains, group=8) for chains in (1, 2)]
 
 SCHEDULES = (
-    *(
-        _schedule(128, 128, chains, turns=turns, cluster=cluster, group=8)
-        for chains in (1, 2)
-        for turns in (False, True)
-        for cluster in (1, 2)
-    ),
-    *(_schedule(128, 64, chains, turns=turns, group=8) for chains in (1, 2) for turns in (False, True)),
-    *(_schedule(64, 64, chains) for chains in (1, 2)),
-    *(_schedule(64, n, 2, swap=True) for n in (8, 16, 32, 64)),
+    *(*_FEW, *_SOME, *_MANY),
+    *(_schedule(128, 128, chains, cluster=2, group=8) for chains in (1, 2)),
+    *(_schedule(block_m, 64, 1, group=8) for block_m in (64, 128)),
+    *(_schedule(64, n, 2, swap=True) for n in (32, 64)),
     _schedule(64, 128, 1, swap=True),
 )
 """All schedules. None changes a bit."""
@@ -112,7 +107,6 @@ def spec(p: Scaled, s: ScaledSchedule) -> compiler.KernelSpec:
     constants = {
         **{"INPUT_F16": 0, "A_MN": 0, "B_MN": 0, **tile.constants(), "FOLDED": 0},
         **{"A_E5M2": e5m2[0], "B_E5M2": e5m2[1], "A_ROWS": rows[0], "B_ROWS": rows[1], "CHAINS": s.chains},
-        "TURNS": int(s.turns),
         "TRANSPOSED": int(tile.swap),
         "OUTPUT": EPILOGUE_TYPES[p.out_dtype],
         "BIAS": EPILOGUE_TYPES[p.bias_dtype],
@@ -143,14 +137,17 @@ def schedules(p: Scaled) -> Sequence[ScaledSchedule]:
 @functools.lru_cache(maxsize=4096)
 def choose(p: Scaled) -> ScaledSchedule:
     """The schedule for `p`."""
+    for s in _FEW:  # weights are read as few times as can be
+        if p.m <= s.tile.block_n:
+            return s
     sms = devices.device_info(p.device).sm_count
-    few = [_schedule(64, n, 2, swap=True) for n in (8, 16)]  # bound by the weights' bytes
-    some = [_schedule(64, 64, 2), _schedule(128, 64, 2, turns=True, group=8)]
-    for s in (*few, *some):  # the smallest tiles that can all run at once
+    for s in (_FEW[-1], *_SOME):  # the smallest tiles that can all run at once
         rows, columns = (p.n, p.m) if s.tile.swap else (p.m, p.n)
         if -(-rows // s.tile.block_m) * -(-columns // s.tile.block_n) <= sms:
             return s
-    return _schedule(128, 128, 1 if p.b_rows else 2, turns=True, group=8)
+    if p.m <= 64:
+        return _SOME[0]
+    return _MANY[0 if p.b_rows else 1]
 
 
 Launch = Callable[[int, int, int, int, int, int], None]
