@@ -404,3 +404,21 @@ def test_under_the_mode(process: bool) -> None:
     finally:
         if process:
             samebits.disable_batch_invariant_mode()
+
+
+def test_opcheck() -> None:
+    x, weight = values("normal", (3, 200), torch.bfloat16, 0), values("normal", (130, 200), torch.bfloat16, 1)
+    (a, of_a), (b, of_b) = samebits.quantize(x), samebits.quantize(weight, block=(128, 128))
+    ops = torch.ops.samebits
+    for operator, given in (
+        (ops.quantize.default, (x, 1, FORMATS["e5m2"], FP8.key)),
+        (ops.scaled_mm.default, (a, b, of_a, of_b, None, torch.float16, FP8.key)),
+    ):  # test_schema computes with FP8, which PyTorch does not on a CPU
+        torch.library.opcheck(
+            operator,
+            given,
+            test_utils=("test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic"),
+        )
+    key = samebits.TENSOR_CORE.on(samebits.HOPPER).key
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    torch.library.opcheck(ops.fp8_linear.default, (*leaves, None, None, key))
