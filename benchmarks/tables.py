@@ -121,9 +121,9 @@ def drift() -> str:
 
 
 def _measured_on_gpu(data: dict[str, Any]) -> str:
-    e = data["environment"]
+    e, count = data["environment"], {1: "one", 2: "two"}.get(data.get("ranks", 1), "several")
     versions = ", ".join(f"{name} {v}" for name, v in e["versions"].items())
-    said = (("gpu", " on one {}"), ("driver", ", driver {}"))
+    said = (("gpu", f" on {count} {{}}"), ("driver", ", driver {}"))
     where = "".join(text.format(e[key]) for key, text in said if key in e)
     digest = f"; contract digest `{e['digest']}`" if "digest" in e else ""
     return f"Measured {e['date']} at commit `{e['commit'][:10]}`{where}; {versions}{digest}."

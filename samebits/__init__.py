@@ -8,7 +8,17 @@ from samebits._version import __version__
 from samebits.backends import use_backend
 from samebits.backends.cuda.shapes import record_shapes
 from samebits.backends.cuda.tuned import load_tuned
-from samebits.contract import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, Exp2Model, MmaModel, use_mma_model
+from samebits.contract import (
+    AMPERE,
+    FMA,
+    FP8,
+    HOPPER,
+    TENSOR_CORE,
+    Contract,
+    Exp2Model,
+    MmaModel,
+    use_mma_model,
+)
 from samebits.mode import (
     UncoveredError,
     batch_invariant,
@@ -26,6 +36,8 @@ from samebits.ops.linear import linear
 from samebits.ops.linear_logp import linear_logp
 from samebits.ops.logp import logp
 from samebits.ops.matmul import matmul
+from samebits.ops.quantize import quantize
+from samebits.ops.scaled_mm import scaled_mm
 from samebits.prepare import prepare
 
 if TYPE_CHECKING:
@@ -35,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AMPERE",
     "FMA",
+    "FP8",
     "HOPPER",
     "TENSOR_CORE",
     "Contract",
@@ -60,7 +73,9 @@ __all__ = [
     "matmul",
     "nn",
     "prepare",
+    "quantize",
     "record_shapes",
+    "scaled_mm",
     "set_batch_invariant_mode",
     "transformers",
     "use_backend",

@@ -25,7 +25,9 @@ from samebits.functions import CONSTANTS, EX2_SM90
 __all__ = [
     "AMPERE",
     "FMA",
+    "FP8",
     "HOPPER",
+    "HOPPER_FP8",
     "TENSOR_CORE",
     "Contract",
     "Exp2Model",
@@ -35,6 +37,9 @@ __all__ = [
 
 GROUP = 16
 """Terms in one step of a tensor-core chain. A sequence of tokens always starts a new group."""
+
+SCALE_BLOCK = 128
+"""Terms of a product in FP8 that one scale of each operand multiplies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +70,17 @@ class MmaModel:
 
     One fused sum takes ``group`` products and the f32 accumulator. Every term is truncated toward zero to a
     multiple of ``2**(emax - fraction_bits)``, where ``emax`` is the largest exponent of all terms. The
-    truncated terms are added exactly, and the sum is rounded toward zero to f32.
+    truncated terms are added exactly, and the sum is rounded toward zero to ``significant_bits``, as an f32.
 
     Attributes:
         name: the family's name.
         group: products in one fused sum. A group of 16 consecutive k takes ``16 // group`` sums in turn.
+            32 is for operands of 8 bits.
         fraction_bits: fraction bits kept below ``emax``.
         zero_exponent: the exponent of a term equal to zero, for ``emax``.
         exp2: ``2**x`` in the family's attention.
+        significant_bits: bits of the significand that a sum is rounded to: 24, all of f32, for operands of 16
+            bits.
 
     Source: Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores" (arXiv 2512.07004), and vectors
     recorded for this project on an H200.
@@ -83,18 +91,23 @@ class MmaModel:
     fraction_bits: int
     zero_exponent: int
     exp2: Exp2Model = POLYNOMIAL
+    significant_bits: int = 24
     key: str = field(init=False, repr=False, compare=False)
     """All the data above as one string, because ``torch.library`` takes strings."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name.isidentifier()):
             raise ValueError(f"samebits.MmaModel: name: expected an identifier, got {self.name!r}")
-        if type(self.group) is not int or self.group not in (4, 8, 16):
-            raise ValueError(f"samebits.MmaModel: group: expected 4, 8 or 16, got {self.group!r}")
-        # The upper bound keeps a sum of 17 terms, each below 2**(fraction_bits + 2), exact in float64.
-        if type(self.fraction_bits) is not int or not 23 <= self.fraction_bits <= 46:
+        if type(self.group) is not int or self.group not in (4, 8, 16, 32):
+            raise ValueError(f"samebits.MmaModel: group: expected 4, 8, 16 or 32, got {self.group!r}")
+        bits = self.significant_bits
+        if type(bits) is not int or not 2 <= bits <= 24:
+            raise ValueError(f"samebits.MmaModel: significant_bits: expected an int in [2, 24], got {bits!r}")
+        # The upper bound keeps a sum of 33 terms, each below 2**(fraction_bits + 2), exact in float64.
+        if type(self.fraction_bits) is not int or not bits - 1 <= self.fraction_bits <= 45:
             raise ValueError(
-                f"samebits.MmaModel: fraction_bits: expected an int in [23, 46], got {self.fraction_bits!r}"
+                f"samebits.MmaModel: fraction_bits: expected an int in [{bits - 1}, 45],"
+                f" got {self.fraction_bits!r}"
             )
         if type(self.zero_exponent) is not int or not -252 <= self.zero_exponent <= -126:
             raise ValueError(
@@ -105,7 +118,7 @@ class MmaModel:
             raise ValueError(
                 f"samebits.MmaModel: exp2: expected one of {', '.join(_EXP2_MODELS)}, got {self.exp2!r}"
             )
-        key = f"{self.name}:{self.group}:{self.fraction_bits}:{self.zero_exponent}:{self.exp2.name}"
+        key = f"{self.name}:{self.group}:{self.fraction_bits}:{self.zero_exponent}:{self.exp2.name}:{bits}"
         object.__setattr__(self, "key", key)
 
 
@@ -114,6 +127,9 @@ AMPERE = MmaModel("AMPERE", group=8, fraction_bits=24, zero_exponent=-132)
 
 HOPPER = MmaModel("HOPPER", group=16, fraction_bits=25, zero_exponent=-133, exp2=INTERPOLATION)
 """Tensor cores of sm_90, sm_100, sm_103 and sm_120 (H100, H200, B200)."""
+
+HOPPER_FP8 = MmaModel("HOPPER_FP8", group=32, fraction_bits=13, zero_exponent=-133, significant_bits=14)
+"""``wgmma`` on e4m3 and e5m2 on sm_90 (H100, H200). ``mma.sync`` computes these otherwise there."""
 
 
 FAMILIES: dict[tuple[int, int], MmaModel] = {
@@ -145,14 +161,16 @@ class Contract:
         name: the contract's name.
         step: how one step adds its terms to the accumulator. ``"mma"``: 16 products at a time, as the tensor
             core sums them (see :class:`MmaModel`). ``"fma"``: one IEEE 754 f32 fused multiply-add per k,
-            rounding to nearest even, subnormals kept.
+            rounding to nearest even, subnormals kept. ``"scaled"``: blocks of 128 products of 8-bit operands.
+            Each block is a chain of its own from +0, 32 products at a time. The accumulator takes its result
+            times the product of both scales, by one fused multiply-add.
         mma: for ``"mma"``, the tensor-core family that gives these bits. ``None`` leaves it to the device: a
-            GPU follows its own family, CPU tensors follow :func:`use_mma_model`.
+            GPU follows its own family, CPU tensors follow :func:`use_mma_model`. ``"scaled"`` needs one.
         segments: into how many chains a plain sum is cut, see :meth:`segmented`. 1: it is one chain.
     """
 
     name: str
-    step: Literal["mma", "fma"]
+    step: Literal["mma", "fma", "scaled"]
     mma: MmaModel | None = None
     segments: int = 1
     key: str = field(init=False, repr=False, compare=False)
@@ -161,14 +179,21 @@ class Contract:
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name.isidentifier()):
             raise ValueError(f"samebits.Contract: name: expected an identifier, got {self.name!r}")
-        if self.step not in ("mma", "fma"):
-            raise ValueError(f'samebits.Contract: step: expected "mma" or "fma", got {self.step!r}')
+        if self.step not in ("mma", "fma", "scaled"):
+            raise ValueError(f'samebits.Contract: step: expected "mma", "fma" or "scaled", got {self.step!r}')
         if self.mma is not None and not isinstance(self.mma, MmaModel):
             raise TypeError(
                 f"samebits.Contract: mma: expected an MmaModel or None, got {type(self.mma).__name__}"
             )
         if self.step == "fma" and self.mma is not None:
             raise ValueError(f'samebits.Contract: mma: step "fma" takes no MmaModel, got {self.mma.name}')
+        if self.step == "scaled" and (self.mma is None or self.segments != 1):
+            raise ValueError('samebits.Contract: step "scaled" takes an MmaModel, and no segments')
+        if self.mma is not None and (self.mma.group == 32) != (self.step == "scaled"):
+            raise ValueError(
+                'samebits.Contract: mma: expected a group of 32 for step "scaled", a smaller one for "mma",'
+                f" got {self.mma.name} of {self.mma.group}"
+            )
         s = self.segments
         if type(s) is not int or not 1 <= s <= MOST_SEGMENTS or s & (s - 1):
             raise ValueError(
@@ -181,15 +206,17 @@ class Contract:
     @property
     def input_dtypes(self) -> tuple[torch.dtype, ...]:
         """Dtypes that the operands may have."""
+        if self.step == "scaled":
+            return torch.float8_e4m3fn, torch.float8_e5m2
         half = (torch.bfloat16, torch.float16)
         return half if self.step == "mma" else (torch.float32, *half)
 
     @property
     def exp2(self) -> Exp2Model | None:
-        """``2**x`` in attention; None leaves it to the device, as ``mma`` does."""
+        """``2**x`` in attention; None leaves it to the device, as ``mma`` does, or there is none."""
         if self.step == "fma":
             return POLYNOMIAL
-        return None if self.mma is None else self.mma.exp2
+        return None if self.mma is None or self.step == "scaled" else self.mma.exp2
 
     def on(self, mma: MmaModel) -> Contract:
         """This contract, bound to the tensor-core family ``mma``."""
@@ -236,6 +263,8 @@ class Contract:
         on all machines and in all Python versions.
         """
         mma = self.mma and [self.mma.group, self.mma.fraction_bits, self.mma.zero_exponent]
+        if mma and self.mma and self.mma.significant_bits != 24:
+            mma.append(self.mma.significant_bits)
         data = [_REVISION, self.step, mma, self.exp2 and self.exp2.data]
         text = json.dumps(data if self.segments == 1 else [*data, self.segments])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -246,7 +275,7 @@ class Contract:
             return name
         m = self.mma
         data = f"group {m.group}, {m.fraction_bits} fraction bits, zero exponent {m.zero_exponent}"
-        data += f", exp2 {m.exp2.name}"
+        data += f", exp2 {m.exp2.name}" if self.step == "mma" else f", {m.significant_bits} significant bits"
         return f"{name}[{m.name}: {data}]"
 
 
@@ -260,10 +289,11 @@ def contract_from_key(key: str) -> Contract:
     name, step, *model = key.split(":")
     mma = None
     if model:
-        family, group, fraction_bits, zero_exponent, exp2 = model
-        mma = MmaModel(family, int(group), int(fraction_bits), int(zero_exponent), _EXP2_MODELS[exp2])
+        family, group, fraction_bits, zero_exponent, exp2, bits = model
+        numbers = int(group), int(fraction_bits), int(zero_exponent)
+        mma = MmaModel(family, *numbers, _EXP2_MODELS[exp2], int(bits))
     step, _, segments = step.partition("/")
-    return Contract(name, cast(Literal["mma", "fma"], step), mma, int(segments or 1))
+    return Contract(name, cast(Literal["mma", "fma", "scaled"], step), mma, int(segments or 1))
 
 
 @functools.lru_cache(maxsize=64)
@@ -277,6 +307,9 @@ TENSOR_CORE = Contract("TENSOR_CORE", step="mma")
 
 FMA = Contract("FMA", step="fma")
 """A chain of IEEE fused multiply-adds: the default for f32. It has the same bits on any IEEE machine."""
+
+FP8 = Contract("FP8", step="scaled", mma=HOPPER_FP8)
+"""Products of e4m3 and e5m2 with scales, as :func:`samebits.scaled_mm` computes them."""
 
 
 class _CpuFamily(local):
@@ -311,9 +344,14 @@ def use_mma_model(model: MmaModel) -> AbstractContextManager[None]:
 
     Raises:
         TypeError: ``model`` is not an :class:`MmaModel`.
+        ValueError: ``model`` is for operands of 8 bits.
     """
     if not isinstance(model, MmaModel):
         raise TypeError(f"samebits.use_mma_model: model: expected an MmaModel, got {type(model).__name__}")
+    if model.group == 32:
+        raise ValueError(
+            f"samebits.use_mma_model: model: expected one for operands of 16 bits, got {model.name}"
+        )
     return _on_cpu(model)
 
 

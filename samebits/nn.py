@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from samebits.ops._memory import check_accumulator, has_memory, refuse_overlap, 
 from samebits.ops._operator import without_modes
 from samebits.ops._products import addbmm, addbmm_later, product
 from samebits.ops._sequences import sequences
+from samebits.ops.fp8_linear import fp8_linear
+from samebits.ops.fp8_linear import product as fp8_product
 from samebits.ops.linear import linear
 
 __all__ = ["Conversion", "Linear", "Unconverted", "convert"]
@@ -44,7 +46,14 @@ class Linear(nn.Linear):
         device: device of the parameters.
         dtype: dtype of the parameters: bfloat16, float16 or float32.
         contract: as in :func:`samebits.linear`.
+        fp8: ``"block"`` computes the output, and the gradient of the input, in FP8
+            (:func:`samebits.scaled_mm`): inputs and output gradients in groups of 1 x 128, weights in blocks
+            of 128 x 128, all in e4m3 (:func:`samebits.quantize`). Gradients of weight and bias stay those of
+            :func:`samebits.linear`. Outputs still depend on no other row, and gradients not on packing,
+            padding or micro-batches.
     """
+
+    fp8: Literal["block"] | None = None
 
     def __init__(
         self,
@@ -55,13 +64,17 @@ class Linear(nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         contract: Contract | None = None,
+        fp8: Literal["block"] | None = None,
     ) -> None:
         check_contract("nn.Linear", contract)
+        _check_fp8("nn.Linear", fp8)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.contract = contract
+        self.contract, self.fp8 = contract, fp8
 
     @classmethod
-    def from_torch(cls, layer: nn.Linear, *, contract: Contract | None = None) -> Linear:
+    def from_torch(
+        cls, layer: nn.Linear, *, contract: Contract | None = None, fp8: Literal["block"] | None = None
+    ) -> Linear:
         """A new layer that shares the parameters of `layer`, in the same mode (training or eval).
 
         Raises:
@@ -72,7 +85,8 @@ class Linear(nn.Linear):
             reason = "it has hooks, which samebits.convert(module) keeps"
         if reason is not None:
             raise TypeError(f"samebits.nn.Linear.from_torch: layer: {type(layer).__name__}: {reason}")
-        new = cls(layer.in_features, layer.out_features, False, "meta", layer.weight.dtype, contract=contract)
+        size, dtype = (layer.in_features, layer.out_features), layer.weight.dtype
+        new = cls(*size, False, "meta", dtype, contract=contract, fp8=fp8)
         new.weight, new.bias = layer.weight, layer.bias
         return new.train(layer.training)
 
@@ -80,10 +94,17 @@ class Linear(nn.Linear):
         """``input`` ``[..., in_features]``; ``cu_seqlens`` as in :func:`samebits.linear`."""
         if torch.is_grad_enabled() and any(_main_grad(p) is not None for p in (self.weight, self.bias)):
             return _run_with_main_grads(self, input, cu_seqlens)
-        return linear(input, self.weight, self.bias, cu_seqlens=cu_seqlens, contract=self.contract)
+        run = linear if self.fp8 is None else fp8_linear
+        return run(input, self.weight, self.bias, cu_seqlens=cu_seqlens, contract=self.contract)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (f", contract={self.contract}" if self.contract else "")
+        more = (f", contract={self.contract}" if self.contract else "") + (", fp8=block" if self.fp8 else "")
+        return super().extra_repr() + more
+
+
+def _check_fp8(op: str, fp8: str | None) -> None:
+    if fp8 not in (None, "block"):
+        raise ValueError(f'samebits.{op}: fp8: expected "block" or None, got {fp8!r}')
 
 
 _HOOKS = (
@@ -159,9 +180,10 @@ class _MainGradLinear(torch.autograd.Function):
         needed = ctx.needs_input_grad  # each operand is needed only for the other's gradient
         ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None, cu_seqlens)
         ctx.parameters = layer.weight, layer.bias
-        ctx.shape, ctx.dtype, ctx.contract = x.shape, x.dtype, key
+        ctx.shape, ctx.dtype, ctx.contract, ctx.fp8 = x.shape, x.dtype, key, layer.fp8
+        run = linear if layer.fp8 is None else fp8_linear
         with torch.autocast(x.device.type, enabled=False):  # operands are cast already
-            return linear(x, weight, bias, cu_seqlens=cu_seqlens, contract=layer.contract)
+            return run(x, weight, bias, cu_seqlens=cu_seqlens, contract=layer.contract)
 
     @staticmethod
     @without_modes
@@ -172,7 +194,8 @@ class _MainGradLinear(torch.autograd.Function):
         grads: list[Tensor | None] = [None, None, None, None, None, None]
         if ctx.needs_input_grad[0]:
             rows = grad if grad.ndim > 1 else grad.unsqueeze(0)
-            out = product(rows, weight, None, ctx.dtype, ctx.contract)
+            given = weight, None, ctx.dtype, ctx.contract
+            out = fp8_product(rows, *given, transposed=True) if ctx.fp8 else product(rows, *given)
             grads[0] = out.reshape(ctx.shape)
         columns, steps = sequences(grad).mT, []
         for i, parameter in enumerate(ctx.parameters, 1):
@@ -240,6 +263,7 @@ def convert(
     *,
     filter: Callable[[str, nn.Module], bool] | None = None,
     contract: Contract | None = None,
+    fp8: Literal["block"] | None = None,
 ) -> Conversion:
     """Make every plain ``torch.nn.Linear`` of a model a :class:`samebits.nn.Linear`, in place.
 
@@ -253,13 +277,16 @@ def convert(
         module: the model, or one layer. Convert it before it is sharded, compiled or traced.
         filter: a function of a layer's name and the layer. Layers for which it is false are left.
         contract: the contract of the converted layers, as in :func:`samebits.linear`.
+        fp8: ``"block"`` lets the converted layers compute in FP8, as in :class:`samebits.nn.Linear`.
 
     Raises:
         TypeError: ``module`` is not a module, ``filter`` not a function, or ``contract`` not a contract.
+        ValueError: ``fp8`` is neither ``"block"`` nor None.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"samebits.convert: module: expected a Module, got {type(module).__name__}")
     check_contract("convert", contract)
+    _check_fp8("convert", fp8)
     if filter is not None and not callable(filter):
         raise TypeError(f"samebits.convert: filter: expected a function, got {type(filter).__name__}")
     bypassed = _bypassed(module)
@@ -280,7 +307,7 @@ def convert(
             unconverted.append(Unconverted(name, type(part).__name__, reason))
     for part in converted.values():  # after `filter` has seen all layers, because it may raise
         part.__class__ = Linear
-        vars(part)["contract"] = contract
+        vars(part).update(contract=contract, fp8=fp8)
     return Conversion(tuple(converted), tuple(already), tuple(unconverted))
 
 

@@ -12,6 +12,8 @@ _BITS = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
     torch.float64: torch.int64,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
 }
 
 KINDS = ("normal", "wide", "tiny", "brink", "cancel", "sparse", "huge", "special")

@@ -32,7 +32,7 @@ __all__ = [
     "refuse_large",
 ]
 
-Step = Literal["mma", "fma"]
+Step = Literal["mma", "fma", "scaled"]
 """How a contract adds a group of terms: by the tensor core, or by one fused multiply-add for each term."""
 
 LARGEST = 2**31 - 2048

@@ -5,13 +5,15 @@ The functions follow the conventions of :mod:`samebits.mode.overrides`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from samebits.backends.replay import viewed
+from samebits.contract import FP8
 from samebits.mode.arguments import takes, without_autocast
 from samebits.ops.bmm import bmm
 from samebits.ops.einsum import einsum
@@ -19,6 +21,7 @@ from samebits.ops.expand import expand
 from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.linear import linear
 from samebits.ops.matmul import matmul
+from samebits.ops.scaled_mm import scaled_mm
 
 
 def mm(input: Tensor, mat2: Tensor, out_dtype: torch.dtype | None = None) -> Any:
@@ -88,6 +91,32 @@ def grouped_mm_(
         return torch._grouped_mm(input, mat2, offs, bias, out_dtype)  # PyTorch raises its error
     with without_autocast(input.device):  # PyTorch does not apply it either
         return grouped_mm(input, mat2, offs)
+
+
+def scaled_mm_(
+    input: Tensor,
+    mat2: Tensor,
+    scale_a: Sequence[Tensor],
+    recipe_a: Sequence[int],
+    swizzle_a: Sequence[int],
+    scale_b: Sequence[Tensor],
+    recipe_b: Sequence[int],
+    swizzle_b: Sequence[int],
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,
+) -> Any:
+    alone = len(scale_a) == len(scale_b) == len(recipe_a) == len(recipe_b) == 1
+    if not alone or any((*swizzle_a, *swizzle_b)) or contraction_dim or out_dtype is None:
+        return NotImplemented
+    if not {input.dtype, mat2.dtype} <= {*FP8.input_dtypes} or input.ndim != 2 or input.shape[1] == 0:
+        return NotImplemented
+    recipes = [F.ScalingType(n) for n in (*recipe_a, *recipe_b)]
+    if any(recipe.name in ("BlockWise1x16", "BlockWise1x32") for recipe in recipes):
+        return NotImplemented
+    given = (scale_a[0], recipes[0]), (scale_b[0], recipes[1])
+    return scaled_mm(input, mat2, *given[0], *given[1], bias=bias, output_dtype=out_dtype)
 
 
 def addmm(

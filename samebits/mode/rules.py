@@ -96,6 +96,12 @@ REPLACED = (
         {"_grouped_mm": products.grouped_mm_},
         "`samebits.grouped_mm`, for `F.grouped_mm`, too; rows of no group are +0",
     ),
+    Row(
+        {"_scaled_mm_v2": products.scaled_mm_},
+        "`samebits.scaled_mm`, for `F.scaled_mm`: [FP8](contract.md#fp8)",
+        "scales in blocks of 16 or 32, swizzled ones and pairs of them; scales that span rows of the first"
+        " operand are refused",
+    ),
     Row({"einsum": products.einsum_}, "products of pairs, always from left to right"),
     Row(
         {
@@ -268,7 +274,7 @@ ACCUMULATING = {
 REPORTED = {
     "products": """
         addbmm addbmm_ addmv addmv_ addr bilinear chain_matmul inner multi_dot tensordot trace vdot vecdot
-        scaled_mm scaled_grouped_mm _scaled_mm _scaled_grouped_mm
+        scaled_grouped_mm _scaled_mm _scaled_grouped_mm
     """,
     "distances and losses": """
         cdist pdist dist cosine_similarity pairwise_distance cosine_embedding_loss triplet_margin_loss

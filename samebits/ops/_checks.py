@@ -64,8 +64,9 @@ def check_operands(
     check_contract(op, contract)
     if contract is not None and dtype not in contract.input_dtypes:
         raise TypeError(
-            f"samebits.{op}: {first}: contract {contract.name} takes bfloat16 or float16, got {dtype}"
-            " (float32 runs under samebits.FMA, never as TF32)"
+            f"samebits.{op}: {first}: contract {contract.name} takes"
+            f" {' or '.join(str(d).removeprefix('torch.') for d in contract.input_dtypes)}, got {dtype}"
+            " (float32 runs under samebits.FMA, never as TF32; e4m3 and e5m2 are for samebits.scaled_mm)"
         )
     return tensors, pack_key(resolve(contract, dtype, kind), chosen_backend(kind)), False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from samebits.backends import Key
 from samebits.contract import Contract
 from samebits.ops import _products
 from samebits.ops._checks import check_operands, check_segments, shape
@@ -55,6 +56,14 @@ def linear(
             counts. Changes through ``.data`` or by a CUDA graph are not counted. Then gradients of bad
             offsets are meaningless, but nothing out of bounds is read.
     """
+    x, weight, bias, key, bypass = checked(x, weight, bias, cu_seqlens, contract)
+    return _products.linear(x, weight, bias, cu_seqlens, key, bypass=bypass)  # type: ignore[no-any-return]
+
+
+def checked(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, contract: Contract | None
+) -> tuple[Tensor, Tensor, Tensor | None, Key, bool]:
+    """The arguments of :func:`linear`, cast by autocast, its key, and whether the dispatcher has no part."""
     operands = {"x": x, "weight": weight} if bias is None else {"x": x, "weight": weight, "bias": bias}
     (x, weight, *biases), key, bypass = check_operands("linear", contract, operands)
     bias = biases[0] if biases else None
@@ -80,5 +89,4 @@ def linear(
         bias = expand(bias, weight.shape[:1])
     if cu_seqlens is not None:
         check_cu_seqlens_form("linear", "x", x, cu_seqlens)
-    bypass = bypass and cu_seqlens is None
-    return _products.linear(x, weight, bias, cu_seqlens, key, bypass=bypass)  # type: ignore[no-any-return]
+    return x, weight, bias, key, bypass and cu_seqlens is None

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from samebits._version import __version__
 from samebits.backends import cache, replay
-from samebits.contract import AMPERE, FAMILIES, FMA, HOPPER, TENSOR_CORE
+from samebits.contract import AMPERE, FAMILIES, FMA, FP8, HOPPER, TENSOR_CORE
 from samebits.tools.terminal import Console
 from samebits.tools.text import plural
 
@@ -114,6 +114,7 @@ def gather() -> Info:
             "FMA": FMA.digest(),
             "TENSOR_CORE, HOPPER": TENSOR_CORE.on(HOPPER).digest(),
             "TENSOR_CORE, AMPERE": TENSOR_CORE.on(AMPERE).digest(),
+            "FP8": FP8.digest(),
         },
         backends=backends,
         driver=_driver(),
@@ -244,7 +245,8 @@ def _contracts(*capability: int) -> tuple[str, ...]:
         return ("FMA",)
     if capability < OLDEST:
         return ()
-    return ("FMA", "TENSOR_CORE") if capability in FAMILIES else ("FMA",)
+    on_tensor_cores = ("TENSOR_CORE", "FP8") if capability == (9, 0) else ("TENSOR_CORE",)
+    return ("FMA", *on_tensor_cores) if capability in FAMILIES else ("FMA",)
 
 
 def _reference() -> Backend:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import samebits
-from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, MmaModel, functions
-from samebits.contract import contract_from_key, resolve
-from tests.support import ROOT, naive, naive_attention
+from samebits import AMPERE, FMA, FP8, HOPPER, TENSOR_CORE, Contract, MmaModel, functions
+from samebits.contract import HOPPER_FP8, contract_from_key, resolve
+from tests.support import ROOT, naive, naive_attention, naive_fp8
 from tests.support.threads import in_threads
 
 DOCUMENT = (ROOT / "docs" / "contract.md").read_text()
-CONTRACTS = [TENSOR_CORE, TENSOR_CORE.on(HOPPER), TENSOR_CORE.on(AMPERE), FMA]
+CONTRACTS = [TENSOR_CORE, TENSOR_CORE.on(HOPPER), TENSOR_CORE.on(AMPERE), FMA, FP8]
 CONTRACTS += [TENSOR_CORE.on(HOPPER).segmented(8), FMA.segmented(8), FMA.segmented(2)]
 
 
@@ -30,6 +30,20 @@ def test_models_are_those_of_the_document(model: MmaModel) -> None:
     assert naive.MODELS[model.name] == (group, fraction_bits, -zero)
 
 
+def test_the_model_of_fp8_is_that_of_the_document() -> None:
+    row = re.search(r"\| `HOPPER_FP8` \| (\d+) \| (\d+) \| −(\d+) \| (\d+) \|", DOCUMENT)
+    assert row is not None
+    group, fraction_bits, zero, bits = map(int, row.groups())
+    m = HOPPER_FP8
+    assert (m.group, m.fraction_bits, m.zero_exponent, m.significant_bits) == (
+        group,
+        fraction_bits,
+        -zero,
+        bits,
+    )
+    assert (group, fraction_bits, -zero, bits) == naive_fp8.MODEL
+
+
 # Digests are written into results, so they may not change unless bits do (then: CHANGELOG, Numerics).
 @pytest.mark.parametrize(
     ("contract", "digest"),
@@ -40,6 +54,7 @@ def test_models_are_those_of_the_document(model: MmaModel) -> None:
         (FMA, "2cf3f6370bac772b"),
         (FMA.segmented(1), "2cf3f6370bac772b"),
         (FMA.segmented(8), "3cc5b2ac2845b24c"),
+        (FP8, "8189178ff99edca4"),
     ],
     ids=str,
 )
@@ -56,6 +71,7 @@ def test_digest_ignores_names_and_nothing_else() -> None:
         dataclasses.replace(HOPPER, fraction_bits=24),
         dataclasses.replace(HOPPER, zero_exponent=-132),
         dataclasses.replace(HOPPER, exp2=AMPERE.exp2),
+        dataclasses.replace(HOPPER, significant_bits=14),
     ]
     digests = {c.digest() for c in [*CONTRACTS, *map(TENSOR_CORE.on, others)]}
     assert len(digests) == len(CONTRACTS) + len(others)
@@ -81,10 +97,11 @@ def test_frozen_and_readable() -> None:
     ("change", "match"),
     [
         ({"name": "two words"}, "name: expected an identifier"),
-        ({"group": 12}, "group: expected 4, 8 or 16, got 12"),
+        ({"group": 12}, "group: expected 4, 8, 16 or 32, got 12"),
         ({"group": True}, "group"),
         ({"fraction_bits": 22}, "fraction_bits: expected an int in"),
         ({"fraction_bits": 25.0}, "fraction_bits"),
+        ({"significant_bits": 25}, "significant_bits: expected an int in"),
         ({"zero_exponent": 0}, "zero_exponent: expected an int in"),
         ({"exp2": "POLYNOMIAL"}, "exp2: expected one of POLYNOMIAL, INTERPOLATION, got 'POLYNOMIAL'"),
     ],
@@ -98,8 +115,12 @@ def test_mma_model_validates_itself(change: dict[str, object], match: str) -> No
     ("args", "error", "match"),
     [
         (("", "mma"), ValueError, "name"),
-        (("X", "mfma"), ValueError, 'step: expected "mma" or "fma"'),
+        (("X", "mfma"), ValueError, 'step: expected "mma", "fma" or "scaled"'),
         (("X", "fma", HOPPER), ValueError, "takes no MmaModel"),
+        (("X", "scaled"), ValueError, "takes an MmaModel, and no segments"),
+        (("X", "scaled", HOPPER_FP8, 2), ValueError, "takes an MmaModel, and no segments"),
+        (("X", "scaled", HOPPER), ValueError, "mma: expected a group of 32"),
+        (("X", "mma", HOPPER_FP8), ValueError, "mma: expected a group of 32"),
         (("X", "mma", "HOPPER"), TypeError, "mma: expected an MmaModel"),
         (("X", "fma", None, 3), ValueError, "segments: expected a power of two from 1 to 64, got 3"),
         (("X", "fma", None, 0), ValueError, "segments"),
@@ -138,6 +159,11 @@ def test_use_mma_model_nests_restores_and_stays_in_its_thread() -> None:
     assert seen == [TENSOR_CORE.on(HOPPER).key]
     with pytest.raises(TypeError, match="expected an MmaModel, got str"), samebits.use_mma_model("AMPERE"):  # type: ignore[arg-type]
         pass
+    with pytest.raises(ValueError, match="expected one for operands of 16 bits, got HOPPER_FP8"):
+        samebits.use_mma_model(HOPPER_FP8)
+    a = torch.ones(2, 2, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="contract FP8 takes float8_e4m3fn or float8_e5m2"):
+        samebits.matmul(a, a, contract=FP8)
 
 
 def test_explicit_model_wins_over_the_context() -> None:

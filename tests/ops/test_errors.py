@@ -391,7 +391,14 @@ KINDS: list[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any], type
     ("Contract.on", TENSOR_CORE.on, ("x",), {}, TypeError, "mma: expected an MmaModel, got str"),
     ("Contract", samebits.FMA.on, (samebits.HOPPER,), {}, ValueError, 'mma: step "fma" takes no MmaModel'),
     ("Contract", samebits.Contract, (None, "mma"), {}, ValueError, "name: expected an identifier, got None"),
-    ("Contract", samebits.Contract, ("X", None), {}, ValueError, 'step: expected "mma" or "fma", got None'),
+    (
+        "Contract",
+        samebits.Contract,
+        ("X", None),
+        {},
+        ValueError,
+        'expected "mma", "fma" or "scaled", got None',
+    ),
     (
         "MmaModel",
         samebits.MmaModel,

@@ -497,7 +497,7 @@ def test_info_says_what_each_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> No
         ),
     )
     found = [gpu.contracts for gpu in info_module._gpus()]
-    assert found == [(), ("FMA",), ("FMA", "TENSOR_CORE"), ("FMA",)]
+    assert found == [(), ("FMA",), ("FMA", "TENSOR_CORE", "FP8"), ("FMA",)]
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,9 @@ def _fused_sum(group: int) -> Any:
     """A function that adds one fused sum of `group` products to `acc` for each column, as in MmaModel."""
 
     @_njit()
-    def fused_sum(a, a_exponent, a_zero, b, b_exponent, b_zero, acc, width, fraction_bits, zero_exponent):
+    def fused_sum(
+        a, a_exponent, a_zero, b, b_exponent, b_zero, acc, width, fraction_bits, zero_exponent, kept
+    ):
         # float64 holds every intermediate exactly: a product has at most 48 bits, and the sum is of integers
         # below 2**(fraction_bits + 2). Infinities and NaN follow IEEE 754, as in the contract. LLVM
         # vectorizes the loop over j, and unrolls the loops over i.
@@ -161,8 +163,8 @@ def _fused_sum(group: int) -> Any:
                 total += trunc(a[i] * b[i, j] * to_integer)
             exact = total * bits_to_f64((1023 - shift) << 52)
             magnitude = abs(exact)
-            subnormal = trunc(exact * 2.0**149) * 2.0**-149
-            normal = bits_to_f64(f64_to_bits(exact) & -0x20000000)  # 24 significant bits
+            normal = bits_to_f64(f64_to_bits(exact) & kept)
+            subnormal = trunc(normal * 2.0**149) * 2.0**-149
             rounded = subnormal if magnitude < 2.0**-126 else normal
             rounded = exact * np.inf if magnitude >= 2.0**128 else rounded
             acc[j] = rounded + 0.0  # -0 becomes +0
@@ -171,7 +173,7 @@ def _fused_sum(group: int) -> Any:
 
 
 # `group` is a constant in each function, so that LLVM unrolls the loops.
-_fused_sum_4, _fused_sum_8, _fused_sum_16 = _fused_sum(4), _fused_sum(8), _fused_sum(16)
+_fused_sum_4, _fused_sum_8, _fused_sum_16, _fused_sum_32 = map(_fused_sum, (4, 8, 16, 32))
 
 
 @_njit()
@@ -185,21 +187,22 @@ def _load_columns(b, k0, n0, terms, width, value):
         for i in range(terms):
             for j in range(width):
                 value[i, j] = b[k0 + i, n0 + j]
-    for i in range(terms, GROUP):
+    for i in range(terms, len(value)):
         for j in range(width):
             value[i, j] = 0
 
 
-@_njit(void(*_OPERANDS, *[i64] * 7))
+@_njit(void(*_OPERANDS, *[i64] * 8))
 def mma_chain_tiles(
-    a, b, out, sequences, group, fraction_bits, zero_exponent, a_minimum, b_minimum, first, last
+    a, b, out, sequences, group, fraction_bits, zero_exponent, bits, a_minimum, b_minimum, first, last
 ):
-    """The TENSOR_CORE chain. `a_minimum` and `b_minimum` are the operands' smallest normal exponents."""
+    """The chain of a MmaModel, which keeps `bits` significant ones. Minima: smallest normal exponents."""
+    step, kept = max(group, GROUP), np.int64(-1) << (53 - bits)
     M, N = out.shape[1], out.shape[2]
     tiles_m, tiles_n = (M + TILE_M - 1) // TILE_M, (N + TILE_N - 1) // TILE_N
-    a_value, a_exponent = np.empty(GROUP), np.empty(GROUP)
-    b_f32 = np.empty((GROUP, TILE_N), np.float32)
-    b_value, b_exponent = np.empty((GROUP, TILE_N)), np.empty((GROUP, TILE_N))
+    a_value, a_exponent = np.empty(step), np.empty(step)
+    b_f32 = np.empty((step, TILE_N), np.float32)
+    b_value, b_exponent = np.empty((step, TILE_N)), np.empty((step, TILE_N))
     a_zero, b_zero = np.empty(4, np.int64), np.empty((4, TILE_N), np.int64)
     acc = np.empty((TILE_M, TILE_N))
     for tile in range(first, last):
@@ -211,11 +214,11 @@ def mma_chain_tiles(
                 acc[i, j] = out[batch, m0 + i, n0 + j]
         for p in range(sequences.shape[0]):
             s, start, stop = sequences[p, 0], sequences[p, 1], sequences[p, 2]
-            for k0 in range(start, stop, GROUP):
-                terms = min(GROUP, stop - k0)
+            for k0 in range(start, stop, step):
+                terms = min(step, stop - k0)
                 _load_columns(b[batch, s], k0, n0, terms, width, b_f32)
                 b_zero[:] = _NO_EXPONENT
-                for i in range(GROUP):
+                for i in range(step):
                     for j in range(width):
                         x = b_f32[i, j]
                         zero = x == 0
@@ -224,22 +227,25 @@ def mma_chain_tiles(
                         b_zero[i // group, j] = zero_exponent if zero else b_zero[i // group, j]
                 for m in range(height):
                     a_zero[:] = _NO_EXPONENT
-                    for i in range(GROUP):
+                    for i in range(step):
                         x = a[batch, s, m0 + m, k0 + i] if i < terms else np.float32(0)
                         a_value[i] = x
                         a_exponent[i] = _NO_EXPONENT if x == 0 else _exponent(x, a_minimum)
                         if x == 0:
                             a_zero[i // group] = zero_exponent
-                    for i in range(0, GROUP, group):
+                    for i in range(0, step, group):
                         g = i // group
                         a_terms = a_value[i:], a_exponent[i:], a_zero[g]
                         b_terms = b_value[i:], b_exponent[i:], b_zero[g]
-                        if group == 16:
-                            _fused_sum_16(*a_terms, *b_terms, acc[m], width, fraction_bits, zero_exponent)
+                        of_column = acc[m], width, fraction_bits, zero_exponent, kept
+                        if group == 32:
+                            _fused_sum_32(*a_terms, *b_terms, *of_column)
+                        elif group == 16:
+                            _fused_sum_16(*a_terms, *b_terms, *of_column)
                         elif group == 8:
-                            _fused_sum_8(*a_terms, *b_terms, acc[m], width, fraction_bits, zero_exponent)
+                            _fused_sum_8(*a_terms, *b_terms, *of_column)
                         else:
-                            _fused_sum_4(*a_terms, *b_terms, acc[m], width, fraction_bits, zero_exponent)
+                            _fused_sum_4(*a_terms, *b_terms, *of_column)
         for i in range(height):
             for j in range(width):
                 out[batch, m0 + i, n0 + j] = acc[i, j]

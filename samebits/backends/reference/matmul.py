@@ -23,7 +23,13 @@ from samebits.contract import contract_from_key
 
 _F32 = npt.NDArray[np.float32]
 
-_MINIMUM_EXPONENT = {torch.float16: -14, torch.bfloat16: -126, torch.float32: -126}
+_MINIMUM_EXPONENT = {
+    torch.float32: -126,
+    torch.bfloat16: -126,
+    torch.float16: -14,
+    torch.float8_e5m2: -14,
+    torch.float8_e4m3fn: -6,
+}
 _FINISH: dict[torch.dtype, tuple[Callable[..., None], type[np.unsignedinteger[Any]]]] = {
     torch.float32: (kernels.finish_f32, np.uint32),
     torch.bfloat16: (kernels.finish_bf16, np.uint16),
@@ -137,6 +143,11 @@ def rounded(acc: Tensor, dtype: torch.dtype) -> Tensor:
     return _finish(_array(acc, np.float32)[None], None, dtype)[0]
 
 
+def finished(acc: _F32, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The results of accumulators ``acc[M, N]``, with the bias, rounded to `dtype`."""
+    return _finish(acc[None], bias, dtype)[0]
+
+
 def carry_on(
     a: Tensor, b: Tensor, out: _F32, sequences: npt.NDArray[np.int64], contract: str, *, closing_zero: bool
 ) -> None:
@@ -159,9 +170,9 @@ def carry_on(
         mma = model.mma
         if mma is None or torch.float32 in (a.dtype, b.dtype):
             raise ValueError(
-                f"samebits: contract {model}: expected one bound to a family, and 16-bit operands"
+                f"samebits: contract {model}: expected one bound to a family, and operands of 16 or 8 bits"
             )
-        data = mma.group, mma.fraction_bits, mma.zero_exponent
+        data = mma.group, mma.fraction_bits, mma.zero_exponent, mma.significant_bits
         minima = _MINIMUM_EXPONENT[a.dtype], _MINIMUM_EXPONENT[b.dtype]
         run = partial(kernels.mma_chain_tiles, *arrays, *data, *minima)
     B, M, N = out.shape

@@ -6,10 +6,10 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 
+from samebits.backends.product import Step
 from samebits.testing import KINDS
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -57,7 +57,7 @@ class ProductCase:
     sequences: int = 0
     lengths: tuple[int, ...] = ()
     cu_seqlens_dtype: torch.dtype = torch.int32
-    step: Literal["mma", "fma"] = "mma"
+    step: Step = "mma"
 
     @property
     def out_dtype(self) -> torch.dtype:

@@ -12,7 +12,7 @@ import torch
 
 from samebits.backends.product import Product, ProductKernel
 from samebits.contract import TENSOR_CORE, Contract
-from samebits.tools.verify import segments
+from samebits.tools.verify import scaled, segments
 from samebits.tools.verify.attention import AttentionCase, attentions, build
 from samebits.tools.verify.case import SIZES, TINY_BATCHES, ProductCase, cases
 from samebits.tools.verify.exp2 import exp2_models
@@ -40,6 +40,7 @@ class VerifyPlan:
         attended: cases of attention, which only the CUDA backend computes.
         grouped: cases of grouped products, likewise.
         segmented: cases of sums in segments, likewise.
+        scaled: cases of products in FP8, which only Hopper computes.
     """
 
     def __init__(self, index: int, thorough: bool, backends: Sequence[str]) -> None:
@@ -51,14 +52,16 @@ class VerifyPlan:
         self.offered = kernels(index, backends)
         self.products = list(zip(todo, runs(todo, self.offered, thorough), strict=True))
         self._on_cuda, self._on_triton = [], []
+        hopper = "cuda" in backends and devices.device_info(index).capability == (9, 0)
         if "cuda" in backends:
-            self._on_cuda = [on_cuda(fused=devices.device_info(index).capability == (9, 0))]
+            self._on_cuda = [on_cuda(fused=hopper)]
         if "triton" in backends:
             self._on_triton = [on_triton(self.contract, index)]
         self.reducers = [*self._on_cuda, *self._on_triton]
         self.attended = attentions(thorough) if "cuda" in backends else []
         self.thorough, self.grouped = thorough, grouped_cases(thorough) if "cuda" in backends else []
         self.segmented = segmented_cases(thorough) if "cuda" in backends else []
+        self.scaled = scaled.scaled_cases(thorough) if hopper else []
         self.reduced = list(
             reductions(thorough, fused=any(on.schedules("statistics") for on in self.reducers))
         )
@@ -73,6 +76,7 @@ class VerifyPlan:
         yield from attention_kernels(self.attended, self.contract, self.device)
         yield from loads(self.grouped, self.device, self.thorough)
         yield from segments.loads(self.segmented, self.device, self.thorough)
+        yield from scaled.loads(self.scaled, self.device)
 
     def triton(self) -> Iterator[tuple[object, Callable[[], object]]]:
         """Calls that make Triton compile every kernel, with keys. Calls of one kernel mostly share a key."""

@@ -29,6 +29,7 @@ from samebits.tools.verify.products import verify_case
 from samebits.tools.verify.reductions import verify_reductions
 from samebits.tools.verify.report import Report
 from samebits.tools.verify.rows import ROWS_OF, verify_rows
+from samebits.tools.verify.scaled import verify_scaled
 from samebits.tools.verify.segments import verify_segments
 from samebits.tools.verify.sequences import verify_sequences
 from samebits.tools.verify.tokens import verify_tokens
@@ -225,11 +226,13 @@ def _attention(report: Report, plan: VerifyPlan, thorough: bool) -> Iterator[_Pa
 
 
 def _grouped(report: Report, plan: VerifyPlan) -> Iterator[_Part]:
-    """Verification of the kernels of grouped products, and of sums in segments, which are CUDA's."""
+    """Verification of grouped products, sums in segments and products in FP8, which are CUDA's."""
     if plan.grouped:
         on = plan.contract, plan.device, plan.thorough
         yield "grouped products", None, partial(verify_grouped, report, plan.grouped, *on)
         yield "sums in segments", None, partial(verify_segments, report, plan.segmented, *on)
+    if plan.scaled:
+        yield "products in FP8", None, partial(verify_scaled, report, plan.scaled, plan.device)
 
 
 def _public_functions(

@@ -28,6 +28,10 @@ struct Params {
 #if SEGMENTS > 1
     float* sums;  // of segments that wait for others: memory of warpgroups
 #endif
+#ifdef SCALED
+    const float *scale_a, *scale_b;
+    i64 scale_a_row, scale_a_k, scale_b_row, scale_b_k;  // from one scale to the next
+#endif
 };
 
 #if GROUPED

@@ -323,8 +323,18 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
     epilogue.drain(thread);
 }
 
+// What consumers do with their tiles: here, one chain over all of k.
+struct ChainConsumer {
+    template <typename Epilogue, typename Scheduler, typename Params>
+    static __device__ __forceinline__ void run(const SharedStorage& shared, const Params& p,
+                                               const Scheduler& scheduler, u32 rank, u32 warpgroup) {
+        consumer<Epilogue>(shared, p, scheduler, rank, warpgroup);
+    }
+};
+
 // The whole kernel, for all of its threads.
-template <typename Epilogue, typename Scheduler = TileScheduler<Epilogue>, typename Params>
+template <typename Epilogue, typename Scheduler = TileScheduler<Epilogue>, typename Consumer = ChainConsumer,
+          typename Params>
 __device__ __forceinline__ void pipeline(const Params& p) {
     extern __shared__ unsigned char raw[];
     SharedStorage shared(raw, Epilogue::smem_bytes);
@@ -359,7 +369,7 @@ __device__ __forceinline__ void pipeline(const Params& p) {
         __syncwarp();
     } else {
         if constexpr (MOVE_REGISTERS) setmaxnreg_inc<CONSUMER_REGISTERS>();
-        consumer<Epilogue>(shared, p, scheduler, rank, WARPGROUPS == 1 ? 0 : warpgroup);
+        Consumer::template run<Epilogue>(shared, p, scheduler, rank, WARPGROUPS == 1 ? 0 : warpgroup);
     }
     // Other blocks of the cluster may still copy into this one and arrive at its barriers.
     if constexpr (CLUSTER > 1) cluster_sync();

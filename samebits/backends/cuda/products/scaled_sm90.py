@@ -1,0 +1,183 @@
+"""Block-scaled products of FP8 matrices on Hopper: host side of ``kernels/scaled_sm90.cu``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
+from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES, NO_MAP
+from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
+
+__all__ = ["SCHEDULES", "Scaled", "ScaledSchedule", "choose", "plan", "schedules", "spec"]
+
+BLOCK = 128
+"""Terms of a chain, and rows of a block that share a scale."""
+
+_PARAMS = "128s128s128sPPPqq8iPPqqqq"
+_PAIR = torch.bfloat16  # to the copy engine a pair of FP8 elements is one of 16 bits
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledSchedule:
+    """A schedule of ``scaled_sm90``.
+
+    Attributes:
+        tile: as of a product of 16-bit elements that are pairs of FP8: its block of k is 64.
+        chains: chains of a warpgroup that are multiplied or added at a time. With 2, one is added while the
+            tensor cores multiply the other.
+    """
+
+    tile: Sm90Schedule
+    chains: int
+
+
+def _schedule(block_m: int, block_n: int, chains: int, *, swap: bool = False, **more: int) -> ScaledSchedule:
+    groups = block_m // 64
+    tile = Sm90Schedule(block_m, block_n, 64, 2, groups, groups, swap=swap, early=swap, **more)
+    filled = tile.filled(tile.panels)
+    return ScaledSchedule(replace(filled, stages=min(filled.stages, 24)), chains)
+
+
+_FEW = [_schedule(64, n, 2, swap=True) for n in (8, 16)]
+_SOME = [_schedule(64, 64, 2), _schedule(128, 64, 2, group=8)]
+_MANY = [_schedule(128, 128, chains, group=8) for chains in (1, 2)]
+
+SCHEDULES = (
+    *(*_FEW, *_SOME, *_MANY),
+    *(_schedule(128, 128, chains, cluster=2, group=8) for chains in (1, 2)),
+    *(_schedule(block_m, 64, 1, group=8) for block_m in (64, 128)),
+    *(_schedule(64, n, 2, swap=True) for n in (32, 64)),
+    _schedule(64, 128, 1, swap=True),
+)
+"""All schedules. None changes a bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """The product ``out[m, n] = a[m, k] @ b[n, k].T``, scaled, without addresses.
+
+    Attributes:
+        a_stride, b_stride: elements from one row to the next, multiples of 16.
+        scale_a, scale_b: strides of the scales, from one row of them to the next and along k.
+        b_rows: whether every row of b has scales of its own; otherwise 128 of them share theirs.
+        out_stride: elements from one row of the output to the next.
+        out_misalignment: the output's address modulo 16.
+    """
+
+    device: int
+    m: int
+    n: int
+    k: int
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+    a_stride: int
+    b_stride: int
+    scale_a: tuple[int, int]
+    scale_b: tuple[int, int]
+    b_rows: bool
+    out_dtype: torch.dtype
+    out_stride: int
+    out_misalignment: int = 0
+    bias_dtype: torch.dtype | None = None
+
+    @property
+    def aligned(self) -> bool:
+        """Whether the output can be written in vectors, or by the copy engine."""
+        if self.out_dtype == torch.float32:
+            return self.out_misalignment % 8 == 0 and self.out_stride % 2 == 0
+        return self.out_misalignment == 0 and self.out_stride % 8 == 0 and self.n % 8 == 0
+
+    def panel(self, s: ScaledSchedule) -> int:
+        """Columns that leave in one store of the copy engine, or 0."""
+        return s.tile.panel if self.aligned and self.out_dtype != torch.float32 else 0
+
+
+def spec(p: Scaled, s: ScaledSchedule) -> compiler.KernelSpec:
+    """The kernel of `p` under `s`."""
+    tile, panel = s.tile, p.panel(s)
+    e5m2 = [int(dtype == torch.float8_e5m2) for dtype in (p.a_dtype, p.b_dtype)]
+    rows = [1, int(p.b_rows)]
+    if tile.swap:
+        e5m2, rows = e5m2[::-1], rows[::-1]
+    constants = {
+        **{"INPUT_F16": 0, "A_MN": 0, "B_MN": 0, **tile.constants(), "FOLDED": 0},
+        **{"A_E5M2": e5m2[0], "B_E5M2": e5m2[1], "A_ROWS": rows[0], "B_ROWS": rows[1], "CHAINS": s.chains},
+        "TRANSPOSED": int(tile.swap),
+        "OUTPUT": EPILOGUE_TYPES[p.out_dtype],
+        "BIAS": EPILOGUE_TYPES[p.bias_dtype],
+        "ACCUMULATE": 0,
+        "ALIGNED": int(p.aligned),
+        "PANEL": panel,
+        "RAGGED": 0,
+        "BOUND": "int",
+    }
+    return compiler.KernelSpec(
+        source="scaled_sm90.cu",
+        entry="scaled_sm90",
+        params=_PARAMS,
+        constants=tuple(constants.items()),
+        block=tile.threads,
+        smem=tile.smem(panel, False, False),
+        cluster=(tile.cluster, 1, 1),
+        programmatic=True,
+        oldest=(9, 0),
+    )
+
+
+def schedules(p: Scaled) -> Sequence[ScaledSchedule]:
+    """The schedules that can compute `p`. Scales of columns need registers that two wide chains take."""
+    return [s for s in SCHEDULES if not (p.b_rows and s.chains * s.tile.block_n > 128 and not s.tile.swap)]
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(p: Scaled) -> ScaledSchedule:
+    """The schedule for `p`."""
+    for s in _FEW:  # weights are read as few times as can be
+        if p.m <= s.tile.block_n:
+            return s
+    sms = devices.device_info(p.device).sm_count
+    for s in (_FEW[-1], *_SOME):  # the smallest tiles that can all run at once
+        rows, columns = (p.n, p.m) if s.tile.swap else (p.m, p.n)
+        if -(-rows // s.tile.block_m) * -(-columns // s.tile.block_n) <= sms:
+            return s
+    if p.m <= 64:
+        return _SOME[0]
+    return _MANY[0 if p.b_rows else 1]
+
+
+Launch = Callable[[int, int, int, int, int, int], None]
+"""Launch on the addresses of a, b, the scales of a and of b, out and bias. A missing one is 0."""
+
+
+def plan(p: Scaled, s: ScaledSchedule | None = None) -> Launch:
+    """The compiled and loaded kernel for `p`, with all that a launch needs except addresses."""
+    s = s or choose(p)
+    tile, swap = s.tile, s.tile.swap
+    kernel = runtime.load(spec(p, s), p.device)
+    a_block, b_block = (tile.block_n, tile.block_m) if swap else (tile.block_m, tile.block_n)
+    a_sharers, b_sharers = (1, tile.cluster) if swap else (tile.cluster, 1)
+    a, b = Side(p.m, p.k // 2, 0, p.a_stride // 2, 1), Side(p.n, p.k // 2, 0, p.b_stride // 2, 1)
+    a_maps = operand_maps(_PAIR, a, 1, False, a_block, 64, a_sharers, False, tile.l2_promotion)
+    b_maps = operand_maps(_PAIR, b, 1, False, b_block, 64, b_sharers, False, tile.l2_promotion)
+    out_maps = None
+    if panel := p.panel(s):
+        strides = p.out_stride * 2, p.out_stride * p.m * 2
+        out_maps = Maps(p.out_dtype, (p.n, p.m, 1), strides, (panel, 64, 1), panel * 2)
+    rows, columns = (p.n, p.m) if swap else (p.m, p.n)
+    sizes = p.out_stride, 0, rows, columns, p.k // 2, 1, 0, 0, 0, tile.group
+    strides_of_scales = (*p.scale_b, *p.scale_a) if swap else (*p.scale_a, *p.scale_b)
+    grid = tile.grid(rows, columns, 1, devices.device_info(p.device).sm_count)
+
+    def launch(a: int, b: int, scale_a: int, scale_b: int, out: int, bias: int) -> None:
+        maps, scales = (a_maps[a], b_maps[b]), (scale_a, scale_b)
+        if swap:  # the kernel's A is on the tall side of its tiles
+            maps, scales = maps[::-1], scales[::-1]
+        out_map = NO_MAP if out_maps is None else out_maps[out]
+        kernel.launch(grid, *maps, out_map, out, bias, 0, *sizes, *scales, *strides_of_scales)
+
+    return launch
