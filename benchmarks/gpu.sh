@@ -25,6 +25,7 @@ measure rows 90 benchmarks.rows
 measure grouped 240 benchmarks.grouped
 measure host 90 benchmarks.host
 measure native 200 benchmarks.native
+measure scaled 90 benchmarks.scaled
 measure held_out 200 benchmarks.held_out
 measure bench 450 benchmarks.gpu
 measure attention 300 benchmarks.attention
