@@ -60,7 +60,8 @@ def for_pytorch(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> tuple
     rows, k = scale_b.shape
     padded = torch.zeros(rows, -(-k // 4) * 4, device="cuda")
     padded[:, :k] = scale_b
-    return a, b, scale_a.T.contiguous().T, padded[:, :k].T
+    beside = scale_a.T.contiguous()  # of one row, PyTorch wants these strides to the letter
+    return a, b, beside.as_strided(scale_a.shape, (1, len(scale_a))), padded[:, :k].T
 
 
 def check(out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> None:
@@ -136,7 +137,7 @@ def main() -> None:
     ):
         table.add_row(name, f"{math.exp(sum(map(math.log, of)) / len(of)):.3f}", f"{min(of):.3f}")
     Console().print(table)
-    write(out, environment(options.commit) | {"cases": cases})
+    write(out, {"environment": environment(options.commit), "cases": cases})
 
 
 if __name__ == "__main__":

@@ -612,6 +612,36 @@ def gpu_held_out(data: dict[str, Any]) -> str:
     return "\n\n".join((table(head, lines), said, _measured_on_gpu(data)))
 
 
+def gpu_scaled(data: dict[str, Any]) -> str:
+    """Block-scaled products in FP8: bands of rows, then every case."""
+    cases = [(c, c["us"].get("torch", c["us"]["bf16"] / 2) / c["us"]["ours"]) for c in data["cases"]]
+    bands = {
+        "M <= 128": [(c, speed) for c, speed in cases if c["m"] <= 128],
+        "M >= 512": [(c, speed) for c, speed in cases if c["m"] >= 512],
+    }
+    lines = []
+    for name, of in bands.items():
+        least, at = min((speed, f"M {c['m']:,}, K {c['k']:,}, N {c['n']:,}") for c, speed in of)
+        mean = statistics.geometric_mean(speed for _, speed in of)
+        lines.append([name, str(len(of)), f"{mean:.3f}", f"{least:.3f}", at])
+    shapes = list(dict.fromkeys((c["k"], c["n"]) for c, _ in cases))
+    rows = list(dict.fromkeys(c["m"] for c, _ in cases))
+    by_shape = {(c["m"], c["k"], c["n"]): f"{speed:.2f}, {c['tflops']:,.0f}" for c, speed in cases}
+    every = ([f"{k:,}, {n:,}", *(by_shape.get((m, k, n), "") for m in rows)] for k, n in shapes)
+    said = (
+        "Blocks of 1 x 128 by 128 x 128, e4m3, bf16 out. Speed relative to PyTorch's `scaled_mm`; where it"
+        " refused the call, to twice its bf16 product's. Below, speed and TFLOP/s:"
+    )
+    return "\n\n".join(
+        (
+            table(["rows", "cases", "geometric mean", "worst", "worst at"], lines),
+            said,
+            table(["K, N", *(f"M {m:,}" for m in rows)], every),
+            _measured_on_gpu(data),
+        )
+    )
+
+
 def gpu_segments(data: dict[str, Any]) -> str:
     """What sums in segments cost on one GPU."""
     head = ["rows", "time / plain chain", "worst", "time / torch.mm", "worst"]
@@ -710,6 +740,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "rows.json": {"rows": gpu_rows},
     "steps.json": {"steps": gpu_steps},
     "segments.json": {"segments": gpu_segments},
+    "scaled.json": {"scaled": gpu_scaled},
     "distributed.json": {"distributed": gpu_distributed},
     "triton_tune.json": {"triton-tune": gpu_triton_tune},
     "triton.json": {"triton": gpu_summary},
