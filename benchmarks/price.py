@@ -12,8 +12,6 @@ from samebits.tools.bench.report import summary
 
 STEPS = {
     "forward + backward, 8 x 512": "training step of a Llama of a billion parameters, 8 x 512 tokens",
-    "decode, CUDA graph, batch 1": "decode of that model, CUDA graph, 1 row",
-    "decode, CUDA graph, batch 128": "decode of that model, CUDA graph, 128 rows",
     "decode, eager, batch 1": "decode of that model, eager, 1 row",
 }
 
@@ -40,6 +38,9 @@ def rows(gpu: str) -> list[list[str]]:
     for band in ("forward, M <= 128", "forward, dX and dW, M >= 512"):
         speed = bands["bfloat16", band]
         add(f"products, bf16, {band}", "bench.json", [1 / speed.mean], 1 / speed.worst)
+    if gpu in measured("scaled.json"):
+        us = [c["us"] for c in load(f"{gpu}/scaled.json")["cases"] if "torch" in c["us"]]
+        add("products, FP8, forward", "scaled.json", [t["ours"] / t["torch"] for t in us])
     if gpu in measured("attention.json"):
         figures = attention_summary(load(f"{gpu}/attention.json"))
         for band in ("forward and backward, causal and full", "decode"):
