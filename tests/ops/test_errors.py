@@ -405,7 +405,7 @@ KINDS: list[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any], type
         ("X", "8", 25, -133),
         {},
         ValueError,
-        "group: expected 4, 8 or 16, got '8'",
+        "group: expected 4, 8, 16 or 32, got '8'",
     ),
 ]
 KINDS += [(op.__name__, op, *case) for op, *case in CASES]
