@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from benchmarks import grouped
 from benchmarks.record import load, measured
+from benchmarks.scaled import beside
 from samebits.tools.bench.attention_report import attention_summary
 from samebits.tools.bench.report import summary
 
@@ -39,8 +40,8 @@ def rows(gpu: str) -> list[list[str]]:
         speed = bands["bfloat16", band]
         add(f"products, bf16, {band}", "bench.json", [1 / speed.mean], 1 / speed.worst)
     if gpu in measured("scaled.json"):
-        us = [c["us"] for c in load(f"{gpu}/scaled.json")["cases"] if "torch" in c["us"]]
-        add("products, FP8, forward", "scaled.json", [t["ours"] / t["torch"] for t in us])
+        cases = load(f"{gpu}/scaled.json")["cases"]
+        add("products, FP8, forward", "scaled.json", [1 / beside(case) for case in cases])
     if gpu in measured("attention.json"):
         figures = attention_summary(load(f"{gpu}/attention.json"))
         for band in ("forward and backward, causal and full", "decode"):

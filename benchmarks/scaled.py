@@ -108,7 +108,7 @@ def measure(m: int, k: int, n: int, every: bool) -> dict[str, Any]:
 
 
 def beside(case: dict[str, Any]) -> float:
-    """How many times as fast as PyTorch."""
+    """How many times as fast as PyTorch, or as its bf16 product in half the time where it refused."""
     us = case["us"]
     return float(us.get("torch", us["bf16"] / 2) / us["ours"])
 
