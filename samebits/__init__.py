@@ -37,6 +37,7 @@ from samebits.ops.linear_logp import linear_logp
 from samebits.ops.logp import logp
 from samebits.ops.matmul import matmul
 from samebits.ops.quantize import quantize
+from samebits.ops.scaled_grouped_mm import scaled_grouped_mm
 from samebits.ops.scaled_mm import scaled_mm
 from samebits.prepare import prepare
 
@@ -75,6 +76,7 @@ __all__ = [
     "prepare",
     "quantize",
     "record_shapes",
+    "scaled_grouped_mm",
     "scaled_mm",
     "set_batch_invariant_mode",
     "transformers",

@@ -48,6 +48,34 @@ def scaled_mm(
     return finished(acc, bias, out_dtype)
 
 
+def scaled_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    *,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    contract: str,
+) -> Tensor:
+    """``a[t] @ b[g, N, K].T (+ bias[g, N])`` for the rows t of every group g, and +0 for rows of none.
+
+    Groups of ``a[T, K]`` lie between the ends `offs`; of ``a[G, M, K]`` each has its first ``offs[g]`` rows.
+    """
+    out = torch.zeros((*a.shape[:-1], b.shape[1]), dtype=out_dtype)
+    ends = offs.tolist()
+    for g, end in enumerate(ends):
+        rows = (slice(0 if g == 0 else ends[g - 1], end),) if a.ndim == 2 else (g, slice(0, end))
+        out[rows] = scaled_mm(
+            *(a[rows], b[g], scale_a[rows], scale_b[g]),
+            bias=None if bias is None else bias[g],
+            out_dtype=out_dtype,
+            contract=contract,
+        )
+    return out
+
+
 def quantize(x: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Values and scales of ``x[M, K]`` in blocks of `rows` x 128."""
     require_subnormals()
