@@ -79,6 +79,7 @@ def host() -> Any:
         "fma_sm90",
         "grouped_sm90",
         "plan",
+        "scaled_grouped_sm90",
         "scaled_sm90",
         "schedule_sm90",
         "segmented",
@@ -211,16 +212,22 @@ def grouped_on_hopper(h: Any) -> Iterator[Kernel]:
 
 def fp8(h: Any) -> Iterator[Kernel]:
     """All schedules of products in FP8, with every kind of scales and epilogue, and quantization."""
-    for s, b_rows in itertools.product(h.scaled_sm90.SCHEDULES, (False, True)):
+    every = dict.fromkeys((*h.scaled_sm90.SCHEDULES, *h.scaled_grouped_sm90.SCHEDULES))
+    for s, b_rows in itertools.product(every, (False, True)):
         for a, b, out, bias in ((E4M3, E4M3, BF16, None), (E4M3, E5M2, F16, F32), (E5M2, E4M3, F32, None)):
             p = h.scaled_sm90.Scaled(
                 0, 4096, 4096, 7168, a, b, 7168, 7168, (56, 1), (56, 1), b_rows, out, 4096, 0, bias
             )
             if s in h.scaled_sm90.schedules(p):
                 yield h.scaled_sm90.spec(p, s), HOPPER
+            of_groups = h.scaled_grouped_sm90.ScaledGrouped(p, 32, b is E5M2, 4096 * 7168, 32 * 56)
+            if s in h.scaled_grouped_sm90.schedules(of_groups):
+                yield h.scaled_grouped_sm90.spec(of_groups, s), HOPPER
     for x, values in itertools.product((BF16, F16, F32), (E4M3, E5M2)):
         for square, vector in FLAGS:
             yield h.quantize.kernel_spec(x, values, square=square, vector=vector), HOPPER
+        for silu, vector in itertools.product(("EXACT", "FAST")[: 2 if x is BF16 else 1], (False, True)):
+            yield h.quantize.kernel_spec(x, values, square=False, vector=vector, silu=silu), HOPPER
 
 
 def log_probabilities_on_hopper(h: Any) -> Iterator[Kernel]:

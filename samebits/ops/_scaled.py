@@ -44,6 +44,14 @@ def check_fp8(op: str, name: str, t: Tensor, ranks: tuple[int, ...]) -> None:
         raise ValueError(f"samebits.{op}: {name}: expected {wanted}, got shape {shape(t)}")
 
 
+def check_quantized(op: str, dtype: torch.dtype) -> None:
+    """Refuse what is not a dtype of FP8 values."""
+    if dtype not in FP8.input_dtypes:
+        raise TypeError(
+            f"samebits.{op}: dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got {dtype!r}"
+        )
+
+
 def check_recipes(op: str, of_a: Any, of_b: Any) -> tuple[str, str]:
     """The names of two ``torch.nn.functional.ScalingType``, if they are of scales that no batch decides."""
     found = {"scale_recipe_a": (of_a, _RECIPES_A), "scale_recipe_b": (of_b, _RECIPES_B)}
@@ -246,4 +254,29 @@ quantized = Operator(
     cpu=_quantized_cpu,
     cuda=_quantized_cuda,
     fake=_quantized_fake,
+)
+
+
+def _fused_cpu(gate: Tensor, up: Tensor, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:
+    from samebits.backends.reference import scaled as reference
+
+    return reference.silu_mul_quantize(gate, up, dtype)
+
+
+def _fused_cuda(gate: Tensor, up: Tensor, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:
+    backend, _ = on_gpu("quantize", key, gate.get_device())
+    found: tuple[Tensor, Tensor] = backend.silu_mul_quantize(gate, up, dtype)
+    return found
+
+
+def _fused_fake(gate: Tensor, up: Tensor, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:
+    return _quantized_fake(gate, 1, dtype, key)
+
+
+# Values and scales of silu(gate[M, K]) * up[M, K] in blocks of 1 x 128.
+silu_mul_quantized = Operator(
+    "silu_mul_quantize(Tensor gate, Tensor up, ScalarType dtype, str contract) -> (Tensor, Tensor)",
+    cpu=_fused_cpu,
+    cuda=_fused_cuda,
+    fake=_fused_fake,
 )

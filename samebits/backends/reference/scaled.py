@@ -1,4 +1,4 @@
-"""Products of FP8 with scales on CPU tensors, and the quantization that gives their operands."""
+"""Products of FP8 with scales on CPU tensors, also of groups, and the quantization of their operands."""
 
 from __future__ import annotations
 
@@ -89,3 +89,13 @@ def quantize(x: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     codes = values.view(torch.uint8)
     codes[scaled.isnan()] = 0x7F
     return values, scale
+
+
+def silu_mul_quantize(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Values and scales in blocks of 1 x 128 of ``silu(gate) * up``, both rounded to their dtype."""
+    require_subnormals()
+    wide = _array(gate.detach().to(torch.float32), np.float32)
+    activated = torch.empty(gate.shape, dtype=torch.float32)
+    kernels.silu_all(wide, _array(activated, np.float32))
+    product = activated.to(gate.dtype).to(torch.float32) * up.detach().to(torch.float32)
+    return quantize(product.to(gate.dtype), 1, dtype)

@@ -33,7 +33,7 @@ class ScaledGrouped:
     Attributes:
         rows: the product that it would be if all rows had one matrix.
         groups: the number of matrices.
-        masked: whether every group has as many rows, of which the first count. Else groups lie between offsets.
+        masked: whether every group has as many rows, of which the first count. Else they are between offsets.
         b_stride, scale_stride: elements from one matrix to the next, and from its scales to the next.
     """
 
