@@ -20,7 +20,7 @@ def kernel_spec(
     x: torch.dtype, values: torch.dtype, *, square: bool, vector: bool, silu: str = "NO"
 ) -> compiler.KernelSpec:
     """The kernel of ``quantize.cu``."""
-    constants = {
+    constants: dict[str, int | str] = {
         "IN": EPILOGUE_TYPES[x],
         "E5M2": int(values == torch.float8_e5m2),
         "SQUARE": int(square),
