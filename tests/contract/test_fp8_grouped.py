@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -99,6 +100,24 @@ def test_rows_are_those_of_scaled_mm(device: str, data: st.DataObject) -> None:
     for g, (start, count) in enumerate(zip(starts, counts, strict=True)):
         assert_same_bits(found[g, :count], out[start : start + count])
         assert_same_bits(found[g, count:], torch.zeros_like(found[g, count:]))
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_under_the_mode(process: bool) -> None:
+    """``F.scaled_grouped_mm`` is this library's."""
+    a, b, *_ = quantized(3, 9, 8, 144, "cpu")
+    of_b = torch.rand(3, 8) + 0.5
+    given: Any = (a, b.mT, torch.rand(9) + 0.5, ROWS, of_b, ROWS)
+    offs = offsets([2, 2, 8])
+    want = samebits.scaled_grouped_mm(*given, offs=offs)
+    if process:
+        samebits.enable_batch_invariant_mode("error")
+    try:
+        with nullcontext() if process else samebits.batch_invariant("error"):
+            assert_same_bits(torch.nn.functional.scaled_grouped_mm(*given, offs=offs), want)
+    finally:
+        if process:
+            samebits.disable_batch_invariant_mode()
 
 
 GIVEN: dict[str, Any] = {

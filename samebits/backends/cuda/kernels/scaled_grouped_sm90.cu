@@ -9,10 +9,10 @@
 #if !defined(GROUPED) || !defined(MASKED)
 #error "GROUPED and MASKED are needed: #if takes a missing macro for 0"
 #endif
+#define SCALED 1
 
+#include "row_groups_sm90.cuh"
 #include "scaled_sm90.cuh"
-
-#include "row_groups_sm90.cuh"  // after it: with it, output_sm90.cuh has parameters for scales
 
 static_assert(AHEAD == 0 && GROUPED == OF_ROWS);
 

@@ -16,12 +16,12 @@
 //   A_E5M2, B_E5M2       1: the operand is of e5m2; 0: of e4m3
 //   A_ROWS, B_ROWS       1: every row of A (column of B) has scales of its own; 0: 128 of them share theirs
 //   CHAINS               chains of a warpgroup that are in flight or being promoted: 1 or 2
+//   SCALED               for output_sm90.cuh: there are parameters for scales
 #pragma once
 
 #if !defined(A_E5M2) || !defined(B_E5M2)
 #error "A_E5M2 and B_E5M2 are needed: #if takes a missing macro for 0"
 #endif
-#define SCALED 1
 
 #include "output_sm90.cuh"
 #include "wgmma_fp8_sm90.cuh"
