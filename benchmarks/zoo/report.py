@@ -75,7 +75,7 @@ def _cell(found: Found, group: tuple[str, ...]) -> str:
 
 
 def architectures(data: Found) -> str:
-    from benchmarks.tables import made_with, table
+    from benchmarks.tables.text import made_with, table
 
     every = data["architectures"]
     built = [a for a in every if "unbuilt" not in a]
