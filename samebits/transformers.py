@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from samebits.backends.attention import SEGMENT
 from samebits.mode.arguments import without_autocast
+from samebits.mode.fp8_layers import fp8_experts
 from samebits.ops.attention import attention, hidden_keys
 from samebits.ops.experts import Routed, experts
 
@@ -83,6 +84,12 @@ def register() -> None:
         pass
     else:
         ALL_EXPERTS_FUNCTIONS.register("samebits", _experts)
+    try:
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    except ImportError:
+        pass
+    else:
+        ALL_FP8_EXPERTS_FUNCTIONS.register("samebits", fp8_experts)
     AttentionInterface.register("samebits", _attention)
     # It looks into functions, which cannot be traced.
     AttentionMaskInterface.register("samebits", torch.compiler.disable(_mask))
