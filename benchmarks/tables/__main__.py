@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import support
 from benchmarks.record import GPUS, ROOT, load, measured
 from benchmarks.tables import cpu, mode, models, operations, products, proofs
-from benchmarks.zoo.report import architectures
+from benchmarks.zoo import report
 
 BLOCK = re.compile(
     r"(?<=^<!-- begin: )([a-z0-9-]+)( -->\n)(.*?)(?=^<!-- end: \1 -->$)", re.DOTALL | re.MULTILINE
@@ -70,7 +70,8 @@ BLOCKS: dict[str, Callable[[], str]] = (
         "mode-replaced": mode.mode_replaced,
         "mode-vectors": mode.mode_vectors,
         "mode-reported": mode.mode_reported,
-        "architectures": lambda: gpu_block("cpu", "zoo.json", architectures),
+        "architectures": partial(gpu_block, "cpu", "zoo.json", report.architectures),
+        "architectures-fp8": partial(gpu_block, "cpu", "zoo_fp8.json", report.fp8),
     }
     | {f"{gpu}-price": partial(models.gpu_price, gpu) for gpu in GPUS}
     | {
