@@ -70,8 +70,8 @@ BLOCKS: dict[str, Callable[[], str]] = (
         "mode-replaced": mode.mode_replaced,
         "mode-vectors": mode.mode_vectors,
         "mode-reported": mode.mode_reported,
-        "architectures": partial(gpu_block, "cpu", "zoo.json", report.architectures),
-        "architectures-fp8": partial(gpu_block, "cpu", "zoo_fp8.json", report.fp8),
+        "architectures": lambda: gpu_block("cpu", "zoo.json", report.architectures),
+        "architectures-fp8": lambda: gpu_block("cpu", "zoo_fp8.json", report.fp8),
     }
     | {f"{gpu}-price": partial(models.gpu_price, gpu) for gpu in GPUS}
     | {

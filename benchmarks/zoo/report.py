@@ -95,8 +95,9 @@ def fp8(data: Found) -> str:
     every = data["architectures"]
     passing = sum(verdict(a)[0] == "passes" for a in every)
     said = (
-        f"**{passing} of {len(every)}** pass every check, with activations in float32 and in bfloat16. PyTorch"
-        " has no such products on a CPU: its columns are of the same models before they were quantized."
+        f"**{passing} of {len(every)}** pass every check, with activations in float32 and in bfloat16."
+        " PyTorch has no such products on a CPU: its columns are of the same models before they were"
+        " quantized."
     )
     return "\n\n".join((said, _table(every), made_with(data)))
 
