@@ -47,6 +47,8 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "steps.json": {"steps": models.gpu_steps},
     "segments.json": {"segments": products.gpu_segments},
     "scaled.json": {"scaled": products.gpu_scaled},
+    "fp8_accuracy.json": {"fp8-accuracy": products.gpu_fp8_accuracy},
+    "fp8_invariance.json": {"fp8-invariance": proofs.gpu_fp8_invariance},
     "distributed.json": {"distributed": models.gpu_distributed},
     "triton_tune.json": {"triton-tune": products.gpu_triton_tune},
     "triton.json": {"triton": products.gpu_summary},

@@ -207,6 +207,29 @@ def gpu_scaled(data: dict[str, Any]) -> str:
     )
 
 
+def gpu_fp8_accuracy(data: dict[str, Any]) -> str:
+    """Errors of products in FP8, over all sizes."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for case in data["cases"]:
+        groups.setdefault((case["kind"], case["out"]), []).append(case)
+    lines = []
+    for (kind, out), cases in groups.items():
+        both = [c["error"] for c in cases if "torch" in c["error"]]
+        ratios = [e["samebits"] / e["torch"] for e in both]
+        means = [f"{statistics.geometric_mean(c['error']['samebits'] for c in cases):.2g}"]
+        means += [f"{statistics.geometric_mean(e['torch'] for e in both):.2g}" if both else "refused"]
+        beside = [f"{statistics.geometric_mean(ratios):.3f}", f"{max(ratios):.3f}"] if both else ["", ""]
+        quantized = statistics.geometric_mean(c["of_quantization"] for c in cases)
+        lines.append([kind, out, str(len(cases)), *means, *beside, f"{quantized:.2g}"])
+    head = ["values", "output", "products", "samebits", "PyTorch", "samebits / PyTorch", "worst"]
+    said = (
+        f"Of {data['cases'][0]['m']} rows. Root mean square of the difference from float64's product of the"
+        " same quantized operands, relative to that product: geometric means. The last column is how far"
+        " that product is from the one of operands in bf16."
+    )
+    return "\n\n".join((table([*head, "of quantization"], lines), said, measured_on_gpu(data)))
+
+
 def gpu_segments(data: dict[str, Any]) -> str:
     """What sums in segments cost on one GPU."""
     head = ["rows", "time / plain chain", "worst", "time / torch.mm", "worst"]

@@ -22,17 +22,31 @@ def gpu_verify(data: dict[str, Any]) -> str:
 
 def gpu_attention_invariance(data: dict[str, Any]) -> str:
     """How many values of attention were computed again in which ways."""
+    said = (
+        f"{data['compared']:,} values of {len(data['setups'])} kinds of attention, beside one prefill of"
+        f" each: {data['differing']:,} differ. Packed and padded with the gradients."
+    )
+    return "\n\n".join((_ways(data), said, measured_on_gpu(data)))
+
+
+def gpu_fp8_invariance(data: dict[str, Any]) -> str:
+    """The same of products in FP8."""
+    said = (
+        f"{data['compared']:,} values of {len(data['setups'])} products of up to"
+        f" {max(s['m'] for s in data['setups']):,} rows, in {data['seconds']:.0f} s:"
+        f" {data['differing']:,} differ."
+    )
+    return "\n\n".join((_ways(data), said, measured_on_gpu(data)))
+
+
+def _ways(data: dict[str, Any]) -> str:
     ways: dict[str, list[int]] = {}
     for way in (way for s in data["setups"] for way in s["ways"]):
         count = ways.setdefault(way["way"], [0, 0])
         count[0] += way["values"]
         count[1] += way["differing"]
     rows = [[name, f"{values:,}", f"{differing:,}"] for name, (values, differing) in ways.items()]
-    said = (
-        f"{data['compared']:,} values of {len(data['setups'])} kinds of attention, beside one prefill of"
-        f" each: {data['differing']:,} differ. Packed and padded with the gradients."
-    )
-    return "\n\n".join((table(["computed again", "values", "differ"], rows), said, measured_on_gpu(data)))
+    return table(["computed again", "values", "differ"], rows)
 
 
 def supported() -> str:
