@@ -65,6 +65,7 @@ def register() -> None:
     **Experts.** A mixture-of-experts layer sorts its tokens by expert and calls :func:`samebits.grouped_mm`
     twice. Nothing waits for the GPU. The results have the bits of the layer's own ``"grouped_mm"`` and
     ``"batched_mm"`` under :func:`samebits.batch_invariant`, which then also covers the rest of the model.
+    Experts in block FP8 take this form, too: one :func:`samebits.scaled_mm` for each expert, which waits.
 
     * The sum over a token's experts is in the order of its slots, in float32, rounded once. So is the sum of
       the gradients of the token.
