@@ -26,6 +26,8 @@ measure grouped 240 benchmarks.grouped
 measure host 90 benchmarks.host
 measure native 200 benchmarks.native
 measure scaled 90 benchmarks.scaled
+measure fp8_accuracy 60 benchmarks.fp8_accuracy
+measure fp8_invariance 180 benchmarks.fp8_invariance
 measure held_out 200 benchmarks.held_out
 measure bench 450 benchmarks.gpu
 measure attention 300 benchmarks.attention

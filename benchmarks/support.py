@@ -40,6 +40,7 @@ OPERATIONS = (
     Operation("products, float32", "cuda", r"matmul_fma(_few)?(_sm90)?: (?!.*segments).*", "ccccr"),
     Operation("batches of tiny matrices", "cuda", r"bmm_tiny: .*", "ccccr"),
     Operation("products of groups (experts)", "cuda", r".*grouped.*", "cccrr", "grouped.json"),
+    Operation("products in FP8", "cuda", r"(scaled_sm90|quantize): .*", "crrrr", "fp8_invariance.json"),
     Operation("segments (more than one GPU)", "cuda", r".*: .*segments", "cccrr"),
     Operation(
         "sums, softmax, norms, embeddings",
@@ -53,7 +54,7 @@ OPERATIONS = (
     Operation("products, bfloat16 and float16", "triton", r"triton matmul(_tiles)?: .*", "ccc-r"),
     Operation("products, float32", "triton", r"triton matmul, FMA: .*", "ccc-c"),
     Operation("log-probabilities", "triton", r"triton (linear_)?logp\b.*", "ccc-c"),
-    Operation("groups, sums, softmax, norms, attention", "triton", r"-", "rrrrr"),
+    Operation("groups, FP8, sums, softmax, norms, attention", "triton", r"-", "rrrrr"),
 )
 SAID = {"c": "compiled", "r": "refused", "-": "not tried"}
 

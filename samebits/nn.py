@@ -317,6 +317,9 @@ def _why_not(layer: nn.Module) -> str | None:
         return "its weight is not initialized: run the model once first"
     if nn.utils.parametrize.is_parametrized(layer):
         return "it is parametrized: convert first, then parametrize"
+    fp8 = sys.modules.get("transformers.integrations.finegrained_fp8")
+    if fp8 is not None and isinstance(layer, fp8.FP8Linear):
+        return "its weight is FP8 already: samebits.batch_invariant runs it by samebits.scaled_mm"
     if type(layer) is not nn.Linear:
         return "it is not a plain torch.nn.Linear, and its class may compute something else"
     if "forward" in vars(layer):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from samebits.backends.attention import SEGMENT
 from samebits.mode.arguments import without_autocast
+from samebits.mode.fp8_layers import fp8_experts
 from samebits.ops.attention import attention, hidden_keys
 from samebits.ops.experts import Routed, experts
 
@@ -64,6 +65,7 @@ def register() -> None:
     **Experts.** A mixture-of-experts layer sorts its tokens by expert and calls :func:`samebits.grouped_mm`
     twice. Nothing waits for the GPU. The results have the bits of the layer's own ``"grouped_mm"`` and
     ``"batched_mm"`` under :func:`samebits.batch_invariant`, which then also covers the rest of the model.
+    Experts in block FP8 take this form, too: one :func:`samebits.scaled_mm` for each expert, which waits.
 
     * The sum over a token's experts is in the order of its slots, in float32, rounded once. So is the sum of
       the gradients of the token.
@@ -83,6 +85,12 @@ def register() -> None:
         pass
     else:
         ALL_EXPERTS_FUNCTIONS.register("samebits", _experts)
+    try:
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    except ImportError:
+        pass
+    else:
+        ALL_FP8_EXPERTS_FUNCTIONS.register("samebits", fp8_experts)
     AttentionInterface.register("samebits", _attention)
     # It looks into functions, which cannot be traced.
     AttentionMaskInterface.register("samebits", torch.compiler.disable(_mask))

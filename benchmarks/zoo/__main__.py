@@ -1,10 +1,10 @@
 """Every architecture of `transformers` as a tiny model, in PyTorch and under ``samebits.batch_invariant``.
 
-python -m benchmarks.zoo [NAME ...] [--device cuda] [--jobs 2] [--out FILE]
+python -m benchmarks.zoo [NAME ...] [--fp8] [--device cuda] [--jobs 2] [--out FILE]
 
-It writes benchmarks/results/cpu/zoo.json, or <gpu>/zoo.json. What is known of an architecture lies in
-build/zoo, so that the next run goes on from there while the sources are the same. Those that are named are
-measured again.
+It writes benchmarks/results/cpu/zoo.json, or <gpu>/zoo.json; with ``--fp8``, models in block FP8 to
+zoo_fp8.json there. What is known of an architecture lies in build/zoo, so that the next run goes on from
+there while the sources are the same. Those that are named are measured again.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", help="architectures, such as llama; all without")
+    parser.add_argument("--fp8", action="store_true", help="models in block FP8")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one architecture")
@@ -46,7 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     from benchmarks.zoo.build import names
 
-    every = names()
+    every = names(options.fp8)
     if unknown := set(options.names) - {name for name, _ in every}:
         parser.error(f"unknown architectures: {', '.join(sorted(unknown))}")
     folder = KEPT / options.device
@@ -70,14 +71,19 @@ def main() -> None:
         print("named architectures are measured; run without names to write the results of all")
         return
     machine = "cpu" if options.device == "cpu" else slug(torch.cuda.get_device_name())
-    write(options.out or RESULTS / machine / "zoo.json", head | {"architectures": found})
+    file = "zoo_fp8.json" if options.fp8 else "zoo.json"
+    write(options.out or RESULTS / machine / file, head | {"architectures": found})
 
 
 def contracts() -> dict[str, str]:
     """The digests of the contracts that the models run under."""
     import samebits
 
-    return {"float32": samebits.FMA.digest(), "bfloat16": samebits.TENSOR_CORE.on(samebits.HOPPER).digest()}
+    return {
+        "float32": samebits.FMA.digest(),
+        "bfloat16": samebits.TENSOR_CORE.on(samebits.HOPPER).digest(),
+        "fp8": samebits.FP8.digest(),
+    }
 
 
 def digest_of_sources() -> str:

@@ -2,7 +2,8 @@
 
 A configuration is the default one with fewer and smaller layers. Fields are known by their names
 (:data:`SIZES`). Of lists with an entry for each layer, such as ``layer_types``, the first entry of each kind
-is kept. :data:`OVERRIDES` has the fields of those that need other numbers.
+is kept. :data:`OVERRIDES` has the fields of those that need other numbers. A name that ends in :data:`IN_FP8`
+is that of a model in block FP8.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto import modeling_auto as auto
 
-from benchmarks.zoo.overrides import OVERRIDES, UNBUILT
+from benchmarks.zoo.fp8 import in_fp8
+from benchmarks.zoo.overrides import IN_FP8, OVERRIDES, UNBUILT
 
 VOCABULARY, POSITIONS, WINDOW, PICTURE = 128, 512, 48, 32
 WORDS = (8, 96)  # tokens of inputs; the others are special ones
@@ -95,8 +97,10 @@ NEVER_NONE = {"num_key_value_heads": 2, "head_dim": 16}
 _DROPPED = re.compile(r"dropout|drop_path|drop_rate|layerdrop|_pdrop|jitter")
 
 
-def names() -> list[tuple[str, str]]:
-    """All architectures, with their kinds."""
+def names(fp8: bool = False) -> list[tuple[str, str]]:
+    """All architectures, with their kinds; or the models in FP8."""
+    if fp8:
+        return [(name, "causal") for name in OVERRIDES if name.endswith(IN_FP8)]
     found: dict[str, str] = {}
     for k, classes in KINDS.items():
         for name in classes:
@@ -111,7 +115,7 @@ def names() -> list[tuple[str, str]]:
 def configuration(name: str) -> PretrainedConfig:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        cls = CONFIG_MAPPING[name]
+        cls = CONFIG_MAPPING[name.removesuffix(IN_FP8)]
         return _tiny(cls, OVERRIDES.get(name, {}))
 
 
@@ -193,6 +197,7 @@ def _layers(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_class(name: str, kind: str) -> type[nn.Module]:
+    name = name.removesuffix(IN_FP8)
     for classes in (KINDS[kind], *KINDS.values()):
         if name in classes:
             found = classes[name]
@@ -200,10 +205,11 @@ def model_class(name: str, kind: str) -> type[nn.Module]:
     raise KeyError(name)
 
 
-def build(
-    name: str, kind: str, attention: str, dtype: torch.dtype, device: str, experts: str | None = None
-) -> Any:
-    """A model with random weights: no two layers alike, none zero."""
+def build(name: str, kind: str, attention: str, dtype: torch.dtype, device: str, ours: bool = False) -> Any:
+    """A model with random weights: no two layers alike, none zero.
+
+    For PyTorch, models in FP8 stay in `dtype`: it has no FP8 products on a CPU.
+    """
     if name in UNBUILT:
         raise ValueError(UNBUILT[name])
     config = configuration(name)
@@ -214,8 +220,8 @@ def build(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: Any = cls._from_config(config, attn_implementation=attention)
-        if experts is not None:
-            model.set_experts_implementation(experts)
+        if ours:
+            model.set_experts_implementation("samebits")
     with torch.no_grad():
         for p in model.parameters():
             noise = torch.randn(p.shape)
@@ -223,4 +229,7 @@ def build(
                 p.add_(noise.to(p.dtype) * 0.05)
             else:
                 p.add_(noise.to(p.dtype) * 0.5 / math.sqrt(p[0].numel()))
-    return model.to(device, dtype).eval()
+    model = model.to(dtype)
+    if ours and name.endswith(IN_FP8):
+        model = in_fp8(model)
+    return model.to(device).eval()

@@ -35,7 +35,7 @@ class Model:
     def __init__(
         self, name: str, kind: str, attention: str, dtype: torch.dtype, device: str, ours: bool = False
     ) -> None:
-        self.net = build(name, kind, attention, dtype, device, "samebits" if ours else None)
+        self.net = build(name, kind, attention, dtype, device, ours)
         self.name, self.attention, self.dtype, self.device = name, attention, dtype, device
         config = self.net.config
         self.kind = kind

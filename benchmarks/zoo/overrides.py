@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+IN_FP8 = "-fp8"
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
@@ -65,6 +66,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "reformer": {"axial_pos_shape": [16, 32], "axial_pos_embds_dim": [32, 32], "is_decoder": False},
     "swinv2": {"num_heads": [2, 4], "depths": [1, 1], "embed_dim": 16, "window_size": 4},
+    "deepseek_v3-fp8": {
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "moe_intermediate_size": 160,
+        "kv_lora_rank": 96,
+        "q_lora_rank": 144,
+        "initializer_range": 0.05,
+    },
+    "qwen3-fp8": {"hidden_size": 256, "intermediate_size": 416, "head_dim": 64, "initializer_range": 0.05},
     "zamba": {"layers_block_type": [LINEAR, "hybrid", LINEAR, "hybrid"], "num_hidden_layers": 4},
 }
 """Fields of configurations. A name with a dot has those of a part."""

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.tables.text import made_with, table
 from benchmarks.zoo.reasons import REASONS, STEPS
 
 GROUPS = {
@@ -74,13 +75,7 @@ def _cell(found: Found, group: tuple[str, ...]) -> str:
     return "0" if results else "–"
 
 
-def architectures(data: Found) -> str:
-    from benchmarks.tables import made_with, table
-
-    every = data["architectures"]
-    built = [a for a in every if "unbuilt" not in a]
-    passing = [a for a in built if verdict(a)[0] == "passes"]
-    failing = [a for a in built if verdict(a)[0] != "passes"]
+def _table(architectures: list[Found]) -> str:
     forward = (*GROUPS["rows"], *GROUPS["padding"], *GROUPS["decode"])
     rows = [
         [
@@ -90,13 +85,32 @@ def architectures(data: Found) -> str:
             f"{_drift(a, 'float32', GROUPS['gradients'])}, {_drift(a, 'bfloat16', GROUPS['gradients'])}",
             *(_cell(a, group) for group in GROUPS.values()),
         ]
-        for a in [*passing, *failing]
+        for a in architectures
     ]
-    head = ["architecture", "kind", "PyTorch, forward", "PyTorch, gradients", *GROUPS]
+    return table(["architecture", "kind", "PyTorch, forward", "PyTorch, gradients", *GROUPS], rows)
+
+
+def fp8(data: Found) -> str:
+    """Models in block FP8."""
+    every = data["architectures"]
+    passing = sum(verdict(a)[0] == "passes" for a in every)
+    said = (
+        f"**{passing} of {len(every)}** pass every check, with activations in float32 and in bfloat16."
+        " PyTorch has no such products on a CPU: its columns are of the same models before they were"
+        " quantized."
+    )
+    return "\n\n".join((said, _table(every), made_with(data)))
+
+
+def architectures(data: Found) -> str:
+    every = data["architectures"]
+    built = [a for a in every if "unbuilt" not in a]
+    passing = [a for a in built if verdict(a)[0] == "passes"]
+    failing = [a for a in built if verdict(a)[0] != "passes"]
     parts = [
         f"**{len(passing)} of {len(built)}** architectures that can be built pass every check that applies to"
         " them, in float32 and bfloat16.",
-        table(head, rows),
+        _table([*passing, *failing]),
         "† decodes by another algorithm than it prefills by: its decoding alone is compared with its decoding"
         " in a batch. "
         + " ".join(f"{what}: {', '.join(f'`{n}`' for n in names)}." for what, names in _steps(built)),

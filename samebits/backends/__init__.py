@@ -194,7 +194,7 @@ def on_gpu(operation: str, key: Key, device: int) -> tuple[Any, str]:
     for backend in (name,) if name else AUTOMATIC:
         package = f"samebits.backends.{backend}"
         if importlib.util.find_spec(f"{package}.{operation}") is None:
-            reasons.append(f"{backend}: it does not compute {operation} yet")
+            reasons.append(f"{backend}: it does not compute {_SAID.get(operation, operation)} yet")
             continue
         try:
             importlib.import_module(f"{package}.runtime").require(device)
@@ -203,3 +203,7 @@ def on_gpu(operation: str, key: Key, device: int) -> tuple[Any, str]:
         else:
             return importlib.import_module(f"{package}.{operation}"), contract
     raise UnavailableError("samebits: no backend for this GPU tensor. " + "; ".join(reasons))
+
+
+_SAID = {"scaled": "products in FP8", "quantize": "FP8 values and their scales"}
+"""What modules compute whose names do not say it."""

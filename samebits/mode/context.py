@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from samebits.backends.modes import OwnMode
 from samebits.backends.replay import replayed
 from samebits.mode.arguments import as_pytorch, takes, tensors_of, without_autocast
+from samebits.mode.fp8_layers import cover
 from samebits.mode.indexing import picks
 from samebits.mode.rules import (
     ALIASES,
@@ -105,19 +106,22 @@ def check_on_uncovered(of: str, on_uncovered: OnUncovered) -> None:
 
 @contextmanager
 def _context(on_uncovered: OnUncovered) -> Iterator[None]:
+    if not torch.compiler.is_compiling():
+        cover(_sees_calls)
     before = _state.on_uncovered
     _state.on_uncovered = on_uncovered
     try:
-        with nullcontext() if _is_on(before) else _Mode(on_uncovered):
+        # An outer context's mode does not see calls within an operator that it called.
+        with nullcontext() if before is not None and _sees_calls() else _Mode(on_uncovered):
             yield
     finally:
         _state.on_uncovered = before
 
 
-def _is_on(before: OnUncovered | None) -> bool:
-    """Whether an outer context's mode sees calls. It does not see calls within an operator that it called."""
-    if before is None or torch.compiler.is_compiling():
-        return before is not None
+def _sees_calls() -> bool:
+    """Whether the mode is on in this thread, which may be one of autograd's."""
+    if torch.compiler.is_compiling():
+        return _state.on_uncovered is not None
     return any(isinstance(mode, _Mode) for mode in _get_current_function_mode_stack())
 
 

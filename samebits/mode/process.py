@@ -30,6 +30,7 @@ from samebits.mode.context import (
     returned,
     watched,
 )
+from samebits.mode.fp8_layers import cover
 from samebits.mode.operators import Rule, operator_rules, outs
 from samebits.ops._operator import EXTRAORDINARY, thread
 
@@ -64,6 +65,7 @@ class _Switch:
             before = self.on_uncovered
             if on_uncovered is not None and before is None:
                 self.library = self.library or _registered()
+                cover(is_batch_invariant_mode_enabled)
                 # What has been compiled, and would be, has other kernels.
                 self.stance = torch.compiler.set_stance("force_eager")
                 # Transformer layers have kernels of their own, too.

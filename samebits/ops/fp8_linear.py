@@ -51,13 +51,20 @@ def product(
 ) -> Tensor:
     """``x @ weight.T + bias`` in FP8, of ``x[..., K]``; `transposed`: ``x @ weight``."""
     fp8 = pack_key(FP8.key, unpack_key(key)[1])
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    values, scale = quantized(rows, 1, _E4M3, fp8)
-    of_weight, scale_weight = quantized(weight, SCALE_BLOCK, _E4M3, fp8)
+    of_weight, scale = quantized(weight, SCALE_BLOCK, _E4M3, fp8)
     if transposed:
-        of_weight, scale_weight = of_weight.mT, scale_weight.mT
-    out = scaled_product(values, of_weight, scale, scale_weight, bias, dtype, fp8)
-    return out.reshape(*x.shape[:-1], of_weight.shape[0])  # type: ignore[no-any-return]
+        of_weight, scale = of_weight.mT, scale.mT
+    return by_values(x, of_weight, scale, bias, dtype, fp8)
+
+
+def by_values(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, key: Key
+) -> Tensor:
+    """As :func:`product`, of a weight's FP8 values and float32 scales. `key` is that of ``FP8``."""
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    values, of_rows = quantized(rows, 1, _E4M3, key)
+    out = scaled_product(values, weight, of_rows, scale, bias, dtype, key)
+    return out.reshape(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
 
 
 def _linear_cpu(

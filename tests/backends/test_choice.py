@@ -129,13 +129,23 @@ def test_the_automatic_order(operation: str, monkeypatch: pytest.MonkeyPatch) ->
     assert chosen("triton") == "triton: no triton here"
 
 
-@pytest.mark.parametrize("operation", ["attention", "rows"])
-def test_what_only_the_cuda_kernels_compute(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("operation", "called"),
+    [
+        ("attention", "attention"),
+        ("rows", "rows"),
+        ("scaled", "products in FP8"),
+        ("quantize", "FP8 values and their scales"),
+    ],
+)
+def test_what_only_the_cuda_kernels_compute(
+    operation: str, called: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under an explicit choice of Triton, and without cuda-core, an error says why, and what to do."""
     from samebits.backends.cuda import compiler, runtime
 
     asked = backends.on_gpu.__wrapped__
-    said = f"triton: it does not compute {operation} yet"
+    said = f"triton: it does not compute {called} yet"
     with pytest.raises(backends.UnavailableError, match=f"for this GPU tensor. {said}$"):
         asked(operation, backends.pack_key(FMA.key, "triton"), 0)
     with monkeypatch.context() as patched:

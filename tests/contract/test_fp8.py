@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 import samebits
+from samebits.backends import UnavailableError
 from samebits.backends.reference.matmul import carry_on
 from samebits.contract import FP8
 from samebits.testing import KINDS, assert_same_bits, bits, values
@@ -86,7 +87,7 @@ def expected(
 
 @pytest.mark.parametrize("case", CASES)
 def test_reference_has_the_recorded_bits(case: str) -> None:
-    """What an H100 computed, one step or a chain, from +0 or from a value carried in."""
+    """What an H100 and an H200 computed, one step or a chain, from +0 or from a value carried in."""
     a, b, start, want = recorded(case)
     chain = np.zeros((1, *want.shape), np.float32) if start is None else start.numpy()[None].copy()
     terms = a[None, None], b.mT[None, None]
@@ -521,3 +522,16 @@ def test_opcheck() -> None:
     key = samebits.TENSOR_CORE.on(samebits.HOPPER).key
     leaves = x.requires_grad_(), weight.requires_grad_()
     torch.library.opcheck(ops.fp8_linear.default, (*leaves, None, None, key))
+
+
+@pytest.mark.gpu
+def test_triton_is_refused() -> None:
+    x = torch.ones(2, 128, device="cuda")
+    values, scale = samebits.quantize(x)
+    recipe = ScalingType.BlockWise1x128
+    said = "for this GPU tensor. triton: it does not compute "
+    with samebits.use_backend("triton"):
+        with pytest.raises(UnavailableError, match=said + "FP8 values and their scales yet"):
+            samebits.quantize(x)
+        with pytest.raises(UnavailableError, match=said + "products in FP8 yet"):
+            samebits.scaled_mm(values, values.T, scale, recipe, scale, recipe)

@@ -14,13 +14,14 @@ from benchmarks.zoo.report import verdict
 CHECKS = ("rows", "right padding", "left padding", "decode", "gradients")
 SAMPLE = """
     llama qwen3_next inkling_text gpt_oss mixtral deepseek_v3 gpt2 mamba bert vit t5 whisper
+    deepseek_v3-fp8
 """.split()  # noqa: SIM905
 
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_an_architecture_keeps_its_bits(name: str) -> None:
     samebits.transformers.register()
-    found = results(name, dict(names())[name], "cpu", CHECKS)
+    found = results(name, dict(names() + names(fp8=True))[name], "cpu", CHECKS)
     assert verdict(found) == ("passes", ""), verdict(found)
     asked = [r for checks in found["checks"].values() for r in checks.values() if isinstance(r, float)]
     assert len(asked) >= 4, found  # and not because nothing applies

@@ -159,14 +159,15 @@ def test_a_case_that_torch_does_not_take_has_no_speed() -> None:
 
 def test_tables_and_pictures() -> None:
     pytest.importorskip("matplotlib")
-    from benchmarks import plot, tables
+    from benchmarks import plot
+    from benchmarks.tables import operations
 
     data = results()
-    said = tables.gpu_attention(data)
+    said = operations.gpu_attention(data)
     assert "(docs/assets/a-gpu-attention.svg)" in said
     assert "| decode | 3 | 2.000 | 2.000 | decode 1 x 16,384, 128 |" in said
     assert "| causal 1 x 4,096, 128 | bfloat16 | dk | 0.001 | 0.001 |" in said
     assert "| causal 1 x 16,384, 128, 32 heads over 32 | 64 |" in said
-    every = tables.gpu_attention_cases(data)
+    every = operations.gpu_attention_cases(data)
     assert every.count("own causal") == sum("dense" in c for c in data["cases"])
     assert plot.THEIRS in plot.render(plot.gpu_attention(data))

@@ -27,10 +27,22 @@ from benchmarks import (
     plot,
     rows,
     scaled,
-    tables,
     tune,
 )
 from benchmarks.record import GPUS, environment, load, tiny
+from benchmarks.tables.models import gpu_embeddings, gpu_models_drift, gpu_models_time, gpu_steps
+from benchmarks.tables.operations import gpu_logp, gpu_rows
+from benchmarks.tables.products import (
+    gpu_counters,
+    gpu_grouped,
+    gpu_held_out,
+    gpu_quantize,
+    gpu_scaled_grouped,
+    gpu_tiny,
+    gpu_triton_tune,
+    triton_choice,
+)
+from benchmarks.tables.proofs import gpu_attention_invariance
 from samebits.backends.cuda.matmul import PRODUCTS
 from samebits.tools.bench import clock
 from samebits.tools.bench.cases import SHAPES, BenchCase
@@ -65,15 +77,15 @@ def test_models(monkeypatch: pytest.MonkeyPatch) -> None:
         ],
     }
     assert {d["differing"] for d in data["drift"] if d["by"] == "samebits"} == {0}
-    said = tables.gpu_models_drift(data)
+    said = gpu_models_drift(data)
     assert said.count("| 0 | 0 | 0 |") == 6
     assert "0 in samebits, of which two runs end with identical weights" in said
     assert "10 and 1,200 other weights in PyTorch, 0 and 0 in samebits" in said
     found = {"environment": data["environment"], "sentences": 16, "changed": changed}
-    assert "16 sentences (its own weights, float32), 5 change" in tables.gpu_embeddings(found)
+    assert "16 sentences (its own weights, float32), 5 change" in gpu_embeddings(found)
     assert "(docs/assets/a-gpu-models.svg)" in said
     assert "on one A GPU" in said
-    assert "| 1 x 4,096 | 20.0 | 40.0 | 4.0 | 20.0 | 2.00 | 1.25 |" in tables.gpu_models_time(data)
+    assert "| 1 x 4,096 | 20.0 | 40.0 | 4.0 | 20.0 | 2.00 | 1.25 |" in gpu_models_time(data)
     assert "% of tokens" in plot.render(plot.gpu_models(data))
 
 
@@ -98,7 +110,7 @@ def test_tables_of_grouped_products() -> None:
     case = {f: getattr(grouped.CASES[0], f) for f in grouped.GroupedCase.__slots__}
     timed = {"touched": 9.0, "limit": 1.5, "us": {"samebits": 2.0, "torch": 3.0}}
     data = {"environment": environment("c0ffee") | {"gpu": "A GPU"}, "cases": [case | timed]}
-    said = tables.gpu_grouped(data)
+    said = gpu_grouped(data)
     assert "| forward | 1.50 | 1.50 | 0.75 |" in said
     assert "| Qwen3-30B-A3B | forward | 2048, 1536 | 16 | balanced | 2.0 | 3.0 | 1.5 |" in said
 
@@ -127,22 +139,20 @@ def test_tables_of_row_operations_and_steps() -> None:
     data = {"environment": environment("c0ffee") | {"gpu": "A GPU"}}
     us = {"samebits": 2.0, "torch": 3.0, "copy": 1.0}
     cases = [rows.RowCase("sum", rows.TOKENS, n).record() | {"us": us} for n in rows.WIDTHS]
-    said = tables.gpu_rows(data | {"cases": cases})
+    said = gpu_rows(data | {"cases": cases})
     assert "| sum | 0.50 | 0.50 | 1.50 | 1.50 |" in said
     assert "| sum | 4,096 | 1,024 | bfloat16 | 2.0 | 3.0 | 1.0 |" in said
     assert "sum" in plot.render(plot.gpu_rows(data | {"cases": cases}))
     ours = {"context": {"ms": 3.0, "mib": 90}, "process": {"ms": 2.0, "mib": 90}}
     step = {"work": "decode", "torch": {"ms": 4.0, "mib": 100}} | ours
-    assert "| decode | 4.00 | 3.00 | 2.00 | 0.75 | 0.50 | 0.90 |" in tables.gpu_steps(
-        data | {"cases": [step]}
-    )
+    assert "| decode | 4.00 | 3.00 | 2.00 | 0.75 | 0.50 | 0.90 |" in gpu_steps(data | {"cases": [step]})
 
 
 def test_logp() -> None:
     ms, mib = {"samebits": 2.0, "torch": 3.0}, {"samebits": 40.2, "torch": 4096.0}
     case = {"tokens": 16, "d": 64, "v": 1000, "forward_ms": ms | {logp.PRODUCT: 1.0}, "forward_mib": mib}
     case |= {"forward_graph_ms": ms, "forward_backward_ms": ms, "forward_backward_peak_mib": mib}
-    said = tables.gpu_logp({"environment": environment("c0ffee") | {"gpu": "A GPU"}, "cases": [case]})
+    said = gpu_logp({"environment": environment("c0ffee") | {"gpu": "A GPU"}, "cases": [case]})
     assert "| 16, 64, 1,000 | forward | 2 ms, 40 MiB | 3 ms, 4,096 MiB | 1 ms | 1.50 |" in said
     assert "| 16, 64, 1,000 | and backward | 2 ms, 40 MiB | 3 ms, 4,096 MiB |  | 1.50 |" in said
     assert "gradients included" in said
@@ -154,11 +164,11 @@ def test_tiny_products_have_a_picture_if_they_were_measured() -> None:
     us = {"samebits": 4.0, "torch": 9.0, "copy": 3.0}
     case = {"work": "bmm", "dtype": "bfloat16", "batch": 1000, "m": 4, "k": 5, "n": 6, "us": us}
     data = {"environment": {"gpu": "A GPU"}, "ceilings": {"copy_bytes_per_s": 2e12}, "cases": [case]}
-    assert "(docs/assets/a-gpu-tiny.svg)" in tables.gpu_tiny(data)
+    assert "(docs/assets/a-gpu-tiny.svg)" in gpu_tiny(data)
     drawn = plot.render(plot.gpu_tiny(data))
     assert plot.OURS in drawn
     assert plot.THEIRS in drawn
-    assert tables.gpu_tiny(data | {"cases": []}) == "Not measured yet."
+    assert gpu_tiny(data | {"cases": []}) == "Not measured yet."
     for gpu in GPUS:
         assert (f"{gpu}-tiny.svg" in plot.PICTURES) == bool(tiny(load(f"{gpu}/bench.json")))
     assert {path.name for path in plot.ASSETS.glob("*.svg")} == plot.PICTURES.keys()
@@ -181,7 +191,7 @@ def test_attention_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
         "compared": counts["values"],
         "differing": 0,
     }
-    said = tables.gpu_attention_invariance(data)
+    said = gpu_attention_invariance(data)
     assert (
         f"{counts['values']:,} values of 2 kinds of attention, beside one prefill of each: 0 differ." in said
     )
@@ -224,7 +234,7 @@ def test_counters() -> None:
         for dtype, kernels in zip(("bfloat16", "float32"), found, strict=True)
     ]
     made = environment("c0ffee") | {"gpu": "A GPU", "multiprocessors": 132}
-    said = tables.gpu_counters({"environment": made, "cases": cases})
+    said = gpu_counters({"environment": made, "cases": cases})
     assert "| dX 1,000, 64, 32, bfloat16 | samebits | 2.0 | 1.50 | 50% | 0 | 50% | 0.0 |" in said
     assert "|  | `gemm<32, 8>` | 2.0 | 1.50 |" in said
 
@@ -332,7 +342,7 @@ def test_held_out_times_are_not_those_that_chose() -> None:
     assert (us, place) == ({"torch": 12, "untuned": 10, "tuned": 9.5}, 3)
     case = {"work": "dX", "m": 16, "k": 64, "n": 32, "us": us}
     data = {"environment": environment("c0ffee") | {"gpu": "A GPU"}, "seed": 28, "left": 1, "cases": [case]}
-    said = tables.gpu_held_out(data)
+    said = gpu_held_out(data)
     assert "| M <= 128 | all | 1 | 1.263 | 1.263 | 1.200 | 1.200 | 0.950 | 0.950 |" in said
     assert "1 products were left" in said
     assert held_out.show(data).row_count == 2
@@ -341,8 +351,8 @@ def test_held_out_times_are_not_those_that_chose() -> None:
 def test_schedules_of_triton() -> None:
     pytest.importorskip("triton")
     data = load("nvidia-h200/triton_tune.json")
-    some = [tables.triton_choice(c, 132) for c in data["cases"] if c["m"] <= 128]
-    said = tables.gpu_triton_tune(data)
+    some = [triton_choice(c, 132) for c in data["cases"] if c["m"] <= 128]
+    said = gpu_triton_tune(data)
     assert f"| {len(some)} | {statistics.geometric_mean(some):.3f} |" in said
     assert f"| {min(some):.3f} |" in said
 
@@ -365,6 +375,6 @@ def test_tables_of_fp8() -> None:
     quantized = [{"kind": "1 x 128", "rows": 2, "k": 128} | times]
     made = {"date": "", "commit": "", "gpu": "", "versions": {}}
     data = {"environment": made, "grouped": cases, "quantize": quantized}
-    assert "| 1.50, 9 |" in tables.gpu_scaled_grouped(data)
-    assert "2.00 TB/s" in tables.gpu_scaled_grouped(data)
-    assert "| 0.90, 2.0 us |" in tables.gpu_quantize(data)
+    assert "| 1.50, 9 |" in gpu_scaled_grouped(data)
+    assert "2.00 TB/s" in gpu_scaled_grouped(data)
+    assert "| 0.90, 2.0 us |" in gpu_quantize(data)

@@ -12,8 +12,8 @@ from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES
 from samebits.contract import SCALE_BLOCK
 
 _THREADS = 256
-_BLOCKS_AT_ONCE = 64
-"""Blocks of 1 x 128 that a block of threads takes."""
+_LINES = _THREADS // 16
+"""Blocks of 1 x 128 that a block of threads has side by side, with 16 threads each."""
 
 
 def kernel_spec(
@@ -68,7 +68,8 @@ def _quantized(x: Tensor, up: Tensor | None, square: bool, dtype: torch.dtype) -
     vector = k % 8 == 0 and all(
         t.data_ptr() % 16 == row * t.element_size() % 16 == 0 for t, row in zip(operands, rows, strict=True)
     )
-    grid = scale.numel() if square else -(-scale.numel() // _BLOCKS_AT_ONCE)
+    at_once = 1 if square else _LINES * (4 if up is None else 2)
+    grid = -(-scale.numel() // at_once)
     silu = "NO" if up is None else silu_of(x.dtype, device)
     _kernel(x.dtype, dtype, square, vector, silu, device).launch(
         *((grid, 1, 1), operands[0].data_ptr(), 0 if up is None else operands[1].data_ptr()),

@@ -22,17 +22,11 @@
 #if SILU == FAST && IN != BF16
 #error "the errors of FAST are small beside a rounding to bf16 alone"
 #endif
-#ifndef HELD_BLOCKS
-#define HELD_BLOCKS 4
-#endif
-#ifndef HINTS
-#define HINTS 0
-#endif
 
 using In = Element<IN>;
 
 constexpr int WIDTH = 128, THREADS = 256, OWN = 8, LANES = WIDTH / OWN, LINES = THREADS / LANES;
-constexpr int HELD = SQUARE ? WIDTH / LINES : HELD_BLOCKS;
+constexpr int HELD = SQUARE ? WIDTH / LINES : SILU ? 2 : 4;  // the host's grid has 2 and 4, too
 constexpr int IN_A_WORD = 4 / sizeof(In::Stored);
 constexpr float LARGEST = E5M2 ? 57344.0f : 448.0f, SMALLEST = 0x1p-126f;
 
@@ -44,18 +38,6 @@ struct Params {
     int k, blocks;  // of 128 columns in a row
 };
 
-__device__ __forceinline__ uint4 load16(const void* from) {
-#if HINTS
-    uint4 w;
-    asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-        : "l"(from));
-    return w;
-#else
-    return *reinterpret_cast<const uint4*>(from);
-#endif
-}
-
 // Eight columns.
 struct Eight {
     u32 words[OWN / IN_A_WORD];
@@ -66,7 +48,7 @@ struct Eight {
 #pragma unroll
             for (int i = 0; i < OWN / IN_A_WORD; i += 4) {
                 uint4 four{};
-                if (left > 0) four = load16(from + i * IN_A_WORD);
+                if (left > 0) four = *reinterpret_cast<const uint4*>(from + i * IN_A_WORD);
                 words[i] = four.x, words[i + 1] = four.y, words[i + 2] = four.z, words[i + 3] = four.w;
             }
         } else {
@@ -150,11 +132,7 @@ __device__ __forceinline__ void store(unsigned char* to, const Eight& x, float f
         words[i] = pack(y[0], y[1]) | pack(y[2], y[3]) << 16;
     }
     if constexpr (VECTOR) {
-#if HINTS > 1
-        if (left > 0) __stcs(reinterpret_cast<uint2*>(to), make_uint2(words[0], words[1]));
-#else
         if (left > 0) *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
-#endif
     } else {
 #pragma unroll
         for (int i = 0; i < OWN; ++i)

@@ -19,10 +19,10 @@ __all__ = ["SCHEDULES", "ScaledGrouped", "choose", "plan", "schedules", "spec"]
 _PARAMS = "128s128s128sPPPqq8iPP2iqPPqqqqq"
 
 _FEW = [schedule(64, n, 2, swap=True) for n in (8, 16, 32, 64)]
-_SOME = [schedule(64, 64, 2), schedule(128, 64, 2)]
+_SOME = [schedule(64, 128, 1), schedule(64, 64, 2)]
 _MANY = [schedule(128, 128, chains) for chains in (1, 2)]
 
-SCHEDULES = (*_FEW, *_SOME, *_MANY, schedule(64, 128, 1), schedule(64, 128, 1, swap=True))
+SCHEDULES = (*_FEW, *_SOME, *_MANY, schedule(128, 64, 2), schedule(64, 128, 1, swap=True))
 """All schedules. None changes a bit."""
 
 
@@ -88,11 +88,9 @@ def choose(p: ScaledGrouped) -> ScaledSchedule:
     for s in _FEW[:2]:
         if 2 * p.share <= s.tile.block_n:
             return s
-    if p.share <= 64:
-        return _SOME[0]
-    if p.rows.b_rows:
-        return _MANY[0]
-    return _SOME[1] if p.share <= 128 else _MANY[1]
+    if p.share <= 64:  # a second chain pays for smaller tiles where k is long
+        return _SOME[p.rows.k > 4096]
+    return _MANY[not p.rows.b_rows]
 
 
 Launch = Callable[[int, int, int, int, int, int, int], None]

@@ -1,0 +1,1 @@
+"""Tables of the documents: ``python -m benchmarks.tables``."""

@@ -1,0 +1,124 @@
+"""Write tables of benchmarks/results, and of the mode's rules, between the markers in README.md and docs.
+
+python -m benchmarks.tables [--check]
+
+A block starts with ``<!-- begin: NAME -->`` and ends with ``<!-- end: NAME -->``, each on its own line. With
+``--check`` nothing is written: it fails if a block is not up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from benchmarks import support
+from benchmarks.record import GPUS, ROOT, load, measured
+from benchmarks.tables import cpu, mode, models, operations, products, proofs
+from benchmarks.zoo import report
+
+BLOCK = re.compile(
+    r"(?<=^<!-- begin: )([a-z0-9-]+)( -->\n)(.*?)(?=^<!-- end: \1 -->$)", re.DOTALL | re.MULTILINE
+)
+
+
+GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
+    "bench.json": {
+        "summary": products.gpu_summary,
+        "forward": products.gpu_forward,
+        "backward": products.gpu_backward,
+        "tiny": products.gpu_tiny,
+        "host": products.gpu_host,
+        "drift": products.gpu_drift,
+    },
+    "attention.json": {
+        "attention": operations.gpu_attention,
+        "attention-cases": operations.gpu_attention_cases,
+    },
+    "attention_invariance.json": {"attention-invariance": proofs.gpu_attention_invariance},
+    "grouped.json": {"grouped": products.gpu_grouped},
+    "held_out.json": {"held-out": products.gpu_held_out},
+    "native.json": {"native": products.gpu_native},
+    "host.json": {"host-calls": models.gpu_host_calls},
+    "logp.json": {"logp": operations.gpu_logp},
+    "rows.json": {"rows": operations.gpu_rows},
+    "steps.json": {"steps": models.gpu_steps},
+    "segments.json": {"segments": products.gpu_segments},
+    "scaled.json": {
+        "scaled": products.gpu_scaled,
+        "scaled-grouped": products.gpu_scaled_grouped,
+        "quantize": products.gpu_quantize,
+    },
+    "fp8_accuracy.json": {"fp8-accuracy": products.gpu_fp8_accuracy},
+    "fp8_invariance.json": {"fp8-invariance": proofs.gpu_fp8_invariance},
+    "distributed.json": {"distributed": models.gpu_distributed},
+    "triton_tune.json": {"triton-tune": products.gpu_triton_tune},
+    "triton.json": {"triton": products.gpu_summary},
+    "counters.json": {"counters": products.gpu_counters},
+    "models.json": {"models-drift": models.gpu_models_drift, "models-time": models.gpu_models_time},
+    "embeddings.json": {"embeddings": models.gpu_embeddings},
+    "verify.json": {"verify": proofs.gpu_verify},
+}
+
+
+def gpu_block(gpu: str, results: str, write: Callable[[dict[str, Any]], str]) -> str:
+    return write(load(f"{gpu}/{results}")) if gpu in measured(results) else "Not measured yet."
+
+
+BLOCKS: dict[str, Callable[[], str]] = (
+    {
+        "before-after": models.before_after,
+        "reference-speed": cpu.reference_speed,
+        "drift": cpu.drift,
+        "support": proofs.supported,
+        "mode-replaced": mode.mode_replaced,
+        "mode-vectors": mode.mode_vectors,
+        "mode-reported": mode.mode_reported,
+        "architectures": lambda: gpu_block("cpu", "zoo.json", report.architectures),
+        "architectures-fp8": lambda: gpu_block("cpu", "zoo_fp8.json", report.fp8),
+    }
+    | {f"{gpu}-price": partial(models.gpu_price, gpu) for gpu in GPUS}
+    | {
+        f"{gpu}-{what}": partial(gpu_block, gpu, results, write)
+        for gpu in GPUS
+        for results, blocks in GPU_BLOCKS.items()
+        for what, write in blocks.items()
+    }
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a block is out of date")
+    options = parser.parse_args()
+    stale, used = [], set()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+
+        def block(match: re.Match[str]) -> str:
+            used.add(match[1])
+            return f"{match[1]}{match[2]}{BLOCKS[match[1]]()}\n"
+
+        text = path.read_text()
+        new = BLOCK.sub(block, text)
+        if path.parent != ROOT:
+            new = new.replace("](docs/", "](")
+        if new != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if not options.check:
+                path.write_text(new)
+                print(f"wrote {path}")
+    if unused := BLOCKS.keys() - used:
+        raise SystemExit(f"no page has a block for {', '.join(sorted(unused))}")
+    if not support.PROVEN.exists() or support.PROVEN.read_text() != support.text():
+        stale.append(str(support.PROVEN.relative_to(ROOT)))
+        if not options.check:
+            support.PROVEN.write_text(support.text())
+            print(f"wrote {support.PROVEN}")
+    if options.check and stale:
+        raise SystemExit(f"out of date: {', '.join(stale)}; run python -m benchmarks.tables")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Tables of whole models and steps, on one GPU and on several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks import price, ranks
+from benchmarks.host import ratios
+from benchmarks.record import load, measured, slug
+from benchmarks.tables.text import measured_on_gpu, table
+
+
+def before_after() -> str:
+    """README's first figures: whole models on a GPU, or linear layers if models were not measured."""
+    for gpu in measured("models.json"):
+        said = gpu_models_drift(load(f"{gpu}/models.json"))
+        if gpu in measured("embeddings.json"):
+            said += f"\n\n{gpu_embeddings(load(f'{gpu}/embeddings.json'))}"
+        return said
+    data = load("cpu/drift.json")
+    rows, theirs, ours = (sum(v[key] for v in data["variations"]) for key in ("rows", "torch", "samebits"))
+    return "\n\n".join(
+        (
+            "![Rows of MiniLM whose bits depend on the batch size: PyTorch against samebits]"
+            "(docs/assets/drift.svg)",
+            f"{data['model']}'s {len(data['layers'])} linear layers on {data['inputs']}, batched in"
+            f" {len(data['variations'])} ways: of {rows:,} rows, {theirs:,} changed bits in PyTorch and"
+            f" {ours:,} in samebits.",
+        )
+    )
+
+
+def gpu_models_drift(data: dict[str, Any]) -> str:
+    """Differences of generation from training for the same tokens, and of rollout from trainer in a loop."""
+    sizes, runs = data["sizes"], data["training"]
+    cases: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for d in data["drift"]:
+        cases.setdefault((d["model"], d["name"]), {})[d["by"]] = d
+    rows = [
+        [
+            f"{model.capitalize()}: {name}",
+            f"{by['torch']['tokens']:,}",
+            *(
+                text
+                for who in ("torch", "samebits")
+                for text in (f"{by[who]['differing']:,}", f"{by[who]['largest']:.2g}", f"{by[who]['kl']:.2g}")
+            ),
+        ]
+        for (model, name), by in cases.items()
+    ]
+    sides = [
+        f"{side}: {what}" for side in ("PyTorch", "samebits") for what in ("other bits", "by up to", "KL")
+    ]
+    theirs, ours = (max(runs[who]["largest"]) for who in ("torch", "samebits"))
+    same = runs["samebits"]["weights"] == runs["samebits, again"]["weights"]
+    learner, few = sizes["training"], sizes["drift"]
+    models = " and ".join(
+        f"{name.capitalize()} of {m['num_hidden_layers']} layers, hidden size {m['hidden_size']:,}"
+        for name, m in few["models"].items()
+    )
+    picture = f"docs/assets/{slug(data['environment']['gpu'])}-models.svg"
+    return "\n\n".join(
+        (
+            f"![Log-probs of rollout and training, PyTorch against samebits]({picture})",
+            table(["log-probs beside those of training", "tokens", *sides], rows),
+            f"Random weights, bf16: {models}; {few['prompts']} prompts of {few['prompt']} tokens, answered by"
+            f" {few['answer']}. A GRPO loop of {len(runs['torch']['largest'])} steps (hidden size"
+            f" {learner['hidden_size']:,}, {learner['group']} answers of {learner['answer']} tokens to each"
+            f" prompt): log-probs of rollout and trainer differ by up to {theirs:.2g} in PyTorch and"
+            f" {ours:.2g} in samebits, of which two runs end with {'identical' if same else 'DIFFERENT'}"
+            " weights." + _micro_batches(data),
+            measured_on_gpu(data),
+        )
+    )
+
+
+def _micro_batches(data: dict[str, Any]) -> str:
+    theirs, ours = ([by[n] for n in sorted(by)] for by in data["micro_batches"].values())
+    return (
+        f" Trained in 2 and 4 micro-batches instead of one, a small model ends with {theirs[0]:,} and"
+        f" {theirs[1]:,} other weights in PyTorch, {ours[0]:,} and {ours[1]:,} in samebits."
+    )
+
+
+def gpu_embeddings(data: dict[str, Any]) -> str:
+    """Embeddings that change with the batch of sentences."""
+    theirs, ours = (max(by.values()) for by in data["changed"].values())
+    said = (
+        f"Of MiniLM's embeddings of {data['sentences']} sentences (its own weights, float32), {theirs} change"
+        f" with the batch or its padding in PyTorch, {ours} in samebits."
+    )
+    return f"{said} {measured_on_gpu(data)}"
+
+
+def gpu_models_time(data: dict[str, Any]) -> str:
+    """Time of the forward, with and without attention, and of a step of the loop."""
+    rows = []
+    for case in data["forward"]:
+        ours, theirs = case["samebits"], case["torch"]
+        without = [side["forward_ms"] - side["attention_ms"] for side in (ours, theirs)]
+        rows.append(
+            [
+                f"{case['rows']} x {case['tokens']:,}",
+                *(f"{side[key]:.1f}" for key in ("forward_ms", "attention_ms") for side in (theirs, ours)),
+                f"{ours['forward_ms'] / theirs['forward_ms']:.2f}",
+                f"{without[0] / without[1]:.2f}",
+            ]
+        )
+    times = ("PyTorch, ms", "samebits, ms", "its attention: PyTorch, ms", "samebits, ms")
+    ratios = ("samebits / PyTorch", "without attention")
+    sizes, runs = data["sizes"]["forward"], data["training"]
+    step, theirs = (runs[who]["seconds_a_step"] for who in ("samebits, again", "torch"))
+    return "\n\n".join(
+        (
+            table(["sequences x tokens", *times, *ratios], rows),
+            f"Forward of a Llama of {sizes['num_hidden_layers']} layers, hidden size"
+            f" {sizes['hidden_size']:,}, bf16; medians of eager calls. A step of the GRPO loop takes"
+            f" {step:.2f} s, in PyTorch {theirs:.2f} s.",
+            measured_on_gpu(data),
+        )
+    )
+
+
+def gpu_host_calls(data: dict[str, Any]) -> str:
+    """What the mode's calls cost the CPU, in both of its forms."""
+    means = table(
+        ["geometric means beside PyTorch", "`batch_invariant()`", "`enable_batch_invariant_mode()`"],
+        ([what, f"{context:.2f}", f"{process:.2f}"] for what, context, process in ratios(data)),
+    )
+    head = ["call", "", "PyTorch, µs", "`batch_invariant()`, µs", "`enable_batch_invariant_mode()`, µs"]
+    rows = (
+        [c["call"], c["work"], *(f"{c['us'][form]:.1f}" for form in ("torch", "context", "process"))]
+        for c in data["cases"]
+    )
+    return "\n\n".join((means, table(head, rows), measured_on_gpu(data)))
+
+
+def gpu_steps(data: dict[str, Any]) -> str:
+    """Steps of a model of a billion parameters, and of one of experts."""
+    head = ["step", "PyTorch, ms", "context, ms", "process, ms", "context / PyTorch", "process / PyTorch"]
+    lines = (
+        [
+            c["work"],
+            *(f"{c[form]['ms']:.2f}" for form in ("torch", "context", "process")),
+            *(f"{c[form]['ms'] / c['torch']['ms']:.2f}" for form in ("context", "process")),
+            f"{c['context']['mib'] / c['torch']['mib']:.2f}" if c["torch"]["mib"] else "none",
+        ]
+        for c in data["cases"]
+    )
+    return "\n\n".join((table([*head, "memory / PyTorch's"], lines), measured_on_gpu(data)))
+
+
+def gpu_distributed(data: dict[str, Any]) -> str:
+    """What several GPUs cost beside PyTorch and NCCL, and that they change no bit."""
+    llama, logp = data["llama"], data["log_probabilities"]
+    compared, differing = llama["values compared"], llama["values that differ from one rank's"]
+    logps = (
+        f"{logp['tokens']:,} log-probabilities, {logp['features']:,} features, a vocabulary of"
+        f" {logp['vocabulary']:,}: {logp['ms']['one GPU']:.2f} ms on one GPU,"
+        f" {logp['ms']['split']:.2f} ms split."
+    )
+    return "\n\n".join(
+        (
+            f"On {data['ranks']} GPUs a training step of a Llama of a billion parameters was compared with"
+            f" one GPU's: **{differing:,} of {compared:,} values differ**, log-probabilities and gradients.",
+            table(
+                ["row-parallel layer, M", "speed / torch.mm and all_reduce", "worst"],
+                ranks.parallel_rows(data),
+            ),
+            table(
+                ["rows of 8,192, microseconds", "`ordered_all_reduce`", "NCCL bf16", "NCCL float32"],
+                ranks.exchange_rows(data),
+            ),
+            table(
+                ["step, milliseconds", "PyTorch, split", "samebits, split", "samebits, one GPU"],
+                ranks.step_rows(data),
+            ),
+            f"{logps} Layers and exchanges in CUDA graphs; steps are eager. Medians, of the slowest rank.",
+            measured_on_gpu(data),
+        )
+    )
+
+
+def gpu_price(gpu: str) -> str:
+    """README's table of speed."""
+    said = (
+        f"On one {load(f'{gpu}/bench.json')['environment']['gpu']}; time, PyTorch = 1, below 1 is faster."
+        " Geometric means, and the worst case. Steps under `enable_batch_invariant_mode`, the GRPO step under"
+        " `batch_invariant`. Where PyTorch's FP8 product refused a call, half the time of its bf16 one stands"
+        " for it. PyTorch's decode takes a slow path of its attention there, because of the"
+        " cache's mask."
+    )
+    return "\n\n".join((table(["work", "time", "worst", "measured"], price.rows(gpu)), said))

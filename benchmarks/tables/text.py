@@ -1,0 +1,30 @@
+"""What tables have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *(list(row) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def made_with(data: dict[str, Any]) -> str:
+    e = data["environment"]
+    versions = ", ".join(f"{name} {v}" for name, v in e["versions"].items())
+    return (
+        f"Measured {e['date']} at commit `{e['commit'][:10]}` on {e['cpu']}, {e['threads']} threads,"
+        f" Python {e['python']}; {versions}."
+    )
+
+
+def measured_on_gpu(data: dict[str, Any]) -> str:
+    e, count = data["environment"], {1: "one", 2: "two"}.get(data.get("ranks", 1), "several")
+    versions = ", ".join(f"{name} {v}" for name, v in e["versions"].items())
+    said = (("gpu", f" on {count} {{}}"), ("driver", ", driver {}"))
+    where = "".join(text.format(e[key]) for key, text in said if key in e)
+    digest = f"; contract digest `{e['digest']}`" if "digest" in e else ""
+    return f"Measured {e['date']} at commit `{e['commit'][:10]}`{where}; {versions}{digest}."

@@ -1,0 +1,148 @@
+"""Layers of ``transformers`` in block FP8 (``FineGrainedFP8Config``), under the mode.
+
+Their products are Triton kernels and others from a hub, which no function of PyTorch's shows. So the layers'
+classes are changed, once: under the mode they run this library's products, else their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samebits.contract import SCALE_BLOCK
+from samebits.ops.experts import Routed, combined, routed
+from samebits.ops.fp8_weights import linear_of_groups, linear_of_values
+
+__all__ = ["cover", "fp8_experts"]
+
+_MODULE = "transformers.integrations.finegrained_fp8"
+_asked: list[Callable[[], bool]] = []
+
+
+def cover(is_on: Callable[[], bool]) -> None:
+    """Let the layers run this library's products while `is_on` says so: now, or when they are loaded."""
+    if is_on in _asked:
+        return
+    first = not _asked
+    _asked.append(is_on)
+    if first and _MODULE in sys.modules:
+        _cover(sys.modules[_MODULE])
+    elif first:
+        sys.meta_path.insert(0, _WhenLoaded())
+
+
+class _WhenLoaded(MetaPathFinder):
+    """Finds the layers' module as others do, and covers them as soon as it is loaded."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_cover(module: ModuleType) -> None:
+                load(module)
+                _cover(module)
+
+            spec.loader.exec_module = load_and_cover  # type: ignore[method-assign]
+        return spec
+
+
+def _cover(layers: Any) -> None:
+    for kind, method, ours in (
+        (layers.FP8Linear, "forward", _linear),
+        (layers.FP8GroupedLinear, "forward", _block_diagonal_linear),
+        (layers.FP8Experts, "linear", _linear_of_expert),
+    ):
+        setattr(kind, method, _under_the_mode(getattr(kind, method), ours))
+    functions = layers.ALL_FP8_EXPERTS_FUNCTIONS
+    for name in [*functions]:
+        functions.register(name, _under_the_mode(functions[name], fp8_experts))
+
+
+def _under_the_mode(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for is_on in _asked:
+            if is_on():
+                result = ours(*args, **kwargs)
+                return own(*args, **kwargs) if result is NotImplemented else result
+        return own(*args, **kwargs)
+
+    return call
+
+
+def _check(layer: Any) -> str:
+    """The name of the layer's class, for errors. Refuses forms of FP8 that the contract does not have."""
+    name = type(layer).__name__
+    if layer.activation_scheme != "dynamic":
+        raise ValueError(
+            f"samebits.batch_invariant: {name}: activation_scheme: one scale for all activations is not a"
+            f' row\'s own; expected "dynamic", scales of 1 x {SCALE_BLOCK}, got {layer.activation_scheme!r}'
+        )
+    if layer.block_size is None or tuple(layer.block_size) != (SCALE_BLOCK, SCALE_BLOCK):
+        raise ValueError(
+            f"samebits.batch_invariant: {name}: weight_block_size: expected ({SCALE_BLOCK}, {SCALE_BLOCK}),"
+            f" got {layer.block_size}"
+        )
+    return f"batch_invariant: {name}"
+
+
+def _linear(layer: Any, input: Tensor) -> Any:
+    if layer.weight.dtype.itemsize > 1:  # it was loaded dequantized
+        return NotImplemented
+    return linear_of_values(_check(layer), input, layer.weight, layer.weight_scale_inv, layer.bias)
+
+
+def _block_diagonal_linear(layer: Any, x: Tensor) -> Any:
+    """``x[..., groups, K]``; each group has rows of the weight, and of its scales."""
+    if layer.weight.dtype.itemsize > 1:
+        return NotImplemented
+    op, groups = _check(layer), layer.n_groups
+    weights, scales = (t.chunk(groups) for t in (layer.weight, layer.weight_scale_inv))
+    biases = [None] * groups if layer.bias is None else layer.bias.chunk(groups)
+    parts = zip(x.unbind(-2), weights, scales, biases, strict=True)
+    return torch.stack([linear_of_values(op, *part) for part in parts], -2)
+
+
+def _linear_of_expert(
+    layer: Any,
+    input: Tensor,
+    weight: Tensor,
+    weight_scale_inv: Tensor,
+    activation_scale: Tensor | None = None,
+) -> Any:
+    if weight.dtype.itemsize > 1:
+        return NotImplemented
+    return linear_of_values(_check(layer), input, weight, weight_scale_inv)
+
+
+def fp8_experts(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """A layer ``FP8Experts``, whatever its ``experts_implementation``. Results are ``[tokens, hidden]``."""
+    layer: Any = module
+    op, to = _check(layer), Routed(top_k_index, layer.num_experts, 1)
+    if getattr(layer, "_is_expert_parallel", False):  # slots of other processes have numbers from there on
+        top_k_weights = top_k_weights.masked_fill(top_k_index >= layer.num_experts, 0.0)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        weight, scale = getattr(layer, name), getattr(layer, f"{name}_scale_inv")
+        return linear_of_groups(op, x, to.ends, weight, scale)
+
+    inner = linear(routed(hidden_states, to), "gate_up_proj" if layer.has_gate else "up_proj")
+    out = linear(layer._apply_gate(inner) if layer.has_gate else layer.act_fn(inner), "down_proj")
+    return combined(out, top_k_weights.to(out.dtype), to).to(hidden_states.dtype)
