@@ -35,6 +35,7 @@ from rich.progress import Progress
 from samebits.contract import INTERPOLATION, POLYNOMIAL
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HOPPER = "sm_90a"
 SMEM = 227 << 10
 FLAGS = list(itertools.product((False, True), repeat=2))
@@ -76,14 +77,17 @@ def host() -> Any:
     products = (
         "fma",
         "fma_sm90",
+        "grouped_sm90",
         "plan",
+        "scaled_grouped_sm90",
+        "scaled_sm90",
         "schedule_sm90",
         "segmented",
         "tensor_core",
         "tensor_core_sm90",
         "tiny",
     )
-    modules = ("assert_spans", "compiler", "exp2", "grouped", "linear_logp_sm90", "logp", "rows")
+    modules = ("assert_spans", "compiler", "exp2", "grouped", "linear_logp_sm90", "logp", "quantize", "rows")
     names = {m: f"products.{m}" for m in products} | {m: m for m in modules}
     names |= {n: f"attention.{n}" for n in ("universal", "universal_backward")}
     found = {m: importlib.import_module(f"samebits.backends.cuda.{name}") for m, name in names.items()}
@@ -103,6 +107,8 @@ def kernels() -> Iterator[Kernel]:
     yield from grouped(h, layouts)
     yield from fma_on_hopper(h)
     yield from tensor_core_on_hopper(h)
+    yield from grouped_on_hopper(h)
+    yield from fp8(h)
     yield from log_probabilities_on_hopper(h)
     yield from attention(h)
     yield from tiny(h)
@@ -190,6 +196,38 @@ def tensor_core_on_hopper(h: Any) -> Iterator[Kernel]:
                 **{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)}
             )
             yield h.tensor_core_sm90.spec(case, s), HOPPER
+
+
+def grouped_on_hopper(h: Any) -> Iterator[Kernel]:
+    """All schedules of groups of rows, and every fourth of groups of terms."""
+    kernel = h.grouped_sm90.GROUPED_SM90
+    for i, s in enumerate(kernel.catalogue):
+        for a_mn, b_mn in ((False, bool(i % 2)), (True, True)):
+            if not s.fits(a_mn, b_mn) or (a_mn and (s.swap or i % 4)):
+                continue
+            bounds = torch.int32 if a_mn else None
+            v = h.tensor_core_sm90.Sm90Variant(BF16, (BF16, F32)[i % 2], a_mn, b_mn, cu_seqlens_dtype=bounds)
+            yield h.grouped_sm90.spec(v, h.grouped_sm90.with_table(s, v, 128), 128), HOPPER
+
+
+def fp8(h: Any) -> Iterator[Kernel]:
+    """All schedules of products in FP8, with every kind of scales and epilogue, and quantization."""
+    every = dict.fromkeys((*h.scaled_sm90.SCHEDULES, *h.scaled_grouped_sm90.SCHEDULES))
+    for s, b_rows in itertools.product(every, (False, True)):
+        for a, b, out, bias in ((E4M3, E4M3, BF16, None), (E4M3, E5M2, F16, F32), (E5M2, E4M3, F32, None)):
+            p = h.scaled_sm90.Scaled(
+                0, 4096, 4096, 7168, a, b, 7168, 7168, (56, 1), (56, 1), b_rows, out, 4096, 0, bias
+            )
+            if s in h.scaled_sm90.schedules(p):
+                yield h.scaled_sm90.spec(p, s), HOPPER
+            of_groups = h.scaled_grouped_sm90.ScaledGrouped(p, 32, b is E5M2, 4096 * 7168, 32 * 56)
+            if s in h.scaled_grouped_sm90.schedules(of_groups):
+                yield h.scaled_grouped_sm90.spec(of_groups, s), HOPPER
+    for x, values in itertools.product((BF16, F16, F32), (E4M3, E5M2)):
+        for square, vector in FLAGS:
+            yield h.quantize.kernel_spec(x, values, square=square, vector=vector), HOPPER
+        for silu, vector in itertools.product(("EXACT", "FAST")[: 2 if x is BF16 else 1], (False, True)):
+            yield h.quantize.kernel_spec(x, values, square=False, vector=vector, silu=silu), HOPPER
 
 
 def log_probabilities_on_hopper(h: Any) -> Iterator[Kernel]:

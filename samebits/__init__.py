@@ -37,7 +37,9 @@ from samebits.ops.linear_logp import linear_logp
 from samebits.ops.logp import logp
 from samebits.ops.matmul import matmul
 from samebits.ops.quantize import quantize
+from samebits.ops.scaled_grouped_mm import scaled_grouped_mm
 from samebits.ops.scaled_mm import scaled_mm
+from samebits.ops.silu_mul_quantize import silu_mul_quantize
 from samebits.prepare import prepare
 
 if TYPE_CHECKING:
@@ -75,8 +77,10 @@ __all__ = [
     "prepare",
     "quantize",
     "record_shapes",
+    "scaled_grouped_mm",
     "scaled_mm",
     "set_batch_invariant_mode",
+    "silu_mul_quantize",
     "transformers",
     "use_backend",
     "use_mma_model",

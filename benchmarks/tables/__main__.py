@@ -46,7 +46,11 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "rows.json": {"rows": operations.gpu_rows},
     "steps.json": {"steps": models.gpu_steps},
     "segments.json": {"segments": products.gpu_segments},
-    "scaled.json": {"scaled": products.gpu_scaled},
+    "scaled.json": {
+        "scaled": products.gpu_scaled,
+        "scaled-grouped": products.gpu_scaled_grouped,
+        "quantize": products.gpu_quantize,
+    },
     "fp8_accuracy.json": {"fp8-accuracy": products.gpu_fp8_accuracy},
     "fp8_invariance.json": {"fp8-invariance": proofs.gpu_fp8_invariance},
     "distributed.json": {"distributed": models.gpu_distributed},

@@ -207,6 +207,51 @@ def gpu_scaled(data: dict[str, Any]) -> str:
     )
 
 
+def gpu_scaled_grouped(data: dict[str, Any]) -> str:
+    """Grouped products in FP8: every layer, by the rows that an expert has on average."""
+    cases = [c for c in data.get("grouped", []) if not c["masked"]]
+    if not cases:
+        return "Not measured yet."
+    rows = sorted({c["rows"] // c["experts"] for c in cases})
+    by_layer: dict[tuple[str, ...], dict[int, str]] = {}
+    for c in cases:
+        layer = c["model"], f"{c['k']:,}, {c['n']:,}", "skewed" if c["skewed"] else "alike"
+        speed = f"{scaled.beside(c):.2f}, {c['tflops']:,.0f}"
+        by_layer.setdefault(layer, {})[c["rows"] // c["experts"]] = speed
+    lines = [[*layer, *(of.get(n, "") for n in rows)] for layer, of in by_layer.items()]
+    masked = "; ".join(
+        f"{c['experts']} experts of {c['k']:,} to {c['n']:,} take {c['us']['ours']:.1f} us,"
+        f" {c['bytes'] / c['us']['ours'] / 1e6:.2f} TB/s"
+        for c in data["grouped"]
+        if c["masked"]
+    )
+    said = (
+        "Speed relative to twice that of `torch._grouped_mm` in bf16, and TFLOP/s. PyTorch has no grouped"
+        " product with scales of blocks on this GPU. A decoding step, 0 to 16 rows of room for 64 each:"
+        f" {masked}."
+    )
+    head = ["layer", "K, N", "shares", *(f"{n:,} rows an expert" for n in rows)]
+    return "\n\n".join((table(head, lines), said, measured_on_gpu(data)))
+
+
+def gpu_quantize(data: dict[str, Any]) -> str:
+    """Quantization beside a copy."""
+    cases = data.get("quantize", [])
+    if not cases:
+        return "Not measured yet."
+    sizes = list(dict.fromkeys((c["rows"], c["k"]) for c in cases))
+    found = {
+        (c["kind"], c["rows"], c["k"]): f"{scaled.share(c):.2f}, {c['us']['ours']:.1f} us" for c in cases
+    }
+    lines = [
+        [kind, *(found.get((kind, *size), "") for size in sizes)]
+        for kind in dict.fromkeys(c["kind"] for c in cases)
+    ]
+    said = "Share of the bandwidth of a copy that moves as many bytes, and time. bf16 to e4m3."
+    head = ["", *(f"{rows:,} x {k:,}" for rows, k in sizes)]
+    return "\n\n".join((table(head, lines), said, measured_on_gpu(data)))
+
+
 def gpu_fp8_accuracy(data: dict[str, Any]) -> str:
     """Errors of products in FP8, over all sizes."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}

@@ -21,6 +21,7 @@ from samebits.ops.expand import expand
 from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.linear import linear
 from samebits.ops.matmul import matmul
+from samebits.ops.scaled_grouped_mm import scaled_grouped_mm
 from samebits.ops.scaled_mm import scaled_mm
 
 
@@ -107,16 +108,53 @@ def scaled_mm_(
     contraction_dim: Sequence[int] = (),
     use_fast_accum: bool = False,
 ) -> Any:
-    alone = len(scale_a) == len(scale_b) == len(recipe_a) == len(recipe_b) == 1
-    if not alone or any((*swizzle_a, *swizzle_b)) or contraction_dim or out_dtype is None:
+    recipes = _recipes(scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b)
+    if recipes is None or contraction_dim or out_dtype is None:
         return NotImplemented
     if not {input.dtype, mat2.dtype} <= {*FP8.input_dtypes} or input.ndim != 2 or input.shape[1] == 0:
         return NotImplemented
-    recipes = [F.ScalingType(n) for n in (*recipe_a, *recipe_b)]
-    if any(recipe.name in ("BlockWise1x16", "BlockWise1x32") for recipe in recipes):
-        return NotImplemented
     given = (scale_a[0], recipes[0]), (scale_b[0], recipes[1])
     return scaled_mm(input, mat2, *given[0], *given[1], bias=bias, output_dtype=out_dtype)
+
+
+def scaled_grouped_mm_(
+    input: Tensor,
+    mat2: Tensor,
+    scale_a: Sequence[Tensor],
+    recipe_a: Sequence[int],
+    swizzle_a: Sequence[int],
+    scale_b: Sequence[Tensor],
+    recipe_b: Sequence[int],
+    swizzle_b: Sequence[int],
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,
+) -> Any:
+    recipes = _recipes(scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b)
+    if recipes is None or contraction_dim or out_dtype is None or offs is None:
+        return NotImplemented
+    if not {input.dtype, mat2.dtype} <= {*FP8.input_dtypes} or (input.ndim, mat2.ndim) != (2, 3):
+        return NotImplemented
+    given = (scale_a[0], recipes[0]), (scale_b[0], recipes[1])
+    return scaled_grouped_mm(input, mat2, *given[0], *given[1], offs=offs, bias=bias, output_dtype=out_dtype)
+
+
+def _recipes(
+    scale_a: Sequence[Tensor],
+    recipe_a: Sequence[int],
+    swizzle_a: Sequence[int],
+    scale_b: Sequence[Tensor],
+    recipe_b: Sequence[int],
+    swizzle_b: Sequence[int],
+) -> list[Any] | None:
+    """What both scales are, if it is one each, not swizzled, and of 128 terms or more."""
+    alone = len(scale_a) == len(scale_b) == len(recipe_a) == len(recipe_b) == 1
+    if not alone or any((*swizzle_a, *swizzle_b)):
+        return None
+    found = [F.ScalingType(n) for n in (*recipe_a, *recipe_b)]
+    return None if any(of.name in ("BlockWise1x16", "BlockWise1x32") for of in found) else found
 
 
 def addmm(

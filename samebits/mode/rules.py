@@ -102,6 +102,11 @@ REPLACED = (
         "scales in blocks of 16 or 32, swizzled ones and pairs of them; scales that span rows of the first"
         " operand are refused",
     ),
+    Row(
+        {"_scaled_grouped_mm_v2": products.scaled_grouped_mm_},
+        "`samebits.scaled_grouped_mm`, for `F.scaled_grouped_mm`, of groups of rows; rows of no group are +0",
+        "groups of terms, and what `_scaled_mm_v2` does not cover",
+    ),
     Row({"einsum": products.einsum_}, "products of pairs, always from left to right"),
     Row(
         {
@@ -274,7 +279,7 @@ ACCUMULATING = {
 REPORTED = {
     "products": """
         addbmm addbmm_ addmv addmv_ addr bilinear chain_matmul inner multi_dot tensordot trace vdot vecdot
-        scaled_grouped_mm _scaled_mm _scaled_grouped_mm
+        _scaled_mm _scaled_grouped_mm
     """,
     "distances and losses": """
         cdist pdist dist cosine_similarity pairwise_distance cosine_embedding_loss triplet_margin_loss

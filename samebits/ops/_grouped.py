@@ -17,7 +17,7 @@ from samebits.ops._operator import Operator, bypasses_dispatcher
 from samebits.ops._products import as_operand, one
 
 
-def check_offs(offs: Tensor, rows: int) -> None:
+def check_offs(op: str, offs: Tensor, rows: int) -> None:
     """Refuse offsets that are not the ends of groups of `rows` rows. Reads the values.
 
     On a GPU the kernels check them.
@@ -26,7 +26,7 @@ def check_offs(offs: Tensor, rows: int) -> None:
     for i, stop in enumerate(offs.tolist()):
         if not start <= stop <= rows:
             raise ValueError(
-                f"samebits.grouped_mm: offs: expected ends that never decrease, from 0 to {rows} at most (the"
+                f"samebits.{op}: offs: expected ends that never decrease, from 0 to {rows} at most (the"
                 f" number of rows), got {stop} after {start} at position {i}"
             )
         start = stop
@@ -43,7 +43,7 @@ def _rows_cpu(
 ) -> Tensor:
     from samebits.backends.reference import grouped as reference
 
-    check_offs(offs, a.shape[0])
+    check_offs("grouped_mm", offs, a.shape[0])
     contract = unpack_key(key)[0]
     return reference.grouped_rows(a, b, offs, bias=bias, out_dtype=out_dtype, contract=contract)
 
@@ -150,7 +150,7 @@ def _terms_cpu(
 ) -> Tensor:
     from samebits.backends.reference import grouped as reference
 
-    check_offs(offs, b.shape[0])
+    check_offs("grouped_mm", offs, b.shape[0])
     contract = unpack_key(key)[0]
     return reference.grouped_terms(a, b, offs, sequences, out_dtype=out_dtype, contract=contract)
 
@@ -189,7 +189,7 @@ def grouped_terms_later(
         from samebits.backends.reference import grouped as backend
 
         contract = unpack_key(key)[0]
-        check_offs(offs, b.shape[0])
+        check_offs("grouped_mm", offs, b.shape[0])
     write = backend.grouped_terms_later(acc, a, b, offs, sequences, contract=contract)
 
     def step() -> None:

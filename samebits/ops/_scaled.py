@@ -1,18 +1,111 @@
-"""The operators of block-scaled FP8: the product, and the quantization that gives its operands."""
+"""The operators of block-scaled FP8: products, their checks, and the quantization of their operands."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from samebits.backends import Key, on_gpu, unpack_key
-from samebits.contract import SCALE_BLOCK
+from samebits.contract import FP8, SCALE_BLOCK
+from samebits.ops._checks import SUPPORTED, check_device, shape
+from samebits.ops._grouped import check_offs
 from samebits.ops._operator import Operator
+
+_RECIPES_A = ("RowWise", "BlockWise1x128")
+_RECIPES_B = ("RowWise", "BlockWise1x128", "BlockWise128x128")
 
 
 def blocks(n: int) -> int:
     """Blocks of 128 that n elements need."""
     return -(-n // SCALE_BLOCK)
+
+
+def padded_blocks(n: int) -> list[int]:
+    """The same, or as PyTorch pads it, to a multiple of four."""
+    return sorted({blocks(n), -(-blocks(n) // 4) * 4})
+
+
+def check_fp8(op: str, name: str, t: Tensor, ranks: tuple[int, ...]) -> None:
+    """Refuse what is not a dense tensor of FP8 of one of these ranks."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"samebits.{op}: {name}: expected a Tensor, got {type(t).__name__}")
+    if t.layout is not torch.strided or t.dtype not in FP8.input_dtypes:
+        raise TypeError(
+            f"samebits.{op}: {name}: expected a dense tensor of torch.float8_e4m3fn or torch.float8_e5m2,"
+            f" got {t.dtype} of layout {t.layout}"
+        )
+    if t.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"samebits.{op}: expected tensors on a CPU or CUDA device, got {t.device}")
+    if t.ndim not in ranks:
+        wanted = "a matrix" if ranks == (2,) else " or ".join(f"{n}-D" for n in ranks)
+        raise ValueError(f"samebits.{op}: {name}: expected {wanted}, got shape {shape(t)}")
+
+
+def check_quantized(op: str, dtype: torch.dtype) -> None:
+    """Refuse what is not a dtype of FP8 values."""
+    if dtype not in FP8.input_dtypes:
+        raise TypeError(
+            f"samebits.{op}: dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got {dtype!r}"
+        )
+
+
+def check_recipes(op: str, of_a: Any, of_b: Any) -> tuple[str, str]:
+    """The names of two ``torch.nn.functional.ScalingType``, if they are of scales that no batch decides."""
+    found = {"scale_recipe_a": (of_a, _RECIPES_A), "scale_recipe_b": (of_b, _RECIPES_B)}
+    for name, (recipe, known) in found.items():
+        named = getattr(recipe, "name", None)
+        if not isinstance(named, str):
+            raise TypeError(
+                f"samebits.{op}: {name}: expected a torch.nn.functional.ScalingType,"
+                f" got {type(recipe).__name__}"
+            )
+        if known is _RECIPES_A and named in ("TensorWise", "BlockWise128x128"):
+            raise ValueError(
+                f"samebits.{op}: {name}: {named} takes the maximum over rows, so a row's result depends on"
+                f" the others in the batch; expected {' or '.join(known)}, from samebits.quantize"
+            )
+        if named not in known:
+            raise ValueError(f"samebits.{op}: {name}: expected one of {', '.join(known)}, got {named}")
+    return of_a.name, of_b.name
+
+
+def checked_scale(
+    op: str, name: str, scale: Tensor, shapes: Sequence[tuple[int, ...]], mat_a: Tensor
+) -> Tensor:
+    """`scale` in float32, if it has one of these shapes."""
+    if not isinstance(scale, Tensor):
+        raise TypeError(f"samebits.{op}: {name}: expected a Tensor, got {type(scale).__name__}")
+    if scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
+        raise TypeError(
+            f"samebits.{op}: {name}: expected torch.float32 or torch.float8_e8m0fnu, got {scale.dtype}"
+        )
+    if scale.shape not in shapes:
+        wanted = " or ".join(map(str, shapes))
+        raise ValueError(f"samebits.{op}: {name}: expected shape {wanted}, got {shape(scale)}")
+    check_device(op, name, scale, "mat_a", mat_a)
+    return scale.to(torch.float32)
+
+
+def check_rest(
+    op: str, mat_a: Tensor, bias: Tensor | None, size: tuple[int, ...], out_dtype: torch.dtype
+) -> Tensor | None:
+    """The bias, contiguous, if it and the output's dtype are what an epilogue takes."""
+    if out_dtype not in SUPPORTED:
+        raise TypeError(
+            f"samebits.{op}: output_dtype: expected bfloat16, float16 or float32, got {out_dtype!r}"
+        )
+    if bias is None:
+        return None
+    if not isinstance(bias, Tensor) or bias.dtype not in SUPPORTED:
+        got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        raise TypeError(f"samebits.{op}: bias: expected bfloat16, float16 or float32, got {got}")
+    if bias.shape != size:
+        raise ValueError(f"samebits.{op}: bias: expected shape {size}, got {shape(bias)}")
+    check_device(op, "bias", bias, "mat_a", mat_a)
+    return bias.contiguous()
 
 
 def _product_cpu(
@@ -66,6 +159,77 @@ scaled_product = Operator(
 )
 
 
+def check_grouped_offs(offs: Tensor, rows: int, masked: bool) -> None:
+    """Refuse ends of groups, or numbers of rows, that `rows` rows cannot have. Reads the values."""
+    if not masked:
+        return check_offs("scaled_grouped_mm", offs, rows)
+    for i, count in enumerate(offs.tolist()):
+        if not 0 <= count <= rows:
+            raise ValueError(
+                f"samebits.scaled_grouped_mm: offs: expected numbers of rows from 0 to {rows}, got {count} at"
+                f" position {i}"
+            )
+    return None
+
+
+def _grouped_cpu(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    key: Key,
+) -> Tensor:
+    from samebits.backends.reference import scaled as reference
+
+    check_grouped_offs(offs, a.shape[-2], a.ndim == 3)
+    contract = unpack_key(key)[0]
+    return reference.scaled_grouped_mm(
+        a, b, scale_a, scale_b, offs, bias=bias, out_dtype=out_dtype, contract=contract
+    )
+
+
+def _grouped_cuda(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    key: Key,
+) -> Tensor:
+    backend, _ = on_gpu("scaled", key, a.get_device())
+    out: Tensor = backend.scaled_grouped_mm(a, b, scale_a, scale_b, offs, bias, out_dtype)
+    return out
+
+
+def _grouped_fake(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    key: Key,
+) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[1]), dtype=out_dtype)
+
+
+# a[t] @ b[g].T for the rows t of group g: of a[T, K], those between the ends `offs`; of a[G, M, K], the first
+# offs[g] of its own. b[G, N, K], bias[G, N]. Scales are as of a product; those of b have one more dimension.
+scaled_grouped_product = Operator(
+    "scaled_grouped_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, Tensor? bias,"
+    " ScalarType out_dtype, str contract) -> Tensor",
+    cpu=_grouped_cpu,
+    cuda=_grouped_cuda,
+    fake=_grouped_fake,
+)
+
+
 def _quantized_cpu(x: Tensor, rows: int, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:
     from samebits.backends.reference import scaled as reference
 
@@ -90,4 +254,29 @@ quantized = Operator(
     cpu=_quantized_cpu,
     cuda=_quantized_cuda,
     fake=_quantized_fake,
+)
+
+
+def _fused_cpu(gate: Tensor, up: Tensor, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:
+    from samebits.backends.reference import scaled as reference
+
+    return reference.silu_mul_quantize(gate, up, dtype)
+
+
+def _fused_cuda(gate: Tensor, up: Tensor, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:
+    backend, _ = on_gpu("quantize", key, gate.get_device())
+    found: tuple[Tensor, Tensor] = backend.silu_mul_quantize(gate, up, dtype)
+    return found
+
+
+def _fused_fake(gate: Tensor, up: Tensor, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:
+    return _quantized_fake(gate, 1, dtype, key)
+
+
+# Values and scales of silu(gate[M, K]) * up[M, K] in blocks of 1 x 128.
+silu_mul_quantized = Operator(
+    "silu_mul_quantize(Tensor gate, Tensor up, ScalarType dtype, str contract) -> (Tensor, Tensor)",
+    cpu=_fused_cpu,
+    cuda=_fused_cuda,
+    fake=_fused_fake,
 )

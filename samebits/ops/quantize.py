@@ -9,7 +9,7 @@ from samebits.backends import chosen_backend, pack_key
 from samebits.contract import FP8, SCALE_BLOCK
 from samebits.ops._checks import check_operands, shape
 from samebits.ops._operator import reshaped
-from samebits.ops._scaled import blocks, quantized
+from samebits.ops._scaled import blocks, check_quantized, quantized
 
 
 def quantize(
@@ -27,34 +27,35 @@ def quantize(
     values and scales of a row depend on that row alone (with blocks of 128 x 128: of those 128 rows).
 
     Args:
-        x: ``[..., K]`` (``[M, K]`` for blocks of 128 x 128); bfloat16, float16 or float32.
+        x: ``[..., K]`` (``[M, K]`` or ``[G, M, K]`` for blocks of 128 x 128); bfloat16, float16 or float32.
         block: 128, for activations and output gradients, or ``(128, 128)``, for weights.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
 
     Returns:
         The values, of the shape of `x`, and the scales ``[..., ceil(K / 128)]``, or
-        ``[ceil(M / 128), ceil(K / 128)]``. There are no gradients.
+        ``[ceil(M / 128), ceil(K / 128)]``, behind G if there is one. There are no gradients.
 
     Raises:
         TypeError: `x` is not a dense bfloat16, float16 or float32 tensor, or `dtype` is not one of the two.
         ValueError: `block` is not one of the two, or `x` has no such shape.
     """
     check_operands("quantize", None, {"x": x}, autocast=False)
-    if dtype not in FP8.input_dtypes:
-        raise TypeError(
-            f"samebits.quantize: dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got {dtype!r}"
-        )
+    check_quantized("quantize", dtype)
     if block not in (SCALE_BLOCK, (SCALE_BLOCK, SCALE_BLOCK)):
         raise ValueError(
             f"samebits.quantize: block: expected {SCALE_BLOCK} or {(SCALE_BLOCK, SCALE_BLOCK)}, got {block!r}"
         )
     of_matrix = block != SCALE_BLOCK
-    if x.ndim != 2 if of_matrix else x.ndim == 0:
-        wanted = "[M, K] for blocks of 128 x 128" if of_matrix else "at least 1-D"
+    if x.ndim not in (2, 3) if of_matrix else x.ndim == 0:
+        wanted = "[M, K] or [G, M, K] for blocks of 128 x 128" if of_matrix else "at least 1-D"
         raise ValueError(f"samebits.quantize: x: expected {wanted}, got shape {shape(x)}")
     key = pack_key(FP8.key, chosen_backend(x.device.type))
+    if of_matrix and x.ndim == 3 and x.shape[0] > 0 and x.shape[1] % SCALE_BLOCK:
+        found = [quantize(matrix, block=block, dtype=dtype) for matrix in x]
+        return torch.stack([values for values, _ in found]), torch.stack([scale for _, scale in found])
     rows = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
     values, scale = quantized(rows, SCALE_BLOCK if of_matrix else 1, dtype, key)
     if of_matrix:
-        return values, scale
+        shape_of_scale = *x.shape[:-2], blocks(x.shape[-2]), scale.shape[1]
+        return reshaped(values, x.shape), reshaped(scale, shape_of_scale)
     return reshaped(values, x.shape), reshaped(scale, (*x.shape[:-1], blocks(x.shape[-1])))

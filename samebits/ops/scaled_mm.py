@@ -10,11 +10,16 @@ from torch import Tensor
 
 from samebits.backends import chosen_backend, pack_key
 from samebits.contract import FP8
-from samebits.ops._checks import SUPPORTED, check_device, shape
-from samebits.ops._scaled import blocks, scaled_product
-
-_A = ("RowWise", "BlockWise1x128")
-_B = ("RowWise", "BlockWise1x128", "BlockWise128x128")
+from samebits.ops._checks import check_device, shape
+from samebits.ops._scaled import (
+    blocks,
+    check_fp8,
+    check_recipes,
+    check_rest,
+    checked_scale,
+    padded_blocks,
+    scaled_product,
+)
 
 
 def scaled_mm(
@@ -60,86 +65,29 @@ def scaled_mm(
         ValueError: shapes or devices do not match, K is 0, or a recipe is not one of these.
         samebits.backends.UnavailableError: the GPU is no Hopper. Other GPUs' FP8 has not been specified.
     """
-    operands = {"mat_a": mat_a, "mat_b": mat_b}
-    for name, t in operands.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"samebits.scaled_mm: {name}: expected a Tensor, got {type(t).__name__}")
-        if t.layout is not torch.strided or t.dtype not in FP8.input_dtypes:
-            raise TypeError(
-                f"samebits.scaled_mm: {name}: expected a dense tensor of torch.float8_e4m3fn or"
-                f" torch.float8_e5m2, got {t.dtype} of layout {t.layout}"
-            )
-        if t.ndim != 2:
-            raise ValueError(f"samebits.scaled_mm: {name}: expected a matrix, got shape {shape(t)}")
+    check_fp8("scaled_mm", "mat_a", mat_a, (2,))
+    check_fp8("scaled_mm", "mat_b", mat_b, (2,))
     (M, K), N = mat_a.shape, mat_b.shape[1]
     if mat_b.shape[0] != K or K == 0:
         raise ValueError(
             "samebits.scaled_mm: mat_a, mat_b: expected [M, K] and [K, N] with K > 0, got shapes"
             f" {shape(mat_a)} and {shape(mat_b)}"
         )
-    if mat_a.device.type not in ("cpu", "cuda", "meta"):
-        raise ValueError(f"samebits.scaled_mm: expected tensors on a CPU or CUDA device, got {mat_a.device}")
-    if output_dtype not in SUPPORTED:
-        raise TypeError(
-            f"samebits.scaled_mm: output_dtype: expected bfloat16, float16 or float32, got {output_dtype!r}"
-        )
-    recipe_a, recipe_b = _recipe("scale_recipe_a", scale_recipe_a), _recipe("scale_recipe_b", scale_recipe_b)
-    if recipe_a in ("TensorWise", "BlockWise128x128"):
-        raise ValueError(
-            f"samebits.scaled_mm: scale_recipe_a: {recipe_a} takes the maximum over rows, so a row's result"
-            f" depends on the others in the batch; expected {' or '.join(_A)}, from samebits.quantize"
-        )
-    for name, recipe, known in (("scale_recipe_a", recipe_a, _A), ("scale_recipe_b", recipe_b, _B)):
-        if recipe not in known:
-            raise ValueError(f"samebits.scaled_mm: {name}: expected one of {', '.join(known)}, got {recipe}")
+    recipes = check_recipes("scaled_mm", scale_recipe_a, scale_recipe_b)
     shapes_a = {"RowWise": [(M, 1)], "BlockWise1x128": [(M, blocks(K))]}
-    padded = [(blocks(K) + more, blocks(N)) for more in range(4) if not more or (blocks(K) + more) % 4 == 0]
     shapes_b: dict[str, Sequence[tuple[int, ...]]] = {
         "RowWise": [(1, N), (N, 1), (N,)],
         "BlockWise1x128": [(N, blocks(K))],
-        "BlockWise128x128": padded,
+        "BlockWise128x128": [(rows, blocks(N)) for rows in padded_blocks(K)],
     }
-    scale_a = _scale("scale_a", scale_a, shapes_a[recipe_a], mat_a)
-    scale_b = _scale("scale_b", scale_b, shapes_b[recipe_b], mat_a)
-    if recipe_b == "RowWise":
+    scale_a = checked_scale("scaled_mm", "scale_a", scale_a, shapes_a[recipes[0]], mat_a)
+    scale_b = checked_scale("scaled_mm", "scale_b", scale_b, shapes_b[recipes[1]], mat_a)
+    if recipes[1] == "RowWise":
         scale_b = scale_b.reshape(N, 1)
-    elif recipe_b == "BlockWise128x128":
+    elif recipes[1] == "BlockWise128x128":
         scale_b = scale_b[: blocks(K)].mT
     check_device("scaled_mm", "mat_b", mat_b, "mat_a", mat_a)
-    if bias is not None:
-        if not isinstance(bias, Tensor) or bias.dtype not in SUPPORTED:
-            got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-            raise TypeError(f"samebits.scaled_mm: bias: expected bfloat16, float16 or float32, got {got}")
-        if bias.shape != (N,):
-            raise ValueError(f"samebits.scaled_mm: bias: expected shape {(N,)}, got {shape(bias)}")
-        check_device("scaled_mm", "bias", bias, "mat_a", mat_a)
-        bias = bias.contiguous()
+    bias = check_rest("scaled_mm", mat_a, bias, (N,), output_dtype)
     key = pack_key(FP8.key, chosen_backend(mat_a.device.type))
     out: Tensor = scaled_product(mat_a, mat_b.mT, scale_a, scale_b, bias, output_dtype, key)
     return out
-
-
-def _recipe(name: str, recipe: Any) -> str:
-    """The name of a ``torch.nn.functional.ScalingType``."""
-    found = getattr(recipe, "name", None)
-    if not isinstance(found, str):
-        raise TypeError(
-            f"samebits.scaled_mm: {name}: expected a torch.nn.functional.ScalingType,"
-            f" got {type(recipe).__name__}"
-        )
-    return found
-
-
-def _scale(name: str, scale: Tensor, shapes: Sequence[tuple[int, ...]], mat_a: Tensor) -> Tensor:
-    """`scale` in float32, if it has one of these shapes."""
-    if not isinstance(scale, Tensor):
-        raise TypeError(f"samebits.scaled_mm: {name}: expected a Tensor, got {type(scale).__name__}")
-    if scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
-        raise TypeError(
-            f"samebits.scaled_mm: {name}: expected torch.float32 or torch.float8_e8m0fnu, got {scale.dtype}"
-        )
-    if scale.shape not in shapes:
-        wanted = " or ".join(map(str, shapes))
-        raise ValueError(f"samebits.scaled_mm: {name}: expected shape {wanted}, got {shape(scale)}")
-    check_device("scaled_mm", name, scale, "mat_a", mat_a)
-    return scale.to(torch.float32)

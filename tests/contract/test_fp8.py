@@ -87,7 +87,7 @@ def expected(
 
 @pytest.mark.parametrize("case", CASES)
 def test_reference_has_the_recorded_bits(case: str) -> None:
-    """What an H100 computed, one step or a chain, from +0 or from a value carried in."""
+    """What an H100 and an H200 computed, one step or a chain, from +0 or from a value carried in."""
     a, b, start, want = recorded(case)
     chain = np.zeros((1, *want.shape), np.float32) if start is None else start.numpy()[None].copy()
     terms = a[None, None], b.mT[None, None]
@@ -204,6 +204,75 @@ class TestQuantize:
             codes, of_block = naive_fp8.quantized(x[here].flatten().double().tolist(), form)
             assert found[here].view(torch.uint8).flatten().tolist() == codes
             assert bits(scale[top, left]).item() == naive_fp8.finish(of_block, "f32")
+
+
+EDGES = (0.0, -0.0, 1e-39, -64.0, 64.0, 87.5, -87.5, -88.5, -88.73, -89.0, 95.0, -95.0, 3e38, -3e38)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("form", FORMATS)
+class TestSiluMulQuantize:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_has_the_bits_of_the_naive_implementation(
+        self, form: str, dtype: torch.dtype, kind: str, device: str
+    ) -> None:
+        gate, up = (values(kind, (3, 150), dtype, seed) for seed in (0, 1))
+        gate[1] = 0
+        if kind == "normal":
+            gate[2, :14], up[2] = torch.tensor(EDGES), 1e-3
+        name = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[dtype]
+        want = [
+            [naive_fp8.silu_mul(a, b, name) for a, b in zip(*rows, strict=True)]
+            for rows in zip(gate.double().tolist(), up.double().tolist(), strict=True)
+        ]
+        both = torch.cat([gate, up], 1).to(device)
+        for given in ((both[:, :150], both[:, 150:]), (both,)):
+            found, scale = samebits.silu_mul_quantize(*given, dtype=FORMATS[form])
+            assert scale.shape == (3, 2)
+            for row, start in itertools.product(range(3), (0, 128)):
+                codes, of_group = naive_fp8.quantized(want[row][start : start + 128], form)
+                assert found[row, start : start + 128].view(torch.uint8).tolist() == codes
+                assert bits(scale[row, start // 128]).item() == naive_fp8.finish(of_group, "f32")
+
+    def test_rows_alone_are_rows_of_the_batch(self, form: str, dtype: torch.dtype, device: str) -> None:
+        gate, up = (values("normal", (2, 9, 300), dtype, seed).to(device) for seed in (0, 1))
+        gate[0, 3] = torch.nan
+        found, scale = samebits.silu_mul_quantize(gate, up, dtype=FORMATS[form])
+        assert scale.shape == (2, 9, 3)
+        for at in ((0, 0), (1, 8), (0, 4)):
+            alone, of_alone = samebits.silu_mul_quantize(gate[at], up[at], dtype=FORMATS[form])
+            assert_same_bits(of_alone, scale[at])
+            assert torch.equal(alone.view(torch.uint8), found[at].view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_silu_is_pytorchs_for_every_value(dtype: torch.dtype, device: str) -> None:
+    """So the fused step has the bits of PyTorch's functions, one after the other."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
+    gate = every.reshape(-1, 1).expand(-1, 128).contiguous()  # a block for each: its scale tells silu's bits
+    want = samebits.quantize(torch.nn.functional.silu(gate) * torch.ones_like(gate))
+    found = samebits.silu_mul_quantize(gate, torch.ones_like(gate))
+    assert_same_bits(found[1], want[1])
+    assert torch.equal(found[0].view(torch.uint8), want[0].view(torch.uint8))
+    gate, up = (values("normal", (60, 500), dtype, seed).to(device) for seed in (0, 1))
+    want = samebits.quantize(torch.nn.functional.silu(gate) * up)
+    found = samebits.silu_mul_quantize(gate, up)
+    assert_same_bits(found[1], want[1])
+    assert torch.equal(found[0].view(torch.uint8), want[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(3, 256, 200), (2, 130, 40), (0, 130, 40)])
+def test_blocks_of_several_matrices(shape: tuple[int, int, int], device: str) -> None:
+    x = values("normal", shape, torch.bfloat16, 0).to(device)
+    found, scale = samebits.quantize(x, block=(128, 128))
+    assert scale.shape == (shape[0], -(-shape[1] // 128), -(-shape[2] // 128))
+    for g, matrix in enumerate(x):
+        want, its_scale = samebits.quantize(matrix, block=(128, 128))
+        assert torch.equal(found[g].view(torch.uint8), want.view(torch.uint8))
+        assert_same_bits(scale[g], its_scale)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -367,7 +436,7 @@ def test_scaled_mm_refuses(change: dict[str, object], error: type[Exception], ma
         (torch.ones(2).double(), {}, TypeError, "x: expected bfloat16, float16 or float32"),
         (torch.ones(2), {"dtype": torch.int8}, TypeError, "dtype: expected torch.float8_e4m3fn"),
         (torch.ones(2), {"block": 64}, ValueError, r"block: expected 128 or \(128, 128\), got 64"),
-        (torch.ones(2), {"block": (128, 128)}, ValueError, r"x: expected \[M, K\] for blocks"),
+        (torch.ones(2), {"block": (128, 128)}, ValueError, r"x: expected \[M, K\] or \[G, M, K\] for blocks"),
         (torch.ones(()), {}, ValueError, "x: expected at least 1-D"),
     ],
 )
@@ -376,7 +445,32 @@ def test_quantize_refuses(x: Tensor, more: dict[str, object], error: type[Except
         samebits.quantize(x, **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("gate", "up", "more", "error", "match"),
+    [
+        (torch.ones(2, 3), None, {}, ValueError, r"gate: expected \[..., 2 K\] without up"),
+        (torch.ones(2, 4), torch.ones(2, 3), {}, ValueError, r"gate, up: expected \[..., K\] of one shape"),
+        (torch.ones(2), torch.ones(2).half(), {}, TypeError, "up: expected torch.float32 like gate"),
+        (torch.ones(2).double(), torch.ones(2), {}, TypeError, "gate: expected bfloat16, float16 or float32"),
+        (torch.ones(2), torch.ones(2), {"dtype": torch.int8}, TypeError, "dtype: expected torch.float8_e4m3"),
+        (
+            torch.ones(2),
+            torch.ones(2).requires_grad_(),
+            {},
+            ValueError,
+            "up: .* FP8 values have no gradients",
+        ),
+    ],
+)
+def test_silu_mul_quantize_refuses(
+    gate: Tensor, up: Tensor | None, more: dict[str, object], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        samebits.silu_mul_quantize(gate, up, **more)  # type: ignore[arg-type]
+
+
 def test_no_rows() -> None:
+    assert samebits.silu_mul_quantize(torch.zeros(0, 200))[1].shape == (0, 1)
     values_, scale = samebits.quantize(torch.zeros(0, 200))
     assert scale.shape == (0, 2)
     assert samebits.scaled_mm(**(GIVEN | {"mat_a": values_, "scale_a": scale})).shape == (0, 130)
@@ -413,6 +507,11 @@ def test_opcheck() -> None:
     ops = torch.ops.samebits
     for operator, given in (
         (ops.quantize.default, (x, 1, FORMATS["e5m2"], FP8.key)),
+        (ops.silu_mul_quantize.default, (x, x, FORMATS["e5m2"], FP8.key)),
+        (
+            ops.scaled_grouped_mm.default,
+            (a, b[None], of_a, of_b[None], torch.tensor([2]).int(), None, torch.float16, FP8.key),
+        ),
         (ops.scaled_mm.default, (a, b, of_a, of_b, None, torch.float16, FP8.key)),
     ):  # test_schema computes with FP8, which PyTorch does not on a CPU
         torch.library.opcheck(

@@ -6,7 +6,9 @@ import bisect
 import math
 from fractions import Fraction
 
-from tests.support.naive import finish, fma, round_to
+import numpy as np
+
+from tests.support.naive import LN2, LN2_LOW, LOG2E, E, f32, finish, fma, fma32, round_to
 
 # exponent bits, fraction bits, bias of the exponent, largest value
 FORMATS = {"e4m3": (4, 3, 7, 448.0), "e5m2": (5, 2, 15, 57344.0)}
@@ -106,3 +108,29 @@ def quantized(block: list[float], form: str) -> tuple[list[int], float]:
     scale = max(round_to(Fraction(largest) / Fraction(FORMATS[form][3]), "f32"), 2.0**-126)
     reciprocal = round_to(1 / Fraction(scale), "f32")
     return [encoded(product(x, reciprocal), form) for x in block], scale
+
+
+def silu(a: float) -> float:
+    """``a / (1 + e**-a)`` in f32."""
+    if math.isnan(a):
+        return a
+    x = min(max(-a, -64.0), 89.0)
+    t = fma32(x, LOG2E, 12583039)
+    n = t - f32(12583039)
+    f = fma32(n, -LN2_LOW, fma32(n, -LN2, x))
+    q = f32(E[6])
+    for i in range(5, -1, -1):
+        q = fma32(q, f, E[i])
+    with np.errstate(over="ignore", invalid="ignore"):
+        e = q * np.ldexp(f32(1), int(n) - 1) * f32(2)
+        return float(f32(a) / (f32(1) + e))
+
+
+def rounded(x: float, dtype: str) -> float:
+    """`x` in a dtype, by RNE."""
+    return round_to(Fraction(x), dtype, negative_zero=math.copysign(1, x) < 0) if math.isfinite(x) else x
+
+
+def silu_mul(a: float, b: float, dtype: str) -> float:
+    """``silu(a) * b``, both rounded to a dtype."""
+    return rounded(product(rounded(silu(a), dtype), b), dtype)

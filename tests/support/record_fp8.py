@@ -1,9 +1,10 @@
 """Record single steps and chains of FP8 ``wgmma`` on a Hopper GPU, for ``tests/data/fp8_chain_sm90.npz``.
 
-``python -m tests.support.record_fp8 FILE`` runs ``wgmma.m64n64k32`` with float32 accumulators on all four
-pairs of e4m3 and e5m2, prints how many results differ from the model in docs/contract.md, and writes operands
-as bytes and results as the bits of float32. It also counts how many differ through ``mma.sync`` (another
-arithmetic on Hopper), and where the first step overwrites its accumulator instead of adding to +0.
+``python -m tests.support.record_fp8 FILE [AGAINST]`` runs ``wgmma.m64n64k32`` with float32 accumulators on
+all four pairs of e4m3 and e5m2, prints how many results differ from the model in docs/contract.md, and writes
+operands as bytes and results as the bits of float32. It also counts how many differ through ``mma.sync``
+(another arithmetic on Hopper), and where the first step overwrites its accumulator instead of adding to +0.
+With AGAINST, an earlier recording, it counts the results that differ from it, and fails if there are any.
 """
 
 from __future__ import annotations
@@ -240,8 +241,8 @@ class _Recorder:
         return tensors[-1].cpu().view(torch.int32).numpy()
 
 
-def main(file: str) -> None:
-    """Record everything into `file`, and print how many results differ from the model."""
+def main(file: str, against: str | None = None) -> int:
+    """Record everything into `file`. Returns how many arrays differ from the recording `against`."""
     arrays: dict[str, Any] = {}
     for left in FORMATS:
         for right in FORMATS:
@@ -264,7 +265,19 @@ def main(file: str) -> None:
                 arrays |= {f"{key}/a": case.a[:ROWS].numpy(), f"{key}/b": case.b.numpy()}
                 arrays[f"{key}/out"] = found[:ROWS]
     np.savez_compressed(file, **arrays)
+    if against is None:
+        return 0
+    with np.load(against) as earlier:
+        differing = [
+            name
+            for name in sorted(arrays.keys() | set(earlier.files))
+            if not (name in arrays and name in earlier and np.array_equal(arrays[name], earlier[name]))
+        ]
+        count = sum(earlier[name].size for name in earlier.files if name.endswith("/out"))
+    gpu = torch.cuda.get_device_name()
+    print(f"{gpu}: {count} results of {against}, in {len(arrays)} arrays: {differing or 'none'} differ")
+    return len(differing)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main(*sys.argv[1:]) > 0)

@@ -37,7 +37,7 @@ from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.product import Operands, Product, ProductKernel
 from samebits.backends.triton import runtime as triton
 from samebits.contract import INTERPOLATION, TENSOR_CORE
-from samebits.tools.verify import Inputs, kernels, plan, segments, takes
+from samebits.tools.verify import Inputs, kernels, plan, scaled, scaled_grouped, segments, takes
 from samebits.tools.verify import grouped as verification
 from samebits.tools.verify.attention import VARIANTS, AttentionCase, verify_attention
 from samebits.tools.verify.report import Report
@@ -336,6 +336,31 @@ def segmented_kernels() -> Iterator[Callable[[], object]]:
     return segments.loads(SEGMENTED, torch.device("cuda", torch.cuda.current_device()), True)
 
 
+# In FP8.
+SCALED = [case for case in scaled.scaled_cases(False) if case.m < 150]
+SCALED_GROUPED = scaled_grouped.scaled_grouped_cases(False)
+
+
+def fp8(every: int) -> None:
+    """Every schedule on Hopper, and quantization; with `every`, in a third of the cases."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if devices.device_info(device.index).capability != (9, 0):
+        return
+    found, step = Report("", "", "", "", {}, True), 1 if every == 1 else 3
+    scaled.verify_scaled(found, SCALED[::step], device)
+    with mock.patch("samebits.tools.verify.scaled_grouped.Surrounded", Alone):
+        scaled_grouped.verify_scaled_grouped(found, SCALED_GROUPED[::step], device)
+    assert found.differing == 0, found.first
+
+
+def fp8_kernels() -> Iterator[Callable[[], object]]:
+    """Calls that load its kernels."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if devices.device_info(device.index).capability == (9, 0):
+        yield from scaled.loads(SCALED, device)
+        yield from scaled_grouped.loads(SCALED_GROUPED, device)
+
+
 def all_lanes_arrive() -> None:
     """Where one lane arrives at a barrier for its warp, all do: see ``warp_arrive`` in ``ptx_sm90.cuh``."""
     made = compiler.KernelSpec.__init__
@@ -372,7 +397,9 @@ def main() -> None:
         calls = (partial(k.run, x, s) for k, s, x in found)
         print(
             precompile.compile_for(
-                itertools.chain(calls, attention_kernels(), grouped_kernels(), segmented_kernels())
+                itertools.chain(
+                    calls, attention_kernels(), grouped_kernels(), segmented_kernels(), fp8_kernels()
+                )
             ).needed,
             "kernels",
         )
@@ -399,6 +426,7 @@ def main() -> None:
     attention(every)
     grouped(every)
     segmented(every)
+    fp8(every)
     exp2.exp2(torch.linspace(-150, 130, 1001, device="cuda"), INTERPOLATION)
     torch.cuda.synchronize()
     print(f"{count} products")

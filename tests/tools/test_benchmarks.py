@@ -26,6 +26,7 @@ from benchmarks import (
     models,
     plot,
     rows,
+    scaled,
     tune,
 )
 from benchmarks.record import GPUS, environment, load, tiny
@@ -35,6 +36,8 @@ from benchmarks.tables.products import (
     gpu_counters,
     gpu_grouped,
     gpu_held_out,
+    gpu_quantize,
+    gpu_scaled_grouped,
     gpu_tiny,
     gpu_triton_tune,
     triton_choice,
@@ -352,3 +355,26 @@ def test_schedules_of_triton() -> None:
     said = gpu_triton_tune(data)
     assert f"| {len(some)} | {statistics.geometric_mean(some):.3f} |" in said
     assert f"| {min(some):.3f} |" in said
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_scales_lie_as_pytorch_takes_them(m: int) -> None:
+    """Those of neighbouring rows side by side; of one row, too, with strides as if there were more."""
+    a, b = torch.zeros(m, 640), torch.zeros(260, 640)
+    given = a, b, torch.rand(m, 5), torch.rand(3, 5)
+    _, _, of_a, of_b = scaled.for_pytorch(*given)
+    assert of_a.stride() == (1, m)
+    assert of_b.stride() == (1, 8)
+    assert torch.equal(of_a, given[2])
+    assert torch.equal(of_b, given[3].T)
+
+
+def test_tables_of_fp8() -> None:
+    times = {"us": {"ours": 2.0, "bf16": 6.0, "copy": 1.8}, "tflops": 9.0, "bytes": 4_000_000}
+    cases = [dataclasses.asdict(case) | times for case in scaled.GROUPED]
+    quantized = [{"kind": "1 x 128", "rows": 2, "k": 128} | times]
+    made = {"date": "", "commit": "", "gpu": "", "versions": {}}
+    data = {"environment": made, "grouped": cases, "quantize": quantized}
+    assert "| 1.50, 9 |" in gpu_scaled_grouped(data)
+    assert "2.00 TB/s" in gpu_scaled_grouped(data)
+    assert "| 0.90, 2.0 us |" in gpu_quantize(data)

@@ -19,17 +19,18 @@ _E2, _E3, _E4, _E5, _E6 = (np.float32(CONSTANTS[f"E{i}"]) for i in range(2, 7))
 _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8, _L9 = (np.float32(CONSTANTS[f"L{i}"]) for i in range(1, 10))
 _ONE, _ZERO, _INF = np.float32(1), np.float32(0), np.float32(np.inf)
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)
-_LOWEST = np.float32(-88)
+_TWO = np.float32(2)
+_LOWEST, _NEAR_NOTHING, _PAST_LARGEST = np.float32(-88), np.float32(-64), np.float32(89)
+_ONE_EXPONENT = np.uint32(1 << 23)
 _TO_INTEGER = np.float32(1.5 * 2**23 + 127)
 _SQRT_HALF = np.uint32(0x3F3504F3)
 
 bits_to_f32 = _bitcast(types.uint32, types.float32, ir.FloatType())
 
 
-@_njit(f32(f32))
-def exp(x):
-    """e**x for x <= 0 or NaN, with an error of at most 1 ulp. +0 below -87.7."""
-    x = _LOWEST if x < _LOWEST else x
+@_njit()
+def _exp_parts(x):
+    """q and the bits of 2**n, with e**x = q * 2**n."""
     t = fma(x, _LOG2E, _TO_INTEGER)
     n = t - _TO_INTEGER
     f = fma(n, -_LN2, x)
@@ -40,7 +41,24 @@ def exp(x):
     q = fma(q, f, _E2)
     q = fma(q, f, _ONE)
     q = fma(q, f, _ONE)
-    return q * bits_to_f32(np.uint32(f32_to_bits(t) << np.uint32(23)))
+    return q, np.uint32(f32_to_bits(t) << np.uint32(23))
+
+
+@_njit(f32(f32))
+def exp(x):
+    """e**x for x <= 0 or NaN, with an error of at most 1 ulp. +0 below -87.7."""
+    q, power = _exp_parts(_LOWEST if x < _LOWEST else x)
+    return q * bits_to_f32(power)
+
+
+@_njit(f32(f32))
+def silu(a):
+    """``a / (1 + e**-a)``, by an e**x for x of both signs. No e**x below 2**-92 would change 1 + e**x."""
+    x = -a
+    x = _NEAR_NOTHING if x < _NEAR_NOTHING else _PAST_LARGEST if x > _PAST_LARGEST else x
+    q, power = _exp_parts(x)
+    half = q * bits_to_f32(np.uint32(power - _ONE_EXPONENT))
+    return a / (_ONE + half * _TWO)
 
 
 @_njit(f32(f32))

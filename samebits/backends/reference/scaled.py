@@ -1,4 +1,4 @@
-"""Products of FP8 with scales on CPU tensors, and the quantization that gives their operands."""
+"""Products of FP8 with scales on CPU tensors, also of groups, and the quantization of their operands."""
 
 from __future__ import annotations
 
@@ -48,6 +48,34 @@ def scaled_mm(
     return finished(acc, bias, out_dtype)
 
 
+def scaled_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    *,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    contract: str,
+) -> Tensor:
+    """``a[t] @ b[g, N, K].T (+ bias[g, N])`` for the rows t of every group g, and +0 for rows of none.
+
+    Groups of ``a[T, K]`` lie between the ends `offs`; of ``a[G, M, K]`` each has its first ``offs[g]`` rows.
+    """
+    out = torch.zeros((*a.shape[:-1], b.shape[1]), dtype=out_dtype)
+    ends = offs.tolist()
+    for g, end in enumerate(ends):
+        rows = (slice(0 if g == 0 else ends[g - 1], end),) if a.ndim == 2 else (g, slice(0, end))
+        out[rows] = scaled_mm(
+            *(a[rows], b[g], scale_a[rows], scale_b[g]),
+            bias=None if bias is None else bias[g],
+            out_dtype=out_dtype,
+            contract=contract,
+        )
+    return out
+
+
 def quantize(x: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Values and scales of ``x[M, K]`` in blocks of `rows` x 128."""
     require_subnormals()
@@ -61,3 +89,13 @@ def quantize(x: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     codes = values.view(torch.uint8)
     codes[scaled.isnan()] = 0x7F
     return values, scale
+
+
+def silu_mul_quantize(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Values and scales in blocks of 1 x 128 of ``silu(gate) * up``, both rounded to their dtype."""
+    require_subnormals()
+    wide = _array(gate.detach().to(torch.float32), np.float32)
+    activated = torch.empty(gate.shape, dtype=torch.float32)
+    kernels.silu_all(wide, _array(activated, np.float32))
+    product = activated.to(gate.dtype).to(torch.float32) * up.detach().to(torch.float32)
+    return quantize(product.to(gate.dtype), 1, dtype)

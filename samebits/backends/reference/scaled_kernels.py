@@ -9,6 +9,7 @@ from numba import uint32 as u32
 from numba import void
 
 from samebits.backends.reference.kernels import _njit, f32_to_bits, fma
+from samebits.backends.reference.logp_kernels import silu
 from samebits.contract import SCALE_BLOCK
 
 _SMALLEST = np.float32(2.0**-126)
@@ -20,6 +21,14 @@ def add_scaled(acc, chain, of_rows, of_columns):
     for i in range(acc.shape[0]):
         for j in range(acc.shape[1]):
             acc[i, j] = fma(chain[i, j], of_rows[i] * of_columns[j], acc[i, j])
+
+
+@_njit(void(f32[:, :], f32[:, :]))
+def silu_all(x, out):
+    """``out = silu(x)``, element by element."""
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            out[i, j] = silu(x[i, j])
 
 
 @_njit(void(f32[:, :], i64, f32, u32[:, :], f32[:, :]))

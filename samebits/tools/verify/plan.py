@@ -12,7 +12,7 @@ import torch
 
 from samebits.backends.product import Product, ProductKernel
 from samebits.contract import TENSOR_CORE, Contract
-from samebits.tools.verify import scaled, segments
+from samebits.tools.verify import scaled, scaled_grouped, segments
 from samebits.tools.verify.attention import AttentionCase, attentions, build
 from samebits.tools.verify.case import SIZES, TINY_BATCHES, ProductCase, cases
 from samebits.tools.verify.exp2 import exp2_models
@@ -40,7 +40,7 @@ class VerifyPlan:
         attended: cases of attention, which only the CUDA backend computes.
         grouped: cases of grouped products, likewise.
         segmented: cases of sums in segments, likewise.
-        scaled: cases of products in FP8, which only Hopper computes.
+        scaled, scaled_grouped: cases of products in FP8, which only Hopper computes.
     """
 
     def __init__(self, index: int, thorough: bool, backends: Sequence[str]) -> None:
@@ -62,6 +62,7 @@ class VerifyPlan:
         self.thorough, self.grouped = thorough, grouped_cases(thorough) if "cuda" in backends else []
         self.segmented = segmented_cases(thorough) if "cuda" in backends else []
         self.scaled = scaled.scaled_cases(thorough) if hopper else []
+        self.scaled_grouped = scaled_grouped.scaled_grouped_cases(thorough) if hopper else []
         self.reduced = list(
             reductions(thorough, fused=any(on.schedules("statistics") for on in self.reducers))
         )
@@ -77,6 +78,7 @@ class VerifyPlan:
         yield from loads(self.grouped, self.device, self.thorough)
         yield from segments.loads(self.segmented, self.device, self.thorough)
         yield from scaled.loads(self.scaled, self.device)
+        yield from scaled_grouped.loads(self.scaled_grouped, self.device)
 
     def triton(self) -> Iterator[tuple[object, Callable[[], object]]]:
         """Calls that make Triton compile every kernel, with keys. Calls of one kernel mostly share a key."""

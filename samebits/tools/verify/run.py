@@ -30,6 +30,7 @@ from samebits.tools.verify.reductions import verify_reductions
 from samebits.tools.verify.report import Report
 from samebits.tools.verify.rows import ROWS_OF, verify_rows
 from samebits.tools.verify.scaled import verify_scaled
+from samebits.tools.verify.scaled_grouped import verify_scaled_grouped
 from samebits.tools.verify.segments import verify_segments
 from samebits.tools.verify.sequences import verify_sequences
 from samebits.tools.verify.tokens import verify_tokens
@@ -233,6 +234,8 @@ def _grouped(report: Report, plan: VerifyPlan) -> Iterator[_Part]:
         yield "sums in segments", None, partial(verify_segments, report, plan.segmented, *on)
     if plan.scaled:
         yield "products in FP8", None, partial(verify_scaled, report, plan.scaled, plan.device)
+        of_groups = partial(verify_scaled_grouped, report, plan.scaled_grouped, plan.device)
+        yield "grouped products in FP8", None, of_groups
 
 
 def _public_functions(

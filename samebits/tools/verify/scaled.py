@@ -13,6 +13,7 @@ from torch import Tensor
 
 from samebits.contract import FP8, SCALE_BLOCK
 from samebits.ops.quantize import quantize
+from samebits.ops.silu_mul_quantize import silu_mul_quantize
 from samebits.testing import KINDS, values
 from samebits.tools.verify.case import BF16, F16, F32
 from samebits.tools.verify.failures import finish, running
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 _SHAPES = ((1, 8, 16), (3, 200, 128), (17, 264, 300), (129, 257, 656), (200, 392, 1040))
 _LARGER = ((65, 1032, 2064), (513, 520, 4104), (1030, 2056, 512))
 
-_SCALES = ((128, False), (1, False), (1, True))
-_EPILOGUES = ((BF16, None), (F32, F32), (F16, BF16), (BF16, F16), (F32, None))
+SCALES = ((128, False), (1, False), (1, True))
+EPILOGUES = ((BF16, None), (F32, F32), (F16, BF16), (BF16, F16), (F32, None))
 
 
 class Operands(NamedTuple):
@@ -70,29 +71,32 @@ class ScaledCase:
         blocks = 1 if self.whole else -(-self.k // SCALE_BLOCK)
         scales = [torch.exp2(4 * values("normal", (n, blocks), F32, seed)) for seed, n in self._scaled()]
         bias = None if self.bias is None else values("normal", (self.n,), self.bias, 5)
-        a, b = self._bytes(self.m, self.a, 1), self._bytes(self.n, self.b, 2)
+        a = finite_bytes((self.m, self.k), self.a, 1, special=self.special)
+        b = finite_bytes((self.n, self.k), self.b, 2, special=self.special)
         return Operands(a, b, scales[0], scales[1], bias)
 
     def _scaled(self) -> tuple[tuple[int, int], ...]:
         return (3, self.m), (4, -(-self.n // self.rows))
 
-    def _bytes(self, rows: int, dtype: torch.dtype, seed: int) -> Tensor:
-        g = torch.Generator().manual_seed(seed)
-        top = 0x7F if dtype == torch.float8_e4m3fn else 0x7C  # the first that is not finite
-        codes = torch.randint(0, top, (rows, self.k), generator=g)
-        if self.special:
-            codes = torch.where(torch.rand(codes.shape, generator=g) < 0.003, top, codes)
-        codes += 128 * (torch.rand(codes.shape, generator=g) < 0.5)
-        return codes.to(torch.uint8).view(dtype)
+
+def finite_bytes(shape: tuple[int, ...], dtype: torch.dtype, seed: int, *, special: bool = False) -> Tensor:
+    """Finite values of every kind; with `special` a few that are NaN or infinite."""
+    g = torch.Generator().manual_seed(seed)
+    top = 0x7F if dtype == torch.float8_e4m3fn else 0x7C  # the first that is not finite
+    codes = torch.randint(0, top, shape, generator=g)
+    if special:
+        codes = torch.where(torch.rand(shape, generator=g) < 0.003, top, codes)
+    codes += 128 * (torch.rand(shape, generator=g) < 0.5)
+    return codes.to(torch.uint8).view(dtype)
 
 
 def scaled_cases(thorough: bool) -> list[ScaledCase]:
     """Every pair of formats, kind of scales, output and bias, in turn."""
     formats = itertools.cycle(itertools.product(FP8.input_dtypes, repeat=2))
-    epilogues = itertools.cycle(_EPILOGUES)
+    epilogues = itertools.cycle(EPILOGUES)
     shapes = _SHAPES + (_LARGER if thorough else ())
     found = []
-    for (m, n, k), (rows, whole), special in itertools.product(shapes, _SCALES, (False, True)):
+    for (m, n, k), (rows, whole), special in itertools.product(shapes, SCALES, (False, True)):
         (a, b), (out, bias) = next(formats), next(epilogues)
         found.append(ScaledCase(m, n, k, a, b, rows, whole, out, bias, special))
     return found
@@ -111,12 +115,13 @@ def loads(cases: Sequence[ScaledCase], device: torch.device) -> Iterator[Callabl
     """Calls that load every kernel."""
     from samebits.backends.cuda import runtime
     from samebits.backends.cuda.products.scaled_sm90 import schedules, spec
-    from samebits.backends.cuda.quantize import kernel_spec
+    from samebits.backends.cuda.quantize import kernel_spec, silu_of
 
     specs = {spec(p, s) for p in (_problem(case, device.index) for case in cases) for s in schedules(p)}
     for x, form in itertools.product((BF16, F16, F32), FP8.input_dtypes if cases else ()):
         for square, vector in itertools.product((False, True), repeat=2):
             specs.add(kernel_spec(x, form, square=square, vector=vector))
+            specs.add(kernel_spec(x, form, square=False, vector=vector, silu=silu_of(x, device.index)))
     for kernel in specs:
         yield partial(runtime.load, kernel, device.index)
 
@@ -147,6 +152,11 @@ def verify_scaled(report: Report, cases: Sequence[ScaledCase], device: torch.dev
                 got = call()
                 finish(f"scaled_sm90, {case}, {schedule}")
             report.compare("scaled_sm90", "products in FP8", REFERENCE, got, want, case, schedule)
+    _verify_quantize(report, device)
+    _verify_silu_mul_quantize(report, device)
+
+
+def _verify_quantize(report: Report, device: torch.device) -> None:
     blocks: list[int | tuple[int, int]] = [SCALE_BLOCK, (SCALE_BLOCK, SCALE_BLOCK)]
     for dtype, kind, form, block in itertools.product((BF16, F16, F32), KINDS, FP8.input_dtypes, blocks):
         rows = values(kind, (300, 520), dtype, 0)
@@ -154,6 +164,35 @@ def verify_scaled(report: Report, cases: Sequence[ScaledCase], device: torch.dev
             wanted = quantize(given, block=block, dtype=form)
             found = quantize(given.to(device), block=block, dtype=form)
             finish("quantize")
-            for what, one, other in zip(("values", "scales"), found, wanted, strict=True):
-                where = f"{dtype} {kind} {form} {block}"
-                report.compare("quantize", what, REFERENCE, one, other.to(device), where)
+            _compare(report, "quantize", found, wanted, device, f"{dtype} {kind} {form} {block}")
+
+
+def _verify_silu_mul_quantize(report: Report, device: torch.device) -> None:
+    """Random values of every kind, and every value of 16 bits in a block of its own."""
+    name = "silu_mul_quantize"
+    for dtype, kind, form in itertools.product((BF16, F16, F32), KINDS, FP8.input_dtypes):
+        x = values(kind, (300, 520), dtype, 0), values("normal", (300, 520), dtype, 1)
+        for given in (x, (x[0][1:, 1:], x[1][1:, 1:]), (x[0].mT, x[1].mT)):
+            wanted = silu_mul_quantize(*given, dtype=form)
+            found = silu_mul_quantize(*(t.to(device) for t in given), dtype=form)
+            finish(name)
+            _compare(report, name, found, wanted, device, f"{dtype} {kind} {form}")
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).reshape(-1, 1)
+    for dtype in (BF16, F16):
+        gate = every.view(dtype).expand(-1, SCALE_BLOCK).contiguous()
+        wanted = silu_mul_quantize(gate, torch.ones_like(gate))
+        found = silu_mul_quantize(gate.to(device), torch.ones_like(gate, device=device))
+        finish(name)
+        _compare(report, name, found, wanted, device, f"every {dtype}")
+
+
+def _compare(
+    report: Report,
+    name: str,
+    found: tuple[Tensor, Tensor],
+    wanted: tuple[Tensor, Tensor],
+    device: torch.device,
+    where: str,
+) -> None:
+    for what, one, other in zip(("values", "scales"), found, wanted, strict=True):
+        report.compare(name, what, REFERENCE, one, other.to(device), where)

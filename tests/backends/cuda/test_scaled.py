@@ -99,6 +99,18 @@ def test_rows_at_any_address(k: int) -> None:
 
 
 @pytest.mark.gpu
+def test_what_lies_behind_k_is_not_read() -> None:
+    """Where one operand has to be copied, and the other is part of a wider matrix of NaN."""
+    for wide_a in (False, True):
+        wide = torch.full((48, 144), float("nan"), device="cuda").to(E4M3)
+        wide[:, :130].copy_(operand(48, 130, E4M3, "cuda"))
+        odd = operand(48, 131, E4M3, "cuda")[:, 1:]
+        a, b = (wide[:, :130], odd) if wide_a else (odd, wide[:, :130])
+        scale = torch.rand(48, 2, device="cuda")
+        assert_same_bits(scaled.scaled_mm(a, b, scale, scale), naive.scaled(a, b, scale, scale).to(BF16))
+
+
+@pytest.mark.gpu
 def test_neighbours_change_nothing() -> None:
     a, b = operand(300, 512, E4M3, "cuda"), operand(384, 512, E4M3, "cuda")
     scale_a, scale_b = torch.rand(300, 4, device="cuda"), torch.rand(3, 4, device="cuda")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import samebits
-from samebits.backends.cuda import compiler
+from samebits.backends.cuda import compiler, quantize
 from samebits.backends.cuda.quantize import kernel_spec
 from samebits.testing import assert_same_bits
 
@@ -35,8 +35,14 @@ def rows_of_unlike_sizes(m: int, k: int, dtype: torch.dtype) -> Tensor:
 @needs_compiler
 @pytest.mark.parametrize("x", [BF16, F16, F32])
 def test_kernels_compile_without_spills(x: torch.dtype) -> None:
-    for values, square, vector in itertools.product((E4M3, E5M2), (False, True), (False, True)):
-        cubin = compiler.compile(kernel_spec(x, values, square=square, vector=vector), "sm_90a")
+    specs = [
+        kernel_spec(x, values, square=square, vector=vector)
+        for values, square, vector in itertools.product((E4M3, E5M2), (False, True), (False, True))
+    ]
+    for silu, vector in itertools.product(("EXACT", "FAST")[: 2 if x == BF16 else 1], (False, True)):
+        specs.append(kernel_spec(x, E4M3, square=False, vector=vector, silu=silu))
+    for spec in specs:
+        cubin = compiler.compile(spec, "sm_90a")
         assert cubin.spill_bytes == cubin.local_bytes == 0
 
 
@@ -61,6 +67,33 @@ def test_a_gpu_gives_the_reference_bits(
             got, got_scale = samebits.quantize(view(x.cuda()), block=block, dtype=dtype)
             assert_same_bits(got_scale.cpu(), scale)
             assert torch.equal(got.view(torch.uint8).cpu(), values.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("of", [BF16, F16, F32])
+def test_a_gpu_activates_with_the_reference_bits(of: torch.dtype, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for m, k in ((1, 1), (3, 128), (130, 7), (64, 520), (257, 1024), (300, 131)):
+        gate, up = rows_of_unlike_sizes(m, k, of), torch.randn(m, k).to(of)
+        for views in ((gate, up), (gate.T.contiguous().T, up), (gate[:, 1:], up[:, 1:]), (gate[:1], up[:1])):
+            want = samebits.silu_mul_quantize(*views, dtype=dtype)
+            got = samebits.silu_mul_quantize(*(t.cuda() for t in views), dtype=dtype)
+            assert_same_bits(got[1].cpu(), want[1])
+            assert torch.equal(got[0].view(torch.uint8).cpu(), want[0].view(torch.uint8))
+
+
+@pytest.mark.gpu
+def test_both_ways_give_every_value_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the GPU's own exponential and reciprocal leave is rounded to the same bf16."""
+    gate = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16).reshape(-1, 1)
+    gate = gate.expand(-1, 128).contiguous()
+    want = samebits.silu_mul_quantize(gate, torch.ones_like(gate))
+    for way in ("FAST", "EXACT"):
+        monkeypatch.setattr(quantize, "silu_of", lambda x, device, way=way: way)
+        got = quantize.silu_mul_quantize(gate.cuda(), torch.ones_like(gate).cuda(), E4M3)
+        assert_same_bits(got[1].cpu(), want[1], way)
+        assert torch.equal(got[0].view(torch.uint8).cpu(), want[0].view(torch.uint8)), way
 
 
 @pytest.mark.gpu

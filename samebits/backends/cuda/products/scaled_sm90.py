@@ -13,13 +13,26 @@ from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES, NO_MAP
 from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
 
-__all__ = ["SCHEDULES", "Scaled", "ScaledSchedule", "choose", "plan", "schedules", "spec"]
+__all__ = [
+    "PAIR",
+    "SCHEDULES",
+    "Scaled",
+    "ScaledSchedule",
+    "choose",
+    "fits",
+    "output_maps",
+    "plan",
+    "schedule",
+    "schedules",
+    "spec",
+]
 
 BLOCK = 128
 """Terms of a chain, and rows of a block that share a scale."""
 
 _PARAMS = "128s128s128sPPPqq8iPPqqqq"
-_PAIR = torch.bfloat16  # to the copy engine a pair of FP8 elements is one of 16 bits
+PAIR = torch.bfloat16
+"""What a pair of FP8 elements is to the copy engine: one of 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +49,24 @@ class ScaledSchedule:
     chains: int
 
 
-def _schedule(block_m: int, block_n: int, chains: int, *, swap: bool = False, **more: int) -> ScaledSchedule:
+def schedule(block_m: int, block_n: int, chains: int, *, swap: bool = False, **more: int) -> ScaledSchedule:
+    """A schedule with as many stages as fit, and the rest as it follows from these."""
     groups = block_m // 64
     tile = Sm90Schedule(block_m, block_n, 64, 2, groups, groups, swap=swap, early=swap, **more)
     filled = tile.filled(tile.panels)
     return ScaledSchedule(replace(filled, stages=min(filled.stages, 24)), chains)
 
 
-_FEW = [_schedule(64, n, 2, swap=True) for n in (8, 16)]
-_SOME = [_schedule(64, 64, 2), _schedule(128, 64, 2, group=8)]
-_MANY = [_schedule(128, 128, chains, group=8) for chains in (1, 2)]
+_FEW = [schedule(64, n, 2, swap=True) for n in (8, 16)]
+_SOME = [schedule(64, 64, 2), schedule(128, 64, 2, group=8)]
+_MANY = [schedule(128, 128, chains, group=8) for chains in (1, 2)]
 
 SCHEDULES = (
     *(*_FEW, *_SOME, *_MANY),
-    *(_schedule(128, 128, chains, cluster=2, group=8) for chains in (1, 2)),
-    *(_schedule(block_m, 64, 1, group=8) for block_m in (64, 128)),
-    *(_schedule(64, n, 2, swap=True) for n in (32, 64)),
-    _schedule(64, 128, 1, swap=True),
+    *(schedule(128, 128, chains, cluster=2, group=8) for chains in (1, 2)),
+    *(schedule(block_m, 64, 1, group=8) for block_m in (64, 128)),
+    *(schedule(64, n, 2, swap=True) for n in (32, 64)),
+    schedule(64, 128, 1, swap=True),
 )
 """All schedules. None changes a bit."""
 
@@ -129,9 +143,14 @@ def spec(p: Scaled, s: ScaledSchedule) -> compiler.KernelSpec:
     )
 
 
+def fits(p: Scaled, s: ScaledSchedule) -> bool:
+    """Whether `s` can compute `p`. Scales of columns need registers that two wide chains take."""
+    return not (p.b_rows and s.chains * s.tile.block_n > 128 and not s.tile.swap)
+
+
 def schedules(p: Scaled) -> Sequence[ScaledSchedule]:
-    """The schedules that can compute `p`. Scales of columns need registers that two wide chains take."""
-    return [s for s in SCHEDULES if not (p.b_rows and s.chains * s.tile.block_n > 128 and not s.tile.swap)]
+    """The schedules that can compute `p`."""
+    return [s for s in SCHEDULES if fits(p, s)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -150,6 +169,14 @@ def choose(p: Scaled) -> ScaledSchedule:
     return _MANY[0 if p.b_rows else 1]
 
 
+def output_maps(p: Scaled, s: ScaledSchedule) -> Maps | None:
+    """The tensor maps by which the copy engine writes the output, if it does."""
+    if not (panel := p.panel(s)):
+        return None
+    strides = p.out_stride * 2, p.out_stride * p.m * 2
+    return Maps(p.out_dtype, (p.n, p.m, 1), strides, (panel, 64, 1), panel * 2)
+
+
 Launch = Callable[[int, int, int, int, int, int], None]
 """Launch on the addresses of a, b, the scales of a and of b, out and bias. A missing one is 0."""
 
@@ -162,12 +189,9 @@ def plan(p: Scaled, s: ScaledSchedule | None = None) -> Launch:
     a_block, b_block = (tile.block_n, tile.block_m) if swap else (tile.block_m, tile.block_n)
     a_sharers, b_sharers = (1, tile.cluster) if swap else (tile.cluster, 1)
     a, b = Side(p.m, p.k // 2, 0, p.a_stride // 2, 1), Side(p.n, p.k // 2, 0, p.b_stride // 2, 1)
-    a_maps = operand_maps(_PAIR, a, 1, False, a_block, 64, a_sharers, False, tile.l2_promotion)
-    b_maps = operand_maps(_PAIR, b, 1, False, b_block, 64, b_sharers, False, tile.l2_promotion)
-    out_maps = None
-    if panel := p.panel(s):
-        strides = p.out_stride * 2, p.out_stride * p.m * 2
-        out_maps = Maps(p.out_dtype, (p.n, p.m, 1), strides, (panel, 64, 1), panel * 2)
+    a_maps = operand_maps(PAIR, a, 1, False, a_block, 64, a_sharers, False, tile.l2_promotion)
+    b_maps = operand_maps(PAIR, b, 1, False, b_block, 64, b_sharers, False, tile.l2_promotion)
+    out_maps = output_maps(p, s)
     rows, columns = (p.n, p.m) if swap else (p.m, p.n)
     sizes = p.out_stride, 0, rows, columns, p.k // 2, 1, 0, 0, 0, tile.group
     strides_of_scales = (*p.scale_b, *p.scale_a) if swap else (*p.scale_a, *p.scale_b)

@@ -48,11 +48,11 @@ __device__ __forceinline__ float maximum(float a, float b) {
 // What is subtracted from logits of this maximum: +0 for -inf.
 __device__ __forceinline__ float shift_of(float maximum) { return maximum == -INF ? 0.0f : maximum; }
 
-// For x <= 0 and NaN; +0 below -87.7.
-__device__ __forceinline__ float exp(float x) {
+// q and the bits of 2^n, with e^x = q 2^n.
+__device__ __forceinline__ float exp_parts(float x, int& power) {
     constexpr float TO_INTEGER = 12583039.0f;  // 1.5 * 2^23 + 127: the low bits of a sum with it are n + 127
-    x = maximum(x, -88.0f);
     const float t = __fmaf_rn(x, LOG2E, TO_INTEGER);
+    power = __float_as_int(t) << 23;
     const float n = __fsub_rn(t, TO_INTEGER);
     float f = __fmaf_rn(n, -LN2, x);
     f = __fmaf_rn(n, -LN2_LOW, f);
@@ -61,8 +61,24 @@ __device__ __forceinline__ float exp(float x) {
     q = __fmaf_rn(q, f, E3);
     q = __fmaf_rn(q, f, E2);
     q = __fmaf_rn(q, f, E1);
-    q = __fmaf_rn(q, f, E0);
-    return __fmul_rn(q, __int_as_float(__float_as_int(t) << 23));
+    return __fmaf_rn(q, f, E0);
+}
+
+// For x <= 0 and NaN; +0 below -87.7.
+__device__ __forceinline__ float exp(float x) {
+    int power;
+    const float q = exp_parts(maximum(x, -88.0f), power);
+    return __fmul_rn(q, __int_as_float(power));
+}
+
+// a / (1 + e^-a), by an e^x for x of both signs. No e^x below 2^-92 would change 1 + e^x.
+__device__ __forceinline__ float silu(float a) {
+    int power;
+    float x = maximum(-a, -64.0f);
+    x = x > 89.0f ? 89.0f : x;
+    const float q = exp_parts(x, power);
+    const float half = __fmul_rn(q, __int_as_float(power - (1 << 23)));
+    return __fdiv_rn(a, __fadd_rn(1.0f, __fmul_rn(half, 2.0f)));
 }
 
 // 2^x by a polynomial: exact for integers, +0 from -127 down, infinity from 128 on.

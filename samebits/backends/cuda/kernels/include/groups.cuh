@@ -10,21 +10,29 @@
 #define OF_ROWS 1
 #define OF_TERMS 2
 
+#ifndef MASKED
+#define MASKED 0  // 1: every group has as many rows, and a result for the first offs[g] of them
+#endif
+
 extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line,
                                         const char* function, size_t char_size);
 
 struct Groups {
-    const int* offs;  // the ends of `count` groups; the first starts at 0
+    const int* offs;  // the ends of `count` groups; the first starts at 0. MASKED: the numbers of their rows
     const int* runs;  // the sequences of groups of terms: bounds() and sequences(); null: a group is one
     int count, rows;
 
     // The bounds of a group. Number `count` are the rows after the last offset; there are none from there on.
     __device__ __forceinline__ int first(int group) const {
+        if (MASKED) return group * height();
         return group == 0 ? 0 : group > count ? rows : inside(offs[group - 1]);
     }
     __device__ __forceinline__ int end(int group) const {
+        if (MASKED) return first(group) + min(max(offs[group], 0), height());
         return group >= count ? rows : max(inside(offs[group]), first(group));
     }
+    // Rows that a group has, with those that are masked.
+    __device__ __forceinline__ int height() const { return count > 0 ? rows / count : 0; }
     __device__ __forceinline__ int inside(int offset) const { return min(max(offset, 0), rows); }
 
     // The first rows of a group's sequences, and the end of the last one.
@@ -35,7 +43,8 @@ struct Groups {
     __device__ __forceinline__ bool good(int threads) const {
         bool good = true;
         for (int i = threadIdx.x; i < count; i += threads)
-            good = good && (i == 0 ? 0 : offs[i - 1]) <= offs[i] && offs[i] <= rows;
+            good = good && (MASKED || i == 0 ? 0 : offs[i - 1]) <= offs[i] &&
+                   offs[i] <= (MASKED ? height() : rows);
         return good;
     }
     __device__ __forceinline__ void check(int threads) const {

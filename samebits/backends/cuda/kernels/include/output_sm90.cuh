@@ -31,6 +31,9 @@ struct Params {
 #ifdef SCALED
     const float *scale_a, *scale_b;
     i64 scale_a_row, scale_a_k, scale_b_row, scale_b_k;  // from one scale to the next
+#if GROUPED
+    i64 scale_group;  // from the scales of one group's matrix to those of the next
+#endif
 #endif
 };
 
