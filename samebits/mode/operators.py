@@ -35,12 +35,14 @@ class Rule(NamedTuple):
         in_autograd: takes the calls by which autograd itself reduces gradients.
         keys: of the dispatcher, at which the rule holds.
         sums: whether the operator computes in the dtype of ``out``.
+        of_gradients: whether autograd adds up gradients by it.
     """
 
     replacement: Replacement | None
     in_autograd: Replacement | None = None
     keys: tuple[str, ...] = ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA")
     sums: bool = False
+    of_gradients: bool = False
 
 
 def _cross_entropy_loss(
@@ -79,6 +81,7 @@ _OF_OPERATORS: dict[str, Replacement] = {
 }
 # Their gradients are other operators: sums, `index_add_`, `scatter_add_` and `_index_put_impl_`.
 _LEFT = ("expand", "expand_as", "sum_to_size", "index_select", "gather", "repeat_interleave", "repeat")
+_OF_GRADIENTS = ("sum", "index_add_", "scatter_add_", "_index_put_impl_")
 _OTHER_NAMES = {"logsigmoid": "log_sigmoid", "fold": "col2im"}
 
 
@@ -123,8 +126,16 @@ def _replaced() -> Iterator[tuple[OpOverload, Rule]]:
         for op in _overloads(name):
             writes_one = outs(op) in ([], ["out"]) and name != "_foreach_norm"
             sums = name in rules.NAMES_OF_SUMS
-            of_gradients = _sum_of_gradients if name == "sum" and not outs(op) else None
-            yield op, Rule(replacement if writes_one or not outs(op) else None, of_gradients, sums=sums)
+            in_autograd = _sum_of_gradients if name == "sum" and not outs(op) else None
+            yield (
+                op,
+                Rule(
+                    replacement if writes_one or not outs(op) else None,
+                    in_autograd,
+                    sums=sums,
+                    of_gradients=name in _OF_GRADIENTS and not outs(op),
+                ),
+            )
 
 
 def _accumulating() -> Iterator[tuple[OpOverload, Rule]]:

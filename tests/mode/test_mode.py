@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import samebits
-from samebits.mode import UncoveredError, batch_invariant, context, rules
+from samebits.mode import UncoveredError, batch_invariant, calls, rules
 from samebits.ops import reduce
 from samebits.ops.attention import scaled_dot_product_attention
 from samebits.ops.softmax import log_softmax, softmax
@@ -30,7 +30,7 @@ X = values("normal", (6, 3, 40), torch.float32, 0)
 
 @pytest.fixture(autouse=True)
 def _forget_warnings() -> None:
-    context._warned.clear()
+    calls._warned.clear()
 
 
 # name -> a computation on a batch x[rows, tokens, 40] with weights w[40, 40] and b[40]

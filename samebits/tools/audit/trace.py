@@ -14,6 +14,8 @@ from torch.overrides import resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from samebits.backends.modes import with_context
+
 _aten = torch.ops.aten
 
 # These operators only move elements or reserve memory, so they cannot change bits. Whether they are needed
@@ -225,7 +227,7 @@ def _last_nodes(results: list[Tensor], numbers: range) -> Iterator[tuple[Any, li
 @contextmanager
 def modes_disabled() -> Iterator[None]:
     """All modes are off, so that the audit's computations are neither traced nor replaced."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), with_context(False):
         yield
 
 
