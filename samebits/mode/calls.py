@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from samebits.mode.arguments import as_pytorch, takes, tensors_of, without_autocast
+from samebits.mode.operators import name_of
 from samebits.mode.rules import NAMES
 from samebits.ops._operator import as_no_view
 
@@ -23,6 +24,7 @@ __all__ = [
     "check_on_uncovered",
     "inexact",
     "into_out",
+    "outermost",
     "report",
     "returned",
     "state",
@@ -44,6 +46,21 @@ class _State(threading.local):
 
 state = _State()
 """``on_uncovered``: of the innermost context in this thread."""
+
+
+class _Outermost:
+    """What is done with calls that are not covered, in threads that have entered no context.
+
+    Attributes:
+        process: the switch of the process is on, and says this; None: it is off.
+        context: of the context that was entered last. Autograd takes contexts to its threads.
+    """
+
+    process: OnUncovered | None = None
+    context: OnUncovered = "warn"
+
+
+outermost = _Outermost()
 _warned: set[str] = set()
 
 
@@ -113,7 +130,11 @@ def report(func: Callable[..., Any], outermost: OnUncovered) -> None:
     what = state.on_uncovered or outermost
     if what == "ignore":
         return
-    name = NAMES.get(func) or str(func)
+    if isinstance(func, torch._ops.OpOverload):
+        packet = func._schema.name.replace("::", ".")
+        name = packet if name_of(func) == packet else f"{name_of(func)} ({packet})"
+    else:
+        name = NAMES.get(func) or str(func)
     message = (
         f"samebits.batch_invariant: {name} is not covered with these arguments: its results may depend on the"
         " batch (docs/mode.md lists what is covered)"

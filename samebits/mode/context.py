@@ -11,9 +11,9 @@ from torch._functorch import config
 from torch.backends import mha
 
 from samebits.backends.modes import CONTEXT, include, includes
-from samebits.mode.calls import OnUncovered, check_on_uncovered, state
+from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost, state
 from samebits.mode.fp8_layers import cover
-from samebits.mode.kernels import outermost, register_context
+from samebits.mode.kernels import register_context
 from samebits.mode.recorded import keep
 from samebits.mode.traced import Traced
 
@@ -84,7 +84,9 @@ def _included(on_uncovered: OnUncovered) -> Iterator[None]:
 
 def _is_on() -> bool:
     """Whether this thread, which may be one of autograd's, is in a context."""
-    return includes(CONTEXT) or (torch.compiler.is_compiling() and state.on_uncovered is not None)
+    if torch.compiler.is_compiling():  # which reads no keys
+        return state.on_uncovered is not None
+    return includes(CONTEXT)
 
 
 class _Meanwhile:

@@ -21,30 +21,17 @@ from torch.autograd import graph
 
 from samebits.backends.modes import CONTEXT, include, includes
 from samebits.backends.replay import replayed
-from samebits.mode.calls import OnUncovered, inexact, into_out, report, returned, watched
+from samebits.mode.calls import OnUncovered, inexact, into_out, outermost, report, returned, watched
 from samebits.mode.operators import Rule, operator_rules, outs
 from samebits.mode.recorded import RECORDED, RUN_BACKWARD, was_recorded, watch_backwards
 from samebits.mode.rules import HIGHER_ORDER
 from samebits.ops._operator import EXTRAORDINARY, thread
 
-__all__ = ["outermost", "register_context", "register_process"]
+__all__ = ["register_context", "register_process"]
 
 Kernel = Callable[..., Any]
 
 
-class _Outermost:
-    """What is done with calls that are not covered, in threads that have entered no context.
-
-    Attributes:
-        process: the switch of the process is on, and says this; None: it is off.
-        context: of the context that was entered last. Autograd takes contexts to its threads.
-    """
-
-    process: OnUncovered | None = None
-    context: OnUncovered = "warn"
-
-
-outermost = _Outermost()
 _lock = threading.Lock()
 
 
@@ -69,13 +56,17 @@ def register_process() -> None:
         if "process" not in _libraries():
             _on_cpus()
             _libraries()["process"] = library = torch.library.Library("aten", "IMPL")
-            _at_backends(library, {op: r for op, r in operator_rules().items() if "CUDA" in r.keys})
+            _at_backends(library, {op: r for op, r in operator_rules().items() if not _of_cpus(r)})
 
 
 def _on_cpus() -> None:
     if "cpu" not in _libraries():
         _libraries()["cpu"] = library = torch.library.Library("aten", "IMPL")
-        _at_backends(library, {op: r for op, r in operator_rules().items() if "CUDA" not in r.keys})
+        _at_backends(library, {op: r for op, r in operator_rules().items() if _of_cpus(r)})
+
+
+def _of_cpus(rule: Rule) -> bool:
+    return "CPU" in rule.keys and "CUDA" not in rule.keys
 
 
 def _at_backends(library: torch.library.Library, found: dict[OpOverload, Rule]) -> None:
@@ -101,7 +92,7 @@ def _context_kernels() -> torch.library.Library:
     for higher in HIGHER_ORDER:
         higher.py_impl(CONTEXT)(_higher_order(higher))
     for op, rule in operator_rules().items():
-        if "cpu" not in _libraries() or "CUDA" in rule.keys:
+        if "cpu" not in _libraries() or not _of_cpus(rule):
             library.impl(op, _in_context(op, rule), _name(CONTEXT))
         if rule.of_gradients:
             library.impl(op, _in_backward(op, rule), _name(RECORDED))
@@ -200,7 +191,7 @@ def _in_backward(op: OpOverload, rule: Rule) -> Kernel:
 
 def _at_backend(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
     """The kernel at a key that all threads have. It calls PyTorch's own where no mode is on."""
-    below_autograd, of_cpus = not key.startswith("Autograd"), "CUDA" not in rule.keys
+    below_autograd, of_cpus = not key.startswith("Autograd"), _of_cpus(rule)
     answer = _answering(op, rule)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from samebits.mode.calls import OnUncovered, check_on_uncovered
+from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost
 from samebits.mode.fp8_layers import cover
-from samebits.mode.kernels import outermost, register_process
+from samebits.mode.kernels import register_process
 
 __all__ = [
     "disable_batch_invariant_mode",

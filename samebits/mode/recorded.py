@@ -20,6 +20,7 @@ import torch
 from torch.autograd import Variable
 
 from samebits.backends.modes import CONTEXT, include, includes
+from samebits.mode.calls import outermost
 
 __all__ = ["RECORDED", "RUN_BACKWARD", "keep", "was_recorded", "watch_backwards"]
 
@@ -63,7 +64,8 @@ class _Engine(type(Variable._execution_engine)):  # type: ignore[misc]
     """Autograd's engine, which includes the key in backwards outside of contexts."""
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        if not _firsts or includes(CONTEXT) or includes(RECORDED):
+        of_mode = includes(CONTEXT) or outermost.process is not None  # its own kernels sum all gradients
+        if of_mode or includes(RECORDED) or not _firsts:
             return super().run_backward(*args, **kwargs)
         include(RECORDED, True)
         try:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import samebits
 from samebits.backends import replay
 from samebits.backends.cuda import runtime
-from samebits.mode import context, rules
+from samebits.mode import rules
 from samebits.testing import assert_same_bits
 
 BF16 = torch.bfloat16
@@ -29,7 +29,7 @@ def plans() -> Iterator[None]:
         pytest.skip("the extension was not built")
     device = mock.Mock(return_value=-1)
     functions = (ctypes.CFUNCTYPE(None)(lambda: None),) * 3  # nothing is launched
-    context._replayed.cache_clear()
+    replay.forget()
     with (
         mock.patch.object(torch._C, "_cuda_getDevice", device, create=True),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True),
@@ -41,7 +41,7 @@ def plans() -> Iterator[None]:
         finally:
             device.return_value = -2  # no tensor's
             runtime._allow_replays.cache_clear()
-            context._replayed.cache_clear()
+            replay.forget()
 
 
 def make(*shape: int, dtype: torch.dtype = BF16) -> Tensor:

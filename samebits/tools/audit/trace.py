@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from samebits.backends.modes import with_context
+from samebits.mode.operators import name_of
 
 _aten = torch.ops.aten
 
@@ -141,7 +142,8 @@ class Trace(TorchDispatchMode):
     ) -> Any:
         """Run the `replacement` that :mod:`samebits.mode` has for `func`, and report it as one call."""
         phase, module = self._place()
-        name = resolve_name(func) or getattr(func, "__name__", str(func))
+        is_operator = isinstance(func, torch._ops.OpOverload)
+        name = name_of(func) if is_operator else resolve_name(func) or str(func)
         first, self._in_replacement = torch._C._autograd._get_sequence_nr(), True
         try:
             result = replacement(*args, **kwargs)
