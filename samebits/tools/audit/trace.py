@@ -141,6 +141,8 @@ class Trace(TorchDispatchMode):
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the `replacement` that :mod:`samebits.mode` has for `func`, and report it as one call."""
+        if self._is_replacement():
+            return replacement(*args, **kwargs)
         phase, module = self._place()
         is_operator = isinstance(func, torch._ops.OpOverload)
         name = name_of(func) if is_operator else resolve_name(func) or str(func)
