@@ -7,7 +7,6 @@ a GPU, whose tensors must not pay for it, they are at the CPU's own keys, where 
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import warnings
@@ -31,38 +30,36 @@ __all__ = ["register_context", "register_process"]
 
 Kernel = Callable[..., Any]
 
-
 _lock = threading.Lock()
-
-
-@functools.cache
-def _libraries() -> dict[str, torch.library.Library]:
-    """They hold the registrations."""
-    return {}
+_libraries: dict[str, torch.library.Library] = {}  # they hold the registrations
 
 
 def register_context() -> None:
     """Register the kernels of contexts, once."""
-    if "context" not in _libraries():
+    if "context" not in _libraries:
         with _lock:
-            if "context" not in _libraries():
-                _libraries()["context"] = _context_kernels()
+            if "context" not in _libraries:
+                _libraries["context"] = _context_kernels()
                 watch_backwards()
 
 
 def register_process() -> None:
     """Register the kernels of the process, once."""
     with _lock:
-        if "process" not in _libraries():
+        if "process" not in _libraries:
             _on_cpus()
-            _libraries()["process"] = library = torch.library.Library("aten", "IMPL")
+            _libraries["process"] = library = torch.library.Library("aten", "IMPL")
             _at_backends(library, {op: r for op, r in operator_rules().items() if not _of_cpus(r)})
 
 
 def _on_cpus() -> None:
-    if "cpu" not in _libraries():
-        _libraries()["cpu"] = library = torch.library.Library("aten", "IMPL")
+    if "cpu" not in _libraries:
+        _libraries["cpu"] = library = torch.library.Library("aten", "IMPL")
         _at_backends(library, {op: r for op, r in operator_rules().items() if _of_cpus(r)})
+
+
+def _beside_a_gpu() -> bool:
+    return torch.cuda.is_available()
 
 
 def _of_cpus(rule: Rule) -> bool:
@@ -80,9 +77,9 @@ def _at_backends(library: torch.library.Library, found: dict[OpOverload, Rule]) 
 
 def _context_kernels() -> torch.library.Library:
     """All other operators fall through the keys."""
-    if torch.cuda.is_available():
+    if _beside_a_gpu():
         _on_cpus()
-    every = _libraries()["every"] = torch.library.Library("_", "IMPL")
+    every = _libraries["every"] = torch.library.Library("_", "IMPL")
     library = torch.library.Library("aten", "IMPL")
     for key in (CONTEXT, RECORDED):
         every.fallback(torch.library.fallthrough_kernel, _name(key))
@@ -92,7 +89,7 @@ def _context_kernels() -> torch.library.Library:
     for higher in HIGHER_ORDER:
         higher.py_impl(CONTEXT)(_higher_order(higher))
     for op, rule in operator_rules().items():
-        if "cpu" not in _libraries() or not _of_cpus(rule):
+        if "cpu" not in _libraries or not _of_cpus(rule):
             library.impl(op, _in_context(op, rule), _name(CONTEXT))
         if rule.of_gradients:
             library.impl(op, _in_backward(op, rule), _name(RECORDED))
@@ -120,12 +117,9 @@ def _called_by_autograd(above: int) -> bool:
         return True
 
 
-def _answering(op: OpOverload, rule: Rule) -> Kernel:
-    """This library's answer to a call of `op`. NotImplemented: PyTorch is to run it, and it was reported.
-
-    Its cost is part of every covered call's.
-    """
-    has_out, in_autograd = bool(outs(op)), rule.in_autograd
+def _running(op: OpOverload, rule: Rule) -> Kernel:
+    """``run(replacement, args, kwargs)``, as a call of `op`."""
+    has_out = bool(outs(op))
 
     def run(replacement: Kernel, args: Any, kwargs: dict[str, Any]) -> Any:
         if has_out:
@@ -133,11 +127,28 @@ def _answering(op: OpOverload, rule: Rule) -> Kernel:
         result = watched(op, replacement, args, kwargs)
         return result if result is NotImplemented else returned(result, args, kwargs)
 
-    def covered(*args: Any, **kwargs: Any) -> Any:
-        return run(rule.replacement, args, kwargs)  # type: ignore[arg-type]
+    return run
 
+
+def _covered(op: OpOverload, rule: Rule) -> Kernel:
+    """Its replacement."""
+    run = _running(op, rule)
+
+    def covered(*args: Any, **kwargs: Any) -> Any:
+        return run(rule.replacement, args, kwargs)
+
+    return covered
+
+
+def _replayed(op: OpOverload, rule: Rule, call: Kernel) -> Kernel:
+    """`call`, whose calls on GPUs are replayed if the replacement returns a new tensor."""
     returns_new = rule.replacement is not None and not op._schema.is_mutable
-    call = replayed(covered, *EXTRAORDINARY) if returns_new else covered
+    return replayed(call, *EXTRAORDINARY) if returns_new else call
+
+
+def _answering(op: OpOverload, rule: Rule, call: Kernel) -> Kernel:
+    """This library's answer to a call of `op`. NotImplemented: PyTorch is to run it, and it was reported."""
+    in_autograd, run = rule.in_autograd, _running(op, rule)
 
     def answer(args: Any, kwargs: dict[str, Any], on_uncovered: OnUncovered) -> Any:
         if rule.replacement is not None:
@@ -155,8 +166,10 @@ def _answering(op: OpOverload, rule: Rule) -> Kernel:
 
 
 def _in_context(op: OpOverload, rule: Rule) -> Kernel:
-    """The kernel in contexts. What it calls is PyTorch's own."""
-    answer = _answering(op, rule)
+    """The kernel in contexts. What it calls is PyTorch's own. A replay of it runs no Python at all."""
+    by_caller = rule.in_autograd is not None  # then the result depends on who calls
+    call = _covered(op, rule)
+    answer = _answering(op, rule, _replayed(op, rule, call) if by_caller else call)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         before = thread.plain
@@ -169,12 +182,12 @@ def _in_context(op: OpOverload, rule: Rule) -> Kernel:
             thread.plain = before
             include(CONTEXT, True)
 
-    return kernel
+    return kernel if by_caller else _replayed(op, rule, kernel)
 
 
 def _in_backward(op: OpOverload, rule: Rule) -> Kernel:
     """The kernel in backwards outside of contexts."""
-    answer = _answering(op, rule)
+    answer = _answering(op, rule, _replayed(op, rule, _covered(op, rule)))
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         include(RECORDED, False)
@@ -192,7 +205,7 @@ def _in_backward(op: OpOverload, rule: Rule) -> Kernel:
 def _at_backend(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
     """The kernel at a key that all threads have. It calls PyTorch's own where no mode is on."""
     below_autograd, of_cpus = not key.startswith("Autograd"), _of_cpus(rule)
-    answer = _answering(op, rule)
+    answer = _answering(op, rule, _replayed(op, rule, _covered(op, rule)))
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         included = _included() if of_cpus else None
