@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 __all__ = ["CONTEXT", "include", "includes", "sees_calls", "with_context"]
 
-CONTEXT = torch._C._parse_dispatch_key("TESTING_ONLY_GenericMode")
+CONTEXT: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericMode")
 """The key of PyTorch's dispatcher that is included in a thread in :func:`samebits.batch_invariant`.
 
 PyTorch has it for modes and does not use it. Autograd takes it to its threads, as all keys.

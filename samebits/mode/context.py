@@ -61,7 +61,7 @@ def _context(on_uncovered: OnUncovered) -> Iterator[None]:
 
 def _within(on_uncovered: OnUncovered, before: OnUncovered | None) -> AbstractContextManager[None]:
     if torch.compiler.is_compiling():  # the key is included already, or the mode is on
-        return nullcontext() if before is not None else Traced(on_uncovered)  # type: ignore[return-value]
+        return nullcontext() if before is not None else Traced(on_uncovered)
     return _included(on_uncovered)
 
 
@@ -71,7 +71,7 @@ def _included(on_uncovered: OnUncovered) -> Iterator[None]:
     register_context()
     cover(_is_on)
     outermost.context = on_uncovered
-    before, first = includes(CONTEXT), torch.autograd._get_sequence_nr()
+    before, first = includes(CONTEXT), torch._C._autograd._get_sequence_nr()
     _meanwhile.enter()
     include(CONTEXT, True)
     try:
@@ -79,7 +79,7 @@ def _included(on_uncovered: OnUncovered) -> Iterator[None]:
     finally:
         include(CONTEXT, before)
         _meanwhile.leave()
-        keep(first, torch.autograd._get_sequence_nr())
+        keep(first, torch._C._autograd._get_sequence_nr())
 
 
 def _is_on() -> bool:

@@ -24,7 +24,7 @@ from samebits.mode.calls import outermost
 
 __all__ = ["RECORDED", "RUN_BACKWARD", "keep", "was_recorded", "watch_backwards"]
 
-RECORDED = torch._C._parse_dispatch_key("TESTING_ONLY_GenericWrapper")
+RECORDED: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericWrapper")
 """The key of PyTorch's dispatcher that is included in a backward outside of contexts."""
 
 _MOST = 1024  # contexts that are told apart

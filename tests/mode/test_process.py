@@ -216,9 +216,7 @@ class TestWhatItCovers:
                 assert_same_bits(got.detach(), total)
                 in_threads(partial(run_elsewhere, f, w))
 
-    @pytest.mark.parametrize(
-        "name", [n for n in UNCOVERED if n != "sparse.mm"]
-    )
+    @pytest.mark.parametrize("name", [n for n in UNCOVERED if n != "sparse.mm"])
     def test_what_is_reported(self, name: str) -> None:
         with set_batch_invariant_mode(True, "error"), pytest.raises(UncoveredError):
             UNCOVERED[name]()
