@@ -14,6 +14,7 @@ from torch import Tensor
 import samebits
 from samebits.mode import batch_invariant, operators
 from samebits.ops import _operator
+from samebits.ops.expand import sum_over_broadcast
 from samebits.ops.reduce import sum
 from samebits.ops.softmax import log_softmax
 from samebits.testing import assert_same_bits, values
@@ -81,14 +82,18 @@ def test_what_a_complex_or_scaled_operand_is_broadcast_with_has_a_gradient_in_to
     """On any device: meta tensors stand for those of a GPU. Wherever the backward runs."""
     z = torch.randn(8, 4, dtype=torch.complex64 if form == "*" else torch.float32, device="meta")
     w = torch.randn(4, device="meta", requires_grad=True)
-    seen: list[int] = []
-    ours = operators.sum_over_broadcast
-    monkeypatch.setattr(operators, "sum_over_broadcast", lambda *a: seen.append(1) or ours(*a))
+    seen: list[tuple[int, ...]] = []
+
+    def ours(x: Tensor, shape: list[int]) -> Tensor:
+        seen.append(tuple(shape))
+        return sum_over_broadcast(x, shape)
+
+    monkeypatch.setattr(operators, "sum_over_broadcast", ours)
     with batch_invariant("error"):
         y = z * w if form == "*" else torch.add(z, w, alpha=2)
     with batch_invariant("error") if inside else nullcontext():
         torch.autograd.grad(y, w, torch.ones_like(y))
-    assert seen == [1]
+    assert seen == [(1, 4)]
 
 
 def test_a_context_within_an_operator_that_another_context_called() -> None:
