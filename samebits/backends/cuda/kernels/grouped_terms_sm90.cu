@@ -7,9 +7,9 @@
 //
 // Warps of a block
 //   WARPGROUPS warpgroups  consumers: wgmma, then the epilogue
-//   1 warp                 producer: one thread issues all TMA loads, a box for each step of an operand, or one
-//                          for a stage within a sequence
-//   3 warps                cleaners: write the zeros
+//   2 warps                producers, one for each operand: a thread issues its TMA loads, a box for each step, or
+//                          one for a stage within a sequence
+//   2 warps                cleaners: write the zeros
 //
 // Barriers, besides those of pipeline_sm90.cuh
 //   landed[stage]          mbarrier, producer to cleaners: all bytes of the stage have arrived
@@ -29,7 +29,7 @@
 
 constexpr int STEP = 16;
 constexpr u32 STEPS = BLOCK_K / STEP;  // of a stage
-constexpr u32 CLEANERS = 3;            // warps
+constexpr u32 CLEANERS = 2;            // warps
 
 static_assert(GROUPED == OF_TERMS && A_MN && B_MN && !RAGGED && AHEAD == 0 && MOVE_REGISTERS);
 static_assert(STEPS <= 4 && STEPS % CLUSTER == 0, "a byte of a word for each step");
@@ -75,16 +75,16 @@ struct Group {
 // before it starts is empty.
 class KSteps {
     const int* bounds;
-    int left, k_end, k, end, next_end;
+    int left, k_end, k, end, next_bound;
 
     static __device__ int inside(int bound, int k_end) { return min(max(bound, 0), k_end); }
 
   public:
     __device__ KSteps(const Group& group, int k_end)
-        : bounds(group.bounds), left(group.sequences), k_end(k_end), k(0), end(0), next_end(0) {
+        : bounds(group.bounds), left(group.sequences), k_end(k_end), k(0), end(0), next_bound(0) {
         if (left > 0) {
             k = end = inside(bounds[0], k_end);
-            next_end = inside(bounds[1], k_end);
+            next_bound = bounds[1];
             k -= STEP;
         }
     }
@@ -93,10 +93,10 @@ class KSteps {
         k += STEP;
         while (k >= end && left > 0) {
             k = end;
-            end = next_end;
+            end = inside(next_bound, k_end);
             ++bounds;
             // Fetched a sequence ahead: the copies of this one hide the wait.
-            if (--left > 0) next_end = inside(bounds[1], k_end);
+            if (--left > 0) next_bound = bounds[1];
         }
     }
     __device__ void next_of_sequence(int steps) { k += steps * STEP; }
@@ -157,32 +157,37 @@ struct Scheduler : TileScheduler<Output> {
     }
 };
 
+// Loads operand A or B, whose step tiles are `Step`. `row`: where the tile begins along m or n.
+template <typename Step, bool A>
 __device__ __forceinline__ void produce(const Storage& shared, const Params& p, const Scheduler& scheduler,
                                         u32 rank) {
+    const u32 slice = A ? rank : 0;
+    const TensorMap &of_step = A ? p.a : p.b, &of_stage = A ? p.a_stage : p.b_stage;
     Ring<STAGES> ring;
     for (u32 index = blockIdx.x / CLUSTER; index < scheduler.count; index += gridDim.x / CLUSTER) {
-        TileCoord tile = scheduler.at(index, rank);
+        const TileCoord tile = scheduler.at(index, rank);
+        const int row = A ? tile.m : tile.n;
         const Group& group = scheduler.groups[tile.batch];
         KSteps steps(group, p.k);
         for (u32 left = group.steps; left > 0;) {
             u32 landed = shared.landed + ring.stage * 8, dirty = 0, count = min(left, STEPS);
-            u32 a = shared.a + ring.stage * A_BYTES, b = shared.b + ring.stage * B_BYTES;
+            u32 to = (A ? shared.a : shared.b) + ring.stage * (Step::bytes * STEPS);
             steps.next();
             mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
-            if (steps.left_in_sequence() >= BLOCK_K) {
-                AStep::load_stage(a, p.a_stage, landed, tile.m, steps.start(), rank);
-                BStep::load_stage(b, p.b_stage, landed, tile.n, steps.start(), 0);
+            if (STAGE_COPIES && steps.left_in_sequence() >= BLOCK_K) {
+                Step::load_stage(to, of_stage, landed, row, steps.start(), slice);
                 steps.next_of_sequence(STEPS - 1);
             } else {
                 for (u32 i = 0; i < count; ++i) {
                     if (i > 0) steps.next();
-                    AStep::load_step(a + i * AStep::bytes, p.a, landed, tile.m, steps.start(), rank);
-                    BStep::load_step(b + i * BStep::bytes, p.b, landed, tile.n, steps.start(), 0);
+                    Step::load_step(to + i * Step::bytes, of_step, landed, row, steps.start(), slice);
                     dirty |= u32(max(STEP - steps.left_in_sequence(), 0)) << i * 8;
                 }
             }
-            asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared.dirty + ring.stage * 4), "r"(dirty) : "memory");
-            mbarrier_arrive_expect_tx(landed, count * (AStep::bytes + BStep::bytes));
+            if (A)
+                asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared.dirty + ring.stage * 4), "r"(dirty)
+                             : "memory");
+            mbarrier_arrive_expect_tx(landed, count * Step::bytes);
             left -= count;
             ring.step();
         }
@@ -303,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (const TensorMap* map : {&p.a, &p.b, &p.a_stage, &p.b_stage}) prefetch_tensor_map(*map);
         Output::prefetch_maps(p);
         for (u32 stage = 0; stage < STAGES; ++stage) {
-            mbarrier_init(shared.landed + stage * 8, 1);
+            mbarrier_init(shared.landed + stage * 8, 2);
             mbarrier_init(shared.full + stage * 8, CLEANERS * WARP_ARRIVALS);
             mbarrier_init(shared.empty + stage * 8, SHARE * CLUSTER);
         }
@@ -321,8 +326,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const u32 warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
     if (warp >= CONSUMERS / 32) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (threadIdx.x == CONSUMERS) produce(shared, p, scheduler, rank);
-        if (warp > CONSUMERS / 32) clean(shared, scheduler, warp - CONSUMERS / 32 - 1);
+        const u32 role = warp - CONSUMERS / 32;
+        if (role == 0 && threadIdx.x % 32 == 0) produce<AStep, true>(shared, p, scheduler, rank);
+        if (role == 1 && threadIdx.x % 32 == 0) produce<BStep, false>(shared, p, scheduler, rank);
+        if (role >= 2) clean(shared, scheduler, role - 2);
         __syncwarp();
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();

@@ -22,6 +22,7 @@ __all__ = ["GROUPED_TERMS_SM90", "spec", "with_table"]
 
 _PARAMS = "128s128s128s128s128sPPPqq8iPP2iq"
 _STEP = 16
+STAGE_COPIES = 1
 _TEAMS = ((128, 128), (128, 192), (192, 128))
 _SHARED = ((256, 128), (128, 256), (256, 192))
 
@@ -57,6 +58,8 @@ class GroupedTermsSm90Kernel(GroupedKernel[Sm90Schedule]):
         s = with_table(s or self.choose(p), p.groups)
         a_maps = _step_maps(p.a, 0, s.block_m // s.cluster, 1), _step_maps(p.a, 0, s.block_m, s.block_k // 16 // s.cluster)
         b_maps = _step_maps(p.b, 1, s.block_n, 1), _step_maps(p.b, 1, s.block_n, s.block_k // 16)
+        if not STAGE_COPIES:
+            a_maps, b_maps = (a_maps[0], a_maps[0]), (b_maps[0], b_maps[0])
         row_stride, batch_stride = output_strides(p)
         out_maps = None
         if v.aligned and v.out_dtype != torch.float32 and s.panel:
@@ -112,7 +115,7 @@ def spec(v: Sm90Variant, s: Sm90Schedule, groups: int) -> compiler.KernelSpec:
         source="grouped_terms_sm90.cu",
         entry="grouped_terms_sm90",
         params=_PARAMS,
-        constants=(*of.constants, ("GROUPED", "OF_TERMS")),
+        constants=(*of.constants, ("GROUPED", "OF_TERMS"), ("STAGE_COPIES", STAGE_COPIES)),
         smem=of.smem + _table(s, groups),
     )
 
