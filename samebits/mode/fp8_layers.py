@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from samebits.contract import SCALE_BLOCK
 from samebits.ops.experts import Routed, combined, routed
 from samebits.ops.fp8_weights import linear_of_groups, linear_of_values
+from samebits.remedies import see
 
 __all__ = ["cover", "fp8_experts"]
 
@@ -92,11 +93,12 @@ def _check(layer: Any) -> str:
         raise ValueError(
             f"samebits.batch_invariant: {name}: activation_scheme: one scale for all activations is not a"
             f' row\'s own; expected "dynamic", scales of 1 x {SCALE_BLOCK}, got {layer.activation_scheme!r}'
+            + see("fp8")
         )
     if layer.block_size is None or tuple(layer.block_size) != (SCALE_BLOCK, SCALE_BLOCK):
         raise ValueError(
             f"samebits.batch_invariant: {name}: weight_block_size: expected ({SCALE_BLOCK}, {SCALE_BLOCK}),"
-            f" got {layer.block_size}"
+            f" got {layer.block_size}" + see("fp8")
         )
     return f"batch_invariant: {name}"
 

@@ -14,6 +14,7 @@ from samebits.contract import FP8, SCALE_BLOCK
 from samebits.ops._checks import SUPPORTED, check_device, shape
 from samebits.ops._grouped import check_offs
 from samebits.ops._operator import Operator
+from samebits.remedies import see
 
 _RECIPES_A = ("RowWise", "BlockWise1x128")
 _RECIPES_B = ("RowWise", "BlockWise1x128", "BlockWise128x128")
@@ -36,7 +37,7 @@ def check_dense(op: str, name: str, t: Tensor, dtypes: Sequence[torch.dtype], wa
     dense = t.layout is torch.strided and not t.is_nested
     if not dense or t.dtype not in dtypes:
         got = str(t.dtype) if dense else "a nested one" if t.is_nested else f"layout {t.layout}"
-        raise TypeError(f"samebits.{op}: {name}: expected a dense tensor of {wanted}, got {got}")
+        raise TypeError(f"samebits.{op}: {name}: expected a dense tensor of {wanted}, got {got}" + see("fp8"))
 
 
 def check_fp8(op: str, name: str, t: Tensor, ranks: tuple[int, ...]) -> None:
@@ -57,7 +58,7 @@ def check_no_gradients(op: str, operands: dict[str, Tensor | None]) -> None:
         if torch.is_grad_enabled() and t.requires_grad:
             raise ValueError(
                 f"samebits.{op}: {name}: expected a tensor that requires no grad (or torch.no_grad()), since"
-                " FP8 values have no gradients"
+                " FP8 values have no gradients" + see("fp8")
             )
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
             raise NotImplementedError(
@@ -87,6 +88,7 @@ def check_recipes(op: str, of_a: Any, of_b: Any) -> tuple[str, str]:
             raise ValueError(
                 f"samebits.{op}: {name}: {named} takes the maximum over rows, so a row's result depends on"
                 f" the others in the batch; expected {' or '.join(known)}, from samebits.quantize"
+                + see("fp8")
             )
         if named not in known:
             raise ValueError(f"samebits.{op}: {name}: expected one of {', '.join(known)}, got {named}")

@@ -23,6 +23,7 @@ from samebits.backends.cuda.shapes import ProductShape
 from samebits.backends.product import LARGEST, Matrix, Operands, Product
 from samebits.backends.segments import check_terms, refuse_start
 from samebits.contract import FAMILIES, MmaModel, contract_from_key
+from samebits.remedies import see
 
 
 @functools.cache
@@ -35,7 +36,7 @@ def family(device: int) -> MmaModel:
         raise UnavailableError(
             f"samebits: it is not known which bits the tensor cores of {info.name} (sm_{major}{minor}) give;"
             f" known are {', '.join(f'sm_{a}{b}' for a, b in FAMILIES)};"
-            " contract=samebits.FMA works on it, and CPU tensors follow any family"
+            " contract=samebits.FMA works on it, and CPU tensors follow any family" + see("unsupported-gpus")
         )
     return found
 
@@ -49,7 +50,7 @@ def check_contract(contract: str, device: int) -> None:
     if wanted.mma not in (None, found):
         raise ValueError(
             f"samebits: contract {wanted}: expected the family of {devices.device_info(device).name},"
-            f" {found.name}; CPU tensors follow any family"
+            f" {found.name}; CPU tensors follow any family" + see("contracts")
         )
 
 
