@@ -112,6 +112,13 @@ def _block_diagonal_linear(layer: Any, x: Tensor) -> Any:
     if layer.weight.dtype.itemsize > 1:
         return NotImplemented
     op, groups = _check(layer), layer.n_groups
+    if len(layer.weight) % (groups * SCALE_BLOCK):
+        raise ValueError(
+            f"samebits.{op}: weight: expected a multiple of {SCALE_BLOCK} rows for each of {groups} groups,"
+            f" so that none shares a scale, got {len(layer.weight)} rows in all"
+        )
+    if x.ndim < 2 or x.shape[-2] != groups:
+        raise ValueError(f"samebits.{op}: x: expected shape (..., {groups}, K), got {tuple(x.shape)}")
     weights, scales = (t.chunk(groups) for t in (layer.weight, layer.weight_scale_inv))
     biases = [None] * groups if layer.bias is None else layer.bias.chunk(groups)
     parts = zip(x.unbind(-2), weights, scales, biases, strict=True)
