@@ -312,6 +312,7 @@ def whole_files(h: Any) -> Iterator[Kernel]:
         for segments in (2, 8, 64):
             yield h.segmented.tree_spec(segments), arch
     yield h.padded_sm90.spec(), HOPPER
+    yield h.padded_sm90.spec_back(), HOPPER
 
 
 def name(kernel: Kernel) -> str:

@@ -37,8 +37,9 @@ def empty(*shape: int) -> Tensor:
 )
 def test_what_cannot_be_read_is_copied(launches: list[Launch], a: Tensor, b: Tensor, copies: int) -> None:
     matmul.matmul(a, b, bias=None, out_dtype=BF16, contract="TENSOR_CORE:mma")
-    assert launches == ["padded_sm90.cu"] * copies + ["tensor_core_sm90.cu"]
-    written = [launch.values[4:6] for launch in launches[:-1]]  # address and eights of each copy
+    back = ["padded_sm90.cu"] if b.shape[-1] % 8 else []
+    assert launches == ["padded_sm90.cu"] * copies + ["tensor_core_sm90.cu", *back]
+    written = [launch.values[4:6] for launch in launches[:copies]]  # address and eights of each copy
     for (one, eights), (other, _) in itertools.pairwise(written):
         assert other >= one + 16 * eights
 
@@ -80,13 +81,14 @@ def test_bits_of_the_universal_kernel(m: int, k: int, n: int, place: Callable[[T
         place(values("normal", shape, BF16, seed, torch.device("cuda")))
         for seed, shape in enumerate(((m, k), (n, k), (m, n)))
     )
-    wanted = []
+    wanted, chosen = [], set()
     for a, b in ((x, w.mT), (dy, w), (dy.mT, x)):
         room = torch.full((a.shape[0], b.shape[1]), torch.nan, dtype=BF16, device="cuda")
         of = Operands(a, b, room)
-        assert fastest(Product.of(of, "mma")) is PADDED_SM90
+        chosen.add(fastest(Product.of(of, "mma")))
         TENSOR_CORE.run(of)
         wanted.append(room)
+    assert PADDED_SM90 in chosen
     x.requires_grad_()
     w.requires_grad_()
     for _ in range(5):
