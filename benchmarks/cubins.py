@@ -78,6 +78,7 @@ def host() -> Any:
         "fma",
         "fma_sm90",
         "grouped_sm90",
+        "padded_sm90",
         "plan",
         "scaled_grouped_sm90",
         "scaled_sm90",
@@ -292,7 +293,7 @@ def tiny(h: Any) -> Iterator[Kernel]:
 
 
 def whole_files(h: Any) -> Iterator[Kernel]:
-    """All kernels of row and column reductions, of log-probabilities from logits, exp2 and trees."""
+    """All kernels of row and column reductions, of log-probabilities from logits, exp2, trees and copies."""
     for arch in h.compiler.ARCHITECTURES:
         for x, out, param in ((F32, BF16, F16), (F16, F32, F32), (BF16, F16, BF16)):
             for n in (100, 2048, 40000):
@@ -310,6 +311,8 @@ def whole_files(h: Any) -> Iterator[Kernel]:
             yield h.exp2.spec(model), arch
         for segments in (2, 8, 64):
             yield h.segmented.tree_spec(segments), arch
+    yield h.padded_sm90.spec(), HOPPER
+    yield h.padded_sm90.spec_back(), HOPPER
 
 
 def name(kernel: Kernel) -> str:

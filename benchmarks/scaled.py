@@ -266,8 +266,8 @@ def main() -> None:
         for run in runs(part, options.quick, options.schedules):
             data[part] += run()
             print(part, data[part][-1], file=sys.stderr)
+        write(out, data)
     Console().print(summary(data))
-    write(out, data)
 
 
 def runs(part: str, quick: bool, every: bool) -> Iterator[Callable[[], list[dict[str, Any]]]]:

@@ -1,21 +1,34 @@
-"""Function modes of PyTorch's: whether one is to see what an operator calls."""
+"""Modes of a thread: PyTorch's function modes, and this library's context."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
-from torch.overrides import TorchFunctionMode
 
-__all__ = ["OwnMode", "sees_calls"]
+__all__ = ["CONTEXT", "include", "includes", "sees_calls", "with_context"]
+
+CONTEXT: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericMode")
+"""The key of PyTorch's dispatcher that is included in a thread in :func:`samebits.batch_invariant`.
+
+PyTorch has it for modes and does not use it. Autograd takes it to its threads, as all keys.
+"""
+
+include = torch._C._dispatch_tls_set_dispatch_key_included
+"""``include(key, on)``, in this thread."""
+includes = torch._C._dispatch_tls_is_dispatch_key_included
+sees_calls = torch._C._is_torch_function_mode_enabled
+"""Whether a function mode is on, which is to see what an operator calls."""
 
 
-class OwnMode(TorchFunctionMode):
-    """A mode of this library's. It need not see what the library's own operators call."""
-
-
-def sees_calls() -> bool:
-    """Whether a mode is active that is not this library's."""
-    if not torch._C._is_torch_function_mode_enabled():
-        return False
-    return torch._C._len_torch_function_stack() != 1 or not isinstance(
-        torch._C._get_function_stack_at(0), OwnMode
-    )
+@contextmanager
+def with_context(on: bool) -> Iterator[None]:
+    """Within or without the context."""
+    before = includes(CONTEXT)
+    include(CONTEXT, on)
+    try:
+        yield
+    finally:
+        include(CONTEXT, before)

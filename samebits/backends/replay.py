@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samebits.backends.modes import sees_calls
+from samebits.backends.modes import CONTEXT, include, includes, sees_calls
 
 try:
     from samebits.backends import _replay  # type: ignore[attr-defined]
@@ -195,15 +195,20 @@ class Trace:
         pick = operator.itemgetter(*places, places[0])  # a tuple, even of one
 
         def plan(*given: Any) -> Any:
-            values = given + constants
-            for at, view, rest in steps:
-                values += (view(values[at], *rest),)
-            result = run(*pick(values)[:-1])
-            if part is not None:
-                result = result[part]
-            for view, rest in last:
-                result = view(result, *rest)
-            return result
+            inside = includes(CONTEXT)
+            include(CONTEXT, False)  # what is called is not to be replaced once more
+            try:
+                values = given + constants
+                for at, view, rest in steps:
+                    values += (view(values[at], *rest),)
+                result = run(*pick(values)[:-1])
+                if part is not None:
+                    result = result[part]
+                for view, rest in last:
+                    result = view(result, *rest)
+                return result
+            finally:
+                include(CONTEXT, inside)
 
         return plan
 

@@ -6,7 +6,6 @@ Parameters become DTensors, as with PyTorch's styles. The forward is this packag
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,10 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor import parallel as pytorch
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
-from torch.overrides import _get_current_function_mode_stack
 
 import samebits.nn
-from samebits.backends.modes import OwnMode
+from samebits.backends.modes import CONTEXT, includes, with_context
 from samebits.contract import Contract
 from samebits.distributed._groups import agree, name_of, ranks
 from samebits.distributed.exchange import check_divides, gather, split
@@ -300,7 +298,7 @@ class _OfTokens(torch.autograd.Function):
         ctx: Any, run: Callable[..., Tensor], dim: int, group: str, x: Tensor, *parameters: Tensor
     ) -> Tensor:
         ctx.run, ctx.dim, ctx.group, ctx.x = run, dim, group, x.detach().requires_grad_(x.requires_grad)
-        ctx.modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, OwnMode)]
+        ctx.inside = includes(CONTEXT)
         ctx.save_for_backward(*parameters)
         with torch.enable_grad():
             ctx.y = run(ctx.x, *(p.detach() for p in parameters))
@@ -316,10 +314,7 @@ class _OfTokens(torch.autograd.Function):
         if leaves:
             x = gather(ctx.x.detach(), ctx.dim, ctx.group, True)
             grad = gather(grad, ctx.dim, ctx.group, True)
-            with torch.enable_grad(), ExitStack() as stack:
-                if not any(isinstance(mode, OwnMode) for mode in _get_current_function_mode_stack()):
-                    for mode in ctx.modes:
-                        stack.enter_context(mode)
+            with torch.enable_grad(), with_context(ctx.inside or includes(CONTEXT)):
                 y = ctx.run(x, *leaves)
             grads = torch.autograd.grad(y, leaves, grad)
         return None, None, None, grad_x, *grads

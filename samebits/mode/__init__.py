@@ -1,6 +1,7 @@
 """``samebits.batch_invariant`` and its like: PyTorch's functions run this library's operators."""
 
-from samebits.mode.context import UncoveredError, batch_invariant
+from samebits.mode.calls import UncoveredError
+from samebits.mode.context import batch_invariant
 from samebits.mode.process import (
     disable_batch_invariant_mode,
     enable_batch_invariant_mode,

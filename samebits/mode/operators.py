@@ -21,7 +21,7 @@ from samebits.mode.arguments import takes
 from samebits.mode.pointwise import complex_in_whole_vectors, in_whole_vectors, scaling_in_whole_vectors
 from samebits.ops.expand import sum_over_broadcast
 
-__all__ = ["Rule", "operator_rules", "outs"]
+__all__ = ["Rule", "name_of", "operator_rules", "outs"]
 
 Replacement = Callable[..., Any]
 
@@ -33,14 +33,17 @@ class Rule(NamedTuple):
         replacement: takes the operator's arguments but ``out``, and returns NotImplemented for those that are
             not covered. None: all calls are reported.
         in_autograd: takes the calls by which autograd itself reduces gradients.
-        keys: of the dispatcher, at which the rule holds.
+        keys: of the dispatcher, at which the rule holds in the process. In contexts it holds for all tensors,
+            or for those on a CPU, if it has keys for them alone.
         sums: whether the operator computes in the dtype of ``out``.
+        of_gradients: whether autograd adds up gradients by it.
     """
 
     replacement: Replacement | None
     in_autograd: Replacement | None = None
     keys: tuple[str, ...] = ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA")
     sums: bool = False
+    of_gradients: bool = False
 
 
 def _cross_entropy_loss(
@@ -79,7 +82,21 @@ _OF_OPERATORS: dict[str, Replacement] = {
 }
 # Their gradients are other operators: sums, `index_add_`, `scatter_add_` and `_index_put_impl_`.
 _LEFT = ("expand", "expand_as", "sum_to_size", "index_select", "gather", "repeat_interleave", "repeat")
+_OF_GRADIENTS = ("sum", "index_add_", "scatter_add_", "_index_put_impl_")
 _OTHER_NAMES = {"logsigmoid": "log_sigmoid", "fold": "col2im"}
+
+
+# Operators that no rule of a function leads to: sparse products and sums.
+_SPARSE = ("_sparse_mm", "_sparse_addmm", "_sparse_sum", "_sparse_softmax", "_sparse_log_softmax")
+
+
+@functools.cache
+def name_of(op: OpOverload) -> str:
+    """The name of the function that a user calls."""
+    name = op._schema.name.removeprefix("aten::")
+    for function, other in _OTHER_NAMES.items():
+        name = function if name == other else name
+    return rules.full_name(name) or f"aten.{name}"
 
 
 def _overloads(name: str) -> Iterator[OpOverload]:
@@ -123,8 +140,16 @@ def _replaced() -> Iterator[tuple[OpOverload, Rule]]:
         for op in _overloads(name):
             writes_one = outs(op) in ([], ["out"]) and name != "_foreach_norm"
             sums = name in rules.NAMES_OF_SUMS
-            of_gradients = _sum_of_gradients if name == "sum" and not outs(op) else None
-            yield op, Rule(replacement if writes_one or not outs(op) else None, of_gradients, sums=sums)
+            in_autograd = _sum_of_gradients if name == "sum" and not outs(op) else None
+            yield (
+                op,
+                Rule(
+                    replacement if writes_one or not outs(op) else None,
+                    in_autograd,
+                    sums=sums,
+                    of_gradients=name in _OF_GRADIENTS and not outs(op),
+                ),
+            )
 
 
 def _accumulating() -> Iterator[tuple[OpOverload, Rule]]:
@@ -168,4 +193,5 @@ def operator_rules() -> dict[OpOverload, Rule]:
     reported = (op for name in rules.REPORTED_NAMES for op in _overloads(name))
     found = dict.fromkeys((*_direct(), *reported), Rule(None))
     found |= dict((*_pointwise(), *_accumulating(), *_replaced()))
+    found |= {op: Rule(None, keys=()) for name in _SPARSE for op in _overloads(name)}
     return {op: rule for op, rule in found.items() if op._schema.name.removeprefix("aten::") not in _LEFT}

@@ -40,7 +40,6 @@ __all__ = [
     "POWERS",
     "REPLACED",
     "REPLACEMENTS",
-    "REPLAYED",
     "REPORTED",
     "REPORTED_NAMES",
     "SUMS",
@@ -48,6 +47,7 @@ __all__ = [
     "UNCOVERED",
     "VIEWS",
     "WHOLE_VECTORS",
+    "full_name",
     "is_direct",
     "unless",
 ]
@@ -356,6 +356,17 @@ def _named(name: str) -> dict[Callable[..., Any], str]:
     return {getattr(w, name): f"{label}.{name}" for w, label in found if callable(getattr(w, name, None))}
 
 
+def full_name(name: str) -> str | None:
+    """Where users find the function that an operator of this name is called by."""
+    kind, _, rest = name.partition("_")
+    if kind in ("linalg", "fft", "special") and hasattr(getattr(torch, kind), rest):
+        return f"torch.{kind}.{rest}"
+    for variant, label in _OTHER_VARIANT.items():
+        if variant.__name__ == name:
+            return label
+    return next(iter(_named(name).values()), None)
+
+
 def _pointwise(name: str) -> Iterator[tuple[Callable[..., Any], Callable[..., Any] | None]]:
     """All functions of PyTorch called `name` or `name_`. In-place ones come with their out-of-place form."""
     for where in _WHERE:
@@ -403,12 +414,6 @@ TAKE_OUT = frozenset(REPLACEMENTS)
 NAMES_OF_SUMS = ("sum", "mean", "nansum", "nanmean")
 SUMS = {func for name in NAMES_OF_SUMS for func in _named(name)}
 """Functions that sum in the dtype of ``out``."""
-REPLAYED = {
-    func
-    for func, replacement in REPLACEMENTS.items()
-    if func not in VIEWS and not getattr(func, "__name__", "_").removesuffix("__").endswith("_")
-}
-"""Functions whose calls on GPUs can be replayed: they return a new tensor of this library's."""
 REPLACEMENTS |= {func: unless(func, *asks) for name, asks in ACCUMULATING.items() for func in _named(name)}
 ELEMENTWISE = {
     func: replacement(func, out_of_place)

@@ -14,7 +14,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad, profiler
 
 from samebits.backends import is_chosen
-from samebits.backends.modes import sees_calls
+from samebits.backends.modes import CONTEXT, include, includes, sees_calls
 from samebits.backends.replay import here, replayed, traced, viewed
 
 library = torch.library.Library("samebits", "DEF")
@@ -134,7 +134,7 @@ thread = _Thread()
 
 
 def without_modes(gradients: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that calls ``gradients(ctx, saved, *grads)`` with function modes and the switch off.
+    """A backward that calls ``gradients(ctx, saved, *grads)`` with function modes and the mode off.
 
     They cost microseconds in each call of PyTorch's functions. The saved tensors `saved` are read before
     they are off: activation checkpointing then runs the forward again, which must see them.
@@ -142,13 +142,15 @@ def without_modes(gradients: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(gradients)
     def backward(ctx: Any, *grads: Any) -> Any:
-        saved, before = ctx.saved_tensors, thread.plain
+        saved, before, inside = ctx.saved_tensors, thread.plain, includes(CONTEXT)
         thread.plain = True
+        include(CONTEXT, False)
         try:
             with torch._C.DisableTorchFunction():
                 return gradients(ctx, saved, *grads)
         finally:
             thread.plain = before
+            include(CONTEXT, inside)
 
     return backward
 

@@ -14,6 +14,9 @@ from torch.overrides import resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from samebits.backends.modes import with_context
+from samebits.mode.operators import name_of
+
 _aten = torch.ops.aten
 
 # These operators only move elements or reserve memory, so they cannot change bits. Whether they are needed
@@ -138,8 +141,11 @@ class Trace(TorchDispatchMode):
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the `replacement` that :mod:`samebits.mode` has for `func`, and report it as one call."""
+        if self._is_replacement():
+            return replacement(*args, **kwargs)
         phase, module = self._place()
-        name = resolve_name(func) or getattr(func, "__name__", str(func))
+        is_operator = isinstance(func, torch._ops.OpOverload)
+        name = name_of(func) if is_operator else resolve_name(func) or str(func)
         first, self._in_replacement = torch._C._autograd._get_sequence_nr(), True
         try:
             result = replacement(*args, **kwargs)
@@ -225,7 +231,7 @@ def _last_nodes(results: list[Tensor], numbers: range) -> Iterator[tuple[Any, li
 @contextmanager
 def modes_disabled() -> Iterator[None]:
     """All modes are off, so that the audit's computations are neither traced nor replaced."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), with_context(False):
         yield
 
 

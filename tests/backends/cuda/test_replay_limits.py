@@ -16,9 +16,9 @@ from torch import Tensor
 import samebits
 from samebits.backends import replay
 from samebits.backends.cuda import driver, rows, runtime
-from samebits.mode import context
 from samebits.ops import linear_logp, reduce, softmax
 from tests.backends.cuda.test_replay import BF16, F32, KEY, ids, replays, t
+from tests.mode.test_plans import of_operators
 from tests.support.fake_gpu import FakeGpu, fake_gpu
 
 
@@ -119,7 +119,7 @@ def test_linear_logp_without_entropy_is_replayed(gpu: FakeGpu) -> None:
     "make", [torch._efficientzerotensor, lambda n: torch._to_functional_tensor(torch.ones(n))]
 )
 def test_tensors_without_an_address_run_the_call(gpu: FakeGpu, make: Any) -> None:
-    context._replayed.cache_clear()
+    replay.forget()
     with samebits.batch_invariant("error"):
         for _ in range(3):
             torch.softmax(t(4, 256, dtype=F32), -1)
@@ -191,12 +191,12 @@ def test_a_capture_does_not_decide_for_later_calls(gpu: FakeGpu, monkeypatch: py
 
 def test_what_pytorch_is_asked_about_shapes_is_not_asked_again(gpu: FakeGpu) -> None:
     """The mode asks on meta tensors, which takes longer than the norm."""
-    context._replayed.cache_clear()
+    replay.forget()
     x = t(4, 256)
     with samebits.batch_invariant("error"):
         for _ in range(3):
             gpu.start()
             torch.linalg.norm(x, dim=(0, 1))
-        (recipe,) = context._replayed(torch.linalg.norm).recipes.values()  # type: ignore[attr-defined]
+    (recipe,) = (recipe for r in of_operators() for recipe in r.recipes.values())
     assert recipe
     assert [entry for _, entry, *_ in gpu.log] == ["row_sum"]

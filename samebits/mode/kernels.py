@@ -1,0 +1,300 @@
+"""Kernels of PyTorch's dispatcher for the operators that have a rule, in both forms of the mode.
+
+The context's are at a key that is included in its thread alone (:data:`samebits.backends.modes.CONTEXT`).
+So what has no rule runs as ever, at no cost. Elementwise functions have a rule for CPU tensors alone: beside
+a GPU, whose tensors must not pay for it, they are at the CPU's own keys, where the process's are too.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.autograd import graph
+
+from samebits.backends.modes import CONTEXT, include, includes
+from samebits.backends.replay import replayed
+from samebits.mode.calls import OnUncovered, inexact, into_out, outermost, report, returned, watched
+from samebits.mode.operators import Rule, operator_rules, outs
+from samebits.mode.recorded import RECORDED, RUN_BACKWARD, was_recorded, watch_backwards
+from samebits.mode.rules import HIGHER_ORDER
+from samebits.ops._operator import EXTRAORDINARY, thread
+
+__all__ = ["register_context", "register_process"]
+
+Kernel = Callable[..., Any]
+
+_lock = threading.Lock()
+_libraries: dict[str, torch.library.Library] = {}  # they hold the registrations
+
+
+def register_context() -> None:
+    """Register the kernels of contexts, once."""
+    if "context" not in _libraries:
+        with _lock:
+            if "context" not in _libraries:
+                _libraries["context"] = _context_kernels()
+                watch_backwards()
+
+
+def register_process() -> None:
+    """Register the kernels of the process, once."""
+    with _lock:
+        if "process" not in _libraries:
+            _on_cpus()
+            _libraries["process"] = library = torch.library.Library("aten", "IMPL")
+            _at_backends(library, {op: r for op, r in operator_rules().items() if not _of_cpus(r)})
+
+
+def _on_cpus() -> None:
+    if "cpu" not in _libraries:
+        _libraries["cpu"] = library = torch.library.Library("aten", "IMPL")
+        _at_backends(library, {op: r for op, r in operator_rules().items() if _of_cpus(r)})
+
+
+def _beside_a_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def _of_cpus(rule: Rule) -> bool:
+    return "CPU" in rule.keys and "CUDA" not in rule.keys
+
+
+def _at_backends(library: torch.library.Library, found: dict[OpOverload, Rule]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        # All at first: a kernel for a backend takes the place of what others compose for autograd.
+        own = {(op, key): k for op, rule in found.items() for key in rule.keys if (k := _own(op, key))}
+        for (op, key), kernel in own.items():
+            library.impl(op, _at_backend(op, found[op], key, kernel), key, with_keyset=True)
+
+
+def _context_kernels() -> torch.library.Library:
+    """All other operators fall through the keys."""
+    if _beside_a_gpu():
+        _on_cpus()
+    every = _libraries["every"] = torch.library.Library("_", "IMPL")
+    library = torch.library.Library("aten", "IMPL")
+    for key in (CONTEXT, RECORDED):
+        every.fallback(torch.library.fallthrough_kernel, _name(key))
+        torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
+        for higher in torch._ops._higher_order_ops.values():
+            higher.fallthrough(key)
+    for higher in HIGHER_ORDER:
+        higher.py_impl(CONTEXT)(_higher_order(higher))
+    for op, rule in operator_rules().items():
+        if "cpu" not in _libraries or not _of_cpus(rule):
+            library.impl(op, _in_context(op, rule), _name(CONTEXT))
+        if rule.of_gradients:
+            library.impl(op, _in_backward(op, rule), _name(RECORDED))
+    return library
+
+
+def _name(key: Any) -> str:
+    return {CONTEXT: "TESTING_ONLY_GenericMode", RECORDED: "TESTING_ONLY_GenericWrapper"}[key]
+
+
+_ENGINES = (graph._engine_run_backward.__code__, RUN_BACKWARD)
+
+
+def _called_by_autograd(above: int) -> bool:
+    """Whether autograd's engine has called the kernel that asks, and not Python code in a backward.
+
+    The engine works below the call that started it, or in a thread of its own, without Python's frames. The
+    kernel's caller is so many frames `above` this.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    try:
+        return sys._getframe(above).f_code in _ENGINES
+    except ValueError:
+        return True
+
+
+def _running(op: OpOverload, rule: Rule) -> Kernel:
+    """``run(replacement, args, kwargs)``, as a call of `op`."""
+    has_out = bool(outs(op))
+
+    def run(replacement: Kernel, args: Any, kwargs: dict[str, Any]) -> Any:
+        if has_out:
+            return into_out(op, replacement, args, kwargs, rule.sums)
+        result = watched(op, replacement, args, kwargs)
+        return result if result is NotImplemented else returned(result, args, kwargs)
+
+    return run
+
+
+def _covered(op: OpOverload, rule: Rule) -> Kernel:
+    """Its replacement."""
+    run = _running(op, rule)
+
+    def covered(*args: Any, **kwargs: Any) -> Any:
+        return run(rule.replacement, args, kwargs)
+
+    return covered
+
+
+def _replayed(op: OpOverload, rule: Rule, call: Kernel) -> Kernel:
+    """`call`, whose calls on GPUs are replayed if the replacement returns a new tensor."""
+    returns_new = rule.replacement is not None and not op._schema.is_mutable
+    return replayed(call, *EXTRAORDINARY) if returns_new else call
+
+
+def _answering(op: OpOverload, rule: Rule, call: Kernel) -> Kernel:
+    """This library's answer to a call of `op`. NotImplemented: PyTorch is to run it, and it was reported."""
+    in_autograd, run = rule.in_autograd, _running(op, rule)
+
+    def answer(args: Any, kwargs: dict[str, Any], on_uncovered: OnUncovered) -> Any:
+        if rule.replacement is not None:
+            if in_autograd is not None and _called_by_autograd(3):
+                result = run(in_autograd, args, kwargs)
+            else:
+                result = call(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if inexact((*args, *kwargs.values())) and not _called_by_autograd(3):
+            report(op, on_uncovered)
+        return NotImplemented
+
+    return answer
+
+
+def _in_context(op: OpOverload, rule: Rule) -> Kernel:
+    """The kernel in contexts. What it calls is PyTorch's own. A replay of it runs no Python at all."""
+    by_caller = rule.in_autograd is not None  # then the result depends on who calls
+    call = _covered(op, rule)
+    answer = _answering(op, rule, _replayed(op, rule, call) if by_caller else call)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        before = thread.plain
+        include(CONTEXT, False)
+        thread.plain = True
+        try:
+            result = answer(args, kwargs, outermost.context)
+            return op(*args, **kwargs) if result is NotImplemented else result
+        finally:
+            thread.plain = before
+            include(CONTEXT, True)
+
+    return kernel if by_caller else _replayed(op, rule, kernel)
+
+
+def _in_backward(op: OpOverload, rule: Rule) -> Kernel:
+    """The kernel in backwards outside of contexts."""
+    answer = _answering(op, rule, _replayed(op, rule, _covered(op, rule)))
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        include(RECORDED, False)
+        try:
+            result = NotImplemented
+            if was_recorded() and _called_by_autograd(2):
+                result = answer(args, kwargs, "ignore")
+            return op(*args, **kwargs) if result is NotImplemented else result
+        finally:
+            include(RECORDED, True)
+
+    return kernel
+
+
+def _at_backend(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
+    """The kernel at a key that all threads have. It calls PyTorch's own where no mode is on."""
+    below_autograd, of_cpus = not key.startswith("Autograd"), _of_cpus(rule)
+    answer = _answering(op, rule, _replayed(op, rule, _covered(op, rule)))
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        included = _included() if of_cpus else None
+        on_uncovered = outermost.process if included is None else outermost.context
+        if on_uncovered is None or thread.plain:
+            return own(keys, *args, **kwargs)
+        thread.plain = True
+        if included is not None:
+            include(included, False)
+        try:
+            if below_autograd and torch.is_grad_enabled():
+                with torch.no_grad():
+                    result = answer(args, kwargs, on_uncovered)
+            else:
+                result = answer(args, kwargs, on_uncovered)
+            return own(keys, *args, **kwargs) if result is NotImplemented else result
+        finally:
+            thread.plain = False
+            if included is not None:
+                include(included, True)
+
+    return kernel
+
+
+def _included() -> Any:
+    """The key by which this thread is in a context, or in a backward of what a context recorded."""
+    if includes(CONTEXT):
+        return CONTEXT
+    return RECORDED if includes(RECORDED) and was_recorded() else None
+
+
+def _higher_order(op: Any) -> Kernel:
+    """The kernel in contexts of an operator that takes functions: it is reported."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        include(CONTEXT, False)
+        try:
+            report(op, outermost.context)
+            return op(*args, **kwargs)
+        finally:
+            include(CONTEXT, True)
+
+    return kernel
+
+
+def _own(op: OpOverload, key: str) -> Kernel | None:
+    """PyTorch's kernel of an operator at a dispatch key, if there is one."""
+    try:
+        own: Kernel = torch.library.get_kernel(op, key).call_boxed
+    except RuntimeError:
+        return None
+    tensors = [i for i, a in enumerate(op._schema.arguments) if str(a.type) == "Tensor" and not a.is_out]
+    return _taking_numbers(own, tensors, bool(outs(op))) if len(tensors) > 1 else own
+
+
+def _taking_numbers(own: Kernel, places: list[int], into_out: bool) -> Kernel:
+    """The kernel, with numbers for tensors at `places`.
+
+    PyTorch passes a number for a tensor as a tensor that does not take part in the promotion of types, and
+    hands that to kernels in Python as a number. Nor does a tensor of no dimensions, of the right type, beside
+    one that has some.
+    """
+
+    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        numbers = [i for i in places if i < len(args) and isinstance(args[i], (bool, int, float, complex))]
+        if not numbers:
+            return own(keys, *args, **kwargs)
+        lead = next((args[i] for i in places if isinstance(args[i], Tensor)), None)
+        if lead is None:
+            return own(keys, *(torch.tensor(x) if i in numbers else x for i, x in enumerate(args)), **kwargs)
+        alone = lead.ndim == 0 and not into_out
+        wide = [x.view(1) if x is lead and alone else x for x in args]
+        for i in numbers:
+            kind = (
+                torch.result_type(lead, args[i])
+                if lead.ndim == 0 and into_out
+                else _dtype_beside(lead, args[i])
+            )
+            wide[i] = torch.tensor(args[i], dtype=kind, device=lead.device)
+        result = own(keys, *wide, **kwargs)
+        return result.view(()) if alone else result
+
+    return call
+
+
+def _dtype_beside(lead: Tensor, number: complex) -> torch.dtype:
+    """The dtype of a tensor that holds the number, and promotes `lead` as the number does."""
+    if isinstance(number, (bool, int)):
+        return torch.bool if isinstance(number, bool) else torch.int64
+    exact = torch.float64 if isinstance(number, float) else torch.complex128
+    same_kind = lead.is_complex() or (lead.is_floating_point() and exact == torch.float64)
+    return exact if same_kind else torch.result_type(lead, number)
