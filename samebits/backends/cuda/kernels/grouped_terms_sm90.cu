@@ -41,19 +41,20 @@ struct StepTile : Tile<true, false, size, STEP, 1> {
     using Base = Tile<true, false, size, STEP, 1>;
     static_assert(size % 64 == 0 && size / 64 % sharers == 0);
 
-    static __device__ __forceinline__ void copy(u32 to, const TensorMap& map, u32 barrier, int k, u32 column) {
+    static __device__ __forceinline__ void copy(u32 to, const TensorMap& map, u32 barrier, int k,
+                                                u32 column) {
         if constexpr (sharers == 1)
             tma_load(to, map, barrier, 0, k, column, 0);
         else
             tma_load_multicast(to, map, barrier, 0, k, column, 0, (1 << sharers) - 1);
     }
-    static __device__ __forceinline__ void load_step(u32 to, const TensorMap& map, u32 barrier, int row, int k,
-                                                     u32 slice) {
+    static __device__ __forceinline__ void load_step(u32 to, const TensorMap& map, u32 barrier, int row,
+                                                     int k, u32 slice) {
         u32 column = slice * (Base::columns / sharers);
         copy(to + column * Base::column_bytes, map, barrier, k, row / 64 + column);
     }
-    static __device__ __forceinline__ void load_stage(u32 to, const TensorMap& map, u32 barrier, int row, int k,
-                                                      u32 slice) {
+    static __device__ __forceinline__ void load_stage(u32 to, const TensorMap& map, u32 barrier, int row,
+                                                      int k, u32 slice) {
         u32 step = slice * (STEPS / sharers);
         copy(to + step * Base::bytes, map, barrier, k + int(step) * STEP, row / 64);
     }
@@ -115,7 +116,8 @@ class KSteps {
 };
 
 struct Storage : SharedStorage {
-    u32 landed, dirty;  // dirty: a word for each stage, whose bytes are the numbers of rows to clear in its steps
+    u32 landed,
+        dirty;  // dirty: a word for each stage, whose bytes are the numbers of rows to clear in its steps
 
     __device__ explicit Storage(unsigned char* raw) : SharedStorage(raw, Output::smem_bytes) {
         landed = table, dirty = landed + STAGES * 8;
@@ -174,7 +176,7 @@ __device__ __forceinline__ void produce(const Storage& shared, const Params& p, 
             u32 to = (A ? shared.a : shared.b) + ring.stage * (Step::bytes * STEPS);
             steps.next();
             mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
-            if (STAGE_COPIES && steps.left_in_sequence() >= BLOCK_K) {
+            if (steps.left_in_sequence() >= BLOCK_K) {
                 Step::load_stage(to, of_stage, landed, row, steps.start(), slice);
                 steps.next_of_sequence(STEPS - 1);
             } else {
@@ -201,7 +203,8 @@ __device__ __forceinline__ void clear_rows(u32 step, u32 rows, u32 warp) {
     for (u32 column = warp; column < Step::columns; column += CLEANERS) {
         u32 end = step + (column + 1) * Step::column_bytes;
         for (u32 i = threadIdx.x % 32; i < rows * (Step::line_bytes / 16); i += 32)
-            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(end - (i + 1) * 16), "r"(0) : "memory");
+            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(end - (i + 1) * 16), "r"(0)
+                         : "memory");
     }
 }
 

@@ -1,8 +1,7 @@
-"""Grouped sums over rows, of bf16 and f16 matrices on Hopper: host side of ``kernels/grouped_terms_sm90.cu``."""
+"""Grouped sums over rows, bf16 and f16, on Hopper: host side of ``kernels/grouped_terms_sm90.cu``."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products import schedule_sm90, tensor_core_sm90
 from samebits.backends.cuda.products.grouped import GroupedCudaPlan, nothing
 from samebits.backends.cuda.products.grouped_sm90 import GROUPED_SM90, balanced, output_strides, variant
-from samebits.backends.cuda.products.schedule_sm90 import Gemm, Sm90Schedule, round_up
+from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 from samebits.backends.cuda.products.tensor_core_sm90 import NO_MAP, Sm90Variant
 from samebits.backends.cuda.tensor_maps import Maps
 from samebits.backends.grouped import GroupedKernel, GroupedProduct, refuse_large
@@ -22,33 +21,56 @@ __all__ = ["GROUPED_TERMS_SM90", "spec", "with_table"]
 
 _PARAMS = "128s128s128s128s128sPPPqq8iPP2iq"
 _STEP = 16
-STAGE_COPIES = 1
-_TEAMS = ((128, 128), (128, 192), (192, 128))
-_SHARED = ((256, 128), (128, 256), (256, 192))
 
 
-def _schedules() -> list[Sm90Schedule]:
-    tiles = [(*tile, share) for share, some in ((1, _TEAMS), (2, _SHARED)) for tile in some]
-    found = [Sm90Schedule(m, n, 64, 0, 2, share, c) for m, n, share in tiles for c in (1, 2)]
-    return [s.filled(s.panels, True, True) for s in found if s.block_m // 64 % s.cluster == 0]
+def _schedule(m: int, n: int, share: int, group: int) -> Sm90Schedule:
+    """A tile of a warpgroup's own, or that two share, in the order of `group` rows of tiles."""
+    s = Sm90Schedule(m, n, 32, 0, 2, share, early=True, group=group)
+    return s.filled(s.panels, True, True)
+
+
+_SHORT = _schedule(128, 192, 1, 16)
+"""For groups of few rows."""
+_LONG = _schedule(256, 192, 2, 8)
+_OTHERS = _schedule(192, 128, 1, 11), _schedule(256, 128, 2, 8), _schedule(128, 256, 2, 16)
+_FEWEST, _MANY = 100, 300
+"""Rows of a group on average, from which on this kernel is faster, and from which on large tiles are."""
+
+
+class _Pairs(dict[int, tuple[bytes, bytes]]):
+    """The tensor maps of one step and of a whole stage, by address."""
+
+    def __init__(self, *maps: Maps) -> None:
+        self._maps = maps
+
+    def __missing__(self, address: int) -> tuple[bytes, bytes]:
+        step, stage = self._maps
+        if len(self) >= 4096:
+            self.clear()
+        made = self[address] = step[address], stage[address]
+        return made
 
 
 class GroupedTermsSm90Kernel(GroupedKernel[Sm90Schedule]):
     name, step = "grouped_terms_sm90", "mma"
 
-    @functools.cached_property
+    @property
     def catalogue(self) -> Sequence[Sm90Schedule]:
-        return tuple(_schedules())
+        return _SHORT, _LONG, *_OTHERS
 
     def supports(self, p: GroupedProduct) -> bool:
-        """Whether TMA can read the operands in columns of 64."""
-        return p.of_terms and p.m % 64 == p.n % 64 == 0 and GROUPED_SM90.supports(p)
+        """Whether there are sequences, and TMA can read the operands in columns of 64."""
+        return p.of_terms and p.runs and p.m % 64 == p.n % 64 == 0 and GROUPED_SM90.supports(p)
 
     def cost(self, p: GroupedProduct, s: Sm90Schedule) -> float:
         return schedule_sm90.estimate(s, balanced(p), devices.device_info(p.device).sm_count)
 
     def choose(self, p: GroupedProduct) -> Sm90Schedule:
-        return chosen(balanced(p), devices.device_info(p.device).sm_count)
+        return _LONG if balanced(p).k >= _MANY else _SHORT
+
+    def pays(self, p: GroupedProduct) -> bool:
+        """Whether this kernel should be faster than the one that takes steps of one sequence at a time."""
+        return self.supports(p) and balanced(p).k >= _FEWEST
 
     def plan(self, p: GroupedProduct, s: Sm90Schedule | None = None) -> GroupedCudaPlan:
         need(p.out.empty or self.supports(p), f"{self.name}: expected {p} that TMA can read, on sm_90")
@@ -56,10 +78,9 @@ class GroupedTermsSm90Kernel(GroupedKernel[Sm90Schedule]):
             return GroupedCudaPlan(nothing)
         v = replace(variant(p), cu_seqlens_dtype=None, folded=False)
         s = with_table(s or self.choose(p), p.groups)
-        a_maps = _step_maps(p.a, 0, s.block_m // s.cluster, 1), _step_maps(p.a, 0, s.block_m, s.block_k // 16 // s.cluster)
-        b_maps = _step_maps(p.b, 1, s.block_n, 1), _step_maps(p.b, 1, s.block_n, s.block_k // 16)
-        if not STAGE_COPIES:
-            a_maps, b_maps = (a_maps[0], a_maps[0]), (b_maps[0], b_maps[0])
+        a_columns, steps = s.block_m // s.cluster, s.block_k // _STEP
+        a_maps = _Pairs(_step_maps(p.a, 0, a_columns, 1), _step_maps(p.a, 0, s.block_m, steps // s.cluster))
+        b_maps = _Pairs(_step_maps(p.b, 1, s.block_n, 1), _step_maps(p.b, 1, s.block_n, steps))
         row_stride, batch_stride = output_strides(p)
         out_maps = None
         if v.aligned and v.out_dtype != torch.float32 and s.panel:
@@ -73,11 +94,11 @@ class GroupedTermsSm90Kernel(GroupedKernel[Sm90Schedule]):
         kernel = runtime.load(spec(v, s, p.groups), p.device)
 
         def launch(a: int, b: int, out: int, offs: int, bias: int, runs: int) -> None:
-            maps = a_maps[0][a], b_maps[0][b], NO_MAP if out_maps is None else out_maps[out]
-            stages = a_maps[1][a], b_maps[1][b]
-            kernel.launch(grid, *maps, *stages, out, 0, 0, *rest, offs, runs, p.groups, p.rows, 0)
+            (a_step, a_stage), (b_step, b_stage) = a_maps[a], b_maps[b]
+            maps = a_step, b_step, NO_MAP if out_maps is None else out_maps[out]
+            kernel.launch(grid, *maps, a_stage, b_stage, out, 0, 0, *rest, offs, runs, p.groups, p.rows, 0)
 
-        return GroupedCudaPlan(launch, a_maps[0], b_maps[0], out_maps)
+        return GroupedCudaPlan(launch, a_maps, b_maps, out_maps)
 
 
 def _step_maps(x: Matrix, along: int, columns: int, steps: int) -> Maps:
@@ -86,14 +107,6 @@ def _step_maps(x: Matrix, along: int, columns: int, steps: int) -> Maps:
     row = (x.strides[1 - along] if k > 1 else round_up(size, 8)) * x.dtype.itemsize
     shape, strides = (64, k, size // 64, steps), (row, 128, _STEP * row)
     return Maps(x.dtype, shape, strides, (64, _STEP, columns // 64, steps), 128, 256)
-
-
-@functools.lru_cache(maxsize=4096)
-def chosen(g: Gemm, sms: int) -> Sm90Schedule:
-    """The schedule for groups of which each is as `g`, a batch of products."""
-    g = replace(g, m=max(g.m, 129))
-    found = [schedule_sm90.settle(s, g, sms) for s in _schedules()]
-    return replace(min(found, key=lambda s: schedule_sm90.estimate(s, g, sms)), ahead=0)
 
 
 def _table(s: Sm90Schedule, groups: int) -> int:
@@ -115,7 +128,7 @@ def spec(v: Sm90Variant, s: Sm90Schedule, groups: int) -> compiler.KernelSpec:
         source="grouped_terms_sm90.cu",
         entry="grouped_terms_sm90",
         params=_PARAMS,
-        constants=(*of.constants, ("GROUPED", "OF_TERMS"), ("STAGE_COPIES", STAGE_COPIES)),
+        constants=(*of.constants, ("GROUPED", "OF_TERMS")),
         smem=of.smem + _table(s, groups),
     )
 
