@@ -233,7 +233,7 @@ def measure_quantize(rows: int, k: int) -> list[dict[str, Any]]:
     for kind, (run, given, read) in kinds.items():
         scales = rows * k / (128 if kind.endswith("1 x 128") else 16384) * 4
         moved = int(rows * k * (read + 1) + scales)
-        sources = [[torch.empty(moved // 2, dtype=torch.uint8, device="cuda")] for _ in given]
+        sources = [[torch.empty(moved // 32 * 16, dtype=torch.uint8, device="cuda")] for _ in given]
         race = Race(max(len(given), min(100, math.ceil(2e9 / moved))))
         race.add("ours", run, given)
         race.add("copy", torch.clone, sources)

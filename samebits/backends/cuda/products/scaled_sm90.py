@@ -57,7 +57,7 @@ def schedule(block_m: int, block_n: int, chains: int, *, swap: bool = False, **m
     return ScaledSchedule(replace(filled, stages=min(filled.stages, 24)), chains)
 
 
-_FEW = [schedule(64, n, 4, swap=True) for n in (8, 16)]
+_FEW = [schedule(64, n, 8, swap=True) for n in (8, 16)]
 _SOME = [schedule(64, 64, 2), schedule(128, 64, 2, group=8)]
 _MANY = [schedule(128, 128, chains, group=8) for chains in (1, 2)]
 
@@ -65,8 +65,7 @@ SCHEDULES = (
     *(*_FEW, *_SOME, *_MANY),
     *(schedule(128, 128, chains, cluster=2, group=8) for chains in (1, 2)),
     *(schedule(block_m, 64, 1, group=8) for block_m in (64, 128)),
-    *(schedule(64, n, 2, swap=True) for n in (8, 16, 32, 64)),
-    *(schedule(64, n, 8, swap=True) for n in (8, 16)),
+    *(schedule(64, n, 2, swap=True) for n in (32, 64)),
     schedule(64, 128, 1, swap=True),
 )
 """All schedules. None changes a bit."""
