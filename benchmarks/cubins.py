@@ -78,6 +78,7 @@ def host() -> Any:
         "fma",
         "fma_sm90",
         "grouped_sm90",
+        "grouped_terms_sm90",
         "padded_sm90",
         "plan",
         "scaled_grouped_sm90",
@@ -209,6 +210,10 @@ def grouped_on_hopper(h: Any) -> Iterator[Kernel]:
             bounds = torch.int32 if a_mn else None
             v = h.tensor_core_sm90.Sm90Variant(BF16, (BF16, F32)[i % 2], a_mn, b_mn, cu_seqlens_dtype=bounds)
             yield h.grouped_sm90.spec(v, h.grouped_sm90.with_table(s, v, 128), 128), HOPPER
+    terms = h.grouped_terms_sm90
+    for i, s in enumerate(terms.GROUPED_TERMS_SM90.catalogue):
+        v = h.tensor_core_sm90.Sm90Variant(BF16, (BF16, F32)[i % 2], True, True)
+        yield terms.spec(v, terms.with_table(s, 128), 128), HOPPER
 
 
 def fp8(h: Any) -> Iterator[Kernel]:
