@@ -78,6 +78,8 @@ def host() -> Any:
         "fma",
         "fma_sm90",
         "grouped_sm90",
+        "grouped_terms_sm90",
+        "padded_sm90",
         "plan",
         "scaled_grouped_sm90",
         "scaled_sm90",
@@ -208,6 +210,10 @@ def grouped_on_hopper(h: Any) -> Iterator[Kernel]:
             bounds = torch.int32 if a_mn else None
             v = h.tensor_core_sm90.Sm90Variant(BF16, (BF16, F32)[i % 2], a_mn, b_mn, cu_seqlens_dtype=bounds)
             yield h.grouped_sm90.spec(v, h.grouped_sm90.with_table(s, v, 128), 128), HOPPER
+    terms = h.grouped_terms_sm90
+    for i, s in enumerate(terms.GROUPED_TERMS_SM90.catalogue):
+        v = h.tensor_core_sm90.Sm90Variant(BF16, (BF16, F32)[i % 2], True, True)
+        yield terms.spec(v, terms.with_table(s, 128), 128), HOPPER
 
 
 def fp8(h: Any) -> Iterator[Kernel]:
@@ -292,7 +298,7 @@ def tiny(h: Any) -> Iterator[Kernel]:
 
 
 def whole_files(h: Any) -> Iterator[Kernel]:
-    """All kernels of row and column reductions, of log-probabilities from logits, exp2 and trees."""
+    """All kernels of row and column reductions, of log-probabilities from logits, exp2, trees and copies."""
     for arch in h.compiler.ARCHITECTURES:
         for x, out, param in ((F32, BF16, F16), (F16, F32, F32), (BF16, F16, BF16)):
             for n in (100, 2048, 40000):
@@ -310,6 +316,8 @@ def whole_files(h: Any) -> Iterator[Kernel]:
             yield h.exp2.spec(model), arch
         for segments in (2, 8, 64):
             yield h.segmented.tree_spec(segments), arch
+    yield h.padded_sm90.spec(), HOPPER
+    yield h.padded_sm90.spec_back(), HOPPER
 
 
 def name(kernel: Kernel) -> str:

@@ -26,6 +26,7 @@ measure grouped 240 benchmarks.grouped
 measure host 90 benchmarks.host
 measure native 200 benchmarks.native
 measure scaled 90 benchmarks.scaled
+measure unaligned 60 benchmarks.unaligned
 measure fp8_accuracy 60 benchmarks.fp8_accuracy
 measure fp8_invariance 180 benchmarks.fp8_invariance
 measure held_out 200 benchmarks.held_out

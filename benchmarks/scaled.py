@@ -233,7 +233,7 @@ def measure_quantize(rows: int, k: int) -> list[dict[str, Any]]:
     for kind, (run, given, read) in kinds.items():
         scales = rows * k / (128 if kind.endswith("1 x 128") else 16384) * 4
         moved = int(rows * k * (read + 1) + scales)
-        sources = [[torch.empty(moved // 2, dtype=torch.uint8, device="cuda")] for _ in given]
+        sources = [[torch.empty(moved // 32 * 16, dtype=torch.uint8, device="cuda")] for _ in given]
         race = Race(max(len(given), min(100, math.ceil(2e9 / moved))))
         race.add("ours", run, given)
         race.add("copy", torch.clone, sources)
@@ -266,8 +266,8 @@ def main() -> None:
         for run in runs(part, options.quick, options.schedules):
             data[part] += run()
             print(part, data[part][-1], file=sys.stderr)
+        write(out, data)
     Console().print(summary(data))
-    write(out, data)
 
 
 def runs(part: str, quick: bool, every: bool) -> Iterator[Callable[[], list[dict[str, Any]]]]:

@@ -23,7 +23,7 @@ FILES = {
 TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
 
 LAYERS = (
-    ("_version", "contract", "functions", "testing"),
+    ("_version", "contract", "functions", "remedies", "testing"),
     ("backends",),
     ("ops",),
     ("nn", "mode", "transformers"),
@@ -56,12 +56,13 @@ def test_every_module_can_be_imported_first() -> None:
     modules = [m for m in FILES if m != "samebits.__main__"]  # which runs the command line
     if importlib.util.find_spec("triton") is None:
         modules = [m for m in modules if not m.startswith("samebits.backends.triton.")]
+    # Python imports the package before any of its modules. So those that it loads are imported first there.
     code = """
 import os, sys, warnings
-import numba, torch
+import numba, rich, samebits, torch.distributed.tensor.parallel, typer
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
 failed = []
-for module in sys.argv[1:]:
+for module in set(sys.argv[1:]) - sys.modules.keys():
     child = os.fork()
     if child == 0:
         try:

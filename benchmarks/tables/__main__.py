@@ -59,6 +59,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "counters.json": {"counters": products.gpu_counters},
     "models.json": {"models-drift": models.gpu_models_drift, "models-time": models.gpu_models_time},
     "embeddings.json": {"embeddings": models.gpu_embeddings},
+    "unaligned.json": {"unaligned": products.gpu_unaligned},
     "verify.json": {"verify": proofs.gpu_verify},
 }
 

@@ -6,7 +6,7 @@ import statistics
 from functools import partial
 from typing import Any
 
-from benchmarks import grouped, held_out, ranks, scaled
+from benchmarks import grouped, held_out, ranks, scaled, unaligned
 from benchmarks.record import slug, tiny
 from benchmarks.tables.text import measured_on_gpu, table
 from samebits.tools.bench.cases import BETWEEN
@@ -282,6 +282,24 @@ def gpu_segments(data: dict[str, Any]) -> str:
         f"`TENSOR_CORE.segmented({data['segments']})`, {len(data['cases'])} products, bf16, geometric means."
     )
     return "\n\n".join((table(head, ranks.segments_rows(data)), text, measured_on_gpu(data)))
+
+
+def gpu_unaligned(data: dict[str, Any]) -> str:
+    """Products of matrices that TMA cannot read."""
+    rows = sorted({c["m"] for c in data["cases"]})
+    lines = []
+    for work in dict.fromkeys(c["work"] for c in data["cases"]):
+        of = {c["m"]: c for c in data["cases"] if c["work"] == work}
+        lines.append([work, *(f"{unaligned.speed(of[m]):.2f}" for m in rows)])
+    gains = [c["us"]["universal kernel"] / c["us"]["samebits"] for c in data["cases"]]
+    speeds = [unaligned.speed(c) for c in data["cases"]]
+    case = data["cases"][0]
+    said = (
+        f"Speed relative to torch, K {case['k']:,}, N {case['n']:,}, bf16: geometric mean"
+        f" {statistics.geometric_mean(speeds):.2f}, least {min(speeds):.2f}. Beside the universal kernel:"
+        f" {statistics.geometric_mean(gains):.2f}, least {min(gains):.2f}."
+    )
+    return "\n\n".join((table(["", *(f"M {m:,}" for m in rows)], lines), said, measured_on_gpu(data)))
 
 
 def triton_choice(case: dict[str, Any], sms: int) -> float:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from samebits._version import __version__
 from samebits.contract import FAMILIES
 from samebits.ops._memory import capturing, has_memory
+from samebits.remedies import see
 
 Group: TypeAlias = Any
 """A ``torch.distributed`` process group, a ``DeviceMesh`` of one dimension, or None for all ranks."""
@@ -41,11 +42,13 @@ def name_of(op: str, group: Group) -> str:
         if group.ndim != 1:
             raise ValueError(
                 f"samebits.distributed.{op}: group: expected a mesh of one dimension, got {group}: take"
-                ' one by its name, as mesh["tp"]'
+                ' one by its name, as mesh["tp"]' + see("ranks")
             )
         group = group.get_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"samebits.distributed.{op}: group: this rank is not a member of the group")
+        raise ValueError(
+            f"samebits.distributed.{op}: group: this rank is not a member of the group" + see("ranks")
+        )
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"samebits.distributed.{op}: group: expected a process group, a DeviceMesh or None,"
@@ -55,7 +58,7 @@ def name_of(op: str, group: Group) -> str:
     if size & (size - 1):
         raise ValueError(
             f"samebits.distributed.{op}: group: expected a power of two of ranks, because a binary tree adds"
-            f" their results, got {size}"
+            f" their results, got {size}" + see("ranks")
         )
     return cast(str, group.group_name)
 
@@ -151,6 +154,6 @@ def agree(op: str, name: str, like: Tensor | torch.device, **facts: Any) -> None
     if others:
         raise ValueError(
             f"samebits.distributed.{op}: expected the same version, contract, shapes and options on all ranks"
-            f" of the group, but ranks {others} differ from rank 0; here: {text}"
+            f" of the group, but ranks {others} differ from rank 0; here: {text}" + see("ranks")
         )
     _agreed.add(known)

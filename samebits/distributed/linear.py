@@ -26,6 +26,7 @@ from samebits.ops import _products
 from samebits.ops._checks import check_operands, check_segments, shape
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, check_cu_seqlens_form
+from samebits.remedies import see
 
 __all__ = ["SEGMENTS", "column_parallel_linear", "row_parallel_linear"]
 
@@ -144,6 +145,7 @@ def operands(
         raise ValueError(
             f"samebits.{called}: contract: expected at least {size} segments for {size} ranks, as"
             f" samebits.TENSOR_CORE.segmented({max(size, SEGMENTS)}), got {contract_of(key)}"
+            + see("segments")
         )
     return tensors, key, name
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch._functorch import config
 from torch.backends import mha
 
 from samebits.backends.modes import CONTEXT, include, includes
@@ -103,6 +102,8 @@ class _Meanwhile:
         self._before = True, True
 
     def enter(self) -> None:
+        from torch._functorch import config  # not with `import torch`
+
         with self._lock:
             if not self._contexts:
                 self._before = config.enable_autograd_cache, mha.get_fastpath_enabled()
@@ -111,6 +112,8 @@ class _Meanwhile:
             self._contexts += 1
 
     def leave(self) -> None:
+        from torch._functorch import config
+
         with self._lock:
             self._contexts -= 1
             if not self._contexts:

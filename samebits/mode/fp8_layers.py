@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from samebits.contract import SCALE_BLOCK
 from samebits.ops.experts import Routed, combined, routed
 from samebits.ops.fp8_weights import linear_of_groups, linear_of_values
+from samebits.remedies import see
 
 __all__ = ["cover", "fp8_experts"]
 
@@ -92,11 +93,12 @@ def _check(layer: Any) -> str:
         raise ValueError(
             f"samebits.batch_invariant: {name}: activation_scheme: one scale for all activations is not a"
             f' row\'s own; expected "dynamic", scales of 1 x {SCALE_BLOCK}, got {layer.activation_scheme!r}'
+            + see("fp8")
         )
     if layer.block_size is None or tuple(layer.block_size) != (SCALE_BLOCK, SCALE_BLOCK):
         raise ValueError(
             f"samebits.batch_invariant: {name}: weight_block_size: expected ({SCALE_BLOCK}, {SCALE_BLOCK}),"
-            f" got {layer.block_size}"
+            f" got {layer.block_size}" + see("fp8")
         )
     return f"batch_invariant: {name}"
 
@@ -112,6 +114,13 @@ def _block_diagonal_linear(layer: Any, x: Tensor) -> Any:
     if layer.weight.dtype.itemsize > 1:
         return NotImplemented
     op, groups = _check(layer), layer.n_groups
+    if len(layer.weight) % (groups * SCALE_BLOCK):
+        raise ValueError(
+            f"samebits.{op}: weight: expected a multiple of {SCALE_BLOCK} rows for each of {groups} groups,"
+            f" so that none shares a scale, got {len(layer.weight)} rows in all"
+        )
+    if x.ndim < 2 or x.shape[-2] != groups:
+        raise ValueError(f"samebits.{op}: x: expected shape (..., {groups}, K), got {tuple(x.shape)}")
     weights, scales = (t.chunk(groups) for t in (layer.weight, layer.weight_scale_inv))
     biases = [None] * groups if layer.bias is None else layer.bias.chunk(groups)
     parts = zip(x.unbind(-2), weights, scales, biases, strict=True)

@@ -206,7 +206,7 @@ def index_put_(
     input: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False, unsafe: bool = False
 ) -> Any:
     if not accumulate:
-        return input.index_put_(list(indices), values)
+        return torch.ops.aten.index_put_.default(input, list(indices), values)
     result = _put(input, indices, values)
     return result if result is NotImplemented else input.copy_(result)
 

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from samebits.backends import Key, chosen_backend, pack_key
 from samebits.contract import Contract, resolve
 from samebits.ops._operator import bypasses_dispatcher, transform
+from samebits.remedies import see
 
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 _SUPPORTED = frozenset(SUPPORTED)
@@ -36,37 +37,46 @@ def check_operands(
         if t.layout is not torch.strided:
             raise TypeError(
                 f"samebits.{op}: {name}: expected a dense (strided) tensor, got layout {t.layout}"
+                + see("layouts")
             )
         if t.is_nested:
             raise TypeError(
-                f"samebits.{op}: {name}: expected a plain tensor, got a nested one (use cu_seqlens)"
+                f"samebits.{op}: {name}: expected a plain tensor, got a nested one" + see("layouts")
             )
         if t.dtype not in SUPPORTED:
-            raise TypeError(f"samebits.{op}: {name}: expected bfloat16, float16 or float32, got {t.dtype}")
+            raise TypeError(
+                f"samebits.{op}: {name}: expected bfloat16, float16 or float32, got {t.dtype}" + see("dtypes")
+            )
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
             raise NotImplementedError(
                 f"samebits.{op}: {name}: forward-mode derivatives are not implemented, backward ones are"
+                + see("derivatives")
             )
     if not torch.compiler.is_compiling() and transform() == TransformType.Grad:
         raise NotImplementedError(
-            f"samebits.{op}: torch.func's gradients are not implemented; use torch.autograd.grad"
+            f"samebits.{op}: torch.func's gradients are not implemented" + see("derivatives")
         )
     kind = tensors[0].device.type
     if kind not in ("cpu", "cuda", "meta"):
-        raise ValueError(f"samebits.{op}: expected tensors on a CPU or CUDA device, got {tensors[0].device}")
+        raise ValueError(
+            f"samebits.{op}: expected tensors on a CPU or CUDA device, got {tensors[0].device}"
+            + see("devices")
+        )
     if autocast and kind != "meta" and torch.is_autocast_enabled(kind):
         tensors = [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
     dtype, first = tensors[0].dtype, next(iter(operands))
     for name, t in zip(operands, tensors, strict=True):
         if t.dtype != dtype:
-            raise TypeError(f"samebits.{op}: {name}: expected {dtype} like {first}, got {t.dtype}")
+            raise TypeError(
+                f"samebits.{op}: {name}: expected {dtype} like {first}, got {t.dtype}" + see("dtypes")
+            )
         check_device(op, name, t, first, tensors[0])
     check_contract(op, contract)
     if contract is not None and dtype not in contract.input_dtypes:
         raise TypeError(
             f"samebits.{op}: {first}: contract {contract.name} takes"
             f" {' or '.join(str(d).removeprefix('torch.') for d in contract.input_dtypes)}, got {dtype}"
-            " (float32 runs under samebits.FMA, never as TF32; e4m3 and e5m2 are for samebits.scaled_mm)"
+            + see("contracts")
         )
     return tensors, pack_key(resolve(contract, dtype, kind), chosen_backend(kind)), False
 
@@ -95,7 +105,7 @@ def check_segments(
         if size % contract.segments:
             raise ValueError(
                 f"samebits.{op}: {name}: expected a multiple of {contract.segments} for {of}contract"
-                f" {contract}, got {size}"
+                f" {contract}, got {size}" + see("segments")
             )
 
 
@@ -123,6 +133,7 @@ def check_device(op: str, name: str, t: Tensor, lead_name: str, lead: Tensor) ->
     if t.device != lead.device:
         raise ValueError(
             f"samebits.{op}: {name}: expected device {lead.device} like {lead_name}, got {t.device}"
+            + see("devices")
         )
 
 

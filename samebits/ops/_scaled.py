@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from samebits.backends import Key, on_gpu, unpack_key
 from samebits.contract import FP8, SCALE_BLOCK
 from samebits.ops._checks import SUPPORTED, check_device, shape
 from samebits.ops._grouped import check_offs
 from samebits.ops._operator import Operator
+from samebits.remedies import see
 
 _RECIPES_A = ("RowWise", "BlockWise1x128")
 _RECIPES_B = ("RowWise", "BlockWise1x128", "BlockWise128x128")
@@ -28,20 +30,40 @@ def padded_blocks(n: int) -> list[int]:
     return sorted({blocks(n), -(-blocks(n) // 4) * 4})
 
 
-def check_fp8(op: str, name: str, t: Tensor, ranks: tuple[int, ...]) -> None:
-    """Refuse what is not a dense tensor of FP8 of one of these ranks."""
+def check_dense(op: str, name: str, t: Tensor, dtypes: Sequence[torch.dtype], wanted: str) -> None:
+    """Refuse what is not a dense tensor of one of these dtypes, which `wanted` names."""
     if not isinstance(t, Tensor):
         raise TypeError(f"samebits.{op}: {name}: expected a Tensor, got {type(t).__name__}")
-    if t.layout is not torch.strided or t.dtype not in FP8.input_dtypes:
-        raise TypeError(
-            f"samebits.{op}: {name}: expected a dense tensor of torch.float8_e4m3fn or torch.float8_e5m2,"
-            f" got {t.dtype} of layout {t.layout}"
-        )
+    dense = t.layout is torch.strided and not t.is_nested
+    if not dense or t.dtype not in dtypes:
+        got = str(t.dtype) if dense else "a nested one" if t.is_nested else f"layout {t.layout}"
+        raise TypeError(f"samebits.{op}: {name}: expected a dense tensor of {wanted}, got {got}" + see("fp8"))
+
+
+def check_fp8(op: str, name: str, t: Tensor, ranks: tuple[int, ...]) -> None:
+    """Refuse what is not a dense tensor of FP8 of one of these ranks."""
+    check_dense(op, name, t, FP8.input_dtypes, "torch.float8_e4m3fn or torch.float8_e5m2")
     if t.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"samebits.{op}: expected tensors on a CPU or CUDA device, got {t.device}")
     if t.ndim not in ranks:
         wanted = "a matrix" if ranks == (2,) else " or ".join(f"{n}-D" for n in ranks)
         raise ValueError(f"samebits.{op}: {name}: expected {wanted}, got shape {shape(t)}")
+
+
+def check_no_gradients(op: str, operands: dict[str, Tensor | None]) -> None:
+    """Refuse operands that ask for a gradient, or carry one forward: FP8 values have none."""
+    for name, t in operands.items():
+        if t is None:
+            continue
+        if torch.is_grad_enabled() and t.requires_grad:
+            raise ValueError(
+                f"samebits.{op}: {name}: expected a tensor that requires no grad (or torch.no_grad()), since"
+                " FP8 values have no gradients" + see("fp8")
+            )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(
+                f"samebits.{op}: {name}: expected no forward-mode derivative, since FP8 values have none"
+            )
 
 
 def check_quantized(op: str, dtype: torch.dtype) -> None:
@@ -66,6 +88,7 @@ def check_recipes(op: str, of_a: Any, of_b: Any) -> tuple[str, str]:
             raise ValueError(
                 f"samebits.{op}: {name}: {named} takes the maximum over rows, so a row's result depends on"
                 f" the others in the batch; expected {' or '.join(known)}, from samebits.quantize"
+                + see("fp8")
             )
         if named not in known:
             raise ValueError(f"samebits.{op}: {name}: expected one of {', '.join(known)}, got {named}")
@@ -73,39 +96,34 @@ def check_recipes(op: str, of_a: Any, of_b: Any) -> tuple[str, str]:
 
 
 def checked_scale(
-    op: str, name: str, scale: Tensor, shapes: Sequence[tuple[int, ...]], mat_a: Tensor
+    op: str, name: str, scale: Tensor, shapes: Sequence[tuple[int, ...]], lead_name: str, lead: Tensor
 ) -> Tensor:
-    """`scale` in float32, if it has one of these shapes."""
-    if not isinstance(scale, Tensor):
-        raise TypeError(f"samebits.{op}: {name}: expected a Tensor, got {type(scale).__name__}")
-    if scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
-        raise TypeError(
-            f"samebits.{op}: {name}: expected torch.float32 or torch.float8_e8m0fnu, got {scale.dtype}"
-        )
+    """`scale` in float32, if it has one of these shapes and the device of `lead`."""
+    wanted = "torch.float32 or torch.float8_e8m0fnu"
+    check_dense(op, name, scale, (torch.float32, torch.float8_e8m0fnu), wanted)
     if scale.shape not in shapes:
         wanted = " or ".join(map(str, shapes))
         raise ValueError(f"samebits.{op}: {name}: expected shape {wanted}, got {shape(scale)}")
-    check_device(op, name, scale, "mat_a", mat_a)
+    check_device(op, name, scale, lead_name, lead)
     return scale.to(torch.float32)
 
 
-def check_rest(
-    op: str, mat_a: Tensor, bias: Tensor | None, size: tuple[int, ...], out_dtype: torch.dtype
+def checked_bias(
+    op: str, bias: Tensor | None, size: tuple[int, ...], lead_name: str, lead: Tensor
 ) -> Tensor | None:
-    """The bias, contiguous, if it and the output's dtype are what an epilogue takes."""
-    if out_dtype not in SUPPORTED:
-        raise TypeError(
-            f"samebits.{op}: output_dtype: expected bfloat16, float16 or float32, got {out_dtype!r}"
-        )
+    """The bias, contiguous, if it is what an epilogue takes."""
     if bias is None:
         return None
-    if not isinstance(bias, Tensor) or bias.dtype not in SUPPORTED:
-        got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-        raise TypeError(f"samebits.{op}: bias: expected bfloat16, float16 or float32, got {got}")
+    check_dense(op, "bias", bias, SUPPORTED, "bfloat16, float16 or float32")
     if bias.shape != size:
         raise ValueError(f"samebits.{op}: bias: expected shape {size}, got {shape(bias)}")
-    check_device(op, "bias", bias, "mat_a", mat_a)
+    check_device(op, "bias", bias, lead_name, lead)
     return bias.contiguous()
+
+
+def check_output_dtype(op: str, dtype: torch.dtype) -> None:
+    if dtype not in SUPPORTED:
+        raise TypeError(f"samebits.{op}: output_dtype: expected bfloat16, float16 or float32, got {dtype!r}")
 
 
 def _product_cpu(

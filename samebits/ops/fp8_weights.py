@@ -9,9 +9,9 @@ from torch import Tensor
 
 from samebits.backends import Key, chosen_backend, pack_key
 from samebits.contract import FP8
-from samebits.ops._checks import check_device, check_operands, shape
+from samebits.ops._checks import SUPPORTED, check_device, check_operands, shape
 from samebits.ops._operator import Operator
-from samebits.ops._scaled import blocks
+from samebits.ops._scaled import blocks, check_dense, check_fp8, checked_bias, checked_scale
 from samebits.ops.fp8_linear import by_values
 
 __all__ = ["linear_of_groups", "linear_of_values"]
@@ -28,24 +28,26 @@ def linear_of_values(op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Te
         op: what errors name.
         x: bfloat16, float16 or float32.
         weight: e4m3 or e5m2.
-        scale: of blocks of 128 x 128, ``[ceil(N / 128), ceil(K / 128)]``, float32 or ``float8_e8m0fnu``.
-        bias: ``[N]``.
+        scale: of blocks of 128 x 128, ``[ceil(N / 128), ceil(K / 128)]``, float32, 16 bits or
+            ``float8_e8m0fnu``.
+        bias: ``[N]``; bfloat16, float16 or float32.
     """
     check_operands(op, None, {"input": x}, autocast=False)
-    if weight.dtype not in FP8.input_dtypes:
-        raise TypeError(f"samebits.{op}: weight: expected float8_e4m3fn or float8_e5m2, got {weight.dtype}")
+    check_fp8(op, "weight", weight, (2,))
     rows, columns = weight.shape
     if x.ndim == 0 or x.shape[-1] != columns:
         raise ValueError(f"samebits.{op}: input: expected shape (..., {columns}), got {shape(x)}")
-    if scale.shape != (blocks(rows), blocks(columns)):
-        raise ValueError(
-            f"samebits.{op}: weight_scale_inv: expected shape {(blocks(rows), blocks(columns))}, a scale for"
-            f" each 128 x 128 of the weight {shape(weight)}, got {shape(scale)}"
-        )
-    for name, t in (("weight", weight), ("weight_scale_inv", scale)):
-        check_device(op, name, t, "input", x)
+    if weight.numel() == 0:
+        raise ValueError(f"samebits.{op}: weight: expected features in FP8, got shape {shape(weight)}")
+    check_device(op, "weight", weight, "input", x)
+    # Checkpoints have scales in 16 bits, too. float32 holds them exactly.
+    wanted = "bfloat16, float16, float32 or float8_e8m0fnu"
+    check_dense(op, "weight_scale_inv", scale, (*SUPPORTED, torch.float8_e8m0fnu), wanted)
+    shapes = [(blocks(rows), blocks(columns))]
+    scale = checked_scale(op, "weight_scale_inv", scale.to(torch.float32), shapes, "input", x)
+    bias = checked_bias(op, bias, (rows,), "input", x)
     key = pack_key(FP8.key, chosen_backend(x.device.type))
-    out: Tensor = _frozen(x, weight, scale.to(torch.float32), bias, key)
+    out: Tensor = _frozen(x, weight, scale, bias, key)
     return out
 
 

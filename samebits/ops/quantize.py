@@ -41,7 +41,7 @@ def quantize(
     """
     check_operands("quantize", None, {"x": x}, autocast=False)
     check_quantized("quantize", dtype)
-    if block not in (SCALE_BLOCK, (SCALE_BLOCK, SCALE_BLOCK)):
+    if isinstance(block, Tensor) or block not in (SCALE_BLOCK, (SCALE_BLOCK, SCALE_BLOCK)):
         raise ValueError(
             f"samebits.quantize: block: expected {SCALE_BLOCK} or {(SCALE_BLOCK, SCALE_BLOCK)}, got {block!r}"
         )

@@ -13,9 +13,12 @@ from samebits.contract import FP8
 from samebits.ops._checks import check_device, shape
 from samebits.ops._scaled import (
     blocks,
+    check_dense,
     check_fp8,
+    check_no_gradients,
+    check_output_dtype,
     check_recipes,
-    check_rest,
+    checked_bias,
     checked_scale,
     padded_blocks,
     scaled_grouped_product,
@@ -89,8 +92,8 @@ def scaled_grouped_mm(
         "BlockWise1x128": [(G, N, blocks(K))],
         "BlockWise128x128": [(G, rows, blocks(N)) for rows in padded_blocks(K)],
     }
-    scale_a = checked_scale(_OP, "scale_a", scale_a, shapes_a[recipes[0]], mat_a)
-    scale_b = checked_scale(_OP, "scale_b", scale_b, shapes_b[recipes[1]], mat_a)
+    scale_a = checked_scale(_OP, "scale_a", scale_a, shapes_a[recipes[0]], "mat_a", mat_a)
+    scale_b = checked_scale(_OP, "scale_b", scale_b, shapes_b[recipes[1]], "mat_a", mat_a)
     if recipes[0] == "RowWise":
         scale_a = scale_a.reshape(*before, 1)
     if recipes[1] == "RowWise":
@@ -98,21 +101,14 @@ def scaled_grouped_mm(
     elif recipes[1] == "BlockWise128x128":
         scale_b = scale_b[:, : blocks(K)].mT
     check_device(_OP, "mat_b", mat_b, "mat_a", mat_a)
-    if not isinstance(offs, Tensor) or offs.dtype != torch.int32 or offs.layout is not torch.strided:
-        got = offs.dtype if isinstance(offs, Tensor) else type(offs).__name__
-        raise TypeError(f"samebits.{_OP}: offs: expected dense int32, got {got}")
+    check_dense(_OP, "offs", offs, (torch.int32,), "torch.int32")
     if offs.shape != (G,):
         raise ValueError(f"samebits.{_OP}: offs: expected shape {(G,)}, got {shape(offs)}")
     check_device(_OP, "offs", offs, "mat_a", mat_a)
-    bias = check_rest(_OP, mat_a, bias, (G, N), output_dtype)
+    check_output_dtype(_OP, output_dtype)
+    bias = checked_bias(_OP, bias, (G, N), "mat_a", mat_a)
     given = {"mat_a": mat_a, "mat_b": mat_b, "scale_a": scale_a, "scale_b": scale_b, "bias": bias}
-    if torch.is_grad_enabled():
-        for name, t in given.items():
-            if t is not None and t.requires_grad:
-                raise ValueError(
-                    f"samebits.{_OP}: {name}: expected a tensor that requires no grad: products of FP8 values"
-                    " have no gradients"
-                )
+    check_no_gradients(_OP, given)
     key = pack_key(FP8.key, chosen_backend(mat_a.device.type))
     operands = mat_a, mat_b.mT, scale_a, scale_b
     out: Tensor = scaled_grouped_product(*operands, offs, bias, output_dtype, key)

@@ -14,8 +14,10 @@ from samebits.ops._checks import check_device, shape
 from samebits.ops._scaled import (
     blocks,
     check_fp8,
+    check_no_gradients,
+    check_output_dtype,
     check_recipes,
-    check_rest,
+    checked_bias,
     checked_scale,
     padded_blocks,
     scaled_product,
@@ -62,7 +64,8 @@ def scaled_mm(
 
     Raises:
         TypeError: a dtype is not one of these.
-        ValueError: shapes or devices do not match, K is 0, or a recipe is not one of these.
+        ValueError: shapes or devices do not match, K is 0, a recipe is not one of these, or a tensor requires
+            a gradient.
         samebits.backends.UnavailableError: the GPU is no Hopper. Other GPUs' FP8 has not been specified.
     """
     check_fp8("scaled_mm", "mat_a", mat_a, (2,))
@@ -80,14 +83,17 @@ def scaled_mm(
         "BlockWise1x128": [(N, blocks(K))],
         "BlockWise128x128": [(rows, blocks(N)) for rows in padded_blocks(K)],
     }
-    scale_a = checked_scale("scaled_mm", "scale_a", scale_a, shapes_a[recipes[0]], mat_a)
-    scale_b = checked_scale("scaled_mm", "scale_b", scale_b, shapes_b[recipes[1]], mat_a)
+    scale_a = checked_scale("scaled_mm", "scale_a", scale_a, shapes_a[recipes[0]], "mat_a", mat_a)
+    scale_b = checked_scale("scaled_mm", "scale_b", scale_b, shapes_b[recipes[1]], "mat_a", mat_a)
     if recipes[1] == "RowWise":
         scale_b = scale_b.reshape(N, 1)
     elif recipes[1] == "BlockWise128x128":
         scale_b = scale_b[: blocks(K)].mT
     check_device("scaled_mm", "mat_b", mat_b, "mat_a", mat_a)
-    bias = check_rest("scaled_mm", mat_a, bias, (N,), output_dtype)
+    check_output_dtype("scaled_mm", output_dtype)
+    bias = checked_bias("scaled_mm", bias, (N,), "mat_a", mat_a)
+    given = {"mat_a": mat_a, "mat_b": mat_b, "scale_a": scale_a, "scale_b": scale_b, "bias": bias}
+    check_no_gradients("scaled_mm", given)
     key = pack_key(FP8.key, chosen_backend(mat_a.device.type))
     out: Tensor = scaled_product(mat_a, mat_b.mT, scale_a, scale_b, bias, output_dtype, key)
     return out

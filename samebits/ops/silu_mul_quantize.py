@@ -9,7 +9,7 @@ from samebits.backends import chosen_backend, pack_key
 from samebits.contract import FP8
 from samebits.ops._checks import check_operands, shape
 from samebits.ops._operator import reshaped
-from samebits.ops._scaled import blocks, check_quantized, silu_mul_quantized
+from samebits.ops._scaled import blocks, check_no_gradients, check_quantized, silu_mul_quantized
 
 _OP = "silu_mul_quantize"
 
@@ -54,12 +54,7 @@ def silu_mul_quantize(
         raise ValueError(
             f"samebits.{_OP}: gate, up: expected [..., K] of one shape, got {shape(gate)} and {shape(up)}"
         )
-    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        name = "gate" if gate.requires_grad else "up"
-        raise ValueError(
-            f"samebits.{_OP}: {name}: expected a tensor that requires no grad (or torch.no_grad()), since FP8"
-            " values have no gradients"
-        )
+    check_no_gradients(_OP, {"gate": gate, "up": up})
     key = pack_key(FP8.key, chosen_backend(gate.device.type))
     rows, k = gate.shape[:-1].numel(), gate.shape[-1]
     values, scale = silu_mul_quantized(gate.reshape(rows, k), up.reshape(rows, k), dtype, key)

@@ -208,8 +208,6 @@ NOT_BY_TRITON: dict[str, Callable[[torch.Tensor], object]] = {
     "embedding": lambda x: F.embedding(torch.tensor([1]), x),
     "attention": lambda x: samebits.attention(*[x[None, :, None]] * 3),
     "attention of PyTorch": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
-    "broadcasting": lambda x: x + x[:, :1],
-    "expand": lambda x: x[:, :1].expand(4, 4),
 }
 
 

@@ -303,7 +303,7 @@ class TestLinear:
         out, grad_x, grad_weight, grad_bias = self.run(layer, x, grad)
         weight, of_weight = samebits.quantize(layer.weight, block=(128, 128))
         for found, given, b, of_b, bias in (
-            (out, x, weight.mT, of_weight.mT, layer.bias),
+            (out, x, weight.mT, of_weight.mT, layer.bias.detach()),
             (grad_x, grad, weight, of_weight, None),
         ):
             a, of_a = samebits.quantize(given.flatten(0, 1))
@@ -411,7 +411,15 @@ def test_scales_may_be_powers_of_two_in_8_bits() -> None:
             ValueError,
             r"scale_b: expected shape \(2, 2\) or \(4, 2\), got \(3, 2\)",
         ),
-        ({"scale_a": torch.ones(3, 2).double()}, TypeError, "scale_a: expected torch.float32"),
+        (
+            {"scale_a": torch.ones(3, 2).double()},
+            TypeError,
+            "scale_a: expected a dense tensor of torch.float32",
+        ),
+        ({"scale_a": torch.ones(3, 2).to_sparse()}, TypeError, "scale_a: .*got layout torch.sparse_coo"),
+        ({"bias": torch.ones(130).to_sparse()}, TypeError, "bias: .*got layout torch.sparse_coo"),
+        ({"scale_b": torch.ones(2, 2).requires_grad_()}, ValueError, "scale_b: .*requires no grad"),
+        ({"bias": torch.ones(130).requires_grad_()}, ValueError, "bias: .* FP8 values have no gradients"),
         ({"mat_a": torch.zeros(3, 200)}, TypeError, "mat_a: expected a dense tensor of torch.float8_e4m3fn"),
         (
             {"mat_b": GIVEN["mat_b"][:5]},
@@ -420,7 +428,7 @@ def test_scales_may_be_powers_of_two_in_8_bits() -> None:
         ),
         ({"mat_b": GIVEN["mat_b"][0]}, ValueError, "mat_b: expected a matrix"),
         ({"bias": torch.ones(3)}, ValueError, r"bias: expected shape \(130,\), got \(3,\)"),
-        ({"bias": torch.ones(130).double()}, TypeError, "bias: expected bfloat16, float16 or float32"),
+        ({"bias": torch.ones(130).double()}, TypeError, "bias: expected a dense tensor of bfloat16"),
         ({"output_dtype": torch.float64}, TypeError, "output_dtype: expected bfloat16, float16 or float32"),
         ({"scale_a": torch.ones(3, 2, device="meta")}, ValueError, "scale_a: expected device cpu like mat_a"),
     ],
@@ -430,12 +438,29 @@ def test_scaled_mm_refuses(change: dict[str, object], error: type[Exception], ma
         samebits.scaled_mm(**(GIVEN | change))
 
 
+def test_scaled_mm_refuses_derivatives_of_transforms() -> None:
+    """PyTorch would take zeros for them."""
+    given = {**GIVEN}
+
+    def product(bias: Tensor) -> Tensor:
+        return samebits.scaled_mm(**given, bias=bias, output_dtype=torch.float32)
+
+    bias = torch.ones(130)
+    with pytest.raises(ValueError, match=r"bias: .* FP8 values have no gradients"):
+        torch.func.grad(lambda bias: product(bias).sum())(bias)
+    with pytest.raises(NotImplementedError, match="bias: expected no forward-mode derivative"):
+        torch.func.jvp(product, (bias,), (bias,))
+    with torch.no_grad():
+        assert_same_bits(product(bias.requires_grad_()), product(bias.detach()))
+
+
 @pytest.mark.parametrize(
     ("x", "more", "error", "match"),
     [
         (torch.ones(2).double(), {}, TypeError, "x: expected bfloat16, float16 or float32"),
         (torch.ones(2), {"dtype": torch.int8}, TypeError, "dtype: expected torch.float8_e4m3fn"),
         (torch.ones(2), {"block": 64}, ValueError, r"block: expected 128 or \(128, 128\), got 64"),
+        (torch.ones(2), {"block": torch.tensor([128, 128])}, ValueError, r"block: expected 128 .*tensor\("),
         (torch.ones(2), {"block": (128, 128)}, ValueError, r"x: expected \[M, K\] or \[G, M, K\] for blocks"),
         (torch.ones(()), {}, ValueError, "x: expected at least 1-D"),
     ],

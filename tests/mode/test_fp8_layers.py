@@ -83,7 +83,7 @@ def layer(n: int, k: int, bias: bool = False, device: str = "cpu") -> tuple[Any,
 def product(x: Tensor, layer: Any, weight: Tensor, scale: Tensor) -> Tensor:
     of_x, scale_x = samebits.quantize(x)
     recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-    bias = getattr(layer, "bias", None)
+    bias = None if getattr(layer, "bias", None) is None else layer.bias.detach()
     return samebits.scaled_mm(
         of_x, weight.T, scale_x, recipes[0], scale.T, recipes[1], bias=bias, output_dtype=x.dtype
     )
@@ -130,11 +130,12 @@ def test_gradients_are_those_of_our_layer_in_fp8(device: str, within: Within) ->
     assert found[1] is None  # frozen, as in transformers
 
 
-def test_scales_may_be_powers_of_two(within: Within) -> None:
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.bfloat16], ids=str)
+def test_scales_may_have_fewer_bits(dtype: torch.dtype, within: Within) -> None:
     made, _ = layer(130, 256)
     scale = made.weight_scale_inv.log2().round().exp2()
     x = values("normal", (3, 256), torch.bfloat16, 3)
-    made.weight_scale_inv = nn.Parameter(scale.to(torch.float8_e8m0fnu), requires_grad=False)
+    made.weight_scale_inv = nn.Parameter(scale.to(dtype), requires_grad=False)
     with within("error"):
         assert_same_bits(made(x), product(x, made, made.weight, scale))
 
@@ -235,15 +236,23 @@ def refused(what: str) -> tuple[dict[str, Any], type[Exception], str]:
         ),
         "per tensor": ({"block_size": None}, ValueError, r"weight_block_size: expected \(128, 128\), got No"),
         "other blocks": ({"block_size": [64, 128]}, ValueError, r"weight_block_size: .*got \[64, 128\]"),
-        "fp4": ({"weight": torch.zeros(8, 64, dtype=torch.int8)}, TypeError, "weight: expected float8_e4m3"),
+        "fp4": ({"weight": torch.zeros(8, 64, dtype=torch.int8)}, TypeError, "weight: .*torch.float8_e4m3fn"),
         "scales": ({"weight_scale_inv": torch.ones(2, 1)}, ValueError, r"weight_scale_inv: .*\(1, 1\).*2, 1"),
+        "scales in float64": ({"weight_scale_inv": torch.ones(1, 1).double()}, TypeError, "scale_inv: .*64"),
+        "bias": ({"bias": torch.zeros(3)}, ValueError, r"bias: expected shape \(8,\), got \(3,\)"),
+        "bias in float64": ({"bias": torch.zeros(8).double()}, TypeError, "bias: .*got torch.float64"),
+        "bias elsewhere": ({"bias": torch.zeros(8, device="meta")}, ValueError, "bias: .*cpu like input"),
         "float64": ({}, TypeError, "input: expected bfloat16, float16 or float32, got torch.float64"),
         "width": ({}, ValueError, r"input: expected shape \(..., 128\), got \(2, 64\)"),
     }[what]
 
 
 @pytest.mark.parametrize(
-    "what", ["static", "per tensor", "other blocks", "fp4", "scales", "float64", "width"]
+    "what",
+    [
+        *("static", "per tensor", "other blocks", "fp4", "scales", "scales in float64"),
+        *("bias", "bias in float64", "bias elsewhere", "float64", "width"),
+    ],
 )
 def test_forms_without_a_contract_are_refused(what: str, within: Within) -> None:
     given, kind, said = refused(what)
@@ -252,8 +261,16 @@ def test_forms_without_a_contract_are_refused(what: str, within: Within) -> None
         value = nn.Parameter(value, requires_grad=False) if isinstance(value, Tensor) else value
         setattr(made, name, value)
     width, dtype = 64 if what == "width" else 128, torch.float64 if what == "float64" else torch.bfloat16
-    with within(), pytest.raises(kind, match=f"samebits.batch_invariant: FP8Linear: {said}"):
+    with within(), pytest.raises(kind, match=f"samebits.batch_invariant: FP8Linear: .*{said}"):
         made(torch.ones(2, width, dtype=dtype))
+
+
+@pytest.mark.parametrize(("rows", "given"), [(300, 3), (3 * 128, 2)])
+def test_groups_that_share_a_scale_or_are_missing_are_refused(rows: int, given: int, within: Within) -> None:
+    made = fp8.FP8GroupedLinear(200, rows, 3, block_size=(128, 128))
+    said = r"weight: expected a multiple of 128 rows" if rows == 300 else r"x: expected shape \(..., 3, K\)"
+    with within(), pytest.raises(ValueError, match=f"FP8GroupedLinear: {said}"):
+        made(torch.ones(5, given, 200, dtype=torch.bfloat16))
 
 
 def test_without_the_mode_layers_do_their_own(within: Within, monkeypatch: pytest.MonkeyPatch) -> None:

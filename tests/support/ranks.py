@@ -1,16 +1,19 @@
 """Checks in several processes that exchange bytes: by gloo on one CPU, or by NCCL, each on a GPU of its own.
 
-``python -m tests.support.ranks MODULE RANKS FOLDER DEVICE`` runs every function ``check_...`` of a module in
-RANKS processes, in turn, and stops at the first failure. All are forked from one process that has imported
-the module, which takes longer than the checks. (It has run no parallel region before and has not used a GPU,
-so a fork is safe.)
+All ranks are forked from one process, ``python -m tests.support.ranks``, which has imported what they need:
+that takes longer than the checks. (It has run no parallel region before and has not used a GPU, so a fork is
+safe.) A line ``MODULE RANKS FOLDER DEVICE`` on its input runs every function ``check_...`` of a module in
+RANKS processes, in turn, up to the first failure. It answers with a line, their exit code.
 """
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import functools
 import importlib
 import os
+import select
 import subprocess
 import sys
 import traceback
@@ -48,14 +51,31 @@ def run(module: str, device: str, ranks: int, folder: Path) -> None:
     """Run a module's checks in `ranks` processes. The error has what each of them raised."""
     if device == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, one for each rank, got {torch.cuda.device_count()}")
-    command = [sys.executable, "-m", "tests.support.ranks", module, str(ranks), str(folder), device]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    errors = "\n".join(f"{file.name}: {file.read_text()}" for file in sorted(folder.glob("rank *")))
-    assert not errors, errors
-    assert done.returncode == 0, done.stdout + done.stderr
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    print(module, ranks, folder, device, file=server.stdin, flush=True)
+    answers, _, _ = select.select([server.stdout], [], [], 600)
+    code = server.stdout.readline().strip() if answers else "none in 600 s"
+    if code != "0":
+        _server.cache_clear()
+        server.kill()
+    said = "\n".join(f"{file.name}: {file.read_text()}" for file in sorted(folder.glob("rank *")))
+    assert code == "0", f"exit code {code or 'none'}\n{said}"
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.support.ranks"]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(server.kill)
+    return server
 
 
 def _rank(module: str, rank: int, ranks: int, folder: Path, kind: str) -> None:
+    output = os.open(folder / f"rank {rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     torch.set_num_threads(1)
     here = importlib.import_module("tests.support.ranks")  # which is not this module, __main__
     if kind == "cuda":
@@ -69,20 +89,33 @@ def _rank(module: str, rank: int, ranks: int, folder: Path, kind: str) -> None:
         try:
             checks[name]()
         except BaseException:
-            (folder / f"rank {rank}, {name}").write_text(traceback.format_exc())
+            print(name, traceback.format_exc(), flush=True)
             os._exit(1)
     dist.barrier()
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    importlib.import_module(sys.argv[1])
-    count = int(sys.argv[2])
+def _forked(module: str, ranks: int, folder: Path, kind: str) -> int:
+    """The first exit code that is not 0. A signal's is below."""
+    importlib.import_module(module)
     children = []
-    for rank in range(count):
+    for rank in range(ranks):
         child = os.fork()
         if child == 0:
-            _rank(sys.argv[1], rank, count, Path(sys.argv[3]), sys.argv[4])
+            try:
+                _rank(module, rank, ranks, folder, kind)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
             os._exit(0)
         children.append(child)
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return next((code for code in codes if code), 0)
+
+
+if __name__ == "__main__":
+    for kernels in ("attention", "logp", "matmul", "rows"):
+        importlib.import_module(f"samebits.backends.reference.{kernels}")
+    for line in sys.stdin:
+        of, count, where, on = line.split()
+        print(_forked(of, int(count), Path(where), on), flush=True)

@@ -43,6 +43,7 @@ from samebits.tools.verify import (
     reductions,
     run,
     scaled,
+    scaled_grouped,
     segments,
 )
 from samebits.tools.verify.case import LAYOUTS
@@ -50,6 +51,7 @@ from samebits.tools.verify.operands import make_inputs, make_room, unfilled
 from tests.support.threads import in_threads
 from tests.tools.test_verify_grouped import GroupedStandIn
 from tests.tools.test_verify_scaled import by_reference as scaled_by_reference
+from tests.tools.test_verify_scaled import groups_by_reference as scaled_groups_by_reference
 from tests.tools.test_verify_segments import SegmentedStandIn
 
 CPU = torch.device("cpu")
@@ -422,7 +424,7 @@ def test_a_run_from_end_to_end(
     kernel = StandIn(product)
     gpu = devices.DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20)
     public: list[tuple[str, str | None]] = []
-    for module in (products, reductions, attention, exp2, grouped, segments, scaled):
+    for module in (products, reductions, attention, exp2, grouped, segments, scaled, scaled_grouped):
         monkeypatch.setattr(module, "finish", lambda doing: None)
     for name in PUBLIC:
         note = lambda *of, name=name: public.append((name, backends._choice.backend))  # noqa: E731
@@ -453,10 +455,14 @@ def test_a_run_from_end_to_end(
     by_reference = lambda case, *of: [("segments", None, partial(SegmentedStandIn, case, False))]  # noqa: E731
     monkeypatch.setattr(segments, "ways", by_reference)
     monkeypatch.setattr(segments, "loads", lambda *of: ())
-    in_fp8 = scaled.scaled_cases(True)[:2]
+    in_fp8, groups_in_fp8 = scaled.scaled_cases(True)[:2], scaled_grouped.scaled_grouped_cases(True)[:2]
     monkeypatch.setattr(scaled, "scaled_cases", lambda thorough: in_fp8)
+    monkeypatch.setattr(scaled_grouped, "scaled_grouped_cases", lambda thorough: groups_in_fp8)
     monkeypatch.setattr(scaled, "launches", scaled_by_reference)
-    monkeypatch.setattr(scaled, "loads", lambda *of: ())
+    monkeypatch.setattr(scaled_grouped, "launches", scaled_groups_by_reference)
+    monkeypatch.setattr(scaled, "KINDS", ("special",))
+    for module in (scaled, scaled_grouped):
+        monkeypatch.setattr(module, "loads", lambda *of: ())
     monkeypatch.setattr(plan, "on_cuda", lambda fused: on._replace(name="cuda ", rows=rows))
     monkeypatch.setattr(plan, "on_triton", lambda *of: on._replace(name="triton ", rows=rows))
     done: list[float] = []
@@ -468,7 +474,7 @@ def test_a_run_from_end_to_end(
     reduced = {f"{name or 'cuda'} sum" for name in verified}
     attended = (
         {"attention", "ex2.approx.ftz.f32", "exp2 by polynomial", "grouped", "segments"}
-        | {"scaled_sm90", "quantize"}
+        | {"scaled_sm90", "scaled_grouped_sm90", "quantize", "silu_mul_quantize"}
         if None in verified
         else set()
     )

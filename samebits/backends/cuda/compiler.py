@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samebits.backends import UnavailableError, cache
+from samebits.remedies import see
 
 __all__ = [
     "ARCHITECTURES",
@@ -36,7 +37,7 @@ INCLUDE = KERNELS / "include"
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """Every architecture that continuous integration compiles for. Tensor-core kernels start at the second."""
 
-INSTALL = "install the extra cuda: pip install '.[cuda]' in a clone of samebits"
+INSTALL = "install the extra cuda: pip install '.[cuda]' in a clone of samebits" + see("no-compiler")
 
 # Each of these options would change results. There is no contraction: kernels call fused multiply-adds.
 _FLOAT_OPTIONS = {"fma": False, "ftz": False, "prec_div": True, "prec_sqrt": True}

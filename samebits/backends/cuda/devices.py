@@ -11,6 +11,7 @@ import torch
 
 from samebits.backends import UnavailableError
 from samebits.backends.cuda.compiler import CompileError, nvrtc_version, require_compiler
+from samebits.remedies import see
 
 __all__ = ["OLDEST", "DeviceInfo", "Status", "describe", "device_info", "require", "status"]
 
@@ -121,12 +122,13 @@ def _installed(distribution: str) -> str | None:
 def _require_gpu() -> None:
     if torch.version.cuda is None:
         raise UnavailableError(
-            f"this PyTorch ({torch.__version__}) is built without CUDA — install a CUDA build: https://pytorch.org"
+            f"this PyTorch ({torch.__version__}) is built without CUDA — install PyTorch's CUDA build"
+            + see("no-gpu")
         )
     if not torch.cuda.is_available():
         raise UnavailableError(
             "PyTorch finds no NVIDIA GPU or no driver — check that nvidia-smi lists a GPU, and that "
-            "CUDA_VISIBLE_DEVICES does not hide it"
+            "CUDA_VISIBLE_DEVICES does not hide it" + see("no-gpu")
         )
 
 
@@ -134,7 +136,7 @@ def _require_capability(info: DeviceInfo, oldest: tuple[int, int], who: str) -> 
     if info.capability < oldest:
         raise UnavailableError(
             f"{info.name} is {_sm(info.capability)}; samebits' {who} {_sm(oldest)} or newer — "
-            "use another GPU, or CPU tensors"
+            "use another GPU, or CPU tensors" + see("unsupported-gpus")
         )
 
 

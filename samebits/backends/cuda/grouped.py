@@ -14,6 +14,7 @@ from samebits.backends.cuda import compiler, runtime, shapes, tuned
 from samebits.backends.cuda.matmul import check_contract
 from samebits.backends.cuda.products.grouped import GROUPED_FMA, GROUPED_TENSOR_CORE, GroupedCudaPlan, nothing
 from samebits.backends.cuda.products.grouped_sm90 import GROUPED_SM90
+from samebits.backends.cuda.products.grouped_terms_sm90 import GROUPED_TERMS_SM90
 from samebits.backends.cuda.products.segmented import Partials, part_of, tree_launch
 from samebits.backends.cuda.shapes import GroupedShape
 from samebits.backends.grouped import GroupedKernel, GroupedOperands, GroupedProduct
@@ -21,13 +22,20 @@ from samebits.backends.product import Matrix
 from samebits.backends.segments import check_terms
 from samebits.contract import contract_from_key
 
-GROUPED: tuple[GroupedKernel[Any], ...] = (GROUPED_TENSOR_CORE, GROUPED_FMA, GROUPED_SM90)
+GROUPED: tuple[GroupedKernel[Any], ...] = (
+    GROUPED_TENSOR_CORE,
+    GROUPED_FMA,
+    GROUPED_SM90,
+    GROUPED_TERMS_SM90,
+)
 """All kernels of grouped products. The first of each step is universal: it supports every product."""
 
 
 def fastest(p: GroupedProduct) -> Any:
     """The kernel that should be fastest. This is the one place where they are chosen."""
-    return [kernel for kernel in GROUPED if kernel.step == p.step and kernel.supports(p)][-1]
+    if GROUPED_TERMS_SM90.pays(p):
+        return GROUPED_TERMS_SM90
+    return [kernel for kernel in GROUPED[:-1] if kernel.step == p.step and kernel.supports(p)][-1]
 
 
 def chosen(p: GroupedProduct) -> tuple[Any, Any]:

@@ -14,7 +14,8 @@ from samebits.backends.cuda import devices, runtime, shapes, tuned
 from samebits.backends.cuda.products import segmented_sm90
 from samebits.backends.cuda.products.fma import FMA
 from samebits.backends.cuda.products.fma_sm90 import FMA_SM90
-from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan, ScratchPlan
+from samebits.backends.cuda.products.padded_sm90 import PADDED_SM90
+from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan
 from samebits.backends.cuda.products.segmented import segmented_plan, tree_launch
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
@@ -23,6 +24,7 @@ from samebits.backends.cuda.shapes import ProductShape
 from samebits.backends.product import LARGEST, Matrix, Operands, Product
 from samebits.backends.segments import check_terms, refuse_start
 from samebits.contract import FAMILIES, MmaModel, contract_from_key
+from samebits.remedies import see
 
 
 @functools.cache
@@ -35,7 +37,7 @@ def family(device: int) -> MmaModel:
         raise UnavailableError(
             f"samebits: it is not known which bits the tensor cores of {info.name} (sm_{major}{minor}) give;"
             f" known are {', '.join(f'sm_{a}{b}' for a, b in FAMILIES)};"
-            " contract=samebits.FMA works on it, and CPU tensors follow any family"
+            " contract=samebits.FMA works on it, and CPU tensors follow any family" + see("unsupported-gpus")
         )
     return found
 
@@ -49,7 +51,7 @@ def check_contract(contract: str, device: int) -> None:
     if wanted.mma not in (None, found):
         raise ValueError(
             f"samebits: contract {wanted}: expected the family of {devices.device_info(device).name},"
-            f" {found.name}; CPU tensors follow any family"
+            f" {found.name}; CPU tensors follow any family" + see("contracts")
         )
 
 
@@ -181,11 +183,13 @@ def _launch(planned: _Planned) -> None:
 
 
 def _later(planned: _Planned) -> Step:
-    plan, addresses, _ = planned
-    plan.encode(*addresses[:3])
-    if isinstance(plan, ScratchPlan):
-        return partial(plan.launch_in, plan.room(), *addresses[:4])
-    return partial(_launch, planned)
+    plan, addresses, cu_seqlens = planned
+    launch = plan.later(*addresses)
+    return launch if cu_seqlens is None else partial(_launch_holding, launch, cu_seqlens)
+
+
+def _launch_holding(launch: Step, cu_seqlens: Tensor) -> None:
+    launch()
 
 
 # Plans of earlier products, by everything that decides them. So checks and choices are made only once.
@@ -264,7 +268,15 @@ def _plan_of(p: Product) -> CudaPlan:
     return kernel.plan(p, schedule)
 
 
-PRODUCTS: tuple[CudaKernel[Any], ...] = (TENSOR_CORE, FMA, TENSOR_CORE_SM90, FMA_SM90, TINY, TINY_FMA)
+PRODUCTS: tuple[CudaKernel[Any], ...] = (
+    TENSOR_CORE,
+    FMA,
+    TENSOR_CORE_SM90,
+    PADDED_SM90,
+    FMA_SM90,
+    TINY,
+    TINY_FMA,
+)
 """All product kernels. The first of each step is universal: it supports every product. Others are compared
 with it."""
 
@@ -292,9 +304,11 @@ def ways(p: Product, name: str = "") -> list[tuple[CudaKernel[Any], Any]]:
 
 
 def rivals(p: Product) -> list[CudaKernel[Any]]:
-    """The kernels that could be fastest: one, or the two for float32, whose costs can be compared."""
+    """The kernels that could be fastest: one, or two whose costs can be compared."""
     first = fastest(p)
-    return [FMA_SM90, FMA] if first in (FMA_SM90, FMA) and FMA_SM90.supports(p) else [first]
+    pairs: tuple[tuple[CudaKernel[Any], CudaKernel[Any]], ...]
+    pairs = (FMA_SM90, FMA), (PADDED_SM90, TENSOR_CORE)
+    return next(([*pair] for pair in pairs if first in pair and pair[0].supports(p)), [first])
 
 
 def fastest(p: Product) -> CudaKernel[Any]:
@@ -303,7 +317,7 @@ def fastest(p: Product) -> CudaKernel[Any]:
         if kernel.supports(p):
             return kernel
     if p.step == "mma":
-        return TENSOR_CORE
+        return PADDED_SM90 if PADDED_SM90.pays(p) else TENSOR_CORE
     if FMA_SM90.supports(p) and FMA_SM90.cost(p, FMA_SM90.choose(p)) < FMA.cost(p, FMA.choose(p)):
         return FMA_SM90
     return FMA

@@ -25,6 +25,7 @@ from samebits.backends.cuda import compiler, devices, driver
 from samebits.backends.cuda.compiler import KernelSpec
 from samebits.backends.cuda.devices import require
 from samebits.backends.modes import sees_calls
+from samebits.remedies import see
 
 __all__ = ["Kernel", "before_loading", "empty", "load", "require", "zeros"]
 
@@ -204,6 +205,7 @@ def _load(spec: KernelSpec, device: int) -> Kernel:
             raise RuntimeError(
                 f"{spec.source} is not loaded on cuda:{device}, and no kernel may be while a CUDA graph is "
                 "captured: call samebits.prepare(...) first, or run the operation once before the capture"
+                + see("cuda-graphs")
             )
     _allow_replays()
     if spec.smem > info.max_smem:
@@ -222,6 +224,7 @@ def _load(spec: KernelSpec, device: int) -> Kernel:
             raise UnavailableError(
                 f"the driver rejects {spec.source} for {info.arch}, NVRTC {compiler.nvrtc_version()}: {error}"
                 " — update the driver, or install the nvidia-cuda-nvrtc of the driver's own CUDA version"
+                + see("no-compiler")
             ) from error
         library = driver.library()
         handle, function, ordinal = ctypes.c_void_p(int(kernel.handle)), ctypes.c_void_p(), ctypes.c_int()

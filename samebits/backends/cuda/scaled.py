@@ -11,6 +11,7 @@ from samebits.backends.cuda.products import scaled_grouped_sm90, scaled_sm90
 from samebits.backends.cuda.products.scaled_grouped_sm90 import ScaledGrouped
 from samebits.backends.cuda.products.scaled_sm90 import Scaled, ScaledSchedule
 from samebits.backends.cuda.products.schedule_sm90 import round_up
+from samebits.remedies import see
 
 __all__ = ["scaled_grouped_mm", "scaled_mm"]
 
@@ -116,7 +117,7 @@ def _hopper(a: Tensor) -> int:
     if info.capability != (9, 0):
         raise UnavailableError(
             f"samebits: FP8 products on {info.name}: expected a GPU of compute capability 9.0 (Hopper), whose"
-            f" FP8 arithmetic is specified; got {info.capability[0]}.{info.capability[1]}"
+            f" FP8 arithmetic is specified; got {info.capability[0]}.{info.capability[1]}" + see("fp8")
         )
     return device
 

@@ -155,14 +155,15 @@ _SOURCES = {
     "grouped_fma": "fma.cu",
 }
 """Sources that do not have their kernel's name."""
+_MORE_SOURCES = {"fma_sm90": ("fma_few_sm90.cu",), "padded_sm90": ("tensor_core_sm90.cu",)}
+"""Sources of what else runs under a kernel's name."""
 
 
 @functools.cache
 def version(kernel: str) -> str:
     """A hash of a kernel's sources; empty if there is no such kernel."""
     names = [compiler.KERNELS / _SOURCES.get(kernel, f"{kernel}.cu")]
-    if kernel == "fma_sm90":  # two kernels under one name
-        names.append(compiler.KERNELS / "fma_few_sm90.cu")
+    names += [compiler.KERNELS / source for source in _MORE_SOURCES.get(kernel, ())]
     if not re.fullmatch(r"\w+", kernel) or not all(path.is_file() for path in names):
         return ""
     digest, seen = hashlib.sha256(), set()

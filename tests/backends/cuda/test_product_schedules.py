@@ -604,8 +604,11 @@ def test_layouts_of_lines(x: Matrix, expected: tuple[bool, int]) -> None:
         (product(64, 64, 64, batch=9, step="fma"), "tiny"),
         (product(65, 64, 64, batch=9), "tensor_core_sm90"),
         (product(1, 4096, 4096), "tensor_core_sm90"),
-        (product(1, 4096, 4096, a=strided((1, 4096), (4096, 1), offset=1)), "tensor_core"),
+        (product(1, 4096, 4096, a=strided((1, 4096), (4096, 1), offset=1)), "padded_sm90"),
         (product(8, 4096, 41, a=strided((8, 41), (41, 1))), "tensor_core"),
+        (product(16, 4096, 4095, a=strided((16, 4095), (4095, 1))), "padded_sm90"),
+        (product(4096, 4096, 4096, a=strided((4096, 4096), (4097, 1), offset=1)), "padded_sm90"),
+        (product(256, 4096, 4096, a=strided((256, 4096), (8192, 2))), "padded_sm90"),
         (product(2048, 4096, 4096, step="fma"), "fma_sm90"),
         (product(8, 64, 41, step="fma", a=strided((8, 41), (41, 1), F32)), "fma"),
         (product(64, 64, 4096, step="fma", cu_seqlens=strided((5,), (1,), torch.int32)), "fma"),
@@ -616,7 +619,8 @@ def test_which_kernel_runs_a_product(p: Product, name: str, on: Any) -> None:
     on(H200)
     assert fastest(p).name == name
     on(L40S)
-    assert fastest(p).name in {"tiny": "tiny"}.get(name, name.removesuffix("_sm90"))
+    elsewhere = {"tiny": "tiny", "padded_sm90": "tensor_core"}
+    assert fastest(p).name == elsewhere.get(name, name.removesuffix("_sm90"))
 
 
 @pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda kernel: f"{kernel.name}-{kernel.step}")
@@ -631,7 +635,7 @@ def test_a_choice_is_among_its_candidates(kernel: ProductKernel[Any], on: Any) -
                 assert kernel.choose(p) in found, p
                 assert len({*found}) == len(found), p
                 supported += 1
-    assert supported > 10
+    assert supported > 5
 
 
 def test_every_product_has_a_kernel(on: Any) -> None:

@@ -159,7 +159,7 @@ def test_a_version_is_that_of_all_sources(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(compiler, "KERNELS", tmp_path)
     monkeypatch.setattr(compiler, "INCLUDE", include)
     changed = {name for name, was in before.items() if tuned.version.__wrapped__(name) != was}
-    assert changed == {"tensor_core_sm90"}
+    assert changed == {"tensor_core_sm90", "padded_sm90"}
 
 
 def test_a_table_decides_on_a_plan_and_is_forgotten(tmp_path: Path, gpu: FakeGpu) -> None:

@@ -20,7 +20,6 @@ from samebits.backends.cuda.products.plan import (
     writes_vectors,
 )
 from samebits.backends.cuda.products.tensor_core import TensorCoreSchedule
-from samebits.backends.cuda.tensor_maps import Maps
 from samebits.backends.grouped import GroupedKernel, GroupedOperands, GroupedProduct, refuse_large
 
 __all__ = ["GROUPED_FMA", "GROUPED_TENSOR_CORE", "Balanced", "GroupedCudaPlan", "balanced"]
@@ -34,7 +33,7 @@ class GroupedCudaPlan:
 
     __slots__ = ("_maps", "launch")
 
-    def __init__(self, launch: GroupedLaunch, *maps: Maps | None) -> None:
+    def __init__(self, launch: GroupedLaunch, *maps: dict[int, Any] | None) -> None:
         """`maps`: the tensor maps of a, b and out that the launch takes, by address."""
         self.launch, self._maps = launch, maps
 

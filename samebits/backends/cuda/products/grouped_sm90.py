@@ -21,9 +21,11 @@ from samebits.backends.product import need
 __all__ = [
     "GROUPED_SM90",
     "MOST_GROUPS",
+    "balanced",
     "chosen",
     "estimate",
     "for_sequences",
+    "output_strides",
     "spec",
     "variant",
     "with_table",
@@ -39,7 +41,7 @@ def _sides(p: GroupedProduct) -> tuple[Side, Side]:
     return Side.of(p.a, -2, -1), Side.of(p.b, -1, -2)
 
 
-def _balanced(p: GroupedProduct) -> Gemm:
+def balanced(p: GroupedProduct) -> Gemm:
     """The batch of products that it would be if all its groups had as many rows."""
     a, b = _sides(p)
     parts = max(1, min(p.groups, p.rows))
@@ -102,7 +104,7 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
 
     def candidates(self, p: GroupedProduct) -> Sequence[Sm90Schedule]:
         """The choice, and others of the kinds in the catalogue."""
-        g, sms = _balanced(p), devices.device_info(p.device).sm_count
+        g, sms = balanced(p), devices.device_info(p.device).sm_count
         many = schedule_sm90.candidates(replace(g, m=max(g.m, 129)), sms)
         found = [replace(s, ahead=0) for s in many if not s.swap]
         if not p.of_terms and g.m <= 64:
@@ -116,12 +118,12 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
         return {_kind(s) for s in self.catalogue}
 
     def cost(self, p: GroupedProduct, s: Sm90Schedule) -> float:
-        g, sms = _balanced(p), devices.device_info(p.device).sm_count
+        g, sms = balanced(p), devices.device_info(p.device).sm_count
         of_tiles = schedule_sm90.estimate if s.swap or p.of_terms else estimate
         return of_tiles(s, g if s.swap else replace(g, m=max(g.m, 129)), sms)
 
     def choose(self, p: GroupedProduct) -> Sm90Schedule:
-        g = _balanced(p)
+        g = balanced(p)
         found = chosen(g, devices.device_info(p.device).sm_count, p.of_terms)
         return for_sequences(found, g) if p.runs else found
 
@@ -137,7 +139,7 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
         how, matrices = (v.folded and s.block_k > 64, s.l2_promotion), 1 if p.of_terms else p.groups
         a_maps = operand_maps(v.dtype, a, 1, v.a_mn, a_block, s.block_k, a_sharers, *how)
         b_maps = operand_maps(v.dtype, b, matrices, v.b_mn, b_block, s.block_k, b_sharers, *how)
-        row_stride, batch_stride = _output_strides(p)
+        row_stride, batch_stride = output_strides(p)
         out_maps = None
         if v.aligned and v.out_dtype != torch.float32 and s.panel:
             sizes, strides = (p.n, p.m, p.groups if p.of_terms else 1), (row_stride * 2, batch_stride * 2)
@@ -199,7 +201,7 @@ def with_table(s: Sm90Schedule, v: Sm90Variant, groups: int) -> Sm90Schedule:
     return replace(s, stages=min(s.stages, longest.stages))
 
 
-def _output_strides(p: GroupedProduct) -> tuple[int, int]:
+def output_strides(p: GroupedProduct) -> tuple[int, int]:
     """Strides of rows and of matrices of the output. Groups of rows have one matrix."""
     row = p.out.strides[-2] if p.m > 1 else -(-p.n // 8) * 8
     return row, p.out.strides[0] if p.of_terms and p.groups > 1 else -(-row * p.m // 8) * 8
@@ -208,7 +210,7 @@ def _output_strides(p: GroupedProduct) -> tuple[int, int]:
 def variant(p: GroupedProduct) -> Sm90Variant:
     """The variant that `p` needs."""
     step = 2 if p.out.dtype == torch.float32 else 8
-    aligned = p.out.misalignment % 8 == 0 and all(stride % step == 0 for stride in _output_strides(p))
+    aligned = p.out.misalignment % 8 == 0 and all(stride % step == 0 for stride in output_strides(p))
     if step == 8:  # the copy engine writes multiples of 16 bytes, also past the end of a row
         aligned = aligned and p.out.misalignment == 0 and p.n % 8 == 0
     a, b = _sides(p)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -46,6 +47,11 @@ class CudaPlan:
             if maps is not None:
                 maps[address]
 
+    def later(self, *addresses: int) -> Callable[[], None]:
+        """A launch on these addresses. Whatever it can fail for want of is there already."""
+        self.encode(*addresses[:3])
+        return partial(self.launch, *addresses)
+
     def run(self, x: Operands) -> None:
         """Run on these operands."""
         bias, cu_seqlens, start = (0 if t is None else t.data_ptr() for t in (x.bias, x.cu_seqlens, x.start))
@@ -61,23 +67,30 @@ class ScratchPlan(CudaPlan):
         self,
         device: int,
         floats: int,
-        launch: Callable[[int, int, int, int, int], None],
+        launch: Callable[[int, int, int, int, int, int, int], None],
         *maps: Maps | None,
     ) -> None:
-        """`launch`: on the addresses of `floats` floats, a, b, out and bias. `maps`: as of a plan."""
+        """`launch`: on the address of `floats` floats, and then as a plan's. `maps`: as of a plan."""
         super().__init__(self._launch_now, *maps)
         self._device, self._floats, self._launch = device, floats, launch
 
-    def room(self) -> torch.Tensor | None:
-        """The memory for a launch, if it needs any."""
+    def encode_in(self, room: int, *addresses: int) -> None:
+        """:meth:`encode` for launches with memory at `room`."""
+        self.encode(*addresses)
+
+    def later(self, *addresses: int) -> Callable[[], None]:
+        room = self._room()
+        self.encode_in(0 if room is None else room.data_ptr(), *addresses[:3])
+        return partial(self._launch_in, room, *addresses)
+
+    def _room(self) -> torch.Tensor | None:
         return runtime.empty((self._floats,), torch.float32, self._device) if self._floats else None
 
-    def launch_in(self, room: torch.Tensor | None, a: int, b: int, out: int, bias: int) -> None:
-        """Launch on these addresses, with memory that nothing else uses until the launch has run."""
-        self._launch(0 if room is None else room.data_ptr(), a, b, out, bias)
+    def _launch_in(self, room: torch.Tensor | None, *addresses: int) -> None:
+        self._launch(0 if room is None else room.data_ptr(), *addresses)
 
     def _launch_now(self, a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
-        self.launch_in(self.room(), a, b, out, bias)
+        self._launch_in(self._room(), a, b, out, bias, cu_seqlens, start)
 
 
 S = TypeVar("S")

@@ -18,7 +18,7 @@ __all__ = ["SCHEDULES", "ScaledGrouped", "choose", "plan", "schedules", "spec"]
 
 _PARAMS = "128s128s128sPPPqq8iPP2iqPPqqqqq"
 
-_FEW = [schedule(64, n, 2, swap=True) for n in (8, 16, 32, 64)]
+_FEW = [schedule(64, n, 2, swap=True) for n in (8, 16, 32)]
 _SOME = [schedule(64, 128, 1), schedule(64, 64, 2)]
 _MANY = [schedule(128, 128, chains) for chains in (1, 2)]
 

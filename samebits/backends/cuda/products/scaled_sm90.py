@@ -41,8 +41,8 @@ class ScaledSchedule:
 
     Attributes:
         tile: as of a product of 16-bit elements that are pairs of FP8: its block of k is 64.
-        chains: chains of a warpgroup that are multiplied or added at a time. With 2, one is added while the
-            tensor cores multiply the other.
+        chains: chains of a warpgroup that are multiplied or added at a time. With several, one is added while
+            the tensor cores multiply the others.
     """
 
     tile: Sm90Schedule
@@ -57,7 +57,7 @@ def schedule(block_m: int, block_n: int, chains: int, *, swap: bool = False, **m
     return ScaledSchedule(replace(filled, stages=min(filled.stages, 24)), chains)
 
 
-_FEW = [schedule(64, n, 2, swap=True) for n in (8, 16)]
+_FEW = [schedule(64, n, 8, swap=True) for n in (8, 16)]
 _SOME = [schedule(64, 64, 2), schedule(128, 64, 2, group=8)]
 _MANY = [schedule(128, 128, chains, group=8) for chains in (1, 2)]
 

@@ -104,7 +104,7 @@ def segmented_plan(p: Product, segments: int, plan_of: Callable[[Product], CudaP
         turns = segments
     inner = plan_of(replace(p, a=a, b=b, out=out, bias=None))
 
-    def launch(room: int, a: int, b: int, out: int, bias: int) -> None:
+    def launch(room: int, a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
         for s in range(turns):
             inner.launch(a + s * steps[0], b + s * steps[1], room + s * at.segment * 4, 0, 0, 0)
         tree(room, out, bias, 0)
@@ -121,7 +121,7 @@ class _InTurns(ScratchPlan):
         self,
         device: int,
         floats: int,
-        launch: Callable[[int, int, int, int, int], None],
+        launch: Callable[[int, int, int, int, int, int, int], None],
         inner: CudaPlan,
         steps: list[tuple[int, int]],
     ) -> None:

@@ -175,7 +175,7 @@ def plan(p: Product, segments: int, s: Sm90Schedule | None = None) -> ScratchPla
     kernel = runtime.load(segmented_spec(v, s, segments), p.device)
     swap = s.swap
 
-    def launch(room: int, a: int, b: int, out: int, bias: int) -> None:
+    def launch(room: int, a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
         tall, wide = a_maps[a], b_maps[b]
         if swap:  # the kernel's A is on the tall side of its tiles
             tall, wide = wide, tall

@@ -13,6 +13,9 @@ static_assert(PANEL == 0 || (ALIGNED && OUTPUT != F32), "panels are of 16-bit el
 
 struct Params {
     TensorMap a, b, out_map;
+#ifdef STEP_MAPS
+    TensorMap a_stage, b_stage;  // a and b are maps of a k16 step of a stage, these of a whole stage
+#endif
     void* out;
     const void* bias;
     const void* bounds;            // of the sequences, one more than there are of them

@@ -4,7 +4,7 @@
 //
 // Warps, barriers and the ring are those of the main loop: pipeline_sm90.cuh. It counts k in elements of 16
 // bits, so to it a pair of FP8 elements is one element. Consumers promote a chain while the tensor cores are
-// busy with the next: that of the other warpgroup, or with CHAINS == 2 their own.
+// busy with the next: that of the other warpgroup, or with CHAINS >= 2 their own.
 //
 //   CHAINS == 1   tensor cores     |0: block 0|1: block 0|0: block 1|1: block 1|
 //                 warpgroup 0                 |promote   |          |promote
@@ -12,10 +12,13 @@
 //   CHAINS == 2   tensor cores     |block 0|block 1|block 2|block 3|
 //                 each warpgroup           |promote|promote|promote|
 //
+// A chain's steps wait for each other. Where tiles are narrow, that is longer than they take: so several chains
+// are in flight.
+//
 // Macros: those of tensor_core_sm90.cu, with BLOCK_K 64, A_MN, B_MN, FOLDED, RAGGED and ACCUMULATE 0, and
 //   A_E5M2, B_E5M2       1: the operand is of e5m2; 0: of e4m3
 //   A_ROWS, B_ROWS       1: every row of A (column of B) has scales of its own; 0: 128 of them share theirs
-//   CHAINS               chains of a warpgroup that are in flight or being promoted: 1 or 2
+//   CHAINS               chains of a warpgroup that are in flight or being promoted
 //   SCALED               for output_sm90.cuh: there are parameters for scales
 #pragma once
 
@@ -146,6 +149,61 @@ struct Blocks {
     }
 };
 
+// All chains of a tile, `count` of them in flight or being promoted.
+template <int count>
+struct Chains {
+    Accumulators chains[count];
+    Scales scales[count];
+
+    static __device__ __forceinline__ void run(Blocks& blocks, Accumulators& acc, u32 k_blocks) {
+        Chains at;
+        if (k_blocks < count) {
+            for (u32 block = 0; block < k_blocks; ++block) at.alone(blocks, acc);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < count - 1; ++i) blocks.begin(at.chains[i], at.scales[i]);
+        u32 left = k_blocks - (count - 1);  // blocks that have not begun
+        for (; left >= count; left -= count) at.some<count>(blocks, acc);
+        at.last<0>(blocks, acc, left);
+    }
+
+    __device__ __forceinline__ void alone(Blocks& blocks, Accumulators& acc) {
+        blocks.begin(chains[0], scales[0]);
+        blocks.end<0>(acc, chains[0], scales[0]);
+    }
+
+    // Begins `more` chains, and ends as many.
+    template <int more>
+    __device__ __forceinline__ void some(Blocks& blocks, Accumulators& acc) {
+#pragma unroll
+        for (int i = 0; i < more; ++i) {
+            const int next = (i + count - 1) % count;
+            blocks.begin(chains[next], scales[next]);
+            blocks.end<count - 1>(acc, chains[i], scales[i]);
+        }
+    }
+
+    // Begins the chains that are left, fewer than `count`, and ends all.
+    template <int more>
+    __device__ __forceinline__ void last(Blocks& blocks, Accumulators& acc, u32 left) {
+        if constexpr (more + 1 < count) {
+            if (left != more) return last<more + 1>(blocks, acc, left);
+        }
+        some<more>(blocks, acc);
+        finish<more, count - 2>(blocks, acc);
+    }
+
+    // Ends the chains in flight, of which the oldest is at `first`, and `pending` are younger.
+    template <int first, int pending>
+    __device__ __forceinline__ void finish(Blocks& blocks, Accumulators& acc) {
+        if constexpr (pending >= 0) {
+            blocks.end<pending>(acc, chains[first % count], scales[first % count]);
+            finish<first + 1, pending - 1>(blocks, acc);
+        }
+    }
+};
+
 struct ScaledConsumer {
     template <typename Epilogue, typename Scheduler>
     static __device__ __forceinline__ void run(const SharedStorage& shared, const Params& p,
@@ -159,32 +217,7 @@ struct ScaledConsumer {
             Accumulators acc;
             clear(acc);
             Blocks blocks{shared, p, tile, member, thread, ring, {p, tile, thread}, ring.stage};
-#if CHAINS == 1
-            for (u32 block = 0; block < k_blocks; ++block) {
-                Accumulators chain;
-                Scales scales;
-                blocks.begin(chain, scales);
-                blocks.end<0>(acc, chain, scales);
-            }
-#else
-            Accumulators even, odd;
-            Scales even_scales, odd_scales;
-            blocks.begin(even, even_scales);
-            u32 left = k_blocks - 1;  // blocks that have not begun
-            for (; left >= 2; left -= 2) {
-                blocks.begin(odd, odd_scales);
-                blocks.end<1>(acc, even, even_scales);
-                blocks.begin(even, even_scales);
-                blocks.end<1>(acc, odd, odd_scales);
-            }
-            if (left > 0) {
-                blocks.begin(odd, odd_scales);
-                blocks.end<1>(acc, even, even_scales);
-                blocks.end<0>(acc, odd, odd_scales);
-            } else {
-                blocks.end<0>(acc, even, even_scales);
-            }
-#endif
+            Chains<CHAINS>::run(blocks, acc, k_blocks);
             epilogue.apply(acc, shared.epilogue + member * Epilogue::smem_bytes, p, tile, member, thread);
         }
         epilogue.drain(thread);
