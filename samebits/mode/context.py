@@ -25,11 +25,11 @@ def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManage
     It covers products (``mm``, ``bmm``, ``matmul``, ``@``, ``addmm``, ``baddbmm``, ``mv``, ``dot``,
     ``einsum``, ``F.linear``), ``softmax``, ``log_softmax``, ``F.cross_entropy``, ``F.layer_norm``,
     ``F.rms_norm``, ``sum``, ``mean``, ``F.embedding`` and ``F.scaled_dot_product_attention``. It also covers
-    broadcasting in sums and products, because of its gradient. ``docs/mode.md`` has the whole list, and the
-    arguments that are covered. A covered call also has this library's gradient, wherever the backward runs.
+    the gradients of what is broadcast. ``docs/mode.md`` has the whole list, and the arguments that are
+    covered. A covered call also has this library's gradient, wherever the backward runs.
 
-    The context acts on calls from Python in this thread, in functions and modules of any kind. Nothing
-    changes for other threads, or afterwards. Contexts may be nested; the innermost ``on_uncovered`` counts.
+    The context acts on operators that this thread calls, from Python or from C++. What is not covered costs
+    nothing. No bits change for other threads, or afterwards. Contexts may be nested; the innermost ``on_uncovered`` counts.
     Do not ``await`` or ``yield`` inside, and do not decorate a function that does. Activation checkpointing
     runs the forward again in the backward, so enter the context around the backward too. Under
     ``torch.compile``, what is traced inside the context is covered. "Limits" in ``README.md`` says what may

@@ -168,8 +168,8 @@ REPLACED = (
     ),
     Row(
         {"expand": overrides.expand_, "expand_as": overrides.expand_as},
-        "themselves; what was broadcast gets a gradient in token order, in +, −, ·, / as well",
-        "other functions that broadcast (`where`, `maximum`, …): their gradients are summed by PyTorch",
+        "themselves; what was broadcast gets a gradient in token order, in all functions that broadcast",
+        "in a context that a compiled function enters by itself: other functions than these and +, −, ·, /",
     ),
     Row(
         {"conv1d": windows.conv1d, "conv2d": windows.conv2d, "conv3d": windows.conv3d},

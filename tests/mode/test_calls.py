@@ -75,7 +75,7 @@ def test_complex_numbers_alone_and_in_batches(name: str, within: Within) -> None
 
 
 @pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("form", ["*", "alpha"])
+@pytest.mark.parametrize("form", ["*", "alpha", "where"])
 def test_what_a_complex_or_scaled_operand_is_broadcast_with_has_a_gradient_in_token_order(
     form: str, inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +91,7 @@ def test_what_a_complex_or_scaled_operand_is_broadcast_with_has_a_gradient_in_to
     monkeypatch.setattr(operators, "sum_over_broadcast", ours)
     with batch_invariant("error"):
         y = z * w if form == "*" else torch.add(z, w, alpha=2)
+        y = torch.where(z > 0, w, z) if form == "where" else y
     with batch_invariant("error") if inside else nullcontext():
         torch.autograd.grad(y, w, torch.ones_like(y))
     assert seen == [(1, 4)]
