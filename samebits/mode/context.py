@@ -29,11 +29,11 @@ def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManage
     covered. A covered call also has this library's gradient, wherever the backward runs.
 
     The context acts on operators that this thread calls, from Python or from C++. What is not covered costs
-    nothing. No bits change for other threads, or afterwards. Contexts may be nested; the innermost ``on_uncovered`` counts.
-    Do not ``await`` or ``yield`` inside, and do not decorate a function that does. Activation checkpointing
-    runs the forward again in the backward, so enter the context around the backward too. Under
-    ``torch.compile``, what is traced inside the context is covered. "Limits" in ``README.md`` says what may
-    still change bits.
+    nothing. No bits change for other threads, or afterwards. Contexts may be nested; the innermost
+    ``on_uncovered`` counts. Do not ``await`` or ``yield`` inside, and do not decorate a function that does.
+    Activation checkpointing runs the forward again in the backward, so enter the context around the backward
+    too. Under ``torch.compile``, what is traced inside the context is covered. "Limits" in ``README.md`` says
+    what may still change bits.
 
     Args:
         on_uncovered: what to do when an operator is called that is not covered, and whose rows are known to
