@@ -81,6 +81,8 @@ ENDS = (
 RUNS = ((1, 1, 30, 16, 200, 900), (16,) * 60, (5, 3) * 120, (1,) * 900)
 SIZES = ((72, 136), (264, 200), (17, 33), (1, 64), (130, 8))
 """n and k of groups of rows; n and m of groups of terms."""
+STEPPED = ((64, 192), (320, 128))
+"""n and m of groups of terms in whole columns of 64, which have a kernel of their own on Hopper."""
 
 
 def grouped_cases(thorough: bool) -> list[GroupedCase]:
@@ -105,7 +107,19 @@ def grouped_cases(thorough: bool) -> list[GroupedCase]:
                 for kind, layout in itertools.product(KINDS, LAYOUTS):
                     found.append(of_rows(layout=layout, kind=kind))
                     found.append(of_terms(layout=layout, kind=kind, runs=RUNS[2]))
-    return found if thorough else found[::5]
+    return [*(found if thorough else found[::5]), *stepped_cases(thorough)]
+
+
+def stepped_cases(thorough: bool) -> list[GroupedCase]:
+    """Sequences whose matrices TMA reads in columns of 64, so that steps of several share a stage."""
+    kinds, runs = itertools.cycle(KINDS), itertools.cycle(RUNS)
+    found = []
+    for (ends, rows), (n, m), dtype in itertools.product(ENDS, STEPPED, (BF16, F16)):
+        of = partial(GroupedCase, ends, rows, m, n, 0, layout="TN", dtype=dtype)
+        for lengths in RUNS if thorough else (next(runs),):
+            found.append(of(runs=lengths, kind=next(kinds)))
+            found.append(of(runs=lengths, out=F32, accumulate=True, pitch=n + 4))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +215,11 @@ def loads(
     """Calls that load the kernels of `cases`."""
     for turn, case in enumerate(cases):
         x = make(case, device, unfilled)
-        operands = GroupedOperands(x.a, x.b, room(case, x)[0], x.offs, x.bias, None, x.acc is not None)
+        out, of_rows = room(case, x)[0], None
         if case.runs:
-            yield partial(into, x, operands.out)
+            yield partial(into, x, out)
+            of_rows = x.offs.new_empty(case.rows + 2 * len(case.ends))
+        operands = GroupedOperands(x.a, x.b, out, x.offs, x.bias, of_rows, x.acc is not None)
         p = GroupedProduct.of(operands, case.step)
         for kernel in grouped_kernels(device.index):
             if kernel.supports(p):
@@ -239,6 +255,8 @@ EXPERTS = (
     (8, 512, 1024, 300, 3.0),
     (32, 256, 520, 5000, 6.0),
     (160, 128, 64, 9, 1.0),
+    (8, 256, 192, 1500, 1.0),
+    (4, 192, 320, 3000, 2.0),
 )
 """Experts, sizes, tokens, and how uneven the experts' shares are."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import samebits
 from samebits import TENSOR_CORE
 from samebits.backends.cuda import compiler, grouped
-from samebits.backends.cuda.products import fma, grouped_sm90, tensor_core
+from samebits.backends.cuda.products import fma, grouped_sm90, grouped_terms_sm90, tensor_core
 from samebits.backends.cuda.products.grouped import balanced
 from samebits.backends.cuda.products.plan import TileLayout
 from samebits.backends.cuda.products.schedule_sm90 import Gemm
@@ -21,7 +21,9 @@ from samebits.backends.cuda.products.tensor_core_sm90 import Sm90Variant
 from samebits.backends.grouped import GroupedOperands, GroupedProduct
 from samebits.testing import assert_same_bits, values
 from samebits.tools.verify import grouped as verification
+from samebits.tools.verify.operands import unfilled
 from samebits.tools.verify.report import Report
+from tests.support import sanitize
 from tests.support.devices import FAMILY
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -76,6 +78,15 @@ def test_hopper_compiles(b_mn: bool, bound: torch.dtype | None) -> None:
     for s in {*short, *kinds[::5]}:
         spec = grouped_sm90.spec(v, grouped_sm90.with_table(s, v, 128), 128)
         assert compiler.compile(spec, "sm_90a").local_bytes == 0, s
+
+
+@needs_compiler
+@pytest.mark.parametrize("out", [BF16, F32])
+@pytest.mark.parametrize("schedule", grouped_terms_sm90.GROUPED_TERMS_SM90.catalogue, ids=str)
+def test_steps_of_sequences_compile(schedule: Any, out: torch.dtype) -> None:
+    v = Sm90Variant(BF16, out, True, True)
+    of = grouped_terms_sm90.spec(v, grouped_terms_sm90.with_table(schedule, 128), 128)
+    assert compiler.compile(of, "sm_90a").local_bytes == 0
 
 
 @needs_compiler
@@ -147,6 +158,74 @@ def test_schedules_are_chosen_for_the_rows_of_a_group() -> None:
     assert balanced(p)[1:] == (4, 32, 64, 128)
     p = GroupedProduct.of(GroupedOperands(x.mT, x, torch.empty(128, 64, 64), offs), "mma")
     assert balanced(p)[1:] == (64, 64, 4, 128)
+
+
+def of_terms(
+    rows: int, groups: int, m: int = 256, n: int = 192, *, sequences: bool = True, dtype: torch.dtype = BF16
+) -> GroupedProduct:
+    a, b = torch.empty(rows, m, dtype=dtype).mT, torch.empty(rows, n, dtype=dtype)
+    out, offs = torch.empty(groups, m, n, dtype=dtype), torch.zeros(groups, dtype=torch.int32)
+    runs = torch.empty(rows + 2 * groups, dtype=torch.int32) if sequences else None
+    return GroupedProduct.of(GroupedOperands(a, b, out, offs, runs=runs), "mma" if dtype != F32 else "fma")
+
+
+@pytest.mark.parametrize(
+    ("p", "name", "tile"),
+    [
+        (of_terms(64 * 8, 8), "grouped_sm90", None),
+        (of_terms(99 * 8, 8), "grouped_sm90", None),
+        (of_terms(100 * 8, 8), "grouped_terms_sm90", (128, 192)),
+        (of_terms(299 * 8, 8), "grouped_terms_sm90", (128, 192)),
+        (of_terms(300 * 8, 8), "grouped_terms_sm90", (256, 192)),
+        (of_terms(300 * 8, 8, sequences=False), "grouped_sm90", None),
+        (of_terms(300 * 8, 8, m=264), "grouped_sm90", None),
+        (of_terms(300 * 8, 8, n=200), "grouped_sm90", None),
+        (of_terms(300 * 8, 8, n=201), "grouped_tensor_core", None),
+        (of_terms(300 * 8, 8, dtype=F32), "grouped_fma", None),
+    ],
+    ids=str,
+)
+def test_which_kernel_sums_over_rows(
+    launches: list[Any], p: GroupedProduct, name: str, tile: tuple[int, int] | None
+) -> None:
+    kernel, schedule = grouped.chosen(p)
+    assert (kernel.name, schedule) == (name, None)
+    if tile:
+        s = kernel.choose(p)
+        assert (s.block_m, s.block_n) == tile
+        assert s in kernel.catalogue
+
+
+@pytest.mark.parametrize(
+    "cases", [verification.grouped_cases(False)[::3], sanitize.GROUPED[::3]], ids=["verify", "sanitizer"]
+)
+def test_every_kernel_is_verified(launches: list[Any], cases: list[verification.GroupedCase]) -> None:
+    met = set()
+    for case in cases:
+        x = verification.make(case, torch.device("cpu"), unfilled)
+        p = GroupedProduct.of(verification.into(x, verification.room(case, x)[0]), case.step)
+        met |= {kernel.name for kernel in grouped.GROUPED if kernel.supports(p)}
+    assert met == {kernel.name for kernel in grouped.GROUPED}
+
+
+def test_public_gradients_reach_every_tile_of_sequences(launches: list[Any]) -> None:
+    found = []
+    for experts, k, n, tokens, _ in verification.EXPERTS:
+        kernel, _ = grouped.chosen(p := of_terms(tokens, experts, n, k))
+        if kernel.name == "grouped_terms_sm90":
+            found.append(kernel.choose(p))
+    assert {(s.block_m, s.block_n) for s in found} == {(128, 192), (256, 192)}
+
+
+def test_steps_of_sequences_launch(launches: list[Any]) -> None:
+    """Through the public entry, with both outputs, and transposed where the output is."""
+    key, offs = "TENSOR_CORE:mma", torch.zeros(4, dtype=torch.int32)
+    a, b = torch.empty(2000, 256, dtype=BF16), torch.empty(2000, 192, dtype=BF16)
+    sequences, acc = torch.zeros(2000, dtype=torch.int32), torch.zeros(4, 256, 192)
+    grouped.grouped_terms(a.mT, b, offs, sequences, out_dtype=BF16, contract=key)
+    grouped.grouped_terms_later(acc, a.mT, b, offs, sequences, contract=key)()
+    grouped.grouped_terms_later(acc.mT, b.mT, a, offs, sequences, contract=key)()
+    assert [str(x) for x in launches] == ["grouped_runs.cu", "grouped_terms_sm90.cu"] * 3
 
 
 # On a GPU.
