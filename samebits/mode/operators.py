@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from samebits.backends import chosen_backend, pack_key
 from samebits.mode import indexing, overrides, products, rules
 from samebits.mode.arguments import takes
 from samebits.mode.pointwise import complex_in_whole_vectors, in_whole_vectors, scaling_in_whole_vectors
+from samebits.ops._rows import refuse_triton
 from samebits.ops.expand import sum_over_broadcast
 
 __all__ = ["Rule", "name_of", "operator_rules", "outs"]
@@ -70,6 +72,7 @@ def _sum_of_gradients(
     """A gradient's sum over the dimensions in which its tensor was broadcast."""
     if not takes(input) or dtype is not None or input.ndim == 0:
         return NotImplemented
+    refuse_triton("sum", pack_key("", chosen_backend(input.device.type)))
     summed = {d % input.ndim for d in dim} if dim else set(range(input.ndim))
     total = sum_over_broadcast(input, [1 if d in summed else n for d, n in enumerate(input.shape)])
     return total if keepdim else total.reshape([n for d, n in enumerate(input.shape) if d not in summed])

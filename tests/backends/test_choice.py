@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import samebits
 from samebits import FMA, TENSOR_CORE, backends
+from samebits.mode import operators
 from samebits.ops import _checks, _rows
 from samebits.ops import expand as expand_module
 from samebits.ops._checks import check_operands
@@ -208,13 +209,15 @@ NOT_BY_TRITON: dict[str, Callable[[torch.Tensor], object]] = {
     "embedding": lambda x: F.embedding(torch.tensor([1]), x),
     "attention": lambda x: samebits.attention(*[x[None, :, None]] * 3),
     "attention of PyTorch": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "gradient of broadcasting": lambda x: torch.autograd.grad(1 + x + x[:, :1], x, torch.ones(4, 4)),
+    "gradient of expand": lambda x: torch.autograd.grad(x[:, :1].expand(4, 4), x, torch.ones(4, 4)),
 }
 
 
 @pytest.mark.parametrize("name", NOT_BY_TRITON)
 def test_what_triton_does_not_compute_is_refused_under_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and attention, in place of PyTorch's: neither it nor another backend computes them then."""
-    for module in (_checks, _rows, expand_module):
+    for module in (_checks, _rows, expand_module, operators):
         monkeypatch.setattr(module, "chosen_backend", lambda kind: backends._choice.backend)
     x = torch.ones(4, 4, requires_grad=True)
     with (

@@ -635,7 +635,9 @@ def test_a_choice_is_among_its_candidates(kernel: ProductKernel[Any], on: Any) -
                 assert kernel.choose(p) in found, p
                 assert len({*found}) == len(found), p
                 supported += 1
-    assert supported > 5
+    assert supported > (
+        5 if kernel.name == "padded_sm90" else 10
+    )  # few of them have rows that TMA cannot read
 
 
 def test_every_product_has_a_kernel(on: Any) -> None:
