@@ -81,6 +81,11 @@ class Space:
                 return
             self._grow(min(count, _MOST))
 
+    @property
+    def _room(self) -> int:
+        """Elements that are added at once, as many of each part."""
+        return min(self._part * self._ranks, _MOST)
+
     def _in_order(self) -> None:
         """Let the current stream wait for the last one that used the memory."""
         if torch.cuda.is_current_stream_capturing():
@@ -102,7 +107,7 @@ class Space:
             return out
         self._fit(count)
         row = lcm(4, 1 if bias is None else bias.numel())
-        step = self._part * self._ranks // row * row
+        step = max(self._room // row, 1) * row
         flat, to = x.view(-1), out.view(-1)
         for start in range(0, count, step):
             some = min(step, count - start)
@@ -117,7 +122,7 @@ class Space:
         out = torch.empty((len(x) // self._ranks, *x.shape[1:]), dtype=out_dtype, device=x.device)
         self._fit(x.numel())
         row = lcm(4, 1 if bias is None else bias.numel())
-        step, stride = self._part // row * row, out.numel()
+        step, stride = max(self._room // self._ranks // row, 1) * row, out.numel()
         flat, to = x.view(-1), out.view(-1)
         for start in range(0, stride, step):
             some = min(step, stride - start)
@@ -146,7 +151,7 @@ class Space:
         bias = None if bias is None else bias.contiguous()
         rows, n = out.shape
         self._fit(rows * n)
-        step = self._part // n * self._ranks
+        step = max(self._room // self._ranks // n, 1) * self._ranks
         for start in range(0, rows, step):
             some = min(step, rows - start)
             each = -(-some // self._ranks)

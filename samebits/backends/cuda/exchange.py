@@ -13,13 +13,14 @@ from torch import Tensor
 
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products.plan import TYPES
+from samebits.backends.product import need
 
 __all__ = ["Memory", "add_parts", "add_small", "control_bytes", "data_bytes", "packets_spec", "parts_spec"]
 
 BLOCKS = 256  # of a launch at most
 _THREADS, _QUADS = 512, 2  # as in the source
-_STATE = 2 * BLOCKS * 8 * 4  # bytes of flags, of up to 8 ranks, before the state
-_INBOXES = _STATE + 256
+STATE = 2 * BLOCKS * 8 * 4  # bytes of flags, of up to 8 ranks, before the state
+INBOXES = STATE + 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Memory:
 
 
 def control_bytes(ranks: int, packets: int) -> int:
-    return _INBOXES + 2 * ranks * packets * 8
+    return INBOXES + 2 * ranks * packets * 8
 
 
 def data_bytes(ranks: int, part: int) -> int:
@@ -89,12 +90,13 @@ def add_small(memory: Memory, x: Tensor, bias: Tensor | None, out: Tensor) -> No
     """``out = x of all ranks, added, + bias``. `x` is float32; all are contiguous and begin at 16 bytes."""
     kernel, most = _loaded("packets", len(memory.control), memory.device)
     count = x.numel()
+    need(count <= memory.packets, f"expected up to {memory.packets} elements, got {count}")
     blocks = min(-(-count // (4 * _THREADS)), most)
     kernel.launch(
         (blocks, 1, 1),
         *(x.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()),
-        *(at + _INBOXES for at in memory.control),
-        memory.control[memory.rank] + _STATE,
+        *(at + INBOXES for at in memory.control),
+        memory.control[memory.rank] + STATE,
         *(count, 1 if bias is None else bias.numel(), memory.packets, memory.timeout),
         *(memory.rank, *_kinds(out, bias)),
     )
@@ -119,6 +121,7 @@ def add_parts(
         stride: elements from one part to the next in `x`, a multiple of 4; 0: as many as a part has.
         out: all results if `whole`, or this rank's part of them.
     """
+    need(part <= memory.part, f"expected parts of up to {memory.part} elements, got {part}")
     ranks, rank = len(memory.control), memory.rank
     kernel, most = _loaded("parts", ranks, memory.device)
     size = out.element_size()
@@ -132,7 +135,7 @@ def add_parts(
         *memory.data,
         *(of + ranks * memory.part * 4 for of in memory.data),
         *memory.control,
-        memory.control[rank] + _STATE,
+        memory.control[rank] + STATE,
         *(count, part, stride or part, memory.part, 1 if bias is None else bias.numel(), memory.timeout),
         *(rank, *_kinds(out, bias)),
     )

@@ -44,7 +44,7 @@ struct Packets {
     void* out;
     const void* bias;
     uint4* inboxes[RANKS];  // every rank's: two, of RANKS times `capacity` elements, two a packet
-    u32* state;             // the call's number, and how many blocks have ended
+    u32* state;             // the number of the call before, and how many blocks have ended
     i64 count, n, capacity;
     i64 timeout;  // nanoseconds
     int rank, out_kind, bias_kind;
@@ -99,12 +99,18 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 #endif
 }
 
+// Never 0, which memory starts from; odd and even in turns.
+__device__ __forceinline__ u32 number_of_call(const u32* state) {
+    const u32 call = *static_cast<const volatile u32*>(state) + 1;
+    return call ? call : 2;
+}
+
 __device__ __forceinline__ void count_up(u32* state, u32 call) {
     __syncthreads();
     if (threadIdx.x) return;
     if (atomicAdd(state + 1, 1) == gridDim.x - 1) {
         state[1] = 0;
-        state[0] = call + 1 ? call + 1 : 2;  // never 0, which memory starts from; odd and even in turns
+        state[0] = call;
     }
 }
 
@@ -171,7 +177,7 @@ __device__ __forceinline__ void receive(float& first, float& second, const uint4
 
 extern "C" __global__ void __launch_bounds__(THREADS) by_packets(const __grid_constant__ Packets p) {
     wait_for_kernel_before();
-    const u32 call = *static_cast<volatile u32*>(p.state);
+    const u32 call = number_of_call(p.state);
     const i64 step = i64(gridDim.x) * THREADS, quads = (p.count + 3) / 4, inbox = p.capacity / 2;
     const i64 start = i64(blockIdx.x) * THREADS + threadIdx.x, turn = call % 2 * RANKS * inbox;
     for (i64 quad = start; quad < quads; quad += step) {
@@ -242,7 +248,7 @@ __device__ __forceinline__ void for_each(i64 length, F f) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) by_parts(const __grid_constant__ Parts p) {
     wait_for_kernel_before();
-    const u32 call = *static_cast<volatile u32*>(p.state);
+    const u32 call = number_of_call(p.state);
     if (p.x) {
 #pragma unroll 1
         for (int i = 1; i < RANKS; ++i) {
