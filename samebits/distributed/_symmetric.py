@@ -41,7 +41,8 @@ class Space:
 
         self._group = group
         self._kernels, self._device = exchange, device
-        self._rank, self._ranks = group.rank(), group.size()
+        self._rank: int = group.rank()
+        self._ranks: int = group.size()
         self._packets = _PACKETS // (self._ranks - 1) // 4 * 4
         _, self._control = self._map(exchange.control_bytes(self._ranks, self._packets))
         options = getattr(group._get_backend(device), "options", None)
@@ -66,8 +67,8 @@ class Space:
         return handle, at
 
     def _grow(self, count: int) -> None:
-        most = max(_LEAST, 1 << (count - 1).bit_length())
-        self._part = most // self._ranks
+        most = _LEAST if count <= _LEAST else _MOST
+        self._part: int = most // self._ranks
         self._data, at = self._map(self._kernels.data_bytes(self._ranks, self._part))
         all_gather(torch.zeros(1, device=self._device), self._group.group_name)  # all are zeros from here on
         self._memory = self._kernels.Memory(
@@ -79,7 +80,7 @@ class Space:
         if min(count, _MOST) > self._part * self._ranks:
             if torch.cuda.is_current_stream_capturing():
                 return
-            self._grow(min(count, _MOST))
+            self._grow(count)
 
     @property
     def _room(self) -> int:
