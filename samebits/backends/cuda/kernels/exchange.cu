@@ -37,7 +37,10 @@
 #include "epilogue.cuh"
 
 constexpr int THREADS = 512;
-constexpr int QUADS = 2;  // of four elements, that a thread reads before it writes any
+#ifndef QUADS_AT_ONCE
+#define QUADS_AT_ONCE 2
+#endif
+constexpr int QUADS = QUADS_AT_ONCE;  // of four elements, that a thread reads before it writes any
 
 struct Packets {
     const float* x;

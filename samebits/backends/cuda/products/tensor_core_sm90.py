@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,11 +54,20 @@ class Sm90Variant:
     cu_seqlens_dtype: torch.dtype | None = None
 
 
+WIDE, PANELS = int(os.environ.get("TRIAL_WIDE", 0)), bool(os.environ.get("TRIAL_PANELS"))
+
+
+def by_panels(v: Sm90Variant) -> bool:
+    """Whether the copy engine writes the output."""
+    return v.aligned and (v.out_dtype != torch.float32 or (PANELS and not v.accumulate))
+
+
 def spec(variant: Sm90Variant, schedule: Sm90Schedule) -> compiler.KernelSpec:
     """The kernel of `variant` under `schedule`."""
     s = schedule
     a_mn, b_mn = (variant.b_mn, variant.a_mn) if s.swap else (variant.a_mn, variant.b_mn)
-    panel = s.panel if variant.aligned and variant.out_dtype != torch.float32 else 0
+    panel = s.panel if by_panels(variant) else 0
+    wide = variant.out_dtype == torch.float32
     constants = {
         "INPUT_F16": int(variant.dtype == torch.float16),
         "A_MN": int(a_mn),
@@ -69,7 +79,8 @@ def spec(variant: Sm90Variant, schedule: Sm90Schedule) -> compiler.KernelSpec:
         "BIAS": EPILOGUE_TYPES[variant.bias_dtype],
         "ACCUMULATE": int(variant.accumulate),
         "ALIGNED": int(variant.aligned),
-        "PANEL": panel,
+        "PANEL": panel // 2 if wide else panel,
+        **({"WIDE": WIDE} if WIDE and wide and variant.aligned and not variant.accumulate else {}),
         "RAGGED": int(variant.cu_seqlens_dtype is not None),
         "BOUND": "long long" if variant.cu_seqlens_dtype == torch.int64 else "int",
     }
@@ -201,9 +212,10 @@ def tables(
     b_maps = operand_maps(v.dtype, b, matrices, v.b_mn, b_block, s.block_k, b_sharers, *how)
     row_stride, batch_stride = _output_strides(p)
     out_maps = None
-    if v.aligned and v.out_dtype != torch.float32 and s.panel:
-        strides = (row_stride * 2, batch_stride * 2)
-        out_maps = Maps(v.out_dtype, (p.n, p.m, p.batch), strides, (s.panel, 64, 1), s.panel * 2)
+    if by_panels(v) and s.panel:
+        size = v.out_dtype.itemsize
+        strides, box = (row_stride * size, batch_stride * size), (s.panel * 2 // size, 64, 1)
+        out_maps = Maps(v.out_dtype, (p.n, p.m, p.batch), strides, box, s.panel * 2)
     rows, columns = (p.n, p.m) if swap else (p.m, p.n)
     batched = int(a.batch != 0), int(b.batch != 0)
     rest = (

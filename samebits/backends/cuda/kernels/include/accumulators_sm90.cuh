@@ -8,7 +8,8 @@
 #include "convert.cuh"
 #include "pipeline_sm90.cuh"
 
-constexpr u32 PANEL_BYTES = 64 * PANEL * 2;
+constexpr u32 PANEL_LINE = PANEL * (OUTPUT == F32 ? 4 : 2);  // bytes
+constexpr u32 PANEL_BYTES = 64 * PANEL_LINE;
 
 static_assert(PANEL == 0 || (!TRANSPOSED && ROWS % 64 == 0 && BLOCK_N % PANEL == 0), "panels are whole");
 
@@ -94,20 +95,34 @@ __device__ __forceinline__ void store_panels(Accumulators& acc, u32 mma_m, u32 p
     using Out = Element<type>;
     u32 warp = thread / 32, lane = thread % 32;
     u32 line = warp * 16 + lane % 16;  // whose address this lane gives to stmatrix
-    u32 begin = line * PANEL * 2 + (lane / 16 ^ line / (64 / PANEL) % (PANEL / 8)) * 16;
+    u32 begin = line * PANEL_LINE + (lane / 16 ^ line / (128 / PANEL_LINE) % (PANEL_LINE / 16)) * 16;
+    u32 pairs = warp * 16 + lane / 4;  // this lane's line, of 32-bit elements, and 8 below it
 #pragma unroll
     for (u32 column = 0; column < BLOCK_N; column += PANEL) {
         u32 panel = panels + buffer * PANEL_BYTES, to = panel + begin;
         if (thread == 0) tma_store_wait_read<1>();
         named_barrier(EPILOGUE_BARRIER + warpgroup, 128);
 #pragma unroll
-        for (u32 chunk = 0; chunk < PANEL / 8; chunk += 2) {
+        for (u32 chunk = 0; chunk < PANEL / 8; chunk += OUTPUT == F32 ? 1 : 2) {
             float* d = &acc[mma_m][(column / 8 + chunk) * 4];
+            if constexpr (type == F32) {
+#pragma unroll
+                for (u32 half = 0; half < 2; ++half) {
+                    const u32 row = pairs + half * 8;
+                    const u32 unit = (chunk * 2 + lane % 4 / 2) ^ row / (128 / PANEL_LINE) % (PANEL_LINE / 16);
+                    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(panel + row * PANEL_LINE + unit * 16 +
+                                                                          lane % 2 * 8),
+                                 "f"(d[half * 2]), "f"(d[half * 2 + 1])
+                                 : "memory");
+                }
+                continue;
+            } else {
             asm volatile(
                 "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to ^ chunk * 16),
                 "r"(Out::pack(d[0], d[1])), "r"(Out::pack(d[2], d[3])), "r"(Out::pack(d[4], d[5])),
                 "r"(Out::pack(d[6], d[7]))
                 : "memory");
+            }
         }
         fence_async_proxy();
         named_barrier(EPILOGUE_BARRIER + warpgroup, 128);

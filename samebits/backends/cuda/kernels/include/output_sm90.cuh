@@ -9,7 +9,7 @@
 #include "accumulators_sm90.cuh"
 #include "groups.cuh"
 
-static_assert(PANEL == 0 || (ALIGNED && OUTPUT != F32), "panels are of 16-bit elements, and aligned");
+static_assert(PANEL == 0 || (ALIGNED && !ACCUMULATE), "panels are aligned");
 
 struct Params {
     TensorMap a, b, out_map;
@@ -65,6 +65,68 @@ __device__ __forceinline__ void for_each_row(Accumulators& acc, const Params& p,
         }
     }
 }
+
+#ifndef WIDE
+#define WIDE 0
+#endif
+
+#if WIDE > 0 && !TRANSPOSED
+// Straight from the registers, sixteen bytes a lane: neighbours trade pairs, so that a quad's row is WIDE * 64
+// contiguous bytes. Memory of another GPU takes whole lines much faster than sectors. Eight divides n.
+__device__ __forceinline__ void trade(float& give, float& keep, int mask, bool upper) {
+    float sent = upper ? keep : give;
+    sent = __shfl_xor_sync(0xffffffff, sent, mask);
+    if (upper)
+        keep = sent;
+    else
+        give = sent;
+}
+
+__device__ __forceinline__ void store_wide(Accumulators& acc, const Params& p, const TileCoord& tile,
+                                           u32 thread) {
+    const Fragment fragment(tile, thread);
+    const bool odd = thread % 2, below = thread / 4 % 2;
+    constexpr int STEP = WIDE * 16;
+    float* out = static_cast<float*>(p.out) + tile.batch * p.batch_stride;
+    const int column = fragment.column - fragment.column % 8 + thread / 2 % 2 * 4 + odd * 8;
+#pragma unroll
+    for (int mma_m = 0; mma_m < MMA_M; ++mma_m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = fragment.row + mma_m * 64 + half * 8;
+#pragma unroll
+            for (int i = 0; i < BLOCK_N; i += STEP) {
+                float quads[WIDE][4];
+#pragma unroll
+                for (int w = 0; w < WIDE; ++w) {
+                    const float* d = &acc[mma_m][half * 2 + (i / 8 + 2 * w) * 4];
+                    // [0, 1]: what the even lane keeps, [2, 3]: what it gives for the odd one's
+                    float first[2] = {d[0], d[1]}, second[2] = {d[4], d[5]};
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) trade(second[j], first[j], 1, odd);
+                    quads[w][0] = first[0];
+                    quads[w][1] = first[1];
+                    quads[w][2] = second[0];
+                    quads[w][3] = second[1];
+                }
+                if constexpr (WIDE == 2) {
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) trade(quads[1][j], quads[0][j], 4, below);
+                }
+#pragma unroll
+                for (int w = 0; w < WIDE; ++w) {
+                    const int to_row = WIDE == 2 ? row - below + w : row;
+                    const int to = column + i + (WIDE == 2 ? below * 16 : 0);
+                    const bool inside = to_row < p.m && (ROWS % 64 == 0 || to_row < tile.m + int(ROWS));
+                    if (inside && to < p.n)
+                        *reinterpret_cast<float4*>(out + to_row * p.row_stride + to) =
+                            make_float4(quads[w][0], quads[w][1], quads[w][2], quads[w][3]);
+                }
+            }
+        }
+    }
+}
+#endif
 
 // Straight from the registers.
 template <int type>
@@ -124,7 +186,11 @@ struct Output {
                     store_panels<OUTPUT>(acc, mma_m, panels, p, to, warpgroup, thread, buffer);
             }
         } else {
+#if WIDE > 0 && !TRANSPOSED
+            store_wide(acc, p, tile, thread);
+#else
             store<OUTPUT>(acc, p, tile, thread);
+#endif
         }
     }
     // The block may not leave while TMA still reads its shared memory.
