@@ -22,8 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest import mock
 
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-sys.modules["samebits.backends._replay"] = None  # a replay would run another schedule than the one forced
+if __name__ == "__main__":  # tests import the lists of cases
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    sys.modules["samebits.backends._replay"] = None  # a replay would run another schedule than the one forced
 
 import torch
 import torch.nn.functional as F
