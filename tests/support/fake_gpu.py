@@ -22,10 +22,12 @@ from samebits.backends.cuda import (
     grouped,
     linear_logp_sm90,
     logp,
+    losses,
     matmul,
     rows,
     runtime,
     tensor_maps,
+    vector_norm,
 )
 from samebits.backends.cuda.attention import sm90
 
@@ -139,7 +141,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
     """PyTorch's CPU tensors are on this GPU, for this library alone."""
     gpu = FakeGpu()
     caches = (backends.on_gpu, rows._plan, rows._columns_kernel, rows._split_kernel, logp._kernel)
-    caches = (*caches, matmul.family)
+    caches = (*caches, losses._kernel, vector_norm._kernel, matmul.family)
     caches = (*caches, runtime._allow_replays, linear_logp_sm90._prepared, tensor_maps.tensor_map)
     tensor: Any = torch.Tensor
     patches = [

@@ -10,8 +10,6 @@ The bindings probe the driver for functions it may lack, which memcheck would re
 allocations would hide accesses next to a tensor, so PYTORCH_NO_CUDA_MEMORY_CACHING=1 is set here.
 """
 
-# ruff: noqa: E402
-
 import argparse
 import itertools
 import math
