@@ -512,10 +512,11 @@ def _note_environment(file: Path) -> None:
 def test_processes_beside_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = multiprocessing.active_children()
     for name in ("one", "another"):
-        monkeypatch.setenv("SAMEBITS_CACHE_DIR", name)
+        folder = str(tmp_path / f"{name}, a cache")
+        monkeypatch.setenv("SAMEBITS_CACHE_DIR", folder)
         with run._in_processes([partial(_note_environment, tmp_path / name), partial(sys.exit, 3)]) as wait:
             wait(60)
-            assert (tmp_path / name).read_text() == name
+            assert (tmp_path / name).read_text() == folder
     with run._in_processes([partial(time.sleep, 3600)]) as wait:
         wait(0.1)
         assert len(multiprocessing.active_children()) == len(before) + 1
