@@ -89,7 +89,17 @@ def host() -> Any:
         "tensor_core_sm90",
         "tiny",
     )
-    modules = ("assert_spans", "compiler", "exp2", "grouped", "linear_logp_sm90", "logp", "quantize", "rows")
+    modules = (
+        "assert_spans",
+        "compiler",
+        "exchange",
+        "exp2",
+        "grouped",
+        "linear_logp_sm90",
+        "logp",
+        "quantize",
+        "rows",
+    )
     names = {m: f"products.{m}" for m in products} | {m: m for m in modules}
     names |= {n: f"attention.{n}" for n in ("universal", "universal_backward")}
     found = {m: importlib.import_module(f"samebits.backends.cuda.{name}") for m, name in names.items()}
@@ -298,7 +308,8 @@ def tiny(h: Any) -> Iterator[Kernel]:
 
 
 def whole_files(h: Any) -> Iterator[Kernel]:
-    """All kernels of row and column reductions, of log-probabilities from logits, exp2, trees and copies."""
+    """All kernels of row and column reductions, of log-probabilities from logits, exp2, trees,
+    sums of ranks and copies."""
     for arch in h.compiler.ARCHITECTURES:
         for x, out, param in ((F32, BF16, F16), (F16, F32, F32), (BF16, F16, BF16)):
             for n in (100, 2048, 40000):
@@ -316,6 +327,8 @@ def whole_files(h: Any) -> Iterator[Kernel]:
             yield h.exp2.spec(model), arch
         for segments in (2, 8, 64):
             yield h.segmented.tree_spec(segments), arch
+        for ranks in (2, 8):  # both kernels of the file
+            yield h.exchange.parts_spec(ranks, arch >= "sm_90"), arch
     yield h.padded_sm90.spec(), HOPPER
     yield h.padded_sm90.spec_back(), HOPPER
 

@@ -40,6 +40,7 @@ from samebits.tools.verify import Inputs, kernels, plan, scaled, scaled_grouped,
 from samebits.tools.verify import grouped as verification
 from samebits.tools.verify.attention import VARIANTS, AttentionCase, verify_attention
 from samebits.tools.verify.report import Report
+from tests.support import one_gpu
 from tests.support.devices import multiprocessors
 
 DTYPE = torch.bfloat16
@@ -360,6 +361,20 @@ def fp8_kernels() -> Iterator[Callable[[], object]]:
         yield from scaled_grouped.loads(SCALED_GROUPED, device)
 
 
+def exchanges() -> None:
+    """Sums of ranks, each of which finds what the others sent: the sanitizer runs one kernel at a time."""
+    for ranks in (2, 4, 8):
+        of = one_gpu.Ranks(ranks, 4096, 8192)
+        for shape, biased in itertools.product(((3, 5), (64, 120)), (False, True)):
+            xs = torch.ones(ranks, *shape, device="cuda")
+            bias = torch.ones(shape[1], dtype=DTYPE, device="cuda") if biased else None
+            for way in ("packets", "parts", "products", "scatter"):
+                if way == "scatter" and xs[0].numel() % (4 * ranks):
+                    continue
+                for out in of.sums(xs, bias, DTYPE, way, alone=True):
+                    assert (out == ranks + biased).all(), (ranks, shape, way)
+
+
 def all_lanes_arrive() -> None:
     """Where one lane arrives at a barrier for its warp, all do: see ``warp_arrive`` in ``ptx_sm90.cuh``."""
     made = compiler.KernelSpec.__init__
@@ -387,7 +402,11 @@ def main() -> None:
     parser.add_argument(
         "--triton", action="store_true", help="its kernels too, but for racecheck: their barriers are its own"
     )
+    parser.add_argument("--exchange", action="store_true", help="only sums of ranks")
     options = parser.parse_args()
+    if options.exchange:
+        exchanges()
+        return
     every = options.every
     if options.racecheck:
         all_lanes_arrive()
@@ -426,6 +445,7 @@ def main() -> None:
     grouped(every)
     segmented(every)
     fp8(every)
+    exchanges()
     exp2.exp2(torch.linspace(-150, 130, 1001, device="cuda"), INTERPOLATION)
     torch.cuda.synchronize()
     print(f"{count} products")
