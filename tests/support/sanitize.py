@@ -375,12 +375,18 @@ def exchanges() -> None:
                     assert (out == ranks + biased).all(), (ranks, shape, way)
 
 
+ALL_ARRIVE = (
+    *("fma_sm90.cu", "fma_few_sm90.cu", "grouped_terms_sm90.cu"),
+    *("attention_sm90.cu", "attention_backward_sm90.cu"),
+)
+
+
 def all_lanes_arrive() -> None:
     """Where one lane arrives at a barrier for its warp, all do: see ``warp_arrive`` in ``ptx_sm90.cuh``."""
     made = compiler.KernelSpec.__init__
 
     def init(self: compiler.KernelSpec, source: str, entry: str, params: str, constants: tuple, *rest, **kw):
-        if source in ("fma_sm90.cu", "fma_few_sm90.cu", "attention_sm90.cu", "attention_backward_sm90.cu"):
+        if source in ALL_ARRIVE:
             constants = (*constants, ("ALL_LANES_ARRIVE", 1))
         made(self, source, entry, params, constants, *rest, **kw)
 
