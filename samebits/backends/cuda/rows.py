@@ -24,6 +24,10 @@ _FEW_COLUMNS = 6144  # with which shared memory has room to copy further ahead
 # The macros of convert.cuh.
 _TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
+# Matrices that the kernels read by stages, and shared memory of a multiprocessor that is free for them.
+_STREAMED = {"softmax": 1, "log_softmax": 1, "norm_forward": 1, "norm_backward": 2}
+_SMEM = 216 << 10
+
 # The parameter structs of rows.cu and columns.cu.
 _PARAMS = {
     "row_sum": "PPqqqi",
@@ -48,6 +52,10 @@ class Sharing(NamedTuple):
     vector: int
     split: bool = False
     """Sums alone: those of blocks come first, by the whole GPU."""
+    stages: int = 0
+    """Softmax and norms alone: rows that a thread has on their way, in blocks that stay."""
+    blocks: int = 2
+    """Of a multiprocessor."""
 
 
 def choose_sharing(rows: int, n: int, dtype: torch.dtype, aligned: bool) -> Sharing:
@@ -55,8 +63,10 @@ def choose_sharing(rows: int, n: int, dtype: torch.dtype, aligned: bool) -> Shar
     passes = 2 if rows >= _MANY and dtype.itemsize == 2 else 1
     warps = next((w for w in (1, 2, 4) if n <= passes * w * _PASS), 8)
     held = next((p for p in (1, 2, 4) if n <= p * warps * _PASS), 0)
-    vector = 16 // dtype.itemsize
-    return Sharing(warps, held, vector if aligned and n % vector == 0 else 1)
+    vector = 16 // dtype.itemsize if aligned and n * dtype.itemsize % 16 == 0 else 1
+    small = 0 < held * dtype.itemsize <= 4
+    stages = 3 if rows >= _MANY and vector > 1 and held else 0
+    return Sharing(warps, held, vector, stages=stages, blocks=3 if small else 2)
 
 
 def sharings(n: int, dtype: torch.dtype) -> list[Sharing]:
@@ -85,8 +95,24 @@ def kernel_spec(
 ) -> compiler.KernelSpec:
     """A kernel of rows.cu."""
     types = ("IN", _TYPES[x]), ("OUT", _TYPES[out]), ("PARAM", _TYPES[param])
+    stages = staged(entry, x, sharing)
     shared = ("WARPS", sharing.warps), ("PASSES", sharing.passes), ("VECTOR", sharing.vector)
-    return compiler.KernelSpec("rows.cu", entry, _PARAMS[entry], (*types, *shared), block=_THREADS)
+    read = ("STAGES", stages), ("BLOCKS", sharing.blocks)
+    return compiler.KernelSpec(
+        *("rows.cu", entry, _PARAMS[entry], (*types, *shared, *read)),
+        block=_THREADS,
+        smem=stages * _STREAMED.get(entry, 0) * _bytes_of_pass(x) * sharing.passes,
+    )
+
+
+def _bytes_of_pass(x: torch.dtype) -> int:
+    return 16 * _THREADS * x.itemsize
+
+
+def staged(entry: str, x: torch.dtype, sharing: Sharing) -> int:
+    """Rows of each matrix on their way: as many as fit."""
+    of_row = _bytes_of_pass(x) * sharing.passes * _STREAMED.get(entry, 0)
+    return min(sharing.stages, _SMEM // sharing.blocks // of_row) if of_row else 0
 
 
 def columns_spec(
@@ -127,7 +153,7 @@ def _plan(
     """A kernel of rows.cu, and the rows that one of its blocks takes."""
     sharing = choose_sharing(_MANY if many else 1, n, x, aligned)
     if forced in sharings(n, x):
-        sharing = forced if aligned else forced._replace(vector=1)
+        sharing = forced if aligned else forced._replace(vector=1, stages=0)
     return runtime.load(kernel_spec(entry, x, out, param, sharing), device), _THREADS // 32 // sharing.warps
 
 
