@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from samebits.backends import replay
 from samebits.backends.cuda import compiler, runtime
+from samebits.backends.cuda.devices import device_info
 from samebits.functions import VOCAB_BLOCK
 
 _THREADS = 256  # of a block of rows.cu
@@ -24,15 +24,19 @@ _FEW_COLUMNS = 6144  # with which shared memory has room to copy further ahead
 # The macros of convert.cuh.
 _TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
+_ANY = (1 << 31) - 1  # blocks
+
 # Matrices that the kernels read by stages, and shared memory of a multiprocessor that is free for them.
 _STREAMED = {"softmax": 1, "log_softmax": 1, "norm_forward": 1, "norm_backward": 2}
 _SMEM = 216 << 10
 
-# The parameter structs of rows.cu and columns.cu.
+_ALONE = 160 << 10  # bytes of shared memory of a block that has a multiprocessor to itself
+_LONG_BLOCKS = 3  # of a multiprocessor
+
+# The parameter structs of rows.cu, long_sums.cu and columns.cu.
 _PARAMS = {
     "row_sum": "PPqqqi",
-    "block_sums": "PPqqqi",
-    "chains": "PPqqi",
+    "long_sums": "PPPqqqi",
     "softmax": "PPqqq",
     "log_softmax": "PPqqq",
     "softmax_backward": "PPPqq",
@@ -51,7 +55,7 @@ class Sharing(NamedTuple):
     passes: int
     vector: int
     split: bool = False
-    """Sums alone: those of blocks come first, by the whole GPU."""
+    """Sums alone: by the whole GPU."""
     stages: int = 0
     """Softmax and norms alone: rows that a thread has on their way, in blocks that stay."""
     blocks: int = 2
@@ -91,7 +95,13 @@ def shared_as(sharing: Sharing | None) -> Iterator[None]:
 
 
 def kernel_spec(
-    entry: str, x: torch.dtype, out: torch.dtype, param: torch.dtype, sharing: Sharing
+    entry: str,
+    x: torch.dtype,
+    out: torch.dtype,
+    param: torch.dtype,
+    sharing: Sharing,
+    *,
+    programmatic: bool = False,
 ) -> compiler.KernelSpec:
     """A kernel of rows.cu."""
     types = ("IN", _TYPES[x]), ("OUT", _TYPES[out]), ("PARAM", _TYPES[param])
@@ -101,6 +111,7 @@ def kernel_spec(
     return compiler.KernelSpec(
         *("rows.cu", entry, _PARAMS[entry], (*types, *shared, *read)),
         block=_THREADS,
+        programmatic=programmatic,
         smem=stages * _STREAMED.get(entry, 0) * _bytes_of_pass(x) * sharing.passes,
     )
 
@@ -123,6 +134,8 @@ def columns_spec(
     *,
     vector: int = 1,
     depth: int = 1,
+    tokens: int = 32,
+    programmatic: bool = False,
 ) -> compiler.KernelSpec:
     """A kernel of columns.cu."""
     types = ("GRAD", _TYPES[grad]), ("X", _TYPES[x]), ("OUT", _TYPES[out])
@@ -130,11 +143,13 @@ def columns_spec(
         block, smem, producers = 256, 0, 1
     else:
         values = 32 * grad.itemsize if x is None else 16 * (grad.itemsize + x.itemsize)
-        copied = 32 * values + (0 if x is None else 256)  # 32 tokens, their means and scales
-        producers = 8 if copied <= 2304 else 6  # what fits into shared memory several times
-        block, smem = 32 * (producers + 1), producers * (depth * copied + 32 * 36 * 4)
-    constants = *types, ("VECTOR", vector), ("PRODUCERS", producers), ("DEPTH", depth)
-    return compiler.KernelSpec("columns.cu", entry, _PARAMS[entry], constants, block=block, smem=smem)
+        copied = values + (0 if x is None else 8)  # of a token, with its mean and scale
+        producers = 8 if copied <= 72 else 6  # what fits into shared memory several times
+        block, smem = 32 * (producers + 1), producers * (depth * tokens * copied + 32 * (tokens + 4) * 4)
+    constants = *types, ("VECTOR", vector), ("PRODUCERS", producers), ("DEPTH", depth), ("TOKENS", tokens)
+    return compiler.KernelSpec(
+        *("columns.cu", entry, _PARAMS[entry], constants), block=block, smem=smem, programmatic=programmatic
+    )
 
 
 # To make a KernelSpec, and its hash, takes longer than a launch.
@@ -149,12 +164,15 @@ def _plan(
     param: torch.dtype,
     aligned: bool,
     forced: Sharing | None,
-) -> tuple[runtime.Kernel, int]:
-    """A kernel of rows.cu, and the rows that one of its blocks takes."""
+) -> tuple[runtime.Kernel, int, int]:
+    """A kernel of rows.cu, the rows that a block takes at a time, and how many blocks there are at most."""
     sharing = choose_sharing(_MANY if many else 1, n, x, aligned)
     if forced in sharings(n, x):
         sharing = forced if aligned else forced._replace(vector=1, stages=0)
-    return runtime.load(kernel_spec(entry, x, out, param, sharing), device), _THREADS // 32 // sharing.warps
+    info = device_info(device)
+    spec = kernel_spec(entry, x, out, param, sharing, programmatic=info.capability >= (9, 0))
+    most = info.sm_count * sharing.blocks if staged(entry, x, sharing) else _ANY
+    return runtime.load(spec, device), _THREADS // 32 // sharing.warps, most
 
 
 @functools.cache
@@ -166,9 +184,17 @@ def _columns_kernel(
     x: torch.dtype | None,
     aligned: bool,
     few: bool,
+    alone: bool,
 ) -> runtime.Kernel:
     vector = 16 // grad.itemsize if aligned else 1
-    return runtime.load(columns_spec(entry, grad, out, x, vector=vector, depth=1 + few), device)
+    spec = columns_spec(
+        *(entry, grad, out, x),
+        vector=vector,
+        depth=1 + few,
+        tokens=64 if alone else 32,
+        programmatic=device_info(device).capability >= (9, 0),
+    )
+    return runtime.load(spec, device)
 
 
 def _launch(
@@ -189,10 +215,10 @@ def _launch(
         return
     if _forced is not None:
         replay.refuse("a sharing is forced")
-    kernel, per_block = _plan(
+    kernel, per_block, most = _plan(
         entry, like.get_device(), rows >= _MANY, n, like.dtype, out, param, low & 15 == 0, _forced
     )
-    kernel.launch((-(-rows // per_block), 1, 1), *values)
+    kernel.launch((min(-(-rows // per_block), most), 1, 1), *values)
 
 
 def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
@@ -213,32 +239,48 @@ def _summed(x: Tensor, what: int, dtype: torch.dtype) -> Tensor:
     at, step = x.data_ptr(), x.stride(0)
     low = at | step * x.itemsize
     if _forced.split if _forced in sharings(n, x.dtype) else n >= _LONG and 0 < rows <= 64:
-        _sum_blocks_first(x, out, low, what)
+        _sum_long(x, out, low, what)
     else:
         _launch("row_sum", x, dtype, low, at, out.data_ptr(), step, rows, n, what, param=dtype)
     return out
 
 
-def _sum_blocks_first(x: Tensor, out: Tensor, low: int, what: int) -> None:
+def _sum_long(x: Tensor, out: Tensor, low: int, what: int) -> None:
     if _forced is not None:
         replay.refuse("a sharing is forced")
     (rows, n), device = x.shape, x.get_device()
-    blocks = -(-n // VOCAB_BLOCK)
-    sums = runtime.empty((rows, blocks), torch.float32, device)
-    aligned = low & 15 == 0 and n * x.itemsize % 16 == 0
-    first, second = (
-        _split_kernel(entry, device, x.dtype, out.dtype, aligned) for entry in ("block_sums", "chains")
+    steps = -(-n // (32 * VOCAB_BLOCK))
+    sums = runtime.zeros((rows, steps, 32), torch.int32, device)
+    kernel, blocks = _long_kernel(device, x.dtype, out.dtype, low & 15 == 0 and n * x.itemsize % 16 == 0)
+    each = min(-(-steps // 4), max(1, blocks // rows))
+    kernel.launch(
+        (each + 1, rows, 1), x.data_ptr(), sums.data_ptr(), out.data_ptr(), x.stride(0), n, steps, what
     )
-    grid = -(-blocks // (4 * 8)), rows, 1
-    first.launch(grid, x.data_ptr(), sums.data_ptr(), x.stride(0), n, blocks, what)
-    second.launch((rows, 1, 1), sums.data_ptr(), out.data_ptr(), n, blocks, what)
+
+
+def long_spec(
+    x: torch.dtype, out: torch.dtype, vector: int, *, programmatic: bool = False
+) -> compiler.KernelSpec:
+    """The kernel of long_sums.cu."""
+    types = ("IN", _TYPES[x]), ("OUT", _TYPES[out])
+    shared = ("WARPS", 8), ("PASSES", 0), ("VECTOR", vector), ("STAGES", 0), ("BLOCKS", _LONG_BLOCKS)
+    return compiler.KernelSpec(
+        *("long_sums.cu", "long_sums", _PARAMS["long_sums"], (*types, *shared)),
+        block=_THREADS,
+        programmatic=programmatic,
+        smem=2 * 7 * 32 * 32 * 4,
+    )
 
 
 @functools.cache
-def _split_kernel(entry: str, device: int, x: torch.dtype, out: torch.dtype, aligned: bool) -> runtime.Kernel:
-    sharing = Sharing(8, 0, 16 // x.itemsize if aligned else 1)
-    spec = kernel_spec(entry, x, out, out, sharing)
-    return runtime.load(replace(spec, block=32) if entry == "chains" else spec, device)
+def _long_kernel(
+    device: int, x: torch.dtype, out: torch.dtype, aligned: bool
+) -> tuple[runtime.Kernel, int]:
+    """The kernel, and how many of its blocks run at once."""
+    info = device_info(device)
+    vector = 16 // x.itemsize if aligned else 1
+    spec = long_spec(x, out, vector, programmatic=info.capability >= (9, 0))
+    return runtime.load(spec, device), _LONG_BLOCKS * info.sm_count
 
 
 def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
@@ -336,11 +378,15 @@ def _column_sums(
     at, row, size = grad.data_ptr(), grad.stride(0), grad.itemsize
     low = at | x_at | (row | n) * size | (x_row | n) * x_bytes
     x_dtype = None if x is None else x.dtype
+    blocks, device = -(-n // (32 if x is None else 16)), grad.get_device()
+    info = device_info(device)
+    alone = blocks <= info.sm_count and info.max_smem >= _ALONE
     kernel = _columns_kernel(
-        "column_sums", grad.get_device(), grad.dtype, out.dtype, x_dtype, low & 15 == 0, n <= _FEW_COLUMNS
+        *("column_sums", device, grad.dtype, out.dtype, x_dtype),
+        *(low & 15 == 0, n <= _FEW_COLUMNS, alone),
     )
     kernel.launch(
-        (-(-n // (32 if x is None else 16)), 1, 1),
+        (blocks, 1, 1),
         *(at, x_at, _address(means), _address(scales), _address(product), out.data_ptr()),
         *(row, x_row, tokens, n),
     )
@@ -356,7 +402,7 @@ def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> T
     starts = torch.searchsorted(by_id, torch.arange(count + 1, device=ids.device))
     low = grad.data_ptr() | (grad.stride(0) | grad.shape[1]) * grad.itemsize
     kernel = _columns_kernel(
-        "embedding_backward", grad.get_device(), grad.dtype, out.dtype, None, low & 15 == 0, False
+        "embedding_backward", grad.get_device(), grad.dtype, out.dtype, None, low & 15 == 0, False, False
     )
     kernel.launch(
         (count, 1, 1),

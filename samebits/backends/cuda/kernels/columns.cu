@@ -1,7 +1,7 @@
 // Sums over tokens for every column, each one chain in f32 over ascending tokens: docs/contract.md, "Row
 // reductions".
 //
-// column_sums: a block takes 16 columns, or 32 where there is no x. Stages of 32 tokens go round its first
+// column_sums: a block takes 16 columns, or 32 where there is no x. Stages of TOKENS tokens go round its first
 // warps, the producers: each copies its stages into shared memory, widens and normalises them, by itself. The last warp adds them up: a lane carries one chain, of a column's gradients or of its products. It
 // waits for nothing but the stage that is next, so a token costs little more than one addition's latency.
 // embedding_backward: a block takes a row of the embedding, a thread some columns.
@@ -12,6 +12,7 @@
 //   OUT      type of the results: F32, BF16 or F16
 //   VECTOR   entries of one access to memory: 16 bytes' worth of GRAD, or 1
 //   PRODUCERS, DEPTH  warps of column_sums beside the last one, and stages that each copies ahead
+//   TOKENS            of a stage: 32, or 64 where a multiprocessor has room for one block only
 
 #ifndef X
 #error "X is needed: #if takes a missing macro for 0"
@@ -19,14 +20,15 @@
 
 #include "convert.cuh"
 #include "functions.cuh"
+#include "launch.cuh"
 #include "ptx_sm80.cuh"
 
 constexpr int THREADS = 32 * (PRODUCERS + 1);
-constexpr int BLOCKS = VECTOR == 1      ? 2
+constexpr int BLOCKS = TOKENS == 64     ? 1
+                       : VECTOR == 1    ? 2
                        : PRODUCERS == 8 ? 4
                                         : 3;  // of a multiprocessor: as many as shared memory has room for
 constexpr int COLUMNS = X == NONE ? 32 : 16;
-constexpr int TOKENS = 32;  // of a stage
 constexpr int PITCH =
     TOKENS + 4;  // floats from column to column: the lanes' reads of four meet no bank twice
 
@@ -124,10 +126,12 @@ __device__ __forceinline__ void copy(Copied& to, i64 token, i64 column, int lane
     copy<Grad>(to.grads, p.grad, p.grad_row, token, column, lane, p);
 #if X != NONE
     copy<Of>(to.entries, static_cast<const Of::Stored*>(p.x), p.x_row, token, column, lane, p);
-    static_assert(TOKENS == 32);
-    const bool inside = token + lane < p.tokens;
-    copy(to.scales[lane], p.scales + token + lane, inside);
-    if (p.means) copy(to.means[lane], p.means + token + lane, inside);
+#pragma unroll
+    for (int t = lane; t < TOKENS; t += 32) {
+        const bool inside = token + t < p.tokens;
+        copy(to.scales[t], p.scales + token + t, inside);
+        if (p.means) copy(to.means[t], p.means + token + t, inside);
+    }
 #endif
 }
 
@@ -208,6 +212,8 @@ struct Eight {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     column_sums(const __grid_constant__ ColumnsParams p) {
     extern __shared__ Stages own[];
+    wait_for_kernel_before();
+    let_kernel_behind_start();
     const i64 column = i64(blockIdx.x) * COLUMNS;
     const i64 stages = (p.tokens + TOKENS - 1) / TOKENS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -260,6 +266,8 @@ struct EmbeddingParams {
 // A block for each row of the embedding.
 extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
     embedding_backward(const __grid_constant__ EmbeddingParams p) {
+    wait_for_kernel_before();
+    let_kernel_behind_start();
     const i64 id = blockIdx.x;
     const i64 first = p.starts[id], last = id == p.padding ? first : p.starts[id + 1];
     for (i64 column = i64(threadIdx.x) * VECTOR; column < p.n; column += EMBEDDING_THREADS * VECTOR) {

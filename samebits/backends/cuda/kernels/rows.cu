@@ -119,9 +119,11 @@ ROW_KERNEL log_softmax_backward(const __grid_constant__ SoftmaxGradParams p) {
     each_row(row, p.rows, body, grads, logarithms);
 }
 
-// A norm's weight or bias, which all rows read. Null stands for a value that changes nothing.
+// A norm's weight or bias, which all rows read. Null stands for a value that changes nothing. It stays in registers
+// if a kernel has room for it, of which the other one takes as much.
+template <int vectors>
 struct Vector {
-    static constexpr int FREE = STAGES == 0 ? 8 : BLOCKS > 2 ? 16 : 32;  // registers
+    static constexpr int FREE = (STAGES == 0 ? 8 : BLOCKS > 2 ? 16 : 32) / vectors;
     static constexpr bool KEPT = PASSES > 0 && PASSES * WORDS<Param> <= FREE;
 
     Entries<Param, 65> entries;  // so many words are not held
@@ -165,7 +167,7 @@ struct NormParams {
 template <bool CENTRED, bool BIASED>
 __device__ __forceinline__ void norm_rows(const NormParams& p, Row& row) {
     Matrix<In, IN_WORDS> entries(p.x, p.x_row, row);
-    const Vector weight(p.weight, row, 1.0f), bias(BIASED ? p.bias : nullptr, row, -0.0f);
+    const Vector<1 + BIASED> weight(p.weight, row, 1.0f), bias(BIASED ? p.bias : nullptr, row, -0.0f);
     const float count = static_cast<float>(p.n);
     const auto body = [&] {
         float mean = 0.0f;
@@ -230,7 +232,7 @@ template <bool CENTRED>
 __device__ __forceinline__ void norm_backward_rows(const NormGradParams& p, Row& row) {
     Matrix<Out, GRAD_AND_X> grads(p.grad, p.grad_row, row);
     Matrix<In, GRAD_AND_X> entries(p.x, p.x_row, row, 0.0f, 1);
-    const Vector weight(p.weight, row, 1.0f);
+    const Vector<1> weight(p.weight, row, 1.0f);
     const float count = static_cast<float>(p.n);
     const auto body = [&] {
         const float scale = p.scales[row.row], mean = CENTRED ? p.means[row.row] : 0.0f;

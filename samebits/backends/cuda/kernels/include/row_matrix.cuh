@@ -37,10 +37,17 @@ struct Entries {
 
     __device__ void fetch(i64, int) {}
 
-    __device__ __forceinline__ void load(int pass, u32 (&to)[WORDS<E>]) const {
+    // The entries that lie `skipped` behind those of the first pass.
+    __device__ __forceinline__ void load_at(Place skipped, u32 (&to)[WORDS<E>]) const {
 #pragma unroll
-        for (int i = 0; i < OWN; i += RUN)
-            load_run<E>(at + row.behind(pass, i), row.left(pass, i), beyond, to + i / RUN * RUN_WORDS<E>);
+        for (int i = 0; i < OWN; i += RUN) {
+            const Place behind = skipped + row.behind(0, i);
+            load_run<E>(at + behind, row.n - row.first - behind, beyond, to + i / RUN * RUN_WORDS<E>);
+        }
+    }
+
+    __device__ __forceinline__ void load(int pass, u32 (&to)[WORDS<E>]) const {
+        load_at(row.behind(pass, 0), to);
     }
 
     // The entries of a pass, as they are stored; `beyond` where there are none.
