@@ -358,6 +358,7 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     shared = rows.Sharing(1, 1, 4), rows.Sharing(8, 0, 1)
     specs = [rows.kernel_spec("row_sum", *of, sharing) for of, sharing in zip(types, shared, strict=True)]
     specs += [rows.columns_spec("column_sums", F16, BF16, F32, vector=vector) for vector in (1, 8)]
+    specs += [rows.long_spec(BF16, F32, vector) for vector in (1, 8)]
     for spec in specs:  # whole files
         cubin = compiler.compile(spec, arch)
         assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0)

@@ -105,25 +105,27 @@ def kernel_spec(
 ) -> compiler.KernelSpec:
     """A kernel of rows.cu."""
     types = ("IN", _TYPES[x]), ("OUT", _TYPES[out]), ("PARAM", _TYPES[param])
-    stages = staged(entry, x, sharing)
+    stages = _staged(entry, x, sharing)
     shared = ("WARPS", sharing.warps), ("PASSES", sharing.passes), ("VECTOR", sharing.vector)
     read = ("STAGES", stages), ("BLOCKS", sharing.blocks)
     return compiler.KernelSpec(
         *("rows.cu", entry, _PARAMS[entry], (*types, *shared, *read)),
         block=_THREADS,
         programmatic=programmatic,
-        smem=stages * _STREAMED.get(entry, 0) * _bytes_of_pass(x) * sharing.passes,
+        smem=stages * _bytes_of_row(entry, x, sharing),
     )
 
 
-def _bytes_of_pass(x: torch.dtype) -> int:
-    return 16 * _THREADS * x.itemsize
+def _staged(entry: str, x: torch.dtype, sharing: Sharing) -> int:
+    """Rows of each matrix on their way: as many as fit, at least two, or none."""
+    of_row = _bytes_of_row(entry, x, sharing)
+    stages = min(sharing.stages, _SMEM // sharing.blocks // of_row) if of_row else 0
+    return stages if stages > 1 else 0
 
 
-def staged(entry: str, x: torch.dtype, sharing: Sharing) -> int:
-    """Rows of each matrix on their way: as many as fit."""
-    of_row = _bytes_of_pass(x) * sharing.passes * _STREAMED.get(entry, 0)
-    return min(sharing.stages, _SMEM // sharing.blocks // of_row) if of_row else 0
+def _bytes_of_row(entry: str, x: torch.dtype, sharing: Sharing) -> int:
+    """Shared memory of a block for the rows that it takes at a time."""
+    return _STREAMED.get(entry, 0) * sharing.passes * 16 * _THREADS * x.itemsize
 
 
 def columns_spec(
@@ -171,7 +173,7 @@ def _plan(
         sharing = forced if aligned else forced._replace(vector=1, stages=0)
     info = device_info(device)
     spec = kernel_spec(entry, x, out, param, sharing, programmatic=info.capability >= (9, 0))
-    most = info.sm_count * sharing.blocks if staged(entry, x, sharing) else _ANY
+    most = info.sm_count * sharing.blocks if _staged(entry, x, sharing) else _ANY
     return runtime.load(spec, device), _THREADS // 32 // sharing.warps, most
 
 
@@ -273,9 +275,7 @@ def long_spec(
 
 
 @functools.cache
-def _long_kernel(
-    device: int, x: torch.dtype, out: torch.dtype, aligned: bool
-) -> tuple[runtime.Kernel, int]:
+def _long_kernel(device: int, x: torch.dtype, out: torch.dtype, aligned: bool) -> tuple[runtime.Kernel, int]:
     """The kernel, and how many of its blocks run at once."""
     info = device_info(device)
     vector = 16 // x.itemsize if aligned else 1
