@@ -107,7 +107,8 @@ def kernel_spec(
     types = ("IN", _TYPES[x]), ("OUT", _TYPES[out]), ("PARAM", _TYPES[param])
     stages = _staged(entry, x, sharing)
     shared = ("WARPS", sharing.warps), ("PASSES", sharing.passes), ("VECTOR", sharing.vector)
-    read = ("STAGES", stages), ("BLOCKS", sharing.blocks)
+    wide = torch.float32 in (out, param) and sharing.passes > 1 and stages == 0
+    read = ("STAGES", stages), ("BLOCKS", 2 if wide else sharing.blocks)
     return compiler.KernelSpec(
         *("rows.cu", entry, _PARAMS[entry], (*types, *shared, *read)),
         block=_THREADS,

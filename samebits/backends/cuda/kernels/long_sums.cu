@@ -13,11 +13,11 @@ using In = Element<IN>;
 using Out = Element<OUT>;
 
 constexpr int CHAINS = contract::CHAINS;
-constexpr int AHEAD = 4;                             // steps that a block has on their way
-constexpr int ADDERS = THREADS / 32 - 1;             // warps that read steps for the first one
-constexpr int EACH = 32;                             // steps that one reads at a time
-constexpr int ROUND = ADDERS * EACH;                 // steps that they read together
-constexpr int TOGETHER = 16;                         // steps whose sums are in registers
+constexpr int AHEAD = 4;                  // steps that a block has on their way
+constexpr int ADDERS = THREADS / 32 - 1;  // warps that read steps for the first one
+constexpr int EACH = 32;                  // steps that one reads at a time
+constexpr int ROUND = ADDERS * EACH;      // steps that they read together
+constexpr int TOGETHER = 16;              // steps whose sums are in registers
 
 static_assert(4 * WARPS == CHAINS && PASSES == 0 && ROUND % TOGETHER == 0);
 
@@ -50,7 +50,8 @@ __device__ __forceinline__ void sum_steps(const Params& p) {
                 for (int i = 0; i < OWN; ++i) terms[i] = __fmul_rn(terms[i], terms[i]);
             const u32 sum = ~__float_as_uint(row.block_sum(terms));
             if (row.lane % GROUP == 0 && first + s < p.steps)
-                asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(sums + (first + s) * CHAINS), "r"(sum)
+                asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(sums + (first + s) * CHAINS),
+                             "r"(sum)
                              : "memory");
         }
     }
@@ -68,7 +69,8 @@ struct Part {
 
     __device__ __forceinline__ void ask(const u32* from, i64 step, i64 steps) {
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) sums[i] = step + i < steps ? sum_so_far(from + (step + i) * CHAINS) : ~0u;
+        for (int i = 0; i < EACH; ++i)
+            sums[i] = step + i < steps ? sum_so_far(from + (step + i) * CHAINS) : ~0u;
     }
 
     __device__ __forceinline__ void tell(const u32* from, i64 step, float (*to)[CHAINS], int lane) {

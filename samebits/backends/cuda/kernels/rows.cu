@@ -124,7 +124,7 @@ ROW_KERNEL log_softmax_backward(const __grid_constant__ SoftmaxGradParams p) {
 template <int vectors>
 struct Vector {
     static constexpr int FREE = (STAGES == 0 ? 8 : BLOCKS > 2 ? 16 : 32) / vectors;
-    static constexpr bool KEPT = PASSES > 0 && PASSES * WORDS<Param> <= FREE;
+    static constexpr bool KEPT = PASSES > 0 && PASSES* WORDS<Param> <= FREE;
 
     Entries<Param, 65> entries;  // so many words are not held
     u32 kept[KEPT ? KEPT_PASSES : 1][WORDS<Param>];

@@ -57,7 +57,8 @@ struct Element<BF16> {
         asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
         return both;
 #else
-        return pack(contract::maximum(widen(u16(a)), widen(u16(b))), contract::maximum(widen(u16(a >> 16)), widen(u16(b >> 16))));
+        return pack(contract::maximum(widen(u16(a)), widen(u16(b))),
+                    contract::maximum(widen(u16(a >> 16)), widen(u16(b >> 16))));
 #endif
     }
     static __device__ __forceinline__ u32 smaller(u32 a, u32 b) {
@@ -66,7 +67,8 @@ struct Element<BF16> {
         asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
         return both;
 #else
-        return pack(contract::minimum(widen(u16(a)), widen(u16(b))), contract::minimum(widen(u16(a >> 16)), widen(u16(b >> 16))));
+        return pack(contract::minimum(widen(u16(a)), widen(u16(b))),
+                    contract::minimum(widen(u16(a >> 16)), widen(u16(b >> 16))));
 #endif
     }
     static __device__ __forceinline__ float largest(u32 a) {
@@ -107,7 +109,8 @@ struct Element<F16> {
         asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
         return both;
 #else
-        return pack(contract::maximum(widen(u16(a)), widen(u16(b))), contract::maximum(widen(u16(a >> 16)), widen(u16(b >> 16))));
+        return pack(contract::maximum(widen(u16(a)), widen(u16(b))),
+                    contract::maximum(widen(u16(a >> 16)), widen(u16(b >> 16))));
 #endif
     }
     static __device__ __forceinline__ u32 smaller(u32 a, u32 b) {
@@ -116,7 +119,8 @@ struct Element<F16> {
         asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
         return both;
 #else
-        return pack(contract::minimum(widen(u16(a)), widen(u16(b))), contract::minimum(widen(u16(a >> 16)), widen(u16(b >> 16))));
+        return pack(contract::minimum(widen(u16(a)), widen(u16(b))),
+                    contract::minimum(widen(u16(a >> 16)), widen(u16(b >> 16))));
 #endif
     }
     static __device__ __forceinline__ float largest(u32 a) {

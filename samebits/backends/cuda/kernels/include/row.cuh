@@ -116,7 +116,8 @@ struct Row {
     }
 
     __device__ void wait_for_row() const {
-        asm volatile("bar.sync %0, %1;" ::"r"(int(threadIdx.x / ROW_THREADS) + 1), "n"(ROW_THREADS) : "memory");
+        asm volatile("bar.sync %0, %1;" ::"r"(int(threadIdx.x / ROW_THREADS) + 1), "n"(ROW_THREADS)
+                     : "memory");
     }
 
     __device__ float* next_half() {

@@ -17,7 +17,7 @@
 // `count` is the number of words of a pass over all.
 template <class E, int count>
 struct Entries {
-    static constexpr bool HELD = PASSES > 0 && PASSES * count <= 64;
+    static constexpr bool HELD = PASSES > 0 && PASSES* count <= 64;
 
     const typename E::Stored* matrix;
     const typename E::Stored* at;
@@ -27,7 +27,8 @@ struct Entries {
     u32 held[HELD ? KEPT_PASSES : 1][WORDS<E>];
 
     // The `index`-th matrix of a kernel, with rows `step` apart.
-    __device__ Entries(const typename E::Stored* matrix, i64 step, const Row& row, float beyond = 0.0f, int = 0)
+    __device__ Entries(const typename E::Stored* matrix, i64 step, const Row& row, float beyond = 0.0f,
+                       int = 0)
         : matrix(matrix), at(matrix), step(step), row(row), beyond(beyond) {}
 
     __device__ __forceinline__ void begin(int) {

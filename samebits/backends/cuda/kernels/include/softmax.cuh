@@ -91,7 +91,8 @@ struct NearRow {
         store_row<Out>(row, out, [&](int pass, float (&y)[OWN]) {
             logits(pass, y);
 #pragma unroll
-            for (int i = 0; i < OWN; ++i) y[i] = over_total.of_large(contract::exp_near(__fsub_rn(y[i], shift)));
+            for (int i = 0; i < OWN; ++i)
+                y[i] = over_total.of_large(contract::exp_near(__fsub_rn(y[i], shift)));
         });
     }
 
