@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -26,9 +27,14 @@ _TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.floa
 
 _ANY = (1 << 31) - 1  # blocks
 
-# Matrices that the kernels read by stages, and shared memory of a multiprocessor that is free for them.
-_STREAMED = {"softmax": 1, "log_softmax": 1, "norm_forward": 1, "norm_backward": 2}
-_SMEM = 216 << 10
+# Rows that threads have on their way where many are aligned, by passes and bytes of an entry; elsewhere none.
+_STAGES = {
+    "softmax": {(4, 2): 2, (2, 4): 3},
+    "log_softmax": {(4, 2): 2},
+    "rms_norm": {(1, 2): 3, (2, 2): 3, (4, 2): 2, (1, 4): 3},
+    "layer_norm": {(4, 2): 2},
+}
+_SMEM = 216 << 10  # of a multiprocessor, which is free for them
 
 _ALONE = 160 << 10  # bytes of shared memory of a block that has a multiprocessor to itself
 _LONG_BLOCKS = 3  # of a multiprocessor
@@ -41,11 +47,16 @@ _PARAMS = {
     "log_softmax": "PPqqq",
     "softmax_backward": "PPPqq",
     "log_softmax_backward": "PPPqq",
-    "norm_forward": "PPPPPPqqqf",
+    "rms_norm": "PPPPPPqqqf",
+    "layer_norm": "PPPPPPqqqf",
     "norm_backward": "PPPPPPqqqq",
     "column_sums": "PPPPPPqqqq",
     "embedding_backward": "PPPPqqq",
 }
+_OF_ROWS = (
+    *("row_sum", "softmax", "log_softmax", "softmax_backward", "log_softmax_backward"),
+    *("rms_norm", "layer_norm", "norm_backward"),
+)  # the kernels of rows.cu
 
 
 class Sharing(NamedTuple):
@@ -62,21 +73,27 @@ class Sharing(NamedTuple):
     """Of a multiprocessor."""
 
 
-def choose_sharing(rows: int, n: int, dtype: torch.dtype, aligned: bool) -> Sharing:
-    """As few warps as take a row in a pass, or in two where there are many rows of 16-bit values."""
-    passes = 2 if rows >= _MANY and dtype.itemsize == 2 else 1
+def choose_sharing(entry: str, rows: int, n: int, dtype: torch.dtype, aligned: bool) -> Sharing:
+    """As few warps as take a row in a pass, or in two where there are many rows of 16-bit values.
+
+    What differs between kernels was measured on an H200: docs/performance.md, "Row operations".
+    """
+    many = rows >= _MANY
+    passes = 2 if many and dtype.itemsize == 2 and entry != "norm_backward" else 1
     warps = next((w for w in (1, 2, 4) if n <= passes * w * _PASS), 8)
     held = next((p for p in (1, 2, 4) if n <= p * warps * _PASS), 0)
     vector = 16 // dtype.itemsize if aligned and n * dtype.itemsize % 16 == 0 else 1
-    small = 0 < held * dtype.itemsize <= 4
-    stages = 3 if rows >= _MANY and vector > 1 and held else 0
-    return Sharing(warps, held, vector, stages=stages, blocks=3 if small else 2)
+    stages = _STAGES.get(entry, {}).get((held, dtype.itemsize), 0) if many and vector > 1 else 0
+    blocks = 3 if 0 < held * dtype.itemsize <= 4 else 2
+    if vector == 8 and (entry == "softmax" and many and warps == 1 or entry == "norm_backward" and held == 1):
+        blocks = 4
+    return Sharing(warps, held, vector, stages=stages, blocks=blocks)
 
 
 def sharings(n: int, dtype: torch.dtype) -> list[Sharing]:
     """All choices for rows of `n` values."""
-    every = (choose_sharing(rows, n, dtype, aligned) for rows in (1, _MANY) for aligned in (True, False))
-    found = list(dict.fromkeys(every))
+    cases = itertools.product(_OF_ROWS, (1, _MANY), (True, False))
+    found = list(dict.fromkeys(choose_sharing(entry, rows, n, dtype, of) for entry, rows, of in cases))
     return found + [s._replace(split=True) for s in found if n >= _LONG]
 
 
@@ -107,8 +124,9 @@ def kernel_spec(
     types = ("IN", _TYPES[x]), ("OUT", _TYPES[out]), ("PARAM", _TYPES[param])
     stages = _staged(entry, x, sharing)
     shared = ("WARPS", sharing.warps), ("PASSES", sharing.passes), ("VECTOR", sharing.vector)
-    wide = torch.float32 in (out, param) and sharing.passes > 1 and stages == 0
-    read = ("STAGES", stages), ("BLOCKS", 2 if wide else sharing.blocks)
+    wide = torch.float32 in (out, param) and stages == 0  # takes more registers
+    blocks = min(sharing.blocks, 2 if sharing.passes > 1 else 3) if wide else sharing.blocks
+    read = ("STAGES", stages), ("BLOCKS", blocks)
     return compiler.KernelSpec(
         *("rows.cu", entry, _PARAMS[entry], (*types, *shared, *read)),
         block=_THREADS,
@@ -126,7 +144,7 @@ def _staged(entry: str, x: torch.dtype, sharing: Sharing) -> int:
 
 def _bytes_of_row(entry: str, x: torch.dtype, sharing: Sharing) -> int:
     """Shared memory of a block for the rows that it takes at a time."""
-    return _STREAMED.get(entry, 0) * sharing.passes * 16 * _THREADS * x.itemsize
+    return sharing.passes * 16 * _THREADS * x.itemsize if entry in _STAGES else 0
 
 
 def columns_spec(
@@ -137,21 +155,23 @@ def columns_spec(
     *,
     vector: int = 1,
     depth: int = 1,
+    columns: int = 16,
     tokens: int = 32,
-    programmatic: bool = False,
 ) -> compiler.KernelSpec:
     """A kernel of columns.cu."""
     types = ("GRAD", _TYPES[grad]), ("X", _TYPES[x]), ("OUT", _TYPES[out])
     if entry == "embedding_backward":
         block, smem, producers = 256, 0, 1
     else:
-        values = 32 * grad.itemsize if x is None else 16 * (grad.itemsize + x.itemsize)
-        copied = values + (0 if x is None else 8)  # of a token, with its mean and scale
-        producers = 8 if copied <= 72 else 6  # what fits into shared memory several times
-        block, smem = 32 * (producers + 1), producers * (depth * tokens * copied + 32 * (tokens + 4) * 4)
-    constants = *types, ("VECTOR", vector), ("PRODUCERS", producers), ("DEPTH", depth), ("TOKENS", tokens)
+        of_x, chains = (0, columns) if x is None else (x.itemsize, 2 * columns)
+        copied = columns * (grad.itemsize + of_x) + (0 if x is None else 8)  # of a token; its mean and scale
+        producers = 8 if max(grad.itemsize, of_x) == 2 else 6  # what fits into shared memory several times
+        block, smem = 32 * (producers + 1), producers * (depth * tokens * copied + chains * (tokens + 4) * 4)
+    constants = *types, ("VECTOR", vector), ("PRODUCERS", producers), ("DEPTH", depth)
     return compiler.KernelSpec(
-        *("columns.cu", entry, _PARAMS[entry], constants), block=block, smem=smem, programmatic=programmatic
+        *("columns.cu", entry, _PARAMS[entry], (*constants, ("COLUMNS", columns), ("TOKENS", tokens))),
+        block=block,
+        smem=smem,
     )
 
 
@@ -169,7 +189,7 @@ def _plan(
     forced: Sharing | None,
 ) -> tuple[runtime.Kernel, int, int]:
     """A kernel of rows.cu, the rows that a block takes at a time, and how many blocks there are at most."""
-    sharing = choose_sharing(_MANY if many else 1, n, x, aligned)
+    sharing = choose_sharing(entry, _MANY if many else 1, n, x, aligned)
     if forced in sharings(n, x):
         sharing = forced if aligned else forced._replace(vector=1, stages=0)
     info = device_info(device)
@@ -187,15 +207,12 @@ def _columns_kernel(
     x: torch.dtype | None,
     aligned: bool,
     few: bool,
-    alone: bool,
+    columns: int,
+    tokens: int,
 ) -> runtime.Kernel:
     vector = 16 // grad.itemsize if aligned else 1
     spec = columns_spec(
-        *(entry, grad, out, x),
-        vector=vector,
-        depth=1 + few,
-        tokens=64 if alone else 32,
-        programmatic=device_info(device).capability >= (9, 0),
+        entry, grad, out, x, vector=vector, depth=1 + few, columns=columns, tokens=tokens
     )
     return runtime.load(spec, device)
 
@@ -318,7 +335,7 @@ def norm(
     param = next((t.dtype for t in (weight, bias) if t is not None), torch.float32)
     at, weight_at, bias_at, step = x.data_ptr(), _address(weight), _address(bias), x.stride(0)
     _launch(
-        *("norm_forward", x, x.dtype, at | weight_at | bias_at | step * x.itemsize),
+        *("layer_norm" if centred else "rms_norm", x, x.dtype, at | weight_at | bias_at | step * x.itemsize),
         *(at, weight_at, bias_at, out.data_ptr(), means.data_ptr() if centred else 0, scales.data_ptr()),
         *(step, *x.shape, eps),
         param=param,
@@ -372,25 +389,34 @@ def _column_sums(
     product: Tensor | None = None,
 ) -> None:
     grad = _with_rows(grad)
-    tokens, n = grad.shape
+    count, n = grad.shape
     if n == 0:
         return
     x_at, x_row, x_bytes = (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.itemsize)
     at, row, size = grad.data_ptr(), grad.stride(0), grad.itemsize
     low = at | x_at | (row | n) * size | (x_row | n) * x_bytes
     x_dtype = None if x is None else x.dtype
-    blocks, device = -(-n // (32 if x is None else 16)), grad.get_device()
-    info = device_info(device)
-    alone = blocks <= info.sm_count and info.max_smem >= _ALONE
+    device = grad.get_device()
+    columns, tokens = _columns_of_block(n, 32 if x is None else 16, device)
     kernel = _columns_kernel(
         *("column_sums", device, grad.dtype, out.dtype, x_dtype),
-        *(low & 15 == 0, n <= _FEW_COLUMNS, alone),
+        *(low & 15 == 0, n <= _FEW_COLUMNS, columns, tokens),
     )
     kernel.launch(
-        (blocks, 1, 1),
+        (-(-n // columns), 1, 1),
         *(at, x_at, _address(means), _address(scales), _address(product), out.data_ptr()),
-        *(row, x_row, tokens, n),
+        *(row, x_row, count, n),
     )
+
+
+def _columns_of_block(n: int, most: int, device: int) -> tuple[int, int]:
+    """The columns of a block, and the tokens of a stage: more where blocks have a multiprocessor each."""
+    info = device_info(device)
+    if info.max_smem >= _ALONE:
+        for columns in (8, 16, 32):
+            if columns <= most and -(-n // columns) <= info.sm_count:
+                return columns, 128 if columns == 8 else 64
+    return most, 32
 
 
 def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
@@ -403,7 +429,7 @@ def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> T
     starts = torch.searchsorted(by_id, torch.arange(count + 1, device=ids.device))
     low = grad.data_ptr() | (grad.stride(0) | grad.shape[1]) * grad.itemsize
     kernel = _columns_kernel(
-        "embedding_backward", grad.get_device(), grad.dtype, out.dtype, None, low & 15 == 0, False, False
+        "embedding_backward", grad.get_device(), grad.dtype, out.dtype, None, low & 15 == 0, False, 32, 32
     )
     kernel.launch(
         (count, 1, 1),

@@ -73,12 +73,21 @@ struct Part {
             sums[i] = step + i < steps ? sum_so_far(from + (step + i) * CHAINS) : ~0u;
     }
 
+    // Asks again, for all missing ones at once: one after the other each would take as long.
     __device__ __forceinline__ void tell(const u32* from, i64 step, float (*to)[CHAINS], int lane) {
+        bool missing = false;
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            while (sums[i] == 0) sums[i] = sum_so_far(from + (step + i) * CHAINS);
-            to[i][lane] = __uint_as_float(~sums[i]);
+        for (int i = 0; i < EACH; ++i) missing |= sums[i] == 0;
+        while (missing) {
+            missing = false;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                if (sums[i] == 0) sums[i] = sum_so_far(from + (step + i) * CHAINS);
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) missing |= sums[i] == 0;
         }
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) to[i][lane] = __uint_as_float(~sums[i]);
     }
 };
 

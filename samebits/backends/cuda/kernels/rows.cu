@@ -159,7 +159,7 @@ struct NormParams {
     const In::Stored* x;
     const Param::Stored *weight, *bias;  // either may be null
     Out::Stored* out;
-    float *means, *scales;  // means is null for an RMS norm
+    float *means, *scales;  // an RMS norm has no means
     i64 x_row, rows, n;
     float eps;
 };
@@ -196,25 +196,31 @@ __device__ __forceinline__ void norm_rows(const NormParams& p, Row& row) {
             }
         });
         if (row.leads()) {
-            if (CENTRED) p.means[row.row] = mean;
-            p.scales[row.row] = scale;
+            if (CENTRED) p.means[row.row] = contract::canonical(mean);
+            p.scales[row.row] = contract::canonical(scale);
         }
     };
     each_row(row, p.rows, body, entries);
 }
 
-ROW_KERNEL norm_forward(const __grid_constant__ NormParams p) {
+ROW_KERNEL rms_norm(const __grid_constant__ NormParams p) {
     __shared__ Told told[ROWS];
     Row row(told, p.n);
     wait_for_kernel_before();
     let_kernel_behind_start();
     if (row.row >= p.rows) return;
-    if (p.means)
-        norm_rows<true, true>(p, row);
-    else if (p.bias)
+    if (p.bias)
         norm_rows<false, true>(p, row);
     else
         norm_rows<false, false>(p, row);
+}
+
+ROW_KERNEL layer_norm(const __grid_constant__ NormParams p) {
+    __shared__ Told told[ROWS];
+    Row row(told, p.n);
+    wait_for_kernel_before();
+    let_kernel_behind_start();
+    if (row.row < p.rows) norm_rows<true, true>(p, row);
 }
 
 struct NormGradParams {
@@ -230,12 +236,15 @@ constexpr int GRAD_AND_X = WORDS<Out> + IN_WORDS;
 
 template <bool CENTRED>
 __device__ __forceinline__ void norm_backward_rows(const NormGradParams& p, Row& row) {
-    Matrix<Out, GRAD_AND_X> grads(p.grad, p.grad_row, row);
-    Matrix<In, GRAD_AND_X> entries(p.x, p.x_row, row, 0.0f, 1);
+    // The last rows first: the sums over tokens, which follow, then find the first ones in the L2 cache.
+    const i64 last = p.rows - 1;
+    Matrix<Out, GRAD_AND_X> grads(p.grad + last * p.grad_row, -p.grad_row, row);
+    Matrix<In, GRAD_AND_X> entries(p.x + last * p.x_row, -p.x_row, row, 0.0f, 1);
     const Vector<1> weight(p.weight, row, 1.0f);
     const float count = static_cast<float>(p.n);
     const auto body = [&] {
-        const float scale = p.scales[row.row], mean = CENTRED ? p.means[row.row] : 0.0f;
+        const i64 token = last - row.row;
+        const float scale = p.scales[token], mean = CENTRED ? p.means[token] : 0.0f;
         const auto weighted = [&](int pass, float (&g)[OWN]) {
             float w[OWN];
             grads(pass, g);
@@ -264,7 +273,7 @@ __device__ __forceinline__ void norm_backward_rows(const NormGradParams& p, Row&
         });
         const float along = __fdiv_rn(row.sum_of_chains(sums[0]), count);
         const float average = CENTRED ? __fdiv_rn(row.sum_of_chains(sums[1]), count) : 0.0f;
-        store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&x)[OWN]) {
+        store_row<Out>(row, p.out + token * p.n, [&](int pass, float (&x)[OWN]) {
             float g[OWN];
             weighted(pass, g);
             normalised(pass, x);

@@ -241,7 +241,8 @@ __device__ __forceinline__ void widen_words(const u32* from, float (&x)[OWN]) {
 }
 
 // A run, of which `left` entries lie inside of the row; `beyond` for the others. Values of 16 bits that are not
-// aligned are read by words, but nothing is read behind the row. (The half word before it is in the same memory.)
+// aligned are read by two runs that are. Nothing is read behind the row. (What lies before it up to such a run's
+// beginning is in the same memory: memory is aligned.)
 template <class E>
 __device__ __forceinline__ void load_run(const typename E::Stored* at, Place left, float beyond, u32* to) {
     constexpr int COUNT = RUN_WORDS<E>;
@@ -254,15 +255,18 @@ __device__ __forceinline__ void load_run(const typename E::Stored* at, Place lef
 #pragma unroll
         for (int i = 0; i < RUN; ++i) to[i] = i < left ? __float_as_uint(at[i]) : word;
     } else {
-        const int odd = reinterpret_cast<u64>(at) / 2 % 2;
-        if (left >= RUN + odd) {
-            const u32* from = reinterpret_cast<const u32*>(at - odd);
-            u32 words[COUNT + 1];
+        const int skipped = reinterpret_cast<u64>(at) / 2 % RUN;
+        if (left >= (skipped ? 2 * RUN - skipped : RUN)) {
+            u32 words[2 * COUNT] = {};
+            load_words<COUNT>(at - skipped, words);
+            if (skipped) load_words<COUNT>(at - skipped + RUN, words + COUNT);
 #pragma unroll
-            for (int w = 0; w < COUNT; ++w) words[w] = from[w];
-            words[COUNT] = odd ? from[COUNT] : 0;
+            for (int by = COUNT / 2; by > 0; by /= 2)
 #pragma unroll
-            for (int w = 0; w < COUNT; ++w) to[w] = __funnelshift_r(words[w], words[w + 1], 16 * odd);
+                for (int w = 0; w < COUNT + by; ++w) words[w] = skipped & 2 * by ? words[w + by] : words[w];
+#pragma unroll
+            for (int w = 0; w < COUNT; ++w)
+                to[w] = __funnelshift_r(words[w], words[w + 1], skipped % 2 * 16);
         } else {
 #pragma unroll
             for (int i = 0; i < RUN; ++i) {
