@@ -37,7 +37,6 @@ _STAGES = {
 _SMEM = 216 << 10  # of a multiprocessor, which is free for them
 
 _ALONE = 160 << 10  # bytes of shared memory of a block that has a multiprocessor to itself
-_LONG_BLOCKS = 3  # of a multiprocessor
 
 # The parameter structs of rows.cu, long_sums.cu and columns.cu.
 _PARAMS = {
@@ -85,7 +84,8 @@ def choose_sharing(entry: str, rows: int, n: int, dtype: torch.dtype, aligned: b
     vector = 16 // dtype.itemsize if aligned and n * dtype.itemsize % 16 == 0 else 1
     stages = _STAGES.get(entry, {}).get((held, dtype.itemsize), 0) if many and vector > 1 else 0
     blocks = 3 if 0 < held * dtype.itemsize <= 4 else 2
-    if vector == 8 and (entry == "softmax" and many and warps == 1 or entry == "norm_backward" and held == 1):
+    with_room = {"softmax": many and warps == 1, "norm_backward": held == 1}
+    if vector == 8 and with_room.get(entry, False):
         blocks = 4
     return Sharing(warps, held, vector, stages=stages, blocks=blocks)
 
@@ -211,9 +211,7 @@ def _columns_kernel(
     tokens: int,
 ) -> runtime.Kernel:
     vector = 16 // grad.itemsize if aligned else 1
-    spec = columns_spec(
-        entry, grad, out, x, vector=vector, depth=1 + few, columns=columns, tokens=tokens
-    )
+    spec = columns_spec(entry, grad, out, x, vector=vector, depth=1 + few, columns=columns, tokens=tokens)
     return runtime.load(spec, device)
 
 
@@ -283,7 +281,7 @@ def long_spec(
 ) -> compiler.KernelSpec:
     """The kernel of long_sums.cu."""
     types = ("IN", _TYPES[x]), ("OUT", _TYPES[out])
-    shared = ("WARPS", 8), ("PASSES", 0), ("VECTOR", vector), ("STAGES", 0), ("BLOCKS", _LONG_BLOCKS)
+    shared = ("WARPS", 8), ("PASSES", 0), ("VECTOR", vector), ("STAGES", 0), ("BLOCKS", _long_blocks(vector))
     return compiler.KernelSpec(
         *("long_sums.cu", "long_sums", _PARAMS["long_sums"], (*types, *shared)),
         block=_THREADS,
@@ -292,13 +290,18 @@ def long_spec(
     )
 
 
+def _long_blocks(vector: int) -> int:
+    """Of a multiprocessor. Rows that are not aligned take more registers."""
+    return 3 if vector > 1 else 2
+
+
 @functools.cache
 def _long_kernel(device: int, x: torch.dtype, out: torch.dtype, aligned: bool) -> tuple[runtime.Kernel, int]:
     """The kernel, and how many of its blocks run at once."""
     info = device_info(device)
     vector = 16 // x.itemsize if aligned else 1
     spec = long_spec(x, out, vector, programmatic=info.capability >= (9, 0))
-    return runtime.load(spec, device), _LONG_BLOCKS * info.sm_count
+    return runtime.load(spec, device), _long_blocks(vector) * info.sm_count
 
 
 def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:

@@ -59,7 +59,8 @@ def norm(
         wide,
         lambda *span: kernels.norm(wide.numpy(), *arrays, means.numpy(), scales.numpy(), *span),
     )
-    return rounded(out, x.dtype), *(rounded(t[None], torch.float32)[0] for t in (means, scales))
+    means, scales = (rounded(t[None], torch.float32)[0] for t in (means, scales))
+    return rounded(out, x.dtype), means, scales
 
 
 def norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor) -> Tensor:

@@ -175,7 +175,8 @@ __device__ __forceinline__ void widen(const Copied& from, Terms& to, int lane, b
             v[j] = make_float2(__fmul_rn(v[j].x, scales[j]), __fmul_rn(v[j].y, scales[j]));
         }
         *reinterpret_cast<float4*>(&to.normalised[c][first]) = make_float4(v[0].x, v[1].x, v[2].x, v[3].x);
-        *reinterpret_cast<float4*>(&to.normalised[c + 1][first]) = make_float4(v[0].y, v[1].y, v[2].y, v[3].y);
+        *reinterpret_cast<float4*>(&to.normalised[c + 1][first]) =
+            make_float4(v[0].y, v[1].y, v[2].y, v[3].y);
 #endif
     }
 }
@@ -206,7 +207,7 @@ __device__ __forceinline__ void produce(Stages& own, int producer, i64 stages, i
 
 // Some tokens of a lane's chain. They are read while those before them are added.
 struct Batch {
-    static constexpr int FOURS = ALONE ? 4 : 2;  // with eight tokens, reading takes longer than adding
+    static constexpr int FOURS = ALONE ? 4 : 2;         // with eight tokens, reading takes longer than adding
     static constexpr int COUNT = TOKENS / (4 * FOURS);  // of a stage
     float4 g[FOURS], y[FOURS];
 

@@ -265,8 +265,7 @@ __device__ __forceinline__ void load_run(const typename E::Stored* at, Place lef
 #pragma unroll
                 for (int w = 0; w < COUNT + by; ++w) words[w] = skipped & 2 * by ? words[w + by] : words[w];
 #pragma unroll
-            for (int w = 0; w < COUNT; ++w)
-                to[w] = __funnelshift_r(words[w], words[w + 1], skipped % 2 * 16);
+            for (int w = 0; w < COUNT; ++w) to[w] = __funnelshift_r(words[w], words[w + 1], skipped % 2 * 16);
         } else {
 #pragma unroll
             for (int i = 0; i < RUN; ++i) {
