@@ -36,6 +36,7 @@ _STAGES = {
 }
 _SMEM = 216 << 10  # of a multiprocessor, which is free for them
 
+_LONG_BLOCKS = 2  # of a multiprocessor
 _ALONE = 160 << 10  # bytes of shared memory of a block that has a multiprocessor to itself
 
 # The parameter structs of rows.cu, long_sums.cu and columns.cu.
@@ -281,7 +282,7 @@ def long_spec(
 ) -> compiler.KernelSpec:
     """The kernel of long_sums.cu."""
     types = ("IN", _TYPES[x]), ("OUT", _TYPES[out])
-    shared = ("WARPS", 8), ("PASSES", 0), ("VECTOR", vector), ("STAGES", 0), ("BLOCKS", _long_blocks(vector))
+    shared = ("WARPS", 8), ("PASSES", 0), ("VECTOR", vector), ("STAGES", 0), ("BLOCKS", _LONG_BLOCKS)
     return compiler.KernelSpec(
         *("long_sums.cu", "long_sums", _PARAMS["long_sums"], (*types, *shared)),
         block=_THREADS,
@@ -290,18 +291,13 @@ def long_spec(
     )
 
 
-def _long_blocks(vector: int) -> int:
-    """Of a multiprocessor. Rows that are not aligned take more registers."""
-    return 3 if vector > 1 else 2
-
-
 @functools.cache
 def _long_kernel(device: int, x: torch.dtype, out: torch.dtype, aligned: bool) -> tuple[runtime.Kernel, int]:
     """The kernel, and how many of its blocks run at once."""
     info = device_info(device)
     vector = 16 // x.itemsize if aligned else 1
     spec = long_spec(x, out, vector, programmatic=info.capability >= (9, 0))
-    return runtime.load(spec, device), _long_blocks(vector) * info.sm_count
+    return runtime.load(spec, device), _LONG_BLOCKS * info.sm_count
 
 
 def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:

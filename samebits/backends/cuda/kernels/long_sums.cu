@@ -73,18 +73,19 @@ struct Part {
             sums[i] = step + i < steps ? sum_so_far(from + (step + i) * CHAINS) : ~0u;
     }
 
+    __device__ __forceinline__ bool misses_one() const {
+        bool misses = false;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) misses |= sums[i] == 0;
+        return misses;
+    }
+
     // Asks again, for all missing ones at once: one after the other each would take as long.
     __device__ __forceinline__ void tell(const u32* from, i64 step, float (*to)[CHAINS], int lane) {
-        bool missing = false;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) missing |= sums[i] == 0;
-        while (missing) {
-            missing = false;
+        while (misses_one()) {
 #pragma unroll
             for (int i = 0; i < EACH; ++i)
                 if (sums[i] == 0) sums[i] = sum_so_far(from + (step + i) * CHAINS);
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) missing |= sums[i] == 0;
         }
 #pragma unroll
         for (int i = 0; i < EACH; ++i) to[i][lane] = __uint_as_float(~sums[i]);
