@@ -1,4 +1,7 @@
-"""Row reductions on CUDA tensors: ``kernels/rows.cu``, and ``kernels/columns.cu`` for sums over tokens."""
+"""Row reductions on CUDA tensors.
+
+Most are in ``kernels/rows.cu``. ``long_sums.cu`` sums few long rows, and ``columns.cu`` sums over tokens.
+"""
 
 from __future__ import annotations
 
