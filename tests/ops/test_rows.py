@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import samebits
-from samebits.backends.cuda import compiler, rows
+from samebits.backends.cuda import columns, compiler, rows
 from samebits.ops.attention import scaled_dot_product_attention as attention
 from samebits.ops.einsum import einsum
 from samebits.ops.embedding import embedding
@@ -395,7 +395,7 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     types = (F32, BF16, F16), (F16, F32, F32)
     shared = rows.Sharing(1, 1, 4), rows.Sharing(8, 0, 1)
     specs = [rows.kernel_spec("row_sum", *of, sharing) for of, sharing in zip(types, shared, strict=True)]
-    specs += [rows.columns_spec("column_sums", F16, BF16, F32, vector=vector) for vector in (1, 8)]
+    specs += [columns.kernel_spec("column_sums", F16, BF16, F32, vector=vector) for vector in (1, 8)]
     specs += [rows.long_spec(BF16, F32, vector) for vector in (1, 8)]
     for spec in specs:  # whole files
         cubin = compiler.compile(spec, arch)

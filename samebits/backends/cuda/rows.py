@@ -1,6 +1,6 @@
 """Row reductions on CUDA tensors.
 
-Most are in ``kernels/rows.cu``. ``long_sums.cu`` sums few long rows, and ``columns.cu`` sums over tokens.
+Most are in ``kernels/rows.cu``. ``kernels/long_sums.cu`` sums few long rows; :mod:`columns` sums over tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from samebits.backends import replay
-from samebits.backends.cuda import compiler, runtime
+from samebits.backends.cuda import columns, compiler, runtime
+from samebits.backends.cuda.columns import TYPES, address, with_rows
 from samebits.backends.cuda.devices import device_info
 from samebits.functions import VOCAB_BLOCK
 
@@ -23,10 +24,6 @@ _THREADS = 256  # of a block of rows.cu
 _PASS = 512  # entries of a row that a warp takes in a pass
 _MANY = 1024  # rows that fill a GPU without sharing
 _LONG = 1 << 15  # entries of a row that a whole GPU sums, if there are few rows
-_FEW_COLUMNS = 6144  # with which shared memory has room to copy further ahead
-
-# The macros of convert.cuh.
-_TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 _ANY = (1 << 31) - 1  # blocks
 
@@ -40,9 +37,8 @@ _STAGES = {
 _SMEM = 216 << 10  # of a multiprocessor, which is free for them
 
 _LONG_BLOCKS = 2  # of a multiprocessor
-_ALONE = 160 << 10  # bytes of shared memory of a block that has a multiprocessor to itself
 
-# The parameter structs of rows.cu, long_sums.cu and columns.cu.
+# The parameter structs of rows.cu and long_sums.cu.
 _PARAMS = {
     "row_sum": "PPqqqi",
     "long_sums": "PPPqqqi",
@@ -53,8 +49,6 @@ _PARAMS = {
     "rms_norm": "PPPPPPqqqf",
     "layer_norm": "PPPPPPqqqf",
     "norm_backward": "PPPPPPqqqq",
-    "column_sums": "PPPPPPqqqq",
-    "embedding_backward": "PPPPqqq",
 }
 _OF_ROWS = (
     *("row_sum", "softmax", "log_softmax", "softmax_backward", "log_softmax_backward"),
@@ -125,7 +119,7 @@ def kernel_spec(
     programmatic: bool = False,
 ) -> compiler.KernelSpec:
     """A kernel of rows.cu."""
-    types = ("IN", _TYPES[x]), ("OUT", _TYPES[out]), ("PARAM", _TYPES[param])
+    types = ("IN", TYPES[x]), ("OUT", TYPES[out]), ("PARAM", TYPES[param])
     stages = _staged(entry, x, sharing)
     shared = ("WARPS", sharing.warps), ("PASSES", sharing.passes), ("VECTOR", sharing.vector)
     wide = torch.float32 in (out, param) and stages == 0  # takes more registers
@@ -151,34 +145,6 @@ def _bytes_of_row(entry: str, x: torch.dtype, sharing: Sharing) -> int:
     return sharing.passes * 16 * _THREADS * x.itemsize if entry in _STAGES else 0
 
 
-def columns_spec(
-    entry: str,
-    grad: torch.dtype,
-    out: torch.dtype,
-    x: torch.dtype | None = None,
-    *,
-    vector: int = 1,
-    depth: int = 1,
-    columns: int = 16,
-    tokens: int = 32,
-) -> compiler.KernelSpec:
-    """A kernel of columns.cu."""
-    types = ("GRAD", _TYPES[grad]), ("X", _TYPES[x]), ("OUT", _TYPES[out])
-    if entry == "embedding_backward":
-        block, smem, producers = 256, 0, 1
-    else:
-        of_x, chains = (0, columns) if x is None else (x.itemsize, 2 * columns)
-        copied = columns * (grad.itemsize + of_x) + (0 if x is None else 8)  # of a token; its mean and scale
-        producers = 8 if max(grad.itemsize, of_x) == 2 else 6  # what fits into shared memory several times
-        block, smem = 32 * (producers + 1), producers * (depth * tokens * copied + chains * (tokens + 4) * 4)
-    constants = *types, ("VECTOR", vector), ("PRODUCERS", producers), ("DEPTH", depth)
-    return compiler.KernelSpec(
-        *("columns.cu", entry, _PARAMS[entry], (*constants, ("COLUMNS", columns), ("TOKENS", tokens))),
-        block=block,
-        smem=smem,
-    )
-
-
 # To make a KernelSpec, and its hash, takes longer than a launch.
 @functools.lru_cache(maxsize=4096)
 def _plan(
@@ -200,23 +166,6 @@ def _plan(
     spec = kernel_spec(entry, x, out, param, sharing, programmatic=info.capability >= (9, 0))
     most = info.sm_count * sharing.blocks if _staged(entry, x, sharing) else _ANY
     return runtime.load(spec, device), _THREADS // 32 // sharing.warps, most
-
-
-@functools.cache
-def _columns_kernel(
-    entry: str,
-    device: int,
-    grad: torch.dtype,
-    out: torch.dtype,
-    x: torch.dtype | None,
-    aligned: bool,
-    few: bool,
-    columns: int,
-    tokens: int,
-) -> runtime.Kernel:
-    vector = 16 // grad.itemsize if aligned else 1
-    spec = columns_spec(entry, grad, out, x, vector=vector, depth=1 + few, columns=columns, tokens=tokens)
-    return runtime.load(spec, device)
 
 
 def _launch(
@@ -255,7 +204,7 @@ def row_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _summed(x: Tensor, what: int, dtype: torch.dtype) -> Tensor:
     """Sums (0), means (1) or 2-norms (2) of rows."""
-    x = _with_rows(x)
+    x = with_rows(x)
     rows, n = x.shape
     out = runtime.empty((rows,), dtype, x.get_device())
     at, step = x.data_ptr(), x.stride(0)
@@ -284,7 +233,7 @@ def long_spec(
     x: torch.dtype, out: torch.dtype, vector: int, *, programmatic: bool = False
 ) -> compiler.KernelSpec:
     """The kernel of long_sums.cu."""
-    types = ("IN", _TYPES[x]), ("OUT", _TYPES[out])
+    types = ("IN", TYPES[x]), ("OUT", TYPES[out])
     shared = ("WARPS", 8), ("PASSES", 0), ("VECTOR", vector), ("STAGES", 0), ("BLOCKS", _LONG_BLOCKS)
     return compiler.KernelSpec(
         *("long_sums.cu", "long_sums", _PARAMS["long_sums"], (*types, *shared)),
@@ -305,7 +254,7 @@ def _long_kernel(device: int, x: torch.dtype, out: torch.dtype, aligned: bool) -
 
 def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
     """Softmax or its logarithm in `dtype` of the rows of ``x[rows, n]``."""
-    x = _with_rows(x)
+    x = with_rows(x)
     out = runtime.empty(x.shape, dtype, x.get_device())
     at, step = x.data_ptr(), x.stride(0)
     entry = "log_softmax" if logarithm else "softmax"
@@ -328,14 +277,14 @@ def norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layer norm of the rows of ``x[rows, n]`` (RMS norm without `centred`), means and 1 / deviations."""
-    x = _with_rows(x)
+    x = with_rows(x)
     weight, bias = _vectors(weight, bias)
     out = runtime.empty(x.shape, x.dtype, x.get_device())
     means, scales = (
         runtime.empty((n,), torch.float32, x.get_device()) for n in (x.shape[0] if centred else 0, x.shape[0])
     )
     param = next((t.dtype for t in (weight, bias) if t is not None), torch.float32)
-    at, weight_at, bias_at, step = x.data_ptr(), _address(weight), _address(bias), x.stride(0)
+    at, weight_at, bias_at, step = x.data_ptr(), address(weight), address(bias), x.stride(0)
     _launch(
         *("layer_norm" if centred else "rms_norm", x, x.dtype, at | weight_at | bias_at | step * x.itemsize),
         *(at, weight_at, bias_at, out.data_ptr(), means.data_ptr() if centred else 0, scales.data_ptr()),
@@ -347,13 +296,13 @@ def norm(
 
 def norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor) -> Tensor:
     """Gradients of the rows of `x`."""
-    x, grad = _with_rows(x), _with_rows(grad)
+    x, grad = with_rows(x), with_rows(grad)
     (weight,) = _vectors(weight)
     out = runtime.empty(x.shape, x.dtype, x.get_device())
     at, grad_at, weight_at, steps = (
         x.data_ptr(),
         grad.data_ptr(),
-        _address(weight),
+        address(weight),
         (grad.stride(0), x.stride(0)),
     )
     _launch(
@@ -369,81 +318,24 @@ def norm_columns(
     grad: Tensor, x: Tensor, means: Tensor, scales: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Gradients in `dtype` of weight and bias."""
-    x = _with_rows(x)
+    x = with_rows(x)
     weight_grad, bias_grad = (runtime.empty(x.shape[1:], dtype, x.get_device()) for _ in range(2))
-    _column_sums(grad, bias_grad, x, means, scales, weight_grad)
+    columns.sums(grad, bias_grad, x, means, scales, weight_grad)
     return weight_grad, bias_grad
 
 
 def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums in `dtype` of the columns of ``x[tokens, n]``: chains over tokens."""
     out = runtime.empty(x.shape[1:], dtype, x.get_device())
-    _column_sums(x, out)
+    columns.sums(x, out)
     return out
-
-
-def _column_sums(
-    grad: Tensor,
-    out: Tensor,
-    x: Tensor | None = None,
-    means: Tensor | None = None,
-    scales: Tensor | None = None,
-    product: Tensor | None = None,
-) -> None:
-    grad = _with_rows(grad)
-    count, n = grad.shape
-    if n == 0:
-        return
-    x_at, x_row, x_bytes = (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.itemsize)
-    at, row, size = grad.data_ptr(), grad.stride(0), grad.itemsize
-    low = at | x_at | (row | n) * size | (x_row | n) * x_bytes
-    x_dtype = None if x is None else x.dtype
-    device = grad.get_device()
-    columns, tokens = _columns_of_block(n, 32 if x is None else 16, device)
-    kernel = _columns_kernel(
-        *("column_sums", device, grad.dtype, out.dtype, x_dtype),
-        *(low & 15 == 0, n <= _FEW_COLUMNS, columns, tokens),
-    )
-    kernel.launch(
-        (-(-n // columns), 1, 1),
-        *(at, x_at, _address(means), _address(scales), _address(product), out.data_ptr()),
-        *(row, x_row, count, n),
-    )
-
-
-def _columns_of_block(n: int, most: int, device: int) -> tuple[int, int]:
-    """The columns of a block, and the tokens of a stage: more where blocks have a multiprocessor each."""
-    info = device_info(device)
-    if info.max_smem >= _ALONE:
-        for columns in (8, 16, 32):
-            if columns <= most and -(-n // columns) <= info.sm_count:
-                return columns, 128 if columns == 8 else 64
-    return most, 32
 
 
 def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
     """Gradients ``[count, n]`` of an embedding's rows from ``grad[tokens, n]`` and ``ids[tokens]``."""
-    grad = _with_rows(grad)
     out = runtime.empty((count, grad.shape[1]), grad.dtype, grad.get_device())
-    if out.numel() == 0:
-        return out
-    by_id, tokens = ids.sort(stable=True)
-    starts = torch.searchsorted(by_id, torch.arange(count + 1, device=ids.device))
-    low = grad.data_ptr() | (grad.stride(0) | grad.shape[1]) * grad.itemsize
-    kernel = _columns_kernel(
-        "embedding_backward", grad.get_device(), grad.dtype, out.dtype, None, low & 15 == 0, False, 32, 32
-    )
-    kernel.launch(
-        (count, 1, 1),
-        *(t.data_ptr() for t in (grad, tokens, starts, out)),
-        *(grad.stride(0), grad.shape[1], padding),
-    )
+    columns.sums_by_id(grad, ids, out, padding)
     return out
-
-
-def _with_rows(x: Tensor) -> Tensor:
-    """The matrix, contiguous along rows."""
-    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
 
 def _vectors(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -452,7 +344,3 @@ def _vectors(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
     if len(dtypes) > 1:
         vectors = tuple(None if t is None else t.to(torch.float32) for t in vectors)
     return tuple(t if t is None or t.is_contiguous() else t.contiguous() for t in vectors)
-
-
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None or t.numel() == 0 else t.data_ptr()
