@@ -73,7 +73,7 @@ def sums(
     scales: Tensor | None = None,
     product: Tensor | None = None,
 ) -> None:
-    """Sums of the columns of ``grad[tokens, n]`` into `out`, and those of grad * normalised x into `product`."""
+    """Sums of columns of ``grad[tokens, n]`` into `out`; those of grad * normalised x into `product`."""
     grad = with_rows(grad)
     count, n = grad.shape
     if n == 0:
