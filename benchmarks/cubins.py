@@ -89,17 +89,7 @@ def host() -> Any:
         "tensor_core_sm90",
         "tiny",
     )
-    modules = (
-        "assert_spans",
-        "columns",
-        "compiler",
-        "exp2",
-        "grouped",
-        "linear_logp_sm90",
-        "logp",
-        "quantize",
-        "rows",
-    )
+    modules = ("assert_spans", "compiler", "exp2", "grouped", "linear_logp_sm90", "logp", "quantize", "rows")
     names = {m: f"products.{m}" for m in products} | {m: m for m in modules}
     names |= {n: f"attention.{n}" for n in ("universal", "universal_backward")}
     found = {m: importlib.import_module(f"samebits.backends.cuda.{name}") for m, name in names.items()}
@@ -318,7 +308,7 @@ def whole_files(h: Any) -> Iterator[Kernel]:
                 yield h.rows.long_spec(x, out, vector), arch
         for grad, out, of in ((F16, BF16, F32), (BF16, F16, None), (F32, F32, BF16)):
             for vector in (1, 16 // grad.itemsize):
-                yield h.columns.kernel_spec("column_sums", grad, out, of, vector=vector), arch
+                yield h.rows.columns.kernel_spec("column_sums", grad, out, of, vector=vector), arch
         for logits, grads in ((F32, F32), (BF16, F16), (F16, BF16)):
             for entropy in (False, True):
                 yield h.logp.kernel_spec("grad_logits", logits, grads, entropy=entropy), arch
