@@ -7,8 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import compiler, runtime
-from samebits.backends.cuda.devices import device_info
+from samebits.backends.cuda import compiler, devices, runtime
 
 # The macros of convert.cuh.
 TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -97,7 +96,7 @@ def sums(
 
 def _shape_of_block(n: int, most: int, device: int) -> tuple[int, int]:
     """The columns of a block, and the tokens of a stage: more where blocks have a multiprocessor each."""
-    info = device_info(device)
+    info = devices.device_info(device)
     if info.max_smem >= _ALONE:
         for columns in (8, 16, 32):
             if columns <= most and -(-n // columns) <= info.sm_count:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from samebits.backends import replay
-from samebits.backends.cuda import columns, compiler, runtime
+from samebits.backends.cuda import columns, compiler, devices, runtime
 from samebits.backends.cuda.columns import TYPES, address, with_rows
-from samebits.backends.cuda.devices import device_info
 from samebits.functions import VOCAB_BLOCK
 
 _THREADS = 256  # of a block of rows.cu
@@ -162,7 +161,7 @@ def _plan(
     sharing = choose_sharing(entry, _MANY if many else 1, n, x, aligned)
     if forced in sharings(n, x):
         sharing = forced if aligned else forced._replace(vector=1, stages=0)
-    info = device_info(device)
+    info = devices.device_info(device)
     spec = kernel_spec(entry, x, out, param, sharing, programmatic=info.capability >= (9, 0))
     most = info.sm_count * sharing.blocks if _staged(entry, x, sharing) else _ANY
     return runtime.load(spec, device), _THREADS // 32 // sharing.warps, most
@@ -246,7 +245,7 @@ def long_spec(
 @functools.cache
 def _long_kernel(device: int, x: torch.dtype, out: torch.dtype, aligned: bool) -> tuple[runtime.Kernel, int]:
     """The kernel, and how many of its blocks run at once."""
-    info = device_info(device)
+    info = devices.device_info(device)
     vector = 16 // x.itemsize if aligned else 1
     spec = long_spec(x, out, vector, programmatic=info.capability >= (9, 0))
     return runtime.load(spec, device), _LONG_BLOCKS * info.sm_count
