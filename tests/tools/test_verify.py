@@ -209,7 +209,7 @@ def test_reductions_cover_what_the_backends_offer() -> None:
         name
         for name, f in vars(cuda_rows).items()
         if inspect.isfunction(f) and f.__module__ == cuda_rows.__name__ and not name.startswith("_")
-    } - {"kernel_spec", "columns_spec", "choose_sharing", "sharings", "shared_as"}
+    } - {"kernel_spec", "long_spec", "choose_sharing", "sharings", "shared_as"}
     right = reductions.reference(HELD_TO)
     spy = mock.Mock(wraps=right.rows)
     for name, kernel in reductions.KERNELS.items():
