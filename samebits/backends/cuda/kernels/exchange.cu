@@ -95,6 +95,11 @@ struct Patience {
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
@@ -177,6 +182,7 @@ __device__ __forceinline__ void receive(float& first, float& second, const uint4
 
 extern "C" __global__ void __launch_bounds__(THREADS) by_packets(const __grid_constant__ Packets p) {
     wait_for_kernel_before();
+    let_next_kernel_begin();
     const u32 call = number_of_call(p.state);
     const i64 step = i64(gridDim.x) * THREADS, quads = (p.count + 3) / 4, inbox = p.capacity / 2;
     const i64 start = i64(blockIdx.x) * THREADS + threadIdx.x, turn = call % 2 * RANKS * inbox;
@@ -298,6 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) by_parts(const __grid_cons
         }
     });
     meet(p, 1, call);
+    let_next_kernel_begin();  // not before: its blocks would keep multiprocessors from those that others wait for
     if (p.out) {
 #pragma unroll 1
         for (int i = 1; i < RANKS; ++i) {

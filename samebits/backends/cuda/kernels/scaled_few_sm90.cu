@@ -18,6 +18,7 @@
 
 #include "scaled_sm90.cuh"
 
+static_assert(CHAINS <= STAGES, "all chains in flight wait for their stages");
 static_assert(TRANSPOSED && B_ROWS && CLUSTER == 1 && BLOCK_M == 64 && WARPGROUPS == 1);
 
 constexpr u32 OWN_ROWS = 64 / PARTS;               // whose chains a block promotes
