@@ -67,10 +67,12 @@ class Space:
         return handle, at
 
     def _grow(self, count: int) -> None:
+        from samebits.backends.cuda import devices
+
         part: int = (_LEAST if count <= _LEAST else _MOST) // self._ranks
         data, at = self._map(self._kernels.data_bytes(self._ranks, part))
-        sms = torch.tensor([torch.cuda.get_device_properties(self._device).multi_processor_count])
-        blocks = int(all_gather(sms.to(self._device), self._group.group_name).min())  # and all are zeros now
+        own = torch.tensor([devices.device_info(self._device.index).sm_count], device=self._device)
+        blocks = int(all_gather(own, self._group.group_name).min())  # and all are zeros now
         memory = self._kernels.Memory(
             *(self._device.index, self._rank, self._control, self._packets, at, part, self._timeout),
             blocks=blocks,

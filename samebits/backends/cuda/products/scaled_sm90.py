@@ -69,12 +69,7 @@ _LONG = 4096
 """Terms from which on they do."""
 
 
-def _shared(tokens: int, parts: int) -> ScaledSchedule:
-    tile = Sm90Schedule(64, tokens, 64, 0, 1, 1, swap=True, early=True).filled(_SHARED)
-    return ScaledSchedule(tile, 8, parts)
-
-
-_PAIR = _shared(8, 2)
+_PAIR = ScaledSchedule(Sm90Schedule(64, 8, 64, 0, 1, 1, swap=True, early=True).filled(_SHARED), 8, 2)
 
 SCHEDULES = (
     *(*_FEW, _PAIR, *_SOME, *_MANY),

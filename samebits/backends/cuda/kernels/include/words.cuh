@@ -4,9 +4,41 @@
 #include "convert.cuh"
 #include "functions.cuh"
 
-// `larger` and `smaller` of two words, value by value; `largest` and `least` of the values of one.
+// `larger` and `smaller` of two words, value by value; `largest` and `least` of the values of one. Here of 16 bits.
 template <int type>
-struct InWords;
+struct InWords {
+    using Of = Element<type>;
+
+    static __device__ __forceinline__ float low(u32 a) { return Of::widen(u16(a)); }
+    static __device__ __forceinline__ float high(u32 a) { return Of::widen(u16(a >> 16)); }
+
+    static __device__ __forceinline__ u32 larger(u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 800
+        u32 both;
+        if constexpr (type == BF16)
+            asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+        else
+            asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+        return both;
+#else
+        return Of::pack(contract::maximum(low(a), low(b)), contract::maximum(high(a), high(b)));
+#endif
+    }
+    static __device__ __forceinline__ u32 smaller(u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 800
+        u32 both;
+        if constexpr (type == BF16)
+            asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+        else
+            asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+        return both;
+#else
+        return Of::pack(contract::minimum(low(a), low(b)), contract::minimum(high(a), high(b)));
+#endif
+    }
+    static __device__ __forceinline__ float largest(u32 a) { return contract::maximum(low(a), high(a)); }
+    static __device__ __forceinline__ float least(u32 a) { return contract::minimum(low(a), high(a)); }
+};
 
 template <>
 struct InWords<F32> {
@@ -18,68 +50,4 @@ struct InWords<F32> {
     }
     static __device__ __forceinline__ float largest(u32 a) { return __uint_as_float(a); }
     static __device__ __forceinline__ float least(u32 a) { return __uint_as_float(a); }
-};
-
-template <>
-struct InWords<BF16> {
-    using Of = Element<BF16>;
-
-    static __device__ __forceinline__ u32 larger(u32 a, u32 b) {
-#if __CUDA_ARCH__ >= 800
-        u32 both;
-        asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
-        return both;
-#else
-        return Of::pack(contract::maximum(Of::widen(u16(a)), Of::widen(u16(b))),
-                        contract::maximum(Of::widen(u16(a >> 16)), Of::widen(u16(b >> 16))));
-#endif
-    }
-    static __device__ __forceinline__ u32 smaller(u32 a, u32 b) {
-#if __CUDA_ARCH__ >= 800
-        u32 both;
-        asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
-        return both;
-#else
-        return Of::pack(contract::minimum(Of::widen(u16(a)), Of::widen(u16(b))),
-                        contract::minimum(Of::widen(u16(a >> 16)), Of::widen(u16(b >> 16))));
-#endif
-    }
-    static __device__ __forceinline__ float largest(u32 a) {
-        return contract::maximum(Of::widen(u16(a)), Of::widen(u16(a >> 16)));
-    }
-    static __device__ __forceinline__ float least(u32 a) {
-        return contract::minimum(Of::widen(u16(a)), Of::widen(u16(a >> 16)));
-    }
-};
-
-template <>
-struct InWords<F16> {
-    using Of = Element<F16>;
-
-    static __device__ __forceinline__ u32 larger(u32 a, u32 b) {
-#if __CUDA_ARCH__ >= 800
-        u32 both;
-        asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
-        return both;
-#else
-        return Of::pack(contract::maximum(Of::widen(u16(a)), Of::widen(u16(b))),
-                        contract::maximum(Of::widen(u16(a >> 16)), Of::widen(u16(b >> 16))));
-#endif
-    }
-    static __device__ __forceinline__ u32 smaller(u32 a, u32 b) {
-#if __CUDA_ARCH__ >= 800
-        u32 both;
-        asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
-        return both;
-#else
-        return Of::pack(contract::minimum(Of::widen(u16(a)), Of::widen(u16(b))),
-                        contract::minimum(Of::widen(u16(a >> 16)), Of::widen(u16(b >> 16))));
-#endif
-    }
-    static __device__ __forceinline__ float largest(u32 a) {
-        return contract::maximum(Of::widen(u16(a)), Of::widen(u16(a >> 16)));
-    }
-    static __device__ __forceinline__ float least(u32 a) {
-        return contract::minimum(Of::widen(u16(a)), Of::widen(u16(a >> 16)));
-    }
 };
