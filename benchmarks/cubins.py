@@ -315,9 +315,11 @@ def whole_files(h: Any) -> Iterator[Kernel]:
             for n in (100, 2048, 40000):
                 for sharing in h.rows.sharings(n, x):
                     yield h.rows.kernel_spec("row_sum", x, out, param, sharing), arch
+            for vector in (1, 16 // x.itemsize):
+                yield h.rows.long_spec(x, out, vector), arch
         for grad, out, of in ((F16, BF16, F32), (BF16, F16, None), (F32, F32, BF16)):
             for vector in (1, 16 // grad.itemsize):
-                yield h.rows.columns_spec("column_sums", grad, out, of, vector=vector), arch
+                yield h.rows.columns.kernel_spec("column_sums", grad, out, of, vector=vector), arch
         for logits, grads in ((F32, F32), (BF16, F16), (F16, BF16)):
             for entropy in (False, True):
                 yield h.logp.kernel_spec("grad_logits", logits, grads, entropy=entropy), arch

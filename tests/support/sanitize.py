@@ -10,8 +10,6 @@ The bindings probe the driver for functions it may lack, which memcheck would re
 allocations would hide accesses next to a tensor, so PYTORCH_NO_CUDA_MEMORY_CACHING=1 is set here.
 """
 
-# ruff: noqa: E402
-
 import argparse
 import itertools
 import math
@@ -22,8 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest import mock
 
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-sys.modules["samebits.backends._replay"] = None  # a replay would run another schedule than the one forced
+if __name__ == "__main__":  # tests import the lists of cases
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    sys.modules["samebits.backends._replay"] = None  # a replay would run another schedule than the one forced
 
 import torch
 import torch.nn.functional as F
@@ -376,12 +375,18 @@ def exchanges() -> None:
                     assert (out == ranks + biased).all(), (ranks, shape, way)
 
 
+ALL_ARRIVE = (
+    *("fma_sm90.cu", "fma_few_sm90.cu", "grouped_terms_sm90.cu"),
+    *("attention_sm90.cu", "attention_backward_sm90.cu"),
+)
+
+
 def all_lanes_arrive() -> None:
     """Where one lane arrives at a barrier for its warp, all do: see ``warp_arrive`` in ``ptx_sm90.cuh``."""
     made = compiler.KernelSpec.__init__
 
     def init(self: compiler.KernelSpec, source: str, entry: str, params: str, constants: tuple, *rest, **kw):
-        if source in ("fma_sm90.cu", "fma_few_sm90.cu", "attention_sm90.cu", "attention_backward_sm90.cu"):
+        if source in ALL_ARRIVE:
             constants = (*constants, ("ALL_LANES_ARRIVE", 1))
         made(self, source, entry, params, constants, *rest, **kw)
 
