@@ -47,6 +47,7 @@ EPILOGUES: list[dict[str, Any]] = [
     {"out_dtype": F32, "accumulate": True},
     {"out_dtype": F32, "accumulate": True, "aligned": False},
     {"out_dtype": BF16, "aligned": False, "bias_dtype": BF16},
+    {"out_dtype": BF16, "aligned": False},
     {"out_dtype": F16, "dtype": F16, "bias_dtype": F16, "folded": True},
 ]
 """Each kind of epilogue and operand of the tensor-core kernel on Hopper once."""
@@ -317,7 +318,6 @@ def whole_files(h: Any) -> Iterator[Kernel]:
         for segments in (2, 8, 64):
             yield h.segmented.tree_spec(segments), arch
     yield h.padded_sm90.spec(), HOPPER
-    yield h.padded_sm90.spec_back(), HOPPER
 
 
 def name(kernel: Kernel) -> str:

@@ -37,7 +37,7 @@ class Sm90Variant:
 
     Attributes:
         a_mn, b_mn: whether the operand is contiguous along m or n, not along k.
-        aligned: whether the output can be written in vectors, or by the copy engine.
+        aligned: whether the output can be written in pairs of f32, or of 16 bits by the copy engine.
         folded: whether k is a multiple of 64, so that one box of a tensor map holds several columns of it.
         cu_seqlens_dtype: dtype of ``cu_seqlens``, if there are any.
     """
@@ -53,11 +53,21 @@ class Sm90Variant:
     cu_seqlens_dtype: torch.dtype | None = None
 
 
+def _panel(variant: Sm90Variant, s: Sm90Schedule) -> int:
+    """Columns that leave through shared memory at once; 0 if they leave from registers.
+
+    Panels of 64 columns are also for outputs that TMA cannot write, if registers suffice.
+    """
+    if variant.out_dtype == torch.float32:
+        return 0
+    return s.panel if variant.aligned or (s.panel == 64 and variant.bias_dtype is None) else 0
+
+
 def spec(variant: Sm90Variant, schedule: Sm90Schedule) -> compiler.KernelSpec:
     """The kernel of `variant` under `schedule`."""
     s = schedule
     a_mn, b_mn = (variant.b_mn, variant.a_mn) if s.swap else (variant.a_mn, variant.b_mn)
-    panel = s.panel if variant.aligned and variant.out_dtype != torch.float32 else 0
+    panel = _panel(variant, s)
     constants = {
         "INPUT_F16": int(variant.dtype == torch.float16),
         "A_MN": int(a_mn),

@@ -9,7 +9,10 @@
 #include "accumulators_sm90.cuh"
 #include "groups.cuh"
 
-static_assert(PANEL == 0 || (ALIGNED && OUTPUT != F32), "panels are of 16-bit elements, and aligned");
+static_assert(PANEL == 0 || OUTPUT != F32, "panels are of 16-bit elements");
+
+// Whether TMA stores the panels: it cannot where rows do not lie multiples of 16 bytes apart.
+constexpr bool BY_TMA = PANEL > 0 && ALIGNED;
 
 struct Params {
     TensorMap a, b, out_map;
@@ -84,6 +87,43 @@ __device__ __forceinline__ void store(Accumulators& acc, const Params& p, const 
     });
 }
 
+// Stores one wgmma tile of 64 rows where TMA cannot: each warp packs its sixteen lines of a panel, and then
+// stores them one by one, in words of four bytes, whatever a row's address. What sticks out at the ends of a
+// line are elements.
+template <int type>
+__device__ __forceinline__ void store_lines(Accumulators& acc, u32 mma_m, u32 panels, const Params& p,
+                                            const TileCoord& tile, u32 thread, u32& buffer) {
+    static_assert(PANEL == 64, "a lane has a word of each line");
+    u32 first = thread / 32 * 16, lane = thread % 32;
+    const int row = tile.m + int(mma_m * 64 + first), rows = (GROUPED ? tile.m_end : p.m) - row;
+#pragma unroll
+    for (u32 column = 0; column < BLOCK_N; column += PANEL) {
+        u32 panel = panels + buffer * PANEL_BYTES;
+        pack_panel<type>(acc[mma_m], column, panel + panel_offset(thread));
+        __syncwarp();  // and no more: lanes that are done pack the other panel
+        const int at = tile.n + int(column + 2 * lane), left = (GROUPED ? tile.n_end : p.n) - at;
+        u16* to = static_cast<u16*>(p.out) + tile.batch * p.batch_stride + row * p.row_stride + at;
+#pragma unroll 4
+        for (u32 line = 0; line < 16; ++line, to += p.row_stride) {
+            u32 chunk = lane / 4 ^ line % 8;
+            u32 pair = load_shared_word(panel + (first + line) * PANEL * 2 + chunk * 16 + lane % 4 * 4);
+            u32 next = __shfl_down_sync(0xFFFFFFFF, pair, 1);
+            if (int(line) >= rows) break;
+            const bool odd = reinterpret_cast<u64>(to) & 2;
+            if (odd) {
+                if (lane == 0 && left > 0) to[0] = u16(pair);
+                pair = __funnelshift_r(pair, next, 16);  // elements 1 and 2
+            }
+            const int stored = lane == 31 && odd ? min(left, 2) : left;  // element 2 is not in the panel
+            if (stored > 1 + odd)
+                *reinterpret_cast<u32*>(to + odd) = pair;
+            else if (stored > odd)
+                to[odd] = u16(pair);
+        }
+        buffer ^= 1;
+    }
+}
+
 struct Output {
     static constexpr u32 smem_bytes = 2 * PANEL_BYTES;  // of shared memory, for a warpgroup
     static constexpr bool overlap_m = !ACCUMULATE && (GROUPED != OF_ROWS || TRANSPOSED);
@@ -92,7 +132,7 @@ struct Output {
     u32 buffer = 0;
 
     static __device__ __forceinline__ void prefetch_maps(const Params& p) {
-        if constexpr (PANEL > 0) prefetch_tensor_map(p.out_map);
+        if constexpr (BY_TMA) prefetch_tensor_map(p.out_map);
     }
     // What the chains of a tile start from.
     __device__ __forceinline__ void init(Accumulators& acc, const Params& p, const TileCoord& tile,
@@ -120,8 +160,10 @@ struct Output {
             if (GROUPED == OF_ROWS) to.batch = 0;  // rows of all groups are one matrix
 #pragma unroll
             for (u32 mma_m = 0; mma_m < MMA_M; ++mma_m) {
-                if constexpr (PANEL > 0)
+                if constexpr (BY_TMA)
                     store_panels<OUTPUT>(acc, mma_m, panels, p, to, warpgroup, thread, buffer);
+                else if constexpr (PANEL > 0)
+                    store_lines<OUTPUT>(acc, mma_m, panels, p, to, thread, buffer);
             }
         } else {
             store<OUTPUT>(acc, p, tile, thread);
@@ -129,7 +171,7 @@ struct Output {
     }
     // The block may not leave while TMA still reads its shared memory.
     __device__ __forceinline__ void drain(u32 thread) {
-        if constexpr (PANEL > 0) {
+        if constexpr (BY_TMA) {
             if (thread == 0) tma_store_wait_read<0>();
         }
     }

@@ -13,6 +13,12 @@ __device__ __forceinline__ float load_shared(u32 from) {
     return x;
 }
 
+__device__ __forceinline__ u32 load_shared_word(u32 from) {
+    u32 x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ void store_shared(u32 to, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }
