@@ -90,7 +90,17 @@ def host() -> Any:
         "tensor_core_sm90",
         "tiny",
     )
-    modules = ("assert_spans", "compiler", "exp2", "grouped", "linear_logp_sm90", "logp", "quantize", "rows")
+    modules = (
+        "assert_spans",
+        "compiler",
+        "exchange",
+        "exp2",
+        "grouped",
+        "linear_logp_sm90",
+        "logp",
+        "quantize",
+        "rows",
+    )
     names = {m: f"products.{m}" for m in products} | {m: m for m in modules}
     names |= {n: f"attention.{n}" for n in ("universal", "universal_backward")}
     found = {m: importlib.import_module(f"samebits.backends.cuda.{name}") for m, name in names.items()}
@@ -299,15 +309,18 @@ def tiny(h: Any) -> Iterator[Kernel]:
 
 
 def whole_files(h: Any) -> Iterator[Kernel]:
-    """All kernels of row and column reductions, of log-probabilities from logits, exp2, trees and copies."""
+    """All kernels of row and column reductions, of log-probabilities from logits, exp2, trees,
+    sums of ranks and copies."""
     for arch in h.compiler.ARCHITECTURES:
         for x, out, param in ((F32, BF16, F16), (F16, F32, F32), (BF16, F16, BF16)):
             for n in (100, 2048, 40000):
                 for sharing in h.rows.sharings(n, x):
                     yield h.rows.kernel_spec("row_sum", x, out, param, sharing), arch
+            for vector in (1, 16 // x.itemsize):
+                yield h.rows.long_spec(x, out, vector), arch
         for grad, out, of in ((F16, BF16, F32), (BF16, F16, None), (F32, F32, BF16)):
             for vector in (1, 16 // grad.itemsize):
-                yield h.rows.columns_spec("column_sums", grad, out, of, vector=vector), arch
+                yield h.rows.columns.kernel_spec("column_sums", grad, out, of, vector=vector), arch
         for logits, grads in ((F32, F32), (BF16, F16), (F16, BF16)):
             for entropy in (False, True):
                 yield h.logp.kernel_spec("grad_logits", logits, grads, entropy=entropy), arch
@@ -317,6 +330,8 @@ def whole_files(h: Any) -> Iterator[Kernel]:
             yield h.exp2.spec(model), arch
         for segments in (2, 8, 64):
             yield h.segmented.tree_spec(segments), arch
+        for ranks in (2, 8):  # both kernels of the file
+            yield h.exchange.parts_spec(ranks, arch >= "sm_90"), arch
     yield h.padded_sm90.spec(), HOPPER
 
 

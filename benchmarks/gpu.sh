@@ -19,6 +19,7 @@ measure() { # NAME SECONDS COMMAND...
 }
 
 measure logp 80 benchmarks.logp
+measure peers 90 benchmarks.peers
 measure models 140 benchmarks.models
 measure steps 90 benchmarks.steps
 measure rows 90 benchmarks.rows

@@ -2,18 +2,22 @@
 
 python -m benchmarks.host [--device cpu] [--commit COMMIT] [--out FILE]
 
-Calls are small, and the loop never waits for the GPU. PyTorch and the context are measured first, since what
-the switch of the process registers stays.
+Calls are small, and no loop waits for the GPU. Each form has a process of its own, since what the switch of
+the process registers stays. All are on the same two CPUs, and take turns at every call: a CPU that slows
+down, as shared ones do, slows all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -61,12 +65,16 @@ FORMS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 }
 
 
-def calls(device: str) -> dict[tuple[str, str, bool], Callable[[], object]]:
+Key = tuple[str, str, bool]
+TURNS = 9
+
+
+def calls(device: str) -> dict[Key, Callable[[], object]]:
     """Every call, by its name, what is done, and whether it is covered."""
     x, w = (torch.randn(n, 256, device=device, dtype=torch.bfloat16) for n in (16, 256))
     b, ids = torch.ones(256, device=device, dtype=torch.bfloat16), torch.arange(16).to(device)
     leaves = [t.clone().requires_grad_() for t in (x, w, b)]
-    found: dict[tuple[str, str, bool], Callable[[], object]] = {}
+    found: dict[Key, Callable[[], object]] = {}
     for covered, some in ((True, COVERED), (False, UNCOVERED)):
         for name, f in some.items():
             recorded = partial(f, leaves[0], leaves[1], leaves[2], ids)
@@ -82,18 +90,48 @@ def _and_backward(run: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor)
     return torch.autograd.grad(run(), leaves, grad, allow_unused=True)
 
 
-def microseconds(call: Callable[[], object], device: str, count: int) -> float:
-    """The median of a call, over turns of `count`; the first turn does not count."""
-    times = []
-    for turn in range(8):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        if turn:
-            times.append((time.perf_counter() - start) / count * 1e6)
-    return float(f"{statistics.median(times):.4g}")
+def serve(form: str, device: str, count: int, turns: Connection) -> None:
+    """Answer every key with the microseconds of its call, over `count` of them, until None comes."""
+    with FORMS[form]():
+        todo = calls(device)
+        turns.send(list(todo))
+        while (key := turns.recv()) is not None:
+            call = todo[key]
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            took = time.perf_counter() - start
+            if device == "cuda":
+                torch.cuda.synchronize()
+            turns.send(took / count * 1e6)
+
+
+def measure(device: str, count: int) -> dict[Key, dict[str, float]]:
+    """Microseconds of every call in each form: medians of turns, of which the first does not count."""
+    spawn = multiprocessing.get_context("spawn")
+    all_cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(
+        0, sorted(all_cpus)[-2:]
+    )  # processes inherit it; the backward has a thread of its own
+    forms, found = {}, {}
+    try:
+        for form in FORMS:
+            forms[form], end = spawn.Pipe()
+            spawn.Process(target=serve, args=(form, device, count, end), daemon=True).start()
+            end.close()  # if the process dies, reading ends
+        keys = {form: of.recv() for form, of in forms.items()}
+        for key in keys["torch"]:
+            times: dict[str, list[float]] = {form: [] for form in FORMS}
+            for _ in range(TURNS + 1):
+                for form, turns in forms.items():
+                    turns.send(key)
+                    times[form].append(turns.recv())
+            found[key] = {form: float(f"{statistics.median(t[1:]):.4g}") for form, t in times.items()}
+        for turns in forms.values():
+            turns.send(None)
+    finally:
+        os.sched_setaffinity(0, all_cpus)
+    return found
 
 
 def ratios(data: dict[str, Any]) -> list[tuple[str, float, float]]:
@@ -128,19 +166,10 @@ def main() -> None:
     options = parser.parse_args()
     if samebits.is_batch_invariant_mode_enabled():
         parser.error("the process is in the mode already")
-    record, todo = environment(options.commit), calls(options.device)
-    times: dict[str, dict[Any, float]] = {}
-    for form, within in FORMS.items():
-        with within():
-            times[form] = {key: microseconds(f, options.device, options.count) for key, f in todo.items()}
+    record, found = environment(options.commit), measure(options.device, options.count)
     cases = [
-        {
-            "call": name,
-            "work": work,
-            "covered": covered,
-            "us": {form: times[form][name, work, covered] for form in FORMS},
-        }
-        for name, work, covered in todo
+        {"call": name, "work": work, "covered": covered, "us": us}
+        for (name, work, covered), us in found.items()
     ]
     data = {"environment": record, "cases": cases}
     Console(width=110).print(show(data))

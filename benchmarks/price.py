@@ -5,12 +5,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from benchmarks import grouped
+from benchmarks import grouped, peers
 from benchmarks.record import load, measured
 from benchmarks.scaled import beside
 from samebits.tools.bench.attention_report import attention_summary
 from samebits.tools.bench.report import summary
 
+BESIDE = {
+    "training step of a Llama of a billion parameters, 8 x 512 tokens": peers.TRAINING,
+    "decode of that model, eager, 1 row": peers.DECODING,
+    "products, bf16, forward, M <= 128": "products, forward, M <= 128",
+    "products, bf16, forward, dX and dW, M >= 512": "products, forward, M >= 512",
+    "log-probs, forward and backward": "log-probs, forward and backward",
+}
+"""What peers were measured at, beside which row of the table."""
 STEPS = {
     "forward + backward, 8 x 512": "training step of a Llama of a billion parameters, 8 x 512 tokens",
     "decode, eager, batch 1": "decode of that model, eager, 1 row",
@@ -18,14 +26,18 @@ STEPS = {
 
 
 def rows(gpu: str) -> list[list[str]]:
-    """Work, time beside PyTorch's (= 1) and where it is worst, and the date of the measurement."""
+    """Work, time beside PyTorch's (= 1), where it is worst, peers' times, and the date of the measurement."""
     found: list[list[str]] = []
+    theirs = peers.times(load(f"{gpu}/peers.json")) if gpu in measured("peers.json") else {}
 
     def add(work: str, file: str, times: Iterable[float], worst: float | None = None) -> None:
         every = list(times)
         slowest = max(every) if worst is None else worst
         date = load(f"{gpu}/{file}")["environment"]["date"]
-        found.append([work, f"{statistics.geometric_mean(every):.2f}", f"{slowest:.2f}", date])
+        beside = theirs.get(BESIDE.get(work, ""), {})
+        names = [f"{name} {beside[who]:.2f}" for who, name in peers.NAMES.items() if who in beside]
+        others = [f"{', '.join(names)} (samebits {beside['samebits']:.2f})"] if names else [""]
+        found.append([work, f"{statistics.geometric_mean(every):.2f}", f"{slowest:.2f}", *others, date])
 
     if gpu in measured("steps.json"):
         for case in load(f"{gpu}/steps.json")["cases"]:
@@ -33,8 +45,8 @@ def rows(gpu: str) -> list[list[str]]:
                 add(STEPS[case["work"]], "steps.json", [case["process"]["ms"] / case["torch"]["ms"]])
     if gpu in measured("models.json"):
         runs = load(f"{gpu}/models.json")["training"]
-        ours, theirs = (runs[who]["seconds_a_step"] for who in ("samebits, again", "torch"))
-        add("GRPO step of a small Llama, eager", "models.json", [ours / theirs])
+        ours, torch = (runs[who]["seconds_a_step"] for who in ("samebits, again", "torch"))
+        add("GRPO step of a small Llama, eager", "models.json", [ours / torch])
     bands = summary(load(f"{gpu}/bench.json")["cases"])
     for band in ("forward, M <= 128", "forward, dX and dW, M >= 512"):
         speed = bands["bfloat16", band]

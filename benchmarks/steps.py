@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,6 +46,8 @@ EXPERTS: dict[str, Any] = {
 DECODED = (1, 32, 128)
 KEYS = 1024
 Step = Callable[[], Any]
+Turn = tuple[Step, Step, Step]
+"""What is done before a step, the step, and what is done after it."""
 
 
 def stored_logits(model: Any, ids: torch.Tensor) -> None:
@@ -121,7 +123,7 @@ def nothing() -> None:
     """Before a step that needs nothing, and after one that leaves nothing behind."""
 
 
-def in_turns(steps: dict[str, tuple[Step, Step, Step]], repeats: int) -> Measured:
+def in_turns(steps: dict[str, Turn], repeats: int, forms: Mapping[str, Form] = FORMS) -> Measured:
     """Median times of a step in several forms, which take turns: what changes with time, changes for all.
 
     Each step starts with an idle GPU and ends with one. The functions before and after it are not timed.
@@ -130,7 +132,7 @@ def in_turns(steps: dict[str, tuple[Step, Step, Step]], repeats: int) -> Measure
     peaks = dict.fromkeys(steps, 0)
     for turn in range(repeats + 2):
         for form, (before, step, after) in steps.items():
-            with FORMS[form].within():
+            with forms[form].within():
                 before()
                 held = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from samebits.remedies import see
+
 __all__ = ["Array", "Engine", "EngineError"]
 
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -270,7 +272,11 @@ def load_library(path: str | Path) -> ctypes.CDLL:
     for name in ("sb_archive_close", "sb_context_destroy"):
         getattr(library, name).argtypes, getattr(library, name).restype = [_Pointer], None
     if library.sb_abi_version() != _ABI:
-        raise EngineError(f"{path}: it has ABI version {library.sb_abi_version()}, samebits.engine {_ABI}", 3)
+        raise EngineError(
+            f"{path}: it has ABI version {library.sb_abi_version()}, samebits.engine {_ABI}"
+            + see("caches-tables-and-archives"),
+            3,
+        )
     return library
 
 

@@ -38,7 +38,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The first option holds for every thread and leaves CPU tensors alone, so it is no `use_backend`."""
+    """The first option holds for every thread and leaves CPU tensors alone, so it is no `use_backend`.
+
+    Workers of xdist share the CPUs. With as many threads as CPUs in each of them, threads would wait for each
+    other, and a test take up to three times as long. Tests of what threads change set their number.
+    """
+    if workers := getattr(config.option, "numprocesses", None):
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     if config.getoption("--backend"):
         backends.AUTOMATIC = (config.getoption("--backend"),)
     if config.getoption("--replay"):

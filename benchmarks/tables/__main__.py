@@ -57,6 +57,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "triton_tune.json": {"triton-tune": products.gpu_triton_tune},
     "triton.json": {"triton": products.gpu_summary},
     "counters.json": {"counters": products.gpu_counters},
+    "peers.json": {"peers": models.gpu_peers},
     "models.json": {"models-drift": models.gpu_models_drift, "models-time": models.gpu_models_time},
     "embeddings.json": {"embeddings": models.gpu_embeddings},
     "unaligned.json": {"unaligned": products.gpu_unaligned},

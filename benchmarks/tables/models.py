@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import price, ranks
+from benchmarks import peers, price, ranks
 from benchmarks.host import ratios
 from benchmarks.record import load, measured, slug
 from benchmarks.tables.text import measured_on_gpu, table
@@ -190,4 +190,36 @@ def gpu_price(gpu: str) -> str:
         " for it. PyTorch's decode takes a slow path of its attention there, because of the"
         " cache's mask."
     )
-    return "\n\n".join((table(["work", "time", "worst", "measured"], price.rows(gpu)), said))
+    head, rows = ["work", "time", "worst", "others", "measured"], price.rows(gpu)
+    if any(others for *_, others, _ in rows):
+        said += (
+            " Others: in one run with samebits, on fewer shapes, products forward only: see"
+            " [Beside others](docs/beside.md)."
+        )
+        return "\n\n".join((table(head, rows), said))
+    without = ([*row[:3], row[4]] for row in rows)
+    return "\n\n".join((table([*head[:3], head[4]], without), said))
+
+
+def gpu_peers(data: dict[str, Any]) -> str:
+    """Other libraries' times, and how many of their rows change with the batch."""
+    found = peers.times(data)
+    names = {"samebits": "samebits", **peers.NAMES}
+    names = {who: name for who, name in names.items() if any(who in by for by in found.values())}
+    times = ([work, *(f"{by[who]:.2f}" if who in by else "" for who in names)] for work, by in found.items())
+    parts = {"products": "rows of products", "log_probabilities": "log-probs", "steps": "sequences' logits"}
+    changed = (
+        [f"{data[f'{part}_rows']:,} {what}"]
+        + [f"{of[who]:,}" if who in of else "" for who in ("torch", *names)]
+        for part, what in parts.items()
+        if (of := data.get(f"{part}_changed"))
+    )
+    shapes = ", ".join(f"({k:,}, {n:,})" for k, n in peers.SHAPES)
+    return "\n\n".join(
+        (
+            table(["time, PyTorch = 1", *names.values()], times),
+            table(["other bits in a smaller batch", "PyTorch", *names.values()], changed),
+            f"One run, bf16, geometric means. Products of K, N: {shapes}.",
+            measured_on_gpu(data),
+        )
+    )

@@ -63,7 +63,8 @@ typedef struct {
 } Tie;
 
 typedef struct {
-    PyObject_HEAD long device;
+    PyObject_HEAD vectorcallfunc vectorcall;
+    long device;
     int arguments, allocations, launches, ties;
     PyObject* geometries; /* a tuple of (shape, strides, dtype), one for each allocation */
     PyObject* kernels;    /* what the launches were of: for errors, and kept alive */
@@ -74,6 +75,8 @@ typedef struct {
     Py_ssize_t size;
     unsigned char* bytes;
 } Recipe;
+
+static PyObject* recipe_call(Recipe* self, PyObject* const* args, size_t nargsf, PyObject* names);
 
 static void recipe_dealloc(Recipe* self) {
     Py_XDECREF(self->geometries);
@@ -102,6 +105,7 @@ static PyObject* recipe_new(PyTypeObject* type, PyObject* args, PyObject* kwargs
         return NULL;
     Recipe* self = (Recipe*)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
+    self->vectorcall = (vectorcallfunc)recipe_call;
     self->device = device;
     self->arguments = arguments;
     self->allocations = (int)PyTuple_GET_SIZE(geometries);
@@ -191,11 +195,18 @@ failed:
 static PyTypeObject RecipeType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "samebits.backends._replay.Recipe",
     .tp_basicsize = sizeof(Recipe),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(Recipe, vectorcall),
+    .tp_call = PyVectorcall_Call,
     .tp_new = recipe_new,
     .tp_dealloc = (destructor)recipe_dealloc,
     .tp_doc = "The allocations and launches of a call.",
 };
+
+static int is_tensor(PyObject* x) {
+    PyObject* type = (PyObject*)Py_TYPE(x);
+    return type == with.tensor || type == with.parameter;
+}
 
 /* The allocations of a call, and addresses of its arguments and of them. */
 typedef struct {
@@ -319,6 +330,22 @@ done:
     return result;
 }
 
+/* recipe(*args), for arguments that Replay.recipe() found it for, or that differ in their addresses alone. */
+static PyObject* recipe_call(Recipe* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+    Tensors tensors;
+    tensors.count = 0;
+    Py_ssize_t count = PyVectorcall_NARGS(nargsf);
+    if (names != NULL || count != self->arguments) {
+        PyErr_Format(PyExc_TypeError, "Recipe takes %d arguments, got %zd", self->arguments, count);
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        tensors.at[i] = 0;
+        if (is_tensor(args[i]) && address_of(args[i], &tensors.at[i])) return NULL;
+    }
+    return replay(self, &tensors, args);
+}
+
 /* ---- Replay ---------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -399,16 +426,15 @@ static PyObject* make_key(PyObject* const* args, Py_ssize_t count, PyObject* nam
                           Tensors* tensors, long* device, int* recorded) {
     Py_ssize_t size = 2, next = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject* type = (PyObject*)Py_TYPE(args[i]);
-        size += type == with.tensor || type == with.parameter ? 4 : 1;
+        size += is_tensor(args[i]) ? 4 : 1;
     }
     PyObject* key = PyTuple_New(size);
     if (key == NULL) return NULL;
     *device = LONG_MIN;
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *x = args[i], *type = (PyObject*)Py_TYPE(x), *part = NULL;
+        PyObject *x = args[i], *part = NULL;
         tensors->at[i] = 0;
-        if (type == with.tensor || type == with.parameter) {
+        if (is_tensor(x)) {
             int one = 0, self = 0;
             if (grad_enabled >= 0 && is_true(PyObject_VectorcallMethod(str_is_neg, &x, 1, NULL))) goto none;
             if (grad_enabled == 1) {
@@ -425,7 +451,7 @@ static PyObject* make_key(PyObject* const* args, Py_ssize_t count, PyObject* nam
         } else if (PyFloat_CheckExact(x)) {
             double value = PyFloat_AS_DOUBLE(x);
             part = PyBytes_FromStringAndSize((const char*)&value, sizeof value); /* -0.0 == 0.0 as a key */
-        } else if (is_number(x) || type == with.dtype) {
+        } else if (is_number(x) || (PyObject*)Py_TYPE(x) == with.dtype) {
             part = Py_NewRef(x);
         } else if (PyTuple_Check(x) || PyList_CheckExact(x)) {
             part = numbers(x);
@@ -577,6 +603,33 @@ static PyObject* replay_new(PyTypeObject* type, PyObject* args, PyObject* kwargs
     return (PyObject*)self;
 }
 
+/* The recipe of a call, if it is also that of every call whose arguments differ in their addresses alone: no two
+   of these overlap. */
+static PyObject* replay_recipe(Replay* self, PyObject* const* args, Py_ssize_t count) {
+    Tensors tensors;
+    long device;
+    int by_autograd = 0;
+    if (with.tensor == NULL || count > MOST_TENSORS / 2 || self->questions != NULL) Py_RETURN_NONE;
+    PyObject* key = make_key(args, count, NULL, -1, &tensors, &device, &by_autograd);
+    if (key == NULL) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    PyObject* found = PyDict_GetItemWithError(self->recipes, key);
+    Py_DECREF(key);
+    if (found == NULL && PyErr_Occurred()) return NULL;
+    int alone = found != NULL && Py_TYPE(found) == &RecipeType && ((Recipe*)found)->ties == 0;
+    for (Py_ssize_t i = 0; alone && i < count; i++)
+        for (Py_ssize_t j = 0; alone && j < i; j++)
+            alone = tensors.at[i] == 0 || tensors.at[i] != tensors.at[j];
+    return Py_NewRef(alone ? found : Py_None);
+}
+
+static PyMethodDef replay_methods[] = {
+    {"recipe", (PyCFunction)(void (*)(void))replay_recipe, METH_FASTCALL,
+     "recipe(*args): of a call, and of those that differ in addresses alone; or None."},
+    {NULL}};
+
 static PyMemberDef replay_members[] = {
     {"run", T_OBJECT_EX, offsetof(Replay, run), READONLY, "What is replayed."},
     {"recipes", T_OBJECT_EX, offsetof(Replay, recipes), READONLY,
@@ -594,6 +647,7 @@ static PyTypeObject ReplayType = {
     .tp_traverse = (traverseproc)replay_traverse,
     .tp_clear = (inquiry)replay_clear,
     .tp_members = replay_members,
+    .tp_methods = replay_methods,
     .tp_doc = "A function of tensors, run by the recipe of an earlier call where there is one.",
 };
 

@@ -15,6 +15,8 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from samebits.remedies import see
+
 __all__ = ["folder", "read", "write"]
 
 _MAGIC = b"samebits kernel 1\n"
@@ -111,5 +113,6 @@ def _warn_uncached(error: OSError) -> None:
     _warn(
         "compiled kernels cannot be cached, and every process compiles its own",
         str(error),
-        ": set SAMEBITS_CACHE_DIR to a folder that you alone can write to",
+        ": set SAMEBITS_CACHE_DIR to a folder that you alone can write to"
+        + see("caches-tables-and-archives"),
     )

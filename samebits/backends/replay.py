@@ -55,17 +55,27 @@ _PARAMS_AT = 128  # where parameters begin, after the CUlaunchConfig
 _MOST_TENSORS = 48  # arguments and allocations
 
 
+_RecipeOf = Callable[..., Any]  # of an operator's arguments; it may find None
+
+
 class RefusedError(Exception):
     """A call cannot be replayed. The message says why."""
 
 
 class _Here(threading.local):
+    """What goes on in a thread.
+
+    Attributes:
+        recording, trace: of a call that runs, if it is being recorded.
+        recipe: from a plan: by which the operator that it calls, and autograd records, is to run.
+    """
+
     recording: Recording | None = None
     trace: Trace | None = None
+    recipe: Callable[..., Any] | None = None
 
 
 here = _Here()
-"""``recording`` and ``trace``: of a call that runs in this thread, if one is being recorded."""
 
 
 def refuse(why: str) -> None:
@@ -155,19 +165,20 @@ class Trace:
     arguments, or views of them, follows from what a recipe follows from. A plan calls that at once.
 
     Attributes:
-        calls: functions that operators ran as, their arguments and results.
+        calls: functions that operators ran as, their arguments and results; and for those that autograd
+            records, a function that finds the recipe.
         views: tensors by their id; what each is a view of, and by which function with which arguments.
     """
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = []
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], Any, _RecipeOf | None]] = []
         self.views: dict[int, tuple[Tensor, Tensor, Callable[..., Tensor], tuple[Any, ...]]] = {}
 
     def plan(self, given: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
         """A function of the call's arguments. None: the call is more than one operator's."""
         if len(self.calls) != 1:
             return None
-        ((run, args, made),) = self.calls
+        ((run, args, made, recipe_of),) = self.calls
         constants = tuple(x for x in args if not isinstance(x, Tensor))
         numbers = iter(range(len(given), len(given) + len(constants)))
         tensors: list[Any] = [*given, *(None for _ in constants)]
@@ -193,27 +204,35 @@ class Trace:
             return None
         part = next((i for i, x in enumerate(parts) if x is result), None)
         pick = operator.itemgetter(*places, places[0])  # a tuple, even of one
+        recipe: Any = None
 
         def plan(*given: Any) -> Any:
+            nonlocal recipe, recipe_of
             inside = includes(CONTEXT)
             include(CONTEXT, False)  # what is called is not to be replaced once more
             try:
                 values = given + constants
                 for at, view, rest in steps:
                     values += (view(values[at], *rest),)
-                result = run(*pick(values)[:-1])
+                wanted = pick(values)[:-1]
+                find, recipe_of = recipe_of, None  # once: all calls of a plan have the same
+                if find is not None:
+                    recipe = find(*wanted)
+                here.recipe = recipe
+                result = run(*wanted)
                 if part is not None:
                     result = result[part]
                 for view, rest in last:
                     result = view(result, *rest)
                 return result
             finally:
+                here.recipe = None
                 include(CONTEXT, inside)
 
         return plan
 
 
-def traced(run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def traced(run: Callable[..., Any], args: tuple[Any, ...], recipe_of: _RecipeOf | None = None) -> Any:
     """``run(*args)``, by which an operator runs, noted in the trace of this thread."""
     trace, here.trace = here.trace, None
     try:
@@ -221,7 +240,7 @@ def traced(run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     finally:
         here.trace = trace
     if trace is not None:
-        trace.calls.append((run, args, made))
+        trace.calls.append((run, args, made, recipe_of))
     return made
 
 

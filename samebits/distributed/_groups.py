@@ -63,6 +63,11 @@ def name_of(op: str, group: Group) -> str:
     return cast(str, group.group_name)
 
 
+def group_of(name: str) -> Any:
+    """The process group `name`."""
+    return _resolve(name)
+
+
 def _ranks(name: str) -> tuple[int, int]:
     """This rank in the group `name`, and how many there are."""
     if name == ALONE:

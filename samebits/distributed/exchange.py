@@ -1,7 +1,8 @@
 """Sums over ranks in a fixed order: a binary tree over pairs of neighbours, in float32, rounded once.
 
-NCCL and gloo only move bytes here. The order of the additions is the group's: ranks r and r + 1 first, then
-pairs of pairs. It does not depend on the message's size, nor on how bytes are moved. A rank that owns a
+NCCL and gloo only move bytes here. Where GPUs reach each other's memory, one kernel moves and adds them:
+:mod:`samebits.distributed._symmetric`. The order of the additions is the group's: ranks r and r + 1 first,
+then pairs of pairs. It does not depend on the message's size, nor on how bytes are moved. A rank that owns a
 subtree of a sum (see :meth:`samebits.Contract.segmented`) therefore gives the bits of one GPU that owns all.
 """
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from samebits.backends.replay import refuse
 from samebits.distributed._groups import Group, all_gather, all_to_all, name_of, ranks
+from samebits.distributed._symmetric import Space, space_of
 from samebits.ops._checks import SUPPORTED, shape
 from samebits.ops._operator import Operator
 
@@ -134,6 +136,11 @@ def tree(partials: Tensor) -> Tensor:
     return wide[0]
 
 
+def _space(x: Tensor, group: str) -> Space | None:
+    """The memory in which one kernel adds `x` of all ranks, if they have any."""
+    return space_of(group, x) if x.dtype == torch.float32 and ranks(group)[1] > 1 else None
+
+
 def all_reduce(
     x: Tensor, bias: Tensor | None, group: str, out_dtype: torch.dtype, divisor: int = 1
 ) -> Tensor:
@@ -142,6 +149,9 @@ def all_reduce(
     _, size = ranks(group)
     if size == 1:
         return finished(tree(x[None]), bias, out_dtype, divisor)
+    space = _space(x, group)
+    if space is not None and divisor == 1:
+        return space.all_reduce(x, bias, out_dtype)
     rows = x.reshape(-1, x.shape[-1] if bias is not None and x.ndim else 1)
     if x.numel() * x.element_size() * (size - 1) <= _SMALL or len(rows) < size:
         return finished(tree(all_gather(rows, group)), bias, out_dtype, divisor).view(x.shape)
@@ -181,6 +191,9 @@ def reduce_scatter(x: Tensor, bias: Tensor | None, dim: int, group: str, out_dty
     refuse("an exchange between ranks is no launch")
     _, size = ranks(group)
     rows = x.movedim(dim, 0)
+    space = _space(x, group)
+    if space is not None and rows[:1].numel() % 4 == 0:
+        return space.reduce_scatter(rows, bias, out_dtype).movedim(0, dim).contiguous()
     sums = tree(all_to_all(rows, group, [len(rows) // size] * size)).movedim(0, dim)
     return finished(sums, bias, out_dtype).contiguous()
 

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, chosen_backend, contract_of, pack_key, unpack_key
+from samebits.backends import Key, chosen_backend, contract_of, on_gpu, pack_key, unpack_key
+from samebits.backends.replay import refuse
 from samebits.contract import FMA, TENSOR_CORE, Contract, resolve, segmented_key
 from samebits.distributed._groups import Group, agree, name_of, ranks
+from samebits.distributed._symmetric import space_of
 from samebits.distributed.exchange import (
     all_reduce,
     check_divides,
     gather,
-    reduce_over_ranks,
     reduce_scatter,
     scatter_over_ranks,
 )
@@ -35,6 +36,9 @@ SEGMENTS = 8
 
 NO_DIM = -1
 """In operators: tokens are not split over ranks."""
+
+_MANY = 256
+"""Rows of each rank from which on a product writes partial sums where they are added: one product a rank."""
 
 
 def row_parallel_linear(
@@ -224,6 +228,39 @@ def _partial(x: Tensor, weight: Tensor, key: Key, size: int) -> Tensor:
 
 
 @torch.no_grad()
+def _summed(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, out_dtype: torch.dtype, key: Key
+) -> Tensor:
+    """``x @ weight`` of all ranks' segments, plus a bias."""
+    size, n = ranks(group)[1], weight.shape[1]
+    rows = x.reshape(-1, x.shape[-1])
+    many = size > 1 and len(rows) >= _MANY * size and n % 8 == 0
+    space = space_of(group, x) if many else None
+    if space is None:
+        return all_reduce(_partial(x, weight, key, size), bias, group, out_dtype)
+    refuse("an exchange between ranks is no launch")
+    backend, contract = on_gpu("matmul", of_one_rank(key, size), x.get_device())
+    out = torch.empty(len(rows), n, dtype=out_dtype, device=x.device)
+
+    def product(some: slice, to: Tensor) -> None:
+        backend.matmul_later(to, rows[some], weight, contract=contract)()
+
+    space.sum_of_products(product, bias, out)
+    return out.view(*x.shape[:-1], n)
+
+
+_summed_product = Operator(
+    "summed_product(Tensor x, Tensor weight, Tensor? bias, str group, ScalarType out_dtype, str contract)"
+    " -> Tensor",
+    cpu=_summed,
+    fake=lambda x, weight, bias, group, out_dtype, key: x.new_empty(
+        *x.shape[:-1], weight.shape[1], dtype=out_dtype
+    ),
+)
+"""``x @ weight`` of all ranks' segments, plus a bias, without a gradient."""
+
+
+@torch.no_grad()
 def _row_forward(
     x: Tensor,
     weight: Tensor,
@@ -237,10 +274,9 @@ def _row_forward(
     if size == 1:
         return _products.linear(x, weight, bias, cu_seqlens, key)  # type: ignore[no-any-return]
     _check_offsets("row_parallel_linear", x, cu_seqlens, key)
-    part = _partial(x, weight.mT, key, size)
     if dim == NO_DIM:
-        return all_reduce(part, bias, group, x.dtype)
-    return reduce_scatter(part, bias, dim, group, x.dtype)
+        return _summed(x, weight.mT, bias, group, x.dtype, key)
+    return reduce_scatter(_partial(x, weight.mT, key, size), bias, dim, group, x.dtype)
 
 
 def _row_fake(
@@ -330,11 +366,11 @@ def _column_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple
     x, weight, cu_seqlens = saved
     size, grad_x = ranks(ctx.group)[1], None
     if weight is not None:
-        part, dtype = _partial(grad, weight, ctx.key, size), weight.dtype
         if ctx.dim == NO_DIM:
-            grad_x = reduce_over_ranks(part, None, ctx.group, dtype)
+            grad_x = _summed_product(grad, weight, None, ctx.group, weight.dtype, ctx.key)
         else:
-            grad_x = scatter_over_ranks(part, None, ctx.dim, ctx.group, dtype)
+            part = _partial(grad, weight, ctx.key, size)
+            grad_x = scatter_over_ranks(part, None, ctx.dim, ctx.group, weight.dtype)
     if x is not None and ctx.dim != NO_DIM:
         x = gather(x, ctx.dim, ctx.group, True)
     _, grad_weight, grad_bias = _products._linear_gradients(

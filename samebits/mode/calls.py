@@ -17,6 +17,7 @@ from samebits.mode.arguments import as_pytorch, takes, tensors_of, without_autoc
 from samebits.mode.operators import name_of
 from samebits.mode.rules import NAMES
 from samebits.ops._operator import as_no_view
+from samebits.remedies import see
 
 __all__ = [
     "OnUncovered",
@@ -137,7 +138,7 @@ def report(func: Callable[..., Any], outermost: OnUncovered) -> None:
         name = NAMES.get(func) or str(func)
     message = (
         f"samebits.batch_invariant: {name} is not covered with these arguments: its results may depend on the"
-        " batch (docs/mode.md lists what is covered)"
+        " batch" + see("uncovered-operators")
     )
     if what == "error":
         raise UncoveredError(message)

@@ -261,6 +261,9 @@ def _own(op: OpOverload, key: str) -> Kernel | None:
     return _taking_numbers(own, tensors, bool(outs(op))) if len(tensors) > 1 else own
 
 
+_NUMBERS = {bool, int, float, complex}
+
+
 def _taking_numbers(own: Kernel, places: list[int], into_out: bool) -> Kernel:
     """The kernel, with numbers for tensors at `places`.
 
@@ -270,7 +273,7 @@ def _taking_numbers(own: Kernel, places: list[int], into_out: bool) -> Kernel:
     """
 
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        numbers = [i for i in places if i < len(args) and isinstance(args[i], (bool, int, float, complex))]
+        numbers = [i for i in places if i < len(args) and type(args[i]) in _NUMBERS]
         if not numbers:
             return own(keys, *args, **kwargs)
         lead = next((args[i] for i in places if isinstance(args[i], Tensor)), None)

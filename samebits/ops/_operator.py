@@ -88,13 +88,13 @@ class Operator:
         return self._past_dispatcher(*args)
 
     def _past_dispatcher(self, *args: Any) -> Any:
-        run = self._run
+        run, recipe_of = self._run, None
         if torch.is_grad_enabled():
             for t in args:
                 if isinstance(t, Tensor) and t.requires_grad:
-                    run = self._recorded
+                    run, recipe_of = self._recorded, getattr(self._cuda, "recipe", None)
                     break
-        return run(*args) if here.trace is None else traced(run, args)
+        return run(*args) if here.trace is None else traced(run, args, recipe_of)
 
     def _run(self, *args: Any) -> Any:
         lead = args[0] if args[0] is not None else args[1]
@@ -169,7 +169,8 @@ def _recorded(
     class Recorded(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            output = run(*args)
+            recipe, here.recipe = here.recipe, None
+            output = run(*args) if recipe is None else recipe(*args)
             setup_context(ctx, args, output)
             return output
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samebits._version import __version__
+from samebits.remedies import see
 from samebits.tools.text import ToolError
 
 if TYPE_CHECKING:
@@ -48,7 +49,9 @@ def figure(height: float = 3.6) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ToolError("a plot needs matplotlib: pip install '.[bench]' in a clone of samebits") from error
+        raise ToolError(
+            "a plot needs matplotlib: pip install '.[bench]' in a clone of samebits" + see("plots")
+        ) from error
     return Figure(figsize=(9, height), layout="constrained")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from samebits.backends.reference.matmul import rounded
-from samebits.distributed import exchange, ordered_all_reduce, ordered_reduce_scatter
+from samebits.distributed import _symmetric, exchange, ordered_all_reduce, ordered_reduce_scatter
 from samebits.distributed._groups import agree, name_of
 from samebits.testing import assert_same_bits, values
 from tests.support.ranks import device, place
@@ -41,11 +41,15 @@ def tree(partials: list[Tensor]) -> Tensor:
         )
 
 
-def by_both_ways(check: object) -> None:
-    """Once with one exchange, once with two."""
+def by_all_ways(check: object) -> None:
+    """With one exchange, and with two: by the backend, and on GPUs also by a kernel."""
     assert callable(check)
     for small in (1 << 20, 0):
-        with mock.patch.object(exchange, "_SMALL", small):
+        with mock.patch.object(exchange, "_SMALL", small), mock.patch.object(exchange, "_space"):
+            exchange._space.return_value = None  # type: ignore[attr-defined]
+            check()
+    for packets, most in ((1 << 18, 1 << 25), (0, 1 << 25), (0, 64)) if device().type == "cuda" else ():
+        with mock.patch.multiple(_symmetric, _PACKETS=packets, _MOST=most, _LEAST=64):
             check()
 
 
@@ -64,7 +68,7 @@ def check_the_tree_of_all_ranks() -> None:
                 assert_same_bits(got, want, f"{kind} {shape} {dtype} {out}")
                 assert_same_bits(x, of_rank(dist.get_rank(), kind, shape, dtype), "the argument")
 
-    by_both_ways(check)
+    by_all_ways(check)
 
 
 def check_no_rows() -> None:
@@ -85,7 +89,7 @@ def check_parts() -> None:
 def check_strides() -> None:
     partials = [of_rank(r, "normal", (8, 6), torch.float32) for r in range(dist.get_world_size())]
     x = place(partials[dist.get_rank()].T.contiguous()).T
-    by_both_ways(lambda: assert_same_bits(ordered_all_reduce(x), tree(partials)))
+    by_all_ways(lambda: assert_same_bits(ordered_all_reduce(x), tree(partials)))
 
 
 def check_gradients() -> None:

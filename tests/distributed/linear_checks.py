@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import samebits
 from samebits import FMA, TENSOR_CORE, Contract
-from samebits.distributed import column_parallel_linear, exchange, row_parallel_linear
+from samebits.distributed import column_parallel_linear, exchange, linear, row_parallel_linear
 from samebits.testing import assert_same_bits, values
 from tests.support.ranks import device, place
 
@@ -64,13 +65,13 @@ def leaf(t: Tensor) -> Tensor:
 
 
 def check_rows() -> None:
-    for small in (1 << 20, 0):
+    for small, many in ((1 << 20, 256), (0, 256), (0, 1)):
         for i, (dtype, contract, shape, features) in enumerate(cases()):
             x, weight, bias, grad = given(shape, features, dtype, ("normal", "cancel")[i % 2])
             for b in (bias, None):
                 want = one_rank(x, weight, b, grad, contract)
                 leaves = leaf(part(x, -1)), leaf(part(weight, 1)), *(() if b is None else (leaf(b),))
-                with mock.patch.object(exchange, "_SMALL", small):
+                with mock.patch.object(exchange, "_SMALL", small), mock.patch.object(linear, "_MANY", many):
                     y = row_parallel_linear(*leaves, contract=contract)
                 assert_same_bits(y, want[0], f"{contract}: y")
                 y.backward(place(grad))
@@ -81,14 +82,15 @@ def check_rows() -> None:
 
 
 def check_columns() -> None:
-    for i, (dtype, contract, shape, features) in enumerate(cases()):
+    for (i, (dtype, contract, shape, features)), many in itertools.product(enumerate(cases()), (256, 1)):
         x, weight, bias, grad = given(shape, features, dtype, ("normal", "cancel")[i % 2])
         for b in (bias, None):
             want = one_rank(x, weight, b, grad, contract)
             leaves = leaf(x), leaf(part(weight, 0)), *(() if b is None else (leaf(part(b, 0)),))
             y = column_parallel_linear(*leaves, contract=contract)
             assert_same_bits(y, part(want[0], -1), f"{contract}: y")
-            y.backward(place(part(grad, -1)))
+            with mock.patch.object(linear, "_MANY", many):
+                y.backward(place(part(grad, -1)))
             for t, expected in zip(leaves, (want[1], *(part(w, 0) for w in want[2:])), strict=True):
                 assert t.grad is not None
                 assert_same_bits(t.grad, expected, f"{contract}: gradient of {tuple(t.shape)}")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import samebits
-from samebits.backends.cuda import compiler, rows
+from samebits.backends.cuda import columns, compiler, rows
 from samebits.ops.attention import scaled_dot_product_attention as attention
 from samebits.ops.einsum import einsum
 from samebits.ops.embedding import embedding
@@ -258,6 +258,44 @@ def test_cuda_has_the_bits_of_the_cpu(dtype: torch.dtype, kind: str, count: int,
             assert_same_bits(got.cpu(), want, name)
 
 
+@pytest.mark.gpu
+@in_dtypes
+@pytest.mark.parametrize(("count", "n"), [(9_999, 1024), (2_500, 4096), (1_200, 16_384)])
+def test_blocks_that_go_on_to_other_rows_take_every_row(dtype: torch.dtype, count: int, n: int) -> None:
+    x, w = case("normal", (count, n), dtype, "cuda"), case("normal", (n,), dtype, "cuda", 1)
+    ops: list[Callable[[Tensor], Tensor]] = [softmax, log_softmax]
+    ops += [lambda x: rms_norm(x, (n,), w), lambda x: layer_norm(x, (n,), w, w)]
+    for op in ops:
+        few_at_a_time = torch.cat([op(part) for part in x.split(1000)])
+        assert_same_bits(op(x), few_at_a_time)
+
+
+@pytest.mark.gpu
+@in_dtypes
+@pytest.mark.parametrize("n", [9, 1032, 2064, 4104])
+def test_sums_over_tokens_by_blocks_of_any_number_of_columns(dtype: torch.dtype, n: int) -> None:
+    grad, x = (case("wide", (2601, n), dtype, "cpu", seed) for seed in (0, 1))
+    means, scales = (case("normal", (2601,), F32, "cpu", seed) for seed in (2, 3))
+    for centred in (means, means[:0]):
+        of = grad, x, centred, scales
+        for got, want in zip(
+            OPS.norm_columns(*(t.cuda() for t in of), dtype), OPS.norm_columns(*of, dtype), strict=True
+        ):
+            assert_same_bits(got.cpu(), want)
+    assert_same_bits(sum(grad.cuda(), 0).cpu(), sum(grad, 0))
+
+
+@on_devices
+@pytest.mark.parametrize("centred", [True, False])
+def test_statistics_of_a_norm_are_the_canonical_nan(device: str, centred: bool) -> None:
+    x = torch.ones(2, 300, device=device)
+    x[0, 7], x[1, 8] = torch.inf, torch.nan
+    x[0, 9] = -torch.inf if centred else torch.nan
+    _, means, scales = OPS.norm(x, None, None, EPS, centred)
+    for statistics in (means, scales) if centred else (scales,):
+        assert statistics.view(torch.int32).tolist() == [0x7FFFFFFF] * 2
+
+
 @on_devices
 def test_sum_and_mean_of_one_number_and_of_a_vector(device: str) -> None:
     x = torch.tensor(2.0, device=device, requires_grad=True)
@@ -357,7 +395,8 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     types = (F32, BF16, F16), (F16, F32, F32)
     shared = rows.Sharing(1, 1, 4), rows.Sharing(8, 0, 1)
     specs = [rows.kernel_spec("row_sum", *of, sharing) for of, sharing in zip(types, shared, strict=True)]
-    specs += [rows.columns_spec("column_sums", F16, BF16, F32, vector=vector) for vector in (1, 8)]
+    specs += [columns.kernel_spec("column_sums", F16, BF16, F32, vector=vector) for vector in (1, 8)]
+    specs += [rows.long_spec(BF16, F32, vector) for vector in (1, 8)]
     for spec in specs:  # whole files
         cubin = compiler.compile(spec, arch)
         assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0)

@@ -17,15 +17,18 @@ from torch import Tensor
 from samebits import backends
 from samebits.backends import replay
 from samebits.backends.cuda import (
+    columns,
     devices,
     driver,
     grouped,
     linear_logp_sm90,
     logp,
+    losses,
     matmul,
     rows,
     runtime,
     tensor_maps,
+    vector_norm,
 )
 from samebits.backends.cuda.attention import sm90
 
@@ -138,8 +141,8 @@ def _stream(device: int) -> int:
 def fake_gpu() -> Iterator[FakeGpu]:
     """PyTorch's CPU tensors are on this GPU, for this library alone."""
     gpu = FakeGpu()
-    caches = (backends.on_gpu, rows._plan, rows._columns_kernel, rows._split_kernel, logp._kernel)
-    caches = (*caches, matmul.family)
+    caches = (backends.on_gpu, rows._plan, rows._long_kernel, columns._kernel, logp._kernel)
+    caches = (*caches, losses._kernel, vector_norm._kernel, matmul.family)
     caches = (*caches, runtime._allow_replays, linear_logp_sm90._prepared, tensor_maps.tensor_map)
     tensor: Any = torch.Tensor
     patches = [

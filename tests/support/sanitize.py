@@ -10,8 +10,6 @@ The bindings probe the driver for functions it may lack, which memcheck would re
 allocations would hide accesses next to a tensor, so PYTORCH_NO_CUDA_MEMORY_CACHING=1 is set here.
 """
 
-# ruff: noqa: E402
-
 import argparse
 import itertools
 import math
@@ -22,8 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest import mock
 
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-sys.modules["samebits.backends._replay"] = None  # a replay would run another schedule than the one forced
+if __name__ == "__main__":  # tests import the lists of cases
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    sys.modules["samebits.backends._replay"] = None  # a replay would run another schedule than the one forced
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +40,7 @@ from samebits.tools.verify import Inputs, kernels, plan, scaled, scaled_grouped,
 from samebits.tools.verify import grouped as verification
 from samebits.tools.verify.attention import VARIANTS, AttentionCase, verify_attention
 from samebits.tools.verify.report import Report
+from tests.support import one_gpu
 from tests.support.devices import multiprocessors
 
 DTYPE = torch.bfloat16
@@ -361,12 +361,32 @@ def fp8_kernels() -> Iterator[Callable[[], object]]:
         yield from scaled_grouped.loads(SCALED_GROUPED, device)
 
 
+def exchanges() -> None:
+    """Sums of ranks, each of which finds what the others sent: the sanitizer runs one kernel at a time."""
+    for ranks in (2, 4, 8):
+        of = one_gpu.Ranks(ranks, 4096, 8192)
+        for shape, biased in itertools.product(((3, 5), (64, 120)), (False, True)):
+            xs = torch.ones(ranks, *shape, device="cuda")
+            bias = torch.ones(shape[1], dtype=DTYPE, device="cuda") if biased else None
+            for way in ("packets", "parts", "products", "scatter"):
+                if way == "scatter" and xs[0].numel() % (4 * ranks):
+                    continue
+                for out in of.sums(xs, bias, DTYPE, way, alone=True):
+                    assert (out == ranks + biased).all(), (ranks, shape, way)
+
+
+ALL_ARRIVE = (
+    *("fma_sm90.cu", "fma_few_sm90.cu", "grouped_terms_sm90.cu"),
+    *("attention_sm90.cu", "attention_backward_sm90.cu"),
+)
+
+
 def all_lanes_arrive() -> None:
     """Where one lane arrives at a barrier for its warp, all do: see ``warp_arrive`` in ``ptx_sm90.cuh``."""
     made = compiler.KernelSpec.__init__
 
     def init(self: compiler.KernelSpec, source: str, entry: str, params: str, constants: tuple, *rest, **kw):
-        if source in ("fma_sm90.cu", "fma_few_sm90.cu", "attention_sm90.cu", "attention_backward_sm90.cu"):
+        if source in ALL_ARRIVE:
             constants = (*constants, ("ALL_LANES_ARRIVE", 1))
         made(self, source, entry, params, constants, *rest, **kw)
 
@@ -388,7 +408,11 @@ def main() -> None:
     parser.add_argument(
         "--triton", action="store_true", help="its kernels too, but for racecheck: their barriers are its own"
     )
+    parser.add_argument("--exchange", action="store_true", help="only sums of ranks")
     options = parser.parse_args()
+    if options.exchange:
+        exchanges()
+        return
     every = options.every
     if options.racecheck:
         all_lanes_arrive()
@@ -427,6 +451,7 @@ def main() -> None:
     grouped(every)
     segmented(every)
     fp8(every)
+    exchanges()
     exp2.exp2(torch.linspace(-150, 130, 1001, device="cuda"), INTERPOLATION)
     torch.cuda.synchronize()
     print(f"{count} products")

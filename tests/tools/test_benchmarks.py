@@ -24,13 +24,15 @@ from benchmarks import (
     held_out,
     logp,
     models,
+    peers,
     plot,
+    price,
     rows,
     scaled,
     tune,
 )
 from benchmarks.record import GPUS, environment, load, tiny
-from benchmarks.tables.models import gpu_embeddings, gpu_models_drift, gpu_models_time, gpu_steps
+from benchmarks.tables.models import gpu_embeddings, gpu_models_drift, gpu_models_time, gpu_peers, gpu_steps
 from benchmarks.tables.operations import gpu_logp, gpu_rows
 from benchmarks.tables.products import (
     gpu_counters,
@@ -158,6 +160,42 @@ def test_logp() -> None:
     assert "gradients included" in said
     assert "(docs/assets/a-gpu-logp.svg)" in said
     assert plot.OURS in plot.render(plot.gpu_logp({"environment": {"gpu": "A GPU"}, "cases": [case]}))
+
+
+def test_tables_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    us = {"samebits": 2.0, "torch": 4.0, peers.MODE: 8.0}
+    ms = {"samebits": 1.5, "torch": 3.0, "liger_kernel": 6.0, logp.PRODUCT: 1.0}
+    data = {
+        "environment": environment("c0ffee") | {"gpu": "A GPU"},
+        "products": [BenchCase("forward", m, 64, 64).record() | {"us": us} for m in peers.ROWS],
+        "products_changed": {"samebits": 0, "torch": 7, peers.MODE: 0},
+        "products_rows": 1000,
+        "log_probabilities": [{"forward_ms": ms, "forward_backward_ms": ms}],
+        "steps": [{"work": peers.DECODING, **{who: {"ms": t} for who, t in us.items()}}],
+    }
+    said = gpu_peers(data)
+    assert "| products, forward, M <= 128 | 0.50 | 2.00 |  |" in said
+    assert "| log-probs, forward and backward | 0.50 |  | 2.00 |" in said
+    assert f"| {peers.DECODING} | 0.50 | 2.00 |  |" in said
+    assert "| 1,000 rows of products | 7 | 0 | 0 |  |" in said
+    (gpu, *_) = GPUS
+    monkeypatch.setattr(price, "measured", lambda name: GPUS)
+    monkeypatch.setattr(price, "load", lambda name: data if name.endswith("/peers.json") else load(name))
+    others = {row[0]: row[3] for row in price.rows(gpu)}
+    assert price.BESIDE.keys() <= others.keys()
+    assert others["products, bf16, forward, M <= 128"] == "batch_invariant_ops 2.00 (samebits 0.50)"
+    assert others["log-probs, forward and backward"] == "Liger 2.00 (samebits 0.50)"
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_rows_that_change_with_the_batch_are_counted(wrong: int) -> None:
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x.float() @ w
+        y[:wrong] += len(x)  # which depends on the batch
+        return y
+
+    x, w = torch.ones(8, 4, dtype=torch.bfloat16), torch.ones(4, 2)
+    assert peers.changed(run, x, w, at=(1, 5)) == min(wrong, 1) + min(wrong, 5)
 
 
 def test_tiny_products_have_a_picture_if_they_were_measured() -> None:

@@ -209,7 +209,7 @@ def test_reductions_cover_what_the_backends_offer() -> None:
         name
         for name, f in vars(cuda_rows).items()
         if inspect.isfunction(f) and f.__module__ == cuda_rows.__name__ and not name.startswith("_")
-    } - {"kernel_spec", "columns_spec", "choose_sharing", "sharings", "shared_as"}
+    } - {"kernel_spec", "long_spec", "choose_sharing", "sharings", "shared_as"}
     right = reductions.reference(HELD_TO)
     spy = mock.Mock(wraps=right.rows)
     for name, kernel in reductions.KERNELS.items():
@@ -438,7 +438,8 @@ def test_a_run_from_end_to_end(
         monkeypatch.setattr(catalogue, f"{direction}s", ways)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(devices, "device_info", lambda index: gpu)
-    monkeypatch.setattr(devices, "status", lambda: mock.Mock(available=True, devices=(gpu,), cache="none"))
+    found = mock.Mock(available=True, devices=(gpu,), cache="none", reason=None, remedy=None)
+    monkeypatch.setattr(devices, "status", lambda: found)
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: "13.0")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (0, 0))
     monkeypatch.setattr(run, "_filling_caches", lambda *of: nullcontext(lambda seconds: None))
@@ -512,10 +513,11 @@ def _note_environment(file: Path) -> None:
 def test_processes_beside_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = multiprocessing.active_children()
     for name in ("one", "another"):
-        monkeypatch.setenv("SAMEBITS_CACHE_DIR", name)
+        folder = str(tmp_path / f"{name}, a cache")
+        monkeypatch.setenv("SAMEBITS_CACHE_DIR", folder)
         with run._in_processes([partial(_note_environment, tmp_path / name), partial(sys.exit, 3)]) as wait:
             wait(60)
-            assert (tmp_path / name).read_text() == name
+            assert (tmp_path / name).read_text() == folder
     with run._in_processes([partial(time.sleep, 3600)]) as wait:
         wait(0.1)
         assert len(multiprocessing.active_children()) == len(before) + 1

@@ -90,8 +90,8 @@ def status() -> Status:
     if torch.cuda.is_available():
         devices = tuple(device_info(i) for i in range(torch.cuda.device_count()))
     try:
+        _require_gpu()  # first: without one, no package helps
         require_compiler()
-        _require_gpu()
         if devices and all(d.capability < OLDEST for d in devices):
             _require_capability(devices[0], OLDEST, "CUDA kernels need")
     except UnavailableError as error:

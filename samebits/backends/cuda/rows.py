@@ -1,43 +1,58 @@
-"""Row reductions on CUDA tensors: ``kernels/rows.cu``, and ``kernels/columns.cu`` for sums over tokens."""
+"""Row reductions on CUDA tensors.
+
+Most are in ``kernels/rows.cu``. ``kernels/long_sums.cu`` sums few long rows; :mod:`columns` sums over tokens.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samebits.backends import replay
-from samebits.backends.cuda import compiler, runtime
+from samebits.backends.cuda import columns, compiler, devices, runtime
+from samebits.backends.cuda.columns import TYPES, address, with_rows
 from samebits.functions import VOCAB_BLOCK
 
 _THREADS = 256  # of a block of rows.cu
 _PASS = 512  # entries of a row that a warp takes in a pass
 _MANY = 1024  # rows that fill a GPU without sharing
 _LONG = 1 << 15  # entries of a row that a whole GPU sums, if there are few rows
-_FEW_COLUMNS = 6144  # with which shared memory has room to copy further ahead
 
-# The macros of convert.cuh.
-_TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_ANY = (1 << 31) - 1  # blocks
 
-# The parameter structs of rows.cu and columns.cu.
+# Rows that threads have on their way where many are aligned, by passes and bytes of an entry; elsewhere none.
+_STAGES = {
+    "softmax": {(4, 2): 2, (2, 4): 3},
+    "log_softmax": {(4, 2): 2},
+    "rms_norm": {(1, 2): 3, (2, 2): 3, (4, 2): 2, (1, 4): 3},
+    "layer_norm": {(4, 2): 2},
+}
+_SMEM = 216 << 10  # of a multiprocessor, which is free for them
+
+_LONG_BLOCKS = 2  # of a multiprocessor
+
+# The parameter structs of rows.cu and long_sums.cu.
 _PARAMS = {
     "row_sum": "PPqqqi",
-    "block_sums": "PPqqqi",
-    "chains": "PPqqi",
+    "long_sums": "PPPqqqi",
     "softmax": "PPqqq",
     "log_softmax": "PPqqq",
     "softmax_backward": "PPPqq",
     "log_softmax_backward": "PPPqq",
-    "norm_forward": "PPPPPPqqqf",
+    "rms_norm": "PPPPPPqqqf",
+    "layer_norm": "PPPPPPqqqf",
     "norm_backward": "PPPPPPqqqq",
-    "column_sums": "PPPPPPqqqq",
-    "embedding_backward": "PPPPqqq",
 }
+_OF_ROWS = (
+    *("row_sum", "softmax", "log_softmax", "softmax_backward", "log_softmax_backward"),
+    *("rms_norm", "layer_norm", "norm_backward"),
+)  # the kernels of rows.cu
 
 
 class Sharing(NamedTuple):
@@ -47,22 +62,35 @@ class Sharing(NamedTuple):
     passes: int
     vector: int
     split: bool = False
-    """Sums alone: those of blocks come first, by the whole GPU."""
+    """Sums alone: by the whole GPU."""
+    stages: int = 0
+    """Softmax and norms alone: rows that a thread has on their way, in blocks that stay."""
+    blocks: int = 2
+    """Of a multiprocessor."""
 
 
-def choose_sharing(rows: int, n: int, dtype: torch.dtype, aligned: bool) -> Sharing:
-    """As few warps as take a row in a pass, or in two where there are many rows of 16-bit values."""
-    passes = 2 if rows >= _MANY and dtype.itemsize == 2 else 1
+def choose_sharing(entry: str, rows: int, n: int, dtype: torch.dtype, aligned: bool) -> Sharing:
+    """As few warps as take a row in a pass, or in two where there are many rows of 16-bit values.
+
+    What differs between kernels was measured on an H200: docs/performance.md, "Row operations".
+    """
+    many = rows >= _MANY
+    passes = 2 if many and dtype.itemsize == 2 and entry != "norm_backward" else 1
     warps = next((w for w in (1, 2, 4) if n <= passes * w * _PASS), 8)
     held = next((p for p in (1, 2, 4) if n <= p * warps * _PASS), 0)
-    vector = 16 // dtype.itemsize
-    return Sharing(warps, held, vector if aligned and n % vector == 0 else 1)
+    vector = 16 // dtype.itemsize if aligned and n * dtype.itemsize % 16 == 0 else 1
+    stages = _STAGES.get(entry, {}).get((held, dtype.itemsize), 0) if many and vector > 1 else 0
+    blocks = 3 if 0 < held * dtype.itemsize <= 4 else 2
+    with_room = {"softmax": many and warps == 1, "norm_backward": held == 1}
+    if vector == 8 and with_room.get(entry, False):
+        blocks = 4
+    return Sharing(warps, held, vector, stages=stages, blocks=blocks)
 
 
 def sharings(n: int, dtype: torch.dtype) -> list[Sharing]:
     """All choices for rows of `n` values."""
-    every = (choose_sharing(rows, n, dtype, aligned) for rows in (1, _MANY) for aligned in (True, False))
-    found = list(dict.fromkeys(every))
+    cases = itertools.product(_OF_ROWS, (1, _MANY), (True, False))
+    found = list(dict.fromkeys(choose_sharing(entry, rows, n, dtype, of) for entry, rows, of in cases))
     return found + [s._replace(split=True) for s in found if n >= _LONG]
 
 
@@ -81,34 +109,39 @@ def shared_as(sharing: Sharing | None) -> Iterator[None]:
 
 
 def kernel_spec(
-    entry: str, x: torch.dtype, out: torch.dtype, param: torch.dtype, sharing: Sharing
+    entry: str,
+    x: torch.dtype,
+    out: torch.dtype,
+    param: torch.dtype,
+    sharing: Sharing,
+    *,
+    programmatic: bool = False,
 ) -> compiler.KernelSpec:
     """A kernel of rows.cu."""
-    types = ("IN", _TYPES[x]), ("OUT", _TYPES[out]), ("PARAM", _TYPES[param])
+    types = ("IN", TYPES[x]), ("OUT", TYPES[out]), ("PARAM", TYPES[param])
+    stages = _staged(entry, x, sharing)
     shared = ("WARPS", sharing.warps), ("PASSES", sharing.passes), ("VECTOR", sharing.vector)
-    return compiler.KernelSpec("rows.cu", entry, _PARAMS[entry], (*types, *shared), block=_THREADS)
+    wide = torch.float32 in (out, param) and stages == 0  # takes more registers
+    blocks = min(sharing.blocks, 2 if sharing.passes > 1 else 3) if wide else sharing.blocks
+    read = ("STAGES", stages), ("BLOCKS", blocks)
+    return compiler.KernelSpec(
+        *("rows.cu", entry, _PARAMS[entry], (*types, *shared, *read)),
+        block=_THREADS,
+        programmatic=programmatic,
+        smem=stages * _bytes_of_row(entry, x, sharing),
+    )
 
 
-def columns_spec(
-    entry: str,
-    grad: torch.dtype,
-    out: torch.dtype,
-    x: torch.dtype | None = None,
-    *,
-    vector: int = 1,
-    depth: int = 1,
-) -> compiler.KernelSpec:
-    """A kernel of columns.cu."""
-    types = ("GRAD", _TYPES[grad]), ("X", _TYPES[x]), ("OUT", _TYPES[out])
-    if entry == "embedding_backward":
-        block, smem, producers = 256, 0, 1
-    else:
-        values = 32 * grad.itemsize if x is None else 16 * (grad.itemsize + x.itemsize)
-        copied = 32 * values + (0 if x is None else 256)  # 32 tokens, their means and scales
-        producers = 8 if copied <= 2304 else 6  # what fits into shared memory several times
-        block, smem = 32 * (producers + 1), producers * (depth * copied + 32 * 36 * 4)
-    constants = *types, ("VECTOR", vector), ("PRODUCERS", producers), ("DEPTH", depth)
-    return compiler.KernelSpec("columns.cu", entry, _PARAMS[entry], constants, block=block, smem=smem)
+def _staged(entry: str, x: torch.dtype, sharing: Sharing) -> int:
+    """Rows of each matrix on their way: as many as fit, at least two, or none."""
+    of_row = _bytes_of_row(entry, x, sharing)
+    stages = min(sharing.stages, _SMEM // sharing.blocks // of_row) if of_row else 0
+    return stages if stages > 1 else 0
+
+
+def _bytes_of_row(entry: str, x: torch.dtype, sharing: Sharing) -> int:
+    """Shared memory of a block for the rows that it takes at a time."""
+    return sharing.passes * 16 * _THREADS * x.itemsize if entry in _STAGES else 0
 
 
 # To make a KernelSpec, and its hash, takes longer than a launch.
@@ -123,26 +156,15 @@ def _plan(
     param: torch.dtype,
     aligned: bool,
     forced: Sharing | None,
-) -> tuple[runtime.Kernel, int]:
-    """A kernel of rows.cu, and the rows that one of its blocks takes."""
-    sharing = choose_sharing(_MANY if many else 1, n, x, aligned)
+) -> tuple[runtime.Kernel, int, int]:
+    """A kernel of rows.cu, the rows that a block takes at a time, and how many blocks there are at most."""
+    sharing = choose_sharing(entry, _MANY if many else 1, n, x, aligned)
     if forced in sharings(n, x):
-        sharing = forced if aligned else forced._replace(vector=1)
-    return runtime.load(kernel_spec(entry, x, out, param, sharing), device), _THREADS // 32 // sharing.warps
-
-
-@functools.cache
-def _columns_kernel(
-    entry: str,
-    device: int,
-    grad: torch.dtype,
-    out: torch.dtype,
-    x: torch.dtype | None,
-    aligned: bool,
-    few: bool,
-) -> runtime.Kernel:
-    vector = 16 // grad.itemsize if aligned else 1
-    return runtime.load(columns_spec(entry, grad, out, x, vector=vector, depth=1 + few), device)
+        sharing = forced if aligned else forced._replace(vector=1, stages=0)
+    info = devices.device_info(device)
+    spec = kernel_spec(entry, x, out, param, sharing, programmatic=info.capability >= (9, 0))
+    most = info.sm_count * sharing.blocks if _staged(entry, x, sharing) else _ANY
+    return runtime.load(spec, device), _THREADS // 32 // sharing.warps, most
 
 
 def _launch(
@@ -163,10 +185,10 @@ def _launch(
         return
     if _forced is not None:
         replay.refuse("a sharing is forced")
-    kernel, per_block = _plan(
+    kernel, per_block, most = _plan(
         entry, like.get_device(), rows >= _MANY, n, like.dtype, out, param, low & 15 == 0, _forced
     )
-    kernel.launch((-(-rows // per_block), 1, 1), *values)
+    kernel.launch((min(-(-rows // per_block), most), 1, 1), *values)
 
 
 def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
@@ -181,43 +203,57 @@ def row_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _summed(x: Tensor, what: int, dtype: torch.dtype) -> Tensor:
     """Sums (0), means (1) or 2-norms (2) of rows."""
-    x = _with_rows(x)
+    x = with_rows(x)
     rows, n = x.shape
     out = runtime.empty((rows,), dtype, x.get_device())
     at, step = x.data_ptr(), x.stride(0)
     low = at | step * x.itemsize
     if _forced.split if _forced in sharings(n, x.dtype) else n >= _LONG and 0 < rows <= 64:
-        _sum_blocks_first(x, out, low, what)
+        _sum_long(x, out, low, what)
     else:
         _launch("row_sum", x, dtype, low, at, out.data_ptr(), step, rows, n, what, param=dtype)
     return out
 
 
-def _sum_blocks_first(x: Tensor, out: Tensor, low: int, what: int) -> None:
+def _sum_long(x: Tensor, out: Tensor, low: int, what: int) -> None:
     if _forced is not None:
         replay.refuse("a sharing is forced")
     (rows, n), device = x.shape, x.get_device()
-    blocks = -(-n // VOCAB_BLOCK)
-    sums = runtime.empty((rows, blocks), torch.float32, device)
-    aligned = low & 15 == 0 and n * x.itemsize % 16 == 0
-    first, second = (
-        _split_kernel(entry, device, x.dtype, out.dtype, aligned) for entry in ("block_sums", "chains")
+    steps = -(-n // (32 * VOCAB_BLOCK))
+    sums = runtime.zeros((rows, steps, 32), torch.int32, device)
+    kernel, blocks = _long_kernel(device, x.dtype, out.dtype, low & 15 == 0 and n * x.itemsize % 16 == 0)
+    each = min(-(-steps // 4), max(1, blocks // rows))
+    kernel.launch(
+        (each + 1, rows, 1), x.data_ptr(), sums.data_ptr(), out.data_ptr(), x.stride(0), n, steps, what
     )
-    grid = -(-blocks // (4 * 8)), rows, 1
-    first.launch(grid, x.data_ptr(), sums.data_ptr(), x.stride(0), n, blocks, what)
-    second.launch((rows, 1, 1), sums.data_ptr(), out.data_ptr(), n, blocks, what)
+
+
+def long_spec(
+    x: torch.dtype, out: torch.dtype, vector: int, *, programmatic: bool = False
+) -> compiler.KernelSpec:
+    """The kernel of long_sums.cu."""
+    types = ("IN", TYPES[x]), ("OUT", TYPES[out])
+    shared = ("WARPS", 8), ("PASSES", 0), ("VECTOR", vector), ("STAGES", 0), ("BLOCKS", _LONG_BLOCKS)
+    return compiler.KernelSpec(
+        *("long_sums.cu", "long_sums", _PARAMS["long_sums"], (*types, *shared)),
+        block=_THREADS,
+        programmatic=programmatic,
+        smem=2 * 7 * 32 * 32 * 4,
+    )
 
 
 @functools.cache
-def _split_kernel(entry: str, device: int, x: torch.dtype, out: torch.dtype, aligned: bool) -> runtime.Kernel:
-    sharing = Sharing(8, 0, 16 // x.itemsize if aligned else 1)
-    spec = kernel_spec(entry, x, out, out, sharing)
-    return runtime.load(replace(spec, block=32) if entry == "chains" else spec, device)
+def _long_kernel(device: int, x: torch.dtype, out: torch.dtype, aligned: bool) -> tuple[runtime.Kernel, int]:
+    """The kernel, and how many of its blocks run at once."""
+    info = devices.device_info(device)
+    vector = 16 // x.itemsize if aligned else 1
+    spec = long_spec(x, out, vector, programmatic=info.capability >= (9, 0))
+    return runtime.load(spec, device), _LONG_BLOCKS * info.sm_count
 
 
 def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
     """Softmax or its logarithm in `dtype` of the rows of ``x[rows, n]``."""
-    x = _with_rows(x)
+    x = with_rows(x)
     out = runtime.empty(x.shape, dtype, x.get_device())
     at, step = x.data_ptr(), x.stride(0)
     entry = "log_softmax" if logarithm else "softmax"
@@ -240,16 +276,16 @@ def norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layer norm of the rows of ``x[rows, n]`` (RMS norm without `centred`), means and 1 / deviations."""
-    x = _with_rows(x)
+    x = with_rows(x)
     weight, bias = _vectors(weight, bias)
     out = runtime.empty(x.shape, x.dtype, x.get_device())
     means, scales = (
         runtime.empty((n,), torch.float32, x.get_device()) for n in (x.shape[0] if centred else 0, x.shape[0])
     )
     param = next((t.dtype for t in (weight, bias) if t is not None), torch.float32)
-    at, weight_at, bias_at, step = x.data_ptr(), _address(weight), _address(bias), x.stride(0)
+    at, weight_at, bias_at, step = x.data_ptr(), address(weight), address(bias), x.stride(0)
     _launch(
-        *("norm_forward", x, x.dtype, at | weight_at | bias_at | step * x.itemsize),
+        *("layer_norm" if centred else "rms_norm", x, x.dtype, at | weight_at | bias_at | step * x.itemsize),
         *(at, weight_at, bias_at, out.data_ptr(), means.data_ptr() if centred else 0, scales.data_ptr()),
         *(step, *x.shape, eps),
         param=param,
@@ -259,13 +295,13 @@ def norm(
 
 def norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor) -> Tensor:
     """Gradients of the rows of `x`."""
-    x, grad = _with_rows(x), _with_rows(grad)
+    x, grad = with_rows(x), with_rows(grad)
     (weight,) = _vectors(weight)
     out = runtime.empty(x.shape, x.dtype, x.get_device())
     at, grad_at, weight_at, steps = (
         x.data_ptr(),
         grad.data_ptr(),
-        _address(weight),
+        address(weight),
         (grad.stride(0), x.stride(0)),
     )
     _launch(
@@ -281,68 +317,24 @@ def norm_columns(
     grad: Tensor, x: Tensor, means: Tensor, scales: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Gradients in `dtype` of weight and bias."""
-    x = _with_rows(x)
+    x = with_rows(x)
     weight_grad, bias_grad = (runtime.empty(x.shape[1:], dtype, x.get_device()) for _ in range(2))
-    _column_sums(grad, bias_grad, x, means, scales, weight_grad)
+    columns.sums(grad, bias_grad, x, means, scales, weight_grad)
     return weight_grad, bias_grad
 
 
 def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums in `dtype` of the columns of ``x[tokens, n]``: chains over tokens."""
     out = runtime.empty(x.shape[1:], dtype, x.get_device())
-    _column_sums(x, out)
+    columns.sums(x, out)
     return out
-
-
-def _column_sums(
-    grad: Tensor,
-    out: Tensor,
-    x: Tensor | None = None,
-    means: Tensor | None = None,
-    scales: Tensor | None = None,
-    product: Tensor | None = None,
-) -> None:
-    grad = _with_rows(grad)
-    tokens, n = grad.shape
-    if n == 0:
-        return
-    x_at, x_row, x_bytes = (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.itemsize)
-    at, row, size = grad.data_ptr(), grad.stride(0), grad.itemsize
-    low = at | x_at | (row | n) * size | (x_row | n) * x_bytes
-    x_dtype = None if x is None else x.dtype
-    kernel = _columns_kernel(
-        "column_sums", grad.get_device(), grad.dtype, out.dtype, x_dtype, low & 15 == 0, n <= _FEW_COLUMNS
-    )
-    kernel.launch(
-        (-(-n // (32 if x is None else 16)), 1, 1),
-        *(at, x_at, _address(means), _address(scales), _address(product), out.data_ptr()),
-        *(row, x_row, tokens, n),
-    )
 
 
 def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
     """Gradients ``[count, n]`` of an embedding's rows from ``grad[tokens, n]`` and ``ids[tokens]``."""
-    grad = _with_rows(grad)
     out = runtime.empty((count, grad.shape[1]), grad.dtype, grad.get_device())
-    if out.numel() == 0:
-        return out
-    by_id, tokens = ids.sort(stable=True)
-    starts = torch.searchsorted(by_id, torch.arange(count + 1, device=ids.device))
-    low = grad.data_ptr() | (grad.stride(0) | grad.shape[1]) * grad.itemsize
-    kernel = _columns_kernel(
-        "embedding_backward", grad.get_device(), grad.dtype, out.dtype, None, low & 15 == 0, False
-    )
-    kernel.launch(
-        (count, 1, 1),
-        *(t.data_ptr() for t in (grad, tokens, starts, out)),
-        *(grad.stride(0), grad.shape[1], padding),
-    )
+    columns.sums_by_id(grad, ids, out, padding)
     return out
-
-
-def _with_rows(x: Tensor) -> Tensor:
-    """The matrix, contiguous along rows."""
-    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
 
 def _vectors(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -351,7 +343,3 @@ def _vectors(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
     if len(dtypes) > 1:
         vectors = tuple(None if t is None else t.to(torch.float32) for t in vectors)
     return tuple(t if t is None or t.is_contiguous() else t.contiguous() for t in vectors)
-
-
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None or t.numel() == 0 else t.data_ptr()

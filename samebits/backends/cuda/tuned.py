@@ -28,6 +28,7 @@ from typing import Any
 from samebits.backends import cache
 from samebits.backends.cuda import compiler, devices
 from samebits.backends.cuda.shapes import Shape, as_data, forget_plans, from_data
+from samebits.remedies import see
 
 __all__ = [
     "Entry",
@@ -349,7 +350,8 @@ def _checked(path: Path) -> Table:
     if table.stale and path.parent != SHIPPED:
         _warn(
             f"{path}" + (f" ({table.stale} of its entries)" if table.entries else ""),
-            "it is of other versions of the kernels: run samebits tune again",
+            "it is of other versions of the kernels: run samebits tune again"
+            + see("caches-tables-and-archives"),
         )
     return table
 

@@ -59,6 +59,7 @@ def norm(
         wide,
         lambda *span: kernels.norm(wide.numpy(), *arrays, means.numpy(), scales.numpy(), *span),
     )
+    means, scales = (rounded(t[None], torch.float32)[0] for t in (means, scales))
     return rounded(out, x.dtype), means, scales
 
 

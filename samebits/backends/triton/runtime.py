@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from samebits.backends import UnavailableError
+from samebits.remedies import see
 
 __all__ = ["Gpu", "Status", "bind", "gpu", "require", "status"]
 
@@ -52,10 +53,12 @@ def _version() -> str | None:
 def require(device: int) -> None:
     """Raise UnavailableError unless Triton is installed and there is a GPU for it."""
     if importlib.util.find_spec("triton") is None:
-        raise UnavailableError("there is no package triton — pip install triton")
+        raise UnavailableError("there is no package triton — pip install triton" + see("no-compiler"))
     version = _version()
     if version is not None and tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
-        raise UnavailableError(f"triton {version} is older than 3.6 — pip install --upgrade triton")
+        raise UnavailableError(
+            f"triton {version} is older than 3.6 — pip install --upgrade triton" + see("no-compiler")
+        )
     if not torch.cuda.is_available():
         raise UnavailableError("PyTorch finds no GPU — use CPU tensors, or a PyTorch built for your GPU")
 

@@ -216,7 +216,7 @@ def gpu(index: int) -> torch.device:
 
     status = devices.status()
     if not status.available:
-        raise UnavailableError(f"{status.reason}. {status.remedy}".strip())
+        raise UnavailableError(" → ".join(filter(None, (status.reason, status.remedy))))
     return torch.device("cuda", index)
 
 

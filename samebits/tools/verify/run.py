@@ -75,9 +75,9 @@ def verify(
     backends = [backend or "cuda"]
     if thorough and backend is None and second.available:
         backends.append("triton")
-    why_not = "" if status.available else f"{status.reason}. {status.remedy}".strip()
+    why_not = " → ".join(filter(None, (status.reason, status.remedy)))
     if backend == "triton" and not (why_not or second.available):
-        why_not = f"{second.reason}. {second.remedy}"
+        why_not = f"{second.reason} → {second.remedy}"
     if status.available and device >= len(status.devices):
         why_not = f"there is no device {device}; PyTorch sees {len(status.devices)}"
     versions = {"samebits": __version__, "torch": str(torch.__version__)}

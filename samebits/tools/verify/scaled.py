@@ -23,7 +23,10 @@ from samebits.tools.verify.report import Report
 if TYPE_CHECKING:
     from samebits.backends.cuda.products.scaled_sm90 import Scaled
 
-_SHAPES = ((1, 8, 16), (3, 200, 128), (17, 264, 300), (129, 257, 656), (200, 392, 1040))
+_SHAPES = (
+    *((1, 8, 16), (3, 200, 128), (5, 328, 2900), (16, 72, 1168)),
+    *((17, 264, 300), (129, 257, 656), (200, 392, 1040)),
+)
 _LARGER = ((65, 1032, 2064), (513, 520, 4104), (1030, 2056, 512))
 
 SCALES = ((128, False), (1, False), (1, True))

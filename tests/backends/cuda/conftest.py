@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from samebits.backends.cuda import (
+    columns,
     compiler,
     devices,
     grouped,
@@ -80,6 +81,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(sm90, "_plans", {})
     monkeypatch.setattr(grouped, "_plans", {})
     linear_logp_sm90._prepared.cache_clear()
-    for made in (logp._kernel, rows._plan, rows._columns_kernel, rows._split_kernel):
+    for made in (logp._kernel, rows._plan, rows._long_kernel, columns._kernel):
         made.cache_clear()
     return found

@@ -187,6 +187,58 @@ def test_a_replay_launches_what_the_call_does(gpu: FakeGpu, name: str) -> None:
     assert list(call.recipes.values()) == [recipe]
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_recipe_alone_launches_what_the_call_does(gpu: FakeGpu, name: str) -> None:
+    """Without a key, for arguments at other addresses. There is none where two begin at the same."""
+    operator, make = CALLS[name]
+    call: Any = operator._cuda
+    call.recipes.clear()
+    kept = [make() for _ in range(4)]
+    assert call.recipe(*kept[0]) is None
+    for args in kept[:2]:
+        call(*args)
+    recipe = call.recipe(*kept[0])
+    addresses = [x.data_ptr() for x in kept[0] if isinstance(x, Tensor) and x.numel()]
+    assert (recipe is None) == (len(set(addresses)) < len(addresses) or "packed" in name)
+    for args in kept[2:] if recipe else ():
+        gpu.start()
+        want, launched = geometry(call(*args)), gpu.log
+        gpu.start()
+        assert geometry(recipe(*args)) == want
+        assert gpu.log == launched
+    if recipe:
+        with pytest.raises(TypeError, match="arguments, got 0"):
+            recipe()
+
+
+def test_a_plan_runs_what_autograd_records_by_its_recipe(gpu: FakeGpu) -> None:
+    x, weight = t(16, 256).requires_grad_(), t(512, 256).requires_grad_()
+    other_weight = t(512, 256).requires_grad_()
+    call: Any = _products.linear._call
+    for replays in (call, _products.linear._cuda):
+        replays.recipes.clear()
+    args = None, None, KEY
+    for _ in range(3):
+        gpu.start()
+        call(x, weight, *args)
+    want = gpu.log
+    _products.linear._cuda.recipes.clear()  # nobody asks for them
+    gpu.start()
+    y = call(x, weight, *args)
+    assert gpu.log == want
+    assert _products.linear._cuda.recipes == {}
+    assert y.grad_fn is not None
+    assert replay.here.recipe is None
+    gpu.start()
+    call(x, other_weight, *args)
+    assert [launch[:2] for launch in gpu.log] == [launch[:2] for launch in want]
+    assert gpu.log != want
+    gpu.codes = [700]
+    with pytest.raises(driver.LaunchError, match="error 700"):
+        call(x, weight, *args)
+    assert replay.here.recipe is None
+
+
 def other(x: Any) -> Iterator[Any]:
     """What must have a recipe of its own in place of the argument `x`."""
     if isinstance(x, Tensor) and x.ndim == 2 and x.dtype == BF16:

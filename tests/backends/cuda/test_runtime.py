@@ -185,6 +185,7 @@ def test_status_says_why_and_what_to_do(kernels, monkeypatch):
         UnavailableError, match=r"cuda-core — install the extra cuda: pip install '.\[cuda\]'"
     ):
         runtime.load(spec(), 0)
+    assert "cuda-core" not in devices.status().reason, "without a GPU, no package helps"
 
 
 def test_old_gpu_is_refused():

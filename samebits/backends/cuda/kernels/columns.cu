@@ -1,9 +1,10 @@
 // Sums over tokens for every column, each one chain in f32 over ascending tokens: docs/contract.md, "Row
 // reductions".
 //
-// column_sums: a block takes 16 columns, or 32 where there is no x. Stages of 32 tokens go round its first
-// warps, the producers: each copies its stages into shared memory, widens and normalises them, by itself. The last warp adds them up: a lane carries one chain, of a column's gradients or of its products. It
-// waits for nothing but the stage that is next, so a token costs little more than one addition's latency.
+// column_sums: a block takes some columns. Stages of TOKENS tokens go round its first warps, the producers: each
+// copies its stages into shared memory, widens and normalises them, by itself. The last warp adds them up: a lane
+// carries one chain, of a column's gradients or of its products. It waits for nothing but the stage that is next,
+// so a token costs little more than one addition's latency.
 // embedding_backward: a block takes a row of the embedding, a thread some columns.
 //
 // Macros
@@ -12,6 +13,8 @@
 //   OUT      type of the results: F32, BF16 or F16
 //   VECTOR   entries of one access to memory: 16 bytes' worth of GRAD, or 1
 //   PRODUCERS, DEPTH  warps of column_sums beside the last one, and stages that each copies ahead
+//   COLUMNS           of a block: 8 or 16, or 32 where there is no x
+//   TOKENS            of a stage: 32, or more where a block has a multiprocessor to itself
 
 #ifndef X
 #error "X is needed: #if takes a missing macro for 0"
@@ -19,14 +22,15 @@
 
 #include "convert.cuh"
 #include "functions.cuh"
+#include "launch.cuh"
 #include "ptx_sm80.cuh"
 
 constexpr int THREADS = 32 * (PRODUCERS + 1);
-constexpr int BLOCKS = VECTOR == 1      ? 2
+constexpr bool ALONE = TOKENS > 32;
+constexpr int BLOCKS = ALONE            ? 1
+                       : VECTOR == 1    ? 2
                        : PRODUCERS == 8 ? 4
                                         : 3;  // of a multiprocessor: as many as shared memory has room for
-constexpr int COLUMNS = X == NONE ? 32 : 16;
-constexpr int TOKENS = 32;  // of a stage
 constexpr int PITCH =
     TOKENS + 4;  // floats from column to column: the lanes' reads of four meet no bank twice
 
@@ -42,7 +46,7 @@ struct Copied {
     alignas(16) Raw<Grad> grads;
 #if X != NONE
     alignas(16) Raw<Of> entries;
-    float means[TOKENS], scales[TOKENS];
+    alignas(16) float means[TOKENS], scales[TOKENS];
 #endif
 };
 
@@ -72,8 +76,14 @@ __device__ __forceinline__ void arrive_at(int barrier) {
     asm volatile("bar.arrive %0, 64;" ::"r"(barrier) : "memory");
 }
 
-// Where a token is in what was copied. Tokens four apart, which lanes read together, meet no bank twice.
-__device__ __forceinline__ int place(int token) { return token ^ (token >> 2 & 1); }
+// Where a token is in what was copied. Tokens four apart, which lanes read together, meet no bank twice: groups of
+// four that would begin at the same bank begin with another token each.
+template <class E>
+__device__ __forceinline__ int place(int token) {
+    constexpr int BYTES = COLUMNS * int(sizeof(typename E::Stored));
+    constexpr int OTHERS = BYTES < 64 ? 3 : BYTES == 64 ? 1 : 0;
+    return token ^ (token >> (BYTES < 32 ? 3 : 2) & OTHERS);
+}
 
 struct ColumnsParams {
     const Grad::Stored* grad;
@@ -96,13 +106,13 @@ __device__ __forceinline__ void copy(Raw<E>& to, const typename E::Stored* from,
     for (int t = lane / ACROSS; t < TOKENS; t += DOWN, at += DOWN, source += DOWN * step) {
         const bool inside = at < p.tokens && column + c < p.n;
         if constexpr (RUN == 1) {
-            to[place(t)][c] = inside ? *source : typename E::Stored(0);
+            to[place<E>(t)][c] = inside ? *source : typename E::Stored(0);
         } else {
 #if __CUDA_ARCH__ >= 800
-            cp_async_16(shared_address(&to[place(t)][c]), inside ? source : from, inside ? 16 : 0);
+            cp_async_16(shared_address(&to[place<E>(t)][c]), inside ? source : from, inside ? 16 : 0);
 #else
             const uint4 zero = make_uint4(0, 0, 0, 0);
-            *reinterpret_cast<uint4*>(&to[place(t)][c]) =
+            *reinterpret_cast<uint4*>(&to[place<E>(t)][c]) =
                 inside ? *reinterpret_cast<const uint4*>(source) : zero;
 #endif
         }
@@ -124,30 +134,49 @@ __device__ __forceinline__ void copy(Copied& to, i64 token, i64 column, int lane
     copy<Grad>(to.grads, p.grad, p.grad_row, token, column, lane, p);
 #if X != NONE
     copy<Of>(to.entries, static_cast<const Of::Stored*>(p.x), p.x_row, token, column, lane, p);
-    static_assert(TOKENS == 32);
-    const bool inside = token + lane < p.tokens;
-    copy(to.scales[lane], p.scales + token + lane, inside);
-    if (p.means) copy(to.means[lane], p.means + token + lane, inside);
+#pragma unroll
+    for (int t = lane; t < TOKENS; t += 32) {
+        const bool inside = token + t < p.tokens;
+        copy(to.scales[t], p.scales + token + t, inside);
+        if (p.means) copy(to.means[t], p.means + token + t, inside);
+    }
 #endif
 }
 
-// Four tokens of a column for a lane.
+template <class E>
+__device__ __forceinline__ float2 widen_pair(const typename E::Stored* from) {
+    if constexpr (sizeof(typename E::Stored) == 4) {
+        return *reinterpret_cast<const float2*>(from);
+    } else {
+        const u32 both = *reinterpret_cast<const u32*>(from);
+        return make_float2(E::widen(u16(both)), E::widen(u16(both >> 16)));
+    }
+}
+
+// Four tokens of two columns for a lane. Eight lanes write four pairs of columns of eight tokens: no bank twice.
 __device__ __forceinline__ void widen(const Copied& from, Terms& to, int lane, bool centred) {
-#pragma unroll 4
-    for (int i = lane; i < TOKENS / 4 * COLUMNS; i += 32) {
-        const int c = i % COLUMNS, first = i / COLUMNS * 4;
-        float g[4];
+    constexpr int PAIRS = COLUMNS / 2, UNROLLED = ALONE ? 4 : 2;
+#pragma unroll UNROLLED
+    for (int i = lane; i < TOKENS / 4 * PAIRS; i += 32) {
+        const int c = 2 * (i % 4 + i / 8 % (PAIRS / 4) * 4), first = 4 * (i / 4 % 2 + i / (2 * PAIRS) * 2);
+        float2 v[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) g[j] = Grad::widen(from.grads[place(first + j)][c]);
-        *reinterpret_cast<float4*>(&to.grads[c][first]) = make_float4(g[0], g[1], g[2], g[3]);
+        for (int j = 0; j < 4; ++j) v[j] = widen_pair<Grad>(&from.grads[place<Grad>(first + j)][c]);
+        *reinterpret_cast<float4*>(&to.grads[c][first]) = make_float4(v[0].x, v[1].x, v[2].x, v[3].x);
+        *reinterpret_cast<float4*>(&to.grads[c + 1][first]) = make_float4(v[0].y, v[1].y, v[2].y, v[3].y);
 #if X != NONE
-        float y[4];
+        float means[4] = {}, scales[4];
+        if (centred) *reinterpret_cast<float4*>(means) = *reinterpret_cast<const float4*>(from.means + first);
+        *reinterpret_cast<float4*>(scales) = *reinterpret_cast<const float4*>(from.scales + first);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const float wide = Of::widen(from.entries[place(first + j)][c]);
-            y[j] = __fmul_rn(centred ? __fsub_rn(wide, from.means[first + j]) : wide, from.scales[first + j]);
+            v[j] = widen_pair<Of>(&from.entries[place<Of>(first + j)][c]);
+            if (centred) v[j] = make_float2(__fsub_rn(v[j].x, means[j]), __fsub_rn(v[j].y, means[j]));
+            v[j] = make_float2(__fmul_rn(v[j].x, scales[j]), __fmul_rn(v[j].y, scales[j]));
         }
-        *reinterpret_cast<float4*>(&to.normalised[c][first]) = make_float4(y[0], y[1], y[2], y[3]);
+        *reinterpret_cast<float4*>(&to.normalised[c][first]) = make_float4(v[0].x, v[1].x, v[2].x, v[3].x);
+        *reinterpret_cast<float4*>(&to.normalised[c + 1][first]) =
+            make_float4(v[0].y, v[1].y, v[2].y, v[3].y);
 #endif
     }
 }
@@ -176,18 +205,20 @@ __device__ __forceinline__ void produce(Stages& own, int producer, i64 stages, i
     }
 }
 
-// Eight tokens of a lane's chain. They are read while the eight before them are added.
-struct Eight {
-    static constexpr int COUNT = TOKENS / 8;  // of a stage
-    float4 g[2], y[2];
+// Some tokens of a lane's chain. They are read while those before them are added.
+struct Batch {
+    static constexpr int FOURS = ALONE ? 4 : 2;         // with eight tokens, reading takes longer than adding
+    static constexpr int COUNT = TOKENS / (4 * FOURS);  // of a stage
+    float4 g[FOURS], y[FOURS];
 
     __device__ __forceinline__ void read(const Terms& terms, int at, int c, bool product) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            g[i] = *reinterpret_cast<const float4*>(&terms.grads[c][8 * at + 4 * i]);
+        for (int i = 0; i < FOURS; ++i) {
+            const int token = 4 * (at * FOURS + i);
+            g[i] = *reinterpret_cast<const float4*>(&terms.grads[c][token]);
             y[i] = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
 #if X != NONE
-            if (product) y[i] = *reinterpret_cast<const float4*>(&terms.normalised[c][8 * at + 4 * i]);
+            if (product) y[i] = *reinterpret_cast<const float4*>(&terms.normalised[c][token]);
 #endif
         }
     }
@@ -195,7 +226,7 @@ struct Eight {
     // Zeros beyond the last token change nothing.
     __device__ __forceinline__ float add_to(float chain) const {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < FOURS; ++i) {
             chain = __fmaf_rn(g[i].x, y[i].x, chain);
             chain = __fmaf_rn(g[i].y, y[i].y, chain);
             chain = __fmaf_rn(g[i].z, y[i].z, chain);
@@ -208,6 +239,7 @@ struct Eight {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     column_sums(const __grid_constant__ ColumnsParams p) {
     extern __shared__ Stages own[];
+    let_kernel_behind_start();
     const i64 column = i64(blockIdx.x) * COLUMNS;
     const i64 stages = (p.tokens + TOKENS - 1) / TOKENS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -216,9 +248,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         return;
     }
     const int c = lane % COLUMNS;
-    const bool product = lane >= COLUMNS;
+    const bool product = lane / COLUMNS == 1;  // lanes that are left over repeat sums, and store none
     float chain = 0.0f;
-    Eight next;
+    Batch next;
     if (stages > 0) {
         wait_for(full(0));
         next.read(own[0].terms, 0, c, product);
@@ -227,9 +259,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (i64 stage = 0; stage < stages; ++stage) {
         const int following = producer + 1 == PRODUCERS ? 0 : producer + 1;
 #pragma unroll
-        for (int i = 0; i < Eight::COUNT; ++i) {
-            const Eight here = next;
-            if (i + 1 < Eight::COUNT) {
+        for (int i = 0; i < Batch::COUNT; ++i) {
+            const Batch here = next;
+            if (i + 1 < Batch::COUNT) {
                 next.read(own[producer].terms, i + 1, c, product);
             } else if (stage + 1 < stages) {
                 wait_for(full(following));
@@ -240,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (stage + PRODUCERS < stages) arrive_at(empty(producer));
         producer = following;
     }
-    if (column + c >= p.n) return;
+    if (column + c >= p.n || lane / COLUMNS > (X != NONE)) return;
     if (product)
         p.product[column + c] = Out::narrow(contract::canonical(__fadd_rn(chain, 0.0f)));
     else

@@ -25,7 +25,7 @@
 #endif
 
 #define STEP_MAPS
-#include "row_groups_sm90.cuh"
+#include "term_groups_sm90.cuh"
 
 constexpr int STEP = 16;
 constexpr u32 STEPS = BLOCK_K / STEP;  // of a stage
@@ -63,15 +63,6 @@ using AStep = StepTile<BLOCK_M, CLUSTER>;
 using BStep = StepTile<BLOCK_N, 1>;
 static_assert(AStep::bytes * STEPS == A_BYTES && BStep::bytes * STEPS == B_BYTES);
 
-// Of a group: where its sequences' bounds are, the number of sequences, and that of their steps.
-struct Group {
-    const int* bounds;
-    int sequences;
-    u32 steps;
-
-    __device__ __forceinline__ u32 stages() const { return (steps + STEPS - 1) / STEPS; }
-};
-
 // The steps of a group, in order. Bounds outside [0, k_end] are taken as the nearer end, and a sequence that ends
 // before it starts is empty.
 class KSteps {
@@ -81,7 +72,7 @@ class KSteps {
     static __device__ int inside(int bound, int k_end) { return min(max(bound, 0), k_end); }
 
   public:
-    __device__ KSteps(const Group& group, int k_end)
+    __device__ KSteps(const TermGroup& group, int k_end)
         : bounds(group.bounds), left(group.sequences), k_end(k_end), k(0), end(0), next_bound(0) {
         if (left > 0) {
             k = end = inside(bounds[0], k_end);
@@ -105,10 +96,10 @@ class KSteps {
     __device__ int left_in_sequence() const { return end - k; }
 
     // For a whole warp.
-    static __device__ u32 count(const Group& group, int k_end) {
+    static __device__ u32 count(const int* bounds, int sequences, int k_end) {
         u32 steps = 0;
-        for (int i = threadIdx.x % 32; i < group.sequences; i += 32) {
-            int length = inside(group.bounds[i + 1], k_end) - inside(group.bounds[i], k_end);
+        for (int i = threadIdx.x % 32; i < sequences; i += 32) {
+            int length = inside(bounds[i + 1], k_end) - inside(bounds[i], k_end);
             steps += u32(max(length, 0) + STEP - 1) / STEP;
         }
         return __reduce_add_sync(0xFFFFFFFF, steps);
@@ -126,35 +117,24 @@ struct Storage : SharedStorage {
 };
 
 struct Scheduler : TileScheduler<Output> {
-    const Group* groups = nullptr;
+    const TermGroup* groups = nullptr;  // of steps
 
     __device__ explicit Scheduler(const Params& p) : TileScheduler<Output>(p) {}
 
     __device__ __forceinline__ void prepare(const Params& p, u32 shared) {
-        auto* group = reinterpret_cast<Group*>(table_at(shared));
-        auto* whole = reinterpret_cast<int*>(group + p.groups.count);  // of groups without sequences
-        for (int i = threadIdx.x; i < p.groups.count; i += THREADS) {
-            if (p.groups.runs) {
-                group[i] = {p.groups.bounds(i), p.groups.sequences(i), 0};
-            } else {
-                whole[2 * i] = p.groups.first(i), whole[2 * i + 1] = p.groups.end(i);
-                group[i] = {whole + 2 * i, 1, 0};
-            }
-        }
-        __syncthreads();
-        for (int i = threadIdx.x / 32; i < p.groups.count; i += THREADS / 32) {
-            u32 steps = KSteps::count(group[i], p.k);
-            if (threadIdx.x % 32 == 0) group[i].steps = steps;
-        }
-        __syncthreads();
-        groups = group;
+        groups = make_term_groups(p.groups, shared, [&](const int* bounds, int sequences) {
+            return KSteps::count(bounds, sequences, p.k);
+        });
+    }
+    __device__ __forceinline__ u32 stages(u32 group) const {
+        return (groups[group].parts + STEPS - 1) / STEPS;
     }
 
     // Stages of the tiles that other teams take from `index` on, `teams` tiles.
     __device__ __forceinline__ u32 stages_of_others(u32 index, u32 teams) const {
         u32 sum = 0;
         for (u32 i = 0; i < teams; ++i, index += gridDim.x / CLUSTER)
-            if (index < count) sum += groups[index / per_matrix].stages();
+            if (index < count) sum += stages(index / per_matrix);
         return sum;
     }
 };
@@ -169,9 +149,9 @@ __device__ __forceinline__ void produce(const Storage& shared, const Params& p, 
     for (u32 index = blockIdx.x / CLUSTER; index < scheduler.count; index += gridDim.x / CLUSTER) {
         const TileCoord tile = scheduler.at(index, rank);
         const int row = A ? tile.m : tile.n;
-        const Group& group = scheduler.groups[tile.batch];
+        const TermGroup& group = scheduler.groups[tile.batch];
         KSteps steps(group, p.k);
-        for (u32 left = group.steps; left > 0;) {
+        for (u32 left = group.parts; left > 0;) {
             u32 landed = shared.landed + ring.stage * 8, dirty = 0, count = min(left, STEPS);
             u32 to = (A ? shared.a : shared.b) + ring.stage * (Step::bytes * STEPS);
             steps.next();
@@ -211,7 +191,7 @@ __device__ __forceinline__ void clear_rows(u32 step, u32 rows, u32 warp) {
 __device__ __forceinline__ void clean(const Storage& shared, const Scheduler& scheduler, u32 warp) {
     Ring<STAGES> ring;
     for (u32 index = blockIdx.x / CLUSTER; index < scheduler.count; index += gridDim.x / CLUSTER) {
-        u32 stages = scheduler.groups[index / scheduler.per_matrix].stages();
+        u32 stages = scheduler.stages(index / scheduler.per_matrix);
         for (; stages > 0; --stages) {
             mbarrier_wait(shared.landed + ring.stage * 8, ring.parity);
             u32 dirty;
@@ -249,7 +229,7 @@ __device__ __forceinline__ void consume(const Storage& shared, const Params& p, 
     for (u32 index = blockIdx.x / CLUSTER + team * clusters; index < scheduler.count;
          index += TEAMS * clusters) {
         TileCoord tile = scheduler.at(index, rank);
-        const u32 steps = scheduler.groups[tile.batch].steps, whole = steps / STEPS, rest = steps % STEPS;
+        const u32 steps = scheduler.groups[tile.batch].parts, whole = steps / STEPS, rest = steps % STEPS;
         tile.m += member * ROWS;
         Accumulators acc;
         epilogue.init(acc, p, tile, thread);

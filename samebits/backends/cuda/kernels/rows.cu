@@ -1,22 +1,21 @@
 // Reductions of rows, and what follows from them: sums, softmax, norms and their gradients. Everything is in
-// f32 and in the order of docs/contract.md, "Row reductions". A row that fits in registers is read once.
+// f32 and in the order of docs/contract.md, "Row reductions".
 //
 // Macros
 //   IN, OUT, PARAM           types of rows, results and weights: F32, BF16 or F16
 //   WARPS, PASSES, VECTOR    how threads share rows: row.cuh
+//   STAGES, BLOCKS           how they read them: row_matrix.cuh
 
-#include "row.cuh"
+#include "row_matrix.cuh"
+#include "softmax.cuh"
 
 using In = Element<IN>;
 using Out = Element<OUT>;
 using Param = Element<PARAM>;
 
-constexpr int SHARED_FLOATS = ROWS * contract::CHAINS;
 constexpr int IN_WORDS = WORDS<In>;
-constexpr int HELD_WORDS = PASSES * IN_WORDS;
-constexpr bool NARROW = OUT != F32 && PARAM != F32;
-constexpr bool FEW_REGISTERS = VECTOR > 1 && HELD_WORDS > 0 && HELD_WORDS <= 16 && (NARROW || PASSES == 1);
-constexpr int BLOCKS = FEW_REGISTERS ? 3 : 1;  // of a multiprocessor; with more, registers would spill
+
+#define ROW_KERNEL extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
 enum { SUM, MEAN, NORM };  // what becomes of x: the last is the square root of the sum of squares
 
@@ -38,100 +37,28 @@ __device__ __forceinline__ Out::Stored result_of(float sum, int what, i64 n) {
     return Out::narrow(contract::canonical(sum));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) row_sum(const __grid_constant__ SumParams p) {
-    __shared__ float memory[SHARED_FLOATS];
-    const Row row(memory, p.n);
+ROW_KERNEL row_sum(const __grid_constant__ SumParams p) {
+    __shared__ Told told[ROWS];
+    Row row(told, p.n);
+    wait_for_kernel_before();
+    let_kernel_behind_start();
     if (row.row >= p.rows) return;
-    const Entries<In, IN_WORDS> x(p.x + row.row * p.x_row, row);
-    const float sum = row.sum([&](int pass, float (&terms)[OWN]) {
-        x(pass, terms);
-        if (p.what == NORM) square(terms);
-    });
-    if (row.leads()) p.out[row.row] = result_of(sum, p.what, p.n);
+    Matrix<In, IN_WORDS> x(p.x, p.x_row, row);
+    each_row(
+        row, p.rows,
+        [&] {
+            const float sum = row.sum([&](int pass, float (&terms)[OWN]) {
+                x(pass, terms);
+                if (p.what == NORM) square(terms);
+            });
+            if (row.leads()) p.out[row.row] = result_of(sum, p.what, p.n);
+        },
+        x);
 }
 
-// Few long rows: first the sums of all blocks, a pass of a row for each block of threads, then a warp's chains.
-struct BlockSumsParams {
-    const In::Stored* x;
-    float* sums;  // [rows, blocks]
-    i64 x_row, n, blocks;
-    int what;
-};
+ROW_KERNEL softmax(const __grid_constant__ SoftmaxParams p) { softmax_of_rows<In, Out, false>(p); }
 
-extern "C" __global__ void __launch_bounds__(THREADS) block_sums(const __grid_constant__ BlockSumsParams p) {
-    const Row row(nullptr, p.n);
-    const Entries<In, 65> x(p.x + blockIdx.y * p.x_row, row);  // so many words are not held
-    float terms[OWN];
-    x(blockIdx.x, terms);
-    if (p.what == NORM) square(terms);
-    const float sum = row.block_sum(terms);
-    const i64 block = i64(blockIdx.x) * (4 * WARPS) + row.warp * 4 + row.lane / GROUP;
-    if (row.lane % GROUP == 0 && block < p.blocks) p.sums[blockIdx.y * p.blocks + block] = sum;
-}
-
-struct ChainsParams {
-    const float* sums;
-    Out::Stored* out;
-    i64 n, blocks;
-    int what;
-};
-
-// A lane for each chain.
-extern "C" __global__ void __launch_bounds__(32) chains(const __grid_constant__ ChainsParams p) {
-    constexpr int AHEAD = 32;
-    const float* sums = p.sums + blockIdx.x * p.blocks;
-    float chain = 0.0f;
-    i64 block = threadIdx.x;
-    for (; block + (AHEAD - 1) * 32 < p.blocks; block += AHEAD * 32) {
-        float terms[AHEAD];
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) terms[i] = sums[block + i * 32];
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) chain = __fadd_rn(chain, terms[i]);
-    }
-    for (; block < p.blocks; block += 32) chain = __fadd_rn(chain, sums[block]);
-    const float sum = contract::sum_of_lanes(chain);
-    if (threadIdx.x == 0) p.out[blockIdx.x] = result_of(sum, p.what, p.n);
-}
-
-struct SoftmaxParams {
-    const In::Stored* x;
-    Out::Stored* out;
-    i64 x_row, rows, n;
-};
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    softmax(const __grid_constant__ SoftmaxParams p) {
-    __shared__ float memory[SHARED_FLOATS];
-    const Row row(memory, p.n);
-    if (row.row >= p.rows) return;
-    const Entries<In, IN_WORDS> logits(p.x + row.row * p.x_row, row, -INF);
-    float shift, total;
-    row.softmax(logits, shift, total);
-    const Divisor over_total(total);
-    store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&y)[OWN]) {
-        logits(pass, y);
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) y[i] = contract::exp(__fsub_rn(y[i], shift));
-        over_total.divide(y);
-    });
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    log_softmax(const __grid_constant__ SoftmaxParams p) {
-    __shared__ float memory[SHARED_FLOATS];
-    const Row row(memory, p.n);
-    if (row.row >= p.rows) return;
-    const Entries<In, IN_WORDS> logits(p.x + row.row * p.x_row, row, -INF);
-    float shift, total;
-    row.softmax(logits, shift, total);
-    const float log_sum = contract::log(total);
-    store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&y)[OWN]) {
-        logits(pass, y);
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) y[i] = __fsub_rn(__fsub_rn(y[i], shift), log_sum);
-    });
-}
+ROW_KERNEL log_softmax(const __grid_constant__ SoftmaxParams p) { softmax_of_rows<In, Out, true>(p); }
 
 struct SoftmaxGradParams {
     const In::Stored* grad;
@@ -142,61 +69,89 @@ struct SoftmaxGradParams {
 
 constexpr int GRAD_AND_RESULT = IN_WORDS + WORDS<Param>;
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    softmax_backward(const __grid_constant__ SoftmaxGradParams p) {
-    __shared__ float memory[SHARED_FLOATS];
-    const Row row(memory, p.n);
+ROW_KERNEL softmax_backward(const __grid_constant__ SoftmaxGradParams p) {
+    __shared__ Told told[ROWS];
+    Row row(told, p.n);
+    wait_for_kernel_before();
+    let_kernel_behind_start();
     if (row.row >= p.rows) return;
-    const Entries<In, GRAD_AND_RESULT> grads(p.grad + row.row * p.n, row);
-    const Entries<Param, GRAD_AND_RESULT> probabilities(p.y + row.row * p.n, row);
-    const float total = row.sum([&](int pass, float (&x)[OWN]) {
-        float probability[OWN];
-        grads(pass, x);
-        probabilities(pass, probability);
+    Matrix<In, GRAD_AND_RESULT> grads(p.grad, p.n, row);
+    Matrix<Param, GRAD_AND_RESULT> probabilities(p.y, p.n, row, 0.0f, 1);
+    const auto body = [&] {
+        const float total = row.sum([&](int pass, float (&x)[OWN]) {
+            float probability[OWN];
+            grads(pass, x);
+            probabilities(pass, probability);
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) x[i] = probability[i] == 0.0f ? 0.0f : __fmul_rn(probability[i], x[i]);
-    });
-    store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&x)[OWN]) {
-        float probability[OWN];
-        grads(pass, x);
-        probabilities(pass, probability);
+            for (int i = 0; i < OWN; ++i)
+                x[i] = probability[i] == 0.0f ? 0.0f : __fmul_rn(probability[i], x[i]);
+        });
+        store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&x)[OWN]) {
+            float probability[OWN];
+            grads(pass, x);
+            probabilities(pass, probability);
 #pragma unroll
-        for (int i = 0; i < OWN; ++i)
-            x[i] = probability[i] == 0.0f ? 0.0f : __fmul_rn(probability[i], __fsub_rn(x[i], total));
-    });
+            for (int i = 0; i < OWN; ++i)
+                x[i] = probability[i] == 0.0f ? 0.0f : __fmul_rn(probability[i], __fsub_rn(x[i], total));
+        });
+    };
+    each_row(row, p.rows, body, grads, probabilities);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    log_softmax_backward(const __grid_constant__ SoftmaxGradParams p) {
-    __shared__ float memory[SHARED_FLOATS];
-    const Row row(memory, p.n);
+ROW_KERNEL log_softmax_backward(const __grid_constant__ SoftmaxGradParams p) {
+    __shared__ Told told[ROWS];
+    Row row(told, p.n);
+    wait_for_kernel_before();
+    let_kernel_behind_start();
     if (row.row >= p.rows) return;
-    const Entries<In, GRAD_AND_RESULT> grads(p.grad + row.row * p.n, row);
-    const Entries<Param, GRAD_AND_RESULT> logarithms(p.y + row.row * p.n, row);
-    const float total = row.sum(grads);
-    store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&x)[OWN]) {
-        float y[OWN];
-        grads(pass, x);
-        logarithms(pass, y);
+    Matrix<In, GRAD_AND_RESULT> grads(p.grad, p.n, row);
+    Matrix<Param, GRAD_AND_RESULT> logarithms(p.y, p.n, row, 0.0f, 1);
+    const auto body = [&] {
+        const float total = row.sum(grads);
+        store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&x)[OWN]) {
+            float y[OWN];
+            grads(pass, x);
+            logarithms(pass, y);
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) x[i] = __fmaf_rn(-contract::exp(y[i]), total, x[i]);
-    });
+            for (int i = 0; i < OWN; ++i) x[i] = __fmaf_rn(-contract::exp(y[i]), total, x[i]);
+        });
+    };
+    each_row(row, p.rows, body, grads, logarithms);
 }
 
-// A norm's weight or bias, which all rows read. Null stands for values that change nothing.
+// A norm's weight or bias, which all rows read. Null stands for a value that changes nothing. It stays in registers
+// if a kernel has room for it, of which the other one takes as much.
+template <int vectors>
 struct Vector {
+    static constexpr int FREE = (STAGES == 0 ? 8 : BLOCKS > 2 ? 16 : 32) / vectors;
+    static constexpr bool KEPT = PASSES > 0 && PASSES* WORDS<Param> <= FREE;
+
     Entries<Param, 65> entries;  // so many words are not held
-    float otherwise;
+    u32 kept[KEPT ? KEPT_PASSES : 1][WORDS<Param>];
 
     __device__ Vector(const Param::Stored* at, const Row& row, float otherwise)
-        : entries(at, row), otherwise(otherwise) {}
+        : entries(at, 0, row, otherwise) {
+        entries.begin(0);
+        if constexpr (KEPT) row.each_pass([&](int pass) { read(pass, kept[pass]); });
+    }
+
+    __device__ __forceinline__ void read(int pass, u32 (&to)[WORDS<Param>]) const {
+        if (entries.matrix) {
+            entries.load(pass, to);
+        } else {
+#pragma unroll
+            for (int w = 0; w < WORDS<Param>; ++w) to[w] = word_of<Param>(entries.beyond);
+        }
+    }
 
     __device__ __forceinline__ void operator()(int pass, float (&x)[OWN]) const {
-        if (entries.at)
-            entries(pass, x);
-        else
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) x[i] = otherwise;
+        if constexpr (KEPT) {
+            widen_words<Param>(kept[pass], x);
+        } else {
+            u32 words[WORDS<Param>];
+            read(pass, words);
+            widen_words<Param>(words, x);
+        }
     }
 };
 
@@ -204,47 +159,68 @@ struct NormParams {
     const In::Stored* x;
     const Param::Stored *weight, *bias;  // either may be null
     Out::Stored* out;
-    float *means, *scales;  // means is null for an RMS norm
+    float *means, *scales;  // an RMS norm has no means
     i64 x_row, rows, n;
     float eps;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    norm_forward(const __grid_constant__ NormParams p) {
-    __shared__ float memory[SHARED_FLOATS];
-    const Row row(memory, p.n);
-    if (row.row >= p.rows) return;
-    const Entries<In, IN_WORDS> entries(p.x + row.row * p.x_row, row);
-    const Vector weight(p.weight, row, 1.0f), bias(p.bias, row, -0.0f);
+template <bool CENTRED, bool BIASED>
+__device__ __forceinline__ void norm_rows(const NormParams& p, Row& row) {
+    Matrix<In, IN_WORDS> entries(p.x, p.x_row, row);
+    const Vector<1 + BIASED> weight(p.weight, row, 1.0f), bias(BIASED ? p.bias : nullptr, row, -0.0f);
     const float count = static_cast<float>(p.n);
-    float mean = 0.0f;
-    if (p.means) mean = __fdiv_rn(row.sum(entries), count);
-    const auto centred = [&](int pass, float (&x)[OWN]) {
-        entries(pass, x);
-        if (p.means) {
+    const auto body = [&] {
+        float mean = 0.0f;
+        if (CENTRED) mean = __fdiv_rn(row.sum(entries), count);
+        const auto centred = [&](int pass, float (&x)[OWN]) {
+            entries(pass, x);
+            if (CENTRED)
 #pragma unroll
-            for (int i = 0; i < OWN; ++i) x[i] = __fsub_rn(x[i], mean);
-            row.mask(pass, x);
+                for (int i = 0; i < OWN; ++i) x[i] = __fsub_rn(x[i], mean);
+        };
+        const float squares = row.sum([&](int pass, float (&x)[OWN]) {
+            centred(pass, x);
+            if (CENTRED) row.mask(pass, x);
+            square(x);
+        });
+        const float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, count), p.eps)));
+        store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&y)[OWN]) {
+            float w[OWN], b[OWN];
+            weight(pass, w);
+            if (BIASED) bias(pass, b);
+            centred(pass, y);
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) {
+                y[i] = __fmul_rn(y[i], scale);
+                y[i] = BIASED ? __fmaf_rn(y[i], w[i], b[i]) : __fmul_rn(y[i], w[i]);
+            }
+        });
+        if (row.leads()) {
+            if (CENTRED) p.means[row.row] = contract::canonical(mean);
+            p.scales[row.row] = contract::canonical(scale);
         }
     };
-    const float squares = row.sum([&](int pass, float (&x)[OWN]) {
-        centred(pass, x);
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) x[i] = __fmul_rn(x[i], x[i]);
-    });
-    const float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, count), p.eps)));
-    store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&y)[OWN]) {
-        float w[OWN], b[OWN];
-        weight(pass, w);
-        bias(pass, b);
-        centred(pass, y);
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) y[i] = __fmaf_rn(__fmul_rn(y[i], scale), w[i], b[i]);
-    });
-    if (row.leads()) {
-        if (p.means) p.means[row.row] = mean;
-        p.scales[row.row] = scale;
-    }
+    each_row(row, p.rows, body, entries);
+}
+
+ROW_KERNEL rms_norm(const __grid_constant__ NormParams p) {
+    __shared__ Told told[ROWS];
+    Row row(told, p.n);
+    wait_for_kernel_before();
+    let_kernel_behind_start();
+    if (row.row >= p.rows) return;
+    if (p.bias)
+        norm_rows<false, true>(p, row);
+    else
+        norm_rows<false, false>(p, row);
+}
+
+ROW_KERNEL layer_norm(const __grid_constant__ NormParams p) {
+    __shared__ Told told[ROWS];
+    Row row(told, p.n);
+    wait_for_kernel_before();
+    let_kernel_behind_start();
+    if (row.row < p.rows) norm_rows<true, true>(p, row);
 }
 
 struct NormGradParams {
@@ -258,47 +234,67 @@ struct NormGradParams {
 
 constexpr int GRAD_AND_X = WORDS<Out> + IN_WORDS;
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    norm_backward(const __grid_constant__ NormGradParams p) {
-    __shared__ float memory[SHARED_FLOATS];
-    const Row row(memory, p.n);
+template <bool CENTRED>
+__device__ __forceinline__ void norm_backward_rows(const NormGradParams& p, Row& row) {
+    // The last rows first: the sums over tokens, which follow, then find the first ones in the L2 cache.
+    const i64 last = p.rows - 1;
+    Matrix<Out, GRAD_AND_X> grads(p.grad + last * p.grad_row, -p.grad_row, row);
+    Matrix<In, GRAD_AND_X> entries(p.x + last * p.x_row, -p.x_row, row, 0.0f, 1);
+    const Vector<1> weight(p.weight, row, 1.0f);
+    const float count = static_cast<float>(p.n);
+    const auto body = [&] {
+        const i64 token = last - row.row;
+        const float scale = p.scales[token], mean = CENTRED ? p.means[token] : 0.0f;
+        const auto weighted = [&](int pass, float (&g)[OWN]) {
+            float w[OWN];
+            grads(pass, g);
+            weight(pass, w);
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) g[i] = __fmul_rn(g[i], w[i]);
+        };
+        const auto normalised = [&](int pass, float (&y)[OWN]) {
+            entries(pass, y);
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) y[i] = __fmul_rn(CENTRED ? __fsub_rn(y[i], mean) : y[i], scale);
+        };
+        float sums[2] = {};  // chains of h * y, and of h
+        row.each_pass([&](int pass) {
+            float h[OWN], y[OWN];
+            weighted(pass, h);
+            normalised(pass, y);
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) y[i] = __fmul_rn(h[i], y[i]);
+            row.mask(pass, y);
+            const float along = row.block_sum(y), plain = CENTRED ? row.block_sum(h) : 0.0f;
+            if (row.keeps(pass)) {
+                sums[0] = __fadd_rn(sums[0], along);
+                sums[1] = __fadd_rn(sums[1], plain);
+            }
+        });
+        const float along = __fdiv_rn(row.sum_of_chains(sums[0]), count);
+        const float average = CENTRED ? __fdiv_rn(row.sum_of_chains(sums[1]), count) : 0.0f;
+        store_row<Out>(row, p.out + token * p.n, [&](int pass, float (&x)[OWN]) {
+            float g[OWN];
+            weighted(pass, g);
+            normalised(pass, x);
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) {
+                if (CENTRED) g[i] = __fsub_rn(g[i], average);
+                x[i] = __fmul_rn(scale, __fmaf_rn(-x[i], along, g[i]));
+            }
+        });
+    };
+    each_row(row, p.rows, body, grads, entries);
+}
+
+ROW_KERNEL norm_backward(const __grid_constant__ NormGradParams p) {
+    __shared__ Told told[ROWS];
+    Row row(told, p.n);
+    wait_for_kernel_before();
+    let_kernel_behind_start();
     if (row.row >= p.rows) return;
-    const Entries<Out, GRAD_AND_X> grads(p.grad + row.row * p.grad_row, row);
-    const Entries<In, GRAD_AND_X> entries(p.x + row.row * p.x_row, row);
-    const Vector weight(p.weight, row, 1.0f);
-    const float count = static_cast<float>(p.n), scale = p.scales[row.row];
-    const float mean = p.means ? p.means[row.row] : 0.0f;
-    const auto weighted = [&](int pass, float (&g)[OWN]) {
-        float w[OWN];
-        grads(pass, g);
-        weight(pass, w);
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) g[i] = __fmul_rn(g[i], w[i]);
-    };
-    const auto normalised = [&](int pass, float (&y)[OWN]) {
-        entries(pass, y);
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) y[i] = __fmul_rn(p.means ? __fsub_rn(y[i], mean) : y[i], scale);
-    };
-    const float along = __fdiv_rn(row.sum([&](int pass, float (&x)[OWN]) {
-        float g[OWN];
-        weighted(pass, g);
-        normalised(pass, x);
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) x[i] = __fmul_rn(g[i], x[i]);
-        row.mask(pass, x);
-    }),
-                                  count);
-    float average = 0.0f;
-    if (p.means) average = __fdiv_rn(row.sum(weighted), count);
-    store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&x)[OWN]) {
-        float g[OWN];
-        weighted(pass, g);
-        normalised(pass, x);
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            if (p.means) g[i] = __fsub_rn(g[i], average);
-            x[i] = __fmul_rn(scale, __fmaf_rn(-x[i], along, g[i]));
-        }
-    });
+    if (p.means)
+        norm_backward_rows<true>(p, row);
+    else
+        norm_backward_rows<false>(p, row);
 }

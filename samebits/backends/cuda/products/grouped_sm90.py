@@ -35,6 +35,7 @@ _PARAMS = "128s128s128sPPPqq8iPP2iq"
 _NO_MAP = bytes(128)
 MOST_GROUPS = 1024
 """Groups whose table fits into shared memory beside the ring."""
+_OF_CLUSTERS = 1.08  # how much longer tiles in clusters take than the estimate, where groups' rows differ
 
 
 def _sides(p: GroupedProduct) -> tuple[Side, Side]:
@@ -186,7 +187,8 @@ def estimate(s: Sm90Schedule, g: Gemm, sms: int) -> float:
     tiles = g.m / s.block_m + 0.5
     low = max(1, int(tiles))
     few, more = (schedule_sm90.estimate(s, replace(g, m=n * s.block_m), sms) for n in (low, low + 1))
-    return few + (more - few) * max(0.0, tiles - low)
+    found = few + (more - few) * max(0.0, tiles - low)
+    return found * (_OF_CLUSTERS if s.cluster > 1 else 1)
 
 
 def _table(v: Sm90Variant, groups: int) -> int:

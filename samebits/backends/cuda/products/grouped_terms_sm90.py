@@ -35,6 +35,8 @@ _LONG = _schedule(256, 192, 2, 8)
 _OTHERS = _schedule(192, 128, 1, 11), _schedule(256, 128, 2, 8), _schedule(128, 256, 2, 16)
 _FEWEST, _MANY = 100, 300
 """Rows of a group on average, from which on this kernel is faster, and from which on large tiles are."""
+_NEAR = 24 << 20
+"""Bytes of a group's operands up to which they stay in the L2 cache. Beyond, large tiles are slower."""
 
 
 class _Pairs(dict[int, tuple[bytes, bytes]]):
@@ -66,7 +68,9 @@ class GroupedTermsSm90Kernel(GroupedKernel[Sm90Schedule]):
         return schedule_sm90.estimate(s, balanced(p), devices.device_info(p.device).sm_count)
 
     def choose(self, p: GroupedProduct) -> Sm90Schedule:
-        return _LONG if balanced(p).k >= _MANY else _SHORT
+        rows = balanced(p).k
+        near = rows * (p.m + p.n) * p.a.dtype.itemsize <= _NEAR
+        return _LONG if rows >= _MANY and near else _SHORT
 
     def pays(self, p: GroupedProduct) -> bool:
         """Whether this kernel should be faster than the one that takes steps of one sequence at a time."""

@@ -1,4 +1,4 @@
-"""Block-scaled products of FP8 matrices on Hopper: host side of ``kernels/scaled_sm90.cu``."""
+"""Block-scaled products of FP8 matrices on Hopper: ``kernels/scaled_sm90.cu`` and ``scaled_few_sm90.cu``."""
 
 from __future__ import annotations
 
@@ -43,10 +43,12 @@ class ScaledSchedule:
         tile: as of a product of 16-bit elements that are pairs of FP8: its block of k is 64.
         chains: chains of a warpgroup that are multiplied or added at a time. With several, one is added while
             the tensor cores multiply the others.
+        parts: blocks of a cluster that share a tile, each with every such block of k: ``scaled_few_sm90``.
     """
 
     tile: Sm90Schedule
     chains: int
+    parts: int = 1
 
 
 def schedule(block_m: int, block_n: int, chains: int, *, swap: bool = False, **more: int) -> ScaledSchedule:
@@ -61,8 +63,22 @@ _FEW = [schedule(64, n, 8, swap=True) for n in (8, 16)]
 _SOME = [schedule(64, 64, 2), schedule(128, 64, 2, group=8)]
 _MANY = [schedule(128, 128, chains, group=8) for chains in (1, 2)]
 
+_SHARED = 96 << 10
+"""Bytes of shared memory for chains and scales where blocks share a tile."""
+
+
+def _parts(tokens: int, parts: int) -> ScaledSchedule:
+    tile = Sm90Schedule(64, tokens, 64, 0, 1, 1, swap=True, early=True).filled(_SHARED)
+    return ScaledSchedule(tile, 8, parts)
+
+
+_PARTS = [_parts(n, parts) for n in (8, 16) for parts in (4, 2, 8)]
+
+_LONG = 4096
+"""Terms from which on blocks share a tile."""
+
 SCHEDULES = (
-    *(*_FEW, *_SOME, *_MANY),
+    *(*_FEW, *_PARTS, *_SOME, *_MANY),
     *(schedule(128, 128, chains, cluster=2, group=8) for chains in (1, 2)),
     *(schedule(block_m, 64, 1, group=8) for block_m in (64, 128)),
     *(schedule(64, n, 2, swap=True) for n in (32, 64)),
@@ -130,14 +146,17 @@ def spec(p: Scaled, s: ScaledSchedule) -> compiler.KernelSpec:
         "RAGGED": 0,
         "BOUND": "int",
     }
+    if s.parts > 1:
+        constants["PARTS"] = s.parts
+    name = "scaled_sm90" if s.parts == 1 else "scaled_few_sm90"
     return compiler.KernelSpec(
-        source="scaled_sm90.cu",
-        entry="scaled_sm90",
+        source=f"{name}.cu",
+        entry=name,
         params=_PARAMS,
         constants=tuple(constants.items()),
         block=tile.threads,
-        smem=tile.smem(panel, False, False),
-        cluster=(tile.cluster, 1, 1),
+        smem=tile.smem(panel, False, False) + (_SHARED if s.parts > 1 else 0),
+        cluster=(tile.cluster * s.parts, 1, 1),
         programmatic=True,
         oldest=(9, 0),
     )
@@ -145,6 +164,10 @@ def spec(p: Scaled, s: ScaledSchedule) -> compiler.KernelSpec:
 
 def fits(p: Scaled, s: ScaledSchedule) -> bool:
     """Whether `s` can compute `p`. Scales of columns need registers that two wide chains take."""
+    if s.parts > 1:
+        rows, tokens = 64 // s.parts, s.tile.block_n
+        a_block = (rows * tokens + (rows if p.b_rows else 1) + tokens) * 4
+        return p.m <= tokens and -(-p.k // BLOCK) * a_block + 16 <= _SHARED
     return not (p.b_rows and s.chains * s.tile.block_n > 128 and not s.tile.swap)
 
 
@@ -156,10 +179,13 @@ def schedules(p: Scaled) -> Sequence[ScaledSchedule]:
 @functools.lru_cache(maxsize=4096)
 def choose(p: Scaled) -> ScaledSchedule:
     """The schedule for `p`."""
+    sms = devices.device_info(p.device).sm_count
+    for s in _PARTS:  # each multiprocessor has weights to read
+        if -(-p.n // 64) * s.parts <= sms and p.k >= _LONG and fits(p, s):
+            return s
     for s in _FEW:  # weights are read as few times as can be
         if p.m <= s.tile.block_n:
             return s
-    sms = devices.device_info(p.device).sm_count
     for s in (_FEW[-1], *_SOME):  # the smallest tiles that can all run at once
         rows, columns = (p.n, p.m) if s.tile.swap else (p.m, p.n)
         if -(-rows // s.tile.block_m) * -(-columns // s.tile.block_n) <= sms:
@@ -196,6 +222,8 @@ def plan(p: Scaled, s: ScaledSchedule | None = None) -> Launch:
     sizes = p.out_stride, 0, rows, columns, p.k // 2, 1, 0, 0, 0, tile.group
     strides_of_scales = (*p.scale_b, *p.scale_a) if swap else (*p.scale_a, *p.scale_b)
     grid = tile.grid(rows, columns, 1, devices.device_info(p.device).sm_count)
+    if s.parts > 1:
+        grid = -(-rows // 64) * s.parts, 1, 1
 
     def launch(a: int, b: int, scale_a: int, scale_b: int, out: int, bias: int) -> None:
         maps, scales = (a_maps[a], b_maps[b]), (scale_a, scale_b)

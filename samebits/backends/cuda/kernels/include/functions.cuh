@@ -34,7 +34,7 @@ constexpr float L7 = -0x1.0d8542p-3f;
 constexpr float L8 = 0x1.055b72p-3f;
 constexpr float L9 = -0x1.38b59p-4f;
 
-// The larger of two; NaN if one is.
+// The larger and the smaller of two; NaN if one is.
 __device__ __forceinline__ float maximum(float a, float b) {
 #if __CUDA_ARCH__ >= 800
     float larger;
@@ -45,15 +45,22 @@ __device__ __forceinline__ float maximum(float a, float b) {
 #endif
 }
 
+__device__ __forceinline__ float minimum(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+    float smaller;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(a), "f"(b));
+    return smaller;
+#else
+    return a < b || a != a ? a : b;
+#endif
+}
+
 // What is subtracted from logits of this maximum: +0 for -inf.
 __device__ __forceinline__ float shift_of(float maximum) { return maximum == -INF ? 0.0f : maximum; }
 
-// q and the bits of 2^n, with e^x = q 2^n.
-__device__ __forceinline__ float exp_parts(float x, int& power) {
-    constexpr float TO_INTEGER = 12583039.0f;  // 1.5 * 2^23 + 127: the low bits of a sum with it are n + 127
-    const float t = __fmaf_rn(x, LOG2E, TO_INTEGER);
-    power = __float_as_int(t) << 23;
-    const float n = __fsub_rn(t, TO_INTEGER);
+// q with e^x = q 2^n, where t = n + to_integer.
+__device__ __forceinline__ float exp_fraction(float x, float t, float to_integer) {
+    const float n = __fsub_rn(t, to_integer);
     float f = __fmaf_rn(n, -LN2, x);
     f = __fmaf_rn(n, -LN2_LOW, f);
     float q = __fmaf_rn(E6, f, E5);
@@ -62,6 +69,22 @@ __device__ __forceinline__ float exp_parts(float x, int& power) {
     q = __fmaf_rn(q, f, E2);
     q = __fmaf_rn(q, f, E1);
     return __fmaf_rn(q, f, E0);
+}
+
+// q and the bits of 2^n, with e^x = q 2^n.
+__device__ __forceinline__ float exp_parts(float x, int& power) {
+    constexpr float TO_INTEGER = 12583039.0f;  // 1.5 * 2^23 + 127: the low bits of a sum with it are n + 127
+    const float t = __fmaf_rn(x, LOG2E, TO_INTEGER);
+    power = __float_as_int(t) << 23;
+    return exp_fraction(x, t, TO_INTEGER);
+}
+
+// The bits of `exp` for x from -80 to 0: nothing to clamp, and 2^n is added to the exponent of q. Another summand
+// gives the same n: the two differ in the direction of ties, and x * LOG2E, of odd factors, is none below 2^22.
+__device__ __forceinline__ float exp_near(float x) {
+    constexpr float TO_INTEGER = 12582912.0f;  // 1.5 * 2^23: the low bits of a sum with it are n
+    const float t = __fmaf_rn(x, LOG2E, TO_INTEGER);
+    return __int_as_float(__float_as_int(exp_fraction(x, t, TO_INTEGER)) + (__float_as_int(t) << 23));
 }
 
 // For x <= 0 and NaN; +0 below -87.7.

@@ -244,7 +244,6 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
         // Whether the other team has a tile in the turn of this one's: not after the last tile of all.
         const bool others = TEAMS > 1 && (team > 0 || index + clusters < scheduler.count);
         auto multiply = [&](Accumulators& acc, u32 segment) {
-            SegmentSums<MMA_M, BLOCK_N / 2>::clear(acc);
             const bool turns = segment > 0 ? others : TEAMS > 1 && index >= clusters;
 #else
         epilogue.init(acc, p, tile, thread);
@@ -286,8 +285,10 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
                     }
 #pragma unroll
                     for (u32 mma_m = 0; mma_m < MMA_M; ++mma_m) {
+                        // A segment starts from +0 in its first step: nothing need be cleared between two.
                         Wgmma<BLOCK_N, A_MN, B_MN>::step(acc[mma_m], a_tile.at(ATile::step(mma_m * 64, k)),
-                                                         b_tile.at(BTile::step(0, k)));
+                                                         b_tile.at(BTile::step(0, k)),
+                                                         SEGMENTS == 1 || block > 0 || k > 0);
                     }
                 }
                 wgmma_commit();

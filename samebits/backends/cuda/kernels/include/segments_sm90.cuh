@@ -30,19 +30,31 @@ class SegmentSums {
     static constexpr int ABOVE = HELD + SHARED;  // the lowest level that waits in L2
 
     // `sum` becomes the sum of 2^LEVEL segments from `segment` on. `multiply(sum, segment)` gives that of one.
+    // `held`: for the sums that wait, of all levels below.
     template <int LEVEL, typename Multiply>
-    static __device__ __forceinline__ void subtree(Sum sum, u32 segment, Multiply& multiply) {
+    static __device__ __forceinline__ void subtree(Sum sum, u32 segment, float (*held)[TILES][FLOATS],
+                                                   Multiply& multiply) {
         if constexpr (LEVEL == 0) {
             multiply(sum, segment);
         } else {
-            float left[TILES][FLOATS];
-            subtree<LEVEL - 1>(left, segment, multiply);
-            subtree<LEVEL - 1>(sum, segment + (1 << (LEVEL - 1)), multiply);
+            Sum left = held[LEVEL - 1];
+            subtree<LEVEL - 1>(left, segment, held, multiply);
+            subtree<LEVEL - 1>(sum, segment + (1 << (LEVEL - 1)), held, multiply);
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
                 for (int i = 0; i < FLOATS; ++i) sum[tile][i] = __fadd_rn(left[tile][i], sum[tile][i]);
             }
+        }
+    }
+
+    // What a first step overwrites without having read it. Else ptxas took such accumulators for ones in use
+    // from the kernel's start on, and spilled. Once a tile is enough.
+    static __device__ __forceinline__ void clear(Sum sum) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+            for (int i = 0; i < FLOATS; ++i) sum[tile][i] = 0;
         }
     }
 
@@ -94,21 +106,17 @@ class SegmentSums {
   public:
     static constexpr u32 shared_bytes = SHARED * FOURS * 128 * sizeof(float4);  // of a warpgroup
 
-    static __device__ __forceinline__ void clear(Sum sum) {
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-            for (int i = 0; i < FLOATS; ++i) sum[tile][i] = 0;
-        }
-    }
-
     // `sum` becomes that of all segments. `multiply(sum, segment)` makes it that of one. `shared`: memory of
     // the warpgroup. `of_all`: where that of all warpgroups in L2 begins; host code counts it.
     template <typename Multiply>
     static __device__ __forceinline__ void all(Sum sum, void* shared, float* of_all, u32 warpgroup,
                                                u32 thread, Multiply multiply) {
+        float held[HELD + 1][TILES][FLOATS];  // the last is not used: there are no arrays of none
+#pragma unroll
+        for (int level = 0; level < HELD; ++level) clear(held[level]);
+        clear(sum);
         for (u32 segment = 0; segment < SEGMENTS; segment += 1 << HELD) {
-            subtree<HELD>(sum, segment, multiply);
+            subtree<HELD>(sum, segment, held, multiply);
             u32 lane = thread;
             asm volatile("" : "+r"(lane));  // or the address stays in registers from one segment to the next
             i64 start = i64(warpgroup) * (levels_in_memory() * FOURS * 128) + lane;

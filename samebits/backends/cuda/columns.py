@@ -1,0 +1,132 @@
+"""Sums over tokens, for every column, on CUDA tensors: ``kernels/columns.cu``."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from samebits.backends.cuda import compiler, devices, runtime
+
+# The macros of convert.cuh.
+TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+_FEW = 6144  # columns with which shared memory has room to copy further ahead
+_ALONE = 160 << 10  # bytes of shared memory of a block that has a multiprocessor to itself
+
+# The parameter structs of columns.cu.
+_PARAMS = {"column_sums": "PPPPPPqqqq", "embedding_backward": "PPPPqqq"}
+
+
+def kernel_spec(
+    entry: str,
+    grad: torch.dtype,
+    out: torch.dtype,
+    x: torch.dtype | None = None,
+    *,
+    vector: int = 1,
+    depth: int = 1,
+    columns: int = 16,
+    tokens: int = 32,
+) -> compiler.KernelSpec:
+    """A kernel of columns.cu."""
+    types = ("GRAD", TYPES[grad]), ("X", TYPES[x]), ("OUT", TYPES[out])
+    if entry == "embedding_backward":
+        block, smem, producers = 256, 0, 1
+    else:
+        of_x, chains = (0, columns) if x is None else (x.itemsize, 2 * columns)
+        copied = columns * (grad.itemsize + of_x) + (0 if x is None else 8)  # of a token; its mean and scale
+        producers = 8 if max(grad.itemsize, of_x) == 2 else 6  # what fits into shared memory several times
+        block, smem = 32 * (producers + 1), producers * (depth * tokens * copied + chains * (tokens + 4) * 4)
+    constants = *types, ("VECTOR", vector), ("PRODUCERS", producers), ("DEPTH", depth)
+    return compiler.KernelSpec(
+        *("columns.cu", entry, _PARAMS[entry], (*constants, ("COLUMNS", columns), ("TOKENS", tokens))),
+        block=block,
+        smem=smem,
+    )
+
+
+@functools.cache
+def _kernel(
+    entry: str,
+    device: int,
+    grad: torch.dtype,
+    out: torch.dtype,
+    x: torch.dtype | None,
+    aligned: bool,
+    few: bool,
+    columns: int,
+    tokens: int,
+) -> runtime.Kernel:
+    vector = 16 // grad.itemsize if aligned else 1
+    spec = kernel_spec(entry, grad, out, x, vector=vector, depth=1 + few, columns=columns, tokens=tokens)
+    return runtime.load(spec, device)
+
+
+def sums(
+    grad: Tensor,
+    out: Tensor,
+    x: Tensor | None = None,
+    means: Tensor | None = None,
+    scales: Tensor | None = None,
+    product: Tensor | None = None,
+) -> None:
+    """Sums of columns of ``grad[tokens, n]`` into `out`; those of grad * normalised x into `product`."""
+    grad = with_rows(grad)
+    count, n = grad.shape
+    if n == 0:
+        return
+    x_at, x_row, x_bytes = (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.itemsize)
+    at, row, size = grad.data_ptr(), grad.stride(0), grad.itemsize
+    low = at | x_at | (row | n) * size | (x_row | n) * x_bytes
+    x_dtype = None if x is None else x.dtype
+    device = grad.get_device()
+    columns, tokens = _shape_of_block(n, 32 if x is None else 16, device)
+    kernel = _kernel(
+        *("column_sums", device, grad.dtype, out.dtype, x_dtype),
+        *(low & 15 == 0, n <= _FEW, columns, tokens),
+    )
+    kernel.launch(
+        (-(-n // columns), 1, 1),
+        *(at, x_at, address(means), address(scales), address(product), out.data_ptr()),
+        *(row, x_row, count, n),
+    )
+
+
+def _shape_of_block(n: int, most: int, device: int) -> tuple[int, int]:
+    """The columns of a block, and the tokens of a stage: more where blocks have a multiprocessor each."""
+    info = devices.device_info(device)
+    if info.max_smem >= _ALONE:
+        for columns in (8, 16, 32):
+            if columns <= most and -(-n // columns) <= info.sm_count:
+                return columns, 128 if columns == 8 else 64
+    return most, 32
+
+
+def sums_by_id(grad: Tensor, ids: Tensor, out: Tensor, padding: int) -> None:
+    """Sums into ``out[count, n]`` of the rows of ``grad[tokens, n]`` with each id; zeros for `padding`."""
+    if out.numel() == 0:
+        return
+    grad = with_rows(grad)
+    count = len(out)
+    by_id, tokens = ids.sort(stable=True)
+    starts = torch.searchsorted(by_id, torch.arange(count + 1, device=ids.device))
+    low = grad.data_ptr() | (grad.stride(0) | grad.shape[1]) * grad.itemsize
+    kernel = _kernel(
+        "embedding_backward", grad.get_device(), grad.dtype, out.dtype, None, low & 15 == 0, False, 32, 32
+    )
+    kernel.launch(
+        (count, 1, 1),
+        *(t.data_ptr() for t in (grad, tokens, starts, out)),
+        *(grad.stride(0), grad.shape[1], padding),
+    )
+
+
+def with_rows(x: Tensor) -> Tensor:
+    """The matrix, contiguous along rows."""
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+
+
+def address(t: Tensor | None) -> int:
+    return 0 if t is None or t.numel() == 0 else t.data_ptr()

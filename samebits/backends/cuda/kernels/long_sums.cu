@@ -1,0 +1,147 @@
+// Sums of few long rows: docs/contract.md, "Row reductions". All blocks of threads but a row's last one sum blocks
+// of 128 entries, a step of all 32 chains at a time. The last one adds the steps up as they come. It starts after
+// the others, so it never waits for one that has not started.
+//
+// A sum of a step is stored as the complement of its bits. That is never zero: no addition gives a NaN of all ones.
+// So zero, which is there first, stands for a sum that is still to come.
+//
+// Macros: IN, OUT and VECTOR as in rows.cu. WARPS is 8 and PASSES 0.
+
+#include "row_matrix.cuh"
+
+using In = Element<IN>;
+using Out = Element<OUT>;
+
+constexpr int CHAINS = contract::CHAINS;
+constexpr int AHEAD = 4;                  // steps that a block has on their way
+constexpr int ADDERS = THREADS / 32 - 1;  // warps that read steps for the first one
+constexpr int EACH = 32;                  // steps that one reads at a time
+constexpr int ROUND = ADDERS * EACH;      // steps that they read together
+constexpr int TOGETHER = 16;              // steps whose sums are in registers
+
+static_assert(4 * WARPS == CHAINS && PASSES == 0 && ROUND % TOGETHER == 0);
+
+enum { SUM, MEAN, NORM };
+
+struct Params {
+    const In::Stored* x;
+    u32* sums;  // [rows, steps, CHAINS]
+    Out::Stored* out;
+    i64 x_row, n, steps;
+    int what;
+};
+
+__device__ __forceinline__ void sum_steps(const Params& p) {
+    __shared__ Told told[ROWS];
+    const Row row(told, p.n);
+    Entries<In, 65> x(p.x + blockIdx.y * p.x_row, 0, row);  // so many words are not held
+    x.begin(0);
+    u32* sums = p.sums + blockIdx.y * p.steps * CHAINS + row.warp * 4 + row.lane / GROUP;
+    for (i64 first = i64(blockIdx.x) * AHEAD; first < p.steps; first += i64(gridDim.x - 1) * AHEAD) {
+        u32 words[AHEAD][WORDS<In>];
+#pragma unroll
+        for (int s = 0; s < AHEAD; ++s) x.load_at((first + s) * PASS, words[s]);
+#pragma unroll
+        for (int s = 0; s < AHEAD; ++s) {
+            float terms[OWN];
+            widen_words<In>(words[s], terms);
+            if (p.what == NORM)
+#pragma unroll
+                for (int i = 0; i < OWN; ++i) terms[i] = __fmul_rn(terms[i], terms[i]);
+            const u32 sum = ~__float_as_uint(row.block_sum(terms));
+            if (row.lane % GROUP == 0 && first + s < p.steps)
+                asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(sums + (first + s) * CHAINS),
+                             "r"(sum)
+                             : "memory");
+        }
+    }
+}
+
+__device__ __forceinline__ u32 sum_so_far(const u32* at) {
+    u32 sum;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(sum) : "l"(at) : "memory");
+    return sum;
+}
+
+// What a lane of a warp reads: a chain's sums of some steps.
+struct Part {
+    u32 sums[EACH];
+
+    __device__ __forceinline__ void ask(const u32* from, i64 step, i64 steps) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            sums[i] = step + i < steps ? sum_so_far(from + (step + i) * CHAINS) : ~0u;
+    }
+
+    __device__ __forceinline__ bool misses_one() const {
+        bool misses = false;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) misses |= sums[i] == 0;
+        return misses;
+    }
+
+    // Asks again, for all missing ones at once: one after the other each would take as long.
+    __device__ __forceinline__ void tell(const u32* from, i64 step, float (*to)[CHAINS], int lane) {
+        while (misses_one()) {
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                if (sums[i] == 0) sums[i] = sum_so_far(from + (step + i) * CHAINS);
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) to[i][lane] = __uint_as_float(~sums[i]);
+    }
+};
+
+__device__ __forceinline__ float add_round(const float (*from)[CHAINS], float chain, int lane) {
+    float next[TOGETHER];
+#pragma unroll
+    for (int i = 0; i < TOGETHER; ++i) next[i] = from[i][lane];
+#pragma unroll
+    for (int first = 0; first < ROUND; first += TOGETHER) {
+        float here[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) here[i] = next[i];
+        if (first + TOGETHER < ROUND)
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) next[i] = from[first + TOGETHER + i][lane];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) chain = __fadd_rn(chain, here[i]);  // zeros beyond change nothing
+    }
+    return chain;
+}
+
+__device__ __forceinline__ void add_steps(const Params& p) {
+    extern __shared__ float rounds[][ROUND][CHAINS];  // two
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32* from = p.sums + blockIdx.y * p.steps * CHAINS + lane;
+    const i64 count = (p.steps + ROUND - 1) / ROUND;
+    const int own = (warp - 1) * EACH;
+    float chain = 0.0f;
+    Part part;
+    if (warp > 0) part.ask(from, own, p.steps);
+    for (i64 round = 0; round <= count; ++round) {
+        if (warp == 0) {
+            if (round > 0) chain = add_round(rounds[(round - 1) % 2], chain, lane);
+        } else if (round < count) {
+            Part next;
+            next.ask(from, (round + 1) * ROUND + own, p.steps);
+            part.tell(from, round * ROUND + own, rounds[round % 2] + own, lane);
+            part = next;
+        }
+        __syncthreads();
+    }
+    if (warp > 0) return;
+    float sum = contract::sum_of_lanes(chain);
+    if (p.what == MEAN) sum = __fdiv_rn(sum, static_cast<float>(p.n));
+    if (p.what == NORM) sum = __fsqrt_rn(sum);
+    if (lane == 0) p.out[blockIdx.y] = Out::narrow(contract::canonical(sum));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) long_sums(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
+    let_kernel_behind_start();
+    if (blockIdx.x < gridDim.x - 1)
+        sum_steps(p);
+    else
+        add_steps(p);
+}
