@@ -375,7 +375,8 @@ def test_held_out_times_are_not_those_that_chose() -> None:
 
     race: Any = Race()
     of: Any = Of()
-    us, place = held_out.measured(of, race, True)
+    us, place, early = held_out.measured(of, race, True)
+    assert early == {"0": 10.0, "1": 11.0, "2": 9.0, "3": 8.0, "torch": 10.0}
     assert race.kept == ["torch", "0", "3", "2"]
     assert (us, place) == ({"torch": 12, "untuned": 10, "tuned": 9.5}, 3)
     case = {"work": "dX", "m": 16, "k": 64, "n": 32, "us": us}
