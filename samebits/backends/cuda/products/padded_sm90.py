@@ -162,7 +162,8 @@ class _PaddedPlan(ScratchPlan):
             for given, copy, place in zip((a, b), self._copies, self._places, strict=True)
         ]
 
-    def encode_in(self, room: int, a: int, b: int, out: int) -> None:
+    def encode_in(self, room: int, *addresses: int) -> None:
+        a, b, out = addresses
         self._inside.encode(*self._inner(room, a, b), out)
 
     def _copy_and_launch(self, room: int, a: int, b: int, *rest: int) -> None:
