@@ -100,8 +100,8 @@ Found = tuple[dict[str, float], int, dict[str, float]]
 
 
 def measured(of: Contest, race: Any, by_itself: bool) -> Found:
-    """Microseconds of torch, of the cost model's choice and of the tuned one, the place of the latter, and the
-    microseconds of all in their first turns."""
+    """Microseconds of torch, of the cost model's choice and of the tuned one, the place of the latter, and
+    those of all in their first turns."""
     early = {name: float(f"{statistics.median(t):.5g}") for name, t in race.turns(3).items()}
     places = sorted((str(i) for i in range(1, len(of.ways))), key=lambda name: early[name])[:_FINALISTS]
     names = ["torch", "0", *(name for name in places if early[name] < 1.02 * early["0"])]
