@@ -245,7 +245,9 @@ def variants(a_mn: bool, b_mn: bool) -> Iterator[compiler.KernelSpec]:
 def test_outputs_that_tma_cannot_write_leave_in_panels_where_registers_suffice() -> None:
     def panel(block_n: int, **case: Any) -> int:
         s = schedule_sm90.Sm90Schedule(128, block_n, 64, 4, 2, 1)
-        v = tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "out_dtype": BF16, "a_mn": True, "b_mn": True} | case)
+        v = tensor_core_sm90.Sm90Variant(
+            **{"dtype": BF16, "out_dtype": BF16, "a_mn": True, "b_mn": True} | case
+        )
         constants = dict(tensor_core_sm90.spec(v, s).constants)
         assert constants["ALIGNED"] == v.aligned
         return int(constants["PANEL"])
