@@ -67,13 +67,17 @@ class Space:
         return handle, at
 
     def _grow(self, count: int) -> None:
-        most = _LEAST if count <= _LEAST else _MOST
-        self._part: int = most // self._ranks
-        self._data, at = self._map(self._kernels.data_bytes(self._ranks, self._part))
-        all_gather(torch.zeros(1, device=self._device), self._group.group_name)  # all are zeros from here on
-        self._memory = self._kernels.Memory(
-            self._device.index, self._rank, self._control, self._packets, at, self._part, self._timeout
+        from samebits.backends.cuda import devices
+
+        part: int = (_LEAST if count <= _LEAST else _MOST) // self._ranks
+        data, at = self._map(self._kernels.data_bytes(self._ranks, part))
+        own = torch.tensor([devices.device_info(self._device.index).sm_count], device=self._device)
+        blocks = int(all_gather(own, self._group.group_name).min())  # and all are zeros now
+        memory = self._kernels.Memory(
+            *(self._device.index, self._rank, self._control, self._packets, at, part, self._timeout),
+            blocks=blocks,
         )
+        self._part, self._data, self._memory = part, data, memory  # or none of them, after an error
 
     def _fit(self, count: int) -> None:
         """Make memory for `count` elements, or as many as are added at once."""
@@ -102,7 +106,7 @@ class Space:
         x, bias = _whole(x), None if bias is None else bias.contiguous()
         out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
         count = x.numel()
-        if count * (self._ranks - 1) <= _PACKETS:
+        if count <= min(self._packets, _PACKETS // (self._ranks - 1)):
             if count:
                 self._kernels.add_small(self._memory, x, bias, out)
             return out
@@ -122,6 +126,8 @@ class Space:
         x, bias = _whole(x), None if bias is None else bias.contiguous()
         out = torch.empty((len(x) // self._ranks, *x.shape[1:]), dtype=out_dtype, device=x.device)
         self._fit(x.numel())
+        if out.numel() == 0:
+            return out
         row = lcm(4, 1 if bias is None else bias.numel())
         step, stride = max(self._room // self._ranks // row, 1) * row, out.numel()
         flat, to = x.view(-1), out.view(-1)
@@ -172,7 +178,7 @@ def _whole(x: Tensor) -> Tensor:
 
 
 _kept: list[Tensor] = []
-_spaces: dict[str, tuple[Any, Space | None]] = {}
+_spaces: dict[tuple[str, int], tuple[Any, Space | None]] = {}
 
 
 def space_of(name: str, x: Tensor) -> Space | None:
@@ -184,12 +190,13 @@ def space_of(name: str, x: Tensor) -> Space | None:
     if not x.is_cuda:
         return None
     group = group_of(name)
-    found = _spaces.get(name)
+    key = name, x.get_device()
+    found = _spaces.get(key)
     if found is None or found[0] is not group:
         if capturing(x):
             return None
         with torch.cuda.device(x.device):
-            found = _spaces[name] = group, _make(group, x.device)
+            found = _spaces[key] = group, _make(group, x.device)
     return found[1]
 
 

@@ -149,8 +149,8 @@ def all_reduce(
     _, size = ranks(group)
     if size == 1:
         return finished(tree(x[None]), bias, out_dtype, divisor)
-    space = _space(x, group)
-    if space is not None and divisor == 1:
+    space = _space(x, group) if divisor == 1 else None
+    if space is not None:
         return space.all_reduce(x, bias, out_dtype)
     rows = x.reshape(-1, x.shape[-1] if bias is not None and x.ndim else 1)
     if x.numel() * x.element_size() * (size - 1) <= _SMALL or len(rows) < size:

@@ -46,7 +46,7 @@ class Operator:
         cuda: implementation for CUDA devices. None: `cpu` is for both.
     """
 
-    __slots__ = ("_call", "_cpu", "_cuda", "_recorded", "_registered")
+    __slots__ = ("_call", "_cpu", "_cuda", "_recipe_of", "_recorded", "_registered")
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Operator:
         self._registered = getattr(torch.ops.samebits, name).default
         # A replay does not tell autograd what was written in place.
         self._cuda = cuda if "!" in schema else replayed(cuda)
-        self._cpu, self._recorded = cpu, self._registered
+        self._cpu, self._recorded, self._recipe_of = cpu, self._registered, None
         self._call = self._dispatched if "!" in schema else replayed(self._dispatched, *EXTRAORDINARY)
 
     def register_autograd(self, gradients: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
@@ -73,6 +73,7 @@ class Operator:
         backward = without_modes(gradients)
         torch.library.register_autograd(self._registered, backward, setup_context=setup_context, lib=library)
         self._recorded = _recorded(self._run, setup_context, backward)
+        self._recipe_of = getattr(self._cuda, "recipe", None)
 
     def __call__(self, *args: Any, bypass: bool = False) -> Any:
         """Run on the schema's arguments. ``bypass``: :func:`bypasses_dispatcher` is known to hold."""
@@ -92,7 +93,7 @@ class Operator:
         if torch.is_grad_enabled():
             for t in args:
                 if isinstance(t, Tensor) and t.requires_grad:
-                    run, recipe_of = self._recorded, getattr(self._cuda, "recipe", None)
+                    run, recipe_of = self._recorded, self._recipe_of
                     break
         return run(*args) if here.trace is None else traced(run, args, recipe_of)
 

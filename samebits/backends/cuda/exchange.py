@@ -35,6 +35,7 @@ class Memory:
         data: where each rank's partial sums and results begin, :func:`data_bytes` of each.
         part: the most elements of a part of :func:`add_parts`, a multiple of 4.
         timeout: nanoseconds after which a rank that does not answer is an assertion.
+        blocks: the most blocks of :func:`add_parts`, the same on all ranks: those of one index meet.
     """
 
     device: int
@@ -44,6 +45,7 @@ class Memory:
     data: tuple[int, ...]
     part: int
     timeout: int
+    blocks: int = BLOCKS
 
     def slot(self, owner: int) -> int:
         """Where `owner` has this rank's partial sums of its part."""
@@ -128,7 +130,7 @@ def add_parts(
     own = memory.slot(rank) if x is None else x.data_ptr() + rank * (stride or part) * 4
     at = out.data_ptr()
     kernel.launch(
-        (min(-(-part // (4 * _THREADS * _QUADS)), most), 1, 1),
+        (min(-(-part // (4 * _THREADS * _QUADS)), most, memory.blocks), 1, 1),
         *(0 if x is None else x.data_ptr(), own),
         *(at if whole else 0, at + rank * part * size if whole else at),
         0 if bias is None else bias.data_ptr(),

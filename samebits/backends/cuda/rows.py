@@ -81,7 +81,7 @@ def choose_sharing(entry: str, rows: int, n: int, dtype: torch.dtype, aligned: b
     vector = 16 // dtype.itemsize if aligned and n * dtype.itemsize % 16 == 0 else 1
     stages = _STAGES.get(entry, {}).get((held, dtype.itemsize), 0) if many and vector > 1 else 0
     blocks = 3 if 0 < held * dtype.itemsize <= 4 else 2
-    with_room = {"softmax": many and warps == 1, "norm_backward": held == 1}
+    with_room = {"softmax": many and 0 < held <= 2, "norm_backward": held == 1}
     if vector == 8 and with_room.get(entry, False):
         blocks = 4
     return Sharing(warps, held, vector, stages=stages, blocks=blocks)

@@ -35,6 +35,7 @@
 //   BLOCKS   the most blocks of a launch; flags are there for so many
 
 #include "epilogue.cuh"
+#include "launch.cuh"
 
 constexpr int THREADS = 512;
 constexpr int QUADS = 2;  // of four elements, that a thread reads before it writes any
@@ -91,13 +92,6 @@ struct Patience {
                          1);
     }
 };
-
-__device__ __forceinline__ void wait_for_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 // Never 0, which memory starts from; odd and even in turns.
 __device__ __forceinline__ u32 number_of_call(const u32* state) {
@@ -177,6 +171,7 @@ __device__ __forceinline__ void receive(float& first, float& second, const uint4
 
 extern "C" __global__ void __launch_bounds__(THREADS) by_packets(const __grid_constant__ Packets p) {
     wait_for_kernel_before();
+    let_kernel_behind_start();
     const u32 call = number_of_call(p.state);
     const i64 step = i64(gridDim.x) * THREADS, quads = (p.count + 3) / 4, inbox = p.capacity / 2;
     const i64 start = i64(blockIdx.x) * THREADS + threadIdx.x, turn = call % 2 * RANKS * inbox;
@@ -298,6 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) by_parts(const __grid_cons
         }
     });
     meet(p, 1, call);
+    let_kernel_behind_start();  // not before: its blocks would keep multiprocessors from those that others wait for
     if (p.out) {
 #pragma unroll 1
         for (int i = 1; i < RANKS; ++i) {

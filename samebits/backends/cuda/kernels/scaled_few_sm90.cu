@@ -18,21 +18,12 @@
 
 #include "scaled_sm90.cuh"
 
+static_assert(CHAINS <= STAGES, "all chains in flight wait for their stages");
 static_assert(TRANSPOSED && B_ROWS && CLUSTER == 1 && BLOCK_M == 64 && WARPGROUPS == 1);
 
 constexpr u32 OWN_ROWS = 64 / PARTS;               // whose chains a block promotes
 constexpr u32 OWN = OWN_ROWS * BLOCK_N;            // elements
 constexpr u32 ROW_SCALES = A_ROWS ? OWN_ROWS : 1;  // of a block of k
-
-__device__ __forceinline__ u32 mapped(u32 address, u32 block) {
-    u32 remote;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
-    return remote;
-}
-
-__device__ __forceinline__ void store_remote(u32 to, float x) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
-}
 
 struct FewStorage : SharedStorage {
     u32 slots, row_scales, token_scales;
@@ -86,11 +77,11 @@ struct Multiplier {
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
             const u32 at = row + half * 8, own = at % OWN_ROWS;
-            const u32 to = mapped(shared.slots + block * OWN * 4, at / OWN_ROWS);
+            const u32 to = mapa(shared.slots + block * OWN * 4, at / OWN_ROWS);
 #pragma unroll
             for (u32 i = 0; i < BLOCK_N / 4; ++i)
-                store_remote(to + ((token + i / 2 * 8 + i % 2) * OWN_ROWS + own) * 4,
-                             chain[i / 2 * 4 + half * 2 + i % 2]);
+                store_shared_cluster(to + ((token + i / 2 * 8 + i % 2) * OWN_ROWS + own) * 4,
+                                     chain[i / 2 * 4 + half * 2 + i % 2]);
         }
     }
 

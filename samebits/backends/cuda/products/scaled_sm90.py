@@ -65,20 +65,14 @@ _MANY = [schedule(128, 128, chains, group=8) for chains in (1, 2)]
 
 _SHARED = 96 << 10
 """Bytes of shared memory for chains and scales where blocks share a tile."""
-
-
-def _parts(tokens: int, parts: int) -> ScaledSchedule:
-    tile = Sm90Schedule(64, tokens, 64, 0, 1, 1, swap=True, early=True).filled(_SHARED)
-    return ScaledSchedule(tile, 8, parts)
-
-
-_PARTS = [_parts(n, parts) for n in (8, 16) for parts in (4, 2, 8)]
-
 _LONG = 4096
-"""Terms from which on blocks share a tile."""
+"""Terms from which on they do."""
+
+
+_PAIR = ScaledSchedule(Sm90Schedule(64, 8, 64, 0, 1, 1, swap=True, early=True).filled(_SHARED), 8, 2)
 
 SCHEDULES = (
-    *(*_FEW, *_PARTS, *_SOME, *_MANY),
+    *(*_FEW, _PAIR, *_SOME, *_MANY),
     *(schedule(128, 128, chains, cluster=2, group=8) for chains in (1, 2)),
     *(schedule(block_m, 64, 1, group=8) for block_m in (64, 128)),
     *(schedule(64, n, 2, swap=True) for n in (32, 64)),
@@ -180,9 +174,9 @@ def schedules(p: Scaled) -> Sequence[ScaledSchedule]:
 def choose(p: Scaled) -> ScaledSchedule:
     """The schedule for `p`."""
     sms = devices.device_info(p.device).sm_count
-    for s in _PARTS:  # each multiprocessor has weights to read
-        if -(-p.n // 64) * s.parts <= sms and p.k >= _LONG and fits(p, s):
-            return s
+    # Other blocks can start beside those that are ending only on multiprocessors that have none.
+    if p.k >= _LONG and fits(p, _PAIR) and -(-p.n // 64) * _PAIR.parts <= sms // 2:
+        return _PAIR
     for s in _FEW:  # weights are read as few times as can be
         if p.m <= s.tile.block_n:
             return s

@@ -18,6 +18,7 @@
 #include "attention_problem.cuh"
 #include "attention_softmax.cuh"
 #include "convert.cuh"
+#include "launch.cuh"
 #include "ptx_sm80.cuh"
 
 #if !defined(HARDWARE_EXP2) || !defined(PAGED) || !defined(SOFTCAP)
@@ -30,20 +31,6 @@ constexpr bool FMA = TYPE == F32, FLOAT_MASK = MASK != NONE && MASK != BOOLEAN;
 using Type = Element<TYPE>;
 using Stored = Type::Stored;
 using Mask = Element<FLOAT_MASK ? MASK : F32>;
-
-// ---- programmatic dependent launch; nothing in an ordinary launch
-
-__device__ __forceinline__ void wait_for_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_kernel_behind_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 // ---- tiles in shared memory
 

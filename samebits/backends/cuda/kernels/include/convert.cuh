@@ -1,9 +1,7 @@
 // f32 to and from the stored types, for kernels that know types as these macros: one rounding to nearest
-// even; NaN becomes the canonical one (cvt's own). `larger` and `smaller` take words of stored values, two of 16
-// bits or one, value by value; `largest` and `least` are those of one word. Each is NaN if a value is.
+// even; NaN becomes the canonical one (cvt's own).
 #pragma once
 
-#include "functions.cuh"
 #include "types.cuh"
 
 #define NONE 0
@@ -22,14 +20,6 @@ struct Element<F32> {
     static __device__ __forceinline__ void store_pair(float* to, float first, float second) {
         *reinterpret_cast<float2*>(to) = make_float2(first, second);
     }
-    static __device__ __forceinline__ u32 larger(u32 a, u32 b) {
-        return __float_as_uint(contract::maximum(__uint_as_float(a), __uint_as_float(b)));
-    }
-    static __device__ __forceinline__ u32 smaller(u32 a, u32 b) {
-        return __float_as_uint(contract::minimum(__uint_as_float(a), __uint_as_float(b)));
-    }
-    static __device__ __forceinline__ float largest(u32 a) { return __uint_as_float(a); }
-    static __device__ __forceinline__ float least(u32 a) { return __uint_as_float(a); }
 };
 
 template <>
@@ -50,32 +40,6 @@ struct Element<BF16> {
 #else
         return rounded(low) | rounded(high) << 16;
 #endif
-    }
-    static __device__ __forceinline__ u32 larger(u32 a, u32 b) {
-#if __CUDA_ARCH__ >= 800
-        u32 both;
-        asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
-        return both;
-#else
-        return pack(contract::maximum(widen(u16(a)), widen(u16(b))),
-                    contract::maximum(widen(u16(a >> 16)), widen(u16(b >> 16))));
-#endif
-    }
-    static __device__ __forceinline__ u32 smaller(u32 a, u32 b) {
-#if __CUDA_ARCH__ >= 800
-        u32 both;
-        asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
-        return both;
-#else
-        return pack(contract::minimum(widen(u16(a)), widen(u16(b))),
-                    contract::minimum(widen(u16(a >> 16)), widen(u16(b >> 16))));
-#endif
-    }
-    static __device__ __forceinline__ float largest(u32 a) {
-        return contract::maximum(widen(u16(a)), widen(u16(a >> 16)));
-    }
-    static __device__ __forceinline__ float least(u32 a) {
-        return contract::minimum(widen(u16(a)), widen(u16(a >> 16)));
     }
     static __device__ __forceinline__ u16 narrow(float x) { return u16(pack(x, 0)); }
     static __device__ __forceinline__ void store_pair(u16* to, float first, float second) {
@@ -102,32 +66,6 @@ struct Element<F16> {
         asm("cvt.rn.f16.f32 %0, %1;" : "=h"(second) : "f"(high));
         return first | u32(second) << 16;
 #endif
-    }
-    static __device__ __forceinline__ u32 larger(u32 a, u32 b) {
-#if __CUDA_ARCH__ >= 800
-        u32 both;
-        asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
-        return both;
-#else
-        return pack(contract::maximum(widen(u16(a)), widen(u16(b))),
-                    contract::maximum(widen(u16(a >> 16)), widen(u16(b >> 16))));
-#endif
-    }
-    static __device__ __forceinline__ u32 smaller(u32 a, u32 b) {
-#if __CUDA_ARCH__ >= 800
-        u32 both;
-        asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
-        return both;
-#else
-        return pack(contract::minimum(widen(u16(a)), widen(u16(b))),
-                    contract::minimum(widen(u16(a >> 16)), widen(u16(b >> 16))));
-#endif
-    }
-    static __device__ __forceinline__ float largest(u32 a) {
-        return contract::maximum(widen(u16(a)), widen(u16(a >> 16)));
-    }
-    static __device__ __forceinline__ float least(u32 a) {
-        return contract::minimum(widen(u16(a)), widen(u16(a >> 16)));
     }
     static __device__ __forceinline__ u16 narrow(float x) { return u16(pack(x, 0)); }
     static __device__ __forceinline__ void store_pair(u16* to, float first, float second) {

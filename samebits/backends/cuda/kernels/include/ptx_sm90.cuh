@@ -203,6 +203,17 @@ __device__ __forceinline__ u32 cluster_rank() {
     return rank;
 }
 
+// The same place in the shared memory of another block.
+__device__ __forceinline__ u32 mapa(u32 address, u32 block) {
+    u32 remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
+    return remote;
+}
+
+__device__ __forceinline__ void store_shared_cluster(u32 to, float x) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+}
+
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                      : "memory");

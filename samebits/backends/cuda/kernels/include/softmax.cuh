@@ -8,6 +8,7 @@
 #pragma once
 
 #include "row_matrix.cuh"
+#include "words.cuh"
 
 struct SoftmaxParams {
     const void* x;
@@ -22,8 +23,8 @@ template <class In>
 __device__ __forceinline__ float maximum_of_block(const u32 (&words)[WORDS<In>]) {
     u32 high = words[0];
 #pragma unroll
-    for (int w = 1; w < WORDS<In>; ++w) high = In::larger(high, words[w]);
-    return contract::maximum_of_lanes<GROUP>(In::largest(high));
+    for (int w = 1; w < WORDS<In>; ++w) high = InWords<IN>::larger(high, words[w]);
+    return contract::maximum_of_lanes<GROUP>(InWords<IN>::largest(high));
 }
 
 // Extremes of this thread's entries, and of their blocks.
@@ -42,7 +43,7 @@ struct Extremes {
             largest = contract::maximum(largest, m[pass]);
             if (row.whole(pass)) {
 #pragma unroll
-                for (int w = 0; w < WORDS<In>; ++w) low = In::smaller(low, words[w]);
+                for (int w = 0; w < WORDS<In>; ++w) low = InWords<IN>::smaller(low, words[w]);
             } else {
                 float z[OWN];
                 widen_words<In>(words, z);
@@ -51,7 +52,7 @@ struct Extremes {
                     if (row.inside(pass, i)) least = contract::minimum(least, z[i]);
             }
         });
-        least = contract::minimum(least, In::least(low));
+        least = contract::minimum(least, InWords<IN>::least(low));
     }
 };
 
