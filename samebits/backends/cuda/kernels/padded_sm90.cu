@@ -4,6 +4,7 @@
 // A thread writes eight neighbours at once. It reads words of four bytes that lie within the eight, whatever
 // their address, and takes one element from each end where it is odd.
 
+#include "launch.cuh"
 #include "types.cuh"
 
 struct Params {
@@ -15,6 +16,8 @@ struct Params {
 };
 
 extern "C" __global__ void __launch_bounds__(256) padded_sm90(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
+    let_kernel_behind_start();
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= p.count) return;
     const u32 row = i / p.chunks, batch = row / p.rows;

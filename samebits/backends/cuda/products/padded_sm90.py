@@ -32,7 +32,7 @@ Copy = Callable[[int, int], None]
 
 def spec() -> compiler.KernelSpec:
     """The kernel that copies."""
-    return compiler.KernelSpec("padded_sm90.cu", "padded_sm90", "PqqqP3Ii", (), block=256)
+    return compiler.KernelSpec("padded_sm90.cu", "padded_sm90", "PqqqP3Ii", (), block=256, programmatic=True)
 
 
 def _readable(x: Matrix, row: int, k: int) -> bool:

@@ -87,39 +87,74 @@ __device__ __forceinline__ void store(Accumulators& acc, const Params& p, const 
     });
 }
 
+// Elements before the next multiple of eight bytes.
+__device__ __forceinline__ u32 elements_before_quad(const u16* at) {
+    return (0 - u32(reinterpret_cast<u64>(at)) / 2) % 4;
+}
+
+// Stores a warp's sixteen lines of a panel, `columns` of each: sixteen lanes a line, each what lies in eight bytes
+// of memory. In the panel that begins up to three elements after eight bytes of its own.
+__device__ __forceinline__ void store_quads(u32 lines, u16* out, i64 row_stride, int rows, int columns,
+                                            u32 lane) {
+    constexpr u32 LINE = PANEL * 2, AT_ONCE = 4;  // loads that are under way together
+    const u32 quad = lane % 16, odd = lane / 16;
+    auto place = [&](u32 quad) { return lines + odd * LINE + (quad / 2 ^ odd) * 16 + quad % 2 * 8; };
+    const u32 here = place(quad), behind = place((quad + 1) % 16);
+    u16* to = out + odd * row_stride + quad * 4;
+#pragma unroll
+    for (u32 first = 0; first < 16; first += 2 * AT_ONCE) {
+        u32 words[AT_ONCE][4];
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; ++i) {
+            const u32 line = first + 2 * i, swizzle = line % 8 * 16;
+            load_shared_pair((here ^ swizzle) + line * LINE, words[i][0], words[i][1]);
+            load_shared_pair((behind ^ swizzle) + line * LINE, words[i][2], words[i][3]);
+        }
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; ++i, to += 2 * row_stride) {
+            const u32 skip = elements_before_quad(to), shift = skip % 2 * 16;
+            u32 a = words[i][0], b = words[i][1], c = words[i][2];
+            if (skip & 2) a = b, b = c, c = words[i][3];
+            const bool whole = int(first + 2 * i + odd) < rows && int(quad * 4 + skip + 4) <= columns;
+            store_pair_if(whole, to + skip, __funnelshift_r(a, b, shift), __funnelshift_r(b, c, shift));
+        }
+    }
+}
+
+// Stores the elements that those leave at the ends of the lines, up to three at each: a lane for each end.
+__device__ __forceinline__ void store_ends(u32 lines, u16* out, i64 row_stride, int rows, int columns,
+                                           u32 lane) {
+    const u32 line = lane / 2;
+    u16* to = out + line * row_stride;
+    const int skip = elements_before_quad(to);
+    const int begin = lane % 2 ? skip + max(columns - skip, 0) / 4 * 4 : 0;
+    const int end = int(line) >= rows ? 0 : lane % 2 ? columns : min(skip, columns);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        const u32 column = begin + i;
+        if (int(column) < end)
+            to[column] =
+                load_shared_half(lines + line * PANEL * 2 + (column / 8 ^ line % 8) * 16 + column % 8 * 2);
+    }
+}
+
 // Stores one wgmma tile of 64 rows where TMA cannot: each warp packs its sixteen lines of a panel, and then
-// stores them one by one, in words of four bytes, whatever a row's address. What sticks out at the ends of a
-// line are elements.
+// stores them, whatever a row's address.
 template <int type>
 __device__ __forceinline__ void store_lines(Accumulators& acc, u32 mma_m, u32 panels, const Params& p,
                                             const TileCoord& tile, u32 thread, u32& buffer) {
-    static_assert(PANEL == 64, "a lane has a word of each line");
-    u32 first = thread / 32 * 16, lane = thread % 32;
+    static_assert(PANEL == 64, "sixteen lanes have a line");
+    const u32 first = thread / 32 * 16, lane = thread % 32;
     const int row = tile.m + int(mma_m * 64 + first), rows = (GROUPED ? tile.m_end : p.m) - row;
 #pragma unroll
     for (u32 column = 0; column < BLOCK_N; column += PANEL) {
-        u32 panel = panels + buffer * PANEL_BYTES;
+        const u32 panel = panels + buffer * PANEL_BYTES, lines = panel + first * PANEL * 2;
         pack_panel<type>(acc[mma_m], column, panel + panel_offset(thread));
         __syncwarp();  // and no more: lanes that are done pack the other panel
-        const int at = tile.n + int(column + 2 * lane), left = (GROUPED ? tile.n_end : p.n) - at;
-        u16* to = static_cast<u16*>(p.out) + tile.batch * p.batch_stride + row * p.row_stride + at;
-#pragma unroll 4
-        for (u32 line = 0; line < 16; ++line, to += p.row_stride) {
-            u32 chunk = lane / 4 ^ line % 8;
-            u32 pair = load_shared_word(panel + (first + line) * PANEL * 2 + chunk * 16 + lane % 4 * 4);
-            u32 next = __shfl_down_sync(0xFFFFFFFF, pair, 1);
-            if (int(line) >= rows) break;
-            const bool odd = reinterpret_cast<u64>(to) & 2;
-            if (odd) {
-                if (lane == 0 && left > 0) to[0] = u16(pair);
-                pair = __funnelshift_r(pair, next, 16);  // elements 1 and 2
-            }
-            const int stored = lane == 31 && odd ? min(left, 2) : left;  // element 2 is not in the panel
-            if (stored > 1 + odd)
-                *reinterpret_cast<u32*>(to + odd) = pair;
-            else if (stored > odd)
-                to[odd] = u16(pair);
-        }
+        const int at = tile.n + int(column), columns = min((GROUPED ? tile.n_end : p.n) - at, PANEL);
+        u16* out = static_cast<u16*>(p.out) + tile.batch * p.batch_stride + row * p.row_stride + at;
+        store_quads(lines, out, p.row_stride, rows, columns, lane);
+        store_ends(lines, out, p.row_stride, rows, columns, lane);
         buffer ^= 1;
     }
 }
