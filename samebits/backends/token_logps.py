@@ -104,8 +104,8 @@ class Statistics(NamedTuple):
 def room_for_logits(tokens: int, weight: Tensor) -> Tensor:
     """Memory for the logits that a forward keeps for its backward: float32 ``[tokens, n]``.
 
-    They are those of the vocabulary's first entries, whole blocks of them or all, with the bias and before the
-    scale. They take no more memory than `weight`: so shapes alone decide how many they are. Of a whole
+    They are those of the vocabulary's first entries, whole blocks of them or all, with the bias and before
+    the scale. They take no more memory than `weight`: so shapes alone decide how many they are. Of a whole
     vocabulary, a row has up to three more elements, so that all rows start at multiples of 16 bytes.
     """
     vocabulary, features = weight.shape

@@ -141,7 +141,7 @@ def grad_logits(
 def grad_logits_later(
     out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
 ) -> Step:
-    """:func:`grad_logits` of logits that are there, contiguous along the vocabulary. All tensors must live."""
+    """:func:`grad_logits` as a step: of contiguous rows, in tensors that must live until then."""
     tokens, width = logits.shape
     entropy = grad_entropy is not None
     kernel = _kernel("grad_logits", logits.get_device(), logits.dtype, out.dtype, entropy)

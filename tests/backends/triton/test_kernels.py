@@ -230,7 +230,7 @@ def test_fused_log_probabilities_compile(target: str) -> None:
         if size:
             constants["PARTS"] = s.parts
         if i % 3 == 0:
-            constants |= dict.fromkeys({"bias", "u", "grad_entropy"} & set(kernel.arg_names))
+            constants |= dict.fromkeys({"bias", "u", "keep", "grad_entropy"} & set(kernel.arg_names))
         text = compiled(target, kernel, types, constants)
         assert_multiplies_16_bit_operands(text, target)
         assert_exact_functions(text, target)
