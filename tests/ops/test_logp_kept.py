@@ -110,7 +110,7 @@ def test_nothing_is_kept_where_no_gradient_can_be_asked_for() -> None:
             forward(*given)
         forward(*(t.detach() for t in given))
         room.assert_not_called()
-        forward(*(t.detach() for t in given[:2]), given[2])
+        forward(given[0].detach(), given[1].detach(), given[2])
         room.assert_called_once()
 
 

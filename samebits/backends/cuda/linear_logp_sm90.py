@@ -64,7 +64,7 @@ def spec(
     folded: bool,
     kept: bool = False,
 ) -> compiler.KernelSpec:
-    """The kernel ``statistics_sm90`` or ``grad_logits_sm90`` under a schedule. `kept`: the first keeps logits."""
+    """The kernel ``statistics_sm90``, which may keep logits, or ``grad_logits_sm90``, under a schedule."""
     constants = {
         "INPUT_F16": int(dtype == torch.float16),
         "A_MN": 0,
@@ -198,7 +198,8 @@ def statistics(
 ) -> Statistics:
     """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``.
 
-    The vocabulary's first logits go into `keep`, with as many columns: ``token_logps.room_for_logits``. `schedule` replaces the default choice. It never changes a bit.
+    The vocabulary's first logits go into `keep`, with as many columns: ``token_logps.room_for_logits``.
+    `schedule` replaces the default choice. It never changes a bit.
     """
     (tokens, features), vocabulary = hidden.shape, weight.shape[0]
     kept = keep is not None

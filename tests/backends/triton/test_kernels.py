@@ -179,7 +179,8 @@ def tiles(
 
 
 ROWS = dict.fromkeys(
-    ["m", "s", "u", "target_logit", "logp", "entropy", "shift", "log_sum", "grad", "grad_entropy"], "*fp32"
+    ["m", "s", "u", "target_logit", "keep", "logp", "entropy", "shift", "log_sum", "grad", "grad_entropy"],
+    "*fp32",
 ) | {"target": "*i64", "scale": "fp32"}
 
 
