@@ -262,7 +262,7 @@ def statistics_tiles(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """:func:`kernels.matmul_tiles` and :func:`block_statistics` in one kernel. Only kept logits leave registers."""
+    """:func:`kernels.matmul_tiles` and :func:`block_statistics` in one kernel. Only kept logits leave it."""
     tiles_m, tiles_n = tl.cdiv(tokens, BLOCK_M), tl.cdiv(vocabulary, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
