@@ -1,4 +1,4 @@
-"""``samebits.linear_logp``: log-probabilities from hidden states. Only some logits are stored, if any."""
+"""``samebits.linear_logp``: log-probabilities from hidden states, without storing all the logits."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def linear_logp(
     ``entropy = -sum over v of p[v] * log p[v]``, with ``p = softmax(z)``
 
     Logits are the float32 accumulators of the product's chain over ascending d, plus the bias. They are never
-    rounded to 16 bits, and only a part of them exists at a time. The sums over the vocabulary run over blocks
-    of 128 entries in the order of ``docs/contract.md``, "Log-probabilities". A token's results depend only on
-    its hidden state, the weights and its target.
+    rounded to 16 bits, and only a part of them exists at a time, or is kept for the backward. The sums over
+    the vocabulary run over blocks of 128 entries in the order of ``docs/contract.md``, "Log-probabilities". A
+    token's results depend only on its hidden state, the weights and its target.
 
     Args:
         hidden: ``[..., D]``; bfloat16, float16 or float32, any strides.
@@ -99,9 +99,10 @@ def linear_logp(
 
     Gradients: those of the logits are rounded to the dtype of ``hidden``, except under ``FMA``. The others
     follow as in :func:`samebits.linear`: that of ``hidden`` is one chain over the vocabulary, those of
-    ``weight`` and ``bias`` are one chain over the tokens of all sequences. The backward computes the logits
-    again, a part of the vocabulary at a time. The size of the parts changes no bit. Second derivatives are
-    not implemented.
+    ``weight`` and ``bias`` are one chain over the tokens of all sequences. Where a gradient may be asked for,
+    the forward keeps the logits of the vocabulary's first entries, as many as take no more memory in float32
+    than ``weight``. The backward computes the others again, a part of the vocabulary at a time. How many are
+    kept, and the size of the parts, changes no bit. Second derivatives are not implemented.
 
     Raises:
         TypeError: a dtype or the kind of an argument is not one of these.
