@@ -77,7 +77,7 @@ def spec(
         "PANEL": s.panel if entry == "grad_logits_sm90" else 0,
         "RAGGED": 0,
         "ENTROPY": int(entropy),
-        "KEPT": int(kept),
+        **({"KEPT": int(kept)} if entry == "statistics_sm90" else {}),
     }
     return compiler.KernelSpec(
         source=f"{entry}.cu",

@@ -35,8 +35,8 @@
 //   ENTROPY              1: also what entropies need
 //   KEPT                 1: also the logits of the vocabulary's first entries, for the backward
 
-#if !defined(INPUT_F16) || !defined(RAGGED)
-#error "INPUT_F16 and RAGGED are needed: #if takes a missing macro for 0"
+#if !defined(INPUT_F16) || !defined(RAGGED) || !defined(KEPT)
+#error "INPUT_F16, RAGGED and KEPT are needed: #if takes a missing macro for 0"
 #endif
 
 #include "accumulators_sm90.cuh"
