@@ -250,11 +250,10 @@ def fp8(h: Any) -> Iterator[Kernel]:
 def log_probabilities_on_hopper(h: Any) -> Iterator[Kernel]:
     """All schedules, dtypes and results."""
     operands = ((BF16, None), (BF16, BF16), (F16, F32))
-    for entry, (dtype, bias), entropy in itertools.product(
-        ("statistics_sm90", "grad_logits_sm90"), operands, (False, True)
-    ):
+    entries = ("statistics_sm90", False), ("statistics_sm90", True), ("grad_logits_sm90", False)
+    for (entry, kept), (dtype, bias), entropy in itertools.product(entries, operands, (False, True)):
         for s in h.linear_logp_sm90.schedules(entry):
-            case = {"dtype": dtype, "bias": bias, "entropy": entropy, "folded": s.block_n < 32}
+            case = {"dtype": dtype, "bias": bias, "entropy": entropy, "folded": s.block_n < 32, "kept": kept}
             yield h.linear_logp_sm90.spec(entry, s, **case), HOPPER
 
 
