@@ -47,6 +47,7 @@ EPILOGUES: list[dict[str, Any]] = [
     {"out_dtype": F32, "accumulate": True},
     {"out_dtype": F32, "accumulate": True, "aligned": False},
     {"out_dtype": BF16, "aligned": False, "bias_dtype": BF16},
+    {"out_dtype": BF16, "aligned": False},
     {"out_dtype": F16, "dtype": F16, "bias_dtype": F16, "folded": True},
 ]
 """Each kind of epilogue and operand of the tensor-core kernel on Hopper once."""
@@ -249,11 +250,10 @@ def fp8(h: Any) -> Iterator[Kernel]:
 def log_probabilities_on_hopper(h: Any) -> Iterator[Kernel]:
     """All schedules, dtypes and results."""
     operands = ((BF16, None), (BF16, BF16), (F16, F32))
-    for entry, (dtype, bias), entropy in itertools.product(
-        ("statistics_sm90", "grad_logits_sm90"), operands, (False, True)
-    ):
+    entries = ("statistics_sm90", False), ("statistics_sm90", True), ("grad_logits_sm90", False)
+    for (entry, kept), (dtype, bias), entropy in itertools.product(entries, operands, (False, True)):
         for s in h.linear_logp_sm90.schedules(entry):
-            case = {"dtype": dtype, "bias": bias, "entropy": entropy, "folded": s.block_n < 32}
+            case = {"dtype": dtype, "bias": bias, "entropy": entropy, "folded": s.block_n < 32, "kept": kept}
             yield h.linear_logp_sm90.spec(entry, s, **case), HOPPER
 
 
@@ -332,7 +332,6 @@ def whole_files(h: Any) -> Iterator[Kernel]:
         for ranks in (2, 8):  # both kernels of the file
             yield h.exchange.parts_spec(ranks, arch >= "sm_90"), arch
     yield h.padded_sm90.spec(), HOPPER
-    yield h.padded_sm90.spec_back(), HOPPER
 
 
 def name(kernel: Kernel) -> str:

@@ -12,6 +12,7 @@ are those of the second, so they are not the lucky ones of a choice.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import statistics
@@ -28,6 +29,7 @@ from torch import Tensor
 from benchmarks.record import RESULTS, environment, lines_of_progress, results_file, slug, write
 from samebits.backends.cuda import devices, precompile
 from samebits.backends.cuda.shapes import ProductShape
+from samebits.backends.cuda.tuned import schedule_data
 from samebits.tools.bench.clock import Race, how
 from samebits.tools.shapes import of_weights
 from samebits.tools.tune.contest import Contest
@@ -94,9 +96,13 @@ def halves(times: Sequence[float]) -> tuple[float, float]:
     return statistics.median(times[:half]), statistics.median(times[half:])
 
 
-def measured(of: Contest, race: Any, by_itself: bool) -> tuple[dict[str, float], int]:
-    """Microseconds of torch, of the cost model's choice and of the tuned one, and the place of the latter."""
-    early = {name: statistics.median(t) for name, t in race.turns(3).items()}
+Found = tuple[dict[str, float], int, dict[str, float]]
+
+
+def measured(of: Contest, race: Any, by_itself: bool) -> Found:
+    """Microseconds of torch, of the cost model's choice and of the tuned one, the place of the latter, and
+    those of all in their first turns."""
+    early = {name: float(f"{statistics.median(t):.5g}") for name, t in race.turns(3).items()}
     places = sorted((str(i) for i in range(1, len(of.ways))), key=lambda name: early[name])[:_FINALISTS]
     names = ["torch", "0", *(name for name in places if early[name] < 1.02 * early["0"])]
     race.keep(names)
@@ -104,10 +110,10 @@ def measured(of: Contest, race: Any, by_itself: bool) -> tuple[dict[str, float],
     best = min(names[1:], key=lambda name: times[name][0])
     tuned = best if times["0"][0] > (1 + MARGIN) * times[best][0] else "0"
     us = {"torch": times["torch"][1], "untuned": times["0"][1], "tuned": times[tuned][1]}
-    return {who: float(f"{t:.5g}") for who, t in us.items()}, int(tuned)
+    return {who: float(f"{t:.5g}") for who, t in us.items()}, int(tuned), early
 
 
-def measure(of: Contest, l2_bytes: int) -> tuple[dict[str, float], int]:
+def measure(of: Contest, l2_bytes: int) -> Found:
     """The same, on the GPU."""
     tidy()
     sets = operand_sets(of, l2_bytes)
@@ -158,11 +164,13 @@ def main() -> None:
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
     parser.add_argument("--budget", type=float, default=140, help="begin no product after so many seconds")
     parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/held_out.json")
+    parser.add_argument("--every", type=results_file, help="microseconds of all schedules, to fit costs to")
     options = parser.parse_args()
     start, console, record = time.monotonic(), Console(width=130), environment(options.commit)
     device, say = torch.cuda.current_device(), lines_of_progress(console)
     todo: list[tuple[str, Contest, list[Future[bool]]]] = []
     data: dict[str, Any] = {"environment": record, "seed": SEED, "cases": []}
+    every_time: list[dict[str, Any]] = []
     every = products(drawn())
     with torch.no_grad(), precompile.Ahead() as ahead:
         torch.manual_seed(0)
@@ -175,15 +183,24 @@ def main() -> None:
             wait(compiling, max(0.0, options.budget - (time.monotonic() - start)))
             if time.monotonic() - start >= options.budget:
                 break
-            us, place = measure(of, devices.device_info(device).l2_bytes)
+            us, place, early = measure(of, devices.device_info(device).l2_bytes)
             m, k, n = sizes(work, of.shape)
             schedules = {who: label(of.ways[at].schedule) for who, at in (("untuned", 0), ("tuned", place))}
             data["cases"].append({"work": work, "m": m, "k": k, "n": n, "us": us, "schedules": schedules})
+            every_time.append({"work": work, "m": m, "k": k, "n": n} | all_times(of, early))
     data["left"] = len(every) - len(data["cases"])
     out = options.out or RESULTS / slug(torch.cuda.get_device_name()) / "held_out.json"
     console.print(show(data))
     console.print(f"{len(data['cases'])} of {len(every)} products in {time.monotonic() - start:.0f} s")
     write(out, data)
+    if options.every:
+        options.every.write_text(json.dumps(every_time, separators=(",", ":")).replace("},{", "},\n{") + "\n")
+
+
+def all_times(of: Contest, early: dict[str, float]) -> dict[str, Any]:
+    """Microseconds of each schedule in the first turns, in the order of its fields, and of torch."""
+    ways = [[*schedule_data(way.schedule).values()][1:] for way in of.ways]
+    return {"torch": early["torch"], "ways": [[*way, early[str(i)]] for i, way in enumerate(ways)]}
 
 
 def sizes(work: str, s: Any) -> tuple[int, int, int]:

@@ -3,8 +3,8 @@
 python -m benchmarks.logp [--commit COMMIT] [--out FILE]
 
 It writes benchmarks/results/<gpu>/logp.json. Times are medians of eager calls, which include the check of
-targets, and of the forward in CUDA graphs, without CPU launch overhead. Each contestant runs alone before it
-is timed, until the clock follows its power. Cases with wrong bits are not timed.
+targets, and of CUDA graphs, without CPU launch overhead. Each contestant runs alone before it is timed, until
+the clock follows its power. Cases with wrong bits are not timed.
 """
 
 from __future__ import annotations
@@ -144,6 +144,7 @@ def measure(case: Case) -> dict[str, Any]:
         "forward_graph_ms": replayed,
         "forward_mib": used,
         "forward_backward_ms": times(both),
+        "forward_backward_graph_ms": times(graphs(both)),
         "forward_backward_peak_mib": {name: memory(run) for name, run in both.items()},
     }
 

@@ -106,8 +106,11 @@ def gpu_logp(data: dict[str, Any]) -> str:
             ("forward", "forward", case["forward_mib"]),
             ("forward_graph", "in a CUDA graph", {}),
             ("forward_backward", "and backward", case["forward_backward_peak_mib"]),
+            ("forward_backward_graph", "both in a CUDA graph", {}),
         ):
-            ms = case[f"{work}_ms"]
+            ms = case.get(f"{work}_ms")
+            if ms is None:  # a recording from before it was measured
+                continue
             cells = [
                 f"{ms[name]:.4g} ms" + (f", {mib[name]:,.0f} MiB" if name in mib else "")
                 if name in ms

@@ -25,12 +25,21 @@ def statistics(
     weight: Tensor,
     bias: Tensor | None,
     rows: Rows,
+    keep: Tensor | None = None,
     *,
     contract: str,
 ) -> Statistics:
-    """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``."""
-    out = Statistics.empty(rows)
-    for some in vocabulary_pieces(slice(0, rows.vocabulary), hidden.shape[0], _LOGITS):
+    """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``.
+
+    The vocabulary's first logits go into `keep`, with as many columns: ``token_logps.room_for_logits``.
+    """
+    out, kept = Statistics.empty(rows), 0
+    if keep is not None:
+        kept = keep.shape[1]
+        b = None if bias is None else bias[:kept]
+        products.matmul_later(keep, hidden, weight[:kept].mT, bias=b, contract=contract)()
+        logp.add_statistics(out, keep, 0, rows)
+    for some in vocabulary_pieces(slice(kept, rows.vocabulary), hidden.shape[0], _LOGITS):
         logits = logits_of(products, hidden, weight, bias, some, contract)
         logp.add_statistics(out, logits, some.start, rows)
         del logits  # before the next ones are allocated

@@ -395,7 +395,8 @@ def _partial_gradients(
         None if grad_entropy is None else grad_entropy.reshape(-1).contiguous(),
     )
     key = of_one_rank(key, size)
-    dw, db = whole.gradients_into(dx, rows, *grads, hidden, weight, bias, cu_seqlens, None, needed, key)
+    kept = shift.new_empty(len(flat), 0)
+    dw, db = whole.gradients_into(dx, rows, *grads, hidden, weight, bias, cu_seqlens, None, kept, needed, key)
     return dx.view(hidden.shape) if needed[0] else dx, dw, db
 
 

@@ -1,4 +1,4 @@
-"""``samebits.linear_logp``: log-probabilities from hidden states, without storing the logits."""
+"""``samebits.linear_logp``: log-probabilities from hidden states, without storing all the logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from samebits.backends import Key, Step, contract_of, on_gpu, unpack_key
 from samebits.backends.logits_in_pieces import empty_grads
 from samebits.backends.replay import refuse
-from samebits.backends.token_logps import GradLogitsInputs, Rows
+from samebits.backends.token_logps import GradLogitsInputs, Rows, room_for_logits
 from samebits.contract import Contract, segmented_key
 from samebits.ops._checks import check_operands, check_segments, shape
 from samebits.ops._memory import check_accumulator, refuse_overlap
@@ -73,9 +73,9 @@ def linear_logp(
     ``entropy = -sum over v of p[v] * log p[v]``, with ``p = softmax(z)``
 
     Logits are the float32 accumulators of the product's chain over ascending d, plus the bias. They are never
-    rounded to 16 bits, and only a part of them exists at a time. The sums over the vocabulary run over blocks
-    of 128 entries in the order of ``docs/contract.md``, "Log-probabilities". A token's results depend only on
-    its hidden state, the weights and its target.
+    rounded to 16 bits, and only a part of them exists at a time, or is kept for the backward. The sums over
+    the vocabulary run over blocks of 128 entries in the order of ``docs/contract.md``, "Log-probabilities". A
+    token's results depend only on its hidden state, the weights and its target.
 
     Args:
         hidden: ``[..., D]``; bfloat16, float16 or float32, any strides.
@@ -99,9 +99,10 @@ def linear_logp(
 
     Gradients: those of the logits are rounded to the dtype of ``hidden``, except under ``FMA``. The others
     follow as in :func:`samebits.linear`: that of ``hidden`` is one chain over the vocabulary, those of
-    ``weight`` and ``bias`` are one chain over the tokens of all sequences. The backward computes the logits
-    again, a part of the vocabulary at a time. The size of the parts changes no bit. Second derivatives are
-    not implemented.
+    ``weight`` and ``bias`` are one chain over the tokens of all sequences. Where a gradient may be asked for,
+    the forward keeps the logits of the vocabulary's first entries, as many as take no more memory in float32
+    than ``weight``. The backward computes the others again, a part of the vocabulary at a time. How many are
+    kept, and the size of the parts, changes no bit. Second derivatives are not implemented.
 
     Raises:
         TypeError: a dtype or the kind of an argument is not one of these.
@@ -133,9 +134,10 @@ def linear_logp(
                 "samebits.linear_logp: main_grad: expected a weight that requires a gradient, to go there"
             )
     refuse_unknown = watch_target("linear_logp", target, weight.shape[0], ignore_index, key)
-    logp, entropy, _, _ = _operator(
+    keep = torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, weight, *biases))
+    logp, entropy, *_ = _operator(
         *(hidden, weight, bias, target, cu_seqlens, main_grad),
-        *(ignore_index, scale, return_entropy, key),
+        *(ignore_index, scale, return_entropy, keep, key),
     )
     refuse_unknown()
     return (logp, entropy) if return_entropy else logp
@@ -215,8 +217,9 @@ def _forward(
     ignore_index: int,
     scale: float,
     entropy: bool,
+    keep: bool,
     key: Key,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if main_grad is not None:  # checked here, because tensors have no memory while code is traced
         refuse("memory that overlaps is refused in each call")
         _refuse_overlap(main_grad, hidden=hidden, weight=weight, bias=bias)
@@ -225,12 +228,18 @@ def _forward(
     vocabulary, features = weight.shape
     rows = Rows.empty(target.reshape(-1).contiguous(), vocabulary, ignore_index, scale=scale, entropy=entropy)
     x = hidden.reshape(target.numel(), features)
+    room = _room(target.numel(), weight, keep)
     for start, stop in pieces(target.numel(), vocabulary, _STATISTICS):
         part = rows.part(start, stop)
         some = x if part is rows else x[start:stop]
-        logits.combine(backend.statistics(some, weight, bias, part, contract=contract), part)
+        its_room = room[start:stop, :vocabulary] if room.numel() else None
+        logits.combine(backend.statistics(some, weight, bias, part, its_room, contract=contract), part)
     kept = target.shape if entropy else (0,)
-    return rows.logp.view(target.shape), rows.entropy.view(kept), rows.shift, rows.log_sum
+    return rows.logp.view(target.shape), rows.entropy.view(kept), rows.shift, rows.log_sum, room
+
+
+def _room(tokens: int, weight: Tensor, keep: bool) -> Tensor:
+    return room_for_logits(tokens, weight) if keep else weight.new_empty((tokens, 0), dtype=torch.float32)
 
 
 def check_offsets(hidden: Tensor, cu_seqlens: Tensor | None, key: Key) -> None:
@@ -254,6 +263,7 @@ def _gradients(
     entropy: Tensor,
     shift: Tensor,
     log_sum: Tensor,
+    room: Tensor,
     ignore_index: int,
     scale: float,
     key: Key,
@@ -272,7 +282,8 @@ def _gradients(
         None if grad_entropy is None else grad_entropy.reshape(-1).contiguous(),
     )
     dw, db = gradients_into(
-        dx, rows, *grads, hidden, weight, bias, cu_seqlens, main_grad if needed[1] else None, needed, key
+        *(dx, rows, *grads, hidden, weight, bias, cu_seqlens, main_grad if needed[1] else None),
+        *(room[:, : weight.shape[0]], needed, key),
     )
     return dx.view(hidden.shape) if needed[0] else dx, dw, db
 
@@ -287,6 +298,7 @@ def gradients_into(
     bias: Tensor | None,
     cu_seqlens: Tensor | None,
     acc: Tensor | None,
+    kept: Tensor,
     needed: list[bool],
     key: Key,
 ) -> tuple[Tensor, Tensor]:
@@ -296,8 +308,9 @@ def gradients_into(
         dx: ``[tokens, D]``, of the dtype of `hidden`, or float32 for the sum as it is before it is rounded.
         rows: with their results.
         acc: the weight's ``main_grad``.
+        kept: logits of the vocabulary's first entries, ``[tokens, n]``. The others are computed again.
     """
-    backend, _, products, contract = backend_of(hidden, key)
+    backend, logits, products, contract = backend_of(hidden, key)
     vocabulary, features = weight.shape
     tokens = len(rows.target)
     x = hidden.reshape(tokens, features)
@@ -312,8 +325,13 @@ def gradients_into(
 
     def steps() -> Iterator[Step]:
         for part, room in zip(parts, grad_logits, strict=True):
-            given = GradLogitsInputs(x, weight, bias, part, rows, grad, grad_entropy)
-            yield backend.grad_logits_later(room, given, contract=contract)
+            start, stop = part.start, max(part.start, min(part.stop, kept.shape[1]))
+            if start < stop:
+                given = kept[:, start:stop], start, rows, grad, grad_entropy
+                yield logits.grad_logits_later(room[:, : stop - start], *given)
+            if stop < part.stop:
+                others = GradLogitsInputs(x, weight, bias, slice(stop, part.stop), rows, grad, grad_entropy)
+                yield backend.grad_logits_later(room[:, stop - start :], others, contract=contract)
             dz = room[:, : part.stop - part.start]
             columns = dz.view(*by_sequence.shape[:3], dz.shape[1]).mT
             if needed[0]:
@@ -343,16 +361,18 @@ def _fake(
     ignore_index: int,
     scale: float,
     entropy: bool,
+    keep: bool,
     key: Key,
 ) -> tuple[Tensor, ...]:
     shapes = (target.shape, target.shape if entropy else (0,), (target.numel(),), (target.numel(),))
-    return tuple(hidden.new_empty(s, dtype=torch.float32) for s in shapes)
+    results = (hidden.new_empty(s, dtype=torch.float32) for s in shapes)
+    return *results, _room(target.numel(), weight, keep)
 
 
 _operator = Operator(
     "linear_logp(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? cu_seqlens,"
-    " Tensor? main_grad, int ignore_index, float scale, bool entropy, str contract)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? main_grad, int ignore_index, float scale, bool entropy, bool keep, str contract)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_forward,
     fake=_fake,
 )
@@ -370,7 +390,7 @@ def _fake_gradients(*args: Any) -> tuple[Tensor, ...]:
 _gradient = Operator(
     "linear_logp_backward(Tensor grad, Tensor? grad_entropy, Tensor hidden, Tensor weight, Tensor? bias,"
     " Tensor target, Tensor? cu_seqlens, Tensor(a!)? main_grad, Tensor entropy, Tensor shift, Tensor log_sum,"
-    " int ignore_index, float scale, str contract, bool[3] needed) -> (Tensor, Tensor, Tensor)",
+    " Tensor room, int ignore_index, float scale, str contract, bool[3] needed) -> (Tensor, Tensor, Tensor)",
     cpu=_gradients,
     fake=_fake_gradients,
 )
@@ -378,7 +398,7 @@ _gradient = Operator(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     # main_grad is not a saved tensor, because other micro-batches may change it before this backward.
-    *tensors, ctx.main_grad, ctx.ignore_index, ctx.scale, ctx.entropy, ctx.key = inputs
+    *tensors, ctx.main_grad, ctx.ignore_index, ctx.scale, ctx.entropy, _, ctx.key = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
@@ -388,7 +408,7 @@ def _backward(
     ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None, grad_entropy: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("linear_logp")
-    hidden, weight, bias, target, cu_seqlens, entropy, shift, log_sum = saved
+    hidden, weight, bias, target, cu_seqlens, entropy, shift, log_sum, room = saved
     needed = list(ctx.needs_input_grad[:3])
     if grad is None:
         grad = shift.new_zeros(target.shape)
@@ -407,11 +427,12 @@ def _backward(
             entropy,
             shift,
             log_sum,
+            room,
         ),
         *(ctx.ignore_index, ctx.scale, ctx.key, needed),
     )
     needed[1] = needed[1] and ctx.main_grad is None
-    return *(g if n else None for g, n in zip(gradients, needed, strict=True)), *(None,) * 7
+    return *(g if n else None for g, n in zip(gradients, needed, strict=True)), *(None,) * 8
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)

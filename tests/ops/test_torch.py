@@ -76,16 +76,16 @@ OPERATORS: dict[str, Callable[[torch.dtype, str], tuple[Any, ...]]] = {
     ),
     "linear_logp": lambda d, c: (
         *(leaf(2, 3, 5, dtype=d), leaf(9, 5, dtype=d), leaf(9, dtype=d), TARGET.view(2, 3)),
-        *(None, None, -100, 1.0, False, c),
+        *(None, None, -100, 1.0, False, True, c),
     ),
     "linear_logp packed": lambda d, c: (
         *(leaf(6, 5, dtype=d), leaf(9, 5, dtype=d), None, TARGET),
-        *(torch.tensor([0, 2, 6]), torch.zeros(9, 5), -100, 0.5, True, c),
+        *(torch.tensor([0, 2, 6]), torch.zeros(9, 5), -100, 0.5, True, False, c),
     ),
     "linear_logp_backward": lambda d, c: (
         *(leaf(6).detach(), leaf(6).detach(), leaf(6, 5, dtype=d).detach(), leaf(9, 5, dtype=d).detach()),
         *(leaf(9, dtype=d).detach(), TARGET, None, torch.zeros(9, 5)),
-        *(leaf(6).detach(), torch.zeros(6), torch.ones(6)),
+        *(leaf(6).detach(), torch.zeros(6), torch.ones(6), torch.zeros(6, 12)),
         *(-100, 0.5, c, [True, True, True]),
     ),
 }

@@ -92,6 +92,7 @@ def products(every: int):
                     Inputs(a, b, acc=acc, cu_seqlens=spans).into(acc),
                     Inputs(a, b, acc=acc).into(torch.ones_like(acc)),
                     Inputs(a, b, bias=bias).into(torch.empty(m, n, dtype=DTYPE, device="cuda")),
+                    Inputs(a, b).into(torch.empty(m, n, dtype=DTYPE, device="cuda")),
                     Inputs(a, b, bias=bias).into(torch.empty(m, n, device="cuda")),
                 ):
                     if takes(kernel, Product.of(x, kernel.step), schedule):
@@ -135,7 +136,8 @@ def ways(s: Sm90Schedule, x: Operands) -> dict[str, bool]:
         "several tiles for a block": tiles >= 2 * blocks // s.cluster,
         "a ring that goes round": p.k > s.block_k * s.stages,
         "a last tile moved back": x.start is None and rows > s.block_m and rows % s.block_m > 0,
-        "output in panels": constants["PANEL"] > 0,
+        "output in panels by TMA": constants["PANEL"] > 0 and constants["ALIGNED"] > 0,
+        "output in panels by lines": constants["PANEL"] > 0 and constants["ALIGNED"] == 0,
         "maps folded": constants["FOLDED"] > 0,
         "a batch": p.batch > 1,
         "chains carried on": x.start is not None,

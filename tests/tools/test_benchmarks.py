@@ -154,9 +154,11 @@ def test_logp() -> None:
     ms, mib = {"samebits": 2.0, "torch": 3.0}, {"samebits": 40.2, "torch": 4096.0}
     case = {"tokens": 16, "d": 64, "v": 1000, "forward_ms": ms | {logp.PRODUCT: 1.0}, "forward_mib": mib}
     case |= {"forward_graph_ms": ms, "forward_backward_ms": ms, "forward_backward_peak_mib": mib}
+    case |= {"forward_backward_graph_ms": {"samebits": 1.0, "torch": 4.0}}
     said = gpu_logp({"environment": environment("c0ffee") | {"gpu": "A GPU"}, "cases": [case]})
     assert "| 16, 64, 1,000 | forward | 2 ms, 40 MiB | 3 ms, 4,096 MiB | 1 ms | 1.50 |" in said
     assert "| 16, 64, 1,000 | and backward | 2 ms, 40 MiB | 3 ms, 4,096 MiB |  | 1.50 |" in said
+    assert "| 16, 64, 1,000 | both in a CUDA graph | 1 ms | 4 ms |  | 4.00 |" in said
     assert "gradients included" in said
     assert "(docs/assets/a-gpu-logp.svg)" in said
     assert plot.OURS in plot.render(plot.gpu_logp({"environment": {"gpu": "A GPU"}, "cases": [case]}))
@@ -375,7 +377,8 @@ def test_held_out_times_are_not_those_that_chose() -> None:
 
     race: Any = Race()
     of: Any = Of()
-    us, place = held_out.measured(of, race, True)
+    us, place, early = held_out.measured(of, race, True)
+    assert early == {"0": 10.0, "1": 11.0, "2": 9.0, "3": 8.0, "torch": 10.0}
     assert race.kept == ["torch", "0", "3", "2"]
     assert (us, place) == ({"torch": 12, "untuned": 10, "tuned": 9.5}, 3)
     case = {"work": "dX", "m": 16, "k": 64, "n": 32, "us": us}

@@ -7,7 +7,6 @@ device sees it. Who maps that memory is in :mod:`samebits.distributed`.
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from samebits.backends.product import need
 __all__ = ["Memory", "add_parts", "add_small", "control_bytes", "data_bytes", "packets_spec", "parts_spec"]
 
 BLOCKS = 256  # of a launch at most
-_THREADS, _QUADS = 512, int(os.environ.get("TRIAL_QUADS", 2))  # as in the source
+_THREADS, _QUADS = 512, 2  # as in the source
 STATE = 2 * BLOCKS * 8 * 4  # bytes of flags, of up to 8 ranks, before the state
 INBOXES = STATE + 256
 
@@ -62,7 +61,7 @@ def data_bytes(ranks: int, part: int) -> int:
 
 
 def _spec(entry: str, params: str, ranks: int, programmatic: bool) -> compiler.KernelSpec:
-    constants = ("RANKS", ranks), ("BLOCKS", BLOCKS), ("QUADS_AT_ONCE", _QUADS)
+    constants = ("RANKS", ranks), ("BLOCKS", BLOCKS)
     return compiler.KernelSpec(
         "exchange.cu", entry, params, constants, block=_THREADS, programmatic=programmatic
     )
@@ -82,7 +81,7 @@ def parts_spec(ranks: int, programmatic: bool) -> compiler.KernelSpec:
 def _loaded(entry: str, ranks: int, device: int) -> tuple[runtime.Kernel, int]:
     info = devices.device_info(device)
     spec = {"packets": packets_spec, "parts": parts_spec}[entry]
-    return runtime.load(spec(ranks, info.capability >= (9, 0)), device), min(info.sm_count * int(os.environ.get("TRIAL_BLOCKS", 1)), BLOCKS)
+    return runtime.load(spec(ranks, info.capability >= (9, 0)), device), min(info.sm_count, BLOCKS)
 
 
 def _kinds(out: Tensor, bias: Tensor | None) -> tuple[int, int]:

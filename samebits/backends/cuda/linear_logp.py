@@ -13,12 +13,21 @@ from samebits.contract import contract_from_key
 
 
 def statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, *, contract: str
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Rows,
+    keep: Tensor | None = None,
+    *,
+    contract: str,
 ) -> Statistics:
-    """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``."""
+    """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``.
+
+    The vocabulary's first logits go into `keep`, with as many columns: ``token_logps.room_for_logits``.
+    """
     if _supports_fused(hidden, weight, bias, contract):
-        return linear_logp_sm90.statistics(hidden, weight, bias, rows)
-    return logits_in_pieces.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
+        return linear_logp_sm90.statistics(hidden, weight, bias, rows, keep)
+    return logits_in_pieces.statistics(matmul, logp, hidden, weight, bias, rows, keep, contract=contract)
 
 
 def grad_logits_later(out: Tensor, given: GradLogitsInputs, *, contract: str) -> Step:
@@ -29,7 +38,7 @@ def grad_logits_later(out: Tensor, given: GradLogitsInputs, *, contract: str) ->
 
 
 def _supports_fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:
-    """Whether the fused kernels, which store no logits, take these operands."""
+    """Whether the fused kernels, which need no logits in memory, take these operands."""
     return _by_tensor_cores(contract, hidden.get_device()) and linear_logp_sm90.supports(hidden, weight, bias)
 
 

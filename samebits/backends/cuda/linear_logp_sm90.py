@@ -22,6 +22,7 @@ from samebits.functions import VOCAB_BLOCK
 __all__ = ["choose", "grad_logits_later", "schedules", "spec", "statistics", "supports"]
 
 _PARAMS = {"statistics_sm90": "128s128sPPPPPPiiiiif", "grad_logits_sm90": "128s128s128sPPPPPPPqqqiiiif"}
+_KEPT = "Pqi"  # of statistics_sm90 that keeps logits, after the others
 _LINE = (VOCAB_BLOCK + 4) * 4  # bytes of a line in statistics_sm90.cu
 
 
@@ -61,8 +62,9 @@ def spec(
     bias: torch.dtype | None,
     entropy: bool,
     folded: bool,
+    kept: bool = False,
 ) -> compiler.KernelSpec:
-    """The kernel ``statistics_sm90`` or ``grad_logits_sm90`` under a schedule."""
+    """The kernel ``statistics_sm90``, which may keep logits, or ``grad_logits_sm90``, under a schedule."""
     constants = {
         "INPUT_F16": int(dtype == torch.float16),
         "A_MN": 0,
@@ -75,11 +77,12 @@ def spec(
         "PANEL": s.panel if entry == "grad_logits_sm90" else 0,
         "RAGGED": 0,
         "ENTROPY": int(entropy),
+        **({"KEPT": int(kept)} if entry == "statistics_sm90" else {}),
     }
     return compiler.KernelSpec(
         source=f"{entry}.cu",
         entry=entry,
-        params=_PARAMS[entry],
+        params=_PARAMS[entry] + _KEPT * kept,
         constants=tuple(constants.items()),
         block=s.threads,
         smem=s.smem(0, False, False) + _epilogue_bytes(entry, s),
@@ -113,6 +116,7 @@ def _prepared(
     dtype: torch.dtype,
     bias: torch.dtype | None,
     entropy: bool,
+    kept: bool,
     tokens: int,
     vocabulary: int,
     features: int,
@@ -134,7 +138,9 @@ def _prepared(
     weight = Side(vocabulary, features, 0, weight_stride, 1)
     return (
         s,
-        runtime.load(spec(entry, s, dtype=dtype, bias=bias, entropy=entropy, folded=folded), device),
+        runtime.load(
+            spec(entry, s, dtype=dtype, bias=bias, entropy=entropy, folded=folded, kept=kept), device
+        ),
         s.grid(rows, columns, 1, devices.device_info(device).sm_count),
         operand_maps(dtype, hidden, 1, False, hidden_block, s.block_k, hidden_sharers, *how),
         operand_maps(dtype, weight, 1, False, weight_block, s.block_k, weight_sharers, *how),
@@ -163,11 +169,12 @@ def _prepare(
     bias: Tensor | None,
     entropy: bool,
     schedule: Sm90Schedule | None,
+    kept: bool = False,
 ) -> tuple[Sm90Schedule, runtime.Kernel, tuple[Any, ...]]:
     """The schedule, the kernel, and the first arguments of its launch."""
     (tokens, features), vocabulary = hidden.shape, weight.shape[0]
     s, kernel, grid, hidden_maps, weight_maps = _prepared(
-        *(entry, hidden.dtype, None if bias is None else bias.dtype, entropy),
+        *(entry, hidden.dtype, None if bias is None else bias.dtype, entropy, kept),
         *(tokens, vocabulary, features, hidden.stride(0), weight.stride(0)),
         *(hidden.get_device(), schedule),
     )
@@ -181,14 +188,22 @@ def load(entry: str, hidden: Tensor, weight: Tensor, schedule: Sm90Schedule) -> 
 
 
 def statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, *, schedule: Sm90Schedule | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Rows,
+    keep: Tensor | None = None,
+    *,
+    schedule: Sm90Schedule | None = None,
 ) -> Statistics:
     """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``.
 
+    The vocabulary's first logits go into `keep`, with as many columns: ``token_logps.room_for_logits``.
     `schedule` replaces the default choice. It never changes a bit.
     """
     (tokens, features), vocabulary = hidden.shape, weight.shape[0]
-    s, kernel, begin = _prepare("statistics_sm90", hidden, weight, bias, rows.with_entropy, schedule)
+    kept = keep is not None
+    s, kernel, begin = _prepare("statistics_sm90", hidden, weight, bias, rows.with_entropy, schedule, kept)
     out = Statistics.empty(rows)
     kernel.launch(
         *begin,
@@ -196,6 +211,7 @@ def statistics(
         *(t.data_ptr() for t in (out.m, out.s, out.u, out.target_logit)),
         *((vocabulary, tokens) if s.swap else (tokens, vocabulary)),
         *(features, s.group, out.m.shape[1], rows.scale),
+        *(() if keep is None else (keep.data_ptr(), keep.stride(0), keep.shape[1])),
     )
     return out
 

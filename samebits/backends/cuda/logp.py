@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from samebits.backends import Step
 from samebits.backends.cuda import compiler, runtime
 from samebits.backends.token_logps import Rows, Statistics
 from samebits.functions import VOCAB_BLOCK
 
 _THREADS = 256
 _WARPS = _THREADS // 32
-_GRADS_A_THREAD = 4
+_GRADS_A_THREAD = 8
 _FEW_ROWS, _FEW_BLOCKS = 1024, 64
 
 # The macros of convert.cuh.
@@ -132,13 +134,19 @@ def grad_logits(
 
     The rows of `out` need not be contiguous.
     """
-    if logits.numel() == 0:
-        return
-    logits = _with_rows(logits)
+    if logits.numel() > 0:
+        grad_logits_later(out, _with_rows(logits), first, rows, grad, grad_entropy)()
+
+
+def grad_logits_later(
+    out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
+) -> Step:
+    """:func:`grad_logits` as a step: of contiguous rows, in tensors that must live until then."""
     tokens, width = logits.shape
     entropy = grad_entropy is not None
     kernel = _kernel("grad_logits", logits.get_device(), logits.dtype, out.dtype, entropy)
-    kernel.launch(
+    return partial(
+        kernel.launch,
         (tokens * -(-width // (_THREADS * _GRADS_A_THREAD)), 1, 1),
         *(logits.data_ptr(), logits.stride(0), rows.target.data_ptr()),
         *(t.data_ptr() for t in (rows.shift, rows.log_sum, rows.entropy, grad)),

@@ -10,10 +10,19 @@ from samebits.backends.token_logps import GradLogitsInputs, Rows, Statistics
 
 
 def statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, *, contract: str
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Rows,
+    keep: Tensor | None = None,
+    *,
+    contract: str,
 ) -> Statistics:
-    """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``."""
-    return logits_in_pieces.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
+    """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``.
+
+    The vocabulary's first logits go into `keep`, with as many columns: ``token_logps.room_for_logits``.
+    """
+    return logits_in_pieces.statistics(matmul, logp, hidden, weight, bias, rows, keep, contract=contract)
 
 
 def grad_logits_later(out: Tensor, given: GradLogitsInputs, *, contract: str) -> Step:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samebits.backends import Step
 from samebits.backends.reference import logp_kernels as kernels
 from samebits.backends.reference.matmul import in_threads, require_subnormals, rounded
 from samebits.backends.token_logps import Rows, Statistics
@@ -65,6 +66,14 @@ def grad_logits(
     )
     over_rows(wide, lambda *span: kernels.grad_logits(*arrays, *span))
     out.copy_(rounded(dz, out.dtype))
+
+
+def grad_logits_later(
+    out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
+) -> Step:
+    """:func:`grad_logits`, immediately."""
+    grad_logits(out, logits, first, rows, grad, grad_entropy)
+    return int
 
 
 def over_rows(logits: Tensor, run: Callable[[int, int], None]) -> None:

@@ -39,16 +39,18 @@ def statistics(
     weight: Tensor,
     bias: Tensor | None,
     rows: Rows,
+    keep: Tensor | None = None,
     *,
     contract: str,
     schedule: TileSchedule | None = None,
 ) -> Statistics:
     """Statistics of the logits of ``hidden[tokens, D]``, ``weight[V, D]`` and ``bias[V]``.
 
+    The vocabulary's first logits go into `keep`, with as many columns: ``token_logps.room_for_logits``.
     `schedule`, one of STATISTICS_SCHEDULES, replaces the default choice of the fused kernel.
     """
     if not supports_fused(hidden, weight, bias, contract):
-        return logits_in_pieces.statistics(matmul, logp, hidden, weight, bias, rows, contract=contract)
+        return logits_in_pieces.statistics(matmul, logp, hidden, weight, bias, rows, keep, contract=contract)
     (tokens, features), vocabulary = hidden.shape, weight.shape[0]
     out = Statistics.empty(rows)
     gpu = runtime.gpu(hidden.get_device())
@@ -59,7 +61,8 @@ def statistics(
                 tiles.descriptor(hidden, s.block_m, s.block_k),
                 tiles.descriptor(weight, s.block_n, s.block_k),
             ),
-            *(bias, rows.target, out.m, out.s, out.u if rows.with_entropy else None, out.target_logit),
+            *(bias, rows.target, out.m, out.s, out.u if rows.with_entropy else None, out.target_logit, keep),
+            *(0, 0) if keep is None else (keep.stride(0), keep.shape[1]),
             *(tokens, vocabulary, features, out.m.shape[1], rows.scale),
             **tiles.tile_constants(s, 0, False, gpu),
         )
@@ -99,7 +102,7 @@ def _grad_logits_tiles(out: Tensor, given: GradLogitsInputs, schedule: TileSched
 
 
 def supports_fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, contract: str) -> bool:
-    """Whether the fused kernels, which store no logits, take these operands."""
+    """Whether the fused kernels, which need no logits in memory, take these operands."""
     device = hidden.get_device()
     matmul.check_contract(contract, device)
     gpu = runtime.gpu(device)

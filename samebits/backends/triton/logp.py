@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from samebits.backends import Step
 from samebits.backends.replay import refuse
 from samebits.backends.token_logps import Rows, Statistics
 from samebits.backends.token_logps import first_unknown as first_unknown
@@ -75,6 +77,13 @@ def grad_logits(
             **GRAD_LOGITS,
             enable_fp_fusion=False,
         )
+
+
+def grad_logits_later(
+    out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
+) -> Step:
+    """:func:`grad_logits` as a step."""
+    return partial(grad_logits, out, logits, first, rows, grad, grad_entropy)
 
 
 def _with_rows(logits: Tensor) -> Tensor:

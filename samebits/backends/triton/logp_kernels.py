@@ -210,18 +210,24 @@ def grad_logits(
 
 
 @triton.jit
-def _logits(acc, bias, columns, vocabulary, scale):
-    """The scaled logits of the vocabulary's entries `columns`, from the products `acc`."""
+def _logits(acc, bias, columns, vocabulary):
+    """The logits, unscaled, of the vocabulary's entries `columns`, from the products `acc`."""
     if bias is not None:
         acc += tl.load(bias + columns, mask=columns < vocabulary, other=0).to(tl.float32)[None, :]
-    return acc * scale
+    return acc
 
 
 @triton.jit
-def _store_block(acc, bias, n0, rows, t, tokens, vocabulary, m, s, u, target_logit, blocks, scale):
+def _store_block(
+    acc, bias, n0, rows, t, tokens, vocabulary, m, s, u, target_logit, keep, keep_row, kept, blocks, scale
+):
     """Store the statistics of ``acc[rows, 128]``, a block's products, and the logits of targets in it."""
     columns = n0 + tl.arange(0, _BLOCK)
-    z = _logits(acc, bias, columns, vocabulary, scale)
+    z = _logits(acc, bias, columns, vocabulary)
+    if keep is not None:
+        some = (rows < tokens)[:, None] & (columns < kept)[None, :]
+        tl.store(keep + rows.to(tl.int64)[:, None] * keep_row + columns[None, :], z, mask=some)
+    z = z * scale
     z = tl.where((columns < vocabulary)[None, :], z, -_INF)
     # A masked store of `z` would rearrange the whole tile first.
     selected = tl.max(tl.where(columns[None, :] == t[:, None], z, -_INF), 1)
@@ -231,7 +237,7 @@ def _store_block(acc, bias, n0, rows, t, tokens, vocabulary, m, s, u, target_log
     _store_statistics(z, m, s, u, rows.to(tl.int64) * blocks + block, inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "vocabulary", "features", "blocks"])
+@triton.jit(do_not_specialize=["keep_row", "kept", "tokens", "vocabulary", "features", "blocks"])
 def statistics_tiles(
     hidden,  # descriptors: hidden[tokens, features], weight[vocabulary, features]
     weight,
@@ -241,6 +247,9 @@ def statistics_tiles(
     s,
     u,
     target_logit,
+    keep,  # [tokens, kept], or None
+    keep_row,
+    kept,
     tokens,
     vocabulary,
     features,
@@ -253,7 +262,7 @@ def statistics_tiles(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """:func:`kernels.matmul_tiles` and :func:`block_statistics` in one kernel. Logits stay in registers."""
+    """:func:`kernels.matmul_tiles` and :func:`block_statistics` in one kernel. Only kept logits leave it."""
     tiles_m, tiles_n = tl.cdiv(tokens, BLOCK_M), tl.cdiv(vocabulary, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
@@ -264,12 +273,21 @@ def statistics_tiles(
         t = tl.load(target + rows, mask=rows < tokens, other=-1)
         t = tl.where((t < 0) | (t >= vocabulary), -1, t).to(tl.int32)
         if BLOCK_N == _BLOCK:
-            _store_block(acc, bias, n0, rows, t, tokens, vocabulary, m, s, u, target_logit, blocks, scale)
+            _store_block(
+                *(acc, bias, n0, rows, t, tokens, vocabulary, m, s, u),
+                *(target_logit, keep, keep_row, kept, blocks, scale),
+            )
         else:
             left, right = halves(acc)
-            _store_block(left, bias, n0, rows, t, tokens, vocabulary, m, s, u, target_logit, blocks, scale)
+            _store_block(
+                *(left, bias, n0, rows, t, tokens, vocabulary, m, s, u),
+                *(target_logit, keep, keep_row, kept, blocks, scale),
+            )
             n0 += _BLOCK
-            _store_block(right, bias, n0, rows, t, tokens, vocabulary, m, s, u, target_logit, blocks, scale)
+            _store_block(
+                *(right, bias, n0, rows, t, tokens, vocabulary, m, s, u),
+                *(target_logit, keep, keep_row, kept, blocks, scale),
+            )
 
 
 @triton.jit(do_not_specialize=["first", "vocabulary", "ignore_index", "tokens", "width", "features"])
@@ -318,6 +336,6 @@ def grad_logits_tiles(
         if grad_entropy is not None:
             h = (tl.load(grad_entropy + rows, mask=inside, other=0) * scale)[:, None]
             mean = tl.load(entropy + rows, mask=inside, other=0)[:, None]
-        z = _logits(acc, bias, columns, width, scale)
+        z = _logits(acc, bias, columns, width) * scale
         dz = _grad(z, columns[None, :] == t[:, None], counts[:, None], r, log_s, g, h, mean)
         store(out, m0, n0, finish(dz, out.dtype), PARTS)

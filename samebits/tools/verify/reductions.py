@@ -228,10 +228,17 @@ def _logp(on: RowBackend, o: RowOperands, *, entropy: bool) -> Results:
     return _combined(on, statistics, rows)
 
 
-def _statistics(on: RowBackend, o: RowOperands, schedule: Any, *, bias: bool, entropy: bool) -> Results:
-    rows = Rows.empty(o.target, len(o.vocabulary), IGNORED, scale=SCALE, entropy=entropy)
+def _statistics(
+    on: RowBackend, o: RowOperands, schedule: Any, *, bias: bool, entropy: bool, kept: bool = False
+) -> Results:
+    tokens, vocabulary = len(o.hidden), len(o.vocabulary)
+    rows = Rows.empty(o.target, vocabulary, IGNORED, scale=SCALE, entropy=entropy)
+    keep = None
+    if kept:  # rows start at multiples of 16 bytes
+        keep = o.x.new_full((tokens, -(-vocabulary // 4) * 4), torch.nan, dtype=F32)[:, :vocabulary]
     its_bias = o.bias if bias else None
-    return _combined(on, on.statistics(o.hidden, o.vocabulary, its_bias, rows, schedule=schedule), rows)
+    found = on.statistics(o.hidden, o.vocabulary, its_bias, rows, keep, schedule=schedule)
+    return *_combined(on, found, rows), *(() if keep is None else (keep.contiguous(),))
 
 
 def _combined(on: RowBackend, statistics: Statistics, rows: Rows) -> Results:
@@ -318,6 +325,9 @@ _LOGP = {
     "logp backward, entropy": Reducer(partial(_grad_logits, entropy=True), SAME + NARROWER),
     "linear_logp": Reducer(partial(_statistics, bias=False, entropy=True), HALF, "statistics"),
     "linear_logp, bias": Reducer(partial(_statistics, bias=True, entropy=False), HALF, "statistics"),
+    "linear_logp, logits kept": Reducer(
+        partial(_statistics, bias=True, entropy=True, kept=True), HALF, "statistics"
+    ),
     "linear_logp backward": Reducer(
         partial(_fused_grad_logits, bias=False, entropy=True), HALF, "grad_logits"
     ),

@@ -16,15 +16,18 @@ needs_compiler = pytest.mark.skipif(
 BF16, F16 = torch.bfloat16, torch.float16
 SMEM = 227 << 10
 
-LOGP = list(itertools.product(("statistics_sm90", "grad_logits_sm90"), (False, True)))
+ENTRIES = ("statistics_sm90", False), ("statistics_sm90", True), ("grad_logits_sm90", False)
+LOGP = [(*entry, entropy) for entry, entropy in itertools.product(ENTRIES, (False, True))]
 
 
 @needs_compiler
-@pytest.mark.parametrize(("entry", "entropy"), LOGP)
-def test_log_probabilities_compile_without_spills(entry: str, entropy: bool) -> None:
+@pytest.mark.parametrize(("entry", "kept", "entropy"), LOGP)
+def test_log_probabilities_compile_without_spills(entry: str, kept: bool, entropy: bool) -> None:
     operands = [(BF16, None), (BF16, BF16), (F16, F16)]
     for s, (dtype, bias) in itertools.product(linear_logp_sm90.schedules(entry), operands):
-        spec = linear_logp_sm90.spec(entry, s, dtype=dtype, bias=bias, entropy=entropy, folded=s.block_n < 32)
+        spec = linear_logp_sm90.spec(
+            entry, s, dtype=dtype, bias=bias, entropy=entropy, folded=s.block_n < 32, kept=kept
+        )
         assert spec.smem <= SMEM
         assert s.stages >= 2
         cubin = compiler.compile(spec, "sm_90a")

@@ -156,11 +156,11 @@ def test_every_launch_of_log_probabilities_adds_up(
     rows = Rows.empty(torch.zeros(tokens, dtype=torch.int64), vocabulary, -100, entropy=True)
     grad = torch.ones(tokens)
     part = slice(vocabulary // 256 * 128, vocabulary)
+    logits = torch.empty(tokens, -(-vocabulary // 4) * 4)[:, :vocabulary]
     for b, h in itertools.product((None, bias), (None, grad)):
-        assert linear_logp.statistics(hidden, weight, b, rows, contract=key).m.shape == (
-            tokens,
-            -(-vocabulary // 128),
-        )
+        for keep in (None, logits):
+            found = linear_logp.statistics(hidden, weight, b, rows, keep, contract=key)
+            assert found.m.shape == (tokens, -(-vocabulary // 128))
         given = hidden, weight, b, part, rows, grad, h
         dz = grad_logits(linear_logp.grad_logits_later, *given, dtype=BF16, contract=key)
         assert (dz.shape, dz.stride(0) % 8) == ((tokens, part.stop - part.start), 0)

@@ -242,6 +242,21 @@ def variants(a_mn: bool, b_mn: bool) -> Iterator[compiler.KernelSpec]:
         )
 
 
+def test_outputs_that_tma_cannot_write_leave_in_panels_where_registers_suffice() -> None:
+    def panel(block_n: int, **case: Any) -> int:
+        s = schedule_sm90.Sm90Schedule(128, block_n, 64, 4, 2, 1)
+        v = tensor_core_sm90.Sm90Variant(
+            **{"dtype": BF16, "out_dtype": BF16, "a_mn": True, "b_mn": True} | case
+        )
+        constants = dict(tensor_core_sm90.spec(v, s).constants)
+        assert constants["ALIGNED"] == v.aligned
+        return int(constants["PANEL"])
+
+    assert [panel(128), panel(160), panel(160, aligned=False)] == [64, 32, 0]
+    assert [panel(128, aligned=False), panel(128, aligned=False, bias_dtype=BF16)] == [64, 0]
+    assert panel(128, out_dtype=F32) == 0
+
+
 def fits_gpu(s: schedule_sm90.Sm90Schedule, a_mn: bool, b_mn: bool) -> bool:
     a, b = (b_mn, a_mn) if s.swap else (a_mn, b_mn)
     return s.stages >= 2 and s.smem(s.panel, a, b) <= HOPPER_SMEM // s.blocks and s.fits(a_mn, b_mn)

@@ -146,7 +146,11 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
     ),
     "linear_logp": (
         linear_logp._operator,
-        lambda: (t(6, 64), t(700, 64), None, ids(6), None, None, -100, 1.0, True, KEY),
+        lambda: (t(6, 64), t(700, 64), None, ids(6), None, None, -100, 1.0, True, False, KEY),
+    ),
+    "linear_logp that keeps logits": (
+        linear_logp._operator,
+        lambda: (t(6, 64), t(701, 64), None, ids(6), None, None, -100, 1.0, False, True, KEY),
     ),
     "attention": (_attention._operator, lambda: _attend(1, 300, 2, 2, 64)),
     "attention, packed": (_attention._operator, lambda: _attend(1, 300, 2, 1, 128, packed=True)),

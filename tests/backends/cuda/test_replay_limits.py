@@ -55,7 +55,7 @@ def test_linear_logp_in_pieces_reads_hidden(gpu: FakeGpu, monkeypatch: pytest.Mo
     call: Any = linear_logp._operator._cuda
     call.recipes.clear()
     room, h, w = t(768, 64), t(256, 64), t(640, 64)
-    rest = None, ids(256), None, None, -100, 1.0, True, KEY
+    rest = None, ids(256), None, None, -100, 1.0, True, True, KEY
     for _ in range(2):
         call(room[:256], room[128:], *rest)
     gpu.start()
@@ -100,7 +100,7 @@ def test_pieces_share_memory_in_replays(gpu: FakeGpu, monkeypatch: pytest.Monkey
         for _ in range(3):
             most = live
             before = live
-            call(t(tokens, 64), t(1024, 64), None, ids(tokens), None, None, -100, 1.0, True, KEY)
+            call(t(tokens, 64), t(1024, 64), None, ids(tokens), None, None, -100, 1.0, True, False, KEY)
             gc.collect()
             found.append(most - before)
         assert max(found) <= 1.5 * found[0], (tokens, found)
@@ -110,7 +110,7 @@ def test_linear_logp_without_entropy_is_replayed(gpu: FakeGpu) -> None:
     call: Any = linear_logp._operator._cuda
     call.recipes.clear()
     for _ in range(2):
-        call(t(6, 64), t(700, 64), None, ids(6), None, None, -100, 1.0, False, KEY)
+        call(t(6, 64), t(700, 64), None, ids(6), None, None, -100, 1.0, False, False, KEY)
     (recipe,) = call.recipes.values()
     assert recipe
 

@@ -303,13 +303,18 @@ def tensor_core_log_probabilities() -> int:
         fused = x is hidden
         assert linear_logp.supports_fused(x, weight, b, key) == fused
         want = Rows.empty(target, vocabulary, -100, scale=scale, entropy=entropy)
-        statistics = reference_linear_logp.statistics(x, weight, b, want, contract=key)
+        kept = vocabulary // 256 * 128 if b is None else vocabulary
+        want_kept = torch.full((tokens, kept), torch.nan)
+        statistics = reference_linear_logp.statistics(x, weight, b, want, want_kept, contract=key)
         reference_logp.combine(statistics, want)
         arguments: tuple[Any, ...] = (x, weight, b, part, want, grad, grad_entropy if entropy else None)
         want_dz = grad_logits(reference_linear_logp.grad_logits_later, *arguments, dtype=F16, contract=key)
         for s in linear_logp.STATISTICS_SCHEDULES if fused else (None,):
             got = Rows.empty(target, vocabulary, -100, scale=scale, entropy=entropy)
-            logp.combine(linear_logp.statistics(x, weight, b, got, contract=key, schedule=s), got)
+            keep = torch.full((tokens, kept), torch.nan)
+            found = linear_logp.statistics(x, weight, b, got, keep, contract=key, schedule=s)
+            logp.combine(found, got)
+            assert_same_bits(keep, want_kept, f"logits, {s}")
             for name in ("logp", "entropy", "shift", "log_sum"):
                 assert_same_bits(getattr(got, name), getattr(want, name), f"{name}, {s}")
                 count += 1

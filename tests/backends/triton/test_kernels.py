@@ -179,7 +179,8 @@ def tiles(
 
 
 ROWS = dict.fromkeys(
-    ["m", "s", "u", "target_logit", "logp", "entropy", "shift", "log_sum", "grad", "grad_entropy"], "*fp32"
+    ["m", "s", "u", "target_logit", "keep", "logp", "entropy", "shift", "log_sum", "grad", "grad_entropy"],
+    "*fp32",
 ) | {"target": "*i64", "scale": "fp32"}
 
 
@@ -230,7 +231,7 @@ def test_fused_log_probabilities_compile(target: str) -> None:
         if size:
             constants["PARTS"] = s.parts
         if i % 3 == 0:
-            constants |= dict.fromkeys({"bias", "u", "grad_entropy"} & set(kernel.arg_names))
+            constants |= dict.fromkeys({"bias", "u", "keep", "grad_entropy"} & set(kernel.arg_names))
         text = compiled(target, kernel, types, constants)
         assert_multiplies_16_bit_operands(text, target)
         assert_exact_functions(text, target)
@@ -406,7 +407,7 @@ class Nowhere:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[set[Any], list[Any]]]:
-    """Kernels launched on an H100, with their constants, and those compiled for it; none of them runs."""
+    """Kernels launched on an H100, with their constants and what they lack, and those compiled; none runs."""
     pytest.importorskip("triton")
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -425,7 +426,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[set[Any], list[A
     def launch(self: Any, *args: Any, **options: Any) -> Any:
         assert options["enable_fp_fusion"] is False  # products and sums stay two roundings
         said = {name: x for name, x in options.items() if name not in ("grid", "warmup")}
-        launched.add((self.__name__, *sorted(said.items())))
+        missing = tuple(x is None for x in args)
+        launched.add((self.__name__, missing, *sorted(said.items())))
         return run(self, *args, **options)
 
     found = runtime.Gpu(132, SHARED["sm_90"] - 1024, fetches_tiles=True)

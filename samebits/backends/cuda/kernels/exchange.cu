@@ -38,10 +38,7 @@
 #include "launch.cuh"
 
 constexpr int THREADS = 512;
-#ifndef QUADS_AT_ONCE
-#define QUADS_AT_ONCE 2
-#endif
-constexpr int QUADS = QUADS_AT_ONCE;  // of four elements, that a thread reads before it writes any
+constexpr int QUADS = 2;  // of four elements, that a thread reads before it writes any
 
 struct Packets {
     const float* x;

@@ -4,7 +4,7 @@
 //   combine            a warp takes the statistics of a row, a lane a chain
 //   combine_few        a block takes them: all of it weighs, 1024 blocks at a time through shared memory; one
 //                      warp sums
-//   grad_logits        a thread takes four logits
+//   grad_logits        a thread takes eight logits
 //   first_unknown      a few blocks look for a target that is neither ignored nor in the vocabulary
 //
 // Macros
@@ -173,7 +173,7 @@ struct GradParams {
     float scale;
 };
 
-constexpr int GRADS_PER_THREAD = 4;
+constexpr int GRADS_PER_THREAD = 8;
 
 extern "C" __global__ void __launch_bounds__(THREADS) grad_logits(const __grid_constant__ GradParams p) {
     const u32 groups = u32((p.width + THREADS * GRADS_PER_THREAD - 1) / (THREADS * GRADS_PER_THREAD));
@@ -182,12 +182,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) grad_logits(const __grid_c
     const contract::RowGradient<ENTROPY> gradient(p, row);
     const Logits::Stored* logits = p.logits + row * p.logits_row;
     Grads::Stored* out = p.out + row * p.out_row;
+    // All are loaded before the first is used, so that many loads are under way at once.
+    float z[GRADS_PER_THREAD];
+#pragma unroll
+    for (int i = 0; i < GRADS_PER_THREAD; ++i)
+        z[i] = v + i * THREADS < p.width ? Logits::widen(logits[v + i * THREADS]) : 0.0f;
 #pragma unroll
     for (int i = 0; i < GRADS_PER_THREAD; ++i) {
         const i64 at = v + i * THREADS;
         if (at >= p.width) return;
-        const float z = __fmul_rn(Logits::widen(logits[at]), p.scale);
-        out[at] = Grads::narrow(contract::canonical(gradient.at(z, at + p.first == gradient.target)));
+        const float dz = gradient.at(__fmul_rn(z[i], p.scale), at + p.first == gradient.target);
+        out[at] = Grads::narrow(contract::canonical(dz));
     }
 }
 

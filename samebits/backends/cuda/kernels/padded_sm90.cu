@@ -1,10 +1,10 @@
 // Copies of matrices of 16-bit elements, for the copy engine: columns side by side, rows at multiples of 16
-// bytes, with zeros in between; and back.
+// bytes, with zeros in between.
 //
-// `padded_sm90`: a thread writes eight neighbours at once. It reads words of four bytes that lie within the
-// eight, whatever their address, and takes one element from each end where it is odd.
-// `back`: a block writes a row, in words, and by itself the element before them or after them.
+// A thread writes eight neighbours at once. It reads words of four bytes that lie within the eight, whatever
+// their address, and takes one element from each end where it is odd.
 
+#include "launch.cuh"
 #include "types.cuh"
 
 struct Params {
@@ -16,6 +16,8 @@ struct Params {
 };
 
 extern "C" __global__ void __launch_bounds__(256) padded_sm90(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
+    let_kernel_behind_start();
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= p.count) return;
     const u32 row = i / p.chunks, batch = row / p.rows;
@@ -45,25 +47,4 @@ extern "C" __global__ void __launch_bounds__(256) padded_sm90(const __grid_const
         }
     }
     p.to[i] = make_uint4(words[0], words[1], words[2], words[3]);
-}
-
-struct Back {
-    const u16* from;
-    i64 from_row;
-    u16* to;
-    i64 to_batch, to_row;
-    int rows, columns;  // of a matrix
-};
-
-extern "C" __global__ void __launch_bounds__(256) back(const __grid_constant__ Back p) {
-    const u32 batch = blockIdx.x / p.rows;
-    const u16* from = p.from + blockIdx.x * p.from_row;
-    u16* to = p.to + batch * p.to_batch + i64(blockIdx.x - batch * p.rows) * p.to_row;
-    const int odd = reinterpret_cast<u64>(to) >> 1 & 1, words = (p.columns - odd) / 2;
-    if (threadIdx.x == 0 && odd) to[0] = from[0];
-    if (threadIdx.x == 1 && (p.columns - odd) % 2) to[p.columns - 1] = from[p.columns - 1];
-    from += odd;
-    u32* at = reinterpret_cast<u32*>(to + odd);
-#pragma unroll 4
-    for (int i = threadIdx.x; i < words; i += 256) at[i] = from[2 * i] | u32(from[2 * i + 1]) << 16;
 }

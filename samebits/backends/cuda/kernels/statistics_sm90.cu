@@ -33,9 +33,10 @@
 //   PANEL                columns of D that leave in one TMA store, 0 here: nothing leaves by TMA
 //   RAGGED               0 here: no sequences
 //   ENTROPY              1: also what entropies need
+//   KEPT                 1: also the logits of the vocabulary's first entries, for the backward
 
-#if !defined(INPUT_F16) || !defined(RAGGED)
-#error "INPUT_F16 and RAGGED are needed: #if takes a missing macro for 0"
+#if !defined(INPUT_F16) || !defined(RAGGED) || !defined(KEPT)
+#error "INPUT_F16, RAGGED and KEPT are needed: #if takes a missing macro for 0"
 #endif
 
 #include "accumulators_sm90.cuh"
@@ -58,6 +59,11 @@ struct Params {
     int group;
     int blocks;
     float scale;
+#if KEPT
+    float* logits;  // [tokens, kept], with the bias and unscaled; rows are at multiples of 16 bytes
+    i64 logits_row;
+    int kept;  // whole blocks, or the whole vocabulary
+#endif
 
     static constexpr int batch = 1, a_batch = 0, b_batch = 0, sequences = 0;
     static constexpr const void* bounds = nullptr;
@@ -91,6 +97,9 @@ struct Statistics {
     __device__ __forceinline__ void apply(Accumulators& acc, u32 shared, const Params& p,
                                           const TileCoord& tile, u32 warpgroup, u32 thread) {
         if constexpr (BIAS != NONE) add_bias<BIAS>(acc, p, tile, thread);
+#if KEPT
+        if constexpr (!TRANSPOSED) keep(acc, p, tile, thread);
+#endif
         if constexpr (TRANSPOSED) {
             few_tokens(acc, shared, p, tile, warpgroup, thread);
         } else {
@@ -101,6 +110,25 @@ struct Statistics {
     __device__ void drain(u32) {}
 
   private:
+#if KEPT
+    // Past the L2 cache where it can: the operands of other tiles are worth more there.
+    __device__ __forceinline__ void keep(const Accumulators& acc, const Params& p, const TileCoord& tile,
+                                         u32 thread) {
+        Fragment fragment(tile, thread);
+#pragma unroll
+        for (int i = 0; i < 2 * MMA_M; ++i) {
+            int token = fragment.row + i * 8 + i / 2 * 48;
+            float* to = p.logits + token * p.logits_row + fragment.column;
+            int left = token < p.m ? p.kept - fragment.column : 0;
+#pragma unroll
+            for (int j = 0; j < BLOCK_N / 8; ++j) {
+                const float* d = &acc[i / 2][j * 4 + i % 2 * 2];
+                if (j * 8 < left) __stcs(reinterpret_cast<float2*>(to + j * 8), make_float2(d[0], d[1]));
+            }
+        }
+    }
+#endif
+
     // Four lanes have the logits of a token, in registers.
     __device__ __forceinline__ void many_tokens(Accumulators& acc, const Params& p, const TileCoord& tile,
                                                 u32 thread) {
@@ -169,6 +197,9 @@ struct Statistics {
             for (int i = 0; i < VOCAB_BLOCK / 32; ++i) {
                 int v = lane + 32 * i;
                 float d = load_shared(shared + column * line + v * 4);
+#if KEPT
+                if (tile.m + v < p.kept) p.logits[token * p.logits_row + tile.m + v] = d;
+#endif
                 z[i] = tile.m + v < p.m ? __fmul_rn(d, p.scale) : -INF;
                 if (v == target) p.target_logit[token] = z[i];
             }

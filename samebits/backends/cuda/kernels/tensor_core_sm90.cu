@@ -4,7 +4,8 @@
 //
 // Warps, barriers and timeline are those of the main loop: pipeline_sm90.cuh. The epilogue is in
 // output_sm90.cuh: consumers add the bias and store, straight from registers or through panels of shared
-// memory by TMA. Each warpgroup has two panels and writes one while TMA stores the other.
+// memory, by TMA where it can write the output. Each warpgroup has two panels and writes one while TMA stores
+// the other.
 //
 //   warpgroup    |pack 0|pack 1|pack 2|pack 3|
 //   TMA                 |store 0|store 1|store 2|store 3|    pack 2 waits until store 0 has read its panel
@@ -25,12 +26,12 @@
 //   TRANSPOSED           1: the kernel's D is the transpose of the output
 //   OUTPUT               type of the output: F32, BF16 or F16
 //   BIAS                 type of the bias: NONE, F32, BF16 or F16
-//   PANEL                columns of D that leave in one TMA store, a divisor of BLOCK_N; 0: they leave from
-//                        registers
+//   PANEL                columns of D that go through shared memory at once, a divisor of BLOCK_N; 0: they
+//                        leave from registers
 //   RAGGED               1: k holds sequences, each of which starts a new group of 16; 0: it does not
 //   BOUND                integer type of the sequences' bounds: int or long long
 //   ACCUMULATE           1: chains start from the output, which is f32; 0: from +0
-//   ALIGNED              1: the output's rows allow vector stores
+//   ALIGNED              1: the output's rows allow stores of pairs, and of panels by TMA
 //   SEGMENTS             segments of k, a power of two, each a chain of its own; absent: k is one chain
 //   HELD, SHARED         with SEGMENTS: levels of their tree whose sums wait in registers, in shared memory
 

@@ -1,4 +1,4 @@
-"""Products on Hopper by copies of matrices that TMA cannot read or write: ``kernels/padded_sm90.cu``.
+"""Products on Hopper by copies of operands that TMA cannot read: ``kernels/padded_sm90.cu``.
 
 Rows of 4,095 elements, say, are no multiple of 16 bytes apart. The universal kernel loads their elements one
 by one, and takes several times as long as a copy and the kernel of :mod:`.tensor_core_sm90`.
@@ -6,7 +6,6 @@ by one, and takes several times as long as a copy and the kernel of :mod:`.tenso
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan, ScratchPlan
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
-from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90, variant
+from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
 from samebits.backends.cuda.tensor_maps import Side
 from samebits.backends.product import LARGEST, Matrix, Product, need
 
@@ -24,19 +23,16 @@ _LAUNCH, _BYTES_IN_A_US = 2.0, 3.0e6
 """Microseconds of a launch, and bytes that a copy reads and writes in one."""
 _ONE_BY_ONE = 3
 """How many times as long as it estimates the universal kernel takes for elements that it loads one by one."""
+_WRITTEN_IN_A_US = 0.5e6
+"""Bytes of such rows that it writes in a microsecond: the bound where terms are few."""
 
 Copy = Callable[[int, int], None]
 """Launch on the addresses of a matrix and of its copy."""
 
 
 def spec() -> compiler.KernelSpec:
-    """The kernel that copies an operand."""
-    return compiler.KernelSpec("padded_sm90.cu", "padded_sm90", "PqqqP3Ii", (), block=256)
-
-
-def spec_back() -> compiler.KernelSpec:
-    """The kernel that copies an output."""
-    return compiler.KernelSpec("padded_sm90.cu", "back", "PqPqqii", (), block=256)
+    """The kernel that copies."""
+    return compiler.KernelSpec("padded_sm90.cu", "padded_sm90", "PqqqP3Ii", (), block=256, programmatic=True)
 
 
 def _readable(x: Matrix, row: int, k: int) -> bool:
@@ -85,18 +81,6 @@ def _copy(x: Matrix, device: int) -> Copy:
     return launch
 
 
-def _copy_back(p: Product) -> Copy:
-    """From rows of a multiple of 8 columns to the output."""
-    kernel, columns = runtime.load(spec_back(), p.device), round_up(p.n, 8)
-    steps = (p.out.strides[0] if p.batch > 1 else 0), p.out.strides[-2]
-    grid = p.batch * p.m, 1, 1
-
-    def launch(at: int, to: int) -> None:
-        kernel.launch(grid, at, columns, to, *steps, p.m, p.n)
-
-    return launch
-
-
 def _parts(p: Product) -> tuple[Matrix | None, Matrix | None]:
     """The operands that are copied."""
     a = None if _readable(p.a, -2, -1) else p.a
@@ -104,30 +88,9 @@ def _parts(p: Product) -> tuple[Matrix | None, Matrix | None]:
 
 
 def _inside(p: Product) -> Product:
-    """The product of readable operands and copies, and into memory of its own if :func:`_comes_back`."""
+    """The product of readable operands and copies."""
     a, b = _parts(p)
-    inside = replace(p, a=p.a if a is None else _copied(a), b=p.b if b is None else _copied(b))
-    if not _comes_back(p):
-        return inside
-    columns = round_up(p.n, 8)
-    out = Matrix(p.out.dtype, (*p.out.shape[:-1], columns), (*_rows_before(p, columns), columns, 1))
-    return replace(inside, b=_with_columns(inside.b, columns), out=out)
-
-
-def _rows_before(p: Product, columns: int) -> tuple[int, ...]:
-    return (p.m * columns,) if p.out.ndim == 3 else ()
-
-
-def _with_columns(b: Matrix, columns: int) -> Matrix:
-    """`b` with the zeros after its rows, which are columns of the product."""
-    return b._replace(shape=(*b.shape[:-1], columns))
-
-
-def _comes_back(p: Product) -> bool:
-    """Whether an output that TMA cannot write is a copy. The copy of b has the columns after it."""
-    _, b = _parts(p)
-    plain = p.start == "zero" and p.bias is None and p.out.dtype.itemsize == 2 and p.out.strides[-1] == 1
-    return plain and b is not None and _inner(b) == -1 and not variant(p).aligned
+    return replace(p, a=p.a if a is None else _copied(a), b=p.b if b is None else _copied(b))
 
 
 class PaddedSm90Kernel(CudaKernel[Sm90Schedule]):
@@ -163,8 +126,6 @@ class PaddedSm90Kernel(CudaKernel[Sm90Schedule]):
     def cost(self, p: Product, s: Sm90Schedule) -> float:
         """Estimated microseconds, copies included."""
         copied = [8 * _eights(x) for x in _parts(p) if x is not None]
-        if _comes_back(p):
-            copied.append(p.batch * p.m * p.n)
         copies = sum(_LAUNCH + 4 * n / _BYTES_IN_A_US for n in copied)
         return copies + TENSOR_CORE_SM90.cost(_inside(p), s)
 
@@ -172,7 +133,8 @@ class PaddedSm90Kernel(CudaKernel[Sm90Schedule]):
         """Whether copies should cost less than they save."""
         if not self.supports(p):
             return False
-        universal = _ONE_BY_ONE * TENSOR_CORE.cost(p, TENSOR_CORE.choose(p))
+        writes = p.batch * p.m * p.n * p.out.dtype.itemsize / _WRITTEN_IN_A_US
+        universal = _ONE_BY_ONE * TENSOR_CORE.cost(p, TENSOR_CORE.choose(p)) + writes
         return self.cost(p, self.choose(p)) < universal
 
     def plan(self, p: Product, s: Sm90Schedule | None = None) -> CudaPlan:
@@ -181,40 +143,35 @@ class PaddedSm90Kernel(CudaKernel[Sm90Schedule]):
 
 
 class _PaddedPlan(ScratchPlan):
-    """Copies, the plan of their product, and its way back."""
+    """Copies, and the plan of their product."""
 
-    __slots__ = ("_a", "_b", "_back", "_inside", "_places")
+    __slots__ = ("_copies", "_inside", "_places")
 
     def __init__(self, p: Product, inside: CudaPlan) -> None:
-        a, b = _parts(p)
-        self._a = None if a is None else _copy(a, p.device)
-        self._b = None if b is None else _copy(b, p.device)
-        self._back = _copy_back(p) if _comes_back(p) else None
-        of_out = p.batch * p.m * round_up(p.n, 8) * 2 if self._back else 0
-        sizes = [0 if x is None else 16 * _eights(x) for x in (a, b)]
-        self._places = tuple(itertools.accumulate((0, *(round_up(n, 256) for n in sizes))))
+        parts = _parts(p)
+        self._copies = tuple(None if x is None else _copy(x, p.device) for x in parts)
+        sizes = [0 if x is None else round_up(16 * _eights(x), 256) for x in parts]
+        self._places = 0, sizes[0]
         self._inside = inside
-        super().__init__(p.device, (self._places[-1] + of_out) // 4, self._copy_and_launch)
+        super().__init__(p.device, sum(sizes) // 4, self._copy_and_launch)
 
-    def _inner(self, room: int, *addresses: int) -> list[int]:
-        """The addresses of a, b and out for the product of copies."""
-        copies = self._a, self._b, self._back
+    def _inner(self, room: int, a: int, b: int) -> list[int]:
+        """The addresses of a and b for the product of copies."""
         return [
             given if copy is None else room + place
-            for given, copy, place in zip(addresses, copies, self._places, strict=True)
+            for given, copy, place in zip((a, b), self._copies, self._places, strict=True)
         ]
 
     def encode_in(self, room: int, *addresses: int) -> None:
-        self._inside.encode(*self._inner(room, *addresses))
+        a, b, out = addresses
+        self._inside.encode(*self._inner(room, a, b), out)
 
-    def _copy_and_launch(self, room: int, a: int, b: int, out: int, *rest: int) -> None:
-        inner = self._inner(room, a, b, out)
-        for copy, at, to in zip((self._a, self._b), (a, b), inner, strict=False):
+    def _copy_and_launch(self, room: int, a: int, b: int, *rest: int) -> None:
+        inner = self._inner(room, a, b)
+        for copy, at, to in zip(self._copies, (a, b), inner, strict=True):
             if copy is not None:
                 copy(at, to)
         self._inside.launch(*inner, *rest)
-        if self._back is not None:
-            self._back(inner[2], out)
 
 
 PADDED_SM90 = PaddedSm90Kernel()

@@ -23,7 +23,6 @@ from samebits.backends.cuda.products.tensor_core_sm90 import (
     NO_MAP,
     TENSOR_CORE_SM90,
     Sm90Variant,
-    by_panels,
     gemm,
     spec,
     tables,
@@ -90,7 +89,7 @@ def _usable(s: Sm90Schedule, light: bool) -> bool:
 
 
 def _light(v: Sm90Variant) -> bool:
-    return by_panels(v) and v.bias_dtype is None
+    return v.aligned and v.bias_dtype is None and v.out_dtype != torch.float32
 
 
 @functools.cache

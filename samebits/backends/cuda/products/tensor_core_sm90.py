@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,7 +37,7 @@ class Sm90Variant:
 
     Attributes:
         a_mn, b_mn: whether the operand is contiguous along m or n, not along k.
-        aligned: whether the output can be written in vectors, or by the copy engine.
+        aligned: whether the output can be written in pairs of f32, or of 16 bits by the copy engine.
         folded: whether k is a multiple of 64, so that one box of a tensor map holds several columns of it.
         cu_seqlens_dtype: dtype of ``cu_seqlens``, if there are any.
     """
@@ -54,20 +53,21 @@ class Sm90Variant:
     cu_seqlens_dtype: torch.dtype | None = None
 
 
-WIDE, PANELS = int(os.environ.get("TRIAL_WIDE", 0)), bool(os.environ.get("TRIAL_PANELS"))
+def _panel(variant: Sm90Variant, s: Sm90Schedule) -> int:
+    """Columns that leave through shared memory at once; 0 if they leave from registers.
 
-
-def by_panels(v: Sm90Variant) -> bool:
-    """Whether the copy engine writes the output."""
-    return v.aligned and (v.out_dtype != torch.float32 or (PANELS and not v.accumulate))
+    Panels of 64 columns are also for outputs that TMA cannot write, if registers suffice.
+    """
+    if variant.out_dtype == torch.float32:
+        return 0
+    return s.panel if variant.aligned or (s.panel == 64 and variant.bias_dtype is None) else 0
 
 
 def spec(variant: Sm90Variant, schedule: Sm90Schedule) -> compiler.KernelSpec:
     """The kernel of `variant` under `schedule`."""
     s = schedule
     a_mn, b_mn = (variant.b_mn, variant.a_mn) if s.swap else (variant.a_mn, variant.b_mn)
-    panel = s.panel if by_panels(variant) else 0
-    wide = variant.out_dtype == torch.float32
+    panel = _panel(variant, s)
     constants = {
         "INPUT_F16": int(variant.dtype == torch.float16),
         "A_MN": int(a_mn),
@@ -79,8 +79,7 @@ def spec(variant: Sm90Variant, schedule: Sm90Schedule) -> compiler.KernelSpec:
         "BIAS": EPILOGUE_TYPES[variant.bias_dtype],
         "ACCUMULATE": int(variant.accumulate),
         "ALIGNED": int(variant.aligned),
-        "PANEL": panel // 2 if wide else panel,
-        **({"WIDE": WIDE} if WIDE and wide and variant.aligned and not variant.accumulate else {}),
+        "PANEL": panel,
         "RAGGED": int(variant.cu_seqlens_dtype is not None),
         "BOUND": "long long" if variant.cu_seqlens_dtype == torch.int64 else "int",
     }
@@ -212,10 +211,9 @@ def tables(
     b_maps = operand_maps(v.dtype, b, matrices, v.b_mn, b_block, s.block_k, b_sharers, *how)
     row_stride, batch_stride = _output_strides(p)
     out_maps = None
-    if by_panels(v) and s.panel:
-        size = v.out_dtype.itemsize
-        strides, box = (row_stride * size, batch_stride * size), (s.panel * 2 // size, 64, 1)
-        out_maps = Maps(v.out_dtype, (p.n, p.m, p.batch), strides, box, s.panel * 2)
+    if v.aligned and v.out_dtype != torch.float32 and s.panel:
+        strides = (row_stride * 2, batch_stride * 2)
+        out_maps = Maps(v.out_dtype, (p.n, p.m, p.batch), strides, (s.panel, 64, 1), s.panel * 2)
     rows, columns = (p.n, p.m) if swap else (p.m, p.n)
     batched = int(a.batch != 0), int(b.batch != 0)
     rest = (

@@ -8,8 +8,7 @@
 #include "convert.cuh"
 #include "pipeline_sm90.cuh"
 
-constexpr u32 PANEL_LINE = PANEL * (OUTPUT == F32 ? 4 : 2);  // bytes
-constexpr u32 PANEL_BYTES = 64 * PANEL_LINE;
+constexpr u32 PANEL_BYTES = 64 * PANEL * 2;
 
 static_assert(PANEL == 0 || (!TRANSPOSED && ROWS % 64 == 0 && BLOCK_N % PANEL == 0), "panels are whole");
 
@@ -86,44 +85,42 @@ __device__ __forceinline__ void add_bias(float* acc, const Params& p, const Tile
     }
 }
 
+// Where this lane's part of a panel begins, for `pack_panel`: in line lane % 16 of its warp's. The lines are in
+// TMA's swizzle.
+__device__ __forceinline__ u32 panel_offset(u32 thread) {
+    u32 warp = thread / 32, lane = thread % 32;
+    u32 line = warp * 16 + lane % 16;  // whose address this lane gives to stmatrix
+    return line * PANEL * 2 + (lane / 16 ^ line / (64 / PANEL) % (PANEL / 8)) * 16;
+}
+
+// Rounds PANEL columns of one wgmma tile into a panel. A warp has sixteen lines of its own.
+template <int type>
+__device__ __forceinline__ void pack_panel(const float (&acc)[BLOCK_N / 2], u32 column, u32 to) {
+    using Out = Element<type>;
+#pragma unroll
+    for (u32 chunk = 0; chunk < PANEL / 8; chunk += 2) {
+        const float* d = &acc[(column / 8 + chunk) * 4];
+        asm volatile(
+            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to ^ chunk * 16),
+            "r"(Out::pack(d[0], d[1])), "r"(Out::pack(d[2], d[3])), "r"(Out::pack(d[4], d[5])),
+            "r"(Out::pack(d[6], d[7]))
+            : "memory");
+    }
+}
+
 // Stores one wgmma tile of 64 rows by TMA, PANEL columns at a time. A panel is written while TMA still reads
 // the other: before it is written again, the store before last must have read it. The two take turns across
 // tiles too.
 template <int type, typename Params>
 __device__ __forceinline__ void store_panels(Accumulators& acc, u32 mma_m, u32 panels, const Params& p,
                                              const TileCoord& tile, u32 warpgroup, u32 thread, u32& buffer) {
-    using Out = Element<type>;
-    u32 warp = thread / 32, lane = thread % 32;
-    u32 line = warp * 16 + lane % 16;  // whose address this lane gives to stmatrix
-    u32 begin = line * PANEL_LINE + (lane / 16 ^ line / (128 / PANEL_LINE) % (PANEL_LINE / 16)) * 16;
-    u32 pairs = warp * 16 + lane / 4;  // this lane's line, of 32-bit elements, and 8 below it
+    u32 begin = panel_offset(thread);
 #pragma unroll
     for (u32 column = 0; column < BLOCK_N; column += PANEL) {
-        u32 panel = panels + buffer * PANEL_BYTES, to = panel + begin;
+        u32 panel = panels + buffer * PANEL_BYTES;
         if (thread == 0) tma_store_wait_read<1>();
         named_barrier(EPILOGUE_BARRIER + warpgroup, 128);
-#pragma unroll
-        for (u32 chunk = 0; chunk < PANEL / 8; chunk += OUTPUT == F32 ? 1 : 2) {
-            float* d = &acc[mma_m][(column / 8 + chunk) * 4];
-            if constexpr (type == F32) {
-#pragma unroll
-                for (u32 half = 0; half < 2; ++half) {
-                    const u32 row = pairs + half * 8;
-                    const u32 unit = (chunk * 2 + lane % 4 / 2) ^ row / (128 / PANEL_LINE) % (PANEL_LINE / 16);
-                    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(panel + row * PANEL_LINE + unit * 16 +
-                                                                          lane % 2 * 8),
-                                 "f"(d[half * 2]), "f"(d[half * 2 + 1])
-                                 : "memory");
-                }
-                continue;
-            } else {
-            asm volatile(
-                "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to ^ chunk * 16),
-                "r"(Out::pack(d[0], d[1])), "r"(Out::pack(d[2], d[3])), "r"(Out::pack(d[4], d[5])),
-                "r"(Out::pack(d[6], d[7]))
-                : "memory");
-            }
-        }
+        pack_panel<type>(acc[mma_m], column, panel + begin);
         fence_async_proxy();
         named_barrier(EPILOGUE_BARRIER + warpgroup, 128);
         if (thread == 0) tma_store(p.out_map, panel, tile.n + column, tile.m + mma_m * 64, tile.batch);

@@ -9,7 +9,10 @@
 #include "accumulators_sm90.cuh"
 #include "groups.cuh"
 
-static_assert(PANEL == 0 || (ALIGNED && !ACCUMULATE), "panels are aligned");
+static_assert(PANEL == 0 || OUTPUT != F32, "panels are of 16-bit elements");
+
+// Whether TMA stores the panels: it cannot where rows do not lie multiples of 16 bytes apart.
+constexpr bool BY_TMA = PANEL > 0 && ALIGNED;
 
 struct Params {
     TensorMap a, b, out_map;
@@ -66,68 +69,6 @@ __device__ __forceinline__ void for_each_row(Accumulators& acc, const Params& p,
     }
 }
 
-#ifndef WIDE
-#define WIDE 0
-#endif
-
-#if WIDE > 0 && !TRANSPOSED
-// Straight from the registers, sixteen bytes a lane: neighbours trade pairs, so that a quad's row is WIDE * 64
-// contiguous bytes. Memory of another GPU takes whole lines much faster than sectors. Eight divides n.
-__device__ __forceinline__ void trade(float& give, float& keep, int mask, bool upper) {
-    float sent = upper ? keep : give;
-    sent = __shfl_xor_sync(0xffffffff, sent, mask);
-    if (upper)
-        keep = sent;
-    else
-        give = sent;
-}
-
-__device__ __forceinline__ void store_wide(Accumulators& acc, const Params& p, const TileCoord& tile,
-                                           u32 thread) {
-    const Fragment fragment(tile, thread);
-    const bool odd = thread % 2, below = thread / 4 % 2;
-    constexpr int STEP = WIDE * 16;
-    float* out = static_cast<float*>(p.out) + tile.batch * p.batch_stride;
-    const int column = fragment.column - fragment.column % 8 + thread / 2 % 2 * 4 + odd * 8;
-#pragma unroll
-    for (int mma_m = 0; mma_m < MMA_M; ++mma_m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = fragment.row + mma_m * 64 + half * 8;
-#pragma unroll
-            for (int i = 0; i < BLOCK_N; i += STEP) {
-                float quads[WIDE][4];
-#pragma unroll
-                for (int w = 0; w < WIDE; ++w) {
-                    const float* d = &acc[mma_m][half * 2 + (i / 8 + 2 * w) * 4];
-                    // [0, 1]: what the even lane keeps, [2, 3]: what it gives for the odd one's
-                    float first[2] = {d[0], d[1]}, second[2] = {d[4], d[5]};
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) trade(second[j], first[j], 1, odd);
-                    quads[w][0] = first[0];
-                    quads[w][1] = first[1];
-                    quads[w][2] = second[0];
-                    quads[w][3] = second[1];
-                }
-                if constexpr (WIDE == 2) {
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) trade(quads[1][j], quads[0][j], 4, below);
-                }
-#pragma unroll
-                for (int w = 0; w < WIDE; ++w) {
-                    const int to_row = WIDE == 2 ? row - below + w : row;
-                    const int to = column + i + (WIDE == 2 ? below * 16 : 0);
-                    const bool inside = to_row < p.m && (ROWS % 64 == 0 || to_row < tile.m + int(ROWS));
-                    if (inside && to < p.n)
-                        *reinterpret_cast<float4*>(out + to_row * p.row_stride + to) =
-                            make_float4(quads[w][0], quads[w][1], quads[w][2], quads[w][3]);
-                }
-            }
-        }
-    }
-}
-#endif
-
 // Straight from the registers.
 template <int type>
 __device__ __forceinline__ void store(Accumulators& acc, const Params& p, const TileCoord& tile, u32 thread) {
@@ -146,6 +87,78 @@ __device__ __forceinline__ void store(Accumulators& acc, const Params& p, const 
     });
 }
 
+// Elements before the next multiple of eight bytes.
+__device__ __forceinline__ u32 elements_before_quad(const u16* at) {
+    return (0 - u32(reinterpret_cast<u64>(at)) / 2) % 4;
+}
+
+// Stores a warp's sixteen lines of a panel, `columns` of each: sixteen lanes a line, each what lies in eight bytes
+// of memory. In the panel that begins up to three elements after eight bytes of its own.
+__device__ __forceinline__ void store_quads(u32 lines, u16* out, i64 row_stride, int rows, int columns,
+                                            u32 lane) {
+    constexpr u32 LINE = PANEL * 2, AT_ONCE = 4;  // loads that are under way together
+    const u32 quad = lane % 16, odd = lane / 16;
+    auto place = [&](u32 quad) { return lines + odd * LINE + (quad / 2 ^ odd) * 16 + quad % 2 * 8; };
+    const u32 here = place(quad), behind = place((quad + 1) % 16);
+    u16* to = out + odd * row_stride + quad * 4;
+#pragma unroll
+    for (u32 first = 0; first < 16; first += 2 * AT_ONCE) {
+        u32 words[AT_ONCE][4];
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; ++i) {
+            const u32 line = first + 2 * i, swizzle = line % 8 * 16;
+            load_shared_pair((here ^ swizzle) + line * LINE, words[i][0], words[i][1]);
+            load_shared_pair((behind ^ swizzle) + line * LINE, words[i][2], words[i][3]);
+        }
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; ++i, to += 2 * row_stride) {
+            const u32 skip = elements_before_quad(to), shift = skip % 2 * 16;
+            u32 a = words[i][0], b = words[i][1], c = words[i][2];
+            if (skip & 2) a = b, b = c, c = words[i][3];
+            const bool whole = int(first + 2 * i + odd) < rows && int(quad * 4 + skip + 4) <= columns;
+            store_pair_if(whole, to + skip, __funnelshift_r(a, b, shift), __funnelshift_r(b, c, shift));
+        }
+    }
+}
+
+// Stores the elements that those leave at the ends of the lines, up to three at each: a lane for each end.
+__device__ __forceinline__ void store_ends(u32 lines, u16* out, i64 row_stride, int rows, int columns,
+                                           u32 lane) {
+    const u32 line = lane / 2;
+    u16* to = out + line * row_stride;
+    const int skip = elements_before_quad(to);
+    const int begin = lane % 2 ? skip + max(columns - skip, 0) / 4 * 4 : 0;
+    const int end = int(line) >= rows ? 0 : lane % 2 ? columns : min(skip, columns);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        const u32 column = begin + i;
+        if (int(column) < end)
+            to[column] =
+                load_shared_half(lines + line * PANEL * 2 + (column / 8 ^ line % 8) * 16 + column % 8 * 2);
+    }
+}
+
+// Stores one wgmma tile of 64 rows where TMA cannot: each warp packs its sixteen lines of a panel, and then
+// stores them, whatever a row's address.
+template <int type>
+__device__ __forceinline__ void store_lines(Accumulators& acc, u32 mma_m, u32 panels, const Params& p,
+                                            const TileCoord& tile, u32 thread, u32& buffer) {
+    static_assert(PANEL == 64, "sixteen lanes have a line");
+    const u32 first = thread / 32 * 16, lane = thread % 32;
+    const int row = tile.m + int(mma_m * 64 + first), rows = (GROUPED ? tile.m_end : p.m) - row;
+#pragma unroll
+    for (u32 column = 0; column < BLOCK_N; column += PANEL) {
+        const u32 panel = panels + buffer * PANEL_BYTES, lines = panel + first * PANEL * 2;
+        pack_panel<type>(acc[mma_m], column, panel + panel_offset(thread));
+        __syncwarp();  // and no more: lanes that are done pack the other panel
+        const int at = tile.n + int(column), columns = min((GROUPED ? tile.n_end : p.n) - at, PANEL);
+        u16* out = static_cast<u16*>(p.out) + tile.batch * p.batch_stride + row * p.row_stride + at;
+        store_quads(lines, out, p.row_stride, rows, columns, lane);
+        store_ends(lines, out, p.row_stride, rows, columns, lane);
+        buffer ^= 1;
+    }
+}
+
 struct Output {
     static constexpr u32 smem_bytes = 2 * PANEL_BYTES;  // of shared memory, for a warpgroup
     static constexpr bool overlap_m = !ACCUMULATE && (GROUPED != OF_ROWS || TRANSPOSED);
@@ -154,7 +167,7 @@ struct Output {
     u32 buffer = 0;
 
     static __device__ __forceinline__ void prefetch_maps(const Params& p) {
-        if constexpr (PANEL > 0) prefetch_tensor_map(p.out_map);
+        if constexpr (BY_TMA) prefetch_tensor_map(p.out_map);
     }
     // What the chains of a tile start from.
     __device__ __forceinline__ void init(Accumulators& acc, const Params& p, const TileCoord& tile,
@@ -182,20 +195,18 @@ struct Output {
             if (GROUPED == OF_ROWS) to.batch = 0;  // rows of all groups are one matrix
 #pragma unroll
             for (u32 mma_m = 0; mma_m < MMA_M; ++mma_m) {
-                if constexpr (PANEL > 0)
+                if constexpr (BY_TMA)
                     store_panels<OUTPUT>(acc, mma_m, panels, p, to, warpgroup, thread, buffer);
+                else if constexpr (PANEL > 0)
+                    store_lines<OUTPUT>(acc, mma_m, panels, p, to, thread, buffer);
             }
         } else {
-#if WIDE > 0 && !TRANSPOSED
-            store_wide(acc, p, tile, thread);
-#else
             store<OUTPUT>(acc, p, tile, thread);
-#endif
         }
     }
     // The block may not leave while TMA still reads its shared memory.
     __device__ __forceinline__ void drain(u32 thread) {
-        if constexpr (PANEL > 0) {
+        if constexpr (BY_TMA) {
             if (thread == 0) tma_store_wait_read<0>();
         }
     }

@@ -13,6 +13,28 @@ __device__ __forceinline__ float load_shared(u32 from) {
     return x;
 }
 
+__device__ __forceinline__ u16 load_shared_half(u32 from) {
+    u16 x;
+    asm volatile("ld.shared.b16 %0, [%1];" : "=h"(x) : "r"(from) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void load_shared_pair(u32 from, u32& low, u32& high) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(low), "=r"(high) : "r"(from) : "memory");
+}
+
+// Without a branch, so that what was loaded before stays in flight. The address is a multiple of eight bytes.
+__device__ __forceinline__ void store_pair_if(bool condition, void* to, u32 low, u32 high) {
+    asm volatile(
+        "{\n"
+        ".reg .pred condition;\n"
+        "setp.ne.u32 condition, %3, 0;\n"
+        "@condition st.global.v2.b32 [%0], {%1, %2};\n"
+        "}\n" ::"l"(to),
+        "r"(low), "r"(high), "r"(u32(condition))
+        : "memory");
+}
+
 __device__ __forceinline__ void store_shared(u32 to, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }
