@@ -305,7 +305,7 @@ int k_major(const operand* x);
 int64_t blocks_of_tiles(const sb_context* context, const schedule* s, int64_t tiles);
 int64_t blocks_sm90(const sb_context* context, const schedule* s, int64_t rows, int64_t columns,
                     int64_t batch);
-/* Whether the output can be written in vectors, or by the copy engine. */
+/* Whether rows of the output consist of whole units of 16 bytes. */
 bool aligned_output(const sb_product* p);
 /* All but the sequences. */
 sb_status fill_tensor_core(const call* c, const schedule* s, bool folded, tensor_core_params* x);

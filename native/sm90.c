@@ -77,11 +77,9 @@ static int64_t matrix_stride(const sb_product* p) {
 }
 
 bool aligned_output(const sb_product* p) {
-    const bool f32 = p->out_dtype == SB_F32;
-    const int step = f32 ? 2 : 8;
-    if (!multiple(p->out.data, 8) || row_stride(p) % step || matrix_stride(p) % step) return false;
-    /* The copy engine writes multiples of 16 bytes, also past the end of a row. */
-    return f32 || (multiple(p->out.data, 16) && p->n % 8 == 0);
+    const int unit = p->out_dtype == SB_F32 ? 4 : 8; /* elements of 16 bytes */
+    return multiple(p->out.data, 16) && p->n % unit == 0 && row_stride(p) % unit == 0 &&
+           matrix_stride(p) % unit == 0;
 }
 
 sb_status fill_tensor_core(const call* c, const schedule* s, bool folded, tensor_core_params* x) {

@@ -31,7 +31,7 @@
 //   RAGGED               1: k holds sequences, each of which starts a new group of 16; 0: it does not
 //   BOUND                integer type of the sequences' bounds: int or long long
 //   ACCUMULATE           1: chains start from the output, which is f32; 0: from +0
-//   ALIGNED              1: the output's rows allow stores of pairs, and of panels by TMA
+//   ALIGNED              1: the output's rows are whole units of 16 bytes, for TMA or vector stores
 //   SEGMENTS             segments of k, a power of two, each a chain of its own; absent: k is one chain
 //   HELD, SHARED         with SEGMENTS: levels of their tree whose sums wait in registers, in shared memory
 

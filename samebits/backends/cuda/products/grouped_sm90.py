@@ -13,7 +13,7 @@ from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products import schedule_sm90, tensor_core_sm90
 from samebits.backends.cuda.products.grouped import GroupedCudaPlan, nothing
 from samebits.backends.cuda.products.schedule_sm90 import Gemm, Sm90Schedule
-from samebits.backends.cuda.products.tensor_core_sm90 import Sm90Variant
+from samebits.backends.cuda.products.tensor_core_sm90 import Sm90Variant, in_units
 from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
 from samebits.backends.grouped import GroupedKernel, GroupedProduct, refuse_large
 from samebits.backends.product import need
@@ -211,10 +211,7 @@ def output_strides(p: GroupedProduct) -> tuple[int, int]:
 
 def variant(p: GroupedProduct) -> Sm90Variant:
     """The variant that `p` needs."""
-    step = 2 if p.out.dtype == torch.float32 else 8
-    aligned = p.out.misalignment % 8 == 0 and all(stride % step == 0 for stride in output_strides(p))
-    if step == 8:  # the copy engine writes multiples of 16 bytes, also past the end of a row
-        aligned = aligned and p.out.misalignment == 0 and p.n % 8 == 0
+    aligned = in_units(p.out.dtype, p.out.misalignment, p.n, *output_strides(p))
     a, b = _sides(p)
     return Sm90Variant(
         *(p.a.dtype, p.out.dtype, not a.k_major, not b.k_major),

@@ -10,7 +10,7 @@ import torch
 
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
-from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES, NO_MAP
+from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES, NO_MAP, in_units
 from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
 
 __all__ = [
@@ -111,10 +111,8 @@ class Scaled:
 
     @property
     def aligned(self) -> bool:
-        """Whether the output can be written in vectors, or by the copy engine."""
-        if self.out_dtype == torch.float32:
-            return self.out_misalignment % 8 == 0 and self.out_stride % 2 == 0
-        return self.out_misalignment == 0 and self.out_stride % 8 == 0 and self.n % 8 == 0
+        """Whether rows of the output consist of whole units of 16 bytes."""
+        return in_units(self.out_dtype, self.out_misalignment, self.n, self.out_stride)
 
     def panel(self, s: ScaledSchedule) -> int:
         """Columns that leave in one store of the copy engine, or 0."""

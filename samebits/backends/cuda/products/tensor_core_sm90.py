@@ -23,7 +23,17 @@ from samebits.backends.cuda.products.schedule_sm90 import (
 from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
 from samebits.backends.product import LARGEST, Product, need, refuse_large
 
-__all__ = ["EPILOGUE_TYPES", "NO_MAP", "TENSOR_CORE_SM90", "Sm90Variant", "gemm", "spec", "tables", "variant"]
+__all__ = [
+    "EPILOGUE_TYPES",
+    "NO_MAP",
+    "TENSOR_CORE_SM90",
+    "Sm90Variant",
+    "gemm",
+    "in_units",
+    "spec",
+    "tables",
+    "variant",
+]
 
 EPILOGUE_TYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """Types of outputs and biases, as in ``convert.cuh``."""
@@ -37,7 +47,7 @@ class Sm90Variant:
 
     Attributes:
         a_mn, b_mn: whether the operand is contiguous along m or n, not along k.
-        aligned: whether the output can be written in pairs of f32, or of 16 bits by the copy engine.
+        aligned: whether rows of the output consist of whole units of 16 bytes, see :func:`in_units`.
         folded: whether k is a multiple of 64, so that one box of a tensor map holds several columns of it.
         cu_seqlens_dtype: dtype of ``cu_seqlens``, if there are any.
     """
@@ -108,13 +118,20 @@ def _output_strides(p: Product) -> tuple[int, int]:
     return row, p.out.strides[0] if p.batch > 1 else -(-row * p.m // 8) * 8
 
 
+def in_units(dtype: torch.dtype, misalignment: int, *sizes: int) -> bool:
+    """Whether an output consists of whole units of 16 bytes, at multiples of 16 bytes.
+
+    Only then the copy engine can write it, or a thread 16 bytes of it at once.
+
+    Args:
+        sizes: how long its rows are, and its strides.
+    """
+    return misalignment == 0 and all(size * dtype.itemsize % 16 == 0 for size in sizes)
+
+
 def variant(p: Product) -> Sm90Variant:
     """The variant that `p` needs."""
-    row_stride, batch_stride = _output_strides(p)
-    step = 2 if p.out.dtype == torch.float32 else 8
-    aligned = p.out.misalignment % 8 == 0 and row_stride % step == 0 and batch_stride % step == 0
-    if step == 8:  # the copy engine writes multiples of 16 bytes, also past the end of a row
-        aligned = aligned and p.out.misalignment == 0 and p.n % 8 == 0
+    aligned = in_units(p.out.dtype, p.out.misalignment, p.n, *_output_strides(p))
     a, b = _sides(p)
     return Sm90Variant(
         p.a.dtype,

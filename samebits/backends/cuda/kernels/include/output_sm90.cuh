@@ -87,6 +87,66 @@ __device__ __forceinline__ void store(Accumulators& acc, const Params& p, const 
     });
 }
 
+// Transposes the matrix of two values of two lanes that are `mask` apart: the lower lane gets both firsts.
+__device__ __forceinline__ void transpose(float& first, float& second, u32 lane, u32 mask) {
+    const bool upper = lane & mask;
+    const float other = __shfl_xor_sync(0xFFFFFFFF, upper ? first : second, mask);
+    if (upper)
+        first = other;
+    else
+        second = other;
+}
+
+// Stores f32 straight from the registers, sixteen bytes a lane. Lanes trade what they have of 32 columns, so that
+// eight of them store a whole line of 128 bytes: another GPU's memory takes those faster. What is left in a tile
+// of other widths is stored in shorter pieces.
+__device__ __forceinline__ void store_units(Accumulators& acc, const Params& p, const TileCoord& tile,
+                                            u32 thread) {
+    const u32 lane = thread % 32, odd = lane % 2, below = lane / 4 % 2;
+    const int first_row = Fragment(tile, thread).row, rows = GROUPED ? tile.m_end : p.m;
+    const int first_column = tile.n + int(lane % 4 / 2 * 4), columns = GROUPED ? tile.n_end : p.n;
+    float* out = static_cast<float*>(p.out) + (GROUPED == OF_ROWS ? 0 : tile.batch * p.batch_stride);
+    auto inside = [&](int row, int column) {
+        return row < rows && column < columns && (ROWS % 64 == 0 || row < tile.m + int(ROWS));
+    };
+    auto store = [&](int row, int column, float a, float b, float c, float d) {
+        if (inside(row, column))
+            *reinterpret_cast<float4*>(out + row * p.row_stride + column) = make_float4(a, b, c, d);
+    };
+#pragma unroll
+    for (int half = 0; half < 2 * MMA_M; ++half) {
+        const int row = first_row + half / 2 * 64 + half % 2 * 8;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N; i += 32) {
+            const int left = BLOCK_N - i, column = first_column + i;
+            float* d = &acc[half / 2][i / 2 + half % 2 * 2];
+            // Of sixteen columns a lane gets four.
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                if (j * 16 + 16 > left) break;
+                transpose(d[j * 8], d[j * 8 + 4], lane, 1);
+                transpose(d[j * 8 + 1], d[j * 8 + 5], lane, 1);
+            }
+            if (left >= 32) {  // and of two rows the half of both
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    transpose(d[j], d[j + 8], lane, 4);
+                    transpose(d[j + 4], d[j + 12], lane, 4);
+                }
+                const int half_column = column + int(below * 16 + odd * 8);
+                store(row - below, half_column, d[0], d[1], d[4], d[5]);
+                store(row - below + 1, half_column, d[8], d[9], d[12], d[13]);
+            } else {
+                if (left >= 16) store(row, column + int(odd * 8), d[0], d[1], d[4], d[5]);
+                const int pair = column + left / 16 * 16 + int(odd * 2);
+                if (left % 16 && inside(row, pair))
+                    Element<F32>::store_pair(out + row * p.row_stride + pair, d[left / 16 * 8],
+                                             d[left / 16 * 8 + 1]);
+            }
+        }
+    }
+}
+
 // Elements before the next multiple of eight bytes.
 __device__ __forceinline__ u32 elements_before_quad(const u16* at) {
     return (0 - u32(reinterpret_cast<u64>(at)) / 2) % 4;
@@ -200,6 +260,8 @@ struct Output {
                 else if constexpr (PANEL > 0)
                     store_lines<OUTPUT>(acc, mma_m, panels, p, to, thread, buffer);
             }
+        } else if constexpr (OUTPUT == F32 && ALIGNED && !TRANSPOSED) {
+            store_units(acc, p, tile, thread);
         } else {
             store<OUTPUT>(acc, p, tile, thread);
         }
