@@ -87,6 +87,10 @@ __device__ __forceinline__ void store(Accumulators& acc, const Params& p, const 
     });
 }
 
+// Whether f32 leaves by store_units(). With 160 accumulators a thread or more, or 224 columns, registers spill.
+constexpr bool IN_UNITS =
+    OUTPUT == F32 && ALIGNED && !TRANSPOSED && MMA_M * BLOCK_N / 2 < 160 && BLOCK_N != 224;
+
 // Transposes the matrix of two values of two lanes that are `mask` apart: the lower lane gets both firsts.
 __device__ __forceinline__ void transpose(float& first, float& second, u32 lane, u32 mask) {
     const bool upper = lane & mask;
@@ -98,52 +102,45 @@ __device__ __forceinline__ void transpose(float& first, float& second, u32 lane,
 }
 
 // Stores f32 straight from the registers, sixteen bytes a lane. Lanes trade what they have of 32 columns, so that
-// eight of them store a whole line of 128 bytes: another GPU's memory takes those faster. What is left in a tile
-// of other widths is stored in shorter pieces.
+// eight of them store a whole line of 128 bytes: another GPU's memory takes those faster. Columns that are left
+// in a tile of another width are stored in pairs.
 __device__ __forceinline__ void store_units(Accumulators& acc, const Params& p, const TileCoord& tile,
                                             u32 thread) {
-    const u32 lane = thread % 32, odd = lane % 2, below = lane / 4 % 2;
-    const int first_row = Fragment(tile, thread).row, rows = GROUPED ? tile.m_end : p.m;
-    const int first_column = tile.n + int(lane % 4 / 2 * 4), columns = GROUPED ? tile.n_end : p.n;
-    float* out = static_cast<float*>(p.out) + (GROUPED == OF_ROWS ? 0 : tile.batch * p.batch_stride);
-    auto inside = [&](int row, int column) {
-        return row < rows && column < columns && (ROWS % 64 == 0 || row < tile.m + int(ROWS));
+    constexpr int TRADED = BLOCK_N / 32 * 32;
+    const Fragment own(tile, thread);
+    const u32 lane = thread % 32;
+    const int below = lane / 4 % 2, column = tile.n + below * 16 + int(lane % 2 * 8 + lane % 4 / 2 * 4);
+    auto* out = static_cast<float*>(p.out) + (GROUPED == OF_ROWS ? 0 : tile.batch * p.batch_stride);
+    auto inside = [&](int row) {
+        return row < (GROUPED ? tile.m_end : p.m) && (ROWS % 64 == 0 || row < tile.m + int(ROWS));
     };
-    auto store = [&](int row, int column, float a, float b, float c, float d) {
-        if (inside(row, column))
-            *reinterpret_cast<float4*>(out + row * p.row_stride + column) = make_float4(a, b, c, d);
-    };
+    const int columns = GROUPED ? tile.n_end : p.n, left = columns - column, own_left = columns - own.column;
 #pragma unroll
     for (int half = 0; half < 2 * MMA_M; ++half) {
-        const int row = first_row + half / 2 * 64 + half % 2 * 8;
+        float* d = &acc[half / 2][half % 2 * 2];
+        const int row = own.row + half / 2 * 64 + half % 2 * 8, upper = row - below;
+        float *to = out + upper * p.row_stride + column, *under = to + p.row_stride;
+        const bool upper_inside = inside(upper), under_inside = inside(upper + 1);
 #pragma unroll
-        for (int i = 0; i < BLOCK_N; i += 32) {
-            const int left = BLOCK_N - i, column = first_column + i;
-            float* d = &acc[half / 2][i / 2 + half % 2 * 2];
-            // Of sixteen columns a lane gets four.
+        for (int i = 0; i < TRADED; i += 32, d += 16) {
+            float a[4] = {d[0], d[1], d[4], d[5]}, b[4] = {d[8], d[9], d[12], d[13]};
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                if (j * 16 + 16 > left) break;
-                transpose(d[j * 8], d[j * 8 + 4], lane, 1);
-                transpose(d[j * 8 + 1], d[j * 8 + 5], lane, 1);
+                transpose(a[j], a[j + 2], lane, 1);
+                transpose(b[j], b[j + 2], lane, 1);
             }
-            if (left >= 32) {  // and of two rows the half of both
 #pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    transpose(d[j], d[j + 8], lane, 4);
-                    transpose(d[j + 4], d[j + 12], lane, 4);
-                }
-                const int half_column = column + int(below * 16 + odd * 8);
-                store(row - below, half_column, d[0], d[1], d[4], d[5]);
-                store(row - below + 1, half_column, d[8], d[9], d[12], d[13]);
-            } else {
-                if (left >= 16) store(row, column + int(odd * 8), d[0], d[1], d[4], d[5]);
-                const int pair = column + left / 16 * 16 + int(odd * 2);
-                if (left % 16 && inside(row, pair))
-                    Element<F32>::store_pair(out + row * p.row_stride + pair, d[left / 16 * 8],
-                                             d[left / 16 * 8 + 1]);
-            }
+            for (int j = 0; j < 4; ++j) transpose(a[j], b[j], lane, 4);
+            if (upper_inside && i < left)
+                *reinterpret_cast<float4*>(to + i) = make_float4(a[0], a[1], a[2], a[3]);
+            if (under_inside && i < left)
+                *reinterpret_cast<float4*>(under + i) = make_float4(b[0], b[1], b[2], b[3]);
         }
+        const bool row_inside = inside(row);
+#pragma unroll
+        for (int i = TRADED; i < BLOCK_N; i += 8, d += 4)
+            if (row_inside && i < own_left)
+                Element<F32>::store_pair(out + row * p.row_stride + own.column + i, d[0], d[1]);
     }
 }
 
@@ -260,7 +257,7 @@ struct Output {
                 else if constexpr (PANEL > 0)
                     store_lines<OUTPUT>(acc, mma_m, panels, p, to, thread, buffer);
             }
-        } else if constexpr (OUTPUT == F32 && ALIGNED && !TRANSPOSED) {
+        } else if constexpr (IN_UNITS) {
             store_units(acc, p, tile, thread);
         } else {
             store<OUTPUT>(acc, p, tile, thread);
