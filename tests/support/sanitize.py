@@ -125,6 +125,20 @@ def long_products(every: int):
                     yield kernel, s, x.into(out)
 
 
+def float32_outputs(every: int):
+    """Hopper's, to the ends of their memory, at addresses and strides of whole units of 16 bytes or not."""
+    kernel = next((k for k in kernels(torch.cuda.current_device()) if k.name == "tensor_core_sm90"), None)
+    for i, s in enumerate(some(kernel, every, first=1) if kernel else ()):
+        m, n, k = s.block_m + 21, s.block_n + 12, 72
+        a, b = operands(m, k, "k"), operands(n, k, "k").mT
+        for offset, more in ((0, 0), (2, 0), (1, 0), (0, 4), (0, 2)):
+            memory = torch.ones(offset + m * (n + more) - more, device="cuda")
+            out = memory.as_strided((m, n), (n + more, 1), offset)
+            x = Inputs(a, b, acc=out) if i % 2 else Inputs(a, b, bias=torch.ones(n, device="cuda"))
+            if takes(kernel, Product.of(x.into(out), kernel.step), s):
+                yield kernel, s, x.into(out)
+
+
 def ways(s: Sm90Schedule, x: Operands) -> dict[str, bool]:
     """Which ways of the Hopper kernel a product takes."""
     p = Product.of(x, "mma")
@@ -138,6 +152,8 @@ def ways(s: Sm90Schedule, x: Operands) -> dict[str, bool]:
         "a last tile moved back": x.start is None and rows > s.block_m and rows % s.block_m > 0,
         "output in panels by TMA": constants["PANEL"] > 0 and constants["ALIGNED"] > 0,
         "output in panels by lines": constants["PANEL"] > 0 and constants["ALIGNED"] == 0,
+        "float32 in units": constants["OUTPUT"] == 1 and constants["ALIGNED"] > 0 and not s.swap,
+        "float32 in elements": constants["OUTPUT"] == 1 and constants["ALIGNED"] == 0,
         "maps folded": constants["FOLDED"] > 0,
         "a batch": p.batch > 1,
         "chains carried on": x.start is not None,
@@ -418,7 +434,9 @@ def main() -> None:
     every = options.every
     if options.racecheck:
         all_lanes_arrive()
-    found = itertools.chain(products(every), tiny_products(every), long_products(every))
+    found = itertools.chain(
+        products(every), tiny_products(every), long_products(every), float32_outputs(every)
+    )
     if options.compile:
         calls = (partial(k.run, x, s) for k, s, x in found)
         print(
