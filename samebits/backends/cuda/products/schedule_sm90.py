@@ -338,7 +338,7 @@ def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
             # One long chain whose operands are already prefetched into L2 has the fewest waits.
             deep = splits == 1 and size <= 24
             # If half of the shared memory is enough, the other half is left to the next kernel's blocks: they
-            # may outnumber idle multiprocessors. But few blocks for a B along n load too slowly by half a ring.
+            # may outnumber idle multiprocessors. But few blocks for B along n load too slowly by half a ring.
             enough = tiles <= sms and rows == 64 and (2 * tiles > sms or not p.b_mn)
             half = tokens == 8 and (size <= 40 or enough) and not deep
             blocks = 2 if half or tiles > 2 * sms else 1
