@@ -25,6 +25,7 @@ KINDS = {
 OTHERS = {
     "samebits/py.typed",
     *(f"samebits/data/{name}" for name in ("harbour.txt", "known_answers.npz", "proven.json")),
+    *(f"samebits/data/tuned/{path.name}" for path in (ROOT / "samebits/data/tuned").glob("*.json")),
 }
 METADATA = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}
 

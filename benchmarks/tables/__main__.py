@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import support
 from benchmarks.record import GPUS, ROOT, load, measured
-from benchmarks.tables import cpu, mode, models, operations, products, proofs
+from benchmarks.tables import cpu, mode, models, operations, products, proofs, tuning
 from benchmarks.zoo import report
 
 BLOCK = re.compile(
@@ -65,6 +65,10 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
 }
 
 
+ALSO = {"nvidia-h100-80gb-hbm3": ("held_out.json", "unaligned.json")}
+"""Results that are shown of GPUs on which ``samebits bench`` has not run."""
+
+
 def gpu_block(gpu: str, results: str, write: Callable[[dict[str, Any]], str]) -> str:
     return write(load(f"{gpu}/{results}")) if gpu in measured(results) else "Not measured yet."
 
@@ -78,15 +82,16 @@ BLOCKS: dict[str, Callable[[], str]] = (
         "mode-replaced": mode.mode_replaced,
         "mode-vectors": mode.mode_vectors,
         "mode-reported": mode.mode_reported,
+        "tuned-tables": tuning.tuned_tables,
         "architectures": lambda: gpu_block("cpu", "zoo.json", report.architectures),
         "architectures-fp8": lambda: gpu_block("cpu", "zoo_fp8.json", report.fp8),
     }
     | {f"{gpu}-price": partial(models.gpu_price, gpu) for gpu in GPUS}
     | {
         f"{gpu}-{what}": partial(gpu_block, gpu, results, write)
-        for gpu in GPUS
-        for results, blocks in GPU_BLOCKS.items()
-        for what, write in blocks.items()
+        for gpu, some in ({gpu: tuple(GPU_BLOCKS) for gpu in GPUS} | ALSO).items()
+        for results in some
+        for what, write in GPU_BLOCKS[results].items()
     }
 )
 

@@ -233,8 +233,8 @@ def _answer(gpus: tuple[Gpu, ...], backends: tuple[Backend, ...]) -> tuple[str, 
         )
         times = ", ".join(f"{what} {speed:.2f}" for what, speed in p["speed"].items())
         said.append(f"  Speed on this model, PyTorch = 1: {times}")
-        if not gpu.tuned:
-            said.append("  No tuned table. samebits tune may find faster schedules for your shapes.")
+        known = f"{gpu.tuned} tuned shapes" if gpu.tuned else "No tuned table"
+        said.append(f"  {known}. samebits tune may find faster schedules for your shapes.")
     return tuple(said)
 
 

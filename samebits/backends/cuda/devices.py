@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from samebits.backends import UnavailableError
+from samebits.backends.cuda import driver
 from samebits.backends.cuda.compiler import CompileError, nvrtc_version, require_compiler
 from samebits.remedies import see
 
@@ -30,6 +31,8 @@ class DeviceInfo:
     max_smem: int
     """Bytes of dynamic shared memory that one block may use."""
     l2_bytes: int
+    memory_rate: float = 0
+    """Bytes that memory moves in a microsecond at most; 0 if it is not known."""
 
     @property
     def arch(self) -> str:
@@ -74,6 +77,7 @@ def device_info(index: int) -> DeviceInfo:
         p.multi_processor_count,
         p.shared_memory_per_block_optin,
         p.L2_cache_size,
+        driver.memory_rate(index) if torch.version.cuda else 0,
     )
 
 

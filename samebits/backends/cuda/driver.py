@@ -17,6 +17,7 @@ __all__ = [
     "error_name",
     "library",
     "make_context_current",
+    "memory_rate",
 ]
 
 PARAMS_AT = 128
@@ -71,6 +72,20 @@ def check(code: int, what: str) -> None:
     """Raise LaunchError if the call that returned `code` failed."""
     if code:
         raise LaunchError(f"{what}: {error_name(code)}")
+
+
+_MEMORY_CLOCK, _BUS_WIDTH = 36, 37  # kHz, and bits that memory moves twice in a cycle
+
+
+def memory_rate(device: int) -> float:
+    """Bytes that a device's memory moves in a microsecond at most; 0 if the driver does not know."""
+    found = ctypes.c_int()
+    rate = 2 / 8 / 1e3
+    for attribute in (_MEMORY_CLOCK, _BUS_WIDTH):
+        if library().cuDeviceGetAttribute(ctypes.byref(found), attribute, device):
+            return 0
+        rate *= found.value
+    return rate
 
 
 def make_context_current(device: int) -> None:

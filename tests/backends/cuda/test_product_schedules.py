@@ -367,6 +367,47 @@ def test_tiles_of_weight_gradients(n: int, k: int, tokens: int, tile: tuple[int,
     assert (chosen.block_m, chosen.block_n) == tile
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "terms", "tile", "group"),
+    [
+        (4096, 4095, 16, (128, 128), 2),
+        (8192, 8192, 16, (128, 192), 2),  # larger tiles where many are written
+        (4096, 4096, 512, (128, 128), 16),  # with more terms, writes are hidden
+        (4096, 131072, 256, (128, 192), 16),  # b would not stay in L2
+    ],
+)
+def test_gradients_that_are_bound_by_writes_leave_row_by_row(
+    n: int, k: int, terms: int, tile: tuple[int, int], group: int
+) -> None:
+    chosen = schedule_sm90.choose(schedule_sm90.Gemm(n, k, terms, a_mn=True, b_mn=True), 132)
+    assert ((chosen.block_m, chosen.block_n), chosen.group) == (tile, group)
+
+
+def test_few_rows_of_tiles_share_the_larger_operand() -> None:
+    """Squares of tiles are for as many rows of them as columns: :func:`test_the_order_of_tiles`."""
+    chosen = schedule_sm90.choose(schedule_sm90.Gemm(320, 2048, 16384, b_mn=True), 132)
+    assert (chosen.block_m, chosen.group) == (64, 16)
+
+
+@pytest.mark.parametrize(("n", "blocks"), [(5120, 2), (8192, 2), (1536, 1), (14336, 1)])
+def test_rings_of_few_rows_leave_room_for_the_next_kernel(n: int, blocks: int) -> None:
+    """But not where there are few blocks, which need all of it."""
+    chosen = schedule_sm90.choose(schedule_sm90.Gemm(4, n, 16384, b_mn=True), 132)
+    assert (chosen.block_m, chosen.block_n, chosen.blocks) == (64, 8, blocks)
+
+
+def test_schedules_know_how_fast_memory_is(on: Any) -> None:
+    """Gradients whose writes an H200's memory takes as fast as they come, and an H100's does not."""
+    x, dy = strided((16, 8192), (8192, 1)), strided((8192, 16), (1, 8192))
+    tiles = {}
+    for name, rate in (("H100", 3.35e6), ("H200", 4.92e6), ("unknown", 0)):
+        on(replace(H200, name=name, memory_rate=rate))
+        p = replace(product(8192, 8192, 16, a=dy, b=x), out=strided((8192, 8192), (8192, 1)))
+        s = tensor_core_sm90.TENSOR_CORE_SM90.choose(p)
+        tiles[name] = s.block_m, s.block_n
+    assert tiles == {"H100": (128, 128), "H200": (128, 192), "unknown": (128, 192)}
+
+
 def test_tiles_that_cannot_be_counted_are_refused(
     launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 import multiprocessing
 import subprocess
 import sys
+import types
 import warnings
 
 import pytest
@@ -199,6 +200,17 @@ def test_old_gpu_is_refused():
 )
 def test_arch(capability, arch):
     assert devices.DeviceInfo(0, "", capability, 1, 1, 1).arch == arch
+
+
+@pytest.mark.parametrize(("clock", "width", "code", "rate"), [(2_619_000, 5120, 0, 3.352e6), (1, 1, 1, 0)])
+def test_memory_rate(monkeypatch, clock, width, code, rate):
+    def attribute(found, which, device):
+        found._obj.value = {36: clock, 37: width}[which]
+        return code
+
+    library = types.SimpleNamespace(cuDeviceGetAttribute=attribute)
+    monkeypatch.setattr(driver, "library", lambda: library)
+    assert driver.memory_rate(0) == pytest.approx(rate, rel=1e-3)
 
 
 # Below: on a GPU.

@@ -315,6 +315,11 @@ def test_the_tables_that_come_along() -> None:
         table = tuned.read(path)
         assert table.entries or table.stale, path
         assert path.name == f"{tuned.slug(table.gpu)}.json"
+        on_hopper = devices.describe(table.gpu, (9, 0), 132, 227 << 10)
+        for shape, found in table.entries.items():
+            if found.schedule is not None and isinstance(shape, ProductShape):
+                ways = matmul.ways(product(shape, on_hopper), found.kernel)
+                assert found.schedule in [tuned.schedule_data(s) for _, s in ways], shape
 
 
 def test_a_stale_table_that_comes_along_says_nothing(

@@ -11,8 +11,9 @@ import torch
 
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products import schedule_sm90, tensor_core_sm90
+from samebits.backends.cuda.products.gemm_sm90 import Gemm, reached
 from samebits.backends.cuda.products.grouped import GroupedCudaPlan, nothing
-from samebits.backends.cuda.products.schedule_sm90 import Gemm, Sm90Schedule
+from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.cuda.products.tensor_core_sm90 import Sm90Variant, in_units
 from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
 from samebits.backends.grouped import GroupedKernel, GroupedProduct, refuse_large
@@ -47,9 +48,10 @@ def balanced(p: GroupedProduct) -> Gemm:
     a, b = _sides(p)
     parts = max(1, min(p.groups, p.rows))
     share, moved = -(-p.rows // parts), p.out.dtype.itemsize * (2 if p.accumulate else 1)
+    hbm = reached(devices.device_info(p.device).memory_rate)
     if p.of_terms:
-        return Gemm(p.m, p.n, share, p.groups, not a.k_major, not b.k_major, moved)
-    return Gemm(share, p.n, p.k, parts, not a.k_major, not b.k_major, moved)
+        return Gemm(p.m, p.n, share, p.groups, not a.k_major, not b.k_major, moved, hbm)
+    return Gemm(share, p.n, p.k, parts, not a.k_major, not b.k_major, moved, hbm)
 
 
 def _few_rows(p: Gemm) -> Sm90Schedule:

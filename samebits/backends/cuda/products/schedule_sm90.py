@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from samebits.backends.cuda.products.gemm_sm90 import Gemm
+
 __all__ = [
     "Gemm",
     "Sm90Schedule",
@@ -134,25 +136,6 @@ def round_up(x: int, step: int) -> int:
     return -(-x // step) * step
 
 
-@dataclass(frozen=True, slots=True)
-class Gemm:
-    """The product that a schedule is chosen for: [m, k] times [k, n]. Each is contiguous along k, or m or n.
-
-    `out_bytes` is the memory traffic of an element of the output: 2 or 4, or 8 if it is also read.
-    """
-
-    m: int
-    n: int
-    k: int
-    batch: int = 1
-    a_mn: bool = False
-    b_mn: bool = False
-    out_bytes: int = 2
-
-    def turned(self) -> Gemm:
-        return replace(self, m=self.n, n=self.m, a_mn=self.b_mn, b_mn=self.a_mn)
-
-
 # Measured on an H200, or fitted to the times of many products and schedules there.
 _STEP = {8: 18, 16: 20, 24: 22, 32: 24, 40: 26, 48: 28, 56: 30}  # cycles of a k16 step of 64 rows
 _CLOCK = 1750.0  # MHz, if power allows
@@ -162,17 +145,23 @@ _INTAKE = 60  # bytes a cycle that reach one multiprocessor
 _INTAKE_AT_ONCE = 73  # the same if all tiles run at once, with neighbours in squares
 _OUTSIDE = 9  # cycles to load 128 bytes outside of a matrix; eight such lines cost nothing
 _L2 = 15e6  # bytes a microsecond from L2 to all multiprocessors
-_HBM = 4.2e6  # bytes a microsecond
 _GAP = 1.6  # microseconds between kernels
 _TALL_MN = 0.99  # factor of the time for tiles of 192 rows contiguous along m, at k of 2048 and more
 _TOGETHER = 2048  # the most rows whose tiles are computed together, so that their operands stay in L2
 _FEW_TERMS = 256  # k of products that are bound by their writes
+_STORE, _STORE_ROW, _STORE_BYTE = 1000.0, 1.0, 0.0775  # cycles to write a tile, for each row, for each byte
+_STAYS = 24 << 20  # bytes of an operand that stay in L2 while rows of tiles pass over it
 _LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles are wide and in clusters
 
 
 def _tiles(s: Sm90Schedule, p: Gemm) -> int:
     """Tiles of a product, which is transposed with ``s.swap``."""
     return -(-p.m // s.block_m) * -(-p.n // (s.block_n * s.cluster)) * s.cluster * p.batch
+
+
+def _bound_by_writes(p: Gemm, sms: int) -> bool:
+    """Whether it is the gradient of a weight over few tokens, in more tiles than multiprocessors."""
+    return p.a_mn and p.b_mn and p.k <= _FEW_TERMS and p.m * p.n * p.batch > sms * 128 * 128
 
 
 def _work(s: Sm90Schedule, product: Gemm, sms: int) -> tuple[float, float, float]:
@@ -183,6 +172,11 @@ def _work(s: Sm90Schedule, product: Gemm, sms: int) -> tuple[float, float, float
     rounds = full + (0 if last == 0 else 1 if full == 0 else 0.8 + 0.2 * last)
     bands = round_up(s.block_m // s.share, 64) // 64 * s.share
     multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2 + 1)
+    if _bound_by_writes(product, sms):
+        # Of the tiles of a multiprocessor, one is written while another is multiplied. With many terms, the
+        # writes are hidden.
+        store = _STORE + s.block_m * (_STORE_ROW + s.block_n * p.out_bytes * _STORE_BYTE)
+        multiply = max(multiply, (multiply + store) * s.share / (s.warpgroups * s.blocks))
     rows, columns = float(s.block_m), float(s.block_n)
     if p.a_mn:  # lines of 64 elements load faster along m
         rows *= 0.75
@@ -212,7 +206,7 @@ def _work(s: Sm90Schedule, product: Gemm, sms: int) -> tuple[float, float, float
         write = 0.0 if s.panel else 3000.0
     if s.warpgroups == 1 and not s.swap:  # no multiplication between tiles either, except before the first
         write += max(0, rounds - 1) / rounds * 1500
-    hbm = ((p.m + p.n) * p.k * 2 + p.m * p.n * p.out_bytes) * p.batch / _HBM
+    hbm = ((p.m + p.n) * p.k * 2 + p.m * p.n * p.out_bytes) * p.batch / p.hbm
     if product.m <= 128 and (s.swap or not p.b_mn):
         # HBM is idle while no block reads: while tiles are written, and towards the end.
         idle = -(tiles / (sms * s.blocks)) % 1 if tiles > sms * s.blocks else 0
@@ -287,8 +281,7 @@ def _many_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
     pairs = [replace(s, cluster=2) for s in shared]
     if p.k > _LONG and min(p.m, p.n) > 256 and p.m * p.n * p.batch >= sms * 128 * 192:
         return pairs
-    if p.a_mn and p.b_mn and p.k <= _FEW_TERMS and p.m * p.n * p.batch > sms * 128 * 128:
-        # Writing is the bound, as for a weight over few tokens: smaller tiles take up to a third longer.
+    if _bound_by_writes(p, sms):  # smaller tiles take up to a third longer
         teams = [_schedule(p, block_m, block_n, 64, 2, 1) for block_m, block_n in _WRITTEN]
         return [*teams, *(replace(s, cluster=2) for s in teams)]
     # A second warpgroup with its own tile has work only if a block takes more than one tile.
@@ -344,8 +337,10 @@ def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
                 continue
             # One long chain whose operands are already prefetched into L2 has the fewest waits.
             deep = splits == 1 and size <= 24
-            # If half of the shared memory is enough, the other half is left to the next kernel's blocks.
-            half = tokens == 8 and (size <= 40 or (tiles <= sms and rows == 64 and not p.b_mn)) and not deep
+            # If half of the shared memory is enough, the other half is left to the next kernel's blocks: they
+            # may outnumber idle multiprocessors. But few blocks for B along n load too slowly by half a ring.
+            enough = tiles <= sms and rows == 64 and (2 * tiles > sms or not p.b_mn)
+            half = tokens == 8 and (size <= 40 or enough) and not deep
             blocks = 2 if half or tiles > 2 * sms else 1
             depth = 512 if deep else 256 if size <= 64 else 128 if size <= 112 else 64
             depth = min(depth, 128 if blocks == 2 and size > 40 else 256 if p.a_mn else 512)
@@ -388,12 +383,17 @@ def settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
     # Neighbouring tiles run side by side. They share the much larger operand, if the other stays in L2.
     tall = not best.swap and best.share == 1 and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
     together = min(best.group, -(-_TOGETHER // best.block_m))
-    group = 1 if tall and p.n * p.k * 2 <= 24 << 20 else together
+    group = together
+    if p.n * p.k * 2 <= _STAYS:
+        # Blocks that write side by side fill pages of memory, and lines that two tiles share, at once.
+        group = 1 if tall else 2 if _bound_by_writes(p, sms) else together
     seen = p.turned() if best.swap else p
     if p.m > 128 and _tiles(best, seen) <= sms * best.blocks:  # all run at once
         # An early start with two rows of tall tiles costs 2 to 7 % at x @ weight.T.
         early = early and (best.block_m == 128 or best.share > 1) and (p.m > 256 or p.a_mn or p.b_mn)
-        group = 2 if seen.m > 4 * best.block_m else best.group
+        # In squares, or whole columns of few tiles, which read the larger operand once.
+        rows, columns = -(-seen.m // best.block_m), -(-seen.n // best.block_n)
+        group = 2 if rows > 4 and rows >= columns else best.group
     return replace(best, early=early, ahead=ahead, group=group)
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda.products.gemm_sm90 import Gemm, reached
 from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan
 from samebits.backends.cuda.products.schedule_sm90 import (
-    Gemm,
     Sm90Schedule,
     candidates,
     catalogue,
@@ -150,7 +150,8 @@ def gemm(p: Product) -> Gemm:
     """The product, in the form that schedules are chosen for."""
     a, b = _sides(p)
     moved = p.out.dtype.itemsize * (2 if p.start == "out" else 1)
-    return Gemm(p.m, p.n, p.k, p.batch, not a.k_major, not b.k_major, moved)
+    hbm = reached(devices.device_info(p.device).memory_rate)
+    return Gemm(p.m, p.n, p.k, p.batch, not a.k_major, not b.k_major, moved, hbm)
 
 
 class TensorCoreSm90Kernel(CudaKernel[Sm90Schedule]):

@@ -1,0 +1,38 @@
+"""Products in the form that schedules of Hopper's tensor-core kernels are chosen for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+__all__ = ["Gemm", "reached"]
+
+_H200 = 4.2e6
+"""Bytes a microsecond that an H200's memory moves, measured. It is the GPU that is assumed without one."""
+_OF_PEAK = 0.854
+"""Its share of what the clock and the width of its bus allow. Other memory is assumed to reach as much."""
+
+
+def reached(peak: float) -> float:
+    """Bytes a microsecond that memory really moves, if it moves `peak` at most; an H200's if that is 0."""
+    return _OF_PEAK * peak or _H200
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """The product that a schedule is chosen for: [m, k] times [k, n]. Each is contiguous along k, or m or n.
+
+    `out_bytes` is the memory traffic of an element of the output: 2 or 4, or 8 if it is also read. `hbm` is
+    how many bytes the GPU's memory moves in a microsecond: see :func:`reached`.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    a_mn: bool = False
+    b_mn: bool = False
+    out_bytes: int = 2
+    hbm: float = _H200
+
+    def turned(self) -> Gemm:
+        return replace(self, m=self.n, n=self.m, a_mn=self.b_mn, b_mn=self.a_mn)
