@@ -381,16 +381,15 @@ def test_log_probabilities_launch_what_the_library_launches(
             status = call(engine_._context, ctypes.byref(x), at, size, STREAM)
             assert status == 0, engine_._library.sb_last_error()
             assert call(engine_._context, ctypes.byref(x), at, size - 1, STREAM) == 1
-            launches = support.launches()
-            for launch, (spec, config, packed) in zip(launches, want, strict=True):
-                mine = archive.specs[launch.kernel]
-                if spec.source in ("statistics_sm90.cu", "logp.cu"):
-                    assert mine == spec
-                    assert launch.grid == struct.unpack_from("@3I", config)
-                    fixed = inputs(spec.entry, launch.params)
-                    assert fixed == inputs(spec.entry, packed)
-                else:  # any kernel computes the logits
-                    assert mine.source in ("tensor_core.cu", "tensor_core_sm90.cu")
+            # Any kernel computes logits in memory; the library may copy the operands for it.
+            of_logits = {"tensor_core.cu", "tensor_core_sm90.cu", "padded_sm90.cu"}
+            made = [of for of in support.launches() if archive.specs[of.kernel].source not in of_logits]
+            want = [of for of in want if of[0].source not in of_logits]
+            for launch, (spec, config, packed) in zip(made, want, strict=True):
+                assert archive.specs[launch.kernel] == spec
+                assert launch.grid == struct.unpack_from("@3I", config)
+                fixed = inputs(spec.entry, launch.params)
+                assert fixed == inputs(spec.entry, packed)
 
 
 def scratch_of(of: engine.Engine, x: engine._Logp) -> int:
