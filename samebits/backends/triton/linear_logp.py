@@ -27,9 +27,12 @@ STATISTICS_SCHEDULES = (
 epilogue of one runs during the products of the other."""
 
 
+_LOGIT = 4  # bytes of a logit that is kept: it goes through shared memory
+
+
 def schedules(entry: str, device: int) -> Sequence[TileSchedule | None]:
     """The schedules of ``statistics`` or ``grad_logits`` on GPU `device`: only None without fused kernels."""
-    offered, size = (STATISTICS_SCHEDULES, 0) if entry == "statistics" else (TILE_SCHEDULES, 2)
+    offered, size = (STATISTICS_SCHEDULES, _LOGIT) if entry == "statistics" else (TILE_SCHEDULES, 2)
     gpu = runtime.gpu(device)
     return [s for s in offered if tiles.fits(s, size, False, gpu)] or [None]
 
@@ -54,7 +57,7 @@ def statistics(
     (tokens, features), vocabulary = hidden.shape, weight.shape[0]
     out = Statistics.empty(rows)
     gpu = runtime.gpu(hidden.get_device())
-    s = schedule or tiles.choose_tiles(tokens, vocabulary, 0, False, gpu, STATISTICS_SCHEDULES)
+    s = schedule or tiles.choose_tiles(tokens, vocabulary, _LOGIT, False, gpu, STATISTICS_SCHEDULES)
     with torch.cuda.device_of(hidden):
         logp_kernels.statistics_tiles[tiles.programs(s, tokens, vocabulary, gpu)](
             *(
@@ -64,7 +67,7 @@ def statistics(
             *(bias, rows.target, out.m, out.s, out.u if rows.with_entropy else None, out.target_logit, keep),
             *(0, 0) if keep is None else (keep.stride(0), keep.shape[1]),
             *(tokens, vocabulary, features, out.m.shape[1], rows.scale),
-            **tiles.tile_constants(s, 0, False, gpu),
+            **tiles.tile_constants(s, 0 if keep is None else _LOGIT, False, gpu),
         )
     return out
 

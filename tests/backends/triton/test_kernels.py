@@ -225,12 +225,13 @@ def test_fused_log_probabilities_compile(target: str) -> None:
         }
         types = ROWS | {name: f"tensordesc<{dtype}{list(block)}>" for name, block in blocks.items()}
         types["bias"] = f"*{dtype}"
-        size = 2 if kernel is kernels.grad_logits_tiles else 0
+        grads, optional = kernel is kernels.grad_logits_tiles, i % 3 > 0
+        size = 2 if grads else 4 * optional  # of an element that leaves: a logit that is kept
         constants = tile_constants(s, size, False, runtime.gpu(0))
         constants.pop("enable_fp_fusion")
-        if size:
+        if grads:
             constants["PARTS"] = s.parts
-        if i % 3 == 0:
+        if not optional:
             constants |= dict.fromkeys({"bias", "u", "keep", "grad_entropy"} & set(kernel.arg_names))
         text = compiled(target, kernel, types, constants)
         assert_multiplies_16_bit_operands(text, target)
