@@ -26,7 +26,8 @@ measure rows 90 benchmarks.rows
 measure grouped 240 benchmarks.grouped
 measure host 90 benchmarks.host
 measure native 200 benchmarks.native
-measure scaled 90 benchmarks.scaled
+measure scaled 90 benchmarks.scaled --only scaled
+measure scaled_grouped 60 benchmarks.scaled --only scaled_grouped
 measure unaligned 60 benchmarks.unaligned
 measure fp8_accuracy 60 benchmarks.fp8_accuracy
 measure fp8_invariance 180 benchmarks.fp8_invariance

@@ -1,6 +1,8 @@
-"""Block-scaled FP8 products beside PyTorch's own and bf16: benchmarks/results/<gpu>/scaled.json.
+"""Block-scaled FP8 products beside PyTorch's own and bf16.
 
-python -m benchmarks.scaled [--schedules] [--quick] [--only PART] [--commit COMMIT] [--out FILE]
+python -m benchmarks.scaled [--schedules] [--quick] [--only RESULTS] [--commit COMMIT] [--out FILE]
+
+It writes benchmarks/results/<gpu>/scaled.json, and scaled_grouped.json: groups of rows, and quantization.
 
 Rows of a result are compared with the second implementation in ``tests/support/scaled.py``, then it is timed.
 With ``--schedules``, every schedule is timed, too, and the fastest one is named. Where PyTorch has no
@@ -247,27 +249,32 @@ def share(case: dict[str, Any]) -> float:
     return float(case["us"]["copy"] / case["us"]["ours"])
 
 
-PARTS = ("cases", "grouped", "quantize")
+FILES = {"scaled": ("cases",), "scaled_grouped": ("grouped", "quantize")}
+"""Files of results, and what is in them."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schedules", action="store_true")
     parser.add_argument("--quick", action="store_true", help="half of the sizes")
-    parser.add_argument("--only", choices=PARTS, help="one part of the results")
+    parser.add_argument("--only", choices=FILES, help="one file of results")
     parser.add_argument("--commit")
-    parser.add_argument("--out", type=results_file)
+    parser.add_argument("--out", type=results_file, help="where the one file goes")
     options = parser.parse_args()
-    out = options.out or RESULTS / slug(torch.cuda.get_device_name()) / "scaled.json"
+    if options.out and not options.only:
+        parser.error("--out: expected --only with it, for there are several files")
+    folder = RESULTS / slug(torch.cuda.get_device_name())
+    record = environment(options.commit)
     torch.manual_seed(0)
-    data: dict[str, Any] = {"environment": environment(options.commit)}
-    for part in PARTS if options.only is None else (options.only,):
-        data[part] = []
-        for run in runs(part, options.quick, options.schedules):
-            data[part] += run()
-            print(part, data[part][-1], file=sys.stderr)
-        write(out, data)
-    Console().print(summary(data))
+    for name in FILES if options.only is None else (options.only,):
+        data: dict[str, Any] = {"environment": record}
+        for part in FILES[name]:
+            data[part] = []
+            for run in runs(part, options.quick, options.schedules):
+                data[part] += run()
+                print(part, data[part][-1], file=sys.stderr)
+            write(options.out or folder / f"{name}.json", data)
+        Console().print(summary(data))
 
 
 def runs(part: str, quick: bool, every: bool) -> Iterator[Callable[[], list[dict[str, Any]]]]:

@@ -46,8 +46,8 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "rows.json": {"rows": operations.gpu_rows},
     "steps.json": {"steps": models.gpu_steps},
     "segments.json": {"segments": products.gpu_segments},
-    "scaled.json": {
-        "scaled": products.gpu_scaled,
+    "scaled.json": {"scaled": products.gpu_scaled},
+    "scaled_grouped.json": {
         "scaled-grouped": products.gpu_scaled_grouped,
         "quantize": products.gpu_quantize,
     },
@@ -65,8 +65,11 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
 }
 
 
-ALSO = {"nvidia-h100-80gb-hbm3": ("held_out.json", "unaligned.json")}
-"""Results that are shown of GPUs on which ``samebits bench`` has not run."""
+TWO_GPUS = "distributed.json"
+SHOWN = {gpu: tuple(name for name in GPU_BLOCKS if name != TWO_GPUS) for gpu in GPUS} | {
+    "nvidia-h100-80gb-hbm3": ("held_out.json", "unaligned.json", TWO_GPUS)
+}
+"""Results that pages show of each GPU: all where ``samebits bench`` has run. Two GPUs of one host were H100s."""
 
 
 def gpu_block(gpu: str, results: str, write: Callable[[dict[str, Any]], str]) -> str:
@@ -89,7 +92,7 @@ BLOCKS: dict[str, Callable[[], str]] = (
     | {f"{gpu}-price": partial(models.gpu_price, gpu) for gpu in GPUS}
     | {
         f"{gpu}-{what}": partial(gpu_block, gpu, results, write)
-        for gpu, some in ({gpu: tuple(GPU_BLOCKS) for gpu in GPUS} | ALSO).items()
+        for gpu, some in SHOWN.items()
         for results in some
         for what, write in GPU_BLOCKS[results].items()
     }
