@@ -69,7 +69,7 @@ TWO_GPUS = "distributed.json"
 SHOWN = {gpu: tuple(name for name in GPU_BLOCKS if name != TWO_GPUS) for gpu in GPUS} | {
     "nvidia-h100-80gb-hbm3": ("held_out.json", "unaligned.json", TWO_GPUS)
 }
-"""Results that pages show of each GPU: all where ``samebits bench`` has run. Two GPUs of one host were H100s."""
+"""Results that pages show of each GPU: all where ``samebits bench`` has run. The pairs of GPUs were H100s."""
 
 
 def gpu_block(gpu: str, results: str, write: Callable[[dict[str, Any]], str]) -> str:
