@@ -47,7 +47,7 @@ _PARAMS = {
     "log_softmax_backward": "PPPqq",
     "rms_norm": "PPPPPPqqqf",
     "layer_norm": "PPPPPPqqqf",
-    "norm_backward": "PPPPPPqqqq",
+    "norm_backward": "PPPPPPqqqqqq",
 }
 _OF_ROWS = (
     *("row_sum", "softmax", "log_softmax", "softmax_backward", "log_softmax_backward"),
@@ -222,7 +222,7 @@ def _sum_long(x: Tensor, out: Tensor, low: int, what: int) -> None:
     steps = -(-n // (32 * VOCAB_BLOCK))
     sums = runtime.zeros((rows, steps, 32), torch.int32, device)
     kernel, blocks = _long_kernel(device, x.dtype, out.dtype, low & 15 == 0 and n * x.itemsize % 16 == 0)
-    each = min(-(-steps // 4), max(1, blocks // rows))
+    each = min(-(-steps // 4), max(1, blocks // rows - 1))
     kernel.launch(
         (each + 1, rows, 1), x.data_ptr(), sums.data_ptr(), out.data_ptr(), x.stride(0), n, steps, what
     )
@@ -307,7 +307,8 @@ def norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor,
     _launch(
         *("norm_backward", x, x.dtype, at | grad_at | weight_at | (steps[0] | steps[1]) * x.itemsize),
         *(grad_at, at, weight_at, means.data_ptr() if means.numel() else 0, scales.data_ptr()),
-        *(out.data_ptr(), *steps, *x.shape),
+        # The last rows first: the sums over tokens, which follow, then find the first ones in the L2 cache.
+        *(out.data_ptr(), *steps, *x.shape, x.shape[0] - 1, -1),
         param=torch.float32 if weight is None else weight.dtype,
     )
     return out

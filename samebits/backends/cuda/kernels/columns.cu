@@ -23,6 +23,7 @@
 #include "convert.cuh"
 #include "functions.cuh"
 #include "launch.cuh"
+#include "named_barriers.cuh"
 #include "ptx_sm80.cuh"
 
 constexpr int THREADS = 32 * (PRODUCERS + 1);
@@ -67,14 +68,6 @@ struct Stages {
 // The named barriers of a producer: its terms are full, and they are empty again.
 __device__ __forceinline__ int full(int producer) { return producer; }
 __device__ __forceinline__ int empty(int producer) { return PRODUCERS + producer; }
-
-// Two warps meet: one waits for what the other did before it arrived.
-__device__ __forceinline__ void wait_for(int barrier) {
-    asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void arrive_at(int barrier) {
-    asm volatile("bar.arrive %0, 64;" ::"r"(barrier) : "memory");
-}
 
 // Where a token is in what was copied. Tokens four apart, which lanes read together, meet no bank twice: groups of
 // four that would begin at the same bank begin with another token each.
@@ -194,9 +187,9 @@ __device__ __forceinline__ void produce(Stages& own, int producer, i64 stages, i
     for (i64 stage = producer; stage < stages; stage += PRODUCERS) {
         cp_async_wait<DEPTH - 1>();
         __syncwarp();
-        if (stage >= PRODUCERS) wait_for(empty(producer));
+        if (stage >= PRODUCERS) wait_for<64>(empty(producer));
         widen(own.copied[at], own.terms, lane, p.means);
-        arrive_at(full(producer));
+        arrive_at<64>(full(producer));
         __syncwarp();
         const i64 ahead = stage + DEPTH * PRODUCERS;
         if (ahead < stages) copy(own.copied[at], ahead * TOKENS, column, lane, p);
@@ -252,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     float chain = 0.0f;
     Batch next;
     if (stages > 0) {
-        wait_for(full(0));
+        wait_for<64>(full(0));
         next.read(own[0].terms, 0, c, product);
     }
     int producer = 0;
@@ -264,12 +257,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             if (i + 1 < Batch::COUNT) {
                 next.read(own[producer].terms, i + 1, c, product);
             } else if (stage + 1 < stages) {
-                wait_for(full(following));
+                wait_for<64>(full(following));
                 next.read(own[following].terms, 0, c, product);
             }
             chain = here.add_to(chain);
         }
-        if (stage + PRODUCERS < stages) arrive_at(empty(producer));
+        if (stage + PRODUCERS < stages) arrive_at<64>(empty(producer));
         producer = following;
     }
     if (column + c >= p.n || lane / COLUMNS > (X != NONE)) return;

@@ -6,14 +6,8 @@
 //   WARPS, PASSES, VECTOR    how threads share rows: row.cuh
 //   STAGES, BLOCKS           how they read them: row_matrix.cuh
 
-#include "row_matrix.cuh"
+#include "norm.cuh"
 #include "softmax.cuh"
-
-using In = Element<IN>;
-using Out = Element<OUT>;
-using Param = Element<PARAM>;
-
-constexpr int IN_WORDS = WORDS<In>;
 
 #define ROW_KERNEL extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
@@ -119,42 +113,6 @@ ROW_KERNEL log_softmax_backward(const __grid_constant__ SoftmaxGradParams p) {
     each_row(row, p.rows, body, grads, logarithms);
 }
 
-// A norm's weight or bias, which all rows read. Null stands for a value that changes nothing. It stays in registers
-// if a kernel has room for it, of which the other one takes as much.
-template <int vectors>
-struct Vector {
-    static constexpr int FREE = (STAGES == 0 ? 8 : BLOCKS > 2 ? 16 : 32) / vectors;
-    static constexpr bool KEPT = PASSES > 0 && PASSES* WORDS<Param> <= FREE;
-
-    Entries<Param, 65> entries;  // so many words are not held
-    u32 kept[KEPT ? KEPT_PASSES : 1][WORDS<Param>];
-
-    __device__ Vector(const Param::Stored* at, const Row& row, float otherwise)
-        : entries(at, 0, row, otherwise) {
-        entries.begin(0);
-        if constexpr (KEPT) row.each_pass([&](int pass) { read(pass, kept[pass]); });
-    }
-
-    __device__ __forceinline__ void read(int pass, u32 (&to)[WORDS<Param>]) const {
-        if (entries.matrix) {
-            entries.load(pass, to);
-        } else {
-#pragma unroll
-            for (int w = 0; w < WORDS<Param>; ++w) to[w] = word_of<Param>(entries.beyond);
-        }
-    }
-
-    __device__ __forceinline__ void operator()(int pass, float (&x)[OWN]) const {
-        if constexpr (KEPT) {
-            widen_words<Param>(kept[pass], x);
-        } else {
-            u32 words[WORDS<Param>];
-            read(pass, words);
-            widen_words<Param>(words, x);
-        }
-    }
-};
-
 struct NormParams {
     const In::Stored* x;
     const Param::Stored *weight, *bias;  // either may be null
@@ -221,70 +179,6 @@ ROW_KERNEL layer_norm(const __grid_constant__ NormParams p) {
     wait_for_kernel_before();
     let_kernel_behind_start();
     if (row.row < p.rows) norm_rows<true, true>(p, row);
-}
-
-struct NormGradParams {
-    const Out::Stored* grad;
-    const In::Stored* x;
-    const Param::Stored* weight;
-    const float *means, *scales;
-    Out::Stored* out;
-    i64 grad_row, x_row, rows, n;
-};
-
-constexpr int GRAD_AND_X = WORDS<Out> + IN_WORDS;
-
-template <bool CENTRED>
-__device__ __forceinline__ void norm_backward_rows(const NormGradParams& p, Row& row) {
-    // The last rows first: the sums over tokens, which follow, then find the first ones in the L2 cache.
-    const i64 last = p.rows - 1;
-    Matrix<Out, GRAD_AND_X> grads(p.grad + last * p.grad_row, -p.grad_row, row);
-    Matrix<In, GRAD_AND_X> entries(p.x + last * p.x_row, -p.x_row, row, 0.0f, 1);
-    const Vector<1> weight(p.weight, row, 1.0f);
-    const float count = static_cast<float>(p.n);
-    const auto body = [&] {
-        const i64 token = last - row.row;
-        const float scale = p.scales[token], mean = CENTRED ? p.means[token] : 0.0f;
-        const auto weighted = [&](int pass, float (&g)[OWN]) {
-            float w[OWN];
-            grads(pass, g);
-            weight(pass, w);
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) g[i] = __fmul_rn(g[i], w[i]);
-        };
-        const auto normalised = [&](int pass, float (&y)[OWN]) {
-            entries(pass, y);
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) y[i] = __fmul_rn(CENTRED ? __fsub_rn(y[i], mean) : y[i], scale);
-        };
-        float sums[2] = {};  // chains of h * y, and of h
-        row.each_pass([&](int pass) {
-            float h[OWN], y[OWN];
-            weighted(pass, h);
-            normalised(pass, y);
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) y[i] = __fmul_rn(h[i], y[i]);
-            row.mask(pass, y);
-            const float along = row.block_sum(y), plain = CENTRED ? row.block_sum(h) : 0.0f;
-            if (row.keeps(pass)) {
-                sums[0] = __fadd_rn(sums[0], along);
-                sums[1] = __fadd_rn(sums[1], plain);
-            }
-        });
-        const float along = __fdiv_rn(row.sum_of_chains(sums[0]), count);
-        const float average = CENTRED ? __fdiv_rn(row.sum_of_chains(sums[1]), count) : 0.0f;
-        store_row<Out>(row, p.out + token * p.n, [&](int pass, float (&x)[OWN]) {
-            float g[OWN];
-            weighted(pass, g);
-            normalised(pass, x);
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) {
-                if (CENTRED) g[i] = __fsub_rn(g[i], average);
-                x[i] = __fmul_rn(scale, __fmaf_rn(-x[i], along, g[i]));
-            }
-        });
-    };
-    each_row(row, p.rows, body, grads, entries);
 }
 
 ROW_KERNEL norm_backward(const __grid_constant__ NormGradParams p) {

@@ -1,0 +1,97 @@
+"""All gradients of a norm in one launch, on CUDA tensors: ``kernels/norm_gradients.cu``."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda.columns import TYPES, address
+
+_THREADS = 256
+_WIDEST = 16384  # entries of a row that is read once
+
+
+class Shares(NamedTuple):
+    """How threads share the work: the macros of norm_gradients.cu of these names. It changes no bit."""
+
+    columns: int
+    ahead: int
+    warps: int
+    passes: int
+    stages: int
+    """1: rows pass through shared memory. 0: threads hold them in registers."""
+    blocks: int
+    """Of a multiprocessor."""
+
+
+def choose(n: int, itemsize: int, sm_count: int) -> Shares:
+    """Columns for each multiprocessor, and as many rows beside them as have room."""
+    columns = next((c for c in (8, 16, 32, 64) if -(-n // c) <= sm_count), 64)
+    warps = next((w for w in (1, 2, 4) if n <= w * 512), 8)
+    passes = next(p for p in (1, 2, 4) if n <= p * warps * 512)
+    held = passes * itemsize > 2
+    return Shares(columns, 4 if columns > 32 else 2, warps, passes, int(held), 4 if passes < 4 else 3)
+
+
+def kernel_spec(
+    x: torch.dtype, param: torch.dtype, sums: torch.dtype, shares: Shares, *, programmatic: bool = False
+) -> compiler.KernelSpec:
+    """The kernel of norm_gradients.cu."""
+    run = 16 // x.itemsize
+    types = ("IN", TYPES[x]), ("OUT", TYPES[x]), ("PARAM", TYPES[param]), ("SUMS", TYPES[sums])
+    of_columns = ("COLUMNS", shares.columns), ("AHEAD", shares.ahead)
+    of_rows = ("WARPS", shares.warps), ("PASSES", shares.passes), ("VECTOR", run)
+    across = shares.columns // run
+    producers = 7 if shares.columns <= 32 else 8 - shares.columns // 32
+    pitch = shares.columns // 2 + (across if across < 8 else 0)
+    stage = shares.ahead * (32 // across) * pitch * 16
+    row = shares.stages * shares.passes * 16 * _THREADS * x.itemsize
+    return compiler.KernelSpec(
+        *("norm_gradients.cu", "norm_gradients", "PPPPPPqqqqqqPPq"),
+        (*types, *of_columns, *of_rows, ("STAGES", shares.stages), ("BLOCKS", shares.blocks)),
+        block=_THREADS,
+        smem=max(producers * stage, 2 * row),
+        programmatic=programmatic,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _kernel(
+    device: int, n: int, x: torch.dtype, param: torch.dtype, sums: torch.dtype
+) -> tuple[runtime.Kernel, int, int]:
+    """The kernel, its columns of a block, and the rows of one."""
+    shares = choose(n, x.itemsize, devices.device_info(device).sm_count)
+    spec = kernel_spec(x, param, sums, shares)
+    return runtime.load(spec, device), shares.columns, _THREADS // 32 // shares.warps
+
+
+def takes(grad: Tensor, x: Tensor, weight: Tensor | None) -> bool:
+    """Whether the kernel reads these: rows of runs of 16 bytes, of one dtype, in one piece each."""
+    n, size = x.shape[1], x.itemsize
+    if grad.dtype != x.dtype or not 0 < n <= _WIDEST or x.stride(1) != 1 or grad.stride(1) != 1:
+        return False
+    steps = (x.stride(0) | grad.stride(0) | n) * size
+    return (x.data_ptr() | grad.data_ptr() | address(weight) | steps) & 15 == 0
+
+
+def norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the rows of `x`, and in `dtype` of weight and bias, of what :func:`takes` is true for."""
+    (rows, n), device = x.shape, x.get_device()
+    out = runtime.empty(x.shape, x.dtype, device)
+    weight_grad, bias_grad = (runtime.empty((n,), dtype, device) for _ in range(2))
+    param = torch.float32 if weight is None else weight.dtype
+    kernel, columns, rows_of_block = _kernel(device, n, x.dtype, param, dtype)
+    parts = -(-n // columns)
+    kernel.launch(
+        (parts - (-rows // rows_of_block), 1, 1),
+        *(grad.data_ptr(), x.data_ptr(), address(weight), address(means), address(scales), out.data_ptr()),
+        *(grad.stride(0), x.stride(0), rows, n, 0, 1),
+        *(weight_grad.data_ptr(), bias_grad.data_ptr(), parts),
+    )
+    return out, weight_grad, bias_grad
