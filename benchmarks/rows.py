@@ -100,10 +100,8 @@ def _embedded(case: RowCase) -> Operands:
 
 
 def _norm_backward(grad: Tensor, x: Tensor, w: Tensor, means: Tensor, scales: Tensor) -> Results:
-    return (
-        OURS.norm_backward(grad, x, w, means, scales),
-        *OURS.norm_columns(grad, x, means, scales, w.dtype),
-    )
+    gradients: Results = OURS.norm_gradients(grad, x, w, means, scales, w.dtype)
+    return gradients
 
 
 def _rms_norm_backward(grad: Tensor, x: Tensor, w: Tensor, means: Tensor, scales: Tensor) -> Any:

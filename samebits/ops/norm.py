@@ -100,6 +100,12 @@ def _columns(
     return backend(x).norm_columns(grad, x, means, scales, dtype)  # type: ignore[no-any-return]
 
 
+def _all(
+    grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    return backend(x).norm_gradients(grad, x, weight, means, scales, dtype)  # type: ignore[no-any-return]
+
+
 def _fake(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, ...]:
@@ -142,6 +148,20 @@ _column_gradients = Operator(
 )
 
 
+def _fake_all(
+    grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), *_fake_columns(grad, x, means, scales, dtype)
+
+
+_gradients = Operator(
+    "norm_gradients(Tensor grad, Tensor x, Tensor? weight, Tensor means, Tensor scales, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor)",
+    cpu=_all,
+    fake=_fake_all,
+)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, _, _ = inputs
     ctx.save_for_backward(x, weight, *output[1:])
@@ -153,11 +173,14 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tup
     refuse_second_derivatives("norm")
     x, weight, means, scales = saved
     needed = ctx.needs_input_grad
-    dx = _gradient(grad, x, weight, means, scales) if needed[0] else None
-    columns = {
-        dtype: _column_gradients(grad, x, means, scales, dtype)
-        for dtype in {ctx.dtypes[i] for i in (0, 1) if needed[1 + i]}
-    }
+    dtypes = {ctx.dtypes[i] for i in (0, 1) if needed[1 + i]}
+    if needed[0] and len(dtypes) == 1:
+        (dtype,) = dtypes
+        dx, *of_vectors = _gradients(grad, x, weight, means, scales, dtype)
+        columns = {dtype: of_vectors}
+    else:
+        dx = _gradient(grad, x, weight, means, scales) if needed[0] else None
+        columns = {dtype: _column_gradients(grad, x, means, scales, dtype) for dtype in dtypes}
     grads = (columns[ctx.dtypes[i]][i] if needed[1 + i] else None for i in (0, 1))
     return dx, *grads, None, None
 

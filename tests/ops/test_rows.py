@@ -415,6 +415,10 @@ OPCHECKS: list[tuple[Any, Callable[[], tuple[Any, ...]]]] = [
     (OPS.norm, lambda: (torch.randn(3, 5, requires_grad=True), None, None, 1e-5, False)),
     (OPS.norm_backward, lambda: (torch.randn(3, 5), torch.randn(3, 5), None, torch.randn(3), torch.rand(3))),
     (OPS.norm_columns, lambda: (torch.randn(3, 5), torch.randn(3, 5), torch.randn(3), torch.rand(3), F16)),
+    (
+        OPS.norm_gradients,
+        lambda: (torch.randn(3, 5), torch.randn(3, 5), None, torch.randn(3), torch.rand(3), F16),
+    ),
     (OPS.embedding, lambda: (torch.randn(3, 5, requires_grad=True), T([[0, 1], [2, 0]]), -1)),
     (OPS.embedding_backward, lambda: (torch.randn(2, 2, 5), T([[0, 1], [2, 0]]), 3, 2)),
 ]

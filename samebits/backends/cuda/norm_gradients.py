@@ -12,7 +12,7 @@ from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.columns import TYPES, address
 
 _THREADS = 256
-_WIDEST = 16384  # entries of a row that is read once
+_WIDEST = 32768  # bytes of a row that has room in shared memory beside others
 
 
 class Shares(NamedTuple):
@@ -33,8 +33,9 @@ def choose(n: int, itemsize: int, sm_count: int) -> Shares:
     columns = next((c for c in (8, 16, 32, 64) if -(-n // c) <= sm_count), 64)
     warps = next((w for w in (1, 2, 4) if n <= w * 512), 8)
     passes = next(p for p in (1, 2, 4) if n <= p * warps * 512)
-    held = passes * itemsize > 2
-    return Shares(columns, 4 if columns > 32 else 2, warps, passes, int(held), 4 if passes < 4 else 3)
+    bytes_of_thread = passes * itemsize
+    blocks = 4 if bytes_of_thread <= 4 else 3
+    return Shares(columns, 4 if columns > 32 else 2, warps, passes, int(bytes_of_thread > 2), blocks)
 
 
 def kernel_spec(
@@ -72,7 +73,7 @@ def _kernel(
 def takes(grad: Tensor, x: Tensor, weight: Tensor | None) -> bool:
     """Whether the kernel reads these: rows of runs of 16 bytes, of one dtype, in one piece each."""
     n, size = x.shape[1], x.itemsize
-    if grad.dtype != x.dtype or not 0 < n <= _WIDEST or x.stride(1) != 1 or grad.stride(1) != 1:
+    if grad.dtype != x.dtype or not 0 < n * size <= _WIDEST or x.stride(1) != 1 or grad.stride(1) != 1:
         return False
     steps = (x.stride(0) | grad.stride(0) | n) * size
     return (x.data_ptr() | grad.data_ptr() | address(weight) | steps) & 15 == 0

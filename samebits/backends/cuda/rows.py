@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends import replay
-from samebits.backends.cuda import columns, compiler, devices, runtime
+from samebits.backends.cuda import columns, compiler, devices, norm_gradients as together, runtime
 from samebits.backends.cuda.columns import TYPES, address, with_rows
 from samebits.functions import VOCAB_BLOCK
 
@@ -322,6 +322,18 @@ def norm_columns(
     weight_grad, bias_grad = (runtime.empty(x.shape[1:], dtype, x.get_device()) for _ in range(2))
     columns.sums(grad, bias_grad, x, means, scales, weight_grad)
     return weight_grad, bias_grad
+
+
+def norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the rows of `x`, and in `dtype` of weight and bias."""
+    if together.takes(grad, x, weight):
+        return together.norm_gradients(grad, x, weight, means, scales, dtype)
+    return (
+        norm_backward(grad, x, weight, means, scales),
+        *norm_columns(grad, x, means, scales, dtype),
+    )
 
 
 def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:

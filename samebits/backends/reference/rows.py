@@ -82,6 +82,16 @@ def norm_columns(
     return rounded(out[:1], dtype)[0], rounded(out[1:], dtype)[0]
 
 
+def norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the rows of `x`, and in `dtype` of weight and bias."""
+    return (
+        norm_backward(grad, x, weight, means, scales),
+        *norm_columns(grad, x, means, scales, dtype),
+    )
+
+
 def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums in `dtype` of the columns of ``x[tokens, n]``: chains over tokens."""
     wide, out = _wide(x), _f32(1, x.shape[1])

@@ -220,6 +220,12 @@ def _norm_columns(on: RowBackend, o: RowOperands, *, centred: bool) -> Results:
     return on.rows.norm_columns(o.grad, o.x, means, scales, o.weight.dtype)  # type: ignore[no-any-return]
 
 
+def _norm_gradients(on: RowBackend, o: RowOperands, *, centred: bool) -> Results:
+    means, scales = o.vectors[0] if centred else o.vectors[0, :0], o.vectors[1]
+    weight = o.weight if centred else None
+    return on.rows.norm_gradients(o.grad, o.x, weight, means, scales, o.weight.dtype)  # type: ignore[no-any-return]
+
+
 def _logp(on: RowBackend, o: RowOperands, *, entropy: bool) -> Results:
     rows = Rows.empty(o.target, o.x.shape[1], IGNORED, scale=SCALE, entropy=entropy)
     statistics = Statistics.empty(rows)
@@ -313,6 +319,8 @@ _ROWS = {
     "rms_norm backward": Reducer(partial(_norm_backward, centred=False), SAME),
     "layer_norm weights": Reducer(partial(_norm_columns, centred=True), SAME + WIDER),
     "rms_norm weights": Reducer(partial(_norm_columns, centred=False), SAME),
+    "layer_norm gradients": Reducer(partial(_norm_gradients, centred=True), SAME + WIDER),
+    "rms_norm gradients": Reducer(partial(_norm_gradients, centred=False), SAME),
     "sum over tokens": Reducer(lambda on, o: (on.rows.column_sum(o.x, o.y.dtype),), SAME + NARROWER),
     "embedding backward": Reducer(
         lambda on, o: tuple(on.rows.embedding_backward(o.grad, o.ids, IDS, p) for p in (-1, PADDING)), SAME

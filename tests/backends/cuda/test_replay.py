@@ -120,6 +120,10 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
         norm._column_gradients,
         lambda: (t(7, 512), t(7, 512), t(7, dtype=F32), t(7, dtype=F32), BF16),
     ),
+    "norm gradients": (
+        norm._gradients,
+        lambda: (t(7, 512), t(7, 512), t(512), t(7, dtype=F32), t(7, dtype=F32), BF16),
+    ),
     "sum": (reduce._operator, lambda: (t(9, 1000), False)),
     "mean": (reduce._operator, lambda: (t(9, 1001), True)),
     "sum of a long row": (reduce._operator, lambda: (t(2, 40_000), False)),

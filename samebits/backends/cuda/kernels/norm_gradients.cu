@@ -29,7 +29,7 @@ constexpr int MEETING = 32 * (1 + ADDERS);  // threads at a barrier
 // warp writes at a time meet no bank twice.
 constexpr int PITCH = COLUMNS / 2 + (ACROSS < 8 ? ACROSS : 0);
 
-constexpr int BATCH = 8;  // tokens that a lane reads while it adds those before them
+constexpr int BATCH = TOKENS % 8 == 0 ? 8 : 4;  // tokens that a lane reads while it adds those before them
 
 static_assert(ACROSS >= 1 && ACROSS <= 32 && TOKENS % BATCH == 0 && ALIGNED);
 

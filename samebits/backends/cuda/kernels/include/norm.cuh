@@ -16,7 +16,7 @@ constexpr int IN_WORDS = WORDS<In>;
 // if a kernel has room for it, of which the other one takes as much.
 template <int vectors>
 struct Vector {
-    static constexpr int FREE = (STAGES == 0 ? 8 : BLOCKS > 2 ? 16 : 32) / vectors;
+    static constexpr int FREE = (STAGES == 0 || BLOCKS > 3 ? 8 : BLOCKS > 2 ? 16 : 32) / vectors;
     static constexpr bool KEPT = PASSES > 0 && PASSES* WORDS<Param> <= FREE;
 
     Entries<Param, 65> entries;  // so many words are not held
