@@ -26,6 +26,8 @@ class Shares(NamedTuple):
     """1: rows pass through shared memory. 0: threads hold them in registers."""
     blocks: int
     """Of a multiprocessor."""
+    fetched: int = 0
+    """1: rows of later blocks are asked for into the L2 cache."""
 
 
 def choose(n: int, itemsize: int, sm_count: int) -> Shares:
@@ -53,7 +55,14 @@ def kernel_spec(
     row = shares.stages * shares.passes * 16 * _THREADS * x.itemsize
     return compiler.KernelSpec(
         *("norm_gradients.cu", "norm_gradients", "PPPPPPqqqqqqPPq"),
-        (*types, *of_columns, *of_rows, ("STAGES", shares.stages), ("BLOCKS", shares.blocks)),
+        (
+            *types,
+            *of_columns,
+            *of_rows,
+            ("STAGES", shares.stages),
+            ("BLOCKS", shares.blocks),
+            ("FETCHED", shares.fetched),
+        ),
         block=_THREADS,
         smem=max(producers * stage, 2 * row),
         programmatic=programmatic,

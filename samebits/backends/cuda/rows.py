@@ -67,6 +67,10 @@ class Sharing(NamedTuple):
     """Softmax and norms alone: rows that a thread has on their way, in blocks that stay."""
     blocks: int = 2
     """Of a multiprocessor."""
+    fetched: int = 0
+    """1: rows of later blocks are asked for into the L2 cache."""
+    hold: int = 0
+    """Layer norm alone. 1: registers keep values beside their mean."""
 
 
 def choose_sharing(entry: str, rows: int, n: int, dtype: torch.dtype, aligned: bool) -> Sharing:
@@ -123,7 +127,7 @@ def kernel_spec(
     shared = ("WARPS", sharing.warps), ("PASSES", sharing.passes), ("VECTOR", sharing.vector)
     wide = torch.float32 in (out, param) and stages == 0  # takes more registers
     blocks = min(sharing.blocks, 2 if sharing.passes > 1 else 3) if wide else sharing.blocks
-    read = ("STAGES", stages), ("BLOCKS", blocks)
+    read = ("STAGES", stages), ("BLOCKS", blocks), ("FETCHED", sharing.fetched), ("HOLD", sharing.hold)
     return compiler.KernelSpec(
         *("rows.cu", entry, _PARAMS[entry], (*types, *shared, *read)),
         block=_THREADS,
@@ -233,7 +237,14 @@ def long_spec(
 ) -> compiler.KernelSpec:
     """The kernel of long_sums.cu."""
     types = ("IN", TYPES[x]), ("OUT", TYPES[out])
-    shared = ("WARPS", 8), ("PASSES", 0), ("VECTOR", vector), ("STAGES", 0), ("BLOCKS", _LONG_BLOCKS)
+    shared = (
+        ("WARPS", 8),
+        ("PASSES", 0),
+        ("VECTOR", vector),
+        ("STAGES", 0),
+        ("BLOCKS", _LONG_BLOCKS),
+        ("FETCHED", 0),
+    )
     return compiler.KernelSpec(
         *("long_sums.cu", "long_sums", _PARAMS["long_sums"], (*types, *shared)),
         block=_THREADS,

@@ -173,7 +173,8 @@ __device__ __forceinline__ void gradients(const Params& p, Told (&told)[ROWS]) {
         add(p, reinterpret_cast<const float2*>(memory), stages, warp - PRODUCERS, lane);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) norm_gradients(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    norm_gradients(const __grid_constant__ Params p) {
     __shared__ Told told[ROWS];
     wait_for_kernel_before();
     let_kernel_behind_start();

@@ -127,16 +127,34 @@ __device__ __forceinline__ void norm_rows(const NormParams& p, Row& row) {
     Matrix<In, IN_WORDS> entries(p.x, p.x_row, row);
     const Vector<1 + BIASED> weight(p.weight, row, 1.0f), bias(BIASED ? p.bias : nullptr, row, -0.0f);
     const float count = static_cast<float>(p.n);
+    // The values beside their mean, where registers have room for them.
+    constexpr bool KEPT = CENTRED && HOLD;
+    float kept[KEPT ? KEPT_PASSES : 1][OWN];
     const auto body = [&] {
         float mean = 0.0f;
-        if (CENTRED) mean = __fdiv_rn(row.sum(entries), count);
+        if (CENTRED)
+            mean = __fdiv_rn(row.sum([&](int pass, float (&x)[OWN]) {
+                entries(pass, x);
+                if constexpr (KEPT)
+#pragma unroll
+                    for (int i = 0; i < OWN; ++i) kept[pass][i] = x[i];
+            }),
+                             count);
         const auto centred = [&](int pass, float (&x)[OWN]) {
+            if constexpr (KEPT) {
+#pragma unroll
+                for (int i = 0; i < OWN; ++i) x[i] = kept[pass][i];
+                return;
+            }
             entries(pass, x);
             if (CENTRED)
 #pragma unroll
                 for (int i = 0; i < OWN; ++i) x[i] = __fsub_rn(x[i], mean);
         };
         const float squares = row.sum([&](int pass, float (&x)[OWN]) {
+            if constexpr (KEPT)
+#pragma unroll
+                for (int i = 0; i < OWN; ++i) kept[pass][i] = __fsub_rn(kept[pass][i], mean);
             centred(pass, x);
             if (CENTRED) row.mask(pass, x);
             square(x);

@@ -240,9 +240,7 @@ __device__ __forceinline__ void widen_words(const u32* from, float (&x)[OWN]) {
     }
 }
 
-// A run, of which `left` entries lie inside of the row; `beyond` for the others. Values of 16 bits that are not
-// aligned are read by two runs that are. Nothing is read behind the row. (What lies before it up to such a run's
-// beginning is in the same memory: memory is aligned.)
+// A run, of which `left` entries lie inside of the row; `beyond` for the others. Nothing is read behind the row.
 template <class E>
 __device__ __forceinline__ void load_run(const typename E::Stored* at, Place left, float beyond, u32* to) {
     constexpr int COUNT = RUN_WORDS<E>;
@@ -255,26 +253,72 @@ __device__ __forceinline__ void load_run(const typename E::Stored* at, Place lef
 #pragma unroll
         for (int i = 0; i < RUN; ++i) to[i] = i < left ? __float_as_uint(at[i]) : word;
     } else {
-        const int skipped = reinterpret_cast<u64>(at) / 2 % RUN;
-        if (left >= (skipped ? 2 * RUN - skipped : RUN)) {
-            u32 words[2 * COUNT] = {};
-            load_words<COUNT>(at - skipped, words);
-            if (skipped) load_words<COUNT>(at - skipped + RUN, words + COUNT);
 #pragma unroll
-            for (int by = COUNT / 2; by > 0; by /= 2)
-#pragma unroll
-                for (int w = 0; w < COUNT + by; ++w) words[w] = skipped & 2 * by ? words[w + by] : words[w];
-#pragma unroll
-            for (int w = 0; w < COUNT; ++w) to[w] = __funnelshift_r(words[w], words[w + 1], skipped % 2 * 16);
-        } else {
-#pragma unroll
-            for (int i = 0; i < RUN; ++i) {
-                const u32 x = i < left ? at[i] : word & 0xFFFF;
-                to[i / 2] = i % 2 ? to[i / 2] | x << 16 : x;
-            }
+        for (int i = 0; i < RUN; ++i) {
+            const u32 x = i < left ? at[i] : word & 0xFFFF;
+            to[i / 2] = i % 2 ? to[i / 2] | x << 16 : x;
         }
     }
 }
+
+// Whether values are read by aligned runs, two for each of a lane's runs, and shifted.
+template <class E>
+constexpr bool SHIFTED = !ALIGNED && sizeof(typename E::Stored) == 2;
+
+// This thread's runs of a pass, of values of 16 bits that are not aligned. (What lies before a row up to the beginning
+// of an aligned run is in the same memory: memory is aligned.)
+template <class E>
+struct Shifted {
+    using Stored = const typename E::Stored;
+    static constexpr int COUNT = RUN_WORDS<E>;
+
+    u32 runs[OWN / RUN][2 * COUNT];
+
+    // By how many entries the runs of a row lie behind aligned ones.
+    static __device__ __forceinline__ int by(Stored* at) { return reinterpret_cast<u64>(at) / 2 % RUN; }
+
+    static __device__ __forceinline__ Place left(const Row& row, Place behind) {
+        return row.n - row.first - behind;
+    }
+
+    // Whether both aligned runs lie before the row's end.
+    static __device__ __forceinline__ bool whole(Place left, int skipped) {
+        return left >= (skipped ? 2 * RUN - skipped : RUN);
+    }
+
+    // No branch here: all loads are on their way before the first one is waited for.
+    __device__ __forceinline__ void load(const Row& row, Stored* at, Place behind) {
+        const int skipped = by(at);
+#pragma unroll
+        for (int i = 0; i < OWN / RUN; ++i) {
+            const Place place = behind + row.behind(0, i * RUN);
+            Stored* from = at + place - skipped;
+            const bool inside = whole(left(row, place), skipped);
+#pragma unroll
+            for (int w = 0; w < 2 * COUNT; ++w) runs[i][w] = 0;
+            if (inside) load_words<COUNT>(from, runs[i]);
+            if (inside && skipped) load_words<COUNT>(from + RUN, runs[i] + COUNT);
+        }
+    }
+
+    __device__ __forceinline__ void words(const Row& row, Stored* at, Place behind, float beyond,
+                                          u32 (&to)[WORDS<E>]) {
+        const int skipped = by(at);
+#pragma unroll
+        for (int i = 0; i < OWN / RUN; ++i) {
+            const Place place = behind + row.behind(0, i * RUN), inside = left(row, place);
+            u32(&run)[2 * COUNT] = runs[i];
+#pragma unroll
+            for (int by = COUNT / 2; by > 0; by /= 2)
+#pragma unroll
+                for (int w = 0; w < COUNT + by; ++w) run[w] = skipped & 2 * by ? run[w + by] : run[w];
+#pragma unroll
+            for (int w = 0; w < COUNT; ++w)
+                to[i * COUNT + w] = __funnelshift_r(run[w], run[w + 1], skipped % 2 * 16);
+            if (!whole(inside, skipped)) load_run<E>(at + place, inside, beyond, to + i * COUNT);
+        }
+    }
+};
 
 // Stores this thread's entries of a pass. Where rows are not aligned, a warp's entries change places in shared
 // memory, so that lanes store side by side.

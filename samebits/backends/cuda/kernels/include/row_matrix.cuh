@@ -8,10 +8,22 @@
 // Macros, beside those of row.cuh
 //   STAGES   rows in shared memory, of each matrix and for each ROWS; 0: none
 //   BLOCKS   of a multiprocessor, at least
+//   FETCHED  1: the row that follows when these blocks have ended is asked for, into the L2 cache; 0: none is
 #pragma once
 
 #include "ptx_sm80.cuh"
 #include "row.cuh"
+
+// Asks for a row of `n` values, from the 16 bytes in which it begins up to those in which it ends.
+template <class Stored>
+__device__ __forceinline__ void fetch_row(const Stored* at, Place n) {
+#if __CUDA_ARCH__ >= 900
+    const u64 begin = reinterpret_cast<u64>(at) & ~15ull, end = reinterpret_cast<u64>(at + n) & ~15ull;
+    if (begin < end)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(u32(end - begin))
+                     : "memory");
+#endif
+}
 
 // This thread's entries of a row, as they are stored. They stay in registers if those of all matrices fit in 64:
 // `count` is the number of words of a pass over all.
@@ -33,13 +45,28 @@ struct Entries {
 
     __device__ __forceinline__ void begin(int) {
         at = matrix + row.row * step + row.first;
-        if constexpr (HELD) row.each_pass([&](int pass) { load(pass, held[pass]); });
+        if constexpr (HELD && SHIFTED<E>) {
+            Shifted<E> runs[KEPT_PASSES];  // all are on their way before one is shifted
+#pragma unroll
+            for (int pass = 0; pass < KEPT_PASSES; ++pass) runs[pass].load(row, at, row.behind(pass, 0));
+#pragma unroll
+            for (int pass = 0; pass < KEPT_PASSES; ++pass)
+                runs[pass].words(row, at, row.behind(pass, 0), beyond, held[pass]);
+        } else if constexpr (HELD) {
+            row.each_pass([&](int pass) { load(pass, held[pass]); });
+        }
     }
 
     __device__ void fetch(i64, int) {}
 
     // The entries that lie `skipped` behind those of the first pass.
     __device__ __forceinline__ void load_at(Place skipped, u32 (&to)[WORDS<E>]) const {
+        if constexpr (SHIFTED<E>) {
+            Shifted<E> runs;
+            runs.load(row, at, skipped);
+            runs.words(row, at, skipped, beyond, to);
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < OWN; i += RUN) {
             const Place behind = skipped + row.behind(0, i);
@@ -69,6 +96,19 @@ struct Entries {
     }
 };
 
+// Asks for the row that a block takes which starts when this one ends.
+template <class... Matrices>
+__device__ __forceinline__ void fetch_later(const Row& row, i64 rows, const Matrices&... matrices) {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (FETCHED) {
+        u32 multiprocessors;
+        asm("mov.u32 %0, %%nsmid;" : "=r"(multiprocessors));
+        const i64 later = row.row + i64(multiprocessors) * (BLOCKS * ROWS);
+        if (row.leads() && later < rows) (fetch_row(matrices.matrix + later * matrices.step, row.n), ...);
+    }
+#endif
+}
+
 #if STAGES == 0
 
 template <class E, int count>
@@ -76,7 +116,8 @@ using Matrix = Entries<E, count>;
 
 // Calls body() for each row that these threads take: one.
 template <class Body, class... Matrices>
-__device__ __forceinline__ void each_row(Row& row, i64, Body body, Matrices&... matrices) {
+__device__ __forceinline__ void each_row(Row& row, i64 rows, Body body, Matrices&... matrices) {
+    fetch_later(row, rows, matrices...);
     (matrices.begin(0), ...);
     body();
 }
@@ -162,6 +203,7 @@ using Matrix = typename Reading<E, count>::Type;
 template <class Body, class... Matrices>
 __device__ __forceinline__ void each_row(Row& row, i64 rows, Body body, Matrices&... matrices) {
     const i64 step = i64(gridDim.x) * ROWS;
+    fetch_later(row, rows, matrices...);
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
         if (row.row + stage * step < rows) (matrices.fetch(row.row + stage * step, stage), ...);
