@@ -98,6 +98,7 @@ def host() -> Any:
         "grouped",
         "linear_logp_sm90",
         "logp",
+        "norm_gradients",
         "quantize",
         "rows",
     )
@@ -320,6 +321,10 @@ def whole_files(h: Any) -> Iterator[Kernel]:
         for grad, out, of in ((F16, BF16, F32), (BF16, F16, None), (F32, F32, BF16)):
             for vector in (1, 16 // grad.itemsize):
                 yield h.rows.columns.kernel_spec("column_sums", grad, out, of, vector=vector), arch
+        for x, param, sums in ((F32, BF16, F16), (BF16, F32, F32), (F16, F16, BF16)):
+            for n in (1000, 4096, 8192):
+                shares = h.norm_gradients.choose(n, x.itemsize, 132)
+                yield h.norm_gradients.kernel_spec(x, param, sums, shares), arch
         for logits, grads in ((F32, F32), (BF16, F16), (F16, BF16)):
             for entropy in (False, True):
                 yield h.logp.kernel_spec("grad_logits", logits, grads, entropy=entropy), arch

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import samebits
-from samebits.backends.cuda import columns, compiler, rows
+from samebits.backends.cuda import columns, compiler, norm_gradients, rows
 from samebits.ops.attention import scaled_dot_product_attention as attention
 from samebits.ops.einsum import einsum
 from samebits.ops.embedding import embedding
@@ -285,6 +285,21 @@ def test_sums_over_tokens_by_blocks_of_any_number_of_columns(dtype: torch.dtype,
     assert_same_bits(sum(grad.cuda(), 0).cpu(), sum(grad, 0))
 
 
+@pytest.mark.gpu
+@in_dtypes
+@pytest.mark.parametrize("n", [8, 1032, 2064, 4104, 8192])
+def test_all_gradients_of_a_norm_are_those_of_rows_and_of_columns(dtype: torch.dtype, n: int) -> None:
+    grad, x = (case("wide", (701, n), dtype, "cpu", seed) for seed in (0, 1))
+    means, scales = (case("normal", (701,), F32, "cpu", seed) for seed in (2, 3))
+    weight = case("normal", (n,), dtype, "cpu", 4)
+    for centred in (means, means[:0]):
+        of = grad, x, weight, centred, scales
+        for got, want in zip(
+            OPS.norm_gradients(*(t.cuda() for t in of), dtype), OPS.norm_gradients(*of, dtype), strict=True
+        ):
+            assert_same_bits(got.cpu(), want)
+
+
 @on_devices
 @pytest.mark.parametrize("centred", [True, False])
 def test_statistics_of_a_norm_are_the_canonical_nan(device: str, centred: bool) -> None:
@@ -397,6 +412,9 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     specs = [rows.kernel_spec("row_sum", *of, sharing) for of, sharing in zip(types, shared, strict=True)]
     specs += [columns.kernel_spec("column_sums", F16, BF16, F32, vector=vector) for vector in (1, 8)]
     specs += [rows.long_spec(BF16, F32, vector) for vector in (1, 8)]
+    for n, dtype in ((1024, BF16), (4096, F16), (8192, BF16), (8192, F32), (16384, BF16)):
+        shares = norm_gradients.choose(n, dtype.itemsize, 132)
+        specs.append(norm_gradients.kernel_spec(dtype, dtype, dtype, shares))
     for spec in specs:  # whole files
         cubin = compiler.compile(spec, arch)
         assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0)

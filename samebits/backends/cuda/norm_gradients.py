@@ -19,6 +19,7 @@ class Shares(NamedTuple):
     """How threads share the work: the macros of norm_gradients.cu of these names. It changes no bit."""
 
     columns: int
+    each: int
     ahead: int
     warps: int
     passes: int
@@ -35,9 +36,9 @@ def choose(n: int, itemsize: int, sm_count: int) -> Shares:
     columns = next((c for c in (8, 16, 32, 64) if -(-n // c) <= sm_count), 64)
     warps = next((w for w in (1, 2, 4) if n <= w * 512), 8)
     passes = next(p for p in (1, 2, 4) if n <= p * warps * 512)
-    bytes_of_thread = passes * itemsize
-    blocks = 4 if bytes_of_thread <= 4 else 3
-    return Shares(columns, 4 if columns > 32 else 2, warps, passes, int(bytes_of_thread > 2), blocks)
+    each, ahead = (1, 2) if columns <= 32 else (2, 3 if itemsize == 2 else 4)
+    blocks = 4 if passes < 4 and itemsize == 2 else 3
+    return Shares(columns, each, ahead, warps, passes, int(passes * itemsize > 2), blocks)
 
 
 def kernel_spec(
@@ -46,10 +47,10 @@ def kernel_spec(
     """The kernel of norm_gradients.cu."""
     run = 16 // x.itemsize
     types = ("IN", TYPES[x]), ("OUT", TYPES[x]), ("PARAM", TYPES[param]), ("SUMS", TYPES[sums])
-    of_columns = ("COLUMNS", shares.columns), ("AHEAD", shares.ahead)
+    of_columns = ("COLUMNS", shares.columns), ("EACH", shares.each), ("AHEAD", shares.ahead)
     of_rows = ("WARPS", shares.warps), ("PASSES", shares.passes), ("VECTOR", run)
     across = shares.columns // run
-    producers = 7 if shares.columns <= 32 else 8 - shares.columns // 32
+    producers = _THREADS // 32 - max(1, shares.columns // (32 * shares.each))
     pitch = shares.columns // 2 + (across if across < 8 else 0)
     stage = shares.ahead * (32 // across) * pitch * 16
     row = shares.stages * shares.passes * 16 * _THREADS * x.itemsize

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from samebits.backends import replay
-from samebits.backends.cuda import columns, compiler, devices, norm_gradients as together, runtime
+from samebits.backends.cuda import columns, compiler, devices, runtime
+from samebits.backends.cuda import norm_gradients as together
 from samebits.backends.cuda.columns import TYPES, address, with_rows
 from samebits.functions import VOCAB_BLOCK
 

@@ -6,11 +6,12 @@
 //
 // A block of columns: stages of TOKENS tokens go round its first warps, the producers. Each has its next stage on the
 // way into registers, widens and normalises it, and writes pairs of a gradient and a normalised value into shared
-// memory. The last ADDERS warps carry the chains: a lane has both of one column.
+// memory. The last ADDERS warps carry the chains: a lane has both of each of its columns.
 //
 // Macros, beside those of norm.cuh
 //   SUMS      type of the gradients of weight and bias: F32, BF16 or F16
 //   COLUMNS   of a block: 8, 16, 32, 64 or 128
+//   EACH      columns of a lane that adds: 1, or 2
 //   AHEAD     runs of 16 bytes of each matrix that a lane of a producer has on their way
 
 #include "named_barriers.cuh"
@@ -18,10 +19,10 @@
 
 using Sums = Element<SUMS>;
 
-constexpr int ADDERS = COLUMNS > 32 ? COLUMNS / 32 : 1;
-constexpr int PRODUCERS = ADDERS == 1 ? 7 : 8 - ADDERS;  // two barriers for each
-constexpr int ACROSS = COLUMNS / RUN;                    // lanes that share a token
-constexpr int DOWN = 32 / ACROSS;                        // tokens of an access
+constexpr int ADDERS = COLUMNS > 32 * EACH ? COLUMNS / (32 * EACH) : 1;
+constexpr int PRODUCERS = THREADS / 32 - ADDERS;  // two barriers for each
+constexpr int ACROSS = COLUMNS / RUN;             // lanes that share a token
+constexpr int DOWN = 32 / ACROSS;                 // tokens of an access
 constexpr int TOKENS = AHEAD * DOWN;
 constexpr int MEETING = 32 * (1 + ADDERS);  // threads at a barrier
 
@@ -29,9 +30,10 @@ constexpr int MEETING = 32 * (1 + ADDERS);  // threads at a barrier
 // warp writes at a time meet no bank twice.
 constexpr int PITCH = COLUMNS / 2 + (ACROSS < 8 ? ACROSS : 0);
 
-constexpr int BATCH = TOKENS % 8 == 0 ? 8 : 4;  // tokens that a lane reads while it adds those before them
+constexpr int BATCH =
+    EACH == 1 && TOKENS % 8 == 0 ? 8 : 4;  // tokens that a lane reads while it adds earlier ones
 
-static_assert(ACROSS >= 1 && ACROSS <= 32 && TOKENS % BATCH == 0 && ALIGNED);
+static_assert(ACROSS >= 1 && ACROSS <= 32 && TOKENS % BATCH == 0 && ALIGNED && PRODUCERS <= 7);
 
 struct Params {
     NormGradParams of_rows;
@@ -109,17 +111,31 @@ __device__ __forceinline__ void produce(const NormGradParams& p, float4* terms, 
     }
 }
 
+// A token's pairs of this lane's columns.
+struct Pairs {
+    float2 of[EACH];
+
+    __device__ __forceinline__ void read(const float2* from) {
+        if constexpr (EACH == 2) {
+            const float4 both = *reinterpret_cast<const float4*>(from);
+            of[0] = make_float2(both.x, both.y), of[1] = make_float2(both.z, both.w);
+        } else {
+            of[0] = *from;
+        }
+    }
+};
+
 // The columns' chains.
 __device__ __forceinline__ void add(const Params& p, const float2* terms, i64 stages, int adder, int lane) {
-    const int place = (adder * 32 + lane) % COLUMNS;  // lanes that are left over repeat sums, and store none
-    const float2* from = terms + place;
-    float2 next[BATCH];
+    const int own = (adder * 32 + lane) * EACH;
+    const int place = own % COLUMNS;  // lanes that are left over repeat sums, and store none
+    Pairs next[BATCH];
     const auto read = [&](int producer, int batch) {
+        const float2* from = terms + (producer * TOKENS + batch * BATCH) * (2 * PITCH) + place;
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-            next[i] = from[i64(producer * TOKENS + batch * BATCH + i) * (2 * PITCH)];
+        for (int i = 0; i < BATCH; ++i) next[i].read(from + i * (2 * PITCH));
     };
-    float weight = 0.0f, bias = 0.0f;
+    float weight[EACH] = {}, bias[EACH] = {};
     if (stages > 0) {
         wait_for<MEETING>(full(0));
         read(0, 0);
@@ -129,7 +145,7 @@ __device__ __forceinline__ void add(const Params& p, const float2* terms, i64 st
         const int following = producer + 1 == PRODUCERS ? 0 : producer + 1;
 #pragma unroll
         for (int batch = 0; batch < TOKENS / BATCH; ++batch) {
-            float2 here[BATCH];
+            Pairs here[BATCH];
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) here[i] = next[i];
             if (batch + 1 < TOKENS / BATCH) {
@@ -140,19 +156,26 @@ __device__ __forceinline__ void add(const Params& p, const float2* terms, i64 st
             }
             // Zeros beyond the last token change nothing.
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                weight = __fmaf_rn(here[i].x, here[i].y, weight);
-                bias = __fadd_rn(bias, here[i].x);
-            }
+            for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+                for (int c = 0; c < EACH; ++c) {
+                    weight[c] = __fmaf_rn(here[i].of[c].x, here[i].of[c].y, weight[c]);
+                    bias[c] = __fadd_rn(bias[c], here[i].of[c].x);
+                }
         }
         if (stage + PRODUCERS < stages) arrive_at<MEETING>(empty(producer));
         producer = following;
     }
-    const int run = place / 2 % ACROSS, pair = place / 2 / ACROSS;
-    const i64 column = i64(blockIdx.x) * COLUMNS + run * RUN + pair * 2 + place % 2;
-    if (adder * 32 + lane >= COLUMNS || column >= p.of_rows.n) return;
-    p.weight_grad[column] = Sums::narrow(contract::canonical(__fadd_rn(weight, 0.0f)));
-    p.bias_grad[column] = Sums::narrow(contract::canonical(bias));
+    if (own >= COLUMNS) return;
+#pragma unroll
+    for (int c = 0; c < EACH; ++c) {
+        const int pair = (place + c) / 2;
+        const i64 column =
+            i64(blockIdx.x) * COLUMNS + pair % ACROSS * RUN + pair / ACROSS * 2 + (place + c) % 2;
+        if (column >= p.of_rows.n) return;
+        p.weight_grad[column] = Sums::narrow(contract::canonical(__fadd_rn(weight[c], 0.0f)));
+        p.bias_grad[column] = Sums::narrow(contract::canonical(bias[c]));
+    }
 }
 
 template <bool CENTRED>
