@@ -28,8 +28,9 @@ from samebits.backends.cuda.attention import sm90
 
 
 class Launch(str):
-    """The source of a kernel that was launched, and the values of its parameters."""
+    """The source of a kernel that was launched, its blocks, and the values of its parameters."""
 
+    grid: tuple[int, int, int]
     values: tuple[Any, ...]
 
 
@@ -52,7 +53,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
             assert grid[0] % self.spec.cluster[0] == 0
             struct.pack("@" + self.spec.params, *values)
             launch = Launch(self.spec.source)
-            launch.values = values
+            launch.grid, launch.values = grid, values
             found.append(launch)
 
     signature = inspect.signature(tensor_maps.tensor_map)

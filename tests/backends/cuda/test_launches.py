@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import samebits
-from samebits.backends.cuda import grouped, linear_logp, matmul, runtime, tensor_maps
+from samebits.backends.cuda import grouped, linear_logp, matmul, rows, runtime, tensor_maps
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.logits_in_pieces import grad_logits
 from samebits.backends.product import Matrix, Operands, Product
@@ -216,6 +217,13 @@ def test_a_kernel_gets_the_addresses_of_what_it_reads(
     result = reductions.KERNELS[name](reductions.on_cuda(fused=False), operands, "")[0]
     given = {value for launch in launches for value in launch.values}
     assert {t.data_ptr() for t in (result, *(getattr(operands, x) for x in READ[name].split()))} <= given
+
+
+@pytest.mark.parametrize("count", [1, 3, 64])
+def test_blocks_of_a_long_sum_run_at_once(launches: list[Any], count: int) -> None:
+    """The last block of a row adds what the others sum. It must not wait until one of them has ended."""
+    rows.row_sum(torch.empty(1, 1 << 22, dtype=BF16).expand(count, -1), False, BF16)
+    assert math.prod(launches[0].grid) <= 2 * 132
 
 
 @pytest.mark.parametrize("thorough", [False, True])

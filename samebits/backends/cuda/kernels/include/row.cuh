@@ -265,58 +265,94 @@ __device__ __forceinline__ void load_run(const typename E::Stored* at, Place lef
 template <class E>
 constexpr bool SHIFTED = !ALIGNED && sizeof(typename E::Stored) == 2;
 
-// This thread's runs of a pass, of values of 16 bits that are not aligned. (What lies before a row up to the beginning
-// of an aligned run is in the same memory: memory is aligned.)
-template <class E>
+// This thread's runs of some passes, of values of 16 bits that are not aligned. (What lies before a row up to the
+// beginning of an aligned run is in the same memory: memory is aligned.)
+template <class E, int passes>
 struct Shifted {
     using Stored = const typename E::Stored;
-    static constexpr int COUNT = RUN_WORDS<E>;
+    static constexpr int COUNT = RUN_WORDS<E>, RUNS = OWN / RUN;
 
-    u32 runs[OWN / RUN][2 * COUNT];
+    u32 runs[passes][RUNS][2 * COUNT];
 
-    // By how many entries the runs of a row lie behind aligned ones.
+    // By how many entries the runs of a row lie behind aligned ones: one number for all of its threads.
     static __device__ __forceinline__ int by(Stored* at) { return reinterpret_cast<u64>(at) / 2 % RUN; }
 
-    static __device__ __forceinline__ Place left(const Row& row, Place behind) {
-        return row.n - row.first - behind;
+    // Where run i of a pass begins, behind the thread's first entry.
+    static __device__ __forceinline__ Place place(const Row& row, Place behind, int pass, int i) {
+        return behind + row.behind(pass, i * RUN);
     }
 
-    // Whether both aligned runs lie before the row's end.
-    static __device__ __forceinline__ bool whole(Place left, int skipped) {
-        return left >= (skipped ? 2 * RUN - skipped : RUN);
+    // Whether both aligned runs of one that begins there lie before the row's end.
+    static __device__ __forceinline__ bool whole(const Row& row, Place place, int skipped) {
+        return row.n - row.first - place >= (skipped ? 2 * RUN - skipped : RUN);
     }
 
     // No branch here: all loads are on their way before the first one is waited for.
     __device__ __forceinline__ void load(const Row& row, Stored* at, Place behind) {
         const int skipped = by(at);
 #pragma unroll
-        for (int i = 0; i < OWN / RUN; ++i) {
-            const Place place = behind + row.behind(0, i * RUN);
-            Stored* from = at + place - skipped;
-            const bool inside = whole(left(row, place), skipped);
+        for (int pass = 0; pass < passes; ++pass)
 #pragma unroll
-            for (int w = 0; w < 2 * COUNT; ++w) runs[i][w] = 0;
-            if (inside) load_words<COUNT>(from, runs[i]);
-            if (inside && skipped) load_words<COUNT>(from + RUN, runs[i] + COUNT);
-        }
+            for (int i = 0; i < RUNS; ++i) {
+                u32(&run)[2 * COUNT] = runs[pass][i];
+                const Place begin = place(row, behind, pass, i);
+                const bool inside = whole(row, begin, skipped);
+#pragma unroll
+                for (int w = 0; w < 2 * COUNT; ++w) run[w] = 0;
+                if (inside) load_words<COUNT>(at + begin - skipped, run);
+                if (inside && skipped) load_words<COUNT>(at + begin - skipped + RUN, run + COUNT);
+            }
+    }
+
+    template <int skipped>
+    __device__ __forceinline__ void shift(u32 (*to)[WORDS<E>]) const {
+#pragma unroll
+        for (int pass = 0; pass < passes; ++pass)
+#pragma unroll
+            for (int i = 0; i < RUNS; ++i)
+#pragma unroll
+                for (int w = 0; w < COUNT; ++w) {
+                    const u32* from = runs[pass][i] + w + skipped / 2;
+                    to[pass][i * COUNT + w] = skipped % 2 ? __funnelshift_r(from[0], from[1], 16) : from[0];
+                }
     }
 
     __device__ __forceinline__ void words(const Row& row, Stored* at, Place behind, float beyond,
-                                          u32 (&to)[WORDS<E>]) {
+                                          u32 (*to)[WORDS<E>]) const {
         const int skipped = by(at);
-#pragma unroll
-        for (int i = 0; i < OWN / RUN; ++i) {
-            const Place place = behind + row.behind(0, i * RUN), inside = left(row, place);
-            u32(&run)[2 * COUNT] = runs[i];
-#pragma unroll
-            for (int by = COUNT / 2; by > 0; by /= 2)
-#pragma unroll
-                for (int w = 0; w < COUNT + by; ++w) run[w] = skipped & 2 * by ? run[w + by] : run[w];
-#pragma unroll
-            for (int w = 0; w < COUNT; ++w)
-                to[i * COUNT + w] = __funnelshift_r(run[w], run[w + 1], skipped % 2 * 16);
-            if (!whole(inside, skipped)) load_run<E>(at + place, inside, beyond, to + i * COUNT);
+        switch (skipped) {
+            case 0:
+                shift<0>(to);
+                break;
+            case 1:
+                shift<1>(to);
+                break;
+            case 2:
+                shift<2>(to);
+                break;
+            case 3:
+                shift<3>(to);
+                break;
+            case 4:
+                shift<4>(to);
+                break;
+            case 5:
+                shift<5>(to);
+                break;
+            case 6:
+                shift<6>(to);
+                break;
+            default:
+                shift<7>(to);
         }
+#pragma unroll
+        for (int pass = 0; pass < passes; ++pass)
+#pragma unroll
+            for (int i = 0; i < RUNS; ++i) {
+                const Place begin = place(row, behind, pass, i);
+                if (!whole(row, begin, skipped))
+                    load_run<E>(at + begin, row.n - row.first - begin, beyond, to[pass] + i * COUNT);
+            }
     }
 };
 

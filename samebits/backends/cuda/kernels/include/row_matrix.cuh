@@ -46,12 +46,9 @@ struct Entries {
     __device__ __forceinline__ void begin(int) {
         at = matrix + row.row * step + row.first;
         if constexpr (HELD && SHIFTED<E>) {
-            Shifted<E> runs[KEPT_PASSES];  // all are on their way before one is shifted
-#pragma unroll
-            for (int pass = 0; pass < KEPT_PASSES; ++pass) runs[pass].load(row, at, row.behind(pass, 0));
-#pragma unroll
-            for (int pass = 0; pass < KEPT_PASSES; ++pass)
-                runs[pass].words(row, at, row.behind(pass, 0), beyond, held[pass]);
+            Shifted<E, KEPT_PASSES> runs;
+            runs.load(row, at, 0);
+            runs.words(row, at, 0, beyond, held);
         } else if constexpr (HELD) {
             row.each_pass([&](int pass) { load(pass, held[pass]); });
         }
@@ -62,9 +59,9 @@ struct Entries {
     // The entries that lie `skipped` behind those of the first pass.
     __device__ __forceinline__ void load_at(Place skipped, u32 (&to)[WORDS<E>]) const {
         if constexpr (SHIFTED<E>) {
-            Shifted<E> runs;
+            Shifted<E, 1> runs;
             runs.load(row, at, skipped);
-            runs.words(row, at, skipped, beyond, to);
+            runs.words(row, at, skipped, beyond, &to);
             return;
         }
 #pragma unroll
