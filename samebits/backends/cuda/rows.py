@@ -1,7 +1,7 @@
 """Row reductions on CUDA tensors.
 
-Most are in ``kernels/rows.cu``. ``kernels/long_sums.cu`` sums few long rows; :mod:`columns` sums over tokens, and
-:mod:`norm_gradients` does both for a norm's backward.
+Most are in ``kernels/rows.cu``. ``kernels/long_sums.cu`` sums few long rows; :mod:`columns` sums over tokens;
+:mod:`norm_gradients` computes all gradients of a norm.
 """
 
 from __future__ import annotations
