@@ -27,6 +27,8 @@ class Shares(NamedTuple):
     """1: rows pass through shared memory. 0: threads hold them in registers."""
     blocks: int
     """Of a multiprocessor."""
+    whole: int = 0
+    """1: rows fill all passes."""
     fetched: int = 0
     """1: rows of later blocks are asked for into the L2 cache."""
 
@@ -38,7 +40,16 @@ def choose(n: int, itemsize: int, sm_count: int) -> Shares:
     passes = next(p for p in (1, 2, 4) if n <= p * warps * 512)
     each, ahead = (1, 2) if columns <= 32 else (2, 3 if itemsize == 2 else 4)
     blocks = 4 if passes < 4 and itemsize == 2 else 3
-    return Shares(columns, each, ahead, warps, passes, int(passes * itemsize > 2), blocks)
+    return Shares(
+        columns,
+        each,
+        ahead,
+        warps,
+        passes,
+        int(passes * itemsize > 2),
+        blocks,
+        int(n == passes * warps * 512),
+    )
 
 
 def kernel_spec(
@@ -48,7 +59,7 @@ def kernel_spec(
     run = 16 // x.itemsize
     types = ("IN", TYPES[x]), ("OUT", TYPES[x]), ("PARAM", TYPES[param]), ("SUMS", TYPES[sums])
     of_columns = ("COLUMNS", shares.columns), ("EACH", shares.each), ("AHEAD", shares.ahead)
-    of_rows = ("WARPS", shares.warps), ("PASSES", shares.passes), ("VECTOR", run)
+    of_rows = ("WARPS", shares.warps), ("PASSES", shares.passes), ("VECTOR", run), ("WHOLE", shares.whole)
     across = shares.columns // run
     producers = _THREADS // 32 - max(1, shares.columns // (32 * shares.each))
     pitch = shares.columns // 2 + (across if across < 8 else 0)

@@ -69,6 +69,8 @@ class Sharing(NamedTuple):
     """Softmax and norms alone: rows that a thread has on their way, in blocks that stay."""
     blocks: int = 2
     """Of a multiprocessor."""
+    whole: int = 0
+    """1: rows are aligned, and fill all passes."""
     fetched: int = 0
     """1: rows of later blocks are asked for into the L2 cache."""
     hold: int = 0
@@ -90,7 +92,8 @@ def choose_sharing(entry: str, rows: int, n: int, dtype: torch.dtype, aligned: b
     with_room = {"softmax": many and 0 < held <= 2, "norm_backward": held == 1}
     if vector == 8 and with_room.get(entry, False):
         blocks = 4
-    return Sharing(warps, held, vector, stages=stages, blocks=blocks)
+    whole = int(vector > 1 and n == held * warps * _PASS)
+    return Sharing(warps, held, vector, stages=stages, blocks=blocks, whole=whole)
 
 
 def sharings(n: int, dtype: torch.dtype) -> list[Sharing]:
@@ -105,7 +108,7 @@ _forced: Sharing | None = None
 
 @contextmanager
 def shared_as(sharing: Sharing | None) -> Iterator[None]:
-    """Rows that this is a choice for in this way, in all threads; unaligned ones with 1 as `vector`."""
+    """Rows that this is a choice for in this way, in all threads; unaligned ones one by one, as `vector` 1."""
     global _forced
     before, _forced = _forced, sharing
     try:
@@ -127,6 +130,7 @@ def kernel_spec(
     types = ("IN", TYPES[x]), ("OUT", TYPES[out]), ("PARAM", TYPES[param])
     stages = _staged(entry, x, sharing)
     shared = ("WARPS", sharing.warps), ("PASSES", sharing.passes), ("VECTOR", sharing.vector)
+    shared = *shared, ("WHOLE", sharing.whole)
     wide = torch.float32 in (out, param) and stages == 0  # takes more registers
     blocks = min(sharing.blocks, 2 if sharing.passes > 1 else 3) if wide else sharing.blocks
     read = ("STAGES", stages), ("BLOCKS", blocks), ("FETCHED", sharing.fetched), ("HOLD", sharing.hold)
@@ -166,7 +170,7 @@ def _plan(
     """A kernel of rows.cu, the rows that a block takes at a time, and how many blocks there are at most."""
     sharing = choose_sharing(entry, _MANY if many else 1, n, x, aligned)
     if forced in sharings(n, x):
-        sharing = forced if aligned else forced._replace(vector=1, stages=0)
+        sharing = forced if aligned else forced._replace(vector=1, stages=0, whole=0)
     info = devices.device_info(device)
     spec = kernel_spec(entry, x, out, param, sharing, programmatic=info.capability >= (9, 0))
     most = info.sm_count * sharing.blocks if _staged(entry, x, sharing) else _ANY

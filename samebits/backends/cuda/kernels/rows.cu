@@ -126,20 +126,18 @@ template <bool CENTRED, bool BIASED>
 __device__ __forceinline__ void norm_rows(const NormParams& p, Row& row) {
     Matrix<In, IN_WORDS> entries(p.x, p.x_row, row);
     const Vector<1 + BIASED> weight(p.weight, row, 1.0f), bias(BIASED ? p.bias : nullptr, row, -0.0f);
-    const float count = static_cast<float>(p.n);
     // The values beside their mean, where registers have room for them.
     constexpr bool KEPT = CENTRED && HOLD;
     float kept[KEPT ? KEPT_PASSES : 1][OWN];
     const auto body = [&] {
         float mean = 0.0f;
         if (CENTRED)
-            mean = __fdiv_rn(row.sum([&](int pass, float (&x)[OWN]) {
+            mean = row.over_length(row.sum([&](int pass, float (&x)[OWN]) {
                 entries(pass, x);
                 if constexpr (KEPT)
 #pragma unroll
                     for (int i = 0; i < OWN; ++i) kept[pass][i] = x[i];
-            }),
-                             count);
+            }));
         const auto centred = [&](int pass, float (&x)[OWN]) {
             if constexpr (KEPT) {
 #pragma unroll
@@ -159,7 +157,7 @@ __device__ __forceinline__ void norm_rows(const NormParams& p, Row& row) {
             if (CENTRED) row.mask(pass, x);
             square(x);
         });
-        const float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, count), p.eps)));
+        const float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(row.over_length(squares), p.eps)));
         store_row<Out>(row, p.out + row.row * p.n, [&](int pass, float (&y)[OWN]) {
             float w[OWN], b[OWN];
             weight(pass, w);

@@ -65,7 +65,6 @@ __device__ __forceinline__ void norm_backward_rows(const NormGradParams& p, Row&
     Matrix<Out, GRAD_AND_X> grads(p.grad + p.first * p.grad_row, p.step * p.grad_row, row);
     Matrix<In, GRAD_AND_X> entries(p.x + p.first * p.x_row, p.step * p.x_row, row, 0.0f, 1);
     const Vector<1> weight(p.weight, row, 1.0f);
-    const float count = static_cast<float>(p.n);
     const auto body = [&] {
         const i64 token = p.first + p.step * row.row;
         const float scale = p.scales[token], mean = CENTRED ? p.means[token] : 0.0f;
@@ -95,8 +94,8 @@ __device__ __forceinline__ void norm_backward_rows(const NormGradParams& p, Row&
                 sums[1] = __fadd_rn(sums[1], plain);
             }
         });
-        const float along = __fdiv_rn(row.sum_of_chains(sums[0]), count);
-        const float average = CENTRED ? __fdiv_rn(row.sum_of_chains(sums[1]), count) : 0.0f;
+        const float along = row.over_length(row.sum_of_chains(sums[0]));
+        const float average = CENTRED ? row.over_length(row.sum_of_chains(sums[1])) : 0.0f;
         store_row<Out>(row, p.out + token * p.n, [&](int pass, float (&x)[OWN]) {
             float g[OWN];
             weighted(pass, g);

@@ -13,6 +13,7 @@
 //   WARPS    warps that share a row: 1, 2, 4 or 8
 //   PASSES   passes that a row takes, 1, 2 or 4; 0: any number, and rows are read again for each use
 //   VECTOR   entries of one access to memory: RUN, or 1 for rows that are not aligned
+//   WHOLE    1: rows have as many entries as threads have in all passes, and nothing lies beyond them
 #pragma once
 
 #include "convert.cuh"
@@ -28,6 +29,7 @@ constexpr int RUN = 16 / int(sizeof(Element<IN>::Stored));
 constexpr int OWN = 16;                  // entries of a thread in a pass
 constexpr int PASS = OWN * ROW_THREADS;  // entries of a row in a pass
 constexpr int WARP_PASS = OWN * 32;      // those of a warp
+constexpr int LENGTH = PASS * PASSES;    // of a row that is whole: a power of two
 constexpr int GROUP = 8;                 // lanes
 constexpr int TURNS = 8 / WARPS;         // passes until chains repeat
 constexpr int KEPT_PASSES = PASSES > 0 ? PASSES : 1;
@@ -35,6 +37,7 @@ constexpr u32 ALL = 0xFFFFFFFF;
 
 static_assert(contract::VOCAB_BLOCK == GROUP * OWN && contract::CHAINS == 32 && 8 % WARPS == 0);
 static_assert(VECTOR == RUN || VECTOR == 1);
+static_assert(!WHOLE || (ALIGNED && PASSES > 0));
 
 // Adds values of lanes `distance` apart, of which each lane goes on with a half: that of its bit.
 template <int count>
@@ -95,13 +98,17 @@ struct Row {
     }
 
     // How many entries of the row lie from there on. Of rows that are aligned a run lies inside or outside as a whole.
-    __device__ Place left(int pass, int i) const { return n - first - behind(pass, i); }
+    __device__ Place left(int pass, int i) const { return WHOLE ? Place(RUN) : n - first - behind(pass, i); }
 
     __device__ bool inside(int pass, int i) const { return left(pass, ALIGNED ? i / RUN * RUN : i) > 0; }
 
     // Whether any, and all, of this warp's entries of a pass lie inside.
-    __device__ bool any(int pass) const { return Place(pass) * PASS + warp * WARP_PASS < n; }
-    __device__ bool whole(int pass) const { return Place(pass) * PASS + (warp + 1) * WARP_PASS <= n; }
+    __device__ bool any(int pass) const {
+        return WHOLE ? pass < PASSES : Place(pass) * PASS + warp * WARP_PASS < n;
+    }
+    __device__ bool whole(int pass) const {
+        return WHOLE || Place(pass) * PASS + (warp + 1) * WARP_PASS <= n;
+    }
 
     template <bool UNROLLED = (PASSES > 0), class Each>
     __device__ __forceinline__ void each_pass(Each each) const {
@@ -153,6 +160,14 @@ struct Row {
         if (turn < TURNS) chains[turn * (4 * WARPS) + warp * 4 + lane / GROUP] = chain;
         wait_for_row();
         return contract::sum_of_lanes(chains[lane]);
+    }
+
+    // The quotient by the number of entries.
+    __device__ __forceinline__ float over_length(float sum) const {
+        if constexpr (WHOLE)
+            return __fmul_rn(sum, 1.0f / LENGTH);
+        else
+            return __fdiv_rn(sum, static_cast<float>(n));
     }
 
     // Makes zeros of what lies beyond the row.

@@ -67,7 +67,8 @@ struct Entries {
 #pragma unroll
         for (int i = 0; i < OWN; i += RUN) {
             const Place behind = skipped + row.behind(0, i);
-            load_run<E>(at + behind, row.n - row.first - behind, beyond, to + i / RUN * RUN_WORDS<E>);
+            load_run<E>(at + behind, WHOLE ? Place(RUN) : row.n - row.first - behind, beyond,
+                        to + i / RUN * RUN_WORDS<E>);
         }
     }
 
