@@ -108,7 +108,7 @@ _forced: Sharing | None = None
 
 @contextmanager
 def shared_as(sharing: Sharing | None) -> Iterator[None]:
-    """Rows that this is a choice for in this way, in all threads; unaligned ones one by one, as `vector` 1."""
+    """Rows that this is a choice for in this way, in all threads; unaligned ones with 1 as `vector`."""
     global _forced
     before, _forced = _forced, sharing
     try:
@@ -243,16 +243,10 @@ def long_spec(
 ) -> compiler.KernelSpec:
     """The kernel of long_sums.cu."""
     types = ("IN", TYPES[x]), ("OUT", TYPES[out])
-    shared = (
-        ("WARPS", 8),
-        ("PASSES", 0),
-        ("VECTOR", vector),
-        ("STAGES", 0),
-        ("BLOCKS", _LONG_BLOCKS),
-        ("FETCHED", 0),
-    )
+    shared = ("WARPS", 8), ("PASSES", 0), ("VECTOR", vector), ("WHOLE", 0)
+    read = ("STAGES", 0), ("BLOCKS", _LONG_BLOCKS), ("FETCHED", 0)
     return compiler.KernelSpec(
-        *("long_sums.cu", "long_sums", _PARAMS["long_sums"], (*types, *shared)),
+        *("long_sums.cu", "long_sums", _PARAMS["long_sums"], (*types, *shared, *read)),
         block=_THREADS,
         programmatic=programmatic,
         smem=2 * 7 * 32 * 32 * 4,

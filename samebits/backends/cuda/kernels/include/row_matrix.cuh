@@ -62,13 +62,13 @@ struct Entries {
             Shifted<E, 1> runs;
             runs.load(row, at, skipped);
             runs.words(row, at, skipped, beyond, &to);
-            return;
-        }
+        } else {
 #pragma unroll
-        for (int i = 0; i < OWN; i += RUN) {
-            const Place behind = skipped + row.behind(0, i);
-            load_run<E>(at + behind, WHOLE ? Place(RUN) : row.n - row.first - behind, beyond,
-                        to + i / RUN * RUN_WORDS<E>);
+            for (int i = 0; i < OWN; i += RUN) {
+                const Place behind = skipped + row.behind(0, i);
+                load_run<E>(at + behind, WHOLE ? Place(RUN) : row.n - row.first - behind, beyond,
+                            to + i / RUN * RUN_WORDS<E>);
+            }
         }
     }
 
