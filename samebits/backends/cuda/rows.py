@@ -130,12 +130,12 @@ def kernel_spec(
     types = ("IN", TYPES[x]), ("OUT", TYPES[out]), ("PARAM", TYPES[param])
     stages = _staged(entry, x, sharing)
     shared = ("WARPS", sharing.warps), ("PASSES", sharing.passes), ("VECTOR", sharing.vector)
-    shared = *shared, ("WHOLE", sharing.whole)
+    bounds = ("WHOLE", sharing.whole)
     wide = torch.float32 in (out, param) and stages == 0  # takes more registers
     blocks = min(sharing.blocks, 2 if sharing.passes > 1 else 3) if wide else sharing.blocks
     read = ("STAGES", stages), ("BLOCKS", blocks), ("FETCHED", sharing.fetched), ("HOLD", sharing.hold)
     return compiler.KernelSpec(
-        *("rows.cu", entry, _PARAMS[entry], (*types, *shared, *read)),
+        *("rows.cu", entry, _PARAMS[entry], (*types, *shared, bounds, *read)),
         block=_THREADS,
         programmatic=programmatic,
         smem=stages * _bytes_of_row(entry, x, sharing),
