@@ -96,6 +96,8 @@ def takes(grad: Tensor, x: Tensor, weight: Tensor | None) -> bool:
     n, size = x.shape[1], x.itemsize
     if grad.dtype != x.dtype or not 0 < n * size <= _WIDEST or x.stride(1) != 1 or grad.stride(1) != 1:
         return False
+    if weight is not None and weight.stride(0) != 1:
+        return False
     steps = (x.stride(0) | grad.stride(0) | n) * size
     return (x.data_ptr() | grad.data_ptr() | address(weight) | steps) & 15 == 0
 

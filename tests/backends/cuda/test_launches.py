@@ -219,6 +219,14 @@ def test_a_kernel_gets_the_addresses_of_what_it_reads(
     assert {t.data_ptr() for t in (result, *(getattr(operands, x) for x in READ[name].split()))} <= given
 
 
+@pytest.mark.parametrize("weight", [torch.empty(80)[::2], torch.empty(1).expand(40)], ids=["step", "expand"])
+def test_a_weight_with_gaps_is_copied_before_gradients_of_a_norm(launches: list[Any], weight: Tensor) -> None:
+    x, scales = torch.empty(5, 40), torch.empty(5)
+    rows.norm_gradients(x, x, weight, scales, scales, F32)
+    assert launches
+    assert weight.data_ptr() not in {value for launch in launches for value in launch.values}
+
+
 @pytest.mark.parametrize("count", [1, 3, 64])
 def test_blocks_of_a_long_sum_run_at_once(launches: list[Any], count: int) -> None:
     """The last block of a row adds what the others sum. It must not wait until one of them has ended."""
