@@ -414,7 +414,7 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     specs += [rows.long_spec(BF16, F32, vector) for vector in (1, 8)]
     widths = (1024, F16), (4096, BF16), (8192, BF16), (8192, F32), (16384, BF16)
     for n, dtype in widths if arch != "sm_75" else ():  # which has no GPU that they run on
-        shares = norm_gradients.choose(n, dtype.itemsize, 132)
+        shares = norm_gradients.choose(n, dtype.itemsize)
         specs.append(norm_gradients.kernel_spec(dtype, dtype, dtype, shares))
     for spec in specs:  # whole files
         cubin = compiler.compile(spec, arch)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.columns import TYPES, address
 
 _THREADS = 256
@@ -27,39 +27,34 @@ class Shares(NamedTuple):
     """1: rows pass through shared memory. 0: threads hold them in registers."""
     blocks: int
     """Of a multiprocessor."""
-    whole: int = 0
+    whole: int
     """1: rows fill all passes."""
-    fetched: int = 0
-    """1: rows of later blocks are asked for into the L2 cache."""
 
 
-def choose(n: int, itemsize: int, sm_count: int) -> Shares:
-    """Columns for each multiprocessor, and as many rows beside them as have room."""
-    columns = next((c for c in (8, 16, 32, 64) if -(-n // c) <= sm_count), 64)
+def choose(n: int, itemsize: int) -> Shares:
+    """As few columns as a sector of memory has, and more of them where there are more than 256 blocks."""
+    columns = 16 if n <= 4096 else 32 if n <= 8192 else 128
+    each, ahead = (1, 2) if columns <= 32 else (2, 4)
     warps = next((w for w in (1, 2, 4) if n <= w * 512), 8)
     passes = next(p for p in (1, 2, 4) if n <= p * warps * 512)
-    each, ahead = (1, 2) if columns <= 32 else (2, 3 if itemsize == 2 else 4)
-    blocks = 4 if passes < 4 and itemsize == 2 else 3
     return Shares(
-        columns,
-        each,
-        ahead,
-        warps,
-        passes,
-        int(passes * itemsize > 2),
-        blocks,
-        int(n == passes * warps * 512),
+        *(columns, each, ahead, warps, passes),
+        stages=int(passes * itemsize > 2),
+        blocks=4 if passes < 4 and itemsize == 2 else 3,
+        whole=int(n == passes * warps * 512),
     )
 
 
 def kernel_spec(
-    x: torch.dtype, param: torch.dtype, sums: torch.dtype, shares: Shares, *, programmatic: bool = False
+    x: torch.dtype, param: torch.dtype, sums: torch.dtype, shares: Shares
 ) -> compiler.KernelSpec:
     """The kernel of norm_gradients.cu."""
     run = 16 // x.itemsize
     types = ("IN", TYPES[x]), ("OUT", TYPES[x]), ("PARAM", TYPES[param]), ("SUMS", TYPES[sums])
     of_columns = ("COLUMNS", shares.columns), ("EACH", shares.each), ("AHEAD", shares.ahead)
     of_rows = ("WARPS", shares.warps), ("PASSES", shares.passes), ("VECTOR", run), ("WHOLE", shares.whole)
+    wide = param == torch.float32  # takes more registers
+    read = ("STAGES", shares.stages), ("BLOCKS", min(shares.blocks, 3) if wide else shares.blocks), ("FETCHED", 0)
     across = shares.columns // run
     producers = _THREADS // 32 - max(1, shares.columns // (32 * shares.each))
     pitch = shares.columns // 2 + (across if across < 8 else 0)
@@ -67,17 +62,9 @@ def kernel_spec(
     row = shares.stages * shares.passes * 16 * _THREADS * x.itemsize
     return compiler.KernelSpec(
         *("norm_gradients.cu", "norm_gradients", "PPPPPPqqqqqqPPq"),
-        (
-            *types,
-            *of_columns,
-            *of_rows,
-            ("STAGES", shares.stages),
-            ("BLOCKS", shares.blocks),
-            ("FETCHED", shares.fetched),
-        ),
+        (*types, *of_columns, *of_rows, *read),
         block=_THREADS,
         smem=max(producers * stage, 2 * row),
-        programmatic=programmatic,
     )
 
 
@@ -86,9 +73,8 @@ def _kernel(
     device: int, n: int, x: torch.dtype, param: torch.dtype, sums: torch.dtype
 ) -> tuple[runtime.Kernel, int, int]:
     """The kernel, its columns of a block, and the rows of one."""
-    shares = choose(n, x.itemsize, devices.device_info(device).sm_count)
-    spec = kernel_spec(x, param, sums, shares)
-    return runtime.load(spec, device), shares.columns, _THREADS // 32 // shares.warps
+    shares = choose(n, x.itemsize)
+    return runtime.load(kernel_spec(x, param, sums, shares), device), shares.columns, _THREADS // 32 // shares.warps
 
 
 def takes(grad: Tensor, x: Tensor, weight: Tensor | None) -> bool:

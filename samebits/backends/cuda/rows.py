@@ -29,11 +29,16 @@ _LONG = 1 << 15  # entries of a row that a whole GPU sums, if there are few rows
 _ANY = (1 << 31) - 1  # blocks
 
 # Rows that threads have on their way where many are aligned, by passes and bytes of an entry; elsewhere none.
-_STAGES = {
-    "softmax": {(4, 2): 2, (2, 4): 3},
-    "log_softmax": {(4, 2): 2},
-    "rms_norm": {(1, 2): 3, (2, 2): 3, (4, 2): 2, (1, 4): 3},
-    "layer_norm": {(4, 2): 2},
+_STAGES = {"softmax": {(2, 4): 3}, "rms_norm": {(1, 2): 3, (2, 2): 3, (1, 4): 3}}
+# Wider rows of 16-bit values are asked for into the L2 cache.
+_FETCHED = {"rms_norm": 2048, "log_softmax": 2048, "softmax": 8192}
+# Blocks of a multiprocessor for 16-bit values, by passes, where they are not those of all.
+_BLOCKS = {
+    "softmax": {1: 4, 2: 4},
+    "log_softmax": {1: 5},
+    "rms_norm": {1: 5},
+    "layer_norm": {1: 4, 2: 4, 4: 3},
+    "norm_backward": {1: 4},
 }
 _SMEM = 216 << 10  # of a multiprocessor, which is free for them
 
@@ -73,8 +78,6 @@ class Sharing(NamedTuple):
     """1: rows are aligned, and fill all passes."""
     fetched: int = 0
     """1: rows of later blocks are asked for into the L2 cache."""
-    hold: int = 0
-    """Layer norm alone. 1: registers keep values beside their mean."""
 
 
 def choose_sharing(entry: str, rows: int, n: int, dtype: torch.dtype, aligned: bool) -> Sharing:
@@ -82,18 +85,20 @@ def choose_sharing(entry: str, rows: int, n: int, dtype: torch.dtype, aligned: b
 
     What differs between kernels was measured on an H200: docs/performance.md, "Row operations".
     """
-    many = rows >= _MANY
-    passes = 2 if many and dtype.itemsize == 2 and entry != "norm_backward" else 1
+    many, narrow = rows >= _MANY, dtype.itemsize == 2
+    fetched = narrow and n > _FETCHED.get(entry, n)
+    passes = 2 if many and narrow and entry != "norm_backward" and not fetched else 1
     warps = next((w for w in (1, 2, 4) if n <= passes * w * _PASS), 8)
     held = next((p for p in (1, 2, 4) if n <= p * warps * _PASS), 0)
     vector = 16 // dtype.itemsize if aligned and n * dtype.itemsize % 16 == 0 else 1
     stages = _STAGES.get(entry, {}).get((held, dtype.itemsize), 0) if many and vector > 1 else 0
     blocks = 3 if 0 < held * dtype.itemsize <= 4 else 2
-    with_room = {"softmax": many and 0 < held <= 2, "norm_backward": held == 1}
-    if vector == 8 and with_room.get(entry, False):
-        blocks = 4
+    if narrow:
+        blocks = _BLOCKS.get(entry, {}).get(held, blocks)
     whole = int(vector > 1 and n == held * warps * _PASS)
-    return Sharing(warps, held, vector, stages=stages, blocks=blocks, whole=whole)
+    return Sharing(
+        warps, held, vector, stages=stages, blocks=blocks, whole=whole, fetched=int(fetched and held > 0)
+    )
 
 
 def sharings(n: int, dtype: torch.dtype) -> list[Sharing]:
@@ -133,7 +138,7 @@ def kernel_spec(
     bounds = ("WHOLE", sharing.whole)
     wide = torch.float32 in (out, param) and stages == 0  # takes more registers
     blocks = min(sharing.blocks, 2 if sharing.passes > 1 else 3) if wide else sharing.blocks
-    read = ("STAGES", stages), ("BLOCKS", blocks), ("FETCHED", sharing.fetched), ("HOLD", sharing.hold)
+    read = ("STAGES", stages), ("BLOCKS", blocks), ("FETCHED", sharing.fetched)
     return compiler.KernelSpec(
         *("rows.cu", entry, _PARAMS[entry], (*types, *shared, bounds, *read)),
         block=_THREADS,

@@ -10,7 +10,7 @@
 //
 // Macros, beside those of norm.cuh
 //   SUMS      type of the gradients of weight and bias: F32, BF16 or F16
-//   COLUMNS   of a block: 8, 16, 32, 64 or 128
+//   COLUMNS   of a block: 16, 32 or 128
 //   EACH      columns of a lane that adds: 1, or 2
 //   AHEAD     runs of 16 bytes of each matrix that a lane of a producer has on their way
 

@@ -126,33 +126,15 @@ template <bool CENTRED, bool BIASED>
 __device__ __forceinline__ void norm_rows(const NormParams& p, Row& row) {
     Matrix<In, IN_WORDS> entries(p.x, p.x_row, row);
     const Vector<1 + BIASED> weight(p.weight, row, 1.0f), bias(BIASED ? p.bias : nullptr, row, -0.0f);
-    // The values beside their mean, where registers have room for them.
-    constexpr bool KEPT = CENTRED && HOLD;
-    float kept[KEPT ? KEPT_PASSES : 1][OWN];
     const auto body = [&] {
-        float mean = 0.0f;
-        if (CENTRED)
-            mean = row.over_length(row.sum([&](int pass, float (&x)[OWN]) {
-                entries(pass, x);
-                if constexpr (KEPT)
-#pragma unroll
-                    for (int i = 0; i < OWN; ++i) kept[pass][i] = x[i];
-            }));
+        const float mean = CENTRED ? row.over_length(row.sum(entries)) : 0.0f;
         const auto centred = [&](int pass, float (&x)[OWN]) {
-            if constexpr (KEPT) {
-#pragma unroll
-                for (int i = 0; i < OWN; ++i) x[i] = kept[pass][i];
-                return;
-            }
             entries(pass, x);
             if (CENTRED)
 #pragma unroll
                 for (int i = 0; i < OWN; ++i) x[i] = __fsub_rn(x[i], mean);
         };
         const float squares = row.sum([&](int pass, float (&x)[OWN]) {
-            if constexpr (KEPT)
-#pragma unroll
-                for (int i = 0; i < OWN; ++i) kept[pass][i] = __fsub_rn(kept[pass][i], mean);
             centred(pass, x);
             if (CENTRED) row.mask(pass, x);
             square(x);
