@@ -91,13 +91,18 @@ def choose_sharing(entry: str, rows: int, n: int, dtype: torch.dtype, aligned: b
     warps = next((w for w in (1, 2, 4) if n <= passes * w * _PASS), 8)
     held = next((p for p in (1, 2, 4) if n <= p * warps * _PASS), 0)
     vector = 16 // dtype.itemsize if aligned and n * dtype.itemsize % 16 == 0 else 1
-    stages = _STAGES.get(entry, {}).get((held, dtype.itemsize), 0) if many and vector > 1 else 0
+    staged = many and vector > 1 and not fetched
+    stages = _STAGES.get(entry, {}).get((held, dtype.itemsize), 0) if staged else 0
     blocks = 3 if 0 < held * dtype.itemsize <= 4 else 2
-    if narrow:
+    if narrow and (vector > 1 or entry == "softmax"):  # others spill
         blocks = _BLOCKS.get(entry, {}).get(held, blocks)
-    whole = int(vector > 1 and n == held * warps * _PASS)
+    with_room = held == 1 or not entry.endswith("backward")
     return Sharing(
-        warps, held, vector, stages=stages, blocks=blocks, whole=whole, fetched=int(fetched and held > 0)
+        *(warps, held, vector),
+        stages=stages,
+        blocks=blocks,
+        whole=int(vector > 1 and with_room and n == held * warps * _PASS),
+        fetched=int(fetched and held > 0),
     )
 
 

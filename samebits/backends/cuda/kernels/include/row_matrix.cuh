@@ -45,7 +45,7 @@ struct Entries {
 
     __device__ __forceinline__ void begin(int) {
         at = matrix + row.row * step + row.first;
-        if constexpr (HELD && SHIFTED<E>) {
+        if constexpr (HELD && SHIFTED<E> && PASSES * count <= 32) {
             Shifted<E, KEPT_PASSES> runs;
             runs.load(row, at, 0);
             runs.words(row, at, 0, beyond, held);
@@ -201,7 +201,6 @@ using Matrix = typename Reading<E, count>::Type;
 template <class Body, class... Matrices>
 __device__ __forceinline__ void each_row(Row& row, i64 rows, Body body, Matrices&... matrices) {
     const i64 step = i64(gridDim.x) * ROWS;
-    fetch_later(row, rows, matrices...);
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
         if (row.row + stage * step < rows) (matrices.fetch(row.row + stage * step, stage), ...);
