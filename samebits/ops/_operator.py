@@ -14,7 +14,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad, profiler
 
 from samebits.backends import is_chosen
-from samebits.backends.modes import CONTEXT, include, includes, sees_calls
+from samebits.backends.modes import CONTEXT, include, includes, sees_calls, with_context
 from samebits.backends.replay import here, replayed, traced, viewed
 
 library = torch.library.Library("samebits", "DEF")
@@ -46,7 +46,7 @@ class Operator:
         cuda: implementation for CUDA devices. None: `cpu` is for both.
     """
 
-    __slots__ = ("_call", "_cpu", "_cuda", "_recipe_of", "_recorded", "_registered")
+    __slots__ = ("_call", "_cpu", "_cuda", "_gradients", "_recorded", "_registered")
 
     def __init__(
         self,
@@ -65,15 +65,16 @@ class Operator:
         self._registered = getattr(torch.ops.samebits, name).default
         # A replay does not tell autograd what was written in place.
         self._cuda = cuda if "!" in schema else replayed(cuda)
-        self._cpu, self._recorded, self._recipe_of = cpu, self._registered, None
+        self._cpu, self._recorded = cpu, self._registered
+        self._gradients: tuple[Callable[..., None], Callable[..., Any]] | None = None
         self._call = self._dispatched if "!" in schema else replayed(self._dispatched, *EXTRAORDINARY)
 
     def register_autograd(self, gradients: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """As :func:`torch.library.register_autograd`, with gradients as :func:`without_modes` takes them."""
         backward = without_modes(gradients)
         torch.library.register_autograd(self._registered, backward, setup_context=setup_context, lib=library)
-        self._recorded = _recorded(self._run, setup_context, backward)
-        self._recipe_of = getattr(self._cuda, "recipe", None)
+        self._gradients = setup_context, backward
+        self._recorded = _recorded(self._run, *self._gradients)
 
     def __call__(self, *args: Any, bypass: bool = False) -> Any:
         """Run on the schema's arguments. ``bypass``: :func:`bypasses_dispatcher` is known to hold."""
@@ -89,13 +90,29 @@ class Operator:
         return self._past_dispatcher(*args)
 
     def _past_dispatcher(self, *args: Any) -> Any:
-        run, recipe_of = self._run, None
+        run, by_recipe = self._run, None
         if torch.is_grad_enabled():
             for t in args:
                 if isinstance(t, Tensor) and t.requires_grad:
-                    run, recipe_of = self._recorded, self._recipe_of
+                    run, by_recipe = self._recorded, self._by_recipe
                     break
-        return run(*args) if here.trace is None else traced(run, args, recipe_of)
+        return run(*args) if here.trace is None else traced(run, args, by_recipe)
+
+    def _by_recipe(self, args: tuple[Any, ...], part: int | None) -> Callable[..., Any] | None:
+        """As what autograd records calls like this one, if they have a recipe. See :func:`traced`."""
+        find = getattr(self._cuda, "recipe", None)
+        recipe = find(*args) if find is not None and self._gradients is not None and not part else None
+        if recipe is None:
+            return None
+
+        def run(*args: Any) -> Any:
+            result = recipe(*args)
+            if result is NotImplemented:
+                with with_context(False):
+                    result = self._run(*args)
+            return result
+
+        return _recorded(run, *self._gradients, part=part)
 
     def _run(self, *args: Any) -> Any:
         lead = args[0] if args[0] is not None else args[1]
@@ -163,17 +180,23 @@ def refuse_second_derivatives(op: str) -> None:
 
 
 def _recorded(
-    run: Callable[..., Any], setup_context: Callable[..., None], gradients: Callable[..., Any]
+    run: Callable[..., Any],
+    setup_context: Callable[..., None],
+    gradients: Callable[..., Any],
+    part: int | None = None,
 ) -> Callable[..., Any]:
-    """`run`, recorded by autograd."""
+    """`run`, recorded by autograd. With `part`, which is 0, it returns the first of the results alone.
+
+    Autograd wraps each result, and fills a backward's missing gradients with zeros, which are launches. The
+    gradients are a function of the first one then. What else they need is saved, as ever.
+    """
 
     class Recorded(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            recipe, here.recipe = here.recipe, None
-            output = run(*args) if recipe is None else recipe(*args)
+            output = run(*args)
             setup_context(ctx, args, output)
-            return output
+            return output if part is None else output[part]
 
         backward = staticmethod(gradients)
 

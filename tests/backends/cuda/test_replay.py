@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+import samebits
 from samebits.backends import replay
 from samebits.backends.cuda import driver, runtime
 from samebits.ops import (
@@ -193,7 +195,7 @@ def test_a_replay_launches_what_the_call_does(gpu: FakeGpu, name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_recipe_alone_launches_what_the_call_does(gpu: FakeGpu, name: str) -> None:
-    """Without a key, for arguments at other addresses. There is none where two begin at the same."""
+    """Without a key, for arguments at other addresses that overlap alike."""
     operator, make = CALLS[name]
     call: Any = operator._cuda
     call.recipes.clear()
@@ -202,45 +204,66 @@ def test_a_recipe_alone_launches_what_the_call_does(gpu: FakeGpu, name: str) -> 
     for args in kept[:2]:
         call(*args)
     recipe = call.recipe(*kept[0])
-    addresses = [x.data_ptr() for x in kept[0] if isinstance(x, Tensor) and x.numel()]
-    assert (recipe is None) == (len(set(addresses)) < len(addresses) or "packed" in name)
-    for args in kept[2:] if recipe else ():
+    assert recipe is not None
+    for args in kept[2:]:
         gpu.start()
         want, launched = geometry(call(*args)), gpu.log
         gpu.start()
         assert geometry(recipe(*args)) == want
         assert gpu.log == launched
-    if recipe:
-        with pytest.raises(TypeError, match="arguments, got 0"):
-            recipe()
+    with pytest.raises(TypeError, match="arguments, got 0"):
+        recipe()
 
 
-def test_a_plan_runs_what_autograd_records_by_its_recipe(gpu: FakeGpu) -> None:
-    x, weight = t(16, 256).requires_grad_(), t(512, 256).requires_grad_()
-    other_weight = t(512, 256).requires_grad_()
-    call: Any = _products.linear._call
-    for replays in (call, _products.linear._cuda):
-        replays.recipes.clear()
-    args = None, None, KEY
-    for _ in range(3):
-        gpu.start()
-        call(x, weight, *args)
-    want = gpu.log
-    _products.linear._cuda.recipes.clear()  # nobody asks for them
+def test_a_recipe_refuses_what_overlaps_otherwise(gpu: FakeGpu) -> None:
+    """One vector was weight and bias. Two are not; the plan's function then runs without the recipe."""
+    call: Any = norm._operator._cuda
+    call.recipes.clear()
+    x, w, b = t(16, 256), t(256), t(256)
+    for _ in range(2):
+        call(x, w, w, 1e-5, True)
+    recipe = call.recipe(x, w, w, 1e-5, True)
     gpu.start()
-    y = call(x, weight, *args)
-    assert gpu.log == want
-    assert _products.linear._cuda.recipes == {}
+    assert recipe(x, w, b, 1e-5, True) is NotImplemented
+    assert gpu.log == []
+    leaves = [v.requires_grad_() for v in (x, w, b)]
+    recorded = norm._operator._by_recipe((x, w, w, 1e-5, True), 0)
+    y = recorded(*leaves, 1e-5, True)
+    assert isinstance(y, Tensor)
     assert y.grad_fn is not None
-    assert replay.here.recipe is None
+    other = [launch[-1] for launch in gpu.log]
     gpu.start()
-    call(x, other_weight, *args)
-    assert [launch[:2] for launch in gpu.log] == [launch[:2] for launch in want]
-    assert gpu.log != want
-    gpu.codes = [700]
-    with pytest.raises(driver.LaunchError, match="error 700"):
-        call(x, weight, *args)
-    assert replay.here.recipe is None
+    call(x, w, b, 1e-5, True)
+    assert other == [launch[-1] for launch in gpu.log]
+
+
+def test_calls_of_plans_return_one_result(gpu: FakeGpu) -> None:
+    """Autograd would fill the gradients of the others with zeros, by launches."""
+    x, w, b = (v.requires_grad_() for v in (t(16, 256), t(256), t(256)))
+    ids, heads = torch.arange(16), x.view(1, 4, 16, 64)
+    calls: list[Callable[[], Tensor]] = [
+        lambda: F.cross_entropy(x, ids),
+        lambda: F.layer_norm(x, (256,), w, b),
+        lambda: F.layer_norm(x, (256,), w, w),
+        lambda: F.rms_norm(x, (256,), w),
+        lambda: F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2),
+    ]
+    replay.forget()
+    with samebits.batch_invariant("error"):
+        for call in calls:
+            launched, nodes = [], []
+            for _ in range(6):
+                gpu.start()
+                out = call()
+                torch.autograd.grad(out, [x, w, b], torch.ones_like(out), allow_unused=True)
+                launched.append([launch[:2] for launch in gpu.log])
+                node: Any = out.grad_fn
+                while "Recorded" not in type(node).__name__:
+                    node = node.next_functions[0][0]
+                nodes.append(len(node._input_metadata))
+            assert launched == launched[:1] * 6
+            assert nodes[0] > 1
+            assert nodes[-1] == 1
 
 
 def other(x: Any) -> Iterator[Any]:
