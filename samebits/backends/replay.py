@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samebits.backends.modes import sees_calls, with_context
+from samebits.backends.modes import sees_calls
 
 try:
     from samebits.backends import _replay  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ _PARAMS_AT = 128  # where parameters begin, after the CUlaunchConfig
 _MOST_TENSORS = 48  # arguments and allocations
 
 
-_ByRecipe = Callable[[tuple[Any, ...], int | None], Callable[..., Any] | None]
+_Plan = Callable[[tuple[Any, ...], int | None], Callable[..., Any]]
 
 
 class RefusedError(Exception):
@@ -163,20 +163,19 @@ class Trace:
     arguments, or views of them, follows from what a recipe follows from. A plan calls that at once.
 
     Attributes:
-        calls: functions that operators ran as, their arguments and results; and for those that autograd
-            records, a function that finds how to run by a recipe (:func:`traced`).
+        calls: functions that operators ran as, their arguments, results and plans (:func:`traced`).
         views: tensors by their id; what each is a view of, and by which function with which arguments.
     """
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], Any, _ByRecipe | None]] = []
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], Any, _Plan]] = []
         self.views: dict[int, tuple[Tensor, Tensor, Callable[..., Tensor], tuple[Any, ...]]] = {}
 
     def plan(self, given: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
         """A function of the call's arguments. None: the call is more than one operator's."""
         if len(self.calls) != 1:
             return None
-        ((run, args, made, by_recipe),) = self.calls
+        ((_, args, made, planned),) = self.calls
         constants = tuple(x for x in args if not isinstance(x, Tensor))
         numbers = iter(range(len(given), len(given) + len(constants)))
         tensors: list[Any] = [*given, *(None for _ in constants)]
@@ -203,23 +202,17 @@ class Trace:
         part = next((i for i, x in enumerate(parts) if x is result), None)
         in_order = places == list(range(len(tensors)))
         pick = operator.itemgetter(*places, places[0])  # a tuple, even of one
-        recorded: Callable[..., Any] | None = None
+        run: Callable[..., Any] | None = None
 
         def plan(*given: Any) -> Any:
-            nonlocal recorded, by_recipe
+            nonlocal run
             values = given + constants
             for at, view, rest in steps:
                 values += (view(values[at], *rest),)
             wanted = values if in_order else pick(values)[:-1]
-            find, by_recipe = by_recipe, None  # once: all calls of a plan have the same
-            if find is not None:
-                recorded = find(wanted, part)
-            if recorded is not None:  # it calls nothing that a context replaces
-                result = recorded(*wanted)
-            else:
-                with with_context(False):
-                    result = run(*wanted)
-                result = result if part is None else result[part]
+            if run is None:  # all calls of a plan have the same
+                run = planned(wanted, part)
+            result = run(*wanted)
             for view, rest in last:
                 result = view(result, *rest)
             return result
@@ -227,11 +220,11 @@ class Trace:
         return plan
 
 
-def traced(run: Callable[..., Any], args: tuple[Any, ...], by_recipe: _ByRecipe | None = None) -> Any:
+def traced(run: Callable[..., Any], args: tuple[Any, ...], planned: _Plan | None = None) -> Any:
     """``run(*args)``, by which an operator runs, noted in the trace of this thread.
 
-    Plans ask ``by_recipe(args, part)`` for a function that does the same by a recipe. It returns one part of
-    the result, or all for None.
+    Plans ask ``planned(args, part)`` for a function that does the same where a mode may be on. It returns one
+    part of the results, or all for None. By default that is `run`, which calls nothing that a mode replaces.
     """
     trace, here.trace = here.trace, None
     try:
@@ -239,7 +232,7 @@ def traced(run: Callable[..., Any], args: tuple[Any, ...], by_recipe: _ByRecipe 
     finally:
         here.trace = trace
     if trace is not None:
-        trace.calls.append((run, args, made, by_recipe))
+        trace.calls.append((run, args, made, planned or (lambda args, part: run)))
     return made
 
 

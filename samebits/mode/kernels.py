@@ -72,7 +72,10 @@ def _at_backends(library: torch.library.Library, found: dict[OpOverload, Rule]) 
         # All at first: a kernel for a backend takes the place of what others compose for autograd.
         own = {(op, key): k for op, rule in found.items() for key in rule.keys if (k := _own(op, key))}
         for (op, key), kernel in own.items():
-            library.impl(op, _at_backend(op, found[op], key, kernel), key, with_keyset=True)
+            rule = found[op]
+            plain = rule.replacement is not None and rule.in_autograd is None and not _of_cpus(rule)
+            at = _above_autograd if plain and key.startswith("Autograd") else _at_backend
+            library.impl(op, at(op, rule, key, kernel), key, with_keyset=True)
 
 
 def _context_kernels() -> torch.library.Library:
@@ -226,6 +229,37 @@ def _at_backend(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
             thread.plain = False
             if included is not None:
                 include(included, True)
+
+    return kernel
+
+
+def _above_autograd(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
+    """As :func:`_at_backend`, where a call's arguments decide the result. A replay changes no modes."""
+    call = _covered(op, rule)
+
+    def plainly(*args: Any, **kwargs: Any) -> Any:
+        thread.plain = True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            thread.plain = False
+
+    replay = _replayed(op, rule, plainly)
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        on_uncovered = outermost.process
+        if on_uncovered is None or thread.plain:
+            return own(keys, *args, **kwargs)
+        result = replay(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if inexact((*args, *kwargs.values())) and not _called_by_autograd(2):
+            report(op, on_uncovered)
+        thread.plain = True
+        try:
+            return own(keys, *args, **kwargs)
+        finally:
+            thread.plain = False
 
     return kernel
 

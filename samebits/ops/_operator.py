@@ -14,7 +14,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad, profiler
 
 from samebits.backends import is_chosen
-from samebits.backends.modes import CONTEXT, include, includes, sees_calls, with_context
+from samebits.backends.modes import CONTEXT, include, includes, sees_calls
 from samebits.backends.replay import here, replayed, traced, viewed
 
 library = torch.library.Library("samebits", "DEF")
@@ -90,29 +90,29 @@ class Operator:
         return self._past_dispatcher(*args)
 
     def _past_dispatcher(self, *args: Any) -> Any:
-        run, by_recipe = self._run, None
+        run = self._run
         if torch.is_grad_enabled():
             for t in args:
                 if isinstance(t, Tensor) and t.requires_grad:
-                    run, by_recipe = self._recorded, self._by_recipe
+                    run = self._recorded
                     break
-        return run(*args) if here.trace is None else traced(run, args, by_recipe)
+        return run(*args) if here.trace is None else traced(run, args, functools.partial(self._planned, run))
 
-    def _by_recipe(self, args: tuple[Any, ...], part: int | None) -> Callable[..., Any] | None:
-        """As what autograd records calls like this one, if they have a recipe. See :func:`traced`."""
-        find = getattr(self._cuda, "recipe", None)
-        recipe = find(*args) if find is not None and self._gradients is not None and not part else None
-        if recipe is None:
-            return None
+    def _planned(
+        self, run: Callable[..., Any], args: tuple[Any, ...], part: int | None
+    ) -> Callable[..., Any]:
+        """What plans call in place of `run`. See :func:`traced`."""
+        find = getattr(self._cuda, "recipe", None) if run is self._recorded and not part else None
+        recipe = None if find is None or self._gradients is None else find(*args)
+        if recipe is None or self._gradients is None:
+            return _plainly(run, part)
+        otherwise = _plainly(self._run, None)
 
-        def run(*args: Any) -> Any:
+        def by_recipe(*args: Any) -> Any:
             result = recipe(*args)
-            if result is NotImplemented:
-                with with_context(False):
-                    result = self._run(*args)
-            return result
+            return otherwise(*args) if result is NotImplemented else result
 
-        return _recorded(run, *self._gradients, part=part)
+        return _recorded(by_recipe, *self._gradients, part=part)
 
     def _run(self, *args: Any) -> Any:
         lead = args[0] if args[0] is not None else args[1]
@@ -149,6 +149,23 @@ class _Thread(threading.local):
 
 thread = _Thread()
 """``plain``: whether PyTorch's operators are its own in this thread, whatever the process has switched on."""
+
+
+def _plainly(run: Callable[..., Any], part: int | None) -> Callable[..., Any]:
+    """`run`, or one part of what it returns, with the mode off in either form."""
+
+    def call(*args: Any) -> Any:
+        before, inside = thread.plain, includes(CONTEXT)
+        thread.plain = True
+        include(CONTEXT, False)
+        try:
+            result = run(*args)
+        finally:
+            thread.plain = before
+            include(CONTEXT, inside)
+        return result if part is None else result[part]
+
+    return call
 
 
 def without_modes(gradients: Callable[..., Any]) -> Callable[..., Any]:

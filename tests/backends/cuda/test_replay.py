@@ -227,7 +227,7 @@ def test_a_recipe_refuses_what_overlaps_otherwise(gpu: FakeGpu) -> None:
     assert recipe(x, w, b, 1e-5, True) is NotImplemented
     assert gpu.log == []
     leaves = [v.requires_grad_() for v in (x, w, b)]
-    recorded = norm._operator._by_recipe((x, w, w, 1e-5, True), 0)
+    recorded = norm._operator._planned(norm._operator._recorded, (x, w, w, 1e-5, True), 0)
     y = recorded(*leaves, 1e-5, True)
     assert isinstance(y, Tensor)
     assert y.grad_fn is not None
