@@ -143,10 +143,14 @@ def _covered(op: OpOverload, rule: Rule) -> Kernel:
     return covered
 
 
-def _replayed(op: OpOverload, rule: Rule, call: Kernel) -> Kernel:
+def _in_a_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _replayed(op: OpOverload, rule: Rule, call: Kernel, *questions: Callable[[], Any]) -> Kernel:
     """`call`, whose calls on GPUs are replayed if the replacement returns a new tensor."""
     returns_new = rule.replacement is not None and not op._schema.is_mutable
-    return replayed(call, *EXTRAORDINARY) if returns_new else call
+    return replayed(call, *EXTRAORDINARY, *questions) if returns_new else call
 
 
 def _answering(op: OpOverload, rule: Rule, call: Kernel) -> Kernel:
@@ -170,9 +174,8 @@ def _answering(op: OpOverload, rule: Rule, call: Kernel) -> Kernel:
 
 def _in_context(op: OpOverload, rule: Rule) -> Kernel:
     """The kernel in contexts. What it calls is PyTorch's own. A replay of it runs no Python at all."""
-    by_caller = rule.in_autograd is not None  # then the result depends on who calls
-    call = _covered(op, rule)
-    answer = _answering(op, rule, _replayed(op, rule, call) if by_caller else call)
+    by_caller = rule.in_autograd is not None  # then autograd may be who calls, in a backward
+    answer = _answering(op, rule, _covered(op, rule))
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         before = thread.plain
@@ -185,7 +188,7 @@ def _in_context(op: OpOverload, rule: Rule) -> Kernel:
             thread.plain = before
             include(CONTEXT, True)
 
-    return kernel if by_caller else _replayed(op, rule, kernel)
+    return _replayed(op, rule, kernel, *((_in_a_backward,) if by_caller else ()))
 
 
 def _in_backward(op: OpOverload, rule: Rule) -> Kernel:

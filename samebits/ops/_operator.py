@@ -106,13 +106,7 @@ class Operator:
         recipe = None if find is None or self._gradients is None else find(*args)
         if recipe is None or self._gradients is None:
             return _plainly(run, part)
-        otherwise = _plainly(self._run, None)
-
-        def by_recipe(*args: Any) -> Any:
-            result = recipe(*args)
-            return otherwise(*args) if result is NotImplemented else result
-
-        return _recorded(by_recipe, *self._gradients, part=part)
+        return _recorded(recipe, *self._gradients, part=part, otherwise=_plainly(self._run, None))
 
     def _run(self, *args: Any) -> Any:
         lead = args[0] if args[0] is not None else args[1]
@@ -201,9 +195,11 @@ def _recorded(
     setup_context: Callable[..., None],
     gradients: Callable[..., Any],
     part: int | None = None,
+    otherwise: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """`run`, recorded by autograd. With `part`, which is 0, it returns the first of the results alone.
+    """`run`, or `otherwise` if that returns NotImplemented, recorded by autograd.
 
+    With `part`, which is 0, it returns the first of the results alone.
     Autograd wraps each result, and fills a backward's missing gradients with zeros, which are launches. The
     gradients are a function of the first one then. What else they need is saved, as ever.
     """
@@ -212,6 +208,8 @@ def _recorded(
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             output = run(*args)
+            if output is NotImplemented and otherwise is not None:
+                output = otherwise(*args)
             setup_context(ctx, args, output)
             return output if part is None else output[part]
 
