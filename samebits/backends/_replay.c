@@ -622,10 +622,9 @@ static PyObject* replay_recipe(Replay* self, PyObject* const* args, Py_ssize_t c
     return Py_NewRef(found != NULL && Py_TYPE(found) == &RecipeType ? found : Py_None);
 }
 
-static PyMethodDef replay_methods[] = {
-    {"recipe", (PyCFunction)(void (*)(void))replay_recipe, METH_FASTCALL,
-     "recipe(*args): of a call, or None."},
-    {NULL}};
+static PyMethodDef replay_methods[] = {{"recipe", (PyCFunction)(void (*)(void))replay_recipe, METH_FASTCALL,
+                                        "recipe(*args): of a call, or None."},
+                                       {NULL}};
 
 static PyMemberDef replay_members[] = {
     {"run", T_OBJECT_EX, offsetof(Replay, run), READONLY, "What is replayed."},

@@ -102,11 +102,13 @@ class Operator:
         self, run: Callable[..., Any], args: tuple[Any, ...], part: int | None
     ) -> Callable[..., Any]:
         """What plans call in place of `run`. See :func:`traced`."""
-        find = getattr(self._cuda, "recipe", None) if run is self._recorded and not part else None
-        recipe = None if find is None or self._gradients is None else find(*args)
-        if recipe is None or self._gradients is None:
-            return _plainly(run, part)
-        return _recorded(recipe, *self._gradients, part=part, otherwise=_plainly(self._run, None))
+        find = getattr(self._cuda, "recipe", None)  # None: it is not replayed
+        if self._gradients is not None and run is self._recorded and find is not None and not part:
+            recipe = find(*args)
+            if recipe is not None:
+                otherwise = _plainly(self._run, None)
+                return _recorded(recipe, *self._gradients, part=part, otherwise=otherwise)
+        return _plainly(run, part)
 
     def _run(self, *args: Any) -> Any:
         lead = args[0] if args[0] is not None else args[1]
