@@ -163,19 +163,19 @@ class Trace:
     arguments, or views of them, follows from what a recipe follows from. A plan calls that at once.
 
     Attributes:
-        calls: functions that operators ran as, their arguments, results and plans (:func:`traced`).
+        calls: of operators, their arguments, results and what plans ask (:func:`traced`).
         views: tensors by their id; what each is a view of, and by which function with which arguments.
     """
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], Any, _Plan]] = []
+        self.calls: list[tuple[tuple[Any, ...], Any, _Plan]] = []
         self.views: dict[int, tuple[Tensor, Tensor, Callable[..., Tensor], tuple[Any, ...]]] = {}
 
     def plan(self, given: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
         """A function of the call's arguments. None: the call is more than one operator's."""
         if len(self.calls) != 1:
             return None
-        ((_, args, made, planned),) = self.calls
+        ((args, made, planned),) = self.calls
         constants = tuple(x for x in args if not isinstance(x, Tensor))
         numbers = iter(range(len(given), len(given) + len(constants)))
         tensors: list[Any] = [*given, *(None for _ in constants)]
@@ -220,11 +220,11 @@ class Trace:
         return plan
 
 
-def traced(run: Callable[..., Any], args: tuple[Any, ...], planned: _Plan | None = None) -> Any:
+def traced(run: Callable[..., Any], args: tuple[Any, ...], planned: _Plan) -> Any:
     """``run(*args)``, by which an operator runs, noted in the trace of this thread.
 
     Plans ask ``planned(args, part)`` for a function that does the same where a mode may be on. It returns one
-    part of the results, or all for None. By default that is `run`, which calls nothing that a mode replaces.
+    part of the results, or all for None.
     """
     trace, here.trace = here.trace, None
     try:
@@ -232,7 +232,7 @@ def traced(run: Callable[..., Any], args: tuple[Any, ...], planned: _Plan | None
     finally:
         here.trace = trace
     if trace is not None:
-        trace.calls.append((run, args, made, planned or (lambda args, part: run)))
+        trace.calls.append((args, made, planned))
     return made
 
 
