@@ -15,6 +15,7 @@ from torch import Tensor
 import samebits
 from samebits.backends import replay
 from samebits.backends.cuda import driver, runtime
+from samebits.backends.modes import CONTEXT, includes
 from samebits.ops import (
     _attention,
     _grouped,
@@ -29,6 +30,7 @@ from samebits.ops import (
     variance,
 )
 from samebits.ops._operator import Operator
+from samebits.ops._operator import thread as this_thread
 from tests.support.fake_gpu import FakeGpu, fake_gpu
 
 needs_extension = pytest.mark.skipif(not replay.available, reason="the extension was not built")
@@ -267,6 +269,38 @@ def test_calls_of_plans_return_one_result(gpu: FakeGpu) -> None:
             assert launched == launched[:1] * 6
             assert nodes[0] > 1
             assert nodes[-1] == 1
+
+
+def test_plans_return_several_results_where_the_call_does(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_logp, "watch_target", lambda *_: lambda: None)  # it reads the GPU's answer
+    x, weight = t(16, 256).requires_grad_(), t(512, 256).requires_grad_()
+    launched = []
+    for _ in range(6):
+        gpu.start()
+        results = samebits.linear_logp(x, weight, torch.arange(16), return_entropy=True)
+        torch.autograd.grad(results, [x, weight], results)
+        torch.autograd.grad(samebits.linear_logp(x, weight, torch.arange(16)).sum(), [x])
+        launched.append([launch[:2] for launch in gpu.log])
+    assert launched == launched[:1] * 6
+
+
+@pytest.mark.parametrize("form", ["context", "process"])
+@pytest.mark.parametrize("records", [False, True])
+def test_an_error_leaves_the_mode_as_it_was(gpu: FakeGpu, form: str, records: bool) -> None:
+    x, w = t(16, 256).requires_grad_(records), t(256).requires_grad_(records)
+    replay.forget()
+    with samebits.batch_invariant() if form == "context" else samebits.set_batch_invariant_mode(True):
+        for _ in range(5):  # a call, its recording, its replays
+            gpu.start()
+            gpu.codes = [700]
+            with pytest.raises(driver.LaunchError, match="error 700"):
+                F.rms_norm(x, (256,), w)
+            assert includes(CONTEXT) == (form == "context")
+            assert not this_thread.plain
+            F.rms_norm(x, (256,), w)
+            assert [launch[0] for launch in gpu.log] == ["rows.cu"]
 
 
 def other(x: Any) -> Iterator[Any]:
