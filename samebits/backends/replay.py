@@ -200,8 +200,9 @@ class Trace:
         except KeyError:  # something else was computed
             return None
         part = next((i for i, x in enumerate(parts) if x is result), None)
-        in_order = places == list(range(len(tensors)))
-        pick = operator.itemgetter(*places, places[0])  # a tuple, even of one
+        pick: Any = operator.itemgetter(*places)
+        if len(places) == 1:  # else it picks a tuple
+            pick = operator.itemgetter(slice(places[0], places[0] + 1))
         run: Callable[..., Any] | None = None
 
         def plan(*given: Any) -> Any:
@@ -209,7 +210,7 @@ class Trace:
             values = given + constants
             for at, view, rest in steps:
                 values += (view(values[at], *rest),)
-            wanted = values if in_order else pick(values)[:-1]
+            wanted = pick(values)
             if run is None:  # all calls of a plan have the same
                 run = planned(wanted, part)
             result = run(*wanted)
