@@ -345,6 +345,7 @@ class Recording:
             refuse("a pointer into no tensor, or into several")
             return None
         ((start, i),) = found.items()
+        self._ties |= {(i, j, 0) for j, t in enumerate(self._args) if j > i and _begins_at(t, start)}
         return i, address - start
 
     def recipe(self, result: Any) -> Any:
@@ -394,6 +395,10 @@ class Recording:
                 geometries[i] = tuple(t.shape), t.stride(), t.dtype
                 return len(self._args) + i
         raise RefusedError("a result is no allocation of the call's")
+
+
+def _begins_at(x: Any, address: int) -> bool:
+    return isinstance(x, Tensor) and x.data_ptr() == address
 
 
 def _extent(t: Tensor) -> int:

@@ -242,6 +242,26 @@ def test_a_recipe_refuses_what_overlaps_otherwise(gpu: FakeGpu) -> None:
     assert other == [launch[-1] for launch in gpu.log]
 
 
+def test_a_recipe_refuses_a_pointer_into_either_of_two(gpu: FakeGpu) -> None:
+    """One matrix was both arguments, and a launch got a pointer into it."""
+
+    def second(x: Tensor, y: Tensor) -> Tensor:
+        found: Tensor = reduce._operator._cuda.run(y[1:], False)
+        return found
+
+    call: Any = replay.replayed(second)
+    x, y = t(5, 256), t(5, 256)
+    for _ in range(2):
+        call(x, x)
+    recipe = call.recipe(x, x)
+    gpu.start()
+    assert recipe(x, y) is NotImplemented
+    assert gpu.log == []
+    want = geometry(second(y, y)), gpu.log
+    gpu.start()
+    assert (geometry(recipe(y, y)), gpu.log) == want
+
+
 def test_calls_of_plans_return_one_result(gpu: FakeGpu) -> None:
     """Autograd would fill the gradients of the others with zeros, by launches."""
     x, w, b = (v.requires_grad_() for v in (t(16, 256), t(256), t(256)))
