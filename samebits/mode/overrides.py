@@ -292,7 +292,7 @@ def embedding_(
     if scale_grad_by_freq or sparse or not takes(weight):
         return NotImplemented
     if not records(weight):  # rows are copied
-        return copied_rows(weight, indices)
+        return copied_rows(weight, indices, padding_idx)
     return embedding(indices, weight, None if padding_idx == -1 else padding_idx)
 
 

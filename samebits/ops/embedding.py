@@ -49,8 +49,11 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
     return out
 
 
-def copied_rows(weight: Tensor, ids: Tensor) -> Tensor:
-    """``weight[ids]``, of which autograd records nothing: by a kernel of ours, or else by PyTorch's."""
+def copied_rows(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
+    """``weight[ids]``, of which autograd records nothing: by a kernel of ours, or else by PyTorch's.
+
+    ``padding_idx`` is for PyTorch's alone: a transform or a trace may take gradients of that.
+    """
     ours = (
         weight.is_cuda
         and weight.ndim == 2
@@ -60,7 +63,7 @@ def copied_rows(weight: Tensor, ids: Tensor) -> Tensor:
         and not is_chosen()
         and _have_kernels(weight.get_device())
     )
-    return _operator(weight, ids, -1, bypass=True) if ours else torch.embedding(weight, ids)
+    return _operator(weight, ids, -1, bypass=True) if ours else torch.embedding(weight, ids, padding_idx)
 
 
 @functools.cache
