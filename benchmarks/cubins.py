@@ -95,6 +95,7 @@ def host() -> Any:
         "compiler",
         "exchange",
         "exp2",
+        "gather",
         "grouped",
         "linear_logp_sm90",
         "logp",
@@ -325,6 +326,8 @@ def whole_files(h: Any) -> Iterator[Kernel]:
                 yield h.logp.kernel_spec("grad_logits", logits, grads, entropy=entropy), arch
         for bounds in (torch.int32, torch.int64):
             yield h.assert_spans.spec(bounds), arch
+            for unit in (1, 2, 4, 16):
+                yield h.gather.kernel_spec(bounds, unit), arch
         for model in (INTERPOLATION, POLYNOMIAL):
             yield h.exp2.spec(model), arch
         for segments in (2, 8, 64):
