@@ -83,6 +83,13 @@ def test_few_tokens_of_any_k_have_a_schedule(rows: bool, monkeypatch: pytest.Mon
     assert 10_240 <= shared[-1] < 65_536
 
 
+def test_a_schedule_that_cannot_compute_a_product_is_refused() -> None:
+    (few,) = (s for s in SCHEDULES if s.parts > 1)
+    for p in (replace(PLAIN, m=few.tile.block_n + 1), replace(PLAIN, m=1, k=1 << 20)):
+        with pytest.raises(ValueError, match="schedule: expected"):
+            scaled_sm90.plan(p, few)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [BLOCKS, ROWS, WHOLE])
 @pytest.mark.parametrize("s", SCHEDULES, ids=name)
