@@ -35,10 +35,16 @@ class Operation:
 
 
 # c: compiled, r: refused, -: neither compiled in tests nor refused
+# Recorded reports have the former names of some kernels.
 OPERATIONS = (
-    Operation("products, bfloat16 and float16", "cuda", r"matmul_sm(80|90): (?!.*segments).*", "cccrr"),
-    Operation("products, float32", "cuda", r"matmul_fma(_few)?(_sm90)?: (?!.*segments).*", "ccccr"),
-    Operation("batches of tiny matrices", "cuda", r"bmm_tiny: .*", "ccccr"),
+    Operation(
+        "products, bfloat16 and float16",
+        "cuda",
+        r"(matmul_sm(80|90)|tensor_core(_sm90)?|padded_sm90): (?!.*segments).*",
+        "cccrr",
+    ),
+    Operation("products, float32", "cuda", r"(matmul_)?fma(_few)?(_sm90)?: (?!.*segments).*", "ccccr"),
+    Operation("batches of tiny matrices", "cuda", r"(bmm_)?tiny: .*", "ccccr"),
     Operation("products of groups (experts)", "cuda", r".*grouped.*", "cccrr", "grouped.json"),
     Operation("products in FP8", "cuda", r"(scaled_sm90|quantize): .*", "crrrr", "fp8_invariance.json"),
     Operation("segments (more than one GPU)", "cuda", r".*: .*segments", "cccrr"),

@@ -32,7 +32,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     for page, source in PAGES.items():
         markdown = markdown.replace(f"](../{source}", f"]({page}")
-    return markdown
+    return markdown.replace("](../examples/", "](examples/")
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -194,7 +194,7 @@ def gpu_price(gpu: str) -> str:
     if any(others for *_, others, _ in rows):
         said += (
             " Others: in one run with samebits, on fewer shapes, products forward only: see"
-            " [Beside others](docs/beside.md)."
+            " [Related projects](docs/beside.md)."
         )
         return "\n\n".join((table(head, rows), said))
     without = ([*row[:3], row[4]] for row in rows)

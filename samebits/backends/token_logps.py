@@ -105,13 +105,13 @@ def room_for_logits(tokens: int, weight: Tensor) -> Tensor:
     """Memory for the logits that a forward keeps for its backward: float32 ``[tokens, n]``.
 
     They are those of the vocabulary's first entries, whole blocks of them or all, with the bias and before
-    the scale. They take no more memory than `weight`: so shapes alone decide how many they are. Of a whole
-    vocabulary, a row has up to three more elements, so that all rows start at multiples of 16 bytes.
+    the scale. They take no more memory than `weight`: so shapes alone decide how many they are. Rows start at
+    multiples of 16 bytes: of a vocabulary that is no multiple of four, only whole blocks are kept.
     """
     vocabulary, features = weight.shape
-    most = vocabulary * features * weight.itemsize // (4 * torch.sym_max(tokens, 1))
-    kept = torch.sym_min(vocabulary, most // VOCAB_BLOCK * VOCAB_BLOCK)
-    return weight.new_empty((tokens, (kept + 3) // 4 * 4), dtype=torch.float32)
+    blocks = vocabulary * features * weight.itemsize // (4 * torch.sym_max(tokens, 1)) // VOCAB_BLOCK
+    end = vocabulary if vocabulary % 4 == 0 else vocabulary // VOCAB_BLOCK * VOCAB_BLOCK
+    return weight.new_empty((tokens, torch.sym_min(end, blocks * VOCAB_BLOCK)), dtype=torch.float32)
 
 
 class GradLogitsInputs(NamedTuple):

@@ -232,7 +232,7 @@ def _forward(
     for start, stop in pieces(target.numel(), vocabulary, _STATISTICS):
         part = rows.part(start, stop)
         some = x if part is rows else x[start:stop]
-        its_room = room[start:stop, :vocabulary] if room.numel() else None
+        its_room = room[start:stop] if room.numel() else None
         logits.combine(backend.statistics(some, weight, bias, part, its_room, contract=contract), part)
     kept = target.shape if entropy else (0,)
     return rows.logp.view(target.shape), rows.entropy.view(kept), rows.shift, rows.log_sum, room
@@ -283,7 +283,7 @@ def _gradients(
     )
     dw, db = gradients_into(
         *(dx, rows, *grads, hidden, weight, bias, cu_seqlens, main_grad if needed[1] else None),
-        *(room[:, : weight.shape[0]], needed, key),
+        *(room, needed, key),
     )
     return dx.view(hidden.shape) if needed[0] else dx, dw, db
 
@@ -326,6 +326,8 @@ def gradients_into(
     def steps() -> Iterator[Step]:
         for part, room in zip(parts, grad_logits, strict=True):
             start, stop = part.start, max(part.start, min(part.stop, kept.shape[1]))
+            if stop < part.stop:  # the rest of a row of dz starts at a multiple of 16 bytes
+                stop -= (stop - start) % 8
             if start < stop:
                 given = kept[:, start:stop], start, rows, grad, grad_entropy
                 yield logits.grad_logits_later(room[:, : stop - start], *given)
@@ -405,7 +407,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(
-    ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None, grad_entropy: Tensor | None, *_: Any
+    ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None, grad_entropy: Tensor | None = None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("linear_logp")
     hidden, weight, bias, target, cu_seqlens, entropy, shift, log_sum, room = saved

@@ -251,7 +251,9 @@ def tune(
     ] = None,
     merge: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="A B", help="Measure nothing: write both tables to --out, B's entries first."),
+        typer.Option(
+            metavar="A B", help="Measure nothing: write both tables to --out; B's entries replace A's."
+        ),
     ] = None,
     device: Annotated[int, typer.Option(min=0, help="Index of the CUDA device.")] = 0,
 ) -> None:
@@ -296,7 +298,7 @@ def verify(
     """Prove the kernels on this GPU: every kernel and schedule against the CPU reference, bit for bit.
 
     Exit code: 0, every value has the bits specified; 1, some have not, or a kernel failed; 2, no GPU was
-    verified (the CPU reference's known answers were).
+    verified (the CPU reference's known answers were); 70, samebits itself failed.
     """
     with _errors("verify"):
         from samebits.tools.verify.command import main

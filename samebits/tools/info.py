@@ -233,7 +233,7 @@ def _answer(gpus: tuple[Gpu, ...], backends: tuple[Backend, ...]) -> tuple[str, 
         )
         times = ", ".join(f"{what} {speed:.2f}" for what, speed in p["speed"].items())
         said.append(f"  Speed on this model, PyTorch = 1: {times}")
-        known = f"{gpu.tuned} tuned shapes" if gpu.tuned else "No tuned table"
+        known = plural(gpu.tuned, "tuned shape") if gpu.tuned else "No tuned table"
         said.append(f"  {known}. samebits tune may find faster schedules for your shapes.")
     return tuple(said)
 
@@ -325,7 +325,7 @@ def show(found: Info) -> RenderableType:
     gpus = [
         f"{gpu.name}, {gpu.capability}, {gpu.memory_gib} GiB: {', '.join(gpu.contracts) or 'too old'}"
         + (f", family {gpu.family}" if gpu.family else "")
-        + f", {gpu.tuned} tuned shapes"
+        + f", {plural(gpu.tuned, 'tuned shape')}"
         for gpu in found.gpus
     ]
     machine = f"{found.cpu}, {plural(found.cores, 'core')}, {plural(found.threads, 'thread')}"

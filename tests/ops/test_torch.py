@@ -78,6 +78,10 @@ OPERATORS: dict[str, Callable[[torch.dtype, str], tuple[Any, ...]]] = {
         *(leaf(2, 3, 5, dtype=d), leaf(9, 5, dtype=d), leaf(9, dtype=d), TARGET.view(2, 3)),
         *(None, None, -100, 1.0, False, True, c),
     ),
+    "linear_logp that keeps logits": lambda d, c: (
+        *(leaf(6, 24, dtype=d), leaf(130, 24, dtype=d), None, TARGET),
+        *(None, None, -100, 1.0, False, True, c),
+    ),
     "linear_logp packed": lambda d, c: (
         *(leaf(6, 5, dtype=d), leaf(9, 5, dtype=d), None, TARGET),
         *(torch.tensor([0, 2, 6]), torch.zeros(9, 5), -100, 0.5, True, False, c),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import statistics
 import time
 from functools import partial
@@ -29,6 +30,7 @@ from benchmarks import (
     price,
     rows,
     scaled,
+    support,
     tune,
 )
 from benchmarks.record import GPUS, environment, load, tiny
@@ -342,6 +344,12 @@ def test_a_tuners_report() -> None:
     assert [*means.columns[4].cells] == ["2.000"]
 
 
+@pytest.mark.parametrize("name", sorted({kernel.name for kernel in PRODUCTS}))
+def test_the_table_of_what_is_proven_knows_every_kernel_of_products(name: str) -> None:
+    of = [o.name for o in support.OPERATIONS if re.fullmatch(o.kernels, f"{name}: shapes, layouts, strides")]
+    assert len(of) == 1, of
+
+
 def test_held_out_shapes() -> None:
     drawn = held_out.drawn()
     assert len({*drawn}) == 40
@@ -385,7 +393,7 @@ def test_held_out_times_are_not_those_that_chose() -> None:
     data = {"environment": environment("c0ffee") | {"gpu": "A GPU"}, "seed": 28, "left": 1, "cases": [case]}
     said = gpu_held_out(data)
     assert "| M <= 128 | all | 1 | 1.263 | 1.263 | 1.200 | 1.200 | 0.950 | 0.950 |" in said
-    assert "1 products were left" in said
+    assert "Left when the budget was spent: 1." in said
     assert held_out.show(data).row_count == 2
 
 

@@ -134,14 +134,15 @@ def grad_logits(
 
     The rows of `out` need not be contiguous.
     """
-    if logits.numel() > 0:
-        grad_logits_later(out, _with_rows(logits), first, rows, grad, grad_entropy)()
+    grad_logits_later(out, _with_rows(logits), first, rows, grad, grad_entropy)()
 
 
 def grad_logits_later(
     out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
 ) -> Step:
     """:func:`grad_logits` as a step: of contiguous rows, in tensors that must live until then."""
+    if logits.numel() == 0:
+        return int
     tokens, width = logits.shape
     entropy = grad_entropy is not None
     kernel = _kernel("grad_logits", logits.get_device(), logits.dtype, out.dtype, entropy)

@@ -45,16 +45,18 @@ def choose(n: int, itemsize: int) -> Shares:
     )
 
 
-def kernel_spec(
-    x: torch.dtype, param: torch.dtype, sums: torch.dtype, shares: Shares
-) -> compiler.KernelSpec:
+def kernel_spec(x: torch.dtype, param: torch.dtype, sums: torch.dtype, shares: Shares) -> compiler.KernelSpec:
     """The kernel of norm_gradients.cu."""
     run = 16 // x.itemsize
     types = ("IN", TYPES[x]), ("OUT", TYPES[x]), ("PARAM", TYPES[param]), ("SUMS", TYPES[sums])
     of_columns = ("COLUMNS", shares.columns), ("EACH", shares.each), ("AHEAD", shares.ahead)
     of_rows = ("WARPS", shares.warps), ("PASSES", shares.passes), ("VECTOR", run), ("WHOLE", shares.whole)
     wide = param == torch.float32  # takes more registers
-    read = ("STAGES", shares.stages), ("BLOCKS", min(shares.blocks, 3) if wide else shares.blocks), ("FETCHED", 0)
+    read = (
+        ("STAGES", shares.stages),
+        ("BLOCKS", min(shares.blocks, 3) if wide else shares.blocks),
+        ("FETCHED", 0),
+    )
     across = shares.columns // run
     producers = _THREADS // 32 - max(1, shares.columns // (32 * shares.each))
     pitch = shares.columns // 2 + (across if across < 8 else 0)
@@ -74,7 +76,11 @@ def _kernel(
 ) -> tuple[runtime.Kernel, int, int]:
     """The kernel, its columns of a block, and the rows of one."""
     shares = choose(n, x.itemsize)
-    return runtime.load(kernel_spec(x, param, sums, shares), device), shares.columns, _THREADS // 32 // shares.warps
+    return (
+        runtime.load(kernel_spec(x, param, sums, shares), device),
+        shares.columns,
+        _THREADS // 32 // shares.warps,
+    )
 
 
 def takes(grad: Tensor, x: Tensor, weight: Tensor | None) -> bool:

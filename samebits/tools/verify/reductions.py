@@ -322,6 +322,7 @@ _ROWS = {
     "layer_norm gradients": Reducer(partial(_norm_gradients, centred=True), SAME + WIDER),
     "rms_norm gradients": Reducer(partial(_norm_gradients, centred=False), SAME),
     "sum over tokens": Reducer(lambda on, o: (on.rows.column_sum(o.x, o.y.dtype),), SAME + NARROWER),
+    "embedding": Reducer(lambda on, o: (on.rows.embedding(o.x, o.ids % len(o.x)),), SAME),
     "embedding backward": Reducer(
         lambda on, o: tuple(on.rows.embedding_backward(o.grad, o.ids, IDS, p) for p in (-1, PADDING)), SAME
     ),
@@ -350,7 +351,7 @@ Size = tuple[int, int, int]
 SIZES: tuple[Size, ...] = (
     (1, 1, 0), (1, 129, 0), (3, 127, 0), (2, 128, 0), (64, 32, 0), (65, 31, 0),
     (129, 1, 0), (7, 1024, 0), (9, 1025, 0), (3, 4097, 0), (300, 70, 0), (5, 1504, 0), (3, 4088, 0),
-    (2, 7000, 0), (3, 12288, 0), (1, 40000, 0), (500, 64, 0), (130, 8200, 0),
+    (2, 4096, 0), (2, 7000, 0), (3, 12288, 0), (2, 16384, 0), (1, 40000, 0), (500, 64, 0), (130, 8200, 0),
 )  # fmt: skip
 FUSED_SIZES: tuple[Size, ...] = (
     (1, 1, 8), (3, 130, 24), (9, 1100, 40), (20, 300, 72), (33, 129, 64), (70, 300, 136),

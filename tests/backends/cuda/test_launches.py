@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import math
 from contextlib import suppress
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor
 
 import samebits
-from samebits.backends.cuda import grouped, linear_logp, matmul, rows, runtime, tensor_maps
+from samebits.backends.cuda import grouped, linear_logp, logp, matmul, rows, runtime, tensor_maps
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.logits_in_pieces import grad_logits
 from samebits.backends.product import Matrix, Operands, Product
-from samebits.backends.token_logps import Rows
-from samebits.contract import resolve
+from samebits.backends.token_logps import Rows, room_for_logits
+from samebits.contract import resolve, segmented_key
 from samebits.tools import verify
 from samebits.tools.verify import plan, reductions, segments
 from samebits.tools.verify.operands import make_inputs, make_room, unfilled
@@ -171,7 +172,29 @@ def test_every_launch_of_log_probabilities_adds_up(
         assert set(launches) == fused
     else:
         products = {"tensor_core.cu", "tensor_core_sm90.cu", "padded_sm90.cu"}
+        assert products & set(launches)
         assert set(launches) - products == {"logp.cu"}
+
+
+@pytest.mark.parametrize(("tokens", "segments"), [(0, 1), (512, 8)])
+@pytest.mark.parametrize("keep", [False, True])
+def test_every_launch_of_gradients_of_log_probabilities_adds_up(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch, tokens: int, segments: int, keep: bool
+) -> None:
+    """Without tokens, too; and where segments end at no multiple of a block."""
+    op, key = importlib.import_module("samebits.ops.linear_logp"), segmented_key("TENSOR_CORE:mma", segments)
+    features, vocabulary = 1024, 8 * 1001
+    monkeypatch.setattr(op, "backend_of", lambda t, k: (linear_logp, logp, matmul, "TENSOR_CORE:mma"))
+    monkeypatch.setattr(op, "_GRAD_LOGITS", 1001 * max(tokens, 1))
+    hidden, weight, bias = (
+        torch.empty(s, dtype=BF16) for s in ((tokens, features), (vocabulary, features), (vocabulary,))
+    )
+    rows = Rows.empty(torch.zeros(tokens, dtype=torch.int64), vocabulary, -100)
+    kept = room_for_logits(tokens, weight) if keep else torch.empty(tokens, 0)
+    given = torch.empty_like(hidden), rows, torch.ones(tokens), None, hidden, weight, bias, None, None
+    op.gradients_into(*given, kept, [True, True, True], key)
+    assert ("grad_logits_sm90.cu" in launches) == (tokens > 0)
+    assert ("logp.cu" in launches) == (keep and tokens > 0)
 
 
 def test_every_launch_of_reductions_adds_up(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +209,8 @@ def test_every_launch_of_reductions_adds_up(launches: list[str], monkeypatch: py
         counts.append((len(set(loaded)), len(launches)))
     assert counts[1] == (counts[0][0], 2 * counts[0][1])
     fused = {"statistics_sm90.cu", "grad_logits_sm90.cu"}
-    assert set(launches) == {"rows.cu", "long_sums.cu", "columns.cu", "norm_gradients.cu", "logp.cu"} | fused
+    of_rows = {"rows.cu", "long_sums.cu", "columns.cu", "norm_gradients.cu", "gather.cu"}
+    assert set(launches) == of_rows | {"logp.cu"} | fused
 
 
 # What kernels of rows read. The rest of their operands is copied first, or gives only a dtype.
@@ -204,6 +228,7 @@ READ = {
     "rms_norm weights": "x grad",
     "layer_norm gradients": "x weight grad vectors",
     "rms_norm gradients": "x grad",
+    "embedding": "x",
     "embedding backward": "grad",
 }
 

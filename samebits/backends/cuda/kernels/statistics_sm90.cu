@@ -1,8 +1,8 @@
 // Statistics of logits on Hopper, for log-probabilities: docs/contract.md, "Log-probabilities".
 //
-// The product of hidden states and weights gives logits, which exist in registers alone. The epilogue turns
-// each block of 128 entries of the vocabulary into its maximum, its sum of exponentials and, for entropies, a
-// weighted sum. It also writes the logit of each target.
+// The product of hidden states and weights gives logits, which stay in registers, but for those that a
+// backward is to read (KEPT). The epilogue turns each block of 128 entries of the vocabulary into its maximum,
+// its sum of exponentials and, for entropies, a weighted sum. It also writes the logit of each target.
 //
 // A is the hidden states and B the weights. TRANSPOSED, for few tokens, it is the other way round: then the
 // vocabulary has the tall side of the tile.
