@@ -32,7 +32,10 @@ class Shares(NamedTuple):
 
 
 def choose(n: int, itemsize: int) -> Shares:
-    """As few columns as a sector of memory has, and more of them where there are more than 256 blocks."""
+    """As few columns as still read memory by whole sectors, and more of them in wide rows.
+
+    Measured on an H200: docs/kernels/rows.md.
+    """
     columns = 16 if n <= 4096 else 32 if n <= 8192 else 128
     each, ahead = (1, 2) if columns <= 32 else (2, 4)
     warps = next((w for w in (1, 2, 4) if n <= w * 512), 8)
@@ -51,12 +54,8 @@ def kernel_spec(x: torch.dtype, param: torch.dtype, sums: torch.dtype, shares: S
     types = ("IN", TYPES[x]), ("OUT", TYPES[x]), ("PARAM", TYPES[param]), ("SUMS", TYPES[sums])
     of_columns = ("COLUMNS", shares.columns), ("EACH", shares.each), ("AHEAD", shares.ahead)
     of_rows = ("WARPS", shares.warps), ("PASSES", shares.passes), ("VECTOR", run), ("WHOLE", shares.whole)
-    wide = param == torch.float32  # takes more registers
-    read = (
-        ("STAGES", shares.stages),
-        ("BLOCKS", min(shares.blocks, 3) if wide else shares.blocks),
-        ("FETCHED", 0),
-    )
+    blocks = min(shares.blocks, 3) if param == torch.float32 else shares.blocks  # it takes more registers
+    read = ("STAGES", shares.stages), ("BLOCKS", blocks), ("FETCHED", 0)
     across = shares.columns // run
     producers = _THREADS // 32 - max(1, shares.columns // (32 * shares.each))
     pitch = shares.columns // 2 + (across if across < 8 else 0)

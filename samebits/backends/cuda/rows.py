@@ -32,14 +32,8 @@ _ANY = (1 << 31) - 1  # blocks
 _STAGES = {"softmax": {(2, 4): 3}, "rms_norm": {(1, 2): 3, (2, 2): 3, (1, 4): 3}}
 # Wider rows of 16-bit values are asked for into the L2 cache.
 _FETCHED = {"rms_norm": 2048, "log_softmax": 2048, "softmax": 8192}
-# Blocks of a multiprocessor for 16-bit values, by passes, where they are not those of all.
-_BLOCKS = {
-    "softmax": {1: 4, 2: 4},
-    "log_softmax": {1: 5},
-    "rms_norm": {1: 5},
-    "layer_norm": {1: 4, 2: 4, 4: 3},
-    "norm_backward": {1: 4},
-}
+# Kernels for 16-bit values, and passes, that leave room for one more block.
+_SMALL = ("softmax", 2), ("layer_norm", 2), ("layer_norm", 4)
 _SMEM = 216 << 10  # of a multiprocessor, which is free for them
 
 _LONG_BLOCKS = 2  # of a multiprocessor
@@ -93,15 +87,15 @@ def choose_sharing(entry: str, rows: int, n: int, dtype: torch.dtype, aligned: b
     vector = 16 // dtype.itemsize if aligned and n * dtype.itemsize % 16 == 0 else 1
     staged = many and vector > 1 and not fetched
     stages = _STAGES.get(entry, {}).get((held, dtype.itemsize), 0) if staged else 0
-    blocks = 3 if 0 < held * dtype.itemsize <= 4 else 2
-    if narrow and (vector > 1 or entry == "softmax"):  # others spill
-        blocks = _BLOCKS.get(entry, {}).get(held, blocks)
-    with_room = held == 1 or not entry.endswith("backward")
+    blocks = {2: 4, 4: 3}.get(held * dtype.itemsize, 2)
+    if narrow and (vector > 1 or entry == "softmax"):  # the others' registers spill if rows are not aligned
+        blocks += (entry, held) in _SMALL or (fetched and held == 1)
+    spills = entry.endswith("backward") and warps * held > 8
     return Sharing(
         *(warps, held, vector),
         stages=stages,
         blocks=blocks,
-        whole=int(vector > 1 and with_room and n == held * warps * _PASS),
+        whole=int(vector > 1 and n == held * warps * _PASS and not spills),
         fetched=int(fetched and held > 0),
     )
 
