@@ -10,7 +10,7 @@
 //
 // Macros, beside those of norm.cuh
 //   SUMS      type of the gradients of weight and bias: F32, BF16 or F16
-//   COLUMNS   of a block: 16, 32 or 128
+//   COLUMNS   of a block
 //   EACH      columns of a lane that adds: 1, or 2
 //   AHEAD     runs of 16 bytes of each matrix that a lane of a producer has on their way
 
@@ -30,8 +30,7 @@ constexpr int MEETING = 32 * (1 + ADDERS);  // threads at a barrier
 // warp writes at a time meet no bank twice.
 constexpr int PITCH = COLUMNS / 2 + (ACROSS < 8 ? ACROSS : 0);
 
-constexpr int BATCH =
-    EACH == 1 && TOKENS % 8 == 0 ? 8 : 4;  // tokens that a lane reads while it adds earlier ones
+constexpr int BATCH = 8 / EACH;  // tokens that a lane reads while it adds earlier ones
 
 static_assert(ACROSS >= 1 && ACROSS <= 32 && TOKENS % BATCH == 0 && ALIGNED && PRODUCERS <= 7);
 
