@@ -151,6 +151,7 @@ _TOGETHER = 2048  # the most rows whose tiles are computed together, so that the
 _FEW_TERMS = 256  # k of products that are bound by their writes
 _STORE, _STORE_ROW, _STORE_BYTE = 1000.0, 1.0, 0.0775  # cycles to write a tile, for each row, for each byte
 _STAYS = 24 << 20  # bytes of an operand that stay in L2 while rows of tiles pass over it
+_ROWS_ACROSS = 1024  # the most rows whose transpose is tried
 _LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles are wide and in clusters
 
 
@@ -309,19 +310,29 @@ def _all_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
     return []
 
 
+_ACROSS = ((64, 1, 1, 224), (128, 2, 1, 200), (128, 2, 2, 256), (192, 3, 3, 192), (256, 2, 2, 192))
+"""Of transposed tiles: rows, warpgroups, how many share one, and the most columns for their registers."""
+_FEWEST_ACROSS = 64  # columns of those tiles
+
+
 def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """The transpose in tiles as wide as all rows, or half of them, for products that gain by it."""
-    halves = -(-p.m // 256)
-    columns = round_up(-(-p.m // halves), 8)
-    if not 136 <= columns <= 208 or columns == 192 or p.m > 512 or p.a_mn:  # others were not measured
+    """The transpose, in tiles as wide as an equal part of all rows: to fill the last wave, and waste no rows."""
+    if p.a_mn or p.m > _ROWS_ACROSS:
         return []
-    # Two warpgroups share a tile if each block has one tile. Otherwise one writes while the other multiplies,
-    # if its registers suffice.
-    if columns == 208 or -(-p.n // 128) * halves * p.batch <= sms:
-        tall = _schedule(p, 128, columns, 64, 2, 2, swap=True)
-    else:
-        tall = replace(_schedule(p, 128, columns, 64, 2, 1, swap=True), cluster=halves)
-    return [_schedule(p, 64, columns, 64, swap=True), tall]
+    found = []
+    for parts in range(-(-p.m // 256), -(-p.m // _FEWEST_ACROSS) + 1):
+        wide = -(-p.m // parts)
+        for block_m, warpgroups, share, most in _ACROSS:
+            step = 8 if block_m <= 128 < wide <= 208 else 16
+            columns = max(round_up(wide, step), _FEWEST_ACROSS)
+            # Two warpgroups share a tile if each block has one tile. Otherwise one writes while the other
+            # multiplies, if its registers suffice.
+            once = -(-p.n // block_m) * parts * p.batch <= sms
+            if columns > most or (block_m == 128 and (share == 1) == (once or columns > 200)):
+                continue
+            s = _schedule(p, block_m, columns, 64, warpgroups, share, swap=True)
+            found += [s, replace(s, cluster=2)] if parts % 2 == 0 else [s]
+    return found
 
 
 def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
@@ -375,9 +386,15 @@ def candidates(p: Gemm, sms: int) -> list[Sm90Schedule]:
 def settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
     """`best` with the choices that the estimate leaves out: start of blocks, prefetching, and their order."""
     multiply, intake, hbm = _work(best, p, sms)
-    # An early start scatters neighbouring tiles over the GPU, which is bad if many rows share operands.
+    seen = p.turned() if best.swap else p
+    tiles, slots = _tiles(best, seen), sms * best.blocks
+    # An early start scatters neighbouring tiles over the GPU, which is bad if many rows share operands. If
+    # blocks leave less than half of the multiprocessors idle, it also leaves some of them in pairs beside idle
+    # pairs, and a pair shares its way to L2.
     early = (
-        best.cluster > 1 or (best.swap and p.m <= 128) or (intake <= 1.2 * max(multiply, hbm) and p.m > 128)
+        best.cluster > 1
+        or (best.swap and p.m <= 128 and not slots < 2 * tiles <= 1.9 * slots)
+        or (intake <= 1.2 * max(multiply, hbm) and p.m > 128)
     )
     ahead = best.stages if best.swap and p.m <= min(best.block_n, 128) and hbm < multiply else 0
     # Neighbouring tiles run side by side. They share the much larger operand, if the other stays in L2.
@@ -387,8 +404,7 @@ def settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
     if p.n * p.k * 2 <= _STAYS:
         # Blocks that write side by side fill pages of memory, and lines that two tiles share, at once.
         group = 1 if tall else 2 if _bound_by_writes(p, sms) else together
-    seen = p.turned() if best.swap else p
-    if p.m > 128 and _tiles(best, seen) <= sms * best.blocks:  # all run at once
+    if p.m > 128 and tiles <= slots:  # all run at once
         # An early start with two rows of tall tiles costs 2 to 7 % at x @ weight.T.
         early = early and (best.block_m == 128 or best.share > 1) and (p.m > 256 or p.a_mn or p.b_mn)
         # In squares, or whole columns of few tiles, which read the larger operand once.
@@ -412,7 +428,7 @@ def variations(s: Sm90Schedule, p: Gemm) -> list[Sm90Schedule]:
 def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
     """Every kind of schedule that :func:`choose` can return. Verification shows that none changes a bit."""
     found: dict[Sm90Schedule, None] = {}
-    rows = (8, 16, 32, 64, 128, *range(136, 257, 8), *range(272, 417, 16), 4096)
+    rows = (8, 16, 32, 64, 128, *range(136, 257, 8), *range(272, 513, 16), 4096)
     for sms, m in itertools.product((66, 114, 132), rows):
         for n in (256, 512, 1024, *range(2048, 8449, 512), 3 * 8448, 57344):
             for s in menu(Gemm(m, n, 1024, 1, a_mn, b_mn), sms):
