@@ -151,7 +151,8 @@ _TOGETHER = 2048  # the most rows whose tiles are computed together, so that the
 _FEW_TERMS = 256  # k of products that are bound by their writes
 _STORE, _STORE_ROW, _STORE_BYTE = 1000.0, 1.0, 0.0775  # cycles to write a tile, for each row, for each byte
 _STAYS = 24 << 20  # bytes of an operand that stay in L2 while rows of tiles pass over it
-_ROWS_ACROSS = 1024  # the most rows whose transpose is tried
+_HUNDREDS = 1024  # the most rows of a product in few tiles, and the most whose transpose is tried
+_SHARED_IN_TURN = 1.03  # factor of the time for shared tiles, if a block takes several and rows are few
 _LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles are wide and in clusters
 
 
@@ -165,14 +166,23 @@ def _bound_by_writes(p: Gemm, sms: int) -> bool:
     return p.a_mn and p.b_mn and p.k <= _FEW_TERMS and p.m * p.n * p.batch > sms * 128 * 128
 
 
+def _hundreds(p: Gemm) -> bool:
+    """Whether it is a matrix of a few hundred rows times a weight, or dX of it."""
+    return 128 < p.m <= _HUNDREDS and not p.a_mn and p.batch == 1
+
+
 def _work(s: Sm90Schedule, product: Gemm, sms: int) -> tuple[float, float, float]:
     """The least microseconds for multiplication, for loading of operands (also from L2), and for HBM."""
     p = product.turned() if s.swap else product
     tiles = _tiles(s, p)
+    hundreds = _hundreds(product)
     full, last = divmod(tiles / sms, 1)
-    rounds = full + (0 if last == 0 else 1 if full == 0 else 0.8 + 0.2 * last)
+    # With many rows, blocks drift apart, and the last tiles begin before all others end.
+    rounds = full + (0 if last == 0 else 1 if full == 0 or hundreds else 0.8 + 0.2 * last)
     bands = round_up(s.block_m // s.share, 64) // 64 * s.share
     multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2 + 1)
+    if hundreds and s.share > 1 and tiles > sms:
+        multiply *= _SHARED_IN_TURN
     if _bound_by_writes(product, sms):
         # Of the tiles of a multiprocessor, one is written while another is multiplied. With many terms, the
         # writes are hidden.
@@ -281,7 +291,7 @@ def _many_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
     shared = [_schedule(p, block_m, block_n, 64, 2, 2) for block_m, block_n in _SHARED]
     pairs = [replace(s, cluster=2) for s in shared]
     if p.k > _LONG and min(p.m, p.n) > 256 and p.m * p.n * p.batch >= sms * 128 * 192:
-        return pairs
+        return [*pairs, *_rows_across(p, sms)]
     if _bound_by_writes(p, sms):  # smaller tiles take up to a third longer
         teams = [_schedule(p, block_m, block_n, 64, 2, 1) for block_m, block_n in _WRITTEN]
         return [*teams, *(replace(s, cluster=2) for s in teams)]
@@ -310,14 +320,14 @@ def _all_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
     return []
 
 
-_ACROSS = ((64, 1, 1, 224), (128, 2, 1, 200), (128, 2, 2, 256), (192, 3, 3, 192), (256, 2, 2, 192))
+_ACROSS = ((64, 1, 1, 224), (128, 2, 1, 200), (128, 2, 2, 256), (192, 3, 3, 192))
 """Of transposed tiles: rows, warpgroups, how many share one, and the most columns for their registers."""
-_FEWEST_ACROSS = 64  # columns of those tiles
+_FEWEST_ACROSS = 80  # columns of those tiles
 
 
 def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """The transpose, in tiles as wide as an equal part of all rows: to fill the last wave, and waste no rows."""
-    if p.a_mn or p.m > _ROWS_ACROSS:
+    """The transpose, in tiles as wide as an equal part of all rows, to fill the last wave and waste none."""
+    if p.a_mn or p.m > (_HUNDREDS if p.b_mn else _HUNDREDS // 2):  # x @ weight.T never gained above
         return []
     found = []
     for parts in range(-(-p.m // 256), -(-p.m // _FEWEST_ACROSS) + 1):
@@ -331,7 +341,8 @@ def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
             if columns > most or (block_m == 128 and (share == 1) == (once or columns > 200)):
                 continue
             s = _schedule(p, block_m, columns, 64, warpgroups, share, swap=True)
-            found += [s, replace(s, cluster=2)] if parts % 2 == 0 else [s]
+            # Neighbours that share rows of B gain where blocks take several tiles.
+            found.append(replace(s, cluster=2) if (block_m, share) == (128, 1) and parts % 2 == 0 else s)
     return found
 
 
@@ -388,14 +399,16 @@ def settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
     multiply, intake, hbm = _work(best, p, sms)
     seen = p.turned() if best.swap else p
     tiles, slots = _tiles(best, seen), sms * best.blocks
-    # An early start scatters neighbouring tiles over the GPU, which is bad if many rows share operands. If
-    # blocks leave less than half of the multiprocessors idle, it also leaves some of them in pairs beside idle
-    # pairs, and a pair shares its way to L2.
-    early = (
-        best.cluster > 1
-        or (best.swap and p.m <= 128 and not slots < 2 * tiles <= 1.9 * slots)
-        or (intake <= 1.2 * max(multiply, hbm) and p.m > 128)
-    )
+    if p.m <= 128:
+        # If blocks of a weight along n leave less than half of the multiprocessors idle, an early start puts
+        # some of them in pairs beside idle pairs, and a pair shares its way to L2.
+        early = best.cluster > 1 or (best.swap and not (p.b_mn and slots < 2 * tiles <= 1.9 * slots))
+    else:
+        # An early start scatters neighbouring tiles over the GPU, which is bad if many rows share operands.
+        early = best.cluster > 1 or intake <= 1.2 * max(multiply, hbm)
+    if _hundreds(p):  # at one tile for each block, or two of the transpose, it costs up to a third
+        several = 2 if best.swap else int(p.m < 512 and best.cluster == 1)
+        early = early and tiles > several * slots
     ahead = best.stages if best.swap and p.m <= min(best.block_n, 128) and hbm < multiply else 0
     # Neighbouring tiles run side by side. They share the much larger operand, if the other stays in L2.
     tall = not best.swap and best.share == 1 and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
