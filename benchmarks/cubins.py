@@ -95,6 +95,7 @@ def host() -> Any:
         "compiler",
         "exchange",
         "exp2",
+        "gather",
         "grouped",
         "linear_logp_sm90",
         "logp",
@@ -231,9 +232,10 @@ def fp8(h: Any) -> Iterator[Kernel]:
     """All schedules of products in FP8, with every kind of scales and epilogue, and quantization."""
     every = dict.fromkeys((*h.scaled_sm90.SCHEDULES, *h.scaled_grouped_sm90.SCHEDULES))
     for s, b_rows in itertools.product(every, (False, True)):
+        rows = s.tile.block_n if s.parts > 1 else 4096
         for a, b, out, bias in ((E4M3, E4M3, BF16, None), (E4M3, E5M2, F16, F32), (E5M2, E4M3, F32, None)):
             p = h.scaled_sm90.Scaled(
-                0, 4096, 4096, 7168, a, b, 7168, 7168, (56, 1), (56, 1), b_rows, out, 4096, 0, bias
+                0, rows, 4096, 7168, a, b, 7168, 7168, (56, 1), (56, 1), b_rows, out, 4096, 0, bias
             )
             if s in h.scaled_sm90.schedules(p):
                 yield h.scaled_sm90.spec(p, s), HOPPER
@@ -325,6 +327,8 @@ def whole_files(h: Any) -> Iterator[Kernel]:
                 yield h.logp.kernel_spec("grad_logits", logits, grads, entropy=entropy), arch
         for bounds in (torch.int32, torch.int64):
             yield h.assert_spans.spec(bounds), arch
+            for unit in (1, 2, 4, 16):
+                yield h.gather.kernel_spec(bounds, unit), arch
         for model in (INTERPOLATION, POLYNOMIAL):
             yield h.exp2.spec(model), arch
         for segments in (2, 8, 64):

@@ -58,7 +58,7 @@ typedef struct {
 } Launch;
 
 typedef struct {
-    int of, to; /* arguments that overlap in part */
+    int of, to; /* arguments that overlap, or begin at one address */
     int64_t apart;
 } Tie;
 
@@ -330,7 +330,8 @@ done:
     return result;
 }
 
-/* recipe(*args), for arguments that Replay.recipe() found it for, or that differ in their addresses alone. */
+/* recipe(*args), for arguments that Replay.recipe() found it for, or that differ in their addresses alone.
+   NotImplemented: they overlap in another way. */
 static PyObject* recipe_call(Recipe* self, PyObject* const* args, size_t nargsf, PyObject* names) {
     Tensors tensors;
     tensors.count = 0;
@@ -343,6 +344,7 @@ static PyObject* recipe_call(Recipe* self, PyObject* const* args, size_t nargsf,
         tensors.at[i] = 0;
         if (is_tensor(args[i]) && address_of(args[i], &tensors.at[i])) return NULL;
     }
+    if (!is_tied(self, &tensors)) Py_RETURN_NOTIMPLEMENTED;
     return replay(self, &tensors, args);
 }
 
@@ -603,8 +605,7 @@ static PyObject* replay_new(PyTypeObject* type, PyObject* args, PyObject* kwargs
     return (PyObject*)self;
 }
 
-/* The recipe of a call, if it is also that of every call whose arguments differ in their addresses alone: no two
-   of these overlap. */
+/* The recipe of a call. */
 static PyObject* replay_recipe(Replay* self, PyObject* const* args, Py_ssize_t count) {
     Tensors tensors;
     long device;
@@ -618,17 +619,12 @@ static PyObject* replay_recipe(Replay* self, PyObject* const* args, Py_ssize_t c
     PyObject* found = PyDict_GetItemWithError(self->recipes, key);
     Py_DECREF(key);
     if (found == NULL && PyErr_Occurred()) return NULL;
-    int alone = found != NULL && Py_TYPE(found) == &RecipeType && ((Recipe*)found)->ties == 0;
-    for (Py_ssize_t i = 0; alone && i < count; i++)
-        for (Py_ssize_t j = 0; alone && j < i; j++)
-            alone = tensors.at[i] == 0 || tensors.at[i] != tensors.at[j];
-    return Py_NewRef(alone ? found : Py_None);
+    return Py_NewRef(found != NULL && Py_TYPE(found) == &RecipeType ? found : Py_None);
 }
 
-static PyMethodDef replay_methods[] = {
-    {"recipe", (PyCFunction)(void (*)(void))replay_recipe, METH_FASTCALL,
-     "recipe(*args): of a call, and of those that differ in addresses alone; or None."},
-    {NULL}};
+static PyMethodDef replay_methods[] = {{"recipe", (PyCFunction)(void (*)(void))replay_recipe, METH_FASTCALL,
+                                        "recipe(*args): of a call, or None."},
+                                       {NULL}};
 
 static PyMemberDef replay_members[] = {
     {"run", T_OBJECT_EX, offsetof(Replay, run), READONLY, "What is replayed."},

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samebits.backends.modes import CONTEXT, include, includes, sees_calls
+from samebits.backends.modes import sees_calls
 
 try:
     from samebits.backends import _replay  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ _PARAMS_AT = 128  # where parameters begin, after the CUlaunchConfig
 _MOST_TENSORS = 48  # arguments and allocations
 
 
-_RecipeOf = Callable[..., Any]  # of an operator's arguments; it may find None
+_Plan = Callable[[tuple[Any, ...], int | None], Callable[..., Any]]
 
 
 class RefusedError(Exception):
@@ -67,12 +67,10 @@ class _Here(threading.local):
 
     Attributes:
         recording, trace: of a call that runs, if it is being recorded.
-        recipe: from a plan: by which the operator that it calls, and autograd records, is to run.
     """
 
     recording: Recording | None = None
     trace: Trace | None = None
-    recipe: Callable[..., Any] | None = None
 
 
 here = _Here()
@@ -165,20 +163,19 @@ class Trace:
     arguments, or views of them, follows from what a recipe follows from. A plan calls that at once.
 
     Attributes:
-        calls: functions that operators ran as, their arguments and results; and for those that autograd
-            records, a function that finds the recipe.
+        calls: of operators, their arguments, results and what plans ask (:func:`traced`).
         views: tensors by their id; what each is a view of, and by which function with which arguments.
     """
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], Any, _RecipeOf | None]] = []
+        self.calls: list[tuple[tuple[Any, ...], Any, _Plan]] = []
         self.views: dict[int, tuple[Tensor, Tensor, Callable[..., Tensor], tuple[Any, ...]]] = {}
 
     def plan(self, given: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
         """A function of the call's arguments. None: the call is more than one operator's."""
         if len(self.calls) != 1:
             return None
-        ((run, args, made, recipe_of),) = self.calls
+        ((args, made, planned),) = self.calls
         constants = tuple(x for x in args if not isinstance(x, Tensor))
         numbers = iter(range(len(given), len(given) + len(constants)))
         tensors: list[Any] = [*given, *(None for _ in constants)]
@@ -203,44 +200,40 @@ class Trace:
         except KeyError:  # something else was computed
             return None
         part = next((i for i, x in enumerate(parts) if x is result), None)
-        pick = operator.itemgetter(*places, places[0])  # a tuple, even of one
-        recipe: Any = None
+        pick: Any = operator.itemgetter(*places)
+        if len(places) == 1:  # else it picks a tuple
+            pick = operator.itemgetter(slice(places[0], places[0] + 1))
+        run: Callable[..., Any] | None = None
 
         def plan(*given: Any) -> Any:
-            nonlocal recipe, recipe_of
-            inside = includes(CONTEXT)
-            include(CONTEXT, False)  # what is called is not to be replaced once more
-            try:
-                values = given + constants
-                for at, view, rest in steps:
-                    values += (view(values[at], *rest),)
-                wanted = pick(values)[:-1]
-                find, recipe_of = recipe_of, None  # once: all calls of a plan have the same
-                if find is not None:
-                    recipe = find(*wanted)
-                here.recipe = recipe
-                result = run(*wanted)
-                if part is not None:
-                    result = result[part]
-                for view, rest in last:
-                    result = view(result, *rest)
-                return result
-            finally:
-                here.recipe = None
-                include(CONTEXT, inside)
+            nonlocal run
+            values = given + constants
+            for at, view, rest in steps:
+                values += (view(values[at], *rest),)
+            wanted = pick(values)
+            if run is None:  # all calls of a plan have the same
+                run = planned(wanted, part)
+            result = run(*wanted)
+            for view, rest in last:
+                result = view(result, *rest)
+            return result
 
         return plan
 
 
-def traced(run: Callable[..., Any], args: tuple[Any, ...], recipe_of: _RecipeOf | None = None) -> Any:
-    """``run(*args)``, by which an operator runs, noted in the trace of this thread."""
+def traced(run: Callable[..., Any], args: tuple[Any, ...], planned: _Plan) -> Any:
+    """``run(*args)``, by which an operator runs, noted in the trace of this thread.
+
+    Plans ask ``planned(args, part)`` for a function that does the same where a mode may be on. It returns one
+    part of the results, or all for None.
+    """
     trace, here.trace = here.trace, None
     try:
         made = run(*args)
     finally:
         here.trace = trace
     if trace is not None:
-        trace.calls.append((run, args, made, recipe_of))
+        trace.calls.append((args, made, planned))
     return made
 
 
@@ -336,11 +329,12 @@ class Recording:
         """The index of the tensor at `address`, and the bytes from its start. Refuses what is nobody's."""
         for i, t in enumerate(self._args):
             if isinstance(t, Tensor) and t.data_ptr() == address:
-                self._ties |= {  # else it may be a pointer into the other one
+                self._ties |= {  # else it may be a pointer of the other one
                     (j, i, address - other.data_ptr())
                     for j, other in enumerate(self._args)
                     if isinstance(other, Tensor)
-                    and other.data_ptr() < address < other.data_ptr() + _extent(other)
+                    and j != i
+                    and other.data_ptr() <= address < other.data_ptr() + _extent(other)
                 }
                 return i, 0
         found: dict[int, int] = {}
@@ -351,6 +345,7 @@ class Recording:
             refuse("a pointer into no tensor, or into several")
             return None
         ((start, i),) = found.items()
+        self._ties |= {(i, j, 0) for j, t in enumerate(self._args) if j > i and _begins_at(t, start)}
         return i, address - start
 
     def recipe(self, result: Any) -> Any:
@@ -400,6 +395,10 @@ class Recording:
                 geometries[i] = tuple(t.shape), t.stride(), t.dtype
                 return len(self._args) + i
         raise RefusedError("a result is no allocation of the call's")
+
+
+def _begins_at(x: Any, address: int) -> bool:
+    return isinstance(x, Tensor) and x.data_ptr() == address
 
 
 def _extent(t: Tensor) -> int:

@@ -109,11 +109,9 @@ def room_for_logits(tokens: int, weight: Tensor) -> Tensor:
     multiples of 16 bytes: of a vocabulary that is no multiple of four, only whole blocks are kept.
     """
     vocabulary, features = weight.shape
-    most = (
-        vocabulary * features * weight.itemsize // (4 * torch.sym_max(tokens, 1)) // VOCAB_BLOCK * VOCAB_BLOCK
-    )
+    blocks = vocabulary * features * weight.itemsize // (4 * torch.sym_max(tokens, 1)) // VOCAB_BLOCK
     end = vocabulary if vocabulary % 4 == 0 else vocabulary // VOCAB_BLOCK * VOCAB_BLOCK
-    return weight.new_empty((tokens, torch.sym_min(end, most)), dtype=torch.float32)
+    return weight.new_empty((tokens, torch.sym_min(end, blocks * VOCAB_BLOCK)), dtype=torch.float32)
 
 
 class GradLogitsInputs(NamedTuple):

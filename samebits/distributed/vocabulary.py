@@ -426,7 +426,7 @@ def _logp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 
 
 def _logp_backward(
-    ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None, grad_entropy: Tensor | None, *_: Any
+    ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None, grad_entropy: Tensor | None = None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("distributed.vocab_parallel_linear_logp")
     hidden, weight, bias, target, cu_seqlens, entropy, shift, log_sum = saved

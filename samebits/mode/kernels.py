@@ -72,7 +72,10 @@ def _at_backends(library: torch.library.Library, found: dict[OpOverload, Rule]) 
         # All at first: a kernel for a backend takes the place of what others compose for autograd.
         own = {(op, key): k for op, rule in found.items() for key in rule.keys if (k := _own(op, key))}
         for (op, key), kernel in own.items():
-            library.impl(op, _at_backend(op, found[op], key, kernel), key, with_keyset=True)
+            rule = found[op]
+            plain = rule.replacement is not None and rule.in_autograd is None and not _of_cpus(rule)
+            at = _above_autograd if plain and key.startswith("Autograd") else _at_backend
+            library.impl(op, at(op, rule, key, kernel), key, with_keyset=True)
 
 
 def _context_kernels() -> torch.library.Library:
@@ -140,10 +143,14 @@ def _covered(op: OpOverload, rule: Rule) -> Kernel:
     return covered
 
 
-def _replayed(op: OpOverload, rule: Rule, call: Kernel) -> Kernel:
+def _in_a_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _replayed(op: OpOverload, rule: Rule, call: Kernel, *questions: Callable[[], Any]) -> Kernel:
     """`call`, whose calls on GPUs are replayed if the replacement returns a new tensor."""
     returns_new = rule.replacement is not None and not op._schema.is_mutable
-    return replayed(call, *EXTRAORDINARY) if returns_new else call
+    return replayed(call, *EXTRAORDINARY, *questions) if returns_new else call
 
 
 def _answering(op: OpOverload, rule: Rule, call: Kernel) -> Kernel:
@@ -167,9 +174,8 @@ def _answering(op: OpOverload, rule: Rule, call: Kernel) -> Kernel:
 
 def _in_context(op: OpOverload, rule: Rule) -> Kernel:
     """The kernel in contexts. What it calls is PyTorch's own. A replay of it runs no Python at all."""
-    by_caller = rule.in_autograd is not None  # then the result depends on who calls
-    call = _covered(op, rule)
-    answer = _answering(op, rule, _replayed(op, rule, call) if by_caller else call)
+    by_caller = rule.in_autograd is not None  # then autograd may be who calls, in a backward
+    answer = _answering(op, rule, _covered(op, rule))
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         before = thread.plain
@@ -182,7 +188,7 @@ def _in_context(op: OpOverload, rule: Rule) -> Kernel:
             thread.plain = before
             include(CONTEXT, True)
 
-    return kernel if by_caller else _replayed(op, rule, kernel)
+    return _replayed(op, rule, kernel, *((_in_a_backward,) if by_caller else ()))
 
 
 def _in_backward(op: OpOverload, rule: Rule) -> Kernel:
@@ -226,6 +232,37 @@ def _at_backend(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
             thread.plain = False
             if included is not None:
                 include(included, True)
+
+    return kernel
+
+
+def _above_autograd(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
+    """As :func:`_at_backend`, where a call's arguments decide the result. A replay changes no modes."""
+    call = _covered(op, rule)
+
+    def plainly(*args: Any, **kwargs: Any) -> Any:
+        thread.plain = True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            thread.plain = False
+
+    replay = _replayed(op, rule, plainly)
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        on_uncovered = outermost.process
+        if on_uncovered is None or thread.plain:
+            return own(keys, *args, **kwargs)
+        result = replay(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if inexact((*args, *kwargs.values())) and not _called_by_autograd(2):
+            report(op, on_uncovered)
+        thread.plain = True
+        try:
+            return own(keys, *args, **kwargs)
+        finally:
+            thread.plain = False
 
     return kernel
 

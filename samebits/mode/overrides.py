@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samebits.backends.replay import traced
 from samebits.mode.arguments import as_pytorch, records, takes
 from samebits.ops._memory import has_memory
 from samebits.ops.attention import scaled_dot_product_attention
 from samebits.ops.cross_entropy import cross_entropy as cross_entropy_of_rows
-from samebits.ops.embedding import embedding
+from samebits.ops.embedding import copied_rows, embedding
 from samebits.ops.expand import expand
 from samebits.ops.logsumexp import logsumexp
 from samebits.ops.norm import layer_norm, rms_norm
@@ -279,13 +278,8 @@ def functional_embedding(
     if max_norm is not None or scale_grad_by_freq or sparse or not takes(weight):
         return NotImplemented
     if not records(weight):  # rows are copied
-        if padding_idx is None and not torch.compiler.is_compiling():
-            return traced(_copied_rows, (weight, input))
         return F.embedding(input, weight, padding_idx)
     return embedding(input, weight, padding_idx)
-
-
-_copied_rows = torch.embedding
 
 
 def embedding_(
@@ -298,9 +292,7 @@ def embedding_(
     if scale_grad_by_freq or sparse or not takes(weight):
         return NotImplemented
     if not records(weight):  # rows are copied
-        if torch.compiler.is_compiling():
-            return _copied_rows(weight, indices, padding_idx)
-        return traced(_copied_rows, (weight, indices, padding_idx))
+        return copied_rows(weight, indices, padding_idx)
     return embedding(indices, weight, None if padding_idx == -1 else padding_idx)
 
 

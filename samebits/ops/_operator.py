@@ -46,7 +46,7 @@ class Operator:
         cuda: implementation for CUDA devices. None: `cpu` is for both.
     """
 
-    __slots__ = ("_call", "_cpu", "_cuda", "_recipe_of", "_recorded", "_registered")
+    __slots__ = ("_call", "_cpu", "_cuda", "_gradients", "_recorded", "_registered")
 
     def __init__(
         self,
@@ -65,15 +65,16 @@ class Operator:
         self._registered = getattr(torch.ops.samebits, name).default
         # A replay does not tell autograd what was written in place.
         self._cuda = cuda if "!" in schema else replayed(cuda)
-        self._cpu, self._recorded, self._recipe_of = cpu, self._registered, None
+        self._cpu, self._recorded = cpu, self._registered
+        self._gradients: tuple[Callable[..., None], Callable[..., Any]] | None = None
         self._call = self._dispatched if "!" in schema else replayed(self._dispatched, *EXTRAORDINARY)
 
     def register_autograd(self, gradients: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """As :func:`torch.library.register_autograd`, with gradients as :func:`without_modes` takes them."""
         backward = without_modes(gradients)
         torch.library.register_autograd(self._registered, backward, setup_context=setup_context, lib=library)
-        self._recorded = _recorded(self._run, setup_context, backward)
-        self._recipe_of = getattr(self._cuda, "recipe", None)
+        self._gradients = setup_context, backward
+        self._recorded = _recorded(self._run, *self._gradients)
 
     def __call__(self, *args: Any, bypass: bool = False) -> Any:
         """Run on the schema's arguments. ``bypass``: :func:`bypasses_dispatcher` is known to hold."""
@@ -89,13 +90,25 @@ class Operator:
         return self._past_dispatcher(*args)
 
     def _past_dispatcher(self, *args: Any) -> Any:
-        run, recipe_of = self._run, None
+        run = self._run
         if torch.is_grad_enabled():
             for t in args:
                 if isinstance(t, Tensor) and t.requires_grad:
-                    run, recipe_of = self._recorded, self._recipe_of
+                    run = self._recorded
                     break
-        return run(*args) if here.trace is None else traced(run, args, recipe_of)
+        return run(*args) if here.trace is None else traced(run, args, functools.partial(self._planned, run))
+
+    def _planned(
+        self, run: Callable[..., Any], args: tuple[Any, ...], part: int | None
+    ) -> Callable[..., Any]:
+        """What plans call in place of `run`. See :func:`traced`."""
+        find = getattr(self._cuda, "recipe", None)  # None: it is not replayed
+        if self._gradients is not None and run is self._recorded and find is not None and not part:
+            recipe = find(*args)
+            if recipe is not None:
+                otherwise = _plainly(self._run, None)
+                return _recorded(recipe, *self._gradients, part=part, otherwise=otherwise)
+        return _plainly(run, part)
 
     def _run(self, *args: Any) -> Any:
         lead = args[0] if args[0] is not None else args[1]
@@ -134,6 +147,23 @@ thread = _Thread()
 """``plain``: whether PyTorch's operators are its own in this thread, whatever the process has switched on."""
 
 
+def _plainly(run: Callable[..., Any], part: int | None) -> Callable[..., Any]:
+    """`run`, or one part of what it returns, with the mode off in either form."""
+
+    def call(*args: Any) -> Any:
+        before, inside = thread.plain, includes(CONTEXT)
+        thread.plain = True
+        include(CONTEXT, False)
+        try:
+            result = run(*args)
+        finally:
+            thread.plain = before
+            include(CONTEXT, inside)
+        return result if part is None else result[part]
+
+    return call
+
+
 def without_modes(gradients: Callable[..., Any]) -> Callable[..., Any]:
     """A backward that calls ``gradients(ctx, saved, *grads)`` with function modes and the mode off.
 
@@ -163,17 +193,27 @@ def refuse_second_derivatives(op: str) -> None:
 
 
 def _recorded(
-    run: Callable[..., Any], setup_context: Callable[..., None], gradients: Callable[..., Any]
+    run: Callable[..., Any],
+    setup_context: Callable[..., None],
+    gradients: Callable[..., Any],
+    part: int | None = None,
+    otherwise: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """`run`, recorded by autograd."""
+    """`run`, or `otherwise` if that returns NotImplemented, recorded by autograd.
+
+    With `part`, which is 0, it returns the first of the results alone.
+    Autograd wraps each result, and fills a backward's missing gradients with zeros, which are launches. The
+    gradients are a function of the first one then. What else they need is saved, as ever.
+    """
 
     class Recorded(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            recipe, here.recipe = here.recipe, None
-            output = run(*args) if recipe is None else recipe(*args)
+            output = run(*args)
+            if output is NotImplemented and otherwise is not None:
+                output = otherwise(*args)
             setup_context(ctx, args, output)
-            return output
+            return output if part is None else output[part]
 
         backward = staticmethod(gradients)
 

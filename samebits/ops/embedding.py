@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from samebits.backends import UnavailableError, is_chosen, on_gpu, pack_key
 from samebits.ops._checks import check_device, shape
 from samebits.ops._operator import Operator, bypasses_dispatcher, refuse_second_derivatives
 from samebits.ops._rows import backend, check_rows
+
+_INTEGERS = (torch.int64, torch.int32)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -30,7 +34,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
         IndexError: on the CPU, an id is not within [0, V). Or ``padding_idx`` is not within [-V, V).
     """
     bypass = check_rows("embedding", weight)
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+    if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
         got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"samebits.embedding: ids: expected an int64 or int32 tensor, got {got}")
     check_device("embedding", "ids", ids, "weight", weight)
@@ -45,8 +49,34 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
     return out
 
 
+def copied_rows(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
+    """``weight[ids]``, of which autograd records nothing: by a kernel of ours, or else by PyTorch's.
+
+    ``padding_idx`` is for PyTorch's alone: a transform or a trace may take gradients of that.
+    """
+    ours = (
+        weight.is_cuda
+        and weight.ndim == 2
+        and ids.dtype in _INTEGERS
+        and ids.device == weight.device
+        and bypasses_dispatcher([weight, ids])
+        and not is_chosen()
+        and _have_kernels(weight.get_device())
+    )
+    return _operator(weight, ids, -1, bypass=True) if ours else torch.embedding(weight, ids, padding_idx)
+
+
+@functools.cache
+def _have_kernels(device: int) -> bool:
+    try:
+        on_gpu("rows", pack_key("", None), device)
+    except UnavailableError:
+        return False
+    return True
+
+
 def _forward(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
-    return torch.embedding(weight, ids)
+    return backend(weight).embedding(weight, ids)  # type: ignore[no-any-return]
 
 
 def _grad(grad: Tensor, ids: Tensor, count: int, padding_idx: int) -> Tensor:

@@ -407,7 +407,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(
-    ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None, grad_entropy: Tensor | None, *_: Any
+    ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None, grad_entropy: Tensor | None = None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("linear_logp")
     hidden, weight, bias, target, cu_seqlens, entropy, shift, log_sum, room = saved

@@ -157,6 +157,17 @@ def test_operators_are_this_librarys(within: Within) -> None:
     assert_same_bits(got, want)
 
 
+def test_a_traced_embedding_keeps_its_padding() -> None:
+    """Nothing is recorded while it is traced. But the graph may be trained."""
+    ids, table = torch.tensor([0, 1, 4, 1]), torch.ones(5, 4)
+    with samebits.batch_invariant():
+        graph = torch.jit.trace(
+            lambda ids, table: F.embedding(ids, table, padding_idx=1), (ids, table), check_trace=False
+        )
+    (grad,) = torch.autograd.grad(graph(ids, table.requires_grad_()).sum(), table)
+    assert_same_bits(grad, torch.tensor([1.0, 0, 0, 0, 1])[:, None].expand(5, 4))
+
+
 def test_close_to_pytorch_in_a_transformer(within: Within) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)

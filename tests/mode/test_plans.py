@@ -157,3 +157,25 @@ def test_double_backward_and_checkpoints(plans: None) -> None:
     for again in seen[1:]:
         for got, want in zip(again, seen[0], strict=True):
             assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "cross_entropy", "attention"])
+def test_one_result_of_several_is_as_good(name: str, plans: None) -> None:
+    """What else a plan's operator computes is kept: for a second backward, and under checkpoints."""
+    found = []
+    for _ in range(4):
+        leaves = [t.requires_grad_() for t in (make(2, 5, 64), make(64, 64), make(64))]
+        x = leaves[0]
+        with samebits.batch_invariant("error"):
+            out = CALLS[name](*leaves)
+            again: Any = checkpoint(CALLS[name], *leaves, use_reentrant=False)
+            grad = make(*out.shape)
+            first = torch.autograd.grad(out, x, grad, retain_graph=True)
+            with pytest.raises(NotImplementedError, match="second derivatives"):
+                torch.autograd.grad(out, x, grad, create_graph=True)
+            found.append((*first, *torch.autograd.grad(out, x, grad), *torch.autograd.grad(again, x, grad)))
+            with pytest.raises(RuntimeError, match="second time"):
+                torch.autograd.grad(out, x, grad)
+    for gradients in found:
+        for got in gradients:
+            assert_same_bits(got, found[0][0])

@@ -20,6 +20,7 @@ from samebits.backends.cuda import (
     columns,
     devices,
     driver,
+    gather,
     grouped,
     linear_logp_sm90,
     logp,
@@ -142,7 +143,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
     """PyTorch's CPU tensors are on this GPU, for this library alone."""
     gpu = FakeGpu()
     caches = (backends.on_gpu, rows._plan, rows._long_kernel, columns._kernel, logp._kernel)
-    caches = (*caches, losses._kernel, vector_norm._kernel, matmul.family)
+    caches = (*caches, losses._kernel, gather._kernel, vector_norm._kernel, matmul.family)
     caches = (*caches, runtime._allow_replays, linear_logp_sm90._prepared, tensor_maps.tensor_map)
     tensor: Any = torch.Tensor
     patches = [

@@ -255,6 +255,7 @@ def row_reductions() -> None:
                 results = (
                     *(x.softmax(1), x.log_softmax(0), x.sum(0), x.mean(1), y * w, y * x[:, :1]),
                     *(F.layer_norm(x, (n,), w, w), F.rms_norm(x, (n,), w), F.embedding(ids, y)),
+                    F.embedding(ids.int(), y[:, n // 3 :]),
                 )
                 torch.autograd.grad(results, (x, y, w), results)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends import replay
-from samebits.backends.cuda import columns, compiler, devices, runtime
+from samebits.backends.cuda import columns, compiler, devices, gather, runtime
 from samebits.backends.cuda.columns import TYPES, address, with_rows
 from samebits.functions import VOCAB_BLOCK
 
@@ -328,6 +328,11 @@ def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     out = runtime.empty(x.shape[1:], dtype, x.get_device())
     columns.sums(x, out)
     return out
+
+
+def embedding(weight: Tensor, ids: Tensor) -> Tensor:
+    """``weight[ids]``."""
+    return gather.rows_of(weight, ids)
 
 
 def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:

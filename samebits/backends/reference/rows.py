@@ -89,6 +89,11 @@ def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded(out, dtype)[0]
 
 
+def embedding(weight: Tensor, ids: Tensor) -> Tensor:
+    """``weight[ids]``, by PyTorch: rows are copied."""
+    return torch.embedding(weight, ids)
+
+
 def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
     """Gradients ``[count, n]`` of an embedding's rows from ``grad[tokens, n]`` and ``ids[tokens]``."""
     g, out = _wide(grad), _f32(count, grad.shape[1])

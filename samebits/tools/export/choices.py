@@ -19,7 +19,8 @@ from samebits.backends.cuda import linear_logp_sm90, matmul, tuned
 from samebits.backends.cuda.products import grouped_sm90, schedule_sm90
 from samebits.backends.cuda.products.fma import FMA
 from samebits.backends.cuda.products.fma_sm90 import FMA_SM90
-from samebits.backends.cuda.products.schedule_sm90 import Gemm, Sm90Schedule, round_up
+from samebits.backends.cuda.products.gemm_sm90 import Gemm
+from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
 from samebits.backends.cuda.shapes import ProductShape

@@ -314,6 +314,7 @@ _ROWS = {
     "layer_norm weights": Reducer(partial(_norm_columns, centred=True), SAME + WIDER),
     "rms_norm weights": Reducer(partial(_norm_columns, centred=False), SAME),
     "sum over tokens": Reducer(lambda on, o: (on.rows.column_sum(o.x, o.y.dtype),), SAME + NARROWER),
+    "embedding": Reducer(lambda on, o: (on.rows.embedding(o.x, o.ids % len(o.x)),), SAME),
     "embedding backward": Reducer(
         lambda on, o: tuple(on.rows.embedding_backward(o.grad, o.ids, IDS, p) for p in (-1, PADDING)), SAME
     ),

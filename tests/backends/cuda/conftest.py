@@ -15,6 +15,7 @@ from samebits.backends.cuda import (
     columns,
     compiler,
     devices,
+    gather,
     grouped,
     linear_logp_sm90,
     logp,
@@ -81,6 +82,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(sm90, "_plans", {})
     monkeypatch.setattr(grouped, "_plans", {})
     linear_logp_sm90._prepared.cache_clear()
-    for made in (logp._kernel, rows._plan, rows._long_kernel, columns._kernel):
+    for made in (logp._kernel, rows._plan, rows._long_kernel, columns._kernel, gather._kernel):
         made.cache_clear()
     return found

@@ -14,9 +14,9 @@ import samebits
 from samebits import TENSOR_CORE
 from samebits.backends.cuda import compiler, grouped
 from samebits.backends.cuda.products import fma, grouped_sm90, grouped_terms_sm90, tensor_core
+from samebits.backends.cuda.products.gemm_sm90 import Gemm
 from samebits.backends.cuda.products.grouped import balanced
 from samebits.backends.cuda.products.plan import TileLayout
-from samebits.backends.cuda.products.schedule_sm90 import Gemm
 from samebits.backends.cuda.products.tensor_core_sm90 import Sm90Variant
 from samebits.backends.grouped import GroupedOperands, GroupedProduct
 from samebits.testing import assert_same_bits, values

@@ -27,6 +27,7 @@ from samebits.backends.cuda.products import (
     tensor_core_sm90,
     tiny,
 )
+from samebits.backends.cuda.products.gemm_sm90 import Gemm
 from samebits.backends.cuda.products.plan import TileLayout, tile_layout
 from samebits.backends.cuda.products.tiny import TinyMatrices, TinySchedule, choose_schedule
 from samebits.backends.product import Matrix, Operands, Product, ProductKernel
@@ -266,7 +267,7 @@ def fits_gpu(s: schedule_sm90.Sm90Schedule, a_mn: bool, b_mn: bool) -> bool:
 def test_any_product_has_a_hopper_schedule_that_fits(a_mn: bool, b_mn: bool) -> None:
     sizes = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256, 1000, 4096, 100_000)
     for m, n, k, sms in itertools.product(sizes, sizes, (1, 16, 200, 4096), (114, 132)):
-        s = schedule_sm90.choose(schedule_sm90.Gemm(m, n, k, 1, a_mn, b_mn), sms)
+        s = schedule_sm90.choose(Gemm(m, n, k, 1, a_mn, b_mn), sms)
         assert fits_gpu(s, a_mn, b_mn), (m, n, k, s)
 
 
@@ -288,7 +289,7 @@ SIZES = st.integers(0, 17).flatmap(lambda bits: st.integers(1, 1 << bits))
 def test_what_is_chosen_is_in_the_hopper_catalogue(
     a_mn: bool, b_mn: bool, m: int, n: int, k: int, batch: int, sms: int
 ) -> None:
-    chosen = schedule_sm90.choose(schedule_sm90.Gemm(m, n, k, batch, a_mn, b_mn), sms)
+    chosen = schedule_sm90.choose(Gemm(m, n, k, batch, a_mn, b_mn), sms)
     assert _kind(chosen) in {_kind(s) for s in schedule_sm90.catalogue(a_mn, b_mn)}
 
 
@@ -305,7 +306,7 @@ def test_what_is_chosen_for_segments_is_in_their_catalogue(
     kinds: tuple[torch.dtype, torch.dtype | None],
 ) -> None:
     v = tensor_core_sm90.Sm90Variant(BF16, kinds[0], a_mn, b_mn, kinds[1])
-    p, light = schedule_sm90.Gemm(m, n, k * segments, 1, a_mn, b_mn), kinds == (BF16, None)
+    p, light = Gemm(m, n, k * segments, 1, a_mn, b_mn), kinds == (BF16, None)
     chosen = segmented_sm90.choose(p, 132, segments, light)
     assert _kind(chosen) in {_kind(s) for s in segmented_sm90.catalogue(v)}
 
@@ -350,7 +351,7 @@ def test_hopper_segments_compile(a_mn: bool, b_mn: bool) -> None:
     ],
 )
 def test_the_order_of_tiles(m: int, n: int, k: int, cluster: int, group: int, early: bool) -> None:
-    chosen = schedule_sm90.choose(schedule_sm90.Gemm(m, n, k), 132)
+    chosen = schedule_sm90.choose(Gemm(m, n, k), 132)
     assert (chosen.cluster, chosen.group, chosen.early) == (cluster, group, early)
 
 
@@ -363,7 +364,7 @@ def test_the_order_of_tiles(m: int, n: int, k: int, cluster: int, group: int, ea
     ],
 )
 def test_tiles_of_weight_gradients(n: int, k: int, tokens: int, tile: tuple[int, int]) -> None:
-    chosen = schedule_sm90.choose(schedule_sm90.Gemm(n, k, tokens, a_mn=True, b_mn=True), 132)
+    chosen = schedule_sm90.choose(Gemm(n, k, tokens, a_mn=True, b_mn=True), 132)
     assert (chosen.block_m, chosen.block_n) == tile
 
 
@@ -379,20 +380,20 @@ def test_tiles_of_weight_gradients(n: int, k: int, tokens: int, tile: tuple[int,
 def test_gradients_that_are_bound_by_writes_leave_row_by_row(
     n: int, k: int, terms: int, tile: tuple[int, int], group: int
 ) -> None:
-    chosen = schedule_sm90.choose(schedule_sm90.Gemm(n, k, terms, a_mn=True, b_mn=True), 132)
+    chosen = schedule_sm90.choose(Gemm(n, k, terms, a_mn=True, b_mn=True), 132)
     assert ((chosen.block_m, chosen.block_n), chosen.group) == (tile, group)
 
 
 def test_few_rows_of_tiles_share_the_larger_operand() -> None:
     """Squares of tiles are for as many rows of them as columns: :func:`test_the_order_of_tiles`."""
-    chosen = schedule_sm90.choose(schedule_sm90.Gemm(320, 2048, 16384, b_mn=True), 132)
+    chosen = schedule_sm90.choose(Gemm(320, 2048, 16384, b_mn=True), 132)
     assert (chosen.block_m, chosen.group) == (64, 16)
 
 
 @pytest.mark.parametrize(("n", "blocks"), [(5120, 2), (8192, 2), (1536, 1), (14336, 1)])
 def test_rings_of_few_rows_leave_room_for_the_next_kernel(n: int, blocks: int) -> None:
     """But not where there are few blocks, which need all of it."""
-    chosen = schedule_sm90.choose(schedule_sm90.Gemm(4, n, 16384, b_mn=True), 132)
+    chosen = schedule_sm90.choose(Gemm(4, n, 16384, b_mn=True), 132)
     assert (chosen.block_m, chosen.block_n, chosen.blocks) == (64, 8, blocks)
 
 

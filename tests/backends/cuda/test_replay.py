@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+import samebits
 from samebits.backends import replay
 from samebits.backends.cuda import driver, runtime
+from samebits.backends.modes import CONTEXT, includes
 from samebits.ops import (
     _attention,
     _grouped,
     _products,
     cross_entropy,
+    embedding,
     linear_logp,
     logp,
     norm,
@@ -26,6 +30,7 @@ from samebits.ops import (
     variance,
 )
 from samebits.ops._operator import Operator
+from samebits.ops._operator import thread as this_thread
 from tests.support.fake_gpu import FakeGpu, fake_gpu
 
 needs_extension = pytest.mark.skipif(not replay.available, reason="the extension was not built")
@@ -107,6 +112,8 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
         _grouped.grouped_terms,
         lambda: (t(24, 40), t(40, 64), ints(3), None, BF16, FMA),
     ),
+    "embedding": (embedding._operator, lambda: (t(50, 256), ids(3, 5), -1)),
+    "embedding, gaps": (embedding._operator, lambda: (t(50, 35, gap=8), ints(7), -1)),
     "softmax": (softmax._operator, lambda: (t(5, 300), False)),
     "log_softmax": (softmax._operator, lambda: (t(5, 300, gap=4), True)),
     "softmax backward": (softmax._gradient, lambda: (t(5, 300), t(5, 300), False)),
@@ -193,7 +200,7 @@ def test_a_replay_launches_what_the_call_does(gpu: FakeGpu, name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_recipe_alone_launches_what_the_call_does(gpu: FakeGpu, name: str) -> None:
-    """Without a key, for arguments at other addresses. There is none where two begin at the same."""
+    """Without a key, for arguments at other addresses that overlap alike."""
     operator, make = CALLS[name]
     call: Any = operator._cuda
     call.recipes.clear()
@@ -202,45 +209,118 @@ def test_a_recipe_alone_launches_what_the_call_does(gpu: FakeGpu, name: str) -> 
     for args in kept[:2]:
         call(*args)
     recipe = call.recipe(*kept[0])
-    addresses = [x.data_ptr() for x in kept[0] if isinstance(x, Tensor) and x.numel()]
-    assert (recipe is None) == (len(set(addresses)) < len(addresses) or "packed" in name)
-    for args in kept[2:] if recipe else ():
+    assert recipe is not None
+    for args in kept[2:]:
         gpu.start()
         want, launched = geometry(call(*args)), gpu.log
         gpu.start()
         assert geometry(recipe(*args)) == want
         assert gpu.log == launched
-    if recipe:
-        with pytest.raises(TypeError, match="arguments, got 0"):
-            recipe()
+    with pytest.raises(TypeError, match="arguments, got 0"):
+        recipe()
 
 
-def test_a_plan_runs_what_autograd_records_by_its_recipe(gpu: FakeGpu) -> None:
-    x, weight = t(16, 256).requires_grad_(), t(512, 256).requires_grad_()
-    other_weight = t(512, 256).requires_grad_()
-    call: Any = _products.linear._call
-    for replays in (call, _products.linear._cuda):
-        replays.recipes.clear()
-    args = None, None, KEY
-    for _ in range(3):
-        gpu.start()
-        call(x, weight, *args)
-    want = gpu.log
-    _products.linear._cuda.recipes.clear()  # nobody asks for them
+def test_a_recipe_refuses_what_overlaps_otherwise(gpu: FakeGpu) -> None:
+    """One vector was weight and bias. Two are not; the plan's function then runs without the recipe."""
+    call: Any = norm._operator._cuda
+    call.recipes.clear()
+    x, w, b = t(16, 256), t(256), t(256)
+    for _ in range(2):
+        call(x, w, w, 1e-5, True)
+    recipe = call.recipe(x, w, w, 1e-5, True)
     gpu.start()
-    y = call(x, weight, *args)
-    assert gpu.log == want
-    assert _products.linear._cuda.recipes == {}
+    assert recipe(x, w, b, 1e-5, True) is NotImplemented
+    assert gpu.log == []
+    leaves = [v.requires_grad_() for v in (x, w, b)]
+    recorded = norm._operator._planned(norm._operator._recorded, (x, w, w, 1e-5, True), 0)
+    y = recorded(*leaves, 1e-5, True)
+    assert isinstance(y, Tensor)
     assert y.grad_fn is not None
-    assert replay.here.recipe is None
+    other = [launch[-1] for launch in gpu.log]
     gpu.start()
-    call(x, other_weight, *args)
-    assert [launch[:2] for launch in gpu.log] == [launch[:2] for launch in want]
-    assert gpu.log != want
-    gpu.codes = [700]
-    with pytest.raises(driver.LaunchError, match="error 700"):
-        call(x, weight, *args)
-    assert replay.here.recipe is None
+    call(x, w, b, 1e-5, True)
+    assert other == [launch[-1] for launch in gpu.log]
+
+
+def test_a_recipe_refuses_a_pointer_into_either_of_two(gpu: FakeGpu) -> None:
+    """One matrix was both arguments, and a launch got a pointer into it."""
+
+    def second(x: Tensor, y: Tensor) -> Tensor:
+        found: Tensor = reduce._operator._cuda.run(y[1:], False)
+        return found
+
+    call: Any = replay.replayed(second)
+    x, y = t(5, 256), t(5, 256)
+    for _ in range(2):
+        call(x, x)
+    recipe = call.recipe(x, x)
+    gpu.start()
+    assert recipe(x, y) is NotImplemented
+    assert gpu.log == []
+    want = geometry(second(y, y)), gpu.log
+    gpu.start()
+    assert (geometry(recipe(y, y)), gpu.log) == want
+
+
+def test_calls_of_plans_return_one_result(gpu: FakeGpu) -> None:
+    """Autograd would fill the gradients of the others with zeros, by launches."""
+    x, w, b = (v.requires_grad_() for v in (t(16, 256), t(256), t(256)))
+    ids, heads = torch.arange(16), x.view(1, 4, 16, 64)
+    calls: list[Callable[[], Tensor]] = [
+        lambda: F.cross_entropy(x, ids),
+        lambda: F.layer_norm(x, (256,), w, b),
+        lambda: F.layer_norm(x, (256,), w, w),
+        lambda: F.rms_norm(x, (256,), w),
+        lambda: F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2),
+    ]
+    replay.forget()
+    with samebits.batch_invariant("error"):
+        for call in calls:
+            launched, nodes = [], []
+            for _ in range(6):
+                gpu.start()
+                out = call()
+                torch.autograd.grad(out, [x, w, b], torch.ones_like(out), allow_unused=True)
+                launched.append([launch[:2] for launch in gpu.log])
+                node: Any = out.grad_fn
+                while "Recorded" not in type(node).__name__:
+                    node = node.next_functions[0][0]
+                nodes.append(len(node._input_metadata))
+            assert launched == launched[:1] * 6
+            assert nodes[0] > 1
+            assert nodes[-1] == 1
+
+
+def test_plans_return_several_results_where_the_call_does(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_logp, "watch_target", lambda *_: lambda: None)  # it reads the GPU's answer
+    x, weight = t(16, 256).requires_grad_(), t(512, 256).requires_grad_()
+    launched = []
+    for _ in range(6):
+        gpu.start()
+        results = samebits.linear_logp(x, weight, torch.arange(16), return_entropy=True)
+        torch.autograd.grad(results, [x, weight], results)
+        torch.autograd.grad(samebits.linear_logp(x, weight, torch.arange(16)).sum(), [x])
+        launched.append([launch[:2] for launch in gpu.log])
+    assert launched == launched[:1] * 6
+
+
+@pytest.mark.parametrize("form", ["context", "process"])
+@pytest.mark.parametrize("records", [False, True])
+def test_an_error_leaves_the_mode_as_it_was(gpu: FakeGpu, form: str, records: bool) -> None:
+    x, w = t(16, 256).requires_grad_(records), t(256).requires_grad_(records)
+    replay.forget()
+    with samebits.batch_invariant() if form == "context" else samebits.set_batch_invariant_mode(True):
+        for _ in range(5):  # a call, its recording, its replays
+            gpu.start()
+            gpu.codes = [700]
+            with pytest.raises(driver.LaunchError, match="error 700"):
+                F.rms_norm(x, (256,), w)
+            assert includes(CONTEXT) == (form == "context")
+            assert not this_thread.plain
+            F.rms_norm(x, (256,), w)
+            assert [launch[0] for launch in gpu.log] == ["rows.cu"]
 
 
 def other(x: Any) -> Iterator[Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import compiler, scaled
+from samebits.backends.cuda import compiler, devices, scaled
 from samebits.backends.cuda.products import scaled_sm90
 from samebits.backends.cuda.products.scaled_sm90 import SCHEDULES, Scaled, ScaledSchedule
 from samebits.testing import assert_same_bits
@@ -55,6 +56,7 @@ def operand(rows: int, k: int, dtype: torch.dtype, device: str) -> Tensor:
 def test_schedules_compile_without_spills(s: ScaledSchedule) -> None:
     mixed = replace(PLAIN, b_dtype=E5M2, out_dtype=F16, bias_dtype=F32)
     for p in (PLAIN, replace(PLAIN, b_rows=True), replace(PLAIN, out_dtype=F32), mixed):
+        p = replace(p, m=min(p.m, s.tile.block_n)) if s.parts > 1 else p
         if s not in scaled_sm90.schedules(p):
             continue
         spec = scaled_sm90.spec(p, s)
@@ -65,17 +67,42 @@ def test_schedules_compile_without_spills(s: ScaledSchedule) -> None:
         assert not cubin.advice, spec
 
 
+@pytest.mark.parametrize("rows", [False, True])
+def test_few_tokens_of_any_k_have_a_schedule(rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that share a tile have room for so many terms. Beyond, one block computes a tile."""
+    monkeypatch.setattr(devices, "device_info", lambda index: SimpleNamespace(sm_count=132))
+    shared = []
+    for k in (16, 4080, 4096, 7168, *range(8192, 65536, 128), 1 << 20):
+        p = replace(PLAIN, device=9, m=8, n=2112, k=k, a_stride=k, b_stride=k, b_rows=rows)
+        s = scaled_sm90.choose(p)
+        assert s in SCHEDULES
+        assert s in scaled_sm90.schedules(p)
+        if s.parts > 1:
+            shared.append(k)
+    assert shared[0] == 4096
+    assert 10_240 <= shared[-1] < 65_536
+
+
+def test_a_schedule_that_cannot_compute_a_product_is_refused() -> None:
+    (few,) = (s for s in SCHEDULES if s.parts > 1)
+    for p in (replace(PLAIN, m=few.tile.block_n + 1), replace(PLAIN, m=1, k=1 << 20)):
+        with pytest.raises(ValueError, match="schedule: expected"):
+            scaled_sm90.plan(p, few)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [BLOCKS, ROWS, WHOLE])
 @pytest.mark.parametrize("s", SCHEDULES, ids=name)
 def test_schedules_have_the_bits_of_the_second_implementation(s: ScaledSchedule, kind: str) -> None:
-    if s not in scaled_sm90.schedules(replace(PLAIN, b_rows=kind != BLOCKS)):
+    if s not in scaled_sm90.schedules(replace(PLAIN, m=1, b_rows=kind != BLOCKS)):
         pytest.skip("not for these scales: too few registers")
     torch.manual_seed(0)
     formats = itertools.cycle(itertools.product((E4M3, E5M2), repeat=2))
     outputs, biases = itertools.cycle((BF16, F32, F16)), itertools.cycle((None, F32, BF16))
     for m, n, k in ((1, 8, 16), (3, 200, 128), (65, 136, 144), (129, 257, 656), (200, 392, 1040)):
         (a_dtype, b_dtype), out_dtype, bias_dtype = next(formats), next(outputs), next(biases)
+        if s.parts > 1 and m > s.tile.block_n:
+            continue
         a, b = operand(m, k, a_dtype, "cuda"), operand(n, k, b_dtype, "cuda")
         scale_a = scales(WHOLE if kind == WHOLE else ROWS, m, k, of_b=False, device="cuda")
         scale_b = scales(kind, n, k, of_b=True, device="cuda")
@@ -85,6 +112,21 @@ def test_schedules_have_the_bits_of_the_second_implementation(s: ScaledSchedule,
         assert_same_bits(got, want)
         by_columns = scale_a.T.contiguous().T
         assert_same_bits(scaled.scaled_mm(a, b, by_columns, scale_b, bias, out_dtype, schedule=s), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [BLOCKS, ROWS])
+@pytest.mark.parametrize("k", [4096, 7184, 10240, 13120, 52432])
+def test_few_tokens_of_long_rows(k: int, kind: str) -> None:
+    """Also where blocks that share a tile have no room for so many terms."""
+    for m, n in ((1, 136), (8, 65)):
+        a, b = operand(m, k, E4M3, "cuda"), operand(n, k, E4M3, "cuda")
+        scale_a = scales(ROWS, m, k, of_b=False, device="cuda")
+        scale_b = scales(kind, n, k, of_b=True, device="cuda")
+        want = naive.scaled(a, b, spread(scale_a, m, k), spread(scale_b, n, k)).to(BF16)
+        p = replace(PLAIN, m=m, n=n, k=k, a_stride=k, b_stride=k, b_rows=kind == ROWS)
+        for s in (None, *(s for s in scaled_sm90.schedules(p) if s.tile.swap)):
+            assert_same_bits(scaled.scaled_mm(a, b, scale_a, scale_b, schedule=s), want)
 
 
 @pytest.mark.gpu

@@ -69,7 +69,7 @@ _LONG = 4096
 """Terms from which on they do."""
 
 
-_PAIR = ScaledSchedule(Sm90Schedule(64, 8, 64, 0, 1, 1, swap=True, early=True).filled(_SHARED), 8, 2)
+_PAIR = ScaledSchedule(Sm90Schedule(64, 8, 64, 0, 1, 1, swap=True, early=True).filled(_SHARED), 4, 2)
 
 SCHEDULES = (
     *(*_FEW, _PAIR, *_SOME, *_MANY),
@@ -202,6 +202,10 @@ Launch = Callable[[int, int, int, int, int, int], None]
 def plan(p: Scaled, s: ScaledSchedule | None = None) -> Launch:
     """The compiled and loaded kernel for `p`, with all that a launch needs except addresses."""
     s = s or choose(p)
+    if not fits(p, s):
+        raise ValueError(
+            f"schedule: expected one of schedules(p), which can compute {p.m} x {p.n} x {p.k}; got {s}"
+        )
     tile, swap = s.tile, s.tile.swap
     kernel = runtime.load(spec(p, s), p.device)
     a_block, b_block = (tile.block_n, tile.block_m) if swap else (tile.block_m, tile.block_n)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
 
 __all__ = [
-    "Gemm",
     "Sm90Schedule",
     "candidates",
     "catalogue",

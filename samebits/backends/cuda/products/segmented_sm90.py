@@ -16,8 +16,9 @@ import torch
 
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products import schedule_sm90
+from samebits.backends.cuda.products.gemm_sm90 import Gemm
 from samebits.backends.cuda.products.plan import ScratchPlan
-from samebits.backends.cuda.products.schedule_sm90 import Gemm, Sm90Schedule, estimate, round_up
+from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, estimate, round_up
 from samebits.backends.cuda.products.segmented import part_of
 from samebits.backends.cuda.products.tensor_core_sm90 import (
     NO_MAP,

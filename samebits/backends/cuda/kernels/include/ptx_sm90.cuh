@@ -226,8 +226,10 @@ __device__ __forceinline__ u32 mapa(u32 address, u32 block) {
     return remote;
 }
 
-__device__ __forceinline__ void store_shared_cluster(u32 to, float x) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+__device__ __forceinline__ void store_shared_cluster(u32 to, const float (&x)[4]) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x[0]), "f"(x[1]),
+                 "f"(x[2]), "f"(x[3])
+                 : "memory");
 }
 
 __device__ __forceinline__ void cluster_sync() {
