@@ -326,12 +326,13 @@ _FEWEST_ACROSS = 80  # columns of those tiles
 
 def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The transpose, in tiles as wide as an equal part of all rows, to fill the last wave and waste none."""
-    if p.a_mn or p.m > (_HUNDREDS if p.b_mn else _HUNDREDS // 2):  # x @ weight.T never gained above
+    more = p.m > _HUNDREDS // 2
+    if p.a_mn or p.m > _HUNDREDS or (more and not p.b_mn):  # x @ weight.T of more rows gains nothing
         return []
     found = []
     for parts in range(-(-p.m // 256), -(-p.m // _FEWEST_ACROSS) + 1):
         wide = -(-p.m // parts)
-        for block_m, warpgroups, share, most in _ACROSS:
+        for block_m, warpgroups, share, most in _ACROSS[int(more) :]:  # more rows gain nothing by flat tiles
             step = 8 if block_m <= 128 < wide <= 208 else 16
             columns = max(round_up(wide, step), _FEWEST_ACROSS)
             # Two warpgroups share a tile if each block has one tile. Otherwise one writes while the other
