@@ -150,8 +150,7 @@ _TOGETHER = 2048  # the most rows whose tiles are computed together, so that the
 _FEW_TERMS = 256  # k of products that are bound by their writes
 _STORE, _STORE_ROW, _STORE_BYTE = 1000.0, 1.0, 0.0775  # cycles to write a tile, for each row, for each byte
 _STAYS = 24 << 20  # bytes of an operand that stay in L2 while rows of tiles pass over it
-_HUNDREDS = 1024  # the most rows of a product in few tiles, and the most whose transpose is tried
-_SHARED_IN_TURN = 1.03  # factor of the time for shared tiles, if a block takes several and rows are few
+_IN_TURN = 1.03  # factor of the time for shared tiles of few hundred rows, if a block takes several
 _LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles are wide and in clusters
 
 
@@ -166,22 +165,20 @@ def _bound_by_writes(p: Gemm, sms: int) -> bool:
 
 
 def _hundreds(p: Gemm) -> bool:
-    """Whether it is a matrix of a few hundred rows times a weight, or dX of it."""
-    return 128 < p.m <= _HUNDREDS and not p.a_mn and p.batch == 1
+    """Whether few hundred rows are multiplied with a weight, or with its transpose."""
+    return 128 < p.m < 512 and not p.a_mn and p.batch == 1
 
 
 def _work(s: Sm90Schedule, product: Gemm, sms: int) -> tuple[float, float, float]:
     """The least microseconds for multiplication, for loading of operands (also from L2), and for HBM."""
     p = product.turned() if s.swap else product
     tiles = _tiles(s, p)
-    hundreds = _hundreds(product)
     full, last = divmod(tiles / sms, 1)
     # With many rows, blocks drift apart, and the last tiles begin before all others end.
-    rounds = full + (0 if last == 0 else 1 if full == 0 or hundreds else 0.8 + 0.2 * last)
+    rounds = full + (0 if last == 0 else 1 if full == 0 or _hundreds(product) else 0.8 + 0.2 * last)
     bands = round_up(s.block_m // s.share, 64) // 64 * s.share
     multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2 + 1)
-    if hundreds and s.share > 1 and tiles > sms:
-        multiply *= _SHARED_IN_TURN
+    multiply *= _IN_TURN if s.share > 1 and tiles > sms and _hundreds(product) else 1
     if _bound_by_writes(product, sms):
         # Of the tiles of a multiprocessor, one is written while another is multiplied. With many terms, the
         # writes are hidden.
@@ -319,22 +316,19 @@ def _all_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
     return []
 
 
-_ACROSS = ((64, 1, 1, 224), (128, 2, 1, 200), (128, 2, 2, 256), (192, 3, 3, 192))
-"""Of transposed tiles: rows, warpgroups, how many share one, and the most columns for their registers."""
-_FEWEST_ACROSS = 80  # columns of those tiles
+_ACROSS = ((64, 1, 1, 224), (128, 2, 1, 200), (128, 2, 2, 256), (192, 3, 3, 192))  # and the most columns
 
 
 def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The transpose, in tiles as wide as an equal part of all rows, to fill the last wave and waste none."""
-    more = p.m > _HUNDREDS // 2
-    if p.a_mn or p.m > _HUNDREDS or (more and not p.b_mn):  # x @ weight.T of more rows gains nothing
+    more = p.m > 512
+    if p.a_mn or p.m > 1024 or (more and not p.b_mn):  # x @ weight.T of more rows gains nothing
         return []
     found = []
-    for parts in range(-(-p.m // 256), -(-p.m // _FEWEST_ACROSS) + 1):
-        wide = -(-p.m // parts)
+    for parts in range(-(-p.m // 256), -(-p.m // 80) + 1):
+        wide = max(80, -(-p.m // parts))
         for block_m, warpgroups, share, most in _ACROSS[int(more) :]:  # more rows gain nothing by flat tiles
-            step = 8 if block_m <= 128 < wide <= 208 else 16
-            columns = max(round_up(wide, step), _FEWEST_ACROSS)
+            columns = round_up(wide, 8 if block_m <= 128 < wide <= 208 else 16)
             # Two warpgroups share a tile if each block has one tile. Otherwise one writes while the other
             # multiplies, if its registers suffice.
             once = -(-p.n // block_m) * parts * p.batch <= sms
@@ -400,20 +394,17 @@ def settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
     seen = p.turned() if best.swap else p
     tiles, slots = _tiles(best, seen), sms * best.blocks
     if p.m <= 128:
-        # If blocks of a weight along n leave less than half of the multiprocessors idle, an early start puts
-        # some of them in pairs beside idle pairs, and a pair shares its way to L2.
+        # Some of few blocks for dX would be in pairs beside idle pairs, and a pair shares its way to L2.
         early = best.cluster > 1 or (best.swap and not (p.b_mn and slots < 2 * tiles <= 1.9 * slots))
     else:
         # An early start scatters neighbouring tiles over the GPU, which is bad if many rows share operands.
         early = best.cluster > 1 or intake <= 1.2 * max(multiply, hbm)
-    if _hundreds(p):  # at one tile for each block, or two of the transpose, it costs up to a third
-        several = 2 if best.swap else int(p.m < 512 and best.cluster == 1)
-        early = early and tiles > several * slots
+    # At one tile for each block, or two of a transpose, it costs up to a third.
+    early = early and tiles > slots * (2 if best.swap and p.m > 128 else _hundreds(p) and best.cluster == 1)
     ahead = best.stages if best.swap and p.m <= min(best.block_n, 128) and hbm < multiply else 0
     # Neighbouring tiles run side by side. They share the much larger operand, if the other stays in L2.
     tall = not best.swap and best.share == 1 and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
-    together = min(best.group, -(-_TOGETHER // best.block_m))
-    group = together
+    group = together = min(best.group, -(-_TOGETHER // best.block_m))
     if p.n * p.k * 2 <= _STAYS:
         # Blocks that write side by side fill pages of memory, and lines that two tiles share, at once.
         group = 1 if tall else 2 if _bound_by_writes(p, sms) else together
@@ -444,10 +435,9 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
     rows = (8, 16, 32, 64, 128, *range(136, 257, 8), *range(272, 513, 16), 4096)
     for sms, m in itertools.product((66, 114, 132), rows):
         for n in (256, 512, 1024, *range(2048, 8449, 512), 3 * 8448, 57344):
-            for s in menu(Gemm(m, n, 1024, 1, a_mn, b_mn), sms):
-                found[s] = None
-    for s in menu(Gemm(1344, 496, 1024, 1, a_mn, b_mn), 132):  # many tiles of 64 tokens
-        found[s] = None
+            found.update(dict.fromkeys(menu(Gemm(m, n, 1024, 1, a_mn, b_mn), sms), None))
+    # Many tiles of 64 tokens.
+    found.update(dict.fromkeys(menu(Gemm(1344, 496, 1024, 1, a_mn, b_mn), 132), None))
     # Early start, prefetching and the order of tiles alternate.
     return [
         replace(
