@@ -65,11 +65,10 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
 }
 
 
-TWO_GPUS = "distributed.json"
-SHOWN = {gpu: tuple(name for name in GPU_BLOCKS if name != TWO_GPUS) for gpu in GPUS} | {
-    "nvidia-h100-80gb-hbm3": ("held_out.json", "unaligned.json", TWO_GPUS)
+SHOWN = {gpu: tuple(GPU_BLOCKS) for gpu in GPUS} | {
+    "nvidia-h100-80gb-hbm3": ("held_out.json", "unaligned.json", "distributed.json")
 }
-"""Results that pages show of each GPU: all where ``samebits bench`` has run. The pairs of GPUs were H100s."""
+"""Results that pages show of each GPU: all where ``samebits bench`` has run."""
 
 
 def gpu_block(gpu: str, results: str, write: Callable[[dict[str, Any]], str]) -> str:

@@ -55,6 +55,7 @@ _PARAMS_AT = 128  # where parameters begin, after the CUlaunchConfig
 _MOST_TENSORS = 48  # arguments and allocations
 
 
+_Step = tuple[int, Callable[..., Tensor], tuple[Any, ...]]
 _Plan = Callable[[tuple[Any, ...], int | None], Callable[..., Any]]
 
 
@@ -179,21 +180,13 @@ class Trace:
         constants = tuple(x for x in args if not isinstance(x, Tensor))
         numbers = iter(range(len(given), len(given) + len(constants)))
         tensors: list[Any] = [*given, *(None for _ in constants)]
-        steps: list[tuple[int, Callable[..., Tensor], tuple[Any, ...]]] = []
+        steps: list[_Step] = []
         last: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
-
-        def place(x: Tensor) -> int:
-            for i, known in enumerate(tensors):
-                if known is x:
-                    return i
-            _, of, view, rest = self.views[id(x)]
-            steps.append((place(of), view, rest))
-            tensors.append(x)
-            return len(tensors) - 1
-
         parts = made if isinstance(made, tuple) else ()
         try:
-            places = [place(x) if isinstance(x, Tensor) else next(numbers) for x in args]
+            places = [
+                self._place(x, tensors, steps) if isinstance(x, Tensor) else next(numbers) for x in args
+            ]
             while result is not made and not any(result is x for x in parts):
                 _, result, view, rest = self.views[id(result)]
                 last.insert(0, (view, rest))
@@ -219,6 +212,16 @@ class Trace:
             return result
 
         return plan
+
+    def _place(self, x: Tensor, tensors: list[Any], steps: list[_Step]) -> int:
+        """The index of `x` in `tensors`, behind which go the views that lead to it."""
+        for i, known in enumerate(tensors):
+            if known is x:
+                return i
+        _, of, view, rest = self.views[id(x)]
+        steps.append((self._place(of, tensors, steps), view, rest))
+        tensors.append(x)
+        return len(tensors) - 1
 
 
 def traced(run: Callable[..., Any], args: tuple[Any, ...], planned: _Plan) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -101,6 +102,29 @@ def test_a_plan_has_the_bits_of_the_call(name: str, plans: None) -> None:
     for again in others:
         for got, want in zip(again, first, strict=True):
             assert_same_bits(got, want, name)
+
+
+@pytest.mark.parametrize("name", [*CALLS, "linear_logp"])
+def test_no_cycle_keeps_a_call(name: str, plans: None) -> None:
+    """What cycles keep lives on until Python looks for them, and a graph that lives on breaks captures."""
+    calls = CALLS | {"linear_logp": lambda x, w, b: samebits.linear_logp(x[0], w, torch.arange(5))}
+    with mock.patch.dict(CALLS, calls):
+        for _ in range(2):  # PyTorch's first imports keep their frames
+            _run(name, samebits.batch_invariant)
+        replay.forget()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                leaves = [t.requires_grad_() for t in (make(2, 5, 64), make(64, 64), make(64))]
+                with samebits.batch_invariant("error"):
+                    out = CALLS[name](*leaves)
+                    torch.autograd.grad(out, leaves, make(*out.shape), allow_unused=True)
+                kept = [weakref.ref(x) for x in (*leaves, out)]
+                del leaves, out
+                assert [ref() for ref in kept] == [None] * 4
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -51,15 +51,19 @@ class ScaledSchedule:
     parts: int = 1
 
 
-def schedule(block_m: int, block_n: int, chains: int, *, swap: bool = False, **more: int) -> ScaledSchedule:
-    """A schedule with as many stages as fit, and the rest as it follows from these."""
+def schedule(
+    block_m: int, block_n: int, chains: int, *, swap: bool = False, stages: int = 24, **more: int
+) -> ScaledSchedule:
+    """A schedule with as many of `stages` as fit, and the rest as it follows from these."""
     groups = block_m // 64
     tile = Sm90Schedule(block_m, block_n, 64, 2, groups, groups, swap=swap, early=swap, **more)
     filled = tile.filled(tile.panels)
-    return ScaledSchedule(replace(filled, stages=min(filled.stages, 24)), chains)
+    return ScaledSchedule(replace(filled, stages=min(filled.stages, stages)), chains)
 
 
 _FEW = [schedule(64, n, 8, swap=True) for n in (8, 16)]
+_STEADY = schedule(64, 8, 4, swap=True, stages=12)
+"""Where almost all multiprocessors read weights: less at a time streams faster."""
 _SOME = [schedule(64, 64, 2), schedule(128, 64, 2, group=8)]
 _MANY = [schedule(128, 128, chains, group=8) for chains in (1, 2)]
 
@@ -72,7 +76,7 @@ _LONG = 4096
 _PAIR = ScaledSchedule(Sm90Schedule(64, 8, 64, 0, 1, 1, swap=True, early=True).filled(_SHARED), 4, 2)
 
 SCHEDULES = (
-    *(*_FEW, _PAIR, *_SOME, *_MANY),
+    *(*_FEW, _STEADY, _PAIR, *_SOME, *_MANY),
     *(schedule(128, 128, chains, cluster=2, group=8) for chains in (1, 2)),
     *(schedule(block_m, 64, 1, group=8) for block_m in (64, 128)),
     *(schedule(64, n, 2, swap=True) for n in (32, 64)),
@@ -173,8 +177,11 @@ def choose(p: Scaled) -> ScaledSchedule:
     """The schedule for `p`."""
     sms = devices.device_info(p.device).sm_count
     # Other blocks can start beside those that are ending only on multiprocessors that have none.
-    if p.k >= _LONG and fits(p, _PAIR) and -(-p.n // 64) * _PAIR.parts <= sms // 2:
+    tiles = -(-p.n // 64)
+    if p.k >= _LONG and fits(p, _PAIR) and tiles * _PAIR.parts <= sms // 2:
         return _PAIR
+    if p.m <= _STEADY.tile.block_n and tiles > sms * 3 // 4:
+        return _STEADY
     for s in _FEW:  # weights are read as few times as can be
         if p.m <= s.tile.block_n:
             return s
