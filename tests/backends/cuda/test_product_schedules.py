@@ -384,10 +384,47 @@ def test_gradients_that_are_bound_by_writes_leave_row_by_row(
     assert ((chosen.block_m, chosen.block_n), chosen.group) == (tile, group)
 
 
-def test_few_rows_of_tiles_share_the_larger_operand() -> None:
-    """Squares of tiles are for as many rows of them as columns: :func:`test_the_order_of_tiles`."""
+def test_gradients_of_few_rows_are_transposed() -> None:
+    """Equal parts of the rows across, in squares of tiles, were fastest at 180 to 314 rows."""
     chosen = schedule_sm90.choose(Gemm(320, 2048, 16384, b_mn=True), 132)
-    assert (chosen.block_m, chosen.group) == (64, 16)
+    assert (chosen.swap, chosen.block_m, chosen.block_n, chosen.group) == (True, 64, 80, 2)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "b_mn", "early"),
+    [
+        (476, 7168, 5120, False, False),  # one tile for each block
+        (300, 14336, 4096, False, False),  # two of the transpose
+        (227, 16384, 106496, True, False),
+        (372, 34816, 5120, False, True),  # more
+        (1000, 4096, 4096, False, True),  # in clusters, which start together
+        (600, 5120, 17920, True, False),  # more rows, transposed
+        (4, 14336, 4096, True, True),
+        (24, 5120, 65536, True, False),  # few blocks, not in pairs
+    ],
+)
+def test_which_kernels_let_the_next_one_start(m: int, n: int, k: int, b_mn: bool, early: bool) -> None:
+    assert schedule_sm90.choose(Gemm(m, n, k, b_mn=b_mn), 132).early == early
+
+
+def test_transposed_tiles_reach_a_thousand_rows_of_gradients() -> None:
+    """And half as many of x @ weight.T."""
+    found = {
+        layout: [m for m in (129, 512, 513, 1024, 1025) if schedule_sm90._rows_across(gemm(m, layout), 132)]
+        for layout in LAYOUTS
+    }
+    assert found[False, False] == [129, 512]
+    assert found[False, True] == [129, 512, 513, 1024]
+    assert found[True, False] == found[True, True] == []
+
+
+def gemm(m: int, layout: tuple[bool, bool]) -> Gemm:
+    return Gemm(m, 4096, 4096, 1, *layout)
+
+
+def test_long_chains_of_few_hundred_rows_are_transposed_or_in_clusters() -> None:
+    found = {(s.swap, s.cluster) for s in schedule_sm90.menu(Gemm(423, 16384, 53248), 132)}
+    assert found == {(True, 1), (True, 2), (False, 2)}
 
 
 @pytest.mark.parametrize(("n", "blocks"), [(5120, 2), (8192, 2), (1536, 1), (14336, 1)])

@@ -150,6 +150,7 @@ _TOGETHER = 2048  # the most rows whose tiles are computed together, so that the
 _FEW_TERMS = 256  # k of products that are bound by their writes
 _STORE, _STORE_ROW, _STORE_BYTE = 1000.0, 1.0, 0.0775  # cycles to write a tile, for each row, for each byte
 _STAYS = 24 << 20  # bytes of an operand that stay in L2 while rows of tiles pass over it
+_IN_TURN = 1.03  # factor of the time for shared tiles of few hundred rows, if a block takes several
 _LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles are wide and in clusters
 
 
@@ -163,14 +164,21 @@ def _bound_by_writes(p: Gemm, sms: int) -> bool:
     return p.a_mn and p.b_mn and p.k <= _FEW_TERMS and p.m * p.n * p.batch > sms * 128 * 128
 
 
+def _hundreds(p: Gemm) -> bool:
+    """Whether few hundred rows are multiplied with a weight, or with its transpose."""
+    return 128 < p.m < 512 and not p.a_mn and p.batch == 1
+
+
 def _work(s: Sm90Schedule, product: Gemm, sms: int) -> tuple[float, float, float]:
     """The least microseconds for multiplication, for loading of operands (also from L2), and for HBM."""
     p = product.turned() if s.swap else product
     tiles = _tiles(s, p)
     full, last = divmod(tiles / sms, 1)
-    rounds = full + (0 if last == 0 else 1 if full == 0 else 0.8 + 0.2 * last)
+    # With many rows, blocks drift apart, and the last tiles begin before all others end.
+    rounds = full + (0 if last == 0 else 1 if full == 0 or _hundreds(product) else 0.8 + 0.2 * last)
     bands = round_up(s.block_m // s.share, 64) // 64 * s.share
     multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2 + 1)
+    multiply *= _IN_TURN if s.share > 1 and tiles > sms and _hundreds(product) else 1
     if _bound_by_writes(product, sms):
         # Of the tiles of a multiprocessor, one is written while another is multiplied. With many terms, the
         # writes are hidden.
@@ -279,7 +287,7 @@ def _many_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
     shared = [_schedule(p, block_m, block_n, 64, 2, 2) for block_m, block_n in _SHARED]
     pairs = [replace(s, cluster=2) for s in shared]
     if p.k > _LONG and min(p.m, p.n) > 256 and p.m * p.n * p.batch >= sms * 128 * 192:
-        return pairs
+        return [*pairs, *_rows_across(p, sms)]
     if _bound_by_writes(p, sms):  # smaller tiles take up to a third longer
         teams = [_schedule(p, block_m, block_n, 64, 2, 1) for block_m, block_n in _WRITTEN]
         return [*teams, *(replace(s, cluster=2) for s in teams)]
@@ -308,19 +316,28 @@ def _all_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
     return []
 
 
+_ACROSS = ((64, 1, 1, 224), (128, 2, 1, 200), (128, 2, 2, 256), (192, 3, 3, 192))  # and the most columns
+
+
 def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """The transpose in tiles as wide as all rows, or half of them, for products that gain by it."""
-    halves = -(-p.m // 256)
-    columns = round_up(-(-p.m // halves), 8)
-    if not 136 <= columns <= 208 or columns == 192 or p.m > 512 or p.a_mn:  # others were not measured
+    """The transpose, in tiles as wide as an equal part of all rows, to fill the last wave and waste none."""
+    more = p.m > 512
+    if p.a_mn or p.m > 1024 or (more and not p.b_mn):  # x @ weight.T of more rows gains nothing
         return []
-    # Two warpgroups share a tile if each block has one tile. Otherwise one writes while the other multiplies,
-    # if its registers suffice.
-    if columns == 208 or -(-p.n // 128) * halves * p.batch <= sms:
-        tall = _schedule(p, 128, columns, 64, 2, 2, swap=True)
-    else:
-        tall = replace(_schedule(p, 128, columns, 64, 2, 1, swap=True), cluster=halves)
-    return [_schedule(p, 64, columns, 64, swap=True), tall]
+    found = []
+    for parts in range(-(-p.m // 256), -(-p.m // 80) + 1):
+        wide = max(80, -(-p.m // parts))
+        for block_m, warpgroups, share, most in _ACROSS[int(more) :]:  # more rows gain nothing by flat tiles
+            columns = round_up(wide, 8 if block_m <= 128 < wide <= 208 else 16)
+            # Two warpgroups share a tile if each block has one tile. Otherwise one writes while the other
+            # multiplies, if its registers suffice.
+            once = -(-p.n // block_m) * parts * p.batch <= sms
+            if columns > most or (block_m == 128 and (share == 1) == (once or columns > 200)):
+                continue
+            s = _schedule(p, block_m, columns, 64, warpgroups, share, swap=True)
+            # Neighbours that share rows of B gain where blocks take several tiles.
+            found.append(replace(s, cluster=2) if (block_m, share) == (128, 1) and parts % 2 == 0 else s)
+    return found
 
 
 def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
@@ -374,20 +391,24 @@ def candidates(p: Gemm, sms: int) -> list[Sm90Schedule]:
 def settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
     """`best` with the choices that the estimate leaves out: start of blocks, prefetching, and their order."""
     multiply, intake, hbm = _work(best, p, sms)
-    # An early start scatters neighbouring tiles over the GPU, which is bad if many rows share operands.
-    early = (
-        best.cluster > 1 or (best.swap and p.m <= 128) or (intake <= 1.2 * max(multiply, hbm) and p.m > 128)
-    )
+    seen = p.turned() if best.swap else p
+    tiles, slots = _tiles(best, seen), sms * best.blocks
+    if p.m <= 128:
+        # Some of few blocks for dX would be in pairs beside idle pairs, and a pair shares its way to L2.
+        early = best.cluster > 1 or (best.swap and not (p.b_mn and slots < 2 * tiles <= 1.9 * slots))
+    else:
+        # An early start scatters neighbouring tiles over the GPU, which is bad if many rows share operands.
+        early = best.cluster > 1 or intake <= 1.2 * max(multiply, hbm)
+    # At one tile for each block, or two of a transpose, it costs up to a third.
+    early = early and tiles > slots * (2 if best.swap and p.m > 128 else _hundreds(p) and best.cluster == 1)
     ahead = best.stages if best.swap and p.m <= min(best.block_n, 128) and hbm < multiply else 0
     # Neighbouring tiles run side by side. They share the much larger operand, if the other stays in L2.
     tall = not best.swap and best.share == 1 and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
-    together = min(best.group, -(-_TOGETHER // best.block_m))
-    group = together
+    group = together = min(best.group, -(-_TOGETHER // best.block_m))
     if p.n * p.k * 2 <= _STAYS:
         # Blocks that write side by side fill pages of memory, and lines that two tiles share, at once.
         group = 1 if tall else 2 if _bound_by_writes(p, sms) else together
-    seen = p.turned() if best.swap else p
-    if p.m > 128 and _tiles(best, seen) <= sms * best.blocks:  # all run at once
+    if p.m > 128 and tiles <= slots:  # all run at once
         # An early start with two rows of tall tiles costs 2 to 7 % at x @ weight.T.
         early = early and (best.block_m == 128 or best.share > 1) and (p.m > 256 or p.a_mn or p.b_mn)
         # In squares, or whole columns of few tiles, which read the larger operand once.
@@ -411,13 +432,12 @@ def variations(s: Sm90Schedule, p: Gemm) -> list[Sm90Schedule]:
 def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
     """Every kind of schedule that :func:`choose` can return. Verification shows that none changes a bit."""
     found: dict[Sm90Schedule, None] = {}
-    rows = (8, 16, 32, 64, 128, *range(136, 257, 8), *range(272, 417, 16), 4096)
+    rows = (8, 16, 32, 64, 128, *range(136, 257, 8), *range(272, 513, 16), 4096)
     for sms, m in itertools.product((66, 114, 132), rows):
         for n in (256, 512, 1024, *range(2048, 8449, 512), 3 * 8448, 57344):
-            for s in menu(Gemm(m, n, 1024, 1, a_mn, b_mn), sms):
-                found[s] = None
-    for s in menu(Gemm(1344, 496, 1024, 1, a_mn, b_mn), 132):  # many tiles of 64 tokens
-        found[s] = None
+            found.update(dict.fromkeys(menu(Gemm(m, n, 1024, 1, a_mn, b_mn), sms), None))
+    # Many tiles of 64 tokens.
+    found.update(dict.fromkeys(menu(Gemm(1344, 496, 1024, 1, a_mn, b_mn), 132), None))
     # Early start, prefetching and the order of tiles alternate.
     return [
         replace(
