@@ -407,15 +407,22 @@ def test_which_kernels_let_the_next_one_start(m: int, n: int, k: int, b_mn: bool
     assert schedule_sm90.choose(Gemm(m, n, k, b_mn=b_mn), 132).early == early
 
 
-def test_transposed_tiles_reach_a_thousand_rows_of_gradients() -> None:
-    """And half as many of x @ weight.T."""
+def test_transposed_tiles_reach_a_thousand_rows() -> None:
+    """Those of gradients. More than 512 rows of x @ weight.T have one kind of them."""
     found = {
         layout: [m for m in (129, 512, 513, 1024, 1025) if schedule_sm90._rows_across(gemm(m, layout), 132)]
         for layout in LAYOUTS
     }
-    assert found[False, False] == [129, 512]
-    assert found[False, True] == [129, 512, 513, 1024]
+    assert found[False, False] == found[False, True] == [129, 512, 513, 1024]
     assert found[True, False] == found[True, True] == []
+    kinds = {(s.block_m, s.share) for s in schedule_sm90._rows_across(gemm(828, (False, False)), 132)}
+    assert kinds == {(128, 2)}
+
+
+def test_few_tiles_of_long_chains_are_narrow() -> None:
+    """Chains are whole, so only more blocks end sooner."""
+    chosen = schedule_sm90.choose(Gemm(174, 1536, 24576, b_mn=True), 132)
+    assert (chosen.block_m, chosen.block_n, chosen.swap) == (64, 48, True)
 
 
 def gemm(m: int, layout: tuple[bool, bool]) -> Gemm:

@@ -271,7 +271,13 @@ def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
             found.append(_schedule(p, 64, 224, 64))
             if p.m > 64:
                 found += [_schedule(p, 128, block_n, 64, 2, 2) for block_n in (80, 96, 112, 160, 192, 224)]
-    if p.m <= 128 or p.n <= 512:
+        elif (
+            p.m > 64 and not p.a_mn
+        ):  # fewer tiles, where smaller ones would leave a second wave nearly empty
+            tall, columns = ((128, 2), (192, 3)), round_up(p.m, 16)
+            found += [_schedule(p, rows, columns, 64, n, n, swap=True) for rows, n in tall]
+    few_tiles = p.b_mn and not p.a_mn and -(-p.m // 64) * -(-p.n // 64) <= sms
+    if p.m <= 128 or p.n <= 512 or few_tiles:
         found += _few_rows(p, sms)
     return [s for s in found if s.fits(p.a_mn, p.b_mn)]
 
@@ -321,18 +327,20 @@ _ACROSS = ((64, 1, 1, 224), (128, 2, 1, 200), (128, 2, 2, 256), (192, 3, 3, 192)
 
 def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The transpose, in tiles as wide as an equal part of all rows, to fill the last wave and waste none."""
-    more = p.m > 512
-    if p.a_mn or p.m > 1024 or (more and not p.b_mn):  # x @ weight.T of more rows gains nothing
+    if p.a_mn or p.m > 1024:
         return []
-    found = []
+    more, found = p.m > 512, []
+    # More rows gain nothing by flat tiles, and x @ weight.T of them by one kind alone.
+    kinds = _ACROSS if not more else _ACROSS[1:] if p.b_mn else _ACROSS[2:3]
     for parts in range(-(-p.m // 256), -(-p.m // 80) + 1):
         wide = max(80, -(-p.m // parts))
-        for block_m, warpgroups, share, most in _ACROSS[int(more) :]:  # more rows gain nothing by flat tiles
+        for block_m, warpgroups, share, most in kinds:
             columns = round_up(wide, 8 if block_m <= 128 < wide <= 208 else 16)
             # Two warpgroups share a tile if each block has one tile. Otherwise one writes while the other
             # multiplies, if its registers suffice.
             once = -(-p.n // block_m) * parts * p.batch <= sms
-            if columns > most or (block_m == 128 and (share == 1) == (once or columns > 200)):
+            shared = once or columns > 200 or len(kinds) == 1
+            if columns > most or (block_m == 128 and (share == 1) == shared):
                 continue
             s = _schedule(p, block_m, columns, 64, warpgroups, share, swap=True)
             # Neighbours that share rows of B gain where blocks take several tiles.
