@@ -425,6 +425,13 @@ def test_few_tiles_of_long_chains_are_narrow() -> None:
     assert (chosen.block_m, chosen.block_n, chosen.swap) == (64, 48, True)
 
 
+def test_gradients_of_few_rows_read_whole_lines() -> None:
+    """Quarters of lines take up to twice as long, and tiles that read the same weights run side by side."""
+    widths = {s.block_n for s in schedule_sm90.menu(Gemm(102, 5120, 7168, b_mn=True), 132) if not s.swap}
+    assert all(width % 32 == 0 for width in widths)
+    assert schedule_sm90.choose(Gemm(35, 1536, 24576, b_mn=True), 132).group == 2
+
+
 def gemm(m: int, layout: tuple[bool, bool]) -> Gemm:
     return Gemm(m, 4096, 4096, 1, *layout)
 

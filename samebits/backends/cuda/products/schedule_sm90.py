@@ -284,7 +284,9 @@ def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 def _narrow(p: Gemm) -> list[Sm90Schedule]:
     deep = 64 if p.m > 128 else 48
-    return [_schedule(p, 64, block_n, 128 if block_n <= deep else 64) for block_n in _NARROW]
+    quarters = p.b_mn and not p.a_mn  # of lines: with them, products take up to twice as long
+    widths = [block_n for block_n in _NARROW if block_n % 32 == 0 or not quarters]
+    return [_schedule(p, 64, block_n, 128 if block_n <= deep else 64) for block_n in widths]
 
 
 def _many_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
@@ -416,9 +418,9 @@ def settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
     if p.n * p.k * 2 <= _STAYS:
         # Blocks that write side by side fill pages of memory, and lines that two tiles share, at once.
         group = 1 if tall else 2 if _bound_by_writes(p, sms) else together
-    if p.m > 128 and tiles <= slots:  # all run at once
-        # An early start with two rows of tall tiles costs 2 to 7 % at x @ weight.T.
-        early = early and (best.block_m == 128 or best.share > 1) and (p.m > 256 or p.a_mn or p.b_mn)
+    if tiles <= slots and (p.m > 128 or (best.swap and p.b_mn and not p.a_mn)):  # all run at once
+        if p.m > 128:  # An early start with two rows of tall tiles costs 2 to 7 % at x @ weight.T.
+            early = early and (best.block_m == 128 or best.share > 1) and (p.m > 256 or p.a_mn or p.b_mn)
         # In squares, or whole columns of few tiles, which read the larger operand once.
         rows, columns = -(-seen.m // best.block_m), -(-seen.n // best.block_n)
         group = 2 if rows > 4 and rows >= columns else best.group
