@@ -34,6 +34,9 @@ class Operation:
     ran: str = ""
 
 
+THOROUGH = "verify_thorough.json"
+"""The last run of ``samebits verify --thorough``, which takes Triton's kernels, too."""
+
 # c: compiled, r: refused, -: neither compiled in tests nor refused
 # Recorded reports have the former names of some kernels.
 OPERATIONS = (
@@ -46,7 +49,9 @@ OPERATIONS = (
     Operation("products, float32", "cuda", r"(matmul_)?fma(_few)?(_sm90)?: (?!.*segments).*", "ccccr"),
     Operation("batches of tiny matrices", "cuda", r"(bmm_)?tiny: .*", "ccccr"),
     Operation("products of groups (experts)", "cuda", r".*grouped.*", "cccrr", "grouped.json"),
-    Operation("products in FP8", "cuda", r"(scaled_sm90|quantize): .*", "crrrr", "fp8_invariance.json"),
+    Operation(
+        "products in FP8", "cuda", r"(scaled_sm90|(silu_mul_)?quantize): .*", "crrrr", "fp8_invariance.json"
+    ),
     Operation("segments (more than one GPU)", "cuda", r".*: .*segments", "cccrr"),
     Operation(
         "sums, softmax, norms, embeddings",
@@ -56,10 +61,16 @@ OPERATIONS = (
         "rows.json",
     ),
     Operation("log-probabilities", "cuda", r"(linear_)?logp\b.*", "cccrr"),
-    Operation("attention", "cuda", r"attention_\w+.*", "cccrr", "attention_invariance.json"),
-    Operation("products, bfloat16 and float16", "triton", r"triton matmul(_tiles)?: .*", "ccc-r"),
-    Operation("products, float32", "triton", r"triton matmul, FMA: .*", "ccc-c"),
-    Operation("log-probabilities", "triton", r"triton (linear_)?logp\b.*", "ccc-c"),
+    Operation(
+        "attention",
+        "cuda",
+        r"((universal |samebits\.)?attention|attention_\w+)\b.*",
+        "cccrr",
+        "attention_invariance.json",
+    ),
+    Operation("products, bfloat16 and float16", "triton", r"triton matmul(_tiles)?: .*", "ccc-r", THOROUGH),
+    Operation("products, float32", "triton", r"triton matmul, FMA: .*", "ccc-c", THOROUGH),
+    Operation("log-probabilities", "triton", r"triton (linear_)?logp\b.*", "ccc-c", THOROUGH),
     Operation("groups, FP8, sums, softmax, norms, attention", "triton", r"-", "rrrrr"),
 )
 SAID = {"c": "compiled", "r": "refused", "-": "not tried"}
@@ -125,7 +136,7 @@ def table_of_support() -> list[list[str]]:
                 said.append(f"proven {facts['date']}")
             if o.ran and folders[gpu] in measured(o.ran):
                 date = load(f"{folders[gpu]}/{o.ran}")["environment"]["date"]
-                said += [f"ran {date}"] if date > facts["date"] else []
+                said += [f"ran {date}"] if date > facts["date"] or not said else []
             cells.append(", ".join(said) or SAID[o.on[0]])
         rows.append([o.name, f"`{o.backend}`", *cells, *(SAID[mark] for mark in o.on)])
     return rows
