@@ -3,7 +3,7 @@
 python -m benchmarks.peers [--commit COMMIT] [--out FILE]
 
 It writes benchmarks/results/<gpu>/peers.json: products, as ``samebits bench`` measures them;
-log-probabilities, as ``benchmarks.logp`` does; and two steps of the model of ``benchmarks.steps``.
+two steps of the model of ``benchmarks.steps``; and log-probabilities, as ``benchmarks.logp`` does.
 batch_invariant_ops, Liger and Cut Cross-Entropy take part if they are installed. Rows of each are compared
 with the same rows in smaller batches. The file is written anew after each part.
 """
@@ -85,8 +85,7 @@ def products(console: Console) -> Data:
 @torch.no_grad()
 def logps_changed(case: logp.Case) -> dict[str, int]:
     """How many tokens' log-probabilities change with the number of tokens."""
-    x, weight = (torch.randn(rows, case.d, device="cuda").bfloat16() for rows in (case.tokens, case.v))
-    weight, target = weight * case.d**-0.5, torch.randint(case.v, (case.tokens,), device="cuda")
+    x, weight, target = logp.operands(case)
     found = {}
     for name, run in logp.contestants().items():
         some = partial(_of_some_tokens, run, weight, target)
@@ -193,7 +192,7 @@ def main() -> None:
     data: Data = {"environment": environment(options.commit)}
     data["environment"]["versions"] |= {name: version(name) for name in NAMES if find_spec(name)}
     torch.manual_seed(0)
-    for part in (partial(products, console), log_probabilities, of_a_model):
+    for part in (partial(products, console), of_a_model, log_probabilities):
         data |= part()
         write(out, data)
         console.print(show(data))
