@@ -193,8 +193,8 @@ def gpu_price(gpu: str) -> str:
     head, rows = ["work", "time", "worst", "others", "measured"], price.rows(gpu)
     if any(others for *_, others, _ in rows):
         said += (
-            " Others: in one run with samebits, on fewer shapes, products forward only: see"
-            " [Related projects](docs/beside.md)."
+            f" Others: in one run with samebits, {load(f'{gpu}/peers.json')['environment']['date']}, on fewer"
+            " shapes, products forward only: see [Related projects](docs/beside.md)."
         )
         return "\n\n".join((table(head, rows), said))
     without = ([*row[:3], row[4]] for row in rows)

@@ -147,7 +147,7 @@ def gpu_held_out(data: dict[str, Any]) -> str:
         head += [f"{who} / {'cuBLAS' if beside == 'torch' else beside}", "worst"]
     left = f" Left when the budget was spent: {data['left']}." if data["left"] else ""
     said = (
-        f"Forty shapes, drawn by seed {data['seed']} from projections that no fit has seen, bf16. Speed"
+        f"Forty shapes, drawn by seed {data['seed']} from projections that no fit had seen then, bf16. Speed"
         " relative to cuBLAS in the same run, and of the untuned choice relative to the tuned one; above 1 is"
         f" faster.{left}"
     )

@@ -34,12 +34,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
         IndexError: on the CPU, an id is not within [0, V). Or ``padding_idx`` is not within [-V, V).
     """
     bypass = check_rows("embedding", weight)
-    if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
-        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(f"samebits.embedding: ids: expected an int64 or int32 tensor, got {got}")
-    check_device("embedding", "ids", ids, "weight", weight)
-    if weight.ndim != 2:
-        raise ValueError(f"samebits.embedding: weight: expected [V, features], got shape {shape(weight)}")
+    _check(weight, ids)
     count = weight.shape[0]
     if padding_idx is not None and not -count <= padding_idx < count:
         raise IndexError(f"samebits.embedding: padding_idx: expected one of {count} rows, got {padding_idx}")
@@ -47,6 +42,15 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
     bypass = bypass and bypasses_dispatcher([ids])
     out: Tensor = _operator(weight, ids, padding, bypass=bypass)
     return out
+
+
+def _check(weight: Tensor, ids: Tensor) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
+        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"samebits.embedding: ids: expected an int64 or int32 tensor, got {got}")
+    check_device("embedding", "ids", ids, "weight", weight)
+    if weight.ndim != 2:
+        raise ValueError(f"samebits.embedding: weight: expected [V, features], got shape {shape(weight)}")
 
 
 def copied_rows(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
@@ -76,6 +80,7 @@ def _have_kernels(device: int) -> bool:
 
 
 def _forward(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
+    _check(weight, ids)  # whoever calls the registered operator
     return backend(weight).embedding(weight, ids)  # type: ignore[no-any-return]
 
 

@@ -220,9 +220,9 @@ def _norm_columns(on: RowBackend, o: RowOperands, *, centred: bool) -> Results:
     return on.rows.norm_columns(o.grad, o.x, means, scales, o.weight.dtype)  # type: ignore[no-any-return]
 
 
-def _norm_gradients(on: RowBackend, o: RowOperands, *, centred: bool) -> Results:
+def _norm_gradients(on: RowBackend, o: RowOperands, *, centred: bool, weighted: bool) -> Results:
     means, scales = o.vectors[0] if centred else o.vectors[0, :0], o.vectors[1]
-    weight = o.weight if centred else None
+    weight = o.weight if weighted else None
     return on.rows.norm_gradients(o.grad, o.x, weight, means, scales, o.weight.dtype)  # type: ignore[no-any-return]
 
 
@@ -319,8 +319,9 @@ _ROWS = {
     "rms_norm backward": Reducer(partial(_norm_backward, centred=False), SAME),
     "layer_norm weights": Reducer(partial(_norm_columns, centred=True), SAME + WIDER),
     "rms_norm weights": Reducer(partial(_norm_columns, centred=False), SAME),
-    "layer_norm gradients": Reducer(partial(_norm_gradients, centred=True), SAME + WIDER),
-    "rms_norm gradients": Reducer(partial(_norm_gradients, centred=False), SAME),
+    "layer_norm gradients": Reducer(partial(_norm_gradients, centred=True, weighted=True), SAME + WIDER),
+    "rms_norm gradients": Reducer(partial(_norm_gradients, centred=False, weighted=True), SAME),
+    "rms_norm gradients, no weight": Reducer(partial(_norm_gradients, centred=False, weighted=False), SAME),
     "sum over tokens": Reducer(lambda on, o: (on.rows.column_sum(o.x, o.y.dtype),), SAME + NARROWER),
     "embedding": Reducer(lambda on, o: (on.rows.embedding(o.x, o.ids % len(o.x)),), SAME),
     "embedding backward": Reducer(
@@ -352,6 +353,7 @@ SIZES: tuple[Size, ...] = (
     (1, 1, 0), (1, 129, 0), (3, 127, 0), (2, 128, 0), (64, 32, 0), (65, 31, 0),
     (129, 1, 0), (7, 1024, 0), (9, 1025, 0), (3, 4097, 0), (300, 70, 0), (5, 1504, 0), (3, 4088, 0),
     (2, 4096, 0), (2, 7000, 0), (3, 12288, 0), (2, 16384, 0), (1, 40000, 0), (500, 64, 0), (130, 8200, 0),
+    (300, 4104, 0),
 )  # fmt: skip
 FUSED_SIZES: tuple[Size, ...] = (
     (1, 1, 8), (3, 130, 24), (9, 1100, 40), (20, 300, 72), (33, 129, 64), (70, 300, 136),

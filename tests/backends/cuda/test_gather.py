@@ -168,6 +168,17 @@ def test_what_it_does_not_take_is_pytorchs(gpu: FakeGpu, form: str) -> None:
         assert str(ours.value) == str(theirs.value)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error", "said"),
+    [((4, 8), torch.int16, TypeError, "ids: expected"), ((4,), torch.int64, ValueError, "weight: expected")],
+)
+def test_the_registered_operator_names_what_it_refuses(
+    shape: tuple[int, ...], dtype: torch.dtype, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        torch.ops.samebits.embedding(torch.zeros(shape), torch.zeros(3, dtype=dtype), -1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, F32, torch.float64, torch.int8], ids=str)
 @pytest.mark.parametrize("name", TABLES)
