@@ -11,6 +11,9 @@ _H200 = 4.2e6
 _OF_PEAK = 0.854
 """Its share of what the clock and the width of its bus allow. Other memory is assumed to reach as much."""
 
+_FEW_TERMS = 256
+"""The most k of products that are bound by their writes."""
+
 
 def reached(peak: float) -> float:
     """Bytes a microsecond that memory really moves, if it moves `peak` at most; an H200's if that is 0."""
@@ -36,3 +39,17 @@ class Gemm:
 
     def turned(self) -> Gemm:
         return replace(self, m=self.n, n=self.m, a_mn=self.b_mn, b_mn=self.a_mn)
+
+    @property
+    def hundreds(self) -> bool:
+        """Whether few hundred rows are multiplied with a weight, or with its transpose."""
+        return 128 < self.m < 512 and not self.a_mn and self.batch == 1
+
+    def bound_by_writes(self, sms: int) -> bool:
+        """Whether it is the gradient of a weight over few tokens, in more tiles than multiprocessors."""
+        return (
+            self.a_mn
+            and self.b_mn
+            and self.k <= _FEW_TERMS
+            and self.m * self.n * self.batch > sms * 128 * 128
+        )

@@ -147,7 +147,6 @@ _L2 = 15e6  # bytes a microsecond from L2 to all multiprocessors
 _GAP = 1.6  # microseconds between kernels
 _TALL_MN = 0.99  # factor of the time for tiles of 192 rows contiguous along m, at k of 2048 and more
 _TOGETHER = 2048  # the most rows whose tiles are computed together, so that their operands stay in L2
-_FEW_TERMS = 256  # k of products that are bound by their writes
 _STORE, _STORE_ROW, _STORE_BYTE = 1000.0, 1.0, 0.0775  # cycles to write a tile, for each row, for each byte
 _STAYS = 24 << 20  # bytes of an operand that stay in L2 while rows of tiles pass over it
 _IN_TURN = 1.03  # factor of the time for shared tiles of few hundred rows, if a block takes several
@@ -159,27 +158,17 @@ def _tiles(s: Sm90Schedule, p: Gemm) -> int:
     return -(-p.m // s.block_m) * -(-p.n // (s.block_n * s.cluster)) * s.cluster * p.batch
 
 
-def _bound_by_writes(p: Gemm, sms: int) -> bool:
-    """Whether it is the gradient of a weight over few tokens, in more tiles than multiprocessors."""
-    return p.a_mn and p.b_mn and p.k <= _FEW_TERMS and p.m * p.n * p.batch > sms * 128 * 128
-
-
-def _hundreds(p: Gemm) -> bool:
-    """Whether few hundred rows are multiplied with a weight, or with its transpose."""
-    return 128 < p.m < 512 and not p.a_mn and p.batch == 1
-
-
 def _work(s: Sm90Schedule, product: Gemm, sms: int) -> tuple[float, float, float]:
     """The least microseconds for multiplication, for loading of operands (also from L2), and for HBM."""
     p = product.turned() if s.swap else product
     tiles = _tiles(s, p)
     full, last = divmod(tiles / sms, 1)
     # With many rows, blocks drift apart, and the last tiles begin before all others end.
-    rounds = full + (0 if last == 0 else 1 if full == 0 or _hundreds(product) else 0.8 + 0.2 * last)
+    rounds = full + (0 if last == 0 else 1 if full == 0 or product.hundreds else 0.8 + 0.2 * last)
     bands = round_up(s.block_m // s.share, 64) // 64 * s.share
     multiply = p.k / 16 * bands * _STEP.get(s.block_n, s.block_n / 2 + 1)
-    multiply *= _IN_TURN if s.share > 1 and tiles > sms and _hundreds(product) else 1
-    if _bound_by_writes(product, sms):
+    multiply *= _IN_TURN if s.share > 1 and tiles > sms and product.hundreds else 1
+    if product.bound_by_writes(sms):
         # Of the tiles of a multiprocessor, one is written while another is multiplied. With many terms, the
         # writes are hidden.
         store = _STORE + s.block_m * (_STORE_ROW + s.block_n * p.out_bytes * _STORE_BYTE)
@@ -296,7 +285,7 @@ def _many_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
     pairs = [replace(s, cluster=2) for s in shared]
     if p.k > _LONG and min(p.m, p.n) > 256 and p.m * p.n * p.batch >= sms * 128 * 192:
         return [*pairs, *_rows_across(p, sms)]
-    if _bound_by_writes(p, sms):  # smaller tiles take up to a third longer
+    if p.bound_by_writes(sms):  # smaller tiles take up to a third longer
         teams = [_schedule(p, block_m, block_n, 64, 2, 1) for block_m, block_n in _WRITTEN]
         return [*teams, *(replace(s, cluster=2) for s in teams)]
     # A second warpgroup with its own tile has work only if a block takes more than one tile.
@@ -410,14 +399,14 @@ def settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
         # An early start scatters neighbouring tiles over the GPU, which is bad if many rows share operands.
         early = best.cluster > 1 or intake <= 1.2 * max(multiply, hbm)
     # At one tile for each block, or two of a transpose, it costs up to a third.
-    early = early and tiles > slots * (2 if best.swap and p.m > 128 else _hundreds(p) and best.cluster == 1)
+    early = early and tiles > slots * (2 if best.swap and p.m > 128 else p.hundreds and best.cluster == 1)
     ahead = best.stages if best.swap and p.m <= min(best.block_n, 128) and hbm < multiply else 0
     # Neighbouring tiles run side by side. They share the much larger operand, if the other stays in L2.
     tall = not best.swap and best.share == 1 and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
     group = together = min(best.group, -(-_TOGETHER // best.block_m))
     if p.n * p.k * 2 <= _STAYS:
         # Blocks that write side by side fill pages of memory, and lines that two tiles share, at once.
-        group = 1 if tall else 2 if _bound_by_writes(p, sms) else together
+        group = 1 if tall else 2 if p.bound_by_writes(sms) else together
     if tiles <= slots and (p.m > 128 or (best.swap and p.b_mn and not p.a_mn)):  # all run at once
         if p.m > 128:  # An early start with two rows of tall tiles costs 2 to 7 % at x @ weight.T.
             early = early and (best.block_m == 128 or best.share > 1) and (p.m > 256 or p.a_mn or p.b_mn)
