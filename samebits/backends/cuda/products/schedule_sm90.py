@@ -320,9 +320,10 @@ def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The transpose, in tiles as wide as an equal part of all rows, to fill the last wave and waste none."""
     if p.a_mn or p.m > 1024:
         return []
-    more, found = p.m > 512, []
     # More rows gain nothing by flat tiles, and x @ weight.T of them by one kind alone.
-    kinds = _ACROSS if not more else _ACROSS[1:] if p.b_mn else _ACROSS[2:3]
+    one_kind = p.m > 512 and not p.b_mn
+    kinds = _ACROSS[2:3] if one_kind else _ACROSS[1:] if p.m > 512 else _ACROSS
+    found = []
     for parts in range(-(-p.m // 256), -(-p.m // 80) + 1):
         wide = max(80, -(-p.m // parts))
         for block_m, warpgroups, share, most in kinds:
@@ -330,7 +331,7 @@ def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
             # Two warpgroups share a tile if each block has one tile. Otherwise one writes while the other
             # multiplies, if its registers suffice.
             once = -(-p.n // block_m) * parts * p.batch <= sms
-            shared = once or columns > 200 or len(kinds) == 1
+            shared = once or columns > 200 or one_kind
             if columns > most or (block_m == 128 and (share == 1) == shared):
                 continue
             s = _schedule(p, block_m, columns, 64, warpgroups, share, swap=True)

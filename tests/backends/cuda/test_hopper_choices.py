@@ -1,0 +1,121 @@
+"""What is chosen for 16-bit products on Hopper, as times on GPUs decided."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from samebits.backends.cuda.products import schedule_sm90
+from samebits.backends.cuda.products.gemm_sm90 import Gemm
+
+LAYOUTS = list(itertools.product((False, True), repeat=2))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "cluster", "group", "early"),
+    [
+        (2048, 256, 7168, 1, 2, False),  # all tiles at once: in squares
+        (256, 4096, 4096, 1, 16, False),  # but where there are few rows of them
+        (512, 4096, 4096, 1, 16, True),  # and tall ones start early
+        (512, 8192, 8192, 2, 16, True),  # shared ones, too
+        (8192, 8192, 8192, 2, 8, True),  # 2,048 rows of tiles together
+        (16384, 4096, 4096, 2, 11, True),
+    ],
+)
+def test_the_order_of_tiles(m: int, n: int, k: int, cluster: int, group: int, early: bool) -> None:
+    chosen = schedule_sm90.choose(Gemm(m, n, k), 132)
+    assert (chosen.cluster, chosen.group, chosen.early) == (cluster, group, early)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "tokens", "tile"),
+    [
+        (25344, 4096, 4096, (192, 128)),  # of a chunk of the vocabulary
+        (4096, 4096, 4096, (128, 256)),
+        (4096, 14336, 1024, (128, 192)),
+    ],
+)
+def test_tiles_of_weight_gradients(n: int, k: int, tokens: int, tile: tuple[int, int]) -> None:
+    chosen = schedule_sm90.choose(Gemm(n, k, tokens, a_mn=True, b_mn=True), 132)
+    assert (chosen.block_m, chosen.block_n) == tile
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "terms", "tile", "group"),
+    [
+        (4096, 4095, 16, (128, 128), 2),
+        (8192, 8192, 16, (128, 192), 2),  # larger tiles where many are written
+        (4096, 4096, 512, (128, 128), 16),  # with more terms, writes are hidden
+        (4096, 131072, 256, (128, 192), 16),  # b would not stay in L2
+    ],
+)
+def test_gradients_that_are_bound_by_writes_leave_row_by_row(
+    n: int, k: int, terms: int, tile: tuple[int, int], group: int
+) -> None:
+    chosen = schedule_sm90.choose(Gemm(n, k, terms, a_mn=True, b_mn=True), 132)
+    assert ((chosen.block_m, chosen.block_n), chosen.group) == (tile, group)
+
+
+def test_gradients_of_few_rows_are_transposed() -> None:
+    """Equal parts of the rows across, in squares of tiles, were fastest at 180 to 314 rows."""
+    chosen = schedule_sm90.choose(Gemm(320, 2048, 16384, b_mn=True), 132)
+    assert (chosen.swap, chosen.block_m, chosen.block_n, chosen.group) == (True, 64, 80, 2)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "b_mn", "early"),
+    [
+        (476, 7168, 5120, False, False),  # one tile for each block
+        (300, 14336, 4096, False, False),  # two of the transpose
+        (227, 16384, 106496, True, False),
+        (372, 34816, 5120, False, True),  # more
+        (1000, 4096, 4096, False, True),  # in clusters, which start together
+        (600, 5120, 17920, True, False),  # more rows, transposed
+        (4, 14336, 4096, True, True),
+        (24, 5120, 65536, True, False),  # few blocks, not in pairs
+    ],
+)
+def test_which_kernels_let_the_next_one_start(m: int, n: int, k: int, b_mn: bool, early: bool) -> None:
+    assert schedule_sm90.choose(Gemm(m, n, k, b_mn=b_mn), 132).early == early
+
+
+def test_transposed_tiles_reach_a_thousand_rows() -> None:
+    """Those of gradients. More than 512 rows of x @ weight.T have one kind of them."""
+    found = {
+        layout: [m for m in (129, 512, 513, 1024, 1025) if schedule_sm90._rows_across(gemm(m, layout), 132)]
+        for layout in LAYOUTS
+    }
+    assert found[False, False] == found[False, True] == [129, 512, 513, 1024]
+    assert found[True, False] == found[True, True] == []
+    kinds = {(s.block_m, s.share) for s in schedule_sm90._rows_across(gemm(828, (False, False)), 132)}
+    assert kinds == {(128, 2)}
+
+
+def test_few_tiles_of_long_chains_are_narrow() -> None:
+    """Chains are whole, so only more blocks end sooner."""
+    chosen = schedule_sm90.choose(Gemm(174, 1536, 24576, b_mn=True), 132)
+    assert (chosen.block_m, chosen.block_n, chosen.swap) == (64, 48, True)
+
+
+def test_gradients_of_few_rows_read_whole_lines() -> None:
+    """Quarters of lines take up to twice as long, and tiles that read the same weights run side by side."""
+    widths = {s.block_n for s in schedule_sm90.menu(Gemm(102, 5120, 7168, b_mn=True), 132) if not s.swap}
+    assert all(width % 32 == 0 for width in widths)
+    assert schedule_sm90.choose(Gemm(35, 1536, 24576, b_mn=True), 132).group == 2
+
+
+def gemm(m: int, layout: tuple[bool, bool]) -> Gemm:
+    return Gemm(m, 4096, 4096, 1, *layout)
+
+
+def test_long_chains_of_few_hundred_rows_are_transposed_or_in_clusters() -> None:
+    found = {(s.swap, s.cluster) for s in schedule_sm90.menu(Gemm(423, 16384, 53248), 132)}
+    assert found == {(True, 1), (True, 2), (False, 2)}
+
+
+@pytest.mark.parametrize(("n", "blocks"), [(5120, 2), (8192, 2), (1536, 1), (14336, 1)])
+def test_rings_of_few_rows_leave_room_for_the_next_kernel(n: int, blocks: int) -> None:
+    """But not where there are few blocks, which need all of it."""
+    chosen = schedule_sm90.choose(Gemm(4, n, 16384, b_mn=True), 132)
+    assert (chosen.block_m, chosen.block_n, chosen.blocks) == (64, 8, blocks)
