@@ -36,15 +36,16 @@ def choose(n: int, itemsize: int) -> Shares:
 
     Measured on an H200: docs/kernels/rows.md.
     """
-    columns = 16 if n <= 4096 else 32 if n <= 8192 else 128
-    each, ahead = (1, 2) if columns <= 32 else (2, 4)
     warps = next((w for w in (1, 2, 4) if n <= w * 512), 8)
     passes = next(p for p in (1, 2, 4) if n <= p * warps * 512)
+    whole = n == passes * warps * 512
+    columns = 16 if n <= 4096 else 64 if not whole else 32 if n <= 8192 else 128
+    each, ahead = (1, 2) if columns <= 32 else (2, 4)
     return Shares(
         *(columns, each, ahead, warps, passes),
-        stages=int(passes * itemsize > 2),
-        blocks=4 if passes < 4 and itemsize == 2 else 3,
-        whole=int(n == passes * warps * 512),
+        stages=int(passes * itemsize > 4 or columns == 32),
+        blocks=4 if passes * itemsize <= 4 and itemsize == 2 and columns <= 32 else 3,
+        whole=int(whole),
     )
 
 

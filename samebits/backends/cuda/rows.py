@@ -30,10 +30,12 @@ _ANY = (1 << 31) - 1  # blocks
 
 # Rows that threads have on their way where many are aligned, by passes and bytes of an entry; elsewhere none.
 _STAGES = {"softmax": {(2, 4): 3}, "rms_norm": {(1, 2): 3, (2, 2): 3, (1, 4): 3}}
+# What is otherwise where many aligned rows take a warp two passes each.
+_OF_A_WARP: dict[str, dict[str, Any]] = {"rms_norm": {"stages": 0, "blocks": 4}, "row_sum": {"fetched": 1}}
 # Wider rows of 16-bit values are asked for into the L2 cache.
 _FETCHED = {"rms_norm": 2048, "log_softmax": 2048, "softmax": 8192}
 # Kernels for 16-bit values, and passes, that leave room for one more block.
-_SMALL = ("softmax", 2), ("layer_norm", 2), ("layer_norm", 4)
+_SMALL = ("softmax", 2), ("log_softmax", 2), ("layer_norm", 2), ("layer_norm", 4)
 _SMEM = 216 << 10  # of a multiprocessor, which is free for them
 
 _LONG_BLOCKS = 2  # of a multiprocessor
@@ -91,13 +93,15 @@ def choose_sharing(entry: str, rows: int, n: int, dtype: torch.dtype, aligned: b
     if narrow and (vector > 1 or entry == "softmax"):  # the others' registers spill if rows are not aligned
         blocks += (entry, held) in _SMALL or (fetched and held == 1)
     spills = entry.endswith("backward") and warps * held > 8
-    return Sharing(
+    sharing = Sharing(
         *(warps, held, vector),
         stages=stages,
         blocks=blocks,
         whole=int(vector > 1 and n == held * warps * _PASS and not spills),
         fetched=int(fetched and held > 0),
     )
+    of_a_warp = many and vector > 1 and (warps, held) == (1, 2)
+    return sharing._replace(**_OF_A_WARP.get(entry, {})) if of_a_warp else sharing
 
 
 def sharings(n: int, dtype: torch.dtype) -> list[Sharing]:

@@ -1,0 +1,37 @@
+"""How threads share rows: choices that were measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from samebits.backends.cuda import norm_gradients, rows
+
+BF16 = torch.bfloat16
+
+
+def test_a_warp_alone_takes_rows_in_its_own_way() -> None:
+    norm, sums = (rows.choose_sharing(entry, 4096, 1024, BF16, True) for entry in ("rms_norm", "row_sum"))
+    assert (norm.warps, norm.passes, norm.stages, norm.blocks) == (1, 2, 0, 4)
+    assert (sums.warps, sums.passes, sums.blocks, sums.fetched) == (1, 2, 3, 1)
+    for entry in ("rms_norm", "row_sum"):  # few rows, and rows that are not aligned, are taken as others
+        assert rows.choose_sharing(entry, 16, 1024, BF16, True).fetched == 0
+        assert rows.choose_sharing(entry, 4096, 1001, BF16, False).fetched == 0
+
+
+@pytest.mark.parametrize(
+    ("n", "itemsize", "shares"),
+    [
+        (4096, 2, (16, 1, 2, 8, 1, 0, 4, 1)),
+        (5120, 2, (64, 2, 4, 8, 2, 0, 3, 0)),
+        (8192, 2, (32, 1, 2, 8, 2, 1, 4, 1)),
+        (12288, 2, (64, 2, 4, 8, 4, 1, 3, 0)),
+        (16384, 2, (128, 2, 4, 8, 4, 1, 3, 1)),
+        (4096, 4, (16, 1, 2, 8, 1, 0, 3, 1)),
+        (8192, 4, (32, 1, 2, 8, 2, 1, 3, 1)),
+    ],
+)
+def test_gradients_of_a_norm_take_the_form_that_was_fastest(
+    n: int, itemsize: int, shares: tuple[int, ...]
+) -> None:
+    assert norm_gradients.choose(n, itemsize) == shares
