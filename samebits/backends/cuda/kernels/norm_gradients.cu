@@ -17,10 +17,20 @@
 #include "named_barriers.cuh"
 #include "norm.cuh"
 
+#ifndef SLOTS  // trial: stages that each lane copies ahead, into shared memory
+#define SLOTS 0
+#endif
+#ifndef BATCH_TOKENS  // trial: tokens times columns that a lane reads ahead
+#define BATCH_TOKENS 8
+#endif
+#ifndef IDLE  // trial: warps that do nothing
+#define IDLE 0
+#endif
+
 using Sums = Element<SUMS>;
 
 constexpr int ADDERS = COLUMNS > 32 * EACH ? COLUMNS / (32 * EACH) : 1;
-constexpr int PRODUCERS = THREADS / 32 - ADDERS;  // two barriers for each
+constexpr int PRODUCERS = THREADS / 32 - ADDERS - IDLE;  // two barriers for each
 constexpr int ACROSS = COLUMNS / RUN;             // lanes that share a token
 constexpr int DOWN = 32 / ACROSS;                 // tokens of an access
 constexpr int TOKENS = AHEAD * DOWN;
@@ -30,7 +40,7 @@ constexpr int MEETING = 32 * (1 + ADDERS);  // threads at a barrier
 // warp writes at a time meet no bank twice.
 constexpr int PITCH = COLUMNS / 2 + (ACROSS < 8 ? ACROSS : 0);
 
-constexpr int BATCH = 8 / EACH;  // tokens that a lane reads while it adds earlier ones
+constexpr int BATCH = BATCH_TOKENS / EACH;  // tokens that a lane reads while it adds earlier ones
 
 static_assert(ACROSS >= 1 && ACROSS <= 32 && TOKENS % BATCH == 0 && ALIGNED && PRODUCERS <= 7);
 
@@ -67,6 +77,18 @@ struct Part {
         }
     }
 
+#if SLOTS > 0
+    __device__ __forceinline__ void take(const uint4* runs, const float* of_tokens) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            load_words<RUN_WORDS<In>>(runs + (2 * i) * 32, grads[i]);
+            load_words<RUN_WORDS<In>>(runs + (2 * i + 1) * 32, entries[i]);
+            scales[i] = of_tokens[(2 * i) * 32];
+            means[i] = of_tokens[(2 * i + 1) * 32];
+        }
+    }
+#endif
+
     template <bool CENTRED>
     __device__ __forceinline__ void write(float4* to, int lane) const {
 #pragma unroll
@@ -95,6 +117,64 @@ struct Part {
     }
 };
 
+#if SLOTS > 0
+constexpr int SLOT_RUNS = 2 * AHEAD * 32;  // of a producer's stage
+
+// A lane's own copies of its parts of the next stages: only it reads them.
+struct Copies {
+    uint4* runs;
+    float* of_tokens;
+
+    __device__ __forceinline__ void fetch(const NormGradParams& p, i64 stage, int slot, i64 column, int lane) {
+        const bool known = column < p.n;
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const i64 token = stage * TOKENS + i * DOWN + lane / ACROSS;
+            const bool inside = known && token < p.rows;
+            uint4* run = runs + slot * SLOT_RUNS + (2 * i) * 32;
+            float* of = of_tokens + slot * SLOT_RUNS + (2 * i) * 32;
+            cp_async_16(shared_address(run), inside ? p.grad + token * p.grad_row + column : p.grad,
+                        inside ? 16 : 0);
+            cp_async_16(shared_address(run + 32), inside ? p.x + token * p.x_row + column : p.x,
+                        inside ? 16 : 0);
+            if (inside) {
+                cp_async_4(shared_address(of), p.scales + token);
+                if (p.means) cp_async_4(shared_address(of + 32), p.means + token);
+            } else {
+                of[0] = of[32] = 0.0f;
+            }
+        }
+    }
+};
+
+template <bool CENTRED>
+__device__ __forceinline__ void produce(const NormGradParams& p, float4* terms, i64 stages, int producer,
+                                        int lane) {
+    extern __shared__ uint4 memory[];
+    const i64 column = i64(blockIdx.x) * COLUMNS + lane % ACROSS * RUN;
+    uint4* rings = memory + PRODUCERS * (TOKENS * PITCH);
+    Copies ring{rings + producer * (SLOTS * SLOT_RUNS) + lane,
+              reinterpret_cast<float*>(rings + PRODUCERS * (SLOTS * SLOT_RUNS)) +
+                  producer * (SLOTS * SLOT_RUNS) + lane};
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; ++slot) {
+        ring.fetch(p, producer + slot * PRODUCERS, slot, column, lane);
+        cp_async_commit();
+    }
+    int slot = 0;
+    for (i64 stage = producer; stage < stages; stage += PRODUCERS) {
+        cp_async_wait<SLOTS - 1>();
+        Part here;
+        here.take(ring.runs + slot * SLOT_RUNS, ring.of_tokens + slot * SLOT_RUNS);
+        if (stage >= PRODUCERS) wait_for<MEETING>(empty(producer));
+        here.write<CENTRED>(terms, lane);
+        arrive_at<MEETING>(full(producer));
+        ring.fetch(p, stage + SLOTS * PRODUCERS, slot, column, lane);
+        cp_async_commit();
+        slot = slot + 1 == SLOTS ? 0 : slot + 1;
+    }
+}
+#else
 // The stages of one producer: every PRODUCERS-th.
 template <bool CENTRED>
 __device__ __forceinline__ void produce(const NormGradParams& p, float4* terms, i64 stages, int producer,
@@ -109,6 +189,7 @@ __device__ __forceinline__ void produce(const NormGradParams& p, float4* terms, 
         next.read(p, stage + PRODUCERS, column, lane);
     }
 }
+#endif
 
 // A token's pairs of this lane's columns.
 struct Pairs {
@@ -191,8 +272,8 @@ __device__ __forceinline__ void gradients(const Params& p, Told (&told)[ROWS]) {
     if (warp < PRODUCERS)
         produce<CENTRED>(p.of_rows, reinterpret_cast<float4*>(memory) + warp * (TOKENS * PITCH), stages, warp,
                          lane);
-    else
-        add(p, reinterpret_cast<const float2*>(memory), stages, warp - PRODUCERS, lane);
+    else if (warp >= PRODUCERS + IDLE)
+        add(p, reinterpret_cast<const float2*>(memory), stages, warp - PRODUCERS - IDLE, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
