@@ -34,6 +34,8 @@ _STAGES = {"softmax": {(2, 4): 3}, "rms_norm": {(1, 2): 3, (2, 2): 3, (1, 4): 3}
 _OF_A_WARP: dict[str, dict[str, Any]] = {"rms_norm": {"stages": 0, "blocks": 4}, "row_sum": {"fetched": 1}}
 # Wider rows of 16-bit values are asked for into the L2 cache.
 _FETCHED = {"rms_norm": 2048, "log_softmax": 2048, "softmax": 8192}
+# Where there are many, longer unaligned rows of 16-bit values are summed by two warps each, piece by piece.
+_IN_PIECES = 4096
 # Kernels for 16-bit values, and passes, that leave room for one more block.
 _SMALL = ("softmax", 2), ("log_softmax", 2), ("layer_norm", 2), ("layer_norm", 4)
 _SMEM = 216 << 10  # of a multiprocessor, which is free for them
@@ -87,6 +89,8 @@ def choose_sharing(entry: str, rows: int, n: int, dtype: torch.dtype, aligned: b
     warps = next((w for w in (1, 2, 4) if n <= passes * w * _PASS), 8)
     held = next((p for p in (1, 2, 4) if n <= p * warps * _PASS), 0)
     vector = 16 // dtype.itemsize if aligned and n * dtype.itemsize % 16 == 0 else 1
+    if entry == "row_sum" and many and narrow and vector == 1 and n > _IN_PIECES:
+        return Sharing(2, 0, vector, blocks=4)
     staged = many and vector > 1 and not fetched
     stages = _STAGES.get(entry, {}).get((held, dtype.itemsize), 0) if staged else 0
     blocks = {2: 4, 4: 3}.get(held * dtype.itemsize, 2)

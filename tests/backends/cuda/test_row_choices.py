@@ -19,15 +19,23 @@ def test_a_warp_alone_takes_rows_in_its_own_way() -> None:
         assert rows.choose_sharing(entry, 4096, 1001, BF16, False).fetched == 0
 
 
+def test_sums_take_long_unaligned_rows_in_pieces() -> None:
+    of = rows.Sharing(2, 0, 1, blocks=4)
+    assert rows.choose_sharing("row_sum", 4096, 5001, BF16, False) == of
+    for many, n, dtype in ((4096, 4001, BF16), (4096, 5001, torch.float32), (16, 5001, BF16)):
+        assert rows.choose_sharing("row_sum", many, n, dtype, False).passes > 0
+
+
 @pytest.mark.parametrize(
     ("n", "itemsize", "shares"),
     [
+        (1024, 2, (16, 1, 2, 2, 1, 0, 3, 1)),
         (4096, 2, (16, 1, 2, 8, 1, 0, 4, 1)),
         (5120, 2, (64, 2, 4, 8, 2, 0, 3, 0)),
-        (8192, 2, (32, 1, 2, 8, 2, 1, 4, 1)),
+        (8192, 2, (64, 2, 4, 8, 2, 0, 3, 1)),
         (12288, 2, (64, 2, 4, 8, 4, 1, 3, 0)),
         (16384, 2, (128, 2, 4, 8, 4, 1, 3, 1)),
-        (4096, 4, (16, 1, 2, 8, 1, 0, 3, 1)),
+        (4096, 4, (16, 1, 2, 8, 1, 1, 3, 1)),
         (8192, 4, (32, 1, 2, 8, 2, 1, 3, 1)),
     ],
 )

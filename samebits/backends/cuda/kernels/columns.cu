@@ -26,18 +26,8 @@
 #include "named_barriers.cuh"
 #include "ptx_sm80.cuh"
 
-#ifndef LONE  // trial: a block has a multiprocessor to itself
-#define LONE (TOKENS > 32)
-#endif
-#ifndef BATCH_FOURS  // trial: tokens that are read ahead, in fours
-#define BATCH_FOURS (LONE ? 4 : 2)
-#endif
-#ifndef WAIT_FIRST  // trial: programmatic dependent launch
-#define WAIT_FIRST 0
-#endif
-
 constexpr int THREADS = 32 * (PRODUCERS + 1);
-constexpr bool ALONE = LONE;
+constexpr bool ALONE = TOKENS > 32;
 constexpr int BLOCKS = ALONE            ? 1
                        : VECTOR == 1    ? 2
                        : PRODUCERS == 8 ? 4
@@ -210,7 +200,7 @@ __device__ __forceinline__ void produce(Stages& own, int producer, i64 stages, i
 
 // Some tokens of a lane's chain. They are read while those before them are added.
 struct Batch {
-    static constexpr int FOURS = BATCH_FOURS;  // with eight tokens, reading takes longer than adding
+    static constexpr int FOURS = ALONE ? 4 : 2;         // with eight tokens, reading takes longer than adding
     static constexpr int COUNT = TOKENS / (4 * FOURS);  // of a stage
     float4 g[FOURS], y[FOURS];
 
@@ -242,9 +232,6 @@ struct Batch {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     column_sums(const __grid_constant__ ColumnsParams p) {
     extern __shared__ Stages own[];
-#if WAIT_FIRST
-    wait_for_kernel_before();
-#endif
     let_kernel_behind_start();
     const i64 column = i64(blockIdx.x) * COLUMNS;
     const i64 stages = (p.tokens + TOKENS - 1) / TOKENS;

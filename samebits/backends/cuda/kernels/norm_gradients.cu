@@ -21,7 +21,10 @@
 #define SLOTS 0
 #endif
 #ifndef BATCH_TOKENS  // trial: tokens times columns that a lane reads ahead
-#define BATCH_TOKENS 8
+#define BATCH_TOKENS (COLUMNS <= 16 ? 16 : 8)
+#endif
+#ifndef PAIRED  // trial: lanes read two tokens at a time
+#define PAIRED 0
 #endif
 #ifndef IDLE  // trial: warps that do nothing
 #define IDLE 0
@@ -36,13 +39,26 @@ constexpr int DOWN = 32 / ACROSS;                 // tokens of an access
 constexpr int TOKENS = AHEAD * DOWN;
 constexpr int MEETING = 32 * (1 + ADDERS);  // threads at a barrier
 
+#if PAIRED
+// Columns of two tokens, in order of their place in a run, then of their run: lanes write side by side. What eight of
+// them write meets no bank twice.
+constexpr int PITCH = COLUMNS + (ACROSS < 8 ? ACROSS : 0);
+constexpr int STAGE = TOKENS / 2 * PITCH;
+#else
 // Pairs of two columns, in order of their place in a run, then of their run: lanes write side by side. Tokens that a
 // warp writes at a time meet no bank twice.
 constexpr int PITCH = COLUMNS / 2 + (ACROSS < 8 ? ACROSS : 0);
+constexpr int STAGE = TOKENS * PITCH;
+#endif
 
 constexpr int BATCH = BATCH_TOKENS / EACH;  // tokens that a lane reads while it adds earlier ones
 
 static_assert(ACROSS >= 1 && ACROSS <= 32 && TOKENS % BATCH == 0 && ALIGNED && PRODUCERS <= 7);
+
+// The place in a stage of a lane's run.
+__device__ __forceinline__ int token_of(int lane, int i) {
+    return PAIRED ? lane / ACROSS * AHEAD + i : i * DOWN + lane / ACROSS;
+}
 
 struct Params {
     NormGradParams of_rows;
@@ -63,7 +79,7 @@ struct Part {
         const bool known = column < p.n;
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            const i64 token = stage * TOKENS + i * DOWN + lane / ACROSS;
+            const i64 token = stage * TOKENS + token_of(lane, i);
             const bool inside = known && token < p.rows;
 #pragma unroll
             for (int w = 0; w < RUN_WORDS<In>; ++w) grads[i][w] = entries[i][w] = 0;
@@ -89,6 +105,26 @@ struct Part {
     }
 #endif
 
+#if PAIRED
+    template <bool CENTRED>
+    __device__ __forceinline__ void write(float4* to, int lane) const {
+        float4* first = to + lane / ACROSS * PITCH + lane % ACROSS;
+#pragma unroll
+        for (int i = 0; i < AHEAD; i += 2)
+#pragma unroll
+            for (int column = 0; column < RUN; ++column) {
+                float g[2], y[2];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    g[j] = value(grads[i + j], column);
+                    y[j] = value(entries[i + j], column);
+                    if (CENTRED) y[j] = __fsub_rn(y[j], means[i + j]);
+                    y[j] = __fmul_rn(y[j], scales[i + j]);
+                }
+                first[i / 2 * (DOWN * PITCH) + column * ACROSS] = make_float4(g[0], y[0], g[1], y[1]);
+            }
+    }
+#else
     template <bool CENTRED>
     __device__ __forceinline__ void write(float4* to, int lane) const {
 #pragma unroll
@@ -108,6 +144,7 @@ struct Part {
             }
         }
     }
+#endif
 
     static __device__ __forceinline__ float value(const u32* words, int i) {
         if constexpr (RUN_WORDS<In> == RUN)
@@ -129,7 +166,7 @@ struct Copies {
         const bool known = column < p.n;
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            const i64 token = stage * TOKENS + i * DOWN + lane / ACROSS;
+            const i64 token = stage * TOKENS + token_of(lane, i);
             const bool inside = known && token < p.rows;
             uint4* run = runs + slot * SLOT_RUNS + (2 * i) * 32;
             float* of = of_tokens + slot * SLOT_RUNS + (2 * i) * 32;
@@ -152,7 +189,7 @@ __device__ __forceinline__ void produce(const NormGradParams& p, float4* terms, 
                                         int lane) {
     extern __shared__ uint4 memory[];
     const i64 column = i64(blockIdx.x) * COLUMNS + lane % ACROSS * RUN;
-    uint4* rings = memory + PRODUCERS * (TOKENS * PITCH);
+    uint4* rings = memory + PRODUCERS * STAGE;
     Copies ring{rings + producer * (SLOTS * SLOT_RUNS) + lane,
               reinterpret_cast<float*>(rings + PRODUCERS * (SLOTS * SLOT_RUNS)) +
                   producer * (SLOTS * SLOT_RUNS) + lane};
@@ -191,68 +228,111 @@ __device__ __forceinline__ void produce(const NormGradParams& p, float4* terms, 
 }
 #endif
 
-// A token's pairs of this lane's columns.
-struct Pairs {
-    float2 of[EACH];
+// A lane's columns in some tokens.
+#if PAIRED
+using Terms = float4;
 
-    __device__ __forceinline__ void read(const float2* from) {
-        if constexpr (EACH == 2) {
-            const float4 both = *reinterpret_cast<const float4*>(from);
-            of[0] = make_float2(both.x, both.y), of[1] = make_float2(both.z, both.w);
-        } else {
-            of[0] = *from;
+struct Batch {
+    static constexpr int PAIRS = BATCH / 2, LANES = COLUMNS < 32 ? COLUMNS : 32;
+    float4 two[PAIRS][EACH];
+
+    __device__ __forceinline__ void read(const float4* stage, int batch) {
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) {
+            const int pair = batch * PAIRS + i;
+            const float4* from = stage + (pair % (AHEAD / 2) * DOWN + pair / (AHEAD / 2)) * PITCH;
+#pragma unroll
+            for (int c = 0; c < EACH; ++c) two[i][c] = from[c * LANES];
         }
+    }
+
+    // Zeros beyond the last token change nothing.
+    __device__ __forceinline__ void add_to(float (&weight)[EACH], float (&bias)[EACH]) const {
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i)
+#pragma unroll
+            for (int c = 0; c < EACH; ++c) {
+                weight[c] = __fmaf_rn(two[i][c].x, two[i][c].y, weight[c]);
+                bias[c] = __fadd_rn(bias[c], two[i][c].x);
+                weight[c] = __fmaf_rn(two[i][c].z, two[i][c].w, weight[c]);
+                bias[c] = __fadd_rn(bias[c], two[i][c].z);
+            }
+    }
+
+    static __device__ __forceinline__ int place(int adder, int lane) {
+        return adder * (32 * EACH) + lane % LANES;
+    }
+    static __device__ __forceinline__ int column(int place, int c) {
+        return (place + c * LANES) % ACROSS * RUN + (place + c * LANES) / ACROSS;
     }
 };
+#else
+using Terms = float2;
 
-// The columns' chains.
-__device__ __forceinline__ void add(const Params& p, const float2* terms, i64 stages, int adder, int lane) {
-    const int own = (adder * 32 + lane) * EACH;
-    const int place = own % COLUMNS;  // lanes that are left over repeat sums, and store none
-    Pairs next[BATCH];
-    const auto read = [&](int producer, int batch) {
-        const float2* from = terms + (producer * TOKENS + batch * BATCH) * (2 * PITCH) + place;
+struct Batch {
+    float2 of[BATCH][EACH];
+
+    __device__ __forceinline__ void read(const float2* stage, int batch) {
+        const float2* from = stage + batch * BATCH * (2 * PITCH);
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) next[i].read(from + i * (2 * PITCH));
-    };
-    float weight[EACH] = {}, bias[EACH] = {};
-    if (stages > 0) {
-        wait_for<MEETING>(full(0));
-        read(0, 0);
-    }
-    int producer = 0;
-    for (i64 stage = 0; stage < stages; ++stage) {
-        const int following = producer + 1 == PRODUCERS ? 0 : producer + 1;
-#pragma unroll
-        for (int batch = 0; batch < TOKENS / BATCH; ++batch) {
-            Pairs here[BATCH];
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) here[i] = next[i];
-            if (batch + 1 < TOKENS / BATCH) {
-                read(producer, batch + 1);
-            } else if (stage + 1 < stages) {
-                wait_for<MEETING>(full(following));
-                read(following, 0);
+        for (int i = 0; i < BATCH; ++i)
+            if constexpr (EACH == 2) {
+                const float4 both = *reinterpret_cast<const float4*>(from + i * (2 * PITCH));
+                of[i][0] = make_float2(both.x, both.y), of[i][1] = make_float2(both.z, both.w);
+            } else {
+                of[i][0] = from[i * (2 * PITCH)];
             }
-            // Zeros beyond the last token change nothing.
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i)
-#pragma unroll
-                for (int c = 0; c < EACH; ++c) {
-                    weight[c] = __fmaf_rn(here[i].of[c].x, here[i].of[c].y, weight[c]);
-                    bias[c] = __fadd_rn(bias[c], here[i].of[c].x);
-                }
-        }
-        if (stage + PRODUCERS < stages) arrive_at<MEETING>(empty(producer));
-        producer = following;
     }
-    if (own >= COLUMNS) return;
+
+    // Zeros beyond the last token change nothing.
+    __device__ __forceinline__ void add_to(float (&weight)[EACH], float (&bias)[EACH]) const {
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+            for (int c = 0; c < EACH; ++c) {
+                weight[c] = __fmaf_rn(of[i][c].x, of[i][c].y, weight[c]);
+                bias[c] = __fadd_rn(bias[c], of[i][c].x);
+            }
+    }
+
+    static __device__ __forceinline__ int place(int adder, int lane) {
+        return (adder * 32 + lane) * EACH % COLUMNS;
+    }
+    static __device__ __forceinline__ int column(int place, int c) {
+        const int pair = (place + c) / 2;
+        return pair % ACROSS * RUN + pair / ACROSS * 2 + (place + c) % 2;
+    }
+};
+#endif
+
+// The columns' chains. Stages of all producers are one piece of code, in which reads of terms come long before these
+// are added: between two turns of a loop the compiler leaves no time for that.
+__device__ __forceinline__ void add(const Params& p, const Terms* terms, i64 rounds, int adder, int lane) {
+    const int place = Batch::place(adder, lane);
+    Batch here{};
+    float weight[EACH] = {}, bias[EACH] = {};
+    for (i64 round = 0; round < rounds; ++round) {
+#pragma unroll
+        for (int producer = 0; producer < PRODUCERS; ++producer) {
+            wait_for<MEETING>(full(producer));
+#pragma unroll
+            for (int batch = 0; batch < TOKENS / BATCH; ++batch) {
+                Batch next;
+                next.read(terms + producer * (STAGE * (sizeof(float4) / sizeof(Terms))) + place, batch);
+                here.add_to(weight, bias);
+                here = next;
+                if (batch > 0) continue;
+                if (producer == 0 ? round > 0 : round + 1 < rounds)
+                    arrive_at<MEETING>(empty((producer + PRODUCERS - 1) % PRODUCERS));
+            }
+        }
+    }
+    here.add_to(weight, bias);
+    if (lane * EACH >= COLUMNS) return;  // lanes that are left over repeat sums
 #pragma unroll
     for (int c = 0; c < EACH; ++c) {
-        const int pair = (place + c) / 2;
-        const i64 column =
-            i64(blockIdx.x) * COLUMNS + pair % ACROSS * RUN + pair / ACROSS * 2 + (place + c) % 2;
-        if (column >= p.of_rows.n) return;
+        const i64 column = i64(blockIdx.x) * COLUMNS + Batch::column(place, c);
+        if (column >= p.of_rows.n) continue;
         p.weight_grad[column] = Sums::narrow(contract::canonical(__fadd_rn(weight[c], 0.0f)));
         p.bias_grad[column] = Sums::narrow(contract::canonical(bias[c]));
     }
@@ -268,12 +348,13 @@ __device__ __forceinline__ void gradients(const Params& p, Told (&told)[ROWS]) {
         if (row.row < p.of_rows.rows) norm_backward_rows<CENTRED>(p.of_rows, row);
         return;
     }
-    const i64 stages = (p.of_rows.rows + TOKENS - 1) / TOKENS;
+    constexpr int ROUND = PRODUCERS * TOKENS;
+    const i64 rounds = (p.of_rows.rows + ROUND - 1) / ROUND;
     if (warp < PRODUCERS)
-        produce<CENTRED>(p.of_rows, reinterpret_cast<float4*>(memory) + warp * (TOKENS * PITCH), stages, warp,
-                         lane);
+        produce<CENTRED>(p.of_rows, reinterpret_cast<float4*>(memory) + warp * STAGE, rounds * PRODUCERS,
+                         warp, lane);
     else if (warp >= PRODUCERS + IDLE)
-        add(p, reinterpret_cast<const float2*>(memory), stages, warp - PRODUCERS - IDLE, lane);
+        add(p, reinterpret_cast<const Terms*>(memory), rounds, warp - PRODUCERS - IDLE, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
