@@ -39,12 +39,12 @@ def choose(n: int, itemsize: int) -> Shares:
     warps = next((w for w in (1, 2, 4) if n <= w * 512), 8)
     passes = next(p for p in (1, 2, 4) if n <= p * warps * 512)
     whole, narrow = n == passes * warps * 512, itemsize == 2
-    columns = 16 if n <= 4096 else 32 if not narrow else 128 if passes == 4 and whole else 64
+    columns = 16 if n <= 4096 else 64 if narrow and not whole else 32 if n <= 8192 else 128
     each, ahead = (1, 2) if columns <= 32 else (2, 4)
     return Shares(
         *(columns, each, ahead, warps, passes),
-        stages=int(passes * itemsize > 4 or not narrow),
-        blocks=4 if narrow and 2048 < n <= 4096 else 3,
+        stages=int(passes * itemsize > 4 or not narrow or columns == 32),
+        blocks=4 if narrow and n > 2048 and passes <= 2 and columns <= 32 else 3,
         whole=int(whole),
     )
 

@@ -43,12 +43,12 @@ constexpr int MEETING = 32 * (1 + ADDERS);  // threads at a barrier
 // Columns of two tokens, in order of their place in a run, then of their run: lanes write side by side. What eight of
 // them write meets no bank twice.
 constexpr int PITCH = COLUMNS + (ACROSS < 8 ? ACROSS : 0);
-constexpr int STAGE = TOKENS / 2 * PITCH;
+constexpr int TERMS = TOKENS / 2 * PITCH;
 #else
 // Pairs of two columns, in order of their place in a run, then of their run: lanes write side by side. Tokens that a
 // warp writes at a time meet no bank twice.
 constexpr int PITCH = COLUMNS / 2 + (ACROSS < 8 ? ACROSS : 0);
-constexpr int STAGE = TOKENS * PITCH;
+constexpr int TERMS = TOKENS * PITCH;
 #endif
 
 constexpr int BATCH = BATCH_TOKENS / EACH;  // tokens that a lane reads while it adds earlier ones
@@ -189,7 +189,7 @@ __device__ __forceinline__ void produce(const NormGradParams& p, float4* terms, 
                                         int lane) {
     extern __shared__ uint4 memory[];
     const i64 column = i64(blockIdx.x) * COLUMNS + lane % ACROSS * RUN;
-    uint4* rings = memory + PRODUCERS * STAGE;
+    uint4* rings = memory + PRODUCERS * TERMS;
     Copies ring{rings + producer * (SLOTS * SLOT_RUNS) + lane,
               reinterpret_cast<float*>(rings + PRODUCERS * (SLOTS * SLOT_RUNS)) +
                   producer * (SLOTS * SLOT_RUNS) + lane};
@@ -318,7 +318,7 @@ __device__ __forceinline__ void add(const Params& p, const Terms* terms, i64 rou
 #pragma unroll
             for (int batch = 0; batch < TOKENS / BATCH; ++batch) {
                 Batch next;
-                next.read(terms + producer * (STAGE * (sizeof(float4) / sizeof(Terms))) + place, batch);
+                next.read(terms + producer * (TERMS * (sizeof(float4) / sizeof(Terms))) + place, batch);
                 here.add_to(weight, bias);
                 here = next;
                 if (batch > 0) continue;
@@ -351,7 +351,7 @@ __device__ __forceinline__ void gradients(const Params& p, Told (&told)[ROWS]) {
     constexpr int ROUND = PRODUCERS * TOKENS;
     const i64 rounds = (p.of_rows.rows + ROUND - 1) / ROUND;
     if (warp < PRODUCERS)
-        produce<CENTRED>(p.of_rows, reinterpret_cast<float4*>(memory) + warp * STAGE, rounds * PRODUCERS,
+        produce<CENTRED>(p.of_rows, reinterpret_cast<float4*>(memory) + warp * TERMS, rounds * PRODUCERS,
                          warp, lane);
     else if (warp >= PRODUCERS + IDLE)
         add(p, reinterpret_cast<const Terms*>(memory), rounds, warp - PRODUCERS - IDLE, lane);
