@@ -26,6 +26,10 @@
 #include "named_barriers.cuh"
 #include "ptx_sm80.cuh"
 
+#ifndef TURNS  // trial: stages whose additions are one piece of code
+#define TURNS 2
+#endif
+
 constexpr int THREADS = 32 * (PRODUCERS + 1);
 constexpr bool ALONE = TOKENS > 32;
 constexpr int BLOCKS = ALONE            ? 1
@@ -234,7 +238,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     extern __shared__ Stages own[];
     let_kernel_behind_start();
     const i64 column = i64(blockIdx.x) * COLUMNS;
-    const i64 stages = (p.tokens + TOKENS - 1) / TOKENS;
+    constexpr int ROUND = TURNS * TOKENS;
+    const i64 stages = (p.tokens + ROUND - 1) / ROUND * TURNS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp < PRODUCERS) {
         produce(own[warp], warp, stages, column, lane, p);
@@ -243,28 +248,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int c = lane % COLUMNS;
     const bool product = lane / COLUMNS == 1;  // lanes that are left over repeat sums, and store none
     float chain = 0.0f;
-    Batch next;
-    if (stages > 0) {
-        wait_for<64>(full(0));
-        next.read(own[0].terms, 0, c, product);
-    }
-    int producer = 0;
-    for (i64 stage = 0; stage < stages; ++stage) {
-        const int following = producer + 1 == PRODUCERS ? 0 : producer + 1;
+    Batch here{};
+    int first = 0;
+    // Some stages are one piece of code, in which reads of terms come long before these are added: between two turns
+    // of a loop the compiler leaves no time for that.
+    static_assert(PRODUCERS % TURNS == 0);
+    for (i64 stage = 0; stage < stages; stage += TURNS) {
 #pragma unroll
-        for (int i = 0; i < Batch::COUNT; ++i) {
-            const Batch here = next;
-            if (i + 1 < Batch::COUNT) {
-                next.read(own[producer].terms, i + 1, c, product);
-            } else if (stage + 1 < stages) {
-                wait_for<64>(full(following));
-                next.read(own[following].terms, 0, c, product);
+        for (int turn = 0; turn < TURNS; ++turn) {
+            wait_for<64>(full(first + turn));
+#pragma unroll
+            for (int i = 0; i < Batch::COUNT; ++i) {
+                Batch next;
+                next.read(own[first + turn].terms, i, c, product);
+                chain = here.add_to(chain);
+                here = next;
+                const i64 before = stage + turn - 1;
+                if (i == 0 && before >= 0 && before + PRODUCERS < stages)
+                    arrive_at<64>(empty((first + turn + PRODUCERS - 1) % PRODUCERS));
             }
-            chain = here.add_to(chain);
         }
-        if (stage + PRODUCERS < stages) arrive_at<64>(empty(producer));
-        producer = following;
+        first = first + TURNS == PRODUCERS ? 0 : first + TURNS;
     }
+    chain = here.add_to(chain);
     if (column + c >= p.n || lane / COLUMNS > (X != NONE)) return;
     if (product)
         p.product[column + c] = Out::narrow(contract::canonical(__fadd_rn(chain, 0.0f)));

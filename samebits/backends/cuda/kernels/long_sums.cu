@@ -33,7 +33,7 @@ constexpr int AHEAD = STEPS_AHEAD;        // steps that a block has on their way
 constexpr int ADDERS = THREADS / 32 - 1;  // warps that read steps for the first one
 constexpr int EACH = STEPS_EACH;          // steps that one reads at a time
 constexpr int ROUND = ADDERS * EACH;      // steps that they read together
-constexpr int TOGETHER = ADD_TOGETHER;            // steps whose sums are in registers
+constexpr int TOGETHER = ADD_TOGETHER;    // steps whose sums are in registers
 
 static_assert(4 * WARPS == CHAINS && PASSES == 0 && ROUND % TOGETHER == 0);
 
@@ -150,7 +150,8 @@ __device__ __forceinline__ void add_steps(const Params& p) {
     if (warp > 0) parts[0].ask(from, own, p.steps);
     for (i64 begin = 0; begin <= count; begin += 2) {
 #pragma unroll
-        for (int turn = 0; turn < 2; ++turn) {  // so parts stay in their registers, and none waits for the next one
+        for (int turn = 0; turn < 2;
+             ++turn) {  // so parts stay in their registers, and none waits for the next one
             const i64 round = begin + turn;
             if (warp == 0) {
                 if (0 < round && round <= count)

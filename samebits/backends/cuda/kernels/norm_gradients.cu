@@ -23,6 +23,9 @@
 #ifndef BATCH_TOKENS  // trial: tokens times columns that a lane reads ahead
 #define BATCH_TOKENS (COLUMNS <= 16 ? 16 : 8)
 #endif
+#ifndef STAGES_TOGETHER  // trial: stages whose additions are one piece of code, or 0: those of all producers
+#define STAGES_TOGETHER 0
+#endif
 #ifndef PAIRED  // trial: lanes read two tokens at a time
 #define PAIRED 0
 #endif
@@ -34,8 +37,8 @@ using Sums = Element<SUMS>;
 
 constexpr int ADDERS = COLUMNS > 32 * EACH ? COLUMNS / (32 * EACH) : 1;
 constexpr int PRODUCERS = THREADS / 32 - ADDERS - IDLE;  // two barriers for each
-constexpr int ACROSS = COLUMNS / RUN;             // lanes that share a token
-constexpr int DOWN = 32 / ACROSS;                 // tokens of an access
+constexpr int ACROSS = COLUMNS / RUN;                    // lanes that share a token
+constexpr int DOWN = 32 / ACROSS;                        // tokens of an access
 constexpr int TOKENS = AHEAD * DOWN;
 constexpr int MEETING = 32 * (1 + ADDERS);  // threads at a barrier
 
@@ -53,6 +56,9 @@ constexpr int TERMS = TOKENS * PITCH;
 
 constexpr int BATCH = BATCH_TOKENS / EACH;  // tokens that a lane reads while it adds earlier ones
 
+constexpr int TOGETHER = STAGES_TOGETHER ? STAGES_TOGETHER : PRODUCERS;
+
+static_assert(PRODUCERS % TOGETHER == 0);
 static_assert(ACROSS >= 1 && ACROSS <= 32 && TOKENS % BATCH == 0 && ALIGNED && PRODUCERS <= 7);
 
 // The place in a stage of a lane's run.
@@ -162,7 +168,8 @@ struct Copies {
     uint4* runs;
     float* of_tokens;
 
-    __device__ __forceinline__ void fetch(const NormGradParams& p, i64 stage, int slot, i64 column, int lane) {
+    __device__ __forceinline__ void fetch(const NormGradParams& p, i64 stage, int slot, i64 column,
+                                          int lane) {
         const bool known = column < p.n;
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
@@ -191,8 +198,8 @@ __device__ __forceinline__ void produce(const NormGradParams& p, float4* terms, 
     const i64 column = i64(blockIdx.x) * COLUMNS + lane % ACROSS * RUN;
     uint4* rings = memory + PRODUCERS * TERMS;
     Copies ring{rings + producer * (SLOTS * SLOT_RUNS) + lane,
-              reinterpret_cast<float*>(rings + PRODUCERS * (SLOTS * SLOT_RUNS)) +
-                  producer * (SLOTS * SLOT_RUNS) + lane};
+                reinterpret_cast<float*>(rings + PRODUCERS * (SLOTS * SLOT_RUNS)) +
+                    producer * (SLOTS * SLOT_RUNS) + lane};
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
         ring.fetch(p, producer + slot * PRODUCERS, slot, column, lane);
@@ -305,27 +312,30 @@ struct Batch {
 };
 #endif
 
-// The columns' chains. Stages of all producers are one piece of code, in which reads of terms come long before these
-// are added: between two turns of a loop the compiler leaves no time for that.
-__device__ __forceinline__ void add(const Params& p, const Terms* terms, i64 rounds, int adder, int lane) {
+// The columns' chains. Some stages are one piece of code, in which reads of terms come long before these are added:
+// between two turns of a loop the compiler leaves no time for that.
+__device__ __forceinline__ void add(const Params& p, const Terms* terms, i64 stages, int adder, int lane) {
     const int place = Batch::place(adder, lane);
     Batch here{};
     float weight[EACH] = {}, bias[EACH] = {};
-    for (i64 round = 0; round < rounds; ++round) {
+    int first = 0;
+    for (i64 stage = 0; stage < stages; stage += TOGETHER) {
 #pragma unroll
-        for (int producer = 0; producer < PRODUCERS; ++producer) {
-            wait_for<MEETING>(full(producer));
+        for (int turn = 0; turn < TOGETHER; ++turn) {
+            wait_for<MEETING>(full(first + turn));
 #pragma unroll
             for (int batch = 0; batch < TOKENS / BATCH; ++batch) {
                 Batch next;
-                next.read(terms + producer * (TERMS * (sizeof(float4) / sizeof(Terms))) + place, batch);
+                next.read(terms + (first + turn) * (TERMS * int(sizeof(float4) / sizeof(Terms))) + place,
+                          batch);
                 here.add_to(weight, bias);
                 here = next;
-                if (batch > 0) continue;
-                if (producer == 0 ? round > 0 : round + 1 < rounds)
-                    arrive_at<MEETING>(empty((producer + PRODUCERS - 1) % PRODUCERS));
+                const i64 before = stage + turn - 1;
+                if (batch == 0 && before >= 0 && before + PRODUCERS < stages)
+                    arrive_at<MEETING>(empty((first + turn + PRODUCERS - 1) % PRODUCERS));
             }
         }
+        first = first + TOGETHER == PRODUCERS ? 0 : first + TOGETHER;
     }
     here.add_to(weight, bias);
     if (lane * EACH >= COLUMNS) return;  // lanes that are left over repeat sums
@@ -348,13 +358,12 @@ __device__ __forceinline__ void gradients(const Params& p, Told (&told)[ROWS]) {
         if (row.row < p.of_rows.rows) norm_backward_rows<CENTRED>(p.of_rows, row);
         return;
     }
-    constexpr int ROUND = PRODUCERS * TOKENS;
-    const i64 rounds = (p.of_rows.rows + ROUND - 1) / ROUND;
+    constexpr int ROUND = TOGETHER * TOKENS;
+    const i64 stages = (p.of_rows.rows + ROUND - 1) / ROUND * TOGETHER;
     if (warp < PRODUCERS)
-        produce<CENTRED>(p.of_rows, reinterpret_cast<float4*>(memory) + warp * TERMS, rounds * PRODUCERS,
-                         warp, lane);
+        produce<CENTRED>(p.of_rows, reinterpret_cast<float4*>(memory) + warp * TERMS, stages, warp, lane);
     else if (warp >= PRODUCERS + IDLE)
-        add(p, reinterpret_cast<const Terms*>(memory), rounds, warp - PRODUCERS - IDLE, lane);
+        add(p, reinterpret_cast<const Terms*>(memory), stages, warp - PRODUCERS - IDLE, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
