@@ -92,6 +92,21 @@ def test_transposed_tiles_reach_a_thousand_rows() -> None:
     assert kinds == {(128, 2)}
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "block_n"), [(1804, 5376, 43008, 152), (1487, 3072, 16384, 192), (2600, 4096, 28672, 224)]
+)
+def test_long_chains_of_some_thousand_rows_fill_the_last_wave(m: int, n: int, k: int, block_n: int) -> None:
+    """By equal parts of the rows; with tiles of fixed sizes, the first one took a sixth longer on an H200."""
+    chosen = choice_sm90.choose(Gemm(m, n, k, b_mn=True), 132)
+    assert (chosen.swap, chosen.block_n) == (True, block_n)
+    tiles = chosen.tiles(Gemm(n, m, k, a_mn=True))
+    assert tiles / 132 > 0.9 * -(-tiles // 132)
+
+
+def test_short_chains_of_some_thousand_rows_are_not_transposed() -> None:
+    assert not any(s.swap for s in menu_sm90.menu(Gemm(1900, 5120, 5120, b_mn=True), 132))
+
+
 def test_few_tiles_of_long_chains_are_narrow() -> None:
     """Chains are whole, so only more blocks end sooner."""
     chosen = choice_sm90.choose(Gemm(174, 1536, 24576, b_mn=True), 132)

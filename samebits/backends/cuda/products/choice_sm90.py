@@ -65,7 +65,8 @@ def _work(s: Sm90Schedule, product: Gemm, sms: int) -> tuple[float, float, float
     # No warpgroup multiplies while a shared tile is written. Writing from registers straight to memory takes
     # longer. Transposed tiles of two warpgroups cost as much if each warpgroup has its own tile.
     if s.swap:
-        write = 3000.0 * p.out_bytes if s.warpgroups > 1 else 0.0
+        turns = bands // s.share if s.share > 1 else 1
+        write = 3000.0 * p.out_bytes * turns if s.warpgroups > 1 else 0.0
     elif s.share > 1:
         write = 950.0 * p.out_bytes
     else:
