@@ -80,6 +80,7 @@ def host() -> Any:
         "fma_sm90",
         "grouped_sm90",
         "grouped_terms_sm90",
+        "menu_sm90",
         "padded_sm90",
         "plan",
         "scaled_grouped_sm90",
@@ -206,7 +207,7 @@ def tensor_core_on_hopper(h: Any) -> Iterator[Kernel]:
     """All schedules, with alternating kinds of epilogue and operand."""
     for a_mn, b_mn in FLAGS:
         turns = itertools.cycle(EPILOGUES + RAGGED if a_mn and b_mn else EPILOGUES)
-        for s in h.schedule_sm90.catalogue(a_mn, b_mn):
+        for s in h.menu_sm90.catalogue(a_mn, b_mn):
             case = h.tensor_core_sm90.Sm90Variant(
                 **{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)}
             )

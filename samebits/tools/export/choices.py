@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from samebits.backends.cuda import linear_logp_sm90, matmul, tuned
-from samebits.backends.cuda.products import grouped_sm90, schedule_sm90
+from samebits.backends.cuda.products import choice_sm90, grouped_sm90
 from samebits.backends.cuda.products.fma import FMA
 from samebits.backends.cuda.products.fma_sm90 import FMA_SM90
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
@@ -176,7 +176,7 @@ def layout_tables(
         for output in layout.outputs:
             exact = {
                 point: _tuned(layout, point, output, device)
-                or schedule_sm90.choose(layout.gemm(point, 1, output), sms)
+                or choice_sm90.choose(layout.gemm(point, 1, output), sms)
                 for point in points
             }
             kernels = list(dict.fromkeys(replace(s, group=16) for s in exact.values()))
@@ -248,10 +248,10 @@ def plain(a_mn: bool, b_mn: bool) -> Sm90Schedule:
 
 def _best(p: Gemm, kernels: Sequence[Sm90Schedule], sms: int) -> Sm90Schedule:
     """The choice for `p` if it has a kernel, otherwise the best that has one."""
-    chosen = schedule_sm90.choose(p, sms)
+    chosen = choice_sm90.choose(p, sms)
     if replace(chosen, group=16) in kernels:
         return chosen
-    best = min(kernels, key=lambda s: schedule_sm90.estimate(s, p, sms))
+    best = min(kernels, key=lambda s: choice_sm90.estimate(s, p, sms))
     return replace(best, group=chosen.group)
 
 

@@ -21,13 +21,26 @@ from samebits.tools.bench.clock import Race, how
 from samebits.tools.tune import families
 from samebits.tools.tune.contest import Contest
 
-__all__ = ["Clock", "GraphClock", "Outcome", "decide", "label", "loaded", "operand_sets", "tidy", "tune"]
+__all__ = [
+    "Clock",
+    "GraphClock",
+    "Outcome",
+    "decide",
+    "finalists",
+    "label",
+    "loaded",
+    "operand_sets",
+    "tidy",
+    "tune",
+]
 
 MARGIN = 0.01
 """A schedule that is faster than the choice by less is no winner, however little the times spread."""
 
-_FINALISTS, _CLOSE = 3, 1.08
-"""How many are timed again beside the choice, and how far behind the best they may be at first."""
+_FINALISTS, _CLOSE, _BEHIND = 4, 1.08, 1.03
+"""How many are timed again beside the choice, and how far behind the best and the choice they may be before.
+
+Large products take turns at first, at another clock than each has alone."""
 
 
 class Clock(Protocol):
@@ -93,13 +106,17 @@ def label(s: Any) -> str:
     return f"{kind} " + " ".join(f"{name}={value}".replace(" ", "") for name, value in data.items())
 
 
+def finalists(early: dict[str, float]) -> list[str]:
+    """Those that are timed again beside the choice, which is "0", by the first times of all."""
+    most = min(_CLOSE * min(early.values()), _BEHIND * early["0"])
+    close = [name for name in early if name != "0" and early[name] <= most]
+    return sorted(close, key=lambda name: early[name])[:_FINALISTS]
+
+
 def decide(of: Contest, clock: Clock) -> Entry:
     """The entry of a contest whose ways run by the names that are their places."""
-    names = [str(i) for i in range(len(of.ways))]
     early = {name: statistics.median(t) for name, t in clock.first().items()}
-    others = sorted(names[1:], key=lambda name: early[name])[:_FINALISTS]
-    best = min(early.values())
-    others = [name for name in others if early[name] <= _CLOSE * best and early[name] < 1.02 * early["0"]]
+    others = finalists(early)
     if not others:
         return Entry(of.ways[0].kernel, None, _us(early["0"]), _us(early["0"]))
     times = clock.final(["0", *others])

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from samebits.backends.cuda.products import schedule_sm90
+from samebits.backends.cuda.products import choice_sm90, menu_sm90
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
 
 LAYOUTS = list(itertools.product((False, True), repeat=2))
@@ -24,7 +24,7 @@ LAYOUTS = list(itertools.product((False, True), repeat=2))
     ],
 )
 def test_the_order_of_tiles(m: int, n: int, k: int, cluster: int, group: int, early: bool) -> None:
-    chosen = schedule_sm90.choose(Gemm(m, n, k), 132)
+    chosen = choice_sm90.choose(Gemm(m, n, k), 132)
     assert (chosen.cluster, chosen.group, chosen.early) == (cluster, group, early)
 
 
@@ -37,7 +37,7 @@ def test_the_order_of_tiles(m: int, n: int, k: int, cluster: int, group: int, ea
     ],
 )
 def test_tiles_of_weight_gradients(n: int, k: int, tokens: int, tile: tuple[int, int]) -> None:
-    chosen = schedule_sm90.choose(Gemm(n, k, tokens, a_mn=True, b_mn=True), 132)
+    chosen = choice_sm90.choose(Gemm(n, k, tokens, a_mn=True, b_mn=True), 132)
     assert (chosen.block_m, chosen.block_n) == tile
 
 
@@ -53,13 +53,13 @@ def test_tiles_of_weight_gradients(n: int, k: int, tokens: int, tile: tuple[int,
 def test_gradients_that_are_bound_by_writes_leave_row_by_row(
     n: int, k: int, terms: int, tile: tuple[int, int], group: int
 ) -> None:
-    chosen = schedule_sm90.choose(Gemm(n, k, terms, a_mn=True, b_mn=True), 132)
+    chosen = choice_sm90.choose(Gemm(n, k, terms, a_mn=True, b_mn=True), 132)
     assert ((chosen.block_m, chosen.block_n), chosen.group) == (tile, group)
 
 
 def test_gradients_of_few_rows_are_transposed() -> None:
     """Equal parts of the rows across, in squares of tiles, were fastest at 180 to 314 rows."""
-    chosen = schedule_sm90.choose(Gemm(320, 2048, 16384, b_mn=True), 132)
+    chosen = choice_sm90.choose(Gemm(320, 2048, 16384, b_mn=True), 132)
     assert (chosen.swap, chosen.block_m, chosen.block_n, chosen.group) == (True, 64, 80, 2)
 
 
@@ -77,32 +77,47 @@ def test_gradients_of_few_rows_are_transposed() -> None:
     ],
 )
 def test_which_kernels_let_the_next_one_start(m: int, n: int, k: int, b_mn: bool, early: bool) -> None:
-    assert schedule_sm90.choose(Gemm(m, n, k, b_mn=b_mn), 132).early == early
+    assert choice_sm90.choose(Gemm(m, n, k, b_mn=b_mn), 132).early == early
 
 
 def test_transposed_tiles_reach_a_thousand_rows() -> None:
     """Those of gradients. More than 512 rows of x @ weight.T have one kind of them."""
     found = {
-        layout: [m for m in (129, 512, 513, 1024, 1025) if schedule_sm90._rows_across(gemm(m, layout), 132)]
+        layout: [m for m in (129, 512, 513, 1024, 1025) if menu_sm90._rows_across(gemm(m, layout), 132)]
         for layout in LAYOUTS
     }
     assert found[False, False] == found[False, True] == [129, 512, 513, 1024]
     assert found[True, False] == found[True, True] == []
-    kinds = {(s.block_m, s.share) for s in schedule_sm90._rows_across(gemm(828, (False, False)), 132)}
+    kinds = {(s.block_m, s.share) for s in menu_sm90._rows_across(gemm(828, (False, False)), 132)}
     assert kinds == {(128, 2)}
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "block_n"), [(1804, 5376, 43008, 152), (1487, 3072, 16384, 192), (2600, 4096, 28672, 224)]
+)
+def test_long_chains_of_some_thousand_rows_fill_the_last_wave(m: int, n: int, k: int, block_n: int) -> None:
+    """By equal parts of the rows; with tiles of fixed sizes, the first one took a sixth longer on an H200."""
+    chosen = choice_sm90.choose(Gemm(m, n, k, b_mn=True), 132)
+    assert (chosen.swap, chosen.block_n) == (True, block_n)
+    tiles = chosen.tiles(Gemm(n, m, k, a_mn=True))
+    assert tiles / 132 > 0.9 * -(-tiles // 132)
+
+
+def test_short_chains_of_some_thousand_rows_are_not_transposed() -> None:
+    assert not any(s.swap for s in menu_sm90.menu(Gemm(1900, 5120, 5120, b_mn=True), 132))
 
 
 def test_few_tiles_of_long_chains_are_narrow() -> None:
     """Chains are whole, so only more blocks end sooner."""
-    chosen = schedule_sm90.choose(Gemm(174, 1536, 24576, b_mn=True), 132)
+    chosen = choice_sm90.choose(Gemm(174, 1536, 24576, b_mn=True), 132)
     assert (chosen.block_m, chosen.block_n, chosen.swap) == (64, 48, True)
 
 
 def test_gradients_of_few_rows_read_whole_lines() -> None:
     """Quarters of lines take up to twice as long, and tiles that read the same weights run side by side."""
-    widths = {s.block_n for s in schedule_sm90.menu(Gemm(102, 5120, 7168, b_mn=True), 132) if not s.swap}
+    widths = {s.block_n for s in menu_sm90.menu(Gemm(102, 5120, 7168, b_mn=True), 132) if not s.swap}
     assert all(width % 32 == 0 for width in widths)
-    assert schedule_sm90.choose(Gemm(35, 1536, 24576, b_mn=True), 132).group == 2
+    assert choice_sm90.choose(Gemm(35, 1536, 24576, b_mn=True), 132).group == 2
 
 
 def gemm(m: int, layout: tuple[bool, bool]) -> Gemm:
@@ -110,12 +125,12 @@ def gemm(m: int, layout: tuple[bool, bool]) -> Gemm:
 
 
 def test_long_chains_of_few_hundred_rows_are_transposed_or_in_clusters() -> None:
-    found = {(s.swap, s.cluster) for s in schedule_sm90.menu(Gemm(423, 16384, 53248), 132)}
+    found = {(s.swap, s.cluster) for s in menu_sm90.menu(Gemm(423, 16384, 53248), 132)}
     assert found == {(True, 1), (True, 2), (False, 2)}
 
 
 @pytest.mark.parametrize(("n", "blocks"), [(5120, 2), (8192, 2), (1536, 1), (14336, 1)])
 def test_rings_of_few_rows_leave_room_for_the_next_kernel(n: int, blocks: int) -> None:
     """But not where there are few blocks, which need all of it."""
-    chosen = schedule_sm90.choose(Gemm(4, n, 16384, b_mn=True), 132)
+    chosen = choice_sm90.choose(Gemm(4, n, 16384, b_mn=True), 132)
     assert (chosen.block_m, chosen.block_n, chosen.blocks) == (64, 8, blocks)

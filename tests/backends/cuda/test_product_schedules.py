@@ -18,8 +18,10 @@ from benchmarks import cubins, tune
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.matmul import PRODUCTS, fastest
 from samebits.backends.cuda.products import (
+    choice_sm90,
     fma,
     fma_sm90,
+    menu_sm90,
     schedule_sm90,
     segmented,
     segmented_sm90,
@@ -237,7 +239,7 @@ HOPPER_SMEM = 227 << 10
 def variants(a_mn: bool, b_mn: bool) -> Iterator[compiler.KernelSpec]:
     """Schedules and kinds of epilogue and operand take turns, so that each meets some of the others."""
     cases = itertools.cycle([*cubins.EPILOGUES, *(cubins.RAGGED[:1] if a_mn and b_mn else ())])
-    for s in schedule_sm90.catalogue(a_mn, b_mn):
+    for s in menu_sm90.catalogue(a_mn, b_mn):
         yield tensor_core_sm90.spec(
             tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(cases)}), s
         )
@@ -267,13 +269,13 @@ def fits_gpu(s: schedule_sm90.Sm90Schedule, a_mn: bool, b_mn: bool) -> bool:
 def test_any_product_has_a_hopper_schedule_that_fits(a_mn: bool, b_mn: bool) -> None:
     sizes = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256, 1000, 4096, 100_000)
     for m, n, k, sms in itertools.product(sizes, sizes, (1, 16, 200, 4096), (114, 132)):
-        s = schedule_sm90.choose(Gemm(m, n, k, 1, a_mn, b_mn), sms)
+        s = choice_sm90.choose(Gemm(m, n, k, 1, a_mn, b_mn), sms)
         assert fits_gpu(s, a_mn, b_mn), (m, n, k, s)
 
 
 @pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
 def test_the_hopper_catalogue_fits(a_mn: bool, b_mn: bool) -> None:
-    found = schedule_sm90.catalogue(a_mn, b_mn)
+    found = menu_sm90.catalogue(a_mn, b_mn)
     assert len(found) == len(set(found)) > 20
     for s in found:
         assert fits_gpu(s, a_mn, b_mn), s
@@ -289,8 +291,8 @@ SIZES = st.integers(0, 17).flatmap(lambda bits: st.integers(1, 1 << bits))
 def test_what_is_chosen_is_in_the_hopper_catalogue(
     a_mn: bool, b_mn: bool, m: int, n: int, k: int, batch: int, sms: int
 ) -> None:
-    chosen = schedule_sm90.choose(Gemm(m, n, k, batch, a_mn, b_mn), sms)
-    assert _kind(chosen) in {_kind(s) for s in schedule_sm90.catalogue(a_mn, b_mn)}
+    chosen = choice_sm90.choose(Gemm(m, n, k, batch, a_mn, b_mn), sms)
+    assert _kind(chosen) in {_kind(s) for s in menu_sm90.catalogue(a_mn, b_mn)}
 
 
 @pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from samebits.backends.cuda import compiler, devices, runtime
-from samebits.backends.cuda.products import schedule_sm90, tensor_core_sm90
+from samebits.backends.cuda.products import choice_sm90, tensor_core_sm90
 from samebits.backends.cuda.products.gemm_sm90 import Gemm, reached
 from samebits.backends.cuda.products.grouped import GroupedCudaPlan, nothing
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
@@ -108,7 +108,7 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
     def candidates(self, p: GroupedProduct) -> Sequence[Sm90Schedule]:
         """The choice, and others of the kinds in the catalogue."""
         g, sms = balanced(p), devices.device_info(p.device).sm_count
-        many = schedule_sm90.candidates(replace(g, m=max(g.m, 129)), sms)
+        many = choice_sm90.candidates(replace(g, m=max(g.m, 129)), sms)
         found = [replace(s, ahead=0) for s in many if not s.swap]
         if not p.of_terms and g.m <= 64:
             found += [_few_rows(replace(g, m=m)) for m in (-(-g.m // 2), g.m)]
@@ -122,7 +122,7 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
 
     def cost(self, p: GroupedProduct, s: Sm90Schedule) -> float:
         g, sms = balanced(p), devices.device_info(p.device).sm_count
-        of_tiles = schedule_sm90.estimate if s.swap or p.of_terms else estimate
+        of_tiles = choice_sm90.estimate if s.swap or p.of_terms else estimate
         return of_tiles(s, g if s.swap else replace(g, m=max(g.m, 129)), sms)
 
     def choose(self, p: GroupedProduct) -> Sm90Schedule:
@@ -171,8 +171,8 @@ def chosen(g: Gemm, sms: int, of_terms: bool) -> Sm90Schedule:
     if not of_terms and g.m <= 32:
         return _few_rows(g)
     g = replace(g, m=max(g.m, 129))  # the schedules for many rows: others count on one matrix
-    found = [s for s in schedule_sm90.candidates(g, sms) if not s.swap]
-    cost = schedule_sm90.estimate if of_terms else estimate
+    found = [s for s in choice_sm90.candidates(g, sms) if not s.swap]
+    cost = choice_sm90.estimate if of_terms else estimate
     return replace(min(found, key=lambda s: cost(s, g, sms)), ahead=0)
 
 
@@ -188,7 +188,7 @@ def estimate(s: Sm90Schedule, g: Gemm, sms: int) -> float:
     """The cost where groups differ: on average half of a tile of each has no rows of its own."""
     tiles = g.m / s.block_m + 0.5
     low = max(1, int(tiles))
-    few, more = (schedule_sm90.estimate(s, replace(g, m=n * s.block_m), sms) for n in (low, low + 1))
+    few, more = (choice_sm90.estimate(s, replace(g, m=n * s.block_m), sms) for n in (low, low + 1))
     found = few + (more - few) * max(0.0, tiles - low)
     return found * (_OF_CLUSTERS if s.cluster > 1 else 1)
 

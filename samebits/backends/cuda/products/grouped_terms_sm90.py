@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from samebits.backends.cuda import compiler, devices, runtime
-from samebits.backends.cuda.products import schedule_sm90, tensor_core_sm90
+from samebits.backends.cuda.products import choice_sm90, tensor_core_sm90
 from samebits.backends.cuda.products.grouped import GroupedCudaPlan, nothing
 from samebits.backends.cuda.products.grouped_sm90 import GROUPED_SM90, balanced, output_strides, variant
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
@@ -65,7 +65,7 @@ class GroupedTermsSm90Kernel(GroupedKernel[Sm90Schedule]):
         return p.of_terms and p.runs and p.m % 64 == p.n % 64 == 0 and GROUPED_SM90.supports(p)
 
     def cost(self, p: GroupedProduct, s: Sm90Schedule) -> float:
-        return schedule_sm90.estimate(s, balanced(p), devices.device_info(p.device).sm_count)
+        return choice_sm90.estimate(s, balanced(p), devices.device_info(p.device).sm_count)
 
     def choose(self, p: GroupedProduct) -> Sm90Schedule:
         rows = balanced(p).k

@@ -15,10 +15,11 @@ from dataclasses import replace
 import torch
 
 from samebits.backends.cuda import compiler, devices, runtime
-from samebits.backends.cuda.products import schedule_sm90
+from samebits.backends.cuda.products import choice_sm90, menu_sm90
+from samebits.backends.cuda.products.choice_sm90 import estimate
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
 from samebits.backends.cuda.products.plan import ScratchPlan
-from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, estimate, round_up
+from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 from samebits.backends.cuda.products.segmented import part_of
 from samebits.backends.cuda.products.tensor_core_sm90 import (
     NO_MAP,
@@ -96,7 +97,7 @@ def _light(v: Sm90Variant) -> bool:
 @functools.cache
 def catalogue(v: Sm90Variant) -> list[Sm90Schedule]:
     """Every kind of schedule that :func:`choose` can return for kernels of `v`."""
-    some = [*schedule_sm90.catalogue(v.a_mn, v.b_mn), *_shared(v.a_mn, v.b_mn)]
+    some = [*menu_sm90.catalogue(v.a_mn, v.b_mn), *_shared(v.a_mn, v.b_mn)]
     return [s for s in some if _usable(s, _light(v))]
 
 
@@ -124,7 +125,7 @@ def _cost(s: Sm90Schedule, p: Gemm, sms: int, segments: int) -> float:
 def candidates(p: Gemm, sms: int, light: bool) -> list[Sm90Schedule]:
     """The schedules that :func:`choose` picks from, each as it would run."""
     more = _shared(p.a_mn, p.b_mn) if p.m > 128 else []
-    some = [*schedule_sm90.candidates(p, sms), *(schedule_sm90.settle(s, p, sms) for s in more)]
+    some = [*choice_sm90.candidates(p, sms), *(choice_sm90.settle(s, p, sms) for s in more)]
     return [s for s in some if _usable(s, light)]
 
 

@@ -10,16 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda.products.choice_sm90 import candidates, choose, estimate, variations
 from samebits.backends.cuda.products.gemm_sm90 import Gemm, reached
+from samebits.backends.cuda.products.menu_sm90 import catalogue
 from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan
-from samebits.backends.cuda.products.schedule_sm90 import (
-    Sm90Schedule,
-    candidates,
-    catalogue,
-    choose,
-    estimate,
-    variations,
-)
+from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
 from samebits.backends.product import LARGEST, Product, need, refuse_large
 

@@ -174,20 +174,9 @@ template <typename Params, typename Scheduler>
 __device__ __forceinline__ void producer(const SharedStorage& shared, const Params& p,
                                          const Scheduler& scheduler, u32 rank) {
     constexpr u32 bytes = A_BYTES + B_BYTES;
+    const u32 clusters = gridDim.x / CLUSTER;
     Ring<STAGES> ring;
-#if SEGMENTS > 1
-    // Units of work are segments of tiles, in the order in which teams take them.
-    u32 clusters = gridDim.x / CLUSTER, unit = 0, first = blockIdx.x / CLUSTER;
-    for (; first < scheduler.count;
-         unit + 1 < SEGMENTS * TEAMS ? ++unit : (unit = 0, first += TEAMS * clusters)) {
-        u32 index = first + unit % TEAMS * clusters;
-        if (index >= scheduler.count) continue;
-        TileCoord tile = scheduler.at(index, rank);
-        tile.batch = unit / TEAMS;  // as the maps have it
-#else
-    for (u32 index = blockIdx.x / CLUSTER; index < scheduler.count; index += gridDim.x / CLUSTER) {
-        TileCoord tile = scheduler.at(index, rank);
-#endif
+    auto load = [&](const TileCoord& tile) {
         KBlocks blocks = scheduler.blocks(p, tile);
         while (blocks.next()) {
             u32 full = shared.full + ring.stage * 8;
@@ -199,7 +188,23 @@ __device__ __forceinline__ void producer(const SharedStorage& shared, const Para
                         tile.batch * p.b_batch, 0);
             ring.step();
         }
+    };
+#if SEGMENTS > 1
+    // Segments of tiles, in the order in which teams take them. The place of a tile takes some hundred cycles of
+    // divisions, so not for each segment: nothing is loaded meanwhile.
+    for (u32 first = blockIdx.x / CLUSTER; first < scheduler.count; first += TEAMS * clusters) {
+        TileCoord tile = scheduler.at(first, rank);
+        TileCoord second = TEAMS > 1 ? scheduler.at(first + clusters, rank) : tile;
+        for (u32 segment = 0; segment < SEGMENTS; ++segment) {
+            tile.batch = second.batch = segment;  // as the maps have it
+            load(tile);
+            if (TEAMS > 1 && first + clusters < scheduler.count) load(second);
+        }
     }
+#else
+    for (u32 index = blockIdx.x / CLUSTER; index < scheduler.count; index += clusters)
+        load(scheduler.at(index, rank));
+#endif
 }
 
 __device__ __forceinline__ void release(const SharedStorage& shared, u32 stage, u32 thread) {

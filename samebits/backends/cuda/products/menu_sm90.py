@@ -1,0 +1,224 @@
+"""Schedules that a product may have on Hopper: the menu that choices are made from."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from samebits.backends.cuda.products.gemm_sm90 import Gemm
+from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
+
+__all__ = ["catalogue", "menu"]
+
+_LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles are wide and in clusters
+
+
+def _schedule(
+    p: Gemm,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warpgroups: int = 1,
+    share: int = 1,
+    swap: bool = False,
+    blocks: int = 1,
+) -> Sm90Schedule:
+    """The schedule with the longest ring that fits."""
+    a_mn, b_mn = (p.b_mn, p.a_mn) if swap else (p.a_mn, p.b_mn)
+    s = Sm90Schedule(block_m, block_n, block_k, 0, warpgroups, share, blocks=blocks, swap=swap)
+    return s.filled(s.panels, a_mn, b_mn)
+
+
+_LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (192, 96), (128, 96), (64, 192), (64, 128))
+_WRITTEN = ((128, 128), (128, 192), (192, 128))
+_SHARED = ((256, 128), (128, 256), (256, 160), (256, 192))
+_NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192)
+
+
+def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
+    """The schedules whose cost is estimated."""
+    found = _many_rows(p, sms) if p.m > 128 else []
+    if 32 < p.m <= 128:
+        found += _narrow(p)
+        if not p.b_mn:  # wide tiles: HBM is idle while one is written, so fewer are better
+            found.append(_schedule(p, 64, 224, 64))
+            if p.m > 64:
+                found += [_schedule(p, 128, block_n, 64, 2, 2) for block_n in (80, 96, 112, 160, 192, 224)]
+        elif (
+            p.m > 64 and not p.a_mn
+        ):  # fewer tiles, where smaller ones would leave a second wave nearly empty
+            tall, columns = ((128, 2), (192, 3)), round_up(p.m, 16)
+            found += [_schedule(p, rows, columns, 64, n, n, swap=True) for rows, n in tall]
+    few_tiles = p.b_mn and not p.a_mn and -(-p.m // 64) * -(-p.n // 64) <= sms
+    if p.m <= 128 or p.n <= 512 or few_tiles:
+        found += _few_rows(p, sms)
+    return [s for s in found if s.fits(p.a_mn, p.b_mn)]
+
+
+def _narrow(p: Gemm) -> list[Sm90Schedule]:
+    deep = 64 if p.m > 128 else 48
+    quarters = p.b_mn and not p.a_mn  # of lines: with them, products take up to twice as long
+    widths = [block_n for block_n in _NARROW if block_n % 32 == 0 or not quarters]
+    return [_schedule(p, 64, block_n, 128 if block_n <= deep else 64) for block_n in widths]
+
+
+def _many_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
+    # Tiles that two warpgroups share move the fewest bytes, which saves power. But no warpgroup multiplies
+    # while one is written.
+    shared = [_schedule(p, block_m, block_n, 64, 2, 2) for block_m, block_n in _SHARED]
+    pairs = [replace(s, cluster=2) for s in shared]
+    if p.k > _LONG and min(p.m, p.n) > 256 and p.m * p.n * p.batch >= sms * 128 * 192:
+        return [*pairs, *_rows_across(p, sms)]
+    if p.bound_by_writes(sms):  # smaller tiles take up to a third longer
+        teams = [_schedule(p, block_m, block_n, 64, 2, 1) for block_m, block_n in _WRITTEN]
+        return [*teams, *(replace(s, cluster=2) for s in teams)]
+    # A second warpgroup with its own tile has work only if a block takes more than one tile.
+    teams = [
+        _schedule(p, block_m, block_n, 64, 2, 1)
+        for block_m, block_n in _LARGE
+        if block_m > 64 or -(-p.m // block_m) * -(-p.n // block_n) * p.batch > sms
+    ]
+    neighbours = [s for s in teams if s.tiles(p) > sms]
+    if p.m <= 2048 and not (p.a_mn and p.k > 4096):  # only with many rows of tiles
+        neighbours = [s for s in neighbours if s.block_n >= 64 and p.m * s.block_n >= 2 * p.n * s.block_m]
+    pairs += [replace(s, cluster=2) for s in neighbours]
+    few = _narrow(p) + _all_rows(p, sms) + _rows_across(p, sms)
+    return [*teams, _schedule(p, 128, 224, 64, 2, 2), *few, *pairs]
+
+
+def _all_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
+    """Tiles with all rows, 64 for each of three or five warpgroups, for products that gain by it."""
+    if p.a_mn or p.b_mn:
+        return []
+    if p.m <= 192:
+        return [_schedule(p, 192, block_n, 64, 3, 3) for block_n in (80, 112, 144)]
+    if 256 < p.m <= 320 and p.n <= 80 * sms:
+        return [replace(_schedule(p, 320, 80, 64, 5, 5), cluster=2)]
+    return []
+
+
+_ACROSS = ((64, 1, 1, 224), (128, 2, 1, 200), (128, 2, 2, 256), (192, 3, 3, 192))  # and the most columns
+_DEEP = 12_000  # k over which what a tile's epilogue costs is little
+_LEAST_DEEP = 112  # rows of a part there
+_FILLED = 0.85  # the least part of all waves that has tiles
+_ACROSS_DEEP = (*_ACROSS[1:], (256, 2, 2, 192))
+
+
+def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
+    """The transpose, in tiles as wide as an equal part of all rows, to fill the last wave and waste none."""
+    if p.a_mn or p.m > 4096:
+        return []
+    if p.m > 1024:
+        return _rows_across_deep(p, sms)
+    # More rows gain nothing by flat tiles, and x @ weight.T of them by one kind alone.
+    one_kind = p.m > 512 and not p.b_mn
+    kinds = _ACROSS[2:3] if one_kind else _ACROSS[1:] if p.m > 512 else _ACROSS
+    found = []
+    for parts in range(-(-p.m // 256), -(-p.m // 80) + 1):
+        wide = max(80, -(-p.m // parts))
+        for block_m, warpgroups, share, most in kinds:
+            columns = _columns_across(wide, block_m)
+            # Two warpgroups share a tile if each block has one tile. Otherwise one writes while the other
+            # multiplies, if its registers suffice.
+            once = -(-p.n // block_m) * parts * p.batch <= sms
+            shared = once or columns > 200 or one_kind
+            if columns > most or (block_m == 128 and (share == 1) == shared):
+                continue
+            s = _schedule(p, block_m, columns, 64, warpgroups, share, swap=True)
+            # Neighbours that share rows of B gain where blocks take several tiles.
+            found.append(replace(s, cluster=2) if (block_m, share) == (128, 1) and parts % 2 == 0 else s)
+    return found
+
+
+def _rows_across_deep(p: Gemm, sms: int) -> list[Sm90Schedule]:
+    """The same for some thousand rows and a long k, where other tiles leave much of the last wave idle."""
+    if p.k < _DEEP:
+        return []
+    found, turned = [], p.turned()
+    for parts in range(-(-p.m // 256), -(-p.m // _LEAST_DEEP) + 1):
+        for s in _equal_parts(p, -(-p.m // parts)):
+            waves = s.tiles(turned) / sms
+            if parts % s.cluster == 0 and waves >= _FILLED * math.ceil(waves):
+                found.append(s)
+    return found
+
+
+def _equal_parts(p: Gemm, wide: int) -> list[Sm90Schedule]:
+    """Transposed tiles for parts of `wide` rows, alone and in pairs."""
+    found = []
+    for block_m, warpgroups, share, most in _ACROSS_DEEP:
+        columns = _columns_across(wide, block_m)
+        if columns <= most:
+            s = _schedule(p, block_m, columns, 64, warpgroups, share, swap=True)
+            found += [s, replace(s, cluster=2)]
+    return found
+
+
+def _columns_across(wide: int, block_m: int) -> int:
+    """The width of tiles for parts of `wide` rows."""
+    return round_up(wide, 8 if block_m <= 128 < wide <= 208 else 16)
+
+
+def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
+    """As many blocks as multiprocessors. Each has its share of B's columns on the tall side."""
+    found = []
+    for tokens in (8, 16, 24, 32, 48, 64):
+        splits = -(-p.m // tokens)
+        if splits > 32 or tokens >= 2 * max(p.m, 8):
+            continue
+        for rows in _rows(p, splits, sms):
+            size, tiles = rows + (64 if p.a_mn else tokens), -(-p.n // rows) * splits
+            if tokens == 64 and splits == 1 and tiles > sms:  # many tiles are faster untransposed
+                continue
+            # One long chain whose operands are already prefetched into L2 has the fewest waits.
+            deep = splits == 1 and size <= 24
+            # If half of the shared memory is enough, the other half is left to the next kernel's blocks: they
+            # may outnumber idle multiprocessors. But few blocks for B along n load too slowly by half a ring.
+            enough = tiles <= sms and rows == 64 and (2 * tiles > sms or not p.b_mn)
+            half = tokens == 8 and (size <= 40 or enough) and not deep
+            blocks = 2 if half or tiles > 2 * sms else 1
+            depth = 512 if deep else 256 if size <= 64 else 128 if size <= 112 else 64
+            depth = min(depth, 128 if blocks == 2 and size > 40 else 256 if p.a_mn else 512)
+            found.append(_schedule(p, rows, tokens, depth, swap=True, blocks=blocks))
+    return found
+
+
+def _rows(p: Gemm, splits: int, sms: int) -> Sequence[int]:
+    """Numbers of B's columns that a block may take on the tall side, with the rows in `splits` parts."""
+    if p.b_mn:
+        return (64,)
+    rounds = -(-p.n * splits // (64 * sms))
+    if rounds > 1 and splits == 1:  # bound by HBM, so all blocks should end together
+        return range(24, 65, 8)
+    even = (
+        -(-p.n * splits * share // (sms * rounds)) for share in ((1, 2) if splits > 1 == rounds else (1,))
+    )
+    return [min(64, max(16, round_up(rows, 8))) for rows in even]
+
+
+@functools.cache
+def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
+    """Every kind of schedule that :func:`choose` can return. Verification shows that none changes a bit."""
+    found: dict[Sm90Schedule, None] = {}
+    rows = (8, 16, 32, 64, 128, *range(136, 257, 8), *range(272, 513, 16), 4096)
+    for sms, m in itertools.product((66, 114, 132), rows):
+        for n in (256, 512, 1024, *range(2048, 8449, 512), 3 * 8448, 57344):
+            found.update(dict.fromkeys(menu(Gemm(m, n, 1024, 1, a_mn, b_mn), sms), None))
+    if not a_mn:
+        for wide in range(_LEAST_DEEP, 257, 8):
+            found.update(dict.fromkeys(_equal_parts(Gemm(4096, 4096, _DEEP, 1, a_mn, b_mn), wide), None))
+    # Many tiles of 64 tokens.
+    found.update(dict.fromkeys(menu(Gemm(1344, 496, 1024, 1, a_mn, b_mn), 132), None))
+    # Early start, prefetching and the order of tiles alternate.
+    return [
+        replace(
+            s,
+            early=i % 2 == 0,
+            ahead=s.stages * (i % 3 == 0) if s.swap else 0,
+            group=(1, 16, 2, 11, 8)[i % 5],
+        )
+        for i, s in enumerate(found)
+    ]
