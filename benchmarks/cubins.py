@@ -325,7 +325,7 @@ def whole_files(h: Any) -> Iterator[Kernel]:
             for vector in (1, 16 // grad.itemsize):
                 yield h.rows.columns.kernel_spec("column_sums", grad, out, of, vector=vector), arch
         for x, param, sums in ((F32, BF16, F16), (BF16, F32, F32), (F16, F16, BF16)):
-            for n in (1000, 4096, 8192):
+            for n in (1000, 4096, 5120, 8192):
                 shares = h.norm_gradients.choose(n, x.itemsize)
                 yield h.norm_gradients.kernel_spec(x, param, sums, shares), arch
         for logits, grads in ((F32, F32), (BF16, F16), (F16, BF16)):

@@ -287,7 +287,7 @@ def test_sums_over_tokens_by_blocks_of_any_number_of_columns(dtype: torch.dtype,
 
 @pytest.mark.gpu
 @in_dtypes
-@pytest.mark.parametrize("n", [8, 1032, 2064, 4104, 8192])
+@pytest.mark.parametrize("n", [8, 1032, 2064, 4104, 8192, 12296, 16384])
 def test_all_gradients_of_a_norm_are_those_of_rows_and_of_columns(dtype: torch.dtype, n: int) -> None:
     grad, x = (case("wide", (701, n), dtype, "cpu", seed) for seed in (0, 1))
     means, scales = (case("normal", (701,), F32, "cpu", seed) for seed in (2, 3))
@@ -412,11 +412,12 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     specs = [rows.kernel_spec("row_sum", *of, sharing) for of, sharing in zip(types, shared, strict=True)]
     specs += [columns.kernel_spec("column_sums", F16, BF16, F32, vector=vector) for vector in (1, 8)]
     specs += [rows.long_spec(BF16, F32, vector) for vector in (1, 8)]
-    widths = [(1024, F16), (4096, BF16), (4096, F32), (8192, BF16), (8192, F32)]
+    widths = [(1024, F16), (4096, BF16), (7168, BF16), (8192, BF16), (12288, BF16), (16384, BF16)]
+    widths += [(n, F32) for n in (2048, 4096, 8192)]
     if arch == "sm_75":  # has no GPU that they run on
         widths = []
-    elif arch != "sm_120a":  # spills up to 24 bytes, and its shared memory holds one such block, not three
-        widths += [(7168, BF16), (12288, BF16), (16384, BF16)]
+    if arch == "sm_120a":  # spills 16 bytes, and its shared memory holds one such block, not three
+        widths.remove((12288, BF16))
     for n, dtype in widths:
         shares = norm_gradients.choose(n, dtype.itemsize)
         specs.append(norm_gradients.kernel_spec(dtype, dtype, dtype, shares))

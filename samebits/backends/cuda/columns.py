@@ -100,7 +100,7 @@ def _shape_of_block(n: int, most: int, device: int) -> tuple[int, int]:
     if info.max_smem >= _ALONE:
         for columns in (8, 16, 32):
             if columns <= most and -(-n // columns) <= info.sm_count:
-                return columns, 128 if columns == 8 else 64
+                return columns, 64
     return most, 32
 
 

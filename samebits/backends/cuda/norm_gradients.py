@@ -14,6 +14,16 @@ from samebits.backends.cuda.columns import TYPES, address
 _THREADS = 256
 _WIDEST = 32768  # bytes of a row that has room in shared memory beside others
 
+# By bytes of a value: for rows of up to so many values, the columns, stages and blocks of `Shares`. Measured:
+# docs/kernels/rows.md.
+_SHARES = {
+    2: (
+        *((2048, 16, 0, 3), (4096, 16, 0, 4), (8191, 64, 0, 3), (8192, 32, 1, 4)),
+        *((16383, 64, 1, 3), (16384, 128, 1, 3)),
+    ),
+    4: ((2048, 8, 0, 3), (4096, 16, 1, 3), (8192, 32, 1, 3)),
+}
+
 
 class Shares(NamedTuple):
     """How threads share the work: the macros of norm_gradients.cu of these names. It changes no bit."""
@@ -32,20 +42,16 @@ class Shares(NamedTuple):
 
 
 def choose(n: int, itemsize: int) -> Shares:
-    """As few columns as still read memory by whole sectors, and more of them in wide rows.
-
-    Measured on an H200: docs/kernels/rows.md.
-    """
+    """As few columns as still read memory by whole sectors, and more of them in wide rows."""
     warps = next((w for w in (1, 2, 4) if n <= w * 512), 8)
     passes = next(p for p in (1, 2, 4) if n <= p * warps * 512)
-    whole, narrow = n == passes * warps * 512, itemsize == 2
-    columns = 16 if n <= 4096 else 64 if narrow and not whole else 32 if n <= 8192 else 128
+    columns, stages, blocks = next(of for most, *of in _SHARES[itemsize] if n <= most)
     each, ahead = (1, 2) if columns <= 32 else (2, 4)
     return Shares(
         *(columns, each, ahead, warps, passes),
-        stages=int(passes * itemsize > 4 or not narrow or columns == 32),
-        blocks=4 if narrow and n > 2048 and passes <= 2 and columns <= 32 else 3,
-        whole=int(whole),
+        stages=stages,
+        blocks=blocks,
+        whole=int(n == passes * warps * 512),
     )
 
 
@@ -55,13 +61,15 @@ def kernel_spec(x: torch.dtype, param: torch.dtype, sums: torch.dtype, shares: S
     types = ("IN", TYPES[x]), ("OUT", TYPES[x]), ("PARAM", TYPES[param]), ("SUMS", TYPES[sums])
     of_columns = ("COLUMNS", shares.columns), ("EACH", shares.each), ("AHEAD", shares.ahead)
     of_rows = ("WARPS", shares.warps), ("PASSES", shares.passes), ("VECTOR", run), ("WHOLE", shares.whole)
-    blocks = min(shares.blocks, 3) if param == torch.float32 else shares.blocks  # it takes more registers
-    read = ("STAGES", shares.stages), ("BLOCKS", blocks), ("FETCHED", 0)
+    stages, blocks = shares.stages, shares.blocks
+    if param == torch.float32:  # it takes more registers
+        stages, blocks = max(stages, int(shares.passes > 1)), min(blocks, 3)
+    read = ("STAGES", stages), ("BLOCKS", blocks), ("FETCHED", 0)
     across = shares.columns // run
     producers = _THREADS // 32 - max(1, shares.columns // (32 * shares.each))
-    pitch = shares.columns // 2 + (across if across < 8 else 0)
-    stage = shares.ahead * (32 // across) * pitch * 16
-    row = shares.stages * shares.passes * 16 * _THREADS * x.itemsize
+    pitch = shares.columns + (across if across < 8 else 0)
+    stage = shares.ahead * (32 // across) // 2 * pitch * 16
+    row = stages * shares.passes * 16 * _THREADS * x.itemsize
     return compiler.KernelSpec(
         *("norm_gradients.cu", "norm_gradients", "PPPPPPqqqqqqPPq"),
         (*types, *of_columns, *of_rows, *read),

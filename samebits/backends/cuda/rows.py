@@ -35,12 +35,13 @@ _OF_A_WARP: dict[str, dict[str, Any]] = {"rms_norm": {"stages": 0, "blocks": 4},
 # Wider rows of 16-bit values are asked for into the L2 cache.
 _FETCHED = {"rms_norm": 2048, "log_softmax": 2048, "softmax": 8192}
 # Where there are many, longer unaligned rows of 16-bit values are summed by two warps each, piece by piece.
-_IN_PIECES = 4096
+_IN_PIECES = 2048
 # Kernels for 16-bit values, and passes, that leave room for one more block.
 _SMALL = ("softmax", 2), ("log_softmax", 2), ("layer_norm", 2), ("layer_norm", 4)
 _SMEM = 216 << 10  # of a multiprocessor, which is free for them
 
 _LONG_BLOCKS = 2  # of a multiprocessor
+_LONG_AHEAD = 2  # steps that a block has on their way, as AHEAD of long_sums.cu
 
 # The parameter structs of rows.cu and long_sums.cu.
 _PARAMS = {
@@ -244,7 +245,7 @@ def _sum_long(x: Tensor, out: Tensor, low: int, what: int) -> None:
     steps = -(-n // (32 * VOCAB_BLOCK))
     sums = runtime.zeros((rows, steps, 32), torch.int32, device)
     kernel, blocks = _long_kernel(device, x.dtype, out.dtype, low & 15 == 0 and n * x.itemsize % 16 == 0)
-    each = min(-(-steps // 4), max(1, blocks // rows - 1))
+    each = min(-(-steps // _LONG_AHEAD), max(1, blocks // rows - 1))
     kernel.launch(
         (each + 1, rows, 1), x.data_ptr(), sums.data_ptr(), out.data_ptr(), x.stride(0), n, steps, what
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from samebits.backends.cuda import norm_gradients, rows
+from samebits.backends.cuda import columns, compiler, devices, norm_gradients, rows
 
 BF16 = torch.bfloat16
 
@@ -22,7 +24,8 @@ def test_a_warp_alone_takes_rows_in_its_own_way() -> None:
 def test_sums_take_long_unaligned_rows_in_pieces() -> None:
     of = rows.Sharing(2, 0, 1, blocks=4)
     assert rows.choose_sharing("row_sum", 4096, 5001, BF16, False) == of
-    for many, n, dtype in ((4096, 4001, BF16), (4096, 5001, torch.float32), (16, 5001, BF16)):
+    assert rows.choose_sharing("row_sum", 4096, 2049, BF16, False) == of
+    for many, n, dtype in ((4096, 2047, BF16), (4096, 5001, torch.float32), (16, 5001, BF16)):
         assert rows.choose_sharing("row_sum", many, n, dtype, False).passes > 0
 
 
@@ -30,11 +33,13 @@ def test_sums_take_long_unaligned_rows_in_pieces() -> None:
     ("n", "itemsize", "shares"),
     [
         (1024, 2, (16, 1, 2, 2, 1, 0, 3, 1)),
+        (2056, 2, (16, 1, 2, 8, 1, 0, 4, 0)),
         (4096, 2, (16, 1, 2, 8, 1, 0, 4, 1)),
         (5120, 2, (64, 2, 4, 8, 2, 0, 3, 0)),
         (8192, 2, (32, 1, 2, 8, 2, 1, 4, 1)),
         (12288, 2, (64, 2, 4, 8, 4, 1, 3, 0)),
         (16384, 2, (128, 2, 4, 8, 4, 1, 3, 1)),
+        (2048, 4, (8, 1, 2, 4, 1, 0, 3, 1)),
         (4096, 4, (16, 1, 2, 8, 1, 1, 3, 1)),
         (8192, 4, (32, 1, 2, 8, 2, 1, 3, 1)),
     ],
@@ -43,3 +48,28 @@ def test_gradients_of_a_norm_take_the_form_that_was_fastest(
     n: int, itemsize: int, shares: tuple[int, ...]
 ) -> None:
     assert norm_gradients.choose(n, itemsize) == shares
+
+
+def test_rows_pass_through_shared_memory_beside_a_wide_weight() -> None:
+    shares = norm_gradients.choose(5120, 2)
+    of_half, of_f32 = (
+        dict(norm_gradients.kernel_spec(BF16, param, BF16, shares).constants)
+        for param in (BF16, torch.float32)
+    )
+    assert (of_half["STAGES"], of_f32["STAGES"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("n", "shape"), [(1024, (8, 64)), (2048, (16, 64)), (4096, (32, 64)), (8192, (32, 32))]
+)
+def test_few_columns_have_a_multiprocessor_each(
+    n: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hopper = SimpleNamespace(max_smem=227 << 10, sm_count=132)
+    monkeypatch.setattr(devices, "device_info", lambda device: hopper)
+    assert columns._shape_of_block(n, 32, 0) == shape
+
+
+def test_a_long_sum_has_as_many_steps_on_their_way_as_its_kernel() -> None:
+    source = (compiler.KERNELS / "long_sums.cu").read_text()
+    assert f"constexpr int AHEAD = {rows._LONG_AHEAD};" in source

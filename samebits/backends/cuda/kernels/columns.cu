@@ -26,10 +26,6 @@
 #include "named_barriers.cuh"
 #include "ptx_sm80.cuh"
 
-#ifndef TURNS  // trial: stages whose additions are one piece of code
-#define TURNS 1
-#endif
-
 constexpr int THREADS = 32 * (PRODUCERS + 1);
 constexpr bool ALONE = TOKENS > 32;
 constexpr int BLOCKS = ALONE            ? 1
@@ -202,7 +198,7 @@ __device__ __forceinline__ void produce(Stages& own, int producer, i64 stages, i
     }
 }
 
-// Some tokens of a lane's chain. They are read while those before them are added.
+// Some tokens of a lane's chain. They are read while those before them are added, of the stage before, too.
 struct Batch {
     static constexpr int FOURS = ALONE ? 4 : 2;         // with eight tokens, reading takes longer than adding
     static constexpr int COUNT = TOKENS / (4 * FOURS);  // of a stage
@@ -238,8 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     extern __shared__ Stages own[];
     let_kernel_behind_start();
     const i64 column = i64(blockIdx.x) * COLUMNS;
-    constexpr int ROUND = TURNS * TOKENS;
-    const i64 stages = (p.tokens + ROUND - 1) / ROUND * TURNS;
+    const i64 stages = (p.tokens + TOKENS - 1) / TOKENS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp < PRODUCERS) {
         produce(own[warp], warp, stages, column, lane, p);
@@ -249,26 +244,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const bool product = lane / COLUMNS == 1;  // lanes that are left over repeat sums, and store none
     float chain = 0.0f;
     Batch here{};
-    int first = 0;
-    // Some stages are one piece of code, in which reads of terms come long before these are added: between two turns
-    // of a loop the compiler leaves no time for that.
-    static_assert(PRODUCERS % TURNS == 0);
-    for (i64 stage = 0; stage < stages; stage += TURNS) {
+    int producer = 0;
+    for (i64 stage = 0; stage < stages; ++stage) {
+        wait_for<64>(full(producer));
 #pragma unroll
-        for (int turn = 0; turn < TURNS; ++turn) {
-            wait_for<64>(full(first + turn));
-#pragma unroll
-            for (int i = 0; i < Batch::COUNT; ++i) {
-                Batch next;
-                next.read(own[first + turn].terms, i, c, product);
-                chain = here.add_to(chain);
-                here = next;
-                const i64 before = stage + turn - 1;
-                if (i == 0 && before >= 0 && before + PRODUCERS < stages)
-                    arrive_at<64>(empty((first + turn + PRODUCERS - 1) % PRODUCERS));
-            }
+        for (int i = 0; i < Batch::COUNT; ++i) {
+            Batch next;
+            next.read(own[producer].terms, i, c, product);
+            chain = here.add_to(chain);
+            here = next;
+            const i64 before = stage - 1;  // it is empty as soon as its last batch is added
+            if (i == 0 && before >= 0 && before + PRODUCERS < stages)
+                arrive_at<64>(empty((producer + PRODUCERS - 1) % PRODUCERS));
         }
-        first = first + TURNS == PRODUCERS ? 0 : first + TURNS;
+        producer = producer + 1 == PRODUCERS ? 0 : producer + 1;
     }
     chain = here.add_to(chain);
     if (column + c >= p.n || lane / COLUMNS > (X != NONE)) return;

@@ -9,31 +9,15 @@
 
 #include "row_matrix.cuh"
 
-#ifndef ONLY  // trial, for times alone: 0 all, 1 the adding blocks, 2 those that sum
-#define ONLY 0
-#endif
-#ifndef TRIM  // trial: 1: steps beyond the last one are not added
-#define TRIM 0
-#endif
-#ifndef ADD_TOGETHER
-#define ADD_TOGETHER 16
-#endif
-#ifndef STEPS_EACH
-#define STEPS_EACH 32
-#endif
-#ifndef STEPS_AHEAD
-#define STEPS_AHEAD 4
-#endif
-
 using In = Element<IN>;
 using Out = Element<OUT>;
 
 constexpr int CHAINS = contract::CHAINS;
-constexpr int AHEAD = STEPS_AHEAD;        // steps that a block has on their way
+constexpr int AHEAD = 2;                  // steps that a block has on their way
 constexpr int ADDERS = THREADS / 32 - 1;  // warps that read steps for the first one
-constexpr int EACH = STEPS_EACH;          // steps that one reads at a time
+constexpr int EACH = 32;                  // steps that one reads at a time
 constexpr int ROUND = ADDERS * EACH;      // steps that they read together
-constexpr int TOGETHER = ADD_TOGETHER;    // steps whose sums are in registers
+constexpr int TOGETHER = 16;              // steps whose sums are in registers
 
 static_assert(4 * WARPS == CHAINS && PASSES == 0 && ROUND % TOGETHER == 0);
 
@@ -115,10 +99,9 @@ struct Chain {
     float sum = 0.0f;
     float4 next[TOGETHER / 4] = {};  // zeros change nothing
 
-    __device__ __forceinline__ void add(const float4 (*from)[CHAINS], i64 steps, int lane) {
+    __device__ __forceinline__ void add(const float4 (*from)[CHAINS], int lane) {
 #pragma unroll
         for (int first = 0; first < ROUND; first += TOGETHER) {
-            if (TRIM && first >= steps) return;
             float4 here[TOGETHER / 4];
 #pragma unroll
             for (int i = 0; i < TOGETHER / 4; ++i) here[i] = next[i];
@@ -148,14 +131,12 @@ __device__ __forceinline__ void add_steps(const Params& p) {
     Chain chain;
     Part parts[2];
     if (warp > 0) parts[0].ask(from, own, p.steps);
-    for (i64 begin = 0; begin <= count; begin += 2) {
+    for (i64 begin = 0; begin <= count; begin += 2) {  // two, so that parts stay in their registers
 #pragma unroll
-        for (int turn = 0; turn < 2;
-             ++turn) {  // so parts stay in their registers, and none waits for the next one
+        for (int turn = 0; turn < 2; ++turn) {
             const i64 round = begin + turn;
             if (warp == 0) {
-                if (0 < round && round <= count)
-                    chain.add(rounds[1 - turn], p.steps - (round - 1) * ROUND, lane);
+                if (0 < round && round <= count) chain.add(rounds[1 - turn], lane);
             } else if (round < count) {
                 parts[1 - turn].ask(from, (round + 1) * ROUND + own, p.steps);
                 parts[turn].tell(from, round * ROUND + own, rounds[turn] + own / 4, lane);
@@ -174,9 +155,8 @@ __device__ __forceinline__ void add_steps(const Params& p) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) long_sums(const __grid_constant__ Params p) {
     wait_for_kernel_before();
     let_kernel_behind_start();
-    if (blockIdx.x < gridDim.x - 1) {
-        if (ONLY != 1) sum_steps(p);
-    } else {
-        if (ONLY != 2) add_steps(p);
-    }
+    if (blockIdx.x < gridDim.x - 1)
+        sum_steps(p);
+    else
+        add_steps(p);
 }
