@@ -260,6 +260,30 @@ def row_reductions() -> None:
                 torch.autograd.grad(results, (x, y, w), results)
 
 
+# Tokens and columns of sums over tokens: stages go round, in each way to share columns.
+CHAINS = {
+    DTYPE: ((500, 40), (230, 4104), (230, 8192), (100, 12296), (100, 16384)),
+    torch.float32: ((500, 40), (230, 4096), (120, 8192)),
+}
+
+
+def chains() -> None:
+    """Gradients of norms, sums over tokens, and long sums, of which a block adds several rounds of steps."""
+    for dtype, shapes in CHAINS.items():
+        for count, n in shapes:
+            x, w = (torch.ones(shape, dtype=dtype, device="cuda") for shape in ((count, n), (n,)))
+            scales = torch.ones(count, device="cuda")
+            for means in (torch.zeros(count, device="cuda"), scales[:0]):
+                found = rows.norm_gradients(x, x, w, means, scales, torch.float32)[1:]
+                for sums in (*found, *rows.norm_columns(x, x, means, scales, torch.float32)):
+                    assert (sums == count).all()
+            for of in (x, x[:, 1:]):
+                assert (rows.column_sum(of, torch.float32) == count).all()
+        x = torch.ones(2, (1 << 21) + 40, dtype=dtype, device="cuda")
+        for of in (x, x[:, 1:]):
+            assert (rows.row_sum(of, False, torch.float32) == of.shape[1]).all()
+
+
 # Of attention, small: rows and keys that fill tiles in part, segments to split, and each way to read.
 ATTENTION = (
     *(
@@ -428,7 +452,11 @@ def main() -> None:
         "--triton", action="store_true", help="its kernels too, but for racecheck: their barriers are its own"
     )
     parser.add_argument("--exchange", action="store_true", help="only sums of ranks")
+    parser.add_argument("--chains", action="store_true", help="only sums over tokens and of long rows")
     options = parser.parse_args()
+    if options.chains:
+        chains()
+        return
     if options.exchange:
         exchanges()
         return
@@ -468,6 +496,7 @@ def main() -> None:
     if options.triton:
         log_probabilities_by_triton()
     row_reductions()
+    chains()
     attention(every)
     grouped(every)
     segmented(every)
