@@ -41,6 +41,7 @@ from samebits.tools.verify import grouped as verification
 from samebits.tools.verify.attention import VARIANTS, AttentionCase, verify_attention
 from samebits.tools.verify.report import Report
 from tests.support import one_gpu
+from tests.support.chains import chains
 from tests.support.devices import multiprocessors
 
 DTYPE = torch.bfloat16
@@ -258,30 +259,6 @@ def row_reductions() -> None:
                     F.embedding(ids.int(), y[:, n // 3 :]),
                 )
                 torch.autograd.grad(results, (x, y, w), results)
-
-
-# Tokens and columns of sums over tokens: stages go round, in each way to share columns.
-CHAINS = {
-    DTYPE: ((500, 40), (230, 4104), (230, 8192), (100, 12296), (100, 16384)),
-    torch.float32: ((500, 40), (230, 4096), (120, 8192)),
-}
-
-
-def chains() -> None:
-    """Gradients of norms, sums over tokens, and long sums, of which a block adds several rounds of steps."""
-    for dtype, shapes in CHAINS.items():
-        for count, n in shapes:
-            x, w = (torch.ones(shape, dtype=dtype, device="cuda") for shape in ((count, n), (n,)))
-            scales = torch.ones(count, device="cuda")
-            for means in (torch.zeros(count, device="cuda"), scales[:0]):
-                found = rows.norm_gradients(x, x, w, means, scales, torch.float32)[1:]
-                for sums in (*found, *rows.norm_columns(x, x, means, scales, torch.float32)):
-                    assert (sums == count).all()
-            for of in (x, x[:, 1:]):
-                assert (rows.column_sum(of, torch.float32) == count).all()
-        x = torch.ones(2, (1 << 21) + 40, dtype=dtype, device="cuda")
-        for of in (x, x[:, 1:]):
-            assert (rows.row_sum(of, False, torch.float32) == of.shape[1]).all()
 
 
 # Of attention, small: rows and keys that fill tiles in part, segments to split, and each way to read.
