@@ -111,12 +111,12 @@ def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The transpose, in tiles as wide as an equal part of all rows, to fill the last wave and waste none."""
     if p.a_mn or p.m > 4096:
         return []
+    found = _rows_across_deep(p, sms) if p.m > 512 else []
     if p.m > 1024:
-        return _rows_across_deep(p, sms)
+        return found
     # More rows gain nothing by flat tiles, and x @ weight.T of them by one kind alone.
     one_kind = p.m > 512 and not p.b_mn
     kinds = _ACROSS[2:3] if one_kind else _ACROSS[1:] if p.m > 512 else _ACROSS
-    found = []
     for parts in range(-(-p.m // 256), -(-p.m // 80) + 1):
         wide = max(80, -(-p.m // parts))
         for block_m, warpgroups, share, most in kinds:
@@ -134,7 +134,7 @@ def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 
 def _rows_across_deep(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """The same for some thousand rows and a long k, where other tiles leave much of the last wave idle."""
+    """The same for more rows and a long k, where other tiles leave much of the last wave idle."""
     if p.k < _DEEP:
         return []
     found, turned = [], p.turned()
