@@ -93,7 +93,8 @@ def test_transposed_tiles_reach_a_thousand_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "block_n"), [(1804, 5376, 43008, 152), (1487, 3072, 16384, 192), (2600, 4096, 28672, 224)]
+    ("m", "n", "k", "block_n"),
+    [(1804, 5376, 43008, 152), (1487, 3072, 16384, 192), (2600, 4096, 28672, 224), (640, 8192, 28672, 160)],
 )
 def test_long_chains_of_some_thousand_rows_fill_the_last_wave(m: int, n: int, k: int, block_n: int) -> None:
     """By equal parts of the rows; with tiles of fixed sizes, the first one took a sixth longer on an H200."""

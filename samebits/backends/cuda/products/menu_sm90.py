@@ -103,20 +103,20 @@ def _all_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
 _ACROSS = ((64, 1, 1, 224), (128, 2, 1, 200), (128, 2, 2, 256), (192, 3, 3, 192))  # and the most columns
 _DEEP = 12_000  # k over which what a tile's epilogue costs is little
 _LEAST_DEEP = 112  # rows of a part there
-_FILLED = 0.85  # the least part of all waves that has tiles
+_FILLED = 0.9  # the least part of all waves that has tiles
 _ACROSS_DEEP = (*_ACROSS[1:], (256, 2, 2, 192))
 
 
 def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The transpose, in tiles as wide as an equal part of all rows, to fill the last wave and waste none."""
-    if p.a_mn or p.m > 4096:
+    if p.a_mn or p.m > 8192:
         return []
+    found = _rows_across_deep(p, sms) if p.m > 512 else []
     if p.m > 1024:
-        return _rows_across_deep(p, sms)
+        return found
     # More rows gain nothing by flat tiles, and x @ weight.T of them by one kind alone.
     one_kind = p.m > 512 and not p.b_mn
     kinds = _ACROSS[2:3] if one_kind else _ACROSS[1:] if p.m > 512 else _ACROSS
-    found = []
     for parts in range(-(-p.m // 256), -(-p.m // 80) + 1):
         wide = max(80, -(-p.m // parts))
         for block_m, warpgroups, share, most in kinds:
@@ -134,27 +134,26 @@ def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 
 def _rows_across_deep(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """The same for some thousand rows and a long k, where other tiles leave much of the last wave idle."""
+    """The same for more rows and a long k, where other tiles leave much of the last wave idle."""
     if p.k < _DEEP:
         return []
-    found, turned = [], p.turned()
-    for parts in range(-(-p.m // 256), -(-p.m // _LEAST_DEEP) + 1):
-        for s in _equal_parts(p, -(-p.m // parts)):
-            waves = s.tiles(turned) / sms
-            if parts % s.cluster == 0 and waves >= _FILLED * math.ceil(waves):
-                found.append(s)
-    return found
-
-
-def _equal_parts(p: Gemm, wide: int) -> list[Sm90Schedule]:
-    """Transposed tiles for parts of `wide` rows, alone and in pairs."""
     found = []
-    for block_m, warpgroups, share, most in _ACROSS_DEEP:
-        columns = _columns_across(wide, block_m)
-        if columns <= most:
-            s = _schedule(p, block_m, columns, 64, warpgroups, share, swap=True)
-            found += [s, replace(s, cluster=2)]
+    for parts in range(-(-p.m // 256), -(-p.m // _LEAST_DEEP) + 1):
+        for kind in _ACROSS_DEEP:
+            waves = -(-p.n // kind[0]) * parts * p.batch / sms
+            if waves >= _FILLED * math.ceil(waves):
+                found += _equal_parts(p, parts, kind)
     return found
+
+
+def _equal_parts(p: Gemm, parts: int, kind: tuple[int, int, int, int]) -> list[Sm90Schedule]:
+    """Transposed tiles of a kind for so many parts of the rows: none if too wide, alone, and in pairs."""
+    block_m, warpgroups, share, most = kind
+    columns = _columns_across(-(-p.m // parts), block_m)
+    if columns > most:
+        return []
+    s = _schedule(p, block_m, columns, 64, warpgroups, share, swap=True)
+    return [s, replace(s, cluster=2)] if parts % 2 == 0 else [s]
 
 
 def _columns_across(wide: int, block_m: int) -> int:
@@ -208,8 +207,10 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
         for n in (256, 512, 1024, *range(2048, 8449, 512), 3 * 8448, 57344):
             found.update(dict.fromkeys(menu(Gemm(m, n, 1024, 1, a_mn, b_mn), sms), None))
     if not a_mn:
-        for wide in range(_LEAST_DEEP, 257, 8):
-            found.update(dict.fromkeys(_equal_parts(Gemm(4096, 4096, _DEEP, 1, a_mn, b_mn), wide), None))
+        for wide, kind in itertools.product(range(_LEAST_DEEP, 257, 8), _ACROSS_DEEP):
+            found.update(
+                dict.fromkeys(_equal_parts(Gemm(2 * wide, 4096, _DEEP, 1, a_mn, b_mn), 2, kind), None)
+            )
     # Many tiles of 64 tokens.
     found.update(dict.fromkeys(menu(Gemm(1344, 496, 1024, 1, a_mn, b_mn), 132), None))
     # Early start, prefetching and the order of tiles alternate.
