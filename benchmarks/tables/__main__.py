@@ -66,7 +66,9 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
 
 
 SHOWN = {gpu: tuple(GPU_BLOCKS) for gpu in GPUS} | {
-    "nvidia-h100-80gb-hbm3": ("held_out.json", "unaligned.json", "distributed.json")
+    "nvidia-h100-80gb-hbm3": (
+        *("held_out.json", "unaligned.json", "distributed.json", "segments.json", "verify.json"),
+    )
 }
 """Results that pages show of each GPU: all where ``samebits bench`` has run."""
 

@@ -22,7 +22,7 @@ _OUTSIDE = 9  # cycles to load 128 bytes outside of a matrix; eight such lines c
 _L2 = 15e6  # bytes a microsecond from L2 to all multiprocessors
 _GAP = 1.6  # microseconds between kernels
 _TALL_MN = 0.99  # factor of the time for tiles of 192 rows contiguous along m, at k of 2048 and more
-_ACROSS = 1.03  # the same for transposed tiles of more than a thousand rows
+_TURNED = 1.03  # the same for transposed tiles of more than a thousand rows
 _TOGETHER = 2048  # the most rows whose tiles are computed together, so that their operands stay in L2
 _STORE, _STORE_ROW, _STORE_BYTE = 1000.0, 1.0, 0.0775  # cycles to write a tile, for each row, for each byte
 _STAYS = 24 << 20  # bytes of an operand that stay in L2 while rows of tiles pass over it
@@ -99,7 +99,7 @@ def estimate(s: Sm90Schedule, product: Gemm, sms: int) -> float:
     extra = 0.2 if s.swap and product.m > s.block_n else 0.1 if s.cluster > 1 else 0
     us = _GAP + max(work) + 0.05 * sum(work) + s.block_m * s.block_n / s.share / 8192 + extra
     if s.swap and product.m > 1024:
-        return us * _ACROSS
+        return us * _TURNED
     return us * (_TALL_MN if product.a_mn and s.block_m == 192 and product.k >= 2048 else 1)
 
 
