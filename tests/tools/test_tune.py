@@ -69,6 +69,14 @@ def test_a_clear_winner_is_kept() -> None:
     assert found == Entry("tensor_core", schedule_data(of.ways[5].schedule), 8, 10)
 
 
+def test_who_is_timed_again() -> None:
+    """Four at most, the fastest first, and none that was far behind the choice or the best."""
+    first = {"0": 10.0, "1": 10.25, "2": 10.1, "3": 9.9, "4": 10.2, "5": 10.0, "6": 10.31}
+    assert measure.finalists(first) == ["3", "5", "2", "4"]
+    assert measure.finalists({"0": 10.0, "1": 10.29, "2": 10.31}) == ["1"]
+    assert measure.finalists({"0": 10.0, "1": 9.0, "2": 9.8}) == ["1"]
+
+
 @pytest.mark.parametrize(
     ("first", "final", "spread"),
     [

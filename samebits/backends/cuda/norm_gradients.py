@@ -42,7 +42,7 @@ class Shares(NamedTuple):
 
 
 def choose(n: int, itemsize: int) -> Shares:
-    """As few columns as still read memory by whole sectors, and more of them in wide rows."""
+    """In narrow rows as few columns as still read memory by whole sectors, in others what was fastest."""
     warps = next((w for w in (1, 2, 4) if n <= w * 512), 8)
     passes = next(p for p in (1, 2, 4) if n <= p * warps * 512)
     columns, stages, blocks = next(of for most, *of in _SHARES[itemsize] if n <= most)

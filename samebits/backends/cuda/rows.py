@@ -30,7 +30,7 @@ _ANY = (1 << 31) - 1  # blocks
 
 # Rows that threads have on their way where many are aligned, by passes and bytes of an entry; elsewhere none.
 _STAGES = {"softmax": {(2, 4): 3}, "rms_norm": {(1, 2): 3, (2, 2): 3, (1, 4): 3}}
-# What is otherwise where many aligned rows take a warp two passes each.
+# What differs where a warp takes many aligned rows in two passes each, if nothing is f32.
 _OF_A_WARP: dict[str, dict[str, Any]] = {"rms_norm": {"stages": 0, "blocks": 4}, "row_sum": {"fetched": 1}}
 # Wider rows of 16-bit values are asked for into the L2 cache.
 _FETCHED = {"rms_norm": 2048, "log_softmax": 2048, "softmax": 8192}
@@ -79,9 +79,12 @@ class Sharing(NamedTuple):
     """1: rows of later blocks are asked for into the L2 cache."""
 
 
-def choose_sharing(entry: str, rows: int, n: int, dtype: torch.dtype, aligned: bool) -> Sharing:
+def choose_sharing(
+    entry: str, rows: int, n: int, dtype: torch.dtype, aligned: bool, wide: bool = False
+) -> Sharing:
     """As few warps as take a row in a pass, or in two where there are many rows of 16-bit values.
 
+    Sums of long rows that are not aligned take them in pieces. `wide`: whether OUT or PARAM is f32.
     What differs between kernels was measured on an H200: docs/performance.md, "Row operations".
     """
     many, narrow = rows >= _MANY, dtype.itemsize == 2
@@ -105,14 +108,15 @@ def choose_sharing(entry: str, rows: int, n: int, dtype: torch.dtype, aligned: b
         whole=int(vector > 1 and n == held * warps * _PASS and not spills),
         fetched=int(fetched and held > 0),
     )
-    of_a_warp = many and vector > 1 and (warps, held) == (1, 2)
+    of_a_warp = many and vector > 1 and (warps, held) == (1, 2) and not wide
     return sharing._replace(**_OF_A_WARP.get(entry, {})) if of_a_warp else sharing
 
 
 def sharings(n: int, dtype: torch.dtype) -> list[Sharing]:
     """All choices for rows of `n` values."""
-    cases = itertools.product(_OF_ROWS, (1, _MANY), (True, False))
-    found = list(dict.fromkeys(choose_sharing(entry, rows, n, dtype, of) for entry, rows, of in cases))
+    cases = itertools.product(_OF_ROWS, (1, _MANY), (True, False), (False, True))
+    every = (choose_sharing(entry, rows, n, dtype, of, wide) for entry, rows, of, wide in cases)
+    found = list(dict.fromkeys(every))
     return found + [s._replace(split=True) for s in found if n >= _LONG]
 
 
@@ -181,7 +185,7 @@ def _plan(
     forced: Sharing | None,
 ) -> tuple[runtime.Kernel, int, int]:
     """A kernel of rows.cu, the rows that a block takes at a time, and how many blocks there are at most."""
-    sharing = choose_sharing(entry, _MANY if many else 1, n, x, aligned)
+    sharing = choose_sharing(entry, _MANY if many else 1, n, x, aligned, torch.float32 in (out, param))
     if forced in sharings(n, x):
         sharing = forced if aligned else forced._replace(vector=1, stages=0, whole=0)
     info = devices.device_info(device)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from samebits.backends.cuda.products import choice_sm90, menu_sm90
+from samebits.backends.cuda.products import choice_sm90, menu_sm90, segmented_sm90
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
 
 LAYOUTS = list(itertools.product((False, True), repeat=2))
@@ -81,7 +81,7 @@ def test_which_kernels_let_the_next_one_start(m: int, n: int, k: int, b_mn: bool
 
 
 def test_transposed_tiles_reach_a_thousand_rows() -> None:
-    """Those of gradients. More than 512 rows of x @ weight.T have one kind of them."""
+    """Those of gradients, with a k below 12,000. More than 512 rows of x @ weight.T have one kind of them."""
     found = {
         layout: [m for m in (129, 512, 513, 1024, 1025) if menu_sm90._rows_across(gemm(m, layout), 132)]
         for layout in LAYOUTS
@@ -100,12 +100,28 @@ def test_long_chains_of_some_thousand_rows_fill_the_last_wave(m: int, n: int, k:
     """By equal parts of the rows; with tiles of fixed sizes, the first one took a sixth longer on an H200."""
     chosen = choice_sm90.choose(Gemm(m, n, k, b_mn=True), 132)
     assert (chosen.swap, chosen.block_n) == (True, block_n)
-    tiles = chosen.tiles(Gemm(n, m, k, a_mn=True))
+    tiles = chosen.tiles(Gemm(m, n, k, b_mn=True).turned())
     assert tiles / 132 > 0.9 * -(-tiles // 132)
 
 
-def test_short_chains_of_some_thousand_rows_are_not_transposed() -> None:
-    assert not any(s.swap for s in menu_sm90.menu(Gemm(1900, 5120, 5120, b_mn=True), 132))
+@pytest.mark.parametrize(("m", "k"), [(1900, 5120), (8193, 14336)])
+def test_other_products_of_many_rows_are_not_transposed(m: int, k: int) -> None:
+    assert not any(s.swap for s in menu_sm90.menu(Gemm(m, 5120, k, b_mn=True), 132))
+
+
+def test_transposed_tiles_of_many_rows_must_be_clearly_cheaper() -> None:
+    """By the model, those of 256 x 192 are cheaper by less than 3 %. On an H200 they took longer."""
+    chosen = choice_sm90.choose(Gemm(3000, 8192, 28672), 132)
+    assert (chosen.swap, chosen.block_m, chosen.block_n) == (False, 256, 192)
+
+
+def test_segments_come_in_pairs_only_with_a_long_k() -> None:
+    def clusters(k: int) -> set[int]:
+        found = segmented_sm90.candidates(Gemm(4096, 4096, k), 132, light=True)
+        return {s.cluster for s in found}
+
+    assert clusters(8192) == {1}
+    assert clusters(131_072) == {1, 2}
 
 
 def test_few_tiles_of_long_chains_are_narrow() -> None:

@@ -288,6 +288,7 @@ SIZES = st.integers(0, 17).flatmap(lambda bits: st.integers(1, 1 << bits))
 @given(SIZES, SIZES, SIZES, st.integers(1, 4), st.sampled_from([58, 66, 78, 114, 132, 144]))
 @example(1344, 496, 16, 1, 132)
 @example(1030, 289, 16, 1, 66)
+@example(564, 8192, 111_774, 1, 78)
 def test_what_is_chosen_is_in_the_hopper_catalogue(
     a_mn: bool, b_mn: bool, m: int, n: int, k: int, batch: int, sms: int
 ) -> None:

@@ -19,6 +19,8 @@ def test_a_warp_alone_takes_rows_in_its_own_way() -> None:
     for entry in ("rms_norm", "row_sum"):  # few rows, and rows that are not aligned, are taken as others
         assert rows.choose_sharing(entry, 16, 1024, BF16, True).fetched == 0
         assert rows.choose_sharing(entry, 4096, 1001, BF16, False).fetched == 0
+    wide = rows.choose_sharing("rms_norm", 4096, 1024, BF16, True, wide=True)  # f32 takes more registers
+    assert (wide.stages, wide.blocks) == (3, 3)
 
 
 def test_sums_take_long_unaligned_rows_in_pieces() -> None:

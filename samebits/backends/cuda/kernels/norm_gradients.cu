@@ -36,8 +36,9 @@ constexpr int PAIRS = (COLUMNS <= 16 ? 8 : 4) / EACH;
 constexpr int LANES = COLUMNS < 32 ? COLUMNS : 32;
 constexpr int BATCHES = TOKENS / (2 * PAIRS);
 
-static_assert(ACROSS >= 1 && ACROSS <= 32 && AHEAD % 2 == 0 && TOKENS == BATCHES * 2 * PAIRS && ALIGNED &&
-              PRODUCERS <= 7);
+static_assert(ACROSS >= 1 && ACROSS <= 32 && AHEAD % 2 == 0 && TOKENS == BATCHES * 2 * PAIRS && ALIGNED);
+// The adder waits for the next stage before it frees the last one.
+static_assert(PRODUCERS >= 2 && PRODUCERS <= 7 && COLUMNS % (LANES * EACH) == 0);
 
 struct Params {
     NormGradParams of_rows;

@@ -98,7 +98,7 @@ def estimate(s: Sm90Schedule, product: Gemm, sms: int) -> float:
     # Clusters start together. With few rows, B is read again for every further tile.
     extra = 0.2 if s.swap and product.m > s.block_n else 0.1 if s.cluster > 1 else 0
     us = _GAP + max(work) + 0.05 * sum(work) + s.block_m * s.block_n / s.share / 8192 + extra
-    if s.swap and product.m > 1024:
+    if s.swap and s.warpgroups > 1 and product.m > 1024:
         return us * _TURNED
     return us * (_TALL_MN if product.a_mn and s.block_m == 192 and product.k >= 2048 else 1)
 

@@ -73,9 +73,14 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
     def catalogue(self) -> Sequence[Sm90Schedule]:
         rows, columns = (1, 8, 16, 24, 32, 64, 200, 512, 4096), (256, 1536, 4096, 14336)
         sizes = list(itertools.product(rows, columns, (1, 8, 128)))
+        others = itertools.product((80, 128, 192, 512, 1024, 4096), (24, 64, 112, 512, 4096), (1, 8, 128))
+        products = [
+            *((sms, 1024, *of) for sms, of in itertools.product((114, 132), sizes)),
+            *((132, k, *of) for of, k in itertools.product(others, (512, 65_536))),
+        ]
         found = [
-            chosen(Gemm(m, n, 1024, batch, a_mn, b_mn), sms, of_terms)
-            for sms, (m, n, batch) in itertools.product((114, 132), sizes)
+            chosen(Gemm(m, n, k, batch, a_mn, b_mn), sms, of_terms)
+            for sms, k, m, n, batch in products
             for a_mn, b_mn, of_terms in ((False, False, False), (False, True, False), (True, True, True))
         ]
         for (m, n, batch), k in itertools.product(sizes, (64, 512)):

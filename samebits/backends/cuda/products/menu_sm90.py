@@ -102,19 +102,19 @@ def _all_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 _ACROSS = ((64, 1, 1, 224), (128, 2, 1, 200), (128, 2, 2, 256), (192, 3, 3, 192))  # and the most columns
 _DEEP = 12_000  # k over which what a tile's epilogue costs is little
-_LEAST_DEEP = 112  # rows of a part there
+_LEAST_DEEP, _MOST_DEEP = 112, 8192  # rows of a part there, and of all
 _FILLED = 0.9  # the least part of all waves that has tiles
 _ACROSS_DEEP = (*_ACROSS[1:], (256, 2, 2, 192))
 
 
 def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The transpose, in tiles as wide as an equal part of all rows, to fill the last wave and waste none."""
-    if p.a_mn or p.m > 8192:
+    if p.a_mn or p.m > _MOST_DEEP:
         return []
     found = _rows_across_deep(p, sms) if p.m > 512 else []
     if p.m > 1024:
         return found
-    # More rows gain nothing by flat tiles, and x @ weight.T of them by one kind alone.
+    # With a shorter k, more than 512 rows gain nothing by flat tiles, and x @ weight.T by one kind alone.
     one_kind = p.m > 512 and not p.b_mn
     kinds = _ACROSS[2:3] if one_kind else _ACROSS[1:] if p.m > 512 else _ACROSS
     for parts in range(-(-p.m // 256), -(-p.m // 80) + 1):
@@ -138,11 +138,11 @@ def _rows_across_deep(p: Gemm, sms: int) -> list[Sm90Schedule]:
     if p.k < _DEEP:
         return []
     found = []
-    for parts in range(-(-p.m // 256), -(-p.m // _LEAST_DEEP) + 1):
+    for parts in range(-(-p.m // 256), p.m // _LEAST_DEEP + 1):
         for kind in _ACROSS_DEEP:
             waves = -(-p.n // kind[0]) * parts * p.batch / sms
             if waves >= _FILLED * math.ceil(waves):
-                found += _equal_parts(p, parts, kind)
+                found += [s for s in _equal_parts(p, parts, kind) if p.k <= _LONG or s.cluster > 1]
     return found
 
 
@@ -200,7 +200,7 @@ def _rows(p: Gemm, splits: int, sms: int) -> Sequence[int]:
 
 @functools.cache
 def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
-    """Every kind of schedule that :func:`choose` can return. Verification shows that none changes a bit."""
+    """Every kind of schedule that ``choice_sm90.choose`` can return. ``verify`` runs them all."""
     found: dict[Sm90Schedule, None] = {}
     rows = (8, 16, 32, 64, 128, *range(136, 257, 8), *range(272, 513, 16), 4096)
     for sms, m in itertools.product((66, 114, 132), rows):

@@ -76,13 +76,13 @@ class Sm90Schedule:
         return not (tall_mn and self.block_m // self.share % 64)
 
     def tiles(self, p: Gemm) -> int:
-        """Tiles of a product; with ``swap``, of one that is transposed."""
+        """Tiles of a product as the kernel sees it: with ``swap``, of ``p.turned()``."""
         return -(-p.m // self.block_m) * -(-p.n // (self.block_n * self.cluster)) * self.cluster * p.batch
 
     def resident(self, sms: int) -> int:
         """Clusters that run at once. Clusters of four leave some multiprocessors idle: 30 run on an H200."""
         usable = sms if self.cluster <= 2 else sms * 10 // 11
-        return usable * self.blocks // self.cluster
+        return max(1, usable * self.blocks // self.cluster)
 
     def grid(self, rows: int, columns: int, batch: int, sms: int) -> tuple[int, int, int]:
         """The grid for `rows` and `columns` of the output (with `swap`, of its transpose)."""

@@ -38,6 +38,7 @@ _OTHER_REGISTERS = 38  # of a consumer, besides sums
 _MOST_HELD = 3  # levels in registers: the kernel has the code of 2^HELD segments
 _TILES = ((128, 128), (128, 192), (256, 96), (128, 96))  # that two warpgroups share
 _SHORT = (128, 128)  # of these, with a ring so short that one more level waits in shared memory
+_PAIRS = 40_000  # k above which blocks may be in pairs; those of 128 x 128 were up to 4 % slower below
 _STALL = 400  # cycles between the segments of a warpgroup
 _TO_L2 = 25  # bytes a cycle between a multiprocessor and L2, of sums that wait, beside loads of operands
 _TO_SHARED = 100  # to shared memory: assumed
@@ -85,11 +86,9 @@ def _in_l2(s: Sm90Schedule, segments: int) -> int:
 def _usable(s: Sm90Schedule, light: bool) -> bool:
     """Whether sums stay in registers while a segment is multiplied. Others would be spilled.
 
-    Pairs are left out: at 512 rows they were up to 4 % slower on an H200, and as fast at more.
     `light`: whether the epilogue takes few registers, see :func:`_light`.
     """
-    fits = (light or _accumulators(s) < 160) and not (s.swap and s.warpgroups > s.share)
-    return fits and s.cluster == 1
+    return (light or _accumulators(s) < 160) and not (s.swap and s.warpgroups > s.share)
 
 
 def _light(v: Sm90Variant) -> bool:
@@ -128,7 +127,7 @@ def candidates(p: Gemm, sms: int, light: bool) -> list[Sm90Schedule]:
     """The schedules that :func:`choose` picks from, each as it would run."""
     more = _shared(p.a_mn, p.b_mn) if p.m > 128 else []
     some = [*choice_sm90.candidates(p, sms), *(choice_sm90.settle(s, p, sms) for s in more)]
-    return [s for s in some if _usable(s, light)]
+    return [s for s in some if _usable(s, light) and (s.cluster == 1 or p.k > _PAIRS)]
 
 
 @functools.lru_cache(maxsize=4096)
