@@ -88,7 +88,8 @@ def _usable(s: Sm90Schedule, light: bool) -> bool:
 
     `light`: whether the epilogue takes few registers, see :func:`_light`.
     """
-    return (light or _accumulators(s) < 160) and not (s.swap and s.warpgroups > s.share)
+    teams = s.warpgroups > s.share
+    return (light or _accumulators(s) < 160) and not (teams and (s.swap or s.cluster > 1))
 
 
 def _light(v: Sm90Variant) -> bool:
