@@ -41,7 +41,7 @@ _SMALL = ("softmax", 2), ("log_softmax", 2), ("layer_norm", 2), ("layer_norm", 4
 _SMEM = 216 << 10  # of a multiprocessor, which is free for them
 
 _LONG_BLOCKS = 2  # of a multiprocessor
-_LONG_AHEAD = 2  # steps that a block has on their way, as AHEAD of long_sums.cu
+_LONG_AHEAD = 2  # steps that a block has on their way
 
 # The parameter structs of rows.cu and long_sums.cu.
 _PARAMS = {
@@ -261,7 +261,7 @@ def long_spec(
     """The kernel of long_sums.cu."""
     types = ("IN", TYPES[x]), ("OUT", TYPES[out])
     shared = ("WARPS", 8), ("PASSES", 0), ("VECTOR", vector), ("WHOLE", 0)
-    read = ("STAGES", 0), ("BLOCKS", _LONG_BLOCKS), ("FETCHED", 0)
+    read = ("STAGES", 0), ("BLOCKS", _LONG_BLOCKS), ("FETCHED", 0), ("AHEAD", _LONG_AHEAD)
     return compiler.KernelSpec(
         *("long_sums.cu", "long_sums", _PARAMS["long_sums"], (*types, *shared, *read)),
         block=_THREADS,

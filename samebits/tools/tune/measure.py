@@ -37,10 +37,11 @@ __all__ = [
 MARGIN = 0.01
 """A schedule that is faster than the choice by less is no winner, however little the times spread."""
 
-_FINALISTS, _CLOSE, _BEHIND = 4, 1.08, 1.03
-"""How many are timed again beside the choice, and how far behind the best and the choice they may be before.
+_FINALISTS = 4
+"""How many are timed again beside the choice. Before, large products take turns, at another clock."""
 
-Large products take turns at first, at another clock than each has alone."""
+_CLOSE, _BEHIND = 1.08, 1.03
+"""How far behind the best, and behind the choice, they may be in those turns."""
 
 
 class Clock(Protocol):

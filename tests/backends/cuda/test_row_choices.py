@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from samebits.backends.cuda import columns, compiler, devices, norm_gradients, rows
+from samebits.backends.cuda import columns, devices, norm_gradients, rows
 
 BF16 = torch.bfloat16
 
@@ -70,8 +70,3 @@ def test_few_columns_have_a_multiprocessor_each(
     hopper = SimpleNamespace(max_smem=227 << 10, sm_count=132)
     monkeypatch.setattr(devices, "device_info", lambda device: hopper)
     assert columns._shape_of_block(n, 32, 0) == shape
-
-
-def test_a_long_sum_has_as_many_steps_on_their_way_as_its_kernel() -> None:
-    source = (compiler.KERNELS / "long_sums.cu").read_text()
-    assert f"constexpr int AHEAD = {rows._LONG_AHEAD};" in source

@@ -5,7 +5,8 @@
 // A sum of a step is stored as the complement of its bits. That is never zero: no addition gives a NaN of all ones.
 // So zero, which is there first, stands for a sum that is still to come.
 //
-// Macros: IN, OUT and VECTOR as in rows.cu. WARPS is 8 and PASSES 0.
+// Macros: IN, OUT and VECTOR as in rows.cu, and AHEAD, the steps that a block has on their way. WARPS is 8 and
+// PASSES 0.
 
 #include "row_matrix.cuh"
 
@@ -13,7 +14,6 @@ using In = Element<IN>;
 using Out = Element<OUT>;
 
 constexpr int CHAINS = contract::CHAINS;
-constexpr int AHEAD = 2;                  // steps that a block has on their way
 constexpr int ADDERS = THREADS / 32 - 1;  // warps that read steps for the first one
 constexpr int EACH = 32;                  // steps that one reads at a time
 constexpr int ROUND = ADDERS * EACH;      // steps that they read together

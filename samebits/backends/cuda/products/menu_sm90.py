@@ -11,9 +11,9 @@ from dataclasses import replace
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 
-__all__ = ["catalogue", "menu"]
+__all__ = ["LONG", "catalogue", "menu"]
 
-_LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles are wide and in clusters
+LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles are wide and in clusters
 
 
 def _schedule(
@@ -70,7 +70,7 @@ def _many_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
     # while one is written.
     shared = [_schedule(p, block_m, block_n, 64, 2, 2) for block_m, block_n in _SHARED]
     pairs = [replace(s, cluster=2) for s in shared]
-    if p.k > _LONG and min(p.m, p.n) > 256 and p.m * p.n * p.batch >= sms * 128 * 192:
+    if p.k > LONG and min(p.m, p.n) > 256 and p.m * p.n * p.batch >= sms * 128 * 192:
         return [*pairs, *_rows_across(p, sms)]
     if p.bound_by_writes(sms):  # smaller tiles take up to a third longer
         teams = [_schedule(p, block_m, block_n, 64, 2, 1) for block_m, block_n in _WRITTEN]
@@ -142,7 +142,7 @@ def _rows_across_deep(p: Gemm, sms: int) -> list[Sm90Schedule]:
         for kind in _ACROSS_DEEP:
             waves = -(-p.n // kind[0]) * parts * p.batch / sms
             if waves >= _FILLED * math.ceil(waves):
-                found += [s for s in _equal_parts(p, parts, kind) if p.k <= _LONG or s.cluster > 1]
+                found += [s for s in _equal_parts(p, parts, kind) if p.k <= LONG or s.cluster > 1]
     return found
 
 

@@ -38,7 +38,6 @@ _OTHER_REGISTERS = 38  # of a consumer, besides sums
 _MOST_HELD = 3  # levels in registers: the kernel has the code of 2^HELD segments
 _TILES = ((128, 128), (128, 192), (256, 96), (128, 96))  # that two warpgroups share
 _SHORT = (128, 128)  # of these, with a ring so short that one more level waits in shared memory
-_PAIRS = 40_000  # k above which blocks may be in pairs; those of 128 x 128 were up to 4 % slower below
 _STALL = 400  # cycles between the segments of a warpgroup
 _TO_L2 = 25  # bytes a cycle between a multiprocessor and L2, of sums that wait, beside loads of operands
 _TO_SHARED = 100  # to shared memory: assumed
@@ -113,9 +112,7 @@ def _shared(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
 
 def _cost(s: Sm90Schedule, p: Gemm, sms: int, segments: int) -> float:
     """Estimated microseconds, to compare schedules: those of the plain product, and what the tree adds."""
-    rows, columns = (p.n, p.m) if s.swap else (p.m, p.n)
-    tiles = -(-rows // s.block_m) * -(-columns // s.block_n)
-    rounds = -(-tiles // (sms * s.blocks))
+    rounds = -(-s.tiles(p.turned() if s.swap else p) // (sms * s.blocks))
     waits = segments >> _levels(segments) - _in_l2(s, segments)  # sums that wait in L2, and the last one
     l2 = 2 * (waits - 1) * _sums(s) / _TO_L2
     shared = 2 * ((segments >> held(s, segments)) - waits) * _sums(s) / _TO_SHARED
@@ -128,7 +125,8 @@ def candidates(p: Gemm, sms: int, light: bool) -> list[Sm90Schedule]:
     """The schedules that :func:`choose` picks from, each as it would run."""
     more = _shared(p.a_mn, p.b_mn) if p.m > 128 else []
     some = [*choice_sm90.candidates(p, sms), *(choice_sm90.settle(s, p, sms) for s in more)]
-    return [s for s in some if _usable(s, light) and (s.cluster == 1 or p.k > _PAIRS)]
+    # Pairs of 128 x 128 were up to 4 % slower. With a longer k, others were not timed.
+    return [s for s in some if _usable(s, light) and (s.cluster == 1 or p.k > menu_sm90.LONG)]
 
 
 @functools.lru_cache(maxsize=4096)
