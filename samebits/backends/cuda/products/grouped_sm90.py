@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from samebits.backends.cuda import compiler, devices, runtime
-from samebits.backends.cuda.products import choice_sm90, tensor_core_sm90
+from samebits.backends.cuda.products import choice_sm90, menu_sm90, tensor_core_sm90
 from samebits.backends.cuda.products.gemm_sm90 import Gemm, reached
 from samebits.backends.cuda.products.grouped import GroupedCudaPlan, nothing
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
@@ -26,6 +25,7 @@ __all__ = [
     "chosen",
     "estimate",
     "for_sequences",
+    "kind",
     "output_strides",
     "spec",
     "variant",
@@ -61,9 +61,14 @@ def _few_rows(p: Gemm) -> Sm90Schedule:
     return found.filled(found.panels, p.b_mn, p.a_mn)
 
 
-def _kind(s: Sm90Schedule) -> Sm90Schedule:
+def kind(s: Sm90Schedule) -> Sm90Schedule:
     """Without what no kernel is compiled for."""
     return replace(s, group=16, early=False)
+
+
+def _tiles(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
+    """Those for many rows."""
+    return [replace(s, ahead=0) for s in menu_sm90.catalogue(a_mn, b_mn) if not s.swap]
 
 
 class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
@@ -71,22 +76,14 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
 
     @functools.cached_property
     def catalogue(self) -> Sequence[Sm90Schedule]:
-        rows, columns = (1, 8, 16, 24, 32, 64, 200, 512, 4096), (256, 1536, 4096, 14336)
-        sizes = list(itertools.product(rows, columns, (1, 8, 128)))
-        others = itertools.product((80, 128, 192, 512, 1024, 4096), (24, 64, 112, 512, 4096), (1, 8, 128))
-        products = [
-            *((sms, 1024, *of) for sms, of in itertools.product((114, 132), sizes)),
-            *((132, k, *of) for of, k in itertools.product(others, (512, 65_536))),
+        """Every kind of schedule that :meth:`choose` can return, by the menu that it chooses from."""
+        of_terms = _tiles(True, True)
+        found = [*_tiles(False, False), *_tiles(False, True), *of_terms]
+        found += [
+            _few_rows(Gemm(m, 1, 1, 1, False, b_mn)) for m in (4, 8, 16, 24, 32) for b_mn in (False, True)
         ]
-        found = [
-            chosen(Gemm(m, n, k, batch, a_mn, b_mn), sms, of_terms)
-            for sms, k, m, n, batch in products
-            for a_mn, b_mn, of_terms in ((False, False, False), (False, True, False), (True, True, True))
-        ]
-        for (m, n, batch), k in itertools.product(sizes, (64, 512)):
-            g = Gemm(m, n, k, batch, True, True)
-            found.append(for_sequences(chosen(g, 132, True), g))
-        return tuple(dict.fromkeys(found))
+        found += [for_sequences(s, Gemm(1, 1, 1024, 1, True, True)) for s in of_terms]
+        return tuple({kind(s): s for s in found}.values())
 
     def supports(self, p: GroupedProduct) -> bool:
         """Whether TMA can read the operands, as groups of rows along k, and there are few enough groups."""
@@ -118,12 +115,12 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
         if not p.of_terms and g.m <= 64:
             found += [_few_rows(replace(g, m=m)) for m in (-(-g.m // 2), g.m)]
         a, b = (not side.k_major for side in _sides(p))
-        right = (s for s in found if _kind(s) in self._kinds and s.fits(a, b))
+        right = (s for s in found if kind(s) in self.kinds and s.fits(a, b))
         return tuple(dict.fromkeys((self.choose(p), *right)))
 
     @functools.cached_property
-    def _kinds(self) -> set[Sm90Schedule]:
-        return {_kind(s) for s in self.catalogue}
+    def kinds(self) -> set[Sm90Schedule]:
+        return {kind(s) for s in self.catalogue}
 
     def cost(self, p: GroupedProduct, s: Sm90Schedule) -> float:
         g, sms = balanced(p), devices.device_info(p.device).sm_count
