@@ -428,18 +428,18 @@ def main() -> None:
     parser.add_argument(
         "--triton", action="store_true", help="its kernels too, but for racecheck: their barriers are its own"
     )
-    parser.add_argument("--exchange", action="store_true", help="only sums of ranks")
-    parser.add_argument("--chains", action="store_true", help="only sums over tokens and of long rows")
+    parser.add_argument(
+        "--only",
+        choices=("chains", "exchanges", "segments"),
+        help="sums over tokens and of long rows, sums of ranks, or sums in segments",
+    )
     options = parser.parse_args()
-    if options.chains:
-        chains()
-        return
-    if options.exchange:
-        exchanges()
-        return
     every = options.every
     if options.racecheck:
         all_lanes_arrive()
+    if options.only:
+        {"chains": chains, "exchanges": exchanges, "segments": partial(segmented, every)}[options.only]()
+        return
     found = itertools.chain(
         products(every), tiny_products(every), long_products(every), float32_outputs(every)
     )

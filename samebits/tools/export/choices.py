@@ -17,7 +17,7 @@ import torch
 
 from samebits.backends.cuda import linear_logp_sm90, matmul, tuned
 from samebits.backends.cuda.products import choice_sm90, grouped_sm90
-from samebits.backends.cuda.products.fma import FMA
+from samebits.backends.cuda.products.fma import FMA, TERMS
 from samebits.backends.cuda.products.fma_sm90 import FMA_SM90
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
@@ -258,9 +258,10 @@ def _best(p: Gemm, kernels: Sequence[Sm90Schedule], sms: int) -> Sm90Schedule:
 # ---- All others ----
 
 
-def _product(step: Step, device: int, m: int, n: int, batch: int, a_by_k: bool, b_by_k: bool) -> Product:
-    """A product that the copy engine can read. No choice made of it depends on k."""
-    k = 4096
+def _product(
+    step: Step, device: int, m: int, n: int, k: int, batch: int, a_by_k: bool, b_by_k: bool
+) -> Product:
+    """A product that the copy engine can read."""
     dtype = torch.float32 if step == "fma" else torch.bfloat16
 
     def matrix(rows: int, columns: int, transposed: bool = False) -> Matrix:
@@ -274,26 +275,31 @@ def _product(step: Step, device: int, m: int, n: int, batch: int, a_by_k: bool, 
 
 
 def universal(step: Step, sizes: Sizes, device: int, batch: int) -> Table3:
-    """The choice of the universal kernel's schedules."""
+    """The choice of the universal kernel's schedules, which does not depend on k."""
     kernel: Any = FMA if step == "fma" else TENSOR_CORE
-    return _by_products(lambda m, n: kernel.choose(_product(step, device, m, n, batch, True, True)), sizes)
+
+    def of(m: int, n: int, k: int) -> Any:
+        return kernel.choose(_product(step, device, m, n, k, batch, True, True))
+
+    return _by_products(of, sizes, ANY)
 
 
 def fma_sm90(sizes: Sizes, device: int, batch: int, a_by_k: bool, b_by_k: bool) -> Table3:
     """The choice of schedules in float32 on Hopper; None where the universal kernel is faster."""
 
-    def of(m: int, n: int) -> Any:
-        p = _product("fma", device, m, n, batch, a_by_k, b_by_k)
+    def of(m: int, n: int, k: int) -> Any:
+        p = _product("fma", device, m, n, k, batch, a_by_k, b_by_k)
         s = FMA_SM90.choose(p)
         return s if FMA_SM90.cost(p, s) < FMA.cost(p, FMA.choose(p)) else None
 
-    return _by_products(of, sizes)
+    return _by_products(of, sizes, (*TERMS[:-1], LARGEST))
 
 
-def _by_products(of: Callable[[int, int], Any], sizes: Sizes) -> Table3:
+def _by_products(of: Callable[[int, int, int], Any], sizes: Sizes, terms: Sequence[int]) -> Table3:
     every = sorted({*sizes.k, *sizes.n})  # either is n: of x @ weight.T, and of dy @ weight
     rows = sorted({*sizes.m, *every})
-    return Table3((rows, every, ANY), [of(m, n) for m, n in itertools.product(rows, every)])
+    cells = [of(m, n, min(k, TERMS[-1])) for m, n, k in itertools.product(rows, every, terms)]
+    return Table3((rows, every, terms), cells)
 
 
 def statistics() -> Table3:

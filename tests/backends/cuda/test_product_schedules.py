@@ -396,12 +396,21 @@ def test_what_tma_reads_for_the_fma_kernel(x: Tensor, turned: bool | None) -> No
     assert fma_sm90._turned(Matrix.of(x), -2, -1) is turned
 
 
-def test_blocks_that_share_a_multiprocessor_are_counted() -> None:
-    """Of 256 tiles three may meet on one of 132: four feeders with one tile at a time are faster."""
-    best = min(fma_sm90.MANY, key=lambda s: s.time(256, 4096, 1, 132))
-    assert (best.tile_m, best.tile_n, best.min_blocks) == (64, 64, 1)
-    wide = min(fma_sm90.MANY, key=lambda s: s.time(2048, 4096, 1, 132))
-    assert (wide.tile_m, wide.tile_n) == (128, 128)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "by_k", "tile", "blocks"),
+    [
+        (256, 4096, 4096, True, (64, 128), 1),  # of 256 tiles of 64 x 64 some would wait for a second round
+        (512, 4096, 4096, True, (128, 128), 1),  # 128 tiles: each has a multiprocessor to itself
+        (2048, 4096, 4096, True, (128, 128), 2),  # 512: those that share one hide each other's waits
+        (2048, 4096, 4096, False, (128, 128), 1),  # there is less to transpose
+        (256, 8192, 32, True, (64, 64), 4),  # few terms: what matters is how soon tiles are stored
+    ],
+)
+def test_blocks_that_share_a_multiprocessor_are_counted(
+    m: int, n: int, k: int, by_k: bool, tile: tuple[int, int], blocks: int
+) -> None:
+    best = min(fma_sm90.MANY, key=lambda s: s.time(m, n, k, 1, by_k, 132))
+    assert (best.tile_m, best.tile_n, best.min_blocks) == (*tile, blocks)
 
 
 @pytest.mark.parametrize(
@@ -421,8 +430,8 @@ def test_few_rows_of_fma_have_small_tiles(m: int, n: int, tile: tuple[int, int],
     [
         (16, 4096, False, True),
         (17, 4096, False, False),  # four k are read at a time only where they lie side by side
-        (256, 4096, True, True),
-        (257, 4096, True, False),
+        (128, 4096, True, True),
+        (256, 4096, True, False),
         (512, 256, True, True),  # as few outputs
         (512, 256, False, False),
     ],

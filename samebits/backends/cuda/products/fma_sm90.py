@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda.products.fma import terms
 from samebits.backends.cuda.products.plan import (
     CudaKernel,
     CudaPlan,
@@ -33,6 +34,8 @@ TILE_K = 32
 _PARAMS = "128s128s P3q P3q Pq 10i".replace(" ", "")
 _SMEM, _SMEM_OF_ALL, _SMEM_RESERVED = 227 << 10, 228 << 10, 1 << 10
 _MOST_STAGES = 8
+_START, _STORE = 1500.0, 0.12
+"""Nanoseconds of a round of blocks beside its arithmetic: in all, and for each element of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,10 @@ class FmaSm90Schedule:
         warps_m, warps_n: rows and columns of warps in a block.
         depth: k, or quads of k, whose operands a thread has in registers. All except one are prefetched.
         min_blocks: blocks that must fit on one multiprocessor.
-        alone, busy: nanoseconds for a tile over one k, fitted to times of ``benchmarks.tune`` on an H200.
-            ``alone`` is for a block that has a multiprocessor to itself. ``busy`` is for each of the
-            ``min_blocks`` that share one.
+        alone, busy: nanoseconds for a tile over one k, fitted to times on an H200, where both operands are
+            contiguous along k. ``alone`` is for a block that has a multiprocessor to itself. ``busy`` is for
+            each of the ``min_blocks`` that share one.
+        by_rows: the same two where an operand is contiguous along m or n.
     """
 
     thread_m: int
@@ -59,6 +63,7 @@ class FmaSm90Schedule:
     min_blocks: int
     alone: float = field(kw_only=True)
     busy: float = field(kw_only=True)
+    by_rows: tuple[float, float] = field(kw_only=True)
 
     @property
     def tile_m(self) -> int:
@@ -77,20 +82,25 @@ class FmaSm90Schedule:
     def threads(self) -> int:
         return (self.warps_m * self.warps_n + self.helpers) * 32
 
-    def time(self, m: int, n: int, batch: int, sm_count: int) -> float:
-        """Estimated nanoseconds for one k of ``batch`` matrices of ``[m, n]``."""
+    def time(self, m: int, n: int, k: int, batch: int, by_k: bool, sm_count: int) -> float:
+        """Estimated nanoseconds for ``batch`` matrices of ``[m, n]`` with k terms."""
+        alone, busy = (self.alone, self.busy) if by_k else self.by_rows
+        full = self.min_blocks * busy
         tiles = -(-m // self.tile_m) * -(-n // self.tile_n) * batch
         rounds, rest = divmod(tiles / sm_count, self.min_blocks)  # of as many as fit, and of the rest
-        time = rounds * max(self.alone, self.min_blocks * self.busy)
-        return time + max(self.alone, self.shared(int(rounds), rest) * self.busy) if rest else time
+        time = rounds * full
+        if rest:  # between one block on a multiprocessor and all that fit
+            more = self.shared(int(rounds), rest) - 1
+            time += alone + more * (full - alone) / max(1, self.min_blocks - 1)
+        return time * k + (rounds + (rest > 0)) * (_START + _STORE * self.tile_m * self.tile_n)
 
     def shared(self, rounds: int, rest: float) -> int:
         """Blocks on one multiprocessor in the last round.
 
         The last round has `rest` blocks for each multiprocessor, and comes after `rounds` full rounds.
         """
-        # A multiprocessor may get one more than its share while others are idle.
-        return 1 if rest <= 1 else min(self.min_blocks, math.ceil(rest + 0.5))
+        # In the first round a multiprocessor may get one more than its share while others are idle.
+        return min(self.min_blocks, math.ceil(rest) + (rounds == 0 and rest > 2))
 
     def spec(self, a_turned: bool, b_turned: bool) -> compiler.KernelSpec:
         """The kernel for operands that are contiguous along k (turned) or along m and n."""
@@ -186,10 +196,6 @@ class FmaFewSchedule(FmaSm90Schedule):
     def helpers(self) -> int:
         return 1
 
-    def shared(self, rounds: int, rest: float) -> int:
-        # Blocks of equal length end together. The first free multiprocessors then take as many as they can.
-        return self.min_blocks if rounds else FmaSm90Schedule.shared(self, rounds, rest)
-
     def spec(self, a_turned: bool, b_turned: bool) -> compiler.KernelSpec:
         line = sum(round_up(rows * TILE_K * 4, 1024) for rows in (self.tile_m, self.tile_n))
         stage = self.lines * line + 16
@@ -205,37 +211,39 @@ class FmaFewSchedule(FmaSm90Schedule):
 
 
 MANY = (
-    FmaManySchedule(8, 8, 4, 4, 2, 2, 2, 16, 0, alone=93.5, busy=85.9),
-    FmaManySchedule(8, 8, 4, 4, 1, 2, 3, 16, 1, alone=56.4, busy=43.7),
-    FmaManySchedule(8, 8, 4, 2, 2, 2, 2, 16, 2, alone=58.3, busy=43.0),
-    FmaManySchedule(8, 4, 4, 2, 2, 2, 4, 32, 1, alone=29.9, busy=23.0),
-    FmaManySchedule(8, 4, 4, 2, 2, 2, 3, 32, 2, alone=32.8, busy=22.9),
-    FmaManySchedule(8, 4, 4, 2, 2, 2, 1, 32, 4, alone=25.2, busy=24.0),
-    FmaManySchedule(12, 2, 4, 1, 4, 2, 1, 32, 4, alone=21.6, busy=20.4),
-    FmaManySchedule(4, 4, 4, 2, 2, 4, 3, 32, 2, alone=19.7, busy=13.3),
-    FmaManySchedule(4, 4, 4, 2, 2, 4, 2, 32, 4, alone=15.1, busy=14.0),
-    FmaManySchedule(4, 2, 4, 2, 2, 4, 3, 32, 4, alone=10.3, busy=9.2),
+    FmaManySchedule(8, 8, 4, 4, 3, 2, 1, 16, 2, alone=131, busy=131, by_rows=(122.7, 122.7)),
+    FmaManySchedule(8, 8, 4, 4, 2, 2, 2, 16, 0, alone=93, busy=86, by_rows=(91.8, 85)),
+    FmaManySchedule(8, 8, 4, 4, 2, 2, 1, 16, 3, alone=88.2, busy=88.2, by_rows=(83.2, 83.2)),
+    FmaManySchedule(8, 8, 4, 4, 2, 2, 1, 32, 3, alone=90.3, busy=90.3, by_rows=(82, 82)),
+    FmaManySchedule(8, 4, 4, 4, 3, 2, 1, 32, 3, alone=70.8, busy=70.8, by_rows=(67.7, 67.7)),
+    FmaManySchedule(8, 8, 4, 2, 2, 2, 3, 16, 1, alone=61.8, busy=44.1, by_rows=(49.6, 40.9)),
+    FmaManySchedule(8, 8, 4, 2, 2, 2, 2, 16, 2, alone=57.9, busy=47.2, by_rows=(47.6, 41.8)),
+    FmaManySchedule(8, 4, 4, 2, 4, 2, 1, 32, 4, alone=45.9, busy=45.9, by_rows=(43.9, 43.9)),
+    FmaManySchedule(8, 4, 4, 2, 2, 2, 4, 32, 1, alone=38, busy=24.3, by_rows=(30.5, 23.4)),
+    FmaManySchedule(8, 4, 4, 2, 2, 2, 3, 32, 2, alone=32.6, busy=24.6, by_rows=(25.8, 22.7)),
+    FmaManySchedule(8, 4, 4, 2, 2, 2, 1, 32, 4, alone=24.9, busy=24.9, by_rows=(24.4, 24.4)),
+    FmaManySchedule(12, 2, 4, 1, 4, 2, 1, 32, 4, alone=21.8, busy=21.8, by_rows=(21.3, 21.3)),
+    FmaManySchedule(4, 4, 4, 2, 2, 4, 3, 32, 2, alone=18.9, busy=14.5, by_rows=(13.7, 12.6)),
+    FmaManySchedule(4, 4, 4, 2, 2, 4, 2, 32, 4, alone=14.8, busy=13.9, by_rows=(13.1, 12.7)),
+    FmaManySchedule(4, 2, 4, 2, 2, 4, 3, 32, 4, alone=10.1, busy=9.5, by_rows=(10, 9.1)),
 )
 
 FEW = (
-    FmaFewSchedule(1, 1, 1, 1, 1, 4, 2, 4, alone=2.55, busy=2.5),
-    FmaFewSchedule(1, 1, 1, 1, 1, 4, 3, 2, alone=2.75, busy=2.45),
-    FmaFewSchedule(1, 1, 4, 1, 1, 4, 3, 4, alone=2.6, busy=1.0),
-    FmaFewSchedule(1, 1, 4, 2, 1, 4, 3, 4, alone=2.62, busy=1.55),
-    FmaFewSchedule(1, 1, 4, 2, 2, 4, 1, 4, alone=2.9, busy=2.6),
-    FmaFewSchedule(2, 1, 4, 1, 4, 4, 1, 4, alone=4.0, busy=3.4),
-    FmaFewSchedule(2, 2, 4, 1, 3, 4, 1, 4, alone=5.0, busy=4.1),
-    FmaFewSchedule(2, 2, 4, 2, 2, 2, 1, 4, alone=5.1, busy=4.7),
-    FmaFewSchedule(4, 2, 4, 1, 3, 2, 2, 2, alone=8.1, busy=7.1),
-    FmaFewSchedule(4, 2, 4, 1, 4, 2, 2, 2, alone=8.4, busy=7.7),
-    FmaFewSchedule(4, 4, 4, 1, 4, 2, 2, 2, alone=13.6, busy=12.4),
-    FmaFewSchedule(4, 4, 4, 1, 4, 2, 3, 1, alone=15.1, busy=13.3),
+    FmaFewSchedule(1, 1, 1, 1, 1, 4, 2, 4, alone=2.05, busy=2.5, by_rows=(2.9, 3.2)),
+    FmaFewSchedule(1, 1, 1, 1, 1, 4, 3, 2, alone=2.25, busy=2.2, by_rows=(3.1, 3.1)),
+    FmaFewSchedule(1, 1, 4, 1, 1, 4, 3, 4, alone=2.1, busy=0.83, by_rows=(2.9, 1.15)),
+    FmaFewSchedule(1, 1, 4, 2, 1, 4, 3, 4, alone=2.12, busy=1.38, by_rows=(2.95, 1.95)),
+    FmaFewSchedule(1, 1, 4, 2, 2, 4, 1, 4, alone=2.4, busy=2.1, by_rows=(3.35, 2.95)),
+    FmaFewSchedule(2, 1, 4, 1, 4, 4, 1, 4, alone=3.5, busy=2.9, by_rows=(5.3, 4.4)),
+    FmaFewSchedule(2, 2, 4, 1, 3, 4, 1, 4, alone=4.5, busy=3.6, by_rows=(7, 6)),
+    FmaFewSchedule(2, 2, 4, 2, 2, 2, 1, 4, alone=4.6, busy=4.2, by_rows=(7, 6)),
+    FmaFewSchedule(4, 2, 4, 1, 3, 2, 2, 2, alone=7.6, busy=6.85, by_rows=(10.6, 9.6)),
+    FmaFewSchedule(4, 2, 4, 1, 4, 2, 2, 2, alone=7.9, busy=7.45, by_rows=(11, 10.4)),
+    FmaFewSchedule(4, 4, 4, 1, 3, 2, 3, 2, alone=12.5, busy=11.9, by_rows=(16.3, 15.5)),
+    FmaFewSchedule(4, 4, 4, 1, 4, 2, 2, 2, alone=13.1, busy=12.1, by_rows=(17, 15.8)),
+    FmaFewSchedule(4, 4, 4, 1, 4, 2, 3, 1, alone=14.6, busy=13.1, by_rows=(19, 17)),
 )
-_FEW_ROWS, _FEW_ROWS_BY_K, _FEW_BY_K = (
-    16,
-    256,
-    1 << 17,
-)  # rows, rows for operands contiguous along k, and their outputs
+_FEW_ROWS = 16  # unless both operands are contiguous along k
 
 
 def _turned(x: Matrix, row_dim: int, k_dim: int) -> bool | None:
@@ -252,6 +260,11 @@ def _turned(x: Matrix, row_dim: int, k_dim: int) -> bool | None:
     if lines(rows, row_stride, k, k_stride):  # these need no transpose
         return False
     return True if lines(k, k_stride, rows, row_stride) else None
+
+
+def _by_k(p: Product) -> bool:
+    """Whether both operands are contiguous along k, as those of ``linear``'s forward."""
+    return bool(_turned(p.a, -2, -1) and _turned(p.b, -1, -2))
 
 
 def _batched(x: Matrix) -> bool | None:
@@ -294,14 +307,13 @@ class FmaSm90Kernel(CudaKernel[FmaSm90Schedule]):
         )
 
     def choose(self, p: Product) -> FmaSm90Schedule:
-        by_k = _turned(p.a, -2, -1) and _turned(p.b, -1, -2)
-        few = p.m <= _FEW_ROWS or (by_k and (p.m <= _FEW_ROWS_BY_K or p.m * p.n <= _FEW_BY_K))
-        among: Sequence[FmaSm90Schedule] = FEW if few else MANY
+        among: Sequence[FmaSm90Schedule] = MANY + FEW if _by_k(p) or p.m <= _FEW_ROWS else MANY
         return min(among, key=lambda s: self.cost(p, s))
 
     def cost(self, p: Product, s: FmaSm90Schedule) -> float:
         sm_count = devices.device_info(p.device).sm_count
-        return s.time(p.m, p.n, p.batch, sm_count) * max(1, p.k) / 1000
+        k = terms(p.k)
+        return s.time(p.m, p.n, k, p.batch, _by_k(p), sm_count) / k * p.k / 1000
 
     def plan(self, p: Product, s: FmaSm90Schedule | None = None) -> CudaPlan:
         need(
