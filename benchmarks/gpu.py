@@ -1,6 +1,6 @@
 """The products of ``samebits bench`` and their environment, recorded in benchmarks/results/<gpu>/bench.json.
 
-python -m benchmarks.gpu [--quick] [--peers] [--backend NAME] [--commit COMMIT]
+python -m benchmarks.gpu [--quick] [--dtype NAME...] [--peers] [--backend NAME] [--commit COMMIT]
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from rich.console import Console
 
 from benchmarks.record import RESULTS, environment, lines_of_progress, results_file, slug, write
 from samebits.tools import bench
+from samebits.tools.text import dtype_name
+
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few shapes")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES, help="only products of these")
     parser.add_argument("--peers", action="store_true", help="other libraries too, if installed")
     parser.add_argument("--backend", help="in place of the automatic choice")
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
@@ -27,7 +31,9 @@ def main() -> None:
     options = parser.parse_args()
     record = environment(options.commit)
     console = Console(width=150)
-    cases = bench.quick() if options.quick else bench.CASES
+    cases = [
+        c for c in (bench.quick() if options.quick else bench.CASES) if dtype_name(c.dtype) in options.dtype
+    ]
     data = bench.bench(
         cases, peers=options.peers, backend=options.backend, progress=lines_of_progress(console)
     )

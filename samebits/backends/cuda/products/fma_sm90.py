@@ -90,17 +90,18 @@ class FmaSm90Schedule:
         rounds, rest = divmod(tiles / sm_count, self.min_blocks)  # of as many as fit, and of the rest
         time = rounds * full
         if rest:  # between one block on a multiprocessor and all that fit
-            more = self.shared(int(rounds), rest) - 1
+            more = self.shared(int(rounds), rest, full * k) - 1
             time += alone + more * (full - alone) / max(1, self.min_blocks - 1)
         return time * k + (rounds + (rest > 0)) * (_START + _STORE * self.tile_m * self.tile_n)
 
-    def shared(self, rounds: int, rest: float) -> int:
+    def shared(self, rounds: int, rest: float, length: float) -> int:
         """Blocks on one multiprocessor in the last round.
 
-        The last round has `rest` blocks for each multiprocessor, and comes after `rounds` full rounds.
+        The last round has `rest` blocks for each multiprocessor, and comes after `rounds` full rounds, of
+        which each takes `length` nanoseconds.
         """
         # In the first round a multiprocessor may get one more than its share while others are idle.
-        return min(self.min_blocks, math.ceil(rest) + (rounds == 0 and rest > 2))
+        return 1 if rest <= 1 else min(self.min_blocks, math.ceil(rest if rounds else rest + 0.5))
 
     def spec(self, a_turned: bool, b_turned: bool) -> compiler.KernelSpec:
         """The kernel for operands that are contiguous along k (turned) or along m and n."""
@@ -196,6 +197,11 @@ class FmaFewSchedule(FmaSm90Schedule):
     def helpers(self) -> int:
         return 1
 
+    def shared(self, rounds: int, rest: float, length: float) -> int:
+        # Short blocks end together. The first free multiprocessors then take more than their share.
+        found = FmaSm90Schedule.shared(self, rounds, rest, length)
+        return min(self.min_blocks, found + 1) if rounds and length < _DRIFT else found
+
     def spec(self, a_turned: bool, b_turned: bool) -> compiler.KernelSpec:
         line = sum(round_up(rows * TILE_K * 4, 1024) for rows in (self.tile_m, self.tile_n))
         stage = self.lines * line + 16
@@ -239,10 +245,12 @@ FEW = (
     FmaFewSchedule(2, 2, 4, 2, 2, 2, 1, 4, alone=4.6, busy=4.2, by_rows=(7, 6)),
     FmaFewSchedule(4, 2, 4, 1, 3, 2, 2, 2, alone=7.6, busy=6.85, by_rows=(10.6, 9.6)),
     FmaFewSchedule(4, 2, 4, 1, 4, 2, 2, 2, alone=7.9, busy=7.45, by_rows=(11, 10.4)),
-    FmaFewSchedule(4, 4, 4, 1, 3, 2, 3, 2, alone=12.5, busy=11.9, by_rows=(16.3, 15.5)),
-    FmaFewSchedule(4, 4, 4, 1, 4, 2, 2, 2, alone=13.1, busy=12.1, by_rows=(17, 15.8)),
-    FmaFewSchedule(4, 4, 4, 1, 4, 2, 3, 1, alone=14.6, busy=13.1, by_rows=(19, 17)),
+    FmaFewSchedule(4, 4, 4, 1, 3, 2, 3, 2, alone=13, busy=12.4, by_rows=(16.3, 15.5)),
+    FmaFewSchedule(4, 4, 4, 1, 4, 2, 2, 2, alone=13.6, busy=12.65, by_rows=(17, 15.8)),
+    FmaFewSchedule(4, 4, 4, 1, 4, 2, 3, 1, alone=15.2, busy=13.6, by_rows=(19, 17)),
 )
+_DRIFT = 80_000.0
+"""Nanoseconds after which blocks of equal length no longer end together."""
 _FEW_ROWS = 16  # unless both operands are contiguous along k
 
 
