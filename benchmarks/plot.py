@@ -337,6 +337,7 @@ PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = (
             ("roofline", gpu_roofline),
             ("drift", gpu_drift),
         )
+        if gpu == GPUS[0] or what == "speed"
     }
     | {f"{gpu}-attention.svg": (f"{gpu}/attention.json", gpu_attention) for gpu in measured("attention.json")}
     | {f"{gpu}-rows.svg": (f"{gpu}/rows.json", gpu_rows) for gpu in measured("rows.json")}

@@ -30,7 +30,8 @@ def measured(results: str) -> list[str]:
     return sorted(path.parent.name for path in RESULTS.glob(f"*/{results}"))
 
 
-GPUS = measured("bench.json")
+GPUS = sorted(measured("bench.json"), key=lambda gpu: -len([*(RESULTS / gpu).iterdir()]))
+"""Folders of GPUs. The first has most results."""
 
 
 def tiny(data: dict[str, Any]) -> list[dict[str, Any]]:

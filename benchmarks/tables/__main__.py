@@ -27,10 +27,10 @@ BLOCK = re.compile(
 GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "bench.json": {
         "summary": products.gpu_summary,
+        "behind": products.gpu_behind,
         "forward": products.gpu_forward,
         "backward": products.gpu_backward,
         "tiny": products.gpu_tiny,
-        "host": products.gpu_host,
         "drift": products.gpu_drift,
     },
     "attention.json": {
@@ -65,39 +65,33 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
 }
 
 
-SHOWN = {gpu: tuple(GPU_BLOCKS) for gpu in GPUS} | {
-    "nvidia-h100-80gb-hbm3": (
-        *("held_out.json", "unaligned.json", "distributed.json", "segments.json", "verify.json"),
-    )
-}
-"""Results that pages show of each GPU: all where ``samebits bench`` has run."""
+ALSO = ("summary", "held-out", "unaligned", "distributed", "segments", "verify")
+"""What pages show of every GPU; all else is of the first alone."""
 
 
 def gpu_block(gpu: str, results: str, write: Callable[[dict[str, Any]], str]) -> str:
     return write(load(f"{gpu}/{results}")) if gpu in measured(results) else "Not measured yet."
 
 
-BLOCKS: dict[str, Callable[[], str]] = (
-    {
-        "before-after": models.before_after,
-        "reference-speed": cpu.reference_speed,
-        "drift": cpu.drift,
-        "support": proofs.supported,
-        "mode-replaced": mode.mode_replaced,
-        "mode-vectors": mode.mode_vectors,
-        "mode-reported": mode.mode_reported,
-        "tuned-tables": tuning.tuned_tables,
-        "architectures": lambda: gpu_block("cpu", "zoo.json", report.architectures),
-        "architectures-fp8": lambda: gpu_block("cpu", "zoo_fp8.json", report.fp8),
-    }
-    | {f"{gpu}-price": partial(models.gpu_price, gpu) for gpu in GPUS}
-    | {
-        f"{gpu}-{what}": partial(gpu_block, gpu, results, write)
-        for gpu, some in SHOWN.items()
-        for results in some
-        for what, write in GPU_BLOCKS[results].items()
-    }
-)
+BLOCKS: dict[str, Callable[[], str]] = {
+    "before-after": models.before_after,
+    "price": models.the_price,
+    "reference-speed": cpu.reference_speed,
+    "drift": cpu.drift,
+    "support": proofs.supported,
+    "mode-replaced": mode.mode_replaced,
+    "mode-vectors": mode.mode_vectors,
+    "mode-reported": mode.mode_reported,
+    "tuned-tables": tuning.tuned_tables,
+    "architectures": lambda: gpu_block("cpu", "zoo.json", report.architectures),
+    "architectures-fp8": lambda: gpu_block("cpu", "zoo_fp8.json", report.fp8),
+} | {
+    f"{gpu}-{what}": partial(gpu_block, gpu, results, write)
+    for gpu in GPUS
+    for results, blocks in GPU_BLOCKS.items()
+    for what, write in blocks.items()
+    if gpu == GPUS[0] or what in ALSO
+}
 
 
 def main() -> None:

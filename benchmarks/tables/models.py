@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks import peers, price, ranks
 from benchmarks.host import ratios
-from benchmarks.record import load, measured, slug
+from benchmarks.record import GPUS, load, measured, slug
 from benchmarks.tables.text import measured_on_gpu, table
 
 
@@ -181,24 +181,32 @@ def gpu_distributed(data: dict[str, Any]) -> str:
     )
 
 
-def gpu_price(gpu: str) -> str:
+def the_price() -> str:
     """README's table of speed."""
-    said = (
-        f"On one {load(f'{gpu}/bench.json')['environment']['gpu']}; time, PyTorch = 1, below 1 is faster."
-        " Geometric means, and the worst case. Steps under `enable_batch_invariant_mode`, the GRPO step under"
-        " `batch_invariant`. Where PyTorch's FP8 product refused a call, half the time of its bf16 one stands"
-        " for it. PyTorch's decode takes a slow path of its attention there, because of the"
-        " cache's mask."
-    )
-    head, rows = ["work", "time", "worst", "others", "measured"], price.rows(gpu)
-    if any(others for *_, others, _ in rows):
-        said += (
-            f" Others: in one run with samebits, {load(f'{gpu}/peers.json')['environment']['date']}, on fewer"
-            " shapes, products forward only: see [Related projects](docs/beside.md)."
+    (first, *more), records = GPUS, {gpu: load(f"{gpu}/bench.json")["environment"]["gpu"] for gpu in GPUS}
+    names = {gpu: record.removeprefix("NVIDIA ").split()[0] for gpu, record in records.items()}
+    besides = [{work: row for work, *row in price.rows(gpu)} for gpu in more]
+    rows = []
+    for work, mean, worst, others, date in price.rows(first):
+        found = [beside.get(work, ["", "", "", ""]) for beside in besides]
+        dates = dict.fromkeys((date, *(row[-1] for row in found if row[-1])))
+        rows.append(
+            [work, mean, worst, *(cell for row in found for cell in row[:2]), others, ", ".join(dates)]
         )
-        return "\n\n".join((table(head, rows), said))
-    without = ([*row[:3], row[4]] for row in rows)
-    return "\n\n".join((table([*head[:3], head[4]], without), said))
+    head = ["work", *(cell for gpu in GPUS for cell in (names[gpu], "worst")), "others", "measured"]
+    said = (
+        f"On one {' or '.join(records.values())}; time, PyTorch = 1, below 1 is faster. Geometric means, and"
+        " the worst case. Steps under `enable_batch_invariant_mode`, the GRPO step under `batch_invariant`."
+        " Where PyTorch's FP8 product refused a call, half the time of its bf16 one stands for it. PyTorch's"
+        " decode takes a slow path of its attention there, because of the cache's mask."
+    )
+    if first in measured("peers.json"):
+        date = load(f"{first}/peers.json")["environment"]["date"]
+        said += (
+            f" Others: in one run with samebits on an {names[first]}, {date}, on fewer shapes, products"
+            " forward only: see [Related projects](docs/beside.md)."
+        )
+    return "\n\n".join((table(head, rows), said))
 
 
 def gpu_peers(data: dict[str, Any]) -> str:

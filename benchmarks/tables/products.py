@@ -12,6 +12,8 @@ from benchmarks.tables.text import measured_on_gpu, table
 from samebits.tools.bench.cases import BETWEEN
 from samebits.tools.bench.report import forward, ratio, summary
 
+_BEHIND = 0.97
+
 
 def gpu_summary(data: dict[str, Any]) -> str:
     rows = []
@@ -82,14 +84,22 @@ def gpu_tiny(data: dict[str, Any]) -> str:
     return "\n\n".join((table(head, rows), said, shown))
 
 
-def gpu_host(data: dict[str, Any]) -> str:
+def gpu_behind(data: dict[str, Any]) -> str:
+    """Kinds of products of which some are behind torch's by more than :data:`_BEHIND`."""
+    kinds: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for c in data["cases"]:
+        if c["work"] in ("forward", "dX", "dW") and c["dtype"] != "float16":
+            kinds.setdefault((c["dtype"], c["work"], c["m"]), []).append(c)
     rows = []
-    for line in data["host"]:
-        us = line["us"]
-        shape = f"{line['m']}, {line['k']}, {line['n']}"
-        ours, theirs = us["samebits"], us["torch"]
-        rows.append([line["operation"], shape, f"{ours:.1f}", f"{theirs:.1f}", f"{ours / theirs:.2f}"])
-    return table(["eager call", "M, K, N", "samebits, µs", "torch, µs", "ratio"], rows)
+    for (dtype, work, m), cases in sorted(kinds.items()):
+        behind = [c for c in cases if ratio(c) < _BEHIND]
+        if not behind:
+            continue
+        worst = min(behind, key=ratio)
+        mean = statistics.geometric_mean(map(ratio, cases))
+        at = f"{ratio(worst):.2f} at {worst['k']}, {worst['n']}"
+        rows.append([work, dtype, f"{m:,}", f"{len(behind)} of {len(cases)}", f"{mean:.3f}", at])
+    return table(["work", "dtype", "M", "behind", "geometric mean of all", "worst, at K, N"], rows)
 
 
 def gpu_drift(data: dict[str, Any]) -> str:
