@@ -1,17 +1,23 @@
 #!/usr/bin/env bash
-# All benchmarks that want a GPU, one after the other, in some twenty minutes: bash benchmarks/gpu.sh OUT [COMMIT]
+# All benchmarks that want a GPU, one after the other, in some forty minutes: bash benchmarks/gpu.sh OUT [COMMIT [NAME...]]
 #
-# With OUT, results go there and not into benchmarks/results/; COMMIT names what is measured where git cannot tell.
+# With OUT, results go there and not into benchmarks/results/; COMMIT names what is measured where git cannot tell. NAME: only
+# these, such as bench and attention.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=$1 commit=${2:-$(git rev-parse HEAD)}
+shift "$(($# < 2 ? $# : 2))"
+wanted=" $* "
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-python=${PYTHON:-python3} status=0
+python=${PYTHON:-python3} status=0 ran=""
+"$python" -c 'import samebits.backends._replay' || { echo "steps and calls want samebits' C extension: pip install -e ." && exit 2; }
 
 measure() { # NAME SECONDS COMMAND...
   local name=$1 limit=$2
   shift 2
+  [[ $wanted == "  " || $wanted == *" $name "* ]] || return 0
+  ran+=" $name "
   printf '\n==> %s\n' "$name"
   timeout --signal INT --kill-after 20 "$limit" "$python" -m "$@" --commit "$commit" --out "$out/$name.json" \
     >"$out/$name.log" 2>&1 || status=1
@@ -19,7 +25,7 @@ measure() { # NAME SECONDS COMMAND...
 }
 
 measure logp 80 benchmarks.logp
-measure peers 90 benchmarks.peers
+measure peers 130 benchmarks.peers
 measure models 140 benchmarks.models
 measure steps 90 benchmarks.steps
 measure rows 90 benchmarks.rows
@@ -31,10 +37,15 @@ measure scaled_grouped 60 benchmarks.scaled --only scaled_grouped
 measure unaligned 60 benchmarks.unaligned
 measure fp8_accuracy 60 benchmarks.fp8_accuracy
 measure fp8_invariance 180 benchmarks.fp8_invariance
+measure segments 120 benchmarks.segments
 measure held_out 200 benchmarks.held_out
 measure bench 450 benchmarks.gpu
 measure attention 300 benchmarks.attention
 measure attention_invariance 180 benchmarks.attention_invariance
 measure counters 60 benchmarks.counters
 measure triton 200 benchmarks.gpu --quick --backend triton
+measure verify 450 benchmarks.verify
+for name in $wanted; do
+  [[ $ran == *" $name "* ]] || { echo "unknown: $name" && status=2; }
+done
 exit $status

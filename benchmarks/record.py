@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "load_before": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
+        "replays": find_spec("samebits.backends._replay") is not None,
         "versions": {name: v for name in packages if (v := _version(name))},
         **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
     }
