@@ -65,7 +65,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
 }
 
 
-ALSO = ("summary", "held-out", "unaligned", "distributed", "segments", "verify")
+ALSO = ("summary", "behind", "held-out", "unaligned", "distributed", "segments", "verify")
 """What pages show of every GPU; all else is of the first alone."""
 
 

@@ -17,8 +17,8 @@ import torch
 
 from samebits.backends.cuda import linear_logp_sm90, matmul, tuned
 from samebits.backends.cuda.products import choice_sm90, grouped_sm90
-from samebits.backends.cuda.products.fma import FMA, TERMS
-from samebits.backends.cuda.products.fma_sm90 import FMA_SM90
+from samebits.backends.cuda.products.fma import FMA
+from samebits.backends.cuda.products.fma_sm90 import FMA_SM90, TERMS
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE

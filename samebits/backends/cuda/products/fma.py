@@ -24,12 +24,7 @@ from samebits.backends.cuda.products.plan import (
 )
 from samebits.backends.product import Product, refuse_large
 
-__all__ = ["FMA", "SCHEDULES", "TERMS", "FmaSchedule", "kernel_spec", "terms"]
-
-TERMS = (256, 1024, 4096)
-"""Schedules are chosen for as many terms as the first of these that is not fewer, or for the last."""
-_START = 2000.0
-"""Nanoseconds of a launch before and after its arithmetic."""
+__all__ = ["FMA", "SCHEDULES", "FmaSchedule", "kernel_spec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +98,6 @@ SCHEDULES = (
 )
 
 
-def terms(k: int) -> int:
-    """How many terms a schedule is chosen for, of :data:`TERMS`."""
-    return next((some for some in TERMS if k <= some), TERMS[-1])
-
-
 def kernel_spec(
     schedule: FmaSchedule,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
@@ -172,7 +162,7 @@ class FmaKernel(CudaKernel[FmaSchedule]):
 
     def cost(self, p: Product, s: FmaSchedule) -> float:
         sm_count = devices.device_info(p.device).sm_count
-        return (s.time(p.m, p.n, p.batch, sm_count) + _START / terms(p.k)) * max(1, p.k) / 1000
+        return s.time(p.m, p.n, p.batch, sm_count) * max(1, p.k) / 1000
 
     def plan(self, p: Product, s: FmaSchedule | None = None) -> CudaPlan:
         s = s or self.choose(p)

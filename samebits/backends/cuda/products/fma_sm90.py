@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 
 from samebits.backends.cuda import compiler, devices, runtime
-from samebits.backends.cuda.products.fma import terms
 from samebits.backends.cuda.products.plan import (
     CudaKernel,
     CudaPlan,
@@ -26,7 +25,7 @@ from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES
 from samebits.backends.cuda.tensor_maps import Maps
 from samebits.backends.product import LARGEST, Matrix, Product, need, refuse_large
 
-__all__ = ["FEW", "FMA_SM90", "MANY", "FmaFewSchedule", "FmaManySchedule", "FmaSm90Schedule"]
+__all__ = ["FEW", "FMA_SM90", "MANY", "TERMS", "FmaFewSchedule", "FmaManySchedule", "FmaSm90Schedule"]
 
 TILE_K = 32
 """k in a pipeline stage. A row of a raw tile is one line of the swizzle."""
@@ -34,6 +33,8 @@ TILE_K = 32
 _PARAMS = "128s128s P3q P3q Pq 10i".replace(" ", "")
 _SMEM, _SMEM_OF_ALL, _SMEM_RESERVED = 227 << 10, 228 << 10, 1 << 10
 _MOST_STAGES = 8
+TERMS = (256, 1024, 4096)
+"""Schedules are chosen for as many terms as the first of these that is not fewer, or for the last."""
 _START, _STORE = 1500.0, 0.12
 """Nanoseconds of a round of blocks beside its arithmetic: in all, and for each element of a tile."""
 
@@ -82,17 +83,31 @@ class FmaSm90Schedule:
     def threads(self) -> int:
         return (self.warps_m * self.warps_n + self.helpers) * 32
 
-    def time(self, m: int, n: int, k: int, batch: int, by_k: bool, sm_count: int) -> float:
-        """Estimated nanoseconds for ``batch`` matrices of ``[m, n]`` with k terms."""
+    def each(self, m: int, n: int, k: int, batch: int, by_k: bool, sm_count: int) -> float:
+        """Estimated nanoseconds for one of the k terms of ``batch`` matrices of ``[m, n]``.
+
+        `by_k`: whether both operands are contiguous along k.
+        """
         alone, busy = (self.alone, self.busy) if by_k else self.by_rows
         full = self.min_blocks * busy
+        rounds, rest = self._rounds(m, n, batch, sm_count)
+        if not rest:
+            return rounds * full
+        # Between one block on a multiprocessor and all that fit.
+        more = self.shared(rounds, rest, full * k) - 1
+        return rounds * full + alone + more * (full - alone) / max(1, self.min_blocks - 1)
+
+    def time(self, m: int, n: int, k: int, batch: int, by_k: bool, sm_count: int) -> float:
+        """Estimated nanoseconds in all: terms, and what a round of blocks takes beside them."""
+        rounds, rest = self._rounds(m, n, batch, sm_count)
+        beside = _START + _STORE * self.tile_m * self.tile_n
+        return self.each(m, n, k, batch, by_k, sm_count) * k + (rounds + (rest > 0)) * beside
+
+    def _rounds(self, m: int, n: int, batch: int, sm_count: int) -> tuple[int, float]:
+        """Rounds of as many blocks as fit, and how many for each multiprocessor are in the last one."""
         tiles = -(-m // self.tile_m) * -(-n // self.tile_n) * batch
-        rounds, rest = divmod(tiles / sm_count, self.min_blocks)  # of as many as fit, and of the rest
-        time = rounds * full
-        if rest:  # between one block on a multiprocessor and all that fit
-            more = self.shared(int(rounds), rest, full * k) - 1
-            time += alone + more * (full - alone) / max(1, self.min_blocks - 1)
-        return time * k + (rounds + (rest > 0)) * (_START + _STORE * self.tile_m * self.tile_n)
+        rounds, rest = divmod(tiles / sm_count, self.min_blocks)
+        return int(rounds), rest
 
     def shared(self, rounds: int, rest: float, length: float) -> int:
         """Blocks on one multiprocessor in the last round.
@@ -235,19 +250,19 @@ MANY = (
 )
 
 FEW = (
-    FmaFewSchedule(1, 1, 1, 1, 1, 4, 2, 4, alone=2.05, busy=2.5, by_rows=(2.9, 3.2)),
-    FmaFewSchedule(1, 1, 1, 1, 1, 4, 3, 2, alone=2.25, busy=2.2, by_rows=(3.1, 3.1)),
-    FmaFewSchedule(1, 1, 4, 1, 1, 4, 3, 4, alone=2.1, busy=0.83, by_rows=(2.9, 1.15)),
-    FmaFewSchedule(1, 1, 4, 2, 1, 4, 3, 4, alone=2.12, busy=1.38, by_rows=(2.95, 1.95)),
-    FmaFewSchedule(1, 1, 4, 2, 2, 4, 1, 4, alone=2.4, busy=2.1, by_rows=(3.35, 2.95)),
-    FmaFewSchedule(2, 1, 4, 1, 4, 4, 1, 4, alone=3.5, busy=2.9, by_rows=(5.3, 4.4)),
-    FmaFewSchedule(2, 2, 4, 1, 3, 4, 1, 4, alone=4.5, busy=3.6, by_rows=(7, 6)),
-    FmaFewSchedule(2, 2, 4, 2, 2, 2, 1, 4, alone=4.6, busy=4.2, by_rows=(7, 6)),
-    FmaFewSchedule(4, 2, 4, 1, 3, 2, 2, 2, alone=7.6, busy=6.85, by_rows=(10.6, 9.6)),
-    FmaFewSchedule(4, 2, 4, 1, 4, 2, 2, 2, alone=7.9, busy=7.45, by_rows=(11, 10.4)),
-    FmaFewSchedule(4, 4, 4, 1, 3, 2, 3, 2, alone=13, busy=12.4, by_rows=(16.3, 15.5)),
-    FmaFewSchedule(4, 4, 4, 1, 4, 2, 2, 2, alone=13.6, busy=12.65, by_rows=(17, 15.8)),
-    FmaFewSchedule(4, 4, 4, 1, 4, 2, 3, 1, alone=15.2, busy=13.6, by_rows=(19, 17)),
+    FmaFewSchedule(1, 1, 1, 1, 1, 4, 2, 4, alone=2.05, busy=2.5, by_rows=(2.55, 2.5)),
+    FmaFewSchedule(1, 1, 1, 1, 1, 4, 3, 2, alone=2.25, busy=2.2, by_rows=(2.75, 2.45)),
+    FmaFewSchedule(1, 1, 4, 1, 1, 4, 3, 4, alone=2.1, busy=0.83, by_rows=(2.6, 1)),
+    FmaFewSchedule(1, 1, 4, 2, 1, 4, 3, 4, alone=2.12, busy=1.38, by_rows=(2.62, 1.55)),
+    FmaFewSchedule(1, 1, 4, 2, 2, 4, 1, 4, alone=2.4, busy=2.1, by_rows=(2.9, 2.9)),
+    FmaFewSchedule(2, 1, 4, 1, 4, 4, 1, 4, alone=3.5, busy=2.9, by_rows=(4, 4)),
+    FmaFewSchedule(2, 2, 4, 1, 3, 4, 1, 4, alone=4.5, busy=3.6, by_rows=(5, 5)),
+    FmaFewSchedule(2, 2, 4, 2, 2, 2, 1, 4, alone=4.6, busy=4.2, by_rows=(5.1, 5.1)),
+    FmaFewSchedule(4, 2, 4, 1, 3, 2, 2, 2, alone=7.6, busy=6.85, by_rows=(8.1, 7.1)),
+    FmaFewSchedule(4, 2, 4, 1, 4, 2, 2, 2, alone=7.9, busy=7.45, by_rows=(8.4, 7.7)),
+    FmaFewSchedule(4, 4, 4, 1, 3, 2, 3, 2, alone=13, busy=12.4, by_rows=(12.8, 12.2)),
+    FmaFewSchedule(4, 4, 4, 1, 4, 2, 2, 2, alone=13.6, busy=12.65, by_rows=(13.6, 12.4)),
+    FmaFewSchedule(4, 4, 4, 1, 4, 2, 3, 1, alone=15.2, busy=13.6, by_rows=(15.1, 13.3)),
 )
 _DRIFT = 80_000.0
 """Nanoseconds after which blocks of equal length no longer end together."""
@@ -268,6 +283,11 @@ def _turned(x: Matrix, row_dim: int, k_dim: int) -> bool | None:
     if lines(rows, row_stride, k, k_stride):  # these need no transpose
         return False
     return True if lines(k, k_stride, rows, row_stride) else None
+
+
+def terms(k: int) -> int:
+    """How many terms a schedule is chosen for, of :data:`TERMS`."""
+    return next((some for some in TERMS if k <= some), TERMS[-1])
 
 
 def _by_k(p: Product) -> bool:
@@ -315,13 +335,14 @@ class FmaSm90Kernel(CudaKernel[FmaSm90Schedule]):
         )
 
     def choose(self, p: Product) -> FmaSm90Schedule:
-        among: Sequence[FmaSm90Schedule] = MANY + FEW if _by_k(p) or p.m <= _FEW_ROWS else MANY
-        return min(among, key=lambda s: self.cost(p, s))
+        by_k, sm_count = _by_k(p), devices.device_info(p.device).sm_count
+        among: Sequence[FmaSm90Schedule] = MANY + FEW if by_k or p.m <= _FEW_ROWS else MANY
+        return min(among, key=lambda s: s.time(p.m, p.n, terms(p.k), p.batch, by_k, sm_count))
 
     def cost(self, p: Product, s: FmaSm90Schedule) -> float:
+        """Microseconds of all terms, as ``fma``'s. What comes beside them is much the same there."""
         sm_count = devices.device_info(p.device).sm_count
-        k = terms(p.k)
-        return s.time(p.m, p.n, k, p.batch, _by_k(p), sm_count) / k * p.k / 1000
+        return s.each(p.m, p.n, terms(p.k), p.batch, _by_k(p), sm_count) * max(1, p.k) / 1000
 
     def plan(self, p: Product, s: FmaSm90Schedule | None = None) -> CudaPlan:
         need(

@@ -120,6 +120,7 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
 
     @functools.cached_property
     def kinds(self) -> set[Sm90Schedule]:
+        """The catalogue's, of which each is a kernel of its own in a layout."""
         return {kind(s) for s in self.catalogue}
 
     def cost(self, p: GroupedProduct, s: Sm90Schedule) -> float:
