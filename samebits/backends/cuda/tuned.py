@@ -136,7 +136,7 @@ def _lines(entries: Iterable[Shape]) -> dict[Shape, list[int]]:
     return {key: sorted(sizes) for key, sizes in found.items()}
 
 
-_MEASURED = ("alone", "busy", "by_rows", "us")
+_MEASURED = ("alone", "busy", "by_k", "by_rows", "us")
 
 
 def schedule_data(s: Any) -> dict[str, Any]:

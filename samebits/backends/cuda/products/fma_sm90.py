@@ -37,6 +37,8 @@ TERMS = (256, 1024, 4096)
 """Schedules are chosen for as many terms as the first of these that is not fewer, or for the last."""
 _START, _STORE = 1500.0, 0.12
 """Nanoseconds of a round of blocks beside its arithmetic: in all, and for each element of a tile."""
+_DRIFT = 80_000.0
+"""Nanoseconds after which blocks of equal length no longer end together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,8 @@ class FmaSm90Schedule:
         warps_m, warps_n: rows and columns of warps in a block.
         depth: k, or quads of k, whose operands a thread has in registers. All except one are prefetched.
         min_blocks: blocks that must fit on one multiprocessor.
-        alone, busy: nanoseconds for a tile over one k, fitted to times on an H200, where both operands are
-            contiguous along k. ``alone`` is for a block that has a multiprocessor to itself. ``busy`` is for
-            each of the ``min_blocks`` that share one.
+        by_k: nanoseconds for a tile over one k, where both operands are contiguous along k: of a block that
+            has a multiprocessor to itself, and of each of the ``min_blocks`` that share one, on an H200.
         by_rows: the same two where an operand is contiguous along m or n.
     """
 
@@ -62,8 +63,7 @@ class FmaSm90Schedule:
     warps_n: int
     depth: int
     min_blocks: int
-    alone: float = field(kw_only=True)
-    busy: float = field(kw_only=True)
+    by_k: tuple[float, float] = field(kw_only=True)
     by_rows: tuple[float, float] = field(kw_only=True)
 
     @property
@@ -88,7 +88,7 @@ class FmaSm90Schedule:
 
         `by_k`: whether both operands are contiguous along k.
         """
-        alone, busy = (self.alone, self.busy) if by_k else self.by_rows
+        alone, busy = self.by_k if by_k else self.by_rows
         full = self.min_blocks * busy
         rounds, rest = self._rounds(m, n, batch, sm_count)
         if not rest:
@@ -232,40 +232,38 @@ class FmaFewSchedule(FmaSm90Schedule):
 
 
 MANY = (
-    FmaManySchedule(8, 8, 4, 4, 3, 2, 1, 16, 2, alone=131, busy=131, by_rows=(122.7, 122.7)),
-    FmaManySchedule(8, 8, 4, 4, 2, 2, 2, 16, 0, alone=93, busy=86, by_rows=(91.8, 85)),
-    FmaManySchedule(8, 8, 4, 4, 2, 2, 1, 16, 3, alone=88.2, busy=88.2, by_rows=(83.2, 83.2)),
-    FmaManySchedule(8, 8, 4, 4, 2, 2, 1, 32, 3, alone=90.3, busy=90.3, by_rows=(82, 82)),
-    FmaManySchedule(8, 4, 4, 4, 3, 2, 1, 32, 3, alone=70.8, busy=70.8, by_rows=(67.7, 67.7)),
-    FmaManySchedule(8, 8, 4, 2, 2, 2, 3, 16, 1, alone=61.8, busy=44.1, by_rows=(49.6, 40.9)),
-    FmaManySchedule(8, 8, 4, 2, 2, 2, 2, 16, 2, alone=57.9, busy=47.2, by_rows=(47.6, 41.8)),
-    FmaManySchedule(8, 4, 4, 2, 4, 2, 1, 32, 4, alone=45.9, busy=45.9, by_rows=(43.9, 43.9)),
-    FmaManySchedule(8, 4, 4, 2, 2, 2, 4, 32, 1, alone=38, busy=24.3, by_rows=(30.5, 23.4)),
-    FmaManySchedule(8, 4, 4, 2, 2, 2, 3, 32, 2, alone=32.6, busy=24.6, by_rows=(25.8, 22.7)),
-    FmaManySchedule(8, 4, 4, 2, 2, 2, 1, 32, 4, alone=24.9, busy=24.9, by_rows=(24.4, 24.4)),
-    FmaManySchedule(12, 2, 4, 1, 4, 2, 1, 32, 4, alone=21.8, busy=21.8, by_rows=(21.3, 21.3)),
-    FmaManySchedule(4, 4, 4, 2, 2, 4, 3, 32, 2, alone=18.9, busy=14.5, by_rows=(13.7, 12.6)),
-    FmaManySchedule(4, 4, 4, 2, 2, 4, 2, 32, 4, alone=14.8, busy=13.9, by_rows=(13.1, 12.7)),
-    FmaManySchedule(4, 2, 4, 2, 2, 4, 3, 32, 4, alone=10.1, busy=9.5, by_rows=(10, 9.1)),
+    FmaManySchedule(8, 8, 4, 4, 3, 2, 1, 16, 2, by_k=(131, 131), by_rows=(122.7, 122.7)),
+    FmaManySchedule(8, 8, 4, 4, 2, 2, 2, 16, 0, by_k=(93, 86), by_rows=(91.8, 85)),
+    FmaManySchedule(8, 8, 4, 4, 2, 2, 1, 16, 3, by_k=(88.2, 88.2), by_rows=(83.2, 83.2)),
+    FmaManySchedule(8, 8, 4, 4, 2, 2, 1, 32, 3, by_k=(90.3, 90.3), by_rows=(82, 82)),
+    FmaManySchedule(8, 4, 4, 4, 3, 2, 1, 32, 3, by_k=(70.8, 70.8), by_rows=(67.7, 67.7)),
+    FmaManySchedule(8, 8, 4, 2, 2, 2, 3, 16, 1, by_k=(61.8, 44.1), by_rows=(49.6, 40.9)),
+    FmaManySchedule(8, 8, 4, 2, 2, 2, 2, 16, 2, by_k=(57.9, 47.2), by_rows=(47.6, 41.8)),
+    FmaManySchedule(8, 4, 4, 2, 4, 2, 1, 32, 4, by_k=(45.9, 45.9), by_rows=(43.9, 43.9)),
+    FmaManySchedule(8, 4, 4, 2, 2, 2, 4, 32, 1, by_k=(38, 24.3), by_rows=(30.5, 23.4)),
+    FmaManySchedule(8, 4, 4, 2, 2, 2, 3, 32, 2, by_k=(32.6, 24.6), by_rows=(25.8, 22.7)),
+    FmaManySchedule(8, 4, 4, 2, 2, 2, 1, 32, 4, by_k=(24.9, 24.9), by_rows=(24.4, 24.4)),
+    FmaManySchedule(12, 2, 4, 1, 4, 2, 1, 32, 4, by_k=(21.8, 21.8), by_rows=(21.3, 21.3)),
+    FmaManySchedule(4, 4, 4, 2, 2, 4, 3, 32, 2, by_k=(18.9, 14.5), by_rows=(13.7, 12.6)),
+    FmaManySchedule(4, 4, 4, 2, 2, 4, 2, 32, 4, by_k=(14.8, 13.9), by_rows=(13.1, 12.7)),
+    FmaManySchedule(4, 2, 4, 2, 2, 4, 3, 32, 4, by_k=(10.1, 9.5), by_rows=(10, 9.1)),
 )
 
 FEW = (
-    FmaFewSchedule(1, 1, 1, 1, 1, 4, 2, 4, alone=2.05, busy=2.5, by_rows=(2.55, 2.5)),
-    FmaFewSchedule(1, 1, 1, 1, 1, 4, 3, 2, alone=2.25, busy=2.2, by_rows=(2.75, 2.45)),
-    FmaFewSchedule(1, 1, 4, 1, 1, 4, 3, 4, alone=2.1, busy=0.83, by_rows=(2.6, 1)),
-    FmaFewSchedule(1, 1, 4, 2, 1, 4, 3, 4, alone=2.12, busy=1.38, by_rows=(2.62, 1.55)),
-    FmaFewSchedule(1, 1, 4, 2, 2, 4, 1, 4, alone=2.4, busy=2.1, by_rows=(2.9, 2.9)),
-    FmaFewSchedule(2, 1, 4, 1, 4, 4, 1, 4, alone=3.5, busy=2.9, by_rows=(4, 4)),
-    FmaFewSchedule(2, 2, 4, 1, 3, 4, 1, 4, alone=4.5, busy=3.6, by_rows=(5, 5)),
-    FmaFewSchedule(2, 2, 4, 2, 2, 2, 1, 4, alone=4.6, busy=4.2, by_rows=(5.1, 5.1)),
-    FmaFewSchedule(4, 2, 4, 1, 3, 2, 2, 2, alone=7.6, busy=6.85, by_rows=(8.1, 7.1)),
-    FmaFewSchedule(4, 2, 4, 1, 4, 2, 2, 2, alone=7.9, busy=7.45, by_rows=(8.4, 7.7)),
-    FmaFewSchedule(4, 4, 4, 1, 3, 2, 3, 2, alone=13, busy=12.4, by_rows=(12.8, 12.2)),
-    FmaFewSchedule(4, 4, 4, 1, 4, 2, 2, 2, alone=13.6, busy=12.65, by_rows=(13.6, 12.4)),
-    FmaFewSchedule(4, 4, 4, 1, 4, 2, 3, 1, alone=15.2, busy=13.6, by_rows=(15.1, 13.3)),
+    FmaFewSchedule(1, 1, 1, 1, 1, 4, 2, 4, by_k=(2.05, 2.5), by_rows=(2.55, 2.5)),
+    FmaFewSchedule(1, 1, 1, 1, 1, 4, 3, 2, by_k=(2.25, 2.2), by_rows=(2.75, 2.45)),
+    FmaFewSchedule(1, 1, 4, 1, 1, 4, 3, 4, by_k=(2.1, 0.83), by_rows=(2.6, 1)),
+    FmaFewSchedule(1, 1, 4, 2, 1, 4, 3, 4, by_k=(2.12, 1.38), by_rows=(2.62, 1.55)),
+    FmaFewSchedule(1, 1, 4, 2, 2, 4, 1, 4, by_k=(2.4, 2.1), by_rows=(2.9, 2.9)),
+    FmaFewSchedule(2, 1, 4, 1, 4, 4, 1, 4, by_k=(3.5, 2.9), by_rows=(4, 4)),
+    FmaFewSchedule(2, 2, 4, 1, 3, 4, 1, 4, by_k=(4.5, 3.6), by_rows=(5, 5)),
+    FmaFewSchedule(2, 2, 4, 2, 2, 2, 1, 4, by_k=(4.6, 4.2), by_rows=(5.1, 5.1)),
+    FmaFewSchedule(4, 2, 4, 1, 3, 2, 2, 2, by_k=(7.6, 6.85), by_rows=(8.1, 7.1)),
+    FmaFewSchedule(4, 2, 4, 1, 4, 2, 2, 2, by_k=(7.9, 7.45), by_rows=(8.4, 7.7)),
+    FmaFewSchedule(4, 4, 4, 1, 3, 2, 3, 2, by_k=(13, 12.4), by_rows=(12.8, 12.2)),
+    FmaFewSchedule(4, 4, 4, 1, 4, 2, 2, 2, by_k=(13.6, 12.65), by_rows=(13.6, 12.4)),
+    FmaFewSchedule(4, 4, 4, 1, 4, 2, 3, 1, by_k=(15.2, 13.6), by_rows=(15.1, 13.3)),
 )
-_DRIFT = 80_000.0
-"""Nanoseconds after which blocks of equal length no longer end together."""
 _FEW_ROWS = 16  # unless both operands are contiguous along k
 
 
