@@ -27,7 +27,7 @@ from samebits.tools.text import plural
 
 __all__ = ["Backend", "Gpu", "Info", "gather", "main", "show"]
 
-_PACKAGES = ("torch", "numpy", "numba", "cuda-core", "nvidia-cuda-nvrtc", "triton", "transformers")
+_PACKAGES = ("numpy", "numba", "cuda-core", "nvidia-cuda-nvrtc", "triton", "transformers")
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def gather() -> Info:
     return Info(
         samebits=__version__,
         python=platform.python_version(),
-        packages={name: _version(name) for name in _PACKAGES},
+        packages={"torch": str(torch.__version__)} | {name: _version(name) for name in _PACKAGES},
         cpu=_cpu(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=torch.get_num_threads(),

@@ -1,7 +1,7 @@
 /* Bad arguments, and damaged archives: each gives a status, and none launches anything.
 
-   fuzz ARCHIVE SCRATCH: an archive without machine code, and a file to write damaged ones to. The library is linked with
-   the driver of tests, so that sanitizers see both. */
+   fuzz ARCHIVE SCRATCH COUNT: an archive without machine code, and a file to write so many damaged ones to. The library is
+   linked with the driver of tests, so that sanitizers see both. */
 
 #include <inttypes.h>
 #include <math.h>
@@ -12,7 +12,7 @@
 
 #include "samebits.h"
 
-enum { BAD_ARGUMENTS = 1000, DAMAGED = 3000 };
+enum { BAD_ARGUMENTS = 1000 };
 
 int driver_launches(void);
 void driver_reset(void);
@@ -499,7 +499,8 @@ static int damaged(const unsigned char* bytes, size_t size, const char* scratch,
 }
 
 int main(int count, char** arguments) {
-    if (count != 3) return 2;
+    if (count != 4) return 2;
+    const int damages = atoi(arguments[3]);
     sb_archive* archive;
     sb_context* context;
     if (sb_archive_open(arguments[1], &archive) || sb_context_create(archive, 0, &context)) {
@@ -531,11 +532,11 @@ int main(int count, char** arguments) {
     if (file) fclose(file);
     if (size < 1024 || size == sizeof bytes) return 2;
     int caught = 0, missed = 0;
-    for (int i = 0; i < DAMAGED; i++) {
+    for (int i = 0; i < damages; i++) {
         const int found = damaged(bytes, size, arguments[2], i);
         caught += found == 1, missed += found < 0;
     }
     printf("%d statuses of %d bad arguments; %d of %d damaged archives refused, %d wrongly taken\n", statuses,
-           BAD_ARGUMENTS, caught, DAMAGED, missed);
-    return statuses == BAD_ARGUMENTS && missed == 0 && caught > DAMAGED / 4 ? 0 : 1;
+           BAD_ARGUMENTS, caught, damages, missed);
+    return statuses == BAD_ARGUMENTS && missed == 0 && caught > damages / 4 ? 0 : 1;
 }

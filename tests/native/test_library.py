@@ -216,8 +216,10 @@ def test_a_driver_that_is_not_there_gives_a_status(path: Path) -> None:
     assert done.stdout.startswith("4 samebits.engine: the CUDA driver does not load: /nowhere/libcuda.so")
 
 
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_bad_arguments_damaged_archives_and_threads_under_sanitizers(path: Path, sanitizer: str) -> None:
+@pytest.mark.parametrize(("sanitizer", "damages"), [("address,undefined", 3000), ("thread", 100)])
+def test_bad_arguments_damaged_archives_and_threads_under_sanitizers(
+    path: Path, sanitizer: str, damages: int
+) -> None:
     folder, tests = support.folder(), Path(__file__).parent
     flags = ["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror"]
     sanitize = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
@@ -233,7 +235,7 @@ def test_bad_arguments_damaged_archives_and_threads_under_sanitizers(path: Path,
     sources = [*support.sources(), str(tests / "fuzz.c"), str(driver)]
     options = [f"-I{support.NATIVE}", f'-DSB_LIBCUDA="{driver}"', "-o", str(program)]
     subprocess.run(["cc", *flags, *sanitize, *options, *sources, "-ldl", "-lpthread", "-lm"], check=True)
-    command = [str(program), str(path), str(folder / "damaged.samebits")]
+    command = [str(program), str(path), str(folder / "damaged.samebits"), str(damages)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("1000 statuses of 1000 bad arguments; ")
