@@ -105,7 +105,7 @@ def gather() -> Info:
     return Info(
         samebits=__version__,
         python=platform.python_version(),
-        packages={"torch": str(torch.__version__)} | {name: _version(name) for name in _PACKAGES},
+        packages={"torch": str(torch.__version__), **{name: _version(name) for name in _PACKAGES}},
         cpu=_cpu(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=torch.get_num_threads(),

@@ -468,7 +468,7 @@ def test_info_without_optional_packages(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(info_module.importlib.metadata, "version", version)
     result = run("info")
     assert result.exit_code == 0
-    assert result.stdout.count("not installed") == 7
+    assert result.stdout.count("not installed") == 6
 
 
 @pytest.mark.parametrize("works", [True, False])
