@@ -23,6 +23,7 @@ from samebits.tools.verify.failures import finish, running
 from samebits.tools.verify.operands import laid, unfilled
 from samebits.tools.verify.reference import REFERENCE
 from samebits.tools.verify.report import Report
+from samebits.tools.verify.turns import shared_out
 
 AROUND = "memory around grouped products"
 
@@ -202,45 +203,61 @@ def grouped_kernels(device: int) -> list[GroupedKernel[Any]]:
     return [kernel for kernel in GROUPED if hopper or not kernel.name.endswith("_sm90")]
 
 
-def tried(kernel: GroupedKernel[Any], p: GroupedProduct, thorough: bool, turn: int) -> Sequence[Any]:
-    """The kernel's own choice, and its schedules: of many some dozen, others in each case."""
-    every = kernel.schedules(p)
-    step = 1 if thorough else max(1, len(every) // 12)
-    return [None, *every[turn % step :: step]]
+def unfilled_operands(case: GroupedCase, device: torch.device) -> GroupedOperands:
+    """The operands of a case, which hold no values."""
+    x = make(case, device, unfilled)
+    of_rows = x.offs.new_empty(case.rows + 2 * len(case.ends)) if case.runs else None
+    return GroupedOperands(x.a, x.b, room(case, x)[0], x.offs, x.bias, of_rows, x.acc is not None)
+
+
+def tried(
+    kernel: GroupedKernel[Any], cases: Sequence[GroupedCase], device: torch.device, thorough: bool
+) -> list[Sequence[Any]]:
+    """For each case that the kernel takes, its own choice and its schedules: all, or some of many.
+
+    Those of many are shared out to cases of a layout, each to six of them.
+    """
+    found: list[tuple[tuple[bool, ...], Sequence[Any]]] = []
+    for case in cases:
+        p = GroupedProduct.of(unfilled_operands(case, device), case.step)
+        layout = p.a.strides[-1] == 1, p.b.strides[-1] == 1, p.of_terms
+        found.append((layout, (None, *kernel.schedules(p)) if kernel.supports(p) else ()))
+    every = [schedules for _, schedules in found]
+    if thorough or max(map(len, every), default=0) <= 13:
+        return every
+    shared = shared_out(found, 6)
+    return [[*dict.fromkeys((*all_[:1], *some))] for all_, some in zip(every, shared, strict=True)]
 
 
 def loads(
     cases: Sequence[GroupedCase], device: torch.device, thorough: bool
 ) -> Iterator[Callable[[], object]]:
     """Calls that load the kernels of `cases`."""
-    for turn, case in enumerate(cases):
-        x = make(case, device, unfilled)
-        out, of_rows = room(case, x)[0], None
+    kernels = grouped_kernels(device.index)
+    schedules = [tried(kernel, cases, device, thorough) for kernel in kernels]
+    for case, *some in zip(cases, *schedules, strict=True):
+        operands = unfilled_operands(case, device)
         if case.runs:
-            yield partial(into, x, out)
-            of_rows = x.offs.new_empty(case.rows + 2 * len(case.ends))
-        operands = GroupedOperands(x.a, x.b, out, x.offs, x.bias, of_rows, x.acc is not None)
-        p = GroupedProduct.of(operands, case.step)
-        for kernel in grouped_kernels(device.index):
-            if kernel.supports(p):
-                for schedule in tried(kernel, p, thorough, turn):
-                    yield partial(kernel.run, operands, schedule)
+            x = make(case, device, unfilled)
+            yield partial(into, x, operands.out)
+        for kernel, every in zip(kernels, some, strict=True):
+            for schedule in every:
+                yield partial(kernel.run, operands, schedule)
 
 
 def verify_grouped(
     report: Report, cases: Sequence[GroupedCase], contract: Contract, device: torch.device, thorough: bool
 ) -> None:
     """Compare every kernel under its schedules with the CPU reference."""
-    for turn, case in enumerate(cases):
+    kernels = grouped_kernels(device.index)
+    schedules = [tried(kernel, cases, device, thorough) for kernel in kernels]
+    for case, *some in zip(cases, *schedules, strict=True):
         x = make(case, device)
         want = on_cpu(case, x, FMA if case.step == "fma" else contract).to(device)
         expected, memory_expected = room(case, x)
         expected.copy_(want)
-        for kernel in grouped_kernels(device.index):
-            p = GroupedProduct.of(into(x, expected), case.step)
-            if not kernel.supports(p):
-                continue
-            for schedule in tried(kernel, p, thorough, turn):
+        for kernel, every in zip(kernels, some, strict=True):
+            for schedule in every:
                 out, memory = room(case, x)
                 doing = f"{kernel.name}, {case.what}, {case}, {schedule}"
                 with running(doing):

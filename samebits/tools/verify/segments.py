@@ -19,6 +19,7 @@ from samebits.tools.verify.failures import finish, running
 from samebits.tools.verify.operands import laid, unfilled
 from samebits.tools.verify.reference import REFERENCE
 from samebits.tools.verify.report import Report
+from samebits.tools.verify.turns import shared_out
 
 WHAT, AROUND = "sums in segments", "memory around sums in segments"
 
@@ -97,8 +98,29 @@ def _by(kernel: ProductKernel[Any], p: Product) -> Any:
     return kernel.plan(p)
 
 
+def unfilled_product(case: SegmentedCase, device: torch.device) -> Product:
+    """The product of a case, whose operands hold no values."""
+    a, b, bias = make(case, device, unfilled)
+    return Product.of(Operands(a, b, room(case, device)[0], bias), case.step)
+
+
+def tried(cases: Sequence[SegmentedCase], device: torch.device, thorough: bool) -> list[Sequence[Any]]:
+    """The schedules of Hopper's kernel for each case: all, or those that cases of a layout share out."""
+    from samebits.backends.cuda.products import segmented_sm90
+
+    products = [unfilled_product(case, device) for case in cases]
+    every: list[Sequence[Any]] = [
+        segmented_sm90.schedules(p) if segmented_sm90.supports(p, case.segments) else ()
+        for case, p in zip(cases, products, strict=True)
+    ]
+    if thorough:
+        return every
+    layouts = (case.layout for case in cases)
+    return [*shared_out([*zip(layouts, every, strict=True)], 1)]
+
+
 def ways(
-    case: SegmentedCase, p: Product, thorough: bool, turn: int
+    case: SegmentedCase, p: Product, schedules: Sequence[Any]
 ) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
     """Kernels' names, schedules, and functions that make their plans for `p`."""
     from samebits.backends.cuda.matmul import PRODUCTS
@@ -106,9 +128,7 @@ def ways(
     from samebits.backends.cuda.products.segmented import segmented_plan
 
     if segmented_sm90.supports(p, case.segments):
-        every = segmented_sm90.schedules(p)
-        step = 1 if thorough else max(1, len(every) // 12)
-        for s in (None, *every[turn % step :: step]):
+        for s in (None, *schedules):
             yield "tensor_core_sm90, segments", s, partial(segmented_sm90.plan, p, case.segments, s)
     for kernel in PRODUCTS:
         if kernel.step == case.step:
@@ -123,10 +143,8 @@ def loads(
     cases: Sequence[SegmentedCase], device: torch.device, thorough: bool
 ) -> Iterator[Callable[[], object]]:
     """Calls that load the kernels of `cases`."""
-    for turn, case in enumerate(cases):
-        a, b, bias = make(case, device, unfilled)
-        p = Product.of(Operands(a, b, room(case, device)[0], bias), case.step)
-        for _, _, plan in ways(case, p, thorough, turn):
+    for case, schedules in zip(cases, tried(cases, device, thorough), strict=True):
+        for _, _, plan in ways(case, unfilled_product(case, device), schedules):
             yield partial(_load, plan)
 
 
@@ -143,7 +161,7 @@ def verify_segments(
     """Compare every kernel under its schedules with the CPU reference."""
     from samebits.backends.reference import matmul as reference
 
-    for turn, case in enumerate(cases):
+    for case, schedules in zip(cases, tried(cases, device, thorough), strict=True):
         a, b, bias = make(case, device)
         key = (FMA if case.step == "fma" else contract).segmented(case.segments).key
         on_cpu = None if bias is None else bias.cpu()
@@ -151,7 +169,7 @@ def verify_segments(
         expected, memory_expected = room(case, device)
         expected.copy_(want)
         p = Product.of(Operands(a, b, expected, bias), case.step)
-        for name, schedule, plan in ways(case, p, thorough, turn):
+        for name, schedule, plan in ways(case, p, schedules):
             out, memory = room(case, device)
             doing = f"{name}, {case}, {schedule}"
             with running(doing):

@@ -221,6 +221,20 @@ def test_every_kernel_is_verified(launches: list[Any], cases: list[verification.
     assert met == {kernel.name for kernel in grouped.GROUPED}
 
 
+@pytest.mark.parametrize("kernel", grouped.GROUPED, ids=lambda kernel: kernel.name)
+def test_verify_runs_every_schedule(kernel: Any, launches: list[Any]) -> None:
+    """In each layout that takes it."""
+    cases, cpu = verification.grouped_cases(False), torch.device("cpu")
+    run, taken = set(), set()
+    for case, some in zip(cases, verification.tried(kernel, cases, cpu, False), strict=True):
+        p = GroupedProduct.of(verification.unfilled_operands(case, cpu), case.step)
+        layout = p.a.strides[-1] == 1, p.b.strides[-1] == 1, p.of_terms
+        assert (None in some) == kernel.supports(p)
+        run |= {(layout, s) for s in some if s}
+        taken |= {(layout, s) for s in kernel.schedules(p)} if kernel.supports(p) else set()
+    assert run == taken
+
+
 def test_public_gradients_reach_every_tile_of_sequences(launches: list[Any]) -> None:
     found = []
     for experts, k, n, tokens, _ in verification.EXPERTS:

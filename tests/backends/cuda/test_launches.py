@@ -15,6 +15,7 @@ from torch import Tensor
 
 import samebits
 from samebits.backends.cuda import grouped, linear_logp, logp, matmul, rows, runtime, tensor_maps
+from samebits.backends.cuda.products import segmented_sm90
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.logits_in_pieces import grad_logits
 from samebits.backends.product import Matrix, Operands, Product
@@ -128,22 +129,27 @@ def test_every_launch_in_segments_adds_up(
         )
 
 
-def test_verify_runs_every_kernel_of_segments(launches: list[str]) -> None:
-    """And every schedule of Hopper's."""
-    tried = set()
-    for turn, case in enumerate(segments.segmented_cases(True)):
-        a, b, bias = segments.make(case, torch.device("cpu"), unfilled)
-        x = Operands(a, b, segments.room(case, torch.device("cpu"))[0], bias)
+@pytest.mark.parametrize("thorough", [False, True])
+def test_verify_runs_every_kernel_of_segments(launches: list[str], thorough: bool) -> None:
+    """And every schedule of Hopper's, in each layout that takes it."""
+    run, taken, cpu = set(), set(), torch.device("cpu")
+    cases = segments.segmented_cases(thorough)
+    for case, schedules in zip(cases, segments.tried(cases, cpu, thorough), strict=True):
+        a, b, bias = segments.make(case, cpu, unfilled)
+        x = Operands(a, b, segments.room(case, cpu)[0], bias)
         p = Product.of(x, case.step)
-        for name, schedule, made in segments.ways(case, p, True, turn):
+        if segmented_sm90.supports(p, case.segments):
+            taken |= {(case.layout, s) for s in segmented_sm90.schedules(p)}
+        for name, schedule, made in segments.ways(case, p, schedules):
             with suppress(segments._UnsupportedError):
                 made().run(x)
-                tried.add((name, schedule, p.a.strides[-1] == 1, p.b.strides[-2] == 1))
-    assert {name for name, *_ in tried} == {
+                run.add((name, case.layout, schedule))
+    assert {name for name, *_ in run} == {
         "tensor_core_sm90, segments",
         *(f"{kernel.name}, tree" for kernel in matmul.PRODUCTS),
     }
-    assert len(tried) > 300
+    assert taken <= {(layout, s) for _, layout, s in run}
+    assert len(taken) > 300
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 33, 64, 65, 300, 4096])
