@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -211,22 +211,21 @@ def unfilled_operands(case: GroupedCase, device: torch.device) -> GroupedOperand
 
 
 def tried(
-    kernel: GroupedKernel[Any], cases: Sequence[GroupedCase], device: torch.device, thorough: bool
+    kernel: GroupedKernel[Any], products: Iterable[GroupedProduct], thorough: bool
 ) -> list[Sequence[Any]]:
-    """For each case that the kernel takes, its own choice and its schedules: all, or some of many.
+    """For each product that the kernel takes, its own choice and its schedules: all, or some of many.
 
     Those of many are shared out to cases of a layout, each to six of them.
     """
     found: list[tuple[tuple[bool, ...], Sequence[Any]]] = []
-    for case in cases:
-        p = GroupedProduct.of(unfilled_operands(case, device), case.step)
+    for p in products:
         layout = p.a.strides[-1] == 1, p.b.strides[-1] == 1, p.of_terms
         found.append((layout, (None, *kernel.schedules(p)) if kernel.supports(p) else ()))
     every = [schedules for _, schedules in found]
     if thorough or max(map(len, every), default=0) <= 13:
         return every
     shared = shared_out(found, 6)
-    return [[*dict.fromkeys((*all_[:1], *some))] for all_, some in zip(every, shared, strict=True)]
+    return [[*dict.fromkeys((*own[:1], *some))] for own, some in zip(every, shared, strict=True)]
 
 
 def loads(
@@ -234,7 +233,8 @@ def loads(
 ) -> Iterator[Callable[[], object]]:
     """Calls that load the kernels of `cases`."""
     kernels = grouped_kernels(device.index)
-    schedules = [tried(kernel, cases, device, thorough) for kernel in kernels]
+    products = [GroupedProduct.of(unfilled_operands(case, device), case.step) for case in cases]
+    schedules = [tried(kernel, products, thorough) for kernel in kernels]
     for case, *some in zip(cases, *schedules, strict=True):
         operands = unfilled_operands(case, device)
         if case.runs:
@@ -250,7 +250,8 @@ def verify_grouped(
 ) -> None:
     """Compare every kernel under its schedules with the CPU reference."""
     kernels = grouped_kernels(device.index)
-    schedules = [tried(kernel, cases, device, thorough) for kernel in kernels]
+    products = [GroupedProduct.of(unfilled_operands(case, device), case.step) for case in cases]
+    schedules = [tried(kernel, products, thorough) for kernel in kernels]
     for case, *some in zip(cases, *schedules, strict=True):
         x = make(case, device)
         want = on_cpu(case, x, FMA if case.step == "fma" else contract).to(device)
