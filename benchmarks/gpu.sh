@@ -25,8 +25,8 @@ measure() { # NAME SECONDS COMMAND...
 }
 
 measure logp 80 benchmarks.logp
-measure peers 130 benchmarks.peers
-measure models 140 benchmarks.models
+measure peers 200 benchmarks.peers
+measure models 170 benchmarks.models
 measure steps 90 benchmarks.steps
 measure rows 90 benchmarks.rows
 measure grouped 240 benchmarks.grouped
