@@ -11,6 +11,7 @@ from torch import Tensor
 
 import samebits
 from samebits import FMA, HOPPER, TENSOR_CORE
+from samebits.backends.cuda import runtime
 from samebits.backends.grouped import GroupedKernel, GroupedOperands, GroupedProduct
 from samebits.backends.reference import grouped as reference
 from samebits.tools.verify import grouped
@@ -73,6 +74,19 @@ def test_a_wrong_schedule_is_found(wrong: bool, monkeypatch: pytest.MonkeyPatch)
     assert report.compared > 0
     assert (report.differing > 0) == wrong
     assert not wrong or (report.first is not None and report.first.schedule == "2")
+
+
+def test_loading_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels may be loaded already, and bounds of sequences that hold no values lie anywhere."""
+    kernel, planned = GroupedStandIn("mma"), []
+    monkeypatch.setattr(kernel, "plan", lambda p, s: planned.append(p.runs))
+    monkeypatch.setattr(kernel, "run", lambda *_: pytest.fail("this launches"))
+    monkeypatch.setattr(grouped, "grouped_kernels", lambda index: [kernel])
+    monkeypatch.setattr(runtime, "load", lambda spec, device: planned.append(spec.entry))
+    cases = [case for case in grouped.grouped_cases(False) if case.rows < 200]
+    for call in grouped.loads(cases, CPU, False):
+        call()
+    assert {"grouped_runs", True, False} == {*planned}
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -203,11 +203,13 @@ def grouped_kernels(device: int) -> list[GroupedKernel[Any]]:
     return [kernel for kernel in GROUPED if hopper or not kernel.name.endswith("_sm90")]
 
 
-def unfilled_operands(case: GroupedCase, device: torch.device) -> GroupedOperands:
-    """The operands of a case, which hold no values."""
+def unfilled_product(case: GroupedCase, device: torch.device) -> GroupedProduct:
+    """The product of a case, whose operands hold no values."""
     x = make(case, device, unfilled)
     of_rows = x.offs.new_empty(case.rows + 2 * len(case.ends)) if case.runs else None
-    return GroupedOperands(x.a, x.b, room(case, x)[0], x.offs, x.bias, of_rows, x.acc is not None)
+    out, _ = room(case, x)
+    operands = GroupedOperands(x.a, x.b, out, x.offs, x.bias, of_rows, x.acc is not None)
+    return GroupedProduct.of(operands, case.step)
 
 
 def tried(
@@ -232,17 +234,17 @@ def loads(
     cases: Sequence[GroupedCase], device: torch.device, thorough: bool
 ) -> Iterator[Callable[[], object]]:
     """Calls that load the kernels of `cases`."""
+    from samebits.backends.cuda import runtime
+    from samebits.backends.cuda.grouped import RUNS
+
     kernels = grouped_kernels(device.index)
-    products = [GroupedProduct.of(unfilled_operands(case, device), case.step) for case in cases]
-    schedules = [tried(kernel, products, thorough) for kernel in kernels]
-    for case, *some in zip(cases, *schedules, strict=True):
-        operands = unfilled_operands(case, device)
-        if case.runs:
-            x = make(case, device, unfilled)
-            yield partial(into, x, operands.out)
-        for kernel, every in zip(kernels, some, strict=True):
-            for schedule in every:
-                yield partial(kernel.run, operands, schedule)
+    products = [unfilled_product(case, device) for case in cases]
+    if any(case.runs for case in cases):
+        yield partial(runtime.load, RUNS, device.index)
+    for kernel in kernels:
+        for p, schedules in zip(products, tried(kernel, products, thorough), strict=True):
+            for schedule in schedules:
+                yield partial(kernel.plan, p, schedule)
 
 
 def verify_grouped(
@@ -250,7 +252,7 @@ def verify_grouped(
 ) -> None:
     """Compare every kernel under its schedules with the CPU reference."""
     kernels = grouped_kernels(device.index)
-    products = [GroupedProduct.of(unfilled_operands(case, device), case.step) for case in cases]
+    products = [unfilled_product(case, device) for case in cases]
     schedules = [tried(kernel, products, thorough) for kernel in kernels]
     for case, *some in zip(cases, *schedules, strict=True):
         x = make(case, device)

@@ -225,7 +225,7 @@ def test_every_kernel_is_verified(launches: list[Any], cases: list[verification.
 def test_verify_runs_every_schedule(kernel: Any, launches: list[Any]) -> None:
     """In each layout that takes it."""
     cases, cpu = verification.grouped_cases(False), torch.device("cpu")
-    products = [GroupedProduct.of(verification.unfilled_operands(case, cpu), case.step) for case in cases]
+    products = [verification.unfilled_product(case, cpu) for case in cases]
     run, taken = set(), set()
     for p, some in zip(products, verification.tried(kernel, products, False), strict=True):
         layout = p.a.strides[-1] == 1, p.b.strides[-1] == 1, p.of_terms
