@@ -103,6 +103,6 @@ def _cuda_context(request: pytest.FixtureRequest) -> Iterator[None]:
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
-        if "PYTEST_XDIST_WORKER" in os.environ:  # it would skip what is left of all tests; a new one runs them
+        if "PYTEST_XDIST_WORKER" in os.environ:  # it would skip the tests that are left; a new one runs them
             os._exit(1)
         pytest.fail(f"this test broke the CUDA context: {error}")
