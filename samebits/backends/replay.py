@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import operator
 import struct
 import threading
@@ -90,6 +89,10 @@ def constant(t: Tensor) -> Tensor:
     return t
 
 
+_replays: list[Any] = []
+"""All of them: each is an operator's, and stays."""
+
+
 def replayed(run: Callable[..., Any], *questions: Callable[[], Any]) -> Callable[..., Any]:
     """`run`, a function of tensors and numbers, with replays of its calls on GPUs.
 
@@ -99,15 +102,14 @@ def replayed(run: Callable[..., Any], *questions: Callable[[], Any]) -> Callable
     if _replay is None:
         return run
     found: Callable[..., Any] = _replay.Replay(run, _record, *((questions,) if questions else ()))
+    _replays.append(found)
     return found
 
 
 def forget() -> None:
     """Drop all recipes and plans, so that the next calls run anew."""
-    if _replay is not None:
-        for found in gc.get_objects():  # it is called rarely
-            if type(found) is _replay.Replay:
-                found.recipes.clear()
+    for found in _replays:
+        found.recipes.clear()
 
 
 def configure(

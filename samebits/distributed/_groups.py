@@ -124,7 +124,8 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-_agreed: set[tuple[Any, ...]] = set()
+_agreed: dict[str, tuple[Any, set[tuple[Any, ...]]]] = {}
+"""By a group's name the group, as ``destroy_process_group`` frees names, and what its ranks agree on."""
 
 
 def agree(op: str, name: str, like: Tensor | torch.device, **facts: Any) -> None:
@@ -146,8 +147,11 @@ def agree(op: str, name: str, like: Tensor | torch.device, **facts: Any) -> None
         if not has_memory(like) or capturing(like):
             return
         like = like.device
-    known = op, name, __version__, *facts.items()
-    if known in _agreed:
+    group, known = group_of(name), (op, *facts.items())
+    found = _agreed.get(name)
+    if found is None or found[0] is not group:
+        found = _agreed[name] = group, set()
+    if known in found[1]:
         return
     family = FAMILIES.get(torch.cuda.get_device_capability(like)) if like.type == "cuda" else None
     of_device = family and family.name  # decides bits of a contract that is not bound to any
@@ -161,4 +165,4 @@ def agree(op: str, name: str, like: Tensor | torch.device, **facts: Any) -> None
             f"samebits.distributed.{op}: expected the same version, contract, shapes and options on all ranks"
             f" of the group, but ranks {others} differ from rank 0; here: {text}" + see("ranks")
         )
-    _agreed.add(known)
+    found[1].add(known)

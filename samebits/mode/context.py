@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch.backends import mha
 
 from samebits.backends.modes import CONTEXT, include, includes
 from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost, state
 from samebits.mode.fp8_layers import cover
+from samebits.mode.held import AUTOGRAD_CACHE, FAST_PATH
 from samebits.mode.kernels import register_context
 from samebits.mode.recorded import keep
 from samebits.mode.traced import Traced
@@ -56,6 +55,8 @@ def _context(on_uncovered: OnUncovered) -> Iterator[None]:
             yield
     finally:
         state.on_uncovered = before
+        if before is not None:
+            outermost.context = before
 
 
 def _within(on_uncovered: OnUncovered, before: OnUncovered | None) -> AbstractContextManager[None]:
@@ -71,13 +72,15 @@ def _included(on_uncovered: OnUncovered) -> Iterator[None]:
     cover(_is_on)
     outermost.context = on_uncovered
     before, first = includes(CONTEXT), torch._C._autograd._get_sequence_nr()
-    _meanwhile.enter()
-    include(CONTEXT, True)
+    AUTOGRAD_CACHE.hold()
+    FAST_PATH.hold()
     try:
+        include(CONTEXT, True)
         yield
     finally:
         include(CONTEXT, before)
-        _meanwhile.leave()
+        FAST_PATH.release()
+        AUTOGRAD_CACHE.release()
         keep(first, torch._C._autograd._get_sequence_nr())
 
 
@@ -86,39 +89,3 @@ def _is_on() -> bool:
     if torch.compiler.is_compiling():  # which reads no keys
         return state.on_uncovered is not None
     return includes(CONTEXT)
-
-
-class _Meanwhile:
-    """What the process does not do while a thread is in a context.
-
-    * ``torch.compile`` keeps no graphs on the disk: it knows them by the functions that the program calls,
-      which are the same outside.
-    * Transformer layers of PyTorch do not take their own path.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._contexts = 0
-        self._before = True, True
-
-    def enter(self) -> None:
-        from torch._functorch import config  # not with `import torch`
-
-        with self._lock:
-            if not self._contexts:
-                self._before = config.enable_autograd_cache, mha.get_fastpath_enabled()
-                config.enable_autograd_cache = False
-                mha.set_fastpath_enabled(False)
-            self._contexts += 1
-
-    def leave(self) -> None:
-        from torch._functorch import config
-
-        with self._lock:
-            self._contexts -= 1
-            if not self._contexts:
-                config.enable_autograd_cache = self._before[0]
-                mha.set_fastpath_enabled(self._before[1])
-
-
-_meanwhile = _Meanwhile()

@@ -33,24 +33,28 @@ def cover(is_on: Callable[[], bool]) -> None:
     """Let the layers run this library's products while `is_on` says so: now, or when they are loaded."""
     if is_on in _asked:
         return
-    first = not _asked
-    _asked.append(is_on)
-    if first and _MODULE in sys.modules:
+    if not _asked and _MODULE in sys.modules:
         _cover(sys.modules[_MODULE])
-    elif first:
+    elif not _asked:
         sys.meta_path.insert(0, _WhenLoaded())
+    _asked.append(is_on)
 
 
 class _WhenLoaded(MetaPathFinder):
     """Finds the layers' module as others do, and covers them as soon as it is loaded."""
 
+    _asks_others = False
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _MODULE:
+        if name != _MODULE or self._asks_others:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        self._asks_others = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self._asks_others = False
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 

@@ -48,14 +48,25 @@ def register_process() -> None:
     with _lock:
         if "process" not in _libraries:
             _on_cpus()
-            _libraries["process"] = library = torch.library.Library("aten", "IMPL")
-            _at_backends(library, {op: r for op, r in operator_rules().items() if not _of_cpus(r)})
+            found = {op: r for op, r in operator_rules().items() if not _of_cpus(r)}
+            _libraries["process"] = _whole(lambda library: _at_backends(library, found))
 
 
 def _on_cpus() -> None:
     if "cpu" not in _libraries:
-        _libraries["cpu"] = library = torch.library.Library("aten", "IMPL")
-        _at_backends(library, {op: r for op, r in operator_rules().items() if _of_cpus(r)})
+        found = {op: r for op, r in operator_rules().items() if _of_cpus(r)}
+        _libraries["cpu"] = _whole(lambda library: _at_backends(library, found))
+
+
+def _whole(register: Callable[[torch.library.Library], None]) -> torch.library.Library:
+    """A library with all that `register` registers, or an exception and none of it: it takes seconds."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        register(library)
+    except BaseException:
+        library._destroy()
+        raise
+    return library
 
 
 def _beside_a_gpu() -> bool:
@@ -82,8 +93,8 @@ def _context_kernels() -> torch.library.Library:
     """All other operators fall through the keys."""
     if _beside_a_gpu():
         _on_cpus()
+    library = _whole(_in_contexts)
     every = _libraries["every"] = torch.library.Library("_", "IMPL")
-    library = torch.library.Library("aten", "IMPL")
     for key in (CONTEXT, RECORDED):
         every.fallback(torch.library.fallthrough_kernel, _name(key))
         torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
@@ -91,12 +102,15 @@ def _context_kernels() -> torch.library.Library:
             higher.fallthrough(key)
     for higher in HIGHER_ORDER:
         higher.py_impl(CONTEXT)(_higher_order(higher))
+    return library
+
+
+def _in_contexts(library: torch.library.Library) -> None:
     for op, rule in operator_rules().items():
         if "cpu" not in _libraries or not _of_cpus(rule):
             library.impl(op, _in_context(op, rule), _name(CONTEXT))
         if rule.of_gradients:
             library.impl(op, _in_backward(op, rule), _name(RECORDED))
-    return library
 
 
 def _name(key: Any) -> str:
@@ -218,10 +232,10 @@ def _at_backend(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
         on_uncovered = outermost.process if included is None else outermost.context
         if on_uncovered is None or thread.plain:
             return own(keys, *args, **kwargs)
-        thread.plain = True
-        if included is not None:
-            include(included, False)
         try:
+            thread.plain = True
+            if included is not None:
+                include(included, False)
             if below_autograd and torch.is_grad_enabled():
                 with torch.no_grad():
                     result = answer(args, kwargs, on_uncovered)

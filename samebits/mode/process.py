@@ -17,6 +17,7 @@ import torch
 
 from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost
 from samebits.mode.fp8_layers import cover
+from samebits.mode.held import FAST_PATH
 from samebits.mode.kernels import register_process
 
 __all__ = [
@@ -32,13 +33,11 @@ class _Switch:
 
     Attributes:
         stance: what ``torch.compile`` did before.
-        fast_path: whether transformer layers took their own before.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.stance: Any = None
-        self.fast_path = True
 
     def set(self, on_uncovered: OnUncovered | None) -> OnUncovered | None:
         """Turn the mode on or, with None, off. Returns what was before."""
@@ -49,13 +48,11 @@ class _Switch:
                 cover(is_batch_invariant_mode_enabled)
                 # What has been compiled, and would be, has other kernels.
                 self.stance = torch.compiler.set_stance("force_eager")
-                # Transformer layers have kernels of their own, too.
-                self.fast_path = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
+                FAST_PATH.hold()
             elif on_uncovered is None and before is not None:
                 if torch._dynamo.eval_frame._stance.stance == "force_eager":  # nobody has changed it since
                     self.stance.__exit__(None, None, None)
-                torch.backends.mha.set_fastpath_enabled(self.fast_path)
+                FAST_PATH.release()
             outermost.process = on_uncovered
             return before
 

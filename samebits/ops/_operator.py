@@ -152,9 +152,9 @@ def _plainly(run: Callable[..., Any], part: int | None) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         before, inside = thread.plain, includes(CONTEXT)
-        thread.plain = True
-        include(CONTEXT, False)
         try:
+            thread.plain = True
+            include(CONTEXT, False)
             result = run(*args)
         finally:
             thread.plain = before
@@ -174,9 +174,9 @@ def without_modes(gradients: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(gradients)
     def backward(ctx: Any, *grads: Any) -> Any:
         saved, before, inside = ctx.saved_tensors, thread.plain, includes(CONTEXT)
-        thread.plain = True
-        include(CONTEXT, False)
         try:
+            thread.plain = True
+            include(CONTEXT, False)
             with torch._C.DisableTorchFunction():
                 return gradients(ctx, saved, *grads)
         finally:

@@ -309,7 +309,8 @@ def one(like: Tensor) -> Tensor:
         return like.new_ones(())
     key = like.dtype, like.device
     if key not in _ones:
-        _ones[key] = torch.ones((), dtype=like.dtype, device=like.device)
+        one = torch.ones((), dtype=like.dtype, device="cpu")
+        _ones[key] = one.to(like.device)  # which waits, so that it holds on every stream
     return constant(_ones[key])
 
 

@@ -231,6 +231,8 @@ def _check_shapes(
             refuse(name, forms, t)
     if q.shape[-1] != k.shape[-1]:
         refuse("q, k", "one last size", q, k)
+    if 0 in (q.shape[-1], v.shape[-1]):
+        refuse("q, v", "last sizes above 0", q, v)
     if k.shape[:-1] != v.shape[:-1]:
         refuse("k, v", "as many tokens and heads in both", k, v)
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:

@@ -57,3 +57,27 @@ except RuntimeError:
 """
     command = [sys.executable, "-c", code, str(tmp_path / "store")]
     assert subprocess.run(command, check=False, timeout=120).returncode == 7
+
+
+@needs_gloo
+def test_a_group_of_a_name_that_comes_back_is_another_group(tmp_path: Path) -> None:
+    """What ranks agreed on before ``destroy_process_group`` is compared again."""
+    code = """
+import datetime, os, sys, torch, torch.distributed as dist
+from samebits.distributed._groups import agree, name_of
+child = os.fork()
+rank, names = 0 if child else 1, []
+for store in sys.argv[1:]:
+    timeout = datetime.timedelta(seconds=10)
+    dist.init_process_group("gloo", "file://" + store, timeout=timeout, rank=rank, world_size=2)
+    names.append(name_of("test", None))
+    try:
+        agree("test", names[-1], torch.device("cpu"), contract=rank * (len(names) - 1))
+    except ValueError:
+        names.append("differ")
+    dist.destroy_process_group()
+right = names[0] == names[1] and names[2:] == ["differ"]
+os._exit(7 * right + (os.waitpid(child, 0)[1] >> 8 if child else 0))
+"""
+    command = [sys.executable, "-c", code, *(str(tmp_path / store) for store in "ab")]
+    assert subprocess.run(command, check=False, timeout=120).returncode == 14

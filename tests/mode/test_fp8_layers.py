@@ -26,6 +26,7 @@ from transformers.integrations import finegrained_fp8 as fp8
 import samebits
 import samebits.transformers
 from benchmarks.zoo.fp8 import in_fp8
+from samebits.mode import fp8_layers
 from samebits.testing import assert_same_bits, values
 from samebits.transformers import register
 from tests.mode.conftest import Within
@@ -319,6 +320,17 @@ with samebits.{enter}():
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_layers_that_cannot_be_covered_are_an_error_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another version of ``transformers``, say."""
+    monkeypatch.setattr(fp8_layers, "_asked", [])
+    monkeypatch.delattr(fp8, "FP8GroupedLinear")
+    own = fp8.FP8Linear.forward
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="FP8GroupedLinear"):
+            fp8_layers.cover(lambda: True)
+    assert fp8.FP8Linear.forward is own
 
 
 # ---- models

@@ -25,6 +25,7 @@ from samebits.mode import (
     is_batch_invariant_mode_enabled,
     set_batch_invariant_mode,
 )
+from samebits.mode.calls import outermost
 from samebits.mode.operators import operator_rules
 from samebits.testing import assert_same_bits, values
 from tests.mode.test_mode import COVERED, UNCOVERED, X
@@ -130,6 +131,48 @@ class TestTheSwitch:
             "os._exit(0 if torch.equal(F.linear(x, w), samebits.linear(x, w)) else 1)\n"
         )
         assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+    @pytest.mark.parametrize("where", ["_at_backend", "_in_context"])
+    def test_the_first_time_may_be_interrupted(self, where: str) -> None:
+        """It takes seconds. The next time registers everything."""
+        code = f"""
+import torch, samebits
+import torch.nn.functional as F
+from samebits.mode import kernels
+made, left = kernels.{where}, iter(range(20))
+def interrupted(*args):
+    if next(left, None) is None:
+        raise KeyboardInterrupt
+    return made(*args)
+x, w, v = torch.randn(64, 500), torch.randn(500, 30), torch.randn(100)
+for kernels.{where} in (interrupted, made):
+    try:
+        with samebits.batch_invariant("error"):
+            assert x.mm(w).equal(samebits.matmul(x, w))
+        with samebits.set_batch_invariant_mode(True, "error"):
+            assert x.mm(w).equal(samebits.matmul(x, w))
+            assert F.silu(v).equal(torch.stack([F.silu(e) for e in v]))  # has a rule of CPUs
+        assert kernels.{where} is made
+    except KeyboardInterrupt:
+        assert kernels.{where} is interrupted
+        assert not samebits.is_batch_invariant_mode_enabled()
+"""
+        assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+    def test_settings_come_back_after_the_last_of_both_modes(self) -> None:
+        with batch_invariant("error"):
+            enable_batch_invariant_mode("error")
+        assert not torch.backends.mha.get_fastpath_enabled()
+        with batch_invariant("error"):
+            disable_batch_invariant_mode()
+            assert not torch.backends.mha.get_fastpath_enabled()
+        assert torch.backends.mha.get_fastpath_enabled()
+
+    def test_an_inner_context_does_not_speak_for_autograds_threads_afterwards(self) -> None:
+        with batch_invariant("error"):
+            with batch_invariant("ignore"):
+                assert outermost.context == "ignore"
+            assert outermost.context == "error"
 
 
 class TestWhatItCovers:

@@ -589,6 +589,8 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": Q[0]}, ValueError, r"q: expected \[batch, .* got \(5, 4, 8\)"),
     ({"k": K[0], "v": V[0]}, ValueError, "k: expected"),
     ({"q": Q[..., :7]}, ValueError, "q, k: expected one last size"),
+    ({"q": Q[..., :0], "k": K[..., :0]}, ValueError, "q, v: expected last sizes above 0"),
+    ({"v": V[..., :0]}, ValueError, r"q, v: expected last sizes above 0, got .* and \(2, 7, 2, 0\)"),
     ({"v": V[:, :6]}, ValueError, "k, v: expected as many tokens and heads"),
     ({"q": Q[:, :, :3]}, ValueError, "q, k: expected a number of heads in q that is a multiple of k's"),
     ({"q": Q[:1]}, ValueError, "q, k: expected one batch size"),

@@ -338,8 +338,10 @@ def test_every_kind_of_shape_on_a_gpu() -> None:
         ProductShape("mma", *("bfloat16",) * 3, 64, 64, 64, batch=40),  # type: ignore[arg-type]
         ProductShape("fma", *("float32",) * 3, 33, 65, 67, aligned=False),  # type: ignore[arg-type]
     ]
+    before = torch.get_rng_state(), torch.cuda.get_rng_state()
     found = measure.tune(shapes)
     assert found.wrong == []
+    assert all(map(torch.equal, before, (torch.get_rng_state(), torch.cuda.get_rng_state())))
     assert len(found.entries) + len(found.alone) == len(shapes)
     if devices.device_info(0).capability == (9, 0):
         assert len(found.entries) >= 8

@@ -27,6 +27,7 @@ from samebits.tools.bench.attention_cases import (
 )
 from samebits.tools.bench.clock import ALONE, Race
 from samebits.tools.bench.measure import Show, ceilings, environment, gpu
+from samebits.tools.seeds import seeded
 
 ROWS = 4
 """Queries, of the last sequence and its last group of heads, that are compared with the CPU's."""
@@ -192,8 +193,7 @@ def bench_attention(
     from samebits.backends.cuda import devices, precompile
 
     where, todo = gpu(device), list(cases)
-    with torch.cuda.device(device), torch.no_grad():
-        torch.manual_seed(0)
+    with torch.cuda.device(device), seeded(), torch.no_grad():
 
         def calls() -> Iterator[Callable[[], object]]:
             for case in todo:

@@ -40,6 +40,7 @@ from samebits.tools.bench.cases import (
     packed_lengths,
 )
 from samebits.tools.bench.clock import ALONE, Race, how
+from samebits.tools.seeds import seeded
 
 Show = Callable[[float, str], None]
 
@@ -247,8 +248,7 @@ def bench(
     from samebits.backends.cuda import devices, precompile
 
     where, todo = gpu(device), list(cases)
-    with torch.cuda.device(device), torch.no_grad(), use_backend(backend):
-        torch.manual_seed(0)
+    with torch.cuda.device(device), seeded(), torch.no_grad(), use_backend(backend):
 
         def calls() -> Iterator[Callable[[], object]]:
             for case in todo:

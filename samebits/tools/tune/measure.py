@@ -18,6 +18,7 @@ from samebits.backends.cuda.shapes import Shape
 from samebits.backends.cuda.tuned import Entry, schedule_data
 from samebits.testing import bits
 from samebits.tools.bench.clock import Race, how
+from samebits.tools.seeds import seeded
 from samebits.tools.tune import families
 from samebits.tools.tune.contest import Contest
 
@@ -194,8 +195,7 @@ def tune(
     every = list(dict.fromkeys(shapes))
     todo: list[tuple[Contest, list[Future[bool]]]] = []
     progress(0.0, "choosing kernels")
-    with torch.cuda.device(device), torch.no_grad(), precompile.Ahead() as ahead:
-        torch.manual_seed(0)
+    with torch.cuda.device(device), seeded(), torch.no_grad(), precompile.Ahead() as ahead:
         for shape in every:
             of = families.contest(shape, device)
             if of is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -264,6 +265,19 @@ def test_a_recipe_refuses_a_pointer_into_either_of_two(gpu: FakeGpu) -> None:
     want = geometry(second(y, y)), gpu.log
     gpu.start()
     assert (geometry(recipe(y, y)), gpu.log) == want
+
+
+def test_forgetting_reaches_objects_that_python_does_not_track(gpu: FakeGpu) -> None:
+    """Long-lived servers call ``gc.freeze``."""
+    x, w = t(16, 256), t(256, 256)
+    for _ in range(4):
+        samebits.matmul(x, w)
+    gc.freeze()
+    try:
+        replay.forget()
+    finally:
+        gc.unfreeze()
+    assert not any(found.recipes for found in gc.get_objects() if type(found) is replay._replay.Replay)
 
 
 def test_calls_of_plans_return_one_result(gpu: FakeGpu) -> None:
