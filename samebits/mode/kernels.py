@@ -193,9 +193,9 @@ def _in_context(op: OpOverload, rule: Rule) -> Kernel:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         before = thread.plain
-        include(CONTEXT, False)
-        thread.plain = True
         try:
+            include(CONTEXT, False)
+            thread.plain = True
             result = answer(args, kwargs, outermost.context)
             return op(*args, **kwargs) if result is NotImplemented else result
         finally:
@@ -210,8 +210,8 @@ def _in_backward(op: OpOverload, rule: Rule) -> Kernel:
     answer = _answering(op, rule, _replayed(op, rule, _covered(op, rule)))
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        include(RECORDED, False)
         try:
+            include(RECORDED, False)
             result = NotImplemented
             if was_recorded() and _called_by_autograd(2):
                 result = answer(args, kwargs, "ignore")
@@ -255,8 +255,8 @@ def _above_autograd(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel
     call = _covered(op, rule)
 
     def plainly(*args: Any, **kwargs: Any) -> Any:
-        thread.plain = True
         try:
+            thread.plain = True
             return call(*args, **kwargs)
         finally:
             thread.plain = False
@@ -292,8 +292,8 @@ def _higher_order(op: Any) -> Kernel:
     """The kernel in contexts of an operator that takes functions: it is reported."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        include(CONTEXT, False)
         try:
+            include(CONTEXT, False)
             report(op, outermost.context)
             return op(*args, **kwargs)
         finally:
