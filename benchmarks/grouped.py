@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/grouped.json")
     options = parser.parse_args()
     console = Console(width=140)
-    record = environment(options.commit) | {"digest": samebits.TENSOR_CORE.digest()}
+    record = environment(options.commit) | {"digest": samebits.TENSOR_CORE.on(samebits.HOPPER).digest()}
     data = {"environment": record, **run(quick() if options.quick else CASES, lines_of_progress(console))}
     console.print(show(data))
     for case in data["red"]:

@@ -42,11 +42,12 @@ def rows(gpu: str) -> list[list[str]]:
     if gpu in measured("steps.json"):
         for case in load(f"{gpu}/steps.json")["cases"]:
             if case["work"] in STEPS:
-                add(STEPS[case["work"]], "steps.json", [case["process"]["ms"] / case["torch"]["ms"]])
+                modes = [case[mode]["ms"] / case["torch"]["ms"] for mode in ("context", "process")]
+                add(STEPS[case["work"]], "steps.json", modes)
     if gpu in measured("models.json"):
         runs = load(f"{gpu}/models.json")["training"]
-        ours, torch = (runs[who]["seconds_a_step"] for who in ("samebits, again", "torch"))
-        add("GRPO step of a small Llama, eager", "models.json", [ours / torch])
+        *ours, torch = (runs[who]["seconds_a_step"] for who in ("samebits", "samebits, again", "torch"))
+        add("GRPO step of a small Llama, eager", "models.json", [of_one / torch for of_one in ours])
     bands = summary(load(f"{gpu}/bench.json")["cases"])
     for band in ("forward, M <= 128", "forward, dX and dW, M >= 512"):
         speed = bands["bfloat16", band]

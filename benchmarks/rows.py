@@ -331,7 +331,7 @@ def main() -> None:
     parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/rows.json")
     options = parser.parse_args()
     console = Console(width=120)
-    record = environment(options.commit) | {"digest": samebits.TENSOR_CORE.digest()}
+    record = environment(options.commit) | {"digest": samebits.TENSOR_CORE.on(samebits.HOPPER).digest()}
     data = {"environment": record, **run(quick() if options.quick else CASES, lines_of_progress(console))}
     console.print(show(data))
     for case in data["red"]:

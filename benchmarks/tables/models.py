@@ -67,8 +67,8 @@ def gpu_models_drift(data: dict[str, Any]) -> str:
             f" {few['answer']}. A GRPO loop of {len(runs['torch']['largest'])} steps (hidden size"
             f" {learner['hidden_size']:,}, {learner['group']} answers of {learner['answer']} tokens to each"
             f" prompt): log-probs of rollout and trainer differ by up to {theirs:.2g} in PyTorch and"
-            f" {ours:.2g} in samebits, of which two runs end with {'identical' if same else 'DIFFERENT'}"
-            " weights." + _micro_batches(data),
+            f" {ours:.2g} in samebits. Two runs under samebits end with"
+            f" {'identical' if same else 'DIFFERENT'} weights." + _micro_batches(data),
             measured_on_gpu(data),
         )
     )
@@ -196,7 +196,7 @@ def the_price() -> str:
     head = ["work", *(cell for gpu in GPUS for cell in (names[gpu], "worst")), "others", "measured"]
     said = (
         f"On one {' or '.join(records.values())}; time, PyTorch = 1, below 1 is faster. Geometric means, and"
-        " the worst case. Steps under `enable_batch_invariant_mode`, the GRPO step under `batch_invariant`."
+        " the worst case. Steps in both forms of the mode, the GRPO step under `batch_invariant`, twice."
         " Where PyTorch's FP8 product refused a call, half the time of its bf16 one stands for it. PyTorch's"
         " decode takes a slow path of its attention there, because of the cache's mask."
     )

@@ -76,7 +76,8 @@ def checked(
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(
             "samebits.linear: x, weight: in_features must be equal, got"
-            f" {x.shape[-1]} and {weight.shape[1]} of shapes {shape(x)} and {shape(weight)}"
+            f" {x.shape[-1]} and {weight.shape[1]} of shapes {shape(x)} and {shape(weight)};"
+            " weight is [out_features, in_features]"
         )
     sizes = ("x, weight: in_features", x.shape[-1]), ("weight: out_features", weight.shape[0])
     check_segments("linear", contract, sizes[0], x, sizes[1])

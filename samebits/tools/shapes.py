@@ -84,9 +84,11 @@ def of_model(name: str) -> tuple[list[tuple[int, int]], torch.dtype]:
     try:
         config = AutoConfig.from_pretrained(where, local_files_only=True)
     except Exception as error:  # transformers raises of all kinds
+        why = one_line(error)
+        if not Path(where).is_dir():
+            why = f"there is none, and samebits downloads nothing: `hf download {name}` first"
         raise ToolError(
-            f"--model {name}: expected a folder with config.json, or a model in transformers' cache:"
-            f" {one_line(error)}"
+            f"--model {name}: expected a folder with config.json, or a model in transformers' cache: {why}"
         ) from error
     language: Any = AutoModelForCausalLM
     other: Any = AutoModel
