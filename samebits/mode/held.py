@@ -48,4 +48,4 @@ def _set_autograd_cache(on: bool) -> None:
 FAST_PATH = Held(mha.get_fastpath_enabled, mha.set_fastpath_enabled)
 """Transformer layers of PyTorch take a path of their own, with kernels of its own."""
 AUTOGRAD_CACHE = Held(_autograd_cache, _set_autograd_cache)
-"""``torch.compile`` keeps graphs on the disk, by the functions that a program calls. They are the same."""
+"""``torch.compile`` keeps graphs on the disk by the functions called, which a context does not change."""

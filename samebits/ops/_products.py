@@ -309,8 +309,10 @@ def one(like: Tensor) -> Tensor:
         return like.new_ones(())
     key = like.dtype, like.device
     if key not in _ones:
-        one = torch.ones((), dtype=like.dtype, device="cpu")
-        _ones[key] = one.to(like.device)  # which waits, so that it holds on every stream
+        found = torch.ones((), dtype=like.dtype, device=like.device)
+        if found.is_cuda:
+            torch.cuda.current_stream(like.get_device()).synchronize()  # other streams read it, too
+        _ones[key] = found
     return constant(_ones[key])
 
 

@@ -21,7 +21,7 @@ import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
 from samebits.backends.cuda import runtime
 from samebits.backends.product import Product
-from samebits.ops import _sequences
+from samebits.ops import _products, _sequences
 from samebits.testing import KINDS, assert_same_bits, values
 from samebits.tools import verify
 from samebits.tools.verify.operands import Inputs
@@ -489,6 +489,24 @@ def test_gradients_accumulate_like_one_long_batch() -> None:
     assert_same_bits(parts, whole)
     reference = samebits.addmm_(torch.zeros(136, 72), dy.cpu().mT, x.cpu(), contract=ON_CPU)
     assert_same_bits(whole, reference)
+
+
+def test_bias_gradients_on_a_stream_beside_the_first() -> None:
+    """Both use one 1, which the first call fills, here on a stream that is busy."""
+    grad = values("normal", (64, 72), BF16, 0, "cuda")
+    x, weight, bias = (torch.ones(s, dtype=BF16, device="cuda") for s in ((64, 48), (72, 48), (72,)))
+    bias.requires_grad_()
+    found = []
+    with mock.patch.dict(_products._ones, clear=True):
+        for wait in (200_000_000, 0):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.full((), torch.nan, dtype=BF16, device="cuda")  # what is there otherwise
+                torch.cuda._sleep(wait)
+                found += torch.autograd.grad(samebits.linear(x, weight, bias), bias, grad)
+        torch.cuda.synchronize()
+    want = samebits.linear(torch.ones(1, 64, dtype=BF16), grad.cpu().mT)[0]
+    for got in found:
+        assert_same_bits(got.cpu(), want)
 
 
 # ---- errors

@@ -154,6 +154,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
         mock.patch.object(torch._C, "_cuda_getDevice", _zero, create=True),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _stream, create=True),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.object(torch.cuda, "current_stream", return_value=mock.Mock()),
         mock.patch.object(driver, "library", return_value=gpu.library),
         mock.patch.object(driver, "error_name", "error {}".format),
         mock.patch.object(driver, "make_context_current", gpu.make_current),
