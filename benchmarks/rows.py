@@ -24,6 +24,7 @@ from torch import Tensor
 import samebits
 from benchmarks.record import RESULTS, environment, lines_of_progress, results_file, slug, write
 from samebits.backends.cuda import devices
+from samebits.backends.cuda.matmul import family
 from samebits.backends.reference import rows as reference
 from samebits.ops.norm import layer_norm, rms_norm
 from samebits.ops.reduce import sum
@@ -331,7 +332,7 @@ def main() -> None:
     parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/rows.json")
     options = parser.parse_args()
     console = Console(width=120)
-    record = environment(options.commit) | {"digest": samebits.TENSOR_CORE.on(samebits.HOPPER).digest()}
+    record = environment(options.commit) | {"digest": samebits.TENSOR_CORE.on(family(0)).digest()}
     data = {"environment": record, **run(quick() if options.quick else CASES, lines_of_progress(console))}
     console.print(show(data))
     for case in data["red"]:

@@ -40,7 +40,7 @@ def test_a_wrong_schedule_is_found(wrong: bool, monkeypatch: pytest.MonkeyPatch)
         yield "kernel", 2, lambda: SegmentedStandIn(case, wrong)
 
     monkeypatch.setattr(segments, "ways", ways)
-    monkeypatch.setattr(segments, "tried", lambda cases, device, thorough: [()] * len(cases))
+    monkeypatch.setattr(segments, "tried", lambda cases, products, thorough: [()] * len(cases))
     monkeypatch.setattr(segments, "finish", lambda doing: None)
     report = Report(None, "", "", "", {}, False)
     cases = [c for c in segmented_cases(True) if c.m * c.n * c.k < 1 << 16]

@@ -26,6 +26,7 @@ from samebits.tools.audit.trace import (
     memory,
     modes_disabled,
 )
+from samebits.tools.seeds import seeded
 from samebits.tools.text import AuditError, dtype_name, one_line, plural
 
 
@@ -156,15 +157,9 @@ class _Run:
             return chosen.requires_grad_(leaf.requires_grad)
 
         args, kwargs = tree_unflatten([part(leaf) for leaf in self._leaves], self._form)
-        devices = [self.device] if self.device.type == "cuda" else []
         trace = Trace(self._names, observer)
         try:
-            with (
-                torch.random.fork_rng(devices),
-                torch.set_grad_enabled(self._backward),
-                trace.running(),
-            ):
-                torch.manual_seed(0)
+            with seeded(), torch.set_grad_enabled(self._backward), trace.running():
                 results = [t for t in tree_flatten(self._fn(*args, **kwargs))[0] if isinstance(t, Tensor)]
                 with modes_disabled():
                     for t in results:

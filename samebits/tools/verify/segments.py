@@ -104,11 +104,10 @@ def unfilled_product(case: SegmentedCase, device: torch.device) -> Product:
     return Product.of(Operands(a, b, room(case, device)[0], bias), case.step)
 
 
-def tried(cases: Sequence[SegmentedCase], device: torch.device, thorough: bool) -> list[Sequence[Any]]:
+def tried(cases: Sequence[SegmentedCase], products: Sequence[Product], thorough: bool) -> list[Sequence[Any]]:
     """The schedules of Hopper's kernel for each case: all, or those that cases of a layout share out."""
     from samebits.backends.cuda.products import segmented_sm90
 
-    products = [unfilled_product(case, device) for case in cases]
     every: list[Sequence[Any]] = [
         segmented_sm90.schedules(p) if segmented_sm90.supports(p, case.segments) else ()
         for case, p in zip(cases, products, strict=True)
@@ -143,8 +142,9 @@ def loads(
     cases: Sequence[SegmentedCase], device: torch.device, thorough: bool
 ) -> Iterator[Callable[[], object]]:
     """Calls that load the kernels of `cases`."""
-    for case, schedules in zip(cases, tried(cases, device, thorough), strict=True):
-        for _, _, plan in ways(case, unfilled_product(case, device), schedules):
+    products = [unfilled_product(case, device) for case in cases]
+    for case, p, schedules in zip(cases, products, tried(cases, products, thorough), strict=True):
+        for _, _, plan in ways(case, p, schedules):
             yield partial(_load, plan)
 
 
@@ -161,14 +161,14 @@ def verify_segments(
     """Compare every kernel under its schedules with the CPU reference."""
     from samebits.backends.reference import matmul as reference
 
-    for case, schedules in zip(cases, tried(cases, device, thorough), strict=True):
+    products = [unfilled_product(case, device) for case in cases]
+    for case, p, schedules in zip(cases, products, tried(cases, products, thorough), strict=True):
         a, b, bias = make(case, device)
         key = (FMA if case.step == "fma" else contract).segmented(case.segments).key
         on_cpu = None if bias is None else bias.cpu()
         want = reference.matmul(a.cpu(), b.cpu(), bias=on_cpu, out_dtype=case.out, contract=key)
         expected, memory_expected = room(case, device)
         expected.copy_(want)
-        p = Product.of(Operands(a, b, expected, bias), case.step)
         for name, schedule, plan in ways(case, p, schedules):
             out, memory = room(case, device)
             doing = f"{name}, {case}, {schedule}"

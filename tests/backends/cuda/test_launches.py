@@ -134,10 +134,10 @@ def test_verify_runs_every_kernel_of_segments(launches: list[str], thorough: boo
     """And every schedule of Hopper's, in each layout that takes it."""
     run, taken, cpu = set(), set(), torch.device("cpu")
     cases = segments.segmented_cases(thorough)
-    for case, schedules in zip(cases, segments.tried(cases, cpu, thorough), strict=True):
+    products = [segments.unfilled_product(case, cpu) for case in cases]
+    for case, p, schedules in zip(cases, products, segments.tried(cases, products, thorough), strict=True):
         a, b, bias = segments.make(case, cpu, unfilled)
         x = Operands(a, b, segments.room(case, cpu)[0], bias)
-        p = Product.of(x, case.step)
         if segmented_sm90.supports(p, case.segments):
             taken |= {(case.layout, s) for s in segmented_sm90.schedules(p)}
         for name, schedule, made in segments.ways(case, p, schedules):
