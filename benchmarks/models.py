@@ -52,8 +52,6 @@ DRIFT = {"llama": LLAMA | FEW, "qwen3": QWEN3 | FEW}
 PROMPTS, PROMPT, ANSWER = 8, 61, 200  # number of prompts, tokens of a prompt, tokens of an answer
 
 LOOP = {"prompts": 4, "group": 8, "answer": 32}
-TURNS = 3
-"""Runs of the training loop that are timed, of which the median counts."""
 LEARNER = LLAMA | {"vocab_size": 1024, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
 
 # A Llama of 1.24 billion parameters.
@@ -141,17 +139,16 @@ def drift(device: str = "cuda") -> list[dict[str, Any]]:
 def training(steps: int, device: str = "cuda") -> dict[str, Any]:
     grpo = importlib.import_module("grpo")
 
-    train = partial(grpo.train, dtype=torch.bfloat16, device=device, rate=1e-3, **LOOP, **LEARNER)
+    options = {"dtype": torch.bfloat16, "device": device, "rate": 1e-3} | LOOP | LEARNER
     modes = {"torch": False, "samebits": True, "samebits, again": True}
-    for ours in (False, True):
-        train(1, ours=ours)  # compiles and loads kernels before the clock starts
+    loops = {name: grpo.training_steps(steps, ours=ours, **options) for name, ours in modes.items()}
     runs: dict[str, Any] = {}
     seconds: dict[str, list[float]] = {name: [] for name in modes}
-    for _ in range(TURNS):  # the host, which is the bound, is not always as fast
-        for name, ours in modes.items():
+    for _ in range(steps):  # in turns: the host, which is the bound, is not always as fast
+        for name, loop in loops.items():
             start = time.perf_counter()
-            runs[name] = train(steps, ours=ours)
-            seconds[name].append((time.perf_counter() - start) / steps)
+            runs[name] = next(loop)
+            seconds[name].append(time.perf_counter() - start)
     found: dict[str, Any] = {}
     for name, run in runs.items():
         found[name] = dataclasses.asdict(run) | {"seconds_a_step": statistics.median(seconds[name])}

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from generate import build, generate, training
@@ -55,7 +57,13 @@ def digest(model: nn.Module) -> str:
     return sha.hexdigest()
 
 
-def train(
+def train(steps: int, **options: Any) -> Run:
+    """Train a fresh model. The options are those of :func:`training_steps`."""
+    *_, run = training_steps(steps, **options)
+    return run
+
+
+def training_steps(
     steps: int,
     *,
     ours: bool,
@@ -67,8 +75,11 @@ def train(
     rate: float = 1e-2,
     seed: int = 0,
     **sizes: int,
-) -> Run:
-    """Train a fresh model: `group` answers of `answer` tokens to each prompt, at learning rate `rate`."""
+) -> Iterator[Run]:
+    """Train a fresh model: `group` answers of `answer` tokens to each prompt, at learning rate `rate`.
+
+    Every step yields the record so far.
+    """
     model = build("llama", dtype, device, seed=seed, **TINY | sizes)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     generator = torch.Generator().manual_seed(seed)
@@ -99,8 +110,9 @@ def train(
         run.largest.append(float(d.abs().max()))
         run.kl.append(float((d.expm1() - d).mean()))
         run.reward.append(float(reward.mean()))
-    run.weights = digest(model)
-    return run
+        if step == steps - 1:
+            run.weights = digest(model)
+        yield run
 
 
 def plot(runs: dict[str, Run], to: Path) -> None:

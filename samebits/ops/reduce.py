@@ -131,7 +131,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.mean:
-        grad = _divided(grad, ctx.shape[1])
+        divided = _divided if torch.compiler.is_compiling() else _share
+        grad = divided(grad, ctx.shape[1])
     return grad.to(ctx.dtype).unsqueeze(1).expand(ctx.shape), None
 
 
@@ -139,12 +140,13 @@ _operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _share(grad: Tensor, n: int) -> Tensor:
-    # A number is multiplied, not divided by, because PyTorch multiplies by the inverse on a GPU.
-    return grad.to(torch.float32) * (1 / max(n, 1))
+    # A number is multiplied, not divided by, because PyTorch multiplies by the inverse on a GPU. It computes
+    # in float32, and rounds once.
+    return grad * (1 / max(n, 1))
 
 
 def _fake_share(grad: Tensor, n: int) -> Tensor:
-    return torch.empty_like(grad, dtype=torch.float32)
+    return torch.empty_like(grad)
 
 
 # An operator, because torch.compile would compute 1 / n on the GPU, with an approximate division.
@@ -152,11 +154,11 @@ _divided = Operator("divided(Tensor grad, SymInt n) -> Tensor", cpu=_share, fake
 
 
 def _keep_n(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.dtype, ctx.n = inputs[0].dtype, inputs[1]
+    ctx.n = inputs[1]
 
 
 def _backward_share(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, None]:
-    return _divided(grad, ctx.n).to(ctx.dtype), None
+    return _divided(grad, ctx.n), None
 
 
 _divided.register_autograd(_backward_share, setup_context=_keep_n)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
-from samebits.backends.cuda import runtime
+from samebits.backends.cuda import matmul, runtime
 from samebits.backends.product import Product
 from samebits.ops import _products, _sequences
 from samebits.testing import KINDS, assert_same_bits, values
@@ -505,6 +505,25 @@ def test_bias_gradients_on_a_stream_beside_the_first() -> None:
                 found += torch.autograd.grad(samebits.linear(x, weight, bias), bias, grad)
         torch.cuda.synchronize()
     want = samebits.linear(torch.ones(1, 64, dtype=BF16), grad.cpu().mT)[0]
+    for got in found:
+        assert_same_bits(got.cpu(), want)
+
+
+def test_weight_gradients_of_equal_sequences_on_a_stream_beside_the_first() -> None:
+    """All use the same offsets, which the first call writes, here on a stream that is busy."""
+    x, grad = (values("normal", (3, 35, n), BF16, n, "cuda") for n in (48, 64))
+    weight = torch.zeros(64, 48, dtype=BF16, device="cuda").requires_grad_()
+    torch.cuda.synchronize()
+    found = []
+    with mock.patch.dict(matmul._kept_offsets, clear=True):
+        for wait in (200_000_000, 0, 0, 0):  # the last ones are replayed
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda._sleep(wait)
+                found += torch.autograd.grad(samebits.linear(x, weight), weight, grad)
+        torch.cuda.synchronize()
+        assert list(matmul._kept_offsets) == [(3, 35, x.device)]
+    x, grad, weight = x.cpu(), grad.cpu(), weight.cpu().detach().requires_grad_()
+    (want,) = torch.autograd.grad(samebits.linear(x, weight), weight, grad)
     for got in found:
         assert_same_bits(got.cpu(), want)
 

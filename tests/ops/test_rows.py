@@ -338,6 +338,17 @@ def test_gradient_of_a_mean(device: str) -> None:
     assert_same_bits(got.cpu(), want[:, None].expand(400, 49))
 
 
+@on_devices
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_the_gradient_of_a_mean_is_rounded_once(device: str, dtype: torch.dtype) -> None:
+    """Every number of 16 bits, which PyTorch multiplies in float32."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
+    for n in (1, 2, 3, 5, 7, 100, 300, 4097):
+        x = torch.zeros((), dtype=dtype, device=device).expand(1 << 16, n).requires_grad_()
+        (got,) = torch.autograd.grad(mean(x, 1), x, every)
+        assert_same_bits(got[:, n // 2], (every.float() * (1 / n)).to(dtype))
+
+
 X = torch.ones(2, 3)
 
 

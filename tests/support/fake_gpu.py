@@ -164,6 +164,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
         mock.patch.object(runtime, "_allocate", SimpleNamespace(_empty_strided_cuda=gpu.allocate)),
         mock.patch.object(devices, "device_info", return_value=INFO),
         *(mock.patch.object(module, "_plans", {}) for module in (matmul, grouped, sm90)),
+        mock.patch.object(matmul, "_kept_offsets", {}),
     ]
     for cache in caches:
         cache.cache_clear()

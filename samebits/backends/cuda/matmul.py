@@ -21,7 +21,9 @@ from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
 from samebits.backends.cuda.products.tiny import TINY, TINY_FMA
 from samebits.backends.cuda.shapes import ProductShape
+from samebits.backends.modes import capturing
 from samebits.backends.product import LARGEST, Matrix, Operands, Product
+from samebits.backends.replay import constant, here
 from samebits.backends.segments import check_terms, refuse_start
 from samebits.contract import FAMILIES, MmaModel, contract_from_key
 from samebits.remedies import see
@@ -158,7 +160,7 @@ def _sequences_planned(
     if tensor_core and together and S * K <= LARGEST:
         # The sequences are contiguous in memory, so they can be packed sequences of one K axis.
         if K % 16:
-            cu_seqlens = torch.arange(0, S * K + 1, K, dtype=torch.int32, device=a.device)
+            cu_seqlens = _offsets(S, K, a)
         a = a.as_strided((1, 1, M, S * K), (0, 0, a.stride(2), a.stride(3)))
         b = b.as_strided((1, 1, S * K, b.shape[3]), (0, 0, b.stride(2), b.stride(3)))
         S = 1
@@ -167,6 +169,27 @@ def _sequences_planned(
         if B == 1:
             a, b, out = a[0], b[0], out[0]
     return _planned(a, b, out, contract, sequences=True, cu_seqlens=cu_seqlens, accumulate=accumulate)
+
+
+_kept_offsets: dict[tuple[int, int, torch.device], tuple[Tensor, torch.cuda.Event]] = {}
+"""By number, length and device, with when they were written. Never freed: any stream may read them."""
+
+
+def _offsets(count: int, length: int, of: Tensor) -> Tensor:
+    """Where `count` sequences of one length begin, and where the last one ends."""
+    key = count, length, of.device
+    if capturing(of) or key not in _kept_offsets:
+        found = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=of.device)
+        if not capturing(of):  # what a graph writes is not written before it runs
+            written = torch.cuda.current_stream(of.get_device()).record_event()
+            _kept_offsets[key] = found, written
+        return found
+    kept, written = _kept_offsets[key]
+    if here.recording is None:
+        written.wait(torch.cuda.current_stream(of.get_device()))
+    else:
+        written.synchronize()  # replays run on any stream
+    return constant(kept)
 
 
 def _one_axis(t: Tensor, k: int) -> bool:

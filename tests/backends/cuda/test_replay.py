@@ -96,6 +96,10 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
     "bmm": (_products.product, lambda: (t(4, 16, 64), t(4, 64, 24), None, BF16, KEY)),
     "bmm, tiny": (_products.product, lambda: (t(40, 8, 8), t(40, 8, 8), None, BF16, KEY)),
     "addbmm": (_products.addbmm, lambda: (None, t(1, 3, 64, 32).mT, t(1, 3, 64, 48), None, BF16, KEY)),
+    "addbmm, uneven sequences": (
+        _products.addbmm,
+        lambda: (None, t(1, 3, 35, 32).mT, t(1, 3, 35, 48), None, BF16, KEY),
+    ),
     "addbmm, gaps": (_products.addbmm, lambda: (None, t(1, 1, 37, 21).mT, t(1, 1, 37, 48), None, F32, KEY)),
     "grouped_rows": (
         _grouped.grouped_rows,
