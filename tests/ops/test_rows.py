@@ -287,6 +287,19 @@ def test_sums_over_tokens_by_blocks_of_any_number_of_columns(dtype: torch.dtype,
 
 @pytest.mark.gpu
 @in_dtypes
+@pytest.mark.parametrize("n", [1, 35, 264, 1025, 2064, 4104])
+def test_embeddings_of_which_some_have_many_tokens(dtype: torch.dtype, n: int) -> None:
+    grad = case("special", (1300, n), dtype, "cpu")
+    ids = torch.randint(40, (1300,), generator=torch.Generator().manual_seed(n))
+    ids[torch.arange(0, 1300, 2)] = 3  # as padding has
+    ids[:256] = 5
+    for padding in (-1, 3):
+        got = OPS.embedding_backward(grad.cuda(), ids.cuda(), 41, padding)
+        assert_same_bits(got.cpu(), OPS.embedding_backward(grad, ids, 41, padding))
+
+
+@pytest.mark.gpu
+@in_dtypes
 @pytest.mark.parametrize("n", [8, 1032, 2064, 4104, 8192, 12296, 16384])
 def test_all_gradients_of_a_norm_are_those_of_rows_and_of_columns(dtype: torch.dtype, n: int) -> None:
     grad, x = (case("wide", (701, n), dtype, "cpu", seed) for seed in (0, 1))

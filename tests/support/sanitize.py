@@ -251,12 +251,13 @@ def row_reductions() -> None:
         x, y = (torch.ones(count, n, dtype=DTYPE, device="cuda", requires_grad=True) for _ in range(2))
         w = torch.ones(n, dtype=DTYPE, device="cuda", requires_grad=True)
         ids = torch.arange(2 * count, device="cuda") % count
+        many = torch.zeros(600, dtype=torch.int64, device="cuda")  # tokens with one id
         for sharing in rows.sharings(n, DTYPE):
             with rows.shared_as(sharing), samebits.batch_invariant("error"):
                 results = (
                     *(x.softmax(1), x.log_softmax(0), x.sum(0), x.mean(1), y * w, y * x[:, :1]),
                     *(F.layer_norm(x, (n,), w, w), F.rms_norm(x, (n,), w), F.embedding(ids, y)),
-                    F.embedding(ids.int(), y[:, n // 3 :]),
+                    *(F.embedding(ids.int(), y[:, n // 3 :]), F.embedding(many, y)),
                 )
                 torch.autograd.grad(results, (x, y, w), results)
 

@@ -14,6 +14,7 @@ TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.float
 
 _FEW = 6144  # columns with which shared memory has room to copy further ahead
 _ALONE = 160 << 10  # bytes of shared memory of a block that has a multiprocessor to itself
+_MOST_BESIDE = 65_535  # blocks in a grid's second dimension
 
 # The parameter structs of columns.cu.
 _PARAMS = {"column_sums": "PPPPPPqqqq", "embedding_backward": "PPPPqqq"}
@@ -112,12 +113,12 @@ def sums_by_id(grad: Tensor, ids: Tensor, out: Tensor, padding: int) -> None:
     count = len(out)
     by_id, tokens = ids.sort(stable=True)
     starts = torch.searchsorted(by_id, torch.arange(count + 1, device=ids.device))
-    low = grad.data_ptr() | (grad.stride(0) | grad.shape[1]) * grad.itemsize
-    kernel = _kernel(
-        "embedding_backward", grad.get_device(), grad.dtype, out.dtype, None, low & 15 == 0, False, 32, 32
-    )
+    aligned = (grad.data_ptr() | (grad.stride(0) | grad.shape[1]) * grad.itemsize) & 15 == 0
+    device = grad.get_device()
+    kernel = _kernel("embedding_backward", device, grad.dtype, out.dtype, None, aligned, False, 32, 32)
+    width = kernel.spec.block * (16 // grad.itemsize if aligned else 1)
     kernel.launch(
-        (count, 1, 1),
+        (count, min(-(-grad.shape[1] // width), _MOST_BESIDE), 1),
         *(t.data_ptr() for t in (grad, tokens, starts, out)),
         *(grad.stride(0), grad.shape[1], padding),
     )

@@ -5,7 +5,7 @@
 // copies its stages into shared memory, widens and normalises them, by itself. The last warp adds them up: a lane
 // carries one chain, of a column's gradients or of its products. It waits for nothing but the stage that is next,
 // so a token costs little more than one addition's latency.
-// embedding_backward: a block takes a row of the embedding, a thread some columns.
+// embedding_backward: a block takes a row of the embedding, or a part of it; a thread some columns.
 //
 // Macros
 //   GRAD     type of the summed values: F32, BF16 or F16
@@ -277,23 +277,59 @@ struct EmbeddingParams {
     i64 padding;
 };
 
-// A block for each row of the embedding.
+// The rows of some tokens. They are read while those before them are added.
+struct Rows {
+    static constexpr int COUNT = 8;
+    alignas(16) Grad::Stored entries[COUNT][VECTOR];
+
+    // Those of tokens[0, count), and zeros, which change nothing.
+    __device__ __forceinline__ void read(const i64* tokens, int count, i64 column, const EmbeddingParams& p) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const Grad::Stored* from = i < count ? p.grad + tokens[i] * p.grad_row + column : nullptr;
+            if constexpr (VECTOR > 1)
+                *reinterpret_cast<uint4*>(entries[i]) =
+                    from ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+            else
+                entries[i][0] = from ? *from : Grad::Stored(0);
+        }
+    }
+
+    __device__ __forceinline__ void add_to(float (&sums)[VECTOR]) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) sums[j] = __fadd_rn(sums[j], Grad::widen(entries[i][j]));
+    }
+};
+
+// Blocks for each row of the embedding, side by side.
 extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
     embedding_backward(const __grid_constant__ EmbeddingParams p) {
+    __shared__ i64 tokens[EMBEDDING_THREADS];
     const i64 id = blockIdx.x;
     const i64 first = p.starts[id], last = id == p.padding ? first : p.starts[id + 1];
-    for (i64 column = i64(threadIdx.x) * VECTOR; column < p.n; column += EMBEDDING_THREADS * VECTOR) {
+    constexpr i64 WIDTH = EMBEDDING_THREADS * VECTOR;
+    for (i64 left = blockIdx.y * WIDTH; left < p.n; left += gridDim.y * WIDTH) {
+        const i64 column = left + threadIdx.x * VECTOR;
         float sums[VECTOR] = {};
-        for (i64 i = first; i < last; ++i) {
-            alignas(16) Grad::Stored row[VECTOR];
-            const Grad::Stored* from = p.grad + p.tokens[i] * p.grad_row + column;
-            if constexpr (VECTOR > 1)
-                *reinterpret_cast<uint4*>(row) = *reinterpret_cast<const uint4*>(from);
-            else
-                row[0] = *from;
-#pragma unroll
-            for (int j = 0; j < VECTOR; ++j) sums[j] = __fadd_rn(sums[j], Grad::widen(row[j]));
+        for (i64 batch = first; batch < last; batch += EMBEDDING_THREADS) {
+            const int count = int(min(last - batch, i64(EMBEDDING_THREADS)));
+            __syncthreads();
+            if (int(threadIdx.x) < count) tokens[threadIdx.x] = p.tokens[batch + threadIdx.x];
+            __syncthreads();
+            if (column >= p.n) continue;
+            Rows here;
+            here.read(tokens, count, column, p);
+            for (int i = Rows::COUNT; i < count; i += Rows::COUNT) {
+                Rows next;
+                next.read(tokens + i, count - i, column, p);
+                here.add_to(sums);
+                here = next;
+            }
+            here.add_to(sums);
         }
+        if (column >= p.n) continue;
 #pragma unroll
         for (int j = 0; j < VECTOR; j += VECTOR > 1 ? 2 : 1) {
             Out::Stored* to = p.out + id * p.n + column + j;
