@@ -431,15 +431,16 @@ def main() -> None:
     )
     parser.add_argument(
         "--only",
-        choices=("chains", "exchanges", "segments"),
-        help="sums over tokens and of long rows, sums of ranks, or sums in segments",
+        choices=("rows", "chains", "exchanges", "segments"),
+        help="operations of rows, sums over tokens and of long rows, sums of ranks, or sums in segments",
     )
     options = parser.parse_args()
     every = options.every
     if options.racecheck:
         all_lanes_arrive()
     if options.only:
-        {"chains": chains, "exchanges": exchanges, "segments": partial(segmented, every)}[options.only]()
+        some = {"rows": row_reductions, "chains": chains, "exchanges": exchanges}
+        (some | {"segments": partial(segmented, every)})[options.only]()
         return
     found = itertools.chain(
         products(every), tiny_products(every), long_products(every), float32_outputs(every)
