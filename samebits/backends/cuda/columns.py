@@ -15,9 +15,11 @@ TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.float
 _FEW = 6144  # columns with which shared memory has room to copy further ahead
 _ALONE = 160 << 10  # bytes of shared memory of a block that has a multiprocessor to itself
 _MOST_BESIDE = 65_535  # blocks in a grid's second dimension
+_MANY = 16  # tokens with one id, beyond which warps share its row: MANY of columns.cu
 
 # The parameter structs of columns.cu.
-_PARAMS = {"column_sums": "PPPPPPqqqq", "embedding_backward": "PPPPqqq"}
+_PARAMS = {"column_sums": "PPPPPPqqqq", "embedding_backward": "PPPPPqqqq", "embedding_many": "PPPPPqqqq"}
+_THREADS = {"embedding_backward": 256, "embedding_many": 32}
 
 
 def kernel_spec(
@@ -33,8 +35,8 @@ def kernel_spec(
 ) -> compiler.KernelSpec:
     """A kernel of columns.cu."""
     types = ("GRAD", TYPES[grad]), ("X", TYPES[x]), ("OUT", TYPES[out])
-    if entry == "embedding_backward":
-        block, smem, producers = 256, 0, 1
+    if entry in _THREADS:
+        block, smem, producers = _THREADS[entry], 0, 1
     else:
         of_x, chains = (0, columns) if x is None else (x.itemsize, 2 * columns)
         copied = columns * (grad.itemsize + of_x) + (0 if x is None else 8)  # of a token; its mean and scale
@@ -114,14 +116,17 @@ def sums_by_id(grad: Tensor, ids: Tensor, out: Tensor, padding: int) -> None:
     by_id, tokens = ids.sort(stable=True)
     starts = torch.searchsorted(by_id, torch.arange(count + 1, device=ids.device))
     aligned = (grad.data_ptr() | (grad.stride(0) | grad.shape[1]) * grad.itemsize) & 15 == 0
-    device = grad.get_device()
-    kernel = _kernel("embedding_backward", device, grad.dtype, out.dtype, None, aligned, False, 32, 32)
-    width = kernel.spec.block * (16 // grad.itemsize if aligned else 1)
-    kernel.launch(
-        (count, min(-(-grad.shape[1] // width), _MOST_BESIDE), 1),
-        *(t.data_ptr() for t in (grad, tokens, starts, out)),
-        *(grad.stride(0), grad.shape[1], padding),
-    )
+    grids = {"embedding_backward": (count, 1, 1)}
+    if len(ids) > _MANY:
+        warps = -(-grad.shape[1] // (32 * (16 // grad.itemsize if aligned else 1)))
+        grids["embedding_many"] = -(-len(ids) // _MANY), min(warps, _MOST_BESIDE), 1
+    for entry, grid in grids.items():
+        kernel = _kernel(entry, grad.get_device(), grad.dtype, out.dtype, None, aligned, False, 32, 32)
+        kernel.launch(
+            grid,
+            *(t.data_ptr() for t in (grad, by_id, tokens, starts, out)),
+            *(grad.stride(0), grad.shape[1], count, padding),
+        )
 
 
 def with_rows(x: Tensor) -> Tensor:
