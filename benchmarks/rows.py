@@ -100,6 +100,22 @@ def _embedded(case: RowCase) -> Operands:
     return _matrix(case), torch.randint(ENTRIES, (case.rows,), device=DEVICE)
 
 
+def _half_padded(case: RowCase) -> Operands:
+    """Half of the tokens, in any order, have one id."""
+    grad, ids = _embedded(case)
+    ids[torch.randperm(case.rows, device=DEVICE)[: case.rows // 2]] = 0
+    return grad, ids
+
+
+def _embedding_backward(operands: Callable[[RowCase], Operands]) -> RowOp:
+    return RowOp(
+        operands,
+        lambda grad, ids: OURS.embedding_backward(grad, ids, ENTRIES, -1),
+        lambda grad, ids: ATEN.embedding_dense_backward(grad, ids, ENTRIES, -1, False),
+        1,
+    )
+
+
 def _norm_backward(grad: Tensor, x: Tensor, w: Tensor, means: Tensor, scales: Tensor) -> Results:
     gradients: Results = OURS.norm_gradients(grad, x, w, means, scales, w.dtype)
     return gradients
@@ -202,19 +218,16 @@ OPS = {
         1,
         columns=lambda x: (reference.column_sum(x, x.dtype),),
     ),
-    "embedding backward": RowOp(
-        _embedded,
-        lambda grad, ids: OURS.embedding_backward(grad, ids, ENTRIES, -1),
-        lambda grad, ids: ATEN.embedding_dense_backward(grad, ids, ENTRIES, -1, False),
-        1,
-    ),
+    "embedding backward": _embedding_backward(_embedded),
+    "embedding backward, half padding": _embedding_backward(_half_padded),
 }
+EMBEDDINGS = [op for op in OPS if op.startswith("embedding")]
 
 WIDTHS = (1024, 2048, 4096, 8192, 16384)
 TOKENS = 4096
 CASES = (
-    *(RowCase(op, TOKENS, n) for op in OPS if op not in ("2-norm", "embedding backward") for n in WIDTHS),
-    *(RowCase("embedding backward", TOKENS, n) for n in WIDTHS[:3]),
+    *(RowCase(op, TOKENS, n) for op in OPS if op not in ("2-norm", *EMBEDDINGS) for n in WIDTHS),
+    *(RowCase(op, TOKENS, n) for op in EMBEDDINGS for n in WIDTHS[:3]),
     *(RowCase(op, TOKENS, n, F32) for op in OPS if "softmax" in op for n in WIDTHS[1::2]),
     *(RowCase(op, TOKENS, n, F32) for op in ("rms_norm", "rms_norm backward", "sum") for n in WIDTHS[1::2]),
     *(RowCase(op, 16, n) for op in ("rms_norm", "layer_norm", "softmax", "sum") for n in WIDTHS[1::2]),
@@ -232,7 +245,7 @@ def quick() -> tuple[RowCase, ...]:
 def bytes_of(case: RowCase) -> int:
     """Bytes that have to be read and written."""
     size = case.dtype.itemsize
-    whole = ENTRIES * case.n * size if case.op == "embedding backward" else 0
+    whole = ENTRIES * case.n * size if case.op in EMBEDDINGS else 0
     return OPS[case.op].matrices * case.rows * case.n * size + whole
 
 
@@ -252,9 +265,9 @@ def check(case: RowCase, operands: Operands) -> None:
     )
     for g, want in zip(got, of_rows, strict=False):
         assert_same_bits(g[some].cpu(), want, f"{case}: against the CPU reference")
-    if case.op == "embedding backward":
+    if case.op in EMBEDDINGS:
         grad, ids = (t.cpu() for t in operands)
-        for id in ids[:64].tolist():
+        for id in {*ids[:64].tolist()}:
             want = reference.column_sum(grad[ids == id], grad.dtype)
             assert_same_bits(got[0][id].cpu(), want, f"{case}: entry {id}")
         assert not got[0].view(torch.int16)[~torch.isin(torch.arange(ENTRIES), ids).to(DEVICE)].any()
