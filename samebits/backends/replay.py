@@ -18,8 +18,8 @@ import functools
 import operator
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ __all__ = [
     "refuse",
     "replayed",
     "traced",
+    "unrecorded",
     "viewed",
 ]
 
@@ -87,6 +88,16 @@ def constant(t: Tensor) -> Tensor:
     if here.recording is not None:
         here.recording.constants.append(t)
     return t
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """For what replays need not repeat."""
+    recording, here.recording = here.recording, None
+    try:
+        yield
+    finally:
+        here.recording = recording
 
 
 _replays: list[Any] = []

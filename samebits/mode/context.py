@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
-from samebits.backends.modes import CONTEXT, include, includes
+from samebits.backends.modes import CONTEXT, include, includes, with_context
 from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost, state
+from samebits.mode.checkpoints import keep_contexts
 from samebits.mode.fp8_layers import cover
 from samebits.mode.held import AUTOGRAD_CACHE, FAST_PATH
 from samebits.mode.kernels import register_context
@@ -30,9 +32,9 @@ def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManage
     The context acts on operators that this thread calls, from Python or from C++. What is not covered costs
     nothing. No bits change for other threads, or afterwards. Contexts may be nested; the innermost
     ``on_uncovered`` counts. Do not ``await`` or ``yield`` inside, and do not decorate a function that does.
-    Activation checkpointing runs the forward again in the backward, so enter the context around the backward
-    too. Under ``torch.compile``, what is traced inside the context is covered. "Limits" in ``README.md`` says
-    what may still change bits.
+    What activation checkpointing runs again in a backward, it runs in the context of its forward. Under
+    ``torch.compile``, what is traced inside the context is covered. "Limits" in ``README.md`` says what may
+    still change bits.
 
     Args:
         on_uncovered: what to do when an operator is called that is not covered, and whose rows are known to
@@ -70,6 +72,7 @@ def _included(on_uncovered: OnUncovered) -> Iterator[None]:
     """Include the key in this thread."""
     register_context()
     cover(_is_on)
+    keep_contexts(_again)
     outermost.context = on_uncovered
     before, first = includes(CONTEXT), torch._C._autograd._get_sequence_nr()
     AUTOGRAD_CACHE.hold()
@@ -82,6 +85,12 @@ def _included(on_uncovered: OnUncovered) -> Iterator[None]:
         FAST_PATH.release()
         AUTOGRAD_CACHE.release()
         keep(first, torch._C._autograd._get_sequence_nr())
+
+
+def _again(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, in the context that this thread is in, or in none."""
+    on_uncovered = state.on_uncovered if _is_on() else None
+    return (with_context(False) if on_uncovered is None else _context(on_uncovered))(run)
 
 
 def _is_on() -> bool:

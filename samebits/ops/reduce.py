@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.replay import viewed
-from samebits.ops._operator import Operator
+from samebits.ops._operator import Operator, bypasses_dispatcher
 from samebits.ops._rows import as_rows, backend, check_rows, rounded
 
 
@@ -131,7 +131,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.mean:
-        divided = _divided if torch.compiler.is_compiling() else _share
+        divided = _share if bypasses_dispatcher([grad]) else _divided  # a trace must see one operator
         grad = divided(grad, ctx.shape[1])
     return grad.to(ctx.dtype).unsqueeze(1).expand(ctx.shape), None
 

@@ -510,13 +510,13 @@ def test_bias_gradients_on_a_stream_beside_the_first() -> None:
 
 
 def test_weight_gradients_of_equal_sequences_on_a_stream_beside_the_first() -> None:
-    """All use the same offsets, which the first call writes, here on a stream that is busy."""
+    """Replays read the offsets that the recorded call writes, here on a stream that is busy."""
     x, grad = (values("normal", (3, 35, n), BF16, n, "cuda") for n in (48, 64))
     weight = torch.zeros(64, 48, dtype=BF16, device="cuda").requires_grad_()
     torch.cuda.synchronize()
     found = []
     with mock.patch.dict(matmul._kept_offsets, clear=True):
-        for wait in (200_000_000, 0, 0, 0):  # the last ones are replayed
+        for wait in (0, 200_000_000, 0, 0):  # the second one is recorded
             with torch.cuda.stream(torch.cuda.Stream()):
                 torch.cuda._sleep(wait)
                 found += torch.autograd.grad(samebits.linear(x, weight), weight, grad)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -78,6 +80,46 @@ def test_gradients_with_and_without_checkpointing(name: str, device: str, within
                 assert (ours is None) == (right is None)
                 if ours is not None and right is not None:
                     assert_same_bits(ours, right, backward)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("of_mode", [True, False], ids=["forward inside", "backward inside"])
+def test_what_runs_again_runs_in_the_context_of_the_forward(
+    of_mode: bool, reentrant: bool, device: str
+) -> None:
+    """Wherever the backward runs, in whatever thread. Forward inside: then the backward is outside."""
+    to = leaves("2-D", device)
+
+    def inner(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.linear(F.layer_norm(x, (40,), b), w).softmax(-1)
+
+    def outer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return checkpoint(inner, x, w, b, use_reentrant=reentrant) * b  # type: ignore[no-any-return]
+
+    def context(on: bool) -> AbstractContextManager[None]:
+        return samebits.batch_invariant("error") if on else nullcontext()
+
+    def run(f: Function, in_thread: bool = False) -> list[Tensor | None]:
+        for t in to:
+            t.grad = None
+        with context(of_mode):
+            loss = f(*to).square().sum()
+        with context(not of_mode):
+            if in_thread:
+                (started := threading.Thread(target=loss.backward)).start()
+                started.join()
+            else:
+                loss.backward()
+        return [t.grad for t in to]
+
+    for in_thread in (False, True)[: 1 + of_mode]:  # other threads are in no context
+        want = run(lambda *to: inner(*to) * to[2])
+        got = run(lambda *to: checkpoint(outer, *to, use_reentrant=reentrant), in_thread)
+        for ours, right in zip(got, want, strict=True):
+            assert ours is not None
+            assert right is not None
+            assert_same_bits(ours, right)
 
 
 @pytest.mark.parametrize("device", DEVICES)

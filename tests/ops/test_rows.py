@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import samebits
 from samebits.backends.cuda import columns, compiler, norm_gradients, rows
@@ -349,6 +350,16 @@ def test_gradient_of_a_mean(device: str) -> None:
     got = torch.autograd.grad(mean(x, 1), x, grad.to(device))[0]
     want = grad * torch.tensor(1 / 49, dtype=torch.float64).to(F32)
     assert_same_bits(got.cpu(), want[:, None].expand(400, 49))
+
+
+def test_a_trace_sees_the_gradient_of_a_mean_as_one_operator() -> None:
+    """A compiler would divide 1 by n on the GPU, and round elsewhere."""
+
+    def gradient(x: Tensor, grad: Tensor) -> Tensor:
+        return torch.autograd.grad(mean(x, 1), x, grad)[0]
+
+    graph = make_fx(gradient)(torch.ones(3, 49, requires_grad=True), torch.ones(3)).graph
+    assert OPS.divided.default in [node.target for node in graph.nodes]
 
 
 @on_devices

@@ -7,7 +7,6 @@ import inspect
 import struct
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -81,8 +80,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     for name, allocate in (("empty", torch.empty), ("zeros", torch.zeros)):
         fake = functools.partial(_without_device, allocate)
         monkeypatch.setattr(runtime, name, fake)
-    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
-    monkeypatch.setattr(matmul, "_kept_offsets", {})
     monkeypatch.setattr(matmul, "_plans", {})
     monkeypatch.setattr(sm90, "_plans", {})
     monkeypatch.setattr(grouped, "_plans", {})

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import samebits
 from samebits.backends import replay
-from samebits.backends.cuda import driver, runtime
+from samebits.backends.cuda import driver, matmul, runtime
 from samebits.backends.modes import CONTEXT, includes
 from samebits.ops import (
     _attention,
@@ -96,10 +96,6 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
     "bmm": (_products.product, lambda: (t(4, 16, 64), t(4, 64, 24), None, BF16, KEY)),
     "bmm, tiny": (_products.product, lambda: (t(40, 8, 8), t(40, 8, 8), None, BF16, KEY)),
     "addbmm": (_products.addbmm, lambda: (None, t(1, 3, 64, 32).mT, t(1, 3, 64, 48), None, BF16, KEY)),
-    "addbmm, uneven sequences": (
-        _products.addbmm,
-        lambda: (None, t(1, 3, 35, 32).mT, t(1, 3, 35, 48), None, BF16, KEY),
-    ),
     "addbmm, gaps": (_products.addbmm, lambda: (None, t(1, 1, 37, 21).mT, t(1, 1, 37, 48), None, F32, KEY)),
     "grouped_rows": (
         _grouped.grouped_rows,
@@ -227,6 +223,32 @@ def test_a_recipe_alone_launches_what_the_call_does(gpu: FakeGpu, name: str) -> 
         assert gpu.log == launched
     with pytest.raises(TypeError, match="arguments, got 0"):
         recipe()
+
+
+def test_replays_read_offsets_of_equal_sequences_that_are_kept(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call: Any = _products.addbmm._cuda
+
+    def run(length: int) -> bytes:
+        gpu.start()
+        call(None, t(1, 3, length, 32).mT, t(1, 3, length, 48), None, BF16, KEY)
+        ((*_, packed),) = (entry for entry in gpu.log if len(entry) == 4)
+        return bytes(packed)
+
+    call.recipes.clear()
+    run(35)
+    assert not matmul._kept_offsets
+    run(35)
+    (kept,) = matmul._kept_offsets.values()
+    assert kept.tolist() == [0, 35, 70, 105]
+    assert kept.data_ptr().to_bytes(8, "little") in run(35)
+    assert all(call.recipes.values())
+    monkeypatch.setattr(matmul, "_MOST_KEPT", 1)  # then others are written in each call
+    for _ in range(3):
+        run(37)
+    assert [*matmul._kept_offsets.values()] == [kept]
+    assert [bool(recipe) for recipe in call.recipes.values()] == [True, False]
 
 
 def test_a_recipe_refuses_what_overlaps_otherwise(gpu: FakeGpu) -> None:
