@@ -339,10 +339,17 @@ PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = (
         )
         if gpu == GPUS[0] or what == "speed"
     }
-    | {f"{gpu}-attention.svg": (f"{gpu}/attention.json", gpu_attention) for gpu in measured("attention.json")}
-    | {f"{gpu}-rows.svg": (f"{gpu}/rows.json", gpu_rows) for gpu in measured("rows.json")}
-    | {f"{gpu}-logp.svg": (f"{gpu}/logp.json", gpu_logp) for gpu in measured("logp.json")}
-    | {f"{gpu}-models.svg": (f"{gpu}/models.json", gpu_models) for gpu in measured("models.json")}
+    | {
+        f"{gpu}-{what}.svg": (f"{gpu}/{what}.json", draw)
+        for gpu in GPUS[:1]
+        for what, draw in (
+            ("attention", gpu_attention),
+            ("rows", gpu_rows),
+            ("logp", gpu_logp),
+            ("models", gpu_models),
+        )
+        if gpu in measured(f"{what}.json")
+    }
 )
 
 

@@ -12,7 +12,7 @@ from benchmarks.tables.text import measured_on_gpu, table
 
 def before_after() -> str:
     """README's first figures: whole models on a GPU, or linear layers if models were not measured."""
-    for gpu in measured("models.json"):
+    for gpu in (gpu for gpu in GPUS if gpu in measured("models.json")):
         said = gpu_models_drift(load(f"{gpu}/models.json"))
         if gpu in measured("embeddings.json"):
             said += f"\n\n{gpu_embeddings(load(f'{gpu}/embeddings.json'))}"
