@@ -1,4 +1,4 @@
-"""Modes of a thread: PyTorch's function modes, this library's context, and the capture of a CUDA graph."""
+"""Modes of a thread: PyTorch's function modes, and this library's context."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
-__all__ = ["CONTEXT", "capturing", "include", "includes", "sees_calls", "with_context"]
+__all__ = ["CONTEXT", "include", "includes", "sees_calls", "with_context"]
 
 CONTEXT: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericMode")
 """The key of PyTorch's dispatcher that is included in a thread in :func:`samebits.batch_invariant`.
@@ -33,13 +32,3 @@ def with_context(on: bool) -> Iterator[None]:
         yield
     finally:
         include(CONTEXT, before)
-
-
-def capturing(t: Tensor) -> bool:
-    """Whether a CUDA graph captures the current stream of `t`'s device, which need not be current."""
-    if not t.is_cuda:
-        return False
-    if torch._C._cuda_getDevice() == t.get_device():
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(t.device):
-        return torch.cuda.is_current_stream_capturing()

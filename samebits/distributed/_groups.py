@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from samebits._version import __version__
-from samebits.backends.modes import capturing
 from samebits.contract import FAMILIES
-from samebits.ops._memory import has_memory
+from samebits.ops._memory import capturing, has_memory
 from samebits.remedies import see
 
 Group: TypeAlias = Any

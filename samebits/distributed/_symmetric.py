@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from samebits.backends import UnavailableError
-from samebits.backends.modes import capturing
 from samebits.distributed._groups import all_gather, group_of
+from samebits.ops._memory import capturing
 
 __all__ = ["Space", "space_of"]
 

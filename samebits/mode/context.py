@@ -32,7 +32,7 @@ def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManage
     The context acts on operators that this thread calls, from Python or from C++. What is not covered costs
     nothing. No bits change for other threads, or afterwards. Contexts may be nested; the innermost
     ``on_uncovered`` counts. Do not ``await`` or ``yield`` inside, and do not decorate a function that does.
-    What activation checkpointing runs again in a backward, it runs in the context of its forward. Under
+    What ``torch.utils.checkpoint`` runs again in a backward, it runs in the context of its forward. Under
     ``torch.compile``, what is traced inside the context is covered. "Limits" in ``README.md`` says what may
     still change bits.
 

@@ -25,6 +25,16 @@ def has_memory(*tensors: Tensor) -> bool:
     )
 
 
+def capturing(t: Tensor) -> bool:
+    """Whether a CUDA graph captures the current stream of `t`'s device, which need not be current."""
+    if not t.is_cuda:
+        return False
+    if torch._C._cuda_getDevice() == t.get_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(t.device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def refuse_vmap(op: str, name: str) -> None:
     """Raise under ``torch.vmap``. PyTorch cannot batch operators that write, and its error is unclear."""
     if not torch.compiler.is_compiling() and transform() == TransformType.Vmap:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from samebits.backends import Key, Step, broadcast, contract_of, on_gpu, unpack_key
-from samebits.backends.modes import capturing
 from samebits.backends.replay import constant, replayed
-from samebits.ops._memory import has_memory
+from samebits.ops._memory import capturing, has_memory
 from samebits.ops._operator import EXTRAORDINARY, Operator
 from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, sequences
 

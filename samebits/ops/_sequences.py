@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samebits.backends import Key, on_gpu
-from samebits.backends.modes import capturing
 from samebits.backends.replay import refuse
 from samebits.ops._checks import check_device, shape
+from samebits.ops._memory import capturing
 
 
 def sequences(t: Tensor) -> Tensor:

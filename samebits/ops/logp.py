@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from samebits.backends import Key, on_gpu
-from samebits.backends.modes import capturing
 from samebits.backends.replay import refuse
 from samebits.backends.token_logps import Rows, Statistics
 from samebits.ops._checks import check_device, check_operands, shape
-from samebits.ops._memory import has_memory
+from samebits.ops._memory import capturing, has_memory
 from samebits.ops._operator import Operator, refuse_second_derivatives, reshaped
 
 

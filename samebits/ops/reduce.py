@@ -126,14 +126,14 @@ _operator = Operator("row_sum(Tensor x, bool mean) -> Tensor", cpu=_forward, fak
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.mean = inputs
-    ctx.shape, ctx.dtype = x.shape, x.dtype
+    ctx.shape = x.shape
 
 
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.mean:
         divided = _share if bypasses_dispatcher([grad]) else _divided  # a trace must see one operator
         grad = divided(grad, ctx.shape[1])
-    return grad.to(ctx.dtype).unsqueeze(1).expand(ctx.shape), None
+    return grad.unsqueeze(1).expand(ctx.shape), None
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)

@@ -24,9 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE
-from samebits.backends.modes import capturing
 from samebits.mode import recorded
-from samebits.ops import _checks, _operator
+from samebits.ops import _checks, _memory, _operator
 from samebits.ops.reduce import sum as row_sum
 from samebits.testing import assert_same_bits, values
 from tests.support.compiled import assert_compiles
@@ -580,8 +579,8 @@ def test_a_capture_is_seen_on_a_device_that_is_not_current(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current == [1])
     on = [mock.Mock(is_cuda=True, device=torch.device("cuda", i), get_device=lambda i=i: i) for i in (0, 1)]
-    assert [capturing(t) for t in on] == [False, True]
-    assert not capturing(torch.ones(1))
+    assert [_memory.capturing(t) for t in on] == [False, True]
+    assert not _memory.capturing(torch.ones(1))
     assert current == [0]
 
 

@@ -15,7 +15,7 @@ TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.float
 _FEW = 6144  # columns with which shared memory has room to copy further ahead
 _ALONE = 160 << 10  # bytes of shared memory of a block that has a multiprocessor to itself
 _MOST_BESIDE = 65_535  # blocks in a grid's second dimension
-_MANY = 16  # tokens with one id, beyond which warps share its row: MANY of columns.cu
+_MANY = 16  # tokens with one id, beyond which warps share its row
 
 # The parameter structs of columns.cu.
 _PARAMS = {"column_sums": "PPPPPPqqqq", "embedding_backward": "PPPPPqqqq", "embedding_many": "PPPPPqqqq"}
@@ -42,9 +42,9 @@ def kernel_spec(
         copied = columns * (grad.itemsize + of_x) + (0 if x is None else 8)  # of a token; its mean and scale
         producers = 8 if max(grad.itemsize, of_x) == 2 else 6  # what fits into shared memory several times
         block, smem = 32 * (producers + 1), producers * (depth * tokens * copied + chains * (tokens + 4) * 4)
-    constants = *types, ("VECTOR", vector), ("PRODUCERS", producers), ("DEPTH", depth)
+    constants = *types, ("VECTOR", vector), ("PRODUCERS", producers), ("DEPTH", depth), ("COLUMNS", columns)
     return compiler.KernelSpec(
-        *("columns.cu", entry, _PARAMS[entry], (*constants, ("COLUMNS", columns), ("TOKENS", tokens))),
+        *("columns.cu", entry, _PARAMS[entry], (*constants, ("TOKENS", tokens), ("MANY", _MANY))),
         block=block,
         smem=smem,
     )

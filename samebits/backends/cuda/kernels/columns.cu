@@ -16,6 +16,7 @@
 //   PRODUCERS, DEPTH  warps of column_sums beside the last one, and stages that each copies ahead
 //   COLUMNS           of a block: 8 or 16, or 32 where there is no x
 //   TOKENS            of a stage: 32, or more where a block has a multiprocessor to itself
+//   MANY     tokens with one id, beyond which its row is embedding_many's
 
 #ifndef X
 #error "X is needed: #if takes a missing macro for 0"
@@ -269,7 +270,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 }
 
 constexpr int EMBEDDING_THREADS = 256;
-constexpr int MANY = 16;  // tokens with one id, beyond which it is embedding_many's
 
 struct EmbeddingParams {
     const Grad::Stored* grad;
