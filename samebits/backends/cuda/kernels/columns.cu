@@ -279,7 +279,8 @@ struct EmbeddingParams {
     i64 padding;
 };
 
-__device__ __forceinline__ void store(const EmbeddingParams& p, i64 id, i64 column, const float (&sums)[VECTOR]) {
+__device__ __forceinline__ void store(const EmbeddingParams& p, i64 id, i64 column,
+                                      const float (&sums)[VECTOR]) {
 #pragma unroll
     for (int j = 0; j < VECTOR; j += VECTOR > 1 ? 2 : 1) {
         Out::Stored* to = p.out + id * p.n + column + j;
