@@ -1,6 +1,6 @@
 """Activation checkpointing: what runs again in a backward runs in the forward's context, or in none.
 
-PyTorch does so with the forward's autocast.
+PyTorch does so with the forward's autocast. This holds from the program's first context on.
 """
 
 from __future__ import annotations

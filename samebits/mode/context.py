@@ -89,8 +89,30 @@ def _included(on_uncovered: OnUncovered) -> Iterator[None]:
 
 def _again(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, in the context that this thread is in, or in none."""
-    on_uncovered = state.on_uncovered if _is_on() else None
-    return (with_context(False) if on_uncovered is None else _context(on_uncovered))(run)
+    if outermost.process is not None:  # which covers all threads
+        return run
+    on_uncovered = (state.on_uncovered or outermost.context) if _is_on() else None
+
+    def inside(*args: Any) -> Any:
+        last = outermost.context
+        try:
+            with _without() if on_uncovered is None else _context(on_uncovered):
+                return run(*args)
+        finally:
+            outermost.context = last  # a thread of autograd's has no context to return to
+
+    return inside
+
+
+@contextmanager
+def _without() -> Iterator[None]:
+    """In no context."""
+    before, state.on_uncovered = state.on_uncovered, None
+    try:
+        with with_context(False):
+            yield
+    finally:
+        state.on_uncovered = before
 
 
 def _is_on() -> bool:

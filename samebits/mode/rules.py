@@ -45,6 +45,7 @@ __all__ = [
     "SUMS",
     "TAKE_OUT",
     "UNCOVERED",
+    "UNTRACED",
     "VIEWS",
     "WHOLE_VECTORS",
     "full_name",
@@ -334,6 +335,8 @@ HIGHER_ORDER = [
     for name in ("flex_attention", "cond", "while_loop", "map_impl", "scan", "associative_scan")
     if hasattr(torch.ops.higher_order, name)
 ]
+UNTRACED = [*HIGHER_ORDER, torch.ops.higher_order.tag_activation_checkpoint]
+"""``torch.compile`` traces what they call without a context that is entered in the function it compiles."""
 
 
 def unless(func: Callable[..., Any], argument: str, place: int) -> Callable[..., Any]:

@@ -16,12 +16,12 @@ from samebits.mode.calls import OnUncovered, inexact, into_out, report, returned
 from samebits.mode.rules import (
     ALIASES,
     BODIES,
-    HIGHER_ORDER,
     POWERS,
     REPLACEMENTS,
     SUMS,
     TAKE_OUT,
     UNCOVERED,
+    UNTRACED,
     VIEWS,
     is_direct,
 )
@@ -39,7 +39,7 @@ class Traced(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile cannot look these up
-            for operator in HIGHER_ORDER:
+            for operator in UNTRACED:
                 if func is operator:
                     report(func, self.on_uncovered)
             return func(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import samebits
+from samebits.backends.modes import CONTEXT, includes, with_context
+from samebits.mode.calls import OnUncovered, outermost, state
 from samebits.testing import assert_same_bits, values
 from tests.mode.conftest import Within
 from tests.mode.test_mode import COVERED
@@ -120,6 +123,57 @@ def test_what_runs_again_runs_in_the_context_of_the_forward(
             assert ours is not None
             assert right is not None
             assert_same_bits(ours, right)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_thread_of_autograds_is_in_the_context_by_its_key_alone(reentrant: bool) -> None:
+    """As where a backward, inside the context, runs a checkpoint for the first time."""
+    x, w, b = leaves("2-D", "cpu")
+    with samebits.batch_invariant("error"):
+        want = gradients(F.linear(x, w, b).square().sum(), [x, w, b], "Tensor.backward")
+    with ThreadPoolExecutor(1) as pool, with_context(True):
+        assert state.on_uncovered is None
+        loss = checkpoint(F.linear, x, w, b, use_reentrant=reentrant).square().sum()
+        with with_context(False):
+            pool.submit(gradients, loss, [x, w, b], "Tensor.backward").result()
+    for ours, right in zip((x.grad, w.grad, b.grad), want, strict=True):
+        assert ours is not None
+        assert right is not None
+        assert_same_bits(ours, right)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_runs_again_sees_the_contexts_answer_and_leaves_no_trace(reentrant: bool) -> None:
+    seen: list[object] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append((state.on_uncovered, includes(CONTEXT)))
+        return x.exp()
+
+    def forward(on_uncovered: OnUncovered | None) -> Tensor:
+        with nullcontext() if on_uncovered is None else samebits.batch_invariant(on_uncovered):
+            return checkpoint(f, torch.ones(3, requires_grad=True), use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    with samebits.batch_invariant():
+        pass  # from the first context on
+    theirs, ours = forward(None), forward("error")
+    with samebits.batch_invariant("ignore"):
+        theirs.sum().backward()
+        ours.sum().backward()
+        assert outermost.context == "ignore"
+    outside, error = (None, False), ("error", True)
+    assert seen == [outside, error, outside, error]
+
+
+def test_a_compiler_that_traces_a_checkpoint_without_the_context_is_refused() -> None:
+    x, w, b = leaves("2-D", "cpu")
+
+    def f(x: Tensor) -> Tensor:
+        with samebits.batch_invariant("error"):
+            return checkpoint(F.linear, x, w, b, use_reentrant=False)  # type: ignore[no-any-return]
+
+    with pytest.raises(Exception, match=r"UncoveredError.*checkpoint"):
+        torch.compile(f, backend="aot_eager", fullgraph=True)(x)
 
 
 @pytest.mark.parametrize("device", DEVICES)
