@@ -330,12 +330,15 @@ _OTHER_VARIANT: dict[Callable[..., Any], str] = {
     torch._C._nn._upsample_bicubic2d_aa: "torch.nn.functional.interpolate with antialias",
 }
 
-HIGHER_ORDER = [
-    getattr(torch.ops.higher_order, name)
-    for name in ("flex_attention", "cond", "while_loop", "map_impl", "scan", "associative_scan")
-    if hasattr(torch.ops.higher_order, name)
-]
-UNTRACED = [*HIGHER_ORDER, torch.ops.higher_order.tag_activation_checkpoint]
+
+def _higher_order(*names: str) -> list[Any]:
+    """The operators of these names that this PyTorch has."""
+    found = torch.ops.higher_order
+    return [getattr(found, name) for name in names if hasattr(found, name)]
+
+
+HIGHER_ORDER = _higher_order("flex_attention", "cond", "while_loop", "map_impl", "scan", "associative_scan")
+UNTRACED = [*HIGHER_ORDER, *_higher_order("tag_activation_checkpoint")]
 """``torch.compile`` traces what they call without a context that is entered in the function it compiles."""
 
 
