@@ -19,6 +19,7 @@ import importlib.util
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -144,8 +145,10 @@ def training(steps: int, device: str = "cuda") -> dict[str, Any]:
     loops = {name: grpo.training_steps(steps, ours=ours, **options) for name, ours in modes.items()}
     runs: dict[str, Any] = {}
     seconds: dict[str, list[float]] = {name: [] for name in modes}
+    order = deque(modes)
     for step in range(steps):  # in turns: the host, which is the bound, is not always as fast
-        for name in [*modes][step % 3 :] + [*modes][: step % 3]:
+        order.rotate()
+        for name in order:
             start = time.perf_counter()
             runs[name] = next(loops[name])
             if step:  # the first one compiles

@@ -18,8 +18,8 @@ import functools
 import operator
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -40,10 +40,10 @@ __all__ = [
     "constant",
     "forget",
     "here",
+    "kept",
     "refuse",
     "replayed",
     "traced",
-    "unrecorded",
     "viewed",
 ]
 
@@ -90,14 +90,24 @@ def constant(t: Tensor) -> Tensor:
     return t
 
 
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """For what replays need not repeat."""
-    recording, here.recording = here.recording, None
-    try:
-        yield
-    finally:
-        here.recording = recording
+def kept(store: dict[Any, Tensor], key: Any, make: Callable[[], Tensor]) -> Tensor:
+    """``make()``. Where a call is recorded, the one in `store`, which all replays read as it is.
+
+    It is never replaced or freed: kernels of any stream may read it. Only recordings keep one, for what a
+    capture or its warm-up allocates belongs to the graph.
+    """
+    if here.recording is None:
+        return make()
+    if key not in store:
+        recording, here.recording = here.recording, None  # replays do not make it again
+        try:
+            made = make()
+        finally:
+            here.recording = recording
+        if made.is_cuda:
+            torch.cuda.current_stream(made.get_device()).synchronize()
+        store.setdefault(key, made)
+    return constant(store[key])
 
 
 _replays: list[Any] = []

@@ -6,14 +6,14 @@ sequences. The public functions check their arguments and call these.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from samebits.backends import Key, Step, broadcast, contract_of, on_gpu, unpack_key
-from samebits.backends.replay import constant, replayed
-from samebits.ops._memory import capturing, has_memory
+from samebits.backends.replay import kept, replayed
 from samebits.ops._operator import EXTRAORDINARY, Operator
 from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, sequences
 
@@ -305,15 +305,7 @@ _ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 def one(like: Tensor) -> Tensor:
     """A 1 without dimensions."""
-    if not has_memory(like) or capturing(like):  # what a graph fills is not filled before it runs
-        return like.new_ones(())
-    key = like.dtype, like.device
-    if key not in _ones:
-        found = torch.ones((), dtype=like.dtype, device=like.device)
-        if found.is_cuda:
-            torch.cuda.current_stream(like.get_device()).synchronize()  # other streams read it, too
-        _ones[key] = found
-    return constant(_ones[key])
+    return kept(_ones, (like.dtype, like.device), partial(like.new_ones, ()))
 
 
 def _linear_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -492,13 +492,13 @@ def test_gradients_accumulate_like_one_long_batch() -> None:
 
 
 def test_bias_gradients_on_a_stream_beside_the_first() -> None:
-    """Both use one 1, which the first call fills, here on a stream that is busy."""
+    """Replays read one 1, which the recorded call fills, here on a stream that is busy."""
     grad = values("normal", (64, 72), BF16, 0, "cuda")
     x, weight, bias = (torch.ones(s, dtype=BF16, device="cuda") for s in ((64, 48), (72, 48), (72,)))
     bias.requires_grad_()
     found = []
     with mock.patch.dict(_products._ones, clear=True):
-        for wait in (200_000_000, 0):
+        for wait in (0, 200_000_000, 0, 0):  # the second one is recorded
             with torch.cuda.stream(torch.cuda.Stream()):
                 torch.full((), torch.nan, dtype=BF16, device="cuda")  # what is there otherwise
                 torch.cuda._sleep(wait)

@@ -22,7 +22,7 @@ from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
 from samebits.backends.cuda.products.tiny import TINY, TINY_FMA
 from samebits.backends.cuda.shapes import ProductShape
 from samebits.backends.product import LARGEST, Matrix, Operands, Product
-from samebits.backends.replay import constant, here, unrecorded
+from samebits.backends.replay import kept
 from samebits.backends.segments import check_terms, refuse_start
 from samebits.contract import FAMILIES, MmaModel, contract_from_key
 from samebits.remedies import see
@@ -172,21 +172,15 @@ def _sequences_planned(
 
 _MOST_KEPT = 4096
 _kept_offsets: dict[tuple[int, int, torch.device], Tensor] = {}
-"""For replays, by number, length and device. Never freed: kernels of any stream may read them."""
 
 
 def _offsets(count: int, length: int, of: Tensor) -> Tensor:
     """Where `count` sequences of one length begin, and where the last one ends."""
     make = partial(torch.arange, 0, count * length + 1, length, dtype=torch.int32, device=of.device)
     key = count, length, of.device
-    if here.recording is None or (key not in _kept_offsets and max(count, len(_kept_offsets)) >= _MOST_KEPT):
+    if key not in _kept_offsets and max(count, len(_kept_offsets)) >= _MOST_KEPT:
         return make()
-    if key not in _kept_offsets:
-        with unrecorded():
-            made = make()
-        torch.cuda.current_stream(of.get_device()).synchronize()
-        _kept_offsets.setdefault(key, made)  # another thread's may be in use
-    return constant(_kept_offsets[key])
+    return kept(_kept_offsets, key, make)
 
 
 def _one_axis(t: Tensor, k: int) -> bool:
