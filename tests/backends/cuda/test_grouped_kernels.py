@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from samebits.backends.cuda.products.grouped import balanced
 from samebits.backends.cuda.products.plan import TileLayout
 from samebits.backends.cuda.products.tensor_core_sm90 import Sm90Variant
 from samebits.backends.grouped import GroupedOperands, GroupedProduct
+from samebits.backends.reference import grouped as reference
 from samebits.testing import assert_same_bits, values
 from samebits.tools.verify import grouped as verification
 from samebits.tools.verify.operands import unfilled
@@ -266,6 +268,28 @@ def test_every_kernel_under_its_schedules() -> None:
     verification.verify_grouped(report, cases, TENSOR_CORE.on(FAMILY), device, False)
     assert report.compared > 0
     assert report.differing == 0, report.first
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize("b_mn", [False, True])
+def test_panels_of_large_groups(group: int, b_mn: bool) -> None:
+    """Groups of less than a panel of tiles, of whole panels, and of some and a rest."""
+    rows, n, k = 2000, 648, 80
+    a, b = (values("normal", s, BF16, i, "cuda") for i, s in enumerate(((rows, k), (4, k, n))))
+    b = b if b_mn else b.mT.contiguous().mT
+    offs = torch.tensor([60, 1084, 1084, 1990], dtype=torch.int32, device="cuda")
+    key = TENSOR_CORE.on(FAMILY).key
+    want = reference.grouped_rows(a.cpu(), b.cpu(), offs.cpu(), bias=None, out_dtype=BF16, contract=key)
+    out = torch.empty(rows, n, dtype=BF16, device="cuda")
+    x = GroupedOperands(a, b, out, offs)
+    kernel, p = grouped_sm90.GROUPED_SM90, GroupedProduct.of(x, "mma")
+    if not kernel.supports(p):
+        pytest.skip("not on this GPU")
+    for s in kernel.schedules(p):
+        out.fill_(torch.nan)
+        kernel.plan(p, replace(s, group=group)).run(x)
+        assert_same_bits(out, want.cuda(), str(s))
 
 
 @pytest.mark.gpu

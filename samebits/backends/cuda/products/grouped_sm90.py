@@ -36,7 +36,7 @@ _PARAMS = "128s128s128sPPPqq8iPP2iq"
 _NO_MAP = bytes(128)
 MOST_GROUPS = 1024
 """Groups whose table fits into shared memory beside the ring."""
-_OF_CLUSTERS = 1.08  # how much longer tiles in clusters take than the estimate, where groups' rows differ
+_OF_CLUSTERS = 1.02  # how much longer tiles in clusters take than the estimate, where groups' rows differ
 
 
 def _sides(p: GroupedProduct) -> tuple[Side, Side]:

@@ -10,9 +10,10 @@ __device__ __forceinline__ int* table_at(u32 shared) {
     return reinterpret_cast<int*>(__cvta_shared_to_generic(shared));
 }
 
-// The tiles of groups of rows: those of a group follow each other, all its rows for each of its matrix's columns, so
-// that the matrix is read from memory once. A tile that reaches past its group also loads other groups' rows, and
-// drops their results. Rows are along m, or with TRANSPOSED along n.
+// The tiles of groups of rows: those of a group follow each other, in panels of `panel` rows of tiles, down the columns
+// of one panel and then of the next. So a group of one panel reads its matrix from memory once, and a panel's rows
+// do not flow through L2 again for each column of a large group. A tile that reaches past its group also loads other
+// groups' rows, and drops their results. Rows are along m, or with TRANSPOSED along n.
 template <typename Epilogue>
 struct RowScheduler {
     static constexpr bool VARIED = false;
@@ -20,13 +21,13 @@ struct RowScheduler {
     static constexpr int WIDE = TRANSPOSED ? BLOCK_M : BLOCK_N * CLUSTER;
     static_assert(CLUSTER == 1 || !TRANSPOSED);
 
-    u32 columns, count = 0, groups;
+    u32 columns, count = 0, groups, panel;
     int last, wide, height;
     const int* tiles;  // the number of tiles of rows before each group, and that of all
     const int* ends;   // of the groups
 
     __device__ explicit RowScheduler(const Params& p)
-        : columns(((TRANSPOSED ? p.m : p.n) + WIDE - 1) / WIDE), groups(p.groups.count),
+        : columns(((TRANSPOSED ? p.m : p.n) + WIDE - 1) / WIDE), groups(p.groups.count), panel(p.group),
           last(last_tile_start<TRANSPOSED ? Epilogue::overlap_m : Epilogue::overlap_n,
                                TRANSPOSED ? BLOCK_M : BLOCK_N,
                                (TRANSPOSED ? A_MN : B_MN) ? 16 : (TRANSPOSED ? 1 : 8)>(TRANSPOSED ? p.m
@@ -93,7 +94,13 @@ struct RowScheduler {
             if (group + step < groups && tiles[group + step] * columns <= index) group += step;
         u32 before = tiles[group], rows = tiles[group + 1] - before;
         index -= before * columns;
-        u32 column = index / rows, row = index - column * rows;
+        u32 above = 0;  // rows of tiles in the panels before
+        if (rows > panel) {
+            above = index / (panel * columns) * panel;
+            index -= above * columns;
+            rows = min(panel, rows - above);
+        }
+        u32 column = index / rows, row = above + index - column * rows;
         int start = (MASKED ? int(group) * height : group == 0 ? 0 : ends[group - 1]) + int(row) * TALL;
         int across = min(int((column * CLUSTER + rank) * (TRANSPOSED ? BLOCK_M : BLOCK_N)), last);
         if (TRANSPOSED) return {across, start, int(group), wide, ends[group]};
