@@ -38,7 +38,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
         "attention-cases": operations.gpu_attention_cases,
     },
     "attention_invariance.json": {"attention-invariance": proofs.gpu_attention_invariance},
-    "grouped.json": {"grouped": products.gpu_grouped},
+    "grouped.json": {"grouped": products.gpu_grouped, "grouped-cases": products.gpu_grouped_cases},
     "held_out.json": {"held-out": products.gpu_held_out},
     "native.json": {"native": products.gpu_native},
     "host.json": {"host-calls": models.gpu_host_calls},
@@ -65,7 +65,10 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
 }
 
 
-ALSO = ("summary", "behind", "held-out", "unaligned", "distributed", "segments", "verify")
+ALSO = (
+    *("summary", "behind", "held-out", "unaligned", "grouped", "distributed", "segments"),
+    *("verify", "attention-invariance", "fp8-invariance"),
+)
 """What pages show of every GPU; all else is of the first alone."""
 
 

@@ -196,7 +196,8 @@ def the_price() -> str:
     head = ["work", *(cell for gpu in GPUS for cell in (names[gpu], "worst")), "others", "measured"]
     said = (
         f"On one {' or '.join(records.values())}; time, PyTorch = 1, below 1 is faster. Geometric means, and"
-        " the worst case. Steps in both forms of the mode, the GRPO step under `batch_invariant`, twice."
+        " the worst case. Steps in both forms of the mode, the GRPO step under `batch_invariant`, in two"
+        " runs of one and the same loop."
         " Where PyTorch's FP8 product refused a call, half the time of its bf16 one stands for it. PyTorch's"
         " decode takes a slow path of its attention there, because of the cache's mask."
     )

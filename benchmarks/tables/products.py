@@ -165,7 +165,7 @@ def gpu_held_out(data: dict[str, Any]) -> str:
 
 
 def gpu_grouped(data: dict[str, Any]) -> str:
-    """Grouped products: means over all cases, then every case."""
+    """Grouped products: means over all cases."""
     over_cases = table(
         ["kind", "speed relative to PyTorch: mean", "least", "of the limit: mean"],
         ([kind, *(f"{x:.2f}" for x in values)] for kind, *values in grouped.means(data)),
@@ -176,6 +176,11 @@ def gpu_grouped(data: dict[str, Any]) -> str:
         f" {bandwidth:.1f} TB/s, or to multiply at {rate:.0f} TFLOP/s. Sequences have"
         f" {grouped.SEQUENCE:,} tokens."
     )
+    return "\n\n".join((over_cases, said, measured_on_gpu(data)))
+
+
+def gpu_grouped_cases(data: dict[str, Any]) -> str:
+    """Every grouped product."""
     head = ["model", "kind", "K, N", "tokens", "shares", "samebits, µs", "PyTorch, µs", "limit, µs"]
     cases = (
         [c["model"], c["kind"], f"{c['k']}, {c['n']}", f"{c['tokens']:,}"]
@@ -183,7 +188,7 @@ def gpu_grouped(data: dict[str, Any]) -> str:
         + [f"{x:.1f}" for x in (c["us"]["samebits"], c["us"]["torch"], c["limit"])]
         for c in data["cases"]
     )
-    return "\n\n".join((over_cases, said, table(head, cases), measured_on_gpu(data)))
+    return f"{table(head, cases)}\n\n{measured_on_gpu(data)}"
 
 
 def gpu_scaled(data: dict[str, Any]) -> str:

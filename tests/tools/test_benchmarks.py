@@ -47,6 +47,7 @@ from benchmarks.tables.products import (
     gpu_behind,
     gpu_counters,
     gpu_grouped,
+    gpu_grouped_cases,
     gpu_held_out,
     gpu_quantize,
     gpu_scaled_grouped,
@@ -122,9 +123,9 @@ def test_tables_of_grouped_products() -> None:
     case = {f: getattr(grouped.CASES[0], f) for f in grouped.GroupedCase.__slots__}
     timed = {"touched": 9.0, "limit": 1.5, "us": {"samebits": 2.0, "torch": 3.0}}
     data = {"environment": environment("c0ffee") | {"gpu": "A GPU"}, "cases": [case | timed]}
-    said = gpu_grouped(data)
-    assert "| forward | 1.50 | 1.50 | 0.75 |" in said
-    assert "| Qwen3-30B-A3B | forward | 2048, 1536 | 16 | balanced | 2.0 | 3.0 | 1.5 |" in said
+    assert "| forward | 1.50 | 1.50 | 0.75 |" in gpu_grouped(data)
+    every = gpu_grouped_cases(data)
+    assert "| Qwen3-30B-A3B | forward | 2048, 1536 | 16 | balanced | 2.0 | 3.0 | 1.5 |" in every
 
 
 @pytest.mark.parametrize("op", rows.OPS)
