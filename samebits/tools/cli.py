@@ -52,7 +52,10 @@ class Operands(StrEnum):
 
 ROWS = "1,8,16,32,64,128,256,512,1024,2048,4096,8192"
 
-_SHAPE = Annotated[list[str] | None, typer.Option(help="KxN of a linear layer's weight; may be given again.")]
+_SHAPE = Annotated[
+    list[str] | None,
+    typer.Option("--shape", metavar="KxN", help="Sizes of a linear layer's weight; may be given again."),
+]
 _MODEL = Annotated[
     list[str] | None,
     typer.Option(
@@ -64,7 +67,8 @@ _SHAPES = Annotated[
     Path | None, typer.Option(metavar="FILE", help="What a run has met: from samebits.record_shapes.")
 ]
 _ROWS = Annotated[
-    str, typer.Option(help="Numbers of rows of --shape and --model; from 256 on with dX and dW.")
+    str,
+    typer.Option("--rows", metavar="M,...", help="Rows of --shape and --model; from 256 on with dX and dW."),
 ]
 _DTYPE = Annotated[
     Operands | None,
@@ -72,8 +76,7 @@ _DTYPE = Annotated[
         "--dtype", metavar="DTYPE", help="bfloat16, float16, float32; by default the model's, or bfloat16."
     ),
 ]
-
-
+_DEVICE = Annotated[int, typer.Option("--device", metavar="INDEX", min=0, help="Of the CUDA device.")]
 _HTML = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write a page to send to somebody, in one file.")
 ]
@@ -118,11 +121,15 @@ def audit(
     max_rows: Annotated[
         int | None,
         typer.Option(
+            "--max-rows",
+            metavar="N",
             min=2,
             help="Audit this many rows of each layer (96), or with --operators of the batch (4).",
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Use this much of the text.")] = 4096,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", min=2, help="Use this much of the text.")
+    ] = 4096,
     only: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Audit only the layers whose name matches.")
     ] = None,
@@ -131,7 +138,11 @@ def audit(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Move the model there: cpu, cuda or cuda:1; by default it runs where it is."),
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="Move the model there: cpu, cuda or cuda:1; by default it runs where it is.",
+        ),
     ] = None,
     operators: Annotated[
         bool, typer.Option("--operators", help="Audit every operator of the model in batches of sequences.")
@@ -200,7 +211,7 @@ def bench(
         Path | None, typer.Option(metavar="FILE", help="Draw speed over rows (SVG, PNG, PDF).")
     ] = None,
     html: _HTML = None,
-    device: Annotated[int, typer.Option(min=0, help="Index of the CUDA device.")] = 0,
+    device: _DEVICE = 0,
     shape: _SHAPE = None,
     model: _MODEL = None,
     shapes: _SHAPES = None,
@@ -255,7 +266,7 @@ def tune(
             metavar="A B", help="Measure nothing: write both tables to --out; B's entries replace A's."
         ),
     ] = None,
-    device: Annotated[int, typer.Option(min=0, help="Index of the CUDA device.")] = 0,
+    device: _DEVICE = 0,
 ) -> None:
     """Measure which schedules are fastest on this GPU, and keep them in a table. No bit depends on it.
 
@@ -293,7 +304,7 @@ def verify(
     json_to: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the full report there; - is stdout.")
     ] = None,
-    device: Annotated[int, typer.Option(min=0, help="Index of the CUDA device.")] = 0,
+    device: _DEVICE = 0,
 ) -> None:
     """Prove the kernels on this GPU: every kernel and schedule against the CPU reference, bit for bit.
 
@@ -310,22 +321,33 @@ def verify(
 @app.command()
 def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write ARCH.samebits.")],
-    arch: Annotated[list[str], typer.Option(help="sm_90a, sm_80 and so on; may be given again.")],
+    arch: Annotated[
+        list[str],
+        typer.Option("--arch", metavar="ARCH", help="sm_90a, sm_80 and so on; may be given again."),
+    ],
     dtype: Annotated[
         list[str] | None, typer.Option("--dtype", metavar="DTYPE", help="f32, bf16, f16; by default all.")
     ] = None,
     op: Annotated[
         list[str] | None,
-        typer.Option(help="gemm, ragged, linear_logp, grouped_mm, attention; by default all."),
+        typer.Option(
+            "--op", metavar="OP", help="gemm, ragged, linear_logp, grouped_mm, attention; by default all."
+        ),
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="KxN of a weight that schedules are for, instead of some models'; any size works."),
+        typer.Option(
+            "--shape",
+            metavar="KxN",
+            help="Of a weight that schedules are for, instead of some models'; any size works.",
+        ),
     ] = None,
     head: Annotated[
         list[str] | None,
         typer.Option(
-            help="Size of attention's heads, or those of q and v, 192x128, instead of some models'."
+            "--head",
+            metavar="SIZE",
+            help="Size of attention's heads, or those of q and v, 192x128, instead of some models'.",
         ),
     ] = None,
 ) -> None:

@@ -234,7 +234,8 @@ def _best_grouped(g: Gemm, kernels: Sequence[Sm90Schedule], sms: int) -> Sm90Sch
     chosen = _choice(g, sms)
     if replace(chosen, group=16) in kernels:
         return chosen
-    return min(kernels, key=lambda s: grouped_sm90.estimate(s, g, sms))
+    best = min(kernels, key=lambda s: grouped_sm90.estimate(s, g, sms))
+    return replace(best, group=chosen.group)
 
 
 def _points(m: Sequence[int], n: Sequence[int], k: Sequence[int]) -> Iterator[Point]:

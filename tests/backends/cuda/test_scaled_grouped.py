@@ -59,6 +59,19 @@ def test_schedules_have_the_reference_bits() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 3])
+def test_panels_have_the_reference_bits(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of several panels of tiles, and of a rest."""
+    lower = [replace(s, tile=replace(s.tile, group=group)) for s in SCHEDULES]
+    monkeypatch.setattr(scaled_grouped_sm90, "SCHEDULES", lower)
+    report = Report("", "", "", "", {}, False)
+    cases = [case for case in scaled_grouped_cases(True) if case.rows > 128]
+    verify_scaled_grouped(report, cases, torch.device("cuda", 0))
+    assert report.compared > 0
+    assert report.differing == 0, report.first
+
+
+@pytest.mark.gpu
 def test_a_column_of_all_groups() -> None:
     """One group, one column, no rows: sizes at which a stride or a map means nothing."""
     for groups, n, rows in ((1, 1, 5), (3, 1, 5), (1, 16, 1), (2, 8, 0)):

@@ -23,7 +23,7 @@ _L2 = 15e6  # bytes a microsecond from L2 to all multiprocessors
 _GAP = 1.6  # microseconds between kernels
 _TALL_MN = 0.99  # factor of the time for tiles of 192 rows contiguous along m, at k of 2048 and more
 _TURNED = 1.03  # the same for transposed tiles of more than a thousand rows
-_TOGETHER = 2048  # the most rows whose tiles are computed together, so that their operands stay in L2
+TOGETHER = 2048  # the most rows whose tiles are computed together, so that their operands stay in L2
 _STORE, _STORE_ROW, _STORE_BYTE = 1000.0, 1.0, 0.0775  # cycles to write a tile, for each row, for each byte
 _STAYS = 24 << 20  # bytes of an operand that stay in L2 while rows of tiles pass over it
 _IN_TURN = 1.03  # factor of the time for shared tiles of few hundred rows, if a block takes several
@@ -130,7 +130,7 @@ def settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
     ahead = best.stages if best.swap and p.m <= min(best.block_n, 128) and hbm < multiply else 0
     # Neighbouring tiles run side by side. They share the much larger operand, if the other stays in L2.
     tall = not best.swap and best.share == 1 and best.block_m >= 2 * best.block_n and p.m > 8 * best.block_m
-    group = together = min(best.group, -(-_TOGETHER // best.block_m))
+    group = together = min(best.group, -(-TOGETHER // best.block_m))
     if p.n * p.k * 2 <= _STAYS:
         # Blocks that write side by side fill pages of memory, and lines that two tiles share, at once.
         group = 1 if tall else 2 if p.bound_by_writes(sms) else together

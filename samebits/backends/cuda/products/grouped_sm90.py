@@ -55,9 +55,13 @@ def balanced(p: GroupedProduct) -> Gemm:
 
 
 def _few_rows(p: Gemm) -> Sm90Schedule:
-    """A tile with all rows of most groups, so that a matrix is read once. Groups differ: room for twice."""
+    """A tile with all rows of most groups, so that a matrix is read once. Groups differ: room for twice.
+
+    A panel of tiles is as tall as of many rows, for each reads the matrix again.
+    """
     tokens = next((n for n in (8, 16, 32, 48, 64) if n >= 2 * p.m), 64)
-    found = Sm90Schedule(64, tokens, 128, 0, 1, 1, swap=True, blocks=2)
+    group = choice_sm90.TOGETHER // tokens
+    found = Sm90Schedule(64, tokens, 128, 0, 1, 1, swap=True, blocks=2, group=group)
     return found.filled(found.panels, p.b_mn, p.a_mn)
 
 

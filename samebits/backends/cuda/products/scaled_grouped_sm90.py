@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from samebits.backends import UnavailableError
 from samebits.backends.cuda import compiler, devices, runtime
-from samebits.backends.cuda.products import scaled_sm90
+from samebits.backends.cuda.products import choice_sm90, scaled_sm90
 from samebits.backends.cuda.products.grouped_sm90 import MOST_GROUPS
 from samebits.backends.cuda.products.scaled_sm90 import Scaled, ScaledSchedule, output_maps, schedule
 from samebits.backends.cuda.products.tensor_core_sm90 import NO_MAP
@@ -18,7 +18,7 @@ __all__ = ["SCHEDULES", "ScaledGrouped", "choose", "plan", "schedules", "spec"]
 
 _PARAMS = "128s128s128sPPPqq8iPP2iqPPqqqqq"
 
-_FEW = [schedule(64, n, 2, swap=True) for n in (8, 16, 32)]
+_FEW = [schedule(64, n, 2, swap=True, group=choice_sm90.TOGETHER // n) for n in (8, 16, 32)]
 _SOME = [schedule(64, 128, 1), schedule(64, 64, 2)]
 _MANY = [schedule(128, 128, chains) for chains in (1, 2)]
 
