@@ -285,7 +285,7 @@ def test_panels_of_large_groups(b_mn: bool) -> None:
     kernel, p = grouped_sm90.GROUPED_SM90, GroupedProduct.of(x, "mma")
     if not kernel.supports(p):
         pytest.skip("not on this GPU")
-    for schedule, group in itertools.product(kernel.schedules(p), (1, 2, 3, 7, 16)):
+    for schedule, group in itertools.product(kernel.schedules(p)[::3], (1, 2, 3, 7, 16)):
         s = replace(schedule, group=group)
         out.fill_(torch.nan)
         kernel.plan(p, s).run(x)
