@@ -6,8 +6,8 @@ Forty shapes are drawn by a seed that changes only when they have taught the cos
 current models' projections, none of them in ``samebits bench``, and M of three groups. Each is measured
 forward, for dX and for dW, in bf16. A product's plausible schedules race in turns. Then the cost model's
 choice, the best of the others and cuBLAS run as in ``samebits bench``, in two turns each. The first turn
-decides which schedule a table would have, and the times are those of the second, so they are not the lucky
-ones of a choice.
+decides which schedule a table would have, by the rule of ``samebits tune``, and the times are those of the
+second, so they are not the lucky ones of a choice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from samebits.tools.bench.clock import Race, how
 from samebits.tools.shapes import of_weights
 from samebits.tools.tune.contest import Contest
 from samebits.tools.tune.families import contest
-from samebits.tools.tune.measure import MARGIN, finalists, label, loaded, operand_sets, tidy
+from samebits.tools.tune.measure import finalists, label, loaded, operand_sets, tidy, wins
 
 SEED = 35
 
@@ -89,10 +89,10 @@ def group(m: int) -> str:
     return next(name for name, (least, most, _) in GROUPS.items() if least <= m <= most)
 
 
-def halves(times: Sequence[float]) -> tuple[float, float]:
-    """The medians of both turns."""
+def halves(times: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """The times of both turns."""
     half = len(times) // 2
-    return statistics.median(times[:half]), statistics.median(times[half:])
+    return times[:half], times[half:]
 
 
 Found = tuple[dict[str, float], int, dict[str, float]]
@@ -105,9 +105,10 @@ def measured(of: Contest, race: Any, by_itself: bool) -> Found:
     names = ["torch", "0", *finalists({name: us for name, us in early.items() if name != "torch"})]
     race.keep(names)
     times = {name: halves(t) for name, t in (race.turns_alone() if by_itself else race.turns(16)).items()}
-    best = min(names[1:], key=lambda name: times[name][0])
-    tuned = best if times["0"][0] > (1 + MARGIN) * times[best][0] else "0"
-    us = {"torch": times["torch"][1], "untuned": times["0"][1], "tuned": times[tuned][1]}
+    best = min(names[1:], key=lambda name: statistics.median(times[name][0]))
+    tuned = best if best != "0" and wins(times[best][0], times["0"][0]) else "0"
+    roles = {"torch": "torch", "untuned": "0", "tuned": tuned}
+    us = {who: statistics.median(times[name][1]) for who, name in roles.items()}
     return {who: float(f"{t:.5g}") for who, t in us.items()}, int(tuned), early
 
 

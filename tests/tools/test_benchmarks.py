@@ -415,6 +415,10 @@ def test_held_out_times_are_not_those_that_chose() -> None:
     assert early == {"0": 10.0, "1": 11.0, "2": 8.5, "3": 8.0, "torch": 10.0}
     assert race.kept == ["torch", "0", "3", "2"]
     assert (us, place) == ({"torch": 12, "untuned": 10, "tuned": 9.5}, 3)
+
+    noisy = Race()
+    noisy.turns_alone = lambda: race.turns_alone() | {"3": [6.0, 8.0, 9.0] * 2}  # type: ignore[method-assign]
+    assert held_out.measured(of, noisy, True)[1] == 0
     case = {"work": "dX", "m": 16, "k": 64, "n": 32, "us": us}
     data = {"environment": environment("c0ffee") | {"gpu": "A GPU"}, "seed": 28, "left": 1, "cases": [case]}
     said = gpu_held_out(data)

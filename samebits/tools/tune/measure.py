@@ -33,6 +33,7 @@ __all__ = [
     "operand_sets",
     "tidy",
     "tune",
+    "wins",
 ]
 
 MARGIN = 0.01
@@ -124,11 +125,16 @@ def decide(of: Contest, clock: Clock) -> Entry:
     times = clock.final(["0", *others])
     us = {name: statistics.median(t) for name, t in times.items()}
     winner = min(others, key=lambda name: us[name])
-    noise = max(MARGIN, _spread(times["0"]), _spread(times[winner]))
-    if us["0"] / us[winner] - 1 <= noise:
+    if not wins(times[winner], times["0"]):
         return Entry(of.ways[0].kernel, None, _us(us["0"]), _us(us["0"]))
     won = of.ways[int(winner)]
     return Entry(won.kernel, schedule_data(won.schedule), _us(us[winner]), _us(us["0"]))
+
+
+def wins(times: Sequence[float], choice: Sequence[float]) -> bool:
+    """Whether a schedule with these times is faster than the choice by more than the noise."""
+    noise = max(MARGIN, _spread(choice), _spread(times))
+    return statistics.median(choice) / statistics.median(times) - 1 > noise
 
 
 def _us(t: float) -> float:
@@ -136,7 +142,7 @@ def _us(t: float) -> float:
 
 
 def _spread(times: Sequence[float]) -> float:
-    """How far the medians of both halves, which are turns of their own, are from each other."""
+    """How far the medians of both halves are from each other."""
     half = len(times) // 2
     if half == 0:
         return 0.0
