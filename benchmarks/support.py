@@ -34,9 +34,6 @@ class Operation:
     ran: str = ""
 
 
-THOROUGH = "verify_thorough.json"
-"""The last run of ``samebits verify --thorough``, which takes Triton's kernels, too."""
-
 # c: compiled, r: refused, -: neither compiled in tests nor refused
 # Recorded reports have the former names of some kernels.
 OPERATIONS = (
@@ -48,9 +45,13 @@ OPERATIONS = (
     ),
     Operation("products, float32", "cuda", r"(matmul_)?fma(_few)?(_sm90)?: (?!.*segments).*", "ccccr"),
     Operation("batches of tiny matrices", "cuda", r"(bmm_)?tiny: .*", "ccccr"),
-    Operation("products of groups (experts)", "cuda", r".*grouped.*", "cccrr", "grouped.json"),
+    Operation("products of groups (experts)", "cuda", r"(?!scaled).*grouped.*", "cccrr", "grouped.json"),
     Operation(
-        "products in FP8", "cuda", r"(scaled_sm90|(silu_mul_)?quantize): .*", "crrrr", "fp8_invariance.json"
+        "products in FP8, of groups too",
+        "cuda",
+        r"(scaled(_grouped)?_sm90|(silu_mul_)?quantize): .*",
+        "crrrr",
+        "fp8_invariance.json",
     ),
     Operation("segments (more than one GPU)", "cuda", r".*: .*segments", "cccrr"),
     Operation(
@@ -68,9 +69,11 @@ OPERATIONS = (
         "cccrr",
         "attention_invariance.json",
     ),
-    Operation("products, bfloat16 and float16", "triton", r"triton matmul(_tiles)?: .*", "ccc-r", THOROUGH),
-    Operation("products, float32", "triton", r"triton matmul, FMA: .*", "ccc-c", THOROUGH),
-    Operation("log-probabilities", "triton", r"triton (linear_)?logp\b.*", "ccc-c", THOROUGH),
+    Operation(
+        "products, bfloat16 and float16", "triton", r"triton matmul(_tiles)?: .*", "ccc-r", "triton.json"
+    ),
+    Operation("products, float32", "triton", r"triton matmul, FMA: .*", "ccc-c", "triton.json"),
+    Operation("log-probabilities", "triton", r"triton (linear_)?logp\b.*", "ccc-c", "triton.json"),
     Operation("groups, FP8, sums, softmax, norms, attention", "triton", r"-", "rrrrr"),
 )
 SAID = {"c": "compiled", "r": "refused", "-": "not tried"}

@@ -197,9 +197,9 @@ def the_price() -> str:
     said = (
         f"On one {' or '.join(records.values())}; time, PyTorch = 1, below 1 is faster. Geometric means, and"
         " the worst case. Steps in both forms of the mode, the GRPO step under `batch_invariant`, in two"
-        " runs of one and the same loop."
+        " runs of the same loop, which scatter."
         " Where PyTorch's FP8 product refused a call, half the time of its bf16 one stands for it. PyTorch's"
-        " decode takes a slow path of its attention there, because of the cache's mask."
+        " decode takes a slow path of its attention, because of the mask of its static cache."
     )
     if first in measured("peers.json"):
         date = load(f"{first}/peers.json")["environment"]["date"]
