@@ -106,7 +106,7 @@ def measured(of: Contest, race: Any, by_itself: bool) -> Found:
     race.keep(names)
     times = {name: halves(t) for name, t in (race.turns_alone() if by_itself else race.turns(16)).items()}
     best = min(names[1:], key=lambda name: statistics.median(times[name][0]))
-    tuned = best if best != "0" and wins(times[best][0], times["0"][0]) else "0"
+    tuned = best if wins(times[best][0], times["0"][0]) else "0"
     roles = {"torch": "torch", "untuned": "0", "tuned": tuned}
     us = {who: statistics.median(times[name][1]) for who, name in roles.items()}
     return {who: float(f"{t:.5g}") for who, t in us.items()}, int(tuned), early

@@ -196,9 +196,9 @@ def the_price() -> str:
     head = ["work", *(cell for gpu in GPUS for cell in (names[gpu], "worst")), "others", "measured"]
     said = (
         f"On one {' or '.join(records.values())}; time, PyTorch = 1, below 1 is faster. Geometric means, and"
-        " the worst case. Steps in both forms of the mode, the GRPO step under `batch_invariant`, in two"
-        " runs of the same loop, which scatter."
-        " Where PyTorch's FP8 product refused a call, half the time of its bf16 one stands for it. PyTorch's"
+        " the worst case. Steps in both forms of the mode; the GRPO step under `batch_invariant`, in two runs"
+        " of one loop, whose times scatter. Where PyTorch's FP8 product refused a call, half the time of its"
+        " bf16 one stands for it. PyTorch's"
         " decode takes a slow path of its attention, because of the mask of its static cache."
     )
     if first in measured("peers.json"):

@@ -173,8 +173,8 @@ def gpu_grouped(data: dict[str, Any]) -> str:
     bandwidth, rate = grouped.BYTES_A_SECOND / 1e12, grouped.OPERATIONS_A_SECOND / 1e12
     said = (
         "The limit is the time to read and write all bytes, those of the experts that have tokens, at"
-        f" {bandwidth:.1f} TB/s, or to multiply at {rate:.0f} TFLOP/s: what an H200 sustains, on an H100 too,"
-        f" whose memory is slower. Sequences have {grouped.SEQUENCE:,} tokens."
+        f" {bandwidth:.1f} TB/s, or to multiply at {rate:.0f} TFLOP/s. These are an H200's rates; an H100's"
+        f" memory is slower. Sequences have {grouped.SEQUENCE:,} tokens."
     )
     return "\n\n".join((over_cases, said, measured_on_gpu(data)))
 

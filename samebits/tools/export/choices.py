@@ -216,7 +216,10 @@ def grouped_tables(sizes: Sizes, sms: int) -> Iterator[tuple[bool, int, Table3]]
         kernels = list(dict.fromkeys(replace(_choice(g, sms), group=16) for g in every))
         for i, batch in enumerate(GROUPS):
             points = _points(_SHARES, of_n, of_k)
-            cells = [_best_grouped(_of_group(point, batch, b_mn), kernels, sms) for point in points]
+            cells = [
+                _best(_of_group(point, batch, b_mn), kernels, sms, _choice, grouped_sm90.estimate)
+                for point in points
+            ]
             yield b_mn, i, Table3((_SHARES, of_n, of_k), cells)
 
 
@@ -229,15 +232,6 @@ def _choice(g: Gemm, sms: int) -> Sm90Schedule:
     return grouped_sm90.chosen(g, sms, False)
 
 
-def _best_grouped(g: Gemm, kernels: Sequence[Sm90Schedule], sms: int) -> Sm90Schedule:
-    """As :func:`_best`, of a group."""
-    chosen = _choice(g, sms)
-    if replace(chosen, group=16) in kernels:
-        return chosen
-    best = min(kernels, key=lambda s: grouped_sm90.estimate(s, g, sms))
-    return replace(best, group=chosen.group)
-
-
 def _points(m: Sequence[int], n: Sequence[int], k: Sequence[int]) -> Iterator[Point]:
     return itertools.product(m, n, k)
 
@@ -247,12 +241,18 @@ def plain(a_mn: bool, b_mn: bool) -> Sm90Schedule:
     return PLAIN.filled(PLAIN.panels, a_mn, b_mn)
 
 
-def _best(p: Gemm, kernels: Sequence[Sm90Schedule], sms: int) -> Sm90Schedule:
+def _best(
+    p: Gemm,
+    kernels: Sequence[Sm90Schedule],
+    sms: int,
+    choose: Callable[[Gemm, int], Sm90Schedule] = choice_sm90.choose,
+    estimate: Callable[[Sm90Schedule, Gemm, int], float] = choice_sm90.estimate,
+) -> Sm90Schedule:
     """The choice for `p` if it has a kernel, otherwise the best that has one."""
-    chosen = choice_sm90.choose(p, sms)
+    chosen = choose(p, sms)
     if replace(chosen, group=16) in kernels:
         return chosen
-    best = min(kernels, key=lambda s: choice_sm90.estimate(s, p, sms))
+    best = min(kernels, key=lambda s: estimate(s, p, sms))
     return replace(best, group=chosen.group)
 
 

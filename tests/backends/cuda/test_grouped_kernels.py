@@ -278,13 +278,13 @@ def test_panels_of_large_groups(b_mn: bool) -> None:
     a, b = (values("normal", s, BF16, i, "cuda") for i, s in enumerate(((rows, k), (4, k, n))))
     b = b if b_mn else b.mT.contiguous().mT
     offs = torch.tensor([60, 1084, 1084, 1990], dtype=torch.int32, device="cuda")
-    key = TENSOR_CORE.on(FAMILY).key
-    want = reference.grouped_rows(a.cpu(), b.cpu(), offs.cpu(), bias=None, out_dtype=BF16, contract=key)
     out = torch.empty(rows, n, dtype=BF16, device="cuda")
     x = GroupedOperands(a, b, out, offs)
     kernel, p = grouped_sm90.GROUPED_SM90, GroupedProduct.of(x, "mma")
     if not kernel.supports(p):
         pytest.skip("not on this GPU")
+    key = TENSOR_CORE.on(FAMILY).key
+    want = reference.grouped_rows(a.cpu(), b.cpu(), offs.cpu(), bias=None, out_dtype=BF16, contract=key)
     for schedule, group in itertools.product(kernel.schedules(p)[::3], (1, 2, 3, 7, 16)):
         s = replace(schedule, group=group)
         out.fill_(torch.nan)
