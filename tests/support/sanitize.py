@@ -431,16 +431,18 @@ def main() -> None:
     )
     parser.add_argument(
         "--only",
-        choices=("rows", "chains", "exchanges", "segments"),
-        help="operations of rows, sums over tokens and of long rows, sums of ranks, or sums in segments",
+        choices=("rows", "chains", "exchanges", "segments", "grouped", "fp8"),
+        help="operations of rows, sums over tokens and of long rows, sums of ranks, sums in segments,"
+        " products of groups, or FP8",
     )
     options = parser.parse_args()
     every = options.every
     if options.racecheck:
         all_lanes_arrive()
     if options.only:
-        some = {"rows": row_reductions, "chains": chains, "exchanges": exchanges}
-        (some | {"segments": partial(segmented, every)})[options.only]()
+        some = {"segments": segmented, "grouped": grouped, "fp8": fp8}
+        whole = {"rows": row_reductions, "chains": chains, "exchanges": exchanges}
+        (whole | {name: partial(run, every) for name, run in some.items()})[options.only]()
         return
     found = itertools.chain(
         products(every), tiny_products(every), long_products(every), float32_outputs(every)

@@ -36,8 +36,7 @@ _PARAMS = "128s128s128sPPPqq8iPP2iq"
 _NO_MAP = bytes(128)
 MOST_GROUPS = 1024
 """Groups whose table fits into shared memory beside the ring."""
-_FAST = 3.5e6  # bytes a microsecond: more than an H100's memory moves, less than an H200's
-_OF_CLUSTERS = 1.02, 1.08  # what tiles in clusters take of the estimate where groups differ; with fast memory
+_OF_CLUSTERS = 1.02  # what tiles in clusters take of the estimate where groups differ
 
 
 def _sides(p: GroupedProduct) -> tuple[Side, Side]:
@@ -198,7 +197,7 @@ def estimate(s: Sm90Schedule, g: Gemm, sms: int) -> float:
     low = max(1, int(tiles))
     few, more = (choice_sm90.estimate(s, replace(g, m=n * s.block_m), sms) for n in (low, low + 1))
     found = few + (more - few) * max(0.0, tiles - low)
-    return found * (_OF_CLUSTERS[g.hbm > _FAST] if s.cluster > 1 else 1)
+    return found * (_OF_CLUSTERS if s.cluster > 1 else 1)
 
 
 def _table(v: Sm90Variant, groups: int) -> int:
