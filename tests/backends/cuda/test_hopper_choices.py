@@ -146,8 +146,18 @@ def test_long_chains_of_few_hundred_rows_are_transposed_or_in_clusters() -> None
     assert found == {(True, 1), (True, 2), (False, 2)}
 
 
-@pytest.mark.parametrize(("n", "blocks"), [(5120, 2), (8192, 2), (1536, 1), (14336, 1)])
-def test_rings_of_few_rows_leave_room_for_the_next_kernel(n: int, blocks: int) -> None:
-    """But not where there are few blocks, which need all of it."""
+@pytest.mark.parametrize(
+    ("n", "columns", "blocks"), [(5120, 64, 2), (8192, 64, 2), (1536, 32, 1), (14336, 64, 1)]
+)
+def test_rings_of_few_rows_leave_room_for_the_next_kernel(n: int, columns: int, blocks: int) -> None:
+    """But not where there are few blocks, which need all of it. Fewer take half lines."""
     chosen = choice_sm90.choose(Gemm(4, n, 16384, b_mn=True), 132)
-    assert (chosen.block_m, chosen.block_n, chosen.blocks) == (64, 8, blocks)
+    assert (chosen.block_m, chosen.block_n, chosen.blocks) == (columns, 8, blocks)
+
+
+@pytest.mark.parametrize(("m", "n", "tile", "blocks"), [(48, 32768, (64, 48), 4), (91, 17408, (192, 96), 1)])
+def test_gradients_run_at_once_where_they_fill_all_blocks(
+    m: int, n: int, tile: tuple[int, int], blocks: int
+) -> None:
+    chosen = choice_sm90.choose(Gemm(m, n, 5120, b_mn=True), 132)
+    assert ((chosen.block_m, chosen.block_n), chosen.blocks, chosen.early) == (tile, blocks, False)

@@ -23,6 +23,7 @@ _L2 = 15e6  # bytes a microsecond from L2 to all multiprocessors
 _GAP = 1.6  # microseconds between kernels
 _TALL_MN = 0.99  # factor of the time for tiles of 192 rows contiguous along m, at k of 2048 and more
 _TURNED = 1.03  # the same for transposed tiles of more than a thousand rows
+_TURNED_STORE = 2000.0, 12_000.0  # cycles to write a transposed tile, of 16 bits and of float32
 TOGETHER = 2048  # the most rows whose tiles are computed together, so that their operands stay in L2
 _STORE, _STORE_ROW, _STORE_BYTE = 1000.0, 1.0, 0.0775  # cycles to write a tile, for each row, for each byte
 _STAYS = 24 << 20  # bytes of an operand that stay in L2 while rows of tiles pass over it
@@ -45,8 +46,8 @@ def _work(s: Sm90Schedule, product: Gemm, sms: int) -> tuple[float, float, float
         store = _STORE + s.block_m * (_STORE_ROW + s.block_n * p.out_bytes * _STORE_BYTE)
         multiply = max(multiply, (multiply + store) * s.share / (s.warpgroups * s.blocks))
     rows, columns = float(s.block_m), float(s.block_n)
-    if p.a_mn:  # lines of 64 elements load faster along m
-        rows *= 0.75
+    if p.a_mn:  # lines of 64 elements load faster along m, half of them more slowly
+        rows *= 0.75 if s.block_m % 64 == 0 else 1.2
     if p.b_mn and s.block_n % 64 == 0:
         columns *= 0.85
     elif p.b_mn:  # half lines load more slowly
@@ -67,7 +68,7 @@ def _work(s: Sm90Schedule, product: Gemm, sms: int) -> tuple[float, float, float
     # longer. Transposed tiles of two warpgroups cost as much if each warpgroup has its own tile.
     if s.swap:
         turns = bands // s.share if s.share > 1 else 1
-        write = 3000.0 * p.out_bytes * turns if s.warpgroups > 1 else 0.0
+        write = _TURNED_STORE[p.out_bytes > 2] * turns if s.warpgroups > 1 else 0.0
     elif s.share > 1:
         write = 950.0 * p.out_bytes
     else:
@@ -121,7 +122,8 @@ def settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
     tiles, slots = best.tiles(seen), sms * best.blocks
     if p.m <= 128:
         # Some of few blocks for dX would be in pairs beside idle pairs, and a pair shares its way to L2.
-        early = best.cluster > 1 or (best.swap and not (p.b_mn and slots < 2 * tiles <= 1.9 * slots))
+        early = best.swap and best.blocks < 3 and not (p.b_mn and slots < 2 * tiles <= 1.9 * slots)
+        early = early or best.cluster > 1
     else:
         # An early start scatters neighbouring tiles over the GPU, which is bad if many rows share operands.
         early = best.cluster > 1 or intake <= 1.2 * max(multiply, hbm)

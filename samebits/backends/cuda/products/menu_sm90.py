@@ -52,10 +52,22 @@ def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
         ):  # fewer tiles, where smaller ones would leave a second wave nearly empty
             tall, columns = ((128, 2), (192, 3)), round_up(p.m, 16)
             found += [_schedule(p, rows, columns, 64, n, n, swap=True) for rows, n in tall]
+        if p.b_mn and not p.a_mn:
+            found += _all_at_once(p, sms)
     few_tiles = p.b_mn and not p.a_mn and -(-p.m // 64) * -(-p.n // 64) <= sms
     if p.m <= 128 or p.n <= 512 or few_tiles:
         found += _few_rows(p, sms)
     return [s for s in found if s.fits(p.a_mn, p.b_mn)]
+
+
+def _all_at_once(p: Gemm, sms: int) -> list[Sm90Schedule]:
+    """Transposed tiles of all rows, three or four on a multiprocessor, which run at once and end together."""
+    tiles = -(-p.n // 64) * p.batch
+    blocks = -(-tiles // sms)
+    if not 3 <= blocks <= 4 or tiles < _FILLED * blocks * sms:
+        return []
+    found = _schedule(p, 64, round_up(p.m, 16), 64, swap=True, blocks=blocks)
+    return [found] if found.stages >= 3 else []
 
 
 def _narrow(p: Gemm) -> list[Sm90Schedule]:
@@ -177,7 +189,7 @@ def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
             # If half of the shared memory is enough, the other half is left to the next kernel's blocks: they
             # may outnumber idle multiprocessors. But few blocks for B along n load too slowly by half a ring.
             enough = tiles <= sms and rows == 64 and (2 * tiles > sms or not p.b_mn)
-            half = tokens == 8 and (size <= 40 or enough) and not deep
+            half = tokens == 8 and ((size <= 40 and not p.b_mn) or enough) and not deep
             blocks = 2 if half or tiles > 2 * sms else 1
             depth = 512 if deep else 256 if size <= 64 else 128 if size <= 112 else 64
             depth = min(depth, 128 if blocks == 2 and size > 40 else 256 if p.a_mn else 512)
@@ -187,8 +199,8 @@ def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 def _rows(p: Gemm, splits: int, sms: int) -> Sequence[int]:
     """Numbers of B's columns that a block may take on the tall side, with the rows in `splits` parts."""
-    if p.b_mn:
-        return (64,)
+    if p.b_mn:  # half lines load more slowly: only where three quarters of the GPU would be idle
+        return (64, 32) if 4 * -(-p.n // 64) * splits <= sms else (64,)
     rounds = -(-p.n * splits // (64 * sms))
     if rounds > 1 and splits == 1:  # bound by HBM, so all blocks should end together
         return range(24, 65, 8)
@@ -211,6 +223,9 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
             found.update(
                 dict.fromkeys(_equal_parts(Gemm(2 * wide, 4096, _DEEP, 1, a_mn, b_mn), 2, kind), None)
             )
+    if b_mn and not a_mn:  # three and four blocks on a multiprocessor
+        for m, blocks in itertools.product(range(48, 129, 16), (3, 4)):
+            found.update(dict.fromkeys(_all_at_once(Gemm(m, blocks * 132 * 64, 1024, 1, a_mn, b_mn), 132)))
     # Many tiles of 64 tokens.
     found.update(dict.fromkeys(menu(Gemm(1344, 496, 1024, 1, a_mn, b_mn), 132), None))
     # Early start, prefetching and the order of tiles alternate.

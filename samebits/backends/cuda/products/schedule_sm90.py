@@ -68,12 +68,12 @@ class Sm90Schedule:
     def fits(self, a_mn: bool, b_mn: bool) -> bool:
         """Whether the schedule can read these layouts.
 
-        Along m, a warpgroup's rows come in columns of 64; along k, its columns do.
+        Along m, a warpgroup's rows come in columns of 64, or in one of 32; along k, its columns do.
         """
         if self.block_k % 64 and not (a_mn and b_mn):
             return False
         tall_mn = b_mn if self.swap else a_mn
-        return not (tall_mn and self.block_m // self.share % 64)
+        return not (tall_mn and self.block_m // self.share % 64 and (self.block_m, self.share) != (32, 1))
 
     def tiles(self, p: Gemm) -> int:
         """Tiles of a product as the kernel sees it: with ``swap``, of ``p.turned()``."""

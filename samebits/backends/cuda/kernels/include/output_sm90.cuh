@@ -92,9 +92,10 @@ constexpr bool IN_UNITS =
     OUTPUT == F32 && ALIGNED && !TRANSPOSED && MMA_M * BLOCK_N / 2 < 160 && BLOCK_N != 224;
 
 // Transposes the matrix of two values of two lanes that are `mask` apart: the lower lane gets both firsts.
-__device__ __forceinline__ void transpose(float& first, float& second, u32 lane, u32 mask) {
+template <typename T>
+__device__ __forceinline__ void transpose(T& first, T& second, u32 lane, u32 mask) {
     const bool upper = lane & mask;
-    const float other = __shfl_xor_sync(0xFFFFFFFF, upper ? first : second, mask);
+    const T other = __shfl_xor_sync(0xFFFFFFFF, upper ? first : second, mask);
     if (upper)
         first = other;
     else
@@ -141,6 +142,49 @@ __device__ __forceinline__ void store_units(Accumulators& acc, const Params& p, 
         for (int i = TRADED; i < BLOCK_N; i += 8, d += 4)
             if (row_inside && i < own_left)
                 Element<F32>::store_pair(out + row * p.row_stride + own.column + i, d[0], d[1]);
+    }
+}
+
+// Whether a transposed tile leaves by store_turned().
+constexpr bool IN_PIECES = TRANSPOSED && ALIGNED && OUTPUT != F32;
+
+// Stores a transposed tile of 16-bit elements straight from the registers. Along the output's rows lie D's, of
+// which a thread has single ones. So lanes trade: each then stores a piece of eight, 16 bytes, and two pieces
+// that lie side by side fill a sector.
+template <int type>
+__device__ __forceinline__ void store_turned(Accumulators& acc, const Params& p, const TileCoord& tile,
+                                             u32 thread) {
+    using Out = Element<type>;
+    const u32 lane = thread % 32, piece = lane % 4;  // of the four that sixteen tokens and sixteen rows have
+    const int first = tile.m + int(thread / 32 * 16),
+              end = min(GROUPED ? tile.m_end : p.m, tile.m + int(ROWS));
+    const int tokens = GROUPED ? tile.n_end : p.n, token = tile.n + int(lane / 4);
+    auto* out = static_cast<u16*>(p.out) + (GROUPED == OF_ROWS ? 0 : tile.batch * p.batch_stride);
+    auto turned = [](const float* d) { return transpose_matrix(Out::pack(d[0], d[1])); };
+#pragma unroll
+    for (int mma_m = 0; mma_m < MMA_M; ++mma_m) {
+        const int row = first + mma_m * 64;
+#pragma unroll
+        for (int i = 0; i + 16 <= BLOCK_N; i += 16) {
+            const float* d = &acc[mma_m][i / 2];
+            u32 x[4] = {turned(d), turned(d + 2), turned(d + 4), turned(d + 6)};
+            transpose(x[0], x[1], lane, 1);
+            transpose(x[2], x[3], lane, 1);
+            transpose(x[0], x[2], lane, 2);
+            transpose(x[1], x[3], lane, 2);
+            const int to = token + i + int(piece / 2 * 8), at = row + int(piece % 2 * 8);
+            if (at < end && to < tokens)
+                *reinterpret_cast<uint4*>(out + to * p.row_stride + at) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
+        if constexpr (BLOCK_N % 16 == 8) {
+            const int to = token + BLOCK_N - 8;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const u32 x = turned(&acc[mma_m][BLOCK_N / 2 - 4 + half * 2]);
+                if (row + half * 8 < end && to < tokens)
+                    *reinterpret_cast<u32*>(out + to * p.row_stride + row + half * 8 + piece * 2) = x;
+            }
+        }
     }
 }
 
@@ -259,6 +303,8 @@ struct Output {
             }
         } else if constexpr (IN_UNITS) {
             store_units(acc, p, tile, thread);
+        } else if constexpr (IN_PIECES) {
+            store_turned<OUTPUT>(acc, p, tile, thread);
         } else {
             store<OUTPUT>(acc, p, tile, thread);
         }

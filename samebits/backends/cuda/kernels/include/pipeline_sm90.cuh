@@ -74,7 +74,6 @@ enum : u32 {
     ORDER_BARRIER = CLEARED_BARRIER + TEAMS
 };
 
-static_assert(!A_MN || ROWS % 64 == 0, "A contiguous along m comes in columns of 64");
 static_assert(!MOVE_REGISTERS || PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <=
                                      THREADS / 128 * (65536 / THREADS / 8 * 8),
               "no more registers than the block starts with");
@@ -86,6 +85,11 @@ static_assert(!RAGGED || (A_MN && B_MN), "sequences lie along the rows of both o
 using ATile = Tile<A_MN, FOLDED && !A_MN && BLOCK_K / 64 % CLUSTER == 0, BLOCK_M, BLOCK_K, CLUSTER>;
 using BTile = Tile<B_MN, FOLDED && !B_MN, BLOCK_N, BLOCK_K, 1>;
 constexpr u32 A_BYTES = ATile::bytes, B_BYTES = BTile::bytes;  // of a stage
+
+static_assert(!A_MN || ROWS % 64 == 0 || (ROWS == 32 && SHARE == 1),
+              "A contiguous along m comes in columns of 64, or in one of 32");
+static_assert(ROWS != 32 || !A_MN || STAGES * B_BYTES >= A_BYTES,
+              "what is read behind a column of 32, and dropped, is in shared memory");
 
 struct TileCoord {
     int m, n, batch;

@@ -35,6 +35,13 @@ __device__ __forceinline__ void store_pair_if(bool condition, void* to, u32 low,
         : "memory");
 }
 
+// Transposes a matrix of 8 x 8 16-bit elements, of whose row lane / 4 a lane has pair lane % 4.
+__device__ __forceinline__ u32 transpose_matrix(u32 pair) {
+    u32 turned;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+    return turned;
+}
+
 __device__ __forceinline__ void store_shared(u32 to, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }
