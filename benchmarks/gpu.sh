@@ -44,7 +44,7 @@ measure attention 300 benchmarks.attention
 measure attention_invariance 180 benchmarks.attention_invariance
 measure counters 60 benchmarks.counters
 measure triton 200 benchmarks.gpu --quick --backend triton
-measure verify 450 benchmarks.verify
+measure verify 600 benchmarks.verify
 for name in $wanted; do
   [[ $ran == *" $name "* ]] || { echo "unknown: $name" && status=2; }
 done
