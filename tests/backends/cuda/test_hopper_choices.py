@@ -155,6 +155,21 @@ def test_rings_of_few_rows_leave_room_for_the_next_kernel(n: int, columns: int, 
     assert (chosen.block_m, chosen.block_n, chosen.blocks) == (columns, 8, blocks)
 
 
+def test_columns_of_32_are_for_gradients_of_inputs_that_leave_the_gpu_idle() -> None:
+    def columns(m: int, n: int, batch: int = 1, a_mn: bool = False) -> set[int]:
+        p = Gemm(m, n, 8192, batch, a_mn, b_mn=True)
+        return {s.block_m for s in menu_sm90.menu(p, 132) if s.swap and s.block_m <= 64}
+
+    assert columns(4, 2048) == {32, 64}
+    assert columns(4, 2176) == columns(4, 128, batch=32) == columns(4, 448, a_mn=True) == {64}
+
+
+def test_what_a_transposed_store_costs() -> None:
+    """Results of 16 bits leave in pieces, where rows are whole units of 16 bytes; others one by one."""
+    of_16_bits, of_odd_rows = (choice_sm90.choose(Gemm(600, n, 4096), 132) for n in (4096, 4095))
+    assert (of_16_bits.swap, of_odd_rows.swap) == (True, False)
+
+
 @pytest.mark.parametrize(("m", "n", "tile", "blocks"), [(48, 32768, (64, 48), 4), (91, 17408, (192, 96), 1)])
 def test_gradients_run_at_once_where_they_fill_all_blocks(
     m: int, n: int, tile: tuple[int, int], blocks: int

@@ -19,6 +19,7 @@ import samebits
 from samebits import FMA, TENSOR_CORE
 from samebits.backends.cuda import runtime
 from samebits.backends.cuda.matmul import PRODUCTS
+from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
 from samebits.backends.product import Operands, Product, ProductKernel
 from samebits.backends.reference import matmul as reference
 from samebits.testing import KINDS, assert_same_bits, bits, values
@@ -209,6 +210,30 @@ def test_layouts(kernel: Kernel, place_a: Place, place_b: Place) -> None:
             a, b = filled("normal", (*batch, m, k), dtype, 1), filled("normal", (*batch, n, k), dtype, 2)
             check(kernel, place_a(a), place_b(b).mT, some(kernel)[i % len(some(kernel))])
             check(kernel, place_a(a), place_b(b).mT, out_dtype=dtype)
+
+
+@pytest.mark.parametrize("b_mn", [False, True])
+def test_transposed_tiles(b_mn: bool) -> None:
+    """A quarter of them, all of 32 columns or in several blocks: two in each direction, one moved back."""
+    kernel: Kernel = TENSOR_CORE_SM90
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("it runs on Hopper alone")
+    turned = [s for s in kernel.catalogue if s.swap and s.fits(False, b_mn)]
+    kinds = {(s.block_m, s.block_n, s.warpgroups, s.share, s.blocks): s for s in turned}.values()
+    for i, s in enumerate(kinds):
+        if i % 4 and s.blocks < 3 and not (b_mn and s.block_m == 32):
+            continue
+        m, k, n = s.block_n + 3, 80, s.block_m * s.cluster + (24, 21)[i % 3 == 2]  # odd rows leave one by one
+        a, b = filled("normal", (m, k), BF16, i), filled("normal", (k, n), BF16, i + 1)
+        b = pitched(b) if b_mn else transposed(b)
+        want = expected(kernel, a, b, out_dtype=BF16)
+        around = torch.full((m + 2, n + 16), 123.0, dtype=BF16, device="cuda")
+        out = around[1 : m + 1, 8 : n + 8].fill_(torch.nan)
+        assert takes(kernel, Product.of(Operands(a, b, out), kernel.step), s), s
+        kernel.run(Operands(a, b, out), s)
+        assert_same_bits(out.contiguous(), want, str(s))
+        out.fill_(123.0)
+        assert (around == 123.0).all(), f"{s} wrote outside its output"
 
 
 @pytest.mark.parametrize("kind", KINDS)

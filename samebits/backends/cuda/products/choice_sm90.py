@@ -23,7 +23,7 @@ _L2 = 15e6  # bytes a microsecond from L2 to all multiprocessors
 _GAP = 1.6  # microseconds between kernels
 _TALL_MN = 0.99  # factor of the time for tiles of 192 rows contiguous along m, at k of 2048 and more
 _TURNED = 1.03  # the same for transposed tiles of more than a thousand rows
-_TURNED_STORE = 2000.0, 12_000.0  # cycles to write a transposed tile, of 16 bits and of float32
+_TURNED_STORE = 3000.0, 1000.0  # cycles to write a transposed tile, for each byte of an element; in pieces
 TOGETHER = 2048  # the most rows whose tiles are computed together, so that their operands stay in L2
 _STORE, _STORE_ROW, _STORE_BYTE = 1000.0, 1.0, 0.0775  # cycles to write a tile, for each row, for each byte
 _STAYS = 24 << 20  # bytes of an operand that stay in L2 while rows of tiles pass over it
@@ -65,10 +65,11 @@ def _work(s: Sm90Schedule, product: Gemm, sms: int) -> tuple[float, float, float
     if at_once and not (s.swap or p.a_mn or p.b_mn):  # only these were measured
         l2 *= _INTAKE / _INTAKE_AT_ONCE
     # No warpgroup multiplies while a shared tile is written. Writing from registers straight to memory takes
-    # longer. Transposed tiles of two warpgroups cost as much if each warpgroup has its own tile.
+    # longer. Transposed tiles cost two warpgroups as much if each has its own tile.
     if s.swap:
         turns = bands // s.share if s.share > 1 else 1
-        write = _TURNED_STORE[p.out_bytes > 2] * turns if s.warpgroups > 1 else 0.0
+        pieces = p.out_bytes == 2 and product.n % 8 == 0
+        write = _TURNED_STORE[pieces] * p.out_bytes * turns if s.warpgroups > 1 else 0.0
     elif s.share > 1:
         write = 950.0 * p.out_bytes
     else:

@@ -47,13 +47,11 @@ def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
             found.append(_schedule(p, 64, 224, 64))
             if p.m > 64:
                 found += [_schedule(p, 128, block_n, 64, 2, 2) for block_n in (80, 96, 112, 160, 192, 224)]
-        elif (
-            p.m > 64 and not p.a_mn
-        ):  # fewer tiles, where smaller ones would leave a second wave nearly empty
-            tall, columns = ((128, 2), (192, 3)), round_up(p.m, 16)
-            found += [_schedule(p, rows, columns, 64, n, n, swap=True) for rows, n in tall]
-        if p.b_mn and not p.a_mn:
+        elif not p.a_mn:
             found += _all_at_once(p, sms)
+            if p.m > 64:  # fewer tiles, where smaller ones would leave a second wave nearly empty
+                tall, columns = ((128, 2), (192, 3)), round_up(p.m, 16)
+                found += [_schedule(p, rows, columns, 64, n, n, swap=True) for rows, n in tall]
     few_tiles = p.b_mn and not p.a_mn and -(-p.m // 64) * -(-p.n // 64) <= sms
     if p.m <= 128 or p.n <= 512 or few_tiles:
         found += _few_rows(p, sms)
@@ -199,8 +197,10 @@ def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 def _rows(p: Gemm, splits: int, sms: int) -> Sequence[int]:
     """Numbers of B's columns that a block may take on the tall side, with the rows in `splits` parts."""
-    if p.b_mn:  # half lines load more slowly: only where three quarters of the GPU would be idle
-        return (64, 32) if 4 * -(-p.n // 64) * splits <= sms else (64,)
+    if p.b_mn:
+        # Half lines load more slowly: only for dX, where three quarters of the GPU would be idle.
+        idle = splits == 1 and not p.a_mn and 4 * -(-p.n // 64) * p.batch <= sms
+        return (64, 32) if idle else (64,)
     rounds = -(-p.n * splits // (64 * sms))
     if rounds > 1 and splits == 1:  # bound by HBM, so all blocks should end together
         return range(24, 65, 8)

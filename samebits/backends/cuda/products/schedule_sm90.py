@@ -115,8 +115,10 @@ class Sm90Schedule:
         """Bytes of shared memory for operands with these layouts (as the kernel sees them), and `panel`."""
         rows = round_up(self.block_m, 32) if a_mn else self.block_m
         columns = round_up(self.block_n, 32) if b_mn else self.block_n
-        # A warpgroup also reads rows past its share, up to 64, and drops their results.
-        reach = round_up(self.block_m // self.share, 64) - self.block_m // self.share
+        # A warpgroup also reads rows past its share, up to 64, and drops their results. Behind a column of 32
+        # along m they are the other operand's.
+        own = self.block_m // self.share
+        reach = 0 if a_mn else round_up(own, 64) - own
         ring = self.stages * ((rows + columns) * self.block_k * 2 + 16)
         return 1024 + ring + reach * 128 + self.warpgroups * 2 * 128 * panel
 
