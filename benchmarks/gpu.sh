@@ -27,7 +27,7 @@ measure() { # NAME SECONDS COMMAND...
 measure logp 80 benchmarks.logp
 measure peers 200 benchmarks.peers
 measure models 170 benchmarks.models
-measure steps 90 benchmarks.steps
+measure steps 120 benchmarks.steps
 measure rows 90 benchmarks.rows
 measure grouped 240 benchmarks.grouped
 measure host 90 benchmarks.host

@@ -194,7 +194,7 @@ def decoding(model: Any, forms: Sequence[str]) -> dict[str, Measured]:
                 decode = Decoding(model, batch, FORMS[form].decoding)
                 eager[form] = decode.prepare, decode.eager, decode.forget
                 graphs[form] = nothing, decode.graph(), decode.forget
-        found[f"decode, eager, batch {batch}"] = in_turns(eager, 15)
+        found[f"decode, eager, batch {batch}"] = in_turns(eager, 45)  # the host is the bound, and drifts
         found[f"decode, CUDA graph, batch {batch}"] = in_turns(graphs, 15)
     return found
 

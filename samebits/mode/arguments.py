@@ -57,29 +57,28 @@ def records(x: Any) -> bool:
     return torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad and takes(x)
 
 
+def _on_meta(x: Any, made: dict[int, Tensor], with_gradients: bool) -> Any:
+    """`x` with meta tensors for its tensors, one for each, which are kept in `made` by their identity."""
+    if isinstance(x, (tuple, list)):
+        return type(x)(_on_meta(y, made, with_gradients) for y in x)
+    if not isinstance(x, Tensor):
+        return x
+    if id(x) not in made:
+        empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        made[id(x)] = empty.requires_grad_(with_gradients and x.requires_grad)
+    return made[id(x)]
+
+
 def as_pytorch(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call PyTorch's `func` on meta tensors like these arguments. It returns a meta result, or raises.
 
     So PyTorch itself decides which shapes, dtypes and options it refuses, and which shape and dtype the
     result has.
     """
-    made: dict[int, Tensor] = {}
-    refused = (
-        "out" in kwargs
-    )  # with gradients; nothing else is saved, which activation checkpointing would count
-
-    def like(x: Any) -> Any:
-        if isinstance(x, (tuple, list)):
-            return type(x)(like(y) for y in x)
-        if not isinstance(x, Tensor):
-            return x
-        if id(x) not in made:
-            empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-            made[id(x)] = empty.requires_grad_(refused and x.requires_grad)
-        return made[id(x)]
-
+    # PyTorch refuses `out=` with gradients. Nothing else is saved, which activation checkpoints would count.
+    meta = functools.partial(_on_meta, made={}, with_gradients="out" in kwargs)
     with torch._C.DisableTorchFunction():
-        return func(*map(like, args), **{name: like(x) for name, x in kwargs.items()})
+        return func(*map(meta, args), **{name: meta(x) for name, x in kwargs.items()})
 
 
 def without_autocast(device: torch.device) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -32,6 +33,29 @@ def test_results_made_without_gradients_change_in_place_with_some(name: str, wit
         if isinstance(mode, nullcontext) and y._is_view():
             return  # PyTorch's own may not be changed either
         assert y.mul_(scale).requires_grad
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_nothing_waits_for_the_garbage_collector(name: str, within: Within) -> None:
+    """What a call held is free when its results are: no cycles keep tensors alive."""
+    w, b = values("normal", (40, 40), torch.float32, 1), values("normal", (40,), torch.float32, 2)
+    x = X.clone().requires_grad_()
+
+    def call() -> None:
+        y = COVERED[name](x, w, b)
+        if y.requires_grad:
+            torch.autograd.grad(y, x, torch.ones_like(y), allow_unused=True)
+
+    with within():
+        call()
+        gc.disable()
+        gc.freeze()  # what is there already does not count, and takes no time
+        try:
+            call()
+            assert gc.collect() == 0
+        finally:
+            gc.unfreeze()
+            gc.enable()
 
 
 def test_in_place_functions_return_what_they_changed(within: Within) -> None:
