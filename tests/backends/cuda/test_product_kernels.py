@@ -19,6 +19,7 @@ import samebits
 from samebits import FMA, TENSOR_CORE
 from samebits.backends.cuda import runtime
 from samebits.backends.cuda.matmul import PRODUCTS
+from samebits.backends.cuda.products import menu_sm90
 from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
 from samebits.backends.product import Operands, Product, ProductKernel
 from samebits.backends.reference import matmul as reference
@@ -150,13 +151,14 @@ def check(kernel: Kernel, a: Tensor, b: Tensor, schedule: Any = None, **given: A
     """One product into several places against the reference; how many of them the kernel took."""
     out_dtype, start = given.pop("out_dtype", F32), given.pop("start", None)
     cu_seqlens, bias = given.pop("cu_seqlens", None), given.pop("bias", None)
+    before, behind = given.pop("beside", (2, 3))  # columns beside one of the outputs
     sequences = start is not None or cu_seqlens is not None or a.ndim == 4
     assert not given
     more = {"bias": bias, "start": start, "cu_seqlens": cu_seqlens, "sequences": sequences}
     want = expected(kernel, a, b, out_dtype=out_dtype, **more)
     *batch, m, n = want.shape
-    around = torch.full((*batch, m + 2, n + 5), 123.0, dtype=out_dtype, device="cuda")
-    inside = around[..., 1 : m + 1, 2 : n + 2]
+    around = torch.full((*batch, m + 2, before + n + behind), 123.0, dtype=out_dtype, device="cuda")
+    inside = around[..., 1 : m + 1, before : before + n]
     taken = 0
     for out in (poison(want.shape, out_dtype), inside, poison((*batch, n, m), out_dtype).mT):
         for in_place in (False, True) if start is not None and out_dtype == F32 else (False,):
@@ -215,25 +217,17 @@ def test_layouts(kernel: Kernel, place_a: Place, place_b: Place) -> None:
 @pytest.mark.parametrize("b_mn", [False, True])
 def test_transposed_tiles(b_mn: bool) -> None:
     """A quarter of them, all of 32 columns or in several blocks: two in each direction, one moved back."""
-    kernel: Kernel = TENSOR_CORE_SM90
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("it runs on Hopper alone")
-    turned = [s for s in kernel.catalogue if s.swap and s.fits(False, b_mn)]
-    kinds = {(s.block_m, s.block_n, s.warpgroups, s.share, s.blocks): s for s in turned}.values()
-    for i, s in enumerate(kinds):
+    turned = [s for s in menu_sm90.catalogue(False, b_mn) if s.swap]
+    kinds = {(s.block_m, s.block_n, s.warpgroups, s.share, s.blocks): s for s in turned}
+    for i, s in enumerate(kinds.values()):
         if i % 4 and s.blocks < 3 and not (b_mn and s.block_m == 32):
             continue
         m, k, n = s.block_n + 3, 80, s.block_m * s.cluster + (24, 21)[i % 3 == 2]  # odd rows leave one by one
         a, b = filled("normal", (m, k), BF16, i), filled("normal", (k, n), BF16, i + 1)
         b = pitched(b) if b_mn else transposed(b)
-        want = expected(kernel, a, b, out_dtype=BF16)
-        around = torch.full((m + 2, n + 16), 123.0, dtype=BF16, device="cuda")
-        out = around[1 : m + 1, 8 : n + 8].fill_(torch.nan)
-        assert takes(kernel, Product.of(Operands(a, b, out), kernel.step), s), s
-        kernel.run(Operands(a, b, out), s)
-        assert_same_bits(out.contiguous(), want, str(s))
-        out.fill_(123.0)
-        assert (around == 123.0).all(), f"{s} wrote outside its output"
+        assert check(TENSOR_CORE_SM90, a, b, s, out_dtype=BF16, beside=(8, 8)) == 2, s
 
 
 @pytest.mark.parametrize("kind", KINDS)
