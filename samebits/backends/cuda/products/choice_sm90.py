@@ -122,9 +122,10 @@ def settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
     seen = p.turned() if best.swap else p
     tiles, slots = best.tiles(seen), sms * best.blocks
     if p.m <= 128:
-        # Some of few blocks for dX would be in pairs beside idle pairs, and a pair shares its way to L2.
-        early = best.swap and best.blocks < 3 and not (p.b_mn and slots < 2 * tiles <= 1.9 * slots)
-        early = early or best.cluster > 1
+        # Some of few blocks for dX would be in pairs beside idle pairs, and a pair shares its way to L2. With
+        # three or four blocks on a multiprocessor, which all run at once, an early start took 15 % longer.
+        paired = p.b_mn and slots < 2 * tiles <= 1.9 * slots
+        early = best.cluster > 1 or (best.swap and best.blocks < 3 and not paired)
     else:
         # An early start scatters neighbouring tiles over the GPU, which is bad if many rows share operands.
         early = best.cluster > 1 or intake <= 1.2 * max(multiply, hbm)

@@ -36,7 +36,7 @@ _PARAMS = "128s128s128sPPPqq8iPP2iq"
 _NO_MAP = bytes(128)
 MOST_GROUPS = 1024
 """Groups whose table fits into shared memory beside the ring."""
-_OF_CLUSTERS = 1.02  # what tiles in clusters take of the estimate where groups differ
+_OF_CLUSTERS = 1.02  # factor of the estimate for tiles in clusters, where groups differ
 
 
 def _sides(p: GroupedProduct) -> tuple[Side, Side]:
