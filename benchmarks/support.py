@@ -40,7 +40,7 @@ OPERATIONS = (
     Operation(
         "products, bfloat16 and float16",
         "cuda",
-        r"(matmul_sm(80|90)|tensor_core(_sm90)?|padded_sm90): (?!.*segments).*",
+        r"(matmul_sm(80|90)|tensor_core(_sm90)?|(padded|tail)_sm90): (?!.*segments).*",
         "cccrr",
     ),
     Operation("products, float32", "cuda", r"(matmul_)?fma(_few)?(_sm90)?: (?!.*segments).*", "ccccr"),

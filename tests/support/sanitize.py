@@ -431,15 +431,15 @@ def main() -> None:
     )
     parser.add_argument(
         "--only",
-        choices=("rows", "chains", "exchanges", "segments", "grouped", "fp8"),
-        help="operations of rows, sums over tokens and of long rows, sums of ranks, sums in segments,"
-        " products of groups, or FP8",
+        choices=("products", "rows", "chains", "exchanges", "segments", "grouped", "fp8"),
+        help="products, operations of rows, sums over tokens and of long rows, sums of ranks, sums in"
+        " segments, products of groups, or FP8",
     )
     options = parser.parse_args()
     every = options.every
     if options.racecheck:
         all_lanes_arrive()
-    if options.only:
+    if options.only and options.only != "products":
         some = {"segments": segmented, "grouped": grouped, "fp8": fp8}
         whole = {"rows": row_reductions, "chains": chains, "exchanges": exchanges}
         (whole | {name: partial(run, every) for name, run in some.items()})[options.only]()
@@ -449,14 +449,11 @@ def main() -> None:
     )
     if options.compile:
         calls = (partial(k.run, x, s) for k, s, x in found)
-        print(
-            precompile.compile_for(
-                itertools.chain(
-                    calls, attention_kernels(), grouped_kernels(), segmented_kernels(), fp8_kernels()
-                )
-            ).needed,
-            "kernels",
-        )
+        others = attention_kernels(), grouped_kernels(), segmented_kernels(), fp8_kernels()
+        needed = precompile.compile_for(itertools.chain(calls, *(() if options.only else others))).needed
+        print(needed, "kernels")
+        if options.only:
+            return
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             print(len(list(pool.map(lambda p: p[0].run(p[2], p[1]), triton_products()))), "by Triton")
         log_probabilities_by_triton()
@@ -473,6 +470,11 @@ def main() -> None:
             for way, so in ways(schedule, x).items():
                 taken[way] = taken.get(way, False) or so
         count += 1
+    torch.cuda.synchronize()
+    print(f"{count} products")
+    assert all(taken.values()), [way for way, so in taken.items() if not so]
+    if options.only:
+        return
     log_probabilities()
     if options.triton:
         log_probabilities_by_triton()
@@ -485,8 +487,6 @@ def main() -> None:
     exchanges()
     exp2.exp2(torch.linspace(-150, 130, 1001, device="cuda"), INTERPOLATION)
     torch.cuda.synchronize()
-    print(f"{count} products")
-    assert all(taken.values()), [way for way, so in taken.items() if not so]
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from samebits.backends.cuda.products.fma_sm90 import FMA_SM90
 from samebits.backends.cuda.products.padded_sm90 import PADDED_SM90
 from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan
 from samebits.backends.cuda.products.segmented import segmented_plan, tree_launch
+from samebits.backends.cuda.products.tail_sm90 import TAIL_SM90
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
 from samebits.backends.cuda.products.tiny import TINY, TINY_FMA
@@ -286,6 +287,7 @@ PRODUCTS: tuple[CudaKernel[Any], ...] = (
     TENSOR_CORE,
     FMA,
     TENSOR_CORE_SM90,
+    TAIL_SM90,
     PADDED_SM90,
     FMA_SM90,
     TINY,
@@ -320,6 +322,8 @@ def ways(p: Product, name: str = "") -> list[tuple[CudaKernel[Any], Any]]:
 def rivals(p: Product) -> list[CudaKernel[Any]]:
     """The kernels that could be fastest: one, or two whose costs can be compared."""
     first = fastest(p)
+    if first in (TAIL_SM90, TENSOR_CORE_SM90):
+        return [TAIL_SM90, TENSOR_CORE_SM90] if TAIL_SM90.divides(p) else [first]
     pairs: tuple[tuple[CudaKernel[Any], CudaKernel[Any]], ...]
     pairs = (FMA_SM90, FMA), (PADDED_SM90, TENSOR_CORE)
     return next(([*pair] for pair in pairs if first in pair and pair[0].supports(p)), [first])
@@ -327,9 +331,11 @@ def rivals(p: Product) -> list[CudaKernel[Any]]:
 
 def fastest(p: Product) -> CudaKernel[Any]:
     """The kernel that should be fastest. This is the one place where kernels are chosen."""
-    for kernel in (TINY, TINY_FMA, TENSOR_CORE_SM90):
+    for kernel in (TINY, TINY_FMA):
         if kernel.supports(p):
             return kernel
+    if TENSOR_CORE_SM90.supports(p):
+        return TAIL_SM90 if TAIL_SM90.pays(p) else TENSOR_CORE_SM90
     if p.step == "mma":
         return PADDED_SM90 if PADDED_SM90.pays(p) else TENSOR_CORE
     if FMA_SM90.supports(p) and FMA_SM90.cost(p, FMA_SM90.choose(p)) < FMA.cost(p, FMA.choose(p)):

@@ -21,7 +21,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +144,14 @@ def schedule_data(s: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"kind": type(s).__name__}
     for f in fields(s):
         if f.name not in _MEASURED:
-            value = getattr(s, f.name)
-            found[f.name] = list(value) if isinstance(value, tuple) else value
+            found[f.name] = _value(getattr(s, f.name))
     return found
+
+
+def _value(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return list(x)
+    return schedule_data(x) if is_dataclass(x) else x
 
 
 _INCLUDE = re.compile(rb'^#include "(\w+\.cuh)"', re.MULTILINE)
@@ -154,6 +159,7 @@ _INCLUDE = re.compile(rb'^#include "(\w+\.cuh)"', re.MULTILINE)
 _SOURCES = {
     "grouped_tensor_core": "tensor_core.cu",
     "grouped_fma": "fma.cu",
+    "tail_sm90": "tensor_core_sm90.cu",
 }
 """Sources that do not have their kernel's name."""
 _MORE_SOURCES = {"fma_sm90": ("fma_few_sm90.cu",), "padded_sm90": ("tensor_core_sm90.cu",)}

@@ -104,9 +104,15 @@ class Outcome:
 
 def label(s: Any) -> str:
     """A name for a schedule, unlike those of all others of its kernel."""
-    data = schedule_data(s)
-    kind = data.pop("kind").removesuffix("Schedule")
-    return f"{kind} " + " ".join(f"{name}={value}".replace(" ", "") for name, value in data.items())
+    return _named(schedule_data(s))
+
+
+def _named(data: dict[str, Any]) -> str:
+    values = {
+        x: f"({_named(of)})" if isinstance(of, dict) else str(of).replace(" ", "") for x, of in data.items()
+    }
+    kind = values.pop("kind").removesuffix("Schedule")
+    return f"{kind} " + " ".join(f"{name}={value}" for name, value in values.items())
 
 
 def finalists(early: dict[str, float]) -> list[str]:

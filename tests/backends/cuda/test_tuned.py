@@ -148,6 +148,7 @@ def test_entries_of_other_kernels_are_stale(tmp_path: Path, gpu: FakeGpu) -> Non
 
 def test_a_version_is_that_of_all_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {k.name: tuned.version(k.name) for k in matmul.PRODUCTS}
+    assert before.pop("tail_sm90") == before["tensor_core_sm90"]  # launched twice
     assert len({*before.values()}) == len(before)
     assert tuned.version("no_such_kernel") == tuned.version("../compiler") == ""
     include = tmp_path / "include"

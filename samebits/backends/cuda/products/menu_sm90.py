@@ -180,7 +180,9 @@ def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
             continue
         for rows in _rows(p, splits, sms):
             size, tiles = rows + (64 if p.a_mn else tokens), -(-p.n // rows) * splits
-            if tokens == 64 and splits == 1 and tiles > sms:  # many tiles are faster untransposed
+            # Of dX, two blocks on some multiprocessors end at once, where one alone would take a second tile.
+            paired = splits == 1 and p.b_mn and not p.a_mn and sms < tiles <= 2 * sms
+            if tokens == 64 and splits == 1 and tiles > sms and not paired:  # many are faster untransposed
                 continue
             # One long chain whose operands are already prefetched into L2 has the fewest waits.
             deep = splits == 1 and size <= 24
@@ -188,8 +190,8 @@ def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
             # may outnumber idle multiprocessors. But few blocks for B along n load too slowly by half a ring.
             enough = tiles <= sms and rows == 64 and (2 * tiles > sms or not p.b_mn)
             half = tokens == 8 and ((size <= 40 and not p.b_mn) or enough) and not deep
-            blocks = 2 if half or tiles > 2 * sms else 1
-            depth = 512 if deep else 256 if size <= 64 else 128 if size <= 112 else 64
+            blocks = 2 if half or paired or tiles > 2 * sms else 1
+            depth = 512 if deep else 256 if size <= 64 else 128 if size <= (96 if paired else 112) else 64
             depth = min(depth, 128 if blocks == 2 and size > 40 else 256 if p.a_mn else 512)
             found.append(_schedule(p, rows, tokens, depth, swap=True, blocks=blocks))
     return found

@@ -1,0 +1,201 @@
+"""Products on Hopper in two launches of :mod:`.tensor_core_sm90`: whole waves of tiles, and their tail.
+
+A wave is as many tiles as run at once. If a few tiles are left of the last one, most multiprocessors are idle
+meanwhile: 136 tiles take as long as 264. So the first launch has the rows, or the columns, of whole
+waves, and the second one has the others, in tiles of its own that are narrower and end sooner.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from samebits.backends.cuda import devices
+from samebits.backends.cuda.products.choice_sm90 import choose, estimate, settle
+from samebits.backends.cuda.products.gemm_sm90 import Gemm
+from samebits.backends.cuda.products.menu_sm90 import menu
+from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan
+from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
+from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90, gemm
+from samebits.backends.product import Matrix, Product, need
+
+__all__ = ["TAIL_SM90", "TailSchedule"]
+
+Dim = Literal["m", "n"]
+
+_UNIT = 8  # parts begin at multiples of it: of 16 bytes, as TMA wants
+_LINE = 64  # and where columns are divided after whole waves, at lines of memory
+_MOST = 0.4  # of all rows or columns that are in a tail
+_FULL = 0.9  # the least part of the slots of its waves that a first launch fills
+_TRIED = 12  # the cheapest first launches whose tails are chosen
+_FEW_ROWS = 128  # up to which HBM is the bound, and two launches gain nothing
+
+
+@dataclass(frozen=True, slots=True)
+class TailSchedule:
+    """Two launches.
+
+    Attributes:
+        dim: whether rows (m) or columns (n) are divided.
+        at: how many of them are of the first launch.
+        main, tail: the schedules of both.
+    """
+
+    dim: Dim
+    at: int
+    main: Sm90Schedule
+    tail: Sm90Schedule
+
+
+def _divided(p: Gemm, dim: Dim, at: int) -> tuple[Gemm, Gemm]:
+    if dim == "m":
+        return replace(p, m=at), replace(p, m=p.m - at)
+    return replace(p, n=at), replace(p, n=p.n - at)
+
+
+def _places(s: Sm90Schedule, p: Gemm, sms: int) -> Iterator[tuple[Dim, int]]:
+    """Where the tiles of whole waves end, if few are left: along either side of the tiles."""
+    seen = p.turned() if s.swap else p
+    tall, wide = s.block_m, s.block_n * s.cluster
+    rows, columns = -(-seen.m // tall), -(-seen.n // wide)
+    slots = s.resident(sms)
+    waves = rows * columns // slots
+    sides: tuple[Dim, Dim] = ("n", "m") if s.swap else ("m", "n")
+    for dim, count, across, size in zip(sides, (rows, columns), (columns, rows), (tall, wide), strict=True):
+        whole = waves * slots // across
+        at, every = whole * size, p.m if dim == "m" else p.n
+        filled = whole * across >= _FULL * waves * slots
+        unit = _UNIT if dim == "m" else _LINE
+        if 0 < whole < count and filled and at % unit == 0 and every - at <= _MOST * every:
+            yield dim, at
+
+
+@functools.lru_cache(maxsize=4096)
+def _candidates(p: Gemm, sms: int) -> dict[TailSchedule, float]:
+    """Schedules whose first launch is of whole waves, and what they cost, the cheapest first."""
+    if p.m <= _FEW_ROWS or p.a_mn or p.batch > 1:
+        return {}
+    firsts = []
+    for i, s in enumerate(menu(p, sms)):
+        for dim, at in _places(s, p, sms):
+            first, rest = _divided(p, dim, at)
+            firsts.append((estimate(s, first, sms), i, dim, at, settle(s, first, sms), rest))
+    found = {}
+    for cost, _, dim, at, s, rest in sorted(firsts)[:_TRIED]:
+        tail = choose(rest, sms)
+        found[TailSchedule(dim, at, s, tail)] = cost + estimate(tail, rest, sms)
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def _halves(p: Gemm, sms: int) -> TailSchedule:
+    """The schedule of a product without whole waves."""
+    dim: Dim = "m" if p.m >= p.n else "n"
+    at = round_up(max(p.m, p.n) // 2, _UNIT)
+    first, rest = _divided(p, dim, at)
+    return TailSchedule(dim, at, choose(first, sms), choose(rest, sms))
+
+
+def _parts(p: Product, dim: Dim, at: int) -> tuple[Product, Product]:
+    """The products of both launches."""
+
+    def sized(x: Matrix, axis: int, size: int) -> Matrix:
+        shape = [*x.shape]
+        shape[axis] = size
+        return x._replace(shape=tuple(shape))
+
+    def part(size: int) -> Product:
+        if dim == "m":
+            return replace(p, a=sized(p.a, -2, size), out=sized(p.out, -2, size))
+        bias = None if p.bias is None else sized(p.bias, 0, size)
+        return replace(p, b=sized(p.b, -1, size), out=sized(p.out, -1, size), bias=bias)
+
+    return part(at), part((p.m if dim == "m" else p.n) - at)
+
+
+class TailSm90Kernel(CudaKernel[TailSchedule]):
+    name, step = "tail_sm90", "mma"
+
+    @functools.cached_property
+    def catalogue(self) -> Sequence[TailSchedule]:
+        """A few: :mod:`.tensor_core_sm90` verifies each launch's schedules."""
+        of = TENSOR_CORE_SM90.catalogue
+        plain, turned = (next(s for s in of if s.swap == swap and s.block_m == 64) for swap in (False, True))
+        pairs: tuple[tuple[Dim, Sm90Schedule, Sm90Schedule], ...]
+        pairs = ("m", plain, turned), ("m", turned, plain), ("n", plain, turned), ("n", turned, turned)
+        return tuple(TailSchedule(dim, _LINE, main, tail) for dim, main, tail in pairs)
+
+    def supports(self, p: Product) -> bool:
+        """Whether :mod:`.tensor_core_sm90` does, and there is more than a unit to divide."""
+        return TENSOR_CORE_SM90.supports(p) and max(p.m, p.n) > _UNIT
+
+    def schedules(self, p: Product) -> Sequence[TailSchedule]:
+        of = TENSOR_CORE_SM90.schedules(p)
+        sizes = {"m": p.m, "n": p.n}
+        return [s for s in self.catalogue if s.at < sizes[s.dim] and s.main in of and s.tail in of]
+
+    def candidates(self, p: Product) -> Sequence[TailSchedule]:
+        found = _candidates(gemm(p), devices.device_info(p.device).sm_count)
+        return [*found] or [self.choose(p)]
+
+    def choose(self, p: Product) -> TailSchedule:
+        of = gemm(p), devices.device_info(p.device).sm_count
+        return next(iter(_candidates(*of)), None) or _halves(*of)
+
+    def cost(self, p: Product, s: TailSchedule) -> float:
+        """Estimated microseconds of both launches."""
+        sms = devices.device_info(p.device).sm_count
+        first, rest = _divided(gemm(p), s.dim, s.at)
+        return estimate(s.main, first, sms) + estimate(s.tail, rest, sms)
+
+    def divides(self, p: Product) -> bool:
+        """Whether a first launch can have whole waves of tiles, and leave few."""
+        return self.supports(p) and bool(_candidates(gemm(p), devices.device_info(p.device).sm_count))
+
+    def pays(self, p: Product) -> bool:
+        """Whether two launches should take less time than one."""
+        if not self.divides(p):
+            return False
+        one = TENSOR_CORE_SM90.cost(p, TENSOR_CORE_SM90.choose(p))
+        return self.cost(p, self.choose(p)) < one
+
+    def plan(self, p: Product, s: TailSchedule | None = None) -> CudaPlan:
+        need(
+            self.supports(p),
+            f"{self.name}: expected over {_UNIT} rows or columns, which TMA can read, on sm_90",
+        )
+        s = s or self.choose(p)
+        main, tail = _parts(p, s.dim, s.at)
+        return _TailPlan(p, s, TENSOR_CORE_SM90.plan(main, s.main), TENSOR_CORE_SM90.plan(tail, s.tail))
+
+
+class _TailPlan(CudaPlan):
+    """The plans of both launches."""
+
+    __slots__ = ("_main", "_steps", "_tail")
+
+    def __init__(self, p: Product, s: TailSchedule, main: CudaPlan, tail: CudaPlan) -> None:
+        """`p`: all of the product."""
+        self._main, self._tail = main, tail
+        out = s.at * p.out.strides[-2 if s.dim == "m" else -1] * p.out.dtype.itemsize
+        a = s.at * p.a.strides[-2] * p.a.dtype.itemsize if s.dim == "m" else 0
+        b = s.at * p.b.strides[-1] * p.b.dtype.itemsize if s.dim == "n" else 0
+        bias = s.at * p.bias.dtype.itemsize if p.bias is not None and s.dim == "n" else 0
+        start = out if p.start == "out" else 0
+        self._steps = a, b, out, bias, 0, start  # from an address of the first launch to one of the second
+        super().__init__(self._launch_both)
+
+    def encode(self, *addresses: int) -> None:
+        self._main.encode(*addresses)
+        self._tail.encode(*self._behind(addresses))
+
+    def _behind(self, addresses: Sequence[int]) -> list[int]:
+        return [at + step for at, step in zip(addresses, self._steps, strict=False)]
+
+    def _launch_both(self, *addresses: int) -> None:
+        self._main.launch(*addresses)
+        self._tail.launch(*self._behind(addresses))
+
+
+TAIL_SM90 = TailSm90Kernel()

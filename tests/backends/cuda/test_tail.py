@@ -1,0 +1,149 @@
+"""Products in two launches: whole waves of tiles, and what is left."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from samebits.backends.cuda import matmul, tensor_maps
+from samebits.backends.cuda.products import tail_sm90
+from samebits.backends.cuda.products.choice_sm90 import choose, estimate
+from samebits.backends.cuda.products.gemm_sm90 import Gemm
+from samebits.backends.cuda.products.tail_sm90 import TAIL_SM90, TailSchedule
+from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
+from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
+from samebits.backends.cuda.tuned import schedule_data
+from samebits.backends.product import Matrix, Operands, Product
+from samebits.testing import assert_same_bits, values
+from tests.backends.cuda.conftest import Launch
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def product(m: int, n: int, k: int, batch: int = 0) -> Product:
+    """x @ weight.T."""
+
+    def matrix(rows: int, columns: int, *strides: int) -> Matrix:
+        several = ((batch,), (rows * columns,)) if batch else ((), ())
+        return Matrix(BF16, (*several[0], rows, columns), (*several[1], *strides))
+
+    return Product("mma", 0, matrix(m, k, k, 1), matrix(k, n, 1, k), matrix(m, n, n, 1))
+
+
+@pytest.mark.parametrize(
+    ("p", "dim", "at"),
+    [
+        (Gemm(200, 17408, 5120), "n", 16896),  # 272 tiles of 128 columns are 8 too many for two waves
+        (Gemm(400, 18944, 4096), "n", 16896),
+        (Gemm(201, 17408, 5120, b_mn=True), "n", 16896),
+        (Gemm(300, 17920, 5120, b_mn=True), "n", 16896),
+        (Gemm(1031, 17408, 5120, b_mn=True), "m", 896),
+    ],
+)
+def test_a_first_launch_is_of_whole_waves(p: Gemm, dim: str, at: int) -> None:
+    """On an H200 the first four took 5 to 17 % less time than the fastest single launch."""
+    found = next(iter(tail_sm90._candidates(p, 132)))
+    assert (found.dim, found.at) == (dim, at)
+    whole = Gemm(p.m, at, p.k, b_mn=p.b_mn) if dim == "n" else Gemm(at, p.n, p.k, b_mn=p.b_mn)
+    tiles = found.main.tiles(whole.turned() if found.main.swap else whole)
+    assert 0.9 * math.ceil(tiles / 132) * 132 <= tiles
+
+
+def test_two_launches_must_be_cheaper(launches: list[Launch]) -> None:
+    of = itertools.product((129, 200, 300, 413, 777, 1500), (4096, 14336, 17408), (1024, 5120, 14336))
+    found = [(product(*size), Gemm(*size)) for size in of]
+    paying = [p for p, _ in found if TAIL_SM90.pays(p)]
+    for p, g in found:
+        kernel = matmul.fastest(p)
+        assert (kernel is TAIL_SM90) == (p in paying)
+        if not TAIL_SM90.divides(p):
+            assert matmul.rivals(p) == [TENSOR_CORE_SM90]
+            continue
+        assert matmul.rivals(p) == [TAIL_SM90, TENSOR_CORE_SM90]
+        one = estimate(choose(g, 132), g, 132)
+        least = min(TAIL_SM90.cost(p, s) for s in TAIL_SM90.candidates(p))
+        assert (least < one) == (p in paying)
+    assert 0 < len(paying) < len(found) / 2
+    assert not TAIL_SM90.divides(product(128, 17408, 5120))  # HBM is the bound
+    assert not TAIL_SM90.divides(product(200, 17408, 5120, batch=2))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_both_launches_have_their_addresses(launches: list[Launch], accumulate: bool) -> None:
+    m, k, n = 200, 5120, 17408
+    x, weight = torch.empty(m, k, dtype=BF16), torch.empty(n, k, dtype=BF16)
+    bias = None if accumulate else torch.empty(n, dtype=BF16)
+    out = torch.empty(m, n, dtype=F32 if accumulate else BF16)
+    step = matmul.matmul_later(
+        out, x, weight.mT, bias=bias, accumulate=accumulate, contract="TENSOR_CORE:mma"
+    )
+    step()
+    assert launches == ["tensor_core_sm90.cu"] * 2
+    at = TAIL_SM90.choose(
+        Product.of(Operands(x, weight.mT, out, bias, out if accumulate else None), "mma")
+    ).at
+    for launch, begin, columns in zip(launches, (0, at), (at, n - at), strict=True):
+        outs, biases, rows = launch.values[3], launch.values[4], launch.values[8:10]
+        assert outs == out.data_ptr() + begin * out.itemsize
+        assert biases == (0 if bias is None else bias.data_ptr() + begin * bias.itemsize)
+        assert sorted(rows) == sorted((m, columns))
+
+
+def test_a_later_launch_has_all_its_maps(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So nothing can fail once a product has begun."""
+    x, weight, out = (torch.empty(s, dtype=BF16) for s in ((200, 5120), (17408, 5120), (200, 17408)))
+    step = matmul.matmul_later(out, x, weight.mT, contract="TENSOR_CORE:mma")
+    monkeypatch.setattr(tensor_maps, "tensor_map", None)
+    step()
+    assert launches == ["tensor_core_sm90.cu"] * 2
+
+
+def test_a_tables_entry_names_both_launches(launches: list[Launch]) -> None:
+    p = product(200, 17408, 5120)
+    s = TAIL_SM90.choose(p)
+    data = schedule_data(s)
+    assert data["kind"] == "TailSchedule"
+    assert data["main"] == schedule_data(s.main)
+    assert (TAIL_SM90, s) in matmul.ways(p, "tail_sm90")
+    assert {kernel.name for kernel, _ in matmul.ways(p)} == {"tail_sm90", "tensor_core_sm90"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["NT", "NN", "TN"])
+@pytest.mark.parametrize(("m", "n"), [(136, 200), (257, 129), (300, 1001), (1031, 328)])
+def test_bits_wherever_a_product_is_divided(m: int, n: int, layout: str) -> None:
+    """With bias, float32 sums, a bias of another type, and NaN around the output."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("two launches are for Hopper")
+    k = 136
+
+    def operand(rows: int, by_k: bool, seed: int) -> Tensor:
+        shape = (rows, k) if by_k else (k, rows)
+        room = torch.full((shape[0], shape[1] + 15 & ~7), torch.nan, dtype=BF16, device="cuda")
+        made = room[:, : shape[1]].copy_(values("normal", shape, BF16, seed, room.device))
+        return made if by_k else made.mT
+
+    a, b = operand(m, layout[0] == "N", 1), operand(n, layout[1] == "T", 2).mT
+    for out_dtype, bias, accumulate in ((BF16, BF16, False), (F32, F32, False), (F32, None, True)):
+        ways = []
+        for dim, size in (("m", m), ("n", n)):
+            ways += [(dim, at) for at in (64, 128, size // 128 * 64) if 0 < at < size]
+        begin = values("normal", (m, n), F32, 3, a.device)
+        more = None if bias is None else values("normal", (n,), bias, 4, a.device)
+        want = begin.clone() if accumulate else torch.empty(m, n, dtype=out_dtype, device="cuda")
+        TENSOR_CORE.run(Operands(a, b, want, more, want if accumulate else None))
+        for dim, at in dict.fromkeys(ways):
+            around = torch.full((m + 2, n + 11), torch.nan, dtype=out_dtype, device="cuda")
+            out = around[1:-1, :n]
+            if accumulate:
+                out.copy_(begin)
+            x = Operands(a, b, out, more, out if accumulate else None)
+            own = TAIL_SM90.choose(Product.of(x, "mma"))
+            TAIL_SM90.run(x, TailSchedule(dim, at, own.main, own.tail))
+            assert_same_bits(out.contiguous(), want, f"{dim} {at}")
+            out.fill_(torch.nan)
+            assert around.isnan().all(), "wrote outside its output"
