@@ -70,15 +70,18 @@ def compile_for(
 
 
 def _needed(calls: Iterable[Callable[[], object]]) -> dict[tuple[compiler.KernelSpec, str], None]:
-    """The kernels that the calls load first, of those that are not loaded yet, and their architectures."""
+    """The kernels that the calls' first plans want and that are not loaded yet, and their architectures."""
     needed: dict[tuple[compiler.KernelSpec, str], None] = {}
     with runtime.before_loading(_tell):
         for call in calls:
             try:
                 call()
-            except _Needed as need:
-                spec, device = need.args
-                needed[spec, devices.device_info(device).arch] = None
+            except _Needed as last:
+                need: BaseException | None = last
+                while isinstance(need, _Needed):
+                    spec, device = need.args
+                    needed[spec, devices.device_info(device).arch] = None
+                    need = need.__context__  # of a plan of several kernels
     return needed
 
 

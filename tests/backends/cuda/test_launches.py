@@ -283,7 +283,8 @@ def test_verify_runs_every_schedule_of_products(launches: list[str], thorough: b
             taken |= found
             tried |= found & {(*of, s) for k, s in pairs if k is kernel}
     assert {of for of in taken if of[2] != "any"} <= tried
-    assert {of[:2] for of in taken} == {(kernel.name, kernel.step) for kernel in offered}
+    every_one = {(kernel.name, kernel.step, s) for kernel in offered for s in (None, *kernel.catalogue)}
+    assert {(name, step, s) for name, step, _, s in taken} == every_one
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import matmul, tensor_maps
+from samebits.backends.cuda import matmul, precompile, runtime, tensor_maps
 from samebits.backends.cuda.products import tail_sm90
 from samebits.backends.cuda.products.choice_sm90 import choose, estimate
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
 from samebits.backends.cuda.products.tail_sm90 import TAIL_SM90, TailSchedule
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
+from samebits.backends.cuda.shapes import ProductShape
 from samebits.backends.cuda.tuned import schedule_data
 from samebits.backends.product import Matrix, Operands, Product
 from samebits.testing import assert_same_bits, values
+from samebits.tools.tune.families import contest
 from tests.backends.cuda.conftest import Launch
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -45,7 +48,7 @@ def product(m: int, n: int, k: int, batch: int = 0) -> Product:
     ],
 )
 def test_a_first_launch_is_of_whole_waves(p: Gemm, dim: str, at: int) -> None:
-    """On an H200 the first four took 5 to 17 % less time than the fastest single launch."""
+    """On an H200 the first four took 11 to 19 % less time than the choice of one."""
     found = next(iter(tail_sm90._candidates(p, 132)))
     assert (found.dim, found.at) == (dim, at)
     whole = Gemm(p.m, at, p.k, b_mn=p.b_mn) if dim == "n" else Gemm(at, p.n, p.k, b_mn=p.b_mn)
@@ -66,7 +69,7 @@ def test_two_launches_must_be_cheaper(launches: list[Launch]) -> None:
         assert matmul.rivals(p) == [TAIL_SM90, TENSOR_CORE_SM90]
         one = estimate(choose(g, 132), g, 132)
         least = min(TAIL_SM90.cost(p, s) for s in TAIL_SM90.candidates(p))
-        assert (least < one) == (p in paying)
+        assert (least < 0.99 * one) == (p in paying)
     assert 0 < len(paying) < len(found) / 2
     assert not TAIL_SM90.divides(product(128, 17408, 5120))  # HBM is the bound
     assert not TAIL_SM90.divides(product(200, 17408, 5120, batch=2))
@@ -110,6 +113,23 @@ def test_a_tables_entry_names_both_launches(launches: list[Launch]) -> None:
     assert data["main"] == schedule_data(s.main)
     assert (TAIL_SM90, s) in matmul.ways(p, "tail_sm90")
     assert {kernel.name for kernel, _ in matmul.ways(p)} == {"tail_sm90", "tensor_core_sm90"}
+
+
+def test_a_tuner_times_one_launch_too(launches: list[Launch]) -> None:
+    shape = ProductShape("mma", "bfloat16", "bfloat16", "bfloat16", 200, 17408, 5120)
+    of = contest(shape, 0)
+    assert of is not None
+    assert [way.kernel for way in of.ways[:2]] == ["tail_sm90", "tensor_core_sm90"]
+
+
+def test_both_kernels_are_compiled_ahead(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    p = product(200, 17408, 5120)
+    s = TAIL_SM90.choose(p)
+    monkeypatch.setattr(runtime, "load", lambda spec, device: precompile._tell(spec, device))
+    found = {
+        dict(spec.constants)["BLOCK_N"] for spec, _ in precompile._needed([partial(TAIL_SM90.plan, p, s)])
+    }
+    assert found == {s.main.block_n, s.tail.block_n}
 
 
 @pytest.mark.gpu

@@ -23,6 +23,8 @@ _L2 = 15e6  # bytes a microsecond from L2 to all multiprocessors
 _GAP = 1.6  # microseconds between kernels
 _TALL_MN = 0.99  # factor of the time for tiles of 192 rows contiguous along m, at k of 2048 and more
 _TURNED = 1.03  # the same for transposed tiles of more than a thousand rows
+_TURNED_PAIRS = 1.03  # and for those that two warpgroups share, in clusters, if all run at once
+_TWICE, _TWICE_IN_HALVES = 1.03, 1.05  # for dX whose two rows of tiles read b, also in half lines
 _TURNED_STORE = 3000.0, 1000.0  # cycles to write a transposed tile, for each byte of an element; in pieces
 TOGETHER = 2048  # the most rows whose tiles are computed together, so that their operands stay in L2
 _STORE, _STORE_ROW, _STORE_BYTE = 1000.0, 1.0, 0.0775  # cycles to write a tile, for each row, for each byte
@@ -100,9 +102,18 @@ def estimate(s: Sm90Schedule, product: Gemm, sms: int) -> float:
     # Clusters start together. With few rows, B is read again for every further tile.
     extra = 0.2 if s.swap and product.m > s.block_n else 0.1 if s.cluster > 1 else 0
     us = _GAP + max(work) + 0.05 * sum(work) + s.block_m * s.block_n / s.share / 8192 + extra
-    if s.swap and s.warpgroups > 1 and product.m > 1024:
-        return us * _TURNED
-    return us * (_TALL_MN if product.a_mn and s.block_m == 192 and product.k >= 2048 else 1)
+    return us * _factor(s, product, sms)
+
+
+def _factor(s: Sm90Schedule, p: Gemm, sms: int) -> float:
+    """What times show, and no part of the work explains."""
+    if s.swap:
+        pairs = s.cluster > 1 and s.share > 1 and s.tiles(p.turned()) <= sms
+        turned = s.warpgroups > 1 and p.m > 1024
+        return (_TURNED_PAIRS if pairs else 1) * (_TURNED if turned else 1)
+    if p.b_mn and not p.a_mn and s.block_m == 64 < p.m <= 128:
+        return _TWICE_IN_HALVES if s.block_n % 64 else _TWICE
+    return _TALL_MN if p.a_mn and s.block_m == 192 and p.k >= 2048 else 1
 
 
 @functools.lru_cache(maxsize=4096)

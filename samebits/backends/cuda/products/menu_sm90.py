@@ -59,10 +59,13 @@ def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 
 def _all_at_once(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """Transposed tiles of all rows, three or four on a multiprocessor, which run at once and end together."""
+    """Transposed tiles of all rows, three or four on a multiprocessor, which run at once.
+
+    Larger ones must also end together.
+    """
     tiles = -(-p.n // 64) * p.batch
     blocks = -(-tiles // sms)
-    if not 3 <= blocks <= 4 or tiles < _FILLED * blocks * sms:
+    if not 3 <= blocks <= 4 or (p.m > 64 and tiles < _FILLED * blocks * sms):
         return []
     found = _schedule(p, 64, round_up(p.m, 16), 64, swap=True, blocks=blocks)
     return [found] if found.stages >= 3 else []
@@ -113,6 +116,7 @@ def _all_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
 _ACROSS = ((64, 1, 1, 224), (128, 2, 1, 200), (128, 2, 2, 256), (192, 3, 3, 192))  # and the most columns
 _DEEP = 12_000  # k over which what a tile's epilogue costs is little
 _LEAST_DEEP, _MOST_DEEP = 112, 8192  # rows of a part there, and of all
+_MOST_SHORT = 2048  # rows with a shorter k
 _FILLED = 0.9  # the least part of all waves that has tiles
 _ACROSS_DEEP = (*_ACROSS[1:], (256, 2, 2, 192))
 
@@ -145,7 +149,7 @@ def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 def _rows_across_deep(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The same for more rows and a long k, where other tiles leave much of the last wave idle."""
-    if p.k < _DEEP:
+    if p.k < _DEEP and p.m > _MOST_SHORT:
         return []
     found = []
     for parts in range(-(-p.m // 256), p.m // _LEAST_DEEP + 1):

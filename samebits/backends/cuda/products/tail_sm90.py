@@ -1,13 +1,14 @@
 """Products on Hopper in two launches of :mod:`.tensor_core_sm90`: whole waves of tiles, and their tail.
 
-A wave is as many tiles as run at once. If a few tiles are left of the last one, most multiprocessors are idle
-meanwhile: 136 tiles take as long as 264. So the first launch has the rows, or the columns, of whole
-waves, and the second one has the others, in tiles of its own that are narrower and end sooner.
+A wave is as many tiles as run at once. If a few tiles are left of the last one, most multiprocessors are
+idle meanwhile: 136 tiles take as long as 264. So the first launch has the rows, or the columns, of whole
+waves, and the second one has the others, in tiles of its own, which end sooner.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,7 +16,7 @@ from typing import Literal
 from samebits.backends.cuda import devices
 from samebits.backends.cuda.products.choice_sm90 import choose, estimate, settle
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
-from samebits.backends.cuda.products.menu_sm90 import menu
+from samebits.backends.cuda.products.menu_sm90 import catalogue, menu
 from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90, gemm
@@ -30,7 +31,8 @@ _LINE = 64  # and where columns are divided after whole waves, at lines of memor
 _MOST = 0.4  # of all rows or columns that are in a tail
 _FULL = 0.9  # the least part of the slots of its waves that a first launch fills
 _TRIED = 12  # the cheapest first launches whose tails are chosen
-_FEW_ROWS = 128  # up to which HBM is the bound, and two launches gain nothing
+_FEW_ROWS, _MOST_ROWS = 128, 4096  # few are bound by HBM, so two launches gain nothing; more were not timed
+_CHEAPER = 0.99  # how much less than one launch two must cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def _places(s: Sm90Schedule, p: Gemm, sms: int) -> Iterator[tuple[Dim, int]]:
 @functools.lru_cache(maxsize=4096)
 def _candidates(p: Gemm, sms: int) -> dict[TailSchedule, float]:
     """Schedules whose first launch is of whole waves, and what they cost, the cheapest first."""
-    if p.m <= _FEW_ROWS or p.a_mn or p.batch > 1:
+    if not _FEW_ROWS < p.m <= _MOST_ROWS or p.a_mn or p.batch > 1:
         return {}
     firsts = []
     for i, s in enumerate(menu(p, sms)):
@@ -95,6 +97,16 @@ def _halves(p: Gemm, sms: int) -> TailSchedule:
     at = round_up(max(p.m, p.n) // 2, _UNIT)
     first, rest = _divided(p, dim, at)
     return TailSchedule(dim, at, choose(first, sms), choose(rest, sms))
+
+
+@functools.cache
+def _catalogue(a_mn: bool, b_mn: bool) -> list[TailSchedule]:
+    """A few for each layout: :mod:`.tensor_core_sm90` verifies each launch's schedules."""
+    of = catalogue(a_mn, b_mn)
+    plain, turned = (next(s for s in of if s.swap == swap and s.block_m == 64) for swap in (False, True))
+    pairs: tuple[tuple[Dim, Sm90Schedule, Sm90Schedule], ...]
+    pairs = ("m", plain, turned), ("m", turned, plain), ("n", plain, turned), ("n", turned, turned)
+    return [TailSchedule(dim, _LINE, main, tail) for dim, main, tail in pairs]
 
 
 def _parts(p: Product, dim: Dim, at: int) -> tuple[Product, Product]:
@@ -119,21 +131,16 @@ class TailSm90Kernel(CudaKernel[TailSchedule]):
 
     @functools.cached_property
     def catalogue(self) -> Sequence[TailSchedule]:
-        """A few: :mod:`.tensor_core_sm90` verifies each launch's schedules."""
-        of = TENSOR_CORE_SM90.catalogue
-        plain, turned = (next(s for s in of if s.swap == swap and s.block_m == 64) for swap in (False, True))
-        pairs: tuple[tuple[Dim, Sm90Schedule, Sm90Schedule], ...]
-        pairs = ("m", plain, turned), ("m", turned, plain), ("n", plain, turned), ("n", turned, turned)
-        return tuple(TailSchedule(dim, _LINE, main, tail) for dim, main, tail in pairs)
+        layouts = itertools.product((False, True), repeat=2)
+        return tuple(dict.fromkeys(s for layout in layouts for s in _catalogue(*layout)))
 
     def supports(self, p: Product) -> bool:
-        """Whether :mod:`.tensor_core_sm90` does, and there is more than a unit to divide."""
-        return TENSOR_CORE_SM90.supports(p) and max(p.m, p.n) > _UNIT
+        """Whether :mod:`.tensor_core_sm90` does, and its parts, too."""
+        return TENSOR_CORE_SM90.supports(p) and p.k > 1 and max(p.m, p.n) > _UNIT
 
     def schedules(self, p: Product) -> Sequence[TailSchedule]:
-        of = TENSOR_CORE_SM90.schedules(p)
-        sizes = {"m": p.m, "n": p.n}
-        return [s for s in self.catalogue if s.at < sizes[s.dim] and s.main in of and s.tail in of]
+        of, sizes = gemm(p), {"m": p.m, "n": p.n}
+        return [s for s in _catalogue(of.a_mn, of.b_mn) if s.at < sizes[s.dim]]
 
     def candidates(self, p: Product) -> Sequence[TailSchedule]:
         found = _candidates(gemm(p), devices.device_info(p.device).sm_count)
@@ -158,7 +165,7 @@ class TailSm90Kernel(CudaKernel[TailSchedule]):
         if not self.divides(p):
             return False
         one = TENSOR_CORE_SM90.cost(p, TENSOR_CORE_SM90.choose(p))
-        return self.cost(p, self.choose(p)) < one
+        return self.cost(p, self.choose(p)) < _CHEAPER * one
 
     def plan(self, p: Product, s: TailSchedule | None = None) -> CudaPlan:
         need(
@@ -167,7 +174,11 @@ class TailSm90Kernel(CudaKernel[TailSchedule]):
         )
         s = s or self.choose(p)
         main, tail = _parts(p, s.dim, s.at)
-        return _TailPlan(p, s, TENSOR_CORE_SM90.plan(main, s.main), TENSOR_CORE_SM90.plan(tail, s.tail))
+        try:
+            first = TENSOR_CORE_SM90.plan(main, s.main)
+        finally:  # so that both kernels are known to be needed, and are compiled at once
+            second = TENSOR_CORE_SM90.plan(tail, s.tail)
+        return _TailPlan(p, s, first, second)
 
 
 class _TailPlan(CudaPlan):
