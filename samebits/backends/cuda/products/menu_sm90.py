@@ -41,17 +41,19 @@ _NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192)
 def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The schedules whose cost is estimated."""
     found = _many_rows(p, sms) if p.m > 128 else []
+    if p.m <= 128 and p.b_mn and not p.a_mn:
+        found += _all_at_once(p, sms)
     if 32 < p.m <= 128:
         found += _narrow(p)
         if not p.b_mn:  # wide tiles: HBM is idle while one is written, so fewer are better
             found.append(_schedule(p, 64, 224, 64))
             if p.m > 64:
                 found += [_schedule(p, 128, block_n, 64, 2, 2) for block_n in (80, 96, 112, 160, 192, 224)]
-        elif not p.a_mn:
-            found += _all_at_once(p, sms)
-            if p.m > 64:  # fewer tiles, where smaller ones would leave a second wave nearly empty
-                tall, columns = ((128, 2), (192, 3)), round_up(p.m, 16)
-                found += [_schedule(p, rows, columns, 64, n, n, swap=True) for rows, n in tall]
+        elif (
+            not p.a_mn and p.m > 64
+        ):  # fewer tiles, where smaller ones would leave a second wave nearly empty
+            tall, columns = ((128, 2), (192, 3)), round_up(p.m, 16)
+            found += [_schedule(p, rows, columns, 64, n, n, swap=True) for rows, n in tall]
     few_tiles = p.b_mn and not p.a_mn and -(-p.m // 64) * -(-p.n // 64) <= sms
     if p.m <= 128 or p.n <= 512 or few_tiles:
         found += _few_rows(p, sms)
@@ -59,16 +61,20 @@ def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 
 def _all_at_once(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """Transposed tiles of all rows, three or four on a multiprocessor, which run at once.
+    """Transposed tiles of all rows, more than two on a multiprocessor, which run at once.
 
-    Larger ones must also end together.
+    Of more than 64 rows, they must also end together.
     """
     tiles = -(-p.n // 64) * p.batch
     blocks = -(-tiles // sms)
-    if not 3 <= blocks <= 4 or (p.m > 64 and tiles < _FILLED * blocks * sms):
-        return []
-    found = _schedule(p, 64, round_up(p.m, 16), 64, swap=True, blocks=blocks)
-    return [found] if found.stages >= 3 else []
+    if p.m <= 32:
+        columns = round_up(p.m, 8)
+        kinds = [(b, 128 if (columns, b) == (8, 4) else 64) for b in (4, 5, 6) if blocks > 2]
+    else:
+        columns, ends = round_up(p.m, 16), tiles >= _FILLED * blocks * sms
+        kinds = [(blocks, 64)] if 3 <= blocks <= 4 and (ends or p.m <= 64) else []
+    found = [_schedule(p, 64, columns, block_k, swap=True, blocks=b) for b, block_k in kinds]
+    return [s for s in found if s.stages >= 3]
 
 
 def _narrow(p: Gemm) -> list[Sm90Schedule]:
@@ -229,8 +235,8 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
             found.update(
                 dict.fromkeys(_equal_parts(Gemm(2 * wide, 4096, _DEEP, 1, a_mn, b_mn), 2, kind), None)
             )
-    if b_mn and not a_mn:  # three and four blocks on a multiprocessor
-        for m, blocks in itertools.product(range(48, 129, 16), (3, 4)):
+    if b_mn and not a_mn:  # more than two blocks on a multiprocessor
+        for m, blocks in itertools.product((*range(48, 129, 16), 8, 16, 24, 32), (3, 4)):
             found.update(dict.fromkeys(_all_at_once(Gemm(m, blocks * 132 * 64, 1024, 1, a_mn, b_mn), 132)))
     # Many tiles of 64 tokens.
     found.update(dict.fromkeys(menu(Gemm(1344, 496, 1024, 1, a_mn, b_mn), 132), None))

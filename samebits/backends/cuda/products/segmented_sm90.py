@@ -58,7 +58,8 @@ def _levels(segments: int) -> int:
 def held(s: Sm90Schedule, segments: int) -> int:
     """The levels of the tree whose sums wait in registers: the kernel's ``HELD``."""
     if s.warpgroups == 1:
-        registers = {1: 255, 2: 168, 3: 128, 4: 96}[s.blocks]
+        warps = round_up(5 * s.blocks, 4)  # as many for each quarter of the multiprocessor
+        registers = min(255, 65536 // (32 * warps) // 8 * 8)
     else:
         registers = {2: 232, 3: 152}.get(s.warpgroups, 88) if s.blocks == 1 else 0
     free = (registers - _OTHER_REGISTERS) // _accumulators(s) - 1
