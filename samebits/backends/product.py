@@ -164,7 +164,7 @@ class ProductKernel(abc.ABC, Generic[S]):
     """One kernel that computes products. `S` is the class of its schedules.
 
     Attributes:
-        name: the name of the kernel, its host file and its source.
+        name: the name of the kernel and its host file, and of its source if it has one of its own.
         step: the step of the contracts that it follows.
         can_precompile: whether :mod:`samebits.backends.cuda.precompile` can compile it before its launch.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing.context import ForkServerContext
 from typing import NamedTuple
@@ -41,11 +41,11 @@ def adopt(environment: dict[str, str]) -> None:
 
 
 class _Needed(BaseException):
-    """Raised in a call that is about to load a kernel, with its spec. No plan of the call is kept."""
+    """Raised in a call that is about to load kernels, with their specs. No plan of the call is kept."""
 
 
-def _tell(spec: compiler.KernelSpec, device: int) -> None:
-    raise _Needed(spec, device)
+def _tell(specs: Sequence[compiler.KernelSpec], device: int) -> None:
+    raise _Needed(specs, device)
 
 
 def compile_for(
@@ -70,18 +70,15 @@ def compile_for(
 
 
 def _needed(calls: Iterable[Callable[[], object]]) -> dict[tuple[compiler.KernelSpec, str], None]:
-    """The kernels that the calls' first plans want and that are not loaded yet, and their architectures."""
+    """The kernels that the calls load first, of those that are not loaded yet, and their architectures."""
     needed: dict[tuple[compiler.KernelSpec, str], None] = {}
     with runtime.before_loading(_tell):
         for call in calls:
             try:
                 call()
-            except _Needed as last:
-                need: BaseException | None = last
-                while isinstance(need, _Needed):
-                    spec, device = need.args
-                    needed[spec, devices.device_info(device).arch] = None
-                    need = need.__context__  # of a plan of several kernels
+            except _Needed as need:
+                specs, device = need.args
+                needed.update(dict.fromkeys((spec, devices.device_info(device).arch) for spec in specs))
     return needed
 
 

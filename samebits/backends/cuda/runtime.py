@@ -14,7 +14,7 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from samebits.backends.cuda.devices import require
 from samebits.backends.modes import sees_calls
 from samebits.remedies import see
 
-__all__ = ["Kernel", "before_loading", "empty", "load", "require", "zeros"]
+__all__ = ["Kernel", "announce", "before_loading", "empty", "load", "require", "zeros"]
 
 _CONFIG = "@7I P P I"  # CUlaunchConfig: grid, block, shared memory; stream; attributes; their number
 _MAX_DYNAMIC_SMEM = 8
@@ -163,20 +163,28 @@ _loading = threading.RLock()
 
 
 class _Loading(threading.local):
-    hook: Callable[[KernelSpec, int], None] | None = None
+    hook: Callable[[Sequence[KernelSpec], int], None] | None = None
 
 
 _loading_here = _Loading()
 
 
 @contextmanager
-def before_loading(hook: Callable[[KernelSpec, int], None]) -> Iterator[None]:
-    """Call `hook` with each kernel that this thread is about to load, and its device. `hook` may raise."""
+def before_loading(hook: Callable[[Sequence[KernelSpec], int], None]) -> Iterator[None]:
+    """Call `hook` with kernels that this thread is about to load, and their device. `hook` may raise."""
     before, _loading_here.hook = _loading_here.hook, hook
     try:
         yield
     finally:
         _loading_here.hook = before
+
+
+def announce(specs: Iterable[KernelSpec], device: int) -> None:
+    """Tell the hook of :func:`before_loading` of all kernels at once that a plan is about to load."""
+    if _loading_here.hook is not None:
+        missing = [spec for spec in specs if (spec, device) not in _kernels]
+        if missing:
+            _loading_here.hook(missing, device)
 
 
 def load(spec: KernelSpec, device: int) -> Kernel:
@@ -188,8 +196,7 @@ def load(spec: KernelSpec, device: int) -> Kernel:
     """
     kernel = _kernels.get((spec, device))
     if kernel is None:
-        if _loading_here.hook is not None:
-            _loading_here.hook(spec, device)
+        announce([spec], device)
         with _loading:
             kernel = _kernels.get((spec, device))
             if kernel is None:

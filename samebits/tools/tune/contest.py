@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,11 +55,11 @@ class Contest:
         return getattr(self.shape, "step", "mma") == "fma"
 
 
-def few(choice: Any, costs: dict[Any, float], most: int = MOST) -> list[Any]:
-    """The choice, then the schedules of the least cost that are plausible, at most `most` in all."""
-    least = min(costs.values())
-    others = sorted((cost, i, s) for i, (s, cost) in enumerate(costs.items()) if s != choice)
-    return [choice, *(s for cost, _, s in others[: most - 1] if cost <= PLAUSIBLE * least)]
+def few(choice: Any, costs: dict[Any, float], before: Sequence[Any] = (), most: int = MOST) -> list[Any]:
+    """The choice, then plausible schedules, `most` in all: those of `before`, and of the least cost."""
+    bound = PLAUSIBLE * min(costs.values())
+    ranked = dict.fromkeys([*before, *sorted(costs, key=lambda s: costs[s])])
+    return [choice, *(s for s in ranked if s != choice and costs[s] <= bound)][:most]
 
 
 def place(device: int) -> str:

@@ -16,7 +16,7 @@ from samebits.backends.grouped import GroupedOperands, GroupedProduct
 from samebits.backends.product import Matrix, Operands, Product
 from samebits.backends.token_logps import Rows
 from samebits.contract import TENSOR_CORE
-from samebits.tools.tune.contest import MOST, PLAUSIBLE, Contest, Way, few, make, place
+from samebits.tools.tune.contest import MOST, Contest, Way, few, make, place
 
 __all__ = ["contest", "grouped_product", "product"]
 
@@ -86,11 +86,9 @@ def _product(shape: ProductShape, device: int) -> Contest:
     rivals = matmul.rivals(p)
     choice, *others = [(first, first.choose(p)), *((k, k.choose(p)) for k in rivals if k is not first)]
     ways = [choice, *others, *((kernel, s) for kernel in rivals for s in kernel.candidates(p))]
-    costs = {(kernel, s): kernel.cost(p, s) for kernel, s in ways}
-    others = [way for way in others if costs[way] <= PLAUSIBLE * min(costs.values())]
-    found = list(dict.fromkeys([choice, *others, *few(choice, costs)]))
-    for kernel, s in found[:_VARIED]:
-        found += [(kernel, x) for x in kernel.variations(p, s)[:_VARIATIONS]]
+    found = few(choice, {(kernel, s): kernel.cost(p, s) for kernel, s in ways}, others)
+    varied = [(kernel, x) for kernel, s in found if (x := kernel.variations(p, s)[:_VARIATIONS])]
+    found += [(kernel, s) for kernel, some in varied[:_VARIED] for s in some]
 
     def way(kernel: Any, s: Any) -> Way:
         def plan() -> Callable[..., Any]:

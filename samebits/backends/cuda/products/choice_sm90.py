@@ -22,9 +22,9 @@ _OUTSIDE = 9  # cycles to load 128 bytes outside of a matrix; eight such lines c
 _L2 = 15e6  # bytes a microsecond from L2 to all multiprocessors
 _GAP = 1.6  # microseconds between kernels
 _TALL_MN = 0.99  # factor of the time for tiles of 192 rows contiguous along m, at k of 2048 and more
-_TURNED = 1.03  # the same for transposed tiles of more than a thousand rows
-_TURNED_PAIRS = 1.03  # and for those that two warpgroups share, in clusters, if all run at once
-_TWICE, _TWICE_IN_HALVES = 1.03, 1.05  # for dX whose two rows of tiles read b, also in half lines
+_TURNED = 1.03  # factor for transposed tiles of more than a thousand rows
+_TURNED_PAIRS = 1.03  # factor for transposed tiles that warpgroups share, in clusters, if all run at once
+_TWICE, _TWICE_IN_HALVES = 1.03, 1.05  # factors for dX in two rows of tiles, which read b; in half lines
 _TURNED_STORE = 3000.0, 1000.0  # cycles to write a transposed tile, for each byte of an element; in pieces
 TOGETHER = 2048  # the most rows whose tiles are computed together, so that their operands stay in L2
 _STORE, _STORE_ROW, _STORE_BYTE = 1000.0, 1.0, 0.0775  # cycles to write a tile, for each row, for each byte
@@ -111,7 +111,7 @@ def _factor(s: Sm90Schedule, p: Gemm, sms: int) -> float:
         pairs = s.cluster > 1 and s.share > 1 and s.tiles(p.turned()) <= sms
         turned = s.warpgroups > 1 and p.m > 1024
         return (_TURNED_PAIRS if pairs else 1) * (_TURNED if turned else 1)
-    if p.b_mn and not p.a_mn and s.block_m == 64 < p.m <= 128:
+    if p.b_mn and not p.a_mn and s.block_m == 64 < p.m <= 128 and p.batch == 1:
         return _TWICE_IN_HALVES if s.block_n % 64 else _TWICE
     return _TALL_MN if p.a_mn and s.block_m == 192 and p.k >= 2048 else 1
 
@@ -134,7 +134,7 @@ def settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
     tiles, slots = best.tiles(seen), sms * best.blocks
     if p.m <= 128:
         # Some of few blocks for dX would be in pairs beside idle pairs, and a pair shares its way to L2. With
-        # three or four blocks on a multiprocessor, which all run at once, an early start took 15 % longer.
+        # more than two blocks on a multiprocessor, an early start took up to 15 % longer.
         paired = p.b_mn and slots < 2 * tiles <= 1.9 * slots
         early = best.cluster > 1 or (best.swap and best.blocks < 3 and not paired)
     else:

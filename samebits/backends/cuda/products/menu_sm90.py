@@ -42,16 +42,15 @@ def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The schedules whose cost is estimated."""
     found = _many_rows(p, sms) if p.m > 128 else []
     if p.m <= 128 and p.b_mn and not p.a_mn:
-        found += _all_at_once(p, sms)
+        found += _many_blocks(p, sms)
     if 32 < p.m <= 128:
         found += _narrow(p)
         if not p.b_mn:  # wide tiles: HBM is idle while one is written, so fewer are better
             found.append(_schedule(p, 64, 224, 64))
             if p.m > 64:
                 found += [_schedule(p, 128, block_n, 64, 2, 2) for block_n in (80, 96, 112, 160, 192, 224)]
-        elif (
-            not p.a_mn and p.m > 64
-        ):  # fewer tiles, where smaller ones would leave a second wave nearly empty
+        elif p.m > 64 and not p.a_mn:
+            # Fewer tiles, where smaller ones would leave a second wave nearly empty.
             tall, columns = ((128, 2), (192, 3)), round_up(p.m, 16)
             found += [_schedule(p, rows, columns, 64, n, n, swap=True) for rows, n in tall]
     few_tiles = p.b_mn and not p.a_mn and -(-p.m // 64) * -(-p.n // 64) <= sms
@@ -60,20 +59,22 @@ def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
     return [s for s in found if s.fits(p.a_mn, p.b_mn)]
 
 
-def _all_at_once(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """Transposed tiles of all rows, more than two on a multiprocessor, which run at once.
+def _many_blocks(p: Gemm, sms: int) -> list[Sm90Schedule]:
+    """Transposed tiles of all rows, more than two on a multiprocessor, so that all or most run at once.
 
     Of more than 64 rows, they must also end together.
     """
     tiles = -(-p.n // 64) * p.batch
-    blocks = -(-tiles // sms)
+    each = -(-tiles // sms)
     if p.m <= 32:
-        columns = round_up(p.m, 8)
-        kinds = [(b, 128 if (columns, b) == (8, 4) else 64) for b in (4, 5, 6) if blocks > 2]
+        columns, some = round_up(p.m, 8), [4, 5, 6] if 3 <= each <= 7 else []
     else:
-        columns, ends = round_up(p.m, 16), tiles >= _FILLED * blocks * sms
-        kinds = [(blocks, 64)] if 3 <= blocks <= 4 and (ends or p.m <= 64) else []
-    found = [_schedule(p, 64, columns, block_k, swap=True, blocks=b) for b, block_k in kinds]
+        ends = tiles >= _FILLED * each * sms
+        columns, some = round_up(p.m, 16), [each] if 3 <= each <= 4 and (ends or p.m <= 64) else []
+    found = [
+        _schedule(p, 64, columns, 128 if (columns, blocks) == (8, 4) else 64, swap=True, blocks=blocks)
+        for blocks in some
+    ]
     return [s for s in found if s.stages >= 3]
 
 
@@ -121,20 +122,20 @@ def _all_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 _ACROSS = ((64, 1, 1, 224), (128, 2, 1, 200), (128, 2, 2, 256), (192, 3, 3, 192))  # and the most columns
 _DEEP = 12_000  # k over which what a tile's epilogue costs is little
-_LEAST_DEEP, _MOST_DEEP = 112, 8192  # rows of a part there, and of all
-_MOST_SHORT = 2048  # rows with a shorter k
 _FILLED = 0.9  # the least part of all waves that has tiles
-_ACROSS_DEEP = (*_ACROSS[1:], (256, 2, 2, 192))
+_ACROSS_FILLED = (*_ACROSS[1:], (256, 2, 2, 192))
+_LEAST_PART = 112  # rows of a part of such tiles
+_MOST, _MOST_DEEP = 2048, 8192  # rows in all, and with a deep k
 
 
 def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The transpose, in tiles as wide as an equal part of all rows, to fill the last wave and waste none."""
     if p.a_mn or p.m > _MOST_DEEP:
         return []
-    found = _rows_across_deep(p, sms) if p.m > 512 else []
+    found = _rows_in_full_waves(p, sms) if p.m > 512 else []
     if p.m > 1024:
         return found
-    # With a shorter k, more than 512 rows gain nothing by flat tiles, and x @ weight.T by one kind alone.
+    # Where waves are not full, more than 512 rows gain nothing by flat tiles, and x @ weight.T by one kind.
     one_kind = p.m > 512 and not p.b_mn
     kinds = _ACROSS[2:3] if one_kind else _ACROSS[1:] if p.m > 512 else _ACROSS
     for parts in range(-(-p.m // 256), -(-p.m // 80) + 1):
@@ -153,13 +154,13 @@ def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
     return found
 
 
-def _rows_across_deep(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """The same for more rows and a long k, where other tiles leave much of the last wave idle."""
-    if p.k < _DEEP and p.m > _MOST_SHORT:
+def _rows_in_full_waves(p: Gemm, sms: int) -> list[Sm90Schedule]:
+    """The same for more rows, where other tiles leave much of the last wave idle."""
+    if p.k < _DEEP and p.m > _MOST:
         return []
     found = []
-    for parts in range(-(-p.m // 256), p.m // _LEAST_DEEP + 1):
-        for kind in _ACROSS_DEEP:
+    for parts in range(-(-p.m // 256), p.m // _LEAST_PART + 1):
+        for kind in _ACROSS_FILLED:
             waves = -(-p.n // kind[0]) * parts * p.batch / sms
             if waves >= _FILLED * math.ceil(waves):
                 found += [s for s in _equal_parts(p, parts, kind) if p.k <= LONG or s.cluster > 1]
@@ -231,13 +232,13 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
         for n in (256, 512, 1024, *range(2048, 8449, 512), 3 * 8448, 57344):
             found.update(dict.fromkeys(menu(Gemm(m, n, 1024, 1, a_mn, b_mn), sms), None))
     if not a_mn:
-        for wide, kind in itertools.product(range(_LEAST_DEEP, 257, 8), _ACROSS_DEEP):
+        for wide, kind in itertools.product(range(_LEAST_PART, 257, 8), _ACROSS_FILLED):
             found.update(
                 dict.fromkeys(_equal_parts(Gemm(2 * wide, 4096, _DEEP, 1, a_mn, b_mn), 2, kind), None)
             )
     if b_mn and not a_mn:  # more than two blocks on a multiprocessor
-        for m, blocks in itertools.product((*range(48, 129, 16), 8, 16, 24, 32), (3, 4)):
-            found.update(dict.fromkeys(_all_at_once(Gemm(m, blocks * 132 * 64, 1024, 1, a_mn, b_mn), 132)))
+        for m, blocks in itertools.product((*range(48, 129, 16), 24), (3, 4)):
+            found.update(dict.fromkeys(_many_blocks(Gemm(m, blocks * 132 * 64, 1024, 1, a_mn, b_mn), 132)))
     # Many tiles of 64 tokens.
     found.update(dict.fromkeys(menu(Gemm(1344, 496, 1024, 1, a_mn, b_mn), 132), None))
     # Early start, prefetching and the order of tiles alternate.

@@ -8,30 +8,30 @@ waves, and the second one has the others, in tiles of its own, which end sooner.
 from __future__ import annotations
 
 import functools
-import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from samebits.backends.cuda import devices
+from samebits.backends.cuda import devices, runtime
 from samebits.backends.cuda.products.choice_sm90 import choose, estimate, settle
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
 from samebits.backends.cuda.products.menu_sm90 import catalogue, menu
 from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
-from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90, gemm
+from samebits.backends.cuda.products.tensor_core_sm90 import LAYOUTS, TENSOR_CORE_SM90, gemm, spec, variant
 from samebits.backends.product import Matrix, Product, need
 
 __all__ = ["TAIL_SM90", "TailSchedule"]
 
 Dim = Literal["m", "n"]
 
-_UNIT = 8  # parts begin at multiples of it: of 16 bytes, as TMA wants
-_LINE = 64  # and where columns are divided after whole waves, at lines of memory
+_UNIT = 8  # parts begin at multiples of it: of 16 bytes, as TMA wants. So do all tiles
+_LINE = 64  # columns after whole waves begin at lines of memory
 _MOST = 0.4  # of all rows or columns that are in a tail
 _FULL = 0.9  # the least part of the slots of its waves that a first launch fills
 _TRIED = 12  # the cheapest first launches whose tails are chosen
-_FEW_ROWS, _MOST_ROWS = 128, 4096  # few are bound by HBM, so two launches gain nothing; more were not timed
+_FEW_ROWS, _MOST_ROWS = 128, 4096  # few are bound by HBM, so two launches gain nothing; few more were timed
 _CHEAPER = 0.99  # how much less than one launch two must cost
 
 
@@ -69,8 +69,8 @@ def _places(s: Sm90Schedule, p: Gemm, sms: int) -> Iterator[tuple[Dim, int]]:
         whole = waves * slots // across
         at, every = whole * size, p.m if dim == "m" else p.n
         filled = whole * across >= _FULL * waves * slots
-        unit = _UNIT if dim == "m" else _LINE
-        if 0 < whole < count and filled and at % unit == 0 and every - at <= _MOST * every:
+        lines = dim == "m" or at % _LINE == 0
+        if 0 < whole < count and filled and lines and every - at <= _MOST * every:
             yield dim, at
 
 
@@ -80,14 +80,16 @@ def _candidates(p: Gemm, sms: int) -> dict[TailSchedule, float]:
     if not _FEW_ROWS < p.m <= _MOST_ROWS or p.a_mn or p.batch > 1:
         return {}
     firsts = []
-    for i, s in enumerate(menu(p, sms)):
+    for i, s in enumerate(dict.fromkeys(menu(p, sms))):
         for dim, at in _places(s, p, sms):
-            first, rest = _divided(p, dim, at)
-            firsts.append((estimate(s, first, sms), i, dim, at, settle(s, first, sms), rest))
-    found = {}
-    for cost, _, dim, at, s, rest in sorted(firsts)[:_TRIED]:
+            firsts.append((estimate(s, _divided(p, dim, at)[0], sms), i, dim, at, s))
+    found: dict[TailSchedule, float] = {}
+    for cost, _, dim, at, s in sorted(firsts, key=lambda first: first[:4])[:_TRIED]:
+        if found and cost >= min(found.values()):
+            break
+        first, rest = _divided(p, dim, at)
         tail = choose(rest, sms)
-        found[TailSchedule(dim, at, s, tail)] = cost + estimate(tail, rest, sms)
+        found[TailSchedule(dim, at, settle(s, first, sms), tail)] = cost + estimate(tail, rest, sms)
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
@@ -106,7 +108,7 @@ def _catalogue(a_mn: bool, b_mn: bool) -> list[TailSchedule]:
     plain, turned = (next(s for s in of if s.swap == swap and s.block_m == 64) for swap in (False, True))
     pairs: tuple[tuple[Dim, Sm90Schedule, Sm90Schedule], ...]
     pairs = ("m", plain, turned), ("m", turned, plain), ("n", plain, turned), ("n", turned, turned)
-    return [TailSchedule(dim, _LINE, main, tail) for dim, main, tail in pairs]
+    return [TailSchedule(dim, 64, main, tail) for dim, main, tail in pairs]
 
 
 def _parts(p: Product, dim: Dim, at: int) -> tuple[Product, Product]:
@@ -131,8 +133,7 @@ class TailSm90Kernel(CudaKernel[TailSchedule]):
 
     @functools.cached_property
     def catalogue(self) -> Sequence[TailSchedule]:
-        layouts = itertools.product((False, True), repeat=2)
-        return tuple(dict.fromkeys(s for layout in layouts for s in _catalogue(*layout)))
+        return tuple(dict.fromkeys(s for layout in LAYOUTS for s in _catalogue(*layout)))
 
     def supports(self, p: Product) -> bool:
         """Whether :mod:`.tensor_core_sm90` does, and its parts, too."""
@@ -161,11 +162,10 @@ class TailSm90Kernel(CudaKernel[TailSchedule]):
         return self.supports(p) and bool(_candidates(gemm(p), devices.device_info(p.device).sm_count))
 
     def pays(self, p: Product) -> bool:
-        """Whether two launches should take less time than one."""
-        if not self.divides(p):
-            return False
-        one = TENSOR_CORE_SM90.cost(p, TENSOR_CORE_SM90.choose(p))
-        return self.cost(p, self.choose(p)) < _CHEAPER * one
+        """Whether two launches should take less time than one, of a product that one can compute."""
+        of = gemm(p), devices.device_info(p.device).sm_count
+        least = next(iter(_candidates(*of).values()), math.inf)
+        return p.k > 1 and least < _CHEAPER * estimate(choose(*of), *of)
 
     def plan(self, p: Product, s: TailSchedule | None = None) -> CudaPlan:
         need(
@@ -173,12 +173,9 @@ class TailSm90Kernel(CudaKernel[TailSchedule]):
             f"{self.name}: expected over {_UNIT} rows or columns, which TMA can read, on sm_90",
         )
         s = s or self.choose(p)
-        main, tail = _parts(p, s.dim, s.at)
-        try:
-            first = TENSOR_CORE_SM90.plan(main, s.main)
-        finally:  # so that both kernels are known to be needed, and are compiled at once
-            second = TENSOR_CORE_SM90.plan(tail, s.tail)
-        return _TailPlan(p, s, first, second)
+        both = [*zip(_parts(p, s.dim, s.at), (s.main, s.tail), strict=True)]
+        runtime.announce((spec(variant(part), of) for part, of in both), p.device)
+        return _TailPlan(p, s, *(TENSOR_CORE_SM90.plan(part, of) for part, of in both))
 
 
 class _TailPlan(CudaPlan):

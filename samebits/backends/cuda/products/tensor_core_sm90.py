@@ -20,6 +20,7 @@ from samebits.backends.product import LARGEST, Product, need, refuse_large
 
 __all__ = [
     "EPILOGUE_TYPES",
+    "LAYOUTS",
     "NO_MAP",
     "TENSOR_CORE_SM90",
     "Sm90Variant",
@@ -154,7 +155,7 @@ class TensorCoreSm90Kernel(CudaKernel[Sm90Schedule]):
 
     @functools.cached_property
     def catalogue(self) -> Sequence[Sm90Schedule]:
-        return tuple(dict.fromkeys(s for layout in _LAYOUTS for s in catalogue(*layout)))
+        return tuple(dict.fromkeys(s for layout in LAYOUTS for s in catalogue(*layout)))
 
     def supports(self, p: Product) -> bool:
         """Whether TMA can read operands and output, and chains start from +0 or from the output."""
@@ -239,5 +240,5 @@ def tables(
     return grid, a_maps, b_maps, out_maps, rest
 
 
-_LAYOUTS = tuple(itertools.product((False, True), repeat=2))
+LAYOUTS = tuple(itertools.product((False, True), repeat=2))
 TENSOR_CORE_SM90 = TensorCoreSm90Kernel()
