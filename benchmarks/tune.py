@@ -71,7 +71,7 @@ def plausible(kernel: Kernel, p: Product) -> dict[Any, float]:
     """The schedules to time, each with its cost: the choice, then others that should not be much slower."""
     chosen = kernel.choose(p)
     costs = {s: kernel.cost(p, s) for s in (chosen, *kernel.candidates(p))}
-    return {s: costs[s] for s in few(chosen, costs, len(costs))}
+    return {s: costs[s] for s in few(chosen, costs, most=len(costs))}
 
 
 def prove(
