@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -322,11 +323,12 @@ def ways(p: Product, name: str = "") -> list[tuple[CudaKernel[Any], Any]]:
 def rivals(p: Product) -> list[CudaKernel[Any]]:
     """The kernels that could be fastest: one, or two whose costs can be compared."""
     first = fastest(p)
-    if first in (TAIL_SM90, TENSOR_CORE_SM90):
-        return [TAIL_SM90, TENSOR_CORE_SM90] if TAIL_SM90.divides(p) else [first]
-    pairs: tuple[tuple[CudaKernel[Any], CudaKernel[Any]], ...]
-    pairs = (FMA_SM90, FMA), (PADDED_SM90, TENSOR_CORE)
-    return next(([*pair] for pair in pairs if first in pair and pair[0].supports(p)), [first])
+    pairs: tuple[tuple[CudaKernel[Any], CudaKernel[Any], Callable[[Product], bool]], ...] = (
+        (FMA_SM90, FMA, FMA_SM90.supports),
+        (PADDED_SM90, TENSOR_CORE, PADDED_SM90.supports),
+        (TAIL_SM90, TENSOR_CORE_SM90, TAIL_SM90.divides),
+    )
+    return next(([a, b] for a, b, both in pairs if first in (a, b) and both(p)), [first])
 
 
 def fastest(p: Product) -> CudaKernel[Any]:

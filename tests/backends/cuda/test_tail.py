@@ -19,22 +19,21 @@ from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
 from samebits.backends.cuda.shapes import ProductShape
 from samebits.backends.cuda.tuned import schedule_data
-from samebits.backends.product import Matrix, Operands, Product
+from samebits.backends.product import Operands, Product
 from samebits.testing import assert_same_bits, values
-from samebits.tools.tune.families import contest
+from samebits.tools.tune import families
 from tests.backends.cuda.conftest import Launch
 
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-def product(m: int, n: int, k: int, batch: int = 0) -> Product:
-    """x @ weight.T."""
+def shape(m: int, n: int, k: int, batch: int = 1) -> ProductShape:
+    """Of x @ weight.T."""
+    return ProductShape("mma", "bfloat16", "bfloat16", "bfloat16", m, n, k, batch)
 
-    def matrix(rows: int, columns: int, *strides: int) -> Matrix:
-        several = ((batch,), (rows * columns,)) if batch else ((), ())
-        return Matrix(BF16, (*several[0], rows, columns), (*several[1], *strides))
 
-    return Product("mma", 0, matrix(m, k, k, 1), matrix(k, n, 1, k), matrix(m, n, n, 1))
+def product(*sizes: int) -> Product:
+    return families.product(shape(*sizes), 0)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_two_launches_must_be_cheaper(launches: list[Launch]) -> None:
         assert (least < 0.99 * one) == (p in paying)
     assert 0 < len(paying) < len(found) / 2
     assert not TAIL_SM90.divides(product(128, 17408, 5120))  # HBM is the bound
-    assert not TAIL_SM90.divides(product(200, 17408, 5120, batch=2))
+    assert not TAIL_SM90.divides(product(200, 17408, 5120, 2))
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -116,8 +115,7 @@ def test_a_tables_entry_names_both_launches(launches: list[Launch]) -> None:
 
 
 def test_a_tuner_times_one_launch_too(launches: list[Launch]) -> None:
-    shape = ProductShape("mma", "bfloat16", "bfloat16", "bfloat16", 200, 17408, 5120)
-    of = contest(shape, 0)
+    of = families.contest(shape(200, 17408, 5120), 0)
     assert of is not None
     assert [way.kernel for way in of.ways[:2]] == ["tail_sm90", "tensor_core_sm90"]
 

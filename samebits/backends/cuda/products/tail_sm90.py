@@ -26,12 +26,12 @@ __all__ = ["TAIL_SM90", "TailSchedule"]
 
 Dim = Literal["m", "n"]
 
-_UNIT = 8  # parts begin at multiples of it: of 16 bytes, as TMA wants. So do all tiles
+_UNIT = 8  # parts begin at multiples of it, as all tiles do: of 16 bytes, as TMA wants
 _LINE = 64  # columns after whole waves begin at lines of memory
 _MOST = 0.4  # of all rows or columns that are in a tail
 _FULL = 0.9  # the least part of the slots of its waves that a first launch fills
 _TRIED = 12  # the cheapest first launches whose tails are chosen
-_FEW_ROWS, _MOST_ROWS = 128, 4096  # few are bound by HBM, so two launches gain nothing; few more were timed
+_FEW_ROWS, _MOST_ROWS = 128, 4096  # few are bound by HBM: two launches gain nothing. More were hardly timed
 _CHEAPER = 0.99  # how much less than one launch two must cost
 
 
@@ -170,7 +170,8 @@ class TailSm90Kernel(CudaKernel[TailSchedule]):
     def plan(self, p: Product, s: TailSchedule | None = None) -> CudaPlan:
         need(
             self.supports(p),
-            f"{self.name}: expected over {_UNIT} rows or columns, which TMA can read, on sm_90",
+            f"{self.name}: expected 16-bit matrices that TMA can read, with over {_UNIT} rows or columns and"
+            " over one term, on sm_90",
         )
         s = s or self.choose(p)
         both = [*zip(_parts(p, s.dim, s.at), (s.main, s.tail), strict=True)]
