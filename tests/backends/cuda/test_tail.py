@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -164,3 +165,47 @@ def test_bits_wherever_a_product_is_divided(m: int, n: int, layout: str) -> None
             assert_same_bits(out.contiguous(), want, f"{dim} {at}")
             out.fill_(torch.nan)
             assert around.isnan().all(), "wrote outside its output"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("dim", ["m", "n"])
+def test_both_launches_wait_for_their_neighbours(dim: tail_sm90.Dim, graph: bool) -> None:
+    """The product before writes their operand, the one behind reads their output, the next writes again."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("two launches are for Hopper")
+    m, n, k, turns = 1040, 2048, 512, 12
+    first = [values("normal", (m, k), BF16, seed, "cuda") for seed in range(turns)]
+    square, weight, last = (values("normal", s, BF16, 99, "cuda").mT for s in ((k, k), (n, k), (256, n)))
+    x = torch.empty(m, k, dtype=BF16, device="cuda")
+    outs = [torch.empty(m, n, dtype=BF16, device="cuda") for _ in range(turns)]
+    ends = [torch.empty(m, 256, dtype=BF16, device="cuda") for _ in range(turns)]
+    p = Product.of(Operands(x, weight, outs[0]), "mma")
+    own = TAIL_SM90.choose(p)
+    at = {"m": 896, "n": 1024}[dim]
+    main, tail = (replace(TENSOR_CORE_SM90.choose(p), early=True), own.tail)
+    plan = TAIL_SM90.plan(p, TailSchedule(dim, at, main, tail))
+
+    def run() -> None:
+        for operand, out, end in zip(first, outs, ends, strict=True):
+            TENSOR_CORE_SM90.run(Operands(operand, square, x))
+            plan.run(Operands(x, weight, out))
+            TENSOR_CORE_SM90.run(Operands(out, last, end))
+
+    run()
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            run()
+    for _ in range(20):
+        for t in (x, *outs, *ends):
+            t.fill_(torch.nan)
+        captured.replay() if graph else run()
+    for operand, out, end in zip(first, outs, ends, strict=True):
+        want = torch.empty_like(out)
+        wanted_end = torch.empty_like(end)
+        TENSOR_CORE.run(Operands(operand, square, x))
+        TENSOR_CORE.run(Operands(x, weight, want))
+        TENSOR_CORE.run(Operands(want, last, wanted_end))
+        assert_same_bits(out, want, dim)
+        assert_same_bits(end, wanted_end, dim)

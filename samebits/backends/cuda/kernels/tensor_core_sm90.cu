@@ -22,6 +22,8 @@
 //   BLOCKS               blocks on one multiprocessor
 //   AHEAD                stages of A prefetched into L2 before the previous kernel ends
 //   EARLY                1: blocks of the next kernel may start as these leave; 0: when all have left
+//   BESIDE               1: blocks run beside those of the previous kernel, and end after them; absent: they
+//                        wait for it first
 //   FOLDED               1: k is a multiple of 64, so that one box may hold several columns (tile_sm90.cuh)
 //   TRANSPOSED           1: the kernel's D is the transpose of the output
 //   OUTPUT               type of the output: F32, BF16 or F16

@@ -49,7 +49,7 @@ def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
             found.append(_schedule(p, 64, 224, 64))
             if p.m > 64:
                 found += [_schedule(p, 128, block_n, 64, 2, 2) for block_n in (80, 96, 112, 160, 192, 224)]
-        elif p.m > 64 and not p.a_mn:
+        elif p.m > 64 and not p.a_mn and -(-p.n // 64) * p.batch > sms:
             # Fewer tiles, where smaller ones would leave a second wave nearly empty.
             tall, columns = ((128, 2), (192, 3)), round_up(p.m, 16)
             found += [_schedule(p, rows, columns, 64, n, n, swap=True) for rows, n in tall]
@@ -60,7 +60,7 @@ def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 
 def _many_blocks(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """Transposed tiles of all rows, more than two on a multiprocessor, so that all or most run at once.
+    """Transposed tiles of all rows, one or more than two on a multiprocessor: all or most run at once.
 
     Of more than 64 rows, they must also end together.
     """
@@ -68,11 +68,14 @@ def _many_blocks(p: Gemm, sms: int) -> list[Sm90Schedule]:
     each = -(-tiles // sms)
     if p.m <= 32:
         columns, some = round_up(p.m, 8), [4, 5, 6] if 3 <= each <= 7 else []
+    elif each == 1:  # with few terms, untransposed tiles are faster
+        columns, some = round_up(p.m, 16), [1] if p.m > 64 and p.k >= _DEEP and 2 * tiles > sms else []
     else:
         ends = tiles >= _FILLED * each * sms
         columns, some = round_up(p.m, 16), [each] if 3 <= each <= 4 and (ends or p.m <= 64) else []
+    deep = (8, 4), (96, 1), (112, 1)
     found = [
-        _schedule(p, 64, columns, 128 if (columns, blocks) == (8, 4) else 64, swap=True, blocks=blocks)
+        _schedule(p, 64, columns, 128 if (columns, blocks) in deep else 64, swap=True, blocks=blocks)
         for blocks in some
     ]
     return [s for s in found if s.stages >= 3]
@@ -123,7 +126,8 @@ def _all_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
 _ACROSS = ((64, 1, 1, 224), (128, 2, 1, 200), (128, 2, 2, 256), (192, 3, 3, 192))  # and the most columns
 _DEEP = 12_000  # k over which what a tile's epilogue costs is little
 _FILLED = 0.9  # the least part of all waves that has tiles
-_ACROSS_FILLED = (*_ACROSS[1:], (256, 2, 2, 192))
+_ACROSS_FILLED = (*_ACROSS[1:], (256, 2, 2, 200))
+_ACROSS_AT_ONCE = (_ACROSS[0], *_ACROSS_FILLED)  # if one wave has all tiles
 _LEAST_PART = 112  # rows of a part of such tiles
 _MOST, _MOST_DEEP = 2048, 8192  # rows in all, and with a deep k
 
@@ -132,7 +136,7 @@ def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The transpose, in tiles as wide as an equal part of all rows, to fill the last wave and waste none."""
     if p.a_mn or p.m > _MOST_DEEP:
         return []
-    found = _rows_in_full_waves(p, sms) if p.m > 512 else []
+    found = _rows_in_full_waves(p, sms) if p.m > 256 else []
     if p.m > 1024:
         return found
     # Where waves are not full, more than 512 rows gain nothing by flat tiles, and x @ weight.T by one kind.
@@ -160,8 +164,10 @@ def _rows_in_full_waves(p: Gemm, sms: int) -> list[Sm90Schedule]:
         return []
     found = []
     for parts in range(-(-p.m // 256), p.m // _LEAST_PART + 1):
-        for kind in _ACROSS_FILLED:
+        for kind in _ACROSS_AT_ONCE:
             waves = -(-p.n // kind[0]) * parts * p.batch / sms
+            if kind not in _ACROSS_FILLED and waves > 1:
+                continue
             if waves >= _FILLED * math.ceil(waves):
                 found += [s for s in _equal_parts(p, parts, kind) if p.k <= LONG or s.cluster > 1]
     return found
@@ -174,7 +180,7 @@ def _equal_parts(p: Gemm, parts: int, kind: tuple[int, int, int, int]) -> list[S
     if columns > most:
         return []
     s = _schedule(p, block_m, columns, 64, warpgroups, share, swap=True)
-    return [s, replace(s, cluster=2)] if parts % 2 == 0 else [s]
+    return [s, replace(s, cluster=2)] if parts % 2 == 0 and warpgroups > 1 else [s]
 
 
 def _columns_across(wide: int, block_m: int) -> int:
@@ -232,13 +238,13 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
         for n in (256, 512, 1024, *range(2048, 8449, 512), 3 * 8448, 57344):
             found.update(dict.fromkeys(menu(Gemm(m, n, 1024, 1, a_mn, b_mn), sms), None))
     if not a_mn:
-        for wide, kind in itertools.product(range(_LEAST_PART, 257, 8), _ACROSS_FILLED):
+        for wide, kind in itertools.product(range(_LEAST_PART, 257, 8), _ACROSS_AT_ONCE):
             found.update(
                 dict.fromkeys(_equal_parts(Gemm(2 * wide, 4096, _DEEP, 1, a_mn, b_mn), 2, kind), None)
             )
-    if b_mn and not a_mn:  # more than two blocks on a multiprocessor
-        for m, blocks in itertools.product((*range(48, 129, 16), 24), (3, 4)):
-            found.update(dict.fromkeys(_many_blocks(Gemm(m, blocks * 132 * 64, 1024, 1, a_mn, b_mn), 132)))
+    if b_mn and not a_mn:  # one or more than two blocks on a multiprocessor
+        for m, blocks in itertools.product((*range(48, 129, 16), 24), (1, 3, 4)):
+            found.update(dict.fromkeys(_many_blocks(Gemm(m, blocks * 132 * 64, _DEEP, 1, a_mn, b_mn), 132)))
     # Many tiles of 64 tokens.
     found.update(dict.fromkeys(menu(Gemm(1344, 496, 1024, 1, a_mn, b_mn), 132), None))
     # Early start, prefetching and the order of tiles alternate.

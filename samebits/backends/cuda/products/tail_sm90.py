@@ -1,13 +1,21 @@
-"""Products on Hopper in two launches of :mod:`.tensor_core_sm90`: whole waves of tiles, and their tail.
+"""Products on Hopper in two launches of :mod:`.tensor_core_sm90`: some tiles, and a tail of another kind.
 
 A wave is as many tiles as run at once. If a few tiles are left of the last one, most multiprocessors are
-idle meanwhile: 136 tiles take as long as 264. So the first launch has the rows, or the columns, of whole
-waves, and the second one has the others, in tiles of its own, which end sooner.
+idle meanwhile: 136 tiles take as long as 264. There are two ways out:
+
+- The first launch has the rows, or the columns, of whole waves, and the second one has the others, in tiles
+  of its own, which end sooner.
+- Both launches together are one wave: the second one has its tiles on the multiprocessors that the first one
+  leaves idle. So 140 tiles that would need two waves become, say, 98 and 33 of another kind.
+
+The tail waits for nothing but multiprocessors: both parts read the same operands, and write different
+elements. Its blocks only end after the first launch has.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +38,11 @@ _UNIT = 8  # parts begin at multiples of it, as all tiles do: of 16 bytes, as TM
 _LINE = 64  # columns after whole waves begin at lines of memory
 _MOST = 0.4  # of all rows or columns that are in a tail
 _FULL = 0.9  # the least part of the slots of its waves that a first launch fills
-_TRIED = 12  # the cheapest first launches whose tails are chosen
+_TRIED = 12  # the cheapest first launches of either way whose tails are chosen
+_DENSE = 0.8  # the least part of a wave that two kinds of tiles fill, by the elements that they compute
+_FEW_BESIDE = 512  # rows up to which two kinds of tiles in one wave gained nothing
+_EFFICIENT = 0.85  # of the elements that fit into idle multiprocessors by area, how many others may compute
+_BESIDE = 1.02  # factor of the time of tiles beside those of another kind
 _FEW_ROWS, _MOST_ROWS = 128, 4096  # few are bound by HBM: two launches gain nothing. More were hardly timed
 _CHEAPER = 0.99  # how much less than one launch two must cost
 
@@ -42,7 +54,7 @@ class TailSchedule:
     Attributes:
         dim: whether rows (m) or columns (n) are divided.
         at: how many of them are of the first launch.
-        main, tail: the schedules of both.
+        main, tail: the schedules of both. With `main.early`, the tail's blocks may run beside the first ones.
     """
 
     dim: Dim
@@ -76,9 +88,15 @@ def _places(s: Sm90Schedule, p: Gemm, sms: int) -> Iterator[tuple[Dim, int]]:
 
 @functools.lru_cache(maxsize=4096)
 def _candidates(p: Gemm, sms: int) -> dict[TailSchedule, float]:
-    """Schedules whose first launch is of whole waves, and what they cost, the cheapest first."""
+    """Schedules of both ways and what they cost, the cheapest first."""
     if not _FEW_ROWS < p.m <= _MOST_ROWS or p.a_mn or p.batch > 1:
         return {}
+    found = _whole_waves(p, sms)
+    found |= _one_wave(p, sms)
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def _whole_waves(p: Gemm, sms: int) -> dict[TailSchedule, float]:
     firsts = []
     for i, s in enumerate(dict.fromkeys(menu(p, sms))):
         for dim, at in _places(s, p, sms):
@@ -90,7 +108,61 @@ def _candidates(p: Gemm, sms: int) -> dict[TailSchedule, float]:
         first, rest = _divided(p, dim, at)
         tail = choose(rest, sms)
         found[TailSchedule(dim, at, settle(s, first, sms), tail)] = cost + estimate(tail, rest, sms)
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+    return found
+
+
+def _one_wave(p: Gemm, sms: int) -> dict[TailSchedule, float]:
+    firsts = []
+    for i, s in enumerate(dict.fromkeys(menu(p, sms))):
+        for dim, at, full in _beside(s, p, sms):
+            first = _divided(p, dim, at)[0]
+            expected = estimate(s, first, _tiles(s, first)) * max(1, full / _EFFICIENT)
+            firsts.append((expected, full, i, dim, at, s))
+    found: dict[TailSchedule, float] = {}
+    for _, _, _, dim, at, s in sorted(firsts, key=lambda first: first[:5])[:_TRIED]:
+        first, rest = _divided(p, dim, at)
+        idle = sms - _tiles(s, first)
+        tail = choose(rest, idle)
+        # Idle multiprocessors are not in pairs.
+        if tail.blocks == tail.cluster == 1 and _tiles(tail, rest) <= idle:
+            made = TailSchedule(dim, at, replace(settle(s, first, sms), early=True), tail)
+            found[made] = _cost(made, p, sms)
+    return found
+
+
+def _beside(s: Sm90Schedule, p: Gemm, sms: int) -> Iterator[tuple[Dim, int, float]]:
+    """Where tiles of more than one wave may end, and the part of its rest that others must fill."""
+    seen = p.turned() if s.swap else p
+    tall, wide = s.block_m, s.block_n * s.cluster
+    tile = s.block_m * s.block_n
+    dense = _DENSE * sms < p.m * p.n / tile <= sms
+    if p.m <= _FEW_BESIDE or s.block_m < 256 or s.tiles(seen) <= sms or not dense:
+        return
+    rows, columns = -(-seen.m // tall), -(-seen.n // wide)
+    sides: tuple[Dim, Dim] = ("n", "m") if s.swap else ("m", "n")
+    for dim, count, across, size in zip(
+        sides, (rows, columns), (columns * s.cluster, rows * s.cluster), (tall, wide), strict=True
+    ):
+        every, other = (p.m, p.n) if dim == "m" else (p.n, p.m)
+        for whole in range(max(1, count // 4), count):
+            at, idle = whole * size, sms - whole * across
+            if idle > 0 and (dim == "m" or at % _LINE == 0):
+                full = (every - at) * other / (idle * tile)
+                if full <= 1:
+                    yield dim, at, full
+
+
+def _tiles(s: Sm90Schedule, p: Gemm) -> int:
+    return s.tiles(p.turned() if s.swap else p)
+
+
+def _cost(s: TailSchedule, p: Gemm, sms: int) -> float:
+    """Estimated microseconds of both launches."""
+    first, rest = _divided(p, s.dim, s.at)
+    if s.main.early and _tiles(s.main, first) + _tiles(s.tail, rest) <= sms:
+        both = (estimate(of, part, _tiles(of, part)) for of, part in ((s.main, first), (s.tail, rest)))
+        return _BESIDE * max(both)
+    return estimate(s.main, first, sms) + estimate(s.tail, rest, sms)
 
 
 def _halves(p: Gemm, sms: int) -> TailSchedule:
@@ -108,7 +180,8 @@ def _catalogue(a_mn: bool, b_mn: bool) -> list[TailSchedule]:
     plain, turned = (next(s for s in of if s.swap == swap and s.block_m == 64) for swap in (False, True))
     pairs: tuple[tuple[Dim, Sm90Schedule, Sm90Schedule], ...]
     pairs = ("m", plain, turned), ("m", turned, plain), ("n", plain, turned), ("n", turned, turned)
-    return [TailSchedule(dim, 64, main, tail) for dim, main, tail in pairs]
+    beside = itertools.cycle((True, False))  # whether blocks of the tail run beside those of the first launch
+    return [TailSchedule(dim, 64, replace(main, early=next(beside)), tail) for dim, main, tail in pairs]
 
 
 def _parts(p: Product, dim: Dim, at: int) -> tuple[Product, Product]:
@@ -153,9 +226,7 @@ class TailSm90Kernel(CudaKernel[TailSchedule]):
 
     def cost(self, p: Product, s: TailSchedule) -> float:
         """Estimated microseconds of both launches."""
-        sms = devices.device_info(p.device).sm_count
-        first, rest = _divided(gemm(p), s.dim, s.at)
-        return estimate(s.main, first, sms) + estimate(s.tail, rest, sms)
+        return _cost(s, gemm(p), devices.device_info(p.device).sm_count)
 
     def divides(self, p: Product) -> bool:
         """Whether a first launch can have whole waves of tiles, and leave few."""
@@ -175,8 +246,10 @@ class TailSm90Kernel(CudaKernel[TailSchedule]):
         )
         s = s or self.choose(p)
         both = [*zip(_parts(p, s.dim, s.at), (s.main, s.tail), strict=True)]
-        runtime.announce((spec(variant(part), of) for part, of in both), p.device)
-        return _TailPlan(p, s, *(TENSOR_CORE_SM90.plan(part, of) for part, of in both))
+        (first, main), (rest, tail) = both
+        runtime.announce((spec(variant(first), main), spec(variant(rest), tail, beside=True)), p.device)
+        plans = TENSOR_CORE_SM90.plan(first, main), TENSOR_CORE_SM90.plan_beside(rest, tail)
+        return _TailPlan(p, s, *plans)
 
 
 class _TailPlan(CudaPlan):

@@ -69,8 +69,12 @@ def _panel(variant: Sm90Variant, s: Sm90Schedule) -> int:
     return s.panel if variant.aligned or (s.panel == 64 and variant.bias_dtype is None) else 0
 
 
-def spec(variant: Sm90Variant, schedule: Sm90Schedule) -> compiler.KernelSpec:
-    """The kernel of `variant` under `schedule`."""
+def spec(variant: Sm90Variant, schedule: Sm90Schedule, *, beside: bool = False) -> compiler.KernelSpec:
+    """The kernel of `variant` under `schedule`.
+
+    With `beside`, it runs beside the kernel before it on the stream, which computes another part of the same
+    output, and ends after it.
+    """
     s = schedule
     a_mn, b_mn = (variant.b_mn, variant.a_mn) if s.swap else (variant.a_mn, variant.b_mn)
     panel = _panel(variant, s)
@@ -88,6 +92,7 @@ def spec(variant: Sm90Variant, schedule: Sm90Schedule) -> compiler.KernelSpec:
         "PANEL": panel,
         "RAGGED": int(variant.cu_seqlens_dtype is not None),
         "BOUND": "long long" if variant.cu_seqlens_dtype == torch.int64 else "int",
+        **({"BESIDE": 1} if beside else {}),
     }
     return compiler.KernelSpec(
         source="tensor_core_sm90.cu",
@@ -198,9 +203,15 @@ class TensorCoreSm90Kernel(CudaKernel[Sm90Schedule]):
             self.supports(p),
             f"{self.name}: expected matrices of 16 bits with terms, which TMA can read, on sm_90",
         )
-        s = s or self.choose(p)
+        return self._plan(p, s or self.choose(p))
+
+    def plan_beside(self, p: Product, s: Sm90Schedule) -> CudaPlan:
+        """The plan of a launch right after one of :meth:`plan`, for another part of the same product."""
+        return self._plan(p, s, beside=True)
+
+    def _plan(self, p: Product, s: Sm90Schedule, *, beside: bool = False) -> CudaPlan:
         grid, a_maps, b_maps, out_maps, rest = tables(p, s)
-        kernel, swap = runtime.load(spec(variant(p), s), p.device), s.swap
+        kernel, swap = runtime.load(spec(variant(p), s, beside=beside), p.device), s.swap
 
         def launch(a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
             tall, wide = a_maps[a], b_maps[b]

@@ -46,6 +46,10 @@
 // what lies past a segment's end reads as zero. Teams then take turns with every segment: while one adds its
 // sum to the tree (segments_sm90.cuh), the other multiplies.
 //
+// With BESIDE, the kernel runs beside the one before it on the stream, a pipeline with EARLY, which computes
+// another part of the same output. That one's blocks have all begun, so what they read may be read. The kernel
+// ends after it, so that whoever waits for this kernel has waited for both.
+//
 // Grouped products have a scheduler of their own: see TileScheduler, which has what one needs.
 #pragma once
 
@@ -54,6 +58,10 @@
 #include "segments_sm90.cuh"
 #include "tile_sm90.cuh"
 #include "wgmma_sm90.cuh"
+
+#ifndef BESIDE
+#define BESIDE 0
+#endif
 
 // Registers move from the producer to the consumers, whole warpgroups at a time.
 constexpr bool MOVE_REGISTERS = WARPGROUPS > 1 && BLOCKS == 1;
@@ -367,7 +375,7 @@ __device__ __forceinline__ void pipeline(const Params& p) {
         cluster_sync();
     }
     if (AHEAD > 0 && threadIdx.x == CONSUMERS) prefetch_a(p, scheduler, rank);
-    griddepcontrol_wait();
+    if constexpr (!BESIDE) griddepcontrol_wait();
     if constexpr (EARLY) griddepcontrol_launch_dependents();
     scheduler.prepare(p, shared.table);
 
@@ -383,4 +391,5 @@ __device__ __forceinline__ void pipeline(const Params& p) {
     }
     // Other blocks of the cluster may still copy into this one and arrive at its barriers.
     if constexpr (CLUSTER > 1) cluster_sync();
+    if constexpr (BESIDE) griddepcontrol_wait();
 }
