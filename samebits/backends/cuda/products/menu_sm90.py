@@ -127,7 +127,7 @@ _ACROSS = ((64, 1, 1, 224), (128, 2, 1, 200), (128, 2, 2, 256), (192, 3, 3, 192)
 _DEEP = 12_000  # k over which what a tile's epilogue costs is little
 _FILLED = 0.9  # the least part of all waves that has tiles
 _ACROSS_FILLED = (*_ACROSS[1:], (256, 2, 2, 200))
-_ACROSS_AT_ONCE = (_ACROSS[0], *_ACROSS_FILLED)  # if one wave has all tiles
+_ACROSS_AT_ONCE = ((64, 1, 1, 240), *_ACROSS_FILLED)  # if one wave has all tiles
 _LEAST_PART = 112  # rows of a part of such tiles
 _MOST, _MOST_DEEP = 2048, 8192  # rows in all, and with a deep k
 
@@ -185,7 +185,7 @@ def _equal_parts(p: Gemm, parts: int, kind: tuple[int, int, int, int]) -> list[S
 
 def _columns_across(wide: int, block_m: int) -> int:
     """The width of tiles for parts of `wide` rows."""
-    return round_up(wide, 8 if block_m <= 128 < wide <= 208 else 16)
+    return round_up(wide, 8 if block_m != 192 and 128 < wide <= 208 else 16)
 
 
 def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:

@@ -122,9 +122,10 @@ def _one_wave(p: Gemm, sms: int) -> dict[TailSchedule, float]:
     for _, _, _, dim, at, s in sorted(firsts, key=lambda first: first[:5])[:_TRIED]:
         first, rest = _divided(p, dim, at)
         idle = sms - _tiles(s, first)
-        tail = choose(rest, idle)
         # Idle multiprocessors are not in pairs.
-        if tail.blocks == tail.cluster == 1 and _tiles(tail, rest) <= idle:
+        alone = [t for t in menu(rest, idle) if t.cluster == t.blocks == 1 and _tiles(t, rest) <= idle]
+        if alone:
+            tail = settle(min(alone, key=lambda t: estimate(t, rest, idle)), rest, idle)
             made = TailSchedule(dim, at, replace(settle(s, first, sms), early=True), tail)
             found[made] = _cost(made, p, sms)
     return found
