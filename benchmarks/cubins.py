@@ -207,11 +207,13 @@ def tensor_core_on_hopper(h: Any) -> Iterator[Kernel]:
     """All schedules, with alternating kinds of epilogue and operand."""
     for a_mn, b_mn in FLAGS:
         turns = itertools.cycle(EPILOGUES + RAGGED if a_mn and b_mn else EPILOGUES)
-        for s in h.menu_sm90.catalogue(a_mn, b_mn):
+        for i, s in enumerate(h.menu_sm90.catalogue(a_mn, b_mn)):
             case = h.tensor_core_sm90.Sm90Variant(
                 **{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)}
             )
             yield h.tensor_core_sm90.spec(case, s), HOPPER
+            if i % 8 == 0:  # as tails
+                yield h.tensor_core_sm90.spec(case, s, beside=True), HOPPER
 
 
 def grouped_on_hopper(h: Any) -> Iterator[Kernel]:

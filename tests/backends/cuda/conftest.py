@@ -33,6 +33,7 @@ class Launch(str):
 
     grid: tuple[int, int, int]
     values: tuple[Any, ...]
+    spec: compiler.KernelSpec
 
 
 def _without_device(allocate: Any, shape: Any, dtype: torch.dtype, device: int) -> torch.Tensor:
@@ -54,7 +55,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
             assert grid[0] % self.spec.cluster[0] == 0
             struct.pack("@" + self.spec.params, *values)
             launch = Launch(self.spec.source)
-            launch.grid, launch.values = grid, values
+            launch.grid, launch.values, launch.spec = grid, values, self.spec
             found.append(launch)
 
     signature = inspect.signature(tensor_maps.tensor_map)

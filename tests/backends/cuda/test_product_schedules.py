@@ -239,10 +239,11 @@ HOPPER_SMEM = 227 << 10
 def variants(a_mn: bool, b_mn: bool) -> Iterator[compiler.KernelSpec]:
     """Schedules and kinds of epilogue and operand take turns, so that each meets some of the others."""
     cases = itertools.cycle([*cubins.EPILOGUES, *(cubins.RAGGED[:1] if a_mn and b_mn else ())])
-    for s in menu_sm90.catalogue(a_mn, b_mn):
-        yield tensor_core_sm90.spec(
-            tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(cases)}), s
-        )
+    for i, s in enumerate(menu_sm90.catalogue(a_mn, b_mn)):
+        v = tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(cases)})
+        yield tensor_core_sm90.spec(v, s)
+        if i % 8 == 0:
+            yield tensor_core_sm90.spec(v, s, beside=True)
 
 
 def test_outputs_that_tma_cannot_write_leave_in_panels_where_registers_suffice() -> None:

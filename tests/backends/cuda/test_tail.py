@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -13,11 +15,11 @@ from torch import Tensor
 
 from samebits.backends.cuda import matmul, precompile, tensor_maps
 from samebits.backends.cuda.products import tail_sm90
-from samebits.backends.cuda.products.choice_sm90 import choose, estimate
+from samebits.backends.cuda.products.choice_sm90 import candidates, choose, estimate
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
 from samebits.backends.cuda.products.tail_sm90 import TAIL_SM90, TailSchedule
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
-from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
+from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90, gemm
 from samebits.backends.cuda.shapes import ProductShape
 from samebits.backends.cuda.tuned import schedule_data
 from samebits.backends.product import Operands, Product
@@ -142,12 +144,32 @@ def test_a_tuner_times_one_launch_too(launches: list[Launch]) -> None:
 
 
 def test_both_kernels_are_compiled_ahead(launches: list[Launch]) -> None:
+    """Those that are launched, and of these the second alone runs beside the kernel before it."""
     p = product(200, 17408, 5120)
     s = TAIL_SM90.choose(p)
-    found = {
-        dict(spec.constants)["BLOCK_N"] for spec, _ in precompile._needed([partial(TAIL_SM90.plan, p, s)])
-    }
-    assert found == {s.main.block_n, s.tail.block_n}
+    ahead = [spec for spec, _ in precompile._needed([partial(TAIL_SM90.plan, p, s)])]
+    TAIL_SM90.plan(p, s).launch(0, 0, 0, 0, 0, 0)
+    assert [launch.spec for launch in launches] == ahead
+    constants = [dict(spec.constants) for spec in ahead]
+    assert [x["BLOCK_N"] for x in constants] == [s.main.block_n, s.tail.block_n]
+    assert [x.get("BESIDE", 0) for x in constants] == [0, 1]
+
+
+def test_a_catalogue_has_tails_of_all_kinds_that_are_chosen() -> None:
+    """``verify`` proves a kind of tail by one of them."""
+    dice = random.Random(1)
+    for _ in range(300):
+        m, n, k = (
+            round(math.exp(dice.uniform(*map(math.log, ends))))
+            for ends in ((129, 4096), (512, 60000), (64, 40000))
+        )
+        p = Gemm(m, 8 * (n // 8), 8 * (k // 8), b_mn=dice.random() < 0.5)
+        known = {
+            (s.warpgroups, s.share, s.cluster, s.swap)
+            for s in (x.tail for x in tail_sm90._catalogue(False, p.b_mn))
+        }
+        for s in tail_sm90._candidates(p, 132):
+            assert (s.tail.warpgroups, s.tail.share, s.tail.cluster, s.tail.swap) in known
 
 
 @pytest.mark.gpu
@@ -189,43 +211,61 @@ def test_bits_wherever_a_product_is_divided(m: int, n: int, layout: str) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("dim", ["m", "n"])
-def test_both_launches_wait_for_their_neighbours(dim: tail_sm90.Dim, graph: bool) -> None:
-    """The product before writes their operand, the one behind reads their output, the next writes again."""
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("dim", "at"), [("m", 1024), ("n", 1984)])
+def test_both_launches_wait_for_their_neighbours(
+    dim: tail_sm90.Dim, at: int, accumulate: bool, graph: bool
+) -> None:
+    """The products around them write the operand, and read all of the output, or write it: so they must wait.
+
+    The tail has its few short tiles on idle multiprocessors, so it ends long before the first launch.
+    """
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("two launches are for Hopper")
-    m, n, k, turns = 1040, 2048, 512, 12
-    first = [values("normal", (m, k), BF16, seed, "cuda") for seed in range(turns)]
-    square, weight, last = (values("normal", s, BF16, 99, "cuda").mT for s in ((k, k), (n, k), (256, n)))
+    m, n, k, turns = 1040, 2048, 4096, 12
+    first = [values("normal", (m, 64), BF16, seed, "cuda") for seed in range(turns)]
+    widen, weight, last = (values("normal", s, BF16, 99, "cuda").mT for s in ((k, 64), (n, k), (256, n)))
+    starts = [values("normal", (m, n), F32, seed, "cuda") for seed in range(turns)]
     x = torch.empty(m, k, dtype=BF16, device="cuda")
-    outs = [torch.empty(m, n, dtype=BF16, device="cuda") for _ in range(turns)]
+    bias, ones = torch.empty(n, dtype=BF16, device="cuda"), torch.ones(1, 64, dtype=BF16, device="cuda")
+    shifts = [values("normal", (n, 64), BF16, seed, "cuda").mT for seed in range(turns)]
+    dtype = F32 if accumulate else BF16
+    outs = [torch.empty(m, n, dtype=dtype, device="cuda") for _ in range(turns)]
     ends = [torch.empty(m, 256, dtype=BF16, device="cuda") for _ in range(turns)]
-    p = Product.of(Operands(x, weight, outs[0]), "mma")
-    own = TAIL_SM90.choose(p)
-    at = {"m": 896, "n": 1024}[dim]
-    main, tail = (replace(TENSOR_CORE_SM90.choose(p), early=True), own.tail)
-    plan = TAIL_SM90.plan(p, TailSchedule(dim, at, main, tail))
+    like = Operands(x, weight, outs[0], None if accumulate else bias, outs[0] if accumulate else None)
+    p = Product.of(like, "mma")
+    main = next(s for s in TENSOR_CORE_SM90.candidates(p) if (s.block_m, s.cluster) == (256, 2))
+    before, rest = tail_sm90._divided(gemm(p), dim, at)
+    tail = choose(rest, 132 - tail_sm90._tiles(main, before))
+    pairs = [s for s in candidates(rest, 132) if s.cluster == 2][:1]
+    plans = [
+        TAIL_SM90.plan(p, TailSchedule(dim, at, replace(main, early=early), s))
+        for s, early in itertools.product((tail, replace(tail, early=not tail.early), *pairs), (True, False))
+    ]
 
-    def run() -> None:
-        for operand, out, end in zip(first, outs, ends, strict=True):
-            TENSOR_CORE_SM90.run(Operands(operand, square, x))
-            plan.run(Operands(x, weight, out))
-            TENSOR_CORE_SM90.run(Operands(out, last, end))
+    def run(product: Callable[[int, Operands], None]) -> None:
+        for i in range(turns):
+            TENSOR_CORE_SM90.run(Operands(first[i], widen, x))
+            if accumulate:
+                outs[i].copy_(starts[i])
+                product(i, Operands(x, weight, outs[i], None, outs[i]))
+                half = outs[i].bfloat16()
+            else:
+                TENSOR_CORE_SM90.run(Operands(ones, shifts[i], bias.view(1, n)))
+                product(i, Operands(x, weight, outs[i], bias))
+                half = outs[i]
+            TENSOR_CORE_SM90.run(Operands(half, last, ends[i]))
 
-    run()
+    run(lambda i, operands: TENSOR_CORE.run(operands))
+    want = [t.clone() for t in (*outs, *ends)]
+    run(lambda i, operands: plans[i % len(plans)].run(operands))
     if graph:
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
-            run()
+            run(lambda i, operands: plans[i % len(plans)].run(operands))
     for _ in range(20):
-        for t in (x, *outs, *ends):
+        for t in (x, bias, *outs, *ends):
             t.fill_(torch.nan)
-        captured.replay() if graph else run()
-    for operand, out, end in zip(first, outs, ends, strict=True):
-        want = torch.empty_like(out)
-        wanted_end = torch.empty_like(end)
-        TENSOR_CORE.run(Operands(operand, square, x))
-        TENSOR_CORE.run(Operands(x, weight, want))
-        TENSOR_CORE.run(Operands(want, last, wanted_end))
-        assert_same_bits(out, want, dim)
-        assert_same_bits(end, wanted_end, dim)
+        captured.replay() if graph else run(lambda i, operands: plans[i % len(plans)].run(operands))
+        for got, right in zip((*outs, *ends), want, strict=True):
+            assert_same_bits(got, right, f"{dim} {at}")

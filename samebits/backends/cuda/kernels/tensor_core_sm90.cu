@@ -45,5 +45,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     tensor_core_sm90(const __grid_constant__ Params p) {
+    // Without a wait, L1 may hold what lay there before. Plain loads read these; all else comes out of L2.
+    if constexpr (BESIDE && (BIAS != NONE || ACCUMULATE || RAGGED)) __threadfence();
     pipeline<Output>(p);
 }

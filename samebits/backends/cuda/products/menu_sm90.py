@@ -73,7 +73,7 @@ def _many_blocks(p: Gemm, sms: int) -> list[Sm90Schedule]:
     else:
         ends = tiles >= _FILLED * each * sms
         columns, some = round_up(p.m, 16), [each] if 3 <= each <= 4 and (ends or p.m <= 64) else []
-    deep = (8, 4), (96, 1), (112, 1)
+    deep = (8, 4), (96, 1), (112, 1)  # five stages and more of 128 are faster than twice as many of 64
     found = [
         _schedule(p, 64, columns, 128 if (columns, blocks) in deep else 64, swap=True, blocks=blocks)
         for blocks in some
@@ -166,9 +166,7 @@ def _rows_in_full_waves(p: Gemm, sms: int) -> list[Sm90Schedule]:
     for parts in range(-(-p.m // 256), p.m // _LEAST_PART + 1):
         for kind in _ACROSS_AT_ONCE:
             waves = -(-p.n // kind[0]) * parts * p.batch / sms
-            if kind not in _ACROSS_FILLED and waves > 1:
-                continue
-            if waves >= _FILLED * math.ceil(waves):
+            if waves >= _FILLED * math.ceil(waves) and (kind in _ACROSS_FILLED or waves <= 1):
                 found += [s for s in _equal_parts(p, parts, kind) if p.k <= LONG or s.cluster > 1]
     return found
 
@@ -176,7 +174,9 @@ def _rows_in_full_waves(p: Gemm, sms: int) -> list[Sm90Schedule]:
 def _equal_parts(p: Gemm, parts: int, kind: tuple[int, int, int, int]) -> list[Sm90Schedule]:
     """Transposed tiles of a kind for so many parts of the rows: none if too wide, alone, and in pairs."""
     block_m, warpgroups, share, most = kind
-    columns = _columns_across(-(-p.m // parts), block_m)
+    wide = -(-p.m // parts)
+    fine = block_m == 256 and p.m <= 1024  # of more rows, other tiles are as fast
+    columns = round_up(wide, 8) if fine and wide > 128 else _columns_across(wide, block_m)
     if columns > most:
         return []
     s = _schedule(p, block_m, columns, 64, warpgroups, share, swap=True)
@@ -185,7 +185,7 @@ def _equal_parts(p: Gemm, parts: int, kind: tuple[int, int, int, int]) -> list[S
 
 def _columns_across(wide: int, block_m: int) -> int:
     """The width of tiles for parts of `wide` rows."""
-    return round_up(wide, 8 if block_m != 192 and 128 < wide <= 208 else 16)
+    return round_up(wide, 8 if block_m <= 128 < wide <= 208 else 16)
 
 
 def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:

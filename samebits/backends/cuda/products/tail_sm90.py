@@ -6,7 +6,7 @@ idle meanwhile: 136 tiles take as long as 264. There are two ways out:
 - The first launch has the rows, or the columns, of whole waves, and the second one has the others, in tiles
   of its own, which end sooner.
 - Both launches together are one wave: the second one has its tiles on the multiprocessors that the first one
-  leaves idle. So 140 tiles that would need two waves become, say, 98 and 33 of another kind.
+  leaves idle. So 140 tiles that would need two waves become 112, and 20 of another kind.
 
 The tail waits for nothing but multiprocessors: both parts read the same operands, and write different
 elements. Its blocks only end after the first launch has.
@@ -15,7 +15,6 @@ elements. Its blocks only end after the first launch has.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,15 +34,16 @@ __all__ = ["TAIL_SM90", "TailSchedule"]
 Dim = Literal["m", "n"]
 
 _UNIT = 8  # parts begin at multiples of it, as all tiles do: of 16 bytes, as TMA wants
-_LINE = 64  # columns after whole waves begin at lines of memory
-_MOST = 0.4  # of all rows or columns that are in a tail
+_LINE = 64  # columns of a tail begin at lines of memory
+_MOST = 0.4  # of all rows or columns that are in a tail behind whole waves
 _FULL = 0.9  # the least part of the slots of its waves that a first launch fills
+_TOGETHER = 0.96  # the part of them from which on its blocks end together
 _TRIED = 12  # the cheapest first launches of either way whose tails are chosen
-_DENSE = 0.8  # the least part of a wave that two kinds of tiles fill, by the elements that they compute
-_FEW_BESIDE = 512  # rows up to which two kinds of tiles in one wave gained nothing
-_EFFICIENT = 0.85  # of the elements that fit into idle multiprocessors by area, how many others may compute
-_BESIDE = 1.02  # factor of the time of tiles beside those of another kind
 _FEW_ROWS, _MOST_ROWS = 128, 4096  # few are bound by HBM: two launches gain nothing. More were hardly timed
+_TWO_KINDS_ROWS = 512  # up to these, and with smaller tiles, two kinds in one wave are not reliably faster
+_TWO_KINDS_TILE = 256
+_EFFICIENT = 0.85  # of the elements that fit into idle multiprocessors by area, how many a tail may compute
+_TWO_KINDS = 1.02  # factor of the time of two kinds of tiles in one wave
 _CHEAPER = 0.99  # how much less than one launch two must cost
 
 
@@ -69,15 +69,20 @@ def _divided(p: Gemm, dim: Dim, at: int) -> tuple[Gemm, Gemm]:
     return replace(p, n=at), replace(p, n=p.n - at)
 
 
+def _sides(s: Sm90Schedule, p: Gemm) -> Iterator[tuple[Dim, int, int, int]]:
+    """Along each side of the tiles: how many there are, how many across, and the size of one."""
+    seen = p.turned() if s.swap else p
+    wide = s.block_n * s.cluster
+    rows, columns = -(-seen.m // s.block_m), -(-seen.n // wide)
+    yield "n" if s.swap else "m", rows, columns, s.block_m
+    yield "m" if s.swap else "n", columns, rows, wide
+
+
 def _places(s: Sm90Schedule, p: Gemm, sms: int) -> Iterator[tuple[Dim, int]]:
     """Where the tiles of whole waves end, if few are left: along either side of the tiles."""
-    seen = p.turned() if s.swap else p
-    tall, wide = s.block_m, s.block_n * s.cluster
-    rows, columns = -(-seen.m // tall), -(-seen.n // wide)
     slots = s.resident(sms)
-    waves = rows * columns // slots
-    sides: tuple[Dim, Dim] = ("n", "m") if s.swap else ("m", "n")
-    for dim, count, across, size in zip(sides, (rows, columns), (columns, rows), (tall, wide), strict=True):
+    for dim, count, across, size in _sides(s, p):
+        waves = count * across // slots
         whole = waves * slots // across
         at, every = whole * size, p.m if dim == "m" else p.n
         filled = whole * across >= _FULL * waves * slots
@@ -91,14 +96,14 @@ def _candidates(p: Gemm, sms: int) -> dict[TailSchedule, float]:
     """Schedules of both ways and what they cost, the cheapest first."""
     if not _FEW_ROWS < p.m <= _MOST_ROWS or p.a_mn or p.batch > 1:
         return {}
-    found = _whole_waves(p, sms)
-    found |= _one_wave(p, sms)
+    kinds = [*dict.fromkeys(menu(p, sms))]
+    found = _whole_waves(p, kinds, sms) | _one_wave(p, kinds, sms)
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def _whole_waves(p: Gemm, sms: int) -> dict[TailSchedule, float]:
+def _whole_waves(p: Gemm, kinds: Sequence[Sm90Schedule], sms: int) -> dict[TailSchedule, float]:
     firsts = []
-    for i, s in enumerate(dict.fromkeys(menu(p, sms))):
+    for i, s in enumerate(kinds):
         for dim, at in _places(s, p, sms):
             firsts.append((estimate(s, _divided(p, dim, at)[0], sms), i, dim, at, s))
     found: dict[TailSchedule, float] = {}
@@ -106,20 +111,33 @@ def _whole_waves(p: Gemm, sms: int) -> dict[TailSchedule, float]:
         if found and cost >= min(found.values()):
             break
         first, rest = _divided(p, dim, at)
-        tail = choose(rest, sms)
-        found[TailSchedule(dim, at, settle(s, first, sms), tail)] = cost + estimate(tail, rest, sms)
+        # Beside blocks that all end together, blocks of a tail would only be scattered.
+        tiles = _tiles(s, first)
+        main = replace(settle(s, first, sms), early=tiles < _TOGETHER * math.ceil(tiles / sms) * sms)
+        made = TailSchedule(dim, at, main, choose(rest, sms))
+        found[made] = _cost(made, p, sms)
     return found
 
 
-def _one_wave(p: Gemm, sms: int) -> dict[TailSchedule, float]:
+def _one_wave(p: Gemm, kinds: Sequence[Sm90Schedule], sms: int) -> dict[TailSchedule, float]:
+    """For tiles of which one wave would hold the product, but for those that lie across its edges."""
     firsts = []
-    for i, s in enumerate(dict.fromkeys(menu(p, sms))):
-        for dim, at, full in _beside(s, p, sms):
-            first = _divided(p, dim, at)[0]
-            expected = estimate(s, first, _tiles(s, first)) * max(1, full / _EFFICIENT)
-            firsts.append((expected, full, i, dim, at, s))
+    for i, s in enumerate(kinds):
+        area = s.block_m * s.block_n
+        large = p.m > _TWO_KINDS_ROWS and s.block_m >= _TWO_KINDS_TILE
+        if not large or p.m * p.n > sms * area or _tiles(s, p) <= sms:
+            continue
+        for dim, count, _, size in _sides(s, p):
+            for whole in range(max(1, count // 4), count):
+                at = whole * size
+                first, rest = _divided(p, dim, at)
+                room = (sms - _tiles(s, first)) * area
+                if rest.m * rest.n <= room and (dim == "m" or at % _LINE == 0):
+                    full = rest.m * rest.n / room
+                    expected = estimate(s, first, _tiles(s, first)) * max(1, full / _EFFICIENT)
+                    firsts.append((expected, full, i, dim, at, s))
     found: dict[TailSchedule, float] = {}
-    for _, _, _, dim, at, s in sorted(firsts, key=lambda first: first[:5])[:_TRIED]:
+    for *_, dim, at, s in sorted(firsts, key=lambda first: first[:5])[:_TRIED]:
         first, rest = _divided(p, dim, at)
         idle = sms - _tiles(s, first)
         # Idle multiprocessors are not in pairs.
@@ -131,28 +149,6 @@ def _one_wave(p: Gemm, sms: int) -> dict[TailSchedule, float]:
     return found
 
 
-def _beside(s: Sm90Schedule, p: Gemm, sms: int) -> Iterator[tuple[Dim, int, float]]:
-    """Where tiles of more than one wave may end, and the part of its rest that others must fill."""
-    seen = p.turned() if s.swap else p
-    tall, wide = s.block_m, s.block_n * s.cluster
-    tile = s.block_m * s.block_n
-    dense = _DENSE * sms < p.m * p.n / tile <= sms
-    if p.m <= _FEW_BESIDE or s.block_m < 256 or s.tiles(seen) <= sms or not dense:
-        return
-    rows, columns = -(-seen.m // tall), -(-seen.n // wide)
-    sides: tuple[Dim, Dim] = ("n", "m") if s.swap else ("m", "n")
-    for dim, count, across, size in zip(
-        sides, (rows, columns), (columns * s.cluster, rows * s.cluster), (tall, wide), strict=True
-    ):
-        every, other = (p.m, p.n) if dim == "m" else (p.n, p.m)
-        for whole in range(max(1, count // 4), count):
-            at, idle = whole * size, sms - whole * across
-            if idle > 0 and (dim == "m" or at % _LINE == 0):
-                full = (every - at) * other / (idle * tile)
-                if full <= 1:
-                    yield dim, at, full
-
-
 def _tiles(s: Sm90Schedule, p: Gemm) -> int:
     return s.tiles(p.turned() if s.swap else p)
 
@@ -162,7 +158,7 @@ def _cost(s: TailSchedule, p: Gemm, sms: int) -> float:
     first, rest = _divided(p, s.dim, s.at)
     if s.main.early and _tiles(s.main, first) + _tiles(s.tail, rest) <= sms:
         both = (estimate(of, part, _tiles(of, part)) for of, part in ((s.main, first), (s.tail, rest)))
-        return _BESIDE * max(both)
+        return _TWO_KINDS * max(both)
     return estimate(s.main, first, sms) + estimate(s.tail, rest, sms)
 
 
@@ -176,13 +172,16 @@ def _halves(p: Gemm, sms: int) -> TailSchedule:
 
 @functools.cache
 def _catalogue(a_mn: bool, b_mn: bool) -> list[TailSchedule]:
-    """A few for each layout: :mod:`.tensor_core_sm90` verifies each launch's schedules."""
+    """A tail of each kind. :mod:`.tensor_core_sm90` verifies all schedules, but not as tails."""
     of = catalogue(a_mn, b_mn)
-    plain, turned = (next(s for s in of if s.swap == swap and s.block_m == 64) for swap in (False, True))
-    pairs: tuple[tuple[Dim, Sm90Schedule, Sm90Schedule], ...]
-    pairs = ("m", plain, turned), ("m", turned, plain), ("n", plain, turned), ("n", turned, turned)
-    beside = itertools.cycle((True, False))  # whether blocks of the tail run beside those of the first launch
-    return [TailSchedule(dim, 64, replace(main, early=next(beside)), tail) for dim, main, tail in pairs]
+    mains = [next(s for s in of if s.swap == swap and s.block_m == 64) for swap in (False, True)]
+    tails = {(s.warpgroups, s.share, s.cluster, s.swap): s for s in of if s.blocks == 1}
+    dims: tuple[Dim, Dim] = ("m", "n")
+    return [
+        # Along both dimensions, by both first launches, beside them and behind.
+        TailSchedule(dims[i % 2], 64, replace(mains[i // 2 % 2], early=i // 4 % 2 == 0), tail)
+        for i, tail in enumerate(tails.values())
+    ]
 
 
 def _parts(p: Product, dim: Dim, at: int) -> tuple[Product, Product]:

@@ -46,9 +46,9 @@
 // what lies past a segment's end reads as zero. Teams then take turns with every segment: while one adds its
 // sum to the tree (segments_sm90.cuh), the other multiplies.
 //
-// With BESIDE, the kernel runs beside the one before it on the stream, a pipeline with EARLY, which computes
-// another part of the same output. That one's blocks have all begun, so what they read may be read. The kernel
-// ends after it, so that whoever waits for this kernel has waited for both.
+// With BESIDE, the kernel runs beside the one before it on the stream, which computes another part of the same
+// output. All blocks of that one have waited for what came before (they launch dependents behind their wait), or
+// have left, so what they read may be read. This kernel ends after it: who waits for this one has waited for both.
 //
 // Grouped products have a scheduler of their own: see TileScheduler, which has what one needs.
 #pragma once
