@@ -27,8 +27,14 @@ def _schedule(
     blocks: int = 1,
 ) -> Sm90Schedule:
     """The schedule with the longest ring that fits."""
-    a_mn, b_mn = (p.b_mn, p.a_mn) if swap else (p.a_mn, p.b_mn)
-    s = Sm90Schedule(block_m, block_n, block_k, 0, warpgroups, share, blocks=blocks, swap=swap)
+    layout = (p.b_mn, p.a_mn) if swap else (p.a_mn, p.b_mn)
+    return _filled(
+        *layout, Sm90Schedule(block_m, block_n, block_k, 0, warpgroups, share, blocks=blocks, swap=swap)
+    )
+
+
+@functools.cache  # of some thousand; without it, most of the time of a choice goes here
+def _filled(a_mn: bool, b_mn: bool, s: Sm90Schedule) -> Sm90Schedule:
     return s.filled(s.panels, a_mn, b_mn)
 
 
