@@ -1,16 +1,17 @@
 """Triton's kernels in its interpreter, on CPU tensors.
 
-TRITON_INTERPRET=1 python -m tests.backends.triton.interpreted
+TRITON_INTERPRET=1 python -m tests.backends.triton.interpreted PART
 
-Prints how many results had the bits of the reference. The interpreter's fma is a true one, so under FMA
-operands are of all kinds (bf16 it does not round as it should). Its dot adds in an order of its own, so under
-TENSOR_CORE they are numbers whose sums are exact in every order.
+Prints how many results of a part had the bits of the reference. The interpreter's fma is a true one, so
+under FMA operands are of all kinds (bf16 it does not round as it should). Its dot adds in an order of its
+own, so under TENSOR_CORE they are numbers whose sums are exact in every order.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -379,16 +380,12 @@ def patched_once() -> Iterator[None]:
         yield
 
 
+PARTS = {
+    "products": (fma, wrong_spans, tensor_core, operations, segments),
+    "logp": (given_logits, log_probabilities, tensor_core_log_probabilities),
+    "verification": (verification,),
+}
+
 if __name__ == "__main__":
     with patched_once():
-        print(
-            fma()
-            + wrong_spans()
-            + tensor_core()
-            + operations()
-            + segments()
-            + given_logits()
-            + log_probabilities()
-            + tensor_core_log_probabilities()
-            + verification()
-        )
+        print(sum(results() for results in PARTS[sys.argv[1]]))

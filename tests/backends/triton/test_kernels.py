@@ -519,13 +519,14 @@ def test_torch_compile_compiles_nothing_for_a_new_number_of_rows(
 # ---- indices, in Triton's interpreter
 
 
-def test_indices_in_the_interpreter() -> None:
+@pytest.mark.parametrize("part", ["products", "logp", "verification"])  # which run side by side
+def test_indices_in_the_interpreter(part: str) -> None:
     triton = pytest.importorskip("triton")
     interpreter = importlib.import_module("triton._C.libtriton").interpreter
     if not hasattr(interpreter, "fma_fp32"):
         pytest.skip(f"in the interpreter of Triton {triton.__version__}, an fma rounds twice")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.backends.triton.interpreted"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.backends.triton.interpreted", part]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert int(run.stdout) > 300
+    assert int(run.stdout) > 200
