@@ -239,9 +239,7 @@ HOPPER_SMEM = 227 << 10
 def variants(a_mn: bool, b_mn: bool) -> Iterator[compiler.KernelSpec]:
     """Schedules and kinds of epilogue and operand take turns, so that each meets some of the others."""
     cases = itertools.cycle([*cubins.EPILOGUES, *(cubins.RAGGED[:1] if a_mn and b_mn else ())])
-    # A tile takes the same registers alone and in clusters.
-    tiles = {replace(_kind(s), cluster=1): s for s in menu_sm90.catalogue(a_mn, b_mn)}
-    for i, s in enumerate(tiles.values()):
+    for i, s in enumerate(menu_sm90.catalogue(a_mn, b_mn)):
         v = tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(cases)})
         yield tensor_core_sm90.spec(v, s)
         if i % 8 == 0:

@@ -46,6 +46,7 @@ def product(*sizes: int) -> Product:
         (Gemm(400, 18944, 4096), "n", 16896),
         (Gemm(201, 17408, 5120, b_mn=True), "n", 16896),
         (Gemm(300, 17920, 5120, b_mn=True), "n", 16896),
+        (Gemm(1031, 17408, 5120, b_mn=True), "m", 896),
         (Gemm(1354, 5120, 34816, b_mn=True), "m", 1024),
     ],
 )

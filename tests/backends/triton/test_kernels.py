@@ -519,8 +519,10 @@ def test_torch_compile_compiles_nothing_for_a_new_number_of_rows(
 # ---- indices, in Triton's interpreter
 
 
-@pytest.mark.parametrize("part", ["products", "logp", "verification"])  # which run side by side
-def test_indices_in_the_interpreter(part: str) -> None:
+@pytest.mark.parametrize(
+    ("part", "least"), [("products", 550), ("logp", 250), ("verification", 600)]
+)  # which run side by side
+def test_indices_in_the_interpreter(part: str, least: int) -> None:
     triton = pytest.importorskip("triton")
     interpreter = importlib.import_module("triton._C.libtriton").interpreter
     if not hasattr(interpreter, "fma_fp32"):
@@ -529,4 +531,4 @@ def test_indices_in_the_interpreter(part: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert int(run.stdout) > 200
+    assert int(run.stdout) > least

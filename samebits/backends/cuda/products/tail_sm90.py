@@ -163,7 +163,7 @@ def _cost(s: TailSchedule, p: Gemm, sms: int) -> float:
 
 
 def _halves(p: Gemm, sms: int) -> TailSchedule:
-    """The schedule of a product without whole waves."""
+    """The schedule of a product that neither way divides."""
     dim: Dim = "m" if p.m >= p.n else "n"
     at = round_up(max(p.m, p.n) // 2, _UNIT)
     first, rest = _divided(p, dim, at)
@@ -229,7 +229,7 @@ class TailSm90Kernel(CudaKernel[TailSchedule]):
         return _cost(s, gemm(p), devices.device_info(p.device).sm_count)
 
     def divides(self, p: Product) -> bool:
-        """Whether a first launch can have whole waves of tiles, and leave few."""
+        """Whether whole waves leave few tiles, or two kinds can fill one wave."""
         return self.supports(p) and bool(_candidates(gemm(p), devices.device_info(p.device).sm_count))
 
     def pays(self, p: Product) -> bool:
