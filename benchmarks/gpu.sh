@@ -38,7 +38,7 @@ measure unaligned 60 benchmarks.unaligned
 measure fp8_accuracy 60 benchmarks.fp8_accuracy
 measure fp8_invariance 180 benchmarks.fp8_invariance
 measure segments 120 benchmarks.segments
-measure held_out 200 benchmarks.held_out
+measure held_out 250 benchmarks.held_out
 measure bench 450 benchmarks.gpu
 measure attention 300 benchmarks.attention
 measure attention_invariance 180 benchmarks.attention_invariance

@@ -4,10 +4,9 @@ python -m benchmarks.held_out
 
 Forty shapes are drawn by a seed that changes only when they have taught the cost model a rule: (K, N) of
 current models' projections, none of them in ``samebits bench``, and M of three groups. Each is measured
-forward, for dX and for dW, in bf16. A product's plausible schedules race in turns. Then the cost model's
-choice, the best of the others and cuBLAS run as in ``samebits bench``, in two turns each. The first turn
-decides which schedule a table would have, by the rule of ``samebits tune``, and the times are those of the
-second, so they are not the lucky ones of a choice.
+forward, for dX and for dW, in bf16. A product's plausible schedules race, and the winner is the one that
+``samebits tune`` would keep. Then the winner, the cost model's choice and cuBLAS run anew, as in ``samebits
+bench``: the times are not the lucky ones that decided.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from benchmarks.record import RESULTS, environment, lines_of_progress, results_f
 from samebits.backends.cuda import devices, precompile
 from samebits.backends.cuda.shapes import ProductShape
 from samebits.backends.cuda.tuned import schedule_data
-from samebits.tools.bench.clock import Race, how
+from samebits.tools.bench.clock import Race, how, median
 from samebits.tools.shapes import of_weights
 from samebits.tools.tune.contest import Contest
 from samebits.tools.tune.families import contest
-from samebits.tools.tune.measure import finalists, label, loaded, operand_sets, tidy, wins
+from samebits.tools.tune.measure import finalists, label, loaded, operand_sets, tidy, winner
 
 SEED = 41
 
@@ -89,27 +88,22 @@ def group(m: int) -> str:
     return next(name for name, (least, most, _) in GROUPS.items() if least <= m <= most)
 
 
-def halves(times: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """The times of both turns."""
-    half = len(times) // 2
-    return times[:half], times[half:]
-
-
 Found = tuple[dict[str, float], int, dict[str, float]]
 
 
-def measured(of: Contest, race: Any, by_itself: bool) -> Found:
+def measured(race: Race, by_itself: bool) -> Found:
     """Microseconds of torch, of the cost model's choice and of the tuned one, the place of the latter, and
     those of all in their first turns."""
-    early = {name: float(f"{statistics.median(t):.5g}") for name, t in race.turns(3).items()}
-    names = ["torch", "0", *finalists({name: us for name, us in early.items() if name != "torch"})]
-    race.keep(names)
-    times = {name: halves(t) for name, t in (race.turns_alone() if by_itself else race.turns(16)).items()}
-    best = min(names[1:], key=lambda name: statistics.median(times[name][0]))
-    tuned = best if wins(times[best][0], times["0"][0]) else "0"
-    roles = {"torch": "torch", "untuned": "0", "tuned": tuned}
-    us = {who: statistics.median(times[name][1]) for who, name in roles.items()}
-    return {who: float(f"{t:.5g}") for who, t in us.items()}, int(tuned), early
+
+    def final(*names: str) -> dict[str, list[float]]:
+        some = race.only(names)
+        return some.turns_alone() if by_itself else some.turns(15)
+
+    early = {name: median(t) for name, t in race.turns(3).items()}
+    others = finalists({name: us for name, us in early.items() if name != "torch"})
+    tuned = winner(final("0", *others)) if others else "0"
+    us = {name: median(t) for name, t in final(*dict.fromkeys(("torch", "0", tuned))).items()}
+    return {"torch": us["torch"], "untuned": us["0"], "tuned": us[tuned]}, int(tuned), early
 
 
 def measure(of: Contest, l2_bytes: int) -> Found:
@@ -121,7 +115,7 @@ def measure(of: Contest, l2_bytes: int) -> Found:
     race = Race(calls)
     for name, run in runs.items():
         race.add(name, run, sets)
-    return measured(of, race, by_itself)
+    return measured(race, by_itself)
 
 
 def speeds(cases: Iterable[dict[str, Any]], who: str, beside: str) -> list[float]:
@@ -161,7 +155,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--budget", type=float, default=140, help="begin no product after so many seconds")
+    parser.add_argument("--budget", type=float, default=200, help="begin no product after so many seconds")
     parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/held_out.json")
     parser.add_argument("--every", type=results_file, help="microseconds of all schedules, to fit costs to")
     options = parser.parse_args()

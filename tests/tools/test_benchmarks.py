@@ -7,6 +7,7 @@ import itertools
 import re
 import statistics
 import time
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -391,34 +392,34 @@ def test_held_out_shapes() -> None:
 
 
 def test_held_out_times_are_not_those_that_chose() -> None:
-    class Race:
-        """The third is the fastest in its first turn, and not in its second."""
+    ran: list[tuple[str, ...]] = []
 
-        kept: list[str]
+    class Race(clock.Race):
+        """The third is fast while a winner is sought, and not thereafter."""
+
+        def __init__(self) -> None:
+            self.first = {"0": [10.0], "1": [11.0], "2": [8.5], "3": [8.0], "torch": [10.0]}
 
         def turns(self, rounds: int) -> dict[str, list[float]]:
-            return {"0": [10.0], "1": [11.0], "2": [8.5], "3": [8.0], "torch": [10.0]}
+            return self.first
 
-        def keep(self, names: list[str]) -> None:
-            self.kept = names
+        def only(self, names: Iterable[str]) -> clock.Race:
+            ran.append(tuple(names))
+            return self
 
         def turns_alone(self) -> dict[str, list[float]]:
-            times = {"torch": (12, 12), "0": (10, 10), "2": (9, 9), "3": (8, 9.5)}
-            return {name: [times[name][0]] * 3 + [times[name][1]] * 3 for name in self.kept}
+            times = {"torch": 12.0, "0": 10.0, "2": 9.0, "3": 8.0 if len(ran) == 1 else 9.5}
+            return {name: [times[name]] * 6 for name in ran[-1]}
 
-    class Of:
-        ways = (0, 1, 2, 3)
-
-    race: Any = Race()
-    of: Any = Of()
-    us, place, early = held_out.measured(of, race, True)
+    race = Race()
+    us, place, early = held_out.measured(race, True)
     assert early == {"0": 10.0, "1": 11.0, "2": 8.5, "3": 8.0, "torch": 10.0}
-    assert race.kept == ["torch", "0", "3", "2"]
+    assert ran == [("0", "3", "2"), ("torch", "0", "3")]
     assert (us, place) == ({"torch": 12, "untuned": 10, "tuned": 9.5}, 3)
 
-    noisy = Race()
-    noisy.turns_alone = lambda: race.turns_alone() | {"3": [6.0, 8.0, 9.0] * 2}  # type: ignore[method-assign]
-    assert held_out.measured(of, noisy, True)[1] == 0
+    race.first = {"0": [10.0], "1": [11.0], "torch": [10.0]}
+    assert held_out.measured(race, True)[:2] == ({"torch": 12, "untuned": 10, "tuned": 10}, 0)
+    assert ran[2:] == [("torch", "0")]
     case = {"work": "dX", "m": 16, "k": 64, "n": 32, "us": us}
     data = {"environment": environment("c0ffee") | {"gpu": "A GPU"}, "seed": 28, "left": 1, "cases": [case]}
     said = gpu_held_out(data)

@@ -108,7 +108,7 @@ def _measure(case: AttentionCase, device: torch.device, l2_bytes: int) -> dict[s
         found |= {"tried": tried, "refused": refused}
         if others := tried.keys() - {"samebits"}:
             found["backend"] = min(others, key=tried.__getitem__)
-            race.keep({"samebits", found["backend"]})
+            race = race.only(("samebits", found["backend"]))
     us = race.alone() if arithmetic > memory else race.run(11)
     return found | {"us": {name if name in ("samebits", "dense") else "torch": t for name, t in us.items()}}
 

@@ -33,7 +33,7 @@ __all__ = [
     "operand_sets",
     "tidy",
     "tune",
-    "wins",
+    "winner",
 ]
 
 MARGIN = 0.01
@@ -72,8 +72,8 @@ class GraphClock:
         return self._race.turns(5)
 
     def final(self, names: Sequence[str]) -> dict[str, list[float]]:
-        self._race.keep(names)
-        return self._race.turns_alone() if self._alone else self._race.turns(15)
+        race = self._race.only(names)
+        return race.turns_alone() if self._alone else race.turns(15)
 
 
 def tidy() -> None:
@@ -130,17 +130,18 @@ def decide(of: Contest, clock: Clock) -> Entry:
         return Entry(of.ways[0].kernel, None, _us(early["0"]), _us(early["0"]))
     times = clock.final(["0", *others])
     us = {name: statistics.median(t) for name, t in times.items()}
-    winner = min(others, key=lambda name: us[name])
-    if not wins(times[winner], times["0"]):
-        return Entry(of.ways[0].kernel, None, _us(us["0"]), _us(us["0"]))
-    won = of.ways[int(winner)]
-    return Entry(won.kernel, schedule_data(won.schedule), _us(us[winner]), _us(us["0"]))
+    best = winner(times)
+    won = of.ways[int(best)]
+    kept = None if best == "0" else schedule_data(won.schedule)
+    return Entry(won.kernel, kept, _us(us[best]), _us(us["0"]))
 
 
-def wins(times: Sequence[float], choice: Sequence[float]) -> bool:
-    """Whether a schedule with these times is faster than the choice by more than the noise."""
-    noise = max(MARGIN, _spread(choice), _spread(times))
-    return statistics.median(choice) / statistics.median(times) - 1 > noise
+def winner(times: dict[str, list[float]]) -> str:
+    """The fastest by the median, if it is faster than the choice, "0", by more than the noise; else "0"."""
+    us = {name: statistics.median(t) for name, t in times.items()}
+    best = min(us, key=us.__getitem__)
+    noise = max(MARGIN, _spread(times["0"]), _spread(times[best]))
+    return best if us["0"] / us[best] - 1 > noise else "0"
 
 
 def _us(t: float) -> float:
