@@ -22,9 +22,14 @@ _OUTSIDE = 9  # cycles to load 128 bytes outside of a matrix; eight such lines c
 _L2 = 15e6  # bytes a microsecond from L2 to all multiprocessors
 _GAP = 1.6  # microseconds between kernels
 _TALL_MN = 0.99  # factor of the time for tiles of 192 rows contiguous along m, at k of 2048 and more
-_TURNED = 1.03  # factor for transposed tiles, of products of more than a thousand rows
-_TURNED_PAIRS = 1.03  # factor for those of 128 or 192 rows, shared, in clusters, if all run at once
-_TURNED_ALONE = 0.96  # factor for transposed tiles of 64 rows, of products of more than 512 rows
+_TURNED = {128: 1.01, 192: 1.04, 256: 1.01}  # factors for transposed tiles of more than a thousand rows
+_TURNED_PAIRS = (
+    1.03  # factor for those of 128 or 192 rows in clusters: up to 1024 rows; shared, if all run at once
+)
+_TURNED_ALONE, _TURNED_WIDE = (
+    0.96,
+    0.97,
+)  # for those of 64 rows, above 512 rows; of over 128 columns, above 128
 _FOR_TABLES = 1.3  # factor for those of 65 to 128 rows: from 8 % faster to 8 % slower, so they must be timed
 _TWICE, _TWICE_IN_HALVES = 1.03, 1.05  # factors for dX in two rows of tiles, which read b; in half lines
 _TURNED_STORE = 3000.0, 1000.0  # cycles to write a transposed tile, for each byte of an element; in pieces
@@ -111,10 +116,12 @@ def _factor(s: Sm90Schedule, p: Gemm, sms: int) -> float:
     """What times show, and no part of the work explains."""
     if s.swap:
         if s.warpgroups == s.blocks == 1 and s.block_n > 64:
-            return _TURNED_ALONE if p.m > 512 else _FOR_TABLES if p.m <= 128 else 1
-        pairs = s.cluster > 1 and s.share > 1 and s.block_m < 256 and s.tiles(p.turned()) <= sms
+            wide = _TURNED_WIDE if s.block_n > 128 else 1
+            return _FOR_TABLES if p.m <= 128 else wide if p.m <= 512 else _TURNED_ALONE
+        at_once = s.share > 1 and s.tiles(p.turned()) <= sms
+        pairs = s.cluster > 1 and s.block_m < 256 and (p.m <= 1024 or at_once)
         turned = s.warpgroups > 1 and p.m > 1024
-        return (_TURNED_PAIRS if pairs else 1) * (_TURNED if turned else 1)
+        return (_TURNED_PAIRS if pairs else 1) * (_TURNED[s.block_m] if turned else 1)
     if p.b_mn and not p.a_mn and s.block_m == 64 < p.m <= 128 and p.batch == 1:
         return _TWICE_IN_HALVES if s.block_n % 64 else _TWICE
     return _TALL_MN if p.a_mn and s.block_m == 192 and p.k >= 2048 else 1

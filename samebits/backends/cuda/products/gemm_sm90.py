@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 __all__ = ["Gemm", "reached"]
 
@@ -38,7 +38,8 @@ class Gemm:
     hbm: float = _H200
 
     def turned(self) -> Gemm:
-        return replace(self, m=self.n, n=self.m, a_mn=self.b_mn, b_mn=self.a_mn)
+        """The transpose. Not by ``replace``, which takes five times as long: a choice asks some 40 times."""
+        return Gemm(self.n, self.m, self.k, self.batch, self.b_mn, self.a_mn, self.out_bytes, self.hbm)
 
     @property
     def hundreds(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
@@ -40,7 +40,7 @@ def _filled(a_mn: bool, b_mn: bool, s: Sm90Schedule) -> Sm90Schedule:
 
 _LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (192, 96), (128, 96), (64, 192), (64, 128))
 _WRITTEN = ((128, 128), (128, 192), (192, 128))
-_SHARED = ((256, 128), (128, 256), (256, 160), (256, 192))
+_SHARED = ((256, 128, 2), (128, 256, 2), (256, 160, 2), (256, 192, 2), (192, 160, 3), (192, 192, 3))
 _NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192)
 
 
@@ -57,7 +57,7 @@ def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
                 found += [_schedule(p, 128, block_n, 64, 2, 2) for block_n in (80, 96, 112, 160, 192, 224)]
         elif p.m > 64 and not p.a_mn and -(-p.n // 64) * p.batch > sms:
             # Fewer tiles, where smaller ones would leave a second wave nearly empty.
-            tall, columns = ((128, 2), (192, 3)), round_up(p.m, 16)
+            tall, columns = ((128, 2), (192, 3)), round_up(p.m, 8)
             found += [_schedule(p, rows, columns, 64, n, n, swap=True) for rows, n in tall]
     few_tiles = p.b_mn and not p.a_mn and -(-p.m // 64) * -(-p.n // 64) <= sms
     if p.m <= 128 or p.n <= 512 or few_tiles:
@@ -72,14 +72,21 @@ def _many_blocks(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """
     tiles = -(-p.n // 64) * p.batch
     each = -(-tiles // sms)
+    columns = round_up(p.m, 8)
     if p.m <= 32:
-        columns, some = round_up(p.m, 8), [4, 5, 6] if 3 <= each <= 7 else []
+        some = [4, 5, 6] if 3 <= each <= 7 else []
     elif each == 1:  # with few terms, untransposed tiles are faster
-        columns, some = round_up(p.m, 16), [1] if p.m > 64 and p.k >= _DEEP and 2 * tiles > sms else []
+        some = [1] if p.m > 64 and p.k >= _DEEP and 2 * tiles > sms else []
     else:
-        ends = tiles >= _FILLED * each * sms
-        columns, some = round_up(p.m, 16), [each] if 3 <= each <= 4 and (ends or p.m <= 64) else []
-    deep = (8, 4), (96, 1), (112, 1)  # five stages and more of 128 are faster than twice as many of 64
+        ends = tiles >= 0.9 * each * sms
+        some = [each] if 3 <= each <= 4 and (ends or p.m <= 64) else []
+    deep = (
+        (8, 4),
+        (88, 1),
+        (96, 1),
+        (104, 1),
+        (112, 1),
+    )  # five stages and more of 128 are faster than twice as many of 64
     found = [
         _schedule(p, 64, columns, 128 if (columns, blocks) in deep else 64, swap=True, blocks=blocks)
         for blocks in some
@@ -95,9 +102,10 @@ def _narrow(p: Gemm) -> list[Sm90Schedule]:
 
 
 def _many_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    # Tiles that two warpgroups share move the fewest bytes, which saves power. But no warpgroup multiplies
-    # while one is written.
-    shared = [_schedule(p, block_m, block_n, 64, 2, 2) for block_m, block_n in _SHARED]
+    # Tiles that warpgroups share move the fewest bytes, which saves power. But no warpgroup multiplies while
+    # one is written.
+    kinds = _SHARED[:4] if p.a_mn else _SHARED
+    shared = [_schedule(p, block_m, block_n, 64, n, n) for block_m, block_n, n in kinds]
     pairs = [replace(s, cluster=2) for s in shared]
     if p.k > LONG and min(p.m, p.n) > 256 and p.m * p.n * p.batch >= sms * 128 * 192:
         return [*pairs, *_rows_across(p, sms)]
@@ -131,16 +139,16 @@ def _all_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 _ACROSS = ((64, 1, 1, 224), (128, 2, 1, 200), (128, 2, 2, 256), (192, 3, 3, 192))  # and the most columns
 _DEEP = 12_000  # k over which what a tile's epilogue costs is little
-_FILLED = 0.9  # the least part of all waves that has tiles
+_FULL = 0.8  # the least part of all waves that has tiles
 _ACROSS_FILLED = (*_ACROSS[1:], (256, 2, 2, 200))
 _ACROSS_AT_ONCE = ((64, 1, 1, 240), *_ACROSS_FILLED)  # if one wave has all tiles
 _LEAST_PART = 112  # rows of a part of such tiles
-_MOST, _MOST_DEEP = 2048, 8192  # rows in all, and with a deep k
+_MANY = 4096  # rows from which on only the width of a part matters
 
 
 def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The transpose, in tiles as wide as an equal part of all rows, to fill the last wave and waste none."""
-    if p.a_mn or p.m > _MOST_DEEP:
+    if p.a_mn:
         return []
     found = _rows_in_full_waves(p, sms) if p.m > 256 else []
     if p.m > 1024:
@@ -151,7 +159,7 @@ def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
     for parts in range(-(-p.m // 256), -(-p.m // 80) + 1):
         wide = max(80, -(-p.m // parts))
         for block_m, warpgroups, share, most in kinds:
-            columns = _columns_across(wide, block_m)
+            columns = round_up(wide, 8)
             # Two warpgroups share a tile if each block has one tile. Otherwise one writes while the other
             # multiplies, if its registers suffice.
             once = -(-p.n // block_m) * parts * p.batch <= sms
@@ -166,32 +174,30 @@ def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 def _rows_in_full_waves(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The same for more rows, where other tiles leave much of the last wave idle."""
-    if p.k < _DEEP and p.m > _MOST:
-        return []
     found = []
-    for parts in range(-(-p.m // 256), p.m // _LEAST_PART + 1):
+    for parts in _parts(p.m):
         for kind in _ACROSS_AT_ONCE:
             waves = -(-p.n // kind[0]) * parts * p.batch / sms
-            if waves >= _FILLED * math.ceil(waves) and (kind in _ACROSS_FILLED or waves <= 1):
+            if waves >= _FULL * math.ceil(waves) and (kind in _ACROSS_FILLED or waves <= 1):
                 found += [s for s in _equal_parts(p, parts, kind) if p.k <= LONG or s.cluster > 1]
     return found
+
+
+def _parts(m: int) -> Iterable[int]:
+    """Numbers of parts that `m` rows may have. Of many rows, those of one width are nearly the same."""
+    if m > _MANY:
+        return dict.fromkeys(-(-m // wide) for wide in range(256, 159, -8))
+    return range(-(-m // 256), m // _LEAST_PART + 1)
 
 
 def _equal_parts(p: Gemm, parts: int, kind: tuple[int, int, int, int]) -> list[Sm90Schedule]:
     """Transposed tiles of a kind for so many parts of the rows: none if too wide, alone, and in pairs."""
     block_m, warpgroups, share, most = kind
-    wide = -(-p.m // parts)
-    fine = block_m == 256 and p.m <= 1024  # of more rows, other tiles are as fast
-    columns = round_up(wide, 8) if fine and wide > 128 else _columns_across(wide, block_m)
+    columns = round_up(-(-p.m // parts), 8)
     if columns > most:
         return []
     s = _schedule(p, block_m, columns, 64, warpgroups, share, swap=True)
     return [s, replace(s, cluster=2)] if parts % 2 == 0 and warpgroups > 1 else [s]
-
-
-def _columns_across(wide: int, block_m: int) -> int:
-    """The width of tiles for parts of `wide` rows."""
-    return round_up(wide, 8 if block_m <= 128 < wide <= 208 else 16)
 
 
 def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
@@ -239,7 +245,8 @@ def _rows(p: Gemm, splits: int, sms: int) -> Sequence[int]:
 def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
     """Every kind of schedule that ``choice_sm90.choose`` can return. ``verify`` runs them all."""
     found: dict[Sm90Schedule, None] = {}
-    rows = (8, 16, 32, 64, 128, *range(136, 257, 8), *range(272, 513, 16), 4096)
+    few = range(72, 121, 8) if b_mn and not a_mn else ()  # in one tile
+    rows = (8, 16, 32, 64, *few, 128, *range(136, 257, 8), *range(272, 513, 16), 4096)
     for sms, m in itertools.product((66, 114, 132), rows):
         for n in (256, 512, 1024, *range(2048, 8449, 512), 3 * 8448, 57344):
             found.update(dict.fromkeys(menu(Gemm(m, n, 1024, 1, a_mn, b_mn), sms), None))
@@ -249,7 +256,7 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
                 dict.fromkeys(_equal_parts(Gemm(2 * wide, 4096, _DEEP, 1, a_mn, b_mn), 2, kind), None)
             )
     if b_mn and not a_mn:  # one or more than two blocks on a multiprocessor
-        for m, blocks in itertools.product((*range(48, 129, 16), 24), (1, 3, 4)):
+        for m, blocks in itertools.product((24, *range(40, 129, 8)), (1, 3, 4)):
             found.update(dict.fromkeys(_many_blocks(Gemm(m, blocks * 132 * 64, _DEEP, 1, a_mn, b_mn), 132)))
     # Many tiles of 64 tokens.
     found.update(dict.fromkeys(menu(Gemm(1344, 496, 1024, 1, a_mn, b_mn), 132), None))
