@@ -22,7 +22,7 @@ import multiprocessing
 import os
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,10 +203,11 @@ def fma_on_hopper(h: Any) -> Iterator[Kernel]:
         yield type(spec)(spec.source, spec.entry, spec.params, constants, spec.block), HOPPER
 
 
-def tensor_core_on_hopper(h: Any) -> Iterator[Kernel]:
+def tensor_core_on_hopper(h: Any, layouts: Iterable[tuple[bool, ...]] = FLAGS) -> Iterator[Kernel]:
     """All schedules, with alternating kinds of epilogue and operand."""
-    for a_mn, b_mn in FLAGS:
-        turns = itertools.cycle(EPILOGUES + RAGGED if a_mn and b_mn else EPILOGUES)
+    for a_mn, b_mn in layouts:
+        every = [*EPILOGUES, {"out_dtype": F32, "bias_dtype": F32}]
+        turns = itertools.cycle(every + RAGGED if a_mn and b_mn else every)
         for i, s in enumerate(h.menu_sm90.catalogue(a_mn, b_mn)):
             case = h.tensor_core_sm90.Sm90Variant(
                 **{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)}

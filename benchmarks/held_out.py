@@ -4,8 +4,8 @@ python -m benchmarks.held_out
 
 Forty shapes are drawn by a seed that changes only when they have taught the cost model a rule: (K, N) of
 current models' projections, none of them in ``samebits bench``, and M of three groups. Each is measured
-forward, for dX and for dW, in bf16. A product's plausible schedules race, and the winner is the one that
-``samebits tune`` would keep. Then the winner, the cost model's choice and cuBLAS run anew, as in ``samebits
+forward, for dX and for dW, in bf16. A product's plausible schedules race, and one wins by the rule of
+``samebits tune``. Then the winner, the cost model's choice and cuBLAS run anew, by the clock of ``samebits
 bench``: the times are not the lucky ones that decided.
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -168,7 +167,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
     ]
     for cache in caches:
         cache.cache_clear()
-    _forget_recipes()
+    replay.forget()  # recipes have functions of a fake driver
     try:
         for patch in patches:
             patch.start()
@@ -180,16 +179,8 @@ def fake_gpu() -> Iterator[FakeGpu]:
             patch.stop()
         for cache in caches:
             cache.cache_clear()
-        _forget_recipes()
+        replay.forget()
         _kept.append(gpu)  # the extension has its callbacks
 
 
 _kept: list[FakeGpu] = []
-
-
-def _forget_recipes() -> None:
-    """They have functions of a fake driver."""
-    if replay.available:
-        for found in gc.get_objects():
-            if type(found) is replay._replay.Replay:
-                found.recipes.clear()

@@ -22,7 +22,7 @@ LAYOUTS = list(itertools.product((False, True), repeat=2))
         (512, 8192, 8192, 2, 16, True),  # shared ones, too
         (8192, 8192, 8192, 1, 8, True),  # 2,048 rows of tiles together
         (16384, 4096, 4096, 2, 8, True),
-        (6023, 3072, 2048, 2, 8, True),
+        (8192, 8192, 4096, 2, 11, True),  # of 192 rows
     ],
 )
 def test_the_order_of_tiles(m: int, n: int, k: int, cluster: int, group: int, early: bool) -> None:
@@ -122,6 +122,25 @@ def test_parts_of_the_rows_fill_the_last_wave(
     assert (chosen.swap, chosen.block_m, chosen.block_n) == (True, *tile)
     tiles = chosen.tiles(p.turned())
     assert tiles / 132 > 0.8 * -(-tiles // 132)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "b_mn", "transposed", "tile", "cluster"),
+    [
+        (116, 17408, 5120, True, True, (192, 120), 1),  # 128 columns 11 % longer
+        (200, 8192, 10240, True, True, (64, 200), 1),  # 128 x 104 4 %
+        (318, 8192, 3072, True, True, (128, 160), 1),  # in pairs 1 %
+        (414, 9728, 2560, True, True, (256, 144), 1),  # 192 x 88 9 %: eight tenths of a wave are enough
+        (729, 1536, 24576, True, True, (64, 152), 1),  # 128 x 80 9 %
+        (2048, 4096, 24576, True, False, (128, 256), 2),  # transposed 2 %
+        (3011, 8192, 3584, False, False, (256, 192), 2),  # transposed 2 %
+    ],
+)
+def test_what_was_faster_on_an_h200(
+    m: int, n: int, k: int, b_mn: bool, transposed: bool, tile: tuple[int, int], cluster: int
+) -> None:
+    chosen = choice_sm90.choose(Gemm(m, n, k, b_mn=b_mn), 132)
+    assert (chosen.swap, (chosen.block_m, chosen.block_n), chosen.cluster) == (transposed, tile, cluster)
 
 
 def test_segments_come_in_pairs_only_with_a_long_k() -> None:

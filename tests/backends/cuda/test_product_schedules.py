@@ -236,16 +236,6 @@ LAYOUTS = list(itertools.product((False, True), repeat=2))
 HOPPER_SMEM = 227 << 10
 
 
-def variants(a_mn: bool, b_mn: bool) -> Iterator[compiler.KernelSpec]:
-    """Schedules and kinds of epilogue and operand take turns, so that each meets some of the others."""
-    cases = itertools.cycle([*cubins.EPILOGUES, *(cubins.RAGGED[:1] if a_mn and b_mn else ())])
-    for i, s in enumerate(menu_sm90.catalogue(a_mn, b_mn)):
-        v = tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(cases)})
-        yield tensor_core_sm90.spec(v, s)
-        if i % 8 == 0:
-            yield tensor_core_sm90.spec(v, s, beside=True)
-
-
 def test_outputs_that_tma_cannot_write_leave_in_panels_where_registers_suffice() -> None:
     def panel(block_n: int, **case: Any) -> int:
         s = schedule_sm90.Sm90Schedule(128, block_n, 64, 4, 2, 1)
@@ -323,10 +313,10 @@ def _kind(s: schedule_sm90.Sm90Schedule) -> schedule_sm90.Sm90Schedule:
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
 def test_hopper_tensor_core_compiles_without_spills(a_mn: bool, b_mn: bool, part: int) -> None:
-    specs = list(variants(a_mn, b_mn))[part::4]
-    assert specs
-    for spec in specs:
-        compiled_without_spills(spec, "sm_90a")
+    kernels = [*cubins.tensor_core_on_hopper(cubins.host(), [(a_mn, b_mn)])][part::4]
+    assert kernels
+    for spec, arch in kernels:
+        compiled_without_spills(spec, arch)
 
 
 @needs_compiler

@@ -22,14 +22,9 @@ _OUTSIDE = 9  # cycles to load 128 bytes outside of a matrix; eight such lines c
 _L2 = 15e6  # bytes a microsecond from L2 to all multiprocessors
 _GAP = 1.6  # microseconds between kernels
 _TALL_MN = 0.99  # factor of the time for tiles of 192 rows contiguous along m, at k of 2048 and more
-_TURNED = {128: 1.01, 192: 1.04, 256: 1.01}  # factors for transposed tiles of more than a thousand rows
-_TURNED_PAIRS = (
-    1.03  # factor for those of 128 or 192 rows in clusters: up to 1024 rows; shared, if all run at once
-)
-_TURNED_ALONE, _TURNED_WIDE = (
-    0.96,
-    0.97,
-)  # for those of 64 rows, above 512 rows; of over 128 columns, above 128
+_TURNED = {128: 1.01, 192: 1.04, 256: 1.01}  # factors for transposed tiles, by their rows, above 1024 rows
+_TURNED_PAIRS = 1.03  # for pairs of 128 and 192: up to 1024 rows, and shared ones if all run at once
+_TURNED_ALONE, _TURNED_WIDE = 0.96, 0.97  # for those of 64: above 512 rows; from 129 on, of over 128 columns
 _FOR_TABLES = 1.3  # factor for those of 65 to 128 rows: from 8 % faster to 8 % slower, so they must be timed
 _TWICE, _TWICE_IN_HALVES = 1.03, 1.05  # factors for dX in two rows of tiles, which read b; in half lines
 _TURNED_STORE = 3000.0, 1000.0  # cycles to write a transposed tile, for each byte of an element; in pieces

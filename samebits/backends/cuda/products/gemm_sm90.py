@@ -38,7 +38,7 @@ class Gemm:
     hbm: float = _H200
 
     def turned(self) -> Gemm:
-        """The transpose. Not by ``replace``, which takes five times as long: a choice asks some 40 times."""
+        # Not by `replace`, which takes twice as long: a choice asks some 40 times.
         return Gemm(self.n, self.m, self.k, self.batch, self.b_mn, self.a_mn, self.out_bytes, self.hbm)
 
     @property

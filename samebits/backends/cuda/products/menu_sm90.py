@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
@@ -40,7 +40,7 @@ def _filled(a_mn: bool, b_mn: bool, s: Sm90Schedule) -> Sm90Schedule:
 
 _LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (192, 96), (128, 96), (64, 192), (64, 128))
 _WRITTEN = ((128, 128), (128, 192), (192, 128))
-_SHARED = ((256, 128, 2), (128, 256, 2), (256, 160, 2), (256, 192, 2), (192, 160, 3), (192, 192, 3))
+_SHARED = ((256, 128), (128, 256), (256, 160), (256, 192))
 _NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192)
 
 
@@ -78,15 +78,9 @@ def _many_blocks(p: Gemm, sms: int) -> list[Sm90Schedule]:
     elif each == 1:  # with few terms, untransposed tiles are faster
         some = [1] if p.m > 64 and p.k >= _DEEP and 2 * tiles > sms else []
     else:
-        ends = tiles >= 0.9 * each * sms
+        ends = tiles >= _FILLED * each * sms
         some = [each] if 3 <= each <= 4 and (ends or p.m <= 64) else []
-    deep = (
-        (8, 4),
-        (88, 1),
-        (96, 1),
-        (104, 1),
-        (112, 1),
-    )  # five stages and more of 128 are faster than twice as many of 64
+    deep = (8, 4), (96, 1), (112, 1)  # timed: five stages of 128 are faster than ten of 64
     found = [
         _schedule(p, 64, columns, 128 if (columns, blocks) in deep else 64, swap=True, blocks=blocks)
         for blocks in some
@@ -102,10 +96,9 @@ def _narrow(p: Gemm) -> list[Sm90Schedule]:
 
 
 def _many_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    # Tiles that warpgroups share move the fewest bytes, which saves power. But no warpgroup multiplies while
-    # one is written.
-    kinds = _SHARED[:4] if p.a_mn else _SHARED
-    shared = [_schedule(p, block_m, block_n, 64, n, n) for block_m, block_n, n in kinds]
+    # Tiles that two warpgroups share move the fewest bytes, which saves power. But no warpgroup multiplies
+    # while one is written.
+    shared = [_schedule(p, block_m, block_n, 64, 2, 2) for block_m, block_n in _SHARED]
     pairs = [replace(s, cluster=2) for s in shared]
     if p.k > LONG and min(p.m, p.n) > 256 and p.m * p.n * p.batch >= sms * 128 * 192:
         return [*pairs, *_rows_across(p, sms)]
@@ -139,15 +132,14 @@ def _all_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 _ACROSS = ((64, 1, 1, 224), (128, 2, 1, 200), (128, 2, 2, 256), (192, 3, 3, 192))  # and the most columns
 _DEEP = 12_000  # k over which what a tile's epilogue costs is little
-_FULL = 0.8  # the least part of all waves that has tiles
+_FULL, _FILLED = 0.8, 0.9  # the least part of all waves that has tiles; of up to 128 rows
 _ACROSS_FILLED = (*_ACROSS[1:], (256, 2, 2, 200))
 _ACROSS_AT_ONCE = ((64, 1, 1, 240), *_ACROSS_FILLED)  # if one wave has all tiles
-_LEAST_PART = 112  # rows of a part of such tiles
-_MANY = 4096  # rows from which on only the width of a part matters
+_LEAST_PART, _LEAST_OF_MANY = 112, 160  # rows of a part; of more than 4096 rows
 
 
 def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """The transpose, in tiles as wide as an equal part of all rows, to fill the last wave and waste none."""
+    """The transpose, in tiles as wide as an equal part of all rows: to fill the last wave, and waste few."""
     if p.a_mn:
         return []
     found = _rows_in_full_waves(p, sms) if p.m > 256 else []
@@ -157,9 +149,8 @@ def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
     one_kind = p.m > 512 and not p.b_mn
     kinds = _ACROSS[2:3] if one_kind else _ACROSS[1:] if p.m > 512 else _ACROSS
     for parts in range(-(-p.m // 256), -(-p.m // 80) + 1):
-        wide = max(80, -(-p.m // parts))
+        columns = round_up(max(80, -(-p.m // parts)), 8)
         for block_m, warpgroups, share, most in kinds:
-            columns = round_up(wide, 8)
             # Two warpgroups share a tile if each block has one tile. Otherwise one writes while the other
             # multiplies, if its registers suffice.
             once = -(-p.n // block_m) * parts * p.batch <= sms
@@ -173,31 +164,28 @@ def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 
 def _rows_in_full_waves(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """The same for more rows, where other tiles leave much of the last wave idle."""
+    """The same for more rows, in all widths whose tiles nearly fill their waves."""
     found = []
-    for parts in _parts(p.m):
-        for kind in _ACROSS_AT_ONCE:
-            waves = -(-p.n // kind[0]) * parts * p.batch / sms
-            if waves >= _FULL * math.ceil(waves) and (kind in _ACROSS_FILLED or waves <= 1):
-                found += [s for s in _equal_parts(p, parts, kind) if p.k <= LONG or s.cluster > 1]
+    for columns, kind in itertools.product(_widths(p.m), _ACROSS_AT_ONCE):
+        waves = -(-p.n // kind[0]) * -(-p.m // columns) * p.batch / sms
+        if waves >= _FULL * math.ceil(waves) and (kind in _ACROSS_FILLED or waves <= 1):
+            found += [s for s in _across(p, columns, kind) if p.k <= LONG or s.cluster > 1]
     return found
 
 
-def _parts(m: int) -> Iterable[int]:
-    """Numbers of parts that `m` rows may have. Of many rows, those of one width are nearly the same."""
-    if m > _MANY:
-        return dict.fromkeys(-(-m // wide) for wide in range(256, 159, -8))
-    return range(-(-m // 256), m // _LEAST_PART + 1)
+def _widths(m: int) -> list[int]:
+    """Multiples of 8 that hold equal parts of `m` rows: no smaller one holds them in as few parts."""
+    least = _LEAST_PART if m <= 4096 else _LEAST_OF_MANY
+    return [wide for wide in range(least, 257, 8) if wide == round_up(-(-m // -(-m // wide)), 8)]
 
 
-def _equal_parts(p: Gemm, parts: int, kind: tuple[int, int, int, int]) -> list[Sm90Schedule]:
-    """Transposed tiles of a kind for so many parts of the rows: none if too wide, alone, and in pairs."""
+def _across(p: Gemm, columns: int, kind: tuple[int, int, int, int]) -> list[Sm90Schedule]:
+    """Transposed tiles of a kind and so many columns: none if they are too many, alone, and in pairs."""
     block_m, warpgroups, share, most = kind
-    columns = round_up(-(-p.m // parts), 8)
     if columns > most:
         return []
     s = _schedule(p, block_m, columns, 64, warpgroups, share, swap=True)
-    return [s, replace(s, cluster=2)] if parts % 2 == 0 and warpgroups > 1 else [s]
+    return [s, replace(s, cluster=2)] if warpgroups > 1 and -(-p.m // columns) % 2 == 0 else [s]
 
 
 def _few_rows(p: Gemm, sms: int) -> list[Sm90Schedule]:
@@ -252,9 +240,7 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
             found.update(dict.fromkeys(menu(Gemm(m, n, 1024, 1, a_mn, b_mn), sms), None))
     if not a_mn:
         for wide, kind in itertools.product(range(_LEAST_PART, 257, 8), _ACROSS_AT_ONCE):
-            found.update(
-                dict.fromkeys(_equal_parts(Gemm(2 * wide, 4096, _DEEP, 1, a_mn, b_mn), 2, kind), None)
-            )
+            found.update(dict.fromkeys(_across(Gemm(2 * wide, 4096, _DEEP, 1, a_mn, b_mn), wide, kind)))
     if b_mn and not a_mn:  # one or more than two blocks on a multiprocessor
         for m, blocks in itertools.product((24, *range(40, 129, 8)), (1, 3, 4)):
             found.update(dict.fromkeys(_many_blocks(Gemm(m, blocks * 132 * 64, _DEEP, 1, a_mn, b_mn), 132)))
