@@ -24,17 +24,16 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from benchmarks.record import RESULTS, environment, lines_of_progress, results_file, slug, write
 from samebits.backends.cuda import devices, precompile
 from samebits.backends.cuda.shapes import ProductShape
 from samebits.backends.cuda.tuned import schedule_data
-from samebits.tools.bench.clock import Race, how, median
+from samebits.tools.bench.clock import median
 from samebits.tools.shapes import of_weights
 from samebits.tools.tune.contest import Contest
 from samebits.tools.tune.families import contest
-from samebits.tools.tune.measure import finalists, label, loaded, operand_sets, tidy, winner
+from samebits.tools.tune.measure import Clock, GraphClock, finalists, label, loaded, operand_sets, winner
 
 SEED = 42
 
@@ -91,31 +90,21 @@ def group(m: int) -> str:
 Found = tuple[dict[str, float], int, dict[str, float]]
 
 
-def measured(race: Race, by_itself: bool) -> Found:
+def measured(clock: Clock) -> Found:
     """Microseconds of torch, of the cost model's choice and of the tuned one, the place of the latter, and
     those of all in their first turns."""
-
-    def final(*names: str) -> dict[str, list[float]]:
-        some = race.only(names)
-        return some.turns_alone() if by_itself else some.turns(15)
-
-    early = {name: median(t) for name, t in race.turns(3).items()}
+    early = {name: median(t) for name, t in clock.first().items()}
     others = finalists({name: us for name, us in early.items() if name != "torch"})
-    tuned = winner(final("0", *others)) if others else "0"
-    us = {name: median(t) for name, t in final(*dict.fromkeys(("torch", "0", tuned))).items()}
+    tuned = winner(clock.final(["0", *others])) if others else "0"
+    us = {name: median(t) for name, t in clock.final([*dict.fromkeys(("torch", "0", tuned))]).items()}
     return {"torch": us["torch"], "untuned": us["0"], "tuned": us[tuned]}, int(tuned), early
 
 
 def measure(of: Contest, l2_bytes: int) -> Found:
     """The same, on the GPU."""
-    tidy()
     sets = operand_sets(of, l2_bytes)
-    runs: dict[str, Callable[..., Tensor]] = loaded(of, sets[0]) | {"torch": torch.matmul}
-    calls, by_itself = how(of.flop, of.bytes, of.in_float32)
-    race = Race(calls)
-    for name, run in runs.items():
-        race.add(name, run, sets)
-    return measured(race, by_itself)
+    runs: dict[str, Callable[..., Any]] = {"torch": torch.matmul}
+    return measured(GraphClock(of, loaded(of, sets[0]) | runs, sets))
 
 
 def speeds(cases: Iterable[dict[str, Any]], who: str, beside: str) -> list[float]:

@@ -7,7 +7,7 @@ import itertools
 import re
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -392,34 +392,30 @@ def test_held_out_shapes() -> None:
 
 
 def test_held_out_times_are_not_those_that_chose() -> None:
-    ran: list[tuple[str, ...]] = []
-
-    class Race(clock.Race):
+    class Clock:
         """The third is fast while a winner is sought, and not thereafter."""
 
-        def __init__(self) -> None:
-            self.first = {"0": [10.0], "1": [11.0], "2": [8.5], "3": [8.0], "torch": [10.0]}
+        def __init__(self, **first: float) -> None:
+            self.early = first
+            self.ran: list[list[str]] = []
 
-        def turns(self, rounds: int) -> dict[str, list[float]]:
-            return self.first
+        def first(self) -> dict[str, list[float]]:
+            return {name.strip("_"): [us] for name, us in self.early.items()}
 
-        def only(self, names: Iterable[str]) -> clock.Race:
-            ran.append(tuple(names))
-            return self
+        def final(self, names: Sequence[str]) -> dict[str, list[float]]:
+            times = {"torch": 12.0, "0": 10.0, "2": 9.0, "3": 9.5 if self.ran else 8.0}
+            self.ran.append([*names])
+            return {name: [times[name]] * 6 for name in names}
 
-        def turns_alone(self) -> dict[str, list[float]]:
-            times = {"torch": 12.0, "0": 10.0, "2": 9.0, "3": 8.0 if len(ran) == 1 else 9.5}
-            return {name: [times[name]] * 6 for name in ran[-1]}
-
-    race = Race()
-    us, place, early = held_out.measured(race, True)
+    clock = Clock(_0=10.0, _1=11.0, _2=8.5, _3=8.0, torch=10.0)
+    us, place, early = held_out.measured(clock)
     assert early == {"0": 10.0, "1": 11.0, "2": 8.5, "3": 8.0, "torch": 10.0}
-    assert ran == [("0", "3", "2"), ("torch", "0", "3")]
+    assert clock.ran == [["0", "3", "2"], ["torch", "0", "3"]]
     assert (us, place) == ({"torch": 12, "untuned": 10, "tuned": 9.5}, 3)
 
-    race.first = {"0": [10.0], "1": [11.0], "torch": [10.0]}
-    assert held_out.measured(race, True)[:2] == ({"torch": 12, "untuned": 10, "tuned": 10}, 0)
-    assert ran[2:] == [("torch", "0")]
+    alone = Clock(_0=10.0, _1=11.0, torch=10.0)
+    assert held_out.measured(alone)[:2] == ({"torch": 12, "untuned": 10, "tuned": 10}, 0)
+    assert alone.ran == [["torch", "0"]]
     case = {"work": "dX", "m": 16, "k": 64, "n": 32, "us": us}
     data = {"environment": environment("c0ffee") | {"gpu": "A GPU"}, "seed": 28, "left": 1, "cases": [case]}
     said = gpu_held_out(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 import time
@@ -40,8 +41,8 @@ class Race:
 
     def only(self, names: Iterable[str]) -> Race:
         """A race of these contestants, in this order."""
-        some = Race(self._calls)
-        some._pool, some._graphs = self._pool, {name: self._graphs[name] for name in names}
+        some = copy.copy(self)
+        some._graphs = {name: self._graphs[name] for name in names}
         return some
 
     def run(self, rounds: int) -> dict[str, float]:

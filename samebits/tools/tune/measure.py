@@ -17,7 +17,7 @@ from samebits.backends.cuda import precompile
 from samebits.backends.cuda.shapes import Shape
 from samebits.backends.cuda.tuned import Entry, schedule_data
 from samebits.testing import bits
-from samebits.tools.bench.clock import Race, how
+from samebits.tools.bench.clock import Race, how, median
 from samebits.tools.seeds import seeded
 from samebits.tools.tune import families
 from samebits.tools.tune.contest import Contest
@@ -124,16 +124,13 @@ def finalists(early: dict[str, float]) -> list[str]:
 
 def decide(of: Contest, clock: Clock) -> Entry:
     """The entry of a contest whose ways run by the names that are their places."""
-    early = {name: statistics.median(t) for name, t in clock.first().items()}
-    others = finalists(early)
-    if not others:
-        return Entry(of.ways[0].kernel, None, _us(early["0"]), _us(early["0"]))
-    times = clock.final(["0", *others])
-    us = {name: statistics.median(t) for name, t in times.items()}
-    best = winner(times)
+    first = clock.first()
+    others = finalists({name: statistics.median(t) for name, t in first.items()})
+    times = clock.final(["0", *others]) if others else first
+    best = winner(times) if others else "0"
     won = of.ways[int(best)]
     kept = None if best == "0" else schedule_data(won.schedule)
-    return Entry(won.kernel, kept, _us(us[best]), _us(us["0"]))
+    return Entry(won.kernel, kept, median(times[best]), median(times["0"]))
 
 
 def winner(times: dict[str, list[float]]) -> str:
@@ -142,10 +139,6 @@ def winner(times: dict[str, list[float]]) -> str:
     best = min(us, key=us.__getitem__)
     noise = max(MARGIN, _spread(times["0"]), _spread(times[best]))
     return best if us["0"] / us[best] - 1 > noise else "0"
-
-
-def _us(t: float) -> float:
-    return float(f"{t:.5g}")
 
 
 def _spread(times: Sequence[float]) -> float:

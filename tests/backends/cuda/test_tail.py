@@ -48,6 +48,7 @@ def product(*sizes: int) -> Product:
         (Gemm(300, 17920, 5120, b_mn=True), "n", 12672),
         (Gemm(1031, 17408, 5120, b_mn=True), "n", 16896),
         (Gemm(1354, 5120, 34816, b_mn=True), "n", 3072),
+        (Gemm(3901, 16384, 3072), "m", 3600),
     ],
 )
 def test_a_first_launch_is_of_whole_waves(p: Gemm, dim: str, at: int) -> None:
