@@ -206,6 +206,7 @@ def fma_on_hopper(h: Any) -> Iterator[Kernel]:
 def tensor_core_on_hopper(h: Any, layouts: Iterable[tuple[bool, ...]] = FLAGS) -> Iterator[Kernel]:
     """All schedules, with alternating kinds of epilogue and operand."""
     for a_mn, b_mn in layouts:
+        # Beside those that kernels in segments are compiled with, the one that takes the most registers.
         every = [*EPILOGUES, {"out_dtype": F32, "bias_dtype": F32}]
         turns = itertools.cycle(every + RAGGED if a_mn and b_mn else every)
         for i, s in enumerate(h.menu_sm90.catalogue(a_mn, b_mn)):

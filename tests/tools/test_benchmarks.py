@@ -416,6 +416,10 @@ def test_held_out_times_are_not_those_that_chose() -> None:
     alone = Clock(_0=10.0, _1=11.0, torch=10.0)
     assert held_out.measured(alone)[:2] == ({"torch": 12, "untuned": 10, "tuned": 10}, 0)
     assert alone.ran == [["torch", "0"]]
+
+    noisy = Clock(_0=10.0, _3=8.0, torch=10.0)
+    noisy.final = lambda names: {name: [6.0] * 3 + [9.5] * 3 if name == "3" else [10.0] * 6 for name in names}  # type: ignore[method-assign]
+    assert held_out.measured(noisy)[1] == 0
     case = {"work": "dX", "m": 16, "k": 64, "n": 32, "us": us}
     data = {"environment": environment("c0ffee") | {"gpu": "A GPU"}, "seed": 28, "left": 1, "cases": [case]}
     said = gpu_held_out(data)
