@@ -67,7 +67,7 @@ def run() -> None:
 
 
 def parse(text: str) -> list[dict[str, list[dict[str, Any]]]]:
-    """The kernels of each product, from Nsight Compute's table: one of samebits, one or more of PyTorch."""
+    """The kernels of each product, from Nsight Compute's table: one or more of samebits, then of PyTorch."""
     rows = list(csv.reader(line for line in text.splitlines() if line.startswith('"')))
     head, _, *rows = rows or [[], []]
     found: list[dict[str, list[dict[str, Any]]]] = []
@@ -76,10 +76,10 @@ def parse(text: str) -> list[dict[str, list[dict[str, Any]]]]:
         kernel: dict[str, Any] = {"kernel": by_name["Kernel Name"]}
         kernel |= {name: float(by_name[metric].replace(",", "")) for name, metric in METRICS.items()}
         kernel["seconds"] /= 1e9
-        if kernel["kernel"].startswith(OURS):
-            found.append({"samebits": [kernel], "torch": []})
-        else:
-            found[-1]["torch"].append(kernel)
+        ours = kernel["kernel"].startswith(OURS)
+        if ours and (not found or found[-1]["torch"]):
+            found.append({"samebits": [], "torch": []})
+        found[-1]["samebits" if ours else "torch"].append(kernel)
     return found
 
 

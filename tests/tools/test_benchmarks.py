@@ -292,11 +292,11 @@ def test_counters() -> None:
         row("gemm<32, 8>", "1500", "200"),
         row("reduce", "500", "9"),
     ]
-    lines += [row("fma_sm90", "3000", "5"), row("sgemm", "3000", "7")]
+    lines += [row("fma_sm90", "3000", "5"), row("fma_sm90", "1000", "3"), row("sgemm", "3000", "7")]
     quoted = "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
     assert counters.parse("==ERROR== ERR_NVGPUCTRPERM\n") == []
     found = counters.parse(f"==PROF== Connected\n{quoted}\n")
-    assert [len(case["torch"]) for case in found] == [2, 1]
+    assert [(len(case["samebits"]), len(case["torch"])) for case in found] == [(1, 2), (2, 1)]
     assert found[0]["samebits"][0]["seconds"] == 2e-6
     cases = [
         {"work": "dX", "m": 1000, "k": 64, "n": 32, "dtype": dtype, **kernels}
