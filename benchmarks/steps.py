@@ -45,6 +45,8 @@ EXPERTS: dict[str, Any] = {
 """A Qwen3-MoE."""
 DECODED = (1, 32, 128)
 KEYS = 1024
+ROUNDS = 3
+"""Of decoding: without a graph the host is its bound, which other work slows for seconds."""
 Step = Callable[[], Any]
 Turn = tuple[Step, Step, Step]
 """What is done before a step, the step, and what is done after it."""
@@ -123,13 +125,22 @@ def nothing() -> None:
     """Before a step that needs nothing, and after one that leaves nothing behind."""
 
 
-def in_turns(steps: dict[str, Turn], repeats: int, forms: Mapping[str, Form] = FORMS) -> Measured:
-    """Median times of a step in several forms, which take turns: what changes with time, changes for all.
+class Taken(NamedTuple):
+    """Milliseconds of a step, and the most bytes that it allocated."""
+
+    ms: list[float]
+    peaks: list[int]
+
+    def median(self) -> dict[str, float]:
+        return {"ms": float(f"{statistics.median(self.ms):.4g}"), "mib": max(self.peaks) >> 20}
+
+
+def turns(steps: dict[str, Turn], repeats: int, forms: Mapping[str, Form] = FORMS) -> dict[str, Taken]:
+    """A step in several forms, which take turns: what changes with time, changes for all.
 
     Each step starts with an idle GPU and ends with one. The functions before and after it are not timed.
     """
-    times: dict[str, list[float]] = {form: [] for form in steps}
-    peaks = dict.fromkeys(steps, 0)
+    found = {form: Taken([], []) for form in steps}
     for turn in range(repeats + 2):
         for form, (before, step, after) in steps.items():
             with forms[form].within():
@@ -141,13 +152,15 @@ def in_turns(steps: dict[str, Turn], repeats: int, forms: Mapping[str, Form] = F
                 step()
                 torch.cuda.synchronize()
                 if turn > 1:
-                    times[form].append((time.perf_counter() - start) * 1e3)
-                    peaks[form] = max(peaks[form], torch.cuda.max_memory_allocated() - held)
+                    found[form].ms.append((time.perf_counter() - start) * 1e3)
+                    found[form].peaks.append(torch.cuda.max_memory_allocated() - held)
                 after()
-    return {
-        form: {"ms": float(f"{statistics.median(times[form]):.4g}"), "mib": peaks[form] >> 20}
-        for form in steps
-    }
+    return found
+
+
+def in_turns(steps: dict[str, Turn], repeats: int, forms: Mapping[str, Form] = FORMS) -> Measured:
+    """Median times, and peaks of memory, of :func:`turns`."""
+    return {form: taken.median() for form, taken in turns(steps, repeats, forms).items()}
 
 
 def training(model: Any, forms: Sequence[str]) -> dict[str, Measured]:
@@ -186,17 +199,23 @@ def training_experts(model: Any, forms: Sequence[str]) -> dict[str, Measured]:
 @torch.no_grad()
 def decoding(model: Any, forms: Sequence[str]) -> dict[str, Measured]:
     """The steps of decoding, by their names."""
-    found = {}
+    steps: dict[str, dict[str, Turn]] = {}
     for batch in DECODED:
-        eager, graphs = {}, {}
+        eager: dict[str, Turn] = {}
+        graphs: dict[str, Turn] = {}
         for form in forms:
             with FORMS[form].within():
                 decode = Decoding(model, batch, FORMS[form].decoding)
                 eager[form] = decode.prepare, decode.eager, decode.forget
                 graphs[form] = nothing, decode.graph(), decode.forget
-        found[f"decode, eager, batch {batch}"] = in_turns(eager, 45)  # the host is the bound, and drifts
-        found[f"decode, CUDA graph, batch {batch}"] = in_turns(graphs, 15)
-    return found
+        steps |= {f"decode, eager, batch {batch}": eager, f"decode, CUDA graph, batch {batch}": graphs}
+    found = {work: {form: Taken([], []) for form in forms} for work in steps}
+    for _ in range(ROUNDS):
+        for work, of in steps.items():
+            for form, taken in turns(of, 15).items():
+                found[work][form].ms.extend(taken.ms)
+                found[work][form].peaks.extend(taken.peaks)
+    return {work: {form: taken.median() for form, taken in of.items()} for work, of in found.items()}
 
 
 def show(data: dict[str, Any]) -> Table:
