@@ -82,6 +82,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "reference-speed": cpu.reference_speed,
     "drift": cpu.drift,
     "support": proofs.supported,
+    "commits": proofs.commits,
     "mode-replaced": mode.mode_replaced,
     "mode-vectors": mode.mode_vectors,
     "mode-reported": mode.mode_reported,

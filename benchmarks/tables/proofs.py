@@ -5,7 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import support
+from benchmarks.record import GPUS, RESULTS, load
 from benchmarks.tables.text import measured_on_gpu, table
+
+
+def commits() -> str:
+    """What was measured at which commit, the latest first."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for gpu in GPUS:
+        for path in sorted((RESULTS / gpu).glob("*.json")):
+            made = load(f"{gpu}/{path.name}")["environment"]
+            if made["commit"].isalnum():  # not of Triton's schedules, where words say which one
+                found.setdefault((made["gpu"], made["date"], made["commit"][:10]), []).append(path.stem)
+    latest = sorted(found, key=lambda key: (key[0], key[1]), reverse=True)
+    rows = [[gpu, date, f"`{commit}`", ", ".join(found[gpu, date, commit])] for gpu, date, commit in latest]
+    return table(["GPU", "measured", "commit", "results"], rows)
 
 
 def gpu_verify(data: dict[str, Any]) -> str:
