@@ -77,6 +77,22 @@ def replayed_too(call: Callable[..., Any]) -> Callable[..., Any]:
     return run if hasattr(call, "recipes") else call
 
 
+def pytest_collection() -> None:
+    """Tests are two million objects, through which the garbage collector would go again and again."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Nor does it look at them afterwards: a search took a second, and many tests ask for one."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """What Python does not look at when it ends, libraries take for leaks."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without a GPU, tests marked ``gpu`` are skipped, with the reason."""
     for item in items:

@@ -54,7 +54,6 @@ def test_nothing_waits_for_the_garbage_collector(name: str, within: Within) -> N
             call()
             assert gc.collect() == 0
         finally:
-            gc.unfreeze()
             gc.enable()
 
 

@@ -304,6 +304,7 @@ def test_forgetting_reaches_objects_that_python_does_not_track(gpu: FakeGpu) -> 
     finally:
         gc.unfreeze()
     assert not any(found.recipes for found in gc.get_objects() if type(found) is replay._replay.Replay)
+    gc.freeze()  # as after the collection of tests
 
 
 def test_calls_of_plans_return_one_result(gpu: FakeGpu) -> None:
