@@ -18,8 +18,9 @@ WAYS = ("packets", "parts", "products", "scatter")
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_they_compile(ranks: int, arch: str) -> None:
-    for spec in (exchange.packets_spec, exchange.parts_spec):
-        assert compiler.compile(spec(ranks, arch >= "sm_90"), arch).registers < 256
+    packets, parts = (spec(ranks, arch >= "sm_90") for spec in (exchange.packets_spec, exchange.parts_spec))
+    assert (packets.source, packets.constants) == (parts.source, parts.constants)  # compiled together
+    assert compiler.compile(packets, arch).registers < 256
 
 
 @pytest.mark.gpu
