@@ -94,7 +94,8 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU, tests marked ``gpu`` are skipped, with the reason."""
+    """Long tests run first. Without a GPU, tests marked ``gpu`` are skipped, with the reason."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     for item in items:
         if item.config.getoption("--replay") and item.get_closest_marker("counts_calls"):
             item.add_marker(pytest.mark.skip(reason="--replay repeats the calls that it counts"))

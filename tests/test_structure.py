@@ -52,14 +52,18 @@ def imported(tree: ast.Module) -> Iterator[str]:
             yield from {name if name in FILES else str(node.module) for name in names} & FILES.keys()
 
 
+@pytest.mark.long
 def test_every_module_can_be_imported_first() -> None:
     modules = [m for m in FILES if m != "samebits.__main__"]  # which runs the command line
     if importlib.util.find_spec("triton") is None:
         modules = [m for m in modules if not m.startswith("samebits.backends.triton.")]
     # Python imports the package before any of its modules. So those that it loads are imported first there.
     code = """
-import os, sys, warnings
-import numba, rich, samebits, torch.distributed.tensor.parallel, typer
+import importlib.util, os, sys, warnings
+import numba, rich, samebits, torch._dynamo, torch.distributed.tensor.parallel, typer
+for other in ("scipy.linalg", "triton.language"):  # numba's, and of some platforms
+    if importlib.util.find_spec(other.partition(".")[0]):
+        importlib.import_module(other)
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
 failed = []
 for module in set(sys.argv[1:]) - sys.modules.keys():

@@ -12,6 +12,7 @@ from tests.support import ROOT
 from tests.support.ranks import needs_gloo
 
 
+@pytest.mark.long
 @needs_gloo
 def test_benchmark() -> None:
     pytest.importorskip("transformers")

@@ -64,6 +64,7 @@ def test_trl_grpo(device: str) -> None:
     assert device == "cuda" or any(step.differing > 0 for step in runs["PyTorch"].steps)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("device", "ranks"), [("cpu", 1), ("cpu", 2), pytest.param("cuda", 2, marks=pytest.mark.gpu)]
 )

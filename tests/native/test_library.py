@@ -216,6 +216,7 @@ def test_a_driver_that_is_not_there_gives_a_status(path: Path) -> None:
     assert done.stdout.startswith("4 samebits.engine: the CUDA driver does not load: /nowhere/libcuda.so")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sanitizer", "damages"), [("address,undefined", 3000), ("thread", 100)])
 def test_bad_arguments_damaged_archives_and_threads_under_sanitizers(
     path: Path, sanitizer: str, damages: int

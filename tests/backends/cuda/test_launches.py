@@ -265,6 +265,7 @@ def test_blocks_of_a_long_sum_run_at_once(launches: list[Any], count: int) -> No
     assert math.prod(launches[0].grid) <= 2 * 132
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("thorough", [False, True])
 def test_verify_runs_every_schedule_of_products(launches: list[str], thorough: bool) -> None:
     """In every layout, if a case has operands of it that the kernel takes."""

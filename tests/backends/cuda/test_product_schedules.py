@@ -309,6 +309,7 @@ def _kind(s: schedule_sm90.Sm90Schedule) -> schedule_sm90.Sm90Schedule:
     return replace(s, early=False, ahead=0, group=0)  # which take turns in the catalogue
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
@@ -319,6 +320,7 @@ def test_hopper_tensor_core_compiles_without_spills(a_mn: bool, b_mn: bool, part
         compiled_without_spills(spec, arch)
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
 def test_hopper_segments_compile(a_mn: bool, b_mn: bool) -> None:
@@ -450,6 +452,7 @@ def runs(s: TinySchedule, p: TinyMatrices, vectors: tuple[int, int, int]) -> boo
     return s.staged or (p.compiled_in and p.direct(s, vectors))
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 def test_tiny_compiles_without_spills(arch: str) -> None:

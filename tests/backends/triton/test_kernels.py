@@ -519,6 +519,7 @@ def test_torch_compile_compiles_nothing_for_a_new_number_of_rows(
 # ---- indices, in Triton's interpreter
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("part", "least"), [("products", 550), ("logp", 250), ("verification", 600)]
 )  # which run side by side
