@@ -13,7 +13,7 @@ setup:
     {{venv}}/bin/pip install -c constraints.txt -e '.[dev]'
 
 # Run the tests that need no GPU; with arguments of pytest's.
-test *args="-n 2":
+test *args="-n 2 --dist worksteal":
     {{venv}}/bin/pytest {{args}}
 
 # Find what the linter, the formatter and the type checker object to.

@@ -109,10 +109,10 @@ def log_probabilities() -> Data:
 
 
 def of_a_model() -> Data:
-    """Steps in PyTorch and under the modes of the process, each with its own attention in decoding."""
+    """Steps in PyTorch, samebits' context and a peer's mode, each with its own attention in decoding."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    forms = {"torch": steps.FORMS["torch"], "samebits": steps.FORMS["process"]}
+    forms = {"torch": steps.FORMS["torch"], "samebits": steps.FORMS["context"]}
     if find_spec(MODE):
         theirs = import_module(MODE).set_batch_invariant_mode
         forms[MODE] = steps.Form(theirs, "sdpa", "grouped_mm")
@@ -122,22 +122,19 @@ def of_a_model() -> Data:
         ids = torch.randint(model.config.vocab_size, TRAINED)
     model = model.to(torch.bfloat16)
     train = partial(steps.stored_logits, model, ids)
-    found: dict[str, steps.Measured] = {TRAINING: {}, DECODING: {}}
-    totals = {}
-    for some in ([name for name in forms if name != "samebits"], ["samebits"]):  # whose traces stay
-        model.set_attn_implementation("sdpa")
-        turns: dict[str, steps.Turn] = dict.fromkeys(some, (steps.nothing, train, steps.nothing))
-        found[TRAINING] |= steps.in_turns(turns, 9, forms)
-        with torch.no_grad():
-            for name in some:
-                with forms[name].within():
-                    totals[name] = changed(_logits(model), ids, at=(1, 2))
-            decoding = {}
-            for name in some:
-                with forms[name].within():
-                    decode = steps.Decoding(model, 1, forms[name].decoding)
-                decoding[name] = decode.prepare, decode.eager, decode.forget
-            found[DECODING] |= steps.in_turns(decoding, 15, forms)
+    model.set_attn_implementation("sdpa")
+    totals, decoding = {}, {}
+    trained = steps.in_turns(dict.fromkeys(forms, (steps.nothing, train, steps.nothing)), 9, forms)
+    with torch.no_grad():
+        for name, form in forms.items():
+            with form.within():
+                totals[name] = changed(_logits(model), ids, at=(1, 2))
+        for name, form in forms.items():
+            with form.within():
+                decode = steps.Decoding(model, 1, form.decoding)
+            decoding[name] = decode.prepare, decode.eager, decode.forget
+        decoded = steps.in_turns(decoding, 45, forms)
+    found = {TRAINING: trained, DECODING: decoded}
     cases = [{"work": work} | by for work, by in found.items()]
     return {"steps": cases, "steps_changed": totals, "steps_rows": 3}
 

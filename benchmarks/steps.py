@@ -6,8 +6,8 @@ It writes benchmarks/results/<gpu>/steps.json: training steps (forward and backw
 with ``linear_logp``), decoding with a static cache of 1,024 keys (as a CUDA graph and call by call), and the
 peak memory of each. PyTorch attends by ``sdpa``, samebits by ``sdpa`` in training and by its own
 implementation in decoding; experts run PyTorch's grouped products, and samebits' own implementation. PyTorch
-and the context take turns. The switch of the process is measured
-afterwards, since what it registers stays.
+and the context take turns. The switch of the process is measured afterwards, since what it registers stays:
+the host may be faster then, or slower. Decoding is timed in three rounds over all batches.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EXPERTS: dict[str, Any] = {
 DECODED = (1, 32, 128)
 KEYS = 1024
 ROUNDS = 3
-"""Of decoding: without a graph the host is its bound, which other work slows for seconds."""
+"""Of decoding. Without a CUDA graph the host is the bound, and other work slows it for seconds at a time."""
 Step = Callable[[], Any]
 Turn = tuple[Step, Step, Step]
 """What is done before a step, the step, and what is done after it."""
@@ -131,7 +131,7 @@ class Taken(NamedTuple):
     ms: list[float]
     peaks: list[int]
 
-    def median(self) -> dict[str, float]:
+    def summary(self) -> dict[str, float]:
         return {"ms": float(f"{statistics.median(self.ms):.4g}"), "mib": max(self.peaks) >> 20}
 
 
@@ -160,7 +160,7 @@ def turns(steps: dict[str, Turn], repeats: int, forms: Mapping[str, Form] = FORM
 
 def in_turns(steps: dict[str, Turn], repeats: int, forms: Mapping[str, Form] = FORMS) -> Measured:
     """Median times, and peaks of memory, of :func:`turns`."""
-    return {form: taken.median() for form, taken in turns(steps, repeats, forms).items()}
+    return {form: taken.summary() for form, taken in turns(steps, repeats, forms).items()}
 
 
 def training(model: Any, forms: Sequence[str]) -> dict[str, Measured]:
@@ -215,7 +215,7 @@ def decoding(model: Any, forms: Sequence[str]) -> dict[str, Measured]:
             for form, taken in turns(of, 15).items():
                 found[work][form].ms.extend(taken.ms)
                 found[work][form].peaks.extend(taken.peaks)
-    return {work: {form: taken.median() for form, taken in of.items()} for work, of in found.items()}
+    return {work: {form: taken.summary() for form, taken in of.items()} for work, of in found.items()}
 
 
 def show(data: dict[str, Any]) -> Table:

@@ -89,7 +89,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """What Python does not look at when it ends, libraries take for leaks."""
+    """Frozen objects are not freed when Python ends, and libraries report them as leaks."""
     gc.unfreeze()
 
 

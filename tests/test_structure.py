@@ -61,7 +61,7 @@ def test_every_module_can_be_imported_first() -> None:
     code = """
 import importlib.util, os, sys, warnings
 import numba, rich, samebits, torch._dynamo, torch.distributed.tensor.parallel, typer
-for other in ("scipy.linalg", "triton.language"):  # numba's, and of some platforms
+for other in ("scipy.linalg", "triton.language"):  # what modules load: once, not in each child
     if importlib.util.find_spec(other.partition(".")[0]):
         importlib.import_module(other)
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads

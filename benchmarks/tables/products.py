@@ -136,10 +136,11 @@ def gpu_counters(data: dict[str, Any]) -> str:
             )
     head = ["M, K, N", "by", "µs", "GHz", "arithmetic", "bytes a cycle", "L2", "HBM, TB/s"]
     said = (
-        "Nsight Compute's counters, of one launch on a GPU that was idle before, from cold caches."
+        "Nsight Compute's counters, of single launches on a GPU that was idle before, from cold caches."
         " Arithmetic: how long the busiest multiprocessor's tensor cores are at work; for float32, its share"
         " of the most instructions that its units take. Bytes a cycle: what comes into a multiprocessor."
-        " L2: how busy the way out of it is. Of PyTorch's kernels the longest is shown, and the time of all."
+        " L2: how busy the way out of it is. Of several kernels of a product the longest is shown, and the"
+        " time of all: here they run one after another, but else samebits' second runs beside its first."
     )
     return "\n\n".join((table(head, rows), said, measured_on_gpu(data)))
 

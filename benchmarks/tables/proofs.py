@@ -10,15 +10,18 @@ from benchmarks.tables.text import measured_on_gpu, table
 
 
 def commits() -> str:
-    """What was measured at which commit, the latest first."""
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for gpu in GPUS:
-        for path in sorted((RESULTS / gpu).glob("*.json")):
-            made = load(f"{gpu}/{path.name}")["environment"]
-            if made["commit"].isalnum():  # not of Triton's schedules, where words say which one
-                found.setdefault((made["gpu"], made["date"], made["commit"][:10]), []).append(path.stem)
-    latest = sorted(found, key=lambda key: (key[0], key[1]), reverse=True)
-    rows = [[gpu, date, f"`{commit}`", ", ".join(found[gpu, date, commit])] for gpu, date, commit in latest]
+    """What was measured when, and at which commit."""
+    rows = []
+    for folder in GPUS:
+        found: dict[tuple[str, str, str], list[str]] = {}
+        for path in sorted((RESULTS / folder).glob("*.json")):
+            made = load(f"{folder}/{path.name}")["environment"]
+            commit, *changes = made["commit"].split(" ", 1)
+            if path.stem != "triton_tune":  # where words say which commit
+                said = " ".join((f"`{commit[:10]}`", *changes))
+                found.setdefault((made["date"], made["gpu"], said), []).append(path.stem)
+        for (date, gpu, said), results in sorted(found.items(), reverse=True):
+            rows.append([gpu, date, said, ", ".join(results)])
     return table(["GPU", "measured", "commit", "results"], rows)
 
 

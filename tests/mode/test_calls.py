@@ -49,7 +49,7 @@ def test_nothing_waits_for_the_garbage_collector(name: str, within: Within) -> N
     with within():
         call()
         gc.disable()
-        gc.freeze()  # what is there already does not count, and takes no time
+        gc.freeze()  # what is there already does not count, and takes no time; it stays so
         try:
             call()
             assert gc.collect() == 0

@@ -301,10 +301,12 @@ def test_forgetting_reaches_objects_that_python_does_not_track(gpu: FakeGpu) -> 
     gc.freeze()
     try:
         replay.forget()
-    finally:
         gc.unfreeze()
-    assert not any(found.recipes for found in gc.get_objects() if type(found) is replay._replay.Replay)
-    gc.freeze()  # as after the collection of tests
+        every = [found for found in gc.get_objects() if type(found) is replay._replay.Replay]
+    finally:
+        gc.freeze()  # as after the collection of tests
+    assert {id(found) for found in every} == {id(found) for found in replay._replays}
+    assert not any(found.recipes for found in every)
 
 
 def test_calls_of_plans_return_one_result(gpu: FakeGpu) -> None:
