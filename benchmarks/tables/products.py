@@ -140,7 +140,7 @@ def gpu_counters(data: dict[str, Any]) -> str:
         " Arithmetic: how long the busiest multiprocessor's tensor cores are at work; for float32, its share"
         " of the most instructions that its units take. Bytes a cycle: what comes into a multiprocessor."
         " L2: how busy the way out of it is. Of several kernels of a product the longest is shown, and the"
-        " time of all: here they run one after another, but else samebits' second runs beside its first."
+        " time of all. Here they run one after another; in use, samebits' second runs beside its first."
     )
     return "\n\n".join((table(head, rows), said, measured_on_gpu(data)))
 
