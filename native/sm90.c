@@ -99,8 +99,8 @@ sb_status fill_tensor_core(const call* c, const schedule* s, bool folded, tensor
             .rank = 3,
             .shape = {(uint64_t)p->n, (uint64_t)p->m, (uint64_t)p->batch},
             .strides = {(uint64_t)row_stride(p) * 2, (uint64_t)matrix_stride(p) * 2},
-            .box = {(uint32_t)s->panel, 64, 1},
-            .swizzle = s->panel * 2,
+            .box = {swap ? 64 : (uint32_t)s->panel, swap ? (uint32_t)s->panel : 64, 1},
+            .swizzle = swap ? 128 : s->panel * 2,
             .promotion = 256,
         };
         status = encode(x->out_map, p->out.data, &out);

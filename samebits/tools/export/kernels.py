@@ -221,10 +221,11 @@ class _Builder:
             for s in used:
                 self._add(self._number(family, s), variant, s.spec(a_by_k, b_by_k))
 
-    def _hopper(self, family: Family, s: Sm90Schedule) -> Schedule:
+    def _hopper(self, family: Family, s: Sm90Schedule, layout: choices.Layout | None = None) -> Schedule:
         kernel = self._number(family, replace(s, group=1))  # the order of tiles is a parameter
         sizes = s.block_m, s.block_n, s.block_k, s.cluster, s.group, s.blocks
-        return Schedule(family, kernel, *sizes, s.panel, s.swap, s.l2_promotion)
+        panel = s.turned_panel(layout.b_mn, layout.a_mn) if layout and s.swap else s.panel
+        return Schedule(family, kernel, *sizes, panel, s.swap, s.l2_promotion)
 
     def add_tensor_core_sm90(self, dtypes: Collection[torch.dtype], gemm: bool, ragged: bool) -> None:
         family = Family.TENSOR_CORE_SM90
@@ -237,8 +238,8 @@ class _Builder:
                 continue
             plain = choices.plain(a_mn, b_mn)
             key = a_mn | b_mn << 1 | output << 2 | batched << 4
-            record = self._hopper(family, plain)
-            self._add_table(family, key, record, found, lambda s: self._hopper(family, s))
+            record = functools.partial(self._hopper, family, layout=layout)
+            self._add_table(family, key, record(plain), found, record)
             biases = (False,) if a_mn else (False, True)
             for s, dtype, offsets, bias in itertools.product(
                 dict.fromkeys(replace(s, group=1) for s in found.cells), dtypes, spans, biases

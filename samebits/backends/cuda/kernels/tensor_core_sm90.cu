@@ -28,8 +28,8 @@
 //   TRANSPOSED           1: the kernel's D is the transpose of the output
 //   OUTPUT               type of the output: F32, BF16 or F16
 //   BIAS                 type of the bias: NONE, F32, BF16 or F16
-//   PANEL                columns of D that go through shared memory at once, a divisor of BLOCK_N; 0: they
-//                        leave from registers
+//   PANEL                columns of D that go through shared memory at once, a divisor of BLOCK_N unless
+//                        TRANSPOSED; 0: they leave from registers
 //   RAGGED               1: k holds sequences, each of which starts a new group of 16; 0: it does not
 //   BOUND                integer type of the sequences' bounds: int or long long
 //   ACCUMULATE           1: chains start from the output, which is f32; 0: from +0

@@ -22,12 +22,16 @@ _OUTSIDE = 9  # cycles to load 128 bytes outside of a matrix; eight such lines c
 _L2 = 15e6  # bytes a microsecond from L2 to all multiprocessors
 _GAP = 1.6  # microseconds between kernels
 _TALL_MN = 0.99  # factor of the time for tiles of 192 rows contiguous along m, at k of 2048 and more
-_TURNED = {128: 1.01, 192: 1.04, 256: 1.01}  # factors for transposed tiles, by their rows, above 1024 rows
-_TURNED_PAIRS = 1.03  # for pairs of 128 and 192: up to 1024 rows, and shared ones if all run at once
+_TURNED = {128: 1.01, 192: 1.02, 256: 1.01}  # factors for transposed tiles, by their rows, above 1024 rows
+_TURNED_PAIRS = (
+    1.03  # for pairs of 128 and 192 that have not two of: a tile each, several tiles, over 1024 rows
+)
 _TURNED_LIKE = 1.01  # for 256 x 192, which are there untransposed, too, and 1 to 2 % faster
 _TURNED_ALONE = 0.96  # for those of 64 rows, above 512 rows
-_TURNED_WIDE = 0.97  # for those of 64 rows and over 128 columns, from 129 to 512 rows
+_TURNED_WIDE = 1.02  # for those of 64 rows and over 128 columns, from 129 to 512 rows
+_TURNED_IN_TURN = 1.03  # for those of 192 rows, up to 1024 rows, if a block takes several
 _FOR_TABLES = 1.3  # factor for those of 65 to 128 rows: from 8 % faster to 8 % slower, so they must be timed
+_LINES = 0.95  # factor for dX of up to 32 rows by tiles of 128 columns: two lines side by side load faster
 _TWICE, _TWICE_IN_HALVES = 1.03, 1.05  # factors for dX in two rows of tiles, which read b; in half lines
 _TURNED_STORE = 3000.0, 1000.0  # cycles to write a transposed tile, for each byte of an element; in pieces
 TOGETHER = 2048  # the most rows whose tiles are computed together, so that their operands stay in L2
@@ -112,15 +116,19 @@ def estimate(s: Sm90Schedule, product: Gemm, sms: int) -> float:
 def _factor(s: Sm90Schedule, p: Gemm, sms: int) -> float:
     """What times show, and no part of the work explains."""
     if s.swap:
+        if s.block_m == 128 and p.m <= 32:
+            return _LINES
         if s.warpgroups == s.blocks == 1 and s.block_n > 64:
             few = _FOR_TABLES if p.m <= 128 else _TURNED_WIDE if s.block_n > 128 else 1
             return few if p.m <= 512 else _TURNED_ALONE
+        in_turn = s.tiles(p.turned()) > sms
         factor = _TURNED[s.block_m] if s.warpgroups > 1 and p.m > 1024 else 1.0
+        if s.block_m == 192 and p.m <= 1024 and in_turn:
+            factor *= _TURNED_IN_TURN
         if factor > 1 and (s.block_m, s.block_n) == (256, 192):
             factor *= _TURNED_LIKE
         if s.cluster > 1 and s.block_m < 256:
-            pays = p.m > 1024 and (s.share == 1 or s.tiles(p.turned()) > sms)
-            factor *= 1 if pays else _TURNED_PAIRS
+            factor *= 1 if (s.share == 1) + in_turn + (p.m > 1024) > 1 else _TURNED_PAIRS
         return factor
     if p.b_mn and not p.a_mn and s.block_m == 64 < p.m <= 128 and p.batch == 1:
         return _TWICE_IN_HALVES if s.block_n % 64 else _TWICE

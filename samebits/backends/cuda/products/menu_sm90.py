@@ -36,7 +36,7 @@ def _schedule(
 
 @functools.cache  # of some thousand; without it, most of the time of a choice goes here
 def _filled(a_mn: bool, b_mn: bool, s: Sm90Schedule) -> Sm90Schedule:
-    return s.filled(s.panels, a_mn, b_mn)
+    return s.filled(s.panels + s.least_turned_panels, a_mn, b_mn)
 
 
 _LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (192, 96), (128, 96), (64, 192), (64, 128))
@@ -70,17 +70,21 @@ def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 
 _DEEP = 12_000  # k from which on all rows in one tile may be faster, if each block has one
+_ONCE = 0.84  # the least part of the multiprocessors that have a tile of 128 columns of few rows
 _ENDING = 0.9  # the least part of the slots that have a tile where several blocks must end together
 
 
 def _many_blocks(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """Transposed tiles of all rows, one or more than two on a multiprocessor: all or most run at once.
 
-    Of more than 64 rows, they must also end together.
+    Of more than 64 rows, they must also end together. Of up to 32, those of twice as many columns are the
+    alternative to two.
     """
     tiles = -(-p.n // 64) * p.batch
     each = -(-tiles // sms)
     columns = round_up(p.m, 8)
+    if p.m <= 32 and _ONCE * sms <= -(-p.n // 128) * p.batch <= sms:  # two lines side by side load faster
+        return [_schedule(p, 128, columns, 64, 2, 2, swap=True, blocks=2)]
     if p.m <= 32:
         some = [4, 5, 6] if 3 <= each <= 7 else []
     elif each == 1:  # with few terms, untransposed tiles are faster
@@ -260,8 +264,8 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
     if not a_mn:
         for wide, kind in itertools.product(range(_LEAST_PART, 257, 8), _IN_WAVES):
             found.update(dict.fromkeys(_across(Gemm(2 * wide, 4096, _DEEP, 1, a_mn, b_mn), wide, kind)))
-    if b_mn and not a_mn:  # one or more than two blocks on a multiprocessor
-        for m, blocks in itertools.product((24, *range(40, 129, 8)), (1, 3, 4)):
+    if b_mn and not a_mn:  # any number of blocks on a multiprocessor
+        for m, blocks in itertools.product((24, *range(40, 129, 8)), (1, 2, 3, 4)):
             found.update(dict.fromkeys(_many_blocks(Gemm(m, blocks * 132 * 64, _DEEP, 1, a_mn, b_mn), 132)))
     # Many tiles of 64 tokens.
     found.update(dict.fromkeys(menu(Gemm(1344, 496, 1024, 1, a_mn, b_mn), 132), None))

@@ -10,6 +10,7 @@ __all__ = ["Sm90Schedule", "round_up"]
 
 
 _SMEM = 227 * 1024
+_LEAST_PANEL = 16  # columns of a transposed tile that pay for a store of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,32 @@ class Sm90Schedule:
         return self.warpgroups * 2 * 128 * self.panel
 
     @property
+    def least_turned_panels(self) -> int:
+        """Bytes of shared memory that the ring leaves for panels of a transposed tile, at least.
+
+        0 with few columns, or one warpgroup: these are written as fast straight from the registers.
+        """
+        if not self.swap or self.warpgroups == 1 or self.block_n < 64 or self.block_m // self.share % 64:
+            return 0
+        return self.warpgroups * 2 * 128 * _LEAST_PANEL
+
+    def turned_panel(self, a_mn: bool, b_mn: bool) -> int:
+        """Columns of a transposed tile of 16-bit elements that are written at once through shared memory.
+
+        They take all that the ring leaves; 0 if that is too little. The layouts are as the kernel sees them.
+        """
+        if self.least_turned_panels == 0:
+            return 0
+        left = self._room - self.smem(0, a_mn, b_mn)
+        most = left // (self.warpgroups * 2 * 128) // 8 * 8
+        return 0 if most < _LEAST_PANEL else round_up(-(-self.block_n // -(-self.block_n // most)), 8)
+
+    @property
+    def _room(self) -> int:
+        """Bytes of shared memory that a block may have."""
+        return _SMEM // self.blocks - 1024 * (self.blocks > 1)
+
+    @property
     def l2_promotion(self) -> int:
         """The least bytes that L2 fetches. With few rows, weights stream faster without it."""
         return 0 if self.swap else 256
@@ -108,8 +135,7 @@ class Sm90Schedule:
         """This schedule with the longest ring that fits beside `epilogue` bytes."""
         fixed = replace(self, stages=0).smem(0, a_mn, b_mn)
         stage = replace(self, stages=1).smem(0, a_mn, b_mn) - fixed
-        room = _SMEM // self.blocks - 1024 * (self.blocks > 1) - fixed - epilogue
-        return replace(self, stages=room // stage)
+        return replace(self, stages=(self._room - fixed - epilogue) // stage)
 
     def smem(self, panel: int, a_mn: bool, b_mn: bool) -> int:
         """Bytes of shared memory for operands with these layouts (as the kernel sees them), and `panel`."""

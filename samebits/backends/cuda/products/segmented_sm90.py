@@ -160,10 +160,10 @@ def schedules(p: Product) -> Sequence[Sm90Schedule]:
     return catalogue(variant(p))
 
 
-def segmented_spec(v: Sm90Variant, s: Sm90Schedule, segments: int) -> compiler.KernelSpec:
+def segmented_spec(v: Sm90Variant, s: Sm90Schedule) -> compiler.KernelSpec:
     """The kernel of `v`, of a product by segments, under schedule `s`."""
-    plain, shared = spec(v, s), _in_shared(s, segments)
-    more = ("SEGMENTS", segments), ("HELD", held(s, segments)), ("SHARED", shared)
+    plain, shared = spec(v, s), _in_shared(s, v.segments)
+    more = ("SEGMENTS", v.segments), ("HELD", held(s, v.segments)), ("SHARED", shared)
     smem = plain.smem + shared * (16 + _sums(s))
     return replace(plain, params=plain.params + "P", constants=plain.constants + more, smem=smem)
 
@@ -172,10 +172,10 @@ def plan(p: Product, segments: int, s: Sm90Schedule | None = None) -> ScratchPla
     """The plan of `p` in `segments` under schedule `s`, or under that of :func:`choose`."""
     need(supports(p, segments), f"expected {p} in {segments} segments that TMA can read, on sm_90")
     parts = _by_segments(p, segments)
-    v, sms = variant(parts), devices.device_info(p.device).sm_count
+    v, sms = replace(variant(parts), segments=segments), devices.device_info(p.device).sm_count
     s = s or choose(gemm(p), sms, segments, _light(v))
-    grid, a_maps, b_maps, out_maps, rest = tables(parts, s)
-    kernel = runtime.load(segmented_spec(v, s, segments), p.device)
+    grid, a_maps, b_maps, out_maps, rest = tables(parts, v, s)
+    kernel = runtime.load(segmented_spec(v, s), p.device)
     swap = s.swap
 
     def launch(room: int, a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:

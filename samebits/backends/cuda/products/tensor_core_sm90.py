@@ -46,6 +46,7 @@ class Sm90Variant:
         aligned: whether rows of the output consist of whole units of 16 bytes, see :func:`in_units`.
         folded: whether k is a multiple of 64, so that one box of a tensor map holds several columns of it.
         cu_seqlens_dtype: dtype of ``cu_seqlens``, if there are any.
+        segments: of k, each a chain of its own: see :mod:`.segmented_sm90`.
     """
 
     dtype: torch.dtype
@@ -57,15 +58,20 @@ class Sm90Variant:
     aligned: bool = True
     folded: bool = False
     cu_seqlens_dtype: torch.dtype | None = None
+    segments: int = 1
 
 
 def _panel(variant: Sm90Variant, s: Sm90Schedule) -> int:
     """Columns that leave through shared memory at once; 0 if they leave from registers.
 
-    Panels of 64 columns are also for outputs that TMA cannot write, if registers suffice.
+    Panels of 64 columns are also for outputs that TMA cannot write, if registers suffice. Segments leave no room
+    for those of transposed tiles: their sums wait there.
     """
     if variant.out_dtype == torch.float32:
         return 0
+    if s.swap:
+        turned = variant.aligned and variant.segments == 1
+        return s.turned_panel(variant.b_mn, variant.a_mn) if turned else 0
     return s.panel if variant.aligned or (s.panel == 64 and variant.bias_dtype is None) else 0
 
 
@@ -210,8 +216,9 @@ class TensorCoreSm90Kernel(CudaKernel[Sm90Schedule]):
         return self._plan(p, s, beside=True)
 
     def _plan(self, p: Product, s: Sm90Schedule, *, beside: bool = False) -> CudaPlan:
-        grid, a_maps, b_maps, out_maps, rest = tables(p, s)
-        kernel, swap = runtime.load(spec(variant(p), s, beside=beside), p.device), s.swap
+        v, swap = variant(p), s.swap
+        grid, a_maps, b_maps, out_maps, rest = tables(p, v, s)
+        kernel = runtime.load(spec(v, s, beside=beside), p.device)
 
         def launch(a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
             tall, wide = a_maps[a], b_maps[b]
@@ -224,10 +231,10 @@ class TensorCoreSm90Kernel(CudaKernel[Sm90Schedule]):
 
 
 def tables(
-    p: Product, s: Sm90Schedule
+    p: Product, v: Sm90Variant, s: Sm90Schedule
 ) -> tuple[tuple[int, int, int], Maps, Maps, Maps | None, tuple[int, ...]]:
     """The grid, the tensor maps of a, b and out, and the parameters that follow the addresses."""
-    v, (a, b), swap = variant(p), _sides(p), s.swap
+    (a, b), swap = _sides(p), s.swap
     a_block, b_block = (s.block_n, s.block_m) if swap else (s.block_m, s.block_n)
     a_sharers, b_sharers = (1, s.cluster) if swap else (s.cluster, 1)
     how = v.folded and s.block_k > 64, s.l2_promotion
@@ -236,9 +243,10 @@ def tables(
     b_maps = operand_maps(v.dtype, b, matrices, v.b_mn, b_block, s.block_k, b_sharers, *how)
     row_stride, batch_stride = _output_strides(p)
     out_maps = None
-    if v.aligned and v.out_dtype != torch.float32 and s.panel:
+    if v.aligned and (panel := _panel(v, s)):
         strides = (row_stride * 2, batch_stride * 2)
-        out_maps = Maps(v.out_dtype, (p.n, p.m, p.batch), strides, (s.panel, 64, 1), s.panel * 2)
+        box = (64, panel, 1) if swap else (panel, 64, 1)
+        out_maps = Maps(v.out_dtype, (p.n, p.m, p.batch), strides, box, box[0] * 2)
     rows, columns = (p.n, p.m) if swap else (p.m, p.n)
     batched = int(a.batch != 0), int(b.batch != 0)
     rest = (

@@ -10,7 +10,8 @@
 
 constexpr u32 PANEL_BYTES = 64 * PANEL * 2;
 
-static_assert(PANEL == 0 || (!TRANSPOSED && ROWS % 64 == 0 && BLOCK_N % PANEL == 0), "panels are whole");
+static_assert(PANEL == 0 || (ROWS % 64 == 0 && (TRANSPOSED ? PANEL % 8 : BLOCK_N % PANEL) == 0),
+              "panels are whole");
 
 // Row and column of a thread's first element.
 struct Fragment {
@@ -85,45 +86,63 @@ __device__ __forceinline__ void add_bias(float* acc, const Params& p, const Tile
     }
 }
 
-// Where this lane's part of a panel begins, for `pack_panel`: in line lane % 16 of its warp's. The lines are in
-// TMA's swizzle.
+// Where this lane's part of a panel begins, for `pack_panel`: in the line whose address it gives to stmatrix. The
+// lines are in TMA's swizzle. A line is a row, of which a warp has sixteen; transposed, it is a column, of which
+// a warp has sixteen rows.
 __device__ __forceinline__ u32 panel_offset(u32 thread) {
     u32 warp = thread / 32, lane = thread % 32;
-    u32 line = warp * 16 + lane % 16;  // whose address this lane gives to stmatrix
-    return line * PANEL * 2 + (lane / 16 ^ line / (64 / PANEL) % (PANEL / 8)) * 16;
+    if constexpr (TRANSPOSED) {
+        u32 line = lane / 16 * 8 + lane % 8;
+        return line * 128 + (2 * warp + lane / 8 % 2 ^ line % 8) * 16;
+    } else {
+        u32 line = warp * 16 + lane % 16;
+        return line * PANEL * 2 + (lane / 16 ^ line / (64 / PANEL) % (PANEL / 8)) * 16;
+    }
 }
 
-// Rounds PANEL columns of one wgmma tile into a panel. A warp has sixteen lines of its own.
+// Rounds PANEL columns of one wgmma tile into a panel, sixteen at a time: a matrix of stmatrix has eight.
 template <int type>
 __device__ __forceinline__ void pack_panel(const float (&acc)[BLOCK_N / 2], u32 column, u32 to) {
     using Out = Element<type>;
 #pragma unroll
-    for (u32 chunk = 0; chunk < PANEL / 8; chunk += 2) {
-        const float* d = &acc[(column / 8 + chunk) * 4];
-        asm volatile(
-            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to ^ chunk * 16),
-            "r"(Out::pack(d[0], d[1])), "r"(Out::pack(d[2], d[3])), "r"(Out::pack(d[4], d[5])),
-            "r"(Out::pack(d[6], d[7]))
-            : "memory");
+    for (u32 i = 0; i < PANEL; i += 16) {
+        const float* d = &acc[(column + i) / 2];
+        const u32 first = Out::pack(d[0], d[1]), below = Out::pack(d[2], d[3]);
+        if constexpr (!TRANSPOSED) {
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to ^ i * 2),
+                         "r"(first), "r"(below), "r"(Out::pack(d[4], d[5])), "r"(Out::pack(d[6], d[7]))
+                         : "memory");
+        } else if (i + 16 <= PANEL) {
+            asm volatile(
+                "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + i * 128),
+                "r"(first), "r"(below), "r"(Out::pack(d[4], d[5])), "r"(Out::pack(d[6], d[7]))
+                : "memory");
+        } else {
+            asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to + i * 128),
+                         "r"(first), "r"(below)
+                         : "memory");
+        }
     }
 }
 
 // Stores one wgmma tile of 64 rows by TMA, PANEL columns at a time. A panel is written while TMA still reads
 // the other: before it is written again, the store before last must have read it. The two take turns across
-// tiles too.
+// tiles too. Where they do not fit, the last of a transposed tile is moved back into it.
 template <int type, typename Params>
 __device__ __forceinline__ void store_panels(Accumulators& acc, u32 mma_m, u32 panels, const Params& p,
                                              const TileCoord& tile, u32 warpgroup, u32 thread, u32& buffer) {
     u32 begin = panel_offset(thread);
 #pragma unroll
-    for (u32 column = 0; column < BLOCK_N; column += PANEL) {
-        u32 panel = panels + buffer * PANEL_BYTES;
+    for (u32 step = 0; step < BLOCK_N; step += PANEL) {
+        u32 column = min(step, BLOCK_N - PANEL), panel = panels + buffer * PANEL_BYTES;
         if (thread == 0) tma_store_wait_read<1>();
         named_barrier(EPILOGUE_BARRIER + warpgroup, 128);
         pack_panel<type>(acc[mma_m], column, panel + begin);
         fence_async_proxy();
         named_barrier(EPILOGUE_BARRIER + warpgroup, 128);
-        if (thread == 0) tma_store(p.out_map, panel, tile.n + column, tile.m + mma_m * 64, tile.batch);
+        int row = tile.m + mma_m * 64, at = tile.n + column;
+        if (thread == 0)
+            tma_store(p.out_map, panel, TRANSPOSED ? row : at, TRANSPOSED ? at : row, tile.batch);
         buffer ^= 1;
     }
 }

@@ -10,6 +10,8 @@
 #include "groups.cuh"
 
 static_assert(PANEL == 0 || OUTPUT != F32, "panels are of 16-bit elements");
+static_assert(PANEL == 0 || !TRANSPOSED || (ALIGNED && GROUPED != OF_ROWS),
+              "those of transposed tiles leave by TMA");
 
 // Whether TMA stores the panels: it cannot where rows do not lie multiples of 16 bytes apart.
 constexpr bool BY_TMA = PANEL > 0 && ALIGNED;
@@ -298,7 +300,7 @@ struct Output {
             for (u32 mma_m = 0; mma_m < MMA_M; ++mma_m) {
                 if constexpr (BY_TMA)
                     store_panels<OUTPUT>(acc, mma_m, panels, p, to, warpgroup, thread, buffer);
-                else if constexpr (PANEL > 0)
+                else if constexpr (PANEL > 0 && !TRANSPOSED)
                     store_lines<OUTPUT>(acc, mma_m, panels, p, to, thread, buffer);
             }
         } else if constexpr (IN_UNITS) {
