@@ -74,8 +74,8 @@ def test_gradients_of_few_rows_are_transposed() -> None:
         (372, 34816, 5120, False, True),  # more
         (1000, 4096, 4096, False, True),  # in clusters, which start together
         (600, 5120, 17920, True, False),  # more rows, transposed
-        (4, 14336, 4096, True, False),  # two blocks on some multiprocessors
-        (4, 16384, 4096, True, True),  # on nearly all
+        (4, 13312, 4096, True, False),  # two blocks on some multiprocessors
+        (4, 14336, 4096, True, True),  # tiles of 128 columns, one on each
         (4, 17408, 4096, True, False),  # four on each
         (24, 5120, 65536, True, False),  # few blocks, not in pairs
     ],
@@ -105,7 +105,7 @@ def test_transposed_tiles_are_for_any_number_of_rows() -> None:
     ("m", "n", "k", "b_mn", "transposed", "tile", "cluster"),
     [
         (116, 17408, 5120, True, True, (192, 120), 1),  # 128 columns 11 % longer
-        (200, 8192, 10240, True, True, (64, 200), 1),  # 128 x 104 4 %
+        (200, 8192, 10240, True, True, (128, 104), 1),  # 64 x 200, which leaves from registers
         (318, 8192, 3072, True, True, (128, 160), 1),  # in pairs 1 %
         (414, 9728, 2560, True, True, (256, 144), 1),  # 192 x 88 9 %: eight tenths of a wave are enough
         (640, 8192, 28672, True, True, (256, 160), 2),
@@ -172,7 +172,7 @@ def test_long_chains_of_few_hundred_rows_are_transposed_or_in_clusters() -> None
 
 
 @pytest.mark.parametrize(
-    ("n", "columns", "blocks"), [(5120, 64, 2), (8192, 64, 2), (1536, 32, 1), (14336, 64, 2)]
+    ("n", "columns", "blocks"), [(5120, 64, 2), (8192, 64, 2), (1536, 32, 1), (14336, 128, 2)]
 )
 def test_rings_of_few_rows_leave_room_for_the_next_kernel(n: int, columns: int, blocks: int) -> None:
     """But not where there are few blocks, which need all of it. Fewer take half lines."""

@@ -251,9 +251,34 @@ def test_outputs_that_tma_cannot_write_leave_in_panels_where_registers_suffice()
     assert panel(128, out_dtype=F32) == 0
 
 
+def test_transposed_tiles_leave_in_panels_of_what_the_ring_leaves() -> None:
+    """Not those of few columns or of one warpgroup, nor where TMA cannot write, or sums of segments wait."""
+
+    def panel(
+        block_m: int, block_n: int, stages: int, warpgroups: int = 2, share: int = 2, **case: Any
+    ) -> int:
+        s = schedule_sm90.Sm90Schedule(block_m, block_n, 64, stages, warpgroups, share, swap=True)
+        v = tensor_core_sm90.Sm90Variant(
+            **{"dtype": BF16, "out_dtype": BF16, "a_mn": False, "b_mn": True} | case
+        )
+        spec = tensor_core_sm90.spec(v, s)
+        assert spec.smem <= HOPPER_SMEM
+        return int(dict(spec.constants)["PANEL"])
+
+    assert [panel(256, 136, 4), panel(256, 136, 3), panel(256, 136, 2)] == [48, 136, 136]
+    assert [panel(256, 192, 4), panel(256, 192, 3)] == [0, 96]
+    assert [panel(192, 184, 4, 3, 3), panel(128, 160, 6, 2, 1)] == [48, 16]
+    assert [panel(64, 136, 8, 1, 1), panel(128, 56, 8), panel(160, 136, 4)] == [0, 0, 0]
+    assert panel(256, 136, 4, bias_dtype=F32) == 48
+    others = {"out_dtype": F32}, {"aligned": False}, {"segments": 8}
+    assert [panel(256, 136, 4, **case) for case in others] == [0, 0, 0]
+
+
 def fits_gpu(s: schedule_sm90.Sm90Schedule, a_mn: bool, b_mn: bool) -> bool:
     a, b = (b_mn, a_mn) if s.swap else (a_mn, b_mn)
-    return s.stages >= 2 and s.smem(s.panel, a, b) <= HOPPER_SMEM // s.blocks and s.fits(a_mn, b_mn)
+    panel = s.turned_panel(a, b) if s.swap else s.panel
+    fits = s.smem(panel, a, b) <= HOPPER_SMEM // s.blocks and s.fits(a_mn, b_mn)
+    return s.stages >= 2 and fits and (panel >= 16 or not s.least_turned_panels)
 
 
 @pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
@@ -329,7 +354,8 @@ def test_hopper_segments_compile(a_mn: bool, b_mn: bool) -> None:
     for i, case in enumerate(cases):
         v = tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **case})
         for j, s in enumerate(segmented_sm90.catalogue(v)[i :: 3 * len(cases)]):
-            spec = segmented_sm90.segmented_spec(v, s, (8, 8, 8, 2, 8, 4, 64)[(i + j) % 7])
+            of = replace(v, segments=(8, 8, 8, 2, 8, 4, 64)[(i + j) % 7])
+            spec = segmented_sm90.segmented_spec(of, s)
             cubin = compiler.compile(spec, "sm_90a")
             assert cubin.local_bytes <= 16, spec
             assert not cubin.advice, spec

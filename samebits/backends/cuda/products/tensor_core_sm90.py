@@ -64,8 +64,8 @@ class Sm90Variant:
 def _panel(variant: Sm90Variant, s: Sm90Schedule) -> int:
     """Columns that leave through shared memory at once; 0 if they leave from registers.
 
-    Panels of 64 columns are also for outputs that TMA cannot write, if registers suffice. Segments leave no room
-    for those of transposed tiles: their sums wait there.
+    Panels of 64 columns are also for outputs that TMA cannot write, if registers suffice. Segments leave no
+    room for those of transposed tiles: their sums wait there.
     """
     if variant.out_dtype == torch.float32:
         return 0
