@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define SB_ABI_VERSION 4
+#define SB_ABI_VERSION 5
 
 #if defined(__GNUC__)
 #define SB_API __attribute__((visibility("default")))

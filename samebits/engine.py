@@ -25,7 +25,7 @@ __all__ = ["Array", "Engine", "EngineError"]
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 """Names of dtypes, with the library's numbers."""
 
-_ABI = 4
+_ABI = 5
 _Int, _Long, _Pointer, _Size = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t
 
 

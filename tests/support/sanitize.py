@@ -152,6 +152,7 @@ def ways(s: Sm90Schedule, x: Operands) -> dict[str, bool]:
         "a ring that goes round": p.k > s.block_k * s.stages,
         "a last tile moved back": x.start is None and rows > s.block_m and rows % s.block_m > 0,
         "output in panels by TMA": constants["PANEL"] > 0 and constants["ALIGNED"] > 0,
+        "transposed output in panels": constants["PANEL"] > 0 and s.swap,
         "output in panels by lines": constants["PANEL"] > 0 and constants["ALIGNED"] == 0,
         "float32 in units": constants["OUTPUT"] == 1 and constants["ALIGNED"] > 0 and not s.swap,
         "float32 in elements": constants["OUTPUT"] == 1 and constants["ALIGNED"] == 0,

@@ -16,7 +16,7 @@ from samebits.backends.cuda.compiler import KernelSpec
 
 __all__ = ["ABI", "NONE", "Archive", "Family", "Schedule", "Table"]
 
-ABI = 4
+ABI = 5
 """Incremented with every change of this file's structs, of a kernel's parameters, or of ``samebits.h``."""
 
 NONE = 0xFFFF

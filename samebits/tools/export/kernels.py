@@ -221,11 +221,10 @@ class _Builder:
             for s in used:
                 self._add(self._number(family, s), variant, s.spec(a_by_k, b_by_k))
 
-    def _hopper(self, family: Family, s: Sm90Schedule, layout: choices.Layout | None = None) -> Schedule:
+    def _hopper(self, family: Family, s: Sm90Schedule) -> Schedule:
         kernel = self._number(family, replace(s, group=1))  # the order of tiles is a parameter
         sizes = s.block_m, s.block_n, s.block_k, s.cluster, s.group, s.blocks
-        panel = s.turned_panel(layout.b_mn, layout.a_mn) if layout and s.swap else s.panel
-        return Schedule(family, kernel, *sizes, panel, s.swap, s.l2_promotion)
+        return Schedule(family, kernel, *sizes, s.panel, s.swap, s.l2_promotion)
 
     def add_tensor_core_sm90(self, dtypes: Collection[torch.dtype], gemm: bool, ragged: bool) -> None:
         family = Family.TENSOR_CORE_SM90
@@ -238,7 +237,7 @@ class _Builder:
                 continue
             plain = choices.plain(a_mn, b_mn)
             key = a_mn | b_mn << 1 | output << 2 | batched << 4
-            record = functools.partial(self._hopper, family, layout=layout)
+            record = functools.partial(self._tensor_core_sm90, layout)
             self._add_table(family, key, record(plain), found, record)
             biases = (False,) if a_mn else (False, True)
             for s, dtype, offsets, bias in itertools.product(
@@ -256,6 +255,11 @@ class _Builder:
                 self._add_variant(plain, of)
                 if output == 1:
                     self._add_variant(plain, replace(of, accumulate=True))
+
+    def _tensor_core_sm90(self, layout: choices.Layout, s: Sm90Schedule) -> Schedule:
+        of = Sm90Variant(torch.bfloat16, torch.bfloat16, layout.a_mn, layout.b_mn)
+        record = self._hopper(Family.TENSOR_CORE_SM90, s)
+        return record._replace(panel=tensor_core_sm90.panel(of, s))
 
     def _variant(
         self,

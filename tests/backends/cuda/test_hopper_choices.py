@@ -75,6 +75,7 @@ def test_gradients_of_few_rows_are_transposed() -> None:
         (1000, 4096, 4096, False, True),  # in clusters, which start together
         (600, 5120, 17920, True, False),  # more rows, transposed
         (4, 13312, 4096, True, False),  # two blocks on some multiprocessors
+        (40, 16384, 4096, True, True),  # on nearly all
         (4, 14336, 4096, True, True),  # tiles of 128 columns, one on each
         (4, 17408, 4096, True, False),  # four on each
         (24, 5120, 65536, True, False),  # few blocks, not in pairs
@@ -138,6 +139,36 @@ def test_tiles_that_won_on_an_h200(
     if m > 256 and transposed:
         tiles = chosen.tiles(p.turned())
         assert tiles / 132 > 0.8 * -(-tiles // 132)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "b_mn", "tile", "share", "cluster"),
+    [
+        (1725, 15168, 1088, False, (192, 176), 3, 2),
+        (804, 18816, 2304, False, (128, 136), 1, 2),  # 192 columns take longer in turn
+        (417, 3712, 1536, True, (128, 112), 2, 1),  # as do 64 with over 128 rows
+        (692, 18112, 5440, False, (192, 176), 3, 1),  # pairs do not pay for one reason alone
+        (2313, 9792, 2176, False, (128, 232), 2, 2),  # but for two
+        (343, 13248, 9344, True, (128, 176), 1, 2),
+        (32, 16000, 4096, True, (128, 32), 2, 1),  # one tile in place of two
+        (33, 16000, 4096, True, (64, 48), 1, 1),
+        (4, 14208, 4096, True, (64, 8), 1, 1),  # too few
+    ],
+)
+def test_what_factors_of_transposed_tiles_decide(
+    m: int, n: int, k: int, b_mn: bool, tile: tuple[int, int], share: int, cluster: int
+) -> None:
+    chosen = choice_sm90.choose(Gemm(m, n, k, b_mn=b_mn), 132)
+    assert chosen.swap
+    assert ((chosen.block_m, chosen.block_n), chosen.share, chosen.cluster) == (tile, share, cluster)
+
+
+def test_tiles_of_128_columns_are_for_few_rows_of_one_matrix() -> None:
+    def tall(n: int, batch: int = 1) -> bool:
+        return any(s.block_m == 128 for s in menu_sm90.menu(Gemm(4, n, 4096, batch, b_mn=True), 132))
+
+    assert [tall(n) for n in (14208, 14336, 16896, 17024)] == [False, True, True, False]
+    assert not tall(192, batch=66)
 
 
 def test_segments_come_in_pairs_only_with_a_long_k() -> None:

@@ -269,15 +269,18 @@ def test_transposed_tiles_leave_in_panels_of_what_the_ring_leaves() -> None:
     assert [panel(256, 192, 4), panel(256, 192, 3)] == [0, 96]
     assert [panel(192, 184, 4, 3, 3), panel(128, 160, 6, 2, 1)] == [48, 16]
     assert [panel(64, 136, 8, 1, 1), panel(128, 56, 8), panel(160, 136, 4)] == [0, 0, 0]
+    assert panel(128, 64, 8) == 64
+    two_blocks = schedule_sm90.Sm90Schedule(128, 72, 64, 4, 2, 2, blocks=2, swap=True)
+    assert two_blocks.turned_panel(False, False) == 16
     assert panel(256, 136, 4, bias_dtype=F32) == 48
     others = {"out_dtype": F32}, {"aligned": False}, {"segments": 8}
     assert [panel(256, 136, 4, **case) for case in others] == [0, 0, 0]
 
 
 def fits_gpu(s: schedule_sm90.Sm90Schedule, a_mn: bool, b_mn: bool) -> bool:
-    a, b = (b_mn, a_mn) if s.swap else (a_mn, b_mn)
-    panel = s.turned_panel(a, b) if s.swap else s.panel
-    fits = s.smem(panel, a, b) <= HOPPER_SMEM // s.blocks and s.fits(a_mn, b_mn)
+    v = tensor_core_sm90.Sm90Variant(BF16, BF16, a_mn, b_mn)
+    smem, panel = tensor_core_sm90.spec(v, s).smem, tensor_core_sm90.panel(v, s)
+    fits = smem <= HOPPER_SMEM // s.blocks and s.fits(a_mn, b_mn)
     return s.stages >= 2 and fits and (panel >= 16 or not s.least_turned_panels)
 
 
@@ -305,6 +308,7 @@ SIZES = st.integers(0, 17).flatmap(lambda bits: st.integers(1, 1 << bits))
 @example(1344, 496, 16, 1, 132)
 @example(1030, 289, 16, 1, 66)
 @example(564, 8192, 111_774, 1, 78)
+@example(20, 16_000, 4096, 1, 132)
 def test_what_is_chosen_is_in_the_hopper_catalogue(
     a_mn: bool, b_mn: bool, m: int, n: int, k: int, batch: int, sms: int
 ) -> None:

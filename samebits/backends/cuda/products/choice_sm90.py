@@ -23,17 +23,17 @@ _L2 = 15e6  # bytes a microsecond from L2 to all multiprocessors
 _GAP = 1.6  # microseconds between kernels
 _TALL_MN = 0.99  # factor of the time for tiles of 192 rows contiguous along m, at k of 2048 and more
 _TURNED = {128: 1.01, 192: 1.02, 256: 1.01}  # factors for transposed tiles, by their rows, above 1024 rows
-_TURNED_PAIRS = (
-    1.03  # for pairs of 128 and 192 that have not two of: a tile each, several tiles, over 1024 rows
-)
+# For pairs of 128 and 192, unless two of these hold: a tile for each warpgroup; several tiles for a block;
+# over 1024 rows.
+_TURNED_PAIRS = 1.03
 _TURNED_LIKE = 1.01  # for 256 x 192, which are there untransposed, too, and 1 to 2 % faster
 _TURNED_ALONE = 0.96  # for those of 64 rows, above 512 rows
 _TURNED_WIDE = 1.02  # for those of 64 rows and over 128 columns, from 129 to 512 rows
 _TURNED_IN_TURN = 1.03  # for those of 192 rows, up to 1024 rows, if a block takes several
 _FOR_TABLES = 1.3  # factor for those of 65 to 128 rows: from 8 % faster to 8 % slower, so they must be timed
-_LINES = 0.95  # factor for dX of up to 32 rows by tiles of 128 columns: two lines side by side load faster
+_LINES = 0.95  # factor for dX of up to 32 rows by tiles of 128 columns
 _TWICE, _TWICE_IN_HALVES = 1.03, 1.05  # factors for dX in two rows of tiles, which read b; in half lines
-_TURNED_STORE = 3000.0, 1000.0  # cycles to write a transposed tile, for each byte of an element; in pieces
+_TURNED_STORE = 3000.0, 1000.0  # cycles to write a transposed tile, for each byte of an element; 16 bits
 TOGETHER = 2048  # the most rows whose tiles are computed together, so that their operands stay in L2
 _STORE, _STORE_ROW, _STORE_BYTE = 1000.0, 1.0, 0.0775  # cycles to write a tile, for each row, for each byte
 _STAYS = 24 << 20  # bytes of an operand that stay in L2 while rows of tiles pass over it
@@ -78,8 +78,8 @@ def _work(s: Sm90Schedule, product: Gemm, sms: int) -> tuple[float, float, float
     # longer. Transposed tiles cost two warpgroups as much if each has its own tile.
     if s.swap:
         turns = bands // s.share if s.share > 1 else 1
-        pieces = p.out_bytes == 2 and product.n % 8 == 0
-        write = _TURNED_STORE[pieces] * p.out_bytes * turns if s.warpgroups > 1 else 0.0
+        units = p.out_bytes == 2 and product.n % 8 == 0
+        write = _TURNED_STORE[units] * p.out_bytes * turns if s.warpgroups > 1 else 0.0
     elif s.share > 1:
         write = 950.0 * p.out_bytes
     else:

@@ -151,9 +151,9 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
         b_maps = operand_maps(v.dtype, b, matrices, v.b_mn, b_block, s.block_k, b_sharers, *how)
         row_stride, batch_stride = output_strides(p)
         out_maps = None
-        if v.aligned and v.out_dtype != torch.float32 and s.panel:
+        if v.aligned and (panel := tensor_core_sm90.panel(v, s)):
             sizes, strides = (p.n, p.m, p.groups if p.of_terms else 1), (row_stride * 2, batch_stride * 2)
-            out_maps = Maps(v.out_dtype, sizes, strides, (s.panel, 64, 1), s.panel * 2)
+            out_maps = Maps(v.out_dtype, sizes, strides, (panel, 64, 1), panel * 2)
         rows, columns = (p.n, p.m) if swap else (p.m, p.n)
         batched = (0, 0) if p.of_terms else (int(b.batch != 0), 0) if swap else (0, int(b.batch != 0))
         batch = p.groups if p.of_terms else 1

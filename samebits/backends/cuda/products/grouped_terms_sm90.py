@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products import choice_sm90, tensor_core_sm90
 from samebits.backends.cuda.products.grouped import GroupedCudaPlan, nothing
@@ -87,9 +85,9 @@ class GroupedTermsSm90Kernel(GroupedKernel[Sm90Schedule]):
         b_maps = _Pairs(_step_maps(p.b, 1, s.block_n, 1), _step_maps(p.b, 1, s.block_n, steps))
         row_stride, batch_stride = output_strides(p)
         out_maps = None
-        if v.aligned and v.out_dtype != torch.float32 and s.panel:
+        if v.aligned and (panel := tensor_core_sm90.panel(v, s)):
             sizes, strides = (p.n, p.m, p.groups), (row_stride * 2, batch_stride * 2)
-            out_maps = Maps(v.out_dtype, sizes, strides, (s.panel, 64, 1), s.panel * 2)
+            out_maps = Maps(v.out_dtype, sizes, strides, (panel, 64, 1), panel * 2)
         rest = (row_stride, batch_stride, p.m, p.n, p.k, p.groups, 0, 0, 0, s.group)
         tiles = -(-p.m // s.block_m) * -(-p.n // (s.block_n * s.cluster)) * p.groups
         refuse_large(p, tiles)

@@ -70,20 +70,20 @@ def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 
 _DEEP = 12_000  # k from which on all rows in one tile may be faster, if each block has one
-_ONCE = 0.84  # the least part of the multiprocessors that have a tile of 128 columns of few rows
+_ONCE = 0.845  # of up to 32 rows, the least part of the multiprocessors that have a tile of 128 columns
 _ENDING = 0.9  # the least part of the slots that have a tile where several blocks must end together
 
 
 def _many_blocks(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """Transposed tiles of all rows, one or more than two on a multiprocessor: all or most run at once.
 
-    Of more than 64 rows, they must also end together. Of up to 32, those of twice as many columns are the
-    alternative to two.
+    Of more than 64 rows, they must also end together. Of up to 32, one of 128 columns takes the place of two
+    of 64: two lines side by side load faster than one.
     """
     tiles = -(-p.n // 64) * p.batch
     each = -(-tiles // sms)
     columns = round_up(p.m, 8)
-    if p.m <= 32 and _ONCE * sms <= -(-p.n // 128) * p.batch <= sms:  # two lines side by side load faster
+    if p.m <= 32 and p.batch == 1 and _ONCE * sms <= -(-p.n // 128) <= sms:
         return [_schedule(p, 128, columns, 64, 2, 2, swap=True, blocks=2)]
     if p.m <= 32:
         some = [4, 5, 6] if 3 <= each <= 7 else []

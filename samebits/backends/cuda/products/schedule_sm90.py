@@ -59,17 +59,18 @@ class Sm90Schedule:
     @property
     def panels(self) -> int:
         """Bytes of shared memory for the panels."""
-        return self.warpgroups * 2 * 128 * self.panel
+        return self._panels(self.panel)
 
     @property
     def least_turned_panels(self) -> int:
         """Bytes of shared memory that the ring leaves for panels of a transposed tile, at least.
 
-        0 with few columns, or one warpgroup: these are written as fast straight from the registers.
+        0 with few columns, one warpgroup, or rows of a warpgroup that are no multiple of 64: these are
+        written straight from the registers.
         """
         if not self.swap or self.warpgroups == 1 or self.block_n < 64 or self.block_m // self.share % 64:
             return 0
-        return self.warpgroups * 2 * 128 * _LEAST_PANEL
+        return self._panels(_LEAST_PANEL)
 
     def turned_panel(self, a_mn: bool, b_mn: bool) -> int:
         """Columns of a transposed tile of 16-bit elements that are written at once through shared memory.
@@ -79,8 +80,12 @@ class Sm90Schedule:
         if self.least_turned_panels == 0:
             return 0
         left = self._room - self.smem(0, a_mn, b_mn)
-        most = left // (self.warpgroups * 2 * 128) // 8 * 8
+        most = left // self._panels(8) * 8
         return 0 if most < _LEAST_PANEL else round_up(-(-self.block_n // -(-self.block_n // most)), 8)
+
+    def _panels(self, columns: int) -> int:
+        """Bytes of two panels of so many columns for each warpgroup."""
+        return self.warpgroups * 2 * 128 * columns
 
     @property
     def _room(self) -> int:
@@ -146,7 +151,7 @@ class Sm90Schedule:
         own = self.block_m // self.share
         reach = 0 if a_mn else round_up(own, 64) - own
         ring = self.stages * ((rows + columns) * self.block_k * 2 + 16)
-        return 1024 + ring + reach * 128 + self.warpgroups * 2 * 128 * panel
+        return 1024 + ring + reach * 128 + self._panels(panel)
 
 
 def round_up(x: int, step: int) -> int:

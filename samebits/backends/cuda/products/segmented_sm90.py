@@ -162,6 +162,7 @@ def schedules(p: Product) -> Sequence[Sm90Schedule]:
 
 def segmented_spec(v: Sm90Variant, s: Sm90Schedule) -> compiler.KernelSpec:
     """The kernel of `v`, of a product by segments, under schedule `s`."""
+    assert v.segments > 1, v
     plain, shared = spec(v, s), _in_shared(s, v.segments)
     more = ("SEGMENTS", v.segments), ("HELD", held(s, v.segments)), ("SHARED", shared)
     smem = plain.smem + shared * (16 + _sums(s))

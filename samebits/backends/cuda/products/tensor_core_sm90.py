@@ -26,6 +26,7 @@ __all__ = [
     "Sm90Variant",
     "gemm",
     "in_units",
+    "panel",
     "spec",
     "tables",
     "variant",
@@ -61,11 +62,11 @@ class Sm90Variant:
     segments: int = 1
 
 
-def _panel(variant: Sm90Variant, s: Sm90Schedule) -> int:
+def panel(variant: Sm90Variant, s: Sm90Schedule) -> int:
     """Columns that leave through shared memory at once; 0 if they leave from registers.
 
-    Panels of 64 columns are also for outputs that TMA cannot write, if registers suffice. Segments leave no
-    room for those of transposed tiles: their sums wait there.
+    Panels of 64 columns are also for outputs that TMA cannot write, if registers suffice. Transposed tiles of
+    segments leave from registers: with panels they have not been timed.
     """
     if variant.out_dtype == torch.float32:
         return 0
@@ -83,7 +84,7 @@ def spec(variant: Sm90Variant, schedule: Sm90Schedule, *, beside: bool = False) 
     """
     s = schedule
     a_mn, b_mn = (variant.b_mn, variant.a_mn) if s.swap else (variant.a_mn, variant.b_mn)
-    panel = _panel(variant, s)
+    columns = panel(variant, s)
     constants = {
         "INPUT_F16": int(variant.dtype == torch.float16),
         "A_MN": int(a_mn),
@@ -95,7 +96,7 @@ def spec(variant: Sm90Variant, schedule: Sm90Schedule, *, beside: bool = False) 
         "BIAS": EPILOGUE_TYPES[variant.bias_dtype],
         "ACCUMULATE": int(variant.accumulate),
         "ALIGNED": int(variant.aligned),
-        "PANEL": panel,
+        "PANEL": columns,
         "RAGGED": int(variant.cu_seqlens_dtype is not None),
         "BOUND": "long long" if variant.cu_seqlens_dtype == torch.int64 else "int",
         **({"BESIDE": 1} if beside else {}),
@@ -106,7 +107,7 @@ def spec(variant: Sm90Variant, schedule: Sm90Schedule, *, beside: bool = False) 
         params=_PARAMS,
         constants=tuple(constants.items()),
         block=s.threads,
-        smem=s.smem(panel, a_mn, b_mn),
+        smem=s.smem(columns, a_mn, b_mn),
         cluster=(s.cluster, 1, 1),
         programmatic=True,
     )
@@ -243,9 +244,9 @@ def tables(
     b_maps = operand_maps(v.dtype, b, matrices, v.b_mn, b_block, s.block_k, b_sharers, *how)
     row_stride, batch_stride = _output_strides(p)
     out_maps = None
-    if v.aligned and (panel := _panel(v, s)):
+    if v.aligned and (at_once := panel(v, s)):
         strides = (row_stride * 2, batch_stride * 2)
-        box = (64, panel, 1) if swap else (panel, 64, 1)
+        box = (64, at_once, 1) if swap else (at_once, 64, 1)
         out_maps = Maps(v.out_dtype, (p.n, p.m, p.batch), strides, box, box[0] * 2)
     rows, columns = (p.n, p.m) if swap else (p.m, p.n)
     batched = int(a.batch != 0), int(b.batch != 0)

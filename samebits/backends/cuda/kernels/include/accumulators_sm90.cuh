@@ -10,7 +10,8 @@
 
 constexpr u32 PANEL_BYTES = 64 * PANEL * 2;
 
-static_assert(PANEL == 0 || (ROWS % 64 == 0 && (TRANSPOSED ? PANEL % 8 : BLOCK_N % PANEL) == 0),
+static_assert(PANEL == 0 ||
+                  (ROWS % 64 == 0 && PANEL <= BLOCK_N && (TRANSPOSED ? PANEL % 8 : BLOCK_N % PANEL) == 0),
               "panels are whole");
 
 // Row and column of a thread's first element.
@@ -127,7 +128,7 @@ __device__ __forceinline__ void pack_panel(const float (&acc)[BLOCK_N / 2], u32 
 
 // Stores one wgmma tile of 64 rows by TMA, PANEL columns at a time. A panel is written while TMA still reads
 // the other: before it is written again, the store before last must have read it. The two take turns across
-// tiles too. Where they do not fit, the last of a transposed tile is moved back into it.
+// tiles too. Where PANEL does not divide a transposed tile, its last panel is moved back into it.
 template <int type, typename Params>
 __device__ __forceinline__ void store_panels(Accumulators& acc, u32 mma_m, u32 panels, const Params& p,
                                              const TileCoord& tile, u32 warpgroup, u32 thread, u32& buffer) {

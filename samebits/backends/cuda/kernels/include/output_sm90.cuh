@@ -148,7 +148,7 @@ __device__ __forceinline__ void store_units(Accumulators& acc, const Params& p, 
 }
 
 // Whether a transposed tile leaves by store_turned().
-constexpr bool IN_PIECES = TRANSPOSED && ALIGNED && OUTPUT != F32;
+constexpr bool IN_PIECES = TRANSPOSED && ALIGNED && OUTPUT != F32 && PANEL == 0;
 
 // Stores a transposed tile of 16-bit elements straight from the registers. Along the output's rows lie D's, of
 // which a thread has single ones. So lanes trade: each then stores a piece of eight, 16 bytes, and two pieces
@@ -300,7 +300,7 @@ struct Output {
             for (u32 mma_m = 0; mma_m < MMA_M; ++mma_m) {
                 if constexpr (BY_TMA)
                     store_panels<OUTPUT>(acc, mma_m, panels, p, to, warpgroup, thread, buffer);
-                else if constexpr (PANEL > 0 && !TRANSPOSED)
+                else if constexpr (PANEL > 0)
                     store_lines<OUTPUT>(acc, mma_m, panels, p, to, thread, buffer);
             }
         } else if constexpr (IN_UNITS) {
