@@ -55,7 +55,8 @@ class FakeGpu:
         self.specs: list[Any] = []
         self.codes: list[int] = []
         self.map_codes: list[int] = []
-        self._memory, self._next, self._kernels = torch.empty(memory, dtype=torch.uint8), 0, []
+        self._memory, self._next = torch.empty(memory, dtype=torch.uint8), 0
+        self._kernels: list[Any] = []
         self._callbacks = _LAUNCH(self._launch), _REPLACE(self._replace), _SET(self._set)
         names = "cuLaunchKernelEx", "cuTensorMapReplaceAddress", "cuMemsetD8Async"
         self.library = SimpleNamespace(**dict(zip(names, self._callbacks, strict=True)))
@@ -142,12 +143,12 @@ def _stream(device: int) -> int:
 def fake_gpu() -> Iterator[FakeGpu]:
     """PyTorch's CPU tensors are on this GPU, for this library alone."""
     gpu = FakeGpu()
-    caches = (backends.on_gpu, rows._plan, rows._long_kernel, columns._kernel, logp._kernel)
+    caches: tuple[Any, ...] = (backends.on_gpu, rows._plan, rows._long_kernel, columns._kernel, logp._kernel)
     caches = (*caches, norm_gradients._kernel, losses._kernel, gather._kernel)
     caches = (*caches, vector_norm._kernel, matmul.family)
     caches = (*caches, runtime._allow_replays, linear_logp_sm90._prepared, tensor_maps.tensor_map)
     tensor: Any = torch.Tensor
-    patches = [
+    patches: list[Any] = [
         mock.patch.object(tensor, "is_cuda", property(lambda t: True)),
         mock.patch.object(tensor, "get_device", _zero),
         mock.patch.object(torch._C, "_cuda_getDevice", _zero, create=True),

@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from benchmarks import (
+    ahead,
     attention_invariance,
     counters,
     grouped,
@@ -57,6 +58,7 @@ from benchmarks.tables.products import (
     triton_choice,
 )
 from benchmarks.tables.proofs import gpu_attention_invariance
+from samebits.backends.cuda import precompile
 from samebits.backends.cuda.matmul import PRODUCTS
 from samebits.tools.bench import clock
 from samebits.tools.bench.cases import SHAPES, BenchCase
@@ -375,6 +377,14 @@ def test_a_tuners_report() -> None:
 def test_the_table_of_what_is_proven_knows_every_kernel_of_products(name: str) -> None:
     of = [o.name for o in support.OPERATIONS if re.fullmatch(o.kernels, f"{name}: shapes, layouts, strides")]
     assert len(of) == 1, of
+
+
+def test_what_a_gpu_will_need_is_known_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_out, "drawn", lambda: [(300, 768, 3072)])
+    monkeypatch.setattr(precompile, "_cached", lambda: False)  # so that nothing is compiled
+    for gpu in ahead.GPUS:
+        found = ahead.compile_for(gpu, ahead.timed, lambda done, what: None)
+        assert (found.needed > 10, found.missing) == (True, 0)
 
 
 def test_held_out_shapes() -> None:

@@ -1,0 +1,87 @@
+"""Compiles what a run on a Hopper GPU will need, on a machine without one: time on a GPU is short.
+
+SAMEBITS_CACHE_DIR=DIR python -m benchmarks.ahead [verify] [held_out]
+
+It fills the on-disk cache with the CUDA kernels of ``samebits verify`` and of ``benchmarks.held_out``, with a
+process for each CPU: some 8,500, in about 20 minutes on two. Carry DIR to the GPU's machine, whose NVRTC must
+have the same version. A change of a kernel's sources makes them void.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from rich.console import Console
+
+from benchmarks import held_out
+from benchmarks.record import lines_of_progress
+from samebits.backends.cuda import compiler, devices, precompile, runtime
+from samebits.tools.tune.families import contest
+from samebits.tools.verify.plan import VerifyPlan
+from tests.support import fake_gpu
+
+GPUS = (
+    fake_gpu.INFO,
+    devices.DeviceInfo(0, "NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, 50 << 20),
+)
+Calls = Iterable[Callable[[], object]]
+
+
+def verified() -> Calls:
+    """Calls that load what ``samebits verify`` runs."""
+    plan = VerifyPlan(0, False, ["cuda"])
+    plan.device = torch.device("cpu")
+    return plan.cuda()
+
+
+def timed() -> Iterator[Callable[[], object]]:
+    """Calls that load what ``benchmarks.held_out`` times."""
+    for _, shape in held_out.products(held_out.drawn()):
+        of = contest(shape, 0, alone=True)
+        assert of is not None
+        yield from (way.plan for way in of.ways)
+
+
+RUNS: dict[str, Callable[[], Calls]] = {"verify": verified, "held_out": timed}
+
+
+def compile_for(
+    gpu: devices.DeviceInfo, run: Callable[[], Calls], progress: Callable[[float, str], None]
+) -> precompile.Compiled:
+    """Compile the kernels that `run` would load on this GPU. Nothing is loaded, or launched."""
+
+    def load(spec: compiler.KernelSpec, device: int) -> None:
+        runtime.announce([spec], device)  # which ends the call
+
+    allocate = SimpleNamespace(_empty_strided_cuda=lambda *of: torch.empty_strided(*of[:2], dtype=of[2]))
+    with (
+        fake_gpu.fake_gpu(),
+        mock.patch.object(devices, "device_info", return_value=gpu),
+        mock.patch.object(runtime, "load", load),
+        mock.patch.object(runtime, "_allocate", allocate),
+        torch.no_grad(),
+    ):
+        return precompile.compile_for(run(), progress)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="*", help=f"all, or some of: {', '.join(RUNS)}")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.runs) - RUNS.keys()):
+        parser.error(f"expected some of {', '.join(RUNS)}; got {', '.join(unknown)}")
+    console = Console()
+    for name in options.runs or RUNS:
+        for gpu in GPUS:
+            found = compile_for(gpu, RUNS[name], lines_of_progress(console))
+            console.print(f"{name}, {gpu.name}: {found.needed} kernels, {found.missing} of them compiled now")
+
+
+if __name__ == "__main__":
+    main()
