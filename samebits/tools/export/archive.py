@@ -17,7 +17,8 @@ from samebits.backends.cuda.compiler import KernelSpec
 __all__ = ["ABI", "NONE", "Archive", "Family", "Schedule", "Table"]
 
 ABI = 5
-"""Incremented with every change of this file's structs, of a kernel's parameters, or of ``samebits.h``."""
+"""Incremented with every change of this file's structs, of what a field means, of a kernel's parameters, or
+of ``samebits.h``."""
 
 NONE = 0xFFFF
 """A cell without a schedule."""

@@ -106,7 +106,6 @@ def test_transposed_tiles_are_for_any_number_of_rows() -> None:
     ("m", "n", "k", "b_mn", "transposed", "tile", "cluster"),
     [
         (116, 17408, 5120, True, True, (192, 120), 1),  # 128 columns 11 % longer
-        (200, 8192, 10240, True, True, (128, 104), 1),  # 64 x 200, which leaves from registers
         (318, 8192, 3072, True, True, (128, 160), 1),  # in pairs 1 %
         (414, 9728, 2560, True, True, (256, 144), 1),  # 192 x 88 9 %: eight tenths of a wave are enough
         (640, 8192, 28672, True, True, (256, 160), 2),
@@ -146,7 +145,8 @@ def test_tiles_that_won_on_an_h200(
     [
         (1725, 15168, 1088, False, (192, 176), 3, 2),
         (804, 18816, 2304, False, (128, 136), 1, 2),  # 192 columns take longer in turn
-        (417, 3712, 1536, True, (128, 112), 2, 1),  # as do 64 with over 128 rows
+        (417, 3712, 1536, True, (128, 112), 2, 1),  # as do those of 64 columns with over 128 rows
+        (200, 8192, 10240, True, (128, 104), 2, 1),  # 64 x 200 has no panels
         (692, 18112, 5440, False, (192, 176), 3, 1),  # pairs do not pay for one reason alone
         (2313, 9792, 2176, False, (128, 232), 2, 2),  # but for two
         (343, 13248, 9344, True, (128, 176), 1, 2),
@@ -169,6 +169,7 @@ def test_tiles_of_128_columns_are_for_few_rows_of_one_matrix() -> None:
 
     assert [tall(n) for n in (14208, 14336, 16896, 17024)] == [False, True, True, False]
     assert not tall(192, batch=66)
+    assert not tall(14336, batch=2)
 
 
 def test_segments_come_in_pairs_only_with_a_long_k() -> None:
@@ -203,7 +204,7 @@ def test_long_chains_of_few_hundred_rows_are_transposed_or_in_clusters() -> None
 
 
 @pytest.mark.parametrize(
-    ("n", "columns", "blocks"), [(5120, 64, 2), (8192, 64, 2), (1536, 32, 1), (14336, 128, 2)]
+    ("n", "columns", "blocks"), [(5120, 64, 2), (8192, 64, 2), (1536, 32, 1), (13312, 64, 2), (14336, 128, 2)]
 )
 def test_rings_of_few_rows_leave_room_for_the_next_kernel(n: int, columns: int, blocks: int) -> None:
     """But not where there are few blocks, which need all of it. Fewer take half lines."""

@@ -252,7 +252,7 @@ def test_outputs_that_tma_cannot_write_leave_in_panels_where_registers_suffice()
 
 
 def test_transposed_tiles_leave_in_panels_of_what_the_ring_leaves() -> None:
-    """Not those of few columns or of one warpgroup, nor where TMA cannot write, or sums of segments wait."""
+    """Not those of few columns, of one warpgroup or of segments, nor where TMA cannot write."""
 
     def panel(
         block_m: int, block_n: int, stages: int, warpgroups: int = 2, share: int = 2, **case: Any

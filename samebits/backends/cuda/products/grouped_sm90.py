@@ -14,7 +14,7 @@ from samebits.backends.cuda.products.gemm_sm90 import Gemm, reached
 from samebits.backends.cuda.products.grouped import GroupedCudaPlan, nothing
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.cuda.products.tensor_core_sm90 import Sm90Variant, in_units
-from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
+from samebits.backends.cuda.tensor_maps import Side, operand_maps
 from samebits.backends.grouped import GroupedKernel, GroupedProduct, refuse_large
 from samebits.backends.product import need
 
@@ -150,10 +150,8 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
         a_maps = operand_maps(v.dtype, a, 1, v.a_mn, a_block, s.block_k, a_sharers, *how)
         b_maps = operand_maps(v.dtype, b, matrices, v.b_mn, b_block, s.block_k, b_sharers, *how)
         row_stride, batch_stride = output_strides(p)
-        out_maps = None
-        if v.aligned and (panel := tensor_core_sm90.panel(v, s)):
-            sizes, strides = (p.n, p.m, p.groups if p.of_terms else 1), (row_stride * 2, batch_stride * 2)
-            out_maps = Maps(v.out_dtype, sizes, strides, (panel, 64, 1), panel * 2)
+        sizes = p.n, p.m, p.groups if p.of_terms else 1
+        out_maps = tensor_core_sm90.output_maps(v, s, sizes, (row_stride, batch_stride))
         rows, columns = (p.n, p.m) if swap else (p.m, p.n)
         batched = (0, 0) if p.of_terms else (int(b.batch != 0), 0) if swap else (0, int(b.batch != 0))
         batch = p.groups if p.of_terms else 1

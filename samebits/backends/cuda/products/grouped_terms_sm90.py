@@ -84,10 +84,8 @@ class GroupedTermsSm90Kernel(GroupedKernel[Sm90Schedule]):
         a_maps = _Pairs(_step_maps(p.a, 0, a_columns, 1), _step_maps(p.a, 0, s.block_m, steps // s.cluster))
         b_maps = _Pairs(_step_maps(p.b, 1, s.block_n, 1), _step_maps(p.b, 1, s.block_n, steps))
         row_stride, batch_stride = output_strides(p)
-        out_maps = None
-        if v.aligned and (panel := tensor_core_sm90.panel(v, s)):
-            sizes, strides = (p.n, p.m, p.groups), (row_stride * 2, batch_stride * 2)
-            out_maps = Maps(v.out_dtype, sizes, strides, (panel, 64, 1), panel * 2)
+        sizes = p.n, p.m, p.groups
+        out_maps = tensor_core_sm90.output_maps(v, s, sizes, (row_stride, batch_stride))
         rest = (row_stride, batch_stride, p.m, p.n, p.k, p.groups, 0, 0, 0, s.group)
         tiles = -(-p.m // s.block_m) * -(-p.n // (s.block_n * s.cluster)) * p.groups
         refuse_large(p, tiles)

@@ -36,7 +36,7 @@ def _schedule(
 
 @functools.cache  # of some thousand; without it, most of the time of a choice goes here
 def _filled(a_mn: bool, b_mn: bool, s: Sm90Schedule) -> Sm90Schedule:
-    return s.filled(s.panels + s.least_turned_panels, a_mn, b_mn)
+    return s.filled(s.panels, a_mn, b_mn)
 
 
 _LARGE = ((128, 128), (128, 160), (128, 192), (192, 128), (192, 96), (128, 96), (64, 192), (64, 128))
@@ -77,8 +77,8 @@ _ENDING = 0.9  # the least part of the slots that have a tile where several bloc
 def _many_blocks(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """Transposed tiles of all rows, one or more than two on a multiprocessor: all or most run at once.
 
-    Of more than 64 rows, they must also end together. Of up to 32, one of 128 columns takes the place of two
-    of 64: two lines side by side load faster than one.
+    Of more than 64 rows, they must also end together. Up to 32 rows may have tiles of 128 columns, one on a
+    multiprocessor, with half of its shared memory: two lines side by side load faster than one.
     """
     tiles = -(-p.n // 64) * p.batch
     each = -(-tiles // sms)

@@ -51,15 +51,15 @@ class Sm90Schedule:
 
     @property
     def panel(self) -> int:
-        """Columns of a 16-bit output that are written at once through shared memory; 0 if impossible."""
+        """Columns of 16 bits that untransposed tiles write at once through shared memory; 0: they cannot."""
         if self.swap or self.block_m // self.share % 64:
             return 0
         return next((columns for columns in (64, 32, 16) if self.block_n % columns == 0), 0)
 
     @property
     def panels(self) -> int:
-        """Bytes of shared memory for the panels."""
-        return self._panels(self.panel)
+        """Bytes of shared memory that the ring leaves for panels: the least, if the tile is transposed."""
+        return self.least_turned_panels or self._panels(self.panel)
 
     @property
     def least_turned_panels(self) -> int:

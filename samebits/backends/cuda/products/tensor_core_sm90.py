@@ -26,6 +26,7 @@ __all__ = [
     "Sm90Variant",
     "gemm",
     "in_units",
+    "output_maps",
     "panel",
     "spec",
     "tables",
@@ -243,11 +244,7 @@ def tables(
     a_maps = operand_maps(v.dtype, a, matrices, v.a_mn, a_block, s.block_k, a_sharers, *how)
     b_maps = operand_maps(v.dtype, b, matrices, v.b_mn, b_block, s.block_k, b_sharers, *how)
     row_stride, batch_stride = _output_strides(p)
-    out_maps = None
-    if v.aligned and (at_once := panel(v, s)):
-        strides = (row_stride * 2, batch_stride * 2)
-        box = (64, at_once, 1) if swap else (at_once, 64, 1)
-        out_maps = Maps(v.out_dtype, (p.n, p.m, p.batch), strides, box, box[0] * 2)
+    out_maps = output_maps(v, s, (p.n, p.m, p.batch), (row_stride, batch_stride))
     rows, columns = (p.n, p.m) if swap else (p.m, p.n)
     batched = int(a.batch != 0), int(b.batch != 0)
     rest = (
@@ -258,6 +255,22 @@ def tables(
     refuse_large(p, -(-rows // s.block_m) * -(-columns // (s.block_n * s.cluster)) * p.batch)
     grid = s.grid(rows, columns, p.batch, devices.device_info(p.device).sm_count)
     return grid, a_maps, b_maps, out_maps, rest
+
+
+def output_maps(
+    v: Sm90Variant, s: Sm90Schedule, sizes: tuple[int, int, int], strides: tuple[int, int]
+) -> Maps | None:
+    """The tensor maps of an output that TMA writes in panels; None if it does not.
+
+    Args:
+        sizes: columns, rows and matrices.
+        strides: of rows and of matrices, in elements.
+    """
+    columns = panel(v, s)
+    if not columns or not v.aligned:
+        return None
+    box = (64, columns, 1) if s.swap else (columns, 64, 1)
+    return Maps(v.out_dtype, sizes, (2 * strides[0], 2 * strides[1]), box, 2 * box[0])
 
 
 LAYOUTS = tuple(itertools.product((False, True), repeat=2))

@@ -87,9 +87,9 @@ __device__ __forceinline__ void add_bias(float* acc, const Params& p, const Tile
     }
 }
 
-// Where this lane's part of a panel begins, for `pack_panel`: in the line whose address it gives to stmatrix. The
-// lines are in TMA's swizzle. A line is a row, of which a warp has sixteen; transposed, it is a column, of which
-// a warp has sixteen rows.
+// Where this lane's part of a panel begins, for `pack_panel`: its place in the line that it addresses for stmatrix.
+// Lines are in TMA's swizzle. A line is a row of the tile, and a warp has sixteen. If transposed, it is a column,
+// and a warp has sixteen of its 64 elements.
 __device__ __forceinline__ u32 panel_offset(u32 thread) {
     u32 warp = thread / 32, lane = thread % 32;
     if constexpr (TRANSPOSED) {

@@ -120,7 +120,7 @@ struct TileScheduler {
     int last_m, last_n, m, n;
 
     // Tiles move in steps that keep TMA stores at 16 bytes, and loads of operands contiguous along m or n at
-    // sectors.
+    // sectors. Along m, TMA stores only with TRANSPOSED and ALIGNED: m is then a multiple of 8.
     template <typename Params>
     __device__ explicit TileScheduler(const Params& p)
         : rows((p.m + BLOCK_M - 1) / BLOCK_M), columns((p.n + BLOCK_N * CLUSTER - 1) / (BLOCK_N * CLUSTER)),
