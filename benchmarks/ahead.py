@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -25,9 +26,10 @@ from samebits.tools.verify.plan import VerifyPlan
 from tests.support import fake_gpu
 
 GPUS = (
-    fake_gpu.INFO,
-    devices.DeviceInfo(0, "NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, 50 << 20),
+    replace(fake_gpu.INFO, memory_rate=4.92e6),
+    replace(fake_gpu.INFO, name="NVIDIA H100 80GB HBM3", l2_bytes=50 << 20, memory_rate=3.35e6),
 )
+"""Schedules depend on how fast memory is."""
 Calls = Iterable[Callable[[], object]]
 
 

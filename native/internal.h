@@ -95,9 +95,8 @@ typedef struct {
     int32_t family, kernel; /* kernel: the number that its variants have; never descending */
     int32_t tile_m, tile_n, tile_k;
     int32_t cluster, group, blocks;
-    int32_t
-        panel;    /* columns of the kernel's tile that leave at once, if the output has 16 bits; 0: none do */
-    int32_t swap; /* compute the transpose */
+    int32_t panel;     /* columns of the kernel's tile that leave at once, in 16 bits; 0: none do */
+    int32_t swap;      /* compute the transpose */
     int32_t promotion; /* of loads into L2, in bytes */
     int32_t groups;    /* the most whose table leaves room for the whole ring */
 } schedule;
