@@ -2,7 +2,8 @@
 # All benchmarks that want a GPU, one after the other, in some forty minutes: bash benchmarks/gpu.sh OUT [COMMIT [NAME...]]
 #
 # With OUT, results go there and not into benchmarks/results/; COMMIT names what is measured where git cannot tell. NAME: only
-# these, such as bench and attention.
+# these, such as bench and attention. On a host of several GPUs, each may measure others, on CPUs of its own:
+# CUDA_VISIBLE_DEVICES=1 taskset -c 16-31 bash benchmarks/gpu.sh OUT COMMIT NAME...
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=$1 commit=${2:-$(git rev-parse HEAD)}
@@ -27,7 +28,7 @@ measure() { # NAME SECONDS COMMAND...
 measure logp 80 benchmarks.logp
 measure peers 200 benchmarks.peers
 measure models 170 benchmarks.models
-measure steps 120 benchmarks.steps
+measure steps 200 benchmarks.steps
 measure rows 90 benchmarks.rows
 measure grouped 240 benchmarks.grouped
 measure host 90 benchmarks.host

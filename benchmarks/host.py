@@ -3,15 +3,12 @@
 python -m benchmarks.host [--device cpu] [--commit COMMIT] [--out FILE]
 
 Calls are small, and no loop waits for the GPU. Each form has a process of its own, since what the switch of
-the process registers stays. All are on the same two CPUs, and take turns at every call: a CPU that slows
-down, as shared ones do, slows all of them.
+the process registers stays. They take turns at every call, as :mod:`benchmarks.turns` says.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -28,6 +25,7 @@ from torch import Tensor
 
 import samebits
 from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.turns import processes
 
 Call = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -90,7 +88,7 @@ def _and_backward(run: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor)
     return torch.autograd.grad(run(), leaves, grad, allow_unused=True)
 
 
-def serve(form: str, device: str, count: int, turns: Connection) -> None:
+def serve(device: str, count: int, form: str, turns: Connection) -> None:
     """Answer every key with the microseconds of its call, over `count` of them, until None comes."""
     with FORMS[form]():
         todo = calls(device)
@@ -108,17 +106,8 @@ def serve(form: str, device: str, count: int, turns: Connection) -> None:
 
 def measure(device: str, count: int) -> dict[Key, dict[str, float]]:
     """Microseconds of every call in each form: medians of turns, of which the first does not count."""
-    spawn = multiprocessing.get_context("spawn")
-    all_cpus = os.sched_getaffinity(0)
-    os.sched_setaffinity(
-        0, sorted(all_cpus)[-2:]
-    )  # processes inherit it; the backward has a thread of its own
-    forms, found = {}, {}
-    try:
-        for form in FORMS:
-            forms[form], end = spawn.Pipe()
-            spawn.Process(target=serve, args=(form, device, count, end), daemon=True).start()
-            end.close()  # if the process dies, reading ends
+    found = {}
+    with processes(partial(serve, device, count), FORMS) as forms:
         keys = {form: of.recv() for form, of in forms.items()}
         for key in keys["torch"]:
             times: dict[str, list[float]] = {form: [] for form in FORMS}
@@ -129,8 +118,6 @@ def measure(device: str, count: int) -> dict[Key, dict[str, float]]:
             found[key] = {form: float(f"{statistics.median(t[1:]):.4g}") for form, t in times.items()}
         for turns in forms.values():
             turns.send(None)
-    finally:
-        os.sched_setaffinity(0, all_cpus)
     return found
 
 

@@ -124,7 +124,8 @@ def of_a_model() -> Data:
     train = partial(steps.stored_logits, model, ids)
     model.set_attn_implementation("sdpa")
     totals, decoding = {}, {}
-    trained = steps.in_turns(dict.fromkeys(forms, (steps.nothing, train, steps.nothing)), 9, forms)
+    turn: steps.Turn = steps.nothing, train, steps.nothing
+    trained = steps.in_turns({name: partial(steps.once, turn, form) for name, form in forms.items()}, 9)
     with torch.no_grad():
         for name, form in forms.items():
             with form.within():
@@ -132,8 +133,9 @@ def of_a_model() -> Data:
         for name, form in forms.items():
             with form.within():
                 decode = steps.Decoding(model, 1, form.decoding)
-            decoding[name] = decode.prepare, decode.eager, decode.forget
-        decoded = steps.in_turns(decoding, 45, forms)
+            turn = decode.prepare, decode.eager, decode.forget
+            decoding[name] = partial(steps.once, turn, form)
+        decoded = steps.in_turns(decoding, 45)
     found = {TRAINING: trained, DECODING: decoded}
     cases = [{"work": work} | by for work, by in found.items()]
     return {"steps": cases, "steps_changed": totals, "steps_rows": 3}

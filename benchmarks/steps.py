@@ -5,9 +5,9 @@ python -m benchmarks.steps [--commit COMMIT] [--out FILE]
 It writes benchmarks/results/<gpu>/steps.json: training steps (forward and backward, with the logits' loss and
 with ``linear_logp``), decoding with a static cache of 1,024 keys (as a CUDA graph and call by call), and the
 peak memory of each. PyTorch attends by ``sdpa``, samebits by ``sdpa`` in training and by its own
-implementation in decoding; experts run PyTorch's grouped products, and samebits' own implementation. PyTorch
-and the context take turns. The switch of the process is measured afterwards, since what it registers stays:
-the host may be faster then, or slower. Decoding is timed in three rounds over all batches.
+implementation in decoding; experts run PyTorch's grouped products, and samebits' own implementation. Each
+form has a process of its own, since what the switch of the process registers stays. They take turns at every
+step, as :mod:`benchmarks.turns` says. A turn runs the step twice and times the second.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ import samebits
 import samebits.transformers
 from benchmarks.models import BATCHES, BILLION
 from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.turns import processes
 from samebits.ops.linear_logp import linear_logp
 
 EXPERTS: dict[str, Any] = {
@@ -45,8 +47,6 @@ EXPERTS: dict[str, Any] = {
 """A Qwen3-MoE."""
 DECODED = (1, 32, 128)
 KEYS = 1024
-ROUNDS = 3
-"""Of decoding. Without a CUDA graph the host is the bound, and other work slows it for seconds at a time."""
 Step = Callable[[], Any]
 Turn = tuple[Step, Step, Step]
 """What is done before a step, the step, and what is done after it."""
@@ -74,12 +74,13 @@ class Decoding:
         self._model, self._attention = model, attention
         self.prepare()
         self._cache: Any = StaticCache(config=model.config, max_cache_len=KEYS)
-        prompt = torch.randint(model.config.vocab_size, (batch, KEYS - 1), device="cuda")
+        prompt = tokens(model, batch, KEYS - 1)
         for part in prompt.split(128, 1):
             model.model(part, past_key_values=self._cache, use_cache=True)
         self._ids = prompt[:, :1].clone()
         self._at = torch.full((batch, 1), KEYS - 1, device="cuda")
 
+    @torch.no_grad()
     def eager(self) -> torch.Tensor:
         out = self._model(self._ids, past_key_values=self._cache, position_ids=self._at, use_cache=True)
         logits: torch.Tensor = out.logits
@@ -128,94 +129,142 @@ def nothing() -> None:
 class Taken(NamedTuple):
     """Milliseconds of a step, and the most bytes that it allocated."""
 
-    ms: list[float]
-    peaks: list[int]
-
-    def summary(self) -> dict[str, float]:
-        return {"ms": float(f"{statistics.median(self.ms):.4g}"), "mib": max(self.peaks) >> 20}
+    ms: float
+    peak: int
 
 
-def turns(steps: dict[str, Turn], repeats: int, forms: Mapping[str, Form] = FORMS) -> dict[str, Taken]:
-    """A step in several forms, which take turns: what changes with time, changes for all.
+def once(turn: Turn, form: Form) -> Taken:
+    """The second of two runs of a step. The first wakes up the host, the GPU and their caches.
 
-    Each step starts with an idle GPU and ends with one. The functions before and after it are not timed.
+    The step starts with an idle GPU and ends with one. The functions before and after it are not timed.
     """
-    found = {form: Taken([], []) for form in steps}
-    for turn in range(repeats + 2):
-        for form, (before, step, after) in steps.items():
-            with forms[form].within():
-                before()
-                held = torch.cuda.memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                step()
-                torch.cuda.synchronize()
-                if turn > 1:
-                    found[form].ms.append((time.perf_counter() - start) * 1e3)
-                    found[form].peaks.append(torch.cuda.max_memory_allocated() - held)
-                after()
-    return found
+    before, step, after = turn
+    with form.within():
+        for _ in range(2):
+            before()
+            held = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            step()
+            torch.cuda.synchronize()
+            taken = Taken((time.perf_counter() - start) * 1e3, torch.cuda.max_memory_allocated() - held)
+            after()
+    return taken
 
 
-def in_turns(steps: dict[str, Turn], repeats: int, forms: Mapping[str, Form] = FORMS) -> Measured:
-    """Median times, and peaks of memory, of :func:`turns`."""
-    return {form: taken.summary() for form, taken in turns(steps, repeats, forms).items()}
+def in_turns(forms: Mapping[str, Callable[[], Taken]], repeats: int) -> Measured:
+    """Median times and peaks of a step in several forms, which take turns. The first turns do not count."""
+    found: dict[str, list[Taken]] = {form: [] for form in forms}
+    for turn in range(repeats + 1):
+        for form, run in forms.items():
+            taken = run()
+            if turn:
+                found[form].append(taken)
+    return {form: summary(taken) for form, taken in found.items()}
 
 
-def training(model: Any, forms: Sequence[str]) -> dict[str, Measured]:
+def summary(taken: list[Taken]) -> dict[str, float]:
+    ms, peaks = zip(*taken, strict=True)
+    return {"ms": float(f"{statistics.median(ms):.4g}"), "mib": max(peaks) >> 20}
+
+
+def tokens(model: Any, rows: int, n: int) -> torch.Tensor:
+    """The same in every process."""
+    torch.manual_seed(0)
+    return torch.randint(model.config.vocab_size, (rows, n), device="cuda")
+
+
+def a_billion() -> Any:
+    """The model of a billion parameters, which is a Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model: Any = LlamaForCausalLM(LlamaConfig(**BILLION))
+    model.set_attn_implementation("sdpa")
+    return model.to(torch.bfloat16)
+
+
+def training(form: str) -> dict[str, Turn]:
     """The steps of training, by their names."""
-    model.set_attn_implementation("sdpa")
-    found = {}
-    for rows, tokens in BATCHES:
-        ids = torch.randint(model.config.vocab_size, (rows, tokens), device="cuda")
-        stored, fused = (partial(f, model, ids) for f in (stored_logits, fused_logits))
-        name = f"forward + backward, {rows} x {tokens:,}"
-        found[name] = in_turns(dict.fromkeys(forms, (nothing, stored, nothing)), 9)
-        ours: dict[str, Step] = {form: stored if form == "torch" else fused for form in forms}
-        found[f"{name}, linear_logp"] = in_turns(
-            {form: (nothing, step, nothing) for form, step in ours.items()}, 9
-        )
+    model = a_billion()
+    found: dict[str, Turn] = {}
+    for rows, n in BATCHES:
+        stored, fused = (partial(f, model, tokens(model, rows, n)) for f in (stored_logits, fused_logits))
+        name = f"forward + backward, {rows} x {n:,}"
+        found[name] = nothing, stored, nothing
+        found[f"{name}, linear_logp"] = nothing, stored if form == "torch" else fused, nothing
     return found
 
 
-def training_experts(model: Any, forms: Sequence[str]) -> dict[str, Measured]:
+def training_experts(form: str) -> dict[str, Turn]:
     """The steps of training a model of experts, by their names."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS))
+    model = model.to(torch.bfloat16)
     model.set_attn_implementation("sdpa")
-    found = {}
-    for rows, tokens in BATCHES:
-        ids = torch.randint(model.config.vocab_size, (rows, tokens), device="cuda")
-        step = partial(stored_logits, model, ids)
-        found[f"experts, forward + backward, {rows} x {tokens:,}"] = in_turns(
-            {
-                form: (partial(model.set_experts_implementation, FORMS[form].experts), step, nothing)
-                for form in forms
-            },
-            9,
+    model.set_experts_implementation(FORMS[form].experts)
+    return {
+        f"experts, forward + backward, {rows} x {n:,}": (
+            nothing,
+            partial(stored_logits, model, tokens(model, rows, n)),
+            nothing,
         )
-    return found
+        for rows, n in BATCHES
+    }
 
 
 @torch.no_grad()
-def decoding(model: Any, forms: Sequence[str]) -> dict[str, Measured]:
+def decoding(form: str) -> dict[str, Turn]:
     """The steps of decoding, by their names."""
-    steps: dict[str, dict[str, Turn]] = {}
+    model = a_billion()
+    found: dict[str, Turn] = {}
     for batch in DECODED:
-        eager: dict[str, Turn] = {}
-        graphs: dict[str, Turn] = {}
-        for form in forms:
-            with FORMS[form].within():
-                decode = Decoding(model, batch, FORMS[form].decoding)
-                eager[form] = decode.prepare, decode.eager, decode.forget
-                graphs[form] = nothing, decode.graph(), decode.forget
-        steps |= {f"decode, eager, batch {batch}": eager, f"decode, CUDA graph, batch {batch}": graphs}
-    found = {work: {form: Taken([], []) for form in forms} for work in steps}
-    for _ in range(ROUNDS):
-        for work, of in steps.items():
-            for form, taken in turns(of, 15).items():
-                found[work][form].ms.extend(taken.ms)
-                found[work][form].peaks.extend(taken.peaks)
-    return {work: {form: taken.summary() for form, taken in of.items()} for work, of in found.items()}
+        with FORMS[form].within():
+            decode = Decoding(model, batch, FORMS[form].decoding)
+            found[f"decode, eager, batch {batch}"] = nothing, decode.eager, decode.forget
+            found[f"decode, CUDA graph, batch {batch}"] = nothing, decode.graph(), decode.forget
+    return found
+
+
+KINDS: dict[Callable[[str], dict[str, Turn]], int] = {training: 9, training_experts: 9, decoding: 45}
+"""The steps of a form, and how many turns of each are taken."""
+
+
+def serve(form: str, turns: Connection) -> None:
+    """Makes the steps of each kind, and answers the name of one with what it took, until None comes."""
+    samebits.transformers.register()
+    for kind in KINDS:
+        steps = kind(form)
+        turns.send(list(steps))
+        while (work := turns.recv()) is not None:
+            turns.send(once(steps[work], FORMS[form]))
+        del steps
+        torch.cuda.empty_cache()
+
+
+def measure(console: Console) -> list[dict[str, Any]]:
+    """Every step in each form."""
+    cases = []
+    with processes(serve, FORMS) as forms:
+
+        def ask(form: str, work: str) -> Taken:
+            forms[form].send(work)
+            taken: Taken = forms[form].recv()
+            return taken
+
+        for repeats in KINDS.values():
+            works = {form: of.recv() for form, of in forms.items()}
+            for work in works["torch"]:
+                console.print(work, style="dim", highlight=False)
+                cases.append({"work": work} | in_turns({f: partial(ask, f, work) for f in FORMS}, repeats))
+            for of in forms.values():
+                of.send(None)
+    return cases
 
 
 def show(data: dict[str, Any]) -> Table:
@@ -230,36 +279,16 @@ def show(data: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
     parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/steps.json")
     options = parser.parse_args()
-    samebits.transformers.register()
-    record = environment(options.commit)
-    with torch.device("cuda"):
-        torch.manual_seed(0)
-        model: Any = LlamaForCausalLM(LlamaConfig(**BILLION))
-        model = model.to(torch.bfloat16)
-        experts: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS))
-        experts = experts.to(torch.bfloat16)
-    out = options.out or RESULTS / slug(torch.cuda.get_device_name()) / "steps.json"
-    cases: dict[str, Measured] = {}
-    for forms in (("torch", "context"), ("process",)):
-        measured = training(model, forms) | training_experts(experts, forms) | decoding(model, forms)
-        for work, times in measured.items():
-            cases[work] = cases.get(work, {}) | times
-    data: dict[str, Any] = {
-        "environment": record,
-        "model": BILLION,
-        "experts": EXPERTS,
-        "cases": [{"work": work} | times for work, times in cases.items()],
-    }
-    Console(width=130).print(show(data))
-    write(out, data)
+    console, record = Console(width=130), environment(options.commit)
+    data = {"environment": record, "model": BILLION, "experts": EXPERTS, "cases": measure(console)}
+    console.print(show(data))
+    write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / "steps.json", data)
 
 
 if __name__ == "__main__":

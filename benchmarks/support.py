@@ -112,7 +112,6 @@ def _speed(folder: str) -> dict[str, float]:
                 found[f"products, {band.removeprefix('forward, ')}"] = round(s.mean, 2)
     if folder in measured("steps.json"):
         for case in load(f"{folder}/steps.json")["cases"]:
-            # The context takes turns with PyTorch; the switch of the process is measured later.
             found[case["work"]] = round(case["torch"]["ms"] / case["context"]["ms"], 2)
     return found
 

@@ -225,9 +225,10 @@ def test_transposed_tiles(b_mn: bool) -> None:
         if i % 4 and s.blocks < 3 and not (b_mn and s.block_m == 32):
             continue
         m, k, n = s.block_n + 3, 80, s.block_m * s.cluster + (24, 21)[i % 3 == 2]  # odd rows leave one by one
-        a, b = filled("normal", (m, k), BF16, i), filled("normal", (k, n), BF16, i + 1)
+        dtype, batch = (BF16, F16)[i // 4 % 2], ((), (), (3,))[i // 4 % 3]
+        a, b = filled("normal", (*batch, m, k), dtype, i), filled("normal", (*batch, k, n), dtype, i + 1)
         b = pitched(b) if b_mn else transposed(b)
-        assert check(TENSOR_CORE_SM90, a, b, s, out_dtype=BF16, beside=(8, 8)) == 2, s
+        assert check(TENSOR_CORE_SM90, a, b, s, out_dtype=dtype, beside=(8, 8)) == 2, s
 
 
 @pytest.mark.parametrize("kind", KINDS)
