@@ -103,6 +103,7 @@ def host() -> Any:
         "norm_gradients",
         "quantize",
         "rows",
+        "slots",
     )
     names = {m: f"products.{m}" for m in products} | {m: m for m in modules}
     names |= {n: f"attention.{n}" for n in ("universal", "universal_backward")}
@@ -339,6 +340,10 @@ def whole_files(h: Any) -> Iterator[Kernel]:
             yield h.assert_spans.spec(bounds), arch
             for unit in (1, 2, 4, 16):
                 yield h.gather.kernel_spec(bounds, unit), arch
+        for x, slots in ((F32, 3), (BF16, 8), (F16, 16)):
+            for vector, weighted in ((1, True), (16 // x.itemsize, False)):
+                for entry in ("take_slots", "sum_slots"):
+                    yield h.slots.kernel_spec(entry, x, vector, slots, weighted), arch
         for model in (INTERPOLATION, POLYNOMIAL):
             yield h.exp2.spec(model), arch
         for segments in (2, 8, 64):

@@ -168,6 +168,8 @@ def repeat(input: Tensor, *repeats: Any) -> Any:
 def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
     if not takes(input, source):
         return NotImplemented
+    if index.dtype not in (torch.int64, torch.int32) or source.ndim > input.ndim == 0:
+        return torch.index_add(input, dim, index, source, alpha=alpha)  # it raises its error
     as_pytorch(torch.index_add, input, dim, index, source, alpha=alpha)
     return indexing.index_add(input, operator.index(dim), index, source, alpha)
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from samebits.ops._operator import Operator
-from samebits.ops.expand import expand
+from samebits.ops._rows import backend
+from samebits.ops.expand import expand, sum_over_broadcast
 from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.indexing import take
-from samebits.ops.reduce import sum, sum_of_slots
 
 __all__ = ["Routed", "combined", "routed"]
 
@@ -49,7 +49,7 @@ class Routed:
 
 def routed(x: Tensor, to: Routed) -> Tensor:
     """The tokens ``x[tokens, n]`` once for each slot, in the order of the experts."""
-    return _take_slots(x, to.order, to.places, to.slots)  # type: ignore[no-any-return]
+    return _take(x, None, to.order, to.places, to.slots)  # type: ignore[no-any-return]
 
 
 def combined(x: Tensor, weights: Tensor, to: Routed) -> Tensor:
@@ -57,39 +57,77 @@ def combined(x: Tensor, weights: Tensor, to: Routed) -> Tensor:
 
     Each product is rounded to its dtype. The sum is a row's (``docs/contract.md``), in the order of slots.
     """
-    rows: Tensor = _take_slots(x, to.places, to.order, 1)
-    rows = rows.reshape(*weights.shape, x.shape[1])
-    return sum(rows * expand(weights.unsqueeze(2), rows.shape), 1)
+    dtype = torch.promote_types(x.dtype, weights.dtype)
+    return _combine(x.to(dtype), weights.to(dtype), to.order, to.places, to.slots)  # type: ignore[no-any-return]
 
 
-def _forward(x: Tensor, order: Tensor, places: Tensor, slots: int) -> Tensor:
-    return x.index_select(0, order if slots == 1 else order // slots)
+# Each is the other's gradient. Both take order and its inverse, places; weights are [tokens, slots], or None.
 
 
-def _fake(x: Tensor, order: Tensor, places: Tensor, slots: int) -> Tensor:
+def _forward_take(x: Tensor, weights: Tensor | None, order: Tensor, places: Tensor, slots: int) -> Tensor:
+    return backend(x).take_slots(x, order, slots, weights)  # type: ignore[no-any-return]
+
+
+def _fake_take(x: Tensor, weights: Tensor | None, order: Tensor, places: Tensor, slots: int) -> Tensor:
     return x.new_empty((order.shape[0], x.shape[1]))
 
 
-# out[i] = x[order[i] // slots]; places is the inverse of order.
-_take_slots = Operator(
-    "take_slots(Tensor x, Tensor order, Tensor places, int slots) -> Tensor", cpu=_forward, fake=_fake
+# out[i] = x[order[i] // slots] * weights[order[i]]
+_take = Operator(
+    "take_slots(Tensor x, Tensor? weights, Tensor order, Tensor places, int slots) -> Tensor",
+    cpu=_forward_take,
+    fake=_fake_take,
+)
+
+
+def _forward_combine(x: Tensor, weights: Tensor | None, order: Tensor, places: Tensor, slots: int) -> Tensor:
+    return backend(x).combine_slots(x, places, slots, weights)  # type: ignore[no-any-return]
+
+
+def _fake_combine(x: Tensor, weights: Tensor | None, order: Tensor, places: Tensor, slots: int) -> Tensor:
+    return x.new_empty((places.shape[0] // slots, x.shape[1]))
+
+
+# out[t] = the sum over its slots i of x[places[i]] * weights[i]
+_combine = Operator(
+    "combine_slots(Tensor x, Tensor? weights, Tensor order, Tensor places, int slots) -> Tensor",
+    cpu=_forward_combine,
+    fake=_fake_combine,
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, order, places, ctx.slots = inputs
-    ctx.save_for_backward(order, places)
+    x, weights, order, places, ctx.slots = inputs
+    ctx.save_for_backward(None if weights is None else x, weights, order, places)
 
 
-def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, None, None, None]:
-    order, places = saved
-    rows: Tensor = _take_slots(grad, places, order, 1)
-    if ctx.slots > 1:
-        rows = sum_of_slots(rows.reshape(-1, ctx.slots, grad.shape[1]))
-    return rows, None, None, None
+def _of_weights(tokens: Tensor, rows: Tensor, order: Tensor, places: Tensor, slots: int) -> Tensor:
+    """For each slot the sum over a token's entries times those of its row, whose products are rounded."""
+    rows = _take(rows, None, places, order, 1).view(-1, slots, rows.shape[1])
+    terms = expand(tokens.unsqueeze(1), rows.shape) * rows
+    return sum_over_broadcast(terms, (*terms.shape[:2], 1)).squeeze(2)  # type: ignore[no-any-return]
 
 
-_take_slots.register_autograd(_backward, setup_context=_setup_context)
+def _backward_take(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weights, order, places = saved
+    of_x = _combine(grad, weights, order, places, ctx.slots) if ctx.needs_input_grad[0] else None
+    of_weights = None
+    if weights is not None and ctx.needs_input_grad[1]:
+        of_weights = _of_weights(x, grad, order, places, ctx.slots)
+    return of_x, of_weights, None, None, None
+
+
+def _backward_combine(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weights, order, places = saved
+    of_x = _take(grad, weights, order, places, ctx.slots) if ctx.needs_input_grad[0] else None
+    of_weights = None
+    if weights is not None and ctx.needs_input_grad[1]:
+        of_weights = _of_weights(grad, x, order, places, ctx.slots)
+    return of_x, of_weights, None, None, None
+
+
+_take.register_autograd(_backward_take, setup_context=_setup_context)
+_combine.register_autograd(_backward_combine, setup_context=_setup_context)
 
 
 Activation = Callable[[Tensor], Tensor]

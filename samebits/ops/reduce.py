@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samebits.backends.replay import viewed
 from samebits.ops._operator import Operator, bypasses_dispatcher
-from samebits.ops._rows import as_rows, backend, check_rows, rounded
+from samebits.ops._rows import as_rows, backend, check_rows
 
 
 def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
@@ -42,7 +42,7 @@ def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = Fals
     return _reduce("mean", x, dim, keepdim)
 
 
-_FEW = 16  # terms that are added as whole tensors on a GPU, where rows would have to be copied
+_FEW = 16  # terms that a GPU adds where they are: as rows they would have to be copied
 
 
 def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> Tensor:
@@ -67,38 +67,15 @@ def _few_terms(x: Tensor, dim: Any) -> int:
     return dim if dim < x.ndim - 1 and 0 < x.shape[dim] <= _FEW else 0
 
 
-def by_halves(x: Tensor) -> Tensor:
-    """Sums over dimension 1 of ``x[a, n, b]``, with the bits of a row's: few terms are one block.
-
-    A block is filled up with zeros, and its halves are added until one entry is left. What adds zeros alone
-    changes nothing but a negative zero.
-    """
-    n = x.shape[1]
-    half = 1 << max(n - 1, 0).bit_length() >> 1
-    total = x.to(torch.float32)
-    while half:
-        both = total[:, : n - half] + total[:, half:n]
-        total = both if n == 2 * half else torch.cat([both, total[:, n - half : half]], 1)
-        n, half = half, half >> 1
-    return rounded(total[:, 0] + 0.0, x.dtype)
-
-
-def _few_by_rows(x: Tensor) -> Tensor:
-    rows = x.transpose(1, 2).reshape(x.shape[0] * x.shape[2], x.shape[1])
-    return backend(x).row_sum(rows, False, x.dtype).reshape(x.shape[0], x.shape[2])  # type: ignore[no-any-return]
+def _slot_sum(x: Tensor) -> Tensor:
+    return backend(x).slot_sum(x)  # type: ignore[no-any-return]
 
 
 def _fake_slots(x: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[2]))
 
 
-def _sum_of_slots_cuda(x: Tensor) -> Tensor:
-    return by_halves(x) if x.shape[1] <= _FEW else _few_by_rows(x)
-
-
-sum_of_slots = Operator(
-    "slot_sum(Tensor x) -> Tensor", cpu=_few_by_rows, cuda=_sum_of_slots_cuda, fake=_fake_slots
-)
+sum_of_slots = Operator("slot_sum(Tensor x) -> Tensor", cpu=_slot_sum, fake=_fake_slots)
 """``x[a, n, b].sum(1)``, where `n` is small."""
 
 

@@ -189,6 +189,32 @@ def test_sums_and_means_of_what_is_scattered(
         torch.testing.assert_close(found.double(), grad, rtol=0.01, atol=0.01)
 
 
+@on_devices
+def test_an_empty_index_adds_nothing(device: str, within: Within) -> None:
+    x, none = make((5, 4), torch.float32, 0, device), torch.zeros(2, 0, dtype=torch.int64, device=device)
+    with within("error"):
+        assert_same_bits(x.scatter_add(0, none, x[:1]), x)
+        assert_same_bits(x.scatter_reduce(0, none, x[:1], "sum"), x)
+        assert_same_bits(x.index_add(0, none.reshape(-1), x[:0]), x)
+
+
+def test_an_index_is_refused_as_by_pytorch(within: Within) -> None:
+    x = make((5, 2), torch.float32, 0)
+    calls = [
+        lambda: x.index_add(0, torch.tensor([True, False, True, False, False]), x),
+        lambda: x.index_add(0, torch.tensor([1.9, 0.0]), x[:2]),
+        lambda: x.index_add(0, torch.tensor([1, 0], dtype=torch.uint8), x[:2]),
+        lambda: x[0, 0].index_add(0, torch.tensor([0]), x[0, :1]),
+        lambda: x.scatter_add(0, torch.ones(1, 2), x[:1]),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError) as theirs:
+            call()
+        with within("error"), pytest.raises(RuntimeError) as ours:
+            call()
+        assert str(ours.value) == str(theirs.value)
+
+
 PICK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "x[i]": lambda x, i: x[i],
     "x[i - n]": lambda x, i: x[i - 5],
@@ -272,14 +298,6 @@ def test_cumulated_by_doubling(device: str, dtype: torch.dtype, within: Within) 
         assert_same_bits(products.cpu(), want)
         back = [naive_rows.cumulated(r[::-1])[::-1] for r in seed.tolist()]
         assert_same_bits(grad.cpu(), torch.tensor(back).to(dtype))
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 13, 16])
-def test_few_terms_have_the_bits_of_a_row(n: int) -> None:
-    for kind in ("normal", "wide", "special", "sparse"):
-        for dtype in (torch.float32, torch.bfloat16):
-            x = values(kind, (6, n, 10), dtype, n)
-            assert_same_bits(reduce.by_halves(x), reduce.sum(x, 1))
 
 
 @on_devices

@@ -28,6 +28,7 @@ from samebits.backends.cuda import (
     norm_gradients,
     rows,
     runtime,
+    slots,
     tensor_maps,
     vector_norm,
 )
@@ -144,7 +145,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
     """PyTorch's CPU tensors are on this GPU, for this library alone."""
     gpu = FakeGpu()
     caches: tuple[Any, ...] = (backends.on_gpu, rows._plan, rows._long_kernel, columns._kernel, logp._kernel)
-    caches = (*caches, norm_gradients._kernel, losses._kernel, gather._kernel)
+    caches = (*caches, norm_gradients._kernel, losses._kernel, gather._kernel, slots._kernel)
     caches = (*caches, vector_norm._kernel, matmul.family)
     caches = (*caches, runtime._allow_replays, linear_logp_sm90._prepared, tensor_maps.tensor_map)
     tensor: Any = torch.Tensor

@@ -1,7 +1,7 @@
 """Row reductions on CUDA tensors.
 
-Most are in ``kernels/rows.cu``. ``kernels/long_sums.cu`` sums few long rows; :mod:`columns` sums over tokens;
-:mod:`norm_gradients` computes all gradients of a norm.
+Most are in ``kernels/rows.cu``. ``kernels/long_sums.cu`` sums few long rows; :mod:`columns` sums over tokens,
+:mod:`slots` over few terms; :mod:`norm_gradients` computes all gradients of a norm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends import replay
-from samebits.backends.cuda import columns, compiler, devices, gather, runtime
+from samebits.backends.cuda import columns, compiler, devices, gather, runtime, slots
 from samebits.backends.cuda import norm_gradients as together
 from samebits.backends.cuda.columns import TYPES, address, with_rows
 from samebits.functions import VOCAB_BLOCK
@@ -186,7 +186,7 @@ def _plan(
 ) -> tuple[runtime.Kernel, int, int]:
     """A kernel of rows.cu, the rows that a block takes at a time, and how many blocks there are at most."""
     sharing = choose_sharing(entry, _MANY if many else 1, n, x, aligned, torch.float32 in (out, param))
-    if forced in sharings(n, x):
+    if forced is not None and forced in sharings(n, x):
         sharing = forced if aligned else forced._replace(vector=1, stages=0, whole=0)
     info = devices.device_info(device)
     spec = kernel_spec(entry, x, out, param, sharing, programmatic=info.capability >= (9, 0))
@@ -235,7 +235,10 @@ def _summed(x: Tensor, what: int, dtype: torch.dtype) -> Tensor:
     out = runtime.empty((rows,), dtype, x.get_device())
     at, step = x.data_ptr(), x.stride(0)
     low = at | step * x.itemsize
-    if _forced.split if _forced in sharings(n, x.dtype) else n >= _LONG and 0 < rows <= 64:
+    split = n >= _LONG and 0 < rows <= 64
+    if _forced is not None and _forced in sharings(n, x.dtype):
+        split = _forced.split
+    if split:
         _sum_long(x, out, low, what)
     else:
         _launch("row_sum", x, dtype, low, at, out.data_ptr(), step, rows, n, what, param=dtype)
@@ -369,6 +372,28 @@ def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     out = runtime.empty(x.shape[1:], dtype, x.get_device())
     columns.sums(x, out)
     return out
+
+
+def slot_sum(x: Tensor) -> Tensor:
+    """``x[a, n, b].sum(1)``: sums of rows."""
+    a, n, b = x.shape
+    if n <= slots.MOST:
+        return slots.slot_sum(x)
+    return row_sum(x.transpose(1, 2).reshape(a * b, n), False, x.dtype).view(a, b)
+
+
+def take_slots(x: Tensor, order: Tensor, count: int, weights: Tensor | None) -> Tensor:
+    """``x[order[i] // count]``, times ``weights[order[i]]``, rounded once."""
+    return slots.take_slots(x, order, count, weights)
+
+
+def combine_slots(x: Tensor, places: Tensor, count: int, weights: Tensor | None) -> Tensor:
+    """Sums over every token's `count` slots i of ``x[places[i]]``, times ``weights[i]``, rounded once."""
+    if count <= slots.MOST:
+        return slots.combine_slots(x, places, count, weights)
+    rows = slots.take_slots(x, places, 1, None)
+    rows = rows if weights is None else rows * weights.reshape(-1, 1)
+    return slot_sum(rows.view(len(places) // count, count, x.shape[1]))
 
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:

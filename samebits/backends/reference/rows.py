@@ -99,6 +99,28 @@ def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded(out, dtype)[0]
 
 
+def slot_sum(x: Tensor) -> Tensor:
+    """``x[a, n, b].sum(1)``: sums of rows."""
+    a, n, b = x.shape
+    return row_sum(x.transpose(1, 2).reshape(a * b, n), False, x.dtype).view(a, b)
+
+
+def take_slots(x: Tensor, order: Tensor, count: int, weights: Tensor | None) -> Tensor:
+    """``x[order[i] // count]``, times ``weights[order[i]]``, rounded once."""
+    rows = x.index_select(0, order // count)
+    if weights is None:
+        return rows
+    return rounded(_wide(rows) * _wide(weights).reshape(-1, 1)[order], x.dtype)
+
+
+def combine_slots(x: Tensor, places: Tensor, count: int, weights: Tensor | None) -> Tensor:
+    """Sums over every token's `count` slots i of ``x[places[i]]``, times ``weights[i]``, rounded once."""
+    rows = x.index_select(0, places)
+    if weights is not None:
+        rows = rounded(_wide(rows) * _wide(weights).reshape(-1, 1), x.dtype)
+    return slot_sum(rows.view(len(places) // count, count, x.shape[1]))
+
+
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
     """``weight[ids]``, by PyTorch: rows are copied."""
     return torch.embedding(weight, ids)

@@ -280,6 +280,26 @@ def _given(o: RowOperands, vocabulary: int, entropy: bool) -> tuple[Rows, Tensor
     return rows, grad, logp if entropy else None
 
 
+def _in_slots(o: RowOperands) -> tuple[Tensor, Tensor, Tensor]:
+    """The case's first rows as ``[tokens, slots, n]``, weights of these slots, and places of all."""
+    slots = min(o.case.rows, 1 + o.case.n % 13)
+    tokens = o.case.rows // slots
+    order = torch.randperm(tokens * slots, generator=torch.Generator().manual_seed(10)).to(o.x.device)
+    weights = o.grad.reshape(-1)[: tokens * slots].view(tokens, slots)
+    return o.x[: tokens * slots].unflatten(0, (tokens, slots)), weights, order
+
+
+def _slots_taken(on: RowBackend, o: RowOperands) -> Results:
+    x, weights, order = _in_slots(o)
+    tokens = o.x[: len(x)]
+    return tuple(on.rows.take_slots(tokens, order, x.shape[1], w) for w in (None, weights))
+
+
+def _slots_combined(on: RowBackend, o: RowOperands) -> Results:
+    x, weights, places = _in_slots(o)
+    return tuple(on.rows.combine_slots(o.x, places, x.shape[1], w) for w in (None, weights))
+
+
 @dataclass(frozen=True)
 class Reducer:
     """A kernel: how to run it, and which pairs of dtypes it takes.
@@ -323,6 +343,9 @@ _ROWS = {
     "rms_norm gradients": Reducer(partial(_norm_gradients, centred=False, weighted=True), SAME),
     "rms_norm gradients, no weight": Reducer(partial(_norm_gradients, centred=False, weighted=False), SAME),
     "sum over tokens": Reducer(lambda on, o: (on.rows.column_sum(o.x, o.y.dtype),), SAME + NARROWER),
+    "sum over slots": Reducer(lambda on, o: (on.rows.slot_sum(_in_slots(o)[0]),), SAME),
+    "slots taken": Reducer(_slots_taken, SAME),
+    "slots combined": Reducer(_slots_combined, SAME),
     "embedding": Reducer(lambda on, o: (on.rows.embedding(o.x, o.ids % len(o.x)),), SAME),
     "embedding backward": Reducer(
         lambda on, o: tuple(on.rows.embedding_backward(o.grad, o.ids, IDS, p) for p in (-1, PADDING)), SAME

@@ -23,6 +23,7 @@ from samebits.backends.cuda import (
     norm_gradients,
     rows,
     runtime,
+    slots,
     tensor_maps,
 )
 from samebits.backends.cuda.attention import sm90
@@ -86,6 +87,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(grouped, "_plans", {})
     linear_logp_sm90._prepared.cache_clear()
     of_rows = rows._plan, rows._long_kernel, columns._kernel, gather._kernel, norm_gradients._kernel
-    for made in (logp._kernel, *of_rows):
+    for made in (logp._kernel, slots._kernel, *of_rows):
         made.cache_clear()
     return found

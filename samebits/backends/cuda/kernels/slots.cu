@@ -1,0 +1,100 @@
+// Rows of a layer of experts: copied to their slots, and summed over the slots of a token.
+//
+// take_slots: out[i] = x[numbers[i] / slots], times weights[numbers[i]].
+// sum_slots: out[i] = the sum over j < SLOTS of row numbers[i * SLOTS + j] of x, times weights[i * SLOTS + j].
+// Without numbers it is x[i, j], at strides. Few terms are one block of docs/contract.md, "Row reductions".
+//
+// Products are rounded to the type. A thread has one access to memory for each row that it reads.
+//
+// Macros
+//   TYPE      of all values: F32, BF16 or F16
+//   VECTOR    entries of one access to memory: 16 bytes' worth, or 1
+//   SLOTS     terms of a sum; nothing in take_slots
+//   WEIGHTED  1: there are weights
+
+#include "convert.cuh"
+#include "functions.cuh"
+
+using E = Element<TYPE>;
+using Stored = E::Stored;
+
+struct alignas(VECTOR * sizeof(Stored)) Run {
+    Stored of[VECTOR];
+};
+
+struct Params {
+    const Stored *x, *weights;
+    const i64* numbers;
+    Stored* out;
+    i64 count, n;      // rows of out, and their entries
+    i64 outer, inner;  // entries from x[i] to x[i + 1], and from row to row
+    i64 slots;         // of a token
+};
+
+__device__ __forceinline__ float times(Stored x, float weight) {
+    return E::widen(E::narrow(E::widen(x) * weight));
+}
+
+__device__ __forceinline__ const Run& run(const Stored* at) { return *reinterpret_cast<const Run*>(at); }
+
+// A row of out and its entries, of this thread. Returns whether there is one.
+__device__ __forceinline__ bool find(const Params& p, i64& row, i64& column) {
+    const i64 thread = i64(blockIdx.x) * 256 + threadIdx.x, runs = p.n / VECTOR;
+    row = thread / runs;
+    column = (thread - row * runs) * VECTOR;
+    return row < p.count;
+}
+
+extern "C" __global__ void __launch_bounds__(256) take_slots(const __grid_constant__ Params p) {
+    i64 row, column;
+    if (!find(p, row, column)) return;
+    const i64 slot = p.numbers[row];
+    Run found = run(p.x + slot / p.slots * p.inner + column);
+    if (WEIGHTED) {
+        const float weight = E::widen(p.weights[slot]);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i)
+            found.of[i] = E::narrow(contract::canonical(E::widen(found.of[i]) * weight));
+    }
+    *reinterpret_cast<Run*>(p.out + row * p.n + column) = found;
+}
+
+// Leaves the sum by halves in the first of 2 * HALF terms. A loop over halves would not be unrolled.
+template <int HALF>
+__device__ __forceinline__ void add_halves(float* terms) {
+    if constexpr (HALF > 0) {
+#pragma unroll
+        for (int j = 0; j < HALF; ++j) terms[j] += terms[j + HALF];
+        add_halves<HALF / 2>(terms);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) sum_slots(const __grid_constant__ Params p) {
+    i64 row, column;
+    if (!find(p, row, column)) return;
+    Run runs[SLOTS];
+    float weights[SLOTS];
+#pragma unroll
+    for (int j = 0; j < SLOTS; ++j) {
+        const i64 slot = row * SLOTS + j;
+        const i64 at = p.numbers ? p.numbers[slot] * p.inner : row * p.outer + j * p.inner;
+        runs[j] = run(p.x + at + column);
+        if (WEIGHTED) weights[j] = E::widen(p.weights[slot]);
+    }
+    constexpr int TERMS = SLOTS > 8 ? 16 : SLOTS > 4 ? 8 : SLOTS > 2 ? 4 : SLOTS;
+    Run sums;
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+        float terms[TERMS];
+#pragma unroll
+        for (int j = 0; j < TERMS; ++j) {
+            if (j >= SLOTS)
+                terms[j] = 0.0f;
+            else
+                terms[j] = WEIGHTED ? times(runs[j].of[i], weights[j]) : E::widen(runs[j].of[i]);
+        }
+        add_halves<TERMS / 2>(terms);
+        sums.of[i] = E::narrow(contract::canonical(terms[0] + 0.0f));
+    }
+    *reinterpret_cast<Run*>(p.out + row * p.n + column) = sums;
+}

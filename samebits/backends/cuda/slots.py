@@ -1,0 +1,71 @@
+"""Rows of experts by their slots, and sums over few terms, on CUDA tensors: ``kernels/slots.cu``."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda.columns import TYPES, address, with_rows
+
+MOST = 16
+"""Terms that a thread holds at a time."""
+_THREADS = 256  # of a block
+
+
+def kernel_spec(
+    entry: str, dtype: torch.dtype, vector: int, slots: int, weighted: bool
+) -> compiler.KernelSpec:
+    """A kernel of slots.cu: take_slots, or sum_slots of so many terms."""
+    constants = ("TYPE", TYPES[dtype]), ("VECTOR", vector), ("SLOTS", slots), ("WEIGHTED", int(weighted))
+    return compiler.KernelSpec(
+        *("slots.cu", entry, "PPPPqqqqq", constants), block=_THREADS, oldest=devices.OLDEST
+    )
+
+
+@functools.cache
+def _kernel(
+    entry: str, device: int, dtype: torch.dtype, vector: int, slots: int, weighted: bool
+) -> runtime.Kernel:
+    return runtime.load(kernel_spec(entry, dtype, vector, slots, weighted), device)
+
+
+def _launch(
+    entry: str, terms: int, x: Tensor, count: int, outer: int, slots: int, *more: Tensor | None
+) -> Tensor:
+    """`count` rows from those of ``x[rows, n]``, or from ``x[a, slots, n]``, where `outer` is a's stride.
+
+    `terms` is the kernel's macro SLOTS; `more` are weights and numbers.
+    """
+    n, inner, device = x.shape[-1], x.stride(-2), x.get_device()
+    out = runtime.empty((count, n), x.dtype, device)
+    if out.numel():
+        low = x.data_ptr() | (outer | inner | n) * x.itemsize
+        vector = 16 // x.itemsize if low & 15 == 0 else 1
+        weights, numbers = (t if t is None else t.contiguous() for t in more)
+        kernel = _kernel(entry, device, x.dtype, vector, terms, weights is not None)
+        kernel.launch(
+            (-(-count * (n // vector) // _THREADS), 1, 1),
+            *(x.data_ptr(), address(weights), address(numbers), out.data_ptr()),
+            *(count, n, outer, inner, slots),
+        )
+    return out
+
+
+def take_slots(x: Tensor, order: Tensor, slots: int, weights: Tensor | None) -> Tensor:
+    """``x[order[i] // slots]``, times ``weights[order[i]]``."""
+    return _launch("take_slots", 1, with_rows(x), len(order), 0, slots, weights, order)
+
+
+def combine_slots(x: Tensor, places: Tensor, slots: int, weights: Tensor | None) -> Tensor:
+    """The sum over a token's slots i of ``x[places[i]]``, times ``weights[i]``."""
+    return _launch("sum_slots", slots, with_rows(x), len(places) // slots, 0, slots, weights, places)
+
+
+def slot_sum(x: Tensor) -> Tensor:
+    """``x[a, n, b].sum(1)``."""
+    a, n, b = x.shape
+    x = x if x.stride(2) == 1 or b <= 1 else x.contiguous()
+    return _launch("sum_slots", n, x, a, x.stride(0), n, None, None)

@@ -1,0 +1,185 @@
+"""Rows in slots, by ``kernels/slots.cu``: what it is asked for, and what it does on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from samebits.backends import replay
+from samebits.backends.cuda import compiler, rows, slots
+from samebits.backends.reference import rows as reference
+from samebits.ops import experts, reduce
+from samebits.ops._rows import rounded
+from samebits.testing import assert_same_bits, values
+from tests.support.fake_gpu import FakeGpu, fake_gpu
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+on_dtypes = pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+
+# Where x[rows, n] lies.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda x: x,
+    "gaps of 16 bytes": lambda x: torch.cat([x, x.new_full((len(x), 8), torch.nan)], 1)[:, : x.shape[1]],
+    "any alignment": lambda x: torch.cat([x.new_full((len(x), 3), torch.nan), x], 1)[:, 3:],
+    "turned": lambda x: x.mT.contiguous().mT,
+    "one row many times": lambda x: x[:1].expand_as(x),
+}
+SIZES = [(1, 1, 1), (1, 3, 8), (5, 2, 64), (7, 8, 72), (3, 16, 2049), (40, 4, 2048), (6, 5, 37), (2, 17, 24)]
+"""Tokens, slots and n."""
+
+
+def routing(tokens: int, count: int, device: str = "cpu") -> experts.Routed:
+    chosen = torch.randint(5, (tokens, count), generator=torch.Generator().manual_seed(tokens))
+    return experts.Routed(chosen.to(device), 5, 1)
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeGpu]:
+    with fake_gpu() as found:
+        yield found
+
+
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
+@on_dtypes
+def test_the_kernels_compile(arch: str, dtype: torch.dtype) -> None:
+    """And keep the rows of a sum in registers."""
+    for vector, weighted in ((1, True), (16 // dtype.itemsize, True), (16 // dtype.itemsize, False)):
+        found = [compiler.compile(slots.kernel_spec("take_slots", dtype, vector, 1, weighted), arch)]
+        for terms in (1, 3, 8, 16):
+            found.append(
+                compiler.compile(slots.kernel_spec("sum_slots", dtype, vector, terms, weighted), arch)
+            )
+        assert {kernel.local_bytes for kernel in found} == {0}
+
+
+def as_launched(gpu: FakeGpu) -> None:
+    """Compute what the launches ask for, row by row, with numbers that the reference adds."""
+    for (_, entry, config, params), spec in zip(gpu.log, gpu.specs, strict=True):
+        x, weights, numbers, out, count, n, outer, inner, of_token = struct.unpack("@PPPPqqqqq", params)
+        names = dict(spec.constants)
+        dtype = {"F32": F32, "BF16": BF16, "F16": F16}[str(names["TYPE"])]
+        vector, terms, weighted = (int(names[name]) for name in ("VECTOR", "SLOTS", "WEIGHTED"))
+        (blocks,) = struct.unpack_from("@I", config)
+        assert 256 * (blocks - 1) < count * n // vector <= 256 * blocks
+        assert n % vector == inner % vector == outer % vector == 0
+        assert (x | out) % (vector * dtype.itemsize) == 0
+        assert weighted == (weights != 0)
+
+        def row(at: int, number: int, n: int = n, dtype: torch.dtype = dtype) -> Tensor:
+            raw = (ctypes.c_byte * (n * dtype.itemsize)).from_address(at + number * dtype.itemsize)
+            return torch.frombuffer(raw, dtype=dtype)
+
+        given: Any = (ctypes.c_int64 * (count * terms)).from_address(numbers) if numbers else None
+        for i in range(count):
+            if entry == "take_slots":
+                parts = [row(x, given[i] // of_token * inner)]
+                scales = [given[i]]
+            else:
+                scales = [i * terms + j for j in range(terms)]
+                parts = [
+                    row(x, given[slot] * inner if numbers else i * outer + j * inner)
+                    for j, slot in enumerate(scales)
+                ]
+            if weighted:
+                wide = [
+                    part.float() * row(weights, s, 1).float() for part, s in zip(parts, scales, strict=True)
+                ]
+                parts = [rounded(product, dtype) for product in wide]
+            stack = torch.stack(parts)[None]
+            row(out, i * n).copy_(stack[0, 0] if entry == "take_slots" else reference.slot_sum(stack)[0])
+
+
+def asked(layout: str, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[Any, ...]]:
+    """For every size and kind of values: tokens, rows of slots, weights and routing."""
+    kinds = itertools.cycle(("normal", "wide", "special"))
+    for tokens, count, n in SIZES:
+        to, place = routing(tokens, count, device), LAYOUTS[layout]
+        x, y = (values(next(kinds), (size, n), dtype, size).to(device) for size in (tokens, tokens * count))
+        weights = values("normal", (count, tokens), dtype, 3).to(device).mT
+        yield place(x), place(y), weights, to
+
+
+def check(layout: str, dtype: torch.dtype, device: str, done: Callable[[], None]) -> None:
+    for x, y, given, to in asked(layout, dtype, device):
+        order, places, count = to.order, to.places, to.slots
+        for weights in (None, given):
+            on_cpu = None if weights is None else weights.cpu()
+            got = rows.take_slots(x, order, count, weights)
+            done()
+            assert_same_bits(got, reference.take_slots(x.cpu(), order.cpu(), count, on_cpu).to(device))
+            if count <= slots.MOST:
+                got = rows.combine_slots(y, places, count, weights)
+                done()
+                want = reference.combine_slots(y.cpu(), places.cpu(), count, on_cpu)
+                assert_same_bits(got, want.to(device))
+        if count <= slots.MOST:
+            some = y.unflatten(0, (-1, count))
+            for part in (some, some.expand(3, *some.shape[1:]) if len(some) == 1 else some[::2]):
+                got = rows.slot_sum(part)
+                done()
+                assert_same_bits(got, reference.slot_sum(part.cpu()).to(device))
+
+
+@on_dtypes
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_launch_asks_for_the_rows(
+    gpu: FakeGpu, layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, contiguous = [], Tensor.contiguous  # a GPU frees memory in the order of its launches
+
+    def keep(t: Tensor) -> Tensor:
+        kept.append(contiguous(t))
+        return kept[-1]
+
+    monkeypatch.setattr(Tensor, "contiguous", keep)
+
+    def done() -> None:
+        as_launched(gpu)
+        gpu.start()
+
+    check(layout, dtype, "cpu", done)
+
+
+@pytest.mark.gpu
+@on_dtypes
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_on_a_gpu(layout: str, dtype: torch.dtype) -> None:
+    check(layout, dtype, "cuda", torch.cuda.synchronize)
+
+
+@pytest.mark.gpu
+@on_dtypes
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13, 16, 17, 33])
+def test_sums_of_slots_on_a_gpu_have_the_bits_of_a_row(count: int, dtype: torch.dtype) -> None:
+    for kind in ("normal", "wide", "special", "sparse"):
+        x = values(kind, (6, count, 10), dtype, count)
+        assert_same_bits(reduce.sum_of_slots(x.cuda()), reduce.sum(x, 1).cuda())
+        to, flat = routing(6, count, "cuda"), x.flatten(0, 1)
+        got = rows.combine_slots(flat.cuda(), to.places, count, None)
+        assert_same_bits(got, reference.combine_slots(flat, to.places.cpu(), count, None).cuda())
+
+
+def test_calls_are_replayed(gpu: FakeGpu) -> None:
+    replay.forget()
+    to, x = routing(6, 4), values("normal", (6, 64), BF16, 1)
+    weights = values("normal", (6, 4), BF16, 2)
+    for _ in range(5):
+        gpu.start()
+        spread = experts.routed(x, to)
+        as_launched(gpu)
+        assert_same_bits(spread, x[to.order // 4])
+        spread = spread.clone()
+        gpu.start()
+        out = experts.combined(spread, weights, to)
+        as_launched(gpu)
+        assert [launch[1] for launch in gpu.log] == ["sum_slots"]
+        assert_same_bits(out, reference.combine_slots(x[to.order // 4], to.places, 4, weights))
+    for operator in (experts._take, experts._combine):
+        assert any(recipe for recipe in operator._call.recipes.values())
