@@ -280,7 +280,7 @@ class Contract:
 
 
 # Incremented when docs/contract.md changes in a way that the fields above do not show.
-_REVISION = 2
+_REVISION = 3
 
 
 @functools.lru_cache(maxsize=64)

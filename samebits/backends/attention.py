@@ -17,7 +17,7 @@ from typing import Literal
 
 from torch import Tensor
 
-__all__ = ["BLOCK", "LANES", "SEGMENT", "Align", "Attention"]
+__all__ = ["BLOCK", "HIDES", "LANES", "SEGMENT", "Align", "Attention"]
 
 BLOCK = 128
 """Keys of a block: their scores have one maximum."""
@@ -27,6 +27,12 @@ SEGMENT = 512
 
 LANES = 8
 """Partial sums of a segment's weights; key ``j`` is added to lane ``j % 8``."""
+
+HIDES = -8192.0
+"""What a float mask adds to a score in base 2 where it hides a key, or less: -inf, and what stands for it.
+
+A row of such keys alone would have weights of little precision, as float32 has at this size.
+"""
 
 Align = Literal["first", "slots", "last"]
 """Where queries lie among the keys of their sequence, whose first key has position 0.

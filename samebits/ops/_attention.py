@@ -105,6 +105,8 @@ def _call(
 
 
 def _as_int32(t: Tensor | None) -> Tensor | None:
+    if t is not None and t.dtype == torch.int64:
+        t = t.clamp(-1, torch.iinfo(torch.int32).max)  # what is outside of the keys stays outside
     return None if t is None else t.to(torch.int32).contiguous()
 
 

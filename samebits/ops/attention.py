@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends import broadcast
-from samebits.backends.attention import Align
+from samebits.backends.attention import HIDES, Align
 from samebits.backends.replay import viewed
 from samebits.contract import Contract
 from samebits.functions import CONSTANTS
@@ -335,7 +335,7 @@ def hidden_keys(mask: Tensor, rows: int) -> Tensor | None:
     if mask.shape[3] < 2 or 0 in mask.shape:
         return None
     mask = mask.detach()
-    seen = mask if mask.dtype == torch.bool else mask.to(torch.float32) * _LOG2E != -torch.inf
+    seen = mask if mask.dtype == torch.bool else ~(mask.to(torch.float32) * _LOG2E <= HIDES)
     if seen.shape[1] * seen.shape[2] > 1:
         seen = seen.flatten(1, 2).any(1)
     seen = seen.reshape(-1, seen.shape[-1])

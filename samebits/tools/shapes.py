@@ -119,7 +119,7 @@ def read_shapes(path: Path) -> list[Shape]:
         found = [from_data(one) for one in data["shapes"]]
     except OSError as error:
         raise ToolError(f"--shapes {path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ToolError(f"--shapes {path}: expected a file of samebits.record_shapes: {error}") from error
     if not found:
         raise ToolError(f"--shapes {path}: it has no shapes")

@@ -534,8 +534,9 @@ class TestOfPyTorch:
             out = scaled_dot_product_attention(*leaves, **options)
             return [out.detach(), *torch.autograd.grad(out, leaves, g.detach())]
 
-        lowest = torch.finfo(F32).min
-        for given in (mask, torch.zeros_like(mask, dtype=F32).masked_fill_(~mask, lowest)):
+        hide = [(F32, torch.finfo(F32).min), (dtype, torch.finfo(dtype).min), (dtype, -1e4)]
+        masks = [torch.zeros_like(mask, dtype=of).masked_fill_(~mask, value) for of, value in hide]
+        for given in (mask, *masks):
             found = run(tensors, mask=given)
             for b, start in enumerate(starts):
                 alone = run([t[b : b + 1, :, start:] for t in tensors], is_causal=True)
@@ -543,6 +544,26 @@ class TestOfPyTorch:
                     assert_same_bits(got[b : b + 1, :, start:], want, f"row {b}")
         step = scaled_dot_product_attention(tensors[0][:, :, -1:], *tensors[1:3], mask[:, :, -1:])
         assert_same_bits(step, run(tensors, mask=mask)[0][:, :, -1:], "a step")
+
+    @pytest.mark.parametrize("hides", [-torch.inf, -6e3, -1e4, -1e9, -1e30])
+    def test_what_hides_in_a_float_mask(self, device: str, dtype: torch.dtype, hides: float) -> None:
+        """Keys, also all keys of a query, as a boolean mask does: with such weights it has no precision."""
+        mask = torch.rand(1, 2, 40, 150, device=device) < 0.5
+        mask[:, :, 3], mask[:, :, 5, 1:] = False, False
+        tensors = [case("normal", (1, 2, n, 16), dtype, device, n) for n in (40, 150, 151, 41)]
+
+        def run(mask: Tensor) -> list[Tensor]:
+            *leaves, g = (
+                t[:, :, :n].detach().requires_grad_()
+                for t, n in zip(tensors, (40, 150, 150, 40), strict=True)
+            )
+            out = scaled_dot_product_attention(*leaves, mask=mask)
+            return [out.detach(), *torch.autograd.grad(out, leaves, g.detach())]
+
+        added = torch.zeros_like(mask, dtype=F32).masked_fill_(~mask, hides)
+        for got, want in zip(run(added), run(mask), strict=True):
+            assert_same_bits(got, want)
+        assert not run(added)[0][:, :, 3].any()
 
     def test_gradients_of_a_mask(self, device: str, dtype: torch.dtype) -> None:
         """A bias for all of the batch, as T5's: a chain over its rows, in float32, rounded once."""

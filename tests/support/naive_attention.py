@@ -108,7 +108,7 @@ class Naive:
             a = tanh(f32(a * f32(f32(self.scale) / f32(self.softcap))), EXP2[self.contract])
             c = f32(f32(self.softcap) * f32(LOG2E))
         bias = f32(0) if self.bias is None else f32(f32(self.bias[h][i][j]) * f32(LOG2E))
-        return (a if self.visible[h][i][j] and bias != -INF else -INF), c, bias
+        return (a if self.visible[h][i][j] and not bias <= -(2**13) else -INF), c, bias
 
     @functools.cache  # noqa: B019
     def forward(self, h: int, i: int) -> tuple[Row, Any, Any]:

@@ -231,6 +231,7 @@ def test_shapes_of_a_model(tmp_path: Path) -> None:
         (["--shape", "8x8", "--rows", "0"], "--rows: expected numbers of rows"),
         (["--shapes", "absent.json"], "--shapes absent.json: No such file"),
         (["--shapes", "bad.json"], "--shapes bad.json: expected a file of samebits.record_shapes"),
+        (["--shapes", "deep.json"], "--shapes deep.json: expected a file of samebits.record_shapes"),
         (["--shapes", "none.json"], "--shapes none.json: it has no shapes"),
         (["--shape", "8x8", "--out", "absent/t.json"], "--out absent/t.json: expected a file in a folder"),
         (["--merge", "a.json", "a.json"], "--merge: expected --out FILE"),
@@ -245,6 +246,7 @@ def test_shapes_of_a_model(tmp_path: Path) -> None:
 def test_mistakes(args: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text('{"shapes": [{"op": "product"}]}')
+    (tmp_path / "deep.json").write_text("[" * 200_000)
     (tmp_path / "none.json").write_text('{"shapes": []}')
     for name, gpu in (("a", "NVIDIA H200"), ("b", "NVIDIA H100")):
         tuned.write(tmp_path / f"{name}.json", Table(gpu, {SHAPE: Entry("fma", None, 1.0, 1.0)}))

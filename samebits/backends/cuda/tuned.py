@@ -169,9 +169,11 @@ _MORE_SOURCES = {"fma_sm90": ("fma_few_sm90.cu",), "padded_sm90": ("tensor_core_
 @functools.cache
 def version(kernel: str) -> str:
     """A hash of a kernel's sources; empty if there is no such kernel."""
+    if not re.fullmatch(r"\w{1,64}", kernel, re.ASCII):
+        return ""
     names = [compiler.KERNELS / _SOURCES.get(kernel, f"{kernel}.cu")]
     names += [compiler.KERNELS / source for source in _MORE_SOURCES.get(kernel, ())]
-    if not re.fullmatch(r"\w+", kernel) or not all(path.is_file() for path in names):
+    if not all(path.is_file() for path in names):
         return ""
     digest, seen = hashlib.sha256(), set()
     while names:
@@ -217,7 +219,7 @@ def read(path: Path) -> Table:
         data = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise TunedError(error.strerror or str(error)) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TunedError(f"it is damaged: {error}") from error
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise TunedError(f"it is no table of format {_FORMAT}")
@@ -295,7 +297,7 @@ def load_tuned(path: str | os.PathLike[str] | None) -> int:
     if path is not None and not isinstance(path, str | os.PathLike):
         raise TypeError(f"samebits.load_tuned: path: expected a path or None, got {type(path).__name__}")
     with _in_use.lock:
-        _in_use.given = path if path is None or path == "" else Path(path)
+        _in_use.given = path if path is None or path == "" else _expanded(path)
         _in_use.tables.clear()
         _in_use.warned.clear()
         count = len(_checked(_in_use.given).entries) if isinstance(_in_use.given, Path) else 0
@@ -362,6 +364,14 @@ def _checked(path: Path) -> Table:
     return table
 
 
+def _expanded(path: str | os.PathLike[str]) -> Path:
+    """Without ``~``, but for a user who is not there."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def _sources(gpu: str) -> Iterator[Path]:
     """The files for a GPU; later ones count more."""
     given = _in_use.given
@@ -369,7 +379,7 @@ def _sources(gpu: str) -> Iterator[Path]:
         given = os.environ["SAMEBITS_TUNED"]
     if given is not None:
         if given != "":
-            yield Path(given).expanduser()
+            yield _expanded(given)
         return
     found = [SHIPPED / f"{slug(gpu)}.json"]
     with suppress(OSError):

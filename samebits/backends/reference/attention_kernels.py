@@ -12,7 +12,7 @@ from numba import boolean, void
 from numba import float32 as f32
 from numba import int64 as i64
 
-from samebits.backends.attention import LANES
+from samebits.backends.attention import HIDES, LANES
 from samebits.backends.reference.kernels import _njit, f32_to_bits, fma
 from samebits.backends.reference.logp_kernels import NAN, _canonical, _shift, bits_to_f32, log
 from samebits.backends.reference.rows_kernels import _row_sum
@@ -27,6 +27,7 @@ _MINUS_TWO_LOG2E = np.float32(-2) * _LOG2E
 _C0, _C1, _C2 = (np.array(numbers, np.int64) for numbers in EX2_SM90[:3])
 _CONSTANT = EX2_SM90[3]
 _ALMOST_ZERO = np.float32(2.0**-30)
+_HIDES = np.float32(HIDES)
 
 _ARRAY = f32[:, :, :]
 _PER_ROW = f32[:, :]
@@ -105,7 +106,7 @@ def _score(a, cap, interpolate, h, query, member, key, first_seen, last_seen, hi
     if seen and hides.size and not hides[h, query, member, key]:
         seen = False
     bias = adds[h, query, member, key] * _LOG2E if adds.size and seen else _ZERO
-    return (t if seen and bias != -_INF else -_INF), bias
+    return (t if seen and not bias <= _HIDES else -_INF), bias
 
 
 @_njit(void(_ARRAY, *_SCALES, boolean, *_VISIBLE, *_MASKS, _PER_ROW, _ARRAY, _ARRAY, *_SPAN))

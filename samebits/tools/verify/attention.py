@@ -308,7 +308,8 @@ def _mask(case: AttentionCase, shape: tuple[int, ...], device: torch.device) -> 
     if case.of.mask == torch.bool:
         return (~hidden).to(device).expand(shape)
     assert case.of.mask is not None
-    mask = values("normal", own, case.of.mask, case.seed + 6).masked_fill_(hidden, -torch.inf)
+    hides = (-torch.inf, torch.finfo(case.of.mask).min, -1e4)[case.seed % 3]
+    mask = values("normal", own, case.of.mask, case.seed + 6).masked_fill_(hidden, hides)
     return mask.to(device).expand(shape)
 
 

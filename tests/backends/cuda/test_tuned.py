@@ -90,6 +90,7 @@ def warned(run: Callable[[], object]) -> str:
     [
         (lambda text: text[: len(text) // 2], "it is damaged"),
         (lambda text: "", "it is damaged"),
+        (lambda text: "[" * 200_000, "it is damaged"),
         (lambda text: "[1]", "it is no table of format 1"),
         (lambda text: text.replace('"format": 1', '"format": 2'), "it is no table of format 1"),
         (lambda text: text.replace('"m": 48', '"m": "48"'), "product: m: got '48'"),
@@ -121,11 +122,24 @@ def test_a_damaged_file_is_ignored_with_one_warning(tmp_path: Path, change: Any,
 def test_a_missing_file_and_one_for_another_gpu(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match=r"absent\.json is ignored: No such file"):
         assert samebits.load_tuned(tmp_path / "absent.json") == 0
+    with pytest.warns(RuntimeWarning, match=r"~nobody here/t\.json is ignored: No such file"):
+        assert samebits.load_tuned("~nobody here/t.json") == 0
     samebits.load_tuned(written(tmp_path / "t.json", {SHAPE: entry()}, "NVIDIA H100"))
     said = warned(lambda: (multiply(), multiply(replace(SHAPE, m=64))))
     assert "it is for NVIDIA H100, and this is NVIDIA H200" in said
     with pytest.raises(TypeError, match=r"load_tuned: path: expected a path or None, got int"):
         samebits.load_tuned(3)  # type: ignore[arg-type]
+
+
+def test_a_table_in_the_home_folder(tmp_path: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    written(tmp_path / "t.json", {SHAPE: entry()})
+    assert samebits.load_tuned("~/t.json") == 1
+
+
+def test_an_entry_of_a_kernel_with_a_long_name_is_stale(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.json", {SHAPE: Entry("é" * 5000, None, 1.0, 1.0)})
+    assert tuned.read(path).stale == 1
 
 
 def test_entries_of_other_kernels_are_stale(tmp_path: Path, gpu: FakeGpu) -> None:

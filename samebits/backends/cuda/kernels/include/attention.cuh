@@ -252,6 +252,9 @@ __device__ __forceinline__ void clear(float (&acc)[N][4]) {
 
 namespace scores {
 
+// What a float mask adds where it hides a key, or less.
+constexpr float HIDES = -8192.0f;
+
 // Whether a pair is visible and the mask, whose entry is at `at`, does not hide it. `bias`: what the mask adds.
 __device__ __forceinline__ bool visible_in_mask(const Problem& x, bool visible, i64 at, float& bias) {
     bias = 0.0f;
@@ -260,7 +263,7 @@ __device__ __forceinline__ bool visible_in_mask(const Problem& x, bool visible, 
     } else if constexpr (FLOAT_MASK) {
         if (visible)
             bias = __fmul_rn(Mask::widen(static_cast<const Mask::Stored*>(x.mask)[at]), contract::LOG2E);
-        visible = visible && bias != -INF;
+        visible = visible && !(bias <= HIDES);
     }
     return visible;
 }
