@@ -29,7 +29,11 @@ def sort(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         return _sort(input, **how)
     as_pytorch(_sort, input, **how)
     places = _sort(_keys(input), **how)[1]
-    return torch.return_types.sort((gather(input, how.get("dim", -1), places), places))
+    return torch.return_types.sort((_pick(input, how.get("dim", -1), places), places))
+
+
+def _pick(input: Tensor, dim: int, places: Tensor) -> Tensor:
+    return indexing.pick(input, dim, places) if records(input) else input.gather(dim, places)
 
 
 def argsort(input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +68,7 @@ def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: boo
     k, dim = operator.index(k), operator.index(dim)
     with torch.no_grad():
         places = _first_places(input.detach(), k, dim, largest)
-    values = input.clone() if input.ndim == 0 else gather(input, dim, places)
+    values = input.clone() if input.ndim == 0 else _pick(input, dim, places)
     return torch.return_types.topk((values, places))
 
 

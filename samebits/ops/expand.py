@@ -46,8 +46,11 @@ def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
     total = grad
     if summed[-1:] == [grad.ndim - 1]:
         dtype = grad.dtype if len(summed) == 1 else torch.float32
-        total = backend(grad).row_sum(grad.reshape(grad.shape[:-1].numel(), grad.shape[-1]), False, dtype)
-        total = total.view(*grad.shape[:-1], 1)
+        # In the order of memory, rows need no copy: each is by itself.
+        order = sorted(range(grad.ndim - 1), key=grad.stride, reverse=True)
+        turned = grad.permute(*order, grad.ndim - 1)
+        total = backend(grad).row_sum(turned.reshape(grad.shape[:-1].numel(), grad.shape[-1]), False, dtype)
+        total = total.view(*turned.shape[:-1], 1).permute(*(order.index(d) for d in range(grad.ndim - 1)), -1)
         del summed[-1]
     if summed:
         kept = [d for d in range(grad.ndim) if d not in summed]

@@ -23,7 +23,7 @@ class Routed:
     Attributes:
         order: of all slots, sorted by expert; those of one expert in the order of the tokens.
         places: where each slot is in that order.
-        experts: of the slots in that order.
+        experts: of the slots in that order, perhaps beyond `count`.
         ends: of each expert's slots. Those of experts from `count` on come after them all.
         sequences: of the slots in that order, if the tokens are those of several sequences.
     """
@@ -31,20 +31,31 @@ class Routed:
     def __init__(self, experts: Tensor, count: int, rows: int) -> None:
         tokens, self.slots = experts.shape
         # A sort of experts that is stable needs nothing else to have one result.
-        self.experts, self.order = experts.reshape(-1).sort(stable=True)
-        self.places = torch.empty_like(self.order)
-        self.places[self.order] = torch.arange(self.order.numel(), device=experts.device)
-        every = torch.arange(count, dtype=self.experts.dtype, device=experts.device)
-        self.ends = torch.searchsorted(self.experts, every, right=True, out_int32=True)
-        self.experts = self.experts.clamp(max=count - 1)
-        self.sequences = None
-        if rows > 1:
-            self.sequences = (self.order // (self.slots * (tokens // rows))).to(torch.int32)
+        self.experts, self.order = experts.to(torch.int64).reshape(-1).sort(stable=True)
+        each = self.slots * (tokens // rows) if rows > 1 else 0
+        self.places, self.ends, sequences = _route(self.experts, self.order, count, each)
+        self.sequences = sequences if each else None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x[slots, K] @ weight[expert, K, N]``, then ``+ bias[expert, N]``, each rounded to the dtype."""
         out = grouped_mm(x.to(weight.dtype), weight, self.ends, sequences=self.sequences)
-        return out if bias is None else out + take(bias, self.experts)
+        return out if bias is None else out + take(bias, self.experts.clamp(max=len(bias) - 1))
+
+
+def _forward_route(experts: Tensor, order: Tensor, count: int, each: int) -> tuple[Tensor, Tensor, Tensor]:
+    return backend(order).route(experts, order, count, each)  # type: ignore[no-any-return]
+
+
+def _fake_route(experts: Tensor, order: Tensor, count: int, each: int) -> tuple[Tensor, Tensor, Tensor]:
+    ends = order.new_empty(count, dtype=torch.int32)
+    return torch.empty_like(order), ends, order.new_empty(len(order) if each else 0, dtype=torch.int32)
+
+
+_route = Operator(
+    "route(Tensor experts, Tensor order, int count, int each) -> (Tensor, Tensor, Tensor)",
+    cpu=_forward_route,
+    fake=_fake_route,
+)
 
 
 def routed(x: Tensor, to: Routed) -> Tensor:

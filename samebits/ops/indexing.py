@@ -15,7 +15,7 @@ from torch import Tensor
 from samebits.ops._operator import Operator
 from samebits.ops._rows import backend, rounded
 
-__all__ = ["gather", "index_add", "index_sum", "row_numbers", "scatter_add", "take"]
+__all__ = ["gather", "index_add", "index_sum", "pick", "row_numbers", "scatter_add", "take"]
 
 _FEW = 32  # entries along a dimension that are scattered one after the other
 
@@ -83,6 +83,12 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     for d, size in enumerate(index.shape):
         source = source.narrow(d, 0, size)
     out: Tensor = _scatter_sum(x, dim, index, source)
+    return out
+
+
+def pick(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """As :func:`gather` of an index that has no element twice: with the same gradient."""
+    out: Tensor = _pick(x, dim % max(x.ndim, 1), index)
     return out
 
 
@@ -167,6 +173,16 @@ def _gather_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple
 
 
 _gather.register_autograd(_gather_backward, setup_context=_keep_shape)
+
+
+def _pick_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, None, None]:
+    # As chains of one term from +0: on a GPU an addition makes NaN canonical, too.
+    term = grad + 0.0 if grad.is_cuda else rounded(grad.to(torch.float32) + 0.0, grad.dtype)
+    return grad.new_zeros(ctx.shape).scatter(ctx.dim, saved[0], term), None, None
+
+
+_pick = Operator("pick(Tensor x, int dim, Tensor index) -> Tensor", cpu=_forward_gather, fake=_fake_gather)
+_pick.register_autograd(_pick_backward, setup_context=_keep_shape)
 
 
 def _forward_scatter(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:

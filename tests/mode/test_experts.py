@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import samebits
-from samebits.ops import reduce
+from samebits.ops import indexing, reduce
 from samebits.testing import assert_same_bits, values
 from samebits.transformers import _rows_of_batch
 from tests.mode.conftest import Within
@@ -227,6 +227,22 @@ PICK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gather": lambda x, i: x.gather(0, i[:, None].expand(-1, 3)),
     "repeat_interleave": lambda x, i: x.repeat_interleave(torch.bincount(i, minlength=5), 0),
 }
+
+
+@on_dtypes
+@on_devices
+def test_gradients_of_an_index_without_repeats(device: str, dtype: torch.dtype) -> None:
+    """Of ``sort`` and ``topk``: those of ``gather``, also where they are -0 or NaN."""
+    x, seed = (values("special", (40, 90), dtype, i).to(device) for i in (1, 2))
+    seed[:, ::7] = -0.0
+    places = x.float().argsort(1, stable=True)
+    grads = []
+    for picked in (indexing.pick, indexing.gather):
+        leaf = x.clone().requires_grad_()
+        out = picked(leaf, 1, places)
+        assert_same_bits(out.detach(), x.gather(1, places))
+        grads += torch.autograd.grad(out, leaf, seed)
+    assert_same_bits(*grads)
 
 
 @pytest.mark.parametrize("name", PICK)

@@ -396,6 +396,11 @@ def combine_slots(x: Tensor, places: Tensor, count: int, weights: Tensor | None)
     return slot_sum(rows.view(len(places) // count, count, x.shape[1]))
 
 
+def route(experts: Tensor, order: Tensor, count: int, each: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of `order`, the ends of `count` experts, and sequences of `each` slots; none for 0."""
+    return slots.route(experts, order, count, each)
+
+
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
     """``weight[ids]``."""
     return gather.rows_of(weight, ids)

@@ -13,15 +13,16 @@ from samebits.backends.cuda.columns import TYPES, address, with_rows
 MOST = 16
 """Terms that a thread holds at a time."""
 _THREADS = 256  # of a block
+_PARAMS = {"take_slots": "PPPPqqqqq", "sum_slots": "PPPPqqqqq", "route": "PPPPPqqq"}
 
 
 def kernel_spec(
     entry: str, dtype: torch.dtype, vector: int, slots: int, weighted: bool
 ) -> compiler.KernelSpec:
-    """A kernel of slots.cu: take_slots, or sum_slots of so many terms."""
+    """A kernel of slots.cu; sum_slots is of so many terms."""
     constants = ("TYPE", TYPES[dtype]), ("VECTOR", vector), ("SLOTS", slots), ("WEIGHTED", int(weighted))
     return compiler.KernelSpec(
-        *("slots.cu", entry, "PPPPqqqqq", constants), block=_THREADS, oldest=devices.OLDEST
+        *("slots.cu", entry, _PARAMS[entry], constants), block=_THREADS, oldest=devices.OLDEST
     )
 
 
@@ -69,3 +70,17 @@ def slot_sum(x: Tensor) -> Tensor:
     a, n, b = x.shape
     x = x if x.stride(2) == 1 or b <= 1 else x.contiguous()
     return _launch("sum_slots", n, x, a, x.stride(0), n, None, None)
+
+
+def route(experts: Tensor, order: Tensor, count: int, each: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of `order`, the ends of `count` experts, and sequences of `each` slots; none for 0."""
+    slots, device = len(order), order.get_device()
+    places = runtime.empty((slots,), torch.int64, device)
+    ends = runtime.empty((count,), torch.int32, device)
+    sequences = runtime.empty((slots if each else 0,), torch.int32, device)
+    _kernel("route", device, torch.float32, 1, 1, False).launch(
+        (-(-(slots + 1) // _THREADS), 1, 1),
+        *(address(experts), address(order), address(places), ends.data_ptr(), address(sequences)),
+        *(slots, count, each),
+    )
+    return places, ends, sequences

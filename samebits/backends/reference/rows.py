@@ -121,6 +121,15 @@ def combine_slots(x: Tensor, places: Tensor, count: int, weights: Tensor | None)
     return slot_sum(rows.view(len(places) // count, count, x.shape[1]))
 
 
+def route(experts: Tensor, order: Tensor, count: int, each: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of `order`, the ends of `count` experts, and sequences of `each` slots; none for 0."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    every = torch.arange(count, device=order.device)
+    ends = torch.searchsorted(experts, every, right=True, out_int32=True)
+    return places, ends, (order // each if each else order[:0]).to(torch.int32)
+
+
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
     """``weight[ids]``, by PyTorch: rows are copied."""
     return torch.embedding(weight, ids)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import itertools
 import struct
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -35,9 +36,19 @@ SIZES = [(1, 1, 1), (1, 3, 8), (5, 2, 64), (7, 8, 72), (3, 16, 2049), (40, 4, 20
 """Tokens, slots and n."""
 
 
-def routing(tokens: int, count: int, device: str = "cpu") -> experts.Routed:
-    chosen = torch.randint(5, (tokens, count), generator=torch.Generator().manual_seed(tokens))
-    return experts.Routed(chosen.to(device), 5, 1)
+class Routing(NamedTuple):
+    order: Tensor
+    places: Tensor
+    slots: int
+
+
+def chosen(tokens: int, count: int, most: int = 5) -> Tensor:
+    return torch.randint(most, (tokens, count), generator=torch.Generator().manual_seed(tokens))
+
+
+def routing(tokens: int, count: int, device: str = "cpu") -> Routing:
+    order = chosen(tokens, count).reshape(-1).sort(stable=True)[1]
+    return Routing(order.to(device), order.argsort().to(device), count)
 
 
 @pytest.fixture
@@ -59,9 +70,33 @@ def test_the_kernels_compile(arch: str, dtype: torch.dtype) -> None:
         assert {kernel.local_bytes for kernel in found} == {0}
 
 
+def memory(at: int, count: int, dtype: torch.dtype) -> Tensor:
+    raw = (ctypes.c_byte * (count * dtype.itemsize)).from_address(at)
+    return torch.frombuffer(raw, dtype=dtype)
+
+
+def as_routed(config: bytes, params: bytes) -> None:
+    sorted_ones, order, places, ends, sequences, count, groups, each = struct.unpack("@PPPPPqqq", params)
+    (blocks,) = struct.unpack_from("@I", config)
+    assert 256 * (blocks - 1) <= count < 256 * blocks
+    memory(ends, groups, torch.int32).fill_(0)
+    if count == 0:
+        return
+    given, slots_of = memory(sorted_ones, count, torch.int64), memory(order, count, torch.int64)
+    found = reference.route(given, slots_of, groups, each)
+    memory(places, count, torch.int64).copy_(found[0])
+    memory(ends, groups, torch.int32).copy_(found[1])
+    assert (each > 0) == (sequences != 0)
+    if each:
+        memory(sequences, count, torch.int32).copy_(found[2])
+
+
 def as_launched(gpu: FakeGpu) -> None:
     """Compute what the launches ask for, row by row, with numbers that the reference adds."""
     for (_, entry, config, params), spec in zip(gpu.log, gpu.specs, strict=True):
+        if entry == "route":
+            as_routed(config, params)
+            continue
         x, weights, numbers, out, count, n, outer, inner, of_token = struct.unpack("@PPPPqqqqq", params)
         names = dict(spec.constants)
         dtype = {"F32": F32, "BF16": BF16, "F16": F16}[str(names["TYPE"])]
@@ -73,8 +108,7 @@ def as_launched(gpu: FakeGpu) -> None:
         assert weighted == (weights != 0)
 
         def row(at: int, number: int, n: int = n, dtype: torch.dtype = dtype) -> Tensor:
-            raw = (ctypes.c_byte * (n * dtype.itemsize)).from_address(at + number * dtype.itemsize)
-            return torch.frombuffer(raw, dtype=dtype)
+            return memory(at + number * dtype.itemsize, n, dtype)
 
         given: Any = (ctypes.c_int64 * (count * terms)).from_address(numbers) if numbers else None
         for i in range(count):
@@ -166,11 +200,43 @@ def test_sums_of_slots_on_a_gpu_have_the_bits_of_a_row(count: int, dtype: torch.
         assert_same_bits(got, reference.combine_slots(flat, to.places.cpu(), count, None).cuda())
 
 
+# Tokens, slots of each, experts that are chosen among, and rows of the batch. Of the experts 5 are here.
+ROUTES = [(6, 4, 5, 1), (6, 4, 5, 3), (0, 2, 5, 1), (300, 3, 8, 2), (7, 1, 1, 1), (512, 1, 5, 4)]
+
+
+def check_route(
+    tokens: int, count: int, most: int, batch: int, device: str, done: Callable[[], None]
+) -> None:
+    given, each = chosen(tokens, count, most), count * (tokens // batch) if batch > 1 else 0
+    experts_of, order = (t.to(device) for t in given.reshape(-1).sort(stable=True))
+    got = rows.route(experts_of, order, 5, each)
+    done()
+    for one, want in zip(got, reference.route(experts_of.cpu(), order.cpu(), 5, each), strict=True):
+        assert one.dtype == want.dtype
+        assert torch.equal(one.cpu(), want)
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=str)
+def test_a_launch_asks_for_the_routes(gpu: FakeGpu, route: tuple[int, int, int, int]) -> None:
+    check_route(*route, "cpu", lambda: as_launched(gpu))
+    assert [launch[1] for launch in gpu.log] == ["route"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", [*ROUTES, (8191, 8, 7, 1)], ids=str)
+def test_routes_on_a_gpu(route: tuple[int, int, int, int]) -> None:
+    check_route(*route, "cuda", torch.cuda.synchronize)
+
+
 def test_calls_are_replayed(gpu: FakeGpu) -> None:
     replay.forget()
-    to, x = routing(6, 4), values("normal", (6, 64), BF16, 1)
-    weights = values("normal", (6, 4), BF16, 2)
+    x, weights = values("normal", (6, 64), BF16, 1), values("normal", (6, 4), BF16, 2)
     for _ in range(5):
+        gpu.start()
+        made = experts.Routed(chosen(6, 4), 5, 2)
+        as_launched(gpu)
+        to = copy.deepcopy(made)  # what it has is in the GPU's memory, which is soon used again
+        assert [launch[1] for launch in gpu.log] == ["route"]
         gpu.start()
         spread = experts.routed(x, to)
         as_launched(gpu)
@@ -181,5 +247,5 @@ def test_calls_are_replayed(gpu: FakeGpu) -> None:
         as_launched(gpu)
         assert [launch[1] for launch in gpu.log] == ["sum_slots"]
         assert_same_bits(out, reference.combine_slots(x[to.order // 4], to.places, 4, weights))
-    for operator in (experts._take, experts._combine):
+    for operator in (experts._take, experts._combine, experts._route):
         assert any(recipe for recipe in operator._call.recipes.values())

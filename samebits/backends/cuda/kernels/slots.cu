@@ -3,11 +3,12 @@
 // take_slots: out[i] = x[numbers[i] / slots], times weights[numbers[i]].
 // sum_slots: out[i] = the sum over j < SLOTS of row numbers[i * SLOTS + j] of x, times weights[i * SLOTS + j].
 // Without numbers it is x[i, j], at strides. Few terms are one block of docs/contract.md, "Row reductions".
+// route: where slots are that were sorted by their experts, where those of each expert end, and their sequences.
 //
 // Products are rounded to the type. A thread has one access to memory for each row that it reads.
 //
 // Macros
-//   TYPE      of all values: F32, BF16 or F16
+//   TYPE      of all values: F32, BF16 or F16; none are route's
 //   VECTOR    entries of one access to memory: 16 bytes' worth, or 1
 //   SLOTS     terms of a sum; nothing in take_slots
 //   WEIGHTED  1: there are weights
@@ -97,4 +98,24 @@ extern "C" __global__ void __launch_bounds__(256) sum_slots(const __grid_constan
         sums.of[i] = E::narrow(contract::canonical(terms[0] + 0.0f));
     }
     *reinterpret_cast<Run*>(p.out + row * p.n + column) = sums;
+}
+
+struct RouteParams {
+    const i64 *experts, *order;  // sorted, and the slots that they are of
+    i64* places;                 // the inverse of order
+    int *ends, *sequences;       // of each expert; of each slot, or null
+    i64 slots, count, each;      // slots; experts; slots of a sequence
+};
+
+// A thread has a slot, and the experts that end before it. One more thread has the end.
+extern "C" __global__ void __launch_bounds__(256) route(const __grid_constant__ RouteParams p) {
+    const i64 i = i64(blockIdx.x) * 256 + threadIdx.x;
+    if (i > p.slots) return;
+    if (i < p.slots) {
+        const i64 slot = p.order[i];
+        p.places[slot] = i;
+        if (p.sequences) p.sequences[i] = int(slot / p.each);
+    }
+    const i64 here = i < p.slots ? min(p.experts[i], p.count) : p.count;
+    for (i64 e = i > 0 ? p.experts[i - 1] : 0; e < here; ++e) p.ends[e] = int(i);
 }
