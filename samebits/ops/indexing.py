@@ -176,9 +176,11 @@ _gather.register_autograd(_gather_backward, setup_context=_keep_shape)
 
 
 def _pick_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, None, None]:
-    # As chains of one term from +0: on a GPU an addition makes NaN canonical, too.
-    term = grad + 0.0 if grad.is_cuda else rounded(grad.to(torch.float32) + 0.0, grad.dtype)
-    return grad.new_zeros(ctx.shape).scatter(ctx.dim, saved[0], term), None, None
+    # Chains of one term from +0. A scatter changes NaN on a CPU; an addition on a GPU makes it canonical.
+    if grad.is_cuda:
+        return grad.new_zeros(ctx.shape).scatter(ctx.dim, saved[0], grad + 0.0), None, None
+    wide = grad.new_zeros(ctx.shape, dtype=torch.float32).scatter(ctx.dim, saved[0], grad.to(torch.float32))
+    return rounded(wide + 0.0, grad.dtype), None, None
 
 
 _pick = Operator("pick(Tensor x, int dim, Tensor index) -> Tensor", cpu=_forward_gather, fake=_fake_gather)
