@@ -5,15 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from benchmarks import grouped, peers
+from benchmarks import peers
 from benchmarks.record import load, measured
 from benchmarks.scaled import beside
 from samebits.tools.bench.attention_report import attention_summary
 from samebits.tools.bench.report import summary
 
+DECODE = "decode of that model, eager, 1 and 32 rows"
 BESIDE = {
     "training step of a Llama of a billion parameters, 8 x 512 tokens": peers.TRAINING,
-    "decode of that model, eager, 1 row": peers.DECODING,
+    DECODE: peers.DECODING,
     "products, bf16, forward, M <= 128": "products, forward, M <= 128",
     "products, bf16, forward, dX and dW, M >= 512": "products, forward, M >= 512",
     "log-probs, forward and backward": "log-probs, forward and backward",
@@ -21,7 +22,9 @@ BESIDE = {
 """What peers were measured at, beside which row of the table."""
 STEPS = {
     "forward + backward, 8 x 512": "training step of a Llama of a billion parameters, 8 x 512 tokens",
-    "decode, eager, batch 1": "decode of that model, eager, 1 row",
+    "decode, eager, batch 1": DECODE,
+    "decode, eager, batch 32": DECODE,
+    "experts, forward + backward, 8 x 512": "training step of a model of experts, 8 x 512 tokens",
 }
 
 
@@ -40,10 +43,13 @@ def rows(gpu: str) -> list[list[str]]:
         found.append([work, f"{statistics.geometric_mean(every):.2f}", f"{slowest:.2f}", *others, date])
 
     if gpu in measured("steps.json"):
+        steps: dict[str, list[float]] = {}
         for case in load(f"{gpu}/steps.json")["cases"]:
             if case["work"] in STEPS:
                 modes = [case[mode]["ms"] / case["torch"]["ms"] for mode in ("context", "process")]
-                add(STEPS[case["work"]], "steps.json", modes)
+                steps.setdefault(STEPS[case["work"]], []).extend(modes)
+        for work, times in steps.items():
+            add(work, "steps.json", times)
     if gpu in measured("models.json"):
         runs = load(f"{gpu}/models.json")["training"]
         *ours, torch = (runs[who]["seconds_a_step"] for who in ("samebits", "samebits, again", "torch"))
@@ -62,10 +68,6 @@ def rows(gpu: str) -> list[list[str]]:
             add(f"attention, {band}", "attention.json", [1 / figure.mean], 1 / figure.worst)
     if gpu in measured("logp.json"):
         cases = load(f"{gpu}/logp.json")["cases"]
-        times = [c["forward_backward_ms"] for c in cases]
-        add("log-probs, forward and backward", "logp.json", [t["samebits"] / t["torch"] for t in times])
-    if gpu in measured("grouped.json"):
-        means = {kind: values for kind, *values in grouped.means(load(f"{gpu}/grouped.json"))}
-        mean, least, _ = means["forward"]
-        add("experts' products, forward", "grouped.json", [1 / mean], 1 / least)
+        both = [c["forward_backward_ms"] for c in cases]
+        add("log-probs, forward and backward", "logp.json", [t["samebits"] / t["torch"] for t in both])
     return found

@@ -68,7 +68,8 @@ def gpu_models_drift(data: dict[str, Any]) -> str:
             f" {learner['hidden_size']:,}, {learner['group']} answers of {learner['answer']} tokens to each"
             f" prompt): log-probs of rollout and trainer differ by up to {theirs:.2g} in PyTorch and"
             f" {ours:.2g} in samebits. Two runs under samebits end with"
-            f" {'identical' if same else 'DIFFERENT'} weights." + _micro_batches(data),
+            f" {'identical' if same else 'DIFFERENT'} weights; PyTorch's was run once."
+            + _micro_batches(data),
             measured_on_gpu(data),
         )
     )
@@ -175,7 +176,9 @@ def gpu_distributed(data: dict[str, Any]) -> str:
                 ["step, milliseconds", "PyTorch, split", "samebits, split", "samebits, one GPU"],
                 ranks.step_rows(data),
             ),
-            f"{logps} Layers and exchanges in CUDA graphs; steps are eager. Medians, of the slowest rank.",
+            f"{logps} Layers and exchanges in CUDA graphs; steps are eager. Medians, of the slowest rank."
+            " PyTorch's split step gathers and stores the logits, and attends by its default; samebits' uses"
+            " `vocab_parallel_linear_logp` and its own attention.",
             measured_on_gpu(data),
         )
     )
@@ -196,7 +199,8 @@ def the_price() -> str:
     head = ["work", *(cell for gpu in GPUS for cell in (names[gpu], "worst")), "others", "measured"]
     said = (
         f"On one {' or '.join(records.values())}; time, PyTorch = 1, below 1 is faster. Geometric means, and"
-        " the worst case. Steps in both forms of the mode; the GRPO step under `batch_invariant`, in two runs"
+        " the worst case. Steps in both forms of the mode; samebits decodes with its own implementation of"
+        " attention, and trains with its own of experts. The GRPO step under `batch_invariant`, in two runs"
         " of one loop, whose times scatter. Where PyTorch's FP8 product refused a call, half the time of its"
         " bf16 one stands for it. PyTorch's"
         " decode takes a slow path of its attention, because of the mask of its static cache."

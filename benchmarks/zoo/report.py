@@ -61,6 +61,19 @@ def _drift(found: Found, dtype: str, only: tuple[str, ...]) -> str:
     return f"{max(known):.1g}" if known else "–"
 
 
+FROM_THE_START = (
+    "positions count from the row's start",
+    "its chunks count from the row's start",
+    "attention of its own, whose sums count from the row's start",
+)
+"""Why padding on the left was not checked: it may change bits."""
+
+
+def _padded_on_the_right_alone(found: Found) -> bool:
+    results = [checks.get("left padding") for checks in found.get("checks", {}).values()]
+    return any((r["said"] if isinstance(r, dict) else r) in FROM_THE_START for r in results)
+
+
 def _other(result: Any) -> bool:
     return isinstance(result, dict) and result["state"] == "not applicable"
 
@@ -79,7 +92,7 @@ def _table(architectures: list[Found]) -> str:
     forward = (*GROUPS["rows"], *GROUPS["padding"], *GROUPS["decode"])
     rows = [
         [
-            f"`{a['name']}`" + (" †" if a["name"] in STEPS else ""),
+            f"`{a['name']}`" + " †" * (a["name"] in STEPS) + " ‡" * _padded_on_the_right_alone(a),
             a["kind"],
             f"{_drift(a, 'float32', forward)}, {_drift(a, 'bfloat16', forward)}",
             f"{_drift(a, 'float32', GROUPS['gradients'])}, {_drift(a, 'bfloat16', GROUPS['gradients'])}",
@@ -107,9 +120,12 @@ def architectures(data: Found) -> str:
     built = [a for a in every if "unbuilt" not in a]
     passing = [a for a in built if verdict(a)[0] == "passes"]
     failing = [a for a in built if verdict(a)[0] != "passes"]
+    one_side = sum(map(_padded_on_the_right_alone, built))
     parts = [
-        f"**{len(passing)} of {len(built)}** architectures that can be built pass every check that applies to"
-        " them, in float32 and bfloat16.",
+        f"**{len(passing)} of {len(built)}** architectures that can be built pass every check that was run of"
+        f" them, in float32 and bfloat16. Of {one_side} of these (‡) padding was checked on the right only:"
+        " attention of their own, chunks or positions count from the row's start, so padding on the left may"
+        " change their bits.",
         _table([*passing, *failing]),
         "† decodes by another algorithm than it prefills by: its decoding alone is compared with its decoding"
         " in a batch. "
@@ -121,7 +137,7 @@ def architectures(data: Found) -> str:
             table(["architecture", "why"], ([f"`{a['name']}`", reason(a)] for a in failing)),
         ]
     parts += [
-        "Checks that do not apply, but for those that the kind of a model has not:",
+        "Checks that were not run, but for those that the kind of a model has not:",
         table(["check", "why", "architectures"], _not_applicable(built)),
         "Not built:",
         table(["why", "architectures"], _unbuilt(every)),
@@ -143,7 +159,7 @@ ORDINARY = (
     "pictures of one size",
     "checked of others",
     "checked in bfloat16",
-    "positions count from the row's start",
+    FROM_THE_START[0],
 )
 
 

@@ -139,7 +139,8 @@ def agree(op: str, name: str, like: Tensor | torch.device, **facts: Any) -> None
         facts: hashable data that must be the same. They are compared as text.
 
     Raises:
-        ValueError: on every rank, if they differ. It names the ranks that differ from rank 0.
+        ValueError: on every rank, if they differ and are new to all. It names the ranks that differ from
+            rank 0. A rank that knows its facts already goes on, and the others wait for it in vain.
     """
     if name == ALONE or torch.compiler.is_compiling():
         return

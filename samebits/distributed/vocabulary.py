@@ -51,7 +51,8 @@ def vocab_parallel_embedding(
     Raises:
         TypeError: a dtype is not one of these.
         ValueError: shapes or devices do not match, the number of ranks does not divide the dimension, or the
-            ranks do not agree on all this.
+            ranks do not agree on all this. That is compared once, when it is new to all ranks: calls must be
+            the same on all of them.
         IndexError: on the CPU, an id is not within [0, V). On a GPU such ids end in a device-side assert.
     """
     op = "vocab_parallel_embedding"

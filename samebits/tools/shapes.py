@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -75,6 +76,8 @@ def of_model(name: str) -> tuple[list[tuple[int, int]], torch.dtype]:
     Raises:
         ToolError: there is no such config, or its model cannot be made.
     """
+    # Some parts of transformers ask the network in spite of `local_files_only`.
+    os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     except ImportError:
