@@ -57,7 +57,7 @@ OPERATIONS = (
     Operation(
         "sums, softmax, norms, embeddings",
         "cuda",
-        r"(sum|mean|(log_)?softmax|layer_norm|rms_norm|embedding)\b.*",
+        r"(sum|mean|(log_)?softmax|layer_norm|rms_norm|embedding|slots)\b.*",
         "cccrr",
         "rows.json",
     ),
