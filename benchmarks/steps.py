@@ -13,6 +13,7 @@ step, as :mod:`benchmarks.turns` says. A turn runs the step twice and times the 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -244,6 +245,7 @@ def serve(form: str, turns: Connection) -> None:
         while (work := turns.recv()) is not None:
             turns.send(once(steps[work], FORMS[form]))
         del steps
+        gc.collect()
         torch.cuda.empty_cache()
 
 

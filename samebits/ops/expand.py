@@ -43,6 +43,8 @@ class _Expand(torch.autograd.Function):
 def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
     sizes = (1,) * (grad.ndim - len(shape)) + tuple(shape)
     summed = [d for d in range(grad.ndim) if sizes[d] == 1 and grad.shape[d] != 1]
+    if not summed:
+        return grad.reshape(tuple(shape)).clone(memory_format=torch.contiguous_format)
     total = grad
     if summed[-1:] == [grad.ndim - 1]:
         dtype = grad.dtype if len(summed) == 1 else torch.float32
@@ -58,7 +60,7 @@ def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
             math.prod(grad.shape[d] for d in summed), math.prod(shape)
         )
         total = backend(grad).column_sum(columns, grad.dtype)
-    return (total.clone() if total is grad else total).reshape(tuple(shape))
+    return total.reshape(tuple(shape)).contiguous()
 
 
 def _fake(grad: Tensor, shape: Sequence[int]) -> Tensor:

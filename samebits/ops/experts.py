@@ -68,19 +68,28 @@ def combined(x: Tensor, weights: Tensor, to: Routed) -> Tensor:
 
     Each product is rounded to its dtype. The sum is a row's (``docs/contract.md``), in the order of slots.
     """
-    dtype = torch.promote_types(x.dtype, weights.dtype)
-    return _combine(x.to(dtype), weights.to(dtype), to.order, to.places, to.slots)  # type: ignore[no-any-return]
+    return _combine(x, weights, to.order, to.places, to.slots)  # type: ignore[no-any-return]
 
 
 # Each is the other's gradient. Both take order and its inverse, places; weights are [tokens, slots], or None.
 
 
+def _dtype(x: Tensor, weights: Tensor | None) -> torch.dtype:
+    return x.dtype if weights is None else torch.promote_types(x.dtype, weights.dtype)
+
+
+def _promoted(x: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    dtype = _dtype(x, weights)
+    return x.to(dtype), None if weights is None else weights.to(dtype)
+
+
 def _forward_take(x: Tensor, weights: Tensor | None, order: Tensor, places: Tensor, slots: int) -> Tensor:
+    x, weights = _promoted(x, weights)
     return backend(x).take_slots(x, order, slots, weights)  # type: ignore[no-any-return]
 
 
 def _fake_take(x: Tensor, weights: Tensor | None, order: Tensor, places: Tensor, slots: int) -> Tensor:
-    return x.new_empty((order.shape[0], x.shape[1]))
+    return x.new_empty((order.shape[0], x.shape[1]), dtype=_dtype(x, weights))
 
 
 # out[i] = x[order[i] // slots] * weights[order[i]]
@@ -92,11 +101,12 @@ _take = Operator(
 
 
 def _forward_combine(x: Tensor, weights: Tensor | None, order: Tensor, places: Tensor, slots: int) -> Tensor:
+    x, weights = _promoted(x, weights)
     return backend(x).combine_slots(x, places, slots, weights)  # type: ignore[no-any-return]
 
 
 def _fake_combine(x: Tensor, weights: Tensor | None, order: Tensor, places: Tensor, slots: int) -> Tensor:
-    return x.new_empty((places.shape[0] // slots, x.shape[1]))
+    return x.new_empty((places.shape[0] // slots, x.shape[1]), dtype=_dtype(x, weights))
 
 
 # out[t] = the sum over its slots i of x[places[i]] * weights[i]
@@ -109,31 +119,35 @@ _combine = Operator(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weights, order, places, ctx.slots = inputs
-    ctx.save_for_backward(None if weights is None else x, weights, order, places)
+    ctx.dtype = x.dtype
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weights, order, places)
 
 
-def _of_weights(tokens: Tensor, rows: Tensor, order: Tensor, places: Tensor, slots: int) -> Tensor:
+def _of_weights(tokens: Tensor, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
     """For each slot the sum over a token's entries times those of its row, whose products are rounded."""
-    rows = _take(rows, None, places, order, 1).view(-1, slots, rows.shape[1])
+    rows = _take(rows, None, places, order, 1).view(*weights.shape, rows.shape[1])
     terms = expand(tokens.unsqueeze(1), rows.shape) * rows
-    return sum_over_broadcast(terms, (*terms.shape[:2], 1)).squeeze(2)  # type: ignore[no-any-return]
+    total: Tensor = sum_over_broadcast(terms, (*weights.shape, 1))
+    return total.squeeze(2).to(weights.dtype)
 
 
 def _backward_take(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weights, order, places = saved
-    of_x = _combine(grad, weights, order, places, ctx.slots) if ctx.needs_input_grad[0] else None
-    of_weights = None
-    if weights is not None and ctx.needs_input_grad[1]:
-        of_weights = _of_weights(x, grad, order, places, ctx.slots)
+    of_x = of_weights = None
+    if ctx.needs_input_grad[0]:
+        of_x = _combine(grad, weights, order, places, ctx.slots).to(ctx.dtype)
+    if ctx.needs_input_grad[1]:
+        of_weights = _of_weights(x, grad, weights, order, places)
     return of_x, of_weights, None, None, None
 
 
 def _backward_combine(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weights, order, places = saved
-    of_x = _take(grad, weights, order, places, ctx.slots) if ctx.needs_input_grad[0] else None
-    of_weights = None
-    if weights is not None and ctx.needs_input_grad[1]:
-        of_weights = _of_weights(grad, x, order, places, ctx.slots)
+    of_x = of_weights = None
+    if ctx.needs_input_grad[0]:
+        of_x = _take(grad, weights, order, places, ctx.slots).to(ctx.dtype)
+    if ctx.needs_input_grad[1]:
+        of_weights = _of_weights(grad, x, weights, order, places)
     return of_x, of_weights, None, None, None
 
 

@@ -78,7 +78,7 @@ def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
 def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     """As :func:`torch.scatter_add`: for every element a chain from that of ``x``, in the index's order."""
     if index.numel() == 0:
-        return x.clone()
+        return x.scatter_add(dim, index, source)  # nothing is added
     dim = dim % max(x.ndim, 1)
     for d, size in enumerate(index.shape):
         source = source.narrow(d, 0, size)

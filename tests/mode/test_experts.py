@@ -196,6 +196,11 @@ def test_an_empty_index_adds_nothing(device: str, within: Within) -> None:
         assert_same_bits(x.scatter_add(0, none, x[:1]), x)
         assert_same_bits(x.scatter_reduce(0, none, x[:1], "sum"), x)
         assert_same_bits(x.index_add(0, none.reshape(-1), x[:0]), x)
+        source = torch.zeros(0, 4, device=device, requires_grad=True)
+        index = torch.zeros(0, 4, dtype=torch.int64, device=device)
+        for got in (x.scatter_add(0, index, source), x.scatter_reduce(0, index, source, "mean")):
+            (grad,) = torch.autograd.grad(got.sum(), source)
+            assert grad.shape == (0, 4)
 
 
 def test_an_index_is_refused_as_by_pytorch(within: Within) -> None:

@@ -515,3 +515,12 @@ def test_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
         torch.set_default_dtype(torch.float32)
     for g, w in zip(got, want, strict=True):
         assert_same_bits(g, w)
+
+
+@pytest.mark.parametrize("shape", [[5, 4, 1], [5, 1, 1], [1, 4, 7], [5, 4, 7], [4, 1]])
+def test_a_sum_over_what_was_broadcast_has_the_strides_that_are_promised(shape: list[int]) -> None:
+    """Also of a gradient that lies in another order than its dimensions."""
+    grad = values("normal", (4, 5, 7), torch.float32, 1).transpose(0, 1)
+    operator = torch.ops.samebits.sum_to.default
+    torch.library.opcheck(operator, (grad, shape))
+    assert_same_bits(operator(grad, shape), operator(grad.contiguous(), shape))

@@ -19,6 +19,8 @@ from samebits.backends import replay
 from samebits.backends.cuda import columns, compiler, devices, gather, runtime, slots
 from samebits.backends.cuda import norm_gradients as together
 from samebits.backends.cuda.columns import TYPES, address, with_rows
+from samebits.backends.cuda.slots import route as route
+from samebits.backends.cuda.slots import take_slots as take_slots
 from samebits.functions import VOCAB_BLOCK
 
 _THREADS = 256  # of a block of rows.cu
@@ -382,23 +384,13 @@ def slot_sum(x: Tensor) -> Tensor:
     return row_sum(x.transpose(1, 2).reshape(a * b, n), False, x.dtype).view(a, b)
 
 
-def take_slots(x: Tensor, order: Tensor, count: int, weights: Tensor | None) -> Tensor:
-    """``x[order[i] // count]``, times ``weights[order[i]]``, rounded once."""
-    return slots.take_slots(x, order, count, weights)
-
-
 def combine_slots(x: Tensor, places: Tensor, count: int, weights: Tensor | None) -> Tensor:
     """Sums over every token's `count` slots i of ``x[places[i]]``, times ``weights[i]``, rounded once."""
     if count <= slots.MOST:
         return slots.combine_slots(x, places, count, weights)
-    rows = slots.take_slots(x, places, 1, None)
+    rows = take_slots(x, places, 1, None)
     rows = rows if weights is None else rows * weights.reshape(-1, 1)
     return slot_sum(rows.view(len(places) // count, count, x.shape[1]))
-
-
-def route(experts: Tensor, order: Tensor, count: int, each: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of `order`, the ends of `count` experts, and sequences of `each` slots; none for 0."""
-    return slots.route(experts, order, count, each)
 
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:

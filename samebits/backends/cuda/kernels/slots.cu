@@ -117,5 +117,5 @@ extern "C" __global__ void __launch_bounds__(256) route(const __grid_constant__ 
         if (p.sequences) p.sequences[i] = int(slot / p.each);
     }
     const i64 here = i < p.slots ? min(p.experts[i], p.count) : p.count;
-    for (i64 e = i > 0 ? p.experts[i - 1] : 0; e < here; ++e) p.ends[e] = int(i);
+    for (i64 e = i > 0 ? max(p.experts[i - 1], i64(0)) : 0; e < here; ++e) p.ends[e] = int(i);
 }
