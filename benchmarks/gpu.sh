@@ -25,7 +25,7 @@ measure() { # NAME SECONDS COMMAND...
   tail -n 24 "$out/$name.log" | cut -c1-180
 }
 
-measure logp 80 benchmarks.logp
+measure logp 150 benchmarks.logp
 measure peers 200 benchmarks.peers
 measure models 170 benchmarks.models
 measure steps 200 benchmarks.steps
@@ -39,7 +39,7 @@ measure unaligned 60 benchmarks.unaligned
 measure fp8_accuracy 60 benchmarks.fp8_accuracy
 measure fp8_invariance 180 benchmarks.fp8_invariance
 measure segments 120 benchmarks.segments
-measure held_out 250 benchmarks.held_out
+measure held_out 300 benchmarks.held_out
 measure bench 450 benchmarks.gpu
 measure attention 300 benchmarks.attention
 measure attention_invariance 180 benchmarks.attention_invariance

@@ -144,7 +144,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--budget", type=float, default=200, help="begin no product after so many seconds")
+    parser.add_argument("--budget", type=float, default=250, help="begin no product after so many seconds")
     parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/held_out.json")
     parser.add_argument("--every", type=results_file, help="microseconds of all schedules, to fit costs to")
     options = parser.parse_args()

@@ -95,7 +95,9 @@ def test_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {d["differing"] for d in data["drift"] if d["by"] == "samebits"} == {0}
     said = gpu_models_drift(data)
     assert said.count("| 0 | 0 | 0 |") == 6
-    assert "0 in samebits. Two runs under samebits end with identical weights." in said
+    assert (
+        "0 in samebits. Two runs under samebits end with identical weights; PyTorch's was run once." in said
+    )
     assert "10 and 1,200 other weights in PyTorch, 0 and 0 in samebits" in said
     found = {"environment": data["environment"], "sentences": 16, "changed": changed}
     assert "16 sentences (its own weights, float32), 5 change" in gpu_embeddings(found)
