@@ -342,8 +342,9 @@ def whole_files(h: Any) -> Iterator[Kernel]:
                 yield h.gather.kernel_spec(bounds, unit), arch
         for x, slots in ((F32, 3), (BF16, 8), (F16, 16)):
             for vector, weighted in ((1, True), (16 // x.itemsize, False)):
-                for entry in ("take_slots", "sum_slots"):
-                    yield h.slots.kernel_spec(entry, x, vector, slots, weighted), arch
+                yield h.slots.kernel_spec("take_slots", x, vector, 1, weighted), arch
+                yield h.slots.kernel_spec("sum_slots", x, vector, slots, weighted), arch
+        yield h.slots.kernel_spec("route", F32, 1, 1, False), arch
         for model in (INTERPOLATION, POLYNOMIAL):
             yield h.exp2.spec(model), arch
         for segments in (2, 8, 64):

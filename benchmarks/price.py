@@ -11,7 +11,7 @@ from benchmarks.scaled import beside
 from samebits.tools.bench.attention_report import attention_summary
 from samebits.tools.bench.report import summary
 
-DECODE = "decode of that model, eager, 1 and 32 rows"
+DECODE = "decode of that Llama, eager, 1 and 32 rows"
 BESIDE = {
     "training step of a Llama of a billion parameters, 8 x 512 tokens": peers.TRAINING,
     DECODE: peers.DECODING,

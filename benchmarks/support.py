@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.record import ROOT, load, measured
+from samebits.contract import HOPPER, TENSOR_CORE
 from samebits.tools.bench.report import summary
 
 PROVEN = ROOT / "samebits" / "data" / "proven.json"
@@ -136,7 +137,8 @@ def table_of_support() -> list[list[str]]:
         for gpu, facts in gpus.items():
             said = []
             if f"{o.name}: {o.backend}" in facts["operations"]:
-                said.append(f"proven {facts['date']}")
+                older = facts["digest"] != TENSOR_CORE.on(HOPPER).digest()
+                said.append(f"proven {facts['date']}" + ", before a change of bits" * older)
             if o.ran and folders[gpu] in measured(o.ran):
                 date = load(f"{folders[gpu]}/{o.ran}")["environment"]["date"]
                 said += [f"ran {date}"] if date > facts["date"] or not said else []

@@ -184,6 +184,12 @@ def gpu_distributed(data: dict[str, Any]) -> str:
     )
 
 
+def _older(gpu: str, other: str) -> bool:
+    """Whether steps on `gpu` were measured at another commit than on the `other`."""
+    commits = {load(f"{each}/steps.json")["environment"]["commit"] for each in (gpu, other)}
+    return len(commits) > 1
+
+
 def the_price() -> str:
     """README's table of speed."""
     (first, *more), records = GPUS, {gpu: load(f"{gpu}/bench.json")["environment"]["gpu"] for gpu in GPUS}
@@ -204,12 +210,13 @@ def the_price() -> str:
         " of one loop, whose times scatter. Where PyTorch's FP8 product refused a call, half the time of its"
         " bf16 one stands for it. PyTorch's"
         " decode takes a slow path of its attention, because of the mask of its static cache."
+        + "".join(f" Steps of an {names[gpu]} are of an older commit." for gpu in more if _older(gpu, first))
     )
     if first in measured("peers.json"):
         date = load(f"{first}/peers.json")["environment"]["date"]
         said += (
             f" Others: in one run with samebits on an {names[first]}, {date}, on fewer shapes, products"
-            " forward only: see [Related projects](docs/beside.md)."
+            " forward only, decode of 1 row only: see [Related projects](docs/beside.md)."
         )
     return "\n\n".join((table(head, rows), said))
 

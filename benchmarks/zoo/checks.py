@@ -23,7 +23,7 @@ import samebits.transformers
 from benchmarks.zoo.lora import add_adapters
 from benchmarks.zoo.models import Model
 from benchmarks.zoo.overrides import LORA, NOT_APPLICABLE
-from benchmarks.zoo.reasons import STEPS, WHOLE
+from benchmarks.zoo.reasons import ATTENTION, CHUNKS, POSITIONS, STEPS, WHOLE
 from samebits import batch_invariant
 from samebits.mode import UncoveredError
 from samebits.testing import bits, pattern
@@ -180,13 +180,13 @@ def asked(m: Model, check: str) -> str:
     if check in ("right padding", "left padding", "gradients with padding") and not m.padded:
         return "pictures of one size" if m.kind == "vision" else "takes no mask"
     if check == "left padding" and m.kind == "encoder-decoder":
-        return "positions count from the row's start"
+        return POSITIONS
     if check == "left padding" and "attention_mask" not in m.takes:
         return "takes no mask"
     if check == "left padding" and m.name in STEPS:
-        return "its chunks count from the row's start"
+        return CHUNKS
     if check == "left padding" and m.attention == "eager":
-        return "attention of its own, whose sums count from the row's start"
+        return ATTENTION
     if check in ("decode", "static cache", "generate") and m.kind in ("encoder", "vision"):
         return "does not decode"
     if check == "checkpointing" and not m.net.supports_gradient_checkpointing:

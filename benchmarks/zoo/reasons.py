@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+POSITIONS = "positions count from the row's start"
+CHUNKS = "its chunks count from the row's start"
+ATTENTION = "attention of its own, whose sums count from the row's start"
+FROM_THE_START = POSITIONS, CHUNKS, ATTENTION
+"""Why padding on the left is not checked: it may change bits."""
+
 STEPS: dict[str, str] = {
     name: what
     for what, names in {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.tables.text import made_with, table
-from benchmarks.zoo.reasons import REASONS, STEPS
+from benchmarks.zoo.reasons import FROM_THE_START, POSITIONS, REASONS, STEPS
 
 GROUPS = {
     "rows": ("rows",),
@@ -59,14 +59,6 @@ def _drift(found: Found, dtype: str, only: tuple[str, ...]) -> str:
     ]
     known = [x for x in numbers if x is not None]
     return f"{max(known):.1g}" if known else "–"
-
-
-FROM_THE_START = (
-    "positions count from the row's start",
-    "its chunks count from the row's start",
-    "attention of its own, whose sums count from the row's start",
-)
-"""Why padding on the left was not checked: it may change bits."""
 
 
 def _padded_on_the_right_alone(found: Found) -> bool:
@@ -122,7 +114,7 @@ def architectures(data: Found) -> str:
     failing = [a for a in built if verdict(a)[0] != "passes"]
     one_side = sum(map(_padded_on_the_right_alone, built))
     parts = [
-        f"**{len(passing)} of {len(built)}** architectures that can be built pass every check that was run of"
+        f"**{len(passing)} of {len(built)}** architectures that can be built pass every check that was run on"
         f" them, in float32 and bfloat16. Of {one_side} of these (‡) padding was checked on the right only:"
         " attention of their own, chunks or positions count from the row's start, so padding on the left may"
         " change their bits.",
@@ -159,7 +151,7 @@ ORDINARY = (
     "pictures of one size",
     "checked of others",
     "checked in bfloat16",
-    FROM_THE_START[0],
+    POSITIONS,
 )
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from samebits.ops._operator import Operator
-from samebits.ops._rows import backend
+from samebits.ops._rows import backend, rounded
 from samebits.ops.expand import expand, sum_over_broadcast
 from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.indexing import take
+from samebits.ops.reduce import FEW
 
 __all__ = ["Routed", "combined", "routed"]
 
@@ -102,7 +103,13 @@ _take = Operator(
 
 def _forward_combine(x: Tensor, weights: Tensor | None, order: Tensor, places: Tensor, slots: int) -> Tensor:
     x, weights = _promoted(x, weights)
-    return backend(x).combine_slots(x, places, slots, weights)  # type: ignore[no-any-return]
+    on = backend(x)
+    if slots <= FEW:
+        return on.combine_slots(x, places, slots, weights)  # type: ignore[no-any-return]
+    rows = on.take_slots(x, places, 1, None)
+    rows = rows if weights is None else rows * weights.reshape(-1, 1)
+    by_entry = rows.view(-1, slots, x.shape[1]).transpose(1, 2)
+    return on.row_sum(by_entry.reshape(-1, slots), False, x.dtype).view(by_entry.shape[:2])  # type: ignore[no-any-return]
 
 
 def _fake_combine(x: Tensor, weights: Tensor | None, order: Tensor, places: Tensor, slots: int) -> Tensor:
@@ -123,19 +130,23 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weights, order, places)
 
 
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else rounded(x, dtype)
+
+
 def _of_weights(tokens: Tensor, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
     """For each slot the sum over a token's entries times those of its row, whose products are rounded."""
     rows = _take(rows, None, places, order, 1).view(*weights.shape, rows.shape[1])
     terms = expand(tokens.unsqueeze(1), rows.shape) * rows
     total: Tensor = sum_over_broadcast(terms, (*weights.shape, 1))
-    return total.squeeze(2).to(weights.dtype)
+    return _rounded(total.squeeze(2), weights.dtype)
 
 
 def _backward_take(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weights, order, places = saved
     of_x = of_weights = None
     if ctx.needs_input_grad[0]:
-        of_x = _combine(grad, weights, order, places, ctx.slots).to(ctx.dtype)
+        of_x = _rounded(_combine(grad, weights, order, places, ctx.slots), ctx.dtype)
     if ctx.needs_input_grad[1]:
         of_weights = _of_weights(x, grad, weights, order, places)
     return of_x, of_weights, None, None, None
@@ -145,7 +156,7 @@ def _backward_combine(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> tuple[T
     x, weights, order, places = saved
     of_x = of_weights = None
     if ctx.needs_input_grad[0]:
-        of_x = _take(grad, weights, order, places, ctx.slots).to(ctx.dtype)
+        of_x = _rounded(_take(grad, weights, order, places, ctx.slots), ctx.dtype)
     if ctx.needs_input_grad[1]:
         of_weights = _of_weights(grad, x, weights, order, places)
     return of_x, of_weights, None, None, None

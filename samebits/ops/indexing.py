@@ -164,23 +164,22 @@ def _keep_shape(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(index)
 
 
-def _gather_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, None, None]:
-    (index,) = saved
-    zeros = grad.new_zeros(ctx.shape)
-    if index.ndim == 0 or index.shape[ctx.dim] == 1:  # no element twice
-        return zeros.scatter_add(ctx.dim, index, grad), None, None
-    return _scatter_sum(zeros, ctx.dim, index, grad), None, None
-
-
-_gather.register_autograd(_gather_backward, setup_context=_keep_shape)
-
-
 def _pick_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, None, None]:
     # Chains of one term from +0. A scatter changes NaN on a CPU; an addition on a GPU makes it canonical.
     if grad.is_cuda:
         return grad.new_zeros(ctx.shape).scatter(ctx.dim, saved[0], grad + 0.0), None, None
     wide = grad.new_zeros(ctx.shape, dtype=torch.float32).scatter(ctx.dim, saved[0], grad.to(torch.float32))
     return rounded(wide + 0.0, grad.dtype), None, None
+
+
+def _gather_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, None, None]:
+    (index,) = saved
+    if index.ndim == 0 or index.shape[ctx.dim] == 1:  # no element twice
+        return _pick_backward(ctx, saved, grad)
+    return _scatter_sum(grad.new_zeros(ctx.shape), ctx.dim, index, grad), None, None
+
+
+_gather.register_autograd(_gather_backward, setup_context=_keep_shape)
 
 
 _pick = Operator("pick(Tensor x, int dim, Tensor index) -> Tensor", cpu=_forward_gather, fake=_fake_gather)

@@ -42,7 +42,7 @@ def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = Fals
     return _reduce("mean", x, dim, keepdim)
 
 
-_FEW = 16  # terms that a GPU adds where they are: as rows they would have to be copied
+FEW = 16  # terms that a GPU adds where they are: as rows they would have to be copied
 
 
 def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> Tensor:
@@ -64,7 +64,7 @@ def _few_terms(x: Tensor, dim: Any) -> int:
     if type(dim) is not int or not -x.ndim <= dim < x.ndim or x.numel() == 0:
         return 0
     dim = dim % x.ndim
-    return dim if dim < x.ndim - 1 and 0 < x.shape[dim] <= _FEW else 0
+    return dim if dim < x.ndim - 1 and 0 < x.shape[dim] <= FEW else 0
 
 
 def _slot_sum(x: Tensor) -> Tensor:

@@ -227,9 +227,11 @@ def _answer(gpus: tuple[Gpu, ...], backends: tuple[Backend, ...]) -> tuple[str, 
             ]
             continue
         p = gpu.proven
+        older = p["digest"] != TENSOR_CORE.on(HOPPER).digest()
         said.append(
-            f"  Proven on this model: {', '.join(p['operations'])} ({p['compared']:,} values, {p['date']},"
-            f" commit {p['commit']}). For your driver and version: samebits verify"
+            f"  Proven on this model{', before a change of bits' * older}: {', '.join(p['operations'])}"
+            f" ({p['compared']:,} values, {p['date']}, commit {p['commit']}). For your driver and version:"
+            " samebits verify"
         )
         times = ", ".join(f"{what} {speed:.2f}" for what, speed in p["speed"].items())
         said.append(f"  Speed on this model, PyTorch = 1: {times}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from samebits.backends.cuda.shapes import ProductShape, Shape, dtype_name, from_data
+from samebits.tools.hub import stay_offline
 from samebits.tools.text import ToolError, one_line
 
 __all__ = ["GRADIENTS_FROM", "asked", "numbers", "of_model", "of_weights", "read_shapes", "weight"]
@@ -76,8 +76,7 @@ def of_model(name: str) -> tuple[list[tuple[int, int]], torch.dtype]:
     Raises:
         ToolError: there is no such config, or its model cannot be made.
     """
-    # Some parts of transformers ask the network in spite of `local_files_only`.
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    stay_offline()
     try:
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     except ImportError:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 import samebits
 from samebits import AMPERE, FMA, HOPPER, TENSOR_CORE, Contract, attention
+from samebits.backends.attention import HIDES
+from samebits.backends.cuda import compiler
 from samebits.backends.reference.attention_kernels import exp2
 from samebits.ops.attention import scaled_dot_product_attention
 from samebits.testing import assert_same_bits, bits, values
@@ -565,6 +567,25 @@ class TestOfPyTorch:
             assert_same_bits(got, want)
         assert not run(added)[0][:, :, 3].any()
 
+    def test_what_does_not_hide_in_a_float_mask(self, device: str, dtype: torch.dtype) -> None:
+        """Down to -5,678 a query all of whose keys have one mask has the weights of none."""
+        q, k, v, g = (case("normal", (1, 2, n, 16), dtype, device, n) for n in (5, 60, 61, 6))
+        q.zero_()  # at this size scores of less than some hundredths are lost
+
+        def run(mask: Tensor | None) -> list[Tensor]:
+            leaves = [t.detach().requires_grad_() for t in (q, k, v[:, :, :60])]
+            out = scaled_dot_product_attention(*leaves, mask=mask)
+            return [out.detach(), *torch.autograd.grad(out, leaves, g[:, :, :5].detach())]
+
+        plain = run(None)
+        for value, shown in ((-5600.0, True), (-5677.0, True), (-5679.0, False)):
+            out, *grads = run(torch.full((1, 1, 5, 60), value, device=device))
+            assert out.any() == shown
+            assert grads[2].any() == shown
+            if shown:
+                torch.testing.assert_close(out, plain[0], rtol=1e-2, atol=1e-2)
+                torch.testing.assert_close(grads[2], plain[3], rtol=1e-2, atol=1e-2)
+
     def test_gradients_of_a_mask(self, device: str, dtype: torch.dtype) -> None:
         """A bias for all of the batch, as T5's: a chain over its rows, in float32, rounded once."""
         q, k, v, g = (case("normal", (3, 2, 20, 8), dtype, device, seed) for seed in range(4))
@@ -687,3 +708,8 @@ def test_opcheck(packed: bool) -> None:
     out, _, lse2 = OPS.attention(*arguments)
     gradients = torch.randn_like(out), out, lse2, not packed
     torch.library.opcheck(OPS.attention_backward.default, (*gradients, *arguments))
+
+
+def test_a_mask_hides_alike_in_kernels_and_in_the_reference() -> None:
+    header = (compiler.INCLUDE / "attention.cuh").read_text()
+    assert f"constexpr float HIDES = {HIDES:.1f}f;" in header

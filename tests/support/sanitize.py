@@ -36,6 +36,7 @@ from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.product import Operands, Product, ProductKernel
 from samebits.backends.triton import runtime as triton
 from samebits.contract import INTERPOLATION, TENSOR_CORE
+from samebits.ops import experts
 from samebits.tools.verify import Inputs, kernels, plan, scaled, scaled_grouped, segments, takes
 from samebits.tools.verify import grouped as verification
 from samebits.tools.verify.attention import VARIANTS, AttentionCase, verify_attention
@@ -246,6 +247,14 @@ def triton_products():
                     yield kernel, schedule, x
 
 
+def experts_rows(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Of two slots a row, with weights and without."""
+    to = experts.Routed(ids.view(-1, 2) % 3, 2, len(x))
+    weights = torch.ones(len(x), 2, dtype=DTYPE, device="cuda", requires_grad=True)
+    spread = experts.routed(x, to)
+    return spread, experts.combined(spread, weights, to)
+
+
 def row_reductions() -> None:
     """Every operation of rows, forward and backward, in every way to share a row; also on unaligned rows."""
     for count, n in ((1, 1), (3, 130), (9, 1100), (70, 40), (5, 2048), (2, 7000), (3, 12296), (1, 20000)):
@@ -259,6 +268,11 @@ def row_reductions() -> None:
                     *(x.softmax(1), x.log_softmax(0), x.sum(0), x.mean(1), y * w, y * x[:, :1]),
                     *(F.layer_norm(x, (n,), w, w), F.rms_norm(x, (n,), w), F.embedding(ids, y)),
                     *(F.embedding(ids.int(), y[:, n // 3 :]), F.embedding(many, y)),
+                    *(
+                        torch.stack([x, y, x], 1).sum(1),
+                        *experts_rows(y, ids),
+                        *experts_rows(y[:, n // 3 :], ids),
+                    ),
                 )
                 torch.autograd.grad(results, (x, y, w), results)
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import samebits
 from samebits import backends
-from samebits.backends.cuda import linear_logp_sm90
+from samebits.backends.cuda import linear_logp_sm90, slots
 from samebits.backends.cuda import rows as cuda_rows
 from samebits.backends.product import Operands, Plan, Product, ProductKernel
 from samebits.testing import KINDS
@@ -205,10 +205,11 @@ REDUCTIONS = list(reductions.reductions(thorough=False, fused=True))
 
 def test_reductions_cover_what_the_backends_offer() -> None:
     """Every function of the row kernels' host side, dtype, kind of values, stride and edge."""
+    modules = cuda_rows.__name__, slots.__name__
     offered = {
         name
         for name, f in vars(cuda_rows).items()
-        if inspect.isfunction(f) and f.__module__ == cuda_rows.__name__ and not name.startswith("_")
+        if inspect.isfunction(f) and f.__module__ in modules and not name.startswith("_")
     } - {"kernel_spec", "long_spec", "choose_sharing", "sharings", "shared_as"}
     right = reductions.reference(HELD_TO)
     spy = mock.Mock(wraps=right.rows)

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from samebits.backends import replay
-from samebits.backends.cuda import columns, compiler, devices, gather, runtime, slots
+from samebits.backends.cuda import columns, compiler, devices, gather, runtime
 from samebits.backends.cuda import norm_gradients as together
 from samebits.backends.cuda.columns import TYPES, address, with_rows
+from samebits.backends.cuda.slots import combine_slots as combine_slots
 from samebits.backends.cuda.slots import route as route
+from samebits.backends.cuda.slots import slot_sum as slot_sum
 from samebits.backends.cuda.slots import take_slots as take_slots
 from samebits.functions import VOCAB_BLOCK
 
@@ -374,23 +376,6 @@ def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     out = runtime.empty(x.shape[1:], dtype, x.get_device())
     columns.sums(x, out)
     return out
-
-
-def slot_sum(x: Tensor) -> Tensor:
-    """``x[a, n, b].sum(1)``: sums of rows."""
-    a, n, b = x.shape
-    if n <= slots.MOST:
-        return slots.slot_sum(x)
-    return row_sum(x.transpose(1, 2).reshape(a * b, n), False, x.dtype).view(a, b)
-
-
-def combine_slots(x: Tensor, places: Tensor, count: int, weights: Tensor | None) -> Tensor:
-    """Sums over every token's `count` slots i of ``x[places[i]]``, times ``weights[i]``, rounded once."""
-    if count <= slots.MOST:
-        return slots.combine_slots(x, places, count, weights)
-    rows = take_slots(x, places, 1, None)
-    rows = rows if weights is None else rows * weights.reshape(-1, 1)
-    return slot_sum(rows.view(len(places) // count, count, x.shape[1]))
 
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:

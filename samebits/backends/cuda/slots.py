@@ -34,18 +34,22 @@ def _kernel(
 
 
 def _launch(
-    entry: str, terms: int, x: Tensor, count: int, outer: int, slots: int, *more: Tensor | None
+    entry: str,
+    x: Tensor,
+    count: int,
+    slots: int,
+    weights: Tensor | None,
+    numbers: Tensor | None = None,
+    outer: int = 0,
 ) -> Tensor:
-    """`count` rows from those of ``x[rows, n]``, or from ``x[a, slots, n]``, where `outer` is a's stride.
-
-    `terms` is the kernel's macro SLOTS; `more` are weights and numbers.
-    """
+    """`count` rows from those of ``x[rows, n]``, or from ``x[a, slots, n]``, where `outer` is a's stride."""
     n, inner, device = x.shape[-1], x.stride(-2), x.get_device()
     out = runtime.empty((count, n), x.dtype, device)
     if out.numel():
         low = x.data_ptr() | (outer | inner | n) * x.itemsize
         vector = 16 // x.itemsize if low & 15 == 0 else 1
-        weights, numbers = (t if t is None else t.contiguous() for t in more)
+        weights, numbers = (None if t is None else t.contiguous() for t in (weights, numbers))
+        terms = slots if entry == "sum_slots" else 1
         kernel = _kernel(entry, device, x.dtype, vector, terms, weights is not None)
         kernel.launch(
             (-(-count * (n // vector) // _THREADS), 1, 1),
@@ -56,20 +60,20 @@ def _launch(
 
 
 def take_slots(x: Tensor, order: Tensor, slots: int, weights: Tensor | None) -> Tensor:
-    """``x[order[i] // slots]``, times ``weights[order[i]]``."""
-    return _launch("take_slots", 1, with_rows(x), len(order), 0, slots, weights, order)
+    """``x[order[i] // slots]``, times ``weights[order[i]]``, rounded once."""
+    return _launch("take_slots", with_rows(x), len(order), slots, weights, order)
 
 
 def combine_slots(x: Tensor, places: Tensor, slots: int, weights: Tensor | None) -> Tensor:
-    """The sum over a token's slots i of ``x[places[i]]``, times ``weights[i]``."""
-    return _launch("sum_slots", slots, with_rows(x), len(places) // slots, 0, slots, weights, places)
+    """Sums over every token's slots i, at most `MOST`, of ``x[places[i]]``, times ``weights[i]``."""
+    return _launch("sum_slots", with_rows(x), len(places) // slots, slots, weights, places)
 
 
 def slot_sum(x: Tensor) -> Tensor:
-    """``x[a, n, b].sum(1)``."""
+    """``x[a, n, b].sum(1)`` of at most `MOST` terms: sums of rows."""
     a, n, b = x.shape
     x = x if x.stride(2) == 1 or b <= 1 else x.contiguous()
-    return _launch("sum_slots", n, x, a, x.stride(0), n, None, None)
+    return _launch("sum_slots", x, a, n, None, outer=x.stride(0))
 
 
 def route(experts: Tensor, order: Tensor, count: int, each: int) -> tuple[Tensor, Tensor, Tensor]:

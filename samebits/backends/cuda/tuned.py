@@ -365,7 +365,7 @@ def _checked(path: Path) -> Table:
 
 
 def _expanded(path: str | os.PathLike[str]) -> Path:
-    """Without ``~``, but for a user who is not there."""
+    """The path with ``~`` expanded, or as it is if there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:

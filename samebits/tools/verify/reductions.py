@@ -282,7 +282,7 @@ def _given(o: RowOperands, vocabulary: int, entropy: bool) -> tuple[Rows, Tensor
 
 def _in_slots(o: RowOperands) -> tuple[Tensor, Tensor, Tensor]:
     """The case's first rows as ``[tokens, slots, n]``, weights of these slots, and places of all."""
-    slots = min(o.case.rows, 1 + o.case.n % 13)
+    slots = min(o.case.rows, 1 + o.case.n % 16)
     tokens = o.case.rows // slots
     order = torch.randperm(tokens * slots, generator=torch.Generator().manual_seed(10)).to(o.x.device)
     weights = o.grad.reshape(-1)[: tokens * slots].view(tokens, slots)
@@ -298,6 +298,13 @@ def _slots_taken(on: RowBackend, o: RowOperands) -> Results:
 def _slots_combined(on: RowBackend, o: RowOperands) -> Results:
     x, weights, places = _in_slots(o)
     return tuple(on.rows.combine_slots(o.x, places, x.shape[1], w) for w in (None, weights))
+
+
+def _routed(on: RowBackend, o: RowOperands) -> Results:
+    """Some experts are below 0, some beyond the last one."""
+    experts, order = (o.ids - 2).sort(stable=True)
+    found = on.rows.route(experts, order, IDS - 4, max(1, o.case.rows // 3))
+    return tuple(t.to(torch.int32).view(F32) for t in found)  # bits are compared
 
 
 @dataclass(frozen=True)
@@ -346,6 +353,7 @@ _ROWS = {
     "sum over slots": Reducer(lambda on, o: (on.rows.slot_sum(_in_slots(o)[0]),), SAME),
     "slots taken": Reducer(_slots_taken, SAME),
     "slots combined": Reducer(_slots_combined, SAME),
+    "slots routed": Reducer(_routed, SAME[:1]),
     "embedding": Reducer(lambda on, o: (on.rows.embedding(o.x, o.ids % len(o.x)),), SAME),
     "embedding backward": Reducer(
         lambda on, o: tuple(on.rows.embedding_backward(o.grad, o.ids, IDS, p) for p in (-1, PADDING)), SAME

@@ -82,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(256) sum_slots(const __grid_constan
         runs[j] = run(p.x + at + column);
         if (WEIGHTED) weights[j] = E::widen(p.weights[slot]);
     }
+    static_assert(SLOTS <= 16, "more slots are summed as rows");
     constexpr int TERMS = SLOTS > 8 ? 16 : SLOTS > 4 ? 8 : SLOTS > 2 ? 4 : SLOTS;
     Run sums;
 #pragma unroll

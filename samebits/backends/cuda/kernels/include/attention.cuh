@@ -252,7 +252,7 @@ __device__ __forceinline__ void clear(float (&acc)[N][4]) {
 
 namespace scores {
 
-// What a float mask adds where it hides a key, or less.
+// What a float mask adds to a score in base 2 where it hides a key, or less.
 constexpr float HIDES = -8192.0f;
 
 // Whether a pair is visible and the mask, whose entry is at `at`, does not hide it. `bias`: what the mask adds.
