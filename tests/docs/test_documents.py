@@ -39,3 +39,12 @@ def test_files_and_modules_exist(page: str) -> None:
     files = [f"{f}/__main__.py" if (ROOT / f).is_dir() else f"{f}.py" for f in files]
     named = [one or other for one, other in paths] + files
     assert [path for path in named if not any((ROOT / d / path).exists() for d in NAMED_FROM)] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, "ARCHITECTURE.md", "CHANGELOG.md", "SECURITY.md"])
+def test_prose_fits_128_columns(page: str) -> None:
+    """Not so tables, code, pictures, and what ``benchmarks.tables`` writes."""
+    text = re.sub(r"<!-- begin: .*?<!-- end: ", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith(("|", "!")))
+    assert [line for line in lines if len(line) > 128] == []
