@@ -75,6 +75,18 @@ class FakeGpu:
         return torch.as_strided(room, shape, strides).detach() if count else torch.empty(shape, dtype=dtype)
 
     @contextmanager
+    def keeps_copies(self) -> Iterator[None]:
+        """What ``contiguous`` makes lives on: a GPU frees memory in the order of its launches."""
+        kept, contiguous = [], torch.Tensor.contiguous
+
+        def keep(t: Tensor) -> Tensor:
+            kept.append(contiguous(t))
+            return kept[-1]
+
+        with mock.patch.object(torch.Tensor, "contiguous", keep):
+            yield
+
+    @contextmanager
     def allocates_all(self) -> Iterator[None]:
         """Also what PyTorch's own functions allocate."""
 

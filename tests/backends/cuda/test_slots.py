@@ -163,22 +163,13 @@ def check(layout: str, dtype: torch.dtype, device: str, done: Callable[[], None]
 
 @on_dtypes
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_launch_asks_for_the_rows(
-    gpu: FakeGpu, layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept, contiguous = [], Tensor.contiguous  # a GPU frees memory in the order of its launches
-
-    def keep(t: Tensor) -> Tensor:
-        kept.append(contiguous(t))
-        return kept[-1]
-
-    monkeypatch.setattr(Tensor, "contiguous", keep)
-
+def test_a_launch_asks_for_the_rows(gpu: FakeGpu, layout: str, dtype: torch.dtype) -> None:
     def done() -> None:
         as_launched(gpu)
         gpu.start()
 
-    check(layout, dtype, "cpu", done)
+    with gpu.keeps_copies():
+        check(layout, dtype, "cpu", done)
 
 
 @pytest.mark.gpu
