@@ -423,7 +423,7 @@ static PyObject* numbers(PyObject* x) {
 
 /* A key of all that decides what a call does, but for the addresses. NULL, perhaps with an error: there is none.
    `grad_enabled` is -1 where PyTorch has looked at the tensors before. `recorded` becomes 1 if autograd records
-   the call. */
+   the call. Calls without gradients have keys of their own, as they return no views. */
 static PyObject* make_key(PyObject* const* args, Py_ssize_t count, PyObject* names, int grad_enabled,
                           Tensors* tensors, long* device, int* recorded) {
     Py_ssize_t size = 2, next = 0;
@@ -445,6 +445,7 @@ static PyObject* make_key(PyObject* const* args, Py_ssize_t count, PyObject* nam
                 while (args[self] != x) self++;
             }
             *recorded |= one;
+            if (grad_enabled == 0) one = 2;
             if (add_tensor(key, &next, x, tensors, (int)i, self, one, device)) goto none;
             continue;
         }

@@ -27,12 +27,10 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
     Args:
         x: ``[n, ...]``; bfloat16, float16 or float32.
-        index: int64 or int32, each within [-n, n).
+        index: int64 or int32, each within [0, n).
     """
     rows = x.reshape(x.shape[0], math.prod(x.shape[1:]))
-    places = index.to(torch.int64)
-    places = torch.where(places < 0, places + x.shape[0], places)
-    out: Tensor = _take(rows, places.reshape(-1))
+    out: Tensor = _take(rows, index.to(torch.int64).reshape(-1))
     return out.reshape(*index.shape, *x.shape[1:])
 
 
@@ -60,12 +58,20 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, alpha: float =
 
 
 def row_numbers(shape: Sequence[int], indices: Sequence[Tensor]) -> Tensor:
-    """The rows that integers for the first dimensions of `shape` name, when these are flattened."""
+    """The rows that integers for the dimensions of `shape` name, when these are flattened.
+
+    Where one is not within [-size, size), the result is no row: the number of rows or more, or below 0.
+    """
     total: Any = 0
-    for size, index in zip(shape, indices, strict=False):
+    inside: Any = None
+    for size, index in zip(shape, indices, strict=True):
         wide = index.to(torch.int64)
-        total = total * size + torch.where(wide < 0, wide + size, wide)
-    places: Tensor = total
+        wide = torch.where(wide < 0, wide + size, wide)
+        total = total * size + wide
+        if len(indices) > 1:  # out of range in one dimension, they might name another row
+            here = (wide >= 0) & (wide < size)
+            inside = here if inside is None else inside & here
+    places: Tensor = total if inside is None else torch.where(inside, total, math.prod(shape))
     return places
 
 
@@ -92,12 +98,16 @@ def pick(x: Tensor, dim: int, index: Tensor) -> Tensor:
     return out
 
 
+def _check_range(index: Tensor, count: int) -> None:
+    outside = (index < 0) | (index >= count)
+    if index.is_cuda:
+        torch._assert_async(~outside.any(), "samebits: an index is out of range")  # waits for nothing
+    elif outside.any():
+        raise IndexError(f"index out of range: expected [0, {count}), got {int(index[outside][0])}")
+
+
 def _index_sum(rows: Tensor, places: Tensor, count: int) -> Tensor:
-    if places.is_cuda:
-        inside = ((places >= 0) & (places < count)).all()
-        torch._assert_async(inside, "samebits: an index is out of range")  # waits for nothing
-    elif places.numel() and not 0 <= int(places.min()) <= int(places.max()) < count:
-        raise IndexError(f"index out of range: expected one of {count} rows, got {places.tolist()[:8]}")
+    _check_range(places, count)
     return backend(rows).embedding_backward(rows, places, count, -1)  # type: ignore[no-any-return]
 
 
@@ -195,6 +205,7 @@ def _forward_scatter(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tens
             part = source.narrow(dim, j, 1).to(torch.float32)
             total.scatter_add_(dim, index.narrow(dim, j, 1), part)
         return rounded(total, x.dtype)
+    _check_range(index, x.shape[dim])
     places: Any = 0
     for d, size in enumerate(x.shape):
         along = torch.arange(index.shape[d], device=index.device).view(-1, *[1] * (x.ndim - 1 - d))

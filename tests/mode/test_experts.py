@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -218,6 +219,40 @@ def test_an_index_is_refused_as_by_pytorch(within: Within) -> None:
         with within("error"), pytest.raises(RuntimeError) as ours:
             call()
         assert str(ours.value) == str(theirs.value)
+
+
+OUTSIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index_put": lambda x, i: x.index_put((i * 0, i), torch.ones(1), accumulate=True),
+    "index_put_": lambda x, i: x.clone().index_put_((i * 0 - 1, i), torch.ones(1), accumulate=True),
+    "index_put, one index": lambda x, i: x.T.index_put((i,), torch.ones(4), accumulate=True),
+    "index_add": lambda x, i: x.index_add(1, i, torch.ones(4, 1)),
+    "scatter_add, many": lambda x, i: x.scatter_add(1, i.expand(2, 40), torch.ones(2, 40)),
+    "scatter_add, few": lambda x, i: x.scatter_add(1, i.expand(2, 3), torch.ones(2, 3)),
+    "x[:, i]": lambda x, i: x[:, i],
+    "x[j, i]": lambda x, i: x[i * 0 + 1, i],
+    "index_select": lambda x, i: x.index_select(1, i),
+    "gather": lambda x, i: x.gather(1, i.expand(4, 2)),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_index_out_of_range_names_no_other_element(name: str, compiled: bool, within: Within) -> None:
+    """As in PyTorch, where only some functions count from the end, and none wraps into the next row."""
+    x = make((4, 50), torch.float32, 0).requires_grad_()
+
+    def traced(x: Tensor, i: Tensor) -> Tensor:
+        with samebits.batch_invariant("error"):
+            return OUTSIDE[name](x, i)
+
+    call = torch.compile(traced, backend="eager") if compiled else OUTSIDE[name]
+    for i in (50, -51, *(() if "put" in name or "[" in name else (-1,))):
+        index = torch.tensor([i])
+        with pytest.raises((IndexError, RuntimeError)):
+            OUTSIDE[name](x, index)
+        mode = nullcontext() if compiled else within("error")
+        with mode, pytest.raises((IndexError, RuntimeError), match="(?i)index|indices"):
+            call(x, index)
 
 
 PICK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

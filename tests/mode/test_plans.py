@@ -166,6 +166,22 @@ def test_what_is_recorded_follows_from_the_call(plans: None) -> None:
             assert [t.grad is not None for t in leaves] == list(records)
 
 
+@pytest.mark.parametrize("name", ["layer_norm", "sum"])
+def test_a_result_without_gradients_is_no_view(name: str, plans: None) -> None:
+    """Also where a call of the same tensors, made with gradients on, has left a plan."""
+    call: Callable[[Tensor], Tensor] = {
+        "layer_norm": lambda x: F.layer_norm(x.transpose(1, 2), (5,)),
+        "sum": lambda x: torch.sum(x.transpose(1, 2), (0,), True),
+    }[name]
+    x, w = make(2, 5, 64), torch.zeros(1, dtype=BF16, requires_grad=True)
+    for _ in range(4):
+        with samebits.batch_invariant("error"):
+            call(x)
+            with torch.no_grad():
+                y = call(x)
+        assert (y.add_(w)).requires_grad
+
+
 def test_double_backward_and_checkpoints(plans: None) -> None:
     x, w = (t.requires_grad_() for t in (make(4, 64), make(64, 64)))
     seen = []

@@ -181,7 +181,7 @@ def _cost(x: Attention, s: HopperSchedule, multiprocessors: int) -> float:
 def choose(x: Attention, of: HopperVariant) -> HopperSchedule:
     """The schedule for a call."""
     multiprocessors = devices.device_info(x.q.get_device()).sm_count
-    queries = -(-x.queries // x.batch) if x.packed else x.queries
+    queries = -(-x.queries // max(1, x.batch)) if x.packed else x.queries
     grouped = x.group > 1 and queries < 128 and _can_group(x)
     rows = queries * (x.group if grouped else 1)
     dynamic = x.packed or x.key_start is not None or x.key_length is not None
