@@ -57,16 +57,20 @@ def records(x: Any) -> bool:
     return torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad and takes(x)
 
 
-def _on_meta(x: Any, made: dict[int, Tensor], with_gradients: bool) -> Any:
-    """`x` with meta tensors for its tensors, one for each, which are kept in `made` by their identity."""
+def _on_meta(x: Any, made: dict[int, Tensor] | None, with_gradients: bool) -> Any:
+    """`x` with meta tensors for its tensors: one for each, kept in `made` by its identity, if there is that."""
     if isinstance(x, (tuple, list)):
         return type(x)(_on_meta(y, made, with_gradients) for y in x)
     if not isinstance(x, Tensor):
         return x
-    if id(x) not in made:
-        empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        made[id(x)] = empty.requires_grad_(with_gradients and x.requires_grad)
-    return made[id(x)]
+    if made is not None and id(x) in made:
+        return made[id(x)]
+    found = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    if with_gradients and x.requires_grad:
+        found.requires_grad_()  # transforms forbid it, for False too
+    if made is not None:
+        made[id(x)] = found
+    return found
 
 
 def as_pytorch(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +80,8 @@ def as_pytorch(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result has.
     """
     # PyTorch refuses `out=` with gradients. Nothing else is saved, which activation checkpoints would count.
-    meta = functools.partial(_on_meta, made={}, with_gradients="out" in kwargs)
+    made: dict[int, Tensor] | None = None if torch.compiler.is_compiling() else {}  # it knows no identities
+    meta = functools.partial(_on_meta, made=made, with_gradients="out" in kwargs)
     with torch._C.DisableTorchFunction():
         return func(*map(meta, args), **{name: meta(x) for name, x in kwargs.items()})
 

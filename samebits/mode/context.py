@@ -15,7 +15,7 @@ from samebits.mode.fp8_layers import cover
 from samebits.mode.held import AUTOGRAD_CACHE, FAST_PATH
 from samebits.mode.kernels import register_context
 from samebits.mode.recorded import keep
-from samebits.mode.traced import Traced
+from samebits.mode.traced import Traced, show_all_functions
 
 __all__ = ["batch_invariant"]
 
@@ -63,6 +63,7 @@ def _context(on_uncovered: OnUncovered) -> Iterator[None]:
 
 def _within(on_uncovered: OnUncovered, before: OnUncovered | None) -> AbstractContextManager[None]:
     if torch.compiler.is_compiling():  # the key is included already, or the mode is on
+        show_all_functions()
         return nullcontext() if before is not None else Traced(on_uncovered)
     return _included(on_uncovered)
 

@@ -90,32 +90,41 @@ def _first_places(x: Tensor, k: int, dim: int, largest: bool) -> Tensor:
 
 def getitem(input: Tensor, index: Any) -> Any:
     """``input[index]``: where integers pick parts that have gradients, these are summed in order."""
-    picked = _picked(index if isinstance(index, tuple) else (index,)) if records(input) else None
+    picked = _picked(_entries(input, index)) if records(input) else None
     if picked is None:
         return input[index]
     before, indices, after = picked
-    found = _taken(input[before], len(before), indices)
+    first = sum(not _is_integer(x) for x in before)
+    found = _taken(input[before], first, indices)
     shape = torch.broadcast_shapes(*(i.shape for i in indices))
-    return found[(*(slice(None),) * (len(before) + len(shape)), *after)] if after else found
+    return found[(*(slice(None),) * (first + len(shape)), *after)] if after else found
 
 
-def picks(input: Any, index: Any) -> bool:
-    """Whether autograd sums the gradient of ``input[index]`` over equal indices."""
-    if not (torch.is_grad_enabled() and isinstance(input, Tensor) and input.requires_grad):
-        return False
-    return _picked(index if isinstance(index, tuple) else (index,)) is not None
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
+
+
+def _entries(x: Tensor, index: Any) -> tuple[Any, ...]:
+    """What indexes the dimensions of `x`, with tensors for lists of integers, and slices for an ellipsis."""
+    entries = [
+        torch.tensor(e, device=x.device) if isinstance(e, list) and e and all(map(_is_integer, e)) else e
+        for e in (index if isinstance(index, tuple) else (index,))
+    ]
+    at = [i for i, e in enumerate(entries) if e is Ellipsis]
+    if len(at) == 1:
+        missing = x.ndim + 1 - sum(e is not None for e in entries)
+        entries[at[0] : at[0] + 1] = [slice(None)] * missing
+    return tuple(entries)
 
 
 def _picked(index: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor], tuple[Any, ...]] | None:
-    """Slices, tensors of integers one after the other, and slices again, if that is all."""
+    """Tensors of integers one after the other, and what is before and behind them, if that is no tensor."""
     found = [i for i, x in enumerate(index) if isinstance(x, Tensor)]
     if not found or found[-1] - found[0] != len(found) - 1:
         return None
     before, indices, after = index[: found[0]], [*index[found[0] : found[-1] + 1]], index[found[-1] + 1 :]
     integers = all(x.dtype in _INTEGERS and x.ndim > 0 for x in indices)
-    plain = all(isinstance(x, slice) for x in before) and all(
-        x is None or x is Ellipsis or isinstance(x, slice) for x in after
-    )
+    plain = all(x is None or isinstance(x, slice) or _is_integer(x) for x in before + after)
     return (before, indices, after) if integers and plain else None
 
 

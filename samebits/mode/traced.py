@@ -7,6 +7,7 @@ calls; so what it compiles has this library's operators.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -27,6 +28,18 @@ from samebits.mode.rules import (
 )
 
 __all__ = ["Traced"]
+
+
+def show_all_functions() -> None:
+    """Let the compiler ask modes about all functions that have rules. It does so for documented ones alone."""
+    from torch._dynamo.variables.torch import get_overridable_functions
+
+    get_overridable_functions().update(
+        f for f in (*REPLACEMENTS, *UNCOVERED) if isinstance(f, BuiltinFunctionType)
+    )
+
+
+show_all_functions._dynamo_marked_constant = True  # type: ignore[attr-defined]  # it runs while it is traced
 
 
 class Traced(TorchFunctionMode):

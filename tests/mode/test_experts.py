@@ -261,6 +261,11 @@ PICK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "x[i, :2]": lambda x, i: torch.cat([x[i, :2], x[i, 2:]], 1),
     "x[:, i]": lambda x, i: x.T[:, i].T,
     "x[i, j]": lambda x, i: x[i[:, None], torch.arange(3, device=x.device)],
+    "x[..., i]": lambda x, i: x.T[..., i].T,
+    "x[None, i]": lambda x, i: x[None, i][0],
+    "x[0, i]": lambda x, i: torch.stack([x.T[j, i] for j in range(3)], 1),
+    "x[i, 0]": lambda x, i: torch.stack([x[i, j] for j in range(3)], 1),
+    "x[list]": lambda x, i: x[PLACES * (len(i) // len(PLACES))],
     "x[i, j, None]": lambda x, i: x[i[:, None], torch.arange(3, device=x.device), None].squeeze(2),
     "index_select": lambda x, i: x.index_select(0, i),
     "index_select, columns": lambda x, i: torch.index_select(x.T, -1, i).T,
@@ -300,6 +305,23 @@ def test_gradients_of_what_is_picked(device: str, name: str, dtype: torch.dtype,
             (grad,) = torch.autograd.grad(got, leaf, seed)
         assert_same_bits(got.detach(), x[places])
         assert_same_bits(grad, chains(torch.zeros_like(x), places, seed).to(device))
+
+
+@pytest.mark.parametrize("name", PICK)
+def test_gradients_of_what_is_picked_in_a_compiled_function(name: str) -> None:
+    places = torch.tensor(PLACES * 9).sort()[0] if name == "repeat_interleave" else torch.tensor(PLACES * 9)
+    x, seed = make((5, 3), torch.bfloat16, 0), make((len(places), 3), torch.bfloat16, 1)
+    leaf = x.clone().requires_grad_()
+
+    def inside(leaf: Tensor) -> Tensor:
+        with samebits.batch_invariant("error"):
+            return PICK[name](leaf, places)
+
+    torch._dynamo.reset()
+    got = torch.compile(inside, backend="aot_eager")(leaf)
+    (grad,) = torch.autograd.grad(got, leaf, seed)
+    assert_same_bits(got.detach(), x[places])
+    assert_same_bits(grad, chains(torch.zeros_like(x), places, seed))
 
 
 @on_devices

@@ -623,6 +623,39 @@ def test_compiled_whole() -> None:
     assert_same_bits(compiled(X), plain, "compiled again outside")
 
 
+@pytest.mark.parametrize("name", COVERED)
+def test_a_compiled_function_that_enters_the_context(name: str) -> None:
+    """What is compiled has the bits of what is not. A graph that breaks may run another function."""
+    f, seed = COVERED[name], values("normal", (6, 40, 40), torch.float32, 3)
+
+    def within(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        with batch_invariant("error"):
+            return f(x, w, b)
+
+    torch._dynamo.reset()  # one function is compiled for each name
+    dtype = torch.bfloat16 if name == "grouped_mm" else torch.float32  # the compiler takes no other
+    results: list[tuple[Tensor, ...]] = []
+    for run in (torch.compile(within, backend="aot_eager", fullgraph=True), within):
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (X, seed[0] / 8, seed[1, 0])]
+        y = run(*leaves)
+        grad = seed.flatten()[: y.numel()].view_as(y).to(dtype)
+        grads = torch.autograd.grad(y, leaves, grad, allow_unused=True)
+        results.append((y.detach(), *(torch.zeros(0) if g is None else g for g in grads)))
+    for what, got, want in zip(("y", "dx", "dw", "db"), *results, strict=True):
+        assert_same_bits(got, want, what)
+
+
+def test_a_compiled_function_reports_what_pytorch_does_not_document() -> None:
+    """The compiler asks no mode about such functions, ``torch._grouped_mm`` among them, of itself."""
+
+    def within(x: Tensor) -> list[Tensor]:
+        with batch_invariant("error"):
+            return torch._foreach_norm([x], 1)
+
+    with pytest.raises(Exception, match="UncoveredError"):
+        torch.compile(within, fullgraph=True, backend="eager")(X)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_elementwise(dynamic: bool) -> None:
     x = torch.randn(40, 37) * 3
