@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from samebits.mode.arguments import as_pytorch, records, takes
 from samebits.ops import indexing, scan
@@ -248,7 +249,7 @@ def cumsum(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
 
 
 def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-    if records(input):
+    if records(input) or forward_ad._current_level >= 0:
         return NotImplemented
     return _cumulated(torch.cumprod, scan.cumprod, input, dim, dtype)
 

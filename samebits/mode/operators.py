@@ -160,6 +160,9 @@ def _accumulating() -> Iterator[tuple[OpOverload, Rule]]:
         yield from ((op, Rule(rules.unless(op, *asks))) for op in _overloads(name) if not outs(op))
 
 
+_COMPOSITE = "CompositeImplicitAutograd"
+
+
 def _pointwise() -> Iterator[tuple[OpOverload, Rule]]:
     """Elementwise operators on a CPU.
 
@@ -177,6 +180,8 @@ def _pointwise() -> Iterator[tuple[OpOverload, Rule]]:
                 compute = functional.get(_kinds(op))
                 several = _kinds(op).count("Tensor") > 1
                 keys = ("CPU",) if several else ("CPU", "AutogradCPU")
+                if several and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _COMPOSITE):
+                    continue  # what it calls has a rule; one below autograd would take its gradient away
                 if compute is None:  # polygamma_, whose arguments have another order
                     yield op, Rule(None, keys=keys)
                 elif outs(op):

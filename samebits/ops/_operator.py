@@ -85,9 +85,21 @@ class Operator:
         return self._call(*args) if here.trace is None else self._dispatched(*args)
 
     def _dispatched(self, *args: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            self._refuse_tangents(args)
         if not bypasses_dispatcher([t for t in args if isinstance(t, Tensor)]):
             return self._registered(*args)
         return self._past_dispatcher(*args)
+
+    def _refuse_tangents(self, args: Sequence[Any]) -> None:
+        """PyTorch would run the operator, and give its result no tangent."""
+        for t in args:
+            floats = isinstance(t, Tensor) and t.is_floating_point()
+            if floats and forward_ad.unpack_dual(t).tangent is not None:
+                raise NotImplementedError(
+                    f"samebits.{self._registered.name().partition('::')[2]}: forward-mode derivatives are not"
+                    " implemented, backward ones are"
+                )
 
     def _past_dispatcher(self, *args: Any) -> Any:
         run = self._run

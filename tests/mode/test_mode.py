@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -672,6 +673,52 @@ def test_compiled_elementwise(dynamic: bool) -> None:
             assert_same_bits(compiled(x[start:stop]), full[start:stop])
         with pytest.raises(Exception, match="UncoveredError"):
             torch.compile(lambda x: x.logcumsumexp(1), fullgraph=True, backend="aot_eager")(x)
+
+
+FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "cumsum": lambda x: x.cumsum(0),
+    "cumsum_": lambda x: (x * 1).cumsum_(0),
+    "cumprod": lambda x: x.cumprod(0),
+    "index_add": lambda x: x.index_add(0, _I, x[:4]),
+    "index_put": lambda x: x.index_put((_I,), x[:4], accumulate=True),
+    "scatter_add": lambda x: x.scatter_add(0, _I[:, None, None].expand(4, 3, 40), x),
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2, mode="nearest"),
+    "sum": lambda x: x.sum(0),
+    "expand": lambda x: x[:1] * X,
+    "x[i]": lambda x: x[_I],
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode_derivatives_are_right_or_refused(name: str, within: Within) -> None:
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(X, X.flip(0))
+        want = forward_ad.unpack_dual(FORWARD[name](x)).tangent
+        try:
+            with within("error"):
+                got = forward_ad.unpack_dual(FORWARD[name](x)).tangent
+        except (NotImplementedError, UncoveredError):
+            return
+        assert got is not None
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.cumsum(0),
+        lambda x: x.var(),
+        lambda x: x.topk(2)[0],
+        lambda x: x.logsumexp(0),
+        lambda x: F.avg_pool1d(x, 2),
+        lambda x: F.group_norm(x[None], 3),
+    ],
+)
+def test_vmap(f: Callable[[Tensor], Tensor]) -> None:
+    with batch_invariant("error"):
+        got = torch.vmap(f)(X)
+        for row, x in zip(got, X, strict=True):
+            assert_same_bits(row, f(x))
 
 
 def test_names_and_shapes_that_pytorch_takes(within: Within) -> None:

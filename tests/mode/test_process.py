@@ -259,6 +259,17 @@ class TestWhatItCovers:
                 assert_same_bits(got.detach(), total)
                 in_threads(partial(run_elsewhere, f, w))
 
+    @pytest.mark.parametrize(
+        "f", [torch.float_power, torch.arctan2, torch.special.xlogy, torch.hypot, torch.atan2]
+    )
+    def test_gradients_of_functions_of_two_tensors(self, f: Callable[[Tensor, Tensor], Tensor]) -> None:
+        leaves = [(t.abs() + 0.5).requires_grad_() for t in (X[0], X[1])]
+        want = torch.autograd.grad(f(*leaves), leaves, W[:3])
+        with set_batch_invariant_mode(True, "error"):
+            got = torch.autograd.grad(f(*leaves), leaves, W[:3])
+        for g, w in zip(got, want, strict=True):
+            torch.testing.assert_close(g, w)
+
     @pytest.mark.parametrize("name", [n for n in UNCOVERED if n != "sparse.mm"])
     def test_what_is_reported(self, name: str) -> None:
         with set_batch_invariant_mode(True, "error"), pytest.raises(UncoveredError):
