@@ -58,7 +58,7 @@ def records(x: Any) -> bool:
 
 
 def _on_meta(x: Any, made: dict[int, Tensor] | None, with_gradients: bool) -> Any:
-    """`x` with meta tensors for its tensors: one for each, kept in `made` by its identity, if there is that."""
+    """`x` with meta tensors for its tensors: one for each, by its identity in `made` if that is given."""
     if isinstance(x, (tuple, list)):
         return type(x)(_on_meta(y, made, with_gradients) for y in x)
     if not isinstance(x, Tensor):

@@ -19,7 +19,12 @@ from torch._ops import OpOverload
 from samebits.backends import chosen_backend, pack_key
 from samebits.mode import indexing, overrides, products, rules
 from samebits.mode.arguments import takes
-from samebits.mode.pointwise import complex_in_whole_vectors, in_whole_vectors, scaling_in_whole_vectors
+from samebits.mode.pointwise import (
+    complex_in_whole_vectors,
+    in_whole_vectors,
+    loss_gradient_in_whole_vectors,
+    scaling_in_whole_vectors,
+)
 from samebits.ops._rows import refuse_triton
 from samebits.ops.expand import sum_over_broadcast
 
@@ -191,6 +196,12 @@ def _pointwise() -> Iterator[tuple[OpOverload, Rule]]:
                     yield op, Rule(replacement(op, compute if in_place else None), keys=keys)
 
 
+def _gradients() -> Iterator[tuple[OpOverload, Rule]]:
+    for name in rules.GRADIENTS_IN_WHOLE_VECTORS:
+        op = getattr(torch.ops.aten, name).default
+        yield op, Rule(loss_gradient_in_whole_vectors(op), keys=("CPU",), of_gradients=True)
+
+
 def _kinds(op: OpOverload) -> tuple[str, ...]:
     return tuple(str(a.type) for a in op._schema.arguments if not a.is_out)
 
@@ -200,6 +211,6 @@ def operator_rules() -> dict[OpOverload, Rule]:
     """The rule of every operator that has one."""
     reported = (op for name in rules.REPORTED_NAMES for op in _overloads(name))
     found = dict.fromkeys((*_direct(), *reported), Rule(None))
-    found |= dict((*_pointwise(), *_accumulating(), *_replaced()))
+    found |= dict((*_pointwise(), *_gradients(), *_accumulating(), *_replaced()))
     found |= {op: Rule(None, keys=()) for name in _SPARSE for op in _overloads(name)}
     return {op: rule for op, rule in found.items() if op._schema.name.removeprefix("aten::") not in _LEFT}

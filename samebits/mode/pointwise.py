@@ -20,6 +20,7 @@ __all__ = [
     "complex_in_whole_vectors",
     "cross_entropy_of_logits",
     "in_whole_vectors",
+    "loss_gradient_in_whole_vectors",
     "scaling_in_whole_vectors",
 ]
 
@@ -134,6 +135,18 @@ def in_whole_vectors(
         return into.copy_(out)
 
     return pointwise
+
+
+def loss_gradient_in_whole_vectors(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradient `func` of an elementwise loss, :func:`in_whole_vectors`, which are more than the loss has."""
+    compute = in_whole_vectors(func)
+
+    def gradient(grad: Tensor, input: Tensor, target: Tensor, reduction: int, *rest: Any) -> Any:
+        if reduction == 1:
+            grad = grad / max(1, torch.broadcast_shapes(input.shape, target.shape).numel())
+        return compute(grad.expand_as(input), input, target, 0, *rest)
+
+    return gradient
 
 
 _binary_cross_entropy = torch.binary_cross_entropy_with_logits

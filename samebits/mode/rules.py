@@ -270,7 +270,12 @@ WHOLE_VECTORS = """
     igamma igammac gammainc gammaincc logit xlogy xlog1py logaddexp logaddexp2 ldexp hypot lerp addcmul
     addcdiv sigmoid expit silu gelu mish softplus logsigmoid elu selu celu softshrink tanhshrink
 """.split()  # noqa: SIM905
-COMPLEX_WHOLE_VECTORS = ("abs", "absolute", "__abs__", "square", "reciprocal", "angle", "sgn", "softsign")
+COMPLEX_WHOLE_VECTORS = (
+    *("abs", "absolute", "__abs__", "square", "reciprocal", "angle", "sgn", "softsign"),
+    *("neg", "negative", "__neg__"),
+)
+# Losses whose gradients depend on where PyTorch's vectors end.
+GRADIENTS_IN_WHOLE_VECTORS = ("smooth_l1_loss_backward", "huber_loss_backward")
 # Functions that are covered unless they accumulate: the argument that asks for it, and its position.
 ACCUMULATING = {
     **dict.fromkeys(("put", "put_"), ("accumulate", 3)),

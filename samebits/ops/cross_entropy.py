@@ -101,7 +101,8 @@ def _grad(
             g = -g.masked_fill(ignored, 0.0)
         else:
             at = target.masked_fill(ignored, 0)[:, None]
-            g = torch.zeros_like(x).scatter_(1, at, (-g).masked_fill(ignored, 0.0)[:, None])
+            g = (-g).masked_fill(ignored, 0.0).to(x.dtype)  # autocast on a CPU has float32 losses
+            g = torch.zeros_like(x).scatter_(1, at, g[:, None])
     if wide:
         return logp.grad_logits(g, x, target, shift, log_sum, ignore_index, key)
     return backend(x).softmax_backward(g, x, True, x.dtype)  # type: ignore[no-any-return]

@@ -55,7 +55,8 @@ def grouped_mm(
         main_grad: float32, of the shape of ``b[G, K, N]``, any strides, for ``a[T, K]`` alone. The gradient
             of ``b`` continues the chains in it and is not returned to autograd, so micro-batches that are
             cut between sequences give the bits of one large batch. It shares memory with no other tensor.
-            It works in eager mode only, and is not written if ``b`` needs no gradient.
+            It works in eager mode only, and is not written if ``b`` requires no gradient. Every backward
+            adds to it, even one that asks for other gradients only.
         out_dtype: the input dtype (default) or ``torch.float32``.
         contract: as in :func:`samebits.matmul`.
 

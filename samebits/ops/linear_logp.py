@@ -88,8 +88,9 @@ def linear_logp(
         cu_seqlens: packed sequences, as in :func:`samebits.linear`. They matter only to weight gradients.
         main_grad: float32 ``[V, D]``. The backward continues the chains of the weight's gradient in it, in
             place, and gives ``weight`` no gradient. So gradients accumulate over micro-batches without
-            rounding in between. ``weight`` must still require a gradient. A backward that fails, for example
-            for lack of memory, writes nothing there.
+            rounding in between. ``weight`` must still require a gradient. Every backward adds to it, even
+            one that asks for other gradients only. One that fails, for example for lack of memory, writes
+            nothing there.
         contract: as in :func:`samebits.matmul`. Segments cut the gradient of ``hidden`` alone: V must be a
             multiple of them if ``hidden`` needs one.
 

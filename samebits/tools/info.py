@@ -252,7 +252,7 @@ def _contracts(*capability: int) -> tuple[str, ...]:
 
 
 def _reference() -> Backend:
-    """The CPU reference. Tests both contracts on sums whose result shows their order."""
+    """The CPU reference. Tests FMA and TENSOR_CORE on sums whose result shows their order."""
     try:
         start = time.perf_counter()
         from samebits.ops.matmul import matmul
@@ -270,7 +270,7 @@ def _reference() -> Backend:
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return Backend("reference", "CPU", False, why, "pip install --upgrade --force-reinstall numba")
     seconds = time.perf_counter() - start
-    why = f"both contracts ran, bits as specified ({seconds:.1f} s), {_cached()}"
+    why = f"FMA and TENSOR_CORE ran, bits as specified ({seconds:.1f} s), {_cached()}"
     return Backend("reference", "CPU", True, why, "")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -75,6 +76,8 @@ def check_file(option: str, path: str | Path | None) -> None:
     file = Path(path).absolute()
     if file.is_dir() or not file.parent.is_dir():
         raise ToolError(f"{option} {path}: expected a file in a folder that exists")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ToolError(f"{option} {path}: expected a file that can be written")
 
 
 @contextmanager
@@ -88,12 +91,19 @@ def unless(failed: bool) -> Iterator[None]:
         print(f"samebits: {error}", file=sys.stderr)
 
 
+@contextmanager
+def writing(option: str, where: str | Path) -> Iterator[None]:
+    """Name the option whose file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ToolError(f"{option} {where}: {error.strerror or error}") from error
+
+
 def write_json(text: str, where: str) -> None:
     """Write `text` to the file `where`; ``-`` is stdout."""
     if where == "-":
         print(text)
         return
-    try:
+    with writing("--json", where):
         Path(where).write_text(text + "\n", "utf-8")
-    except OSError as error:
-        raise ToolError(f"--json {where}: {error.strerror or error}") from error

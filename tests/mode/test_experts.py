@@ -251,7 +251,7 @@ def test_an_index_out_of_range_names_no_other_element(name: str, compiled: bool,
         with pytest.raises((IndexError, RuntimeError)):
             OUTSIDE[name](x, index)
         mode = nullcontext() if compiled else within("error")
-        with mode, pytest.raises((IndexError, RuntimeError), match="(?i)index|indices"):
+        with mode, pytest.raises((IndexError, RuntimeError), match=r"(?i)index|indices"):
             call(x, index)
 
 

@@ -400,6 +400,8 @@ VARIANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "its logits": lambda x, y: F.binary_cross_entropy_with_logits(
         x, y.detach(), pos_weight=X[0, 0, :37], reduction="none"
     ),
+    "huber_loss, delta": lambda x, y: F.huber_loss(9 * x, y.detach(), reduction="none", delta=3.3),
+    "smooth_l1_loss, beta": lambda x, y: F.smooth_l1_loss(x, y.detach(), reduction="none", beta=3.0),
     **{
         f"{f.__name__}": lambda x, y, f=f: f(x, y.detach(), reduction="none")  # type: ignore[misc]
         for f in (F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss, F.kl_div, F.poisson_nll_loss)
@@ -602,6 +604,23 @@ def test_autocast(within: Within) -> None:
         assert F.scaled_dot_product_attention(x, x, x).dtype == torch.bfloat16
         assert torch.addmm(torch.ones(3, 5), x, w.mT).dtype == torch.bfloat16
         assert torch.baddbmm(torch.ones(1, 3, 5), x[None], w.mT[None]).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_autocast_of_a_loss(reduction: str, within: Within) -> None:
+    target, weight = torch.tensor([0, 3, -100, 1]), values("normal", (10, 10), torch.float32, 1)
+
+    def run() -> tuple[Tensor, Tensor]:
+        x = X[0, 0].view(4, 10).clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(F.linear(x, weight), target, reduction=reduction)
+        return loss.detach(), torch.autograd.grad(loss, x, torch.ones_like(loss))[0]
+
+    want = run()
+    with within("error"):
+        got = run()
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=0.02, atol=0.02)
 
 
 def test_compiled_whole() -> None:

@@ -447,7 +447,7 @@ def test_demo() -> None:
 def test_info() -> None:
     result = run("info")
     assert result.exit_code == 0
-    for text in (samebits.__version__, torch.__version__, samebits.FMA.digest(), "both contracts ran"):
+    for text in (samebits.__version__, torch.__version__, samebits.FMA.digest(), "FMA and TENSOR_CORE ran"):
         assert text in result.stdout
     assert result.stdout.startswith("Will it work here, and how fast?")
     data = json.loads(run("info", "--json").stdout)
@@ -643,6 +643,18 @@ def test_info_where_only_latin_letters_can_be_shown() -> None:
     command = [sys.executable, "-m", "samebits", "info"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("option", "name"), [("--plot", "a.svg"), ("--html", "a.html"), ("--json", "a.json")]
+)
+def test_a_file_that_cannot_be_written_keeps_the_report(here: Path, option: str, name: str) -> None:
+    (here / name).symlink_to("/dev/full")
+    done = run("audit", "mine:make", "--max-rows", "3", option, str(here / name))
+    assert done.exit_code == 2
+    assert f"{option} {here / name}: No space left" in done.stderr.replace("\n", "")
+    assert "mine:make" in done.stdout
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

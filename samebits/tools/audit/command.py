@@ -76,18 +76,20 @@ def main(
             found = audit_linears(
                 subject.module, subject.inputs, max_rows=max_rows or 96, only=only, progress=show, **said
             )
-    if json_to is not None:
-        terminal.write_json(found.to_json(), json_to)
-    if plot is not None:
-        found.save_plot(plot)
-    if html is not None:
-        found.save_html(html)
     shown: RenderableType
     if isinstance(found, operator_report.OperatorReport):
         shown, changed = operator_report.show(found, out.width), found.drifts
     else:
         shown, changed = report.show(found, out.width), found.samebits_drifts
-    out.print(shown)
+    out.print(shown)  # before files, which may fail
+    if json_to is not None:
+        terminal.write_json(found.to_json(), json_to)
+    if plot is not None:
+        with terminal.writing("--plot", plot):
+            found.save_plot(plot)
+    if html is not None:
+        with terminal.writing("--html", html):
+            found.save_html(html)
     return int(changed)
 
 

@@ -78,13 +78,15 @@ def main(
     if "attention" in data:
         out.print(show_attention(data["attention"]))
         red += data["attention"]["red"]
-    if plot is not None:
-        page.save(speed_figure(data), plot)
-    if html is not None:
-        write_page(data, html)
     if red:
         print(*(f"samebits bench: {case}" for case in red), sep="\n", file=sys.stderr)
-    if json_to is not None:
-        with terminal.unless(bool(red)):
+    with terminal.unless(bool(red)):
+        if json_to is not None:
             terminal.write_json(json.dumps(data), json_to)
+        if plot is not None:
+            with terminal.writing("--plot", plot):
+                page.save(speed_figure(data), plot)
+        if html is not None:
+            with terminal.writing("--html", html):
+                write_page(data, html)
     return int(bool(red))

@@ -26,6 +26,7 @@ from samebits.tools.verify import plan
 from samebits.tools.verify.attention import VARIANTS, AttentionCase, AttentionVariant, Form, build
 from samebits.tools.verify.report import Report
 from tests.support.devices import FAMILY, case, multiprocessors
+from tests.support.fake_gpu import fake_gpu
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None, reason="cuda-core is not installed (samebits[cuda])"
@@ -128,6 +129,13 @@ def test_a_choice_is_one_of_the_schedules(monkeypatch: pytest.MonkeyPatch) -> No
                     found = universal_backward.choose_backward(x, of)
                     assert found in universal_backward.backward_schedules(of, smem)
                 assert all(spec.smem <= smem for spec in catalogue.specs(x)), (arch, size)
+
+
+def test_packed_tokens_of_no_sequence() -> None:
+    """The kernel finds out that the offsets are bad, as it does of others."""
+    q, ends = torch.zeros(5, 4, 64, dtype=BF16), torch.zeros(1, dtype=torch.int32)
+    with fake_gpu():
+        assert samebits.attention(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends).shape == q.shape
 
 
 def test_keys_are_split_where_rows_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
