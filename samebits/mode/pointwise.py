@@ -138,7 +138,7 @@ def in_whole_vectors(
 
 
 def loss_gradient_in_whole_vectors(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The gradient `func` of an elementwise loss, :func:`in_whole_vectors`, which are more than the loss has."""
+    """The gradient `func` of an elementwise loss, :func:`in_whole_vectors`; a mean is over the loss's own."""
     compute = in_whole_vectors(func)
 
     def gradient(grad: Tensor, input: Tensor, target: Tensor, reduction: int, *rest: Any) -> Any:

@@ -31,7 +31,7 @@ __all__ = ["Traced"]
 
 
 def show_all_functions() -> None:
-    """Let the compiler ask modes about all functions that have rules. By itself it asks about documented ones."""
+    """Let the compiler ask modes about all functions with rules. It asks about documented ones by itself."""
     from torch._dynamo.variables.torch import get_overridable_functions
 
     get_overridable_functions().update(
