@@ -95,7 +95,8 @@ def run(mesh: DeviceMesh, steps: int, rows: int, count: int, ours: bool) -> tupl
     alone, together = models[0], split(models[1], mesh, ours)
     if ours:
         samebits.convert(alone, contract=CONTRACT)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (alone, together)]
+    # PyTorch's lists of tensors (foreach), the default on GPUs, take no DTensors and plain ones together.
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (alone, together)]
     generator = torch.Generator(device).manual_seed(0)
     pairs = []
     with samebits.batch_invariant("error") if ours else nullcontext():

@@ -45,7 +45,7 @@ start pytest "$python" -m pytest -m gpu -n "${WORKERS:-10}" -v -p no:cacheprovid
 start triton "$python" -m pytest -m gpu -n 3 -v -p no:cacheprovider --tb=short -rfE --durations 20 --backend triton \
   tests/contract/test_conformance.py tests/contract/test_invariance.py tests/ops/test_logp.py tests/ops/test_logp_targets.py \
   tests/backends/test_gpu.py \
-  -k "not test_verify and not step and not tensor_core_sm90 and not grouped" # which need row kernels, or are not Triton's
+  -k "not test_verify and not step and not tensor_core_sm90 and not grouped and not equal_sequences_on_a_stream" # which need row kernels, or are not Triton's
 start memcheck compute-sanitizer --error-exitcode 1 --tool memcheck --report-api-errors no \
   "$python" $sanitize --every 32 --triton
 start native bash tests/native/memcheck.sh "$out/native"
