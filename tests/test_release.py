@@ -32,13 +32,13 @@ METADATA = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The sdist, and the wheel that was built from it."""
-    copy = tmp_path_factory.mktemp("release")
-    unwanted = shutil.ignore_patterns("__pycache__", "*.so", "*.nbi", "*.nbc")
-    shutil.copytree(ROOT / "samebits", copy / "samebits", ignore=unwanted)
+    """The sdist of a checkout, and the wheel that was built from it."""
+    copy = tmp_path_factory.mktemp("release") / "checkout"
+    unwanted = shutil.ignore_patterns(
+        *("__pycache__", "*.so", "*.nbi", "*.nbc", ".*", "*.egg-info", "build", "dist")
+    )
+    shutil.copytree(ROOT, copy, ignore=unwanted)
     (copy / "samebits" / "data" / "stray.bin").write_bytes(b"left by someone")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(copy / "dist"), str(copy)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -60,9 +60,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
 def test_the_sdist_holds_what_the_wheel_is_built_from(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as archive:
         held = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
-    assert held >= {"LICENSE", "README.md", "pyproject.toml", "samebits/backends/_replay.c", *OTHERS}
+    native = {str(path.relative_to(ROOT)) for path in (ROOT / "native").rglob("*.[ch]")}
+    assert held >= {"LICENSE", "README.md", "pyproject.toml", "samebits/backends/_replay.c", *OTHERS, *native}
     assert {name.partition("/")[0] for name in held} == {
-        *("LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "samebits", "samebits.egg-info", "setup.cfg")
+        *("LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "samebits", "samebits.egg-info", "setup.cfg"),
+        *("CHANGELOG.md", "CITATION.cff", "MANIFEST.in", "SECURITY.md", "constraints.txt", "native"),
     }
 
 

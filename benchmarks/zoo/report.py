@@ -35,6 +35,8 @@ def verdict(found: Found) -> tuple[str, str]:
         return "not built", found["unbuilt"]
     for dtype, name, result in failures(found):
         return result["state"], f"{name}, {dtype}: {result['said']}"
+    if all(_cell(found, group) == "–" for group in GROUPS.values()):
+        return "not checked", "no check could be run"
     return "passes", ""
 
 
@@ -111,14 +113,17 @@ def architectures(data: Found) -> str:
     every = data["architectures"]
     built = [a for a in every if "unbuilt" not in a]
     passing = [a for a in built if verdict(a)[0] == "passes"]
-    failing = [a for a in built if verdict(a)[0] != "passes"]
-    one_side = sum(map(_padded_on_the_right_alone, built))
+    unchecked = [a for a in built if verdict(a)[0] == "not checked"]
+    failing = [a for a in built if verdict(a)[0] not in ("passes", "not checked")]
+    one_side = sum(map(_padded_on_the_right_alone, passing))
+    names_unchecked = ", ".join(f"`{a['name']}`" for a in unchecked)
     parts = [
         f"**{len(passing)} of {len(built)}** architectures that can be built pass every check that was run on"
-        f" them, in float32 and bfloat16. Of {one_side} of these (‡) padding was checked on the right only:"
+        f" them, in float32 and bfloat16. {len(unchecked)} could not be checked ({names_unchecked})."
+        f" Of {one_side} of those that pass (‡) padding was checked on the right only:"
         " attention of their own, chunks or positions count from the row's start, so padding on the left may"
         " change their bits.",
-        _table([*passing, *failing]),
+        _table([*passing, *failing, *unchecked]),
         "† decodes by another algorithm than it prefills by: its decoding alone is compared with its decoding"
         " in a batch. "
         + " ".join(f"{what}: {', '.join(f'`{n}`' for n in names)}." for what, names in _steps(built)),
