@@ -184,12 +184,6 @@ def gpu_distributed(data: dict[str, Any]) -> str:
     )
 
 
-def _older(gpu: str, other: str) -> bool:
-    """Whether steps on `gpu` were measured at another commit than on the `other`."""
-    commits = {load(f"{each}/steps.json")["environment"]["commit"] for each in (gpu, other)}
-    return len(commits) > 1
-
-
 def the_price() -> str:
     """README's table of speed."""
     (first, *more), records = GPUS, {gpu: load(f"{gpu}/bench.json")["environment"]["gpu"] for gpu in GPUS}
@@ -202,15 +196,14 @@ def the_price() -> str:
         rows.append(
             [work, mean, worst, *(cell for row in found for cell in row[:2]), others, ", ".join(dates)]
         )
-    head = ["work", *(cell for gpu in GPUS for cell in (names[gpu], "worst")), "others", "measured"]
+    columns = (cell for gpu in GPUS for cell in (names[gpu], "worst"))
+    head = ["time, PyTorch = 1", *columns, "others", "measured"]
     said = (
-        f"On one {' or '.join(records.values())}; time, PyTorch = 1, below 1 is faster. Geometric means, and"
-        " the worst case. Steps in both forms of the mode; samebits decodes with its own implementation of"
-        " attention, and trains with its own of experts. The GRPO step under `batch_invariant`, in two runs"
-        " of one loop, whose times scatter. Where PyTorch's FP8 product refused a call, half the time of its"
-        " bf16 one stands for it. PyTorch's"
-        " decode takes a slow path of its attention, because of the mask of its static cache."
-        + "".join(f" Steps of an {names[gpu]} are of an older commit." for gpu in more if _older(gpu, first))
+        f"Lower is better. On one {' or '.join(records.values())}; geometric means, and the worst case. Steps"
+        " in both forms of the mode; samebits decodes with its own implementation of attention, and trains"
+        " with its own of experts. The GRPO step under `batch_invariant`, in two runs of one loop, whose"
+        " times scatter. Where PyTorch's FP8 product refused a call, half the time of its bf16 one stands for it."
+        " PyTorch's decode takes a slow path of its attention, because of the mask of its static cache."
     )
     if first in measured("peers.json"):
         date = load(f"{first}/peers.json")["environment"]["date"]
@@ -234,10 +227,16 @@ def gpu_peers(data: dict[str, Any]) -> str:
         for part, what in parts.items()
         if (of := data.get(f"{part}_changed"))
     )
+    memory = (
+        [f"{case['tokens']:,} tokens"] + [f"{of[who]:,.0f}" if who in of else "" for who in ("torch", *names)]
+        for case in data["log_probabilities"]
+        for of in (case["forward_backward_peak_mib"],)
+    )
     shapes = ", ".join(f"({k:,}, {n:,})" for k, n in peers.SHAPES)
     return "\n\n".join(
         (
             table(["time, PyTorch = 1", *names.values()], times),
+            table(["log-probs, MiB, forward and backward", "PyTorch", *names.values()], memory),
             table(["other bits in a smaller batch", "PyTorch", *names.values()], changed),
             f"One run, bf16, geometric means. Products of K, N: {shapes}.",
             measured_on_gpu(data),

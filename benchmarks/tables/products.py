@@ -168,21 +168,21 @@ def gpu_held_out(data: dict[str, Any]) -> str:
 def gpu_grouped(data: dict[str, Any]) -> str:
     """Grouped products: means over all cases."""
     over_cases = table(
-        ["kind", "speed relative to PyTorch: mean", "least", "of the limit: mean"],
+        ["kind", "speed relative to PyTorch: mean", "least", "of the estimate: mean"],
         ([kind, *(f"{x:.2f}" for x in values)] for kind, *values in grouped.means(data)),
     )
     bandwidth, rate = grouped.BYTES_A_SECOND / 1e12, grouped.OPERATIONS_A_SECOND / 1e12
     said = (
-        "The limit is the time to read and write all bytes, those of the experts that have tokens, at"
-        f" {bandwidth:.1f} TB/s, or to multiply at {rate:.0f} TFLOP/s. These are an H200's rates; an H100's"
-        f" memory is slower. Sequences have {grouped.SEQUENCE:,} tokens."
+        "The estimate is the time to read and write all bytes, those of the experts that have tokens, at"
+        f" {bandwidth:.1f} TB/s, or to multiply at {rate:.0f} TFLOP/s: what an H200 sustains, and no bound."
+        f" An H100's memory is slower. Sequences have {grouped.SEQUENCE:,} tokens."
     )
     return "\n\n".join((over_cases, said, measured_on_gpu(data)))
 
 
 def gpu_grouped_cases(data: dict[str, Any]) -> str:
     """Every grouped product."""
-    head = ["model", "kind", "K, N", "tokens", "shares", "samebits, µs", "PyTorch, µs", "limit, µs"]
+    head = ["model", "kind", "K, N", "tokens", "shares", "samebits, µs", "PyTorch, µs", "estimate, µs"]
     cases = (
         [c["model"], c["kind"], f"{c['k']}, {c['n']}", f"{c['tokens']:,}"]
         + ["skewed" if c["skewed"] else "balanced"]

@@ -188,7 +188,9 @@ def test_tables_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
         "products": [BenchCase("forward", m, 64, 64).record() | {"us": us} for m in peers.ROWS],
         "products_changed": {"samebits": 0, "torch": 7, peers.MODE: 0},
         "products_rows": 1000,
-        "log_probabilities": [{"forward_ms": ms, "forward_backward_ms": ms}],
+        "log_probabilities": [
+            {"tokens": 64, "forward_ms": ms, "forward_backward_ms": ms, "forward_backward_peak_mib": ms}
+        ],
         "steps": [{"work": peers.DECODING, **{who: {"ms": t} for who, t in us.items()}}],
     }
     said = gpu_peers(data)
@@ -196,6 +198,7 @@ def test_tables_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| log-probs, forward and backward | 0.50 |  | 2.00 |" in said
     assert f"| {peers.DECODING} | 0.50 | 2.00 |  |" in said
     assert "| 1,000 rows of products | 7 | 0 | 0 |  |" in said
+    assert "| 64 tokens | 3 | 2 |  | 6 |" in said
     (gpu, *_) = GPUS
     monkeypatch.setattr(price, "measured", lambda name: GPUS)
     monkeypatch.setattr(price, "load", lambda name: data if name.endswith("/peers.json") else load(name))
@@ -207,7 +210,7 @@ def test_tables_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_price_on_every_gpu() -> None:
     head, _, *rows = the_price().split("\n\n")[0].splitlines()
-    assert head == "| work | H200 | worst | H100 | worst | others | measured |"
+    assert head == "| time, PyTorch = 1 | H200 | worst | H100 | worst | others | measured |"
     products = next(row for row in rows if "forward, M <= 128" in row).split(" | ")
     assert all(float(cell) > 0 for cell in products[1:5])
     assert all(row.count("|") == head.count("|") for row in rows)
