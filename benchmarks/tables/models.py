@@ -202,8 +202,8 @@ def the_price() -> str:
         f"Lower is better. On one {' or '.join(records.values())}; geometric means, and the worst case. Steps"
         " in both forms of the mode; samebits decodes with its own implementation of attention, and trains"
         " with its own of experts. The GRPO step under `batch_invariant`, in two runs of one loop, whose"
-        " times scatter. Where PyTorch's FP8 product refused a call, half the time of its bf16 one stands for it."
-        " PyTorch's decode takes a slow path of its attention, because of the mask of its static cache."
+        " times scatter. Where PyTorch's FP8 product refused a call, half the time of its bf16 one stands for"
+        " it. PyTorch's decode takes a slow path of its attention, because of the mask of its static cache."
     )
     if first in measured("peers.json"):
         date = load(f"{first}/peers.json")["environment"]["date"]
