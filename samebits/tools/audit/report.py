@@ -143,7 +143,7 @@ class Report:
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.set_xlim(0, 100)
         axes.set_xlabel("rows with other bits in some batch, %")
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)  # beside no bar
         return figure
 
     def to_json(self) -> str:
