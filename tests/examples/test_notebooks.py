@@ -33,7 +33,7 @@ def test_notebook(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = json.loads((EXAMPLES / f"{name}.ipynb").read_text())["cells"]
     try:
         for i, cell in enumerate(c for c in cells if c["cell_type"] == "code"):
-            assert cell["outputs"] == [], "commit notebooks without outputs"
+            assert cell["outputs"], "commit notebooks as they were run: readers see results without Jupyter"
             exec(compile("".join(cell["source"]), f"{name}, cell {i}", "exec"), scope)
     finally:
         for module in {"generate", "grpo", "minilm", "trl_grpo"} & (set(sys.modules) - before):
