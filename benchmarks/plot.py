@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -357,7 +358,12 @@ def render(figure: Figure) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     plt.close(figure)
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+    # Matplotlib names markers and clip paths by a hash of all digits, of which the last depend on the CPU.
+    names: dict[str, str] = {}
+    text = re.sub(
+        r"\b[mp][0-9a-f]{10}\b", lambda m: names.setdefault(m[0], f"{m[0][0]}{len(names)}"), buffer.getvalue()
+    )
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
 def main() -> None:

@@ -250,6 +250,17 @@ def test_tiny_products_have_a_picture_if_they_were_measured() -> None:
     assert {path.name for path in plot.ASSETS.glob("*.svg")} == plot.PICTURES.keys()
 
 
+def test_the_last_digits_of_a_number_do_not_change_a_picture() -> None:
+    def drawn(top: float) -> str:
+        figure, axes = plot.plt.subplots()
+        axes.plot([0, 1])
+        figure.subplots_adjust(top=top)
+        return plot.render(figure)
+
+    with plot.matplotlib.rc_context(plot.STYLE):
+        assert drawn(0.9) == drawn(0.9 + 1e-12)
+
+
 def test_attention_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
     small = attention_invariance.SMALL_SETUPS, attention_invariance.SMALL, "cpu"
     setups = attention_invariance.invariance(*small)
