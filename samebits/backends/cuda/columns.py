@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import compiler, devices, runtime
-
-# The macros of convert.cuh.
-TYPES = {None: "NONE", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+from samebits.backends.cuda.operands import TYPES, address, with_rows
 
 _FEW = 6144  # columns with which shared memory has room to copy further ahead
 _ALONE = 160 << 10  # bytes of shared memory of a block that has a multiprocessor to itself
@@ -127,12 +125,3 @@ def sums_by_id(grad: Tensor, ids: Tensor, out: Tensor, padding: int) -> None:
             *(t.data_ptr() for t in (grad, by_id, tokens, starts, out)),
             *(grad.stride(0), grad.shape[1], count, padding),
         )
-
-
-def with_rows(x: Tensor) -> Tensor:
-    """The matrix, contiguous along rows."""
-    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
-
-
-def address(t: Tensor | None) -> int:
-    return 0 if t is None or t.numel() == 0 else t.data_ptr()

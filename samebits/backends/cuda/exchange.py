@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda.operands import address
 from samebits.backends.cuda.products.plan import TYPES
 from samebits.backends.product import need
 
@@ -96,7 +97,7 @@ def add_small(memory: Memory, x: Tensor, bias: Tensor | None, out: Tensor) -> No
     blocks = min(-(-count // (4 * _THREADS)), most)
     kernel.launch(
         (blocks, 1, 1),
-        *(x.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()),
+        *(x.data_ptr(), out.data_ptr(), address(bias)),
         *(at + INBOXES for at in memory.control),
         memory.control[memory.rank] + STATE,
         *(count, 1 if bias is None else bias.numel(), memory.packets, memory.timeout),
@@ -131,9 +132,9 @@ def add_parts(
     at = out.data_ptr()
     kernel.launch(
         (min(-(-part // (4 * _THREADS * _QUADS)), most, memory.blocks), 1, 1),
-        *(0 if x is None else x.data_ptr(), own),
+        *(address(x), own),
         *(at if whole else 0, at + rank * part * size if whole else at),
-        0 if bias is None else bias.data_ptr(),
+        address(bias),
         *memory.data,
         *(of + ranks * memory.part * 4 for of in memory.data),
         *memory.control,

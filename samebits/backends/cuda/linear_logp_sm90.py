@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samebits.backends import Step
 from samebits.backends.cuda import compiler, devices, runtime, shapes, tensor_maps, tuned
+from samebits.backends.cuda.operands import address
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES
 from samebits.backends.cuda.shapes import LogpShape, dtype_name
@@ -207,7 +208,7 @@ def statistics(
     out = Statistics.empty(rows)
     kernel.launch(
         *begin,
-        *(0 if bias is None else bias.data_ptr(), rows.target.data_ptr()),
+        *(address(bias), rows.target.data_ptr()),
         *(t.data_ptr() for t in (out.m, out.s, out.u, out.target_logit)),
         *((vocabulary, tokens) if s.swap else (tokens, vocabulary)),
         *(features, s.group, out.m.shape[1], rows.scale),
@@ -235,9 +236,9 @@ def grad_logits_later(out: Tensor, given: GradLogitsInputs, *, schedule: Sm90Sch
         kernel.launch,
         *begin,
         out_map,
-        *(0 if bias is None else bias.data_ptr(), rows.target.data_ptr()),
+        *(address(bias), rows.target.data_ptr()),
         *(t.data_ptr() for t in (rows.shift, rows.log_sum, rows.entropy, grad)),
-        0 if grad_entropy is None else grad_entropy.data_ptr(),
+        address(grad_entropy),
         *(part.start, rows.vocabulary, rows.ignore_index),
         *(tokens, width, features, s.group, rows.scale),
     )

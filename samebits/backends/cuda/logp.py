@@ -12,6 +12,7 @@ from torch import Tensor
 
 from samebits.backends import Step
 from samebits.backends.cuda import compiler, runtime
+from samebits.backends.cuda.operands import TYPES, address, with_rows
 from samebits.backends.token_logps import Rows, Statistics
 from samebits.functions import VOCAB_BLOCK
 
@@ -19,9 +20,6 @@ _THREADS = 256
 _WARPS = _THREADS // 32
 _GRADS_A_THREAD = 8
 _FEW_ROWS, _FEW_BLOCKS = 1024, 64
-
-# The macros of convert.cuh.
-_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 # The parameter structs of logp.cu.
 _PARAMS = {
@@ -41,7 +39,7 @@ def kernel_spec(
     entropy: bool = False,
 ) -> compiler.KernelSpec:
     """The kernel of ``logp.cu`` with this name."""
-    constants = ("LOGITS", _TYPES[logits]), ("GRADS", _TYPES[grads]), ("ENTROPY", int(entropy))
+    constants = ("LOGITS", TYPES[logits]), ("GRADS", TYPES[grads]), ("ENTROPY", int(entropy))
     return compiler.KernelSpec("logp.cu", entry, _PARAMS[entry], constants, block=_THREADS)
 
 
@@ -100,7 +98,7 @@ def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> No
         logits: float32, bfloat16 or float16.
         first: a multiple of 128. So is n, unless the logits end with the vocabulary.
     """
-    logits = _with_rows(logits)
+    logits = with_rows(logits)
     tokens, width = logits.shape
     block, blocks = first // VOCAB_BLOCK, to.m.shape[1]
     kernel = _kernel("block_statistics", logits.get_device(), logits.dtype, entropy=rows.with_entropy)
@@ -134,7 +132,7 @@ def grad_logits(
 
     The rows of `out` need not be contiguous.
     """
-    grad_logits_later(out, _with_rows(logits), first, rows, grad, grad_entropy)()
+    grad_logits_later(out, with_rows(logits), first, rows, grad, grad_entropy)()
 
 
 def grad_logits_later(
@@ -151,11 +149,6 @@ def grad_logits_later(
         (tokens * -(-width // (_THREADS * _GRADS_A_THREAD)), 1, 1),
         *(logits.data_ptr(), logits.stride(0), rows.target.data_ptr()),
         *(t.data_ptr() for t in (rows.shift, rows.log_sum, rows.entropy, grad)),
-        *(0 if grad_entropy is None else grad_entropy.data_ptr(), out.data_ptr(), out.stride(0)),
+        *(address(grad_entropy), out.data_ptr(), out.stride(0)),
         *(first, width, rows.vocabulary, rows.ignore_index, rows.scale),
     )
-
-
-def _with_rows(logits: Tensor) -> Tensor:
-    """The logits, contiguous along the vocabulary."""
-    return logits if logits.stride(1) == 1 else logits.contiguous()

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import compiler, runtime
+from samebits.backends.cuda.operands import TYPES, address
 
 _THREADS = 256
-_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as in convert.cuh
 _TARGETS = "Pqqqqq"
 _PARAMS = {"pick": "PP" + _TARGETS, "mean_of_losses": "PPP" + _TARGETS, "spread": "PPPq" + _TARGETS}
 
 
 def kernel_spec(entry: str, dtype: torch.dtype) -> compiler.KernelSpec:
     """The kernel of ``losses.cu`` with this name."""
-    constants = (("VALUE", _TYPES[dtype]),)
+    constants = (("VALUE", TYPES[dtype]),)
     return compiler.KernelSpec("losses.cu", entry, _PARAMS[entry], constants, block=_THREADS)
 
 
@@ -68,7 +68,7 @@ def spread(
     if target.numel():
         _kernel("spread", grad.dtype, grad.get_device()).launch(
             (-(-target.numel() // _THREADS), 1, 1),
-            *(grad.data_ptr(), 0 if count is None else count.data_ptr(), out.data_ptr()),
+            *(grad.data_ptr(), address(count), out.data_ptr()),
             grad.stride(0) if grad.ndim else 0,
             *_targets(out, target, vocabulary, ignore_index),
         )

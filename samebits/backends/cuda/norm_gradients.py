@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import compiler, runtime
-from samebits.backends.cuda.columns import TYPES, address
+from samebits.backends.cuda.operands import TYPES, address
 
 _THREADS = 256
 _WIDEST = 32768  # bytes of a row that has room in shared memory beside others

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda.operands import with_rows
 from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES
 from samebits.contract import SCALE_BLOCK
 
@@ -61,9 +62,7 @@ def _quantized(x: Tensor, up: Tensor | None, square: bool, dtype: torch.dtype) -
     scale = runtime.empty((-(-m // SCALE_BLOCK) if square else m, blocks), torch.float32, device)
     if values.numel() == 0:
         return values, scale
-    operands = [
-        t if t.stride(1) == 1 or k == 1 else t.contiguous() for t in ((x,) if up is None else (x, up))
-    ]
+    operands = [with_rows(t) for t in ((x,) if up is None else (x, up))]
     rows = [t.stride(0) if m > 1 else k for t in operands]
     vector = k % 8 == 0 and all(
         t.data_ptr() % 16 == row * t.element_size() % 16 == 0 for t, row in zip(operands, rows, strict=True)

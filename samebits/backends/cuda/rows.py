@@ -18,7 +18,7 @@ from torch import Tensor
 from samebits.backends import replay
 from samebits.backends.cuda import columns, compiler, devices, gather, runtime
 from samebits.backends.cuda import norm_gradients as together
-from samebits.backends.cuda.columns import TYPES, address, with_rows
+from samebits.backends.cuda.operands import TYPES, address, with_rows
 from samebits.backends.cuda.slots import combine_slots as combine_slots
 from samebits.backends.cuda.slots import route as route
 from samebits.backends.cuda.slots import slot_sum as slot_sum

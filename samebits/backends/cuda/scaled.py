@@ -7,6 +7,7 @@ from torch import Tensor
 
 from samebits.backends import UnavailableError
 from samebits.backends.cuda import devices, runtime
+from samebits.backends.cuda.operands import address
 from samebits.backends.cuda.products import scaled_grouped_sm90, scaled_sm90
 from samebits.backends.cuda.products.scaled_grouped_sm90 import ScaledGrouped
 from samebits.backends.cuda.products.scaled_sm90 import Scaled, ScaledSchedule
@@ -56,7 +57,7 @@ def scaled_mm(
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
         launch = _plans[p, schedule] = scaled_sm90.plan(p, schedule)
-    at_bias = 0 if bias is None else bias.data_ptr()
+    at_bias = address(bias)
     at = [t.data_ptr() for t in (a, b, scale_a, scale_b, out)]
     launch(at[0], at[1], at[2], at[3], at[4], at_bias)
     return out
@@ -104,7 +105,7 @@ def scaled_grouped_mm(
         if len(_grouped) >= _MOST_PLANS:
             _grouped.clear()
         launch = _grouped[p, schedule] = scaled_grouped_sm90.plan(p, schedule)
-    at_bias = 0 if bias is None else bias.data_ptr()
+    at_bias = address(bias)
     at = [t.data_ptr() for t in (a, b, scale_a, scale_b, out, offs)]
     launch(at[0], at[1], at[2], at[3], at[4], at_bias, at[5])
     return out

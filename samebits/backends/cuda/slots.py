@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import compiler, devices, runtime
-from samebits.backends.cuda.columns import TYPES, address, with_rows
+from samebits.backends.cuda.operands import TYPES, address, with_rows
 
 MOST = 16
 """Terms that a thread holds at a time."""

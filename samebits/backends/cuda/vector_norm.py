@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import compiler, runtime
+from samebits.backends.cuda.operands import TYPES, with_rows
 
 _THREADS = 256
-_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as in convert.cuh
 
 
 def kernel_spec(dtype: torch.dtype) -> compiler.KernelSpec:
     """The kernel of ``vector_norm.cu``."""
-    constants = (("VALUE", _TYPES[dtype]),)
+    constants = (("VALUE", TYPES[dtype]),)
     return compiler.KernelSpec(
         "vector_norm.cu", "vector_norm_backward", "PPPPqqqqq", constants, block=_THREADS
     )
@@ -28,7 +28,7 @@ def _kernel(dtype: torch.dtype, device: int) -> runtime.Kernel:
 
 def backward(grad: Tensor, x: Tensor, norms: Tensor) -> Tensor:
     """The gradient of ``x[rows, n]`` from that of its rows' norms. All have one dtype."""
-    x = x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+    x = with_rows(x)
     out = runtime.empty(x.shape, x.dtype, x.get_device())
     if out.numel():
         _kernel(x.dtype, x.get_device()).launch(

@@ -11,9 +11,10 @@ from torch import Tensor
 from samebits.backends import UnavailableError
 from samebits.backends.attention import Attention
 from samebits.backends.cuda import matmul, runtime
+from samebits.backends.cuda.operands import address
 from samebits.functions import CONSTANTS
 
-__all__ = ["PROBLEM", "address", "check", "empty_results", "lse_strides", "problem"]
+__all__ = ["PROBLEM", "check", "empty_results", "lse_strides", "problem"]
 
 PROBLEM = "PPPPPqPqqqqiiiiiiiiiiiifffi"
 """The ``struct`` format of the values of :func:`problem`."""
@@ -32,11 +33,6 @@ def check(x: Attention) -> None:
             f"samebits' CUDA kernels for attention take heads up to {_LARGEST_HEAD}, got {sizes[0]} and"
             f" {sizes[1]} — use CPU tensors"
         )
-
-
-def address(x: Tensor | None) -> int:
-    """Of a tensor that may be missing."""
-    return 0 if x is None else x.data_ptr()
 
 
 def lse_strides(x: Attention) -> tuple[int, int]:

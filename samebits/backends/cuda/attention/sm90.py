@@ -13,14 +13,8 @@ from torch import Tensor
 from samebits.backends.attention import BLOCK, SEGMENT, Attention
 from samebits.backends.cuda import compiler, devices, runtime, shapes, tuned
 from samebits.backends.cuda.attention import universal
-from samebits.backends.cuda.attention.problem import (
-    PROBLEM,
-    address,
-    check,
-    empty_results,
-    lse_strides,
-    problem,
-)
+from samebits.backends.cuda.attention.problem import PROBLEM, check, empty_results, lse_strides, problem
+from samebits.backends.cuda.operands import address
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.backends.cuda.shapes import AttentionShape
 from samebits.backends.cuda.tensor_maps import Maps

@@ -18,14 +18,8 @@ from torch import Tensor
 from samebits.backends import UnavailableError
 from samebits.backends.attention import BLOCK, SEGMENT, Attention
 from samebits.backends.cuda import compiler, devices, matmul, runtime
-from samebits.backends.cuda.attention.problem import (
-    PROBLEM,
-    address,
-    check,
-    empty_results,
-    lse_strides,
-    problem,
-)
+from samebits.backends.cuda.attention.problem import PROBLEM, check, empty_results, lse_strides, problem
+from samebits.backends.cuda.operands import address
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.contract import INTERPOLATION, contract_from_key
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from samebits.backends import UnavailableError
 from samebits.backends.attention import Attention
 from samebits.backends.cuda import compiler, devices, rows, runtime
-from samebits.backends.cuda.attention.problem import PROBLEM, address, check, lse_strides, problem
+from samebits.backends.cuda.attention.problem import PROBLEM, check, lse_strides, problem
 from samebits.backends.cuda.attention.universal import (
     Variant,
     strides,
@@ -21,6 +21,7 @@ from samebits.backends.cuda.attention.universal import (
     variant,
     widened,
 )
+from samebits.backends.cuda.operands import address
 
 __all__ = ["Backward", "Gradients", "backward", "backward_schedules", "choose_backward", "find_dots", "specs"]
 

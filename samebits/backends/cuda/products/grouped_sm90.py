@@ -13,7 +13,7 @@ from samebits.backends.cuda.products import choice_sm90, menu_sm90, tensor_core_
 from samebits.backends.cuda.products.gemm_sm90 import Gemm, reached
 from samebits.backends.cuda.products.grouped import GroupedCudaPlan, nothing
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
-from samebits.backends.cuda.products.tensor_core_sm90 import Sm90Variant, in_units
+from samebits.backends.cuda.products.tensor_core_sm90 import NO_MAP, Sm90Variant, in_units
 from samebits.backends.cuda.tensor_maps import Side, operand_maps
 from samebits.backends.grouped import GroupedKernel, GroupedProduct, refuse_large
 from samebits.backends.product import need
@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 _PARAMS = "128s128s128sPPPqq8iPP2iq"
-_NO_MAP = bytes(128)
 MOST_GROUPS = 1024
 """Groups whose table fits into shared memory beside the ring."""
 _OF_CLUSTERS = 1.02  # factor of the estimate for tiles in clusters, where groups differ
@@ -164,7 +163,7 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
             tall, wide = a_maps[a_at], b_maps[b_at]
             if swap:  # the kernel's A is on the tall side of its tiles
                 tall, wide = wide, tall
-            out_map = _NO_MAP if out_maps is None else out_maps[out]
+            out_map = NO_MAP if out_maps is None else out_maps[out]
             kernel.launch(grid, tall, wide, out_map, out, bias, 0, *rest, offs, runs, *of_groups)
 
         return GroupedCudaPlan(launch, a_maps, b_maps, out_maps)
