@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from samebits.mode.arguments import as_pytorch, takes, tensors_of, without_autocast
@@ -119,7 +120,7 @@ def _shape_of_out(func: Callable[..., Any], args: Any, named: dict[str, Any]) ->
 
 def returned(result: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
     """`result` as no view, like PyTorch's: a result made without gradients may be changed with some."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return result
     if isinstance(result, Tensor) and not result._is_view():
         return result

@@ -68,6 +68,14 @@ def _within(on_uncovered: OnUncovered, before: OnUncovered | None) -> AbstractCo
     return _included(on_uncovered)
 
 
+# Where the compiler gives a function up, it compiles those that this calls, one by one. This one's own graph
+# would be of a function mode, for calls that are not traced. What traces its caller still traces it.
+_frames = torch._C._dynamo.eval_frame
+_frames.set_code_exec_strategy(
+    _within.__code__, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+)
+
+
 @contextmanager
 def _included(on_uncovered: OnUncovered) -> Iterator[None]:
     """Include the key in this thread."""

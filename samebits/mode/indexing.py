@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from samebits.mode.arguments import as_pytorch, records, takes
 from samebits.ops import indexing, scan
@@ -91,14 +90,25 @@ def _first_places(x: Tensor, k: int, dim: int, largest: bool) -> Tensor:
 
 def getitem(input: Tensor, index: Any) -> Any:
     """``input[index]``: where integers pick parts that have gradients, these are summed in order."""
-    picked = _picked(_entries(input, index)) if records(input) else None
+    entries = _entries(input, index) if records(input) else ()
+    picked = _picked(entries)
     if picked is None:
         return input[index]
+    theirs = as_pytorch(operator.getitem, input, entries)
     before, indices, after = picked
     first = sum(not _is_integer(x) for x in before)
     found = _taken(input[before], first, indices)
     shape = torch.broadcast_shapes(*(i.shape for i in indices))
-    return found[(*(slice(None),) * (first + len(shape)), *after)] if after else found
+    found = found[(*(slice(None),) * (first + len(shape)), *after)] if after else found
+    return _laid_out_as(theirs, found)
+
+
+def _laid_out_as(theirs: Tensor, found: Tensor) -> Tensor:
+    """`found` with the strides of what PyTorch returns."""
+    if found.stride() == theirs.stride():
+        return found
+    room = torch.empty_strided(found.shape, theirs.stride(), dtype=found.dtype, device=found.device)
+    return room.copy_(found)
 
 
 def _is_integer(x: Any) -> bool:
@@ -148,7 +158,7 @@ def _as_rows(x: Tensor, first: int, indices: Sequence[Tensor]) -> tuple[Tensor, 
 def index_select(input: Tensor, dim: int, index: Tensor) -> Any:
     if not records(input) or input.ndim == 0 or index.ndim > 1:
         return torch.index_select(input, dim, index)
-    return indexing.take(input.movedim(dim, 0), index.reshape(-1)).movedim(0, dim)
+    return indexing.take(input.movedim(dim, 0), index.reshape(-1)).movedim(0, dim).contiguous()
 
 
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
@@ -231,17 +241,17 @@ def _put(x: Tensor, indices: Sequence[Any], values: Tensor) -> Any:
     picked = _picked(tuple(slice(None) if i is None else i for i in indices))
     if picked is None or not takes(x, values) or x.dtype != values.dtype:
         return NotImplemented
-    as_pytorch(torch.ops.aten.index_put, x, list(indices), values, True)
+    theirs = as_pytorch(torch.ops.aten.index_put, x, list(indices), values, True)
     first, (rows, places) = len(picked[0]), _as_rows(x, len(picked[0]), picked[1])
     added = values.expand(*x.shape[:first], *places.shape, *x.shape[first + len(picked[1]) :])
     added = added.movedim([*range(first, first + places.ndim)], [*range(places.ndim)])
     added = added.reshape(places.numel(), *rows.shape[1:])
     total = indexing.index_add(rows, 0, places.reshape(-1), added)
     if not first:
-        return total.reshape(x.shape)
+        return _laid_out_as(theirs, total.reshape(x.shape))
     count = len(picked[1])
     total = total.reshape(*x.shape[first : first + count], *rows.shape[1:])
-    return total.movedim([*range(count)], [*range(first, first + count)])
+    return _laid_out_as(theirs, total.movedim([*range(count)], [*range(first, first + count)]))
 
 
 def cumsum(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
@@ -249,7 +259,7 @@ def cumsum(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
 
 
 def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-    if records(input) or forward_ad._current_level >= 0:
+    if records(input):
         return NotImplemented
     return _cumulated(torch.cumprod, scan.cumprod, input, dim, dtype)
 

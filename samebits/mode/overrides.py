@@ -335,6 +335,6 @@ def sum_to_size(input: Tensor, *size: Any) -> Any:
     dims = [d for d in range(input.ndim) if d < lead or (sizes[d - lead] == 1 != input.shape[d])]
     if not takes(input):
         return NotImplemented
-    if not dims or any(n not in (1, input.shape[lead + d]) for d, n in enumerate(sizes)):
+    if not dims or any(n != 1 and n != input.shape[lead + d] for d, n in enumerate(sizes)):
         return input.sum_to_size(sizes)
     return sum(input, dims, True).reshape(sizes)

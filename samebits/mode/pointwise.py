@@ -142,6 +142,8 @@ def loss_gradient_in_whole_vectors(func: Callable[..., Any]) -> Callable[..., An
     compute = in_whole_vectors(func)
 
     def gradient(grad: Tensor, input: Tensor, target: Tensor, reduction: int, *rest: Any) -> Any:
+        if not input.is_cpu:
+            return func(grad, input, target, reduction, *rest)
         if reduction == 1:
             grad = grad / max(1, torch.broadcast_shapes(input.shape, target.shape).numel())
         return compute(grad.expand_as(input), input, target, 0, *rest)

@@ -455,16 +455,15 @@ NAMES |= {torch.linalg.solve_triangular: "torch.linalg.solve_triangular"}
 NAMES |= {torch._foreach_norm: "torch._foreach_norm", torch.linalg.vector_norm: "torch.linalg.vector_norm"}
 NAMES |= _OTHER_VARIANT
 
-# Python functions of PyTorch that are followed into. Functions with a closure are dispatched by it.
+# Python functions of PyTorch that are followed into. Functions with a closure are dispatched by it. Those of
+# `torch.functional` have a rule, or call nothing that has one, and the compiler traces no copies of them.
 BODIES = {
     function: _body(function)
-    for module in (F, torch.functional)
-    for function in vars(module).values()
+    for function in vars(F).values()
     if isinstance(function, FunctionType)
-    and function.__module__ == module.__name__
+    and function.__module__ == F.__name__
     and not function.__closure__
     and function not in UNCOVERED
-    and function is not torch.functional.meshgrid  # the function that it calls dispatches meshgrid again
 }
 # Backward functions are followed into so that activation checkpointing's second forward is covered.
 _BACKWARD: tuple[Any, ...] = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)

@@ -31,7 +31,10 @@ __all__ = ["Traced"]
 
 
 def show_all_functions() -> None:
-    """Let the compiler ask modes about all functions with rules. It asks about documented ones by itself."""
+    """Let the compiler ask modes about all functions with rules. It asks about documented ones by itself.
+
+    From then on it asks all modes of the process, a user's too, as PyTorch does where nothing is compiled.
+    """
     from torch._dynamo.variables.torch import get_overridable_functions
 
     get_overridable_functions().update(

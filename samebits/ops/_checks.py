@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
-from torch.autograd import forward_ad
 
 from samebits.backends import Key, chosen_backend, pack_key
 from samebits.contract import Contract, resolve
-from samebits.ops._operator import bypasses_dispatcher, transform
+from samebits.ops._operator import bypasses_dispatcher, has_tangent, transform
 from samebits.remedies import see
 
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
@@ -47,7 +46,7 @@ def check_operands(
             raise TypeError(
                 f"samebits.{op}: {name}: expected bfloat16, float16 or float32, got {t.dtype}" + see("dtypes")
             )
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+        if has_tangent(t):
             raise NotImplementedError(
                 f"samebits.{op}: {name}: forward-mode derivatives are not implemented, backward ones are"
                 + see("derivatives")

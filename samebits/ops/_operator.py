@@ -6,7 +6,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.autograd import forward_ad, profiler
 from samebits.backends import is_chosen
 from samebits.backends.modes import CONTEXT, include, includes, sees_calls
 from samebits.backends.replay import here, replayed, traced, viewed
+from samebits.remedies import see
 
 library = torch.library.Library("samebits", "DEF")
 
@@ -81,25 +82,26 @@ class Operator:
         if bypass:
             return self._past_dispatcher(*args)
         if torch.compiler.is_compiling():
+            if forward_ad._current_level >= 0:
+                self._refuse_tangents()  # a graph has none
             return self._registered(*args)
         return self._call(*args) if here.trace is None else self._dispatched(*args)
 
     def _dispatched(self, *args: Any) -> Any:
-        if forward_ad._current_level >= 0:
-            self._refuse_tangents(args)
+        if forward_ad._current_level >= 0 and any(
+            isinstance(t, Tensor) and t.is_floating_point() and has_tangent(t) for t in args
+        ):
+            self._refuse_tangents()  # PyTorch would run the operator, and give its result none
         if not bypasses_dispatcher([t for t in args if isinstance(t, Tensor)]):
             return self._registered(*args)
         return self._past_dispatcher(*args)
 
-    def _refuse_tangents(self, args: Sequence[Any]) -> None:
-        """PyTorch would run the operator, and give its result no tangent."""
-        for t in args:
-            floats = isinstance(t, Tensor) and t.is_floating_point()
-            if floats and forward_ad.unpack_dual(t).tangent is not None:
-                raise NotImplementedError(
-                    f"samebits.{self._registered.name().partition('::')[2]}: forward-mode derivatives are not"
-                    " implemented, backward ones are"
-                )
+    def _refuse_tangents(self) -> NoReturn:
+        name = self._registered.name().replace("::", ".")
+        raise NotImplementedError(
+            f"torch.ops.{name}: forward-mode derivatives are not implemented, backward ones are"
+            + see("derivatives")
+        )
 
     def _past_dispatcher(self, *args: Any) -> Any:
         run = self._run
@@ -125,6 +127,19 @@ class Operator:
     def _run(self, *args: Any) -> Any:
         lead = args[0] if args[0] is not None else args[1]
         return (self._cuda if lead.is_cuda else self._cpu)(*args)
+
+
+_AUTOGRAD = DispatchKey.__members__["AutogradFunctionality"]
+
+
+def has_tangent(t: Tensor) -> bool:
+    """Whether the tensor carries a forward-mode derivative."""
+    if forward_ad._current_level < 0 or torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
+        return False  # the latter within an operator of PyTorch's, which has computed it
+    try:
+        return forward_ad.unpack_dual(t).tangent is not None
+    except RuntimeError:  # vmap cannot tell
+        return True
 
 
 def as_no_view(result: Any) -> Any:

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from samebits.backends import Key, on_gpu, unpack_key
 from samebits.contract import FP8, SCALE_BLOCK
 from samebits.ops._checks import SUPPORTED, check_device, shape
 from samebits.ops._grouped import check_offs
-from samebits.ops._operator import Operator
+from samebits.ops._operator import Operator, has_tangent
 from samebits.remedies import see
 
 _RECIPES_A = ("RowWise", "BlockWise1x128")
@@ -60,7 +59,7 @@ def check_no_gradients(op: str, operands: dict[str, Tensor | None]) -> None:
                 f"samebits.{op}: {name}: expected a tensor that requires no grad (or torch.no_grad()), since"
                 " FP8 values have no gradients" + see("fp8")
             )
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+        if has_tangent(t):
             raise NotImplementedError(
                 f"samebits.{op}: {name}: expected no forward-mode derivative, since FP8 values have none"
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -286,12 +288,16 @@ def _check_window(window: tuple[int, int], causal: bool) -> tuple[int, int]:
     return left, 0
 
 
+def _broadcasts(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
+    return all(n == 1 or n == m for n, m in zip(sizes[::-1], wanted[::-1], strict=False))
+
+
 def _check_mask(mask: Tensor, wanted: tuple[int, ...], q: Tensor) -> Tensor:
     """A mask with four dimensions, each as wanted or 1."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         _check_floats("mask", mask, q)
     check_device("attention", "mask", mask, "q", q)
-    if mask.ndim > 4 or any(n not in (1, m) for n, m in zip(mask.shape[::-1], wanted[::-1], strict=False)):
+    if mask.ndim > 4 or not _broadcasts(mask.shape, wanted):
         raise ValueError(
             f"samebits.attention: mask: expected a shape that broadcasts to {wanted}, got {shape(mask)}"
         )
@@ -312,9 +318,7 @@ def _check_mask_of_torch(mask: Tensor, leading: torch.Size, q: Tensor, k: Tensor
     if isinstance(mask, Tensor) and len(leading) > 2 and mask.ndim > 3:
         batch = leading[:-1]
         sizes = mask.shape[:-3]
-        if len(sizes) > len(batch) or any(
-            n not in (1, m) for n, m in zip(sizes[::-1], batch[::-1], strict=False)
-        ):
+        if len(sizes) > len(batch) or not _broadcasts(sizes, batch):
             wanted = (*leading, q.shape[1], k.shape[1])
             raise ValueError(
                 f"samebits.attention: mask: expected a shape that broadcasts to {wanted}, got {shape(mask)}"

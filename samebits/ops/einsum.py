@@ -75,7 +75,7 @@ def _check_sizes(equation: str, terms: list[str], operands: tuple[Tensor, ...]) 
         for c, size in in_operand.items():
             if sizes.setdefault(c, size) == 1:
                 sizes[c] = size
-            if size not in (1, sizes[c]):
+            if size != 1 and size != sizes[c]:  # "in" is wrong where torch.compile has symbols
                 raise ValueError(
                     f"samebits.einsum: {equation!r}: operands have sizes {sizes[c]} and {size} for {c!r}"
                 )

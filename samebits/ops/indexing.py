@@ -54,7 +54,7 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, alpha: float =
     rows = torch.cat([moved.reshape(count, columns), added.reshape(added.shape[0], columns)])
     places = torch.cat([torch.arange(count, device=index.device), index.reshape(-1).to(torch.int64)])
     out: Tensor = index_sum(rows, places, count)
-    return out.reshape(moved.shape).movedim(0, dim).to(dtype)
+    return out.reshape(moved.shape).movedim(0, dim).contiguous().to(dtype)
 
 
 def row_numbers(shape: Sequence[int], indices: Sequence[Tensor]) -> Tensor:
@@ -103,7 +103,8 @@ def _check_range(index: Tensor, count: int) -> None:
     if index.is_cuda:
         torch._assert_async(~outside.any(), "samebits: an index is out of range")  # waits for nothing
     elif outside.any():
-        raise IndexError(f"index out of range: expected [0, {count}), got {int(index[outside][0])}")
+        first = int(index[outside][0])
+        raise IndexError(f"index out of range: it names row {first} of {count}")
 
 
 def _index_sum(rows: Tensor, places: Tensor, count: int) -> Tensor:
@@ -200,7 +201,7 @@ def _forward_scatter(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tens
     if x.ndim == 0 or index.numel() == 0:
         return x.scatter_add(dim, index, source)
     if index.shape[dim] <= _FEW:
-        total = x.to(torch.float32) + 0.0
+        total = x.contiguous().to(torch.float32) + 0.0
         for j in range(index.shape[dim]):  # no element twice: PyTorch's order does not matter
             part = source.narrow(dim, j, 1).to(torch.float32)
             total.scatter_add_(dim, index.narrow(dim, j, 1), part)
@@ -212,7 +213,8 @@ def _forward_scatter(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tens
         places = places * size + (index if d == dim else along)
     own = torch.arange(x.numel(), device=index.device)
     rows = torch.cat([x.reshape(-1), source.reshape(-1)])[:, None]
-    return _index_sum(rows, torch.cat([own, places.reshape(-1)]), x.numel()).reshape(x.shape)
+    places = torch.cat([own, places.reshape(-1)])
+    return backend(rows).embedding_backward(rows, places, x.numel(), -1).reshape(x.shape)  # type: ignore[no-any-return]
 
 
 def _fake_scatter(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:

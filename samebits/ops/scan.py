@@ -9,6 +9,7 @@ from torch import Tensor
 
 from samebits.ops._operator import Operator
 from samebits.ops._rows import rounded
+from samebits.remedies import see
 
 __all__ = ["cumprod", "cumsum"]
 
@@ -26,7 +27,7 @@ def cumsum(x: Tensor, dim: int) -> Tensor:
 
 def cumprod(x: Tensor, dim: int) -> Tensor:
     """``out[..., i] = product over j <= i of x[..., j]``, in the order of :func:`cumsum`. No gradients."""
-    out: Tensor = _scan(x.detach(), dim % max(x.ndim, 1), True, False)
+    out: Tensor = _scan(x, dim % max(x.ndim, 1), True, False)
     return out
 
 
@@ -51,10 +52,12 @@ _scan = Operator("scan(Tensor x, int dim, bool product, bool reverse) -> Tensor"
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.dim, ctx.reverse = inputs[1], inputs[3]
+    ctx.dim, ctx.product, ctx.reverse = inputs[1:]
 
 
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, None, None, None]:
+    if ctx.product:
+        raise NotImplementedError("samebits: gradients of cumprod are not implemented" + see("derivatives"))
     return _scan(grad, ctx.dim, False, not ctx.reverse), None, None, None
 
 

@@ -204,6 +204,21 @@ def test_an_empty_index_adds_nothing(device: str, within: Within) -> None:
             assert grad.shape == (0, 4)
 
 
+@pytest.mark.parametrize("move", [lambda x: x, lambda x: x.movedim(0, 2)], ids=["contiguous", "permuted"])
+def test_sums_at_an_index_lie_in_memory_as_pytorchs(move: Callable[[Tensor], Tensor], within: Within) -> None:
+    x, i = move(make((6, 6, 6), torch.float32, 0)), torch.tensor([3, 0, 1])
+    calls: list[Callable[[], Tensor]] = [
+        lambda: x.index_add(1, i, x[:, :3]),
+        lambda: x.index_put((i,), x[:3], accumulate=True),
+        lambda: torch.ops.aten.index_put(x, [None, i], x[:, :3], True),
+        lambda: x.scatter_add(1, i[None, :, None].expand(6, 3, 6), x[:, :3]),
+    ]
+    for call in calls:
+        with within("error"):
+            got = call()
+        assert got.stride() == call().stride()
+
+
 def test_an_index_is_refused_as_by_pytorch(within: Within) -> None:
     x = make((5, 2), torch.float32, 0)
     calls = [
@@ -245,6 +260,7 @@ def test_an_index_out_of_range_names_no_other_element(name: str, compiled: bool,
         with samebits.batch_invariant("error"):
             return OUTSIDE[name](x, i)
 
+    torch._dynamo.reset()  # one function is compiled for each name
     call = torch.compile(traced, backend="eager") if compiled else OUTSIDE[name]
     for i in (50, -51, *(() if "put" in name or "[" in name else (-1,))):
         index = torch.tensor([i])
@@ -261,7 +277,7 @@ PICK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "x[i, :2]": lambda x, i: torch.cat([x[i, :2], x[i, 2:]], 1),
     "x[:, i]": lambda x, i: x.T[:, i].T,
     "x[i, j]": lambda x, i: x[i[:, None], torch.arange(3, device=x.device)],
-    "x[..., i]": lambda x, i: x.T[..., i].T,
+    "x[..., i]": lambda x, i: x.T.contiguous()[..., i].T,
     "x[None, i]": lambda x, i: x[None, i][0],
     "x[0, i]": lambda x, i: torch.stack([x.T[j, i] for j in range(3)], 1),
     "x[i, 0]": lambda x, i: torch.stack([x[i, j] for j in range(3)], 1),
@@ -319,6 +335,7 @@ def test_gradients_of_what_is_picked_in_a_compiled_function(name: str) -> None:
 
     torch._dynamo.reset()
     got = torch.compile(inside, backend="aot_eager")(leaf)
+    assert got.stride() == PICK[name](leaf, places).stride()
     (grad,) = torch.autograd.grad(got, leaf, seed)
     assert_same_bits(got.detach(), x[places])
     assert_same_bits(grad, chains(torch.zeros_like(x), places, seed))

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import samebits
 from samebits.backends.modes import CONTEXT, includes, with_context
 from samebits.mode import UncoveredError, batch_invariant, calls, rules
+from samebits.mode.pointwise import loss_gradient_in_whole_vectors
 from samebits.mode.traced import Traced
 from samebits.ops import reduce
 from samebits.ops.attention import scaled_dot_product_attention
@@ -535,6 +536,15 @@ def test_results_lie_in_memory_as_pytorchs(within: Within) -> None:
             torch.testing.assert_close(got, function(x))
 
 
+def test_gradients_of_losses_on_a_gpu_are_pytorchs() -> None:
+    """Wherever the backward runs: the rule is for CPUs, but autograd's own calls reach it from any device."""
+    called: list[Any] = []
+    gradient = loss_gradient_in_whole_vectors(lambda *args: called.append(args))
+    args = (torch.ones((), device="meta"), X.to("meta"), X.to("meta"), 1, 0.7)
+    gradient(*args)
+    assert called == [args]
+
+
 class Tripling(Tensor):
     """Multiplies what ``F.linear`` gives."""
 
@@ -665,6 +675,51 @@ def test_a_compiled_function_that_enters_the_context(name: str) -> None:
         assert_same_bits(got, want, what)
 
 
+def test_a_compiled_function_that_the_compiler_gives_up() -> None:
+    """``gaussian_nll_loss`` breaks the graph within the context. Then all of it runs as if not compiled."""
+    var = X.square() + 0.1
+
+    def within(x: Tensor) -> tuple[Tensor, ...]:
+        with batch_invariant("error"):
+            return F.gaussian_nll_loss(x, X.flip(0), var), F.mse_loss(x, X.flip(0)), x.sum()
+
+    torch._dynamo.reset()
+    for got, want in zip(torch.compile(within, backend="eager")(X), within(X), strict=True):
+        assert_same_bits(got, want)
+
+
+def test_a_compiled_function_takes_what_pytorch_composes() -> None:
+    def within(x: Tensor) -> tuple[Tensor, ...]:
+        with batch_invariant("error"):
+            return torch.split(x, 2)[0], torch.atleast_3d(x[0]), F.mse_loss(x, X.flip(0), reduction="none")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(within, fullgraph=True, backend="eager")
+    for got, want in zip(compiled(X), within(X), strict=True):
+        assert_same_bits(got, want)
+
+
+def test_sizes_that_are_constants_beside_ones_that_are_not() -> None:
+    """With symbols for sizes, the compiler takes ``37 in (1, size)`` to be false."""
+    f: dict[str, Callable[[Tensor], Tensor]] = {
+        "sum_to_size": lambda x: x.sum_to_size(1, 40),
+        "einsum": lambda x: torch.einsum("bij,bjk->bik", x, torch.ones(6, 40, 4)),
+        "mask": lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(3, 3).tril().bool()),
+        "masks": lambda x: F.scaled_dot_product_attention(
+            *(x[None, :, None],) * 3, attn_mask=torch.ones(1, 6, 1, 3, 3).tril().bool()
+        ),
+    }
+
+    def within(x: Tensor, name: str) -> Tensor:
+        with batch_invariant("error"):
+            return f[name](x)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(within, fullgraph=True, dynamic=True, backend="aot_eager")
+    for name in f:
+        assert_same_bits(compiled(X, name), within(X, name), name)
+
+
 def test_a_compiled_function_reports_what_pytorch_does_not_document() -> None:
     """The compiler asks no mode about such functions, ``torch._grouped_mm`` among them, of itself."""
 
@@ -695,6 +750,14 @@ def test_compiled_elementwise(dynamic: bool) -> None:
 
 
 FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "pow": lambda x: x.abs() ** 2.5,
+    "float_power": lambda x: torch.float_power(x.abs(), 2.5),
+    "expand": lambda x: x[:1] * X,
+    "x[i]": lambda x: x[_I],
+    "huber_loss": lambda x: F.huber_loss(x, X.flip(1)),
+}
+NO_FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "cumsum": lambda x: x.cumsum(0),
     "cumsum_": lambda x: (x * 1).cumsum_(0),
     "cumprod": lambda x: x.cumprod(0),
@@ -703,41 +766,63 @@ FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "scatter_add": lambda x: x.scatter_add(0, _I[:, None, None].expand(4, 3, 40), x),
     "interpolate": lambda x: F.interpolate(x, scale_factor=2, mode="nearest"),
     "sum": lambda x: x.sum(0),
-    "expand": lambda x: x[:1] * X,
-    "x[i]": lambda x: x[_I],
 }
 
 
-@pytest.mark.parametrize("name", FORWARD)
-def test_forward_mode_derivatives_are_right_or_refused(name: str, within: Within) -> None:
-    with forward_ad.dual_level():
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", [*FORWARD, *NO_FORWARD])
+def test_forward_mode_derivatives_are_right_or_refused(name: str, grad: bool, within: Within) -> None:
+    f = (FORWARD | NO_FORWARD)[name]
+    with forward_ad.dual_level(), torch.set_grad_enabled(grad):
         x = forward_ad.make_dual(X, X.flip(0))
-        want = forward_ad.unpack_dual(FORWARD[name](x)).tangent
-        try:
+        if name in NO_FORWARD:
             with within("error"):
-                got = forward_ad.unpack_dual(FORWARD[name](x)).tangent
-        except (NotImplementedError, UncoveredError):
+                with pytest.raises(NotImplementedError, match="forward-mode derivatives are not implemented"):
+                    f(x)
+                f(X)  # which has none
             return
+        want = forward_ad.unpack_dual(f(x)).tangent
+        with within("error"):
+            got = forward_ad.unpack_dual(f(x)).tangent
         assert got is not None
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda x: x.cumsum(0),
-        lambda x: x.var(),
-        lambda x: x.topk(2)[0],
-        lambda x: x.logsumexp(0),
-        lambda x: F.avg_pool1d(x, 2),
-        lambda x: F.group_norm(x[None], 3),
-    ],
-)
-def test_vmap(f: Callable[[Tensor], Tensor]) -> None:
+def test_forward_mode_derivatives_are_refused_in_a_compiled_function() -> None:
+    def inside(x: Tensor) -> Tensor:
+        with batch_invariant("error"):
+            return x.cumsum(0)
+
+    torch._dynamo.reset()
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode derivatives"):
+        torch.compile(inside, backend="aot_eager")(forward_ad.make_dual(X, X))
+
+
+VMAPPED: dict[str, Callable[[Tensor], Tensor]] = {
+    "cumsum": lambda x: x.cumsum(0),
+    "cumprod": lambda x: x.cumprod(0),
+    "var": lambda x: x.var(),
+    "topk": lambda x: x.topk(2)[0],
+    "logsumexp": lambda x: x.logsumexp(0),
+    "avg_pool1d": lambda x: F.avg_pool1d(x, 2),
+    "group_norm": lambda x: F.group_norm(x[None], 3),
+}
+
+
+@pytest.mark.parametrize("name", VMAPPED)
+def test_vmap(name: str) -> None:
+    f, leaf = VMAPPED[name], X.clone().requires_grad_()
     with batch_invariant("error"):
-        got = torch.vmap(f)(X)
-        for row, x in zip(got, X, strict=True):
+        got = torch.vmap(f)(leaf)
+        for row, x in zip(got.detach(), X, strict=True):
             assert_same_bits(row, f(x))
+        if name == "cumprod":
+            with pytest.raises(NotImplementedError, match="gradients of cumprod"):
+                got.sum().backward()
+            return
+        want = torch.stack([f(x) for x in leaf])
+    for g, w in zip(*(torch.autograd.grad(y.square().sum(), leaf)[0] for y in (got, want)), strict=True):
+        assert_same_bits(g, w)
 
 
 def test_names_and_shapes_that_pytorch_takes(within: Within) -> None:

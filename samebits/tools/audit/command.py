@@ -82,14 +82,15 @@ def main(
     else:
         shown, changed = report.show(found, out.width), found.samebits_drifts
     out.print(shown)  # before files, which may fail
-    if json_to is not None:
-        terminal.write_json(found.to_json(), json_to)
-    if plot is not None:
-        with terminal.writing("--plot", plot):
-            found.save_plot(plot)
-    if html is not None:
-        with terminal.writing("--html", html):
-            found.save_html(html)
+    with terminal.unless(bool(changed)):
+        if json_to is not None:
+            terminal.write_json(found.to_json(), json_to)
+        if plot is not None:
+            with terminal.writing("--plot", plot):
+                found.save_plot(plot)
+        if html is not None:
+            with terminal.writing("--html", html):
+                found.save_html(html)
     return int(changed)
 
 
