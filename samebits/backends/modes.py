@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["CONTEXT", "include", "includes", "sees_calls", "with_context"]
+__all__ = ["CONTEXT", "include", "includes", "sees_calls", "untraced", "with_context"]
 
 CONTEXT: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericMode")
 """The key of PyTorch's dispatcher that is included in a thread in :func:`samebits.batch_invariant`.
@@ -21,6 +22,22 @@ include = torch._C._dispatch_tls_set_dispatch_key_included
 includes = torch._C._dispatch_tls_is_dispatch_key_included
 sees_calls = torch._C._is_torch_function_mode_enabled
 """Whether a function mode is on, which is to see what an operator calls."""
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_frames = torch._C._dynamo.eval_frame
+
+
+def untraced(function: _F) -> _F:
+    """`function`, of which ``torch.compile`` makes no graph of its own, nor of what it calls.
+
+    Where the compiler gives a function up, it compiles what this calls, one by one. What traces a caller of
+    `function` still traces it.
+    """
+    skip = _frames._FrameAction.SKIP
+    code = cast(FunctionType, function).__code__
+    _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 @contextmanager

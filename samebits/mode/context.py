@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from samebits.backends.modes import CONTEXT, include, includes, with_context
+from samebits.backends.modes import CONTEXT, include, includes, untraced, with_context
 from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost, state
 from samebits.mode.checkpoints import keep_contexts
 from samebits.mode.fp8_layers import cover
@@ -61,6 +61,7 @@ def _context(on_uncovered: OnUncovered) -> Iterator[None]:
             outermost.context = before
 
 
+@untraced
 def _within(on_uncovered: OnUncovered, before: OnUncovered | None) -> AbstractContextManager[None]:
     if torch.compiler.is_compiling():  # the key is included already, or the mode is on
         show_all_functions()
@@ -68,15 +69,8 @@ def _within(on_uncovered: OnUncovered, before: OnUncovered | None) -> AbstractCo
     return _included(on_uncovered)
 
 
-# Where the compiler gives a function up, it compiles those that this calls, one by one. This one's own graph
-# would be of a function mode, for calls that are not traced. What traces its caller still traces it.
-_frames = torch._C._dynamo.eval_frame
-_frames.set_code_exec_strategy(
-    _within.__code__, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
-)
-
-
 @contextmanager
+@untraced
 def _included(on_uncovered: OnUncovered) -> Iterator[None]:
     """Include the key in this thread."""
     register_context()

@@ -64,6 +64,8 @@ def _sorting(*args: Any, **kwargs: Any) -> dict[str, Any]:
 
 def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The largest, or smallest: among equal ones those that come first, in this order."""
+    if input.ndim:
+        input.size(dim)  # raises IndexError; PyTorch 2.11 has an assertion where tensors have no data
     as_pytorch(_topk, input, k, dim, largest, sorted)
     k, dim = operator.index(k), operator.index(dim)
     with torch.no_grad():

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import graph
 
-from samebits.backends.modes import CONTEXT, include, includes
+from samebits.backends.modes import CONTEXT, include, includes, untraced
 from samebits.backends.replay import replayed
 from samebits.mode.calls import OnUncovered, inexact, into_out, outermost, report, returned, watched
 from samebits.mode.operators import Rule, operator_rules, outs
@@ -191,6 +191,7 @@ def _in_context(op: OpOverload, rule: Rule) -> Kernel:
     by_caller = rule.in_autograd is not None  # then autograd may be who calls, in a backward
     answer = _answering(op, rule, _covered(op, rule))
 
+    @untraced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         before = thread.plain
         try:
@@ -209,6 +210,7 @@ def _in_backward(op: OpOverload, rule: Rule) -> Kernel:
     """The kernel in backwards outside of contexts."""
     answer = _answering(op, rule, _replayed(op, rule, _covered(op, rule)))
 
+    @untraced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         try:
             include(RECORDED, False)
@@ -227,6 +229,7 @@ def _at_backend(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
     below_autograd, of_cpus = not key.startswith("Autograd"), _of_cpus(rule)
     answer = _answering(op, rule, _replayed(op, rule, _covered(op, rule)))
 
+    @untraced
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         included = _included() if of_cpus else None
         on_uncovered = outermost.process if included is None else outermost.context
@@ -254,6 +257,7 @@ def _above_autograd(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel
     """As :func:`_at_backend`, where a call's arguments decide the result. A replay changes no modes."""
     call = _covered(op, rule)
 
+    @untraced
     def plainly(*args: Any, **kwargs: Any) -> Any:
         try:
             thread.plain = True
@@ -263,6 +267,7 @@ def _above_autograd(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel
 
     replay = _replayed(op, rule, plainly)
 
+    @untraced
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         on_uncovered = outermost.process
         if on_uncovered is None or thread.plain:
@@ -291,6 +296,7 @@ def _included() -> Any:
 def _higher_order(op: Any) -> Kernel:
     """The kernel in contexts of an operator that takes functions: it is reported."""
 
+    @untraced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         try:
             include(CONTEXT, False)
