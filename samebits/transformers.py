@@ -251,11 +251,12 @@ def _pattern(function: Any, size: int | None) -> tuple[bool, int, Tensor | None]
         if _same(function, own):
             return causal, left, None
         segments: Any = _Anything()
-        if hasattr(m, "packed_sequence_compatibility_function"):
-            packed = m.packed_sequence_compatibility_function(own, anything, segments)
-        else:
-            packed = m.and_masks(own, m.packed_sequence_mask_function(segments))
-        if _same(function, packed):
+        packed = m.packed_sequence_mask_function(segments)
+        forms = [(own, packed)]
+        if hasattr(m, "remap_positions_for_packed_sequence"):  # newer versions, in either order
+            positions = m.remap_positions_for_packed_sequence(own, anything)
+            forms += [(packed, positions), (positions, packed)]
+        if any(_same(function, m.and_masks(*form)) for form in forms):
             return causal, left, segments.value
     return None
 

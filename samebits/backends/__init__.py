@@ -153,10 +153,17 @@ def unpack_key(key: Key) -> tuple[str, str | None]:
     return contract, backend or None
 
 
-@functools.lru_cache(maxsize=64)
 def contract_of(key: Key) -> Contract:
     """The contract in an operator's key."""
+    return _contract_of(key)
+
+
+@functools.lru_cache(maxsize=64)
+def _contract_of(key: Key) -> Contract:
     return contract_from_key(unpack_key(key)[0])
+
+
+contract_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # PyTorch 2.11 cannot trace it
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:

@@ -160,6 +160,9 @@ def of_one_rank(key: Key, size: int) -> Key:
     return pack_key(segmented_key(contract, contract_of(key).segments // size), backend)
 
 
+of_one_rank._dynamo_marked_constant = True  # type: ignore[attr-defined]  # PyTorch 2.11 cannot trace it
+
+
 def _checked(
     op: str,
     x: Tensor,
