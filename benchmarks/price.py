@@ -28,19 +28,22 @@ STEPS = {
 }
 
 
+FILES = tuple(f"{name}.json" for name in ("steps", "models", "bench", "scaled", "attention", "logp", "peers"))
+"""The results that it is of."""
+
+
 def rows(gpu: str) -> list[list[str]]:
-    """Work, time beside PyTorch's (= 1), where it is worst, peers' times, and the date of the measurement."""
+    """Work, time beside PyTorch's (= 1), where it is worst, and peers' times."""
     found: list[list[str]] = []
     theirs = peers.times(load(f"{gpu}/peers.json")) if gpu in measured("peers.json") else {}
 
-    def add(work: str, file: str, times: Iterable[float], worst: float | None = None) -> None:
+    def add(work: str, times: Iterable[float], worst: float | None = None) -> None:
         every = list(times)
         slowest = max(every) if worst is None else worst
-        date = load(f"{gpu}/{file}")["environment"]["date"]
         beside = theirs.get(BESIDE.get(work, ""), {})
         names = [f"{name} {beside[who]:.2f}" for who, name in peers.NAMES.items() if who in beside]
-        others = [f"{', '.join(names)} (samebits {beside['samebits']:.2f})"] if names else [""]
-        found.append([work, f"{statistics.geometric_mean(every):.2f}", f"{slowest:.2f}", *others, date])
+        others = f"{', '.join(names)} (samebits {beside['samebits']:.2f})" if names else ""
+        found.append([work, f"{statistics.geometric_mean(every):.2f}", f"{slowest:.2f}", others])
 
     if gpu in measured("steps.json"):
         steps: dict[str, list[float]] = {}
@@ -49,25 +52,25 @@ def rows(gpu: str) -> list[list[str]]:
                 modes = [case[mode]["ms"] / case["torch"]["ms"] for mode in ("context", "process")]
                 steps.setdefault(STEPS[case["work"]], []).extend(modes)
         for work, times in steps.items():
-            add(work, "steps.json", times)
+            add(work, times)
     if gpu in measured("models.json"):
         runs = load(f"{gpu}/models.json")["training"]
         *ours, torch = (runs[who]["seconds_a_step"] for who in ("samebits", "samebits, again", "torch"))
-        add("GRPO step of a small Llama, eager", "models.json", [of_one / torch for of_one in ours])
+        add("GRPO step of a small Llama, eager", [of_one / torch for of_one in ours])
     bands = summary(load(f"{gpu}/bench.json")["cases"])
     for band in ("forward, M <= 128", "forward, dX and dW, M >= 512"):
         speed = bands["bfloat16", band]
-        add(f"products, bf16, {band}", "bench.json", [1 / speed.mean], 1 / speed.worst)
+        add(f"products, bf16, {band}", [1 / speed.mean], 1 / speed.worst)
     if gpu in measured("scaled.json"):
         cases = load(f"{gpu}/scaled.json")["cases"]
-        add("products, FP8, forward", "scaled.json", [1 / beside(case) for case in cases])
+        add("products, FP8, forward", [1 / beside(case) for case in cases])
     if gpu in measured("attention.json"):
         figures = attention_summary(load(f"{gpu}/attention.json"))
         for band in ("forward and backward, causal and full", "decode"):
             figure = figures[band]
-            add(f"attention, {band}", "attention.json", [1 / figure.mean], 1 / figure.worst)
+            add(f"attention, {band}", [1 / figure.mean], 1 / figure.worst)
     if gpu in measured("logp.json"):
         cases = load(f"{gpu}/logp.json")["cases"]
         both = [c["forward_backward_ms"] for c in cases]
-        add("log-probs, forward and backward", "logp.json", [t["samebits"] / t["torch"] for t in both])
+        add("log-probs, forward and backward", [t["samebits"] / t["torch"] for t in both])
     return found

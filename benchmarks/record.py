@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -31,8 +31,14 @@ def measured(results: str) -> list[str]:
     return sorted(path.parent.name for path in RESULTS.glob(f"*/{results}"))
 
 
-GPUS = sorted(measured("bench.json"), key=lambda gpu: -len([*(RESULTS / gpu).iterdir()]))
-"""Folders of GPUs. The first has most results."""
+def commits(gpu: str, files: Iterable[str] = ()) -> set[str]:
+    """Those at which results of a GPU were measured, or these of them."""
+    found = {path.name for path in (RESULTS / gpu).glob("*.json")}
+    return {load(f"{gpu}/{name}")["environment"]["commit"] for name in found & set(files or found)}
+
+
+GPUS = sorted(measured("bench.json"), key=lambda gpu: len(commits(gpu)))
+"""Folders of GPUs. The first, which pages show most of, has results of the fewest commits."""
 
 
 def tiny(data: dict[str, Any]) -> list[dict[str, Any]]:

@@ -69,16 +69,16 @@ ALSO = (
     *("summary", "behind", "held-out", "unaligned", "grouped", "distributed", "segments"),
     *("verify", "attention-invariance", "fp8-invariance"),
 )
-"""What pages show of every GPU; all else is of the first alone."""
+"""What pages show of every GPU; all else is of the first that has it."""
 
 
-def gpu_block(gpu: str, results: str, write: Callable[[dict[str, Any]], str]) -> str:
-    return write(load(f"{gpu}/{results}")) if gpu in measured(results) else "Not measured yet."
+def block_of(folder: str, results: str, write: Callable[[dict[str, Any]], str]) -> str:
+    return write(load(f"{folder}/{results}"))
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "before-after": models.before_after,
-    "price": models.the_price,
+    "price": partial(models.the_price, GPUS[0]),
     "reference-speed": cpu.reference_speed,
     "drift": cpu.drift,
     "support": proofs.supported,
@@ -87,14 +87,16 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "mode-vectors": mode.mode_vectors,
     "mode-reported": mode.mode_reported,
     "tuned-tables": tuning.tuned_tables,
-    "architectures": lambda: gpu_block("cpu", "zoo.json", report.architectures),
-    "architectures-fp8": lambda: gpu_block("cpu", "zoo_fp8.json", report.fp8),
-} | {
-    f"{gpu}-{what}": partial(gpu_block, gpu, results, write)
-    for gpu in GPUS
-    for results, blocks in GPU_BLOCKS.items()
-    for what, write in blocks.items()
-    if gpu == GPUS[0] or what in ALSO
+    "architectures": partial(block_of, "cpu", "zoo.json", report.architectures),
+    "architectures-fp8": partial(block_of, "cpu", "zoo_fp8.json", report.fp8),
+    **{f"{gpu}-price": partial(models.the_price, gpu) for gpu in GPUS[1:]},
+    **{
+        f"{gpu}-{what}": partial(block_of, gpu, results, write)
+        for results, blocks in GPU_BLOCKS.items()
+        for place, gpu in enumerate(gpu for gpu in GPUS if gpu in measured(results))
+        for what, write in blocks.items()
+        if place == 0 or what in ALSO
+    },
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks import peers, price, ranks
 from benchmarks.host import ratios
 from benchmarks.record import GPUS, load, measured, slug
-from benchmarks.tables.text import measured_on_gpu, table
+from benchmarks.tables.text import measured_at, measured_on_gpu, table
 
 
 def before_after() -> str:
@@ -184,34 +184,22 @@ def gpu_distributed(data: dict[str, Any]) -> str:
     )
 
 
-def the_price() -> str:
+def the_price(gpu: str) -> str:
     """README's table of speed."""
-    (first, *more), records = GPUS, {gpu: load(f"{gpu}/bench.json")["environment"]["gpu"] for gpu in GPUS}
-    names = {gpu: record.removeprefix("NVIDIA ").split()[0] for gpu, record in records.items()}
-    besides = [{work: row for work, *row in price.rows(gpu)} for gpu in more]
-    rows = []
-    for work, mean, worst, others, date in price.rows(first):
-        found = [beside.get(work, ["", "", "", ""]) for beside in besides]
-        dates = dict.fromkeys((date, *(row[-1] for row in found if row[-1])))
-        rows.append(
-            [work, mean, worst, *(cell for row in found for cell in row[:2]), others, ", ".join(dates)]
-        )
-    columns = (cell for gpu in GPUS for cell in (names[gpu], "worst"))
-    head = ["time, PyTorch = 1", *columns, "others", "measured"]
+    rows = price.rows(gpu)
     said = (
-        f"Lower is better. On one {' or '.join(records.values())}; geometric means, and the worst case. Steps"
+        f"Lower is better. {measured_at(gpu, price.FILES)}; geometric means, and the worst case. Steps"
         " in both forms of the mode; samebits decodes with its own implementation of attention, and trains"
         " with its own of experts. The GRPO step under `batch_invariant`, in two runs of one loop, whose"
         " times scatter. Where PyTorch's FP8 product refused a call, half the time of its bf16 one stands for"
         " it. PyTorch's decode takes a slow path of its attention, because of the mask of its static cache."
     )
-    if first in measured("peers.json"):
-        date = load(f"{first}/peers.json")["environment"]["date"]
+    if gpu in measured("peers.json"):
         said += (
-            f" Others: in one run with samebits on an {names[first]}, {date}, on fewer shapes, products"
-            " forward only, decode of 1 row only: see [Related projects](docs/beside.md)."
+            " Others: in one run with samebits, on fewer shapes, products forward only, decode of 1 row only:"
+            " see [Related projects](docs/beside.md)."
         )
-    return "\n\n".join((table(head, rows), said))
+    return "\n\n".join((table(["time, PyTorch = 1", "samebits", "worst", "others"], rows), said))
 
 
 def gpu_peers(data: dict[str, Any]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.record import load, measured
+
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = list(head)
@@ -28,3 +30,11 @@ def measured_on_gpu(data: dict[str, Any]) -> str:
     where = "".join(text.format(e[key]) for key, text in said if key in e)
     digest = f"; contract digest `{e['digest']}`" if "digest" in e else ""
     return f"Measured {e['date']} at commit `{e['commit'][:10]}`{where}; {versions}{digest}."
+
+
+def measured_at(gpu: str, files: Iterable[str]) -> str:
+    """Where, when and at which commits all of these results of a GPU were measured."""
+    made = [load(f"{gpu}/{name}")["environment"] for name in files if gpu in measured(name)]
+    dates, commits = (list(dict.fromkeys(e[key][:10] for e in made)) for key in ("date", "commit"))
+    commit = " and ".join(f"`{commit}`" for commit in commits)
+    return f"Measured {' and '.join(dates)} at commit {commit} on one {made[0]['gpu']}"

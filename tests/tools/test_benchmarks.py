@@ -35,7 +35,7 @@ from benchmarks import (
     support,
     tune,
 )
-from benchmarks.record import GPUS, environment, load, tiny
+from benchmarks.record import GPUS, commits, environment, load, tiny
 from benchmarks.tables.models import (
     gpu_embeddings,
     gpu_models_drift,
@@ -208,12 +208,19 @@ def test_tables_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert others["log-probs, forward and backward"] == "Liger 2.00 (samebits 0.50)"
 
 
-def test_the_price_on_every_gpu() -> None:
-    head, _, *rows = the_price().split("\n\n")[0].splitlines()
-    assert head == "| time, PyTorch = 1 | H200 | worst | H100 | worst | others | measured |"
+@pytest.mark.parametrize("gpu", GPUS)
+def test_the_price_on_every_gpu(gpu: str) -> None:
+    table, said = the_price(gpu).split("\n\n")
+    head, _, *rows = table.splitlines()
+    assert head == "| time, PyTorch = 1 | samebits | worst | others |"
     products = next(row for row in rows if "forward, M <= 128" in row).split(" | ")
-    assert all(float(cell) > 0 for cell in products[1:5])
+    assert all(float(cell) > 0 for cell in products[1:3])
     assert all(row.count("|") == head.count("|") for row in rows)
+    assert all(f"`{commit[:10]}`" in said for commit in commits(gpu, price.FILES))
+
+
+def test_readme_shows_results_of_one_commit() -> None:
+    assert len(commits(GPUS[0])) == 1
 
 
 def test_kinds_of_products_that_are_behind() -> None:
