@@ -453,6 +453,8 @@ def test_kernels_compile_without_spills(arch: str) -> None:
         widths = []
     if arch == "sm_120a":  # spills 16 bytes, and its shared memory holds one such block, not three
         widths.remove((12288, BF16))
+    if arch not in ("sm_80", "sm_90a"):  # where widths take turns
+        widths = widths[compiler.ARCHITECTURES.index(arch) % 3 :: 3]
     for n, dtype in widths:
         shares = norm_gradients.choose(n, dtype.itemsize)
         specs.append(norm_gradients.kernel_spec(dtype, dtype, dtype, shares))

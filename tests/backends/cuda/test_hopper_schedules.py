@@ -132,10 +132,11 @@ def _kind(s: schedule_sm90.Sm90Schedule) -> schedule_sm90.Sm90Schedule:
 
 @pytest.mark.long
 @needs_compiler
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, 1])
 @pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
 def test_hopper_tensor_core_compiles_without_spills(a_mn: bool, b_mn: bool, part: int) -> None:
-    kernels = [*cubins.tensor_core_on_hopper(cubins.host(), [(a_mn, b_mn)])][part::4]
+    """Schedules take turns: every second is compiled for one order of a, the others for the other."""
+    kernels = [*cubins.tensor_core_on_hopper(cubins.host(), [(a_mn, b_mn)])][a_mn::2][part::2]
     assert kernels
     for spec, arch in kernels:
         compiled_without_spills(spec, arch)
@@ -149,7 +150,7 @@ def test_hopper_segments_compile(a_mn: bool, b_mn: bool) -> None:
     cases = [case for case in cubins.EPILOGUES if not case.get("accumulate")]
     for i, case in enumerate(cases):
         v = tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **case})
-        for j, s in enumerate(segmented_sm90.catalogue(v)[i :: 3 * len(cases)]):
+        for j, s in enumerate(segmented_sm90.catalogue(v)[i :: 6 * len(cases)]):
             of = replace(v, segments=(8, 8, 8, 2, 8, 4, 64)[(i + j) % 7])
             spec = segmented_sm90.segmented_spec(of, s)
             cubin = compiler.compile(spec, "sm_90a")

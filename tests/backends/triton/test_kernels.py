@@ -521,7 +521,7 @@ def test_torch_compile_compiles_nothing_for_a_new_number_of_rows(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("part", "least"), [("products", 550), ("logp", 250), ("verification", 600)]
+    ("part", "least"), [("products", 500), ("logp", 180), ("verification", 400)]
 )  # which run side by side
 def test_indices_in_the_interpreter(part: str, least: int) -> None:
     triton = pytest.importorskip("triton")
