@@ -219,10 +219,6 @@ def test_the_price_on_every_gpu(gpu: str) -> None:
     assert all(f"`{commit[:10]}`" in said for commit in commits(gpu, price.FILES))
 
 
-def test_readme_shows_results_of_one_commit() -> None:
-    assert len(commits(GPUS[0])) == 1
-
-
 def test_kinds_of_products_that_are_behind() -> None:
     cases = [
         BenchCase("forward", 64, 128, n).record() | {"us": {"samebits": us, "torch": 9.0}}
