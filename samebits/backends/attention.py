@@ -3,7 +3,8 @@
 A backend's module ``attention`` has two functions. The bits that they return are those of docs/contract.md,
 "Attention".
 
-* ``forward(x: Attention) -> (out, lse, lse2)``. ``out`` is contiguous, of q's shape with v's last size. The
+* ``forward(x: Attention, out: Tensor | None = None) -> (out, lse, lse2)``. ``out`` is contiguous, of q's
+  shape with v's last size. It is the given tensor, which is such, if the backend can write there. The
   log-sum-exp ``lse`` is ``[batch, heads, queries]``, or ``[heads, tokens]`` if packed, in float32. ``lse2``
   is the same to base 2, for ``backward``.
 * ``backward(x, grad, out, lse2, *, grad_mask: bool) -> (dq, dk, dv, dmask, dsinks)``. ``dmask`` is

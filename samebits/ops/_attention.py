@@ -15,6 +15,7 @@ from torch import Tensor
 
 from samebits.backends import Key, on_gpu, unpack_key
 from samebits.backends.attention import Align, Attention
+from samebits.ops._memory import refuse_overlap
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._rows import rounded
 from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens
@@ -35,8 +36,12 @@ def attend(
     scale: float | None,
     softcap: float,
     key: Key,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp. What a scale that is not positive asks for is done to q."""
+    """The output, which is `into` if given, and the log-sum-exp.
+
+    What a scale that is not positive asks for is done to q.
+    """
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
     scale, softcap = (float(np.float32(x)) for x in (scale, softcap))
@@ -48,7 +53,10 @@ def attend(
         q, scale = -q, -scale
     elif scale == 0:
         q, scale = q * 0, 1.0
-    out, lse, _ = _operator(q, k, v, mask, sinks, *positions, *window, align, scale, softcap, key)
+    args = (q, k, v, mask, sinks, *positions, *window, align, scale, softcap, key)
+    if into is not None:
+        return into, _writing(into, *args)
+    out, lse, _ = _operator(*args)
     return out, lse
 
 
@@ -140,6 +148,20 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return results
 
 
+def _forward_into(out: Tensor, *args: Any) -> Tensor:
+    backend, x = _call(*args)
+    operands = {"q": x.q, "k": x.k, "v": x.v, "mask": x.mask, "sinks": x.sinks, "block_table": x.block_table}
+    operands |= {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
+    operands |= {"key_start": x.key_start, "key_length": x.key_length}
+    refuse_overlap("attention", "out", out, **{n: t for n, t in operands.items() if t is not None})
+    found, lse, _ = backend.forward(x, out if out.is_contiguous() else None)
+    if found is not out:
+        out.copy_(found)
+    elif not out.is_inference():
+        torch.autograd.graph.increment_version(out)  # autograd does not see what a kernel writes
+    return lse  # type: ignore[no-any-return]
+
+
 def _gradients(
     grad: Tensor, out: Tensor, lse2: Tensor, grad_mask: bool, q: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
@@ -158,6 +180,10 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, *rest: Any) ->
     statistics = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
     lse, lse2 = (q.new_empty(statistics, dtype=torch.float32) for _ in range(2))
     return q.new_empty((*q.shape[:-1], v.shape[-1])), lse, lse2
+
+
+def _fake_into(out: Tensor, q: Tensor, *rest: Any) -> Tensor:
+    return _fake(q, *rest)[1]
 
 
 def _fake_gradients(
@@ -192,6 +218,9 @@ _ARGUMENTS = (
 )
 _operator = Operator(f"attention({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", cpu=_forward, fake=_fake)
 _operator.register_autograd(_backward, setup_context=_setup_context)
+_writing = Operator(
+    f"attention_out(Tensor(a!) out, {_ARGUMENTS}) -> Tensor", cpu=_forward_into, fake=_fake_into
+)
 _gradient = Operator(
     f"attention_backward(Tensor grad, Tensor out, Tensor lse2, bool grad_mask, {_ARGUMENTS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",

@@ -45,19 +45,24 @@ def refuse_vmap(op: str, name: str) -> None:
 
 def check_accumulator(op: str, name: str, acc: Tensor, lead_name: str, lead: Tensor) -> None:
     """Refuse anything but a dense float32 tensor on the device of ``lead``, not negated or of inference."""
-    if not isinstance(acc, Tensor) or acc.dtype != torch.float32:
-        got = acc.dtype if isinstance(acc, Tensor) else type(acc).__name__
-        raise TypeError(f"samebits.{op}: {name}: expected a dense float32 tensor, got {got}")
-    if acc.layout is not torch.strided or acc.is_nested:
-        raise TypeError(f"samebits.{op}: {name}: expected a dense float32 tensor, got layout {acc.layout}")
+    check_written(op, name, acc, torch.float32, lead_name, lead)
+
+
+def check_written(op: str, name: str, t: Tensor, dtype: torch.dtype, lead_name: str, lead: Tensor) -> None:
+    """Refuse anything but a dense tensor of `dtype` on the device of `lead`, not negated or of inference."""
+    expected = f"samebits.{op}: {name}: expected a dense {str(dtype).removeprefix('torch.')} tensor"
+    if not isinstance(t, Tensor) or t.dtype != dtype:
+        raise TypeError(f"{expected}, got {t.dtype if isinstance(t, Tensor) else type(t).__name__}")
+    if t.layout is not torch.strided or t.is_nested:
+        raise TypeError(f"{expected}, got layout {t.layout}")
     if not torch.compiler.is_compiling():
-        if acc.is_neg():
+        if t.is_neg():
             raise TypeError(
                 f"samebits.{op}: {name}: expected a plain tensor, got a view with negated elements"
             )
-        if acc.is_inference() and not torch.is_inference_mode_enabled():
+        if t.is_inference() and not torch.is_inference_mode_enabled():
             raise TypeError(f"samebits.{op}: {name}: expected a plain tensor, got one made in inference mode")
-    check_device(op, name, acc, lead_name, lead)
+    check_device(op, name, t, lead_name, lead)
 
 
 # numpy's effort limit. Layouts that need more count as overlapping. `Any`, because numpy's stub takes only
@@ -78,8 +83,9 @@ def refuse_overlap(op: str, called: str, acc: Tensor, **operands: Tensor) -> Non
                     f" {tuple(acc.shape)} with strides {acc.stride()}"
                 )
             extent += stride * (size - 1)
+    start, end = _addresses(acc)
     for name, t in operands.items():
-        if _addresses(acc)[0] >= _addresses(t)[1] or _addresses(t)[0] >= _addresses(acc)[1]:
+        if t.data_ptr() >= end or _addresses(t)[1] <= start:
             continue
         try:
             overlaps = np.shares_memory(_memory(acc), _memory(t), max_work=_OVERLAP_WORK)

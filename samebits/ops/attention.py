@@ -14,6 +14,7 @@ from samebits.contract import Contract
 from samebits.functions import CONSTANTS
 from samebits.ops._attention import attend
 from samebits.ops._checks import check_device, check_operands, shape
+from samebits.ops._memory import check_written, refuse_vmap
 from samebits.ops._operator import as_no_view
 from samebits.ops._rows import refuse_triton
 from samebits.ops.expand import expand
@@ -36,6 +37,7 @@ def attention(
     key_length: Tensor | None = None,
     block_table: Tensor | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
     contract: Contract | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention, with the shapes and conventions of ``flash_attn``.
@@ -73,12 +75,14 @@ def attention(
         block_table: int32 or int64 ``[B, n]``: the pages that hold a sequence's slots, in order. It needs
             ``key_length``, and has no gradients.
         return_lse: also return the log-sum-exp of the scores.
+        out: where the output goes, of its shape, q's dtype and device; no copy if contiguous. It has memory
+            of its own. Without gradients.
         contract: as in :func:`samebits.matmul`.
 
     Returns:
-        ``[B, Tq, H, Dv]`` or ``[tokens, H, Dv]``. A query that sees no key gives zeros. With ``return_lse``
-        also the log-sum-exp, float32 ``[B, H, Tq]`` or ``[H, tokens]``: natural, sinks included, -inf where
-        no key is visible. It has no gradient.
+        ``[B, Tq, H, Dv]`` or ``[tokens, H, Dv]``: ``out`` if given. A query that sees no key gives zeros.
+        With ``return_lse`` also the log-sum-exp, float32 ``[B, H, Tq]`` or ``[H, tokens]``: natural, sinks
+        included, -inf where no key is visible. It has no gradient.
 
     What lies outside of a sequence (other sequences, slots before ``key_start`` or from ``key_length`` on,
     other pages) is never read. Invisible keys within the sequence may hold anything, but their values must be
@@ -92,7 +96,8 @@ def attention(
         ValueError: shapes, devices or options do not fit. On a CPU also: offsets, starts, lengths or pages
             are out of range. On a GPU wrong offsets end in a device assert; the others are clamped to what
             exists.
-        NotImplementedError: a gradient is wanted with ``block_table``.
+        NotImplementedError: a gradient is wanted with ``block_table`` or ``out``; ``out`` under
+            ``torch.vmap``.
     """
     (q, k, v), key, _ = check_operands("attention", contract, {"q": q, "k": k, "v": v})
     refuse_triton("attention", key)
@@ -134,7 +139,9 @@ def attention(
     elif key_start is not None and block_table is None and q.shape[-3] == k.shape[-3]:
         align = "slots"
     positions = cu_seqlens_q, cu_seqlens_k, key_start, key_length, block_table
-    out, lse = attend(q, k, v, mask, sinks, positions, window, align, scale, softcap, key)
+    if out is not None:
+        _check_out(out, q, v, (k, sinks, mask))
+    out, lse = attend(q, k, v, mask, sinks, positions, window, align, scale, softcap, key, out)
     return (out, lse) if return_lse else out
 
 
@@ -266,6 +273,19 @@ def _check_floats(name: str, t: Tensor, q: Tensor) -> None:
     """Refuse anything but a dense tensor of a supported dtype."""
     check_operands("attention", None, {name: t}, autocast=False)
     check_device("attention", name, t, "q", q)
+
+
+def _check_out(out: Tensor, q: Tensor, v: Tensor, others: Sequence[Tensor | None]) -> None:
+    """Refuse anything but a tensor for the output that may be written to."""
+    check_written("attention", "out", out, q.dtype, "q", q)
+    wanted = (*q.shape[:-1], v.shape[-1])
+    if tuple(out.shape) != wanted:
+        raise ValueError(f"samebits.attention: out: expected shape {wanted}, got {shape(out)}")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (out, q, v, *others)):
+        raise NotImplementedError(
+            "samebits.attention: out: gradients of what is written in place are not implemented"
+        )
+    refuse_vmap("attention", "out")
 
 
 def _check_window(window: tuple[int, int], causal: bool) -> tuple[int, int]:

@@ -701,6 +701,137 @@ def operands(*, grad: bool, packed: bool) -> tuple[Any, ...]:
     return (q, k, v, mask, sinks, ends, ends, start, None, None, -1, 0, "last", 0.5, 3.0, FMA.key)
 
 
+def paged_call(device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Two packed sequences, of 5 and 1 queries and 21 and 130 keys, in pages of 16."""
+    lengths = torch.tensor([21, 130], device=device)
+    table = torch.randperm(22, generator=torch.Generator().manual_seed(3)).view(2, 11).to(device)
+    k, v = (case("normal", (22, 16, 2, size), dtype, device, size) for size in (16, 24))
+    return {
+        "q": case("normal", (6, 4, 16), dtype, device, 0),
+        **{"k": k, "v": v, "causal": True, "block_table": table, "key_length": lengths},
+        "cu_seqlens_q": torch.tensor([0, 5, 6], device=device),
+    }
+
+
+def places(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Tensors of a shape, and the memory that they lie in."""
+
+    def poison(*size: int) -> Tensor:
+        return torch.full(size, torch.nan, dtype=dtype, device=device)
+
+    tokens, heads, size = shape
+    whole = poison(*shape)
+    yield "contiguous", whole, whole
+    flat = poison(tokens * heads * size + 8)
+    yield "aligned slice", flat[8:].view(shape), flat
+    yield "unaligned slice", flat[1:-7].view(shape), flat
+    by_head = poison(heads, tokens, size)
+    yield "heads first", by_head.transpose(0, 1), by_head
+    gaps = poison(tokens, heads, 2 * size)
+    yield "columns", gaps[..., size:], gaps
+    backwards = poison(size, heads, tokens)
+    yield "reversed", backwards.permute(2, 1, 0), backwards
+
+
+@on_devices
+@in_dtypes
+def test_out(device: str, dtype: torch.dtype) -> None:
+    """The same bits, in memory of any layout, and nothing is written beside it."""
+    call = paged_call(device, dtype)
+    want, want_lse = attention(**call, return_lse=True)
+    for name, out, memory in places((6, 4, 24), dtype, device):
+        memory.fill_(torch.nan)
+        version = out._version
+        got, lse = attention(**call, return_lse=True, out=out)
+        assert got is out, name
+        assert_same_bits(out, want)
+        assert_same_bits(lse, want_lse)
+        assert memory.isnan().sum() == memory.numel() - out.numel(), name
+        assert out._version > version, name
+    padded = [t[None, :5] for t in (call["q"], call["q"], call["q"])]
+    out = torch.full_like(padded[0], torch.nan)
+    assert attention(*padded, scale=-1.0, out=out) is out
+    assert_same_bits(out, attention(*padded, scale=-1.0))
+    empty = call["q"][None, :0]
+    assert attention(empty, empty, empty, out=empty.clone()).shape == empty.shape
+
+
+def test_out_in_inference_mode_and_under_autocast() -> None:
+    call = paged_call("cpu", BF16)
+    want = attention(**call)
+    with torch.inference_mode():
+        out = torch.empty_like(want)
+        assert_same_bits(attention(**call, out=out), want)
+        assert_same_bits(attention(**call, out=torch.empty(4, 6, 24).to(BF16).transpose(0, 1)), want)
+    wide = {name: t.float() if isinstance(t, Tensor) and t.dtype == BF16 else t for name, t in call.items()}
+    with torch.autocast("cpu", BF16):
+        assert_same_bits(attention(**wide, out=out.clone()), want)
+
+
+def test_out_compiled() -> None:
+    call = paged_call("cpu", F32)
+    want, want_lse = attention(**call, return_lse=True)
+
+    def layer(out: Tensor) -> tuple[Tensor, Tensor]:
+        written, lse = attention(**call, return_lse=True, out=out)
+        return written * 2, lse
+
+    torch._dynamo.reset()
+    out = torch.full_like(want, torch.nan)
+    doubled, lse = torch.compile(layer, backend="aot_eager", fullgraph=True)(out)
+    assert_same_bits(out, want)
+    assert_same_bits(doubled, want * 2)
+    assert_same_bits(lse, want_lse)
+
+
+@on_devices
+def test_out_with_memory_of_others(device: str) -> None:
+    both = case("normal", (2, 5, 4, 16), BF16, device, 0)
+    q, out = both[..., :8], both[..., 8:]
+    k, v = (case("normal", (2, 7, 2, 8), BF16, device, n) for n in (1, 2))
+    want = attention(q, k, v)
+    assert_same_bits(attention(q, k, v, out=out), want)  # between q's columns
+    for name, wrong in (
+        ("q", q),
+        ("q", both.view(-1)[4:324].view(2, 5, 4, 8)),
+        ("k", torch.cat([k.flatten(), k.flatten()]).view(2, 14, 2, 8)),
+        ("elements", torch.empty(1, 1, 4, 8, dtype=BF16, device=device).expand(2, 5, 4, 8)),
+    ):
+        keys = wrong[:, :7] if name == "k" else k
+        target = wrong.view(-1)[:320].view(2, 5, 4, 8) if name == "k" else wrong
+        match = "that do not overlap" if name == "elements" else f"got memory that {name} shares"
+        before = target.clone()
+        with pytest.raises(ValueError, match=match):
+            attention(q, keys, v, out=target)
+        assert_same_bits(target, before)
+
+
+OUT = torch.empty(2, 5, 4, 6)
+OUT_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"out": OUT.half()}, TypeError, "out: expected a dense float32 tensor, got torch.float16"),
+    ({"out": [OUT]}, TypeError, "out: expected a dense float32 tensor, got list"),
+    ({"out": OUT.to_sparse()}, TypeError, "out: expected a dense float32 tensor, got layout"),
+    ({"out": OUT[..., :5]}, ValueError, r"out: expected shape \(2, 5, 4, 6\), got \(2, 5, 4, 5\)"),
+    ({"out": OUT[0]}, ValueError, r"out: expected shape \(2, 5, 4, 6\), got \(5, 4, 6\)"),
+    ({"out": OUT.to("meta")}, ValueError, "out"),
+    ({"out": OUT.clone().requires_grad_()}, NotImplementedError, "out: gradients"),
+    ({"out": OUT, "sinks": torch.ones(4, requires_grad=True)}, NotImplementedError, "out: gradients"),
+    ({"out": torch._neg_view(OUT)}, TypeError, "out: expected a plain tensor, got a view with negated"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "match"), OUT_ERRORS, ids=range(len(OUT_ERRORS)))
+def test_errors_of_out(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        attention(**{"q": Q, "k": K, "v": V} | arguments)
+    with torch.inference_mode():
+        of_inference = torch.empty_like(OUT)
+    with pytest.raises(TypeError, match="out: expected a plain tensor, got one made in inference mode"):
+        attention(Q, K, V, out=of_inference)
+    with pytest.raises(NotImplementedError, match=r"out: torch\.vmap is not implemented"):
+        torch.vmap(lambda q: attention(q, K, V, out=OUT))(Q[None])
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_opcheck(packed: bool) -> None:
     torch.library.opcheck(OPS.attention.default, operands(grad=True, packed=packed))
@@ -708,6 +839,7 @@ def test_opcheck(packed: bool) -> None:
     out, _, lse2 = OPS.attention(*arguments)
     gradients = torch.randn_like(out), out, lse2, not packed
     torch.library.opcheck(OPS.attention_backward.default, (*gradients, *arguments))
+    torch.library.opcheck(OPS.attention_out.default, (torch.empty_like(out), *arguments))
 
 
 def test_a_mask_hides_alike_in_kernels_and_in_the_reference() -> None:

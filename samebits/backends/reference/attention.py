@@ -191,10 +191,12 @@ def _by_token(lse: Tensor) -> Tensor:
     return lse.transpose(-1, -2)
 
 
-def forward(x: Attention) -> tuple[Tensor, Tensor, Tensor]:
+def forward(x: Attention, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the log-sum-exp, and the same to base 2, which :func:`backward` takes."""
     call = _Call(x)
-    out = torch.zeros((*x.q.shape[:-1], x.v.shape[-1]), dtype=x.q.dtype)
+    if out is None:
+        out = torch.empty((*x.q.shape[:-1], x.v.shape[-1]), dtype=x.q.dtype)
+    out.zero_()
     lse, lse2 = (torch.full(x.lse_shape, -torch.inf, dtype=torch.float32) for _ in range(2))
     for s in _sequences(x):
         q = call.rows(x.q, s)

@@ -13,10 +13,12 @@ from samebits.backends.cuda.attention import backward_sm90, sm90, universal, uni
 __all__ = ["backward", "forward"]
 
 
-def forward(x: Attention) -> tuple[Tensor, Tensor, Tensor]:
+def forward(x: Attention, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`samebits.backends.attention`."""
+    if out is not None and out.data_ptr() % 16:
+        out = None  # kernels write 16 bytes at a time
     plan = sm90.plan(x)
-    return universal.forward(x) if plan is None else plan.run(x)
+    return universal.forward(x, out) if plan is None else plan.run(x, out)
 
 
 def backward(

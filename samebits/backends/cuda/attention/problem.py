@@ -61,10 +61,11 @@ def problem(x: Attention) -> tuple[Any, ...]:
     )
 
 
-def empty_results(x: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """The output and both log-sum-exps, to be filled."""
+def empty_results(x: Attention, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, which is `out` if given, and both log-sum-exps, to be filled."""
     device = x.q.get_device()
-    out = runtime.empty((*x.q.shape[:-1], x.v.shape[-1]), x.q.dtype, device)
+    if out is None:
+        out = runtime.empty((*x.q.shape[:-1], x.v.shape[-1]), x.q.dtype, device)
     lse, lse2 = (runtime.empty(x.lse_shape, torch.float32, device) for _ in range(2))
     if x.packed:  # there may be tokens of no sequence
         out.zero_()

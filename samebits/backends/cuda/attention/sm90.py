@@ -325,9 +325,9 @@ class Plan:
     dynamic: bool
     merge: universal.Merge | None
 
-    def run(self, x: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, x: Attention, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = x.q, x.k, x.v
-        out, lse, lse2 = empty_results(x)
+        out, lse, lse2 = empty_results(x, out)
         scratch = following = None
         if self.scratch:
             scratch = runtime.empty((self.scratch,), torch.float32, q.get_device())

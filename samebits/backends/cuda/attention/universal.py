@@ -259,23 +259,24 @@ def widened(x: Attention) -> Attention:
 
 
 def forward(
-    x: Attention, *, schedule: Forward | None = None, splits: int = 1
+    x: Attention, out: Tensor | None = None, *, schedule: Forward | None = None, splits: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`samebits.backends.attention`.
 
     Args:
+        x, out: as there.
         schedule: instead of the default choice, with `splits` blocks for a tile. Never changes a bit.
     """
     if to_widen(x):
-        out, lse, lse2 = forward(widened(x), schedule=schedule, splits=splits)
-        return out.to(x.q.dtype), lse, lse2
+        wide, lse, lse2 = forward(widened(x), schedule=schedule, splits=splits)
+        return wide.to(x.q.dtype), lse, lse2
     check(x)
     if x.block_table is not None:
         x = replace(x, block_table=x.block_table.contiguous())
     of = variant(x)
     if schedule is None:
         schedule, splits = choose(x, of)
-    out, lse, lse2 = empty_results(x)
+    out, lse, lse2 = empty_results(x, out)
     if out.numel() == 0:
         return out, lse, lse2
     device = x.q.get_device()
