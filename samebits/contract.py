@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from samebits.contexts import Context
 from samebits.functions import CONSTANTS, EX2_SM90
 
 __all__ = [
@@ -330,13 +331,14 @@ def resolve(contract: Contract | None, dtype: torch.dtype, device_type: str) -> 
     return contract.key
 
 
-def use_mma_model(model: MmaModel) -> AbstractContextManager[None]:
+class use_mma_model(Context[None]):  # noqa: N801
     """Choose the tensor-core family whose bits CPU tensors get under ``TENSOR_CORE``, for this thread.
 
     An operation reads the choice in its forward. Its backward follows the same family. Activation
     checkpointing runs the forward again inside the backward, so enter the context around the backward too, or
     pass ``contract=samebits.TENSOR_CORE.on(samebits.AMPERE)`` instead. Do not ``await`` inside, because the
-    choice belongs to the thread. GPU tensors always follow the GPU they are on.
+    choice belongs to the thread. GPU tensors always follow the GPU they are on. The context can be kept and
+    entered again, and is a decorator.
 
     Args:
         model: ``samebits.HOPPER`` (the default outside this context), ``samebits.AMPERE``, or a model of
@@ -346,13 +348,20 @@ def use_mma_model(model: MmaModel) -> AbstractContextManager[None]:
         TypeError: ``model`` is not an :class:`MmaModel`.
         ValueError: ``model`` is for operands of 8 bits.
     """
-    if not isinstance(model, MmaModel):
-        raise TypeError(f"samebits.use_mma_model: model: expected an MmaModel, got {type(model).__name__}")
-    if model.group == 32:
-        raise ValueError(
-            f"samebits.use_mma_model: model: expected one for operands of 16 bits, got {model.name}"
-        )
-    return _on_cpu(model)
+
+    def __init__(self, model: MmaModel) -> None:
+        if not isinstance(model, MmaModel):
+            raise TypeError(
+                f"samebits.use_mma_model: model: expected an MmaModel, got {type(model).__name__}"
+            )
+        if model.group == 32:
+            raise ValueError(
+                f"samebits.use_mma_model: model: expected one for operands of 16 bits, got {model.name}"
+            )
+        self._model = model
+
+    def _open(self) -> AbstractContextManager[None]:
+        return _on_cpu(self._model)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ FILES = {
 TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
 
 LAYERS = (
-    ("_version", "contract", "functions", "remedies", "testing"),
+    ("_version", "contexts", "contract", "functions", "remedies", "testing"),
     ("backends",),
     ("ops",),
     ("nn", "mode", "transformers"),

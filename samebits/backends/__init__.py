@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import inspect
 from collections.abc import Callable
 from threading import local
 from typing import Any, NewType, ParamSpec, TypeVar
 
 import torch
 
+from samebits.contexts import check_function
 from samebits.contract import Contract, contract_from_key
 
 __all__ = [
@@ -81,6 +81,7 @@ class use_backend:  # noqa: N801
     Raises:
         ValueError: there is no backend of this name. Operations raise it for tensors on a device that the
             chosen backend does not support.
+        TypeError: it decorates what is no function, or one that yields or awaits.
         samebits.backends.UnavailableError: raised by an operation if the backend cannot run here.
     """
 
@@ -100,9 +101,7 @@ class use_backend:  # noqa: N801
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         if _choice.made_by is self:  # the choice holds only in the function
             _choice.backend, _choice.made_by = self._replaced
-        kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
-        if any(of_kind(function) for of_kind in kinds):
-            raise TypeError("samebits.use_backend: expected a function that neither yields nor awaits")
+        check_function("use_backend", function)
         name = self._name
 
         @functools.wraps(function)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from samebits.backends.modes import CONTEXT, include, includes, untraced, with_context
+from samebits.contexts import Context
 from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost, state
 from samebits.mode.checkpoints import keep_contexts
 from samebits.mode.fp8_layers import cover
@@ -20,7 +21,7 @@ from samebits.mode.traced import Traced, show_all_functions
 __all__ = ["batch_invariant"]
 
 
-def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManager[None]:
+class batch_invariant(Context[None]):  # noqa: N801
     """A context, or a decorator, under which PyTorch's own functions give the bits of this library's.
 
     It covers products (``mm``, ``bmm``, ``matmul``, ``@``, ``addmm``, ``baddbmm``, ``mv``, ``dot``,
@@ -31,7 +32,9 @@ def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManage
 
     The context acts on operators that this thread calls, from Python or from C++. What is not covered costs
     nothing. No bits change for other threads, or afterwards. Contexts may be nested; the innermost
-    ``on_uncovered`` counts. Do not ``await`` or ``yield`` inside, and do not decorate a function that does.
+    ``on_uncovered`` counts. One can be kept and entered again, also within itself and by several threads. Do
+    not ``await`` or ``yield`` inside.
+
     What ``torch.utils.checkpoint`` runs again in a backward, it runs in the context of its forward. Under
     ``torch.compile``, what is traced inside the context is covered. "Limits" in ``README.md`` says what may
     still change bits.
@@ -43,9 +46,15 @@ def batch_invariant(on_uncovered: OnUncovered = "warn") -> AbstractContextManage
 
     Raises:
         ValueError: ``on_uncovered`` is none of these.
+        TypeError: it decorates what is no function, or one that yields or awaits.
     """
-    check_on_uncovered("batch_invariant", on_uncovered)
-    return _context(on_uncovered)
+
+    def __init__(self, on_uncovered: OnUncovered = "warn") -> None:
+        check_on_uncovered("batch_invariant", on_uncovered)
+        self._on_uncovered = on_uncovered
+
+    def _open(self) -> AbstractContextManager[None]:
+        return _context(self._on_uncovered)
 
 
 @contextmanager

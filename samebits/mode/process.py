@@ -9,12 +9,11 @@ since other threads may be running them; while the mode is off they call PyTorch
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from samebits.contexts import Context
 from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost
 from samebits.mode.fp8_layers import cover
 from samebits.mode.held import FAST_PATH
@@ -33,11 +32,13 @@ class _Switch:
 
     Attributes:
         stance: what ``torch.compile`` did before.
+        before: what the blocks that are open have found.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.stance: Any = None
+        self.before: list[OnUncovered | None] = []
 
     def set(self, on_uncovered: OnUncovered | None) -> OnUncovered | None:
         """Turn the mode on or, with None, off. Returns what was before."""
@@ -55,6 +56,16 @@ class _Switch:
                 FAST_PATH.release()
             outermost.process = on_uncovered
             return before
+
+    def enter(self, on_uncovered: OnUncovered | None) -> None:
+        """Begin a block with this."""
+        with self.lock:
+            self.before.append(self.set(on_uncovered))
+
+    def leave(self) -> None:
+        """End a block."""
+        with self.lock:
+            self.set(self.before.pop())
 
 
 _switch = _Switch()
@@ -97,11 +108,11 @@ def is_batch_invariant_mode_enabled() -> bool:
     return outermost.process is not None
 
 
-@contextmanager
-def set_batch_invariant_mode(enabled: bool = True, on_uncovered: OnUncovered = "warn") -> Iterator[None]:
+class set_batch_invariant_mode(Context[None]):  # noqa: N801
     """Enable the mode in the whole process, or disable it, and restore what was before at the end.
 
-    Threads share it: contexts that overlap in several threads end with what the last to leave has found.
+    It is a context, which can be kept and entered again, and a decorator. Threads share it: once all blocks
+    have ended, in whatever order, the mode is what the first has found.
 
     Args:
         enabled: whether to enable it.
@@ -109,10 +120,18 @@ def set_batch_invariant_mode(enabled: bool = True, on_uncovered: OnUncovered = "
 
     Raises:
         ValueError: as :func:`enable_batch_invariant_mode`.
+        TypeError: it decorates what is no function, or one that yields or awaits.
     """
-    check_on_uncovered("set_batch_invariant_mode", on_uncovered)
-    before = _switch.set(on_uncovered if enabled else None)
-    try:
-        yield
-    finally:
-        _switch.set(before)
+
+    def __init__(self, enabled: bool = True, on_uncovered: OnUncovered = "warn") -> None:
+        check_on_uncovered("set_batch_invariant_mode", on_uncovered)
+        self._wanted = on_uncovered if enabled else None
+
+    def _open(self) -> set_batch_invariant_mode:
+        return self
+
+    def __enter__(self) -> None:
+        _switch.enter(self._wanted)
+
+    def __exit__(self, *_: object) -> None:
+        _switch.leave()

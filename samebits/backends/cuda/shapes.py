@@ -10,7 +10,6 @@ import json
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -21,6 +20,7 @@ from samebits.backends import replay
 from samebits.backends.attention import Attention
 from samebits.backends.grouped import GroupedProduct
 from samebits.backends.product import LARGEST, Matrix, Product, Step
+from samebits.contexts import Context
 
 __all__ = [
     "KINDS",
@@ -316,30 +316,43 @@ class Shapes:
         return '{"shapes": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
-@contextmanager
-def record_shapes(path: str | os.PathLike[str] | None = None) -> Iterator[Shapes]:
+class record_shapes(Context[Shapes]):  # noqa: N801
     """Collect the shapes of the calls on CUDA tensors in this block, to tune for them, or to measure them.
 
     It sees every thread, also the backward's: products, products of groups, attention and log-probabilities,
     by whatever function they are called. Replays of CUDA graphs that were captured before call nothing, so
     capture them within the block. Recording costs a call something only if it is the first of its kind.
 
-    Args:
-        path: a file to write at the end of the block, for ``samebits tune --shapes``.
+    It is a decorator, too. Kept and entered again, it goes on: its shapes are those of all its blocks.
 
-    Yields:
-        The shapes: their number by ``len``, JSON by ``to_json()``.
+    Args:
+        path: a file to write at the end of each block, for ``samebits tune --shapes``.
+
+    A block gets the shapes: their number by ``len``, JSON by ``to_json()``.
+
+    Raises:
+        TypeError: ``path`` is neither a path nor None.
     """
-    if path is not None and not isinstance(path, str | os.PathLike):
-        raise TypeError(f"samebits.record_shapes: path: expected a path or None, got {type(path).__name__}")
-    found = Shapes()
-    with _recorder.lock:
-        _recorder.active.append(found._met)
-    forget_plans()  # so that all are met
-    try:
-        yield found
-    finally:
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise TypeError(
+                f"samebits.record_shapes: path: expected a path or None, got {type(path).__name__}"
+            )
+        self._path, self._found = path, Shapes()
+
+    def _open(self) -> record_shapes:
+        return self
+
+    def __enter__(self) -> Shapes:
         with _recorder.lock:
-            _recorder.active = [one for one in _recorder.active if one is not found._met]
-        if path is not None:
-            Path(path).write_text(found.to_json(), "utf-8")
+            _recorder.active.append(self._found._met)  # once for each open block
+        forget_plans()  # so that all are met
+        return self._found
+
+    def __exit__(self, *_: object) -> None:
+        with _recorder.lock:
+            active = [i for i, met in enumerate(_recorder.active) if met is self._found._met]
+            del _recorder.active[active[-1]]
+        if self._path is not None:
+            Path(self._path).write_text(self._found.to_json(), "utf-8")
