@@ -28,6 +28,7 @@ from samebits.mode import (
     set_batch_invariant_mode,
 )
 from samebits.nn import convert
+from samebits.ops.add_rms_norm import add_rms_norm
 from samebits.ops.addmm import addmm_
 from samebits.ops.attention import attention
 from samebits.ops.bmm import bmm
@@ -57,6 +58,7 @@ __all__ = [
     "MmaModel",
     "UncoveredError",
     "__version__",
+    "add_rms_norm",
     "addmm_",
     "attention",
     "audit",

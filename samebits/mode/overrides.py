@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samebits.mode.arguments import as_pytorch, records, takes
+from samebits.mode.pointwise import in_whole_vectors
 from samebits.ops._memory import has_memory
 from samebits.ops.attention import scaled_dot_product_attention
 from samebits.ops.cross_entropy import cross_entropy as cross_entropy_of_rows
@@ -24,6 +25,7 @@ from samebits.ops.expand import expand
 from samebits.ops.logsumexp import logsumexp
 from samebits.ops.norm import layer_norm, rms_norm
 from samebits.ops.reduce import mean, sum
+from samebits.ops.rsqrt import rsqrt
 from samebits.ops.softmax import log_softmax, softmax
 from samebits.ops.solve import solve_triangular as solve_by_substitution
 from samebits.ops.variance import std, var, vector_norm
@@ -116,6 +118,15 @@ def rms_norm_(
     if not takes(input, *(t for t in (weight,) if t is not None)):
         return NotImplemented
     return rms_norm(_autocast(input), normalized_shape, weight, eps)
+
+
+def rsqrt_(input: Tensor) -> Any:
+    if not takes(input):  # float64, integers and complex numbers
+        return _other_rsqrt(input)
+    return rsqrt(_autocast(input))
+
+
+_other_rsqrt = in_whole_vectors(torch.rsqrt)
 
 
 def sum_(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:

@@ -211,6 +211,10 @@ REPLACED = (
         "statistics of the batch (`batch_norm` in training), and those that `instance_norm` keeps",
     ),
     Row(
+        {"rsqrt": overrides.rsqrt_, "rsqrt_": products.in_place(overrides.rsqrt_)},
+        "1 / sqrt(x), two roundings in float32; PyTorch's on a CPU, where a GPU has an approximation",
+    ),
+    Row(
         {torch.linalg.solve_triangular: overrides.solve_triangular},
         "substitution, [row by row](contract.md#triangular-systems), of float32",
     ),
@@ -263,7 +267,7 @@ _BROADCASTING = """
 """.split()  # noqa: SIM905
 WHOLE_VECTORS = """
     floor_divide __floordiv__ __rfloordiv__ __ifloordiv__
-    exp exp2 expm1 log log2 log10 log1p rsqrt pow float_power rsub
+    exp exp2 expm1 log log2 log10 log1p pow float_power rsub
     sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sinc polar
     arcsin arccos arctan arctan2 arcsinh arccosh arctanh
     erf erfc erfinv erfcx ndtr ndtri log_ndtr entr i0 i0e i1 i1e lgamma gammaln digamma psi polygamma

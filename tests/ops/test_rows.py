@@ -26,27 +26,17 @@ from samebits.ops.reduce import mean, sum
 from samebits.ops.softmax import log_softmax, softmax
 from samebits.ops.variance import std, var, vector_norm
 from samebits.testing import assert_same_bits, values
-from tests.support import naive, naive_rows
+from tests.support import naive_rows
 from tests.support.devices import DEVICES, case
+from tests.support.naive_bits import rounded
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = [F32, BF16, F16]
-NAMES = {F32: "f32", BF16: "bf16", F16: "f16"}
 KINDS = ["normal", "wide", "tiny", "cancel", "special"]
 LENGTHS = [1, 140]
 on_devices = pytest.mark.parametrize("device", DEVICES)
 in_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 EPS = float(np.float32(1e-5))
-
-
-def rounded(rows: Any, dtype: torch.dtype) -> Tensor:
-    """Naive results in `dtype`: nested lists of floats."""
-
-    def bits(x: Any) -> Any:
-        return [bits(y) for y in x] if isinstance(x, list) else naive.finish(float(x), NAMES[dtype])
-
-    width = torch.int32 if dtype == F32 else torch.int16
-    return torch.tensor(bits(rows), dtype=torch.int64).to(width).view(dtype)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,8 @@
 """Row reductions on CUDA tensors.
 
 Most are in ``kernels/rows.cu``. ``kernels/long_sums.cu`` sums few long rows; :mod:`columns` sums over tokens,
-:mod:`slots` over few terms; :mod:`norm_gradients` computes all gradients of a norm.
+:mod:`slots` over few terms; :mod:`norm_gradients` computes all gradients of a norm; :mod:`fused` has norms
+with a residual sum.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ _PARAMS = {
     "rms_norm": "PPPPPPqqqf",
     "layer_norm": "PPPPPPqqqf",
     "norm_backward": "PPPPPPqqqqqq",
+    "add_rms_norm": "PPPPPqqqqqqqqqqqffi",
 }
+_ELSEWHERE = {"add_rms_norm": "add_rms_norm.cu"}
+"""Kernels that are not in rows.cu."""
 _OF_ROWS = (
     *("row_sum", "softmax", "log_softmax", "softmax_backward", "log_softmax_backward"),
     *("rms_norm", "layer_norm", "norm_backward"),
@@ -104,6 +108,8 @@ def choose_sharing(
     blocks = {2: 4, 4: 3}.get(held * dtype.itemsize, 2)
     if narrow and (vector > 1 or entry == "softmax"):  # the others' registers spill if rows are not aligned
         blocks += (entry, held) in _SMALL or (fetched and held == 1)
+    if entry == "add_rms_norm" and vector == 1:  # of two matrices
+        blocks = 2
     spills = entry.endswith("backward") and warps * held > 8
     sharing = Sharing(
         *(warps, held, vector),
@@ -147,7 +153,7 @@ def kernel_spec(
     *,
     programmatic: bool = False,
 ) -> compiler.KernelSpec:
-    """A kernel of rows.cu."""
+    """A kernel of rows.cu, or of a file of its own that shares rows in the same ways."""
     types = ("IN", TYPES[x]), ("OUT", TYPES[out]), ("PARAM", TYPES[param])
     stages = _staged(entry, x, sharing)
     shared = ("WARPS", sharing.warps), ("PASSES", sharing.passes), ("VECTOR", sharing.vector)
@@ -156,7 +162,7 @@ def kernel_spec(
     blocks = min(sharing.blocks, 2 if sharing.passes > 1 else 3) if wide else sharing.blocks
     read = ("STAGES", stages), ("BLOCKS", blocks), ("FETCHED", sharing.fetched)
     return compiler.KernelSpec(
-        *("rows.cu", entry, _PARAMS[entry], (*types, *shared, bounds, *read)),
+        *(_ELSEWHERE.get(entry, "rows.cu"), entry, _PARAMS[entry], (*types, *shared, bounds, *read)),
         block=_THREADS,
         programmatic=programmatic,
         smem=stages * _bytes_of_row(entry, x, sharing),
@@ -201,24 +207,34 @@ def _plan(
 def _launch(
     entry: str, like: Tensor, out: torch.dtype, low: int, *values: Any, param: torch.dtype = torch.float32
 ) -> None:
-    """Run a kernel of rows.cu on the rows of `like`.
+    """:func:`launch` on the rows of the matrix `like`."""
+    launch(entry, *like.shape, like.get_device(), (like.dtype, out, param), low, *values)
+
+
+def launch(
+    entry: str,
+    rows: int,
+    n: int,
+    device: int,
+    types: tuple[torch.dtype, torch.dtype, torch.dtype],
+    low: int,
+    *values: Any,
+) -> None:
+    """Run a kernel that shares rows.
 
     Args:
         entry: the kernel.
-        like: a matrix of the type IN.
-        out: the type OUT.
+        rows, n: how many there are, and their length.
+        device: index of the GPU.
+        types: IN, OUT and PARAM.
         low: addresses, and bytes from row to row, by bitwise or. All are multiples of 16 if this is.
         values: the kernel's parameters.
-        param: the type PARAM.
     """
-    rows, n = like.shape
     if rows == 0:
         return
     if _forced is not None:
         replay.refuse("a sharing is forced")
-    kernel, per_block, most = _plan(
-        entry, like.get_device(), rows >= _MANY, n, like.dtype, out, param, low & 15 == 0, _forced
-    )
+    kernel, per_block, most = _plan(entry, device, rows >= _MANY, n, *types, low & 15 == 0, _forced)
     kernel.launch((min(-(-rows // per_block), most), 1, 1), *values)
 
 

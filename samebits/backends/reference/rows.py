@@ -24,10 +24,17 @@ def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
 def row_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
     """2-norms in `dtype` of the rows of ``x[rows, n]``."""
     wide = _wide(x)
-    squares = row_sum(wide * wide, False, torch.float32)
-    # PyTorch's float32 square root is not rounded correctly on every CPU; that of float64 rounds to it.
-    root = squares.to(torch.float64).sqrt().to(torch.float32)
-    return rounded(root[:, None], dtype)[:, 0]
+    return rounded(_root(row_sum(wide * wide, False, torch.float32))[:, None], dtype)[:, 0]
+
+
+def _root(x: Tensor) -> Tensor:
+    """PyTorch's float32 square root is not rounded correctly on every CPU; that of float64 rounds to it."""
+    return x.to(torch.float64).sqrt().to(torch.float32)
+
+
+def rsqrt(x: Tensor) -> Tensor:
+    """``1 / sqrt(x)``, contiguous."""
+    return rounded((1 / _root(_wide(x))).reshape(1, -1), x.dtype).view(x.shape)
 
 
 def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:

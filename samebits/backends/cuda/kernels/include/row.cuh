@@ -255,6 +255,17 @@ __device__ __forceinline__ void widen_words(const u32* from, float (&x)[OWN]) {
     }
 }
 
+// NaN becomes canonical.
+template <class E>
+__device__ __forceinline__ void narrow_words(const float (&x)[OWN], u32 (&to)[WORDS<E>]) {
+#pragma unroll
+    for (int i = 0; i < OWN; ++i)
+        if constexpr (sizeof(typename E::Stored) == 4)
+            to[i] = __float_as_uint(contract::canonical(x[i]));
+        else if (i % 2 == 0)
+            to[i / 2] = E::pack(x[i], x[i + 1]);
+}
+
 // A run, of which `left` entries lie inside of the row; `beyond` for the others. Nothing is read behind the row.
 template <class E>
 __device__ __forceinline__ void load_run(const typename E::Stored* at, Place left, float beyond, u32* to) {
@@ -404,12 +415,7 @@ __device__ __forceinline__ void store_row(const Row& row, typename E::Stored* ou
         float x[OWN];
         values(pass, x);
         u32 words[WORDS<E>];
-#pragma unroll
-        for (int i = 0; i < OWN; ++i)
-            if constexpr (sizeof(typename E::Stored) == 4)
-                words[i] = __float_as_uint(contract::canonical(x[i]));
-            else if (i % 2 == 0)
-                words[i / 2] = E::pack(x[i], x[i + 1]);  // NaN becomes canonical
+        narrow_words<E>(x, words);
         store_pass<E>(row, pass, out, words);
     });
 }

@@ -1,0 +1,79 @@
+"""Layers of several elementwise steps in one launch, on CUDA tensors."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from samebits.backends.cuda import rows, runtime
+from samebits.backends.cuda.operands import address
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    once: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """RMS norm in `dtype` of the rows of `x`, or of their sums with `residual`, and these sums."""
+    device = x.get_device()
+    out = runtime.empty(x.shape, dtype, device)
+    total = runtime.empty((0,) if residual is None else x.shape, x.dtype, device)
+    add_rms_norm_into(x, residual, weight, out, total if residual is not None else None, eps, offset, once)
+    return out, total
+
+
+def add_rms_norm_into(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor,
+    total: Tensor | None,
+    eps: float,
+    offset: float,
+    once: bool,
+) -> None:
+    """The same into `out` and `total`, which may be operands."""
+    if x.numel() == 0:
+        return
+    rows_in_all, n = x.numel() // x.shape[-1], x.shape[-1]
+    if weight is not None and n > 1 and weight.stride(0) != 1:
+        weight = weight.contiguous()
+    given = [None if t is None else _in_lines(t) for t in (x, residual, out, total)]
+    steps = [(0, 0) if t is None else t.stride()[:-1] for t in given]
+    if x.ndim > 2:
+        inner = x.shape[-2]
+        if all(outer == inner * step for outer, step in steps):  # then the rows lie in equal steps
+            inner, steps = 1, [(step, 0) for _, step in steps]
+    else:
+        inner, steps = 1, [(of[0] if of else 0, 0) for of in steps]
+    low = address(weight)
+    for t, (outer, step) in zip(given, steps, strict=True):
+        low |= 0 if t is None else t.data_ptr() | (outer | step) * t.itemsize
+    operands = address(given[0]), address(given[1]), address(weight), *map(address, given[2:])
+    types = x.dtype, out.dtype, torch.float32 if weight is None else weight.dtype
+    rows.launch(
+        "add_rms_norm",
+        rows_in_all,
+        n,
+        x.get_device(),
+        types,
+        low,
+        *operands,
+        *(*itertools.chain(*steps), rows_in_all, inner, n, eps, offset, int(once)),
+    )
+    for written, into in zip(given[2:], (out, total), strict=True):
+        if into is not None and written is not None and written.data_ptr() != into.data_ptr():
+            into.copy_(written.view(into.shape))
+
+
+def _in_lines(t: Tensor) -> Tensor:
+    """`t` with rows in at most two dimensions, and contiguous ones: a view if there is one, else a copy."""
+    if t.shape[-1] > 1 and t.stride(-1) != 1:
+        t = t.contiguous()
+    return t if t.ndim < 4 else t.reshape(-1, *t.shape[-2:])

@@ -1,0 +1,73 @@
+"""What fused layers share: their backend, and checks of what they write into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.backends import on_gpu
+from samebits.ops._checks import check_device, shape
+from samebits.ops._memory import has_memory, refuse_overlap, refuse_vmap
+from samebits.remedies import see
+
+
+def backend(t: Tensor) -> Any:
+    """The module of fused layers on the device of `t`."""
+    if t.is_cuda:
+        return on_gpu("fused", "", t.get_device())[0]
+    from samebits.backends.reference import fused as reference
+
+    return reference
+
+
+def refuse_gradients(op: str, **tensors: Tensor | None) -> None:
+    """Raise if a gradient is asked for."""
+    if torch.is_grad_enabled():
+        for name, t in tensors.items():
+            if t is not None and t.requires_grad:
+                raise NotImplementedError(
+                    f"samebits.{op}: {name}: gradients are not implemented; expected torch.no_grad(), or a"
+                    " tensor that requires no grad" + see("derivatives")
+                )
+
+
+def check_out(
+    op: str, name: str, out: Tensor, like: Tensor, dtype: torch.dtype, **operands: Tensor | None
+) -> None:
+    """Refuse an `out`, the argument `name`, that is not of the shape and on the device of `like`.
+
+    It may be one of `operands` itself. It may not overlap one otherwise.
+    """
+    if not isinstance(out, Tensor) or out.layout is not torch.strided or out.is_nested or out.dtype != dtype:
+        got = f"{out.dtype}, {out.layout}" if isinstance(out, Tensor) else type(out).__name__
+        raise TypeError(f"samebits.{op}: {name}: expected a dense tensor of {dtype}, got {got}")
+    if out.shape != like.shape:
+        raise ValueError(f"samebits.{op}: {name}: expected shape {shape(like)}, got {shape(out)}")
+    lead = next(iter(operands))
+    check_device(op, name, out, lead, like)
+    if torch.is_grad_enabled() and out.requires_grad:
+        raise ValueError(f"samebits.{op}: {name}: expected a tensor that requires no grad, it is written to")
+    refuse_vmap(op, name)
+    given = {other: t for other, t in operands.items() if t is not None and not is_same(t, out)}
+    if has_memory(out, *given.values()):
+        refuse_overlap(op, name, out, **given)
+
+
+def refuse_shared(op: str, **outs: Tensor) -> None:
+    """Refuse two tensors that are written to, if they share memory."""
+    (first, a), (second, b) = outs.items()
+    if a is b or (has_memory(a, b) and a.data_ptr() == b.data_ptr() and a.numel()):
+        raise ValueError(f"samebits.{op}: {second}: expected memory of its own, got that of {first}")
+    if has_memory(a, b):
+        refuse_overlap(op, second, b, **{first: a})
+
+
+def is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether both have the same elements in memory, each at its place."""
+    return a is b or (
+        has_memory(a, b)
+        and a.data_ptr() == b.data_ptr()
+        and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+    )
