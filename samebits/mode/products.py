@@ -23,6 +23,7 @@ from samebits.ops.linear import linear
 from samebits.ops.matmul import matmul
 from samebits.ops.scaled_grouped_mm import scaled_grouped_mm
 from samebits.ops.scaled_mm import scaled_mm
+from samebits.remedies import see
 
 
 def mm(input: Tensor, mat2: Tensor, out_dtype: torch.dtype | None = None) -> Any:
@@ -58,7 +59,15 @@ def _on_gpus_only(out_dtype: torch.dtype | None, x: Tensor) -> bool:
 
 
 def matmul_(input: Tensor, other: Tensor) -> Any:
-    return matmul(input, other) if takes(input, other) else NotImplemented
+    if not takes(input, other):
+        return NotImplemented
+    if input.dtype != other.dtype and _dtype(input) != _dtype(other):
+        # Python takes a TypeError in `@` for an operand that Tensor does not know, and raises one of its own.
+        raise RuntimeError(
+            f"samebits.batch_invariant: torch.matmul (@): other: expected {input.dtype} like input, got"
+            f" {other.dtype}" + see("dtypes")
+        )
+    return matmul(input, other)
 
 
 def rmatmul(input: Tensor, other: Tensor) -> Any:

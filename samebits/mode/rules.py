@@ -190,14 +190,15 @@ REPLACED = (
             torch._C._nn.upsample_linear1d: windows.upsample("upsample_linear1d", 1),
             torch._C._nn.upsample_bilinear2d: windows.upsample("upsample_bilinear2d", 2),
             torch._C._nn.upsample_trilinear3d: windows.upsample("upsample_trilinear3d", 3),
-            torch._C._nn.upsample_bicubic2d: windows.upsample("upsample_bicubic2d", 2, cubic=True),
+            torch._C._nn.upsample_bicubic2d: windows.upsample("upsample_bicubic2d", 2, "cubic"),
             **{
                 getattr(torch._C._nn, name): windows.upsample_nearest(name, d)
                 for d in (1, 2, 3)
                 for name in (f"upsample_nearest{d}d", f"_upsample_nearest_exact{d}d")
             },
         },
-        "`F.interpolate`: [products](contract.md#convolutions) with weights, one dimension after the other",
+        "`F.interpolate`: [sums](contract.md#convolutions) of the few entries that have weights, one"
+        " dimension after the other",
         "`antialias`",
     ),
     Row({"fold": windows.fold}, "itself, where windows do not meet", "windows that meet"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from samebits.mode.arguments import as_pytorch, takes, without_autocast
 from samebits.ops import channels, pool, resize
 from samebits.ops.conv import conv
+from samebits.ops.layout import as_laid_out, memory_format
 
 
 def _each(n: int | Sequence[int], dims: int) -> list[int]:
@@ -81,14 +82,13 @@ def _avg_pool(theirs: Callable[..., Tensor], dims: int) -> Callable[..., Any]:
             return NotImplemented
         more = () if dims == 1 else (divisor_override,)
         steps = kernel_size if stride is None or stride == [] else stride
-        shape = as_pytorch(
-            theirs, input, kernel_size, steps, padding, ceil_mode, count_include_pad, *more
-        ).shape
+        like = as_pytorch(theirs, input, kernel_size, steps, padding, ceil_mode, count_include_pad, *more)
         x = input if input.ndim == dims + 2 else input[None]
         taps, stride, padding = (_each(n, dims) for n in (kernel_size, steps, padding))
         with without_autocast(input.device):
-            out = pool.avg_pool(x, taps, stride, padding, shape[-dims:], count_include_pad, divisor_override)
-        return out.reshape(shape)
+            outputs = like.shape[-dims:]
+            out = pool.avg_pool(x, taps, stride, padding, outputs, count_include_pad, divisor_override)
+        return as_laid_out(out.reshape(like.shape), like)
 
     return avg_pool
 
@@ -105,8 +105,10 @@ def _adaptive_avg_pool(theirs: Callable[..., Tensor], dims: int) -> Callable[...
         given = [output_size] if isinstance(output_size, int) else [*output_size]
         given = given * dims if len(given) == 1 else given
         sizes = [n if m is None else m for n, m in zip(input.shape[-len(given) :], given, strict=True)]
-        as_pytorch(theirs, input, sizes)
-        return pool.adaptive_avg_pool(input, sizes)
+        like = as_pytorch(theirs, input, sizes)
+        if sizes == [*input.shape[-len(sizes) :]]:
+            return input.clone()
+        return as_laid_out(pool.adaptive_avg_pool(input, sizes), like)
 
     return adaptive_avg_pool
 
@@ -122,7 +124,7 @@ def _scales(given: Sequence[Any], dims: int) -> list[float | None]:
     return [None] * dims if not flat else [*flat]
 
 
-def upsample(name: str, dims: int, cubic: bool = False) -> Callable[..., Any]:
+def upsample(name: str, dims: int, kind: resize.Kind = "linear") -> Callable[..., Any]:
     """Of PyTorch's function with this name, which ``F.interpolate`` calls."""
     theirs = getattr(torch._C._nn, name)
 
@@ -130,22 +132,23 @@ def upsample(name: str, dims: int, cubic: bool = False) -> Callable[..., Any]:
         known = [*scales, *named.values()]
         if not takes(input):
             return NotImplemented
-        sizes = as_pytorch(theirs, input, output_size, align_corners, *known).shape[2:]
+        like = as_pytorch(theirs, input, output_size, align_corners, *known)
         with without_autocast(input.device):
-            return resize.resized(input, sizes, _scales(known, dims), align_corners, cubic)
+            return resize.resized(input, like.shape[2:], _scales(known, dims), kind, align_corners)
 
     return interpolate
 
 
 def upsample_nearest(name: str, dims: int) -> Callable[..., Any]:
     theirs = getattr(torch._C._nn, name)
+    kind: resize.Kind = "nearest-exact" if "exact" in name else "nearest"
 
     def interpolate(input: Tensor, output_size: Any, *scales: Any, **named: Any) -> Any:
         known = [*scales, *named.values()]
         if not takes(input):
             return NotImplemented
-        sizes = as_pytorch(theirs, input, output_size, *known).shape[2:]
-        return resize.nearest(input, sizes, _scales(known, dims), "exact" in name)
+        like = as_pytorch(theirs, input, output_size, *known)
+        return resize.resized(input, like.shape[2:], _scales(known, dims), kind)
 
     return interpolate
 
@@ -178,7 +181,9 @@ def group_norm(
     if not takes(input, *(t for t in (weight, bias) if t is not None)):
         return NotImplemented
     as_pytorch(torch.group_norm, input, num_groups, weight, bias, eps)
-    return channels.group_norm(input, num_groups, weight, bias, eps)
+    out = channels.group_norm(input, num_groups, weight, bias, eps)
+    # PyTorch's on a GPU is contiguous.
+    return out.contiguous(memory_format=memory_format(input)) if input.is_cpu else out
 
 
 def instance_norm(
@@ -194,7 +199,8 @@ def instance_norm(
 ) -> Any:
     if not use_input_stats or running_mean is not None or input.ndim < 2:
         return NotImplemented
-    return group_norm(input, input.shape[1], weight, bias, eps)
+    out = group_norm(input, input.shape[1], weight, bias, eps)
+    return out if out is NotImplemented else out.contiguous()  # as PyTorch's
 
 
 def batch_norm(

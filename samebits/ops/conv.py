@@ -16,6 +16,7 @@ from samebits.ops._checks import check_operands, shape
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._products import addbmm, product
 from samebits.ops._rows import backend, rounded
+from samebits.ops.layout import memory_format
 
 __all__ = ["conv"]
 
@@ -125,7 +126,11 @@ def _is_depthwise(weight: Tensor, groups: int) -> bool:
     return groups > 1 and weight.shape[0] == groups and weight.shape[1] == 1
 
 
-def _forward(
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    return _convolved(x, weight, bias, *options).contiguous(memory_format=memory_format(x, weight))
+
+
+def _convolved(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -135,6 +140,7 @@ def _forward(
     groups: int,
     key: Key,
 ) -> Tensor:
+    """In any memory format."""
     sizes = _sizes(x.shape, weight.shape, stride, padding, dilation)
     windows = _windows(_padded(x, padding), sizes, weight.shape[2:], stride, dilation)
     if _is_depthwise(weight, groups):
@@ -144,7 +150,7 @@ def _forward(
     rows = weight.reshape(groups, outputs // groups, columns.shape[3]).mT
     if groups == 1:
         out = product(columns[:, 0], rows[0], bias, x.dtype, key)
-        return out.mT.contiguous().reshape(len(x), outputs, *sizes)  # type: ignore[no-any-return]
+        return out.mT.unflatten(2, sizes)  # type: ignore[no-any-return]
     wide = x.dtype if bias is None else torch.float32
     found: Tensor = product(columns, rows, None, wide, key).mT.reshape(len(x), outputs, *sizes)
     return found if bias is None else rounded(found + _along(bias, dims), x.dtype)
@@ -185,9 +191,9 @@ def _fake(
     groups: int,
     key: Key,
 ) -> Tensor:
-    return x.new_empty(
-        (x.shape[0], weight.shape[0], *_sizes(x.shape, weight.shape, stride, padding, dilation))
-    )
+    sizes = _sizes(x.shape, weight.shape, stride, padding, dilation)
+    out = x.new_empty((x.shape[0], weight.shape[0], *sizes))
+    return out.contiguous(memory_format=memory_format(x, weight))
 
 
 _operator = Operator(
@@ -198,7 +204,11 @@ _operator = Operator(
 )
 
 
-def _grad_x(
+def _grad_x(grad: Tensor, weight: Tensor, *given: Any) -> Tensor:
+    return _grad_x_in_any_format(grad, weight, *given).contiguous(memory_format=memory_format(grad, weight))
+
+
+def _grad_x_in_any_format(
     grad: Tensor,
     weight: Tensor,
     sizes: list[int],
@@ -229,7 +239,7 @@ def _grad_x(
             order = [0, 1, 2 + dims, *range(2, 2 + dims), *range(3 + dims, 3 + 2 * dims)]
             places.copy_(seen.permute(order).reshape(places.shape))
         cut = [slice(padding[2 * i], padding[2 * i] + n) for i, n in enumerate(sizes)]
-        return rounded(_at(total, cut), grad.dtype).contiguous()
+        return rounded(_at(total, cut), grad.dtype)
     between = [(n - 1) * s + 1 for n, s in zip(grad.shape[2:], stride, strict=True)]
     apart = grad.new_zeros((*grad.shape[:2], *between))
     _at(apart, [slice(None, None, s) for s in stride]).copy_(grad)
@@ -240,10 +250,15 @@ def _grad_x(
         around += [before, n + reach - apart.shape[2 + i] - before]
     turned = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
     turned = turned.flip([*range(2, 2 + dims)])
-    return _forward(_padded(apart, around), turned, None, [1] * dims, [0] * (2 * dims), dilation, groups, key)
+    once, none = [1] * dims, [0] * (2 * dims)
+    return _convolved(_padded(apart, around), turned, None, once, none, dilation, groups, key)
 
 
-def _grad_weight(
+def _grad_weight(grad: Tensor, x: Tensor, *given: Any) -> Tensor:
+    return _grad_weight_in_any_format(grad, x, *given).contiguous(memory_format=memory_format(grad, x))
+
+
+def _grad_weight_in_any_format(
     grad: Tensor,
     x: Tensor,
     weight: Sequence[int],
@@ -291,11 +306,12 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Any, .
 
 
 def _fake_grad_x(grad: Tensor, weight: Tensor, sizes: list[int], *options: Any) -> Tensor:
-    return grad.new_empty((grad.shape[0], weight.shape[1] * options[3], *sizes))
+    out = grad.new_empty((grad.shape[0], weight.shape[1] * options[3], *sizes))
+    return out.contiguous(memory_format=memory_format(grad, weight))
 
 
 def _fake_grad_weight(grad: Tensor, x: Tensor, weight: list[int], *options: Any) -> Tensor:
-    return grad.new_empty(weight)
+    return grad.new_empty(weight).contiguous(memory_format=memory_format(grad, x))
 
 
 def _grad_bias(grad: Tensor) -> Tensor:

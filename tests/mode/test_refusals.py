@@ -177,6 +177,15 @@ def test_what_is_written_is_the_functional_result(call: str, within: Within) -> 
     assert_same_bits(ours.detach(), want.detach(), call)
 
 
+@pytest.mark.parametrize("call", ["h34 @ m45", "m34 @ h45", "h34.__matmul__(m45)", "torch.matmul(h34, m45)"])
+def test_operands_of_two_dtypes_are_named(call: str, within: Within) -> None:
+    """Also by the operator, of which Python takes a TypeError for an unknown type."""
+    error, _ = tried(call, within("error"))
+    assert type(error) is RuntimeError
+    got, expected = ("bfloat16", "float32") if call.startswith("m") else ("float32", "bfloat16")
+    assert f"torch.matmul (@): other: expected torch.{expected} like input, got torch.{got}" in str(error)
+
+
 def test_gradients_flow_through_what_is_written_in_place(within: Within) -> None:
     acc, a, b = (torch.randn(3, 5), torch.randn(3, 4), torch.randn(4, 5))
     leaves = [t.requires_grad_() for t in (acc, a, b)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from math import floor
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from samebits.testing import assert_same_bits, values
 from tests.mode.conftest import Within, within  # noqa: F401 - a fixture
 from tests.support import naive_rows
 from tests.support.devices import DEVICES
-from tests.support.naive import f32, fma
+from tests.support.naive import f32
 
 on_devices = pytest.mark.parametrize("device", DEVICES)
 on_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -112,35 +113,109 @@ def test_means_over_windows(device: str, dtype: torch.dtype) -> None:
     assert_same_bits(whole, rounded(rows, (2, 3, 1, 1), dtype))
 
 
+def weights_of(n: int, size: int, cubic: bool, corners: bool) -> list[dict[int, float]]:
+    """For each new entry the old ones that it reads, in order, and their weights."""
+    found = []
+    for i in range(size):
+        at = i * (n - 1) / (size - 1) if corners else (i + 0.5) * (n / size) - 0.5
+        at = at if cubic else max(at, 0.0)
+        first = floor(at)
+        row: dict[int, float] = {}
+        for place in range(first - 1, first + 3) if cubic else (first, first + 1):
+            d = abs(at - first - (place - first))
+            w = 1 - d
+            if cubic and d <= 1:
+                w = ((-0.75 + 2) * d - (-0.75 + 3)) * d * d + 1
+            elif cubic:
+                w = ((-0.75 * d + 5 * 0.75) * d - 8 * 0.75) * d + 4 * 0.75
+            inside = min(max(place, 0), n - 1)
+            row[inside] = row.get(inside, 0.0) + w
+        found.append({j: float(f32(w)) for j, w in row.items() if f32(w) != 0})
+    return found
+
+
+def chain(terms: list[tuple[float, float]]) -> Any:
+    acc = f32(0)
+    for a, w in terms:
+        acc = f32(acc + f32(f32(a) * f32(w)))
+    return acc
+
+
+@pytest.mark.parametrize("corners", [False, True])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("sizes", [(2, 8), (7, 3), (3, 1)])
 @on_devices
-def test_interpolation(device: str) -> None:
-    """Chains over the old entries, along the last dimension first."""
-    x = values("normal", (3, 5), torch.float32, 0).to(device)
-
-    def weights(n: int, size: int) -> list[list[float]]:
-        found = []
-        for i in range(size):
-            at = max((i + 0.5) * (n / size) - 0.5, 0.0)
-            first = int(at)
-            row = [0.0] * n
-            row[first] += 1 - (at - first)
-            row[min(first + 1, n - 1)] += at - first
-            found.append([float(f32(w)) for w in row])
-        return found
-
-    rows: list[list[float]] = x.tolist()
-    for size in (8, 2):  # of columns, and then of rows as columns
-        by = weights(len(rows[0]), size)
-        found = []
-        for row in rows:
-            found.append([0.0] * size)
-            for j in range(size):
-                for a, w in zip(row, by[j], strict=True):
-                    found[-1][j] = fma(a, w, found[-1][j])
-        rows = [list(column) for column in zip(*found, strict=True)]
+def test_interpolation(device: str, sizes: tuple[int, int], mode: str, corners: bool) -> None:
+    """Chains over the few old entries that have weights, along the last dimension first; gradients back."""
+    x = values("normal", (3, 5), torch.float32, 0).to(device).requires_grad_()
+    seed = values("normal", sizes, torch.float32, 1).to(device)
+    corners = corners and 1 not in sizes
+    tables = [weights_of(n, m, mode == "bicubic", corners) for n, m in zip((5, 3), sizes[::-1], strict=True)]
+    rows: list[list[Any]] = x.tolist()
+    for table in tables:  # of columns, and then of rows as columns
+        rows = [[chain([(row[j], w) for j, w in taps.items()]) for taps in table] for row in rows]
+        rows = [list(column) for column in zip(*rows, strict=True)]
+    grads: list[list[Any]] = seed.tolist()
+    for table, n in zip(tables[::-1], (3, 5), strict=True):
+        grads = [list(column) for column in zip(*grads, strict=True)]
+        readers = [[(i, taps[j]) for i, taps in enumerate(table) if j in taps] for j in range(n)]
+        grads = [[chain([(row[i], w) for i, w in reads]) for reads in readers] for row in grads]
     with samebits.batch_invariant("error"):
-        got = F.interpolate(x[None, None], (2, 8), mode="bilinear")[0, 0]
-    assert_same_bits(got.cpu(), torch.tensor(rows))
+        got = F.interpolate(x[None, None], sizes, mode=mode, align_corners=corners)[0, 0]
+    assert_same_bits(got.detach().cpu(), torch.tensor(rows))
+    assert_same_bits(torch.autograd.grad(got, x, seed)[0].cpu(), torch.tensor(grads))
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan])
+@pytest.mark.parametrize("mode", ["linear", "bilinear", "bicubic", "trilinear"])
+def test_what_is_not_finite_reaches_only_what_reads_it(mode: str, value: float) -> None:
+    dims = {"linear": 1, "trilinear": 3}.get(mode, 2)
+    for at in product(range(4), repeat=dims):
+        x = torch.zeros(1, 1, *[4] * dims)
+        x[(0, 0, *at)] = value
+        for options in ({"scale_factor": 2.0}, {"size": 7, "align_corners": True}):
+            theirs = F.interpolate(x, mode=mode, **options)
+            with samebits.batch_invariant("error"):
+                ours = F.interpolate(x, mode=mode, **options)
+            assert (ours.isfinite() | ~theirs.isfinite()).all()
+            assert not (ours.isnan() & ~theirs.isnan()).any()
+
+
+@on_devices
+def test_interpolation_of_many_samples_has_no_matrix_of_weights(device: str) -> None:
+    x = values("normal", (1, 1, 60_000), torch.float32, 0).to(device).requires_grad_()  # one of 28.8 GB
+    with samebits.batch_invariant("error"):
+        y = F.interpolate(x, scale_factor=2.0, mode="linear")
+    y.sum().backward()
+    torch.testing.assert_close(y, F.interpolate(x, scale_factor=2.0, mode="linear"))
+    assert x.grad is not None
+    assert x.grad.sum() == 120_000
+
+
+@pytest.mark.parametrize("outputs", [(2, 3), (4, 6), (5, 7), (1, 1)])
+@on_dtypes
+@on_devices
+def test_parts_of_a_picture(device: str, dtype: torch.dtype, outputs: tuple[int, int]) -> None:
+    """Means of parts, and gradients over the parts that an element is in, in order."""
+    x = values("normal", (2, 4, 6), dtype, 0).to(device).requires_grad_()
+    seed = values("normal", (2, *outputs), dtype, 1).to(device)
+    parts = [
+        [range(i * n // m, -(-(i + 1) * n // m)) for i in range(m)]
+        for n, m in zip((4, 6), outputs, strict=True)
+    ]
+    means, grads = [], []
+    for b in range(2):
+        row = x[b].tolist()
+        means += [naive_rows.mean([row[h][w] for h, w in product(hs, ws)]) for hs, ws in product(*parts)]
+        shares = [1 / (len(hs) * len(ws)) for hs, ws in product(*parts)]
+        g = seed[b].flatten().tolist()
+        for h, w in product(range(4), range(6)):
+            inside = [i for i, (hs, ws) in enumerate(product(*parts)) if h in hs and w in ws]
+            grads.append(chain([(g[i], shares[i]) for i in inside]))
+    with samebits.batch_invariant("error"):
+        got = F.adaptive_avg_pool2d(x, outputs)
+    assert_same_bits(got.detach().cpu(), rounded(means, (2, *outputs), dtype))
+    assert_same_bits(torch.autograd.grad(got, x, seed)[0].cpu(), rounded(grads, (2, 4, 6), dtype))
 
 
 @on_dtypes

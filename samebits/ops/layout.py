@@ -1,0 +1,20 @@
+"""Memory formats: which results of PyTorch's have their channels last, in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+__all__ = ["as_laid_out", "memory_format"]
+
+
+def memory_format(*tensors: Tensor) -> torch.memory_format:
+    """That which PyTorch gives the result of a function of these: the first that has its channels last."""
+    found = (suggest_memory_format(t) for t in tensors)
+    return next((f for f in found if f != torch.contiguous_format), torch.contiguous_format)
+
+
+def as_laid_out(result: Tensor, like: Tensor) -> Tensor:
+    """`result` in the memory format of `like`, PyTorch's result on a meta device."""
+    return result.contiguous(memory_format=memory_format(like))
