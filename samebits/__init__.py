@@ -38,6 +38,7 @@ from samebits.ops.linear_logp import linear_logp
 from samebits.ops.logp import logp
 from samebits.ops.matmul import matmul
 from samebits.ops.quantize import quantize
+from samebits.ops.rotary import rotary
 from samebits.ops.scaled_grouped_mm import scaled_grouped_mm
 from samebits.ops.scaled_mm import scaled_mm
 from samebits.ops.silu_mul_quantize import silu_mul_quantize
@@ -79,6 +80,7 @@ __all__ = [
     "prepare",
     "quantize",
     "record_shapes",
+    "rotary",
     "scaled_grouped_mm",
     "scaled_mm",
     "set_batch_invariant_mode",

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from samebits.ops._checks import shape
-from samebits.ops._fused import backend, check_out, refuse_gradients, refuse_shared
+from samebits.ops._fused import backend, check_out, check_tensors, refuse_gradients, refuse_shared
 from samebits.ops._operator import Operator
-from samebits.ops._rows import check_rows
 
 _OP = "add_rms_norm"
 Rounding = Literal["twice", "once"]
@@ -95,7 +94,7 @@ def add_rms_norm(
         ValueError: shapes or devices do not match, or `out` or `out_sum` overlaps in another way.
         NotImplementedError: a gradient is asked for.
     """
-    bypass = check_rows(_OP, x, residual=residual, weight=weight)
+    bypass = check_tensors(_OP, x=x, residual=residual, weight=weight)
     if rounding not in ("twice", "once"):
         raise ValueError(f"samebits.{_OP}: rounding: expected 'twice' or 'once', got {rounding!r}")
     once = rounding == "once"
@@ -121,12 +120,14 @@ def add_rms_norm(
     if out is None:
         out = x.new_empty(x.shape, dtype=dtype)
     elif out is not x or dtype != x.dtype:
-        check_out(_OP, "out", out, x, dtype, x=x, residual=residual, weight=weight)
+        check_out(_OP, "out", out, x, dtype, (x, residual), x=x, residual=residual, weight=weight)
     if residual is not None:
         if out_sum is None:
             out_sum = x.new_empty(x.shape)
         elif out_sum is not residual:
-            check_out(_OP, "out_sum", out_sum, x, x.dtype, x=x, residual=residual, weight=weight)
+            check_out(
+                _OP, "out_sum", out_sum, x, x.dtype, (x, residual), x=x, residual=residual, weight=weight
+            )
         refuse_shared(_OP, out=out, out_sum=out_sum)
     _into(x, residual, weight, out, out_sum, float(eps), float(offset), once, bypass=bypass)
     return out if out_sum is None else (out, out_sum)
@@ -141,7 +142,7 @@ def _run(
     once: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = backend(x).add_rms_norm(x, residual, weight, eps, offset, once, dtype)
+    found: tuple[Tensor, Tensor] = backend(_OP, x).add_rms_norm(x, residual, weight, eps, offset, once, dtype)
     return found
 
 
@@ -175,7 +176,7 @@ def _run_into(
     offset: float,
     once: bool,
 ) -> None:
-    backend(x).add_rms_norm_into(x, residual, weight, out, out_sum, eps, offset, once)
+    backend(_OP, x).add_rms_norm_into(x, residual, weight, out, out_sum, eps, offset, once)
 
 
 _into = Operator(

@@ -1,8 +1,8 @@
 """Row reductions on CUDA tensors.
 
 Most are in ``kernels/rows.cu``. ``kernels/long_sums.cu`` sums few long rows; :mod:`columns` sums over tokens,
-:mod:`slots` over few terms; :mod:`norm_gradients` computes all gradients of a norm; :mod:`fused` has norms
-with a residual sum.
+:mod:`slots` over few terms; :mod:`norm_gradients` computes all gradients of a norm; :mod:`add_rms_norm`
+has norms with a residual sum.
 """
 
 from __future__ import annotations

@@ -49,6 +49,66 @@ def add_rms_norm_into(
         total.copy_(found)
 
 
+def rotary(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    pairs: int,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys ``[..., H, D]``, of which the first ``2 * pairs`` entries of a head are rotated."""
+    require_subnormals()
+    factors = [_factors(t, positions, pairs, layout) for t in (cos, sin)]
+    between = q.dtype if q.dtype == cos.dtype else torch.float32
+
+    def rotated(x: Tensor) -> Tensor:
+        part = _wide(x[..., : 2 * pairs])
+        both = part.unflatten(-1, (2, pairs) if layout == "halves" else (pairs, 2))
+        a, b = both.unbind(-2 if layout == "halves" else -1)
+        (cos_a, cos_b), (sin_a, sin_b) = factors
+        products = [_rounded(t, between).float() for t in (a * cos_a, b * sin_a, b * cos_b, a * sin_b)]
+        first, second = products[0] - products[1], products[2] + products[3]
+        joined = torch.stack((first, second), -1 if layout == "pairs" else -2).flatten(-2)
+        found = _rounded(_rounded(joined, between).float(), x.dtype)
+        return torch.cat((found, x[..., 2 * pairs :].detach()), -1)
+
+    return rotated(q), q.new_empty(0) if k is None else rotated(k)
+
+
+def _factors(t: Tensor, positions: Tensor | None, pairs: int, layout: str) -> tuple[Tensor, Tensor]:
+    """Cosines or sines of first and of second entries, ``[..., 1, pairs]``. NaN for unknown positions."""
+    t = _wide(t)
+    if positions is not None:
+        known = (positions >= 0) & (positions < len(t))
+        t = torch.where(known[..., None], t[torch.where(known, positions, 0)], torch.nan)
+    t = t.unsqueeze(-2)
+    if t.shape[-1] == pairs:
+        return t, t
+    if layout == "pairs":
+        return t[..., ::2], t[..., 1::2]
+    return t[..., :pairs], t[..., pairs:]
+
+
+def rotary_into(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_out: Tensor,
+    k_out: Tensor | None,
+    pairs: int,
+    layout: str,
+) -> None:
+    """The same into `q_out` and `k_out`, which may be `q` and `k`."""
+    found = rotary(q, k, cos, sin, positions, pairs, layout)
+    q_out.copy_(found[0])
+    if k_out is not None:
+        k_out.copy_(found[1])
+
+
 def _wide(x: Tensor) -> Tensor:
     return x.detach().to(torch.float32)
 

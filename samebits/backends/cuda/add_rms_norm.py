@@ -1,4 +1,4 @@
-"""Layers of several elementwise steps in one launch, on CUDA tensors."""
+"""A residual sum and an RMS norm on CUDA tensors: ``kernels/add_rms_norm.cu``."""
 
 from __future__ import annotations
 

@@ -1,0 +1,130 @@
+// Rotary positions of queries and keys: docs/contract.md, "Fused layers".
+//
+// A block takes one token. A thread rotates VECTOR pairs of a head, or copies 2 * VECTOR entries that are not rotated.
+// It reads all that it needs before it writes: where results lie as operands do, they may be the same memory.
+//
+// Macros
+//   IN, TRIG   types of queries and keys, and of cosines and sines: F32, BF16 or F16
+//   FROM, TO   how pairs lie in operands and in results: HALVES or PAIRS
+//   FULL       1: cosines and sines are given for each entry of a result; 0: for each pair
+//   VECTOR     pairs of a thread: as many as 16 bytes have entries, or 1 for operands that are not aligned
+
+#define HALVES 0  // entry i beside entry i + pairs
+#define PAIRS 1   // entry 2 i beside entry 2 i + 1
+
+#include "launch.cuh"
+#include "vectors.cuh"
+
+using In = Element<IN>;
+using Trig = Element<TRIG>;
+using Between = Element<IN == TRIG ? IN : F32>;  // to which products and their sum are rounded
+
+constexpr int THREADS = 128;
+
+struct Steps {
+    i64 batch, token, head;
+};
+
+struct Params {
+    const In::Stored* from[2];  // queries and keys
+    In::Stored* to[2];
+    const Trig::Stored *cos, *sin;
+    const void* positions;  // of each token, rows of cos and sin; null: they have a row for each token
+    Steps from_step[2], to_step[2];
+    i64 cos_batch, cos_token, sin_batch, sin_token, position_batch, position_token;
+    i64 tokens, rows;  // in a batch; and of cos and sin, if there are positions
+    int heads[2];
+    int pairs, rest;  // of a head: pairs, and entries that are not rotated; 0: they are in their place
+    int wide;         // 1: positions have 64 bits, else 32
+};
+
+// This thread's pairs, or what belongs to them.
+template <class E, int layout>
+__device__ __forceinline__ void load_pairs(const typename E::Stored* at, int first, int pairs,
+                                           float (&a)[VECTOR], float (&b)[VECTOR]) {
+    if constexpr (layout == HALVES) {
+        load_values<E>(at + first, a);
+        load_values<E>(at + pairs + first, b);
+    } else {
+        float both[2 * VECTOR];
+        if constexpr (VECTOR == 1)
+            both[0] = E::widen(at[2 * first]), both[1] = E::widen(at[2 * first + 1]);
+        else
+            load_values<E>(at + 2 * first, both);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) a[i] = both[2 * i], b[i] = both[2 * i + 1];
+    }
+}
+
+__device__ __forceinline__ void load_factors(const Trig::Stored* at, int first, int pairs,
+                                             float (&a)[VECTOR], float (&b)[VECTOR]) {
+    if constexpr (FULL) {
+        load_pairs<Trig, TO>(at, first, pairs, a, b);
+    } else {
+        load_values<Trig>(at + first, a);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) b[i] = a[i];
+    }
+}
+
+__device__ __forceinline__ float product(float a, float b) { return rounded_to<Between>(__fmul_rn(a, b)); }
+
+extern "C" __global__ void __launch_bounds__(THREADS) rotary(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
+    let_kernel_behind_start();
+    const i64 batch = i64(blockIdx.x) / p.tokens, token = blockIdx.x - batch * p.tokens;
+    const int rotated = p.pairs / VECTOR, of_head = rotated + (p.rest + 2 * VECTOR - 1) / (2 * VECTOR);
+    const int task = blockIdx.y * THREADS + threadIdx.x;
+    int head = task / of_head;
+    const int part = task - head * of_head;
+    const int which = head >= p.heads[0];
+    head -= which ? p.heads[0] : 0;
+    if (which && head >= p.heads[1]) return;
+    const Steps &from_step = p.from_step[which], &to_step = p.to_step[which];
+    const In::Stored* from =
+        p.from[which] + batch * from_step.batch + token * from_step.token + head * from_step.head;
+    In::Stored* to = p.to[which] + batch * to_step.batch + token * to_step.token + head * to_step.head;
+    if (part >= rotated) {
+        const int first = (part - rotated) * 2 * VECTOR, left = p.rest - first;
+        from += 2 * p.pairs + first, to += 2 * p.pairs + first;
+        if (left >= 2 * VECTOR)
+            copy_values<In, 2 * VECTOR>(from, to);
+        else
+            for (int i = 0; i < left; ++i) to[i] = from[i];
+        return;
+    }
+    i64 row = token, row_batch = batch;
+    bool known = true;
+    if (p.positions) {
+        const i64 at = batch * p.position_batch + token * p.position_token;
+        row = p.wide ? static_cast<const i64*>(p.positions)[at] : static_cast<const int*>(p.positions)[at];
+        row_batch = 0;
+        known = row >= 0 && row < p.rows;
+    }
+    const int first = part * VECTOR;
+    float a[VECTOR], b[VECTOR], cos[2][VECTOR], sin[2][VECTOR];
+    load_pairs<In, FROM>(from, first, p.pairs, a, b);
+    if (known) {
+        load_factors(p.cos + row_batch * p.cos_batch + row * p.cos_token, first, p.pairs, cos[0], cos[1]);
+        load_factors(p.sin + row_batch * p.sin_batch + row * p.sin_token, first, p.pairs, sin[0], sin[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+        const float x = a[i], y = b[i];
+        a[i] = rounded_to<Between>(__fsub_rn(product(x, cos[0][i]), product(y, sin[0][i])));
+        b[i] = rounded_to<Between>(__fadd_rn(product(y, cos[1][i]), product(x, sin[1][i])));
+        if (!known) a[i] = b[i] = __int_as_float(0x7FFFFFFF);
+    }
+    if constexpr (TO == HALVES) {
+        store_values<In>(to + first, a);
+        store_values<In>(to + p.pairs + first, b);
+    } else if constexpr (VECTOR == 1) {
+        store_values<In>(to + 2 * first, a);
+        store_values<In>(to + 2 * first + 1, b);
+    } else {
+        float both[2 * VECTOR];
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) both[2 * i] = a[i], both[2 * i + 1] = b[i];
+        store_values<In>(to + 2 * first, both);
+    }
+}

@@ -1,0 +1,124 @@
+"""Rotary positions on CUDA tensors: ``kernels/rotary.cu``."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda.operands import TYPES, address
+
+_THREADS = 128
+_PARAMS = "PPPPPPP" + 12 * "q" + "qqqqqq" + "qq" + "iiiii"
+LAYOUTS = {
+    "halves": ("HALVES", "HALVES"),
+    "pairs": ("PAIRS", "PAIRS"),
+    "pairs to halves": ("PAIRS", "HALVES"),
+}
+
+
+def kernel_spec(
+    x: torch.dtype, trig: torch.dtype, layout: str, full: bool, vector: int, *, programmatic: bool = False
+) -> compiler.KernelSpec:
+    """The kernel of ``rotary.cu``."""
+    types = ("IN", TYPES[x]), ("TRIG", TYPES[trig])
+    placed = ("FROM", LAYOUTS[layout][0]), ("TO", LAYOUTS[layout][1])
+    constants = (*types, *placed, ("FULL", int(full)), ("VECTOR", vector))
+    return compiler.KernelSpec(
+        "rotary.cu", "rotary", _PARAMS, constants, block=_THREADS, programmatic=programmatic
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(
+    x: torch.dtype, trig: torch.dtype, layout: str, full: bool, vector: int, device: int
+) -> runtime.Kernel:
+    programmatic = devices.device_info(device).capability >= (9, 0)
+    return runtime.load(kernel_spec(x, trig, layout, full, vector, programmatic=programmatic), device)
+
+
+def rotary(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    pairs: int,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys ``[..., H, D]``, of which the first ``2 * pairs`` entries of a head are rotated."""
+    device = q.get_device()
+    q_out = runtime.empty(q.shape, q.dtype, device)
+    k_out = runtime.empty((0,) if k is None else k.shape, q.dtype, device)
+    rotary_into(q, k, cos, sin, positions, q_out, None if k is None else k_out, pairs, layout)
+    return q_out, k_out
+
+
+def rotary_into(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_out: Tensor,
+    k_out: Tensor | None,
+    pairs: int,
+    layout: str,
+) -> None:
+    """The same into `q_out` and `k_out`, which may be `q` and `k`, but for the layout "pairs to halves"."""
+    lead, head = q.shape[:-2], q.shape[-1]
+    at = None if positions is None else _tokens(positions, 0)
+    if positions is None:
+        cos, sin = (_rows(t.expand(*lead, t.shape[-1]), 1) for t in (cos, sin))
+    else:
+        cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
+    given = [None if t is None else _rows(t, 2) for t in (q, k, q_out, k_out)]
+    tokens = given[0]
+    assert tokens is not None
+    batch, count = tokens.shape[:2]
+    heads = q.shape[-2], 0 if k is None else k.shape[-2]
+    if batch * count * sum(heads) * head == 0:
+        return
+    in_place = q_out is q and (k is None or k_out is k)
+    rest = 0 if in_place else head - 2 * pairs
+    low = cos.data_ptr() | sin.data_ptr()
+    for t in (cos, sin):
+        low |= functools.reduce(int.__or__, t.stride()[:-1], 0) * t.itemsize
+    for lines in given:
+        if lines is not None:
+            outer, token, each, _ = lines.stride()
+            low |= lines.data_ptr() | (outer | token | each) * lines.itemsize
+    vector = 16 // q.itemsize
+    if low & 15 or pairs % vector:
+        vector = 1
+    full = cos.shape[-1] == 2 * pairs
+    steps = [(0, 0, 0) if t is None else t.stride()[:3] for t in given]
+    of_cos, of_sin = (t.stride()[:2] if positions is None else (0, t.stride(0)) for t in (cos, sin))
+    tasks = sum(heads) * (pairs // vector - (-rest // (2 * vector)))
+    _kernel(q.dtype, cos.dtype, layout, full, vector, q.get_device()).launch(
+        (batch * count, -(-tasks // _THREADS), 1),
+        *(*map(address, given), cos.data_ptr(), sin.data_ptr(), address(at)),
+        *(*steps[0], *steps[1], *steps[2], *steps[3], *of_cos, *of_sin),
+        *((0, 0) if at is None else at.stride()),
+        *(count, cos.shape[0], *heads, pairs, rest, int(at is not None and at.dtype == torch.int64)),
+    )
+    for written, into in ((given[2], q_out), (given[3], k_out)):
+        if into is not None and written is not None and written.data_ptr() != into.data_ptr():
+            into.copy_(written.view(into.shape))
+
+
+def _rows(t: Tensor, kept: int) -> Tensor:
+    """`t` as ``[batch, tokens, ...]`` with the last `kept` dimensions, contiguous in the last."""
+    if t.shape[-1] > 1 and t.stride(-1) != 1:
+        t = t.contiguous()
+    return _tokens(t, kept)
+
+
+def _tokens(t: Tensor, kept: int) -> Tensor:
+    """`t` as ``[batch, tokens, ...]`` with the last `kept` dimensions: a view if there is one."""
+    lead, last = t.shape[: t.ndim - kept], t.shape[t.ndim - kept :]
+    if len(lead) == 2:
+        return t
+    return t[None] if len(lead) == 1 else t.reshape(-1, lead[-1] if lead else 1, *last)

@@ -1,0 +1,217 @@
+"""``samebits.rotary``: rotary positions of queries and keys in one launch."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from samebits.ops._checks import check_device, shape
+from samebits.ops._fused import (
+    backend,
+    check_out,
+    check_tensors,
+    refuse_gradients,
+    refuse_shared,
+)
+from samebits.ops._operator import Operator
+
+_OP = "rotary"
+Layout = Literal["halves", "pairs", "pairs to halves"]
+_LAYOUTS = ("halves", "pairs", "pairs to halves")
+
+
+@overload
+def rotary(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    rotary_dim: int | None = None,
+    layout: Layout = "halves",
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def rotary(
+    q: Tensor,
+    k: None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    rotary_dim: int | None = None,
+    layout: Layout = "halves",
+    out: tuple[Tensor, None] | None = None,
+) -> tuple[Tensor, None]: ...
+
+
+def rotary(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    rotary_dim: int | None = None,
+    layout: Layout = "halves",
+    out: tuple[Tensor, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Queries and keys with rotary positions, with the bits of ``apply_rotary_pos_emb`` of ``transformers``.
+
+    For each pair (a, b) of a head's first R entries, with its cosines and sines, it gives
+
+    ``round(round(a * cos) - round(b * sin))`` and ``round(round(b * cos) + round(a * sin))``
+
+    where ``round`` rounds to the dtype to which PyTorch promotes those of `q` and `cos`. The result is
+    rounded to the dtype of `q`, if that is another one. So `cos` in the dtype of `q` gives what most models
+    compute (Llama, Qwen, Mistral, Gemma, GLM, GPT-NeoX, Phi-3, GPT-OSS), and `cos` in float32 what those do
+    that compute in float32 (OLMo 2, Cohere, ERNIE 4.5, ModernBERT, the vision towers of Qwen). ``q * cos +
+    rotate_half(q) * sin`` and GPT-OSS's ``first * cos - second * sin`` have the same bits. Products of
+    complex numbers (Llama 4, DeepSeek-V2) may have others. The rest of a head is copied. One launch on a GPU,
+    for both.
+
+    Args:
+        q: ``[..., Hq, D]``: tokens, heads and their entries, in any strides; bfloat16, float16 or float32.
+            Where heads stand before tokens, as in ``transformers``, give ``q.transpose(-3, -2)``.
+        k: ``[..., Hk, D]`` of the same tokens and dtype, or None.
+        cos, sin: of one dtype and shape, in any strides. Without `positions` a row for each token:
+            ``[..., C]``, of the tokens' shape or one that broadcasts to it. With `positions` tables
+            ``[P, C]``; both may be halves of one. C is R / 2, a value for each pair, or R, one for each entry
+            of a result.
+        positions: int32 or int64, of the tokens' shape: rows of the tables. At a position that they do not
+            have, the rotated entries are NaN. Nothing waits for a check.
+        rotary_dim: R, even. None: D.
+        layout: where a head's pairs are.
+
+            * ``"halves"``: entries i and i + R / 2 (Llama, GPT-NeoX and most others).
+            * ``"pairs"``: entries 2 i and 2 i + 1 (GLM, Cohere, ERNIE 4.5, GPT-J). Models whose `cos` has
+              each value in either half use the first one: give ``cos[..., : R // 2]``.
+            * ``"pairs to halves"``: entries 2 i and 2 i + 1 of `q`, and i and i + R / 2 of the result
+              (DeepSeek-V3).
+        out: where the results are written; None for that of no `k`. They may be `q` and `k` themselves,
+            unless pairs go to halves.
+
+    Returns:
+        Queries and keys, or None for no `k`.
+
+    Raises:
+        TypeError: a tensor is not dense, or has another dtype.
+        ValueError: shapes or devices do not match, or `out` overlaps in another way.
+        NotImplementedError: a gradient is asked for.
+    """
+    bypass = check_tensors(_OP, q=q, k=k, cos=cos, sin=sin)
+    if q.ndim < 2:
+        raise ValueError(f"samebits.{_OP}: q: expected [..., heads, D], got shape {shape(q)}")
+    if layout not in _LAYOUTS:
+        raise ValueError(f"samebits.{_OP}: layout: expected one of {_LAYOUTS}, got {layout!r}")
+    lead, head = q.shape[:-2], q.shape[-1]
+    if k is not None:
+        if k.dtype != q.dtype:
+            raise TypeError(f"samebits.{_OP}: k: expected {q.dtype} like q, got {k.dtype}")
+        if k.ndim != q.ndim or k.shape[:-2] != lead or k.shape[-1] != head:
+            wanted = f"{(*lead, 'heads', head)} for q {shape(q)}".replace("'", "")
+            raise ValueError(f"samebits.{_OP}: k: expected {wanted}, got {shape(k)}")
+    size = head if rotary_dim is None else rotary_dim
+    if not isinstance(size, int) or size % 2 or not 0 <= size <= head:
+        name = "q: D" if rotary_dim is None else "rotary_dim"
+        raise ValueError(f"samebits.{_OP}: {name}: expected an even number up to {head}, got {size!r}")
+    _check_tables(cos, sin, positions, q, size)
+    refuse_gradients(_OP, q=q, k=k, cos=cos, sin=sin)
+    if out is None:
+        q_out, k_out = _operator(q, k, cos, sin, positions, size // 2, layout, bypass=bypass)
+        return q_out, None if k is None else k_out
+    if not isinstance(out, tuple) or len(out) != 2 or (out[1] is None) != (k is None):
+        raise TypeError(
+            f"samebits.{_OP}: out: expected a tuple of two, for q and k, got {type(out).__name__}"
+        )
+    q_out, k_out = out
+    if q_out is not q or k_out is not k or layout == "pairs to halves":
+        moved = layout == "pairs to halves"  # then an entry's place is another thread's to read
+        others = {"q": q, "k": k, "cos": cos, "sin": sin}
+        check_out(_OP, "out[0]", q_out, q, q.dtype, () if moved else (q,), **others)
+        if k is not None and k_out is not None:
+            check_out(_OP, "out[1]", k_out, k, k.dtype, () if moved else (k,), **others)
+            refuse_shared(_OP, **{"out[0]": q_out, "out[1]": k_out})
+    _into(q, k, cos, sin, positions, q_out, k_out, size // 2, layout, bypass=bypass)
+    return q_out, k_out
+
+
+def _check_tables(cos: Tensor, sin: Tensor, positions: Tensor | None, q: Tensor, size: int) -> None:
+    """Refuse cosines, sines and positions that are not those of the tokens of `q`."""
+    if sin.dtype != cos.dtype:
+        raise TypeError(f"samebits.{_OP}: sin: expected {cos.dtype} like cos, got {sin.dtype}")
+    if sin.shape != cos.shape:
+        raise ValueError(f"samebits.{_OP}: sin: expected shape {shape(cos)} like cos, got {shape(sin)}")
+    if cos.ndim == 0 or cos.shape[-1] not in (size, size // 2):
+        raise ValueError(
+            f"samebits.{_OP}: cos: expected [..., {size // 2}] or [..., {size}] for rotary_dim {size}, got"
+            f" shape {shape(cos)}"
+        )
+    lead = q.shape[:-2]
+    if positions is None:
+        own = cos.shape[:-1]
+        spread = zip(reversed(own), reversed(lead), strict=False)
+        if own != lead and (len(own) > len(lead) or any(n not in (1, m) for n, m in spread)):
+            raise ValueError(
+                f"samebits.{_OP}: cos: expected the tokens' shape {tuple(lead)} before its last dimension,"
+                f" got shape {shape(cos)}"
+            )
+        return
+    if not isinstance(positions, Tensor) or positions.dtype not in (torch.int32, torch.int64):
+        got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
+        raise TypeError(f"samebits.{_OP}: positions: expected int32 or int64, got {got}")
+    if positions.shape != lead:
+        raise ValueError(
+            f"samebits.{_OP}: positions: expected the tokens' shape {tuple(lead)}, got {shape(positions)}"
+        )
+    check_device(_OP, "positions", positions, "q", q)
+    if cos.ndim != 2 or len(cos) == 0:
+        raise ValueError(f"samebits.{_OP}: cos: expected [P, {size // 2}] with positions, got {shape(cos)}")
+
+
+def _run(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    pairs: int,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = backend(_OP, q).rotary(q, k, cos, sin, positions, pairs, layout)
+    return found
+
+
+_operator = Operator(
+    "rotary(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, int pairs, str layout)"
+    " -> (Tensor, Tensor)",
+    cpu=_run,
+    fake=lambda q, k, *_: (q.new_empty(q.shape), q.new_empty((0,) if k is None else k.shape)),
+)
+
+
+def _run_into(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_out: Tensor,
+    k_out: Tensor | None,
+    pairs: int,
+    layout: str,
+) -> None:
+    backend(_OP, q).rotary_into(q, k, cos, sin, positions, q_out, k_out, pairs, layout)
+
+
+_into = Operator(
+    "rotary_into(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, Tensor(a!) q_out,"
+    " Tensor(b!)? k_out, int pairs, str layout) -> ()",
+    cpu=_run_into,
+    fake=lambda *_: None,
+)
