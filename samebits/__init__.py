@@ -24,6 +24,7 @@ from samebits.mode import (
     batch_invariant,
     disable_batch_invariant_mode,
     enable_batch_invariant_mode,
+    inherit_mode,
     is_batch_invariant_mode_enabled,
     set_batch_invariant_mode,
 )
@@ -89,6 +90,8 @@ __all__ = [
     "use_backend",
     "use_mma_model",
 ]
+
+inherit_mode()
 
 
 def __getattr__(name: str) -> Any:

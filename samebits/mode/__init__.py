@@ -5,6 +5,7 @@ from samebits.mode.context import batch_invariant
 from samebits.mode.process import (
     disable_batch_invariant_mode,
     enable_batch_invariant_mode,
+    inherit_mode,
     is_batch_invariant_mode_enabled,
     set_batch_invariant_mode,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "batch_invariant",
     "disable_batch_invariant_mode",
     "enable_batch_invariant_mode",
+    "inherit_mode",
     "is_batch_invariant_mode_enabled",
     "set_batch_invariant_mode",
 ]

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samebits.contract import SCALE_BLOCK
+from samebits.mode.patches import when_loaded
 from samebits.ops.experts import Routed, combined, routed
 from samebits.ops.fp8_weights import linear_of_groups, linear_of_values
 from samebits.remedies import see
@@ -34,39 +31,14 @@ def cover(is_on: Callable[[], bool]) -> None:
     if is_on in _asked:
         return
     if not _asked and _MODULE in sys.modules:
-        _cover(sys.modules[_MODULE])
+        _cover()
     elif not _asked:
-        sys.meta_path.insert(0, _WhenLoaded())
+        when_loaded(_MODULE, _cover)
     _asked.append(is_on)
 
 
-class _WhenLoaded(MetaPathFinder):
-    """Finds the layers' module as others do, and covers them as soon as it is loaded."""
-
-    _asks_others = False
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != _MODULE or self._asks_others:
-            return None
-        self._asks_others = True
-        try:
-            spec = find_spec(name)
-        finally:
-            self._asks_others = False
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_cover(module: ModuleType) -> None:
-                load(module)
-                _cover(module)
-
-            spec.loader.exec_module = load_and_cover  # type: ignore[method-assign]
-        return spec
-
-
-def _cover(layers: Any) -> None:
+def _cover() -> None:
+    layers: Any = sys.modules[_MODULE]
     for kind, method, ours in (
         (layers.FP8Linear, "forward", _linear),
         (layers.FP8GroupedLinear, "forward", _block_diagonal_linear),

@@ -4,11 +4,20 @@ Kernels are registered for just the operators that have a rule (:mod:`samebits.m
 autograd and the backend keys of CPU and CUDA: calls reach the latter under ``torch.inference_mode`` and from
 within other operators. What has no rule runs as ever, at no cost. The kernels stay once they are registered,
 since other threads may be running them; while the mode is off they call PyTorch's own.
+
+Processes that are started later are in the mode, too. Those that are forked have all of this. Others read an
+environment variable when they import samebits. What ``multiprocessing`` starts imports it for that: each
+process takes the entries of its parent's ``_config`` along, and unpickles them before its function. They
+count more than the variable: the processes of a fork server have the environment of the server's start.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,20 +27,26 @@ from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost
 from samebits.mode.fp8_layers import cover
 from samebits.mode.held import FAST_PATH
 from samebits.mode.kernels import register_process
+from samebits.mode.patches import when_loaded
 
 __all__ = [
     "disable_batch_invariant_mode",
     "enable_batch_invariant_mode",
+    "inherit_mode",
     "is_batch_invariant_mode_enabled",
     "set_batch_invariant_mode",
 ]
+
+
+_VARIABLE = "SAMEBITS_BATCH_INVARIANT_MODE"
+_COMPILER = "torch._dynamo"  # which takes long to load
 
 
 class _Switch:
     """The state of the process.
 
     Attributes:
-        stance: what ``torch.compile`` did before.
+        stance: what ``torch.compile`` did before. None: it is not loaded, or ran all functions eagerly.
         before: what the blocks that are open have found.
     """
 
@@ -47,15 +62,30 @@ class _Switch:
             if on_uncovered is not None and before is None:
                 register_process()
                 cover(is_batch_invariant_mode_enabled)
-                # What has been compiled, and would be, has other kernels.
-                self.stance = torch.compiler.set_stance("force_eager")
+                when_loaded(_COMPILER, self.compile_nothing)
                 FAST_PATH.hold()
             elif on_uncovered is None and before is not None:
-                if torch._dynamo.eval_frame._stance.stance == "force_eager":  # nobody has changed it since
+                if self.stance is not None and _stance() == "force_eager":  # nobody has changed it since
                     self.stance.__exit__(None, None, None)
+                self.stance = None
                 FAST_PATH.release()
             outermost.process = on_uncovered
+            if on_uncovered is None:
+                os.environ.pop(_VARIABLE, None)
+            else:
+                os.environ[_VARIABLE] = on_uncovered
+                multiprocessing.current_process()._config[_VARIABLE] = _Inherited()  # type: ignore[attr-defined]
+                if _COMPILER in sys.modules:
+                    self.compile_nothing()
             return before
+
+    def compile_nothing(self) -> None:
+        """Let compiled functions run eagerly. What was compiled, and what would be, has kernels of its own.
+
+        Without the lock: the thread that loads the compiler calls it, while another may wait for that.
+        """
+        if outermost.process is not None and _stance() != "force_eager":
+            self.stance = torch.compiler.set_stance("force_eager")
 
     def enter(self, on_uncovered: OnUncovered | None) -> None:
         """Begin a block with this."""
@@ -71,6 +101,33 @@ class _Switch:
 _switch = _Switch()
 
 
+def _stance() -> str:
+    import torch._dynamo  # another thread may be loading it
+
+    stance: str = torch._dynamo.eval_frame._stance.stance
+    return stance
+
+
+class _Inherited:
+    """Pickled, it is the mode as it is then. It stays when the mode ends: so processes learn that it has."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _inherit, (outermost.process,)
+
+
+def _inherit(on_uncovered: OnUncovered | None) -> _Inherited:
+    _switch.set(on_uncovered)
+    return _Inherited()
+
+
+def inherit_mode() -> None:
+    """Enable the mode if the environment says so: that of a parent in the mode does."""
+    on_uncovered: Any = os.environ.get(_VARIABLE)
+    if on_uncovered and outermost.process is None:
+        check_on_uncovered(f"enable_batch_invariant_mode, by {_VARIABLE}", on_uncovered)
+        _switch.set(on_uncovered)
+
+
 def enable_batch_invariant_mode(on_uncovered: OnUncovered = "warn") -> None:
     """Let PyTorch's own functions give the bits of this library's, in the whole process, until disabled.
 
@@ -79,6 +136,10 @@ def enable_batch_invariant_mode(on_uncovered: OnUncovered = "warn") -> None:
     operators that are called from C++, and what activation checkpointing computes again. What is not
     covered costs nothing. While it is on, functions under ``torch.compile`` run eagerly
     (``torch.compiler.set_stance("force_eager")``), since compiled code has kernels of its own.
+
+    Processes that are started meanwhile are in the mode: those of ``multiprocessing``, and so of
+    ``torch.multiprocessing`` and data loaders, by any start method, and all others from their import of
+    samebits on. For these ``SAMEBITS_BATCH_INVARIANT_MODE`` in the environment has ``on_uncovered``.
 
     Enable it before other threads run operators: the first time PyTorch's dispatcher is changed. To enable it
     again changes `on_uncovered` alone.
