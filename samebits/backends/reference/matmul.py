@@ -222,6 +222,8 @@ class _Memory:
 
 
 def _array(t: Tensor, dtype: type[np.generic]) -> Any:
+    if t.numel() == 0:  # without an address, which numpy before 2.4 refuses
+        return np.empty(t.shape, dtype)
     return np.asarray(_Memory(t, dtype))
 
 

@@ -1,0 +1,82 @@
+"""Rotary positions with the frequencies of ``transformers``, by ``transformers``' own modules.
+
+Their frequencies are computed on the CPU, whatever device the model is on: an engine that computes them on a
+GPU gets other bits. Angles, cosines and sines are computed on the model's device, as ``transformers`` does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samebits.engines.refusals import RefusedError
+
+__all__ = ["check_length", "on_the_cpu", "rotary_module", "table"]
+
+_BY_LENGTH = ("dynamic", "longrope")
+"""Kinds whose frequencies depend on the longest sequence of a batch, beyond the trained length."""
+
+
+def rotary_module(config: Any) -> nn.Module:
+    """The rotary module of the ``transformers`` model of a config, built on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM._model_mapping[type(config)]
+    names = vars(inspect.getmodule(model))
+    own: Any
+    (own,) = {
+        v
+        for name, v in names.items()
+        if name.endswith("RotaryEmbedding") and inspect.isclass(v) and v.__module__ == model.__module__
+    }
+    with torch.device("cpu"):
+        module: nn.Module = own(config)
+    return module
+
+
+def check_length(config: Any, longest: int) -> None:
+    """Refuse positions at which the frequencies of a token depend on the rest of its batch."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    for kind in kinds:
+        trained = kind.get("original_max_position_embeddings") or config.max_position_embeddings
+        if kind.get("rope_type") in _BY_LENGTH and longest > trained:
+            raise RefusedError(
+                "rotary positions",
+                f"{kind['rope_type']} frequencies change for a whole batch when one of its sequences is"
+                f" longer than {trained}, and this engine allows {longest}",
+                f"give a maximum length of {trained}",
+            )
+
+
+@torch.no_grad()
+def table(
+    module: nn.Module, positions: int, dtype: torch.dtype, device: torch.device, layer_type: str | None = None
+) -> Tensor:
+    """Cosines, then sines, of positions from 0 on: ``[positions, rotated]``.
+
+    Args:
+        module: from :func:`rotary_module`. It is moved to the device.
+        layer_type: where the model has frequencies by the type of a layer.
+    """
+    at = torch.arange(positions, device=device)[None]
+    x = torch.empty(1, dtype=dtype, device=device)
+    by_type = "layer_type" in inspect.signature(module.forward).parameters
+    cos, sin = module.to(device)(x, at, *((layer_type,) if by_type else ()))
+    half = cos.shape[-1] // 2
+    return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1)
+
+
+def on_the_cpu(model: nn.Module) -> None:
+    """Give rotary modules of ``transformers`` the frequencies of those that were built on the CPU."""
+    for module in model.modules():
+        if not type(module).__name__.endswith("RotaryEmbedding") or not hasattr(module, "config"):
+            continue
+        with torch.device("cpu"):
+            own = type(module)(module.config)
+        buffers = dict(module.named_buffers())
+        for name, buffer in own.named_buffers():
+            buffers[name].copy_(buffer)

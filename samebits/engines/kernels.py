@@ -1,0 +1,68 @@
+"""Compiles and loads kernels before an engine serves.
+
+The schedule of a product depends on its number of rows. In a batch that mixes prompts and decoding that is
+any number, so serving would meet kernels that nobody has compiled, and each costs a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import process
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.backends.cuda import precompile
+from samebits.ops.linear import linear
+
+__all__ = ["make_ready", "products", "row_counts"]
+
+
+def row_counts(most: int) -> list[int]:
+    """Numbers of rows from 1 to `most`, closer where the schedules change faster."""
+    counts = [*range(1, 129), *range(136, 1025, 8), *range(1056, most + 1, 32)]
+    return sorted({*(n for n in counts if n < most), most})
+
+
+def products(weights: Sequence[Tensor], most: int) -> list[Callable[[], object]]:
+    """Calls of :func:`samebits.linear` with each kind of weight, for all :func:`row_counts`."""
+    kinds = {(w.shape, w.dtype): w for w in weights}
+    x = torch.zeros(most * max(w.shape[1] for w in weights), dtype=weights[0].dtype, device=weights[0].device)
+    return [
+        partial(linear, x[: n * w.shape[1]].view(n, w.shape[1]), w)
+        for w in kinds.values()
+        for n in row_counts(most)
+    ]
+
+
+@torch.no_grad()
+def make_ready(calls: Sequence[Callable[[], object]]) -> None:
+    """Compile what GPU calls need, in parallel and into the on-disk cache, then run each of them once."""
+    with _children():
+        precompile.compile_for(calls)
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+@contextmanager
+def _children() -> Iterator[None]:
+    """Let this process have child processes that end within: engines run in daemons, which may have none.
+
+    The children do not import the user's script, which would start another engine.
+    """
+    config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
+    daemon, main = config.pop("daemon", None), sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        if daemon is not None:
+            config["daemon"] = daemon

@@ -1,0 +1,64 @@
+"""Rollouts in vLLM with a trainer's bits: ``LLM(model, **samebits.vllm.options())``.
+
+vLLM loads this package as a plug-in in each of its processes. It does nothing until it is asked, by
+:func:`options` or by ``SAMEBITS_VLLM=1``. Then a token's log-prob has the bits that the ``transformers``
+model of the same weights gives it under :class:`samebits.batch_invariant`. ``docs/vllm.md`` has more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["disable", "enable", "is_enabled", "options", "register"]
+
+
+def options(*, any_version: bool = False) -> dict[str, Any]:
+    """Arguments for ``vllm.LLM`` or ``vllm.AsyncEngineArgs`` that turn samebits on.
+
+    ::
+
+        llm = LLM(model, **samebits.vllm.options())
+
+    What else must be set (attention backend, compilation, CUDA graphs, ...) is set while vLLM creates the
+    engine's configuration. What contradicts it is refused there. ``vllm serve`` takes ``SAMEBITS_VLLM=1`` in
+    its environment instead.
+
+    Args:
+        any_version: also run with versions of vLLM that samebits was not tested with.
+    """
+    return {"additional_config": {"samebits": {"any_version": any_version}}}
+
+
+def register() -> None:
+    """The entry point of ``vllm.general_plugins``, which vLLM calls in each of its processes."""
+    from samebits.vllm.configuration import register
+
+    register()
+
+
+def enable(*, any_version: bool = False) -> None:
+    """Install the hooks in this process, and in those that it starts.
+
+    Engines call it themselves. It turns :func:`samebits.enable_batch_invariant_mode` on.
+
+    Raises:
+        RefusedError: this version of vLLM was not tested.
+        MovedError: a hook does not fit this version.
+    """
+    from samebits.vllm.plugin import enable
+
+    enable(any_version=any_version)
+
+
+def disable() -> None:
+    """Undo :func:`enable` in this process: every hook, and the mode. Engines that exist must not be used."""
+    from samebits.vllm.plugin import disable
+
+    disable()
+
+
+def is_enabled() -> bool:
+    """Whether the hooks are installed in this process."""
+    from samebits.vllm.plugin import is_enabled
+
+    return is_enabled()

@@ -1,0 +1,73 @@
+"""The backend on a GPU: FlashAttention's cache, metadata and cache writes, with our attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+
+from samebits.vllm.attention import NAME, PagedAttention
+
+__all__ = ["SamebitsBackend"]
+
+PAGE = 128
+"""Of which the size of a page is a multiple: the attention kernel's block of keys."""
+
+
+class SamebitsImpl(PagedAttention, FlashAttentionImpl):
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *scales: Any,
+        **more: Any,
+    ) -> Tensor:
+        if attn_metadata is None:  # profiling
+            return output.fill_(0)
+        # The cache has the shape [pages, heads, page, 2 * size], and lies as [pages, page, heads, 2 * size].
+        k, v = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return self.attend(query, k, v, attn_metadata, output)
+
+
+class SamebitsMetadataBuilder(FlashAttentionMetadataBuilder):
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.aot_schedule = False  # of FlashAttention's kernel
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+
+class SamebitsBackend(FlashAttentionBackend):
+    @staticmethod
+    def get_name() -> str:
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[SamebitsImpl]:
+        return SamebitsImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SamebitsMetadataBuilder]:
+        return SamebitsMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(PAGE)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return PAGE

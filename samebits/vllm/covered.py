@@ -1,0 +1,172 @@
+"""What of vLLM keeps a trainer's bits: lists of what was proven. Anything else is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.v1.attention.backend import AttentionType
+
+from samebits.engines.refusals import RefusedError
+from samebits.vllm.attention import PagedAttention
+
+__all__ = ["NATIVE", "check_config", "check_model"]
+
+NATIVE = {
+    "Gemma2ForCausalLM": ("gemma2",),
+    "Gemma3ForCausalLM": ("gemma3",),
+    "Glm4ForCausalLM": ("glm4", "llama"),
+    "GraniteForCausalLM": ("granite",),
+    "LlamaForCausalLM": ("llama",),
+    "MistralForCausalLM": ("mistral", "llama"),
+    "Phi3ForCausalLM": ("phi3", "llama"),
+    "Qwen2ForCausalLM": ("qwen2",),
+    "Qwen3ForCausalLM": ("qwen3", "qwen2"),
+}
+"""Architectures that vLLM's own classes run, and the modules of ``vllm.model_executor.models`` that hold
+them. All others run as ``model_impl="transformers"``."""
+
+_LAYERS = {
+    "activation": ("GeluAndMul", "SiluAndMul"),
+    "attention.attention": ("Attention",),
+    "layernorm": ("GemmaRMSNorm", "RMSNorm"),
+    "linear": (
+        *("ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear"),
+        *("ReplicatedLinear", "RowParallelLinear"),
+    ),
+    "logits_processor": ("LogitsProcessor",),
+    "rotary_embedding.common": ("ApplyRotaryEmb",),
+    "vocab_parallel_embedding": ("ParallelLMHead", "VocabParallelEmbedding"),
+}
+"""Classes of ``vllm.model_executor.layers``, by module. Rotary layers are told by what they inherit."""
+
+_KNOWN = {f"vllm.model_executor.layers.{m}.{name}" for m, names in _LAYERS.items() for name in names}
+
+_LATER = "run it without samebits; it is not covered yet"
+
+_ODDITIES = {
+    "ada_rms_norm_t_cond": "norms that depend on a condition",
+    "dual_chunk_attention_config": "attention in two chunks",
+    "llama_4_scaling": "queries that are scaled by their position",
+}
+"""Options of model configurations that change what a covered architecture computes."""
+
+
+def check_config(config: Any) -> None:
+    """Refuse what a ``VllmConfig`` asks for and is not covered.
+
+    Raises:
+        RefusedError: it names the option.
+    """
+    for what, reason, remedy in _found(config):
+        raise RefusedError(what, reason, remedy)
+
+
+def _found(config: Any) -> Iterator[tuple[str, str, str]]:
+    model, parallel = config.model_config, config.parallel_config
+    if config.quant_config is not None or model.quantization is not None:
+        yield (
+            f"quantization={model.quantization!r}",
+            "quantised products have other bits than a 16-bit trainer's",
+            "give a checkpoint in bfloat16, float16 or float32",
+        )
+    if config.lora_config is not None:
+        yield (
+            "enable_lora",
+            "an adapter's products are added in another order than PEFT's",
+            "merge the adapter on the trainer's side, and load the merged weights",
+        )
+    if config.speculative_config is not None:
+        yield "speculative_config", "its proposals run in another model", _LATER
+    for name in (
+        *("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"),
+        *("prefill_context_parallel_size", "data_parallel_size"),
+    ):
+        if getattr(parallel, name, 1) > 1:
+            remedy = f"give {name}=1; several engines of one GPU each sample as many tokens"
+            yield f"{name}={getattr(parallel, name)}", "sums over GPUs have another order", remedy
+    if model.runner_type != "generate":
+        yield f"runner={model.runner_type!r}", "only the log-probs of generated text are covered", _LATER
+    if model.is_multimodal_model:
+        yield "a multimodal model", "images, audio and their encoders are not covered", _LATER
+    if model.use_mla:
+        yield "MLA", "its absorbed form sums otherwise than the expanded one of transformers", _LATER
+    if model.is_moe:
+        yield "a mixture of experts", "routers and experts are not covered", _LATER
+    if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
+        yield "layers with a recurrent state", "only attention is covered", _LATER
+    dtype = config.cache_config.cache_dtype
+    if dtype not in ("auto", "bfloat16", "float16"):
+        yield f"kv_cache_dtype={dtype!r}", "a trainer keeps keys and values in its dtype", "give 'auto'"
+    head = getattr(model, "head_dtype", model.dtype)
+    if head != model.dtype:
+        yield f"head_dtype={head}", f"the head of transformers computes in {model.dtype}", "do not set it"
+    for name, what in _ODDITIES.items():
+        if getattr(model.hf_text_config, name, None):
+            yield f"{name} in the model's configuration", f"{what} is not covered", _LATER
+
+
+def check_model(model: nn.Module, config: Any) -> None:
+    """Refuse a model with a layer that is not covered.
+
+    Raises:
+        RefusedError: it names the layer.
+    """
+    native = NATIVE.get(type(model).__name__)
+    models = "vllm.model_executor.models"
+    if native is not None and type(model).__module__ in {f"{models}.{m}" for m in native}:
+        origins = (*(f"{models}.{m}" for m in native), "torch.nn.modules.container")
+    elif f"{type(model).__module__}.".startswith(f"{models}.transformers."):
+        origins = (f"{models}.transformers", "transformers", "torch.nn")
+    else:
+        raise RefusedError(
+            f"the architecture {type(model).__name__}",
+            f"of vLLM's own classes these are covered: {', '.join(NATIVE)}",
+            'give model_impl="transformers"',
+        )
+    for name, layer in model.named_modules():
+        what = f"the layer {name or '(the model)'} of class {type(layer).__name__}"
+        _check_class(what, layer, origins)
+        if isinstance(layer, (LinearBase, VocabParallelEmbedding)):
+            method = type(layer.quant_method)
+            if method not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+                raise RefusedError(
+                    what, f"{method.__name__} computes its product", "load unquantised weights"
+                )
+        if getattr(layer, "variance_size_override", None) is not None:
+            raise RefusedError(what, "its norm is of a part of the row", _LATER)
+        if hasattr(layer, "impl"):
+            _check_attention(what, layer)
+
+
+def _check_class(what: str, layer: nn.Module, origins: tuple[str, ...]) -> None:
+    kind = type(layer)
+    module = kind.__module__
+    if f"{module}.{kind.__qualname__}" in _KNOWN or isinstance(layer, RotaryEmbedding):
+        if isinstance(layer, RotaryEmbedding) and kind.forward is not RotaryEmbedding.forward:
+            raise RefusedError(what, "it turns queries and keys in a way of its own", _LATER)
+        return
+    if not any(module == origin or module.startswith(f"{origin}.") for origin in origins):
+        raise RefusedError(what, "it is on no list of what was proven", _LATER)
+
+
+def _check_attention(what: str, layer: Any) -> None:
+    own = layer.impl
+    if not isinstance(own, PagedAttention):
+        raise RefusedError(what, f"{type(own).__name__} computes its attention", "do not choose a backend")
+    if own.attn_type != AttentionType.DECODER:
+        raise RefusedError(what, f"it is {own.attn_type} attention", _LATER)
+    if own.alibi_slopes is not None:
+        raise RefusedError(what, "ALiBi's slopes are not covered", _LATER)
+    if own.kv_sharing_target_layer_name is not None:
+        raise RefusedError(what, "it shares the keys of another layer", _LATER)
+    if own.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise RefusedError(what, f"its cache is {own.kv_cache_dtype}", "give kv_cache_dtype='auto'")
+    own.checked = True

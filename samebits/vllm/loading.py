@@ -1,0 +1,91 @@
+"""What happens when vLLM has loaded a model, before it serves: it is checked, and made ready."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.platforms import current_platform
+
+from samebits.engines import frequencies
+from samebits.engines.hooks import Hooks
+from samebits.mode import batch_invariant, disable_batch_invariant_mode, enable_batch_invariant_mode
+from samebits.vllm import sampling
+from samebits.vllm.covered import check_model
+from samebits.vllm.warmup import warm_up
+
+__all__ = ["install"]
+
+
+def install(hooks: Hooks) -> None:
+    """Check and prepare every model that is loaded from now on."""
+    own = BaseModelLoader.load_model
+    hooks.replace(
+        *(BaseModelLoader, "load_model", _load(own, hooks)), *("self", "vllm_config", "model_config")
+    )
+    hooks.on_undo(disable_batch_invariant_mode)
+
+
+def _load(own: Callable[..., nn.Module], hooks: Hooks) -> Callable[..., nn.Module]:
+    def load_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
+        # In this process alone: it runs the model. While the model runs, the mode is "error".
+        enable_batch_invariant_mode("ignore")
+        if model_config.logprobs_mode.startswith("processed"):
+            sampling.install_processed(hooks)
+        model = own(self, vllm_config, model_config, *args, **kwargs)
+        check_model(model, vllm_config)
+        _set_frequencies(model, model_config)
+        _set_divisor(model, model_config.hf_text_config)
+        if current_platform.is_cuda():
+            warm_up(model, vllm_config)
+        for name in ("forward", "compute_logits"):
+            setattr(model, name, _strict(getattr(model, name)))
+        return model
+
+    return load_model
+
+
+def _strict(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, in which an operator whose rows may depend on the batch is an error.
+
+    Engines make such a call before they serve.
+    """
+
+    def strictly(*args: Any, **kwargs: Any) -> Any:
+        with batch_invariant("error"):
+            return call(*args, **kwargs)
+
+    return strictly
+
+
+def _set_divisor(model: nn.Module, config: Any) -> None:
+    """Granite divides its logits. vLLM would multiply them by the inverse, or do nothing."""
+    divisor = getattr(config, "logits_scaling", None)
+    processor = getattr(model, "logits_processor", None)
+    if divisor and processor is not None:
+        processor.samebits_divisor, processor.scale = divisor, 1.0
+
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def _set_frequencies(model: nn.Module, model_config: Any) -> None:
+    """Give rotary layers the tables of ``transformers``."""
+    config = model_config.hf_text_config
+    frequencies.check_length(config, model_config.max_model_len)
+    frequencies.on_the_cpu(model)
+    own, tables, length = None, {}, model_config.max_model_len
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, RotaryEmbeddingBase):
+            continue
+        own = own or frequencies.rotary_module(config)
+        layer, types = _LAYER.search(name), getattr(config, "layer_types", None)
+        layer_type = types[int(layer[1])] if layer and types else None
+        key = length, module.cos_sin_cache.dtype, module.cos_sin_cache.device, layer_type
+        if key not in tables:
+            tables[key] = frequencies.table(own, *key)
+        module.cos_sin_cache = tables[key]

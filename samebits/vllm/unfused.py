@@ -1,0 +1,37 @@
+"""vLLM's Transformers backend (``model_impl="transformers"``) without its fusers.
+
+It runs ``transformers``' own modelling code. Linear layers, head, attention and log-probs are vLLM's, which
+other hooks replace. What the backend would fuse rounds otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.model_executor.models.transformers import base, fuser
+
+from samebits.engines.hooks import Hooks
+
+__all__ = ["install"]
+
+
+def install(hooks: Hooks) -> None:
+    """Leave modules as they are, but for linear layers, embedding and attention."""
+    if hasattr(fuser, "FUSERS"):
+        from vllm.model_executor.models.transformers.fusers import AttentionFuser
+
+        hooks.expect(fuser, "get_fusers", "module")
+        hooks.replace(fuser, "FUSERS", (AttentionFuser,))  # it fuses nothing, and says where attention is
+        hooks.replace(base, "replace_layernorm_class", _itself, "layernorm")
+        fuser.get_fusers.cache.clear()
+        hooks.on_undo(fuser.get_fusers.cache.clear)
+    else:  # before 0.27
+        hooks.replace(fuser, "get_fuser", _none, "module")
+
+
+def _itself(module: Any) -> Any:
+    return module
+
+
+def _none(module: Any) -> None:
+    return None

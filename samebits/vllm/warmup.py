@@ -1,0 +1,69 @@
+"""Makes the kernels ready that a model will need, before vLLM captures graphs and serves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from samebits.engines.kernels import make_ready, products
+from samebits.vllm.attention import PagedAttention
+
+__all__ = ["warm_up"]
+
+_PROMPT_ROWS = 1024
+"""Rows of a prompt whose log-probs vLLM computes at once."""
+
+
+def warm_up(model: nn.Module, config: Any) -> None:
+    """Compile and load the kernels of products and attention, for a model on a GPU.
+
+    The first start compiles for a minute or so. Later ones find the kernels in the on-disk cache.
+    """
+    scheduler = config.scheduler_config
+    tokens, sequences = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    layers = [m.weight for m in model.modules() if isinstance(m, LinearBase)]
+    heads = [m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)]  # one may be tied
+    make_ready(products(layers, tokens) + products(heads, max(sequences, _PROMPT_ROWS)))
+    make_ready([*_attention(model, config, tokens, sequences)])
+
+
+def _attention(model: nn.Module, config: Any, tokens: int, sequences: int) -> Iterator[Callable[[], object]]:
+    """Calls of each kind of attention, for several numbers of tokens and sequences."""
+    page, dtype = config.cache_config.block_size, config.model_config.dtype
+    columns = -(-config.model_config.max_model_len // page)
+    found = (getattr(m, "impl", None) for m in model.modules())
+    layers = [own for own in found if isinstance(own, PagedAttention)]
+    sizes = sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
+    for own in {layer.kind: layer for layer in layers}.values():
+        k, v = torch.zeros(1, page, own.num_kv_heads, 2 * own.head_size, dtype=dtype, device="cuda").chunk(
+            2, -1
+        )
+        for n in sizes:
+            x = torch.zeros(n, own.num_heads, own.head_size, dtype=dtype, device="cuda")
+            for batch in sorted({min(b, n, sequences) for b in (1, 8, 64, n)}):
+                yield partial(own.attend, x, k, v, _step(n, batch, columns), torch.empty_like(x))
+
+
+def _step(tokens: int, batch: int, columns: int) -> SimpleNamespace:
+    """Metadata of a step in which so many sequences have `tokens` together. All use page 0."""
+    starts = [i * tokens // batch for i in range(batch + 1)]
+    lengths = [b - a for a, b in itertools.pairwise(starts)]
+
+    def on_gpu(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    return SimpleNamespace(
+        num_actual_tokens=tokens,
+        max_query_len=max(lengths),
+        query_start_loc=on_gpu(starts),
+        seq_lens=on_gpu(lengths),
+        block_table=torch.zeros(batch, columns, dtype=torch.int32, device="cuda"),
+    )

@@ -1,0 +1,66 @@
+"""Log-probs for engines, beside those that a trainer computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import samebits
+from samebits.engines import logprobs
+from samebits.testing import assert_same_bits
+
+
+def logits(dtype: torch.dtype = torch.bfloat16, rows: int = 6, size: int = 300) -> Tensor:
+    return (torch.randn(rows, size, generator=torch.Generator().manual_seed(3)) * 4).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_log_probs_of_tokens(dtype: torch.dtype) -> None:
+    wide = logits(dtype, size=512)
+    z = wide[:, :300]  # as vLLM cuts off the padding of a vocabulary
+    ids = torch.randint(0, 300, (6, 3), dtype=torch.int32)
+    with samebits.batch_invariant("error"):
+        expected = z.float().log_softmax(-1)
+    assert_same_bits(logprobs.all_logprobs(z), expected)
+    assert_same_bits(logprobs.token_logprobs(z, ids), expected.gather(-1, ids.long()))
+
+
+@pytest.mark.parametrize(("k", "p"), [(None, None), (5, None), (None, 0.8), (20, 0.9), (1, 0.1)])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_processed_log_probs(temperature: float, k: int | None, p: float | None) -> None:
+    z = logits()
+    got = logprobs.processed(z, temperature, k, p)
+    with samebits.batch_invariant("error"):
+        x = z.float() / torch.tensor(temperature)
+        ordered, at = x.sort(dim=-1, stable=True)
+        if k is not None:
+            ordered = ordered.masked_fill(ordered < ordered[:, -k, None], -torch.inf)
+        if p is not None:
+            hidden = ordered.softmax(-1).cumsum(-1) <= 1 - torch.tensor(p)
+            hidden[:, -1] = False
+            ordered = ordered.masked_fill(hidden, -torch.inf)
+        expected = torch.empty_like(x).scatter(-1, at, ordered).log_softmax(-1)
+    assert_same_bits(got, expected)
+
+
+def test_each_row_has_its_own_temperature_and_cut() -> None:
+    z = logits()
+    temperatures, k, p = (
+        torch.tensor([0.5, 1, 2, 1, 0, 0.7]),
+        torch.tensor([3, 300, 5, 300, 300, 1]),
+        torch.tensor([1, 0.5, 0.9, 1, 1, 1]),
+    )
+    got = logprobs.keep_top(logprobs.divided(z, temperatures), k, p)
+    for i, t in enumerate(temperatures.tolist()):
+        cut = logprobs.keep_top(logprobs.divided(z[i : i + 1], torch.tensor([t])), k[i : i + 1], p[i : i + 1])
+        assert_same_bits(got[i : i + 1], cut)
+    assert_same_bits(got[4], z[4].float())  # greedy
+
+
+def test_processed_log_probs_have_gradients() -> None:
+    z = logits(torch.float32).requires_grad_()
+    logprobs.processed(z, 0.7, 20, 0.9).max(-1).values.sum().backward()
+    assert z.grad is not None
+    assert z.grad.isfinite().all()
+    assert z.grad.abs().sum() > 0
