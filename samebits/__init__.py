@@ -33,6 +33,7 @@ from samebits.ops.add_rms_norm import add_rms_norm
 from samebits.ops.addmm import addmm_
 from samebits.ops.attention import attention
 from samebits.ops.bmm import bmm
+from samebits.ops.gated import gated
 from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.linear import linear
 from samebits.ops.linear_logp import linear_logp
@@ -70,6 +71,7 @@ __all__ = [
     "disable_batch_invariant_mode",
     "distributed",
     "enable_batch_invariant_mode",
+    "gated",
     "grouped_mm",
     "is_batch_invariant_mode_enabled",
     "linear",

@@ -1,7 +1,8 @@
-"""The constants of exp, log, exp2 and sums over the vocabulary.
+"""The constants of exp, log, exp2, gelu and sums over the vocabulary.
 
-``docs/contract.md``, "Log-probabilities" and "exp2", defines the functions. The CPU reference reads the
-constants from here. ``kernels/include/functions.cuh`` repeats them for CUDA, and a test compares the two.
+``docs/contract.md``, "Log-probabilities", "exp2" and "Fused layers", defines the functions. The CPU
+reference reads the constants from here. ``kernels/include/{functions,activations}.cuh`` repeat them for CUDA,
+and a test compares the two.
 """
 
 from __future__ import annotations
@@ -42,6 +43,18 @@ CONSTANTS = {
         "L7": "-0x1.0d8542p-3",
         "L8": "0x1.055b72p-3",
         "L9": "-0x1.38b59p-4",
+        "HALF_ROOT": "0x1.6a09e6p-1",
+        "TANH_SCALE": "0x1.988454p-1",
+        "TANH_CUBE": "0x1.6e4e26p-5",
+        "G1": "-0x1.20dd78p+0",
+        "G2": "-0x1.45f28cp-1",
+        "G3": "-0x1.a510c8p-4",
+        "G4": "0x1.3ada8ap-6",
+        "G5": "0x1.ed1856p-15",
+        "G6": "-0x1.9d5694p-10",
+        "G7": "0x1.344168p-11",
+        "G8": "-0x1.bcb54p-14",
+        "G9": "0x1.0de7eap-17",
     }.items()
 }
 """All of them are f32 values."""

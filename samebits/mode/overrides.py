@@ -22,6 +22,7 @@ from samebits.ops.attention import scaled_dot_product_attention
 from samebits.ops.cross_entropy import cross_entropy as cross_entropy_of_rows
 from samebits.ops.embedding import copied_rows, embedding
 from samebits.ops.expand import expand
+from samebits.ops.gelu import gelu
 from samebits.ops.logsumexp import logsumexp
 from samebits.ops.norm import layer_norm, rms_norm
 from samebits.ops.reduce import mean, sum
@@ -127,6 +128,15 @@ def rsqrt_(input: Tensor) -> Any:
 
 
 _other_rsqrt = in_whole_vectors(torch.rsqrt)
+
+
+def gelu_(input: Tensor, *, approximate: str = "none") -> Any:
+    if not takes(input) or approximate not in ("none", "tanh"):
+        return _other_gelu(input, approximate=approximate)
+    return gelu(input, approximate)
+
+
+_other_gelu = in_whole_vectors(F.gelu)
 
 
 def sum_(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:

@@ -216,6 +216,10 @@ REPLACED = (
         "1 / sqrt(x), two roundings in float32; PyTorch's on a CPU, where a GPU has an approximation",
     ),
     Row(
+        {"gelu": overrides.gelu_, "gelu_": products.in_place(overrides.gelu_)},
+        "[`gelu`](contract.md#fused-layers); PyTorch's differs between a CPU and a GPU",
+    ),
+    Row(
         {torch.linalg.solve_triangular: overrides.solve_triangular},
         "substitution, [row by row](contract.md#triangular-systems), of float32",
     ),
@@ -273,7 +277,7 @@ WHOLE_VECTORS = """
     arcsin arccos arctan arctan2 arcsinh arccosh arctanh
     erf erfc erfinv erfcx ndtr ndtri log_ndtr entr i0 i0e i1 i1e lgamma gammaln digamma psi polygamma
     igamma igammac gammainc gammaincc logit xlogy xlog1py logaddexp logaddexp2 ldexp hypot lerp addcmul
-    addcdiv sigmoid expit silu gelu mish softplus logsigmoid elu selu celu softshrink tanhshrink
+    addcdiv sigmoid expit silu mish softplus logsigmoid elu selu celu softshrink tanhshrink
 """.split()  # noqa: SIM905
 COMPLEX_WHOLE_VECTORS = (
     *("abs", "absolute", "__abs__", "square", "reciprocal", "angle", "sgn", "softsign"),

@@ -186,7 +186,8 @@ def test_the_interpolation_of_exp2_is_that_of_the_document() -> None:
 
 
 def test_constants_are_the_same_everywhere() -> None:
-    header = (ROOT / "samebits/backends/cuda/kernels/include/functions.cuh").read_text()
+    include = ROOT / "samebits/backends/cuda/kernels/include"
+    header = (include / "functions.cuh").read_text() + (include / "activations.cuh").read_text()
     in_header = {
         name: float.fromhex(value)
         for name, value in re.findall(r"constexpr float (\w+) = (-?0x[\w.+-]+)f;", header)

@@ -112,8 +112,14 @@ def quantized(block: list[float], form: str) -> tuple[list[int], float]:
 
 def silu(a: float) -> float:
     """``a / (1 + e**-a)`` in f32."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return float(f32(a) / one_and_exp_minus(a))
+
+
+def one_and_exp_minus(a: float) -> np.float32:
+    """``1 + e**-a`` in f32."""
     if math.isnan(a):
-        return a
+        return f32(a)
     x = min(max(-a, -64.0), 89.0)
     t = fma32(x, LOG2E, 12583039)
     n = t - f32(12583039)
@@ -122,8 +128,7 @@ def silu(a: float) -> float:
     for i in range(5, -1, -1):
         q = fma32(q, f, E[i])
     with np.errstate(over="ignore", invalid="ignore"):
-        e = q * np.ldexp(f32(1), int(n) - 1) * f32(2)
-        return float(f32(a) / (f32(1) + e))
+        return f32(f32(1) + q * np.ldexp(f32(1), int(n) - 1) * f32(2))
 
 
 def rounded(x: float, dtype: str) -> float:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from tests.support.naive import f32
-from tests.support.naive_fp8 import rounded
+import math
+
+import numpy as np
+
+from tests.support.naive import exp32, f32, fma32
+from tests.support.naive_fp8 import one_and_exp_minus, rounded, silu
 from tests.support.naive_rows import Row, normalised
 
 
@@ -39,3 +43,51 @@ def rotary(head: Row, cos: Row, sin: Row, dim: int, layout: str, between: str) -
         out[to[0]] = rounded(float(f32(f32(times(a, cos[at[0]])) - f32(times(b, sin[at[0]])))), between)
         out[to[1]] = rounded(float(f32(f32(times(b, cos[at[1]])) + f32(times(a, sin[at[1]])))), between)
     return out
+
+
+G = (
+    *("-0x1.20dd78p+0", "-0x1.45f28cp-1", "-0x1.a510c8p-4", "0x1.3ada8ap-6", "0x1.ed1856p-15"),
+    *("-0x1.9d5694p-10", "0x1.344168p-11", "-0x1.bcb54p-14", "0x1.0de7eap-17"),
+)
+HALF_ROOT, TANH_SCALE, TANH_CUBE = map(float.fromhex, ("0x1.6a09e6p-1", "0x1.988454p-1", "0x1.6e4e26p-5"))
+
+
+def erf(x: float) -> np.float32:
+    t = f32(min(abs(x), 4.0)) if not math.isnan(x) else f32(x)
+    q = f32(float.fromhex(G[8]))
+    for i in range(7, -1, -1):
+        q = fma32(float(q), float(t), float.fromhex(G[i]))
+    return np.copysign(f32(f32(1) - exp32(f32(q * t))), f32(x)) if x else f32(0)
+
+
+def tanh(x: float) -> np.float32:
+    e = exp32(f32(f32(abs(x)) * f32(-2)))
+    return np.copysign(f32(f32(1) - f32(f32(e + e) / f32(f32(1) + e))), f32(x)) if x else f32(0)
+
+
+def activated(a: float, activation: str) -> float:
+    """An activation in f32."""
+    if activation == "silu":
+        return silu(a)
+    x = f32(a)
+    if activation == "sigmoid":
+        return float(f32(1) / one_and_exp_minus(a))
+    if activation == "gelu":
+        return float(f32(f32(x * f32(0.5)) * f32(f32(1) + erf(float(f32(x * f32(HALF_ROOT)))))))
+    cube = f32(f32(x * x) * x)
+    y = tanh(float(f32(f32(TANH_SCALE) * fma32(TANH_CUBE, float(cube), a))))
+    return float(f32(f32(f32(0.5) * x) * f32(f32(1) + y)))
+
+
+def gated(a: float, b: float, activation: str, limit: float | None, alpha: float, dtype: str) -> float:
+    """One entry before its last rounding."""
+    if limit is not None:
+        bound = rounded(float(f32(limit)), dtype)
+        a = a if math.isnan(a) else min(a, bound)
+        b = b if math.isnan(b) else max(min(b, bound), -bound)
+    if activation == "gpt_oss":
+        scaled = rounded(float(f32(f32(a) * f32(alpha))), dtype)
+        weight = rounded(activated(scaled, "sigmoid"), dtype)
+        gate = rounded(float(f32(f32(a) * f32(weight))), dtype)
+        return float(f32(f32(rounded(float(f32(f32(b) + f32(1))), dtype)) * f32(gate)))
+    return float(f32(f32(rounded(activated(a, activation), dtype)) * f32(b)))

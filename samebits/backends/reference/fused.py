@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samebits.backends.reference import rows
+from samebits.backends.reference import activation_kernels, rows
+from samebits.backends.reference.logp import over_rows
 from samebits.backends.reference.matmul import require_subnormals, rounded
 
 
@@ -107,6 +108,43 @@ def rotary_into(
     q_out.copy_(found[0])
     if k_out is not None:
         k_out.copy_(found[1])
+
+
+def gated(gate: Tensor, up: Tensor | None, activation: str, limit: float, alpha: float) -> Tensor:
+    """``activation(gate) * up``, contiguous. Without `up`, a row of `gate` has both, one after the other."""
+    require_subnormals()
+    dtype = gate.dtype
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    bound = _rounded(torch.tensor([limit], dtype=torch.float64).float(), dtype).float()
+    g, u = torch.minimum(_wide(gate), bound), torch.maximum(torch.minimum(_wide(up), bound), -bound)
+    if activation == "gpt_oss":
+        weights = _rounded(activated(_rounded(g * alpha, dtype), "sigmoid"), dtype)
+        g, u = g * _wide(weights), _wide(_rounded(u + 1, dtype))
+    else:
+        g = activated(g, activation)
+    return _rounded(_wide(_rounded(g, dtype)) * u, dtype)
+
+
+def gated_into(
+    gate: Tensor, up: Tensor | None, out: Tensor, activation: str, limit: float, alpha: float
+) -> None:
+    """The same into `out`, which may be an operand."""
+    out.copy_(gated(gate, up, activation, limit, alpha))
+
+
+def gelu(x: Tensor, approximate: str) -> Tensor:
+    """:func:`torch.nn.functional.gelu`, contiguous."""
+    require_subnormals()
+    return _rounded(activated(x, "gelu" if approximate == "none" else "gelu_tanh"), x.dtype)
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    """An activation in float32, contiguous."""
+    wide = _wide(x).contiguous().reshape(-1, x.shape[-1] if x.ndim else 1)
+    out = torch.empty_like(wide)
+    which = getattr(activation_kernels, activation.upper())
+    over_rows(wide, lambda *span: activation_kernels.activate(wide.numpy(), out.numpy(), which, *span))
+    return out.view(x.shape)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -51,14 +51,19 @@ def exp(x):
     return q * bits_to_f32(power)
 
 
-@_njit(f32(f32))
-def silu(a):
-    """``a / (1 + e**-a)``, by an e**x for x of both signs. No e**x below 2**-92 would change 1 + e**x."""
+@_njit()
+def one_and_exp_minus(a):
+    """``1 + e**-a``, by an e**x for x of both signs. No e**x below 2**-92 would change the sum."""
     x = -a
     x = _NEAR_NOTHING if x < _NEAR_NOTHING else _PAST_LARGEST if x > _PAST_LARGEST else x
     q, power = _exp_parts(x)
     half = q * bits_to_f32(np.uint32(power - _ONE_EXPONENT))
-    return a / (_ONE + half * _TWO)
+    return _ONE + half * _TWO
+
+
+@_njit(f32(f32))
+def silu(a):
+    return a / one_and_exp_minus(a)
 
 
 @_njit(f32(f32))

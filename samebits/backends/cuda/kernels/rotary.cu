@@ -56,8 +56,8 @@ __device__ __forceinline__ void load_pairs(const typename E::Stored* at, int fir
     }
 }
 
-__device__ __forceinline__ void load_factors(const Trig::Stored* at, int first, int pairs,
-                                             float (&a)[VECTOR], float (&b)[VECTOR]) {
+__device__ __forceinline__ void load_factors(const Trig::Stored* at, int first, int pairs, float (&a)[VECTOR],
+                                             float (&b)[VECTOR]) {
     if constexpr (FULL) {
         load_pairs<Trig, TO>(at, first, pairs, a, b);
     } else {

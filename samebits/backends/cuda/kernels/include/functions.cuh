@@ -94,15 +94,17 @@ __device__ __forceinline__ float exp(float x) {
     return __fmul_rn(q, __int_as_float(power));
 }
 
-// a / (1 + e^-a), by an e^x for x of both signs. No e^x below 2^-92 would change 1 + e^x.
-__device__ __forceinline__ float silu(float a) {
+// 1 + e^-a, by an e^x for x of both signs. No e^x below 2^-92 would change the sum.
+__device__ __forceinline__ float one_and_exp_minus(float a) {
     int power;
     float x = maximum(-a, -64.0f);
     x = x > 89.0f ? 89.0f : x;
     const float q = exp_parts(x, power);
     const float half = __fmul_rn(q, __int_as_float(power - (1 << 23)));
-    return __fdiv_rn(a, __fadd_rn(1.0f, __fmul_rn(half, 2.0f)));
+    return __fadd_rn(1.0f, __fmul_rn(half, 2.0f));
 }
+
+__device__ __forceinline__ float silu(float a) { return __fdiv_rn(a, one_and_exp_minus(a)); }
 
 // 2^x by a polynomial: exact for integers, +0 from -127 down, infinity from 128 on.
 __device__ __forceinline__ float exp2(float x) {

@@ -1,0 +1,64 @@
+"""Activations element by element, as ``docs/contract.md`` has them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import float32 as f32
+from numba import int64 as i64
+from numba import void
+
+from samebits.backends.reference.kernels import _njit, fma
+from samebits.backends.reference.logp_kernels import exp, one_and_exp_minus, silu
+from samebits.functions import CONSTANTS
+
+SILU, SIGMOID, GELU, GELU_TANH = range(4)
+
+_HALF_ROOT, _TANH_SCALE, _TANH_CUBE = (
+    np.float32(CONSTANTS[name]) for name in ("HALF_ROOT", "TANH_SCALE", "TANH_CUBE")
+)
+_G1, _G2, _G3, _G4, _G5, _G6, _G7, _G8, _G9 = (np.float32(CONSTANTS[f"G{i}"]) for i in range(1, 10))
+_ZERO, _HALF, _ONE, _TWO, _FOUR = (np.float32(x) for x in (0, 0.5, 1, 2, 4))
+
+
+@_njit()
+def _erf(x):
+    """1 - e**q for the magnitude, where q is the logarithm of erfc."""
+    t = abs(x)
+    t = _FOUR if t > _FOUR else t
+    q = fma(_G9, t, _G8)
+    q = fma(q, t, _G7)
+    q = fma(q, t, _G6)
+    q = fma(q, t, _G5)
+    q = fma(q, t, _G4)
+    q = fma(q, t, _G3)
+    q = fma(q, t, _G2)
+    q = fma(q, t, _G1)
+    y = _ONE - exp(q * t)
+    return -y if x < _ZERO else y
+
+
+@_njit()
+def _tanh(x):
+    e = exp(abs(x) * -_TWO)
+    y = _ONE - (e + e) / (_ONE + e)
+    return -y if x < _ZERO else y
+
+
+@_njit()
+def _activated(a, which):
+    if which == SILU:
+        return silu(a)
+    if which == SIGMOID:
+        return _ONE / one_and_exp_minus(a)
+    if which == GELU:
+        return (a * _HALF) * (_ONE + _erf(a * _HALF_ROOT))
+    y = _tanh(_TANH_SCALE * fma(_TANH_CUBE, (a * a) * a, a))
+    return (_HALF * a) * (_ONE + y)
+
+
+@_njit(void(f32[:, :], f32[:, :], i64, i64, i64))
+def activate(x, out, which, first, last):
+    """Some rows of ``out = activation(x)``."""
+    for i in range(first, last):
+        for j in range(x.shape[1]):
+            out[i, j] = _activated(x[i, j], which)
