@@ -37,7 +37,7 @@ from samebits.ops.gated import gated
 from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.linear import linear
 from samebits.ops.linear_logp import linear_logp
-from samebits.ops.logp import logp
+from samebits.ops.logp import gather_logp, logp
 from samebits.ops.matmul import matmul
 from samebits.ops.quantize import quantize
 from samebits.ops.rotary import rotary
@@ -72,6 +72,7 @@ __all__ = [
     "distributed",
     "enable_batch_invariant_mode",
     "gated",
+    "gather_logp",
     "grouped_mm",
     "is_batch_invariant_mode_enabled",
     "linear",

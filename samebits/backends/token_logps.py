@@ -132,3 +132,26 @@ class GradLogitsInputs(NamedTuple):
     rows: Rows
     grad: Tensor
     grad_entropy: Tensor | None
+
+
+def of_ids(
+    add_statistics: Callable[[Statistics, Tensor, int, Rows], None],
+    combine: Callable[[Statistics, Rows], None],
+    out: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+) -> None:
+    """Write the log-probabilities of ``ids[rows, n]`` under ``logits[rows, V]`` into `out`, by these two.
+
+    An id that is not in the vocabulary gives NaN. A backend may have a faster version.
+    """
+    count, vocabulary = logits.shape
+    rows = Rows.empty(torch.full((count,), -1, device=logits.device), vocabulary, -1)
+    statistics = Statistics.empty(rows)
+    add_statistics(statistics, logits, 0, rows)
+    combine(statistics, rows)
+    known = (ids >= 0) & (ids < vocabulary)
+    z = logits.gather(1, torch.where(known, ids, 0).to(torch.int64)).to(torch.float32)
+    found = z - rows.shift[:, None] - rows.log_sum[:, None]
+    nan = torch.full((), 0x7FFFFFFF, dtype=torch.int32, device=logits.device).view(torch.float32)
+    out.copy_(torch.where(known & ~found.isnan(), found, nan))

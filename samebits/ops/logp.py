@@ -1,4 +1,4 @@
-"""``samebits.logp``: the log-softmax of given logits at selected targets."""
+"""``samebits.logp`` and ``gather_logp``: the log-softmax of given logits at selected targets, or ids."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from samebits.backends import Key, on_gpu
 from samebits.backends.replay import refuse
 from samebits.backends.token_logps import Rows, Statistics
 from samebits.ops._checks import check_device, check_operands, shape
+from samebits.ops._fused import refuse_gradients
 from samebits.ops._memory import capturing, has_memory
 from samebits.ops._operator import Operator, refuse_second_derivatives, reshaped
 
@@ -52,6 +53,48 @@ def logp(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
     out: Tensor = _operator(rows, target.reshape(-1), ignore_index, key)[0]
     refuse_unknown()
     return reshaped(out, target.shape)
+
+
+def gather_logp(logits: Tensor, ids: Tensor) -> Tensor:
+    """The log-probabilities of several ids of each row: ``log_softmax(logits.float(), -1).gather(-1, ids)``.
+
+    ``out[..., i] = (z[ids[..., i]] - R) - log(sum over v of exp(z[v] - R))``, with ``z = logits[...]`` and
+    ``R = max z``: the bits of these functions under :class:`samebits.batch_invariant`, and of
+    :func:`samebits.logp` of each id (see ``docs/contract.md``, "Log-probabilities"). A row's results depend
+    on that row alone. The log-softmax is not stored. Nothing waits for the GPU, so that an engine can call it
+    in a CUDA graph.
+
+    Args:
+        logits: ``[..., V]``, bfloat16, float16 or float32, any strides. They are widened to float32.
+        ids: int64 or int32 ``[..., n]``, on the same device. One that is not within [0, V) gives NaN.
+
+    Returns:
+        float32 ``[..., n]``. A row that contains NaN or +inf, or only -inf, gives NaN.
+
+    Raises:
+        TypeError: a dtype is not one of these.
+        ValueError: shapes or devices do not match, or V is 0.
+        NotImplementedError: a gradient is asked for. :func:`samebits.logp` has one.
+    """
+    _, key, bypass = check_operands("gather_logp", None, {"logits": logits}, autocast=False)
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(
+            f"samebits.gather_logp: logits: expected [..., V] with V > 0, got shape {shape(logits)}"
+        )
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"samebits.gather_logp: ids: expected int64 or int32, got {got}")
+    if ids.ndim != logits.ndim or ids.shape[:-1] != logits.shape[:-1]:
+        wanted = f"({', '.join(map(str, logits.shape[:-1]))}, n)"
+        raise ValueError(
+            f"samebits.gather_logp: ids: expected shape {wanted} for logits {shape(logits)}, got {shape(ids)}"
+        )
+    check_device("gather_logp", "ids", ids, "logits", logits)
+    refuse_gradients("gather_logp", logits=logits)
+    rows = logits if logits.ndim == 2 else logits.reshape(-1, logits.shape[-1])
+    of_rows = ids if ids.ndim == 2 else ids.reshape(len(rows), ids.shape[-1])
+    out: Tensor = _of_ids(rows, of_rows, key, bypass=bypass)
+    return reshaped(out, ids.shape)
 
 
 def check_target(op: str, target: Tensor, name: str, like: Tensor, ignore_index: int) -> Tensor:
@@ -204,3 +247,18 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tup
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _run_of_ids(logits: Tensor, ids: Tensor, key: Key) -> Tensor:
+    out = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+    if ids.numel():
+        for start, stop in _pieces(logits):
+            _backend(logits, key).of_ids(out[start:stop], logits[start:stop], ids[start:stop])
+    return out
+
+
+_of_ids = Operator(
+    "gather_logp(Tensor logits, Tensor ids, str contract) -> Tensor",
+    cpu=_run_of_ids,
+    fake=lambda logits, ids, _: logits.new_empty(ids.shape, dtype=torch.float32),
+)

@@ -26,6 +26,7 @@ _PARAMS = {
     "block_statistics": "PqPPPPPqqif",
     "combine": "PPPPPPPPPqqii",
     "combine_few": "PPPPPPPPPqqii",
+    "combine_ids": "PPPPPqqqiii",
     "grad_logits": "PqPPPPPPPqqqqqf",
     "first_unknown": "PPqqq",
 }
@@ -122,6 +123,25 @@ def combine(statistics: Statistics, rows: Rows) -> None:
         *(t.data_ptr() for t in statistics),
         *(t.data_ptr() for t in (rows.target, rows.logp, rows.entropy, rows.shift, rows.log_sum)),
         *(rows.vocabulary, rows.ignore_index, tokens, blocks),
+    )
+
+
+def of_ids(out: Tensor, logits: Tensor, ids: Tensor) -> None:
+    """Write the log-probabilities of ``ids[rows, n]`` under ``logits[rows, V]`` into `out`, contiguous."""
+    logits, ids = with_rows(logits), with_rows(ids)
+    (rows, vocabulary), device = logits.shape, logits.get_device()
+    blocks = -(-vocabulary // VOCAB_BLOCK)
+    m, s = (runtime.empty((rows, blocks), torch.float32, device) for _ in range(2))
+    _kernel("block_statistics", device, logits.dtype).launch(
+        (rows * -(-blocks // _WARPS), 1, 1),
+        *(logits.data_ptr(), logits.stride(0), 0, m.data_ptr(), s.data_ptr(), 0, 0),
+        *(0, vocabulary, blocks, 1.0),
+    )
+    _kernel("combine_ids", device, logits.dtype).launch(
+        (rows, 1, 1),
+        *(m.data_ptr(), s.data_ptr(), logits.data_ptr(), ids.data_ptr(), out.data_ptr()),
+        *(logits.stride(0), ids.stride(0), vocabulary),
+        *(ids.shape[1], blocks, int(ids.dtype == torch.int64)),
     )
 
 

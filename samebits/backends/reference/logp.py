@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from samebits.backends import Step
+from samebits.backends import Step, token_logps
 from samebits.backends.reference import logp_kernels as kernels
 from samebits.backends.reference.matmul import in_threads, require_subnormals, rounded
 from samebits.backends.token_logps import Rows, Statistics
@@ -46,6 +47,9 @@ def combine(statistics: Statistics, rows: Rows) -> None:
     for results in (logp, entropy) if rows.with_entropy else (logp,):
         results[(target < 0) | (target >= rows.vocabulary)] = kernels.NAN
         results[target == rows.ignore_index] = 0
+
+
+of_ids = partial(token_logps.of_ids, add_statistics, combine)
 
 
 def grad_logits(

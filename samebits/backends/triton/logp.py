@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Step
+from samebits.backends import Step, token_logps
 from samebits.backends.replay import refuse
 from samebits.backends.token_logps import Rows, Statistics
 from samebits.backends.token_logps import first_unknown as first_unknown
@@ -56,6 +56,9 @@ def combine(statistics: Statistics, rows: Rows) -> None:
             **COMBINE,
             enable_fp_fusion=False,
         )
+
+
+of_ids = partial(token_logps.of_ids, add_statistics, combine)
 
 
 def grad_logits(

@@ -4,6 +4,7 @@
 //   combine            a warp takes the statistics of a row, a lane a chain
 //   combine_few        a block takes them: all of it weighs, 1024 blocks at a time through shared memory; one
 //                      warp sums
+//   combine_ids        a block takes them likewise, and then the logits of several ids of its row
 //   grad_logits        a thread takes eight logits
 //   first_unknown      a few blocks look for a target that is neither ignored nor in the vocabulary
 //
@@ -28,8 +29,8 @@ constexpr int LANE =
 struct StatisticsParams {
     const Logits::Stored* logits;
     i64 logits_row;
-    const i64* target;
-    float *m, *s, *u;  // from the first of these blocks on
+    const i64* target;  // null: there is none
+    float *m, *s, *u;   // from the first of these blocks on
     float* target_logit;
     i64 first, width;  // of the entries that `logits` has
     int blocks;        // in a row of m, s and u
@@ -49,10 +50,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int i = 0; i < LANE; ++i)
         z[i] = v + 32 * i < p.width ? __fmul_rn(Logits::widen(logits[v + 32 * i]), p.scale) : -INF;
-    const i64 target = p.target[row] - p.first;
+    if (p.target) {
+        const i64 target = p.target[row] - p.first;
 #pragma unroll
-    for (int i = 0; i < LANE; ++i)
-        if (v + 32 * i == target && target < p.width) p.target_logit[row] = z[i];
+        for (int i = 0; i < LANE; ++i)
+            if (v + 32 * i == target && target < p.width) p.target_logit[row] = z[i];
+    }
 
     const auto found = contract::block_statistics<32, 1, ENTROPY>(z);
     if (lane > 0) return;
@@ -115,36 +118,38 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
 
 constexpr int PIECE = 1024;  // blocks of the vocabulary that are weighed at once
 
-// The same by a block for each row: all of it loads and weighs, and each lane of its first warp keeps a
-// chain.
-extern "C" __global__ void __launch_bounds__(THREADS) combine_few(const __grid_constant__ CombineParams p) {
+struct RowSums {
+    float shift, sum, u;  // the sums in the first warp alone
+};
+
+// The sums over a row's blocks by a block of threads: all of it loads and weighs, and each lane of its first warp
+// keeps a chain.
+__device__ __forceinline__ RowSums sums_of_row(const float* m, const float* s, const float* u, int blocks) {
     static_assert(contract::CHAINS == 32 && PIECE % contract::CHAINS == 0);
     __shared__ float maxima[32], weights[PIECE], sums[PIECE], products[ENTROPY ? PIECE : 1];
-    const i64 row = blockIdx.x, start = row * p.blocks;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     // Unrolled, so that many loads are under way at once.
     float largest = -INF;
 #pragma unroll 8
-    for (int b = threadIdx.x; b < p.blocks; b += THREADS)
-        largest = contract::maximum(largest, p.m[start + b]);
+    for (int b = threadIdx.x; b < blocks; b += THREADS) largest = contract::maximum(largest, m[b]);
     largest = contract::maximum_of_lanes(largest);
     if (lane == 0) maxima[warp] = largest;
     __syncthreads();
     const float shift = contract::shift_of(contract::maximum_of_lanes(maxima[lane % WARPS]));
 
     float s_chain = 0.0f, u_chain = 0.0f;
-    for (int first = 0; first < p.blocks; first += PIECE) {
-        const int count = min(PIECE, p.blocks - first);
+    for (int first = 0; first < blocks; first += PIECE) {
+        const int count = min(PIECE, blocks - first);
 #pragma unroll
         for (int i = 0; i < PIECE / THREADS; ++i) {
             const int at = threadIdx.x + i * THREADS;
             if (at >= count) break;
-            const i64 b = start + first + at;
-            const float s = p.s[b], a = __fsub_rn(p.m[b], shift);
-            sums[at] = s;
+            const int b = first + at;
+            const float a = __fsub_rn(m[b], shift);
+            sums[at] = s[b];
             weights[at] = contract::exp(a);
-            if (ENTROPY) products[at] = __fmaf_rn(a, s, p.u[b]);
+            if (ENTROPY) products[at] = __fmaf_rn(a, s[b], u[b]);
         }
         __syncthreads();
         if (warp == 0) {
@@ -157,10 +162,43 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_few(const __grid_c
         }
         __syncthreads();
     }
-    if (warp > 0) return;
-    const float sum = contract::sum_of_lanes(s_chain);
-    const float u = ENTROPY ? contract::sum_of_lanes(u_chain) : 0.0f;
-    if (lane == 0) finish(p, row, shift, sum, u);
+    if (warp > 0) return {shift, 0.0f, 0.0f};
+    return {shift, contract::sum_of_lanes(s_chain), ENTROPY ? contract::sum_of_lanes(u_chain) : 0.0f};
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) combine_few(const __grid_constant__ CombineParams p) {
+    const i64 row = blockIdx.x, start = row * p.blocks;
+    const RowSums found = sums_of_row(p.m + start, p.s + start, p.u + start, p.blocks);
+    if (threadIdx.x == 0) finish(p, row, found.shift, found.sum, found.u);
+}
+
+struct IdsParams {
+    const float *m, *s;
+    const Logits::Stored* logits;
+    const void* ids;
+    float* out;
+    i64 logits_row, ids_row, vocabulary;
+    int count, blocks;  // ids of a row, and blocks of the vocabulary
+    int wide;           // 1: ids have 64 bits, else 32
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) combine_ids(const __grid_constant__ IdsParams p) {
+    __shared__ float log_sum_of_row;
+    const i64 row = blockIdx.x, start = row * p.blocks;
+    const RowSums found = sums_of_row(p.m + start, p.s + start, nullptr, p.blocks);
+    if (threadIdx.x == 0) log_sum_of_row = contract::log(found.sum);
+    __syncthreads();
+    const float log_sum = log_sum_of_row, nan = __int_as_float(0x7FFFFFFF);
+    for (int i = threadIdx.x; i < p.count; i += THREADS) {
+        const i64 at = row * p.ids_row + i;
+        const i64 id = p.wide ? static_cast<const i64*>(p.ids)[at] : static_cast<const int*>(p.ids)[at];
+        float y = nan;
+        if (id >= 0 && id < p.vocabulary) {
+            const float z = Logits::widen(p.logits[row * p.logits_row + id]);
+            y = contract::canonical(__fsub_rn(__fsub_rn(z, found.shift), log_sum));
+        }
+        p.out[row * p.count + i] = y;
+    }
 }
 
 struct GradParams {
