@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
+from benchmarks import vllm
 from benchmarks.record import GPUS, ROOT, load, measured, tiny
 from benchmarks.rows import TOKENS, WIDTHS
 from samebits.tools.bench.attention_report import speed
@@ -324,6 +325,27 @@ def gpu_models(data: dict[str, Any]) -> Figure:
     return figure
 
 
+def gpu_vllm(data: dict[str, Any]) -> Figure:
+    """Each engine's tokens per second beside stock vLLM's, with its own."""
+    figure, axes = plt.subplots(figsize=(8.4, 3.6), layout="constrained")
+    engines = data["engines"]
+    names = {"stock": "stock", "invariant": "VLLM_BATCH_INVARIANT=1", "samebits": "samebits"}
+    for place, (name, colour) in enumerate((("stock", THEIRS), ("invariant", ORACLE), ("samebits", OURS))):
+        speeds = [vllm.speed(engines[name], work) for work in vllm.WORKS]
+        stock = [vllm.speed(engines["stock"], work) for work in vllm.WORKS]
+        at = [i + (place - 1) * 0.27 for i in range(len(speeds))]
+        heights = [s / of for s, of in zip(speeds, stock, strict=True)]
+        bars = axes.bar(at, heights, 0.27, color=colour, label=names[name])
+        axes.bar_label(bars, [f"{s:,.0f}" for s in speeds], fontsize=8)
+    axes.set_xticks(range(len(vllm.WORKS)), vllm.WORKS)
+    axes.set_ylabel("speed, stock = 1")
+    axes.set_title(f"vLLM, {data['model']}, {data['environment']['gpu']}: tokens/s", fontsize=11, loc="left")
+    axes.margins(y=0.12)
+    axes.grid(axis="x", visible=False)
+    figure.legend(frameon=False, ncols=3, loc="outside lower center")
+    return figure
+
+
 PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = (
     {
         "drift.svg": ("cpu/drift.json", drift),
@@ -348,6 +370,7 @@ PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = (
             ("rows", gpu_rows),
             ("logp", gpu_logp),
             ("models", gpu_models),
+            ("vllm", gpu_vllm),
         )
         if gpu in measured(f"{what}.json")
     }

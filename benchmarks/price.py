@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from benchmarks import peers
+from benchmarks import peers, vllm
 from benchmarks.record import load, measured
 from benchmarks.scaled import beside
 from samebits.tools.bench.attention_report import attention_summary
@@ -28,7 +28,9 @@ STEPS = {
 }
 
 
-FILES = tuple(f"{name}.json" for name in ("steps", "models", "bench", "scaled", "attention", "logp", "peers"))
+FILES = tuple(
+    f"{name}.json" for name in ("vllm", "steps", "models", "bench", "scaled", "attention", "logp", "peers")
+)
 """The results that it is of."""
 
 
@@ -45,6 +47,16 @@ def rows(gpu: str) -> list[list[str]]:
         others = f"{', '.join(names)} (samebits {beside['samebits']:.2f})" if names else ""
         found.append([work, f"{statistics.geometric_mean(every):.2f}", f"{slowest:.2f}", others])
 
+    if gpu in measured("vllm.json"):
+        engines = load(f"{gpu}/vllm.json")["engines"]
+        times = [
+            vllm.speed(engines["stock"], work) / vllm.speed(engines["samebits"], work) for work in vllm.WORKS
+        ]
+        slower = [
+            vllm.speed(engines["stock"], work) / vllm.speed(engines["invariant"], work) for work in vllm.WORKS
+        ]
+        add("rollouts in vLLM, Qwen3 of 8 billion, 1 to 256 rows, and prefill", times)
+        found[-1][-1] = f"vLLM's own batch invariance {statistics.geometric_mean(slower):.2f}"
     if gpu in measured("steps.json"):
         steps: dict[str, list[float]] = {}
         for case in load(f"{gpu}/steps.json")["cases"]:

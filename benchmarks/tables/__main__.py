@@ -60,6 +60,8 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "peers.json": {"peers": models.gpu_peers},
     "models.json": {"models-drift": models.gpu_models_drift, "models-time": models.gpu_models_time},
     "embeddings.json": {"embeddings": models.gpu_embeddings},
+    "vllm.json": {"vllm": models.gpu_vllm},
+    "vllm_1.7b.json": {"vllm-small": models.gpu_vllm},
     "unaligned.json": {"unaligned": products.gpu_unaligned},
     "verify.json": {"verify": proofs.gpu_verify},
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import peers, price, ranks
+from benchmarks import peers, price, ranks, vllm
 from benchmarks.host import ratios
 from benchmarks.record import GPUS, load, measured, slug
 from benchmarks.tables.text import measured_at, measured_on_gpu, table
@@ -200,6 +200,32 @@ def the_price(gpu: str) -> str:
             " see [Related projects](docs/beside.md)."
         )
     return "\n\n".join((table(["time, PyTorch = 1", "samebits", "worst", "others"], rows), said))
+
+
+def gpu_vllm(data: dict[str, Any]) -> str:
+    """Tokens per second of vLLM, stock and with the plug-in."""
+    names = {"stock": "stock", "invariant": "`VLLM_BATCH_INVARIANT=1`", "samebits": "samebits"}
+    engines = {name: data["engines"][name] for name in names if name in data["engines"]}
+    rows = []
+    for work in vllm.WORKS:
+        speeds = [vllm.speed(of, work) for of in engines.values()]
+        rows.append([work, *(f"{s:,.0f}" for s in speeds), *(f"{s / speeds[0]:.2f}" for s in speeds[1:])])
+    for what, key in (
+        ("milliseconds to the first token of 2,048", "first_token_ms"),
+        ("tokens that the cache holds", "tokens_cached"),
+    ):
+        values = [vllm.middle(of[key]) for of in engines.values()]
+        rows.append([what, *(f"{v:,.0f}" for v in values), *(f"{v / values[0]:.2f}" for v in values[1:])])
+    head = [names[name] for name in engines]
+    return "\n\n".join(
+        (
+            table(["tokens per second", *head, *(f"{name} / stock" for name in head[1:])], rows),
+            f"{data['model']}'s shape, random weights, bf16, with the log-prob of each sampled token. Prompts"
+            f" of {vllm.PROMPT} tokens where tokens are decoded. Medians of {vllm.ROUNDS} rounds. Each engine"
+            " has a process of its own.",
+            measured_on_gpu(data),
+        )
+    )
 
 
 def gpu_peers(data: dict[str, Any]) -> str:

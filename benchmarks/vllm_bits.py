@@ -1,0 +1,269 @@
+"""Log-probs of vLLM with samebits' plug-in against `transformers` under samebits: bits of a million tokens.
+
+python -m benchmarks.vllm_bits [--tokens 350000] [--models llama,qwen3,gemma2] [--commit COMMIT] [--out FILE]
+
+It writes benchmarks/results/<gpu>/vllm_bits.json. Models have random weights. For each, an engine in a
+process of its own samples answers to prompts of 1 to 7,300 tokens, half of which begin alike. Prefill is in
+chunks, and prefixes are cached. The cache is too small for all rows: the engine preempts some and computes
+them again. Then `transformers` computes every token's log-prob in one forward over prompt and answer, in
+padded batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.record import RESULTS, environment, results_file, slug, write
+
+VOCABULARY = 32768
+LONGEST = 8000
+"""Tokens of a prompt and its answer."""
+ANSWER = 700
+PREFIX = 500
+ROWS = 256
+PAGE = 16
+CACHED = 96 * 1024
+"""Tokens that the cache holds, of the 256 rows' half a million."""
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 16384,
+    "num_key_value_heads": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "head_dim": 64,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "qwen3": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 16,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "gemma2": {
+        "hidden_size": 1152,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "head_dim": 128,
+        "sliding_window": 1024,
+        "query_pre_attn_scalar": 128,
+    },
+}
+"""Configurations by the type of model."""
+
+
+def build(kind: str, folder: str) -> None:
+    """A model with random weights, whose norms and biases are no identities."""
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **_COMMON | MODELS[kind])
+    model = auto.from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim == 1:
+                p.add_(0.1 * torch.randn_like(p))
+            elif "embed" not in name:
+                p.mul_(1.5)
+    model.save_pretrained(folder)
+
+
+def requests(tokens: int) -> list[list[int]]:
+    """Prompts of 1 to LONGEST - ANSWER tokens, as many of each magnitude; half of them begin alike."""
+    draw = random.Random(0)
+    prefix = [draw.randrange(3, VOCABULARY) for _ in range(PREFIX)]
+    found = []
+    for i in range(-(-tokens // ANSWER)):
+        length = int((LONGEST - ANSWER) ** draw.random())
+        own = [draw.randrange(3, VOCABULARY) for _ in range(length)]
+        found.append((prefix + own)[:length] if i % 2 else own)
+    return found
+
+
+def serve(folder: str, tokens: int) -> dict[str, Any]:
+    """Samples in an engine. Returns answers and their log-probs, and what the engine counted."""
+    from vllm import LLM, SamplingParams
+
+    import samebits.vllm
+
+    llm = LLM(
+        folder,
+        skip_tokenizer_init=True,
+        max_model_len=LONGEST + 8,
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=2048,
+        gpu_memory_utilization=0.6,
+        block_size=PAGE,
+        num_gpu_blocks_override=CACHED // PAGE,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        seed=0,
+        **samebits.vllm.options(),
+    )
+    sampling = SamplingParams(
+        temperature=1.0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, logprobs=0
+    )
+    prompts: Any = [{"prompt_token_ids": p} for p in requests(tokens)]
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    took = time.perf_counter() - start
+    counted = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    llm.llm_engine.engine_core.shutdown()
+    answers = [list(o.outputs[0].token_ids) for o in outputs]
+    logps = [
+        [step[i].logprob for i, step in zip(ids, o.outputs[0].logprobs, strict=True)]
+        for ids, o in zip(answers, outputs, strict=True)
+    ]
+    return {
+        "answers": answers,
+        "logps": logps,
+        "seconds": round(took, 1),
+        "preemptions": int(counted["vllm:num_preemptions"]),
+        "tokens_from_prefixes": int(counted["vllm:prefix_cache_hits"]),
+    }
+
+
+@torch.no_grad()
+def replay(folder: str, sequences: list[list[int]], answers: list[int]) -> list[Tensor]:
+    """The log-probs of each sequence's last tokens, by one forward of `transformers` under samebits."""
+    from transformers import AutoModelForCausalLM
+
+    import samebits
+
+    samebits.transformers.register()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="samebits"
+    )
+    model = model.cuda().eval()
+    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+    found: dict[int, Tensor] = {}
+    while order:
+        most = max(1, 16384 // len(sequences[order[-1]]))
+        part, order = order[-most:], order[:-most]
+        longest = len(sequences[part[-1]])
+        ids, mask = (torch.zeros(len(part), longest, dtype=torch.long) for _ in range(2))
+        for row, i in enumerate(part):
+            ids[row, : len(sequences[i])] = torch.tensor(sequences[i])
+            mask[row, : len(sequences[i])] = 1
+        with samebits.batch_invariant("error"):
+            logits = model(ids.cuda(), attention_mask=mask.cuda(), use_cache=False).logits
+            for row, i in enumerate(part):
+                last = slice(len(sequences[i]) - answers[i] - 1, len(sequences[i]) - 1)
+                targets = torch.tensor(sequences[i][-answers[i] :], device="cuda")
+                logp = logits[row, last].float().log_softmax(-1)
+                found[i] = logp.gather(-1, targets[:, None])[:, 0].cpu()
+    return [found[i] for i in range(len(sequences))]
+
+
+def compare(kind: str, tokens: int, console: Console) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        build(kind, folder)
+        out = Path(folder, "found.json")
+        variables = {
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "HF_HUB_OFFLINE": "1",
+        }
+        command = [sys.executable, "-m", "benchmarks.vllm_bits", "--serve", folder, str(tokens), str(out)]
+        subprocess.run(command, env=os.environ | variables, check=True)
+        found = json.loads(out.read_text())
+        prompts = requests(tokens)
+        sequences = [p + a for p, a in zip(prompts, found["answers"], strict=True)]
+        theirs = replay(folder, sequences, [len(a) for a in found["answers"]])
+    differing, worst, first = 0, 0.0, None
+    for i, (ours, logp) in enumerate(zip(found["logps"], theirs, strict=True)):
+        engine = torch.from_numpy(np.array(ours, np.float32))
+        bad = engine.view(torch.int32) != logp.view(torch.int32)
+        differing += int(bad.sum())
+        worst = max(worst, float((engine - logp).abs().max()))
+        if first is None and bad.any():
+            at = int(bad.nonzero()[0])
+            first = {"request": i, "token": at, "engine": float(engine[at]), "trainer": float(logp[at])}
+    case = {
+        "model": kind,
+        "tokens": sum(map(len, found["answers"])),
+        "differing": differing,
+        "largest": worst,
+        "first": first,
+        "prompts": len(prompts),
+        "shortest": min(map(len, prompts)),
+        "longest": max(map(len, sequences)),
+        **{key: found[key] for key in ("seconds", "preemptions", "tokens_from_prefixes")},
+    }
+    console.print(str(case), style="dim", highlight=False)
+    return case
+
+
+def show(data: dict[str, Any]) -> Table:
+    table = Table("model", "tokens", "other bits", "largest", "preempted", "tokens from prefixes")
+    for c in data["cases"]:
+        counts = (f"{c[key]:,}" for key in ("tokens", "differing"))
+        table.add_row(
+            c["model"],
+            *counts,
+            f"{c['largest']:.2g}",
+            f"{c['preemptions']:,}",
+            f"{c['tokens_from_prefixes']:,}",
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=350_000, help="sampled by each model")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/vllm_bits.json")
+    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        folder, tokens, out = options.serve
+        Path(out).write_text(json.dumps(serve(folder, int(tokens))))
+        sys.stdout.flush()
+        os._exit(0)  # the engine's threads may be waiting
+    console = Console(width=130)
+    cases = [compare(kind, options.tokens, console) for kind in options.models.split(",")]
+    data = {"environment": environment(options.commit), "cases": cases}
+    console.print(show(data))
+    write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / "vllm_bits.json", data)
+    if any(case["differing"] for case in cases):
+        raise SystemExit("bits differ")
+
+
+if __name__ == "__main__":
+    main()
