@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import local
 from typing import Any, NewType, ParamSpec, TypeVar
 
@@ -24,6 +24,7 @@ __all__ = [
     "contract_of",
     "on_gpu",
     "pack_key",
+    "same_shape",
     "unpack_key",
     "use_backend",
 ]
@@ -181,6 +182,11 @@ def broadcast(*shapes: torch.Size) -> torch.Size:
             return torch.Size(found.pop() if found else 1 for found in sizes)
     theirs = torch.broadcast_shapes(*shapes)
     return theirs
+
+
+def same_shape(a: Sequence[int], b: Sequence[int]) -> bool:
+    """Whether two shapes are equal. Tuples of two lengths compare sizes first, which may be symbols."""
+    return len(a) == len(b) and tuple(a) == tuple(b)
 
 
 @functools.cache

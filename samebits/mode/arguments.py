@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -88,4 +89,6 @@ def as_pytorch(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def without_autocast(device: torch.device) -> Any:
     """Autocast off: PyTorch does not apply it to calls with ``out=`` or in place."""
+    if device.type == "meta":  # it has none
+        return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -72,6 +72,11 @@ def _context(on_uncovered: OnUncovered) -> Iterator[None]:
 
 @untraced
 def _within(on_uncovered: OnUncovered, before: OnUncovered | None) -> AbstractContextManager[None]:
+    if torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting():
+        raise RuntimeError(
+            "samebits.batch_invariant: torch.export: expected strict=False, got strict=True, which does not"
+            " show operators such as @ to the context"
+        )
     if torch.compiler.is_compiling():  # the key is included already, or the mode is on
         show_all_functions()
         return nullcontext() if before is not None else Traced(on_uncovered)

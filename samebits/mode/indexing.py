@@ -5,6 +5,7 @@ The functions follow the conventions of :mod:`samebits.mode.overrides`.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -154,7 +155,7 @@ def _as_rows(x: Tensor, first: int, indices: Sequence[Tensor]) -> tuple[Tensor, 
     sizes = x.shape[first : first + count]
     places = indexing.row_numbers(sizes, torch.broadcast_tensors(*indices))
     moved = x.movedim([*range(first, first + count)], [*range(count)]) if first else x
-    return moved.reshape(sizes.numel(), *moved.shape[count:]), places
+    return moved.reshape(math.prod(sizes), *moved.shape[count:]), places
 
 
 def index_select(input: Tensor, dim: int, index: Tensor) -> Any:

@@ -21,10 +21,10 @@ from samebits.mode import indexing, overrides, products, rules
 from samebits.mode.arguments import takes
 from samebits.mode.pointwise import (
     complex_in_whole_vectors,
-    in_whole_vectors,
     loss_gradient_in_whole_vectors,
     scaling_in_whole_vectors,
 )
+from samebits.mode.vectors import in_whole_vectors
 from samebits.ops._rows import refuse_triton
 from samebits.ops.expand import sum_over_broadcast
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samebits.mode.arguments import as_pytorch, records, takes
-from samebits.mode.pointwise import in_whole_vectors
+from samebits.mode.vectors import in_whole_vectors
 from samebits.ops._memory import has_memory
 from samebits.ops.attention import scaled_dot_product_attention
 from samebits.ops.cross_entropy import cross_entropy as cross_entropy_of_rows

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samebits.backends import same_shape
 from samebits.backends.replay import viewed
 from samebits.contract import FP8
 from samebits.mode.arguments import takes, without_autocast
@@ -230,7 +231,7 @@ def _dtype(x: Tensor) -> torch.dtype:
 
 def _scaled_sum(input: Tensor, product: Tensor, beta: float, alpha: float, dtype: torch.dtype) -> Tensor:
     """``beta * input + alpha * product`` in float32, rounded once. `input` is not read if beta is 0."""
-    if input.shape != product.shape:
+    if not same_shape(input.shape, product.shape):
         input = expand(input, product.shape)
     out = product if alpha == 1 else product * alpha
     if beta != 0:

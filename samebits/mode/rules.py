@@ -25,8 +25,8 @@ from samebits.mode.pointwise import (
     broadcasting,
     complex_in_whole_vectors,
     cross_entropy_of_logits,
-    in_whole_vectors,
 )
+from samebits.mode.vectors import in_whole_vectors
 
 __all__ = [
     "ACCUMULATING",

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad, profiler
 
-from samebits.backends import is_chosen
+from samebits.backends import is_chosen, same_shape
 from samebits.backends.modes import CONTEXT, include, includes, sees_calls
 from samebits.backends.replay import here, replayed, traced, viewed
 from samebits.remedies import see
@@ -120,9 +120,9 @@ class Operator:
         if self._gradients is not None and run is self._recorded and find is not None and not part:
             recipe = find(*args)
             if recipe is not None:
-                otherwise = _plainly(self._run, None)
+                otherwise = plainly(self._run)
                 return _recorded(recipe, *self._gradients, part=part, otherwise=otherwise)
-        return _plainly(run, part)
+        return plainly(run, part)
 
     def _run(self, *args: Any) -> Any:
         lead = args[0] if args[0] is not None else args[1]
@@ -160,7 +160,7 @@ def returning_no_views(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
     """A fresh result in another shape. It is no view where gradients are off (see :func:`as_no_view`)."""
-    if result.shape == tuple(shape):
+    if same_shape(result.shape, shape):
         return result
     found = viewed(result, Tensor.reshape, tuple(shape))
     return found if torch.is_grad_enabled() else as_no_view(found)
@@ -174,7 +174,7 @@ thread = _Thread()
 """``plain``: whether PyTorch's operators are its own in this thread, whatever the process has switched on."""
 
 
-def _plainly(run: Callable[..., Any], part: int | None) -> Callable[..., Any]:
+def plainly(run: Callable[..., Any], part: int | None = None) -> Callable[..., Any]:
     """`run`, or one part of what it returns, with the mode off in either form."""
 
     def call(*args: Any) -> Any:

@@ -6,6 +6,7 @@ sequences. The public functions check their arguments and call these.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -73,7 +74,7 @@ def _product_gradients(
     if a is not None:
         grad_b = _summed_over_broadcast(a.mT, grad, b_shape, dtype, key)
     if needs_bias:
-        rows = grad.reshape(1, grad.shape[:-2].numel(), *grad.shape[-2:])
+        rows = grad.reshape(1, math.prod(grad.shape[:-2]), *grad.shape[-2:])
         ones = one(rows).expand(*rows.shape[:-1], 1)
         out = addbmm(None, rows.mT, ones, None, bias_dtype, key)
         grad_bias = out[0, :, 0]
@@ -103,8 +104,8 @@ def _summed_over_broadcast(a: Tensor, b: Tensor, size: torch.Size, dtype: torch.
     sizes = (1,) * (len(batch) + 2 - len(size)) + tuple(size[:-2])
     kept = [d for d in range(len(batch)) if sizes[d] == batch[d]]
     summed = [d for d in range(len(batch)) if sizes[d] != batch[d]]
-    B = torch.Size([batch[d] for d in kept]).numel()
-    S = torch.Size([batch[d] for d in summed]).numel()
+    B = math.prod(batch[d] for d in kept)
+    S = math.prod(batch[d] for d in summed)
 
     def as_sequences(t: Tensor) -> Tensor:
         matrix = t.shape[-2:]

@@ -73,7 +73,7 @@ def as_rows(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) 
     given = (dim,) if isinstance(dim, int) else tuple(dim)
     if len(given) == 1 and x.ndim > 1 and type(given[0]) is int and given[0] in (-1, x.ndim - 1):
         lead = x.shape[:-1]  # rows lie as they are, which takes a fifth of the time
-        rows = x if x.ndim == 2 else viewed(x, Tensor.reshape, (lead.numel(), x.shape[-1]))
+        rows = x if x.ndim == 2 else viewed(x, Tensor.reshape, (math.prod(lead), x.shape[-1]))
         return rows, [*lead, 1] if keepdim else list(lead)
     ndim = max(x.ndim, 1)  # a 0-D tensor has one dimension here, as in PyTorch
     if not all(-ndim <= d < ndim for d in given):

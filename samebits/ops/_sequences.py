@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ def sequences(t: Tensor) -> Tensor:
     """``t[B, T, ..., features]`` as ``[1, B, tokens, features]``; 1-D and 2-D tensors are one sequence."""
     leading = t.shape[:-1]
     count = leading[0] if len(leading) > 1 else 1
-    tokens = leading[1:].numel() if len(leading) > 1 else leading.numel()
+    tokens = math.prod(leading[1:] if len(leading) > 1 else leading)
     return t.reshape(1, count, tokens, t.shape[-1])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -330,7 +331,7 @@ def _by_token(t: Tensor, leading: torch.Size, batch: int) -> Tensor:
         return viewed(t, Tensor.transpose, 1, 2)
     t = expand(t, (*leading, *t.shape[-2:]))
     heads = leading[batch] if len(leading) > batch else 1
-    return t.reshape(leading[:batch].numel(), heads, *t.shape[-2:]).transpose(1, 2)
+    return t.reshape(math.prod(leading[:batch]), heads, *t.shape[-2:]).transpose(1, 2)
 
 
 def _check_mask_of_torch(mask: Tensor, leading: torch.Size, q: Tensor, k: Tensor) -> Tensor:

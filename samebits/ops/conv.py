@@ -197,7 +197,7 @@ def _fake(
 
 
 _operator = Operator(
-    "conv(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups,"
+    "conv(Tensor x, Tensor weight, Tensor? bias, int[] stride, SymInt[] padding, int[] dilation, int groups,"
     " str contract) -> Tensor",
     cpu=_forward,
     fake=_fake,
@@ -322,12 +322,12 @@ def _fake_grad_bias(grad: Tensor) -> Tensor:
     return grad.new_empty(grad.shape[1])
 
 
-_OPTIONS = "int[] stride, int[] padding, int[] dilation, int groups, str contract) -> Tensor"
+_OPTIONS = "int[] stride, SymInt[] padding, int[] dilation, int groups, str contract) -> Tensor"
 _grad_x_operator = Operator(
-    f"conv_grad_x(Tensor grad, Tensor weight, int[] sizes, {_OPTIONS}", cpu=_grad_x, fake=_fake_grad_x
+    f"conv_grad_x(Tensor grad, Tensor weight, SymInt[] sizes, {_OPTIONS}", cpu=_grad_x, fake=_fake_grad_x
 )
 _grad_weight_operator = Operator(
-    f"conv_grad_weight(Tensor grad, Tensor x, int[] weight, {_OPTIONS}",
+    f"conv_grad_weight(Tensor grad, Tensor x, SymInt[] weight, {_OPTIONS}",
     cpu=_grad_weight,
     fake=_fake_grad_weight,
 )

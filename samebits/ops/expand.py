@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import chosen_backend, pack_key
+from samebits.backends import chosen_backend, pack_key, same_shape
 from samebits.ops._operator import Operator, without_modes
 from samebits.ops._rows import backend, refuse_triton
 
@@ -21,7 +21,7 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     dimension is summed as a row. The others are summed as one chain in row-major order. So the gradient of a
     vector that was broadcast over tokens is a chain over tokens, in which zeros change nothing.
     """
-    if tuple(shape) == x.shape or not (x.requires_grad and torch.is_grad_enabled()):
+    if same_shape(shape, x.shape) or not (x.requires_grad and torch.is_grad_enabled()):
         return x.expand(tuple(shape))
     refuse_triton("expand", pack_key("", chosen_backend(x.device.type)))
     out: Tensor = _Expand.apply(x, tuple(shape))  # type: ignore[no-untyped-call]
@@ -51,7 +51,9 @@ def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
         # In the order of memory, rows need no copy: each is by itself.
         order = sorted(range(grad.ndim - 1), key=grad.stride, reverse=True)
         turned = grad.permute(*order, grad.ndim - 1)
-        total = backend(grad).row_sum(turned.reshape(grad.shape[:-1].numel(), grad.shape[-1]), False, dtype)
+        total = backend(grad).row_sum(
+            turned.reshape(math.prod(grad.shape[:-1]), grad.shape[-1]), False, dtype
+        )
         total = total.view(*turned.shape[:-1], 1).permute(*(order.index(d) for d in range(grad.ndim - 1)), -1)
         del summed[-1]
     if summed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def by_values(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, key: Key
 ) -> Tensor:
     """As :func:`product`, of a weight's FP8 values and float32 scales. `key` is that of ``FP8``."""
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     values, of_rows = quantized(rows, 1, _E4M3, key)
     out = scaled_product(values, weight, of_rows, scale, bias, dtype, key)
     return out.reshape(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -73,7 +75,7 @@ def matmul(
     check_segments("matmul", contract, ("a, b: K", rows.shape[-1]), a, ("b: N", over))
     leading = rows.shape[:-1]
     if columns.ndim == 2 and rows.ndim > 3:
-        rows = viewed(rows, Tensor.reshape, (leading[0], leading[1:].numel(), rows.shape[-1]))
+        rows = viewed(rows, Tensor.reshape, (leading[0], math.prod(leading[1:]), rows.shape[-1]))
     out: Tensor = product(rows, columns, None, dtype, key, bypass=bypass)
     wanted = [*(leading if columns.ndim == 2 else out.shape[:-1]), columns.shape[-1]]
     if a.ndim == 1:

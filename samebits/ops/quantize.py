@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -53,7 +55,7 @@ def quantize(
     if of_matrix and x.ndim == 3 and x.shape[0] > 0 and x.shape[1] % SCALE_BLOCK:
         found = [quantize(matrix, block=block, dtype=dtype) for matrix in x]
         return torch.stack([values for values, _ in found]), torch.stack([scale for _, scale in found])
-    rows = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
+    rows = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
     values, scale = quantized(rows, SCALE_BLOCK if of_matrix else 1, dtype, key)
     if of_matrix:
         shape_of_scale = *x.shape[:-2], blocks(x.shape[-2]), scale.shape[1]

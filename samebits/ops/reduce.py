@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ def _reduce(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) 
     bypass = check_rows(op, x)
     if op == "sum" and x.is_cuda and (few := _few_terms(x, dim)):
         before, after = x.shape[:few], x.shape[few + 1 :]
-        slots = viewed(x, Tensor.reshape, (before.numel(), x.shape[few], after.numel()))
+        slots = viewed(x, Tensor.reshape, (math.prod(before), x.shape[few], math.prod(after)))
         total: Tensor = sum_of_slots(slots, bypass=bypass)
         return viewed(total, Tensor.reshape, (*before, *(1,) * keepdim, *after))
     rows, shape = as_rows(op, x, dim, keepdim)

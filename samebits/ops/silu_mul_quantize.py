@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -56,6 +58,6 @@ def silu_mul_quantize(
         )
     check_no_gradients(_OP, {"gate": gate, "up": up})
     key = pack_key(FP8.key, chosen_backend(gate.device.type))
-    rows, k = gate.shape[:-1].numel(), gate.shape[-1]
+    rows, k = math.prod(gate.shape[:-1]), gate.shape[-1]
     values, scale = silu_mul_quantized(gate.reshape(rows, k), up.reshape(rows, k), dtype, key)
     return reshaped(values, gate.shape), reshaped(scale, (*gate.shape[:-1], blocks(k)))

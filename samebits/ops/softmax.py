@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -48,7 +49,9 @@ def _checked(op: str, x: Tensor, dim: int) -> Tensor:
     dim = row_dim(op, x, dim)
     moved = x if dim == -1 else viewed(x, Tensor.movedim, dim, -1)
     rows = (
-        moved if x.ndim == 2 else viewed(moved, Tensor.reshape, (moved.shape[:-1].numel(), moved.shape[-1]))
+        moved
+        if x.ndim == 2
+        else viewed(moved, Tensor.reshape, (math.prod(moved.shape[:-1]), moved.shape[-1]))
     )
     out: Tensor = _operator(rows, op == "log_softmax", bypass=bypass)
     out = out if x.ndim == 2 else viewed(out, Tensor.reshape, moved.shape)
