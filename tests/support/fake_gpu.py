@@ -19,6 +19,7 @@ from samebits.backends.cuda import (
     columns,
     devices,
     driver,
+    gated,
     gather,
     grouped,
     linear_logp_sm90,
@@ -26,7 +27,9 @@ from samebits.backends.cuda import (
     losses,
     matmul,
     norm_gradients,
+    rotary,
     rows,
+    rsqrt,
     runtime,
     slots,
     tensor_maps,
@@ -158,7 +161,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
     gpu = FakeGpu()
     caches: tuple[Any, ...] = (backends.on_gpu, rows._plan, rows._long_kernel, columns._kernel, logp._kernel)
     caches = (*caches, norm_gradients._kernel, losses._kernel, gather._kernel, slots._kernel)
-    caches = (*caches, vector_norm._kernel, matmul.family)
+    caches = (*caches, vector_norm._kernel, rotary._kernel, gated._kernel, rsqrt._kernel, matmul.family)
     caches = (*caches, runtime._allow_replays, linear_logp_sm90._prepared, tensor_maps.tensor_map)
     tensor: Any = torch.Tensor
     patches: list[Any] = [

@@ -37,7 +37,7 @@ from samebits.backends.product import Operands, Product, ProductKernel
 from samebits.backends.triton import runtime as triton
 from samebits.contract import INTERPOLATION, TENSOR_CORE
 from samebits.ops import experts
-from samebits.tools.verify import Inputs, kernels, plan, scaled, scaled_grouped, segments, takes
+from samebits.tools.verify import Inputs, fused, kernels, plan, scaled, scaled_grouped, segments, takes
 from samebits.tools.verify import grouped as verification
 from samebits.tools.verify.attention import VARIANTS, AttentionCase, verify_attention
 from samebits.tools.verify.report import Report
@@ -372,6 +372,24 @@ def segmented_kernels() -> Iterator[Callable[[], object]]:
     return segments.loads(SEGMENTED, torch.device("cuda", torch.cuda.current_device()), True)
 
 
+# Of fused layers: one of each kind of a kernel's cases.
+FUSED = list({(case.kernel, case.what, case.row): case for case in fused.fused_cases(False)}.values())
+
+
+def fused_layers(every: int) -> None:
+    """Every way to share a row; with `every`, in a third of the cases."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = Report("", "", "", "", {}, True)
+    with mock.patch("samebits.tools.verify.fused.Surrounded", Alone):
+        fused.verify_fused(found, FUSED if every == 1 else FUSED[::3], device)
+    assert found.differing == 0, found.first
+
+
+def fused_kernels() -> Iterator[Callable[[], object]]:
+    """Calls that load its kernels."""
+    return fused.loads(FUSED, torch.device("cuda", torch.cuda.current_device()))
+
+
 # In FP8.
 SCALED = [case for case in scaled.scaled_cases(False) if case.m < 150]
 SCALED_GROUPED = scaled_grouped.scaled_grouped_cases(False)
@@ -446,16 +464,16 @@ def main() -> None:
     )
     parser.add_argument(
         "--only",
-        choices=("products", "rows", "chains", "exchanges", "segments", "grouped", "fp8"),
+        choices=("products", "rows", "chains", "exchanges", "segments", "grouped", "fused", "fp8"),
         help="products, operations of rows, sums over tokens and of long rows, sums of ranks, sums in"
-        " segments, products of groups, or FP8",
+        " segments, products of groups, fused layers, or FP8",
     )
     options = parser.parse_args()
     every = options.every
     if options.racecheck:
         all_lanes_arrive()
     if options.only and options.only != "products":
-        some = {"segments": segmented, "grouped": grouped, "fp8": fp8}
+        some = {"segments": segmented, "grouped": grouped, "fused": fused_layers, "fp8": fp8}
         whole = {"rows": row_reductions, "chains": chains, "exchanges": exchanges}
         (whole | {name: partial(run, every) for name, run in some.items()})[options.only]()
         return
@@ -464,7 +482,10 @@ def main() -> None:
     )
     if options.compile:
         calls = (partial(k.run, x, s) for k, s, x in found)
-        others = attention_kernels(), grouped_kernels(), segmented_kernels(), fp8_kernels()
+        others = (
+            *(attention_kernels(), grouped_kernels(), segmented_kernels()),
+            *(fused_kernels(), fp8_kernels()),
+        )
         needed = precompile.compile_for(itertools.chain(calls, *(() if options.only else others))).needed
         print(needed, "kernels")
         if options.only:
@@ -498,6 +519,7 @@ def main() -> None:
     attention(every)
     grouped(every)
     segmented(every)
+    fused_layers(every)
     fp8(every)
     exchanges()
     exp2.exp2(torch.linspace(-150, 130, 1001, device="cuda"), INTERPOLATION)

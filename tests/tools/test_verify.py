@@ -36,6 +36,7 @@ from samebits.tools.verify import (
     attention,
     chain,
     exp2,
+    fused,
     grouped,
     operations,
     plan,
@@ -210,7 +211,7 @@ def test_reductions_cover_what_the_backends_offer() -> None:
         name
         for name, f in vars(cuda_rows).items()
         if inspect.isfunction(f) and f.__module__ in modules and not name.startswith("_")
-    } - {"kernel_spec", "long_spec", "choose_sharing", "sharings", "shared_as"}
+    } - {"kernel_spec", "launch", "long_spec", "choose_sharing", "sharings", "shared_as"}
     right = reductions.reference(HELD_TO)
     spy = mock.Mock(wraps=right.rows)
     for name, kernel in reductions.KERNELS.items():
@@ -425,7 +426,7 @@ def test_a_run_from_end_to_end(
     kernel = StandIn(product)
     gpu = devices.DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20)
     public: list[tuple[str, str | None]] = []
-    for module in (products, reductions, attention, exp2, grouped, segments, scaled, scaled_grouped):
+    for module in (products, reductions, attention, exp2, grouped, segments, fused, scaled, scaled_grouped):
         monkeypatch.setattr(module, "finish", lambda doing: None)
     for name in PUBLIC:
         note = lambda *of, name=name: public.append((name, backends._choice.backend))  # noqa: E731
@@ -457,6 +458,10 @@ def test_a_run_from_end_to_end(
     by_reference = lambda case, *of: [("segments", None, partial(SegmentedStandIn, case, False))]  # noqa: E731
     monkeypatch.setattr(segments, "ways", by_reference)
     monkeypatch.setattr(segments, "loads", lambda *of: ())
+    layers = fused.fused_cases(True)[:2]
+    monkeypatch.setattr(fused, "fused_cases", lambda thorough: layers)
+    monkeypatch.setattr(fused, "_ways", lambda case: iter([(None, nullcontext())]))
+    monkeypatch.setattr(fused, "loads", lambda *of: ())
     in_fp8, groups_in_fp8 = scaled.scaled_cases(True)[:2], scaled_grouped.scaled_grouped_cases(True)[:2]
     monkeypatch.setattr(scaled, "scaled_cases", lambda thorough: in_fp8)
     monkeypatch.setattr(scaled_grouped, "scaled_grouped_cases", lambda thorough: groups_in_fp8)
@@ -476,7 +481,7 @@ def test_a_run_from_end_to_end(
     reduced = {f"{name or 'cuda'} sum" for name in verified}
     attended = (
         {"attention", "ex2.approx.ftz.f32", "exp2 by polynomial", "grouped", "segments"}
-        | {"scaled_sm90", "scaled_grouped_sm90", "quantize", "silu_mul_quantize"}
+        | {"add_rms_norm", "scaled_sm90", "scaled_grouped_sm90", "quantize", "silu_mul_quantize"}
         if None in verified
         else set()
     )

@@ -12,7 +12,7 @@ import torch
 
 from samebits.backends.product import Product, ProductKernel
 from samebits.contract import TENSOR_CORE, Contract
-from samebits.tools.verify import scaled, scaled_grouped, segments
+from samebits.tools.verify import fused, scaled, scaled_grouped, segments
 from samebits.tools.verify.attention import AttentionCase, attentions, build
 from samebits.tools.verify.case import SIZES, TINY_BATCHES, ProductCase, cases
 from samebits.tools.verify.exp2 import exp2_models
@@ -40,6 +40,7 @@ class VerifyPlan:
         attended: cases of attention, which only the CUDA backend computes.
         grouped: cases of grouped products, likewise.
         segmented: cases of sums in segments, likewise.
+        fused: cases of fused layers, which only the CUDA backend computes.
         scaled, scaled_grouped: cases of products in FP8, which only Hopper computes.
     """
 
@@ -61,6 +62,7 @@ class VerifyPlan:
         self.attended = attentions(thorough) if "cuda" in backends else []
         self.thorough, self.grouped = thorough, grouped_cases(thorough) if "cuda" in backends else []
         self.segmented = segmented_cases(thorough) if "cuda" in backends else []
+        self.fused = fused.fused_cases(thorough) if "cuda" in backends else []
         self.scaled = scaled.scaled_cases(thorough) if hopper else []
         self.scaled_grouped = scaled_grouped.scaled_grouped_cases(thorough) if hopper else []
         self.reduced = list(
@@ -77,6 +79,7 @@ class VerifyPlan:
         yield from attention_kernels(self.attended, self.contract, self.device)
         yield from loads(self.grouped, self.device, self.thorough)
         yield from segments.loads(self.segmented, self.device, self.thorough)
+        yield from fused.loads(self.fused, self.device)
         yield from scaled.loads(self.scaled, self.device)
         yield from scaled_grouped.loads(self.scaled_grouped, self.device)
 

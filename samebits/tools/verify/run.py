@@ -21,6 +21,7 @@ from samebits.tools.verify.case import BF16, CHAIN, F16
 from samebits.tools.verify.chain import verify_chain
 from samebits.tools.verify.exp2 import verify_exp2
 from samebits.tools.verify.failures import HangError, KernelError, running
+from samebits.tools.verify.fused import verify_fused
 from samebits.tools.verify.grouped import verify_experts, verify_grouped
 from samebits.tools.verify.kernel import BACKENDS
 from samebits.tools.verify.operations import verify_operations
@@ -227,11 +228,13 @@ def _attention(report: Report, plan: VerifyPlan, thorough: bool) -> Iterator[_Pa
 
 
 def _grouped(report: Report, plan: VerifyPlan) -> Iterator[_Part]:
-    """Verification of grouped products, sums in segments and products in FP8, which are CUDA's."""
+    """Verification of grouped products, sums in segments, fused layers and FP8, which are CUDA's."""
     if plan.grouped:
         on = plan.contract, plan.device, plan.thorough
         yield "grouped products", None, partial(verify_grouped, report, plan.grouped, *on)
         yield "sums in segments", None, partial(verify_segments, report, plan.segmented, *on)
+    if plan.fused:
+        yield "fused layers", None, partial(verify_fused, report, plan.fused, plan.device)
     if plan.scaled:
         yield "products in FP8", None, partial(verify_scaled, report, plan.scaled, plan.device)
         of_groups = partial(verify_scaled_grouped, report, plan.scaled_grouped, plan.device)

@@ -15,13 +15,16 @@ from samebits.backends.cuda import (
     columns,
     compiler,
     devices,
+    gated,
     gather,
     grouped,
     linear_logp_sm90,
     logp,
     matmul,
     norm_gradients,
+    rotary,
     rows,
+    rsqrt,
     runtime,
     slots,
     tensor_maps,
@@ -87,6 +90,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(grouped, "_plans", {})
     linear_logp_sm90._prepared.cache_clear()
     of_rows = rows._plan, rows._long_kernel, columns._kernel, gather._kernel, norm_gradients._kernel
-    for made in (logp._kernel, slots._kernel, *of_rows):
+    for made in (logp._kernel, slots._kernel, rotary._kernel, gated._kernel, rsqrt._kernel, *of_rows):
         made.cache_clear()
     return found

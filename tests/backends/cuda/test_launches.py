@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 import samebits
-from samebits.backends.cuda import grouped, linear_logp, logp, matmul, rows, runtime, tensor_maps
+from samebits.backends.cuda import (
+    add_rms_norm,
+    gated,
+    grouped,
+    linear_logp,
+    logp,
+    matmul,
+    rotary,
+    rows,
+    runtime,
+    tensor_maps,
+)
 from samebits.backends.cuda.products import segmented_sm90
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.logits_in_pieces import grad_logits
@@ -251,6 +262,29 @@ def test_a_kernel_gets_the_addresses_of_what_it_reads(
     result = reductions.KERNELS[name](reductions.on_cuda(fused=False), operands, "")[0]
     given = {value for launch in launches for value in launch.values}
     assert {t.data_ptr() for t in (result, *(getattr(operands, x) for x in READ[name].split()))} <= given
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_fused_layers_get_the_addresses_of_what_they_read(launches: list[Any], in_place: bool) -> None:
+    """One launch each, of heads within a larger matrix, too."""
+    x, r, w = torch.empty(5, 7, 64, dtype=BF16)[:, 1:5], torch.empty(5, 4, 64, dtype=BF16), torch.empty(64)
+    table, at = torch.empty(50, 64, dtype=BF16), torch.empty(5, dtype=torch.int32)
+    packed = torch.empty(5, 128, dtype=BF16)
+    options = 1e-6, 0.0, True
+    if in_place:
+        add_rms_norm.add_rms_norm_into(x, r, w, x, r, *options)
+        rotary.rotary_into(x, r, *table.chunk(2, 1), at, x, r, 32, "halves")
+        gated.gated_into(packed, None, packed[:, 64:], "silu", 1.0, 1.0)
+        results: tuple[Tensor, ...] = ()
+    else:
+        results = add_rms_norm.add_rms_norm(x, r, w, *options, BF16)
+        results += rotary.rotary(x, r, *table.chunk(2, 1), at, 32, "halves")
+        results += (gated.gated(packed, None, "silu", 1.0, 1.0),)
+    assert launches == ["add_rms_norm.cu", "rotary.cu", "gated.cu"]
+    given = {value for launch in launches for value in launch.values}
+    halves = table[:, 32:], packed[:, 64:]
+    assert {t.data_ptr() for t in (x, r, w, table, at, packed, *halves, *results)} <= given
+    assert [dict(launch.spec.constants)["VECTOR"] for launch in launches] == [8, 8, 8]
 
 
 @pytest.mark.parametrize("weight", [torch.empty(80)[::2], torch.empty(1).expand(40)], ids=["step", "expand"])

@@ -1,0 +1,258 @@
+"""Verification of fused layers, gelu, rsqrt and log-probabilities of ids, on operands made for them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.ops.add_rms_norm import add_rms_norm
+from samebits.ops.gated import gated
+from samebits.ops.gelu import gelu
+from samebits.ops.logp import gather_logp
+from samebits.ops.rotary import rotary
+from samebits.ops.rsqrt import rsqrt
+from samebits.testing import KINDS, values
+from samebits.tools.verify.case import BF16, F16, F32
+from samebits.tools.verify.failures import finish, running
+from samebits.tools.verify.operands import Surrounded
+from samebits.tools.verify.products import AROUND
+from samebits.tools.verify.reference import REFERENCE
+from samebits.tools.verify.report import Report
+
+DTYPES = BF16, F16, F32
+Results = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class FusedCase:
+    """A call of a public function.
+
+    Attributes:
+        kernel: the function.
+        what: the line of the report that the case belongs to.
+        name: what else tells the case from others.
+        draw: makes its operands on a CPU.
+        run: computes the results of these, or of copies on a GPU.
+        row: length and dtype of the rows that threads share, if they do.
+    """
+
+    kernel: str
+    what: str
+    name: str
+    draw: Callable[[], Results]
+    run: Callable[..., Results]
+    row: tuple[int, torch.dtype] | None = None
+
+    def __str__(self) -> str:
+        return self.name.replace("torch.", "")
+
+
+_NORMED = (
+    *(
+        (1, 1),
+        (1, 129),
+        (3, 127),
+        (65, 31),
+        (7, 1024),
+        (9, 1025),
+        (3, 4097),
+        (300, 70),
+        (2, 7000),
+        (3, 12288),
+    ),
+    *((2, 16384), (1, 40000), (1100, 1024), (1030, 2056)),
+)
+_FORMS: tuple[dict[str, Any], ...] = ({}, {"rounding": "once"}, {"rounding": "once", "offset": 1.0})
+_TURNED = ((64, 64), (128, 128), (96, 32), (40, 16), (9, 6))
+_LAYOUTS = ("halves", "pairs", "pairs to halves")
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gpt_oss")
+_OF_IDS = ((1, 1, 1), (3, 129, 5), (2, 9000, 21), (1, 150_000, 2), (70, 1000, 300), (1100, 300, 1))
+
+
+def fused_cases(thorough: bool) -> list[FusedCase]:
+    """All cases."""
+    every = (_norms, _rotations, _gates, _functions, _of_ids)
+    return [case for cases in every for case in cases(3 if thorough else 1)]
+
+
+def _drawn(kind: str, *operands: tuple[tuple[int, ...], torch.dtype]) -> Results:
+    """The first operand is of this kind, the others are normal."""
+    kinds = itertools.chain([kind], itertools.repeat("normal"))
+    drawn = zip(operands, kinds, range(1, len(operands) + 1), strict=False)
+    return tuple(values(of, shape, dtype, seed) for (shape, dtype), of, seed in drawn)
+
+
+def _norms(times: int) -> Iterator[FusedCase]:
+    kinds, forms = itertools.cycle(KINDS), itertools.cycle(_FORMS)
+    for dtype, weight in (*zip(DTYPES, DTYPES, strict=True), (BF16, F32), (F16, F32)):
+        for rows, n in _NORMED * times:
+            kind, form = next(kinds), next(forms)
+            shape = rows, n
+            draw = partial(_drawn, kind, (shape, dtype), (shape, dtype), ((n,), weight))
+            name = f"{rows} x {n}, {dtype}, {weight}, {kind}, {form}"
+            yield FusedCase("add_rms_norm", "shapes", name, draw, partial(_normed, form), (n, dtype))
+        for heads, n in ((3, 128), (5, 67)):
+            draw = partial(
+                _drawn, "normal", ((9, heads + 2, n), dtype), ((9, heads, n), dtype), ((n,), weight)
+            )
+            name = f"{heads} heads of {n}, {dtype}, {weight}"
+            yield FusedCase("add_rms_norm", "in place", name, draw, _normed_in_place, (n, dtype))
+
+
+def _normed(form: dict[str, Any], x: Tensor, residual: Tensor, weight: Tensor) -> Results:
+    alone = add_rms_norm(x, None, None)
+    return *add_rms_norm(x, residual, weight, **form), add_rms_norm(x, None, weight, **form), alone
+
+
+def _normed_in_place(packed: Tensor, residual: Tensor, weight: Tensor) -> Results:
+    packed, residual = packed.clone(), residual.clone()
+    x = packed[:, 1:-1]
+    if weight.dtype == x.dtype:
+        add_rms_norm(x, residual, weight, out=x, out_sum=residual)
+    else:
+        add_rms_norm(x, residual, weight, rounding="once", out=x, out_sum=residual)
+    return packed, residual
+
+
+def _rotations(times: int) -> Iterator[FusedCase]:
+    kinds = itertools.cycle(KINDS)
+    dtypes = (*zip(DTYPES, DTYPES, strict=True), (BF16, F32), (F32, BF16))
+    of = itertools.product(dtypes, _LAYOUTS, _TURNED * times, (False, True))
+    for (dtype, trig), layout, (head, dim), full in of:
+        kind, width = next(kinds), 2 * (dim if full else dim // 2)
+        draw = partial(_turned, kind, head, width, dtype, trig)
+        name = (
+            f"{layout}, {dim} of {head}, cosines {trig} of {'entries' if full else 'pairs'}, {dtype}, {kind}"
+        )
+        yield FusedCase("rotary", layout, name, draw, partial(_rotated, dim, layout))
+
+
+def _turned(kind: str, head: int, width: int, dtype: torch.dtype, trig: torch.dtype) -> Results:
+    at = torch.randint(-1, 51, (3, 7), generator=torch.Generator().manual_seed(5))
+    return *_drawn(kind, ((3, 7, 6 * head), dtype), ((50, width), trig)), at
+
+
+def _rotated(dim: int, layout: Any, packed: Tensor, table: Tensor, at: Tensor) -> Results:
+    """By positions, of every token, and in place, of heads packed with others."""
+    cos, sin = table.chunk(2, -1)
+    heads = packed.unflatten(-1, (6, -1))
+    q, k = heads[..., :3, :], heads[..., 3:5, :]
+    known = at.clamp(0, len(table) - 1)
+    options: dict[str, Any] = {"rotary_dim": dim, "layout": layout}
+    found = [
+        *rotary(q, k, cos, sin, positions=at, **options),
+        *rotary(q.transpose(0, 1), k.transpose(0, 1), cos[known.mT], sin[known.mT], **options),
+    ]
+    if layout != "pairs to halves":
+        mine = heads.clone()
+        out = mine[..., :3, :], mine[..., 3:5, :]
+        rotary(*out, cos, sin, positions=at.int(), out=out, **options)
+        found.append(mine)
+    return tuple(t for t in found if t is not None)
+
+
+def _gates(times: int) -> Iterator[FusedCase]:
+    for dtype, activation, kind in itertools.product(DTYPES, _ACTIVATIONS, KINDS):
+        for rows, n in ((5, 64), (3, 37), (300, 520), (2, 14336))[: 2 + times]:
+            draw = partial(_drawn, kind, ((rows, 2 * n), dtype))
+            limit = 2.5 if activation == "gpt_oss" else None
+            run = partial(_gated, activation, limit)
+            yield FusedCase("gated", activation, f"{rows} x {n}, {dtype}, {kind}", draw, run)
+    for dtype, activation in itertools.product((BF16, F16), _ACTIVATIONS):
+        draw = partial(_every_value, dtype)
+        yield FusedCase(
+            "gated", "every value", f"{activation}, {dtype}", draw, partial(_gated, activation, None)
+        )
+
+
+def _every_value(dtype: torch.dtype) -> Results:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    return (
+        torch.stack((every, torch.ones_like(every)), -1).view(-1, 32)[
+            :, [*range(0, 32, 2), *range(1, 32, 2)]
+        ],
+    )
+
+
+def _gated(activation: Any, limit: float | None, packed: Tensor) -> Results:
+    """Packed, in turns, and in place."""
+    turns = torch.stack(packed.chunk(2, -1), -1).flatten(-2)
+    mine = packed.clone()
+    options: dict[str, Any] = {"activation": activation, "limit": limit}
+    gated(mine, out=mine.chunk(2, -1)[1], **options)
+    return gated(packed, **options), gated(turns[..., ::2], turns[..., 1::2], **options), mine
+
+
+def _functions(times: int) -> Iterator[FusedCase]:
+    functions: dict[str, Callable[[Tensor], Results]] = {
+        "gelu": lambda x: (gelu(x), gelu(x, "tanh")),
+        "rsqrt": lambda x: (rsqrt(x), rsqrt(x[1:, 1:])),
+    }
+    for (name, run), dtype in itertools.product(functions.items(), DTYPES):
+        for kind in KINDS:
+            yield FusedCase(
+                name, "values", f"{dtype}, {kind}", partial(_drawn, kind, ((30, 520), dtype)), run
+            )
+        if dtype != F32:
+            yield FusedCase(name, "every value", str(dtype), partial(_every_value, dtype), run)
+
+
+def _of_ids(times: int) -> Iterator[FusedCase]:
+    kinds = itertools.cycle(KINDS)
+    for dtype, (rows, vocabulary, n), _ in itertools.product(DTYPES, _OF_IDS, range(times)):
+        kind = next(kinds)
+        name = f"{rows} x {vocabulary}, {n} ids, {dtype}, {kind}"
+        draw = partial(_logits, kind, rows, vocabulary, n, dtype)
+        run: Callable[..., Results] = lambda z, ids: (gather_logp(z, ids), gather_logp(z, ids.int()))  # noqa: E731
+        yield FusedCase("gather_logp", "shapes", name, draw, run)
+
+
+def _logits(kind: str, rows: int, vocabulary: int, n: int, dtype: torch.dtype) -> Results:
+    ids = torch.randint(-1, vocabulary + 1, (rows, n), generator=torch.Generator().manual_seed(3))
+    return *_drawn(kind, ((rows, vocabulary), dtype)), ids
+
+
+def _ways(case: FusedCase) -> Iterator[tuple[Any, Any]]:
+    """How threads may share its rows, and a context for each."""
+    from samebits.backends.cuda import rows
+
+    for sharing in (None, *(rows.sharings(*case.row) if case.row else ())):
+        yield sharing, rows.shared_as(sharing)
+
+
+def loads(cases: Sequence[FusedCase], device: torch.device) -> Iterator[Callable[[], object]]:
+    """Calls that load the kernels of `cases`."""
+
+    def call(case: FusedCase, way: Any) -> None:
+        with way:
+            case.run(*(t.to(device) for t in case.draw()))
+
+    for case in cases:
+        for _, way in _ways(case):
+            yield partial(call, case, way)
+
+
+def verify_fused(report: Report, cases: Sequence[FusedCase], device: torch.device) -> None:
+    """Compare the kernels with the CPU reference, and the memory around outputs with NaN."""
+    for case in cases:
+        operands = case.draw()
+        want = [t.to(device) for t in case.run(*operands)]
+        placed = [t.to(device) for t in operands]
+        for sharing, way in _ways(case):
+            doing = f"{case.kernel}, {case.what}, {case}, {sharing}"
+            with running(doing), way, Surrounded() as room:
+                got = case.run(*placed)
+                finish(doing)
+            for g, w in zip(got, want, strict=True):
+                report.compare(
+                    case.kernel, case.what, REFERENCE, g.contiguous(), w.contiguous(), case, sharing
+                )
+            for margins in room.margins:
+                nan = torch.full_like(margins, torch.nan)
+                report.compare(case.kernel, AROUND, "NaN", margins, nan, case, sharing)
