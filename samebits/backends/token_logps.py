@@ -137,11 +137,10 @@ class GradLogitsInputs(NamedTuple):
 def of_ids(
     add_statistics: Callable[[Statistics, Tensor, int, Rows], None],
     combine: Callable[[Statistics, Rows], None],
-    out: Tensor,
     logits: Tensor,
     ids: Tensor,
-) -> None:
-    """Write the log-probabilities of ``ids[rows, n]`` under ``logits[rows, V]`` into `out`, by these two.
+) -> Tensor:
+    """The log-probabilities of ``ids[rows, n]`` under ``logits[rows, V]``, by these two functions.
 
     An id that is not in the vocabulary gives NaN. A backend may have a faster version.
     """
@@ -154,4 +153,4 @@ def of_ids(
     z = logits.gather(1, torch.where(known, ids, 0).to(torch.int64)).to(torch.float32)
     found = z - rows.shift[:, None] - rows.log_sum[:, None]
     nan = torch.full((), 0x7FFFFFFF, dtype=torch.int32, device=logits.device).view(torch.float32)
-    out.copy_(torch.where(known & ~found.isnan(), found, nan))
+    return torch.where(known & ~found.isnan(), found, nan)

@@ -250,11 +250,12 @@ _operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _run_of_ids(logits: Tensor, ids: Tensor, key: Key) -> Tensor:
-    out = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
-    if ids.numel():
-        for start, stop in _pieces(logits):
-            _backend(logits, key).of_ids(out[start:stop], logits[start:stop], ids[start:stop])
-    return out
+    if ids.numel() == 0:
+        return torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+    of_ids = _backend(logits, key).of_ids
+    parts = [of_ids(logits[start:stop], ids[start:stop]) for start, stop in _pieces(logits)]
+    found: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return found
 
 
 _of_ids = Operator(

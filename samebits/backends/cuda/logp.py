@@ -126,12 +126,13 @@ def combine(statistics: Statistics, rows: Rows) -> None:
     )
 
 
-def of_ids(out: Tensor, logits: Tensor, ids: Tensor) -> None:
-    """Write the log-probabilities of ``ids[rows, n]`` under ``logits[rows, V]`` into `out`, contiguous."""
+def of_ids(logits: Tensor, ids: Tensor) -> Tensor:
+    """The log-probabilities of ``ids[rows, n]`` under ``logits[rows, V]``, in two launches."""
     logits, ids = with_rows(logits), with_rows(ids)
     (rows, vocabulary), device = logits.shape, logits.get_device()
     blocks = -(-vocabulary // VOCAB_BLOCK)
     m, s = (runtime.empty((rows, blocks), torch.float32, device) for _ in range(2))
+    out = runtime.empty(ids.shape, torch.float32, device)
     _kernel("block_statistics", device, logits.dtype).launch(
         (rows * -(-blocks // _WARPS), 1, 1),
         *(logits.data_ptr(), logits.stride(0), 0, m.data_ptr(), s.data_ptr(), 0, 0),
@@ -143,6 +144,7 @@ def of_ids(out: Tensor, logits: Tensor, ids: Tensor) -> None:
         *(logits.stride(0), ids.stride(0), vocabulary),
         *(ids.shape[1], blocks, int(ids.dtype == torch.int64)),
     )
+    return out
 
 
 def grad_logits(
