@@ -88,6 +88,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "mode-replaced": mode.mode_replaced,
     "mode-vectors": mode.mode_vectors,
     "mode-reported": mode.mode_reported,
+    "mode-internals": mode.mode_internals,
     "tuned-tables": tuning.tuned_tables,
     "architectures": partial(block_of, "cpu", "zoo.json", report.architectures),
     "architectures-fp8": partial(block_of, "cpu", "zoo_fp8.json", report.fp8),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks.tables.text import table
-from samebits.mode import rules
+from samebits.mode import internals, rules
 
 
 def named(functions: Iterable[str | Callable[..., Any]]) -> str:
@@ -28,4 +28,14 @@ def mode_vectors() -> str:
 def mode_reported() -> str:
     return table(
         ["kind", "functions"], ((kind, named(names.split())) for kind, names in rules.REPORTED.items())
+    )
+
+
+def mode_internals() -> str:
+    return table(
+        ["kind", "operators"],
+        (
+            (kind, named(patterns.split()).replace("aten::", ""))
+            for kind, patterns in internals.REPORTED.items()
+        ),
     )

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from samebits.ops._checks import SUPPORTED
 
-__all__ = ["as_pytorch", "records", "takes", "tensors_of", "without_autocast"]
+__all__ = ["as_pytorch", "keeps_operators", "records", "takes", "tensors_of", "without_autocast"]
 
 
 def tensors_of(args: Sequence[Any]) -> Iterator[Tensor]:
@@ -28,7 +28,7 @@ def tensors_of(args: Sequence[Any]) -> Iterator[Tensor]:
 def takes(*tensors: Any) -> bool:
     """Whether this library's operators take all of these: dense tensors of a supported dtype and device."""
     for t in tensors:  # a generator would take longer than the checks
-        if type(t) not in _PLAIN and not (isinstance(t, Tensor) and _keeps_operators(type(t))):
+        if type(t) not in _PLAIN and not (isinstance(t, Tensor) and keeps_operators(type(t))):
             return False
         if t.dtype not in SUPPORTED or t.layout is not torch.strided or t.is_nested:
             return False
@@ -41,7 +41,7 @@ _PLAIN = (Tensor, Parameter)
 
 
 @functools.cache
-def _keeps_operators(kind: type[Tensor]) -> bool:
+def keeps_operators(kind: type[Tensor]) -> bool:
     """Whether a subclass of Tensor changes neither functions nor operators, or belongs to the compiler."""
 
     def unbound(of: type[Tensor], name: str) -> Any:

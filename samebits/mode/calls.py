@@ -156,4 +156,4 @@ _NOT_THE_CALLER = (str(Path(__file__).parent), torch._ops.__file__, torch.overri
 
 def inexact(args: Sequence[Any]) -> bool:
     """Whether an argument is not an integer. Sums of integers have the same bits in any order."""
-    return any(t.is_floating_point() or t.is_complex() for t in tensors_of(args))
+    return any(t.is_floating_point() or t.is_complex() or t.is_quantized for t in tensors_of(args))

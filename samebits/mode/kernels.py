@@ -30,8 +30,25 @@ __all__ = ["register_context", "register_process"]
 
 Kernel = Callable[..., Any]
 
+
+class _Libraries:
+    """A ``torch.library.Library`` for each namespace of the operators that get a kernel."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, torch.library.Library] = {}
+
+    def impl(self, op: OpOverload, kernel: Kernel, key: str, **options: Any) -> None:
+        if op.namespace not in self._of:
+            self._of[op.namespace] = torch.library.Library(op.namespace, "IMPL")
+        self._of[op.namespace].impl(op, kernel, key, **options)
+
+    def destroy(self) -> None:
+        for library in self._of.values():
+            library._destroy()
+
+
 _lock = threading.Lock()
-_libraries: dict[str, torch.library.Library] = {}  # they hold the registrations
+_libraries: dict[str, torch.library.Library | _Libraries] = {}  # they hold the registrations
 
 
 def register_context() -> None:
@@ -58,15 +75,15 @@ def _on_cpus() -> None:
         _libraries["cpu"] = _whole(lambda library: _at_backends(library, found))
 
 
-def _whole(register: Callable[[torch.library.Library], None]) -> torch.library.Library:
-    """A library with all that `register` registers, or an exception and none of it: it takes seconds."""
-    library = torch.library.Library("aten", "IMPL")
+def _whole(register: Callable[[_Libraries], None]) -> _Libraries:
+    """Libraries with all that `register` registers, or an exception and none of it: it takes seconds."""
+    libraries = _Libraries()
     try:
-        register(library)
+        register(libraries)
     except BaseException:
-        library._destroy()
+        libraries.destroy()
         raise
-    return library
+    return libraries
 
 
 def _beside_a_gpu() -> bool:
@@ -77,7 +94,7 @@ def _of_cpus(rule: Rule) -> bool:
     return "CPU" in rule.keys and "CUDA" not in rule.keys
 
 
-def _at_backends(library: torch.library.Library, found: dict[OpOverload, Rule]) -> None:
+def _at_backends(library: _Libraries, found: dict[OpOverload, Rule]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         # All at first: a kernel for a backend takes the place of what others compose for autograd.
@@ -89,7 +106,7 @@ def _at_backends(library: torch.library.Library, found: dict[OpOverload, Rule]) 
             library.impl(op, at(op, rule, key, kernel), key, with_keyset=True)
 
 
-def _context_kernels() -> torch.library.Library:
+def _context_kernels() -> _Libraries:
     """All other operators fall through the keys."""
     if _beside_a_gpu():
         _on_cpus()
@@ -105,7 +122,7 @@ def _context_kernels() -> torch.library.Library:
     return library
 
 
-def _in_contexts(library: torch.library.Library) -> None:
+def _in_contexts(library: _Libraries) -> None:
     for op, rule in operator_rules().items():
         if "cpu" not in _libraries or not _of_cpus(rule):
             library.impl(op, _in_context(op, rule), _name(CONTEXT))

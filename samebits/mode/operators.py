@@ -17,8 +17,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from samebits.backends import chosen_backend, pack_key
-from samebits.mode import indexing, overrides, products, rules
+from samebits.mode import indexing, internals, overrides, products, rules
 from samebits.mode.arguments import takes
+from samebits.mode.optimizers import step_in_whole_vectors
 from samebits.mode.pointwise import (
     complex_in_whole_vectors,
     loss_gradient_in_whole_vectors,
@@ -101,6 +102,8 @@ _SPARSE = ("_sparse_mm", "_sparse_addmm", "_sparse_sum", "_sparse_softmax", "_sp
 @functools.cache
 def name_of(op: OpOverload) -> str:
     """The name of the function that a user calls."""
+    if op.namespace != "aten":
+        return op._schema.name.replace("::", ".")
     name = op._schema.name.removeprefix("aten::")
     for function, other in _OTHER_NAMES.items():
         name = function if name == other else name
@@ -162,10 +165,14 @@ def _replaced() -> Iterator[tuple[OpOverload, Rule]]:
 
 def _accumulating() -> Iterator[tuple[OpOverload, Rule]]:
     for name, asks in rules.ACCUMULATING.items():
-        yield from ((op, Rule(rules.unless(op, *asks))) for op in _overloads(name) if not outs(op))
+        functional = {_kinds(op): op for op in _overloads(name) if not outs(op)}
+        for op in _overloads(name):
+            yield op, Rule(rules.unless(functional[_kinds(op)] if outs(op) else op, *asks))
 
 
-_COMPOSITE = "CompositeImplicitAutograd"
+_BACKENDS = tuple(
+    f"{kind}{device}" for device in ("CPU", "CUDA") for kind in ("", "Quantized", "Sparse", "SparseCsr")
+)
 
 
 def _pointwise() -> Iterator[tuple[OpOverload, Rule]]:
@@ -185,7 +192,7 @@ def _pointwise() -> Iterator[tuple[OpOverload, Rule]]:
                 compute = functional.get(_kinds(op))
                 several = _kinds(op).count("Tensor") > 1
                 keys = ("CPU",) if several else ("CPU", "AutogradCPU")
-                if several and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _COMPOSITE):
+                if several and internals.is_composite(op):
                     continue  # what it calls has a rule; one below autograd would take its gradient away
                 if compute is None:  # polygamma_, whose arguments have another order
                     yield op, Rule(None, keys=keys)
@@ -197,9 +204,23 @@ def _pointwise() -> Iterator[tuple[OpOverload, Rule]]:
 
 
 def _gradients() -> Iterator[tuple[OpOverload, Rule]]:
-    for name in rules.GRADIENTS_IN_WHOLE_VECTORS:
+    for name in rules.LOSS_GRADIENTS_IN_WHOLE_VECTORS:
         op = getattr(torch.ops.aten, name).default
         yield op, Rule(loss_gradient_in_whole_vectors(op), keys=("CPU",), of_gradients=True)
+    for name in rules.GRADIENTS_IN_WHOLE_VECTORS:  # autograd calls them on whole vectors
+        op = getattr(torch.ops.aten, name).default
+        yield op, Rule(in_whole_vectors(op), keys=("CPU",))
+
+
+def _steps() -> Iterator[tuple[OpOverload, Rule]]:
+    for name in rules.STEPS_IN_WHOLE_VECTORS:
+        yield from ((op, Rule(step_in_whole_vectors(op), keys=("CPU",))) for op in _overloads(name))
+
+
+def _internal() -> Iterator[tuple[OpOverload, Rule]]:
+    for op in filter(_is_dispatched, internals.reported()):
+        composite = internals.is_composite(op)
+        yield op, Rule(None) if composite else Rule(None, keys=_BACKENDS)
 
 
 def _kinds(op: OpOverload) -> tuple[str, ...]:
@@ -210,7 +231,8 @@ def _kinds(op: OpOverload) -> tuple[str, ...]:
 def operator_rules() -> dict[OpOverload, Rule]:
     """The rule of every operator that has one."""
     reported = (op for name in rules.REPORTED_NAMES for op in _overloads(name))
-    found = dict.fromkeys((*_direct(), *reported), Rule(None))
-    found |= dict((*_pointwise(), *_gradients(), *_accumulating(), *_replaced()))
+    found = dict(_internal())
+    found |= dict.fromkeys((*_direct(), *reported), Rule(None))
+    found |= dict((*_pointwise(), *_gradients(), *_steps(), *_accumulating(), *_replaced()))
     found |= {op: Rule(None, keys=()) for name in _SPARSE for op in _overloads(name)}
     return {op: rule for op, rule in found.items() if op._schema.name.removeprefix("aten::") not in _LEFT}

@@ -283,12 +283,16 @@ COMPLEX_WHOLE_VECTORS = (
     *("abs", "absolute", "__abs__", "square", "reciprocal", "angle", "sgn", "softsign"),
     *("neg", "negative", "__neg__"),
 )
-# Losses whose gradients depend on where PyTorch's vectors end.
-GRADIENTS_IN_WHOLE_VECTORS = ("smooth_l1_loss_backward", "huber_loss_backward")
+# Gradients that depend on where PyTorch's vectors end, of losses and of functions.
+LOSS_GRADIENTS_IN_WHOLE_VECTORS = ("smooth_l1_loss_backward", "huber_loss_backward")
+GRADIENTS_IN_WHOLE_VECTORS = ("silu_backward", "mish_backward", "softplus_backward")
+# Fused steps of optimizers, which are elementwise.
+STEPS_IN_WHOLE_VECTORS = ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_")
 # Functions that are covered unless they accumulate: the argument that asks for it, and its position.
 ACCUMULATING = {
     **dict.fromkeys(("put", "put_"), ("accumulate", 3)),
     **dict.fromkeys(("scatter", "scatter_"), ("reduce", 4)),
+    **dict.fromkeys(("histogramdd", "_histogramdd_from_bin_cts"), ("weight", 3)),
 }
 
 REPORTED = {
@@ -338,6 +342,7 @@ _OTHER_VARIANT: dict[Callable[..., Any], str] = {
     torch.sparse.addmm: "torch.sparse.addmm",
     torch._sparse_sum: "torch.sparse.sum",
     torch.sparse.softmax: "torch.sparse.softmax",
+    torch.sparse.sampled_addmm: "torch.sparse.sampled_addmm",
     torch.sparse.log_softmax: "torch.sparse.log_softmax",
     torch.linalg.cond: "torch.linalg.cond",
     torch._C._nn._upsample_bilinear2d_aa: "torch.nn.functional.interpolate with antialias",
@@ -357,11 +362,11 @@ UNTRACED = [*HIGHER_ORDER, *_higher_order("tag_activation_checkpoint")]
 
 
 def unless(func: Callable[..., Any], argument: str, place: int) -> Callable[..., Any]:
-    """`func`, covered only where `argument`, at position `place`, is false or absent."""
+    """`func`, covered only where `argument`, at position `place`, is False, None or absent."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         asked = args[place] if len(args) > place else kwargs.get(argument)
-        return NotImplemented if asked else func(*args, **kwargs)
+        return func(*args, **kwargs) if asked is None or asked is False else NotImplemented
 
     return call
 
