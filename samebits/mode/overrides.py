@@ -7,6 +7,7 @@ too. Where the usual checks leave that open, :func:`samebits.mode.arguments.as_p
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
@@ -234,6 +235,9 @@ def _with_mean(of: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any)
     return deviation, mean(input, dim, keepdim)
 
 
+_MAXIMA = (math.inf, -math.inf)  # norms of these orders are the values' largest and smallest: exact
+
+
 def norm(
     input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Any:
@@ -258,7 +262,11 @@ def linalg_vector_norm(
 def _norm(
     theirs: Callable[..., Any], x: Tensor, order: Any, dim: Any, keepdim: bool, dtype: torch.dtype | None
 ) -> Any:
-    if order not in (None, "fro", 2, 1) or isinstance(order, bool) or not takes(x):
+    if order in _MAXIMA and not isinstance(order, bool):
+        return theirs(x, order, dim=dim, keepdim=keepdim, dtype=dtype)
+    if order not in (None, "fro", 2, 1, 0) or isinstance(order, bool) or not takes(x):
+        return NotImplemented
+    if order == 0 and records(x):
         return NotImplemented
     if isinstance(dim, (list, tuple)) and len(dim) == 1:
         (dim,) = dim
@@ -268,6 +276,8 @@ def _norm(
     x = _autocast(x) if dtype is None else x.to(dtype)
     if not takes(x):
         return NotImplemented
+    if order == 0:
+        return torch.sum(x != 0, () if dim is None else dim, keepdim).to(x.dtype)
     return sum(x.abs(), dim, keepdim) if order == 1 else vector_norm(x, dim, keepdim)
 
 
@@ -282,9 +292,14 @@ def solve_triangular(
 
 def foreach_norm(self: Any, ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
     """One norm for each tensor. Clipping of gradients uses it."""
-    if ord != 2 or dtype is not None or not takes(*self):
+    if ord in _MAXIMA:
+        return torch._foreach_norm(self, ord, dtype=dtype)
+    tensors = self if dtype is None else [x.to(dtype) for x in self]
+    if ord not in (0, 1, 2) or not takes(*self, *tensors) or (ord == 0 and any(map(records, tensors))):
         return NotImplemented
-    return [vector_norm(x) for x in self]
+    if ord == 0:
+        return [(x != 0).sum().to(x.dtype) for x in tensors]
+    return [sum(x.abs()) if ord == 1 else vector_norm(x) for x in tensors]
 
 
 def functional_embedding(

@@ -155,7 +155,7 @@ REPLACED = (
             torch._foreach_norm: overrides.foreach_norm,
         },
         "row reductions",
-        "norms of other orders than 1 and 2, and of matrices",
+        "norms of other orders than 0 (without gradients), 1, 2 and ±∞, and of matrices",
     ),
     Row(
         {F.embedding: overrides.functional_embedding, torch.embedding: overrides.embedding_},

@@ -262,7 +262,7 @@ UNCOVERED: dict[str, Callable[[], Any]] = {
     "bilinear": lambda: nn.Bilinear(40, 40, 2)(X, X),
     "matmul": lambda: X.double() @ X.double().mT,
     "sum": lambda: X.double().sum(),
-    "_foreach_norm": lambda: torch._foreach_norm([X], 1),
+    "_foreach_norm": lambda: torch._foreach_norm([X], 3),
     "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(X, X, X, dropout_p=0.1),
     "_softmax": lambda: torch.ops.aten._softmax(X, 1, False),
     "normalize": lambda: F.normalize(X, 3),
@@ -725,7 +725,7 @@ def test_a_compiled_function_reports_what_pytorch_does_not_document() -> None:
 
     def within(x: Tensor) -> list[Tensor]:
         with batch_invariant("error"):
-            return torch._foreach_norm([x], 1)
+            return torch._foreach_norm([x], 3)
 
     with pytest.raises(Exception, match="UncoveredError"):
         torch.compile(within, fullgraph=True, backend="eager")(X)
