@@ -464,16 +464,20 @@ def main() -> None:
     )
     parser.add_argument(
         "--only",
-        choices=("products", "rows", "chains", "exchanges", "segments", "grouped", "fused", "fp8"),
-        help="products, operations of rows, sums over tokens and of long rows, sums of ranks, sums in"
-        " segments, products of groups, fused layers, or FP8",
+        choices=(
+            *("products", "rows", "chains", "exchanges", "attention", "segments", "grouped", "fused"),
+            "fp8",
+        ),
+        help="products, operations of rows, sums over tokens and of long rows, sums of ranks, attention, sums"
+        " in segments, products of groups, fused layers, or FP8",
     )
     options = parser.parse_args()
     every = options.every
     if options.racecheck:
         all_lanes_arrive()
     if options.only and options.only != "products":
-        some = {"segments": segmented, "grouped": grouped, "fused": fused_layers, "fp8": fp8}
+        some = {"attention": attention, "segments": segmented, "grouped": grouped}
+        some |= {"fused": fused_layers, "fp8": fp8}
         whole = {"rows": row_reductions, "chains": chains, "exchanges": exchanges}
         (whole | {name: partial(run, every) for name, run in some.items()})[options.only]()
         return
