@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 
 from samebits.backends import Key
@@ -39,6 +40,9 @@ class Linear(nn.Linear):
     ``grad_added_to_main_grad`` on the parameter. A backward that fails, for example for lack of memory,
     writes nothing there. ``main_grad`` works in eager mode only.
 
+    ``torch.fx`` traces a layer as one call, as it does a ``torch.nn.Linear``. ``torch.jit.script`` takes it,
+    and calls it in Python: such a module runs, but cannot be saved.
+
     Args:
         in_features: size of each input row.
         out_features: size of each output row.
@@ -53,7 +57,10 @@ class Linear(nn.Linear):
             padding or micro-batches.
     """
 
-    fp8: Literal["block"] | None = None
+    if TYPE_CHECKING:
+        fp8: Literal["block"] | None
+    else:  # TorchScript reads a class's annotations, and knows no literals
+        fp8 = None
 
     def __init__(
         self,
@@ -92,6 +99,13 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """``input`` ``[..., in_features]``; ``cu_seqlens`` as in :func:`samebits.linear`."""
+        out: Tensor = self._run(input, cu_seqlens)
+        return out
+
+    @torch.jit.ignore  # type: ignore[untyped-decorator]  # TorchScript calls it in Python
+    def _run(self, input: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        if isinstance(input, torch.fx.Proxy):
+            return _traced(self, input, cu_seqlens)
         if torch.is_grad_enabled() and any(_main_grad(p) is not None for p in (self.weight, self.bias)):
             return _run_with_main_grads(self, input, cu_seqlens)
         run = linear if self.fp8 is None else fp8_linear
@@ -100,6 +114,17 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         more = (f", contract={self.contract}" if self.contract else "") + (", fp8=block" if self.fp8 else "")
         return super().extra_repr() + more
+
+
+# TorchScript reads types, not their names.
+Linear._run.__annotations__ = {"input": Tensor, "cu_seqlens": Tensor | None, "return": Tensor}
+
+
+def _traced(layer: Linear, x: torch.fx.Proxy, cu_seqlens: Any) -> Any:
+    """A call of `layer` in the graph, as ``torch.fx`` traces a ``torch.nn.Linear``."""
+    args = (x,) if cu_seqlens is None else (x, cu_seqlens)
+    tracer: Any = x.tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(layer), args, {})
 
 
 def _check_fp8(op: str, fp8: str | None) -> None:

@@ -403,3 +403,54 @@ def test_main_grad_under_compile_is_refused() -> None:
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="main_grad"):
         compiled(torch.ones(2, 8))
+
+
+class Branches(torch.nn.Module):
+    """Layers in a module and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest = torch.nn.Linear(8, 8), torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("fp8", [None, "block"])
+def test_tools_that_rewrite_models_take_converted_ones(fp8: Any) -> None:
+    """`torch.fx` has a call of each layer in its graph, `torch.jit.script` calls it in Python."""
+    model = Branches()
+    calls = [n.target for n in torch.fx.symbolic_trace(model).graph.nodes if n.op == "call_module"]
+    samebits.convert(model, fp8=fp8)
+    x = torch.randn(3, 8)
+    traced, scripted = torch.fx.symbolic_trace(model), torch.jit.script(model)
+    assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == calls
+    assert isinstance(model.first, samebits.nn.Linear)
+    assert isinstance(traced.first, samebits.nn.Linear)
+    expected = model(x)
+    expected.sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    for tool in (traced, scripted):
+        model.zero_grad()
+        out = tool(x)
+        assert_same_bits(out, expected)
+        out.sum().backward()
+        for name, p in tool.named_parameters():
+            assert_same_bits(p.grad, grads[name])
+
+
+def test_sequences_are_traced_and_scripted() -> None:
+    class Packed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = samebits.nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+            return self.layer(x, cu_seqlens)
+
+    Packed.forward.__annotations__ = {"x": Tensor, "cu_seqlens": Tensor, "return": Tensor}
+    model, args = Packed(), (torch.randn(5, 8), torch.tensor([0, 2, 5]))
+    for tool in (torch.fx.symbolic_trace, torch.jit.script):
+        assert_same_bits(tool(model)(*args), model(*args))
+    with pytest.raises(RuntimeError, match="Could not export Python function"):
+        torch.jit.script(model).save("unused")
