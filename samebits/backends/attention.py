@@ -1,12 +1,14 @@
 """What a call of attention computes, as data: the operands and options that every backend receives.
 
-A backend's module ``attention`` has two functions. The bits that they return are those of docs/contract.md,
+A backend's module ``attention`` has these functions. The bits that they return are those of docs/contract.md,
 "Attention".
 
 * ``forward(x: Attention, out: Tensor | None = None) -> (out, lse, lse2)``. ``out`` is contiguous, of q's
   shape with v's last size. It is the given tensor, which is such, if the backend can write there. The
   log-sum-exp ``lse`` is ``[batch, heads, queries]``, or ``[heads, tokens]`` if packed, in float32. ``lse2``
   is the same to base 2, for ``backward``.
+* ``checks_offsets(x: Attention) -> bool``, on GPUs alone: whether ``forward`` stops the GPU at offsets that
+  do not rise from 0 to the number of tokens. Else the caller does.
 * ``backward(x, grad, out, lse2, *, grad_mask: bool) -> (dq, dk, dv, dmask, dsinks)``. ``dmask`` is
   ``[batch, heads, queries, keys]`` in float32 if ``grad_mask``, else None. ``dsinks`` is None without sinks.
 """
@@ -66,7 +68,8 @@ class Attention:
         cu_seqlens_k: likewise for packed keys. None with ``block_table``.
         key_start: int32 ``[batch]``, contiguous: the first slot that belongs to the sequence; 0 without.
         key_length: int32 ``[batch]``, contiguous: the first slot after the sequence; all slots without.
-        block_table: int32 ``[batch, pages of a sequence]``: pages with the sequence's slots, in order.
+        block_table: int32 ``[batch, pages of a sequence]``, contiguous along rows: pages with the sequence's
+            slots, in order.
     """
 
     q: Tensor

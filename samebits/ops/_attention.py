@@ -93,7 +93,7 @@ def _call(
         cu_seqlens_k=_as_int32(cu_seqlens_k),
         key_start=_as_int32(key_start),
         key_length=_as_int32(key_length),
-        block_table=_as_int32(block_table),
+        block_table=_as_int32(block_table, rows=True),
     )
     if mask is not None:
         whole = (x.batch, x.heads, x.queries, x.keys)
@@ -103,19 +103,22 @@ def _call(
         ("cu_seqlens_k", cu_seqlens_k, x.keys),
     ):
         if offsets is not None:
-            if q.is_cuda:
-                assert_cu_seqlens("attention", offsets, tokens, key)
-            else:
+            if not q.is_cuda:
                 check_cu_seqlens("attention", offsets, tokens, name)
+            elif not backend.checks_offsets(x):
+                assert_cu_seqlens("attention", offsets, tokens, key)
     if not q.is_cuda:
         _check_slots(x, key_start, key_length, block_table)
     return backend, x
 
 
-def _as_int32(t: Tensor | None) -> Tensor | None:
-    if t is not None and t.dtype == torch.int64:
-        t = t.clamp(-1, torch.iinfo(torch.int32).max)  # what is outside of the keys stays outside
-    return None if t is None else t.to(torch.int32).contiguous()
+def _as_int32(t: Tensor | None, *, rows: bool = False) -> Tensor | None:
+    """`t` as kernels take it: contiguous, or with contiguous rows."""
+    if t is None:
+        return None
+    if t.dtype == torch.int64:
+        t = t.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)  # what is outside of the keys stays so
+    return t if t.is_contiguous() or (rows and t.stride(-1) == 1) else t.contiguous()
 
 
 def _check_slots(

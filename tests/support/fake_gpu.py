@@ -35,7 +35,7 @@ from samebits.backends.cuda import (
     tensor_maps,
     vector_norm,
 )
-from samebits.backends.cuda.attention import sm90
+from samebits.backends.cuda.attention import maps_sm90, sm90
 
 INFO = devices.DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int
@@ -163,6 +163,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
     caches = (*caches, norm_gradients._kernel, losses._kernel, gather._kernel, slots._kernel)
     caches = (*caches, vector_norm._kernel, rotary._kernel, gated._kernel, rsqrt._kernel, matmul.family)
     caches = (*caches, runtime._allow_replays, linear_logp_sm90._prepared, tensor_maps.tensor_map)
+    caches = (*caches, maps_sm90.tile_maps)
     tensor: Any = torch.Tensor
     patches: list[Any] = [
         mock.patch.object(tensor, "is_cuda", property(lambda t: True)),

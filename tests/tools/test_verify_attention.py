@@ -65,7 +65,7 @@ def test_operands_are_as_the_case_says(case: attention.AttentionCase) -> None:
     slots = x.k.shape[:-2].numel()
     if case.kind != "special":
         assert slots - outside == sum(case.keys)
-        assert x.q.isfinite().all()
+        assert x.q.isfinite().all() or (case.kind == "huge" and not case.gradients)
     assert x.v.isnan().sum() == outside * x.v.shape[-2:].numel()
     if case.of.place == "by head":
         assert x.q.transpose(-3, -2).is_contiguous()

@@ -150,8 +150,8 @@ _LARGEST = 1 << 25
 
 def attentions(thorough: bool) -> list[AttentionCase]:
     """All cases: some of every variant, drawn at random, but the same in every run."""
-    count = 12 if thorough else 6
-    return [_drawn(of, i, n) for i, of in enumerate(VARIANTS) for n in range(count)]
+    count = 12 if thorough else 6  # twice as many in pages, as these are read in two ways
+    return [_drawn(of, i, n) for i, of in enumerate(VARIANTS) for n in range(count * (1 + of.paged))]
 
 
 _SHAPES = ((1, 2100), (3, 700), (40, 1100), (150, 150), (300, 600), (90, 33))
@@ -179,7 +179,7 @@ def _drawn(of: AttentionVariant, i: int, n: int) -> AttentionCase:
         elif form == "batch":
             keys = keys[:1] * sequences
         elif form == "pages":
-            left = r.choice((0, 5))
+            left = r.choice((0, 5)) * (n % 4 == 0)
         slots = left + max(keys) + right
         if packed:
             queries = tuple(r.randint(0, most_queries) for _ in range(sequences))
@@ -199,8 +199,8 @@ def _drawn(of: AttentionVariant, i: int, n: int) -> AttentionCase:
             softcap=float(np.float32(r.choice((0.7, 20.0)))) if of.softcap else 0.0,
             sinks=r.random() < 0.4,
             left=left,
-            right=right,
-            page=r.choice((1, 7, 16, 64, 256)) if of.paged else 1,
+            right=(0, 9, 700)[n % 3] if form == "pages" else right,  # tables are wider than sequences
+            page=r.choice((1, 7, 8, 16, 24, 32, 64, 128, 256)) if of.paged else 1,
             broadcast=tuple(d for d in range(3) if r.random() < 0.3) if of.mask else (),
             kind=KINDS[(i + n // 2) % len(KINDS)] if n % 2 else "normal",
             seed=r.randrange(1 << 20),
@@ -283,7 +283,7 @@ def _slots(rows: list[Tensor], first: list[int], slots: int) -> Tensor:
 def _pages(
     batches: tuple[Tensor, ...], first: list[int], last: list[int], page: int, seed: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """Pages in any order, with some of NaN among them, and the table, which has -1 where none is needed."""
+    """Pages in any order, with some of NaN among them, and the table, with no page's number past the end."""
     rows, slots = batches[0].shape[:2]
     count = -(-slots // page)
     order = torch.randperm(rows * count + 3, generator=torch.Generator().manual_seed(seed))[: rows * count]
@@ -295,8 +295,9 @@ def _pages(
         store[order] = whole.view(rows * count, page, *t.shape[2:])
         stores.append(store)
     table = order.view(rows, count).to(torch.int32)
+    nowhere = (-1, torch.iinfo(torch.int32).max)[seed % 2]
     for row, start, stop in zip(table, first, last, strict=True):
-        row[: start // page] = row[-(-stop // page) :] = -1
+        row[: start // page] = row[-(-stop // page) :] = nowhere
     return table, stores
 
 

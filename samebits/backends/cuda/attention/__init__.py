@@ -10,7 +10,7 @@ from torch import Tensor
 from samebits.backends.attention import Attention
 from samebits.backends.cuda.attention import backward_sm90, sm90, universal, universal_backward
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "checks_offsets", "forward"]
 
 
 def forward(x: Attention, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -19,6 +19,11 @@ def forward(x: Attention, out: Tensor | None = None) -> tuple[Tensor, Tensor, Te
         out = None  # kernels write 16 bytes at a time
     plan = sm90.plan(x)
     return universal.forward(x, out) if plan is None else plan.run(x, out)
+
+
+def checks_offsets(x: Attention) -> bool:
+    """See :mod:`samebits.backends.attention`."""
+    return x.block_table is not None and sm90.plan(x) is not None
 
 
 def backward(

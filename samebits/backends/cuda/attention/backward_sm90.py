@@ -12,8 +12,14 @@ from torch import Tensor
 from samebits.backends.attention import Attention
 from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.attention import sm90
+from samebits.backends.cuda.attention.maps_sm90 import (
+    Layout,
+    layout,
+    readable,
+    shared_matrices,
+    tile_maps,
+)
 from samebits.backends.cuda.attention.problem import PROBLEM, check, lse_strides, problem
-from samebits.backends.cuda.attention.sm90 import Layout, layout, readable, shared_matrices, tile_maps
 from samebits.backends.cuda.attention.universal_backward import Gradients, find_dots
 from samebits.backends.cuda.operands import address
 from samebits.backends.cuda.products.schedule_sm90 import round_up

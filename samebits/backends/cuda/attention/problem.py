@@ -61,13 +61,19 @@ def problem(x: Attention) -> tuple[Any, ...]:
     )
 
 
-def empty_results(x: Attention, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, which is `out` if given, and both log-sum-exps, to be filled."""
+def empty_results(
+    x: Attention, out: Tensor | None = None, *, checked: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, which is `out` if given, and both log-sum-exps, to be filled.
+
+    Args:
+        checked: whether every token belongs to a sequence, as the kernel sees to it.
+    """
     device = x.q.get_device()
     if out is None:
         out = runtime.empty((*x.q.shape[:-1], x.v.shape[-1]), x.q.dtype, device)
     lse, lse2 = (runtime.empty(x.lse_shape, torch.float32, device) for _ in range(2))
-    if x.packed:  # there may be tokens of no sequence
+    if x.packed and not checked:  # there may be tokens of no sequence
         out.zero_()
         lse.fill_(-torch.inf)
         lse2.fill_(-torch.inf)

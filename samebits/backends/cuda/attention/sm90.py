@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,13 @@ from torch import Tensor
 from samebits.backends.attention import BLOCK, SEGMENT, Attention
 from samebits.backends.cuda import compiler, devices, runtime, shapes, tuned
 from samebits.backends.cuda.attention import universal
+from samebits.backends.cuda.attention.maps_sm90 import (
+    layout,
+    query_maps,
+    readable,
+    shared_matrices,
+    tile_maps,
+)
 from samebits.backends.cuda.attention.problem import PROBLEM, check, empty_results, lse_strides, problem
 from samebits.backends.cuda.operands import address
 from samebits.backends.cuda.products.schedule_sm90 import round_up
@@ -39,20 +47,25 @@ __all__ = [
 
 _PARAMS = "128s128s128sPPPPPPqqiiiiiiiiii" + PROBLEM
 _LARGEST_HEAD = 128
-_LARGEST_STRIDE = 1 << 38
 _SMEM = 227 * 1024 - 3 * 56  # but for the tickets
 _SCRATCH = 512 << 20  # bytes that segments may take
 _L2 = 24 << 20  # bytes of keys and values that are used side by side
+_SMALLEST_BOX = 8  # lines: the period of the swizzle
 
 
 @dataclass(frozen=True, slots=True)
 class HopperVariant:
-    """What a compiled kernel is specialised to, besides its schedule. Sizes are multiples of 16."""
+    """What a compiled kernel is specialised to, besides its schedule. Sizes are multiples of 16.
+
+    Attributes:
+        paged: whether keys and values lie in pages.
+    """
 
     dtype: torch.dtype
     head: int
     values: int
     softcap: bool
+    paged: bool = False
 
     @property
     def stage(self) -> int:
@@ -146,6 +159,7 @@ def spec(of: HopperVariant, s: HopperSchedule) -> compiler.KernelSpec:
         "STAGES": s.stages,
         "SPLIT": int(s.split),
         "FEW": int(s.few),
+        "PAGED": int(of.paged),
     }
     return compiler.KernelSpec(
         *("attention_sm90.cu", "attention_sm90", _PARAMS, tuple(constants.items())),
@@ -237,7 +251,7 @@ def supports(x: Attention) -> bool:
     return (
         x.q.dtype in (torch.bfloat16, torch.float16)
         and x.mask is None
-        and x.block_table is None
+        and (x.block_table is None or (x.key_start is None and _box(x) >= _SMALLEST_BOX))
         and contract_from_key(x.contract).step == "mma"
         and devices.device_info(x.q.get_device()).capability == (9, 0)
         and 0 < head <= _LARGEST_HEAD
@@ -249,56 +263,15 @@ def supports(x: Attention) -> bool:
     )
 
 
-def readable(x: Tensor) -> bool:
-    """Whether the copy engine can read ``x[..., tokens, heads, size]``."""
-    strides = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    tokens = x.stride(-3) if x.shape[-3] > 1 else x.shape[-1]
-    return (
-        x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(s % 8 == 0 and s < _LARGEST_STRIDE for s in strides)
-        and tokens
-        >= x.shape[-1]  # one matrix may serve all heads or all of the batch, but rows do not overlap
-    )
-
-
-Layout = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and strides of ``x[batch, tokens, heads, size]``; strides of sizes 1 are 0."""
-
-
-def layout(x: Tensor) -> Layout:
-    """Of a tensor; a packed one has a batch of 1."""
-    shape, strides = tuple(x.shape), x.stride()
-    if len(shape) == 3:
-        shape, strides = (1, *shape), (0, *strides)
-    return shape, tuple(0 if n == 1 else s for n, s in zip(shape, strides, strict=True))
-
-
-def tile_maps(dtype: torch.dtype, of: Layout, lines: int, width: int, l2_promotion: int) -> Maps:
-    """Tensor maps of tiles of so many tokens of a head; with one matrix where it serves a whole dimension."""
-    (batch, tokens, heads, size), (of_batch, of_token, of_head, _) = of
-    sizes = (size, tokens, heads if of_head else 1, batch if of_batch else 1)
-    strides = tuple(2 * s or 16 for s in (of_token, of_head, of_batch))
-    return Maps(dtype, sizes, strides, (width, lines, 1, 1), width * 2, l2_promotion)
-
-
-def _query_maps(dtype: torch.dtype, of: Layout, height: int, members: int) -> Maps:
-    (batch, tokens, heads, size), (of_batch, of_token, of_head, _) = of
-    sizes = (size, heads if of_head else 1, tokens, batch if of_batch else 1)
-    strides = tuple(2 * s or 16 for s in (of_head, of_token, of_batch))
-    return Maps(dtype, sizes, strides, (64, members, height, 1), 128)
-
-
-def shared_matrices(layouts: tuple[Layout, ...]) -> int:
-    """Bits of the operands that have one matrix for all of the batch, then of those that do for all heads."""
-    n = len(layouts)
-    return sum((s[0] == 0) << i | (s[2] == 0) << i + n for i, (_, s) in enumerate(layouts))
+def _box(x: Attention) -> int:
+    """Lines of a page that one copy brings: they divide the page, and a block of keys."""
+    return math.gcd(x.k.shape[1], BLOCK)
 
 
 def variant(x: Attention) -> HopperVariant:
     """What the kernel is specialised to for a call."""
     head, values = (round_up(t.shape[-1], 16) for t in (x.q, x.v))
-    return HopperVariant(x.q.dtype, head, values, softcap=x.softcap != 0)
+    return HopperVariant(x.q.dtype, head, values, x.softcap != 0, x.block_table is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +300,7 @@ class Plan:
 
     def run(self, x: Attention, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = x.q, x.k, x.v
-        out, lse, lse2 = empty_results(x, out)
+        out, lse, lse2 = empty_results(x, out, checked=x.block_table is not None)
         scratch = following = None
         if self.scratch:
             scratch = runtime.empty((self.scratch,), torch.float32, q.get_device())
@@ -339,7 +312,7 @@ class Plan:
             *(of_q[q.data_ptr()], of_k[k.data_ptr()], of_v[v.data_ptr()]),
             *map(address, (out, x.sinks, lse, lse2, scratch, following)),
             *self.sizes,
-            *map(address, (x.cu_seqlens_q, x.cu_seqlens_k, x.key_start, x.key_length, None)),
+            *map(address, (x.cu_seqlens_q, x.cu_seqlens_k, x.key_start, x.key_length, x.block_table)),
             *self.problem,
         )
         if scratch is not None and self.merge is not None:
@@ -357,11 +330,11 @@ def make_plan(x: Attention, schedule: HopperSchedule | None = None) -> Plan:
     device = x.q.get_device()
     layouts = tuple(map(layout, (x.q, x.k, x.v)))
     tiles, heads, height, members = _tiles(x, s)
-    promotion = l2_promotion(s)
+    promotion, lines = l2_promotion(s), _box(x) if of.paged else BLOCK
     maps = (
-        _query_maps(of.dtype, layouts[0], height, members),
-        tile_maps(of.dtype, layouts[1], BLOCK, 64, promotion),
-        tile_maps(of.dtype, layouts[2], BLOCK, of.width, promotion),
+        query_maps(of.dtype, layouts[0], height, members),
+        tile_maps(of.dtype, layouts[1], lines, 64, promotion),
+        tile_maps(of.dtype, layouts[2], lines, of.width, promotion),
     )
     of_head = 2 * x.keys * (x.k.shape[-1] + x.v.shape[-1])
     together = min(heads, max(1, _L2 // of_head) * (x.group // members))
@@ -369,14 +342,15 @@ def make_plan(x: Attention, schedule: HopperSchedule | None = None) -> Plan:
     share = -(-segments // min(segments, max(shares_of(x, s), 2))) if s.split else segments
     shares = -(-segments // share)
     sizes = (*lse_strides(x), tiles, heads, together, segments, shares, share, members, height)
+    count, blocks = tiles * heads * shares, devices.device_info(device).sm_count
     return Plan(
         kernel=runtime.load(spec(of, s), device),
         maps=maps,
-        grid=min(tiles * heads * shares, devices.device_info(device).sm_count),
-        sizes=(*sizes, shared_matrices(layouts), 0),
+        grid=min(count, blocks),
+        sizes=(*sizes, shared_matrices(layouts), lines if of.paged else 0),
         problem=problem(x)[5:],
         scratch=x.q.shape[:-1].numel() * segments * (of.values + 2) if s.split else 0,
-        dynamic=s.dynamic,
+        dynamic=s.dynamic and not (of.paged and count <= blocks),  # the counter costs a launch
         merge=universal.Merge.of(x) if s.split else None,
     )
 
@@ -396,13 +370,14 @@ _plans: dict[tuple[Any, ...], Plan | None] = {}
 
 def plan(x: Attention) -> Plan | None:
     """The plan of a call, found by its geometry; None if the kernel does not support it."""
-    q, k, v, offsets = x.q, x.k, x.v, x.cu_seqlens_q
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or x.mask is not None or x.block_table is not None:
+    q, k, v, offsets, table = x.q, x.k, x.v, x.cu_seqlens_q, x.block_table
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or x.mask is not None:
         return None
     key = (
         *(q.dtype, q.get_device(), q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()),
         *(x.contract, x.scale, x.softcap, x.window, x.align, None if offsets is None else len(offsets)),
         *(x.cu_seqlens_k is None, x.key_start is None, x.key_length is None),
+        *((None,) if table is None else (table.shape[1], table.stride(0))),
     )
     try:
         return _plans[key]
@@ -417,7 +392,9 @@ shapes.on_change(lambda: _plans.clear())
 
 
 def tuned_schedule(x: Attention) -> HopperSchedule | None:
-    """A tuned table's schedule for a call; None if :func:`choose` should say."""
+    """A tuned table's schedule for a call; None if :func:`choose` should say. Tables know no pages."""
+    if x.block_table is not None:
+        return None
     shape = AttentionShape.of(x)
     shapes.met(shape)
     found = tuned.find(shape, x.q.get_device(), lambda name: [(None, s) for s in candidates(x)])

@@ -271,8 +271,6 @@ def forward(
         wide, lse, lse2 = forward(widened(x), schedule=schedule, splits=splits)
         return wide.to(x.q.dtype), lse, lse2
     check(x)
-    if x.block_table is not None:
-        x = replace(x, block_table=x.block_table.contiguous())
     of = variant(x)
     if schedule is None:
         schedule, splits = choose(x, of)

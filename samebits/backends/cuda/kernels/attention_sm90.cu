@@ -1,5 +1,4 @@
-// Attention on Hopper, forward: O = softmax(Q K^T) V, as docs/contract.md, "Attention", has it, without masks
-// and pages.
+// Attention on Hopper, forward: O = softmax(Q K^T) V, as docs/contract.md, "Attention", has it, without masks.
 //
 // A block takes a tile of queries, of one head or of all heads that share one of k and v, and goes over the
 // keys that they may see, 128 at a time. Blocks of the grid stay, and take several tiles, one after another.
@@ -27,6 +26,9 @@
 //   tensor cores  |QK 0|         |QK 1, PV 0|         |QK 2, PV 1|
 //   arithmetic         |softmax 0|     |softmax 1     |     |softmax 2
 //
+// Pages (PAGED): a tile comes in boxes of lines that lie in one page, and those past the end of a sequence are
+// not read. The producer's lanes look up the pages of the tile after next.
+//
 // The results of a segment are merged with those of the segments before it. These stay in registers, or in
 // shared memory, each value by the thread that has it, where values are long.
 //
@@ -39,8 +41,9 @@
 //   FEW             1: tiles have at most 8 rows, so that no thread has a second one
 //   STAGES          stages of the ring, 3 or more
 //   SPLIT           1: segments go to scratch; 0: to `out`
+//   PAGED           1: keys and values lie in pages, and `key_start` is null
 
-#if !defined(INPUT_F16) || !defined(SOFTCAP) || !defined(SPLIT) || !defined(FEW)
+#if !defined(INPUT_F16) || !defined(SOFTCAP) || !defined(SPLIT) || !defined(FEW) || !defined(PAGED)
 #error "all macros are needed: #if takes a missing macro for 0"
 #endif
 #define HARDWARE_EXP2 1
@@ -74,11 +77,11 @@ struct Params {
     int together;  // heads whose tiles are taken in turns, so that keys and values stay in L2
     int segments;  // most that a sequence may have
     int shares;    // tiles that share the segments of a row, if SPLIT
-    int share;     // and how many segments each has
+    int share;     // and how many segments each has; if PAGED the sequence's length says
     int members;   // heads in a tile, side by side: 1, or all that share a head of k and v
     int height;    // queries in a tile
     int shared;    // bits 0 to 5: q, k, v have one matrix for all of the batch; for all heads
-    int unused;
+    int box;       // lines of a page that one copy brings, if PAGED: 8, 16, 32, 64 or 128
     Problem x;
 };
 
@@ -141,8 +144,13 @@ __device__ __forceinline__ bool find(const Params& p, int index, Ticket& to) {
     ticket.first = sequence.first_seen(x, first_query) / KEYS;
     ticket.end = (sequence.last_seen(x, min(first_query + p.height, sequence.queries) - 1) + KEYS - 1) / KEYS;
     if (SPLIT) {
-        ticket.first = max(ticket.first, share * p.share * BLOCKS);
-        ticket.end = min(ticket.end, (share + 1) * p.share * BLOCKS);
+        int first = 0, segments = p.share;
+        if (PAGED) {  // tables are as wide as the longest sequence may become
+            first = ticket.first / BLOCKS;
+            segments = ((ticket.end + BLOCKS - 1) / BLOCKS - first + p.shares - 1) / p.shares;
+        }
+        ticket.first = max(ticket.first, (first + share * segments) * BLOCKS);
+        ticket.end = min(ticket.end, (first + (share + 1) * segments) * BLOCKS);
         if (ticket.first >= ticket.end) return false;
     }
     if (threadIdx.x % 32 == 0) to = ticket;
@@ -161,16 +169,24 @@ __device__ __forceinline__ int tile_of(const Params& p, int round) {
     return round * int(gridDim.x) + slot;
 }
 
-// Loads the tile of a ticket: its queries, and keys and values as consumers read them. One thread does so.
-__device__ __forceinline__ void load(const SharedStorage& shared, const Params& p, const Ticket& ticket,
-                                     Ring<STAGES>& ring) {
-    const auto one_for = [&](int bit) { return p.shared >> bit & 1; };
+// Whether an operand has one matrix for all of the batch, or of its pages, or for all heads: see `shared`.
+__device__ __forceinline__ bool one_for(const Params& p, int bit) { return p.shared >> bit & 1; }
+
+// Loads the queries of a ticket. One thread does so.
+__device__ __forceinline__ void load_queries(const SharedStorage& shared, const Params& p,
+                                             const Ticket& ticket) {
     mbarrier_arrive_expect_tx(shared.q_full, QTile::columns * p.height * p.members * 128);
 #pragma unroll
     for (u32 column = 0; column < QTile::columns; ++column)
         tma_load(shared.q + column * QTile::column_bytes, p.q, shared.q_full, column * 64,
-                 one_for(3) ? 0 : ticket.head, ticket.sequence.first_query + ticket.first_query,
-                 one_for(0) ? 0 : int(ticket.sequence.batch_of_q));
+                 one_for(p, 3) ? 0 : ticket.head, ticket.sequence.first_query + ticket.first_query,
+                 one_for(p, 0) ? 0 : int(ticket.sequence.batch_of_q));
+}
+
+// Loads the tile of a ticket: its queries, and keys and values as consumers read them. One thread does so.
+__device__ __forceinline__ void load(const SharedStorage& shared, const Params& p, const Ticket& ticket,
+                                     Ring<STAGES>& ring) {
+    load_queries(shared, p, ticket);
     const int head = ticket.head / p.x.group, batch = int(ticket.sequence.batch_of_k);
     const int end = ticket.sequence.first_key + ticket.end * KEYS;
     int k_line = ticket.sequence.first_key + ticket.first * KEYS, v_line = k_line;
@@ -181,20 +197,80 @@ __device__ __forceinline__ void load(const SharedStorage& shared, const Params& 
         if (ahead < 2 && k_line < end) {
             mbarrier_arrive_expect_tx(full, KTile::bytes);
             KTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
-                tma_load(to + offset, p.k, full, column, k_line, one_for(4) ? 0 : head,
-                         one_for(1) ? 0 : batch);
+                tma_load(to + offset, p.k, full, column, k_line, one_for(p, 4) ? 0 : head,
+                         one_for(p, 1) ? 0 : batch);
             });
             k_line += KEYS;
             ++ahead;
         } else {
             mbarrier_arrive_expect_tx(full, VTile::bytes);
             VTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
-                tma_load(to + offset, p.v, full, column, v_line, one_for(5) ? 0 : head,
-                         one_for(2) ? 0 : batch);
+                tma_load(to + offset, p.v, full, column, v_line, one_for(p, 5) ? 0 : head,
+                         one_for(p, 2) ? 0 : batch);
             });
             v_line += KEYS;
             --ahead;
         }
+    }
+}
+
+// The same from pages. All lanes of a warp do so together: each looks up and loads a box of every tile.
+// Keys and values that consumers need not have the queries for come first: they arrive while the tile before
+// is at work.
+__device__ __forceinline__ void load_pages(const SharedStorage& shared, const Params& p, const Ticket& ticket,
+                                           Ring<STAGES>& ring, u32 parity) {
+    constexpr int BEFORE_QUERIES = STAGES > 4 ? STAGES - 3 : 1;  // tiles that wait for no keys of this ticket
+    __syncwarp();                                                // the ticket is there
+    const Problem& x = p.x;
+    const int first_line = threadIdx.x % 32 * p.box;  // of this lane's box in a tile
+    const int keys = ticket.sequence.keys, end = ticket.end, head = ticket.head / x.group;
+    const int* const pages = x.pages + ticket.sequence.batch * x.pages_batch;
+    const auto page_of = [&](int tile) {
+        const int key = tile * KEYS + first_line;
+        return first_line < KEYS && tile < end && key < keys ? bound(pages, key / x.page, x.page_count - 1)
+                                                             : 0;
+    };
+    int k_tile = ticket.first, v_tile = k_tile;
+    const int steps = 2 * (end - k_tile), before_queries = max(min(BEFORE_QUERIES, steps - 1), 0);
+    int next = page_of(k_tile), newest = 0,
+        oldest = 0;  // of the next tile of keys, and of two that there are
+    for (int step = 0; step < steps || step == before_queries; ++step) {
+        if (step == before_queries && threadIdx.x % 32 == 0) {
+            mbarrier_wait(shared.q_empty, parity);
+            load_queries(shared, p, ticket);
+        }
+        if (step >= steps) break;
+        const bool of_keys = k_tile - v_tile < 2 && k_tile < end;
+        const int tile = of_keys ? k_tile : v_tile;
+        const int page = of_keys ? next : k_tile - v_tile < 2 ? newest : oldest;
+        if (of_keys) {
+            oldest = newest;
+            newest = next;
+            next = page_of(++k_tile);
+        } else {
+            ++v_tile;
+        }
+        const u32 full = shared.full + ring.stage * 8, to = shared.ring + ring.stage * STAGE_BYTES;
+        const int line = (tile * KEYS + first_line) % x.page;
+        const int lines = (min(KEYS, keys - tile * KEYS) + p.box - 1) & -p.box;
+        if (threadIdx.x % 32 == 0) {
+            mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
+            mbarrier_arrive_expect_tx(full, lines * (of_keys ? KTile::columns * KTile::line_bytes
+                                                             : VTile::columns * VTile::line_bytes));
+        }
+        __syncwarp();
+        if (first_line < lines && of_keys) {
+            KTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
+                tma_load(to + offset + first_line * KTile::line_bytes, p.k, full, column, line,
+                         one_for(p, 4) ? 0 : head, one_for(p, 1) ? 0 : page);
+            });
+        } else if (first_line < lines) {
+            VTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
+                tma_load(to + offset + first_line * VTile::line_bytes, p.v, full, column, line,
+                         one_for(p, 5) ? 0 : head, one_for(p, 2) ? 0 : page);
+            });
+        }
+        ring.step();
     }
 }
 
@@ -208,7 +284,9 @@ __device__ __forceinline__ void producer(const SharedStorage& shared, const Para
         more = p.next ? index < count : round * int(gridDim.x) < count;
         Ticket& ticket = tickets[slot];
         if (more && (index >= count || !find(p, index, ticket))) continue;
-        if (threadIdx.x % 32 == 0) {
+        if (PAGED && more) {
+            load_pages(shared, p, ticket, ring, parity);
+        } else if (threadIdx.x % 32 == 0) {
             mbarrier_wait(shared.q_empty, parity);
             if (more) {
                 load(shared, p, ticket, ring);
@@ -619,6 +697,14 @@ struct Consumer {
     }
 };
 
+// Stops the GPU unless the offsets of packed queries rise from 0 to their number and never decrease. A warp
+// without other work does so, in place of a kernel before each call.
+__device__ __forceinline__ void check_offsets(const Problem& x) {
+    bool good = x.cu_q[0] == 0 && x.cu_q[x.batch] == x.queries;
+    for (int i = threadIdx.x % 32; i < x.batch; i += 32) good = good && x.cu_q[i] <= x.cu_q[i + 1];
+    if (!good) asm volatile("trap;");  // a call would serialise wgmma (C7510)
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_sm90(const __grid_constant__ Params p) {
     extern __shared__ unsigned char raw[];
     const SharedStorage shared(raw);
@@ -637,6 +723,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_sm90(const __
     __syncthreads();
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
+    if (PAGED && p.x.cu_q && blockIdx.x == 0 && threadIdx.x >= THREADS - 32) check_offsets(p.x);
 
     // Read from one lane: then the compiler knows it, and all addresses made of it, to be uniform in a warp.
     const u32 warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
