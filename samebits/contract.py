@@ -281,7 +281,7 @@ class Contract:
 
 
 # Incremented when docs/contract.md changes in a way that the fields above do not show.
-_REVISION = 3
+_REVISION = 4
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,8 +5,9 @@ layer calls the *attention function*, and hands over what the mask function retu
 of four dimensions: models, ``torch.compile`` and moves to other devices let nothing else through. So
 :func:`_mask` returns one of these, and their dtypes tell :func:`_attention` which:
 
-* int32: :class:`_Spans`, where a causal or full pattern, a window, padding and packed sequences say it all;
-* uint8: a mask, for all else. It has one row more than there are queries, with the slots of the sequence.
+* int32, and int8 with padding: :class:`_Spans`, where a causal or full pattern, a window, padding and packed
+  sequences say it all;
+* uint8: a mask, for all else.
 
 Masks of other dtypes are the user's or the model's own.
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from samebits.backends.attention import SEGMENT
 from samebits.mode.arguments import without_autocast
 from samebits.mode.fp8_layers import fp8_experts
-from samebits.ops.attention import attention, hidden_keys
+from samebits.ops.attention import attention
 from samebits.ops.experts import Routed, experts
 
 __all__ = ["register"]
@@ -48,15 +49,14 @@ def register() -> None:
     keys outside of a window. A second call changes nothing.
 
     * Windows, soft caps, attention sinks, position biases and grouped heads are those of the model.
-    * ``attention_mask[batch, keys]`` is padding: what it shows of a row has no gaps. On a CPU another one is
-      refused. On a GPU it ends in a device assert, because nothing here waits for the GPU. A mask of four
-      dimensions may have gaps.
+    * ``attention_mask[batch, keys]`` is padding. It may hide keys anywhere: on either side, or between two
+      turns.
     * Sequences packed into a row are told by ``position_ids``, without mask and cache, or by
       ``cu_seq_lens_q`` and ``cu_seq_lens_k``. With ``position_ids`` each forward waits for the GPU once, as
       ``transformers`` does itself. Models that do not hand ``position_ids`` on to masks, as GPT-OSS, need the
       others.
     * Masks of four dimensions, and patterns other than these (images in Gemma 3, chunks in Llama 4), are
-      passed as masks.
+      passed as masks. A query then counts the keys that its row shows.
     * ``torch.compile`` does not trace the mask function: a graph breaks there, once in a forward.
 
     A model's call is refused with dropout, ``output_attentions``, a head mask, or the paged cache of
@@ -110,8 +110,9 @@ class _Spans(NamedTuple):
     Attributes:
         causal: whether a query sees no key after its own position.
         left: how many keys it sees before it, and after it if not causal; -1 for all.
-        start: int32 ``[batch]``: ``key_start``; negative for a first key that the cache has dropped.
+        start: int32 ``[batch]``: ``key_start`` behind a segment of slots, for a cache that has dropped keys.
         length: int32 ``[batch]``: ``key_length``.
+        padding: bool ``[batch, keys]``: which keys there are; behind a segment of slots if keys were dropped.
         offsets: int32 ``[n + 1]``: packed sequences in the tokens of the whole batch.
         dropped: whether the cache has dropped keys.
     """
@@ -120,6 +121,7 @@ class _Spans(NamedTuple):
     left: int
     start: Tensor | None = None
     length: Tensor | None = None
+    padding: Tensor | None = None
     offsets: Tensor | None = None
     dropped: bool = False
 
@@ -133,22 +135,36 @@ class _Spans(NamedTuple):
             zero = torch.zeros(batch, dtype=torch.int32, device=device)
             some = (zero if t is None else t for t in (self.start, self.length))
             values = torch.stack([*some]).T  # each of them contiguous
+        if self.padding is not None:  # behind the bytes of the others, and up to a multiple of their size
+            numbers = values.contiguous().view(torch.int8)
+            shown = F.pad(self.padding, (0, -self.padding.shape[1] % 4)).view(torch.int8)
+            values = torch.cat([numbers, shown], 1)
         return values[:, None, None].expand(-1, 1 + flags, 2 + self.left, -1)
 
     @classmethod
-    def unpack(cls, t: Tensor) -> _Spans:
+    def unpack(cls, t: Tensor, keys: int) -> _Spans:
+        """From such a tensor, for so many slots of keys."""
         flags, left = _Flag(t.shape[1] - 1), t.shape[2] - 2
         spans = cls(_Flag.CAUSAL in flags, left, dropped=_Flag.DROPPED in flags)
         if _Flag.PACKED in flags:
             return spans._replace(offsets=t[0, 0, 0])
+        values = t[:, 0, 0]
+        if t.dtype == torch.int8:
+            keys += SEGMENT * spans.dropped
+            spans = spans._replace(padding=values[:, _NUMBERS : _NUMBERS + keys].view(torch.bool))
+            values = values[:, :_NUMBERS].view(torch.int32)
         return spans._replace(
-            start=t[:, 0, 0, 0] if _Flag.START in flags else None,
-            length=t[:, 0, 0, 1] if _Flag.LENGTH in flags else None,
+            start=values[:, 0].contiguous() if _Flag.START in flags else None,
+            length=values[:, 1].contiguous() if _Flag.LENGTH in flags else None,
         )
 
     @property
     def window(self) -> tuple[int, int]:
         return self.left, 0 if self.causal else self.left
+
+
+_NUMBERS = 8
+"""Bytes of a start and a length."""
 
 
 # ---- the mask function
@@ -178,12 +194,7 @@ def _mask(**asked: Any) -> Tensor:
         return spans.pack(batch, device)
     whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     seen: Any = sdpa_mask(**asked | whole)
-    start = torch.zeros(batch, dtype=torch.int32, device=device) if padding is None else _first(padding)
-    start = start - dropped
-    if dropped:
-        seen, start = F.pad(seen, (SEGMENT, 0)), _behind_a_segment(start)
-    own = torch.arange(seen.shape[-1], device=device) >= start[:, None]
-    return torch.cat([seen, own[:, None, None].expand(-1, seen.shape[1], -1, -1)], 2).view(torch.uint8)
+    return seen.view(torch.uint8)
 
 
 def _spans(
@@ -203,28 +214,34 @@ def _spans(
             return None
         return _Spans(causal, left, offsets=_offsets(segments.expand(batch, -1)))
     if not causal:
-        aligned = isinstance(offset, int) and offset == 0 and queries == keys and padding is None
+        aligned = isinstance(offset, int) and offset == 0 and queries == keys
         if dropped or (left >= 0 and not aligned):
             return None
-        start, length = (None, None) if padding is None else _shown(padding, keys)
-        return _Spans(False, left, start, length)
+        return _Spans(False, left, padding=None if padding is None else _of_keys(padding, keys))
     if dropped and not 0 <= left <= keys - queries:
         return None  # queries would see keys that are not there
     used = offset + queries - dropped
     if isinstance(used, int) and used > keys:
         return None
-    start = length = None
+    start = length = shown = None
     if padding is not None:
-        start = _shown(padding, keys + dropped)[0] - dropped
+        shown = _of_keys(padding, keys + dropped)
+        if dropped:  # keys that were shown keep the positions of those after them, but for whole segments
+            count = shown[:, :dropped].sum(1, keepdim=True) % SEGMENT
+            before = torch.arange(SEGMENT, 0, -1, device=shown.device) <= count
+            shown = torch.cat([before, shown[:, dropped:]], 1)
     elif dropped:
-        start = torch.full((batch,), -dropped, dtype=torch.int32, device=device)
+        start = torch.full((batch,), -dropped % SEGMENT, dtype=torch.int32, device=device)
     if isinstance(used, Tensor):
         length = used.to(torch.int32).expand(batch)
     elif used < keys:
         length = torch.full((batch,), used, dtype=torch.int32, device=device)
-    if start is not None and length is not None:
-        start = torch.minimum(start, length)  # the mask may show a row's first key before there is one
-    return _Spans(True, left, start, length, dropped=dropped > 0)
+    return _Spans(True, left, start, length, shown, dropped=dropped > 0)
+
+
+def _of_keys(padding: Tensor, keys: int) -> Tensor:
+    """Padding of so many keys, as booleans."""
+    return F.pad(padding[:, :keys].to(torch.bool), (0, max(0, keys - padding.shape[1])))
 
 
 class _Anything:
@@ -278,39 +295,10 @@ def _same(a: Any, b: Any) -> bool:
     return isinstance(a, int) and a == b
 
 
-def _first(shown: Tensor) -> Tensor:
-    """The first True of each row, or 0."""
-    return shown.to(torch.uint8).argmax(1).to(torch.int32)
-
-
-def _shown(padding: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """The first key of each row that padding shows, and the one after the last. Refuses gaps."""
-    padding = padding[:, :keys]
-    start, count = _first(padding), padding.count_nonzero(1).to(torch.int32)
-    stop = start + count
-    ends = ((padding.shape[1] - _first(padding.flip(1)) == stop) | (count == 0)).all()
-    said = (
-        "samebits.transformers: attention_mask: expected no gaps in a row; give a mask with four dimensions"
-    )
-    if padding.is_cuda:
-        torch._assert_async(ends, said)
-    elif not ends:
-        raise ValueError(said)
-    return start, stop
-
-
 def _offsets(segments: Tensor) -> Tensor:
     """Where packed sequences begin in the tokens of all rows, and the end."""
     begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
     return F.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=segments.numel()).to(torch.int32)
-
-
-def _behind_a_segment(start: Tensor) -> Tensor:
-    """First slots of sequences with a segment of slots put before the others.
-
-    A negative one moves by whole segments, which changes no bit: what counts is where segments are cut.
-    """
-    return torch.where(start < 0, start % SEGMENT, start + SEGMENT)
 
 
 # ---- the attention function
@@ -337,16 +325,13 @@ def _attention(
     _refuse(dropout, others)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
-    if attention_mask is not None and attention_mask.dtype != torch.int32:
+    if attention_mask is not None and attention_mask.dtype not in (torch.int32, torch.int8):
         if cu_seq_lens_q is not None:
             raise ValueError("samebits.transformers: attention_mask: expected none with cu_seq_lens_q")
-        mask, options["key_start"] = _seen(attention_mask, len(q))
-        if mask.shape[-1] == k.shape[1] + SEGMENT:
-            k, v = (F.pad(t, (0, 0, 0, 0, SEGMENT, 0)) for t in (k, v))
-            position_bias = _behind(position_bias)
+        mask = attention_mask.view(torch.bool) if attention_mask.dtype == torch.uint8 else attention_mask
         return _attend(q, k, v, mask=_with_bias(mask, position_bias), **options), None
     if attention_mask is not None:
-        spans = _Spans.unpack(attention_mask)
+        spans = _Spans.unpack(attention_mask, k.shape[1])
     else:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if sliding_window is not None and not causal:
@@ -358,12 +343,14 @@ def _attention(
         flat = (t.flatten(0, 1) for t in (q, k, v))
         out = _attend(*flat, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], **options)
         return out.unflatten(0, q.shape[:2]), None
-    start, length = spans.start, spans.length
-    if spans.dropped and start is not None:
+    length = spans.length
+    if spans.dropped:
         k, v = (F.pad(t, (0, 0, 0, 0, SEGMENT, 0)) for t in (k, v))
         options["mask"] = _behind(position_bias)
-        start, length = _behind_a_segment(start), None if length is None else length + SEGMENT
-    return _attend(q, k, v, key_start=start, key_length=length, **options), None
+        length = None if length is None else length + SEGMENT
+    if spans.padding is not None:
+        options["mask"] = _with_bias(spans.padding[:, None, None], options["mask"])
+    return _attend(q, k, v, key_start=spans.start, key_length=length, **options), None
 
 
 def _behind(bias: Tensor | None) -> Tensor | None:
@@ -387,14 +374,6 @@ def _refuse(dropout: float, others: dict[str, Any]) -> None:
             raise NotImplementedError(
                 f'samebits.transformers: {name}: attn_implementation="samebits" does not have it'
             )
-
-
-def _seen(mask: Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
-    """A mask for :func:`samebits.attention`, and the first slot of each sequence."""
-    if mask.dtype == torch.uint8:
-        mask = mask.view(torch.bool)
-        return mask[:, :, :-1], _first(mask[:, 0, -1])
-    return mask, hidden_keys(mask, rows)
 
 
 def _with_bias(mask: Tensor, bias: Tensor | None) -> Tensor:

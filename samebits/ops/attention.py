@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from samebits.backends import broadcast
-from samebits.backends.attention import HIDES, Align
+from samebits.backends.attention import Align
 from samebits.backends.replay import viewed
 from samebits.contract import Contract
-from samebits.functions import CONSTANTS
 from samebits.ops._attention import attend
 from samebits.ops._checks import check_device, check_operands, shape
 from samebits.ops._memory import check_written, refuse_vmap
@@ -47,9 +46,10 @@ def attention(
     ``out[i] = sum over j of softmax(z[i])[j] * v[j]``
 
     Keys are counted from the first one of their sequence, whatever slot of a tensor or page they lie in.
-    Their sums are formed in segments of 512 keys, which are merged in ascending order. So the output of a
-    query has the same bits in a prefill, in a chunk of one and in a decoding step, in a padded and in a
-    packed batch, and with pages of any size. Gradients have the same bits for every padding and packing.
+    Under a mask each query counts those that the mask shows it. Their sums are formed in segments of 512
+    keys, which are merged in ascending order. So the output of a query has the same bits in a prefill, in a
+    chunk of one and in a decoding step, in a padded and in a packed batch, with hidden keys anywhere, and
+    with pages of any size. Gradients have the same bits for every padding and packing.
     ``docs/contract.md``, "Attention", has the order of all sums.
 
     Args:
@@ -66,7 +66,8 @@ def attention(
         sinks: ``[H]``, any float dtype: a logit for each head that takes part in the softmax, without a
             value.
         mask: ``[B, H, Tq, Tk]``, or of a shape that broadcasts to it. Boolean: a key is invisible where
-            False. Float: added to the scores. Its keys are slots of k. Not for packed operands.
+            False. Float: added to the scores; a key is invisible where it adds -5,678 or less. Its keys are
+            slots of k. Not for packed operands.
         cu_seqlens_q: int32 or int64 ``[B + 1]``: the offsets of packed sequences in q.
         cu_seqlens_k: likewise in k and v. With ``cu_seqlens_q`` it or ``block_table`` is needed.
         key_start: int32 or int64 ``[B]``: the first slot of each sequence's keys (left padding); 0 by
@@ -159,9 +160,7 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """:func:`attention` with the arguments of :func:`torch.nn.functional.scaled_dot_product_attention`.
 
-    Positions are counted from the first key. If a mask hides the first keys of a row of the batch from all of
-    its queries and heads, as with padding on the left, they are counted from the first key that it does not
-    hide.
+    Keys that a mask hides change nothing, wherever they lie: see there.
 
     Args:
         q: ``[..., H, L, E]``.
@@ -195,17 +194,13 @@ def scaled_dot_product_attention(
         _by_token(t, torch.Size((*batch, *([t.shape[-3]] if heads else leading[-1:]))), len(batch))
         for t in (q, k, v)
     )
-    rows = _check_shapes(q4, k4, v4, None, None, None)
-    key_start = None
+    _check_shapes(q4, k4, v4, None, None, None)
     if mask is not None:
         if is_causal:
             raise ValueError("samebits.attention: mask: expected none with is_causal")
         mask = _check_mask_of_torch(mask, leading, q4, k4)
-        key_start = hidden_keys(mask, rows)
     window = (-1, 0) if is_causal else (-1, -1)
-    align: Align = "slots" if key_start is not None and q4.shape[1] == k4.shape[1] else "first"
-    positions = None, None, key_start, None, None
-    out, _ = attend(q4, k4, v4, mask, None, positions, window, align, scale, 0.0, key)
+    out, _ = attend(q4, k4, v4, mask, None, (None,) * 5, window, "first", scale, 0.0, key)
     out = viewed(out, Tensor.transpose, 1, 2)
     if len(leading) != 2:
         out = out.reshape(*leading, q.shape[-2], v.shape[-1])
@@ -346,23 +341,3 @@ def _check_mask_of_torch(mask: Tensor, leading: torch.Size, q: Tensor, k: Tensor
             )
         mask = expand(mask, (*batch, *mask.shape[-3:])).flatten(0, -4)
     return _check_mask(mask, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q)
-
-
-_LOG2E = CONSTANTS["LOG2E"]
-
-
-def hidden_keys(mask: Tensor, rows: int) -> Tensor | None:
-    """How many first keys ``mask[rows or 1, heads, queries, keys]`` hides from all queries, ``[rows]``,
-    int32.
-
-    A row that hides all keys has 0. None if the mask is the same for all keys.
-    """
-    if mask.shape[3] < 2 or 0 in mask.shape:
-        return None
-    mask = mask.detach()
-    seen = mask if mask.dtype == torch.bool else ~(mask.to(torch.float32) * _LOG2E <= HIDES)
-    if seen.shape[1] * seen.shape[2] > 1:
-        seen = seen.flatten(1, 2).any(1)
-    seen = seen.reshape(-1, seen.shape[-1])
-    first = seen.to(torch.uint8).argmax(1).to(torch.int32)
-    return first.expand(rows).contiguous() if len(first) < rows else first

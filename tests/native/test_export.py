@@ -49,7 +49,7 @@ def test_the_command_writes_an_archive_for_each_architecture(
     files = sorted((tmp_path / "kernels").iterdir())
     assert [file.name for file in files] == ["sm_80.samebits", "sm_90a.samebits"]
     assert all(file.read_bytes().startswith(b"samebits") for file in files)
-    assert "contracts: bf16 db45eefadaad58a7" in " ".join(done.output.split())
+    assert "contracts: bf16 90be31343eee710b" in " ".join(done.output.split())
 
 
 def test_a_wrong_option_is_exit_code_two(tmp_path: Path) -> None:

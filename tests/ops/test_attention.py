@@ -101,6 +101,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "boolean": {"mask": "boolean"},
     "float, softcap": {"mask": "float", "softcap": 2.0},
     "left padding": {"key_start": 3, "causal": True},
+    "boolean, causal": {"mask": "boolean", "causal": True},
+    "float, window, left padding": {"mask": "float", "window": (9, 3), "key_start": 2},
 }
 
 
@@ -115,9 +117,18 @@ def test_it_is_the_naive_one(device: str, contract: Contract, kind: str, name: s
 
 @on_devices
 @pytest.mark.parametrize("contract", [FMA, TENSOR_CORE.on(FAMILY)], ids=str)
+@pytest.mark.parametrize("name", ["boolean", "float, softcap", "boolean, causal"])
+def test_masks_of_queries_with_keys_of_their_own(device: str, contract: Contract, name: str) -> None:
+    """As many queries as keys: chains over queries restart where a query shows its own key first."""
+    check_against_naive(device, contract, "normal", name, queries=35, keys=35)
+
+
+@on_devices
+@pytest.mark.parametrize("contract", [FMA, TENSOR_CORE.on(FAMILY)], ids=str)
 def test_segments_are_those_of_the_naive_one(device: str, contract: Contract) -> None:
     for name, keys in (("softcap, sinks", 530), ("plain", 1100)):
         check_against_naive(device, contract, "normal", name, queries=2, keys=keys, gradients=False)
+    check_against_naive(device, contract, "normal", "boolean", queries=2, keys=1400, gradients=False)
 
 
 def check_against_naive(
@@ -149,15 +160,17 @@ def check_against_naive(
         offset = keys - queries - start
         distance = torch.arange(keys) - start - (torch.arange(queries)[:, None] + offset)
         visible &= (distance <= right) & (distance >= -left)
-    bias = None
+    bias = shown = None
     if mask == "boolean":
-        hidden = torch.rand(group, queries, keys, generator=generator) < 0.4
-        hidden[0, 3] = True
-        visible &= ~hidden
-        options["mask"] = ~hidden[None]
+        shown = torch.rand(group, queries, keys, generator=generator) > 0.4
+        shown[0, queries // 2] = False
+        visible &= shown
+        options["mask"] = shown[None]
     elif mask == "float":
         bias = values("normal", (group, queries, keys), F32, 9)
-        bias[torch.rand(bias.shape, generator=generator) < 0.2] = -math.inf
+        shown = torch.rand(bias.shape, generator=generator) > 0.2
+        visible &= shown
+        bias[~shown] = -math.inf
         options["mask"] = bias[None].clone().requires_grad_()
     if options.get("sinks"):
         options["sinks"] = torch.tensor([0.7, -math.inf]).requires_grad_()
@@ -167,8 +180,10 @@ def check_against_naive(
         *(g[0].transpose(0, 1).tolist(), visible[:, :, start:].tolist(), scale),
         *(contract.mma.name if contract.mma else "FMA", NAMES[dtype], options.get("softcap", 0.0)),
         bias=None if bias is None else bias[:, :, start:].tolist(),
+        shown=None if shown is None else shown[:, :, start:].tolist(),
         sinks=options["sinks"].tolist() if "sinks" in options else None,
         offset=offset,
+        own="causal" in options or "window" in options or queries == keys,
     )
     if start:
         options["key_start"] = torch.tensor([start])
@@ -190,7 +205,7 @@ def check_against_naive(
         assert_same_bits(got[0, start:, 0], as_dtype(want, dtype), of)
         assert not got[0, :start].any(), of
     if mask == "float":
-        assert_same_bits(grads[3][0], as_dtype(u, F32), "mask")
+        assert_same_bits(grads[3][0, :, :, start:], as_dtype(u, F32), "mask")
     if "sinks" in options:
         tokens = [[sinks[h][i] for h in range(group)] for i in range(queries)]
         assert_same_bits(grads[3], as_dtype(column_sum(tokens), F32), "sinks")

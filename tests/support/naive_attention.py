@@ -68,10 +68,12 @@ class Naive:
     Attributes:
         q, g: ``[group][queries]`` rows. g is the gradient of the output.
         k, v: ``[keys]`` rows.
-        visible: ``[group][queries][keys]``.
+        visible: ``[group][queries][keys]``, with windows and masks.
         bias: the same for a float mask.
         sinks: one for each of the group.
-        offset: position of the first query.
+        shown: ``[group][queries][keys]``, what a mask shows; None without one.
+        offset: position of the first query's own key.
+        own: whether queries have own keys.
         contract: "FMA" or a family.
         dtype: "f32", "bf16" or "f16".
     """
@@ -87,7 +89,9 @@ class Naive:
     softcap: float = 0.0
     bias: list[Matrix] | None = None
     sinks: Row | None = None
+    shown: list[list[list[bool]]] | None = None
     offset: int = 0
+    own: bool = True
 
     def round16(self, x: float, *, result: bool = False) -> float:
         if (self.contract == "FMA" and not result) or not math.isfinite(x):
@@ -110,6 +114,40 @@ class Naive:
         bias = f32(0) if self.bias is None else f32(f32(self.bias[h][i][j]) * f32(LOG2E))
         return (a if self.visible[h][i][j] and not bias <= -(2**13) else -INF), c, bias
 
+    def ranked(self, h: int, i: int) -> list[int]:
+        """The keys of a query; their positions are their indices."""
+        return [j for j in range(len(self.k)) if self.shown is None or self.shown[h][i][j]]
+
+    def places(self, h: int) -> list[list[int | None]]:
+        """The queries of a head's chain over queries, in groups of 16 places."""
+        queries = range(len(self.q[h]))
+        groups: dict[tuple[int, int], list[int | None]] = {}
+
+        def put(i: int, restarts: int, place: int) -> None:
+            groups.setdefault((restarts, place // 16), [None] * 16)[place % 16] = i
+
+        if self.shown is None or not self.own:
+            for i in queries:
+                put(i, 0, i + self.offset)
+            return list(groups.values())
+        restarts, place, others = 0, None, []
+        for i in queries:
+            own = i + self.offset
+            before = self.shown[h][i][:own] if own > 0 else []
+            if own >= 0 and not (own < len(self.k) and self.shown[h][i][own]):
+                others += [i] if any(self.shown[h][i]) else []
+                continue
+            if own >= 0 and not any(before):
+                restarts, place = restarts + 1, 0
+            elif place is None:
+                place = own if own < 0 else sum(before)
+            else:
+                place += 1
+            put(i, restarts, place)
+        for n, i in enumerate(others):
+            put(i, restarts + 1, n)
+        return list(groups.values())
+
     @functools.cache  # noqa: B019
     def forward(self, h: int, i: int) -> tuple[Row, Any, Any]:
         """out (rounded to the dtype), lse and lse2 of a query."""
@@ -125,10 +163,11 @@ class Naive:
             values = [fma32(a, x, f32(f32(b) * y)) for a, b in zip(values, o, strict=True)]
             shift = larger
 
-        for segment in range(0, len(self.k), 512):
+        ranked = self.ranked(h, i)
+        for segment in range(0, len(ranked), 512):
             n, lanes, o = -INF, [f32(0)] * 8, [0.0] * size
-            for block in range(segment, min(segment + 512, len(self.k)), 128):
-                keys = range(block, min(block + 128, len(self.k)))
+            for block in range(segment, min(segment + 512, len(ranked)), 128):
+                keys = ranked[block : min(block + 128, segment + 512)]
                 scores = [self.score(h, i, j) for j in keys]
                 sums = [-INF if a == -INF else fma32(a, c, bias) for a, c, bias in scores]
                 above = max((x for x in sums if not math.isnan(x)), default=-INF)
@@ -182,31 +221,25 @@ class Naive:
                     u[h][i][j] = ds[h][i][j] = f32(p[h][i][j] * f32(dp - d))
                     if self.softcap:
                         ds[h][i][j] = f32(u[h][i][j] * fma32(-a, a, 1.0))
-        before = self.offset % 16
         scale = f32(self.scale)
+        places = [self.places(h) for h in range(group)]
 
         def over_queries(w: list[Matrix], x: list[Matrix], j: int, d: int) -> Any:
             acc = 0.0
             for h in range(group):
-                column = [0.0] * before + [self.round16(w[h][i][j]) for i in range(queries)]
-                acc = self.chain(column, [0.0] * before + [row[d] for row in x[h]], acc)
+                for members in places[h]:
+                    weights = [0.0 if i is None else self.round16(w[h][i][j]) for i in members]
+                    acc = self.chain(weights, [0.0 if i is None else x[h][i][d] for i in members], acc)
             return f32(f32(acc) + f32(0))
 
         dv = [[over_queries(p, self.g, j, d) for d in range(len(self.v[0]))] for j in range(keys)]
         dk = [
             [f32(over_queries(ds, self.q, j, d) * scale) for d in range(len(self.k[0]))] for j in range(keys)
         ]
-        dq = [
-            [
-                [
-                    f32(
-                        f32(f32(self.chain([self.round16(x) for x in row], [k[d] for k in self.k])) + f32(0))
-                        * scale
-                    )
-                    for d in range(len(self.k[0]))
-                ]
-                for row in ds[h]
-            ]
-            for h in range(group)
-        ]
+        dq = [[self._dq(ds[h][i], self.ranked(h, i)) for i in range(queries)] for h in range(group)]
         return dq, dk, dv, u, sinks
+
+    def _dq(self, ds: Row, ranked: list[int]) -> Row:
+        weights = [self.round16(ds[j]) for j in ranked]
+        columns = ([self.k[j][d] for j in ranked] for d in range(len(self.k[0])))
+        return [f32(f32(f32(self.chain(weights, k)) + f32(0)) * f32(self.scale)) for k in columns]

@@ -2,12 +2,17 @@
 
 It goes over the blocks of a sequence's keys. To a block come only the queries with a key of it in their
 window. What is left out changes no bit.
+
+Under a mask a key's position is its rank among those that a row shows. Keys that no row shows are dropped
+first. Where each row shows the first ones of the others, as with padding and gaps, a rank is an index into
+these, and rows go together. Elsewhere each row has keys of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samebits.backends.attention import BLOCK, LANES, SEGMENT, Attention
+from samebits.backends.attention import BLOCK, HIDES, LANES, SEGMENT, Attention
 from samebits.backends.reference import attention_kernels as kernels
 from samebits.backends.reference.logp import over_rows
 from samebits.backends.reference.matmul import carry_on, require_subnormals, rounded
@@ -27,6 +32,7 @@ from samebits.functions import CONSTANTS
 _F32 = npt.NDArray[np.float32]
 _I64 = npt.NDArray[np.int64]
 
+_TOGETHER = 64  # queries that are tried together where not all of a sequence can be
 _zeros = partial(torch.zeros, dtype=torch.float32)  # whatever the default dtype is
 
 
@@ -37,19 +43,25 @@ class _Sequence:
     Attributes:
         row: of q, and of a mask, in the batch.
         queries: span of its tokens there.
-        slots: of its keys, in order, in ``k.flatten(0, -3)``.
-        first_slot: of its keys in a row of the batch.
-        offset: position of its first query.
+        slots: of its keys, in order, in ``k.flatten(0, -3)``; without those that a mask hides from all rows.
+        first_slot: of all its keys in a row of the batch, and in a mask.
+        columns: of its keys in a mask.
+        offset: position of its first query among all keys.
         first_seen, last_seen: for each query the first key in its window, and the one after the last.
+        shown: bool ``[kv heads, queries, group, keys]``: what the mask shows; None without one.
+        together: whether each row shows the first keys of the sequence.
     """
 
     row: int
     queries: slice
     slots: Tensor
     first_slot: int
+    columns: Tensor
     offset: int
     first_seen: _I64
     last_seen: _I64
+    shown: Tensor | None = None
+    together: bool = True
 
 
 def _sequences(x: Attention) -> Iterator[_Sequence]:
@@ -74,7 +86,50 @@ def _sequences(x: Attention) -> Iterator[_Sequence]:
         first_seen = position - left if left >= 0 else np.zeros_like(position)
         last_seen = position + right + 1 if right >= 0 else np.full_like(position, keys)
         row = b if q_ends is None else 0
-        yield _Sequence(row, queries, slots, first, offset, first_seen.clip(0), last_seen.clip(0, keys))
+        columns = torch.arange(first, first + keys)
+        s = _Sequence(
+            row, queries, slots, first, columns, offset, first_seen.clip(0), last_seen.clip(0, keys)
+        )
+        yield s if x.mask is None else _shown(x, s, x.mask)
+
+
+def _shown(x: Attention, s: _Sequence, mask: Tensor) -> _Sequence:
+    """The sequence with what the mask shows."""
+    own = mask.detach()[s.row, :, :, s.columns]
+    if own.dtype != torch.bool:
+        own = ~(own.to(torch.float32) * CONSTANTS["LOG2E"] <= HIDES)
+    own = own[:, s.queries]
+    return _kept(replace(s, shown=own.view(x.kv_heads, x.group, *own.shape[1:]).transpose(1, 2)))
+
+
+def _kept(s: _Sequence) -> _Sequence:
+    """The sequence without the keys that the mask hides from all rows."""
+    assert s.shown is not None
+    kept = s.shown.flatten(0, 2).any(0).nonzero()[:, 0]
+    first_seen, last_seen = (np.searchsorted(kept.numpy(), t) for t in (s.first_seen, s.last_seen))
+    shown = s.shown[..., kept]
+    first_ones = torch.arange(len(kept)) < shown.sum(-1, keepdim=True)
+    return replace(
+        s,
+        slots=s.slots[kept],
+        columns=s.columns[kept],
+        first_seen=first_seen,
+        last_seen=last_seen,
+        shown=shown,
+        together=torch.equal(first_ones, shown),
+    )
+
+
+def _parts(s: _Sequence) -> Iterator[_Sequence]:
+    """The sequence, or some of its queries at a time where they do not go together."""
+    if s.together or s.shown is None:
+        yield s
+        return
+    for start in range(0, s.shown.shape[1], _TOGETHER):
+        of = slice(start, start + _TOGETHER)
+        queries = slice(s.queries.start + start, min(s.queries.start + start + _TOGETHER, s.queries.stop))
+        windows = {"first_seen": s.first_seen[of], "last_seen": s.last_seen[of]}
+        yield _kept(replace(s, queries=queries, offset=s.offset + start, shown=s.shown[:, of], **windows))
 
 
 @dataclass(frozen=True)
@@ -133,20 +188,17 @@ class _Call:
         """The keys or values ``t[slots, kv heads, size]`` of a block as ``[kv heads, keys, size]``."""
         return t[s.slots[b.start : b.stop]].transpose(0, 1)
 
-    def mask(self, t: Tensor, s: _Sequence) -> Tensor:
-        """``t[batch, heads, queries, keys]`` of a sequence as a view ``[kv heads, queries, group, keys]``."""
-        own = t[s.row, :, :, s.first_slot : s.first_slot + len(s.slots)]
+    def biases(self, s: _Sequence) -> Tensor:
+        """A float mask of a sequence as ``[kv heads, queries, group, keys]``; else empty."""
+        if self.x.mask is None or self.x.mask.dtype == torch.bool:
+            return _zeros(0, 0, 0, 0)
+        own = self.x.mask.detach()[s.row, :, s.queries][..., s.columns].to(torch.float32)
         return own.view(self.x.kv_heads, self.x.group, *own.shape[1:]).transpose(1, 2)
 
     def visible(self, s: _Sequence) -> Callable[[_Block], tuple[Any, ...]]:
         """For a block of a sequence, the arguments that tell kernels which keys queries see."""
-        hides, adds = (torch.empty(0, 0, 0, 0, dtype=dtype) for dtype in (torch.bool, torch.float32))
-        if self.x.mask is not None:
-            own = self.mask(self.x.mask.detach(), s)
-            if own.dtype == torch.bool:
-                hides = own
-            else:
-                adds = own.to(torch.float32)
+        hides = torch.empty(0, 0, 0, 0, dtype=torch.bool) if s.shown is None else s.shown
+        adds = self.biases(s)
 
         def of_block(b: _Block) -> tuple[Any, ...]:
             windows = s.first_seen[b.queries], s.last_seen[b.queries]
@@ -160,6 +212,13 @@ class _Call:
         a4, b4 = (t if t.ndim == 4 else t[:, None] for t in (a, b))
         spans = np.array([(s, 0, a4.shape[3]) for s in range(a4.shape[1])], np.int64)
         carry_on(a4, b4, out, spans, self.x.contract, closing_zero=False)
+
+    def add_up(self, weights: _F32, x: Tensor, out: _F32) -> None:
+        """Carry ``out[heads, rows, N]`` on by weights and ``x[heads, K, N]``, or ``x[heads, rows, K, N]``."""
+        a = self.operand(weights)
+        if x.ndim == 4:
+            a, x, out = a.flatten(0, 1)[:, None], x.flatten(0, 1), out.reshape(-1, 1, out.shape[2])
+        self.chain(a, x, out)
 
     def product(self, a: Tensor, b: Tensor) -> _F32:
         """``a[heads, M, K] @ b[heads, N, K].mT``: plain chains."""
@@ -198,26 +257,19 @@ def forward(x: Attention, out: Tensor | None = None) -> tuple[Tensor, Tensor, Te
         out = torch.empty((*x.q.shape[:-1], x.v.shape[-1]), dtype=x.q.dtype)
     out.zero_()
     lse, lse2 = (torch.full(x.lse_shape, -torch.inf, dtype=torch.float32) for _ in range(2))
-    for s in _sequences(x):
+    for s in itertools.chain.from_iterable(map(_parts, _sequences(x))):
         q = call.rows(x.q, s)
         heads, rows, size = x.kv_heads, q.shape[1], x.v.shape[-1]
         total, part = (_Partial(heads, rows, lanes, size) for lanes in (1, LANES))
-        visible = call.visible(s)
         segment = 0
-
-        def merge(total: _Partial = total, part: _Partial = part) -> None:
-            into = total.lanes, total.o, part.n, part.lanes, part.o
-            _over_rows(kernels.merge_segment, total.n, *into, call.interpolate)
-
-        for b in _blocks(s, x.group):
-            if b.start // SEGMENT != segment:
-                merge()
-                segment = b.start // SEGMENT
-            a = call.product(q[:, b.rows], call.keys(call.k, s, b))
-            n, lanes, o = (state[:, b.rows] for state in (part.n, part.lanes, part.o))
-            _over_rows(kernels.forward_block, a, *call.scales, *visible(b), n, lanes, o)
-            call.chain(call.operand(a), call.keys(call.v, s, b), o)
-        merge()
+        for start, of_rows, a, visible, values in _scores(call, s, q):
+            if start // SEGMENT != segment:
+                _merge(call, total, part)
+                segment = start // SEGMENT
+            n, lanes, o = (state[:, of_rows] for state in (part.n, part.lanes, part.o))
+            _over_rows(kernels.forward_block, a, *call.scales, *visible, n, lanes, o)
+            call.add_up(a, values, o)
+        _merge(call, total, part)
         found = np.empty_like(total.n), np.empty_like(total.n)
         _over_rows(
             *(kernels.finish, total.n, total.lanes, total.o, call.sinks, x.group, call.interpolate, *found)
@@ -226,6 +278,78 @@ def forward(x: Attention, out: Tensor | None = None) -> tuple[Tensor, Tensor, Te
         for to, values in zip((out, _by_token(lse), _by_token(lse2)), results, strict=True):
             call.grouped(to, s).copy_(values.unflatten(1, (-1, x.group)))
     return out, lse, lse2
+
+
+def _merge(call: _Call, total: _Partial, part: _Partial) -> None:
+    into = total.lanes, total.o, part.n, part.lanes, part.o
+    _over_rows(kernels.merge_segment, total.n, *into, call.interpolate)
+
+
+def _scores(
+    call: _Call, s: _Sequence, q: Tensor
+) -> Iterator[tuple[int, slice, _F32, tuple[Any, ...], Tensor]]:
+    """Blocks of keys: the position of the first, rows, accumulators, who sees whom, and values."""
+    if s.together:
+        visible = call.visible(s)
+        for b in _blocks(s, call.x.group):
+            a = call.product(q[:, b.rows], call.keys(call.k, s, b))
+            yield b.start, b.rows, a, visible(b), call.keys(call.v, s, b)
+        return
+    ranked = _Ranked.of(call, s)
+    a = torch.from_numpy(call.product(q, call.k[s.slots].transpose(0, 1)))
+    for start in range(0, ranked.keys.shape[2], BLOCK):
+        own = a.gather(2, ranked.keys[..., start : start + BLOCK]).numpy()
+        yield start, slice(None), own, ranked.visible(call, start), ranked.of_rows(call.v, s, start)
+
+
+@dataclass(frozen=True)
+class _Ranked:
+    """The keys that each row of a sequence shows, in order. Arrays are ``[kv heads, rows, rank]``.
+
+    Attributes:
+        keys: indices among the sequence's; any where there are no more.
+        exist: whether there is one.
+        seen: whether it is in the row's window, too.
+        biases: what a float mask adds; empty without one.
+    """
+
+    keys: Tensor
+    exist: Tensor
+    seen: Tensor
+    biases: Tensor
+
+    @classmethod
+    def of(cls, call: _Call, s: _Sequence) -> _Ranked:
+        assert s.shown is not None
+        shown = s.shown.flatten(1, 2)
+        counts = shown.sum(-1, keepdim=True)
+        most = int(counts.max())
+        keys = shown.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :most]
+        first, last = (
+            torch.from_numpy(t).repeat_interleave(call.x.group)[:, None] for t in (s.first_seen, s.last_seen)
+        )
+        exist = torch.arange(most) < counts
+        biases = call.biases(s)
+        if biases.numel():
+            biases = biases.flatten(1, 2).gather(2, keys)
+        return cls(keys, exist, exist & (keys >= first) & (keys < last), biases)
+
+    def visible(self, call: _Call, start: int) -> tuple[Any, ...]:
+        """The arguments of kernels for a block, as :meth:`_Call.visible` has them."""
+        everywhere = np.zeros(self.keys.shape[1] // call.x.group, np.int64)
+        hides, adds = (
+            t.unflatten(1, (-1, call.x.group))[..., start : start + BLOCK]
+            if t.numel()
+            else _zeros(0, 0, 0, 0)
+            for t in (self.seen, self.biases)
+        )
+        return 0, everywhere, everywhere + BLOCK, call.x.group, hides.numpy(), adds.numpy()
+
+    def of_rows(self, t: Tensor, s: _Sequence, start: int) -> Tensor:
+        """The keys or values ``t[slots, kv heads, size]`` of a block as ``[kv heads, rows, rank, size]``."""
+        keys, exist = (x[..., start : start + BLOCK] for x in (self.keys, self.exist))
+        own = t[s.slots[keys], torch.arange(len(keys))[:, None, None]]
+        return own.masked_fill_(~exist[..., None], 0)
 
 
 def backward(
@@ -245,19 +369,28 @@ def backward(
         _over_rows(kernels.dots, d, wide_g, wide_o)
         dq_rows = np.zeros(q.shape, np.float32)
         visible = call.visible(s)
-        of_mask = _zeros(0, 0, 0, 0) if dmask is None else call.mask(dmask, s)
+        of_mask = _zeros(*(s.shown.shape if grad_mask and s.shown is not None else (0, 0, 0, 0)))
+        apart = None if s.together else _zeros(*q.shape[:2], len(s.slots))
+        places = _places(x, s)
         for b in _blocks(s, x.group):
             k, v = (call.keys(t, s, b) for t in (call.k, call.v))
             p, ds = call.product(q[:, b.rows], k), call.product(g[:, b.rows], v)
             rows = (t[:, b.rows] for t in of_rows)
             into = of_mask[:, b.queries].numpy()
             _over_rows(kernels.backward_block, p, ds, *call.scales, *visible(b), *rows, into)
-            call.chain(call.operand(ds), k, dq_rows[:, b.rows])
-            dk_rows = _over_queries(call, s, b, ds, q) * scale
-            dv_rows = _over_queries(call, s, b, p, g)
+            if apart is None:
+                call.add_up(ds, k, dq_rows[:, b.rows])
+            else:
+                apart[:, b.rows, b.start : b.stop] = torch.from_numpy(ds)
+            dk_rows = _over_queries(call, places, b, ds, q) * scale
+            dv_rows = _over_queries(call, places, b, p, g)
             slots = s.slots[b.start : b.stop]
             for to, values in ((dk, dk_rows), (dv, dv_rows)):
                 to.view(-1, *to.shape[-2:])[slots] = call.rounded(values).transpose(0, 1)
+        if apart is not None and len(s.slots):
+            _over_ranks(call, s, apart, dq_rows)
+        if dmask is not None:
+            dmask[s.row, :, :, s.columns] = of_mask.transpose(1, 2).flatten(0, 1)
         dq_own = call.rounded((dq_rows + np.float32(0)) * scale)
         call.grouped(dq, s).copy_(dq_own.unflatten(1, (-1, x.group)))
         if x.sinks is not None:
@@ -271,17 +404,76 @@ def backward(
     return dq, dk, dv, dmask, dsinks
 
 
-def _over_queries(call: _Call, s: _Sequence, b: _Block, weights: _F32, x: Tensor) -> _F32:
+def _over_ranks(call: _Call, s: _Sequence, ds: Tensor, out: _F32) -> None:
+    """The chain over each row's own keys of ``ds[heads, rows, keys]`` and k."""
+    ranked = _Ranked.of(call, s)
+    for row in range(0, ds.shape[1], _TOGETHER):
+        rows = slice(row, row + _TOGETHER)
+        some = replace(ranked, keys=ranked.keys[:, rows], exist=ranked.exist[:, rows])
+        to = np.ascontiguousarray(out[:, rows])
+        for start in range(0, some.keys.shape[2], BLOCK):
+            block = slice(start, start + BLOCK)
+            own = ds[:, rows].gather(2, some.keys[..., block]).masked_fill_(~some.exist[..., block], 0)
+            call.add_up(own.numpy(), some.of_rows(call.k, s, start), to)
+        out[:, rows] = to
+
+
+def _places(x: Attention, s: _Sequence) -> Tensor:
+    """Each head's chain over queries, ``[kv heads, members, places]``: queries, -1 where there is none.
+
+    Groups of 16 begin at multiples of 16.
+    """
+    asked = s.queries.stop - s.queries.start
+    if s.shown is None or (x.align == "first" and x.queries != x.keys):
+        plain = torch.cat([torch.full((s.offset % GROUP,), -1), torch.arange(asked)])
+        return plain.expand(x.kv_heads, x.group, -1)
+    column = {int(c): i for i, c in enumerate(s.columns)}
+    own = [(i + s.offset, column.get(s.first_slot + i + s.offset, -1)) for i in range(asked)]
+    chains = [_chain(s.shown[h, :, e].numpy(), own) for h in range(x.kv_heads) for e in range(x.group)]
+    most = max(map(len, chains))
+    filled = [c + [-1] * (most - len(c)) for c in chains]
+    return torch.tensor(filled, dtype=torch.int64).view(x.kv_heads, x.group, -1)
+
+
+def _chain(shown: npt.NDArray[np.bool_], own: list[tuple[int, int]]) -> list[int]:
+    """Queries in groups of 16 places, -1 where there is none.
+
+    Args:
+        shown: what a mask shows each query.
+        own: of each query its position among all keys, and the index of the key there in ``shown``, or -1.
+    """
+    chain: list[int] = []
+    place, others = -1, []
+    for i, (position, key) in enumerate(own):
+        if position < 0 or (key >= 0 and shown[i, key]):
+            rank = position if position < 0 else int(shown[i, :key].sum())
+            new = not chain or rank == 0
+            place = rank if new else place + 1
+            if new or place % GROUP == 0:
+                chain += [-1] * GROUP
+            chain[place % GROUP - GROUP] = i
+        elif shown[i].any():
+            others.append(i)
+    return chain + others + [-1] * (-len(others) % GROUP)
+
+
+def _over_queries(call: _Call, places: Tensor, b: _Block, weights: _F32, x: Tensor) -> _F32:
     """The chain over queries of ``weights[heads, rows of the block, keys]`` and ``x[heads, rows, size]``.
 
-    Groups of 16 begin at multiples of 16 of a query's position; every member of a group is a sequence.
+    Every member of a group is a sequence.
     """
-    before = (s.offset + b.queries.start) % GROUP
+    places = places - b.queries.start
+    places = torch.where(places < b.queries.stop - b.queries.start, places, -1)
+    used = torch.nn.functional.pad(places, (0, -places.shape[2] % GROUP), value=-1)
+    used = used.unflatten(2, (-1, GROUP))
+    used = used[:, :, (used >= 0).any(3).any(1).any(0)].flatten(2)  # other groups change nothing
 
     def by_member(rows: Tensor) -> Tensor:
-        """``[heads, members, queries, ...]``, from a multiple of 16 on."""
-        members = rows.unflatten(1, (-1, call.x.group)).transpose(1, 2)
-        return torch.nn.functional.pad(members, (0, 0, before, 0))
+        """``[heads, members, places, ...]``."""
+        members = torch.arange(call.x.group)[:, None]
+        at = (used.clamp(0) * call.x.group + members).flatten(1)[..., None]
+        own = rows.gather(1, at.expand(-1, -1, rows.shape[2])).unflatten(1, used.shape[1:])
+        return own.masked_fill_((used < 0)[..., None], 0)
 
     out = np.zeros((len(weights), weights.shape[2], x.shape[2]), np.float32)
     call.chain(by_member(call.operand(weights)).mT, by_member(x[:, b.rows]), out)

@@ -18,6 +18,7 @@ from torch import Tensor
 from samebits.backends import UnavailableError
 from samebits.backends.attention import BLOCK, SEGMENT, Attention
 from samebits.backends.cuda import compiler, devices, matmul, runtime
+from samebits.backends.cuda.attention import mask
 from samebits.backends.cuda.attention.problem import PROBLEM, check, empty_results, lse_strides, problem
 from samebits.backends.cuda.operands import address
 from samebits.backends.cuda.products.schedule_sm90 import round_up
@@ -26,15 +27,6 @@ from samebits.contract import INTERPOLATION, contract_from_key
 __all__ = ["Forward", "Merge", "Variant", "choose", "forward", "forward_schedules", "specs", "variant"]
 
 _SCRATCH = 512 << 20  # bytes that the segments of split keys may take
-
-# The macros of convert.cuh and attention.cuh.
-_NAMES: dict[torch.dtype | None, str] = {
-    None: "NONE",
-    torch.bool: "BOOLEAN",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}
 
 # The parameter structs.
 _FORWARD = "PPPPPPPP" + 3 * "qqqq" + "qqqqq" + "iiii" + PROBLEM
@@ -55,12 +47,12 @@ class Variant:
 
     def constants(self, warps: int, values: int) -> dict[str, int | str]:
         return {
-            "TYPE": _NAMES[self.dtype],
+            "TYPE": mask.NAMES[self.dtype],
             "HEAD": self.head,
             "VALUES": values,
             "WARPS": warps,
             "VECTOR": int(self.vector),
-            "MASK": _NAMES[self.mask],
+            "MASK": mask.NAMES[self.mask],
             "SOFTCAP": int(self.softcap),
             "PAGED": int(self.paged),
             "HARDWARE_EXP2": int(self.hardware_exp2),
@@ -108,10 +100,11 @@ class Forward:
 
     def smem(self, of: Variant) -> int:
         values = self.values(of)
+        shown = 0 if of.mask is None else mask.SHOWN_KEYS
         merged = 0 if self.split else self.threads * values // self.parts * 2
         exchange = 0 if self.parts == 1 else self.rows * (self.parts + BLOCK + 8) * 4
         stage = self.key_step * max(of.pitch(of.head), of.pitch(values))
-        return self.rows * of.pitch(of.head) + self.stages * stage + exchange + merged
+        return self.rows * of.pitch(of.head) + self.stages * stage + exchange + shown + merged
 
 
 def _forward_candidates(of: Variant) -> Iterator[Forward]:
@@ -143,10 +136,14 @@ def _constants(of: Variant, s: Forward) -> dict[str, int | str]:
     }
 
 
+def _params(of: Variant) -> str:
+    return _FORWARD + (mask.ROWS if of.mask is not None else "")
+
+
 def forward_spec(of: Variant, s: Forward, programmatic: bool) -> compiler.KernelSpec:
     """The forward under a schedule."""
     return compiler.KernelSpec(
-        *("attention.cu", "attention", _FORWARD, tuple(_constants(of, s).items())),
+        *("attention.cu", "attention", _params(of), tuple(_constants(of, s).items())),
         block=s.threads,
         smem=s.smem(of),
         programmatic=programmatic,
@@ -157,7 +154,7 @@ def forward_spec(of: Variant, s: Forward, programmatic: bool) -> compiler.Kernel
 def merge_spec(of: Variant, s: Forward, programmatic: bool) -> compiler.KernelSpec:
     """The merge of the segments that the forward under a schedule leaves."""
     return compiler.KernelSpec(
-        *("attention.cu", "merge_segments", _FORWARD, tuple(_constants(of, s).items())),
+        *("attention.cu", "merge_segments", _params(of), tuple(_constants(of, s).items())),
         block=min(512, 4 * round_up(of.values, 32)),
         programmatic=programmatic,
         oldest=of.oldest,
@@ -169,6 +166,8 @@ def specs(of: Variant, max_smem: int) -> Iterator[compiler.KernelSpec]:
     for s in forward_schedules(of, max_smem):
         yield forward_spec(of, s, programmatic=False)
     yield merge_spec(of, next(s for s in forward_schedules(of, max_smem) if s.split), programmatic=False)
+    if of.mask is not None:
+        yield from mask.specs(of.mask)
 
 
 def variant(x: Attention, *more: Tensor) -> Variant:
@@ -285,16 +284,18 @@ def forward(
     if schedule.split:
         floats = x.q.shape[:-1].numel() * segments * (schedule.values(of) + 2)
         scratch = runtime.empty((max(floats, 1),), torch.float32, device)
+    rows = None if x.mask is None else mask.find_rows(x)
     values = (
         *map(address, (x.q, x.k, x.v, x.sinks, out, lse, lse2, scratch)),
         *_sizes(x, tiles, splits),
         *problem(x),
+        *(() if rows is None else rows.values),
     )
     grid = all_tiles * x.kv_heads * splits
     runtime.load(forward_spec(of, schedule, programmatic), device).launch((grid, 1, 1), *values)
     if schedule.split:
-        rows = x.q.shape[:-1].numel()
-        runtime.load(merge_spec(of, schedule, programmatic), device).launch((rows, 1, 1), *values)
+        merge = runtime.load(merge_spec(of, schedule, programmatic), device)
+        merge.launch((x.q.shape[:-1].numel(), 1, 1), *values)
     return out, lse, lse2
 
 

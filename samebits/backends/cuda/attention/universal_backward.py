@@ -12,6 +12,7 @@ from torch import Tensor
 from samebits.backends import UnavailableError
 from samebits.backends.attention import Attention
 from samebits.backends.cuda import compiler, devices, rows, runtime
+from samebits.backends.cuda.attention import mask
 from samebits.backends.cuda.attention.problem import PROBLEM, check, lse_strides, problem
 from samebits.backends.cuda.attention.universal import (
     Variant,
@@ -49,18 +50,18 @@ class Backward:
         return 16 * self.warps
 
     def smem(self, of: Variant) -> int:
-        return (self.rows + self.stages * self.step) * (of.pitch(of.head) + of.pitch(of.values))
+        shown = 0 if of.mask is None else mask.SHOWN_KEYS
+        return (self.rows + self.stages * self.step) * (of.pitch(of.head) + of.pitch(of.values)) + shown
 
-    @property
-    def static_smem(self) -> int:
-        return self.stages * self.step * 8
+    def static_smem(self, of: Variant) -> int:
+        return self.stages * self.step * (8 if of.mask is None else 12)
 
 
 @functools.cache
 def backward_schedules(of: Variant, max_smem: int) -> tuple[Backward, ...]:
     """All that :func:`choose_backward` may return, the best first."""
     found = (Backward(4, 32, 2, 1), Backward(4, 16, 2, 1), Backward(2, 16, 2, 1), Backward(1, 16, 2, 1))
-    return tuple(s for s in found if s.smem(of) + s.static_smem <= max_smem)
+    return tuple(s for s in found if s.smem(of) + s.static_smem(of) <= max_smem)
 
 
 _ROWS, _DK, _DV, _DQ = 0, 1, 2, 4  # values of the macro GRADS
@@ -77,8 +78,9 @@ def backward_spec(
         "GRADS": grads,
         "GRAD_MASK": int(grad_mask),
     }
+    params = "" if of.mask is None else mask.ROWS + "PP"
     return compiler.KernelSpec(
-        *("attention_backward.cu", entry, _BACKWARD, tuple(constants.items())),
+        *("attention_backward.cu", entry, _BACKWARD + params, tuple(constants.items())),
         block=256 if grads == _ROWS else 32 * s.warps,
         smem=0 if grads == _ROWS else s.smem(of),
         oldest=of.oldest,
@@ -162,6 +164,7 @@ def _launch(
     out: Tensor,
     lse2: Tensor,
     to: Gradients,
+    shown: tuple[int, ...],
     tiles: int = 0,
 ) -> None:
     if grid == 0:
@@ -174,14 +177,17 @@ def _launch(
         *(s for t in (*tensors, *results) for s in strides(t)),
         *(*lse_strides(x), tiles, 0),
         *problem(x),
+        *shown,
     )
 
 
-def find_dots(x: Attention, grad: Tensor, out: Tensor, lse2: Tensor, to: Gradients) -> None:
+def find_dots(
+    x: Attention, grad: Tensor, out: Tensor, lse2: Tensor, to: Gradients, shown: tuple[int, ...] = ()
+) -> None:
     """Fill ``to.dots`` and ``to.of_sinks``."""
     of = variant(x, grad)
     kernel = backward_spec(of, choose_backward(x, of), "grad_dots", _ROWS)
-    _launch(kernel, -(-x.q.shape[:-1].numel() // 8), x, grad, out, lse2, to)
+    _launch(kernel, -(-x.q.shape[:-1].numel() // 8), x, grad, out, lse2, to, shown)
 
 
 def backward(
@@ -208,11 +214,14 @@ def backward(
     of = variant(x, grad)
     s = schedule or choose_backward(x, of)
     to = Gradients.empty(x, lse2, grad_mask)
-    operands = (x, grad, out, lse2, to)
     if out.numel() == 0:
         to.dk.zero_()
         to.dv.zero_()
         return to.results()
+    found = None if x.mask is None else mask.find_rows(x)
+    places = () if found is None else mask.place_queries(x, found)
+    shown = (*(() if found is None else found.values), *map(address, places))
+    operands = (x, grad, out, lse2, to, shown)
     find_dots(*operands)
     key_tiles = -(-x.keys // s.rows)
     key_tiles = key_tiles * x.batch if x.cu_seqlens_k is None else key_tiles + x.batch

@@ -11,6 +11,9 @@
 // Decode (SPLIT): few rows, and many keys to stream. Blocks share the segments of a tile, and write what each
 // comes to. merge_segments, a second kernel, merges them in order. How many blocks share them changes no bit.
 //
+// With a mask a block takes the rows of its tile in runs (attention_mask.cuh), mostly one. Keys are then counted
+// among those that the run's last row shows; a warp finds these ahead of their use.
+//
 // Macros, and those of attention.cuh
 //   PARTS        warps that share 16 rows: 1, 2 or 4
 //   KEY_STEP     keys of a stage: 16, 32 or 64, and no less than 16 for each part
@@ -47,7 +50,8 @@ struct Exchange {
 };
 // Under FMA one group of keys is a thousand instructions. They are not repeated.
 constexpr int UNROLL = FMA ? 1 : STEPS, UNROLL_GROUPS = FMA ? 1 : KEY_STEP / 16;
-constexpr int SCRATCH = VALUES + 2;  // floats of a row and segment: o, n and l
+constexpr int SCRATCH = VALUES + 2;      // floats of a row and segment: o, n and l
+constexpr bool FINDS = PAGED || MASKED;  // whether keys lie wherever each is found
 
 struct Params {
     const Stored *q, *k, *v;
@@ -62,6 +66,9 @@ struct Params {
     int segments;  // most that a sequence may have
     int unused;
     Problem x;
+#if MASK != NONE
+    Rows rows;
+#endif
 };
 
 __device__ __forceinline__ i64 lse_at(const Params& p, const Sequence& s, int query, int head) {
@@ -168,214 +175,290 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     wait_for_kernel_before();
     let_kernel_behind_start();
 
-    // Tiles of the last queries come first: they may see the most keys.
-    const u32 split = blockIdx.x % p.splits, rest = blockIdx.x / p.splits;
-    const int head = rest % x.heads, index = rest / x.heads;
-    const Place place = x.cu_q ? place_in_packed(x.cu_q, x.batch, x.queries, x.group, ROWS, index)
-                               : Place{index % x.batch, p.tiles - 1 - index / x.batch};
-    if (place.batch < 0) return;
-    const Sequence sequence(x, place.batch);
-    const int first_row = place.tile * ROWS, rows = sequence.queries * x.group;
-    if (first_row >= rows) return;
+    int offset = 0;  // of the run in the tile
+    do {
+        // With a mask: read again for each run, so that what follows from it takes no registers meanwhile.
+        u32 block_index = blockIdx.x;
+        if (MASKED) asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block_index));
 
-    const int first_seen = sequence.first_seen(x, first_row / x.group);
-    const int last_seen = sequence.last_seen(x, (min(first_row + ROWS, rows) - 1) / x.group);
-    int block = first_seen / KEYS, end = max(block, (last_seen + KEYS - 1) / KEYS);
-    if (SPLIT) {
-        const int first = block / BLOCKS, count = (end + BLOCKS - 1) / BLOCKS - first;
-        const int share = (count + p.splits - 1) / p.splits, from = first + int(split) * share;
-        block = max(block, from * BLOCKS);
-        end = min(end, (from + share) * BLOCKS);
-        if (block >= end) return;
-    }
+        // Tiles of the last queries come first: they may see the most keys.
+        const u32 split = block_index % p.splits, rest = block_index / p.splits;
+        const int head = rest % x.heads, index = rest / x.heads;
+        const Place place = x.cu_q ? place_in_packed(x.cu_q, x.batch, x.queries, x.group, ROWS, index)
+                                   : Place{index % x.batch, p.tiles - 1 - index / x.batch};
+        if (place.batch < 0) return;
+        const Sequence sequence(x, place.batch);
+        const int first_row = place.tile * ROWS, rows = sequence.queries * x.group;
+        if (first_row >= rows) return;
+        const int run = first_row + offset, tile_end = min(first_row + ROWS, rows);
 
-    const u32 q_tile = shared_address(memory);
-    Ring<STAGES, STAGE_BYTES> ring{q_tile + QTile::BYTES};
-    unsigned char* behind_ring = memory + QTile::BYTES + STAGES * STAGE_BYTES;
-    Exchange& exchange = *reinterpret_cast<Exchange*>(behind_ring);
-    float* merged_o =
-        reinterpret_cast<float*>(behind_ring + (PARTS > 1 ? sizeof(Exchange) : 0)) + threadIdx.x;
-
-    const Stored* k = p.k + head * p.k_strides.head + sequence.batch_of_k * p.k_strides.batch +
-                      (PAGED ? 0 : sequence.first_key * p.k_strides.token);
-    const Stored* v = p.v + head * p.v_strides.head + sequence.batch_of_k * p.v_strides.batch +
-                      (PAGED ? 0 : sequence.first_key * p.v_strides.token);
-    int page = 0;  // of this lane's line in the next step, which is looked up one step ahead
-    const auto first_key = [&](int block, int step) {
-        return (block + step / (2 * STEPS)) * KEYS + step % STEPS * KEY_STEP;
-    };
-    const auto look_up = [&](int block, int step) {
-        const int key = first_key(block, step) + KTile::own_line();
-        if (PAGED && KTile::finds() && key < sequence.keys)
-            page = x.pages[sequence.batch * x.pages_batch + (sequence.first_key + key) / x.page];
-    };
-    // Steps of a block: STEPS of keys, STEPS of values, then those of the next block.
-    const auto load = [&](int block, int step) {
-        const bool values = step / STEPS % 2;
-        if (block + step / (2 * STEPS) < end) {
-            const u32 to = ring.to_fill();
-            const int key = first_key(block, step);
-            if (PAGED) {
-                const Strides& strides = values ? p.v_strides : p.k_strides;
-                const int own = key + KTile::own_line(), in_page = (sequence.first_key + own) % x.page;
-                const i64 at = min(max(page, 0), x.page_count - 1) * strides.batch + in_page * strides.token;
-                const i64 place = KTile::finds() && own < sequence.keys ? at : -1;
-                if (values)
-                    VTile::load_found(to, v, place, strides, x.values);
-                else
-                    KTile::load_found(to, k, place, strides, x.head);
-            } else if (values) {
-                VTile::load(to, v, key, sequence.keys, p.v_strides, x.values);
-            } else {
-                KTile::load(to, k, key, sequence.keys, p.k_strides, x.head);
-            }
-            look_up(block, step + 1);
+#if MASK == NONE
+        const int run_end = tile_end;
+        const int first_seen = sequence.first_seen(x, first_row / x.group);
+        const int last_seen = sequence.last_seen(x, (tile_end - 1) / x.group);
+        int block = first_seen / KEYS;
+#else
+        const int run_end = p.rows.run_end(x, sequence.batch, head, run, tile_end);
+        const int last_query = (run_end - 1) / x.group, last_head = head * x.group + (run_end - 1) % x.group;
+        const i64 last_row = p.rows.row(x, sequence.batch, last_head, last_query);
+        const int keys = p.rows.count(last_row), first_seen = sequence.first_seen(x, run / x.group);
+        // No position is above a key's number.
+        const int last_seen = min(keys, sequence.last_seen(x, last_query));
+        int block = x.window_left < 0 ? 0 : p.rows.segment_of(last_row, keys, first_seen) * BLOCKS;
+#endif
+        offset = run_end < tile_end ? run_end - first_row : 0;
+        int end = max(block, (last_seen + KEYS - 1) / KEYS);
+        if (SPLIT) {
+            const int first = block / BLOCKS, count = (end + BLOCKS - 1) / BLOCKS - first;
+            const int share = (count + p.splits - 1) / p.splits, from = first + int(split) * share;
+            block = max(block, from * BLOCKS);
+            end = min(end, (from + share) * BLOCKS);
+            if (block >= end) continue;
         }
-        cp_async_commit();  // empty ones too, so that their number tells which stage is whole
-    };
+        const u32 q_tile = shared_address(memory);
+        unsigned char* behind_ring = memory + QTile::BYTES + STAGES * STAGE_BYTES;
+        Exchange& exchange = *reinterpret_cast<Exchange*>(behind_ring);
+        unsigned char* behind_exchange = behind_ring + (PARTS > 1 ? sizeof(Exchange) : 0);
+        ShownKeys& shown = *reinterpret_cast<ShownKeys*>(behind_exchange);
+        float* merged_o =
+            reinterpret_cast<float*>(behind_exchange + (MASKED ? sizeof(ShownKeys) : 0)) + threadIdx.x;
 
-    {
-        const int row = first_row + QTile::own_line(), query = row / x.group, member = row % x.group;
-        const i64 own =
-            (sequence.first_query + query) * p.q_strides.token + (head * x.group + member) * p.q_strides.head;
-        QTile::load_found(q_tile, p.q + sequence.batch_of_q * p.q_strides.batch,
-                          QTile::finds() && row < rows ? own : -1, p.q_strides, x.head);
-    }
-    look_up(block, 0);
-#pragma unroll UNROLL
-    for (int step = 0; step < STAGES - 1; ++step) load(block, step);
-
-    // Rows past the end see what the last one sees, and are not stored.
-    struct Row {
-        int query, head;
-        bool exists;
-    };
-    const auto row_of = [&](int h) {
-        const int row = first_row + warp * 16 + lane / 4 + 8 * h, inside = min(row, rows - 1);
-        return Row{inside / x.group, head * x.group + inside % x.group, row < rows};
-    };
-    int first[2], last[2];
-    i64 mask[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const Row row = row_of(h);
-        first[h] = sequence.first_seen(x, row.query);
-        last[h] = sequence.last_seen(x, row.query);
-        mask[h] = sequence.mask_row(x, row.query, row.head);
-    }
-    // Keys that all rows of the warp see.
-    const int all_first = __shfl_sync(0xFFFFFFFF, first[1], 31),
-              all_last = __shfl_sync(0xFFFFFFFF, last[0], 0);
-
-    const u32 own_q = q_tile + warp * 16 * QTile::PITCH;
-    Segment segment;
-    Merged merged[2];
-    bool any = false;  // segment has been merged
-    segment.start();
-#pragma unroll 1
-    for (; block < end; ++block) {
-        float s[KEYS / 8][4];
-        clear(s);
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            const u32 tile = ring.filled();
-            load(block, step + STAGES - 1);
-            multiply<OWN_STEP / 8, HEAD>(s + step * (OWN_STEP / 8), own_q,
-                                         tile + part * OWN_STEP * KTile::PITCH, x.head);
+        const Stored* k = p.k + head * p.k_strides.head + sequence.batch_of_k * p.k_strides.batch +
+                          (PAGED ? 0 : sequence.first_key * p.k_strides.token);
+        const Stored* v = p.v + head * p.v_strides.head + sequence.batch_of_k * p.v_strides.batch +
+                          (PAGED ? 0 : sequence.first_key * p.v_strides.token);
+#if MASK != NONE
+        __syncthreads();  // all have read what the run before had in shared memory
+        if (threadIdx.x < 32 && block < end) {
+            shown.start(sequence.mask_row(x, last_query, last_head), sequence.keys,
+                        p.rows.begins[last_row * p.rows.segments + block / BLOCKS], block * KEYS);
+            shown.find(x, (block + 2) * KEYS);
         }
-        if (SOFTCAP)
-#pragma unroll
-            for (int u = 0; u < OWN_KEYS / 8; ++u)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) s[u][e] = scores::tanh(__fmul_rn(s[u][e], x.cap));
-        // A float mask is read twice, as registers do not hold it beside scores.
-        const auto visible = [&](int u, int e, float& bias) {
-            const int h = e / 2, key = block * KEYS + key_in_block(part, u * 8) + lane % 4 * 2 + e % 2;
-            return scores::visible_in_mask(x, key >= first[h] && key < last[h], mask[h] + key * x.mask_key,
-                                           bias);
+        __syncthreads();
+#endif
+
+        Ring<STAGES, STAGE_BYTES> ring{q_tile + QTile::BYTES};
+        int line = 0, page = 0;  // this lane's key of the next step, and its page, looked up one step ahead
+        const auto first_key = [&](int block, int step) {
+            return (block + step / (2 * STEPS)) * KEYS + step % STEPS * KEY_STEP;
         };
-        const auto bias_of = [&](int u, int e) {
-            float bias;
-            visible(u, e, bias);
-            return bias;
+        const auto look_up = [&](int block, int step) {
+            const int position = first_key(block, step) + KTile::own_line();
+            if (!FINDS || !KTile::finds()) return;
+            line = position;
+#if MASK != NONE
+            line = position < keys ? shown.at(position) : sequence.keys;
+#endif
+            if (PAGED && line < sequence.keys)
+                page = x.pages[sequence.batch * x.pages_batch + (sequence.first_key + line) / x.page];
         };
-        if (MASK != NONE || block * KEYS < all_first || block * KEYS + KEYS > all_last)
-#pragma unroll
-            for (int u = 0; u < OWN_KEYS / 8; ++u)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float bias;
-                    if (!visible(u, e, bias)) s[u][e] = -INF;
+        // Steps of a block: STEPS of keys, STEPS of values, then those of the next block.
+        const auto load = [&](int block, int step) {
+            const bool values = step / STEPS % 2;
+            if (block + step / (2 * STEPS) < end) {
+                const u32 to = ring.to_fill();
+                const int key = first_key(block, step);
+                if (FINDS) {
+                    const Strides& strides = values ? p.v_strides : p.k_strides;
+                    i64 place = line * strides.token;
+                    if (PAGED)
+                        place = min(max(page, 0), x.page_count - 1) * strides.batch +
+                                (sequence.first_key + line) % x.page * strides.token;
+                    if (!KTile::finds() || line >= sequence.keys) place = -1;
+                    if (values)
+                        VTile::load_found(to, v, place, strides, x.values);
+                    else
+                        KTile::load_found(to, k, place, strides, x.head);
+                } else if (values) {
+                    VTile::load(to, v, key, sequence.keys, p.v_strides, x.values);
+                } else {
+                    KTile::load(to, k, key, sequence.keys, p.k_strides, x.head);
                 }
-        segment.probabilities(s, x.c, exchange, part, warp * 16 + lane / 4, bias_of);
-#pragma unroll UNROLL
-        for (int step = STEPS; step < 2 * STEPS; ++step) {
-            const u32 tile = ring.filled();
-            load(block, step + STAGES - 1);
-#pragma unroll UNROLL_GROUPS
-            for (int g = 0; g < KEY_STEP / 16; ++g) {
-                multiply_weights<VALUES, COLUMNS>(
-                    segment.o, s[0], s[1], tile + g * 16 * VTile::PITCH + first_column * int(sizeof(Stored)));
-#pragma unroll
-                for (int u = 0; u < KEYS / 8 - 2; ++u)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) s[u][e] = s[u + 2][e];
+                look_up(block, step + 1);
             }
-        }
-        if (block % BLOCKS < BLOCKS - 1 && block + 1 < end) continue;
+            cp_async_commit();  // empty ones too, so that their number tells which stage is whole
+        };
 
-        const float sums[2] = {segment.sum(0), segment.sum(1)};
+        {
+            const int row = first_row + QTile::own_line(), query = row / x.group, member = row % x.group;
+            const i64 own = (sequence.first_query + query) * p.q_strides.token +
+                            (head * x.group + member) * p.q_strides.head;
+            QTile::load_found(q_tile, p.q + sequence.batch_of_q * p.q_strides.batch,
+                              QTile::finds() && row < rows ? own : -1, p.q_strides, x.head);
+        }
+        look_up(block, 0);
+#pragma unroll UNROLL
+        for (int step = 0; step < STAGES - 1; ++step) load(block, step);
+
+        // Rows past the end see what the last one sees, and are not stored.
+        struct Row {
+            int query, head;
+            bool exists;
+        };
+        const auto row_of = [&](int h) {
+            const int row = first_row + warp * 16 + lane / 4 + 8 * h, inside = min(row, rows - 1);
+            return Row{inside / x.group, head * x.group + inside % x.group, row >= run && row < run_end};
+        };
+#if MASK == NONE
+        int first[2], last[2];
+#else
+        int count[2], least = keys;  // of keys that a row shows; and that each row of the warp does
+        i64 mask[2];
+#endif
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (SPLIT) {
-                const Row row = row_of(h);
-                if (!row.exists) continue;
-                float* to = p.scratch +
-                            (sequence.row(x, row.query, row.head) * p.segments + block / BLOCKS) * SCRATCH;
-#pragma unroll
-                for (int j = 0; j < COLUMNS; ++j)
-                    *reinterpret_cast<float2*>(to + first_column + j * 8 + lane % 4 * 2) =
-                        make_float2(segment.o[j][2 * h], segment.o[j][2 * h + 1]);
-                if (part == 0 && lane % 4 == 0)
-                    *reinterpret_cast<float2*>(to + VALUES) = make_float2(segment.n[h], sums[h]);
-            } else {
-                float scale, own_scale;
-                merged[h].add(segment.n[h], sums[h], scale, own_scale);
-#pragma unroll
-                for (int j = 0; j < COLUMNS; ++j)
-#pragma unroll
-                    for (int e = 2 * h; e < 2 * h + 2; ++e) {
-                        float& o = merged_o[(j * 4 + e) * 32 * WARPS];
-                        o = __fmaf_rn(any ? o : 0.0f, scale, __fmul_rn(segment.o[j][e], own_scale));
-                    }
-            }
+            const Row row = row_of(h);
+#if MASK == NONE
+            first[h] = sequence.first_seen(x, row.query);
+            last[h] = sequence.last_seen(x, row.query);
+#else
+            mask[h] = sequence.mask_row(x, row.query, row.head);
+            count[h] = row.exists ? p.rows.count(p.rows.row(x, sequence.batch, row.head, row.query)) : 0;
+            least = min(least, count[h]);
+#endif
         }
-        any = true;
+#if MASK == NONE
+        // Keys that all rows of the warp see.
+        const int all_first = __shfl_sync(0xFFFFFFFF, first[1], 31),
+                  all_last = __shfl_sync(0xFFFFFFFF, last[0], 0);
+        constexpr bool idle = false;
+#else
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) least = min(least, __shfl_xor_sync(0xFFFFFFFF, least, step));
+        const bool windowed = x.window_left >= 0 || x.window_right >= 0;
+        // Whether no row of the warp is of the run, so that it does nothing but bring keys.
+        const bool idle =
+            PARTS == 1 && (first_row + warp * 16 >= run_end || first_row + warp * 16 + 16 <= run);
+#endif
+        const u32 own_q = q_tile + warp * 16 * QTile::PITCH;
+        Segment segment;
+        Merged merged[2];
+        bool any = false;  // segment has been merged
         segment.start();
-    }
-    cp_async_wait<0>();
-    if (SPLIT) return;
+#pragma unroll 1
+        for (; block < end; ++block) {
+#if MASK != NONE
+            if (threadIdx.x < 32) shown.find(x, (block + 3) * KEYS);
+#endif
+            float s[KEYS / 8][4];
+            clear(s);
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const u32 tile = ring.filled();
+                load(block, step + STAGES - 1);
+                if (idle) continue;
+                multiply<OWN_STEP / 8, HEAD>(s + step * (OWN_STEP / 8), own_q,
+                                             tile + part * OWN_STEP * KTile::PITCH, x.head);
+            }
+            if (SOFTCAP)
+#pragma unroll
+                for (int u = 0; u < OWN_KEYS / 8; ++u)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) s[u][e] = scores::tanh(__fmul_rn(s[u][e], x.cap));
+            // A float mask is read twice, as registers do not hold it beside scores.
+            const auto visible = [&](int u, int e) {
+                const int h = e / 2, key = block * KEYS + key_in_block(part, u * 8) + lane % 4 * 2 + e % 2;
+#if MASK == NONE
+                return key >= first[h] && key < last[h];
+#else
+                if (!windowed) return key < count[h];
+                const int query = row_of(h).query, number = shown.at(key);
+                return key < count[h] && number >= sequence.first_seen(x, query) &&
+                       number < sequence.last_seen(x, query);
+#endif
+            };
+            const auto bias_of = [&](int u, int e) {
+#if MASK != NONE
+                const int key = block * KEYS + key_in_block(part, u * 8) + lane % 4 * 2 + e % 2;
+                if (FLOAT_MASK && key < count[e / 2])
+                    return bias_at(x, mask[e / 2] + shown.at(key) * x.mask_key);
+#endif
+                return 0.0f;
+            };
+#if MASK == NONE
+            const bool all_visible = block * KEYS >= all_first && block * KEYS + KEYS <= all_last;
+#else
+            const bool all_visible = !windowed && block * KEYS + KEYS <= least;
+#endif
+            if (!all_visible)
+#pragma unroll
+                for (int u = 0; u < OWN_KEYS / 8; ++u)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        if (!visible(u, e)) s[u][e] = -INF;
+            if (!idle) segment.probabilities(s, x.c, exchange, part, warp * 16 + lane / 4, bias_of);
+#pragma unroll UNROLL
+            for (int step = STEPS; step < 2 * STEPS; ++step) {
+                const u32 tile = ring.filled();
+                load(block, step + STAGES - 1);
+                if (idle) continue;
+#pragma unroll UNROLL_GROUPS
+                for (int g = 0; g < KEY_STEP / 16; ++g) {
+                    multiply_weights<VALUES, COLUMNS>(
+                        segment.o, s[0], s[1],
+                        tile + g * 16 * VTile::PITCH + first_column * int(sizeof(Stored)));
+#pragma unroll
+                    for (int u = 0; u < KEYS / 8 - 2; ++u)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) s[u][e] = s[u + 2][e];
+                }
+            }
+            if (block % BLOCKS < BLOCKS - 1 && block + 1 < end) continue;
+
+            const float sums[2] = {segment.sum(0), segment.sum(1)};
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                if (SPLIT) {
+                    const Row row = row_of(h);
+                    if (!row.exists) continue;
+                    float* to =
+                        p.scratch +
+                        (sequence.row(x, row.query, row.head) * p.segments + block / BLOCKS) * SCRATCH;
+#pragma unroll
+                    for (int j = 0; j < COLUMNS; ++j)
+                        *reinterpret_cast<float2*>(to + first_column + j * 8 + lane % 4 * 2) =
+                            make_float2(segment.o[j][2 * h], segment.o[j][2 * h + 1]);
+                    if (part == 0 && lane % 4 == 0)
+                        *reinterpret_cast<float2*>(to + VALUES) = make_float2(segment.n[h], sums[h]);
+                } else {
+                    float scale, own_scale;
+                    merged[h].add(segment.n[h], sums[h], scale, own_scale);
+#pragma unroll
+                    for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+                        for (int e = 2 * h; e < 2 * h + 2; ++e) {
+                            float& o = merged_o[(j * 4 + e) * 32 * WARPS];
+                            o = __fmaf_rn(any ? o : 0.0f, scale, __fmul_rn(segment.o[j][e], own_scale));
+                        }
+                }
+            }
+            any = true;
+            segment.start();
+        }
+        cp_async_wait<0>();
+        if (SPLIT) continue;
 
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const Row row = row_of(h);
-        if (!row.exists) continue;
-        const float scale = p.sinks ? merged[h].add_sink(p.sinks[row.head]) : 1.0f;
-        const float inverse = merged[h].inverse();
-        Stored* to = out_at(p, sequence, row.query, row.head);
+        for (int h = 0; h < 2; ++h) {
+            const Row row = row_of(h);
+            if (!row.exists) continue;
+            const float scale = p.sinks ? merged[h].add_sink(p.sinks[row.head]) : 1.0f;
+            const float inverse = merged[h].inverse();
+            Stored* to = out_at(p, sequence, row.query, row.head);
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) {
-            float value[2];
+            for (int j = 0; j < COLUMNS; ++j) {
+                float value[2];
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float o = any ? merged_o[(j * 4 + 2 * h + e) * 32 * WARPS] : 0.0f;
-                value[e] = merged[h].quotient(__fmul_rn(o, scale), inverse);
+                for (int e = 0; e < 2; ++e) {
+                    const float o = any ? merged_o[(j * 4 + 2 * h + e) * 32 * WARPS] : 0.0f;
+                    value[e] = merged[h].quotient(__fmul_rn(o, scale), inverse);
+                }
+                store_two(to, first_column + j * 8 + lane % 4 * 2, x.values, value[0], value[1]);
             }
-            store_two(to, first_column + j * 8 + lane % 4 * 2, x.values, value[0], value[1]);
+            if (part == 0 && lane % 4 == 0)
+                merged[h].store(p.lse, p.lse2, lse_at(p, sequence, row.query, row.head));
         }
-        if (part == 0 && lane % 4 == 0)
-            merged[h].store(p.lse, p.lse2, lse_at(p, sequence, row.query, row.head));
-    }
+    } while (MASKED && offset > 0);
 }
 
 #if SPLIT
@@ -398,10 +481,17 @@ extern "C" __global__ void __launch_bounds__(512, 1) merge_segments(const __grid
     }
     const Sequence sequence(x, b);
     if (query < 0 || query >= sequence.queries) return;
-    const int first_seen = sequence.first_seen(x, query), last_seen = sequence.last_seen(x, query);
-    constexpr int LENGTH = KEYS * BLOCKS;
-    int segment = first_seen / LENGTH;
-    const int end = last_seen > first_seen ? (last_seen + LENGTH - 1) / LENGTH : segment;
+    const int first_seen = sequence.first_seen(x, query);
+    int last_seen = sequence.last_seen(x, query), segment = first_seen / SEGMENT_KEYS;
+#if MASK == NONE
+    const bool any = last_seen > first_seen;
+#else
+    const i64 row = p.rows.row(x, b, head, query);
+    last_seen = min(last_seen, p.rows.count(row));
+    segment = p.rows.segment_of(row, p.rows.count(row), first_seen);
+    const bool any = last_seen > segment * SEGMENT_KEYS;
+#endif
+    const int end = any ? (last_seen + SEGMENT_KEYS - 1) / SEGMENT_KEYS : segment;
     const auto* from = reinterpret_cast<const float2*>(p.scratch + i64(blockIdx.x) * p.segments * SCRATCH);
     const auto* sums = reinterpret_cast<const float*>(chunk);
     const int column = threadIdx.x;

@@ -15,6 +15,7 @@
 //   HARDWARE_EXP2  1: exp2 is the instruction; 0: the polynomial
 #pragma once
 
+#include "attention_mask.cuh"
 #include "attention_problem.cuh"
 #include "attention_softmax.cuh"
 #include "convert.cuh"
@@ -25,12 +26,10 @@
 #error "all macros are needed: #if takes a missing macro for 0"
 #endif
 
-constexpr int BOOLEAN = 4;
-constexpr bool FMA = TYPE == F32, FLOAT_MASK = MASK != NONE && MASK != BOOLEAN;
+constexpr bool FMA = TYPE == F32;
 
 using Type = Element<TYPE>;
 using Stored = Type::Stored;
-using Mask = Element<FLOAT_MASK ? MASK : F32>;
 
 // ---- tiles in shared memory
 
@@ -247,28 +246,6 @@ __device__ __forceinline__ void clear(float (&acc)[N][4]) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) acc[j][e] = 0.0f;
 }
-
-// ---- scores
-
-namespace scores {
-
-// What a float mask adds to a score in base 2 where it hides a key, or less.
-constexpr float HIDES = -8192.0f;
-
-// Whether a pair is visible and the mask, whose entry is at `at`, does not hide it. `bias`: what the mask adds.
-__device__ __forceinline__ bool visible_in_mask(const Problem& x, bool visible, i64 at, float& bias) {
-    bias = 0.0f;
-    if constexpr (MASK == BOOLEAN) {
-        if (visible) visible = static_cast<const unsigned char*>(x.mask)[at] != 0;
-    } else if constexpr (FLOAT_MASK) {
-        if (visible)
-            bias = __fmul_rn(Mask::widen(static_cast<const Mask::Stored*>(x.mask)[at]), contract::LOG2E);
-        visible = visible && !(bias <= HIDES);
-    }
-    return visible;
-}
-
-}  // namespace scores
 
 // Two neighbours of a row of results of `columns`, the first of them at the even `column`. Rows of an even
 // size begin at even elements.
