@@ -193,7 +193,7 @@ def _mask(**asked: Any) -> Tensor:
     if spans is not None:
         return spans.pack(batch, device)
     whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    seen: Any = sdpa_mask(**asked | whole)
+    seen: Tensor = sdpa_mask(**asked | whole)
     return seen.view(torch.uint8)
 
 

@@ -287,6 +287,60 @@ def test_torch_compile() -> None:
         assert_same_bits(logits[2, at[2]], want[0])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["Llama", "Mistral"])
+def test_hidden_tokens_between_others(kind: str, device: str) -> None:
+    """Two turns of a padded batch, then decoding: in Mistral's window lie only tokens of the second turn."""
+    model, (first, _, second, *_) = build(kind, device), sequences(device)
+    gap = 7
+    whole = torch.cat([first, second])
+    tokens = torch.cat([first, first.new_zeros(gap), second])[None]
+    mask = torch.ones_like(tokens)
+    mask[:, len(first) : len(first) + gap] = 0
+    positions = (mask.cumsum(1) - 1).clamp(0)
+    want = model(whole[None]).logits[0]
+    cache = transformers.DynamicCache(config=model.config)
+    options = {"past_key_values": cache, "use_cache": True}
+    steps = [
+        model(t, attention_mask=mask[:, :end], position_ids=p, **options).logits[0]
+        for t, p, end in zip(
+            (tokens[:, :-2], tokens[:, -2:-1], tokens[:, -1:]),
+            (positions[:, :-2], positions[:, -2:-1], positions[:, -1:]),
+            (tokens.shape[1] - 2, tokens.shape[1] - 1, tokens.shape[1]),
+            strict=True,
+        )
+    ]
+    got = torch.cat(steps)[mask[0] == 1]
+    window = getattr(model.config, "sliding_window", None)
+    far = 0 if window is None else len(first) + model.config.num_hidden_layers * (window + gap)
+    assert far < len(got) - 2
+    assert_same_bits(got[far:], want[far:])
+
+
+@torch.no_grad()
+def test_packed_rows_in_chunks() -> None:
+    """Llama 4's chunks: a pattern that spans do not tell."""
+    if not hasattr(transformers.masking_utils, "remap_positions_for_packed_sequence"):
+        pytest.skip("older versions cut chunks from the row's start")
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(
+        **{"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "initializer_range": 0.2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "attention_chunk_size": 8},
+        **{"intermediate_size": 96, "intermediate_size_mlp": 96, "num_local_experts": 2},
+    )
+    model = transformers.Llama4ForCausalLM._from_config(config, attn_implementation="samebits").eval()
+    a, b = torch.randint(61, (1, 21)), torch.randint(61, (1, 40))
+    tokens, positions = torch.cat([a, b], 1), torch.cat([torch.arange(21), torch.arange(40)])[None]
+    with samebits.batch_invariant("error"):
+        want = model(b, use_cache=False).logits
+        got = model(tokens, position_ids=positions, use_cache=False).logits[:, 21:]
+        assert_same_bits(got, want)
+        ends = torch.tensor([0, 21, 61], dtype=torch.int32)
+        with pytest.raises(ValueError, match="attention_mask: expected none with cu_seq_lens_q"):
+            model(tokens, position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+
+
 def test_registering_twice_changes_nothing() -> None:
     interfaces = (transformers.AttentionInterface, transformers.AttentionMaskInterface)
     before = [interface().valid_keys() for interface in interfaces]

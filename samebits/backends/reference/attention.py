@@ -2,10 +2,6 @@
 
 It goes over the blocks of a sequence's keys. To a block come only the queries with a key of it in their
 window. What is left out changes no bit.
-
-Under a mask a key's position is its rank among those that a row shows. Keys that no row shows are dropped
-first. Where each row shows the first ones of the others, as with padding and gaps, a rank is an index into
-these, and rows go together. Elsewhere each row has keys of its own.
 """
 
 from __future__ import annotations
@@ -21,8 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samebits.backends.attention import BLOCK, HIDES, LANES, SEGMENT, Attention
+from samebits.backends.attention import BLOCK, LANES, SEGMENT, Attention
 from samebits.backends.reference import attention_kernels as kernels
+from samebits.backends.reference.attention_sequences import TOGETHER, Sequence, parts, places, sequences
 from samebits.backends.reference.logp import over_rows
 from samebits.backends.reference.matmul import carry_on, require_subnormals, rounded
 from samebits.backends.reference.rows import column_sum
@@ -30,106 +27,8 @@ from samebits.contract import GROUP, INTERPOLATION, contract_from_key
 from samebits.functions import CONSTANTS
 
 _F32 = npt.NDArray[np.float32]
-_I64 = npt.NDArray[np.int64]
 
-_TOGETHER = 64  # queries that are tried together where not all of a sequence can be
 _zeros = partial(torch.zeros, dtype=torch.float32)  # whatever the default dtype is
-
-
-@dataclass(frozen=True)
-class _Sequence:
-    """A sequence of the batch.
-
-    Attributes:
-        row: of q, and of a mask, in the batch.
-        queries: span of its tokens there.
-        slots: of its keys, in order, in ``k.flatten(0, -3)``; without those that a mask hides from all rows.
-        first_slot: of all its keys in a row of the batch, and in a mask.
-        columns: of its keys in a mask.
-        offset: position of its first query among all keys.
-        first_seen, last_seen: for each query the first key in its window, and the one after the last.
-        shown: bool ``[kv heads, queries, group, keys]``: what the mask shows; None without one.
-        together: whether each row shows the first keys of the sequence.
-    """
-
-    row: int
-    queries: slice
-    slots: Tensor
-    first_slot: int
-    columns: Tensor
-    offset: int
-    first_seen: _I64
-    last_seen: _I64
-    shown: Tensor | None = None
-    together: bool = True
-
-
-def _sequences(x: Attention) -> Iterator[_Sequence]:
-    q_ends, k_ends, starts, lengths = (
-        None if t is None else t.tolist() for t in (x.cu_seqlens_q, x.cu_seqlens_k, x.key_start, x.key_length)
-    )
-    for b in range(x.batch):
-        queries = slice(0, x.queries) if q_ends is None else slice(q_ends[b], q_ends[b + 1])
-        first = 0 if starts is None else starts[b]
-        if k_ends is not None:
-            slots = torch.arange(k_ends[b], k_ends[b + 1])
-        else:
-            slots = torch.arange(first, x.keys if lengths is None else lengths[b])
-            if x.block_table is None:
-                slots += b * x.keys
-            else:
-                page = x.k.shape[1]
-                slots = x.block_table[b].to(torch.int64)[slots // page] * page + slots % page
-        asked, keys = queries.stop - queries.start, len(slots)
-        offset = {"first": 0, "slots": -first, "last": keys - asked}[x.align]
-        position, (left, right) = np.arange(asked) + offset, x.window
-        first_seen = position - left if left >= 0 else np.zeros_like(position)
-        last_seen = position + right + 1 if right >= 0 else np.full_like(position, keys)
-        row = b if q_ends is None else 0
-        columns = torch.arange(first, first + keys)
-        s = _Sequence(
-            row, queries, slots, first, columns, offset, first_seen.clip(0), last_seen.clip(0, keys)
-        )
-        yield s if x.mask is None else _shown(x, s, x.mask)
-
-
-def _shown(x: Attention, s: _Sequence, mask: Tensor) -> _Sequence:
-    """The sequence with what the mask shows."""
-    own = mask.detach()[s.row, :, :, s.columns]
-    if own.dtype != torch.bool:
-        own = ~(own.to(torch.float32) * CONSTANTS["LOG2E"] <= HIDES)
-    own = own[:, s.queries]
-    return _kept(replace(s, shown=own.view(x.kv_heads, x.group, *own.shape[1:]).transpose(1, 2)))
-
-
-def _kept(s: _Sequence) -> _Sequence:
-    """The sequence without the keys that the mask hides from all rows."""
-    assert s.shown is not None
-    kept = s.shown.flatten(0, 2).any(0).nonzero()[:, 0]
-    first_seen, last_seen = (np.searchsorted(kept.numpy(), t) for t in (s.first_seen, s.last_seen))
-    shown = s.shown[..., kept]
-    first_ones = torch.arange(len(kept)) < shown.sum(-1, keepdim=True)
-    return replace(
-        s,
-        slots=s.slots[kept],
-        columns=s.columns[kept],
-        first_seen=first_seen,
-        last_seen=last_seen,
-        shown=shown,
-        together=torch.equal(first_ones, shown),
-    )
-
-
-def _parts(s: _Sequence) -> Iterator[_Sequence]:
-    """The sequence, or some of its queries at a time where they do not go together."""
-    if s.together or s.shown is None:
-        yield s
-        return
-    for start in range(0, s.shown.shape[1], _TOGETHER):
-        of = slice(start, start + _TOGETHER)
-        queries = slice(s.queries.start + start, min(s.queries.start + start + _TOGETHER, s.queries.stop))
-        windows = {"first_seen": s.first_seen[of], "last_seen": s.last_seen[of]}
-        yield _kept(replace(s, queries=queries, offset=s.offset + start, shown=s.shown[:, of], **windows))
 
 
 @dataclass(frozen=True)
@@ -142,7 +41,7 @@ class _Block:
     rows: slice
 
 
-def _blocks(s: _Sequence, group: int) -> Iterator[_Block]:
+def _blocks(s: Sequence, group: int) -> Iterator[_Block]:
     for start in range(0, len(s.slots), BLOCK):
         stop = min(start + BLOCK, len(s.slots))
         low = int(np.searchsorted(s.last_seen, start, "right"))
@@ -175,27 +74,27 @@ class _Call:
         sinks = _zeros(0, 0) if x.sinks is None else x.sinks.detach().view(x.kv_heads, x.group)
         self.sinks = sinks.numpy()
 
-    def grouped(self, t: Tensor, s: _Sequence) -> Tensor:
+    def grouped(self, t: Tensor, s: Sequence) -> Tensor:
         """``t[batch, queries, heads, ...]`` of a sequence as a view ``[kv heads, queries, group, ...]``."""
         own = t[s.queries] if self.x.packed else t[s.row, s.queries]
         return own.view(len(own), self.x.kv_heads, self.x.group, *own.shape[2:]).transpose(0, 1)
 
-    def rows(self, t: Tensor, s: _Sequence) -> Tensor:
+    def rows(self, t: Tensor, s: Sequence) -> Tensor:
         """The same with queries and group as one dimension, the rows."""
         return self.grouped(t.detach(), s).flatten(1, 2)
 
-    def keys(self, t: Tensor, s: _Sequence, b: _Block) -> Tensor:
+    def keys(self, t: Tensor, s: Sequence, b: _Block) -> Tensor:
         """The keys or values ``t[slots, kv heads, size]`` of a block as ``[kv heads, keys, size]``."""
         return t[s.slots[b.start : b.stop]].transpose(0, 1)
 
-    def biases(self, s: _Sequence) -> Tensor:
+    def biases(self, s: Sequence) -> Tensor:
         """A float mask of a sequence as ``[kv heads, queries, group, keys]``; else empty."""
         if self.x.mask is None or self.x.mask.dtype == torch.bool:
             return _zeros(0, 0, 0, 0)
         own = self.x.mask.detach()[s.row, :, s.queries][..., s.columns].to(torch.float32)
         return own.view(self.x.kv_heads, self.x.group, *own.shape[1:]).transpose(1, 2)
 
-    def visible(self, s: _Sequence) -> Callable[[_Block], tuple[Any, ...]]:
+    def visible(self, s: Sequence) -> Callable[[_Block], tuple[Any, ...]]:
         """For a block of a sequence, the arguments that tell kernels which keys queries see."""
         hides = torch.empty(0, 0, 0, 0, dtype=torch.bool) if s.shown is None else s.shown
         adds = self.biases(s)
@@ -257,7 +156,7 @@ def forward(x: Attention, out: Tensor | None = None) -> tuple[Tensor, Tensor, Te
         out = torch.empty((*x.q.shape[:-1], x.v.shape[-1]), dtype=x.q.dtype)
     out.zero_()
     lse, lse2 = (torch.full(x.lse_shape, -torch.inf, dtype=torch.float32) for _ in range(2))
-    for s in itertools.chain.from_iterable(map(_parts, _sequences(x))):
+    for s in itertools.chain.from_iterable(map(parts, sequences(x))):
         q = call.rows(x.q, s)
         heads, rows, size = x.kv_heads, q.shape[1], x.v.shape[-1]
         total, part = (_Partial(heads, rows, lanes, size) for lanes in (1, LANES))
@@ -286,7 +185,7 @@ def _merge(call: _Call, total: _Partial, part: _Partial) -> None:
 
 
 def _scores(
-    call: _Call, s: _Sequence, q: Tensor
+    call: _Call, s: Sequence, q: Tensor
 ) -> Iterator[tuple[int, slice, _F32, tuple[Any, ...], Tensor]]:
     """Blocks of keys: the position of the first, rows, accumulators, who sees whom, and values."""
     if s.together:
@@ -296,9 +195,9 @@ def _scores(
             yield b.start, b.rows, a, visible(b), call.keys(call.v, s, b)
         return
     ranked = _Ranked.of(call, s)
-    a = torch.from_numpy(call.product(q, call.k[s.slots].transpose(0, 1)))
+    whole = torch.from_numpy(call.product(q, call.k[s.slots].transpose(0, 1)))
     for start in range(0, ranked.keys.shape[2], BLOCK):
-        own = a.gather(2, ranked.keys[..., start : start + BLOCK]).numpy()
+        own = whole.gather(2, ranked.keys[..., start : start + BLOCK]).numpy()
         yield start, slice(None), own, ranked.visible(call, start), ranked.of_rows(call.v, s, start)
 
 
@@ -319,7 +218,7 @@ class _Ranked:
     biases: Tensor
 
     @classmethod
-    def of(cls, call: _Call, s: _Sequence) -> _Ranked:
+    def of(cls, call: _Call, s: Sequence) -> _Ranked:
         assert s.shown is not None
         shown = s.shown.flatten(1, 2)
         counts = shown.sum(-1, keepdim=True)
@@ -345,7 +244,7 @@ class _Ranked:
         )
         return 0, everywhere, everywhere + BLOCK, call.x.group, hides.numpy(), adds.numpy()
 
-    def of_rows(self, t: Tensor, s: _Sequence, start: int) -> Tensor:
+    def of_rows(self, t: Tensor, s: Sequence, start: int) -> Tensor:
         """The keys or values ``t[slots, kv heads, size]`` of a block as ``[kv heads, rows, rank, size]``."""
         keys, exist = (x[..., start : start + BLOCK] for x in (self.keys, self.exist))
         own = t[s.slots[keys], torch.arange(len(keys))[:, None, None]]
@@ -361,7 +260,7 @@ def backward(
     dmask = _zeros(x.batch, x.heads, x.queries, x.keys) if grad_mask else None
     sink_terms = _zeros(x.lse_shape)
     scale = np.float32(x.scale)
-    for s in _sequences(x):
+    for s in sequences(x):
         q, g, o, shift = (call.rows(t, s) for t in (x.q, grad, out, _by_token(lse2)))
         d = np.empty(shift.shape, np.float32)
         of_rows = shift.numpy(), d
@@ -371,7 +270,7 @@ def backward(
         visible = call.visible(s)
         of_mask = _zeros(*(s.shown.shape if grad_mask and s.shown is not None else (0, 0, 0, 0)))
         apart = None if s.together else _zeros(*q.shape[:2], len(s.slots))
-        places = _places(x, s)
+        order = places(x, s)
         for b in _blocks(s, x.group):
             k, v = (call.keys(t, s, b) for t in (call.k, call.v))
             p, ds = call.product(q[:, b.rows], k), call.product(g[:, b.rows], v)
@@ -382,8 +281,8 @@ def backward(
                 call.add_up(ds, k, dq_rows[:, b.rows])
             else:
                 apart[:, b.rows, b.start : b.stop] = torch.from_numpy(ds)
-            dk_rows = _over_queries(call, places, b, ds, q) * scale
-            dv_rows = _over_queries(call, places, b, p, g)
+            dk_rows = _over_queries(call, order, b, ds, q) * scale
+            dv_rows = _over_queries(call, order, b, p, g)
             slots = s.slots[b.start : b.stop]
             for to, values in ((dk, dk_rows), (dv, dv_rows)):
                 to.view(-1, *to.shape[-2:])[slots] = call.rounded(values).transpose(0, 1)
@@ -404,11 +303,11 @@ def backward(
     return dq, dk, dv, dmask, dsinks
 
 
-def _over_ranks(call: _Call, s: _Sequence, ds: Tensor, out: _F32) -> None:
+def _over_ranks(call: _Call, s: Sequence, ds: Tensor, out: _F32) -> None:
     """The chain over each row's own keys of ``ds[heads, rows, keys]`` and k."""
     ranked = _Ranked.of(call, s)
-    for row in range(0, ds.shape[1], _TOGETHER):
-        rows = slice(row, row + _TOGETHER)
+    for row in range(0, ds.shape[1], TOGETHER):
+        rows = slice(row, row + TOGETHER)
         some = replace(ranked, keys=ranked.keys[:, rows], exist=ranked.exist[:, rows])
         to = np.ascontiguousarray(out[:, rows])
         for start in range(0, some.keys.shape[2], BLOCK):
@@ -418,53 +317,13 @@ def _over_ranks(call: _Call, s: _Sequence, ds: Tensor, out: _F32) -> None:
         out[:, rows] = to
 
 
-def _places(x: Attention, s: _Sequence) -> Tensor:
-    """Each head's chain over queries, ``[kv heads, members, places]``: queries, -1 where there is none.
-
-    Groups of 16 begin at multiples of 16.
-    """
-    asked = s.queries.stop - s.queries.start
-    if s.shown is None or (x.align == "first" and x.queries != x.keys):
-        plain = torch.cat([torch.full((s.offset % GROUP,), -1), torch.arange(asked)])
-        return plain.expand(x.kv_heads, x.group, -1)
-    column = {int(c): i for i, c in enumerate(s.columns)}
-    own = [(i + s.offset, column.get(s.first_slot + i + s.offset, -1)) for i in range(asked)]
-    chains = [_chain(s.shown[h, :, e].numpy(), own) for h in range(x.kv_heads) for e in range(x.group)]
-    most = max(map(len, chains))
-    filled = [c + [-1] * (most - len(c)) for c in chains]
-    return torch.tensor(filled, dtype=torch.int64).view(x.kv_heads, x.group, -1)
-
-
-def _chain(shown: npt.NDArray[np.bool_], own: list[tuple[int, int]]) -> list[int]:
-    """Queries in groups of 16 places, -1 where there is none.
-
-    Args:
-        shown: what a mask shows each query.
-        own: of each query its position among all keys, and the index of the key there in ``shown``, or -1.
-    """
-    chain: list[int] = []
-    place, others = -1, []
-    for i, (position, key) in enumerate(own):
-        if position < 0 or (key >= 0 and shown[i, key]):
-            rank = position if position < 0 else int(shown[i, :key].sum())
-            new = not chain or rank == 0
-            place = rank if new else place + 1
-            if new or place % GROUP == 0:
-                chain += [-1] * GROUP
-            chain[place % GROUP - GROUP] = i
-        elif shown[i].any():
-            others.append(i)
-    return chain + others + [-1] * (-len(others) % GROUP)
-
-
-def _over_queries(call: _Call, places: Tensor, b: _Block, weights: _F32, x: Tensor) -> _F32:
+def _over_queries(call: _Call, order: Tensor, b: _Block, weights: _F32, x: Tensor) -> _F32:
     """The chain over queries of ``weights[heads, rows of the block, keys]`` and ``x[heads, rows, size]``.
 
     Every member of a group is a sequence.
     """
-    places = places - b.queries.start
-    places = torch.where(places < b.queries.stop - b.queries.start, places, -1)
-    used = torch.nn.functional.pad(places, (0, -places.shape[2] % GROUP), value=-1)
+    order = torch.where(order < b.queries.stop, order - b.queries.start, -1)
+    used = torch.nn.functional.pad(order, (0, -order.shape[2] % GROUP), value=-1)
     used = used.unflatten(2, (-1, GROUP))
     used = used[:, :, (used >= 0).any(3).any(1).any(0)].flatten(2)  # other groups change nothing
 
@@ -472,7 +331,7 @@ def _over_queries(call: _Call, places: Tensor, b: _Block, weights: _F32, x: Tens
         """``[heads, members, places, ...]``."""
         members = torch.arange(call.x.group)[:, None]
         at = (used.clamp(0) * call.x.group + members).flatten(1)[..., None]
-        own = rows.gather(1, at.expand(-1, -1, rows.shape[2])).unflatten(1, used.shape[1:])
+        own: Tensor = rows.gather(1, at.expand(-1, -1, rows.shape[2])).unflatten(1, used.shape[1:])
         return own.masked_fill_((used < 0)[..., None], 0)
 
     out = np.zeros((len(weights), weights.shape[2], x.shape[2]), np.float32)

@@ -302,9 +302,22 @@ def _pages(
 
 
 def _mask(case: AttentionCase, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """A mask; the keys of some queries are all hidden."""
+    """A mask; the keys of some queries are all hidden.
+
+    Queries that follow each other agree in what they show of common keys, as with padding and gaps: all of them,
+    or all but some rows that show all keys. Or none agree.
+    """
     own = tuple(1 if d in case.broadcast else n for d, n in enumerate(shape))
-    hidden = torch.rand(own, generator=torch.Generator().manual_seed(case.seed + 5)) < 0.3
+    generator = torch.Generator().manual_seed(case.seed + 5)
+    if case.seed // 3 % 3:
+        queries, keys = own[2:]
+        hidden = torch.rand((own[0], 1, 1, keys), generator=generator) < 0.3
+        later = torch.arange(keys) > torch.arange(queries)[:, None] + max(0, keys - queries)
+        hidden = (hidden | later).expand(own).clone()
+        if case.seed // 3 % 3 == 2:
+            hidden[:, :, 1::7] = False
+    else:
+        hidden = torch.rand(own, generator=generator) < 0.3
     hidden[:, :, 2::11] = True
     if case.of.mask == torch.bool:
         return (~hidden).to(device).expand(shape)
