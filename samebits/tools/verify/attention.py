@@ -304,8 +304,8 @@ def _pages(
 def _mask(case: AttentionCase, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """A mask; the keys of some queries are all hidden.
 
-    Queries that follow each other agree in what they show of common keys, as with padding and gaps: all of them,
-    or all but some rows that show all keys. Or none agree.
+    Rows agree in what they show of common keys, as with padding and gaps: all of them, or all but some that
+    show all keys. Or none agree.
     """
     own = tuple(1 if d in case.broadcast else n for d, n in enumerate(shape))
     generator = torch.Generator().manual_seed(case.seed + 5)
