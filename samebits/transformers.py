@@ -193,8 +193,9 @@ def _mask(**asked: Any) -> Tensor:
     if spans is not None:
         return spans.pack(batch, device)
     whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    seen: Tensor = sdpa_mask(**asked | whole)
-    return seen.view(torch.uint8)
+    seen: Any = sdpa_mask(**asked | whole)
+    mask: Tensor = seen.view(torch.uint8)
+    return mask
 
 
 def _spans(
