@@ -15,7 +15,7 @@ from torch import Tensor
 from samebits.backends import same_shape
 from samebits.backends.replay import viewed
 from samebits.contract import FP8
-from samebits.mode.arguments import takes, without_autocast
+from samebits.mode.arguments import records, takes, without_autocast
 from samebits.ops.bmm import bmm
 from samebits.ops.einsum import einsum
 from samebits.ops.expand import expand
@@ -210,7 +210,8 @@ def in_place(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
     def write(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         with without_autocast(input.device):
-            result = replacement(input, *args, **kwargs)
+            kept = input.clone() if records(input) else input  # what a gradient needs is not written over
+            result = replacement(kept, *args, **kwargs)
         if result is NotImplemented:
             return result
         if result.shape != input.shape or result.dtype != input.dtype:

@@ -221,6 +221,14 @@ def refuse_second_derivatives(op: str) -> None:
         raise NotImplementedError(f"samebits.{op}: second derivatives (create_graph) are not implemented")
 
 
+def refuse_third_derivatives(op: str) -> None:
+    """As :func:`refuse_second_derivatives`, in the backward of a gradient."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"samebits.{op}: third derivatives (create_graph in a second backward) are not implemented"
+        )
+
+
 def _recorded(
     run: Callable[..., Any],
     setup_context: Callable[..., None],

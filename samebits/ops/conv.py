@@ -13,9 +13,10 @@ from torch import Tensor
 
 from samebits.backends import Key
 from samebits.ops._checks import check_operands, shape
-from samebits.ops._operator import Operator, refuse_second_derivatives
+from samebits.ops._operator import Operator
 from samebits.ops._products import addbmm, product
 from samebits.ops._rows import backend, rounded
+from samebits.ops.expand import expand
 from samebits.ops.layout import memory_format
 
 __all__ = ["conv"]
@@ -41,8 +42,8 @@ def conv(
         groups: into which channels and outputs are divided.
 
     ``docs/contract.md``, "Convolutions", has the order of every sum. No result depends on the other rows of
-    the batch, and no gradient of weights on how positions with gradients of zero follow in a row. Second
-    derivatives are not implemented.
+    the batch, and no gradient of weights on how positions with gradients of zero follow in a row.
+    Gradients consist of convolutions and gradients of such, so those of any order are implemented.
 
     Raises:
         TypeError: a tensor is not dense bfloat16, float16 or float32, or dtypes differ.
@@ -295,7 +296,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Any, ...]:
-    refuse_second_derivatives("conv")
     x, weight = saved
     sizes, shape_of_weight = ctx.shapes
     of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
@@ -333,3 +333,37 @@ _grad_weight_operator = Operator(
 )
 _grad_bias_operator = Operator("conv_grad_bias(Tensor grad) -> Tensor", cpu=_grad_bias, fake=_fake_grad_bias)
 _operator.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, other, _, *ctx.options = inputs
+    ctx.shape = other.shape
+    needed = ctx.needs_input_grad
+    ctx.save_for_backward(grad if needed[1] else None, other if needed[0] else None)
+
+
+def _second_of_x(ctx: Any, saved: tuple[Tensor, ...], v: Tensor) -> tuple[Any, ...]:
+    grad, weight = saved
+    of_grad = _operator(v, weight, None, *ctx.options) if weight is not None else None
+    of_weight = _grad_weight_operator(grad, v, [*ctx.shape], *ctx.options) if grad is not None else None
+    return of_grad, of_weight, *(None for _ in range(6))
+
+
+def _second_of_weight(ctx: Any, saved: tuple[Tensor, ...], v: Tensor) -> tuple[Any, ...]:
+    grad, x = saved
+    of_grad = _operator(x, v, None, *ctx.options) if x is not None else None
+    of_x = _grad_x_operator(grad, v, [*ctx.shape[2:]], *ctx.options) if grad is not None else None
+    return of_grad, of_x, *(None for _ in range(6))
+
+
+def _keep_shape(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.shape = inputs[0].shape
+
+
+def _second_of_bias(ctx: Any, saved: tuple[Tensor, ...], v: Tensor) -> Tensor:
+    return expand(v.reshape(-1, *[1] * (len(ctx.shape) - 2)), ctx.shape)
+
+
+_grad_x_operator.register_autograd(_second_of_x, setup_context=_keep_operands)
+_grad_weight_operator.register_autograd(_second_of_weight, setup_context=_keep_operands)
+_grad_bias_operator.register_autograd(_second_of_bias, setup_context=_keep_shape)

@@ -11,8 +11,10 @@ from torch import Tensor
 from samebits.backends import Key, on_gpu, unpack_key
 from samebits.ops import logp
 from samebits.ops._checks import check_operands
-from samebits.ops._operator import Operator, refuse_second_derivatives
+from samebits.ops._operator import Operator, refuse_second_derivatives, refuse_third_derivatives
 from samebits.ops._rows import backend, refuse_triton, rounded
+from samebits.ops.reduce import sum
+from samebits.ops.softmax import jacobian_product, softmax
 
 _NONE, _MEAN = 0, 1  # reductions, as PyTorch numbers them; 2 is a sum
 
@@ -139,8 +141,30 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    refuse_second_derivatives("cross_entropy")
+    if saved[0].dtype != torch.float32:  # what was saved is the log-softmax
+        refuse_second_derivatives("cross_entropy of 16-bit logits")
     return _gradient(grad, *saved, *ctx.options), None, None, None, None
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, x, target, _, _, count, ctx.ignore_index, ctx.reduction, _ = inputs
+    ctx.save_for_backward(grad, x, target, count)
+
+
+def _second(ctx: Any, saved: tuple[Tensor, ...], v: Tensor) -> tuple[Tensor | None, ...]:
+    """Of ``u * (p - onehot)`` in rows that are not ignored, with u the gradient of a row's loss."""
+    refuse_third_derivatives("cross_entropy")
+    grad, x, target, count = saved
+    ignored, p = target == ctx.ignore_index, softmax(x)
+    at = target.masked_fill(ignored, 0)[:, None]
+    of_u = (sum(p * v, -1) - v.gather(1, at)[:, 0]).masked_fill(ignored, 0.0)
+    u = (grad / count if ctx.reduction == _MEAN else grad).expand(target.shape).masked_fill(ignored, 0.0)
+    of_x = jacobian_product(p, u[:, None] * v)
+    of_grad = of_u if ctx.reduction == _NONE else sum(of_u)
+    return (of_grad / count if ctx.reduction == _MEAN else of_grad), of_x, *(None for _ in range(7))
+
+
+_gradient.register_autograd(_second, setup_context=_keep_gradient)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samebits.backends import UnavailableError, is_chosen, on_gpu, pack_key
 from samebits.ops._checks import check_device, shape
-from samebits.ops._operator import Operator, bypasses_dispatcher, refuse_second_derivatives
+from samebits.ops._operator import Operator, bypasses_dispatcher
 from samebits.ops._rows import backend, check_rows
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -117,9 +117,24 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    refuse_second_derivatives("embedding")
     (ids,) = saved
     return _gradient(grad, ids, ctx.count, ctx.padding_idx), None, None
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _keep_ids(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ids, _, ctx.padding_idx = inputs
+    ctx.save_for_backward(ids)
+
+
+def _second(ctx: Any, saved: tuple[Tensor, ...], v: Tensor) -> tuple[Any, ...]:
+    (ids,) = saved
+    found = _operator(v, ids, ctx.padding_idx)
+    if ctx.padding_idx >= 0:
+        found = found.masked_fill((ids == ctx.padding_idx)[..., None], 0.0)
+    return found, None, None, None
+
+
+_gradient.register_autograd(_second, setup_context=_keep_ids)

@@ -77,7 +77,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, None]:
-    return grad.expand(ctx.shape), None
+    return expand(grad, ctx.shape), None
 
 
 sum_over_broadcast.register_autograd(_backward, setup_context=_setup_context)

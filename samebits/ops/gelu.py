@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from samebits.ops._fused import backend, check_tensors
-from samebits.ops._operator import Operator, refuse_second_derivatives
+from samebits.ops._operator import Operator
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """:func:`torch.nn.functional.gelu`, with one set of bits on all devices.
 
-    ``docs/contract.md``, "Fused layers", has the function. The gradient is PyTorch's. Second derivatives are
-    not implemented.
+    ``docs/contract.md``, "Fused layers", has the function. The gradient is PyTorch's, and so is what
+    autograd differentiates again.
 
     Args:
         x: bfloat16, float16 or float32, any shape and strides.
@@ -51,7 +51,6 @@ _PADDED = 64  # so many elements PyTorch's CPU loops compute alike, wherever the
 
 
 def _backward(ctx: Any, saved: tuple[Tensor], grad: Tensor) -> tuple[Tensor, None]:
-    refuse_second_derivatives("gelu")
     (x,) = saved
     return gradient(grad, x, ctx.approximate), None
 

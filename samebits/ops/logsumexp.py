@@ -10,9 +10,11 @@ from torch import Tensor
 
 from samebits.backends import Key
 from samebits.ops._checks import check_operands
-from samebits.ops._operator import Operator, refuse_second_derivatives
+from samebits.ops._operator import Operator, refuse_third_derivatives
 from samebits.ops._rows import as_rows, backend, refuse_triton, rounded
 from samebits.ops.logp import row_statistics
+from samebits.ops.reduce import sum
+from samebits.ops.softmax import jacobian_product, softmax
 
 
 def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
@@ -28,7 +30,7 @@ def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Ten
         keepdim: keep them, of size 1.
 
     The gradient is the result's gradient times :func:`samebits.ops.softmax.softmax` of the row in float32,
-    with one more rounding to the dtype of ``x``. Second derivatives are not implemented.
+    with one more rounding to the dtype of ``x``. ``docs/contract.md``, "Second derivatives", has those of it.
 
     Raises:
         TypeError: ``x`` is not a dense tensor of such a dtype.
@@ -60,7 +62,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    refuse_second_derivatives("logsumexp")
     return _gradient(grad, *saved), None
 
 
@@ -77,3 +78,18 @@ def _fake_grad(grad: Tensor, x: Tensor) -> Tensor:
 
 
 _gradient = Operator("logsumexp_backward(Tensor grad, Tensor x) -> Tensor", cpu=_grad, fake=_fake_grad)
+
+
+def _keep_grad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _second(ctx: Any, saved: tuple[Tensor, ...], v: Tensor) -> tuple[Tensor, Tensor]:
+    refuse_third_derivatives("logsumexp")
+    g, x = (t.to(torch.float32) for t in saved)
+    p, v = softmax(x), v.to(torch.float32)
+    of_x = jacobian_product(p, g[:, None] * v)
+    return rounded(sum(p * v, -1), saved[0].dtype), rounded(of_x, saved[1].dtype)
+
+
+_gradient.register_autograd(_second, setup_context=_keep_grad)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from samebits.backends.replay import viewed
 from samebits.ops._checks import shape
-from samebits.ops._operator import Operator, refuse_second_derivatives
-from samebits.ops._rows import backend, check_rows
+from samebits.ops._operator import Operator, refuse_third_derivatives
+from samebits.ops._rows import backend, check_rows, rounded
+from samebits.ops.reduce import mean
 
 
 def layer_norm(
@@ -33,8 +34,8 @@ def layer_norm(
         eps: added to the variance, as a float32.
 
     Gradients: that of ``x`` is computed for each row by itself. Those of ``weight`` and ``bias`` are chains
-    over all rows, in order, with a float32 accumulator, so rows with zero gradients change nothing. Second
-    derivatives are not implemented.
+    over all rows, in order, with a float32 accumulator, so rows with zero gradients change nothing.
+    ``docs/contract.md``, "Second derivatives", has those of it.
 
     Raises:
         TypeError: a tensor is not dense or of another dtype.
@@ -170,11 +171,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    refuse_second_derivatives("norm")
     x, weight, means, scales = saved
     needed = ctx.needs_input_grad
     dtypes = {ctx.dtypes[i] for i in (0, 1) if needed[1 + i]}
-    if needed[0] and len(dtypes) == 1:
+    if needed[0] and len(dtypes) == 1 and not torch.is_grad_enabled():
         (dtype,) = dtypes
         dx, *of_vectors = _gradients(grad, x, weight, means, scales, dtype)
         columns = {dtype: of_vectors}
@@ -186,3 +186,49 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tup
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _normalised(x: Tensor, means: Tensor, scales: Tensor) -> Tensor:
+    d = x.to(torch.float32)
+    return (d - means[:, None] if means.numel() else d) * scales[:, None]
+
+
+def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _second(ctx: Any, saved: tuple[Tensor, ...], v: Tensor) -> tuple[Tensor | None, ...]:
+    """Of ``N(h) = r * (h - m - y * c)`` with h = grad * weight. N is symmetric: ``N(v)`` is that of h."""
+    refuse_third_derivatives("norm")
+    grad, x, weight, means, scales = saved
+    wide, g, v = (t.to(torch.float32) for t in (x, grad, v))
+    y, r = _normalised(x, means, scales), scales[:, None]
+    w = None if weight is None else weight.to(torch.float32)
+    h = g if w is None else g * w
+    of_h, first = (_gradient(t, wide, None, means, scales) for t in (v, h))
+    q = -(r * (v * mean(h * y, -1, True) + h * mean(v * y, -1, True)))
+    of_x = _gradient(q, wide, None, means, scales) - y * (r * mean(v * first, -1, True))
+    of_weight = None if weight is None else backend(x).column_sum(g * of_h, weight.dtype)
+    of_grad = of_h if w is None else of_h * w
+    return rounded(of_grad, grad.dtype), rounded(of_x, x.dtype), of_weight, None, None
+
+
+_gradient.register_autograd(_second, setup_context=_keep_gradient)
+
+
+def _keep_columns(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:4])
+
+
+def _second_columns(
+    ctx: Any, saved: tuple[Tensor, ...], of_weight: Tensor, of_bias: Tensor
+) -> tuple[Tensor | None, ...]:
+    refuse_third_derivatives("norm")
+    grad, x, means, scales = saved
+    a, b = of_weight.to(torch.float32), of_bias.to(torch.float32)
+    of_grad = _normalised(x, means, scales) * a + b
+    of_x = _gradient(grad.to(torch.float32) * a, x.to(torch.float32), None, means, scales)
+    return rounded(of_grad, grad.dtype), rounded(of_x, x.dtype), None, None, None
+
+
+_column_gradients.register_autograd(_second_columns, setup_context=_keep_columns)

@@ -12,6 +12,7 @@ from torch import Tensor
 from samebits.backends.replay import viewed
 from samebits.ops._operator import Operator, bypasses_dispatcher
 from samebits.ops._rows import as_rows, backend, check_rows
+from samebits.ops.expand import expand
 
 
 def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
@@ -85,7 +86,7 @@ def _keep_slots(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward_slots(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-    return grad.unsqueeze(1).expand(-1, ctx.slots, -1)
+    return expand(grad.unsqueeze(1), (grad.shape[0], ctx.slots, grad.shape[1]))
 
 
 sum_of_slots.register_autograd(_backward_slots, setup_context=_keep_slots)
@@ -111,7 +112,7 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor
     if ctx.mean:
         divided = _share if bypasses_dispatcher([grad]) else _divided  # a trace must see one operator
         grad = divided(grad, ctx.shape[1])
-    return grad.unsqueeze(1).expand(ctx.shape), None
+    return expand(grad.unsqueeze(1), ctx.shape), None
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from samebits.backends import on_gpu
-from samebits.ops._operator import Operator, refuse_second_derivatives
+from samebits.ops._operator import Operator
 from samebits.ops._rows import check_rows
 
 
@@ -15,7 +15,7 @@ def rsqrt(x: Tensor) -> Tensor:
     """``1 / sqrt(x)``, as :func:`torch.rsqrt`: two roundings in float32, and one to the dtype of `x`.
 
     PyTorch computes it so on a CPU, and by an approximation on a GPU. The gradient is PyTorch's:
-    ``-0.5 * grad * result**3``. Second derivatives are not implemented.
+    ``-0.5 * grad * result**3``, which is differentiated again by PyTorch.
 
     Args:
         x: bfloat16, float16 or float32, any shape and strides.
@@ -46,7 +46,6 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, saved: tuple[Tensor], grad: Tensor) -> Tensor:
-    refuse_second_derivatives("rsqrt")
     (y,) = saved
     return -0.5 * grad * (y * y * y)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from samebits.backends.replay import viewed
-from samebits.ops._operator import Operator, refuse_second_derivatives
-from samebits.ops._rows import backend, check_rows, row_dim
+from samebits.ops._operator import Operator, refuse_third_derivatives
+from samebits.ops._rows import backend, check_rows, rounded, row_dim
+from samebits.ops.reduce import sum
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -24,7 +26,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
         dim: the dimension that rows run along.
 
     The gradient is ``p * (grad - sum of p * grad)``, with p the rounded result (see ``docs/contract.md``,
-    "Row reductions"). Second derivatives are not implemented.
+    "Row reductions"). "Second derivatives" there has those of it.
 
     Raises:
         TypeError: ``x`` is not a dense tensor of such a dtype.
@@ -88,9 +90,40 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    refuse_second_derivatives("softmax")
     (out,) = saved
     return _gradient(grad, out, ctx.logarithm), None
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _keep_grad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, out, ctx.logarithm = inputs
+    ctx.save_for_backward(grad, out)
+
+
+def _second(ctx: Any, saved: tuple[Tensor, ...], v: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_third_derivatives("softmax")
+    g, out = (t.to(torch.float32) for t in saved)
+    v = v.to(torch.float32)
+    if ctx.logarithm:
+        p = softmax(out)
+        of_grad, of_out = v - sum(p * v, -1, True), -(p * (v * sum(g, -1, True)))
+    else:
+        of_grad = jacobian_product(out, v)
+        of_out = v * (g - _total(out, g)) - g * _total(out, v)
+    return rounded(of_grad, saved[0].dtype), rounded(of_out, saved[1].dtype), None
+
+
+def jacobian_product(p: Tensor, v: Tensor) -> Tensor:
+    """``p * (v - sum of p * v)`` of rows in float32: the gradient of :func:`softmax`, whose result is `p`."""
+    out: Tensor = _gradient(v, p, False)
+    return out
+
+
+def _total(p: Tensor, t: Tensor) -> Tensor:
+    """Sums of ``p * t``, where entries with p = 0 count as +0."""
+    return sum((p * t).masked_fill(p == 0, 0.0), -1, True)
+
+
+_gradient.register_autograd(_second, setup_context=_keep_grad)

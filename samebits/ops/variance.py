@@ -11,8 +11,9 @@ from torch import Tensor
 from samebits.backends import on_gpu
 from samebits.backends.replay import viewed
 from samebits.ops._checks import check_operands
-from samebits.ops._operator import Operator, refuse_second_derivatives
+from samebits.ops._operator import Operator, refuse_third_derivatives
 from samebits.ops._rows import as_rows, backend, refuse_triton, rounded
+from samebits.ops.reduce import mean, sum
 
 Dims = int | Sequence[int] | None
 
@@ -30,8 +31,8 @@ def var(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = Fals
         correction: subtracted from the number of elements.
         keepdim: keep the dimensions, of size 1.
 
-    The gradient is ``d[i] * (grad * 2 / max(0, n - correction))``, rounded once more. Second derivatives are
-    not implemented.
+    The gradient is ``d[i] * (grad * 2 / max(0, n - correction))``, rounded once more. ``docs/contract.md``,
+    "Second derivatives", has those of it.
 
     Raises:
         TypeError: ``x`` is not a dense tensor of such a dtype.
@@ -147,7 +148,6 @@ def _keep_deviation(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 def _backward_deviation(
     ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any
 ) -> tuple[Tensor | None, ...]:
-    refuse_second_derivatives("std" if ctx.root else "var")
     return _deviation_gradient(grad, *saved, ctx.correction), None, None
 
 
@@ -159,8 +159,47 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward_norm(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-    refuse_second_derivatives("vector_norm")
     return _norm_gradient(grad, *saved)  # type: ignore[no-any-return]
 
 
 _norm.register_autograd(_backward_norm, setup_context=_keep_norm)
+
+
+def _keep_deviation_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.correction = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _second_deviation(ctx: Any, saved: tuple[Tensor, ...], v: Tensor) -> tuple[Any, ...]:
+    grad, x, out, means = saved
+    refuse_third_derivatives("var" if out is None else "std")
+    g, v, count = grad.to(torch.float32), v.to(torch.float32), max(0.0, x.shape[1] - ctx.correction)
+    total, of_out = sum((x.to(torch.float32) - means[:, None]) * v, -1), None
+    if out is None:
+        factor, of_grad = g * 2 / _filled(g, count), total * 2 / _filled(g, count)
+    else:
+        y = out.to(torch.float32)
+        factor, of_grad = ((t / (y * count)).masked_fill(y == 0, 0) for t in (g, total))
+        of_out = rounded((-(total * factor) / y).masked_fill(y == 0, 0), out.dtype)
+    of_x = (v - mean(v, -1, True)) * factor[:, None]
+    return rounded(of_grad, grad.dtype), rounded(of_x, x.dtype), of_out, None, None
+
+
+_deviation_gradient.register_autograd(_second_deviation, setup_context=_keep_deviation_gradient)
+
+
+def _keep_norm_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _second_norm(ctx: Any, saved: tuple[Tensor, ...], v: Tensor) -> tuple[Tensor, ...]:
+    refuse_third_derivatives("vector_norm")
+    g, x, y = (t.to(torch.float32) for t in saved)
+    v = v.to(torch.float32)
+    factor, share = ((t / y).masked_fill(y == 0, 0) for t in (g, sum(x * v, -1)))
+    of_out = (-(share * g) / y).masked_fill(y == 0, 0)
+    found = share, v * factor[:, None], of_out
+    return tuple(rounded(t, of.dtype) for t, of in zip(found, saved, strict=True))
+
+
+_norm_gradient.register_autograd(_second_norm, setup_context=_keep_norm_gradient)

@@ -69,7 +69,6 @@ CALLS: dict[str, Call] = {
     "rsqrt": torch.rsqrt,
     "rsqrt_": lambda x: (x * 1).rsqrt_(),
     "gelu": lambda x: F.gelu(x) + F.gelu(x, approximate="tanh"),
-    "gelu_": lambda x: torch._C._nn.gelu_(x * 1),
     "nansum": lambda x: x.nansum(-1),
     "nanmean": lambda x: x.nanmean(-1),
     "sum_to_size": lambda x: x.sum_to_size(x.shape[0], 6, 1),
@@ -133,8 +132,9 @@ CALLS: dict[str, Call] = {
     "cumprod": lambda x: x.detach().cumprod(-1),
     "cumprod_": lambda x: (x.detach() * 1).cumprod_(1),
 }
-NOT_HERE = {  # products of groups, whose sizes are no batch's
-    *("_grouped_mm", "_scaled_mm_v2", "_scaled_grouped_mm_v2"),
+NOT_HERE = {
+    *("_grouped_mm", "_scaled_mm_v2", "_scaled_grouped_mm_v2"),  # of groups, whose sizes are no batch's
+    "gelu_",  # an operator without a public function
 }
 
 

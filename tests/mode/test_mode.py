@@ -393,6 +393,7 @@ VARIANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "addcdiv": lambda x, y: torch.addcdiv(x, x, y, value=0.3),
     "lerp": lambda x, y: torch.lerp(x, y, 0.3),
     "gelu": lambda x, y: F.gelu(x, approximate="tanh"),
+    "gelu in place": lambda x, y: torch._C._nn.gelu_(x * 1),
     "inplace": lambda x, y: nn.ELU(0.5, inplace=True)(nn.SiLU(inplace=True)(nn.Mish(True)(x * 1))),
     "glu": lambda x, y: F.glu(torch.cat([x, y], -1)),
     "binary cross-entropy": lambda x, y: F.binary_cross_entropy(

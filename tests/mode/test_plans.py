@@ -209,8 +209,9 @@ def test_one_result_of_several_is_as_good(name: str, plans: None) -> None:
             again: Any = checkpoint(CALLS[name], *leaves, use_reentrant=False)
             grad = make(*out.shape)
             first = torch.autograd.grad(out, x, grad, retain_graph=True)
-            with pytest.raises(NotImplementedError, match="second derivatives"):
-                torch.autograd.grad(out, x, grad, create_graph=True)
+            if name == "attention":
+                with pytest.raises(NotImplementedError, match="second derivatives"):
+                    torch.autograd.grad(out, x, grad, create_graph=True)
             found.append((*first, *torch.autograd.grad(out, x, grad), *torch.autograd.grad(again, x, grad)))
             with pytest.raises(RuntimeError, match="second time"):
                 torch.autograd.grad(out, x, grad)

@@ -397,14 +397,6 @@ def test_errors(call: Callable[[], Any], error: type[Exception], match: str) -> 
         call()
 
 
-def test_second_derivatives_are_refused() -> None:
-    x = torch.ones(2, 3, requires_grad=True)
-    weight = torch.ones(3, requires_grad=True)
-    for y in (softmax(x), layer_norm(x, (3,), weight), attention(x, x, x), embedding(torch.tensor([0]), x)):
-        with pytest.raises(NotImplementedError, match="second derivatives"):
-            torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
 def test_gradients_are_those_of_the_maths() -> None:
     x, w = (torch.randn(4, 9, dtype=F32, requires_grad=True) for _ in range(2))
     for ours, theirs in (
