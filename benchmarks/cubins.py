@@ -107,6 +107,7 @@ def host() -> Any:
     )
     names = {m: f"products.{m}" for m in products} | {m: m for m in modules}
     names |= {n: f"attention.{n}" for n in ("universal", "universal_backward")}
+    names["attention_sm90"] = "attention.sm90"
     found = {m: importlib.import_module(f"samebits.backends.cuda.{name}") for m, name in names.items()}
     return SimpleNamespace(**found)
 
@@ -128,6 +129,7 @@ def kernels() -> Iterator[Kernel]:
     yield from fp8(h)
     yield from log_probabilities_on_hopper(h)
     yield from attention(h)
+    yield from attention_on_hopper(h)
     yield from tiny(h)
     yield from whole_files(h)
 
@@ -285,6 +287,16 @@ def attention(h: Any) -> Iterator[Kernel]:
             specs += h.universal_backward.specs(of, SMEM, grad_mask=grad_mask)
         for j, spec in enumerate(specs):
             yield spec, archs[(3 * i + j) % len(archs)]
+
+
+def attention_on_hopper(h: Any) -> Iterator[Kernel]:
+    """All schedules, over tensors and over pages, with each macro both ways."""
+    sm90 = h.attention_sm90
+    for case in ((BF16, 128, 128, False), (F16, 64, 64, True), (BF16, 96, 80, False)):
+        for paged in (False, True):
+            of = sm90.HopperVariant(*case, paged)
+            for spec in dict.fromkeys(sm90.spec(of, s) for s in sm90.schedules(of)):
+                yield spec, HOPPER
 
 
 def tiny(h: Any) -> Iterator[Kernel]:

@@ -285,6 +285,7 @@ ATTENTION = (
     ),
     AttentionCase(VARIANTS[2], "packed", True, (5, 0, 70), (130, 7, 600), 1, 2, (100, 3), "last", sinks=True),
     AttentionCase(VARIANTS[6], "pages", False, (1, 1), (600, 1100), 2, 4, (-1, 0), "last", page=16),
+    AttentionCase(VARIANTS[6], "pages", True, (3, 40), (513, 90), 1, 2, (70, 0), "last", right=700, page=8),
     AttentionCase(VARIANTS[7], "pages", True, (3, 40), (513, 9), 1, 1, softcap=2.0, left=5, page=7),
     *(
         AttentionCase(
@@ -325,7 +326,7 @@ def attention(every: int) -> None:
     with mock.patch("samebits.tools.verify.attention.Surrounded", Alone):
         verify(ATTENTION)
         with multiprocessors(2):
-            verify(ATTENTION[:4])
+            verify(ATTENTION[:5])
 
 
 def attention_kernels() -> Iterator[Callable[[], object]]:
