@@ -1,6 +1,6 @@
 """Tokens per second of vLLM: stock, with its own batch invariance, and with samebits' plug-in.
 
-python -m benchmarks.vllm [--model 8b] [--engines stock,invariant,samebits] [--commit COMMIT] [--out FILE]
+python -m benchmarks.vllm [--model 8b] [--engines stock,samebits,invariant] [--commit COMMIT] [--out FILE]
 
 It writes benchmarks/results/<gpu>/vllm.json. Each engine runs in a process of its own, one after the other,
 with vLLM's defaults where the plug-in asks for no others. Weights are random. Every round has new random
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,8 @@ MODELS: dict[str, dict[str, Any]] = {
 """Shapes of Qwen3."""
 ENGINES: dict[str, dict[str, str]] = {
     "stock": {},
-    "invariant": {"VLLM_BATCH_INVARIANT": "1"},
     "samebits": {},
+    "invariant": {"VLLM_BATCH_INVARIANT": "1"},
 }
 """Environment variables of an engine."""
 DECODED = ((1, 128), (8, 256), (64, 256), (256, 256))
@@ -152,8 +152,8 @@ def serve(engine: str, model: str) -> dict[str, Any]:
     }
 
 
-def measure(model: str, engines: list[str], console: Console) -> dict[str, Any]:
-    """Each engine, started from here with its environment."""
+def measure(model: str, engines: list[str], console: Console) -> Iterator[dict[str, Any]]:
+    """Each engine, started from here with its environment. Yields what was found so far after each."""
     found: dict[str, Any] = {}
     for engine in engines:
         with tempfile.TemporaryDirectory() as folder:
@@ -169,7 +169,7 @@ def measure(model: str, engines: list[str], console: Console) -> dict[str, Any]:
             found[engine] = json.loads(out.read_text())
         speeds = (f"{work} {speed(found[engine], work):,.0f}" for work in WORKS)
         console.print(f"{engine}: {', '.join(speeds)}", style="dim", highlight=False)
-    return found
+        yield found
 
 
 def middle(value: float | list[float]) -> float:
@@ -216,11 +216,11 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)  # the engine's threads may be waiting
     console = Console(width=130)
-    engines = measure(options.model, options.engines.split(","), console)
     name = "vllm.json" if options.model == "8b" else f"vllm_{options.model}.json"
-    data = {"environment": environment(options.commit), "model": f"Qwen3 {options.model}", "engines": engines}
+    data = {"environment": environment(options.commit), "model": f"Qwen3 {options.model}", "engines": {}}
+    for data["engines"] in measure(options.model, options.engines.split(","), console):
+        write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / name, data)
     console.print(show(data))
-    write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / name, data)
 
 
 if __name__ == "__main__":

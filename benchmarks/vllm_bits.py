@@ -6,19 +6,21 @@ It writes benchmarks/results/<gpu>/vllm_bits.json. Models have random weights. F
 process of its own samples answers to prompts of 1 to 7,300 tokens, half of which begin alike. Prefill is in
 chunks, and prefixes are cached. The cache is too small for all rows: the engine preempts some and computes
 them again. Then `transformers` computes every token's log-prob in one forward over prompt and answer, in
-padded batches.
+padded batches. The models run side by side.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +127,8 @@ def serve(folder: str, tokens: int) -> dict[str, Any]:
         max_model_len=LONGEST + 8,
         max_num_seqs=ROWS,
         max_num_batched_tokens=2048,
-        gpu_memory_utilization=0.6,
+        gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=8 << 30,  # engines side by side could not measure what is free
         block_size=PAGE,
         num_gpu_blocks_override=CACHED // PAGE,
         enable_prefix_caching=True,
@@ -188,7 +191,8 @@ def replay(folder: str, sequences: list[list[int]], answers: list[int]) -> list[
     return [found[i] for i in range(len(sequences))]
 
 
-def compare(kind: str, tokens: int, console: Console) -> dict[str, Any]:
+def compare(kind: str, tokens: int) -> dict[str, Any]:
+    """The engine's bits and those of `transformers`, for one model."""
     with tempfile.TemporaryDirectory() as folder:
         build(kind, folder)
         out = Path(folder, "found.json")
@@ -212,7 +216,7 @@ def compare(kind: str, tokens: int, console: Console) -> dict[str, Any]:
         if first is None and bad.any():
             at = int(bad.nonzero()[0])
             first = {"request": i, "token": at, "engine": float(engine[at]), "trainer": float(logp[at])}
-    case = {
+    return {
         "model": kind,
         "tokens": sum(map(len, found["answers"])),
         "differing": differing,
@@ -223,8 +227,6 @@ def compare(kind: str, tokens: int, console: Console) -> dict[str, Any]:
         "longest": max(map(len, sequences)),
         **{key: found[key] for key in ("seconds", "preemptions", "tokens_from_prefixes")},
     }
-    console.print(str(case), style="dim", highlight=False)
-    return case
 
 
 def show(data: dict[str, Any]) -> Table:
@@ -256,10 +258,14 @@ def main() -> None:
         Path(out).write_text(json.dumps(serve(folder, int(tokens))))
         sys.stdout.flush()
         os._exit(0)  # the engine's threads may be waiting
-    console = Console(width=130)
-    cases = [compare(kind, options.tokens, console) for kind in options.models.split(",")]
-    data = {"environment": environment(options.commit), "cases": cases}
-    console.print(show(data))
+    data: dict[str, Any] = {"environment": environment(options.commit), "cases": []}
+    kinds, spawn = options.models.split(","), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(kinds), spawn) as pool:  # times do not matter here
+        for job in as_completed([pool.submit(compare, kind, options.tokens) for kind in kinds]):
+            data["cases"].append(job.result())
+            print(data["cases"][-1], flush=True)
+    cases = data["cases"]
+    Console(width=130).print(show(data))
     write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / "vllm_bits.json", data)
     if any(case["differing"] for case in cases):
         raise SystemExit("bits differ")
