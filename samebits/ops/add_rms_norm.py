@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from samebits.ops._checks import shape
 from samebits.ops._fused import backend, check_out, check_tensors, refuse_gradients, refuse_shared
-from samebits.ops._operator import Operator
+from samebits.ops._operator import Operator, refuse_second_derivatives
+from samebits.ops.expand import sum_over_broadcast
 
 _OP = "add_rms_norm"
 Rounding = Literal["twice", "once"]
@@ -92,7 +93,11 @@ def add_rms_norm(
     Raises:
         TypeError: a tensor is not dense, or has another dtype.
         ValueError: shapes or devices do not match, or `out` or `out_sum` overlaps in another way.
-        NotImplementedError: a gradient is asked for.
+        NotImplementedError: a gradient is asked for with `out` or `out_sum`.
+
+    The gradients have the bits that autograd gives the modules under the mode: those of `x` and `residual`,
+    which are one, of each row alone, and that of `weight` in the order of the rows. Second derivatives are
+    not implemented.
     """
     bypass = check_tensors(_OP, x=x, residual=residual, weight=weight)
     if rounding not in ("twice", "once"):
@@ -110,11 +115,11 @@ def add_rms_norm(
         )
     if weight is not None and weight.shape != x.shape[-1:]:
         raise ValueError(f"samebits.{_OP}: weight: expected shape {tuple(x.shape[-1:])}, got {shape(weight)}")
-    refuse_gradients(_OP, x=x, residual=residual, weight=weight)
     dtype = x.dtype if once or weight is None else torch.promote_types(x.dtype, weight.dtype)
     if out is None and out_sum is None:
         y, total = _operator(x, residual, weight, float(eps), float(offset), once, dtype, bypass=bypass)
         return y if residual is None else (y, total)
+    refuse_gradients(_OP, x=x, residual=residual, weight=weight)
     if out_sum is not None and residual is None:
         raise ValueError(f"samebits.{_OP}: out_sum: expected None without a residual, got a tensor")
     if out is None:
@@ -164,6 +169,72 @@ _operator = Operator(
     cpu=_run,
     fake=_fake,
 )
+
+
+def _run_backward(
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    once: bool,
+    weighted: bool,
+) -> tuple[Tensor, Tensor]:
+    module = backend(_OP, s)
+    found: tuple[Tensor, Tensor] = module.add_rms_norm_backward(
+        grad, grad_sum, s, weight, eps, offset, once, weighted
+    )
+    return found
+
+
+def _fake_backward(
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    once: bool,
+    weighted: bool,
+) -> tuple[Tensor, Tensor]:
+    if weight is None or not weighted:
+        return s.new_empty(s.shape), s.new_empty(0)
+    return s.new_empty(s.shape), s.new_empty(s.shape, dtype=torch.float32 if once else grad.dtype)
+
+
+_gradient = Operator(
+    "add_rms_norm_backward(Tensor grad, Tensor? grad_sum, Tensor s, Tensor? weight, float eps, float offset,"
+    " bool once, bool weighted) -> (Tensor, Tensor)",
+    cpu=_run_backward,
+    fake=_fake_backward,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, residual, weight, *ctx.options, _ = inputs
+    ctx.save_for_backward(x if residual is None else output[1], weight)
+    ctx.set_materialize_grads(False)
+    if residual is None:
+        ctx.mark_non_differentiable(output[1])
+
+
+def _backward(
+    ctx: Any, saved: tuple[Tensor, Tensor | None], grad: Tensor | None, grad_sum: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    refuse_second_derivatives(_OP)
+    s, weight = saved
+    needed = ctx.needs_input_grad
+    if grad is None:
+        return *(grad_sum if needed[i] else None for i in (0, 1)), None, None, None, None, None
+    found, terms = _gradient(grad, grad_sum, s, weight, *ctx.options, bool(needed[2]))
+    of_weight = None
+    if needed[2] and weight is not None:
+        of_weight = sum_over_broadcast(terms, weight.shape).to(weight.dtype)
+    return *(found if needed[i] else None for i in (0, 1)), of_weight, None, None, None, None
+
+
+_operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _run_into(

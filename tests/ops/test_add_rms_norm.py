@@ -116,6 +116,78 @@ def test_bits_of_the_module(device: str, dtype: torch.dtype, name: str, wide: bo
 
 @on_devices
 @in_dtypes
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("wide", [False, True], ids=["weight like x", "float32 weight"])
+def test_gradients_of_the_module(device: str, dtype: torch.dtype, name: str, wide: bool) -> None:
+    """Those of autograd under the mode, where the sum goes on to another layer, or ends here."""
+    pytest.importorskip("transformers")
+    make, options = MODULES[name]
+    for shape in ((7, 64), (2, 5, 130), (3, 1), (64,), (3, 1100)):
+        module = make(shape[-1])
+        module.weight = nn.Parameter(case("normal", shape[-1:], F32 if wide else dtype, "cpu", 3))
+        module = module.to(device)
+        x, residual = (case("normal", shape, dtype, device, seed).requires_grad_() for seed in (0, 1))
+        weight: Any = module.weight
+        of_y = case("normal", shape, F32 if wide and not options else dtype, device, 5)
+        of_sum = case("normal", shape, dtype, device, 6)
+        leaves = [x, residual, weight]
+        with samebits.batch_invariant("error"):
+            total = residual + x
+            y = module(total)
+            want = [
+                torch.autograd.grad([y, total * 1.0], leaves, [of_y, of_sum], retain_graph=True),
+                torch.autograd.grad(y, leaves, of_y),
+                torch.autograd.grad(module(x), [x, weight], of_y),
+            ]
+        y, total = add_rms_norm(x, residual, weight, 1e-6, **options)
+        got = [
+            torch.autograd.grad([y, total], leaves, [of_y, of_sum], retain_graph=True),
+            torch.autograd.grad(y, leaves, of_y),
+            torch.autograd.grad(add_rms_norm(x, None, weight, 1e-6, **options), [x, weight], of_y),
+        ]
+        for grads, wanted in zip(got, want, strict=True):
+            for a, b in zip(grads, wanted, strict=True):
+                assert_same_bits(a, b, f"{name} {shape}")
+
+
+@on_devices
+@in_dtypes
+@of_forms
+@pytest.mark.parametrize("kind", ["normal", "wide", "tiny", "special"])
+def test_gradients_of_the_naive_implementation(device: str, dtype: torch.dtype, form: str, kind: str) -> None:
+    rounding, offset = FORMS[form]
+    n = 70
+    x, of_y = (case(kind, (2, n), dtype, device, seed) for seed in (0, 1))
+    of_sum = case("normal", (2, n), dtype, device, 4)
+    for w in (None, case("normal", (n,), dtype, device, 2)):
+        leaf = x.clone().requires_grad_()
+        y, total = add_rms_norm(leaf, torch.full_like(x, -0.0), w, EPS, rounding=rounding, offset=offset)
+        (got,) = torch.autograd.grad([y, total], leaf, [of_y, of_sum])
+        want = [
+            naive_fused.add_rms_norm_backward(
+                *(a, b, c, None if w is None else w.tolist(), EPS, offset, rounding == "once", NAMES[dtype])
+            )
+            for a, b, c in zip(of_y.tolist(), of_sum.tolist(), x.tolist(), strict=True)
+        ]
+        assert_same_bits(got, rounded(want, dtype))
+
+
+def test_gradients_alone() -> None:
+    """Of what is asked for, and of a sum that nothing else uses."""
+    x, r, w = (torch.randn(s, requires_grad=True) for s in ((3, 8), (3, 8), (8,)))
+    y, total = add_rms_norm(x, r, w)
+    every = torch.autograd.grad(y.sum(), [x, r, w], retain_graph=True)
+    for i, leaf in enumerate((x, r, w)):
+        (alone,) = torch.autograd.grad(y.sum(), leaf, retain_graph=True)
+        assert_same_bits(alone, every[i])
+    assert_same_bits(torch.autograd.grad(total.sum(), x, retain_graph=True)[0], torch.ones(3, 8))
+    assert torch.autograd.grad(total.sum(), w, allow_unused=True, retain_graph=True) == (None,)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+@on_devices
+@in_dtypes
 def test_rows_know_nothing_of_each_other(device: str, dtype: torch.dtype) -> None:
     """At any number, place, stride and beside any neighbours."""
     for n in (40, 1100):
@@ -220,8 +292,12 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: call(X, out=torch.ones(4).expand(2, 4)), ValueError, "out: expected elements"),
     (lambda: call(X[:1], out=X.view(-1)[2:6].view(1, 4)), ValueError, "out: expected memory"),
     (lambda: call(X, X, out=(o := torch.ones(2, 4)), out_sum=o), ValueError, "that of out"),
-    (lambda: call(X.clone().requires_grad_()), NotImplementedError, "x: gradients are not"),
-    (lambda: call(X, None, X[0].clone().requires_grad_()), NotImplementedError, "weight: gradients"),
+    (lambda: call(X.clone().requires_grad_(), out=X.clone()), NotImplementedError, "x: gradients are not"),
+    (
+        lambda: call(X, None, X[0].clone().requires_grad_(), out=X.clone()),
+        NotImplementedError,
+        "weight: gradients",
+    ),
     (lambda: call(X, out=torch.ones(2, 4, requires_grad=True)), ValueError, "out: expected a tensor"),
 ]
 
@@ -239,7 +315,9 @@ def test_refusals(number: int) -> None:
 def test_operators_are_what_they_say(residual: bool) -> None:
     x, w = torch.randn(3, 5), torch.randn(5)
     r = torch.randn(3, 5) if residual else None
-    torch.library.opcheck(torch.ops.samebits.add_rms_norm, (x, r, w, 1e-5, 0.0, False, F32))
+    leaves = [None if t is None else t.clone().requires_grad_() for t in (x, r, w)]
+    torch.library.opcheck(torch.ops.samebits.add_rms_norm, (*leaves, 1e-5, 0.0, False, F32))
+    torch.library.opcheck(torch.ops.samebits.add_rms_norm_backward, (x, r, x, w, 1e-5, 0.0, False, True))
     total = torch.empty(3, 5) if residual else None
     torch.library.opcheck(
         torch.ops.samebits.add_rms_norm_into, (x, r, w, torch.empty(3, 5), total, 1e-5, 0.0, False)
@@ -276,6 +354,7 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     at = compiler.ARCHITECTURES.index(arch)
     for i, count in ((at, 1), (at + 3, 4096)):
         n, dtype, out, aligned = ways[i % len(ways)]
-        sharing = rows.choose_sharing("add_rms_norm", count, n, dtype, aligned, out == F32)
-        cubin = compiler.compile(rows.kernel_spec("add_rms_norm", dtype, out, out, sharing), arch)
-        assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0), (n, dtype, out, sharing)
+        for entry in ("add_rms_norm", "add_rms_norm_backward"):
+            sharing = rows.choose_sharing(entry, count, n, dtype, aligned, out == F32)
+            cubin = compiler.compile(rows.kernel_spec(entry, dtype, out, out, sharing), arch)
+            assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0), (entry, n, dtype, out, sharing)

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.support.naive import exp32, f32, fma32
 from tests.support.naive_fp8 import one_and_exp_minus, rounded, silu
-from tests.support.naive_rows import Row, normalised
+from tests.support.naive_rows import Row, normalised, row_sum
 
 
 def add_rms_norm(
@@ -25,6 +25,36 @@ def add_rms_norm(
         factors = [f32(f32(offset) + f32(w)) if offset else f32(w) for w in weight]
         y = [float(f32(f32(v) * w)) for v, w in zip(y, factors, strict=True)]
     return y, s
+
+
+def add_rms_norm_backward(
+    g: Row,
+    of_sum: Row,
+    s: Row,
+    weight: Row | None,
+    eps: float,
+    offset: float,
+    once: bool,
+    dtype: str,
+) -> Row:
+    """The gradient of the sum before its last rounding. The weight has the same dtype."""
+    _, r = normalised(s, eps, centred=False)
+    of_y = [f32(v) for v in g]
+    if weight is not None:
+        factors = [f32(f32(offset) + f32(w)) if offset else f32(w) for w in weight]
+        of_y = [f32(v * w) for v, w in zip(of_y, factors, strict=True)]
+        if not once:
+            of_y = [f32(rounded(float(v), dtype)) for v in of_y]
+    along = row_sum([f32(v * f32(h)) for v, h in zip(of_y, s, strict=True)])
+    of_squares = f32(f32(f32(f32(-0.5) * along) * f32(f32(r * r) * r)) * f32(1 / len(s)))
+    found = []
+    for v, h, more in zip(of_y, s, of_sum, strict=True):
+        first, second = f32(v * r), f32(of_squares * f32(f32(2) * f32(h)))
+        if dtype == "f32":
+            found.append(float(f32(f32(f32(more) + first) + second)))
+        else:
+            found.append(float(f32(f32(more) + f32(rounded(float(f32(first + second)), dtype)))))
+    return found
 
 
 def rotary(head: Row, cos: Row, sin: Row, dim: int, layout: str, between: str) -> Row:

@@ -1,4 +1,4 @@
-"""A residual sum and an RMS norm on CUDA tensors: ``kernels/add_rms_norm.cu``."""
+"""A residual sum and an RMS norm on CUDA tensors: ``kernels/add_rms_norm{,_backward}.cu``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import rows, runtime
-from samebits.backends.cuda.operands import address
+from samebits.backends.cuda.operands import address, with_rows
 
 
 def add_rms_norm(
@@ -70,6 +70,45 @@ def add_rms_norm_into(
     for written, into in zip(given[2:], (out, total), strict=True):
         if into is not None and written is not None and written.data_ptr() != into.data_ptr():
             into.copy_(written.view(into.shape))
+
+
+def add_rms_norm_backward(
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    once: bool,
+    weighted: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x and residual; and, if `weighted`, what is summed over rows for that of the weight."""
+    n, device = s.shape[-1], s.get_device()
+    out = runtime.empty(s.shape, s.dtype, device)
+    weighted = weighted and weight is not None
+    terms = runtime.empty(s.shape if weighted else (0,), torch.float32 if once else grad.dtype, device)
+    if s.numel() == 0:
+        return out, terms
+    if weight is not None and n > 1 and weight.stride(0) != 1:
+        weight = weight.contiguous()
+    x, g, more = (None if t is None else with_rows(t.reshape(-1, n)) for t in (s, grad, grad_sum))
+    low, steps = address(weight), []
+    for t in (x, g, more):
+        steps.append(0 if t is None else t.stride(0))
+        low |= 0 if t is None else t.data_ptr() | steps[-1] * t.itemsize
+    count = s.numel() // n
+    types = s.dtype, grad.dtype, torch.float32 if weight is None else weight.dtype
+    rows.launch(
+        "add_rms_norm_backward",
+        count,
+        n,
+        device,
+        types,
+        low,
+        *(address(x), address(g), address(more), address(weight), out.data_ptr()),
+        *(terms.data_ptr() if weighted else 0, *steps, count, n, eps, offset, 1 / n, int(once)),
+    )
+    return out, terms
 
 
 def _in_lines(t: Tensor) -> Tensor:

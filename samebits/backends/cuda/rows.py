@@ -60,8 +60,9 @@ _PARAMS = {
     "layer_norm": "PPPPPPqqqf",
     "norm_backward": "PPPPPPqqqqqq",
     "add_rms_norm": "PPPPPqqqqqqqqqqqffi",
+    "add_rms_norm_backward": "PPPPPPqqqqqfffi",
 }
-_ELSEWHERE = {"add_rms_norm": "add_rms_norm.cu"}
+_ELSEWHERE = {name: f"{name}.cu" for name in ("add_rms_norm", "add_rms_norm_backward")}
 """Kernels that are not in rows.cu."""
 _OF_ROWS = (
     *("row_sum", "softmax", "log_softmax", "softmax_backward", "log_softmax_backward"),
@@ -108,7 +109,7 @@ def choose_sharing(
     blocks = {2: 4, 4: 3}.get(held * dtype.itemsize, 2)
     if narrow and (vector > 1 or entry == "softmax"):  # the others' registers spill if rows are not aligned
         blocks += (entry, held) in _SMALL or (fetched and held == 1)
-    if entry == "add_rms_norm" and vector == 1:  # of two matrices
+    if entry in _ELSEWHERE and (vector == 1 or entry.endswith("backward")):  # of several matrices
         blocks = 2
     spills = entry.endswith("backward") and warps * held > 8
     sharing = Sharing(

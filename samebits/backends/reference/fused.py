@@ -50,6 +50,44 @@ def add_rms_norm_into(
         total.copy_(found)
 
 
+def add_rms_norm_backward(
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    once: bool,
+    weighted: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x and residual; and, if `weighted`, what is summed over rows for that of the weight."""
+    require_subnormals()
+    n = s.shape[-1]
+    h, g = (_wide(t).reshape(-1, n) if n else _wide(t).reshape(0, 0) for t in (s, grad))
+    scale = rows.norm(h, None, None, eps, False)[2][:, None]
+    y = h * scale
+    terms = s.new_empty(0)
+    if weight is None:
+        of_y = g
+    elif once:
+        of_y = g * (_wide(weight) if offset == 0 else offset + _wide(weight))
+        terms = _rounded(g * y, torch.float32) if weighted else terms
+    else:
+        of_y = _wide(_rounded(g * _wide(weight), s.dtype))
+        terms = _rounded(g * _wide(_rounded(y, s.dtype)), grad.dtype) if weighted else terms
+    along = rows.row_sum(of_y * h, False, torch.float32)[:, None]
+    of_squares = (-0.5 * along) * (scale * scale * scale) * torch.tensor(1 / max(n, 1), dtype=torch.float32)
+    first, second = of_y * scale, of_squares * (2 * h)
+    if grad_sum is None:
+        found = _rounded(first + second, s.dtype)
+    elif s.dtype == torch.float32:  # autograd adds all three where s was not widened
+        found = _rounded((_wide(grad_sum).reshape(h.shape) + first) + second, s.dtype)
+    else:
+        found = _rounded(_wide(grad_sum).reshape(h.shape) + _wide(_rounded(first + second, s.dtype)), s.dtype)
+    found = found.view(s.shape)
+    return found, terms.view(s.shape) if terms.numel() else terms
+
+
 def rotary(
     q: Tensor,
     k: Tensor | None,

@@ -97,6 +97,8 @@ def _norms(times: int) -> Iterator[FusedCase]:
             draw = partial(_drawn, kind, (shape, dtype), (shape, dtype), ((n,), weight))
             name = f"{rows} x {n}, {dtype}, {weight}, {kind}, {form}"
             yield FusedCase("add_rms_norm", "shapes", name, draw, partial(_normed, form), (n, dtype))
+            run = partial(_norm_gradients, form)
+            yield FusedCase("add_rms_norm", "gradients", name, draw, run, (n, dtype))
         for heads, n in ((3, 128), (5, 67)):
             draw = partial(
                 _drawn, "normal", ((9, heads + 2, n), dtype), ((9, heads, n), dtype), ((n,), weight)
@@ -108,6 +110,16 @@ def _norms(times: int) -> Iterator[FusedCase]:
 def _normed(form: dict[str, Any], x: Tensor, residual: Tensor, weight: Tensor) -> Results:
     alone = add_rms_norm(x, None, None)
     return *add_rms_norm(x, residual, weight, **form), add_rms_norm(x, None, weight, **form), alone
+
+
+def _norm_gradients(form: dict[str, Any], x: Tensor, residual: Tensor, weight: Tensor) -> Results:
+    """With a gradient of the sum, and without; x stands for gradients, too."""
+    with torch.enable_grad():
+        r, w = (t.detach().requires_grad_() for t in (residual, weight))
+        y, total = add_rms_norm(x, r, w, **form)
+        of_y = residual.to(y.dtype)
+        both = torch.autograd.grad([y, total], [r, w], [of_y, x], retain_graph=True)
+        return *both, *torch.autograd.grad(y, [r, w], of_y)
 
 
 def _normed_in_place(packed: Tensor, residual: Tensor, weight: Tensor) -> Results:

@@ -150,6 +150,10 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
         add_rms_norm._operator,
         lambda: (t(5, 9, 64)[:, 1:7], None, t(64, dtype=F32), 1e-6, 1.0, True, BF16),
     ),
+    "add_rms_norm backward": (
+        add_rms_norm._gradient,
+        lambda: (t(7, 512), t(7, 512), t(7, 512), t(512), 1e-6, 0.0, False, True),
+    ),
     "rotary": (
         rotary._operator,
         lambda: (t(5, 8, 64), t(5, 2, 64), t(5, 32), t(5, 32), None, 32, "halves"),
