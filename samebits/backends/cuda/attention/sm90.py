@@ -36,6 +36,7 @@ __all__ = [
     "choose",
     "forward",
     "l2_promotion",
+    "load_all",
     "make_plan",
     "plan",
     "schedules",
@@ -353,6 +354,20 @@ def make_plan(x: Attention, schedule: HopperSchedule | None = None) -> Plan:
         dynamic=s.dynamic and not (of.paged and count <= blocks),  # the counter costs a launch
         merge=universal.Merge.of(x) if s.split else None,
     )
+
+
+def load_all(x: Attention) -> None:
+    """Compile and load all kernels of calls like `x`, whatever their sequences, tokens, lengths and pages.
+
+    So an engine neither compiles as it serves, nor loads a kernel in the capture of a graph.
+    """
+    check(x)
+    of, device = variant(x), x.q.get_device()
+    kernels = dict.fromkeys(spec(of, s) for s in schedules(of) if s == s.filled(of))
+    every = [*kernels, universal.Merge.spec(x)]
+    runtime.announce(every, device)
+    for kernel in every:
+        runtime.load(kernel, device)
 
 
 def forward(x: Attention, *, schedule: HopperSchedule | None = None) -> tuple[Tensor, Tensor, Tensor]:

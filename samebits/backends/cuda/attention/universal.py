@@ -327,12 +327,16 @@ class Merge:
     @classmethod
     def of(cls, x: Attention) -> Merge:
         """For calls of this geometry."""
-        form, device = variant(x), x.q.get_device()
-        info = devices.device_info(device)
-        schedules = forward_schedules(form, info.max_smem)
-        s = next(s for s in schedules if s.split and s.values(form) == form.values)
-        kernel = runtime.load(merge_spec(form, s, info.capability >= (9, 0)), device)
+        kernel = runtime.load(cls.spec(x), x.q.get_device())
         return cls(kernel, x.q.shape[:-1].numel(), _sizes(x, 0, 0), problem(x)[5:])
+
+    @staticmethod
+    def spec(x: Attention) -> compiler.KernelSpec:
+        """Its kernel for such a call."""
+        of, info = variant(x), devices.device_info(x.q.get_device())
+        schedules = forward_schedules(of, info.max_smem)
+        s = next(s for s in schedules if s.split and s.values(of) == of.values)
+        return merge_spec(of, s, info.capability >= (9, 0))
 
     def run(self, x: Attention, out: Tensor, lse: Tensor, lse2: Tensor, scratch: Tensor) -> None:
         self.kernel.launch(
