@@ -96,8 +96,8 @@ def attention(
     Raises:
         TypeError: dtypes are not these, or differ.
         ValueError: shapes, devices or options do not fit. On a CPU also: offsets, starts, lengths or pages
-            are out of range. On a GPU wrong offsets end in an error of the device; the others are clamped to what
-            exists.
+            are out of range. On a GPU wrong offsets end in an error of the device; the others are clamped to
+            what exists.
         NotImplementedError: a gradient is wanted with ``block_table`` or ``out``; ``out`` under
             ``torch.vmap``.
     """
