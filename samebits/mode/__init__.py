@@ -2,6 +2,7 @@
 
 from samebits.mode.calls import UncoveredError
 from samebits.mode.context import batch_invariant
+from samebits.mode.flops import register_flops
 from samebits.mode.process import (
     disable_batch_invariant_mode,
     enable_batch_invariant_mode,
@@ -19,3 +20,5 @@ __all__ = [
     "is_batch_invariant_mode_enabled",
     "set_batch_invariant_mode",
 ]
+
+register_flops()

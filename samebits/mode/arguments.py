@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from samebits.ops._checks import SUPPORTED
 
@@ -83,7 +86,9 @@ def as_pytorch(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # PyTorch refuses `out=` with gradients. Nothing else is saved, which activation checkpoints would count.
     made: dict[int, Tensor] | None = None if torch.compiler.is_compiling() else {}  # it knows no identities
     meta = functools.partial(_on_meta, made=made, with_gradients="out" in kwargs)
-    with torch._C.DisableTorchFunction():
+    tracing = torch.compiler.is_compiling()
+    unseen = nullcontext() if tracing or not _len_torch_dispatch_stack() else _disable_current_modes()
+    with torch._C.DisableTorchFunction(), unseen:  # no mode is to count the question as a call
         return func(*map(meta, args), **{name: meta(x) for name, x in kwargs.items()})
 
 
