@@ -319,6 +319,42 @@ def test_hidden_tokens_between_others(kind: str, device: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", ["DeepseekV32", "GlmMoeDsa"])
+def test_selected_keys(kind: str) -> None:
+    """Each query selects 8 keys, which a mask tells `sdpa`: positions are those among them."""
+    if not hasattr(transformers, f"{kind}Config"):
+        pytest.skip("this version does not have it")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        **SMALL | {"hidden_size": 64, "num_key_value_heads": 4, "initializer_range": 0.2},
+        **{
+            "q_lora_rank": 32,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+        **{"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16, "first_k_dense_replace": 2},
+    )
+    model = (
+        getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="sdpa").eval()
+    )
+    tokens = torch.randint(60, (1, 40))
+    padded = torch.cat([tokens.new_zeros(1, 7), tokens], 1)
+    mask = torch.ones_like(padded)
+    mask[:, :7] = 0
+    want = model(tokens, use_cache=False).logits
+    got = model(padded, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(0), use_cache=False)
+    assert_same_bits(got.logits[:, 7:], want, "padding on the left")
+    cache = transformers.DynamicCache(config=config)
+    steps = [
+        model(t, past_key_values=cache, use_cache=True).logits
+        for t in (tokens[:, :20], *tokens[:, 20:].split(1, 1))
+    ]
+    assert_same_bits(torch.cat(steps, 1), want, "decoding")
+
+
+@torch.no_grad()
 def test_packed_rows_in_chunks() -> None:
     """Llama 4's chunks: a pattern that spans do not tell."""
     if not hasattr(transformers.masking_utils, "remap_positions_for_packed_sequence"):
