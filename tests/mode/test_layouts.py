@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -12,60 +13,66 @@ from torch import Tensor
 import samebits
 from samebits.testing import assert_same_bits, values
 from tests.mode.conftest import Within, within  # noqa: F401 - a fixture
+from tests.support.devices import DEVICES
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 
 
-V1, V2, V3, V4 = (values("normal", (8,), torch.float32, seed).abs() for seed in (1, 2, 3, 4))
+Call = Callable[[Tensor], Tensor]
 
 
-def weight(*taps: int, inputs: int = 8) -> Tensor:
-    return values("normal", (8, inputs, *taps), torch.float32, 1)
+@functools.cache
+def calls(dims: int, device: str) -> dict[str, Call]:
+    """Functions of ``x[batch, 8, *sizes]``."""
+
+    def weight(*taps: int, inputs: int = 8) -> Tensor:
+        return values("normal", (8, inputs, *taps), torch.float32, 1).to(device)
+
+    V1, V2, V3, V4 = (values("normal", (8,), torch.float32, n).abs().to(device) for n in (1, 2, 3, 4))
+    W1, W2, W3, W_3D = weight(1, 1), weight(2, 2), weight(3, 3), weight(2, 3, 3)
+    W_LAST = W3.contiguous(memory_format=LAST)
+    DEPTHWISE, GROUPED = weight(3, 3, inputs=1), weight(3, 3, inputs=4)
+    of_pictures: dict[str, Call] = {
+        "conv2d": lambda x: F.conv2d(x, W3, V2, padding=1),
+        "conv2d, one tap": lambda x: F.conv2d(x, W1),
+        "conv2d, strides": lambda x: F.conv2d(x, W2, stride=2),
+        "conv2d, depthwise": lambda x: F.conv2d(x, DEPTHWISE, V2, groups=8),
+        "conv2d, groups": lambda x: F.conv2d(x, GROUPED, V2, groups=2),
+        "conv2d, by the weight": lambda x: F.conv2d(x.contiguous(), W_LAST, padding=1),
+        "group_norm": lambda x: F.group_norm(x, 2, V1, V2),
+        "instance_norm": lambda x: F.instance_norm(x, weight=V1),
+        "batch_norm": lambda x: F.batch_norm(x, V1, V2, V3, V4),
+        "avg_pool2d": lambda x: F.avg_pool2d(x, 3, 2, 1),
+        "avg_pool2d, a last window": lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True),
+        "avg_pool2d, one picture": lambda x: F.avg_pool2d(x[0], 2),
+        "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, (2, 5)),
+        "adaptive_avg_pool2d, whole": lambda x: F.adaptive_avg_pool2d(x, 1),
+        "adaptive_avg_pool2d, same": lambda x: F.adaptive_avg_pool2d(x, 6),
+        "nearest": lambda x: F.interpolate(x, scale_factor=2.0),
+        "bilinear": lambda x: F.interpolate(x, (9, 4), mode="bilinear"),
+        "bicubic": lambda x: F.interpolate(x, (9, 4), mode="bicubic"),
+        "area": lambda x: F.interpolate(x, (3, 4), mode="area"),
+        "silu": F.silu,
+        "a broadcast product": lambda x: x * V1[:, None, None],
+    }
+    of_clips: dict[str, Call] = {
+        "conv3d": lambda x: F.conv3d(x, W_3D, V2, padding=1),
+        "group_norm": lambda x: F.group_norm(x, 2),
+        "instance_norm": F.instance_norm,
+        "batch_norm": lambda x: F.batch_norm(x, V1, V2),
+        "avg_pool3d": lambda x: F.avg_pool3d(x, 2),
+        "adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x, 2),
+        "nearest": lambda x: F.interpolate(x, scale_factor=2.0),
+        "trilinear": lambda x: F.interpolate(x, (3, 9, 4), mode="trilinear"),
+    }
+    return of_pictures if dims == 2 else of_clips
 
 
-W1, W2, W3, W_3D = weight(1, 1), weight(2, 2), weight(3, 3), weight(2, 3, 3)
-W_LAST = W3.contiguous(memory_format=LAST)
-DEPTHWISE, GROUPED = weight(3, 3, inputs=1), weight(3, 3, inputs=4)
-
-CALLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "conv2d": lambda x: F.conv2d(x, W3, V2, padding=1),
-    "conv2d, one tap": lambda x: F.conv2d(x, W1),
-    "conv2d, strides": lambda x: F.conv2d(x, W2, stride=2),
-    "conv2d, depthwise": lambda x: F.conv2d(x, DEPTHWISE, V2, groups=8),
-    "conv2d, groups": lambda x: F.conv2d(x, GROUPED, V2, groups=2),
-    "conv2d, by the weight": lambda x: F.conv2d(x.contiguous(), W_LAST, padding=1),
-    "group_norm": lambda x: F.group_norm(x, 2, V1, V2),
-    "instance_norm": lambda x: F.instance_norm(x, weight=V1),
-    "batch_norm": lambda x: F.batch_norm(x, V1, V2, V3, V4),
-    "avg_pool2d": lambda x: F.avg_pool2d(x, 3, 2, 1),
-    "avg_pool2d, a last window": lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True),
-    "avg_pool2d, one picture": lambda x: F.avg_pool2d(x[0], 2),
-    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, (2, 5)),
-    "adaptive_avg_pool2d, whole": lambda x: F.adaptive_avg_pool2d(x, 1),
-    "adaptive_avg_pool2d, same": lambda x: F.adaptive_avg_pool2d(x, 6),
-    "nearest": lambda x: F.interpolate(x, scale_factor=2.0),
-    "bilinear": lambda x: F.interpolate(x, (9, 4), mode="bilinear"),
-    "bicubic": lambda x: F.interpolate(x, (9, 4), mode="bicubic"),
-    "area": lambda x: F.interpolate(x, (3, 4), mode="area"),
-    "silu": F.silu,
-    "a broadcast product": lambda x: x * V1[:, None, None],
-}
-CALLS_3D: dict[str, Callable[[Tensor], Tensor]] = {
-    "conv3d": lambda x: F.conv3d(x, W_3D, V2, padding=1),
-    "group_norm": lambda x: F.group_norm(x, 2),
-    "instance_norm": F.instance_norm,
-    "batch_norm": lambda x: F.batch_norm(x, V1, V2),
-    "avg_pool3d": lambda x: F.avg_pool3d(x, 2),
-    "adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x, 2),
-    "nearest": lambda x: F.interpolate(x, scale_factor=2.0),
-    "trilinear": lambda x: F.interpolate(x, (3, 9, 4), mode="trilinear"),
-}
-
-
-def pictures(*sizes: int) -> dict[str, Tensor]:
+@functools.cache
+def pictures(device: str, *sizes: int) -> dict[str, Tensor]:
     """One tensor in several layouts."""
     last = LAST if len(sizes) == 2 else LAST_3D
-    x = values("normal", (2, 8, *sizes), torch.float32, 0)
+    x = values("normal", (2, 8, *sizes), torch.float32, 0).to(device)
     wide = torch.cat([x, x], 1).contiguous(memory_format=last)
     bordered = F.pad(x, (1, 2) * len(sizes)).contiguous(memory_format=last)
     return {
@@ -76,13 +83,8 @@ def pictures(*sizes: int) -> dict[str, Tensor]:
     }
 
 
-PICTURES, PICTURES_3D = pictures(6, 6), pictures(4, 6, 6)
-CASES = [
-    pytest.param(f, x, id=f"{len(x.shape) - 2}d-{name}-{layout}")
-    for calls, given in ((CALLS, PICTURES), (CALLS_3D, PICTURES_3D))
-    for name, f in calls.items()
-    for layout, x in given.items()
-]
+SIZES = {2: (6, 6), 3: (4, 6, 6)}
+CASES = [(d, f, x) for d in SIZES for f in calls(d, "cpu") for x in pictures("cpu", *SIZES[d])]
 
 
 def steps(t: Tensor) -> list[int]:
@@ -90,12 +92,16 @@ def steps(t: Tensor) -> list[int]:
     return [step for size, step in zip(t.shape, t.stride(), strict=True) if size != 1]
 
 
-@pytest.mark.parametrize(("f", "x"), CASES)
+@pytest.mark.parametrize(("dims", "name", "layout"), CASES)
+@pytest.mark.parametrize("device", DEVICES)
 def test_results_have_the_strides_of_pytorch(
-    f: Callable[[Tensor], Tensor],
-    x: Tensor,
+    device: str,
+    dims: int,
+    name: str,
+    layout: str,
     within: Within,  # noqa: F811
 ) -> None:
+    f, x = calls(dims, device)[name], pictures(device, *SIZES[dims])[layout]
     want = f(x)
     plain = x.contiguous()
     leaf = x.detach().requires_grad_()
@@ -109,15 +115,17 @@ def test_results_have_the_strides_of_pytorch(
         assert leaf.grad.stride() == x.stride()  # which autograd promises of a dense leaf
 
 
-@pytest.mark.parametrize(("calls", "x"), [(CALLS, PICTURES), (CALLS_3D, PICTURES_3D)], ids=["2d", "3d"])
-def test_compiled_results_have_them_too(
-    calls: dict[str, Callable[[Tensor], Tensor]], x: dict[str, Tensor]
-) -> None:
+@pytest.mark.parametrize("dims", SIZES)
+def test_compiled_results_have_them_too(dims: int) -> None:
     torch._dynamo.reset()
-    given = x["channels last"]
-    compiled = torch.compile(lambda t: [f(t) for f in calls.values()], backend="aot_eager", fullgraph=True)
+    functions, given = calls(dims, "cpu"), pictures("cpu", *SIZES[dims])["channels last"]
+
+    def every(x: Tensor) -> list[Tensor]:
+        return [f(x) for f in functions.values()]
+
+    compiled = torch.compile(every, backend="aot_eager", fullgraph=True)
     with samebits.batch_invariant("error"):
-        eager, traced = [f(given) for f in calls.values()], compiled(given)
-    for name, want, got in zip(calls, eager, traced, strict=True):
+        eager, traced = every(given), compiled(given)
+    for name, want, got in zip(functions, eager, traced, strict=True):
         assert steps(got) == steps(want), name
         assert_same_bits(got, want)

@@ -283,3 +283,21 @@ def test_what_pytorch_refuses(within: Within) -> None:  # noqa: F811
         assert F.adaptive_avg_pool2d(x[0], 6).shape == (4, 6, 6)
         with torch.autocast("cpu", torch.bfloat16):
             assert_same_bits(F.avg_pool2d(x, 2), F.avg_pool2d(x.clone(), 2))
+
+
+OPS = torch.ops.samebits
+OPCHECKS: list[tuple[Any, tuple[Any, ...]]] = [
+    (OPS.resize, ((2, 5, 3), 7, None, "linear", False)),
+    (OPS.resize, ((2, 5, 3), 7, 1.4, "cubic", False)),
+    (OPS.resize, ((2, 5, 3), 7, None, "nearest", False)),
+    (OPS.resize_backward, ((2, 7, 3), 5, None, "linear", True)),
+    (OPS.resize_backward, ((2, 7, 3), 5, None, "nearest-exact", False)),
+    (OPS.adaptive_avg_pool, ((2, 5, 6), [3, 4])),
+    (OPS.adaptive_avg_pool_backward, ((2, 3, 4), [5, 6])),
+]
+
+
+@pytest.mark.parametrize(("operator", "given"), OPCHECKS, ids=range(len(OPCHECKS)))
+def test_opcheck(operator: Any, given: tuple[Any, ...]) -> None:
+    sizes, *rest = given
+    torch.library.opcheck(operator.default, (torch.randn(sizes, requires_grad=True), *rest))

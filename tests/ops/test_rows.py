@@ -462,6 +462,11 @@ OPCHECKS: list[tuple[Any, Callable[[], tuple[Any, ...]]]] = [
         OPS.norm_gradients,
         lambda: (torch.randn(3, 5), torch.randn(3, 5), None, torch.randn(3), torch.rand(3), F16),
     ),
+    (
+        OPS.vector_norm_backward,
+        lambda: tuple(torch.rand(s, requires_grad=True) for s in ((3,), (3, 5), (3,))),
+    ),
+    (OPS.logsumexp_backward, lambda: tuple(torch.rand(s, requires_grad=True) for s in ((3,), (3, 5)))),
     (OPS.embedding, lambda: (torch.randn(3, 5, requires_grad=True), T([[0, 1], [2, 0]]), -1)),
     (OPS.embedding_backward, lambda: (torch.randn(2, 2, 5), T([[0, 1], [2, 0]]), 3, 2)),
 ]
