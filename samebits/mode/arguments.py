@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from contextlib import nullcontext
 from typing import Any
 
 import torch
