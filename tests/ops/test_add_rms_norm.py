@@ -36,8 +36,10 @@ def _quiet() -> Any:
 @on_devices
 @in_dtypes
 @of_forms
-@pytest.mark.parametrize("kind", ["normal", "wide", "tiny", "cancel", "special"])
-@pytest.mark.parametrize("n", [1, 140])
+@pytest.mark.parametrize(
+    ("kind", "n"),
+    [("normal", 1), ("wide", 140), ("tiny", 140), ("cancel", 128), ("special", 140), ("normal", 256)],
+)
 def test_bits_of_the_naive_implementation(
     device: str, dtype: torch.dtype, form: str, kind: str, n: int
 ) -> None:
@@ -99,7 +101,7 @@ MODULES: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any]]] = {
 def test_bits_of_the_module(device: str, dtype: torch.dtype, name: str, wide: bool) -> None:
     pytest.importorskip("transformers")
     make, options = MODULES[name]
-    for n, count in ((64, 70), (129, 3), (5000, 2)):
+    for n, count in ((64, 70), (128, 9), (129, 3), (256, 5), (5000, 2)):
         module = make(n)
         weight = case("normal", (n,), F32 if wide else dtype, "cpu", 3)
         module.weight = nn.Parameter(weight, requires_grad=False)

@@ -86,6 +86,8 @@ class Sharing(NamedTuple):
     """1: rows are aligned, and fill all passes."""
     fetched: int = 0
     """1: rows of later blocks are asked for into the L2 cache."""
+    lanes: int = 0
+    """Of `add_rms_norm` alone: lanes that share an aligned row of up to 256 entries. 0: whole warps do."""
 
 
 def choose_sharing(
@@ -109,6 +111,8 @@ def choose_sharing(
     blocks = {2: 4, 4: 3}.get(held * dtype.itemsize, 2)
     if narrow and (vector > 1 or entry == "softmax"):  # the others' registers spill if rows are not aligned
         blocks += (entry, held) in _SMALL or (fetched and held == 1)
+    if entry == "add_rms_norm" and vector > 1 and n <= 2 * VOCAB_BLOCK:
+        return Sharing(1, 1, vector, blocks=4, lanes=8 if n <= VOCAB_BLOCK else 16)
     if entry in _ELSEWHERE and (vector == 1 or entry.endswith("backward")):  # of several matrices
         blocks = 2
     spills = entry.endswith("backward") and warps * held > 8
@@ -162,8 +166,9 @@ def kernel_spec(
     wide = torch.float32 in (out, param) and stages == 0  # takes more registers
     blocks = min(sharing.blocks, 2 if sharing.passes > 1 else 3) if wide else sharing.blocks
     read = ("STAGES", stages), ("BLOCKS", blocks), ("FETCHED", sharing.fetched)
+    lanes = (("LANES", sharing.lanes),) if entry == "add_rms_norm" else ()
     return compiler.KernelSpec(
-        *(_ELSEWHERE.get(entry, "rows.cu"), entry, _PARAMS[entry], (*types, *shared, bounds, *read)),
+        *(_ELSEWHERE.get(entry, "rows.cu"), entry, _PARAMS[entry], (*types, *shared, bounds, *read, *lanes)),
         block=_THREADS,
         programmatic=programmatic,
         smem=stages * _bytes_of_row(entry, x, sharing),
@@ -199,10 +204,13 @@ def _plan(
     sharing = choose_sharing(entry, _MANY if many else 1, n, x, aligned, torch.float32 in (out, param))
     if forced is not None and forced in sharings(n, x):
         sharing = forced if aligned else forced._replace(vector=1, stages=0, whole=0)
+    if entry != "add_rms_norm" or not aligned:
+        sharing = sharing._replace(lanes=0)
     info = devices.device_info(device)
     spec = kernel_spec(entry, x, out, param, sharing, programmatic=info.capability >= (9, 0))
     most = info.sm_count * sharing.blocks if _staged(entry, x, sharing) else _ANY
-    return runtime.load(spec, device), _THREADS // 32 // sharing.warps, most
+    rows_of_block = _THREADS // (sharing.lanes or 32 * sharing.warps)
+    return runtime.load(spec, device), rows_of_block, most
 
 
 def _launch(

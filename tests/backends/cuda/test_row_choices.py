@@ -23,6 +23,14 @@ def test_a_warp_alone_takes_rows_in_its_own_way() -> None:
     assert (wide.stages, wide.blocks) == (3, 3)
 
 
+@pytest.mark.parametrize(("n", "lanes"), [(8, 8), (128, 8), (136, 16), (256, 16), (264, 0), (100, 0)])
+def test_a_warp_takes_several_short_rows(n: int, lanes: int) -> None:
+    for many in (1, 4096):
+        assert rows.choose_sharing("add_rms_norm", many, n, BF16, True).lanes == lanes
+        assert rows.choose_sharing("add_rms_norm", many, n, BF16, False).lanes == 0
+        assert rows.choose_sharing("rms_norm", many, n, BF16, True).lanes == 0
+
+
 def test_sums_take_long_unaligned_rows_in_pieces() -> None:
     of = rows.Sharing(2, 0, 1, blocks=4)
     assert rows.choose_sharing("row_sum", 4096, 5001, BF16, False) == of
