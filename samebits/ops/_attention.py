@@ -15,7 +15,7 @@ from torch import Tensor
 
 from samebits.backends import Key, on_gpu, unpack_key
 from samebits.backends.attention import Align, Attention
-from samebits.ops._memory import refuse_overlap
+from samebits.ops._memory import has_memory, refuse_overlap
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._rows import rounded
 from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens
@@ -55,7 +55,10 @@ def attend(
         q, scale = q * 0, 1.0
     args = (q, k, v, mask, sinks, *positions, *window, align, scale, softcap, key)
     if into is not None:
-        return into, _writing(into, *args)
+        _refuse_shared(into, args[:10])
+        lse = _writing(into, *args)
+        _written(into)
+        return into, lse
     out, lse, _ = _operator(*args)
     return out, lse
 
@@ -152,17 +155,30 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_into(out: Tensor, *args: Any) -> Tensor:
+    _refuse_shared(out, args[:10])
     backend, x = _call(*args)
-    operands = {"q": x.q, "k": x.k, "v": x.v, "mask": x.mask, "sinks": x.sinks, "block_table": x.block_table}
-    operands |= {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
-    operands |= {"key_start": x.key_start, "key_length": x.key_length}
-    refuse_overlap("attention", "out", out, **{n: t for n, t in operands.items() if t is not None})
     found, lse, _ = backend.forward(x, out if out.is_contiguous() else None)
     if found is not out:
         out.copy_(found)
-    elif not out.is_inference():
-        torch.autograd.graph.increment_version(out)  # autograd does not see what a kernel writes
+    _written(out)
     return lse  # type: ignore[no-any-return]
+
+
+def _refuse_shared(out: Tensor, operands: tuple[Any, ...]) -> None:
+    """Refuse an `out` that overlaps itself, or shares memory with one of the operator's tensors."""
+    if not out.is_contiguous() and has_memory(out):
+        refuse_overlap("attention", "out", out)
+    if torch.compiler.is_compiling():
+        return
+    for name, t in zip(_TENSORS, operands, strict=True):
+        if t is not None and torch._C._is_alias_of(out, t) and has_memory(out, t):
+            refuse_overlap("attention", "out", out, **{name: t})
+
+
+def _written(out: Tensor) -> None:
+    """Tell autograd, which does not see what a kernel writes."""
+    if not torch.compiler.is_compiling() and not out.is_inference():
+        torch.autograd.graph.increment_version(out)
 
 
 def _gradients(
@@ -214,6 +230,10 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tup
     return *grads, *(None,) * 11
 
 
+_TENSORS = (
+    *("q", "k", "v", "mask", "sinks"),
+    *("cu_seqlens_q", "cu_seqlens_k", "key_start", "key_length", "block_table"),
+)
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,"
     " Tensor? key_start, Tensor? key_length, Tensor? block_table, int left, int right, str align,"
@@ -222,7 +242,10 @@ _ARGUMENTS = (
 _operator = Operator(f"attention({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", cpu=_forward, fake=_fake)
 _operator.register_autograd(_backward, setup_context=_setup_context)
 _writing = Operator(
-    f"attention_out(Tensor(a!) out, {_ARGUMENTS}) -> Tensor", cpu=_forward_into, fake=_fake_into
+    f"attention_out(Tensor(a!) out, {_ARGUMENTS}) -> Tensor",
+    cpu=_forward_into,
+    fake=_fake_into,
+    replays=True,
 )
 _gradient = Operator(
     f"attention_backward(Tensor grad, Tensor out, Tensor lse2, bool grad_mask, {_ARGUMENTS})"

@@ -45,6 +45,8 @@ class Operator:
         schema: name, arguments and results, as ``torch.library`` spells them.
         cpu, fake: implementations for the CPU, and for tensors without data.
         cuda: implementation for CUDA devices. None: `cpu` is for both.
+        replays: whether calls are replayed. A replay does not check what is written in place, nor tell
+            autograd: where the schema has such tensors, the caller must. None: where it has none.
     """
 
     __slots__ = ("_call", "_cpu", "_cuda", "_gradients", "_recorded", "_registered")
@@ -56,7 +58,9 @@ class Operator:
         cpu: Callable[..., Any],
         cuda: Callable[..., Any] | None = None,
         fake: Callable[..., Any],
+        replays: bool | None = None,
     ) -> None:
+        replays = "!" not in schema if replays is None else replays
         cpu, cuda = returning_no_views(cpu), returning_no_views(cuda or cpu)
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         name = schema.partition("(")[0]
@@ -64,11 +68,10 @@ class Operator:
         library.impl(name, cuda, "CUDA")
         torch.library.register_fake(f"samebits::{name}", fake, lib=library)
         self._registered = getattr(torch.ops.samebits, name).default
-        # A replay does not tell autograd what was written in place.
-        self._cuda = cuda if "!" in schema else replayed(cuda)
+        self._cuda = replayed(cuda) if replays else cuda
         self._cpu, self._recorded = cpu, self._registered
         self._gradients: tuple[Callable[..., None], Callable[..., Any]] | None = None
-        self._call = self._dispatched if "!" in schema else replayed(self._dispatched, *EXTRAORDINARY)
+        self._call = replayed(self._dispatched, *EXTRAORDINARY) if replays else self._dispatched
 
     def register_autograd(self, gradients: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """As :func:`torch.library.register_autograd`, with gradients as :func:`without_modes` takes them."""

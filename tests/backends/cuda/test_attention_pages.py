@@ -16,6 +16,7 @@ from torch import Tensor
 
 import samebits
 from samebits import TENSOR_CORE
+from samebits.backends import replay
 from samebits.backends.attention import Attention
 from samebits.backends.cuda import attention as on_cuda
 from samebits.backends.cuda import compiler
@@ -162,6 +163,36 @@ def test_grids_do_not_know_lengths() -> None:
         assert logs[0] == logs[1]
 
 
+@pytest.mark.skipif(not replay.available, reason="the extension was not built")
+def test_repeated_calls_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other addresses, and the same launches; autograd still learns what was written, and overlaps are
+    refused."""
+    planned = []
+    plan = sm90.plan
+    monkeypatch.setattr(sm90, "plan", lambda x: planned.append(x) or plan(x))
+    x = paged(**PREFILL)
+    assert x.cu_seqlens_q is not None
+    with fake_gpu() as gpu:
+        logs: list[Any] = []
+        seen: list[int] = []
+        for _ in range(6):
+            out, q = torch.empty_like(x.q), x.q.clone()
+            gpu.start()
+            version = out._version
+            run(replace(x, q=q), out)
+            assert out._version > version
+            logs.append([event[:2] for event in gpu.log if isinstance(event[0], str)])
+            packed = gpu.log[0][3]
+            for t in (out, q, x.k, x.v, x.cu_seqlens_q, x.key_length, x.block_table):
+                assert t is not None
+                assert t.data_ptr().to_bytes(8, "little") in packed
+            seen.append(len(planned))
+        assert len(set(seen[2:])) == 1, "calls from the third on are not planned"
+        assert all(log == logs[0] for log in logs)
+        with pytest.raises(ValueError, match="out: expected memory of its own, got memory that q shares"):
+            run(replace(x, q=q), q)
+
+
 def test_a_strided_table_is_read_where_it_lies() -> None:
     with fake_gpu() as gpu:
         x = paged(**DECODE)
@@ -176,7 +207,7 @@ def test_a_strided_table_is_read_where_it_lies() -> None:
 
 def test_all_kernels_can_be_loaded_ahead() -> None:
     """Whatever calls then choose is there."""
-    shapes = [
+    shapes: list[dict[str, Any]] = [
         {"queries": (n,) * batch, "keys": (n,) * batch, "width": width, "packed": packed}
         for n, batch in ((1, 1), (1, 8), (1, 40), (3, 8), (20, 2), (64, 1), (130, 1), (700, 1))
         for width in (0, 8192)
