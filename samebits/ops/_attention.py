@@ -22,6 +22,7 @@ from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens
 from samebits.ops.expand import sum_to
 
 _LARGEST = 1e38  # LOG2E times this is finite
+_is_alias_of: Any = torch._C._is_alias_of  # type: ignore[attr-defined]  # whether both have one storage
 
 
 def attend(
@@ -171,7 +172,7 @@ def _refuse_shared(out: Tensor, operands: tuple[Any, ...]) -> None:
     if torch.compiler.is_compiling():
         return
     for name, t in zip(_TENSORS, operands, strict=True):
-        if t is not None and torch._C._is_alias_of(out, t) and has_memory(out, t):
+        if t is not None and _is_alias_of(out, t) and has_memory(out, t):
             refuse_overlap("attention", "out", out, **{name: t})
 
 

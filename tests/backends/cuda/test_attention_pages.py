@@ -87,7 +87,8 @@ def paged(
     ends = torch.tensor([*itertools.accumulate(queries, initial=0)], dtype=torch.int32)
     return Attention(
         values("normal", (*tokens, heads[0] * heads[1], sizes[0]), dtype, 7),
-        *stored,
+        stored[0],
+        stored[1],
         TENSOR_CORE.on(FAMILY).key,
         options.pop("scale", 0.125),
         window=options.pop("window", (-1, 0)),
@@ -167,9 +168,14 @@ def test_grids_do_not_know_lengths() -> None:
 def test_repeated_calls_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With other addresses, and the same launches; autograd still learns what was written, and overlaps are
     refused."""
-    planned = []
+    planned: list[Attention] = []
     plan = sm90.plan
-    monkeypatch.setattr(sm90, "plan", lambda x: planned.append(x) or plan(x))
+
+    def counted(x: Attention) -> sm90.Plan | None:
+        planned.append(x)
+        return plan(x)
+
+    monkeypatch.setattr(sm90, "plan", counted)
     x = paged(**PREFILL)
     assert x.cu_seqlens_q is not None
     with fake_gpu() as gpu:
