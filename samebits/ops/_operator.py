@@ -221,7 +221,9 @@ def without_modes(gradients: Callable[..., Any]) -> Callable[..., Any]:
 def refuse_second_derivatives(op: str) -> None:
     """Raise in a backward under ``create_graph``: only then are gradients enabled there."""
     if torch.is_grad_enabled():
-        raise NotImplementedError(f"samebits.{op}: second derivatives (create_graph) are not implemented")
+        raise NotImplementedError(
+            f"samebits.{op}: second derivatives (create_graph) are not implemented" + see("derivatives")
+        )
 
 
 def refuse_third_derivatives(op: str) -> None:
