@@ -60,7 +60,8 @@ def register() -> None:
     * ``torch.compile`` does not trace the mask function: a graph breaks there, once in a forward.
 
     A model's call is refused with dropout, ``output_attentions``, a head mask, or the paged cache of
-    ``generate_batch``.
+    ``generate_batch``, which takes ``"sdpa"`` in the process's mode: see "Continuous batching" in
+    ``docs/mode.md``.
 
     **Experts.** A mixture-of-experts layer sorts its tokens by expert and calls :func:`samebits.grouped_mm`
     twice. Nothing waits for the GPU. The results have the bits of the layer's own ``"grouped_mm"`` and
@@ -372,8 +373,9 @@ def _refuse(dropout: float, others: dict[str, Any]) -> None:
         wanted["dropout"] = dropout
     for name, value in wanted.items():
         if value is not None and value is not False:
+            instead = '; generate_batch takes "sdpa" in the mode' if name == "cache" else ""
             raise NotImplementedError(
-                f'samebits.transformers: {name}: attn_implementation="samebits" does not have it'
+                f'samebits.transformers: {name}: attn_implementation="samebits" does not have it{instead}'
             )
 
 
