@@ -227,13 +227,12 @@ __device__ __forceinline__ void load_pages(const SharedStorage& shared, const Pa
     const int* const pages = x.pages + ticket.sequence.batch * x.pages_batch;
     const auto page_of = [&](int tile) {
         const int key = tile * KEYS + first_line;
-        return first_line < KEYS && tile < end && key < keys ? bound(pages, key / x.page, x.page_count - 1)
-                                                             : 0;
+        return first_line < KEYS && tile < end && key < keys ? pages[key / x.page] : 0;
     };
     int k_tile = ticket.first, v_tile = k_tile;
     const int steps = 2 * (end - k_tile), before_queries = max(min(BEFORE_QUERIES, steps - 1), 0);
-    int next = page_of(k_tile), newest = 0,
-        oldest = 0;  // of the next tile of keys, and of two that there are
+    // Of the next tile of keys, and of two that there are; as read, so that nobody waits for it here.
+    int next = page_of(k_tile), newest = 0, oldest = 0;
     for (int step = 0; step < steps || step == before_queries; ++step) {
         if (step == before_queries && threadIdx.x % 32 == 0) {
             mbarrier_wait(shared.q_empty, parity);
@@ -242,7 +241,8 @@ __device__ __forceinline__ void load_pages(const SharedStorage& shared, const Pa
         if (step >= steps) break;
         const bool of_keys = k_tile - v_tile < 2 && k_tile < end;
         const int tile = of_keys ? k_tile : v_tile;
-        const int page = of_keys ? next : k_tile - v_tile < 2 ? newest : oldest;
+        const int found = of_keys ? next : k_tile - v_tile < 2 ? newest : oldest;
+        const int page = min(max(found, 0), x.page_count - 1);
         if (of_keys) {
             oldest = newest;
             newest = next;
