@@ -42,6 +42,7 @@ measure segments 120 benchmarks.segments
 measure held_out 300 benchmarks.held_out
 measure bench 450 benchmarks.gpu
 measure attention 300 benchmarks.attention
+measure paged 90 benchmarks.paged
 measure attention_invariance 180 benchmarks.attention_invariance
 measure counters 60 benchmarks.counters
 measure triton 200 benchmarks.gpu --quick --backend triton

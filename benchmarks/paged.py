@@ -1,0 +1,100 @@
+"""Decoding over pages, in tables as wide as 8,192 keys, beside the same keys without pages: paged.json.
+
+python -m benchmarks.paged [--commit COMMIT] [--out FILE]
+
+One query of each sequence, in CUDA graphs. Bits are compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import samebits
+from benchmarks.record import RESULTS, environment, results_file, slug, write
+from samebits.testing import assert_same_bits
+from samebits.tools.bench.clock import Race
+
+HEADS, KV_HEADS, SIZE = 32, 8, 128
+WIDTH = 8192
+"""Keys that a row of the table has room for."""
+PAGES = (16, 128)
+CASES = ((1, 300), (8, 300), (64, 300), (256, 300), (1, 4096), (8, 4096), (64, 4096))
+"""Sequences, and keys of each."""
+
+
+def operands(rows: int, keys: int, page: int) -> list[Tensor]:
+    """Queries, keys and values without pages, with them, lengths, and the table: pages in any order."""
+    device = "cuda"
+    q = torch.randn(rows, 1, HEADS, SIZE, dtype=torch.bfloat16, device=device)
+    k, v = (torch.randn(rows, keys, KV_HEADS, SIZE, dtype=q.dtype, device=device) for _ in range(2))
+    each = -(-keys // page)
+    order = torch.randperm(rows * each, device=device)
+    store = torch.full((rows * each, page, KV_HEADS, 2 * SIZE), math.nan, dtype=q.dtype, device=device)
+    for half, t in zip(store.chunk(2, -1), (k, v), strict=True):
+        whole = torch.nn.functional.pad(t, (0, 0, 0, 0, 0, each * page - keys), value=math.nan)
+        half[order] = whole.view(rows * each, page, KV_HEADS, SIZE)
+    table = torch.full((rows, WIDTH // page), -1, dtype=torch.int32, device=device)
+    table[:, :each] = order.view(rows, each)
+    lengths = torch.full((rows,), keys, dtype=torch.int32, device=device)
+    return [q, k, v, *store.chunk(2, -1), lengths, table, torch.empty_like(q)]
+
+
+def over_pages(q: Tensor, _k: Tensor, _v: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Any:
+    lengths, table, out = more
+    return samebits.attention(q, k, v, causal=True, key_length=lengths, block_table=table, out=out)
+
+
+def without(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Any:
+    return samebits.attention(q, k, v, causal=True)
+
+
+def measure(rows: int, keys: int, page: int) -> dict[str, Any]:
+    """Microseconds of a call."""
+    key_bytes = 4 * rows * keys * KV_HEADS * SIZE
+    sets = [operands(rows, keys, page) for _ in range(max(1, min(32, math.ceil(200e6 / key_bytes))))]
+    assert_same_bits(over_pages(*sets[0]), without(*sets[0]))
+    race = Race(max(8, min(200, math.ceil(3e-3 / (key_bytes / 3e12 + 5e-6)))))
+    race.add("pages", over_pages, sets)
+    race.add("no pages", without, sets)
+    us = race.run(11)
+    return {"rows": rows, "keys": keys, "page": page, "key_bytes": key_bytes, "us": us}
+
+
+def show(data: dict[str, Any]) -> Table:
+    table = Table("rows", "keys", "page", "pages, us", "no pages, us", "TB/s over pages")
+    for c in data["cases"]:
+        us = c["us"]
+        cells = (c["rows"], c["keys"], c["page"], f"{us['pages']:.1f}", f"{us['no pages']:.1f}")
+        table.add_row(*map(str, cells), f"{c['key_bytes'] / us['pages'] / 1e6:.2f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/paged.json")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.paged needs a GPU")
+    data: dict[str, Any] = {"environment": environment(options.commit), "cases": []}
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        for (rows, keys), page in itertools.product(CASES, PAGES):
+            data["cases"].append(measure(rows, keys, page))
+    write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / "paged.json", data)
+    Console(width=120).print(show(data))
+
+
+if __name__ == "__main__":
+    main()
