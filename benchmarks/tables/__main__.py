@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import support
 from benchmarks.record import GPUS, ROOT, load, measured
-from benchmarks.tables import cpu, mode, models, operations, products, proofs, tuning
+from benchmarks.tables import cpu, engines, mode, models, operations, products, proofs, tuning
 from benchmarks.zoo import report
 
 BLOCK = re.compile(
@@ -90,6 +90,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "mode-reported": mode.mode_reported,
     "mode-internals": mode.mode_internals,
     "tuned-tables": tuning.tuned_tables,
+    "vllm-native": engines.vllm_native,
+    "vllm-versions": engines.vllm_versions,
     "architectures": partial(block_of, "cpu", "zoo.json", report.architectures),
     "architectures-fp8": partial(block_of, "cpu", "zoo_fp8.json", report.fp8),
     **{f"{gpu}-price": partial(models.the_price, gpu) for gpu in GPUS[1:]},

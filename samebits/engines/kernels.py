@@ -6,6 +6,7 @@ any number, so serving would meet kernels that nobody has compiled, and each cos
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,16 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import precompile
+from samebits.backends.cuda import precompile, runtime
 from samebits.ops.linear import linear
 
-__all__ = ["make_ready", "products", "row_counts"]
+__all__ = ["loaded", "make_ready", "products", "row_counts"]
 
 
 def row_counts(most: int) -> list[int]:
-    """Numbers of rows from 1 to `most`, closer where the schedules change faster."""
-    counts = [*range(1, 129), *range(136, 1025, 8), *range(1056, most + 1, 32)]
-    return sorted({*(n for n in counts if n < most), most})
+    """Numbers of rows from 1 to `most`, so close that they meet every schedule.
+
+    Schedules depend on ``ceil(rows / 8)``, a few on less, and change less the more rows there are.
+    """
+    counts = itertools.chain(range(1, 129), range(132, 1025, 4), range(1032, 2049, 8), range(2064, most, 16))
+    return [*(n for n in counts if n < most), most]
 
 
 def products(weights: Sequence[Tensor], most: int) -> list[Callable[[], object]]:
@@ -42,13 +46,16 @@ def products(weights: Sequence[Tensor], most: int) -> list[Callable[[], object]]
 
 @torch.no_grad()
 def make_ready(calls: Sequence[Callable[[], object]]) -> None:
-    """Compile what GPU calls need, in parallel and into the on-disk cache, then run each of them once."""
+    """Compile what GPU calls will need, in parallel and into the on-disk cache, and load it."""
     with _children():
-        precompile.compile_for(calls)
-    for call in calls:
-        call()
+        precompile.compile_for(calls, load=True)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+
+
+def loaded() -> int:
+    """How many kernels this process has loaded. While an engine serves, it should not grow."""
+    return len(runtime._kernels)
 
 
 @contextmanager

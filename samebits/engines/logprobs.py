@@ -5,25 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samebits.ops._checks import check_operands
-from samebits.ops.logp import row_statistics
 from samebits.ops.scan import cumsum
 from samebits.ops.softmax import log_softmax, softmax
 
-__all__ = ["all_logprobs", "divided", "keep_top", "processed", "token_logprobs"]
+__all__ = ["all_logprobs", "divided", "keep_top", "processed"]
 
 
 def all_logprobs(logits: Tensor) -> Tensor:
     """``log_softmax(logits.float(), -1)`` of ``[rows, V]``."""
     return log_softmax(logits.to(torch.float32), -1)
-
-
-def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """:func:`all_logprobs` at ``ids[rows, n]``, without the rest of it and without waiting for a GPU."""
-    (logits,), key, _ = check_operands("logp", None, {"logits": logits}, autocast=False)
-    shift, log_sum = row_statistics(logits, key)
-    z = logits.gather(-1, ids.to(torch.int64)).to(torch.float32)
-    return (z - shift[:, None]) - log_sum[:, None]
 
 
 def divided(logits: Tensor, temperature: Tensor) -> Tensor:

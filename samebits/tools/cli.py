@@ -1,4 +1,4 @@
-"""The command line: ``samebits audit``, ``bench``, ``export``, ``info``, ``tune`` and ``verify``.
+"""The command line: ``samebits audit``, ``bench``, ``export``, ``info``, ``parity``, ``tune``, ``verify``.
 
 This file parses the arguments. Every command calls the ``main`` of its tool, and turns the outcome into an
 exit code.
@@ -42,6 +42,16 @@ class Dtype(StrEnum):
 class Backend(StrEnum):
     cuda = "cuda"
     triton = "triton"
+
+
+class InferenceEngine(StrEnum):
+    vllm = "vllm"
+
+
+class ModelImpl(StrEnum):
+    auto = "auto"
+    vllm = "vllm"
+    transformers = "transformers"
 
 
 class Operands(StrEnum):
@@ -242,6 +252,46 @@ def bench(
             html=html,
             device=device,
             own=own,
+        )
+    raise typer.Exit(code)
+
+
+@app.command()
+def parity(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or a name.")],
+    engine: Annotated[InferenceEngine, typer.Option("--engine", help="What samples.")],
+    sequences: Annotated[
+        int, typer.Option("--sequences", metavar="N", min=1, help="Prompts of 1 to --prompt tokens.")
+    ] = 16,
+    prompt: Annotated[int, typer.Option("--prompt", metavar="N", min=1, help="The longest prompt.")] = 200,
+    new: Annotated[int, typer.Option("--new", metavar="N", min=1, help="Tokens to sample after each.")] = 64,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the prompts.")] = 0,
+    memory: Annotated[
+        float, typer.Option("--memory", metavar="SHARE", min=0.05, max=0.95, help="The engine's of a GPU.")
+    ] = 0.45,
+    model_impl: Annotated[
+        ModelImpl, typer.Option("--model-impl", help="As in vLLM; by default what is proven.")
+    ] = ModelImpl.auto,
+) -> None:
+    """Whether an inference engine's log-probs are the trainer's, bit for bit, on a model of yours.
+
+    The engine samples tokens under samebits. transformers replays them under samebits. At a difference, the
+    first module whose output differs is named.
+
+    Exit code: 0, no token differs; 1, some do; 2, it cannot run; 70, samebits itself failed.
+    """
+    with _errors("parity"):
+        from samebits.tools.parity import main
+
+        code = main(
+            model,
+            engine=engine.value,
+            sequences=sequences,
+            prompt=prompt,
+            new=new,
+            seed=seed,
+            memory=memory,
+            model_impl=model_impl.value,
         )
     raise typer.Exit(code)
 

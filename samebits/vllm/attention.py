@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from samebits.engines.hooks import Hooks
 from samebits.engines.refusals import RefusedError
@@ -28,10 +29,11 @@ def install(hooks: Hooks) -> None:
         backend, path = AttentionBackendEnum.CPU_ATTN, "samebits.vllm.attention_cpu.SamebitsCPUBackend"
     else:
         backend, path = AttentionBackendEnum.CUSTOM, "samebits.vllm.attention_cuda.SamebitsBackend"
-    from vllm.v1.attention.backends.registry import register_backend
-
+    hooks.expect(selector, "_cached_get_attn_backend", "backend")
     register_backend(backend, path)
+    hooks.on_undo(selector._cached_get_attn_backend.cache_clear)
     hooks.on_undo(backend.clear_override)
+    selector._cached_get_attn_backend.cache_clear()  # another engine in this process may have filled it
 
 
 class PagedAttention:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -15,9 +15,6 @@ from vllm.v1.attention.backends.flash_attn import (
 from samebits.vllm.attention import NAME, PagedAttention
 
 __all__ = ["SamebitsBackend"]
-
-PAGE = 128
-"""Of which the size of a page is a multiple: the attention kernel's block of keys."""
 
 
 class SamebitsImpl(PagedAttention, FlashAttentionImpl):
@@ -63,11 +60,3 @@ class SamebitsBackend(FlashAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[SamebitsMetadataBuilder]:
         return SamebitsMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(PAGE)]
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return PAGE

@@ -8,6 +8,7 @@ from typing import Any
 from samebits.engines.hooks import Hooks
 from samebits.engines.refusals import RefusedError
 from samebits.vllm import plugin
+from samebits.vllm.proven import NATIVE
 
 __all__ = ["register"]
 
@@ -52,8 +53,6 @@ def _model_config(own: Callable[..., Any]) -> Callable[..., Any]:
         config = own(self, *args, **kwargs)
         if not plugin.is_enabled() or config.model_impl != "auto":
             return config
-        from samebits.vllm.covered import NATIVE
-
         if any(name in NATIVE for name in config.architectures):
             return config
         self.model_impl = "transformers"
@@ -78,8 +77,6 @@ def _set_arguments(args: Any) -> None:
     compilation.mode = CompilationMode.NONE
     if current_platform.is_cpu():
         return
-    from samebits.vllm.attention_cuda import PAGE
-
     asked = args.attention_backend or args.attention_config.backend
     if asked not in (None, AttentionBackendEnum.CUSTOM):
         raise RefusedError(f"attention_backend={asked.name}", "its sums have another order", "do not set it")
@@ -87,7 +84,3 @@ def _set_arguments(args: Any) -> None:
     args.attention_backend = None
     if compilation.cudagraph_mode is None:
         compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-    if args.block_size is None:
-        args.block_size = PAGE
-    elif args.block_size % PAGE:
-        raise RefusedError(f"block_size={args.block_size}", f"pages are multiples of {PAGE}", "do not set it")

@@ -16,22 +16,9 @@ from vllm.v1.attention.backend import AttentionType
 
 from samebits.engines.refusals import RefusedError
 from samebits.vllm.attention import PagedAttention
+from samebits.vllm.proven import NATIVE
 
-__all__ = ["NATIVE", "check_config", "check_model"]
-
-NATIVE = {
-    "Gemma2ForCausalLM": ("gemma2",),
-    "Gemma3ForCausalLM": ("gemma3",),
-    "Glm4ForCausalLM": ("glm4", "llama"),
-    "GraniteForCausalLM": ("granite",),
-    "LlamaForCausalLM": ("llama",),
-    "MistralForCausalLM": ("mistral", "llama"),
-    "Phi3ForCausalLM": ("phi3", "llama"),
-    "Qwen2ForCausalLM": ("qwen2",),
-    "Qwen3ForCausalLM": ("qwen3", "qwen2"),
-}
-"""Architectures that vLLM's own classes run, and the modules of ``vllm.model_executor.models`` that hold
-them. All others run as ``model_impl="transformers"``."""
+__all__ = ["check_config", "check_model"]
 
 _LAYERS = {
     "activation": ("GeluAndMul", "SiluAndMul"),
@@ -140,6 +127,8 @@ def check_model(model: nn.Module, config: Any) -> None:
                 raise RefusedError(
                     what, f"{method.__name__} computes its product", "load unquantised weights"
                 )
+        if getattr(layer, "sinks", None) is not None and not hasattr(layer, "impl"):
+            raise RefusedError(what, "it has attention sinks", _LATER)
         if getattr(layer, "variance_size_override", None) is not None:
             raise RefusedError(what, "its norm is of a part of the row", _LATER)
         if hasattr(layer, "impl"):

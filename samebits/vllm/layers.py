@@ -16,8 +16,8 @@ from vllm.model_executor.layers import (
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from samebits.engines.hooks import Hooks
-from samebits.engines.layers import gated
 from samebits.ops.add_rms_norm import add_rms_norm
+from samebits.ops.gated import gated
 from samebits.ops.linear import linear as product
 from samebits.ops.rotary import rotary
 
@@ -61,21 +61,19 @@ def _gemma_rms_norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Ten
 
 
 def _silu_and_mul(self: Any, x: Tensor) -> Tensor:
-    return gated(x, "silu")
+    return gated(x, activation="silu")
 
 
 def _gelu_and_mul(self: Any, x: Tensor) -> Tensor:
-    return gated(x, "gelu_tanh" if self.approximate == "tanh" else "gelu")
+    return gated(x, activation="gelu_tanh" if self.approximate == "tanh" else "gelu")
 
 
-def _rotary(
-    self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+def _rotary(self: Any, positions: Tensor, query: Any, key: Any = None) -> tuple[Tensor | None, ...]:
     cos, sin = self.cos_sin_cache.chunk(2, -1)  # of the table that loading.py has put there
     q, k = (t if t is None else t.view(len(t), -1, self.head_size) for t in (query, key))
     options: Any = {"rotary_dim": self.rotary_dim, "layout": "halves" if self.is_neox_style else "pairs"}
-    q, k = rotary(q, k, cos, sin, positions=positions, **options)
-    return q.view(query.shape), None if key is None or k is None else k.view(key.shape)
+    turned: Any = rotary(*(q, k, cos, sin), positions=positions, **options)
+    return tuple(t if t is None else t.view_as(x) for t, x in zip(turned, (query, key), strict=True))
 
 
 def _logits(own: Callable[..., Any]) -> Callable[..., Any]:

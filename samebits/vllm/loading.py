@@ -39,7 +39,7 @@ def _load(own: Callable[..., nn.Module], hooks: Hooks) -> Callable[..., nn.Modul
         model = own(self, vllm_config, model_config, *args, **kwargs)
         check_model(model, vllm_config)
         _set_frequencies(model, model_config)
-        _set_divisor(model, model_config.hf_text_config)
+        _set_logits(model, model_config.hf_text_config)
         if current_platform.is_cuda():
             warm_up(model, vllm_config)
         for name in ("forward", "compute_logits"):
@@ -62,12 +62,16 @@ def _strict(call: Callable[..., Any]) -> Callable[..., Any]:
     return strictly
 
 
-def _set_divisor(model: nn.Module, config: Any) -> None:
-    """Granite divides its logits. vLLM would multiply them by the inverse, or do nothing."""
-    divisor = getattr(config, "logits_scaling", None)
+def _set_logits(model: nn.Module, config: Any) -> None:
+    """Let logits be changed after the head as ``transformers`` does."""
     processor = getattr(model, "logits_processor", None)
-    if divisor and processor is not None:
+    if processor is None:
+        return
+    divisor = getattr(config, "logits_scaling", None)
+    if divisor:  # Granite divides. vLLM would multiply by the inverse, or do nothing.
         processor.samebits_divisor, processor.scale = divisor, 1.0
+    if processor.soft_cap is None:  # vLLM's Transformers backend did not set it before 0.27
+        processor.soft_cap = getattr(config, "final_logit_softcapping", None)
 
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")

@@ -7,7 +7,7 @@ from functools import partial
 
 from samebits.engines.hooks import Hooks
 from samebits.engines.refusals import RefusedError
-from samebits.vllm.versions import TESTED
+from samebits.vllm.proven import TESTED
 
 __all__ = ["disable", "enable", "is_enabled", "new_hooks", "wanted"]
 

@@ -18,7 +18,8 @@ from vllm.v1.worker.gpu.sample import gumbel, logprob, prompt_logprob, states
 from vllm.v1.worker.gpu.sample import sampler as sampler_v2
 
 from samebits.engines.hooks import Hooks
-from samebits.engines.logprobs import all_logprobs, divided, keep_top, token_logprobs
+from samebits.engines.logprobs import all_logprobs, divided, keep_top
+from samebits.ops.logp import gather_logp
 
 __all__ = ["install", "install_processed"]
 
@@ -29,7 +30,7 @@ _IMPORTERS = gumbel, logprob, prompt_logprob, rejection_sampler, sampler_v2, sta
 def install(hooks: Hooks) -> None:
     """Replace what computes log-probs."""
     hooks.replace(sampler.Sampler, "compute_logprobs", staticmethod(all_logprobs), "logits")
-    _replace_everywhere(hooks, logprob.compute_token_logprobs, token_logprobs, "logits", "token_ids")
+    _replace_everywhere(hooks, logprob.compute_token_logprobs, gather_logp, "logits", "token_ids")
 
 
 def install_processed(hooks: Hooks) -> None:

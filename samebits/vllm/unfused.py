@@ -17,6 +17,8 @@ __all__ = ["install"]
 
 def install(hooks: Hooks) -> None:
     """Leave modules as they are, but for linear layers, embedding and attention."""
+    # It would change the class of the model for the trainer in this process, too. Nothing is compiled.
+    hooks.replace(base.Base, "_decorate_for_torch_compile", _nothing, "self")
     if hasattr(fuser, "FUSERS"):
         from vllm.model_executor.models.transformers.fusers import AttentionFuser
 
@@ -35,3 +37,7 @@ def _itself(module: Any) -> Any:
 
 def _none(module: Any) -> None:
     return None
+
+
+def _nothing(self: Any, **kwargs: Any) -> None:
+    pass

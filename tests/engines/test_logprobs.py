@@ -23,7 +23,7 @@ def test_log_probs_of_tokens(dtype: torch.dtype) -> None:
     with samebits.batch_invariant("error"):
         expected = z.float().log_softmax(-1)
     assert_same_bits(logprobs.all_logprobs(z), expected)
-    assert_same_bits(logprobs.token_logprobs(z, ids), expected.gather(-1, ids.long()))
+    assert_same_bits(samebits.gather_logp(z, ids), expected.gather(-1, ids.long()))
 
 
 @pytest.mark.parametrize(("k", "p"), [(None, None), (5, None), (None, 0.8), (20, 0.9), (1, 0.1)])

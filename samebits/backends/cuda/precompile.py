@@ -49,36 +49,42 @@ def _tell(specs: Sequence[compiler.KernelSpec], device: int) -> None:
 
 
 def compile_for(
-    calls: Iterable[Callable[[], object]], progress: Callable[[float, str], None] = lambda done, what: None
+    calls: Iterable[Callable[[], object]],
+    progress: Callable[[float, str], None] = lambda done, what: None,
+    *,
+    load: bool = False,
 ) -> Compiled:
     """Compile the kernels that `calls` will load into the on-disk cache, with a process for each CPU.
 
     A call is stopped before it loads its first kernel that is not loaded yet, so it launches nothing with it.
-    Without a cache, nothing is compiled.
+    Without a cache, nothing is compiled. With `load` they are loaded, too.
     """
-    needed = _needed(calls)
-    if len(needed) < 2 or not _cached():
-        return Compiled(len(needed), 0)
-    # NVRTC compiles one program at a time in a process.
-    workers, missing = min(len(needed), os.cpu_count() or 1), 0
-    with ProcessPoolExecutor(workers, processes(), adopt, (dict(os.environ),)) as pool:
-        jobs = [pool.submit(_compile, spec, arch) for spec, arch in needed]
-        for done, job in enumerate(as_completed(jobs)):
-            missing += job.result()
-            progress((done + 1) / len(jobs), f"compiling {len(jobs)} kernels")
+    needed, missing = _needed(calls), 0
+    if len(needed) > 1 and _cached():
+        # NVRTC compiles one program at a time in a process.
+        workers = min(len(needed), os.cpu_count() or 1)
+        with ProcessPoolExecutor(workers, processes(), adopt, (dict(os.environ),)) as pool:
+            jobs = [pool.submit(_compile, spec, arch) for spec, arch in needed]
+            for done, job in enumerate(as_completed(jobs)):
+                missing += job.result()
+                progress((done + 1) / len(jobs), f"compiling {len(jobs)} kernels")
+    if load:
+        for (spec, _), device in needed.items():
+            runtime.load(spec, device)
     return Compiled(len(needed), missing)
 
 
-def _needed(calls: Iterable[Callable[[], object]]) -> dict[tuple[compiler.KernelSpec, str], None]:
-    """The kernels that the calls load first, of those that are not loaded yet, and their architectures."""
-    needed: dict[tuple[compiler.KernelSpec, str], None] = {}
+def _needed(calls: Iterable[Callable[[], object]]) -> dict[tuple[compiler.KernelSpec, str], int]:
+    """The kernels that the calls load first, of those not loaded yet, their architectures and a device."""
+    needed: dict[tuple[compiler.KernelSpec, str], int] = {}
     with runtime.before_loading(_tell):
         for call in calls:
             try:
                 call()
             except _Needed as need:
                 specs, device = need.args
-                needed.update(dict.fromkeys((spec, devices.device_info(device).arch) for spec in specs))
+                arch = devices.device_info(device).arch
+                needed.update(dict.fromkeys(((spec, arch) for spec in specs), device))
     return needed
 
 

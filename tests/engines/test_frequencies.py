@@ -1,4 +1,4 @@
-"""Layers for engines, beside ``transformers``' own modules: the same bits."""
+"""Rotary positions for engines, beside ``transformers``' own modules: the same bits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 import samebits
-from samebits.engines import frequencies, layers
+from samebits.engines import frequencies
 from samebits.engines.refusals import RefusedError
 from samebits.testing import assert_same_bits
 
 transformers = pytest.importorskip("transformers")
-
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def modeling(name: str) -> Any:
@@ -25,17 +23,6 @@ def modeling(name: str) -> Any:
 
 def drawn(*sizes: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("name", "activation"), [("llama", "silu"), ("gemma2", "gelu_tanh"), ("llama", "gelu")]
-)
-def test_gated(name: str, activation: str, dtype: torch.dtype) -> None:
-    act = transformers.activations.ACT2FN[{"gelu_tanh": "gelu_pytorch_tanh"}.get(activation, activation)]
-    x = drawn(7, 2 * 80, scale=4).to(dtype)
-    with torch.no_grad(), samebits.batch_invariant("error"):
-        assert_same_bits(layers.gated(x, activation), act(x[:, :80]) * x[:, 80:])
 
 
 def rope(kind: str, **more: Any) -> dict[str, Any]:

@@ -1,0 +1,14 @@
+"""What of inference engines is covered, and with which versions that was tested."""
+
+from __future__ import annotations
+
+from benchmarks.tables.text import table
+from samebits.vllm.proven import NATIVE, TESTED
+
+
+def vllm_native() -> str:
+    return ", ".join(f"`{name}`" for name in NATIVE)
+
+
+def vllm_versions() -> str:
+    return table(["vLLM", "PyTorch", "tested on"], ((v, *where) for v, where in TESTED.items()))

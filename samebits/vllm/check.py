@@ -1,0 +1,52 @@
+"""Proof inside a training job: are the engine's log-probs the trainer's, bit for bit?
+
+::
+
+    outputs = llm.generate(prompts, SamplingParams(logprobs=0, ...))
+    parity = samebits.vllm.check.replayed(model, outputs)  # a transformers model with the same weights
+    assert parity, str(parity)
+
+or, of log-probs that both have anyway: :func:`ratios` in each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from samebits.engines.parity import Parity, Sample, compare, ratios, replay
+
+__all__ = ["Parity", "Sample", "ratios", "replayed", "samples"]
+
+
+def samples(outputs: Sequence[Any]) -> list[Sample]:
+    """What vLLM's ``RequestOutput`` objects hold. They must have been asked for ``logprobs=0`` or more."""
+    found = []
+    for output in outputs:
+        prompt = [*output.prompt_token_ids]
+        of_prompt = [
+            at[token].logprob for at, token in zip(output.prompt_logprobs or (), prompt, strict=False) if at
+        ]
+        for completion in output.outputs:
+            if completion.logprobs is None:
+                raise ValueError(
+                    "samebits.vllm.check: outputs: expected log-probs: SamplingParams(logprobs=0)"
+                )
+            tokens = [*completion.token_ids]
+            logprobs = [at[token].logprob for at, token in zip(completion.logprobs, tokens, strict=True)]
+            found.append(Sample(prompt, tokens, logprobs, of_prompt))
+    return found
+
+
+def replayed(model: nn.Module, outputs: Sequence[Any], **distribution: Any) -> Parity:
+    """Replay vLLM's outputs in a ``transformers`` model of the same weights, and compare bits.
+
+    Args:
+        model: on any device; on the engine's kind of device for equal bits of elementwise functions.
+        outputs: of ``LLM.generate``.
+        distribution: for ``processed_logprobs`` the ``temperature``, ``top_k`` and ``top_p`` of all requests.
+    """
+    found = samples(outputs)
+    return compare(found, replay(model, [[*s.prompt, *s.tokens] for s in found], **distribution))

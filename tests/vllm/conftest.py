@@ -1,0 +1,116 @@
+"""Engines for the tests: several in a process, one after the other."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm import models
+
+INSTALLED = importlib.util.find_spec("vllm") is not None
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+)
+Engine = Callable[..., Any]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if not INSTALLED and here in item.path.parents:
+            item.add_marker(
+                pytest.mark.skip(reason="vllm is not installed: .ci/run has an environment with it")
+            )
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folders of models, by name. Each is saved once."""
+    saved: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in saved:
+            saved[name] = models.save(name, tmp_path_factory.mktemp(name))
+        return saved[name]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def _overrides_once() -> None:
+    """vLLM registers its overrides of Triton's kernels for each engine, and can do so once in a process."""
+    from vllm.platforms import current_platform
+
+    own, done = current_platform.register_triton_kernel_overrides, []
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if not done:
+            done.append(own(*args, **kwargs))
+
+    type(current_platform).register_triton_kernel_overrides = staticmethod(once)
+
+
+@pytest.fixture
+def engine(folders: Callable[[str], Path], _overrides_once: None) -> Iterator[Engine]:
+    """Makes one engine, of a model's name and arguments of ``LLM``. It is shut down after the test."""
+    import torch
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    import samebits.vllm
+
+    def start(name: str, **options: Any) -> Any:
+        defaults: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "skip_tokenizer_init": True,
+            "max_model_len": 128,
+            "max_num_seqs": 16,
+            "enable_prefix_caching": False,
+            "disable_log_stats": True,
+        }
+        return LLM(str(folders(name)), **defaults | samebits.vllm.options() | options)
+
+    try:
+        yield start
+    finally:
+        samebits.vllm.disable()
+        cleanup_dist_env_and_memory()
+        assert not torch.is_inference_mode_enabled()
+
+
+def prompts(count: int, shortest: int, longest: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(1, 319) for _ in range(draw.randint(shortest, longest))] for _ in range(count)]
+
+
+def generate(llm: Any, ids: list[list[int]], **options: Any) -> Any:
+    """Outputs with the log-probs of sampled tokens."""
+    from vllm import SamplingParams
+
+    defaults: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+    params = SamplingParams(detokenize=False, **defaults | options)
+    return llm.generate([{"prompt_token_ids": p} for p in ids], params, use_tqdm=False)
+
+
+def trainer(folder: Path) -> Any:
+    """The model of ``transformers``, as a trainer has it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import samebits
+
+    samebits.transformers.register()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="samebits"
+    ).eval()

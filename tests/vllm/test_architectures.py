@@ -1,0 +1,39 @@
+"""Log-probs of sampled tokens and of prompts, for every architecture that is covered, in both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.conftest import Engine, generate, prompts, trainer
+
+NATIVE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "glm4", "granite"]
+OTHERS = ["olmo2", "starcoder2"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NATIVE + OTHERS)
+def test_bits_of_the_trainer(name: str, engine: Engine, folders: Callable[[str], Path]) -> None:
+    from samebits.vllm.check import replayed
+
+    llm = engine(name)
+    chosen = llm.llm_engine.vllm_config.model_config.model_impl
+    assert (chosen == "transformers") == (name in OTHERS)
+    parity = replayed(trainer(folders(name)), generate(llm, prompts(4, 3, 40), prompt_logprobs=0))
+    assert parity, str(parity)
+    assert parity.tokens > 4 * 6 + 30
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "granite"])
+def test_native_architectures_run_by_transformers_code_too(
+    name: str, engine: Engine, folders: Callable[[str], Path]
+) -> None:
+    from samebits.vllm.check import replayed
+
+    before = trainer(folders(name))  # which the engine must leave alone
+    outputs = generate(engine(name, model_impl="transformers"), prompts(3, 3, 40))
+    assert replayed(before, outputs)
+    assert replayed(trainer(folders(name)), outputs)

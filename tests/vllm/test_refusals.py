@@ -1,0 +1,116 @@
+"""What is not covered is refused by name, before the engine serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from samebits.engines.refusals import RefusedError
+from tests.vllm.conftest import Engine, generate
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("qwen3", {"quantization": "fp8"}, r"quantization='fp8': .*give a checkpoint in bfloat16"),
+        ("qwen3", {"enable_lora": True}, r"enable_lora: .*merge the adapter"),
+        ("qwen3", {"compilation_config": {"mode": 3}}, r"compilation mode .*kernels of its own"),
+        ("mixtral", {}, r"a mixture of experts: routers and experts are not covered"),
+        ("olmo2", {"hf_overrides": {"llama_4_scaling": {"beta": 1}}}, r"llama_4_scaling in the model's"),
+    ],
+)
+def test_options(name: str, options: dict[str, Any], said: str, engine: Engine) -> None:
+    with pytest.raises(RefusedError, match=said):
+        engine(name, **options)
+
+
+@pytest.fixture
+def loaded(engine: Engine) -> tuple[Any, Any]:
+    """A model that passed, and its configuration."""
+    llm = engine("qwen3")
+    core: Any = llm.llm_engine
+    return core.model_executor.driver_worker.get_model(), core.vllm_config
+
+
+def test_layers(loaded: tuple[Any, Any]) -> None:
+    """Each is changed, refused by its name, and changed back."""
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.v1.attention.backend import AttentionType
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    from samebits.vllm.covered import check_model
+
+    model, config = loaded
+    check_model(model, config)
+    layer = model.model.layers[1]
+
+    class Own(RMSNorm):
+        pass
+
+    class Method:
+        pass
+
+    attention = layer.self_attn.attn
+    changes: list[tuple[Any, str, Any, str]] = [
+        (layer.input_layernorm, "__class__", Own, r"layers.1.input_layernorm of class Own: .*on no list"),
+        (layer.mlp.down_proj, "quant_method", Method(), r"layers.1.mlp.down_proj of class Row.*Method"),
+        (layer.self_attn.q_norm, "variance_size_override", 16, r"self_attn.q_norm .*a part of the row"),
+        (attention, "impl", object.__new__(CPUAttentionBackendImpl), r"attn .*CPUAttentionBackendImpl"),
+        (attention.impl, "attn_type", AttentionType.ENCODER_ONLY, r"self_attn.attn .*ENCODER_ONLY attention"),
+        (attention.impl, "alibi_slopes", object(), r"self_attn.attn .*ALiBi"),
+        (attention.impl, "kv_sharing_target_layer_name", "x", r"shares the keys"),
+        (attention.impl, "kv_cache_dtype", "fp8", r"its cache is fp8"),
+        (model, "__class__", type("GPT2LMHeadModel", (type(model),), {}), r"architecture GPT2LMHeadModel"),
+    ]
+    for of, name, value, said in changes:
+        before = getattr(of, name)
+        setattr(of, name, value)
+        with pytest.raises(RefusedError, match=said):
+            check_model(model, config)
+        setattr(of, name, before)
+    check_model(model, config)
+
+
+def test_a_model_that_was_not_checked_does_not_run(loaded: tuple[Any, Any]) -> None:
+    model, _ = loaded
+    own = model.model.layers[0].self_attn.attn.impl
+    assert own.checked
+    own.checked = False
+    with pytest.raises(RefusedError, match="past the check"):
+        own.attend(*[None] * 5)
+
+
+def test_uncovered_operators_are_errors(loaded: tuple[Any, Any]) -> None:
+    """While the model runs, PyTorch's own order of a sum is no option."""
+    import torch
+
+    import samebits
+
+    model, _ = loaded
+    layer = model.model.layers[0]
+    layer.mlp.register_forward_hook(lambda module, args, out: out + torch.prod(out, -1, keepdim=True))
+    uncovered = pytest.raises(samebits.UncoveredError, match="prod")
+    with torch.inference_mode(), uncovered, samebits.batch_invariant("error"):
+        layer.mlp(torch.randn(3, 128).bfloat16())
+
+
+def test_an_unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    import samebits.vllm
+
+    monkeypatch.setattr(vllm, "__version__", "9.9.9+cpu")
+    with pytest.raises(RefusedError, match=r"vLLM 9.9.9: samebits was tested with .*any_version"):
+        samebits.vllm.enable()
+    assert not samebits.vllm.is_enabled()
+    samebits.vllm.enable(any_version=True)
+    assert samebits.vllm.is_enabled()
+    samebits.vllm.disable()
+
+
+def test_log_probs_must_be_asked_for(engine: Engine) -> None:
+    from samebits.vllm.check import samples
+
+    with pytest.raises(ValueError, match="expected log-probs"):
+        samples(generate(engine("qwen3"), [[1, 2, 3]], logprobs=None, max_tokens=1))
