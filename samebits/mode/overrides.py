@@ -19,11 +19,11 @@ from torch import Tensor
 from samebits.mode.arguments import as_pytorch, records, takes
 from samebits.mode.vectors import in_whole_vectors
 from samebits.ops._memory import has_memory
+from samebits.ops.activation import gelu
 from samebits.ops.attention import scaled_dot_product_attention
 from samebits.ops.cross_entropy import cross_entropy as cross_entropy_of_rows
 from samebits.ops.embedding import copied_rows, embedding
 from samebits.ops.expand import expand
-from samebits.ops.gelu import gelu
 from samebits.ops.logsumexp import logsumexp
 from samebits.ops.norm import layer_norm, rms_norm
 from samebits.ops.reduce import mean, sum

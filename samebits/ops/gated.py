@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from samebits.ops._checks import shape
 from samebits.ops._fused import backend, check_out, check_tensors, refuse_gradients
-from samebits.ops._operator import Operator
+from samebits.ops._operator import Operator, refuse_second_derivatives
+from samebits.ops.activation import activation as activated
+from samebits.ops.activation import gradient
 
 _OP = "gated"
 Activation = Literal["silu", "gelu", "gelu_tanh", "gpt_oss"]
@@ -61,7 +64,11 @@ def gated(
         TypeError: a tensor is not dense, or has another dtype.
         ValueError: shapes or devices do not match, there is no `up` and an odd size, or `out` overlaps an
             operand in another way.
-        NotImplementedError: a gradient is asked for.
+        NotImplementedError: a gradient is asked for with `out`, with a `limit`, or of ``"gpt_oss"``.
+
+    Gradients are those of the product and of PyTorch's ``silu`` and ``gelu``: in bfloat16 and float16 they
+    have the bits that autograd gives the code under the mode. The activation is computed again for them, so
+    that it need not be kept. Second derivatives are not implemented.
     """
     bypass = check_tensors(_OP, gate=gate, up=up)
     if activation not in _ACTIVATIONS:
@@ -80,7 +87,8 @@ def gated(
         )
     elif gate.dtype != up.dtype:
         raise TypeError(f"samebits.{_OP}: up: expected {gate.dtype} like gate, got {up.dtype}")
-    refuse_gradients(_OP, gate=gate, up=up)
+    if out is not None or limit is not None or activation == "gpt_oss":
+        refuse_gradients(_OP, gate=gate, up=up)
     bound = math.inf if limit is None else float(limit)
     if out is None:
         found: Tensor = _operator(gate, up, activation, bound, float(alpha), bypass=bypass)
@@ -104,6 +112,28 @@ def _fake(gate: Tensor, up: Tensor | None, *_: object) -> Tensor:
 _operator = Operator(
     "gated(Tensor gate, Tensor? up, str activation, float limit, float alpha) -> Tensor", cpu=_run, fake=_fake
 )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate, up, ctx.activation, _, _ = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _backward(
+    ctx: Any, saved: tuple[Tensor, Tensor | None], grad: Tensor
+) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    refuse_second_derivatives(_OP)
+    gate, up = saved
+    g, u = gate.chunk(2, -1) if up is None else (gate, up)
+    of_gate, of_up = up is None or ctx.needs_input_grad[0], up is None or ctx.needs_input_grad[1]
+    dg = gradient(grad * u, g, ctx.activation) if of_gate else None
+    du = grad * activated(g, ctx.activation) if of_up else None
+    if up is None and dg is not None and du is not None:
+        return torch.cat((dg, du), -1), None, None, None, None
+    return dg, du, None, None, None
+
+
+_operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _run_into(

@@ -16,7 +16,7 @@ from samebits import gated
 from samebits.backends.cuda import compiler
 from samebits.backends.cuda import gated as host
 from samebits.backends.reference import fused as reference
-from samebits.ops.gelu import gelu
+from samebits.ops.activation import gelu
 from samebits.testing import assert_same_bits
 from tests.support import naive_fused
 from tests.support.devices import DEVICES, case
@@ -165,6 +165,32 @@ def test_code_of_transformers(device: str, dtype: torch.dtype, activation: str) 
 
 @on_devices
 @in_dtypes
+@pytest.mark.parametrize("activation", ACTIVATIONS[:3])
+def test_gradients_of_the_code(device: str, dtype: torch.dtype, activation: Any) -> None:
+    """Those of autograd under the mode; in float32 gelu's alone, whose function the mode has."""
+    if dtype == F32 and activation == "silu":
+        pytest.skip("PyTorch's float32 exponential is another one")
+    for shape in ((3, 35), (2, 5, 40), (7,)):
+        gate, up, grad = (case("normal", shape, dtype, device, seed) for seed in range(3))
+        gate, up = (gate * 3).requires_grad_(), up.requires_grad_()
+        with samebits.batch_invariant("error"):
+            want = torch.autograd.grad(PYTORCH[activation](gate) * up, [gate, up], grad)
+        got = torch.autograd.grad(gated(gate, up, activation=activation), [gate, up], grad)
+        packed = torch.cat((gate, up), -1).detach().requires_grad_()
+        (both,) = torch.autograd.grad(gated(packed, activation=activation), packed, grad)
+        (alone,) = torch.autograd.grad(gated(gate, up.detach(), activation=activation), gate, grad)
+        for a, b in zip((*got, *both.chunk(2, -1), alone), (*want, *want, want[0]), strict=True):
+            assert_same_bits(a.contiguous(), b, f"{shape}")
+
+
+def test_second_derivatives_are_refused() -> None:
+    x = torch.randn(3, 10, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"samebits\.gated: second derivatives"):
+        torch.autograd.grad(gated(x).sum(), x, create_graph=True)
+
+
+@on_devices
+@in_dtypes
 @pytest.mark.parametrize("n", [16, 37])
 def test_places(device: str, dtype: torch.dtype, n: int) -> None:
     """Packed, in turns, with any strides, in place or elsewhere; and beside any neighbours."""
@@ -211,7 +237,9 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: call(X, out=X), ValueError, "out: expected shape"),
     (lambda: call(X, X.clone(), out=X.half()), TypeError, "out: expected a dense tensor"),
     (lambda: call(X, out=X[:, 1:3]), ValueError, "out: expected memory"),
-    (lambda: call(X.clone().requires_grad_()), NotImplementedError, "gate: gradients"),
+    (lambda: call(X.clone().requires_grad_(), limit=7.0), NotImplementedError, "gate: gradients"),
+    (lambda: call(X.clone().requires_grad_(), activation="gpt_oss"), NotImplementedError, "gate: gradients"),
+    (lambda: call(X.clone().requires_grad_(), X, out=X.clone()), NotImplementedError, "gate: gradients"),
 ]
 
 
@@ -225,9 +253,9 @@ def test_refusals(number: int) -> None:
 
 def test_operators_are_what_they_say() -> None:
     x = torch.randn(3, 8)
-    torch.library.opcheck(torch.ops.samebits.gated, (x, None, "silu", 7.0, 1.0))
+    torch.library.opcheck(torch.ops.samebits.gated, (x.clone().requires_grad_(), None, "silu", 7.0, 1.0))
     torch.library.opcheck(torch.ops.samebits.gated_into, (x, x + 1, torch.empty_like(x), "gelu", 7.0, 1.0))
-    torch.library.opcheck(torch.ops.samebits.gelu, (x.requires_grad_(), "none"))
+    torch.library.opcheck(torch.ops.samebits.activation, (x.requires_grad_(), "gelu"))
 
 
 def test_compiles() -> None:

@@ -1,4 +1,4 @@
-"""Gated activations, and gelu, on CUDA tensors: ``kernels/gated.cu``."""
+"""Gated activations, and activations alone, on CUDA tensors: ``kernels/gated.cu``."""
 
 from __future__ import annotations
 
@@ -55,13 +55,12 @@ def gated_into(
     return _launch("APART", rows, other, step, out, activation, limit, alpha)
 
 
-def gelu(x: Tensor, approximate: str) -> Tensor:
-    """:func:`torch.nn.functional.gelu`, contiguous."""
+def activation(x: Tensor, name: str) -> Tensor:
+    """silu or a form of gelu alone, rounded, contiguous."""
     out = runtime.empty(x.shape, x.dtype, x.get_device())
     if out.numel():
         x, flat = x.contiguous().view(1, -1), out.view(1, -1)
-        activation = "gelu" if approximate == "none" else "gelu_tanh"
-        _launch("ALONE", x, 0, 0, flat, activation, _NO_LIMIT, 0.0)
+        _launch("ALONE", x, 0, 0, flat, name, _NO_LIMIT, 0.0)
     return out
 
 

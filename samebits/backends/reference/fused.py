@@ -170,10 +170,10 @@ def gated_into(
     out.copy_(gated(gate, up, activation, limit, alpha))
 
 
-def gelu(x: Tensor, approximate: str) -> Tensor:
-    """:func:`torch.nn.functional.gelu`, contiguous."""
+def activation(x: Tensor, name: str) -> Tensor:
+    """silu or a form of gelu alone, rounded, contiguous."""
     require_subnormals()
-    return _rounded(activated(x, "gelu" if approximate == "none" else "gelu_tanh"), x.dtype)
+    return _rounded(activated(x, name), x.dtype)
 
 
 def activated(x: Tensor, activation: str) -> Tensor:

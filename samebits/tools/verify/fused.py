@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.ops.activation import gelu
 from samebits.ops.add_rms_norm import add_rms_norm
 from samebits.ops.gated import gated
-from samebits.ops.gelu import gelu
 from samebits.ops.logp import gather_logp
 from samebits.ops.rotary import rotary
 from samebits.ops.rsqrt import rsqrt

@@ -1,4 +1,4 @@
-// Gated activations, and gelu alone: docs/contract.md, "Fused layers".
+// Gated activations, and activations alone: docs/contract.md, "Fused layers".
 //
 // A thread takes VECTOR neighbours of a row. It reads them before it writes: the result may take the place of an
 // operand.
