@@ -70,9 +70,11 @@ def _gelu_and_mul(self: Any, x: Tensor) -> Tensor:
 
 def _rotary(self: Any, positions: Tensor, query: Any, key: Any = None) -> tuple[Tensor | None, ...]:
     cos, sin = self.cos_sin_cache.chunk(2, -1)  # of the table that loading.py has put there
-    q, k = (t if t is None else t.view(len(t), -1, self.head_size) for t in (query, key))
-    options: Any = {"rotary_dim": self.rotary_dim, "layout": "halves" if self.is_neox_style else "pairs"}
-    turned: Any = rotary(*(q, k, cos, sin), positions=positions, **options)
+    q, k = query.view(len(query), -1, self.head_size), key
+    if key is not None:
+        k = key.view(len(key), -1, self.head_size)
+    layout: Any = "halves" if self.is_neox_style else "pairs"
+    turned = rotary(q, k, cos, sin, positions=positions, rotary_dim=self.rotary_dim, layout=layout)
     return tuple(t if t is None else t.view_as(x) for t, x in zip(turned, (query, key), strict=True))
 
 
