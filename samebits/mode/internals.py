@@ -34,7 +34,8 @@ REPORTED = {
         aten::_fake_quantize_learnable_*
     """,
     "products of other libraries": """
-        mkl::* mkldnn::* mkldnn_prepacked::* aten::mkldnn_* aten::cudnn_* aten::_cudnn_* aten::miopen_*
+        mkl::* mkldnn::* mkldnn_prepacked::* prepacked::*
+        aten::mkldnn_* aten::cudnn_* aten::_cudnn_* aten::miopen_*
         aten::*mps_* aten::_nnpack_* _native::* inductor::_mm_plus_mm
         symm_mem::_async_input_mm static_runtime::embedding_bag static_runtime::layer_norm
     """,
