@@ -131,13 +131,18 @@ class Naive:
                 put(i, 0, i + self.offset)
             return list(groups.values())
         restarts, place, others = 0, None, []
-        for i in queries:
-            own = i + self.offset
+        owns = [i + self.offset for i in queries]
+        main = [own < 0 or (own < len(self.k) and self.shown[h][i][own]) for i, own in enumerate(owns)]
+        for i, own in enumerate(owns):
             before = self.shown[h][i][:own] if own > 0 else []
-            if own >= 0 and not (own < len(self.k) and self.shown[h][i][own]):
-                others += [i] if any(self.shown[h][i]) else []
-                continue
-            if own >= 0 and not any(before):
+            if not main[i]:
+                if not any(self.shown[h][i]):
+                    continue
+                if not any(main) or any(main[i:]):
+                    others.append(i)
+                    continue
+                place += 1
+            elif own >= 0 and not any(before):
                 restarts, place = restarts + 1, 0
             elif place is None:
                 place = own if own < 0 else sum(before)

@@ -145,12 +145,14 @@ def _chain(shown: npt.NDArray[np.bool_], own: list[tuple[int, int]]) -> list[int
         shown: what a mask shows each query.
         own: of each query its position among all keys, and the index of the key there in ``shown``, or -1.
     """
+    main = [p < 0 or bool(k >= 0 and shown[i, k]) for i, (p, k) in enumerate(own)]
+    last = max((i for i, is_main in enumerate(main) if is_main), default=len(main))
     chain: list[int] = []
     place, others = -1, []
     for i, (position, key) in enumerate(own):
-        if position < 0 or (key >= 0 and shown[i, key]):
+        if main[i] or (i > last and shown[i].any()):
             rank = position if position < 0 else int(shown[i, :key].sum())
-            new = not chain or rank == 0
+            new = main[i] and (not chain or rank == 0)
             place = rank if new else place + 1
             if new or place % GROUP == 0:
                 chain += [-1] * GROUP

@@ -80,13 +80,24 @@ extern "C" __global__ void __launch_bounds__(32) place_queries(const __grid_cons
     int* order = p.order + i64(blockIdx.x) * (x.queries + 1) * 16;
     const int offset = Sequence(x, blockIdx.x / p.heads).offset;
 
+    // The last query that shows its own key, or that has none before the first one.
+    int last_main = -1;
+    for (int first = 0; first < x.queries; first += 32) {
+        const int query = first + lane;
+        const bool is_main = query < x.queries && (query + offset < 0 || found[query].y >= 0);
+        const u32 all = __ballot_sync(0xFFFFFFFF, is_main);
+        if (all) last_main = first + 31 - __clz(all);
+    }
+    if (last_main < 0) last_main = x.queries;
+
     int groups = 0, others = 0;
     int place = 0;  // of the next one, once there is a group
     for (int first = 0; first < x.queries; first += 32) {
         const int query = first + lane, own = query + offset;
         const int before = query < x.queries ? found[query].y : NOTHING;
         const bool exists = query < x.queries;
-        const bool counts = exists && (!p.own_keys || own < 0 || before >= 0);
+        const bool behind = query > last_main && before == OTHERS;
+        const bool counts = exists && (!p.own_keys || own < 0 || before >= 0 || behind);
         const u32 all = __ballot_sync(0xFFFFFFFF, counts);
         if (all && groups == 0) {
             const int source = __ffs(all) - 1, start = !p.own_keys || own < 0 ? own : before;
@@ -108,7 +119,8 @@ extern "C" __global__ void __launch_bounds__(32) place_queries(const __grid_cons
     int placed = 0;
     for (int first = 0; first < x.queries && placed < others; first += 32) {
         const int query = first + lane;
-        const bool one = query < x.queries && query + offset >= 0 && found[query].y == OTHERS;
+        const bool one =
+            query < last_main && query < x.queries && query + offset >= 0 && found[query].y == OTHERS;
         const u32 all = __ballot_sync(0xFFFFFFFF, one);
         const int own_place = placed + __popc(all & upto) - 1;
         if (one) order[groups * 16 + own_place] = query;
