@@ -92,7 +92,9 @@ GROUPS = (
         """,
     ),
     Names(
-        "the gradient of such a one: what windows share is added in the order of its row", MOVING_GRADIENTS
+        "the gradient of such a one. On a CPU, what windows share is added in the order of its row; `docs/mode.md`"
+        " says what a GPU adds in any order",
+        MOVING_GRADIENTS,
     ),
     Names(
         "selects by comparing: the result is one of the values, or its place",
