@@ -92,8 +92,8 @@ GROUPS = (
         """,
     ),
     Names(
-        "the gradient of such a one. On a CPU, what windows share is added in the order of its row; `docs/mode.md`"
-        " says what a GPU adds in any order",
+        "the gradient of such a one: on a CPU, what windows share is added in the order of its row;"
+        " docs/mode.md says what a GPU adds in any order",
         MOVING_GRADIENTS,
     ),
     Names(
