@@ -9,13 +9,40 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["CONTEXT", "include", "includes", "sees_calls", "untraced", "with_context"]
+__all__ = [
+    "CONTEXT",
+    "NAMES",
+    "RECORDED",
+    "TESTED",
+    "include",
+    "includes",
+    "sees_calls",
+    "untraced",
+    "with_context",
+]
 
-CONTEXT: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericMode")
+TESTED = "2.11.0, 2.13.0 and 2.14.1"
+"""Versions of PyTorch."""
+
+
+def _key(name: str) -> Any:
+    key = torch._C._parse_dispatch_key(name)
+    if key is None:
+        raise ImportError(
+            f"samebits: PyTorch {torch.__version__} has no key {name} of the dispatcher, which those that"
+            f" samebits was tested with have ({TESTED}). Use one of them, or another release of samebits"
+        )
+    return key
+
+
+CONTEXT: Any = _key("TESTING_ONLY_GenericMode")
 """The key of PyTorch's dispatcher that is included in a thread in :func:`samebits.batch_invariant`.
 
 PyTorch has it for modes and does not use it. Autograd takes it to its threads, as all keys.
 """
+RECORDED: Any = _key("TESTING_ONLY_GenericWrapper")
+"""The key that is included in a backward outside of contexts."""
+NAMES = {CONTEXT: "TESTING_ONLY_GenericMode", RECORDED: "TESTING_ONLY_GenericWrapper"}
 
 include = torch._C._dispatch_tls_set_dispatch_key_included
 """``include(key, on)``, in this thread."""

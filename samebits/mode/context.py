@@ -11,10 +11,9 @@ import torch
 from samebits.backends.modes import CONTEXT, include, includes, untraced, with_context
 from samebits.contexts import Context
 from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost, state
-from samebits.mode.checkpoints import keep_contexts
 from samebits.mode.fp8_layers import cover
-from samebits.mode.held import AUTOGRAD_CACHE, FAST_PATH
 from samebits.mode.kernels import register_context
+from samebits.mode.patches import AUTOGRAD_CACHE, asks
 from samebits.mode.recorded import keep
 from samebits.mode.traced import Traced, show_all_functions
 
@@ -89,17 +88,14 @@ def _included(on_uncovered: OnUncovered) -> Iterator[None]:
     """Include the key in this thread."""
     register_context()
     cover(_is_on)
-    keep_contexts(_again)
     outermost.context = on_uncovered
     before, first = includes(CONTEXT), torch._C._autograd._get_sequence_nr()
     AUTOGRAD_CACHE.hold()
-    FAST_PATH.hold()
     try:
         include(CONTEXT, True)
         yield
     finally:
         include(CONTEXT, before)
-        FAST_PATH.release()
         AUTOGRAD_CACHE.release()
         keep(first, torch._C._autograd._get_sequence_nr())
 
@@ -137,3 +133,10 @@ def _is_on() -> bool:
     if torch.compiler.is_compiling():  # which reads no keys
         return state.on_uncovered is not None
     return includes(CONTEXT)
+
+
+def _in_mode() -> bool:
+    return outermost.process is not None or _is_on()
+
+
+asks.again, asks.in_mode = _again, _in_mode

@@ -7,7 +7,6 @@ a GPU, whose tensors must not pay for it, they are at the CPU's own keys, where 
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -16,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.autograd import graph
 
-from samebits.backends.modes import CONTEXT, include, includes, untraced
+from samebits.backends.modes import CONTEXT, NAMES, RECORDED, include, includes, untraced
 from samebits.backends.replay import replayed
 from samebits.mode.calls import OnUncovered, inexact, into_out, outermost, report, returned, watched
 from samebits.mode.operators import Rule, operator_rules, outs
-from samebits.mode.recorded import RECORDED, RUN_BACKWARD, was_recorded, watch_backwards
+from samebits.mode.patches import called_by_engine, install
+from samebits.mode.recorded import was_recorded
 from samebits.mode.rules import HIGHER_ORDER
 from samebits.ops._operator import EXTRAORDINARY, thread
 
@@ -48,7 +47,7 @@ class _Libraries:
 
 
 _lock = threading.Lock()
-_libraries: dict[str, torch.library.Library | _Libraries] = {}  # they hold the registrations
+_libraries: dict[str, _Libraries] = {}  # they hold the registrations
 
 
 def register_context() -> None:
@@ -56,14 +55,15 @@ def register_context() -> None:
     if "context" not in _libraries:
         with _lock:
             if "context" not in _libraries:
+                install()
                 _libraries["context"] = _context_kernels()
-                watch_backwards()
 
 
 def register_process() -> None:
     """Register the kernels of the process, once."""
     with _lock:
         if "process" not in _libraries:
+            install()
             _on_cpus()
             found = {op: r for op, r in operator_rules().items() if not _of_cpus(r)}
             _libraries["process"] = _whole(lambda library: _at_backends(library, found))
@@ -107,16 +107,9 @@ def _at_backends(library: _Libraries, found: dict[OpOverload, Rule]) -> None:
 
 
 def _context_kernels() -> _Libraries:
-    """All other operators fall through the keys."""
     if _beside_a_gpu():
         _on_cpus()
     library = _whole(_in_contexts)
-    every = _libraries["every"] = torch.library.Library("_", "IMPL")
-    for key in (CONTEXT, RECORDED):
-        every.fallback(torch.library.fallthrough_kernel, _name(key))
-        torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
-        for higher in torch._ops._higher_order_ops.values():
-            higher.fallthrough(key)
     for higher in HIGHER_ORDER:
         higher.py_impl(CONTEXT)(_higher_order(higher))
     return library
@@ -125,30 +118,9 @@ def _context_kernels() -> _Libraries:
 def _in_contexts(library: _Libraries) -> None:
     for op, rule in operator_rules().items():
         if "cpu" not in _libraries or not _of_cpus(rule):
-            library.impl(op, _in_context(op, rule), _name(CONTEXT))
+            library.impl(op, _in_context(op, rule), NAMES[CONTEXT])
         if rule.of_gradients:
-            library.impl(op, _in_backward(op, rule), _name(RECORDED))
-
-
-def _name(key: Any) -> str:
-    return {CONTEXT: "TESTING_ONLY_GenericMode", RECORDED: "TESTING_ONLY_GenericWrapper"}[key]
-
-
-_ENGINES = (graph._engine_run_backward.__code__, RUN_BACKWARD)
-
-
-def _called_by_autograd(above: int) -> bool:
-    """Whether autograd's engine has called the kernel that asks, and not Python code in a backward.
-
-    The engine works below the call that started it, or in a thread of its own, without Python's frames. The
-    kernel's caller is so many frames `above` this.
-    """
-    if torch._C._current_graph_task_id() == -1:
-        return False
-    try:
-        return sys._getframe(above).f_code in _ENGINES
-    except ValueError:
-        return True
+            library.impl(op, _in_backward(op, rule), NAMES[RECORDED])
 
 
 def _running(op: OpOverload, rule: Rule) -> Kernel:
@@ -190,13 +162,13 @@ def _answering(op: OpOverload, rule: Rule, call: Kernel) -> Kernel:
 
     def answer(args: Any, kwargs: dict[str, Any], on_uncovered: OnUncovered) -> Any:
         if rule.replacement is not None:
-            if in_autograd is not None and _called_by_autograd(3):
+            if in_autograd is not None and called_by_engine(3):
                 result = run(in_autograd, args, kwargs)
             else:
                 result = call(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if inexact((*args, *kwargs.values())) and not _called_by_autograd(3):
+        if inexact((*args, *kwargs.values())) and not called_by_engine(3):
             report(op, on_uncovered)
         return NotImplemented
 
@@ -232,7 +204,7 @@ def _in_backward(op: OpOverload, rule: Rule) -> Kernel:
         try:
             include(RECORDED, False)
             result = NotImplemented
-            if was_recorded() and _called_by_autograd(2):
+            if called_by_engine(2) and was_recorded():
                 result = answer(args, kwargs, "ignore")
             return op(*args, **kwargs) if result is NotImplemented else result
         finally:
@@ -292,7 +264,7 @@ def _above_autograd(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel
         result = replay(*args, **kwargs)
         if result is not NotImplemented:
             return result
-        if inexact((*args, *kwargs.values())) and not _called_by_autograd(2):
+        if inexact((*args, *kwargs.values())) and not called_by_engine(2):
             report(op, on_uncovered)
         thread.plain = True
         try:

@@ -20,14 +20,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from samebits.contexts import Context
 from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost
 from samebits.mode.fp8_layers import cover
-from samebits.mode.held import FAST_PATH
 from samebits.mode.kernels import register_process
-from samebits.mode.patches import when_loaded
+from samebits.mode.patches import run_eagerly, stance, when_loaded
 
 __all__ = [
     "disable_batch_invariant_mode",
@@ -63,12 +60,10 @@ class _Switch:
                 register_process()
                 cover(is_batch_invariant_mode_enabled)
                 when_loaded(_COMPILER, self.compile_nothing)
-                FAST_PATH.hold()
             elif on_uncovered is None and before is not None:
-                if self.stance is not None and _stance() == "force_eager":  # nobody has changed it since
+                if self.stance is not None and stance() == "force_eager":  # nobody has changed it since
                     self.stance.__exit__(None, None, None)
                 self.stance = None
-                FAST_PATH.release()
             outermost.process = on_uncovered
             if on_uncovered is None:
                 os.environ.pop(_VARIABLE, None)
@@ -84,8 +79,8 @@ class _Switch:
 
         Without the lock: the thread that loads the compiler calls it, while another may wait for that.
         """
-        if outermost.process is not None and _stance() != "force_eager":
-            self.stance = torch.compiler.set_stance("force_eager")
+        if outermost.process is not None and stance() != "force_eager":
+            self.stance = run_eagerly()
 
     def enter(self, on_uncovered: OnUncovered | None) -> None:
         """Begin a block with this."""
@@ -99,13 +94,6 @@ class _Switch:
 
 
 _switch = _Switch()
-
-
-def _stance() -> str:
-    import torch._dynamo  # another thread may be loading it
-
-    stance: str = torch._dynamo.eval_frame._stance.stance
-    return stance
 
 
 class _Inherited:

@@ -68,17 +68,12 @@ def test_beside_a_gpu_only_covered_operators_have_a_kernel(monkeypatch: pytest.M
         def __init__(self, *kind: str) -> None:
             pass
 
-        def fallback(self, *given: Any) -> None:
-            pass
-
         def impl(self, op: Any, kernel: Any, key: str, **options: Any) -> None:
             registered.append((str(op), key))
 
     monkeypatch.setattr(torch.library, "Library", Library)
     monkeypatch.setattr(kernels, "_libraries", {})
     monkeypatch.setattr(kernels, "_beside_a_gpu", lambda: True)
-    monkeypatch.setattr(torch._ops, "_higher_order_ops", {})
-    monkeypatch.setattr(torch._ops, "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", [])
     monkeypatch.setattr(kernels, "HIGHER_ORDER", [])
     kernels._context_kernels()
     in_contexts = {op for op, key in registered if key == "TESTING_ONLY_GenericMode"}
