@@ -145,12 +145,12 @@ def _try_keys() -> None:
     x = torch.ones(2, 3, requires_grad=True, device="cpu")
     for key in (CONTEXT, RECORDED):
         seen: list[Any] = []
-        with _kernel(torch.ops.aten.logcumsumexp.default, key, lambda: None, seen):
-            x.logcumsumexp(0)
+        with _kernel(torch.ops.aten.relu.default, key, lambda: None, seen):
+            x.relu()
             _expect(not seen, f"{NAMES[key]}: a kernel runs in threads that have not included the key")
             include(key, True)
             try:
-                y = x.neg().logcumsumexp(0)
+                y = x.neg().relu()
             finally:
                 include(key, False)
         _expect(len(seen) == 1, f"{NAMES[key]}: a kernel there is not called")
@@ -204,7 +204,8 @@ class _Engine(type(Variable._execution_engine)):  # type: ignore[misc]
         if not self.tried and not _trial.of_engine:
             _alone("autograd's engine", _try_engine)
             _Engine.tried = True
-        if not (_trial.of_engine or asks.sums_outside()):
+        tries = _trial.of_engine and not asks.in_mode()  # where that of the process is on, it has kernels
+        if not (tries or asks.sums_outside()):
             return super().run_backward(*args, **kwargs)
         include(RECORDED, True)
         try:
@@ -254,7 +255,7 @@ def _try_engine() -> None:
     ones = torch.ones(2, 3, dtype=torch.float64, device="cpu")  # a dtype without rules
     x = torch.ones(3, dtype=ones.dtype, device="cpu", requires_grad=True)
     y = ones + x
-    x.register_hook(lambda grad: grad.sum(0, dtype=ones.dtype) and None)
+    x.register_hook(lambda grad: [None, grad.long().sum(0)][0])  # sums of integers are never reported
     seen: list[Any] = []
     _trial.seen = seen
     _trial.of_engine = True

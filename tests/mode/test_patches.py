@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,7 @@ def changed() -> list[Any]:
         [*sys.meta_path],
         [*torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS],
         [repr(op.non_fallthrough_keys) for op in torch._ops._higher_order_ops.values()],
-        torch._C._dispatch_dump("aten::logcumsumexp"),
+        torch._C._dispatch_dump("aten::relu"),
         torch._C._dispatch_dump("aten::nextafter"),
     ]
 
@@ -130,6 +131,18 @@ def test_the_engine_is_tried_in_the_first_backward(name: str, monkeypatch: pytes
                 y.backward()
     assert w.grad is None
     y.backward()
+    assert w.grad is not None
+
+
+@pytest.mark.usefixtures("outside")
+@pytest.mark.parametrize("context", [False, True])
+def test_the_engine_is_tried_in_the_mode_of_the_process(context: bool) -> None:
+    w = torch.ones(3, requires_grad=True)
+    patches.install()
+    inner = samebits.batch_invariant("error") if context else nullcontext()
+    with samebits.set_batch_invariant_mode(True, "error"), inner:
+        (torch.ones(2, 3) + w).sum().backward()
+    assert patches._Engine.tried
     assert w.grad is not None
 
 
