@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from generate import build
@@ -45,6 +46,17 @@ class Step:
     """Tokens whose log-prob has other bits in the loss than in the rollout."""
     off: float = 0
     """The largest |ratio - 1|, for the ratio of a token's probability in the loss to that in the rollout."""
+    kl: float = 0
+    """The divergence of the rollout from the loss: the mean of ratio - 1 - log(ratio)."""
+
+    def add(self, rollout: Tensor, loss: Tensor) -> None:
+        """Count tokens, given their log-probs."""
+        difference = (loss - rollout).double().cpu().numpy()
+        divergence = float((np.expm1(difference) - difference).sum())
+        self.kl = (self.kl * self.tokens + divergence) / max(1, self.tokens + rollout.numel())
+        self.tokens += rollout.numel()
+        self.differing += int((rollout.view(torch.int32) != loss.view(torch.int32)).sum())
+        self.off = max(self.off, float(abs(np.expm1(difference)).max()))
 
 
 @dataclass
@@ -55,17 +67,38 @@ class Run:
     """SHA-256 of the weights at the end."""
 
 
-class Trainer(GRPOTrainer):
-    """TRL's trainer, with the rollout's log-probs as the old ones."""
+class Recorder(GRPOTrainer):
+    """TRL's trainer, which also compares the log-probs of its rollout with those of its loss."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.steps: list[Step] = []
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        self.steps.append(Step())
+        return super()._generate_single_turn(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self.logps = found[0].detach()
+        return found
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        loss = super()._compute_loss(model, inputs)
+        mask = inputs["completion_mask"].bool()
+        self.steps[-1].add(inputs["sampling_per_token_logps"][mask], self.logps[mask])
+        return loss
+
+
+class Trainer(Recorder):
+    """The trainer, with the log-probs of a rollout by `transformers` as the old ones."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.model.base_model.register_forward_pre_hook(positions, with_kwargs=True)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]]]:
         """The tokens that TRL generates, and their log-probs, which TRL leaves out."""
-        self.steps.append(Step())
         head, last = self.model.get_output_embeddings(), []
         hook = head.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0][:, -1]))
         answers, _ = super()._generate_single_turn(*args, **kwargs)
@@ -78,21 +111,9 @@ class Trainer(GRPOTrainer):
                 logps.append(ChunkedLogProbFunction.apply(*operands, self.temperature, 1 << 15)[0].tolist())
         return answers, logps
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self.logps = found[0].detach()
-        return found
-
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         inputs["old_per_token_logps"] = inputs["sampling_per_token_logps"]
-        loss = super()._compute_loss(model, inputs)
-        mask = inputs["completion_mask"].bool()
-        old, new = inputs["old_per_token_logps"][mask], self.logps[mask]
-        step = self.steps[-1]
-        step.tokens += new.numel()
-        step.differing += int((old.view(torch.int32) != new.view(torch.int32)).sum())
-        step.off = max(step.off, float((new - old).exp().sub(1).abs().max()))
-        return loss
+        return super()._compute_loss(model, inputs)
 
 
 def positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,6 +124,13 @@ def positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return args, kwargs
 
 
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are `WORDS`."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
 def even(completions: list[str], **_: Any) -> list[float]:
     """The reward: the share of an answer's words that are even numbers."""
     answers = [completion.split() for completion in completions]
@@ -110,8 +138,6 @@ def even(completions: list[str], **_: Any) -> list[float]:
 
 
 def train(steps: int, *, ours: bool, device: str, seed: int = 0) -> Run:
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=build("qwen3", torch.float32, device, seed=seed, pad_token_id=0, eos_token_id=1),
@@ -131,9 +157,7 @@ def train(steps: int, *, ours: bool, device: str, seed: int = 0) -> Run:
                 disable_tqdm=True,
             ),
             train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
-            processing_class=PreTrainedTokenizerFast(
-                tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
-            ),
+            processing_class=word_tokenizer(),
         )
         trainer.remove_callback(PrinterCallback)
         mode: AbstractContextManager[None] = batch_invariant("error") if ours else nullcontext()
