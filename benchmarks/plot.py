@@ -330,7 +330,10 @@ def gpu_vllm(data: dict[str, Any]) -> Figure:
     figure, axes = plt.subplots(figsize=(8.4, 3.6), layout="constrained")
     engines = data["engines"]
     names = {"stock": "stock", "invariant": "VLLM_BATCH_INVARIANT=1", "samebits": "samebits"}
-    for place, (name, colour) in enumerate((("stock", THEIRS), ("invariant", ORACLE), ("samebits", OURS))):
+    colours = {"stock": THEIRS, "invariant": ORACLE, "samebits": OURS}
+    for place, (name, colour) in enumerate(colours.items()):
+        if name not in engines:
+            continue
         speeds = [vllm.speed(engines[name], work) for work in vllm.WORKS]
         stock = [vllm.speed(engines["stock"], work) for work in vllm.WORKS]
         at = [i + (place - 1) * 0.27 for i in range(len(speeds))]
@@ -370,10 +373,10 @@ PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = (
             ("rows", gpu_rows),
             ("logp", gpu_logp),
             ("models", gpu_models),
-            ("vllm", gpu_vllm),
         )
         if gpu in measured(f"{what}.json")
     }
+    | {f"{gpu}-vllm.svg": (f"{gpu}/vllm.json", gpu_vllm) for gpu in measured("vllm.json")[:1]}
 )
 
 

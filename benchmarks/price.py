@@ -47,16 +47,16 @@ def rows(gpu: str) -> list[list[str]]:
         others = f"{', '.join(names)} (samebits {beside['samebits']:.2f})" if names else ""
         found.append([work, f"{statistics.geometric_mean(every):.2f}", f"{slowest:.2f}", others])
 
-    if gpu in measured("vllm.json"):
-        engines = load(f"{gpu}/vllm.json")["engines"]
-        times = [
-            vllm.speed(engines["stock"], work) / vllm.speed(engines["samebits"], work) for work in vllm.WORKS
-        ]
-        slower = [
-            vllm.speed(engines["stock"], work) / vllm.speed(engines["invariant"], work) for work in vllm.WORKS
-        ]
-        add("rollouts in vLLM, Qwen3 of 8 billion, 1 to 256 rows, and prefill", times)
-        found[-1][-1] = f"vLLM's own batch invariance {statistics.geometric_mean(slower):.2f}"
+    if engines := measured("vllm.json"):
+        where = gpu if gpu in engines else engines[0]
+        data = load(f"{where}/vllm.json")
+        speeds = {name: [vllm.speed(of, work) for work in vllm.WORKS] for name, of in data["engines"].items()}
+        times = {
+            name: [s / t for s, t in zip(speeds["stock"], of, strict=True)] for name, of in speeds.items()
+        }
+        add(f"rollouts in vLLM, {data['model']}, {data['environment']['gpu']} (vLLM = 1)", times["samebits"])
+        if "invariant" in times:
+            found[-1][-1] = f"VLLM_BATCH_INVARIANT=1 {statistics.geometric_mean(times['invariant']):.2f}"
     if gpu in measured("steps.json"):
         steps: dict[str, list[float]] = {}
         for case in load(f"{gpu}/steps.json")["cases"]:

@@ -35,7 +35,7 @@ from benchmarks import (
     support,
     tune,
 )
-from benchmarks.record import GPUS, commits, environment, load, tiny
+from benchmarks.record import GPUS, commits, environment, load, measured, tiny
 from benchmarks.tables.models import (
     gpu_embeddings,
     gpu_models_drift,
@@ -200,7 +200,7 @@ def test_tables_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| 1,000 rows of products | 7 | 0 | 0 |  |" in said
     assert "| 64 tokens | 3 | 2 |  | 6 |" in said
     (gpu, *_) = GPUS
-    monkeypatch.setattr(price, "measured", lambda name: GPUS)
+    monkeypatch.setattr(price, "measured", lambda name: GPUS if name == "peers.json" else measured(name))
     monkeypatch.setattr(price, "load", lambda name: data if name.endswith("/peers.json") else load(name))
     others = {row[0]: row[3] for row in price.rows(gpu)}
     assert price.BESIDE.keys() <= others.keys()
