@@ -510,10 +510,12 @@ def when_loaded(name: str, call: Callable[[], object]) -> None:
     calls = _finder.calls.setdefault(name, [])
     if call not in calls:
         calls.append(call)
+    _find_modules()  # the module may be loaded before the mode is switched on
 
 
 def _find_modules() -> Undo:
-    sys.meta_path.insert(0, _finder)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
     return lambda: sys.meta_path.remove(_finder)
 
 
