@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
@@ -24,6 +25,7 @@ from samebits.ops.attention import scaled_dot_product_attention
 from samebits.ops.cross_entropy import cross_entropy as cross_entropy_of_rows
 from samebits.ops.embedding import copied_rows, embedding
 from samebits.ops.expand import expand
+from samebits.ops.layout import in_memory_order
 from samebits.ops.logsumexp import logsumexp
 from samebits.ops.norm import layer_norm, rms_norm
 from samebits.ops.reduce import mean, sum
@@ -125,7 +127,7 @@ def rms_norm_(
 def rsqrt_(input: Tensor) -> Any:
     if not takes(input):  # float64, integers and complex numbers
         return _other_rsqrt(input)
-    return rsqrt(_autocast(input))
+    return in_memory_order(rsqrt, _autocast(input))
 
 
 _other_rsqrt = in_whole_vectors(torch.rsqrt)
@@ -134,7 +136,7 @@ _other_rsqrt = in_whole_vectors(torch.rsqrt)
 def gelu_(input: Tensor, *, approximate: str = "none") -> Any:
     if not takes(input) or approximate not in ("none", "tanh"):
         return _other_gelu(input, approximate=approximate)
-    return gelu(input, approximate)
+    return in_memory_order(partial(gelu, approximate=approximate), input)
 
 
 _other_gelu = in_whole_vectors(F.gelu)

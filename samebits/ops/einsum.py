@@ -119,7 +119,7 @@ def _pair(a: Tensor, a_term: str, b: Tensor, b_term: str, needed: set[str]) -> t
         return t.permute([term.index(c) for group in groups for c in group])
 
     def count(letters: list[str]) -> int:
-        return math.prod(sizes[c] for c in letters)
+        return math.prod([sizes[c] for c in letters])
 
     a, b = laid(a, a_term, batch, left, inner), laid(b, b_term, batch, inner, right)
     if batch:

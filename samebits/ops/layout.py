@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import (
+    compute_elementwise_output_logical_to_physical_perm,
+    suggest_memory_format,
+)
 
-__all__ = ["as_laid_out", "memory_format"]
+__all__ = ["as_laid_out", "in_memory_order", "memory_format"]
 
 
 def memory_format(*tensors: Tensor) -> torch.memory_format:
@@ -18,3 +23,12 @@ def memory_format(*tensors: Tensor) -> torch.memory_format:
 def as_laid_out(result: Tensor, like: Tensor) -> Tensor:
     """`result` in the memory format of `like`, PyTorch's result on a meta device."""
     return result.contiguous(memory_format=memory_format(like))
+
+
+def in_memory_order(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function(x)`` of an elementwise function that is contiguous, laid out in memory as PyTorch's is."""
+    if x.is_contiguous():
+        return function(x)
+    order, _ = compute_elementwise_output_logical_to_physical_perm(x)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return function(x.permute(order)).permute(back)
