@@ -50,7 +50,8 @@ def register() -> None:
 
     * Windows, soft caps, attention sinks, position biases and grouped heads are those of the model.
     * ``attention_mask[batch, keys]`` is padding. It may hide keys anywhere: on either side, or between two
-      turns.
+      turns. With it each forward waits for the GPU once, to see whether there are gaps, which take slower
+      kernels. While a CUDA graph is captured it does not wait, and takes these.
     * Sequences packed into a row are told by ``position_ids``, without mask and cache, or by
       ``cu_seq_lens_q`` and ``cu_seq_lens_k``. With ``position_ids`` each forward waits for the GPU once, as
       ``transformers`` does itself. Models that do not hand ``position_ids`` on to masks, as GPT-OSS, need the
@@ -219,7 +220,9 @@ def _spans(
         aligned = isinstance(offset, int) and offset == 0 and queries == keys
         if dropped or (left >= 0 and not aligned):
             return None
-        return _Spans(False, left, padding=None if padding is None else _of_keys(padding, keys))
+        shown = None if padding is None else _of_keys(padding, keys)
+        start, length, shown = _without_gaps(shown)
+        return _Spans(False, left, start, length, shown)
     if dropped and not 0 <= left <= keys - queries:
         return None  # queries would see keys that are not there
     used = offset + queries - dropped
@@ -228,7 +231,9 @@ def _spans(
     start = length = shown = None
     if padding is not None:
         shown = _of_keys(padding, keys + dropped)
-        if dropped:  # keys that were shown keep the positions of those after them, but for whole segments
+        if not dropped:  # causal queries do not see what is padded behind them
+            start, _, shown = _without_gaps(shown)
+        else:  # keys that were shown keep the positions of those after them, but for whole segments
             count = shown[:, :dropped].sum(1, keepdim=True) % SEGMENT
             before = torch.arange(SEGMENT, 0, -1, device=shown.device) <= count
             shown = torch.cat([before, shown[:, dropped:]], 1)
@@ -238,12 +243,30 @@ def _spans(
         length = used.to(torch.int32).expand(batch)
     elif used < keys:
         length = torch.full((batch,), used, dtype=torch.int32, device=device)
+    if start is not None and length is not None:
+        start = torch.minimum(start, length)  # the padding may show a row's first key before there is one
     return _Spans(True, left, start, length, shown, dropped=dropped > 0)
 
 
 def _of_keys(padding: Tensor, keys: int) -> Tensor:
     """Padding of so many keys, as booleans."""
     return F.pad(padding[:, :keys].to(torch.bool), (0, max(0, keys - padding.shape[1])))
+
+
+def _without_gaps(shown: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The first key of each row and the one after the last, int32; or `shown`, if a row has none or a gap.
+
+    Both give the same bits, and kernels are faster with the former. This waits for a GPU. So it does not ask
+    while a graph is captured.
+    """
+    if shown is None or shown.is_meta or (shown.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None, None, shown
+    numbers = shown.to(torch.uint8)
+    start, count = numbers.argmax(1), shown.count_nonzero(1)
+    stop = shown.shape[1] - numbers.flip(1).argmax(1)
+    if shown.shape[1] == 0 or bool(((stop - start != count) | (count == 0)).any()):
+        return None, None, shown
+    return start.to(torch.int32), stop.to(torch.int32), None
 
 
 class _Anything:
