@@ -51,12 +51,17 @@ def rows(gpu: str) -> list[list[str]]:
         where = gpu if gpu in engines else engines[0]
         data = load(f"{where}/vllm.json")
         speeds = {name: [vllm.speed(of, work) for work in vllm.WORKS] for name, of in data["engines"].items()}
-        times = {
+        beside_stock = {
             name: [s / t for s, t in zip(speeds["stock"], of, strict=True)] for name, of in speeds.items()
         }
-        add(f"rollouts in vLLM, {data['model']}, {data['environment']['gpu']} (vLLM = 1)", times["samebits"])
-        if "invariant" in times:
-            found[-1][-1] = f"VLLM_BATCH_INVARIANT=1 {statistics.geometric_mean(times['invariant']):.2f}"
+        add(
+            f"rollouts in vLLM, {data['model']}, {data['environment']['gpu']} (vLLM = 1)",
+            beside_stock["samebits"],
+        )
+        if "invariant" in beside_stock:
+            found[-1][-1] = (
+                f"VLLM_BATCH_INVARIANT=1 {statistics.geometric_mean(beside_stock['invariant']):.2f}"
+            )
     if gpu in measured("steps.json"):
         steps: dict[str, list[float]] = {}
         for case in load(f"{gpu}/steps.json")["cases"]:
