@@ -47,6 +47,10 @@ measure attention_invariance 180 benchmarks.attention_invariance
 measure counters 60 benchmarks.counters
 measure triton 200 benchmarks.gpu --quick --backend triton
 measure verify 600 benchmarks.verify
+if "$python" -c 'import vllm' 2>/dev/null; then
+  measure vllm 600 benchmarks.vllm
+  measure vllm_bits 400 benchmarks.vllm_bits
+fi
 for name in $wanted; do
   [[ $ran == *" $name "* ]] || { echo "unknown: $name" && status=2; }
 done
