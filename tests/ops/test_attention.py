@@ -858,5 +858,5 @@ def test_opcheck(packed: bool) -> None:
 
 
 def test_a_mask_hides_alike_in_kernels_and_in_the_reference() -> None:
-    header = (compiler.INCLUDE / "attention.cuh").read_text()
+    header = (compiler.INCLUDE / "attention_mask.cuh").read_text()
     assert f"constexpr float HIDES = {HIDES:.1f}f;" in header

@@ -230,7 +230,7 @@ def test_both_ways_to_an_operator_record_the_same_gradients(name: str) -> None:
 
     # A backward after some context asks at each sum whether a context recorded it.
     with (
-        mock.patch.object(recorded, "_firsts", ()),
+        mock.patch.object(recorded, "_recorded", {}),
         mock.patch(
             "torch._ops.OpOverload.__call__", side_effect=AssertionError("the short way was not taken")
         ),
