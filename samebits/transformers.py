@@ -259,12 +259,14 @@ def _without_gaps(shown: Tensor | None) -> tuple[Tensor | None, Tensor | None, T
     Both give the same bits, and kernels are faster with the former. This waits for a GPU. So it does not ask
     while a graph is captured.
     """
-    if shown is None or shown.is_meta or (shown.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if shown is None or shown.is_meta or shown.shape[1] == 0:
+        return None, None, shown
+    if shown.is_cuda and torch.cuda.is_current_stream_capturing():
         return None, None, shown
     numbers = shown.to(torch.uint8)
     start, count = numbers.argmax(1), shown.count_nonzero(1)
     stop = shown.shape[1] - numbers.flip(1).argmax(1)
-    if shown.shape[1] == 0 or bool(((stop - start != count) | (count == 0)).any()):
+    if ((stop - start != count) | (count == 0)).any():
         return None, None, shown
     return start.to(torch.int32), stop.to(torch.int32), None
 

@@ -11,4 +11,4 @@ def vllm_native() -> str:
 
 
 def vllm_versions() -> str:
-    return table(["vLLM", "PyTorch", "tested on"], ((v, *where) for v, where in TESTED.items()))
+    return table(["vLLM", "PyTorch", "tested on"], ((v, *where) for v, (_, *where) in TESTED.items()))

@@ -54,9 +54,11 @@ class Parity:
     first: tuple[int, int] | None
 
     def __bool__(self) -> bool:
-        return self.differing == 0
+        return self.tokens > 0 and self.differing == 0
 
     def __str__(self) -> str:
+        if self.tokens == 0:
+            return "no tokens were compared"
         said = f"{self.differing} of {self.tokens:,} tokens differ"
         if self.first is None:
             return f"{said}: every importance ratio is 1"
@@ -112,7 +114,7 @@ def ratios(trainer: Tensor, engine: Tensor, mask: Tensor | None = None) -> dict[
 
     Args:
         trainer, engine: log-probs of the sampled tokens, of one shape.
-        mask: which of them count; all by default.
+        mask: which of them count; all by default. Of none, ratios are 1.
 
     Returns:
         ``tokens``, ``differing`` (in their bits), ``ratio_min``, ``ratio_max``, ``ratio_mean``, and ``kl``,
@@ -125,6 +127,15 @@ def ratios(trainer: Tensor, engine: Tensor, mask: Tensor | None = None) -> dict[
         )
     if mask is not None:
         trainer, engine = trainer[mask.bool()], engine[mask.bool()]
+    if trainer.numel() == 0:
+        return {
+            "tokens": 0.0,
+            "differing": 0.0,
+            "ratio_min": 1.0,
+            "ratio_max": 1.0,
+            "ratio_mean": 1.0,
+            "kl": 0.0,
+        }
     log = trainer.double() - engine.double()
     r = log.exp()
     return {

@@ -7,7 +7,10 @@ model of the same weights gives it under :class:`samebits.batch_invariant`. ``do
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+from samebits.engines.refusals import RefusedError
 
 __all__ = ["disable", "enable", "is_enabled", "options", "register"]
 
@@ -25,7 +28,13 @@ def options(*, any_version: bool = False) -> dict[str, Any]:
 
     Args:
         any_version: also run with versions of vLLM that samebits was not tested with.
+
+    Raises:
+        RefusedError: ``VLLM_PLUGINS`` is set, and does not name samebits: vLLM would load no hook.
     """
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and "samebits" not in plugins.split(","):
+        raise RefusedError(f"VLLM_PLUGINS={plugins}", "vLLM loads no other plug-ins", "name samebits in it")
     return {"additional_config": {"samebits": {"any_version": any_version}}}
 
 
@@ -39,7 +48,8 @@ def register() -> None:
 def enable(*, any_version: bool = False) -> None:
     """Install the hooks in this process, and in those that it starts.
 
-    Engines call it themselves. It turns :func:`samebits.enable_batch_invariant_mode` on.
+    Engines call it themselves. All engines that are made from now on are under samebits. Loading a model
+    turns :func:`samebits.enable_batch_invariant_mode` on in its process.
 
     Raises:
         RefusedError: this version of vLLM was not tested.
@@ -51,7 +61,10 @@ def enable(*, any_version: bool = False) -> None:
 
 
 def disable() -> None:
-    """Undo :func:`enable` in this process: every hook, and the mode. Engines that exist must not be used."""
+    """Undo :func:`enable` in this process: every hook, and the mode if an engine turned it on.
+
+    Engines that exist must not be used.
+    """
     from samebits.vllm.plugin import disable
 
     disable()

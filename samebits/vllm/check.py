@@ -12,6 +12,7 @@ or, of log-probs that both have anyway: :func:`ratios` in each step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -47,6 +48,9 @@ def replayed(model: nn.Module, outputs: Sequence[Any], **distribution: Any) -> P
         model: on any device; on the engine's kind of device for equal bits of elementwise functions.
         outputs: of ``LLM.generate``.
         distribution: for ``processed_logprobs`` the ``temperature``, ``top_k`` and ``top_p`` of all requests.
+            Tokens of prompts are not compared then: vLLM's log-probs of them are never processed.
     """
     found = samples(outputs)
+    if distribution:
+        found = [replace(s, prompt_logprobs=()) for s in found]
     return compare(found, replay(model, [[*s.prompt, *s.tokens] for s in found], **distribution))

@@ -89,8 +89,10 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
         yield "a mixture of experts", "routers and experts are not covered", _LATER
     if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
         yield "layers with a recurrent state", "only attention is covered", _LATER
+    if getattr(config, "watermark_config", None) is not None:
+        yield "watermark_config", "it changes what tokens are sampled from", "do not set it"
     dtype = config.cache_config.cache_dtype
-    if dtype not in ("auto", "bfloat16", "float16"):
+    if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         yield f"kv_cache_dtype={dtype!r}", "a trainer keeps keys and values in its dtype", "give 'auto'"
     head = getattr(model, "head_dtype", model.dtype)
     if head != model.dtype:

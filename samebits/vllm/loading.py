@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
+from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
@@ -14,6 +16,7 @@ from vllm.platforms import current_platform
 from samebits.engines import frequencies
 from samebits.engines.hooks import Hooks
 from samebits.mode import batch_invariant, disable_batch_invariant_mode, enable_batch_invariant_mode
+from samebits.mode.calls import outermost
 from samebits.vllm import sampling
 from samebits.vllm.covered import check_model
 from samebits.vllm.warmup import warm_up
@@ -27,13 +30,24 @@ def install(hooks: Hooks) -> None:
     hooks.replace(
         *(BaseModelLoader, "load_model", _load(own, hooks)), *("self", "vllm_config", "model_config")
     )
-    hooks.on_undo(disable_batch_invariant_mode)
+    hooks.expect(rotary_embedding, "_ROPE_DICT")
+    rotary_embedding._ROPE_DICT.clear()
+    hooks.on_undo(rotary_embedding._ROPE_DICT.clear)
+
+
+def _switch_mode(hooks: Hooks) -> None:
+    """Turn the mode on in this process, which runs the model. While the model runs, it is "error"."""
+    before = outermost.process
+    enable_batch_invariant_mode("ignore")
+    hooks.on_undo(
+        disable_batch_invariant_mode if before is None else partial(enable_batch_invariant_mode, before)
+    )
 
 
 def _load(own: Callable[..., nn.Module], hooks: Hooks) -> Callable[..., nn.Module]:
     def load_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        # In this process alone: it runs the model. While the model runs, the mode is "error".
-        enable_batch_invariant_mode("ignore")
+        _switch_mode(hooks)
+        rotary_embedding._ROPE_DICT.clear()  # models share no tables: they have this one's length
         if model_config.logprobs_mode.startswith("processed"):
             sampling.install_processed(hooks)
         model = own(self, vllm_config, model_config, *args, **kwargs)

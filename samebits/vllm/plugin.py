@@ -50,11 +50,13 @@ def enable(*, any_version: bool = False) -> None:
     """See :func:`samebits.vllm.enable`."""
     if _state.hooks is not None:
         return
-    found = _version()
-    if found not in TESTED and not any_version:
+    from vllm.platforms import current_platform
+
+    found, device = _version(), current_platform.device_type
+    if not any_version and device not in TESTED.get(found, ()):
         raise RefusedError(
-            f"vLLM {found}",
-            f"samebits was tested with {', '.join(TESTED)}",
+            f"vLLM {found} on {device}",
+            f"samebits was tested with {', '.join(f'{v} on {on}' for v, (on, *_) in TESTED.items())}",
             "install one of these, or allow it: samebits.vllm.options(any_version=True), or"
             f" {ANY_VERSION}=1, and prove it on your model: samebits parity MODEL --engine vllm",
         )

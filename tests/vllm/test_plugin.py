@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from samebits.engines.hooks import MovedError
+from samebits.engines.refusals import RefusedError
 from tests.vllm.conftest import Engine, generate
 
 MODULES = [
@@ -88,6 +89,20 @@ def test_an_engine_that_does_not_ask_is_left_alone(engine: Engine) -> None:
     generate(llm, [[1, 2, 3]], max_tokens=1)
     assert not samebits.vllm.is_enabled()
     assert not samebits.is_batch_invariant_mode_enabled()
+
+
+@pytest.mark.parametrize(("plugins", "loaded"), [("", False), ("other", False), ("other,samebits", True)])
+def test_plugins_that_vllm_is_told_to_load(
+    monkeypatch: pytest.MonkeyPatch, plugins: str, loaded: bool
+) -> None:
+    import samebits.vllm
+
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    if loaded:
+        samebits.vllm.options()
+        return
+    with pytest.raises(RefusedError, match=r"VLLM_PLUGINS=.*name samebits in it"):
+        samebits.vllm.options()
 
 
 def test_samebits_imports_no_vllm() -> None:

@@ -95,13 +95,14 @@ def test_uncovered_operators_are_errors(loaded: tuple[Any, Any]) -> None:
         layer.mlp(torch.randn(3, 128).bfloat16())
 
 
-def test_an_unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", ["9.9.9", "0.26.0"], ids=["unknown", "tested on GPUs alone"])
+def test_an_unknown_version(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     import vllm
 
     import samebits.vllm
 
-    monkeypatch.setattr(vllm, "__version__", "9.9.9+cpu")
-    with pytest.raises(RefusedError, match=r"vLLM 9.9.9: samebits was tested with .*any_version"):
+    monkeypatch.setattr(vllm, "__version__", f"{version}+cpu")
+    with pytest.raises(RefusedError, match=rf"vLLM {version} on cpu: samebits was tested with .*any_version"):
         samebits.vllm.enable()
     assert not samebits.vllm.is_enabled()
     samebits.vllm.enable(any_version=True)
