@@ -150,8 +150,8 @@ def main() -> None:
         built, path = library(Path(name)), arguments.archive or Path(name) / "archive"
         start = time.perf_counter()
         if arguments.archive is None:
-            archive = build(info.arch, list(DTYPES.values()))
-            path.write_bytes(archive.pack(compile_all(archive.specs, info.arch, say)))
+            archive = build(info.arch.target, list(DTYPES.values()))
+            path.write_bytes(archive.pack(compile_all(archive.specs, info.arch.target, say)))
         exported = time.perf_counter() - start
         start = time.perf_counter()
         of = engine.Engine(path, library=built)

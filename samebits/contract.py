@@ -133,18 +133,6 @@ HOPPER_FP8 = MmaModel("HOPPER_FP8", group=32, fraction_bits=13, zero_exponent=-1
 """``wgmma`` on e4m3 and e5m2 on sm_90 (H100, H200). ``mma.sync`` computes these otherwise there."""
 
 
-FAMILIES: dict[tuple[int, int], MmaModel] = {
-    (8, 0): AMPERE,
-    (8, 6): AMPERE,
-    (8, 9): AMPERE,
-    (9, 0): HOPPER,
-    (10, 0): HOPPER,
-    (10, 3): HOPPER,
-    (12, 0): HOPPER,
-}
-"""The tensor cores of NVIDIA's GPUs, by compute capability."""
-
-
 MOST_SEGMENTS = 64
 
 

@@ -109,6 +109,18 @@ def test_a_class_of_the_cuda_backend_has_a_name_of_its_own() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def test_one_file_alone_compares_compute_capabilities() -> None:
+    """All others ask ``samebits/backends/arch.py`` what a GPU can do."""
+    found = [
+        f"{m}:{node.lineno}"
+        for m, tree in TREES.items()
+        for node in ast.walk(tree)
+        if m != "samebits.backends.arch" and isinstance(node, ast.Compare)
+        if any(word in ast.unparse(node) for word in ("capability", "(9, 0)", ".major", "SM_"))
+    ]
+    assert found == []
+
+
 def test_operators_and_backends_are_short_files() -> None:
     lines = {m: len(FILES[m].read_text().splitlines()) for m in FILES if layer(f"{m}.") in (1, 2)}
     assert {m: n for m, n in lines.items() if n > LONGEST} == {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from samebits._version import __version__
-from samebits.contract import FAMILIES
+from samebits.backends.arch import arch_of
 from samebits.ops._memory import capturing, has_memory
 from samebits.remedies import see
 
@@ -154,7 +154,7 @@ def agree(op: str, name: str, like: Tensor | torch.device, **facts: Any) -> None
         found = _agreed[name] = group, set()
     if known in found[1]:
         return
-    family = FAMILIES.get(torch.cuda.get_device_capability(like)) if like.type == "cuda" else None
+    family = arch_of(torch.cuda.get_device_capability(like)).mma if like.type == "cuda" else None
     of_device = family and family.name  # decides bits of a contract that is not bound to any
     compared = {"of": op, "samebits": __version__, "tensor cores": of_device, **facts}
     text = ", ".join(f"{fact} {value}" for fact, value in compared.items())

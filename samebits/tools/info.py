@@ -21,7 +21,8 @@ from rich.text import Text
 
 from samebits._version import __version__
 from samebits.backends import cache, replay
-from samebits.contract import AMPERE, FAMILIES, FMA, FP8, HOPPER, TENSOR_CORE
+from samebits.backends.arch import OLDEST, arch_of
+from samebits.contract import AMPERE, FMA, FP8, HOPPER, TENSOR_CORE
 from samebits.tools.terminal import Console
 from samebits.tools.text import plural
 
@@ -163,8 +164,8 @@ def _gpus() -> tuple[Gpu, ...]:
             p.name,
             f"sm_{p.major}{p.minor}",
             round(p.total_memory / 2**30, 1),
-            _contracts(p.major, p.minor),
-            _family(p.major, p.minor),
+            _contracts((p.major, p.minor)),
+            _family((p.major, p.minor)),
             _proven().get(p.name),
             _tuned(i),
         )
@@ -172,10 +173,9 @@ def _gpus() -> tuple[Gpu, ...]:
     )
 
 
-def _family(*capability: int) -> str:
-    if torch.version.hip is not None or capability not in FAMILIES:
-        return ""
-    return "HOPPER" if FAMILIES[capability] is HOPPER else "AMPERE"
+def _family(capability: tuple[int, int]) -> str:
+    mma = None if torch.version.hip is not None else arch_of(capability).mma
+    return "" if mma is None else mma.name
 
 
 def _proven() -> dict[str, Any]:
@@ -240,15 +240,13 @@ def _answer(gpus: tuple[Gpu, ...], backends: tuple[Backend, ...]) -> tuple[str, 
     return tuple(said)
 
 
-def _contracts(*capability: int) -> tuple[str, ...]:
-    from samebits.backends.cuda.devices import OLDEST
-
+def _contracts(capability: tuple[int, int]) -> tuple[str, ...]:
     if torch.version.hip is not None:  # ROCm numbers its architectures differently
         return ("FMA",)
-    if capability < OLDEST:
+    arch = arch_of(capability)
+    if not arch.at_least(OLDEST):
         return ()
-    on_tensor_cores = ("TENSOR_CORE", "FP8") if capability == (9, 0) else ("TENSOR_CORE",)
-    return ("FMA", *on_tensor_cores) if capability in FAMILIES else ("FMA",)
+    return ("FMA", *("TENSOR_CORE",) * (arch.mma is not None), *("FP8",) * (arch.fp8 is not None))
 
 
 def _reference() -> Backend:

@@ -28,7 +28,7 @@ from samebits.tools.verify.operands import Inputs
 from tests.contract.test_invariance import LAYOUTS, relaid
 from tests.ops.test_torch import OPERATORS, PUBLIC, public, registered
 from tests.support.compiled import assert_compiles
-from tests.support.devices import FAMILY, HOPPER_OR_NEWER, multiprocessors
+from tests.support.devices import ARCH, FAMILY, multiprocessors
 from tests.support.threads import in_threads
 
 pytestmark = pytest.mark.gpu
@@ -160,7 +160,7 @@ def test_rows_over_tiles_and_schedules(
 
 
 def test_equals_cublas_where_it_does_not_split_k() -> None:
-    if not HOPPER_OR_NEWER:
+    if not ARCH.copies_tiles:
         pytest.skip("known of Hopper")
     a, weight = (
         values("normal", (4096, 2048), BF16, 0, "cuda"),

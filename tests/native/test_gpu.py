@@ -32,7 +32,7 @@ def test_the_known_answers_are_the_references() -> None:
 
 @pytest.fixture(scope="module")
 def archive() -> Path:
-    arch = devices.device_info(0).arch
+    arch = devices.device_info(0).arch.target
     made = build(arch, [F32, BF16, F16], sizes=support.SMALL)
     path = support.folder() / "gpu.samebits"
     path.write_bytes(made.pack(compile_all(made.specs, arch)))

@@ -28,7 +28,7 @@ from samebits.backends.token_logps import Rows
 from samebits.testing import assert_same_bits, values
 from tests.contract.test_conformance import CONTRACTS, NAMES, cases, expected
 from tests.support import naive
-from tests.support.devices import DEVICES, FAMILY, multiprocessors
+from tests.support.devices import ARCH, DEVICES, FAMILY, multiprocessors
 from tests.support.naive import f32
 
 KINDS = ["normal", "wide", "one-hot", "uniform", "masked", "infinite", "nan", "nothing"]
@@ -524,7 +524,7 @@ def test_cuda_schedules_change_no_bit(
     with_entropy: bool,
 ) -> None:
     """Every schedule of the fused kernels, their results one by one."""
-    if torch.cuda.get_device_capability() != (9, 0):
+    if ARCH.own != "sm90":
         pytest.skip("the fused kernels are for Hopper")
     if backend == "triton":
         pytest.importorskip("triton")

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from samebits import AMPERE, HOPPER
+from samebits import HOPPER
+from samebits.backends.arch import ARCHS, SM_90, arch_of
 from samebits.backends.cuda import devices, linear_logp_sm90, matmul
 from samebits.backends.cuda.attention import sm90
 from samebits.testing import values
@@ -19,8 +20,8 @@ GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = ["cpu", GPU]
 
 # The family of the GPU here, so that CPU tensors can be asked for its bits.
-HOPPER_OR_NEWER = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
-FAMILY = HOPPER if HOPPER_OR_NEWER else AMPERE
+ARCH = arch_of(torch.cuda.get_device_capability()) if torch.cuda.is_available() else ARCHS[SM_90]
+FAMILY = ARCH.mma or HOPPER
 
 
 def case(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:

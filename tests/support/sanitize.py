@@ -399,7 +399,7 @@ SCALED_GROUPED = scaled_grouped.scaled_grouped_cases(False)
 def fp8(every: int) -> None:
     """Every schedule on Hopper, and quantization; with `every`, in a third of the cases."""
     device = torch.device("cuda", torch.cuda.current_device())
-    if devices.device_info(device.index).capability != (9, 0):
+    if devices.device_info(device.index).arch.fp8 is None:
         return
     found, step = Report("", "", "", "", {}, True), 1 if every == 1 else 3
     scaled.verify_scaled(found, SCALED[::step], device)
@@ -411,7 +411,7 @@ def fp8(every: int) -> None:
 def fp8_kernels() -> Iterator[Callable[[], object]]:
     """Calls that load its kernels."""
     device = torch.device("cuda", torch.cuda.current_device())
-    if devices.device_info(device.index).capability == (9, 0):
+    if devices.device_info(device.index).arch.fp8 is not None:
         yield from scaled.loads(SCALED, device)
         yield from scaled_grouped.loads(SCALED_GROUPED, device)
 

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 import samebits
 from samebits.backends import UnavailableError
+from samebits.backends.arch import arch_of
 from samebits.backends.cuda import devices
 from samebits.backends.cuda.matmul import family
 from samebits.tools import info as info_module
@@ -539,7 +540,7 @@ def test_info_answers_at_a_glance(
 
 @pytest.mark.parametrize("old", [(7, 5), (12, 1)])
 def test_tensor_cores_that_are_not_known(monkeypatch: pytest.MonkeyPatch, old: tuple[int, int]) -> None:
-    info = types.SimpleNamespace(name="an old one", capability=old)
+    info = types.SimpleNamespace(name="an old one", arch=arch_of(old))
     monkeypatch.setattr("samebits.backends.cuda.devices.device_info", lambda index: info)
     with pytest.raises(UnavailableError, match=r"an old one \(sm_.*contract=samebits.FMA works on it"):
         family.__wrapped__(0)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samebits.backends import UnavailableError, cache
+from samebits.backends.arch import ARCHS, SM_80
 from samebits.remedies import see
 
 __all__ = [
@@ -34,7 +35,7 @@ __all__ = [
 KERNELS = Path(__file__).parent / "kernels"
 INCLUDE = KERNELS / "include"
 
-ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
+ARCHITECTURES = tuple(arch.target for arch in ARCHS.values())
 """Every architecture that continuous integration compiles for. Tensor-core kernels start at the second."""
 
 INSTALL = "install the extra cuda: pip install '.[cuda]' in a clone of samebits" + see("no-compiler")
@@ -83,7 +84,7 @@ class KernelSpec:
     smem: int = 0
     cluster: tuple[int, int, int] = (1, 1, 1)
     programmatic: bool = False
-    oldest: tuple[int, int] = (8, 0)
+    oldest: tuple[int, int] = SM_80
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 from samebits.backends import UnavailableError
+from samebits.backends.arch import OLDEST, Arch, arch_of
 from samebits.backends.cuda import driver
 from samebits.backends.cuda.compiler import CompileError, nvrtc_version, require_compiler
 from samebits.remedies import see
 
-__all__ = ["OLDEST", "DeviceInfo", "Status", "describe", "device_info", "require", "status"]
-
-OLDEST = (7, 5)
-"""The lowest compute capability that any kernel runs on."""
+__all__ = ["DeviceInfo", "Status", "describe", "device_info", "require", "status"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +33,9 @@ class DeviceInfo:
     """Bytes that memory moves in a microsecond at most; 0 if it is not known."""
 
     @property
-    def arch(self) -> str:
-        """The NVRTC architecture. From Hopper on it ends with ``a``, which enables specific instructions."""
-        major, minor = self.capability
-        return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+    def arch(self) -> Arch:
+        """What GPUs of this family can do."""
+        return arch_of(self.capability)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,7 @@ def status() -> Status:
     try:
         _require_gpu()  # first: without one, no package helps
         require_compiler()
-        if devices and all(d.capability < OLDEST for d in devices):
+        if devices and not any(d.arch.at_least(OLDEST) for d in devices):
             _require_capability(devices[0], OLDEST, "CUDA kernels need")
     except UnavailableError as error:
         reason, _, remedy = str(error).partition(" — ")
@@ -137,13 +134,8 @@ def _require_gpu() -> None:
 
 
 def _require_capability(info: DeviceInfo, oldest: tuple[int, int], who: str) -> None:
-    if info.capability < oldest:
+    if not info.arch.at_least(oldest):
         raise UnavailableError(
-            f"{info.name} is {_sm(info.capability)}; samebits' {who} {_sm(oldest)} or newer — "
+            f"{info.name} is {info.arch}; samebits' {who} {arch_of(oldest)} or newer — "
             "use another GPU, or CPU tensors" + see("unsupported-gpus")
         )
-
-
-def _sm(capability: tuple[int, int]) -> str:
-    major, minor = capability
-    return f"sm_{major}{minor}"

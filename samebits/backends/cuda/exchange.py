@@ -82,7 +82,7 @@ def parts_spec(ranks: int, programmatic: bool) -> compiler.KernelSpec:
 def _loaded(entry: str, ranks: int, device: int) -> tuple[runtime.Kernel, int]:
     info = devices.device_info(device)
     spec = {"packets": packets_spec, "parts": parts_spec}[entry]
-    return runtime.load(spec(ranks, info.capability >= (9, 0)), device), min(info.sm_count, BLOCKS)
+    return runtime.load(spec(ranks, info.arch.copies_tiles), device), min(info.sm_count, BLOCKS)
 
 
 def _kinds(out: Tensor, bias: Tensor | None) -> tuple[int, int]:

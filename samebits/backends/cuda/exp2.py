@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from samebits.backends.arch import SM_75
 from samebits.backends.cuda import compiler, runtime
 from samebits.contract import INTERPOLATION, Exp2Model
 
@@ -12,7 +13,7 @@ from samebits.contract import INTERPOLATION, Exp2Model
 def spec(model: Exp2Model) -> compiler.KernelSpec:
     """The kernel of a model. INTERPOLATION is the instruction ``ex2.approx.ftz.f32``."""
     constants = (("HARDWARE_EXP2", int(model == INTERPOLATION)),)
-    return compiler.KernelSpec("exp2.cu", "exp2_of_all", "PPq", constants, block=256, oldest=(7, 5))
+    return compiler.KernelSpec("exp2.cu", "exp2_of_all", "PPq", constants, block=256, oldest=SM_75)
 
 
 def exp2(x: Tensor, model: Exp2Model) -> Tensor:

@@ -26,7 +26,7 @@ def kernel_spec(
 
 @functools.lru_cache(maxsize=256)
 def _kernel(dtype: torch.dtype, activation: str, form: str, vector: int, device: int) -> runtime.Kernel:
-    programmatic = devices.device_info(device).capability >= (9, 0)
+    programmatic = devices.device_info(device).arch.copies_tiles
     return runtime.load(kernel_spec(dtype, activation, form, vector, programmatic=programmatic), device)
 
 

@@ -7,7 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.arch import OLDEST
+from samebits.backends.cuda import compiler, runtime
 
 _NUMBERS = {torch.int64: "i64", torch.int32: "int"}
 _UNITS = {16: "uint4", 4: "u32", 2: "u16", 1: "unsigned char"}  # by their bytes
@@ -18,7 +19,7 @@ def kernel_spec(numbers: torch.dtype, unit: int) -> compiler.KernelSpec:
     """The kernel for numbers of this dtype that copies so many bytes at a time."""
     constants = ("NUMBER", _NUMBERS[numbers]), ("UNIT", _UNITS[unit])
     return compiler.KernelSpec(
-        *("gather.cu", "gather", "PPPqqqqq", constants), block=32 * _WARPS, oldest=devices.OLDEST
+        *("gather.cu", "gather", "PPPqqqqq", constants), block=32 * _WARPS, oldest=OLDEST
     )
 
 

@@ -95,7 +95,7 @@ def spec(
 def supports(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether these kernels take ``hidden[tokens, D]`` and ``weight[V, D]``."""
     return (
-        devices.device_info(hidden.get_device()).capability == (9, 0)
+        devices.device_info(hidden.get_device()).arch.runs("statistics_sm90")
         and hidden.dtype in (torch.bfloat16, torch.float16)
         and hidden.numel() > 0
         and max(*hidden.shape, *weight.shape) <= LARGEST

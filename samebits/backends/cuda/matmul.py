@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends import Step, UnavailableError, broadcast
+from samebits.backends.arch import ARCHS
 from samebits.backends.cuda import devices, runtime, shapes, tuned
 from samebits.backends.cuda.products import segmented_sm90
 from samebits.backends.cuda.products.fma import FMA
@@ -26,7 +27,7 @@ from samebits.backends.cuda.shapes import ProductShape
 from samebits.backends.product import LARGEST, Matrix, Operands, Product
 from samebits.backends.replay import kept
 from samebits.backends.segments import check_terms, refuse_start
-from samebits.contract import FAMILIES, MmaModel, contract_from_key
+from samebits.contract import MmaModel, contract_from_key
 from samebits.remedies import see
 
 
@@ -34,12 +35,11 @@ from samebits.remedies import see
 def family(device: int) -> MmaModel:
     """The tensor-core family of CUDA device `device`."""
     info = devices.device_info(device)
-    found = FAMILIES.get(info.capability)
+    found = info.arch.mma
     if found is None:
-        major, minor = info.capability
         raise UnavailableError(
-            f"samebits: it is not known which bits the tensor cores of {info.name} (sm_{major}{minor}) give;"
-            f" known are {', '.join(f'sm_{a}{b}' for a, b in FAMILIES)};"
+            f"samebits: it is not known which bits the tensor cores of {info.name} ({info.arch}) give;"
+            f" known are {', '.join(str(arch) for arch in ARCHS.values() if arch.mma is not None)};"
             " contract=samebits.FMA works on it, and CPU tensors follow any family" + see("unsupported-gpus")
         )
     return found

@@ -83,7 +83,7 @@ def _needed(calls: Iterable[Callable[[], object]]) -> dict[tuple[compiler.Kernel
                 call()
             except _Needed as need:
                 specs, device = need.args
-                arch = devices.device_info(device).arch
+                arch = devices.device_info(device).arch.target
                 needed.update(dict.fromkeys(((spec, arch) for spec in specs), device))
     return needed
 

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from samebits.backends.arch import SM_90
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.operands import with_rows
 from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES
@@ -29,7 +30,7 @@ def kernel_spec(
         "SILU": silu,
     }
     return compiler.KernelSpec(
-        "quantize.cu", "quantize", "PPPPqqqii", tuple(constants.items()), block=_THREADS, oldest=(9, 0)
+        "quantize.cu", "quantize", "PPPPqqqii", tuple(constants.items()), block=_THREADS, oldest=SM_90
     )
 
 
@@ -52,7 +53,7 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Ten
 
 def silu_of(x: torch.dtype, device: int) -> str:
     """How the kernel computes silu. What Hopper's own functions give was compared for every bf16."""
-    return "FAST" if x == torch.bfloat16 and devices.device_info(device).capability == (9, 0) else "EXACT"
+    return "FAST" if x == torch.bfloat16 and devices.device_info(device).arch.fast_silu else "EXACT"
 
 
 def _quantized(x: Tensor, up: Tensor | None, square: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ def kernel_spec(
 def _kernel(
     x: torch.dtype, trig: torch.dtype, layout: str, full: bool, vector: int, device: int
 ) -> runtime.Kernel:
-    programmatic = devices.device_info(device).capability >= (9, 0)
+    programmatic = devices.device_info(device).arch.copies_tiles
     return runtime.load(kernel_spec(x, trig, layout, full, vector, programmatic=programmatic), device)
 
 

@@ -207,7 +207,7 @@ def _plan(
     if entry != "add_rms_norm" or not aligned:
         sharing = sharing._replace(lanes=0)
     info = devices.device_info(device)
-    spec = kernel_spec(entry, x, out, param, sharing, programmatic=info.capability >= (9, 0))
+    spec = kernel_spec(entry, x, out, param, sharing, programmatic=info.arch.copies_tiles)
     most = info.sm_count * sharing.blocks if _staged(entry, x, sharing) else _ANY
     rows_of_block = _THREADS // (sharing.lanes or 32 * sharing.warps)
     return runtime.load(spec, device), rows_of_block, most
@@ -307,7 +307,7 @@ def _long_kernel(device: int, x: torch.dtype, out: torch.dtype, aligned: bool) -
     """The kernel, and how many of its blocks run at once."""
     info = devices.device_info(device)
     vector = 16 // x.itemsize if aligned else 1
-    spec = long_spec(x, out, vector, programmatic=info.capability >= (9, 0))
+    spec = long_spec(x, out, vector, programmatic=info.arch.copies_tiles)
     return runtime.load(spec, device), _LONG_BLOCKS * info.sm_count
 
 

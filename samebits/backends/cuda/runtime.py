@@ -219,7 +219,7 @@ def _load(spec: KernelSpec, device: int) -> Kernel:
         raise driver.LaunchError(
             f"{spec.source} needs {spec.smem} bytes of shared memory, {info.name} has {info.max_smem}"
         )
-    code = compiler.cached_cubin(spec, info.arch)
+    code = compiler.cached_cubin(spec, info.arch.target)
     from cuda.core import ObjectCode  # type: ignore[import-untyped]
 
     with torch.cuda.device(device):
@@ -229,9 +229,9 @@ def _load(spec: KernelSpec, device: int) -> Kernel:
             kernel = code_object.get_kernel(spec.entry)
         except Exception as error:
             raise UnavailableError(
-                f"the driver rejects {spec.source} for {info.arch}, NVRTC {compiler.nvrtc_version()}: {error}"
-                " — update the driver, or install the nvidia-cuda-nvrtc of the driver's own CUDA version"
-                + see("no-compiler")
+                f"the driver rejects {spec.source} for {info.arch.target}, NVRTC {compiler.nvrtc_version()}:"
+                f" {error} — update the driver, or install the nvidia-cuda-nvrtc of the driver's own CUDA"
+                " version" + see("no-compiler")
             ) from error
         library = driver.library()
         handle, function, ordinal = ctypes.c_void_p(int(kernel.handle)), ctypes.c_void_p(), ctypes.c_int()

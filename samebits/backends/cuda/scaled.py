@@ -115,7 +115,7 @@ def _hopper(a: Tensor) -> int:
     """The device of `a`, if it is a Hopper GPU."""
     device = a.get_device()
     info = devices.device_info(device)
-    if info.capability != (9, 0):
+    if info.arch.fp8 is None:
         raise UnavailableError(
             f"samebits: FP8 products on {info.name}: expected a GPU of compute capability 9.0 (Hopper), whose"
             f" FP8 arithmetic is specified; got {info.capability[0]}.{info.capability[1]}" + see("fp8")

@@ -7,7 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.arch import OLDEST
+from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.operands import TYPES, address, with_rows
 
 MOST = 16
@@ -21,9 +22,7 @@ def kernel_spec(
 ) -> compiler.KernelSpec:
     """A kernel of slots.cu; sum_slots is of so many terms."""
     constants = ("TYPE", TYPES[dtype]), ("VECTOR", vector), ("SLOTS", slots), ("WEIGHTED", int(weighted))
-    return compiler.KernelSpec(
-        *("slots.cu", entry, _PARAMS[entry], constants), block=_THREADS, oldest=devices.OLDEST
-    )
+    return compiler.KernelSpec(*("slots.cu", entry, _PARAMS[entry], constants), block=_THREADS, oldest=OLDEST)
 
 
 @functools.cache

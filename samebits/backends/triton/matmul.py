@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from samebits.backends import Step, UnavailableError, broadcast
+from samebits.backends.arch import arch_of
 from samebits.backends.product import LARGEST, Operands, Product
 from samebits.backends.replay import refuse
 from samebits.backends.segments import refuse_start, segment_bounds
 from samebits.backends.triton import kernels, products
 from samebits.backends.triton.products import TritonKernel, TritonPlan
-from samebits.contract import FAMILIES, FMA, contract_from_key
+from samebits.contract import FMA, contract_from_key
 
 
 @functools.cache
@@ -26,7 +27,7 @@ def check_contract(contract: str, device: int) -> None:
     if wanted.step == "fma" or device < 0:  # Triton's interpreter, on the CPU, has no matrix unit
         return
     p: Any = torch.cuda.get_device_properties(device)
-    family = None if torch.version.hip else FAMILIES.get((p.major, p.minor))
+    family = None if torch.version.hip else arch_of((p.major, p.minor)).mma
     if family is None:
         raise UnavailableError(
             f"samebits: it is not known which bits the matrix unit of {p.name} gives, so {wanted.name} has"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from samebits.backends import UnavailableError
+from samebits.backends.arch import arch_of
 from samebits.remedies import see
 
 __all__ = ["Gpu", "Status", "bind", "gpu", "require", "status"]
@@ -100,6 +101,7 @@ def gpu(device: int) -> Gpu:
     if device < 0:
         return Gpu(1, 1 << 18, True)
     p: Any = torch.cuda.get_device_properties(device)
-    hopper = torch.version.hip is None and p.major >= 9
-    shared_memory = p.shared_memory_per_block_optin - 1024 if hopper else 0
-    return Gpu(p.multi_processor_count, shared_memory, hopper, hopper and p.major == 10)
+    if torch.version.hip is not None or not (arch := arch_of((p.major, p.minor))).copies_tiles:
+        return Gpu(p.multi_processor_count, 0, False)
+    shared_memory = p.shared_memory_per_block_optin - 1024
+    return Gpu(p.multi_processor_count, shared_memory, True, arch.third_half)

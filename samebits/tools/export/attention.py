@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from samebits.backends.arch import Arch
 from samebits.backends.attention import SEGMENT, Attention
 from samebits.backends.cuda import devices
 from samebits.backends.cuda.attention import sm90, universal
@@ -22,7 +23,7 @@ from samebits.backends.cuda.attention.universal import Forward, Variant
 from samebits.backends.cuda.compiler import KernelSpec
 from samebits.backends.cuda.products.plan import TYPES
 from samebits.backends.cuda.products.schedule_sm90 import round_up
-from samebits.contract import FAMILIES, INTERPOLATION
+from samebits.contract import INTERPOLATION
 from samebits.tools.export.archive import Family, Schedule
 from samebits.tools.export.choices import ANY, Table3
 
@@ -164,7 +165,7 @@ def universals(
         of_these = [d for d in dtypes if (d == torch.float32) == f32]
         if not of_these:
             continue
-        of = _variant(of_these[0], head, values, info.capability)
+        of = _variant(of_these[0], head, values, info.arch)
         schedules = universal.forward_schedules(of, info.max_smem)
         if not schedules:
             continue
@@ -185,8 +186,8 @@ def universals(
         )
 
 
-def _variant(dtype: torch.dtype, head: int, values: int, capability: tuple[int, int]) -> Variant:
-    exp2 = dtype != torch.float32 and FAMILIES[capability].exp2 == INTERPOLATION
+def _variant(dtype: torch.dtype, head: int, values: int, arch: Arch) -> Variant:
+    exp2 = dtype != torch.float32 and arch.mma is not None and arch.mma.exp2 == INTERPOLATION
     sizes = round_up(head, 16), round_up(values, 16)
     return Variant(dtype, *sizes, vector=True, mask=None, softcap=False, paged=False, hardware_exp2=exp2)
 
@@ -208,8 +209,8 @@ def _universal_kernels(
     info: devices.DeviceInfo,
 ) -> Iterator[tuple[Any, int, KernelSpec]]:
     """Every variant under the plain schedule. Others only where they are not a faster kernel's, or rare."""
-    programmatic = info.capability >= (9, 0)
-    sm90_takes = info.capability == (9, 0) and max(of.head, of.values) <= 128
+    programmatic = info.arch.copies_tiles
+    sm90_takes = info.arch.runs("attention_sm90") and max(of.head, of.values) <= 128
     flags = (False, True)
     for dtype, vector, softcap, paged in itertools.product(dtypes, flags, flags, flags):
         v = replace(of, dtype=dtype, vector=vector, softcap=softcap, paged=paged)
@@ -225,8 +226,8 @@ def merges(
     """The kernels that merge segments, by the dtype and the values of a row in scratch."""
     info = devices.device_info(device)
     for (head, values), dtype in itertools.product(heads, dtypes):
-        of = _variant(dtype, head, values, info.capability)
+        of = _variant(dtype, head, values, info.arch)
         for s in universal.forward_schedules(of, info.max_smem):
             if s.split:
                 bits = TYPES[dtype] | s.values(of) // 16 << 2
-                yield bits, universal.merge_spec(of, s, info.capability >= (9, 0))
+                yield bits, universal.merge_spec(of, s, info.arch.copies_tiles)

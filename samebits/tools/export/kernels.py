@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from samebits._version import __version__
+from samebits.backends.arch import ARCHS, SM_80, Arch, arch_of
 from samebits.backends.cuda import devices, linear_logp_sm90, logp
 from samebits.backends.cuda.compiler import KernelSpec
 from samebits.backends.cuda.products import fma, grouped_sm90, tensor_core, tensor_core_sm90
@@ -24,7 +25,7 @@ from samebits.backends.cuda.products.grouped_sm90 import MOST_GROUPS
 from samebits.backends.cuda.products.plan import TYPES, TileLayout
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.cuda.products.tensor_core_sm90 import Sm90Variant
-from samebits.contract import FAMILIES, FMA, TENSOR_CORE
+from samebits.contract import FMA, TENSOR_CORE
 from samebits.tools.export import attention, choices
 from samebits.tools.export.archive import Archive, Family, Schedule, Table
 from samebits.tools.export.choices import BATCH, GROUPS, Sizes, Table3
@@ -43,18 +44,20 @@ class _Gpu(NamedTuple):
     sm_count: int
     max_smem: int
 
+    @property
+    def arch(self) -> Arch:
+        return arch_of(self.capability)
 
-_SMEM = {64: 65536, 99: 101376, 163: 166912, 227: 232448}
+
+_MODELS = (
+    *(("T4", 40), ("A100", 108), ("A10", 72), ("L40S", 142)),
+    *(("NVIDIA H200", 132), ("B200", 148), ("B300", 148), ("RTX PRO 6000", 188)),
+)
+"""A GPU of each architecture, and its multiprocessors."""
 
 GPUS = {
-    "sm_75": _Gpu("T4", (7, 5), 40, _SMEM[64]),
-    "sm_80": _Gpu("A100", (8, 0), 108, _SMEM[163]),
-    "sm_86": _Gpu("A10", (8, 6), 72, _SMEM[99]),
-    "sm_89": _Gpu("L40S", (8, 9), 142, _SMEM[99]),
-    "sm_90a": _Gpu("NVIDIA H200", (9, 0), 132, _SMEM[227]),
-    "sm_100a": _Gpu("B200", (10, 0), 148, _SMEM[227]),
-    "sm_103a": _Gpu("B300", (10, 3), 148, _SMEM[227]),
-    "sm_120a": _Gpu("RTX PRO 6000", (12, 0), 188, _SMEM[99]),
+    arch.target: _Gpu(name, arch.capability, sms, arch.smem)
+    for arch, (name, sms) in zip(ARCHS.values(), _MODELS, strict=True)
 }
 """By architecture: the compute capability, multiprocessors, and bytes of a block's shared memory."""
 
@@ -67,7 +70,7 @@ def build(
 ) -> Archive:
     """An archive's tables and kernels, which are not compiled yet."""
     gpu = GPUS[arch]
-    family = FAMILIES.get(gpu.capability)
+    family = gpu.arch.mma
     half = [d for d in dtypes if d != torch.float32 and family is not None]
     contracts = {} if family is None else dict.fromkeys(half, TENSOR_CORE.on(family))
     if torch.float32 in dtypes:
@@ -80,7 +83,7 @@ def build(
         found.add_tensor_core(half)
     if "grouped_mm" in ops:
         found.add_grouped(dtypes if family is not None else [torch.float32])
-    if gpu.capability == (9, 0):
+    if gpu.arch.own == "sm90":
         if torch.float32 in dtypes and "gemm" in ops:
             found.add_fma_sm90()
         if half and {"gemm", "ragged"} & {*ops}:
@@ -91,7 +94,7 @@ def build(
             found.add_grouped_sm90(half)
     if "attention" in ops:
         found.add_attention([*half, *([torch.float32] if torch.float32 in dtypes else [])])
-    if "linear_logp" in ops and gpu.capability >= (8, 0):
+    if "linear_logp" in ops and gpu.arch.at_least(SM_80):
         found.add_logp()
     return found.archive
 
@@ -349,7 +352,7 @@ class _Builder:
     def add_attention(self, dtypes: Collection[torch.dtype]) -> None:
         of = self._sizes.heads, dtypes, self._device
         found = attention.universals(*of)
-        if self._gpu.capability == (9, 0):
+        if self._gpu.arch.runs("attention_sm90"):
             found = itertools.chain(attention.hopper(*of), found)
         for x in found:
 

@@ -168,7 +168,7 @@ def _attention(shape: AttentionShape, device: int) -> Contest | None:
     from samebits.backends.cuda.attention import sm90
     from samebits.backends.cuda.matmul import family
 
-    if devices.device_info(device).capability != (9, 0):
+    if not devices.device_info(device).arch.runs("attention_sm90"):
         return None
     s, where = shape, place(device)
     contract, kind = TENSOR_CORE.on(family(device)).key, getattr(torch, s.dtype)
@@ -219,7 +219,7 @@ def _attention(shape: AttentionShape, device: int) -> Contest | None:
 def _logp(shape: LogpShape, device: int) -> Contest | None:
     from samebits.backends.cuda import devices, linear_logp_sm90
 
-    if devices.device_info(device).capability != (9, 0):
+    if not devices.device_info(device).arch.runs("statistics_sm90"):
         return None
     s, where, entry = shape, place(device), "statistics_sm90"
     kind: torch.dtype = getattr(torch, s.dtype)

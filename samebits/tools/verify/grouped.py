@@ -199,8 +199,8 @@ def grouped_kernels(device: int) -> list[GroupedKernel[Any]]:
     from samebits.backends.cuda import devices
     from samebits.backends.cuda.grouped import GROUPED
 
-    hopper = devices.device_info(device).capability == (9, 0)
-    return [kernel for kernel in GROUPED if hopper or not kernel.name.endswith("_sm90")]
+    arch = devices.device_info(device).arch
+    return [kernel for kernel in GROUPED if arch.runs(kernel.name)]
 
 
 def unfilled_product(case: GroupedCase, device: torch.device) -> GroupedProduct:

@@ -20,8 +20,8 @@ def kernels(device: int, backends: Sequence[str] = BACKENDS) -> list[ProductKern
     from samebits.backends.cuda.matmul import PRODUCTS
     from samebits.backends.triton import runtime as triton
 
-    hopper = devices.device_info(device).capability == (9, 0)
-    of_cuda = [kernel for kernel in PRODUCTS if hopper or not kernel.name.endswith("_sm90")]
+    arch = devices.device_info(device).arch
+    of_cuda = [kernel for kernel in PRODUCTS if arch.runs(kernel.name)]
     found: list[ProductKernel[Any]] = [*(of_cuda if "cuda" in backends else of_cuda[:2])]
     if "triton" in backends and triton.status().available:
         from samebits.backends.triton.products import PRODUCTS as OF_TRITON

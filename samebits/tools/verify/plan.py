@@ -53,9 +53,10 @@ class VerifyPlan:
         self.offered = kernels(index, backends)
         self.products = list(zip(todo, runs(todo, self.offered, thorough), strict=True))
         self._on_cuda, self._on_triton = [], []
-        hopper = "cuda" in backends and devices.device_info(index).capability == (9, 0)
+        arch = devices.device_info(index).arch
+        fp8 = "cuda" in backends and arch.fp8 is not None
         if "cuda" in backends:
-            self._on_cuda = [on_cuda(fused=hopper)]
+            self._on_cuda = [on_cuda(fused=arch.runs("statistics_sm90"))]
         if "triton" in backends:
             self._on_triton = [on_triton(self.contract, index)]
         self.reducers = [*self._on_cuda, *self._on_triton]
@@ -63,8 +64,8 @@ class VerifyPlan:
         self.thorough, self.grouped = thorough, grouped_cases(thorough) if "cuda" in backends else []
         self.segmented = segmented_cases(thorough) if "cuda" in backends else []
         self.fused = fused.fused_cases(thorough) if "cuda" in backends else []
-        self.scaled = scaled.scaled_cases(thorough) if hopper else []
-        self.scaled_grouped = scaled_grouped.scaled_grouped_cases(thorough) if hopper else []
+        self.scaled = scaled.scaled_cases(thorough) if fp8 else []
+        self.scaled_grouped = scaled_grouped.scaled_grouped_cases(thorough) if fp8 else []
         self.reduced = list(
             reductions(thorough, fused=any(on.schedules("statistics") for on in self.reducers))
         )

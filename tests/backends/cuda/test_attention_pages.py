@@ -23,7 +23,7 @@ from samebits.backends.cuda import compiler
 from samebits.backends.cuda.attention import sm90, universal
 from samebits.backends.reference import attention as reference
 from samebits.testing import assert_same_bits, values
-from tests.support.devices import FAMILY, multiprocessors
+from tests.support.devices import ARCH, FAMILY, multiprocessors
 from tests.support.fake_gpu import FakeGpu, fake_gpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -279,9 +279,7 @@ def check(x: Attention, least: int = 1) -> None:
         assert_same_bits(got.cpu(), right)
 
 
-hopper = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="Hopper's kernel"
-)
+hopper = pytest.mark.skipif(ARCH.own != "sm90", reason="Hopper's kernel")
 
 
 @hopper

@@ -27,7 +27,7 @@ from samebits.backends.product import Matrix, Operands, Product
 from samebits.backends.reference import matmul as reference
 from samebits.testing import assert_same_bits, values
 from samebits.tools.verify import takes
-from tests.support.devices import FAMILY
+from tests.support.devices import ARCH, FAMILY
 
 F32, BF16 = torch.float32, torch.bfloat16
 needs_compiler = pytest.mark.skipif(
@@ -105,9 +105,7 @@ def test_they_compile_without_spills(aligned: bool, bias: torch.dtype | None) ->
 
 # On a GPU.
 
-needs_hopper = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="runs on Hopper alone"
-)
+needs_hopper = pytest.mark.skipif(ARCH.own != "sm90", reason="runs on Hopper alone")
 
 
 def operands(s: Any, columns: int, k: int, batch: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:

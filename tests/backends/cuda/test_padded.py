@@ -17,6 +17,7 @@ from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.product import Operands, Product
 from samebits.testing import assert_same_bits, values
 from tests.backends.cuda.conftest import Launch
+from tests.support.devices import ARCH
 
 BF16 = torch.bfloat16
 
@@ -75,7 +76,7 @@ def _spread(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("m", "k", "n"), [(16, 4095, 4096), (300, 1001, 2047), (513, 2051, 1023)])
 def test_bits_of_the_universal_kernel(m: int, k: int, n: int, place: Callable[[Tensor], Tensor]) -> None:
     """Of outputs and all gradients, also when calls are replayed, and with NaN in the memory between."""
-    if torch.cuda.get_device_capability() != (9, 0):
+    if ARCH.own != "sm90":
         pytest.skip("copies are made on Hopper alone")
     x, w, dy = (
         place(values("normal", shape, BF16, seed, torch.device("cuda")))

@@ -25,7 +25,7 @@ from samebits.backends.product import Operands, Product, ProductKernel
 from samebits.backends.reference import matmul as reference
 from samebits.testing import KINDS, assert_same_bits, bits, values
 from samebits.tools.verify import takes
-from tests.support.devices import FAMILY
+from tests.support.devices import ARCH, FAMILY
 from tests.support.recorded import RECORDED
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +54,7 @@ def some(kernel: Kernel) -> list[Any]:
 @pytest.fixture(params=KERNELS, ids=named)
 def kernel(request: pytest.FixtureRequest) -> Kernel:
     found: Kernel = request.param
-    if found.name.endswith("_sm90") and torch.cuda.get_device_capability() != (9, 0):
+    if not ARCH.runs(found.name):
         pytest.skip("it runs on Hopper alone")
     return found
 
@@ -217,7 +217,7 @@ def test_layouts(kernel: Kernel, place_a: Place, place_b: Place) -> None:
 @pytest.mark.parametrize("b_mn", [False, True])
 def test_transposed_tiles(b_mn: bool) -> None:
     """A quarter of them, all of 32 columns or in several blocks: two in each direction, one moved back."""
-    if torch.cuda.get_device_capability() != (9, 0):
+    if ARCH.own != "sm90":
         pytest.skip("it runs on Hopper alone")
     turned = [s for s in menu_sm90.catalogue(False, b_mn) if s.swap]
     kinds = {(s.block_m, s.block_n, s.warpgroups, s.share, s.blocks): s for s in turned}
@@ -376,7 +376,7 @@ def test_wrong_spans_read_nothing_else(kernel: Kernel) -> None:
 @pytest.mark.parametrize("place_b", PLACES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("place_a", PLACES, ids=lambda f: f.__name__)
 def test_recorded_chains(kernel: Kernel, place_a: Place, place_b: Place) -> None:
-    if kernel.step == "fma" or torch.cuda.get_device_capability() < (9, 0):
+    if kernel.step == "fma" or not ARCH.copies_tiles:
         pytest.skip("tensor cores' chains, recorded on sm_90")
     for i, (case, recorded) in enumerate(RECORDED.items()):
         a, b, start, want = (t if t is None else t.cuda() for t in recorded)
@@ -422,7 +422,7 @@ def test_rows_do_not_depend_on_the_batch(kernel: Kernel) -> None:
 
 
 def test_equals_cublas_where_it_does_not_split_k() -> None:
-    if torch.cuda.get_device_capability() < (9, 0):
+    if not ARCH.copies_tiles:
         pytest.skip("known of Hopper")
     a, b = torch.randn(4096, 2048, device="cuda").to(BF16), torch.randn(6144, 2048, device="cuda").to(BF16)
     x = Operands(a, b.mT, poison((4096, 6144), BF16))

@@ -26,6 +26,7 @@ from samebits.backends.product import Operands, Product
 from samebits.testing import assert_same_bits, values
 from samebits.tools.tune import families
 from tests.backends.cuda.conftest import Launch
+from tests.support.devices import ARCH
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -179,7 +180,7 @@ def test_a_catalogue_has_tails_of_all_kinds_that_are_chosen() -> None:
 @pytest.mark.parametrize(("m", "n"), [(136, 200), (257, 129), (300, 1001), (1031, 328)])
 def test_bits_wherever_a_product_is_divided(m: int, n: int, layout: str) -> None:
     """With bias, float32 sums, a bias of another type, and NaN around the output."""
-    if torch.cuda.get_device_capability() != (9, 0):
+    if ARCH.own != "sm90":
         pytest.skip("two launches are for Hopper")
     k = 136
 
@@ -222,7 +223,7 @@ def test_both_launches_wait_for_their_neighbours(
 
     The tail has its few short tiles on idle multiprocessors, so it ends long before the first launch.
     """
-    if torch.cuda.get_device_capability() != (9, 0):
+    if ARCH.own != "sm90":
         pytest.skip("two launches are for Hopper")
     m, n, k, turns = 1040, 2048, 4096, 12
     first = [values("normal", (m, 64), BF16, seed, "cuda") for seed in range(turns)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from samebits.backends.arch import SM_90
 from samebits.backends.attention import Attention
 from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.attention import sm90
@@ -111,7 +112,7 @@ def spec(x: Attention, s: HopperPass, grads: int) -> compiler.KernelSpec:
         block=128 * s.warpgroups + 128,
         smem=s.smem(head, values),
         programmatic=True,
-        oldest=(9, 0),
+        oldest=SM_90,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from samebits.backends.arch import SM_75
 from samebits.backends.attention import BLOCK, SEGMENT, Attention
 from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.attention.problem import PROBLEM, problem
@@ -58,7 +59,7 @@ class Rows:
 
 def _spec(mask: torch.dtype, entry: str, block: int) -> compiler.KernelSpec:
     constants = (("MASK", NAMES[mask]),)
-    return compiler.KernelSpec("attention_mask.cu", entry, _PARAMS, constants, block=block, oldest=(7, 5))
+    return compiler.KernelSpec("attention_mask.cu", entry, _PARAMS, constants, block=block, oldest=SM_75)
 
 
 def specs(mask: torch.dtype) -> Iterator[compiler.KernelSpec]:

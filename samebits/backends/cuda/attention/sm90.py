@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.backends.arch import SM_90
 from samebits.backends.attention import BLOCK, SEGMENT, Attention
 from samebits.backends.cuda import compiler, devices, runtime, shapes, tuned
 from samebits.backends.cuda.attention import universal
@@ -167,7 +168,7 @@ def spec(of: HopperVariant, s: HopperSchedule) -> compiler.KernelSpec:
         block=128 * s.warpgroups + 128,
         smem=s.smem(of),
         programmatic=True,
-        oldest=(9, 0),
+        oldest=SM_90,
     )
 
 
@@ -254,7 +255,7 @@ def supports(x: Attention) -> bool:
         and x.mask is None
         and (x.block_table is None or (x.key_start is None and _box(x) >= _SMALLEST_BOX))
         and contract_from_key(x.contract).step == "mma"
-        and devices.device_info(x.q.get_device()).capability == (9, 0)
+        and devices.device_info(x.q.get_device()).arch.runs("attention_sm90")
         and 0 < head <= _LARGEST_HEAD
         and 0 < values <= _LARGEST_HEAD
         and head % 8 == values % 8 == 0

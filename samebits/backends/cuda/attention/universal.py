@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends import UnavailableError
+from samebits.backends.arch import SM_75, SM_80
 from samebits.backends.attention import BLOCK, SEGMENT, Attention
 from samebits.backends.cuda import compiler, devices, matmul, runtime
 from samebits.backends.cuda.attention import mask
@@ -60,7 +61,7 @@ class Variant:
 
     @property
     def oldest(self) -> tuple[int, int]:
-        return (7, 5) if self.dtype == torch.float32 else (8, 0)
+        return SM_75 if self.dtype == torch.float32 else SM_80
 
     def pitch(self, columns: int) -> int:
         """Bytes of a line in shared memory."""
@@ -277,7 +278,7 @@ def forward(
     if out.numel() == 0:
         return out, lse, lse2
     device = x.q.get_device()
-    programmatic = devices.device_info(device).capability >= (9, 0)
+    programmatic = devices.device_info(device).arch.copies_tiles
     tiles, all_tiles = tile_counts(x, schedule.rows)
     segments = -(-x.keys // SEGMENT)
     scratch = None
@@ -336,7 +337,7 @@ class Merge:
         of, info = variant(x), devices.device_info(x.q.get_device())
         schedules = forward_schedules(of, info.max_smem)
         s = next(s for s in schedules if s.split and s.values(of) == of.values)
-        return merge_spec(of, s, info.capability >= (9, 0))
+        return merge_spec(of, s, info.arch.copies_tiles)
 
     def run(self, x: Attention, out: Tensor, lse: Tensor, lse2: Tensor, scratch: Tensor) -> None:
         self.kernel.launch(

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from samebits.backends.arch import OLDEST
 from samebits.backends.cuda import compiler, devices
 from samebits.backends.cuda.products.plan import (
     GROUPED_PARAMS,
@@ -128,7 +129,7 @@ def kernel_spec(
         tuple(constants.items()),
         block=schedule.threads,
         smem=schedule.smem,
-        oldest=devices.OLDEST,
+        oldest=OLDEST,
     )
 
 

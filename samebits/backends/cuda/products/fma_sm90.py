@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from samebits.backends.arch import SM_90
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products.plan import (
     CudaKernel,
@@ -141,7 +142,7 @@ class FmaSm90Schedule:
             block=self.threads,
             smem=smem,
             programmatic=True,
-            oldest=(9, 0),
+            oldest=SM_90,
         )
 
     @property
@@ -322,7 +323,7 @@ class FmaSm90Kernel(CudaKernel[FmaSm90Schedule]):
         """Whether these are float32 matrices with K > 0 that TMA can read."""
         return (
             p.step == self.step
-            and devices.device_info(p.device).capability == (9, 0)
+            and devices.device_info(p.device).arch.runs(self.name)
             and p.cu_seqlens is None
             and p.out.dtype == torch.float32
             and not p.out.empty

@@ -92,7 +92,7 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
         """Whether TMA can read the operands, as groups of rows along k, and there are few enough groups."""
         if not (
             p.step == self.step
-            and devices.device_info(p.device).capability == (9, 0)
+            and devices.device_info(p.device).arch.runs(self.name)
             and not p.out.empty
             and p.k > 0
             and p.groups <= MOST_GROUPS

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from samebits.backends.arch import SM_90
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES, NO_MAP, in_units
@@ -154,7 +155,7 @@ def spec(p: Scaled, s: ScaledSchedule) -> compiler.KernelSpec:
         smem=tile.smem(panel, False, False) + (_SHARED if s.parts > 1 else 0),
         cluster=(tile.cluster * s.parts, 1, 1),
         programmatic=True,
-        oldest=(9, 0),
+        oldest=SM_90,
     )
 
 

@@ -174,7 +174,7 @@ class TensorCoreSm90Kernel(CudaKernel[Sm90Schedule]):
         """Whether TMA can read operands and output, and chains start from +0 or from the output."""
         if not (
             p.step == self.step
-            and devices.device_info(p.device).capability == (9, 0)
+            and devices.device_info(p.device).arch.runs(self.name)
             and p.a.ndim < 4
             and not p.out.empty
             and p.k > 0

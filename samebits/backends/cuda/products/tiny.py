@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from samebits.backends.arch import OLDEST, SM_80
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products.plan import TYPES, CudaKernel, CudaPlan, nothing
 from samebits.backends.product import Matrix, Product, Step, need
@@ -249,7 +250,7 @@ def kernel_spec(
         block=s.threads,
         smem=max(_SMEM, largest.smem + SLACK) if s.staged else 0,
         programmatic=programmatic,
-        oldest=devices.OLDEST if p.step == "fma" else (8, 0),
+        oldest=OLDEST if p.step == "fma" else SM_80,
     )
 
 
@@ -309,7 +310,7 @@ class TinyKernel(CudaKernel[TinySchedule]):
         if not given.runs(s):
             s = settle(replace(s, staged=True), of, p.batch, info.sm_count)
         broadcast = (not a_strides[0], not b_strides[0]) if given.dense else None
-        accumulate, programmatic = p.start == "out", info.capability >= (9, 0)
+        accumulate, programmatic = p.start == "out", info.arch.copies_tiles
         spec = kernel_spec(s, of, vectors, broadcast, accumulate=accumulate, programmatic=programmatic)
         per_block = min(s.per_block, (spec.smem - SLACK) // of.smem) if s.staged else s.per_block
         if ("PARTS", 1) not in spec.constants:
