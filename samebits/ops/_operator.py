@@ -62,7 +62,9 @@ class Operator:
     ) -> None:
         replays = "!" not in schema if replays is None else replays
         cpu, cuda = returning_no_views(cpu), returning_no_views(cuda or cpu)
-        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        # All take any strides. Inductor else copies what it computes, once for each operator that takes it.
+        layout = () if "!" in schema else (torch.Tag.flexible_layout,)
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *layout))
         name = schema.partition("(")[0]
         library.impl(name, cpu, "CPU")
         library.impl(name, cuda, "CUDA")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 import samebits
@@ -61,6 +62,18 @@ def test_compile(backend: str, dtype: torch.dtype) -> None:
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     assert_all_same(gradients(model, compiled, x), gradients(model, model, x))
     assert_same_bits(compiled(x[:1]), model(x)[:1])
+
+
+def test_compiled_code_computes_an_operand_once_for_all_operators() -> None:
+    torch._dynamo.reset()
+    x, weights = torch.ones(8, 16), [torch.ones(16, 16) for _ in range(3)]
+
+    def layer(x: Tensor) -> list[Tensor]:
+        y = x * x + 1
+        return [samebits.linear(y, w) for w in weights]
+
+    _, (code,) = run_and_get_code(torch.compile(layer, fullgraph=True), x)
+    assert code.count("empty_strided_cpu(") == 1
 
 
 def test_convert_after_compile_is_seen() -> None:
