@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,11 +15,13 @@ from samebits.ops._fused import (
     refuse_gradients,
     refuse_shared,
 )
-from samebits.ops._operator import Operator
+from samebits.ops._operator import Operator, refuse_second_derivatives
 
 _OP = "rotary"
 Layout = Literal["halves", "pairs", "pairs to halves"]
+Gradients = Literal["rounded", "wide", "split"]
 _LAYOUTS = ("halves", "pairs", "pairs to halves")
+_GRADIENTS = ("rounded", "wide", "split")
 
 
 @overload
@@ -32,6 +34,7 @@ def rotary(
     positions: Tensor | None = None,
     rotary_dim: int | None = None,
     layout: Layout = "halves",
+    gradients: Gradients = "rounded",
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -46,6 +49,7 @@ def rotary(
     positions: Tensor | None = None,
     rotary_dim: int | None = None,
     layout: Layout = "halves",
+    gradients: Gradients = "rounded",
     out: tuple[Tensor, None] | None = None,
 ) -> tuple[Tensor, None]: ...
 
@@ -59,6 +63,7 @@ def rotary(
     positions: Tensor | None = None,
     rotary_dim: int | None = None,
     layout: Layout = "halves",
+    gradients: Gradients = "rounded",
     out: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Queries and keys with rotary positions, with the bits of ``apply_rotary_pos_emb`` of ``transformers``.
@@ -93,6 +98,7 @@ def rotary(
               each value in either half use the first one: give ``cos[..., : R // 2]``.
             * ``"pairs to halves"``: entries 2 i and 2 i + 1 of `q`, and i and i + R / 2 of the result
               (DeepSeek-V3).
+        gradients: which code the gradients have the bits of, see below.
         out: where the results are written; None for that of no `k`. They may be `q` and `k` themselves,
             unless pairs go to halves.
 
@@ -102,13 +108,35 @@ def rotary(
     Raises:
         TypeError: a tensor is not dense, or has another dtype.
         ValueError: shapes or devices do not match, or `out` overlaps in another way.
-        NotImplementedError: a gradient is asked for.
+        NotImplementedError: a gradient of `cos` or `sin` is asked for, or any with `out`.
+
+    The gradients are turned back, in one launch for both. From those of a pair's results, g and h, they are
+
+    ``round(g * cos) + round(h * sin)`` and ``round(h * cos) - round(g * sin)``
+
+    with the cosine and sine of the same result, and a sum that is rounded. `gradients` says how:
+
+    ===============  ========================  =====================  ==================================
+    `gradients`      ``round``                 a sum of -0 is         code
+    ===============  ========================  =====================  ==================================
+    ``"rounded"``    to the dtype of `q`       +0                     that of most models, also OLMo 2's,
+                                                                      ERNIE 4.5's and ModernBERT's
+    ``"wide"``       to that of `cos` and `q`  +0                     what begins with ``q = q.float()``:
+                                                                      Cohere, the vision towers of Qwen
+    ``"split"``      to the dtype of `q`       -0                     what splits by :func:`torch.chunk`:
+                                                                      GPT-OSS
+    ===============  ========================  =====================  ==================================
+
+    (Autograd adds the gradients of slices to zeros, and those of the rest of a head, too.) Results have the
+    dtype of `q`. Second derivatives are not implemented.
     """
     bypass = check_tensors(_OP, q=q, k=k, cos=cos, sin=sin)
     if q.ndim < 2:
         raise ValueError(f"samebits.{_OP}: q: expected [..., heads, D], got shape {shape(q)}")
     if layout not in _LAYOUTS:
         raise ValueError(f"samebits.{_OP}: layout: expected one of {_LAYOUTS}, got {layout!r}")
+    if gradients not in _GRADIENTS:
+        raise ValueError(f"samebits.{_OP}: gradients: expected one of {_GRADIENTS}, got {gradients!r}")
     lead, head = q.shape[:-2], q.shape[-1]
     if k is not None:
         if k.dtype != q.dtype:
@@ -121,10 +149,11 @@ def rotary(
         name = "q: D" if rotary_dim is None else "rotary_dim"
         raise ValueError(f"samebits.{_OP}: {name}: expected an even number up to {head}, got {size!r}")
     _check_tables(cos, sin, positions, q, size)
-    refuse_gradients(_OP, q=q, k=k, cos=cos, sin=sin)
+    refuse_gradients(_OP, cos=cos, sin=sin)
     if out is None:
-        q_out, k_out = _operator(q, k, cos, sin, positions, size // 2, layout, bypass=bypass)
+        q_out, k_out = _operator(q, k, cos, sin, positions, size // 2, layout, gradients, bypass=bypass)
         return q_out, None if k is None else k_out
+    refuse_gradients(_OP, q=q, k=k)
     if not isinstance(out, tuple) or len(out) != 2 or (out[1] is None) != (k is None):
         raise TypeError(
             f"samebits.{_OP}: out: expected a tuple of two, for q and k, got {type(out).__name__}"
@@ -182,17 +211,71 @@ def _run(
     positions: Tensor | None,
     pairs: int,
     layout: str,
+    gradients: str,
 ) -> tuple[Tensor, Tensor]:
     found: tuple[Tensor, Tensor] = backend(_OP, q).rotary(q, k, cos, sin, positions, pairs, layout)
     return found
 
 
 _operator = Operator(
-    "rotary(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, int pairs, str layout)"
-    " -> (Tensor, Tensor)",
+    "rotary(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, int pairs, str layout,"
+    " str gradients) -> (Tensor, Tensor)",
     cpu=_run,
     fake=lambda q, k, *_: (q.new_empty(q.shape), q.new_empty((0,) if k is None else k.shape)),
 )
+
+
+def _run_backward(
+    of_q: Tensor | None,
+    of_k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    pairs: int,
+    layout: str,
+    gradients: str,
+) -> tuple[Tensor, Tensor]:
+    module = backend(_OP, cos)
+    found: tuple[Tensor, Tensor] = module.rotary_backward(
+        of_q, of_k, cos, sin, positions, pairs, layout, gradients
+    )
+    return found
+
+
+def _fake_backward(of_q: Tensor | None, of_k: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    lead: Any = of_k if of_q is None else of_q
+    q, k = (lead.new_empty((0,) if t is None else t.shape) for t in (of_q, of_k))
+    return q, k
+
+
+_gradient = Operator(
+    "rotary_backward(Tensor? of_q, Tensor? of_k, Tensor cos, Tensor sin, Tensor? positions, int pairs,"
+    " str layout, str gradients) -> (Tensor, Tensor)",
+    cpu=_run_backward,
+    fake=_fake_backward,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, k, cos, sin, positions, *ctx.options = inputs
+    ctx.save_for_backward(cos, sin, positions)
+    ctx.set_materialize_grads(False)
+    if k is None:
+        ctx.mark_non_differentiable(output[1])
+
+
+def _backward(
+    ctx: Any, saved: tuple[Tensor, Tensor, Tensor | None], of_q: Tensor | None, of_k: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    refuse_second_derivatives(_OP)
+    of_q, of_k = (g if ctx.needs_input_grad[i] else None for i, g in enumerate((of_q, of_k)))
+    q = k = None
+    if of_q is not None or of_k is not None:
+        q, k = _gradient(of_q, of_k, *saved, *ctx.options)
+    return None if of_q is None else q, None if of_k is None else k, None, None, None, None, None, None
+
+
+_operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _run_into(

@@ -25,6 +25,7 @@ DTYPES = [F32, BF16, F16]
 LAYOUTS = ["halves", "pairs", "pairs to halves"]
 on_devices = pytest.mark.parametrize("device", DEVICES)
 in_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+GRADIENTS = ["rounded", "wide", "split"]
 in_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
@@ -64,19 +65,21 @@ def function(family: str, name: str = "apply_rotary_pos_emb") -> Callable[..., A
     return found
 
 
-# Of each family: the part of a head that is rotated, its layout, whether cosines are float32, and of which
-# values they are.
-FAMILIES: dict[str, tuple[int, Any, bool, str]] = {
-    "llama": (64, "halves", False, "halves"),
-    "qwen3": (64, "halves", False, "halves"),
-    "olmo2": (64, "halves", True, "halves"),
-    "gpt_neox": (16, "halves", False, "halves"),
-    "phi3": (48, "halves", False, "halves"),
-    "gpt_oss": (64, "halves", False, "pairs"),
-    "glm4": (32, "pairs", False, "halves of pairs"),
-    "cohere": (64, "pairs", True, "twice"),
-    "ernie4_5": (64, "pairs", True, "halves of pairs"),
-    "deepseek_v3": (64, "pairs to halves", False, "halves of pairs"),
+# Of each family: the part of a head that is rotated, its layout, whether cosines are float32, of which values
+# they are, and the rounding of its gradients.
+FAMILIES: dict[str, tuple[int, Any, bool, str, str]] = {
+    "llama": (64, "halves", False, "halves", "rounded"),
+    "qwen3": (64, "halves", False, "halves", "rounded"),
+    "olmo2": (64, "halves", True, "halves", "rounded"),
+    "modernbert": (64, "halves", True, "halves", "rounded"),
+    "hunyuan_vl": (64, "halves", True, "halves", "wide"),
+    "gpt_neox": (16, "halves", False, "halves", "rounded"),
+    "phi3": (48, "halves", False, "halves", "rounded"),
+    "gpt_oss": (64, "halves", False, "pairs", "split"),
+    "glm4": (32, "pairs", False, "halves of pairs", "rounded"),
+    "cohere": (64, "pairs", True, "twice", "wide"),
+    "ernie4_5": (64, "pairs", True, "halves of pairs", "rounded"),
+    "deepseek_v3": (64, "pairs to halves", False, "halves of pairs", "rounded"),
 }
 
 
@@ -85,7 +88,7 @@ FAMILIES: dict[str, tuple[int, Any, bool, str]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_of_transformers(device: str, dtype: torch.dtype, family: str) -> None:
     pytest.importorskip("transformers")
-    dim, layout, wide, values = FAMILIES[family]
+    dim, layout, wide, values, gradients = FAMILIES[family]
     name = "apply_rotary_pos_emb_interleave" if family == "deepseek_v3" else "apply_rotary_pos_emb"
     q, k = (case("normal", (2, heads, 7, 64), dtype, device, heads) for heads in (4, 2))
     angles = torch.randn(2, 7, dim // 2, generator=torch.Generator().manual_seed(0)) * 9
@@ -93,14 +96,79 @@ def test_bits_of_transformers(device: str, dtype: torch.dtype, family: str) -> N
     cos, sin = (t.to(F32 if wide else dtype).to(device) for t in (angles.cos(), angles.sin()))
     if values == "pairs":
         cos, sin = cos[..., : dim // 2], sin[..., : dim // 2]
+    of_results = [case("normal", tuple(t.shape), dtype, device, 5) * 1e-3 for t in (q, k)]
+    for t, g in zip((q, k), of_results, strict=True):
+        t.requires_grad_()
+        g[:, 0, 0], g[:, 0, 1], g[:, 0, 2] = 0.0, -0.0, 1e-7
     with samebits.batch_invariant("error"):
         want = function(family, name)(q, k, cos, sin)
+        wanted_grads = torch.autograd.grad(want, (q, k), of_results)
     if values == "halves of pairs":
         cos, sin = cos[..., : dim // 2], sin[..., : dim // 2]
     given = q.transpose(1, 2), k.transpose(1, 2)
-    for got, wanted in zip(rotary(*given, cos, sin, rotary_dim=dim, layout=layout), want, strict=True):
-        assert got is not None
+    found: Any = rotary(*given, cos, sin, rotary_dim=dim, layout=layout, gradients=gradients)  # type: ignore[call-overload]
+    grads = torch.autograd.grad(found, (q, k), [g.transpose(1, 2) for g in of_results])
+    for got, wanted in zip(found, want, strict=True):
         assert_same_bits(got.transpose(1, 2).contiguous(), wanted.contiguous(), family)
+    for got, wanted in zip(grads, wanted_grads, strict=True):
+        assert_same_bits(got.contiguous(), wanted.contiguous(), f"gradients of {family}")
+
+
+@on_devices
+@in_dtypes
+@in_layouts
+@pytest.mark.parametrize("gradients", GRADIENTS)
+@pytest.mark.parametrize(("head", "dim", "full"), [(32, 32, True), (40, 16, False), (9, 6, True)])
+def test_gradients_of_the_naive_implementation(
+    device: str, dtype: torch.dtype, layout: Any, gradients: Any, head: int, dim: int, full: bool
+) -> None:
+    for of_cos, kind in zip((dtype, F32, BF16), ("normal", "special", "tiny"), strict=True):
+        grads = [case(kind, (3, heads, head), dtype, device, heads) for heads in (2, 1)]
+        cos, sin = (case("normal", (3, dim if full else dim // 2), of_cos, device, seed) for seed in (2, 3))
+        q, k = (torch.zeros_like(g).requires_grad_() for g in grads)
+        turned = rotary(q, k, cos, sin, rotary_dim=dim, layout=layout, gradients=gradients)
+        between = NAMES[dtype if of_cos == dtype or gradients != "wide" else F32]
+        for g, got in zip(grads, torch.autograd.grad(turned, (q, k), grads), strict=True):
+            want = [
+                [
+                    naive_fused.rotary_backward(h, c, s, dim, layout, between, gradients == "split")
+                    for h in heads
+                ]
+                for heads, c, s in zip(g.tolist(), cos.tolist(), sin.tolist(), strict=True)
+            ]
+            assert_same_bits(got[..., :dim], rounded(want, dtype)[..., :dim], f"{kind} {of_cos}")
+            if gradients == "split":
+                assert_same_bits(got[..., dim:], g[..., dim:])
+            else:
+                assert_same_bits(got[..., dim:], rounded(want, dtype)[..., dim:])
+
+
+@on_devices
+def test_gradients_alone(device: str) -> None:
+    """Of what is asked for, with results that nothing uses, by positions, and of any strides."""
+    packed = case("normal", (5, 6, 16), BF16, device).requires_grad_()
+    table = case("normal", (9, 16), BF16, device, 1)
+    at = torch.tensor([3, 8, 0, 5, 3], device=device)
+    cos, sin = table.chunk(2, -1)
+    g = case("normal", (4, 5, 16), BF16, device, 2).transpose(0, 1)
+    q, k = rotary(packed[:, :4], packed[:, 4:], cos, sin, positions=at)
+    (both,) = torch.autograd.grad([q, k], packed, [g, g[:, :2]], retain_graph=True)
+    (alone,) = torch.autograd.grad(q, packed, g, retain_graph=True)
+    assert_same_bits(alone[:, :4], both[:, :4])
+    assert not alone[:, 4:].any()
+    (alone,) = torch.autograd.grad(k, packed, g[:, :2].contiguous(), retain_graph=True)
+    assert_same_bits(alone[:, 4:], both[:, 4:])
+    x = packed.detach()[:, :4].clone().requires_grad_()
+    only = rotary(x, None, cos, sin, positions=at)[0]
+    assert_same_bits(torch.autograd.grad(only, x, g)[0], both[:, :4])
+    each = rotary(x, None, cos[at], sin[at])[0]
+    assert_same_bits(torch.autograd.grad(each, x, g)[0], both[:, :4])
+    unknown = rotary(x, None, cos, sin, positions=at - 5)[0]
+    assert torch.autograd.grad(unknown, x, g)[0].isnan().all(-1).all(-1).tolist() == (at < 5).tolist()
+    fixed = rotary(packed.detach()[:, :4], packed[:, 4:], cos, sin, positions=at)
+    assert_same_bits(torch.autograd.grad(fixed[1], packed, g[:, :2])[0][:, 4:], both[:, 4:])
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(q.float().sum(), packed, create_graph=True)
 
 
 @on_devices
@@ -184,7 +252,13 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: call(Q, Q.clone(), C, C, out=((a := torch.ones(2, 3, 8)), a)), ValueError, "that of out"),
     (lambda: call(Q, (b := Q.clone()), C, C, out=(b, Q.clone())), ValueError, r"out\[0\]: expected memory"),
     (lambda: call(Q, None, C, C, out=(Q, None), layout="pairs to halves"), ValueError, "expected memory"),
-    (lambda: call(Q.clone().requires_grad_(), None, C, C), NotImplementedError, "q: gradients"),
+    (lambda: call(Q, None, C, C, gradients="exact"), ValueError, "gradients: expected one of"),
+    (lambda: call(Q, None, C.clone().requires_grad_(), C), NotImplementedError, "cos: gradients"),
+    (
+        lambda: call(Q.clone().requires_grad_(), None, C, C, out=(Q.clone(), None)),
+        NotImplementedError,
+        "q: gradients",
+    ),
 ]
 
 
@@ -199,7 +273,17 @@ def test_refusals(number: int) -> None:
 def test_operators_are_what_they_say() -> None:
     q, k, cos, sin = torch.randn(3, 2, 8), torch.randn(3, 1, 8), torch.randn(5, 4), torch.randn(5, 4)
     at = torch.tensor([0, 3, 1])
-    torch.library.opcheck(torch.ops.samebits.rotary, (q, k, cos, sin, at, 4, "halves"))
+    for leaves in (
+        (q.clone().requires_grad_(), k.clone().requires_grad_()),
+        (q.clone().requires_grad_(), None),
+    ):
+        options = cos, sin, at, 4, "halves", "rounded"
+        torch.library.opcheck(torch.ops.samebits.rotary, (*leaves, *options))
+        torch.library.opcheck(
+            torch.ops.samebits.rotary_backward,
+            (*(None if t is None else t.detach() for t in leaves), *options),
+        )
+    torch.library.opcheck(torch.ops.samebits.rotary_backward, (None, k, *options))
     out = torch.empty_like(q), torch.empty_like(k)
     torch.library.opcheck(torch.ops.samebits.rotary_into, (q, k, cos, sin, at, *out, 4, "pairs"))
 
@@ -223,6 +307,7 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     forms = [(BF16, BF16, "halves", False, 8), (F16, F32, "pairs", True, 8), (F32, F32, "halves", True, 4)]
     forms += [(BF16, F32, "pairs to halves", True, 1), (F32, BF16, "pairs", False, 4)]
     at = compiler.ARCHITECTURES.index(arch)
-    for x, trig, layout, full, vector in (forms[at % 5], forms[(at + 2) % 5]):
-        cubin = compiler.compile(host.kernel_spec(x, trig, layout, full, vector), arch)
-        assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0)
+    for form in (forms[at % 5], forms[(at + 2) % 5]):
+        for gradients in ("none", GRADIENTS[at % 3]):
+            cubin = compiler.compile(host.kernel_spec(*form, gradients), arch)
+            assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0)

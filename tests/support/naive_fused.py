@@ -75,6 +75,26 @@ def rotary(head: Row, cos: Row, sin: Row, dim: int, layout: str, between: str) -
     return out
 
 
+def rotary_backward(head: Row, cos: Row, sin: Row, dim: int, layout: str, between: str, split: bool) -> Row:
+    """The gradient of a head, given that of the result, before its last rounding."""
+    pairs = dim // 2
+    zero = -0.0 if split else 0.0
+
+    def times(a: float, b: float) -> float:
+        return rounded(float(f32(f32(a) * f32(b))), between)
+
+    out = [float(f32(f32(g) + f32(zero))) for g in head]
+    for i in range(pairs):
+        first, second = (2 * i, 2 * i + 1) if layout == "pairs" else (i, i + pairs)
+        to = (2 * i, 2 * i + 1) if layout.startswith("pairs") else (i, i + pairs)
+        at = (i, i) if len(cos) == pairs else (first, second)
+        g, h = head[first], head[second]
+        a = rounded(float(f32(f32(times(g, cos[at[0]])) + f32(times(h, sin[at[1]])))), between)
+        b = rounded(float(f32(f32(times(h, cos[at[1]])) - f32(times(g, sin[at[0]])))), between)
+        out[to[0]], out[to[1]] = (float(f32(f32(v) + f32(zero))) for v in (a, b))
+    return out
+
+
 G = (
     *("-0x1.20dd78p+0", "-0x1.45f28cp-1", "-0x1.a510c8p-4", "0x1.3ada8ap-6", "0x1.ed1856p-15"),
     *("-0x1.9d5694p-10", "0x1.344168p-11", "-0x1.bcb54p-14", "0x1.0de7eap-17"),

@@ -1,4 +1,4 @@
-"""Rotary positions on CUDA tensors: ``kernels/rotary.cu``."""
+"""Rotary positions and their gradients on CUDA tensors: ``kernels/rotary.cu``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,20 @@ LAYOUTS = {
 
 
 def kernel_spec(
-    x: torch.dtype, trig: torch.dtype, layout: str, full: bool, vector: int, *, programmatic: bool = False
+    x: torch.dtype,
+    trig: torch.dtype,
+    layout: str,
+    full: bool,
+    vector: int,
+    gradients: str = "none",
+    *,
+    programmatic: bool = False,
 ) -> compiler.KernelSpec:
     """The kernel of ``rotary.cu``."""
     types = ("IN", TYPES[x]), ("TRIG", TYPES[trig])
-    placed = ("FROM", LAYOUTS[layout][0]), ("TO", LAYOUTS[layout][1])
-    constants = (*types, *placed, ("FULL", int(full)), ("VECTOR", vector))
+    of_operand, of_result = LAYOUTS[layout] if gradients == "none" else reversed(LAYOUTS[layout])
+    placed = ("FROM", of_operand), ("TO", of_result)
+    constants = (*types, *placed, ("FULL", int(full)), ("VECTOR", vector), ("GRADIENTS", gradients.upper()))
     return compiler.KernelSpec(
         "rotary.cu", "rotary", _PARAMS, constants, block=_THREADS, programmatic=programmatic
     )
@@ -33,10 +41,11 @@ def kernel_spec(
 
 @functools.lru_cache(maxsize=256)
 def _kernel(
-    x: torch.dtype, trig: torch.dtype, layout: str, full: bool, vector: int, device: int
+    x: torch.dtype, trig: torch.dtype, layout: str, full: bool, vector: int, gradients: str, device: int
 ) -> runtime.Kernel:
     programmatic = devices.device_info(device).arch.copies_tiles
-    return runtime.load(kernel_spec(x, trig, layout, full, vector, programmatic=programmatic), device)
+    spec = kernel_spec(x, trig, layout, full, vector, gradients, programmatic=programmatic)
+    return runtime.load(spec, device)
 
 
 def rotary(
@@ -56,6 +65,27 @@ def rotary(
     return q_out, k_out
 
 
+def rotary_backward(
+    of_q: Tensor | None,
+    of_k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    pairs: int,
+    layout: str,
+    gradients: str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of queries and keys from those of what :func:`rotary` gives."""
+    lead, other = (of_k, None) if of_q is None else (of_q, of_k)
+    assert lead is not None
+    device = lead.get_device()
+    first = runtime.empty(lead.shape, lead.dtype, device)
+    second = runtime.empty((0,) if other is None else other.shape, lead.dtype, device)
+    into = None if other is None else second
+    rotary_into(lead, other, cos, sin, positions, first, into, pairs, layout, gradients)
+    return (second, first) if of_q is None else (first, second)
+
+
 def rotary_into(
     q: Tensor,
     k: Tensor | None,
@@ -66,8 +96,12 @@ def rotary_into(
     k_out: Tensor | None,
     pairs: int,
     layout: str,
+    gradients: str = "none",
 ) -> None:
-    """The same into `q_out` and `k_out`, which may be `q` and `k`, but for the layout "pairs to halves"."""
+    """The same into `q_out` and `k_out`, which may be `q` and `k`, but for the layout "pairs to halves".
+
+    Or what :func:`rotary_backward` gives, if `gradients` is another word than "none".
+    """
     lead, head = q.shape[:-2], q.shape[-1]
     at = None if positions is None else _tokens(positions, 0)
     if positions is None:
@@ -97,7 +131,7 @@ def rotary_into(
     steps = [(0, 0, 0) if t is None else t.stride()[:3] for t in given]
     of_cos, of_sin = (t.stride()[:2] if positions is None else (0, t.stride(0)) for t in (cos, sin))
     tasks = sum(heads) * (pairs // vector - (-rest // (2 * vector)))
-    _kernel(q.dtype, cos.dtype, layout, full, vector, q.get_device()).launch(
+    _kernel(q.dtype, cos.dtype, layout, full, vector, gradients, q.get_device()).launch(
         (batch * count, -(-tasks // _THREADS), 1),
         *(*map(address, given), cos.data_ptr(), sin.data_ptr(), address(at)),
         *(*steps[0], *steps[1], *steps[2], *steps[3], *of_cos, *of_sin),

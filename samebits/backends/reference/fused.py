@@ -116,6 +116,38 @@ def rotary(
     return rotated(q), q.new_empty(0) if k is None else rotated(k)
 
 
+def rotary_backward(
+    of_q: Tensor | None,
+    of_k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    pairs: int,
+    layout: str,
+    gradients: str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of queries and keys from those of what :func:`rotary` gives."""
+    require_subnormals()
+    (cos_a, cos_b), (sin_a, sin_b) = (_factors(t, positions, pairs, layout) for t in (cos, sin))
+    zero = -0.0 if gradients == "split" else 0.0
+
+    def turned_back(g: Tensor) -> Tensor:
+        between = torch.promote_types(g.dtype, cos.dtype) if gradients == "wide" else g.dtype
+        part = _wide(g[..., : 2 * pairs])
+        a, b = part.unflatten(-1, (pairs, 2)).unbind(-1) if layout == "pairs" else part.chunk(2, -1)
+        products = [_rounded(t, between).float() for t in (a * cos_a, b * sin_b, b * cos_b, a * sin_a)]
+        first, second = products[0] + products[1], products[2] - products[3]
+        joined = torch.stack((first, second), -2 if layout == "halves" else -1).flatten(-2)
+        found = _rounded(_rounded(joined, between).float() + zero, g.dtype)
+        rest = g[..., 2 * pairs :].detach()
+        return torch.cat((found, rest if gradients == "split" else _rounded(_wide(rest) + zero, g.dtype)), -1)
+
+    given = [None if g is None else turned_back(g) for g in (of_q, of_k)]
+    lead = next(g for g in given if g is not None)
+    q, k = (lead.new_empty(0) if g is None else g for g in given)
+    return q, k
+
+
 def _factors(t: Tensor, positions: Tensor | None, pairs: int, layout: str) -> tuple[Tensor, Tensor]:
     """Cosines or sines of first and of second entries, ``[..., 1, pairs]``. NaN for unknown positions."""
     t = _wide(t)

@@ -71,6 +71,7 @@ _NORMED = (
 _FORMS: tuple[dict[str, Any], ...] = ({}, {"rounding": "once"}, {"rounding": "once", "offset": 1.0})
 _TURNED = ((64, 64), (128, 128), (96, 32), (40, 16), (9, 6))
 _LAYOUTS = ("halves", "pairs", "pairs to halves")
+_GRADIENTS = ("rounded", "wide", "split")
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gpt_oss")
 _OF_IDS = ((1, 1, 1), (3, 129, 5), (2, 9000, 21), (1, 150_000, 2), (70, 1000, 300), (1100, 300, 1))
 
@@ -133,7 +134,7 @@ def _normed_in_place(packed: Tensor, residual: Tensor, weight: Tensor) -> Result
 
 
 def _rotations(times: int) -> Iterator[FusedCase]:
-    kinds = itertools.cycle(KINDS)
+    kinds, forms = itertools.cycle(KINDS), itertools.cycle(_GRADIENTS)
     dtypes = (*zip(DTYPES, DTYPES, strict=True), (BF16, F32), (F32, BF16))
     of = itertools.product(dtypes, _LAYOUTS, _TURNED * times, (False, True))
     for (dtype, trig), layout, (head, dim), full in of:
@@ -143,6 +144,9 @@ def _rotations(times: int) -> Iterator[FusedCase]:
             f"{layout}, {dim} of {head}, cosines {trig} of {'entries' if full else 'pairs'}, {dtype}, {kind}"
         )
         yield FusedCase("rotary", layout, name, draw, partial(_rotated, dim, layout))
+        gradients = next(forms)
+        run = partial(_turned_back, dim, layout, gradients)
+        yield FusedCase("rotary", "gradients", f"{gradients}, {name}", draw, run)
 
 
 def _turned(kind: str, head: int, width: int, dtype: torch.dtype, trig: torch.dtype) -> Results:
@@ -167,6 +171,19 @@ def _rotated(dim: int, layout: Any, packed: Tensor, table: Tensor, at: Tensor) -
         rotary(*out, cos, sin, positions=at.int(), out=out, **options)
         found.append(mine)
     return tuple(t for t in found if t is not None)
+
+
+def _turned_back(dim: int, layout: Any, gradients: Any, packed: Tensor, table: Tensor, at: Tensor) -> Results:
+    """Gradients of queries and keys, and of one of both; the operands stand for those of the results."""
+    cos, sin = table.chunk(2, -1)
+    grads = packed.unflatten(-1, (6, -1))
+    of_q, of_k = grads[..., :3, :], grads[..., 3:5, :]
+    options: dict[str, Any] = {"rotary_dim": dim, "layout": layout, "gradients": gradients}
+    with torch.enable_grad():
+        q, k = (torch.zeros_like(t).requires_grad_() for t in (of_q, of_k))
+        turned = rotary(q, k, cos, sin, positions=at, **options)
+        both = torch.autograd.grad(turned, (q, k), (of_q, of_k), retain_graph=True)
+        return *both, *torch.autograd.grad(turned[1], k, of_k)
 
 
 def _gates(times: int) -> Iterator[FusedCase]:

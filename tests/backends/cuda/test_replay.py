@@ -156,11 +156,19 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
     ),
     "rotary": (
         rotary._operator,
-        lambda: (t(5, 8, 64), t(5, 2, 64), t(5, 32), t(5, 32), None, 32, "halves"),
+        lambda: (t(5, 8, 64), t(5, 2, 64), t(5, 32), t(5, 32), None, 32, "halves", "rounded"),
     ),
     "rotary, by positions": (
         rotary._operator,
-        lambda: (t(5, 8, 64), None, f(50, 32), f(50, 32), ids(5), 16, "pairs"),
+        lambda: (t(5, 8, 64), None, f(50, 32), f(50, 32), ids(5), 16, "pairs", "wide"),
+    ),
+    "rotary backward": (
+        rotary._gradient,
+        lambda: (t(5, 8, 64), t(5, 2, 64), t(5, 32), t(5, 32), None, 32, "halves", "rounded"),
+    ),
+    "rotary backward, of keys": (
+        rotary._gradient,
+        lambda: (None, t(5, 2, 64), t(5, 32), t(5, 32), None, 32, "halves", "split"),
     ),
     "gated": (gated._operator, lambda: (t(7, 64), None, "silu", 7.0, 1.7)),
     "gated, apart": (gated._operator, lambda: (t(7, 64, gap=8), t(7, 64), "gelu", 7.0, 1.7)),

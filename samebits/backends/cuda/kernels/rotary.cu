@@ -1,4 +1,4 @@
-// Rotary positions of queries and keys: docs/contract.md, "Fused layers".
+// Rotary positions of queries and keys, and their gradients: docs/contract.md, "Fused layers".
 //
 // A block takes one token. A thread rotates VECTOR pairs of a head, or copies 2 * VECTOR entries that are not rotated.
 // It reads all that it needs before it writes: where results lie as operands do, they may be the same memory.
@@ -6,18 +6,27 @@
 // Macros
 //   IN, TRIG   types of queries and keys, and of cosines and sines: F32, BF16 or F16
 //   FROM, TO   how pairs lie in operands and in results: HALVES or PAIRS
-//   FULL       1: cosines and sines are given for each entry of a result; 0: for each pair
+//   FULL       1: cosines and sines are given for each entry of what has positions; 0: for each pair
 //   VECTOR     pairs of a thread: as many as 16 bytes have entries, or 1 for operands that are not aligned
+//   GRADIENTS  NONE: positions are given; else operands are gradients of what has them, and ROUNDED, WIDE or SPLIT
+//              says of which code
 
 #define HALVES 0  // entry i beside entry i + pairs
 #define PAIRS 1   // entry 2 i beside entry 2 i + 1
+#define NONE 0
+#define ROUNDED 1
+#define WIDE 2
+#define SPLIT 3
 
 #include "launch.cuh"
 #include "vectors.cuh"
 
 using In = Element<IN>;
 using Trig = Element<TRIG>;
-using Between = Element<IN == TRIG ? IN : F32>;  // to which products and their sum are rounded
+constexpr bool IN_ONE_TYPE = IN == TRIG || GRADIENTS == ROUNDED || GRADIENTS == SPLIT;
+using Between = Element<IN_ONE_TYPE ? IN : F32>;  // to which products and their sum are rounded
+// Autograd adds gradients of parts of a tensor to zeros, but for those of a split: then a sum is never -0.
+constexpr bool ADDS_ZERO = GRADIENTS == ROUNDED || GRADIENTS == WIDE;
 
 constexpr int THREADS = 128;
 
@@ -32,7 +41,7 @@ struct Params {
     const void* positions;  // of each token, rows of cos and sin; null: they have a row for each token
     Steps from_step[2], to_step[2];
     i64 cos_batch, cos_token, sin_batch, sin_token, position_batch, position_token;
-    i64 tokens, rows;  // in a batch; and of cos and sin, if there are positions
+    i64 tokens, rows;  // in a batch, fewer than blocks; and of cos and sin, if there are positions
     int heads[2];
     int pairs, rest;  // of a head: pairs, and entries that are not rotated; 0: they are in their place
     int wide;         // 1: positions have 64 bits, else 32
@@ -59,7 +68,7 @@ __device__ __forceinline__ void load_pairs(const typename E::Stored* at, int fir
 __device__ __forceinline__ void load_factors(const Trig::Stored* at, int first, int pairs, float (&a)[VECTOR],
                                              float (&b)[VECTOR]) {
     if constexpr (FULL) {
-        load_pairs<Trig, TO>(at, first, pairs, a, b);
+        load_pairs<Trig, GRADIENTS == NONE ? TO : FROM>(at, first, pairs, a, b);
     } else {
         load_values<Trig>(at + first, a);
 #pragma unroll
@@ -69,10 +78,29 @@ __device__ __forceinline__ void load_factors(const Trig::Stored* at, int first, 
 
 __device__ __forceinline__ float product(float a, float b) { return rounded_to<Between>(__fmul_rn(a, b)); }
 
+__device__ __forceinline__ float sum(float a, float b) {
+    const float x = rounded_to<Between>(__fadd_rn(a, b));
+    return ADDS_ZERO ? __fadd_rn(x, 0.0f) : x;
+}
+
+// Entries that are not rotated.
+template <int count>
+__device__ __forceinline__ void pass_on(const In::Stored* from, In::Stored* to) {
+    if constexpr (ADDS_ZERO) {
+        float x[count];
+        load_values<In>(from, x);
+#pragma unroll
+        for (int i = 0; i < count; ++i) x[i] = __fadd_rn(x[i], 0.0f);
+        store_values<In>(to, x);
+    } else {
+        copy_values<In, count>(from, to);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) rotary(const __grid_constant__ Params p) {
     wait_for_kernel_before();
     let_kernel_behind_start();
-    const i64 batch = i64(blockIdx.x) / p.tokens, token = blockIdx.x - batch * p.tokens;
+    const i64 batch = blockIdx.x / u32(p.tokens), token = blockIdx.x - batch * p.tokens;
     const int rotated = p.pairs / VECTOR, of_head = rotated + (p.rest + 2 * VECTOR - 1) / (2 * VECTOR);
     const int task = blockIdx.y * THREADS + threadIdx.x;
     int head = task / of_head;
@@ -88,9 +116,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary(const __grid_consta
         const int first = (part - rotated) * 2 * VECTOR, left = p.rest - first;
         from += 2 * p.pairs + first, to += 2 * p.pairs + first;
         if (left >= 2 * VECTOR)
-            copy_values<In, 2 * VECTOR>(from, to);
+            pass_on<VECTOR>(from, to), pass_on<VECTOR>(from + VECTOR, to + VECTOR);
         else
-            for (int i = 0; i < left; ++i) to[i] = from[i];
+            for (int i = 0; i < left; ++i) pass_on<1>(from + i, to + i);
         return;
     }
     i64 row = token, row_batch = batch;
@@ -111,8 +139,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary(const __grid_consta
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
         const float x = a[i], y = b[i];
-        a[i] = rounded_to<Between>(__fsub_rn(product(x, cos[0][i]), product(y, sin[0][i])));
-        b[i] = rounded_to<Between>(__fadd_rn(product(y, cos[1][i]), product(x, sin[1][i])));
+        constexpr bool forward = GRADIENTS == NONE;  // gradients are turned the other way
+        const float sin_of_y = product(y, sin[forward ? 0 : 1][i]),
+                    sin_of_x = product(x, sin[forward ? 1 : 0][i]);
+        a[i] = sum(product(x, cos[0][i]), forward ? -sin_of_y : sin_of_y);
+        b[i] = sum(product(y, cos[1][i]), forward ? sin_of_x : -sin_of_x);
         if (!known) a[i] = b[i] = __int_as_float(0x7FFFFFFF);
     }
     if constexpr (TO == HALVES) {
