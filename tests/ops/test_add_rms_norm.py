@@ -15,6 +15,7 @@ from samebits import add_rms_norm
 from samebits.backends.cuda import compiler, rows
 from samebits.testing import assert_same_bits
 from tests.support import naive_fused
+from tests.support.cubins import resources
 from tests.support.devices import DEVICES, case
 from tests.support.naive_bits import NAMES, rounded
 
@@ -358,5 +359,5 @@ def test_kernels_compile_without_spills(arch: str) -> None:
         n, dtype, out, aligned = ways[i % len(ways)]
         for entry in ("add_rms_norm", "add_rms_norm_backward"):
             sharing = rows.choose_sharing(entry, count, n, dtype, aligned, out == F32)
-            cubin = compiler.compile(rows.kernel_spec(entry, dtype, out, out, sharing), arch)
+            cubin = resources(rows.kernel_spec(entry, dtype, out, out, sharing), arch)
             assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0), (entry, n, dtype, out, sharing)

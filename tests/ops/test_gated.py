@@ -19,6 +19,7 @@ from samebits.backends.reference import fused as reference
 from samebits.ops.activation import gelu
 from samebits.testing import assert_same_bits
 from tests.support import naive_fused
+from tests.support.cubins import resources
 from tests.support.devices import DEVICES, case
 from tests.support.naive_bits import NAMES, rounded
 
@@ -271,5 +272,5 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     forms += [(BF16, "gpt_oss", "ALTERNATING", 8), (F32, "gpt_oss", "ALTERNATING", 1)]
     at = compiler.ARCHITECTURES.index(arch)
     for of in (forms[at % 5], forms[(at + 2) % 5]):
-        cubin = compiler.compile(host.kernel_spec(*of), arch)
+        cubin = resources(host.kernel_spec(*of), arch)
         assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0)

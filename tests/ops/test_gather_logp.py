@@ -14,6 +14,7 @@ from samebits.backends.cuda import compiler
 from samebits.backends.cuda.logp import kernel_spec
 from samebits.testing import assert_same_bits
 from tests.support import naive
+from tests.support.cubins import resources
 from tests.support.devices import DEVICES, GPU, case
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -128,5 +129,5 @@ def test_the_operator_is_what_it_says() -> None:
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES[1::2])
 def test_the_kernel_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core")
-    cubin = compiler.compile(kernel_spec("combine_ids", BF16), arch)
+    cubin = resources(kernel_spec("combine_ids", BF16), arch)
     assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0)

@@ -28,6 +28,7 @@ from samebits.backends.token_logps import Rows
 from samebits.testing import assert_same_bits, values
 from tests.contract.test_conformance import CONTRACTS, NAMES, cases, expected
 from tests.support import naive
+from tests.support.cubins import resources
 from tests.support.devices import ARCH, DEVICES, FAMILY, multiprocessors
 from tests.support.naive import f32
 
@@ -403,7 +404,7 @@ HALF = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_kernels_compile_without_spills(arch: str, dtype: torch.dtype) -> None:
-    cubin = compiler.compile(kernel_spec("grad_logits", dtype, dtype, entropy=True), arch)  # the whole file
+    cubin = resources(kernel_spec("grad_logits", dtype, dtype, entropy=True), arch)  # the whole file
     assert cubin.spill_bytes == cubin.local_bytes == 0
 
 

@@ -17,6 +17,7 @@ from samebits.backends.cuda import compiler
 from samebits.backends.cuda import rotary as host
 from samebits.testing import assert_same_bits
 from tests.support import naive_fused
+from tests.support.cubins import resources
 from tests.support.devices import DEVICES, case
 from tests.support.naive_bits import NAMES, rounded
 
@@ -309,5 +310,5 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     at = compiler.ARCHITECTURES.index(arch)
     for form in (forms[at % 5], forms[(at + 2) % 5]):
         for gradients in ("none", GRADIENTS[at % 3]):
-            cubin = compiler.compile(host.kernel_spec(*form, gradients), arch)
+            cubin = resources(host.kernel_spec(*form, gradients), arch)
             assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0)

@@ -27,6 +27,7 @@ from samebits.ops.softmax import log_softmax, softmax
 from samebits.ops.variance import std, var, vector_norm
 from samebits.testing import assert_same_bits, values
 from tests.support import naive_rows
+from tests.support.cubins import resources
 from tests.support.devices import DEVICES, case
 from tests.support.naive_bits import rounded
 
@@ -441,7 +442,7 @@ def test_kernels_compile_without_spills(arch: str) -> None:
         shares = norm_gradients.choose(n, dtype.itemsize)
         specs.append(norm_gradients.kernel_spec(dtype, dtype, dtype, shares))
     for spec in specs:  # whole files
-        cubin = compiler.compile(spec, arch)
+        cubin = resources(spec, arch)
         assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0)
 
 

@@ -19,10 +19,10 @@ from samebits import TENSOR_CORE
 from samebits.backends import replay
 from samebits.backends.attention import Attention
 from samebits.backends.cuda import attention as on_cuda
-from samebits.backends.cuda import compiler
 from samebits.backends.cuda.attention import sm90, universal
 from samebits.backends.reference import attention as reference
 from samebits.testing import assert_same_bits, values
+from tests.support.cubins import resources
 from tests.support.devices import ARCH, FAMILY, multiprocessors
 from tests.support.fake_gpu import FakeGpu, fake_gpu
 
@@ -243,7 +243,7 @@ def test_all_kernels_can_be_loaded_ahead() -> None:
 )
 def test_kernels_compile_without_spills(of: sm90.HopperVariant) -> None:
     for spec in dict.fromkeys(sm90.spec(of, s) for s in sm90.schedules(of) if s == s.filled(of)):
-        cubin = compiler.compile(spec, "sm_90a")
+        cubin = resources(spec, "sm_90a")
         assert cubin.spill_bytes == 0, spec
         assert not cubin.advice, spec
 

@@ -10,6 +10,7 @@ import torch
 from samebits.backends.cuda import compiler, exchange
 from samebits.distributed.exchange import finished, tree
 from samebits.testing import assert_same_bits, values
+from tests.support.cubins import resources
 from tests.support.one_gpu import Ranks
 
 WAYS = ("packets", "parts", "products", "scatter")
@@ -20,7 +21,7 @@ WAYS = ("packets", "parts", "products", "scatter")
 def test_they_compile(ranks: int, arch: str) -> None:
     packets, parts = (spec(ranks, arch >= "sm_90") for spec in (exchange.packets_spec, exchange.parts_spec))
     assert (packets.source, packets.constants) == (parts.source, parts.constants)  # compiled together
-    assert compiler.compile(packets, arch).registers < 256
+    assert resources(packets, arch).registers < 256
 
 
 @pytest.mark.gpu

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from samebits import TENSOR_CORE
-from samebits.backends.cuda import compiler
 from samebits.backends.cuda.products import (
     grouped_sm90,
     menu_sm90,
@@ -27,6 +26,7 @@ from samebits.backends.product import Matrix, Operands, Product
 from samebits.backends.reference import matmul as reference
 from samebits.testing import assert_same_bits, values
 from samebits.tools.verify import takes
+from tests.support.cubins import resources
 from tests.support.devices import ARCH, FAMILY
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -98,7 +98,7 @@ def test_they_compile_without_spills(aligned: bool, bias: torch.dtype | None) ->
     """Each tile with two of the four, in turns."""
     v = Sm90Variant(BF16, F32, False, False, bias_dtype=bias, aligned=aligned)
     for s in PLAIN[aligned ^ (bias is None) :: 2]:
-        cubin = compiler.compile(tensor_core_sm90.spec(v, s), "sm_90a")
+        cubin = resources(tensor_core_sm90.spec(v, s), "sm_90a")
         assert cubin.spill_bytes == cubin.local_bytes == 0, s
         assert not cubin.advice, s
 

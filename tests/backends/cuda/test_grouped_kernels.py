@@ -14,7 +14,7 @@ from torch import Tensor
 
 import samebits
 from samebits import TENSOR_CORE
-from samebits.backends.cuda import compiler, grouped
+from samebits.backends.cuda import grouped
 from samebits.backends.cuda.products import fma, grouped_sm90, grouped_terms_sm90, tensor_core
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
 from samebits.backends.cuda.products.grouped import balanced
@@ -27,6 +27,7 @@ from samebits.tools.verify import grouped as verification
 from samebits.tools.verify.operands import unfilled
 from samebits.tools.verify.report import Report
 from tests.support import sanitize
+from tests.support.cubins import resources
 from tests.support.devices import FAMILY
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -47,7 +48,7 @@ FORMS = [
 @needs_compiler
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
 def test_runs_compile(arch: str) -> None:
-    assert compiler.compile(grouped.RUNS, arch).local_bytes == 0
+    assert resources(grouped.RUNS, arch).local_bytes == 0
 
 
 SIZES = [
@@ -80,7 +81,7 @@ def test_hopper_compiles(b_mn: bool, bound: torch.dtype | None) -> None:
     assert bool(short) == a_mn
     for s in {*short[::5], *kinds[::7]}:
         spec = grouped_sm90.spec(v, grouped_sm90.with_table(s, v, 128), 128)
-        assert compiler.compile(spec, "sm_90a").local_bytes == 0, s
+        assert resources(spec, "sm_90a").local_bytes == 0, s
 
 
 @needs_compiler
@@ -89,7 +90,7 @@ def test_hopper_compiles(b_mn: bool, bound: torch.dtype | None) -> None:
 def test_steps_of_sequences_compile(schedule: Any, out: torch.dtype) -> None:
     v = Sm90Variant(BF16, out, True, True)
     of = grouped_terms_sm90.spec(v, grouped_terms_sm90.with_table(schedule, 128), 128)
-    assert compiler.compile(of, "sm_90a").local_bytes == 0
+    assert resources(of, "sm_90a").local_bytes == 0
 
 
 @needs_compiler
@@ -98,7 +99,7 @@ def test_steps_of_sequences_compile(schedule: Any, out: torch.dtype) -> None:
 @pytest.mark.parametrize(("form", "a", "b"), FORMS)
 def test_tensor_core_compiles(schedule: Any, arch: str, form: str, a: TileLayout, b: TileLayout) -> None:
     """A few registers may be spilled around the loop: the largest tiles have none left for a group."""
-    cubin = compiler.compile(tensor_core.kernel_spec(schedule, BF16, a, b, form), arch)
+    cubin = resources(tensor_core.kernel_spec(schedule, BF16, a, b, form), arch)
     assert cubin.spill_bytes <= 32
     assert cubin.registers * schedule.threads * schedule.min_blocks <= 65536
 
@@ -108,7 +109,7 @@ def test_tensor_core_compiles(schedule: Any, arch: str, form: str, a: TileLayout
 @pytest.mark.parametrize(("form", "a", "b"), FORMS)
 def test_fma_compiles(schedule: Any, form: str, a: TileLayout, b: TileLayout) -> None:
     spec = fma.kernel_spec(schedule, (F32, F32, F32), a, b, form == "OF_TERMS", form)
-    assert compiler.compile(spec, "sm_90a").spill_bytes == 0
+    assert resources(spec, "sm_90a").spill_bytes == 0
 
 
 def test_no_group_is_cut_into_more_tiles_than_there_are_blocks() -> None:

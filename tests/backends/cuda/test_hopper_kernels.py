@@ -8,7 +8,8 @@ import itertools
 import pytest
 import torch
 
-from samebits.backends.cuda import compiler, linear_logp_sm90
+from samebits.backends.cuda import linear_logp_sm90
+from tests.support.cubins import resources
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None, reason="cuda-core is not installed (samebits[cuda])"
@@ -32,7 +33,7 @@ def test_log_probabilities_compile_without_spills(entry: str, kept: bool, entrop
         )
         assert spec.smem <= SMEM
         assert s.stages >= 2
-        cubin = compiler.compile(spec, "sm_90a")
+        cubin = resources(spec, "sm_90a")
         assert cubin.spill_bytes == cubin.local_bytes == 0, spec
         assert not cubin.advice, spec
 

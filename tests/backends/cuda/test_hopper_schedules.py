@@ -12,7 +12,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks import cubins
-from samebits.backends.cuda import compiler
 from samebits.backends.cuda.products import (
     choice_sm90,
     menu_sm90,
@@ -23,6 +22,7 @@ from samebits.backends.cuda.products import (
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
 from samebits.backends.product import Operands, Product
 from tests.backends.cuda.test_product_schedules import BF16, F32, compiled_without_spills, needs_compiler
+from tests.support.cubins import resources
 
 LAYOUTS = list(itertools.product((False, True), repeat=2))
 HOPPER_SMEM = 227 << 10
@@ -152,7 +152,7 @@ def test_hopper_segments_compile(a_mn: bool, b_mn: bool) -> None:
         for j, s in enumerate(segmented_sm90.catalogue(v)[i :: 6 * len(cases)]):
             of = replace(v, segments=(8, 8, 8, 2, 8, 4, 64)[(i + j) % 7])
             spec = segmented_sm90.segmented_spec(of, s)
-            cubin = compiler.compile(spec, "sm_90a")
+            cubin = resources(spec, "sm_90a")
             assert cubin.local_bytes <= 16, spec
             assert not cubin.advice, spec
 

@@ -26,6 +26,7 @@ from samebits.backends.cuda.products import (
 from samebits.backends.cuda.products.plan import TileLayout, tile_layout
 from samebits.backends.cuda.products.tiny import TinyMatrices, TinySchedule, choose_schedule
 from samebits.backends.product import Matrix, Operands, Product, ProductKernel
+from tests.support.cubins import resources
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None, reason="cuda-core is not installed (samebits[cuda])"
@@ -65,7 +66,7 @@ def product(m: int, n: int, k: int = 64, batch: int = 0, **more: Any) -> Product
 
 
 def compiled_without_spills(spec: compiler.KernelSpec, arch: str) -> compiler.Cubin:
-    cubin = compiler.compile(spec, arch)
+    cubin = resources(spec, arch)
     assert cubin.spill_bytes == cubin.local_bytes == 0, spec
     assert not cubin.advice, spec
     return cubin

@@ -24,6 +24,7 @@ from samebits.backends.cuda import (
     vector_norm,
 )
 from samebits.backends.cuda.compiler import KernelSpec
+from tests.support.cubins import resources
 from tests.support.devices import ARCH
 from tests.support.threads import in_threads
 
@@ -358,7 +359,7 @@ def test_a_function_mode_sees_what_kernels_write() -> None:
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_assertion_on_offsets_compiles(arch: str, dtype: torch.dtype) -> None:
-    assert compiler.compile(assert_spans.spec(dtype), arch).local_bytes == 0
+    assert resources(assert_spans.spec(dtype), arch).local_bytes == 0
 
 
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
@@ -367,13 +368,13 @@ def test_the_steps_of_cross_entropy_compile(arch: str, dtype: torch.dtype) -> No
     pick, *others = (losses.kernel_spec(entry, dtype) for entry in ("pick", "mean_of_losses", "spread"))
     for spec in others:
         assert (spec.source, spec.constants) == (pick.source, pick.constants)  # compiled together
-    assert compiler.compile(pick, arch).local_bytes == 0
+    assert resources(pick, arch).local_bytes == 0
 
 
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_gradient_of_norms_compiles(arch: str, dtype: torch.dtype) -> None:
-    assert compiler.compile(vector_norm.kernel_spec(dtype), arch).local_bytes == 0
+    assert resources(vector_norm.kernel_spec(dtype), arch).local_bytes == 0
 
 
 @pytest.mark.gpu

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import compiler, devices, scaled
+from samebits.backends.cuda import devices, scaled
 from samebits.backends.cuda.products import scaled_sm90
 from samebits.backends.cuda.products.scaled_sm90 import SCHEDULES, Scaled, ScaledSchedule
 from samebits.testing import assert_same_bits
 from tests.support import scaled as naive
+from tests.support.cubins import resources
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None, reason="cuda-core is not installed (samebits[cuda])"
@@ -62,7 +63,7 @@ def test_schedules_compile_without_spills(s: ScaledSchedule) -> None:
         spec = scaled_sm90.spec(p, s)
         assert spec.smem <= SMEM
         assert s.tile.stages > s.chains
-        cubin = compiler.compile(spec, "sm_90a")
+        cubin = resources(spec, "sm_90a")
         assert cubin.spill_bytes == cubin.local_bytes == 0, spec
         assert not cubin.advice, spec
 

@@ -11,13 +11,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from samebits.backends.cuda import compiler, scaled
+from samebits.backends.cuda import scaled
 from samebits.backends.cuda.products import scaled_grouped_sm90
 from samebits.backends.cuda.products.scaled_grouped_sm90 import SCHEDULES, ScaledGrouped
 from samebits.backends.cuda.products.scaled_sm90 import ScaledSchedule
 from samebits.tools.verify.report import Report
 from samebits.tools.verify.scaled_grouped import scaled_grouped_cases, verify_scaled_grouped
 from tests.backends.cuda.test_scaled import E4M3, E5M2, F16, F32, PLAIN, SMEM, name
+from tests.support.cubins import resources
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None, reason="cuda-core is not installed (samebits[cuda])"
@@ -37,7 +38,7 @@ def test_schedules_compile_without_spills(s: ScaledSchedule) -> None:
         spec = scaled_grouped_sm90.spec(p, s)
         assert spec.smem <= SMEM
         assert dict(spec.constants)["STAGES"] > s.chains
-        cubin = compiler.compile(spec, "sm_90a")
+        cubin = resources(spec, "sm_90a")
         assert cubin.spill_bytes == cubin.local_bytes == 0, spec
         assert not cubin.advice, spec
 

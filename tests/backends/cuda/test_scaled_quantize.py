@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import samebits
-from samebits.backends.cuda import compiler, quantize
+from samebits.backends.cuda import quantize
 from samebits.backends.cuda.quantize import kernel_spec
 from samebits.testing import assert_same_bits
+from tests.support.cubins import resources
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None, reason="cuda-core is not installed (samebits[cuda])"
@@ -42,7 +43,7 @@ def test_kernels_compile_without_spills(x: torch.dtype) -> None:
     for silu, vector in itertools.product(("EXACT", "FAST")[: 2 if x == BF16 else 1], (False, True)):
         specs.append(kernel_spec(x, E4M3, square=False, vector=vector, silu=silu))
     for spec in specs:
-        cubin = compiler.compile(spec, "sm_90a")
+        cubin = resources(spec, "sm_90a")
         assert cubin.spill_bytes == cubin.local_bytes == 0
 
 
