@@ -1,7 +1,7 @@
 # What CONTRIBUTING.md says, by name: just setup, just test, ...
 
 venv := ".venv"
-kernels := "native/*.[ch] tests/native/*.c samebits/backends/*.c samebits/backends/cuda/kernels/*.cu samebits/backends/cuda/kernels/include/*.cuh"
+kernels := "native/*/*.[ch] samebits/backends/*.c samebits/backends/cuda/kernels/*.cu samebits/backends/cuda/kernels/include/*.cuh"
 
 # List these.
 default:

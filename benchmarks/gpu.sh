@@ -10,7 +10,7 @@ out=$1 commit=${2:-$(git rev-parse HEAD)}
 shift "$(($# < 2 ? $# : 2))"
 wanted=" $* "
 mkdir -p "$out"
-export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD:$PWD/native${PYTHONPATH:+:$PYTHONPATH}
 python=${PYTHON:-python3} status=0 ran=""
 "$python" -c 'import samebits.backends._replay' || { echo "steps and calls want samebits' C extension: pip install -e ." && exit 2; }
 

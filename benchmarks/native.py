@@ -3,7 +3,7 @@
 python -m benchmarks.native [--archive FILE] [--commit COMMIT] [--out FILE]
 
 Sixty cases of ``samebits bench``, each compared bit for bit and then timed in CUDA graphs. And what a call
-costs the CPU, from C and through ``samebits.engine``, where the loop never waits for the GPU. Without an
+costs the CPU, from C and through ``samebits_native``, where the loop never waits for the GPU. Without an
 archive, one is made.
 """
 
@@ -25,13 +25,13 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.record import RESULTS, ROOT, environment, lines_of_progress, results_file, slug, write
-from samebits import engine
 from samebits.backends.cuda import devices
 from samebits.testing import assert_same_bits
 from samebits.tools.bench.cases import BF16, CASES, F32, BenchCase, contestants, make_operands, packed_lengths
 from samebits.tools.bench.clock import Race
-from samebits.tools.export.command import compile_all
-from samebits.tools.export.kernels import DTYPES, build
+from samebits_native import engine
+from samebits_native.export.command import compile_all
+from samebits_native.export.kernels import DTYPES, build
 
 COUNT = 60
 HOST = ((1, 1024, 1024), (16, 256, 256), (2048, 1024, 1024))
@@ -60,7 +60,7 @@ def cases() -> list[BenchCase]:
 
 def library(folder: Path) -> Path:
     """The library, and beside it the loop, compiled."""
-    sources = [str(f) for f in sorted((ROOT / "native").glob("*.c")) if f.name != "smoke.c"]
+    sources = [*map(str, sorted((ROOT / "native/src").glob("*.c")))]
     (folder / "loop.c").write_text(LOOP)
     flags = [
         "-std=c11",
@@ -68,7 +68,7 @@ def library(folder: Path) -> Path:
         "-fPIC",
         "-fvisibility=hidden",
         "-shared",
-        f"-I{ROOT / 'native'}",
+        f"-I{ROOT / 'native/src'}",
         "-D_POSIX_C_SOURCE=200809L",
     ]
     out = folder / "libsamebits.so"

@@ -14,7 +14,7 @@ for name in "$@"; do
 done
 wanted=" ${*:-$all} "
 mkdir -p "$out"
-export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} SAMEBITS_CACHE_DIR=${SAMEBITS_CACHE_DIR:-$out/../samebits-cache}
+export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD:$PWD/native${PYTHONPATH:+:$PYTHONPATH} SAMEBITS_CACHE_DIR=${SAMEBITS_CACHE_DIR:-$out/../samebits-cache}
 python=${PYTHON:-python3}
 sanitize=tests/support/sanitize.py
 
@@ -48,7 +48,7 @@ start triton "$python" -m pytest -m gpu -n 3 -v -p no:cacheprovider --tb=short -
   -k "not test_verify and not step and not tensor_core_sm90 and not grouped and not equal_sequences_on_a_stream" # which need row kernels, or are not Triton's
 start memcheck compute-sanitizer --error-exitcode 1 --tool memcheck --report-api-errors no \
   "$python" $sanitize --every 32 --triton
-start native bash tests/native/memcheck.sh "$out/native"
+start native bash native/tests/memcheck.sh "$out/native"
 start racecheck compute-sanitizer --error-exitcode 1 --tool racecheck "$python" $sanitize --every 32 --racecheck
 finish
 unset OMP_NUM_THREADS

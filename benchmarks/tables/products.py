@@ -358,7 +358,7 @@ def gpu_native(data: dict[str, Any]) -> str:
         f" {speed['worst']:.3f} at least. The archive takes {data['archive_bytes'] / 1e6:.1f} MB;"
         f" its kernels load in {data['seconds']['load']:.1f} s. A call costs the CPU, in microseconds:"
     )
-    head = ["M, K, N", "dtype", "from C", "`samebits.engine`", "PyTorch path"]
+    head = ["M, K, N", "dtype", "from C", "`samebits_native`", "PyTorch path"]
     lines = (
         [f"{c['m']:,}, {c['k']:,}, {c['n']:,}", c["dtype"]]
         + [f"{c['us'][name]:.1f}" for name in ("c", "engine", "torch")]

@@ -403,11 +403,19 @@ def export(
 ) -> None:
     """Compile kernels, with the choice of their schedules, into an archive for libsamebits. Needs no GPU.
 
+    It comes with samebits-native, a distribution of its own.
+
     Exit code: 0, written; 2, an argument is wrong, or nothing compiles here; 70, samebits itself failed.
     """
     with _errors("export"):
-        from samebits.tools.export.command import main
-
+        try:
+            from samebits_native.export.command import main
+        except ModuleNotFoundError as error:
+            if error.name != "samebits_native":
+                raise
+            raise ToolError(
+                "it needs samebits-native: pip install './native[export]' in a clone of samebits"
+            ) from error
         code = main(
             folder, archs=arch, dtypes=dtype or (), ops=op or (), shapes=shape or (), heads=head or ()
         )

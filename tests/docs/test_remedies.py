@@ -15,7 +15,11 @@ SECTIONS = {
     title: re.findall(r"^> (.+)$", body, re.MULTILINE)
     for title, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", TEXT, re.DOTALL | re.MULTILINE)
 }
-TREES = [ast.parse(path.read_text()) for path in sorted((ROOT / "samebits").rglob("*.py"))]
+TREES = [
+    ast.parse(path.read_text())
+    for folder in ("samebits", "native/samebits_native")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
 CONSTANTS = {
     ast.unparse(node.targets[0]): node.value
     for tree in TREES
@@ -32,7 +36,7 @@ def said(node: ast.expr) -> str:
         case ast.FormattedValue(value=ast.Name(id=name)) if name in CONSTANTS:
             return said(CONSTANTS[name])
         case ast.Constant(value=str(text)):
-            return text
+            return text.replace(f"(see {PAGE}#", "(see #")
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return said(left) + said(right)
         case ast.Call(func=ast.Name(id="see"), args=[ast.Constant(value=anchor)]):

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from samebits import engine
-from samebits.tools.export import archive, kernels
-from samebits.tools.export.choices import Sizes
+from samebits_native import engine
+from samebits_native.export import archive, kernels
+from samebits_native.export.choices import Sizes
 
-NATIVE = Path(__file__).parents[2] / "native"
+NATIVE = Path(__file__).parents[1]
+SOURCES = NATIVE / "src"
 FLAGS = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-Wpedantic", "-O1", "-fPIC", "-shared")
 HAS_COMPILER = shutil.which("cc") is not None
 SMALL = Sizes(
@@ -36,7 +37,7 @@ def folder() -> Path:
 
 def sources() -> list[str]:
     """The library's files."""
-    return sorted(str(file) for file in NATIVE.glob("*.c") if file.name != "smoke.c")
+    return sorted(str(file) for file in SOURCES.glob("*.c"))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-/* Written by tests/native/answers.py: hashes of the CPU reference's results. */
+/* Written by native/tests/answers.py: hashes of the CPU reference's results. */
 /* clang-format off */
 
 #include <stdint.h>

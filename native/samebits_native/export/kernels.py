@@ -26,9 +26,9 @@ from samebits.backends.cuda.products.plan import TYPES, TileLayout
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.cuda.products.tensor_core_sm90 import Sm90Variant
 from samebits.contract import FMA, TENSOR_CORE
-from samebits.tools.export import attention, choices
-from samebits.tools.export.archive import Archive, Family, Schedule, Table
-from samebits.tools.export.choices import BATCH, GROUPS, Sizes, Table3
+from samebits_native.export import attention, choices
+from samebits_native.export.archive import Archive, Family, Schedule, Table
+from samebits_native.export.choices import BATCH, GROUPS, Sizes, Table3
 
 __all__ = ["DTYPES", "GPUS", "OPS", "build"]
 

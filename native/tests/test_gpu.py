@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 import samebits
-from samebits import engine
+from native.tests import answers, support
 from samebits.backends.cuda import devices, matmul
 from samebits.contract import HOPPER, resolve
 from samebits.testing import assert_same_bits
-from samebits.tools.export.command import compile_all
-from samebits.tools.export.kernels import build
-from tests.native import answers, support
+from samebits_native import engine
+from samebits_native.export.command import compile_all
+from samebits_native.export.kernels import build
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 COMPILER = pytest.mark.skipif(not support.HAS_COMPILER, reason="no C compiler")
@@ -247,8 +247,8 @@ def test_calls_are_captured_in_a_graph(of: engine.Engine) -> None:
 @COMPILER
 def test_smoke_in_c(archive: Path) -> None:
     program = support.folder() / "smoke"
-    smoke = str(support.NATIVE / "smoke.c")
-    flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-D_POSIX_C_SOURCE=200809L"]
+    smoke = str(Path(__file__).with_name("smoke.c"))
+    flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-D_POSIX_C_SOURCE=200809L", f"-I{support.SOURCES}"]
     subprocess.run(
         ["cc", *flags, smoke, *support.sources(), "-o", str(program), "-ldl", "-lpthread"], check=True
     )

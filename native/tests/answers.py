@@ -1,4 +1,4 @@
-"""The known answers of ``native/smoke.c``, by the CPU reference: python -m tests.native.answers"""
+"""The known answers of ``smoke.c``, by the CPU reference: python -m native.tests.answers"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 import samebits
 from samebits.contract import AMPERE, HOPPER, TENSOR_CORE, Contract, MmaModel
 
-HEADER = Path(__file__).parents[2] / "native" / "smoke_answers.h"
+HEADER = Path(__file__).with_name("smoke_answers.h")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -108,7 +108,7 @@ def header() -> str:
     digests = ", ".join(f'"{TENSOR_CORE.on(model).digest()}"' for model in models)
     names = ", ".join(f'"{name}"' for name in results[0])
     lines = [
-        "/* Written by tests/native/answers.py: hashes of the CPU reference's results. */",
+        "/* Written by native/tests/answers.py: hashes of the CPU reference's results. */",
         "/* clang-format off */",
         "",
         "#include <stdint.h>",

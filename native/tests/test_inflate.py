@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.native import support
+from native.tests import support
 
 pytestmark = pytest.mark.skipif(not support.HAS_COMPILER, reason="no C compiler")
 
@@ -27,8 +27,8 @@ bool unpack(const unsigned char* from, size_t size, unsigned char* to, size_t to
 def unpack() -> Any:
     source, out = support.folder() / "unpack.c", support.folder() / "unpack.so"
     source.write_text(CALL)
-    files = [str(source), str(support.NATIVE / "inflate.c")]
-    subprocess.run(["cc", *support.FLAGS, f"-I{support.NATIVE}", "-o", str(out), *files], check=True)
+    files = [str(source), str(support.SOURCES / "inflate.c")]
+    subprocess.run(["cc", *support.FLAGS, f"-I{support.SOURCES}", "-o", str(out), *files], check=True)
     found = ctypes.CDLL(str(out)).unpack
     found.restype = ctypes.c_bool
     found.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t]

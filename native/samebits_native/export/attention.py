@@ -24,8 +24,8 @@ from samebits.backends.cuda.compiler import KernelSpec
 from samebits.backends.cuda.products.plan import TYPES
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.contract import INTERPOLATION
-from samebits.tools.export.archive import Family, Schedule
-from samebits.tools.export.choices import ANY, Table3
+from samebits_native.export.archive import Family, Schedule
+from samebits_native.export.choices import ANY, Table3
 
 __all__ = ["Found", "hopper", "merges", "universals"]
 

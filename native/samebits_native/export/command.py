@@ -14,10 +14,10 @@ from samebits.backends import UnavailableError
 from samebits.backends.cuda import compiler, precompile
 from samebits.backends.cuda.compiler import KernelSpec
 from samebits.tools import terminal
-from samebits.tools.export.choices import Sizes
-from samebits.tools.export.kernels import DTYPES, GPUS, OPS, build
 from samebits.tools.shapes import weight
 from samebits.tools.text import ToolError, one_line, plural
+from samebits_native.export.choices import Sizes
+from samebits_native.export.kernels import DTYPES, GPUS, OPS, build
 
 
 def main(

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+import tomllib
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,19 +21,35 @@ import numpy as np
 import pytest
 import torch
 
-from samebits import FMA, HOPPER, TENSOR_CORE, __version__, engine
-from samebits.tools.export import archive as format_
-from samebits.tools.export.command import main as export
-from samebits.tools.export.kernels import GPUS, OPS, build
+from native.tests import support
+from samebits import FMA, HOPPER, TENSOR_CORE, __version__
 from samebits.tools.text import ToolError
-from tests.native import support
+from samebits_native import engine
+from samebits_native.export import archive as format_
+from samebits_native.export.command import main as export
+from samebits_native.export.kernels import GPUS, OPS, build
+from tests.support import ROOT
 
 pytestmark = pytest.mark.skipif(not support.HAS_COMPILER, reason="no C compiler")
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(support.NATIVE)}
 
 
 @pytest.fixture(scope="module")
 def path() -> Path:
     return support.write(support.built(), "library.samebits")
+
+
+def test_it_needs_neither_pytorch_nor_samebits() -> None:
+    code = "import sys, samebits_native; sys.exit(bool({'torch', 'samebits', 'numpy'} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", code], check=True, env=ENVIRONMENT)
+
+
+def test_it_has_the_version_and_the_sources_of_the_library() -> None:
+    project = tomllib.loads((support.NATIVE / "pyproject.toml").read_text())
+    assert project["project"]["version"] == __version__
+    assert project["project"]["optional-dependencies"]["export"] == [f"samebits[cuda]=={__version__}"]
+    (extension,) = project["tool"]["setuptools"]["ext-modules"]
+    assert [str(support.NATIVE / file) for file in extension["sources"]] == support.sources()
 
 
 def opening(path: Path) -> engine.EngineError:
@@ -56,7 +73,7 @@ def test_the_library_exports_the_functions_of_its_header() -> None:
         ["nm", "-D", "--defined-only", str(support.build())], check=True, capture_output=True, text=True
     )
     symbols = {line.split()[-1] for line in shown.stdout.splitlines()}
-    declared = re.findall(r"^SB_API .*?\b(sb_\w+)\(", (support.NATIVE / "samebits.h").read_text(), re.M)
+    declared = re.findall(r"^SB_API .*?\b(sb_\w+)\(", (support.SOURCES / "samebits.h").read_text(), re.M)
     assert (
         symbols
         == {*declared}
@@ -76,14 +93,14 @@ def test_the_library_needs_no_cuda_library() -> None:
 
 
 def test_the_abi_is_one() -> None:
-    header = (support.NATIVE / "samebits.h").read_text()
+    header = (support.SOURCES / "samebits.h").read_text()
     assert f"#define SB_ABI_VERSION {format_.ABI}\n" in header
     assert support.library().sb_abi_version() == format_.ABI == engine._ABI
 
 
 def test_the_header_is_c_plus_plus_too() -> None:
     command = ["cc", "-x", "c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
-    subprocess.run([*command, str(support.NATIVE / "samebits.h")], check=True)
+    subprocess.run([*command, str(support.SOURCES / "samebits.h")], check=True)
 
 
 def test_contract_digests_are_the_librarys(path: Path) -> None:
@@ -206,14 +223,14 @@ def test_contexts_give_back_what_they_take(path: Path) -> None:
 
 def test_a_driver_that_is_not_there_gives_a_status(path: Path) -> None:
     code = (
-        "import sys; from samebits import engine\n"
+        "import sys; from samebits_native import engine\n"
         "try: engine.Engine(sys.argv[1], library=sys.argv[2])\n"
         "except engine.EngineError as error: print(error.status, error)"
     )
     library = support.build("/nowhere/libcuda.so")
     command = [sys.executable, "-c", code, str(path), str(library)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert done.stdout.startswith("4 samebits.engine: the CUDA driver does not load: /nowhere/libcuda.so")
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.stdout.startswith("4 samebits_native: the CUDA driver does not load: /nowhere/libcuda.so")
 
 
 @pytest.mark.long
@@ -234,7 +251,7 @@ def test_bad_arguments_damaged_archives_and_threads_under_sanitizers(
         ["cc", *flags, *sanitize, "-fPIC", "-shared", "-o", str(driver), str(tests / "driver.c")], check=True
     )
     sources = [*support.sources(), str(tests / "fuzz.c"), str(driver)]
-    options = [f"-I{support.NATIVE}", f'-DSB_LIBCUDA="{driver}"', "-o", str(program)]
+    options = [f"-I{support.SOURCES}", f'-DSB_LIBCUDA="{driver}"', "-o", str(program)]
     subprocess.run(["cc", *flags, *sanitize, *options, *sources, "-ldl", "-lpthread", "-lm"], check=True)
     command = [str(program), str(path), str(folder / "damaged.samebits"), str(damages)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -486,20 +503,19 @@ def test_export_refuses(options: dict[str, Any], message: str, tmp_path: Path) -
 
 
 def test_the_program_in_the_documents_compiles(tmp_path: Path) -> None:
-    text = (support.NATIVE.parent / "docs" / "native.md").read_text()
+    text = (ROOT / "docs" / "native.md").read_text()
     (program,) = re.findall(r"^```c\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     (tmp_path / "program.c").write_text(program)
-    command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{support.NATIVE}", "-c"]
+    command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{support.SOURCES}", "-c"]
     subprocess.run([*command, "-o", str(tmp_path / "program.o"), str(tmp_path / "program.c")], check=True)
 
 
 def test_the_documents_commands_build_the_library_and_the_program(tmp_path: Path) -> None:
-    text = (support.NATIVE.parent / "docs" / "native.md").read_text()
+    text = (ROOT / "docs" / "native.md").read_text()
     library, program = re.findall(r"^cc (?:.*\\\n)*.*$", text, re.MULTILINE)
-    assert {*re.findall(r"native/(\w+\.c)", library)} == {Path(file).name for file in support.sources()}
     out = tmp_path / "libsamebits.so"
     build = library.replace("-o libsamebits.so", f"-o {out}")
-    subprocess.run(["sh", "-c", build], check=True, cwd=support.NATIVE.parent)
+    subprocess.run(["sh", "-c", build], check=True, cwd=ROOT)
     assert engine.load_library(out).sb_abi_version() == format_.ABI
     (source,) = re.findall(r"^```c\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     (tmp_path / "program.c").write_text(source)
@@ -510,17 +526,6 @@ def test_the_documents_commands_build_the_library_and_the_program(tmp_path: Path
     )
     subprocess.run(["cc", "-shared", "-o", str(driver[1]), str(driver[0])], check=True)
     subprocess.run(["sh", "-c", program], check=True, cwd=tmp_path)
-
-
-def cmake_list() -> set[str]:
-    (listed,) = re.findall(
-        r"add_library\(samebits SHARED ([^)]*)\)", (support.NATIVE / "CMakeLists.txt").read_text()
-    )
-    return {*listed.split()}
-
-
-def test_cmake_has_the_librarys_files() -> None:
-    assert cmake_list() == {Path(file).name for file in support.sources()}
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
@@ -535,7 +540,7 @@ def test_cmake_builds_the_library(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("rustc") is None, reason="no Rust compiler")
 def test_the_example_in_rust_runs(path: Path, tmp_path: Path) -> None:
     shutil.copy(support.build(support.fake_driver()._name), tmp_path / "libsamebits.so")
-    example = support.NATIVE.parent / "examples" / "native.rs"
+    example = ROOT / "examples" / "native.rs"
     options = ["--edition=2021", "-D", "warnings", "-L", str(tmp_path), "-l", "samebits"]
     program = tmp_path / "native"
     subprocess.run(["rustc", *options, "-o", str(program), str(example)], check=True)

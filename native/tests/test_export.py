@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from native.tests import support
 from samebits.backends.cuda import devices, logp, matmul, tuned
 from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
 from samebits.backends.cuda.shapes import ProductShape
 from samebits.tools.cli import app
-from samebits.tools.export import command
-from samebits.tools.export.choices import ROWS, SHAPES, Sizes, layout_tables, statistics
-from samebits.tools.export.kernels import build
 from samebits.tools.tune.families import product
-from tests.native import support
+from samebits_native.export import command
+from samebits_native.export.choices import ROWS, SHAPES, Sizes, layout_tables, statistics
+from samebits_native.export.kernels import build
 
 
 def test_the_command_writes_an_archive_for_each_architecture(

@@ -114,7 +114,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Table3:
-    """A table of any schedules: :class:`samebits.tools.export.archive.Table` without its numbers."""
+    """A table of any schedules: :class:`samebits_native.export.archive.Table` without its numbers."""
 
     bounds: tuple[Sequence[int], Sequence[int], Sequence[int]]
     cells: list[Any]

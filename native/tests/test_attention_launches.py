@@ -12,13 +12,13 @@ from unittest import mock
 import pytest
 import torch
 
-from samebits import engine
+from native.tests import support
 from samebits.backends.attention import Attention
 from samebits.backends.cuda import attention
 from samebits.backends.cuda.attention import sm90, universal
 from samebits.contract import FMA, HOPPER, TENSOR_CORE
-from samebits.tools.export.archive import Archive
-from tests.native import support
+from samebits_native import engine
+from samebits_native.export.archive import Archive
 from tests.support.fake_gpu import FakeGpu, fake_gpu
 
 pytestmark = pytest.mark.skipif(not support.HAS_COMPILER, reason="no C compiler")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from samebits import engine
+from native.tests import support
 from samebits.backends.cuda import grouped, linear_logp, logp
 from samebits.backends.cuda.matmul import PRODUCTS, fastest
 from samebits.backends.cuda.products import grouped_sm90
@@ -23,8 +23,8 @@ from samebits.backends.grouped import GroupedProduct
 from samebits.backends.product import Matrix, Product
 from samebits.backends.token_logps import Rows
 from samebits.ops.logp import pieces
-from samebits.tools.export.archive import Archive, Family
-from tests.native import support
+from samebits_native import engine
+from samebits_native.export.archive import Archive, Family
 from tests.support.fake_gpu import FakeGpu, fake_gpu
 
 pytestmark = pytest.mark.skipif(not support.HAS_COMPILER, reason="no C compiler")

@@ -1,7 +1,7 @@
-/* Every function on a GPU, against known answers: cc -std=c11 native/smoke.c -Inative -L. -lsamebits -ldl -o smoke
+/* Every function on a GPU, against known answers: cc -std=c11 native/tests/smoke.c -Inative/src -L. -lsamebits -ldl -o smoke
    smoke ARCHIVE [DEVICE] prints a line for each case, and exits with 0 if all bits are right.
 
-   The answers are hashes of results, recorded by the CPU reference: tests/native/answers.py writes smoke_answers.h. */
+   The answers are hashes of results, recorded by the CPU reference: native/tests/answers.py writes smoke_answers.h. */
 
 #include <dlfcn.h>
 #include <stdio.h>

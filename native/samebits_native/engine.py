@@ -1,24 +1,23 @@
-"""Products, attention and log-probabilities by raw pointers, for programs whose arrays are not PyTorch's.
+"""``libsamebits`` in Python: products, attention and log-probabilities by raw pointers.
 
-    engine = Engine("model.samebits", library="libsamebits.so")
+    engine = Engine("model.samebits")
     engine.matmul(x, w.T, out=y, stream=stream)
 
 Arrays are objects with ``__cuda_array_interface__`` or ``__dlpack__`` (CuPy, JAX, numba, PyTorch), or an
 :class:`Array`. A call runs on the stream that it is given, a ``CUstream`` as an integer. It does not wait for
-the arrays to be ready: what writes them must be on that stream, or done. ``docs/native.md`` says how to build
-``libsamebits``, which computes, and the archive.
+the arrays to be ready: what writes them must be on that stream, or done. ``docs/native.md`` says how to make
+the archive, which has the kernels. This module needs neither PyTorch nor samebits.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
-
-from samebits.remedies import see
 
 __all__ = ["Array", "Engine", "EngineError"]
 
@@ -103,7 +102,7 @@ _CODES = {
 
 
 def _wrong(name: str, expected: str, got: object) -> TypeError:
-    return TypeError(f"samebits.engine: {name}: expected {expected}, got {got}")
+    return TypeError(f"samebits_native: {name}: expected {expected}, got {got}")
 
 
 def _seen(name: str, x: Any) -> _Seen:
@@ -255,13 +254,18 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def load_library(path: str | Path) -> ctypes.CDLL:
+def load_library(path: str | Path | None = None) -> ctypes.CDLL:
     """``libsamebits``, with the types of its functions.
+
+    Args:
+        path: of the library. None: the one that this package was built with.
 
     Raises:
         OSError: it does not load.
         EngineError: it has another ABI version.
     """
+    built = importlib.util.find_spec("samebits_native._library")
+    path = path or (built and built.origin) or "libsamebits.so"
     library = ctypes.CDLL(str(path))
     for name, types in _SIGNATURES.items():
         getattr(library, name).argtypes = types
@@ -273,8 +277,8 @@ def load_library(path: str | Path) -> ctypes.CDLL:
         getattr(library, name).argtypes, getattr(library, name).restype = [_Pointer], None
     if library.sb_abi_version() != _ABI:
         raise EngineError(
-            f"{path}: it has ABI version {library.sb_abi_version()}, samebits.engine {_ABI}"
-            + see("caches-tables-and-archives"),
+            f"{path}: it has ABI version {library.sb_abi_version()}, samebits_native {_ABI}"
+            " (see docs/troubleshooting.md#caches-tables-and-archives)",
             3,
         )
     return library
@@ -286,16 +290,14 @@ class Engine:
     Args:
         archive: the file that ``samebits export`` wrote.
         device: ordinal of the GPU.
-        library: path of ``libsamebits.so``.
+        library: path of ``libsamebits.so``. By default it is the one that this package was built with.
 
     Raises:
         OSError: the library does not load.
         EngineError: the archive is damaged, or for another GPU; or the driver is missing.
     """
 
-    def __init__(
-        self, archive: str | Path, *, device: int = 0, library: str | Path = "libsamebits.so"
-    ) -> None:
+    def __init__(self, archive: str | Path, *, device: int = 0, library: str | Path | None = None) -> None:
         self._archive, self._context = _Pointer(), _Pointer()
         self._library = load_library(library)
         self._check(self._library.sb_archive_open(os.fsencode(archive), ctypes.byref(self._archive)))
@@ -522,12 +524,12 @@ class Engine:
 
     def _check(self, status: int) -> None:
         if status:
-            raise EngineError(f"samebits.engine: {self._library.sb_last_error().decode()}", status)
+            raise EngineError(f"samebits_native: {self._library.sb_last_error().decode()}", status)
 
 
 def _number(name: str, dtype: str) -> int:
     if dtype not in DTYPES:
-        raise TypeError(f"samebits.engine: {name}: expected one of {', '.join(DTYPES)}, got {dtype}")
+        raise TypeError(f"samebits_native: {name}: expected one of {', '.join(DTYPES)}, got {dtype}")
     return DTYPES[dtype]
 
 
@@ -549,7 +551,7 @@ def _room(workspace: Any) -> tuple[int, int]:
 def _vector(name: str, x: Any, dtypes: tuple[str, ...], *, written: bool = False) -> Array:
     found = Array.of(x, name, written=written)
     if found.dtype not in dtypes:
-        raise TypeError(f"samebits.engine: {name}: expected {' or '.join(dtypes)}, got {found.dtype}")
+        raise TypeError(f"samebits_native: {name}: expected {' or '.join(dtypes)}, got {found.dtype}")
     if len(found.shape) != 1 or (found.shape[0] > 1 and found.strides[0] != 1):
         raise EngineError(f"{name}: expected a contiguous vector, got {found}", 1)
     return found
@@ -625,10 +627,10 @@ def _attention(
     of = [Array.of(x, name) for name, x in (("q", q), ("k", k), ("v", v))]
     given = {name: None if lists.get(name) is None else Array.of(lists[name], name) for name in _LISTS}
     if unknown := lists.keys() - given.keys():
-        raise TypeError(f"samebits.engine: attention has no option {min(unknown)}")
+        raise TypeError(f"samebits_native: attention has no option {min(unknown)}")
     for name, x in given.items():
         if x is not None and x.dtype != "int32":
-            raise TypeError(f"samebits.engine: {name}: expected int32, got {x.dtype}")
+            raise TypeError(f"samebits_native: {name}: expected int32, got {x.dtype}")
     cu_q, cu_k, _, _, table = given.values()
     shapes = [x.shape for x in of]
     ranks = [3 if cu_q else 4, *[3 if cu_k else 4] * 2]

@@ -1,0 +1,1 @@
+"""``samebits export``: kernels and the choice of their schedules in one file, for ``libsamebits``."""

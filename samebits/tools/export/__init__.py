@@ -1,1 +1,0 @@
-"""``samebits export``: kernels and the choice of their schedules in one file, for ``native/``."""
