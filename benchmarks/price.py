@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
+from typing import Any
 
-from benchmarks import peers, vllm
+from benchmarks import peers, steps, vllm
 from benchmarks.record import load, measured
 from benchmarks.scaled import beside
 from samebits.tools.bench.attention_report import attention_summary
@@ -22,16 +23,31 @@ BESIDE = {
 """What peers were measured at, beside which row of the table."""
 STEPS = {
     "forward + backward, 8 x 512": "training step of a Llama of a billion parameters, 8 x 512 tokens",
+    "forward + backward, 1 x 4,096": "training step of that Llama, 1 x 4,096 tokens",
+    "Qwen3 4B, checkpointed, forward + backward, 4 x 2,048": (
+        "training step of a Qwen3 of 4 billion, checkpointed, 4 x 2,048 tokens"
+    ),
+    "experts, forward + backward, 8 x 512": "training step of a model of experts, 8 x 512 tokens",
     "decode, eager, batch 1": DECODE,
     "decode, eager, batch 32": DECODE,
-    "experts, forward + backward, 8 x 512": "training step of a model of experts, 8 x 512 tokens",
 }
+COMPILED = "torch, compiled"
+BESIDE_COMPILED = ", beside `torch.compile`"
 
 
 FILES = tuple(
     f"{name}.json" for name in ("vllm", "steps", "models", "bench", "scaled", "attention", "logp", "peers")
 )
 """The results that it is of."""
+
+
+def _beside_compiled(work: str, case: dict[str, Any]) -> list[str]:
+    """A row that has compiled PyTorch for 1, and samebits in its fastest form."""
+    theirs = case[COMPILED]["ms"]
+    ours = f"{steps.best(case)['ms'] / theirs:.2f}"
+    others = [f"PyTorch, eager {case['torch']['ms'] / theirs:.2f}"]
+    others += [f"Liger {case['liger']['ms'] / theirs:.2f}"] * ("liger" in case)
+    return [work + BESIDE_COMPILED, ours, ours, ", ".join(others)]
 
 
 def rows(gpu: str) -> list[list[str]]:
@@ -63,13 +79,19 @@ def rows(gpu: str) -> list[list[str]]:
                 f"VLLM_BATCH_INVARIANT=1 {statistics.geometric_mean(beside_stock['invariant']):.2f}"
             )
     if gpu in measured("steps.json"):
-        steps: dict[str, list[float]] = {}
-        for case in load(f"{gpu}/steps.json")["cases"]:
-            if case["work"] in STEPS:
-                modes = [case[mode]["ms"] / case["torch"]["ms"] for mode in ("context", "process")]
-                steps.setdefault(STEPS[case["work"]], []).extend(modes)
-        for work, times in steps.items():
+        cases = {case["work"]: case for case in load(f"{gpu}/steps.json")["cases"]}
+        taken: dict[str, list[float]] = {}
+        compiled: dict[str, list[str]] = {}
+        for name, work in STEPS.items():
+            if case := cases.get(name):
+                modes = (case[mode]["ms"] for mode in ("context", "process") if mode in case)
+                taken.setdefault(work, []).extend(ms / case["torch"]["ms"] for ms in modes)
+                if COMPILED in case:
+                    compiled[work] = _beside_compiled(work, case)
+        for work, times in taken.items():
             add(work, times)
+            if work in compiled:
+                found.append(compiled[work])
     if gpu in measured("models.json"):
         runs = load(f"{gpu}/models.json")["training"]
         *ours, torch = (runs[who]["seconds_a_step"] for who in ("samebits", "samebits, again", "torch"))

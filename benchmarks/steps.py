@@ -1,24 +1,30 @@
-"""Whole steps of two models, one of experts, in PyTorch and in both forms of the mode.
+"""Whole steps of models in PyTorch and samebits: eager, compiled, fused, and with Liger's kernels.
 
-python -m benchmarks.steps [--commit COMMIT] [--out FILE]
+python -m benchmarks.steps [--only KIND ...] [--commit COMMIT] [--out FILE]
 
-It writes benchmarks/results/<gpu>/steps.json: training steps (forward and backward, with the logits' loss and
-with ``linear_logp``), decoding with a static cache of 1,024 keys (as a CUDA graph and call by call), and the
-peak memory of each. PyTorch attends by ``sdpa``, samebits by ``sdpa`` in training and by its own
-implementation in decoding; experts run PyTorch's grouped products, and samebits' own implementation. Each
-form has a process of its own, since what the switch of the process registers stays. They take turns at every
-step, as :mod:`benchmarks.turns` says. A turn runs the step twice and times the second.
+It writes benchmarks/results/<gpu>/steps.json: training steps (forward and backward) of a Llama, of a Qwen3
+with activation checkpointing and of a model of experts, decoding with a static cache of 1,024 keys (as a CUDA
+graph and call by call), and the peak memory of each. `FORMS` has what takes part, and `KINDS` in what. Liger
+does if it is installed. The loss is the model's own, and in some steps ``linear_logp``, beside PyTorch's own.
+
+PyTorch attends by ``sdpa``, samebits by ``sdpa`` in training and by its own implementation in decoding;
+experts run PyTorch's grouped products, and samebits' own implementation. Each form has a process of its own,
+since what the switch of the process registers stays. They compile side by side on all CPUs, and then take
+turns at every step, as :mod:`benchmarks.turns` says. A turn runs the step twice and times the second.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -46,6 +52,18 @@ EXPERTS: dict[str, Any] = {
     "max_position_embeddings": 4096,
 }
 """A Qwen3-MoE."""
+CHECKPOINTED: dict[str, Any] = {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+"""A Qwen3 of 4 billion parameters."""
 DECODED = (1, 32, 128)
 KEYS = 1024
 Step = Callable[[], Any]
@@ -107,19 +125,65 @@ class Decoding:
         return graph.replay
 
 
+def as_it_is(model: Any) -> Any:
+    return model
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, dynamic=False)  # one graph for each size, as for one batch
+
+
+def fused(model: Any) -> Any:
+    samebits.fuse(model)
+    return model
+
+
+def fused_and_compiled(model: Any) -> Any:
+    return compiled(fused(model))
+
+
+def with_liger(model: Any) -> Any:
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model)
+    return model
+
+
 class Form(NamedTuple):
-    """PyTorch, or a form of the mode, with a model's attention while it decodes, and its experts."""
+    """PyTorch, or a form of the mode.
+
+    Attributes:
+        within: what a step runs in.
+        decoding: a model's attention while it decodes.
+        experts: how it computes experts.
+        prepared: the model that is called, from one that is loaded.
+    """
 
     within: Callable[[], AbstractContextManager[Any]]
     decoding: str
     experts: str
+    prepared: Callable[[Any], Any] = as_it_is
+
+
+def context() -> AbstractContextManager[Any]:
+    return samebits.batch_invariant("error")
+
+
+def process() -> AbstractContextManager[Any]:
+    return samebits.set_batch_invariant_mode(True, "error")
 
 
 FORMS = {
     "torch": Form(nullcontext, "sdpa", "grouped_mm"),
-    "context": Form(lambda: samebits.batch_invariant("error"), "samebits", "samebits"),
-    "process": Form(lambda: samebits.set_batch_invariant_mode(True, "error"), "samebits", "samebits"),
+    "torch, compiled": Form(nullcontext, "sdpa", "grouped_mm", compiled),
+    "liger": Form(nullcontext, "sdpa", "grouped_mm", with_liger),
+    "context": Form(context, "samebits", "samebits"),
+    "process": Form(process, "samebits", "samebits"),
+    "compiled": Form(context, "samebits", "samebits", compiled),
+    "fused": Form(context, "samebits", "samebits", fused),
+    "fused, compiled": Form(context, "samebits", "samebits", fused_and_compiled),
 }
+COMPILED = tuple(name for name in FORMS if "compiled" in name)
 Measured = dict[str, dict[str, float]]
 
 
@@ -176,39 +240,59 @@ def tokens(model: Any, rows: int, n: int) -> torch.Tensor:
     return torch.randint(model.config.vocab_size, (rows, n), device="cuda")
 
 
+def on_gpu(kind: Callable[[Any], Any], config: Any, experts: str | None = None) -> Any:
+    """A model in bf16 that attends by ``sdpa``, with the same weights in every process."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model: Any = kind(config)
+    finally:
+        torch.set_default_dtype(before)
+    model.set_attn_implementation("sdpa")
+    if experts is not None:
+        model.set_experts_implementation(experts)
+    return model
+
+
 def a_billion() -> Any:
     """The model of a billion parameters, which is a Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model: Any = LlamaForCausalLM(LlamaConfig(**BILLION))
-    model.set_attn_implementation("sdpa")
-    return model.to(torch.bfloat16)
+    return on_gpu(LlamaForCausalLM, LlamaConfig(**BILLION))
 
 
 def training(form: str) -> dict[str, Turn]:
     """The steps of training, by their names."""
-    model = a_billion()
+    model = FORMS[form].prepared(a_billion())
     found: dict[str, Turn] = {}
     for rows, n in BATCHES:
-        stored, fused = (partial(f, model, tokens(model, rows, n)) for f in (stored_logits, fused_logits))
-        name = f"forward + backward, {rows} x {n:,}"
-        found[name] = nothing, stored, nothing
-        found[f"{name}, linear_logp"] = nothing, stored if form == "torch" else fused, nothing
+        name, ids = f"forward + backward, {rows} x {n:,}", tokens(model, rows, n)
+        found[name] = nothing, partial(stored_logits, model, ids), nothing
+        if form in EAGER:
+            loss = stored_logits if form == "torch" else fused_logits
+            found[f"{name}, linear_logp"] = nothing, partial(loss, model, ids), nothing
     return found
+
+
+def training_checkpointed(form: str) -> dict[str, Turn]:
+    """A step of training that computes each layer again in the backward."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = on_gpu(Qwen3ForCausalLM, Qwen3Config(**CHECKPOINTED))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = FORMS[form].prepared(model)
+    step = partial(stored_logits, model, tokens(model, 4, 2048))
+    return {"Qwen3 4B, checkpointed, forward + backward, 4 x 2,048": (nothing, step, nothing)}
 
 
 def training_experts(form: str) -> dict[str, Turn]:
     """The steps of training a model of experts, by their names."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS))
-    model = model.to(torch.bfloat16)
-    model.set_attn_implementation("sdpa")
-    model.set_experts_implementation(FORMS[form].experts)
+    model = on_gpu(Qwen3MoeForCausalLM, Qwen3MoeConfig(**EXPERTS), FORMS[form].experts)
+    model = FORMS[form].prepared(model)
     return {
         f"experts, forward + backward, {rows} x {n:,}": (
             nothing,
@@ -232,51 +316,139 @@ def decoding(form: str) -> dict[str, Turn]:
     return found
 
 
-KINDS: dict[Callable[[str], dict[str, Turn]], int] = {training: 9, training_experts: 9, decoding: 45}
-"""The steps of a form, and how many turns of each are taken."""
+class Kind(NamedTuple):
+    """Steps of one model: those of a form, how many turns of each are taken, and by whom."""
+
+    steps: Callable[[str], dict[str, Turn]]
+    repeats: int
+    forms: tuple[str, ...]
+
+
+EAGER = ("torch", "context", "process")
+KINDS = {
+    "training": Kind(training, 9, tuple(FORMS)),
+    "checkpointed": Kind(
+        training_checkpointed, 5, ("torch", "torch, compiled", "context", "fused", "fused, compiled")
+    ),
+    "experts": Kind(training_experts, 9, (*EAGER, "fused", *COMPILED)),
+    "decoding": Kind(decoding, 45, EAGER),
+}
+
+
+class SkippedError(RuntimeError):
+    """A form cannot take a step."""
+
+
+@contextmanager
+def all_cpus() -> Iterator[None]:
+    """For compilation, which :mod:`benchmarks.turns` would leave two."""
+    some = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, some)
 
 
 def serve(form: str, turns: Connection) -> None:
-    """Makes the steps of each kind, and answers the name of one with what it took, until None comes."""
+    """Makes the steps of each kind that is asked for, and takes those that are, until None comes.
+
+    Work that begins with "first: " is a step's first run, which may compile it. The answer to what fails is
+    why.
+    """
+    with all_cpus():
+        import_module("torch._inductor.config")  # it counts CPUs
     samebits.transformers.register()
-    for kind in KINDS:
-        steps = kind(form)
-        turns.send(list(steps))
-        while (work := turns.recv()) is not None:
-            turns.send(once(steps[work], FORMS[form]))
-        del steps
-        gc.collect()
-        torch.cuda.empty_cache()
+    steps: dict[str, Turn] = {}
+    while (work := turns.recv()) is not None:
+        try:
+            if work in KINDS:
+                steps.clear()
+                gc.collect()
+                steps = KINDS[work].steps(form)
+                turns.send(list(steps))
+            elif (first := work.removeprefix("first: ")) != work:
+                start = time.perf_counter()
+                with all_cpus():
+                    once(steps[first], FORMS[form])
+                turns.send(time.perf_counter() - start)
+            else:
+                turns.send(once(steps[work], FORMS[form]))
+        except Exception as error:
+            turns.send(SkippedError(f"{type(error).__name__}: {error}"))
+        torch.cuda.empty_cache()  # for the others
 
 
-def measure(console: Console) -> list[dict[str, Any]]:
+def absent() -> dict[str, str]:
+    """Forms that are not installed, and why."""
+    return {} if find_spec("liger_kernel") else {"liger": "liger_kernel is not installed"}
+
+
+def measure(console: Console, kinds: Sequence[str]) -> list[dict[str, Any]]:
     """Every step in each form."""
-    cases = []
-    with processes(serve, FORMS) as forms:
+    cases: list[dict[str, Any]] = []
+    skipped = absent()
+    for form, why in skipped.items():
+        console.print(f"{form}: skipped, {why}")
+    with processes(serve, [form for form in FORMS if form not in skipped]) as forms:
 
-        def ask(form: str, work: str) -> Taken:
+        def send(form: str, work: str) -> None:
             forms[form].send(work)
-            taken: Taken = forms[form].recv()
-            return taken
 
-        for repeats in KINDS.values():
-            works = {form: of.recv() for form, of in forms.items()}
-            for work in works["torch"]:
-                console.print(work, style="dim", highlight=False)
-                cases.append({"work": work} | in_turns({f: partial(ask, f, work) for f in FORMS}, repeats))
-            for of in forms.values():
-                of.send(None)
+        def answer(form: str) -> Any:
+            found = forms[form].recv()
+            if isinstance(found, SkippedError):
+                raise found
+            return found
+
+        def ask(form: str, work: str) -> Any:
+            send(form, work)
+            return answer(form)
+
+        def all_of(taking: Sequence[str], work: str, at_once: Sequence[str]) -> dict[str, Any]:
+            """The answers of forms, some of which work side by side. It says who gives none."""
+            found = {}
+            for form in at_once:
+                send(form, work)
+            for form in sorted(taking, key=lambda form: form not in at_once):
+                try:
+                    found[form] = answer(form) if form in at_once else ask(form, work)
+                except SkippedError as why:
+                    console.print(f"{form}: {work}: skipped, {why}", highlight=False)
+            return {form: found[form] for form in taking if form in found}
+
+        for kind in kinds:
+            taking = [form for form in KINDS[kind].forms if form in forms]
+            works = all_of(taking, kind, taking)
+            for work in dict.fromkeys(work for of in works.values() for work in of):
+                able = [form for form, of in works.items() if work in of]
+                first = all_of(able, f"first: {work}", [form for form in able if form in COMPILED])
+                said = ", ".join(f"{form} {first[form]:.0f} s" for form in first if form in COMPILED)
+                console.print(f"{work}{f' (compiled: {said})' if said else ''}", style="dim", highlight=False)
+                found = in_turns({f: partial(ask, f, work) for f in first}, KINDS[kind].repeats)
+                for form in found.keys() & {*COMPILED}:
+                    found[form]["first_s"] = round(first[form], 1)
+                cases.append({"work": work} | found)
+        for of in forms.values():
+            of.send(None)
     return cases
 
 
+OURS = ("context", "process", "compiled", "fused", "fused, compiled")
+
+
+def best(case: dict[str, Any]) -> dict[str, float]:
+    """What samebits takes in its fastest form."""
+    return min((case[form] for form in OURS if form in case), key=lambda of: of["ms"])
+
+
 def show(data: dict[str, Any]) -> Table:
-    table = Table("step", *(f"{form}, ms" for form in FORMS), "context / torch", "process / torch", "memory")
+    table = Table("step", *(f"{form}, ms" for form in FORMS), "least / torch, compiled", "memory")
     for case in data["cases"]:
-        theirs, *ours = (case[form] for form in FORMS)
-        times = (f"{of['ms']:.2f}" for of in (theirs, *ours))
-        ratios = (f"{of['ms'] / theirs['ms']:.3f}" for of in ours)
-        memory = f"{ours[0]['mib'] / theirs['mib']:.3f}" if theirs["mib"] else ""  # none in a graph's replay
-        table.add_row(case["work"], *times, *ratios, memory)
+        times = (f"{case[form]['ms']:.2f}" if form in case else "" for form in FORMS)
+        ours, theirs = best(case), case.get("torch, compiled", case["torch"])
+        memory = f"{ours['mib'] / theirs['mib']:.3f}" if theirs["mib"] else ""  # none in a graph's replay
+        table.add_row(case["work"], *times, f"{ours['ms'] / theirs['ms']:.3f}", memory)
     return table
 
 
@@ -284,11 +456,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--only", nargs="+", choices=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
     parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/steps.json")
     options = parser.parse_args()
-    console, record = Console(width=130), environment(options.commit)
-    data = {"environment": record, "model": BILLION, "experts": EXPERTS, "cases": measure(console)}
+    if options.only and options.out is None:
+        parser.error("--only: expected --out with it, since results have all kinds")
+    console, record = Console(width=160), environment(options.commit)
+    data = {
+        "environment": record,
+        "model": BILLION,
+        "checkpointed": CHECKPOINTED,
+        "experts": EXPERTS,
+        "cases": measure(console, options.only or list(KINDS)),
+    }
     console.print(show(data))
     write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / "steps.json", data)
 

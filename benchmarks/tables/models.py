@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import peers, price, ranks, vllm
+from benchmarks import peers, price, ranks, steps, vllm
 from benchmarks.host import ratios
 from benchmarks.record import GPUS, load, measured, slug
 from benchmarks.tables.text import measured_at, measured_on_gpu, table
@@ -137,18 +137,39 @@ def gpu_host_calls(data: dict[str, Any]) -> str:
 
 
 def gpu_steps(data: dict[str, Any]) -> str:
-    """Steps of a model of a billion parameters, and of one of experts."""
-    head = ["step", "PyTorch, ms", "context, ms", "process, ms", "context / PyTorch", "process / PyTorch"]
+    """Steps of models in every form: a billion parameters, one with checkpointing, one of experts."""
+    forms = [form for form in steps.FORMS if any(form in c for c in data["cases"])]
+
+    def ratio(case: dict[str, Any], of: str, to: str) -> str:
+        ours, theirs = steps.best(case)[of], case.get(to, {}).get(of)
+        return f"{ours / theirs:.2f}" if theirs else ""
+
     lines = (
         [
             c["work"],
-            *(f"{c[form]['ms']:.2f}" for form in ("torch", "context", "process")),
-            *(f"{c[form]['ms'] / c['torch']['ms']:.2f}" for form in ("context", "process")),
-            f"{c['context']['mib'] / c['torch']['mib']:.2f}" if c["torch"]["mib"] else "none",
+            *(f"{c[form]['ms']:.2f}" if form in c else "" for form in forms),
+            ratio(c, "ms", "torch"),
+            ratio(c, "ms", COMPILED),
+            ratio(c, "mib", COMPILED if COMPILED in c else "torch"),
         ]
         for c in data["cases"]
     )
-    return "\n\n".join((table([*head, "memory / PyTorch's"], lines), measured_on_gpu(data)))
+    head = ["step, ms", *(STEPS_BY[form] for form in forms), "samebits / PyTorch", "/ compiled", "memory"]
+    return "\n\n".join((table(head, lines), measured_on_gpu(data)))
+
+
+COMPILED = "torch, compiled"
+STEPS_BY = {
+    "torch": "PyTorch",
+    COMPILED: "PyTorch, compiled",
+    "liger": "Liger",
+    "context": "context",
+    "process": "process",
+    "compiled": "context, compiled",
+    "fused": "context, fused",
+    "fused, compiled": "context, fused, compiled",
+}
+"""What tables call the forms of steps."""
 
 
 def gpu_distributed(data: dict[str, Any]) -> str:
@@ -194,6 +215,8 @@ def the_price(gpu: str) -> str:
         " times scatter. Where PyTorch's FP8 product refused a call, half the time of its bf16 one stands for"
         " it. PyTorch's decode takes a slow path of its attention, because of the mask of its static cache."
     )
+    if any(row[0].endswith(price.BESIDE_COMPILED) for row in rows):
+        said += " Beside `torch.compile`, compiled PyTorch is 1, and samebits takes its fastest form."
     if gpu in measured("peers.json"):
         said += (
             " Others: in one run with samebits, on fewer shapes, products forward only, decode of 1 row only:"

@@ -163,7 +163,24 @@ def test_tables_of_row_operations_and_steps() -> None:
     assert "sum" in plot.render(plot.gpu_rows(data | {"cases": cases}))
     ours = {"context": {"ms": 3.0, "mib": 90}, "process": {"ms": 2.0, "mib": 90}}
     step = {"work": "decode", "torch": {"ms": 4.0, "mib": 100}} | ours
-    assert "| decode | 4.00 | 3.00 | 2.00 | 0.75 | 0.50 | 0.90 |" in gpu_steps(data | {"cases": [step]})
+    assert "| decode | 4.00 | 3.00 | 2.00 | 0.50 |  | 0.90 |" in gpu_steps(data | {"cases": [step]})
+    more = {"torch, compiled": {"ms": 2.5, "mib": 60}, "fused": {"ms": 1.0, "mib": 45}}
+    said = gpu_steps(data | {"cases": [step, step | more | {"work": "train"}]})
+    assert "| decode | 4.00 |  | 3.00 | 2.00 |  | 0.50 |  | 0.90 |" in said
+    assert "| train | 4.00 | 2.50 | 3.00 | 2.00 | 1.00 | 0.25 | 0.40 | 0.75 |" in said
+
+
+def test_prices_name_both_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
+    ms = {"torch": 8.0, "torch, compiled": 5.0, "liger": 10.0, "context": 7.0, "process": 6.0, "fused": 4.0}
+    case = {"work": "forward + backward, 8 x 512"} | {form: {"ms": t} for form, t in ms.items()}
+    (gpu, *_) = GPUS
+    monkeypatch.setattr(
+        price, "load", lambda name: {"cases": [case]} if name.endswith("/steps.json") else load(name)
+    )
+    found = {row[0]: row[1:] for row in price.rows(gpu)}
+    work = price.STEPS[case["work"]]
+    assert found[work][1] == "0.88"
+    assert found[f"{work}, beside `torch.compile`"] == ["0.80", "0.80", "PyTorch, eager 1.60, Liger 2.00"]
 
 
 def test_logp() -> None:
