@@ -30,7 +30,8 @@ from torch import Tensor
 
 from benchmarks.record import RESULTS, environment, slug, write
 from samebits.backends.cuda import devices, precompile
-from samebits.backends.product import Operands, Product, ProductKernel
+from samebits.backends.kernel import Kernel as KernelOf
+from samebits.backends.product import Operands, Product
 from samebits.testing import assert_same_bits, bits
 from samebits.tools.bench.cases import CASES, F32, BenchCase, make_operands
 from samebits.tools.bench.clock import medians
@@ -40,7 +41,7 @@ from samebits.tools.verify import Inputs, ProductCase, kernels
 from samebits.tools.verify.failures import finish, running
 from samebits.tools.verify.operands import Room, make_room
 
-Kernel = ProductKernel[Any]
+Kernel = KernelOf[Product, Any]
 
 
 def cases(kernel: Kernel) -> list[BenchCase]:

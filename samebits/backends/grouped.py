@@ -1,24 +1,22 @@
-"""Grouped products as data, and the interface of the kernels that compute them.
+"""Grouped products as data, for the kernels that compute them: :mod:`samebits.backends.kernel`.
 
 As :mod:`samebits.backends.product` has it for one product: :class:`GroupedOperands` are the tensors of a
-call, :class:`GroupedProduct` is what a kernel may know before it runs, and a :class:`GroupedKernel` makes a
-plan of it. Groups lie between offsets on the GPU, whose values no host code knows. So a grid has blocks for
-every way to cut the rows, and a block finds its group by itself.
+call, and :class:`GroupedProduct` is the problem. Groups lie between offsets on the GPU, whose values no host
+code knows. So a grid has blocks for every way to cut the rows, and a block finds its group by itself.
 """
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from samebits.backends.product import FLOATS, LARGEST, Matrix, Step, need
+from samebits.backends.kernel import Step
+from samebits.backends.product import FLOATS, LARGEST, Matrix, need
 
-__all__ = ["GroupedKernel", "GroupedOperands", "GroupedPlan", "GroupedProduct", "refuse_large"]
+__all__ = ["GroupedOperands", "GroupedProduct", "refuse_large"]
 
 
 class GroupedOperands(NamedTuple):
@@ -50,6 +48,20 @@ class GroupedOperands(NamedTuple):
     bias: Tensor | None = None
     runs: Tensor | None = None
     accumulate: bool = False
+
+    def problem(self, step: Step) -> GroupedProduct:
+        return GroupedProduct.of(self, step)
+
+    def addresses(self) -> tuple[int, int, int, int, int, int]:
+        """Those of a, b, out, offs, bias and runs. A missing one is 0."""
+        return (
+            self.a.data_ptr(),
+            self.b.data_ptr(),
+            self.out.data_ptr(),
+            self.offs.data_ptr(),
+            0 if self.bias is None else self.bias.data_ptr(),
+            0 if self.runs is None else self.runs.data_ptr(),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,61 +129,6 @@ class GroupedProduct:
     def __str__(self) -> str:
         kind = "terms" if self.of_terms else "rows"
         return f"a product of {self.groups} groups of {kind}, a {self.a.shape} by b {self.b.shape}"
-
-
-class GroupedPlan(Protocol):
-    """A kernel with everything for a launch except the addresses."""
-
-    def run(self, x: GroupedOperands) -> None:
-        """Run on these operands, or on others of the same :class:`GroupedProduct`."""
-
-
-S = TypeVar("S")
-
-
-class GroupedKernel(abc.ABC, Generic[S]):
-    """One kernel that computes grouped products. `S` is the class of its schedules.
-
-    Attributes:
-        name: the name of the kernel and its host file.
-        step: the step of the contracts that it follows.
-    """
-
-    name: str
-    step: Step
-
-    @property
-    @abc.abstractmethod
-    def catalogue(self) -> Sequence[S]:
-        """Every kind of schedule. Verification shows that none changes a bit."""
-
-    @abc.abstractmethod
-    def supports(self, p: GroupedProduct) -> bool:
-        """Whether the kernel can compute `p`."""
-
-    def schedules(self, p: GroupedProduct) -> Sequence[S]:
-        """The schedules of the catalogue that can run `p`."""
-        return self.catalogue
-
-    def candidates(self, p: GroupedProduct) -> Sequence[S]:
-        """The schedules that could be fastest, each as it would run. Tuning times them."""
-        return self.schedules(p)
-
-    @abc.abstractmethod
-    def cost(self, p: GroupedProduct, s: S) -> float:
-        """Estimated microseconds of `p` under `s`, to compare schedules."""
-
-    @abc.abstractmethod
-    def choose(self, p: GroupedProduct) -> S:
-        """The schedule that should be fastest, whatever the offsets are."""
-
-    @abc.abstractmethod
-    def plan(self, p: GroupedProduct, s: S | None = None) -> GroupedPlan:
-        """The plan of `p` under `s`, or under the choice of :meth:`choose`. Compiles and loads the kernel."""
-
-    def run(self, x: GroupedOperands, s: S | None = None) -> None:
-        """Compute ``x.out``. Verification and tuning use this; operations keep their plans."""
-        self.plan(GroupedProduct.of(x, self.step), s).run(x)
 
 
 def refuse_large(p: GroupedProduct, *sizes: int) -> None:

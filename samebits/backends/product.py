@@ -1,39 +1,27 @@
-"""Matrix products as data, and the interface of the kernels that compute them. Read this file first.
+"""Matrix products as data, for the kernels that compute them: :mod:`samebits.backends.kernel`.
 
-The route of a product:
-
-1. :class:`Operands` are the tensors of one call.
-2. :class:`Product` is all that a kernel may know about them before it runs: shapes, strides, dtypes,
-   alignment, where chains start, and which contract's step they follow. It has no address and no value.
-3. A :class:`ProductKernel` declares which products it supports, and under which schedules. A schedule is
-   frozen data: tiles, stages, clusters. It decides the speed and never a bit.
-4. A :class:`Plan` is a compiled and loaded kernel, with everything for a launch except the addresses.
+:class:`Operands` are the tensors of one call, and :class:`Product` is the problem: shapes, strides, dtypes,
+alignment, where chains start, and which contract's step they follow.
 """
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from samebits.backends.kernel import Step
 
 __all__ = [
     "LARGEST",
     "Matrix",
     "Operands",
-    "Plan",
     "Product",
-    "ProductKernel",
-    "Step",
     "need",
     "refuse_large",
 ]
-
-Step = Literal["mma", "fma", "scaled"]
-"""How a contract adds a group of terms: by the tensor core, or by one fused multiply-add for each term."""
 
 LARGEST = 2**31 - 2048
 """The largest size. Kernels count in 32 bits, and round sizes up to all the tiles in flight at once."""
@@ -62,6 +50,21 @@ class Operands(NamedTuple):
     start: Tensor | None = None
     cu_seqlens: Tensor | None = None
     sequences: bool = False
+
+    def problem(self, step: Step) -> Product:
+        return Product.of(self, step)
+
+    def addresses(self) -> tuple[int, int, int, int, int, int]:
+        """Those of a, b, out, bias, cu_seqlens and start. A missing one is 0."""
+        bias, cu_seqlens, start = self.bias, self.cu_seqlens, self.start
+        return (
+            self.a.data_ptr(),
+            self.b.data_ptr(),
+            self.out.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+            0 if start is None else start.data_ptr(),
+        )
 
 
 class Matrix(NamedTuple):
@@ -148,67 +151,6 @@ class Product:
 
     def __str__(self) -> str:
         return f"a product of a {self.a.shape} by b {self.b.shape}"
-
-
-class Plan(Protocol):
-    """A kernel with everything for a launch except the addresses."""
-
-    def run(self, x: Operands) -> None:
-        """Run on these operands, or on others of the same :class:`Product`."""
-
-
-S = TypeVar("S")
-
-
-class ProductKernel(abc.ABC, Generic[S]):
-    """One kernel that computes products. `S` is the class of its schedules.
-
-    Attributes:
-        name: the name of the kernel and its host file, and of its source if it has one of its own.
-        step: the step of the contracts that it follows.
-        can_precompile: whether :mod:`samebits.backends.cuda.precompile` can compile it before its launch.
-    """
-
-    name: str
-    step: Step
-    can_precompile: bool = True
-
-    @property
-    @abc.abstractmethod
-    def catalogue(self) -> Sequence[S]:
-        """Every kind of schedule. Verification shows that none changes a bit."""
-
-    @abc.abstractmethod
-    def supports(self, p: Product) -> bool:
-        """Whether the kernel can compute `p`."""
-
-    def schedules(self, p: Product) -> Sequence[S]:
-        """The schedules of the catalogue that can run `p`."""
-        return self.catalogue
-
-    def candidates(self, p: Product) -> Sequence[S]:
-        """The schedules that :meth:`choose` picks from, each as it would run. Tuning times them."""
-        return self.schedules(p)
-
-    def variations(self, p: Product, s: S) -> Sequence[S]:
-        """`s` with other values of what no estimate tells apart. Tuning times some; a table may have any."""
-        return ()
-
-    @abc.abstractmethod
-    def choose(self, p: Product) -> S:
-        """The schedule that should be fastest."""
-
-    @abc.abstractmethod
-    def cost(self, p: Product, s: S) -> float:
-        """Estimated microseconds of `p` under `s`, to compare schedules, and kernels where documented."""
-
-    @abc.abstractmethod
-    def plan(self, p: Product, s: S | None = None) -> Plan:
-        """The plan of `p` under `s`, or under the choice of :meth:`choose`. Compiles and loads the kernel."""
-
-    def run(self, x: Operands, s: S | None = None) -> None:
-        """Compute ``x.out``. Verification and tuning use this; operations keep their plans."""
-        self.plan(Product.of(x, self.step), s).run(x)
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import samebits
 from samebits import TENSOR_CORE
+from samebits.backends.cuda.plans import Plans
 from samebits.testing import assert_same_bits, values
 from tests.ops.test_logp import everything, pieces
 from tests.support.devices import FAMILY
@@ -45,7 +46,7 @@ def test_many_tokens_have_the_bits_of_the_universal_kernels(dtype: torch.dtype) 
             "samebits.backends.cuda.products.tensor_core_sm90.TensorCoreSm90Kernel.supports",
             return_value=False,
         ),
-        mock.patch("samebits.backends.cuda.matmul._plans", {}),  # of products seen before
+        mock.patch("samebits.backends.cuda.matmul._plans", Plans()),  # of products seen before
         mock.patch("samebits.backends.triton.linear_logp.supports_fused", return_value=False),
     ):
         want = everything("cuda", dtype, 4096, 136, 20_000)

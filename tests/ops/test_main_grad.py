@@ -14,6 +14,7 @@ from torch import Tensor
 
 import samebits
 from samebits.backends.cuda import matmul, runtime, tensor_maps
+from samebits.backends.cuda.plans import Plans
 from samebits.ops import linear_logp
 from samebits.testing import assert_same_bits, values
 from tests.support.devices import DEVICES
@@ -102,7 +103,7 @@ def test_all_or_nothing(
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     for n in itertools.count(1):
         loss, accumulators = made(device, dtype, packed)
-        monkeypatch.setattr(matmul, "_plans", {})  # plan anew
+        monkeypatch.setattr(matmul, "_plans", Plans())  # plan anew
         try:
             with failing_at(monkeypatch, n):
                 loss.backward()

@@ -14,6 +14,7 @@ from samebits import HOPPER
 from samebits.backends.arch import ARCHS, SM_90, arch_of
 from samebits.backends.cuda import devices, linear_logp_sm90, matmul
 from samebits.backends.cuda.attention import sm90
+from samebits.backends.cuda.plans import Plans
 from samebits.testing import values
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -39,8 +40,8 @@ def multiprocessors(count: int | None) -> Iterator[None]:
     keep_grids = [linear_logp_sm90._prepared]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(devices, "device_info", return_value=here))
-        stack.enter_context(mock.patch.object(matmul, "_plans", {}))
-        stack.enter_context(mock.patch.object(sm90, "_plans", {}))
+        stack.enter_context(mock.patch.object(matmul, "_plans", Plans()))
+        stack.enter_context(mock.patch.object(sm90, "_plans", Plans()))
         if importlib.util.find_spec("triton"):
             triton = importlib.import_module("samebits.backends.triton.runtime")
             gpu = triton.gpu(index)._replace(multiprocessors=count)

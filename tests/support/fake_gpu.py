@@ -36,6 +36,7 @@ from samebits.backends.cuda import (
     vector_norm,
 )
 from samebits.backends.cuda.attention import maps_sm90, sm90
+from samebits.backends.cuda.plans import Plans
 
 INFO = devices.DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int
@@ -180,7 +181,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
         mock.patch.object(runtime, "_kernels", {}),
         mock.patch.object(runtime, "_allocate", SimpleNamespace(_empty_strided_cuda=gpu.allocate)),
         mock.patch.object(devices, "device_info", return_value=INFO),
-        *(mock.patch.object(module, "_plans", {}) for module in (matmul, grouped, sm90)),
+        *(mock.patch.object(module, "_plans", Plans()) for module in (matmul, grouped, sm90)),
         mock.patch.object(matmul, "_kept_offsets", {}),
     ]
     for cache in caches:

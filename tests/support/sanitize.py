@@ -33,7 +33,8 @@ from samebits.backends.cuda import compiler, devices, exp2, matmul, precompile, 
 from samebits.backends.cuda.attention import catalogue
 from samebits.backends.cuda.products import tensor_core_sm90
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
-from samebits.backends.product import Operands, Product, ProductKernel
+from samebits.backends.kernel import Kernel
+from samebits.backends.product import Operands, Product
 from samebits.backends.triton import runtime as triton
 from samebits.contract import INTERPOLATION, TENSOR_CORE
 from samebits.ops import experts
@@ -65,7 +66,7 @@ LAYOUTS = ("k", "rows", "k, any alignment", "rows, any alignment")
 LONG = {"fma_sm90": 1069}
 
 
-def some(kernel: ProductKernel, every: int, first: int = 0) -> list:
+def some(kernel: Kernel, every: int, first: int = 0) -> list:
     """Each such schedule where they are many; of Hopper's one of each kind and width too."""
     schedules = [None, *kernel.catalogue]
     hopper = [s for s in schedules if isinstance(s, Sm90Schedule)]

@@ -24,7 +24,8 @@ import samebits
 from samebits import backends
 from samebits.backends.cuda import linear_logp_sm90, slots
 from samebits.backends.cuda import rows as cuda_rows
-from samebits.backends.product import Operands, Plan, Product, ProductKernel
+from samebits.backends.kernel import Kernel, Plan
+from samebits.backends.product import Operands, Product
 from samebits.testing import KINDS
 from samebits.tools import bench, verify
 from samebits.tools.bench import cases as bench_cases
@@ -120,7 +121,7 @@ def test_a_single_differing_bit_is_found_and_told() -> None:
 Compute = Callable[[Operands, object], None]
 
 
-class StandIn(ProductKernel[object]):
+class StandIn(Kernel[Product, object]):
     """A kernel that is a function of operands and a schedule."""
 
     step = "mma"

@@ -12,7 +12,8 @@ from torch import Tensor
 import samebits
 from samebits import FMA, HOPPER, TENSOR_CORE
 from samebits.backends.cuda import runtime
-from samebits.backends.grouped import GroupedKernel, GroupedOperands, GroupedProduct
+from samebits.backends.grouped import GroupedOperands, GroupedProduct
+from samebits.backends.kernel import Kernel
 from samebits.backends.reference import grouped as reference
 from samebits.tools.verify import grouped
 from samebits.tools.verify.report import Report
@@ -20,7 +21,7 @@ from samebits.tools.verify.report import Report
 CPU, HELD_TO = torch.device("cpu"), TENSOR_CORE.on(HOPPER)
 
 
-class GroupedStandIn(GroupedKernel[int]):
+class GroupedStandIn(Kernel[GroupedProduct, int]):
     """A kernel that computes by the reference, under two schedules. One of them may be wrong."""
 
     name = "grouped"

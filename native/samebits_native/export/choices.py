@@ -24,7 +24,8 @@ from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
 from samebits.backends.cuda.shapes import ProductShape
-from samebits.backends.product import LARGEST, Matrix, Product, Step
+from samebits.backends.kernel import Step
+from samebits.backends.product import LARGEST, Matrix, Product
 from samebits.functions import VOCAB_BLOCK
 from samebits.tools.tune.families import product
 

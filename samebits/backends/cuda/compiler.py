@@ -30,6 +30,7 @@ __all__ = [
     "is_cached",
     "nvrtc_version",
     "require_compiler",
+    "source_hash",
 ]
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -159,15 +160,28 @@ def nvrtc_version() -> str:
     return found.group(1)
 
 
+_INCLUDE = re.compile(rb'^#include "(\w+\.cuh)"', re.MULTILINE)
+
+
+def source_hash(*sources: str) -> str:
+    """A hash of files in ``kernels/``, and of all that they include."""
+    digest, seen = hashlib.sha256(), set()
+    paths = [KERNELS / name for name in sources]
+    while paths:
+        path = paths.pop()
+        if path not in seen:
+            seen.add(path)
+            text = path.read_bytes()
+            digest.update(f"\n{path.name} {len(text)}\n".encode() + text)
+            paths += sorted(INCLUDE / name.decode() for name in _INCLUDE.findall(text))
+    return digest.hexdigest()
+
+
 def _cache_key(spec: KernelSpec, arch: str) -> str:
     """A hash of everything that decides the machine code."""
-    files = [KERNELS / spec.source, *sorted(INCLUDE.glob("*.cuh"))]
-    recipe = [spec.source, spec.constants, arch, sorted(_FLOAT_OPTIONS.items()), nvrtc_version()]
-    digest = hashlib.sha256(json.dumps(recipe).encode())
-    for file in files:
-        text = file.read_bytes()
-        digest.update(f"\n{file.name} {len(text)}\n".encode() + text)
-    return digest.hexdigest()[:40]
+    of_source = source_hash(spec.source)
+    recipe = [spec.source, of_source, spec.constants, arch, sorted(_FLOAT_OPTIONS.items()), nvrtc_version()]
+    return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:40]
 
 
 def cached_cubin(spec: KernelSpec, arch: str) -> bytes:

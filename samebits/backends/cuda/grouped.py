@@ -12,17 +12,19 @@ from torch import Tensor
 from samebits.backends import Step
 from samebits.backends.cuda import compiler, runtime, shapes, tuned
 from samebits.backends.cuda.matmul import check_contract
-from samebits.backends.cuda.products.grouped import GROUPED_FMA, GROUPED_TENSOR_CORE, GroupedCudaPlan, nothing
+from samebits.backends.cuda.plans import Plans
+from samebits.backends.cuda.products.grouped import GROUPED_FMA, GROUPED_TENSOR_CORE
 from samebits.backends.cuda.products.grouped_sm90 import GROUPED_SM90
 from samebits.backends.cuda.products.grouped_terms_sm90 import GROUPED_TERMS_SM90
+from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan, nothing
 from samebits.backends.cuda.products.segmented import Partials, part_of, tree_launch
 from samebits.backends.cuda.shapes import GroupedShape
-from samebits.backends.grouped import GroupedKernel, GroupedOperands, GroupedProduct
+from samebits.backends.grouped import GroupedOperands, GroupedProduct
 from samebits.backends.product import Matrix
 from samebits.backends.segments import check_terms
 from samebits.contract import contract_from_key
 
-GROUPED: tuple[GroupedKernel[Any], ...] = (
+GROUPED: tuple[CudaKernel[GroupedProduct, Any], ...] = (
     GROUPED_TENSOR_CORE,
     GROUPED_FMA,
     GROUPED_SM90,
@@ -31,14 +33,14 @@ GROUPED: tuple[GroupedKernel[Any], ...] = (
 """All kernels of grouped products. The first of each step is universal: it supports every product."""
 
 
-def fastest(p: GroupedProduct) -> Any:
+def fastest(p: GroupedProduct) -> CudaKernel[GroupedProduct, Any]:
     """The kernel that should be fastest. This is the one place where they are chosen."""
     if GROUPED_TERMS_SM90.pays(p):
         return GROUPED_TERMS_SM90
     return [kernel for kernel in GROUPED[:-1] if kernel.step == p.step and kernel.supports(p)][-1]
 
 
-def chosen(p: GroupedProduct) -> tuple[Any, Any]:
+def chosen(p: GroupedProduct) -> tuple[CudaKernel[GroupedProduct, Any], Any]:
     """The kernel and the schedule that should be fastest: a tuned table's, or its own choice, as None."""
     shape = GroupedShape.of(p)
     if shape is not None:
@@ -46,7 +48,7 @@ def chosen(p: GroupedProduct) -> tuple[Any, Any]:
     return tuned.find(shape, p.device, partial(ways, p)) or (fastest(p), None)
 
 
-def ways(p: GroupedProduct, name: str = "") -> list[tuple[Any, Any]]:
+def ways(p: GroupedProduct, name: str = "") -> list[tuple[CudaKernel[GroupedProduct, Any], Any]]:
     """The fastest kernel, if it is that of this name, and the schedules that could be. Tuning times them."""
     kernel = fastest(p)
     return [(kernel, s) for s in kernel.candidates(p)] if name in ("", kernel.name) else []
@@ -104,16 +106,15 @@ def _contiguous(t: Tensor) -> Tensor:
     return t if t.is_contiguous() else t.contiguous()
 
 
-def _plan_of(p: GroupedProduct) -> GroupedCudaPlan:
+def _plan_of(p: GroupedProduct) -> CudaPlan:
     kernel, schedule = chosen(p)
-    plan: GroupedCudaPlan = kernel.plan(p, schedule)
-    return plan
+    return kernel.plan(p, schedule)
 
 
-def _segmented_plan(p: GroupedProduct, segments: int) -> GroupedCudaPlan:
+def _segmented_plan(p: GroupedProduct, segments: int) -> CudaPlan:
     """The plan of groups of rows in segments: a product of each segment, and the tree of their sums."""
     if 0 in p.out.shape:
-        return GroupedCudaPlan(nothing)
+        return CudaPlan(nothing)
     k, at = p.k // segments, Partials(segments, p.m, p.n)
     steps = k * p.a.strides[-1] * p.a.dtype.itemsize, k * p.b.strides[-2] * p.b.dtype.itemsize
     a = part_of(p.a, (p.rows, k), p.a.strides, steps[0])
@@ -129,10 +130,10 @@ def _segmented_plan(p: GroupedProduct, segments: int) -> GroupedCudaPlan:
             inner.launch(a + s * steps[0], b + s * steps[1], sums, offs, 0, 0)
         tree(room.data_ptr(), out, bias, offs)
 
-    return GroupedCudaPlan(launch)
+    return CudaPlan(launch)
 
 
-_Planned = tuple[GroupedCudaPlan, GroupedOperands]
+_Planned = tuple[CudaPlan, GroupedOperands]
 
 
 def _launch(planned: _Planned) -> None:
@@ -140,10 +141,7 @@ def _launch(planned: _Planned) -> None:
     plan.run(x)
 
 
-# Plans of earlier products, by everything that decides them. So checks and choices are made only once.
-_plans: dict[tuple[object, ...], GroupedCudaPlan] = {}
-_MOST_PLANS = 8192
-shapes.on_change(lambda: _plans.clear())
+_plans: Plans[CudaPlan] = Plans()
 
 
 def _planned(x: GroupedOperands, contract: str) -> _Planned:
@@ -158,10 +156,8 @@ def _planned(x: GroupedOperands, contract: str) -> _Planned:
     )
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
         check_contract(contract, a.get_device())
         p = GroupedProduct.of(x, contract_from_key(contract).step)
         segments = 1 if p.of_terms else check_terms(contract, p.k)
-        plan = _plans[key] = _segmented_plan(p, segments) if segments > 1 else _plan_of(p)
+        plan = _plans.keep(key, _segmented_plan(p, segments) if segments > 1 else _plan_of(p))
     return plan, x

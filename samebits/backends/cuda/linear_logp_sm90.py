@@ -12,6 +12,7 @@ from torch import Tensor
 from samebits.backends import Step
 from samebits.backends.cuda import compiler, devices, runtime, shapes, tensor_maps, tuned
 from samebits.backends.cuda.operands import address
+from samebits.backends.cuda.plans import on_change
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES
 from samebits.backends.cuda.shapes import LogpShape, dtype_name
@@ -148,7 +149,7 @@ def _prepared(
     )
 
 
-shapes.on_change(lambda: _prepared.cache_clear())
+on_change(lambda: _prepared.cache_clear())
 
 
 def _tuned(

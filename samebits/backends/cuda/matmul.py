@@ -13,6 +13,7 @@ from torch import Tensor
 from samebits.backends import Step, UnavailableError, broadcast
 from samebits.backends.arch import ARCHS
 from samebits.backends.cuda import devices, runtime, shapes, tuned
+from samebits.backends.cuda.plans import Plans
 from samebits.backends.cuda.products import segmented_sm90
 from samebits.backends.cuda.products.fma import FMA
 from samebits.backends.cuda.products.fma_sm90 import FMA_SM90
@@ -208,10 +209,7 @@ def _launch_holding(launch: Step, cu_seqlens: Tensor) -> None:
     launch()
 
 
-# Plans of earlier products, by everything that decides them. So checks and choices are made only once.
-_plans: dict[tuple[object, ...], CudaPlan] = {}
-_MOST_PLANS = 8192
-shapes.on_change(lambda: _plans.clear())
+_plans: Plans[CudaPlan] = Plans()
 
 
 def _planned(
@@ -251,12 +249,10 @@ def _planned(
     )
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
         if b.ndim == 2:  # only a plan needs the rows of all batches in one dimension
             a, out = (t if t.ndim == 2 else t.view(t.shape[:-1].numel(), t.shape[-1]) for t in (a, out))
         operands = Operands(a, b, out, bias, out if accumulate else None, cu_seqlens, sequences)
-        plan = _plans[key] = _plan(operands, contract)
+        plan = _plans.keep(key, _plan(operands, contract))
     at = (
         a_at,
         b_at,
@@ -284,7 +280,7 @@ def _plan_of(p: Product) -> CudaPlan:
     return kernel.plan(p, schedule)
 
 
-PRODUCTS: tuple[CudaKernel[Any], ...] = (
+PRODUCTS: tuple[CudaKernel[Product, Any], ...] = (
     TENSOR_CORE,
     FMA,
     TENSOR_CORE_SM90,
@@ -298,7 +294,7 @@ PRODUCTS: tuple[CudaKernel[Any], ...] = (
 with it."""
 
 
-def chosen(p: Product) -> tuple[CudaKernel[Any], Any]:
+def chosen(p: Product) -> tuple[CudaKernel[Product, Any], Any]:
     """The kernel and the schedule that should be fastest: those of a tuned table, or the cost model's.
 
     The schedule is None if it is what the kernel itself chooses.
@@ -309,7 +305,7 @@ def chosen(p: Product) -> tuple[CudaKernel[Any], Any]:
     return tuned.find(shape, p.device, partial(ways, p)) or (fastest(p), None)
 
 
-def ways(p: Product, name: str = "") -> list[tuple[CudaKernel[Any], Any]]:
+def ways(p: Product, name: str = "") -> list[tuple[CudaKernel[Product, Any], Any]]:
     """Kernels, or the one of this name, and schedules that could be fastest for `p`. Tuning times them."""
     return [
         (kernel, s)
@@ -320,10 +316,13 @@ def ways(p: Product, name: str = "") -> list[tuple[CudaKernel[Any], Any]]:
     ]
 
 
-def rivals(p: Product) -> list[CudaKernel[Any]]:
+Takes = Callable[[Product], bool]
+
+
+def rivals(p: Product) -> list[CudaKernel[Product, Any]]:
     """The kernels that could be fastest: one, or two whose costs can be compared."""
     first = fastest(p)
-    pairs: tuple[tuple[CudaKernel[Any], CudaKernel[Any], Callable[[Product], bool]], ...] = (
+    pairs: tuple[tuple[CudaKernel[Product, Any], CudaKernel[Product, Any], Takes], ...] = (
         (FMA_SM90, FMA, FMA_SM90.supports),
         (PADDED_SM90, TENSOR_CORE, PADDED_SM90.supports),
         (TAIL_SM90, TENSOR_CORE_SM90, TAIL_SM90.divides),
@@ -331,7 +330,7 @@ def rivals(p: Product) -> list[CudaKernel[Any]]:
     return next(([a, b] for a, b, both in pairs if first in (a, b) and both(p)), [first])
 
 
-def fastest(p: Product) -> CudaKernel[Any]:
+def fastest(p: Product) -> CudaKernel[Product, Any]:
     """The kernel that should be fastest. This is the one place where kernels are chosen."""
     for kernel in (TINY, TINY_FMA):
         if kernel.supports(p):

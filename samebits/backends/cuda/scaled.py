@@ -8,6 +8,7 @@ from torch import Tensor
 from samebits.backends import UnavailableError
 from samebits.backends.cuda import devices, runtime
 from samebits.backends.cuda.operands import address
+from samebits.backends.cuda.plans import Plans
 from samebits.backends.cuda.products import scaled_grouped_sm90, scaled_sm90
 from samebits.backends.cuda.products.scaled_grouped_sm90 import ScaledGrouped
 from samebits.backends.cuda.products.scaled_sm90 import Scaled, ScaledSchedule
@@ -16,9 +17,8 @@ from samebits.remedies import see
 
 __all__ = ["scaled_grouped_mm", "scaled_mm"]
 
-_MOST_PLANS = 4096
-_plans: dict[tuple[Scaled, ScaledSchedule | None], scaled_sm90.Launch] = {}
-_grouped: dict[tuple[ScaledGrouped, ScaledSchedule | None], scaled_grouped_sm90.Launch] = {}
+_plans: Plans[scaled_sm90.Launch] = Plans(4096)
+_grouped: Plans[scaled_grouped_sm90.Launch] = Plans(4096)
 
 
 def scaled_mm(
@@ -54,9 +54,7 @@ def scaled_mm(
     p = _product(a, b, scale_a, scale_b, k, scale_b.shape[0] == b.shape[0], bias, out)
     launch = _plans.get((p, schedule))
     if launch is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        launch = _plans[p, schedule] = scaled_sm90.plan(p, schedule)
+        launch = _plans.keep((p, schedule), scaled_sm90.plan(p, schedule))
     at_bias = address(bias)
     at = [t.data_ptr() for t in (a, b, scale_a, scale_b, out)]
     launch(at[0], at[1], at[2], at[3], at[4], at_bias)
@@ -102,9 +100,7 @@ def scaled_grouped_mm(
     p = ScaledGrouped(rows, groups, masked, b.stride(0), scale_b.stride(0))
     launch = _grouped.get((p, schedule))
     if launch is None:
-        if len(_grouped) >= _MOST_PLANS:
-            _grouped.clear()
-        launch = _grouped[p, schedule] = scaled_grouped_sm90.plan(p, schedule)
+        launch = _grouped.keep((p, schedule), scaled_grouped_sm90.plan(p, schedule))
     at_bias = address(bias)
     at = [t.data_ptr() for t in (a, b, scale_a, scale_b, out, offs)]
     launch(at[0], at[1], at[2], at[3], at[4], at_bias, at[5])

@@ -16,10 +16,11 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 
-from samebits.backends import replay
 from samebits.backends.attention import Attention
+from samebits.backends.cuda.plans import forget_plans
 from samebits.backends.grouped import GroupedProduct
-from samebits.backends.product import LARGEST, Matrix, Product, Step
+from samebits.backends.kernel import Step
+from samebits.backends.product import LARGEST, Matrix, Product
 from samebits.contexts import Context
 
 __all__ = [
@@ -32,10 +33,8 @@ __all__ = [
     "Shapes",
     "as_data",
     "dtype_name",
-    "forget_plans",
     "from_data",
     "met",
-    "on_change",
     "record_shapes",
 ]
 
@@ -264,7 +263,7 @@ def from_data(data: Any) -> Shape:
         raise ValueError(f"{data['op']}: expected all of its sizes, got {', '.join(rest)}") from None
 
 
-# ---- The shapes of a run, and its plans ----
+# ---- The shapes of a run ----
 
 
 class _Recorder:
@@ -274,19 +273,6 @@ class _Recorder:
 
 
 _recorder = _Recorder()
-_forget: list[Any] = []
-
-
-def on_change(forget: Any) -> None:
-    """Call `forget`, which drops plans, whenever schedules may be other ones than before."""
-    _forget.append(forget)
-
-
-def forget_plans() -> None:
-    """Drop all plans and replays, so that every next call chooses its schedule anew."""
-    for forget in _forget:
-        forget()
-    replay.forget()
 
 
 def met(shape: Shape) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-import hashlib
+import importlib
 import json
 import os
 import re
@@ -27,7 +27,8 @@ from typing import Any
 
 from samebits.backends import cache
 from samebits.backends.cuda import compiler, devices
-from samebits.backends.cuda.shapes import Shape, as_data, forget_plans, from_data
+from samebits.backends.cuda.plans import forget_plans
+from samebits.backends.cuda.shapes import Shape, as_data, from_data
 from samebits.remedies import see
 
 __all__ = [
@@ -154,36 +155,11 @@ def _value(x: Any) -> Any:
     return schedule_data(x) if is_dataclass(x) else x
 
 
-_INCLUDE = re.compile(rb'^#include "(\w+\.cuh)"', re.MULTILINE)
-
-_SOURCES = {
-    "grouped_tensor_core": "tensor_core.cu",
-    "grouped_fma": "fma.cu",
-    "tail_sm90": "tensor_core_sm90.cu",
-}
-"""Sources that do not have their kernel's name."""
-_MORE_SOURCES = {"fma_sm90": ("fma_few_sm90.cu",), "padded_sm90": ("tensor_core_sm90.cu",)}
-"""Sources of what else runs under a kernel's name."""
-
-
 @functools.cache
 def version(kernel: str) -> str:
     """A hash of a kernel's sources; empty if there is no such kernel."""
-    if not re.fullmatch(r"\w{1,64}", kernel, re.ASCII):
-        return ""
-    names = [compiler.KERNELS / _SOURCES.get(kernel, f"{kernel}.cu")]
-    names += [compiler.KERNELS / source for source in _MORE_SOURCES.get(kernel, ())]
-    if not all(path.is_file() for path in names):
-        return ""
-    digest, seen = hashlib.sha256(), set()
-    while names:
-        path = names.pop()
-        if path not in seen:
-            seen.add(path)
-            text = path.read_bytes()
-            digest.update(f"\n{path.name} {len(text)}\n".encode() + text)
-            names += sorted(compiler.INCLUDE / name.decode() for name in _INCLUDE.findall(text))
-    return digest.hexdigest()[:16]
+    found: Any = importlib.import_module("samebits.backends.cuda.every").KERNELS.get(kernel)
+    return "" if found is None else compiler.source_hash(*found)[:16]
 
 
 def write(path: Path, table: Table) -> None:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from samebits.backends.product import Matrix, Operands, Product, ProductKernel, Step, need, refuse_large
+from samebits.backends.kernel import Kernel, Step
+from samebits.backends.product import Matrix, Operands, Product, need, refuse_large
 from samebits.backends.replay import refuse
 from samebits.backends.triton import kernels, runtime, tiles
 from samebits.backends.triton.tiles import TileSchedule, TritonSchedule
@@ -67,7 +68,7 @@ class TritonPlan:
             self._launch(x)
 
 
-class TritonKernel(ProductKernel[S]):
+class TritonKernel(Kernel[Product, S]):
     """A product kernel in Triton, which compiles it at the first launch.
 
     Attributes:
@@ -176,7 +177,7 @@ class TileKernel(TritonKernel[TileSchedule]):
             and (p.bias is None or p.bias.strides[0] == 1)
         )
 
-    def schedules(self, p: Product) -> Sequence[TileSchedule]:
+    def all(self, p: Product) -> Sequence[TileSchedule]:
         return [s for s in TILE_SCHEDULES if tiles.fits(s, *_held(p))]
 
     def choose(self, p: Product) -> TileSchedule:

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from samebits.backends.product import Step
+from samebits.backends.kernel import Step
 from samebits.testing import KINDS
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends.product import Product, ProductKernel
+from samebits.backends.kernel import Kernel
+from samebits.backends.product import Product
 from samebits.testing import values
 from samebits.tools.verify.case import ProductCase
 from samebits.tools.verify.failures import finish, running
@@ -26,8 +27,8 @@ _STEPS = 12
 def verify_chain(
     report: Report,
     case: ProductCase,
-    universal: ProductKernel[Any],
-    pairs: Iterable[tuple[ProductKernel[Any], Any]],
+    universal: Kernel[Product, Any],
+    pairs: Iterable[tuple[Kernel[Product, Any], Any]],
     device: torch.device,
 ) -> None:
     """Compare chains of square products with the universal kernel's, which waits after each product."""
@@ -37,7 +38,7 @@ def verify_chain(
 
     weight = square(0)
 
-    def run(kernel: ProductKernel[Any], schedule: Any, wait: bool) -> Tensor | None:
+    def run(kernel: Kernel[Product, Any], schedule: Any, wait: bool) -> Tensor | None:
         """The result of the last product; None if the kernel does not take these products."""
         acc = torch.zeros((case.m, case.m), device=device) if case.accumulate else None
         matrices = [square(1), square(2)]

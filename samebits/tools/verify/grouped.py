@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from samebits.backends.grouped import GroupedKernel, GroupedOperands, GroupedProduct
+from samebits.backends.grouped import GroupedOperands, GroupedProduct
+from samebits.backends.kernel import Kernel
 from samebits.contract import FMA, Contract
 from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.linear import linear
@@ -194,7 +195,7 @@ def on_cpu(case: GroupedCase, x: GroupedInputs, contract: Contract) -> Tensor:
     return acc
 
 
-def grouped_kernels(device: int) -> list[GroupedKernel[Any]]:
+def grouped_kernels(device: int) -> list[Kernel[GroupedProduct, Any]]:
     """The kernels that run on CUDA device `device`."""
     from samebits.backends.cuda import devices
     from samebits.backends.cuda.grouped import GROUPED
@@ -213,7 +214,7 @@ def unfilled_product(case: GroupedCase, device: torch.device) -> GroupedProduct:
 
 
 def tried(
-    kernel: GroupedKernel[Any], products: Iterable[GroupedProduct], thorough: bool
+    kernel: Kernel[GroupedProduct, Any], products: Iterable[GroupedProduct], thorough: bool
 ) -> list[Sequence[Any]]:
     """For each product that the kernel takes, its own choice and its schedules: all, or some of many.
 
@@ -222,7 +223,7 @@ def tried(
     found: list[tuple[tuple[bool, ...], Sequence[Any]]] = []
     for p in products:
         layout = p.a.strides[-1] == 1, p.b.strides[-1] == 1, p.of_terms
-        found.append((layout, (None, *kernel.schedules(p)) if kernel.supports(p) else ()))
+        found.append((layout, (None, *kernel.all(p)) if kernel.supports(p) else ()))
     every = [schedules for _, schedules in found]
     if thorough or max(map(len, every), default=0) <= 13:
         return every

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from samebits.backends.product import Product, ProductKernel
+from samebits.backends.kernel import Kernel
+from samebits.backends.product import Product
 
 BACKENDS = ("cuda", "triton")
 
 
-def kernels(device: int, backends: Sequence[str] = BACKENDS) -> list[ProductKernel[Any]]:
+def kernels(device: int, backends: Sequence[str] = BACKENDS) -> list[Kernel[Product, Any]]:
     """The kernels that run on CUDA device `device`.
 
     The first kernel of every step is the universal one, which supports all products. Without ``"cuda"`` in
@@ -22,7 +23,7 @@ def kernels(device: int, backends: Sequence[str] = BACKENDS) -> list[ProductKern
 
     arch = devices.device_info(device).arch
     of_cuda = [kernel for kernel in PRODUCTS if arch.runs(kernel.name)]
-    found: list[ProductKernel[Any]] = [*(of_cuda if "cuda" in backends else of_cuda[:2])]
+    found: list[Kernel[Product, Any]] = [*(of_cuda if "cuda" in backends else of_cuda[:2])]
     if "triton" in backends and triton.status().available:
         from samebits.backends.triton.products import PRODUCTS as OF_TRITON
 
@@ -30,6 +31,6 @@ def kernels(device: int, backends: Sequence[str] = BACKENDS) -> list[ProductKern
     return found
 
 
-def takes(kernel: ProductKernel[Any], p: Product, schedule: Any) -> bool:
+def takes(kernel: Kernel[Product, Any], p: Product, schedule: Any) -> bool:
     """Whether `kernel` runs `p` under `schedule`. None is the kernel's own choice."""
-    return kernel.supports(p) and (schedule is None or schedule in kernel.schedules(p))
+    return kernel.supports(p) and (schedule is None or schedule in kernel.all(p))

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from samebits.backends.product import Product, ProductKernel
+from samebits.backends.kernel import Kernel
+from samebits.backends.product import Product
 from samebits.contract import TENSOR_CORE, Contract
 from samebits.tools.verify import fused, scaled, scaled_grouped, segments
 from samebits.tools.verify.attention import AttentionCase, attentions, build
@@ -22,7 +23,7 @@ from samebits.tools.verify.operands import make_inputs, make_room, unfilled
 from samebits.tools.verify.reductions import calls, on_cuda, on_triton, reductions
 from samebits.tools.verify.segments import segmented_cases
 
-Pair = tuple[ProductKernel[Any], Any]
+Pair = tuple[Kernel[Product, Any], Any]
 Runs = list[Pair]
 """Pairs of a kernel and a schedule."""
 
@@ -134,7 +135,7 @@ def launch_part(index: int, thorough: bool, part: int, parts: int) -> None:
                 call()
 
 
-def runs(todo: Sequence[ProductCase], offered: Sequence[ProductKernel[Any]], thorough: bool) -> list[Runs]:
+def runs(todo: Sequence[ProductCase], offered: Sequence[Kernel[Product, Any]], thorough: bool) -> list[Runs]:
     """The kernels and schedules to try for each case.
 
     * Every case runs under each kernel's own choice. Kernels with few schedules run under all of them.
@@ -152,7 +153,7 @@ def runs(todo: Sequence[ProductCase], offered: Sequence[ProductKernel[Any]], tho
     for case, precompiled in itertools.product(todo, (True, False)):
         alike(case, precompiled).setdefault(case.variant, len(alike(case, precompiled)))
 
-    def tried(kernel: ProductKernel[Any], case: ProductCase, j: int) -> bool:
+    def tried(kernel: Kernel[Product, Any], case: ProductCase, j: int) -> bool:
         variants = alike(case, kernel.can_precompile)
         if case.what == TINY_BATCHES and kernel.name != "tiny" and not thorough:
             return j == variants[case.variant] % 4 == 0

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from samebits.backends.product import Product, ProductKernel
+from samebits.backends.kernel import Kernel
+from samebits.backends.product import Product
 from samebits.contract import Contract
 from samebits.tools.verify.case import ProductCase
 from samebits.tools.verify.failures import finish, running
@@ -26,8 +27,8 @@ AROUND = "memory around outputs"
 def verify_case(
     report: Report,
     case: ProductCase,
-    universal: ProductKernel[Any],
-    pairs: Iterable[tuple[ProductKernel[Any], Any]],
+    universal: Kernel[Product, Any],
+    pairs: Iterable[tuple[Kernel[Product, Any], Any]],
     contract: Contract,
     device: torch.device,
 ) -> None:

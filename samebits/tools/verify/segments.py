@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends.product import Operands, Product, ProductKernel
+from samebits.backends.kernel import Kernel
+from samebits.backends.product import Operands, Product
 from samebits.contract import FMA, Contract
 from samebits.testing import KINDS, values
 from samebits.tools.verify.case import BF16, F16, F32, LAYOUTS
@@ -92,7 +93,7 @@ class _UnsupportedError(Exception):
     pass
 
 
-def _by(kernel: ProductKernel[Any], p: Product) -> Any:
+def _by(kernel: Kernel[Product, Any], p: Product) -> Any:
     if not kernel.supports(p):
         raise _UnsupportedError
     return kernel.plan(p)

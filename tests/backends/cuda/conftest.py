@@ -30,6 +30,7 @@ from samebits.backends.cuda import (
     tensor_maps,
 )
 from samebits.backends.cuda.attention import sm90
+from samebits.backends.cuda.plans import Plans
 
 
 class Launch(str):
@@ -85,9 +86,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     for name, allocate in (("empty", torch.empty), ("zeros", torch.zeros)):
         fake = functools.partial(_without_device, allocate)
         monkeypatch.setattr(runtime, name, fake)
-    monkeypatch.setattr(matmul, "_plans", {})
-    monkeypatch.setattr(sm90, "_plans", {})
-    monkeypatch.setattr(grouped, "_plans", {})
+    monkeypatch.setattr(matmul, "_plans", Plans())
+    monkeypatch.setattr(sm90, "_plans", Plans())
+    monkeypatch.setattr(grouped, "_plans", Plans())
     linear_logp_sm90._prepared.cache_clear()
     of_rows = rows._plan, rows._long_kernel, columns._kernel, gather._kernel, norm_gradients._kernel
     for made in (logp._kernel, slots._kernel, rotary._kernel, gated._kernel, rsqrt._kernel, *of_rows):

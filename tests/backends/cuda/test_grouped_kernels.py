@@ -234,7 +234,7 @@ def test_verify_runs_every_schedule(kernel: Any, launches: list[Any]) -> None:
         layout = p.a.strides[-1] == 1, p.b.strides[-1] == 1, p.of_terms
         assert (None in some) == kernel.supports(p)
         run |= {(layout, s) for s in some if s}
-        taken |= {(layout, s) for s in kernel.schedules(p)} if kernel.supports(p) else set()
+        taken |= {(layout, s) for s in kernel.all(p)} if kernel.supports(p) else set()
     assert run == taken
 
 
@@ -286,7 +286,7 @@ def test_panels_of_large_groups(b_mn: bool) -> None:
         pytest.skip("not on this GPU")
     key = TENSOR_CORE.on(FAMILY).key
     want = reference.grouped_rows(a.cpu(), b.cpu(), offs.cpu(), bias=None, out_dtype=BF16, contract=key)
-    for schedule, group in itertools.product(kernel.schedules(p)[::3], (1, 2, 3, 7, 16)):
+    for schedule, group in itertools.product(kernel.all(p)[::3], (1, 2, 3, 7, 16)):
         s = replace(schedule, group=group)
         out.fill_(torch.nan)
         kernel.plan(p, s).run(x)

@@ -21,7 +21,8 @@ from samebits.backends.cuda import runtime
 from samebits.backends.cuda.matmul import PRODUCTS
 from samebits.backends.cuda.products import menu_sm90
 from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
-from samebits.backends.product import Operands, Product, ProductKernel
+from samebits.backends.kernel import Kernel as KernelOf
+from samebits.backends.product import Operands, Product
 from samebits.backends.reference import matmul as reference
 from samebits.testing import KINDS, assert_same_bits, bits, values
 from samebits.tools.verify import takes
@@ -31,8 +32,8 @@ from tests.support.recorded import RECORDED
 pytestmark = pytest.mark.gpu
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-Kernel = ProductKernel[Any]
 Place = Callable[[Tensor], Tensor]
+Kernel = KernelOf[Product, Any]
 
 KERNELS: list[Kernel] = [*PRODUCTS]
 if importlib.util.find_spec("triton"):

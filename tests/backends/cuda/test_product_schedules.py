@@ -25,7 +25,8 @@ from samebits.backends.cuda.products import (
 )
 from samebits.backends.cuda.products.plan import TileLayout, tile_layout
 from samebits.backends.cuda.products.tiny import TinyMatrices, TinySchedule, choose_schedule
-from samebits.backends.product import Matrix, Operands, Product, ProductKernel
+from samebits.backends.kernel import Kernel
+from samebits.backends.product import Matrix, Operands, Product
 from tests.support.cubins import resources
 
 needs_compiler = pytest.mark.skipif(
@@ -153,7 +154,7 @@ def test_every_architecture_has_schedules_of_the_fma_kernel(arch: str, on: Any) 
 @pytest.mark.parametrize("info", [H200, L40S, T4], ids=lambda i: i.name)
 def test_schedules_of_the_fma_kernel_fit(info: devices.DeviceInfo, on: Any) -> None:
     on(info)
-    found = fma.FMA.schedules(product(64, 64, step="fma"))
+    found = fma.FMA.all(product(64, 64, step="fma"))
     assert found
     assert max(s.smem for s in found) <= info.max_smem
 
@@ -504,7 +505,7 @@ def test_which_kernel_runs_a_product(p: Product, name: str, on: Any) -> None:
 
 
 @pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda kernel: f"{kernel.name}-{kernel.step}")
-def test_a_choice_is_among_its_candidates(kernel: ProductKernel[Any], on: Any) -> None:
+def test_a_choice_is_among_its_candidates(kernel: Kernel[Product, Any], on: Any) -> None:
     """Of the products of ``samebits bench``; tuners time each candidate once."""
     supported = 0
     for info in (H200, L40S):

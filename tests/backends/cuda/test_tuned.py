@@ -16,6 +16,7 @@ import torch
 import samebits
 from samebits.backends import replay
 from samebits.backends.cuda import compiler, devices, grouped, linear_logp_sm90, matmul, shapes, tuned
+from samebits.backends.cuda.plans import forget_plans
 from samebits.backends.cuda.shapes import AttentionShape, GroupedShape, LogpShape, ProductShape
 from samebits.backends.cuda.tuned import Entry, Table, TunedError, schedule_data
 from samebits.backends.product import Operands, Product
@@ -248,7 +249,7 @@ def test_sizes_between_two_that_agree() -> None:
 
 def test_where_tables_are_found(tmp_path: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     def tuned_by() -> str:
-        shapes.forget_plans()
+        forget_plans()
         tuned._in_use.tables.clear()
         return tuned._table(0).source
 
@@ -426,7 +427,7 @@ def test_contests_of_groups() -> None:
         assert of is not None
         assert of.ways[0].schedule == kernel.choose(p)
         assert kernel.name == "grouped_sm90"
-        kinds = {replace(s, group=16, early=False) for s in kernel.schedules(p)}
+        kinds = {replace(s, group=16, early=False) for s in kernel.all(p)}
         for way in of.ways:  # verify proves each kind
             assert replace(way.schedule, group=16, early=False) in kinds
             kernel.plan(p, way.schedule)

@@ -307,7 +307,7 @@ def test_a_schedule_is_chosen_by_its_cost(monkeypatch: pytest.MonkeyPatch) -> No
             for step, kernel in (("mma", TENSOR_CORE_TILES if shared else TENSOR_CORE), ("fma", FMA)):
                 p = Product.of(x, step)
                 assert matmul.fastest(p) is kernel
-                chosen, offered = kernel.choose(p), kernel.schedules(p)
+                chosen, offered = kernel.choose(p), kernel.all(p)
                 assert chosen in offered
                 few_rows = [s for s in offered if s.block_m <= 2 * max(m, 8)]
                 if kernel is not TENSOR_CORE:

@@ -24,6 +24,7 @@ from samebits.backends.cuda.attention.maps_sm90 import (
 )
 from samebits.backends.cuda.attention.problem import PROBLEM, check, empty_results, lse_strides, problem
 from samebits.backends.cuda.operands import address
+from samebits.backends.cuda.plans import Plans
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.backends.cuda.shapes import AttentionShape
 from samebits.backends.cuda.tensor_maps import Maps
@@ -380,8 +381,7 @@ def forward(x: Attention, *, schedule: HopperSchedule | None = None) -> tuple[Te
     return make_plan(x, schedule).run(x)
 
 
-_MOST_PLANS = 1024  # a cache of keys that grows makes one at each step
-_plans: dict[tuple[Any, ...], Plan | None] = {}
+_plans: Plans[Plan | None] = Plans(1024)  # a cache of keys that grows makes one at each step
 
 
 def plan(x: Attention) -> Plan | None:
@@ -398,13 +398,7 @@ def plan(x: Attention) -> Plan | None:
     try:
         return _plans[key]
     except KeyError:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        found = _plans[key] = make_plan(x, tuned_schedule(x)) if supports(x) else None
-        return found
-
-
-shapes.on_change(lambda: _plans.clear())
+        return _plans.keep(key, make_plan(x, tuned_schedule(x)) if supports(x) else None)
 
 
 def tuned_schedule(x: Attention) -> HopperSchedule | None:

@@ -144,7 +144,7 @@ def _copy(x: TileLayout, step: int, thread: int) -> str:
     return "ALONG_UNIT_K" if x.strides[3] == 1 else "ALONG_K"
 
 
-class FmaKernel(CudaKernel[FmaSchedule]):
+class FmaKernel(CudaKernel[Product, FmaSchedule]):
     name, step = "fma", "fma"
 
     @property
@@ -154,12 +154,12 @@ class FmaKernel(CudaKernel[FmaSchedule]):
     def supports(self, p: Product) -> bool:
         return p.step == self.step
 
-    def schedules(self, p: Product) -> Sequence[FmaSchedule]:
+    def all(self, p: Product) -> Sequence[FmaSchedule]:
         most = devices.device_info(p.device).max_smem
         return [s for s in SCHEDULES if s.smem <= most]
 
     def choose(self, p: Product) -> FmaSchedule:
-        return min(self.schedules(p), key=lambda s: self.cost(p, s))
+        return min(self.all(p), key=lambda s: self.cost(p, s))
 
     def cost(self, p: Product, s: FmaSchedule) -> float:
         sm_count = devices.device_info(p.device).sm_count

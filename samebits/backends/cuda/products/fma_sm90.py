@@ -312,8 +312,9 @@ def _maps(x: Matrix, row_dim: int, k_dim: int, turned: bool, tile: int) -> Maps:
     return Maps(torch.float32, (*sizes, 1, batch), strides, box, 128 if turned else 0)
 
 
-class FmaSm90Kernel(CudaKernel[FmaSm90Schedule]):
+class FmaSm90Kernel(CudaKernel[Product, FmaSm90Schedule]):
     name, step = "fma_sm90", "fma"
+    sources = "fma_sm90.cu", "fma_few_sm90.cu"
 
     @property
     def catalogue(self) -> Sequence[FmaSm90Schedule]:

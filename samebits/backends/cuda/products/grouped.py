@@ -6,7 +6,7 @@ Their schedules are those of plain products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from samebits.backends.cuda import runtime
@@ -14,39 +14,18 @@ from samebits.backends.cuda.products import fma, tensor_core
 from samebits.backends.cuda.products.fma import FmaSchedule
 from samebits.backends.cuda.products.plan import (
     TYPES,
+    CudaKernel,
+    CudaPlan,
     TileLayout,
     matrix_strides,
+    nothing,
     tile_layout,
     writes_vectors,
 )
 from samebits.backends.cuda.products.tensor_core import TensorCoreSchedule
-from samebits.backends.grouped import GroupedKernel, GroupedOperands, GroupedProduct, refuse_large
+from samebits.backends.grouped import GroupedProduct, refuse_large
 
-__all__ = ["GROUPED_FMA", "GROUPED_TENSOR_CORE", "Balanced", "GroupedCudaPlan", "balanced"]
-
-GroupedLaunch = Callable[[int, int, int, int, int, int], None]
-"""Launch on the addresses of a, b, out, offs, bias and runs. A missing one is 0."""
-
-
-class GroupedCudaPlan:
-    """A :class:`samebits.backends.grouped.GroupedPlan`: a launch without the addresses."""
-
-    __slots__ = ("_maps", "launch")
-
-    def __init__(self, launch: GroupedLaunch, *maps: dict[int, Any] | None) -> None:
-        """`maps`: the tensor maps of a, b and out that the launch takes, by address."""
-        self.launch, self._maps = launch, maps
-
-    def encode(self, *addresses: int) -> None:
-        """Make the tensor maps for these addresses of a, b and out. Nothing else of a launch can fail."""
-        for maps, address in zip(self._maps, addresses, strict=False):
-            if maps is not None:
-                maps[address]
-
-    def run(self, x: GroupedOperands) -> None:
-        """Run on these operands."""
-        bias, runs = (0 if t is None else t.data_ptr() for t in (x.bias, x.runs))
-        self.launch(x.a.data_ptr(), x.b.data_ptr(), x.out.data_ptr(), x.offs.data_ptr(), bias, runs)
+__all__ = ["GROUPED_FMA", "GROUPED_TENSOR_CORE", "Balanced", "balanced"]
 
 
 class Balanced(NamedTuple):
@@ -68,11 +47,7 @@ def balanced(p: GroupedProduct) -> Balanced:
     return Balanced(p.device, share, p.n, p.k, parts)
 
 
-def nothing(a: int, b: int, out: int, offs: int, bias: int, runs: int) -> None:
-    """The launch of a product without elements."""
-
-
-class GroupedUniversal(GroupedKernel[Any]):
+class GroupedUniversal(CudaKernel[GroupedProduct, Any]):
     """A universal kernel in its grouped form.
 
     Args:
@@ -82,7 +57,7 @@ class GroupedUniversal(GroupedKernel[Any]):
 
     def __init__(self, of: Any, chunk: int) -> None:
         self._of, self._chunk = of, chunk
-        self.name, self.step = f"grouped_{of.name}", of.step
+        self.name, self.step, self.sources = f"grouped_{of.name}", of.step, (f"{of.name}.cu",)
 
     @property
     def catalogue(self) -> Sequence[Any]:
@@ -91,8 +66,8 @@ class GroupedUniversal(GroupedKernel[Any]):
     def supports(self, p: GroupedProduct) -> bool:
         return p.step == self.step
 
-    def schedules(self, p: GroupedProduct) -> Sequence[Any]:
-        return self._of.schedules(p)  # type: ignore[no-any-return]
+    def all(self, p: GroupedProduct) -> Sequence[Any]:
+        return self._of.all(p)  # type: ignore[no-any-return]
 
     def cost(self, p: GroupedProduct, s: Any) -> float:
         return float(self._of.cost(balanced(p), s))
@@ -100,7 +75,7 @@ class GroupedUniversal(GroupedKernel[Any]):
     def choose(self, p: GroupedProduct) -> Any:
         return self._of.choose(balanced(p))
 
-    def plan(self, p: GroupedProduct, s: Any = None) -> GroupedCudaPlan:
+    def plan(self, p: GroupedProduct, s: Any = None) -> CudaPlan:
         s = s or self.choose(p)
         a = tile_layout(p.a, -2, -1, chunk=self._chunk, ragged=p.of_terms)
         b = tile_layout(p.b, -1, -2, chunk=self._chunk, ragged=p.of_terms)
@@ -111,7 +86,7 @@ class GroupedUniversal(GroupedKernel[Any]):
         blocks = tiles_m * tiles_n * (p.groups if p.of_terms else 1)
         refuse_large(p, blocks)
         if p.out.empty:
-            return GroupedCudaPlan(nothing)
+            return CudaPlan(nothing)
         kernel = runtime.load(self._spec(p, s, a, b), p.device)
         grid, out_strides = (blocks, 1, 1), matrix_strides(p.out)
         start_strides = out_strides if p.accumulate else (0, 0, 0)
@@ -132,7 +107,7 @@ class GroupedUniversal(GroupedKernel[Any]):
                 *(bias, bias_column, 0, *sizes, offs, runs, *of_groups),
             )
 
-        return GroupedCudaPlan(launch)
+        return CudaPlan(launch)
 
     def _spec(self, p: GroupedProduct, s: Any, a: TileLayout, b: TileLayout) -> Any:
         form = "OF_TERMS" if p.of_terms else "OF_ROWS"

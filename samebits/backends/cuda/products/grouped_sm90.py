@@ -11,11 +11,11 @@ import torch
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products import choice_sm90, menu_sm90, tensor_core_sm90
 from samebits.backends.cuda.products.gemm_sm90 import Gemm, reached
-from samebits.backends.cuda.products.grouped import GroupedCudaPlan, nothing
+from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan, nothing
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.cuda.products.tensor_core_sm90 import NO_MAP, Sm90Variant, in_units
 from samebits.backends.cuda.tensor_maps import Side, operand_maps
-from samebits.backends.grouped import GroupedKernel, GroupedProduct, refuse_large
+from samebits.backends.grouped import GroupedProduct, refuse_large
 from samebits.backends.product import need
 
 __all__ = [
@@ -74,7 +74,7 @@ def _tiles(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
     return [replace(s, ahead=0) for s in menu_sm90.catalogue(a_mn, b_mn) if not s.swap]
 
 
-class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
+class GroupedSm90Kernel(CudaKernel[GroupedProduct, Sm90Schedule]):
     name, step = "grouped_sm90", "mma"
 
     @functools.cached_property
@@ -106,7 +106,7 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
             return False
         return not (a.k_major or b.k_major) if p.of_terms else bool(a.k_major)
 
-    def schedules(self, p: GroupedProduct) -> Sequence[Sm90Schedule]:
+    def all(self, p: GroupedProduct) -> Sequence[Sm90Schedule]:
         a, b = (not side.k_major for side in _sides(p))
         return [s for s in self.catalogue if s.fits(a, b) and not (p.of_terms and s.swap)]
 
@@ -136,10 +136,10 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
         found = chosen(g, devices.device_info(p.device).sm_count, p.of_terms)
         return for_sequences(found, g) if p.runs else found
 
-    def plan(self, p: GroupedProduct, s: Sm90Schedule | None = None) -> GroupedCudaPlan:
+    def plan(self, p: GroupedProduct, s: Sm90Schedule | None = None) -> CudaPlan:
         need(p.out.empty or self.supports(p), f"{self.name}: expected {p} that TMA can read, on sm_90")
         if p.out.empty:
-            return GroupedCudaPlan(nothing)
+            return CudaPlan(nothing)
         v, (a, b) = variant(p), _sides(p)
         s = with_table(s or self.choose(p), v, p.groups)
         swap = s.swap
@@ -166,7 +166,7 @@ class GroupedSm90Kernel(GroupedKernel[Sm90Schedule]):
             out_map = NO_MAP if out_maps is None else out_maps[out]
             kernel.launch(grid, tall, wide, out_map, out, bias, 0, *rest, offs, runs, *of_groups)
 
-        return GroupedCudaPlan(launch, a_maps, b_maps, out_maps)
+        return CudaPlan(launch, a_maps, b_maps, out_maps)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products import choice_sm90, tensor_core_sm90
-from samebits.backends.cuda.products.grouped import GroupedCudaPlan, nothing
 from samebits.backends.cuda.products.grouped_sm90 import GROUPED_SM90, balanced, output_strides, variant
+from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan, nothing
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 from samebits.backends.cuda.products.tensor_core_sm90 import NO_MAP, Sm90Variant
 from samebits.backends.cuda.tensor_maps import Maps
-from samebits.backends.grouped import GroupedKernel, GroupedProduct, refuse_large
+from samebits.backends.grouped import GroupedProduct, refuse_large
 from samebits.backends.product import Matrix, need
 
 __all__ = ["GROUPED_TERMS_SM90", "spec", "with_table"]
@@ -51,7 +51,7 @@ class _Pairs(dict[int, tuple[bytes, bytes]]):
         return made
 
 
-class GroupedTermsSm90Kernel(GroupedKernel[Sm90Schedule]):
+class GroupedTermsSm90Kernel(CudaKernel[GroupedProduct, Sm90Schedule]):
     name, step = "grouped_terms_sm90", "mma"
 
     @property
@@ -74,10 +74,10 @@ class GroupedTermsSm90Kernel(GroupedKernel[Sm90Schedule]):
         """Whether this kernel should be faster than the one that takes steps of one sequence at a time."""
         return self.supports(p) and balanced(p).k >= _FEWEST
 
-    def plan(self, p: GroupedProduct, s: Sm90Schedule | None = None) -> GroupedCudaPlan:
+    def plan(self, p: GroupedProduct, s: Sm90Schedule | None = None) -> CudaPlan:
         need(p.out.empty or self.supports(p), f"{self.name}: expected {p} that TMA can read, on sm_90")
         if p.out.empty:
-            return GroupedCudaPlan(nothing)
+            return CudaPlan(nothing)
         v = replace(variant(p), cu_seqlens_dtype=None, folded=False)
         s = with_table(s or self.choose(p), p.groups)
         a_columns, steps = s.block_m // s.cluster, s.block_k // _STEP
@@ -98,7 +98,7 @@ class GroupedTermsSm90Kernel(GroupedKernel[Sm90Schedule]):
             maps = a_step, b_step, NO_MAP if out_maps is None else out_maps[out]
             kernel.launch(grid, *maps, a_stage, b_stage, out, 0, 0, *rest, offs, runs, p.groups, p.rows, 0)
 
-        return GroupedCudaPlan(launch, a_maps, b_maps, out_maps)
+        return CudaPlan(launch, a_maps, b_maps, out_maps)
 
 
 def _step_maps(x: Matrix, along: int, columns: int, steps: int) -> Maps:

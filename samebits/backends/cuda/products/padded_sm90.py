@@ -93,8 +93,9 @@ def _inside(p: Product) -> Product:
     return replace(p, a=p.a if a is None else _copied(a), b=p.b if b is None else _copied(b))
 
 
-class PaddedSm90Kernel(CudaKernel[Sm90Schedule]):
+class PaddedSm90Kernel(CudaKernel[Product, Sm90Schedule]):
     name, step = "padded_sm90", "mma"
+    sources = "padded_sm90.cu", "tensor_core_sm90.cu"
 
     @property
     def catalogue(self) -> Sequence[Sm90Schedule]:
@@ -110,8 +111,8 @@ class PaddedSm90Kernel(CudaKernel[Sm90Schedule]):
         small = all(_eights(x) <= LARGEST for x in copied)
         return bool(copied) and small and TENSOR_CORE_SM90.supports(_inside(p))
 
-    def schedules(self, p: Product) -> Sequence[Sm90Schedule]:
-        every = TENSOR_CORE_SM90.schedules(_inside(p))
+    def all(self, p: Product) -> Sequence[Sm90Schedule]:
+        every = TENSOR_CORE_SM90.all(_inside(p))
         return [s for s in self.catalogue if s in every]
 
     def candidates(self, p: Product) -> Sequence[Sm90Schedule]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.tensor_maps import Maps
-from samebits.backends.product import Matrix, Operands, Product, ProductKernel
+from samebits.backends.grouped import GroupedOperands, GroupedProduct
+from samebits.backends.kernel import Kernel
+from samebits.backends.product import Matrix, Operands, Product
 
 __all__ = [
     "GROUPED_PARAMS",
@@ -29,15 +31,15 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The numbers of dtypes in the kernels."""
 
 Launch = Callable[[int, int, int, int, int, int], None]
-"""Launch on the addresses of a, b, out, bias, cu_seqlens and the chains' start. A missing one is 0."""
+"""Launch on the addresses of a call: of :meth:`Operands.addresses`, or of those of groups."""
 
 
 class CudaPlan:
-    """A :class:`samebits.backends.product.Plan` of a CUDA kernel: a launch without the addresses."""
+    """A :class:`samebits.backends.kernel.Plan` of a CUDA kernel: a launch without the addresses."""
 
     __slots__ = ("_maps", "launch")
 
-    def __init__(self, launch: Launch, *maps: Maps | None) -> None:
+    def __init__(self, launch: Launch, *maps: dict[int, Any] | None) -> None:
         """`maps`: the tensor maps of a, b and out that the launch takes, by address."""
         self.launch, self._maps = launch, maps
 
@@ -52,10 +54,9 @@ class CudaPlan:
         self.encode(*addresses[:3])
         return partial(self.launch, *addresses)
 
-    def run(self, x: Operands) -> None:
+    def run(self, x: Operands | GroupedOperands) -> None:
         """Run on these operands."""
-        bias, cu_seqlens, start = (0 if t is None else t.data_ptr() for t in (x.bias, x.cu_seqlens, x.start))
-        self.launch(x.a.data_ptr(), x.b.data_ptr(), x.out.data_ptr(), bias, cu_seqlens, start)
+        self.launch(*x.addresses())
 
 
 class ScratchPlan(CudaPlan):
@@ -93,17 +94,18 @@ class ScratchPlan(CudaPlan):
         self._launch_in(self._room(), a, b, out, bias, cu_seqlens, start)
 
 
+P = TypeVar("P", Product, GroupedProduct)
 S = TypeVar("S")
 
 
-class CudaKernel(ProductKernel[S]):
-    """A product kernel in CUDA, which is launched with addresses."""
+class CudaKernel(Kernel[P, S]):
+    """A kernel in CUDA of products, or of products of groups. It is launched with addresses."""
 
     @abc.abstractmethod
-    def plan(self, p: Product, s: S | None = None) -> CudaPlan: ...
+    def plan(self, p: P, s: S | None = None) -> CudaPlan: ...
 
 
-def nothing(a: int, b: int, out: int, bias: int, cu_seqlens: int, start: int) -> None:
+def nothing(*addresses: int) -> None:
     """The launch of a product without elements."""
 
 

@@ -201,8 +201,9 @@ def _parts(p: Product, dim: Dim, at: int) -> tuple[Product, Product]:
     return part(at), part((p.m if dim == "m" else p.n) - at)
 
 
-class TailSm90Kernel(CudaKernel[TailSchedule]):
+class TailSm90Kernel(CudaKernel[Product, TailSchedule]):
     name, step = "tail_sm90", "mma"
+    sources = ("tensor_core_sm90.cu",)
 
     @functools.cached_property
     def catalogue(self) -> Sequence[TailSchedule]:
@@ -212,7 +213,7 @@ class TailSm90Kernel(CudaKernel[TailSchedule]):
         """Whether :mod:`.tensor_core_sm90` does, and its parts, too."""
         return TENSOR_CORE_SM90.supports(p) and p.k > 1 and max(p.m, p.n) > _UNIT
 
-    def schedules(self, p: Product) -> Sequence[TailSchedule]:
+    def all(self, p: Product) -> Sequence[TailSchedule]:
         of, sizes = gemm(p), {"m": p.m, "n": p.n}
         return [s for s in _catalogue(of.a_mn, of.b_mn) if s.at < sizes[s.dim]]
 

@@ -93,7 +93,7 @@ def kernel_spec(
     )
 
 
-class TensorCoreKernel(CudaKernel[TensorCoreSchedule]):
+class TensorCoreKernel(CudaKernel[Product, TensorCoreSchedule]):
     name, step = "tensor_core", "mma"
 
     @property

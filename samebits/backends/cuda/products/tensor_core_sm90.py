@@ -163,7 +163,7 @@ def gemm(p: Product) -> Gemm:
     return Gemm(p.m, p.n, p.k, p.batch, not a.k_major, not b.k_major, moved, hbm)
 
 
-class TensorCoreSm90Kernel(CudaKernel[Sm90Schedule]):
+class TensorCoreSm90Kernel(CudaKernel[Product, Sm90Schedule]):
     name, step = "tensor_core_sm90", "mma"
 
     @functools.cached_property
@@ -190,7 +190,7 @@ class TensorCoreSm90Kernel(CudaKernel[Sm90Schedule]):
             return False
         return p.cu_seqlens is None or not any(side.k_major for side in sides)
 
-    def schedules(self, p: Product) -> Sequence[Sm90Schedule]:
+    def all(self, p: Product) -> Sequence[Sm90Schedule]:
         a, b = _sides(p)
         return catalogue(not a.k_major, not b.k_major)
 

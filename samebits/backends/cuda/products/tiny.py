@@ -12,7 +12,8 @@ import torch
 from samebits.backends.arch import OLDEST, SM_80
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products.plan import TYPES, CudaKernel, CudaPlan, nothing
-from samebits.backends.product import Matrix, Product, Step, need
+from samebits.backends.kernel import Step
+from samebits.backends.product import Matrix, Product, need
 
 __all__ = ["SCHEDULES", "TINY", "TINY_FMA", "TinyMatrices", "TinySchedule", "choose_schedule", "kernel_spec"]
 
@@ -265,7 +266,7 @@ def _resident_threads(s: TinySchedule, p: TinyMatrices, parts: int) -> int:
     return 0 if p.a is p.b is torch.float32 else 512
 
 
-class TinyKernel(CudaKernel[TinySchedule]):
+class TinyKernel(CudaKernel[Product, TinySchedule]):
     name = "tiny"
 
     def __init__(self, step: Step) -> None:
