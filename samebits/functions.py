@@ -46,6 +46,8 @@ CONSTANTS = {
         "HALF_ROOT": "0x1.6a09e6p-1",
         "TANH_SCALE": "0x1.988454p-1",
         "TANH_CUBE": "0x1.6e4e26p-5",
+        "TANH_SLOPE": "0x1.12ba9cp-3",
+        "DENSITY": "0x1.988454p-2",
         "G1": "-0x1.20dd78p+0",
         "G2": "-0x1.45f28cp-1",
         "G3": "-0x1.a510c8p-4",

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samebits.mode.arguments import as_pytorch, records, takes
+from samebits.mode.products import in_place
 from samebits.mode.vectors import in_whole_vectors
 from samebits.ops._memory import has_memory
-from samebits.ops.activation import gelu
+from samebits.ops.activation import activation, gelu
 from samebits.ops.attention import scaled_dot_product_attention
 from samebits.ops.cross_entropy import cross_entropy as cross_entropy_of_rows
 from samebits.ops.embedding import copied_rows, embedding
@@ -140,6 +141,26 @@ def gelu_(input: Tensor, *, approximate: str = "none") -> Any:
 
 
 _other_gelu = in_whole_vectors(F.gelu)
+
+
+def silu_(input: Tensor, inplace: bool = False) -> Any:
+    if inplace:
+        return in_place(silu_)(input)
+    if not takes(input):
+        return _other_silu(input)
+    return in_memory_order(partial(activation, name="silu"), input)
+
+
+_other_silu = in_whole_vectors(F.silu)
+
+
+def sigmoid_(input: Tensor) -> Any:
+    if not takes(input):
+        return _other_sigmoid(input)
+    return in_memory_order(partial(activation, name="sigmoid"), input)
+
+
+_other_sigmoid = in_whole_vectors(torch.sigmoid)
 
 
 def sum_(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:

@@ -216,8 +216,15 @@ REPLACED = (
         "1 / sqrt(x), two roundings in float32; PyTorch's on a CPU, where a GPU has an approximation",
     ),
     Row(
-        {"gelu": overrides.gelu_, "gelu_": products.in_place(overrides.gelu_)},
-        "[`gelu`](contract.md#fused-layers); PyTorch's differs between a CPU and a GPU",
+        {
+            "gelu": overrides.gelu_,
+            "gelu_": products.in_place(overrides.gelu_),
+            "silu": overrides.silu_,
+            "silu_": products.in_place(overrides.silu_),
+            **dict.fromkeys(("sigmoid", "expit"), overrides.sigmoid_),
+            "sigmoid_": products.in_place(overrides.sigmoid_),
+        },
+        "[one for all devices](contract.md#fused-layers), with gradients; PyTorch's depend on the device",
     ),
     Row(
         {torch.linalg.solve_triangular: overrides.solve_triangular},
@@ -277,7 +284,7 @@ WHOLE_VECTORS = """
     arcsin arccos arctan arctan2 arcsinh arccosh arctanh
     erf erfc erfinv erfcx ndtr ndtri log_ndtr entr i0 i0e i1 i1e lgamma gammaln digamma psi polygamma
     igamma igammac gammainc gammaincc logit xlogy xlog1py logaddexp logaddexp2 ldexp hypot lerp addcmul
-    addcdiv sigmoid expit silu mish softplus logsigmoid elu selu celu softshrink tanhshrink
+    addcdiv mish softplus logsigmoid elu selu celu softshrink tanhshrink
 """.split()  # noqa: SIM905
 COMPLEX_WHOLE_VECTORS = (
     *("abs", "absolute", "__abs__", "square", "reciprocal", "angle", "sgn", "softsign"),

@@ -1,4 +1,4 @@
-"""Activations alone: gelu, and what gradients of gated ones need."""
+"""Activations alone, and their gradients."""
 
 from __future__ import annotations
 
@@ -11,35 +11,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samebits.ops._fused import backend, check_tensors
-from samebits.ops._operator import Operator
+from samebits.ops._operator import Operator, refuse_third_derivatives
 
 
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """:func:`torch.nn.functional.gelu`, with one set of bits on all devices.
+def activation(x: Tensor, name: str) -> Tensor:
+    """An elementwise function with one set of bits on all devices: ``docs/contract.md``, "Fused layers".
 
-    ``docs/contract.md``, "Fused layers", has the function. The gradient is PyTorch's, and so is what
-    autograd differentiates again.
+    Its gradient is computed from `x`. What autograd differentiates again is PyTorch's.
 
     Args:
         x: bfloat16, float16 or float32, any shape and strides.
-        approximate: ``"none"`` or ``"tanh"``.
+        name: ``"silu"``, ``"sigmoid"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"`` or ``"relu2"``.
+
+    Returns:
+        The values, rounded to the dtype of `x`, contiguous.
 
     Raises:
         TypeError: `x` is not dense or of another dtype.
-        ValueError: `approximate` is neither.
     """
-    bypass = check_tensors("gelu", x=x)
-    if approximate not in ("none", "tanh"):
-        raise ValueError(f"samebits.gelu: approximate: expected 'none' or 'tanh', got {approximate!r}")
-    name = "gelu" if approximate == "none" else "gelu_tanh"
+    bypass = check_tensors(name, x=x)
     out: Tensor = _operator(x, name, bypass=bypass)
     return out
 
 
-def activation(x: Tensor, name: str) -> Tensor:
-    """silu, gelu or gelu_tanh, as :func:`samebits.gated` computes it, rounded to the dtype of `x`."""
-    out: Tensor = _operator(x, name)
-    return out
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """:func:`torch.nn.functional.gelu`, as an :func:`activation`.
+
+    Raises:
+        ValueError: `approximate` is neither ``"none"`` nor ``"tanh"``.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"samebits.gelu: approximate: expected 'none' or 'tanh', got {approximate!r}")
+    return activation(x, "gelu" if approximate == "none" else "gelu_tanh")
 
 
 def _run(x: Tensor, name: str) -> Tensor:
@@ -52,6 +55,18 @@ _operator = Operator(
 )
 
 
+def _run_backward(grad: Tensor, x: Tensor, name: str) -> Tensor:
+    found: Tensor = backend("gated", x).activation_backward(grad, x, name)
+    return found
+
+
+_gradient = Operator(
+    "activation_backward(Tensor grad, Tensor x, str name) -> Tensor",
+    cpu=_run_backward,
+    fake=lambda _, x, *__: x.new_empty(x.shape),
+)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
     x, ctx.name = inputs
     ctx.save_for_backward(x)
@@ -59,26 +74,56 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None
 
 def _backward(ctx: Any, saved: tuple[Tensor], grad: Tensor) -> tuple[Tensor, None]:
     (x,) = saved
-    return gradient(grad, x, ctx.name), None
+    return _gradient(grad, x, ctx.name), None
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)
 
+
+def _keep_gradient(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+    grad, x, ctx.name = inputs
+    ctx.save_for_backward(grad, x)
+
+
+def _second(ctx: Any, saved: tuple[Tensor, Tensor], v: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    refuse_third_derivatives(ctx.name)
+    grad, x = saved
+    needed = ctx.needs_input_grad
+    return (
+        _gradient(v, x, ctx.name) if needed[0] else None,
+        _curved(grad, x, v, ctx.name) if needed[1] else None,
+        None,
+    )
+
+
+_gradient.register_autograd(_second, setup_context=_keep_gradient)
+
 _WHOLE, _SHARE = 64, 1 << 14  # so many elements PyTorch's CPU loops compute alike, and do not divide
-_ATEN = torch.ops.aten
-_GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "silu": _ATEN.silu_backward,
-    "gelu": partial(_ATEN.gelu_backward, approximate="none"),
-    "gelu_tanh": partial(_ATEN.gelu_backward, approximate="tanh"),
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
 }
 
 
-def gradient(grad: Tensor, x: Tensor, name: str) -> Tensor:
-    """PyTorch's. On a CPU in whole vectors, so that bits do not depend on an element's place."""
-    compute = _GRADIENTS[name]
-    if not x.is_cpu:
-        return compute(grad, x)
-    count = -x.numel() % _WHOLE
-    flat = [F.pad(t.reshape(-1), (0, count)) for t in (grad, x)]
-    parts = zip(*(t.split(_SHARE) for t in flat), strict=True)
-    return torch.cat([compute(g, t) for g, t in parts])[: x.numel()].view(x.shape)
+def _curved(grad: Tensor, x: Tensor, v: Tensor, name: str) -> Tensor:
+    """The gradient of x of the gradient, by PyTorch. On a CPU in whole vectors: bits know no places."""
+    count = -x.numel() % _WHOLE if x.is_cpu else 0
+    flat = [F.pad(t.reshape(-1), (0, count)) for t in (grad, x, v)]
+    share = _SHARE if x.is_cpu else max(1, flat[0].numel())
+    return torch.cat(
+        [_curve(_FUNCTIONS[name], *parts) for parts in zip(*(t.split(share) for t in flat), strict=True)]
+    )[: x.numel()].view(x.shape)
+
+
+def _curve(function: Callable[[Tensor], Tensor], grad: Tensor, x: Tensor, v: Tensor) -> Tensor:
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(function(leaf), leaf, grad, create_graph=True)
+    if not slope.requires_grad:  # it is piecewise linear
+        return torch.zeros_like(x)
+    found = torch.autograd.grad(slope, leaf, v, allow_unused=True)[0]
+    return torch.zeros_like(x) if found is None else found

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from samebits.ops._checks import shape
 from samebits.ops._fused import backend, check_out, check_tensors, refuse_gradients
 from samebits.ops._operator import Operator, refuse_second_derivatives
-from samebits.ops.activation import activation as activated
-from samebits.ops.activation import gradient
 
 _OP = "gated"
-Activation = Literal["silu", "gelu", "gelu_tanh", "gpt_oss"]
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gpt_oss")
+Activation = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "relu", "relu2", "gpt_oss"]
+_ACTIVATIONS = get_args(Activation)
 
 
 def gated(
@@ -26,6 +23,7 @@ def gated(
     activation: Activation = "silu",
     limit: float | None = None,
     alpha: float = 1.702,
+    interleaved: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """``activation(gate) * up``, with the bits of the code of ``transformers``, element by element.
@@ -36,25 +34,25 @@ def gated(
     ``"silu"``              ``round(round(gate / (1 + exp(-gate))) * up)``
     ``"gelu"``              the same, of :func:`torch.nn.functional.gelu`
     ``"gelu_tanh"``         the same, of ``gelu(approximate="tanh")``
+    ``"sigmoid"``           the same, of :func:`torch.sigmoid`
+    ``"relu"``, ``"relu2"`` the same, of :func:`torch.relu`, and of its square
     ``"gpt_oss"``           ``round(round(up + 1) * round(gate * w))``, with
                             ``w = round(sigmoid(round(gate * alpha)))``
     ======================  ====================================================================
 
-    Activations are those of ``docs/contract.md``, "Fused layers". In bfloat16 and float16, silu has the bits
-    of PyTorch's, on a CPU and a GPU. PyTorch's gelu differs between the two; under
-    :class:`samebits.batch_invariant` it is this one, in every dtype. The sigmoid has PyTorch's bits in
-    bfloat16, and in float16 those of a CPU; a GPU has others for 3 values. In float32, silu and sigmoid are
-    within some units of the last place of PyTorch's. One launch on a GPU.
+    Activations are those of ``docs/contract.md``, "Fused layers": those that PyTorch's functions have under
+    :class:`samebits.batch_invariant`, in every dtype. One launch on a GPU.
 
     Args:
         gate: ``[..., N]``, bfloat16, float16 or float32, any strides. Without `up`: ``[..., 2 N]``, the
             gate's half first, as the product with both matrices leaves it.
-        up: of the shape, dtype and device of `gate`. Gates and factors in turns, as GPT-OSS has them, are
-            ``gated(x[..., ::2], x[..., 1::2])``; they are read where they are.
+        up: of the shape, dtype and device of `gate`.
         activation: see above.
         limit: before all else, gates above it become it, and factors are clamped to ``[-limit, limit]``. It
             is rounded to the operands' dtype. GPT-OSS has 7.
         alpha: of ``"gpt_oss"`` alone, as a float32.
+        interleaved: without `up`, gates and factors are in turns in `gate`, ``gate[..., ::2]`` and
+            ``gate[..., 1::2]``, as GPT-OSS has them.
         out: the result is written here. It may be `gate` or `up`.
 
     Returns:
@@ -62,13 +60,13 @@ def gated(
 
     Raises:
         TypeError: a tensor is not dense, or has another dtype.
-        ValueError: shapes or devices do not match, there is no `up` and an odd size, or `out` overlaps an
-            operand in another way.
-        NotImplementedError: a gradient is asked for with `out`, with a `limit`, or of ``"gpt_oss"``.
+        ValueError: shapes or devices do not match, there is no `up` and an odd size, `interleaved` with `up`
+            or `out`, or `out` overlaps an operand in another way.
+        NotImplementedError: a gradient is asked for with `out`.
 
-    Gradients are those of the product and of PyTorch's ``silu`` and ``gelu``: in bfloat16 and float16 they
-    have the bits that autograd gives the code under the mode. The activation is computed again for them, so
-    that it need not be kept. Second derivatives are not implemented.
+    The gradients have the bits that autograd gives the code under the mode, and take one launch for both.
+    What a limit has cut has the gradient 0. The activation is computed again for them, so that it need not be
+    kept. Second derivatives are not implemented.
     """
     bypass = check_tensors(_OP, gate=gate, up=up)
     if activation not in _ACTIVATIONS:
@@ -87,12 +85,14 @@ def gated(
         )
     elif gate.dtype != up.dtype:
         raise TypeError(f"samebits.{_OP}: up: expected {gate.dtype} like gate, got {up.dtype}")
-    if out is not None or limit is not None or activation == "gpt_oss":
-        refuse_gradients(_OP, gate=gate, up=up)
+    if interleaved and (up is not None or out is not None):
+        name = "up" if up is not None else "out"
+        raise ValueError(f"samebits.{_OP}: {name}: expected None with interleaved=True, got a tensor")
     bound = math.inf if limit is None else float(limit)
     if out is None:
-        found: Tensor = _operator(gate, up, activation, bound, float(alpha), bypass=bypass)
+        found: Tensor = _operator(gate, up, activation, bound, float(alpha), bool(interleaved), bypass=bypass)
         return found
+    refuse_gradients(_OP, gate=gate, up=up)
     if out is not gate or up is None:
         halves = gate.chunk(2, -1) if up is None else (gate, up)
         check_out(_OP, "out", out, halves[0], gate.dtype, halves, gate=halves[0], up=halves[1])
@@ -100,8 +100,10 @@ def gated(
     return out
 
 
-def _run(gate: Tensor, up: Tensor | None, activation: str, limit: float, alpha: float) -> Tensor:
-    found: Tensor = backend(_OP, gate).gated(gate, up, activation, limit, alpha)
+def _run(
+    gate: Tensor, up: Tensor | None, activation: str, limit: float, alpha: float, interleaved: bool
+) -> Tensor:
+    found: Tensor = backend(_OP, gate).gated(gate, up, activation, limit, alpha, interleaved)
     return found
 
 
@@ -110,27 +112,52 @@ def _fake(gate: Tensor, up: Tensor | None, *_: object) -> Tensor:
 
 
 _operator = Operator(
-    "gated(Tensor gate, Tensor? up, str activation, float limit, float alpha) -> Tensor", cpu=_run, fake=_fake
+    "gated(Tensor gate, Tensor? up, str activation, float limit, float alpha, bool interleaved) -> Tensor",
+    cpu=_run,
+    fake=_fake,
+)
+
+
+def _run_backward(grad: Tensor, gate: Tensor, up: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = backend(_OP, gate).gated_backward(grad, gate, up, *options)
+    return found
+
+
+def _fake_backward(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    limit: float,
+    alpha: float,
+    interleaved: bool,
+    of_gate: bool,
+    of_up: bool,
+) -> tuple[Tensor, Tensor]:
+    sizes = (True, False) if up is None else (of_gate, of_up)
+    first, second = (gate.new_empty(gate.shape if there else (0,)) for there in sizes)
+    return first, second
+
+
+_gradient = Operator(
+    "gated_backward(Tensor grad, Tensor gate, Tensor? up, str activation, float limit, float alpha,"
+    " bool interleaved, bool of_gate, bool of_up) -> (Tensor, Tensor)",
+    cpu=_run_backward,
+    fake=_fake_backward,
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gate, up, ctx.activation, _, _ = inputs
+    gate, up, *ctx.options = inputs
     ctx.save_for_backward(gate, up)
 
 
-def _backward(
-    ctx: Any, saved: tuple[Tensor, Tensor | None], grad: Tensor
-) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+def _backward(ctx: Any, saved: tuple[Tensor, Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives(_OP)
     gate, up = saved
-    g, u = gate.chunk(2, -1) if up is None else (gate, up)
-    of_gate, of_up = up is None or ctx.needs_input_grad[0], up is None or ctx.needs_input_grad[1]
-    dg = gradient(grad * u, g, ctx.activation) if of_gate else None
-    du = grad * activated(g, ctx.activation) if of_up else None
-    if up is None and dg is not None and du is not None:
-        return torch.cat((dg, du), -1), None, None, None, None
-    return dg, du, None, None, None
+    needed = ctx.needs_input_grad
+    of_gate, of_up = _gradient(grad, gate, up, *ctx.options, needed[0], needed[1])
+    return of_gate if needed[0] else None, of_up if needed[1] else None, None, None, None, None
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)

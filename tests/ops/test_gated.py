@@ -16,7 +16,7 @@ from samebits import gated
 from samebits.backends.cuda import compiler
 from samebits.backends.cuda import gated as host
 from samebits.backends.reference import fused as reference
-from samebits.ops.activation import gelu
+from samebits.ops.activation import activation as activated
 from samebits.testing import assert_same_bits
 from tests.support import naive_fused
 from tests.support.cubins import resources
@@ -25,7 +25,7 @@ from tests.support.naive_bits import NAMES, rounded
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = [F32, BF16, F16]
-ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "gpt_oss"]
+ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "sigmoid", "relu", "relu2", "gpt_oss"]
 on_devices = pytest.mark.parametrize("device", DEVICES)
 in_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 activations = pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -48,8 +48,8 @@ def every_value(dtype: torch.dtype) -> Tensor:
 def test_bits_of_the_naive_implementation(
     device: str, dtype: torch.dtype, activation: Any, kind: str
 ) -> None:
-    gate, up = case(kind, (300,), dtype, device), case("normal", (300,), dtype, device, 1)
-    gate[:100] *= 4
+    gate, up, grad = (case(of, (60,), dtype, device, i) for i, of in enumerate((kind, "normal", "normal")))
+    gate[:30] *= 4
     for limit, alpha in ((None, 1.702), (2.3, 1.702), (7.0, 0.9)):
         got = gated(gate, up, activation=activation, limit=limit, alpha=alpha)
         want = [
@@ -57,9 +57,24 @@ def test_bits_of_the_naive_implementation(
             for a, b in zip(gate.tolist(), up.tolist(), strict=True)
         ]
         assert_same_bits(got, rounded(want, dtype), f"{limit}")
-    for approximate, name in (("none", "gelu"), ("tanh", "gelu_tanh")):
-        want = [naive_fused.activated(a, name) for a in gate.tolist()]
-        assert_same_bits(gelu(gate, approximate), rounded(want, dtype), name)
+        leaves = [t.clone().requires_grad_() for t in (gate, up)]
+        y = gated(*leaves, activation=activation, limit=limit, alpha=alpha)
+        pairs = [
+            naive_fused.gated_backward(g, a, b, activation, limit, alpha, NAMES[dtype])
+            for g, a, b in zip(grad.tolist(), gate.tolist(), up.tolist(), strict=True)
+        ]
+        for found, of in zip(torch.autograd.grad(y, leaves, grad), zip(*pairs, strict=True), strict=True):
+            assert_same_bits(found, rounded([*of], dtype), f"gradients, {limit}")
+    if activation != "gpt_oss":
+        leaf = gate.clone().requires_grad_()
+        alone = activated(leaf, activation)
+        want = [naive_fused.activated(a, activation) for a in gate.tolist()]
+        assert_same_bits(alone.detach(), rounded(want, dtype))
+        wanted = [
+            naive_fused.gradient(g, a, activation, NAMES[dtype])
+            for g, a in zip(grad.tolist(), gate.tolist(), strict=True)
+        ]
+        assert_same_bits(torch.autograd.grad(alone, leaf, grad)[0], rounded(wanted, dtype))
 
 
 # Of all 65,536 values: how many differ from PyTorch's on a CPU, and on an H100.
@@ -78,6 +93,8 @@ PYTORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
 }
 
 
@@ -96,11 +113,9 @@ def test_every_value_of_16_bits(device: str, activation: str, dtype: torch.dtype
     most = EXACT[activation, dtype][device == "cuda"]
     assert different(mine, theirs) <= most
     one = torch.ones_like(x).to(device)
-    if activation != "sigmoid":
-        assert different(gated(x.to(device), one, activation=activation).cpu(), mine) == 0  # type: ignore[arg-type]
-    if activation.startswith("gelu"):
-        with samebits.batch_invariant("error"):
-            assert different(PYTORCH[activation](x.to(device)).cpu(), mine) == 0
+    assert different(gated(x.to(device), one, activation=activation).cpu(), mine) == 0  # type: ignore[arg-type]
+    with samebits.batch_invariant("error"):
+        assert different(PYTORCH[activation](x.to(device)).cpu(), mine) == 0
 
 
 @pytest.mark.parametrize(
@@ -118,70 +133,84 @@ def test_errors_in_float32(activation: str, bound: float) -> None:
 
 @on_devices
 @in_dtypes
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_gelu_of_the_mode(device: str, dtype: torch.dtype, approximate: str) -> None:
-    x, grad = (case("normal", (5, 33), dtype, device, seed) for seed in (0, 1))
-    want = gelu(x, approximate)
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "sigmoid"])
+def test_functions_of_the_mode(device: str, dtype: torch.dtype, name: str) -> None:
+    """With gradients, in place and of any layout, and second derivatives near PyTorch's."""
+    function = PYTORCH[name]
+    x, grad, v = (case("normal", (5, 33), dtype, device, seed) for seed in (0, 1, 2))
+    want = activated(x, name)
     x.requires_grad_()
     with samebits.batch_invariant("error"):
-        y = F.gelu(x, approximate=approximate)
-        (dx,) = torch.autograd.grad(y, x, grad)
-        assert_same_bits(F.gelu(x[1:2, 3:], approximate=approximate), want[1:2, 3:])
+        y = function(x)
+        (dx,) = torch.autograd.grad(y, x, grad, retain_graph=True)
+        (recorded,) = torch.autograd.grad(y, x, grad, create_graph=True)
+        (curved,) = torch.autograd.grad(recorded, x, v)
+        assert_same_bits(function(x[1:2, 3:]), want[1:2, 3:])
         rows = [x.detach()[i : i + 1].requires_grad_() for i in range(5)]
         for i, row in enumerate(rows):
-            (of_row,) = torch.autograd.grad(F.gelu(row, approximate=approximate), row, grad[i : i + 1])
+            (of_row,) = torch.autograd.grad(function(row), row, grad[i : i + 1])
             assert_same_bits(of_row, dx[i : i + 1])
         double = torch.randn(7, dtype=torch.float64, device=device)
-        assert_same_bits(F.gelu(double).float(), torch.nn.functional.gelu(double).float())
-    assert_same_bits(y, want)
-    torch.testing.assert_close(dx, torch.autograd.grad(F.gelu(x, approximate=approximate), x, grad)[0])
+        assert_same_bits(function(double).float(), function(double).float())
+        turned = function(x.detach().mT)
+        assert turned.stride() == (1, 33)
+        if name in ("silu", "sigmoid"):
+            mine = x.detach().clone()
+            assert (F.silu(mine, True) if name == "silu" else mine.sigmoid_()) is mine
+            assert_same_bits(mine, want)
+    for got, wanted in ((y, want), (turned.mT, want), (recorded, dx)):
+        assert_same_bits(got.detach().contiguous(), wanted)
+    torch.testing.assert_close(dx, torch.autograd.grad(function(x), x, grad)[0])
+    if dtype == F32:  # PyTorch rounds each step of others
+        plain = torch.autograd.grad(function(x), x, grad, create_graph=True)[0]
+        torch.testing.assert_close(curved, torch.autograd.grad(plain, x, v)[0])
+
+
+def of_transformers(activation: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The code that is replaced, of a gate and a factor."""
+    if activation != "gpt_oss":
+        return lambda gate, up: PYTORCH[activation](gate) * up
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    class Of:
+        limit, alpha = 7.0, 1.702
+
+    return lambda gate, up: GptOssExperts._apply_gate(Of, torch.stack((gate, up), -1).flatten(-2))  # type: ignore[arg-type]
 
 
 @on_devices
 @in_dtypes
 @activations
-def test_code_of_transformers(device: str, dtype: torch.dtype, activation: str) -> None:
-    """Under the mode; in float32 gelu's alone, whose function the mode has."""
-    if dtype == F32 and not activation.startswith("gelu"):
-        pytest.skip("PyTorch's float32 exponential is another one")
-    if dtype == F16 and activation == "gpt_oss" and device == "cuda":
-        pytest.skip("PyTorch's sigmoid has other bits for 3 values of float16 there")
-    x = case("normal", (3, 70), dtype, device) * 4
-    with samebits.batch_invariant("error"):
-        if activation == "gpt_oss":
-            from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
-            class Of:
-                limit, alpha = 7.0, 1.702
-
-            want = GptOssExperts._apply_gate(Of, x)  # type: ignore[arg-type]
-        else:
-            want = PYTORCH[activation](x[:, :35]) * x[:, 35:]
-    if activation == "gpt_oss":
-        got = gated(x[..., ::2], x[..., 1::2], activation="gpt_oss", limit=7.0)
-    else:
-        got = gated(x, activation=activation)  # type: ignore[arg-type]
-    assert_same_bits(got, want)
-
-
-@on_devices
-@in_dtypes
-@pytest.mark.parametrize("activation", ACTIVATIONS[:3])
-def test_gradients_of_the_code(device: str, dtype: torch.dtype, activation: Any) -> None:
-    """Those of autograd under the mode; in float32 gelu's alone, whose function the mode has."""
-    if dtype == F32 and activation == "silu":
-        pytest.skip("PyTorch's float32 exponential is another one")
+def test_code_of_transformers(device: str, dtype: torch.dtype, activation: Any) -> None:
+    """Under the mode, with gradients of zeros, too."""
+    pytest.importorskip("transformers")
+    limit = 7.0 if activation == "gpt_oss" else None
+    options: dict[str, Any] = {"activation": activation, "limit": limit}
     for shape in ((3, 35), (2, 5, 40), (7,)):
         gate, up, grad = (case("normal", shape, dtype, device, seed) for seed in range(3))
-        gate, up = (gate * 3).requires_grad_(), up.requires_grad_()
+        gate, up = (gate * 4).requires_grad_(), (up * 4).requires_grad_()
+        grad.view(-1)[:4] = torch.tensor([0.0, -0.0, 1e-7, -1e-7])
+        leaves = [gate, up]
         with samebits.batch_invariant("error"):
-            want = torch.autograd.grad(PYTORCH[activation](gate) * up, [gate, up], grad)
-        got = torch.autograd.grad(gated(gate, up, activation=activation), [gate, up], grad)
-        packed = torch.cat((gate, up), -1).detach().requires_grad_()
-        (both,) = torch.autograd.grad(gated(packed, activation=activation), packed, grad)
-        (alone,) = torch.autograd.grad(gated(gate, up.detach(), activation=activation), gate, grad)
-        for a, b in zip((*got, *both.chunk(2, -1), alone), (*want, *want, want[0]), strict=True):
+            want = of_transformers(activation)(gate, up)
+            wanted = torch.autograd.grad(want, leaves, grad)
+        got = gated(gate, up, **options)
+        assert_same_bits(got, want)
+        grads = torch.autograd.grad(got, leaves, grad)
+        if activation == "gpt_oss":  # its slices make +0 of -0
+            grads = tuple(g + 0.0 for g in grads)
+        (alone,) = torch.autograd.grad(gated(gate.detach(), up, **options), up, grad)
+        packed = torch.cat(leaves, -1).detach().requires_grad_()
+        (halves,) = torch.autograd.grad(gated(packed, **options), packed, grad)
+        turns = torch.stack(leaves, -1).flatten(-2).detach().requires_grad_()
+        (each,) = torch.autograd.grad(gated(turns, interleaved=True, **options), turns, grad)
+        found = [*grads, alone, *halves.chunk(2, -1)]
+        if activation == "gpt_oss":
+            found = [g + 0.0 for g in found]
+        for a, b in zip(found, (*wanted, wanted[1], *wanted), strict=True):
             assert_same_bits(a.contiguous(), b, f"{shape}")
+        for a, b in zip((each[..., ::2], each[..., 1::2]), wanted, strict=True):
+            assert_same_bits(a.contiguous(), b + 0.0, f"in turns, {shape}")
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -203,7 +232,9 @@ def test_places(device: str, dtype: torch.dtype, n: int) -> None:
         wide = torch.full((*lead, 2 * n + 3), torch.nan, dtype=dtype, device=device)
         wide[..., 1:-2] = turns
         found = [gated(packed), gated(gate, up), gated(turns[..., ::2], turns[..., 1::2])]
+        found.append(gated(turns, interleaved=True))
         found.append(gated(wide[..., 1:-2:2], wide[..., 2:-2:2]))
+        found.append(gated(wide[..., 1:-2], interleaved=True))
         found.append(gated(gate.clone(), up))
         if len(lead) > 1:
             swapped = packed.transpose(0, 1).contiguous().transpose(0, 1)
@@ -233,13 +264,13 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: call(X, X.half()), TypeError, "up: expected torch.float32 like gate"),
     (lambda: call(X, X[:1]), ValueError, "gate, up: expected"),
     (lambda: call(X[:, :3]), ValueError, r"gate: expected \[..., 2 N\]"),
-    (lambda: call(X, activation="relu"), ValueError, "activation: expected one of"),
+    (lambda: call(X, activation="swish"), ValueError, "activation: expected one of"),
     (lambda: call(X, limit=0), ValueError, "limit: expected a number above 0"),
     (lambda: call(X, out=X), ValueError, "out: expected shape"),
     (lambda: call(X, X.clone(), out=X.half()), TypeError, "out: expected a dense tensor"),
     (lambda: call(X, out=X[:, 1:3]), ValueError, "out: expected memory"),
-    (lambda: call(X.clone().requires_grad_(), limit=7.0), NotImplementedError, "gate: gradients"),
-    (lambda: call(X.clone().requires_grad_(), activation="gpt_oss"), NotImplementedError, "gate: gradients"),
+    (lambda: call(X, X, interleaved=True), ValueError, "up: expected None with interleaved"),
+    (lambda: call(X, interleaved=True, out=X[:, :2]), ValueError, "out: expected None with interleaved"),
     (lambda: call(X.clone().requires_grad_(), X, out=X.clone()), NotImplementedError, "gate: gradients"),
 ]
 
@@ -254,9 +285,15 @@ def test_refusals(number: int) -> None:
 
 def test_operators_are_what_they_say() -> None:
     x = torch.randn(3, 8)
-    torch.library.opcheck(torch.ops.samebits.gated, (x.clone().requires_grad_(), None, "silu", 7.0, 1.0))
+    leaf = x.clone().requires_grad_()
+    for up, interleaved in ((None, False), (None, True), (x + 1, False)):
+        options = up, "silu", 7.0, 1.0, interleaved
+        torch.library.opcheck(torch.ops.samebits.gated, (leaf, *options))
+        grad = torch.ones(3, 4 if up is None else 8)
+        torch.library.opcheck(torch.ops.samebits.gated_backward, (grad, x, *options, True, up is None))
     torch.library.opcheck(torch.ops.samebits.gated_into, (x, x + 1, torch.empty_like(x), "gelu", 7.0, 1.0))
-    torch.library.opcheck(torch.ops.samebits.activation, (x.requires_grad_(), "gelu"))
+    torch.library.opcheck(torch.ops.samebits.activation, (leaf, "gelu"))
+    torch.library.opcheck(torch.ops.samebits.activation_backward, (x + 1, leaf, "gelu"))
 
 
 def test_compiles() -> None:
@@ -271,6 +308,8 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     forms = [(BF16, "silu", "APART", 8), (F16, "gelu", "ALONE", 8), (F32, "gelu_tanh", "APART", 4)]
     forms += [(BF16, "gpt_oss", "ALTERNATING", 8), (F32, "gpt_oss", "ALTERNATING", 1)]
     at = compiler.ARCHITECTURES.index(arch)
-    for of in (forms[at % 5], forms[(at + 2) % 5]):
-        cubin = resources(host.kernel_spec(*of), arch)
-        assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0)
+    forms += [(F16, "sigmoid", "ALONE", 8), (BF16, "relu2", "APART", 8), (BF16, "relu", "ALTERNATING", 8)]
+    for form in (forms[at % 8], forms[(at + 3) % 8]):
+        for entry in ("gated", "gated_backward"):
+            cubin = resources(host.kernel_spec(entry, *form), arch)
+            assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0), (entry, form)

@@ -47,11 +47,12 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "bilinear": lambda x, a, b: F.interpolate(x[:, None].square(), (3, 9), mode="bilinear"),
     "nearest": lambda x, a, b: F.interpolate(x.square(), 9),
     "silu": lambda x, a, b: F.silu(x) * b,
+    "mish": lambda x, a, b: F.mish(x) * b,
     "gelu": lambda x, a, b: F.gelu(x) * b,
     "rsqrt": lambda x, a, b: (x.square() + 0.3).rsqrt() * b,
 }  # fmt: skip
 OF_ROWS = [n for n in CALLS if n != "linear"]
-OTHER_BITS = ("silu",)  # PyTorch composes its gradient of others where that is to be differentiated
+OTHER_BITS = ("mish",)  # PyTorch composes its gradient of others where that is to be differentiated
 
 
 def operands(dtype: torch.dtype, device: str, rows: slice = slice(None)) -> list[Tensor]:

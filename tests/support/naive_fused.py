@@ -100,6 +100,7 @@ G = (
     *("-0x1.9d5694p-10", "0x1.344168p-11", "-0x1.bcb54p-14", "0x1.0de7eap-17"),
 )
 HALF_ROOT, TANH_SCALE, TANH_CUBE = map(float.fromhex, ("0x1.6a09e6p-1", "0x1.988454p-1", "0x1.6e4e26p-5"))
+TANH_SLOPE, DENSITY = map(float.fromhex, ("0x1.12ba9cp-3", "0x1.988454p-2"))
 
 
 def erf(x: float) -> np.float32:
@@ -115,29 +116,96 @@ def tanh(x: float) -> np.float32:
     return np.copysign(f32(f32(1) - f32(f32(e + e) / f32(f32(1) + e))), f32(x)) if x else f32(0)
 
 
+def tanh_of_gelu(a: float) -> np.float32:
+    x = f32(a)
+    cube = f32(f32(x * x) * x)
+    return tanh(float(f32(f32(TANH_SCALE) * fma32(TANH_CUBE, float(cube), a))))
+
+
 def activated(a: float, activation: str) -> float:
     """An activation in f32."""
     if activation == "silu":
         return silu(a)
     x = f32(a)
+    if activation.startswith("relu"):
+        x = x if x > 0 or math.isnan(a) else f32(0)
+        return float(f32(x * x) if activation == "relu2" else x)
     if activation == "sigmoid":
         return float(f32(1) / one_and_exp_minus(a))
     if activation == "gelu":
         return float(f32(f32(x * f32(0.5)) * f32(f32(1) + erf(float(f32(x * f32(HALF_ROOT)))))))
-    cube = f32(f32(x * x) * x)
-    y = tanh(float(f32(f32(TANH_SCALE) * fma32(TANH_CUBE, float(cube), a))))
-    return float(f32(f32(f32(0.5) * x) * f32(f32(1) + y)))
+    return float(f32(f32(f32(0.5) * x) * f32(f32(1) + tanh_of_gelu(a))))
+
+
+def of_sigmoid(g: float, y: float) -> np.float32:
+    return f32(f32(f32(g) * f32(f32(1) - f32(y))) * f32(y))
+
+
+def gradient(g: float, a: float, activation: str, dtype: str) -> float:
+    """The gradient of an activation before its last rounding, given that of the result."""
+    x, of_result = f32(a), f32(g)
+    if activation == "sigmoid":
+        return float(of_sigmoid(g, rounded(activated(a, "sigmoid"), dtype)))
+    if activation.startswith("relu"):
+        if a <= 0:
+            return 0.0
+        return float(of_result * f32(rounded(float(f32(x + x)), dtype))) if activation == "relu2" else g
+    if activation == "silu":
+        y = f32(activated(a, "sigmoid"))
+        return float(f32(f32(of_result * y) * fma32(a, float(f32(f32(1) - y)), 1.0)))
+    if activation == "gelu":
+        below = f32(f32(0.5) * f32(f32(1) + erf(float(f32(x * f32(HALF_ROOT))))))
+        density = f32(f32(DENSITY) * exp32(f32(f32(x * x) * f32(-0.5))))
+        return float(f32(of_result * fma32(a, float(density), float(below))))
+    y = tanh_of_gelu(a)
+    slope = f32(f32(TANH_SCALE) * fma32(TANH_SLOPE, float(f32(x * x)), 1.0))
+    of_tanh = f32(f32(f32(f32(0.5) * x) * fma32(float(-y), float(y), 1.0)) * slope)
+    return float(f32(of_result * f32(f32(f32(0.5) * f32(f32(1) + y)) + of_tanh)))
 
 
 def gated(a: float, b: float, activation: str, limit: float | None, alpha: float, dtype: str) -> float:
     """One entry before its last rounding."""
-    if limit is not None:
-        bound = rounded(float(f32(limit)), dtype)
-        a = a if math.isnan(a) else min(a, bound)
-        b = b if math.isnan(b) else max(min(b, bound), -bound)
+    a, b = _limited(a, b, limit, dtype)
+    gate, factor = _parts(a, b, activation, alpha, dtype)
+    return float(f32(f32(gate) * f32(factor)))
+
+
+def gated_backward(
+    g: float, a: float, b: float, activation: str, limit: float | None, alpha: float, dtype: str
+) -> tuple[float, float]:
+    """The gradients of a gate and its factor before their last roundings."""
+    within = a, b
+    a, b = _limited(a, b, limit, dtype)
+    gate, factor = _parts(a, b, activation, alpha, dtype)
+    of_factor = float(f32(f32(g) * f32(gate)))
+    of_gate = rounded(float(f32(f32(g) * f32(factor))), dtype)
     if activation == "gpt_oss":
-        scaled = rounded(float(f32(f32(a) * f32(alpha))), dtype)
-        weight = rounded(activated(scaled, "sigmoid"), dtype)
-        gate = rounded(float(f32(f32(a) * f32(weight))), dtype)
-        return float(f32(f32(rounded(float(f32(f32(b) + f32(1))), dtype)) * f32(gate)))
-    return float(f32(f32(rounded(activated(a, activation), dtype)) * f32(b)))
+        weight = rounded(activated(rounded(float(f32(f32(a) * f32(alpha))), dtype), "sigmoid"), dtype)
+        of_weight = rounded(float(f32(f32(of_gate) * f32(a))), dtype)
+        of_scaled = rounded(float(of_sigmoid(of_weight, weight)), dtype)
+        direct, other = (
+            rounded(float(f32(f32(x) * f32(y))), dtype) for x, y in ((of_gate, weight), (of_scaled, alpha))
+        )
+        of_gate = float(f32(f32(direct) + f32(other)))
+    else:
+        of_gate = gradient(of_gate, a, activation, dtype)
+    if limit is None:
+        return of_gate, of_factor
+    bound = rounded(float(f32(limit)), dtype)
+    return of_gate if within[0] <= bound else 0.0, of_factor if -bound <= within[1] <= bound else 0.0
+
+
+def _limited(a: float, b: float, limit: float | None, dtype: str) -> tuple[float, float]:
+    if limit is None:
+        return a, b
+    bound = rounded(float(f32(limit)), dtype)
+    return a if math.isnan(a) else min(a, bound), b if math.isnan(b) else max(min(b, bound), -bound)
+
+
+def _parts(a: float, b: float, activation: str, alpha: float, dtype: str) -> tuple[float, float]:
+    """The gate's activation and the factor, rounded."""
+    if activation != "gpt_oss":
+        return rounded(activated(a, activation), dtype), b
+    scaled = rounded(float(f32(f32(a) * f32(alpha))), dtype)
+    weight = rounded(activated(scaled, "sigmoid"), dtype)
+    return rounded(float(f32(f32(a) * f32(weight))), dtype), rounded(float(f32(f32(b) + f32(1))), dtype)

@@ -1,4 +1,4 @@
-"""Gated activations, and activations alone, on CUDA tensors: ``kernels/gated.cu``."""
+"""Gated activations, activations alone, and their gradients, on CUDA: ``kernels/gated{,_backward}.cu``."""
 
 from __future__ import annotations
 
@@ -14,34 +14,47 @@ _THREADS = 256
 _NO_LIMIT = float("inf")
 
 
+_PARAMS = {"gated": "PPPqqqqiff", "gated_backward": "PPPPPqqqqqqiff"}
+
+
 def kernel_spec(
-    dtype: torch.dtype, activation: str, form: str, vector: int, *, programmatic: bool = False
+    entry: str, dtype: torch.dtype, activation: str, form: str, vector: int, *, programmatic: bool = False
 ) -> compiler.KernelSpec:
-    """The kernel of ``gated.cu``."""
+    """The kernel of ``gated.cu`` or ``gated_backward.cu``."""
     constants = (("IN", TYPES[dtype]), ("ACTIVATION", activation.upper()), ("FORM", form), ("VECTOR", vector))
     return compiler.KernelSpec(
-        "gated.cu", "gated", "PPPqqqqiff", constants, block=_THREADS, programmatic=programmatic
+        f"{entry}.cu", entry, _PARAMS[entry], constants, block=_THREADS, programmatic=programmatic
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(dtype: torch.dtype, activation: str, form: str, vector: int, device: int) -> runtime.Kernel:
+def _kernel(
+    entry: str, dtype: torch.dtype, activation: str, form: str, vector: int, device: int
+) -> runtime.Kernel:
     programmatic = devices.device_info(device).arch.copies_tiles
-    return runtime.load(kernel_spec(dtype, activation, form, vector, programmatic=programmatic), device)
+    return runtime.load(
+        kernel_spec(entry, dtype, activation, form, vector, programmatic=programmatic), device
+    )
 
 
-def gated(gate: Tensor, up: Tensor | None, activation: str, limit: float, alpha: float) -> Tensor:
-    """``activation(gate) * up``, contiguous. Without `up`, a row of `gate` has both, one after the other."""
+def gated(
+    gate: Tensor, up: Tensor | None, activation: str, limit: float, alpha: float, interleaved: bool
+) -> Tensor:
+    """``activation(gate) * up``, contiguous. Without `up`, a row of `gate` has both."""
     size = gate.shape[-1] // (2 if up is None else 1)
     out = runtime.empty((*gate.shape[:-1], size), gate.dtype, gate.get_device())
-    gated_into(gate, up, out, activation, limit, alpha)
+    if interleaved:
+        if out.numel():
+            _launch("ALTERNATING", _rows(gate), 0, 0, out, activation, limit, alpha)
+    else:
+        gated_into(gate, up, out, activation, limit, alpha)
     return out
 
 
 def gated_into(
     gate: Tensor, up: Tensor | None, out: Tensor, activation: str, limit: float, alpha: float
 ) -> None:
-    """The same into `out`, which may be an operand."""
+    """The same into `out`, which may be an operand. Without `up`, both halves of a row are in `gate`."""
     if out.numel() == 0:
         return
     if up is not None and _alternate(gate, up) and (rows := _matrix(gate)).data_ptr() == gate.data_ptr():
@@ -55,12 +68,58 @@ def gated_into(
     return _launch("APART", rows, other, step, out, activation, limit, alpha)
 
 
+def gated_backward(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    limit: float,
+    alpha: float,
+    interleaved: bool,
+    of_gate: bool,
+    of_up: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and factor; without `up` that of what has both, and nothing."""
+    device, size, n = gate.get_device(), gate.itemsize, grad.shape[-1]
+    both = up is None
+    first = runtime.empty(gate.shape if both or of_gate else (0,), gate.dtype, device)
+    second = runtime.empty(gate.shape if of_up and not both else (0,), gate.dtype, device)
+    if grad.numel() == 0:
+        return first, second
+    rows, g = _rows(gate), _rows(grad)
+    if up is None:
+        form = "ALTERNATING" if interleaved else "APART"
+        behind = 0 if interleaved else n * size
+        others = rows.data_ptr() + behind, first.data_ptr() + behind
+        steps = rows.stride(0), rows.stride(0), 2 * n, 2 * n
+    else:
+        ups = _rows(up)
+        form, others = "APART", (ups.data_ptr(), second.data_ptr() if of_up else 0)
+        steps = rows.stride(0), ups.stride(0), n, n
+    of_first = first.data_ptr() if both or of_gate else 0
+    addresses = g.data_ptr(), rows.data_ptr(), others[0], of_first, others[1]
+    _launch_backward(form, gate.dtype, device, g, n, addresses, steps, activation, limit, alpha)
+    return first, second
+
+
 def activation(x: Tensor, name: str) -> Tensor:
-    """silu or a form of gelu alone, rounded, contiguous."""
+    """An activation alone, rounded, contiguous."""
     out = runtime.empty(x.shape, x.dtype, x.get_device())
     if out.numel():
         x, flat = x.contiguous().view(1, -1), out.view(1, -1)
         _launch("ALONE", x, 0, 0, flat, name, _NO_LIMIT, 0.0)
+    return out
+
+
+def activation_backward(grad: Tensor, x: Tensor, name: str) -> Tensor:
+    """The gradient of :func:`activation`, rounded, contiguous."""
+    out = runtime.empty(x.shape, x.dtype, x.get_device())
+    if out.numel():
+        g, x = (t.contiguous().view(1, -1) for t in (grad, x))
+        addresses, steps = (g.data_ptr(), x.data_ptr(), 0, out.data_ptr(), 0), (0, 0, 0, 0)
+        _launch_backward(
+            "ALONE", x.dtype, x.get_device(), g, out.numel(), addresses, steps, name, _NO_LIMIT, 0.0
+        )
     return out
 
 
@@ -77,13 +136,39 @@ def _launch(
     if low & 15 or n % vector:
         vector = 1
     count = rows * (n // vector)
-    _kernel(gate.dtype, activation, form, vector, gate.get_device()).launch(
+    _kernel("gated", gate.dtype, activation, form, vector, gate.get_device()).launch(
         (-(-count // _THREADS), 1, 1),
         *(gate.data_ptr(), up, to.data_ptr(), gate_row, up_row, out_row),
         *(count, n // vector, limit, alpha),
     )
     if to.data_ptr() != out.data_ptr():
         out.copy_(to.view(out.shape))
+
+
+def _launch_backward(
+    form: str,
+    dtype: torch.dtype,
+    device: int,
+    grad: Tensor,
+    n: int,
+    addresses: tuple[int, ...],
+    steps: tuple[int, ...],
+    activation: str,
+    limit: float,
+    alpha: float,
+) -> None:
+    """Run the kernel on rows of `n` gates. `addresses` and, but for the first one, `steps` are its own."""
+    rows, size, vector = grad.shape[0], dtype.itemsize, 16 // dtype.itemsize
+    steps = grad.stride(0), *steps
+    low = functools.reduce(int.__or__, addresses)
+    if rows > 1:
+        low |= functools.reduce(int.__or__, steps) * size
+    if low & 15 or n % vector:
+        vector = 1
+    count = rows * (n // vector)
+    _kernel("gated_backward", dtype, activation, form, vector, device).launch(
+        (-(-count // _THREADS), 1, 1), *addresses, *steps, count, n // vector, limit, alpha
+    )
 
 
 def _alternate(gate: Tensor, up: Tensor) -> bool:

@@ -13,8 +13,8 @@ from samebits.functions import CONSTANTS
 
 SILU, SIGMOID, GELU, GELU_TANH = range(4)
 
-_HALF_ROOT, _TANH_SCALE, _TANH_CUBE = (
-    np.float32(CONSTANTS[name]) for name in ("HALF_ROOT", "TANH_SCALE", "TANH_CUBE")
+_HALF_ROOT, _TANH_SCALE, _TANH_CUBE, _TANH_SLOPE, _DENSITY = (
+    np.float32(CONSTANTS[name]) for name in ("HALF_ROOT", "TANH_SCALE", "TANH_CUBE", "TANH_SLOPE", "DENSITY")
 )
 _G1, _G2, _G3, _G4, _G5, _G6, _G7, _G8, _G9 = (np.float32(CONSTANTS[f"G{i}"]) for i in range(1, 10))
 _ZERO, _HALF, _ONE, _TWO, _FOUR = (np.float32(x) for x in (0, 0.5, 1, 2, 4))
@@ -45,6 +45,11 @@ def _tanh(x):
 
 
 @_njit()
+def _tanh_of_gelu(a):
+    return _tanh(_TANH_SCALE * fma(_TANH_CUBE, (a * a) * a, a))
+
+
+@_njit()
 def _activated(a, which):
     if which == SILU:
         return silu(a)
@@ -52,8 +57,7 @@ def _activated(a, which):
         return _ONE / one_and_exp_minus(a)
     if which == GELU:
         return (a * _HALF) * (_ONE + _erf(a * _HALF_ROOT))
-    y = _tanh(_TANH_SCALE * fma(_TANH_CUBE, (a * a) * a, a))
-    return (_HALF * a) * (_ONE + y)
+    return (_HALF * a) * (_ONE + _tanh_of_gelu(a))
 
 
 @_njit(void(f32[:, :], f32[:, :], i64, i64, i64))
@@ -62,3 +66,26 @@ def activate(x, out, which, first, last):
     for i in range(first, last):
         for j in range(x.shape[1]):
             out[i, j] = _activated(x[i, j], which)
+
+
+@_njit()
+def _gradient(g, a, which):
+    if which == SILU:
+        y = _ONE / one_and_exp_minus(a)
+        return (g * y) * fma(a, _ONE - y, _ONE)
+    if which == GELU:
+        below = _HALF * (_ONE + _erf(a * _HALF_ROOT))
+        density = _DENSITY * exp((a * a) * -_HALF)
+        return g * fma(a, density, below)
+    y = _tanh_of_gelu(a)
+    slope = _TANH_SCALE * fma(_TANH_SLOPE, a * a, _ONE)
+    of_tanh = ((_HALF * a) * fma(-y, y, _ONE)) * slope
+    return g * (_HALF * (_ONE + y) + of_tanh)
+
+
+@_njit(void(f32[:, :], f32[:, :], f32[:, :], i64, i64, i64))
+def differentiate(grad, x, out, which, first, last):
+    """Some rows of the gradient of ``activation(x)``, but for sigmoid's, given that of the result."""
+    for i in range(first, last):
+        for j in range(x.shape[1]):
+            out[i, j] = _gradient(grad[i, j], x[i, j], which)

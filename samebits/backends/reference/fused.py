@@ -5,6 +5,8 @@ Single sums, products and roundings are PyTorch's, which are those of IEEE 754.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -180,41 +182,125 @@ def rotary_into(
         k_out.copy_(found[1])
 
 
-def gated(gate: Tensor, up: Tensor | None, activation: str, limit: float, alpha: float) -> Tensor:
-    """``activation(gate) * up``, contiguous. Without `up`, a row of `gate` has both, one after the other."""
+def gated(
+    gate: Tensor, up: Tensor | None, activation: str, limit: float, alpha: float, interleaved: bool
+) -> Tensor:
+    """``activation(gate) * up``, contiguous. Without `up`, a row of `gate` has both."""
     require_subnormals()
-    dtype = gate.dtype
-    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-    bound = _rounded(torch.tensor([limit], dtype=torch.float64).float(), dtype).float()
+    gate, up = _apart(gate, up, interleaved)
+    bound = _bound(limit, gate.dtype)
     g, u = torch.minimum(_wide(gate), bound), torch.maximum(torch.minimum(_wide(up), bound), -bound)
     if activation == "gpt_oss":
-        weights = _rounded(activated(_rounded(g * alpha, dtype), "sigmoid"), dtype)
-        g, u = g * _wide(weights), _wide(_rounded(u + 1, dtype))
-    else:
-        g = activated(g, activation)
-    return _rounded(_wide(_rounded(g, dtype)) * u, dtype)
+        u = _wide(_rounded(u + 1, gate.dtype))
+    return _rounded(_wide(_activated(g, activation, alpha, gate.dtype)) * u, gate.dtype)
 
 
 def gated_into(
     gate: Tensor, up: Tensor | None, out: Tensor, activation: str, limit: float, alpha: float
 ) -> None:
     """The same into `out`, which may be an operand."""
-    out.copy_(gated(gate, up, activation, limit, alpha))
+    out.copy_(gated(gate, up, activation, limit, alpha, False))
+
+
+def gated_backward(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    limit: float,
+    alpha: float,
+    interleaved: bool,
+    of_gate: bool,
+    of_up: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and factor; without `up` that of what has both, and nothing."""
+    require_subnormals()
+    a, b = (_wide(t) for t in _apart(gate, up, interleaved))
+    dtype, bound, g = gate.dtype, _bound(limit, gate.dtype), _wide(grad)
+    factor = torch.maximum(torch.minimum(b, bound), -bound)
+    if activation == "gpt_oss":
+        factor = _wide(_rounded(factor + 1, dtype))
+    capped = torch.minimum(a, bound)
+    found = _gradient(_wide(_rounded(g * factor, dtype)), capped, activation, alpha, dtype)
+    of_factor = _rounded(g * _wide(_activated(capped, activation, alpha, dtype)), dtype)
+    if not math.isinf(limit):
+        found = torch.where(a <= bound, found, 0.0)
+        of_factor = torch.where((b >= -bound) & (b <= bound), of_factor, 0.0)
+    if up is not None:
+        return found if of_gate else gate.new_empty(0), of_factor if of_up else gate.new_empty(0)
+    if interleaved:  # as autograd adds gradients of slices to zeros: -0 becomes +0
+        both = torch.stack((found, of_factor), -1).flatten(-2)
+        return _rounded(_wide(both) + 0.0, dtype), gate.new_empty(0)
+    return torch.cat((found, of_factor), -1), gate.new_empty(0)
+
+
+def _apart(gate: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if up is not None:
+        return gate, up
+    if interleaved:
+        return gate[..., ::2], gate[..., 1::2]
+    first, second = gate.chunk(2, -1)
+    return first, second
+
+
+def _bound(limit: float, dtype: torch.dtype) -> Tensor:
+    return _rounded(torch.tensor([limit], dtype=torch.float64).float(), dtype).float()
 
 
 def activation(x: Tensor, name: str) -> Tensor:
-    """silu or a form of gelu alone, rounded, contiguous."""
+    """An activation alone, rounded, contiguous."""
     require_subnormals()
-    return _rounded(activated(x, name), x.dtype)
+    return _activated(_wide(x), name, 0.0, x.dtype)
+
+
+def activation_backward(grad: Tensor, x: Tensor, name: str) -> Tensor:
+    """The gradient of :func:`activation`, rounded, contiguous."""
+    require_subnormals()
+    return _gradient(_wide(grad), _wide(x), name, 0.0, x.dtype)
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
-    """An activation in float32, contiguous."""
+    """silu, sigmoid or a form of gelu in float32, contiguous."""
     wide = _wide(x).contiguous().reshape(-1, x.shape[-1] if x.ndim else 1)
     out = torch.empty_like(wide)
     which = getattr(activation_kernels, activation.upper())
     over_rows(wide, lambda *span: activation_kernels.activate(wide.numpy(), out.numpy(), which, *span))
     return out.view(x.shape)
+
+
+def _activated(x: Tensor, activation: str, alpha: float, dtype: torch.dtype) -> Tensor:
+    """Any activation of float32 values, rounded to `dtype`."""
+    if activation.startswith("relu"):
+        x = torch.where(x <= 0, 0.0, x)
+        return _rounded(x * x if activation == "relu2" else x, dtype)
+    if activation == "gpt_oss":
+        return _rounded(x * _wide(_weight(x, alpha, dtype)), dtype)
+    return _rounded(activated(x, activation), dtype)
+
+
+def _weight(x: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:
+    return _rounded(activated(_rounded(x * alpha, dtype), "sigmoid"), dtype)
+
+
+def _gradient(g: Tensor, x: Tensor, activation: str, alpha: float, dtype: torch.dtype) -> Tensor:
+    """The gradient of an activation of x, given that of its result, both in float32, rounded to `dtype`."""
+    if activation.startswith("relu"):
+        found = g * _wide(_rounded(x + x, dtype)) if activation == "relu2" else g
+        return _rounded(torch.where(x <= 0, 0.0, found), dtype)
+    if activation == "sigmoid":
+        y = _wide(_rounded(activated(x, "sigmoid"), dtype))
+        return _rounded((g * (1 - y)) * y, dtype)
+    if activation == "gpt_oss":
+        weight = _wide(_weight(x, alpha, dtype))
+        of_weight = _wide(_rounded(g * x, dtype))
+        of_scaled = _wide(_rounded((of_weight * (1 - weight)) * weight, dtype))
+        return _rounded(_wide(_rounded(g * weight, dtype)) + _wide(_rounded(of_scaled * alpha, dtype)), dtype)
+    grads, lines = (t.contiguous().reshape(-1, x.shape[-1] if x.ndim else 1) for t in (g, x))
+    out = torch.empty_like(lines)
+    which = getattr(activation_kernels, activation.upper())
+    compute, given = activation_kernels.differentiate, grads.numpy()
+    over_rows(lines, lambda *span: compute(given, lines.numpy(), out.numpy(), which, *span))
+    return _rounded(out.view(x.shape), dtype)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from samebits.ops.activation import gelu
+from samebits.ops import activation as alone
 from samebits.ops.add_rms_norm import add_rms_norm
-from samebits.ops.gated import gated
+from samebits.ops.gated import Activation, gated
 from samebits.ops.logp import gather_logp
 from samebits.ops.rotary import rotary
 from samebits.ops.rsqrt import rsqrt
@@ -72,7 +72,7 @@ _FORMS: tuple[dict[str, Any], ...] = ({}, {"rounding": "once"}, {"rounding": "on
 _TURNED = ((64, 64), (128, 128), (96, 32), (40, 16), (9, 6))
 _LAYOUTS = ("halves", "pairs", "pairs to halves")
 _GRADIENTS = ("rounded", "wide", "split")
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gpt_oss")
+_ACTIVATIONS = get_args(Activation)
 _OF_IDS = ((1, 1, 1), (3, 129, 5), (2, 9000, 21), (1, 150_000, 2), (70, 1000, 300), (1100, 300, 1))
 
 
@@ -191,13 +191,14 @@ def _gates(times: int) -> Iterator[FusedCase]:
         for rows, n in ((5, 64), (3, 37), (300, 520), (2, 14336))[: 2 + times]:
             draw = partial(_drawn, kind, ((rows, 2 * n), dtype))
             limit = 2.5 if activation == "gpt_oss" else None
-            run = partial(_gated, activation, limit)
-            yield FusedCase("gated", activation, f"{rows} x {n}, {dtype}, {kind}", draw, run)
+            name = f"{rows} x {n}, {dtype}, {kind}"
+            yield FusedCase("gated", activation, name, draw, partial(_gated, activation, limit))
+            run = partial(_gate_gradients, activation, limit)
+            yield FusedCase("gated", "gradients", f"{activation}, {name}", draw, run)
     for dtype, activation in itertools.product((BF16, F16), _ACTIVATIONS):
-        draw = partial(_every_value, dtype)
-        yield FusedCase(
-            "gated", "every value", f"{activation}, {dtype}", draw, partial(_gated, activation, None)
-        )
+        draw, name = partial(_every_value, dtype), f"{activation}, {dtype}"
+        yield FusedCase("gated", "every value", name, draw, partial(_gated, activation, None))
+        yield FusedCase("gated", "every value", name, draw, partial(_gate_gradients, activation, None))
 
 
 def _every_value(dtype: torch.dtype) -> Results:
@@ -215,12 +216,28 @@ def _gated(activation: Any, limit: float | None, packed: Tensor) -> Results:
     mine = packed.clone()
     options: dict[str, Any] = {"activation": activation, "limit": limit}
     gated(mine, out=mine.chunk(2, -1)[1], **options)
-    return gated(packed, **options), gated(turns[..., ::2], turns[..., 1::2], **options), mine
+    apart = gated(turns[..., ::2], turns[..., 1::2], **options)
+    return gated(packed, **options), gated(turns, interleaved=True, **options), apart, mine
+
+
+def _gate_gradients(activation: Any, limit: float | None, packed: Tensor) -> Results:
+    """Packed, in turns, and apart; factors stand for gradients, too."""
+    options: dict[str, Any] = {"activation": activation, "limit": limit}
+    grad = packed.chunk(2, -1)[1]
+    with torch.enable_grad():
+        turns = torch.stack(packed.chunk(2, -1), -1).flatten(-2)
+        both, each, *apart = (t.detach().requires_grad_() for t in (packed, turns, *packed.chunk(2, -1)))
+        return (
+            *torch.autograd.grad(gated(both, **options), both, grad),
+            *torch.autograd.grad(gated(each, interleaved=True, **options), each, grad),
+            *torch.autograd.grad(gated(*apart, **options), apart, grad),
+            *torch.autograd.grad(gated(apart[0].detach(), apart[1], **options), apart[1], grad),
+        )
 
 
 def _functions(times: int) -> Iterator[FusedCase]:
     functions: dict[str, Callable[[Tensor], Results]] = {
-        "gelu": lambda x: (gelu(x), gelu(x, "tanh")),
+        "activation": _activations,
         "rsqrt": lambda x: (rsqrt(x), rsqrt(x[1:, 1:])),
     }
     for (name, run), dtype in itertools.product(functions.items(), DTYPES):
@@ -230,6 +247,17 @@ def _functions(times: int) -> Iterator[FusedCase]:
             )
         if dtype != F32:
             yield FusedCase(name, "every value", str(dtype), partial(_every_value, dtype), run)
+
+
+def _activations(x: Tensor) -> Results:
+    """All, with their gradients."""
+    found = []
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        for name in ("silu", "sigmoid", "gelu", "gelu_tanh", "relu", "relu2"):
+            y = alone.activation(leaf, name)
+            found += [y.detach(), *torch.autograd.grad(y, leaf, x.flip(0))]
+    return tuple(found)
 
 
 def _of_ids(times: int) -> Iterator[FusedCase]:

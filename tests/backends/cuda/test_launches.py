@@ -279,7 +279,7 @@ def test_fused_layers_get_the_addresses_of_what_they_read(launches: list[Any], i
     else:
         results = add_rms_norm.add_rms_norm(x, r, w, *options, BF16)
         results += rotary.rotary(x, r, *table.chunk(2, 1), at, 32, "halves")
-        results += (gated.gated(packed, None, "silu", 1.0, 1.0),)
+        results += (gated.gated(packed, None, "silu", 1.0, 1.0, False),)
     assert launches == ["add_rms_norm.cu", "rotary.cu", "gated.cu"]
     given = {value for launch in launches for value in launch.values}
     halves = table[:, 32:], packed[:, 64:]

@@ -5,26 +5,12 @@
 //
 // Macros
 //   IN           type of operands and result: F32, BF16 or F16
-//   ACTIVATION   SILU, GELU, GELU_TANH or GPT_OSS
+//   ACTIVATION   SILU, GELU, GELU_TANH, SIGMOID, RELU, RELU2 or GPT_OSS
 //   FORM         ALONE: of the gate without a factor; APART: gate and factor in rows of their own; ALTERNATING: gate
 //                and factor side by side
 //   VECTOR       entries of a thread: as many as 16 bytes hold, or 1 for operands that are not aligned
 
-#define SILU 0
-#define GELU 1
-#define GELU_TANH 2
-#define GPT_OSS 3
-#define ALONE 0
-#define APART 1
-#define ALTERNATING 2
-
-#include "activations.cuh"
-#include "launch.cuh"
-#include "vectors.cuh"
-
-using In = Element<IN>;
-
-constexpr int THREADS = 256;
+#include "gated.cuh"
 
 struct Params {
     const In::Stored *gate, *up;
@@ -35,17 +21,6 @@ struct Params {
     float limit, alpha;  // what gates are not above, and factors not beyond; infinite: none
 };
 
-__device__ __forceinline__ float activated(float gate, float alpha) {
-    if constexpr (ACTIVATION == SILU)
-        return contract::silu(gate);
-    else if constexpr (ACTIVATION == GELU)
-        return contract::gelu(gate);
-    else if constexpr (ACTIVATION == GELU_TANH)
-        return contract::gelu_tanh(gate);
-    else
-        return __fmul_rn(gate, rounded_to<In>(contract::sigmoid(rounded_to<In>(__fmul_rn(gate, alpha)))));
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) gated(const __grid_constant__ Params p) {
     wait_for_kernel_before();
     let_kernel_behind_start();
@@ -55,19 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated(const __grid_constan
     const i64 first = (i - row * p.of_row) * VECTOR;
     const float limit = rounded_to<In>(p.limit);
     float gate[VECTOR], up[VECTOR];
-    if constexpr (FORM == ALTERNATING) {
-        const In::Stored* at = p.gate + row * p.gate_row + 2 * first;
-        float both[2 * VECTOR];
-        if constexpr (VECTOR == 1)
-            both[0] = In::widen(at[0]), both[1] = In::widen(at[1]);
-        else
-            load_values<In>(at, both);
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) gate[j] = both[2 * j], up[j] = both[2 * j + 1];
-    } else {
-        load_values<In>(p.gate + row * p.gate_row + first, gate);
-        if constexpr (FORM == APART) load_values<In>(p.up + row * p.up_row + first, up);
-    }
+    load_gate_and_up(p.gate, p.gate_row, p.up, p.up_row, row, first, gate, up);
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) {
         gate[j] = activated(contract::minimum(gate[j], limit), p.alpha);

@@ -1,4 +1,4 @@
-// sigmoid and gelu, bit for bit as docs/contract.md ("Fused layers") has them. silu is in functions.cuh.
+// sigmoid, gelu and gradients, bit for bit as docs/contract.md ("Fused layers") has them. silu is in functions.cuh.
 #pragma once
 
 #include "functions.cuh"
@@ -8,6 +8,8 @@ namespace contract {
 constexpr float HALF_ROOT = 0x1.6a09e6p-1f;  // of 1 / 2
 constexpr float TANH_SCALE = 0x1.988454p-1f;
 constexpr float TANH_CUBE = 0x1.6e4e26p-5f;
+constexpr float TANH_SLOPE = 0x1.12ba9cp-3f;  // 3 * TANH_CUBE
+constexpr float DENSITY = 0x1.988454p-2f;     // 1 / sqrt(2 * pi)
 constexpr float G1 = -0x1.20dd78p+0f;
 constexpr float G2 = -0x1.45f28cp-1f;
 constexpr float G3 = -0x1.a510c8p-4f;
@@ -45,10 +47,38 @@ __device__ __forceinline__ float tanh(float x) {
     return x < 0.0f ? -y : y;
 }
 
-__device__ __forceinline__ float gelu_tanh(float a) {
+__device__ __forceinline__ float tanh_of_gelu(float a) {
     const float cube = __fmul_rn(__fmul_rn(a, a), a);
-    const float y = tanh(__fmul_rn(TANH_SCALE, __fmaf_rn(TANH_CUBE, cube, a)));
-    return __fmul_rn(__fmul_rn(0.5f, a), __fadd_rn(1.0f, y));
+    return tanh(__fmul_rn(TANH_SCALE, __fmaf_rn(TANH_CUBE, cube, a)));
+}
+
+__device__ __forceinline__ float gelu_tanh(float a) {
+    return __fmul_rn(__fmul_rn(0.5f, a), __fadd_rn(1.0f, tanh_of_gelu(a)));
+}
+
+// Gradients of functions of a, given g of their results.
+
+__device__ __forceinline__ float silu_gradient(float g, float a) {
+    const float y = sigmoid(a);
+    return __fmul_rn(__fmul_rn(g, y), __fmaf_rn(a, __fsub_rn(1.0f, y), 1.0f));
+}
+
+// From the result y.
+__device__ __forceinline__ float sigmoid_gradient(float g, float y) {
+    return __fmul_rn(__fmul_rn(g, __fsub_rn(1.0f, y)), y);
+}
+
+__device__ __forceinline__ float gelu_gradient(float g, float a) {
+    const float below = __fmul_rn(0.5f, __fadd_rn(1.0f, erf(__fmul_rn(a, HALF_ROOT))));
+    const float density = __fmul_rn(DENSITY, exp(__fmul_rn(__fmul_rn(a, a), -0.5f)));
+    return __fmul_rn(g, __fmaf_rn(a, density, below));
+}
+
+__device__ __forceinline__ float gelu_tanh_gradient(float g, float a) {
+    const float y = tanh_of_gelu(a), half = __fmul_rn(0.5f, a);
+    const float slope = __fmul_rn(TANH_SCALE, __fmaf_rn(TANH_SLOPE, __fmul_rn(a, a), 1.0f));
+    const float of_tanh = __fmul_rn(__fmul_rn(half, __fmaf_rn(-y, y, 1.0f)), slope);
+    return __fmul_rn(g, __fadd_rn(__fmul_rn(0.5f, __fadd_rn(1.0f, y)), of_tanh));
 }
 
 }  // namespace contract
