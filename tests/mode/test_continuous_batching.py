@@ -6,6 +6,7 @@ of them. So this is a test of masks, of caches and of chunks of a prefill, too.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -58,9 +59,9 @@ def test_each_token_is_the_full_forwards(device: str, dtype: torch.dtype, option
     generation = transformers.GenerationConfig(
         max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    batching = transformers.ContinuousBatchingConfig(
-        block_size=16, num_blocks=64, auto_switch_to_flash=False, **options
-    )
+    known = {field.name for field in dataclasses.fields(transformers.ContinuousBatchingConfig)}
+    options = options | ({"auto_switch_to_flash": False} if "auto_switch_to_flash" in known else {})
+    batching = transformers.ContinuousBatchingConfig(block_size=16, num_blocks=64, **options)
     seen: set[bytes] = set()
     hook = model.lm_head.register_forward_hook(lambda _module, _args, out: seen.update(rows(out)))
     with set_batch_invariant_mode(True, "error"), torch.no_grad():

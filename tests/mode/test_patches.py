@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -144,6 +145,20 @@ def test_the_engine_is_tried_in_the_mode_of_the_process(context: bool) -> None:
         (torch.ones(2, 3) + w).sum().backward()
     assert patches._Engine.tried
     assert w.grad is not None
+
+
+OUTSIDE = """
+import samebits, torch
+w = torch.ones(3, requires_grad=True)
+with samebits.set_batch_invariant_mode(True, "error"):  # no context was ever entered
+    y = (torch.ones(2, 3) + w).sum()
+y.backward()
+assert w.grad is not None
+"""
+
+
+def test_a_first_backward_after_the_mode_of_the_process() -> None:
+    subprocess.run([sys.executable, "-c", OUTSIDE], check=True)
 
 
 def test_a_stance_that_pytorch_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:

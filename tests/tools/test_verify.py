@@ -49,7 +49,9 @@ from samebits.tools.verify import (
     segments,
 )
 from samebits.tools.verify.case import LAYOUTS
+from samebits.tools.verify.failures import KernelError
 from samebits.tools.verify.operands import make_inputs, make_room, unfilled
+from samebits.tools.verify.report import Report
 from tests.support.threads import in_threads
 from tests.tools.test_verify_grouped import GroupedStandIn
 from tests.tools.test_verify_scaled import by_reference as scaled_by_reference
@@ -445,6 +447,7 @@ def test_a_run_from_end_to_end(
     monkeypatch.setattr(devices, "status", lambda: found)
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: "13.0")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (0, 0))
+    monkeypatch.setattr(run, "_workers", lambda index: 1)
     monkeypatch.setattr(run, "_filling_caches", lambda *of: nullcontext(lambda seconds: None))
     monkeypatch.setattr(triton, "status", lambda: mock.Mock(available=True))
     monkeypatch.setattr("samebits.backends.cuda.matmul.family", lambda index: samebits.HOPPER)
@@ -522,13 +525,48 @@ def test_processes_beside_are_waited_for_and_ended(tmp_path: Path, monkeypatch: 
     for name in ("one", "another"):
         folder = str(tmp_path / f"{name}, a cache")
         monkeypatch.setenv("SAMEBITS_CACHE_DIR", folder)
-        with run._in_processes([partial(_note_environment, tmp_path / name), partial(sys.exit, 3)]) as wait:
-            wait(60)
+        tasks = [partial(_note_environment, tmp_path / name), partial(sys.exit, 3)]
+        with run._in_processes(tasks) as started:
+            run._wait(started, 300)
             assert (tmp_path / name).read_text() == folder
-    with run._in_processes([partial(time.sleep, 3600)]) as wait:
-        wait(0.1)
+    with run._in_processes([partial(time.sleep, 3600)]) as started:
+        run._wait(started, 0.1)
         assert len(multiprocessing.active_children()) == len(before) + 1
     assert multiprocessing.active_children() == before
+
+
+def _verify_some(found: Report, index: int, threads: int, todo: Any, done: Any) -> None:
+    """A part differs where its number is `index`, and breaks where it is not below 10."""
+    while (i := todo.get()) is not None:
+        one = found.empty()
+        got = torch.zeros(i + 1)
+        one.compare(f"kernel {i % 2}", "what", "reference", got, got + (i == index), i, f"schedule {i % 4}")
+        done.put((i, one if i < 10 else KernelError(f"part {i}")))
+
+
+def test_parts_are_verified_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_work", _verify_some)
+    parts = dict(run._by_processes(3, report(), 7, 10))
+    whole = report()
+    for i in sorted(parts):
+        whole.add(parts[i])
+    assert [line.kernel for line in whole.lines] == ["kernel 0", "kernel 1"]
+    assert [(line.schedules, line.results, line.compared) for line in whole.lines] == [(2, 5, 25), (2, 5, 30)]
+    assert whole.differing == 8
+    assert whole.first is not None
+    assert whole.first.case == "7"
+    with pytest.raises(KernelError, match="part 10"):
+        list(run._by_processes(2, report(), 0, 11))
+
+
+def test_a_process_that_dies_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_work", _die)
+    with pytest.raises(KernelError, match="exit code 5"):
+        list(run._by_processes(2, report(), 0, 3))
+
+
+def _die(*of: Any) -> None:
+    os._exit(5)
 
 
 @NO_GPU

@@ -80,7 +80,7 @@ class Report:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self._schedules: dict[tuple[str, str, str], set[object]] = {}
+        self._schedules: dict[tuple[str, str, str], set[str]] = {}
 
     @property
     def compared(self) -> int:
@@ -108,6 +108,25 @@ class Report:
         self.lines.append(Line(kernel, what, against, counts=counts))
         return self.lines[-1]
 
+    def _count(self, line: Line, schedules: set[str]) -> None:
+        every = self._schedules.setdefault((line.kernel, line.what, line.against), set())
+        every |= schedules
+        line.schedules = len(every - {repr("")})
+
+    def empty(self) -> Report:
+        """Another of the same, for a part of the comparisons."""
+        return dataclasses.replace(self, lines=[], first=None)
+
+    def add(self, part: Report) -> None:
+        """Take over the comparisons of a part."""
+        for of in part.lines:
+            line = self.line(of.kernel, of.what, of.against, of.counts)
+            self._count(line, part._schedules[of.kernel, of.what, of.against])
+            line.results += of.results
+            line.compared += of.compared
+            line.differing += of.differing
+        self.first = self.first or part.first
+
     def compare(
         self,
         kernel: str,
@@ -121,8 +140,7 @@ class Report:
     ) -> None:
         """Compare the bits of `got` with those of `want`, on the same device."""
         line = self.line(kernel, what, against, counts)
-        self._schedules.setdefault((kernel, what, against), set()).add(schedule)
-        line.schedules = len(self._schedules[kernel, what, against] - {""})
+        self._count(line, {repr(schedule)})
         line.results += 1
         line.compared += got.numel()
         if got.shape != want.shape or got.dtype != want.dtype:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
+from queue import Empty
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,7 +20,7 @@ from samebits.backends import use_backend
 from samebits.contract import FMA, HOPPER, TENSOR_CORE, Contract
 from samebits.tools.verify.answers import known_answers
 from samebits.tools.verify.attention import verify_attention
-from samebits.tools.verify.case import BF16, CHAIN, F16
+from samebits.tools.verify.case import BF16, CHAIN, F16, ProductCase
 from samebits.tools.verify.chain import verify_chain
 from samebits.tools.verify.exp2 import verify_exp2
 from samebits.tools.verify.failures import HangError, KernelError, running
@@ -25,7 +28,7 @@ from samebits.tools.verify.fused import verify_fused
 from samebits.tools.verify.grouped import verify_experts, verify_grouped
 from samebits.tools.verify.kernel import BACKENDS
 from samebits.tools.verify.operations import verify_operations
-from samebits.tools.verify.plan import VerifyPlan, launch_part
+from samebits.tools.verify.plan import Runs, VerifyPlan, launch_part
 from samebits.tools.verify.products import verify_case
 from samebits.tools.verify.reductions import verify_reductions
 from samebits.tools.verify.report import Report
@@ -37,6 +40,7 @@ from samebits.tools.verify.sequences import verify_sequences
 from samebits.tools.verify.tokens import verify_tokens
 
 Show = Callable[[float, str], None]
+_T = TypeVar("_T")
 
 
 def verify(
@@ -126,25 +130,133 @@ def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[s
         if compiled.missing or "triton" in backends:
             progress(0.4, "compiling more kernels")
             wait(300)
-    for i, (case, pairs) in enumerate(plan.products):
-        progress(0.5 + 0.35 * i / len(plan.products), f"{case.what}: {case}")
+    parts = _parts(plan, contract, thorough, backends)
+    workers = _workers(index)
+    done = _here(parts, report) if workers == 1 else _by_processes(workers, report, index, len(parts))
+    found: dict[int, Report] = {}
+    for i, of_part in done:
+        what, backend, _ = parts[i]
+        progress(0.5 + 0.5 * len(found) / len(parts), f"{what}, {backend}" if backend else what)
+        found[i] = of_part
+    for i in sorted(found):
+        report.add(found[i])
+
+
+_Part = tuple[str, str | None, Callable[[Report], None]]
+
+
+def _workers(index: int) -> int:
+    """How many processes verify. The CPU reference takes most of the time, in one or two threads."""
+    from cuda.core import Device  # type: ignore[import-untyped]
+
+    shared = Device(index).properties.compute_mode == 0
+    return max(1, min(8, (os.cpu_count() or 1) // 2)) if shared else 1
+
+
+def _here(parts: Sequence[_Part], report: Report) -> Iterator[tuple[int, Report]]:
+    for i, part in enumerate(parts):
+        yield i, _verify_part(part, report)
+
+
+def _verify_part(part: _Part, report: Report) -> Report:
+    _, backend, run = part
+    of_part = report.empty()
+    with running("samebits"), use_backend(backend):
+        run(of_part)
+    return of_part
+
+
+def _by_processes(workers: int, report: Report, index: int, parts: int) -> Iterator[tuple[int, Report]]:
+    """The reports of all parts as they are done, in any order."""
+    from samebits.backends.cuda import precompile
+
+    context = precompile.processes()
+    todo: Queue[int | None] = context.Queue()
+    done: Queue[tuple[int, Report | KernelError]] = context.Queue()
+    for i in (*range(parts), *[None] * workers):
+        todo.put(i)
+    work = partial(_work, report.empty(), index, max(1, (os.cpu_count() or 1) // workers), todo, done)
+    with _in_processes([work] * workers) as started:
+        for _ in range(parts):
+            i, result = _next(done, started)
+            if isinstance(result, KernelError):
+                raise result
+            yield i, result
+
+
+def _next(
+    done: Queue[tuple[int, Report | KernelError]], started: Sequence[BaseProcess]
+) -> tuple[int, Report | KernelError]:
+    while True:
+        with suppress(Empty):
+            return done.get(timeout=5)
+        for process in started:
+            if process.exitcode:
+                raise KernelError(f"a process that verified ended with exit code {process.exitcode}")
+
+
+def _work(
+    report: Report,
+    index: int,
+    threads: int,
+    todo: Queue[int | None],
+    done: Queue[tuple[int, Report | KernelError]],
+) -> None:
+    """Verify parts until there are none."""
+    from samebits.backends.cuda.matmul import family
+
+    torch.set_num_threads(threads)
+    contract = TENSOR_CORE.on(family(index))
+    with torch.cuda.device(index), torch.no_grad():
+        plan = VerifyPlan(index, report.thorough, report.backends)
+        parts = _parts(plan, contract, report.thorough, report.backends)
+        while (i := todo.get()) is not None:
+            try:
+                done.put((i, _verify_part(parts[i], report)))
+            except KernelError as error:
+                done.put((i, error))
+
+
+def _parts(plan: VerifyPlan, contract: Contract, thorough: bool, backends: Sequence[str]) -> list[_Part]:
+    """What is verified, always in the same order: long parts are first."""
+    return [
+        *_grouped(plan),
+        *_attention(plan, thorough),
+        *_public_functions(contract, plan.device, thorough, backends),
+        *(
+            (
+                "reductions and log-probabilities",
+                None,
+                _of(verify_reductions, cases, plan.reducers, contract, plan.device),
+            )
+            for cases in _slices(plan.reduced)
+        ),
+        *(
+            (f"{cases[0][0].what}: {cases[0][0]}", None, _of(_verify_products, plan, contract, cases))
+            for cases in _slices(plan.products, 100)
+        ),
+    ]
+
+
+def _of(verify_it: Callable[..., None], *operands: Any) -> Callable[[Report], None]:
+    return lambda report: verify_it(report, *operands)
+
+
+def _slices(cases: Sequence[_T], n: int = 16) -> list[Sequence[_T]]:
+    """Up to `n` parts of like work."""
+    return [cases[i::n] for i in range(min(n, len(cases)))]
+
+
+def _verify_products(
+    report: Report, plan: VerifyPlan, contract: Contract, some: Sequence[tuple[ProductCase, Runs]]
+) -> None:
+    for case, pairs in some:
         universal = next(kernel for kernel in plan.offered if kernel.step == case.step)
         if case.what == CHAIN:
             verify_chain(report, case, universal, pairs, plan.device)
         else:
             follows = FMA if case.step == "fma" else contract
             verify_case(report, case, universal, pairs, follows, plan.device)
-    reduce = partial(verify_reductions, report, plan.reduced, plan.reducers, contract, plan.device)
-    parts: list[_Part] = [
-        ("reductions and log-probabilities", None, reduce),
-        *_attention(report, plan, thorough),
-        *_grouped(report, plan),
-        *_public_functions(report, contract, plan.device, thorough, backends),
-    ]
-    for i, (what, backend, part) in enumerate(parts):
-        progress(0.85 + 0.15 * i / len(parts), f"{what}, {backend}" if backend else what)
-        with running("samebits"), use_backend(backend):
-            part()
 
 
 @contextmanager
@@ -158,22 +270,16 @@ def _filling_caches(index: int, thorough: bool, backends: Sequence[str]) -> Iter
     parts = min(8, os.cpu_count() or 1) if "triton" in backends else 0
     tasks = [partial(launch_part, index, thorough, part, parts) for part in range(parts)]
     tasks += [partial(_run_public_functions, index, thorough, backend) for backend in backends]
-    with _in_processes([partial(_quietly, index, task) for task in tasks]) as wait:
-        yield wait
+    with _in_processes([partial(_quietly, index, task) for task in tasks]) as started:
+        yield partial(_wait, started)
 
 
 @contextmanager
-def _in_processes(tasks: Iterable[Callable[[], None]]) -> Iterator[Callable[[float], None]]:
+def _in_processes(tasks: Iterable[Callable[[], None]]) -> Iterator[Sequence[BaseProcess]]:
     """Run each task in a process. Processes that still run at the end of this context are killed."""
     from samebits.backends.cuda import precompile
 
     started: list[BaseProcess] = []
-
-    def wait(seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for process in started:
-            process.join(max(0, deadline - time.monotonic()))
-
     try:
         for task in tasks:
             arguments = dict(os.environ), task
@@ -182,11 +288,17 @@ def _in_processes(tasks: Iterable[Callable[[], None]]) -> Iterator[Callable[[flo
             )
             process.start()
             started.append(process)
-        yield wait
+        yield started
     finally:
         for process in started:
             process.kill()
-        wait(5)
+        _wait(started, 5)
+
+
+def _wait(started: Sequence[BaseProcess], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in started:
+        process.join(max(0, deadline - time.monotonic()))
 
 
 def _in_environment(environment: dict[str, str], task: Callable[[], None]) -> None:
@@ -207,52 +319,48 @@ def _run_public_functions(index: int, thorough: bool, name: str) -> None:
 
     report = Report(None, "", "", "", {}, thorough)
     contract, device = TENSOR_CORE.on(family(index)), torch.device("cuda", index)
-    for _, backend, part in _public_functions(report, contract, device, thorough, [name]):
+    for _, backend, part in _public_functions(contract, device, thorough, [name]):
         with use_backend(backend):
-            part()
+            part(report)
 
 
-_Part = tuple[str, str | None, Callable[[], None]]
-
-
-def _attention(report: Report, plan: VerifyPlan, thorough: bool) -> Iterator[_Part]:
+def _attention(plan: VerifyPlan, thorough: bool) -> Iterator[_Part]:
     """Verification of attention's kernels, which are CUDA's."""
     if not plan.attended:
         return
     from samebits.backends.cuda import exp2
     from samebits.backends.cuda.attention import catalogue
 
-    yield "exp2", None, partial(verify_exp2, report, plan.contract, plan.device, exp2.exp2)
-    on = plan.contract, plan.device, thorough
-    yield "attention", None, partial(verify_attention, report, plan.attended, catalogue, *on)
+    yield "exp2", None, _of(verify_exp2, plan.contract, plan.device, exp2.exp2)
+    for cases in _slices(plan.attended):
+        yield "attention", None, _of(verify_attention, cases, catalogue, plan.contract, plan.device, thorough)
 
 
-def _grouped(report: Report, plan: VerifyPlan) -> Iterator[_Part]:
+def _grouped(plan: VerifyPlan) -> Iterator[_Part]:
     """Verification of grouped products, sums in segments, fused layers and FP8, which are CUDA's."""
     if plan.grouped:
         on = plan.contract, plan.device, plan.thorough
-        yield "grouped products", None, partial(verify_grouped, report, plan.grouped, *on)
-        yield "sums in segments", None, partial(verify_segments, report, plan.segmented, *on)
-    if plan.fused:
-        yield "fused layers", None, partial(verify_fused, report, plan.fused, plan.device)
+        yield "grouped products", None, _of(verify_grouped, plan.grouped, *on)
+        yield "sums in segments", None, _of(verify_segments, plan.segmented, *on)
+    for layers in _slices(plan.fused):
+        yield "fused layers", None, _of(verify_fused, layers, plan.device)
     if plan.scaled:
-        yield "products in FP8", None, partial(verify_scaled, report, plan.scaled, plan.device)
-        of_groups = partial(verify_scaled_grouped, report, plan.scaled_grouped, plan.device)
-        yield "grouped products in FP8", None, of_groups
+        yield "products in FP8", None, _of(verify_scaled, plan.scaled, plan.device)
+        yield "grouped products in FP8", None, _of(verify_scaled_grouped, plan.scaled_grouped, plan.device)
 
 
 def _public_functions(
-    report: Report, contract: Contract, device: torch.device, thorough: bool, backends: Sequence[str]
+    contract: Contract, device: torch.device, thorough: bool, backends: Sequence[str]
 ) -> Iterator[_Part]:
     """Verification of the public functions, by Triton or without a chosen backend for the CUDA kernels."""
     if "cuda" in backends:
-        yield "attention of sequences", None, partial(verify_sequences, report, device, thorough)
-        yield "experts", None, partial(verify_experts, report, device)
+        yield "attention of sequences", None, _of(verify_sequences, device, thorough)
+        yield "experts", None, _of(verify_experts, device)
     for name in backends:
         backend = None if name == "cuda" else name
-        yield "operations", backend, partial(verify_operations, report, contract, device)
+        yield "operations", backend, _of(verify_operations, contract, device)
         for n, k, dtype in ((1024, 768, BF16), (264, 1032, F16)):
-            yield "sequences", backend, partial(verify_tokens, report, contract, device, n, k, dtype)
+            yield "sequences", backend, _of(verify_tokens, contract, device, n, k, dtype)
         for n, k, dtype in ROWS_OF[: (None if thorough else 2) if backend is None else 1]:
-            part = partial(verify_rows, report, contract, device, n, k, dtype, thorough)
+            part = _of(verify_rows, contract, device, n, k, dtype, thorough)
             yield "batches, streams, graphs", backend, part
