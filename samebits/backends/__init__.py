@@ -33,6 +33,17 @@ NAMES = ("cuda", "triton", "reference")
 AUTOMATIC: tuple[str, ...] = ("cuda", "triton")
 """Backends for GPU tensors if none is chosen: the first of these that can run."""
 
+PARTIAL: dict[str, frozenset[str]] = {
+    "triton": frozenset(
+        (
+            *("addmm_", "bmm", "conv", "cross_entropy", "linear", "linear_logp", "logp", "matmul"),
+            *("solve_triangular", "distributed.column_parallel_linear", "distributed.row_parallel_linear"),
+            "distributed.vocab_parallel_linear_logp",
+        )
+    )
+}
+"""The operations of a backend that does not have all. The others are refused where it is chosen."""
+
 
 class UnavailableError(RuntimeError):
     """A backend cannot run here. The message says why, and what to do."""
@@ -113,11 +124,25 @@ class use_backend:  # noqa: N801
         return by_backend
 
 
-def chosen_backend(device_type: str) -> str | None:
+def having(operation: str, name: str) -> str:
+    """The backend of this name, which has the operation.
+
+    Raises:
+        UnavailableError: it has not.
+    """
+    if operation and name in PARTIAL and operation not in PARTIAL[name]:
+        raise UnavailableError(
+            f"samebits.{operation}: backend {name} does not compute it yet; choose backend cuda"
+        )
+    return name
+
+
+def chosen_backend(device_type: str, operation: str = "") -> str | None:
     """The chosen backend. None if there is no choice, or only one backend for such a device.
 
     Raises:
         ValueError: the chosen backend does not support such a device.
+        UnavailableError: it does not have the operation.
     """
     name = _choice.backend
     if name is None or device_type == "meta":
@@ -125,7 +150,7 @@ def chosen_backend(device_type: str) -> str | None:
     if (name == "reference") != (device_type == "cpu"):
         takes = "CPU" if name == "reference" else "GPU"
         raise ValueError(f"samebits: backend {name}: expected {takes} tensors, got {device_type}")
-    return None if name == "reference" else name
+    return None if name == "reference" else having(operation, name)
 
 
 def is_chosen() -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from samebits.backends import chosen_backend, pack_key
+from samebits.backends import chosen_backend
 from samebits.mode import indexing, internals, overrides, products, rules
 from samebits.mode.arguments import takes
 from samebits.mode.optimizers import step_in_whole_vectors
@@ -26,7 +26,6 @@ from samebits.mode.pointwise import (
     scaling_in_whole_vectors,
 )
 from samebits.mode.vectors import in_whole_vectors
-from samebits.ops._rows import refuse_triton
 from samebits.ops.expand import sum_over_broadcast
 
 __all__ = ["Rule", "name_of", "operator_rules", "outs"]
@@ -78,7 +77,7 @@ def _sum_of_gradients(
     """A gradient's sum over the dimensions in which its tensor was broadcast."""
     if not takes(input) or dtype is not None or input.ndim == 0:
         return NotImplemented
-    refuse_triton("sum", pack_key("", chosen_backend(input.device.type)))
+    chosen_backend(input.device.type, "sum")
     summed = {d % input.ndim for d in dim} if dim else set(range(input.ndim))
     total = sum_over_broadcast(input, [1 if d in summed else n for d, n in enumerate(input.shape)])
     return total if keepdim else total.reshape([n for d, n in enumerate(input.shape) if d not in summed])

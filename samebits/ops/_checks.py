@@ -29,7 +29,7 @@ def check_operands(
     if contract is None and _needs_no_checks(tensors):
         a = tensors[0]
         kind = "cuda" if a.is_cuda else "cpu"
-        return tensors, pack_key(resolve(None, a.dtype, kind), chosen_backend(kind)), True
+        return tensors, pack_key(resolve(None, a.dtype, kind), chosen_backend(kind, op)), True
     for name, t in operands.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"samebits.{op}: {name}: expected a Tensor, got {type(t).__name__}")
@@ -77,7 +77,7 @@ def check_operands(
             f" {' or '.join(str(d).removeprefix('torch.') for d in contract.input_dtypes)}, got {dtype}"
             + see("contracts")
         )
-    return tensors, pack_key(resolve(contract, dtype, kind), chosen_backend(kind)), False
+    return tensors, pack_key(resolve(contract, dtype, kind), chosen_backend(kind, op)), False
 
 
 def check_contract(op: str, contract: Contract | None) -> None:

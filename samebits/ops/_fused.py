@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import chosen_backend, on_gpu, pack_key
+from samebits.backends import chosen_backend, on_gpu
 from samebits.ops._checks import are_plain, check_device, check_operands, shape
 from samebits.ops._memory import has_memory, refuse_overlap, refuse_vmap
-from samebits.ops._rows import refuse_triton
 from samebits.remedies import see
 
 
@@ -33,12 +32,10 @@ def check_tensors(op: str, **tensors: Tensor | None) -> bool:
     given = {name: t for name, t in tensors.items() if t is not None}
     lead, first = next(iter(given.items()))
     if all(isinstance(t, Tensor) for t in given.values()) and are_plain([*given.values()]):
-        if chosen_backend("cuda" if first.is_cuda else "cpu") == "triton":
-            refuse_triton(op, pack_key("", "triton"))
+        chosen_backend("cuda" if first.is_cuda else "cpu", op)
         return True
     for name, t in given.items():
-        _, key, _ = check_operands(op, None, {name: t}, autocast=False)
-        refuse_triton(op, key)
+        check_operands(op, None, {name: t}, autocast=False)
         check_device(op, name, t, lead, first)
     return False
 

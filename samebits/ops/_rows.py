@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, UnavailableError, chosen_backend, on_gpu, unpack_key
+from samebits.backends import chosen_backend, on_gpu
 from samebits.backends.replay import viewed
 from samebits.ops._checks import are_plain, check_device, check_operands, shape
 
@@ -31,20 +31,12 @@ def check_rows(op: str, x: Tensor, **vectors: Tensor | None) -> bool:
     """
     given = {name: t for name, t in vectors.items() if t is not None}
     if isinstance(x, Tensor) and are_plain([x, *given.values()]):
-        if chosen_backend("cuda" if x.is_cuda else "cpu") == "triton":
-            refuse_triton(op, "@triton")  # type: ignore[arg-type]
+        chosen_backend("cuda" if x.is_cuda else "cpu", op)
         return True
     for name, t in {"x": x, **given}.items():
-        _, key, _ = check_operands(op, None, {name: t}, autocast=False)
-        refuse_triton(op, key)
+        check_operands(op, None, {name: t}, autocast=False)
         check_device(op, name, t, "x", x)
     return False
-
-
-def refuse_triton(op: str, key: Key) -> None:
-    """Refuse the Triton backend, if `key` has it as an explicit choice: it does not reduce rows yet."""
-    if unpack_key(key)[1] == "triton":
-        raise UnavailableError(f"samebits.{op}: backend triton does not compute it yet; choose backend cuda")
 
 
 _CANONICAL_NAN = {torch.float32: (torch.int32, 0x7FFFFFFF)} | dict.fromkeys(

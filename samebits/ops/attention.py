@@ -16,7 +16,6 @@ from samebits.ops._attention import attend
 from samebits.ops._checks import check_device, check_operands, shape
 from samebits.ops._memory import check_written, refuse_vmap
 from samebits.ops._operator import as_no_view
-from samebits.ops._rows import refuse_triton
 from samebits.ops.expand import expand
 
 
@@ -102,7 +101,6 @@ def attention(
             ``torch.vmap``.
     """
     (q, k, v), key, _ = check_operands("attention", contract, {"q": q, "k": k, "v": v})
-    refuse_triton("attention", key)
     _check_integers("cu_seqlens_q", cu_seqlens_q, (None,), q)
     batch = _check_shapes(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
     for name, t, size in (
@@ -177,7 +175,6 @@ def scaled_dot_product_attention(
         TypeError, ValueError: as :func:`attention`; or both ``mask`` and ``is_causal`` are given.
     """
     (q, k, v), key, _ = check_operands("attention", contract, {"q": q, "k": k, "v": v})
-    refuse_triton("attention", key)
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim < 2:
             raise ValueError(

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samebits.backends import Key, on_gpu, unpack_key
+from samebits.backends import Key, chosen_backend, on_gpu, unpack_key
 from samebits.ops import logp
 from samebits.ops._checks import check_operands
 from samebits.ops._operator import Operator, refuse_second_derivatives, refuse_third_derivatives
-from samebits.ops._rows import backend, refuse_triton, rounded
+from samebits.ops._rows import backend, rounded
 from samebits.ops.reduce import sum
 from samebits.ops.softmax import jacobian_product, softmax
 
@@ -33,7 +33,7 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: 
     """
     (logits,), key, _ = check_operands("cross_entropy", None, {"logits": logits}, autocast=False)
     if reduction != "none" or logits.dtype != torch.float32:
-        refuse_triton("cross_entropy", key)
+        chosen_backend(logits.device.type, "log_softmax")  # or a sum of rows
     target = logp.check_target("cross_entropy", target, "logits", logits, ignore_index)
     if not target.is_cuda:
         logp.watch_target("cross_entropy", target, logits.shape[1], ignore_index, key)

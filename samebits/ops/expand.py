@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import chosen_backend, pack_key, same_shape
+from samebits.backends import chosen_backend, same_shape
 from samebits.ops._operator import Operator, without_modes
-from samebits.ops._rows import backend, refuse_triton
+from samebits.ops._rows import backend
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -23,7 +23,7 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     """
     if same_shape(shape, x.shape) or not (x.requires_grad and torch.is_grad_enabled()):
         return x.expand(tuple(shape))
-    refuse_triton("expand", pack_key("", chosen_backend(x.device.type)))
+    chosen_backend(x.device.type, "expand")
     out: Tensor = _Expand.apply(x, tuple(shape))  # type: ignore[no-untyped-call]
     return out
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from samebits.backends import Key
 from samebits.ops._checks import check_operands
 from samebits.ops._operator import Operator, refuse_third_derivatives
-from samebits.ops._rows import as_rows, backend, refuse_triton, rounded
+from samebits.ops._rows import as_rows, backend, rounded
 from samebits.ops.logp import row_statistics
 from samebits.ops.reduce import sum
 from samebits.ops.softmax import jacobian_product, softmax
@@ -37,7 +37,6 @@ def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Ten
         IndexError: there is no such dimension, or it is named twice.
     """
     (x,), key, _ = check_operands("logsumexp", None, {"x": x}, autocast=False)
-    refuse_triton("logsumexp", key)
     rows, shape = as_rows("logsumexp", x, dim, keepdim)
     out: Tensor = _operator(rows, key)
     return out.reshape(shape)

@@ -12,7 +12,7 @@ from samebits.backends import on_gpu
 from samebits.backends.replay import viewed
 from samebits.ops._checks import check_operands
 from samebits.ops._operator import Operator, refuse_third_derivatives
-from samebits.ops._rows import as_rows, backend, refuse_triton, rounded
+from samebits.ops._rows import as_rows, backend, rounded
 from samebits.ops.reduce import mean, sum
 
 Dims = int | Sequence[int] | None
@@ -59,8 +59,7 @@ def vector_norm(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
 
 
 def _moment(op: str, x: Tensor, dim: Dims, correction: float, keepdim: bool) -> Tensor:
-    (x,), key, _ = check_operands(op, None, {"x": x}, autocast=False)
-    refuse_triton(op, key)
+    (x,), _, _ = check_operands(op, None, {"x": x}, autocast=False)
     rows, shape = as_rows(op, x, dim, keepdim)
     if op == "vector_norm":
         out: Tensor = _norm(rows)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import samebits
 from samebits import FMA, TENSOR_CORE, backends
 from samebits.mode import operators
-from samebits.ops import _checks, _rows
+from samebits.ops import _checks, _rows, cross_entropy
 from samebits.ops import expand as expand_module
 from samebits.ops._checks import check_operands
 from samebits.ops._operator import Operator
@@ -165,6 +165,12 @@ def _without(package: str) -> Callable[[str], object]:
     return lambda name, *of: None if name == package else find(name, *of)
 
 
+def chosen(kind: str, operation: str = "") -> str | None:
+    """The backend that is chosen, also for tensors on a CPU."""
+    name = backends._choice.backend
+    return None if name is None else backends.having(operation, name)
+
+
 PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "linear": samebits.linear,
     "matmul": samebits.matmul,
@@ -184,7 +190,7 @@ def test_a_backward_follows_the_choice_of_its_forward(name: str, monkeypatch: py
         keys.extend(x for x in args if isinstance(x, str))
         return right(self, *args)
 
-    monkeypatch.setattr(_checks, "chosen_backend", lambda kind: backends._choice.backend)
+    monkeypatch.setattr(_checks, "chosen_backend", chosen)
     monkeypatch.setattr(Operator, "_run", run)
     x, w = (torch.ones(4, 4, requires_grad=True) for _ in range(2))
     with samebits.use_backend("triton"), torch.no_grad():
@@ -217,8 +223,8 @@ NOT_BY_TRITON: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("name", NOT_BY_TRITON)
 def test_what_triton_does_not_compute_is_refused_under_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and attention, in place of PyTorch's: neither it nor another backend computes them then."""
-    for module in (_checks, _rows, expand_module, operators):
-        monkeypatch.setattr(module, "chosen_backend", lambda kind: backends._choice.backend)
+    for module in (_checks, _rows, cross_entropy, expand_module, operators):
+        monkeypatch.setattr(module, "chosen_backend", chosen)
     x = torch.ones(4, 4, requires_grad=True)
     with (
         samebits.batch_invariant(),
