@@ -93,8 +93,18 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests run first. Without a GPU, tests marked ``gpu`` are skipped, with the reason."""
+    """The first case of each test is ``quick``, but for long ones. Long tests run first.
+
+    Without a GPU, tests marked ``gpu`` are skipped, with the reason.
+    """
+    seen = set()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if test not in seen and not any(map(item.get_closest_marker, ("gpu", "long"))):
+            seen.add(test)
+            item.add_marker("quick")
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     for item in items:
         if item.config.getoption("--replay") and item.get_closest_marker("counts_calls"):
